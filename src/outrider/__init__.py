@@ -1,0 +1,21 @@
+"""Outrider makes a language model answer sooner without changing one token: speculative decoding, exact and complete."""
+
+from outrider.errors import CapacityError, ConfigError, ModelError, OutriderError, RequestError
+from outrider.llm import LLM, CompletionOutput, RequestOutput
+from outrider.sampling.params import SamplingParams
+from outrider.types import Speculation
+from outrider.version import VERSION
+
+__version__ = VERSION
+__all__ = [
+    "LLM",
+    "CapacityError",
+    "CompletionOutput",
+    "ConfigError",
+    "ModelError",
+    "OutriderError",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "Speculation",
+]

@@ -1,0 +1,166 @@
+"""Pages, tables and prefix reuse: who owns which slot.
+
+A page is `PAGE` neighbouring slots.  A sequence holds a table of pages; position p of the sequence lies in slot
+table.slots[p], and the guesses of a step take the positions after its last known token.  A full page enters the prefix
+index under (the page before it, its tokens); sequences that share it count as owners.  A page without owners stays in
+the index, oldest out first, until somebody needs it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from outrider.cache.pool import Pool
+
+PAGE = 16
+ROOT = 0  # what the first page of every sequence hangs from
+
+
+@dataclass(eq=False)
+class Table:
+    """The slots of one sequence.  `slots` is allocated once, so that its address never changes."""
+
+    slots: np.ndarray  # int32 [capacity]
+    pages: list[int] = field(default_factory=list)
+    nodes: list[int] = field(default_factory=list)  # index node of each page, from the front, that was entered
+
+    @property
+    def room(self) -> int:
+        return len(self.pages) * PAGE
+
+    def key(self, tokens: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+        """Under which the next page to be entered stands in the index."""
+        at = len(self.nodes) * PAGE
+        return self.nodes[-1] if self.nodes else ROOT, tuple(tokens[at : at + PAGE])
+
+
+class Cache:
+    """One allocator of `pages` pages.  Nothing here touches a tensor, except that a fork copies a page in every pool."""
+
+    def __init__(self, pages: int, capacity: int, prefix_caching: bool = True) -> None:
+        self.pages, self.capacity, self.prefix_caching = pages, capacity, prefix_caching
+        self.pools: list[Pool] = []
+        self.free = list(range(pages - 1, -1, -1))  # a stack: fresh pages come out in ascending order, so neighbours
+        self.owners = [0] * pages
+        self.tables: set[Table] = set()
+        self.index: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}  # (node before, tokens) -> (node, page)
+        self.entry: dict[int, tuple[int, tuple[int, ...]]] = {}  # page -> its key in the index
+        self.idle: OrderedDict[int, None] = OrderedDict()  # indexed pages without owners, oldest first
+        self.last_node = ROOT
+
+    @property
+    def available(self) -> int:
+        """Pages that can be had without taking any from a sequence."""
+        return len(self.free) + len(self.idle)
+
+    def open(self) -> Table:
+        table = Table(np.zeros(self.capacity, dtype=np.int32))
+        self.tables.add(table)
+        return table
+
+    def reserve(self, table: Table, length: int) -> bool:
+        """Makes `table` reach `length` positions.  False, and nothing changed, where the pages do not suffice."""
+        need = -(-length // PAGE) - len(table.pages)
+        if need > self.available:
+            return False
+        for _ in range(need):
+            self._append(table, self._take())
+        return True
+
+    def shrink(self, table: Table, length: int) -> None:
+        """Gives back the pages past `length` positions."""
+        keep = -(-length // PAGE)
+        while len(table.pages) > keep:
+            self._drop(table.pages.pop())
+        assert len(table.nodes) <= keep, "an indexed page was cut off"
+
+    def close(self, table: Table) -> None:
+        """The sequence is gone; its last pages are the first to be evicted, so that prefixes outlive what follows them."""
+        for page in reversed(table.pages):
+            self._drop(page)
+        table.pages.clear()
+        self.tables.discard(table)
+
+    def match(self, table: Table, tokens: Sequence[int], limit: int) -> int:
+        """Hangs the cached pages of the longest indexed prefix (at most `limit` tokens) into an empty table; its length."""
+        while self.prefix_caching and table.room + PAGE <= limit:
+            found = self.index.get(table.key(tokens))
+            if found is None:
+                break
+            node, page = found
+            self._share(table, page)
+            table.nodes.append(node)
+        return table.room
+
+    def register(self, table: Table, tokens: Sequence[int], filled: int) -> None:
+        """Enters the pages that are full in every pool (`filled` positions are) into the prefix index."""
+        while self.prefix_caching and (len(table.nodes) + 1) * PAGE <= filled:
+            page, key = table.pages[len(table.nodes)], table.key(tokens)
+            if key not in self.index:
+                self.last_node += 1
+                self.index[key] = (self.last_node, page)
+                self.entry[page] = key
+            table.nodes.append(self.index[key][0])  # a twin page that another sequence entered first serves as well
+
+    def fork(self, source: Table, target: Table, length: int) -> bool:
+        """`target` (empty) gets the first `length` positions of `source`: full pages shared, the last one copied."""
+        full, rest = divmod(length, PAGE)
+        if rest and not self.available:
+            return False
+        for page in source.pages[:full]:
+            self._share(target, page)
+        target.nodes = source.nodes[:full]
+        if rest:
+            self._append(target, self._take())
+            first, last = full * PAGE, length
+            for pool in self.pools:
+                pool.move(source.slots[first:last].tolist(), target.slots[first:last].tolist())
+        return True
+
+    def check(self) -> None:
+        """Proves that every page is owned as often as tables hold it, or is idle, or is free, and exactly one of these."""
+        held = [0] * self.pages
+        for table in self.tables:
+            for i, page in enumerate(table.pages):
+                held[page] += 1
+                expected = page * PAGE + np.arange(PAGE)
+                assert (table.slots[i * PAGE : (i + 1) * PAGE] == expected).all(), f"slots of page {page} are wrong"
+        assert held == self.owners, "owner counts do not match the tables"
+        free, idle = set(self.free), set(self.idle)
+        assert len(free) == len(self.free), "a page is free twice"
+        for page in range(self.pages):
+            places = (page in free) + (page in idle) + (held[page] > 0)
+            assert places == 1, f"page {page} is in {places} places"
+        assert idle <= self.entry.keys(), "an idle page is not in the index"
+        assert not free & self.entry.keys(), "a free page is in the index"
+        assert all(self.index[key][1] == page for page, key in self.entry.items()), "the index points elsewhere"
+        assert len(self.index) == len(self.entry), "an index entry has no page"
+
+    def _take(self) -> int:
+        if self.free:
+            return self.free.pop()
+        page, _ = self.idle.popitem(last=False)
+        del self.index[self.entry.pop(page)]  # what hangs below it is unreachable now and leaves by age
+        return page
+
+    def _append(self, table: Table, page: int) -> None:
+        at = table.room
+        table.slots[at : at + PAGE] = np.arange(page * PAGE, (page + 1) * PAGE, dtype=np.int32)
+        table.pages.append(page)
+        self.owners[page] += 1
+
+    def _share(self, table: Table, page: int) -> None:
+        self.idle.pop(page, None)
+        self._append(table, page)
+
+    def _drop(self, page: int) -> None:
+        self.owners[page] -= 1
+        if self.owners[page] == 0:
+            if page in self.entry:
+                self.idle[page] = None
+            else:
+                self.free.append(page)

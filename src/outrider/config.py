@@ -1,0 +1,100 @@
+"""Engine options, in vLLM's names.  The keys of speculative_config belong to those who use them: the method's own
+`Options` (draft/<method>.py) and the controller's (control/fixed.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+from outrider import control, draft, verify
+from outrider.control import fixed
+from outrider.draft.base import Drafter
+from outrider.errors import ConfigError, unknown
+from outrider.types import Verifier
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """dtype: auto, float32, bfloat16 or float16.  device: auto, cpu, cuda, cuda:1, mps.  max_model_len: tokens a request
+    may have, prompt included (None: what the model was made for).  max_num_seqs: rows that run at once.
+    max_num_batched_tokens: prompt tokens, decodes and guesses of one step.  kv_cache_memory_bytes: memory for K/V of target
+    and draft together (None: what max_num_seqs full requests need, but at most a quarter of the free memory on a CPU,
+    gpu_memory_utilization of the device otherwise).  seed: requests without a seed of their own derive theirs from it.
+    """
+
+    model: str
+    tokenizer: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    revision: str | None = None
+    trust_remote_code: bool = False
+    max_model_len: int | None = None
+    max_num_seqs: int = 16
+    max_num_batched_tokens: int = 512
+    enable_prefix_caching: bool = True
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    tensor_parallel_size: int = 1
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str) or not self.model:
+            raise ConfigError(f"model must be a folder, a hub id or a built-in name, got {self.model!r}.")
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}.")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs ({self.max_num_seqs}): "
+                "every running request needs one token a step."
+            )
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}.")
+        if self.tensor_parallel_size != 1:
+            raise ConfigError(f"tensor_parallel_size must be 1, got {self.tensor_parallel_size!r}: one device runs the model.")
+
+
+@dataclass(frozen=True)
+class SpeculativeOptions:
+    """speculative_config, taken apart."""
+
+    method: type[Drafter]
+    options: Any
+    control: fixed.Options
+    rule: Verifier
+
+    @staticmethod
+    def of(config: Mapping[str, Any] | None) -> SpeculativeOptions:
+        """Raises ConfigError naming the key or value and the nearest valid one."""
+        if config is not None and not isinstance(config, Mapping):
+            raise ConfigError(f"speculative_config must be a dict such as {{'method': 'ngram'}}, got {config!r}.")
+        given = dict(config or {"method": "off"})
+        name = given.pop("method", None)
+        if name is None:
+            if "model" not in given:
+                raise ConfigError(f"speculative_config needs a 'method' ({', '.join(draft.names())}) or a draft 'model'.")
+            name = "draft_model"
+        method = draft.method(name)
+        rule = verify.rule(given.pop("verification", "match"))
+        common = {f.name for f in fields(control.fixed.Options)}
+        mine = {key: given.pop(key) for key in list(given) if key in common}
+        known = {f.name for f in fields(method.Options)}
+        for key in given:
+            if key not in known:
+                raise ConfigError(
+                    unknown(f"key of speculative_config for method {name!r}", key, known | common | {"method", "verification"})
+                )
+        return SpeculativeOptions(method, method.Options(**given), fixed.Options(**mine), rule)
+
+
+def options(kind: type[T], given: Mapping[str, Any], what: str) -> T:
+    """`kind(**given)`, refusing unknown names with the nearest valid one."""
+    names = [f.name for f in fields(kind)]  # type: ignore[arg-type]
+    for name in given:
+        if name not in names:
+            raise ConfigError(unknown(what, name, names))
+    return kind(**given)

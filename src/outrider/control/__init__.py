@@ -1,0 +1,19 @@
+"""How much to guess."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from outrider.types import Batch, Budget, Commit, Draft, Times
+
+
+class Controller(Protocol):
+    """Pure bookkeeping, testable without a model."""
+
+    def budget(self, batch: Batch) -> list[Budget]:
+        """An upper bound a row; (0, 0) is plain decoding."""
+
+    def trim(self, draft: Draft, budgets: list[Budget]) -> Draft:
+        """An ancestor-closed part of the draft, within the budgets."""
+
+    def learn(self, commit: Commit, times: Times) -> None: ...

@@ -1,0 +1,89 @@
+"""A fixed number of guesses, or one that a table gives for the size of the batch (vLLM's names)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.errors import ConfigError
+from outrider.types import Batch, Budget, Commit, Draft, Guesses, Times
+
+
+def _whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+@dataclass(frozen=True)
+class Options:
+    """num_speculative_tokens: levels to guess (None: the method's own default).  disable_by_batch_size: no guesses while
+    more rows than this run.  num_speculative_tokens_per_batch_size: [[smallest, largest, levels], …], before the other two.
+    """
+
+    num_speculative_tokens: int | None = None
+    disable_by_batch_size: int | None = None
+    num_speculative_tokens_per_batch_size: list[list[int]] | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_speculative_tokens", 0), ("disable_by_batch_size", 1)):
+            value = getattr(self, name)
+            if value is not None and not _whole(value, least):
+                raise ConfigError(f"{name} must be a whole number of at least {least}, got {value!r}.")
+        table = self.num_speculative_tokens_per_batch_size
+        for entry in table if isinstance(table, (list, tuple)) else [] if table is None else [table]:
+            good = isinstance(entry, (list, tuple)) and len(entry) == 3 and all(_whole(x, 0) for x in entry)
+            if not (good and 1 <= entry[0] <= entry[1]):
+                raise ConfigError(
+                    "num_speculative_tokens_per_batch_size must be a list of [smallest, largest, levels] with "
+                    f"1 <= smallest <= largest, got {entry!r}."
+                )
+
+
+class FixedController:
+    def __init__(self, options: Options, depth: int, size: Callable[[int], int]) -> None:
+        """`depth` is the method's default, `size` its node count for a depth."""
+        given = options.num_speculative_tokens
+        self.options, self.depth, self.size = options, depth if given is None else given, size
+
+    @property
+    def most(self) -> int:
+        """The most levels that any batch size may ask for."""
+        return max([self.depth, *(entry[2] for entry in self.options.num_speculative_tokens_per_batch_size or ())])
+
+    def levels(self, rows: int) -> int:
+        for smallest, largest, levels in self.options.num_speculative_tokens_per_batch_size or ():
+            if smallest <= rows <= largest:
+                return levels
+        limit = self.options.disable_by_batch_size
+        return 0 if limit is not None and rows > limit else self.depth
+
+    def budget(self, batch: Batch) -> list[Budget]:
+        levels = self.levels(len(batch))
+        budgets = []
+        for r, row in enumerate(batch.rows):
+            # the last token of a row is never a guess: it is emitted by the step that verifies the ones before it
+            depth = min(levels, row.remaining - 1) if batch.emits(r) and row.params.speculate else 0
+            budgets.append(Budget(depth, self.size(depth)))
+        return budgets
+
+    def trim(self, draft: Draft, budgets: list[Budget]) -> Draft:
+        trees = draft.trees
+        kept = [_within(tree, budget) for tree, budget in zip(trees, budgets)]
+        return draft if all(a is b for a, b in zip(kept, trees)) else Draft.of(kept)
+
+    def learn(self, commit: Commit, times: Times) -> None:
+        """A fixed length learns nothing."""
+
+
+def _within(tree: Guesses, budget: Budget) -> Guesses:
+    """The tree without nodes that are too deep or too many.  A prefix of the nodes is closed under ancestors, and so is a
+    cut by depth; dropping looks at positions only, never at tokens."""
+    place, depth = {-1: -1}, {-1: 0}
+    keep: list[int] = []
+    for i, parent in enumerate(tree.parents):
+        if len(keep) < budget.nodes and parent in place and depth[parent] < budget.depth:
+            place[i], depth[i] = len(keep), depth[parent] + 1
+            keep.append(i)
+    if len(keep) == len(tree.tokens):
+        return tree
+    return Guesses([tree.tokens[i] for i in keep], [place[tree.parents[i]] for i in keep], [tree.confidence[i] for i in keep])

@@ -1,0 +1,66 @@
+"""What a drafter is.  docs/add-a-drafter.md walks through one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from outrider.types import Batch, Budget, Commit, Draft, Row
+
+if TYPE_CHECKING:
+    from outrider.models.decoder import Decoder
+    from outrider.models.hub import Checkpoint
+    from outrider.sampling.sampler import Sampler
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a drafter may know of the model that it rides ahead of."""
+
+    decoder: Decoder
+    checkpoint: Checkpoint
+    sampler: Sampler
+    vocabulary: int
+    max_len: int
+
+
+class Drafter:
+    """Guesses what the target will say.  Guesses can be arbitrarily bad: they cost time, never a token.
+
+    A subclass is one file in this folder.  Class attributes: `Options`, a frozen dataclass whose fields are the method's
+    keys in speculative_config; `depth`, the default of num_speculative_tokens.
+    """
+
+    Options: ClassVar[type[Any]]
+    depth: ClassVar[int] = 5
+    slot_bytes: int = 0  # K/V that the drafter keeps for every slot of the target's cache
+
+    def __init__(self, options: Any, target: Target) -> None:
+        self.options, self.target = options, target
+
+    @classmethod
+    def example(cls, target: Target) -> Drafter:
+        """A tiny, possibly random drafter for `target`: the exactness suite runs every method through it."""
+        return cls(cls.Options(), target)
+
+    def allocate(self, slots: int) -> list[Any]:
+        """Called once, when the number of slots is known.  Returns the drafter's pools at the target's slots."""
+        return []
+
+    def size(self, depth: int) -> int:
+        """How many nodes a tree of `depth` levels has at most."""
+        return depth
+
+    def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
+        """One tree a row, within its budget.  Node i of row r may use slot table.slots[batch.end(r) + i], in this step."""
+        raise NotImplementedError
+
+    def observe(self, commit: Commit) -> None:
+        """Learns what became certain."""
+
+    def forget(self, row: Row, reason: str) -> None:
+        """The row ended ("finished") or lost its cache ("preempted"): drop what is kept for it."""
+
+    def filled(self, row: Row) -> int:
+        """How many of the row's positions have all the K/V that this drafter needs; such pages can be shared."""
+        return row.computed

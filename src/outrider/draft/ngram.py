@@ -1,0 +1,65 @@
+"""Prompt lookup: what followed the last time these tokens were seen in this very request (Saxena 2023; arXiv 2304.04487).
+
+The longest match wins, and of equally long ones the most recent.  No match is no guess and costs nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from outrider.draft.base import Drafter
+from outrider.errors import ConfigError
+from outrider.types import NOTHING, Batch, Budget, Draft, Guesses, Row
+
+
+@dataclass
+class Seen:
+    """Where each n-gram of a row last ended, for ends before position `upto`: a suffix never matches itself."""
+
+    ends: dict[tuple[int, ...], int] = field(default_factory=dict)
+    upto: int = 0
+
+
+class Ngram(Drafter):
+    @dataclass(frozen=True)
+    class Options:
+        """prompt_lookup_max, prompt_lookup_min: the longest and shortest n-gram that is looked up (vLLM's names)."""
+
+        prompt_lookup_max: int = 4
+        prompt_lookup_min: int = 2
+
+        def __post_init__(self) -> None:
+            low, high = self.prompt_lookup_min, self.prompt_lookup_max
+            if not 1 <= low <= high:
+                raise ConfigError(f"prompt_lookup_min must be in 1 … prompt_lookup_max ({high}), got {low}.")
+
+    def __init__(self, options: Options, target: object = None) -> None:
+        self.options = options
+        self.lengths = range(options.prompt_lookup_max, options.prompt_lookup_min - 1, -1)
+        self.seen: dict[Row, Seen] = {}
+
+    def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
+        return Draft.of([self._guess(row, budget.depth) if budget.nodes else NOTHING for row, budget in zip(batch.rows, budgets)])
+
+    def _guess(self, row: Row, depth: int) -> Guesses:
+        tokens, seen = row.tokens, self.seen.setdefault(row, Seen())
+        for end in range(seen.upto, len(tokens) - 1):
+            for n in self.lengths:
+                if n <= end + 1:
+                    seen.ends[tuple(tokens[end + 1 - n : end + 1])] = end
+        seen.upto = len(tokens) - 1
+        for n in self.lengths:
+            found = seen.ends.get(tuple(tokens[-n:]), -1) if n < len(tokens) else -1
+            if found >= 0:
+                return _copy(tokens, found + 1, depth, 1 - 0.5**n)
+        return NOTHING
+
+    def forget(self, row: Row, reason: str) -> None:
+        self.seen.pop(row, None)
+
+
+def _copy(tokens: list[int], start: int, depth: int, confidence: float) -> Guesses:
+    """`depth` tokens from `start` on; a copy that reaches the end goes on with what it has copied, as a loop would."""
+    period = len(tokens) - start
+    copied = [tokens[start + i % period] for i in range(depth)]
+    return Guesses.chain(copied, [confidence] * depth)

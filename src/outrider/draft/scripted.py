@@ -1,0 +1,63 @@
+"""A drafter that says what it is told: for tests of the engine, and for looking at one tree under a microscope."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from outrider.draft.base import Drafter, Target
+from outrider.types import NOTHING, Batch, Budget, Draft, Guesses, Row
+
+Script = Callable[[Row, Budget], Guesses]
+
+
+def silent(row: Row, budget: Budget) -> Guesses:
+    return NOTHING
+
+
+def tree(row: Row, budget: Budget) -> Guesses:
+    """Two children a node, breadth first, of tokens that happened to be in the row: a tree that is mostly wrong."""
+    tokens, parents = [], []
+    for i in range(budget.nodes):
+        parent = (i - 2) // 2 if i >= 2 else -1
+        tokens.append(row.tokens[(7 * i) % len(row.tokens)] ^ (i & 1))
+        parents.append(parent)
+    return Guesses(tokens, parents, [0.5] * len(tokens))
+
+
+class Scripted(Drafter):
+    @dataclass(frozen=True)
+    class Options:
+        """script: (row, budget) -> Guesses.  nodes: how many a tree may have, whatever its depth."""
+
+        script: Script = silent
+        nodes: int = 64
+
+    @classmethod
+    def example(cls, target: Target) -> Drafter:
+        return cls(cls.Options(tree, 14), target)
+
+    def size(self, depth: int) -> int:
+        return self.options.nodes if depth else 0
+
+    def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
+        return Draft.of([self._clean(row, budget) for row, budget in zip(batch.rows, budgets)])
+
+    def _clean(self, row: Row, budget: Budget) -> Guesses:
+        """The script's tree without tokens that do not exist and without repeated siblings (and what hangs from these)."""
+        if not budget.nodes:
+            return NOTHING
+        said, place, children = self.options.script(row, budget), {-1: -1}, set()
+        tokens: list[int] = []
+        parents: list[int] = []
+        confidence: list[float] = []
+        for i, (token, parent) in enumerate(zip(said.tokens, said.parents)):
+            at = place.get(parent)
+            if at is None or (at, token) in children or not 0 <= token < self.target.vocabulary:
+                continue
+            children.add((at, token))
+            place[i] = len(tokens)
+            tokens.append(token)
+            parents.append(at)
+            confidence.append(said.confidence[i])
+        return Guesses(tokens, parents, confidence)

@@ -1,0 +1,139 @@
+"""The engine: one step, for prefill, decoding and verification, for every method alike."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+
+from outrider.cache.slots import PAGE, Cache
+from outrider.config import EngineOptions, SpeculativeOptions
+from outrider.control.fixed import FixedController
+from outrider.draft.base import Drafter, Target
+from outrider.engine.runner import Runner
+from outrider.engine.scheduler import Scheduler
+from outrider.errors import CapacityError, ConfigError
+from outrider.models.decoder import Decoder
+from outrider.models.hub import Checkpoint
+from outrider.sampling.sampler import Sampler
+from outrider.types import Batch, Commit, Draft, Row, Speculation, Times, Verdict
+
+
+class Engine:
+    """Loads a target and a drafter, and steps.  Rows go in by `add`, come out of `step` when they emitted something."""
+
+    def __init__(self, options: EngineOptions, speculation: SpeculativeOptions) -> None:
+        self.options = options
+        self.checkpoint = Checkpoint.open(options.model, options.revision, options.trust_remote_code)
+        self.device = pick_device(options.device)
+        context = self.checkpoint.spec.context
+        self.max_len = min(options.max_model_len or context, context)
+        if options.max_model_len and options.max_model_len > context:
+            raise ConfigError(f"max_model_len {options.max_model_len} exceeds the {context} positions of {options.model!r}.")
+        self.decoder = Decoder(self.checkpoint, self.checkpoint.dtype(options.dtype), self.device, self.max_len)
+        self.sampler = Sampler(self.decoder.kernels)
+        self.target = Target(self.decoder, self.checkpoint, self.sampler, self.checkpoint.spec.vocabulary, self.max_len)
+        self.use(speculation.method(speculation.options, self.target), speculation)
+
+    def use(self, drafter: Drafter, speculation: SpeculativeOptions) -> None:
+        """Puts a drafter to work, with a fresh cache.  No row may be in flight."""
+        self.drafter, self.verify = drafter, speculation.rule
+        self.controller = FixedController(speculation.control, drafter.depth, drafter.size)
+        most = drafter.size(self.controller.most)
+        slot = self.decoder.slot_bytes + drafter.slot_bytes
+        self.cache = Cache(self._pages(slot, most), self.max_len + most + PAGE, self.options.enable_prefix_caching)
+        self.cache.pools = [self.decoder.pool(self.cache.pages * PAGE), *drafter.allocate(self.cache.pages * PAGE)]
+        self.runner = Runner(self.decoder, self.cache.pools[0], self.sampler)
+        self.scheduler = Scheduler(
+            self.cache, self.options.max_num_seqs, self.options.max_num_batched_tokens, most, drafter.filled, drafter.forget
+        )
+        self.times = Times(0.0, 0.0, 0.0)
+        self.steps = 0
+
+    def step(self) -> list[Row]:
+        """One forward of the target for every row that can run.  Returns the rows that emitted tokens."""
+        began = time.perf_counter()
+        batch = self.scheduler.next()
+        if not batch.rows:
+            return []
+        budgets = self.scheduler.reserve(batch, self.controller.budget(batch))
+        propose = time.perf_counter()
+        draft = self.controller.trim(self.drafter.propose(batch, budgets), budgets)
+        forward = time.perf_counter()
+        seen = self.runner.forward(batch, draft)
+        after = time.perf_counter()
+        verdict = self.scheduler.clip(batch, self.verify(draft, seen, batch))
+        self.scheduler.commit(batch, verdict)
+        commit = self._commit(batch, draft, verdict)
+        self.drafter.observe(commit)
+        finished = self._finish(commit)
+        times = Times(forward - propose, after - forward, time.perf_counter() - after + propose - began)
+        self.controller.learn(commit, times)
+        self.times, self.steps = Times(*map(sum, zip(self.times, times))), self.steps + 1
+        return finished
+
+    def _commit(self, batch: Batch, draft: Draft, verdict: Verdict) -> Commit:
+        starts, tokens = [], []
+        for r, row in enumerate(batch.rows):
+            starts.append(batch.starts[r] + 1)
+            tokens.append(row.tokens[starts[r] : batch.end(r)] + verdict.tokens[r])
+            if verdict.tokens[r]:
+                row.stats += Speculation(1, draft.sizes[r], len(verdict.nodes[r]), len(verdict.tokens[r]))
+        return Commit(batch, starts, tokens, draft, verdict)
+
+    def _finish(self, commit: Commit) -> list[Row]:
+        """Rows that emitted; those that ended leave the engine."""
+        said = [row for row, tokens in zip(commit.batch.rows, commit.verdict.tokens) if tokens]
+        for row in said:
+            if row.finish_reason is not None:
+                self.scheduler.retire(row)
+        return said
+
+    def add(self, row: Row) -> None:
+        self.scheduler.add(row)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.scheduler.waiting or self.scheduler.running)
+
+    def check(self) -> None:
+        """Proves that no slot is lost or owned twice; with nothing in flight, that none is owned at all."""
+        self.cache.check()
+        if not self.busy:
+            assert not self.cache.tables and self.cache.available == self.cache.pages, "a finished row still holds pages"
+
+    def _pages(self, slot_bytes: int, guesses: int) -> int:
+        """How many pages the K/V memory holds.  Raises CapacityError if not even one full request fits."""
+        one = -(-(self.max_len + guesses) // PAGE)
+        wanted = one * self.options.max_num_seqs
+        limit = self.options.kv_cache_memory_bytes or free_memory(self.device, self.options.gpu_memory_utilization)
+        pages = limit // (slot_bytes * PAGE)
+        if self.options.kv_cache_memory_bytes is None:
+            pages = min(pages, wanted)
+        if pages < one:
+            raise CapacityError(
+                f"K/V memory of {limit:,} bytes holds {pages * PAGE} tokens, one request of max_model_len {self.max_len} needs "
+                f"{one * PAGE} ({one * PAGE * slot_bytes:,} bytes): raise kv_cache_memory_bytes or lower max_model_len."
+            )
+        return pages
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` is the GPU where there is one.  Raises ConfigError for a device that is not there."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
+    return device
+
+
+def free_memory(device: torch.device, share: float) -> int:
+    """Bytes that K/V may take by default: a quarter of what is free on a CPU, `share` of the GPU less what is in use."""
+    if device.type == "cuda":
+        free, whole = torch.cuda.mem_get_info(device)
+        return max(0, int(free - (1 - share) * whole))
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4

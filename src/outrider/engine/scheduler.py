@@ -1,0 +1,170 @@
+"""Who runs in this step, with how many tokens.
+
+Running rows are ordered by arrival.  Decodes come first, then the guesses' share, then chunks of prompts, then admissions:
+one budget of tokens for all.  Where pages run out the youngest row is preempted; it keeps its tokens and computes them
+again.  Waiting rows are admitted strictly in order of arrival, when all their tokens fit, so nobody starves.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from outrider.cache.slots import Cache
+from outrider.engine.text import Detokenizer, find_stop
+from outrider.types import Batch, Budget, Row, Verdict
+
+
+class Scheduler:
+    def __init__(
+        self, cache: Cache, seats: int, tokens: int, guesses: int, filled: Callable[[Row], int], forget: Callable[[Row, str], None]
+    ) -> None:
+        """seats: rows at once.  tokens: budget of a step.  guesses: nodes that a row may ask for (a share is kept for them)."""
+        self.cache, self.seats, self.tokens, self.guesses = cache, seats, tokens, guesses
+        self.filled, self.forget = filled, forget
+        self.waiting: deque[Row] = deque()
+        self.running: list[Row] = []
+        self.preemptions = 0
+
+    def add(self, row: Row) -> None:
+        self.waiting.append(row)
+
+    def abort(self, row: Row) -> None:
+        if row in self.waiting:
+            self.waiting.remove(row)
+        row.finish_reason = row.finish_reason or "abort"
+        self.retire(row)
+
+    def next(self) -> Batch:
+        """The rows of this step; their known tokens have slots."""
+        batch = Batch()
+        decodes = sum(len(row.tokens) - row.computed == 1 for row in self.running)
+        share = min(decodes * self.guesses, self.tokens // 2)
+        left = self.tokens - decodes - share
+        for row in list(self.running):
+            known = len(row.tokens) - row.computed
+            if known > 1:
+                known = min(known, left)
+                left -= known
+            if known and self._room(row, row.computed + known):
+                self._enter(batch, row, known)
+        while self.waiting and len(self.running) < self.seats and left > 0 and self._admit(self.waiting[0]):
+            row = self.waiting.popleft()
+            self.running.append(row)
+            known = min(len(row.tokens) - row.computed, left)
+            left -= known
+            self._enter(batch, row, known)
+        return batch
+
+    def reserve(self, batch: Batch, budgets: list[Budget]) -> list[Budget]:
+        """Slots for guesses.  They take what is free and never a page from a row: the budget shrinks instead."""
+        left = self.tokens - sum(batch.known)
+        fair = left // max(1, sum(budget.nodes > 0 for budget in budgets))
+        granted = []
+        for r, (row, budget) in enumerate(zip(batch.rows, budgets)):
+            nodes = min(budget.nodes, fair)
+            assert row.table is not None
+            if nodes and not self.cache.reserve(row.table, batch.end(r) + nodes):
+                nodes = min(nodes, row.table.room - batch.end(r))
+            batch.nodes.append(nodes)
+            granted.append(Budget(min(budget.depth, nodes), nodes, budget.floor))
+        return granted
+
+    def clip(self, batch: Batch, verdict: Verdict) -> Verdict:
+        """Ends rows at EOS, stop ids and strings, max_tokens and the context: nothing past the end is committed."""
+        for r, row in enumerate(batch.rows):
+            for count, token in enumerate(verdict.tokens[r], start=1):
+                row.tokens.append(token)
+                if self._ends(row, token):
+                    verdict.tokens[r] = verdict.tokens[r][:count]
+                    verdict.nodes[r] = verdict.nodes[r][: count - 1]
+                    break
+        return verdict
+
+    def commit(self, batch: Batch, verdict: Verdict) -> None:
+        """Moves the accepted path of every row to its natural slots, gives back the rest, enters full pages for reuse."""
+        sources: list[int] = []
+        targets: list[int] = []
+        for r, row in enumerate(batch.rows):
+            assert row.table is not None
+            end, slots = batch.end(r), row.table.slots
+            for place, node in enumerate(verdict.nodes[r]):
+                if node != place:
+                    sources.append(int(slots[end + node]))
+                    targets.append(int(slots[end + place]))
+            row.computed = end + len(verdict.nodes[r])
+        if sources:
+            self.cache.pools[0].move(sources, targets)
+        for row in batch.rows:
+            assert row.table is not None
+            self.cache.shrink(row.table, max(len(row.tokens), row.computed))
+            self.cache.register(row.table, row.tokens, min(row.computed, self.filled(row)))
+
+    def retire(self, row: Row) -> None:
+        """Frees everything that the row holds."""
+        if row in self.running:
+            self.running.remove(row)
+        self._release(row, "finished")
+
+    def _ends(self, row: Row, token: int) -> bool:
+        count = len(row.tokens) - row.prompt
+        if token in row.ending and count >= row.params.min_tokens:
+            row.finish_reason = "stop"
+            row.stop_reason = token if token in (row.params.stop_token_ids or ()) else None
+        if row.text is not None:
+            self._read(row, row.text, token)
+        if row.finish_reason is None and row.remaining <= 0:
+            row.finish_reason = "length"
+        return row.finish_reason is not None
+
+    def _read(self, row: Row, text: Detokenizer, token: int) -> None:
+        fresh = text.feed(token)
+        if fresh and row.params.stop and len(row.tokens) - row.prompt >= row.params.min_tokens:
+            found = find_stop(text.text, len(fresh), tuple(row.params.stop))
+            if found:
+                text.text = text.text[: found[0]]
+                row.finish_reason, row.stop_reason = "stop", found[1]
+
+    def _enter(self, batch: Batch, row: Row, known: int) -> None:
+        batch.rows.append(row)
+        batch.starts.append(row.computed)
+        batch.known.append(known)
+
+    def _room(self, row: Row, length: int) -> bool:
+        """Pages for a running row, taken from the youngest if need be.  False if the row itself had to go."""
+        while row in self.running:
+            assert row.table is not None
+            if self.cache.reserve(row.table, length):
+                return True
+            self._preempt(self.running[-1])
+        return False
+
+    def _preempt(self, row: Row) -> None:
+        self.running.remove(row)
+        self._release(row, "preempted")
+        row.computed = 0
+        self.waiting.appendleft(row)
+        self.preemptions += 1
+
+    def _release(self, row: Row, reason: str) -> None:
+        if row.table is not None:
+            self.forget(row, reason)
+            self.cache.close(row.table)
+            row.table = None
+
+    def _admit(self, row: Row) -> bool:
+        """Opens a table for a waiting row, with what can be reused; False, and nothing kept, if its tokens do not fit."""
+        source = row.source
+        forking = source is not None and source.table is not None
+        if forking and source is not None and source.computed < row.prompt:
+            return False  # its prompt is being computed right now
+        row.table = self.cache.open()
+        if forking and source is not None and source.table is not None:
+            row.computed = min(row.prompt - 1, self.filled(source))
+            fits = self.cache.fork(source.table, row.table, row.computed)
+        else:
+            row.computed, fits = self.cache.match(row.table, row.tokens, len(row.tokens) - 1), True
+        if not (fits and self.cache.reserve(row.table, len(row.tokens))):
+            self.cache.close(row.table)
+            row.table, row.computed = None, 0
+        return row.table is not None

@@ -1,0 +1,50 @@
+"""From token ids to text, one token at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class Detokenizer:
+    """Grows `text` as tokens arrive; holds back bytes that are not yet a character.
+
+    Decoding a short window instead of the whole output keeps a step's cost flat, and starting the window one piece early
+    keeps the spaces that tokenizers put between pieces.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.text = ""
+        self.start = self.done = 0  # the window starts at `start`; ids before `done` are in `text`
+        self.ids: list[int] = []
+
+    def feed(self, token: int) -> str:
+        """The text that `token` completes, often one word, sometimes nothing."""
+        self.ids.append(token)
+        new = self._pending()
+        if new.endswith("\ufffd"):
+            return ""
+        return self._accept(new)
+
+    def flush(self) -> str:
+        """What was held back, once no more tokens will come."""
+        return self._accept(self._pending())
+
+    def _pending(self) -> str:
+        return self._decode(self.ids[self.start :])[len(self._decode(self.ids[self.start : self.done])) :]
+
+    def _accept(self, new: str) -> str:
+        self.start, self.done = self.done, len(self.ids)
+        self.text += new
+        return new
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return text
+
+
+def find_stop(text: str, fresh: int, stops: Sequence[str]) -> tuple[int, str] | None:
+    """(where, which) of the stop string that begins first, given that only the last `fresh` characters are new."""
+    found = [(at, stop) for stop in stops if (at := text.find(stop, max(0, len(text) - fresh - len(stop) + 1))) >= 0]
+    return min(found, default=None)

@@ -1,0 +1,41 @@
+"""What can go wrong, as one tree.
+
+OutriderError
+├── ConfigError      an engine option or a key of speculative_config      (also a ValueError)
+├── RequestError     a prompt or a sampling parameter of one request      (also a ValueError)
+├── ModelError       a checkpoint that is missing, corrupt or unsupported
+└── CapacityError    memory limits that cannot hold what is asked
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class OutriderError(Exception):
+    """Base class: catching it catches everything that Outrider raises on purpose."""
+
+
+class ConfigError(OutriderError, ValueError):
+    """An option that does not exist, or a value that it cannot take."""
+
+
+class RequestError(OutriderError, ValueError):
+    """A request that cannot be served as it stands."""
+
+
+class ModelError(OutriderError):
+    """A checkpoint that cannot be loaded or run."""
+
+
+class CapacityError(OutriderError):
+    """Something does not fit into the memory that the engine was given."""
+
+
+def unknown(kind: str, name: str, valid: Iterable[str]) -> str:
+    """The sentence that refuses `name`, with the nearest valid one and the whole list."""
+    valid = sorted(valid)
+    near = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"unknown {kind} {name!r}.{hint} Valid: {', '.join(valid)}."

@@ -1,0 +1,76 @@
+"""What a device computes: the handful of operations under the decoder, the attention and the sampler.
+
+`cpu.py` compiles and calls the C kernels, `reference.py` is the same in torch for every other device, for machines
+without a compiler, and for the tests.  Both promise what `Kernels` says.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from outrider.attention.plan import Plan
+    from outrider.cache.pool import Pool
+    from outrider.sampling.params import Law
+
+
+class Weight(Protocol):
+    """A packed linear layer, as one set of kernels likes it."""
+
+    inputs: int
+    outputs: int
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+class Heads(Protocol):
+    """What `rope_store` must know of a layer."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    eps: float
+
+
+class Kernels(Protocol):
+    """Shapes: n rows, h hidden, I inner, H query heads of D, V vocabulary."""
+
+    name: str
+    exact: bool  # a row's result does not depend on the rows beside it, bit for bit
+
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Weight: ...
+    def linear(self, x: Tensor, weight: Any, add: Tensor | None = None) -> Tensor:
+        """x [n,K] -> [n,O]; with `add` the result is added into it and it is returned."""
+
+    def embed(self, weight: Any, ids: Tensor) -> Tensor: ...
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+    def silu_mul(self, x: Tensor) -> Tensor:
+        """[n,2I] = [gate | up] -> silu(gate) * up [n,I]."""
+
+    def rope_store(self, qkv: Tensor, spec: Heads, turn: Tensor, plan: Plan, pool: Pool, layer: int) -> Tensor:
+        """Splits, normalises and rotates a fused projection; K and V go to their slots, q [n,H,D] is returned."""
+
+    def attend(self, q: Tensor, spec: Heads, plan: Plan, pool: Pool, layer: int, scale: float, window: int) -> Tensor:
+        """[n,H·D]: each row over the keys that the plan lets it see, in the order of their positions."""
+
+    def pick(self, logits: Tensor, law: Law, key: int, k: int, probs: bool) -> tuple[list[int], list[float]]:
+        """The k best tokens of one row [V] under `law` with the noise of `key`, best first (fewer if the law allows fewer)."""
+
+
+def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
+    """The fastest kernels that run here.  OUTRIDER_KERNELS=torch asks for the reference."""
+    from outrider.kernels import cpu, reference
+
+    wanted = os.environ.get("OUTRIDER_KERNELS", "")
+    if device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and wanted != "torch":
+        library = cpu.library()
+        if library is not None:
+            return cpu.CpuKernels(library, dtype)
+    return reference.TorchKernels(device, dtype)

@@ -1,0 +1,180 @@
+"""The C kernels: compiled on first use for this very processor, cached, and called through ctypes.
+
+torch is imported first on purpose: the library then shares torch's OpenMP threads instead of bringing a second pool.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from outrider.attention.plan import Plan
+from outrider.cache.pool import Pool
+from outrider.kernels import Heads
+from outrider.sampling.params import Law
+
+PANEL = 64  # outputs a packed panel; the same constant as in kernels.c
+SOURCES = ("kernels.c", "sample.c")
+FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC", "-std=gnu11")
+log = logging.getLogger("outrider")
+
+
+def _build(compiler: str, sources: list[Path], target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        made = Path(folder) / "kernels.so"
+        command = [compiler, *FLAGS, *map(str, sources), "-o", str(made), "-lm"]
+        result = subprocess.run(command, capture_output=True, text=True)
+        if result.returncode:
+            raise OSError(result.stderr.strip()[-800:])
+        os.replace(made, target)  # atomic: two processes may build at once
+
+
+@lru_cache(maxsize=1)
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels, or None (with one warning) where they cannot be built."""
+    compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
+    if compiler is None:
+        log.warning("no C compiler found: the torch kernels are used, which are exact but slower (install gcc or clang)")
+        return None
+    sources = [Path(__file__).with_name(name) for name in SOURCES]
+    cpu = next((line for line in _cpuinfo() if line.startswith(("flags", "Features"))), platform.processor())
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+    stamp = hashlib.sha256("\0".join([*(s.read_text() for s in sources), *FLAGS, cpu, version]).encode()).hexdigest()[:16]
+    cache = Path(os.environ.get("OUTRIDER_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider")
+    target = cache / f"kernels-{stamp}.so"
+    try:
+        if not target.exists():
+            _build(compiler, sources, target)
+        return _declare(ctypes.CDLL(str(target)))
+    except OSError as error:
+        log.warning("the C kernels could not be built, the slower torch kernels are used: %s", error)
+        return None
+
+
+def _cpuinfo() -> list[str]:
+    try:
+        return Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
+    p, n, i, f, d, u = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float, ctypes.c_double, ctypes.c_uint64
+    lib.linear.argtypes = [p, i, p, p, n, n, p, n, i]
+    lib.embed.argtypes = [p, i, p, n, n, p]
+    lib.rms_norm.argtypes = [p, p, n, n, f, p]
+    lib.silu_mul.argtypes = [p, n, n, p]
+    lib.rope_store.argtypes = [p, n, n, n, n, n, p, p, f, p, n, p, p, p, p, i, p]
+    lib.attend.argtypes = [p, p, p, i, n, n, n, n, n, p, p, p, p, n, f, n, n, p]
+    lib.pick.argtypes = [p, n, f, d, n, d, u, n, p, p]
+    lib.pick.restype = n
+    for name in ("linear", "embed", "rms_norm", "silu_mul", "rope_store", "attend"):
+        getattr(lib, name).restype = None
+    return lib
+
+
+@dataclass
+class Packed:
+    """[O,K] as panels [O/64][K][64], or [O/64][K/2][64][2] in bfloat16: 64 outputs lie side by side for every input."""
+
+    data: Tensor
+    bias: Tensor | None
+    inputs: int
+    outputs: int
+    half: int
+
+    def __post_init__(self) -> None:
+        self.at, self.bias_at = self.data.data_ptr(), None if self.bias is None else self.bias.data_ptr()
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+
+class CpuKernels:
+    """Every row is computed by the same operations in the same order, whatever stands beside it (see kernels.c)."""
+
+    exact = True
+
+    def __init__(self, lib: ctypes.CDLL, dtype: torch.dtype) -> None:
+        self.lib, self.dtype, self.half = lib, dtype, int(dtype == torch.bfloat16)
+        self.name = f"C ({'bfloat16' if self.half else 'float32'} weights, float32 sums)"
+        self._out = (ctypes.c_int32 * 64)()
+        self._prob = (ctypes.c_float * 64)()
+
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Packed:
+        outputs, inputs = weight.shape
+        wide, deep = -(-outputs // PANEL) * PANEL, inputs + inputs % 2 if self.half else inputs
+        if (wide, deep) != (outputs, inputs):
+            weight = torch.nn.functional.pad(weight, (0, deep - inputs, 0, wide - outputs))
+        weight = weight.to(self.dtype)
+        if self.half:
+            data = weight.view(wide // PANEL, PANEL, deep // 2, 2).permute(0, 2, 1, 3).contiguous()
+        else:
+            data = weight.view(wide // PANEL, PANEL, deep).permute(0, 2, 1).contiguous()
+        return Packed(data, None if bias is None else bias.float().contiguous(), inputs, outputs, self.half)
+
+    def linear(self, x: Tensor, weight: Packed, add: Tensor | None = None) -> Tensor:
+        n = x.shape[0]
+        y = torch.empty(n, weight.outputs) if add is None else add
+        self.lib.linear(
+            weight.at, weight.half, weight.bias_at, x.data_ptr(), n, weight.inputs, y.data_ptr(), weight.outputs, add is not None
+        )
+        return y
+
+    def embed(self, weight: Packed, ids: Tensor) -> Tensor:
+        y = torch.empty(ids.shape[0], weight.inputs)
+        self.lib.embed(weight.at, weight.half, ids.data_ptr(), ids.shape[0], weight.inputs, y.data_ptr())
+        return y
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        y = torch.empty_like(x)
+        self.lib.rms_norm(x.data_ptr(), weight.data_ptr(), x.shape[0], x.shape[1], eps, y.data_ptr())
+        return y
+
+    def silu_mul(self, x: Tensor) -> Tensor:
+        n, both = x.shape
+        y = torch.empty(n, both // 2)
+        self.lib.silu_mul(x.data_ptr(), n, both // 2, y.data_ptr())
+        return y
+
+    def rope_store(self, qkv: Tensor, spec: Heads, turn: Tensor, plan: Plan, pool: Pool, layer: int) -> Tensor:
+        n, wide = qkv.shape[0], pool.width
+        q = torch.empty(n, spec.heads, wide)
+        keys, values = pool.pointers[layer]
+        self.lib.rope_store(
+            qkv.data_ptr(), n, spec.heads, spec.kv_heads, spec.head_dim, wide,
+            None if spec.q_norm is None else spec.q_norm.data_ptr(), None if spec.k_norm is None else spec.k_norm.data_ptr(),
+            spec.eps, turn.data_ptr(), turn.shape[1], plan.positions_at, plan.slots_at, keys, values, self.half, q.data_ptr(),
+        )  # fmt: skip
+        return q
+
+    def attend(self, q: Tensor, spec: Heads, plan: Plan, pool: Pool, layer: int, scale: float, window: int) -> Tensor:
+        n, heads, wide = q.shape
+        keys, values = pool.pointers[layer]
+        out = torch.empty(n, heads * spec.head_dim)
+        self.lib.attend(
+            q.data_ptr(), keys, values, self.half, n, heads, spec.kv_heads, spec.head_dim, wide, plan.tables_at, plan.seen_at,
+            plan.paths_at, plan.depths_at, plan.width, scale, window, plan.longest, out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+    def pick(self, logits: Tensor, law: Law, key: int, k: int, probs: bool) -> tuple[list[int], list[float]]:
+        count = self.lib.pick(
+            logits.data_ptr(), logits.shape[0], law.temperature, law.min_p, law.top_k, law.top_p, key, k,
+            self._out, self._prob if probs else None,
+        )  # fmt: skip
+        return self._out[:count], self._prob[:count] if probs else []

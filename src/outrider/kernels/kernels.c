@@ -1,0 +1,249 @@
+/* The CPU kernels.  One rule governs all of them: what is computed for a row is a fixed sequence of operations on that
+ * row's own data.  How many rows stand beside it, which slots its keys lie in and how many threads run change the order
+ * in which rows are visited, never the order of the sums inside one.  Bit-exact speculation follows from that alone.
+ *
+ * Activations are float.  Weights and K/V are float or bfloat16 (`bf16` flags); bfloat16 is widened in registers, so it
+ * costs half the memory traffic and no accuracy in the sums.  Compiled on the machine that runs it (see cpu.py). */
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#ifdef __AVX512F__
+enum { VL = 16, NV = 4, MR = 6 };            /* floats a vector, vectors and rows a register tile (6 x 4 of 32 registers) */
+#else
+enum { VL = 8, NV = 1, MR = 6 };
+#endif
+enum { PANEL = 64 };                         /* outputs a packed weight panel */
+
+typedef float vf __attribute__((vector_size(VL * 4), aligned(4), may_alias));
+typedef int32_t vi __attribute__((vector_size(VL * 4), aligned(4), may_alias));
+typedef uint32_t vu __attribute__((vector_size(VL * 4), aligned(4), may_alias));
+typedef uint16_t bf;
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE vf low(vu u) { return (vf)(u << 16); }                 /* the even element of each bfloat16 pair */
+INLINE vf high(vu u) { return (vf)(u & 0xffff0000u); }        /* the odd one */
+INLINE bf narrow(float x) {                                   /* round to nearest, ties to even */
+    uint32_t u; memcpy(&u, &x, 4);
+    return (bf)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
+}
+INLINE float total(vf v) {                                    /* always the same tree of additions */
+    float a[VL]; memcpy(a, &v, sizeof a);
+    for (int n = VL / 2; n; n /= 2) for (int i = 0; i < n; i++) a[i] += a[i + n];
+    return a[0];
+}
+INLINE vf vexp(vf x) {                                        /* within 2 ulp; 0 below -87 */
+    vi tiny = x < -87.0f;
+    x = (vf)(((vi)x & ~tiny));
+    vf n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;     /* round to an integer by the magic constant */
+    vf r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    vf p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f; p = p * r + 4.1665795894e-2f; p = p * r + 1.6666665459e-1f; p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    vi e = (__builtin_convertvector(n, vi) + 127) << 23;
+    return (vf)((vi)(p * (vf)e) & ~tiny);
+}
+
+/* ---- linear: y[n,O] (+)= x[n,K] w[O,K]^T + bias.  w is packed [O/64][K][64], or in pairs [O/64][K/2][64][2] for bfloat16. */
+INLINE void tile(const int rows, const int half, const void *w, const float *x, long K, vf acc[MR][NV]) {
+    for (int r = 0; r < rows; r++) for (int c = 0; c < NV; c++) acc[r][c] = (vf){0};
+    if (half) {
+        const uint32_t *p = w;
+        for (long k = 0; k + 1 < K; k += 2, p += PANEL) {
+            vf even[NV], odd[NV];
+            for (int c = 0; c < NV; c++) { vu u = *(const vu *)(p + c * VL); even[c] = low(u); odd[c] = high(u); }
+            for (int r = 0; r < rows; r++) {
+                const float *v = x + r * K + k;
+                for (int c = 0; c < NV; c++) acc[r][c] += even[c] * v[0];
+                for (int c = 0; c < NV; c++) acc[r][c] += odd[c] * v[1];
+            }
+        }
+        if (K & 1) for (int r = 0; r < rows; r++) for (int c = 0; c < NV; c++)
+            acc[r][c] += low(*(const vu *)(p + c * VL)) * x[r * K + K - 1];
+    } else {
+        const float *p = w;
+        for (long k = 0; k < K; k++, p += PANEL)
+            for (int r = 0; r < rows; r++) for (int c = 0; c < NV; c++) acc[r][c] += *(const vf *)(p + c * VL) * x[r * K + k];
+    }
+}
+
+INLINE void block(const int rows, const int half, const void *w, const float *bias, const float *x, long K, float *y, long O,
+                  long first, int add) {
+    vf acc[MR][NV];
+    tile(rows, half, w, x, K, acc);
+    for (int r = 0; r < rows; r++) {
+        float out[NV * VL], *to = y + r * O;
+        memcpy(out, acc[r], sizeof out);
+        for (long i = 0; i < NV * VL && first + i < O; i++) {
+            float v = out[i] + (bias ? bias[first + i] : 0);
+            to[first + i] = add ? to[first + i] + v : v;
+        }
+    }
+}
+
+#define ROWS(n, half) case n: block(n, half, at, bias, x + r * K, K, y + r * O, O, first, add); break;
+#define BLOCKS(half) switch (rows) { ROWS(1, half) ROWS(2, half) ROWS(3, half) ROWS(4, half) ROWS(5, half) ROWS(6, half) }
+
+void linear(const void *w, int half, const float *bias, const float *x, long n, long K, float *y, long O, int add) {
+    const long panels = (O + PANEL - 1) / PANEL, bytes = half ? (K + 1) / 2 * PANEL * 4 : K * PANEL * 4;
+    const long count = (n + MR - 1) / MR;                     /* 8 rows go as 4 + 4, not 6 + 2 */
+    #pragma omp parallel for schedule(static)
+    for (long p = 0; p < panels; p++) for (long c = 0; c < PANEL && p * PANEL + c < O; c += NV * VL) {
+        const void *at = (const char *)w + p * bytes + c * 4;
+        const long first = p * PANEL + c;
+        for (long b = 0; b < count; b++) {
+            const long r = b * n / count, rows = (b + 1) * n / count - r;
+            if (half) BLOCKS(1) else BLOCKS(0)
+        }
+    }
+}
+
+void embed(const void *w, int half, const int64_t *ids, long n, long K, float *y) {   /* rows of a packed weight */
+    for (long r = 0; r < n; r++) {
+        const long p = ids[r] / PANEL, o = ids[r] % PANEL;
+        if (half) {
+            const bf *from = (const bf *)w + p * ((K + 1) / 2) * 2 * PANEL + 2 * o;
+            for (long k = 0; k < K; k++) {
+                uint32_t u = (uint32_t)from[k / 2 * 2 * PANEL + k % 2] << 16;
+                memcpy(y + r * K + k, &u, 4);
+            }
+        } else for (long k = 0; k < K; k++) y[r * K + k] = ((const float *)w)[(p * K + k) * PANEL + o];
+    }
+}
+
+/* ---- the small ones */
+static void norm_row(const float *x, const float *w, long h, float eps, float *y) {
+    vf s = {0};
+    float rest = 0;
+    long i = 0;
+    for (; i + VL <= h; i += VL) { vf v = *(const vf *)(x + i); s += v * v; }
+    for (; i < h; i++) rest += x[i] * x[i];
+    const float scale = 1.0f / sqrtf((total(s) + rest) / (float)h + eps);
+    for (i = 0; i < h; i++) y[i] = x[i] * scale * w[i];
+}
+
+void rms_norm(const float *x, const float *w, long n, long h, float eps, float *y) {
+    #pragma omp parallel for schedule(static) if (n > 8)
+    for (long r = 0; r < n; r++) norm_row(x + r * h, w, h, eps, y + r * h);
+}
+
+void silu_mul(const float *x, long n, long I, float *y) {     /* x = [gate | up], y = silu(gate) * up */
+    #pragma omp parallel for schedule(static) if (n > 4)
+    for (long r = 0; r < n; r++) {
+        const float *gate = x + r * 2 * I, *up = gate + I;
+        long i = 0;
+        for (; i + VL <= I; i += VL) {
+            vf g = *(const vf *)(gate + i), u = *(const vf *)(up + i);
+            *(vf *)(y + r * I + i) = g / (1.0f + vexp(-g)) * u;
+        }
+        if (i < I) {
+            vf g = {0}, u = {0};
+            memcpy(&g, gate + i, (size_t)(I - i) * 4); memcpy(&u, up + i, (size_t)(I - i) * 4);
+            vf o = g / (1.0f + vexp(-g)) * u;
+            memcpy(y + r * I + i, &o, (size_t)(I - i) * 4);
+        }
+    }
+}
+
+INLINE void rotate(const float *x, const float *cs, long D, long rot, float *y) {     /* cs = cos[rot/2] then sin[rot/2] */
+    const long m = rot / 2;
+    for (long i = 0; i < m; i++) {
+        const float a = x[i], b = x[i + m], c = cs[i], s = cs[i + m];
+        y[i] = a * c - b * s; y[i + m] = b * c + a * s;
+    }
+    for (long i = rot; i < D; i++) y[i] = x[i];
+}
+
+/* Splits a fused projection x[n,(H+2k)D], normalises heads (Qwen3) and rotates; q goes out as [n,H,Dp], K and V to their
+ * slots [slot,k,Dp].  Dp is D rounded up to 32; what lies past D stays zero. */
+void rope_store(const float *x, long n, long H, long k, long D, long Dp, const float *qn, const float *kn, float eps,
+                const float *cs, long rot, const int64_t *positions, const int64_t *slots, void *K, void *V, int half, float *q) {
+    #pragma omp parallel for schedule(static) if (n > 8)
+    for (long r = 0; r < n; r++) {
+        float a[512], b[512];
+        const float *turn = cs + positions[r] * rot;
+        for (long h = 0; h < H + 2 * k; h++) {
+            const float *from = x + (r * (H + 2 * k) + h) * D, *norm = h < H ? qn : h < H + k ? kn : 0;
+            if (norm) { norm_row(from, norm, D, eps, a); from = a; }
+            if (h < H + k) { rotate(from, turn, D, rot, b); from = b; }
+            if (h < H) { float *to = q + (r * H + h) * Dp; memcpy(to, from, D * 4); memset(to + D, 0, (Dp - D) * 4); continue; }
+            void *pool = h < H + k ? K : V;
+            const long at = (slots[r] * k + (h < H + k ? h - H : h - H - k)) * Dp;
+            if (half) for (long i = 0; i < Dp; i++) ((bf *)pool)[at + i] = i < D ? narrow(from[i]) : 0;
+            else { memcpy((float *)pool + at, from, D * 4); memset((float *)pool + at + D, 0, (Dp - D) * 4); }
+        }
+    }
+}
+
+/* ---- attention.  Row r sees the first seen[r] slots of its request's table and then its path, in that order: always the
+ * keys of positions 0, 1, 2 ... wherever they lie.  So a node of a tree computes what plain decoding computes there. */
+typedef struct { const int32_t *table, *path; long seen; } Keys;
+INLINE long slot_of(Keys k, long j) { return j < k.seen ? k.table[j] : k.path[j - k.seen]; }
+
+INLINE void head(const int half, const long Dp, Keys keys, long from, long to, const float *q, const void *K, const void *V,
+                 long stride, float scale, float *s, float *out, long D) {
+    const long n = to - from, V2 = Dp / VL;                   /* vectors a head */
+    vf a[V2], top;
+    if (half) for (long c = 0; c < V2 / 2; c++) for (int i = 0; i < VL; i++) {
+        a[c][i] = q[(c * VL + i) * 2]; a[V2 / 2 + c][i] = q[(c * VL + i) * 2 + 1];
+    } else memcpy(a, q, Dp * 4);
+    for (long j = 0; j < n; j++) {
+        const long at = slot_of(keys, from + j) * stride;
+        vf d = {0}, e = {0};
+        if (half) for (long c = 0; c < V2 / 2; c++) {
+            vu u = *(const vu *)((const bf *)K + at + c * 2 * VL);
+            d += a[c] * low(u); e += a[V2 / 2 + c] * high(u);
+        } else for (long c = 0; c < V2; c += 2) {
+            const vf *k = (const vf *)((const float *)K + at + c * VL);
+            d += a[c] * k[0]; e += a[c + 1] * k[1];
+        }
+        s[j] = total(d + e) * scale;
+    }
+    const long padded = (n + VL - 1) / VL * VL;
+    for (long j = n; j < padded; j++) s[j] = -INFINITY;
+    for (int i = 0; i < VL; i++) top[i] = -INFINITY;
+    for (long j = 0; j < padded; j += VL) { vf v = *(vf *)(s + j); vi m = v > top; top = (vf)(((vi)v & m) | ((vi)top & ~m)); }
+    float best = -INFINITY;
+    for (int i = 0; i < VL; i++) best = top[i] > best ? top[i] : best;
+    vf sum = {0};
+    for (long j = 0; j < padded; j += VL) { vf e = vexp(*(vf *)(s + j) - best); sum += e; *(vf *)(s + j) = e; }
+    const float inv = 1.0f / total(sum);
+    for (long c = 0; c < V2; c++) a[c] = (vf){0};
+    for (long j = 0; j < n; j++) {
+        const long at = slot_of(keys, from + j) * stride;
+        if (half) for (long c = 0; c < V2 / 2; c++) {
+            vu u = *(const vu *)((const bf *)V + at + c * 2 * VL);
+            a[c] += low(u) * s[j]; a[V2 / 2 + c] += high(u) * s[j];
+        } else for (long c = 0; c < V2; c++) a[c] += *(const vf *)((const float *)V + at + c * VL) * s[j];
+    }
+    for (long i = 0; i < D; i++) {
+        const float v = half ? a[i % 2 * (V2 / 2) + i / 2 / VL][i / 2 % VL] : a[i / VL][i % VL];
+        out[i] = v * inv;
+    }
+}
+
+void attend(const float *q, const void *K, const void *V, int half, long n, long H, long k, long D, long Dp,
+            const int32_t *const *tables, const int64_t *seen, const int32_t *paths, const int64_t *depth, long width,
+            float scale, long window, long longest, float *out) {
+    const long G = H / k, stride = k * Dp;
+    #pragma omp parallel if (n * H > 1)
+    {
+        float *s = malloc((size_t)(longest + VL) * 4);
+        #pragma omp for collapse(2) schedule(dynamic, 1)
+        for (long r = 0; r < n; r++) for (long h = 0; h < k; h++) {
+            const Keys keys = {tables[r], paths + r * width, seen[r]};
+            const long to = seen[r] + depth[r], from = window && to > window ? to - window : 0;
+            for (long g = h * G; g < (h + 1) * G; g++) {
+                const float *a = q + (r * H + g) * Dp;
+                float *o = out + (r * H + g) * D;
+                const char *kk = (const char *)K + h * Dp * (half ? 2 : 4), *vv = (const char *)V + h * Dp * (half ? 2 : 4);
+                if (half && Dp == 64) head(1, 64, keys, from, to, a, kk, vv, stride, scale, s, o, D);
+                else if (half && Dp == 128) head(1, 128, keys, from, to, a, kk, vv, stride, scale, s, o, D);
+                else if (half) head(1, Dp, keys, from, to, a, kk, vv, stride, scale, s, o, D);
+                else head(0, Dp, keys, from, to, a, kk, vv, stride, scale, s, o, D);
+            }
+        }
+        free(s);
+    }
+}

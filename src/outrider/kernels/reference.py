@@ -1,0 +1,107 @@
+"""The same operations in torch: any device, and the CPU without a compiler.
+
+On a CPU the linears are oneDNN's packed ones, never called with one row: from two rows on their results do not depend on
+the number of rows (docs/log.md has the trials).  Attention sums in float64 there, float32 elsewhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outrider.attention.plan import Plan
+from outrider.cache.pool import Pool
+from outrider.kernels import Heads
+from outrider.sampling import reference as sampling
+from outrider.sampling.params import Law
+
+
+@dataclass
+class Plain:
+    data: Tensor  # [O,K]
+    packed: Tensor | None  # oneDNN's own layout
+    bias: Tensor | None
+    inputs: int
+    outputs: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+
+class TorchKernels:
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+        onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        self.onednn = onednn and device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
+        self.exact = self.onednn
+        self.wide = torch.float64 if device.type == "cpu" else torch.float32
+        self.name = f"torch on {device} ({str(dtype).removeprefix('torch.')})"
+
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Plain:
+        data = weight.to(self.device, self.dtype).contiguous()
+        packed = torch.ops.mkldnn._reorder_linear_weight(data) if self.onednn else None
+        bias = None if bias is None else bias.to(self.device, self.dtype)
+        return Plain(data, packed, bias, weight.shape[1], weight.shape[0])
+
+    def linear(self, x: Tensor, weight: Plain, add: Tensor | None = None) -> Tensor:
+        if weight.packed is None:
+            y = F.linear(x, weight.data, weight.bias)
+        else:
+            alone = x.shape[0] == 1
+            rows = F.pad(x, (0, 0, 0, 1)) if alone else x  # the two-row rule
+            y = torch.ops.mkldnn._linear_pointwise(rows.contiguous(), weight.packed, weight.bias, "none", [], "")
+            y = y[:1] if alone else y
+        return y if add is None else add.add_(y)
+
+    def embed(self, weight: Plain, ids: Tensor) -> Tensor:
+        return F.embedding(ids.to(self.device), weight.data)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight.to(x)
+
+    def silu_mul(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def rope_store(self, qkv: Tensor, spec: Heads, turn: Tensor, plan: Plan, pool: Pool, layer: int) -> Tensor:
+        n, d = qkv.shape[0], spec.head_dim
+        q, k, v = torch.split(qkv.view(n, -1, d), [spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
+        if spec.q_norm is not None and spec.k_norm is not None:
+            q, k = self.rms_norm(q, spec.q_norm, spec.eps), self.rms_norm(k, spec.k_norm, spec.eps)
+        angles = turn.to(self.device)[plan.positions.to(self.device)][:, None]
+        cos, sin = angles.chunk(2, dim=-1)
+        slots = plan.slots.to(self.device)
+        pool.data[layer, 0, slots, :, :d] = _rotate(k, cos, sin).to(pool.data.dtype)
+        pool.data[layer, 1, slots, :, :d] = v.to(pool.data.dtype)
+        return _rotate(q, cos, sin).to(qkv.dtype)
+
+    def attend(self, q: Tensor, spec: Heads, plan: Plan, pool: Pool, layer: int, scale: float, window: int) -> Tensor:
+        n, group = q.shape[0], spec.heads // spec.kv_heads
+        out = torch.empty(n, spec.heads, spec.head_dim, dtype=q.dtype, device=q.device)
+        for table, first, count in plan.segments:
+            slots, order = plan.keys(first, count, table)
+            slots, order = slots.to(self.device), order.to(self.device)
+            keys, values = pool.data[layer, :, slots, :, : spec.head_dim].to(self.wide).transpose(1, 2)  # [k,m,D]
+            rows = q[first : first + count].to(self.wide).view(count, spec.kv_heads, group, spec.head_dim)
+            hidden = order < 0
+            if window:
+                hidden |= order <= plan.positions[first : first + count, None].to(self.device) - window
+            scores = torch.einsum("nkgd,kmd->nkgm", rows, keys) * scale
+            weights = scores.masked_fill(hidden[:, None, None], float("-inf")).softmax(-1)
+            out[first : first + count] = torch.einsum("nkgm,kmd->nkgd", weights, values).flatten(1, 2).to(q.dtype)
+        return out.flatten(1)
+
+    def pick(self, logits: Tensor, law: Law, key: int, k: int, probs: bool) -> tuple[list[int], list[float]]:
+        return sampling.pick(logits, law, key, k)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The first 2·cos.shape[-1] dimensions turn in pairs (i, i + half), as transformers lays them out; the rest stays."""
+    half = cos.shape[-1]
+    a, b, rest = x[..., :half].float(), x[..., half : 2 * half].float(), x[..., 2 * half :]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest.float()], dim=-1)

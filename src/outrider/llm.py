@@ -1,0 +1,244 @@
+"""The offline API: `LLM(model, speculative_config=…).generate(prompts, sampling_params)`, in vLLM's names."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from outrider.config import EngineOptions, SpeculativeOptions, options
+from outrider.engine.engine import Engine
+from outrider.engine.text import Detokenizer
+from outrider.errors import ConfigError, OutriderError, RequestError
+from outrider.sampling.noise import mix
+from outrider.sampling.params import SamplingParams
+from outrider.sampling.processors import min_tokens
+from outrider.types import Row, Speculation
+
+Prompt = str | Mapping[str, Any]  # "text", {"prompt": "text"} or {"prompt_token_ids": [1, 2, 3]}
+
+
+@dataclass
+class CompletionOutput:
+    """One sample.  finish_reason: "stop", "length", "abort", or None while it runs.  stop_reason: the stop string or id."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    speculation: Speculation = field(default_factory=Speculation)
+
+
+@dataclass
+class RequestOutput:
+    """What became of one prompt.  `error` is set, and `outputs` empty, where the request could not be served."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    finished: bool = False
+    error: OutriderError | None = None
+
+    @property
+    def speculation(self) -> Speculation:
+        """Of all samples together."""
+        return sum((output.speculation for output in self.outputs), Speculation())
+
+
+@dataclass
+class _Request:
+    id: str
+    prompt: str | None
+    ids: list[int]
+    params: SamplingParams
+    rows: list[Row]
+
+    @property
+    def finished(self) -> bool:
+        return all(row.finish_reason is not None for row in self.rows)
+
+
+class LLM:
+    """A model, ready to answer.
+
+    model: a folder, a hub id, or "builtin".  speculative_config: {"method": …, "model": …, "num_speculative_tokens": …} as in
+    vLLM; None decodes plainly.  Every other keyword is a field of `EngineOptions`.
+    Raises ConfigError, ModelError or CapacityError, each naming the value and the cure.
+    """
+
+    def __init__(self, model: str, *, speculative_config: Mapping[str, Any] | None = None, **engine: Any) -> None:
+        given = options(EngineOptions, {"model": model, **engine}, "engine option")
+        self.engine = Engine(given, SpeculativeOptions.of(speculative_config))
+        self.seed = secrets.randbits(63) if given.seed is None else given.seed
+        checkpoint = self.engine.checkpoint
+        if given.tokenizer is not None:
+            from transformers import AutoTokenizer
+
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(given.tokenizer)
+        else:
+            self.tokenizer = checkpoint.tokenizer
+        self._ids = itertools.count()
+        self._requests: dict[str, _Request] = {}
+
+    def get_tokenizer(self) -> Any:
+        return self.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Answers all prompts, batched as the engine sees fit; outputs stand in the order of the prompts.
+
+        One bad prompt raises RequestError; among several the bad one comes back with `.error`, and the others are answered.
+        use_tqdm shows a progress bar.
+        """
+        single = isinstance(prompts, (str, Mapping))
+        requests = self._enter(prompts, sampling_params)
+        if (single or len(requests) == 1) and isinstance(requests[0], RequestOutput):
+            assert requests[0].error is not None
+            raise requests[0].error
+        live = [request for request in requests if isinstance(request, _Request)]
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        try:
+            with Progress(*columns, disable=not use_tqdm, transient=True) as bar:
+                task = bar.add_task("Answering", total=len(live))
+                while not all(request.finished for request in live):
+                    self.engine.step()
+                    bar.update(task, completed=sum(request.finished for request in live))
+        finally:
+            done = [self._leave(request) if isinstance(request, _Request) else request for request in requests]
+        return done
+
+    def stream(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Iterator[RequestOutput]:
+        """Yields a request's output so far whenever it grew; the last one of each has `finished`.
+
+        Closing the iterator aborts what still runs.  Bad prompts are yielded first, with `.error`.
+        """
+        requests = self._enter(prompts, sampling_params, streaming=True)
+        live = {request.id: request for request in requests if isinstance(request, _Request)}
+        try:
+            yield from (request for request in requests if isinstance(request, RequestOutput))
+            while live:
+                grown = {row.id for row in self.engine.step()}
+                for request in list(live.values()):
+                    if request.finished:
+                        yield self._leave(live.pop(request.id))
+                    elif request.id in grown:
+                        yield self._output(request)
+        finally:
+            for request in live.values():
+                self._leave(request)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request; its output so far is returned with finish_reason "abort".  Unknown ids are ignored."""
+        request = self._requests.get(request_id)
+        for row in request.rows if request else ():
+            if row.finish_reason is None:
+                self.engine.scheduler.abort(row)
+
+    def _enter(
+        self, prompts: Prompt | Sequence[Prompt], given: SamplingParams | Sequence[SamplingParams] | None, streaming: bool = False
+    ) -> list[_Request | RequestOutput]:
+        several = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
+        if given is None or isinstance(given, SamplingParams):
+            params = [given or SamplingParams()] * len(several)
+        else:
+            params = list(given)
+        if len(params) != len(several):
+            raise RequestError(f"got {len(several)} prompts and {len(params)} SamplingParams: give one for all, or one for each.")
+        return [self._request(prompt, p, streaming) for prompt, p in zip(several, params)]
+
+    def _request(self, prompt: Prompt, params: SamplingParams, streaming: bool) -> _Request | RequestOutput:
+        id = str(next(self._ids))
+        text: str | None = None
+        try:
+            text, ids = self._read(prompt)
+            request = _Request(id, text, ids, params, self._rows(id, ids, params, streaming))
+        except RequestError as error:
+            return RequestOutput(id, text, [], finished=True, error=error)
+        self._requests[id] = request
+        for row in request.rows:
+            self.engine.add(row)
+        return request
+
+    def _read(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """Text and ids of a prompt.  Raises RequestError where there is nothing to go on, or ids that do not exist."""
+        text = prompt if isinstance(prompt, str) else prompt.get("prompt") if isinstance(prompt, Mapping) else None
+        ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
+        if text is None and ids is None:
+            raise RequestError(f'a prompt must be a string, {{"prompt": …}} or {{"prompt_token_ids": […]}}, got {prompt!r}.')
+        if ids is None:
+            if self.tokenizer is None:
+                raise RequestError("the checkpoint has no tokenizer: pass token ids, or LLM(tokenizer=…).")
+            ids = self.tokenizer.encode(text)
+        vocabulary, longest = self.engine.checkpoint.spec.vocabulary, self.engine.max_len
+        if not isinstance(ids, (list, tuple)) or len(ids) == 0:
+            raise RequestError("the prompt is empty: it must have at least one token.")
+        for token in ids:
+            if not isinstance(token, int) or not 0 <= token < vocabulary:
+                raise RequestError(f"token id {token!r} does not exist: the vocabulary has ids 0 … {vocabulary - 1}.")
+        if len(ids) >= longest:
+            raise RequestError(f"the prompt has {len(ids)} tokens, the context holds {longest} and one must be left for the answer.")
+        return text, list(ids)
+
+    def _rows(self, id: str, ids: list[int], params: SamplingParams, streaming: bool) -> list[Row]:
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling_params must be SamplingParams, got {type(params).__name__}.")
+        reads = bool(params.stop) or streaming
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer, and the checkpoint has none: use stop_token_ids.")
+        eos = frozenset() if params.ignore_eos else self.engine.checkpoint.ending
+        ending = eos | frozenset(params.stop_token_ids or ())
+        limit = min(self.engine.max_len, len(ids) + (params.max_tokens or self.engine.max_len))
+        seed = params.seed if params.seed is not None else mix(self.seed + int(id))
+        rows: list[Row] = []
+        for index in range(params.n):
+            rows.append(
+                Row(
+                    id=id, index=index, tokens=list(ids), prompt=len(ids), params=params, law=params.law, seed=seed,
+                    processors=min_tokens(len(ids), params.min_tokens, tuple(ending)), limit=limit, ending=ending,
+                    source=rows[0] if rows else None, text=Detokenizer(self.tokenizer) if reads and self.tokenizer else None,
+                )
+            )  # fmt: skip
+        return rows
+
+    def _leave(self, request: _Request) -> RequestOutput:
+        """The final output; whatever still runs is aborted."""
+        self.abort(request.id)
+        del self._requests[request.id]
+        return self._output(request)
+
+    def _output(self, request: _Request) -> RequestOutput:
+        outputs = [
+            CompletionOutput(row.index, self._text(row), row.output, row.finish_reason, row.stop_reason, row.stats) for row in request.rows
+        ]
+        return RequestOutput(request.id, request.prompt, request.ids, outputs, request.finished)
+
+    def _text(self, row: Row) -> str:
+        """Token ids that end the text are not part of it, nor is a stop string."""
+        if row.text is not None:
+            if row.finish_reason is not None and not isinstance(row.stop_reason, str):
+                row.text.flush()
+            text: str = row.text.text
+            return text
+        if self.tokenizer is None:
+            return ""
+        decoded: str = self.tokenizer.decode(row.output, skip_special_tokens=True)
+        return decoded
+
+    def use(self, speculative_config: Mapping[str, Any] | None) -> None:
+        """Changes the drafter of a loaded model; the weights of the target stay.  Nothing may be in flight."""
+        if self.engine.busy:
+            raise ConfigError("the drafter cannot be changed while requests are running.")
+        speculation = SpeculativeOptions.of(speculative_config)
+        self.engine.use(speculation.method(speculation.options, self.engine.target), speculation)

@@ -1,0 +1,1 @@
+"""What is computed: `spec.py` reads a config, `hub.py` finds and loads a checkpoint, `decoder.py` runs it."""

@@ -1,0 +1,139 @@
+"""The lean decoder: Llama, Mistral, Qwen2 and Qwen3 as one class with flags.
+
+Pre-norm blocks with fused projections; residual x.  Which rows see which keys is the plan's business, where K/V lies the
+pool's, how it is computed the kernels': this file is the arithmetic of the model and nothing else.
+
+    x = embed(ids);  per layer:  x += o(attend(rope(qkv(norm(x)))));  x += down(silu(gate) * up)(norm(x));  logits = head(norm(x))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.attention.plan import Plan
+from outrider.cache.pool import Pool
+from outrider.errors import ConfigError
+from outrider.kernels import Kernels, Weight, kernels_for
+from outrider.models.hub import Checkpoint, Weights
+from outrider.models.spec import Spec
+
+
+@dataclass
+class Layer:
+    """The weights of one block, and what `rope_store` must know of its heads."""
+
+    norm_in: Tensor
+    qkv: Weight  # [(heads + 2 kv_heads) head_dim, hidden]
+    o: Weight
+    norm_post: Tensor
+    gate_up: Weight  # [2 inner, hidden]
+    down: Weight
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    window: int
+
+
+class Decoder:
+    """Weights of one model on one device.  Has no state between calls: K/V lives in the pool that a call is given."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, max_len: int, on_layer: Callable[[int], None] | None = None
+    ) -> None:
+        self.spec = spec = checkpoint.spec
+        self.dtype, self.device, self.max_len = dtype, device, max_len
+        self.kernels: Kernels = kernels_for(device, dtype)
+        weights = checkpoint.tensors()
+        self.turn = rotations(checkpoint.config, spec, max_len).to(device)
+        self.embedding = self._linear(weights, "model.embed_tokens", spec.vocabulary, spec.hidden)
+        self.layers = []
+        for i in range(spec.layers):
+            self.layers.append(self._layer(weights, i))
+            if on_layer:
+                on_layer(i + 1)
+        self.norm = self._vector(weights, "model.norm", spec.hidden)
+        tied = spec.tied or "lm_head.weight" not in weights
+        self.lm_head = self.embedding if tied else self._linear(weights, "lm_head", spec.vocabulary, spec.hidden)
+
+    @property
+    def nbytes(self) -> int:
+        linears = [w for layer in self.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+        heads = [self.embedding] + ([self.lm_head] if self.lm_head is not self.embedding else [])
+        return sum(w.nbytes for w in linears + heads)
+
+    def pool(self, slots: int) -> Pool:
+        return Pool(self.spec.layers, self.spec.kv_heads, self.spec.head_dim, slots, self.dtype, self.device)
+
+    @property
+    def slot_bytes(self) -> int:
+        return Pool.bytes_per_slot(self.spec.layers, self.spec.kv_heads, self.spec.head_dim, self.dtype)
+
+    @torch.inference_mode()
+    def forward(self, plan: Plan, pool: Pool) -> Tensor:
+        """Residual stream after the last layer, [n, hidden] for the n rows of the plan; K/V of these rows is in the pool."""
+        ops = self.kernels
+        x = ops.embed(self.embedding, plan.ids)
+        scale = self.spec.head_dim**-0.5
+        for i, layer in enumerate(self.layers):
+            qkv = ops.linear(ops.rms_norm(x, layer.norm_in, layer.eps), layer.qkv)
+            q = ops.rope_store(qkv, layer, self.turn, plan, pool, i)
+            x = ops.linear(ops.attend(q, layer, plan, pool, i, scale, layer.window), layer.o, add=x)
+            x = ops.linear(ops.silu_mul(ops.linear(ops.rms_norm(x, layer.norm_post, layer.eps), layer.gate_up)), layer.down, add=x)
+        return x
+
+    @torch.inference_mode()
+    def logits(self, x: Tensor, rows: list[int]) -> Tensor:
+        """float32 [len(rows), V] of some rows of `forward`'s result."""
+        chosen = x if len(rows) == x.shape[0] else x[rows]
+        return self.kernels.linear(self.kernels.rms_norm(chosen, self.norm, self.spec.eps), self.lm_head).float()
+
+    def _layer(self, weights: Weights, i: int) -> Layer:
+        s, at = self.spec, f"model.layers.{i}"
+        q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
+        attention = [(f"{at}.self_attn.{name}_proj", size) for name, size in (("q", q), ("k", kv), ("v", kv))]
+        mlp = [(f"{at}.mlp.{name}_proj", s.inner) for name in ("gate", "up")]
+        return Layer(
+            norm_in=self._vector(weights, f"{at}.input_layernorm", s.hidden),
+            qkv=self._fused(weights, attention, s.hidden),
+            o=self._linear(weights, f"{at}.self_attn.o_proj", s.hidden, q),
+            norm_post=self._vector(weights, f"{at}.post_attention_layernorm", s.hidden),
+            gate_up=self._fused(weights, mlp, s.hidden),
+            down=self._linear(weights, f"{at}.mlp.down_proj", s.hidden, s.inner),
+            q_norm=self._vector(weights, f"{at}.self_attn.q_norm", s.head_dim) if s.qk_norm else None,
+            k_norm=self._vector(weights, f"{at}.self_attn.k_norm", s.head_dim) if s.qk_norm else None,
+            heads=s.heads, kv_heads=s.kv_heads, head_dim=s.head_dim, eps=s.eps, window=s.windows[i],
+        )  # fmt: skip
+
+    def _vector(self, weights: Weights, name: str, size: int) -> Tensor:
+        return weights.get(f"{name}.weight", size).float().to(self.device).contiguous()
+
+    def _linear(self, weights: Weights, name: str, outputs: int, inputs: int) -> Weight:
+        return self._fused(weights, [(name, outputs)], inputs)
+
+    def _fused(self, weights: Weights, parts: list[tuple[str, int]], inputs: int) -> Weight:
+        """Several linears of the same input as one, their outputs side by side; a bias counts where the file has one."""
+        matrix = torch.cat([weights.get(f"{name}.weight", size, inputs).to(self.dtype) for name, size in parts])
+        biased = any(f"{name}.bias" in weights for name, _ in parts)
+        bias = torch.cat([weights.get(f"{name}.bias", size).float() for name, size in parts]) if biased else None
+        return self.kernels.pack(matrix, bias)
+
+
+def rotations(config: Any, spec: Spec, max_len: int) -> Tensor:
+    """float32 [max_len, head_dim]: cos, then sin, of the first half of the head; every scaling that transformers knows."""
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    try:
+        rotary = LlamaRotaryEmbedding(config)
+    except KeyError as error:
+        raise ConfigError(f"the model's rope type {error} is unknown to transformers.") from error
+    cos, sin = rotary(torch.empty(0), torch.arange(max_len)[None])
+    half = cos.shape[-1] // 2
+    return torch.cat([cos[0, :, :half], sin[0, :, :half]], dim=-1).contiguous()

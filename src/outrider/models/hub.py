@@ -1,0 +1,159 @@
+"""Finding and loading checkpoints: the built-in names, a local folder, or a hub id; safetensors or weights-only `.bin`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.errors import ConfigError, ModelError
+from outrider.models.spec import Spec
+
+BUILTIN = {"builtin": "target", "builtin-draft": "draft"}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PATTERNS = ["*.json", "*.safetensors", "*.bin", "tokenizer*", "*.jinja", "*.model", "*.txt"]
+
+
+def locate(name: str, revision: str | None = None) -> Path:
+    """The folder of a checkpoint; a hub id is downloaded into the hub's own cache."""
+    if name in BUILTIN:
+        return Path(__file__).parent.parent / "builtin" / BUILTIN[name]
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ModelError(f"{name} has no config.json: it is not a checkpoint folder.")
+        return folder
+    if folder.exists() or name.startswith(("/", ".", "~")) or name.count("/") != 1:
+        raise ModelError(f"there is no checkpoint folder {name!r}; give a folder, a hub id (owner/name), or {' or '.join(BUILTIN)}.")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=PATTERNS))
+    except Exception as error:  # the hub raises a dozen kinds; the user needs one sentence
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(f"{name!r} is no local folder, and the hub did not give it: {reason}") from error
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder with a config, weights and usually a tokenizer."""
+
+    name: str
+    folder: Path
+    config: Any
+    spec: Spec
+
+    @staticmethod
+    def open(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Checkpoint:
+        from transformers import AutoConfig
+
+        folder = locate(name, revision)
+        try:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        except Exception as error:
+            raise ModelError(f"the config of {name!r} cannot be read: {str(error).splitlines()[0]}") from error
+        return Checkpoint(name, folder, config, Spec.of(config))
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The checkpoint's tokenizer, or None if it ships none."""
+        from transformers import AutoTokenizer
+
+        if not any((self.folder / f).is_file() for f in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
+            return None
+        return AutoTokenizer.from_pretrained(self.folder)
+
+    @cached_property
+    def ending(self) -> frozenset[int]:
+        """Ids that end a text: generation_config.json decides, then the config."""
+        path = self.folder / "generation_config.json"
+        given = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+        given = self.config.eos_token_id if given is None else given
+        return frozenset(() if given is None else given if isinstance(given, list) else [given])
+
+    def dtype(self, wanted: str) -> torch.dtype:
+        """`auto`: bfloat16 unless the checkpoint itself is float32."""
+        if wanted == "auto":
+            own = getattr(self.config, "dtype", None)
+            return torch.float32 if own in (None, torch.float32) else torch.bfloat16
+        if wanted not in DTYPES:
+            raise ConfigError(f"dtype must be auto or one of {', '.join(DTYPES)}, got {wanted!r}.")
+        return DTYPES[wanted]
+
+    def tensors(self) -> Weights:
+        return Weights(self.folder)
+
+
+class Weights:
+    """Named tensors of a checkpoint folder, read one at a time so that no second copy of the model is ever in memory."""
+
+    def __init__(self, folder: Path) -> None:
+        self.where: dict[str, Path] = dict(self._list(folder))
+        self.loaded: dict[Path, dict[str, Tensor]] = {}
+        if not self.where:
+            raise ModelError(f"{folder} has no weights: expected model.safetensors or pytorch_model.bin, or their shards with an index.")
+
+    def _list(self, folder: Path) -> Iterator[tuple[str, Path]]:
+        for stem in ("model.safetensors", "pytorch_model.bin"):
+            index = folder / f"{stem}.index.json"
+            if index.is_file():
+                shards = json.loads(index.read_text())["weight_map"]
+                for shard in sorted(set(shards.values())):
+                    if not (folder / shard).is_file():
+                        raise ModelError(f"{index.name} names {shard}, which is missing in {folder}.")
+                yield from ((name, folder / shard) for name, shard in shards.items())
+                return
+            if (folder / stem).is_file():
+                yield from ((name, folder / stem) for name in self._names(folder / stem))
+                return
+
+    def _names(self, path: Path) -> list[str]:
+        if path.suffix == ".bin":
+            return list(self._bin(path))
+        with _opened(path) as file:
+            return list(file.keys())
+
+    def _bin(self, path: Path) -> dict[str, Tensor]:
+        if path not in self.loaded:
+            try:
+                self.loaded[path] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            except Exception as error:
+                raise ModelError(f"{path} is corrupt or not a weights-only file: {str(error).splitlines()[0]}") from error
+        return self.loaded[path]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.where
+
+    def get(self, name: str, *shape: int) -> Tensor:
+        """The tensor of that name and shape.  Raises ModelError naming what is missing or has another shape."""
+        if name not in self.where:
+            raise ModelError(f"the checkpoint has no tensor {name!r}; it has {len(self.where)}, e.g. {next(iter(self.where))!r}.")
+        path = self.where[name]
+        try:
+            if path.suffix == ".bin":
+                tensor = self._bin(path)[name]
+            else:
+                with _opened(path) as file:
+                    tensor = file.get_tensor(name)
+        except KeyError as error:
+            raise ModelError(f"{path} should hold {name!r} but does not.") from error
+        if tuple(tensor.shape) != shape:
+            raise ModelError(f"{name} has shape {tuple(tensor.shape)}, the config asks for {shape}.")
+        if not tensor.is_floating_point():
+            raise ModelError(f"{name} is {tensor.dtype}; only floating-point weights are supported.")
+        return tensor
+
+
+def _opened(path: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path} is corrupt or truncated: {error}") from error

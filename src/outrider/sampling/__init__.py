@@ -1,0 +1,1 @@
+"""Which token follows: parameters, path-aware processors, counter-based noise, and the sampler that applies them."""

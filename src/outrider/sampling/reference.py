@@ -1,0 +1,46 @@
+"""The law of a request and the choice from it, in torch.  `kernels/sample.c` is tested equal to this.
+
+Order as in vLLM: temperature, min_p, top_k (ties of the k-th stay), top_p (ties by token id).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from outrider.sampling.noise import gumbel
+from outrider.sampling.params import Law
+
+
+def filtered(logits: Tensor, law: Law) -> Tensor:
+    """Logits [V] at temperature, -inf where the law forbids a token; greedy laws forbid nothing."""
+    if law.temperature == 0:
+        return logits.float()
+    scaled = logits.float() / law.temperature
+    if law.min_p > 0:
+        scaled = scaled.masked_fill(scaled < scaled.max() + torch.tensor(law.min_p).log(), float("-inf"))
+    if 0 < law.top_k < scaled.numel():
+        scaled = scaled.masked_fill(scaled < scaled.topk(law.top_k).values[-1], float("-inf"))
+    if law.top_p < 1:
+        order = scaled.argsort(descending=True, stable=True)
+        mass = (scaled - scaled.max()).exp()[order].double()
+        before = mass.cumsum(0) - mass
+        scaled[order[before >= law.top_p * mass.sum()]] = float("-inf")
+    return scaled
+
+
+def probabilities(logits: Tensor, law: Law) -> Tensor:
+    """The law itself, float64 [V]; a greedy law is the one-hot of its argmax."""
+    if law.temperature == 0:
+        return torch.nn.functional.one_hot(logits.argmax(), logits.numel()).double()
+    return filtered(logits, law).double().softmax(-1)
+
+
+def pick(logits: Tensor, law: Law, key: int, k: int) -> tuple[list[int], list[float]]:
+    """The k best of log p + noise (of the logits where greedy) and their probabilities; fewer where the law allows fewer."""
+    scores = scaled = filtered(logits, law)
+    if law.temperature > 0:
+        scores = scaled + gumbel(key, scaled.numel(), scaled.device)
+    values, order = scores.sort(descending=True, stable=True)
+    tokens = order[:k][values[:k] > float("-inf")]
+    return tokens.tolist(), scaled.double().softmax(-1)[tokens].tolist()

@@ -1,0 +1,42 @@
+"""The sampler: one row of logits at one node becomes a token.  Plain decoding, verification and drafting all come here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from outrider.kernels import Kernels
+from outrider.sampling.noise import key_of
+
+if TYPE_CHECKING:
+    from outrider.types import Row
+
+
+class Sampler:
+    """Applies a request's processors, its law and the noise of the position.  Has no state."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self.kernels = kernels
+
+    def pick(self, row: Row, path: Sequence[int], logits: Tensor) -> int:
+        """The token after the row's tokens and `path`; logits float32 [V]."""
+        tokens, _ = self._pick(row, path, logits, 1, False)
+        return tokens[0]
+
+    def top(self, row: Row, path: Sequence[int], logits: Tensor, k: int) -> tuple[list[int], list[float]]:
+        """The k best tokens there and their probabilities: what a drafter guesses with logits of its own.
+
+        With the request's own noise, so that a draft law near the target's law picks the target's token (arXiv 2408.07978).
+        """
+        return self._pick(row, path, logits, k, True)
+
+    def _pick(self, row: Row, path: Sequence[int], logits: Tensor, k: int, probs: bool) -> tuple[list[int], list[float]]:
+        position = len(row.tokens) + len(path)
+        if any(processor.active(position) for processor in row.processors):
+            ids = [*row.tokens, *path]
+            for processor in row.processors:
+                logits = processor(ids, logits)
+        key = 0 if row.law.temperature == 0 else key_of(row.seed, row.index, position)
+        return self.kernels.pick(logits, row.law, key, k, probs)

@@ -1,0 +1,200 @@
+"""The data that travels through a step: small, with the shapes stated where they are defined.
+
+p is the target's distribution, q the draft's.  A token tree hangs from the last certain token, the *root* (node -1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from outrider.cache.slots import Table
+from outrider.sampling.params import Law, SamplingParams
+from outrider.sampling.processors import Processor
+
+ROOT = -1
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """What speculation did for one sample.
+
+    tokens per step = emitted / target forwards that emitted (plain decoding: 1.0); acceptance = accepted / drafted.
+    """
+
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    emitted: int = 0
+
+    @property
+    def tokens_per_step(self) -> float:
+        return self.emitted / self.steps if self.steps else 0.0
+
+    @property
+    def acceptance(self) -> float:
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    def __add__(self, other: Speculation) -> Speculation:
+        return Speculation(
+            self.steps + other.steps, self.drafted + other.drafted, self.accepted + other.accepted, self.emitted + other.emitted
+        )
+
+
+@dataclass(eq=False)
+class Row:
+    """One sample of one request: what the scheduler moves and a drafter sees.
+
+    tokens: prompt and output; `computed` of them have K/V in the target's cache.  The rest are known tokens: a chunk of the
+    prompt, or the one pending token that the last step emitted.
+    """
+
+    id: str
+    index: int  # which of the request's n samples
+    tokens: list[int]
+    prompt: int  # length of the prompt
+    params: SamplingParams
+    law: Law
+    seed: int
+    processors: Sequence[Processor]
+    limit: int  # tokens at most, prompt included
+    ending: frozenset[int]  # token ids that end the text
+    source: Row | None = None  # the sample whose prompt this one shares
+    table: Table | None = None
+    computed: int = 0
+    finish_reason: str | None = None  # "stop", "length", "abort"
+    stop_reason: int | str | None = None
+    stats: Speculation = field(default_factory=Speculation)
+    text: Any = None  # the incremental detokeniser
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.prompt :]
+
+    @property
+    def remaining(self) -> int:
+        return self.limit - len(self.tokens)
+
+
+@dataclass
+class Batch:
+    """The rows of one step.  Row r computes tokens starts[r] … starts[r] + known[r] - 1, then nodes[r] guesses at most."""
+
+    rows: list[Row] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    known: list[int] = field(default_factory=list)
+    nodes: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def end(self, r: int) -> int:
+        """Position of the first guess: how many tokens of the row are known after this step's chunk."""
+        return self.starts[r] + self.known[r]
+
+    def emits(self, r: int) -> bool:
+        """Whether the chunk reaches the row's last token, so that a new one can be picked."""
+        return self.end(r) == len(self.rows[r].tokens)
+
+
+class Budget(NamedTuple):
+    """What a drafter may spend on one row: levels, nodes, and the path probability below which it should stop."""
+
+    depth: int = 0
+    nodes: int = 0
+    floor: float = 0.0
+
+
+class Guesses(NamedTuple):
+    """The tree of one row, as lists: parents[i] < i, -1 = root."""
+
+    tokens: list[int]
+    parents: list[int]
+    confidence: list[float]
+
+    @staticmethod
+    def chain(tokens: list[int], confidence: list[float]) -> Guesses:
+        return Guesses(tokens, list(range(-1, len(tokens) - 1)), confidence)
+
+
+NOTHING = Guesses([], [], [])
+
+
+@dataclass(frozen=True)
+class Draft:
+    """N guesses over B rows, row by row."""
+
+    tokens: Tensor  # int64 [N]
+    parents: Tensor  # int64 [N], row-local: -1 = the root; parents[i] < i; siblings distinct
+    sizes: tuple[int, ...]  # guesses a row; host integers
+    confidence: Tensor  # float32 [N]: estimate that a node is right given that its parent is
+
+    @staticmethod
+    def of(rows: Sequence[Guesses]) -> Draft:
+        draft = Draft(
+            torch.tensor([t for g in rows for t in g.tokens], dtype=torch.int64),
+            torch.tensor([p for g in rows for p in g.parents], dtype=torch.int64),
+            tuple(len(g.tokens) for g in rows),
+            torch.tensor([c for g in rows for c in g.confidence], dtype=torch.float32),
+        )
+        draft.__dict__["trees"] = rows  # they are on the host already
+        return draft
+
+    @cached_property
+    def trees(self) -> Sequence[Guesses]:
+        """The same as host lists, a tree a row; copied once."""
+        tokens, parents, confidence = self.tokens.tolist(), self.parents.tolist(), self.confidence.tolist()
+        out, at = [], 0
+        for size in self.sizes:
+            out.append(Guesses(tokens[at : at + size], parents[at : at + size], confidence[at : at + size]))
+            at += size
+        return out
+
+
+@dataclass
+class Verdict:
+    """What the verifier decided: of row r, nodes[r] is the accepted path, tokens[r] what is emitted.
+
+    tokens[r] has one token more than nodes[r], or none where the row's chunk did not reach its last token.
+    """
+
+    nodes: list[list[int]]
+    tokens: list[list[int]]
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What is certain now: the only thing a drafter learns from.
+
+    tokens[r] are the row's tokens from position starts[r] on that this step predicted: those of its chunk after the first,
+    then the emitted ones.  A replay after preemption is recognised by starts.
+    """
+
+    batch: Batch
+    starts: list[int]
+    tokens: list[list[int]]
+    draft: Draft
+    verdict: Verdict
+
+
+class Times(NamedTuple):
+    """Seconds of one step: drafting, the target's forward, everything else."""
+
+    propose: float
+    forward: float
+    rest: float
+
+
+class Laws(Protocol):
+    """The target's answers, asked for lazily."""
+
+    def pick(self, row: int, node: int, path: Sequence[int]) -> int:
+        """The target's own token after `path`, which ends at `node` (-1 = the root) of batch row `row`."""
+
+
+Verifier = Callable[[Draft, Laws, Batch], Verdict]
