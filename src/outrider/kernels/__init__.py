@@ -7,6 +7,7 @@ without a compiler, and for the tests.  Both promise what `Kernels` says.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from outrider.attention.plan import Plan
     from outrider.cache.pool import Pool
+    from outrider.models.decoder import Layer
+    from outrider.models.spec import Spec
     from outrider.sampling.params import Law
 
 
@@ -59,6 +62,12 @@ class Kernels(Protocol):
 
     def attend(self, q: Tensor, spec: Heads, plan: Plan, pool: Pool, layer: int, scale: float, window: int) -> Tensor:
         """[n,H·D]: each row over the keys that the plan lets it see, in the order of their positions."""
+
+    def prepare(self, spec: Spec, layers: Sequence[Layer], turn: Tensor) -> Any:
+        """The blocks of a decoder in the form that `run` likes; turn [positions, rot] = cos, then sin."""
+
+    def run(self, stack: Any, x: Tensor, plan: Plan, pool: Pool) -> Tensor:
+        """x [n,h] through all blocks: x += o(attend(rope(qkv(norm(x)))));  x += down(silu(gate) * up)(norm(x))."""
 
     def pick(self, logits: Tensor, law: Law, key: int, k: int, probs: bool) -> tuple[list[int], list[float]]:
         """The k best tokens of one row [V] under `law` with the noise of `key`, best first (fewer if the law allows fewer)."""

@@ -13,9 +13,11 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,9 +25,15 @@ from torch import Tensor
 from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
 from outrider.kernels import Heads
+from outrider.models.spec import Spec
 from outrider.sampling.params import Law
 
+if TYPE_CHECKING:
+    from outrider.models.decoder import Layer
+
 PANEL = 64  # outputs a packed panel; the same constant as in kernels.c
+LINEARS = ("qkv", "o", "gate_up", "down")
+VECTORS = ("norm_in", "norm_post", "q_norm", "k_norm")
 SOURCES = ("kernels.c", "sample.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC", "-std=gnu11")
 log = logging.getLogger("outrider")
@@ -50,9 +58,10 @@ def library() -> ctypes.CDLL | None:
         log.warning("no C compiler found: the torch kernels are used, which are exact but slower (install gcc or clang)")
         return None
     sources = [Path(__file__).with_name(name) for name in SOURCES]
+    header = Path(__file__).with_name("simd.h").read_text()
     cpu = next((line for line in _cpuinfo() if line.startswith(("flags", "Features"))), platform.processor())
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
-    stamp = hashlib.sha256("\0".join([*(s.read_text() for s in sources), *FLAGS, cpu, version]).encode()).hexdigest()[:16]
+    stamp = hashlib.sha256("\0".join([header, *(s.read_text() for s in sources), *FLAGS, cpu, version]).encode()).hexdigest()[:16]
     cache = Path(os.environ.get("OUTRIDER_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider")
     target = cache / f"kernels-{stamp}.so"
     try:
@@ -81,9 +90,32 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.attend.argtypes = [p, p, p, i, n, n, n, n, n, p, p, p, p, n, f, n, n, p]
     lib.pick.argtypes = [p, n, f, d, n, d, u, n, p, p]
     lib.pick.restype = n
+    lib.stack.argtypes = [ctypes.POINTER(_Shape), ctypes.POINTER(_Layer), ctypes.POINTER(_Rows), p, n, p]
+    lib.stack.restype = None
     for name in ("linear", "embed", "rms_norm", "silu_mul", "rope_store", "attend"):
         getattr(lib, name).restype = None
     return lib
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_void_p) for name in (*LINEARS, *(f"{name}_bias" for name in LINEARS), *VECTORS)] + [
+        ("window", ctypes.c_long)
+    ]
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_long) for name in ("layers", "hidden", "inner", "heads", "kv_heads", "head_dim", "width", "rot", "half")),
+        *((name, ctypes.c_float) for name in ("eps", "scale")),
+        ("turn", ctypes.c_void_p),
+    ]
+
+
+class _Rows(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_long) for name in ("n", "path", "longest")),
+        *((name, ctypes.c_void_p) for name in ("positions", "slots", "seen", "depths", "tables", "paths")),
+    ]
 
 
 @dataclass
@@ -102,6 +134,13 @@ class Packed:
     @property
     def nbytes(self) -> int:
         return self.data.nbytes
+
+
+@dataclass
+class Stack:
+    layers: ctypes.Array[_Layer]
+    shape: _Shape
+    alive: object
 
 
 class CpuKernels:
@@ -171,6 +210,33 @@ class CpuKernels:
             plan.paths_at, plan.depths_at, plan.width, scale, window, plan.longest, out.data_ptr(),
         )  # fmt: skip
         return out
+
+    def prepare(self, spec: Spec, layers: Sequence[Layer], turn: Tensor) -> Stack:
+        """The layers as the C structs; they point into tensors that `layers` keeps alive."""
+        made = (_Layer * len(layers))()
+        for to, layer in zip(made, layers):
+            for name in LINEARS:
+                weight = getattr(layer, name)
+                setattr(to, name, weight.at)
+                setattr(to, f"{name}_bias", weight.bias_at)
+            for name in VECTORS:
+                vector = getattr(layer, name)
+                setattr(to, name, None if vector is None else vector.data_ptr())
+            to.window = layer.window
+        width = -(-spec.head_dim // 32) * 32
+        shape = _Shape(
+            len(layers), spec.hidden, spec.inner, spec.heads, spec.kv_heads, spec.head_dim, width, turn.shape[1], self.half,
+            spec.eps, spec.head_dim**-0.5, turn.data_ptr(),
+        )  # fmt: skip
+        return Stack(made, shape, (layers, turn))
+
+    def run(self, stack: Stack, x: Tensor, plan: Plan, pool: Pool) -> Tensor:
+        rows = _Rows(
+            plan.length, plan.width, plan.longest,
+            plan.positions_at, plan.slots_at, plan.seen_at, plan.depths_at, plan.tables_at, plan.paths_at,
+        )  # fmt: skip
+        self.lib.stack(stack.shape, stack.layers, rows, pool.address, pool.plane, x.data_ptr())
+        return x
 
     def pick(self, logits: Tensor, law: Law, key: int, k: int, probs: bool) -> tuple[list[int], list[float]]:
         count = self.lib.pick(

@@ -4,23 +4,9 @@
  *
  * Activations are float.  Weights and K/V are float or bfloat16 (`bf16` flags); bfloat16 is widened in registers, so it
  * costs half the memory traffic and no accuracy in the sums.  Compiled on the machine that runs it (see cpu.py). */
-#include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
+#include "simd.h"
 
-#ifdef __AVX512F__
-enum { VL = 16, NV = 4, MR = 6 };            /* floats a vector, vectors and rows a register tile (6 x 4 of 32 registers) */
-#else
-enum { VL = 8, NV = 1, MR = 6 };
-#endif
 enum { PANEL = 64 };                         /* outputs a packed weight panel */
-
-typedef float vf __attribute__((vector_size(VL * 4), aligned(4), may_alias));
-typedef int32_t vi __attribute__((vector_size(VL * 4), aligned(4), may_alias));
-typedef uint32_t vu __attribute__((vector_size(VL * 4), aligned(4), may_alias));
-typedef uint16_t bf;
-#define INLINE static inline __attribute__((always_inline))
 
 INLINE vf low(vu u) { return (vf)(u << 16); }                 /* the even element of each bfloat16 pair */
 INLINE vf high(vu u) { return (vf)(u & 0xffff0000u); }        /* the odd one */
@@ -33,18 +19,6 @@ INLINE float total(vf v) {                                    /* always the same
     for (int n = VL / 2; n; n /= 2) for (int i = 0; i < n; i++) a[i] += a[i + n];
     return a[0];
 }
-INLINE vf vexp(vf x) {                                        /* within 2 ulp; 0 below -87 */
-    vi tiny = x < -87.0f;
-    x = (vf)(((vi)x & ~tiny));
-    vf n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;     /* round to an integer by the magic constant */
-    vf r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    vf p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f; p = p * r + 4.1665795894e-2f; p = p * r + 1.6666665459e-1f; p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    vi e = (__builtin_convertvector(n, vi) + 127) << 23;
-    return (vf)((vi)(p * (vf)e) & ~tiny);
-}
-
 /* ---- linear: y[n,O] (+)= x[n,K] w[O,K]^T + bias.  w is packed [O/64][K][64], or in pairs [O/64][K/2][64][2] for bfloat16. */
 INLINE void tile(const int rows, const int half, const void *w, const float *x, long K, vf acc[MR][NV]) {
     for (int r = 0; r < rows; r++) for (int c = 0; c < NV; c++) acc[r][c] = (vf){0};
@@ -73,12 +47,22 @@ INLINE void block(const int rows, const int half, const void *w, const float *bi
     vf acc[MR][NV];
     tile(rows, half, w, x, K, acc);
     for (int r = 0; r < rows; r++) {
-        float out[NV * VL], *to = y + r * O;
-        memcpy(out, acc[r], sizeof out);
-        for (long i = 0; i < NV * VL && first + i < O; i++) {
-            float v = out[i] + (bias ? bias[first + i] : 0);
-            to[first + i] = add ? to[first + i] + v : v;
+        float part[NV * VL], *to = y + r * O + first;
+        const int whole = first + NV * VL <= O;
+        const float *old = to, *b = bias ? bias + first : 0;
+        float tail[2][NV * VL] = {{0}};
+        if (!whole) {                                         /* the last outputs go through a full-sized copy */
+            if (add) memcpy(tail[0], to, (size_t)(O - first) * 4);
+            if (b) memcpy(tail[1], b, (size_t)(O - first) * 4);
+            old = tail[0]; b = b ? tail[1] : 0;
         }
+        for (int c = 0; c < NV; c++) {
+            vf v = acc[r][c];
+            if (b) v += *(const vf *)(b + c * VL);
+            if (add) v += *(const vf *)(old + c * VL);
+            *(vf *)((whole ? to : part) + c * VL) = v;
+        }
+        if (!whole) memcpy(to, part, (size_t)(O - first) * 4);
     }
 }
 
@@ -170,8 +154,11 @@ void rope_store(const float *x, long n, long H, long k, long D, long Dp, const f
             if (h < H) { float *to = q + (r * H + h) * Dp; memcpy(to, from, D * 4); memset(to + D, 0, (Dp - D) * 4); continue; }
             void *pool = h < H + k ? K : V;
             const long at = (slots[r] * k + (h < H + k ? h - H : h - H - k)) * Dp;
-            if (half) for (long i = 0; i < Dp; i++) ((bf *)pool)[at + i] = i < D ? narrow(from[i]) : 0;
-            else { memcpy((float *)pool + at, from, D * 4); memset((float *)pool + at + D, 0, (Dp - D) * 4); }
+            if (half) {
+                bf *to = (bf *)pool + at;
+                for (long i = 0; i < D; i++) to[i] = narrow(from[i]);
+                memset(to + D, 0, (Dp - D) * 2);
+            } else { memcpy((float *)pool + at, from, D * 4); memset((float *)pool + at + D, 0, (Dp - D) * 4); }
         }
     }
 }
@@ -246,4 +233,38 @@ void attend(const float *q, const void *K, const void *V, int half, long n, long
         }
         free(s);
     }
+}
+
+/* ---- the blocks of a decoder, one after the other.  cpu.py mirrors these structs. */
+typedef struct {
+    const void *qkv, *o, *gate_up, *down;
+    const float *qkv_bias, *o_bias, *gate_up_bias, *down_bias, *norm_in, *norm_post, *q_norm, *k_norm;
+    long window;
+} Layer;
+typedef struct { long layers, hidden, inner, heads, kv_heads, head_dim, width, rot, half; float eps, scale; const float *turn; } Shape;
+typedef struct {
+    long n, path, longest;
+    const int64_t *positions, *slots, *seen, *depths;
+    const int32_t *const *tables, *paths;
+} Rows;
+
+void stack(const Shape *s, const Layer *layers, const Rows *rows, char *pool, long plane, float *x) {
+    const long n = rows->n, H = s->heads, k = s->kv_heads, D = s->head_dim, h = s->hidden, I = s->inner, half = s->half;
+    const long qkv = (H + 2 * k) * D, wide = 2 * I > qkv ? 2 * I : qkv, inner = I > H * D ? I : H * D;
+    float *a = malloc((size_t)n * (size_t)(h + wide + H * s->width + inner) * 4);
+    float *b = a + n * h, *q = b + n * wide, *c = q + n * H * s->width;
+    for (const Layer *l = layers; l < layers + s->layers; l++, pool += 2 * plane) {
+        rms_norm(x, l->norm_in, n, h, s->eps, a);
+        linear(l->qkv, half, l->qkv_bias, a, n, h, b, qkv, 0);
+        rope_store(b, n, H, k, D, s->width, l->q_norm, l->k_norm, s->eps, s->turn, s->rot, rows->positions, rows->slots,
+                   pool, pool + plane, half, q);
+        attend(q, pool, pool + plane, half, n, H, k, D, s->width, rows->tables, rows->seen, rows->paths, rows->depths,
+               rows->path, s->scale, l->window, rows->longest, c);
+        linear(l->o, half, l->o_bias, c, n, H * D, x, h, 1);
+        rms_norm(x, l->norm_post, n, h, s->eps, a);
+        linear(l->gate_up, half, l->gate_up_bias, a, n, h, b, 2 * I, 0);
+        silu_mul(b, n, I, c);
+        linear(l->down, half, l->down_bias, c, n, I, x, h, 1);
+    }
+    free(a);
 }

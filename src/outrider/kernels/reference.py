@@ -6,7 +6,9 @@ the number of rows (docs/log.md has the trials).  Attention sums in float64 ther
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +17,12 @@ from torch import Tensor
 from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
 from outrider.kernels import Heads
+from outrider.models.spec import Spec
 from outrider.sampling import reference as sampling
 from outrider.sampling.params import Law
+
+if TYPE_CHECKING:
+    from outrider.models.decoder import Layer
 
 
 @dataclass
@@ -95,6 +101,18 @@ class TorchKernels:
             weights = scores.masked_fill(hidden[:, None, None], float("-inf")).softmax(-1)
             out[first : first + count] = torch.einsum("nkgm,kmd->nkgd", weights, values).flatten(1, 2).to(q.dtype)
         return out.flatten(1)
+
+    def prepare(self, spec: Spec, layers: Sequence[Layer], turn: Tensor) -> tuple[Sequence[Layer], Tensor]:
+        return layers, turn
+
+    def run(self, stack: tuple[Sequence[Layer], Tensor], x: Tensor, plan: Plan, pool: Pool) -> Tensor:
+        for i, layer in enumerate(stack[0]):
+            linear: Any = self.linear  # the layers hold what `pack` made
+            qkv = linear(self.rms_norm(x, layer.norm_in, layer.eps), layer.qkv)
+            q = self.rope_store(qkv, layer, stack[1], plan, pool, i)
+            x = linear(self.attend(q, layer, plan, pool, i, layer.head_dim**-0.5, layer.window), layer.o, add=x)
+            x = linear(self.silu_mul(linear(self.rms_norm(x, layer.norm_post, layer.eps), layer.gate_up)), layer.down, add=x)
+        return x
 
     def pick(self, logits: Tensor, law: Law, key: int, k: int, probs: bool) -> tuple[list[int], list[float]]:
         return sampling.pick(logits, law, key, k)

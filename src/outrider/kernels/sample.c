@@ -1,8 +1,5 @@
 /* The CPU sampler: one pass over a row of logits, no sort of the vocabulary.  sampling/reference.py is the same law in torch. */
-#include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
+#include "simd.h"
 
 enum { BINS = 4096 };
 typedef struct { float logit; int32_t id; } Item;
@@ -52,7 +49,16 @@ static Cut cut_at(const float *l, const float *mass, long V, float best, Cut now
     return c;
 }
 
-static void exps(const float *l, long V, float best, float *out) { for (long i = 0; i < V; i++) out[i] = expf(l[i] - best); }
+static void exps(const float *l, long V, float best, float *out) {
+    long i = 0;
+    for (; i + VL <= V; i += VL) *(vf *)(out + i) = vexp(*(const vf *)(l + i) - best);
+    if (i < V) {
+        vf rest = {0};
+        memcpy(&rest, l + i, (size_t)(V - i) * 4);
+        rest = vexp(rest - best);
+        memcpy(out + i, &rest, (size_t)(V - i) * 4);
+    }
+}
 
 static void keep_best(float score, int32_t id, long k, long *n, float *scores, int32_t *out) {   /* best first, ties by id */
     long at = *n < k ? (*n)++ : k - 1;

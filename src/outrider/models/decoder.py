@@ -59,6 +59,7 @@ class Decoder:
             self.layers.append(self._layer(weights, i))
             if on_layer:
                 on_layer(i + 1)
+        self.stack = self.kernels.prepare(spec, self.layers, self.turn)
         self.norm = self._vector(weights, "model.norm", spec.hidden)
         tied = spec.tied or "lm_head.weight" not in weights
         self.lm_head = self.embedding if tied else self._linear(weights, "lm_head", spec.vocabulary, spec.hidden)
@@ -79,15 +80,7 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, plan: Plan, pool: Pool) -> Tensor:
         """Residual stream after the last layer, [n, hidden] for the n rows of the plan; K/V of these rows is in the pool."""
-        ops = self.kernels
-        x = ops.embed(self.embedding, plan.ids)
-        scale = self.spec.head_dim**-0.5
-        for i, layer in enumerate(self.layers):
-            qkv = ops.linear(ops.rms_norm(x, layer.norm_in, layer.eps), layer.qkv)
-            q = ops.rope_store(qkv, layer, self.turn, plan, pool, i)
-            x = ops.linear(ops.attend(q, layer, plan, pool, i, scale, layer.window), layer.o, add=x)
-            x = ops.linear(ops.silu_mul(ops.linear(ops.rms_norm(x, layer.norm_post, layer.eps), layer.gate_up)), layer.down, add=x)
-        return x
+        return self.kernels.run(self.stack, self.kernels.embed(self.embedding, plan.ids), plan, pool)
 
     @torch.inference_mode()
     def logits(self, x: Tensor, rows: list[int]) -> Tensor:
