@@ -121,6 +121,13 @@ class Cache:
                 pool.move(source.slots[first:last].tolist(), target.slots[first:last].tolist())
         return True
 
+    def forget(self) -> None:
+        """Empties the prefix index; pages that sequences hold stay theirs."""
+        self.free.extend(self.idle)
+        self.idle.clear()
+        self.index.clear()
+        self.entry.clear()
+
     def check(self) -> None:
         """Proves that every page is owned as often as tables hold it, or is idle, or is free, and exactly one of these."""
         held = [0] * self.pages

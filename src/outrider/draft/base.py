@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -33,6 +34,7 @@ class Drafter:
 
     Options: ClassVar[type[Any]]
     depth: ClassVar[int] = 5
+    demo: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # label -> keys: what `outrider demo` shows on the built-in pair
     slot_bytes: int = 0  # K/V that the drafter keeps for every slot of the target's cache
 
     def __init__(self, options: Any, target: Target) -> None:

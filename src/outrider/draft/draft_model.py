@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
@@ -71,6 +72,11 @@ class Tree:
 
 
 class DraftModel(Drafter):
+    demo: ClassVar = {
+        "draft model, chain": {"num_speculative_tokens": 3},
+        "draft model, tree": {"num_speculative_tokens": 3, "siblings": 2},
+    }
+
     @dataclass(frozen=True)
     class Options:
         """model: folder or hub id.  draft_dtype: auto, or as the engine's dtype.  siblings: candidates a level (1: a chain).

@@ -6,6 +6,7 @@ The longest match wins, and of equally long ones the most recent.  No match is n
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from outrider.draft.base import Drafter
 from outrider.errors import ConfigError
@@ -21,6 +22,8 @@ class Seen:
 
 
 class Ngram(Drafter):
+    demo: ClassVar = {"n-gram look-up": {}}
+
     @dataclass(frozen=True)
     class Options:
         """prompt_lookup_max, prompt_lookup_min: the longest and shortest n-gram that is looked up (vLLM's names)."""

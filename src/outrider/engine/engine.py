@@ -31,6 +31,7 @@ class Engine:
         self.max_len = min(options.max_model_len or context, context)
         if options.max_model_len and options.max_model_len > context:
             raise ConfigError(f"max_model_len {options.max_model_len} exceeds the {context} positions of {options.model!r}.")
+        self.times, self.steps = Times(0.0, 0.0, 0.0), 0
         self.decoder = Decoder(self.checkpoint, self.checkpoint.dtype(options.dtype), self.device, self.max_len)
         self.sampler = Sampler(self.decoder.kernels)
         self.target = Target(self.decoder, self.checkpoint, self.sampler, self.checkpoint.spec.vocabulary, self.max_len)
@@ -48,8 +49,7 @@ class Engine:
         self.scheduler = Scheduler(
             self.cache, self.options.max_num_seqs, self.options.max_num_batched_tokens, most, drafter.filled, drafter.forget
         )
-        self.times = Times(0.0, 0.0, 0.0)
-        self.steps = 0
+        self.reset()
 
     def step(self) -> list[Row]:
         """One forward of the target for every row that can run.  Returns the rows that emitted tokens."""
@@ -92,6 +92,14 @@ class Engine:
 
     def add(self, row: Row) -> None:
         self.scheduler.add(row)
+
+    def reset(self) -> None:
+        """Starts the clock anew."""
+        self.times, self.steps = Times(0.0, 0.0, 0.0), 0
+
+    def forget_prefixes(self) -> None:
+        """Empties the prefix index, so that a measurement starts cold."""
+        self.cache.forget()
 
     @property
     def busy(self) -> bool:

@@ -1,0 +1,197 @@
+"""The core's speed on a CPU, against plain decoding and against the rivals, as ratios in one run on an idle machine.
+
+    python benchmarks/core.py --folder DIR [--gguf FILE] [--openvino DIR] [--json OUT]
+
+DIR gets (or holds) the checkpoint: the Llama shape of 100 M weights, random, bfloat16.  The rivals run from their own
+environments as peers.py describes; one that is not installed is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peers
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from outrider import LLM, SamplingParams
+
+PROMPT, NEW = 64, 128
+
+
+def checkpoint(folder: Path, vocabulary: int = 16384, layers: int = 12, tied: bool = False, seed: int = 0) -> Path:
+    """A random Llama of the size that the figures are about (100.7 M weights with the defaults)."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    if not (folder / "config.json").is_file():
+        torch.manual_seed(seed)
+        config = LlamaConfig(
+            vocab_size=vocabulary, hidden_size=768, intermediate_size=2048, num_hidden_layers=layers, num_attention_heads=12,
+            num_key_value_heads=4, head_dim=64, tie_word_embeddings=tied, max_position_embeddings=4096, rms_norm_eps=1e-6,
+            bos_token_id=0, eos_token_id=1, pad_token_id=2,
+        )  # fmt: skip
+        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def prompt(length: int, salt: int = 0) -> dict[str, list[int]]:
+    return {"prompt_token_ids": [(7 * i + 13 * salt) % 8000 + 100 for i in range(length)]}
+
+
+def greedy(count: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+
+
+def seconds(run: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+
+def cold(llm: LLM, rows: int, count: int) -> float:
+    """Seconds to answer `rows` prompts at once with `count` tokens each, nothing cached."""
+    llm.engine.forget_prefixes()
+    return seconds(lambda: llm.generate([prompt(PROMPT, i) for i in range(rows)], greedy(count)))
+
+
+def decode_speed(llm: LLM, rows: int = 1, repeats: int = 7) -> float:
+    """New tokens a second after the first, all rows together; the median of `repeats`."""
+    times = [cold(llm, rows, NEW + 1) - cold(llm, rows, 1) for _ in range(repeats)]
+    return rows * NEW / statistics.median(times)
+
+
+def forward_ms(llm: LLM, rows: tuple[int, ...] = (1, 2, 4, 8, 16)) -> dict[int, float]:
+    """Milliseconds of one decode step with so many rows (the median step of a run, everything in it included)."""
+    return {n: n / decode_speed(llm, n, 5) * 1e3 for n in rows}
+
+
+def overhead_ms(llm: LLM, config: dict[str, Any] | None, params: SamplingParams) -> float:
+    """Milliseconds a step spends outside the forwards of target and draft, batch 1 (the best of five runs)."""
+    llm.use(config)
+    inside = [0.0]
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any) -> Any:
+            began = time.perf_counter()
+            result = function(*args)
+            inside[0] += time.perf_counter() - began
+            return result
+
+        return wrapper
+
+    decoders = [llm.engine.decoder] + ([llm.engine.drafter.decoder] if hasattr(llm.engine.drafter, "decoder") else [])
+    for decoder in decoders:
+        decoder.forward, decoder.logits = timed(decoder.forward), timed(decoder.logits)  # type: ignore[method-assign]
+    best = float("inf")
+    for _ in range(5):
+        llm.generate(prompt(PROMPT), params)
+        llm.engine.reset()
+        inside[0] = 0.0
+        total = seconds(lambda: llm.generate(prompt(PROMPT), params))
+        best = min(best, (total - inside[0]) / llm.engine.steps * 1e3)
+    for decoder in decoders:
+        del decoder.forward, decoder.logits
+    return best
+
+
+def first_token(llm: LLM) -> tuple[float, float]:
+    """Milliseconds to the first token of a 512-token prompt: nothing cached, and all of it (the medians of seven)."""
+    misses, hits = [], []
+    for _ in range(7):
+        llm.engine.forget_prefixes()
+        misses.append(seconds(lambda: llm.generate(prompt(512), greedy(1))))
+        hits.append(seconds(lambda: llm.generate(prompt(512), greedy(1))))
+    return statistics.median(misses) * 1e3, statistics.median(hits) * 1e3
+
+
+def peak_memory(folder: Path) -> dict[str, int]:
+    """Bytes at the peak of a process of its own that loads the model and answers 8 prompts, and what bounds them."""
+    limit = 64 << 20
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import core\n"
+        f"llm = core.LLM(model={str(folder)!r}, kv_cache_memory_bytes={limit}, max_model_len=1024)\n"
+        "llm.generate([core.prompt(512, i) for i in range(8)], core.greedy(64))\n"
+        "print(core.resource.getrusage(core.resource.RUSAGE_SELF).ru_maxrss * 1024)"
+    )
+    peak = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()[-1])
+    weights = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
+    return {"peak": peak, "weights": weights, "limit": limit, "allowed": int(weights * 1.15) + limit + 600_000_000}
+
+
+def run(folder: Path, gguf: Path | None, openvino: Path | None) -> dict[str, Any]:
+    model = checkpoint(folder / "llama100m")
+    llm = LLM(model=str(model), max_num_batched_tokens=512)
+    ours = [decode_speed(llm)]
+    plain = peers.plain(model, PROMPT, NEW, gguf=gguf, openvino=openvino)
+    ours.append(decode_speed(llm))  # before and after the rivals: the machine's mood shows
+    rows = forward_ms(llm)
+    theirs = peers.batched(gguf) if gguf else {}
+    sampled = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=NEW, ignore_eos=True, seed=1)
+    small = str(checkpoint(folder / "draft", layers=2, seed=1))
+    drafts: dict[str, dict[str, Any] | None] = {
+        "plain": None, "ngram": {"method": "ngram", "prompt_lookup_min": 1}, "draft_model": {"model": small, "num_speculative_tokens": 4},
+    }  # fmt: skip
+    outside = {
+        f"{name}, {how}": overhead_ms(llm, c, p) for name, c in drafts.items() for how, p in (("greedy", greedy(NEW)), ("0.8", sampled))
+    }
+    llm.use(None)
+    miss, hit = first_token(llm)
+    wide = LLM(model=str(checkpoint(folder / "wide", vocabulary=152064, layers=1, tied=True)))
+    for how, params in (("greedy", greedy(NEW)), ("0.8", sampled)):
+        outside[f"ngram, {how}, V = 152064"] = overhead_ms(wide, drafts["ngram"], params)
+    return {
+        "plain tokens/s": {"outrider": ours, **plain},
+        "step ms by rows": {"outrider": rows, "llama.cpp": theirs},
+        "outside the forwards, ms a step": outside,
+        "8 concurrent over 1": rows[1] * 8 / rows[8],
+        "first token of 512, ms": {"cold": miss, "cached": hit, "ratio": miss / hit},
+        "memory": peak_memory(model),
+    }
+
+
+def conditions() -> dict[str, Any]:
+    import transformers
+
+    cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "?")
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent
+    ).stdout.strip()
+    return {
+        "cpu": cpu, "cores": os.cpu_count(), "threads": torch.get_num_threads(), "torch": torch.__version__,
+        "transformers": transformers.__version__, "python": sys.version.split()[0], "commit": commit,
+        "date": time.strftime("%Y-%m-%d"), "command": " ".join(["python", "benchmarks/" + Path(sys.argv[0]).name]),
+        "bf16 in hardware": "avx512_bf16" in open("/proc/cpuinfo").read(),
+    }  # fmt: skip
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    made = Table("figure", "value", title="Outrider, the core")
+    for name, value in result.items():
+        text = "\n".join(f"{k}: {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
+        made.add_row(name, text)
+    console.print(made)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--gguf", type=Path)
+    parser.add_argument("--openvino", type=Path)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    found = {"conditions": conditions(), **run(given.folder, given.gguf, given.openvino)}
+    show(found, Console())
+    if given.json:
+        given.json.write_text(json.dumps(found, indent=1) + "\n")
+    assert resource  # used by the child process of peak_memory

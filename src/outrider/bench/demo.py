@@ -1,0 +1,75 @@
+"""`outrider demo`: the built-in model answers our prompts plainly and with every method; a table says what it brought."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from outrider.bench.measure import Configs, Measured, Prompts, demonstrations, measure
+from outrider.bench.prompts import PROMPTS, rendered
+from outrider.llm import LLM
+from outrider.sampling.params import SamplingParams
+
+SETTINGS = (("greedy", {"temperature": 0.0}), ("T = 0.8, top_p 0.95", {"temperature": 0.8, "top_p": 0.95}))
+
+
+def demo(tokens: int, repeats: int, console: Console) -> bool:
+    """Runs it and prints the tables.  True if every method said the same tokens as plain decoding."""
+    with console.status("Loading the built-in model"):
+        llm = LLM(model="builtin")
+    prompts = [(prompt.kind, rendered(prompt, llm.tokenizer)) for prompt in PROMPTS]
+    configs = demonstrations()
+    console.print(f"[bold]Outrider[/] on {llm.engine.decoder.kernels.name}; {len(prompts)} prompts, at most {tokens} new tokens each.")
+    _show_answers(llm, prompts, console)
+    good = True
+    for title, sampling in SETTINGS:
+        params = SamplingParams(max_tokens=tokens, seed=7, **sampling)
+        results = _measured(llm, configs, prompts, params, repeats, title, console)
+        console.print(table(title, results))
+        good &= all(result.tokens == results[0].tokens for result in results)
+    llm.engine.check()
+    console.print("Every method said exactly what plain decoding says." if good else "[bold red]Tokens differ: this is a bug.[/]")
+    return good
+
+
+def _measured(
+    llm: LLM, configs: Configs, prompts: Prompts, params: SamplingParams, repeats: int, title: str, console: Console
+) -> list[Measured]:
+    columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(title, total=len(configs) * len(prompts) * repeats)
+        return measure(llm, configs, prompts, params, repeats, lambda label: bar.update(task, advance=1, description=f"{title}: {label}"))
+
+
+def table(title: str, results: Sequence[Measured]) -> Table:
+    """The first result is plain decoding."""
+    plain = results[0]
+    made = Table(title=title, title_justify="left", title_style="bold")
+    made.add_column("method", no_wrap=True)
+    for name in ("tokens/s", "speed-up", "tokens\nper step", "accep-\ntance", "repeated\n4-grams"):
+        made.add_column(name, justify="right")
+    made.add_column("same\ntokens", justify="center")
+    for result in results:
+        gain, total = result.speed / plain.speed, result.total
+        made.add_row(
+            result.method,
+            f"{result.speed:.0f}",
+            f"[{'green' if gain >= 1.005 else 'red' if gain < 0.97 else 'white'}]{gain:.2f}×[/]",
+            f"{total.tokens_per_step:.2f}",
+            f"{total.acceptance:.0%}" if total.drafted else "–",
+            f"{result.repeated:.0%}",
+            "[green]✓[/]" if result.tokens == plain.tokens else "[bold red]✗[/]",
+        )
+    return made
+
+
+def _show_answers(llm: LLM, prompts: Prompts, console: Console) -> None:
+    """A few answers, so that one sees that a language model is at work."""
+    chosen = [2, 8, 12]
+    outputs = llm.generate([prompts[i][1] for i in chosen], SamplingParams(temperature=0, max_tokens=40))
+    for i, output in zip(chosen, outputs):
+        question = PROMPTS[i].turns[-1]
+        console.print(f"[dim]{question}[/]\n  {output.outputs[0].text.strip()}", markup=True, highlight=False, soft_wrap=True)

@@ -1,0 +1,99 @@
+"""Methods against plain decoding: the same prompts, the same seeds, one after the other, and whether the tokens agree."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from outrider import draft
+from outrider.llm import LLM, RequestOutput
+from outrider.sampling.params import SamplingParams
+from outrider.types import Speculation
+
+PLAIN = "plain decoding"
+Configs = Mapping[str, Mapping[str, Any] | None]  # label -> speculative_config
+Prompts = Sequence[tuple[str, Any]]  # (kind, what LLM.generate takes)
+
+
+@dataclass
+class Measured:
+    """One method over some prompts.  seconds includes the prompts' own computation; tokens are new tokens."""
+
+    method: str
+    kinds: list[str] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    tokens: list[list[int]] = field(default_factory=list)
+    speculation: list[Speculation] = field(default_factory=list)
+    drafting: float = 0.0  # share of the step time
+
+    def only(self, kind: str) -> Measured:
+        keep = [i for i, k in enumerate(self.kinds) if k == kind]
+        return Measured(
+            self.method,
+            [self.kinds[i] for i in keep],
+            [self.seconds[i] for i in keep],
+            [self.tokens[i] for i in keep],
+            [self.speculation[i] for i in keep],
+            self.drafting,
+        )
+
+    @property
+    def speed(self) -> float:
+        """New tokens a second."""
+        return sum(map(len, self.tokens)) / sum(self.seconds)
+
+    @property
+    def total(self) -> Speculation:
+        return sum(self.speculation, Speculation())
+
+    @property
+    def repeated(self) -> float:
+        """Share of 4-grams that occurred before in the same text: loops flatter every method that copies."""
+        grams = [[tuple(t[i : i + 4]) for i in range(len(t) - 3)] for t in self.tokens]
+        return 1 - sum(len(set(g)) for g in grams) / max(1, sum(map(len, grams)))
+
+
+def demonstrations() -> dict[str, Mapping[str, Any] | None]:
+    """Label -> speculative_config of everything that the methods want shown on the built-in pair; plain decoding first."""
+    shown: dict[str, Mapping[str, Any] | None] = {PLAIN: None}
+    for name, method in sorted(draft.methods().items()):
+        for label, config in method.demo.items():
+            shown[label] = {"method": name, **config}
+    return shown
+
+
+def measure(
+    llm: LLM,
+    configs: Configs,
+    prompts: Prompts,
+    params: SamplingParams,
+    repeats: int = 1,
+    tick: Callable[[str], None] = lambda label: None,
+) -> list[Measured]:
+    """Every config over every (kind, prompt), one request at a time; the best of `repeats` times each."""
+    results = []
+    for label, config in configs.items():
+        llm.use(config)
+        llm.generate(prompts[0][1], params)  # warm up
+        result = Measured(label)
+        llm.engine.reset()
+        for kind, prompt in prompts:
+            best: tuple[float, RequestOutput] | None = None
+            for _ in range(repeats):
+                llm.engine.forget_prefixes()
+                began = time.perf_counter()
+                (output,) = llm.generate(prompt, params)
+                seconds = time.perf_counter() - began
+                if best is None or seconds < best[0]:
+                    best = (seconds, output)
+                tick(label)
+            assert best is not None
+            result.kinds.append(kind)
+            result.seconds.append(best[0])
+            result.tokens.append(best[1].outputs[0].token_ids)
+            result.speculation.append(best[1].speculation)
+        result.drafting = llm.engine.times.propose / max(1e-9, sum(llm.engine.times))
+        results.append(result)
+    return results

@@ -1,0 +1,51 @@
+"""Our own prompts, by kind: conversations as lists of turns (user, assistant, user …), for the demo, tests and examples."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Prompt(NamedTuple):
+    kind: str
+    turns: tuple[str, ...]
+
+
+_RAIN = (
+    "The village of Arlen lies between two rivers. In spring the northern river floods the lower fields, and the farmers wait until "
+    "the water is gone before they plant beans and maize. The southern river is deep and slow; children swim in it in summer, and a "
+    "ferry crosses it twice a day. In the year of the great rain both rivers rose together, and the school was moved to the hill, "
+    "where it still stands."
+)
+_STUDY = (
+    "We asked 120 adults with chronic back pain to walk for thirty minutes a day, and compared them with 118 adults who kept their habits. "
+    "After twelve weeks the walking group reported less pain and slept longer. There was no difference in the use of medicine between the "
+    "groups. Two people in the walking group stopped because of pain in the knee."
+)
+
+PROMPTS = (
+    Prompt(
+        "chat",
+        ("Hi! I have just come back from a long walk.", "That sounds nice. Where did you go?", "Up to the lake. Do you like walking?"),
+    ),
+    Prompt("chat", ("What do you do in your free time?", "I like to cook and to read.", "What do you like to cook?")),
+    Prompt("translation", ("Translate English to German: I would like to read this book tomorrow.",)),
+    Prompt("translation", ("Translate German to English: Wir haben gestern im Garten gegessen, weil das Wetter so schön war.",)),
+    Prompt("summary", (f"Summarize: {_STUDY}",)),
+    Prompt("summary", (f"Summarize what was said. {_RAIN}",)),
+    Prompt("question", ("Can a person see a star in the daytime?",)),
+    Prompt("question", ("What do plants need in order to grow?",)),
+    Prompt("arithmetic", ("Anna has 14 apples. She gives 5 to Ben and buys 8 more. How many apples does she have?",)),
+    Prompt("arithmetic", ("A train travels 60 miles an hour for 3 hours. How many miles does it travel?",)),
+    Prompt("retrieval", (f"Answer from the context.\nContext: {_STUDY}\nQuestion: Does walking help adults with chronic back pain?",)),
+    Prompt("retrieval", (f"Answer from the context.\nContext: {_RAIN}\nQuestion: Why was the school moved to the hill?",)),
+    Prompt("code", ("Write a function to find the largest number in a list.",)),
+    Prompt("code", ("Write the Python file sorts/bubble_sort.py",)),
+)
+KINDS = tuple(dict.fromkeys(prompt.kind for prompt in PROMPTS))
+
+
+def rendered(prompt: Prompt, tokenizer: Any) -> dict[str, list[int]]:
+    """The token ids that `LLM.generate` takes, through the tokenizer's chat template."""
+    turns = [{"role": "assistant" if i % 2 else "user", "content": text} for i, text in enumerate(prompt.turns)]
+    ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=False)
+    return {"prompt_token_ids": list(ids)}
