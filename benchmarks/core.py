@@ -163,7 +163,8 @@ def run(folder: Path, gguf: Path | None, openvino: Path | None) -> dict[str, Any
 def conditions() -> dict[str, Any]:
     import transformers
 
-    cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "?")
+    info = Path("/proc/cpuinfo").read_text()
+    cpu = next((line.split(":")[1].strip() for line in info.splitlines() if line.startswith("model name")), "?")
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent
     ).stdout.strip()
@@ -171,7 +172,7 @@ def conditions() -> dict[str, Any]:
         "cpu": cpu, "cores": os.cpu_count(), "threads": torch.get_num_threads(), "torch": torch.__version__,
         "transformers": transformers.__version__, "python": sys.version.split()[0], "commit": commit,
         "date": time.strftime("%Y-%m-%d"), "command": " ".join(["python", "benchmarks/" + Path(sys.argv[0]).name]),
-        "bf16 in hardware": "avx512_bf16" in open("/proc/cpuinfo").read(),
+        "bf16 in hardware": "avx512_bf16" in info,
     }  # fmt: skip
 
 

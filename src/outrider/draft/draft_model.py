@@ -107,7 +107,9 @@ class DraftModel(Drafter):
             _fits(checkpoint, target.checkpoint)
         self.vocabulary = min(checkpoint.spec.vocabulary, target.vocabulary)
         self.context = min(checkpoint.spec.context, target.max_len)
-        self.decoder = Decoder(checkpoint, checkpoint.dtype(options.draft_dtype), target.decoder.device, self.context)
+        self.decoder = Decoder(
+            checkpoint, checkpoint.dtype(options.draft_dtype, target.decoder.device), target.decoder.device, self.context
+        )
         self.slot_bytes = self.decoder.slot_bytes
         self.synced: dict[Row, int] = {}  # positions of a row that have K/V in our pool
 

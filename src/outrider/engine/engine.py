@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 
@@ -16,12 +17,18 @@ from outrider.engine.scheduler import Scheduler
 from outrider.errors import CapacityError, ConfigError
 from outrider.models.decoder import Decoder
 from outrider.models.hub import Checkpoint
+from outrider.models.selftest import bit_exact
 from outrider.sampling.sampler import Sampler
 from outrider.types import Batch, Commit, Draft, Row, Speculation, Times, Verdict
 
+log = logging.getLogger("outrider")
+
 
 class Engine:
-    """Loads a target and a drafter, and steps.  Rows go in by `add`, come out of `step` when they emitted something."""
+    """Loads a target and a drafter, and steps.  Rows go in by `add`, come out of `step` when they emitted something.
+
+    `exact`: the numbers of a token do not depend on what is computed beside it, so that match gives the same text bit for bit.
+    """
 
     def __init__(self, options: EngineOptions, speculation: SpeculativeOptions) -> None:
         self.options = options
@@ -32,7 +39,12 @@ class Engine:
         if options.max_model_len and options.max_model_len > context:
             raise ConfigError(f"max_model_len {options.max_model_len} exceeds the {context} positions of {options.model!r}.")
         self.times, self.steps = Times(0.0, 0.0, 0.0), 0
-        self.decoder = Decoder(self.checkpoint, self.checkpoint.dtype(options.dtype), self.device, self.max_len)
+        self.decoder = Decoder(self.checkpoint, self.checkpoint.dtype(options.dtype, self.device), self.device, self.max_len)
+        self.exact = self.decoder.kernels.exact and bit_exact(self.decoder)
+        if not self.exact:
+            log.warning(
+                "on %s the same text with and without speculation is likely but not promised bit for bit", self.decoder.kernels.name
+            )
         self.sampler = Sampler(self.decoder.kernels)
         self.target = Target(self.decoder, self.checkpoint, self.sampler, self.checkpoint.spec.vocabulary, self.max_len)
         self.use(speculation.method(speculation.options, self.target), speculation)

@@ -6,6 +6,7 @@ without a compiler, and for the tests.  Both promise what `Kernels` says.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -77,9 +78,21 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
     """The fastest kernels that run here.  OUTRIDER_KERNELS=torch asks for the reference."""
     from outrider.kernels import cpu, reference
 
-    wanted = os.environ.get("OUTRIDER_KERNELS", "")
-    if device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and wanted != "torch":
-        library = cpu.library()
-        if library is not None:
-            return cpu.CpuKernels(library, dtype)
+    library = _compiled(device)
+    if library is not None and dtype in (torch.float32, torch.bfloat16):
+        return cpu.CpuKernels(library, dtype)
     return reference.TorchKernels(device, dtype)
+
+
+def fast_bfloat16(device: torch.device) -> bool:
+    """Whether bfloat16 weights pay: in hardware, or in the C kernels, which widen them at the price of reading half the bytes."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported()
+    hardware: bool = torch.cpu.get_capabilities().get("avx512_bf16", False)
+    return device.type == "cpu" and (hardware or _compiled(device) is not None)
+
+
+def _compiled(device: torch.device) -> ctypes.CDLL | None:
+    from outrider.kernels import cpu
+
+    return cpu.library() if device.type == "cpu" and os.environ.get("OUTRIDER_KERNELS") != "torch" else None

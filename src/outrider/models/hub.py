@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from outrider.errors import ConfigError, ModelError
+from outrider.kernels import fast_bfloat16
 from outrider.models.spec import Spec
 
 BUILTIN = {"builtin": "target", "builtin-draft": "draft"}
@@ -77,11 +78,11 @@ class Checkpoint:
         given = self.config.eos_token_id if given is None else given
         return frozenset(() if given is None else given if isinstance(given, list) else [given])
 
-    def dtype(self, wanted: str) -> torch.dtype:
-        """`auto`: bfloat16 unless the checkpoint itself is float32."""
+    def dtype(self, wanted: str, device: torch.device) -> torch.dtype:
+        """`auto`: bfloat16 where the device is fast at it, else float32; a checkpoint in float32 stays what it is."""
         if wanted == "auto":
             own = getattr(self.config, "dtype", None)
-            return torch.float32 if own in (None, torch.float32) else torch.bfloat16
+            return torch.bfloat16 if own not in (None, torch.float32) and fast_bfloat16(device) else torch.float32
         if wanted not in DTYPES:
             raise ConfigError(f"dtype must be auto or one of {', '.join(DTYPES)}, got {wanted!r}.")
         return DTYPES[wanted]

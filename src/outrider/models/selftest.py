@@ -1,0 +1,47 @@
+"""Bit-exactness, tried out at start-up: does a token compute the same numbers alone, in a chunk and in a tree?
+
+The C kernels promise it by construction and oneDNN's packed linears have kept it in every trial, but a processor that
+nobody has tried may break an assumption; then the engine says so instead of promising.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.attention.plan import Plan
+from outrider.models.decoder import Decoder
+
+
+def bit_exact(decoder: Decoder) -> bool:
+    """Four tokens one by one against the same four in one forward, with a sibling beside each of the last two."""
+    vocabulary = decoder.spec.vocabulary
+    tokens = [(i * i * 7 + 3) % vocabulary for i in range(24)]
+    table = np.arange(len(tokens) + 8, dtype=np.int32)
+    start = len(tokens) - 4
+
+    alone, together = decoder.pool(len(table)), decoder.pool(len(table))
+    one_by_one: list[Tensor] = []
+    decoder.forward(_chain(table, 0, tokens[:start]), alone)
+    for i in range(start, len(tokens)):
+        one_by_one.append(decoder.logits(decoder.forward(_chain(table, i, tokens[i : i + 1]), alone), [0]))
+
+    decoder.forward(_chain(table, 0, tokens[: start // 2]), together)  # another split of the prompt, too
+    decoder.forward(_chain(table, start // 2, tokens[start // 2 : start]), together)
+    plan, root = Plan(), start + 2
+    plan.chain(table, start, tokens[start:root])
+    plan.node(table, root, [root], 1)  # a sibling, in the slot where the true token would have gone
+    path = [root + 1]
+    plan.node(table, root, path, tokens[root])
+    plan.node(table, root, [*path, root + 2], 2)
+    plan.node(table, root, [*path, root + 3], tokens[root + 1])
+    x = decoder.forward(plan.build(), together)
+    at_once = decoder.logits(x, [0, 1, 3, 5])
+    return torch.equal(torch.cat(one_by_one), at_once)
+
+
+def _chain(table: np.ndarray, start: int, tokens: list[int]) -> Plan:
+    plan = Plan()
+    plan.chain(table, start, tokens)
+    return plan.build()
