@@ -156,12 +156,18 @@ class DraftModel(Drafter):
             if end > self.context or not (wanted or (row.params.speculate and not batch.emits(r))):
                 continue  # a row that does not guess now catches up when it does
             assert row.table is not None
-            plan.chain(row.table.slots, done, row.tokens[done:end])
+            plan.chain(row.table.slots, done, self._readable(row.tokens[done:end]))
             self.synced[row] = end
             if wanted:
                 last.append(plan.length - 1)
                 rows.append((tree, ROOT))
         return self._level(plan, last, rows) if plan.length else []
+
+    def _readable(self, tokens: list[int]) -> list[int]:
+        """Ids that only the target has are read as id 0: a guess may be bad, never out of bounds."""
+        if self.vocabulary == self.target.vocabulary:
+            return tokens
+        return [token if token < self.vocabulary else 0 for token in tokens]
 
     def _level(self, plan: Plan, at: list[int] | range, rows: list[tuple[Tree, int]]) -> list[Tree]:
         """One forward; plan row at[i] holds the logits after node rows[i].  Returns the trees that can grow further."""

@@ -68,6 +68,7 @@ class Engine:
         began = time.perf_counter()
         batch = self.scheduler.next()
         if not batch.rows:
+            assert not self.busy, "rows are waiting and none can run"
             return []
         budgets = self.scheduler.reserve(batch, self.controller.budget(batch))
         propose = time.perf_counter()

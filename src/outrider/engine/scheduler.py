@@ -39,7 +39,7 @@ class Scheduler:
         """The rows of this step; their known tokens have slots."""
         batch = Batch()
         decodes = sum(len(row.tokens) - row.computed == 1 for row in self.running)
-        share = min(decodes * self.guesses, self.tokens // 2)
+        share = min(decodes * self.guesses, (self.tokens - decodes) // 2)  # so prompts keep at least as much
         left = self.tokens - decodes - share
         for row in list(self.running):
             known = len(row.tokens) - row.computed

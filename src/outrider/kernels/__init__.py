@@ -87,8 +87,8 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
 def fast_bfloat16(device: torch.device) -> bool:
     """Whether bfloat16 weights pay: in hardware, or in the C kernels, which widen them at the price of reading half the bytes."""
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported()
-    hardware: bool = torch.cpu.get_capabilities().get("avx512_bf16", False)
+        return bool(torch.cuda.is_bf16_supported())  # type: ignore[no-untyped-call]
+    hardware = bool(torch.cpu.get_capabilities().get("avx512_bf16"))  # type: ignore[no-untyped-call]
     return device.type == "cpu" and (hardware or _compiled(device) is not None)
 
 

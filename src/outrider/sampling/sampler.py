@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from outrider.errors import ModelError
 from outrider.kernels import Kernels
 from outrider.sampling.noise import key_of
 
@@ -23,6 +24,8 @@ class Sampler:
     def pick(self, row: Row, path: Sequence[int], logits: Tensor) -> int:
         """The token after the row's tokens and `path`; logits float32 [V]."""
         tokens, _ = self._pick(row, path, logits, 1, False)
+        if not tokens:
+            raise ModelError("no token has a finite logit: the weights or the activations of the model overflow (try another dtype).")
         return tokens[0]
 
     def top(self, row: Row, path: Sequence[int], logits: Tensor, k: int) -> tuple[list[int], list[float]]:
