@@ -1,116 +1,186 @@
-/* The CPU sampler: one pass over a row of logits, no sort of the vocabulary.  sampling/reference.py is the same law in torch. */
+/* The CPU sampler: a few vector passes over a row of logits and no sort of the vocabulary.
+ * sampling/reference.py is the same law in torch. */
 #include "simd.h"
 
-enum { BINS = 4096 };
-typedef struct { float logit; int32_t id; } Item;
-typedef struct { float logit; int32_t id; } Cut;              /* kept: logit above, or equal and id not above */
-
-static _Thread_local float *scratch;
-static _Thread_local long scratch_size;
+enum { BINS = 1024, BLOCK = 64, MOST = 64 };
+typedef struct { float *logit, *mass; int32_t *id; long n; } Items;          /* candidates; mass = exp(logit - best) */
+typedef double vd __attribute__((vector_size(VL * 8), aligned(8)));
 
 static uint64_t mix(uint64_t z) {                             /* splitmix64's finaliser */
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
     z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
     return z ^ (z >> 31);
 }
-static uint32_t bits(uint64_t key, long token) { return (uint32_t)(mix(key + (uint64_t)(token + 1) * 0x9e3779b97f4a7c15u) >> 40); }
-static float gumbel(uint32_t u) { return (float)-log(-log((u + 0.5) * 0x1p-24)); }
-static float bound(uint32_t u) {                              /* -log(-log u) <= -log(1 - u), from the exponent of 1 - u alone */
+INLINE uint32_t bits(uint64_t key, int32_t token) { return (uint32_t)(mix(key + (uint64_t)(token + 1) * 0x9e3779b97f4a7c15u) >> 40); }
+INLINE float gumbel(uint32_t u) { return (float)-log(-log((u + 0.5) * 0x1p-24)); }
+INLINE float bound(uint32_t u) {                              /* -log(-log u) <= -log(1 - u), from the exponent of 1 - u alone */
     return 0.6931472f * (float)(25 - (31 - __builtin_clz((1u << 24) - u)));
 }
 
-static int order(const void *a, const void *b) {
-    const Item *x = a, *y = b;
-    if (x->logit != y->logit) return x->logit < y->logit ? 1 : -1;
-    return x->id < y->id ? -1 : x->id > y->id;
+static float maximum(const float *l, long n) {                /* n is a multiple of VL */
+    vf top = *(const vf *)l;
+    for (long i = VL; i < n; i += VL) { vf v = *(const vf *)(l + i); vi m = v > top; top = (vf)(((vi)v & m) | ((vi)top & ~m)); }
+    float best = top[0];
+    for (int i = 1; i < VL; i++) best = top[i] > best ? top[i] : best;
+    return best;
 }
-static int kept(Cut c, float logit, long id) { return logit > c.logit || (logit == c.logit && id <= c.id); }
-static long bin(float best, float logit) { float d = (best - logit) * 128; return d < BINS - 1 ? (long)d : BINS - 1; }
-
-/* The last item, best first, before which less than `target` has been summed (of mass, or of one an item if mass is 0). */
-static Cut cut_at(const float *l, const float *mass, long V, float best, Cut now, double target) {
-    static _Thread_local double sums[BINS];
-    memset(sums, 0, sizeof sums);
-    for (long i = 0; i < V; i++) if (kept(now, l[i], i)) sums[bin(best, l[i])] += mass ? mass[i] : 1;
-    double before = 0;
-    long b = 0;
-    while (b < BINS && before + sums[b] < target) before += sums[b++];
-    if (b == BINS) return now;
-    long n = 0;
-    for (long i = 0; i < V; i++) n += kept(now, l[i], i) && bin(best, l[i]) == b;
-    Item *items = malloc((size_t)(n + 1) * sizeof *items);
-    n = 0;
-    for (long i = 0; i < V; i++) if (kept(now, l[i], i) && bin(best, l[i]) == b) items[n++] = (Item){l[i], (int32_t)i};
-    qsort(items, (size_t)n, sizeof *items, order);
-    long last = 0;
-    for (long i = 0; i < n && before < target; i++) { last = i; before += mass ? mass[items[i].id] : 1; }
-    Cut c = {items[last].logit, items[last].id};
-    free(items);
-    return c;
-}
-
-static void exps(const float *l, long V, float best, float *out) {
-    long i = 0;
-    for (; i + VL <= V; i += VL) *(vf *)(out + i) = vexp(*(const vf *)(l + i) - best);
-    if (i < V) {
-        vf rest = {0};
-        memcpy(&rest, l + i, (size_t)(V - i) * 4);
-        rest = vexp(rest - best);
-        memcpy(out + i, &rest, (size_t)(V - i) * 4);
+static double mass_above(const float *l, const float *mass, long n, float least) {    /* without mass: how many */
+    vd sum = {0};
+    for (long i = 0; i < n; i += VL) {
+        const vi in = *(const vf *)(l + i) >= least;
+        vf m = (vf){0} + 1.0f;
+        if (mass) m = *(const vf *)(mass + i);
+        sum += __builtin_convertvector((vf)((vi)m & in), vd);
     }
+    double all = 0;
+    for (int i = 0; i < VL; i++) all += sum[i];
+    return all;
 }
 
-static void keep_best(float score, int32_t id, long k, long *n, float *scores, int32_t *out) {   /* best first, ties by id */
+/* A bound below the last item that is needed to collect `target`: steps down from the best until enough lies above. */
+static float floor_of(const float *l, const float *mass, long n, float best, double target) {
+    static const float steps[] = {1, 2, 3, 4, 6, 8, 11, 15, 20, 30};
+    for (unsigned i = 0; i < sizeof steps / sizeof *steps; i++)
+        if (mass_above(l, mass, n, best - steps[i]) >= target) return best - steps[i];
+    return -3.0e38f;
+}
+
+static int descending(const void *a, const void *b) {
+    const float x = ((const float *)a)[0], y = ((const float *)b)[0];
+    return (x < y) - (x > y);
+}
+
+INLINE void bins_of(Items t, long i, float best, float scale, int32_t *bin) {          /* of one block; past the end: none */
+    const long m = t.n - i < BLOCK ? t.n - i : BLOCK;
+    for (long j = 0; j < m; j++) bin[j] = (int32_t)((best - t.logit[i + j]) * scale);
+    for (long j = m; j < BLOCK; j++) bin[j] = -1;
+}
+
+/* The logit of the last item, best first, before which less than `target` has been collected.  No item lies below `least`. */
+static float cut_at(Items t, int counting, float best, float least, double target) {
+    double sums[BINS] = {0}, before = 0;
+    const float scale = (BINS - 1) / (best - least + 1e-6f);
+    int32_t bin[BLOCK], last = 0;
+    for (long i = 0; i < t.n; i += BLOCK) {
+        bins_of(t, i, best, scale, bin);
+        for (long j = 0; j < BLOCK && i + j < t.n; j++) sums[bin[j]] += counting ? 1 : t.mass[i + j];
+    }
+    while (last < BINS - 1 && before + sums[last] < target) before += sums[last++];
+    float (*in)[2] = malloc((size_t)(t.n + 1) * sizeof *in);
+    long n = 0;
+    for (long i = 0; i < t.n; i += BLOCK) {
+        int hits = 0;
+        bins_of(t, i, best, scale, bin);
+        for (long j = 0; j < BLOCK; j++) hits += bin[j] == last;
+        if (hits) for (long j = 0; j < BLOCK; j++) if (bin[j] == last) { in[n][0] = t.logit[i + j]; in[n++][1] = counting ? 1 : t.mass[i + j]; }
+    }
+    qsort(in, (size_t)n, sizeof *in, descending);
+    float cut = n ? in[0][0] : best;
+    for (long i = 0; i < n && before < target; i++) { cut = in[i][0]; before += in[i][1]; }
+    free(in);
+    return cut;
+}
+
+static Items keep(Items t, float least) {                     /* in place */
+    long n = 0;
+    for (long i = 0; i < t.n; i += BLOCK) {
+        const long m = t.n - i < BLOCK ? t.n - i : BLOCK;
+        int hits = 0;
+        for (long j = i; j < i + m; j++) hits += t.logit[j] >= least;
+        if (hits == m) {
+            if (n != i) {
+                memmove(t.logit + n, t.logit + i, (size_t)m * 4);
+                memmove(t.mass + n, t.mass + i, (size_t)m * 4);
+                memmove(t.id + n, t.id + i, (size_t)m * 4);
+            }
+            n += m;
+        } else if (hits) for (long j = i; j < i + m; j++) if (t.logit[j] >= least) {
+            t.logit[n] = t.logit[j]; t.mass[n] = t.mass[j]; t.id[n++] = t.id[j];
+        }
+    }
+    t.n = n;
+    return t;
+}
+static float lowest(Items t) {
+    float least[BLOCK], all;
+    for (int j = 0; j < BLOCK; j++) least[j] = t.logit[0];
+    for (long i = 0; i < t.n; i += BLOCK) {
+        const long m = t.n - i < BLOCK ? t.n - i : BLOCK;
+        for (long j = 0; j < m; j++) least[j] = t.logit[i + j] < least[j] ? t.logit[i + j] : least[j];
+    }
+    all = least[0];
+    for (int j = 1; j < BLOCK; j++) all = least[j] < all ? least[j] : all;
+    return all;
+}
+
+static void insert(float score, int32_t id, long k, long *n, float *scores, int32_t *out) {   /* best first, ties by id */
     long at = *n < k ? (*n)++ : k - 1;
     for (; at > 0 && scores[at - 1] < score; at--) { scores[at] = scores[at - 1]; out[at] = out[at - 1]; }
     scores[at] = score; out[at] = id;
 }
 
+static long choose(Items t, uint64_t key, int noisy, long k, int32_t *out) {
+    float scores[MOST], upper[BLOCK];
+    uint32_t u[BLOCK];
+    long n = 0;
+    for (long i = 0; i < t.n; i += BLOCK) {
+        const long m = t.n - i < BLOCK ? t.n - i : BLOCK;
+        const float worst = n < k ? -INFINITY : scores[k - 1];
+        int hits = 0;
+        if (noisy) for (long j = 0; j < m; j++) u[j] = bits(key, t.id[i + j]);
+        for (long j = 0; j < m; j++) upper[j] = t.logit[i + j] + (noisy ? bound(u[j]) : 0);
+        for (long j = 0; j < m; j++) hits += upper[j] > worst;
+        if (hits) for (long j = 0; j < m; j++) {
+            const float now = n < k ? -INFINITY : scores[k - 1];
+            if (upper[j] <= now) continue;                    /* noise is drawn only where it can win */
+            const float score = noisy ? t.logit[i + j] + gumbel(u[j]) : t.logit[i + j];
+            if (score > now) insert(score, t.id[i + j], k, &n, scores, out);
+        }
+    }
+    return n;
+}
+
 /* The k best tokens of `logits` (k <= 64) into out, and their probabilities into prob unless it is 0.  Temperature 0 ranks by
- * logit, otherwise by log p + noise(key, token), where p is the law after min_p, top_k and top_p.  Returns how many there are:
- * fewer than k where the law allows fewer, none where no logit is finite. */
+ * logit, otherwise by log p + noise(key, token), where p is the law after min_p, top_k and top_p; equal logits stay or go together.
+ * Returns how many there are: fewer than k where the law allows fewer, none where no logit is finite. */
 long pick(const float *logits, long V, float temperature, double min_p, long top_k, double top_p, uint64_t key, long k,
           int32_t *out, float *prob) {
-    if (scratch_size < 2 * V) { free(scratch); scratch = malloc((size_t)V * 8); scratch_size = 2 * V; }
-    const int greedy = temperature == 0;
-    float *mass = scratch + V, scores[64], best = -INFINITY;
-    const float *l = greedy ? logits : scratch;
-    long n = 0, top = -1;
-    if (!greedy) for (long i = 0; i < V; i++) scratch[i] = logits[i] / temperature;
-    float lanes[16];
-    for (int j = 0; j < 16; j++) lanes[j] = -INFINITY;
-    long i = 0;
-    for (; i + 16 <= V; i += 16) for (int j = 0; j < 16; j++) lanes[j] = l[i + j] > lanes[j] ? l[i + j] : lanes[j];
-    for (; i < V; i++) best = l[i] > best ? l[i] : best;
-    for (int j = 0; j < 16; j++) best = lanes[j] > best ? lanes[j] : best;
+    static _Thread_local float *scratch;
+    static _Thread_local long size;
+    const long padded = (V + VL - 1) / VL * VL;
+    const int noisy = temperature != 0;
+    if (size < 3 * padded) { free(scratch); scratch = malloc((size_t)(size = 3 * padded) * 4); }
+    Items t = {scratch, scratch + padded, (int32_t *)(scratch + 2 * padded), V};
+    if (noisy) for (long i = 0; i < V; i++) t.logit[i] = logits[i] / temperature;
+    else memcpy(t.logit, logits, (size_t)V * 4);
+    for (long i = V; i < padded; i++) t.logit[i] = -INFINITY;
+    const float best = maximum(t.logit, padded);
     if (!isfinite(best)) return 0;
-    for (top = 0; l[top] != best; top++) ;
-    if (greedy && k == 1 && !prob) { out[0] = (int32_t)top; return 1; }
+    if (!noisy && k == 1 && !prob) { long i = 0; while (t.logit[i] != best) i++; out[0] = (int32_t)i; return 1; }
 
-    Cut c = {-INFINITY, -1};                                  /* everything finite */
-    const int nucleus = !greedy && top_p < 1;
-    if (!greedy && min_p > 0) { c.logit = best + (float)log(min_p); c.id = INT32_MAX; }
-    if (!greedy && top_k > 0 && top_k < V) { c = cut_at(l, 0, V, best, c, (double)top_k); c.id = INT32_MAX; }
-    if (nucleus || prob) exps(l, V, best, mass);
+    const int ranked = noisy && top_k > 0 && top_k < V, nucleus = noisy && top_p < 1;
+    for (long i = 0; i < V; i++) t.id[i] = (int32_t)i;
+    if (nucleus || prob) for (long i = 0; i < padded; i += VL) *(vf *)(t.mass + i) = vexp(*(vf *)(t.logit + i) - best);
+    double all = nucleus || prob ? mass_above(t.logit, t.mass, padded, -3.0e38f) : 0;
+    if (noisy && min_p > 0) { t = keep(t, best + (float)log(min_p)); all = -1; }
+    if (ranked && t.n > top_k) {
+        if (t.n == V) t = keep(t, floor_of(t.logit, 0, padded, best, (double)top_k));
+        t = keep(t, cut_at(t, 1, best, lowest(t), (double)top_k));
+        all = -1;
+    }
     if (nucleus) {
-        double sum = 0;
-        for (i = 0; i < V; i++) if (kept(c, l[i], i)) sum += mass[i];
-        c = cut_at(l, mass, V, best, c, top_p * sum);
+        if (t.n == V) t = keep(t, floor_of(t.logit, t.mass, padded, best, top_p * all));
+        else { all = 0; for (long i = 0; i < t.n; i++) all += t.mass[i]; }
+        t = keep(t, cut_at(t, 0, best, lowest(t), top_p * all));
+        all = -1;
     }
-    keep_best(greedy ? best : best + gumbel(bits(key, top)), (int32_t)top, k, &n, scores, out);
-    for (i = 0; i < V; i++) {
-        if (i == top || !kept(c, l[i], i)) continue;
-        const float worst = n < k ? -INFINITY : scores[k - 1];
-        if (greedy) { if (l[i] > worst) keep_best(l[i], (int32_t)i, k, &n, scores, out); continue; }
-        const uint32_t u = bits(key, i);
-        if (l[i] + bound(u) < worst) continue;                /* noise is drawn only where it can win */
-        const float score = l[i] + gumbel(u);
-        if (score > worst) keep_best(score, (int32_t)i, k, &n, scores, out);
-    }
+    long n = choose(t, key, noisy, k, out);
     if (prob) {
-        double sum = 0;
-        for (i = 0; i < V; i++) if (kept(c, l[i], i)) sum += mass[i];
-        for (i = 0; i < n; i++) prob[i] = (float)(mass[out[i]] / sum);
+        if (all < 0) { all = 0; for (long i = 0; i < t.n; i++) all += t.mass[i]; }
+        for (long i = 0; i < n; i++) {
+            const vf p = (vf){0} + ((noisy ? logits[out[i]] / temperature : logits[out[i]]) - best);
+            prob[i] = (float)(vexp(p)[0] / all);
+        }
     }
     return n;
 }

@@ -1,6 +1,6 @@
 """The law of a request and the choice from it, in torch.  `kernels/sample.c` is tested equal to this.
 
-Order as in vLLM: temperature, min_p, top_k (ties of the k-th stay), top_p (ties by token id).
+Order as in vLLM: temperature, min_p, top_k, top_p.  Equal logits stay or go together.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def filtered(logits: Tensor, law: Law) -> Tensor:
         order = scaled.argsort(descending=True, stable=True)
         mass = (scaled - scaled.max()).exp()[order].double()
         before = mass.cumsum(0) - mass
-        scaled[order[before >= law.top_p * mass.sum()]] = float("-inf")
+        last = scaled[order[before < law.top_p * mass.sum()]].min()
+        scaled = scaled.masked_fill(scaled < last, float("-inf"))
     return scaled
 
 
