@@ -14,11 +14,14 @@ INLINE bf narrow(float x) {                                   /* round to neares
     uint32_t u; memcpy(&u, &x, 4);
     return (bf)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
-INLINE float total(vf v) {                                    /* always the same tree of additions */
-    float a[VL]; memcpy(a, &v, sizeof a);
-    for (int n = VL / 2; n; n /= 2) for (int i = 0; i < n; i++) a[i] += a[i + n];
-    return a[0];
+INLINE float total(vf v) {                                    /* always the same tree of additions: halves onto halves */
+    typedef float v4 __attribute__((vector_size(16), aligned(4)));
+    v4 q[VL / 4];
+    memcpy(q, &v, sizeof v);
+    for (int n = VL / 8; n; n /= 2) for (int i = 0; i < n; i++) q[i] += q[i + n];
+    return (q[0][0] + q[0][2]) + (q[0][1] + q[0][3]);
 }
+
 /* ---- linear: y[n,O] (+)= x[n,K] w[O,K]^T + bias.  w is packed [O/64][K][64], or in pairs [O/64][K/2][64][2] for bfloat16. */
 INLINE void tile(const int rows, const int half, const void *w, const float *x, long K, vf acc[MR][NV]) {
     for (int r = 0; r < rows; r++) for (int c = 0; c < NV; c++) acc[r][c] = (vf){0};
@@ -166,69 +169,79 @@ void rope_store(const float *x, long n, long H, long k, long D, long Dp, const f
 /* ---- attention.  Row r sees the first seen[r] slots of its request's table and then its path, in that order: always the
  * keys of positions 0, 1, 2 ... wherever they lie.  So a node of a tree computes what plain decoding computes there. */
 typedef struct { const int32_t *table, *path; long seen; } Keys;
-INLINE long slot_of(Keys k, long j) { return j < k.seen ? k.table[j] : k.path[j - k.seen]; }
-
-INLINE void head(const int half, const long Dp, Keys keys, long from, long to, const float *q, const void *K, const void *V,
-                 long stride, float scale, float *s, float *out, long D) {
-    const long n = to - from, V2 = Dp / VL;                   /* vectors a head */
-    vf a[V2], top;
-    if (half) for (long c = 0; c < V2 / 2; c++) for (int i = 0; i < VL; i++) {
-        a[c][i] = q[(c * VL + i) * 2]; a[V2 / 2 + c][i] = q[(c * VL + i) * 2 + 1];
-    } else memcpy(a, q, Dp * 4);
-    for (long j = 0; j < n; j++) {
-        const long at = slot_of(keys, from + j) * stride;
-        vf d = {0}, e = {0};
-        if (half) for (long c = 0; c < V2 / 2; c++) {
-            vu u = *(const vu *)((const bf *)K + at + c * 2 * VL);
-            d += a[c] * low(u); e += a[V2 / 2 + c] * high(u);
-        } else for (long c = 0; c < V2; c += 2) {
-            const vf *k = (const vf *)((const float *)K + at + c * VL);
-            d += a[c] * k[0]; e += a[c + 1] * k[1];
-        }
-        s[j] = total(d + e) * scale;
-    }
+static float softmax(float *s, long n) {                      /* in place, unnormalised; returns 1 / sum */
     const long padded = (n + VL - 1) / VL * VL;
     for (long j = n; j < padded; j++) s[j] = -INFINITY;
-    for (int i = 0; i < VL; i++) top[i] = -INFINITY;
-    for (long j = 0; j < padded; j += VL) { vf v = *(vf *)(s + j); vi m = v > top; top = (vf)(((vi)v & m) | ((vi)top & ~m)); }
-    float best = -INFINITY;
-    for (int i = 0; i < VL; i++) best = top[i] > best ? top[i] : best;
-    vf sum = {0};
+    vf top = *(vf *)s, sum = {0};
+    for (long j = VL; j < padded; j += VL) { vf v = *(vf *)(s + j); vi m = v > top; top = (vf)(((vi)v & m) | ((vi)top & ~m)); }
+    float best = top[0];
+    for (int i = 1; i < VL; i++) best = top[i] > best ? top[i] : best;
     for (long j = 0; j < padded; j += VL) { vf e = vexp(*(vf *)(s + j) - best); sum += e; *(vf *)(s + j) = e; }
-    const float inv = 1.0f / total(sum);
-    for (long c = 0; c < V2; c++) a[c] = (vf){0};
+    return 1.0f / total(sum);
+}
+INLINE long slot_of(Keys k, long j) { return j < k.seen ? k.table[j] : k.path[j - k.seen]; }
+
+/* `group` query heads of one row over one K/V head: q [group,Dp], s [group,room], out [group,D].  K and V point at the head. */
+INLINE void heads(const int half, const long Dp, const int group, Keys keys, long from, long n, const float *q, const void *K,
+                  const void *V, long stride, float scale, float *s, long room, float *out, long D) {
+    const long V2 = Dp / VL, E = V2 / 2;                      /* vectors a head; with bfloat16 the even elements, then the odd */
+    vf a[group][V2];
+    for (int g = 0; g < group; g++) for (long c = 0; c < V2; c++) {
+        if (!half) a[g][c] = *(const vf *)(q + g * Dp + c * VL);
+        else for (int i = 0; i < VL; i++) a[g][c][i] = q[g * Dp + (c % E * VL + i) * 2 + c / E];
+    }
     for (long j = 0; j < n; j++) {
         const long at = slot_of(keys, from + j) * stride;
-        if (half) for (long c = 0; c < V2 / 2; c++) {
-            vu u = *(const vu *)((const bf *)V + at + c * 2 * VL);
-            a[c] += low(u) * s[j]; a[V2 / 2 + c] += high(u) * s[j];
-        } else for (long c = 0; c < V2; c++) a[c] += *(const vf *)((const float *)V + at + c * VL) * s[j];
+        vf even[group], odd[group];
+        for (int g = 0; g < group; g++) even[g] = odd[g] = (vf){0};
+        for (long c = 0; c < E; c++) {
+            const vu u = *(const vu *)((const bf *)K + at + c * 2 * VL);
+            const vf x = half ? low(u) : *(const vf *)((const float *)K + at + c * VL);
+            const vf y = half ? high(u) : *(const vf *)((const float *)K + at + (E + c) * VL);
+            for (int g = 0; g < group; g++) { even[g] += a[g][c] * x; odd[g] += a[g][E + c] * y; }
+        }
+        for (int g = 0; g < group; g++) s[g * room + j] = total(even[g] + odd[g]) * scale;
     }
-    for (long i = 0; i < D; i++) {
-        const float v = half ? a[i % 2 * (V2 / 2) + i / 2 / VL][i / 2 % VL] : a[i / VL][i % VL];
-        out[i] = v * inv;
+    float inv[group];
+    for (int g = 0; g < group; g++) inv[g] = softmax(s + g * room, n);
+    for (int g = 0; g < group; g++) for (long c = 0; c < V2; c++) a[g][c] = (vf){0};
+    for (long j = 0; j < n; j++) {
+        const long at = slot_of(keys, from + j) * stride;
+        for (long c = 0; c < E; c++) {
+            const vu u = *(const vu *)((const bf *)V + at + c * 2 * VL);
+            const vf x = half ? low(u) : *(const vf *)((const float *)V + at + c * VL);
+            const vf y = half ? high(u) : *(const vf *)((const float *)V + at + (E + c) * VL);
+            for (int g = 0; g < group; g++) { a[g][c] += x * s[g * room + j]; a[g][E + c] += y * s[g * room + j]; }
+        }
     }
+    for (int g = 0; g < group; g++) for (long i = 0; i < D; i++)
+        out[g * D + i] = inv[g] * (half ? a[g][i % 2 * E + i / 2 / VL][i / 2 % VL] : a[g][i / VL][i % VL]);
 }
+
+#define GROUP(half, Dp, n) case n: heads(half, Dp, n, keys, from, to - from, a, kk, vv, stride, scale, s, room, o, D); break;
+#define GROUPS(half, Dp) switch (size) { GROUP(half, Dp, 1) GROUP(half, Dp, 2) GROUP(half, Dp, 3) GROUP(half, Dp, 4) }
 
 void attend(const float *q, const void *K, const void *V, int half, long n, long H, long k, long D, long Dp,
             const int32_t *const *tables, const int64_t *seen, const int32_t *paths, const int64_t *depth, long width,
             float scale, long window, long longest, float *out) {
-    const long G = H / k, stride = k * Dp;
+    const long G = H / k, stride = k * Dp, room = (longest + 2 * VL - 1) / VL * VL;
+    const long most = Dp <= 64 ? 4 : Dp <= 128 ? 2 : 1;       /* query heads whose sums fit into registers */
     #pragma omp parallel if (n * H > 1)
     {
-        float *s = malloc((size_t)(longest + VL) * 4);
+        float *s = malloc((size_t)(most * room) * 4);
         #pragma omp for collapse(2) schedule(dynamic, 1)
         for (long r = 0; r < n; r++) for (long h = 0; h < k; h++) {
             const Keys keys = {tables[r], paths + r * width, seen[r]};
             const long to = seen[r] + depth[r], from = window && to > window ? to - window : 0;
-            for (long g = h * G; g < (h + 1) * G; g++) {
+            const char *kk = (const char *)K + h * Dp * (half ? 2 : 4), *vv = (const char *)V + h * Dp * (half ? 2 : 4);
+            for (long g = h * G, size; g < (h + 1) * G; g += size) {
+                size = (h + 1) * G - g < most ? (h + 1) * G - g : most;
                 const float *a = q + (r * H + g) * Dp;
                 float *o = out + (r * H + g) * D;
-                const char *kk = (const char *)K + h * Dp * (half ? 2 : 4), *vv = (const char *)V + h * Dp * (half ? 2 : 4);
-                if (half && Dp == 64) head(1, 64, keys, from, to, a, kk, vv, stride, scale, s, o, D);
-                else if (half && Dp == 128) head(1, 128, keys, from, to, a, kk, vv, stride, scale, s, o, D);
-                else if (half) head(1, Dp, keys, from, to, a, kk, vv, stride, scale, s, o, D);
-                else head(0, Dp, keys, from, to, a, kk, vv, stride, scale, s, o, D);
+                if (half && Dp == 64) GROUPS(1, 64)
+                else if (half && Dp == 128) GROUPS(1, 128)
+                else if (half) GROUPS(1, Dp)
+                else GROUPS(0, Dp)
             }
         }
         free(s);
