@@ -52,8 +52,11 @@ class EngineOptions:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs ({self.max_num_seqs}): "
                 "every running request needs one token a step."
             )
-        if not 0 < self.gpu_memory_utilization <= 1:
+        share = self.gpu_memory_utilization
+        if not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}.")
+        if self.seed is not None and (not isinstance(self.seed, int) or isinstance(self.seed, bool)):
+            raise ConfigError(f"seed must be a whole number or None, got {self.seed!r}.")
         if self.tensor_parallel_size != 1:
             raise ConfigError(f"tensor_parallel_size must be 1, got {self.tensor_parallel_size!r}: one device runs the model.")
 

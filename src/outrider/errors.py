@@ -33,9 +33,9 @@ class CapacityError(OutriderError):
     """Something does not fit into the memory that the engine was given."""
 
 
-def unknown(kind: str, name: str, valid: Iterable[str]) -> str:
+def unknown(kind: str, name: object, valid: Iterable[str]) -> str:
     """The sentence that refuses `name`, with the nearest valid one and the whole list."""
     valid = sorted(valid)
-    near = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(str(name), valid, n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return f"unknown {kind} {name!r}.{hint} Valid: {', '.join(valid)}."

@@ -14,6 +14,7 @@ from outrider.config import EngineOptions, SpeculativeOptions, options
 from outrider.engine.engine import Engine
 from outrider.engine.text import Detokenizer
 from outrider.errors import ConfigError, OutriderError, RequestError
+from outrider.models.hub import read_tokenizer
 from outrider.sampling.noise import mix
 from outrider.sampling.params import SamplingParams
 from outrider.sampling.processors import min_tokens
@@ -78,9 +79,7 @@ class LLM:
         self.seed = secrets.randbits(63) if given.seed is None else given.seed
         checkpoint = self.engine.checkpoint
         if given.tokenizer is not None:
-            from transformers import AutoTokenizer
-
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(given.tokenizer)
+            self.tokenizer: Any = read_tokenizer(given.tokenizer)
         else:
             self.tokenizer = checkpoint.tokenizer
         self._ids = itertools.count()
@@ -152,8 +151,10 @@ class LLM:
         several = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
         if given is None or isinstance(given, SamplingParams):
             params = [given or SamplingParams()] * len(several)
-        else:
+        elif isinstance(given, Sequence):
             params = list(given)
+        else:
+            raise RequestError(f"sampling_params must be SamplingParams or a list of them, got {given!r}.")
         if len(params) != len(several):
             raise RequestError(f"got {len(several)} prompts and {len(params)} SamplingParams: give one for all, or one for each.")
         return [self._request(prompt, p, streaming) for prompt, p in zip(several, params)]
@@ -180,12 +181,16 @@ class LLM:
         if ids is None:
             if self.tokenizer is None:
                 raise RequestError("the checkpoint has no tokenizer: pass token ids, or LLM(tokenizer=…).")
+            if not isinstance(text, str):
+                raise RequestError(f"a text prompt must be a string, got {text!r}.")
             ids = self.tokenizer.encode(text)
         vocabulary, longest = self.engine.checkpoint.spec.vocabulary, self.engine.max_len
-        if not isinstance(ids, (list, tuple)) or len(ids) == 0:
+        if not isinstance(ids, (list, tuple)):
+            raise RequestError(f"prompt_token_ids must be a list, got {type(ids).__name__}.")
+        if len(ids) == 0:
             raise RequestError("the prompt is empty: it must have at least one token.")
         for token in ids:
-            if not isinstance(token, int) or not 0 <= token < vocabulary:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocabulary:
                 raise RequestError(f"token id {token!r} does not exist: the vocabulary has ids 0 … {vocabulary - 1}.")
         if len(ids) >= longest:
             raise RequestError(f"the prompt has {len(ids)} tokens, the context holds {longest} and one must be left for the answer.")
@@ -197,8 +202,10 @@ class LLM:
         reads = bool(params.stop) or streaming
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and the checkpoint has none: use stop_token_ids.")
-        eos = frozenset() if params.ignore_eos else self.engine.checkpoint.ending
+        eos = frozenset() if params.ignore_eos else self.engine.ending
         ending = eos | frozenset(params.stop_token_ids or ())
+        if params.min_tokens and ending.issuperset(range(self.engine.checkpoint.spec.vocabulary)):
+            raise RequestError("min_tokens forbids the tokens that end the text, and here that is every token there is.")
         limit = min(self.engine.max_len, len(ids) + (params.max_tokens or self.engine.max_len))
         seed = params.seed if params.seed is not None else mix(self.seed + int(id))
         rows: list[Row] = []

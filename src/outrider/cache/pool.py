@@ -18,7 +18,6 @@ class Pool:
         self.width = -(-head_dim // 32) * 32
         self.data: Tensor = torch.zeros(layers, 2, slots, kv_heads, self.width, dtype=dtype, device=device)
         self.address, self.plane = self.data.data_ptr(), self.data[0, 0].nbytes  # K of layer i is plane 2i, V plane 2i + 1
-        self.pointers = [(layer[0].data_ptr(), layer[1].data_ptr()) for layer in self.data]
 
     @staticmethod
     def bytes_per_slot(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

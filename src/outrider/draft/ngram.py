@@ -33,6 +33,9 @@ class Ngram(Drafter):
 
         def __post_init__(self) -> None:
             low, high = self.prompt_lookup_min, self.prompt_lookup_max
+            for name, value in (("prompt_lookup_min", low), ("prompt_lookup_max", high)):
+                if not isinstance(value, int) or isinstance(value, bool):
+                    raise ConfigError(f"{name} must be a whole number, got {value!r}.")
             if not 1 <= low <= high:
                 raise ConfigError(f"prompt_lookup_min must be in 1 … prompt_lookup_max ({high}), got {low}.")
 

@@ -33,6 +33,7 @@ class Engine:
     def __init__(self, options: EngineOptions, speculation: SpeculativeOptions) -> None:
         self.options = options
         self.checkpoint = Checkpoint.open(options.model, options.revision, options.trust_remote_code)
+        self.ending = self.checkpoint.ending  # read now: a corrupt file is found while loading, not while answering
         self.device = pick_device(options.device)
         context = self.checkpoint.spec.context
         self.max_len = min(options.max_model_len or context, context)

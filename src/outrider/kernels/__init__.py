@@ -32,17 +32,6 @@ class Weight(Protocol):
     def nbytes(self) -> int: ...
 
 
-class Heads(Protocol):
-    """What `rope_store` must know of a layer."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    eps: float
-
-
 class Kernels(Protocol):
     """Shapes: n rows, h hidden, I inner, H query heads of D, V vocabulary."""
 
@@ -55,15 +44,6 @@ class Kernels(Protocol):
 
     def embed(self, weight: Any, ids: Tensor) -> Tensor: ...
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
-    def silu_mul(self, x: Tensor) -> Tensor:
-        """[n,2I] = [gate | up] -> silu(gate) * up [n,I]."""
-
-    def rope_store(self, qkv: Tensor, spec: Heads, turn: Tensor, plan: Plan, pool: Pool, layer: int) -> Tensor:
-        """Splits, normalises and rotates a fused projection; K and V go to their slots, q [n,H,D] is returned."""
-
-    def attend(self, q: Tensor, spec: Heads, plan: Plan, pool: Pool, layer: int, scale: float, window: int) -> Tensor:
-        """[n,H·D]: each row over the keys that the plan lets it see, in the order of their positions."""
-
     def prepare(self, spec: Spec, layers: Sequence[Layer], turn: Tensor) -> Any:
         """The blocks of a decoder in the form that `run` likes; turn [positions, rot] = cos, then sin."""
 

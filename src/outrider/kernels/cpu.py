@@ -24,7 +24,6 @@ from torch import Tensor
 
 from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
-from outrider.kernels import Heads
 from outrider.models.spec import Spec
 from outrider.sampling.params import Law
 
@@ -60,7 +59,7 @@ def library() -> ctypes.CDLL | None:
     sources = [Path(__file__).with_name(name) for name in SOURCES]
     header = Path(__file__).with_name("simd.h").read_text()
     cpu = next((line for line in _cpuinfo() if line.startswith(("flags", "Features"))), platform.processor())
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+    version = _version(compiler)
     stamp = hashlib.sha256("\0".join([header, *(s.read_text() for s in sources), *FLAGS, cpu, version]).encode()).hexdigest()[:16]
     cache = Path(os.environ.get("OUTRIDER_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider")
     target = cache / f"kernels-{stamp}.so"
@@ -71,6 +70,13 @@ def library() -> ctypes.CDLL | None:
     except OSError as error:
         log.warning("the C kernels could not be built, the slower torch kernels are used: %s", error)
         return None
+
+
+def _version(compiler: str) -> str:
+    try:
+        return subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+    except OSError:
+        return ""  # _build will say what is wrong
 
 
 def _cpuinfo() -> list[str]:
@@ -183,33 +189,6 @@ class CpuKernels:
         y = torch.empty_like(x)
         self.lib.rms_norm(x.data_ptr(), weight.data_ptr(), x.shape[0], x.shape[1], eps, y.data_ptr())
         return y
-
-    def silu_mul(self, x: Tensor) -> Tensor:
-        n, both = x.shape
-        y = torch.empty(n, both // 2)
-        self.lib.silu_mul(x.data_ptr(), n, both // 2, y.data_ptr())
-        return y
-
-    def rope_store(self, qkv: Tensor, spec: Heads, turn: Tensor, plan: Plan, pool: Pool, layer: int) -> Tensor:
-        n, wide = qkv.shape[0], pool.width
-        q = torch.empty(n, spec.heads, wide)
-        keys, values = pool.pointers[layer]
-        self.lib.rope_store(
-            qkv.data_ptr(), n, spec.heads, spec.kv_heads, spec.head_dim, wide,
-            None if spec.q_norm is None else spec.q_norm.data_ptr(), None if spec.k_norm is None else spec.k_norm.data_ptr(),
-            spec.eps, turn.data_ptr(), turn.shape[1], plan.positions_at, plan.slots_at, keys, values, self.half, q.data_ptr(),
-        )  # fmt: skip
-        return q
-
-    def attend(self, q: Tensor, spec: Heads, plan: Plan, pool: Pool, layer: int, scale: float, window: int) -> Tensor:
-        n, heads, wide = q.shape
-        keys, values = pool.pointers[layer]
-        out = torch.empty(n, heads * spec.head_dim)
-        self.lib.attend(
-            q.data_ptr(), keys, values, self.half, n, heads, spec.kv_heads, spec.head_dim, wide, plan.tables_at, plan.seen_at,
-            plan.paths_at, plan.depths_at, plan.width, scale, window, plan.longest, out.data_ptr(),
-        )  # fmt: skip
-        return out
 
     def prepare(self, spec: Spec, layers: Sequence[Layer], turn: Tensor) -> Stack:
         """The layers as the C structs; they point into tensors that `layers` keeps alive."""

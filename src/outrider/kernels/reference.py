@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,13 +16,23 @@ from torch import Tensor
 
 from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
-from outrider.kernels import Heads
 from outrider.models.spec import Spec
 from outrider.sampling import reference as sampling
 from outrider.sampling.params import Law
 
 if TYPE_CHECKING:
     from outrider.models.decoder import Layer
+
+
+class Heads(Protocol):
+    """What `rope_store` must know of a layer."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    eps: float
 
 
 @dataclass

@@ -75,7 +75,7 @@ static float cut_at(Items t, int counting, float best, float least, double targe
         if (hits) for (long j = 0; j < BLOCK; j++) if (bin[j] == last) { in[n][0] = t.logit[i + j]; in[n++][1] = counting ? 1 : t.mass[i + j]; }
     }
     qsort(in, (size_t)n, sizeof *in, descending);
-    float cut = n ? in[0][0] : best;
+    float cut = n ? in[0][0] : least;                         /* the target may be more than there is */
     for (long i = 0; i < n && before < target; i++) { cut = in[i][0]; before += in[i][1]; }
     free(in);
     return cut;
@@ -169,8 +169,8 @@ long pick(const float *logits, long V, float temperature, double min_p, long top
         all = -1;
     }
     if (nucleus) {
+        if (all < 0) { all = 0; for (long i = 0; i < t.n; i++) all += t.mass[i]; }
         if (t.n == V) t = keep(t, floor_of(t.logit, t.mass, padded, best, top_p * all));
-        else { all = 0; for (long i = 0; i < t.n; i++) all += t.mass[i]; }
         t = keep(t, cut_at(t, 0, best, lowest(t), top_p * all));
         all = -1;
     }

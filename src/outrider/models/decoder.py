@@ -52,7 +52,7 @@ class Decoder:
         self.dtype, self.device, self.max_len = dtype, device, max_len
         self.kernels: Kernels = kernels_for(device, dtype)
         weights = checkpoint.tensors()
-        self.turn = rotations(checkpoint.config, spec, max_len).to(device)
+        self.turn = rotations(checkpoint.config, spec, max(max_len, 32)).to(device)  # the self-test computes 24 positions
         self.embedding = self._linear(weights, "model.embed_tokens", spec.vocabulary, spec.hidden)
         self.layers = []
         for i in range(spec.layers):
@@ -61,8 +61,7 @@ class Decoder:
                 on_layer(i + 1)
         self.stack = self.kernels.prepare(spec, self.layers, self.turn)
         self.norm = self._vector(weights, "model.norm", spec.hidden)
-        tied = spec.tied or "lm_head.weight" not in weights
-        self.lm_head = self.embedding if tied else self._linear(weights, "lm_head", spec.vocabulary, spec.hidden)
+        self.lm_head = self.embedding if spec.tied else self._linear(weights, "lm_head", spec.vocabulary, spec.hidden)
 
     @property
     def nbytes(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -64,17 +65,15 @@ class Checkpoint:
     @cached_property
     def tokenizer(self) -> Any:
         """The checkpoint's tokenizer, or None if it ships none."""
-        from transformers import AutoTokenizer
-
         if not any((self.folder / f).is_file() for f in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
             return None
-        return AutoTokenizer.from_pretrained(self.folder)
+        return read_tokenizer(str(self.folder))
 
     @cached_property
     def ending(self) -> frozenset[int]:
         """Ids that end a text: generation_config.json decides, then the config."""
         path = self.folder / "generation_config.json"
-        given = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+        given = _json(path).get("eos_token_id") if path.is_file() else None
         given = self.config.eos_token_id if given is None else given
         return frozenset(() if given is None else given if isinstance(given, list) else [given])
 
@@ -91,12 +90,36 @@ class Checkpoint:
         return Weights(self.folder)
 
 
+def read_tokenizer(name: str) -> Any:
+    """Raises ModelError where there is none, or one that cannot be read."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except Exception as error:
+        raise ModelError(f"the tokenizer of {name!r} cannot be read: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise ModelError(f"{path} is corrupt: {error}") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{path} is corrupt: it holds no object.")
+    return found
+
+
 class Weights:
     """Named tensors of a checkpoint folder, read one at a time so that no second copy of the model is ever in memory."""
 
     def __init__(self, folder: Path) -> None:
-        self.where: dict[str, Path] = dict(self._list(folder))
         self.loaded: dict[Path, dict[str, Tensor]] = {}
+        self.where: dict[str, Path] = dict(self._list(folder))
         if not self.where:
             raise ModelError(f"{folder} has no weights: expected model.safetensors or pytorch_model.bin, or their shards with an index.")
 
@@ -104,7 +127,9 @@ class Weights:
         for stem in ("model.safetensors", "pytorch_model.bin"):
             index = folder / f"{stem}.index.json"
             if index.is_file():
-                shards = json.loads(index.read_text())["weight_map"]
+                shards = _json(index).get("weight_map")
+                if not isinstance(shards, dict):
+                    raise ModelError(f"{index} is corrupt: it has no weight_map.")
                 for shard in sorted(set(shards.values())):
                     if not (folder / shard).is_file():
                         raise ModelError(f"{index.name} names {shard}, which is missing in {folder}.")
@@ -123,9 +148,11 @@ class Weights:
     def _bin(self, path: Path) -> dict[str, Tensor]:
         if path not in self.loaded:
             try:
-                self.loaded[path] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+                self.loaded[path] = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
             except Exception as error:
-                raise ModelError(f"{path} is corrupt or not a weights-only file: {str(error).splitlines()[0]}") from error
+                raise ModelError(f"{path} is corrupt or not a weights-only file: {_first_line(error)}") from error
+            if not isinstance(self.loaded[path], dict):
+                raise ModelError(f"{path} holds no named tensors but a {type(self.loaded.pop(path)).__name__}.")
         return self.loaded[path]
 
     def __contains__(self, name: str) -> bool:
@@ -136,13 +163,15 @@ class Weights:
         if name not in self.where:
             raise ModelError(f"the checkpoint has no tensor {name!r}; it has {len(self.where)}, e.g. {next(iter(self.where))!r}.")
         path = self.where[name]
+        from safetensors import SafetensorError
+
         try:
             if path.suffix == ".bin":
                 tensor = self._bin(path)[name]
             else:
                 with _opened(path) as file:
                     tensor = file.get_tensor(name)
-        except KeyError as error:
+        except (KeyError, SafetensorError) as error:
             raise ModelError(f"{path} should hold {name!r} but does not.") from error
         if tuple(tensor.shape) != shape:
             raise ModelError(f"{name} has shape {tuple(tensor.shape)}, the config asks for {shape}.")

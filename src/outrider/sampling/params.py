@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -52,6 +52,10 @@ class SamplingParams(_Fields):
             if name not in names:
                 raise RequestError(unknown("sampling parameter", name, names))
         super().__init__(**given)
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, (str, Sequence, Set)):
+                raise RequestError(f"{name} must be a list, got {value!r}.")
         stop = () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))

@@ -36,4 +36,5 @@ class MinTokens:
 
 
 def min_tokens(prompt: int, minimum: int, ending: Sequence[int]) -> list[Processor]:
-    return [MinTokens(prompt + minimum, torch.tensor(sorted(ending)))] if minimum and ending else []
+    banned = sorted(token for token in ending if token >= 0)  # as an index, -1 would mean another token
+    return [MinTokens(prompt + minimum, torch.tensor(banned))] if minimum and banned else []

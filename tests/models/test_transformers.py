@@ -1,0 +1,205 @@
+"""The lean decoder says what transformers says, for every architecture, flag and file layout that it claims."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outrider import LLM, SamplingParams
+from outrider.attention.plan import Plan
+from outrider.kernels import fast_bfloat16
+from outrider.models.decoder import Decoder
+from outrider.models.hub import Checkpoint
+
+NEW = 64
+LENGTHS = (1, 9, 30, 70)  # five prompts of each, so that transformers can batch them without padding
+TIE = 1e-3  # logits nearer than this are a tie: two float32 implementations may break it differently
+
+
+def rope(kind: str, **given: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **given}}
+
+
+LLAMA3 = rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-mha": ("Llama", {"num_key_value_heads": 4}),
+    "llama-gqa": ("Llama", {"num_hidden_layers": 3}),
+    "llama-mqa": ("Llama", {"num_key_value_heads": 1}),
+    "llama-tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-head-dim-24": ("Llama", {"head_dim": 24}),
+    "llama-head-dim-40": ("Llama", {"head_dim": 40}),
+    "llama-llama3-rope": ("Llama", LLAMA3),
+    "llama-linear-rope": ("Llama", rope("linear", factor=4.0)),
+    "llama-dynamic-rope": ("Llama", rope("dynamic", factor=4.0)),
+    "llama-yarn-rope": ("Llama", rope("yarn", factor=4.0, original_max_position_embeddings=64)),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral-window": ("Mistral", {"sliding_window": 13}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2-windows": ("Qwen2", {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 11, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", {"head_dim": 32}),
+    "qwen3-bias-tied": ("Qwen3", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}),
+}
+
+
+def prompts(vocabulary: int = 300) -> list[list[int]]:
+    rng = random.Random(1)
+    return [[rng.randrange(vocabulary) for _ in range(length)] for length in LENGTHS for _ in range(5)]
+
+
+def reference(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@torch.inference_mode()
+def theirs(model: Any) -> list[list[int]]:
+    """transformers' greedy continuations; the prompts of one length at a time."""
+    out: list[list[int]] = []
+    for length in LENGTHS:
+        ids = torch.tensor([p for p in prompts() if len(p) == length])
+        made = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW, min_new_tokens=NEW, pad_token_id=0
+        )
+        out.extend(made[:, length:].tolist())
+    return out
+
+
+def ours(folder: Path, **engine: Any) -> list[list[int]]:
+    llm = LLM(str(folder), max_num_seqs=20, seed=0, **engine)
+    params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts()], params)
+    llm.engine.check()
+    return [o.outputs[0].token_ids for o in outputs]
+
+
+@torch.inference_mode()
+def is_tie(model: Any, ids: list[int], a: int, b: int) -> bool:
+    logits = model(torch.tensor([ids])).logits[0, -1]
+    return bool((logits[a] - logits[b]).abs() < TIE)
+
+
+def assert_same(model: Any, expected: list[list[int]], got: list[list[int]]) -> None:
+    """Token for token; where two texts part, transformers itself must be unable to tell the two tokens apart."""
+    parted = 0
+    for prompt, a, b in zip(prompts(), expected, got):
+        assert len(a) == len(b) == NEW
+        at = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), None)
+        if at is not None:
+            parted += 1
+            assert is_tie(model, prompt + a[:at], a[at], b[at]), f"prompt of {len(prompt)}: token {at} is {b[at]}, expected {a[at]}"
+    assert parted <= 2, "ties are rare: so many are an error"
+
+
+def assert_varied(texts: list[list[int]]) -> None:
+    """The outputs are worth comparing: they differ from each other and do not repeat one token."""
+    assert len({tuple(t) for t in texts}) >= 18
+    assert sum(len(set(t)) for t in texts) / len(texts) > 12
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_text_equals_transformers(name: str, checkpoint: Any) -> None:
+    family, config = MODELS[name]
+    folder = checkpoint(family, **config)
+    model = reference(folder)
+    expected = theirs(model)
+    assert_varied(expected)
+    assert_same(model, expected, ours(folder))
+
+
+@pytest.mark.parametrize("name", ["llama-biases", "mistral-window", "qwen3"])
+def test_torch_kernels_equal_transformers(name: str, checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_KERNELS", "torch")
+    family, config = MODELS[name]
+    folder = checkpoint(family, **config)
+    model = reference(folder)
+    assert_same(model, theirs(model), ours(folder))
+
+
+@torch.inference_mode()
+def logits(folder: Path, ids: list[int], dtype: torch.dtype) -> torch.Tensor:
+    """float32 [len(ids), V] of our decoder, in one prefill."""
+    decoder = Decoder(Checkpoint.open(str(folder)), dtype, torch.device("cpu"), 256)
+    slots = torch.arange(256, dtype=torch.int32).numpy()
+    plan = Plan()
+    plan.chain(slots, 0, ids)
+    return decoder.logits(decoder.forward(plan.build(), decoder.pool(256)), list(range(len(ids))))
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("kernels", ["", "torch"])
+def test_float32_logits_are_those_of_transformers(family: str, kernels: str, checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_KERNELS", kernels)
+    folder, ids = checkpoint(family), prompts()[-1]
+    with torch.inference_mode():
+        expected = reference(folder)(torch.tensor([ids])).logits[0]
+    torch.testing.assert_close(logits(folder, ids, torch.float32), expected, rtol=1e-3, atol=5e-4)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+def test_bfloat16_logits_are_near_those_of_transformers_in_float32(family: str, checkpoint: Any) -> None:
+    """Only K and V are rounded to bfloat16 (8 bits): sums and activations stay float32.  So the logits stay within a few
+    per cent of their spread, where stock bfloat16 arithmetic is several times further away."""
+    folder, ids = checkpoint(family, dtype=torch.bfloat16), prompts()[-1]
+    model = reference(folder)
+    with torch.inference_mode():
+        expected = model(torch.tensor([ids])).logits[0]
+        stock = model.to(torch.bfloat16)(torch.tensor([ids])).logits[0].float()
+    ours = logits(folder, ids, torch.bfloat16)
+    error, stock_error = ((x - expected).pow(2).mean().sqrt().item() for x in (ours, stock))
+    assert error < 0.02 * expected.std()
+    assert error < stock_error
+    assert (ours.argmax(-1) == expected.argmax(-1)).float().mean() > 0.9
+
+
+def test_auto_dtype_follows_the_checkpoint(checkpoint: Any) -> None:
+    assert LLM(str(checkpoint())).engine.decoder.dtype == torch.float32
+    if fast_bfloat16(torch.device("cpu")):
+        assert LLM(str(checkpoint(dtype=torch.bfloat16))).engine.decoder.dtype == torch.bfloat16
+    assert LLM(str(checkpoint(dtype=torch.bfloat16)), dtype="float32").engine.decoder.dtype == torch.float32
+    assert LLM(str(checkpoint()), dtype="bfloat16").engine.decoder.dtype == torch.bfloat16
+
+
+def as_bin(source: Path, target: Path, shards: int) -> Path:
+    """The same checkpoint in torch's own files, as old checkpoints have them."""
+    from safetensors.torch import load_file
+
+    tensors = load_file(source / "model.safetensors")
+    (target / "config.json").write_text((source / "config.json").read_text())
+    if shards == 1:
+        torch.save(tensors, target / "pytorch_model.bin")
+        return target
+    where = {}
+    names = sorted(tensors)
+    for i in range(shards):
+        file = f"pytorch_model-{i + 1:05}-of-{shards:05}.bin"
+        torch.save({name: tensors[name] for name in names[i::shards]}, target / file)
+        where |= dict.fromkeys(names[i::shards], file)
+    (target / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    return target
+
+
+def test_every_file_layout_loads_equal(checkpoint: Any, tmp_path: Path) -> None:
+    whole, sharded = checkpoint(), checkpoint(shard="50KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    (tmp_path / "one").mkdir()
+    (tmp_path / "many").mkdir()
+    ids = prompts()[-1]
+    expected = logits(whole, ids, torch.float32)
+    for folder in (sharded, as_bin(whole, tmp_path / "one", 1), as_bin(whole, tmp_path / "many", 3)):
+        assert torch.equal(logits(folder, ids, torch.float32), expected)
+
+
+def test_safetensors_go_before_bin(checkpoint: Any, tmp_path: Path) -> None:
+    """Where a folder has both, the .bin is not even opened."""
+    for file in checkpoint().iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "pytorch_model.bin").write_bytes(b"not a checkpoint")
+    ids = prompts()[-1]
+    assert torch.equal(logits(tmp_path, ids, torch.float32), logits(checkpoint(), ids, torch.float32))

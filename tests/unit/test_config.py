@@ -1,0 +1,161 @@
+"""Every option that does not exist, or cannot have its value, is refused by name with the nearest valid one."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from outrider import ConfigError, OutriderError, draft, verify
+from outrider.config import EngineOptions, SpeculativeOptions, options
+from outrider.control import fixed
+from outrider.draft.draft_model import DraftModel
+from outrider.errors import unknown
+
+NAMES = sorted(f.name for f in fields(EngineOptions))
+
+
+def refused(config: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        SpeculativeOptions.of(config)
+    assert isinstance(caught.value, (OutriderError, ValueError))
+    return str(caught.value)
+
+
+def test_no_config_is_plain_decoding() -> None:
+    assert SpeculativeOptions.of(None).method is SpeculativeOptions.of({"method": "off"}).method is draft.method("off")
+    assert SpeculativeOptions.of({}).method is draft.method("off")
+
+
+def test_a_model_alone_means_a_draft_model() -> None:
+    taken = SpeculativeOptions.of({"model": "somewhere", "num_speculative_tokens": 3})
+    assert taken.method is DraftModel and taken.options.model == "somewhere"
+    assert taken.control.num_speculative_tokens == 3
+
+
+def test_keys_go_to_their_owners() -> None:
+    taken = SpeculativeOptions.of(
+        {"method": "ngram", "prompt_lookup_max": 7, "num_speculative_tokens": 4, "disable_by_batch_size": 8, "verification": "match"}
+    )
+    assert taken.options.prompt_lookup_max == 7
+    assert taken.control == fixed.Options(4, 8)
+    assert taken.rule is verify.rule("match")
+
+
+@pytest.mark.parametrize(("wrong", "right"), [("ngrams", "ngram"), ("draftmodel", "draft_model"), ("Off", "off")])
+def test_an_unknown_method(wrong: str, right: str) -> None:
+    said = refused({"method": wrong})
+    assert repr(wrong) in said and f"Did you mean {right!r}" in said
+    assert all(name in said for name in draft.names())
+
+
+@pytest.mark.parametrize("method", draft.names())
+def test_an_unknown_key_of_every_method(method: str) -> None:
+    said = refused({"method": method, "num_speculative_token": 3})
+    assert "'num_speculative_token'" in said and repr(method) in said and "Did you mean 'num_speculative_tokens'" in said
+    for field in fields(draft.method(method).Options):
+        assert field.name in said, "the valid keys are listed"
+
+
+@pytest.mark.parametrize(
+    ("method", "wrong", "right"),
+    [
+        ("ngram", "prompt_lookup_maximum", "prompt_lookup_max"),
+        ("draft_model", "sibling", "siblings"),
+        ("draft_model", "dtype", "draft_dtype"),
+        ("off", "verify", "verification"),
+    ],
+)
+def test_the_nearest_key_is_named(method: str, wrong: str, right: str) -> None:
+    assert f"Did you mean {right!r}" in refused({"method": method, wrong: 1})
+
+
+def test_keys_of_another_method_are_refused() -> None:
+    assert "prompt_lookup_max" in refused({"method": "draft_model", "prompt_lookup_max": 3})
+    assert "siblings" in refused({"method": "ngram", "siblings": 3})
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ("ngram", "speculative_config"),
+        ([("method", "ngram")], "speculative_config"),
+        ({"num_speculative_tokens": 3}, "method"),
+        ({"method": 5}, "5"),
+        ({"method": "ngram", 5: 1}, "5"),
+        ({"method": "ngram", "verification": "mach"}, "Did you mean 'match'"),
+        ({"method": "ngram", "verification": None}, "None"),
+        ({"method": "ngram", "num_speculative_tokens": -1}, "num_speculative_tokens"),
+        ({"method": "ngram", "num_speculative_tokens": 2.0}, "2.0"),
+        ({"method": "ngram", "num_speculative_tokens": True}, "True"),
+        ({"method": "ngram", "disable_by_batch_size": 0}, "disable_by_batch_size"),
+        ({"method": "ngram", "num_speculative_tokens_per_batch_size": [[1, 2]]}, "num_speculative_tokens_per_batch_size"),
+        ({"method": "ngram", "num_speculative_tokens_per_batch_size": [[3, 2, 1]]}, "[3, 2, 1]"),
+        ({"method": "ngram", "num_speculative_tokens_per_batch_size": [[0, 2, 1]]}, "[0, 2, 1]"),
+        ({"method": "ngram", "num_speculative_tokens_per_batch_size": 5}, "5"),
+        ({"method": "ngram", "prompt_lookup_max": 1}, "prompt_lookup_min"),
+        ({"method": "ngram", "prompt_lookup_min": 0}, "prompt_lookup_min"),
+        ({"method": "ngram", "prompt_lookup_max": "4"}, "prompt_lookup_max"),
+        ({"method": "ngram", "prompt_lookup_max": 3.5}, "prompt_lookup_max"),
+        ({"method": "draft_model", "siblings": 0}, "siblings"),
+        ({"method": "draft_model", "siblings": 65}, "65"),
+        ({"method": "draft_model", "siblings": "2"}, "siblings"),
+        ({"method": "draft_model", "vocab_mismatch": "ignore"}, "vocab_mismatch"),
+        ({"method": "draft_model", "draft_tensor_parallel_size": 2}, "draft_tensor_parallel_size"),
+        ({"method": "draft_model", "model": None}, "model"),
+    ],
+    ids=str,
+)
+def test_a_value_out_of_range_is_named(config: Any, named: str) -> None:
+    assert named in refused(config)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("max_model_length", "max_model_len"),
+        ("max_seqs", "max_num_seqs"),
+        ("kv_cache_memory", "kv_cache_memory_bytes"),
+        ("quantization", None),
+    ],
+)
+def test_an_unknown_engine_option(wrong: str, right: str | None) -> None:
+    with pytest.raises(ConfigError) as caught:
+        options(EngineOptions, {"model": "builtin", wrong: 1}, "engine option")
+    said = str(caught.value)
+    assert f"unknown engine option {wrong!r}" in said and all(name in said for name in NAMES)
+    assert right is None or f"Did you mean {right!r}" in said
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"model": ""}, {"model": None}, {"model": 5},
+        {"max_model_len": 0}, {"max_model_len": 10.0}, {"max_num_seqs": 0}, {"max_num_seqs": True}, {"max_num_batched_tokens": -1},
+        {"max_num_batched_tokens": 8}, {"kv_cache_memory_bytes": 0}, {"kv_cache_memory_bytes": "1GB"},
+        {"gpu_memory_utilization": 0}, {"gpu_memory_utilization": 1.5}, {"gpu_memory_utilization": "a"},
+        {"tensor_parallel_size": 2}, {"seed": "x"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_engine_option_out_of_range(given: dict[str, Any]) -> None:
+    ((name, value),) = given.items()
+    with pytest.raises(ConfigError) as caught:
+        EngineOptions(**{"model": "builtin"} | given)
+    assert name in str(caught.value) and str(value) in str(caught.value)
+
+
+def test_the_sentence_of_a_refusal() -> None:
+    assert unknown("fruit", "aple", ["pear", "apple"]) == "unknown fruit 'aple'. Did you mean 'apple'? Valid: apple, pear."
+    assert unknown("fruit", "xyz", ["pear"]) == "unknown fruit 'xyz'. Valid: pear."
+
+
+def test_the_error_tree() -> None:
+    """What the docstring draws: one base class, and ValueErrors where a value is at fault."""
+    from outrider import CapacityError, ModelError, RequestError
+
+    for kind in (ConfigError, RequestError, ModelError, CapacityError):
+        assert issubclass(kind, OutriderError)
+    assert issubclass(ConfigError, ValueError) and issubclass(RequestError, ValueError)
+    assert not issubclass(ModelError, ValueError)

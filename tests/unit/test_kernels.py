@@ -1,0 +1,375 @@
+"""The C kernels compute what torch computes, and for every row the same bits whatever stands beside it."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.attention.plan import Plan
+from outrider.cache.pool import Pool
+from outrider.kernels import cpu, kernels_for
+from outrider.kernels.cpu import CpuKernels
+from outrider.kernels.reference import Heads, TorchKernels
+from outrider.models.decoder import Decoder
+from outrider.models.hub import Checkpoint
+from outrider.models.selftest import bit_exact
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16]
+SLOTS = 160
+needs_c = pytest.mark.skipif(cpu.library() is None, reason="no C compiler here")
+
+
+class Ops(CpuKernels):
+    """The parts of `stack` one by one, as the reference has them."""
+
+    def silu_mul(self, x: Tensor) -> Tensor:
+        n, both = x.shape
+        y = torch.empty(n, both // 2)
+        self.lib.silu_mul(x.data_ptr(), n, both // 2, y.data_ptr())
+        return y
+
+    def rope_store(self, qkv: Tensor, spec: Heads, turn: Tensor, plan: Plan, pool: Pool, layer: int) -> Tensor:
+        n, wide = qkv.shape[0], pool.width
+        q = torch.empty(n, spec.heads, wide)
+        keys, values = (pool.data[layer, part].data_ptr() for part in (0, 1))
+        self.lib.rope_store(
+            qkv.data_ptr(), n, spec.heads, spec.kv_heads, spec.head_dim, wide,
+            None if spec.q_norm is None else spec.q_norm.data_ptr(), None if spec.k_norm is None else spec.k_norm.data_ptr(),
+            spec.eps, turn.data_ptr(), turn.shape[1], plan.positions_at, plan.slots_at, keys, values, self.half, q.data_ptr(),
+        )  # fmt: skip
+        return q
+
+    def attend(self, q: Tensor, spec: Heads, plan: Plan, pool: Pool, layer: int, scale: float, window: int) -> Tensor:
+        n, heads, wide = q.shape
+        keys, values = (pool.data[layer, part].data_ptr() for part in (0, 1))
+        out = torch.empty(n, heads * spec.head_dim)
+        self.lib.attend(
+            q.data_ptr(), keys, values, self.half, n, heads, spec.kv_heads, spec.head_dim, wide, plan.tables_at, plan.seen_at,
+            plan.paths_at, plan.depths_at, plan.width, scale, window, plan.longest, out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+
+def c_kernels(dtype: torch.dtype) -> Ops:
+    library = cpu.library()
+    assert library is not None
+    return Ops(library, dtype)
+
+
+@contextmanager
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def near(a: Tensor, b: Tensor, tolerance: float = 1e-5) -> None:
+    torch.testing.assert_close(a.double(), b.double(), rtol=tolerance, atol=tolerance)
+
+
+# ---- linear and the small ones
+
+SHAPES = [(1, 1), (3, 5), (64, 64), (65, 63), (130, 200), (33, 129), (7, 300), (257, 65), (96, 128)]  # (inputs K, outputs O)
+
+
+@needs_c
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
+def test_linear(inputs: int, outputs: int, dtype: torch.dtype) -> None:
+    kernels = c_kernels(dtype)
+    weight, bias = torch.randn(outputs, inputs), torch.randn(outputs)
+    for n in (1, 2, 5, 6, 7, 8, 13):
+        x, base = torch.randn(n, inputs), torch.randn(n, outputs)
+        exact = x.double() @ weight.to(dtype).double().T
+        near(kernels.linear(x, kernels.pack(weight)), exact, 1e-4)
+        near(kernels.linear(x, kernels.pack(weight, bias)), exact + bias, 1e-4)
+        added = base.clone()
+        assert kernels.linear(x, kernels.pack(weight, bias), add=added) is added
+        near(added, base + exact + bias, 1e-4)
+
+
+@needs_c
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_linear_writes_nothing_past_its_outputs(dtype: torch.dtype) -> None:
+    """The last panel of odd shapes is computed in full and stored in part."""
+    kernels = c_kernels(dtype)
+    weight = kernels.pack(torch.randn(70, 9))
+    memory = torch.full((5 * 70 + 64,), 7.0)
+    kernels.linear(torch.randn(5, 9), weight, add=memory[: 5 * 70].view(5, 70))
+    assert (memory[5 * 70 :] == 7).all()
+
+
+@needs_c
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
+def test_embed_reads_rows_of_a_packed_weight(inputs: int, outputs: int, dtype: torch.dtype) -> None:
+    kernels, weight = c_kernels(dtype), torch.randn(outputs, inputs)
+    ids = torch.randint(outputs, (11,))
+    assert torch.equal(kernels.embed(kernels.pack(weight), ids), weight.to(dtype).float()[ids])
+
+
+@needs_c
+@pytest.mark.parametrize("width", [1, 15, 16, 17, 64, 100, 384])
+@pytest.mark.parametrize("n", [1, 3, 12])
+def test_small_kernels(n: int, width: int) -> None:
+    kernels, torch_kernels = c_kernels(torch.float32), TorchKernels(CPU, torch.float32)
+    x, weight, both = torch.randn(n, width) * 3, torch.randn(width), torch.randn(n, 2 * width) * 8
+    near(kernels.rms_norm(x, weight, 1e-6), torch_kernels.rms_norm(x, weight, 1e-6))
+    near(kernels.silu_mul(both), torch_kernels.silu_mul(both))
+    far = torch.tensor([[-200.0, 200.0, -88.0, 0.0] * width])[:, : 2 * width]
+    near(kernels.silu_mul(far.contiguous()), torch_kernels.silu_mul(far))
+
+
+# ---- attention
+
+
+def random_plan(rng: random.Random, rows: int = 3) -> Plan:
+    """Chains, chunks and trees of several requests over scattered slots, no slot twice."""
+    plan, slots = Plan(), list(range(SLOTS))
+    rng.shuffle(slots)
+    for _ in range(rows):
+        length, nodes = rng.randint(1, 35), rng.randint(0, 9)
+        table = np.array([slots.pop() for _ in range(length + nodes)], dtype=np.int32)
+        start = rng.randint(0, length - 1)
+        plan.chain(table, start, [0] * (length - start))
+        paths: list[list[int]] = []
+        for node in range(nodes):
+            parent = rng.randint(-1, node - 1)
+            paths.append([*(paths[parent] if parent >= 0 else []), int(table[length + node])])
+            plan.node(table, length, paths[node], 0)
+    return plan.build()
+
+
+def heads_of(heads: int, kv_heads: int, head_dim: int, norms: bool = False) -> Any:
+    norm = (torch.randn(head_dim), torch.randn(head_dim)) if norms else (None, None)
+    return SimpleNamespace(heads=heads, kv_heads=kv_heads, head_dim=head_dim, q_norm=norm[0], k_norm=norm[1], eps=1e-6)
+
+
+def pools(spec: Any, dtype: torch.dtype) -> tuple[Pool, Pool]:
+    """Two pools with the same random past; what lies past the head size is zero, as every writer leaves it."""
+    pair = [Pool(2, spec.kv_heads, spec.head_dim, SLOTS, dtype, CPU) for _ in range(2)]
+    past = torch.randn(pair[0].data.shape).to(dtype)
+    past[..., spec.head_dim :] = 0
+    for pool in pair:
+        pool.data.copy_(past)
+    return pair[0], pair[1]
+
+
+LAYOUTS = [(4, 4, 32), (4, 2, 64), (6, 1, 16), (4, 2, 24), (8, 2, 128), (3, 3, 40), (2, 1, 96), (5, 5, 8)]
+
+
+@needs_c
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), LAYOUTS)
+@pytest.mark.parametrize("norms", [False, True])
+def test_rope_store(heads: int, kv_heads: int, head_dim: int, norms: bool, dtype: torch.dtype) -> None:
+    spec = heads_of(heads, kv_heads, head_dim, norms)
+    ours, theirs = pools(spec, dtype)
+    plan = random_plan(random.Random(head_dim))
+    angle = torch.rand(64, head_dim // 2) * 6
+    turn = torch.cat([angle.cos(), angle.sin()], dim=-1).contiguous()
+    qkv = torch.randn(plan.length, (heads + 2 * kv_heads) * head_dim)
+    expected = TorchKernels(CPU, torch.float32).rope_store(qkv, spec, turn, plan, theirs, 1)
+    got = c_kernels(dtype).rope_store(qkv, spec, turn, plan, ours, 1)
+    near(got[..., :head_dim], expected)
+    assert (got[..., head_dim:] == 0).all() and (ours.data[..., head_dim:] == 0).all()
+    near(ours.data.float(), theirs.data.float(), 1e-5 if dtype == torch.float32 else 1e-2)
+    untouched = torch.ones(SLOTS, dtype=torch.bool)
+    untouched[plan.slots] = False
+    assert torch.equal(ours.data[:, :, untouched], theirs.data[:, :, untouched])
+    assert torch.equal(ours.data[0], theirs.data[0]), "another layer was written to"
+
+
+@needs_c
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), LAYOUTS)
+@pytest.mark.parametrize("window", [0, 1, 5, 16])
+def test_attend(heads: int, kv_heads: int, head_dim: int, window: int, dtype: torch.dtype) -> None:
+    spec = heads_of(heads, kv_heads, head_dim)
+    pool, _ = pools(spec, dtype)
+    for seed in range(3):
+        plan = random_plan(random.Random(seed))
+        q = torch.randn(plan.length, heads, head_dim) * 2
+        wide = torch.nn.functional.pad(q, (0, pool.width - head_dim)).contiguous()
+        expected = TorchKernels(CPU, torch.float32).attend(q, spec, plan, pool, 1, head_dim**-0.5, window)
+        near(c_kernels(dtype).attend(wide, spec, plan, pool, 1, head_dim**-0.5, window), expected)
+
+
+def test_the_reference_attention_is_the_definition() -> None:
+    """Row by row with a plain softmax, keys gathered in the order of their positions."""
+    spec, window, scale = heads_of(4, 2, 16), 6, 0.25
+    pool, _ = pools(spec, torch.float32)
+    plan = random_plan(random.Random(5))
+    q = torch.randn(plan.length, 4, 16)
+    got = TorchKernels(CPU, torch.float32).attend(q, spec, plan, pool, 0, scale, window).view(plan.length, 4, 16)
+    for table, first, count in plan.segments:
+        for row in range(first, first + count):
+            keys = [*table[: plan.seen[row]].tolist(), *plan.paths[row, : plan.depths[row]].tolist()][-window:]
+            for head in range(4):
+                k, v = pool.data[0, 0, keys, head // 2, :16], pool.data[0, 1, keys, head // 2, :16]
+                near(got[row, head], ((k @ q[row, head]) * scale).softmax(0) @ v)
+
+
+# ---- bit for bit: a row alone, and in any company, with one thread and with two
+
+
+@needs_c
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("inputs", "outputs"), [(65, 63), (384, 200), (1100, 130)])
+def test_linear_rows_are_independent(inputs: int, outputs: int, dtype: torch.dtype) -> None:
+    kernels = c_kernels(dtype)
+    weight = kernels.pack(torch.randn(outputs, inputs), torch.randn(outputs))
+    x = torch.randn(40, inputs)
+    alone = torch.cat([kernels.linear(x[i : i + 1], weight) for i in range(40)])
+    for n in range(1, 41):
+        assert torch.equal(kernels.linear(x[:n], weight), alone[:n]), n
+        assert torch.equal(kernels.linear(x[40 - n :], weight), alone[40 - n :]), n
+    with two_threads():
+        for n in range(1, 41):
+            assert torch.equal(kernels.linear(x[:n], weight), alone[:n]), n
+
+
+@needs_c
+def test_small_kernels_rows_are_independent() -> None:
+    kernels = c_kernels(torch.float32)
+    x, weight = torch.randn(40, 390), torch.randn(390)
+    norms = torch.cat([kernels.rms_norm(x[i : i + 1], weight, 1e-6) for i in range(40)])
+    gates = torch.cat([kernels.silu_mul(x[i : i + 1]) for i in range(40)])
+    for threads in (nullcontext(), two_threads()):
+        with threads:
+            for n in range(1, 41):
+                assert torch.equal(kernels.rms_norm(x[:n], weight, 1e-6), norms[:n])
+                assert torch.equal(kernels.silu_mul(x[:n]), gates[:n])
+
+
+def forward(decoder: Decoder, pool: Pool, table: np.ndarray, start: int, tokens: list[int]) -> Tensor:
+    plan = Plan()
+    plan.chain(table, start, tokens)
+    return decoder.forward(plan.build(), pool)
+
+
+@needs_c
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", ["Qwen3", "Mistral"])
+def test_a_whole_decoder_gives_the_same_bits_one_by_one_in_chunks_and_in_a_tree(family: str, dtype: torch.dtype, checkpoint: Any) -> None:
+    """Forty tokens of one text: token by token, in chunks of every size, over scattered slots, and as the true path of a
+    tree whose other nodes are noise.  All of it must agree bit for bit, K and V included."""
+    folder = checkpoint(family, hidden_size=96, sliding_window=13) if family == "Mistral" else checkpoint(family, head_dim=24)
+    decoder = Decoder(Checkpoint.open(str(folder)), dtype, CPU, 64)
+    rng = random.Random(0)
+    tokens = [rng.randrange(300) for _ in range(40)]
+    plain, pool = np.arange(128, dtype=np.int32), decoder.pool(128)
+    expected = torch.cat([forward(decoder, pool, plain, i, tokens[i : i + 1]) for i in range(40)])
+
+    def in_chunks(n: int) -> None:
+        table, other = np.array(rng.sample(range(128), 128), dtype=np.int32), decoder.pool(128)
+        got = torch.cat([forward(decoder, other, table, i, tokens[i : i + n]) for i in range(0, 40, n)])
+        assert torch.equal(got, expected), n
+        assert torch.equal(other.data[:, :, table[:40].tolist()], pool.data[:, :, :40])
+
+    for n in range(1, 41):
+        in_chunks(n)
+    for known in (1, 16, 30):
+        check_tree(decoder, tokens, known, expected, rng)
+    with two_threads():
+        for n in (8, 23, 40):
+            in_chunks(n)
+        check_tree(decoder, tokens, 16, expected, rng)
+
+
+def check_tree(decoder: Decoder, tokens: list[int], known: int, expected: Tensor, rng: random.Random) -> None:
+    table = np.array(rng.sample(range(128), 128), dtype=np.int32)
+    plan, pool, at = Plan(), decoder.pool(128), list(range(known))
+    plan.chain(table, 0, tokens[:known])
+    path: list[int] = []
+    free = [int(s) for s in table[known:]]
+    for token in tokens[known:]:
+        for _ in range(rng.randint(0, 2)):  # siblings that are wrong
+            plan.node(table, known, [*path, free.pop()], rng.randrange(300))
+        path = [*path, free.pop()]
+        at.append(plan.length)
+        plan.node(table, known, path, token)
+    assert torch.equal(decoder.forward(plan.build(), pool)[at], expected)
+
+
+@needs_c
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_several_requests_in_one_forward_do_not_touch_each_other(dtype: torch.dtype, checkpoint: Any) -> None:
+    decoder = Decoder(Checkpoint.open(str(checkpoint())), dtype, CPU, 64)
+    rng = random.Random(1)
+    texts = [[rng.randrange(300) for _ in range(length)] for length in (1, 7, 20, 3)]
+    slots = rng.sample(range(160), 160)
+    tables = [np.array([slots.pop() for _ in range(32)], dtype=np.int32) for _ in texts]
+    plan, pool = Plan(), decoder.pool(160)
+    for table, text in zip(tables, texts):
+        plan.chain(table, 0, text)
+    together = decoder.forward(plan.build(), pool)
+    alone = [forward(decoder, decoder.pool(160), table, 0, text) for table, text in zip(tables, texts)]
+    assert torch.equal(together, torch.cat(alone))
+
+
+# ---- choosing
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler here")
+def test_the_c_kernels_build_where_a_compiler_is() -> None:
+    """Without this, C kernels that no longer compile would only show as skipped tests."""
+    assert cpu.library() is not None
+
+
+def test_the_environment_asks_for_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_KERNELS", "torch")
+    assert isinstance(kernels_for(CPU, torch.float32), TorchKernels)
+
+
+def test_float16_runs_on_torch() -> None:
+    assert isinstance(kernels_for(CPU, torch.float16), TorchKernels)
+
+
+@pytest.mark.parametrize("compiler", [None, "/no/such/compiler", "false"])
+def test_without_a_working_compiler_the_torch_kernels_run(
+    compiler: str | None, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """None on the path, one in CC that is not there, one that fails: a warning each, never a crash."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    if compiler is None:
+        monkeypatch.setenv("PATH", "")
+        monkeypatch.delenv("CC", raising=False)
+    else:
+        monkeypatch.setenv("CC", compiler)
+    cpu.library.cache_clear()
+    try:
+        assert isinstance(kernels_for(CPU, torch.float32), TorchKernels)
+        assert "torch kernels are used" in caplog.text
+    finally:
+        cpu.library.cache_clear()
+
+
+@pytest.mark.parametrize("kernels", ["", "torch"])
+def test_the_self_test_passes_here_and_fails_where_rows_depend_on_each_other(
+    kernels: str, checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUTRIDER_KERNELS", kernels)
+    decoder = Decoder(Checkpoint.open(str(checkpoint())), torch.float32, CPU, 64)
+    assert bit_exact(decoder)
+    honest = decoder.kernels.run
+    monkeypatch.setattr(decoder.kernels, "run", lambda stack, x, plan, pool: honest(stack, x, plan, pool) * (1 + 1e-6 * (x.shape[0] > 1)))
+    assert not bit_exact(decoder)

@@ -1,0 +1,98 @@
+"""Prompt lookup equals a search through the whole text, and says nothing where there is nothing to say."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider import ConfigError, SamplingParams
+from outrider.draft.ngram import Ngram
+from outrider.types import Batch, Budget, Row
+
+
+def make_row(tokens: list[int]) -> Row:
+    params = SamplingParams(max_tokens=1000)
+    return Row(
+        id="0", index=0, tokens=list(tokens), prompt=len(tokens), params=params, law=params.law, seed=0, processors=(),
+        limit=10_000, ending=frozenset(),
+    )  # fmt: skip
+
+
+def guess(drafter: Ngram, row: Row, depth: int) -> list[int]:
+    tree = drafter.propose(Batch([row], [0], [1]), [Budget(depth, depth)]).trees[0]
+    assert tree.parents == list(range(-1, len(tree.tokens) - 1)), "a chain"
+    assert all(0 < c < 1 for c in tree.confidence)
+    return tree.tokens
+
+
+def naive(tokens: list[int], low: int, high: int, depth: int) -> list[int]:
+    """Longest suffix first, then the latest earlier place; the copy runs on into itself."""
+    for n in range(high, low - 1, -1):
+        for end in range(len(tokens) - 2, n - 2, -1):
+            if n < len(tokens) and tokens[end + 1 - n : end + 1] == tokens[-n:]:
+                copy = list(tokens)
+                for i in range(depth):
+                    copy.append(copy[end + 1 + i])
+                return copy[len(tokens) :]
+    return []
+
+
+def drafter(low: int = 2, high: int = 4) -> Ngram:
+    return Ngram(Ngram.Options(prompt_lookup_max=high, prompt_lookup_min=low))
+
+
+def test_the_longest_match_wins() -> None:
+    """[2, 3] was last followed by 9, but [1, 2, 3] by 7."""
+    assert guess(drafter(), make_row([1, 2, 3, 7, 5, 2, 3, 9, 4, 1, 2, 3]), 1) == [7]
+
+
+def test_of_equally_long_matches_the_most_recent_wins() -> None:
+    assert guess(drafter(), make_row([2, 3, 7, 8, 2, 3, 9, 9, 2, 3]), 2) == [9, 9]
+
+
+@pytest.mark.parametrize("tokens", [[1], [1, 2], [1, 2, 3, 4, 5], [1, 2, 3, 1]])
+def test_no_match_is_no_guess(tokens: list[int]) -> None:
+    assert guess(drafter(), make_row(tokens), 5) == []
+
+
+def test_a_copy_that_reaches_the_end_goes_on_as_the_loop_would() -> None:
+    assert guess(drafter(), make_row([1, 2, 3, 1, 2, 3, 1, 2]), 7) == [3, 1, 2, 3, 1, 2, 3]
+    assert guess(drafter(low=1), make_row([5, 5]), 4) == [5, 5, 5, 5]
+
+
+def test_no_budget_is_no_guess() -> None:
+    assert guess(drafter(), make_row([1, 2, 1, 2]), 0) == []
+
+
+@given(
+    start=st.lists(st.integers(0, 3), min_size=1, max_size=30),
+    grown=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), max_size=6),
+    low=st.integers(1, 3),
+    more=st.integers(0, 3),
+    depth=st.integers(1, 8),
+)
+def test_the_growing_index_equals_a_search(start: list[int], grown: list[list[int]], low: int, more: int, depth: int) -> None:
+    method, row = drafter(low, low + more), make_row(start)
+    for tokens in [[], *grown]:
+        row.tokens.extend(tokens)
+        assert guess(method, row, depth) == naive(row.tokens, low, low + more, depth)
+
+
+def test_rows_do_not_see_each_other_and_are_forgotten() -> None:
+    method = drafter()
+    a, b = make_row([1, 2, 3, 1, 2]), make_row([9, 1, 2])
+    assert guess(method, a, 1) == [3]
+    assert guess(method, b, 1) == []
+    method.forget(a, "preempted")
+    assert guess(method, a, 1) == [3], "a preempted row is indexed anew"
+    for row in (a, b):
+        method.forget(row, "finished")
+    method.forget(a, "finished")  # unknown rows are no error
+    assert not method.seen
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 4), (5, 4), (-1, -1)])
+def test_ranges(low: int, high: int) -> None:
+    with pytest.raises(ConfigError, match="prompt_lookup_min"):
+        Ngram.Options(prompt_lookup_max=high, prompt_lookup_min=low)

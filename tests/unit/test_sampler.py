@@ -1,0 +1,344 @@
+"""The sampler: C equals torch token for token, the choice follows the law, and the law means what its parameters say."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from outrider import ModelError, RequestError, SamplingParams
+from outrider.kernels import cpu
+from outrider.kernels.cpu import CpuKernels
+from outrider.kernels.reference import TorchKernels
+from outrider.sampling import reference
+from outrider.sampling.noise import GOLDEN, MASK, gumbel, key_of, mix
+from outrider.sampling.params import Law
+from outrider.sampling.processors import min_tokens
+from outrider.sampling.sampler import Sampler
+from outrider.types import Row
+
+NEVER = float("-inf")
+needs_c = pytest.mark.skipif(cpu.library() is None, reason="no C compiler here")
+
+
+def c_kernels() -> CpuKernels:
+    library = cpu.library()
+    assert library is not None
+    return CpuKernels(library, torch.float32)
+
+
+# ---- noise
+
+
+def python_gumbel(key: int, token: int) -> float:
+    bits = mix((key + (token + 1) * GOLDEN) & MASK) >> 40
+    return -math.log(-math.log((bits + 0.5) * 2.0**-24))
+
+
+@given(st.integers(0, MASK))
+def test_noise_in_torch_is_the_formula(key: int) -> None:
+    noise = gumbel(key, 50)
+    assert noise.dtype == torch.float32
+    assert noise.tolist() == pytest.approx([python_gumbel(key, token) for token in range(50)], rel=2e-7, abs=1e-9)
+
+
+@needs_c
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_in_c_is_the_formula(seed: int) -> None:
+    """With flat logits the ranking is the noise's own."""
+    key = key_of(seed, 0, 7)
+    best, _ = c_kernels().pick(torch.zeros(5000), Law(), key, 64, False)
+    noise = [python_gumbel(key, token) for token in range(5000)]
+    assert best == sorted(range(5000), key=lambda t: -noise[t])[:64]
+
+
+def test_keys_differ_in_every_part_and_noise_is_gumbel() -> None:
+    keys = {key_of(seed, index, position) for seed in (0, 1, -1, 2**63) for index in range(4) for position in range(50)}
+    assert len(keys) == 4 * 4 * 50
+    noise = torch.cat([gumbel(key, 1000) for key in list(keys)[:100]]).double()
+    assert noise.isfinite().all()
+    assert noise.mean().item() == pytest.approx(0.57722, abs=0.02)
+    assert noise.var().item() == pytest.approx(math.pi**2 / 6, abs=0.05)
+
+
+def test_a_token_has_the_same_noise_in_any_vocabulary() -> None:
+    assert torch.equal(gumbel(5, 100), gumbel(5, 1000)[:100])
+
+
+# ---- C against torch
+
+
+def random_logits(rng: random.Random, vocabulary: int) -> Tensor:
+    """Of several kinds: smooth, peaked, full of ties, all equal, with tokens forbidden."""
+    torch.manual_seed(rng.randrange(10**9))
+    logits = torch.randn(vocabulary) * rng.choice((0.1, 1.0, 4.0, 15.0))
+    match rng.randrange(4):
+        case 0:
+            logits = (logits * 2).round() / 2  # ties
+        case 1:
+            logits = logits.round().clamp(-1, 1)  # hardly anything else
+    if rng.random() < 0.4:
+        logits[torch.rand(vocabulary) < rng.choice((0.1, 0.9))] = NEVER
+    if logits.max() == NEVER:
+        logits[rng.randrange(vocabulary)] = 1.5
+    return logits
+
+
+def random_law(rng: random.Random, vocabulary: int) -> Law:
+    return Law(
+        temperature=rng.choice((0.0, 0.01, 0.3, 0.8, 1.0, 1.7, 20.0)),
+        min_p=rng.choice((0.0, 0.0, 0.001, 0.05, 0.5, 1.0)),
+        top_k=rng.choice((0, 0, 1, 2, 5, 50, vocabulary - 1, vocabulary, vocabulary + 7)),
+        top_p=rng.choice((1.0, 1.0, 0.999, 0.9, 0.5, 0.05, 1e-6)),
+    )
+
+
+@needs_c
+@pytest.mark.parametrize(("vocabulary", "trials"), [(1, 100), (5, 600), (100, 600), (8192, 150), (50000, 40)])
+def test_c_picks_what_torch_picks(vocabulary: int, trials: int) -> None:
+    rng, kernels = random.Random(vocabulary), c_kernels()
+    for _ in range(trials):
+        logits, law, key, k = random_logits(rng, vocabulary), random_law(rng, vocabulary), rng.getrandbits(64), rng.randint(1, 8)
+        tokens, probabilities = reference.pick(logits, law, key, k)
+        got, shares = kernels.pick(logits, law, key, k, True)
+        assert got == tokens, (law, key, k)
+        assert shares == pytest.approx(probabilities, rel=1e-3, abs=1e-6), (law, key, k)
+        assert kernels.pick(logits, law, key, 1, False)[0] == tokens[:1], "one token without probabilities"
+
+
+@needs_c
+@settings(max_examples=150, deadline=None)
+@given(
+    logits=st.lists(st.one_of(st.sampled_from([0.0, 1.0, -1.0, NEVER]), st.floats(-30, 30, width=32)), min_size=1, max_size=12),
+    temperature=st.sampled_from([0.0, 0.5, 1.0, 3.0]),
+    min_p=st.sampled_from([0.0, 0.1, 0.7, 1.0]),
+    top_k=st.integers(0, 13),
+    top_p=st.sampled_from([1e-3, 0.35, 0.75, 1.0]),
+    key=st.integers(0, MASK),
+)
+def test_c_picks_what_torch_picks_for_any_few_logits(
+    logits: list[float], temperature: float, min_p: float, top_k: int, top_p: float, key: int
+) -> None:
+    if max(logits) == NEVER:
+        logits[0] = 0.0
+    law = Law(temperature, min_p, top_k, top_p)
+    assert c_kernels().pick(torch.tensor(logits), law, key, 8, False)[0] == reference.pick(torch.tensor(logits), law, key, 8)[0]
+
+
+@needs_c
+@pytest.mark.parametrize(
+    ("law", "logits"),
+    [
+        (Law(top_p=0.9, min_p=0.001), [0.0, -0.5, -1.0, -1.5]),  # min_p drops nothing, then top_p counts
+        (Law(top_p=0.9, top_k=3), [0.0, -1.0, -1.0, -1.0]),  # nor does top_k, for ties
+        (Law(top_k=4), [0.0, -1.0, -2.0, NEVER, NEVER, NEVER]),  # top_k asks for more than there is
+        (Law(top_p=0.99999994), [0.0, -9.0, -18.0]),  # rounding may never reach the whole
+    ],
+    ids=str,
+)
+def test_c_filters_that_drop_nothing_drop_nothing(law: Law, logits: list[float]) -> None:
+    for key in range(20):
+        assert c_kernels().pick(torch.tensor(logits), law, key, 8, True)[0] == reference.pick(torch.tensor(logits), law, key, 8)[0]
+
+
+@pytest.mark.parametrize("kernels", [pytest.param("c", marks=needs_c), "torch"])
+def test_greedy_takes_the_first_of_equals(kernels: str) -> None:
+    made: Any = c_kernels() if kernels == "c" else TorchKernels(torch.device("cpu"), torch.float32)
+    logits = torch.zeros(100)
+    logits[[20, 70, 90]] = 3.0
+    assert made.pick(logits, Law(0.0), 0, 1, False)[0] == [20]
+    assert made.pick(logits, Law(0.0), 0, 4, True)[0] == [20, 70, 90, 0]
+
+
+@pytest.mark.parametrize("kernels", [pytest.param("c", marks=needs_c), "torch"])
+def test_k_best_are_distinct_and_no_more_than_the_law_allows(kernels: str) -> None:
+    made: Any = c_kernels() if kernels == "c" else TorchKernels(torch.device("cpu"), torch.float32)
+    logits = torch.arange(50.0) / 10
+    tokens, shares = made.pick(logits, Law(top_k=3), 9, 8, True)
+    assert sorted(tokens) == [47, 48, 49]
+    assert sum(shares) == pytest.approx(1)
+    assert len(set(made.pick(logits, Law(), 9, 40, True)[0])) == 40
+
+
+# ---- the law
+
+
+def naive_law(logits: list[float], law: Law) -> list[float]:
+    """temperature, then min_p, top_k and top_p one after the other, each in the plainest words; equals stay or go together."""
+    scaled = [x / law.temperature for x in logits]
+    weight = [math.exp(x - max(scaled)) for x in scaled]
+    kept = {i for i, w in enumerate(weight) if w > 0 and w >= law.min_p * (1 - 1e-6)}
+    if law.top_k:
+        at_least = sorted((weight[i] for i in kept), reverse=True)[: law.top_k][-1]
+        kept = {i for i in kept if weight[i] >= at_least}
+    whole, before, last = sum(weight[i] for i in kept), 0.0, math.inf
+    for i in sorted(kept, key=lambda i: -weight[i]):
+        if before < law.top_p * whole:
+            last = weight[i]
+        before += weight[i]
+    kept = {i for i in kept if weight[i] >= last}
+    whole = sum(weight[i] for i in kept)
+    return [weight[i] / whole if i in kept else 0.0 for i in range(len(logits))]
+
+
+@settings(deadline=None)
+@given(
+    logits=st.lists(st.integers(-12, 12).map(lambda x: x / 4), min_size=1, max_size=15),
+    temperature=st.sampled_from([0.5, 1.0, 2.0]),
+    min_p=st.sampled_from([0.0, 0.13, 0.61, 1.0]),
+    top_k=st.integers(0, 16),
+    top_p=st.sampled_from([0.017, 0.313, 0.777, 1.0]),
+)
+def test_the_law_is_the_naive_one(logits: list[float], temperature: float, min_p: float, top_k: int, top_p: float) -> None:
+    law = Law(temperature, min_p, top_k, top_p)
+    assert reference.probabilities(torch.tensor(logits), law).tolist() == pytest.approx(naive_law(logits, law), abs=1e-6)
+
+
+def test_the_parameters_by_hand() -> None:
+    logits = torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.0625]).log()
+
+    def kept(**law: Any) -> list[int]:
+        return reference.probabilities(logits, Law(**law)).nonzero().flatten().tolist()
+
+    assert kept() == [0, 1, 2, 3, 4]
+    assert kept(top_k=2) == [0, 1]
+    assert kept(top_p=0.6) == [0, 1], "the token that crosses the line belongs to it"
+    assert kept(top_p=0.01) == [0], "one token always stays"
+    assert kept(min_p=0.2) == [0, 1, 2]
+    assert kept(top_k=4) == [0, 1, 2, 3, 4], "the fourth and the fifth are equal"
+    assert kept(top_p=0.9) == [0, 1, 2, 3, 4]
+    assert kept(temperature=0.0) == [0]
+    assert kept(top_k=3, top_p=0.5) == [0], "top_p counts what top_k left: 0.5 of 0.875"
+
+
+@pytest.mark.parametrize("kernels", [pytest.param("c", marks=needs_c), "torch"])
+@pytest.mark.parametrize("law", [Law(), Law(temperature=0.7, top_p=0.9), Law(temperature=1.5, min_p=0.1, top_k=6)])
+def test_choices_follow_the_law(kernels: str, law: Law) -> None:
+    """Chi-square over fixed seeds: 6,000 positions of several requests and samples.  The bound is the 1 - 1e-4 quantile."""
+    made: Any = c_kernels() if kernels == "c" else TorchKernels(torch.device("cpu"), torch.float32)
+    torch.manual_seed(3)
+    logits = torch.randn(12) * 1.5
+    expected = reference.probabilities(logits, law)
+    counts, trials = torch.zeros(12), 6000
+    for i in range(trials):
+        counts[made.pick(logits, law, key_of(i % 7, i % 3, i), 1, False)[0][0]] += 1
+    allowed = expected > 0
+    assert (counts[~allowed] == 0).all(), "a forbidden token was sampled"
+    chi = ((counts - trials * expected) ** 2 / (trials * expected))[allowed].sum().item()
+    freedom = int(allowed.sum()) - 1
+    quantile = freedom * (1 - 2 / (9 * freedom) + 3.719 * math.sqrt(2 / (9 * freedom))) ** 3  # Wilson and Hilferty
+    assert freedom >= 3 and chi < quantile
+
+
+# ---- the sampler: requests, paths, processors
+
+
+def make_row(tokens: list[int], law: Law, seed: int = 5, index: int = 0, processors: Any = ()) -> Row:
+    params = SamplingParams()
+    return Row(
+        id="0", index=index, tokens=list(tokens), prompt=len(tokens), params=params, law=law, seed=seed, processors=processors,
+        limit=100, ending=frozenset(),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def sampler() -> Sampler:
+    return Sampler(TorchKernels(torch.device("cpu"), torch.float32))
+
+
+def test_the_choice_depends_on_seed_sample_and_position_only(sampler: Sampler) -> None:
+    """A token of the path counts as one of the row, so a tree's node picks what plain decoding picks there."""
+    logits, law = torch.zeros(1000), Law()
+    there = sampler.pick(make_row([1, 2, 3, 4], law), [], logits)
+    assert sampler.pick(make_row([1, 2], law), [7, 8], logits) == there
+    assert sampler.pick(make_row([9, 9, 9, 9], law), [], logits) == there
+    others = [
+        sampler.pick(make_row([1, 2, 3], law), [], logits),
+        sampler.pick(make_row([1, 2, 3, 4], law, seed=6), [], logits),
+        sampler.pick(make_row([1, 2, 3, 4], law, index=1), [], logits),
+    ]
+    assert there not in others and len(set(others)) == 3
+
+
+def test_min_tokens_follows_the_path_of_the_node(sampler: Sampler) -> None:
+    """Two tokens at least: EOS is forbidden at the root and after one node, and free after two."""
+    logits = torch.zeros(10)
+    logits[3] = 5.0
+    row = make_row([1, 1], Law(0.0), processors=min_tokens(2, 2, [3, 8]))
+    assert [sampler.pick(row, path, logits) for path in ([], [4], [4, 4], [4, 4, 4])] == [0, 0, 3, 3]
+    assert logits[3] == 5.0, "the logits belong to the forward"
+    assert row.processors[0]([1, 1, 4, 4], logits) is logits, "beside a processor that is still active, too"
+    assert sampler.top(row, [], logits, 9)[0] == [0, 1, 2, 4, 5, 6, 7, 9]
+
+
+def test_min_tokens_ignores_tokens_that_do_not_exist(sampler: Sampler) -> None:
+    """-1 must not mean the last token of the vocabulary, as it does for an index."""
+    logits = torch.zeros(10)
+    logits[9] = 1.0
+    assert sampler.pick(make_row([1, 1], Law(0.0), processors=min_tokens(2, 2, [-1, 10, 10**9])), [], logits) == 9
+
+
+def test_no_minimum_is_no_processor() -> None:
+    assert min_tokens(5, 0, [1]) == [] and min_tokens(5, 3, []) == []
+
+
+def test_nothing_finite_is_an_error_with_a_reason(sampler: Sampler) -> None:
+    for bad in (float("nan"), NEVER):
+        with pytest.raises(ModelError, match="finite"):
+            sampler.pick(make_row([1], Law(0.0)), [], torch.full((10,), bad))
+
+
+@needs_c
+def test_nothing_finite_is_an_error_in_c_too() -> None:
+    for bad in (float("nan"), NEVER):
+        for law in (Law(0.0), Law(), Law(top_k=3, top_p=0.5)):
+            with pytest.raises(ModelError, match="finite"):
+                Sampler(c_kernels()).pick(make_row([1], law), [], torch.full((40,), bad))
+
+
+# ---- parameters
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"n": 0}, {"n": 1.5}, {"n": True},
+        {"temperature": -0.1}, {"temperature": 0.001}, {"temperature": float("nan")}, {"temperature": float("inf")}, {"temperature": "1"},
+        {"top_p": 0}, {"top_p": 1.1}, {"top_p": float("nan")},
+        {"top_k": -2}, {"top_k": 1.0},
+        {"min_p": -0.1}, {"min_p": 1.5},
+        {"seed": 1.5}, {"seed": "x"},
+        {"max_tokens": 0}, {"max_tokens": -1}, {"max_tokens": 2.0},
+        {"min_tokens": -1}, {"min_tokens": 17}, {"min_tokens": None},
+        {"stop": ""}, {"stop": ["a", ""]}, {"stop": [1]}, {"stop": 5},
+        {"stop_token_ids": ["a"]}, {"stop_token_ids": [1.5]}, {"stop_token_ids": 5},
+        {"ignore_eos": 1}, {"speculate": "no"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_parameter_out_of_range_is_refused_by_name_and_value(given: dict[str, Any]) -> None:
+    ((name, value),) = given.items()
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**given)
+    assert name in str(caught.value) and repr(value).strip("()[]") in str(caught.value)
+
+
+@pytest.mark.parametrize(("wrong", "right"), [("temprature", "temperature"), ("topk", "top_k"), ("max_new_tokens", "max_tokens")])
+def test_an_unknown_parameter_is_refused_with_the_nearest(wrong: str, right: str) -> None:
+    with pytest.raises(RequestError, match=f"{wrong}.*Did you mean '{right}'"):
+        SamplingParams(**{wrong: 1})
+
+
+def test_parameters_are_normalised_and_frozen() -> None:
+    params = SamplingParams(stop="x", top_k=-1, temperature=1)
+    assert params.stop == ("x",) and params.top_k == 0 and params.law == Law(1.0, 0.0, 0, 1.0)
+    assert isinstance(params.law.temperature, float)
+    assert SamplingParams(max_tokens=None, min_tokens=50).min_tokens == 50
+    with pytest.raises(AttributeError):
+        params.top_k = 5  # type: ignore[misc]

@@ -1,0 +1,322 @@
+"""The scheduler, driven by an engine that computes nothing but keeps account of what every slot must hold.
+
+A computed position needs the K/V of all positions before it.  The fake forward looks it up in the slots that the row's table
+names and demands the row's own tokens there; so preemption, prefix reuse, forks and moved tree paths are all checked.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider import SamplingParams
+from outrider.cache.slots import PAGE, Cache
+from outrider.engine.scheduler import Scheduler
+from outrider.types import Batch, Budget, Row, Verdict
+
+
+class FakePool:
+    def __init__(self) -> None:
+        self.content: dict[int, Any] = {}
+
+    def move(self, sources: list[int], targets: list[int]) -> None:
+        found = [self.content[s] for s in sources]
+        self.content.update(zip(targets, found))
+
+
+def make_row(name: str, tokens: list[int], new: int, index: int = 0, source: Row | None = None) -> Row:
+    params = SamplingParams(max_tokens=new)
+    return Row(
+        id=name, index=index, tokens=list(tokens), prompt=len(tokens), params=params, law=params.law, seed=0, processors=(),
+        limit=len(tokens) + new, ending=frozenset(), source=source,
+    )  # fmt: skip
+
+
+class Engine:
+    """Steps of made-up tokens; asserts what must hold in every one."""
+
+    def __init__(self, rng: random.Random, pages: int, seats: int, tokens: int, guesses: int) -> None:
+        self.rng, self.tokens, self.guesses = rng, tokens, guesses
+        self.pool, self.cache = FakePool(), Cache(pages, pages * PAGE + guesses + PAGE)
+        self.cache.pools = [self.pool]  # type: ignore[list-item]
+        self.forgotten: list[Row] = []
+        self.scheduler = Scheduler(self.cache, seats, tokens, guesses, lambda row: row.computed, lambda row, _: self.forgotten.append(row))
+        self.admitted: list[Row] = []
+        self.steps = 0
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.scheduler.waiting or self.scheduler.running)
+
+    def step(self) -> Batch:
+        scheduler, self.steps = self.scheduler, self.steps + 1
+        decoding = [row for row in scheduler.running if len(row.tokens) - row.computed == 1]
+        batch = scheduler.next()
+        self.admitted.extend(row for row in batch.rows if row not in self.admitted)
+        self.check_batch(batch, decoding)
+        budgets = self.reserve(batch)
+        self.check_budgets(batch, budgets)
+        verdict = self.forward(batch)
+        scheduler.clip(batch, verdict)
+        scheduler.commit(batch, verdict)
+        self.cache.check()
+        for row in batch.rows:
+            assert row.finish_reason is not None or len(row.tokens) - row.computed >= 1, "a row has nothing left to compute"
+            if row.finish_reason is not None:
+                scheduler.retire(row)
+        return batch
+
+    def check_batch(self, batch: Batch, decoding: list[Row]) -> None:
+        assert len(set(map(id, batch.rows))) == len(batch) <= self.scheduler.seats
+        assert all(known >= 1 for known in batch.known), "a row computes at least one token"
+        assert sum(batch.known) <= self.tokens, "the budget of a step is exceeded"
+        for r, row in enumerate(batch.rows):
+            assert row in self.scheduler.running
+            assert batch.starts[r] == row.computed
+            assert batch.end(r) <= len(row.tokens)
+            assert row.table is not None and row.table.room >= batch.end(r)
+        for row in decoding:
+            assert row in batch.rows or row not in self.scheduler.running, "a decode had to wait"
+
+    def reserve(self, batch: Batch) -> list[Budget]:
+        before = self.scheduler.preemptions, list(self.scheduler.running)
+        wanted = [min(self.rng.randint(0, self.guesses), row.remaining - 1) if batch.emits(r) else 0 for r, row in enumerate(batch.rows)]
+        budgets = self.scheduler.reserve(batch, [Budget(n, n) for n in wanted])
+        assert (self.scheduler.preemptions, self.scheduler.running) == before, "guesses preempted a row"
+        assert all(budget.nodes <= n for budget, n in zip(budgets, wanted))
+        return budgets
+
+    def check_budgets(self, batch: Batch, budgets: list[Budget]) -> None:
+        assert batch.nodes == [budget.nodes for budget in budgets]
+        assert all(nodes >= 0 for nodes in batch.nodes)
+        assert sum(batch.known) + sum(batch.nodes) <= self.tokens, "guesses exceed the budget of a step"
+        for r, row in enumerate(batch.rows):
+            assert row.table is not None and row.table.room >= batch.end(r) + batch.nodes[r]
+
+    def forward(self, batch: Batch) -> Verdict:
+        """Writes every slot of the step first, as a real forward does, then looks at what each row sees."""
+        verdict = Verdict([], [])
+        for r, row in enumerate(batch.rows):
+            assert row.table is not None
+            for p in range(batch.starts[r], batch.end(r)):
+                self.pool.content[int(row.table.slots[p])] = tuple(row.tokens[: p + 1])
+            path: list[int] = []
+            said: list[int] = []
+            if batch.emits(r):
+                path = sorted(self.rng.sample(range(batch.nodes[r]), self.rng.randint(0, batch.nodes[r])))
+                said = [self.rng.randint(1, 2) for _ in range(len(path) + 1)]
+            for node in range(batch.nodes[r]):
+                self.pool.content[int(row.table.slots[batch.end(r) + node])] = "wrong guess"
+            for d, node in enumerate(path):
+                self.pool.content[int(row.table.slots[batch.end(r) + node])] = tuple(row.tokens + said[: d + 1])
+            verdict.nodes.append(path)
+            verdict.tokens.append(said)
+        for r, row in enumerate(batch.rows):
+            for p in range(batch.end(r)):
+                assert row.table is not None
+                assert self.pool.content[int(row.table.slots[p])] == tuple(row.tokens[: p + 1]), "a row sees foreign K/V"
+        return verdict
+
+
+def arrivals(rng: random.Random, count: int, longest: int) -> list[Row]:
+    """Requests of one to three samples; prompts of few different pages, so that many share prefixes."""
+    rows: list[Row] = []
+    for i in range(count):
+        pages = [rng.choice(([1] * PAGE, [2] * PAGE)) for _ in range(rng.choice((0, 0, 1, 2, 3)))]
+        tokens = [t for page in pages for t in page] + [rng.randint(1, 2) for _ in range(rng.choice((1, 2, rng.randint(1, PAGE))))]
+        tokens = tokens[: longest - 1]
+        new = rng.randint(1, longest - len(tokens))
+        first = make_row(str(i), tokens, new)
+        rows.append(first)
+        rows.extend(make_row(str(i), tokens, new, n, first) for n in range(1, rng.choice((1, 1, 1, 2, 3))))
+    return rows
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 10**9),
+    spare=st.integers(0, 12),
+    seats=st.integers(1, 8),
+    tokens=st.integers(1, 40),
+    guesses=st.integers(0, 10),
+    aborts=st.booleans(),
+)
+def test_every_request_finishes_and_no_rule_is_broken(seed: int, spare: int, seats: int, tokens: int, guesses: int, aborts: bool) -> None:
+    rng = random.Random(seed)
+    longest = 6 * PAGE
+    engine = Engine(rng, -(-(longest + guesses) // PAGE) + spare, seats, max(tokens, seats), guesses)
+    rows = arrivals(rng, rng.randint(1, 8), longest)
+    coming = list(rows)
+    while coming or engine.busy:
+        for _ in range(rng.choice((0, 1, 2, 8))):
+            if coming:
+                engine.scheduler.add(coming.pop(0))
+        if aborts and rng.random() < 0.05:
+            victim = rng.choice(rows)
+            if victim.finish_reason is None and victim not in coming:
+                engine.scheduler.abort(victim)
+                engine.cache.check()
+        busy = engine.busy
+        batch = engine.step()
+        order = [rows.index(row) for row in [*engine.scheduler.running, *engine.scheduler.waiting]]
+        assert order == sorted(order), "who came first goes first, the preempted included"
+        assert batch.rows or not busy or coming, "nobody runs although somebody waits"
+        assert engine.steps < 20_000, "starved"
+    for row in rows:
+        assert row.finish_reason in (("length", "abort") if aborts else ("length",))
+        assert row.finish_reason == "abort" or len(row.tokens) == row.limit
+        assert row.table is None
+    assert not engine.cache.tables and engine.cache.available == engine.cache.pages
+    for row in engine.admitted:
+        assert row in engine.forgotten, "the drafter was not told that a row is gone"
+    if not aborts:
+        assert engine.admitted == rows, "somebody overtook"
+
+
+def run(engine: Engine) -> None:
+    while engine.busy:
+        engine.step()
+        assert engine.steps < 2000
+
+
+def test_a_prompt_is_computed_in_chunks_within_the_budget() -> None:
+    engine = Engine(random.Random(0), 20, 2, 7, 0)
+    engine.scheduler.add(make_row("a", [1] * 30, 1))
+    chunks = [engine.step().known for _ in range(5)]
+    assert chunks == [[7], [7], [7], [7], [2]]
+    assert not engine.busy
+
+
+def test_decodes_go_on_while_a_long_prompt_is_computed() -> None:
+    engine = Engine(random.Random(0), 30, 4, 8, 0)
+    short, long = make_row("short", [1], 20), make_row("long", [2] * 60, 1)
+    engine.scheduler.add(short)
+    engine.scheduler.add(long)
+    for _ in range(5):
+        before = len(short.tokens)
+        engine.step()
+        assert len(short.tokens) == before + 1
+    assert 0 < long.computed < 60
+
+
+def test_the_youngest_is_preempted_and_keeps_its_tokens() -> None:
+    engine = Engine(random.Random(0), 4, 4, 64, 0)
+    old, young = make_row("old", [1] * PAGE, 2 * PAGE), make_row("young", [2] * PAGE, 2 * PAGE)
+    engine.scheduler.add(old)
+    engine.scheduler.add(young)
+    while not engine.scheduler.preemptions:
+        engine.step()
+    assert engine.scheduler.running == [old] and list(engine.scheduler.waiting) == [young]
+    assert len(young.tokens) > young.prompt and young.computed == 0 and young.table is None
+    run(engine)
+    assert len(old.tokens) == len(young.tokens) == 3 * PAGE
+
+
+def test_guesses_take_what_is_free_and_no_more() -> None:
+    """Two rows and five pages: the guesses shrink to what is left, and nobody is preempted for them."""
+    engine = Engine(random.Random(0), 3, 2, 64, 40)
+    rows = [make_row(str(i), [i + 1] * (PAGE - 1), 9) for i in range(2)]
+    for row in rows:
+        engine.scheduler.add(row)
+    batch = engine.scheduler.next()
+    budgets = engine.scheduler.reserve(batch, [Budget(20, 20), Budget(20, 20)])
+    assert [b.nodes for b in budgets] == [17, 1]  # the last page goes to the first row; the second keeps its own rest
+    assert [b.depth for b in budgets] == [17, 1]
+    assert engine.scheduler.preemptions == 0
+
+
+def test_the_budget_of_a_step_is_shared_fairly_among_guesses() -> None:
+    engine = Engine(random.Random(0), 40, 4, 20, 10)
+    for i in range(4):
+        engine.scheduler.add(make_row(str(i), [i + 1], 30))
+    batch = engine.scheduler.next()
+    budgets = engine.scheduler.reserve(batch, [Budget(10, 10)] * 4)
+    assert [b.nodes for b in budgets] == [4, 4, 4, 4]
+
+
+def test_a_chunk_is_never_negative_when_guesses_claim_the_whole_budget() -> None:
+    """Three decodes and their guesses' share leave nothing of four tokens; the prompt waits or takes one, never minus one."""
+    engine = Engine(random.Random(0), 40, 4, 4, 4)
+    for i in range(3):
+        engine.scheduler.add(make_row(str(i), [i + 1], 50))
+    long = make_row("long", [5] * 20, 1)
+    engine.scheduler.add(long)  # takes the fourth token of the first step
+    seen = 0
+    while long.finish_reason is None:
+        engine.step()  # asserts that every chunk is positive
+        assert long.computed >= seen, "a prompt went backwards"
+        seen = long.computed
+        assert engine.steps < 300
+
+
+def test_forked_samples_wait_for_the_prompt_and_share_its_pages() -> None:
+    engine = Engine(random.Random(0), 40, 4, 16, 0)
+    first = make_row("a", [1] * (2 * PAGE + 3), 5)
+    second = make_row("a", first.tokens, 5, 1, first)
+    engine.scheduler.add(first)
+    engine.scheduler.add(second)
+    batches = [engine.step() for _ in range(4)]
+    assert [len(batch) for batch in batches] == [1, 1, 1, 2]
+    assert batches[3].known == [1, 1], "the second sample computes only the last token of the prompt"
+    assert first.table is not None and second.table is not None
+    assert first.table.pages[:2] == second.table.pages[:2] and first.table.pages[2] != second.table.pages[2]
+    run(engine)
+
+
+@pytest.mark.parametrize("state", ["waiting", "running", "finished"])
+def test_abort(state: str) -> None:
+    engine = Engine(random.Random(0), 20, 1, 16, 0)
+    first, second = make_row("a", [1] * 5, 3), make_row("b", [2] * 5, 3)
+    engine.scheduler.add(first)
+    engine.scheduler.add(second)
+    engine.step()
+    victim = {"waiting": second, "running": first, "finished": first}[state]
+    if state == "finished":
+        while first.finish_reason is None:
+            engine.step()
+    engine.scheduler.abort(victim)
+    assert victim.finish_reason == ("length" if state == "finished" else "abort")
+    run(engine)
+    assert not engine.cache.tables
+
+
+def stepped(row: Row, said: list[int], nodes: list[int], **given: Any) -> tuple[Row, Verdict]:
+    """One step in which `row` computed its whole prompt and the verifier said this."""
+    cache = Cache(20, 20 * PAGE)
+    cache.pools = [FakePool()]  # type: ignore[list-item]
+    scheduler = Scheduler(cache, 4, 64, 8, lambda r: r.computed, lambda r, reason: None)
+    for name, value in given.items():
+        setattr(row, name, value)
+    scheduler.add(row)
+    batch = scheduler.next()
+    scheduler.reserve(batch, [Budget(len(nodes), len(nodes))])
+    verdict = scheduler.clip(batch, Verdict([nodes], [said]))
+    scheduler.commit(batch, verdict)
+    return row, verdict
+
+
+def test_clip_at_eos_in_the_middle_of_an_accepted_path() -> None:
+    row, verdict = stepped(make_row("a", [9, 9], 10), [3, 7, 4, 5], [0, 1, 2], ending=frozenset({7}))
+    assert row.output == [3, 7] and row.finish_reason == "stop" and row.stop_reason is None
+    assert verdict.tokens == [[3, 7]] and verdict.nodes == [[0]]
+    assert row.computed == 3, "nothing past the end is committed"
+
+
+def test_clip_at_a_stop_token_says_which() -> None:
+    params = SamplingParams(max_tokens=10, stop_token_ids=[4])
+    row, _ = stepped(make_row("a", [9, 9], 10), [3, 4, 5], [0, 1], ending=frozenset({4, 7}), params=params)
+    assert row.output == [3, 4] and row.stop_reason == 4
+
+
+def test_clip_at_the_length() -> None:
+    row, verdict = stepped(make_row("a", [9, 9], 2), [3, 4, 5, 6], [0, 1, 2])
+    assert row.output == [3, 4] and row.finish_reason == "length" and verdict.nodes == [[0]]
+
+
+def test_the_last_allowed_token_may_be_the_end() -> None:
+    row, _ = stepped(make_row("a", [9, 9], 2), [3, 7], [0], ending=frozenset({7}))
+    assert row.finish_reason == "stop"

@@ -1,0 +1,186 @@
+"""Token trees: as data, under the controller's scissors, and as rows of attention."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider import SamplingParams
+from outrider.attention.plan import Plan
+from outrider.control.fixed import FixedController, Options
+from outrider.draft.scripted import tree as scripted_tree
+from outrider.engine.runner import add_row
+from outrider.types import NOTHING, ROOT, Batch, Budget, Draft, Guesses, Row, Verdict
+from outrider.verify.match import verify
+
+
+@st.composite
+def trees(draw: st.DrawFn, most: int = 14) -> Guesses:
+    """A random tree with distinct siblings."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    for i in range(draw(st.integers(0, most))):
+        parent = draw(st.integers(-1, i - 1))
+        taken = [t for t, p in zip(tokens, parents) if p == parent]
+        tokens.append(draw(st.integers(0, 30).filter(lambda t, taken=taken: t not in taken)))
+        parents.append(parent)
+    return Guesses(tokens, parents, [0.5] * len(tokens))
+
+
+def path_to(parents: list[int], node: int) -> list[int]:
+    """The nodes from the root to `node`, the root left out."""
+    return [] if node == ROOT else [*path_to(parents, parents[node]), node]
+
+
+def make_row(tokens: list[int], new: int = 16, speculate: bool = True) -> Row:
+    params = SamplingParams(max_tokens=new, speculate=speculate)
+    return Row(
+        id="0", index=0, tokens=list(tokens), prompt=len(tokens), params=params, law=params.law, seed=0, processors=(),
+        limit=len(tokens) + new, ending=frozenset(),
+    )  # fmt: skip
+
+
+# ---- Draft
+
+
+@given(st.lists(trees(), max_size=5))
+def test_a_draft_gives_back_its_trees(rows: list[Guesses]) -> None:
+    """Both ways: the trees kept on the host, and those read back from the tensors alone."""
+    draft = Draft.of(rows)
+    again = Draft(draft.tokens, draft.parents, draft.sizes, draft.confidence)
+    assert list(draft.trees) == list(again.trees) == rows
+    assert sum(draft.sizes) == len(draft.tokens) == len(draft.parents) == len(draft.confidence)
+    assert draft.tokens.dtype == draft.parents.dtype == torch.int64 and draft.confidence.dtype == torch.float32
+
+
+def test_a_chain_is_a_tree() -> None:
+    assert Guesses.chain([4, 5, 6], [0.1, 0.2, 0.3]) == Guesses([4, 5, 6], [-1, 0, 1], [0.1, 0.2, 0.3])
+
+
+# ---- the controller
+
+
+def controller(size: int = 0, **options: object) -> FixedController:
+    return FixedController(Options(**options), 5, lambda depth: size or depth)  # type: ignore[arg-type]
+
+
+@given(st.lists(st.tuples(trees(), st.integers(0, 6), st.integers(0, 16)), min_size=1, max_size=4))
+def test_trim_is_ancestor_closed_and_within_the_budget(rows: list[tuple[Guesses, int, int]]) -> None:
+    budgets = [Budget(depth, nodes) for _, depth, nodes in rows]
+    trimmed = controller().trim(Draft.of([guesses for guesses, _, _ in rows]), budgets).trees
+    for (before, depth, nodes), after in zip(rows, trimmed):
+        assert len(after.tokens) <= nodes
+        kept = [tuple(after.tokens[i] for i in path_to(after.parents, node)) for node in range(len(after.tokens))]
+        whole = [tuple(before.tokens[i] for i in path_to(before.parents, node)) for node in range(len(before.tokens))]
+        assert all(parent < i for i, parent in enumerate(after.parents))
+        assert all(len(path) <= depth for path in kept)
+        assert len(set(kept)) == len(kept) and set(kept) <= set(whole), "a node was cut from its ancestors"
+        shallow = [path for path in whole if len(path) <= depth]
+        assert kept == shallow[:nodes], "a node that had room was dropped"
+
+
+@given(st.lists(trees(), min_size=1, max_size=3))
+def test_trim_leaves_a_draft_within_its_budget_untouched(rows: list[Guesses]) -> None:
+    draft = Draft.of(rows)
+    assert controller().trim(draft, [Budget(20, 20)] * len(rows)) is draft
+
+
+def batch_of(*rows: Row, known: int = 1) -> Batch:
+    return Batch(list(rows), [len(row.tokens) - known for row in rows], [known] * len(rows))
+
+
+@pytest.mark.parametrize(("remaining", "depth"), [(1, 0), (2, 1), (4, 3), (100, 5)])
+def test_no_guess_for_the_last_token(remaining: int, depth: int) -> None:
+    """A row with one token left gets it from the step itself: a guess for it would only cost."""
+    assert controller().budget(batch_of(make_row([1, 2], remaining))) == [Budget(depth, depth)]
+
+
+def test_no_guesses_in_the_middle_of_a_prompt_nor_where_the_request_says_so() -> None:
+    assert controller().budget(batch_of(make_row([1, 2, 3], speculate=False))) == [Budget(0, 0)]
+    row = make_row([1, 2, 3])
+    assert controller().budget(Batch([row], [0], [2])) == [Budget(0, 0)]
+    assert controller().budget(Batch([row], [0], [3])) == [Budget(5, 5)]
+
+
+def test_the_batch_size_decides() -> None:
+    table = controller(num_speculative_tokens=4, disable_by_batch_size=6, num_speculative_tokens_per_batch_size=[[1, 1, 7], [2, 3, 2]])
+    assert [table.levels(n) for n in (1, 2, 3, 4, 6, 7)] == [7, 2, 2, 4, 4, 0]
+    assert table.most == 7
+    assert controller(num_speculative_tokens=0).most == 0
+
+
+# ---- match
+
+
+class Said:
+    """Laws of a target that says the same whatever it is asked: a table of paths."""
+
+    def __init__(self, answers: dict[tuple[int, ...], int], default: int = 99) -> None:
+        self.answers, self.default = answers, default
+        self.asked: list[int] = []
+
+    def pick(self, row: int, node: int, path: list[int]) -> int:
+        self.asked.append(node)
+        return self.answers.get(tuple(path), self.default)
+
+
+@given(trees(), st.randoms(use_true_random=False))
+def test_match_walks_the_deepest_path_of_the_targets_own_tokens(guesses: Guesses, rng: object) -> None:
+    paths = [path_to(guesses.parents, node) for node in range(len(guesses.tokens))]
+    goal = rng.choice([[], *paths])  # type: ignore[attr-defined]
+    tokens = [guesses.tokens[i] for i in goal]
+    laws = Said({tuple(tokens[:i]): tokens[i] for i in range(len(tokens))})
+    verdict = verify(Draft.of([guesses]), laws, batch_of(make_row([1, 2])))
+    assert verdict == Verdict([goal], [[*tokens, 99]])
+    assert laws.asked == [ROOT, *goal], "one question a level, at the nodes of the path"
+
+
+def test_a_prompt_chunk_says_nothing() -> None:
+    assert verify(Draft.of([NOTHING]), Said({}), Batch([make_row([1, 2, 3])], [0], [2])) == Verdict([[]], [[]])
+
+
+# ---- the plan
+
+
+@given(st.lists(st.tuples(st.integers(1, 20), st.integers(0, 19), trees(8)), min_size=1, max_size=3), st.randoms(use_true_random=False))
+def test_a_plan_lets_every_row_see_its_own_past_in_order(rows: list[tuple[int, int, Guesses]], rng: object) -> None:
+    """By the definition: a known token at p sees positions 0 … p; node i sees all known tokens, its ancestors and itself."""
+    plan, expected = Plan(), []  # of each row: (id, position, slots of its keys in order)
+    slots = list(range(200))
+    rng.shuffle(slots)  # type: ignore[attr-defined]
+    for length, start, guesses in rows:
+        start = min(start, length - 1)
+        row = make_row([rng.randint(0, 30) for _ in range(length)])  # type: ignore[attr-defined]
+        table = np.array([slots.pop() for _ in range(length + len(guesses.tokens))], dtype=np.int32)
+        row.table = type("Table", (), {"slots": table})()
+        add_row(plan, row, start, length, guesses)
+        for p in range(start, length):
+            expected.append((row.tokens[p], p, table[: p + 1].tolist()))
+        for node, token in enumerate(guesses.tokens):
+            path = path_to(guesses.parents, node)
+            expected.append((token, length + len(path) - 1, [*table[:length].tolist(), *(int(table[length + i]) for i in path)]))
+    plan.build()
+    assert plan.ids.tolist() == [e[0] for e in expected]
+    assert plan.positions.tolist() == [e[1] for e in expected]
+    assert plan.slots.tolist() == [e[2][-1] for e in expected], "the last key of a row is its own"
+    assert plan.longest == max(len(e[2]) for e in expected)
+    covered = 0
+    for table, first, count in plan.segments:
+        assert first == covered
+        covered += count
+        keys, order = plan.keys(first, count, table)
+        for i in range(count):
+            seen = sorted((int(order[i, j]), int(keys[j])) for j in range(len(keys)) if order[i, j] >= 0)
+            assert [at for at, _ in seen] == list(range(len(seen)))
+            assert [slot for _, slot in seen] == expected[first + i][2]
+            walked = table[: plan.seen[first + i]].tolist() + plan.paths[first + i, : plan.depths[first + i]].tolist()
+            assert walked == expected[first + i][2], "the C kernels walk the same keys"
+    assert covered == plan.length == len(expected)
+
+
+def test_the_scripted_example_is_a_binary_tree() -> None:
+    guesses = scripted_tree(make_row(list(range(20))), Budget(9, 6))
+    assert guesses.parents == [-1, -1, 0, 0, 1, 1]
