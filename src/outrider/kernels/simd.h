@@ -7,7 +7,7 @@
 #ifdef __AVX512F__
 enum { VL = 16, NV = 4, MR = 6 };            /* floats a vector, vectors and rows a register tile (6 x 4 of 32 registers) */
 #else
-enum { VL = 8, NV = 1, MR = 6 };
+enum { VL = 8, NV = 2, MR = 4 };
 #endif
 
 typedef float vf __attribute__((vector_size(VL * 4), aligned(4), may_alias));
