@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from outrider.config import EngineOptions, SpeculativeOptions, options
 from outrider.engine.engine import Engine
-from outrider.engine.text import Detokenizer
+from outrider.engine.text import Detokenizer, shown
 from outrider.errors import ConfigError, OutriderError, RequestError
 from outrider.models.hub import read_tokenizer
 from outrider.sampling.noise import mix
@@ -234,13 +234,15 @@ class LLM:
     def _text(self, row: Row) -> str:
         """Token ids that end the text are not part of it, nor is a stop string."""
         if row.text is not None:
-            if row.finish_reason is not None and not isinstance(row.stop_reason, str):
+            if row.finish_reason is None:
+                return shown(row.text.text, tuple(row.params.stop or ()))
+            if not isinstance(row.stop_reason, str):
                 row.text.flush()
             text: str = row.text.text
             return text
         if self.tokenizer is None:
             return ""
-        decoded: str = self.tokenizer.decode(row.output, skip_special_tokens=True)
+        decoded: str = self.tokenizer.decode(row.output[:-1] if row.finish_reason == "stop" else row.output, skip_special_tokens=True)
         return decoded
 
     def use(self, speculative_config: Mapping[str, Any] | None) -> None:

@@ -83,12 +83,22 @@ class Row:
 
 @dataclass
 class Batch:
-    """The rows of one step.  Row r computes tokens starts[r] … starts[r] + known[r] - 1, then nodes[r] guesses at most."""
+    """The rows of one step.  Row r computes tokens starts[r] … starts[r] + known[r] - 1, then nodes[r] guesses at most.
+
+    emits[r]: the chunk reaches the row's last token, so that a new one can be picked.
+    """
 
     rows: list[Row] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     known: list[int] = field(default_factory=list)
+    emits: list[bool] = field(default_factory=list)
     nodes: list[int] = field(default_factory=list)
+
+    def add(self, row: Row, known: int) -> None:
+        self.rows.append(row)
+        self.starts.append(row.computed)
+        self.known.append(known)
+        self.emits.append(row.computed + known == len(row.tokens))
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -96,10 +106,6 @@ class Batch:
     def end(self, r: int) -> int:
         """Position of the first guess: how many tokens of the row are known after this step's chunk."""
         return self.starts[r] + self.known[r]
-
-    def emits(self, r: int) -> bool:
-        """Whether the chunk reaches the row's last token, so that a new one can be picked."""
-        return self.end(r) == len(self.rows[r].tokens)
 
 
 class Budget(NamedTuple):

@@ -20,7 +20,7 @@ def make_row(tokens: list[int]) -> Row:
 
 
 def guess(drafter: Ngram, row: Row, depth: int) -> list[int]:
-    tree = drafter.propose(Batch([row], [0], [1]), [Budget(depth, depth)]).trees[0]
+    tree = drafter.propose(Batch([row], [0], [1], [True]), [Budget(depth, depth)]).trees[0]
     assert tree.parents == list(range(-1, len(tree.tokens) - 1)), "a chain"
     assert all(0 < c < 1 for c in tree.confidence)
     return tree.tokens

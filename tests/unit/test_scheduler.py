@@ -84,7 +84,7 @@ class Engine:
 
     def reserve(self, batch: Batch) -> list[Budget]:
         before = self.scheduler.preemptions, list(self.scheduler.running)
-        wanted = [min(self.rng.randint(0, self.guesses), row.remaining - 1) if batch.emits(r) else 0 for r, row in enumerate(batch.rows)]
+        wanted = [min(self.rng.randint(0, self.guesses), row.remaining - 1) if batch.emits[r] else 0 for r, row in enumerate(batch.rows)]
         budgets = self.scheduler.reserve(batch, [Budget(n, n) for n in wanted])
         assert (self.scheduler.preemptions, self.scheduler.running) == before, "guesses preempted a row"
         assert all(budget.nodes <= n for budget, n in zip(budgets, wanted))
@@ -106,7 +106,7 @@ class Engine:
                 self.pool.content[int(row.table.slots[p])] = tuple(row.tokens[: p + 1])
             path: list[int] = []
             said: list[int] = []
-            if batch.emits(r):
+            if batch.emits[r]:
                 path = sorted(self.rng.sample(range(batch.nodes[r]), self.rng.randint(0, batch.nodes[r])))
                 said = [self.rng.randint(1, 2) for _ in range(len(path) + 1)]
             for node in range(batch.nodes[r]):

@@ -89,7 +89,18 @@ def test_trim_leaves_a_draft_within_its_budget_untouched(rows: list[Guesses]) ->
 
 
 def batch_of(*rows: Row, known: int = 1) -> Batch:
-    return Batch(list(rows), [len(row.tokens) - known for row in rows], [known] * len(rows))
+    batch = Batch()
+    for row in rows:
+        row.computed = len(row.tokens) - known
+        batch.add(row, known)
+    return batch
+
+
+def chunk(row: Row, known: int) -> Batch:
+    """The first `known` tokens of a row that has nothing computed."""
+    batch = Batch()
+    batch.add(row, known)
+    return batch
 
 
 @pytest.mark.parametrize(("remaining", "depth"), [(1, 0), (2, 1), (4, 3), (100, 5)])
@@ -101,8 +112,8 @@ def test_no_guess_for_the_last_token(remaining: int, depth: int) -> None:
 def test_no_guesses_in_the_middle_of_a_prompt_nor_where_the_request_says_so() -> None:
     assert controller().budget(batch_of(make_row([1, 2, 3], speculate=False))) == [Budget(0, 0)]
     row = make_row([1, 2, 3])
-    assert controller().budget(Batch([row], [0], [2])) == [Budget(0, 0)]
-    assert controller().budget(Batch([row], [0], [3])) == [Budget(5, 5)]
+    assert controller().budget(chunk(row, 2)) == [Budget(0, 0)]
+    assert controller().budget(chunk(row, 3)) == [Budget(5, 5)]
 
 
 def test_the_batch_size_decides() -> None:
@@ -139,7 +150,7 @@ def test_match_walks_the_deepest_path_of_the_targets_own_tokens(guesses: Guesses
 
 
 def test_a_prompt_chunk_says_nothing() -> None:
-    assert verify(Draft.of([NOTHING]), Said({}), Batch([make_row([1, 2, 3])], [0], [2])) == Verdict([[]], [[]])
+    assert verify(Draft.of([NOTHING]), Said({}), chunk(make_row([1, 2, 3]), 2)) == Verdict([[]], [[]])
 
 
 # ---- the plan

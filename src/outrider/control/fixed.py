@@ -62,7 +62,7 @@ class FixedController:
         budgets = []
         for r, row in enumerate(batch.rows):
             # the last token of a row is never a guess: it is emitted by the step that verifies the ones before it
-            depth = min(levels, row.remaining - 1) if batch.emits(r) and row.params.speculate else 0
+            depth = min(levels, row.remaining - 1) if batch.emits[r] and row.params.speculate else 0
             budgets.append(Budget(depth, self.size(depth)))
         return budgets
 

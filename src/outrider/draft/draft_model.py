@@ -153,7 +153,7 @@ class DraftModel(Drafter):
         for r, (row, tree) in enumerate(zip(batch.rows, trees)):
             done, end = self.synced.setdefault(row, batch.starts[r]), batch.end(r)
             wanted = tree.budget.nodes > 0
-            if end > self.context or not (wanted or (row.params.speculate and not batch.emits(r))):
+            if end > self.context or not (wanted or (row.params.speculate and not batch.emits[r])):
                 continue  # a row that does not guess now catches up when it does
             assert row.table is not None
             plan.chain(row.table.slots, done, self._readable(row.tokens[done:end]))

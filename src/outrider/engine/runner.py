@@ -34,7 +34,7 @@ class Runner:
         roots: dict[int, int] = {}
         for r, (row, guesses) in enumerate(zip(batch.rows, draft.trees)):
             add_row(plan, row, batch.starts[r], batch.end(r), guesses)
-            if batch.emits(r):
+            if batch.emits[r]:
                 roots[r] = len(wanted)
                 wanted.extend(range(plan.length - len(guesses.tokens) - 1, plan.length))
         x = self.decoder.forward(plan.build(), self.pool)

@@ -47,13 +47,13 @@ class Scheduler:
                 known = min(known, left)
                 left -= known
             if known and self._room(row, row.computed + known):
-                self._enter(batch, row, known)
+                batch.add(row, known)
         while self.waiting and len(self.running) < self.seats and left > 0 and self._admit(self.waiting[0]):
             row = self.waiting.popleft()
             self.running.append(row)
             known = min(len(row.tokens) - row.computed, left)
             left -= known
-            self._enter(batch, row, known)
+            batch.add(row, known)
         return batch
 
     def reserve(self, batch: Batch, budgets: list[Budget]) -> list[Budget]:
@@ -111,7 +111,7 @@ class Scheduler:
         if token in row.ending and count >= row.params.min_tokens:
             row.finish_reason = "stop"
             row.stop_reason = token if token in (row.params.stop_token_ids or ()) else None
-        if row.text is not None:
+        elif row.text is not None:  # a token that ends the text is not part of it
             self._read(row, row.text, token)
         if row.finish_reason is None and row.remaining <= 0:
             row.finish_reason = "length"
@@ -124,11 +124,6 @@ class Scheduler:
             if found:
                 text.text = text.text[: found[0]]
                 row.finish_reason, row.stop_reason = "stop", found[1]
-
-    def _enter(self, batch: Batch, row: Row, known: int) -> None:
-        batch.rows.append(row)
-        batch.starts.append(row.computed)
-        batch.known.append(known)
 
     def _room(self, row: Row, length: int) -> bool:
         """Pages for a running row, taken from the youngest if need be.  False if the row itself had to go."""

@@ -44,6 +44,14 @@ class Detokenizer:
         return text
 
 
+def shown(text: str, stops: Sequence[str]) -> str:
+    """`text` without an end that may turn out to be the beginning of a stop string."""
+    for held in range(min(len(text), max(map(len, stops), default=1) - 1), 0, -1):
+        if any(stop.startswith(text[-held:]) for stop in stops):
+            return text[:-held]
+    return text
+
+
 def find_stop(text: str, fresh: int, stops: Sequence[str]) -> tuple[int, str] | None:
     """(where, which) of the stop string that begins first, given that only the last `fresh` characters are new."""
     found = [(at, stop) for stop in stops if (at := text.find(stop, max(0, len(text) - fresh - len(stop) + 1))) >= 0]

@@ -17,9 +17,16 @@ INLINE float bound(uint32_t u) {                              /* -log(-log u) <=
     return 0.6931472f * (float)(25 - (31 - __builtin_clz((1u << 24) - u)));
 }
 
-static float maximum(const float *l, long n) {                /* n is a multiple of VL */
+static float maximum(const float *l, long n) {                /* n is a multiple of VL; NaN if there is one */
     vf top = *(const vf *)l;
-    for (long i = VL; i < n; i += VL) { vf v = *(const vf *)(l + i); vi m = v > top; top = (vf)(((vi)v & m) | ((vi)top & ~m)); }
+    vi bad = {0};
+    for (long i = 0; i < n; i += VL) {
+        const vf v = *(const vf *)(l + i);
+        const vi m = v > top;
+        top = (vf)(((vi)v & m) | ((vi)top & ~m));
+        bad |= v != v;
+    }
+    for (int i = 0; i < VL; i++) if (bad[i]) return NAN;
     float best = top[0];
     for (int i = 1; i < VL; i++) best = top[i] > best ? top[i] : best;
     return best;

@@ -13,7 +13,7 @@ from outrider.types import ROOT, Batch, Draft, Guesses, Laws, Verdict
 def verify(draft: Draft, laws: Laws, batch: Batch) -> Verdict:
     nodes, tokens = [], []
     for r, guesses in enumerate(draft.trees):
-        path, said = _walk(r, guesses, laws) if batch.emits(r) else ([], [])
+        path, said = _walk(r, guesses, laws) if batch.emits[r] else ([], [])
         nodes.append(path)
         tokens.append(said)
     return Verdict(nodes, tokens)

@@ -1,0 +1,51 @@
+"""Tiny checkpoints, made once a session."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from helpers import tiny_checkpoint
+
+from outrider import LLM
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="session")
+def llama(checkpoints: Path) -> str:
+    """Two layers, four heads over two, float32."""
+    return tiny_checkpoint(checkpoints / "llama")
+
+
+@pytest.fixture(scope="session")
+def stranger(checkpoints: Path) -> str:
+    """Another random model of the same vocabulary: a draft that is nearly always wrong."""
+    return tiny_checkpoint(checkpoints / "stranger", seed=1, num_hidden_layers=1)
+
+
+@pytest.fixture(scope="session")
+def mistral(checkpoints: Path) -> str:
+    """Every layer sees eight tokens."""
+    return tiny_checkpoint(checkpoints / "mistral", "Mistral", sliding_window=8)
+
+
+@pytest.fixture(scope="session")
+def qwen3(checkpoints: Path) -> str:
+    """Norms of queries and keys, and three layers."""
+    return tiny_checkpoint(checkpoints / "qwen3", "Qwen3", num_hidden_layers=3)
+
+
+@pytest.fixture(scope="session")
+def plain(llama: str) -> LLM:
+    """Plain decoding: what everything is compared with."""
+    return LLM(llama, max_num_seqs=4, enable_prefix_caching=False)
+
+
+@pytest.fixture(scope="session")
+def fast(llama: str) -> LLM:
+    """The engine under test; every test puts its own drafter in."""
+    return LLM(llama, max_num_seqs=4)

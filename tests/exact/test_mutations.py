@@ -1,0 +1,332 @@
+"""The exactness tests can fail: an engine broken on purpose says other tokens, and the comparison notices.
+
+Every test first shows that the healthy engine says what plain decoding says, then breaks one thing and shows that at
+least one prompt of the same traffic comes out differently.  The controls at the end break what must not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import Scripts, Truth, answer, prompts_of, settled, tiny_prompts
+
+from outrider import LLM, SamplingParams
+from outrider.attention.plan import Plan
+from outrider.cache.pool import Pool
+from outrider.cache.slots import PAGE, Table
+from outrider.engine.runner import Seen
+from outrider.engine.scheduler import Scheduler
+from outrider.types import ROOT, Batch, Draft, Laws, Verdict
+
+PROMPTS = tiny_prompts(4, seed=4)
+GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.8, seed=5, max_tokens=30, ignore_eos=True)
+DEPTH = 6
+
+
+class Scene:
+    """Some prompts, what plain decoding says to them, and an engine whose drafter knows it."""
+
+    def __init__(self, plain: LLM, fast: LLM, params: SamplingParams | Sequence[SamplingParams], script: str) -> None:
+        self.llm, self.params = fast, [params] * len(PROMPTS) if isinstance(params, SamplingParams) else list(params)
+        self.expected, truth = [], Truth()
+        for prompt, p in zip(PROMPTS, self.params):
+            output = answer(plain, prompt, p)
+            self.expected.append([sample.token_ids for sample in output.outputs])
+            truth.learn(prompt, 5, output.outputs)
+        ahead = truth.ahead
+        truth.ahead = lambda row, count: ahead(row, count) if row.seed == 5 else []  # type: ignore[method-assign]
+        fast.use({"method": "scripted", "script": getattr(Scripts(truth), script), "nodes": 40, "num_speculative_tokens": DEPTH})
+
+    def differences(self) -> int:
+        """How many prompts come out differently."""
+        outputs = self.llm.generate(prompts_of(PROMPTS), self.params)
+        return sum([s.token_ids for s in output.outputs] != e for output, e in zip(outputs, self.expected))
+
+    def healthy(self) -> None:
+        assert self.differences() == 0
+        settled(self.llm)
+        self.llm.engine.forget_prefixes()
+
+
+Setup = Callable[..., Scene]
+
+
+@pytest.fixture
+def scene(plain: LLM, fast: LLM) -> Setup:
+    """`scene(params, script)`: a healthy one, shown to be healthy."""
+
+    def make(params: SamplingParams | Sequence[SamplingParams] = GREEDY, script: str = "hidden") -> Scene:
+        many = [params] if isinstance(params, SamplingParams) else params
+        seeded = [SamplingParams(**{**vars(p), "seed": 5}) for p in many]
+        made = Scene(plain, fast, seeded[0] if isinstance(params, SamplingParams) else seeded, script)
+        made.healthy()
+        return made
+
+    return make
+
+
+# ---- masks and positions
+
+
+def edit_nodes(monkeypatch: pytest.MonkeyPatch, edit: Callable[[Plan, int, np.ndarray, int, list[int]], None]) -> None:
+    """After a guess has entered the plan, `edit(plan, its row, table, seen, path)` may spoil it."""
+    node = Plan.node
+
+    def spoilt(self: Plan, table: np.ndarray, seen: int, path: Sequence[int], token: int) -> None:
+        node(self, table, seen, path, token)
+        edit(self, self.length - 1, table, seen, list(path))
+
+    monkeypatch.setattr(Plan, "node", spoilt)
+
+
+def test_a_node_that_sees_a_sibling(scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mask lets a node see the first guess of the tree, which is not among its ancestors."""
+    broken = scene()
+
+    def edit(plan: Plan, row: int, table: np.ndarray, seen: int, path: list[int]) -> None:
+        if int(table[seen]) not in path:
+            plan._paths[row] = [int(table[seen]), *path]
+
+    edit_nodes(monkeypatch, edit)
+    assert broken.differences() > 0
+
+
+def test_a_node_that_does_not_see_its_parent(scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mask gives it the last known token once more instead."""
+    broken = scene()
+
+    def edit(plan: Plan, row: int, table: np.ndarray, seen: int, path: list[int]) -> None:
+        if len(path) > 1:
+            plan._paths[row] = [*path[:-2], int(table[seen - 1]), path[-1]]
+
+    edit_nodes(monkeypatch, edit)
+    assert broken.differences() > 0
+
+
+def test_a_node_that_misses_a_known_token(scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sees one token less of what is certain."""
+    broken = scene()
+
+    def edit(plan: Plan, row: int, table: np.ndarray, seen: int, path: list[int]) -> None:
+        plan._seen[row] -= 1
+
+    edit_nodes(monkeypatch, edit)
+    assert broken.differences() > 0
+
+
+def test_a_node_one_position_too_far(scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rotation is that of the next position."""
+    broken = scene()
+
+    def edit(plan: Plan, row: int, table: np.ndarray, seen: int, path: list[int]) -> None:
+        plan._positions[row] += 1
+
+    edit_nodes(monkeypatch, edit)
+    assert broken.differences() > 0
+
+
+# ---- sampling
+
+
+def forget_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every node is sampled as if it hung from nothing: noise and processors of the root's position."""
+
+    def pick(self: Seen, row: int, node: int, path: Sequence[int]) -> int:
+        return self.sampler.pick(self.batch.rows[row], (), self.logits[self.roots[row] + 1 + node])
+
+    monkeypatch.setattr(Seen, "pick", pick)
+
+
+@pytest.mark.parametrize("script", ["right", "hidden"])
+def test_noise_of_the_wrong_position(script: str, scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = scene(SAMPLED, script)
+    forget_paths(monkeypatch)
+    assert broken.differences() > 0
+
+
+def test_noise_alone_does_not_matter_to_a_greedy_request(scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control of the one before and of the one after: without noise and processors there is nothing to go wrong."""
+    unbroken = scene(GREEDY, "right")
+    forget_paths(monkeypatch)
+    assert unbroken.differences() == 0
+
+
+def test_one_min_tokens_state_for_all_nodes(scene: Setup, plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that may end from its ninth token on, and does end there, inside a path: the root's state forbids it."""
+    params = []
+    for prompt in PROMPTS:
+        tokens = answer(plain, prompt, GREEDY).outputs[0].token_ids
+        at = next(i for i in range(DEPTH + 2, 2 * DEPTH) if tokens[i] not in tokens[:i])
+        params.append(SamplingParams(**{**vars(GREEDY), "min_tokens": at, "stop_token_ids": [tokens[at]]}))
+    broken = scene(params, "right")
+    forget_paths(monkeypatch)
+    assert broken.differences() > 0
+
+
+def test_logits_of_the_wrong_node(scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The law after the first guess is read from the root."""
+    broken = scene()
+
+    def pick(self: Seen, row: int, node: int, path: Sequence[int]) -> int:
+        return self.sampler.pick(self.batch.rows[row], path, self.logits[self.roots[row] + max(node, 0)])
+
+    monkeypatch.setattr(Seen, "pick", pick)
+    assert broken.differences() > 0
+
+
+# ---- verifying and committing
+
+
+def test_a_token_accepted_unseen(scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The verifier walks one node too far: to a child that the target did not choose."""
+    broken = scene(GREEDY, "deep")
+    verify = broken.llm.engine.verify
+
+    def greedy_walk(draft: Draft, laws: Laws, batch: Batch) -> Verdict:
+        verdict = verify(draft, laws, batch)
+        for r, tree in enumerate(draft.trees):
+            last = verdict.nodes[r][-1] if verdict.nodes[r] else ROOT
+            child = next((i for i, parent in enumerate(tree.parents) if parent == last), None)
+            if child is not None and verdict.tokens[r]:
+                verdict.nodes[r].append(child)
+                verdict.tokens[r][-1] = tree.tokens[child]
+                verdict.tokens[r].append(laws.pick(r, child, verdict.tokens[r]))
+        return verdict
+
+    monkeypatch.setattr(broken.llm.engine, "verify", greedy_walk)
+    assert broken.differences() > 0
+
+
+def test_a_child_of_someone_else(scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The verifier looks for the token anywhere in the tree, whoever its parent is."""
+    broken = scene()
+
+    def anywhere(draft: Draft, laws: Laws, batch: Batch) -> Verdict:
+        verdict = Verdict([], [])
+        for r, tree in enumerate(draft.trees):
+            path: list[int] = []
+            said = [laws.pick(r, ROOT, ())] if batch.emits[r] else []
+            while said and (node := next((i for i, t in enumerate(tree.tokens) if t == said[-1] and i not in path), None)) is not None:
+                path.append(node)
+                said.append(laws.pick(r, node, said))
+            verdict.nodes.append(path)
+            verdict.tokens.append(said)
+        return verdict
+
+    monkeypatch.setattr(broken.llm.engine, "verify", anywhere)
+    assert broken.differences() > 0
+
+
+def test_an_accepted_path_left_where_it_was(scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its K/V stays in the slots of the tree instead of moving to those of its positions."""
+    broken = scene()
+    monkeypatch.setattr(Pool, "move", lambda self, sources, targets: None)
+    assert broken.differences() > 0
+
+
+def test_an_accepted_path_moved_one_slot_too_far(scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = scene()
+    move = Pool.move
+    monkeypatch.setattr(Pool, "move", lambda self, sources, targets: move(self, sources, [t + 1 for t in targets]))
+    assert broken.differences() > 0
+
+
+def test_a_path_moved_while_it_is_read(scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots copied one by one from the last to the first: a slot may be overwritten before it is read."""
+    broken = scene()
+    move = Pool.move
+
+    def backwards(self: Pool, sources: Sequence[int], targets: Sequence[int]) -> None:
+        for source, target in reversed(list(zip(sources, targets))):
+            move(self, [source], [target])
+
+    monkeypatch.setattr(Pool, "move", backwards)
+    assert broken.differences() > 0
+
+
+def test_a_token_committed_past_the_end(scene: Setup, plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler looks at the last token of a step only: a stop token inside a path goes unnoticed."""
+    params = []
+    for prompt in PROMPTS:
+        tokens = answer(plain, prompt, GREEDY).outputs[0].token_ids
+        params.append(SamplingParams(**{**vars(GREEDY), "stop_token_ids": [tokens[DEPTH + 2]]}))
+    free = scene(GREEDY, "right")  # a drafter that knows what comes after the stop
+    free.params = [SamplingParams(**{**vars(p), "seed": 5}) for p in params]
+    free.expected = [[sample.token_ids for sample in answer(plain, prompt, p).outputs] for prompt, p in zip(PROMPTS, params)]
+    free.healthy()
+
+    def blind(self: Scheduler, batch: Batch, verdict: Verdict) -> Verdict:
+        for row, tokens in zip(batch.rows, verdict.tokens):
+            row.tokens.extend(tokens)
+            if tokens:
+                self._ends(row, tokens[-1])
+        return verdict
+
+    monkeypatch.setattr(Scheduler, "clip", blind)
+    assert free.differences() > 0
+
+
+# ---- sharing
+
+
+def test_a_prefix_hit_on_the_wrong_page(scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The index looks at how many pages came before, not at their tokens."""
+    broken = scene()
+    monkeypatch.setattr(Table, "key", lambda self, tokens: (len(self.nodes), ()))
+    assert max(len(prompt) for prompt in PROMPTS) > PAGE
+    broken.differences()
+    assert broken.differences() > 0
+
+
+def test_a_fork_without_its_last_page(scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A further sample gets an empty page where the prompt's last tokens should have been copied."""
+    broken = scene(SamplingParams(**{**vars(SAMPLED), "n": 2}), "right")  # a chain: nothing else is moved
+    monkeypatch.setattr(Pool, "move", lambda self, sources, targets: None)
+    assert broken.differences() > 0
+
+
+# ---- controls: what must not matter
+
+
+def test_nonsense_in_the_drafts_cache_changes_no_token(plain: LLM, fast: LLM, llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noise in the K/V of a draft model: fewer guesses are right, every token stays."""
+    expected = [answer(plain, prompt, SAMPLED).outputs[0].token_ids for prompt in PROMPTS]
+    fast.use({"method": "draft_model", "model": llama, "siblings": 2, "num_speculative_tokens": 4})
+    before = fast.generate(prompts_of(PROMPTS), SAMPLED)
+    drafter: Any = fast.engine.drafter
+    propose = drafter.propose
+
+    def spoilt(*given: Any) -> Draft:
+        draft: Draft = propose(*given)
+        drafter.pool.data.normal_()
+        return draft
+
+    monkeypatch.setattr(drafter, "propose", spoilt)
+    after = fast.generate(prompts_of(PROMPTS), SAMPLED)
+    assert [o.outputs[0].token_ids for o in before] == expected
+    assert [o.outputs[0].token_ids for o in after] == expected
+    accepted = [sum(o.speculation.accepted for o in outputs) for outputs in (before, after)]
+    assert accepted[1] < accepted[0], "the mutation should have hurt the draft"
+
+
+@pytest.mark.parametrize("script", ["right", "hidden"])
+def test_nobody_reads_what_was_not_committed(script: str, scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN in every slot of the target's cache that holds no committed token, after every step: every token stays."""
+    unbroken = scene(SAMPLED, script)
+    engine = unbroken.llm.engine
+    commit = engine.scheduler.commit
+
+    def poison(batch: Batch, verdict: Verdict) -> None:
+        commit(batch, verdict)
+        committed = {slot for row in engine.scheduler.running if row.table is not None for slot in row.table.slots[: row.computed].tolist()}
+        committed |= {page * PAGE + i for page in engine.cache.entry for i in range(PAGE)}
+        data = engine.cache.pools[0].data
+        data[:, :, [slot for slot in range(data.shape[2]) if slot not in committed]] = float("nan")
+
+    monkeypatch.setattr(engine.scheduler, "commit", poison)
+    assert unbroken.differences() == 0
+    assert unbroken.differences() == 0  # and once more, from the prefix cache
