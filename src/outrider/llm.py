@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -244,6 +245,14 @@ class LLM:
             return ""
         decoded: str = self.tokenizer.decode(row.output[:-1] if row.finish_reason == "stop" else row.output, skip_special_tokens=True)
         return decoded
+
+    def variant(self, speculative_config: Mapping[str, Any] | None) -> LLM:
+        """Another LLM on the same weights, with a drafter, a cache and a queue of its own: to compare methods side by side."""
+        twin = copy.copy(self)
+        twin.engine, twin._requests = copy.copy(self.engine), {}
+        speculation = SpeculativeOptions.of(speculative_config)
+        twin.engine.use(speculation.method(speculation.options, self.engine.target), speculation)
+        return twin
 
     def use(self, speculative_config: Mapping[str, Any] | None) -> None:
         """Changes the drafter of a loaded model; the weights of the target stay.  Nothing may be in flight."""

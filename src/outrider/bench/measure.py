@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -72,28 +73,32 @@ def measure(
     repeats: int = 1,
     tick: Callable[[str], None] = lambda label: None,
 ) -> list[Measured]:
-    """Every config over every (kind, prompt), one request at a time; the best of `repeats` times each."""
-    results = []
-    for label, config in configs.items():
-        llm.use(config)
-        llm.generate(prompts[0][1], params)  # warm up
-        result = Measured(label)
-        llm.engine.reset()
-        for kind, prompt in prompts:
-            best: tuple[float, RequestOutput] | None = None
-            for _ in range(repeats):
-                llm.engine.forget_prefixes()
-                began = time.perf_counter()
-                (output,) = llm.generate(prompt, params)
-                seconds = time.perf_counter() - began
-                if best is None or seconds < best[0]:
-                    best = (seconds, output)
-                tick(label)
-            assert best is not None
+    """Every config over every (kind, prompt), one request at a time; the best of `repeats` times each.
+
+    Methods take turns at each prompt, so that a machine that slows down for a while slows all of them.
+    """
+    variants = {label: llm.variant(config) for label, config in configs.items()}
+    results = [Measured(label) for label in configs]
+    for variant in variants.values():
+        variant.generate(prompts[0][1], params)  # warm up
+        variant.engine.reset()
+    for kind, prompt in prompts:
+        best: dict[str, tuple[float, RequestOutput]] = {}
+        for label, variant in itertools.chain.from_iterable(variants.items() for _ in range(repeats)):
+            variant.engine.forget_prefixes()
+            began = time.perf_counter()
+            (output,) = variant.generate(prompt, params)
+            seconds = time.perf_counter() - began
+            if label not in best or seconds < best[label][0]:
+                best[label] = (seconds, output)
+            tick(label)
+        for result in results:
+            seconds, output = best[result.method]
             result.kinds.append(kind)
-            result.seconds.append(best[0])
-            result.tokens.append(best[1].outputs[0].token_ids)
-            result.speculation.append(best[1].speculation)
-        result.drafting = llm.engine.times.propose / max(1e-9, sum(llm.engine.times))
-        results.append(result)
+            result.seconds.append(seconds)
+            result.tokens.append(output.outputs[0].token_ids)
+            result.speculation.append(output.speculation)
+    for result in results:
+        times = variants[result.method].engine.times
+        result.drafting = times.propose / sum(times)
     return results
