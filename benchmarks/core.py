@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -122,9 +121,10 @@ def peak_memory(folder: Path) -> dict[str, int]:
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import core\n"
         f"llm = core.LLM(model={str(folder)!r}, kv_cache_memory_bytes={limit}, max_model_len=1024)\n"
         "llm.generate([core.prompt(512, i) for i in range(8)], core.greedy(64))\n"
-        "print(core.resource.getrusage(core.resource.RUSAGE_SELF).ru_maxrss * 1024)"
+        "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')), 1024)"
     )
-    peak = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()[-1])
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    peak = int(out[-2]) * int(out[-1])
     weights = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
     return {"peak": peak, "weights": weights, "limit": limit, "allowed": int(weights * 1.15) + limit + 600_000_000}
 
@@ -133,10 +133,10 @@ def run(folder: Path, gguf: Path | None, openvino: Path | None) -> dict[str, Any
     model = checkpoint(folder / "llama100m")
     llm = LLM(model=str(model), max_num_batched_tokens=512)
     ours = [decode_speed(llm)]
-    plain = peers.plain(model, PROMPT, NEW, gguf=gguf, openvino=openvino)
+    plain = peers.plain(str(model), PROMPT, NEW, gguf=gguf and str(gguf), openvino=openvino and str(openvino))
     ours.append(decode_speed(llm))  # before and after the rivals: the machine's mood shows
     rows = forward_ms(llm)
-    theirs = peers.batched(gguf) if gguf else {}
+    theirs = peers.batched(str(gguf)) if gguf else {}
     sampled = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=NEW, ignore_eos=True, seed=1)
     small = str(checkpoint(folder / "draft", layers=2, seed=1))
     drafts: dict[str, dict[str, Any] | None] = {
@@ -195,4 +195,3 @@ if __name__ == "__main__":
     show(found, Console())
     if given.json:
         given.json.write_text(json.dumps(found, indent=1) + "\n")
-    assert resource  # used by the child process of peak_memory

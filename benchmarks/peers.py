@@ -8,7 +8,7 @@ Each peer runs in a subprocess of its own, with its own interpreter or binary:
 
 A missing peer is reported as "not installed", one that breaks as "failed"; neither stops the others.
 All rates are decode tokens per second, prefill excluded. llama-bench decodes from an empty context, the other two
-after the prompt; OpenVINO may keep its key-value cache in 8 bits by default (the device's defaults are in the JSON).
+after the prompt; OpenVINO keeps its key-value cache in 16 bits here, which was faster than its default of 8.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _openvino(model_dir: str, prompt_tokens: int, new_tokens: int, threads: int,
     import openvino
     import openvino_genai
 
-    pipe = openvino_genai.LLMPipeline(model_dir, "CPU", INFERENCE_NUM_THREADS=threads)
+    pipe = openvino_genai.LLMPipeline(model_dir, "CPU", INFERENCE_NUM_THREADS=threads, KV_CACHE_PRECISION="f16")
     config = openvino_genai.GenerationConfig()
     config.do_sample, config.ignore_eos, config.max_new_tokens = False, True, new_tokens + 1
     ids = openvino.Tensor(np.array([_prompt(model_dir, prompt_tokens)], dtype=np.int64))
@@ -112,7 +112,7 @@ def _openvino(model_dir: str, prompt_tokens: int, new_tokens: int, threads: int,
         rates.append(1000 / metrics.get_tpot().mean)
     core = openvino.Core()  # tells the defaults of the device, which the pipeline was not asked to change
     version = {"openvino": openvino.__version__, "genai": openvino_genai.__version__}
-    version |= {key: str(core.get_property("CPU", key)) for key in ("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION")}
+    version |= {key: str(core.get_property("CPU", key)) for key in ("INFERENCE_PRECISION_HINT",)}
     return {"status": "ok", "tokens_per_s": statistics.median(rates[1:]), "runs": rates[1:], "version": version}
 
 

@@ -10,9 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from outrider import LLM, CompletionOutput, RequestOutput, SamplingParams
+from outrider.attention.plan import Plan
 from outrider.config import SpeculativeOptions
 from outrider.draft import method
 from outrider.types import Budget, Guesses, Row
@@ -261,3 +263,10 @@ class Scripts:
             parents += [tip, tip, tip, tip]
             tip = len(tokens) - 4
         return _guesses(tokens, parents)
+
+
+def walk(plan: Plan, table: np.ndarray, row: int) -> list[int]:
+    """The slots that the C kernels walk for one row of a built plan."""
+    _, _, _, seen, depth, address = plan.host[:, row].tolist()
+    assert address == table.ctypes.data
+    return [*table[:seen].tolist(), *(plan.host_paths[row, :depth].tolist() if depth else ())]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,16 +106,22 @@ class LLM:
             assert requests[0].error is not None
             raise requests[0].error
         live = [request for request in requests if isinstance(request, _Request)]
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         try:
-            with Progress(*columns, disable=not use_tqdm, transient=True) as bar:
-                task = bar.add_task("Answering", total=len(live))
-                while not all(request.finished for request in live):
-                    self.engine.step()
-                    bar.update(task, completed=sum(request.finished for request in live))
+            if use_tqdm:
+                columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+                with Progress(*columns, transient=True) as bar:
+                    task = bar.add_task("Answering", total=len(live))
+                    self._run(live, lambda: bar.update(task, completed=sum(request.finished for request in live)))
+            else:
+                self._run(live, lambda: None)
         finally:
             done = [self._leave(request) if isinstance(request, _Request) else request for request in requests]
         return done
+
+    def _run(self, live: list[_Request], tick: Callable[[], None]) -> None:
+        while not all(request.finished for request in live):
+            self.engine.step()
+            tick()
 
     def stream(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None

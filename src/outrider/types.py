@@ -7,11 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple, Protocol
-
-import torch
-from torch import Tensor
 
 from outrider.cache.slots import Table
 from outrider.sampling.params import Law, SamplingParams
@@ -133,33 +129,14 @@ NOTHING = Guesses([], [], [])
 
 @dataclass(frozen=True)
 class Draft:
-    """N guesses over B rows, row by row."""
+    """The guesses of one step: trees[r] hangs from the last known token of row r; siblings hold distinct tokens."""
 
-    tokens: Tensor  # int64 [N]
-    parents: Tensor  # int64 [N], row-local: -1 = the root; parents[i] < i; siblings distinct
-    sizes: tuple[int, ...]  # guesses a row; host integers
-    confidence: Tensor  # float32 [N]: estimate that a node is right given that its parent is
+    trees: Sequence[Guesses]
 
-    @staticmethod
-    def of(rows: Sequence[Guesses]) -> Draft:
-        draft = Draft(
-            torch.tensor([t for g in rows for t in g.tokens], dtype=torch.int64),
-            torch.tensor([p for g in rows for p in g.parents], dtype=torch.int64),
-            tuple(len(g.tokens) for g in rows),
-            torch.tensor([c for g in rows for c in g.confidence], dtype=torch.float32),
-        )
-        draft.__dict__["trees"] = rows  # they are on the host already
-        return draft
-
-    @cached_property
-    def trees(self) -> Sequence[Guesses]:
-        """The same as host lists, a tree a row; copied once."""
-        tokens, parents, confidence = self.tokens.tolist(), self.parents.tolist(), self.confidence.tolist()
-        out, at = [], 0
-        for size in self.sizes:
-            out.append(Guesses(tokens[at : at + size], parents[at : at + size], confidence[at : at + size]))
-            at += size
-        return out
+    @property
+    def sizes(self) -> list[int]:
+        """Guesses a row."""
+        return [len(tree.tokens) for tree in self.trees]
 
 
 @dataclass

@@ -176,7 +176,7 @@ class Again(Drafter):
 
     def propose(self, batch, budgets):
         said = [[row.tokens[-1]] * budget.depth for row, budget in zip(batch.rows, budgets)]
-        return Draft.of([Guesses.chain(tokens, [self.options.strength] * len(tokens)) for tokens in said])
+        return Draft([Guesses.chain(tokens, [self.options.strength] * len(tokens)) for tokens in said])
 '''
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers import walk
 from torch import Tensor
 
 from outrider.attention.plan import Plan
@@ -123,7 +124,9 @@ def test_linear_writes_nothing_past_its_outputs(dtype: torch.dtype) -> None:
 def test_embed_reads_rows_of_a_packed_weight(inputs: int, outputs: int, dtype: torch.dtype) -> None:
     kernels, weight = c_kernels(dtype), torch.randn(outputs, inputs)
     ids = torch.randint(outputs, (11,))
-    assert torch.equal(kernels.embed(kernels.pack(weight), ids), weight.to(dtype).float()[ids])
+    plan = Plan()
+    plan.chain(np.arange(11, dtype=np.int32), 0, ids.tolist())
+    assert torch.equal(kernels.embed(kernels.pack(weight), plan.build()), weight.to(dtype).float()[ids])
 
 
 @needs_c
@@ -222,7 +225,7 @@ def test_the_reference_attention_is_the_definition() -> None:
     got = TorchKernels(CPU, torch.float32).attend(q, spec, plan, pool, 0, scale, window).view(plan.length, 4, 16)
     for table, first, count in plan.segments:
         for row in range(first, first + count):
-            keys = [*table[: plan.seen[row]].tolist(), *plan.paths[row, : plan.depths[row]].tolist()][-window:]
+            keys = walk(plan, table, row)[-window:]
             for head in range(4):
                 k, v = pool.data[0, 0, keys, head // 2, :16], pool.data[0, 1, keys, head // 2, :16]
                 near(got[row, head], ((k @ q[row, head]) * scale).softmax(0) @ v)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
+from helpers import walk
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,17 +43,7 @@ def make_row(tokens: list[int], new: int = 16, speculate: bool = True) -> Row:
     )  # fmt: skip
 
 
-# ---- Draft
-
-
-@given(st.lists(trees(), max_size=5))
-def test_a_draft_gives_back_its_trees(rows: list[Guesses]) -> None:
-    """Both ways: the trees kept on the host, and those read back from the tensors alone."""
-    draft = Draft.of(rows)
-    again = Draft(draft.tokens, draft.parents, draft.sizes, draft.confidence)
-    assert list(draft.trees) == list(again.trees) == rows
-    assert sum(draft.sizes) == len(draft.tokens) == len(draft.parents) == len(draft.confidence)
-    assert draft.tokens.dtype == draft.parents.dtype == torch.int64 and draft.confidence.dtype == torch.float32
+# ---- Guesses
 
 
 def test_a_chain_is_a_tree() -> None:
@@ -70,7 +60,7 @@ def controller(size: int = 0, **options: object) -> FixedController:
 @given(st.lists(st.tuples(trees(), st.integers(0, 6), st.integers(0, 16)), min_size=1, max_size=4))
 def test_trim_is_ancestor_closed_and_within_the_budget(rows: list[tuple[Guesses, int, int]]) -> None:
     budgets = [Budget(depth, nodes) for _, depth, nodes in rows]
-    trimmed = controller().trim(Draft.of([guesses for guesses, _, _ in rows]), budgets).trees
+    trimmed = controller().trim(Draft([guesses for guesses, _, _ in rows]), budgets).trees
     for (before, depth, nodes), after in zip(rows, trimmed):
         assert len(after.tokens) <= nodes
         kept = [tuple(after.tokens[i] for i in path_to(after.parents, node)) for node in range(len(after.tokens))]
@@ -84,7 +74,7 @@ def test_trim_is_ancestor_closed_and_within_the_budget(rows: list[tuple[Guesses,
 
 @given(st.lists(trees(), min_size=1, max_size=3))
 def test_trim_leaves_a_draft_within_its_budget_untouched(rows: list[Guesses]) -> None:
-    draft = Draft.of(rows)
+    draft = Draft(rows)
     assert controller().trim(draft, [Budget(20, 20)] * len(rows)) is draft
 
 
@@ -144,13 +134,13 @@ def test_match_walks_the_deepest_path_of_the_targets_own_tokens(guesses: Guesses
     goal = rng.choice([[], *paths])  # type: ignore[attr-defined]
     tokens = [guesses.tokens[i] for i in goal]
     laws = Said({tuple(tokens[:i]): tokens[i] for i in range(len(tokens))})
-    verdict = verify(Draft.of([guesses]), laws, batch_of(make_row([1, 2])))
+    verdict = verify(Draft([guesses]), laws, batch_of(make_row([1, 2])))
     assert verdict == Verdict([goal], [[*tokens, 99]])
     assert laws.asked == [ROOT, *goal], "one question a level, at the nodes of the path"
 
 
 def test_a_prompt_chunk_says_nothing() -> None:
-    assert verify(Draft.of([NOTHING]), Said({}), chunk(make_row([1, 2, 3]), 2)) == Verdict([[]], [[]])
+    assert verify(Draft([NOTHING]), Said({}), chunk(make_row([1, 2, 3]), 2)) == Verdict([[]], [[]])
 
 
 # ---- the plan
@@ -187,7 +177,7 @@ def test_a_plan_lets_every_row_see_its_own_past_in_order(rows: list[tuple[int, i
             seen = sorted((int(order[i, j]), int(keys[j])) for j in range(len(keys)) if order[i, j] >= 0)
             assert [at for at, _ in seen] == list(range(len(seen)))
             assert [slot for _, slot in seen] == expected[first + i][2]
-            walked = table[: plan.seen[first + i]].tolist() + plan.paths[first + i, : plan.depths[first + i]].tolist()
+            walked = walk(plan, table, first + i)
             assert walked == expected[first + i][2], "the C kernels walk the same keys"
     assert covered == plan.length == len(expected)
 

@@ -21,64 +21,75 @@ from torch import Tensor
 class Plan:
     """Rows in the order in which they were added; `build` freezes them.
 
-    After `build`: ids, positions, slots int64 [n]; seen, depths int64 [n] (how much of the table, how long a path);
-    paths int32 [n, width]; `segments` = (table, first row, rows) of each request.
+    After `build`: ids, positions, slots, seen, depths int64 [n] (depths: how long a path); paths int32 [n, width];
+    `segments` = (table, first row, rows) of each request.  The `…_at` are addresses of the same, for the C kernels; tensors
+    are only made where somebody asks.
     """
 
     def __init__(self) -> None:
         self.segments: list[tuple[np.ndarray, int, int]] = []
-        self.length = 0
+        self.length = self.longest = 0
         self._ids: list[int] = []
         self._positions: list[int] = []
         self._slots: list[int] = []
         self._seen: list[int] = []
+        self._depths: list[int] = []
+        self._tables: list[int] = []
         self._paths: dict[int, Sequence[int]] = {}
 
     def chain(self, table: np.ndarray, start: int, tokens: Sequence[int]) -> None:
         """Known tokens at positions start … of a request whose slots are `table` (int32, one a position)."""
-        n = len(tokens)
-        self._segment(table, n)
+        n, end = len(tokens), start + len(tokens)
+        self._segment(table, n, end)
         self._ids.extend(tokens)
-        self._positions.extend(range(start, start + n))
-        self._slots.extend(table[start : start + n].tolist())
-        self._seen.extend(range(start + 1, start + n + 1))
+        self._positions.extend(range(start, end))
+        self._slots.extend(table[start:end].tolist())
+        self._seen.extend(range(start + 1, end + 1))
+        self._depths.extend([0] * n)
 
     def node(self, table: np.ndarray, seen: int, path: Sequence[int], token: int) -> None:
         """A guess that sees `seen` tokens and then the slots of its ancestors; the last slot of `path` is its own."""
         self._paths[self.length] = path
-        self._segment(table, 1)
+        self._segment(table, 1, seen + len(path))
         self._ids.append(token)
         self._positions.append(seen + len(path) - 1)
         self._slots.append(path[-1])
         self._seen.append(seen)
+        self._depths.append(len(path))
 
-    def _segment(self, table: np.ndarray, n: int) -> None:
+    def _segment(self, table: np.ndarray, n: int, sees: int) -> None:
         if self.segments and self.segments[-1][0] is table:
             table, first, count = self.segments[-1]
             self.segments[-1] = (table, first, count + n)
+            self._tables.extend(self._tables[-1:] * n)
         else:
             self.segments.append((table, self.length, n))
+            self._tables.extend([table.ctypes.data] * n)
         self.length += n
+        self.longest = max(self.longest, sees)
 
     def build(self) -> Plan:
-        """Freezes the plan into tensors, and notes the addresses that the C kernels take."""
-        n = self.length
-        host = np.array((self._ids, self._positions, self._slots, self._seen), dtype=np.int64)
-        self.ids, self.positions, self.slots, self.seen = torch.from_numpy(host)
+        self.host = np.array((self._ids, self._positions, self._slots, self._seen, self._depths, self._tables), dtype=np.int64)
+        first, step = self.host.ctypes.data, self.length * 8
+        self.ids_at, self.positions_at, self.slots_at, self.seen_at, self.depths_at, self.tables_at = (first + i * step for i in range(6))
         self.width = max(map(len, self._paths.values()), default=0)
-        paths, depths = np.zeros((n, self.width), dtype=np.int32), np.zeros(n, dtype=np.int64)
+        self.host_paths = np.zeros((self.length if self.width else 0, self.width), dtype=np.int32)
         for row, path in self._paths.items():
-            paths[row, : len(path)] = path
-            depths[row] = len(path)
-        pointers = np.repeat(
-            np.array([table.ctypes.data for table, _, _ in self.segments], dtype=np.int64), [count for _, _, count in self.segments]
-        )
-        self.paths, self.depths = torch.from_numpy(paths), torch.from_numpy(depths)
-        self.longest = int((host[3] + depths).max(initial=0))
-        self.positions_at, self.slots_at, self.seen_at = host[1].ctypes.data, host[2].ctypes.data, host[3].ctypes.data
-        self.paths_at, self.depths_at, self.tables_at = paths.ctypes.data, depths.ctypes.data, pointers.ctypes.data
-        self._alive = (host, paths, depths, pointers)  # the addresses above point into these
+            self.host_paths[row, : len(path)] = path
+        self.paths_at = self.host_paths.ctypes.data
         return self
+
+    @property
+    def ids(self) -> Tensor:
+        return torch.from_numpy(self.host[0])
+
+    @property
+    def positions(self) -> Tensor:
+        return torch.from_numpy(self.host[1])
+
+    @property
+    def slots(self) -> Tensor:
+        return torch.from_numpy(self.host[2])
 
     def keys(self, first: int, count: int, table: np.ndarray) -> tuple[Tensor, Tensor]:
         """(slots [m], position of each in the row's order or -1 where it must not look [count, m]) of one segment.

@@ -69,7 +69,7 @@ class FixedController:
     def trim(self, draft: Draft, budgets: list[Budget]) -> Draft:
         trees = draft.trees
         kept = [_within(tree, budget) for tree, budget in zip(trees, budgets)]
-        return draft if all(a is b for a, b in zip(kept, trees)) else Draft.of(kept)
+        return draft if all(a is b for a, b in zip(kept, trees)) else Draft(kept)
 
     def learn(self, commit: Commit, times: Times) -> None:
         """A fixed length learns nothing."""

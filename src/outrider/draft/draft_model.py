@@ -138,7 +138,7 @@ class DraftModel(Drafter):
                 tree.plan(plan)
             rows = [(tree, node) for tree in growing for node in tree.frontier]
             growing = self._level(plan, range(len(rows)), rows)
-        return Draft.of([Guesses(tree.tokens, tree.parents, tree.confidence) for tree in trees])
+        return Draft([Guesses(tree.tokens, tree.parents, tree.confidence) for tree in trees])
 
     def _within(self, end: int, budget: Budget) -> Budget:
         """A row that outgrows the draft's own context is not drafted for."""
@@ -176,9 +176,9 @@ class DraftModel(Drafter):
             return []
         logits = self.decoder.logits(x, list(at))[:, : self.vocabulary]
         children: dict[int, list[tuple[int, int, float]]] = {}
-        for (tree, node), row in zip(rows, logits):
+        for i, (tree, node) in enumerate(rows):
             found = children.setdefault(id(tree), [])
-            tokens, probabilities = self.target.sampler.top(tree.row, tree.path_tokens(node), row, tree.siblings)
+            tokens, probabilities = self.target.sampler.top(tree.row, tree.path_tokens(node), logits[i], tree.siblings)
             found.extend((node, token, p) for token, p in zip(tokens, probabilities))
         trees = {id(tree): tree for tree, _ in rows}
         for key, tree in trees.items():

@@ -45,7 +45,7 @@ class Ngram(Drafter):
         self.seen: dict[Row, Seen] = {}
 
     def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
-        return Draft.of([self._guess(row, budget.depth) if budget.nodes else NOTHING for row, budget in zip(batch.rows, budgets)])
+        return Draft([self._guess(row, budget.depth) if budget.nodes else NOTHING for row, budget in zip(batch.rows, budgets)])
 
     def _guess(self, row: Row, depth: int) -> Guesses:
         tokens, seen = row.tokens, self.seen.setdefault(row, Seen())

@@ -16,4 +16,4 @@ class Off(Drafter):
         pass
 
     def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
-        return Draft.of([NOTHING] * len(batch))
+        return Draft([NOTHING] * len(batch))

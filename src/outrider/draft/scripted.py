@@ -41,7 +41,7 @@ class Scripted(Drafter):
         return self.options.nodes if depth else 0
 
     def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
-        return Draft.of([self._clean(row, budget) for row, budget in zip(batch.rows, budgets)])
+        return Draft([self._clean(row, budget) for row, budget in zip(batch.rows, budgets)])
 
     def _clean(self, row: Row, budget: Budget) -> Guesses:
         """The script's tree without tokens that do not exist and without repeated siblings (and what hangs from these)."""

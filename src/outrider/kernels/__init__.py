@@ -42,7 +42,9 @@ class Kernels(Protocol):
     def linear(self, x: Tensor, weight: Any, add: Tensor | None = None) -> Tensor:
         """x [n,K] -> [n,O]; with `add` the result is added into it and it is returned."""
 
-    def embed(self, weight: Any, ids: Tensor) -> Tensor: ...
+    def embed(self, weight: Any, plan: Plan) -> Tensor:
+        """The embeddings [n,h] of the plan's ids."""
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
     def prepare(self, spec: Spec, layers: Sequence[Layer], turn: Tensor) -> Any:
         """The blocks of a decoder in the form that `run` likes; turn [positions, rot] = cos, then sin."""

@@ -180,9 +180,9 @@ class CpuKernels:
         )
         return y
 
-    def embed(self, weight: Packed, ids: Tensor) -> Tensor:
-        y = torch.empty(ids.shape[0], weight.inputs)
-        self.lib.embed(weight.at, weight.half, ids.data_ptr(), ids.shape[0], weight.inputs, y.data_ptr())
+    def embed(self, weight: Packed, plan: Plan) -> Tensor:
+        y = torch.empty(plan.length, weight.inputs)
+        self.lib.embed(weight.at, weight.half, plan.ids_at, plan.length, weight.inputs, y.data_ptr())
         return y
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -73,8 +73,8 @@ class TorchKernels:
             y = y[:1] if alone else y
         return y if add is None else add.add_(y)
 
-    def embed(self, weight: Plain, ids: Tensor) -> Tensor:
-        return F.embedding(ids.to(self.device), weight.data)
+    def embed(self, weight: Plain, plan: Plan) -> Tensor:
+        return F.embedding(plan.ids.to(self.device), weight.data)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()

@@ -76,12 +76,10 @@ class Decoder:
     def slot_bytes(self) -> int:
         return Pool.bytes_per_slot(self.spec.layers, self.spec.kv_heads, self.spec.head_dim, self.dtype)
 
-    @torch.inference_mode()
     def forward(self, plan: Plan, pool: Pool) -> Tensor:
         """Residual stream after the last layer, [n, hidden] for the n rows of the plan; K/V of these rows is in the pool."""
-        return self.kernels.run(self.stack, self.kernels.embed(self.embedding, plan.ids), plan, pool)
+        return self.kernels.run(self.stack, self.kernels.embed(self.embedding, plan), plan, pool)
 
-    @torch.inference_mode()
     def logits(self, x: Tensor, rows: list[int]) -> Tensor:
         """float32 [len(rows), V] of some rows of `forward`'s result."""
         chosen = x if len(rows) == x.shape[0] else x[rows]

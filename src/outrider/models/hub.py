@@ -177,7 +177,7 @@ class Weights:
             raise ModelError(f"{name} has shape {tuple(tensor.shape)}, the config asks for {shape}.")
         if not tensor.is_floating_point():
             raise ModelError(f"{name} is {tensor.dtype}; only floating-point weights are supported.")
-        return tensor
+        return tensor.detach()
 
 
 def _opened(path: Path) -> Any:
