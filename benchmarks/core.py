@@ -64,7 +64,7 @@ def cold(llm: LLM, rows: int, count: int) -> float:
     return seconds(lambda: llm.generate([prompt(PROMPT, i) for i in range(rows)], greedy(count)))
 
 
-def decode_speed(llm: LLM, rows: int = 1, repeats: int = 7) -> float:
+def decode_speed(llm: LLM, rows: int = 1, repeats: int = 5) -> float:
     """New tokens a second after the first, all rows together; the median of `repeats`."""
     times = [cold(llm, rows, NEW + 1) - cold(llm, rows, 1) for _ in range(repeats)]
     return rows * NEW / statistics.median(times)
@@ -72,7 +72,7 @@ def decode_speed(llm: LLM, rows: int = 1, repeats: int = 7) -> float:
 
 def forward_ms(llm: LLM, rows: tuple[int, ...] = (1, 2, 4, 8, 16)) -> dict[int, float]:
     """Milliseconds of one decode step with so many rows (the median step of a run, everything in it included)."""
-    return {n: n / decode_speed(llm, n, 5) * 1e3 for n in rows}
+    return {n: n / decode_speed(llm, n, 3) * 1e3 for n in rows}
 
 
 def overhead_ms(llm: LLM, config: dict[str, Any] | None, params: SamplingParams) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
-from outrider import control, draft, verify
+from outrider import draft, verify
 from outrider.control import fixed
 from outrider.draft.base import Drafter
 from outrider.errors import ConfigError, unknown
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """dtype: auto, float32, bfloat16 or float16.  device: auto, cpu, cuda, cuda:1, mps.  max_model_len: tokens a request
+    """dtype: auto, float32, bfloat16 or float16.  device: auto, cpu, cuda or cuda:1.  max_model_len: tokens a request
     may have, prompt included (None: what the model was made for).  max_num_seqs: rows that run at once.
     max_num_batched_tokens: prompt tokens, decodes and guesses of one step.  kv_cache_memory_bytes: memory for K/V of target
     and draft together (None: what max_num_seqs full requests need, but at most a quarter of the free memory on a CPU,
@@ -57,6 +57,9 @@ class EngineOptions:
             raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}.")
         if self.seed is not None and (not isinstance(self.seed, int) or isinstance(self.seed, bool)):
             raise ConfigError(f"seed must be a whole number or None, got {self.seed!r}.")
+        for name in ("enable_prefix_caching", "trust_remote_code"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         if self.tensor_parallel_size != 1:
             raise ConfigError(f"tensor_parallel_size must be 1, got {self.tensor_parallel_size!r}: one device runs the model.")
 
@@ -83,7 +86,7 @@ class SpeculativeOptions:
             name = "draft_model"
         method = draft.method(name)
         rule = verify.rule(given.pop("verification", "match"))
-        common = {f.name for f in fields(control.fixed.Options)}
+        common = {f.name for f in fields(fixed.Options)}
         mine = {key: given.pop(key) for key in list(given) if key in common}
         known = {f.name for f in fields(method.Options)}
         for key in given:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from outrider.config import EngineOptions, SpeculativeOptions, options
 from outrider.engine.engine import Engine
 from outrider.engine.text import Detokenizer, shown
-from outrider.errors import ConfigError, OutriderError, RequestError
+from outrider.errors import ConfigError, RequestError
 from outrider.models.hub import read_tokenizer
 from outrider.sampling.noise import mix
 from outrider.sampling.params import SamplingParams
@@ -38,14 +38,14 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """What became of one prompt.  `error` is set, and `outputs` empty, where the request could not be served."""
+    """What became of one prompt.  `error` is set where the request could not be served, or not to its end."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
-    error: OutriderError | None = None
+    error: Exception | None = None
 
     @property
     def speculation(self) -> Speculation:
@@ -97,16 +97,13 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers all prompts, batched as the engine sees fit; outputs stand in the order of the prompts.
 
-        One bad prompt raises RequestError; among several the bad one comes back with `.error`, and the others are answered.
+        A single bad prompt raises (a RequestError, as a rule); among several the bad one comes back with `.error`, and the others are answered.
         use_tqdm shows a progress bar.
         """
-        single = isinstance(prompts, (str, Mapping))
         requests = self._enter(prompts, sampling_params)
-        if (single or len(requests) == 1) and isinstance(requests[0], RequestOutput):
-            assert requests[0].error is not None
-            raise requests[0].error
         live = [request for request in requests if isinstance(request, _Request)]
         try:
+            self._admit(live)
             if use_tqdm:
                 columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
                 with Progress(*columns, transient=True) as bar:
@@ -116,12 +113,15 @@ class LLM:
                 self._run(live, lambda: None)
         finally:
             done = [self._leave(request) if isinstance(request, _Request) else request for request in requests]
+        if len(done) == 1 and done[0].error is not None:
+            raise done[0].error
         return done
 
     def _run(self, live: list[_Request], tick: Callable[[], None]) -> None:
-        while not all(request.finished for request in live):
-            self.engine.step()
-            tick()
+        for request in live:
+            while not request.finished:
+                self.engine.step()
+                tick()
 
     def stream(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -133,6 +133,7 @@ class LLM:
         requests = self._enter(prompts, sampling_params, streaming=True)
         live = {request.id: request for request in requests if isinstance(request, _Request)}
         try:
+            self._admit(live.values())
             yield from (request for request in requests if isinstance(request, RequestOutput))
             while live:
                 grown = {row.id for row in self.engine.step()}
@@ -149,8 +150,13 @@ class LLM:
         """Ends a request; its output so far is returned with finish_reason "abort".  Unknown ids are ignored."""
         request = self._requests.get(request_id)
         for row in request.rows if request else ():
-            if row.finish_reason is None:
-                self.engine.scheduler.abort(row)
+            self.engine.scheduler.abort(row)
+
+    def _admit(self, requests: Iterable[_Request]) -> None:
+        for request in requests:
+            self._requests[request.id] = request
+            for row in request.rows:
+                self.engine.add(row)
 
     def _enter(
         self, prompts: Prompt | Sequence[Prompt], given: SamplingParams | Sequence[SamplingParams] | None, streaming: bool = False
@@ -168,20 +174,15 @@ class LLM:
 
     def _request(self, prompt: Prompt, params: SamplingParams, streaming: bool) -> _Request | RequestOutput:
         id = str(next(self._ids))
-        text: str | None = None
+        text = prompt if isinstance(prompt, str) else prompt.get("prompt") if isinstance(prompt, Mapping) else None
         try:
-            text, ids = self._read(prompt)
-            request = _Request(id, text, ids, params, self._rows(id, ids, params, streaming))
+            ids = self._read(prompt, text)
+            return _Request(id, text, ids, params, self._rows(id, ids, params, streaming))
         except RequestError as error:
             return RequestOutput(id, text, [], finished=True, error=error)
-        self._requests[id] = request
-        for row in request.rows:
-            self.engine.add(row)
-        return request
 
-    def _read(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """Text and ids of a prompt.  Raises RequestError where there is nothing to go on, or ids that do not exist."""
-        text = prompt if isinstance(prompt, str) else prompt.get("prompt") if isinstance(prompt, Mapping) else None
+    def _read(self, prompt: Prompt, text: str | None) -> list[int]:
+        """The ids of a prompt.  Raises RequestError where there is nothing to go on, or ids that do not exist."""
         ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
         if text is None and ids is None:
             raise RequestError(f'a prompt must be a string, {{"prompt": …}} or {{"prompt_token_ids": […]}}, got {prompt!r}.')
@@ -190,7 +191,10 @@ class LLM:
                 raise RequestError("the checkpoint has no tokenizer: pass token ids, or LLM(tokenizer=…).")
             if not isinstance(text, str):
                 raise RequestError(f"a text prompt must be a string, got {text!r}.")
-            ids = self.tokenizer.encode(text)
+            try:
+                ids = self.tokenizer.encode(text)
+            except Exception as error:  # tokenizers raise what they like, over a lone surrogate for instance
+                raise RequestError(f"the tokenizer cannot read the prompt {text!r}: {error}") from error
         vocabulary, longest = self.engine.checkpoint.spec.vocabulary, self.engine.max_len
         if not isinstance(ids, (list, tuple)):
             raise RequestError(f"prompt_token_ids must be a list, got {type(ids).__name__}.")
@@ -201,7 +205,7 @@ class LLM:
                 raise RequestError(f"token id {token!r} does not exist: the vocabulary has ids 0 … {vocabulary - 1}.")
         if len(ids) >= longest:
             raise RequestError(f"the prompt has {len(ids)} tokens, the context holds {longest} and one must be left for the answer.")
-        return text, list(ids)
+        return list(ids)
 
     def _rows(self, id: str, ids: list[int], params: SamplingParams, streaming: bool) -> list[Row]:
         if not isinstance(params, SamplingParams):
@@ -229,14 +233,15 @@ class LLM:
     def _leave(self, request: _Request) -> RequestOutput:
         """The final output; whatever still runs is aborted."""
         self.abort(request.id)
-        del self._requests[request.id]
+        self._requests.pop(request.id, None)
         return self._output(request)
 
     def _output(self, request: _Request) -> RequestOutput:
         outputs = [
             CompletionOutput(row.index, self._text(row), row.output, row.finish_reason, row.stop_reason, row.stats) for row in request.rows
         ]
-        return RequestOutput(request.id, request.prompt, request.ids, outputs, request.finished)
+        error = next((row.error for row in request.rows if row.error), None)
+        return RequestOutput(request.id, request.prompt, request.ids, outputs, request.finished, error)
 
     def _text(self, row: Row) -> str:
         """Token ids that end the text are not part of it, nor is a stop string."""
@@ -253,9 +258,12 @@ class LLM:
         return decoded
 
     def variant(self, speculative_config: Mapping[str, Any] | None) -> LLM:
-        """Another LLM on the same weights, with a drafter, a cache and a queue of its own: to compare methods side by side."""
+        """Another LLM on the same weights, with a drafter, a cache and a queue of its own: to compare methods side by side.
+
+        Requests without a seed draw the same ones in the same order.  Each variant takes its own kv_cache_memory_bytes.
+        """
         twin = copy.copy(self)
-        twin.engine, twin._requests = copy.copy(self.engine), {}
+        twin.engine, twin._requests, twin._ids = copy.copy(self.engine), {}, itertools.count()
         speculation = SpeculativeOptions.of(speculative_config)
         twin.engine.use(speculation.method(speculation.options, self.engine.target), speculation)
         return twin

@@ -63,8 +63,9 @@ class Row:
     source: Row | None = None  # the sample whose prompt this one shares
     table: Table | None = None
     computed: int = 0
-    finish_reason: str | None = None  # "stop", "length", "abort"
+    finish_reason: str | None = None  # "stop", "length", "abort", "error"
     stop_reason: int | str | None = None
+    error: Exception | None = None  # why it could not go on (finish_reason "error")
     stats: Speculation = field(default_factory=Speculation)
     text: Any = None  # the incremental detokeniser
 
@@ -105,11 +106,10 @@ class Batch:
 
 
 class Budget(NamedTuple):
-    """What a drafter may spend on one row: levels, nodes, and the path probability below which it should stop."""
+    """What a drafter may spend on one row: levels and nodes."""
 
     depth: int = 0
     nodes: int = 0
-    floor: float = 0.0
 
 
 class Guesses(NamedTuple):

@@ -44,7 +44,9 @@ class Engine:
         self.pool, self.cache = FakePool(), Cache(pages, pages * PAGE + guesses + PAGE)
         self.cache.pools = [self.pool]  # type: ignore[list-item]
         self.forgotten: list[Row] = []
-        self.scheduler = Scheduler(self.cache, seats, tokens, guesses, lambda row: row.computed, lambda row, _: self.forgotten.append(row))
+        self.scheduler = Scheduler(
+            self.cache, seats, tokens, lambda rows: guesses, lambda row: row.computed, lambda row, _: self.forgotten.append(row)
+        )
         self.admitted: list[Row] = []
         self.steps = 0
 
@@ -288,7 +290,7 @@ def stepped(row: Row, said: list[int], nodes: list[int], **given: Any) -> tuple[
     """One step in which `row` computed its whole prompt and the verifier said this."""
     cache = Cache(20, 20 * PAGE)
     cache.pools = [FakePool()]  # type: ignore[list-item]
-    scheduler = Scheduler(cache, 4, 64, 8, lambda r: r.computed, lambda r, reason: None)
+    scheduler = Scheduler(cache, 4, 64, lambda rows: 8, lambda r: r.computed, lambda r, reason: None)
     for name, value in given.items():
         setattr(row, name, value)
     scheduler.add(row)

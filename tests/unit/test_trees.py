@@ -54,7 +54,7 @@ def test_a_chain_is_a_tree() -> None:
 
 
 def controller(size: int = 0, **options: object) -> FixedController:
-    return FixedController(Options(**options), 5, lambda depth: size or depth)  # type: ignore[arg-type]
+    return FixedController(Options(**options), 5, lambda depth: size or depth, 1000)  # type: ignore[arg-type]
 
 
 @given(st.lists(st.tuples(trees(), st.integers(0, 6), st.integers(0, 16)), min_size=1, max_size=4))

@@ -16,4 +16,7 @@ class Controller(Protocol):
     def trim(self, draft: Draft, budgets: list[Budget]) -> Draft:
         """An ancestor-closed part of the draft, within the budgets."""
 
+    def nodes(self, rows: int) -> int:
+        """The most guesses that one of so many rows may get."""
+
     def learn(self, commit: Commit, times: Times) -> None: ...

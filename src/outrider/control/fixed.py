@@ -9,6 +9,8 @@ from typing import Any
 from outrider.errors import ConfigError
 from outrider.types import Batch, Budget, Commit, Draft, Guesses, Times
 
+MOST = 1024
+
 
 def _whole(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
@@ -27,11 +29,11 @@ class Options:
     def __post_init__(self) -> None:
         for name, least in (("num_speculative_tokens", 0), ("disable_by_batch_size", 1)):
             value = getattr(self, name)
-            if value is not None and not _whole(value, least):
-                raise ConfigError(f"{name} must be a whole number of at least {least}, got {value!r}.")
+            if value is not None and not (_whole(value, least) and value <= MOST):
+                raise ConfigError(f"{name} must be a whole number in {least} … {MOST}, got {value!r}.")
         table = self.num_speculative_tokens_per_batch_size
         for entry in table if isinstance(table, (list, tuple)) else [] if table is None else [table]:
-            good = isinstance(entry, (list, tuple)) and len(entry) == 3 and all(_whole(x, 0) for x in entry)
+            good = isinstance(entry, (list, tuple)) and len(entry) == 3 and all(_whole(x, 0) for x in entry) and entry[2] <= MOST
             if not (good and 1 <= entry[0] <= entry[1]):
                 raise ConfigError(
                     "num_speculative_tokens_per_batch_size must be a list of [smallest, largest, levels] with "
@@ -40,15 +42,20 @@ class Options:
 
 
 class FixedController:
-    def __init__(self, options: Options, depth: int, size: Callable[[int], int]) -> None:
-        """`depth` is the method's default, `size` its node count for a depth."""
+    def __init__(self, options: Options, depth: int, size: Callable[[int], int], vocabulary: int) -> None:
+        """`depth` is the method's default, `size` its node count for a depth, `vocabulary` the target's: nothing else can be right."""
         given = options.num_speculative_tokens
         self.options, self.depth, self.size = options, depth if given is None else given, size
+        self.vocabulary = vocabulary
 
     @property
     def most(self) -> int:
         """The most levels that any batch size may ask for."""
         return max([self.depth, *(entry[2] for entry in self.options.num_speculative_tokens_per_batch_size or ())])
+
+    def nodes(self, rows: int) -> int:
+        """The most guesses that one of so many rows may get."""
+        return self.size(self.levels(rows))
 
     def levels(self, rows: int) -> int:
         for smallest, largest, levels in self.options.num_speculative_tokens_per_batch_size or ():
@@ -68,20 +75,21 @@ class FixedController:
 
     def trim(self, draft: Draft, budgets: list[Budget]) -> Draft:
         trees = draft.trees
-        kept = [_within(tree, budget) for tree, budget in zip(trees, budgets)]
+        kept = [_within(tree, budget, self.vocabulary) for tree, budget in zip(trees, budgets)]
         return draft if all(a is b for a, b in zip(kept, trees)) else Draft(kept)
 
     def learn(self, commit: Commit, times: Times) -> None:
         """A fixed length learns nothing."""
 
 
-def _within(tree: Guesses, budget: Budget) -> Guesses:
+def _within(tree: Guesses, budget: Budget, vocabulary: int) -> Guesses:
     """The tree without nodes that are too deep or too many.  A prefix of the nodes is closed under ancestors, and so is a
-    cut by depth; dropping looks at positions only, never at tokens."""
+    cut by depth; apart from ids that do not exist, dropping looks at positions only, never at tokens."""
     place, depth = {-1: -1}, {-1: 0}
     keep: list[int] = []
     for i, parent in enumerate(tree.parents):
-        if len(keep) < budget.nodes and parent in place and depth[parent] < budget.depth:
+        fits = len(keep) < budget.nodes and parent in place and depth[parent] < budget.depth
+        if fits and 0 <= tree.tokens[i] < vocabulary:
             place[i], depth[i] = len(keep), depth[parent] + 1
             keep.append(i)
     if len(keep) == len(tree.tokens):

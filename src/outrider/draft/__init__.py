@@ -27,6 +27,6 @@ def names() -> list[str]:
 
 
 def method(name: str) -> type[Drafter]:
-    if name not in methods():
+    if not isinstance(name, str) or name not in methods():
         raise ConfigError(unknown("speculative method", name, names()))
     return methods()[name]

@@ -7,7 +7,7 @@ with what became certain, in the forward that also gives the first level.
     forward 1 takes     known known │                 its last row says the guess for position e
     forward 2 takes                 │ guess           … for e+1; its K/V is scratch in the row's node slots
 
-With `siblings` = k, a level keeps the k best of all children of the level before, by the product of probabilities.
+With `siblings` = k, a level keeps the k best of all children of the level before, by the product of estimates.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from outrider.models.decoder import Decoder
 from outrider.models.hub import Checkpoint
 from outrider.types import ROOT, Batch, Budget, Draft, Guesses, Row
 
+# How likely the best, second best … by noised draft logit is the target's pick.  The noise is shared, so the rank says more than q:
+# 4 levels of 3 siblings on the built-in pair at T = 0.8 gave 2.70 tokens a step with these, 2.40 by q.
+RANKED = [0.7, 0.15, 0.06, 0.03] + [0.02 * 0.8**i for i in range(60)]
 PADDING = 512  # vocabularies whose sizes differ by less than this, and whose tokens agree, differ in padding only
 
 
@@ -57,8 +60,7 @@ class Tree:
             self.confidence.append(probability)
             self.paths[node] = [*self.paths[parent], node]
             self.joint[node] = self.joint[parent] * probability
-            if self.joint[node] >= self.budget.floor:
-                self.frontier.append(node)
+            self.frontier.append(node)
 
     def plan(self, plan: Plan) -> None:
         """The frontier's rows of the next forward."""
@@ -93,7 +95,7 @@ class DraftModel(Drafter):
         def __post_init__(self) -> None:
             if not isinstance(self.model, str):
                 raise ConfigError(f"model must be a folder or a hub id, got {self.model!r}.")
-            if not isinstance(self.siblings, int) or not 1 <= self.siblings <= 64:
+            if not isinstance(self.siblings, int) or isinstance(self.siblings, bool) or not 1 <= self.siblings <= 64:
                 raise ConfigError(f"siblings must be a whole number in 1 … 64, got {self.siblings!r}.")
             if self.vocab_mismatch not in ("refuse", "allow"):
                 raise ConfigError(f'vocab_mismatch must be "refuse" or "allow", got {self.vocab_mismatch!r}.')
@@ -108,7 +110,7 @@ class DraftModel(Drafter):
         self.vocabulary = min(checkpoint.spec.vocabulary, target.vocabulary)
         self.context = min(checkpoint.spec.context, target.max_len)
         self.decoder = Decoder(
-            checkpoint, checkpoint.dtype(options.draft_dtype, target.decoder.device), target.decoder.device, self.context
+            checkpoint, checkpoint.dtype(options.draft_dtype, target.decoder.device, "draft_dtype"), target.decoder.device, self.context
         )
         self.slot_bytes = self.decoder.slot_bytes
         self.synced: dict[Row, int] = {}  # positions of a row that have K/V in our pool
@@ -153,8 +155,8 @@ class DraftModel(Drafter):
         for r, (row, tree) in enumerate(zip(batch.rows, trees)):
             done, end = self.synced.setdefault(row, batch.starts[r]), batch.end(r)
             wanted = tree.budget.nodes > 0
-            if end > self.context or not (wanted or (row.params.speculate and not batch.emits[r])):
-                continue  # a row that does not guess now catches up when it does
+            if end > self.context or not (wanted or batch.known[r] > 1):
+                continue  # a row that does not guess catches up with single tokens when it does
             assert row.table is not None
             plan.chain(row.table.slots, done, self._readable(row.tokens[done:end]))
             self.synced[row] = end
@@ -178,8 +180,9 @@ class DraftModel(Drafter):
         children: dict[int, list[tuple[int, int, float]]] = {}
         for i, (tree, node) in enumerate(rows):
             found = children.setdefault(id(tree), [])
-            tokens, probabilities = self.target.sampler.top(tree.row, tree.path_tokens(node), logits[i], tree.siblings)
-            found.extend((node, token, p) for token, p in zip(tokens, probabilities))
+            ranked = tree.row.law.temperature > 0 or tree.siblings == 1
+            tokens, shares = self.target.sampler.top(tree.row, tree.path_tokens(node), logits[i], tree.siblings, not ranked)
+            found.extend((node, token, p) for token, p in zip(tokens, RANKED if ranked else shares))
         trees = {id(tree): tree for tree, _ in rows}
         for key, tree in trees.items():
             tree.grow(children[key])

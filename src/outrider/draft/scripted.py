@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from outrider.draft.base import Drafter, Target
+from outrider.errors import ConfigError
 from outrider.types import NOTHING, Batch, Budget, Draft, Guesses, Row
 
 Script = Callable[[Row, Budget], Guesses]
@@ -32,6 +33,12 @@ class Scripted(Drafter):
 
         script: Script = silent
         nodes: int = 64
+
+        def __post_init__(self) -> None:
+            if not callable(self.script):
+                raise ConfigError(f"script must be a function (row, budget) -> Guesses, got {self.script!r}.")
+            if not isinstance(self.nodes, int) or self.nodes < 1:
+                raise ConfigError(f"nodes must be a whole number of at least 1, got {self.nodes!r}.")
 
     @classmethod
     def example(cls, target: Target) -> Drafter:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import time
+from pathlib import Path
 
 import torch
 
 from outrider.cache.slots import PAGE, Cache
 from outrider.config import EngineOptions, SpeculativeOptions
+from outrider.control import Controller
 from outrider.control.fixed import FixedController
 from outrider.draft.base import Drafter, Target
 from outrider.engine.runner import Runner
@@ -51,16 +53,17 @@ class Engine:
         self.use(speculation.method(speculation.options, self.target), speculation)
 
     def use(self, drafter: Drafter, speculation: SpeculativeOptions) -> None:
-        """Puts a drafter to work, with a fresh cache.  No row may be in flight."""
-        self.drafter, self.verify = drafter, speculation.rule
-        self.controller = FixedController(speculation.control, drafter.depth, drafter.size)
-        most = drafter.size(self.controller.most)
-        slot = self.decoder.slot_bytes + drafter.slot_bytes
-        self.cache = Cache(self._pages(slot, most), self.max_len + most + PAGE, self.options.enable_prefix_caching)
-        self.cache.pools = [self.decoder.pool(self.cache.pages * PAGE), *drafter.allocate(self.cache.pages * PAGE)]
-        self.runner = Runner(self.decoder, self.cache.pools[0], self.sampler)
+        """Puts a drafter to work, with a fresh cache.  No row may be in flight.  Where it raises, all stays as it was."""
+        controller = FixedController(speculation.control, drafter.depth, drafter.size, self.target.vocabulary)
+        most = drafter.size(controller.most)
+        pages = self._pages(self.decoder.slot_bytes + drafter.slot_bytes, most)
+        cache = Cache(pages, self.max_len + most + PAGE, self.options.enable_prefix_caching)
+        cache.pools = [self.decoder.pool(pages * PAGE), *drafter.allocate(pages * PAGE)]
+        self.drafter, self.verify, self.cache = drafter, speculation.rule, cache
+        self.controller: Controller = controller
+        self.runner = Runner(self.decoder, cache.pools[0], self.sampler)
         self.scheduler = Scheduler(
-            self.cache, self.options.max_num_seqs, self.options.max_num_batched_tokens, most, drafter.filled, drafter.forget
+            cache, self.options.max_num_seqs, self.options.max_num_batched_tokens, controller.nodes, drafter.filled, drafter.forget
         )
         self.reset()
 
@@ -97,12 +100,11 @@ class Engine:
         return Commit(batch, starts, tokens, draft, verdict)
 
     def _finish(self, commit: Commit) -> list[Row]:
-        """Rows that emitted; those that ended leave the engine."""
-        said = [row for row, tokens in zip(commit.batch.rows, commit.verdict.tokens) if tokens]
-        for row in said:
+        """Rows that emitted or failed; those that ended leave the engine."""
+        for row in commit.batch.rows:
             if row.finish_reason is not None:
                 self.scheduler.retire(row)
-        return said
+        return [row for row, tokens in zip(commit.batch.rows, commit.verdict.tokens) if tokens or row.error]
 
     def add(self, row: Row) -> None:
         self.scheduler.add(row)
@@ -127,8 +129,8 @@ class Engine:
 
     def _pages(self, slot_bytes: int, guesses: int) -> int:
         """How many pages the K/V memory holds.  Raises CapacityError if not even one full request fits."""
-        one = -(-(self.max_len + guesses) // PAGE)
-        wanted = one * self.options.max_num_seqs
+        one = -(-self.max_len // PAGE)  # guesses take what is free: they need no room of their own
+        wanted = -(-(self.max_len + guesses) // PAGE) * self.options.max_num_seqs
         limit = self.options.kv_cache_memory_bytes or free_memory(self.device, self.options.gpu_memory_utilization)
         pages = limit // (slot_bytes * PAGE)
         if self.options.kv_cache_memory_bytes is None:
@@ -158,4 +160,8 @@ def free_memory(device: torch.device, share: float) -> int:
     if device.type == "cuda":
         free, whole = torch.cuda.mem_get_info(device)
         return max(0, int(free - (1 - share) * whole))
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+    try:
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        return int(lines["MemAvailable"].split()[0]) * 1024 // 4
+    except (OSError, KeyError):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 8

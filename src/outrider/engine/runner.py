@@ -8,6 +8,7 @@ from torch import Tensor
 
 from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
+from outrider.errors import ModelError
 from outrider.models.decoder import Decoder
 from outrider.sampling.sampler import Sampler
 from outrider.types import Batch, Draft, Guesses, Row
@@ -21,7 +22,12 @@ class Seen:
         self.batch, self.logits, self.roots, self.sampler = batch, logits, roots, sampler
 
     def pick(self, row: int, node: int, path: Sequence[int]) -> int:
-        return self.sampler.pick(self.batch.rows[row], path, self.logits[self.roots[row] + 1 + node])
+        here = self.batch.rows[row]
+        try:
+            return self.sampler.pick(here, path, self.logits[self.roots[row] + 1 + node])
+        except ModelError as error:  # this row ends here (see Scheduler.clip), the others go on
+            here.error = error
+            return -1
 
 
 class Runner:

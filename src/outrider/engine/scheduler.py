@@ -17,9 +17,15 @@ from outrider.types import Batch, Budget, Row, Verdict
 
 class Scheduler:
     def __init__(
-        self, cache: Cache, seats: int, tokens: int, guesses: int, filled: Callable[[Row], int], forget: Callable[[Row, str], None]
+        self,
+        cache: Cache,
+        seats: int,
+        tokens: int,
+        guesses: Callable[[int], int],
+        filled: Callable[[Row], int],
+        forget: Callable[[Row, str], None],
     ) -> None:
-        """seats: rows at once.  tokens: budget of a step.  guesses: nodes that a row may ask for (a share is kept for them)."""
+        """seats: rows at once.  tokens: budget of a step.  guesses: how many nodes a row of such a batch asks for."""
         self.cache, self.seats, self.tokens, self.guesses = cache, seats, tokens, guesses
         self.filled, self.forget = filled, forget
         self.waiting: deque[Row] = deque()
@@ -37,9 +43,12 @@ class Scheduler:
 
     def next(self) -> Batch:
         """The rows of this step; their known tokens have slots."""
+        for row in [row for row in self.running if row.finish_reason is not None]:
+            self.retire(row)  # only after a step that was interrupted
         batch = Batch()
-        decodes = sum(len(row.tokens) - row.computed == 1 for row in self.running)
-        share = min(decodes * self.guesses, (self.tokens - decodes) // 2)  # so prompts keep at least as much
+        decoding = [row for row in self.running if len(row.tokens) - row.computed == 1]
+        decodes, guessing = len(decoding), sum(row.params.speculate for row in decoding)
+        share = min(guessing * self.guesses(len(self.running)), (self.tokens - decodes) // 2)  # prompts keep at least as much
         left = self.tokens - decodes - share
         for row in list(self.running):
             known = len(row.tokens) - row.computed
@@ -67,12 +76,14 @@ class Scheduler:
             if nodes and not self.cache.reserve(row.table, batch.end(r) + nodes):
                 nodes = min(nodes, row.table.room - batch.end(r))
             batch.nodes.append(nodes)
-            granted.append(Budget(min(budget.depth, nodes), nodes, budget.floor))
+            granted.append(Budget(min(budget.depth, nodes), nodes))
         return granted
 
     def clip(self, batch: Batch, verdict: Verdict) -> Verdict:
         """Ends rows at EOS, stop ids and strings, max_tokens and the context: nothing past the end is committed."""
         for r, row in enumerate(batch.rows):
+            if row.error is not None:
+                row.finish_reason, verdict.tokens[r], verdict.nodes[r] = "error", [], []
             for count, token in enumerate(verdict.tokens[r], start=1):
                 row.tokens.append(token)
                 if self._ends(row, token):

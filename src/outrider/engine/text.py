@@ -18,9 +18,12 @@ class Detokenizer:
         self.text = ""
         self.start = self.done = 0  # the window starts at `start`; ids before `done` are in `text`
         self.ids: list[int] = []
+        self.special = frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
 
     def feed(self, token: int) -> str:
         """The text that `token` completes, often one word, sometimes nothing."""
+        if token in self.special:
+            return ""  # no text; in the window it would hide the space before the next piece
         self.ids.append(token)
         new = self._pending()
         if new.endswith("\ufffd"):

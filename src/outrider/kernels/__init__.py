@@ -28,9 +28,6 @@ class Weight(Protocol):
     inputs: int
     outputs: int
 
-    @property
-    def nbytes(self) -> int: ...
-
 
 class Kernels(Protocol):
     """Shapes: n rows, h hidden, I inner, H query heads of D, V vocabulary."""

@@ -10,6 +10,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -38,11 +39,11 @@ FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fope
 log = logging.getLogger("outrider")
 
 
-def _build(compiler: str, sources: list[Path], target: Path) -> None:
+def _build(compiler: list[str], sources: list[Path], target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made = Path(folder) / "kernels.so"
-        command = [compiler, *FLAGS, *map(str, sources), "-o", str(made), "-lm"]
+        command = [*compiler, *FLAGS, *map(str, sources), "-o", str(made), "-lm"]
         result = subprocess.run(command, capture_output=True, text=True)
         if result.returncode:
             raise OSError(result.stderr.strip()[-800:])
@@ -52,8 +53,8 @@ def _build(compiler: str, sources: list[Path], target: Path) -> None:
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL | None:
     """The compiled kernels, or None (with one warning) where they cannot be built."""
-    compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
-    if compiler is None:
+    compiler = shlex.split(os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), ""))
+    if not compiler:
         log.warning("no C compiler found: the torch kernels are used, which are exact but slower (install gcc or clang)")
         return None
     sources = [Path(__file__).with_name(name) for name in SOURCES]
@@ -61,20 +62,20 @@ def library() -> ctypes.CDLL | None:
     cpu = next((line for line in _cpuinfo() if line.startswith(("flags", "Features"))), platform.processor())
     version = _version(compiler)
     stamp = hashlib.sha256("\0".join([header, *(s.read_text() for s in sources), *FLAGS, cpu, version]).encode()).hexdigest()[:16]
-    cache = Path(os.environ.get("OUTRIDER_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider")
-    target = cache / f"kernels-{stamp}.so"
     try:
+        cache = Path(os.environ.get("OUTRIDER_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider")
+        target = cache / f"kernels-{stamp}.so"
         if not target.exists():
             _build(compiler, sources, target)
         return _declare(ctypes.CDLL(str(target)))
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         log.warning("the C kernels could not be built, the slower torch kernels are used: %s", error)
         return None
 
 
-def _version(compiler: str) -> str:
+def _version(compiler: list[str]) -> str:
     try:
-        return subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+        return subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout
     except OSError:
         return ""  # _build will say what is wrong
 
@@ -136,10 +137,6 @@ class Packed:
 
     def __post_init__(self) -> None:
         self.at, self.bias_at = self.data.data_ptr(), None if self.bias is None else self.bias.data_ptr()
-
-    @property
-    def nbytes(self) -> int:
-        return self.data.nbytes
 
 
 @dataclass
@@ -219,7 +216,7 @@ class CpuKernels:
 
     def pick(self, logits: Tensor, law: Law, key: int, k: int, probs: bool) -> tuple[list[int], list[float]]:
         count = self.lib.pick(
-            logits.data_ptr(), logits.shape[0], law.temperature, law.min_p, law.top_k, law.top_p, key, k,
+            logits.data_ptr(), logits.shape[0], law.temperature, law.min_p, law.top_k, law.top_p, key, min(k, 64),
             self._out, self._prob if probs else None,
         )  # fmt: skip
         return self._out[:count], self._prob[:count] if probs else []

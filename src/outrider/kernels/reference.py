@@ -43,10 +43,6 @@ class Plain:
     inputs: int
     outputs: int
 
-    @property
-    def nbytes(self) -> int:
-        return self.data.nbytes
-
 
 class TorchKernels:
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:

@@ -8,7 +8,6 @@ pool's, how it is computed the kernels': this file is the arithmetic of the mode
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,9 +44,7 @@ class Layer:
 class Decoder:
     """Weights of one model on one device.  Has no state between calls: K/V lives in the pool that a call is given."""
 
-    def __init__(
-        self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, max_len: int, on_layer: Callable[[int], None] | None = None
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, max_len: int) -> None:
         self.spec = spec = checkpoint.spec
         self.dtype, self.device, self.max_len = dtype, device, max_len
         self.kernels: Kernels = kernels_for(device, dtype)
@@ -57,17 +54,9 @@ class Decoder:
         self.layers = []
         for i in range(spec.layers):
             self.layers.append(self._layer(weights, i))
-            if on_layer:
-                on_layer(i + 1)
         self.stack = self.kernels.prepare(spec, self.layers, self.turn)
         self.norm = self._vector(weights, "model.norm", spec.hidden)
         self.lm_head = self.embedding if spec.tied else self._linear(weights, "lm_head", spec.vocabulary, spec.hidden)
-
-    @property
-    def nbytes(self) -> int:
-        linears = [w for layer in self.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
-        heads = [self.embedding] + ([self.lm_head] if self.lm_head is not self.embedding else [])
-        return sum(w.nbytes for w in linears + heads)
 
     def pool(self, slots: int) -> Pool:
         return Pool(self.spec.layers, self.spec.kv_heads, self.spec.head_dim, slots, self.dtype, self.device)
@@ -81,7 +70,7 @@ class Decoder:
         return self.kernels.run(self.stack, self.kernels.embed(self.embedding, plan), plan, pool)
 
     def logits(self, x: Tensor, rows: list[int]) -> Tensor:
-        """float32 [len(rows), V] of some rows of `forward`'s result."""
+        """float32 [len(rows), V] of some rows, in ascending order, of `forward`'s result."""
         chosen = x if len(rows) == x.shape[0] else x[rows]
         return self.kernels.linear(self.kernels.rms_norm(chosen, self.norm, self.spec.eps), self.lm_head).float()
 
@@ -117,7 +106,10 @@ class Decoder:
 
 
 def rotations(config: Any, spec: Spec, max_len: int) -> Tensor:
-    """float32 [max_len, head_dim]: cos, then sin, of the first half of the head; every scaling that transformers knows."""
+    """float32 [max_len, head_dim]: cos, then sin, of the first half of the head; every scaling that transformers knows.
+
+    A scaling that depends on the length (longrope) is taken for `max_len`, as in vLLM; transformers switches as a text grows.
+    """
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     try:

@@ -77,13 +77,13 @@ class Checkpoint:
         given = self.config.eos_token_id if given is None else given
         return frozenset(() if given is None else given if isinstance(given, list) else [given])
 
-    def dtype(self, wanted: str, device: torch.device) -> torch.dtype:
+    def dtype(self, wanted: str, device: torch.device, option: str = "dtype") -> torch.dtype:
         """`auto`: bfloat16 where the device is fast at it, else float32; a checkpoint in float32 stays what it is."""
         if wanted == "auto":
             own = getattr(self.config, "dtype", None)
             return torch.bfloat16 if own not in (None, torch.float32) and fast_bfloat16(device) else torch.float32
-        if wanted not in DTYPES:
-            raise ConfigError(f"dtype must be auto or one of {', '.join(DTYPES)}, got {wanted!r}.")
+        if not isinstance(wanted, str) or wanted not in DTYPES:
+            raise ConfigError(f"{option} must be auto or one of {', '.join(DTYPES)}, got {wanted!r}.")
         return DTYPES[wanted]
 
     def tensors(self) -> Weights:

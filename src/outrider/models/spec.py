@@ -73,7 +73,8 @@ def refuse(config: Any) -> None:
         raise ModelError(f"{name} is not supported.  Supported: {', '.join(FAMILIES)}.")
     if (act := getattr(config, "hidden_act", "silu")) != "silu":
         raise ModelError(f"{name} with hidden_act {act!r} is not supported: the lean decoder computes silu.")
-    if (width := getattr(config, "head_dim", None) or 0) > 512:
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if width > 512:
         raise ModelError(f"{name} has heads of {width} dimensions; the kernels take at most 512.")
     if getattr(config, "quantization_config", None):
         method = config.quantization_config.get("quant_method", "unknown") if isinstance(config.quantization_config, dict) else "unknown"

@@ -32,7 +32,9 @@ class MinTokens:
         return length < self.until
 
     def __call__(self, ids: Sequence[int], logits: Tensor) -> Tensor:
-        return logits.index_fill(0, self.banned[self.banned < logits.numel()], float("-inf")) if self.active(len(ids)) else logits
+        if not self.active(len(ids)):
+            return logits
+        return logits.index_fill(0, self.banned[self.banned < logits.numel()].to(logits.device), float("-inf"))
 
 
 def min_tokens(prompt: int, minimum: int, ending: Sequence[int]) -> list[Processor]:

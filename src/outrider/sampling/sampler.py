@@ -28,12 +28,12 @@ class Sampler:
             raise ModelError("no token has a finite logit: the weights or the activations of the model overflow (try another dtype).")
         return tokens[0]
 
-    def top(self, row: Row, path: Sequence[int], logits: Tensor, k: int) -> tuple[list[int], list[float]]:
-        """The k best tokens there and their probabilities: what a drafter guesses with logits of its own.
+    def top(self, row: Row, path: Sequence[int], logits: Tensor, k: int, probs: bool = True) -> tuple[list[int], list[float]]:
+        """The k <= 64 best tokens there, best first, and (if asked for) their probabilities: what a drafter guesses with logits of its own.
 
         With the request's own noise, so that a draft law near the target's law picks the target's token (arXiv 2408.07978).
         """
-        return self._pick(row, path, logits, k, True)
+        return self._pick(row, path, logits, k, probs)
 
     def _pick(self, row: Row, path: Sequence[int], logits: Tensor, k: int, probs: bool) -> tuple[list[int], list[float]]:
         position = len(row.tokens) + len(path)

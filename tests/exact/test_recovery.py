@@ -1,0 +1,143 @@
+"""What goes wrong goes wrong alone: nothing leaks, and the engine answers the next request as if nothing had been."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import pytest
+from helpers import settled
+from torch import Tensor
+from transformers import Qwen2Config
+
+from outrider import LLM, CapacityError, ModelError, RequestError, SamplingParams
+from outrider.cache.slots import PAGE
+from outrider.config import SpeculativeOptions
+from outrider.draft.scripted import Scripted
+from outrider.engine.text import Detokenizer
+from outrider.models.spec import Spec
+from outrider.types import Batch, Budget, Draft, Guesses, Row
+
+PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+PROMPT = {"prompt_token_ids": list(range(20, 60))}
+
+
+@pytest.fixture
+def llm(llama: str) -> LLM:
+    return LLM(model=llama, dtype="float32", seed=0)
+
+
+def said(llm: LLM, prompt: Any = PROMPT, params: SamplingParams = PARAMS) -> list[int]:
+    return llm.generate(prompt, params)[0].outputs[0].token_ids
+
+
+def test_a_drafter_that_does_not_fit_leaves_the_old_one_at_work(llama: str) -> None:
+    room = LLM(model=llama, dtype="float32", max_model_len=64)
+    slot = room.engine.decoder.slot_bytes
+    tight = LLM(model=llama, dtype="float32", max_model_len=64, kv_cache_memory_bytes=(64 + PAGE) * slot)
+    before = said(tight)
+    with pytest.raises(CapacityError):
+        tight.use({"model": llama})
+    assert said(tight) == before
+    settled(tight)
+
+
+def test_a_prompt_that_the_tokenizer_cannot_read_fails_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, encode = said(llm, "abc"), llm.tokenizer.encode
+
+    def picky(text: str) -> list[int]:
+        if "bad" in text:
+            raise TypeError("no such character")
+        return list(encode(text))
+
+    monkeypatch.setattr(type(llm.tokenizer), "encode", lambda self, text: picky(text))
+    good, bad = llm.generate(["abc", "bad"], PARAMS)
+    assert good.outputs[0].token_ids == before
+    assert isinstance(bad.error, RequestError) and bad.prompt == "bad"
+    settled(llm)
+
+
+def test_an_interrupted_step_leaks_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the very step in which a row ends: it has a finish_reason, but nobody has retired it yet."""
+    before = said(llm)
+    observe = llm.engine.drafter.observe
+
+    def interrupted(commit: Any) -> None:
+        if any(row.finish_reason for row in commit.batch.rows):
+            raise KeyboardInterrupt
+        observe(commit)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.drafter, "observe", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            said(llm)
+    settled(llm)
+    assert said(llm) == before
+
+
+def test_a_row_without_a_finite_logit_fails_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = said(llm)
+    pick = llm.engine.sampler.pick
+
+    def broken(row: Row, path: Sequence[int], logits: Tensor) -> int:
+        return pick(row, path, logits * float("nan") if row.tokens[0] == 7 and len(row.tokens) > 22 else logits)
+
+    monkeypatch.setattr(llm.engine.sampler, "pick", broken)
+    fine, bad = llm.generate([PROMPT, {"prompt_token_ids": [7] * 20}], PARAMS)
+    assert fine.outputs[0].token_ids == good and fine.error is None
+    assert isinstance(bad.error, ModelError) and bad.outputs[0].finish_reason == "error" and len(bad.outputs[0].token_ids) == 3
+    settled(llm)
+
+
+class Careless(Scripted):
+    """Guesses ids that do not exist, more nodes than it may, and deeper."""
+
+    def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
+        wild = [10**9, -5, *range(40)]
+        return Draft([Guesses.chain(wild, [0.5] * len(wild)) for _ in batch.rows])
+
+
+def test_a_careless_drafter_costs_time_and_nothing_else(llm: LLM) -> None:
+    before = said(llm)
+    config = SpeculativeOptions.of({"method": "scripted", "num_speculative_tokens": 4})
+    llm.engine.use(Careless(Careless.Options(), llm.engine.target), config)
+    assert said(llm) == before
+    settled(llm)
+
+
+@pytest.mark.parametrize("first", [{"max_tokens": 1}, {"speculate": False}], ids=["max_tokens=1", "speculate=False"])
+def test_a_prompt_is_reused_whoever_computed_it(first: dict[str, Any], llama: str) -> None:
+    """A request that never guessed leaves pages that are complete for the draft model too."""
+    llm = LLM(model=llama, dtype="float32", speculative_config={"model": llama, "num_speculative_tokens": 3})
+    said(llm, params=SamplingParams(**{**vars(PARAMS), **first}))
+    starts: list[int] = []
+    propose = llm.engine.drafter.propose
+    llm.engine.drafter.propose = lambda batch, budgets: (starts.append(batch.starts[0]), propose(batch, budgets))[1]  # type: ignore
+    said(llm)
+    assert starts[0] == (len(PROMPT["prompt_token_ids"]) - 1) // PAGE * PAGE
+
+
+def test_heads_that_the_kernels_cannot_hold_are_refused() -> None:
+    config = Qwen2Config(hidden_size=2048, num_attention_heads=1, num_key_value_heads=1, architectures=["Qwen2ForCausalLM"])
+    with pytest.raises(ModelError, match="2048"):
+        Spec.of(config)
+
+
+def test_variants_draw_the_same_seeds(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
+    one, two = llm.variant(None), llm.variant({"method": "ngram"})
+    assert [said(one, params=params) for _ in range(3)] == [said(two, params=params) for _ in range(3)]
+
+
+def test_a_special_token_in_the_middle_takes_no_space_away() -> None:
+    class Pieces:
+        """Decodes like a SentencePiece tokenizer: the first piece of a text loses its leading space."""
+
+        added_tokens_decoder: ClassVar = {0: type("Token", (), {"special": True})()}
+
+        def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+            return "".join(" " + "abcdefghi"[i] for i in ids if i).lstrip()
+
+    text = Detokenizer(Pieces())
+    ids = [1, 2, 0, 0, 3, 0, 4]
+    assert "".join(text.feed(i) for i in ids) == Pieces().decode(ids)
