@@ -97,7 +97,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers all prompts, batched as the engine sees fit; outputs stand in the order of the prompts.
 
-        A single bad prompt raises (a RequestError, as a rule); among several the bad one comes back with `.error`, and the others are answered.
+        A single bad prompt raises (a RequestError, as a rule); among several the bad one comes back with `.error`, and the
+        others are answered.
         use_tqdm shows a progress bar.
         """
         requests = self._enter(prompts, sampling_params)

@@ -447,8 +447,10 @@ def test_weights_that_are_not_numbers_end_the_request_and_not_the_engine(broken:
     save_file(tensors, broken / "model.safetensors")
     llm = LLM(str(broken))
     for _ in range(2):
+        outputs = llm.generate([GOOD, GOOD], GREEDY)
+        assert all(isinstance(output.error, ModelError) and "finite" in str(output.error) for output in outputs)
         with pytest.raises(ModelError, match="finite"):
-            llm.generate([GOOD, GOOD], GREEDY)
+            llm.generate(GOOD, GREEDY)
         assert not llm.engine.busy
         llm.engine.check()
 
