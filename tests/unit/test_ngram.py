@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from outrider import ConfigError, SamplingParams
 from outrider.draft.ngram import Ngram
-from outrider.types import Batch, Budget, Row
+from outrider.types import Batch, Budget, Commit, Row, Verdict
 
 
 def make_row(tokens: list[int]) -> Row:
@@ -96,3 +96,20 @@ def test_rows_do_not_see_each_other_and_are_forgotten() -> None:
 def test_ranges(low: int, high: int) -> None:
     with pytest.raises(ConfigError, match="prompt_lookup_min"):
         Ngram.Options(prompt_lookup_max=high, prompt_lookup_min=low)
+
+
+def test_a_row_whose_guesses_keep_failing_is_guessed_less() -> None:
+    """After two failures only the longest n-gram counts and one token is guessed; one success brings full guesses back."""
+    row = make_row([1, 2, 3, 4, 9, 9, 1, 2, 3, 4, 8, 1, 2, 3, 4])
+    drafter = Ngram(Ngram.Options())
+    batch = Batch([row], [0], [1], [True])
+
+    def guess(accepted: int) -> list[int]:
+        draft = drafter.propose(batch, [Budget(5, 5)])
+        drafter.observe(Commit(batch, [0], [[]], draft, Verdict([list(range(accepted))], [[]])))
+        return draft.trees[0].tokens
+
+    assert [len(guess(0)), len(guess(0))] == [5, 5]
+    assert guess(0) == [8]
+    assert guess(1) == [8]
+    assert len(guess(0)) == 5

@@ -75,8 +75,8 @@ class Tree:
 
 class DraftModel(Drafter):
     demo: ClassVar = {
-        "draft model, chain": {"num_speculative_tokens": 3},
-        "draft model, tree": {"num_speculative_tokens": 3, "siblings": 2},
+        "draft model, chain": {"num_speculative_tokens": 2},
+        "draft model, tree": {"num_speculative_tokens": 2, "siblings": 2},
     }
 
     @dataclass(frozen=True)

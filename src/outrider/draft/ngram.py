@@ -1,6 +1,7 @@
 """Prompt lookup: what followed the last time these tokens were seen in this very request (Saxena 2023; arXiv 2304.04487).
 
-The longest match wins, and of equally long ones the most recent.  No match is no guess and costs nothing.
+The longest match wins, and of equally long ones the most recent.  No match is no guess and costs nothing.  A row whose guesses
+keep failing loses its credit: then only the longest n-gram counts, and one token is guessed, until one is right again.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import ClassVar
 
 from outrider.draft.base import Drafter
 from outrider.errors import ConfigError
-from outrider.types import NOTHING, Batch, Budget, Draft, Guesses, Row
+from outrider.types import NOTHING, Batch, Budget, Commit, Draft, Guesses, Row
 
 
 @dataclass
@@ -19,6 +20,7 @@ class Seen:
 
     ends: dict[tuple[int, ...], int] = field(default_factory=dict)
     upto: int = 0
+    credit: int = 2  # accepted tokens earn it (up to 4), a guess of which nothing was accepted costs one
 
 
 class Ngram(Drafter):
@@ -54,11 +56,18 @@ class Ngram(Drafter):
                 if n <= end + 1:
                     seen.ends[tuple(tokens[end + 1 - n : end + 1])] = end
         seen.upto = len(tokens) - 1
-        for n in self.lengths:
+        trusted = seen.credit > 0
+        for n in self.lengths if trusted else self.lengths[:1]:
             found = seen.ends.get(tuple(tokens[-n:]), -1) if n < len(tokens) else -1
             if found >= 0:
-                return _copy(tokens, found + 1, depth, 1 - 0.5**n)
+                return _copy(tokens, found + 1, depth if trusted else 1, 1 - 0.5**n)
         return NOTHING
+
+    def observe(self, commit: Commit) -> None:
+        for row, tree, nodes in zip(commit.batch.rows, commit.draft.trees, commit.verdict.nodes):
+            if tree.tokens and row in self.seen:
+                seen = self.seen[row]
+                seen.credit = min(4, seen.credit + len(nodes)) if nodes else max(0, seen.credit - 1)
 
     def forget(self, row: Row, reason: str) -> None:
         self.seen.pop(row, None)
