@@ -20,7 +20,7 @@ class Seen:
 
     ends: dict[tuple[int, ...], int] = field(default_factory=dict)
     upto: int = 0
-    credit: int = 2  # accepted tokens earn it (up to 4), a guess of which nothing was accepted costs one
+    credit: int = 1  # accepted tokens earn it (up to 4), a guess of which nothing was accepted costs one
 
 
 class Ngram(Drafter):
