@@ -18,7 +18,7 @@ def root() -> None:
 @app.command()
 def demo(
     tokens: int = typer.Option(64, min=1, max=512, help="New tokens a prompt, at most."),
-    repeats: int = typer.Option(2, min=1, max=20, help="Best of so many runs."),
+    repeats: int = typer.Option(1, min=1, max=20, help="Best of so many turns, two runs each."),
 ) -> None:
     """Decode our prompts with the built-in model, plainly and with every method, and compare."""
     from outrider.bench.demo import demo as run

@@ -30,7 +30,6 @@ def demo(tokens: int, repeats: int, console: Console) -> bool:
         results = _measured(llm, configs, prompts, params, repeats, title, console)
         console.print(table(title, results))
         good &= all(result.tokens == results[0].tokens for result in results)
-    llm.engine.check()
     console.print("Every method said exactly what plain decoding says." if good else "[bold red]Tokens differ: this is a bug.[/]")
     return good
 

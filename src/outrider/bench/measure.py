@@ -103,4 +103,5 @@ def measure(
     for result in results:
         times = variants[result.method].engine.times
         result.drafting = times.propose / sum(times)
+        variants[result.method].engine.check()
     return results
