@@ -144,6 +144,7 @@ def drive(
         while len(requests) < min(len(prompts), 2 + step // 2):
             i = len(requests)
             requests.append(llm._request({"prompt_token_ids": list(prompts[i])}, each[i], streaming=False))
+            llm._admit(requests[-1:])
         if len(done) == len(prompts):
             return [done[i] for i in range(len(prompts))]
         llm.engine.step()

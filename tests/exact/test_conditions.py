@@ -95,7 +95,7 @@ def test_preemption(drafter: str, law: dict[str, Any], llama: str, plain: LLM, s
     tight = LLM(llama, max_num_seqs=4, max_model_len=128)
     put_to_work(tight, drafter, truth, stranger)
     engine = tight.engine
-    one = -(-(engine.max_len + engine.scheduler.guesses) // PAGE)
+    one = -(-(engine.max_len + engine.scheduler.guesses(1)) // PAGE)
     slot = engine.decoder.slot_bytes + engine.drafter.slot_bytes
     small = LLM(llama, max_num_seqs=4, max_model_len=128, kv_cache_memory_bytes=one * PAGE * slot)
     put_to_work(small, drafter, truth, stranger)
@@ -233,7 +233,7 @@ def test_samples(drafter: str, fast: LLM, plain: LLM, stranger: str) -> None:
     assert [said(o.outputs) for o in drive(fast, PROMPTS, params_of(law))] == [samples[:1] for samples in expected]
     assert [said(o.outputs) for o in drive(fast, PROMPTS, params_of(law, n=2))] == [samples[:2] for samples in expected]
     for number in range(3):  # sample 3 as a lone row, which shares no prompt
-        _, ids = fast._read({"prompt_token_ids": PROMPTS[number]})
+        ids = list(PROMPTS[number])
         row = fast._rows("lone", ids, params[number], streaming=False)[3]
         row.source = None
         fast.engine.add(row)
@@ -275,6 +275,7 @@ def test_abort_leaks_nothing(step: int, drafter: str, fast: LLM, plain: LLM, str
     expected, truth = expected_of(plain, PROMPTS, params)
     put_to_work(fast, drafter, truth, stranger)
     requests: list[Any] = [fast._request(prompt, p, False) for prompt, p in zip(prompts_of(PROMPTS), params)]
+    fast._admit(requests)
     for _ in range(step):
         fast.engine.step()
     for request in requests[1:]:
