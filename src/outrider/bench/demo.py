@@ -48,7 +48,7 @@ def table(title: str, results: Sequence[Measured]) -> Table:
     plain = results[0]
     made = Table(title=title, title_justify="left", title_style="bold")
     made.add_column("method", no_wrap=True)
-    for name in ("tokens/s", "speed-up", "tokens\nper step", "accep-\ntance", "repeated\n4-grams"):
+    for name in ("tok/s", "speed-up", "tokens\nper step", "accep-\ntance", "4-gram\nrepeats"):
         made.add_column(name, justify="right")
     made.add_column("same\ntokens", justify="center")
     for result in results:
