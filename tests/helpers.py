@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from outrider import LLM, CompletionOutput, RequestOutput, SamplingParams
@@ -266,8 +266,8 @@ class Scripts:
         return _guesses(tokens, parents)
 
 
-def walk(plan: Plan, table: np.ndarray, row: int) -> list[int]:
+def walk(plan: Plan, table: array[int], row: int) -> list[int]:
     """The slots that the C kernels walk for one row of a built plan."""
-    _, _, _, seen, depth, address = plan.host[:, row].tolist()
-    assert address == table.ctypes.data
-    return [*table[:seen].tolist(), *(plan.host_paths[row, :depth].tolist() if depth else ())]
+    _, _, _, seen, depth, address = plan.host[row :: plan.length]
+    assert address == table.buffer_info()[0]
+    return [*table[:seen], *plan.host_paths[row * plan.width : row * plan.width + depth]]

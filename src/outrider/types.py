@@ -16,8 +16,7 @@ from outrider.sampling.processors import Processor
 ROOT = -1
 
 
-@dataclass(frozen=True)
-class Speculation:
+class Speculation(NamedTuple):
     """What speculation did for one sample.
 
     tokens per step = emitted / target forwards that emitted (plain decoding: 1.0); acceptance = accepted / drafted.
@@ -36,7 +35,7 @@ class Speculation:
     def acceptance(self) -> float:
         return self.accepted / self.drafted if self.drafted else 0.0
 
-    def __add__(self, other: Speculation) -> Speculation:
+    def __add__(self, other: Speculation) -> Speculation:  # type: ignore[override]
         return Speculation(
             self.steps + other.steps, self.drafted + other.drafted, self.accepted + other.accepted, self.emitted + other.emitted
         )
@@ -66,7 +65,7 @@ class Row:
     finish_reason: str | None = None  # "stop", "length", "abort", "error"
     stop_reason: int | str | None = None
     error: Exception | None = None  # why it could not go on (finish_reason "error")
-    stats: Speculation = field(default_factory=Speculation)
+    stats: Speculation = Speculation()  # noqa: RUF009 - immutable
     text: Any = None  # the incremental detokeniser
 
     @property

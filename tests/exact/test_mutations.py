@@ -136,7 +136,7 @@ def forget_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every node is sampled as if it hung from nothing: noise and processors of the root's position."""
 
     def pick(self: Seen, row: int, node: int, path: Sequence[int]) -> int:
-        return self.sampler.pick(self.batch.rows[row], (), self.logits[self.roots[row] + 1 + node])
+        return self.sampler.pick(self.batch.rows[row], (), self.logits, self.roots[row] + 1 + node)
 
     monkeypatch.setattr(Seen, "pick", pick)
 
@@ -172,7 +172,7 @@ def test_logits_of_the_wrong_node(scene: Setup, monkeypatch: pytest.MonkeyPatch)
     broken = scene()
 
     def pick(self: Seen, row: int, node: int, path: Sequence[int]) -> int:
-        return self.sampler.pick(self.batch.rows[row], path, self.logits[self.roots[row] + max(node, 0)])
+        return self.sampler.pick(self.batch.rows[row], path, self.logits, self.roots[row] + max(node, 0))
 
     monkeypatch.setattr(Seen, "pick", pick)
     assert broken.differences() > 0

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 import shutil
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from helpers import walk
@@ -125,7 +125,7 @@ def test_embed_reads_rows_of_a_packed_weight(inputs: int, outputs: int, dtype: t
     kernels, weight = c_kernels(dtype), torch.randn(outputs, inputs)
     ids = torch.randint(outputs, (11,))
     plan = Plan()
-    plan.chain(np.arange(11, dtype=np.int32), 0, ids.tolist())
+    plan.chain(array("i", range(11)), 0, ids.tolist())
     assert torch.equal(kernels.embed(kernels.pack(weight), plan.build()), weight.to(dtype).float()[ids])
 
 
@@ -150,7 +150,7 @@ def random_plan(rng: random.Random, rows: int = 3) -> Plan:
     rng.shuffle(slots)
     for _ in range(rows):
         length, nodes = rng.randint(1, 35), rng.randint(0, 9)
-        table = np.array([slots.pop() for _ in range(length + nodes)], dtype=np.int32)
+        table = array("i", [slots.pop() for _ in range(length + nodes)])
         start = rng.randint(0, length - 1)
         plan.chain(table, start, [0] * (length - start))
         paths: list[list[int]] = []
@@ -263,7 +263,7 @@ def test_small_kernels_rows_are_independent() -> None:
                 assert torch.equal(kernels.silu_mul(x[:n]), gates[:n])
 
 
-def forward(decoder: Decoder, pool: Pool, table: np.ndarray, start: int, tokens: list[int]) -> Tensor:
+def forward(decoder: Decoder, pool: Pool, table: array[int], start: int, tokens: list[int]) -> Tensor:
     plan = Plan()
     plan.chain(table, start, tokens)
     return decoder.forward(plan.build(), pool)
@@ -279,11 +279,11 @@ def test_a_whole_decoder_gives_the_same_bits_one_by_one_in_chunks_and_in_a_tree(
     decoder = Decoder(Checkpoint.open(str(folder)), dtype, CPU, 64)
     rng = random.Random(0)
     tokens = [rng.randrange(300) for _ in range(40)]
-    plain, pool = np.arange(128, dtype=np.int32), decoder.pool(128)
+    plain, pool = array("i", range(128)), decoder.pool(128)
     expected = torch.cat([forward(decoder, pool, plain, i, tokens[i : i + 1]) for i in range(40)])
 
     def in_chunks(n: int) -> None:
-        table, other = np.array(rng.sample(range(128), 128), dtype=np.int32), decoder.pool(128)
+        table, other = array("i", rng.sample(range(128), 128)), decoder.pool(128)
         got = torch.cat([forward(decoder, other, table, i, tokens[i : i + n]) for i in range(0, 40, n)])
         assert torch.equal(got, expected), n
         assert torch.equal(other.data[:, :, table[:40].tolist()], pool.data[:, :, :40])
@@ -299,7 +299,7 @@ def test_a_whole_decoder_gives_the_same_bits_one_by_one_in_chunks_and_in_a_tree(
 
 
 def check_tree(decoder: Decoder, tokens: list[int], known: int, expected: Tensor, rng: random.Random) -> None:
-    table = np.array(rng.sample(range(128), 128), dtype=np.int32)
+    table = array("i", rng.sample(range(128), 128))
     plan, pool, at = Plan(), decoder.pool(128), list(range(known))
     plan.chain(table, 0, tokens[:known])
     path: list[int] = []
@@ -320,7 +320,7 @@ def test_several_requests_in_one_forward_do_not_touch_each_other(dtype: torch.dt
     rng = random.Random(1)
     texts = [[rng.randrange(300) for _ in range(length)] for length in (1, 7, 20, 3)]
     slots = rng.sample(range(160), 160)
-    tables = [np.array([slots.pop() for _ in range(32)], dtype=np.int32) for _ in texts]
+    tables = [array("i", [slots.pop() for _ in range(32)]) for _ in texts]
     plan, pool = Plan(), decoder.pool(160)
     for table, text in zip(tables, texts):
         plan.chain(table, 0, text)

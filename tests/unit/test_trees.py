@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
+from array import array
+
 import pytest
 from helpers import walk
 from hypothesis import given
@@ -155,7 +156,7 @@ def test_a_plan_lets_every_row_see_its_own_past_in_order(rows: list[tuple[int, i
     for length, start, guesses in rows:
         start = min(start, length - 1)
         row = make_row([rng.randint(0, 30) for _ in range(length)])  # type: ignore[attr-defined]
-        table = np.array([slots.pop() for _ in range(length + len(guesses.tokens))], dtype=np.int32)
+        table = array("i", [slots.pop() for _ in range(length + len(guesses.tokens))])
         row.table = type("Table", (), {"slots": table})()
         add_row(plan, row, start, length, guesses)
         for p in range(start, length):

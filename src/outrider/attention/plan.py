@@ -11,9 +11,9 @@ ancestors and itself.  The plan is built once a step and shared by all layers.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,13 +21,14 @@ from torch import Tensor
 class Plan:
     """Rows in the order in which they were added; `build` freezes them.
 
-    After `build`: ids, positions, slots, seen, depths int64 [n] (depths: how long a path); paths int32 [n, width];
-    `segments` = (table, first row, rows) of each request.  The `…_at` are addresses of the same, for the C kernels; tensors
-    are only made where somebody asks.
+    After `build`: ids, positions, slots, seen, depths, tables int64 [n] (depths: how long a path; tables: addresses) one
+    after the other in `host`, paths int32 [n, width] in `host_paths`; `segments` = (table, first row, rows) of each request.
+    The `…_at` are addresses of the same, for the C kernels; tensors are only made where somebody asks, and plain arrays
+    hold the numbers: right after a forward that swept the processor's caches, numpy and torch cost tens of microseconds a call.
     """
 
     def __init__(self) -> None:
-        self.segments: list[tuple[np.ndarray, int, int]] = []
+        self.segments: list[tuple[array[int], int, int]] = []
         self.length = self.longest = 0
         self._ids: list[int] = []
         self._positions: list[int] = []
@@ -37,17 +38,17 @@ class Plan:
         self._tables: list[int] = []
         self._paths: dict[int, Sequence[int]] = {}
 
-    def chain(self, table: np.ndarray, start: int, tokens: Sequence[int]) -> None:
-        """Known tokens at positions start … of a request whose slots are `table` (int32, one a position)."""
+    def chain(self, table: array[int], start: int, tokens: Sequence[int]) -> None:
+        """Known tokens at positions start … of a request whose slots are `table` (32-bit, one a position)."""
         n, end = len(tokens), start + len(tokens)
         self._segment(table, n, end)
         self._ids.extend(tokens)
         self._positions.extend(range(start, end))
-        self._slots.extend(table[start:end].tolist())
+        self._slots.extend(table[start:end])
         self._seen.extend(range(start + 1, end + 1))
         self._depths.extend([0] * n)
 
-    def node(self, table: np.ndarray, seen: int, path: Sequence[int], token: int) -> None:
+    def node(self, table: array[int], seen: int, path: Sequence[int], token: int) -> None:
         """A guess that sees `seen` tokens and then the slots of its ancestors; the last slot of `path` is its own."""
         self._paths[self.length] = path
         self._segment(table, 1, seen + len(path))
@@ -57,41 +58,44 @@ class Plan:
         self._seen.append(seen)
         self._depths.append(len(path))
 
-    def _segment(self, table: np.ndarray, n: int, sees: int) -> None:
+    def _segment(self, table: array[int], n: int, sees: int) -> None:
         if self.segments and self.segments[-1][0] is table:
             table, first, count = self.segments[-1]
             self.segments[-1] = (table, first, count + n)
             self._tables.extend(self._tables[-1:] * n)
         else:
             self.segments.append((table, self.length, n))
-            self._tables.extend([table.ctypes.data] * n)
+            self._tables.extend([table.buffer_info()[0]] * n)
         self.length += n
         self.longest = max(self.longest, sees)
 
     def build(self) -> Plan:
-        self.host = np.array((self._ids, self._positions, self._slots, self._seen, self._depths, self._tables), dtype=np.int64)
-        first, step = self.host.ctypes.data, self.length * 8
-        self.ids_at, self.positions_at, self.slots_at, self.seen_at, self.depths_at, self.tables_at = (first + i * step for i in range(6))
+        self.host = array("q", (*self._ids, *self._positions, *self._slots, *self._seen, *self._depths, *self._tables))
+        first, step = self.host.buffer_info()[0], self.length * 8
+        self.ids_at, self.positions_at, self.slots_at, self.seen_at, self.depths_at, self.tables_at = range(first, first + 6 * step, step)
         self.width = max(map(len, self._paths.values()), default=0)
-        self.host_paths = np.zeros((self.length if self.width else 0, self.width), dtype=np.int32)
+        self.host_paths = array("i", bytes(4 * self.length * self.width))
         for row, path in self._paths.items():
-            self.host_paths[row, : len(path)] = path
-        self.paths_at = self.host_paths.ctypes.data
+            self.host_paths[row * self.width : row * self.width + len(path)] = array("i", path)
+        self.paths_at = self.host_paths.buffer_info()[0]
         return self
 
     @property
     def ids(self) -> Tensor:
-        return torch.from_numpy(self.host[0])
+        return self._column(0)
 
     @property
     def positions(self) -> Tensor:
-        return torch.from_numpy(self.host[1])
+        return self._column(1)
 
     @property
     def slots(self) -> Tensor:
-        return torch.from_numpy(self.host[2])
+        return self._column(2)
 
-    def keys(self, first: int, count: int, table: np.ndarray) -> tuple[Tensor, Tensor]:
+    def _column(self, i: int) -> Tensor:
+        return torch.frombuffer(self.host, dtype=torch.int64)[i * self.length : (i + 1) * self.length]
+
+    def keys(self, first: int, count: int, table: array[int]) -> tuple[Tensor, Tensor]:
         """(slots [m], position of each in the row's order or -1 where it must not look [count, m]) of one segment.
 
         What the C kernel does by walking; the reference kernels need it spelled out.
@@ -99,7 +103,7 @@ class Plan:
         rows = range(first, first + count)
         common = max(self._seen[r] for r in rows)
         extra = sorted({slot for r in rows for slot in self._paths.get(r, ())})
-        slots = torch.tensor(table[:common].tolist() + extra)
+        slots = torch.tensor([*table[:common], *extra])
         order = torch.full((count, len(slots)), -1)
         at = {slot: common + i for i, slot in enumerate(extra)}
         for i, r in enumerate(rows):

@@ -8,11 +8,10 @@ the index, oldest out first, until somebody needs it.
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from outrider.cache.pool import Pool
 
@@ -24,7 +23,7 @@ ROOT = 0  # what the first page of every sequence hangs from
 class Table:
     """The slots of one sequence.  `slots` is allocated once, so that its address never changes."""
 
-    slots: np.ndarray  # int32 [capacity]
+    slots: array[int]  # 32-bit [capacity]
     pages: list[int] = field(default_factory=list)
     nodes: list[int] = field(default_factory=list)  # index node of each page, from the front, that was entered
 
@@ -58,7 +57,7 @@ class Cache:
         return len(self.free) + len(self.idle)
 
     def open(self) -> Table:
-        table = Table(np.zeros(self.capacity, dtype=np.int32))
+        table = Table(array("i", bytes(4 * self.capacity)))
         self.tables.add(table)
         return table
 
@@ -118,7 +117,7 @@ class Cache:
             self._append(target, self._take())
             first, last = full * PAGE, length
             for pool in self.pools:
-                pool.move(source.slots[first:last].tolist(), target.slots[first:last].tolist())
+                pool.move(source.slots[first:last], target.slots[first:last])
         return True
 
     def forget(self) -> None:
@@ -134,8 +133,7 @@ class Cache:
         for table in self.tables:
             for i, page in enumerate(table.pages):
                 held[page] += 1
-                expected = page * PAGE + np.arange(PAGE)
-                assert (table.slots[i * PAGE : (i + 1) * PAGE] == expected).all(), f"slots of page {page} are wrong"
+                assert table.slots[i * PAGE : (i + 1) * PAGE] == _slots(page), f"slots of page {page} are wrong"
         assert held == self.owners, "owner counts do not match the tables"
         free, idle = set(self.free), set(self.idle)
         assert len(free) == len(self.free), "a page is free twice"
@@ -156,7 +154,7 @@ class Cache:
 
     def _append(self, table: Table, page: int) -> None:
         at = table.room
-        table.slots[at : at + PAGE] = np.arange(page * PAGE, (page + 1) * PAGE, dtype=np.int32)
+        table.slots[at : at + PAGE] = _slots(page)
         table.pages.append(page)
         self.owners[page] += 1
 
@@ -171,3 +169,7 @@ class Cache:
                 self.idle[page] = None
             else:
                 self.free.append(page)
+
+
+def _slots(page: int) -> array[int]:
+    return array("i", range(page * PAGE, (page + 1) * PAGE))

@@ -70,7 +70,7 @@ class Tree:
             if self.siblings == 1:  # a chain lies in its natural slots and needs no path
                 plan.chain(slots, self.base + node, [self.tokens[node]])
             else:
-                plan.node(slots, self.base, [int(slots[self.base + i]) for i in self.paths[node]], self.tokens[node])
+                plan.node(slots, self.base, [slots[self.base + i] for i in self.paths[node]], self.tokens[node])
 
 
 class DraftModel(Drafter):
@@ -176,12 +176,14 @@ class DraftModel(Drafter):
         x = self.decoder.forward(plan.build(), self.pool)
         if not rows:
             return []
-        logits = self.decoder.logits(x, list(at))[:, : self.vocabulary]
+        logits = self.decoder.logits(x, list(at))
+        if logits.shape[1] != self.vocabulary:
+            logits = logits[:, : self.vocabulary]
         children: dict[int, list[tuple[int, int, float]]] = {}
         for i, (tree, node) in enumerate(rows):
             found = children.setdefault(id(tree), [])
             ranked = tree.row.law.temperature > 0 or tree.siblings == 1
-            tokens, shares = self.target.sampler.top(tree.row, tree.path_tokens(node), logits[i], tree.siblings, not ranked)
+            tokens, shares = self.target.sampler.top(tree.row, tree.path_tokens(node), logits, tree.siblings, not ranked, i)
             found.extend((node, token, p) for token, p in zip(tokens, RANKED if ranked else shares))
         trees = {id(tree): tree for tree, _ in rows}
         for key, tree in trees.items():

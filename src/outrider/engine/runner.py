@@ -24,7 +24,7 @@ class Seen:
     def pick(self, row: int, node: int, path: Sequence[int]) -> int:
         here = self.batch.rows[row]
         try:
-            return self.sampler.pick(here, path, self.logits[self.roots[row] + 1 + node])
+            return self.sampler.pick(here, path, self.logits, self.roots[row] + 1 + node)
         except ModelError as error:  # this row ends here (see Scheduler.clip), the others go on
             here.error = error
             return -1
@@ -57,5 +57,5 @@ def add_row(plan: Plan, row: Row, start: int, end: int, guesses: Guesses) -> Non
     plan.chain(slots, start, known)
     paths: list[list[int]] = []
     for i, (token, parent) in enumerate(zip(guesses.tokens, guesses.parents)):
-        paths.append([*(paths[parent] if parent >= 0 else ()), int(slots[end + i])])
+        paths.append([*(paths[parent] if parent >= 0 else ()), slots[end + i]])
         plan.node(slots, end, paths[i], token)

@@ -101,8 +101,8 @@ class Scheduler:
             end, slots = batch.end(r), row.table.slots
             for place, node in enumerate(verdict.nodes[r]):
                 if node != place:
-                    sources.append(int(slots[end + node]))
-                    targets.append(int(slots[end + place]))
+                    sources.append(slots[end + node])
+                    targets.append(slots[end + place])
             row.computed = end + len(verdict.nodes[r])
         if sources:
             self.cache.pools[0].move(sources, targets)

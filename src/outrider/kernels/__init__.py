@@ -49,8 +49,9 @@ class Kernels(Protocol):
     def run(self, stack: Any, x: Tensor, plan: Plan, pool: Pool) -> Tensor:
         """x [n,h] through all blocks: x += o(attend(rope(qkv(norm(x)))));  x += down(silu(gate) * up)(norm(x))."""
 
-    def pick(self, logits: Tensor, law: Law, key: int, k: int, probs: bool) -> tuple[list[int], list[float]]:
-        """The k best tokens of one row [V] under `law` with the noise of `key`, best first (fewer if the law allows fewer)."""
+    def pick(self, logits: Tensor, law: Law, key: int, k: int, probs: bool, row: int = 0) -> tuple[list[int], list[float]]:
+        """The k best tokens of one row, [V] or `row` of [M,V], under `law` with the noise of `key`, best first (fewer if the law
+        allows fewer)."""
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:

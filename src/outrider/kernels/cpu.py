@@ -214,9 +214,10 @@ class CpuKernels:
         self.lib.stack(stack.shape, stack.layers, rows, pool.address, pool.plane, x.data_ptr())
         return x
 
-    def pick(self, logits: Tensor, law: Law, key: int, k: int, probs: bool) -> tuple[list[int], list[float]]:
+    def pick(self, logits: Tensor, law: Law, key: int, k: int, probs: bool, row: int = 0) -> tuple[list[int], list[float]]:
+        at = logits.data_ptr() + (row * logits.stride(0) * 4 if row else 0)  # the address: indexing a tensor costs far more
         count = self.lib.pick(
-            logits.data_ptr(), logits.shape[0], law.temperature, law.min_p, law.top_k, law.top_p, key, min(k, 64),
+            at, logits.shape[-1], law.temperature, law.min_p, law.top_k, law.top_p, key, min(k, 64),
             self._out, self._prob if probs else None,
         )  # fmt: skip
         return self._out[:count], self._prob[:count] if probs else []

@@ -31,6 +31,16 @@ static float maximum(const float *l, long n) {                /* n is a multiple
     for (int i = 1; i < VL; i++) best = top[i] > best ? top[i] : best;
     return best;
 }
+static long first_best(const float *l, long n, int32_t *out) {                         /* greedy; reads the row where it lies */
+    const long whole = n / VL * VL;
+    float best = whole ? maximum(l, whole) : -INFINITY;
+    for (long i = whole; i < n; i++) if (best == best && !(l[i] <= best)) best = l[i];   /* NaN wins, and stays */
+    if (!isfinite(best)) return 0;
+    long i = 0;
+    while (l[i] != best) i++;
+    out[0] = (int32_t)i;
+    return 1;
+}
 static double mass_above(const float *l, const float *mass, long n, float least) {    /* without mass: how many */
     vd sum = {0};
     for (long i = 0; i < n; i += VL) {
@@ -126,7 +136,7 @@ static void insert(float score, int32_t id, long k, long *n, float *scores, int3
     scores[at] = score; out[at] = id;
 }
 
-static long choose(Items t, uint64_t key, int noisy, long k, int32_t *out) {
+static long choose(Items t, uint64_t key, int noisy, long k, int32_t *out) {          /* without t.id: item i is token i */
     float scores[MOST], upper[BLOCK];
     uint32_t u[BLOCK];
     long n = 0;
@@ -134,17 +144,35 @@ static long choose(Items t, uint64_t key, int noisy, long k, int32_t *out) {
         const long m = t.n - i < BLOCK ? t.n - i : BLOCK;
         const float worst = n < k ? -INFINITY : scores[k - 1];
         int hits = 0;
-        if (noisy) for (long j = 0; j < m; j++) u[j] = bits(key, t.id[i + j]);
+        if (noisy && t.id) for (long j = 0; j < m; j++) u[j] = bits(key, t.id[i + j]);
+        else if (noisy) for (long j = 0; j < m; j++) u[j] = bits(key, (int32_t)(i + j));
         for (long j = 0; j < m; j++) upper[j] = t.logit[i + j] + (noisy ? bound(u[j]) : 0);
         for (long j = 0; j < m; j++) hits += upper[j] > worst;
         if (hits) for (long j = 0; j < m; j++) {
             const float now = n < k ? -INFINITY : scores[k - 1];
             if (upper[j] <= now) continue;                    /* noise is drawn only where it can win */
             const float score = noisy ? t.logit[i + j] + gumbel(u[j]) : t.logit[i + j];
-            if (score > now) insert(score, t.id[i + j], k, &n, scores, out);
+            if (score > now) insert(score, t.id ? t.id[i + j] : (int32_t)(i + j), k, &n, scores, out);
         }
     }
     return n;
+}
+
+/* Whether the law allows the token with logit x, top_k aside.  What it allows is everything from some logit on, so a token is
+ * inside unless those above it already are too many.  Saves most rows the search for the border. */
+static int inside(const float *l, long n, float best, float x, double min_p, double top_p) {
+    const float least = min_p > 0 ? best + (float)log(min_p) : -3.0e38f;
+    vd all = {0}, above = {0};
+    if (x < least) return 0;
+    if (top_p >= 1) return 1;
+    for (long i = 0; i < n; i += VL) {
+        const vf v = *(const vf *)(l + i), m = vexp(v - best);
+        all += __builtin_convertvector((vf)((vi)m & (v >= least)), vd);
+        above += __builtin_convertvector((vf)((vi)m & (v > x)), vd);
+    }
+    double sum = 0, more = 0;
+    for (int i = 0; i < VL; i++) { sum += all[i]; more += above[i]; }
+    return more < top_p * sum;
 }
 
 /* The k best tokens of `logits` (k <= 64) into out, and their probabilities into prob unless it is 0.  Temperature 0 ranks by
@@ -158,14 +186,20 @@ long pick(const float *logits, long V, float temperature, double min_p, long top
     const int noisy = temperature != 0;
     if (size < 3 * padded) { free(scratch); scratch = malloc((size_t)(size = 3 * padded) * 4); }
     Items t = {scratch, scratch + padded, (int32_t *)(scratch + 2 * padded), V};
+    if (!noisy && k == 1 && !prob) return first_best(logits, V, out);
     if (noisy) for (long i = 0; i < V; i++) t.logit[i] = logits[i] / temperature;
     else memcpy(t.logit, logits, (size_t)V * 4);
     for (long i = V; i < padded; i++) t.logit[i] = -INFINITY;
     const float best = maximum(t.logit, padded);
     if (!isfinite(best)) return 0;
-    if (!noisy && k == 1 && !prob) { long i = 0; while (t.logit[i] != best) i++; out[0] = (int32_t)i; return 1; }
 
     const int ranked = noisy && top_k > 0 && top_k < V, nucleus = noisy && top_p < 1;
+    if (noisy && !ranked && !prob) {                          /* the best of all are the best inside, where they are inside */
+        const long n = choose((Items){t.logit, 0, 0, V}, key, 1, k, out);
+        float x = INFINITY;
+        for (long i = 0; i < n; i++) x = t.logit[out[i]] < x ? t.logit[out[i]] : x;
+        if (inside(t.logit, padded, best, x, min_p, top_p)) return n;
+    }
     for (long i = 0; i < V; i++) t.id[i] = (int32_t)i;
     if (nucleus || prob) for (long i = 0; i < padded; i += VL) *(vf *)(t.mass + i) = vexp(*(vf *)(t.logit + i) - best);
     double all = nucleus || prob ? mass_above(t.logit, t.mass, padded, -3.0e38f) : 0;

@@ -6,7 +6,8 @@ nobody has tried may break an assumption; then the engine says so instead of pro
 
 from __future__ import annotations
 
-import numpy as np
+from array import array
+
 import torch
 from torch import Tensor
 
@@ -18,7 +19,7 @@ def bit_exact(decoder: Decoder) -> bool:
     """Four tokens one by one against the same four in one forward, with a sibling beside each of the last two."""
     vocabulary = decoder.spec.vocabulary
     tokens = [(i * i * 7 + 3) % vocabulary for i in range(24)]
-    table = np.arange(len(tokens) + 8, dtype=np.int32)
+    table = array("i", range(len(tokens) + 8))
     start = len(tokens) - 4
 
     alone, together = decoder.pool(len(table)), decoder.pool(len(table))
@@ -41,7 +42,7 @@ def bit_exact(decoder: Decoder) -> bool:
     return torch.equal(torch.cat(one_by_one), at_once)
 
 
-def _chain(table: np.ndarray, start: int, tokens: list[int]) -> Plan:
+def _chain(table: array[int], start: int, tokens: list[int]) -> Plan:
     plan = Plan()
     plan.chain(table, start, tokens)
     return plan.build()
