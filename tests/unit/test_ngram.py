@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider import ConfigError, SamplingParams
-from outrider.draft.ngram import Ngram
+from outrider.draft.ngram import Ngram, Seen
 from outrider.types import Batch, Budget, Commit, Row, Verdict
 
 
@@ -42,13 +42,20 @@ def drafter(low: int = 2, high: int = 4) -> Ngram:
     return Ngram(Ngram.Options(prompt_lookup_max=high, prompt_lookup_min=low))
 
 
+def trust(method: Ngram, row: Row) -> None:
+    """As if guesses for this row had been right before."""
+    method.seen.setdefault(row, Seen()).credit = 4
+
+
 def test_the_longest_match_wins() -> None:
     """[2, 3] was last followed by 9, but [1, 2, 3] by 7."""
     assert guess(drafter(), make_row([1, 2, 3, 7, 5, 2, 3, 9, 4, 1, 2, 3]), 1) == [7]
 
 
 def test_of_equally_long_matches_the_most_recent_wins() -> None:
-    assert guess(drafter(), make_row([2, 3, 7, 8, 2, 3, 9, 9, 2, 3]), 2) == [9, 9]
+    method, row = drafter(), make_row([2, 3, 7, 8, 2, 3, 9, 9, 2, 3])
+    trust(method, row)
+    assert guess(method, row, 2) == [9, 9]
 
 
 @pytest.mark.parametrize("tokens", [[1], [1, 2], [1, 2, 3, 4, 5], [1, 2, 3, 1]])
@@ -57,8 +64,10 @@ def test_no_match_is_no_guess(tokens: list[int]) -> None:
 
 
 def test_a_copy_that_reaches_the_end_goes_on_as_the_loop_would() -> None:
-    assert guess(drafter(), make_row([1, 2, 3, 1, 2, 3, 1, 2]), 7) == [3, 1, 2, 3, 1, 2, 3]
-    assert guess(drafter(low=1), make_row([5, 5]), 4) == [5, 5, 5, 5]
+    for method, tokens, expected in ((drafter(), [1, 2, 3, 1, 2, 3, 1, 2], [3, 1, 2, 3, 1, 2, 3]), (drafter(low=1), [5, 5], [5] * 4)):
+        row = make_row(tokens)
+        trust(method, row)
+        assert guess(method, row, len(expected)) == expected
 
 
 def test_no_budget_is_no_guess() -> None:
@@ -74,6 +83,7 @@ def test_no_budget_is_no_guess() -> None:
 )
 def test_the_growing_index_equals_a_search(start: list[int], grown: list[list[int]], low: int, more: int, depth: int) -> None:
     method, row = drafter(low, low + more), make_row(start)
+    trust(method, row)
     for tokens in [[], *grown]:
         row.tokens.extend(tokens)
         assert guess(method, row, depth) == naive(row.tokens, low, low + more, depth)
@@ -98,8 +108,9 @@ def test_ranges(low: int, high: int) -> None:
         Ngram.Options(prompt_lookup_max=high, prompt_lookup_min=low)
 
 
-def test_a_row_whose_guesses_keep_failing_is_guessed_less() -> None:
-    """After a failure only the longest n-gram counts and one token is guessed; one success brings full guesses back."""
+def test_evidence_decides_how_much_is_risked() -> None:
+    """A row that was never right guesses one token less than its match is long; after a failure only the longest n-gram counts
+    and one token is guessed; with success full guesses come."""
     row = make_row([1, 2, 3, 4, 9, 9, 1, 2, 3, 4, 8, 1, 2, 3, 4])
     drafter = Ngram(Ngram.Options())
     batch = Batch([row], [0], [1], [True])
@@ -109,7 +120,10 @@ def test_a_row_whose_guesses_keep_failing_is_guessed_less() -> None:
         drafter.observe(Commit(batch, [0], [[]], draft, Verdict([list(range(accepted))], [[]])))
         return draft.trees[0].tokens
 
-    assert len(guess(0)) == 5
-    assert guess(0) == [8]
+    assert guess(0) == [8, 1, 2], "a match of four"
+    assert guess(0) == [8], "after a failure"
     assert guess(1) == [8]
-    assert len(guess(0)) == 5
+    assert guess(2) == [8, 1, 2], "one success was one more chance"
+    assert len(guess(0)) == 5, "proven"
+    short = make_row([5, 3, 4, 9, 9, 6, 3, 4])
+    assert len(drafter.propose(Batch([short], [0], [1], [True]), [Budget(5, 5)]).trees[0].tokens) == 1, "a match of two"

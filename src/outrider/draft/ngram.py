@@ -1,7 +1,9 @@
 """Prompt lookup: what followed the last time these tokens were seen in this very request (Saxena 2023; arXiv 2304.04487).
 
-The longest match wins, and of equally long ones the most recent.  No match is no guess and costs nothing.  A row whose guesses
-keep failing loses its credit: then only the longest n-gram counts, and one token is guessed, until one is right again.
+The longest match wins, and of equally long ones the most recent.  No match is no guess and costs nothing.  Evidence decides how
+much is risked, since an answer of ten tokens never earns back a step that was long for nothing: a row that was not right yet
+guesses as many tokens as its match is longer than one; one whose guesses keep failing looks at the longest n-gram only and
+guesses one token, until one is right again; the others guess all that they may.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ class Seen:
 
     ends: dict[tuple[int, ...], int] = field(default_factory=dict)
     upto: int = 0
-    credit: int = 1  # accepted tokens earn it (up to 4), a guess of which nothing was accepted costs one
+    credit: int = 1  # accepted tokens earn it (up to 4), a guess of which nothing was accepted costs one; 1: nothing proven
 
 
 class Ngram(Drafter):
@@ -56,11 +58,11 @@ class Ngram(Drafter):
                 if n <= end + 1:
                     seen.ends[tuple(tokens[end + 1 - n : end + 1])] = end
         seen.upto = len(tokens) - 1
-        trusted = seen.credit > 0
-        for n in self.lengths if trusted else self.lengths[:1]:
+        for n in self.lengths if seen.credit else self.lengths[:1]:
             found = seen.ends.get(tuple(tokens[-n:]), -1) if n < len(tokens) else -1
             if found >= 0:
-                return _copy(tokens, found + 1, depth if trusted else 1, 1 - 0.5**n)
+                risk = depth if seen.credit > 1 else min(depth, n - 1) if seen.credit else 1
+                return _copy(tokens, found + 1, max(1, risk), 1 - 0.5**n)
         return NOTHING
 
     def observe(self, commit: Commit) -> None:
