@@ -9,12 +9,14 @@ environments as peers.py describes; one that is not installed is left out.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import statistics
 import subprocess
 import sys
 import time
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider import LLM, SamplingParams
+from outrider.attention.plan import Plan
 
 PROMPT, NEW = 64, 128
 
@@ -91,7 +94,8 @@ def overhead_ms(llm: LLM, config: dict[str, Any] | None, params: SamplingParams)
 
     decoders = [llm.engine.decoder] + ([llm.engine.drafter.decoder] if hasattr(llm.engine.drafter, "decoder") else [])
     for decoder in decoders:
-        decoder.forward, decoder.logits = timed(decoder.forward), timed(decoder.logits)  # type: ignore[method-assign]
+        for name in ("forward", "logits", "chain"):
+            setattr(decoder, name, timed(getattr(decoder, name)))
     best = float("inf")
     for _ in range(5):
         llm.generate(prompt(PROMPT), params)
@@ -100,8 +104,23 @@ def overhead_ms(llm: LLM, config: dict[str, Any] | None, params: SamplingParams)
         total = seconds(lambda: llm.generate(prompt(PROMPT), params))
         best = min(best, (total - inside[0]) / llm.engine.steps * 1e3)
     for decoder in decoders:
-        del decoder.forward, decoder.logits
-    return best
+        del decoder.forward, decoder.logits, decoder.chain
+    levels = (config or {}).get("num_speculative_tokens", 0) if len(decoders) > 1 else 0
+    return best + levels * pick_ms(llm, params)  # a chain's picks happen inside its one call
+
+
+def pick_ms(llm: LLM, params: SamplingParams) -> float:
+    """Milliseconds of one pick in C right after a forward, which has swept the caches; the median of 50."""
+    decoder, times = llm.engine.decoder, []
+    law, out = params.law, (ctypes.c_int32 * 1)()
+    pool, table = decoder.pool(128), array("i", range(128))
+    for i in range(50):
+        plan = Plan()
+        plan.chain(table, i, [i])
+        logits = decoder.logits(decoder.forward(plan.build(), pool), [0])
+        asked = (logits.data_ptr(), logits.shape[1], law.temperature, law.min_p, law.top_k, law.top_p, i, 1, out, None)
+        times.append(seconds(lambda: decoder.kernels.lib.pick(*asked)))  # noqa: B023 - called at once
+    return statistics.median(times) * 1e3
 
 
 def first_token(llm: LLM) -> tuple[float, float]:

@@ -20,9 +20,11 @@ from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
 from outrider.draft.base import Drafter, Target
 from outrider.errors import ConfigError
+from outrider.kernels import Chain
 from outrider.models.decoder import Decoder
 from outrider.models.hub import Checkpoint
 from outrider.models.quantise import bits_of
+from outrider.sampling.noise import stream_of
 from outrider.types import ROOT, Batch, Budget, Draft, Guesses, Row
 
 # How likely the best, second best … by noised draft logit is the target's pick.  The noise is shared, so the rank says more than q:
@@ -137,13 +139,15 @@ class DraftModel(Drafter):
             Tree(row, batch.end(r), self._within(batch.end(r), budget), self.options.siblings)
             for r, (row, budget) in enumerate(zip(batch.rows, budgets))
         ]
-        growing = self._catch_up(batch, trees)
-        while growing:
-            plan = Plan()
-            for tree in growing:
-                tree.plan(plan)
-            rows = [(tree, node) for tree in growing for node in tree.frontier]
-            growing = self._level(plan, range(len(rows)), rows)
+        plan, rows, last = self._catch_up(batch, trees)
+        if plan.length and not self._chains(plan, rows, last):
+            growing = self._level(plan, last, [(tree, ROOT) for tree in rows])
+            while growing:
+                plan = Plan()
+                for tree in growing:
+                    tree.plan(plan)
+                frontier = [(tree, node) for tree in growing for node in tree.frontier]
+                growing = self._level(plan, range(len(frontier)), frontier)
         return Draft([Guesses(tree.tokens, tree.parents, tree.confidence) for tree in trees])
 
     def _within(self, end: int, budget: Budget) -> Budget:
@@ -151,11 +155,12 @@ class DraftModel(Drafter):
         depth = min(budget.depth, self.context - end)
         return budget._replace(depth=depth) if depth > 0 else Budget()
 
-    def _catch_up(self, batch: Batch, trees: list[Tree]) -> list[Tree]:
-        """The first forward: everything that became certain since our last look; gives level one of the rows that speculate."""
+    def _catch_up(self, batch: Batch, trees: list[Tree]) -> tuple[Plan, list[Tree], list[int]]:
+        """The rows of the first forward: everything that became certain since our last look; and of the trees that will grow
+        which row is their last."""
         plan = Plan()
         last: list[int] = []
-        rows: list[tuple[Tree, int]] = []
+        rows: list[Tree] = []
         for r, (row, tree) in enumerate(zip(batch.rows, trees)):
             done, end = self.synced.setdefault(row, batch.starts[r]), batch.end(r)
             wanted = tree.budget.nodes > 0
@@ -166,8 +171,19 @@ class DraftModel(Drafter):
             self.synced[row] = end
             if wanted:
                 last.append(plan.length - 1)
-                rows.append((tree, ROOT))
-        return self._level(plan, last, rows) if plan.length else []
+                rows.append(tree)
+        return plan, rows, last
+
+    def _chains(self, plan: Plan, trees: list[Tree], last: list[int]) -> bool:
+        """All levels at once, where there is one guess a level and no processor to ask in between."""
+        if self.options.siblings > 1 or not trees or any(tree.row.processors for tree in trees):
+            return False
+        order = sorted(zip(trees, last), key=lambda pair: -pair[0].budget.depth)
+        chains = [Chain(at, tree.budget.depth, tree.row.law, stream_of(tree.row.seed, tree.row.index)) for tree, at in order]
+        found = self.decoder.chain(plan.build(), self.pool, chains, self.vocabulary)
+        for (tree, _), tokens in zip(order, found or ()):
+            tree.tokens, tree.parents, tree.confidence = Guesses.chain(tokens, RANKED[:1] * len(tokens))
+        return found is not None
 
     def _readable(self, tokens: list[int]) -> list[int]:
         """Ids that only the target has are read as id 0: a guess may be bad, never out of bounds."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +28,15 @@ class Weight(Protocol):
 
     inputs: int
     outputs: int
+
+
+class Chain(NamedTuple):
+    """A chain of guesses that begins behind row `at` of a plan."""
+
+    at: int
+    levels: int
+    law: Law
+    stream: int  # of the sample's noise
 
 
 class Kernels(Protocol):
@@ -51,6 +60,12 @@ class Kernels(Protocol):
 
     def run(self, stack: Any, x: Tensor, plan: Plan, pool: Pool) -> Tensor:
         """x [n,h] through all blocks: x += o(attend(rope(qkv(norm(x)))));  x += down(silu(gate) * up)(norm(x))."""
+
+    def chain(
+        self, stack: Any, embedding: Any, norm: Tensor, head: Any, plan: Plan, pool: Pool, chains: Sequence[Chain], vocabulary: int
+    ) -> list[list[int]] | None:
+        """`embed` and `run` over the plan, then for each chain (deepest first) the best of the first `vocabulary` tokens, which
+        goes in as its next row, `levels` times; a chain may end early.  None, and nothing done, where no loop is at hand."""
 
     def pick(self, logits: Tensor, law: Law, key: int, k: int, probs: bool, row: int = 0) -> tuple[list[int], list[float]]:
         """The k best tokens of one row, [V] or `row` of [M,V], under `law` with the noise of `key`, best first (fewer if the law

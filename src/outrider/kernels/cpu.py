@@ -31,6 +31,7 @@ from outrider.models.spec import Spec
 from outrider.sampling.params import Law
 
 if TYPE_CHECKING:
+    from outrider.kernels import Chain
     from outrider.models.decoder import Layer
 
 PANEL, WIDE = 64, 32  # outputs side by side in a packed weight; the same constants as in kernels.c and quantised.c
@@ -102,7 +103,8 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.pick.argtypes = [p, n, f, d, n, d, u, n, p, p]
     lib.pick.restype = n
     lib.stack.argtypes = [ctypes.POINTER(_Shape), ctypes.POINTER(_Layer), ctypes.POINTER(_Rows), p, n, p]
-    lib.stack.restype = None
+    lib.chain.argtypes = [ctypes.POINTER(_Shape), ctypes.POINTER(_Layer), ctypes.POINTER(_Ends), ctypes.POINTER(_Rows), p, p, n, p, n, p]
+    lib.stack.restype = lib.chain.restype = None
     for name in ("linear", "embed", "rms_norm", "silu_mul", "rope_store", "attend"):
         getattr(lib, name).restype = None
     return lib
@@ -136,6 +138,24 @@ class _Rows(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_long) for name in ("n", "path", "longest")),
         *((name, ctypes.c_void_p) for name in ("positions", "slots", "seen", "depths", "tables", "paths")),
+    ]
+
+
+class _Ends(ctypes.Structure):
+    _fields_ = [
+        ("embedding", _Weight),
+        ("head", _Weight),
+        ("norm", ctypes.c_void_p),
+        *((name, ctypes.c_long) for name in ("outputs", "vocabulary")),
+    ]
+
+
+class _Chain(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_long) for name in ("at", "levels", "top_k")),
+        *((name, ctypes.c_double) for name in ("min_p", "top_p")),
+        ("stream", ctypes.c_uint64),
+        ("temperature", ctypes.c_float),
     ]
 
 
@@ -227,13 +247,26 @@ class CpuKernels:
         return Stack(made, shape, (layers, turn))
 
     def run(self, stack: Stack, x: Tensor, plan: Plan, pool: Pool) -> Tensor:
-        rows = _Rows(
-            plan.length, plan.width, plan.longest,
-            plan.positions_at, plan.slots_at, plan.seen_at, plan.depths_at, plan.tables_at, plan.paths_at,
-        )  # fmt: skip
         stack.shape.kv = KINDS[pool.dtype]
-        self.lib.stack(stack.shape, stack.layers, rows, pool.address, pool.plane, x.data_ptr())
+        self.lib.stack(stack.shape, stack.layers, _rows(plan), pool.address, pool.plane, x.data_ptr())
         return x
+
+    def chain(
+        self, stack: Stack, embedding: Packed, norm: Tensor, head: Packed, plan: Plan, pool: Pool, chains: Sequence[Chain], vocabulary: int
+    ) -> list[list[int]]:
+        stack.shape.kv = KINDS[pool.dtype]
+        ends = _Ends(embedding.c, head.c, norm.data_ptr(), head.outputs, vocabulary)
+        made = (_Chain * len(chains))()
+        for to, (at, levels, law, stream) in zip(made, chains):
+            to.at, to.levels, to.stream = at, levels, stream
+            to.temperature, to.min_p, to.top_k, to.top_p = law
+        most = chains[0].levels
+        out = (ctypes.c_int32 * (len(chains) * most))()
+        self.lib.chain(
+            stack.shape, stack.layers, ends, _rows(plan), plan.ids_at, pool.address, pool.plane, made, len(chains), out
+        )  # fmt: skip
+        rows = [out[i * most : i * most + c.levels] for i, c in enumerate(chains)]
+        return [row[: row.index(-1)] if -1 in row else row for row in rows]
 
     def pick(self, logits: Tensor, law: Law, key: int, k: int, probs: bool, row: int = 0) -> tuple[list[int], list[float]]:
         at = logits.data_ptr() + (row * logits.stride(0) * 4 if row else 0)  # the address: indexing a tensor costs far more
@@ -242,6 +275,13 @@ class CpuKernels:
             self._out, self._prob if probs else None,
         )  # fmt: skip
         return self._out[:count], self._prob[:count] if probs else []
+
+
+def _rows(plan: Plan) -> _Rows:
+    return _Rows(
+        plan.length, plan.width, plan.longest,
+        plan.positions_at, plan.slots_at, plan.seen_at, plan.depths_at, plan.tables_at, plan.paths_at,
+    )  # fmt: skip
 
 
 def _integers(weight: Quantised, bias: Tensor | None) -> Packed:

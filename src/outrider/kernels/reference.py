@@ -133,6 +133,9 @@ class TorchKernels:
             x = linear(self.silu_mul(linear(self.rms_norm(x, layer.norm_post, layer.eps), layer.gate_up)), layer.down, add=x)
         return x
 
+    def chain(self, *_: Any) -> None:
+        """Nobody is waiting: the drafter goes level by level."""
+
     def pick(self, logits: Tensor, law: Law, key: int, k: int, probs: bool, row: int = 0) -> tuple[list[int], list[float]]:
         return sampling.pick(logits if logits.dim() == 1 else logits[row], law, key, k)
 

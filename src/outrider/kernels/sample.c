@@ -6,11 +6,6 @@ enum { BINS = 1024, BLOCK = 64, MOST = 64 };
 typedef struct { float *logit, *mass; int32_t *id; long n; } Items;          /* candidates; mass = exp(logit - best) */
 typedef double vd __attribute__((vector_size(VL * 8), aligned(8)));
 
-static uint64_t mix(uint64_t z) {                             /* splitmix64's finaliser */
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-    return z ^ (z >> 31);
-}
 INLINE uint32_t bits(uint64_t key, int32_t token) { return (uint32_t)(mix(key + (uint64_t)(token + 1) * 0x9e3779b97f4a7c15u) >> 40); }
 INLINE float gumbel(uint32_t u) { return (float)-log(-log((u + 0.5) * 0x1p-24)); }
 INLINE float bound(uint32_t u) {                              /* -log(-log u) <= -log(1 - u), from the exponent of 1 - u alone */

@@ -30,6 +30,12 @@ INLINE vf vexp(vf x) {                                        /* within 2 ulp; 0
     return (vf)((vi)(p * (vf)e) & ~tiny);
 }
 
+INLINE uint64_t mix(uint64_t z) {                             /* splitmix64's finaliser */
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return z ^ (z >> 31);
+}
+
 INLINE float total(vf v) {                                    /* always the same tree of additions: halves onto halves */
     typedef float v4 __attribute__((vector_size(16), aligned(4)));
     v4 q[VL / 4];

@@ -8,6 +8,7 @@ pool's, how it is computed the kernels': this file is the arithmetic of the mode
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool, kv_dtype
 from outrider.errors import ConfigError
-from outrider.kernels import Kernels, Weight, kernels_for
+from outrider.kernels import Chain, Kernels, Weight, kernels_for
 from outrider.kernels.quantised import Quantised, join
 from outrider.models.hub import Checkpoint, Weights
 from outrider.models.quantise import bits_of, quantise
@@ -83,6 +84,10 @@ class Decoder:
         """float32 [len(rows), V] of some rows, in ascending order, of `forward`'s result."""
         chosen = x if len(rows) == x.shape[0] else x[rows]
         return self.kernels.linear(self.kernels.rms_norm(chosen, self.norm, self.spec.eps), self.lm_head).float()
+
+    def chain(self, plan: Plan, pool: Pool, chains: Sequence[Chain], vocabulary: int) -> list[list[int]] | None:
+        """`forward` over the plan, then a chain of the best tokens behind some of its rows; see `Kernels.chain`."""
+        return self.kernels.chain(self.stack, self.embedding, self.norm, self.lm_head, plan, pool, chains, vocabulary)
 
     def _layer(self, weights: Weights, i: int) -> Layer:
         s, at = self.spec, f"model.layers.{i}"

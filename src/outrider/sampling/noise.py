@@ -22,7 +22,12 @@ def mix(z: int) -> int:
 
 def key_of(seed: int, index: int, position: int) -> int:
     """The 64-bit key of one position of one sample."""
-    return mix(mix(mix((seed + GOLDEN) & MASK) + index & MASK) + position & MASK)
+    return mix(stream_of(seed, index) + position & MASK)
+
+
+def stream_of(seed: int, index: int) -> int:
+    """What the keys of one sample have in common."""
+    return mix(mix((seed + GOLDEN) & MASK) + index & MASK)
 
 
 def gumbel(key: int, vocabulary: int, device: torch.device | str = "cpu") -> Tensor:

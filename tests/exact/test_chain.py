@@ -1,0 +1,58 @@
+"""A draft model's chain in one call guesses what it guesses level by level, whatever the rows ask for."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from helpers import answer, tiny_prompts
+
+from outrider import LLM, SamplingParams
+from outrider.draft.draft_model import DraftModel
+from outrider.kernels.cpu import CpuKernels
+from outrider.types import Batch, Budget, Draft
+
+LAWS = ({"temperature": 0.0}, {"temperature": 0.8}, {"temperature": 1.2, "top_p": 0.9, "min_p": 0.02}, {"temperature": 0.9, "top_k": 7})
+
+
+def listen(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[list[list[int]]]:
+    heard: list[list[list[int]]] = []
+    propose = DraftModel.propose
+
+    def listening(self: DraftModel, batch: Batch, budgets: list[Budget]) -> Draft:
+        draft = propose(self, batch, budgets)
+        heard.append([tree.tokens for tree in draft.trees])
+        return draft
+
+    monkeypatch.setattr(DraftModel, "propose", listening)
+    return heard
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_one_call_equals_one_level_after_another(rows: int, fast: LLM, stranger: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of different laws and lengths, so that chains of different depths end at different levels."""
+    prompts = tiny_prompts(rows)
+    params = [SamplingParams(max_tokens=9 + 4 * i, seed=i, ignore_eos=True, **law) for i, law in zip(range(rows), itertools.cycle(LAWS))]
+    said = []
+    for alone in (True, False):
+        with monkeypatch.context() as patch:
+            heard = listen(fast, patch)
+            if not alone:
+                patch.setattr(CpuKernels, "chain", lambda *_: None)
+            fast.use({"method": "draft_model", "model": stranger, "num_speculative_tokens": 5})
+            for law in LAWS if rows == 1 else [{}]:
+                asked = [SamplingParams(max_tokens=12, seed=3, ignore_eos=True, **law)] if rows == 1 else params
+                fast.generate([{"prompt_token_ids": prompt} for prompt in prompts], asked)
+            said.append(heard)
+    assert said[0] == said[1]
+    assert sum(len(tokens) for step in said[0] for tokens in step) > 40
+
+
+def test_a_draft_without_numbers_guesses_nothing(fast: LLM, stranger: str) -> None:
+    fast.use({"method": "draft_model", "model": stranger, "num_speculative_tokens": 3})
+    fast.engine.drafter.decoder.norm.fill_(float("nan"))  # type: ignore[attr-defined]
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    broken = answer(fast, tiny_prompts(1)[0], params)
+    fast.use(None)
+    assert broken.outputs[0].token_ids == answer(fast, tiny_prompts(1)[0], params).outputs[0].token_ids
+    assert broken.speculation.drafted == 0
