@@ -32,7 +32,7 @@ from outrider.attention.plan import Plan
 PROMPT, NEW = 64, 128
 
 
-def checkpoint(folder: Path, vocabulary: int = 16384, layers: int = 12, tied: bool = False, seed: int = 0) -> Path:
+def checkpoint(folder: Path, vocabulary: int = 16384, layers: int = 12, tied: bool = False, seed: int = 0, positions: int = 4096) -> Path:
     """A random Llama of the size that the figures are about (100.7 M weights with the defaults)."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -40,7 +40,7 @@ def checkpoint(folder: Path, vocabulary: int = 16384, layers: int = 12, tied: bo
         torch.manual_seed(seed)
         config = LlamaConfig(
             vocab_size=vocabulary, hidden_size=768, intermediate_size=2048, num_hidden_layers=layers, num_attention_heads=12,
-            num_key_value_heads=4, head_dim=64, tie_word_embeddings=tied, max_position_embeddings=4096, rms_norm_eps=1e-6,
+            num_key_value_heads=4, head_dim=64, tie_word_embeddings=tied, max_position_embeddings=positions, rms_norm_eps=1e-6,
             bos_token_id=0, eos_token_id=1, pad_token_id=2,
         )  # fmt: skip
         LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)

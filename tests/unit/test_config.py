@@ -117,7 +117,7 @@ def test_a_value_out_of_range_is_named(config: Any, named: str) -> None:
         ("max_model_length", "max_model_len"),
         ("max_seqs", "max_num_seqs"),
         ("kv_cache_memory", "kv_cache_memory_bytes"),
-        ("quantization", None),
+        ("rope_theta", None),
     ],
 )
 def test_an_unknown_engine_option(wrong: str, right: str | None) -> None:

@@ -45,7 +45,13 @@ class Engine:
         self.cache.pools = [self.pool]  # type: ignore[list-item]
         self.forgotten: list[Row] = []
         self.scheduler = Scheduler(
-            self.cache, seats, tokens, lambda rows: guesses, lambda row: row.computed, lambda row, _: self.forgotten.append(row)
+            self.cache,
+            seats,
+            tokens,
+            lambda rows: guesses,
+            lambda row: row.computed,
+            lambda row, _: self.forgotten.append(row),
+            lambda: tokens,
         )
         self.admitted: list[Row] = []
         self.steps = 0
@@ -290,7 +296,7 @@ def stepped(row: Row, said: list[int], nodes: list[int], **given: Any) -> tuple[
     """One step in which `row` computed its whole prompt and the verifier said this."""
     cache = Cache(20, 20 * PAGE)
     cache.pools = [FakePool()]  # type: ignore[list-item]
-    scheduler = Scheduler(cache, 4, 64, lambda rows: 8, lambda r: r.computed, lambda r, reason: None)
+    scheduler = Scheduler(cache, 4, 64, lambda rows: 8, lambda r: r.computed, lambda r, reason: None, lambda: 64)
     for name, value in given.items():
         setattr(row, name, value)
     scheduler.add(row)
@@ -322,3 +328,13 @@ def test_clip_at_the_length() -> None:
 def test_the_last_allowed_token_may_be_the_end() -> None:
     row, _ = stepped(make_row("a", [9, 9], 2), [3, 7], [0], ending=frozenset({7}))
     assert row.finish_reason == "stop"
+
+
+def test_prompts_beside_decoding_rows_take_no_more_than_their_chunk() -> None:
+    cache = Cache(64, 600, False)
+    scheduler = Scheduler(cache, 4, 256, lambda rows: 0, lambda r: r.computed, lambda r, reason: None, lambda: 20)
+    for length in (300, 5, 300):
+        scheduler.add(make_row("a", list(range(length)), 5))
+    assert scheduler.next().known == [256], "nobody is decoding: the whole budget"
+    scheduler.running[0].computed = 299
+    assert scheduler.next().known == [1, 5, 15]

@@ -13,6 +13,7 @@ from outrider.cache.slots import PAGE, Cache
 from outrider.config import EngineOptions, SpeculativeOptions
 from outrider.control import Controller
 from outrider.control.fixed import FixedController
+from outrider.control.pace import Pace
 from outrider.draft.base import Drafter, Target
 from outrider.engine.runner import Runner
 from outrider.engine.scheduler import Scheduler
@@ -63,8 +64,15 @@ class Engine:
         self.drafter, self.verify, self.cache = drafter, speculation.rule, cache
         self.controller: Controller = controller
         self.runner = Runner(self.decoder, cache.pools[0], self.sampler)
+        self.pace = pace = Pace()
         self.scheduler = Scheduler(
-            cache, self.options.max_num_seqs, self.options.max_num_batched_tokens, controller.nodes, drafter.filled, drafter.forget
+            cache,
+            self.options.max_num_seqs,
+            self.options.max_num_batched_tokens,
+            controller.nodes,
+            drafter.filled,
+            drafter.forget,
+            lambda: pace.chunk,
         )
         self.reset()
 
@@ -88,6 +96,7 @@ class Engine:
         finished = self._finish(commit)
         times = Times(forward - propose, after - forward, time.perf_counter() - after + propose - began)
         self.controller.learn(commit, times)
+        self.pace.learn(batch.known.count(1), sum(known for known in batch.known if known > 1), sum(times))
         self.times, self.steps = Times(*map(sum, zip(self.times, times))), self.steps + 1
         return finished
 

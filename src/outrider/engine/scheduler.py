@@ -24,9 +24,11 @@ class Scheduler:
         guesses: Callable[[int], int],
         filled: Callable[[Row], int],
         forget: Callable[[Row, str], None],
+        chunk: Callable[[], int],
     ) -> None:
-        """seats: rows at once.  tokens: budget of a step.  guesses: how many nodes a row of such a batch asks for."""
-        self.cache, self.seats, self.tokens, self.guesses = cache, seats, tokens, guesses
+        """seats: rows at once.  tokens: budget of a step.  guesses: how many nodes a row of such a batch asks for.
+        chunk: how many tokens of prompts may ride beside rows that are decoding."""
+        self.cache, self.seats, self.tokens, self.guesses, self.chunk = cache, seats, tokens, guesses, chunk
         self.filled, self.forget = filled, forget
         self.waiting: deque[Row] = deque()
         self.running: list[Row] = []
@@ -50,6 +52,7 @@ class Scheduler:
         decodes, guessing = len(decoding), sum(row.params.speculate for row in decoding)
         share = min(guessing * self.guesses(len(self.running)), (self.tokens - decodes) // 2)  # prompts keep at least as much
         left = self.tokens - decodes - share
+        left = min(left, self.chunk()) if decodes else left
         for row in list(self.running):
             known = len(row.tokens) - row.computed
             if known > 1:
