@@ -31,6 +31,8 @@ LAYERS = [
     {"draft"},
     {"config"},
     {"engine"},
+    {"outputs"},
+    {"requests"},
     {"llm"},
     {"", "serve", "train", "bench"},
     {"cli", "__main__"},
