@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from outrider.sampling.logprobs import Entry
 from outrider.types import Speculation
 
 
 @dataclass
 class CompletionOutput:
-    """One sample.  finish_reason: "stop", "length", "abort", or None while it runs.  stop_reason: the stop string or id."""
+    """One sample.  finish_reason: "stop", "length", "abort", or None while it runs.  stop_reason: the stop string or id.
+
+    logprobs: for each token {id: Logprob} of itself and of the best ones, and cumulative_logprob their sum, where asked for.
+    """
 
     index: int
     text: str
@@ -17,11 +21,16 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     speculation: Speculation = field(default_factory=Speculation)
+    logprobs: list[Entry] | None = None
+    cumulative_logprob: float | None = None
 
 
 @dataclass
 class RequestOutput:
-    """What became of one prompt.  `error` is set where the request could not be served, or not to its end."""
+    """What became of one prompt.  `error` is set where the request could not be served, or not to its end.
+
+    prompt_logprobs: as `CompletionOutput.logprobs`, with None for the first token, which nothing predicts.
+    """
 
     request_id: str
     prompt: str | None
@@ -29,6 +38,7 @@ class RequestOutput:
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
     error: Exception | None = None
+    prompt_logprobs: list[Entry | None] | None = None
 
     @property
     def speculation(self) -> Speculation:
