@@ -63,20 +63,20 @@ class Runner:
                 wanted.extend(range(plan.length - len(guesses.tokens) - 1, plan.length))
         x = self.decoder.forward(plan.build(), self.pool)
         for r, first in asking:
-            self._score(batch.rows[r], x, first - batch.starts[r], batch.end(r))
+            self._score(batch.rows[r], x, first, batch.starts[r], batch.end(r))
         return Seen(batch, self.decoder.logits(x, wanted), roots, self.sampler)
 
-    def _score(self, row: Row, x: Tensor, shift: int, end: int) -> None:
-        """Log-probabilities of the prompt's tokens that its positions up to `end` predict; position p is row p + shift of x.
+    def _score(self, row: Row, x: Tensor, first: int, start: int, end: int) -> None:
+        """Log-probabilities of the prompt's tokens that its positions start … end - 1 predict; that of `start` is row `first` of x.
 
         A replay after preemption scores nothing twice.  The logits are read a few rows at a time: those of a prompt are never held.
         """
         kept = row.logprobs
         assert kept is not None
-        last = min(end, row.prompt - 1)
-        for start in range(len(kept.prompt) - 1, last, SLICE):
-            places = range(start, min(start + SLICE, last))
-            for p, logits in zip(places, self.decoder.logits(x, [p + shift for p in places])):
+        todo = range(len(kept.prompt) - 1, min(end, row.prompt - 1))
+        assert not todo or todo.start >= start, "positions whose logits are wanted were not computed"
+        for places in (todo[i : i + SLICE] for i in range(0, len(todo), SLICE)):
+            for p, logits in zip(places, self.decoder.logits(x, [first + p - start for p in places])):
                 values = self.sampler.values(row, (), logits, kept.mode.replace("processed", "raw"))
                 kept.add_prompt(row.tokens[p + 1], values)
 
