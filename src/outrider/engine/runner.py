@@ -40,6 +40,7 @@ class Seen:
         for r, row in enumerate(self.batch.rows):
             if row.logprobs is None or row.logprobs.count is None or row.error is not None:
                 continue
+            del row.logprobs.sampled[len(row.tokens) - row.prompt :]  # of a step that was interrupted
             for i, (node, token) in enumerate(zip([ROOT, *verdict.nodes[r]], verdict.tokens[r])):
                 values = self.sampler.values(row, verdict.tokens[r][:i], self.logits[self.at(r, node)], row.logprobs.mode)
                 row.logprobs.add(token, values)
