@@ -113,7 +113,7 @@ def test_log_probabilities_of_the_wrong_node(wrong: str, script: str, scene: Set
     record, at = Seen.record, Seen.at
 
     def recording(self: Seen, verdict: Verdict) -> None:
-        def off(seen: Seen, row: int, node: int) -> Tensor:
+        def off(seen: Seen, row: int, node: int) -> int:
             nodes = [ROOT, *verdict.nodes[row]]
             return at(seen, row, ROOT if wrong == "root" else nodes[min(nodes.index(node) + 1, len(nodes) - 1)])
 
