@@ -1,7 +1,9 @@
 """Outrider makes a language model answer sooner without changing one token: speculative decoding, exact and complete."""
 
 from outrider.errors import CapacityError, ConfigError, ModelError, OutriderError, RequestError
-from outrider.llm import LLM, CompletionOutput, RequestOutput
+from outrider.llm import LLM
+from outrider.outputs import CompletionOutput, RequestOutput
+from outrider.sampling.logprobs import Logprob
 from outrider.sampling.params import SamplingParams
 from outrider.types import Speculation
 from outrider.version import VERSION
@@ -12,6 +14,7 @@ __all__ = [
     "CapacityError",
     "CompletionOutput",
     "ConfigError",
+    "Logprob",
     "ModelError",
     "OutriderError",
     "RequestError",

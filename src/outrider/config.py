@@ -15,6 +15,7 @@ from outrider.control import fixed
 from outrider.draft.base import Drafter
 from outrider.errors import ConfigError, unknown
 from outrider.models.quantise import bits_of
+from outrider.sampling.logprobs import MODES
 from outrider.types import Verifier
 
 T = TypeVar("T")
@@ -28,6 +29,8 @@ class EngineOptions:
     max_num_batched_tokens: prompt tokens, decodes and guesses of one step.  kv_cache_memory_bytes: memory for K/V of target
     and draft together (None: what max_num_seqs full requests need, but at most a quarter of the free memory on a CPU,
     gpu_memory_utilization of the device otherwise).  seed: requests without a seed of their own derive theirs from it.
+    logprobs_mode: what log-probabilities are: of the model as it is (raw_logprobs) or after everything that the request does to them
+    (processed_logprobs), or the logits themselves (raw_logits, processed_logits); those of a prompt are always raw.
     """
 
     model: str
@@ -46,6 +49,7 @@ class EngineOptions:
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
     seed: int | None = None
+    logprobs_mode: str = "raw_logprobs"
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
@@ -66,6 +70,8 @@ class EngineOptions:
             raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}.")
         if self.seed is not None and (not isinstance(self.seed, int) or isinstance(self.seed, bool)):
             raise ConfigError(f"seed must be a whole number or None, got {self.seed!r}.")
+        if self.logprobs_mode not in MODES:
+            raise ConfigError(unknown("logprobs_mode", self.logprobs_mode, MODES))
         for name in ("enable_prefix_caching", "trust_remote_code"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}.")

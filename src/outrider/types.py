@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from outrider.cache.slots import Table
+from outrider.sampling.logprobs import Logprobs
 from outrider.sampling.params import Law, SamplingParams
 from outrider.sampling.processors import Processor
 
@@ -67,10 +68,18 @@ class Row:
     error: Exception | None = None  # why it could not go on (finish_reason "error")
     stats: Speculation = Speculation()  # noqa: RUF009 - immutable
     text: Any = None  # the incremental detokeniser
+    logprobs: Logprobs | None = None  # kept where the request asks for log-probabilities
 
     @property
     def output(self) -> list[int]:
         return self.tokens[self.prompt :]
+
+    @property
+    def reusable(self) -> int:
+        """How many tokens may come from the prefix cache: the last one is always computed, as is what prompt_logprobs still needs."""
+        asked = self.logprobs
+        scored = self.prompt if asked is None or asked.prompt_count is None else len(asked.prompt)
+        return (len(self.tokens) if scored == self.prompt else scored) - 1
 
     @property
     def remaining(self) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from helpers import tiny_checkpoint
+from scene import GREEDY, Scene, Setup
 
-from outrider import LLM
+from outrider import LLM, SamplingParams
 
 
 @pytest.fixture(scope="session")
@@ -49,3 +51,17 @@ def plain(llama: str) -> LLM:
 def fast(llama: str) -> LLM:
     """The engine under test; every test puts its own drafter in."""
     return LLM(llama, max_num_seqs=4)
+
+
+@pytest.fixture
+def scene(plain: LLM, fast: LLM) -> Setup:
+    """`scene(params, script)`: a healthy one, shown to be healthy."""
+
+    def make(params: SamplingParams | Sequence[SamplingParams] = GREEDY, script: str = "hidden") -> Scene:
+        many = [params] if isinstance(params, SamplingParams) else params
+        seeded = [SamplingParams(**{**vars(p), "seed": 5}) for p in many]
+        made = Scene(plain, fast, seeded[0] if isinstance(params, SamplingParams) else seeded, script)
+        made.healthy()
+        return made
+
+    return make

@@ -233,8 +233,8 @@ def test_samples(drafter: str, fast: LLM, plain: LLM, stranger: str) -> None:
     assert [said(o.outputs) for o in drive(fast, PROMPTS, params_of(law))] == [samples[:1] for samples in expected]
     assert [said(o.outputs) for o in drive(fast, PROMPTS, params_of(law, n=2))] == [samples[:2] for samples in expected]
     for number in range(3):  # sample 3 as a lone row, which shares no prompt
-        ids = list(PROMPTS[number])
-        row = fast._rows("lone", ids, params[number], streaming=False)[3]
+        lone: Any = fast._request({"prompt_token_ids": PROMPTS[number]}, params[number], streaming=False)
+        row = lone.rows[3]
         row.source = None
         fast.engine.add(row)
         while row.finish_reason is None:

@@ -53,3 +53,57 @@ def test_a_stream_takes_nothing_back(llm: LLM, told: list[list[int]]) -> None:
         assert text.startswith(shown.get(output.request_id, ""))
         shown[output.request_id] = text
     settled(llm)
+
+
+def texts(llm: LLM, streaming: bool, params: list[SamplingParams]) -> list[str]:
+    """The final texts; a stream may not take back what it has shown on the way."""
+    prompts: Any = prompts_of(PROMPTS)
+    if not streaming:
+        return [output.outputs[0].text for output in llm.generate(prompts, params)]
+    shown: dict[str, str] = {}
+    for output in llm.stream(prompts, params):
+        text = output.outputs[0].text
+        assert text.startswith(shown.get(output.request_id, ""))
+        shown[output.request_id] = text
+    return [shown[key] for key in sorted(shown, key=int)]
+
+
+both = pytest.mark.parametrize("streaming", [False, True], ids=["generate", "stream"])
+
+
+@both
+def test_what_ended_the_text_can_stay_in_it(streaming: bool, llm: LLM, told: list[list[int]]) -> None:
+    """include_stop_str_in_output: the stop string is the last thing in the text, and a stop token has its text."""
+    decode = llm.get_tokenizer().decode
+    whole = [decode(tokens, skip_special_tokens=True) for tokens in told]
+    strings = [SamplingParams(**{**vars(FREE), "stop": ["never", text[8:12]], "include_stop_str_in_output": True}) for text in whole]
+    assert texts(llm, streaming, strings) == [text[: text.index(text[8:12]) + 4] for text in whole]
+    ids = [SamplingParams(**{**vars(FREE), "stop_token_ids": [tokens[10]], "include_stop_str_in_output": True}) for tokens in told]
+    said = [tokens[: tokens.index(tokens[10]) + 1] for tokens in told]
+    assert texts(llm, streaming, ids) == [decode(tokens, skip_special_tokens=True) for tokens in said]
+    settled(llm)
+
+
+@both
+def test_special_tokens_can_be_shown(streaming: bool, fast: LLM) -> None:
+    """skip_special_tokens=False shows them, also where one ended the text, if that is to stay."""
+    forced = {**vars(FREE), "temperature": 0.8, "allowed_token_ids": [2, 60, 61, 62], "skip_special_tokens": False}
+    fast.use({"method": "ngram"})
+    decode = fast.get_tokenizer().decode
+    free = fast.generate(prompts_of(PROMPTS), SamplingParams(**forced))
+    for output, text in zip(free, texts(fast, streaming, [SamplingParams(**forced)] * len(PROMPTS)), strict=True):
+        assert text == decode(output.outputs[0].token_ids, skip_special_tokens=False) and "<|pad|>" in text
+    hidden = texts(fast, streaming, [SamplingParams(**{**forced, "skip_special_tokens": True})] * len(PROMPTS))
+    assert hidden == [decode(output.outputs[0].token_ids, skip_special_tokens=True) for output in free]
+    for keep in (True, False):
+        ended = SamplingParams(**{**forced, "stop_token_ids": [2], "include_stop_str_in_output": keep})
+        for text in texts(fast, streaming, [ended] * len(PROMPTS)):
+            assert text.count("<|pad|>") == keep and text.endswith("<|pad|>") == keep
+    settled(fast)
+
+
+@both
+def test_no_text_where_none_is_wanted(streaming: bool, llm: LLM, told: list[list[int]]) -> None:
+    params = [SamplingParams(**{**vars(FREE), "detokenize": False})] * len(PROMPTS)
+    assert texts(llm, streaming, params) == [""] * len(PROMPTS)
+    assert [output.outputs[0].token_ids for output in llm.generate(prompts_of(PROMPTS), params)] == told

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import Scripts, Truth, answer, prompts_of, settled, tiny_prompts
+from helpers import answer, prompts_of
+from scene import DEPTH, GREEDY, PROMPTS, SAMPLED, Setup, told
 
 from outrider import LLM, SamplingParams
 from outrider.attention.plan import Plan
@@ -20,54 +21,6 @@ from outrider.cache.slots import PAGE, Table
 from outrider.engine.runner import Seen
 from outrider.engine.scheduler import Scheduler
 from outrider.types import ROOT, Batch, Draft, Laws, Verdict
-
-PROMPTS = tiny_prompts(4, seed=4)
-GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
-SAMPLED = SamplingParams(temperature=0.8, seed=5, max_tokens=30, ignore_eos=True)
-DEPTH = 6
-
-
-class Scene:
-    """Some prompts, what plain decoding says to them, and an engine whose drafter knows it."""
-
-    def __init__(self, plain: LLM, fast: LLM, params: SamplingParams | Sequence[SamplingParams], script: str) -> None:
-        self.llm, self.params = fast, [params] * len(PROMPTS) if isinstance(params, SamplingParams) else list(params)
-        self.expected, truth = [], Truth()
-        for prompt, p in zip(PROMPTS, self.params):
-            output = answer(plain, prompt, p)
-            self.expected.append([sample.token_ids for sample in output.outputs])
-            truth.learn(prompt, 5, output.outputs)
-        ahead = truth.ahead
-        truth.ahead = lambda row, count: ahead(row, count) if row.seed == 5 else []  # type: ignore[method-assign]
-        fast.use({"method": "scripted", "script": getattr(Scripts(truth), script), "nodes": 40, "num_speculative_tokens": DEPTH})
-
-    def differences(self) -> int:
-        """How many prompts come out differently."""
-        outputs = self.llm.generate(prompts_of(PROMPTS), self.params)
-        return sum([s.token_ids for s in output.outputs] != e for output, e in zip(outputs, self.expected))
-
-    def healthy(self) -> None:
-        assert self.differences() == 0
-        settled(self.llm)
-        self.llm.engine.forget_prefixes()
-
-
-Setup = Callable[..., Scene]
-
-
-@pytest.fixture
-def scene(plain: LLM, fast: LLM) -> Setup:
-    """`scene(params, script)`: a healthy one, shown to be healthy."""
-
-    def make(params: SamplingParams | Sequence[SamplingParams] = GREEDY, script: str = "hidden") -> Scene:
-        many = [params] if isinstance(params, SamplingParams) else params
-        seeded = [SamplingParams(**{**vars(p), "seed": 5}) for p in many]
-        made = Scene(plain, fast, seeded[0] if isinstance(params, SamplingParams) else seeded, script)
-        made.healthy()
-        return made
-
-    return make
-
 
 # ---- masks and positions
 
@@ -256,7 +209,7 @@ def test_a_token_committed_past_the_end(scene: Setup, plain: LLM, monkeypatch: p
         params.append(SamplingParams(**{**vars(GREEDY), "stop_token_ids": [tokens[DEPTH + 2]]}))
     free = scene(GREEDY, "right")  # a drafter that knows what comes after the stop
     free.params = [SamplingParams(**{**vars(p), "seed": 5}) for p in params]
-    free.expected = [[sample.token_ids for sample in answer(plain, prompt, p).outputs] for prompt, p in zip(PROMPTS, params)]
+    free.expected = [told(answer(plain, prompt, p)) for prompt, p in zip(PROMPTS, params)]
     free.healthy()
 
     def blind(self: Scheduler, batch: Batch, verdict: Verdict) -> Verdict:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outrider import draft
-from outrider.llm import LLM, RequestOutput
+from outrider.llm import LLM
+from outrider.outputs import RequestOutput
 from outrider.sampling.params import SamplingParams
 from outrider.types import Speculation
 

@@ -8,10 +8,12 @@ from torch import Tensor
 
 from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
-from outrider.errors import ModelError
+from outrider.errors import OutriderError
 from outrider.models.decoder import Decoder
 from outrider.sampling.sampler import Sampler
-from outrider.types import Batch, Draft, Guesses, Row
+from outrider.types import ROOT, Batch, Draft, Guesses, Row, Verdict
+
+SLICE = 16  # rows of prompt logits that are held at once
 
 
 class Seen:
@@ -21,13 +23,27 @@ class Seen:
         """logits float32 [M, V]; the law after the root of row r is in row roots[r], that after node i in roots[r] + 1 + i."""
         self.batch, self.logits, self.roots, self.sampler = batch, logits, roots, sampler
 
+    def at(self, row: int, node: int) -> int:
+        """Where the logits after `node` of row `row` stand."""
+        return self.roots[row] + 1 + node
+
     def pick(self, row: int, node: int, path: Sequence[int]) -> int:
         here = self.batch.rows[row]
         try:
-            return self.sampler.pick(here, path, self.logits, self.roots[row] + 1 + node)
-        except ModelError as error:  # this row ends here (see Scheduler.clip), the others go on
+            return self.sampler.pick(here, path, self.logits, self.at(row, node))
+        except OutriderError as error:  # this row ends here (see Scheduler.clip), the others go on
             here.error = error
             return -1
+
+    def record(self, verdict: Verdict) -> None:
+        """Log-probabilities of what is emitted, for rows that ask; what the scheduler cuts off later is cut from these, too."""
+        for r, row in enumerate(self.batch.rows):
+            if row.logprobs is None or row.logprobs.count is None or row.error is not None:
+                continue
+            del row.logprobs.sampled[len(row.tokens) - row.prompt :]  # of a step that was interrupted
+            for i, (node, token) in enumerate(zip([ROOT, *verdict.nodes[r]], verdict.tokens[r])):
+                values = self.sampler.values(row, verdict.tokens[r][:i], self.logits[self.at(r, node)], row.logprobs.mode)
+                row.logprobs.add(token, values)
 
 
 class Runner:
@@ -38,13 +54,32 @@ class Runner:
         plan = Plan()
         wanted: list[int] = []
         roots: dict[int, int] = {}
+        asking: list[tuple[int, int]] = []
         for r, (row, guesses) in enumerate(zip(batch.rows, draft.trees)):
+            if row.logprobs is not None and row.logprobs.prompt_count is not None:
+                asking.append((r, plan.length))
             add_row(plan, row, batch.starts[r], batch.end(r), guesses)
             if batch.emits[r]:
                 roots[r] = len(wanted)
                 wanted.extend(range(plan.length - len(guesses.tokens) - 1, plan.length))
         x = self.decoder.forward(plan.build(), self.pool)
+        for r, first in asking:
+            self._score(batch.rows[r], x, first, batch.starts[r], batch.end(r))
         return Seen(batch, self.decoder.logits(x, wanted), roots, self.sampler)
+
+    def _score(self, row: Row, x: Tensor, first: int, start: int, end: int) -> None:
+        """Log-probabilities of the prompt's tokens that its positions start … end - 1 predict; that of `start` is row `first` of x.
+
+        A replay after preemption scores nothing twice.  The logits are read a few rows at a time: those of a prompt are never held.
+        """
+        kept = row.logprobs
+        assert kept is not None
+        todo = range(len(kept.prompt) - 1, min(end, row.prompt - 1))
+        assert not todo or todo.start >= start, "positions whose logits are wanted were not computed"
+        for places in (todo[i : i + SLICE] for i in range(0, len(todo), SLICE)):
+            for p, logits in zip(places, self.decoder.logits(x, [first + p - start for p in places])):
+                values = self.sampler.values(row, (), logits, kept.mode.replace("processed", "raw"))
+                kept.add_prompt(row.tokens[p + 1], values)
 
 
 def add_row(plan: Plan, row: Row, start: int, end: int, guesses: Guesses) -> None:

@@ -125,6 +125,8 @@ class Scheduler:
         if token in row.ending and count >= row.params.min_tokens:
             row.finish_reason = "stop"
             row.stop_reason = token if token in (row.params.stop_token_ids or ()) else None
+            if row.text is not None and row.params.include_stop_str_in_output:
+                row.text.feed(token)
         elif row.text is not None:  # a token that ends the text is not part of it
             self._read(row, row.text, token)
         if row.finish_reason is None and row.remaining <= 0:
@@ -136,7 +138,7 @@ class Scheduler:
         if fresh and row.params.stop and len(row.tokens) - row.prompt >= row.params.min_tokens:
             found = find_stop(text.text, len(fresh), tuple(row.params.stop))
             if found:
-                text.text = text.text[: found[0]]
+                text.text = text.text[: found[0] + (len(found[1]) if row.params.include_stop_str_in_output else 0)]
                 row.finish_reason, row.stop_reason = "stop", found[1]
 
     def _room(self, row: Row, length: int) -> bool:
@@ -172,7 +174,7 @@ class Scheduler:
             row.computed = min(row.prompt - 1, self.filled(source))
             fits = self.cache.fork(source.table, row.table, row.computed)
         else:
-            row.computed, fits = self.cache.match(row.table, row.tokens, len(row.tokens) - 1), True
+            row.computed, fits = self.cache.match(row.table, row.tokens, row.reusable), True
         if not (fits and self.cache.reserve(row.table, len(row.tokens))):
             self.cache.close(row.table)
             row.table, row.computed = None, 0

@@ -13,8 +13,8 @@ class Detokenizer:
     keeps the spaces that tokenizers put between pieces.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
+        self.tokenizer, self.skip = tokenizer, skip_special_tokens
         self.text = ""
         self.start = self.done = 0  # the window starts at `start`; ids before `done` are in `text`
         self.ids: list[int] = []
@@ -22,7 +22,7 @@ class Detokenizer:
 
     def feed(self, token: int) -> str:
         """The text that `token` completes, often one word, sometimes nothing."""
-        if token in self.special:
+        if self.skip and token in self.special:
             return ""  # no text; in the window it would hide the space before the next piece
         self.ids.append(token)
         new = self._pending()
@@ -43,7 +43,7 @@ class Detokenizer:
         return new
 
     def _decode(self, ids: Sequence[int]) -> str:
-        text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=self.skip)
         return text
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence, Set
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from outrider.errors import RequestError, unknown
@@ -27,11 +27,24 @@ class _Fields:
     top_k: int = 0
     min_p: float = 0.0
     seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    logits_processors: Sequence[Callable[..., Any]] | None = None
     stop: Sequence[str] | str | None = None
     stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     max_tokens: int | None = 16
     min_tokens: int = 0
+    truncate_prompt_tokens: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
     speculate: bool = True
 
 
@@ -39,10 +52,20 @@ class SamplingParams(_Fields):
     """How to sample one request.
 
     n: samples a prompt.  temperature: 0 is greedy.  top_p in (0, 1], top_k (0 or -1: all), min_p in [0, 1].
-    seed: the text is a function of it; without one, every request draws its own.  stop: strings that end the text
-    and are cut off.  stop_token_ids: tokens that end it.  ignore_eos: go on past the end-of-sequence token.
+    seed: the text is a function of it; without one, every request draws its own.
+    repetition_penalty > 0: divides positive and multiplies negative logits of tokens in prompt or output.  frequency_penalty,
+    presence_penalty in [-2, 2]: taken off the logit of a token for each time, or once, that the output has it.
+    logit_bias: {token id: added to its logit, clamped to [-100, 100]}.  allowed_token_ids: no others.  bad_words: strings whose
+    last token is forbidden where it would complete them.  logits_processors: functions (output ids, logits) or
+    (prompt ids, output ids, logits) -> logits; they must be pure, as they are asked about guesses as well.
+    stop: strings that end the text and are cut off.  stop_token_ids: tokens that end it.  include_stop_str_in_output: leaves
+    what ended the text in it.  ignore_eos: go on past the end-of-sequence token.
     max_tokens: new tokens at most (None: as many as the context holds).  min_tokens: before this many, neither EOS nor a
-    stop token can be sampled.  speculate: False decodes this request plainly.
+    stop token can be sampled.  truncate_prompt_tokens: only the last so many tokens of the prompt (-1: as many as leave room
+    for max_tokens).
+    logprobs, prompt_logprobs: log-probabilities of each token of output or prompt and of so many best ones (-1: of all).
+    detokenize: False gives no text.  skip_special_tokens: leaves them out of the text.
+    speculate: False decodes this request plainly.
     Raises RequestError naming the parameter, its value and what it may be.
     """
 
@@ -52,14 +75,20 @@ class SamplingParams(_Fields):
             if name not in names:
                 raise RequestError(unknown("sampling parameter", name, names))
         super().__init__(**given)
-        for name in ("stop", "stop_token_ids"):
+        for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "logits_processors"):
             value = getattr(self, name)
-            if value is not None and not isinstance(value, (str, Sequence, Set)):
+            if isinstance(value, str) and name == "stop":
+                value = (value,)
+            if value is not None and (isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, Set))):
                 raise RequestError(f"{name} must be a list, got {value!r}.")
-        stop = () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+            empty = None if name == "allowed_token_ids" else ()  # an empty list of allowed tokens means something
+            object.__setattr__(self, name, empty if value is None else tuple(value))
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is True:
+                object.__setattr__(self, name, 1)
+        if self.logit_bias is not None:
+            object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
         self._check()
 
     def _check(self) -> None:
@@ -67,28 +96,56 @@ class SamplingParams(_Fields):
             if not good:
                 raise RequestError(f"{name} must be {what}, got {getattr(self, name)!r}.")
 
-        def number(value: Any) -> bool:
-            return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-        def whole(value: Any) -> bool:
-            return isinstance(value, int) and not isinstance(value, bool)
-
-        need("n", whole(self.n) and self.n >= 1, "a whole number of at least 1")
-        need("temperature", number(self.temperature) and self.temperature >= 0, "a finite number of at least 0")
+        need("n", _whole(self.n, 1), "a whole number of at least 1")
+        need("temperature", _number(self.temperature) and self.temperature >= 0, "a finite number of at least 0")
         need("temperature", self.temperature == 0 or self.temperature >= 0.01, "0 (greedy) or at least 0.01")
-        need("top_p", number(self.top_p) and 0 < self.top_p <= 1, "in (0, 1]")
-        need("top_k", whole(self.top_k) and self.top_k >= 0, "a positive whole number, or 0 or -1 for all tokens")
-        need("min_p", number(self.min_p) and 0 <= self.min_p <= 1, "in [0, 1]")
-        need("seed", self.seed is None or whole(self.seed), "a whole number or None")
-        need("max_tokens", self.max_tokens is None or (whole(self.max_tokens) and self.max_tokens >= 1), "at least 1, or None")
-        need("min_tokens", whole(self.min_tokens) and self.min_tokens >= 0, "a whole number of at least 0")
+        need("top_p", _number(self.top_p) and 0 < self.top_p <= 1, "in (0, 1]")
+        need("top_k", _whole(self.top_k, 0), "a positive whole number, or 0 or -1 for all tokens")
+        need("min_p", _number(self.min_p) and 0 <= self.min_p <= 1, "in [0, 1]")
+        need("seed", self.seed is None or _whole(self.seed), "a whole number or None")
+        need("repetition_penalty", _number(self.repetition_penalty) and self.repetition_penalty > 0, "a finite number above 0")
+        for name in ("presence_penalty", "frequency_penalty"):
+            need(name, _number(getattr(self, name)) and -2 <= getattr(self, name) <= 2, "in [-2, 2]")
+        allowed = self.allowed_token_ids
+        need("allowed_token_ids", allowed is None or (len(allowed) > 0 and all(map(_whole, allowed))), "a list of at least one token id")
+        need("bad_words", all(isinstance(s, str) and s for s in self.bad_words or ()), "a list of strings that are not empty")
+        need("logits_processors", all(map(callable, self.logits_processors or ())), "a list of functions")
+        need("stop", all(isinstance(s, str) and s for s in self.stop or ()), "a string that is not empty, or a list of such")
+        need("stop_token_ids", all(map(_whole, self.stop_token_ids or ())), "a list of token ids")
+        need("max_tokens", self.max_tokens is None or _whole(self.max_tokens, 1), "at least 1, or None")
+        need("min_tokens", _whole(self.min_tokens, 0), "a whole number of at least 0")
         limit = self.max_tokens
         need("min_tokens", limit is None or self.min_tokens <= limit, f"at most max_tokens ({limit})")
-        need("stop", all(isinstance(s, str) and s for s in self.stop or ()), "a string that is not empty, or a list of such")
-        need("stop_token_ids", all(whole(t) for t in self.stop_token_ids or ()), "a list of token ids")
-        for name in ("ignore_eos", "speculate"):
+        cut = self.truncate_prompt_tokens
+        need("truncate_prompt_tokens", cut is None or cut == -1 or _whole(cut, 1), "at least 1, or -1 for what the context holds, or None")
+        for name in ("logprobs", "prompt_logprobs"):
+            need(name, getattr(self, name) is None or _whole(getattr(self, name), -1), "at least 0, or -1 for all tokens, or None")
+        for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens", "speculate"):
             need(name, isinstance(getattr(self, name), bool), "True or False")
+        need("detokenize", self.detokenize or not self.stop, "True where there are stop strings")
 
     @property
     def law(self) -> Law:
         return Law(float(self.temperature), float(self.min_p), self.top_k, float(self.top_p))
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _whole(value: Any, least: float = -math.inf) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _bias(given: Any) -> dict[int, float]:
+    """{token id: bias} with the biases in [-100, 100]; ids may be digits, as in JSON."""
+    if not isinstance(given, Mapping):
+        raise RequestError(f"logit_bias must be a dict {{token id: bias}}, got {given!r}.")
+    bias = {}
+    for token, value in given.items():
+        if not (_whole(token) or (isinstance(token, str) and token.isdecimal())):
+            raise RequestError(f"logit_bias must have token ids as keys, got {token!r}.")
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or math.isnan(value):
+            raise RequestError(f"logit_bias must have numbers as values, got {value!r}.")
+        bias[int(token)] = float(min(100.0, max(-100.0, value)))
+    return bias

@@ -1,42 +1,229 @@
 """Edits of the logits that depend on what came before: pure functions of (ids, logits), so every node of a tree is right.
 
-A processor sees the tokens of its request *and the path of the node*, never a state that another node moved on.
+A processor sees the tokens of its request *and the path of the node*, never a state that another node moved on.  Each
+touches the few logits that it changes; the order is vLLM's (see `processors_of`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from outrider.errors import RequestError
+from outrider.sampling.params import SamplingParams
+
+NEVER = float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Ids:
+    """The tokens before a node, without a copy: those that are certain (prompt and output; this list only grows), then the path."""
+
+    tokens: list[int]
+    path: Sequence[int] = ()
+
+    def __len__(self) -> int:
+        return len(self.tokens) + len(self.path)
+
+    def since(self, start: int) -> list[int]:
+        return [*self.tokens[start:], *self.path[max(0, start - len(self.tokens)) :]]
+
+    def tail(self, count: int) -> tuple[int, ...]:
+        return tuple(self.since(len(self) - count))
 
 
 class Processor(Protocol):
     def active(self, length: int) -> bool:
-        """Whether a row at which `length` tokens are known (prompt, output and path) needs an edit at all."""
+        """Whether a row at which `length` tokens are known (prompt, output and path) needs an edit; if not, it is not called."""
 
-    def __call__(self, ids: Sequence[int], logits: Tensor) -> Tensor:
-        """ids: prompt, output and path; logits [V], not to be written to.  Returns logits [V]."""
+    def __call__(self, ids: Ids, logits: Tensor) -> Tensor:
+        """logits [V], not to be written to.  Returns logits [V]."""
 
 
-@dataclass(frozen=True)
+class _Some:
+    """Some token ids, and a value of each, as tensors on the logits' device, without those that a row of logits does not have: a
+    draft may have fewer tokens than its target."""
+
+    def __init__(self, ids: Iterable[int], values: Iterable[float] = ()) -> None:
+        self.ids, self.values = torch.tensor(list(ids)), torch.tensor(list(values), dtype=torch.float32)
+        self.largest = int(self.ids.max())
+
+    def at(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        return _there(logits, self.largest, self.ids, self.values)
+
+
+def _there(logits: Tensor, largest: int, ids: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    if largest >= logits.numel():
+        fits = ids < logits.numel()
+        ids, values = ids[fits], values[fits] if values.numel() else values
+    return ids.to(logits.device), values.to(logits.device)
+
+
+class AllowedTokens:
+    """Forbids every other token."""
+
+    def __init__(self, allowed: Iterable[int]) -> None:
+        self.allowed = _Some(sorted(set(allowed)))
+
+    def active(self, length: int) -> bool:
+        return True
+
+    def __call__(self, ids: Ids, logits: Tensor) -> Tensor:
+        allowed, _ = self.allowed.at(logits)
+        return torch.full_like(logits, NEVER).index_copy_(0, allowed, logits[allowed])
+
+
+class BadWords:
+    """Forbids the token that would complete one of these sequences in the output."""
+
+    def __init__(self, prompt: int, words: Iterable[Sequence[int]]) -> None:
+        self.prompt = prompt
+        self.last: dict[int, dict[tuple[int, ...], list[int]]] = {}  # length of the beginning -> beginning -> last tokens
+        for *beginning, last in words:
+            self.last.setdefault(len(beginning), {}).setdefault(tuple(beginning), []).append(last)
+
+    def active(self, length: int) -> bool:
+        return length - self.prompt >= min(self.last)
+
+    def __call__(self, ids: Ids, logits: Tensor) -> Tensor:
+        said = len(ids) - self.prompt
+        banned = [token for n, words in self.last.items() if n <= said for token in words.get(ids.tail(n), ())]
+        return logits.index_fill(0, _Some(banned).at(logits)[0], NEVER) if banned else logits
+
+
 class MinTokens:
     """Forbids the tokens that would end the text before position `until`."""
 
-    until: int
-    banned: Tensor  # int64 [m]
+    def __init__(self, until: int, ending: Iterable[int]) -> None:
+        self.until, self.ending = until, _Some(ending)
 
     def active(self, length: int) -> bool:
         return length < self.until
 
-    def __call__(self, ids: Sequence[int], logits: Tensor) -> Tensor:
-        if not self.active(len(ids)):
-            return logits
-        return logits.index_fill(0, self.banned[self.banned < logits.numel()].to(logits.device), float("-inf"))
+    def __call__(self, ids: Ids, logits: Tensor) -> Tensor:
+        return logits.index_fill(0, self.ending.at(logits)[0], NEVER)
 
 
-def min_tokens(prompt: int, minimum: int, ending: Sequence[int]) -> list[Processor]:
+def min_tokens(prompt: int, minimum: int, ending: Iterable[int]) -> list[Processor]:
     banned = sorted(token for token in ending if token >= 0)  # as an index, -1 would mean another token
-    return [MinTokens(prompt + minimum, torch.tensor(banned))] if minimum and banned else []
+    return [MinTokens(prompt + minimum, banned)] if minimum and banned else []
+
+
+class LogitBias:
+    """Adds to some logits."""
+
+    def __init__(self, bias: Mapping[int, float]) -> None:
+        self.bias = _Some(bias, bias.values())
+
+    def active(self, length: int) -> bool:
+        return True
+
+    def __call__(self, ids: Ids, logits: Tensor) -> Tensor:
+        return logits.index_add(0, *self.bias.at(logits))
+
+
+class UserProcessor:
+    """A function of the user's: f(output ids, logits) or f(prompt ids, output ids, logits) -> logits.  It may write to its logits."""
+
+    def __init__(self, prompt: int, function: Callable[..., Tensor]) -> None:
+        self.prompt, self.function = prompt, function
+        try:
+            self.whole = len(inspect.signature(function).parameters) == 3
+        except (TypeError, ValueError):  # some builtins have no signature
+            self.whole = False
+
+    def active(self, length: int) -> bool:
+        return True
+
+    def __call__(self, ids: Ids, logits: Tensor) -> Tensor:
+        given = (ids.tokens[: self.prompt], ids.since(self.prompt)) if self.whole else (ids.since(self.prompt),)
+        name = getattr(self.function, "__name__", repr(self.function))
+        try:
+            edited = self.function(*given, logits.clone())
+        except Exception as error:
+            raise RequestError(f"logits_processors: {name} raised {type(error).__name__}: {error}") from error
+        if not isinstance(edited, Tensor) or edited.shape != logits.shape:
+            what = f"shape {tuple(edited.shape)}" if isinstance(edited, Tensor) else type(edited).__name__
+            raise RequestError(f"logits_processors: {name} must return logits of shape {tuple(logits.shape)}, got {what}.")
+        return edited.to(logits).contiguous()
+
+
+class Penalties:
+    """repetition_penalty for what prompt and output said, then frequency_penalty and presence_penalty for what the output said.
+
+    The certain tokens are counted once, as they come; a node adds those of its path and edits the tokens said so far.  The
+    count is of the list `ids.tokens` alone, so no node can move it on, and a token of a path gets bit for bit what it gets
+    once it is certain.
+    """
+
+    def __init__(self, prompt: int, limit: int, params: SamplingParams) -> None:
+        self.prompt, self.repetition = prompt, params.repetition_penalty
+        self.frequency, self.presence = params.frequency_penalty, params.presence_penalty
+        self.tokens: list[int] | None = None  # the list that was counted, up to `upto`
+        self.upto = self.largest = 0
+        self.counts: dict[int, int] = {}  # how often the output said a token; 0 if only the prompt did
+        self.place: dict[int, int] = {}  # where a token stands in the next two
+        self.said = np.empty(limit, np.int64)
+        self.taken = np.empty(limit, np.float32)  # what is taken off its logit
+
+    def active(self, length: int) -> bool:
+        return self.repetition != 1 or length > self.prompt
+
+    def __call__(self, ids: Ids, logits: Tensor) -> Tensor:
+        self._count(ids.tokens)
+        said, taken, largest = self.said[: len(self.place)], self.taken[: len(self.place)], self.largest
+        if ids.path:
+            path = Counter(ids.path)
+            new = [token for token in path if token not in self.place]
+            said = np.concatenate([said, np.array(new, np.int64)])
+            taken = np.concatenate([taken, np.array([self._take(path[token]) for token in new], np.float32)])
+            for token in path.keys() & self.place.keys():
+                taken[self.place[token]] = self._take(self.counts[token] + path[token])
+            largest = max(largest, *path)
+        where, off = _there(logits, largest, torch.from_numpy(said), torch.from_numpy(taken))
+        x = logits.index_select(0, where)
+        if self.repetition != 1:
+            x = torch.where(x > 0, x / self.repetition, x * self.repetition)
+        return logits.index_copy(0, where, x - off)
+
+    def _take(self, count: int) -> float:
+        return self.frequency * count + (self.presence if count else 0.0)
+
+    def _count(self, tokens: list[int]) -> None:
+        """Counts what was added to the list since the last look; another list from its beginning."""
+        if tokens is not self.tokens or len(tokens) < self.upto:
+            self.tokens, self.upto, self.largest = tokens, 0 if self.repetition != 1 else self.prompt, 0
+            self.counts.clear()
+            self.place.clear()
+        for at in range(self.upto, len(tokens)):
+            token = tokens[at]
+            self.counts[token] = count = self.counts.get(token, 0) + (at >= self.prompt)
+            place = self.place.setdefault(token, len(self.place))
+            self.said[place], self.taken[place] = token, self._take(count)
+            self.largest = max(self.largest, token)
+        self.upto = len(tokens)
+
+
+def processors_of(
+    params: SamplingParams, prompt: int, limit: int, ending: Iterable[int], bad_words: Sequence[Sequence[int]]
+) -> list[Processor]:
+    """The edits that a request of `prompt` tokens (`limit` with its output) asks for, in the order in which they are applied."""
+    made: list[Processor] = []
+    if params.allowed_token_ids is not None:
+        made.append(AllowedTokens(params.allowed_token_ids))
+    if bad_words:
+        made.append(BadWords(prompt, bad_words))
+    made += min_tokens(prompt, params.min_tokens, ending)
+    if params.logit_bias:
+        made.append(LogitBias(params.logit_bias))
+    made += [UserProcessor(prompt, function) for function in params.logits_processors or ()]
+    if (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (1, 0, 0):
+        made.append(Penalties(prompt, limit, params))
+    return made

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from outrider.errors import ModelError
+from outrider.errors import ModelError, RequestError
 from outrider.kernels import Kernels
 from outrider.sampling.noise import key_of
+from outrider.sampling.processors import Ids
+from outrider.sampling.reference import filtered
 
 if TYPE_CHECKING:
     from outrider.types import Row
@@ -24,23 +26,46 @@ class Sampler:
     def pick(self, row: Row, path: Sequence[int], logits: Tensor, at: int = 0) -> int:
         """The token after the row's tokens and `path`; logits float32 [V], or [M,V] of which row `at` counts."""
         tokens, _ = self._pick(row, path, logits, at, 1, False)
-        if not tokens:
-            raise ModelError("no token has a finite logit: the weights or the activations of the model overflow (try another dtype).")
-        return tokens[0]
+        if tokens:
+            return tokens[0]
+        if row.processors and _one(logits, at).isfinite().any():
+            raise RequestError(
+                "the request forbids every token: see its allowed_token_ids, bad_words, logit_bias, min_tokens and logits_processors."
+            )
+        raise ModelError("no token has a finite logit: the weights or the activations of the model overflow (try another dtype).")
 
     def top(self, row: Row, path: Sequence[int], logits: Tensor, k: int, probs: bool = True, at: int = 0) -> tuple[list[int], list[float]]:
         """The k <= 64 best tokens there, best first, and (if asked for) their probabilities: what a drafter guesses with logits of its own.
 
         With the request's own noise, so that a draft law near the target's law picks the target's token (arXiv 2408.07978).
         """
-        return self._pick(row, path, logits, at, k, probs)
+        try:
+            return self._pick(row, path, logits, at, k, probs)
+        except RequestError:  # a processor of the user's failed: no guess here, and the target's own pick will say why
+            return [], []
+
+    def values(self, row: Row, path: Sequence[int], logits: Tensor, mode: str) -> Tensor:
+        """What log-probabilities are read from, float32 [V]: raw logits [V] or those that the token was picked from, as they are or
+        as their log-softmax (see `logprobs.MODES`)."""
+        if mode.startswith("processed"):
+            logits = filtered(self._edited(row, path, logits, 0), row.law)
+        return logits.log_softmax(-1) if mode.endswith("logprobs") else logits
 
     def _pick(self, row: Row, path: Sequence[int], logits: Tensor, at: int, k: int, probs: bool) -> tuple[list[int], list[float]]:
         position = len(row.tokens) + len(path)
         if row.processors and any(processor.active(position) for processor in row.processors):
-            logits, at = logits if logits.dim() == 1 else logits[at], 0
-            ids = [*row.tokens, *path]
-            for processor in row.processors:
-                logits = processor(ids, logits)
+            logits, at = self._edited(row, path, logits, at), 0
         key = 0 if row.law.temperature == 0 else key_of(row.seed, row.index, position)
         return self.kernels.pick(logits, row.law, key, k, probs, at)
+
+    def _edited(self, row: Row, path: Sequence[int], logits: Tensor, at: int) -> Tensor:
+        """float32 [V]: what the request's processors make of the logits there."""
+        logits, ids = _one(logits, at), Ids(row.tokens, path)
+        for processor in row.processors:
+            if processor.active(len(ids)):
+                logits = processor(ids, logits)
+        return logits
+
+
+def _one(logits: Tensor, at: int) -> Tensor:
+    return logits if logits.dim() == 1 else logits[at]

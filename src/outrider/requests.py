@@ -1,0 +1,180 @@
+"""From a prompt and its parameters to rows, and from rows to an output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from outrider.engine.engine import Engine
+from outrider.engine.text import Detokenizer, shown
+from outrider.errors import RequestError
+from outrider.outputs import CompletionOutput, RequestOutput
+from outrider.sampling.logprobs import Logprobs
+from outrider.sampling.noise import mix
+from outrider.sampling.params import SamplingParams
+from outrider.sampling.processors import processors_of
+from outrider.types import Row
+
+Prompt = str | Mapping[str, Any]  # "text", {"prompt": "text"} or {"prompt_token_ids": [1, 2, 3]}
+
+
+@dataclass
+class Request:
+    """One prompt on its way: a row for each of its n samples."""
+
+    id: str
+    prompt: str | None
+    ids: list[int]
+    params: SamplingParams
+    rows: list[Row]
+    tokenizer: Any
+
+    @property
+    def finished(self) -> bool:
+        return all(row.finish_reason is not None for row in self.rows)
+
+    def output(self) -> RequestOutput:
+        """The output so far."""
+        error = next((row.error for row in self.rows if row.error), None)
+        asked = self.rows[0].logprobs if self.params.prompt_logprobs is not None else None
+        prompt = None if asked is None else list(asked.prompt)
+        return RequestOutput(self.id, self.prompt, self.ids, [self._sample(row) for row in self.rows], self.finished, error, prompt)
+
+    def _sample(self, row: Row) -> CompletionOutput:
+        made = CompletionOutput(row.index, self._text(row), row.output, row.finish_reason, row.stop_reason, row.stats)
+        if row.logprobs is not None and row.logprobs.count is not None:
+            made.logprobs = row.logprobs.sampled[: len(made.token_ids)]  # the last step may have said more than the text holds
+            made.cumulative_logprob = sum(entry[token].logprob for entry, token in zip(made.logprobs, made.token_ids))
+        return made
+
+    def _text(self, row: Row) -> str:
+        """Token ids that end the text are not part of it, nor is a stop string, unless the request wants them in."""
+        params = row.params
+        if self.tokenizer is None or not params.detokenize:
+            return ""
+        if row.text is not None:
+            if row.finish_reason is None:
+                return shown(row.text.text, () if params.include_stop_str_in_output else tuple(params.stop or ()))
+            if not isinstance(row.stop_reason, str):
+                row.text.flush()
+            text: str = row.text.text
+            return text
+        cut = row.finish_reason == "stop" and not params.include_stop_str_in_output
+        decoded: str = self.tokenizer.decode(row.output[:-1] if cut else row.output, skip_special_tokens=params.skip_special_tokens)
+        return decoded
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads prompts and parameters for one engine.  Every method raises RequestError naming what cannot be served."""
+
+    engine: Engine
+    tokenizer: Any
+    seed: int  # where requests without a seed of their own get theirs from
+    pieces: dict[int, str] = field(default_factory=dict)  # texts of single tokens, as far as somebody asked
+
+    def request(self, id: str, prompt: Prompt, params: SamplingParams, streaming: bool) -> Request | RequestOutput:
+        """A request that can be run, or the output that says why it cannot."""
+        text = prompt if isinstance(prompt, str) else prompt.get("prompt") if isinstance(prompt, Mapping) else None
+        try:
+            if not isinstance(params, SamplingParams):
+                raise RequestError(f"sampling_params must be SamplingParams, got {type(params).__name__}.")
+            ids = self._truncated(self._ids(prompt, text), params)
+            return Request(id, text, ids, params, self._rows(id, ids, params, streaming), self.tokenizer)
+        except RequestError as error:
+            return RequestOutput(id, text, [], finished=True, error=error)
+
+    def _ids(self, prompt: Prompt, text: str | None) -> list[int]:
+        """The ids of a prompt, checked: there are some, and they exist."""
+        ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
+        if text is None and ids is None:
+            raise RequestError(f'a prompt must be a string, {{"prompt": …}} or {{"prompt_token_ids": […]}}, got {prompt!r}.')
+        if ids is None:
+            if self.tokenizer is None:
+                raise RequestError("the checkpoint has no tokenizer: pass token ids, or LLM(tokenizer=…).")
+            if not isinstance(text, str):
+                raise RequestError(f"a text prompt must be a string, got {text!r}.")
+            try:
+                ids = self.tokenizer.encode(text)
+            except Exception as error:  # tokenizers raise what they like, over a lone surrogate for instance
+                raise RequestError(f"the tokenizer cannot read the prompt {text!r}: {error}") from error
+        if not isinstance(ids, (list, tuple)):
+            raise RequestError(f"prompt_token_ids must be a list, got {type(ids).__name__}.")
+        if len(ids) == 0:
+            raise RequestError("the prompt is empty: it must have at least one token.")
+        self._exist("token id", ids)
+        return list(ids)
+
+    def _exist(self, name: str, ids: Iterable[Any]) -> None:
+        vocabulary = self.engine.checkpoint.spec.vocabulary
+        for token in ids:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocabulary:
+                raise RequestError(f"{name} {token!r} does not exist: the vocabulary has ids 0 … {vocabulary - 1}.")
+
+    def _truncated(self, ids: list[int], params: SamplingParams) -> list[int]:
+        """The end of the prompt that truncate_prompt_tokens leaves; the context must have room for an answer."""
+        longest, keep = self.engine.max_len, params.truncate_prompt_tokens
+        if keep == -1:
+            keep = max(1, longest - (params.max_tokens or 1))
+        ids = ids if keep is None else ids[-keep:]
+        if len(ids) >= longest:
+            raise RequestError(f"the prompt has {len(ids)} tokens, the context holds {longest} and one must be left for the answer.")
+        return ids
+
+    def _rows(self, id: str, ids: list[int], params: SamplingParams, streaming: bool) -> list[Row]:
+        self._exist("allowed_token_ids: token id", params.allowed_token_ids or ())
+        self._exist("logit_bias: token id", params.logit_bias or ())
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer, and the checkpoint has none: use stop_token_ids.")
+        eos = frozenset() if params.ignore_eos else self.engine.ending
+        ending = eos | frozenset(params.stop_token_ids or ())
+        if params.min_tokens and ending.issuperset(range(self.engine.checkpoint.spec.vocabulary)):
+            raise RequestError("min_tokens forbids the tokens that end the text, and here that is every token there is.")
+        limit = min(self.engine.max_len, len(ids) + (params.max_tokens or self.engine.max_len))
+        seed = params.seed if params.seed is not None else mix(self.seed + int(id))
+        bad_words = self._bad_words(params)
+        reads = self.tokenizer is not None and params.detokenize and (bool(params.stop) or streaming)
+        rows: list[Row] = []
+        for index in range(params.n):
+            rows.append(
+                Row(
+                    id=id, index=index, tokens=list(ids), prompt=len(ids), params=params, law=params.law, seed=seed,
+                    processors=processors_of(params, len(ids), limit, ending, bad_words), limit=limit, ending=ending,
+                    source=rows[0] if rows else None, logprobs=self._logprobs(params, index),
+                    text=Detokenizer(self.tokenizer, params.skip_special_tokens) if reads else None,
+                )
+            )  # fmt: skip
+        return rows
+
+    def _logprobs(self, params: SamplingParams, index: int) -> Logprobs | None:
+        """The first sample keeps the prompt's for all of them."""
+        prompt = params.prompt_logprobs if index == 0 else None
+        if params.logprobs is None and prompt is None:
+            return None
+        decode = self.piece if self.tokenizer is not None and params.detokenize else None
+        return Logprobs(self.engine.options.logprobs_mode, params.logprobs, prompt, decode)
+
+    def piece(self, token: int) -> str:
+        """The text of one token."""
+        if token not in self.pieces:
+            self.pieces[token] = self.tokenizer.decode([token])
+        return self.pieces[token]
+
+    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
+        """Token ids of every bad word, and of the same with a space before it where that begins with another token (as vLLM)."""
+        if not params.bad_words:
+            return []
+        if self.tokenizer is None:
+            raise RequestError("bad_words need a tokenizer, and the checkpoint has none: use logit_bias or logits_processors.")
+        found: list[list[int]] = []
+        for word in params.bad_words:
+            plain, spaced = (self.tokenizer.encode(space + word.lstrip(), add_special_tokens=False) for space in ("", " "))
+            if not plain:
+                raise RequestError(f"bad_words: {word!r} has no token.")
+            found.append(plain)
+            if spaced and spaced[0] != plain[0] and len(spaced) == len(plain):
+                found.append(spaced)
+        for ids in found:
+            self._exist("bad_words: token id", ids)
+        return found

@@ -1,0 +1,272 @@
+"""Log-probabilities are those of the model, and the same numbers whatever the engine does to get them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import Scripts, Truth, answer, drive, install, prompts_of, settled, tiny_prompts
+from scene import told
+from torch import Tensor
+
+from outrider import LLM, ConfigError, Logprob, RequestOutput, SamplingParams
+from outrider.cache.slots import PAGE
+from outrider.engine.runner import SLICE
+from outrider.sampling.logprobs import Logprobs
+from outrider.sampling.processors import Ids
+from outrider.sampling.sampler import Sampler
+
+PROMPTS = [*tiny_prompts(5, seed=8), tiny_prompts(1, seed=9, longest=40)[0] * 3]
+SAMPLED = {"temperature": 0.8, "top_p": 0.95, "max_tokens": 20, "ignore_eos": True}
+DRAFTERS = ("ngram", "draft_model", "tree", "stranger")
+
+
+def asking(count: int = len(PROMPTS), **more: Any) -> list[SamplingParams]:
+    return [SamplingParams(**{"seed": i, "logprobs": 3, "prompt_logprobs": 2, **SAMPLED, **more}) for i in range(count)]
+
+
+def put_to_work(llm: LLM, drafter: str, expected: list[RequestOutput], stranger: str) -> None:
+    truth = Truth()
+    for seed, output in enumerate(expected):
+        truth.learn(output.prompt_token_ids, seed, output.outputs)
+    if drafter == "tree":
+        llm.use({"method": "scripted", "script": Scripts(truth).hidden, "nodes": 40, "num_speculative_tokens": 6})
+    elif drafter == "stranger":
+        llm.use({"method": "draft_model", "model": stranger, "siblings": 2, "num_speculative_tokens": 3})
+    else:
+        install(llm, drafter)
+
+
+def answers(llm: LLM, params: list[SamplingParams]) -> list[RequestOutput]:
+    return [answer(llm, prompt, p) for prompt, p in zip(PROMPTS, params)]
+
+
+# ---- against transformers
+
+
+def whole(folder: str, tokens: list[int]) -> Tensor:
+    """float32 [n, V]: the logits of transformers after each of these tokens."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.no_grad():
+        logits: Tensor = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(torch.tensor([tokens])).logits[0]
+    return logits
+
+
+def assert_entry(entry: dict[int, Logprob], token: int, values: Tensor, count: int) -> None:
+    """The token first, then the best ones in order, all with their values and ranks."""
+    assert next(iter(entry)) == token
+    order = values.argsort(descending=True).tolist()
+    assert set(entry) == {token, *order[:count]} and len(entry) <= count + 1
+    for other, one in entry.items():
+        assert one.logprob == pytest.approx(float(values[other]), abs=1e-4)
+        assert one.rank == order.index(other) + 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_they_are_those_of_the_model(temperature: float, plain: LLM, llama: str) -> None:
+    params = SamplingParams(**{**SAMPLED, "temperature": temperature, "logprobs": 3, "prompt_logprobs": 2, "seed": 1})
+    output = answer(plain, PROMPTS[0], params)
+    sample = output.outputs[0]
+    assert sample.logprobs is not None and output.prompt_logprobs is not None
+    assert len(sample.logprobs) == len(sample.token_ids) and len(output.prompt_logprobs) == len(PROMPTS[0])
+    tokens, start = [*PROMPTS[0], *sample.token_ids], len(PROMPTS[0])
+    values = whole(llama, tokens).log_softmax(-1)
+    assert output.prompt_logprobs[0] is None
+    for at, entry in enumerate(output.prompt_logprobs[1:], start=1):
+        assert entry is not None
+        assert_entry(entry, tokens[at], values[at - 1], 2)
+    for at, entry in enumerate(sample.logprobs, start=start):
+        assert_entry(entry, tokens[at], values[at - 1], 3)
+        assert all(one.decoded_token == plain.tokenizer.decode([token]) for token, one in entry.items())
+    sums = sum(float(values[at - 1, tokens[at]]) for at in range(start, len(tokens)))
+    assert sample.cumulative_logprob == pytest.approx(sums, abs=1e-3)
+
+
+def test_none_all_and_no_others(plain: LLM, llama: str) -> None:
+    """0 is the token alone, -1 the whole vocabulary."""
+    output = answer(plain, PROMPTS[1], SamplingParams(**{**SAMPLED, "logprobs": 0, "prompt_logprobs": 0, "seed": 1}))
+    assert output.prompt_logprobs is not None and output.outputs[0].logprobs is not None
+    assert [list(entry) for entry in output.outputs[0].logprobs] == [[token] for token in output.outputs[0].token_ids]
+    assert [entry and list(entry) for entry in output.prompt_logprobs] == [None, *([token] for token in PROMPTS[1][1:])]
+    every = answer(plain, PROMPTS[1], SamplingParams(**{**SAMPLED, "logprobs": -1, "max_tokens": 2, "seed": 1})).outputs[0]
+    assert every.logprobs is not None and [len(entry) for entry in every.logprobs] == [300, 300]
+    nothing = answer(plain, PROMPTS[1], SamplingParams(**{**SAMPLED, "logprobs": 0, "detokenize": False, "seed": 1})).outputs[0]
+    assert nothing.text == "" and nothing.logprobs is not None
+    assert {one.decoded_token for entry in nothing.logprobs for one in entry.values()} == {None}
+
+
+# ---- the same with and without speculation
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_speculation_changes_none(drafter: str, fast: LLM, plain: LLM, stranger: str) -> None:
+    """Bit for bit, in ragged traffic, with n = 2 and beside requests that ask for none, or for those of the prompt alone."""
+    params = asking(n=2)
+    params[1] = SamplingParams(**{**vars(params[1]), "logprobs": None, "prompt_logprobs": None})
+    params[2] = SamplingParams(**{**vars(params[2]), "logprobs": None})
+    params[3] = SamplingParams(**{**vars(params[3]), "prompt_logprobs": None})
+    expected = answers(plain, params)
+    assert expected[1].prompt_logprobs is None and expected[1].outputs[0].cumulative_logprob is None
+    put_to_work(fast, drafter, expected, stranger)
+    got = drive(fast, PROMPTS, params)
+    assert list(map(told, got)) == list(map(told, expected))
+    assert [[s.cumulative_logprob for s in o.outputs] for o in got] == [[s.cumulative_logprob for s in o.outputs] for o in expected]
+    settled(fast)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_the_prefix_cache_hides_no_prompt(drafter: str, llama: str, plain: LLM, stranger: str) -> None:
+    """Asked twice, the prompt lies in the cache; what asks for its log-probabilities computes it again, the others do not."""
+    llm = LLM(llama, max_num_seqs=4)
+    expected = answers(plain, asking())
+    put_to_work(llm, drafter, expected, stranger)
+    for _ in range(2):
+        assert list(map(told, drive(llm, PROMPTS, asking()))) == list(map(told, expected))
+        settled(llm)
+    hits: list[int] = []
+    match = llm.engine.cache.match
+    llm.engine.cache.match = lambda *given: (hits.append(match(*given)), hits[-1])[1]  # type: ignore[method-assign]
+    answer(llm, PROMPTS[-1], asking()[-1])
+    answer(llm, PROMPTS[-1], asking(prompt_logprobs=None)[-1])
+    assert hits == [0, (len(PROMPTS[-1]) - 1) // PAGE * PAGE]
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("chunk", [8, 16, 64])
+def test_chunks(chunk: int, drafter: str, llama: str, plain: LLM, stranger: str) -> None:
+    llm = LLM(llama, max_num_seqs=4, max_num_batched_tokens=chunk)
+    expected = answers(plain, asking())
+    put_to_work(llm, drafter, expected, stranger)
+    assert list(map(told, drive(llm, PROMPTS, asking()))) == list(map(told, expected))
+    settled(llm)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_preemption(drafter: str, llama: str, plain: LLM, stranger: str) -> None:
+    """Rows lose their cache and compute their tokens again: what was scored is kept, and nothing is scored twice."""
+    params = asking(max_tokens=60)
+    expected = answers(plain, params)
+    tight = LLM(llama, max_num_seqs=4, max_model_len=192)
+    put_to_work(tight, drafter, expected, stranger)
+    slot = tight.engine.decoder.slot_bytes + tight.engine.drafter.slot_bytes
+    small = LLM(llama, max_num_seqs=4, max_model_len=192, max_num_batched_tokens=16, kv_cache_memory_bytes=192 * slot)
+    put_to_work(small, drafter, expected, stranger)
+    assert list(map(told, drive(small, PROMPTS, params))) == list(map(told, expected))
+    assert small.engine.scheduler.preemptions > 0
+    settled(small)
+
+
+def test_preempted_amid_the_prompt(llama: str, plain: LLM) -> None:
+    """After each step of the prompt in turn: the pages that are in the prefix cache by then may not hide what is still to be scored."""
+    prompt, params = PROMPTS[-1], asking()[-1]
+    expected = told(answer(plain, prompt, params))
+    for when in range(1, 9):
+        llm = LLM(llama, max_num_seqs=2, max_num_batched_tokens=16)
+        request: Any = llm._request({"prompt_token_ids": prompt}, params, False)
+        llm._admit([request])
+        for _ in range(when):
+            llm.engine.step()
+        llm.engine.scheduler._preempt(request.rows[0])
+        assert llm.engine.cache.index, "there are pages to be reused"
+        while not request.finished:
+            llm.engine.step()
+        assert told(llm._leave(request)) == expected
+        settled(llm)
+
+
+def test_an_end_inside_a_path(fast: LLM, plain: LLM, stranger: str) -> None:
+    """There are as many entries as tokens, though the step that ended the text said more."""
+    free = answers(plain, asking())
+    params = asking(prompt_logprobs=None)
+    for i, output in enumerate(free):
+        params[i] = SamplingParams(**{**vars(params[i]), "stop_token_ids": [output.outputs[0].token_ids[9]]})
+    truth = Truth()
+    for seed, output in enumerate(free):
+        truth.learn(output.prompt_token_ids, seed, output.outputs)
+    fast.use({"method": "scripted", "script": Scripts(truth).right, "num_speculative_tokens": 8})
+    expected = answers(plain, params)
+    got = fast.generate(prompts_of(PROMPTS), params)
+    assert list(map(told, got)) == list(map(told, expected))
+    for output in got:
+        sample = output.outputs[0]
+        assert sample.logprobs is not None and len(sample.logprobs) == len(sample.token_ids) <= 10
+        assert sample.cumulative_logprob == sum(e[t].logprob for e, t in zip(sample.logprobs, sample.token_ids))
+
+
+def test_a_stream_shows_them_as_they_come(fast: LLM, plain: LLM, stranger: str) -> None:
+    expected = answers(plain, asking())
+    put_to_work(fast, "tree", expected, stranger)
+    last: dict[str, RequestOutput] = {}
+    for output in fast.stream(prompts_of(PROMPTS), asking()):
+        for sample in output.outputs:
+            assert sample.logprobs is not None and len(sample.logprobs) == len(sample.token_ids)
+        last[output.request_id] = output
+    assert [told(last[key]) for key in sorted(last, key=int)] == list(map(told, expected))
+
+
+# ---- modes
+
+
+@pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logits", "processed_logits"])
+def test_modes(mode: str, llama: str, stranger: str) -> None:
+    """Processed are those of the law that the token was picked from; with and without speculation they are the same."""
+    params = asking(repetition_penalty=1.3, top_k=4, logit_bias={9: 3.0})
+    plain = LLM(llama, logprobs_mode=mode, enable_prefix_caching=False)
+    expected = answers(plain, params)
+    llm = LLM(llama, max_num_seqs=4, logprobs_mode=mode)
+    put_to_work(llm, "tree", expected, stranger)
+    assert list(map(told, drive(llm, PROMPTS, params))) == list(map(told, expected))
+    output = expected[0]
+    assert output.outputs[0].logprobs is not None and output.prompt_logprobs is not None
+    first, scored = output.outputs[0].logprobs[0], output.prompt_logprobs[1]
+    raw = whole(llama, PROMPTS[0])
+    shares = sum(2.718281828459045**one.logprob for one in first.values())
+    if mode == "processed_logprobs":
+        assert len(first) <= 4 and 0.5 < shares <= 1 + 1e-6
+        assert scored is not None and scored[PROMPTS[0][1]].logprob == pytest.approx(float(raw[0].log_softmax(-1)[PROMPTS[0][1]]), abs=1e-4)
+    else:
+        assert scored is not None and scored[PROMPTS[0][1]].logprob == pytest.approx(float(raw[0, PROMPTS[0][1]]), abs=1e-4)
+        token = output.outputs[0].token_ids[0]
+        assert (first[token].logprob == pytest.approx(float(raw[-1, token]), abs=1e-4)) == (mode == "raw_logits")
+
+
+def test_an_unknown_mode(llama: str) -> None:
+    with pytest.raises(ConfigError, match=r"logprobs_mode 'raw_logprob'.*Did you mean 'raw_logprobs'"):
+        LLM(llama, logprobs_mode="raw_logprob")
+
+
+# ---- what it costs
+
+
+def test_who_asks_for_nothing_pays_nothing(fast: LLM, plain: LLM, stranger: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No processor, no view of the ids, no log-softmax and no logits of a prompt's rows."""
+    params = [SamplingParams(**{**SAMPLED, "seed": i}) for i in range(len(PROMPTS))]
+    expected = answers(plain, params)
+    put_to_work(fast, "draft_model", expected, stranger)
+
+    def never(*given: Any) -> Any:
+        raise AssertionError("nobody asked")
+
+    scored: list[int] = []
+    logits = fast.engine.decoder.logits
+    monkeypatch.setattr(fast.engine.decoder, "logits", lambda x, rows: (scored.append(len(rows)), logits(x, rows))[1])
+    monkeypatch.setattr(Sampler, "values", never)
+    monkeypatch.setattr(Logprobs, "__init__", never)
+    monkeypatch.setattr(Ids, "__init__", never)
+    steps = fast.engine.steps
+    got = drive(fast, PROMPTS, params)
+    assert list(map(told, got)) == list(map(told, expected))
+    assert len(scored) == fast.engine.steps - steps and max(scored) < 40
+
+
+def test_the_logits_of_a_prompt_are_never_held(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few rows at a time, each once, and only for the request that asks."""
+    scored: list[int] = []
+    logits = plain.engine.decoder.logits
+    monkeypatch.setattr(plain.engine.decoder, "logits", lambda x, rows: (scored.append(len(rows)), logits(x, rows))[1])
+    asks, silent = asking()[-1], SamplingParams(**SAMPLED)
+    plain.generate(prompts_of([PROMPTS[-1], PROMPTS[-1]]), [asks, silent])
+    assert max(scored) <= SLICE
+    assert sum(scored) == len(PROMPTS[-1]) - 1 + 2 * 20

@@ -1,0 +1,141 @@
+"""Parameters applied to the wrong tokens, or to the wrong node, are noticed: each test breaks one thing, as in test_mutations.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from helpers import answer
+from scene import GREEDY, PROMPTS, SAMPLED, Setup
+from torch import Tensor
+
+from outrider import LLM, SamplingParams
+from outrider.engine.runner import Runner, Seen
+from outrider.sampling.processors import BadWords, Ids, LogitBias, Penalties
+from outrider.types import ROOT, Row, Verdict
+
+PENALISED = SamplingParams(
+    **{**vars(SAMPLED), "repetition_penalty": 1.5, "presence_penalty": 1.0, "frequency_penalty": 2.0, "logit_bias": {20: 8, 21: 8}}
+)
+ASKING = SamplingParams(**{**vars(SAMPLED), "logprobs": 2, "prompt_logprobs": 2})
+
+
+@pytest.mark.parametrize("script", ["right", "hidden"])
+def test_a_penalty_that_ignores_the_path(script: str, scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = scene(PENALISED, script)
+    call = Penalties.__call__
+    monkeypatch.setattr(Penalties, "__call__", lambda self, ids, logits: call(self, Ids(ids.tokens), logits))
+    assert broken.differences() > 0
+
+
+@pytest.mark.parametrize("script", ["right", "hidden"])
+def test_a_penalty_that_ignores_the_last_token_of_the_path(script: str, scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = scene(PENALISED, script)
+    call = Penalties.__call__
+    monkeypatch.setattr(Penalties, "__call__", lambda self, ids, logits: call(self, Ids(ids.tokens, ids.path[:-1]), logits))
+    assert broken.differences() > 0
+
+
+def advance(processor: Penalties, tokens: Sequence[int]) -> None:
+    """Counts these for good."""
+    for token in tokens:
+        if token in processor.place:
+            processor.counts[token] += 1
+            processor.taken[processor.place[token]] = processor._take(processor.counts[token])
+
+
+@pytest.mark.parametrize("script", ["right", "hidden"])
+def test_one_penalty_state_that_every_node_moves_on(script: str, scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node adds its token to the row's own count, and nobody takes it out again."""
+    broken = scene(PENALISED, script)
+    call = Penalties.__call__
+
+    def shared(self: Penalties, ids: Ids, logits: Tensor) -> Tensor:
+        self._count(ids.tokens)
+        advance(self, ids.path[-1:])
+        return call(self, Ids(ids.tokens), logits)
+
+    monkeypatch.setattr(Penalties, "__call__", shared)
+    assert broken.differences() > 0
+
+
+def test_a_penalty_moved_on_by_rejected_guesses(scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The counts of the row take in every token that was guessed, whether it was accepted or not."""
+    broken = scene(PENALISED, "hidden")
+    forward, count = Runner.forward, Penalties._count
+    guessed: dict[int, list[int]] = {}
+
+    def forwarding(self: Runner, batch: Any, draft: Any) -> Seen:
+        for row, tree in zip(batch.rows, draft.trees):
+            guessed.setdefault(id(row.tokens), []).extend(tree.tokens)
+        return forward(self, batch, draft)
+
+    def counting(self: Penalties, tokens: list[int]) -> None:
+        count(self, tokens)
+        advance(self, guessed.pop(id(tokens), ()))
+
+    monkeypatch.setattr(Runner, "forward", forwarding)
+    monkeypatch.setattr(Penalties, "_count", counting)
+    assert broken.differences() > 0
+
+
+def test_bad_words_that_ignore_the_path(scene: Setup, plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a word of two tokens forbids is looked up at the root of the tree."""
+    params, decode = [], plain.tokenizer.decode
+    for prompt in PROMPTS:
+        tokens = answer(plain, prompt, GREEDY).outputs[0].token_ids
+        pairs = [decode(tokens[i : i + 2]) for i in range(2, 20)]
+        params.append(SamplingParams(**{**vars(GREEDY), "bad_words": [pair for pair in pairs if pair.strip()]}))
+    broken = scene(params, "right")
+    call = BadWords.__call__
+    monkeypatch.setattr(BadWords, "__call__", lambda self, ids, logits: call(self, Ids(ids.tokens), logits))
+    monkeypatch.setattr(BadWords, "active", lambda self, length: True)
+    assert broken.differences() > 0
+
+
+def test_a_processor_that_writes_to_the_logits(scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log-probabilities are read from the forward's own row after the token was picked."""
+    broken = scene(SamplingParams(**{**vars(ASKING), "logit_bias": {20: 8, 21: -8}}), "hidden")
+
+    def careless(self: LogitBias, ids: Ids, logits: Tensor) -> Tensor:
+        return logits.index_add_(0, *self.bias.at(logits))
+
+    monkeypatch.setattr(LogitBias, "__call__", careless)
+    assert broken.differences() > 0
+
+
+@pytest.mark.parametrize("script", ["right", "hidden"])
+@pytest.mark.parametrize("wrong", ["root", "next"])
+def test_log_probabilities_of_the_wrong_node(wrong: str, script: str, scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the root for every token of a path, or those after the token instead of before it."""
+    broken = scene(ASKING, script)
+    record, at = Seen.record, Seen.at
+
+    def recording(self: Seen, verdict: Verdict) -> None:
+        def off(seen: Seen, row: int, node: int) -> int:
+            nodes = [ROOT, *verdict.nodes[row]]
+            return at(seen, row, ROOT if wrong == "root" else nodes[min(nodes.index(node) + 1, len(nodes) - 1)])
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Seen, "at", off)
+            record(self, verdict)
+
+    monkeypatch.setattr(Seen, "record", recording)
+    assert broken.differences() > 0
+
+
+def test_log_probabilities_of_the_prompt_one_off(scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = scene(ASKING)
+    score = Runner._score
+    monkeypatch.setattr(Runner, "_score", lambda self, row, x, first, start, end: score(self, row, x, max(0, first - 1), start, end))
+    assert broken.differences() > 0
+
+
+def test_a_prefix_hit_that_hides_the_prompt(scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt whose log-probabilities are asked for is taken from the cache: nobody computes its logits."""
+    broken = scene(ASKING)
+    monkeypatch.setattr(Row, "reusable", property(lambda row: len(row.tokens) - 1))
+    assert broken.differences() == 0, "the cache is empty"
+    with pytest.raises(AssertionError, match="logits are wanted"):
+        broken.differences()

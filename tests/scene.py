@@ -1,0 +1,48 @@
+"""What the mutation tests play on: some prompts, what plain decoding says to them, and an engine whose drafter knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from helpers import Scripts, Truth, answer, prompts_of, settled, tiny_prompts
+
+from outrider import LLM, RequestOutput, SamplingParams
+
+PROMPTS = tiny_prompts(4, seed=4)
+GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.8, seed=5, max_tokens=30, ignore_eos=True)
+DEPTH = 6
+
+
+def told(output: RequestOutput) -> Any:
+    """All that must not change; log-probabilities are None where nobody asked."""
+    return [(sample.token_ids, sample.logprobs) for sample in output.outputs], output.prompt_logprobs
+
+
+class Scene:
+    """`params` one for all prompts, or one for each, with seed 5; `script` one of `Scripts`."""
+
+    def __init__(self, plain: LLM, fast: LLM, params: SamplingParams | Sequence[SamplingParams], script: str) -> None:
+        self.llm, self.params = fast, [params] * len(PROMPTS) if isinstance(params, SamplingParams) else list(params)
+        truth = Truth()
+        outputs = [answer(plain, prompt, p) for prompt, p in zip(PROMPTS, self.params)]
+        for prompt, output in zip(PROMPTS, outputs):
+            truth.learn(prompt, 5, output.outputs)
+        self.expected = [told(output) for output in outputs]
+        ahead = truth.ahead
+        truth.ahead = lambda row, count: ahead(row, count) if row.seed == 5 else []  # type: ignore[method-assign]
+        fast.use({"method": "scripted", "script": getattr(Scripts(truth), script), "nodes": 40, "num_speculative_tokens": DEPTH})
+
+    def differences(self) -> int:
+        """How many prompts come out differently."""
+        outputs = self.llm.generate(prompts_of(PROMPTS), self.params)
+        return sum(told(output) != e for output, e in zip(outputs, self.expected))
+
+    def healthy(self) -> None:
+        assert self.differences() == 0
+        settled(self.llm)
+        self.llm.engine.forget_prefixes()
+
+
+Setup = Callable[..., Scene]
