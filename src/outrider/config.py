@@ -7,10 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
+import torch
+
 from outrider import draft, verify
+from outrider.cache.pool import kv_dtype
 from outrider.control import fixed
 from outrider.draft.base import Drafter
 from outrider.errors import ConfigError, unknown
+from outrider.models.quantise import bits_of
 from outrider.types import Verifier
 
 T = TypeVar("T")
@@ -18,7 +22,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """dtype: auto, float32, bfloat16 or float16.  device: auto, cpu, cuda or cuda:1.  max_model_len: tokens a request
+    """dtype: auto, float32, bfloat16 or float16.  quantization: int8 or int4 quantises the weights while loading (None: as they
+    are).  kv_cache_dtype: auto or int8, for target and draft.  device: auto, cpu, cuda or cuda:1.  max_model_len: tokens a request
     may have, prompt included (None: what the model was made for).  max_num_seqs: rows that run at once.
     max_num_batched_tokens: prompt tokens, decodes and guesses of one step.  kv_cache_memory_bytes: memory for K/V of target
     and draft together (None: what max_num_seqs full requests need, but at most a quarter of the free memory on a CPU,
@@ -28,6 +33,8 @@ class EngineOptions:
     model: str
     tokenizer: str | None = None
     dtype: str = "auto"
+    quantization: str | None = None
+    kv_cache_dtype: str = "auto"
     device: str = "auto"
     revision: str | None = None
     trust_remote_code: bool = False
@@ -52,6 +59,8 @@ class EngineOptions:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs ({self.max_num_seqs}): "
                 "every running request needs one token a step."
             )
+        bits_of(self.quantization)
+        kv_dtype(self.kv_cache_dtype, torch.float32)
         share = self.gpu_memory_utilization
         if not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}.")

@@ -7,24 +7,62 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from outrider.errors import ConfigError
+
+
+def kv_dtype(name: str, own: torch.dtype) -> torch.dtype:
+    """What `kv_cache_dtype` means for a model that computes in `own`."""
+    if name == "auto":
+        return own
+    if name == "int8":
+        return torch.int8
+    cure = "; 8-bit floats are not supported, and int8 takes no more memory" if str(name).startswith("fp8") else ""
+    raise ConfigError(f"kv_cache_dtype must be 'auto' (the model's dtype) or 'int8', got {name!r}{cure}.")
+
 
 class Pool:
-    """data [layers, 2, slots, kv_heads, width]: K and V; `width` is the head size rounded up to 32, zero past the head.
+    """data [layers, 2, slots, kv_heads, row]: K and V of a head.  A row is the head, rounded up to 32 and zero past it, in the
+    pool's dtype; in int8 four bytes more, the float that one of its steps counts.  In memory the slots of one head lie together.
 
     Several pools may share one allocator: a draft model's pool lies at the target's slots.
     """
 
+    SLACK = 64  # bytes past the end that a kernel may read, and does not use
+
     def __init__(self, layers: int, kv_heads: int, head_dim: int, slots: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.width = -(-head_dim // 32) * 32
-        self.data: Tensor = torch.zeros(layers, 2, slots, kv_heads, self.width, dtype=dtype, device=device)
-        self.address, self.plane = self.data.data_ptr(), self.data[0, 0].nbytes  # K of layer i is plane 2i, V plane 2i + 1
+        self.dtype, self.head_dim, self.width = dtype, head_dim, self.wide(head_dim)
+        row = self.width + 4 * (dtype == torch.int8)
+        count = layers * 2 * kv_heads * slots * row
+        lying = torch.zeros(count + self.SLACK, dtype=dtype, device=device)[:count].view(layers, 2, kv_heads, slots, row)
+        self.data: Tensor = lying.transpose(2, 3)
+        self.address, self.plane = lying.data_ptr(), lying[0, 0].nbytes  # K of layer i is plane 2i, V plane 2i + 1
+        self.head = self.plane // kv_heads
+
+    @staticmethod
+    def wide(head_dim: int) -> int:
+        return -(-head_dim // 32) * 32
 
     @staticmethod
     def bytes_per_slot(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        return layers * 2 * kv_heads * (-(-head_dim // 32) * 32) * dtype.itemsize
+        return layers * 2 * kv_heads * (Pool.wide(head_dim) * dtype.itemsize + 4 * (dtype == torch.int8))
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies slots; reads all before it writes."""
         device = self.data.device
         source, target = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
         self.data[:, :, target] = self.data[:, :, source]
+
+    def write(self, layer: int, part: int, slots: Tensor, heads: Tensor) -> None:
+        """K (part 0) or V (1) of these slots, [m, kv_heads, head_dim].  The C kernels write for themselves."""
+        if self.dtype != torch.int8:
+            self.data[layer, part, slots, :, : self.head_dim] = heads.to(self.dtype)
+            return
+        step = heads.float().abs().amax(-1, keepdim=True) / 127
+        values = torch.nn.functional.pad((heads.float() / step.clamp_min(1e-30)).round(), (0, self.width - self.head_dim))
+        self.data[layer, part, slots] = torch.cat([values.to(torch.int8), step.view(torch.int8)], dim=-1)
+
+    def read(self, layer: int, slots: Tensor, dtype: torch.dtype) -> Tensor:
+        """K and V of these slots, [2, m, kv_heads, head_dim]."""
+        rows = self.data[layer, :, slots]
+        values = rows[..., : self.head_dim].to(dtype)
+        return values * rows[..., self.width :].contiguous().view(torch.float32).to(dtype) if self.dtype == torch.int8 else values

@@ -22,6 +22,7 @@ from outrider.draft.base import Drafter, Target
 from outrider.errors import ConfigError
 from outrider.models.decoder import Decoder
 from outrider.models.hub import Checkpoint
+from outrider.models.quantise import bits_of
 from outrider.types import ROOT, Batch, Budget, Draft, Guesses, Row
 
 # How likely the best, second best … by noised draft logit is the target's pick.  The noise is shared, so the rank says more than q:
@@ -81,12 +82,14 @@ class DraftModel(Drafter):
 
     @dataclass(frozen=True)
     class Options:
-        """model: folder or hub id.  draft_dtype: auto, or as the engine's dtype.  siblings: candidates a level (1: a chain).
+        """model: folder or hub id.  draft_dtype: auto, or as the engine's dtype.  quantization: of the draft's weights, int8 or
+        int4; the target's is an engine option.  siblings: candidates a level (1: a chain).
         vocab_mismatch: "refuse", or "allow" to guess among the ids that both models have.
         """
 
         model: str = "builtin-draft"
         draft_dtype: str = "auto"
+        quantization: str | None = None
         siblings: int = 1
         vocab_mismatch: str = "refuse"
         draft_tensor_parallel_size: int = 1
@@ -97,6 +100,7 @@ class DraftModel(Drafter):
                 raise ConfigError(f"model must be a folder or a hub id, got {self.model!r}.")
             if not isinstance(self.siblings, int) or isinstance(self.siblings, bool) or not 1 <= self.siblings <= 64:
                 raise ConfigError(f"siblings must be a whole number in 1 … 64, got {self.siblings!r}.")
+            bits_of(self.quantization, "quantization of the draft")
             if self.vocab_mismatch not in ("refuse", "allow"):
                 raise ConfigError(f'vocab_mismatch must be "refuse" or "allow", got {self.vocab_mismatch!r}.')
             if self.draft_tensor_parallel_size != 1:
@@ -109,9 +113,9 @@ class DraftModel(Drafter):
             _fits(checkpoint, target.checkpoint)
         self.vocabulary = min(checkpoint.spec.vocabulary, target.vocabulary)
         self.context = min(checkpoint.spec.context, target.max_len)
-        self.decoder = Decoder(
-            checkpoint, checkpoint.dtype(options.draft_dtype, target.decoder.device, "draft_dtype"), target.decoder.device, self.context
-        )
+        device = target.decoder.device
+        dtype = checkpoint.dtype(options.draft_dtype, device, "draft_dtype")
+        self.decoder = Decoder(checkpoint, dtype, device, self.context, options.quantization, target.decoder.kv_cache_dtype)
         self.slot_bytes = self.decoder.slot_bytes
         self.synced: dict[Row, int] = {}  # positions of a row that have K/V in our pool
 

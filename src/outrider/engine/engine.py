@@ -42,7 +42,8 @@ class Engine:
         if options.max_model_len and options.max_model_len > context:
             raise ConfigError(f"max_model_len {options.max_model_len} exceeds the {context} positions of {options.model!r}.")
         self.times, self.steps = Times(0.0, 0.0, 0.0), 0
-        self.decoder = Decoder(self.checkpoint, self.checkpoint.dtype(options.dtype, self.device), self.device, self.max_len)
+        dtype = self.checkpoint.dtype(options.dtype, self.device)
+        self.decoder = Decoder(self.checkpoint, dtype, self.device, self.max_len, options.quantization, options.kv_cache_dtype)
         self.exact = self.decoder.kernels.exact and bit_exact(self.decoder)
         if not self.exact:
             log.warning(

@@ -17,6 +17,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from outrider.attention.plan import Plan
     from outrider.cache.pool import Pool
+    from outrider.kernels.quantised import Quantised
     from outrider.models.decoder import Layer
     from outrider.models.spec import Spec
     from outrider.sampling.params import Law
@@ -35,7 +36,9 @@ class Kernels(Protocol):
     name: str
     exact: bool  # a row's result does not depend on the rows beside it, bit for bit
 
-    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Weight: ...
+    def pack(self, weight: Tensor | Quantised, bias: Tensor | None = None) -> Weight:
+        """[O,K] in the layout that the others like; a quantised one stays in its bits."""
+
     def linear(self, x: Tensor, weight: Any, add: Tensor | None = None) -> Tensor:
         """x [n,K] -> [n,O]; with `add` the result is added into it and it is returned."""
 

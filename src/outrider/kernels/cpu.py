@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
+import math
 import os
 import platform
 import shlex
@@ -25,16 +26,18 @@ from torch import Tensor
 
 from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
+from outrider.kernels.quantised import Quantised
 from outrider.models.spec import Spec
 from outrider.sampling.params import Law
 
 if TYPE_CHECKING:
     from outrider.models.decoder import Layer
 
-PANEL = 64  # outputs a packed panel; the same constant as in kernels.c
+PANEL, WIDE = 64, 32  # outputs side by side in a packed weight; the same constants as in kernels.c and quantised.c
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # FLOAT, BFLOAT and INT8 of simd.h; INT4 is for weights only
 LINEARS = ("qkv", "o", "gate_up", "down")
 VECTORS = ("norm_in", "norm_post", "q_norm", "k_norm")
-SOURCES = ("kernels.c", "sample.c")
+SOURCES = ("kernels.c", "quantised.c", "sample.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC", "-std=gnu11")
 log = logging.getLogger("outrider")
 
@@ -89,12 +92,13 @@ def _cpuinfo() -> list[str]:
 
 def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     p, n, i, f, d, u = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float, ctypes.c_double, ctypes.c_uint64
-    lib.linear.argtypes = [p, i, p, p, n, n, p, n, i]
-    lib.embed.argtypes = [p, i, p, n, n, p]
+    w = ctypes.POINTER(_Weight)
+    lib.linear.argtypes = [w, p, n, n, p, n, i]
+    lib.embed.argtypes = [w, p, n, n, p]
     lib.rms_norm.argtypes = [p, p, n, n, f, p]
     lib.silu_mul.argtypes = [p, n, n, p]
-    lib.rope_store.argtypes = [p, n, n, n, n, n, p, p, f, p, n, p, p, p, p, i, p]
-    lib.attend.argtypes = [p, p, p, i, n, n, n, n, n, p, p, p, p, n, f, n, n, p]
+    lib.rope_store.argtypes = [p, n, n, n, n, n, p, p, f, p, n, p, p, p, p, i, n, p]
+    lib.attend.argtypes = [p, p, p, i, n, n, n, n, n, n, p, p, p, p, n, f, n, n, p]
     lib.pick.argtypes = [p, n, f, d, n, d, u, n, p, p]
     lib.pick.restype = n
     lib.stack.argtypes = [ctypes.POINTER(_Shape), ctypes.POINTER(_Layer), ctypes.POINTER(_Rows), p, n, p]
@@ -104,15 +108,25 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     return lib
 
 
+class _Weight(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("data", "bias")),
+        *((name, ctypes.c_int) for name in ("kind", "group", "offsets")),
+        ("unit", ctypes.c_float),
+    ]
+
+
 class _Layer(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_void_p) for name in (*LINEARS, *(f"{name}_bias" for name in LINEARS), *VECTORS)] + [
-        ("window", ctypes.c_long)
+    _fields_ = [
+        *((name, _Weight) for name in LINEARS),
+        *((name, ctypes.c_void_p) for name in VECTORS),
+        ("window", ctypes.c_long),
     ]
 
 
 class _Shape(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_long) for name in ("layers", "hidden", "inner", "heads", "kv_heads", "head_dim", "width", "rot", "half")),
+        *((name, ctypes.c_long) for name in ("layers", "hidden", "inner", "heads", "kv_heads", "head_dim", "width", "rot", "kv")),
         *((name, ctypes.c_float) for name in ("eps", "scale")),
         ("turn", ctypes.c_void_p),
     ]
@@ -127,16 +141,21 @@ class _Rows(ctypes.Structure):
 
 @dataclass
 class Packed:
-    """[O,K] as panels [O/64][K][64], or [O/64][K/2][64][2] in bfloat16: 64 outputs lie side by side for every input."""
+    """[O,K] as panels [O/64][K][64], or [O/64][K/2][64][2] in bfloat16: 64 outputs lie side by side for every input; or in
+    integers as quantised.c describes."""
 
     data: Tensor
     bias: Tensor | None
     inputs: int
     outputs: int
-    half: int
+    kind: int
+    group: int = 0
+    offsets: bool = False
+    unit: float = 1.0
 
     def __post_init__(self) -> None:
-        self.at, self.bias_at = self.data.data_ptr(), None if self.bias is None else self.bias.data_ptr()
+        bias = None if self.bias is None else self.bias.data_ptr()
+        self.c = _Weight(self.data.data_ptr(), bias, self.kind, self.group, self.offsets, self.unit)
 
 
 @dataclass
@@ -152,34 +171,38 @@ class CpuKernels:
     exact = True
 
     def __init__(self, lib: ctypes.CDLL, dtype: torch.dtype) -> None:
-        self.lib, self.dtype, self.half = lib, dtype, int(dtype == torch.bfloat16)
-        self.name = f"C ({'bfloat16' if self.half else 'float32'} weights, float32 sums)"
+        self.lib, self.dtype = lib, dtype
+        self.name = f"C ({str(dtype).removeprefix('torch.')} weights, float32 sums)"
         self._out = (ctypes.c_int32 * 64)()
         self._prob = (ctypes.c_float * 64)()
 
-    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Packed:
+    def pack(self, weight: Tensor | Quantised, bias: Tensor | None = None) -> Packed:
+        bias = None if bias is None else bias.float().contiguous()
+        if isinstance(weight, Quantised):
+            if weight.group % 16 == 0:
+                return _integers(weight.regrouped(32 if weight.group % 32 == 0 else 16), bias)
+            weight = weight.dense()  # the vectors cannot follow such groups
         outputs, inputs = weight.shape
-        wide, deep = -(-outputs // PANEL) * PANEL, inputs + inputs % 2 if self.half else inputs
+        half = self.dtype == torch.bfloat16
+        wide, deep = -(-outputs // PANEL) * PANEL, inputs + inputs % 2 if half else inputs
         if (wide, deep) != (outputs, inputs):
             weight = torch.nn.functional.pad(weight, (0, deep - inputs, 0, wide - outputs))
         weight = weight.to(self.dtype)
-        if self.half:
+        if half:
             data = weight.view(wide // PANEL, PANEL, deep // 2, 2).permute(0, 2, 1, 3).contiguous()
         else:
             data = weight.view(wide // PANEL, PANEL, deep).permute(0, 2, 1).contiguous()
-        return Packed(data, None if bias is None else bias.float().contiguous(), inputs, outputs, self.half)
+        return Packed(data, bias, inputs, outputs, KINDS[self.dtype])
 
     def linear(self, x: Tensor, weight: Packed, add: Tensor | None = None) -> Tensor:
         n = x.shape[0]
         y = torch.empty(n, weight.outputs) if add is None else add
-        self.lib.linear(
-            weight.at, weight.half, weight.bias_at, x.data_ptr(), n, weight.inputs, y.data_ptr(), weight.outputs, add is not None
-        )
+        self.lib.linear(weight.c, x.data_ptr(), n, weight.inputs, y.data_ptr(), weight.outputs, add is not None)
         return y
 
     def embed(self, weight: Packed, plan: Plan) -> Tensor:
         y = torch.empty(plan.length, weight.inputs)
-        self.lib.embed(weight.at, weight.half, plan.ids_at, plan.length, weight.inputs, y.data_ptr())
+        self.lib.embed(weight.c, plan.ids_at, plan.length, weight.inputs, y.data_ptr())
         return y
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -192,16 +215,13 @@ class CpuKernels:
         made = (_Layer * len(layers))()
         for to, layer in zip(made, layers):
             for name in LINEARS:
-                weight = getattr(layer, name)
-                setattr(to, name, weight.at)
-                setattr(to, f"{name}_bias", weight.bias_at)
+                setattr(to, name, getattr(layer, name).c)
             for name in VECTORS:
                 vector = getattr(layer, name)
                 setattr(to, name, None if vector is None else vector.data_ptr())
             to.window = layer.window
-        width = -(-spec.head_dim // 32) * 32
         shape = _Shape(
-            len(layers), spec.hidden, spec.inner, spec.heads, spec.kv_heads, spec.head_dim, width, turn.shape[1], self.half,
+            len(layers), spec.hidden, spec.inner, spec.heads, spec.kv_heads, spec.head_dim, Pool.wide(spec.head_dim), turn.shape[1], 0,
             spec.eps, spec.head_dim**-0.5, turn.data_ptr(),
         )  # fmt: skip
         return Stack(made, shape, (layers, turn))
@@ -211,6 +231,7 @@ class CpuKernels:
             plan.length, plan.width, plan.longest,
             plan.positions_at, plan.slots_at, plan.seen_at, plan.depths_at, plan.tables_at, plan.paths_at,
         )  # fmt: skip
+        stack.shape.kv = KINDS[pool.dtype]
         self.lib.stack(stack.shape, stack.layers, rows, pool.address, pool.plane, x.data_ptr())
         return x
 
@@ -221,3 +242,23 @@ class CpuKernels:
             self._out, self._prob if probs else None,
         )  # fmt: skip
         return self._out[:count], self._prob[:count] if probs else []
+
+
+def _integers(weight: Quantised, bias: Tensor | None) -> Packed:
+    """The layout of quantised.c; `unit`, a power of two, brings the scales into the range of half precision."""
+    (outputs, inputs), group = weight.values.shape, weight.group
+    groups, lines = inputs // group, -(-outputs // WIDE)
+    pad = (0, 0, 0, lines * WIDE - outputs)
+    values = torch.nn.functional.pad(weight.values, pad)
+    if weight.bits == 8:
+        unsigned = (values.view(torch.uint8) ^ 128).view(lines, WIDE, groups, group // 4, 4)
+        data = unsigned.permute(0, 2, 3, 1, 4).reshape(lines, groups, -1)
+    else:
+        halves = (values + 8).view(torch.uint8).view(lines, WIDE, groups, group // 16, 2, 2, 4)
+        data = (halves[:, :, :, :, 0] | halves[:, :, :, :, 1] << 4).permute(0, 2, 3, 4, 1, 5).reshape(lines, groups, -1)
+    rows = [part for part in (weight.scales, weight.offsets) if part is not None]
+    most = max(float(part.abs().max()) for part in rows)
+    unit = 2.0 ** (math.frexp(most)[1] - 15) if most > 0 and math.isfinite(most) else 1.0  # the largest is just below 2**15
+    small = [torch.nn.functional.pad(part / unit, pad).half().view(lines, WIDE, groups).transpose(1, 2).contiguous() for part in rows]
+    data = torch.cat([data, *(part.view(torch.uint8) for part in small)], dim=-1)
+    return Packed(data, bias, inputs, outputs, 2 if weight.bits == 8 else 3, group, weight.offsets is not None, unit)

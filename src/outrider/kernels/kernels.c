@@ -2,8 +2,9 @@
  * row's own data.  How many rows stand beside it, which slots its keys lie in and how many threads run change the order
  * in which rows are visited, never the order of the sums inside one.  Bit-exact speculation follows from that alone.
  *
- * Activations are float.  Weights and K/V are float or bfloat16 (`bf16` flags); bfloat16 is widened in registers, so it
- * costs half the memory traffic and no accuracy in the sums.  Compiled on the machine that runs it (see cpu.py). */
+ * Activations are float.  Weights and K/V are float, bfloat16 or integers, each by its `kind`; bfloat16 is widened in
+ * registers, so it costs half the memory traffic and no accuracy in the sums; quantised.c has the integers.  Compiled on the
+ * machine that runs it (see cpu.py). */
 #include "simd.h"
 
 enum { PANEL = 64 };                         /* outputs a packed weight panel */
@@ -14,15 +15,9 @@ INLINE bf narrow(float x) {                                   /* round to neares
     uint32_t u; memcpy(&u, &x, 4);
     return (bf)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
-INLINE float total(vf v) {                                    /* always the same tree of additions: halves onto halves */
-    typedef float v4 __attribute__((vector_size(16), aligned(4)));
-    v4 q[VL / 4];
-    memcpy(q, &v, sizeof v);
-    for (int n = VL / 8; n; n /= 2) for (int i = 0; i < n; i++) q[i] += q[i + n];
-    return (q[0][0] + q[0][2]) + (q[0][1] + q[0][3]);
-}
 
-/* ---- linear: y[n,O] (+)= x[n,K] w[O,K]^T + bias.  w is packed [O/64][K][64], or in pairs [O/64][K/2][64][2] for bfloat16. */
+/* ---- linear: y[n,O] (+)= x[n,K] w[O,K]^T + bias.  w is packed [O/64][K][64], or in pairs [O/64][K/2][64][2] for bfloat16;
+ * integers are the business of quantised.c. */
 INLINE void fetch(const void *p) {                            /* a page ahead: the hardware stops at its border (+15 %) */
     for (int c = 0; c < NV * VL * 4; c += 64) __builtin_prefetch((const char *)p + c + 4096);
 }
@@ -55,35 +50,21 @@ INLINE void block(const int rows, const int half, const void *w, const float *bi
                   long first, int add) {
     vf acc[6][NV];
     tile(rows, half, w, x, K, acc);
-    for (int r = 0; r < rows; r++) {
-        float part[NV * VL], *to = y + r * O + first;
-        const int whole = first + NV * VL <= O;
-        const float *old = to, *b = bias ? bias + first : 0;
-        float tail[2][NV * VL] = {{0}};
-        if (!whole) {                                         /* the last outputs go through a full-sized copy */
-            if (add) memcpy(tail[0], to, (size_t)(O - first) * 4);
-            if (b) memcpy(tail[1], b, (size_t)(O - first) * 4);
-            old = tail[0]; b = b ? tail[1] : 0;
-        }
-        for (int c = 0; c < NV; c++) {
-            vf v = acc[r][c];
-            if (b) v += *(const vf *)(b + c * VL);
-            if (add) v += *(const vf *)(old + c * VL);
-            *(vf *)((whole ? to : part) + c * VL) = v;
-        }
-        if (!whole) memcpy(to, part, (size_t)(O - first) * 4);
-    }
+    for (int r = 0; r < rows; r++) put(acc[r], NV, bias ? bias + first : 0, y + r * O + first, O - first, add);
 }
 
 #define ROWS(n, half) case n: block(n, half, at, bias, x + r * K, K, y + r * O, O, first, add); break;
 #define BLOCKS(half) switch (rows) { ROWS(1, half) ROWS(2, half) ROWS(3, half) ROWS(4, half) ROWS(5, half) ROWS(6, half) }  /* at most MR */
 
-void linear(const void *w, int half, const float *bias, const float *x, long n, long K, float *y, long O, int add) {
+void linear(const Weight *weight, const float *x, long n, long K, float *y, long O, int add) {
+    if (weight->kind >= INT8) { linear_quantised(weight, x, n, K, y, O, add); return; }
+    const int half = weight->kind == BFLOAT;
+    const float *bias = weight->bias;
     const long panels = (O + PANEL - 1) / PANEL, bytes = half ? (K + 1) / 2 * PANEL * 4 : K * PANEL * 4;
     const long count = (n + MR - 1) / MR;                     /* 8 rows go as 4 + 4, not 6 + 2 */
     #pragma omp parallel for schedule(static)
     for (long p = 0; p < panels; p++) for (long c = 0; c < PANEL && p * PANEL + c < O; c += NV * VL) {
-        const void *at = (const char *)w + p * bytes + c * 4;
+        const void *at = (const char *)weight->data + p * bytes + c * 4;
         const long first = p * PANEL + c;
         for (long b = 0; b < count; b++) {
             const long r = b * n / count, rows = (b + 1) * n / count - r;
@@ -92,10 +73,12 @@ void linear(const void *w, int half, const float *bias, const float *x, long n, 
     }
 }
 
-void embed(const void *w, int half, const int64_t *ids, long n, long K, float *y) {   /* rows of a packed weight */
+void embed(const Weight *weight, const int64_t *ids, long n, long K, float *y) {   /* rows of a packed weight */
+    if (weight->kind >= INT8) { embed_quantised(weight, ids, n, K, y); return; }
+    const void *w = weight->data;
     for (long r = 0; r < n; r++) {
         const long p = ids[r] / PANEL, o = ids[r] % PANEL;
-        if (half) {
+        if (weight->kind == BFLOAT) {
             const bf *from = (const bf *)w + p * ((K + 1) / 2) * 2 * PANEL + 2 * o;
             for (long k = 0; k < K; k++) {
                 uint32_t u = (uint32_t)from[k / 2 * 2 * PANEL + k % 2] << 16;
@@ -148,10 +131,12 @@ INLINE void rotate(const float *x, const float *cs, long D, long rot, float *y) 
     for (long i = rot; i < D; i++) y[i] = x[i];
 }
 
+INLINE long size_of(int kind, long Dp) { return kind == INT8 ? Dp + 4 : kind == BFLOAT ? Dp * 2 : Dp * 4; }   /* bytes of K or V */
+
 /* Splits a fused projection x[n,(H+2k)D], normalises heads (Qwen3) and rotates; q goes out as [n,H,Dp], K and V to their
- * slots [slot,k,Dp].  Dp is D rounded up to 32; what lies past D stays zero. */
-void rope_store(const float *x, long n, long H, long k, long D, long Dp, const float *qn, const float *kn, float eps,
-                const float *cs, long rot, const int64_t *positions, const int64_t *slots, void *K, void *V, int half, float *q) {
+ * slots [k,slot,Dp], heads `head` bytes apart.  Dp is D rounded up to 32; what lies past D stays zero. */
+void rope_store(const float *x, long n, long H, long k, long D, long Dp, const float *qn, const float *kn, float eps, const float *cs,
+                long rot, const int64_t *positions, const int64_t *slots, void *K, void *V, int kind, long head, float *q) {
     #pragma omp parallel for schedule(static) if (n > 8)
     for (long r = 0; r < n; r++) {
         float a[512], b[512];
@@ -161,35 +146,21 @@ void rope_store(const float *x, long n, long H, long k, long D, long Dp, const f
             if (norm) { norm_row(from, norm, D, eps, a); from = a; }
             if (h < H + k) { rotate(from, turn, D, rot, b); from = b; }
             if (h < H) { float *to = q + (r * H + h) * Dp; memcpy(to, from, D * 4); memset(to + D, 0, (Dp - D) * 4); continue; }
-            void *pool = h < H + k ? K : V;
-            const long at = (slots[r] * k + (h < H + k ? h - H : h - H - k)) * Dp;
-            if (half) {
-                bf *to = (bf *)pool + at;
-                for (long i = 0; i < D; i++) to[i] = narrow(from[i]);
-                memset(to + D, 0, (Dp - D) * 2);
-            } else { memcpy((float *)pool + at, from, D * 4); memset((float *)pool + at + D, 0, (Dp - D) * 4); }
+            char *to = (char *)(h < H + k ? K : V) + (h - H) % k * head + slots[r] * size_of(kind, Dp);
+            if (kind == INT8) store_head(from, D, Dp, (int8_t *)to);
+            else if (kind == BFLOAT) {
+                for (long i = 0; i < D; i++) ((bf *)to)[i] = narrow(from[i]);
+                memset(to + D * 2, 0, (Dp - D) * 2);
+            } else { memcpy(to, from, D * 4); memset(to + D * 4, 0, (Dp - D) * 4); }
         }
     }
 }
 
 /* ---- attention.  Row r sees the first seen[r] slots of its request's table and then its path, in that order: always the
  * keys of positions 0, 1, 2 ... wherever they lie.  So a node of a tree computes what plain decoding computes there. */
-typedef struct { const int32_t *table, *path; long seen; } Keys;
-static float softmax(float *s, long n) {                      /* in place, unnormalised; returns 1 / sum */
-    const long padded = (n + VL - 1) / VL * VL;
-    for (long j = n; j < padded; j++) s[j] = -INFINITY;
-    vf top = *(vf *)s, sum = {0};
-    for (long j = VL; j < padded; j += VL) { vf v = *(vf *)(s + j); vi m = v > top; top = (vf)(((vi)v & m) | ((vi)top & ~m)); }
-    float best = top[0];
-    for (int i = 1; i < VL; i++) best = top[i] > best ? top[i] : best;
-    for (long j = 0; j < padded; j += VL) { vf e = vexp(*(vf *)(s + j) - best); sum += e; *(vf *)(s + j) = e; }
-    return 1.0f / total(sum);
-}
-INLINE long slot_of(Keys k, long j) { return j < k.seen ? k.table[j] : k.path[j - k.seen]; }
-
 /* `group` query heads of one row over one K/V head: q [group,Dp], s [group,room], out [group,D].  K and V point at the head. */
 INLINE void heads(const int half, const long Dp, const int group, Keys keys, long from, long n, const float *q, const void *K,
-                  const void *V, long stride, float scale, float *s, long room, float *out, long D) {
+                  const void *V, float scale, float *s, long room, float *out, long D) {
     const long V2 = Dp / VL, E = V2 / 2;                      /* vectors a head; with bfloat16 the even elements, then the odd */
     vf a[group][V2];
     for (int g = 0; g < group; g++) for (long c = 0; c < V2; c++) {
@@ -197,7 +168,7 @@ INLINE void heads(const int half, const long Dp, const int group, Keys keys, lon
         else for (int i = 0; i < VL; i++) a[g][c][i] = q[g * Dp + (c % E * VL + i) * 2 + c / E];
     }
     for (long j = 0; j < n; j++) {
-        const long at = slot_of(keys, from + j) * stride;
+        const long at = slot_of(keys, from + j) * Dp;
         vf even[group], odd[group];
         for (int g = 0; g < group; g++) even[g] = odd[g] = (vf){0};
         for (long c = 0; c < E; c++) {
@@ -212,7 +183,7 @@ INLINE void heads(const int half, const long Dp, const int group, Keys keys, lon
     for (int g = 0; g < group; g++) inv[g] = softmax(s + g * room, n);
     for (int g = 0; g < group; g++) for (long c = 0; c < V2; c++) a[g][c] = (vf){0};
     for (long j = 0; j < n; j++) {
-        const long at = slot_of(keys, from + j) * stride;
+        const long at = slot_of(keys, from + j) * Dp;
         for (long c = 0; c < E; c++) {
             const vu u = *(const vu *)((const bf *)V + at + c * 2 * VL);
             const vf x = half ? low(u) : *(const vf *)((const float *)V + at + c * VL);
@@ -224,13 +195,13 @@ INLINE void heads(const int half, const long Dp, const int group, Keys keys, lon
         out[g * D + i] = inv[g] * (half ? a[g][i % 2 * E + i / 2 / VL][i / 2 % VL] : a[g][i / VL][i % VL]);
 }
 
-#define GROUP(half, Dp, n) case n: heads(half, Dp, n, keys, from, to - from, a, kk, vv, stride, scale, s, room, o, D); break;
+#define GROUP(half, Dp, n) case n: heads(half, Dp, n, keys, from, to - from, a, kk, vv, scale, s, room, o, D); break;
 #define GROUPS(half, Dp) switch (size) { GROUP(half, Dp, 1) GROUP(half, Dp, 2) GROUP(half, Dp, 3) GROUP(half, Dp, 4) }
 
-void attend(const float *q, const void *K, const void *V, int half, long n, long H, long k, long D, long Dp,
+void attend(const float *q, const void *K, const void *V, int kind, long head, long n, long H, long k, long D, long Dp,
             const int32_t *const *tables, const int64_t *seen, const int32_t *paths, const int64_t *depth, long width,
             float scale, long window, long longest, float *out) {
-    const long G = H / k, stride = k * Dp, room = (longest + 2 * VL - 1) / VL * VL;
+    const long G = H / k, room = (longest + 2 * VL - 1) / VL * VL;
     const long most = Dp <= 64 ? 4 : Dp <= 128 ? 2 : 1;       /* query heads whose sums fit into registers */
     #pragma omp parallel if (n * H > 1)
     {
@@ -239,14 +210,15 @@ void attend(const float *q, const void *K, const void *V, int half, long n, long
         for (long r = 0; r < n; r++) for (long h = 0; h < k; h++) {
             const Keys keys = {tables[r], paths + r * width, seen[r]};
             const long to = seen[r] + depth[r], from = window && to > window ? to - window : 0;
-            const char *kk = (const char *)K + h * Dp * (half ? 2 : 4), *vv = (const char *)V + h * Dp * (half ? 2 : 4);
+            const char *kk = (const char *)K + h * head, *vv = (const char *)V + h * head;
             for (long g = h * G, size; g < (h + 1) * G; g += size) {
                 size = (h + 1) * G - g < most ? (h + 1) * G - g : most;
                 const float *a = q + (r * H + g) * Dp;
                 float *o = out + (r * H + g) * D;
-                if (half && Dp == 64) GROUPS(1, 64)
-                else if (half && Dp == 128) GROUPS(1, 128)
-                else if (half) GROUPS(1, Dp)
+                if (kind == INT8) attend_heads(size, keys, from, to - from, a, (const int8_t *)kk, (const int8_t *)vv, Dp, scale, s, room, o, D);
+                else if (kind == BFLOAT && Dp == 64) GROUPS(1, 64)
+                else if (kind == BFLOAT && Dp == 128) GROUPS(1, 128)
+                else if (kind == BFLOAT) GROUPS(1, Dp)
                 else GROUPS(0, Dp)
             }
         }
@@ -256,11 +228,11 @@ void attend(const float *q, const void *K, const void *V, int half, long n, long
 
 /* ---- the blocks of a decoder, one after the other.  cpu.py mirrors these structs. */
 typedef struct {
-    const void *qkv, *o, *gate_up, *down;
-    const float *qkv_bias, *o_bias, *gate_up_bias, *down_bias, *norm_in, *norm_post, *q_norm, *k_norm;
+    Weight qkv, o, gate_up, down;
+    const float *norm_in, *norm_post, *q_norm, *k_norm;
     long window;
 } Layer;
-typedef struct { long layers, hidden, inner, heads, kv_heads, head_dim, width, rot, half; float eps, scale; const float *turn; } Shape;
+typedef struct { long layers, hidden, inner, heads, kv_heads, head_dim, width, rot, kv; float eps, scale; const float *turn; } Shape;
 typedef struct {
     long n, path, longest;
     const int64_t *positions, *slots, *seen, *depths;
@@ -268,22 +240,22 @@ typedef struct {
 } Rows;
 
 void stack(const Shape *s, const Layer *layers, const Rows *rows, char *pool, long plane, float *x) {
-    const long n = rows->n, H = s->heads, k = s->kv_heads, D = s->head_dim, h = s->hidden, I = s->inner, half = s->half;
+    const long n = rows->n, H = s->heads, k = s->kv_heads, D = s->head_dim, h = s->hidden, I = s->inner, head = plane / k;
     const long qkv = (H + 2 * k) * D, wide = 2 * I > qkv ? 2 * I : qkv, inner = I > H * D ? I : H * D;
     float *a = malloc((size_t)n * (size_t)(h + wide + H * s->width + inner) * 4);
     float *b = a + n * h, *q = b + n * wide, *c = q + n * H * s->width;
     for (const Layer *l = layers; l < layers + s->layers; l++, pool += 2 * plane) {
         rms_norm(x, l->norm_in, n, h, s->eps, a);
-        linear(l->qkv, half, l->qkv_bias, a, n, h, b, qkv, 0);
+        linear(&l->qkv, a, n, h, b, qkv, 0);
         rope_store(b, n, H, k, D, s->width, l->q_norm, l->k_norm, s->eps, s->turn, s->rot, rows->positions, rows->slots,
-                   pool, pool + plane, half, q);
-        attend(q, pool, pool + plane, half, n, H, k, D, s->width, rows->tables, rows->seen, rows->paths, rows->depths,
+                   pool, pool + plane, s->kv, head, q);
+        attend(q, pool, pool + plane, s->kv, head, n, H, k, D, s->width, rows->tables, rows->seen, rows->paths, rows->depths,
                rows->path, s->scale, l->window, rows->longest, c);
-        linear(l->o, half, l->o_bias, c, n, H * D, x, h, 1);
+        linear(&l->o, c, n, H * D, x, h, 1);
         rms_norm(x, l->norm_post, n, h, s->eps, a);
-        linear(l->gate_up, half, l->gate_up_bias, a, n, h, b, 2 * I, 0);
+        linear(&l->gate_up, a, n, h, b, 2 * I, 0);
         silu_mul(b, n, I, c);
-        linear(l->down, half, l->down_bias, c, n, I, x, h, 1);
+        linear(&l->down, c, n, I, x, h, 1);
     }
     free(a);
 }

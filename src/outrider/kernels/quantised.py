@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,3 +35,34 @@ class Quantised:
         scales = self.scales.repeat_interleave(self.group, dim=1)
         whole = self.values.float() * scales
         return whole if self.offsets is None else whole + self.offsets.repeat_interleave(self.group, dim=1)
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Quantised:
+        """`change` applied to every tensor: another device, some of the outputs."""
+        offsets = None if self.offsets is None else change(self.offsets)
+        return Quantised(change(self.values), change(self.scales), offsets, self.bits, self.group)
+
+    def regrouped(self, size: int) -> Quantised:
+        """The same numbers in smaller groups; `size` divides `group`."""
+        scales, offsets = (None if part is None else part.repeat_interleave(self.group // size, dim=1) for part in (self.scales, self.offsets))
+        assert scales is not None and self.group % size == 0
+        return Quantised(self.values, scales, offsets, self.bits, size)
+
+
+def join(parts: Sequence[Tensor | Quantised], dtype: torch.dtype) -> Tensor | Quantised:
+    """Weights of the same input as one, their outputs side by side.
+
+    Quantised ones stay so: in the most bits and the smallest group of any of them, which changes no number.  Beside a weight
+    that is not quantised they become numbers of `dtype`.
+    """
+    if len(parts) == 1 and isinstance(parts[0], Quantised):
+        return parts[0]
+    if not all(isinstance(part, Quantised) for part in parts):
+        return torch.cat([(part.dense() if isinstance(part, Quantised) else part).to(dtype) for part in parts])
+    few = [part for part in parts if isinstance(part, Quantised)]
+    size = math.gcd(*(part.group for part in few))
+    few = [part.regrouped(size) for part in few]
+    offsets = None
+    if any(part.offsets is not None for part in few):
+        offsets = torch.cat([torch.zeros_like(part.scales) if part.offsets is None else part.offsets for part in few])
+    values, scales = torch.cat([part.values for part in few]), torch.cat([part.scales for part in few])
+    return Quantised(values, scales, offsets, max(part.bits for part in few), size)

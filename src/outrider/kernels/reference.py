@@ -1,7 +1,8 @@
 """The same operations in torch: any device, and the CPU without a compiler.
 
 On a CPU the linears are oneDNN's packed ones, never called with one row: from two rows on their results do not depend on
-the number of rows (docs/log.md has the trials).  Attention sums in float64 there, float32 elsewhere.
+the number of rows (docs/log.md has the trials).  Attention sums in float64 there, float32 elsewhere.  A quantised weight
+stays in its bits and is widened every time it is used: small, and slow.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
+from outrider.kernels.quantised import Quantised
 from outrider.models.spec import Spec
 from outrider.sampling import reference as sampling
 from outrider.sampling.params import Law
@@ -37,7 +39,7 @@ class Heads(Protocol):
 
 @dataclass
 class Plain:
-    data: Tensor  # [O,K]
+    data: Tensor | Quantised  # [O,K]
     packed: Tensor | None  # oneDNN's own layout
     bias: Tensor | None
     inputs: int
@@ -53,24 +55,35 @@ class TorchKernels:
         self.wide = torch.float64 if device.type == "cpu" else torch.float32
         self.name = f"torch on {device} ({str(dtype).removeprefix('torch.')})"
 
-    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Plain:
-        data = weight.to(self.device, self.dtype).contiguous()
-        packed = torch.ops.mkldnn._reorder_linear_weight(data) if self.onednn else None
+    def pack(self, weight: Tensor | Quantised, bias: Tensor | None = None) -> Plain:
         bias = None if bias is None else bias.to(self.device, self.dtype)
-        return Plain(data, packed, bias, weight.shape[1], weight.shape[0])
+        if isinstance(weight, Quantised):
+            return Plain(weight.mapped(lambda part: part.to(self.device)), None, bias, weight.values.shape[1], weight.values.shape[0])
+        data = weight.to(self.device, self.dtype).contiguous()
+        return Plain(data, self._packed(data), bias, weight.shape[1], weight.shape[0])
+
+    def _packed(self, data: Tensor) -> Tensor | None:
+        return torch.ops.mkldnn._reorder_linear_weight(data) if self.onednn else None
 
     def linear(self, x: Tensor, weight: Plain, add: Tensor | None = None) -> Tensor:
-        if weight.packed is None:
-            y = F.linear(x, weight.data, weight.bias)
+        data, packed = weight.data, weight.packed
+        if isinstance(data, Quantised):
+            data = data.dense().to(self.dtype)
+            packed = self._packed(data)
+        if packed is None:
+            y = F.linear(x, data, weight.bias)
         else:
             alone = x.shape[0] == 1
             rows = F.pad(x, (0, 0, 0, 1)) if alone else x  # the two-row rule
-            y = torch.ops.mkldnn._linear_pointwise(rows.contiguous(), weight.packed, weight.bias, "none", [], "")
+            y = torch.ops.mkldnn._linear_pointwise(rows.contiguous(), packed, weight.bias, "none", [], "")
             y = y[:1] if alone else y
         return y if add is None else add.add_(y)
 
     def embed(self, weight: Plain, plan: Plan) -> Tensor:
-        return F.embedding(plan.ids.to(self.device), weight.data)
+        ids = plan.ids.to(self.device)
+        if isinstance(weight.data, Quantised):
+            return weight.data.mapped(lambda part: part[ids]).dense().to(self.dtype)
+        return F.embedding(ids, weight.data)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
@@ -88,8 +101,8 @@ class TorchKernels:
         angles = turn.to(self.device)[plan.positions.to(self.device)][:, None]
         cos, sin = angles.chunk(2, dim=-1)
         slots = plan.slots.to(self.device)
-        pool.data[layer, 0, slots, :, :d] = _rotate(k, cos, sin).to(pool.data.dtype)
-        pool.data[layer, 1, slots, :, :d] = v.to(pool.data.dtype)
+        pool.write(layer, 0, slots, _rotate(k, cos, sin))
+        pool.write(layer, 1, slots, v)
         return _rotate(q, cos, sin).to(qkv.dtype)
 
     def attend(self, q: Tensor, spec: Heads, plan: Plan, pool: Pool, layer: int, scale: float, window: int) -> Tensor:
@@ -98,7 +111,7 @@ class TorchKernels:
         for table, first, count in plan.segments:
             slots, order = plan.keys(first, count, table)
             slots, order = slots.to(self.device), order.to(self.device)
-            keys, values = pool.data[layer, :, slots, :, : spec.head_dim].to(self.wide).transpose(1, 2)  # [k,m,D]
+            keys, values = pool.read(layer, slots, self.wide).transpose(1, 2)  # [k,m,D]
             rows = q[first : first + count].to(self.wide).view(count, spec.kv_heads, group, spec.head_dim)
             hidden = order < 0
             if window:

@@ -1,4 +1,5 @@
-/* Vectors and the exponential, shared by the kernels and the sampler. */
+/* What the kernels and the sampler share: vectors, the exponential, and the small steps that several of them take. */
+#pragma once
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -28,3 +29,54 @@ INLINE vf vexp(vf x) {                                        /* within 2 ulp; 0
     vi e = (__builtin_convertvector(n, vi) + 127) << 23;
     return (vf)((vi)(p * (vf)e) & ~tiny);
 }
+
+INLINE float total(vf v) {                                    /* always the same tree of additions: halves onto halves */
+    typedef float v4 __attribute__((vector_size(16), aligned(4)));
+    v4 q[VL / 4];
+    memcpy(q, &v, sizeof v);
+    for (int n = VL / 8; n; n /= 2) for (int i = 0; i < n; i++) q[i] += q[i + n];
+    return (q[0][0] + q[0][2]) + (q[0][1] + q[0][3]);
+}
+
+/* ---- a linear's weight.  cpu.py mirrors this struct, `Packed` there tells the layouts. */
+enum { FLOAT, BFLOAT, INT8, INT4 };                           /* also what K/V lies in: FLOAT, BFLOAT or INT8 */
+typedef struct { const void *data; const float *bias; int kind, group, offsets; float unit; } Weight;
+
+/* Writes `count` vectors of outputs (+ bias, + what stood there), as far as there is room: `room` floats. */
+INLINE void put(const vf *v, const int count, const float *bias, float *y, long room, int add) {
+    float part[2][NV * VL], *to = y;
+    if (room < count * VL) {                                  /* the last outputs go through full-sized copies */
+        memset(part, 0, sizeof part);
+        if (add) memcpy(part[0], y, (size_t)room * 4);
+        if (bias) bias = memcpy(part[1], bias, (size_t)room * 4);
+        to = part[0];
+    }
+    for (int c = 0; c < count; c++) {
+        vf o = v[c];
+        if (bias) o += *(const vf *)(bias + c * VL);
+        if (add) o += *(const vf *)(to + c * VL);
+        *(vf *)(to + c * VL) = o;
+    }
+    if (to != y) memcpy(y, to, (size_t)room * 4);
+}
+
+/* ---- attention: the keys of a row, in the order of their positions, and the softmax over them */
+typedef struct { const int32_t *table, *path; long seen; } Keys;
+INLINE long slot_of(Keys k, long j) { return j < k.seen ? k.table[j] : k.path[j - k.seen]; }
+INLINE float softmax(float *s, long n) {                      /* in place, unnormalised; returns 1 / sum */
+    const long padded = (n + VL - 1) / VL * VL;
+    for (long j = n; j < padded; j++) s[j] = -INFINITY;
+    vf top = *(vf *)s, sum = {0};
+    for (long j = VL; j < padded; j += VL) { vf v = *(vf *)(s + j); vi m = v > top; top = (vf)(((vi)v & m) | ((vi)top & ~m)); }
+    float best = top[0];
+    for (int i = 1; i < VL; i++) best = top[i] > best ? top[i] : best;
+    for (long j = 0; j < padded; j += VL) { vf e = vexp(*(vf *)(s + j) - best); sum += e; *(vf *)(s + j) = e; }
+    return 1.0f / total(sum);
+}
+
+/* ---- quantised.c, called from kernels.c */
+void linear_quantised(const Weight *w, const float *x, long n, long K, float *y, long O, int add);
+void embed_quantised(const Weight *w, const int64_t *ids, long n, long K, float *y);
+void store_head(const float *x, long D, long Dp, int8_t *to);
+void attend_heads(int size, Keys keys, long from, long n, const float *q, const int8_t *K, const int8_t *V, long Dp, float scale,
+                  float *s, long room, float *out, long D);

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from outrider.attention.plan import Plan
-from outrider.cache.pool import Pool
+from outrider.cache.pool import Pool, kv_dtype
 from outrider.errors import ConfigError
 from outrider.kernels import Kernels, Weight, kernels_for
+from outrider.kernels.quantised import Quantised, join
 from outrider.models.hub import Checkpoint, Weights
+from outrider.models.quantise import bits_of, quantise
 from outrider.models.spec import Spec
 
 
@@ -44,26 +46,34 @@ class Layer:
 class Decoder:
     """Weights of one model on one device.  Has no state between calls: K/V lives in the pool that a call is given."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, max_len: int) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, max_len: int,
+        quantization: str | None = None, kv_cache_dtype: str = "auto",
+    ) -> None:  # fmt: skip
         self.spec = spec = checkpoint.spec
         self.dtype, self.device, self.max_len = dtype, device, max_len
+        self.bits, self.kv_cache_dtype = bits_of(quantization), kv_cache_dtype
         self.kernels: Kernels = kernels_for(device, dtype)
         weights = checkpoint.tensors()
         self.turn = rotations(checkpoint.config, spec, max(max_len, 32)).to(device)  # the self-test computes 24 positions
-        self.embedding = self._linear(weights, "model.embed_tokens", spec.vocabulary, spec.hidden)
+        self.embedding = self._fused(weights, [("model.embed_tokens", spec.vocabulary)], spec.hidden, outer=True)
         self.layers = []
         for i in range(spec.layers):
             self.layers.append(self._layer(weights, i))
         self.stack = self.kernels.prepare(spec, self.layers, self.turn)
         self.norm = self._vector(weights, "model.norm", spec.hidden)
-        self.lm_head = self.embedding if spec.tied else self._linear(weights, "lm_head", spec.vocabulary, spec.hidden)
+        self.lm_head = self.embedding
+        if not spec.tied:
+            self.lm_head = self._fused(weights, [("lm_head", spec.vocabulary)], spec.hidden, outer=True)
 
     def pool(self, slots: int) -> Pool:
-        return Pool(self.spec.layers, self.spec.kv_heads, self.spec.head_dim, slots, self.dtype, self.device)
+        s = self.spec
+        return Pool(s.layers, s.kv_heads, s.head_dim, slots, kv_dtype(self.kv_cache_dtype, self.dtype), self.device)
 
     @property
     def slot_bytes(self) -> int:
-        return Pool.bytes_per_slot(self.spec.layers, self.spec.kv_heads, self.spec.head_dim, self.dtype)
+        s = self.spec
+        return Pool.bytes_per_slot(s.layers, s.kv_heads, s.head_dim, kv_dtype(self.kv_cache_dtype, self.dtype))
 
     def forward(self, plan: Plan, pool: Pool) -> Tensor:
         """Residual stream after the last layer, [n, hidden] for the n rows of the plan; K/V of these rows is in the pool."""
@@ -97,12 +107,20 @@ class Decoder:
     def _linear(self, weights: Weights, name: str, outputs: int, inputs: int) -> Weight:
         return self._fused(weights, [(name, outputs)], inputs)
 
-    def _fused(self, weights: Weights, parts: list[tuple[str, int]], inputs: int) -> Weight:
+    def _fused(self, weights: Weights, parts: list[tuple[str, int]], inputs: int, outer: bool = False) -> Weight:
         """Several linears of the same input as one, their outputs side by side; a bias counts where the file has one."""
-        matrix = torch.cat([weights.get(f"{name}.weight", size, inputs).to(self.dtype) for name, size in parts])
+        read = [self._few(weights.get(f"{name}.weight", size, inputs), name, outer) for name, size in parts]
         biased = any(f"{name}.bias" in weights for name, _ in parts)
         bias = torch.cat([weights.get(f"{name}.bias", size).float() for name, size in parts]) if biased else None
-        return self.kernels.pack(matrix, bias)
+        return self.kernels.pack(join(read, self.dtype), bias)
+
+    def _few(self, weight: Tensor | Quantised, name: str, outer: bool) -> Tensor | Quantised:
+        """The weight in the bits that were asked for; `outer`: the embedding or the head."""
+        if self.bits is None:
+            return weight
+        if isinstance(weight, Quantised):
+            raise ConfigError(f"the checkpoint is quantised already ({name} to {weight.bits} bits): leave quantization out.")
+        return quantise(weight, 8 if outer else self.bits)
 
 
 def rotations(config: Any, spec: Spec, max_len: int) -> Tensor:
