@@ -11,6 +11,7 @@
 #endif
 
 enum { WIDE = 32, NQ = 2, RQ = VL == 16 ? 6 : 2 };            /* outputs a block; vectors and rows a register tile */
+enum { AHEAD = 64 };                                          /* keys: so much earlier K and V are fetched */
 typedef int8_t vb __attribute__((vector_size(VL), aligned(1), may_alias));
 
 INLINE vi dot(vi sum, vu u, vi s) {                           /* + the four products unsigned x signed byte of every lane */
@@ -34,6 +35,15 @@ INLINE vf halves(const char *p) {                             /* VL numbers in h
     vf v;
     for (int i = 0; i < VL; i++) { _Float16 h; memcpy(&h, p + 2 * i, 2); v[i] = (float)h; }
     return v;
+#endif
+}
+INLINE vf bytes(const int8_t *p) {                            /* VL signed bytes; compilers take the general form apart */
+#ifdef __AVX512F__
+    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+#elif defined __AVX2__
+    return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+#else
+    return __builtin_convertvector(*(const vb *)p, vf);
 #endif
 }
 INLINE float half_at(const char *p) { _Float16 h; memcpy(&h, p, 2); return (float)h; }
@@ -83,14 +93,20 @@ INLINE void products(const int rows, vu *u, const int8_t *x, long record, vi sum
     }
 }
 
-/* NQ vectors of outputs from `first` on in the block row at `w`, for `rows` rows of `record` bytes. */
-INLINE void tile(const int rows, const int bits, const Weight *w, const char *at, long first, const int8_t *x, long record, long K, vf acc[RQ][NQ]) {
+/* NQ vectors of outputs from `first` on in the block row at `at`, for `rows` rows of `record` bytes.  Meanwhile every `turns`-th
+ * block `ahead` of them is fetched. */
+INLINE void tile(const int rows, const int bits, const Weight *w, const char *at, long first, const int8_t *x, long record, long K,
+                 long ahead, long turn, long turns, vf acc[RQ][NQ]) {
     const long groups = K / w->group, chunks = w->group / 16, bytes = block_bytes(w), values = w->group * WIDE * bits / 8;
     for (int r = 0; r < rows; r++) for (int c = 0; c < NQ; c++) acc[r][c] = (vf){0};
     for (long g = 0; g < groups; g++, at += bytes) {
         const int8_t *q = x + g * w->group, *meta = x + K + 4 * g;
         const char *v = at + first * 4, *scales = at + values + first * 2;
         vi sum[RQ][NQ];
+        if (turn-- == 0) {
+            for (long i = 0; i < bytes; i += 64) __builtin_prefetch(at + ahead + i);
+            turn = turns - 1;
+        }
         for (int r = 0; r < rows; r++) {
             int32_t start; memcpy(&start, meta + r * record + 4 * groups, 4);
             for (int c = 0; c < NQ; c++) sum[r][c] = (vi){0} + start;
@@ -99,7 +115,7 @@ INLINE void tile(const int rows, const int bits, const Weight *w, const char *at
             #pragma GCC unroll 4
             for (int s = 0; s < bits / 2; s++, v += WIDE * 4) {
                 vu u[NQ];
-                for (int c = 0; c < NQ; c++) { u[c] = *(const vu *)(v + c * VL * 4); __builtin_prefetch(v + c * VL * 4 + 4096); }
+                for (int c = 0; c < NQ; c++) u[c] = *(const vu *)(v + c * VL * 4);
                 if (bits == 8) { products(rows, u, q + 4 * s, record, sum); continue; }
                 vu low[NQ], high[NQ];
                 for (int c = 0; c < NQ; c++) { low[c] = u[c] & 0x0f0f0f0f; high[c] = u[c] >> 4 & 0x0f0f0f0f; }
@@ -124,16 +140,16 @@ INLINE void tile(const int rows, const int bits, const Weight *w, const char *at
 }
 
 INLINE void block(const int rows, const int bits, const Weight *w, const char *at, long first, const int8_t *x, long record, long K,
-                  const float *bias, float *y, long O, long room, int add) {
+                  long ahead, long turn, long turns, const float *bias, float *y, long O, long room, int add) {
     vf acc[RQ][NQ];
-    tile(rows, bits, w, at, first, x, record, K, acc);
+    tile(rows, bits, w, at, first, x, record, K, ahead, turn, turns, acc);
     for (int r = 0; r < rows; r++) {
         for (int c = 0; c < NQ; c++) acc[r][c] *= w->unit;
         put(acc[r], NQ, bias, y + r * O, room, add);
     }
 }
 
-#define ROWS(n, bits) case n: block(n, bits, w, at, c, x8 + r * record, record, K, bias, y + r * O + first, O, O - first, add); break;
+#define ROWS(n, bits) case n: block(n, bits, w, at, c, x8 + r * record, record, K, ahead, b, count, bias, y + r * O + first, O, O - first, add); break;
 #ifdef __AVX512F__
 #define BLOCKS(bits) switch (rows) { ROWS(1, bits) ROWS(2, bits) ROWS(3, bits) ROWS(4, bits) ROWS(5, bits) ROWS(6, bits) }
 #else
@@ -144,7 +160,7 @@ void linear_quantised(const Weight *w, const float *x, long n, long K, float *y,
     static _Thread_local int8_t *scratch;
     static _Thread_local long size;
     const long record = K + 12 * (K / w->group), count = (n + RQ - 1) / RQ, panels = (O + WIDE - 1) / WIDE;
-    const long bytes = K / w->group * block_bytes(w);
+    const long bytes = K / w->group * block_bytes(w), ahead = count > 1 ? bytes : 4096;
     if (size < n * record) { free(scratch); scratch = malloc((size_t)(size = n * record)); }
     int8_t *x8 = scratch;
     #pragma omp parallel for schedule(static) if (n > 4)
@@ -194,8 +210,18 @@ void store_head(const float *x, long D, long Dp, int8_t *to) {
 #define ODD 1, 3, 5, 7, 9, 11, 13, 15
 #endif
 INLINE vi sums(vi *v) {                                       /* lane j: the sum of the lanes of v[j] */
-    for (int n = VL / 2; n; n /= 2) for (int i = 0; i < n; i++) v[i] = PICK(v[2 * i], v[2 * i + 1], EVEN) + PICK(v[2 * i], v[2 * i + 1], ODD);
+    #pragma GCC unroll 4
+    for (int n = VL / 2; n; n /= 2)
+        #pragma GCC unroll 8
+        for (int i = 0; i < n; i++) v[i] = PICK(v[2 * i], v[2 * i + 1], EVEN) + PICK(v[2 * i], v[2 * i + 1], ODD);
     return v[0];
+}
+
+/* Fetches the VL keys from key j + AHEAD on; they are neighbours, as a rule. */
+INLINE void fetch(const long Dp, Keys keys, long from, long n, long j, const int8_t *at) {
+    if (j + AHEAD >= n) return;
+    at += slot_of(keys, from + j + AHEAD) * (Dp + 4);
+    for (long c = 0; c < VL * (Dp + 4); c += 64) __builtin_prefetch(at + c);
 }
 
 /* The dot products of `group` query heads with n keys, VL keys at a time.  A key is read in whole vectors: what lies past it meets
@@ -213,19 +239,20 @@ INLINE void scores(const long Dp, const int group, Keys keys, long from, long n,
     }
     for (long j = 0; j < n; j += VL) {
         const int8_t *at[VL];
-        vf key;
+        float key[VL];
+        fetch(Dp, keys, from, n, j, K);
         for (int i = 0; i < VL; i++) {
             at[i] = K + slot_of(keys, from + (j + i < n ? j + i : n - 1)) * (Dp + 4);
-            float f; memcpy(&f, at[i] + Dp, 4);
-            key[i] = f;
+            memcpy(key + i, at[i] + Dp, 4);
         }
         for (int g = 0; g < group; g++) {
             vi part[VL];
+            #pragma GCC unroll 16
             for (int i = 0; i < VL; i++) {
                 part[i] = (vi){0};
                 for (long c = 0; c < V4; c++) part[i] = dot(part[i], *(const vu *)(at[i] + c * 4 * VL) ^ 0x80808080u, *(const vi *)(q8[g] + c * 4 * VL));
             }
-            *(vf *)(s + g * room + j) = __builtin_convertvector(sums(part) + start[g], vf) * (key * one[g]);
+            *(vf *)(s + g * room + j) = __builtin_convertvector(sums(part) + start[g], vf) * (*(vf *)key * one[g]);
         }
     }
 }
@@ -233,20 +260,25 @@ INLINE void scores(const long Dp, const int group, Keys keys, long from, long n,
 INLINE void attend_group(const long Dp, const int group, Keys keys, long from, long n, const float *q, const int8_t *K, const int8_t *V,
                          float scale, float *s, long room, float *out, long D) {
     const long V2 = Dp / VL;
-    float inv[group];
-    vf a[group][V2];
+    float inv[4];
+    vf a[512 / VL];                                           /* group * V2 of them: a size known early keeps them in registers */
     scores(Dp, group, keys, from, n, q, K, scale, s, room);
     for (int g = 0; g < group; g++) inv[g] = softmax(s + g * room, n);
-    for (int g = 0; g < group; g++) for (long c = 0; c < V2; c++) a[g][c] = (vf){0};
+    for (long i = 0; i < group * V2; i++) a[i] = (vf){0};
     for (long j = 0; j < n; j++) {
         const int8_t *at = V + slot_of(keys, from + j) * (Dp + 4);
+        if (j % VL == 0) fetch(Dp, keys, from, n, j, V);
         float one; memcpy(&one, at + Dp, 4);
         for (long c = 0; c < V2; c++) {
-            const vf x = __builtin_convertvector(__builtin_convertvector(*(const vb *)(at + c * VL), vi), vf);
-            for (int g = 0; g < group; g++) a[g][c] += x * (s[g * room + j] * one);
+            const vf x = bytes(at + c * VL);
+            for (int g = 0; g < group; g++) a[g * V2 + c] += x * (s[g * room + j] * one);
         }
     }
-    for (int g = 0; g < group; g++) for (long i = 0; i < D; i++) out[g * D + i] = inv[g] * a[g][i / VL][i % VL];
+    for (int g = 0; g < group; g++) {
+        float wide[512];
+        for (long c = 0; c < V2; c++) *(vf *)(wide + c * VL) = a[g * V2 + c] * inv[g];
+        memcpy(out + g * D, wide, (size_t)D * 4);
+    }
 }
 
 #define GROUP(Dp, n) case n: attend_group(Dp, n, keys, from, count, q, K, V, scale, s, room, out, D); break;
