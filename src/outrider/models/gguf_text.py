@@ -61,7 +61,7 @@ def tokenizer_of(file: File) -> Any:
     try:
         core = _byte_level(told) if model == "gpt2" else _sentencepiece(told)
         special = {name: tokens[told[f"{key}_token_id"]] for name, key in NAMED.items() if f"{key}_token_id" in told}
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+    except Exception as error:  # tokenizers raise what they like
         raise ModelError(f"{file.path}: the tokenizer's metadata are corrupt or unknown: {error}.") from error
     for kind in (CONTROL, USER_DEFINED):
         found = (token for token, its in zip(tokens, told["token_type"]) if its == kind and token)
