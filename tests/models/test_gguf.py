@@ -30,7 +30,20 @@ SCALED = {  # where in a block the float16 scales lie
     "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2],
     "Q5_K": [0, 2], "Q6_K": [208], "IQ4_NL": [0], "IQ4_XS": [0], "IQ3_S": [0], "IQ2_XS": [0], "TQ2_0": [64],
 }  # fmt: skip
-BITS = {"Q4_0": 4, "Q4_1": 4, "Q2_K": 4, "Q3_K": 4, "Q4_K": 4, "Q5_0": 8, "Q5_1": 8, "Q8_0": 8, "Q5_K": 8, "Q6_K": 8, "IQ4_NL": 8, "IQ4_XS": 8}
+BITS = {
+    "Q4_0": 4,
+    "Q4_1": 4,
+    "Q2_K": 4,
+    "Q3_K": 4,
+    "Q4_K": 4,
+    "Q5_0": 8,
+    "Q5_1": 8,
+    "Q8_0": 8,
+    "Q5_K": 8,
+    "Q6_K": 8,
+    "IQ4_NL": 8,
+    "IQ4_XS": 8,
+}
 
 
 def random_blocks(kind: str, shape: tuple[int, int], seed: int, size: float = 1.0) -> np.ndarray:
@@ -347,7 +360,7 @@ def test_a_flipped_header_is_an_error_of_ours_or_none(plain: Path, tmp_path: Pat
         file.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << int(rng.integers(8))]) + whole[at + 1 :])
         try:
             checkpoint = Checkpoint.open(str(file))
-            assert checkpoint.ending is not None and (checkpoint.tokenizer or True)
+            assert checkpoint.ending is not None and hasattr(checkpoint, "tokenizer")
         except OutriderError as error:
             assert str(file) in str(error)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,12 @@ def test_byte_level_ids_and_texts(pre: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("pre", "given", "bos"),
-    [("gpt-2", {}, False), ("llama-bpe", {}, True), ("llama-bpe", {"add_bos_token": False}, False), ("gpt-2", {"add_bos_token": True}, True)],
+    [
+        ("gpt-2", {}, False),
+        ("llama-bpe", {}, True),
+        ("llama-bpe", {"add_bos_token": False}, False),
+        ("gpt-2", {"add_bos_token": True}, True),
+    ],
 )
 def test_bos_is_put_before_a_prompt_where_the_file_says_so(pre: str, given: dict[str, Any], bos: bool, tmp_path: Path) -> None:
     fields = fields_of(trained(published(pre)[0]))
@@ -150,7 +156,7 @@ def naive(text: str, fields: dict[str, Any]) -> list[int]:
     score = {t: s for t, s, kind in zip(fields["tokens"], fields["scores"], fields["token_type"]) if kind == 1}
     parts = list("▁" + text.replace(" ", "▁"))
     while True:
-        joined = [(score[a + b], -i) for i, (a, b) in enumerate(zip(parts, parts[1:])) if a + b in score]
+        joined = [(score[a + b], -i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in score]
         if not joined:
             break
         at = -max(joined)[1]

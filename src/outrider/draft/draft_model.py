@@ -82,7 +82,7 @@ class DraftModel(Drafter):
 
     @dataclass(frozen=True)
     class Options:
-        """model: folder or hub id.  draft_dtype: auto, or as the engine's dtype.  quantization: of the draft's weights, int8 or
+        """model: folder, .gguf file or hub id.  draft_dtype: auto, or as the engine's dtype.  quantization: of the draft's weights, int8 or
         int4; the target's is an engine option.  siblings: candidates a level (1: a chain).
         vocab_mismatch: "refuse", or "allow" to guess among the ids that both models have.
         """
@@ -97,7 +97,7 @@ class DraftModel(Drafter):
 
         def __post_init__(self) -> None:
             if not isinstance(self.model, str):
-                raise ConfigError(f"model must be a folder or a hub id, got {self.model!r}.")
+                raise ConfigError(f"model must be a folder, a .gguf file or a hub id, got {self.model!r}.")
             if not isinstance(self.siblings, int) or isinstance(self.siblings, bool) or not 1 <= self.siblings <= 64:
                 raise ConfigError(f"siblings must be a whole number in 1 … 64, got {self.siblings!r}.")
             bits_of(self.quantization, "quantization of the draft")

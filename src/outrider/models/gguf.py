@@ -70,11 +70,14 @@ class File:
                 raise ValueError("it is no little-endian GGUF file of version 2 or 3")
             metadata = {cursor.string(): cursor.value(cursor.take("<I")[0]) for _ in range(keys)}
             heads = [cursor.tensor() for _ in range(tensors)]
+            unit = metadata.get("general.alignment", 32)
+            if not isinstance(unit, int) or unit < 1:
+                raise ValueError(f"general.alignment is {unit!r}")
         except FileNotFoundError:
             raise ModelError(f"there is no file {path}.") from None
         except (OSError, ValueError, struct.error, OverflowError) as error:
             raise ModelError(f"{path} is corrupt or truncated: {error}.") from error
-        start = cursor.at + -cursor.at % metadata.get("general.alignment", 32)
+        start = cursor.at + -cursor.at % unit
         for name, shape, kind, offset in heads:
             self.tensors[_ours(name, path)] = _entry(path, cursor.data, name, shape, kind, start + offset)
         return metadata
@@ -248,7 +251,7 @@ def config_of(file: File) -> Any:
     layers = file.whole("block_count")
     if f"model.layers.{layers}.input_layernorm.weight" in file.tensors:
         raise ModelError(f"{file.path} is corrupt: it has more layers than block_count {layers}.")
-    config = getattr(transformers, f"{family}Config")(
+    settings = dict(
         architectures=[f"{family}ForCausalLM"],
         vocab_size=file.tensors["model.embed_tokens.weight"].shape[0],
         hidden_size=hidden,
@@ -260,16 +263,20 @@ def config_of(file: File) -> Any:
         rms_norm_eps=file.number("attention.layer_norm_rms_epsilon"),
         max_position_embeddings=context,
         tie_word_embeddings="lm_head.weight" not in file.tensors,
-        rope_parameters=_rope(file, context),
+        rope_parameters=_rope(file, context, width),
         dtype="float32" if all(entry.kind == "F32" for entry in file.tensors.values()) else "bfloat16",
         **{f"{name}_token_id": file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")},
     )
+    try:
+        config = getattr(transformers, f"{family}Config")(**settings)
+    except Exception as error:  # transformers checks, and raises several kinds
+        raise ModelError(f"{file.path} is corrupt: its metadata make no {family} model: {str(error).splitlines()[-1].strip()}") from error
     if window := file.whole("attention.sliding_window", 0):
         config.sliding_window, config.layer_types = window, ["sliding_attention"] * layers
     return config
 
 
-def _rope(file: File, context: int) -> dict[str, Any]:
+def _rope(file: File, context: int, width: int) -> dict[str, Any]:
     """rope_parameters.  Factors of single frequencies (Llama 3 has them, as a tensor) are what transformers calls longrope."""
     kind = file.metadata.get(f"{file.architecture}.rope.scaling.type", "linear")
     if kind not in ("none", "linear", "yarn") or (kind == "yarn" and ROPE in file.tensors):
@@ -280,7 +287,8 @@ def _rope(file: File, context: int) -> dict[str, Any]:
     if ROPE in file.tensors:
         entry = file.tensors[ROPE]
         single = ggml.unpack(entry.kind, entry.rows, entry.block)
-        assert isinstance(single, Tensor)
+        if entry.shape != (width // 2,) or isinstance(single, Quantised):
+            raise ModelError(f"{file.path} is corrupt: {ROPE} is {entry.kind} {entry.shape}, not F32 {(width // 2,)}.")
         each = (single.flatten().float() * factor).tolist()
         return rope | {
             "rope_type": "longrope", "short_factor": each, "long_factor": each, "factor": 1.0, "attention_factor": 1.0,

@@ -104,6 +104,8 @@ def _compressed(given: dict[str, Any]) -> Scheme:
             raise ModelError(f"the checkpoint quantises activations, or to no integers ({name} of config_groups): {CURE}")
         sizes.add(_size(weights.get("num_bits"), -1 if weights.get("strategy") == "channel" else weights.get("group_size"), (4, 8)))
         symmetric &= bool(weights.get("symmetric", True))
+    if not sizes:
+        raise ModelError("the checkpoint's quantization_config has no config_groups: it does not say how its weights are packed.")
     return Scheme("compressed-tensors", frozenset(sizes), symmetric)
 
 
@@ -155,14 +157,14 @@ class PackedWeights:
         for bits, announced in self.scheme.sizes:
             group, per = announced or inputs, 32 // bits
             packed = (outputs // per, inputs) if self.scheme.method == "awq" else (outputs, -(-inputs // per))
-            if inputs % group == 0 and words.shape == packed and scales.shape == (outputs, inputs // group):
+            if words.dtype == torch.int32 and words.shape == packed and inputs % group == 0 and scales.shape == (outputs, inputs // group):
                 return bits, group
         sizes = " or ".join(
             f"{bits} bits in {f'groups of {group}' if group else 'whole rows'}" for bits, group in sorted(self.scheme.sizes)
         )
         raise ModelError(
             f"{name} of [{outputs}, {inputs}] is not quantised to {sizes}, as the config says: "
-            f"{self.layout.words} has shape {tuple(words.shape)} and {self.layout.scales} {tuple(scales.shape)}, outputs first."
+            f"{self.layout.words} is {words.dtype} {tuple(words.shape)} and {self.layout.scales} {tuple(scales.shape)}, outputs first."
         )
 
     def _numbers(self, words: Tensor, bits: int, outputs: int, inputs: int) -> Tensor:
@@ -179,8 +181,10 @@ class PackedWeights:
             return None
         words = self.named.raw(full)
         words = words.T if self.scheme.method == "compressed-tensors" else words
-        if words.shape != (groups, -(-outputs * bits // 32)):
-            raise ModelError(f"{full} has {tuple(words.shape)} words, {groups} groups of {outputs} outputs at {bits} bits need others.")
+        if words.dtype != torch.int32 or words.shape != (groups, -(-outputs * bits // 32)):
+            raise ModelError(
+                f"{full} is {words.dtype} {tuple(words.shape)}, which is not {bits} bits for {groups} groups of {outputs} outputs."
+            )
         if self.scheme.method == "awq":
             return self._numbers(words.T, bits, outputs, groups)
         return (_unpacked(words, bits)[:, :outputs].T + self.scheme.shift) & (2 * MIDDLE[bits] - 1)
