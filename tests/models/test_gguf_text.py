@@ -18,7 +18,7 @@ from outrider.models.gguf_text import ending_of, tokenizer_of
 
 TEXTS = [
     "hello world", "  two  spaces\n\n\tand tabs ", "I'll say: it's 12345 o'clock, isn't IT?", "naïve café — “quotes” … 🦙🦙 漢字 កាន់",
-    "x=3.14; y = x**2  # 100%", "<|bos|>in the middle<|end|>", "", " ", "\n", "a" * 30, "ÀÉ'S we'Ll",
+    "x=3.14; y = x**2  # 100%", "<|bos|>in the middle<|end|>", "", " ", "\n", "a" * 30, "ÀÉ'S we'Ll", "decomposed cafe\u0301",
 ]  # fmt: skip
 
 
@@ -135,6 +135,16 @@ def test_bos_is_put_before_a_prompt_where_the_file_says_so(pre: str, given: dict
     assert (ids[0] == fields["bos_token_id"]) == bos
     assert ours.decode(ids, skip_special_tokens=True) == "hello"
     assert ours.encode("hello", add_special_tokens=False) == ids[bos:]
+
+
+@pytest.mark.parametrize(("pre", "whole"), [("llama-bpe", True), ("tekken", True), ("qwen2", False), ("gpt-2", False)])
+def test_a_word_that_is_a_token_may_be_taken_whole(pre: str, whole: bool, tmp_path: Path) -> None:
+    """Llama 3's merges do not lead to every token of its vocabulary."""
+    fields = fields_of(trained(published(pre)[0]))
+    fields["tokens"] += ["zqzq"]
+    fields["token_type"] += [1]
+    ours = tokenizer_of(file_of(tmp_path / "m.gguf", pre=pre, add_bos_token=False, **fields))
+    assert (ours.encode("zqzq") == [len(fields["tokens"]) - 1]) == whole
 
 
 # ---- SentencePiece
