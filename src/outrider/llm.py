@@ -23,8 +23,8 @@ from outrider.sampling.params import SamplingParams
 class LLM:
     """A model, ready to answer.
 
-    model: a folder, a hub id, or "builtin".  speculative_config: {"method": …, "model": …, "num_speculative_tokens": …} as in
-    vLLM; None decodes plainly.  Every other keyword is a field of `EngineOptions`.
+    model: a folder, a .gguf file, a hub id, or "builtin".  speculative_config: {"method": …, "model": …,
+    "num_speculative_tokens": …} as in vLLM; None decodes plainly.  Every other keyword is a field of `EngineOptions`.
     Raises ConfigError, ModelError or CapacityError, each naming the value and the cure.
     """
 

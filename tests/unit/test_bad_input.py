@@ -485,11 +485,6 @@ def test_other_models_are_refused_by_name_and_with_the_reason(tmp_path: Path, na
     assert architecture in said and reason in said
 
 
-def test_a_quantised_checkpoint_is_refused(broken: Path) -> None:
-    edit_config(broken, quantization_config={"quant_method": "gptq", "bits": 4})
-    assert "gptq" in refused(broken)
-
-
 def test_another_activation_is_refused(broken: Path) -> None:
     edit_config(broken, hidden_act="gelu")
     assert "gelu" in refused(broken)

@@ -84,7 +84,7 @@ class DraftModel(Drafter):
 
     @dataclass(frozen=True)
     class Options:
-        """model: folder or hub id.  draft_dtype: auto, or as the engine's dtype.  quantization: of the draft's weights, int8 or
+        """model: folder, .gguf file or hub id.  draft_dtype: auto, or as the engine's dtype.  quantization: of the draft's weights, int8 or
         int4; the target's is an engine option.  siblings: candidates a level (1: a chain).
         vocab_mismatch: "refuse", or "allow" to guess among the ids that both models have.
         """

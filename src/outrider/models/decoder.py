@@ -20,7 +20,7 @@ from outrider.cache.pool import Pool, kv_dtype
 from outrider.errors import ConfigError
 from outrider.kernels import Chain, Kernels, Weight, kernels_for
 from outrider.kernels.quantised import Quantised, join
-from outrider.models.hub import Checkpoint, Weights
+from outrider.models.hub import Checkpoint, Source
 from outrider.models.quantise import bits_of, quantise
 from outrider.models.spec import Spec
 
@@ -89,7 +89,7 @@ class Decoder:
         """`forward` over the plan, then a chain of the best tokens behind some of its rows; see `Kernels.chain`."""
         return self.kernels.chain(self.stack, self.embedding, self.norm, self.lm_head, plan, pool, chains, vocabulary)
 
-    def _layer(self, weights: Weights, i: int) -> Layer:
+    def _layer(self, weights: Source, i: int) -> Layer:
         s, at = self.spec, f"model.layers.{i}"
         q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
         attention = [(f"{at}.self_attn.{name}_proj", size) for name, size in (("q", q), ("k", kv), ("v", kv))]
@@ -106,15 +106,15 @@ class Decoder:
             heads=s.heads, kv_heads=s.kv_heads, head_dim=s.head_dim, eps=s.eps, window=s.windows[i],
         )  # fmt: skip
 
-    def _vector(self, weights: Weights, name: str, size: int) -> Tensor:
+    def _vector(self, weights: Source, name: str, size: int) -> Tensor:
         return weights.get(f"{name}.weight", size).float().to(self.device).contiguous()
 
-    def _linear(self, weights: Weights, name: str, outputs: int, inputs: int) -> Weight:
+    def _linear(self, weights: Source, name: str, outputs: int, inputs: int) -> Weight:
         return self._fused(weights, [(name, outputs)], inputs)
 
-    def _fused(self, weights: Weights, parts: list[tuple[str, int]], inputs: int, outer: bool = False) -> Weight:
+    def _fused(self, weights: Source, parts: list[tuple[str, int]], inputs: int, outer: bool = False) -> Weight:
         """Several linears of the same input as one, their outputs side by side; a bias counts where the file has one."""
-        read = [self._few(weights.get(f"{name}.weight", size, inputs), name, outer) for name, size in parts]
+        read = [self._few(weights.linear(name, size, inputs), name, outer) for name, size in parts]
         biased = any(f"{name}.bias" in weights for name, _ in parts)
         bias = torch.cat([weights.get(f"{name}.bias", size).float() for name, size in parts]) if biased else None
         return self.kernels.pack(join(read, self.dtype), bias)

@@ -1,4 +1,5 @@
-"""Finding and loading checkpoints: the built-in names, a local folder, or a hub id; safetensors or weights-only `.bin`."""
+"""Finding and loading checkpoints: the built-in names, a local folder or GGUF file, or a hub id; safetensors, weights-only
+`.bin`, or GGUF."""
 
 from __future__ import annotations
 
@@ -8,13 +9,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from outrider.errors import ConfigError, ModelError
 from outrider.kernels import fast_bfloat16
+from outrider.kernels.quantised import Quantised
+from outrider.models import gguf, gguf_text
+from outrider.models.packed import PackedWeights, Scheme
 from outrider.models.spec import Spec
 
 BUILTIN = {"builtin": "target", "builtin-draft": "draft"}
@@ -23,16 +27,22 @@ PATTERNS = ["*.json", "*.safetensors", "*.bin", "tokenizer*", "*.jinja", "*.mode
 
 
 def locate(name: str, revision: str | None = None) -> Path:
-    """The folder of a checkpoint; a hub id is downloaded into the hub's own cache."""
+    """The folder or GGUF file of a checkpoint; a hub id is downloaded into the hub's own cache."""
     if name in BUILTIN:
         return Path(__file__).parent.parent / "builtin" / BUILTIN[name]
     folder = Path(name).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ModelError(f"{name} has no config.json: it is not a checkpoint folder.")
+    if folder.is_file() and folder.suffix == ".gguf":
         return folder
+    if folder.is_dir():
+        if any(folder.glob("*.safetensors")) or not (found := gguf.only_file(folder)):
+            if not (folder / "config.json").is_file():
+                raise ModelError(f"{name} has no config.json and no GGUF file: it is not a checkpoint folder.")
+            return folder
+        return found
     if folder.exists() or name.startswith(("/", ".", "~")) or name.count("/") != 1:
-        raise ModelError(f"there is no checkpoint folder {name!r}; give a folder, a hub id (owner/name), or {' or '.join(BUILTIN)}.")
+        raise ModelError(
+            f"there is no checkpoint folder {name!r}; give a folder, a .gguf file, a hub id (owner/name), or {' or '.join(BUILTIN)}."
+        )
     from huggingface_hub import snapshot_download
 
     try:
@@ -42,36 +52,57 @@ def locate(name: str, revision: str | None = None) -> Path:
         raise ModelError(f"{name!r} is no local folder, and the hub did not give it: {reason}") from error
 
 
+class Source(Protocol):
+    """The tensors of a checkpoint, read one at a time so that no second copy of the model is ever in memory."""
+
+    def __contains__(self, name: str) -> bool: ...
+    def get(self, name: str, *shape: int) -> Tensor:
+        """The tensor of that name and shape.  Raises ModelError naming what is missing or has another shape."""
+
+    def linear(self, name: str, outputs: int, inputs: int) -> Tensor | Quantised:
+        """The weight [outputs, inputs] of the layer of that name."""
+
+
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder with a config, weights and usually a tokenizer."""
+    """A folder or GGUF file with a config, weights and usually a tokenizer."""
 
     name: str
     folder: Path
     config: Any
     spec: Spec
+    scheme: Scheme | None = None  # how the weights in a folder are quantised
+    gguf: gguf.File | None = None
 
     @staticmethod
     def open(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Checkpoint:
         from transformers import AutoConfig
 
         folder = locate(name, revision)
+        if folder.suffix == ".gguf" and folder.is_file():
+            file = gguf.File(folder)
+            config = gguf.config_of(file)
+            return Checkpoint(name, folder.parent, config, Spec.of(config), gguf=file)
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         except Exception as error:
             raise ModelError(f"the config of {name!r} cannot be read: {str(error).splitlines()[0]}") from error
-        return Checkpoint(name, folder, config, Spec.of(config))
+        return Checkpoint(name, folder, config, Spec.of(config), Scheme.of(config))
 
     @cached_property
     def tokenizer(self) -> Any:
         """The checkpoint's tokenizer, or None if it ships none."""
+        if self.gguf is not None:
+            return gguf_text.tokenizer_of(self.gguf)
         if not any((self.folder / f).is_file() for f in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
             return None
         return read_tokenizer(str(self.folder))
 
     @cached_property
     def ending(self) -> frozenset[int]:
-        """Ids that end a text: generation_config.json decides, then the config."""
+        """Ids that end a text: generation_config.json decides, then the config; in a GGUF file the metadata."""
+        if self.gguf is not None:
+            return gguf_text.ending_of(self.gguf)
         path = self.folder / "generation_config.json"
         given = _json(path).get("eos_token_id") if path.is_file() else None
         given = self.config.eos_token_id if given is None else given
@@ -86,8 +117,11 @@ class Checkpoint:
             raise ConfigError(f"{option} must be auto or one of {', '.join(DTYPES)}, got {wanted!r}.")
         return DTYPES[wanted]
 
-    def tensors(self) -> Weights:
-        return Weights(self.folder)
+    def tensors(self) -> Source:
+        if self.gguf is not None:
+            return gguf.GgufWeights(self.gguf, self.spec)
+        weights = Weights(self.folder)
+        return weights if self.scheme is None else PackedWeights(weights, self.scheme)
 
 
 def read_tokenizer(name: str) -> Any:
@@ -115,7 +149,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 class Weights:
-    """Named tensors of a checkpoint folder, read one at a time so that no second copy of the model is ever in memory."""
+    """The tensors of a checkpoint folder."""
 
     def __init__(self, folder: Path) -> None:
         self.loaded: dict[Path, dict[str, Tensor]] = {}
@@ -159,7 +193,18 @@ class Weights:
         return name in self.where
 
     def get(self, name: str, *shape: int) -> Tensor:
-        """The tensor of that name and shape.  Raises ModelError naming what is missing or has another shape."""
+        tensor = self.raw(name)
+        if tuple(tensor.shape) != shape:
+            raise ModelError(f"{name} has shape {tuple(tensor.shape)}, the config asks for {shape}.")
+        if not tensor.is_floating_point():
+            raise ModelError(f"{name} is {tensor.dtype}; only floating-point weights are supported.")
+        return tensor.detach()
+
+    def linear(self, name: str, outputs: int, inputs: int) -> Tensor:
+        return self.get(f"{name}.weight", outputs, inputs)
+
+    def raw(self, name: str) -> Tensor:
+        """The tensor of that name as it is.  Raises ModelError naming what is missing."""
         if name not in self.where:
             raise ModelError(f"the checkpoint has no tensor {name!r}; it has {len(self.where)}, e.g. {next(iter(self.where))!r}.")
         path = self.where[name]
@@ -167,17 +212,12 @@ class Weights:
 
         try:
             if path.suffix == ".bin":
-                tensor = self._bin(path)[name]
-            else:
-                with _opened(path) as file:
-                    tensor = file.get_tensor(name)
+                return self._bin(path)[name]
+            with _opened(path) as file:
+                tensor: Tensor = file.get_tensor(name)
+                return tensor
         except (KeyError, SafetensorError) as error:
             raise ModelError(f"{path} should hold {name!r} but does not.") from error
-        if tuple(tensor.shape) != shape:
-            raise ModelError(f"{name} has shape {tuple(tensor.shape)}, the config asks for {shape}.")
-        if not tensor.is_floating_point():
-            raise ModelError(f"{name} is {tensor.dtype}; only floating-point weights are supported.")
-        return tensor.detach()
 
 
 def _opened(path: Path) -> Any:

@@ -76,6 +76,3 @@ def refuse(config: Any) -> None:
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if width > 512:
         raise ModelError(f"{name} has heads of {width} dimensions; the kernels take at most 512.")
-    if getattr(config, "quantization_config", None):
-        method = config.quantization_config.get("quant_method", "unknown") if isinstance(config.quantization_config, dict) else "unknown"
-        raise ModelError(f"{name} is quantised ({method}), which is not supported yet: load an unquantised checkpoint.")

@@ -1,0 +1,414 @@
+"""GGUF files, written by the gguf package or by hand, say what the same numbers say in a safetensors checkpoint."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from helpers import Scripts, Truth, answer, install, settled, tiny_checkpoint, tiny_prompts, tiny_tokenizer
+from safetensors.torch import load_file, save_file
+
+from outrider import LLM, ConfigError, ModelError, OutriderError, SamplingParams
+from outrider.attention.plan import Plan
+from outrider.kernels.quantised import Quantised
+from outrider.models import ggml
+from outrider.models.decoder import Decoder
+from outrider.models.hub import Checkpoint
+
+Kind = gguf.GGMLQuantizationType
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+PROMPTS = tiny_prompts(3)
+SCALED = {  # where in a block the float16 scales lie
+    "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2],
+    "Q5_K": [0, 2], "Q6_K": [208], "IQ4_NL": [0], "IQ4_XS": [0], "IQ3_S": [0], "IQ2_XS": [0], "TQ2_0": [64],
+}  # fmt: skip
+BITS = {
+    "Q4_0": 4,
+    "Q4_1": 4,
+    "Q2_K": 4,
+    "Q3_K": 4,
+    "Q4_K": 4,
+    "Q5_0": 8,
+    "Q5_1": 8,
+    "Q8_0": 8,
+    "Q5_K": 8,
+    "Q6_K": 8,
+    "IQ4_NL": 8,
+    "IQ4_XS": 8,
+}
+
+
+def random_blocks(kind: str, shape: tuple[int, int], seed: int, size: float = 1.0) -> np.ndarray:
+    """Bytes of a tensor: every bit random, but for the scales, whose size is that of a weight."""
+    rng, (weights, width) = np.random.default_rng(seed), gguf.GGML_QUANT_SIZES[Kind[kind]]
+    blocks = rng.integers(0, 256, (shape[0] * shape[1] // weights, width), dtype=np.uint8)
+    for at in SCALED[kind]:
+        blocks[:, at : at + 2] = rng.uniform(0.5, 1, (len(blocks), 1)).astype(np.float16).view(np.uint8)
+    peak = np.abs(gguf.dequantize(blocks, Kind[kind])).max()
+    for at in SCALED[kind]:
+        blocks[:, at : at + 2] = (blocks[:, at : at + 2].copy().view(np.float16) * np.float16(size / peak)).view(np.uint8)
+    return blocks.reshape(shape[0], -1)
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_blocks_mean_what_the_gguf_package_reads(kind: str) -> None:
+    rows = random_blocks(kind, (6, 768), 1)
+    found = ggml.unpack(kind, rows, gguf.GGML_QUANT_SIZES[Kind[kind]][1])
+    if kind in BITS:
+        assert isinstance(found, Quantised) and found.bits == BITS[kind]
+        assert found.bits == 8 or (found.values.min() >= -8 and found.values.max() <= 7)
+        found = found.dense()
+    assert isinstance(found, torch.Tensor)
+    torch.testing.assert_close(found, torch.from_numpy(gguf.dequantize(rows, Kind[kind])), rtol=1e-6, atol=1e-6)
+
+
+# ---- whole files
+
+NAMES = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+ARCHITECTURE = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+
+
+def theirs(name: str) -> str:
+    stem, suffix = name.rsplit(".", 1)
+    if stem.startswith("model.layers."):
+        _, _, layer, part = stem.split(".", 3)
+        return f"blk.{layer}.{NAMES[part]}.{suffix}"
+    return f"{NAMES[stem]}.{suffix}"
+
+
+def interleaved(rows: np.ndarray, width: int) -> np.ndarray:
+    """Row i and row i + half of every head side by side, as llama.cpp turns them."""
+    order = []
+    for head in range(len(rows) // width):
+        for i in range(width // 2):
+            order += [head * width + i, head * width + width // 2 + i]
+    return rows[order]
+
+
+def base_fields(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+
+
+def tokenizer_fields(writer: gguf.GGUFWriter) -> None:
+    tokenizer = tiny_tokenizer()
+    words = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(words)
+    writer.add_token_types([3 if word in ("<|bos|>", "<|end|>", "<|pad|>") else 1 for word in words])
+    writer.add_token_merges([" ".join(pair) for pair in json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+
+
+def write(
+    path: Path,
+    source: str | Path,
+    kinds: Callable[[str], str] = lambda name: "F32",
+    fields: Callable[[gguf.GGUFWriter], None] = tokenizer_fields,
+    extra: dict[str, np.ndarray] | None = None,
+) -> Path:
+    """The checkpoint in `source` as GGUF; a tensor becomes of type kinds(name).  Where that loses something, so does `source`."""
+    config = Checkpoint.open(str(source)).config
+    writer = gguf.GGUFWriter(path, ARCHITECTURE[config.architectures[0]])
+    base_fields(writer, config)
+    fields(writer)
+    file = Path(source) / "model.safetensors"
+    tensors = load_file(file)
+    for i, (name, tensor) in enumerate(sorted(tensors.items())):
+        kind = kinds(name) if tensor.dim() == 2 else "F32"
+        if kind in ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "IQ3_S"):  # the package cannot write these
+            rows = random_blocks(kind, tuple(tensor.shape), i, 0.4)
+        else:
+            rows = gguf.quantize(tensor.numpy(), Kind[kind])
+        tensors[name] = torch.from_numpy(np.array(gguf.dequantize(rows, Kind[kind]), dtype=np.float32)).view(tensor.shape)
+        if config.model_type == "llama" and ("q_proj" in name or "k_proj" in name):
+            rows = interleaved(rows, config.head_dim)
+        writer.add_tensor(theirs(name), rows, raw_dtype=Kind[kind])
+    for name, array in (extra or {}).items():
+        writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    save_file(tensors, file, {"format": "pt"})
+    return path
+
+
+@torch.inference_mode()
+def logits(model: str | Path) -> torch.Tensor:
+    decoder = Decoder(Checkpoint.open(str(model)), torch.float32, torch.device("cpu"), 256)
+    plan = Plan()
+    plan.chain(np.arange(256, dtype=np.int32), 0, PROMPTS[0] + PROMPTS[1])
+    return decoder.logits(decoder.forward(plan.build(), decoder.pool(256)), list(range(plan.length)))
+
+
+def same(a: str | Path, b: str | Path) -> None:
+    """Two models are one: logits as near as float32 lets them be, and the same greedy text."""
+    torch.testing.assert_close(logits(a), logits(b), rtol=1e-4, atol=1e-4)
+    one, two = (LLM(str(model), dtype="float32") for model in (a, b))
+    for prompt in PROMPTS:
+        assert answer(one, prompt, GREEDY).outputs[0].token_ids == answer(two, prompt, GREEDY).outputs[0].token_ids
+
+
+def rope_fields(kind: str, **given: Any) -> Callable[[gguf.GGUFWriter], None]:
+    def fields(writer: gguf.GGUFWriter) -> None:
+        tokenizer_fields(writer)
+        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+        writer.add_rope_scaling_factor(given["factor"])
+        if "original_max_position_embeddings" in given:
+            writer.add_rope_scaling_orig_ctx_len(given["original_max_position_embeddings"])
+        if "attention_factor" in given:
+            writer.add_rope_scaling_yarn_attn_factor(given["attention_factor"])
+
+    return fields
+
+
+LINEAR = {"factor": 4.0}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 1.3}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+
+
+def llama3_factors(width: int) -> np.ndarray:
+    """As llama.cpp's converter computes them, one frequency at a time."""
+    out = []
+    for i in range(0, width, 2):
+        length = 2 * np.pi * 10000.0 ** (i / width)
+        if length < 32 / 4.0:
+            out.append(1.0)
+        elif length > 32 / 1.0:
+            out.append(8.0)
+        else:
+            smooth = (32 / length - 1.0) / (4.0 - 1.0)
+            out.append(1 / ((1 - smooth) / 8.0 + smooth))
+    assert len(set(out)) > 2
+    return np.array(out, dtype=np.float32)
+
+
+def rope(kind: str, given: dict[str, Any]) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **given}}
+
+
+MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "llama": ("Llama", {}, {}),
+    "llama-tied": ("Llama", {"tie_word_embeddings": True}, {}),
+    "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}, {}),
+    "llama-head-24": ("Llama", {"head_dim": 24}, {}),
+    "llama-linear": ("Llama", rope("linear", LINEAR), {"fields": rope_fields("linear", **LINEAR)}),
+    "llama-yarn": ("Llama", rope("yarn", YARN), {"fields": rope_fields("yarn", **YARN)}),
+    "llama-3": ("Llama", rope("llama3", LLAMA3), {"extra": {"rope_freqs.weight": llama3_factors(16)}}),
+    "qwen2": ("Qwen2", {}, {}),
+    "qwen3": ("Qwen3", {"head_dim": 32}, {}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_file_says_what_the_checkpoint_says(name: str, tmp_path: Path) -> None:
+    family, config, how = MODELS[name]
+    source = tiny_checkpoint(tmp_path / "source", family, **config)
+    same(source, write(tmp_path / "model.gguf", source, **how))
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Rows of 256 weights, as the K formats need them."""
+    return tiny_checkpoint(tmp_path_factory.mktemp("wide"), hidden_size=256, intermediate_size=256, head_dim=64, num_hidden_layers=1)
+
+
+def mixed(kind: str) -> Callable[[str], str]:
+    """One type for all; in the mixes that llama-quantize makes V and the head have more bits."""
+    more = {"Q4_K": "Q6_K", "Q2_K": "Q3_K", "Q4_0": "Q8_0"}.get(kind, kind)
+    return lambda name: more if "v_proj" in name or "lm_head" in name else kind
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", *BITS, "IQ3_S"])
+def test_every_type_says_what_its_numbers_say(kind: str, wide: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The torch kernels compute with the numbers as they are; the C kernels also round activations, to 8 bits."""
+    source = shutil.copytree(wide, tmp_path / "source")
+    file = write(tmp_path / "model.gguf", source, mixed(kind))
+    expected, rounded = logits(source), logits(file)
+    assert (rounded - expected).pow(2).mean().sqrt() < 0.05 * expected.std()
+    monkeypatch.setenv("OUTRIDER_KERNELS", "torch")
+    torch.testing.assert_close(logits(file), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_K", "Q6_K", "Q8_0", "BF16"])
+def test_speculation_changes_nothing(kind: str, wide: str, tmp_path: Path) -> None:
+    file = write(tmp_path / "model.gguf", shutil.copytree(wide, tmp_path / "source"), mixed(kind))
+    plain, fast = LLM(str(file), enable_prefix_caching=False), LLM(str(file))
+    assert fast.engine.exact
+    truth = Truth()
+    for law in ({"temperature": 0}, {"temperature": 0.8}):
+        params = SamplingParams(seed=3, max_tokens=24, ignore_eos=True, **law)
+        for prompt in PROMPTS:
+            truth.learn(prompt, 3, answer(plain, prompt, params).outputs)
+        install(fast, "ngram", num_speculative_tokens=4)
+        check_same(fast, params, truth)
+        fast.use({"method": "scripted", "script": Scripts(truth).hidden, "nodes": 40, "num_speculative_tokens": 6})
+        assert check_same(fast, params, truth) > 0
+
+
+def check_same(llm: LLM, params: SamplingParams, truth: Truth) -> int:
+    """How many guesses were accepted."""
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params)
+    for prompt, output in zip(PROMPTS, outputs):
+        assert [*prompt, *output.outputs[0].token_ids] == truth.known[tuple(prompt), 3, 0]
+    settled(llm)
+    return sum(output.speculation.accepted for output in outputs)
+
+
+# ---- finding files
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A float32 file with a tokenizer."""
+    folder = tmp_path_factory.mktemp("plain")
+    return write(folder / "model.gguf", tiny_checkpoint(folder / "source"))
+
+
+def test_a_folder_with_one_file_is_that_file(plain: Path) -> None:
+    assert torch.equal(logits(plain.parent), logits(plain))
+
+
+def test_a_folder_with_two_files_wants_one_of_them(plain: Path, tmp_path: Path) -> None:
+    for name in ("a.gguf", "b.gguf"):
+        shutil.copy(plain, tmp_path / name)
+    with pytest.raises(ModelError, match=r"holds 2 GGUF files.*a\.gguf"):
+        LLM(str(tmp_path))
+
+
+def test_a_file_drafts_for_a_folder_and_a_folder_for_a_file(plain: Path) -> None:
+    source, prompt = str(plain.parent / "source"), PROMPTS[0]
+    expected = answer(LLM(source), prompt, GREEDY).outputs[0].token_ids
+    for model, draft in ((source, str(plain)), (str(plain), source)):
+        llm = LLM(model, speculative_config={"model": draft, "num_speculative_tokens": 3})
+        output = answer(llm, prompt, GREEDY)
+        assert output.outputs[0].token_ids == expected
+        assert output.speculation.acceptance > 0.9
+
+
+def test_shards_are_one_model(plain: Path, tmp_path: Path) -> None:
+    """The first shard holds the metadata, the second all tensors that the first does not."""
+    reader = gguf.GGUFReader(plain)
+    for i, part in enumerate((reader.tensors[:5], reader.tensors[5:])):
+        writer = gguf.GGUFWriter(tmp_path / f"m-{i + 1:05}-of-00002.gguf", "llama")
+        writer.add_uint16("split.count", 2)
+        if i == 0:
+            base_fields(writer, Checkpoint.open(str(plain)).config)
+            tokenizer_fields(writer)
+        for tensor in part:
+            writer.add_tensor(tensor.name, tensor.data)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    for model in (tmp_path, tmp_path / "m-00001-of-00002.gguf"):
+        assert torch.equal(logits(model), logits(plain))
+    with pytest.raises(ModelError, match="give the first"):
+        LLM(str(tmp_path / "m-00002-of-00002.gguf"))
+    (tmp_path / "m-00002-of-00002.gguf").unlink()
+    with pytest.raises(ModelError, match=r"there is no file .*m-00002-of-00002\.gguf"):
+        LLM(str(tmp_path))
+
+
+def test_auto_dtype_and_quantization_follow_the_file(plain: Path, wide: str, tmp_path: Path) -> None:
+    assert LLM(str(plain)).engine.decoder.dtype == torch.float32
+    file = write(tmp_path / "model.gguf", shutil.copytree(wide, tmp_path / "source"), lambda name: "Q8_0")
+    assert Checkpoint.open(str(file)).config.dtype == torch.bfloat16
+    with pytest.raises(ConfigError, match="quantised already"):
+        LLM(str(file), quantization="int4")
+
+
+# ---- what is wrong with a file
+
+
+def test_a_file_cut_anywhere_is_one_clear_error(plain: Path, tmp_path: Path) -> None:
+    whole, file = plain.read_bytes(), tmp_path / "cut.gguf"
+    for length in (0, 3, 10, 24, 100, 1000, 5000, 20_000, len(whole) - 1000, len(whole) - 1):
+        file.write_bytes(whole[:length])
+        with pytest.raises(ModelError, match=r"cut\.gguf.* (truncated|corrupt)"):
+            LLM(str(file))
+
+
+def test_a_flipped_header_is_an_error_of_ours_or_none(plain: Path, tmp_path: Path) -> None:
+    """No byte of the header makes anything else of it."""
+    whole, file, rng = plain.read_bytes(), tmp_path / "bad.gguf", np.random.default_rng(0)
+    for at in [*range(4, 64), *rng.integers(64, 9000, 60).tolist()]:
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << int(rng.integers(8))]) + whole[at + 1 :])
+        try:
+            checkpoint = Checkpoint.open(str(file))
+            assert checkpoint.ending is not None and hasattr(checkpoint, "tokenizer")
+        except OutriderError as error:
+            assert str(file) in str(error)
+
+
+def changed(plain: Path, tmp_path: Path, old: bytes, new: bytes) -> str:
+    whole = plain.read_bytes()
+    assert len(old) == len(new) and whole.count(old) >= 1
+    (tmp_path / "bad.gguf").write_bytes(whole.replace(old, new, 1))
+    return str(tmp_path / "bad.gguf")
+
+
+def number(key: bytes, kind: int, value: bytes) -> bytes:
+    return key + struct.pack("<I", kind) + value
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (b"GGUF\x03", b"GGUF\x07", "version 2 or 3"),
+        (b"GGUF\x03\0\0\0", b"GGUF\0\0\0\x03", "little-endian"),
+        (b"GGUF", b"GGML", "no little-endian GGUF file"),
+        (b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba", "'mamba', which is not supported.  Supported: llama, qwen2, qwen3"),
+        (b"llama.block_count", b"llama.block_caunt", "no llama.block_count"),
+        (number(b"llama.block_count", 4, b"\x02\0\0\0"), number(b"llama.block_count", 4, b"\x01\0\0\0"), "more layers than block_count 1"),
+        (number(b"llama.block_count", 4, b"\x02\0\0\0"), number(b"llama.block_count", 4, b"\x03\0\0\0"), "model.layers.2"),
+        (number(b"attention.head_count", 4, b"\x04\0\0\0"), number(b"attention.head_count", 4, b"\0\0\0\0"), "head_count is 0"),
+        (number(b"attention.head_count", 4, b"\x04\0\0\0"), number(b"attention.head_count", 5, b"\xff" * 4), "head_count is -1"),
+        (number(b"attention.head_count", 4, b"\x04\0\0\0"), number(b"attention.head_count", 6, b"\0\0\x80\x40"), "head_count is 4.0"),
+        (number(b"value_length", 4, b"\x10\0\0\0"), number(b"value_length", 4, b"\x20\0\0\0"), "value_length 32"),
+        (number(b"embedding_length", 4, b"\x40\0\0\0"), number(b"embedding_length", 4, b"\x60\0\0\0"), "the metadata asks for"),
+        (b"blk.1.ffn_up.weight", b"blk.1.ffn_ap.weight", "'blk.1.ffn_ap.weight', which the lean decoder does not compute"),
+        (b"blk.1.ffn_up.weight", b"blk.7.ffn_up.weight", "no tensor 'model.layers.1.mlp.up_proj.weight'"),
+        (b"token_embd.weight", b"token_embd.woight", "token_embd"),
+        (b"ggml.merges", b"ggml.morges", "merges"),
+        (b"gpt-2", b"gpt-9", "'gpt-9' are unknown"),
+        (number(b"bos_token_id", 4, b"\0\0\0\0"), number(b"bos_token_id", 4, b"\0\0\1\0"), "tokenizer's metadata"),
+    ],
+)
+def test_what_is_wrong_is_named(old: bytes, new: bytes, said: str, plain: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError) as error:
+        LLM(changed(plain, tmp_path, old, new))
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_an_unknown_type_is_named(plain: Path, tmp_path: Path) -> None:
+    name = b"blk.0.ffn_down.weight"
+    dimensions = struct.pack("<IQQ", 2, 96, 64)
+    with pytest.raises(ModelError, match=r"'blk\.0\.ffn_down\.weight' has the type 177"):
+        LLM(changed(plain, tmp_path, name + dimensions + struct.pack("<I", 0), name + dimensions + struct.pack("<I", 177)))
+    with pytest.raises(ModelError, match="hold 96 weights, no multiple of 256"):
+        LLM(changed(plain, tmp_path, name + dimensions + struct.pack("<I", 0), name + dimensions + struct.pack("<I", Kind.Q4_K)))

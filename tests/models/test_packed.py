@@ -1,0 +1,334 @@
+"""AWQ, GPTQ and compressed-tensors checkpoints, packed here number by number, say what the same weights say in float32."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import Scripts, Truth, answer, install, settled, tiny_checkpoint, tiny_prompts
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from outrider import LLM, ModelError, SamplingParams
+from outrider.attention.plan import Plan
+from outrider.kernels.quantised import Quantised
+from outrider.models.decoder import Decoder
+from outrider.models.hub import Checkpoint
+
+PROMPTS = tiny_prompts(3)
+ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # AutoAWQ: the i-th four bits of a word are output 8 * word + ORDER[i]
+
+Layer = dict[str, Tensor]
+Pack = Callable[[int, int, random.Random], tuple[Layer, Tensor]]  # (outputs, inputs) -> tensors of a layer, its weight
+
+
+def word(numbers: list[int], bits: int) -> int:
+    """An int32 with the first number in its lowest bits."""
+    whole = 0
+    for i, number in enumerate(numbers):
+        whole |= number << (bits * i)
+    return whole - (1 << 32) if whole >= 1 << 31 else whole
+
+
+def draw(outputs: int, inputs: int, groups: int, bits: int, dice: random.Random) -> tuple[list[list[int]], list[list[int]], Tensor]:
+    """values[o][k] and zeros[o][group], unsigned; scales float16 [outputs, groups]."""
+    values = [[dice.randrange(1 << bits) for _ in range(inputs)] for _ in range(outputs)]
+    zeros = [[dice.randrange(1 << bits) for _ in range(groups)] for _ in range(outputs)]
+    scales = torch.tensor([[dice.uniform(0.5, 1.5) * 2 / (1 << bits) / 2 for _ in range(groups)] for _ in range(outputs)]).half()
+    return values, zeros, scales
+
+
+def meaning(values: list[list[int]], zeros: list[list[int]], scales: Tensor, index: list[int]) -> Tensor:
+    weight = torch.empty(len(values), len(index))
+    table = scales.tolist()
+    for o, row in enumerate(values):
+        for k, value in enumerate(row):
+            weight[o, k] = table[o][index[k]] * (value - zeros[o][index[k]])
+    return weight
+
+
+def awq(group: int, zero_point: bool = True) -> Pack:
+    def pack(outputs: int, inputs: int, dice: random.Random) -> tuple[Layer, Tensor]:
+        size = group if group > 0 else inputs
+        groups = inputs // size
+        values, zeros, scales = draw(outputs, inputs, groups, 4, dice)
+        zeros = zeros if zero_point else [[8] * groups for _ in zeros]
+
+        def words(table: list[list[int]], rows: int) -> Tensor:
+            return torch.tensor(
+                [[word([table[8 * c + ORDER[i]][r] for i in range(8)], 4) for c in range(outputs // 8)] for r in range(rows)]
+            ).int()
+
+        layer = {"qweight": words(values, inputs), "scales": scales.T.contiguous()}
+        if zero_point:
+            layer["qzeros"] = words(zeros, groups)
+        return layer, meaning(values, zeros, scales, [k // size for k in range(inputs)])
+
+    return pack
+
+
+def gptq(bits: int, group: int, sym: bool = True, v2: bool = False, act_order: bool = False, index: bool = True) -> Pack:
+    def pack(outputs: int, inputs: int, dice: random.Random) -> tuple[Layer, Tensor]:
+        size, per = group if group > 0 else inputs, 32 // bits
+        groups = inputs // size
+        values, zeros, scales = draw(outputs, inputs, groups, bits, dice)
+        if sym:
+            zeros = [[1 << (bits - 1)] * groups for _ in zeros]
+        where = [k // size for k in range(inputs)]
+        if act_order:
+            dice.shuffle(where)
+        stored = [[z if v2 else (z - 1) % (1 << bits) for z in row] for row in zeros]
+        layer = {
+            "qweight": torch.tensor(
+                [[word([values[o][r * per + i] for i in range(per)], bits) for o in range(outputs)] for r in range(inputs // per)]
+            ).int(),
+            "qzeros": torch.tensor(
+                [[word([stored[c * per + i][g] for i in range(per)], bits) for c in range(outputs // per)] for g in range(groups)]
+            ).int(),
+            "scales": scales.T.contiguous(),
+        }
+        if index:
+            layer["g_idx"] = torch.tensor(where).int()
+        return layer, meaning(values, zeros, scales, where)
+
+    return pack
+
+
+def compressed(bits: int, group: int, symmetric: bool = True, act_order: bool = False) -> Pack:
+    def pack(outputs: int, inputs: int, dice: random.Random) -> tuple[Layer, Tensor]:
+        size, per = group if group > 0 else inputs, 32 // bits
+        groups = inputs // size
+        values, zeros, scales = draw(outputs, inputs, groups, bits, dice)
+        zeros = [[1 << (bits - 1)] * groups for _ in zeros] if symmetric else zeros
+        where = [k // size for k in range(inputs)]
+        layer = {
+            "weight_packed": torch.tensor(
+                [[word(values[o][c : c + per], bits) for c in range(0, inputs, per)] for o in range(outputs)]
+            ).int(),
+            "weight_scale": scales.bfloat16(),
+            "weight_shape": torch.tensor([outputs, inputs]),
+        }
+        if act_order:
+            dice.shuffle(where)
+            layer["weight_g_idx"] = torch.tensor(where).int()
+        if not symmetric:
+            layer["weight_zero_point"] = torch.tensor(
+                [
+                    [word([zeros[c + i][g] for i in range(min(per, outputs - c))], bits) for g in range(groups)]
+                    for c in range(0, outputs, per)
+                ]
+            ).int()
+        return layer, meaning(values, zeros, layer["weight_scale"], where)
+
+    return pack
+
+
+def groups_of(bits: int, group: int, **weights: Any) -> dict[str, Any]:
+    size = {"strategy": "channel"} if group < 0 else {"strategy": "group", "group_size": group}
+    weights = {"num_bits": bits, "type": "int", "symmetric": True, **size, **weights}
+    return {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
+
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm", "modules_to_not_convert": None}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
+COMPRESSED = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"], "config_groups": groups_of(4, 32)}
+FORMATS: dict[str, tuple[Pack, dict[str, Any], int | None]] = {  # the last: bits that must be kept, None for expanded layers
+    "awq": (awq(32), AWQ, 4),
+    "awq-whole-rows": (awq(-1), AWQ | {"group_size": -1}, 4),
+    "awq-symmetric": (awq(32, zero_point=False), AWQ | {"zero_point": False}, 4),
+    "gptq": (gptq(4, 32), GPTQ, 4),
+    "gptq-whole-rows": (gptq(4, -1), GPTQ | {"group_size": -1}, 4),
+    "gptq-asymmetric": (gptq(4, 16, sym=False), GPTQ | {"group_size": 16, "sym": False}, 4),
+    "gptq-v2": (gptq(4, 32, sym=False, v2=True), GPTQ | {"sym": False, "checkpoint_format": "gptq_v2"}, 4),
+    "gptq-8": (gptq(8, 32, sym=False), GPTQ | {"bits": 8, "sym": False, "checkpoint_format": "gptq"}, 8),
+    "gptq-no-index": (gptq(4, 32, index=False), GPTQ, 4),
+    "gptq-act-order": (gptq(4, 32, sym=False, act_order=True), GPTQ | {"sym": False, "desc_act": True}, None),
+    "compressed": (compressed(4, 32), COMPRESSED, 4),
+    "compressed-8-channel": (compressed(8, -1), COMPRESSED | {"config_groups": groups_of(8, -1)}, 8),
+    "compressed-asymmetric": (compressed(4, 32, symmetric=False), COMPRESSED | {"config_groups": groups_of(4, 32, symmetric=False)}, 4),
+    "compressed-act-order": (compressed(4, 32, act_order=True), COMPRESSED | {"config_groups": groups_of(4, 32, actorder="group")}, None),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(tiny_checkpoint(tmp_path_factory.mktemp("source") / "s", num_hidden_layers=1, attention_bias=True))
+
+
+@pytest.fixture(scope="module")
+def make(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
+    """name -> the quantised checkpoint, and the same weights in float32.  One layer is left as it is."""
+    made: dict[str, tuple[Path, Path]] = {}
+
+    def of(name: str) -> tuple[Path, Path]:
+        if name not in made:
+            folder, dice = tmp_path_factory.mktemp(name), random.Random(name)
+            packed, plain = (shutil.copytree(source, folder / kind) for kind in ("packed", "plain"))
+            few, whole = load_file(source / "model.safetensors"), load_file(source / "model.safetensors")
+            for full in [n for n in whole if n.endswith("_proj.weight") and "o_proj" not in n]:
+                layer, whole[full] = FORMATS[name][0](*whole[full].shape, dice)
+                del few[full]
+                few |= {f"{full.removesuffix('.weight')}.{key}": tensor for key, tensor in layer.items()}
+            save_file(few, packed / "model.safetensors", {"format": "pt"})
+            save_file(whole, plain / "model.safetensors", {"format": "pt"})
+            configure(packed, FORMATS[name][1] | {"modules_to_not_convert": ["o_proj"]})
+            made[name] = packed, plain
+        return made[name]
+
+    return of
+
+
+def configure(folder: Path, quantization: dict[str, Any]) -> None:
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@torch.inference_mode()
+def logits(folder: Path) -> Tensor:
+    decoder = Decoder(Checkpoint.open(str(folder)), torch.float32, torch.device("cpu"), 256)
+    plan = Plan()
+    plan.chain(np.arange(256, dtype=np.int32), 0, PROMPTS[0] + PROMPTS[1])
+    return decoder.logits(decoder.forward(plan.build(), decoder.pool(256)), list(range(plan.length)))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_numbers_and_text_are_those_of_the_plain_weights(name: str, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every weight, then the logits and the greedy text: the torch kernels compute with the numbers as they are."""
+    packed, plain = make(name)
+    few, whole = (Checkpoint.open(str(folder)).tensors() for folder in (packed, plain))
+    sizes = {"q": (64, 64), "k": (32, 64), "v": (32, 64), "gate": (96, 64), "up": (96, 64), "down": (64, 96)}
+    for part, size in sizes.items():
+        layer = f"model.layers.0.{'self_attn' if part in 'qkv' else 'mlp'}.{part}_proj"
+        found = few.linear(layer, *size)
+        assert (found.bits if isinstance(found, Quantised) else None) == FORMATS[name][2]
+        dense = found.dense() if isinstance(found, Quantised) else found
+        torch.testing.assert_close(dense, whole.get(f"{layer}.weight", *size), rtol=1e-6, atol=1e-6)
+    expected, rounded = logits(plain), logits(packed)
+    assert (rounded - expected).pow(2).mean().sqrt() < 0.05 * expected.std()
+    monkeypatch.setenv("OUTRIDER_KERNELS", "torch")
+    expected = logits(plain)
+    torch.testing.assert_close(logits(packed), expected, rtol=1e-3, atol=1e-3)
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    one, two = (LLM(str(folder), dtype="float32") for folder in (packed, plain))
+    assert answer(one, PROMPTS[2], params).outputs[0].token_ids == answer(two, PROMPTS[2], params).outputs[0].token_ids
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq-8", "gptq-act-order", "compressed-asymmetric"])
+def test_speculation_changes_nothing(name: str, make: Any) -> None:
+    folder = str(make(name)[0])
+    plain, fast, truth = LLM(folder, enable_prefix_caching=False), LLM(folder), Truth()
+    assert fast.engine.exact
+    for law in ({"temperature": 0}, {"temperature": 0.8}):
+        params = SamplingParams(seed=3, max_tokens=24, ignore_eos=True, **law)
+        for prompt in PROMPTS:
+            truth.learn(prompt, 3, answer(plain, prompt, params).outputs)
+        install(fast, "ngram", num_speculative_tokens=4)
+        for script in (None, Scripts(truth).hidden):
+            if script is not None:
+                fast.use({"method": "scripted", "script": script, "nodes": 40, "num_speculative_tokens": 6})
+            outputs = fast.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params)
+            for prompt, output in zip(PROMPTS, outputs):
+                assert [*prompt, *output.outputs[0].token_ids] == truth.known[tuple(prompt), 3, 0]
+            settled(fast)
+        assert sum(output.speculation.accepted for output in outputs) > 0
+
+
+def test_groups_in_activation_order_are_expanded_and_said(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    logits(make("gptq-act-order")[0])
+    assert [r.message for r in caplog.records if "desc_act" in r.message and "expanded" in r.message] != []
+    caplog.clear()
+    logits(make("gptq")[0])
+    assert not caplog.records
+
+
+# ---- what is refused
+
+CURE = "GGUF, AWQ"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, ("'bitsandbytes'", CURE)),
+        ({"quant_method": "fp8"}, ("'fp8'", CURE)),
+        ({"bits": 4}, ("'unknown'", CURE)),
+        (AWQ | {"version": "gemv"}, ("'gemv'", "gemm", CURE)),
+        (AWQ | {"bits": 3}, ("3 bits",)),
+        (AWQ | {"group_size": 0}, ("group_size", "0")),
+        (GPTQ | {"bits": 3}, ("3 bits", "4 and 8")),
+        (GPTQ | {"group_size": "128"}, ("group_size", "'128'")),
+        (GPTQ | {"checkpoint_format": "marlin"}, ("'marlin'", CURE)),
+        (GPTQ | {"dynamic": {"+:.*down.*": {"bits": 8}}}, ("dynamic", CURE)),
+        (COMPRESSED | {"format": "float-quantized"}, ("'float-quantized'", CURE)),
+        (COMPRESSED | {"config_groups": {"g": {"weights": {"num_bits": 8}, "input_activations": {"num_bits": 8}}}}, ("activations", CURE)),
+        (COMPRESSED | {"config_groups": groups_of(4, 32, type="float")}, ("integers", CURE)),
+        (COMPRESSED | {"config_groups": groups_of(2, 32)}, ("2 bits",)),
+        (COMPRESSED | {"config_groups": {}}, ("config_groups",)),
+        (COMPRESSED | {"transform_config": {"config_groups": {"u": {}}}}, ("transform_config", CURE)),
+    ],
+)
+def test_what_cannot_be_read_is_refused_by_name_with_the_cure(given: Any, said: tuple[str, ...], source: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(source, tmp_path / "c")
+    configure(folder, given)
+    with pytest.raises(ModelError) as error:
+        LLM(str(folder))
+    assert all(part in str(error.value) for part in said) and "\n" not in str(error.value)
+
+
+def test_a_dynamic_that_only_leaves_layers_out_is_fine(make: Any, tmp_path: Path) -> None:
+    folder = shutil.copytree(make("gptq")[0], tmp_path / "c")
+    configure(folder, GPTQ | {"dynamic": {"-:.*o_proj": {}}})
+    assert torch.equal(logits(folder), logits(make("gptq")[0]))
+
+
+def spoil(name: str, make: Any, tmp_path: Path, change: Callable[[dict[str, Tensor]], None], **given: Any) -> str:
+    folder = shutil.copytree(make(name)[0], tmp_path / "c")
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    configure(folder, FORMATS[name][1] | given)
+    with pytest.raises(ModelError) as error:
+        LLM(str(folder))
+    return str(error.value)
+
+
+V = "model.layers.0.self_attn.v_proj"
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq", "compressed"])
+def test_another_group_size_than_announced_is_named(name: str, make: Any, tmp_path: Path) -> None:
+    given = {"config_groups": groups_of(4, 16)} if name == "compressed" else {"group_size": 16}
+    said = spoil(name, make, tmp_path, lambda tensors: None, **given)
+    assert "q_proj of [64, 64] is not quantised to 4 bits in groups of 16" in said and "(64, 2)" in said
+
+
+def test_more_bits_than_announced_are_named(make: Any, tmp_path: Path) -> None:
+    assert "4 bits" in spoil("gptq-8", make, tmp_path, lambda tensors: None, bits=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [("awq", "scales"), ("awq", "qzeros"), ("gptq-asymmetric", "qzeros"), ("compressed-asymmetric", "weight_zero_point")]
+)
+def test_a_missing_tensor_is_named(name: str, key: str, make: Any, tmp_path: Path) -> None:
+    assert f"'{V}.{key}'" in spoil(name, make, tmp_path, lambda tensors: tensors.pop(f"{V}.{key}"))
+
+
+def test_a_layer_with_neither_words_nor_weight_is_named(make: Any, tmp_path: Path) -> None:
+    assert f"'{V}.weight'" in spoil("gptq", make, tmp_path, lambda tensors: tensors.pop(f"{V}.qweight"))
+
+
+def test_an_index_out_of_range_is_named(make: Any, tmp_path: Path) -> None:
+    said = spoil("gptq", make, tmp_path, lambda tensors: tensors.update({f"{V}.g_idx": torch.full((64,), 2).int()}))
+    assert f"{V}.g_idx is corrupt" in said and "2 groups" in said
+
+
+def test_zero_points_of_another_shape_are_named(make: Any, tmp_path: Path) -> None:
+    said = spoil("awq", make, tmp_path, lambda tensors: tensors.update({f"{V}.qzeros": torch.zeros(3, 4).int()}))
+    assert f"{V}.qzeros is torch.int32 (3, 4)" in said
