@@ -11,7 +11,7 @@ LEARN, RECOVER = 0.2, 0.02
 
 
 class Belief:
-    """How often the token after a match of 1, 2, … tokens was guessed right, of one row.
+    """How often the token after a match of 1, 2, … `longest` or more tokens was guessed right, of one row.
 
     Starts at 1 - 2^-length.  A guess moves it by a fifth towards what happened, an opportunity that was let pass by a fiftieth
     back to where it began: a length that keeps failing is not guessed from, and tried again some time later.
@@ -25,8 +25,12 @@ class Belief:
     def __call__(self, length: int) -> float:
         return self.values[min(length, len(self.values) - 1)]
 
-    def passed(self, length: int) -> None:
-        self.values[length] += RECOVER * (self.start[length] - self.values[length])
+    def best(self, shortest: int, longest: int) -> float:
+        return max(self.values[shortest : longest + 1])
+
+    def passed(self, shortest: int, longest: int) -> None:
+        for n in range(shortest, min(longest, len(self.values) - 1) + 1):
+            self.values[n] += RECOVER * (self.start[n] - self.values[n])
 
     def learn(self, tree: Guesses, accepted: Sequence[int]) -> None:
         """A level of the tree was right if one of its nodes was; the level after it stands for a match one token longer."""

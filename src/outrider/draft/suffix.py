@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -59,8 +59,8 @@ class Index:
                 previous.append(heads[key])
                 heads[key] = start - shift + end
 
-    def find(self, context: array[int], order: int) -> list[Place]:
-        """Up to PLACES most recent places where the last RUNS[order] tokens of `context` ended, and how far back they agree."""
+    def find(self, context: array[int], order: int, most: int) -> list[Place]:
+        """Up to PLACES most recent places where the last RUNS[order] tokens of `context` ended; they agree in `most` at most."""
         run, previous = RUNS[order], self.previous[order]
         if len(context) < run:
             return []
@@ -69,15 +69,15 @@ class Index:
         for _ in range(2 * PLACES):  # some may be of other runs
             if at < self.first or len(found) == PLACES:
                 break
-            length = self._agreement(context, at)
+            length = self._agreement(context, at, most)
             if length >= run:
                 found.append(Place(length, at))
             at = previous[at]
         return found
 
-    def _agreement(self, context: array[int], at: int) -> int:
+    def _agreement(self, context: array[int], at: int, most: int) -> int:
         """How many tokens up to place `at` are the last ones of `context`."""
-        text, most = self.tokens, min(len(context), at + 1)
+        text, most = self.tokens, min(len(context), at + 1, most)
         if text[at + 1 - most : at + 1] == context[-most:]:
             return most
         for back in range(most):
@@ -161,55 +161,48 @@ class Suffix(Drafter):
     def _guess(self, row: Row, budget: Budget) -> Guesses:
         known = self.rows.get(row)
         if known is None:
-            known = self.rows[row] = Known(Index(row.limit), Belief(self.longest))
+            known = self.rows[row] = Known(Index(row.limit), Belief(RUNS[0]))
         known.index.extend(row.tokens[len(known.index.tokens) : -1])
         context = array("i", row.tokens[-self.longest :])
+        belief, least = known.belief, self.options.suffix_decoding_min_token_prob
         best, most = NOTHING, 0.0
-        for order in range(len(RUNS)):
-            if order and self._nodes(RUNS[order - 1] - 1, budget) <= most:
+        for order, run in enumerate(RUNS):
+            longest = RUNS[order - 1] - 1 if order else self.longest
+            if order and self._nodes(longest, budget) <= most:
                 break  # no shorter match can promise more
-            for texts in (self._in_row(row, known, context, order), self._in_finished(context, order)):
-                for length, tree, score in self._drafts(texts, known.belief, order, budget):
+            if belief.best(run, longest) < least:
+                belief.passed(run, longest)
+                continue
+            for texts in (self._in_row(row, known.index, context, order, longest), self._in_finished(context, order, longest)):
+                for length in sorted({agreed for agreed, _ in texts}, reverse=True):
+                    nodes = self._nodes(length, budget)
+                    agreeing = [text for agreed, text in texts if agreed >= length]
+                    room = Budget(min(budget.depth, nodes), nodes)
+                    tree, score = frequent(agreeing, room, belief, length, least, self.siblings)
                     if score > most:
-                        best, most, known.belief.length = tree, score, length
+                        best, most, belief.length = tree, score, length
         return best
 
     def _nodes(self, length: int, budget: Budget) -> int:
         """How many guesses a match of `length` tokens earns."""
         return min(int(length * self.factor + 1e-6), budget.nodes, self.depth)
 
-    def _in_row(self, row: Row, known: Known, context: array[int], order: int) -> list[tuple[int, list[int]]]:
+    def _in_row(self, row: Row, index: Index, context: array[int], order: int, longest: int) -> list[tuple[int, list[int]]]:
         """(length of the match, what followed); what reaches the end goes on with what it has said, as a loop would."""
         found = []
-        for length, at in known.index.find(context, order):
+        for length, at in index.find(context, order, longest):
             text = row.tokens[at + 1 : at + 1 + self.depth]
             found.append((length, text if len(text) == self.depth else [text[i % len(text)] for i in range(self.depth)]))
         return found
 
-    def _in_finished(self, context: array[int], order: int) -> list[tuple[int, list[int]]]:
+    def _in_finished(self, context: array[int], order: int, longest: int) -> list[tuple[int, list[int]]]:
         found: list[tuple[int, list[int]]] = []
         for index in reversed(self.memory.segments):
-            for length, at in index.find(context, order):
+            for length, at in index.find(context, order, longest):
                 found.append((length, index.tokens[at + 1 : at + 1 + self.depth].tolist()))
             if len(found) >= PLACES:
                 break
         return found[:PLACES]
-
-    def _drafts(
-        self, found: list[tuple[int, list[int]]], belief: Belief, order: int, budget: Budget
-    ) -> Iterator[tuple[int, Guesses, float]]:
-        """(length, tree, score) by the places that agree in at least `length` tokens, for each length that this list is for."""
-        below = RUNS[order - 1] if order else self.longest + 1
-        least = self.options.suffix_decoding_min_token_prob
-        lengths = sorted({min(length, below - 1) for length, _ in found}, reverse=True)
-        for length in lengths:
-            texts = [text for agreed, text in found if agreed >= length]
-            nodes = self._nodes(length, budget)
-            if belief(length) < least:
-                belief.passed(length)
-            elif nodes:
-                room = Budget(min(budget.depth, nodes), nodes)
-                yield length, *frequent(texts, room, belief, length, least, self.siblings)
 
     def observe(self, commit: Commit) -> None:
         for row, tree, nodes in zip(commit.batch.rows, commit.draft.trees, commit.verdict.nodes):
