@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -77,18 +78,23 @@ def measure(
     """Every config over every (kind, prompt), one request at a time; the best of `repeats` times each.
 
     Methods take turns at each prompt, so that a machine that slows down for a while slows all of them; each turn runs twice,
-    since a method that follows one with weights of its own finds the processor's caches cold.
+    since a method that follows one with weights of its own finds the processor's caches cold.  What a method has learned from the
+    prompts before stays with it, but no prompt finds what its own last run has left.
     """
     variants = {label: llm.variant(config) for label, config in configs.items()}
     results = [Measured(label) for label in configs]
-    for variant in variants.values():
+    memory = {label: copy.deepcopy(variant.engine.drafter.memory) for label, variant in variants.items()}
+    for label, variant in variants.items():
         variant.generate(prompts[0][1], params)  # warm up
         variant.engine.reset()
+        variant.engine.drafter.memory = memory[label]
     for kind, prompt in prompts:
         best: dict[str, tuple[float, RequestOutput]] = {}
+        memory = {label: copy.deepcopy(variant.engine.drafter.memory) for label, variant in variants.items()}
         for label, variant in itertools.chain.from_iterable(variants.items() for _ in range(repeats)):
             for _ in range(2):
                 variant.engine.forget_prefixes()
+                variant.engine.drafter.memory = copy.deepcopy(memory[label])
                 began = time.perf_counter()
                 (output,) = variant.generate(prompt, params)
                 seconds = time.perf_counter() - began

@@ -33,8 +33,9 @@ class Drafter:
     """
 
     Options: ClassVar[type[Any]]
-    depth: ClassVar[int] = 5
+    depth: int = 5
     demo: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # label -> keys: what `outrider demo` shows on the built-in pair
+    memory: Any = None  # what it keeps from request to request: a measurement puts it back before it repeats a prompt
     slot_bytes: int = 0  # K/V that the drafter keeps for every slot of the target's cache
 
     def __init__(self, options: Any, target: Target) -> None:

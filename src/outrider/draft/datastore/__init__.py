@@ -1,0 +1,105 @@
+"""Retrieval from a corpus (REST, He et al. 2023, arXiv 2311.08252): what followed the last tokens in a datastore.
+
+`outrider datastore build` makes one.  The longest match counts; the most frequent continuations become a tree.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from outrider.draft.base import Drafter, Target
+from outrider.draft.datastore.corpus import build
+from outrider.draft.datastore.store import SPAN, Store, fingerprint
+from outrider.draft.matches import Belief, frequent
+from outrider.errors import ConfigError
+from outrider.types import NOTHING, Batch, Budget, Commit, Draft, Guesses, Row
+
+PLACES = 128  # of a match that are looked at
+
+
+class Datastore(Drafter):
+    depth = 10
+
+    @dataclass(frozen=True)
+    class Options:
+        """datastore: the file.  max_token_span, min_token_span: the longest and shortest match that is looked up.  num_draft: nodes
+        of a tree at most (REST's names).  min_token_prob: paths less likely are not guessed.
+        """
+
+        datastore: str | None = None
+        max_token_span: int = SPAN
+        min_token_span: int = 2
+        num_draft: int = 64
+        min_token_prob: float = 0.1
+
+        def __post_init__(self) -> None:
+            def need(name: str, kinds: type | tuple[type, ...], good: Any, what: str) -> None:
+                value = getattr(self, name)
+                if not isinstance(value, kinds) or isinstance(value, bool) or not good(value):
+                    raise ConfigError(f"{name} must be {what}, got {value!r}.")
+
+            need("datastore", (str, type(None)), lambda x: x != "", "a file")
+            need("max_token_span", int, lambda x: 1 <= x <= SPAN, f"a whole number in 1 … {SPAN}")
+            need("min_token_span", int, lambda x: 1 <= x <= self.max_token_span, f"in 1 … max_token_span ({self.max_token_span})")
+            need("num_draft", int, lambda x: 1 <= x <= 1024, "a whole number in 1 … 1024")
+            need("min_token_prob", (int, float), lambda x: 0 <= x <= 1, "a number in [0, 1]")
+
+    def __init__(self, options: Options, target: Target) -> None:
+        super().__init__(options, target)
+        if options.datastore is None:
+            raise ConfigError("the method needs a 'datastore': make one with `outrider datastore build`.")
+        self.store = Store(options.datastore)
+        _fits(self.store, options.datastore, target)
+        self.rows: dict[Row, Belief] = {}
+
+    @classmethod
+    def example(cls, target: Target) -> Drafter:
+        """A small random corpus: nearly every pair of tokens is in it."""
+        with tempfile.TemporaryDirectory() as folder:
+            corpus, file = Path(folder) / "corpus.npy", str(Path(folder) / "store")
+            np.save(corpus, np.random.default_rng(0).integers(0, target.vocabulary, 100_000))
+            build([str(corpus)], file, target.checkpoint.tokenizer, target.vocabulary)
+            return cls(cls.Options(datastore=file, min_token_span=1, min_token_prob=0.0, num_draft=12), target)
+
+    def size(self, depth: int) -> int:
+        nodes: int = self.options.num_draft
+        return nodes if depth else 0
+
+    def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
+        return Draft([self._guess(row, budget) if budget.nodes else NOTHING for row, budget in zip(batch.rows, budgets)])
+
+    def _guess(self, row: Row, budget: Budget) -> Guesses:
+        least, shortest = self.options.min_token_prob, self.options.min_token_span
+        belief = self.rows.setdefault(row, Belief(SPAN))
+        length, texts = self.store.find(row.tokens, shortest, self.options.max_token_span, PLACES, budget.depth)
+        if not length:
+            return NOTHING
+        if belief(length) < least:
+            belief.passed(length, length)
+            return NOTHING
+        belief.length = length
+        return frequent(texts, budget, belief, length, least, self.options.num_draft)[0]
+
+    def observe(self, commit: Commit) -> None:
+        for row, tree, nodes in zip(commit.batch.rows, commit.draft.trees, commit.verdict.nodes):
+            if tree.tokens and row in self.rows:
+                self.rows[row].learn(tree, nodes)
+
+    def forget(self, row: Row, reason: str) -> None:
+        self.rows.pop(row, None)
+
+
+def _fits(store: Store, name: str, target: Target) -> None:
+    """Refuses ids that mean something else.  Where both tokenizers are known they decide: vocabularies may be padded."""
+    ours, header = fingerprint(target.checkpoint.tokenizer), store.header
+    if header.tokenizer and ours and header.tokenizer != ours:
+        raise ConfigError(f"the datastore {name!r} was made with another tokenizer than the target's: build it again with the target.")
+    if not (header.tokenizer and ours) and header.vocabulary != target.vocabulary:
+        raise ConfigError(
+            f"the datastore {name!r} has a vocabulary of {header.vocabulary}, the target one of {target.vocabulary}: build it again."
+        )

@@ -1,0 +1,183 @@
+"""From a corpus to a datastore: read, tokenise, sort.  Memory is bounded by a shard, whatever the size of the corpus."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.draft.datastore.store import SPAN, Header, end_mark, fingerprint
+from outrider.errors import ConfigError
+
+SHARD = 1 << 25  # tokens that are sorted at once: about 1.5 GB of memory
+PIECE = 1 << 15  # characters that are tokenised as one, cut at the end of a line
+BATCH = 128  # pieces a call of the tokenizer
+SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".npy")
+
+Progress = Callable[[str, int, int], None]  # what is done, how much of it, of how much
+Ids = NDArray[Any]
+
+
+def build(inputs: Sequence[str], output: str, tokenizer: Any, vocabulary: int, progress: Progress = lambda *_: None) -> Header:
+    """Writes the datastore of all `inputs` to `output`: .txt, .md and .py files, .jsonl with a "text" or "token_ids" a line, .npy
+    with a row of token ids, or folders of such.  Raises ConfigError naming the file and the line.
+    """
+    files, target = _files(inputs), Path(output).expanduser()
+    width = 2 if vocabulary <= end_mark(2) else 4
+    if not target.parent.is_dir():
+        raise ConfigError(f"there is no folder {str(target.parent)!r} to write the datastore to.")
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        spool = Path(folder) / "tokens"
+        with open(spool, "wb") as sink:
+            _spool(files, sink, tokenizer, vocabulary, width, progress)
+        count = spool.stat().st_size // width
+        if not count:
+            raise ConfigError(f"there are no tokens in {', '.join(inputs)}.")
+        tokens = np.memmap(spool, f"=u{width}", "r")
+        header = Header(vocabulary, fingerprint(tokenizer), width, [min(SHARD, count - at) for at in range(0, count, SHARD)])
+        with open(Path(folder) / "store", "wb") as sink:
+            sink.write(header.packed())
+            for i, size in enumerate(header.shards):
+                progress("sorting", i * SHARD, count)
+                _write_shard(tokens[i * SHARD : i * SHARD + size], sink)
+        progress("sorting", count, count)
+        os.replace(Path(folder) / "store", target)
+    return header
+
+
+def _files(inputs: Sequence[str]) -> list[Path]:
+    found: list[Path] = []
+    for name in inputs:
+        path = Path(name).expanduser()
+        if not path.exists():
+            raise ConfigError(f"there is no file or folder {name!r}.")
+        some = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES)
+        if not some or some[0].suffix not in SUFFIXES:
+            raise ConfigError(f"{name!r} holds no corpus: expected {', '.join(SUFFIXES)}.")
+        found += some
+    return found
+
+
+def _spool(files: list[Path], sink: BinaryIO, tokenizer: Any, vocabulary: int, width: int, progress: Progress) -> None:
+    """Writes the ids of all documents, an end mark after each."""
+    total, done = sum(file.stat().st_size for file in files), 0
+    end = np.array([end_mark(width)], f"=u{width}").tobytes()
+    for file in files:
+        for ids, last, at in _ids(file, tokenizer):
+            if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+                raise ConfigError(
+                    f"{file} holds the id {int(ids.min() if ids.min() < 0 else ids.max())}: the ids are 0 … {vocabulary - 1}."
+                )
+            sink.write(ids.astype(f"=u{width}").tobytes())
+            if last:
+                sink.write(end)
+            progress("reading", done + at, total)
+        done += file.stat().st_size
+
+
+def _ids(file: Path, tokenizer: Any) -> Iterator[tuple[Ids, bool, int]]:
+    """(ids, whether a document ends there, bytes of the file that were read so far)."""
+    if file.suffix == ".npy":
+        try:
+            ids = np.load(file, mmap_mode="r")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{file} is no array of token ids: {error}") from error
+        if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+            raise ConfigError(f"{file} must hold one row of whole numbers, it holds {ids.dtype} {list(ids.shape)}.")
+        for at in range(0, len(ids), 1 << 20):
+            yield np.asarray(ids[at : at + (1 << 20)]), at + (1 << 20) >= len(ids), at
+        return
+    batch: list[tuple[str | list[int], bool]] = []
+    at = 0
+    for piece, last, size in _pieces(file):
+        batch.append((piece, last))
+        at += size
+        if len(batch) == BATCH:
+            yield from ((ids, last, at) for ids, last in _tokenised(batch, tokenizer, file))
+            batch = []
+    yield from ((ids, last, at) for ids, last in _tokenised(batch, tokenizer, file))
+
+
+def _tokenised(batch: list[tuple[str | list[int], bool]], tokenizer: Any, file: Path) -> Iterator[tuple[Ids, bool]]:
+    texts = [piece for piece, _ in batch if isinstance(piece, str)]
+    if texts and tokenizer is None:
+        raise ConfigError(f"{file} holds text, and the model has no tokenizer: give token ids.")
+    said = iter(tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"] if texts else ())
+    for piece, last in batch:
+        yield np.array(next(said) if isinstance(piece, str) else piece, dtype=np.int64), last
+
+
+def _pieces(file: Path) -> Iterator[tuple[str | list[int], bool, int]]:
+    """(text or ids, whether a document ends there, bytes): a line of .jsonl is a document, any other file is one."""
+    with open(file, encoding="utf-8", errors="replace") as lines:
+        if file.suffix == ".jsonl":
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield _document(line, file, number), True, len(line)
+            return
+        held: list[str] = []
+        size = 0
+        for line in lines:
+            held.append(line)
+            size += len(line)
+            if size >= PIECE:
+                yield "".join(held), False, size
+                held, size = [], 0
+        yield "".join(held), True, size
+
+
+def _document(line: str, file: Path, number: int) -> str | list[int]:
+    try:
+        given = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{file}, line {number}: no JSON ({error}).") from error
+    for key, kind in (("text", str), ("token_ids", list)):
+        value = given.get(key) if isinstance(given, dict) else None
+        if isinstance(value, kind) and (kind is str or all(type(token) is int for token in value)):
+            found: str | list[int] = value
+            return found
+    raise ConfigError(f'{file}, line {number}: expected {{"text": "…"}} or {{"token_ids": […]}}.')
+
+
+def _write_shard(tokens: Ids, sink: BinaryIO) -> None:
+    width = tokens.dtype.itemsize
+    text = np.concatenate([tokens[::-1], np.full(SPAN, end_mark(width), tokens.dtype)])
+    for part in (text.astype(f">u{width}"), order(text, len(tokens))):
+        sink.write(part.tobytes())
+        sink.write(b"\0" * (-part.nbytes % 8))
+
+
+def order(text: Ids, count: int) -> Ids:
+    """The places 0 … count - 1 of `text`, uint32, sorted by the SPAN tokens from there on; past its end come end marks.
+
+    Prefix doubling (Manber and Myers 1993): with places ranked by their first h tokens, the pair of ranks at i and i + h ranks
+    them by 2h.  A rank is where its group begins in the order, so only groups of several are sorted again.
+    """
+    size, width, last = len(text), text.dtype.itemsize, len(text) - 1
+    h = 8 // width  # so many tokens make a number of 64 bits
+    longer = np.concatenate([text, np.full(h, end_mark(width), text.dtype)])
+    key = np.zeros(size, np.uint64)
+    for i in range(h):
+        key = key << np.uint64(8 * width) | longer[i : i + size]
+    places = np.argsort(key).astype(np.uint32)
+    open_, rank = np.arange(size, dtype=np.uint32), np.empty(size, np.uint32)
+    key = key[places]
+    while True:
+        first = np.concatenate([[True], key[1:] != key[:-1]])  # of its group, within `open_`
+        group = np.maximum.accumulate(np.where(first, np.arange(len(open_)), 0))
+        rank[places[open_]] = open_[group]
+        several = ~(first & np.concatenate([first[1:], [True]]))
+        open_ = open_[several]
+        if h >= SPAN or not len(open_):
+            return places[places < count]
+        here = places[open_]
+        key = rank[here].astype(np.uint64) << np.uint64(32) | rank[np.minimum(here.astype(np.int64) + h, last)]
+        sorted_ = np.argsort(key)
+        places[open_], key = here[sorted_], key[sorted_]
+        h *= 2

@@ -1,0 +1,157 @@
+"""The file of a datastore: the tokens of a corpus, in an order that finds the longest end of a text in a few reads.
+
+    header     one line of JSON, padded with spaces to HEADER bytes: the fields of `Header`
+    shard      its tokens *from the last to the first*, big-endian, then SPAN times the end mark; padded to 8 bytes
+               the places of these tokens, uint32, sorted by the SPAN tokens from there on; padded to 8 bytes
+    shard      …
+
+Backwards, what ends with the same tokens begins with them: all places that share an end lie side by side.  Big-endian, tokens
+compare as their bytes do: a look-up is bisection over slices of a memory map, and reads only the pages that it touches.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from outrider.errors import ConfigError
+
+FORMAT, VERSION, HEADER = "outrider-datastore", 1, 16384
+SPAN = 16  # tokens that places are sorted by: the longest match
+
+
+@dataclass(frozen=True)
+class Header:
+    """width: bytes a token, 2 or 4; the largest number so wide marks the end of a document.  shards: tokens of each."""
+
+    vocabulary: int
+    tokenizer: str | None
+    width: int
+    shards: list[int]
+    format: str = FORMAT
+    version: int = VERSION
+
+    @property
+    def sections(self) -> list[tuple[int, int, int]]:
+        """(tokens, where the text begins, where the places begin) of each shard."""
+        found, at = [], HEADER
+        for tokens in self.shards:
+            places = at + _padded((tokens + SPAN) * self.width)
+            found.append((tokens, at, places))
+            at = places + _padded(tokens * 4)
+        return found
+
+    @property
+    def file_size(self) -> int:
+        return HEADER + sum(_padded((n + SPAN) * self.width) + _padded(n * 4) for n in self.shards)
+
+    def packed(self) -> bytes:
+        line = json.dumps(asdict(self)).encode()
+        if len(line) >= HEADER:
+            raise ConfigError(f"a datastore has at most about {HEADER // 10} shards, this one has {len(self.shards)}.")
+        return line.ljust(HEADER - 1) + b"\n"
+
+    @staticmethod
+    def read(path: Path) -> Header:
+        """Raises ConfigError where the file is not what it should be, or not all of it."""
+        try:
+            with open(path, "rb") as file:
+                line, size = file.read(HEADER), path.stat().st_size
+        except OSError as error:
+            raise ConfigError(f"the datastore {str(path)!r} cannot be read: {error.strerror}.") from error
+        try:
+            given = json.loads(line)
+        except ValueError:
+            given = None
+        if not isinstance(given, dict) or given.get("format") != FORMAT:
+            raise ConfigError(f"{str(path)!r} is not a datastore: make one with `outrider datastore build`.")
+        if given.get("version") != VERSION or set(given) != {f.name for f in fields(Header)}:
+            raise ConfigError(
+                f"the datastore {str(path)!r} has format version {given.get('version')!r}, this is version {VERSION}: build it again."
+            )
+        header = Header(**given)
+        if size != header.file_size:
+            raise ConfigError(f"the datastore {str(path)!r} has {size:,} bytes and should have {header.file_size:,}: build it again.")
+        return header
+
+
+class Store:
+    """A datastore, mapped into memory."""
+
+    def __init__(self, path: str) -> None:
+        self.header = Header.read(Path(path).expanduser())
+        with open(Path(path).expanduser(), "rb") as file:
+            self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self.end = end_mark(self.header.width)
+        self.shards = [_Shard(self.map, self.header.width, *section) for section in self.header.sections]
+
+    def find(self, context: Sequence[int], low: int, high: int, places: int, depth: int) -> tuple[int, list[list[int]]]:
+        """The longest end of `context` with low … high tokens that the corpus has, and what followed it.
+
+        Of many places, `places` are looked at, evenly spread; `depth` tokens each, -1 after the end of the document.
+        """
+        wanted = np.array(context[: -high - 1 : -1]).astype(f">u{self.header.width}").tobytes()
+        length = max((shard.agreement(wanted) for shard in self.shards), default=0)
+        if length < low:
+            return 0, []
+        ranges = [(shard, *shard.range(wanted[: length * self.header.width])) for shard in self.shards]
+        step = max(1, -(-sum(last - first for _, first, last in ranges) // places))
+        texts = [shard.after(range(first, last, step), depth, self.end) for shard, first, last in ranges if first < last]
+        return length, [text for shard in texts for text in shard]
+
+
+class _Shard:
+    def __init__(self, map: mmap.mmap, width: int, tokens: int, text: int, places: int) -> None:
+        self.map, self.width, self.size, self.text = map, width, tokens, text
+        self.places = memoryview(map)[places : places + 4 * tokens].cast("I")
+        self.tokens = np.frombuffer(map, f">u{width}", tokens, text)
+
+    def _slice(self, i: int, length: int) -> bytes:
+        at = self.text + self.width * self.places[i]
+        return self.map[at : at + length]
+
+    def agreement(self, wanted: bytes) -> int:
+        """The most tokens that `wanted` shares with the beginning of any place: one of its two neighbours in the order has them."""
+        at, length = bisect_left(range(self.size), wanted, key=lambda i: self._slice(i, len(wanted))), 0
+        for i in (at - 1, at):
+            if 0 <= i < self.size:
+                found = self._slice(i, len(wanted))
+                same = next((j for j, (a, b) in enumerate(zip(found, wanted)) if a != b), len(wanted))
+                length = max(length, same // self.width)
+        return length
+
+    def range(self, wanted: bytes) -> tuple[int, int]:
+        """Where, in their order, the places that begin with `wanted` lie."""
+        first = bisect_left(range(self.size), wanted, key=lambda i: self._slice(i, len(wanted)))
+        return first, bisect_right(range(self.size), wanted, lo=first, key=lambda i: self._slice(i, len(wanted)))
+
+    def after(self, order: Sequence[int], depth: int, end: int) -> list[list[int]]:
+        """What followed at these places of the order; the text runs backwards."""
+        at = np.array([self.places[i] for i in order])[:, None] - np.arange(1, depth + 1)
+        found = self.tokens[np.maximum(at, 0)].astype(np.int64)
+        found[(at < 0) | (found == end)] = -1
+        texts: list[list[int]] = found.tolist()
+        return texts
+
+
+def end_mark(width: int) -> int:
+    return int((1 << 8 * width) - 1)
+
+
+def fingerprint(tokenizer: Any) -> str | None:
+    """A name for what the ids mean."""
+    if tokenizer is None:
+        return None
+    return sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()[:16]
+
+
+def _padded(size: int) -> int:
+    return -(-size // 8) * 8

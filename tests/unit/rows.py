@@ -1,0 +1,74 @@
+"""Rows without an engine: what the tests of drafters that look text up have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from outrider import SamplingParams
+from outrider.draft.base import Drafter
+from outrider.types import ROOT, Batch, Budget, Commit, Guesses, Row, Verdict
+
+
+class AnyTarget:
+    """As much of a target as a drafter without weights looks at."""
+
+    vocabulary = 1000
+    max_len = 10_000
+
+
+def make(method: type[Drafter], **options: Any) -> Any:
+    return method(method.Options(**options), AnyTarget())  # type: ignore[arg-type]
+
+
+def make_row(tokens: list[int], prompt: int | None = None, limit: int = 10_000) -> Row:
+    params = SamplingParams(max_tokens=1000)
+    return Row(
+        id="0", index=0, tokens=list(tokens), prompt=len(tokens) if prompt is None else prompt, params=params, law=params.law, seed=0,
+        processors=(), limit=limit, ending=frozenset(),
+    )  # fmt: skip
+
+
+def guess(drafter: Drafter, row: Row, depth: int, nodes: int | None = None) -> Guesses:
+    """The guesses for one row; a proper tree within its budget."""
+    budget = Budget(depth, drafter.size(depth) if nodes is None else nodes)
+    tree = drafter.propose(Batch([row], [len(row.tokens) - 1], [1], [True]), [budget]).trees[0]
+    proper(tree, budget)
+    return tree
+
+
+def proper(tree: Guesses, budget: Budget) -> None:
+    levels = {ROOT: 0}
+    for i, parent in enumerate(tree.parents):
+        assert parent < i
+        levels[i] = levels[parent] + 1
+    assert len(tree.tokens) == len(tree.parents) == len(tree.confidence) <= budget.nodes
+    assert max(levels.values()) <= budget.depth
+    assert len(set(zip(tree.parents, tree.tokens))) == len(tree.tokens), "siblings hold distinct tokens"
+    assert all(0 < c <= 1 for c in tree.confidence)
+
+
+def walked(tree: Guesses, text: list[int]) -> list[int]:
+    """The path of the tree that `text` takes."""
+    child = {pair: i for i, pair in enumerate(zip(tree.parents, tree.tokens))}
+    path: list[int] = []
+    for token in text:
+        if (path[-1] if path else ROOT, token) not in child:
+            break
+        path.append(child[path[-1] if path else ROOT, token])
+    return path
+
+
+def follow(drafter: Drafter, row: Row, text: list[int], depth: int) -> list[int]:
+    """Lets a row say `text`, with guesses.  Returns how many nodes were guessed in each step."""
+    sizes = []
+    while text:
+        batch = Batch([row], [len(row.tokens) - 1], [1], [True])
+        draft = drafter.propose(batch, [Budget(depth, drafter.size(depth))])
+        tree = draft.trees[0]
+        path = walked(tree, text)
+        said, text = text[: len(path) + 1], text[len(path) + 1 :]
+        starts = [len(row.tokens)]
+        row.tokens.extend(said)
+        drafter.observe(Commit(batch, starts, [said], draft, Verdict([path[: len(said) - 1]], [said])))
+        sizes.append(len(tree.tokens))
+    return sizes

@@ -1,0 +1,265 @@
+"""The datastore: its order equals sorting, a look-up equals a search through the corpus, and files that do not fit are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import tiny_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rows import AnyTarget, follow, guess, make_row
+
+from outrider import ConfigError
+from outrider.draft.base import Target
+from outrider.draft.datastore import Datastore
+from outrider.draft.datastore import corpus as building
+from outrider.draft.datastore.corpus import build, order
+from outrider.draft.datastore.store import HEADER, SPAN, Store, end_mark, fingerprint
+
+VOCABULARY = 1000
+
+
+def made(folder: Path, documents: list[list[int]], vocabulary: int = VOCABULARY, tokenizer: Any = None) -> str:
+    """The datastore of some documents of ids."""
+    corpus, file = folder / "corpus.jsonl", str(folder / "store")
+    corpus.write_text("".join(json.dumps({"token_ids": ids}) + "\n" for ids in documents))
+    build([str(corpus)], file, tokenizer, vocabulary)
+    return file
+
+
+def drafter(file: str, **options: Any) -> Datastore:
+    target = AnyTarget()
+    target.checkpoint = SimpleNamespace(tokenizer=None)  # type: ignore[attr-defined]
+    return Datastore(Datastore.Options(datastore=file, **options), target)  # type: ignore[arg-type]
+
+
+# ---- order and look-up
+
+
+@given(st.lists(st.sampled_from([[0] * 5, [0] * 11, [1, 0, 1], [2], [1, 2] * 4]), min_size=1, max_size=20), st.sampled_from([2, 4]))
+def test_the_order_equals_sorting(words: list[list[int]], width: int) -> None:
+    """Of texts that repeat themselves at length."""
+    tokens = [token for word in words for token in word]
+    text = np.array(tokens + [end_mark(width)] * SPAN, dtype=f"u{width}")
+    found = order(text, len(tokens)).tolist()
+    assert sorted(found) == list(range(len(tokens)))
+    keys = [text[i : i + SPAN].tolist() for i in found]
+    assert keys == sorted(keys)
+
+
+def search(parts: list[list[int]], context: list[int], low: int, high: int, depth: int) -> tuple[int, list[list[int]]]:
+    """The same by looking everywhere; None is the end mark."""
+    for length in range(min(high, len(context)), low - 1, -1):
+        found = []
+        for part in parts:
+            for at in range(len(part) - length + 1):
+                if part[at : at + length] == context[-length:]:
+                    after = part[at + length : at + length + depth]
+                    after = after[: after.index(None)] if None in after else after  # type: ignore[arg-type]
+                    found.append(after)
+        if found:
+            return length, found
+    return 0, []
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    documents=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=25), min_size=1, max_size=5),
+    context=st.lists(st.integers(0, 4), min_size=1, max_size=24),
+    shard=st.integers(3, 40),
+    low=st.integers(1, 3),
+    high=st.integers(3, SPAN),
+    vocabulary=st.sampled_from([5, 70_000]),
+)
+def test_a_look_up_equals_a_search(
+    documents: list[list[int]], context: list[int], shard: int, low: int, high: int, vocabulary: int, tmp_path_factory: Any
+) -> None:
+    """In shards of a few tokens, and all places looked at."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(building, "SHARD", shard)
+        store = Store(made(tmp_path_factory.mktemp("store"), documents, vocabulary))
+    whole: list[Any] = [token for ids in documents for token in (*ids, None)]
+    parts = [whole[at : at + shard] for at in range(0, len(whole), shard)]
+    assert len(store.shards) == len(parts)
+    length, texts = store.find(context, low, high, 10_000, 4)
+    expected, after = search(parts, context, low, high, 4)
+    assert length == expected
+    ended = [text[: text.index(-1)] if -1 in text else text for text in texts]
+    assert sorted(ended) == sorted(after)
+
+
+def test_of_many_places_some_are_looked_at_evenly(tmp_path: Path) -> None:
+    store = Store(made(tmp_path, [[1, 2, 3] * 500 + [1, 2, 4] * 500]))
+    length, texts = store.find([9, 1, 2], 1, SPAN, 100, 1)
+    assert length == 2 and 50 <= len(texts) <= 100
+    assert 0.4 < sum(text == [3] for text in texts) / len(texts) < 0.6
+
+
+# ---- guessing
+
+
+def test_the_most_frequent_continuations_are_guessed(tmp_path: Path) -> None:
+    file = made(tmp_path, [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6], [7, 2, 8]])
+    tree = guess(drafter(file), make_row([9, 1, 2]), 10)
+    assert (tree.tokens, tree.parents) == ([3, 4, 6, 5], [-1, 0, -1, 0])
+    assert tree.confidence == pytest.approx([0.75 * 3 / 4, 0.875 * 2 / 3, 0.75 / 4, 0.875 / 3])
+    assert guess(drafter(file, num_draft=2), make_row([9, 1, 2]), 10).tokens == [3, 4]
+    assert guess(drafter(file, min_token_prob=0.4), make_row([9, 1, 2]), 10).tokens == [3]
+    assert guess(drafter(file), make_row([9, 1, 2]), 1).tokens == [3, 6]
+
+
+def test_no_match_is_no_guess(tmp_path: Path) -> None:
+    file = made(tmp_path, [[1, 2, 3, 4]])
+    for tokens in ([2], [5, 5], [4, 2], [3, 4]):
+        assert guess(drafter(file), make_row(tokens), 10).tokens == []
+    assert guess(drafter(file, min_token_span=1), make_row([9, 2]), 10).tokens == [3, 4]
+    assert guess(drafter(file), make_row([1, 2]), 0).tokens == []
+
+
+def test_a_corpus_that_misleads_is_not_believed(tmp_path: Path) -> None:
+    dice = np.random.default_rng(0)
+    corpus, text = (dice.integers(0, 20, 4000).tolist() for _ in range(2))
+    method, row = drafter(made(tmp_path, [corpus])), make_row(text[:10])
+    sizes = follow(method, row, text[10:600], 10)
+    assert sum(sizes[:10]) > 10
+    assert sum(sizes[200:]) < 0.7 * len(sizes[200:])
+    method.forget(row, "finished")
+    assert not method.rows
+
+
+# ---- reading a corpus
+
+
+def test_texts_of_every_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut at lines into pieces, a document after another; folders are searched."""
+    monkeypatch.setattr(building, "PIECE", 10)
+    monkeypatch.setattr(building, "BATCH", 2)
+    tokenizer, folder = tiny_tokenizer(), tmp_path / "corpus" / "deep"
+    folder.mkdir(parents=True)
+    lines = ["the rain\n", "in the north\n", "\n", "and a tree\n"]
+    (folder / "a.txt").write_text("".join(lines))
+    (folder / "b.jsonl").write_text('{"text": "one"}\n\n{"token_ids": [5, 6]}\n')
+    np.save(folder / "c.npy", np.array([7, 8, 9], np.int16))
+    (folder / "ignored.bin").write_text("no")
+    seen: list[tuple[str, int, int]] = []
+    file = str(tmp_path / "store")
+    build([str(tmp_path / "corpus")], file, tokenizer, 300, lambda *what: seen.append(what))
+    encode = lambda text: tokenizer.encode(text, add_special_tokens=False)  # noqa: E731
+    expected = [*encode(lines[0] + lines[1]), *encode(lines[2] + lines[3]), 65535, *encode("one"), 65535, 5, 6, 65535, 7, 8, 9, 65535]
+    store = Store(file)
+    assert store.shards[0].tokens[::-1].tolist() == expected
+    assert store.header.tokenizer == fingerprint(tokenizer)
+    assert [what for what, _, _ in seen] == sorted(what for what, _, _ in seen)
+    assert all(0 <= done <= total for _, done, total in seen)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "store"], "nothing is left behind"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"text": "a"}\n{"txt": "b"}\n', 'line 2: expected {"text"'),
+        ("a.jsonl", b'{"token_ids": [1, "2"]}\n', "line 1: expected"),
+        ("a.jsonl", b'{"token_ids": [1, true]}\n', "line 1: expected"),
+        ("a.jsonl", b"[1, 2]\n", "line 1: expected"),
+        ("a.jsonl", b"{\n", "line 1: no JSON"),
+        ("a.jsonl", b'{"token_ids": [1, 1000]}\n', "holds the id 1000: the ids are 0 … 999"),
+        ("a.jsonl", b'{"token_ids": [-3, 4]}\n', "holds the id -3"),
+        ("a.jsonl", b"", "no tokens"),
+        ("a.txt", b"words", "the model has no tokenizer"),
+        ("a.npy", b"words", "no array of token ids"),
+        ("a.bin", b"words", "holds no corpus"),
+    ],
+)
+def test_a_bad_corpus_is_named(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        build([str(tmp_path / name)], str(tmp_path / "store"), None, VOCABULARY)
+    assert [path.name for path in tmp_path.iterdir()] == [name], "nothing is left behind"
+
+
+def test_more_bad_inputs(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.zeros((2, 2)))
+    with pytest.raises(ConfigError, match="one row of whole numbers"):
+        build([str(tmp_path / "a.npy")], str(tmp_path / "store"), None, VOCABULARY)
+    with pytest.raises(ConfigError, match="no file or folder"):
+        build([str(tmp_path / "none")], str(tmp_path / "store"), None, VOCABULARY)
+    with pytest.raises(ConfigError, match="no folder"):
+        build([str(tmp_path / "a.npy")], str(tmp_path / "none" / "store"), None, VOCABULARY)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="holds no corpus"):
+        build([str(tmp_path / "empty")], str(tmp_path / "store"), None, VOCABULARY)
+
+
+# ---- refusing a file
+
+
+def test_files_that_are_no_datastore(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        drafter(str(tmp_path / "none"))
+    for content in (b"", b"{}", b"\xff\x00 binary", b'{"format": "other"}', b"[]"):
+        (tmp_path / "store").write_bytes(content)
+        with pytest.raises(ConfigError, match="is not a datastore"):
+            drafter(str(tmp_path / "store"))
+
+
+@pytest.mark.parametrize("change", ["cut", "longer", "version", "width"])
+def test_a_damaged_datastore(change: str, tmp_path: Path) -> None:
+    file = Path(made(tmp_path, [[1, 2, 3]]))
+    drafter(str(file))
+    content = file.read_bytes()
+    header = json.loads(content[:HEADER])
+    if change == "cut":
+        file.write_bytes(content[:-1])
+    elif change == "longer":
+        file.write_bytes(content + b"0")
+    else:
+        header[change] = 7
+        file.write_bytes(json.dumps(header).encode().ljust(HEADER) + content[HEADER:])
+    with pytest.raises(ConfigError, match="build it again"):
+        drafter(str(file))
+
+
+def test_a_datastore_of_another_vocabulary_or_tokenizer(tmp_path: Path) -> None:
+    def target(vocabulary: int, tokenizer: Any) -> Target:
+        return SimpleNamespace(vocabulary=vocabulary, checkpoint=SimpleNamespace(tokenizer=tokenizer))  # type: ignore[return-value]
+
+    tokenizer = tiny_tokenizer()
+    bare, named = made(tmp_path, [[1, 2]]), tmp_path / "named"
+    named.mkdir()
+    fine = Datastore.Options(datastore=made(named, [[1, 2]], 300, tokenizer))
+    with pytest.raises(ConfigError, match="vocabulary of 1000, the target one of 999"):
+        Datastore(Datastore.Options(datastore=bare), target(999, tokenizer))
+    with pytest.raises(ConfigError, match="vocabulary of 300, the target one of 320"):
+        Datastore(fine, target(320, None))
+    Datastore(fine, target(320, tokenizer))  # the same ids, padded
+    other = tiny_tokenizer()
+    other.add_tokens(["more"])
+    with pytest.raises(ConfigError, match="another tokenizer"):
+        Datastore(fine, target(300, other))
+
+
+def test_a_datastore_must_be_named() -> None:
+    with pytest.raises(ConfigError, match="outrider datastore build"):
+        Datastore(Datastore.Options(), AnyTarget())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("datastore", 5),
+        ("datastore", ""),
+        ("max_token_span", SPAN + 1),
+        ("min_token_span", 0),
+        ("min_token_span", 17),
+        ("num_draft", True),
+        ("min_token_prob", -0.1),
+    ],
+)
+def test_bad_values_are_named(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be .*, got"):
+        Datastore.Options(**{name: value})

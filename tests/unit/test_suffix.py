@@ -1,0 +1,261 @@
+"""Suffix decoding: its index equals a search through the text, its trees equal counting, and it guesses little where it fails."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rows import follow, guess, make, make_row, proper
+
+from outrider import ConfigError
+from outrider.draft import suffix
+from outrider.draft.matches import Belief, frequent
+from outrider.draft.suffix import PLACES, RUNS, Index, Suffix
+from outrider.types import ROOT, Budget, Guesses
+
+few = st.lists(st.integers(0, 3), max_size=60)
+
+# ---- the index
+
+
+def agreement(text: list[int], at: int, context: list[int]) -> int:
+    length = 0
+    while length < min(len(context), at + 1) and text[at - length] == context[-1 - length]:
+        length += 1
+    return length
+
+
+@given(parts=st.lists(few, max_size=4), context=few, order=st.integers(0, len(RUNS) - 1), first=st.integers(0, 50), more=st.integers(0, 30))
+def test_the_index_equals_a_search(parts: list[list[int]], context: list[int], order: int, first: int, more: int) -> None:
+    index, text = Index(4096), []
+    for part in parts:
+        index.extend(part)
+        text.extend(part)
+    index.first = first
+    most = RUNS[order] + more
+    expected = [(min(agreement(text, at, context), most), at) for at in reversed(range(first, len(text)))]
+    expected = [place for place in expected if place[0] >= RUNS[order]][:PLACES]
+    assert index.find(array("i", context), order, most) == expected
+
+
+def test_the_index_is_linear_in_the_text() -> None:
+    """Also where all tokens are the same, the worst case of trees and automata."""
+    index = Index(20_000)
+    index.extend([7] * 20_000)
+    held = sum(len(numbers) for numbers in (index.tokens, *index.heads, *index.previous))
+    assert held <= 20_000 * (1 + len(RUNS)) + 32_768 * len(RUNS)
+
+
+def test_runs_that_share_a_hash_do_not_stand_for_each_other() -> None:
+    """More runs than the table has places: what is found agrees, whatever lies in the same list."""
+    dice = random.Random(0)
+    text = [dice.randrange(500) for _ in range(2000)]
+    index = Index(64)
+    index.extend(text)
+    found = [place for end in range(8, 2000) for place in index.find(array("i", text[:end]), 2, 9)]
+    assert len(found) > 1000
+    for end in range(8, 2000):
+        for length, at in index.find(array("i", text[:end]), 2, 9):
+            assert agreement(text, at, text[:end]) == length >= 2 or length == 9
+
+
+# ---- the tree
+
+
+@given(
+    texts=st.lists(st.lists(st.integers(-1, 2), max_size=5), max_size=12),
+    nodes=st.integers(1, 12),
+    depth=st.integers(1, 5),
+    length=st.integers(1, 4),
+    least=st.sampled_from([0.0, 0.1, 0.3]),
+    siblings=st.sampled_from([1, 64]),
+)
+def test_the_tree_equals_counting(texts: list[list[int]], nodes: int, depth: int, length: int, least: float, siblings: int) -> None:
+    belief = Belief(6)
+    tree, score = frequent(texts, Budget(depth, nodes), belief, length, least, siblings)
+    proper(tree, Budget(depth, nodes))
+    texts = [text[: text.index(-1)] if -1 in text else text for text in texts]
+    paths: dict[int, tuple[int, ...]] = {ROOT: ()}
+    joint = {ROOT: 1.0}
+    for i, (token, parent, confidence) in enumerate(zip(*tree)):
+        paths[i] = (*paths[parent], token)
+        level = len(paths[parent])
+        agree = [text for text in texts if tuple(text[:level]) == paths[parent] and len(text) > level]
+        said = Counter(text[level] for text in agree)
+        assert confidence == pytest.approx(said[token] / len(agree) * belief(length + level))
+        joint[i] = joint[parent] * confidence
+        assert joint[i] >= least * (1 - 1e-9)
+        if siblings == 1:
+            assert said[token] == max(said.values())
+    assert score == pytest.approx(sum(joint.values()) - 1)
+    best = all_joints(texts, depth, belief, length, least, siblings)
+    assert sorted(list(joint.values())[1:], reverse=True) == pytest.approx(best[:nodes])
+
+
+def all_joints(texts: list[list[int]], depth: int, belief: Belief, length: int, least: float, siblings: int) -> list[float]:
+    """Of every path that is likely enough (with one sibling: of the chain), best first."""
+    found, open_paths = [], [((), 1.0)]
+    while open_paths:
+        path, joint = open_paths.pop()
+        agree = [text for text in texts if tuple(text[: len(path)]) == path and len(text) > len(path)]
+        if len(path) == depth or not agree:
+            continue
+        said = Counter(text[len(path)] for text in agree)
+        for token, count in said.most_common(siblings):
+            share = joint * count / len(agree) * belief(length + len(path))
+            if share >= least:
+                found.append(share)
+                open_paths.append(((*path, token), share))
+    return sorted(found, reverse=True)
+
+
+# ---- the method
+
+
+def test_a_longer_match_earns_more_guesses() -> None:
+    new = iter(range(1000, 2000))
+    for length in (1, 2, 3, 5, 9):
+        common = list(range(length))
+        row = make_row([next(new), *common, *range(100, 130), next(new), *common])
+        assert guess(make(Suffix), row, 12).tokens == list(range(100, 100 + length))
+        assert guess(make(Suffix, suffix_decoding_max_spec_factor=2), row, 16).tokens == list(range(100, 100 + min(16, 2 * length)))
+
+
+def test_match_and_guesses_together_are_no_deeper_than_the_tree() -> None:
+    text = list(range(100))
+    assert make(Suffix).depth == 12
+    assert len(guess(make(Suffix), make_row(text + text[:60]), 24).tokens) == 12
+    assert len(guess(make(Suffix, suffix_decoding_max_tree_depth=64), make_row(text + text[:60]), 64).tokens) == 32
+
+
+def test_no_match_and_no_budget_are_no_guess() -> None:
+    assert guess(make(Suffix), make_row([1, 2, 3, 4, 5]), 12).tokens == []
+    assert guess(make(Suffix), make_row([1]), 12).tokens == []
+    assert guess(make(Suffix), make_row([1, 2, 1, 2]), 0).tokens == []
+
+
+def test_a_loop_goes_on() -> None:
+    assert guess(make(Suffix), make_row([5, 6, 7] * 3 + [5]), 12).tokens == [6, 7, 5, 6, 7, 5, 6]
+
+
+def test_what_followed_most_often_is_guessed() -> None:
+    """3 came after 1 2 twice, and 4 once and last; a tree holds both."""
+    tokens = [1, 2, 3, 9, 1, 2, 3, 8, 1, 2, 4, 7, 1, 2]
+    assert guess(make(Suffix), make_row(tokens), 12).tokens[0] == 3
+    tree = guess(make(Suffix, suffix_decoding_use_tree_spec=True), make_row(tokens), 12)
+    assert tree.tokens == [3, 4] and tree.parents == [-1, -1]
+    assert tree.confidence == pytest.approx([0.5, 0.25]), "two thirds and one third, of the three quarters that two tokens are worth"
+
+
+def test_unlikely_paths_are_not_guessed() -> None:
+    tokens = [1, 2, 3, 9, 1, 2, 3, 8, 1, 2, 4, 7, 1, 2]
+    assert guess(make(Suffix, suffix_decoding_min_token_prob=0.6), make_row(tokens), 12).tokens == []
+
+
+def test_finished_requests_are_remembered_and_the_oldest_forgotten() -> None:
+    drafter = make(Suffix, suffix_decoding_max_cached_requests=2)
+    for base in (100, 200, 300):
+        row = make_row([50, 51, *range(base, base + 40)], prompt=2)
+        drafter.forget(row, "finished")
+    assert guess(drafter, make_row([1, *range(100, 108)]), 12).tokens == []
+    assert guess(drafter, make_row([1, *range(200, 208)]), 12).tokens == list(range(208, 216))
+    assert guess(drafter, make_row([1, *range(334, 339)]), 12).tokens == [339], "a text ends where it ended"
+    assert guess(drafter, make_row([50, 51]), 12).tokens == [300, 301], "the end of the prompt belongs to it"
+
+
+def test_only_what_finished_is_remembered() -> None:
+    drafter = make(Suffix)
+    drafter.forget(make_row(list(range(40)), prompt=0), "preempted")
+    assert guess(drafter, make_row(list(range(10))), 12).tokens == []
+    nothing = make(Suffix, suffix_decoding_max_cached_requests=0)
+    nothing.forget(make_row(list(range(40)), prompt=0), "finished")
+    assert guess(nothing, make_row(list(range(10))), 12).tokens == []
+
+
+def test_whole_segments_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suffix, "SEGMENT", 1000)
+    drafter = make(Suffix, suffix_decoding_max_cached_requests=3)
+    for i in range(6):
+        drafter.forget(make_row([i] * (499), prompt=0), "finished")
+    assert len(drafter.memory.segments) == 2
+    drafter.forget(make_row([9] * 3000, prompt=0), "finished")
+    assert len(drafter.memory.segments[-1].tokens) == 3001
+
+
+def test_the_text_grows_with_the_row() -> None:
+    """Guesses are those of a fresh drafter that sees the whole row."""
+    dice = random.Random(3)
+    drafter, row = make(Suffix), make_row([1])
+    for _ in range(60):
+        row.tokens.extend(dice.randrange(4) for _ in range(dice.randint(1, 5)))
+        assert guess(drafter, row, 12) == guess(make(Suffix), row, 12)
+
+
+def test_a_row_whose_guesses_keep_failing_is_guessed_less() -> None:
+    """Random text of few tokens: there is always a match, and it is nearly never right."""
+    dice = random.Random(0)
+    text = [dice.randrange(25) for _ in range(1500)]
+    drafter = make(Suffix)
+    sizes = follow(drafter, make_row(text[:300]), text[300:], 12)
+    assert sum(sizes[:20]) > 10
+    assert sum(sizes[200:]) < 0.4 * len(sizes[200:])
+
+
+def test_a_length_that_failed_is_tried_again_some_time_later() -> None:
+    belief = Belief(4)
+    belief.length = 1
+    for _ in range(20):
+        belief.learn(Guesses([7], [-1], [0.5]), [])
+    assert belief(1) < 0.01 and belief(2) == 0.75
+    for _ in range(20):
+        belief.passed(1, 1)
+    assert 0.1 < belief(1) < 0.5
+
+
+def test_each_level_of_a_tree_is_learned_from() -> None:
+    belief = Belief(4)
+    belief.length = 2
+    belief.learn(Guesses.chain([5, 6, 7], [0.5] * 3), [0])
+    assert belief(2) > 0.75 and belief(3) < 0.875 and belief(4) == 0.9375, "right, wrong, and not known"
+
+
+def test_a_row_that_begins_to_repeat_itself_is_guessed_again() -> None:
+    dice = random.Random(0)
+    text = [dice.randrange(25) for _ in range(1000)]
+    loop = [dice.randrange(25) for _ in range(20)] * 20
+    sizes = follow(make(Suffix), make_row(text[:300]), text[300:] + loop, 12)
+    assert sizes[-5] == 12
+
+
+def test_rows_are_forgotten() -> None:
+    drafter, row = make(Suffix), make_row([1, 2, 1, 2])
+    guess(drafter, row, 4)
+    drafter.forget(row, "preempted")
+    assert not drafter.rows
+    assert guess(drafter, row, 4).tokens == [1, 2]
+    drafter.forget(row, "finished")
+    drafter.forget(row, "finished")
+    assert not drafter.rows
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_tree_depth", 1),
+        ("max_tree_depth", 2.5),
+        ("max_tree_depth", True),
+        ("max_cached_requests", -1),
+        ("max_spec_factor", 0),
+        ("max_spec_factor", "1"),
+        ("min_token_prob", 1.5),
+        ("min_token_prob", float("nan")),
+        ("use_tree_spec", 1),
+    ],
+)
+def test_bad_values_are_named(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"suffix_decoding_{name} must be .*, got"):
+        Suffix.Options(**{f"suffix_decoding_{name}": value})
