@@ -14,10 +14,10 @@ from __future__ import annotations
 import itertools
 import os
 import random
+from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from helpers import Scripts, Truth, prompts_of, settled
@@ -181,7 +181,7 @@ def test_plain_decoding_alone_and_in_company(law: str, engines: dict[int, LLM], 
 # ---- the numbers behind the tokens
 
 
-def chain(decoder: Decoder, pool: Pool, table: np.ndarray, start: int, tokens: Sequence[int]) -> Tensor:
+def chain(decoder: Decoder, pool: Pool, table: array[int], start: int, tokens: Sequence[int]) -> Tensor:
     plan = Plan()
     plan.chain(table, start, tokens)
     return decoder.forward(plan.build(), pool)
@@ -208,8 +208,8 @@ def compare(decoder: Decoder, tokens: Sequence[int], dice: random.Random) -> int
     nodes = dice.randint(8, 40)
     guesses, _, paths = random_tree(dice, nodes, vocabulary)
 
-    table, scattered = np.arange(size, dtype=np.int32), np.array(dice.sample(range(2 * size), size), dtype=np.int32)
-    beside = np.arange(2 * size, 3 * size, dtype=np.int32)
+    table, scattered = array("i", range(size)), array("i", dice.sample(range(2 * size), size))
+    beside = array("i", range(2 * size, 3 * size))
     alone, together = decoder.pool(size), decoder.pool(3 * size)
 
     roots = [chain(decoder, alone, table, i, tokens[i : i + 1]) for i in range(length)]  # plain decoding
@@ -283,7 +283,7 @@ def test_bits_can_differ(engines: dict[int, LLM], prompts: list[list[int]], monk
     """The comparison above notices one node that sees one wrong slot."""
     node, seen_one = Plan.node, itertools.count()
 
-    def spoilt(self: Plan, table: np.ndarray, seen: int, path: Sequence[int], token: int) -> None:
+    def spoilt(self: Plan, table: array[int], seen: int, path: Sequence[int], token: int) -> None:
         wrong = [int(table[0]), *path[1:]] if len(path) > 1 and next(seen_one) == 0 else path
         node(self, table, seen, wrong, token)
 

@@ -6,10 +6,10 @@ least one prompt of the same traffic comes out differently.  The controls at the
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 from helpers import answer, prompts_of
 from scene import DEPTH, GREEDY, PROMPTS, SAMPLED, Setup, told
@@ -25,11 +25,11 @@ from outrider.types import ROOT, Batch, Draft, Laws, Verdict
 # ---- masks and positions
 
 
-def edit_nodes(monkeypatch: pytest.MonkeyPatch, edit: Callable[[Plan, int, np.ndarray, int, list[int]], None]) -> None:
+def edit_nodes(monkeypatch: pytest.MonkeyPatch, edit: Callable[[Plan, int, array[int], int, list[int]], None]) -> None:
     """After a guess has entered the plan, `edit(plan, its row, table, seen, path)` may spoil it."""
     node = Plan.node
 
-    def spoilt(self: Plan, table: np.ndarray, seen: int, path: Sequence[int], token: int) -> None:
+    def spoilt(self: Plan, table: array[int], seen: int, path: Sequence[int], token: int) -> None:
         node(self, table, seen, path, token)
         edit(self, self.length - 1, table, seen, list(path))
 
@@ -40,7 +40,7 @@ def test_a_node_that_sees_a_sibling(scene: Setup, monkeypatch: pytest.MonkeyPatc
     """The mask lets a node see the first guess of the tree, which is not among its ancestors."""
     broken = scene()
 
-    def edit(plan: Plan, row: int, table: np.ndarray, seen: int, path: list[int]) -> None:
+    def edit(plan: Plan, row: int, table: array[int], seen: int, path: list[int]) -> None:
         if int(table[seen]) not in path:
             plan._paths[row] = [int(table[seen]), *path]
 
@@ -52,7 +52,7 @@ def test_a_node_that_does_not_see_its_parent(scene: Setup, monkeypatch: pytest.M
     """The mask gives it the last known token once more instead."""
     broken = scene()
 
-    def edit(plan: Plan, row: int, table: np.ndarray, seen: int, path: list[int]) -> None:
+    def edit(plan: Plan, row: int, table: array[int], seen: int, path: list[int]) -> None:
         if len(path) > 1:
             plan._paths[row] = [*path[:-2], int(table[seen - 1]), path[-1]]
 
@@ -64,7 +64,7 @@ def test_a_node_that_misses_a_known_token(scene: Setup, monkeypatch: pytest.Monk
     """It sees one token less of what is certain."""
     broken = scene()
 
-    def edit(plan: Plan, row: int, table: np.ndarray, seen: int, path: list[int]) -> None:
+    def edit(plan: Plan, row: int, table: array[int], seen: int, path: list[int]) -> None:
         plan._seen[row] -= 1
 
     edit_nodes(monkeypatch, edit)
@@ -75,7 +75,7 @@ def test_a_node_one_position_too_far(scene: Setup, monkeypatch: pytest.MonkeyPat
     """Its rotation is that of the next position."""
     broken = scene()
 
-    def edit(plan: Plan, row: int, table: np.ndarray, seen: int, path: list[int]) -> None:
+    def edit(plan: Plan, row: int, table: array[int], seen: int, path: list[int]) -> None:
         plan._positions[row] += 1
 
     edit_nodes(monkeypatch, edit)

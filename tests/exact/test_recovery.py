@@ -79,8 +79,8 @@ def test_a_row_without_a_finite_logit_fails_alone(llm: LLM, monkeypatch: pytest.
     good = said(llm)
     pick = llm.engine.sampler.pick
 
-    def broken(row: Row, path: Sequence[int], logits: Tensor) -> int:
-        return pick(row, path, logits * float("nan") if row.tokens[0] == 7 and len(row.tokens) > 22 else logits)
+    def broken(row: Row, path: Sequence[int], logits: Tensor, at: int = 0) -> int:
+        return pick(row, path, logits * float("nan") if row.tokens[0] == 7 and len(row.tokens) > 22 else logits, at)
 
     monkeypatch.setattr(llm.engine.sampler, "pick", broken)
     fine, bad = llm.generate([PROMPT, {"prompt_token_ids": [7] * 20}], PARAMS)
