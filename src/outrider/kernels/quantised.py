@@ -43,7 +43,9 @@ class Quantised:
 
     def regrouped(self, size: int) -> Quantised:
         """The same numbers in smaller groups; `size` divides `group`."""
-        scales, offsets = (None if part is None else part.repeat_interleave(self.group // size, dim=1) for part in (self.scales, self.offsets))
+        scales, offsets = (
+            None if part is None else part.repeat_interleave(self.group // size, dim=1) for part in (self.scales, self.offsets)
+        )
         assert scales is not None and self.group % size == 0
         return Quantised(self.values, scales, offsets, self.bits, size)
 
