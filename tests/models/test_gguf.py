@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import struct
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -147,8 +148,8 @@ def write(
         if config.model_type == "llama" and ("q_proj" in name or "k_proj" in name):
             rows = interleaved(rows, config.head_dim)
         writer.add_tensor(theirs(name), rows, raw_dtype=Kind[kind])
-    for name, array in (extra or {}).items():
-        writer.add_tensor(name, array)
+    for name, numbers in (extra or {}).items():
+        writer.add_tensor(name, numbers)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -161,7 +162,7 @@ def write(
 def logits(model: str | Path) -> torch.Tensor:
     decoder = Decoder(Checkpoint.open(str(model)), torch.float32, torch.device("cpu"), 256)
     plan = Plan()
-    plan.chain(np.arange(256, dtype=np.int32), 0, PROMPTS[0] + PROMPTS[1])
+    plan.chain(array("i", range(256)), 0, PROMPTS[0] + PROMPTS[1])
     return decoder.logits(decoder.forward(plan.build(), decoder.pool(256)), list(range(plan.length)))
 
 

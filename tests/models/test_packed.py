@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from helpers import Scripts, Truth, answer, install, settled, tiny_checkpoint, tiny_prompts
@@ -194,7 +194,7 @@ def configure(folder: Path, quantization: dict[str, Any]) -> None:
 def logits(folder: Path) -> Tensor:
     decoder = Decoder(Checkpoint.open(str(folder)), torch.float32, torch.device("cpu"), 256)
     plan = Plan()
-    plan.chain(np.arange(256, dtype=np.int32), 0, PROMPTS[0] + PROMPTS[1])
+    plan.chain(array("i", range(256)), 0, PROMPTS[0] + PROMPTS[1])
     return decoder.logits(decoder.forward(plan.build(), decoder.pool(256)), list(range(plan.length)))
 
 
