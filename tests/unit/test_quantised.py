@@ -6,10 +6,10 @@ import platform
 import random
 import shutil
 import subprocess
+from array import array
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from test_kernels import LAYOUTS, SLOTS, c_kernels, heads_of, near, needs_c, pools, random_plan, two_threads
@@ -51,7 +51,7 @@ def rounded(x: Tensor, group: int) -> Tensor:
 
 def ids_plan(ids: list[int]) -> Plan:
     plan = Plan()
-    plan.chain(np.arange(len(ids), dtype=np.int32), 0, ids)
+    plan.chain(array("i", range(len(ids))), 0, ids)
     return plan.build()
 
 
