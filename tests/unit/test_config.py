@@ -104,6 +104,7 @@ def test_keys_of_another_method_are_refused() -> None:
         ({"method": "draft_model", "vocab_mismatch": "ignore"}, "vocab_mismatch"),
         ({"method": "draft_model", "draft_tensor_parallel_size": 2}, "draft_tensor_parallel_size"),
         ({"method": "draft_model", "model": None}, "model"),
+        ({"method": "draft_model", "quantization": "q4"}, "quantization of the draft"),
     ],
     ids=str,
 )
@@ -117,6 +118,8 @@ def test_a_value_out_of_range_is_named(config: Any, named: str) -> None:
         ("max_model_length", "max_model_len"),
         ("max_seqs", "max_num_seqs"),
         ("kv_cache_memory", "kv_cache_memory_bytes"),
+        ("quantisation", "quantization"),
+        ("kv_cache_type", "kv_cache_dtype"),
         ("rope_theta", None),
     ],
 )
@@ -135,7 +138,8 @@ def test_an_unknown_engine_option(wrong: str, right: str | None) -> None:
         {"max_model_len": 0}, {"max_model_len": 10.0}, {"max_num_seqs": 0}, {"max_num_seqs": True}, {"max_num_batched_tokens": -1},
         {"max_num_batched_tokens": 8}, {"kv_cache_memory_bytes": 0}, {"kv_cache_memory_bytes": "1GB"},
         {"gpu_memory_utilization": 0}, {"gpu_memory_utilization": 1.5}, {"gpu_memory_utilization": "a"},
-        {"tensor_parallel_size": 2}, {"seed": "x"},
+        {"tensor_parallel_size": 2}, {"seed": "x"}, {"quantization": "int5"}, {"quantization": 8}, {"kv_cache_dtype": "fp8"},
+        {"kv_cache_dtype": None},
     ],
     ids=str,
 )  # fmt: skip

@@ -18,7 +18,7 @@ from torch import Tensor
 from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
 from outrider.kernels import cpu, kernels_for
-from outrider.kernels.cpu import CpuKernels
+from outrider.kernels.cpu import KINDS, CpuKernels
 from outrider.kernels.reference import Heads, TorchKernels
 from outrider.models.decoder import Decoder
 from outrider.models.hub import Checkpoint
@@ -46,7 +46,8 @@ class Ops(CpuKernels):
         self.lib.rope_store(
             qkv.data_ptr(), n, spec.heads, spec.kv_heads, spec.head_dim, wide,
             None if spec.q_norm is None else spec.q_norm.data_ptr(), None if spec.k_norm is None else spec.k_norm.data_ptr(),
-            spec.eps, turn.data_ptr(), turn.shape[1], plan.positions_at, plan.slots_at, keys, values, self.half, q.data_ptr(),
+            spec.eps, turn.data_ptr(), turn.shape[1], plan.positions_at, plan.slots_at, keys, values,
+            KINDS[pool.dtype], pool.head, q.data_ptr(),
         )  # fmt: skip
         return q
 
@@ -55,8 +56,8 @@ class Ops(CpuKernels):
         keys, values = (pool.data[layer, part].data_ptr() for part in (0, 1))
         out = torch.empty(n, heads * spec.head_dim)
         self.lib.attend(
-            q.data_ptr(), keys, values, self.half, n, heads, spec.kv_heads, spec.head_dim, wide, plan.tables_at, plan.seen_at,
-            plan.paths_at, plan.depths_at, plan.width, scale, window, plan.longest, out.data_ptr(),
+            q.data_ptr(), keys, values, KINDS[pool.dtype], pool.head, n, heads, spec.kv_heads, spec.head_dim, wide, plan.tables_at,
+            plan.seen_at, plan.paths_at, plan.depths_at, plan.width, scale, window, plan.longest, out.data_ptr(),
         )  # fmt: skip
         return out
 
@@ -169,10 +170,10 @@ def heads_of(heads: int, kv_heads: int, head_dim: int, norms: bool = False) -> A
 def pools(spec: Any, dtype: torch.dtype) -> tuple[Pool, Pool]:
     """Two pools with the same random past; what lies past the head size is zero, as every writer leaves it."""
     pair = [Pool(2, spec.kv_heads, spec.head_dim, SLOTS, dtype, CPU) for _ in range(2)]
-    past = torch.randn(pair[0].data.shape).to(dtype)
-    past[..., spec.head_dim :] = 0
+    past = torch.randn(2, 2, SLOTS, spec.kv_heads, spec.head_dim)
     for pool in pair:
-        pool.data.copy_(past)
+        for layer, part in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            pool.write(layer, part, torch.arange(SLOTS), past[layer, part])
     return pair[0], pair[1]
 
 
@@ -270,13 +271,15 @@ def forward(decoder: Decoder, pool: Pool, table: array[int], start: int, tokens:
 
 
 @needs_c
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "form", [(torch.float32,), (torch.bfloat16,), (torch.bfloat16, "int8", "auto"), (torch.float32, "int4", "int8")], ids=str
+)
 @pytest.mark.parametrize("family", ["Qwen3", "Mistral"])
-def test_a_whole_decoder_gives_the_same_bits_one_by_one_in_chunks_and_in_a_tree(family: str, dtype: torch.dtype, checkpoint: Any) -> None:
+def test_a_whole_decoder_gives_the_same_bits_one_by_one_in_chunks_and_in_a_tree(family: str, form: Any, checkpoint: Any) -> None:
     """Forty tokens of one text: token by token, in chunks of every size, over scattered slots, and as the true path of a
     tree whose other nodes are noise.  All of it must agree bit for bit, K and V included."""
     folder = checkpoint(family, hidden_size=96, sliding_window=13) if family == "Mistral" else checkpoint(family, head_dim=24)
-    decoder = Decoder(Checkpoint.open(str(folder)), dtype, CPU, 64)
+    decoder = Decoder(Checkpoint.open(str(folder)), form[0], CPU, 64, *form[1:])
     rng = random.Random(0)
     tokens = [rng.randrange(300) for _ in range(40)]
     plain, pool = array("i", range(128)), decoder.pool(128)

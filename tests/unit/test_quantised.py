@@ -1,0 +1,310 @@
+"""Weights and K/V in few bits: what the numbers mean, what they weigh, and that rows stay independent."""
+
+from __future__ import annotations
+
+import platform
+import random
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_kernels import LAYOUTS, SLOTS, c_kernels, heads_of, near, needs_c, pools, random_plan, two_threads
+from torch import Tensor
+
+from outrider import ConfigError
+from outrider.attention.plan import Plan
+from outrider.cache.pool import Pool
+from outrider.kernels import cpu
+from outrider.kernels.quantised import Quantised, join
+from outrider.kernels.reference import TorchKernels
+from outrider.models.decoder import Decoder
+from outrider.models.hub import Checkpoint, Weights
+from outrider.models.quantise import quantise
+
+CPU = torch.device("cpu")
+FORMS = [(8, False, 32), (8, True, 32), (4, False, 32), (4, True, 32), (8, False, 16), (4, True, 16), (4, True, 128), (8, False, 96)]
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def some(outputs: int, inputs: int, bits: int = 8, offsets: bool = False, group: int = 32) -> Quantised:
+    """Random numbers of the whole range; scales and offsets that half precision holds, some of them negative."""
+    least, groups = -(2 ** (bits - 1)), inputs // group
+    values = torch.randint(least, -least, (outputs, inputs), dtype=torch.int8)
+    scales = (torch.randn(outputs, groups) * 0.01).half().float()
+    return Quantised(values, scales, torch.randn(outputs, groups).half().float() if offsets else None, bits, group)
+
+
+def rounded(x: Tensor, group: int) -> Tensor:
+    """Activations as the kernels round them: 8 bits, every row and group by itself."""
+    parts = x.view(x.shape[0], -1, group)
+    top = parts.abs().amax(-1, keepdim=True)
+    return ((parts.double() * (127 / top).double()).round() * (top / 127).double()).flatten(1)
+
+
+def ids_plan(ids: list[int]) -> Plan:
+    plan = Plan()
+    plan.chain(np.arange(len(ids), dtype=np.int32), 0, ids)
+    return plan.build()
+
+
+# ---- linear
+
+
+@needs_c
+@pytest.mark.parametrize(("bits", "offsets", "group"), FORMS)
+@pytest.mark.parametrize("outputs", [1, 31, 32, 70])
+def test_linear(outputs: int, bits: int, offsets: bool, group: int) -> None:
+    kernels, inputs = c_kernels(torch.bfloat16), 3 * group
+    weight, bias = some(outputs, inputs, bits, offsets, group), torch.randn(outputs)
+    packed = kernels.pack(weight, bias)
+    for n in (1, 2, 5, 6, 7, 8, 13):
+        x, base = torch.randn(n, inputs), torch.randn(n, outputs)
+        exact = rounded(x, 32 if group % 32 == 0 else 16) @ weight.dense().double().T
+        near(kernels.linear(x, kernels.pack(weight)), exact, 1e-4)
+        added = base.clone()
+        assert kernels.linear(x, packed, add=added) is added
+        near(added, base + exact + bias, 1e-4)
+
+
+@needs_c
+@pytest.mark.parametrize(("bits", "most"), [(8, 0.011), (4, 0.1)])
+def test_what_rounding_costs(bits: int, most: float) -> None:
+    """Activations in 8 bits add about as much as weights in 8 bits do, and next to nothing to weights in 4."""
+    weight, x = torch.randn(200, 384), torch.randn(32, 384)
+    few, kernels = quantise(weight, bits), c_kernels(torch.float32)
+    exact, kept = x.double() @ weight.double().T, few.dense().double() if isinstance(few, Quantised) else weight
+    got = kernels.linear(x, kernels.pack(few)).double()
+    assert (got - exact).norm() < most * exact.norm()
+    assert (got - x.double() @ kept.T).norm() < 0.008 * exact.norm()
+
+
+@needs_c
+def test_groups_that_the_vectors_cannot_follow_are_widened() -> None:
+    weight, x = some(20, 60, 8, True, 12), torch.randn(3, 60)
+    kernels = c_kernels(torch.float32)
+    near(kernels.linear(x, kernels.pack(weight)), x @ weight.dense().T, 1e-4)
+
+
+@needs_c
+@pytest.mark.parametrize("size", [2.0**-100, 2.0**-30, 1.0, 2.0**30])
+def test_scales_of_any_size(size: float) -> None:
+    """Half precision alone would lose them below 1e-7 and above 65504."""
+    weight, x = some(40, 64), torch.randn(3, 64)
+    weight = Quantised(weight.values, weight.scales * size, None, 8, 32)
+    kernels = c_kernels(torch.float32)
+    near(kernels.linear(x, kernels.pack(weight)) / size, rounded(x, 32) @ (weight.dense().double() / size).T, 1e-3)
+
+
+@needs_c
+@pytest.mark.parametrize(("bits", "offsets", "group"), FORMS)
+def test_embed(bits: int, offsets: bool, group: int) -> None:
+    weight, ids = some(70, 2 * group, bits, offsets, group), [0, 69, 33, 33, 5]
+    expected = weight.dense()[ids]
+    near(c_kernels(torch.float32).embed(c_kernels(torch.float32).pack(weight), ids_plan(ids)), expected, 1e-6)
+    torch_kernels = TorchKernels(CPU, torch.float32)
+    near(torch_kernels.embed(torch_kernels.pack(weight), ids_plan(ids)), expected, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("bits", "offsets", "group"), FORMS[:4])
+def test_the_reference_linear(bits: int, offsets: bool, group: int, dtype: torch.dtype) -> None:
+    kernels, weight, bias = TorchKernels(CPU, dtype), some(40, 96, bits, offsets, group), torch.randn(40)
+    x = torch.randn(5, 96).to(dtype)
+    expected = x.double() @ weight.dense().to(dtype).double().T + bias
+    near(kernels.linear(x, kernels.pack(weight, bias)), expected, 1e-4 if dtype == torch.float32 else 0.1)
+
+
+@needs_c
+@pytest.mark.parametrize(("bits", "offsets", "group"), FORMS)
+def test_linear_rows_are_independent(bits: int, offsets: bool, group: int) -> None:
+    kernels, most = c_kernels(torch.bfloat16), 128
+    weight = kernels.pack(some(70, 384, bits, offsets, group), torch.randn(70))
+    x = torch.randn(most, 384)
+    alone = torch.cat([kernels.linear(x[i : i + 1], weight) for i in range(most)])
+    for n in range(1, most + 1):
+        assert torch.equal(kernels.linear(x[:n], weight), alone[:n]), n
+        assert torch.equal(kernels.linear(x[most - n :], weight), alone[most - n :]), n
+    with two_threads():
+        for n in (1, 2, 5, 6, 7, 16, 40, most):
+            assert torch.equal(kernels.linear(x[:n], weight), alone[:n]), n
+
+
+@needs_c
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_row_that_is_not_finite_stays_alone(bits: int) -> None:
+    kernels = c_kernels(torch.float32)
+    weight, x = kernels.pack(some(33, 64, bits)), torch.randn(4, 64)
+    whole = kernels.linear(x, weight)
+    for bad in (float("nan"), float("inf")):
+        x[2, 40] = bad
+        got = kernels.linear(x, weight)
+        assert not got[2].isfinite().any()
+        assert torch.equal(got[[0, 1, 3]], whole[[0, 1, 3]])
+
+
+@needs_c
+@pytest.mark.parametrize("bits", [8, 4])
+def test_linear_writes_nothing_past_its_outputs(bits: int) -> None:
+    kernels, memory = c_kernels(torch.float32), torch.full((5 * 70 + 64,), 7.0)
+    kernels.linear(torch.randn(5, 64), kernels.pack(some(70, 64, bits)), add=memory[: 5 * 70].view(5, 70))
+    assert (memory[5 * 70 :] == 7).all()
+
+
+@needs_c
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="these are its instruction sets")
+@pytest.mark.parametrize("march", ["x86-64-v3", "x86-64"])
+def test_other_processors(march: str, tmp_path: Path) -> None:
+    """Without dot products of bytes, and without AVX at all: the same integers, and floats that differ by rounding alone."""
+    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))))
+    built, source = tmp_path / "kernels.so", Path(cpu.__file__).parent
+    flags = [*(flag for flag in cpu.FLAGS if flag not in ("-march=native", "-O3")), f"-march={march}", "-O1", "-w"]
+    subprocess.run([compiler, *flags, *(str(source / name) for name in cpu.SOURCES), "-o", str(built), "-lm"], check=True)
+    ours = c_kernels(torch.float32)
+    theirs = type(ours)(cpu._declare(cpu.ctypes.CDLL(str(built))), torch.float32)
+    for bits in (8, 4):
+        weight, x = ours.pack(some(70, 96, bits, True)), torch.randn(5, 96)
+        near(theirs.linear(x, weight), ours.linear(x, weight), 1e-5)
+    spec = heads_of(4, 2, 64)
+    pool, _ = pools(spec, torch.int8)
+    plan = random_plan(random.Random(0))
+    q = torch.randn(plan.length, 4, 64)
+    near(theirs.attend(q, spec, plan, pool, 1, 0.125, 0), ours.attend(q, spec, plan, pool, 1, 0.125, 0), 1e-5)
+
+
+# ---- what they weigh
+
+
+@needs_c
+@pytest.mark.parametrize(("bits", "offsets", "most"), [(8, False, 1.0625), (4, False, 0.5625), (4, True, 0.625), (8, True, 1.125)])
+def test_memory_of_a_weight(bits: int, offsets: bool, most: float) -> None:
+    packed = c_kernels(torch.bfloat16).pack(some(768, 2048, bits, offsets))
+    assert packed.data.nbytes == most * 768 * 2048
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 80])
+def test_memory_of_a_pool(head_dim: int) -> None:
+    wide, few = (Pool(2, 4, head_dim, 100, dtype, CPU) for dtype in (torch.bfloat16, torch.int8))
+    for pool in (wide, few):
+        assert pool.data.nbytes == 100 * Pool.bytes_per_slot(2, 4, head_dim, pool.dtype)
+    assert few.data.nbytes <= 0.54 * wide.data.nbytes
+
+
+@needs_c
+def test_memory_of_a_model(checkpoint: Any) -> None:
+    def stored(quantization: str | None) -> int:
+        folder = checkpoint(hidden_size=128, intermediate_size=256, vocab_size=320)
+        decoder = Decoder(Checkpoint.open(str(folder)), torch.bfloat16, CPU, 64, quantization)
+        layers: list[Any] = [getattr(layer, name) for layer in decoder.layers for name in cpu.LINEARS]
+        return sum(weight.data.nbytes for weight in (*layers, decoder.embedding, decoder.lm_head))
+
+    outer, inner = 2 * 320 * 128, 2 * (2 * 128 * 128 + 2 * 64 * 128 + 3 * 256 * 128)
+    assert stored(None) == 2 * (outer + inner)
+    assert stored("int8") == 1.0625 * (outer + inner)
+    assert stored("int4") == 1.0625 * outer + 0.5625 * inner
+
+
+# ---- quantising
+
+
+@pytest.mark.parametrize(("bits", "error"), [(8, 0.007), (4, 0.1)])
+def test_quantise(bits: int, error: float) -> None:
+    weight = torch.randn(50, 128)
+    weight[3, 32:64] = 0
+    weight[5] *= 1e-6
+    few = quantise(weight, bits)
+    assert isinstance(few, Quantised) and (few.bits, few.group, few.offsets) == (bits, 32, None)
+    assert few.values.int().abs().max() <= 2 ** (bits - 1)
+    for row in (0, 3, 5):
+        assert (few.dense()[row] - weight[row]).norm() < error * weight[row].norm()
+    assert (few.dense()[3, 32:64] == 0).all()
+
+
+def test_quantise_leaves_what_is_no_whole_groups() -> None:
+    weight = torch.randn(5, 40)
+    assert quantise(weight, 4) is weight
+
+
+def test_join_changes_no_number() -> None:
+    parts = [some(3, 64, 4, False, 32), some(5, 64, 8, True, 64), some(2, 64, 4, True, 16)]
+    whole = join(parts, torch.float32)
+    assert isinstance(whole, Quantised) and (whole.bits, whole.group) == (8, 16)
+    assert torch.equal(whole.dense(), torch.cat([part.dense() for part in parts]))
+    alike = join([some(3, 64, 4), some(5, 64, 4)], torch.float32)
+    assert isinstance(alike, Quantised) and (alike.bits, alike.group, alike.offsets) == (4, 32, None)
+    mixed = join([parts[0], torch.ones(2, 64)], torch.bfloat16)
+    assert isinstance(mixed, Tensor) and mixed.dtype == torch.bfloat16 and mixed.shape == (5, 64)
+
+
+def test_a_checkpoint_that_is_quantised_already(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that gives quantised weights is all that a format needs; asking for another one on top is refused."""
+    source = Checkpoint.open(str(checkpoint()))
+    expected = Decoder(source, torch.float32, CPU, 64, "int8")
+    read = Weights.get
+
+    def few(self: Weights, name: str, *shape: int) -> Any:
+        weight = read(self, name, *shape)
+        return quantise(weight, 8) if weight.dim() == 2 else weight
+
+    monkeypatch.setattr(Weights, "get", few)
+    decoder = Decoder(source, torch.float32, CPU, 64)
+    plan = ids_plan(list(range(5, 15)))
+    x, y = (d.logits(d.forward(plan, d.pool(16)), list(range(10))) for d in (decoder, expected))
+    assert torch.equal(x, y)
+    with pytest.raises(ConfigError, match="quantised already"):
+        Decoder(source, torch.float32, CPU, 64, "int4")
+
+
+# ---- K and V
+
+
+@needs_c
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), LAYOUTS)
+def test_rope_store(heads: int, kv_heads: int, head_dim: int) -> None:
+    spec = heads_of(heads, kv_heads, head_dim, True)
+    ours, theirs = pools(spec, torch.int8)
+    plan, angle = random_plan(random.Random(head_dim)), torch.rand(64, head_dim // 2) * 6
+    turn, qkv = torch.cat([angle.cos(), angle.sin()], dim=-1).contiguous(), torch.randn(plan.length, (heads + 2 * kv_heads) * head_dim)
+    TorchKernels(CPU, torch.float32).rope_store(qkv, spec, turn, plan, theirs, 1)
+    c_kernels(torch.float32).rope_store(qkv, spec, turn, plan, ours, 1)
+    mine, reference = (pool.read(1, plan.slots, torch.float32) for pool in (ours, theirs))
+    assert (mine - reference).abs().max() <= 1.01 / 127 * reference.abs().max(), "more than one step apart"
+    assert (mine - reference).abs().mean() < 1e-4
+    assert (ours.data[..., head_dim : ours.width] == 0).all()
+    untouched = torch.ones(SLOTS, dtype=torch.bool)
+    untouched[plan.slots] = False
+    assert torch.equal(ours.data[:, :, untouched], theirs.data[:, :, untouched])
+    assert torch.equal(ours.data[0], theirs.data[0]), "another layer was written to"
+
+
+@needs_c
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), LAYOUTS)
+@pytest.mark.parametrize("window", [0, 5, 16])
+def test_attend(heads: int, kv_heads: int, head_dim: int, window: int) -> None:
+    """Against the reference, whose queries are rounded here as the kernel rounds them: a head by its largest number."""
+    spec = heads_of(heads, kv_heads, head_dim)
+    pool, _ = pools(spec, torch.int8)
+    for seed in range(3):
+        plan = random_plan(random.Random(seed))
+        q = torch.randn(plan.length, heads, head_dim) * 2
+        few = rounded(q.view(-1, head_dim), head_dim).view(q.shape).float()
+        wide = torch.nn.functional.pad(q, (0, pool.width - head_dim)).contiguous()
+        got = c_kernels(torch.float32).attend(wide, spec, plan, pool, 1, head_dim**-0.5, window)
+        near(got, TorchKernels(CPU, torch.float32).attend(few, spec, plan, pool, 1, head_dim**-0.5, window), 2e-5)
+
+
+def test_a_pool_gives_back_what_was_written() -> None:
+    pool, slots = Pool(2, 3, 24, 20, torch.int8, CPU), torch.tensor([7, 3, 11])
+    heads = torch.randn(3, 3, 24)
+    heads[1, 2] = 0
+    pool.write(1, 0, slots, heads)
+    near(pool.read(1, slots, torch.float32)[0], heads, 0.02)
+    pool.move([3, 7], [7, 4])
+    near(pool.read(1, torch.tensor([4, 7]), torch.float32)[0], heads[:2], 0.02)
