@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from helpers import Scripts, Truth, answer, prompts_of, said, settled, tiny_prompts
@@ -106,7 +106,7 @@ def log_laws(llm: LLM, texts: Sequence[Sequence[int]]) -> Tensor:
     found, decoder = [], llm.engine.decoder
     for text in texts:
         plan = Plan()
-        plan.chain(np.arange(len(text), dtype=np.int32), 0, text)
+        plan.chain(array("i", range(len(text))), 0, text)
         x = decoder.forward(plan.build(), decoder.pool(len(text)))
         found.append(decoder.logits(x, list(range(len(text)))).double().log_softmax(-1))
     return torch.cat(found)
