@@ -72,7 +72,7 @@ def test_the_figures_are_those_of_the_request(run: Run) -> None:
     total = output.speculation
     assert number(r"encoded +(\d+) tokens", said) == len(output.prompt_token_ids)
     assert number(r"n_draft   = (\d+)", said) == 3
-    assert number(r"n_predict = (\d+)", said) == total.emitted == 24
+    assert number(r"n_predict = (\d+)", said) == total.emitted
     assert number(r"n_drafted = (\d+)", said) == total.drafted
     assert number(r"n_accept  = (\d+)", said) == total.accepted
     assert number(r"accept    = ([\d.]+)%", said) == pytest.approx(100 * total.acceptance, abs=1e-3)
@@ -105,7 +105,7 @@ BAD: list[tuple[tuple[Any, ...], str]] = [
     (("-f", "/no/such/file"), "/no/such/file"),
     (("-p", ""), "empty"),
     (("-p", "x", "--nosuch"), "--nosuch"),
-    (("-p", "x", "-n", "many"), "many"),
+    (("-p", "x", "-n", "many"), "--n-predict"),
     (("-p", "x", "-n", 0), "max_tokens"),
     (("-p", "x", "--temp", -1), "temperature"),
     (("-p", "x", "--top-p", 2), "top_p"),

@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Exit status: 0, 1 where a check failed, 2 for anything wrong with what was asked (one line says what), 130 for Ctrl-C."""
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     try:
-        app(arguments)
+        app(arguments, prog_name="outrider")
     except OutriderError as error:
         Console(stderr=True, soft_wrap=True).print(Text.assemble(("error: ", "bold red"), str(error)))
         raise SystemExit(2) from error

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import IO, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -54,6 +55,7 @@ def bench(
     Times include the prompts, from an empty prefix cache.  The status is 1 if a method changed a token.
     """
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, ignore_eos=ignore_eos)
+    sink = opened(out)
     configs = configs_of(method or [], config or [], draft, depth)
     questions = read(file, limit) if file else None
     llm = load(engine, max_num_seqs=batch_size)
@@ -64,13 +66,13 @@ def bench(
     console = Console(stderr=out == "-")
     results = run(llm, configs, prompts, params, repeats, batch_size, peer or [], draft, depth or 5, console)
     show(results, left_out, console)
-    if out:
+    if sink:
         found = {
             "conditions": conditions(), "model": llm.engine.options.model, "prompts": str(file) if file else None, "left out": left_out,
             "settings": {"batch size": batch_size, "max tokens": max_tokens, "temperature": temperature, "seed": seed, "repeats": repeats},
             "configs": configs, "results": figures(results),
         }  # fmt: skip
-        write(json.dumps(found), out)
+        print(json.dumps(found), file=sink, flush=True)
     if llm.engine.exact and any(not r.foreign and r.tokens != results[0].tokens for r in results):
         raise typer.Exit(1)
 
@@ -124,12 +126,9 @@ def show(results: Sequence[Measured], left_out: int, console: Console) -> None:
         console.print(f"{left_out} prompts were left out: with their answers they exceed the context.")
 
 
-def write(line: str, out: str) -> None:
-    if out == "-":
-        typer.echo(line)
-        return
+def opened(out: str | None) -> IO[str] | None:
+    """Where the JSON goes: a file that cannot be written is found before anything is measured."""
     try:
-        with open(out, "a") as file:
-            file.write(line + "\n")
+        return None if out is None else sys.stdout if out == "-" else open(out, "a")
     except OSError as error:
         raise ConfigError(f"the figures cannot be written to {out!r}: {error}") from error
