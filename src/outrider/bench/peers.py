@@ -72,6 +72,13 @@ def _transformers(llm: LLM, params: SamplingParams, draft: str | None, guesses: 
 PEERS = {"transformers": _transformers}
 
 
+def peer(name: str) -> Callable[[LLM, SamplingParams, str | None, int], Iterator[tuple[str, Answer]]]:
+    """Raises ConfigError for an engine that we cannot call."""
+    if name not in PEERS:
+        raise ConfigError(unknown("peer", name, PEERS))
+    return PEERS[name]
+
+
 def measure_peer(
     name: str,
     llm: LLM,
@@ -83,10 +90,8 @@ def measure_peer(
     tick: Callable[[str], None] = lambda label: None,
 ) -> list[Measured]:
     """Every mode of a peer over the prompts, which are token ids; the best of 2 × `repeats` runs each, as we take ours."""
-    if name not in PEERS:
-        raise ConfigError(unknown("peer", name, PEERS))
     results = []
-    for label, answer in PEERS[name](llm, params, draft, guesses):
+    for label, answer in peer(name)(llm, params, draft, guesses):
         result = Measured(label, foreign=True)
         for kind, prompt in prompts:
             ids = prompt["prompt_token_ids"]

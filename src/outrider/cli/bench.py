@@ -15,7 +15,7 @@ from typer import Option
 
 from outrider.bench.conditions import conditions
 from outrider.bench.measure import PLAIN, Measured, Prompts, grouped, measure
-from outrider.bench.peers import measure_peer
+from outrider.bench.peers import measure_peer, peer
 from outrider.bench.prompts import PROMPTS, rendered
 from outrider.bench.questions import prompts_of, read
 from outrider.bench.report import figures, latencies, table
@@ -38,7 +38,7 @@ def bench(
     ] = None,
     draft: Annotated[str | None, Option("-md", "--model-draft", help="Measure this model as the draft.")] = None,
     depth: Annotated[int | None, Option("--draft", "--draft-max", help="Tokens that --method and -md guess ahead.")] = None,
-    peer: Annotated[list[str] | None, Option("--peer", help="Measure this engine too, one request at a time: transformers.")] = None,
+    peers: Annotated[list[str] | None, Option("--peer", help="Measure this engine too, one request at a time: transformers.")] = None,
     batch_size: Annotated[int, Option("-b", "--batch-size", min=1, help="Requests at once.")] = 1,
     max_tokens: Annotated[int, Option("-n", "--max-tokens", min=1, help="New tokens a prompt, at most.")] = 128,
     temperature: Annotated[float, Option("--temperature", "--temp", help="0 is greedy.")] = 0.0,
@@ -55,6 +55,8 @@ def bench(
     Times include the prompts, from an empty prefix cache.  The status is 1 if a method changed a token.
     """
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, ignore_eos=ignore_eos)
+    for name in peers or []:
+        peer(name)
     sink = opened(out)
     configs = configs_of(method or [], config or [], draft, depth)
     questions = read(file, limit) if file else None
@@ -64,7 +66,7 @@ def bench(
     if questions is not None:
         prompts, left_out = prompts_of(llm, questions, params, turns)
     console = Console(stderr=out == "-")
-    results = run(llm, configs, prompts, params, repeats, batch_size, peer or [], draft, depth or 5, console)
+    results = run(llm, configs, prompts, params, repeats, batch_size, peers or [], draft, depth or 5, console)
     show(results, left_out, console)
     if sink:
         found = {
