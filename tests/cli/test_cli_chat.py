@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -80,10 +81,10 @@ def test_ctrl_c_ends_a_piped_conversation(run: Run, monkeypatch: pytest.MonkeyPa
 
     def interrupted(engine: Engine) -> object:
         if next(steps) == 4:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
         return step(engine)
 
     monkeypatch.setattr(Engine, "step", interrupted)
     result = run("chat", "-n", 50, "--ignore-eos", stdin="Hello\nHello\n")
     assert result.status == 130
-    assert "1 turns, 4 tokens" in result.err
+    assert "1 turns, 5 tokens" in result.err

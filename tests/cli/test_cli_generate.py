@@ -13,6 +13,7 @@ import pytest
 from commands import Run
 
 from outrider import LLM, SamplingParams
+from outrider.bench.figures import figures
 from outrider.cli.generate import unescaped
 from outrider.engine.engine import Engine
 
@@ -81,6 +82,11 @@ def test_the_figures_are_those_of_the_request(run: Run) -> None:
     assert number(r"\n +eval time = .* / +(\d+) tokens", draft) == total.drafted
     assert number(r"prompt eval time = .* / +(\d+) tokens", target) == len(output.prompt_token_ids)
     assert number(r"in (\d+) runs", target) == total.steps - 1
+    llm.engine.reset()
+    llm.generate(TEXT, PARAMS)
+    block = figures(llm.engine, output).split("draft:")[1].split("target:")[0]
+    spent = sum(float(ms) for ms in re.findall(r"time = +([\d.]+) ms", block))
+    assert spent == pytest.approx(1e3 * llm.engine.times.propose, abs=0.02), "no second of drafting is counted twice or not at all"
     for block in (draft, target):
         for line in re.findall(r"time = +([\d.]+) ms / +(\d+) tokens.*\( *([\d.]+) ms per token, +([\d.]+) tokens per second\)", block):
             ms, tokens, each, rate = map(float, line)
@@ -147,14 +153,14 @@ def test_ctrl_c_ends_with_the_figures_so_far(run: Run, monkeypatch: pytest.Monke
 
     def interrupted(engine: Engine) -> Any:
         if next(steps) == 6:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
         return step(engine)
 
     monkeypatch.setattr(Engine, "step", interrupted)
     result = run("generate", "-p", TEXT, "-n", 50, "--ignore-eos")
     assert result.status == 130
     assert result.out.startswith(TEXT) and result.out.endswith("\n") and len(result.out) > len(TEXT) + 1
-    assert number(r"n_predict = (\d+)", result.err) == 6
+    assert number(r"n_predict = (\d+)", result.err) == 7, "the step that was under way is finished"
     assert "Traceback" not in result.err
 
 

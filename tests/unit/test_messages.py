@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers import tiny_checkpoint
+from tokenizers.processors import TemplateProcessing
 
 from outrider import LLM, RequestError, SamplingParams
 from outrider.engine.template import render
@@ -50,8 +52,10 @@ def test_several_conversations_stand_in_their_order(llm: LLM) -> None:
 
 
 def test_the_template_writes_the_special_tokens_alone(llm: LLM) -> None:
-    ids = render(llm.tokenizer, {"messages": ASKED, "chat_template": TEMPLATE})["prompt_token_ids"]
-    assert ids.count(llm.tokenizer.bos_token_id) == 1
+    tokenizer = copy.deepcopy(llm.tokenizer)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", 0)])
+    assert tokenizer.encode("<|bos|>a").count(0) == 2, "this tokenizer puts one in front of every text"
+    assert render(tokenizer, {"messages": ASKED, "chat_template": TEMPLATE})["prompt_token_ids"].count(0) == 1
 
 
 def test_what_may_be_given_besides(llm: LLM) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import signal
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -68,23 +71,40 @@ def unescaped(text: str) -> str:
     return re.sub(r"\\(x([0-9a-fA-F]{2})|[nrt'\"\\])", read, text)
 
 
+@contextmanager
+def interruptible() -> Iterator[Callable[[], bool]]:
+    """Turns Ctrl-C into a question that a loop asks between steps, so that none is cut in half; a second one cuts."""
+    pressed: list[bool] = []
+
+    def press(*_: object) -> None:
+        if pressed:
+            raise KeyboardInterrupt
+        pressed.append(True)
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def say(llm: LLM, prompt: Prompt, params: SamplingParams, shown: str = "") -> tuple[RequestOutput | None, bool]:
     """Prints `shown`, then the answer as it comes.  Returns the last output and whether Ctrl-C ended it."""
     last: RequestOutput | None = None
     done = 0
-    try:
-        for last in llm.stream(prompt, params):
-            if last.error is not None:
-                raise last.error
-            if done == 0:
-                print(shown, end="")
-                shown = ""
-            text = last.outputs[0].text
-            print(text[done:], end="", flush=True)
-            done = len(text)
-    except KeyboardInterrupt:
-        return last, True
-    finally:
-        if last is not None and last.error is None:
-            print(flush=True)
-    return last, False
+    with interruptible() as interrupted:
+        try:
+            for last in llm.stream(prompt, params):
+                if last.error is not None:
+                    raise last.error
+                text = last.outputs[0].text
+                print(shown + text[done:], end="", flush=True)
+                shown, done = "", len(text)
+                if interrupted():
+                    break
+        except KeyboardInterrupt:
+            pass
+        finally:
+            if last is not None and last.error is None:
+                print(flush=True)
+        return last, interrupted()
