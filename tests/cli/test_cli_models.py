@@ -10,21 +10,29 @@ from typing import Any
 import pytest
 import torch
 from commands import Run
+from helpers import in_memory
 
 from outrider import LLM
 from outrider.bench.card import card_of
 from outrider.config import EngineOptions
 
 
-@pytest.mark.parametrize(("dtype", "length", "seats"), [("auto", None, 16), ("float32", 100, 3)])
-def test_the_memory_is_what_the_engine_takes(dtype: str, length: int | None, seats: int) -> None:
-    options: dict[str, Any] = {"dtype": dtype, "max_model_len": length, "max_num_seqs": seats}
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"dtype": "float32", "max_model_len": 100, "max_num_seqs": 3},
+        {"quantization": "int8", "kv_cache_dtype": "int8"},
+        {"quantization": "int4"},
+    ],
+    ids=str,
+)
+def test_the_memory_is_what_the_engine_takes(options: dict[str, Any]) -> None:
     card, llm = card_of(EngineOptions("builtin", **options)), LLM("builtin", **options)
     assert card.cache_bytes == sum(pool.data.nbytes for pool in llm.engine.cache.pools)
     assert card.token_bytes == llm.engine.decoder.slot_bytes
     assert card.dtype == str(llm.engine.decoder.dtype).removeprefix("torch.")
-    size = llm.engine.decoder.dtype.itemsize
-    assert card.weight_bytes == pytest.approx(card.parameters * size, rel=0.01)
+    assert card.weight_bytes == in_memory(llm)
     assert card.request_tokens == llm.engine.max_len and card.refused is None and card.chat_template
 
 

@@ -3,14 +3,15 @@
     encoded   25 tokens in    0.319 seconds, speed:   78.298 t/s      the steps that computed the prompt
     decoded  471 tokens in   19.278 seconds, speed:   24.432 t/s      all other steps, and what these emitted
 
-`prompt eval` is what these prompt steps cost a model, `eval` what decoding cost it: the target computes the pending token and
-all guesses of a step in one run, the draft is charged for all guesses, those of the prompt step included.
+Of each model, `prompt eval` is what it computed in the first kind of steps, `eval` in the second: the target known tokens and
+all guesses of a step in one run, the draft its guesses.  The last step of a prompt guesses already, so that a model with weights has a few
+tokens more than the prompt there.
 """
 
 from __future__ import annotations
 
 from outrider.engine.engine import Engine
-from outrider.llm import RequestOutput
+from outrider.outputs import RequestOutput
 
 
 def figures(engine: Engine, output: RequestOutput) -> str:
@@ -29,21 +30,15 @@ def figures(engine: Engine, output: RequestOutput) -> str:
     lines.append(f"n_predict = {total.emitted}")
     if guessing:
         lines += [f"n_drafted = {total.drafted}", f"n_accept  = {total.accepted}", f"accept    = {total.acceptance:.3%}"]
-        drafting = reading.times.propose + decoding.times.propose - engine.drafter.reading
-        guessed = reading.guessed + decoding.guessed
-        lines += ["", "draft:", "", *_block(engine.drafter.reading, prompt, drafting, guessed, "")]
-    computed = decoding.known + decoding.guessed
-    lines += ["", "target:", "", *_block(reading.times.forward, prompt, decoding.times.forward, computed, f" in {decoding.steps} runs")]
+        read = prompt if engine.drafter.slot_bytes else 0  # a method without weights of its own reads no prompt
+        lines += ["", "draft:", "", _line("prompt eval time", reading.times.propose, read + reading.guessed)]
+        lines.append(_line("eval time", decoding.times.propose, decoding.guessed))
+    lines += ["", "target:", "", _line("prompt eval time", reading.times.forward, prompt + reading.guessed)]
+    lines.append(_line("eval time", decoding.times.forward, decoding.known + decoding.guessed, f" in {decoding.steps} runs"))
     return "\n".join(lines)
 
 
-def _block(reading: float, prompt: int, seconds: float, tokens: int, runs: str) -> list[str]:
-    """A model that reads no prompt has no line for it."""
-    lines = [_line("prompt eval time", reading, prompt, "")] if reading else []
-    return [*lines, _line("eval time", seconds, tokens, runs)]
-
-
-def _line(name: str, seconds: float, tokens: int, runs: str) -> str:
+def _line(name: str, seconds: float, tokens: int, runs: str = "") -> str:
     ms = seconds * 1e3
     each = ms / tokens if tokens else 0.0
     return (

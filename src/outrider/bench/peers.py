@@ -10,8 +10,9 @@ import torch
 
 from outrider.bench.measure import Measured, Prompts, Run
 from outrider.errors import ConfigError, unknown
-from outrider.llm import LLM, CompletionOutput
+from outrider.llm import LLM
 from outrider.models.hub import locate
+from outrider.outputs import CompletionOutput
 from outrider.sampling.params import SamplingParams
 from outrider.types import Times
 

@@ -15,7 +15,8 @@ from outrider.cli.flags import Given, config_of, load, params_of, shared
 from outrider.cli.generate import say
 from outrider.engine.template import render
 from outrider.errors import RequestError
-from outrider.llm import LLM, RequestOutput
+from outrider.llm import LLM
+from outrider.outputs import RequestOutput
 from outrider.sampling.params import SamplingParams
 from outrider.types import Speculation
 

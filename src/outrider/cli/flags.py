@@ -60,6 +60,8 @@ ENGINE = (
         read=lambda n: n or None,
     ),
     Flag("dtype", str, "--dtype", "auto, float32, bfloat16 or float16."),
+    Flag("quantization", str, "--quantization", "int8 or int4: quantise the weights while loading."),
+    Flag("kv_cache_dtype", str, "--kv-cache-dtype", "auto or int8, for target and draft."),
     Flag("device", str, "--device", "auto, cpu, cuda or cuda:1."),
     Flag("tokenizer", str, "--tokenizer", "Folder or hub id, where the model has no tokenizer of its own."),
     Flag("revision", str, "--revision", "Branch, tag or commit on the hub."),
@@ -67,6 +69,8 @@ ENGINE = (
 )
 SPECULATION = (
     Flag("model", str, "--model-draft -md", "A smaller model that guesses: folder or hub id."),
+    Flag("draft_dtype", str, "--draft-dtype", "As --dtype."),
+    Flag("quantization", str, "--draft-quantization", "As --quantization."),
     Flag("num_speculative_tokens", int, "--draft --draft-max", "Tokens to guess ahead."),
     Flag("method", str, "--method", "What guesses: ngram, draft_model …"),
     Flag("config", str, "--speculative-config", "All keys of speculative_config, as JSON; the flags above change it."),
@@ -78,10 +82,19 @@ SAMPLING = (
     Flag("top_k", int, "--top-k", "Keep the K most likely tokens; 0: all.", 40),
     Flag("top_p", float, "--top-p", "Keep the most likely tokens that have so much probability together.", 0.95),
     Flag("min_p", float, "--min-p", "Keep tokens at least so likely, relative to the most likely one.", 0.05),
+    Flag("repetition_penalty", float, "--repeat-penalty", "Divides the logits of tokens that were there already (1: does nothing)."),
+    Flag("presence_penalty", float, "--presence-penalty", "Taken off the logits of tokens that the answer has."),
+    Flag("frequency_penalty", float, "--frequency-penalty", "The same for each time that the answer has it."),
     Flag("ignore_eos", bool, "--ignore-eos", "Go on past the end-of-sequence token.", False),
     Flag("stop", list[str], "--reverse-prompt -r", "Stop at this text; may be given several times.", read=lambda texts: texts or None),
 )  # fmt: skip
-GROUPS = {"engine": (ENGINE, "Model"), "speculation": (SPECULATION, "Speculation"), "sampling": (SAMPLING, "Sampling")}
+FORM = tuple(flag for flag in ENGINE if flag.field not in ("model", "tokenizer", "threads"))  # what decides about memory
+GROUPS = {
+    "engine": (ENGINE, "Model"),
+    "form": (FORM, "Model"),
+    "speculation": (SPECULATION, "Speculation"),
+    "sampling": (SAMPLING, "Sampling"),
+}
 
 
 def shared(function: Callable[..., None]) -> Callable[..., None]:

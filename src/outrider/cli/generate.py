@@ -16,7 +16,9 @@ from typer import Option
 from outrider.bench.figures import figures
 from outrider.cli.flags import Given, config_of, load, params_of, shared
 from outrider.errors import RequestError
-from outrider.llm import LLM, Prompt, RequestOutput
+from outrider.llm import LLM
+from outrider.outputs import RequestOutput
+from outrider.requests import Prompt
 from outrider.sampling.params import SamplingParams
 
 ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "'": "'", '"': '"', "\\": "\\"}

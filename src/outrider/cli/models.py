@@ -13,24 +13,24 @@ from rich.table import Table
 from typer import Option
 
 from outrider.bench.card import Card, card_of, known
+from outrider.cli.flags import Given, shared
 from outrider.config import EngineOptions
 from outrider.errors import OutriderError
 
 
+@shared
 def models(
+    form: Given,
     names: Annotated[
         list[str] | None, typer.Argument(metavar="[NAME|FOLDER]…", help="Without any: the built-in ones and the hub's cache.")
     ] = None,
-    max_model_len: Annotated[int | None, Option("-c", "--ctx-size", help="Tokens of a request, at most.")] = None,
     max_num_seqs: Annotated[int, Option("--max-num-seqs", help="Requests at once.")] = 16,
-    dtype: Annotated[str, Option("--dtype", help="As in generate.")] = "auto",
-    device: Annotated[str, Option("--device", help="As in generate.")] = "auto",
     as_json: Annotated[bool, Option("--json", help="Print one JSON object a model.")] = False,
 ) -> None:
     """Say what a model is, what will run it, and the memory that it takes: before it runs, without loading it."""
 
     def card(name: str) -> Card:
-        return card_of(EngineOptions(name, max_model_len=max_model_len, max_num_seqs=max_num_seqs, dtype=dtype, device=device))
+        return card_of(EngineOptions(name, max_num_seqs=max_num_seqs, **form))
 
     console = Console()
     if not names and not as_json:
@@ -61,7 +61,6 @@ def sheet(card: Card) -> Table:
         "architecture": card.architecture,
         "runs on": f"[bold red]nothing: {card.refused}[/]" if card.refused else f"[green]{card.runs_on}[/], in {card.dtype}",
         "weights": f"{_count(card.parameters)} (stored: {stored})",
-        "quantised": card.quantization or "no",
         "shape": f"{card.layers} layers of {card.hidden}, {card.heads} heads, {card.kv_heads} of keys and values",
         "vocabulary": f"{card.vocabulary:,}",
         "context": f"{card.context:,} tokens",
