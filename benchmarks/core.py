@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from rich.table import Table
 
 from outrider import LLM, SamplingParams
 from outrider.attention.plan import Plan
+from outrider.bench.conditions import conditions
 
 PROMPT, NEW = 64, 128
 
@@ -177,22 +177,6 @@ def run(folder: Path, gguf: Path | None, openvino: Path | None) -> dict[str, Any
         "first token of 512, ms": {"cold": miss, "cached": hit, "ratio": miss / hit},
         "memory": peak_memory(model),
     }
-
-
-def conditions() -> dict[str, Any]:
-    import transformers
-
-    info = Path("/proc/cpuinfo").read_text()
-    cpu = next((line.split(":")[1].strip() for line in info.splitlines() if line.startswith("model name")), "?")
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent
-    ).stdout.strip()
-    return {
-        "cpu": cpu, "cores": os.cpu_count(), "threads": torch.get_num_threads(), "torch": torch.__version__,
-        "transformers": transformers.__version__, "python": sys.version.split()[0], "commit": commit,
-        "date": time.strftime("%Y-%m-%d"), "command": " ".join(["python", "benchmarks/" + Path(sys.argv[0]).name]),
-        "bf16 in hardware": "avx512_bf16" in info,
-    }  # fmt: skip
 
 
 def show(result: dict[str, Any], console: Console) -> None:

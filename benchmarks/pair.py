@@ -15,11 +15,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from core import conditions
 from rich.console import Console
 from rich.table import Table
 
 from outrider import LLM, SamplingParams
+from outrider.bench.conditions import conditions
 from outrider.bench.measure import Measured, demonstrations, measure
 from outrider.bench.prompts import KINDS, PROMPTS, rendered
 

@@ -17,6 +17,7 @@ from outrider import LLM, CompletionOutput, RequestOutput, SamplingParams
 from outrider.attention.plan import Plan
 from outrider.config import SpeculativeOptions
 from outrider.draft import method
+from outrider.kernels.cpu import LINEARS, VECTORS
 from outrider.types import Budget, Guesses, Row
 
 VOCABULARY = 300
@@ -100,6 +101,19 @@ def ending_at(llms: Sequence[LLM], ids: Sequence[int]) -> Iterator[None]:
     finally:
         for llm, old in zip(llms, before):
             llm.engine.ending = old
+
+
+# ---- measuring
+
+
+def in_memory(llm: LLM) -> int:
+    """Bytes of all weights of a decoder; a tied head is the embedding."""
+    decoder: Any = llm.engine.decoder
+    linears = [decoder.embedding, decoder.lm_head, *(getattr(layer, name) for layer in decoder.layers for name in LINEARS)]
+    matrices = list({id(matrix): matrix for matrix in linears}.values())
+    vectors = [decoder.norm, *(getattr(layer, name) for layer in decoder.layers for name in VECTORS)]
+    biases = [matrix.bias for matrix in matrices]
+    return sum(tensor.nbytes for tensor in [*(matrix.data for matrix in matrices), *vectors, *biases] if tensor is not None)
 
 
 # ---- running

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from outrider.config import EngineOptions, SpeculativeOptions, options
 from outrider.engine.engine import Engine
+from outrider.engine.template import Messages, conversations
 from outrider.errors import ConfigError, RequestError
 from outrider.models.hub import read_tokenizer
 from outrider.outputs import RequestOutput
@@ -72,6 +73,32 @@ class LLM:
         if len(done) == 1 and done[0].error is not None:
             raise done[0].error
         return done
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = False,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers a conversation, or each of a list of them, through the tokenizer's chat template (or `chat_template`).
+
+        messages: [{"role": "user", "content": "…"}, …].  continue_final_message lets the answer go on with the last message
+        (with add_generation_prompt=False).  Bad messages are treated as bad prompts are by `generate`.
+        """
+        several = conversations(messages)
+        given = {
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
+        return self.generate([{"messages": conversation, **given} for conversation in several], sampling_params, use_tqdm)
 
     def _run(self, live: list[Request], tick: Callable[[], None]) -> None:
         for request in live:

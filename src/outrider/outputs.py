@@ -12,6 +12,7 @@ from outrider.types import Speculation
 class CompletionOutput:
     """One sample.  finish_reason: "stop", "length", "abort", or None while it runs.  stop_reason: the stop string or id.
 
+    token_times: seconds from the request's arrival until each token was there, once it has ended.
     logprobs: for each token {id: Logprob} of itself and of the best ones, and cumulative_logprob their sum, where asked for.
     """
 
@@ -23,12 +24,14 @@ class CompletionOutput:
     speculation: Speculation = field(default_factory=Speculation)
     logprobs: list[Entry] | None = None
     cumulative_logprob: float | None = None
+    token_times: list[float] = field(default_factory=list)
 
 
 @dataclass
 class RequestOutput:
     """What became of one prompt.  `error` is set where the request could not be served, or not to its end.
 
+    num_cached_tokens: how many of its tokens an earlier request had computed (None before it ran).
     prompt_logprobs: as `CompletionOutput.logprobs`, with None for the first token, which nothing predicts.
     """
 
@@ -39,6 +42,7 @@ class RequestOutput:
     finished: bool = False
     error: Exception | None = None
     prompt_logprobs: list[Entry | None] | None = None
+    num_cached_tokens: int | None = None
 
     @property
     def speculation(self) -> Speculation:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.engine.engine import Engine
+from outrider.engine.template import render
 from outrider.engine.text import Detokenizer, shown
 from outrider.errors import RequestError
 from outrider.outputs import CompletionOutput, RequestOutput
@@ -16,7 +17,7 @@ from outrider.sampling.params import SamplingParams
 from outrider.sampling.processors import processors_of
 from outrider.types import Row
 
-Prompt = str | Mapping[str, Any]  # "text", {"prompt": "text"} or {"prompt_token_ids": [1, 2, 3]}
+Prompt = str | Mapping[str, Any]  # "text", {"prompt": "text"}, {"prompt_token_ids": [1, 2, 3]} or {"messages": […]}
 
 
 @dataclass
@@ -39,10 +40,13 @@ class Request:
         error = next((row.error for row in self.rows if row.error), None)
         asked = self.rows[0].logprobs if self.params.prompt_logprobs is not None else None
         prompt = None if asked is None else list(asked.prompt)
-        return RequestOutput(self.id, self.prompt, self.ids, [self._sample(row) for row in self.rows], self.finished, error, prompt)
+        samples, cached = [self._sample(row) for row in self.rows], self.rows[0].cached
+        return RequestOutput(self.id, self.prompt, self.ids, samples, self.finished, error, prompt, cached)
 
     def _sample(self, row: Row) -> CompletionOutput:
         made = CompletionOutput(row.index, self._text(row), row.output, row.finish_reason, row.stop_reason, row.stats)
+        if row.finish_reason is not None:
+            made.token_times = [time - row.entered for time in row.arrivals]
         if row.logprobs is not None and row.logprobs.count is not None:
             made.logprobs = row.logprobs.sampled[: len(made.token_ids)]  # the last step may have said more than the text holds
             made.cumulative_logprob = sum(entry[token].logprob for entry, token in zip(made.logprobs, made.token_ids))
@@ -80,6 +84,9 @@ class Reader:
         try:
             if not isinstance(params, SamplingParams):
                 raise RequestError(f"sampling_params must be SamplingParams, got {type(params).__name__}.")
+            if isinstance(prompt, Mapping) and "messages" in prompt:
+                prompt = render(self.tokenizer, prompt)
+                text = prompt["prompt"]
             ids = self._truncated(self._ids(prompt, text), params)
             return Request(id, text, ids, params, self._rows(id, ids, params, streaming), self.tokenizer)
         except RequestError as error:

@@ -5,6 +5,7 @@ p is the target's distribution, q the draft's.  A token tree hangs from the last
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -63,12 +64,15 @@ class Row:
     source: Row | None = None  # the sample whose prompt this one shares
     table: Table | None = None
     computed: int = 0
+    cached: int | None = None  # tokens whose K/V was there when it was first admitted
     finish_reason: str | None = None  # "stop", "length", "abort", "error"
     stop_reason: int | str | None = None
     error: Exception | None = None  # why it could not go on (finish_reason "error")
     stats: Speculation = Speculation()  # noqa: RUF009 - immutable
     text: Any = None  # the incremental detokeniser
     logprobs: Logprobs | None = None  # kept where the request asks for log-probabilities
+    entered: float = field(default_factory=time.perf_counter)
+    arrivals: list[float] = field(default_factory=list)  # when each token of the output was there, on the same clock
 
     @property
     def output(self) -> list[int]:
@@ -111,6 +115,11 @@ class Batch:
     def end(self, r: int) -> int:
         """Position of the first guess: how many tokens of the row are known after this step's chunk."""
         return self.starts[r] + self.known[r]
+
+    @property
+    def reading(self) -> bool:
+        """Whether it computes a part of some row's prompt."""
+        return any(self.end(r) <= row.prompt for r, row in enumerate(self.rows))
 
 
 class Budget(NamedTuple):
@@ -176,9 +185,27 @@ class Commit:
 class Times(NamedTuple):
     """Seconds of one step: drafting, the target's forward, everything else."""
 
-    propose: float
-    forward: float
-    rest: float
+    propose: float = 0.0
+    forward: float = 0.0
+    rest: float = 0.0
+
+
+@dataclass
+class Work:
+    """What some steps did: known tokens and guesses that the target computed, tokens that were emitted, and the seconds."""
+
+    steps: int = 0
+    known: int = 0
+    guessed: int = 0
+    emitted: int = 0
+    times: Times = field(default_factory=Times)
+
+    def add(self, commit: Commit, times: Times) -> None:
+        self.steps += 1
+        self.known += sum(commit.batch.known)
+        self.guessed += sum(commit.draft.sizes)
+        self.emitted += sum(map(len, commit.verdict.tokens))
+        self.times = Times(*map(sum, zip(self.times, times)))
 
 
 class Laws(Protocol):

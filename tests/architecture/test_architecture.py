@@ -40,7 +40,7 @@ LAYERS = [
 
 # Where a method's name may stand outside its own file: what a speculative_config means that names none.
 NAMED = {("config.py", "off"), ("config.py", "draft_model")}
-FREE = {"bench", "cli.py", "serve", "train"}  # they offer methods to people, by name
+FREE = {"bench", "cli", "serve", "train"}  # they offer methods to people, by name
 
 
 def module_of(path: Path) -> str:

@@ -14,11 +14,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from helpers import Scripts, Truth, answer, install, settled, tiny_checkpoint, tiny_prompts, tiny_tokenizer
+from helpers import Scripts, Truth, answer, in_memory, install, settled, tiny_checkpoint, tiny_prompts, tiny_tokenizer
 from safetensors.torch import load_file, save_file
 
 from outrider import LLM, ConfigError, ModelError, OutriderError, SamplingParams
 from outrider.attention.plan import Plan
+from outrider.bench.card import card_of
+from outrider.config import EngineOptions
 from outrider.kernels.quantised import Quantised
 from outrider.models import ggml
 from outrider.models.decoder import Decoder
@@ -253,6 +255,14 @@ def test_every_type_says_what_its_numbers_say(kind: str, wide: str, tmp_path: Pa
     assert (rounded - expected).pow(2).mean().sqrt() < 0.05 * expected.std()
     monkeypatch.setenv("OUTRIDER_KERNELS", "torch")
     torch.testing.assert_close(logits(file), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_K", "Q6_K", "Q8_0", "F16"])
+def test_the_card_says_what_it_takes_in_memory(kind: str, wide: str, tmp_path: Path) -> None:
+    file = write(tmp_path / "model.gguf", shutil.copytree(wide, tmp_path / "source"), mixed(kind))
+    card = card_of(EngineOptions(str(file)))
+    assert card.weight_bytes == pytest.approx(in_memory(LLM(str(file))), rel=0.06), "up to the padding of 300 tokens to 320"
+    assert card.parameters == card_of(EngineOptions(wide)).parameters and kind in card.stored_as
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_K", "Q6_K", "Q8_0", "BF16"])

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from outrider.bench.measure import Configs, Measured, Prompts, demonstrations, measure
 from outrider.bench.prompts import PROMPTS, rendered
+from outrider.bench.report import table
 from outrider.llm import LLM
 from outrider.sampling.params import SamplingParams
 
@@ -41,28 +39,6 @@ def _measured(
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(title, total=len(configs) * len(prompts) * repeats)
         return measure(llm, configs, prompts, params, repeats, lambda label: bar.update(task, advance=1, description=f"{title}: {label}"))
-
-
-def table(title: str, results: Sequence[Measured]) -> Table:
-    """The first result is plain decoding."""
-    plain = results[0]
-    made = Table(title=title, title_justify="left", title_style="bold")
-    made.add_column("method", no_wrap=True)
-    for name in ("tok/s", "speed-up", "tokens\nper step", "accep-\ntance", "4-gram\nrepeats"):
-        made.add_column(name, justify="right")
-    made.add_column("same\ntokens", justify="center")
-    for result in results:
-        gain, total = result.speed / plain.speed, result.total
-        made.add_row(
-            result.method,
-            f"{result.speed:.0f}",
-            f"[{'green' if gain >= 1.005 else 'red' if gain < 0.97 else 'white'}]{gain:.2f}×[/]",
-            f"{total.tokens_per_step:.2f}",
-            f"{total.acceptance:.0%}" if total.drafted else "–",
-            f"{result.repeated:.0%}",
-            "[green]✓[/]" if result.tokens == plain.tokens else "[bold red]✗[/]",
-        )
-    return made
 
 
 def _show_answers(llm: LLM, prompts: Prompts, console: Console) -> None:

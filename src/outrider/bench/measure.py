@@ -11,9 +11,9 @@ from typing import Any
 
 from outrider import draft
 from outrider.llm import LLM
-from outrider.outputs import RequestOutput
+from outrider.outputs import CompletionOutput
 from outrider.sampling.params import SamplingParams
-from outrider.types import Speculation
+from outrider.types import Speculation, Times
 
 PLAIN = "plain decoding"
 Configs = Mapping[str, Mapping[str, Any] | None]  # label -> speculative_config
@@ -21,41 +21,74 @@ Prompts = Sequence[tuple[str, Any]]  # (kind, what LLM.generate takes)
 
 
 @dataclass
+class Run:
+    """Some requests of one kind, answered at once.  seconds: wall clock, the prompts included.  times: the engine's."""
+
+    kind: str
+    seconds: float
+    times: Times
+    answers: list[CompletionOutput]
+
+
+@dataclass
 class Measured:
-    """One method over some prompts.  seconds includes the prompts' own computation; tokens are new tokens."""
+    """One method over some prompts.  Tokens are new tokens; times count from the moment that a group of requests is handed in."""
 
     method: str
-    kinds: list[str] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    tokens: list[list[int]] = field(default_factory=list)
-    speculation: list[Speculation] = field(default_factory=list)
-    drafting: float = 0.0  # share of the step time
+    runs: list[Run] = field(default_factory=list)
+    foreign: bool = False  # another engine, whose tokens need not be ours
 
     def only(self, kind: str) -> Measured:
-        keep = [i for i, k in enumerate(self.kinds) if k == kind]
-        return Measured(
-            self.method,
-            [self.kinds[i] for i in keep],
-            [self.seconds[i] for i in keep],
-            [self.tokens[i] for i in keep],
-            [self.speculation[i] for i in keep],
-            self.drafting,
-        )
+        return Measured(self.method, [run for run in self.runs if run.kind == kind], self.foreign)
+
+    @property
+    def kinds(self) -> list[str]:
+        return list(dict.fromkeys(run.kind for run in self.runs))
+
+    @property
+    def answers(self) -> list[CompletionOutput]:
+        return [answer for run in self.runs for answer in run.answers]
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        return [answer.token_ids for answer in self.answers]
 
     @property
     def speed(self) -> float:
         """New tokens a second."""
-        return sum(map(len, self.tokens)) / sum(self.seconds)
+        return sum(map(len, self.tokens)) / sum(run.seconds for run in self.runs)
 
     @property
     def total(self) -> Speculation:
-        return sum(self.speculation, Speculation())
+        return sum((answer.speculation for answer in self.answers), Speculation())
+
+    @property
+    def drafting(self) -> float:
+        """Share of the engine's time that went into guessing."""
+        return sum(run.times.propose for run in self.runs) / (sum(sum(run.times) for run in self.runs) or 1)
 
     @property
     def repeated(self) -> float:
         """Share of 4-grams that occurred before in the same text: loops flatter every method that copies."""
         grams = [[tuple(t[i : i + 4]) for i in range(len(t) - 3)] for t in self.tokens]
         return 1 - sum(len(set(g)) for g in grams) / max(1, sum(map(len, grams)))
+
+    @property
+    def first_token(self) -> list[float]:
+        """Seconds to the first token, of each answer."""
+        return [answer.token_times[0] for answer in self.answers if answer.token_times]
+
+    @property
+    def stalls(self) -> list[float]:
+        """Seconds without a new token: between one step that emitted some and the next, of all answers."""
+        pairs = [pair for answer in self.answers for pair in itertools.pairwise(answer.token_times)]
+        return [after - before for before, after in pairs if after > before]
+
+    @property
+    def per_token(self) -> list[float]:
+        """Seconds a token after the first one, of each answer that has more than one."""
+        times = [answer.token_times for answer in self.answers if len(answer.token_times) > 1]
+        return [(t[-1] - t[0]) / (len(t) - 1) for t in times]
 
 
 def demonstrations() -> dict[str, Mapping[str, Any] | None]:
@@ -67,6 +100,13 @@ def demonstrations() -> dict[str, Mapping[str, Any] | None]:
     return shown
 
 
+def grouped(prompts: Prompts, size: int) -> list[tuple[str, list[Any]]]:
+    """The prompts of each kind, `size` together at most."""
+    kinds = dict.fromkeys(kind for kind, _ in prompts)
+    members = {kind: [prompt for k, prompt in prompts if k == kind] for kind in kinds}
+    return [(kind, all_of[i : i + size]) for kind, all_of in members.items() for i in range(0, len(all_of), size)]
+
+
 def measure(
     llm: LLM,
     configs: Configs,
@@ -74,41 +114,45 @@ def measure(
     params: SamplingParams,
     repeats: int = 1,
     tick: Callable[[str], None] = lambda label: None,
+    batch_size: int = 1,
 ) -> list[Measured]:
-    """Every config over every (kind, prompt), one request at a time; the best of `repeats` times each.
+    """Every config over every (kind, prompt), `batch_size` of a kind at once; the best of `repeats` times each.
 
-    Methods take turns at each prompt, so that a machine that slows down for a while slows all of them; each turn runs twice,
+    Methods take turns at each group, so that a machine that slows down for a while slows all of them; each turn runs twice,
     since a method that follows one with weights of its own finds the processor's caches cold.  What a method has learned from the
-    prompts before stays with it, but no prompt finds what its own last run has left.
+    groups before stays with it, but no group finds what its own last run has left.
     """
     variants = {label: llm.variant(config) for label, config in configs.items()}
     results = [Measured(label) for label in configs]
-    memory = {label: copy.deepcopy(variant.engine.drafter.memory) for label, variant in variants.items()}
-    for label, variant in variants.items():
-        variant.generate(prompts[0][1], params)  # warm up
-        variant.engine.reset()
-        variant.engine.drafter.memory = memory[label]
-    for kind, prompt in prompts:
-        best: dict[str, tuple[float, RequestOutput]] = {}
-        memory = {label: copy.deepcopy(variant.engine.drafter.memory) for label, variant in variants.items()}
+    groups = grouped(prompts, batch_size)
+    for variant in variants.values():
+        fresh = variant.engine.drafter.memory
+        once(variant, *groups[0], params, fresh)  # warm up
+        variant.engine.drafter.memory = fresh
+    for kind, group in groups:
+        best: dict[str, Run] = {}
+        memory = {label: variant.engine.drafter.memory for label, variant in variants.items()}
         for label, variant in itertools.chain.from_iterable(variants.items() for _ in range(repeats)):
             for _ in range(2):
-                variant.engine.forget_prefixes()
-                variant.engine.drafter.memory = copy.deepcopy(memory[label])
-                began = time.perf_counter()
-                (output,) = variant.generate(prompt, params)
-                seconds = time.perf_counter() - began
-                if label not in best or seconds < best[label][0]:
-                    best[label] = (seconds, output)
+                run = once(variant, kind, group, params, memory[label])
+                best[label] = min(run, best.get(label, run), key=lambda run: run.seconds)
             tick(label)
         for result in results:
-            seconds, output = best[result.method]
-            result.kinds.append(kind)
-            result.seconds.append(seconds)
-            result.tokens.append(output.outputs[0].token_ids)
-            result.speculation.append(output.speculation)
-    for result in results:
-        times = variants[result.method].engine.times
-        result.drafting = times.propose / sum(times)
-        variants[result.method].engine.check()
+            result.runs.append(best[result.method])
+    for variant in variants.values():
+        variant.engine.check()
     return results
+
+
+def once(llm: LLM, kind: str, prompts: list[Any], params: SamplingParams, memory: Any = None) -> Run:
+    """From an empty prefix cache, and with a copy of `memory` in the drafter.  Raises the error of a prompt that was not answered."""
+    llm.engine.forget_prefixes()
+    llm.engine.drafter.memory = copy.deepcopy(memory)
+    llm.engine.reset()
+    began = time.perf_counter()
+    outputs = llm.generate(prompts, params)
+    seconds = time.perf_counter() - began
+    for output in outputs:
+        if output.error is not None:
+            raise output.error
+    return Run(kind, seconds, llm.engine.times, [output.outputs[0] for output in outputs])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from outrider.engine.template import render
+
 
 class Prompt(NamedTuple):
     kind: str
@@ -47,5 +49,4 @@ KINDS = tuple(dict.fromkeys(prompt.kind for prompt in PROMPTS))
 def rendered(prompt: Prompt, tokenizer: Any) -> dict[str, list[int]]:
     """The token ids that `LLM.generate` takes, through the tokenizer's chat template."""
     turns = [{"role": "assistant" if i % 2 else "user", "content": text} for i, text in enumerate(prompt.turns)]
-    ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=False)
-    return {"prompt_token_ids": list(ids)}
+    return {"prompt_token_ids": render(tokenizer, {"messages": turns})["prompt_token_ids"]}

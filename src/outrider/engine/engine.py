@@ -22,7 +22,7 @@ from outrider.models.decoder import Decoder
 from outrider.models.hub import Checkpoint
 from outrider.models.selftest import bit_exact
 from outrider.sampling.sampler import Sampler
-from outrider.types import Batch, Commit, Draft, Row, Speculation, Times, Verdict
+from outrider.types import Batch, Commit, Draft, Row, Speculation, Times, Verdict, Work
 
 log = logging.getLogger("outrider")
 
@@ -30,6 +30,7 @@ log = logging.getLogger("outrider")
 class Engine:
     """Loads a target and a drafter, and steps.  Rows go in by `add`, come out of `step` when they emitted something.
 
+    reading, decoding: what the steps that computed prompts did, and the others.
     `exact`: the numbers of a token do not depend on what is computed beside it, so that match gives the same text bit for bit.
     """
 
@@ -42,7 +43,6 @@ class Engine:
         self.max_len = min(options.max_model_len or context, context)
         if options.max_model_len and options.max_model_len > context:
             raise ConfigError(f"max_model_len {options.max_model_len} exceeds the {context} positions of {options.model!r}.")
-        self.times, self.steps = Times(0.0, 0.0, 0.0), 0
         dtype = self.checkpoint.dtype(options.dtype, self.device)
         self.decoder = Decoder(self.checkpoint, dtype, self.device, self.max_len, options.quantization, options.kv_cache_dtype)
         self.exact = self.decoder.kernels.exact and bit_exact(self.decoder)
@@ -99,16 +99,17 @@ class Engine:
         times = Times(forward - propose, after - forward, time.perf_counter() - after + propose - began)
         self.controller.learn(commit, times)
         self.pace.learn(batch.known.count(1), sum(known for known in batch.known if known > 1), sum(times))
-        self.times, self.steps = Times(*map(sum, zip(self.times, times))), self.steps + 1
+        (self.reading if batch.reading else self.decoding).add(commit, times)
         return finished
 
     def _commit(self, batch: Batch, draft: Draft, verdict: Verdict) -> Commit:
-        starts, tokens = [], []
+        starts, tokens, now = [], [], time.perf_counter()
         for r, row in enumerate(batch.rows):
             starts.append(batch.starts[r] + 1)
             tokens.append(row.tokens[starts[r] : batch.end(r)] + verdict.tokens[r])
             if verdict.tokens[r]:
                 row.stats += Speculation(1, draft.sizes[r], len(verdict.nodes[r]), len(verdict.tokens[r]))
+                row.arrivals += [now] * len(verdict.tokens[r])
         return Commit(batch, starts, tokens, draft, verdict)
 
     def _finish(self, commit: Commit) -> list[Row]:
@@ -123,7 +124,15 @@ class Engine:
 
     def reset(self) -> None:
         """Starts the clock anew."""
-        self.times, self.steps = Times(0.0, 0.0, 0.0), 0
+        self.reading, self.decoding = Work(), Work()
+
+    @property
+    def times(self) -> Times:
+        return Times(*map(sum, zip(self.reading.times, self.decoding.times)))
+
+    @property
+    def steps(self) -> int:
+        return self.reading.steps + self.decoding.steps
 
     def forget_prefixes(self) -> None:
         """Empties the prefix index, so that a measurement starts cold."""

@@ -178,4 +178,6 @@ class Scheduler:
         if not (fits and self.cache.reserve(row.table, len(row.tokens))):
             self.cache.close(row.table)
             row.table, row.computed = None, 0
+        elif row.cached is None:
+            row.cached = row.computed
         return row.table is not None

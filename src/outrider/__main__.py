@@ -1,0 +1,5 @@
+"""`python -m outrider` is `outrider`."""
+
+from outrider.cli import main
+
+main()

@@ -1,0 +1,215 @@
+"""What a checkpoint is, what will run it and how much memory that takes, from its config and the headers of its tensors.
+
+No weights are loaded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from outrider.cache.pool import Pool, kv_dtype
+from outrider.cache.slots import PAGE
+from outrider.config import EngineOptions
+from outrider.engine.engine import free_memory, pick_device
+from outrider.errors import ModelError
+from outrider.kernels.quantised import Quantised
+from outrider.models import ggml
+from outrider.models.hub import BUILTIN, Checkpoint, Weights, locate
+from outrider.models.packed import LAYOUTS
+from outrider.models.quantise import GROUP, bits_of
+
+NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}  # what safetensors calls them
+OUTER = ("model.embed_tokens.weight", "lm_head.weight")  # these keep 8 bits where the others get fewer
+
+
+@dataclass(frozen=True)
+class Card:
+    """Sizes in tokens, weights and bytes.  refused: why nothing here runs it; then the memory is 0."""
+
+    name: str
+    architecture: str
+    runs_on: str
+    refused: str | None
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    context: int
+    parameters: int
+    stored_as: dict[str, int]  # type -> weights
+    chat_template: bool
+    dtype: str = ""  # in which it runs
+    weight_bytes: int = 0
+    token_bytes: int = 0  # K/V of one token
+    requests: int = 0  # max_num_seqs
+    request_tokens: int = 0  # max_model_len
+    free_bytes: int = 0  # what K/V may take by default
+
+    @property
+    def cache_bytes(self) -> int:
+        """K/V of all requests at their longest, in whole pages."""
+        return -(-self.request_tokens // PAGE) * PAGE * self.requests * self.token_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weight_bytes + min(self.cache_bytes, self.free_bytes)
+
+
+class Stored(NamedTuple):
+    """One tensor.  bits: of each weight in memory, its share of the scales included; None where the dtype decides."""
+
+    name: str
+    weights: int
+    kind: str
+    vector: bool
+    bits: float | None = None
+
+
+def card_of(options: EngineOptions) -> Card:
+    """The card of options.model as `LLM(**options)` would run it.  Raises ModelError where there is no such checkpoint."""
+    checkpoint, config, refused = _opened(options)
+    heads = getattr(config, "num_attention_heads", 0)
+    stored = [part for part in _parts(options, checkpoint, config) if part.name != "lm_head.weight" or not config.tie_word_embeddings]
+    kinds: Counter[str] = Counter()
+    for part in stored:
+        kinds[part.kind] += part.weights
+    about: dict[str, Any] = {
+        "name": options.model,
+        "architecture": (getattr(config, "architectures", None) or [f"model_type {config.model_type!r}"])[0],
+        "layers": getattr(config, "num_hidden_layers", 0),
+        "hidden": getattr(config, "hidden_size", 0),
+        "heads": heads,
+        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "vocabulary": getattr(config, "vocab_size", 0),
+        "context": getattr(config, "max_position_embeddings", 0),
+        "parameters": sum(kinds.values()),
+        "stored_as": dict(kinds),
+    }
+    if checkpoint is None:
+        return Card(**about, runs_on="nothing", refused=refused, chat_template=_has_template(locate(options.model, options.revision)))
+    template = checkpoint.gguf.metadata.get("tokenizer.chat_template") if checkpoint.gguf else _has_template(checkpoint.folder)
+    return Card(**about, runs_on="lean decoder", refused=None, chat_template=bool(template), **_memory(options, checkpoint, stored))
+
+
+def _opened(options: EngineOptions) -> tuple[Checkpoint | None, Any, str | None]:
+    """The checkpoint, or its config and why it cannot run."""
+    from transformers import AutoConfig
+
+    try:
+        checkpoint = Checkpoint.open(options.model, options.revision, options.trust_remote_code)
+        return checkpoint, checkpoint.config, None
+    except ModelError as error:
+        folder = locate(options.model, options.revision)
+        if not folder.is_dir():
+            raise
+        try:
+            return None, AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code), str(error)
+        except Exception:
+            raise error from None
+
+
+def _memory(options: EngineOptions, checkpoint: Checkpoint, stored: list[Stored]) -> dict[str, Any]:
+    device = pick_device(options.device)
+    spec, dtype, few = checkpoint.spec, checkpoint.dtype(options.dtype, device), bits_of(options.quantization)
+
+    together: dict[str, list[float | None]] = {}
+    for part in stored:
+        together.setdefault(_fused(part.name), []).append(part.bits)
+
+    def bits(part: Stored) -> float:
+        if part.vector:
+            return 32
+        own = together[_fused(part.name)]
+        if few is None and all(own):
+            return max(bits for bits in own if bits)
+        return 8 * dtype.itemsize if few is None else _few(8 if part.name in OUTER else few, GROUP, False)
+
+    return {
+        "dtype": str(dtype).removeprefix("torch."),
+        "weight_bytes": round(sum(part.weights * bits(part) for part in stored) / 8),
+        "token_bytes": Pool.bytes_per_slot(spec.layers, spec.kv_heads, spec.head_dim, kv_dtype(options.kv_cache_dtype, dtype)),
+        "requests": options.max_num_seqs,
+        "request_tokens": min(options.max_model_len or spec.context, spec.context),
+        "free_bytes": options.kv_cache_memory_bytes or free_memory(device, options.gpu_memory_utilization),
+    }
+
+
+def known() -> list[str]:
+    """The built-in models, and those in the hub's cache that have a config and weights."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        repos = scan_cache_dir().repos
+    except CacheNotFound:
+        repos = frozenset()
+    cached = []
+    for repo in repos:
+        files = {file.file_name for revision in repo.revisions for file in revision.files}
+        if repo.repo_type == "model" and "config.json" in files and any(file.endswith((".safetensors", ".bin")) for file in files):
+            cached.append(repo.repo_id)
+    return [*BUILTIN, *sorted(cached)]
+
+
+def _parts(options: EngineOptions, checkpoint: Checkpoint | None, config: Any) -> Iterator[Stored]:
+    """Every tensor that holds weights."""
+    if checkpoint is not None and checkpoint.gguf is not None:
+        for name, entry in checkpoint.gguf.tensors.items():
+            sample = ggml.unpack(entry.kind, entry.rows[:1], entry.block)
+            few = _few(sample.bits, sample.group, sample.offsets is not None) if isinstance(sample, Quantised) else None
+            yield Stored(name, _count(entry.shape), entry.kind, len(entry.shape) == 1, few)
+        return
+    scheme = checkpoint.scheme if checkpoint else None
+    layout = LAYOUTS[scheme.method] if scheme else None
+    for name, shape, kind in _headers(locate(options.model, options.revision)):
+        last = name.rsplit(".", 1)[-1]
+        if scheme and layout and last == layout.words:
+            bits, group = min(scheme.sizes)
+            kind = f"{scheme.method} in {bits} bits"
+            yield Stored(name, _count(shape) * 32 // bits, kind, False, _few(bits, group, not scheme.symmetric))
+        elif not (layout and last in (layout.zeros, layout.scales, layout.index, "weight_shape")):
+            yield Stored(name, _count(shape), kind, len(shape) == 1)
+
+
+def _fused(name: str) -> str:
+    """The linear that it becomes a part of: there the part with the most bits decides."""
+    return re.sub(r"\b(q|k|v|gate|up)_proj", lambda part: "qkv" if part.group(1) in "qkv" else "gate_up", name)
+
+
+def _few(bits: int, group: int, offsets: bool) -> float:
+    """Bits a weight with its share of a scale, and perhaps an offset, of 16 bits: in memory a group is never larger than 32."""
+    return bits + (1 + offsets) * 16 / (16 if group % 32 else 32)
+
+
+def _headers(folder: Path) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    """(name, shape, dtype) of every tensor of a folder."""
+    from safetensors import safe_open
+
+    weights = Weights(folder)
+    for path in sorted(set(weights.where.values())):
+        names = [name for name, where in weights.where.items() if where == path]
+        if path.suffix == ".bin":
+            for name, tensor in torch.load(path, map_location="meta", weights_only=True).items():
+                yield name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+            continue
+        with safe_open(path, framework="pt") as file:
+            for name in names:
+                part = file.get_slice(name)
+                yield name, tuple(part.get_shape()), NAMES.get(part.get_dtype(), part.get_dtype())
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _has_template(folder: Path) -> bool:
+    settings = folder / "tokenizer_config.json"
+    return (folder / "chat_template.jinja").is_file() or (settings.is_file() and '"chat_template"' in settings.read_text())

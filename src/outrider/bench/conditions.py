@@ -1,0 +1,47 @@
+"""Under which conditions a figure was measured: what has to stand beside it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider.version import VERSION
+
+
+def conditions() -> dict[str, Any]:
+    import transformers
+
+    name = Path(sys.argv[0]).name
+    try:
+        info = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        info = ""
+    cpu = next((line.split(":")[1].strip() for line in info.splitlines() if line.startswith("model name")), platform.processor())
+    made = {
+        "date": time.strftime("%Y-%m-%d"), "outrider": VERSION, "commit": _commit(), "cpu": cpu, "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(), "bf16 in hardware": "avx512_bf16" in info, "torch": torch.__version__,
+        "transformers": transformers.__version__, "python": platform.python_version(),
+        "command": shlex.join(["outrider" if name == "__main__.py" else name, *sys.argv[1:]]),
+    }  # fmt: skip
+    if torch.cuda.is_available():
+        made["gpu"] = torch.cuda.get_device_name()
+    return made
+
+
+def _commit() -> str | None:
+    """Of the source tree that this file lies in; None in an installed copy."""
+    try:
+        told = subprocess.run(
+            ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return told.stdout.strip()

@@ -1,0 +1,108 @@
+"""Other engines on the same prompts, for comparison: what is installed beside Outrider, one request at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from outrider.bench.measure import Measured, Prompts, Run
+from outrider.errors import ConfigError, unknown
+from outrider.llm import LLM
+from outrider.models.hub import locate
+from outrider.outputs import CompletionOutput
+from outrider.sampling.params import SamplingParams
+from outrider.types import Times
+
+Answer = Callable[[list[int]], CompletionOutput]
+
+
+class _Clock:
+    """A transformers streamer that notes when tokens came; the first call brings the prompt."""
+
+    def __init__(self) -> None:
+        self.began, self.times, self.prompt = time.perf_counter(), [0.0] * 0, True
+
+    def put(self, value: torch.Tensor) -> None:
+        if not self.prompt:
+            self.times += [time.perf_counter() - self.began] * value.numel()
+        self.prompt = False
+
+    def end(self) -> None: ...
+
+
+def _transformers(llm: LLM, params: SamplingParams, draft: str | None, guesses: int) -> Iterator[tuple[str, Answer]]:
+    """Plain, with prompt look-up, and with the draft model as assistant where there is one; in the dtype that we run."""
+    from transformers import AutoModelForCausalLM, logging
+
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
+    def loaded(name: str) -> Any:
+        model: Any = AutoModelForCausalLM.from_pretrained(locate(name), dtype=llm.engine.decoder.dtype)
+        return model.to(llm.engine.device).eval()
+
+    model = loaded(llm.engine.options.model)
+    modes: dict[str, dict[str, Any]] = {"transformers": {}, "transformers lookup": {"prompt_lookup_num_tokens": guesses}}
+    if draft is not None:
+        assistant = loaded(draft)
+        assistant.generation_config.num_assistant_tokens = guesses
+        modes["transformers assisted"] = {"assistant_model": assistant}
+    sampling: dict[str, Any] = {"do_sample": params.temperature > 0, "max_new_tokens": params.max_tokens}
+    if params.temperature > 0:
+        sampling |= {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k, "min_p": params.min_p}
+    if params.ignore_eos:
+        model.generation_config.eos_token_id = None
+    else:
+        model.generation_config.eos_token_id = sorted(llm.engine.ending) or None
+    model.generation_config.pad_token_id = 0
+
+    def answer(ids: list[int], mode: dict[str, Any]) -> CompletionOutput:
+        torch.manual_seed(params.seed or 0)
+        given, clock = torch.tensor([ids], device=llm.engine.device), _Clock()
+        with torch.inference_mode():
+            said = model.generate(given, attention_mask=torch.ones_like(given), streamer=clock, **sampling, **mode)
+        return CompletionOutput(0, "", said[0, len(ids) :].tolist(), token_times=clock.times)
+
+    for name, mode in modes.items():
+        yield name, lambda ids, mode=mode: answer(ids, mode)  # type: ignore[misc]
+
+
+PEERS = {"transformers": _transformers}
+
+
+def peer(name: str) -> Callable[[LLM, SamplingParams, str | None, int], Iterator[tuple[str, Answer]]]:
+    """Raises ConfigError for an engine that we cannot call."""
+    if name not in PEERS:
+        raise ConfigError(unknown("peer", name, PEERS))
+    return PEERS[name]
+
+
+def measure_peer(
+    name: str,
+    llm: LLM,
+    prompts: Prompts,
+    params: SamplingParams,
+    draft: str | None = None,
+    guesses: int = 5,
+    repeats: int = 1,
+    tick: Callable[[str], None] = lambda label: None,
+) -> list[Measured]:
+    """Every mode of a peer over the prompts, which are token ids; the best of 2 × `repeats` runs each, as we take ours."""
+    results = []
+    for label, answer in peer(name)(llm, params, draft, guesses):
+        result = Measured(label, foreign=True)
+        for kind, prompt in prompts:
+            ids = prompt["prompt_token_ids"]
+            result.runs.append(min((_run(kind, ids, answer) for _ in range(2 * repeats)), key=lambda run: run.seconds))
+            tick(label)
+        results.append(result)
+    return results
+
+
+def _run(kind: str, ids: list[int], answer: Answer) -> Run:
+    began = time.perf_counter()
+    said = answer(ids)
+    return Run(kind, time.perf_counter() - began, Times(), [said])

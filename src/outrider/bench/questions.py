@@ -1,0 +1,91 @@
+"""Prompts from files: Spec-Bench's and MT-bench's `question.jsonl`, or a text file with one prompt a line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from outrider.bench.measure import Prompts
+from outrider.engine.template import render
+from outrider.errors import RequestError
+from outrider.llm import LLM
+from outrider.sampling.params import SamplingParams
+
+
+class Question(NamedTuple):
+    """turns: what the user says, one after the other; a single text to go on with where `raw`."""
+
+    category: str
+    turns: tuple[str, ...]
+    raw: bool = False
+
+
+def read(path: Path, limit: int | None = None) -> list[Question]:
+    """At most `limit` questions of each category.  Raises RequestError naming the file and the line."""
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"the prompts {str(path)!r} cannot be read: {error}") from error
+    lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
+    if path.suffix in (".jsonl", ".json"):
+        questions = [_question(line, f"{path}, line {number}") for number, line in lines]
+    else:
+        questions = [Question(path.stem, (line,), raw=True) for _, line in lines]
+    if not questions:
+        raise RequestError(f"{path} holds no prompts.")
+    return list(_limited(questions, limit))
+
+
+def _limited(questions: Iterable[Question], limit: int | None) -> Iterable[Question]:
+    seen: dict[str, int] = {}
+    for question in questions:
+        seen[question.category] = seen.get(question.category, 0) + 1
+        if limit is None or seen[question.category] <= limit:
+            yield question
+
+
+def _question(line: str, where: str) -> Question:
+    try:
+        given = json.loads(line)
+    except ValueError as error:
+        raise RequestError(f"{where}: no JSON ({error}).") from error
+    turns = given.get("turns") if isinstance(given, dict) else None
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
+        raise RequestError(f'{where}: expected {{"category": "…", "turns": ["…"]}}, got {line[:80]!r}.')
+    return Question(str(given.get("category", "all")), tuple(turns))
+
+
+def prompts_of(llm: LLM, questions: Sequence[Question], params: SamplingParams, all_turns: bool = False) -> tuple[Prompts, int]:
+    """(category, token ids) of every question, and how many were left out because they and the answer exceed the context.
+
+    A question is asked by its first turn, or by all turns, each with the questions and answers before it.  It goes through the
+    chat template where the tokenizer has one; without one only a first turn can be asked, as it stands.  The answers of earlier
+    turns are those of plain decoding, computed here, so that every method gets the same prompts.
+    """
+    if llm.tokenizer is None:
+        raise RequestError("prompts need a tokenizer, and the checkpoint has none: name one.")
+    templated = bool(getattr(llm.tokenizer, "chat_template", None))
+    if all_turns and not templated:
+        raise RequestError("all turns need a chat template, and the model has none: ask for the first turn.")
+    asked = [prompt for question in questions for prompt in _asked(llm, question, params, templated, all_turns)]
+    made = [(kind, ids) for kind, ids in asked if len(ids) + (params.max_tokens or 1) <= llm.engine.max_len]
+    if not made:
+        raise RequestError(f"no prompt and {params.max_tokens} new tokens fit into the context of {llm.engine.max_len}.")
+    return [(kind, {"prompt_token_ids": ids}) for kind, ids in made], len(asked) - len(made)
+
+
+def _asked(llm: LLM, question: Question, params: SamplingParams, templated: bool, all_turns: bool) -> Iterator[tuple[str, list[int]]]:
+    history: list[dict[str, str]] = []
+    for turn in question.turns if all_turns else question.turns[:1]:
+        if question.raw or not templated:
+            yield question.category, llm.tokenizer.encode(turn)
+            return
+        history.append({"role": "user", "content": turn})
+        ids = render(llm.tokenizer, {"messages": history})["prompt_token_ids"]
+        yield question.category, ids
+        if turn is question.turns[-1] or not all_turns or len(ids) >= llm.engine.max_len:
+            return
+        (output,) = llm.generate({"prompt_token_ids": ids}, params)
+        history.append({"role": "assistant", "content": output.outputs[0].text})

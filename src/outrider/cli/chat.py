@@ -1,0 +1,140 @@
+"""`outrider chat`: a conversation in the terminal, or with lines piped in."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer import Option
+
+from outrider.cli.flags import Given, config_of, load, params_of, shared
+from outrider.cli.generate import say
+from outrider.engine.template import render
+from outrider.errors import RequestError
+from outrider.llm import LLM
+from outrider.outputs import RequestOutput
+from outrider.sampling.params import SamplingParams
+from outrider.types import Speculation
+
+HELP = """/stats         what speculation and the prefix cache brought so far
+/system TEXT   change the system message (without TEXT: none) and start again
+/reset         forget the conversation
+/help          this list
+/exit          leave (Ctrl-D does too); Ctrl-C ends an answer"""
+
+
+@shared
+def chat(
+    engine: Given,
+    speculation: Given,
+    sampling: Given,
+    system: Annotated[str | None, Option("-sys", "--system-prompt", help="The system message.")] = None,
+    template: Annotated[Path | None, Option("--chat-template-file", help="A Jinja template instead of the model's own.")] = None,
+) -> None:
+    """Talk to a model.  The whole conversation is the prompt of every turn; the prefix cache makes that cheap.
+
+    In the conversation: /stats, /system TEXT, /reset, /help, /exit.
+    """
+    try:
+        written = template.read_text() if template else None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"the chat template {str(template)!r} cannot be read: {error}") from error
+    params = params_of(sampling)
+    talk = Talk(load(engine, config_of(speculation)), params, system, written)
+    interactive = sys.stdin.isatty()
+    if interactive:
+        typer.echo("Say something; /help lists the commands.", err=True)
+    for line in lines(interactive):
+        if line.startswith("/"):
+            if not command(talk, line):
+                break
+        elif line.strip():
+            answer(talk, line, interactive)
+
+
+class Talk:
+    """A conversation and the figures of its turns."""
+
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None = None, template: str | None = None) -> None:
+        self.llm, self.params, self.template = llm, params, template
+        self.cached = self.prompt = self.turns = 0
+        self.speculation = Speculation()
+        self.start(system)
+        render(llm.tokenizer, self.asked("Hello"))  # a model without a chat template is refused before anybody waits
+
+    def start(self, system: str | None) -> None:
+        self.system = system
+        self.history: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
+
+    def asked(self, question: str) -> dict[str, Any]:
+        """The prompt that puts a question after all that was said."""
+        return {"messages": [*self.history, {"role": "user", "content": question}], "chat_template": self.template}
+
+    def add(self, question: str, output: RequestOutput) -> None:
+        self.history += [{"role": "user", "content": question}, {"role": "assistant", "content": output.outputs[0].text}]
+        self.turns += 1
+        self.cached += output.num_cached_tokens or 0
+        self.prompt += len(output.prompt_token_ids)
+        self.speculation += output.speculation
+
+    def stats(self) -> str:
+        total, times, share = self.speculation, self.llm.engine.times, self.cached / max(1, self.prompt)
+        return (
+            f"{self.turns} turns, {total.emitted} tokens in {sum(times):.2f} s ({total.emitted / (sum(times) or 1):.1f} tokens/s)\n"
+            f"speculation: {total.tokens_per_step:.2f} tokens per step, {total.accepted} of {total.drafted} guesses accepted "
+            f"({total.acceptance:.0%})\n"
+            f"prefix cache: {self.cached} of {self.prompt} prompt tokens were there already ({share:.0%})"
+        )
+
+
+def answer(talk: Talk, question: str, interactive: bool) -> None:
+    """One turn.  Ctrl-C ends the answer: what was said stays in the conversation of a terminal, and ends a piped one."""
+    try:
+        output, interrupted = say(talk.llm, talk.asked(question), talk.params)
+    except RequestError as error:
+        if not interactive:
+            raise
+        typer.echo(f"{error}  (/reset starts again)", err=True)
+        return
+    if output is not None:
+        talk.add(question, output)
+    if interrupted and not interactive:
+        typer.echo(talk.stats(), err=True)
+        raise typer.Exit(130)
+
+
+def command(talk: Talk, line: str) -> bool:
+    """False if the conversation is over."""
+    name, _, rest = line.strip().partition(" ")
+    match name:
+        case "/exit" | "/quit":
+            return False
+        case "/stats":
+            typer.echo(talk.stats())
+        case "/reset":
+            talk.start(talk.system)
+        case "/system":
+            talk.start(rest.strip() or None)
+        case "/help":
+            typer.echo(HELP)
+        case _:
+            typer.echo(f"There is no {name}.\n{HELP}")
+    return True
+
+
+def lines(interactive: bool) -> Iterator[str]:
+    """What the user types, or the lines of standard input."""
+    if not interactive:
+        yield from (line.rstrip("\n") for line in sys.stdin)
+        return
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  history and editing, where the platform has it
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            return

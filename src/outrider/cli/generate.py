@@ -1,0 +1,112 @@
+"""`outrider generate`: one prompt, in llama.cpp's habits."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Option
+
+from outrider.bench.figures import figures
+from outrider.cli.flags import Given, config_of, load, params_of, shared
+from outrider.errors import RequestError
+from outrider.llm import LLM
+from outrider.outputs import RequestOutput
+from outrider.requests import Prompt
+from outrider.sampling.params import SamplingParams
+
+ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "'": "'", '"': '"', "\\": "\\"}
+
+
+@shared
+def generate(
+    engine: Given,
+    speculation: Given,
+    sampling: Given,
+    prompt: Annotated[str | None, Option("-p", "--prompt", help="The text to go on with.")] = None,
+    file: Annotated[str | None, Option("-f", "--file", help="Read the prompt from a file; - is standard input.")] = None,
+    escape: Annotated[bool, Option("-e", "--escape", help=r"Read \n, \t, \xHH … in the prompt.")] = False,
+    display_prompt: Annotated[bool, Option(" /--no-display-prompt", help="Do not print the prompt.")] = True,
+    perf: Annotated[bool, Option(" /--no-perf", help="Do not print the figures.")] = True,
+) -> None:
+    """Go on with a text.  The text goes to standard output as it comes, the figures to standard error.
+
+    Example:  outrider generate -m builtin -md builtin-draft --draft 3 -p "The future of AI is" -n 64 -s 1
+    """
+    text = read_prompt(prompt, file, escape)
+    params = params_of(sampling)
+    llm = load(engine, config_of(speculation))
+    llm.engine.reset()
+    last, interrupted = say(llm, text, params, text if display_prompt else "")
+    if perf and last is not None:
+        typer.echo(f"\n{figures(llm.engine, last)}", err=True)
+    if interrupted:
+        raise typer.Exit(130)
+
+
+def read_prompt(prompt: str | None, file: str | None, escape: bool) -> str:
+    if (prompt is None) == (file is None):
+        raise RequestError("give the prompt either with -p TEXT or with -f FILE.")
+    if file is not None:
+        try:
+            prompt = sys.stdin.read() if file == "-" else Path(file).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise RequestError(f"the prompt file {file!r} cannot be read: {error}") from error
+        prompt = prompt.removesuffix("\n")
+    assert prompt is not None
+    return unescaped(prompt) if escape else prompt
+
+
+def unescaped(text: str) -> str:
+    r"""With \n, \r, \t, \', \", \\ and \xHH read as in C; any other backslash stands for itself."""
+
+    def read(found: re.Match[str]) -> str:
+        sign, code = found.group(1), found.group(2)
+        return chr(int(code, 16)) if code else ESCAPES[sign]
+
+    return re.sub(r"\\(x([0-9a-fA-F]{2})|[nrt'\"\\])", read, text)
+
+
+@contextmanager
+def interruptible() -> Iterator[Callable[[], bool]]:
+    """Turns Ctrl-C into a question that a loop asks between steps, so that none is cut in half; a second one cuts."""
+    pressed: list[bool] = []
+
+    def press(*_: object) -> None:
+        if pressed:
+            raise KeyboardInterrupt
+        pressed.append(True)
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def say(llm: LLM, prompt: Prompt, params: SamplingParams, shown: str = "") -> tuple[RequestOutput | None, bool]:
+    """Prints `shown`, then the answer as it comes.  Returns the last output and whether Ctrl-C ended it."""
+    last: RequestOutput | None = None
+    done = 0
+    with interruptible() as interrupted:
+        try:
+            for last in llm.stream(prompt, params):
+                if last.error is not None:
+                    raise last.error
+                text = last.outputs[0].text
+                print(shown + text[done:], end="", flush=True)
+                shown, done = "", len(text)
+                if interrupted():
+                    break
+        except KeyboardInterrupt:
+            pass
+        finally:
+            if last is not None and last.error is None:
+                print(flush=True)
+        return last, interrupted()

@@ -1,0 +1,92 @@
+"""`outrider models`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from typer import Option
+
+from outrider.bench.card import Card, card_of, known
+from outrider.cli.flags import Given, shared
+from outrider.config import EngineOptions
+from outrider.errors import OutriderError
+
+
+@shared
+def models(
+    form: Given,
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME|FOLDER]…", help="Without any: the built-in ones and the hub's cache.")
+    ] = None,
+    max_num_seqs: Annotated[int, Option("--max-num-seqs", help="Requests at once.")] = 16,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object a model.")] = False,
+) -> None:
+    """Say what a model is, what will run it, and the memory that it takes: before it runs, without loading it."""
+
+    def card(name: str) -> Card:
+        return card_of(EngineOptions(name, max_num_seqs=max_num_seqs, **form))
+
+    console = Console()
+    if not names and not as_json:
+        console.print(overview(card))
+        return
+    for card_shown in map(card, names or known()):
+        if as_json:
+            typer.echo(json.dumps(dataclasses.asdict(card_shown)))
+        else:
+            console.print(sheet(card_shown))
+
+
+def overview(card: Callable[[str], Card]) -> Table:
+    made = Table("model", "architecture", "weights", "memory", "runs on", title="Models at hand", title_justify="left", title_style="bold")
+    for name in known():
+        try:
+            found = card(name)
+            made.add_row(name, found.architecture, _count(found.parameters), _bytes(found.total_bytes), found.refused or found.runs_on)
+        except OutriderError as error:
+            made.add_row(name, "", "", "", str(error))
+    return made
+
+
+def sheet(card: Card) -> Table:
+    made = Table(title=card.name, title_justify="left", title_style="bold", show_header=False)
+    stored = ", ".join(f"{_count(n)} {dtype}" for dtype, n in card.stored_as.items())
+    rows = {
+        "architecture": card.architecture,
+        "runs on": f"[bold red]nothing: {card.refused}[/]" if card.refused else f"[green]{card.runs_on}[/], in {card.dtype}",
+        "weights": f"{_count(card.parameters)} (stored: {stored})",
+        "shape": f"{card.layers} layers of {card.hidden}, {card.heads} heads, {card.kv_heads} of keys and values",
+        "vocabulary": f"{card.vocabulary:,}",
+        "context": f"{card.context:,} tokens",
+        "chat template": "yes" if card.chat_template else "no",
+    }
+    if not card.refused:
+        rows |= {
+            "memory: weights": _bytes(card.weight_bytes),
+            "K/V of one token": _bytes(card.token_bytes),
+            f"K/V of {card.requests} × {card.request_tokens:,} tokens": f"{_bytes(card.cache_bytes)} ({_bytes(card.free_bytes)} at most)",
+            "together": f"[bold]{_bytes(card.total_bytes)}[/]",
+        }
+    for name, value in rows.items():
+        made.add_row(name, value)
+    return made
+
+
+def _count(number: int) -> str:
+    for size, unit in ((10**9, " B"), (10**6, " M"), (10**3, " k")):
+        if number >= size:
+            return f"{number / size:.1f}{unit}"
+    return str(number)
+
+
+def _bytes(number: int) -> str:
+    for size, unit in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number} bytes"

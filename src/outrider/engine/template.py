@@ -1,0 +1,105 @@
+"""From messages to token ids, through a chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from outrider.errors import RequestError, unknown
+
+Messages = Sequence[Mapping[str, Any]]  # [{"role": "user", "content": "…"}, …]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What a prompt of messages may hold, in vLLM's names."""
+
+    messages: Messages
+    chat_template: str | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    tools: Sequence[Mapping[str, Any]] | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
+
+
+def conversations(messages: Messages | Sequence[Messages]) -> Sequence[Messages]:
+    """One conversation or a list of them, as a list."""
+    several = isinstance(messages, Sequence) and messages and all(isinstance(inner, (list, tuple)) for inner in messages)
+    return messages if several else [messages]  # type: ignore[return-value, list-item]
+
+
+def render(tokenizer: Any, prompt: Mapping[str, Any]) -> dict[str, Any]:
+    """{"messages": […], …} as {"prompt": text, "prompt_token_ids": ids}.  The template writes all special tokens.
+
+    Raises RequestError where there is no template, or the messages are not what it takes.
+    """
+    names = [f.name for f in fields(Conversation)]
+    for name in prompt:
+        if name not in names:
+            raise RequestError(unknown("key of a conversation", name, names))
+    given = Conversation(**prompt)
+    if tokenizer is None:
+        raise RequestError("messages need a tokenizer, and the checkpoint has none: pass LLM(tokenizer=…).")
+    if given.chat_template is None and not getattr(tokenizer, "chat_template", None):
+        raise RequestError("the tokenizer has no chat template: pass chat_template=…, or write the prompt yourself and use generate.")
+    if given.add_generation_prompt and given.continue_final_message:
+        raise RequestError("continue_final_message goes on with the last message: set add_generation_prompt=False with it.")
+    conversation = [_message(given.messages, i) for i in range(_count(given.messages))]
+    try:
+        text: str = tokenizer.apply_chat_template(
+            conversation,
+            tools=given.tools,
+            chat_template=given.chat_template,
+            add_generation_prompt=given.add_generation_prompt,
+            continue_final_message=given.continue_final_message,
+            tokenize=False,
+            **(given.chat_template_kwargs or {}),
+        )
+        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+    except Exception as error:  # a template is a program: it can raise anything
+        raise RequestError(f"the chat template cannot take these messages: {error}") from error
+
+
+def _count(messages: Messages) -> int:
+    if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
+        raise RequestError(f'messages must be a list such as [{{"role": "user", "content": "…"}}], got {messages!r}.')
+    if not messages:
+        raise RequestError("the conversation is empty: it must have at least one message.")
+    return len(messages)
+
+
+def _message(messages: Messages, i: int) -> dict[str, Any]:
+    """Message i as templates like it: content a string, the arguments of tool calls objects."""
+    given = messages[i]
+    if not isinstance(given, Mapping):
+        raise RequestError(f'message {i} must be {{"role": …, "content": …}}, got {given!r}.')
+    made = dict(given)
+    if not isinstance(made.get("role"), str):
+        raise RequestError(f"message {i} needs a role such as 'user', 'assistant' or 'system', got {made.get('role')!r}.")
+    made["content"] = _content(made.get("content"), i, optional=bool(made.get("tool_calls")))
+    if made.get("tool_calls"):
+        made["tool_calls"] = [_call(call, i) for call in made["tool_calls"]]
+    return made
+
+
+def _content(given: Any, i: int, optional: bool) -> str | None:
+    """A string, or text parts, which are joined by newlines."""
+    if isinstance(given, str) or (given is None and optional):
+        return given
+    parts = given if isinstance(given, (list, tuple)) else [given]
+    texts: list[Any] = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in parts]
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise RequestError(f'the content of message {i} must be a string or a list of {{"type": "text", "text": …}}, got {given!r}.')
+    return "\n".join(texts)
+
+
+def _call(given: Any, i: int) -> dict[str, Any]:
+    try:
+        function = dict(given["function"])
+        if isinstance(function["arguments"], str):
+            function["arguments"] = json.loads(function["arguments"] or "{}")
+        return {**given, "function": function}
+    except (TypeError, KeyError, ValueError) as error:
+        raise RequestError(f"a tool call of message {i} has no function with JSON arguments: {given!r}.") from error

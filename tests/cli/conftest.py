@@ -1,0 +1,52 @@
+"""The command line, run inside the test's own process: arguments in; status, output and errors out."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from commands import Result, Run
+from helpers import tiny_checkpoint
+
+from outrider.cli import main
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """`run("generate", "-p", "x", stdin="…")`."""
+
+    def call(*arguments: object, stdin: str = "") -> Result:
+        monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
+        monkeypatch.setenv("COLUMNS", "160")
+        capsys.readouterr()
+        try:
+            main([str(argument) for argument in arguments])
+            status = 0
+        except SystemExit as leaving:
+            status = leaving.code if isinstance(leaving.code, int) else 0 if leaving.code is None else 1
+        printed = capsys.readouterr()
+        return Result(status, printed.out, printed.err)
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def mute(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny model with a tokenizer and without a chat template."""
+    return tiny_checkpoint(tmp_path_factory.mktemp("mute"))
+
+
+@pytest.fixture(scope="session")
+def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the shape of Spec-Bench's question.jsonl: two categories, one with two turns, and one question that is far too long."""
+    rows = [
+        {"question_id": 1, "category": "qa", "turns": ["What do plants need in order to grow?"], "reference": []},
+        {"question_id": 2, "category": "writing", "turns": ["Write a letter to a friend.", "Make it shorter."]},
+        {"question_id": 3, "category": "qa", "turns": ["Can a person see a star in the daytime?"]},
+        {"question_id": 4, "category": "qa", "turns": ["word " * 3000]},
+    ]
+    path = tmp_path_factory.mktemp("eval") / "question.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    return path

@@ -1,0 +1,172 @@
+"""`outrider bench`: categories, figures and JSON, on files of the shape of Spec-Bench's."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import Run
+
+from outrider import LLM, RequestError, SamplingParams
+from outrider.bench.measure import PLAIN, Measured, grouped, measure
+from outrider.bench.measure import Run as Group
+from outrider.bench.questions import prompts_of, read
+from outrider.bench.report import figures
+from outrider.outputs import CompletionOutput
+from outrider.types import Speculation, Times
+
+FAST = ("-n", 8, "--method", "ngram", "--draft", 2)
+KEYS = {
+    "requests",
+    "tokens",
+    "tokens/s",
+    "speed-up",
+    "tokens per step",
+    "acceptance",
+    "share of time drafting",
+    "repeated 4-grams",
+    "same tokens",
+}
+
+
+def figures_of(out: str) -> dict[str, Any]:
+    (line,) = out.splitlines()
+    return dict(json.loads(line))
+
+
+def test_tables_and_one_line_of_json(run: Run, questions: Path, tmp_path: Path) -> None:
+    out = tmp_path / "figures.jsonl"
+    config = 'tree={"model": "builtin-draft", "siblings": 2, "num_speculative_tokens": 2}'
+    result = run("bench", questions, *FAST, "--speculative-config", config, "-b", 2, "--json", out)
+    assert result.status == 0, result.err
+    assert run("bench", questions, "-n", 1, "--limit", 1, "--json", out).status == 0
+    for words in ("qa", "writing", "all 3 prompts", "ngram", "tree", "first token", "1 prompts were left out"):
+        assert words in result.out
+    assert "✓" in result.out and "✗" not in result.out
+    lines = out.read_text().splitlines()
+    assert len(lines) == 2, "every run adds one"
+    found = json.loads(lines[0])
+    assert found["conditions"].keys() >= {"cpu", "cores", "torch", "commit", "command", "date", "outrider"}
+    assert found["left out"] == 1 and found["settings"]["batch size"] == 2
+    assert list(found["results"]) == [PLAIN, "ngram", "tree"]
+    for rows in found["results"].values():
+        assert list(rows) == ["all", "qa", "writing"]
+        for row in rows.values():
+            assert row.keys() >= KEYS and row["same tokens"] is True
+            for name in ("first token ms", "stall ms", "per token ms"):
+                assert 0 < row[name]["p50"] <= row[name]["p95"] <= row[name]["p99"]
+        assert rows["all"]["tokens"] == rows["qa"]["tokens"] + rows["writing"]["tokens"]
+    assert found["results"][PLAIN]["all"]["speed-up"] == 1 and found["results"][PLAIN]["all"]["tokens per step"] == 1
+    assert found["results"]["tree"]["all"]["share of time drafting"] > 0.05
+
+
+def test_json_alone_on_standard_output(run: Run, questions: Path) -> None:
+    result = run("bench", questions, "-n", 4, "--limit", 1, "--json", "-")
+    found = figures_of(result.out)
+    assert found["results"][PLAIN]["all"]["requests"] == 2, "one of each category"
+    assert "all 2 prompts" in result.err
+
+
+def test_our_own_prompts_and_a_peer(run: Run, tmp_path: Path) -> None:
+    text = tmp_path / "lines.txt"
+    text.write_text("The sun\n\nOnce upon a time\n")
+    result = run(
+        "bench", text, "-n", 6, "-md", "builtin-draft", "--draft", 2, "--dtype", "float32", "--peer", "transformers", "--json", "-"
+    )
+    assert result.status == 0, result.err
+    results = figures_of(result.out)["results"]
+    assert list(results) == [PLAIN, "draft model", "transformers", "transformers lookup", "transformers assisted"]
+    for name, rows in results.items():
+        assert rows["all"]["requests"] == 2 and rows["all"]["tokens"] == results[PLAIN]["all"]["tokens"], name
+        assert rows["all"]["first token ms"]["p50"] > 0
+    assert "chat" in run("bench", "-n", 1).out, "without a file our own prompts are asked"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("/no/such/file",), "/no/such/file"),
+        (("--method", "ngarm"), "Did you mean 'ngram'"),
+        (("--speculative-config", "tree={"), "no JSON"),
+        (("--speculative-config", '{"method": "ngram", "foo": 1}'), "foo"),
+        (("--temperature", -1), "temperature"),
+        (("-b", 0), "batch-size"),
+        (("--peer", "nosuch"), "nosuch"),
+        (("-m", "/no/model"), "/no/model"),
+        (("-n", 1024), "fit into the context"),
+        (("--json", "/no/such/folder/x", "-n", 1), "/no/such/folder/x"),
+    ],
+)
+def test_what_is_wrong(run: Run, questions: Path, arguments: tuple[Any, ...], said: str) -> None:
+    file = () if str(arguments[0]).startswith("/") else (questions, "--limit", 1)
+    result = run("bench", *file, *arguments)
+    assert result.status == 2 and said in result.err
+    assert "│" not in result.out, "nothing half-done"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"), [("{", "line 2: no JSON"), ('{"turns": []}', "line 2"), ('{"prompt": "x"}', "line 2"), ("[1]", "line 2")]
+)
+def test_a_broken_line_is_named(tmp_path: Path, line: str, said: str) -> None:
+    path = tmp_path / "question.jsonl"
+    path.write_text('{"category": "a", "turns": ["x"]}\n' + line)
+    with pytest.raises(RequestError, match=said):
+        read(path)
+
+
+def test_an_empty_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "none.txt").write_text("\n \n")
+    with pytest.raises(RequestError, match="no prompts"):
+        read(tmp_path / "none.txt")
+
+
+def test_all_turns_have_the_answers_so_far(questions: Path, mute: str) -> None:
+    llm, params = LLM("builtin"), SamplingParams(temperature=0, max_tokens=8)
+    asked = read(questions, limit=1)
+    prompts, left_out = prompts_of(llm, asked, params, all_turns=True)
+    assert ([kind for kind, _ in prompts], left_out) == (["qa", "writing", "writing"], 0)
+    history = [{"role": "user", "content": "Write a letter to a friend."}]
+    said = llm.chat(history, params)[0].outputs[0].text
+    history += [{"role": "assistant", "content": said}, {"role": "user", "content": "Make it shorter."}]
+    assert prompts[2][1]["prompt_token_ids"] == llm.chat(history, params)[0].prompt_token_ids
+    with pytest.raises(RequestError, match="chat template"):
+        prompts_of(LLM(mute), asked, params, all_turns=True)
+    assert len(prompts_of(LLM(mute), asked, params)[0]) == 2, "without a template first turns are asked as they stand"
+
+
+def test_a_batch_says_what_each_says_alone(questions: Path) -> None:
+    llm, params = LLM("builtin", max_num_seqs=4), SamplingParams(temperature=0.8, seed=1, max_tokens=12)
+    prompts = [("a", "The sun"), ("b", "Once upon a time"), ("a", "The moon")]
+    assert grouped(prompts, 2) == [("a", ["The sun", "The moon"]), ("b", ["Once upon a time"])]
+    (together,), (alone,) = (measure(llm, {PLAIN: None}, prompts, params, batch_size=size) for size in (2, 1))
+    assert together.tokens == alone.tokens and len(together.runs) == 2 and len(alone.runs) == 3
+
+
+def measured(times: list[list[float]], seconds: float) -> Measured:
+    answers = [CompletionOutput(0, "", list(range(len(t))), speculation=Speculation(2, 4, 1, len(t)), token_times=t) for t in times]
+    return Measured("x", [Group("a", seconds, Times(1.0, 2.0, 1.0), answers)])
+
+
+def test_the_latencies_are_what_their_names_say() -> None:
+    result = measured([[0.1, 0.3, 0.3, 0.6], [0.2], []], 2.0)
+    assert result.first_token == [0.1, 0.2]
+    assert result.stalls == pytest.approx([0.2, 0.3]), "tokens of one step come together"
+    assert result.per_token == pytest.approx([0.5 / 3])
+    assert result.speed == 2.5 and result.drafting == 0.25
+    other = measured([[0.1, 0.2]], 0.5)
+    row = figures([result, other])["x"]["all"]
+    assert row["speed-up"] == pytest.approx(4 / 2.5) and row["same tokens"] is False
+
+
+def test_a_changed_token_is_seen(run: Run, questions: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: Any, **more: Any) -> list[Measured]:
+        results = measure(*arguments, **more)
+        results[1].runs[0].answers[0].token_ids[-1] += 1
+        return results
+
+    monkeypatch.setattr(sys.modules["outrider.cli.bench"], "measure", broken)
+    result = run("bench", questions, *FAST, "--limit", 1)
+    assert result.status == 1 and "✗" in result.out

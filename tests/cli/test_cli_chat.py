@@ -1,0 +1,90 @@
+"""`outrider chat` with lines piped in: a conversation with `llm.chat`, and its commands."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from commands import Run
+
+from outrider import LLM, SamplingParams
+from outrider.engine.engine import Engine
+
+SETTINGS = ("-s", 3, "-n", 20, "--temp", 0.8)
+PARAMS = SamplingParams(seed=3, max_tokens=20, temperature=0.8, top_k=40, top_p=0.95, min_p=0.05)
+
+
+def conversation(questions: list[str], system: str | None = None) -> list[str]:
+    """The answers of `llm.chat`, each with all that was said before."""
+    llm = LLM("builtin")
+    history = [{"role": "system", "content": system}] if system else []
+    answers = []
+    for question in questions:
+        history.append({"role": "user", "content": question})
+        answers.append(llm.chat(history, PARAMS)[0].outputs[0].text)
+        history.append({"role": "assistant", "content": answers[-1]})
+    return answers
+
+
+def test_a_conversation_has_a_memory(run: Run) -> None:
+    questions = ["What do plants need in order to grow?", "And trees?"]
+    expected = conversation(questions)
+    for more in ((), ("-md", "builtin-draft", "--draft", 2)):
+        result = run("chat", *SETTINGS, *more, stdin="\n".join(questions))
+        assert (result.status, result.out.splitlines()) == (0, "\n".join(expected).splitlines())
+    assert expected[1] != conversation(questions[1:])[0], "the first turn matters"
+
+
+def test_system_and_reset_start_again(run: Run) -> None:
+    said = run(
+        "chat", *SETTINGS, "-sys", "Be brief.", stdin="Hello\n/reset\nHello\n/system Be kind.\nHello\n/system\nHello\n/exit\nHello\n"
+    )
+    brief, kind, none = (conversation(["Hello"], system)[0] for system in ("Be brief.", "Be kind.", None))
+    assert said.out.splitlines() == f"{brief}\n{brief}\n{kind}\n{none}".splitlines()
+    assert len({brief, kind, none}) > 1
+
+
+def test_stats_tell_what_was_accepted_and_found(run: Run) -> None:
+    result = run("chat", *SETTINGS, "-md", "builtin-draft", "--draft", 2, stdin="What do plants need to grow?\nAnd trees?\n/stats\n")
+    assert "2 turns" in result.out and "tokens per step" in result.out and "guesses accepted" in result.out
+    found, asked = (int(word) for word in result.out.split("prefix cache: ")[1].split(" prompt")[0].split(" of "))
+    assert 0 < found < asked and found % 16 == 0
+
+
+def test_help_and_what_is_no_command(run: Run) -> None:
+    result = run("chat", stdin="/help\n/nosuch\n/exit\n")
+    assert result.status == 0
+    assert "no /nosuch" in result.out and result.out.count("/stats") == 2
+
+
+def test_a_template_from_a_file(run: Run, tmp_path: Path, mute: str) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
+    assert run("chat", "-m", mute, "-n", 4, "--chat-template-file", template, stdin="hello\n").status == 0
+
+
+def test_what_cannot_be(run: Run, mute: str) -> None:
+    for arguments, said in (
+        (("-m", mute), "chat template"),
+        (("--chat-template-file", "/no/such/file"), "/no/such/file"),
+        (("-m", "/no/model"), "/no/model"),
+        (("-c", 16), "context"),
+    ):
+        result = run("chat", *arguments, stdin="What do plants need in order to grow, and what do trees need in order to grow?\n")
+        assert (result.status, result.out, result.err.count("\n")) == (2, "", 1)
+        assert said in result.err
+
+
+def test_ctrl_c_ends_a_piped_conversation(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, steps = Engine.step, iter(range(100))
+
+    def interrupted(engine: Engine) -> object:
+        if next(steps) == 4:
+            signal.raise_signal(signal.SIGINT)
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", interrupted)
+    result = run("chat", "-n", 50, "--ignore-eos", stdin="Hello\nHello\n")
+    assert result.status == 130
+    assert "1 turns, 5 tokens" in result.err

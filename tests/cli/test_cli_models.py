@@ -1,0 +1,96 @@
+"""`outrider models`: what is said of a checkpoint without loading it is what loading it finds."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import Run
+from helpers import in_memory
+
+from outrider import LLM
+from outrider.bench.card import card_of
+from outrider.config import EngineOptions
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"dtype": "float32", "max_model_len": 100, "max_num_seqs": 3},
+        {"quantization": "int8", "kv_cache_dtype": "int8"},
+        {"quantization": "int4"},
+    ],
+    ids=str,
+)
+def test_the_memory_is_what_the_engine_takes(options: dict[str, Any]) -> None:
+    card, llm = card_of(EngineOptions("builtin", **options)), LLM("builtin", **options)
+    assert card.cache_bytes == sum(pool.data.nbytes for pool in llm.engine.cache.pools)
+    assert card.token_bytes == llm.engine.decoder.slot_bytes
+    assert card.dtype == str(llm.engine.decoder.dtype).removeprefix("torch.")
+    assert card.weight_bytes == in_memory(llm)
+    assert card.request_tokens == llm.engine.max_len and card.refused is None and card.chat_template
+
+
+def test_every_weight_is_counted_once(checkpoint: Any, tmp_path: Path) -> None:
+    import transformers
+
+    whole = checkpoint("Qwen3", tie_word_embeddings=True, dtype=torch.bfloat16)
+    parameters = transformers.AutoModelForCausalLM.from_pretrained(whole).num_parameters()
+    shards = checkpoint("Qwen3", tie_word_embeddings=True, dtype=torch.bfloat16, shard="40KB")
+    assert len(list(shards.glob("*.safetensors"))) > 1
+    pickled = tmp_path / "bin"
+    shutil.copytree(whole, pickled)
+    torch.save(transformers.AutoModelForCausalLM.from_pretrained(whole).state_dict(), pickled / "pytorch_model.bin")
+    (pickled / "model.safetensors").unlink()
+    for folder in (whole, shards, pickled):
+        card = card_of(EngineOptions(str(folder)))
+        assert card.parameters == parameters and set(card.stored_as) == {"bfloat16"}, folder
+
+
+def test_a_sheet_for_people_and_a_line_for_programs(run: Run, tiny: Path) -> None:
+    sheet = run("models", "builtin", tiny)
+    assert sheet.status == 0
+    for words in ("LlamaForCausalLM", "lean decoder", "bfloat16", "8,192", "K/V of 16 × 1,024 tokens", "float32"):
+        assert words in sheet.out
+    (line,) = run("models", tiny, "--json", "-c", 64, "--max-num-seqs", 2).out.splitlines()
+    card = json.loads(line)
+    assert (card["vocabulary"], card["request_tokens"], card["requests"], card["chat_template"]) == (300, 64, 2, False)
+
+
+def test_a_model_that_nothing_runs_says_why(run: Run, tmp_path: Path) -> None:
+    import transformers
+
+    config = transformers.MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=64)
+    transformers.MambaForCausalLM(config).save_pretrained(tmp_path)
+    result = run("models", tmp_path)
+    assert result.status == 0 and "nothing: MambaForCausalLM keeps a recurrent state" in result.out
+
+
+def test_without_a_name_it_lists_what_is_at_hand(run: Run, tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = "a" * 40
+    for repo, files in (("models--me--tiny", True), ("models--me--empty", False)):
+        snapshot = tmp_path / repo / "snapshots" / commit
+        if files:
+            shutil.copytree(tiny, snapshot)
+        else:
+            snapshot.mkdir(parents=True)
+        (tmp_path / repo / "refs").mkdir()
+        (tmp_path / repo / "refs" / "main").write_text(commit)
+    for module in ("huggingface_hub.constants.HF_HUB_CACHE", "huggingface_hub.utils._cache_manager.HF_HUB_CACHE"):
+        monkeypatch.setattr(module, str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    result = run("models")
+    assert result.status == 0
+    assert "builtin-draft" in result.out and "me/tiny" in result.out and "me/empty" not in result.out
+
+
+def test_what_is_not_there(run: Run) -> None:
+    for arguments in (("/no/model",), ("builtin", "--device", "gpu"), ("builtin", "--max-num-seqs", 0), ("builtin", "--dtype", "float3")):
+        result = run("models", *arguments)
+        assert (result.status, result.out, result.err.count("\n")) == (2, "", 1)

@@ -1,0 +1,155 @@
+"""`LLM.chat`: messages become exactly the prompt that the chat template writes, and nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import tiny_checkpoint
+from tokenizers.processors import TemplateProcessing
+
+from outrider import LLM, RequestError, SamplingParams
+from outrider.engine.template import render
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{% if m.tool_calls %}{{ m.tool_calls[0].function.arguments.x }}"
+    "{% endif %}{{ eos_token }}{% endfor %}{% if tools %}({{ tools[0].function.name }}){% endif %}{% if loud %}!{% endif %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+ASKED = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello there"}]
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    """A tiny model whose tokenizer has no template of its own."""
+    return LLM(tiny_checkpoint(tmp_path_factory.mktemp("chat")), seed=0)
+
+
+def text_of(llm: LLM, messages: Any, **given: Any) -> str:
+    return str(render(llm.tokenizer, {"messages": messages, "chat_template": TEMPLATE, **given})["prompt"])
+
+
+def test_chat_is_generate_on_the_templated_ids() -> None:
+    llm = LLM("builtin", seed=0)
+    (chatted,) = llm.chat(ASKED, GREEDY)
+    ids = llm.tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, tokenize=True, return_dict=False)
+    (generated,) = llm.generate({"prompt_token_ids": list(ids)}, GREEDY)
+    assert chatted.prompt_token_ids == list(ids)
+    assert chatted.prompt == "<|bos|><|system|>be kind<|end|><|user|>hello there<|end|><|assistant|>"
+    assert chatted.outputs[0].token_ids == generated.outputs[0].token_ids
+    assert chatted.outputs[0].text == generated.outputs[0].text
+
+
+def test_several_conversations_stand_in_their_order(llm: LLM) -> None:
+    several = [[{"role": "user", "content": text}] for text in ("one", "two", "three")]
+    together = llm.chat(several, GREEDY, chat_template=TEMPLATE)
+    alone = [llm.chat(one, GREEDY, chat_template=TEMPLATE)[0] for one in several]
+    assert [o.prompt for o in together] == [o.prompt for o in alone]
+    assert [o.outputs[0].token_ids for o in together] == [o.outputs[0].token_ids for o in alone]
+
+
+def test_the_template_writes_the_special_tokens_alone(llm: LLM) -> None:
+    tokenizer = copy.deepcopy(llm.tokenizer)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", 0)])
+    assert tokenizer.encode("<|bos|>a").count(0) == 2, "this tokenizer puts one in front of every text"
+    assert render(tokenizer, {"messages": ASKED, "chat_template": TEMPLATE})["prompt_token_ids"].count(0) == 1
+
+
+def test_what_may_be_given_besides(llm: LLM) -> None:
+    assert text_of(llm, ASKED) == "<|bos|>[system] be kind<|end|>[user] hello there<|end|>[assistant]"
+    assert text_of(llm, ASKED, add_generation_prompt=False).endswith("hello there<|end|>")
+    assert text_of(llm, ASKED, chat_template_kwargs={"loud": True}).endswith("![assistant]")
+    tool = {"type": "function", "function": {"name": "look", "description": "", "parameters": {"type": "object", "properties": {}}}}
+    assert "(look)" in text_of(llm, ASKED, tools=[tool])
+    begun = [*ASKED, {"role": "assistant", "content": "I am"}]
+    assert text_of(llm, begun, add_generation_prompt=False, continue_final_message=True).endswith("[assistant] I am")
+    parts = [{"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}]
+    assert "one\ntwo" in text_of(llm, parts)
+    call = {"type": "function", "function": {"name": "look", "arguments": '{"x": 42}'}}
+    assert "42" in text_of(llm, [*ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}])
+
+
+def test_streaming_takes_messages_too(llm: LLM) -> None:
+    *_, last = llm.stream({"messages": ASKED, "chat_template": TEMPLATE}, GREEDY)
+    assert last.outputs[0].token_ids == llm.chat(ASKED, GREEDY, chat_template=TEMPLATE)[0].outputs[0].token_ids
+
+
+BAD: list[tuple[Any, dict[str, Any], str]] = [
+    (ASKED, {"chat_template": None}, "no chat template"),
+    ([], {}, "empty"),
+    ("hello", {}, "list"),
+    ({"role": "user", "content": "x"}, {}, "list"),
+    (5, {}, "list"),
+    (["hello"], {}, "message 0"),
+    ([*ASKED, {"content": "x"}], {}, "message 2 needs a role"),
+    ([{"role": 5, "content": "x"}], {}, "role"),
+    ([{"role": "user"}], {}, "content of message 0"),
+    ([{"role": "user", "content": 5}], {}, "content of message 0"),
+    ([{"role": "user", "content": []}], {}, "content of message 0"),
+    ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], {}, "content of message 0"),
+    ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}], {}, "tool call of message 0"),
+    (ASKED, {"chat_template": "{{ raise_exception('only users') }}"}, "only users"),
+    (ASKED, {"chat_template": "{% if"}, "template"),
+    (ASKED, {"continue_final_message": True}, "add_generation_prompt=False"),
+    ([{"role": "user", "content": "so long " * 200}], {}, "context"),
+]
+
+
+@pytest.mark.parametrize(("messages", "given", "said"), BAD, ids=[said for *_, said in BAD])
+def test_bad_messages_are_refused_in_one_sentence(llm: LLM, messages: Any, given: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        llm.chat(messages, GREEDY, **{"chat_template": TEMPLATE, **given})
+
+
+def test_an_unknown_key_is_refused_by_name(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="Did you mean 'chat_template'"):
+        llm.generate({"messages": ASKED, "chat_templat": TEMPLATE}, GREEDY)
+
+
+def test_a_bad_conversation_among_good_ones_fails_alone(llm: LLM) -> None:
+    outputs = llm.chat([ASKED, [], ASKED], GREEDY, chat_template=TEMPLATE)
+    assert [o.error is None for o in outputs] == [True, False, True]
+    assert "empty" in str(outputs[1].error)
+
+
+def test_messages_without_a_tokenizer_are_refused(tiny: Path) -> None:
+    with pytest.raises(RequestError, match="tokenizer"):
+        LLM(str(tiny)).chat(ASKED, GREEDY)
+
+
+def test_the_next_turn_finds_the_last_one_in_the_cache() -> None:
+    llm = LLM("builtin", seed=0)
+    history: list[dict[str, str]] = [{"role": "user", "content": "What do plants need in order to grow in a garden that is dry?"}]
+    (first,) = llm.chat(history, SamplingParams(temperature=0, max_tokens=40))
+    assert first.num_cached_tokens == 0
+    history += [{"role": "assistant", "content": first.outputs[0].text}, {"role": "user", "content": "And trees?"}]
+    (second,) = llm.chat(history, GREEDY)
+    assert second.num_cached_tokens is not None and second.num_cached_tokens >= len(first.prompt_token_ids) // 16 * 16 > 0
+
+
+# ---- the clock
+
+
+def test_the_clock_tells_prompts_from_decoding() -> None:
+    llm = LLM(
+        "builtin", speculative_config={"model": "builtin-draft", "num_speculative_tokens": 3}, max_num_batched_tokens=16, max_num_seqs=1
+    )
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    llm.engine.reset()
+    (output,) = llm.generate({"prompt_token_ids": list(range(100, 140))}, params)
+    reading, decoding, total = llm.engine.reading, llm.engine.decoding, output.speculation
+    assert (reading.known, reading.steps) == (40, 3), "16 + 16 + 8"
+    assert decoding.known == decoding.steps == total.steps - 1, "the last chunk of the prompt emits, too"
+    assert reading.guessed + decoding.guessed == total.drafted
+    assert reading.emitted + decoding.emitted == total.emitted == 20
+    assert llm.engine.steps == reading.steps + decoding.steps
+    assert sum(llm.engine.times) == pytest.approx(sum(reading.times) + sum(decoding.times))
+    assert reading.times.propose > 0 and decoding.times.propose > 0
+    times = output.outputs[0].token_times
+    assert len(times) == 20 and times == sorted(times) and times[0] > 0
+    assert len(set(times)) == total.steps, "tokens of one step come together"
+    llm.engine.reset()
+    assert llm.engine.steps == 0 and sum(llm.engine.times) == 0
