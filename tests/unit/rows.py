@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
+
+import torch
 
 from outrider import SamplingParams
 from outrider.draft.base import Drafter
@@ -14,6 +17,7 @@ class AnyTarget:
 
     vocabulary = 1000
     max_len = 10_000
+    decoder = SimpleNamespace(device=torch.device("cpu"))
 
 
 def make(method: type[Drafter], **options: Any) -> Any:

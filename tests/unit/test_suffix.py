@@ -207,9 +207,8 @@ def test_a_row_whose_guesses_keep_failing_is_guessed_less() -> None:
 
 def test_a_length_that_failed_is_tried_again_some_time_later() -> None:
     belief = Belief(4)
-    belief.length = 1
     for _ in range(20):
-        belief.learn(Guesses([7], [-1], [0.5]), [])
+        belief.observe(1, Guesses([7], [-1], [0.5]), [])
     assert belief(1) < 0.01 and belief(2) == 0.75
     for _ in range(20):
         belief.passed(1, 1)
@@ -218,8 +217,7 @@ def test_a_length_that_failed_is_tried_again_some_time_later() -> None:
 
 def test_each_level_of_a_tree_is_learned_from() -> None:
     belief = Belief(4)
-    belief.length = 2
-    belief.learn(Guesses.chain([5, 6, 7], [0.5] * 3), [0])
+    belief.observe(2, Guesses.chain([5, 6, 7], [0.5] * 3), [0])
     assert belief(2) > 0.75 and belief(3) < 0.875 and belief(4) == 0.9375, "right, wrong, and not known"
 
 

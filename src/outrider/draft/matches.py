@@ -7,20 +7,17 @@ from collections.abc import Sequence
 
 from outrider.types import ROOT, Budget, Guesses
 
-LEARN, RECOVER = 0.2, 0.02
-
 
 class Belief:
-    """How often the token after a match of 1, 2, … `longest` or more tokens was guessed right, of one row.
+    """How often the token after a match of 1, 2, … `longest` or more tokens was guessed right.
 
-    Starts at 1 - 2^-length.  A guess moves it by a fifth towards what happened, an opportunity that was let pass by a fiftieth
-    back to where it began: a length that keeps failing is not guessed from, and tried again some time later.
+    Starts at 1 - 2^-length.  A guess moves it by the share `learn` towards what happened, an opportunity that was let pass by a
+    tenth of that back to where it began: a length that keeps failing is not guessed from, and tried again some time later.
     """
 
-    def __init__(self, longest: int) -> None:
+    def __init__(self, longest: int, learn: float = 0.2) -> None:
         self.start = [1 - 0.5**n for n in range(longest + 1)]
-        self.values = list(self.start)
-        self.length = 0  # of the match that the row's last guesses came from
+        self.values, self.learn = list(self.start), learn
 
     def __call__(self, length: int) -> float:
         return self.values[min(length, len(self.values) - 1)]
@@ -30,15 +27,18 @@ class Belief:
 
     def passed(self, shortest: int, longest: int) -> None:
         for n in range(shortest, min(longest, len(self.values) - 1) + 1):
-            self.values[n] += RECOVER * (self.start[n] - self.values[n])
+            self.values[n] += self.learn / 10 * (self.start[n] - self.values[n])
 
-    def learn(self, tree: Guesses, accepted: Sequence[int]) -> None:
-        """A level of the tree was right if one of its nodes was; the level after it stands for a match one token longer."""
+    def observe(self, length: int, tree: Guesses, accepted: Sequence[int]) -> None:
+        """What became of a tree after a match of `length` tokens.
+
+        A level was right if one of its nodes was; the level after it stands for a match one token longer.
+        """
         for level, node in enumerate([ROOT, *accepted]):
             right = level < len(accepted)
             if right or node in tree.parents:
-                at = min(self.length + level, len(self.values) - 1)
-                self.values[at] += LEARN * (right - self.values[at])
+                at = min(length + level, len(self.values) - 1)
+                self.values[at] += self.learn * (right - self.values[at])
 
 
 def frequent(

@@ -116,6 +116,7 @@ class Known:
 
     index: Index
     belief: Belief
+    length: int = 0  # of the match that the last guesses came from
 
 
 class Suffix(Drafter):
@@ -180,7 +181,7 @@ class Suffix(Drafter):
                     room = Budget(min(budget.depth, nodes), nodes)
                     tree, score = frequent(agreeing, room, belief, length, least, self.siblings)
                     if score > most:
-                        best, most, belief.length = tree, score, length
+                        best, most, known.length = tree, score, length
         return best
 
     def _nodes(self, length: int, budget: Budget) -> int:
@@ -207,7 +208,7 @@ class Suffix(Drafter):
     def observe(self, commit: Commit) -> None:
         for row, tree, nodes in zip(commit.batch.rows, commit.draft.trees, commit.verdict.nodes):
             if tree.tokens and row in self.rows:
-                self.rows[row].belief.learn(tree, nodes)
+                self.rows[row].belief.observe(self.rows[row].length, tree, nodes)
 
     def forget(self, row: Row, reason: str) -> None:
         self.rows.pop(row, None)

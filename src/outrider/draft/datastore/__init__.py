@@ -19,7 +19,7 @@ from outrider.draft.matches import Belief, frequent
 from outrider.errors import ConfigError
 from outrider.types import NOTHING, Batch, Budget, Commit, Draft, Guesses, Row
 
-PLACES = 128  # of a match that are looked at
+PLACES = 64  # of a match that are looked at
 
 
 class Datastore(Drafter):
@@ -28,13 +28,14 @@ class Datastore(Drafter):
     @dataclass(frozen=True)
     class Options:
         """datastore: the file.  max_token_span, min_token_span: the longest and shortest match that is looked up.  num_draft: nodes
-        of a tree at most (REST's names).  min_token_prob: paths less likely are not guessed.
+        of a tree at most (REST's names; None: its 64, but 8 on a CPU, where every node costs time).  min_token_prob: paths less
+        likely are not guessed.
         """
 
         datastore: str | None = None
         max_token_span: int = SPAN
         min_token_span: int = 2
-        num_draft: int = 64
+        num_draft: int | None = None
         min_token_prob: float = 0.1
 
         def __post_init__(self) -> None:
@@ -46,7 +47,7 @@ class Datastore(Drafter):
             need("datastore", (str, type(None)), lambda x: x != "", "a file")
             need("max_token_span", int, lambda x: 1 <= x <= SPAN, f"a whole number in 1 … {SPAN}")
             need("min_token_span", int, lambda x: 1 <= x <= self.max_token_span, f"in 1 … max_token_span ({self.max_token_span})")
-            need("num_draft", int, lambda x: 1 <= x <= 1024, "a whole number in 1 … 1024")
+            need("num_draft", (int, type(None)), lambda x: x is None or 1 <= x <= 1024, "a whole number in 1 … 1024")
             need("min_token_prob", (int, float), lambda x: 0 <= x <= 1, "a number in [0, 1]")
 
     def __init__(self, options: Options, target: Target) -> None:
@@ -55,7 +56,9 @@ class Datastore(Drafter):
             raise ConfigError("the method needs a 'datastore': make one with `outrider datastore build`.")
         self.store = Store(options.datastore)
         _fits(self.store, options.datastore, target)
-        self.rows: dict[Row, Belief] = {}
+        self.nodes = options.num_draft or (8 if target.decoder.device.type == "cpu" else 64)
+        self.memory = Belief(SPAN, learn=0.05)  # what the corpus is worth, whatever the request
+        self.lengths: dict[Row, int] = {}  # of the match that the row's last guesses came from
 
     @classmethod
     def example(cls, target: Target) -> Drafter:
@@ -67,31 +70,28 @@ class Datastore(Drafter):
             return cls(cls.Options(datastore=file, min_token_span=1, min_token_prob=0.0, num_draft=12), target)
 
     def size(self, depth: int) -> int:
-        nodes: int = self.options.num_draft
-        return nodes if depth else 0
+        return self.nodes if depth else 0
 
     def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
         return Draft([self._guess(row, budget) if budget.nodes else NOTHING for row, budget in zip(batch.rows, budgets)])
 
     def _guess(self, row: Row, budget: Budget) -> Guesses:
         least, shortest = self.options.min_token_prob, self.options.min_token_span
-        belief = self.rows.setdefault(row, Belief(SPAN))
+        belief: Belief = self.memory
         length, texts = self.store.find(row.tokens, shortest, self.options.max_token_span, PLACES, budget.depth)
-        if not length:
-            return NOTHING
-        if belief(length) < least:
+        if length and belief(length) < least:
             belief.passed(length, length)
             return NOTHING
-        belief.length = length
-        return frequent(texts, budget, belief, length, least, self.options.num_draft)[0]
+        self.lengths[row] = length
+        return frequent(texts, budget, belief, length, least, self.nodes)[0]
 
     def observe(self, commit: Commit) -> None:
         for row, tree, nodes in zip(commit.batch.rows, commit.draft.trees, commit.verdict.nodes):
-            if tree.tokens and row in self.rows:
-                self.rows[row].learn(tree, nodes)
+            if tree.tokens and row in self.lengths:
+                self.memory.observe(self.lengths[row], tree, nodes)
 
     def forget(self, row: Row, reason: str) -> None:
-        self.rows.pop(row, None)
+        self.lengths.pop(row, None)
 
 
 def _fits(store: Store, name: str, target: Target) -> None:

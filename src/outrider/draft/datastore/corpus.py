@@ -108,7 +108,7 @@ def _tokenised(batch: list[tuple[str | list[int], bool]], tokenizer: Any, file: 
     texts = [piece for piece, _ in batch if isinstance(piece, str)]
     if texts and tokenizer is None:
         raise ConfigError(f"{file} holds text, and the model has no tokenizer: give token ids.")
-    said = iter(tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"] if texts else ())
+    said = iter(tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else ())
     for piece, last in batch:
         yield np.array(next(said) if isinstance(piece, str) else piece, dtype=np.int64), last
 

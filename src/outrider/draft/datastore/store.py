@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import mmap
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from hashlib import sha256
 from pathlib import Path
@@ -90,56 +90,59 @@ class Store:
         self.header = Header.read(Path(path).expanduser())
         with open(Path(path).expanduser(), "rb") as file:
             self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self.end = end_mark(self.header.width)
-        self.shards = [_Shard(self.map, self.header.width, *section) for section in self.header.sections]
+        width = self.header.width
+        self.tokens = np.frombuffer(self.map, f">u{width}", self.header.file_size // width)  # the text of a shard is a part of it
+        self.shards = [_Shard(self.map, width, *section) for section in self.header.sections]
 
     def find(self, context: Sequence[int], low: int, high: int, places: int, depth: int) -> tuple[int, list[list[int]]]:
         """The longest end of `context` with low … high tokens that the corpus has, and what followed it.
 
         Of many places, `places` are looked at, evenly spread; `depth` tokens each, -1 after the end of the document.
         """
-        wanted = np.array(context[: -high - 1 : -1]).astype(f">u{self.header.width}").tobytes()
-        length = max((shard.agreement(wanted) for shard in self.shards), default=0)
+        width = self.header.width
+        wanted = np.array(context[: -high - 1 : -1]).astype(f">u{width}").tobytes()
+        nearest = [shard.nearest(wanted) for shard in self.shards]
+        length = max((agreed for agreed, _ in nearest), default=0)
         if length < low:
             return 0, []
-        ranges = [(shard, *shard.range(wanted[: length * self.header.width])) for shard in self.shards]
-        step = max(1, -(-sum(last - first for _, first, last in ranges) // places))
-        texts = [shard.after(range(first, last, step), depth, self.end) for shard, first, last in ranges if first < last]
-        return length, [text for shard in texts for text in shard]
+        best = [(shard, at) for shard, (agreed, at) in zip(self.shards, nearest) if agreed == length]
+        parts = [(shard, shard.part(wanted[: length * width], at)) for shard, at in best]
+        step = max(1, -(-sum(len(part) for _, part in parts) // places))
+        chosen = [(shard.first, shard.first + shard.places[i]) for shard, part in parts for i in part[::step]]
+        first, at = np.array(chosen).T[:, :, None]
+        after = at - np.arange(1, depth + 1)  # the text runs backwards
+        found = self.tokens[np.maximum(after, first)].astype(np.int64)
+        found[(after < first) | (found == end_mark(width))] = -1
+        texts: list[list[int]] = found.tolist()
+        return length, texts
 
 
 class _Shard:
-    def __init__(self, map: mmap.mmap, width: int, tokens: int, text: int, places: int) -> None:
-        self.map, self.width, self.size, self.text = map, width, tokens, text
-        self.places = memoryview(map)[places : places + 4 * tokens].cast("I")
-        self.tokens = np.frombuffer(map, f">u{width}", tokens, text)
+    """first: where its text begins, in tokens from the beginning of the file."""
 
-    def _slice(self, i: int, length: int) -> bytes:
-        at = self.text + self.width * self.places[i]
-        return self.map[at : at + length]
+    def __init__(self, map: mmap.mmap, width: int, size: int, text: int, places: int) -> None:
+        self.map, self.width, self.size, self.text, self.first = map, width, size, text, text // width
+        self.places = memoryview(map)[places : places + 4 * size].cast("I")
 
-    def agreement(self, wanted: bytes) -> int:
-        """The most tokens that `wanted` shares with the beginning of any place: one of its two neighbours in the order has them."""
-        at, length = bisect_left(range(self.size), wanted, key=lambda i: self._slice(i, len(wanted))), 0
-        for i in (at - 1, at):
-            if 0 <= i < self.size:
-                found = self._slice(i, len(wanted))
-                same = next((j for j, (a, b) in enumerate(zip(found, wanted)) if a != b), len(wanted))
-                length = max(length, same // self.width)
-        return length
+    def _slices(self, length: int) -> Callable[[int], bytes]:
+        """i -> the first `length` bytes at place i of the order."""
+        map, places, text, width = self.map, self.places, self.text, self.width
+        return lambda i: map[(at := text + width * places[i]) : at + length]
 
-    def range(self, wanted: bytes) -> tuple[int, int]:
-        """Where, in their order, the places that begin with `wanted` lie."""
-        first = bisect_left(range(self.size), wanted, key=lambda i: self._slice(i, len(wanted)))
-        return first, bisect_right(range(self.size), wanted, lo=first, key=lambda i: self._slice(i, len(wanted)))
+    def nearest(self, wanted: bytes) -> tuple[int, int]:
+        """(how many tokens of `wanted` any place begins with, at most; where in the order): a neighbour of where it would stand."""
+        slices = self._slices(len(wanted))
+        stands, best = bisect_left(range(self.size), wanted, key=slices), (0, 0)
+        for at in (stands - 1, stands):
+            if 0 <= at < self.size:
+                same = next((j for j, (a, b) in enumerate(zip(slices(at), wanted)) if a != b), len(wanted))
+                best = max(best, (same // self.width, at))
+        return best
 
-    def after(self, order: Sequence[int], depth: int, end: int) -> list[list[int]]:
-        """What followed at these places of the order; the text runs backwards."""
-        at = np.array([self.places[i] for i in order])[:, None] - np.arange(1, depth + 1)
-        found = self.tokens[np.maximum(at, 0)].astype(np.int64)
-        found[(at < 0) | (found == end)] = -1
-        texts: list[list[int]] = found.tolist()
-        return texts
+    def part(self, wanted: bytes, at: int) -> range:
+        """The part of the order that begins with `wanted`; `at` is in it."""
+        slices, whole = self._slices(len(wanted)), range(self.size)
+        return range(bisect_left(whole, wanted, hi=at, key=slices), bisect_right(whole, wanted, lo=at, key=slices))
 
 
 def end_mark(width: int) -> int:
