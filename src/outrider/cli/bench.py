@@ -110,7 +110,10 @@ def run(
     columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("Measuring", total=len(configs) * len(grouped(prompts, batch_size)) * repeats)
-        tick = lambda label: bar.update(task, advance=1, description=label)  # noqa: E731
+
+        def tick(label: str) -> None:
+            bar.update(task, advance=1, description=label)
+
         results = measure(llm, configs, prompts, params, repeats, tick, batch_size)
         for name in peers:
             task = bar.add_task(name, total=None)
