@@ -128,7 +128,7 @@ def show(results: Sequence[Measured], left_out: int, console: Console) -> None:
     console.print(table(f"all {len(results[0].answers)} prompts", results), "")
     console.print(latencies(results))
     if left_out:
-        console.print(f"{left_out} prompts were left out: with their answers they exceed the context.")
+        console.print(f"Left out, as they and their answers exceed the context: {left_out}.")
 
 
 def opened(out: str | None) -> IO[str] | None:
