@@ -43,7 +43,7 @@ def test_tables_and_one_line_of_json(run: Run, questions: Path, tmp_path: Path) 
     result = run("bench", questions, *FAST, "--speculative-config", config, "-b", 2, "--json", out)
     assert result.status == 0, result.err
     assert run("bench", questions, "-n", 1, "--limit", 1, "--json", out).status == 0
-    for words in ("qa", "writing", "all 3 prompts", "ngram", "tree", "first token", "1 prompts were left out"):
+    for words in ("qa", "writing", "all 3 prompts", "ngram", "tree", "first token", "exceed the context: 1."):
         assert words in result.out
     assert "✓" in result.out and "✗" not in result.out
     lines = out.read_text().splitlines()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import signal
 import subprocess
@@ -12,9 +13,12 @@ from typing import Any
 import pytest
 from commands import Run
 
-from outrider import LLM, SamplingParams
+from outrider import LLM, SamplingParams, draft
 from outrider.bench.figures import figures
+from outrider.cli.flags import ENGINE, SAMPLING, SPECULATION
 from outrider.cli.generate import unescaped
+from outrider.config import EngineOptions
+from outrider.control import fixed
 from outrider.engine.engine import Engine
 
 TEXT = "The future of AI is"
@@ -33,6 +37,26 @@ def test_it_streams_the_engines_text_after_the_prompt(run: Run, answer: str) -> 
         result = run("generate", "-p", TEXT, *SETTINGS, *more)
         assert (result.status, result.out) == (0, f"{TEXT}{answer}\n")
     assert run("generate", "-p", TEXT, *SETTINGS, "--no-display-prompt").out == f"{answer}\n"
+
+
+def test_every_flag_is_a_field_of_what_it_sets() -> None:
+    """A flag of another name would be found out only when somebody types it."""
+
+    def named(kind: Any) -> set[str]:
+        return {f.name for f in dataclasses.fields(kind)}
+
+    keys = named(draft.method("draft_model").Options) | named(fixed.Options) | {"method"}
+    for group, known in ((ENGINE, named(EngineOptions) | {"threads"}), (SAMPLING, named(SamplingParams)), (SPECULATION, keys | {"config"})):
+        assert {flag.field for flag in group} <= known
+
+
+def test_penalties_are_passed_on(run: Run) -> None:
+    given = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.25}
+    params = SamplingParams(temperature=0, max_tokens=24, **given)
+    expected = LLM("builtin").generate(TEXT, params)[0].outputs[0].text
+    flags = ("--repeat-penalty", 1.3, "--presence-penalty", 0.5, "--frequency-penalty", 0.25)
+    assert run("generate", "-p", TEXT, "-n", 24, "--temp", 0, *flags).out == f"{TEXT}{expected}\n"
+    assert run("generate", "-p", TEXT, "-n", 24, "--temp", 0).out != f"{TEXT}{expected}\n"
 
 
 def test_the_prompt_from_a_file_and_from_standard_input(run: Run, answer: str, tmp_path: Path) -> None:

@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Scripts, Truth, answer, install, settled, tiny_checkpoint, tiny_prompts
+from helpers import Scripts, Truth, answer, in_memory, install, settled, tiny_checkpoint, tiny_prompts
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from outrider import LLM, ModelError, SamplingParams
 from outrider.attention.plan import Plan
+from outrider.bench.card import card_of
+from outrider.config import EngineOptions
 from outrider.kernels.quantised import Quantised
 from outrider.models.decoder import Decoder
 from outrider.models.hub import Checkpoint
@@ -218,6 +220,14 @@ def test_numbers_and_text_are_those_of_the_plain_weights(name: str, make: Any, m
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     one, two = (LLM(str(folder), dtype="float32") for folder in (packed, plain))
     assert answer(one, PROMPTS[2], params).outputs[0].token_ids == answer(two, PROMPTS[2], params).outputs[0].token_ids
+
+
+@pytest.mark.parametrize("name", ["awq", "awq-symmetric", "gptq-8", "compressed-asymmetric"])
+def test_the_card_says_what_it_takes_in_memory(name: str, make: Any) -> None:
+    packed, plain = make(name)
+    card = card_of(EngineOptions(str(packed)))
+    assert card.weight_bytes == pytest.approx(in_memory(LLM(str(packed))), rel=0.07), "up to the padding of 300 tokens to 320"
+    assert card.parameters == card_of(EngineOptions(str(plain))).parameters
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq-8", "gptq-act-order", "compressed-asymmetric"])

@@ -110,7 +110,10 @@ def run(
     columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("Measuring", total=len(configs) * len(grouped(prompts, batch_size)) * repeats)
-        tick = lambda label: bar.update(task, advance=1, description=label)  # noqa: E731
+
+        def tick(label: str) -> None:
+            bar.update(task, advance=1, description=label)
+
         results = measure(llm, configs, prompts, params, repeats, tick, batch_size)
         for name in peers:
             task = bar.add_task(name, total=None)
@@ -125,7 +128,7 @@ def show(results: Sequence[Measured], left_out: int, console: Console) -> None:
     console.print(table(f"all {len(results[0].answers)} prompts", results), "")
     console.print(latencies(results))
     if left_out:
-        console.print(f"{left_out} prompts were left out: with their answers they exceed the context.")
+        console.print(f"Left out, as they and their answers exceed the context: {left_out}.")
 
 
 def opened(out: str | None) -> IO[str] | None:

@@ -51,7 +51,7 @@ def _unless_negative(value: int) -> int | None:
 
 
 ENGINE = (
-    Flag("model", str, "--model -m", "Folder, hub id, builtin or builtin-draft.", "builtin"),
+    Flag("model", str, "--model -m", "Folder, .gguf file, hub id, builtin or builtin-draft.", "builtin"),
     Flag(
         "max_model_len",
         int,
@@ -65,14 +65,14 @@ ENGINE = (
     Flag("device", str, "--device", "auto, cpu, cuda or cuda:1."),
     Flag("tokenizer", str, "--tokenizer", "Folder or hub id, where the model has no tokenizer of its own."),
     Flag("revision", str, "--revision", "Branch, tag or commit on the hub."),
-    Flag("threads", int, "--threads -t", "Threads on the CPU (all cores)."),
+    Flag("threads", int, "--threads -t", "Threads on the CPU; without it one for each core."),
 )
 SPECULATION = (
-    Flag("model", str, "--model-draft -md", "A smaller model that guesses: folder or hub id."),
+    Flag("model", str, "--model-draft -md", "A smaller model that guesses: folder, .gguf file or hub id."),
     Flag("draft_dtype", str, "--draft-dtype", "As --dtype."),
     Flag("quantization", str, "--draft-quantization", "As --quantization."),
     Flag("num_speculative_tokens", int, "--draft --draft-max", "Tokens to guess ahead."),
-    Flag("method", str, "--method", "What guesses: ngram, draft_model …"),
+    Flag("method", str, "--method", "What guesses: ngram, suffix, draft_model …"),
     Flag("config", str, "--speculative-config", "All keys of speculative_config, as JSON; the flags above change it."),
 )  # fmt: skip
 SAMPLING = (

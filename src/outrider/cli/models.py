@@ -22,7 +22,7 @@ from outrider.errors import OutriderError
 def models(
     form: Given,
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[NAME|FOLDER]…", help="Without any: the built-in ones and the hub's cache.")
+        list[str] | None, typer.Argument(metavar="[NAME|FOLDER|FILE]…", help="Without any: the built-in ones and the hub's cache.")
     ] = None,
     max_num_seqs: Annotated[int, Option("--max-num-seqs", help="Requests at once.")] = 16,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object a model.")] = False,
