@@ -35,7 +35,7 @@ class LLM:
         self.seed = secrets.randbits(63) if given.seed is None else given.seed
         checkpoint = self.engine.checkpoint
         if given.tokenizer is not None:
-            self.tokenizer: Any = read_tokenizer(given.tokenizer)
+            self.tokenizer: Any = read_tokenizer(given.tokenizer, given.trust_remote_code)
         else:
             self.tokenizer = checkpoint.tokenizer
         self._reader = Reader(self.engine, self.tokenizer, self.seed)

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
-from outrider.kernels import cpu, kernels_for
-from outrider.kernels.cpu import KINDS, CpuKernels
-from outrider.kernels.reference import Heads, TorchKernels
+from outrider.kernels import Bend, cpu, kernels_for
+from outrider.kernels.cpu import CpuKernels
+from outrider.kernels.reference import TorchKernels
 from outrider.models.decoder import Decoder
 from outrider.models.hub import Checkpoint
 from outrider.models.selftest import bit_exact
@@ -38,28 +38,6 @@ class Ops(CpuKernels):
         y = torch.empty(n, both // 2)
         self.lib.silu_mul(x.data_ptr(), n, both // 2, y.data_ptr())
         return y
-
-    def rope_store(self, qkv: Tensor, spec: Heads, turn: Tensor, plan: Plan, pool: Pool, layer: int) -> Tensor:
-        n, wide = qkv.shape[0], pool.width
-        q = torch.empty(n, spec.heads, wide)
-        keys, values = (pool.data[layer, part].data_ptr() for part in (0, 1))
-        self.lib.rope_store(
-            qkv.data_ptr(), n, spec.heads, spec.kv_heads, spec.head_dim, wide,
-            None if spec.q_norm is None else spec.q_norm.data_ptr(), None if spec.k_norm is None else spec.k_norm.data_ptr(),
-            spec.eps, turn.data_ptr(), turn.shape[1], plan.positions_at, plan.slots_at, keys, values,
-            KINDS[pool.dtype], pool.head, q.data_ptr(),
-        )  # fmt: skip
-        return q
-
-    def attend(self, q: Tensor, spec: Heads, plan: Plan, pool: Pool, layer: int, scale: float, window: int) -> Tensor:
-        n, heads, wide = q.shape
-        keys, values = (pool.data[layer, part].data_ptr() for part in (0, 1))
-        out = torch.empty(n, heads * spec.head_dim)
-        self.lib.attend(
-            q.data_ptr(), keys, values, KINDS[pool.dtype], pool.head, n, heads, spec.kv_heads, spec.head_dim, wide, plan.tables_at,
-            plan.seen_at, plan.paths_at, plan.depths_at, plan.width, scale, window, plan.longest, out.data_ptr(),
-        )  # fmt: skip
-        return out
 
 
 def c_kernels(dtype: torch.dtype) -> Ops:
@@ -215,6 +193,47 @@ def test_attend(heads: int, kv_heads: int, head_dim: int, window: int, dtype: to
         wide = torch.nn.functional.pad(q, (0, pool.width - head_dim)).contiguous()
         expected = TorchKernels(CPU, torch.float32).attend(q, spec, plan, pool, 1, head_dim**-0.5, window)
         near(c_kernels(dtype).attend(wide, spec, plan, pool, 1, head_dim**-0.5, window), expected)
+
+
+def bends() -> list[Bend]:
+    slopes, sinks = torch.rand(4), torch.randn(4)
+    return [Bend(cap=3.0), Bend(slopes=slopes), Bend(sinks=sinks), Bend(2.0, slopes, sinks)]
+
+
+@needs_c
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("which", range(4))
+@pytest.mark.parametrize("window", [0, 5])
+def test_attend_with_bent_scores(which: int, window: int, dtype: torch.dtype) -> None:
+    spec, bend = heads_of(4, 2, 24), bends()[which]
+    pool, _ = pools(spec, dtype)
+    for seed in range(3):
+        plan = random_plan(random.Random(seed))
+        q = torch.randn(plan.length, 4, 24) * 2
+        wide = torch.nn.functional.pad(q, (0, pool.width - 24)).contiguous()
+        expected = TorchKernels(CPU, torch.float32).attend(q, spec, plan, pool, 1, 0.5, window, bend)
+        near(c_kernels(dtype).attend(wide, spec, plan, pool, 1, 0.5, window, bend), expected)
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_bent_scores_are_the_definition(which: int) -> None:
+    spec, window, bend = heads_of(4, 2, 16), 6, bends()[which]
+    pool, _ = pools(spec, torch.float32)
+    plan = random_plan(random.Random(5))
+    q = torch.randn(plan.length, 4, 16)
+    got = TorchKernels(CPU, torch.float32).attend(q, spec, plan, pool, 0, 0.25, window, bend).view(plan.length, 4, 16)
+    for table, first, count in plan.segments:
+        for row in range(first, first + count):
+            keys = walk(plan, table, row)[-window:]
+            for head in range(4):
+                k, v = pool.data[0, 0, keys, head // 2, :16], pool.data[0, 1, keys, head // 2, :16]
+                scores = (k @ q[row, head]) * 0.25
+                if bend.cap:
+                    scores = (scores / bend.cap).tanh() * bend.cap
+                if bend.slopes is not None:
+                    scores = scores - bend.slopes[head] * torch.arange(len(keys) - 1, -1, -1)
+                weight, extra = scores.exp(), 0.0 if bend.sinks is None else bend.sinks[head].exp()
+                near(got[row, head], weight @ v / (weight.sum() + extra))
 
 
 def test_the_reference_attention_is_the_definition() -> None:

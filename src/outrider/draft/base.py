@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from outrider.types import Batch, Budget, Commit, Draft, Row
 
 if TYPE_CHECKING:
-    from outrider.models.decoder import Decoder
     from outrider.models.hub import Checkpoint
+    from outrider.models.model import Model
     from outrider.sampling.sampler import Sampler
 
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Target:
     """What a drafter may know of the model that it rides ahead of."""
 
-    decoder: Decoder
+    decoder: Model
     checkpoint: Checkpoint
     sampler: Sampler
     vocabulary: int

@@ -21,7 +21,7 @@ from outrider.cache.pool import Pool
 from outrider.draft.base import Drafter, Target
 from outrider.errors import ConfigError
 from outrider.kernels import Chain
-from outrider.models.decoder import Decoder
+from outrider.models import model
 from outrider.models.hub import Checkpoint
 from outrider.models.quantise import bits_of
 from outrider.sampling.noise import stream_of
@@ -110,14 +110,14 @@ class DraftModel(Drafter):
 
     def __init__(self, options: Options, target: Target) -> None:
         super().__init__(options, target)
-        checkpoint = Checkpoint.open(options.model, options.revision)
+        checkpoint = Checkpoint.open(options.model, options.revision, target.checkpoint.trust_remote_code)
         if options.vocab_mismatch == "refuse":
             _fits(checkpoint, target.checkpoint)
         self.vocabulary = min(checkpoint.spec.vocabulary, target.vocabulary)
         self.context = min(checkpoint.spec.context, target.max_len)
         device = target.decoder.device
         dtype = checkpoint.dtype(options.draft_dtype, device, "draft_dtype")
-        self.decoder = Decoder(checkpoint, dtype, device, self.context, options.quantization, target.decoder.kv_cache_dtype)
+        self.decoder = model.load(checkpoint, dtype, device, self.context, options.quantization, target.decoder.kv_cache_dtype)
         self.slot_bytes = self.decoder.slot_bytes
         self.synced: dict[Row, int] = {}  # positions of a row that have K/V in our pool
 

@@ -18,7 +18,7 @@ from outrider.draft.base import Drafter, Target
 from outrider.engine.runner import Runner
 from outrider.engine.scheduler import Scheduler
 from outrider.errors import CapacityError, ConfigError
-from outrider.models.decoder import Decoder
+from outrider.models import model
 from outrider.models.hub import Checkpoint
 from outrider.models.selftest import bit_exact
 from outrider.sampling.sampler import Sampler
@@ -44,7 +44,7 @@ class Engine:
         if options.max_model_len and options.max_model_len > context:
             raise ConfigError(f"max_model_len {options.max_model_len} exceeds the {context} positions of {options.model!r}.")
         dtype = self.checkpoint.dtype(options.dtype, self.device)
-        self.decoder = Decoder(self.checkpoint, dtype, self.device, self.max_len, options.quantization, options.kv_cache_dtype)
+        self.decoder = model.load(self.checkpoint, dtype, self.device, self.max_len, options.quantization, options.kv_cache_dtype)
         self.exact = self.decoder.kernels.exact and bit_exact(self.decoder)
         if not self.exact:
             log.warning(

@@ -9,7 +9,7 @@ from torch import Tensor
 from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
 from outrider.errors import OutriderError
-from outrider.models.decoder import Decoder
+from outrider.models.model import Model
 from outrider.sampling.sampler import Sampler
 from outrider.types import ROOT, Batch, Draft, Guesses, Row, Verdict
 
@@ -47,7 +47,7 @@ class Seen:
 
 
 class Runner:
-    def __init__(self, decoder: Decoder, pool: Pool, sampler: Sampler) -> None:
+    def __init__(self, decoder: Model, pool: Pool, sampler: Sampler) -> None:
         self.decoder, self.pool, self.sampler = decoder, pool, sampler
 
     def forward(self, batch: Batch, draft: Draft) -> Seen:

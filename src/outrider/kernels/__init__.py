@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -39,11 +40,33 @@ class Chain(NamedTuple):
     stream: int  # of the sample's noise
 
 
+class Heads(Protocol):
+    """What `rope_store` and `attend` must know of a layer."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    eps: float
+
+
+@dataclass(frozen=True)
+class Bend:
+    """What some families do to scores before the softmax: cap · tanh(score / cap), a slope by head for the distance (ALiBi), and
+    a sink by head, which takes its share of the softmax and has no value.  float32 [H]; None and 0 mean no."""
+
+    cap: float = 0.0
+    slopes: Tensor | None = None
+    sinks: Tensor | None = None
+
+
 class Kernels(Protocol):
     """Shapes: n rows, h hidden, I inner, H query heads of D, V vocabulary."""
 
     name: str
     exact: bool  # a row's result does not depend on the rows beside it, bit for bit
+    activations: torch.dtype
 
     def pack(self, weight: Tensor | Quantised, bias: Tensor | None = None) -> Weight:
         """[O,K] in the layout that the others like; a quantised one stays in its bits."""
@@ -55,6 +78,14 @@ class Kernels(Protocol):
         """The embeddings [n,h] of the plan's ids."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+    def rope_store(self, qkv: Tensor, spec: Heads, turn: Tensor, plan: Plan, pool: Pool, layer: int) -> Tensor:
+        """qkv [n,(H+2k)D]: turns the heads by `turn` (no columns: not at all), K and V go to the pool; q in the form of `attend`."""
+
+    def attend(
+        self, q: Tensor, spec: Heads, plan: Plan, pool: Pool, layer: int, scale: float, window: int, bend: Bend | None = None
+    ) -> Tensor:
+        """[n,H·D]: every row of the plan over the keys that it sees."""
+
     def prepare(self, spec: Spec, layers: Sequence[Layer], turn: Tensor) -> Any:
         """The blocks of a decoder in the form that `run` likes; turn [positions, rot] = cos, then sin."""
 

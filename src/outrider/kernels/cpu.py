@@ -31,7 +31,7 @@ from outrider.models.spec import Spec
 from outrider.sampling.params import Law
 
 if TYPE_CHECKING:
-    from outrider.kernels import Chain
+    from outrider.kernels import Bend, Chain, Heads
     from outrider.models.decoder import Layer
 
 PANEL, WIDE = 64, 32  # outputs side by side in a packed weight; the same constants as in kernels.c and quantised.c
@@ -99,7 +99,7 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.rms_norm.argtypes = [p, p, n, n, f, p]
     lib.silu_mul.argtypes = [p, n, n, p]
     lib.rope_store.argtypes = [p, n, n, n, n, n, p, p, f, p, n, p, p, p, p, i, n, p]
-    lib.attend.argtypes = [p, p, p, i, n, n, n, n, n, n, p, p, p, p, n, f, n, n, p]
+    lib.attend.argtypes = [p, p, p, i, n, n, n, n, n, n, p, p, p, p, n, f, n, n, ctypes.POINTER(_Bend), p]
     lib.pick.argtypes = [p, n, f, d, n, d, u, n, p, p]
     lib.pick.restype = n
     lib.stack.argtypes = [ctypes.POINTER(_Shape), ctypes.POINTER(_Layer), ctypes.POINTER(_Rows), p, n, p]
@@ -132,6 +132,10 @@ class _Shape(ctypes.Structure):
         *((name, ctypes.c_float) for name in ("eps", "scale")),
         ("turn", ctypes.c_void_p),
     ]
+
+
+class _Bend(ctypes.Structure):
+    _fields_ = [("slopes", ctypes.c_void_p), ("sinks", ctypes.c_void_p), ("cap", ctypes.c_float)]
 
 
 class _Rows(ctypes.Structure):
@@ -192,6 +196,7 @@ class CpuKernels:
 
     def __init__(self, lib: ctypes.CDLL, dtype: torch.dtype) -> None:
         self.lib, self.dtype = lib, dtype
+        self.activations = torch.float32
         self.name = f"C ({str(dtype).removeprefix('torch.')} weights, float32 sums)"
         self._out = (ctypes.c_int32 * 64)()
         self._prob = (ctypes.c_float * 64)()
@@ -229,6 +234,31 @@ class CpuKernels:
         y = torch.empty_like(x)
         self.lib.rms_norm(x.data_ptr(), weight.data_ptr(), x.shape[0], x.shape[1], eps, y.data_ptr())
         return y
+
+    def rope_store(self, qkv: Tensor, spec: Heads, turn: Tensor, plan: Plan, pool: Pool, layer: int) -> Tensor:
+        n, wide = qkv.shape[0], pool.width
+        q = torch.empty(n, spec.heads, wide)
+        keys = pool.address + 2 * layer * pool.plane
+        self.lib.rope_store(
+            qkv.data_ptr(), n, spec.heads, spec.kv_heads, spec.head_dim, wide,
+            None if spec.q_norm is None else spec.q_norm.data_ptr(), None if spec.k_norm is None else spec.k_norm.data_ptr(),
+            spec.eps, turn.data_ptr(), turn.shape[1], plan.positions_at, plan.slots_at, keys, keys + pool.plane,
+            KINDS[pool.dtype], pool.head, q.data_ptr(),
+        )  # fmt: skip
+        return q
+
+    def attend(
+        self, q: Tensor, spec: Heads, plan: Plan, pool: Pool, layer: int, scale: float, window: int, bend: Bend | None = None
+    ) -> Tensor:
+        n, heads, wide = q.shape
+        keys = pool.address + 2 * layer * pool.plane
+        out = torch.empty(n, heads * spec.head_dim)
+        bent = None if bend is None else _Bend(*(None if v is None else v.data_ptr() for v in (bend.slopes, bend.sinks)), bend.cap)
+        self.lib.attend(
+            q.data_ptr(), keys, keys + pool.plane, KINDS[pool.dtype], pool.head, n, heads, spec.kv_heads, spec.head_dim, wide,
+            plan.tables_at, plan.seen_at, plan.paths_at, plan.depths_at, plan.width, scale, window, plan.longest, bent, out.data_ptr(),
+        )  # fmt: skip
+        return out
 
     def prepare(self, spec: Spec, layers: Sequence[Layer], turn: Tensor) -> Stack:
         """The layers as the C structs; they point into tensors that `layers` keeps alive."""

@@ -158,9 +158,10 @@ void rope_store(const float *x, long n, long H, long k, long D, long Dp, const f
 
 /* ---- attention.  Row r sees the first seen[r] slots of its request's table and then its path, in that order: always the
  * keys of positions 0, 1, 2 ... wherever they lie.  So a node of a tree computes what plain decoding computes there. */
-/* `group` query heads of one row over one K/V head: q [group,Dp], s [group,room], out [group,D].  K and V point at the head. */
+/* `group` query heads of one row over one K/V head: q [group,Dp], s [group,room], out [group,D].  K and V point at the head, which
+ * serves the query heads from `first` on. */
 INLINE void heads(const int half, const long Dp, const int group, Keys keys, long from, long n, const float *q, const void *K,
-                  const void *V, float scale, float *s, long room, float *out, long D) {
+                  const void *V, float scale, const Bend *bend, long first, float *s, long room, float *out, long D) {
     const long V2 = Dp / VL, E = V2 / 2;                      /* vectors a head; with bfloat16 the even elements, then the odd */
     vf a[group][V2];
     for (int g = 0; g < group; g++) for (long c = 0; c < V2; c++) {
@@ -180,7 +181,7 @@ INLINE void heads(const int half, const long Dp, const int group, Keys keys, lon
         for (int g = 0; g < group; g++) s[g * room + j] = total(even[g] + odd[g]) * scale;
     }
     float inv[group];
-    for (int g = 0; g < group; g++) inv[g] = softmax(s + g * room, n);
+    for (int g = 0; g < group; g++) inv[g] = softmax(s + g * room, bent(bend, first + g, s + g * room, n));
     for (int g = 0; g < group; g++) for (long c = 0; c < V2; c++) a[g][c] = (vf){0};
     for (long j = 0; j < n; j++) {
         const long at = slot_of(keys, from + j) * Dp;
@@ -195,12 +196,12 @@ INLINE void heads(const int half, const long Dp, const int group, Keys keys, lon
         out[g * D + i] = inv[g] * (half ? a[g][i % 2 * E + i / 2 / VL][i / 2 % VL] : a[g][i / VL][i % VL]);
 }
 
-#define GROUP(half, Dp, n) case n: heads(half, Dp, n, keys, from, to - from, a, kk, vv, scale, s, room, o, D); break;
+#define GROUP(half, Dp, n) case n: heads(half, Dp, n, keys, from, to - from, a, kk, vv, scale, bend, g, s, room, o, D); break;
 #define GROUPS(half, Dp) switch (size) { GROUP(half, Dp, 1) GROUP(half, Dp, 2) GROUP(half, Dp, 3) GROUP(half, Dp, 4) }
 
 void attend(const float *q, const void *K, const void *V, int kind, long head, long n, long H, long k, long D, long Dp,
             const int32_t *const *tables, const int64_t *seen, const int32_t *paths, const int64_t *depth, long width,
-            float scale, long window, long longest, float *out) {
+            float scale, long window, long longest, const Bend *bend, float *out) {
     const long G = H / k, room = (longest + 2 * VL - 1) / VL * VL;
     const long most = Dp <= 64 ? 4 : Dp <= 128 ? 2 : 1;       /* query heads whose sums fit into registers */
     #pragma omp parallel if (n * H > 1)
@@ -215,7 +216,7 @@ void attend(const float *q, const void *K, const void *V, int kind, long head, l
                 size = (h + 1) * G - g < most ? (h + 1) * G - g : most;
                 const float *a = q + (r * H + g) * Dp;
                 float *o = out + (r * H + g) * D;
-                if (kind == INT8) attend_heads(size, keys, from, to - from, a, (const int8_t *)kk, (const int8_t *)vv, Dp, scale, s, room, o, D);
+                if (kind == INT8) attend_heads(size, keys, from, to - from, a, (const int8_t *)kk, (const int8_t *)vv, Dp, scale, bend, g, s, room, o, D);
                 else if (kind == BFLOAT && Dp == 64) GROUPS(1, 64)
                 else if (kind == BFLOAT && Dp == 128) GROUPS(1, 128)
                 else if (kind == BFLOAT) GROUPS(1, Dp)
@@ -250,7 +251,7 @@ void stack(const Shape *s, const Layer *layers, const Rows *rows, char *pool, lo
         rope_store(b, n, H, k, D, s->width, l->q_norm, l->k_norm, s->eps, s->turn, s->rot, rows->positions, rows->slots,
                    pool, pool + plane, s->kv, head, q);
         attend(q, pool, pool + plane, s->kv, head, n, H, k, D, s->width, rows->tables, rows->seen, rows->paths, rows->depths,
-               rows->path, s->scale, l->window, rows->longest, c);
+               rows->path, s->scale, l->window, rows->longest, 0, c);
         linear(&l->o, c, n, H * D, x, h, 1);
         rms_norm(x, l->norm_post, n, h, s->eps, a);
         linear(&l->gate_up, a, n, h, b, 2 * I, 0);

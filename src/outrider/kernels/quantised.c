@@ -258,12 +258,12 @@ INLINE void scores(const long Dp, const int group, Keys keys, long from, long n,
 }
 
 INLINE void attend_group(const long Dp, const int group, Keys keys, long from, long n, const float *q, const int8_t *K, const int8_t *V,
-                         float scale, float *s, long room, float *out, long D) {
+                         float scale, const Bend *bend, long first, float *s, long room, float *out, long D) {
     const long V2 = Dp / VL;
     float inv[4];
     vf a[512 / VL];                                           /* group * V2 of them: a size known early keeps them in registers */
     scores(Dp, group, keys, from, n, q, K, scale, s, room);
-    for (int g = 0; g < group; g++) inv[g] = softmax(s + g * room, n);
+    for (int g = 0; g < group; g++) inv[g] = softmax(s + g * room, bent(bend, first + g, s + g * room, n));
     for (long i = 0; i < group * V2; i++) a[i] = (vf){0};
     for (long j = 0; j < n; j++) {
         const int8_t *at = V + slot_of(keys, from + j) * (Dp + 4);
@@ -281,11 +281,11 @@ INLINE void attend_group(const long Dp, const int group, Keys keys, long from, l
     }
 }
 
-#define GROUP(Dp, n) case n: attend_group(Dp, n, keys, from, count, q, K, V, scale, s, room, out, D); break;
+#define GROUP(Dp, n) case n: attend_group(Dp, n, keys, from, count, q, K, V, scale, bend, first, s, room, out, D); break;
 #define GROUPS(Dp) switch (size) { GROUP(Dp, 1) GROUP(Dp, 2) GROUP(Dp, 3) GROUP(Dp, 4) }
 
 /* `size` query heads of one row over one K/V head, as `heads` in kernels.c. */
 void attend_heads(int size, Keys keys, long from, long count, const float *q, const int8_t *K, const int8_t *V, long Dp, float scale,
-                  float *s, long room, float *out, long D) {
+                  const Bend *bend, long first, float *s, long room, float *out, long D) {
     if (Dp == 64) GROUPS(64) else if (Dp == 128) GROUPS(128) else GROUPS(Dp)
 }

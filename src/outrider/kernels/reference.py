@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -23,18 +23,8 @@ from outrider.sampling import reference as sampling
 from outrider.sampling.params import Law
 
 if TYPE_CHECKING:
+    from outrider.kernels import Bend, Heads
     from outrider.models.decoder import Layer
-
-
-class Heads(Protocol):
-    """What `rope_store` must know of a layer."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    eps: float
 
 
 @dataclass
@@ -49,6 +39,7 @@ class Plain:
 class TorchKernels:
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
+        self.activations = dtype
         onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         self.onednn = onednn and device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
         self.exact = self.onednn
@@ -105,7 +96,9 @@ class TorchKernels:
         pool.write(layer, 1, slots, v)
         return _rotate(q, cos, sin).to(qkv.dtype)
 
-    def attend(self, q: Tensor, spec: Heads, plan: Plan, pool: Pool, layer: int, scale: float, window: int) -> Tensor:
+    def attend(
+        self, q: Tensor, spec: Heads, plan: Plan, pool: Pool, layer: int, scale: float, window: int, bend: Bend | None = None
+    ) -> Tensor:
         n, group = q.shape[0], spec.heads // spec.kv_heads
         out = torch.empty(n, spec.heads, spec.head_dim, dtype=q.dtype, device=q.device)
         for table, first, count in plan.segments:
@@ -114,10 +107,14 @@ class TorchKernels:
             keys, values = pool.read(layer, slots, self.wide).transpose(1, 2)  # [k,m,D]
             rows = q[first : first + count].to(self.wide).view(count, spec.kv_heads, group, spec.head_dim)
             hidden = order < 0
+            ahead = order - plan.positions[first : first + count, None].to(self.device)  # 0 at the row itself, -1 before it
             if window:
-                hidden |= order <= plan.positions[first : first + count, None].to(self.device) - window
+                hidden |= ahead <= -window
             scores = torch.einsum("nkgd,kmd->nkgm", rows, keys) * scale
-            weights = scores.masked_fill(hidden[:, None, None], float("-inf")).softmax(-1)
+            if bend is not None:
+                scores = _bent(scores, bend, ahead)
+            scores[..., : len(slots)].masked_fill_(hidden[:, None, None], float("-inf"))
+            weights = scores.softmax(-1)[..., : len(slots)]
             out[first : first + count] = torch.einsum("nkgm,kmd->nkgd", weights, values).flatten(1, 2).to(q.dtype)
         return out.flatten(1)
 
@@ -138,6 +135,18 @@ class TorchKernels:
 
     def pick(self, logits: Tensor, law: Law, key: int, k: int, probs: bool, row: int = 0) -> tuple[list[int], list[float]]:
         return sampling.pick(logits if logits.dim() == 1 else logits[row], law, key, k)
+
+
+def _bent(scores: Tensor, bend: Bend, ahead: Tensor) -> Tensor:
+    """scores [n,k,g,m] as `bend` says; a sink is one column more."""
+    by_head = (1, *scores.shape[1:3], 1)
+    if bend.cap:
+        scores = bend.cap * torch.tanh(scores / bend.cap)
+    if bend.slopes is not None:
+        scores = scores + bend.slopes.to(scores).view(by_head) * ahead[:, None, None]
+    if bend.sinks is not None:
+        scores = torch.cat([scores, bend.sinks.to(scores).view(by_head).expand(len(scores), -1, -1, 1)], dim=-1)
+    return scores
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -80,9 +80,20 @@ INLINE float softmax(float *s, long n) {                      /* in place, unnor
     return 1.0f / total(sum);
 }
 
+/* What some families do to a row's scores before the softmax: cap them, prefer near keys (ALiBi), add a key without a value (a
+ * sink).  By query head; null and 0 mean no.  The row itself lies at the last of its n keys.  Returns how many scores there are. */
+typedef struct { const float *slopes, *sinks; float cap; } Bend;
+INLINE long bent(const Bend *b, long head, float *s, long n) {
+    if (!b) return n;
+    if (b->cap > 0) for (long j = 0; j < n; j++) s[j] = b->cap * tanhf(s[j] / b->cap);
+    if (b->slopes) for (long j = 0; j < n; j++) s[j] += b->slopes[head] * (float)(j + 1 - n);
+    if (b->sinks) s[n++] = b->sinks[head];
+    return n;
+}
+
 /* ---- quantised.c, called from kernels.c */
 void linear_quantised(const Weight *w, const float *x, long n, long K, float *y, long O, int add);
 void embed_quantised(const Weight *w, const int64_t *ids, long n, long K, float *y);
 void store_head(const float *x, long D, long Dp, int8_t *to);
 void attend_heads(int size, Keys keys, long from, long n, const float *q, const int8_t *K, const int8_t *V, long Dp, float scale,
-                  float *s, long room, float *out, long D);
+                  const Bend *bend, long first, float *s, long room, float *out, long D);

@@ -51,6 +51,7 @@ class Decoder:
         self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, max_len: int,
         quantization: str | None = None, kv_cache_dtype: str = "auto",
     ) -> None:  # fmt: skip
+        assert isinstance(checkpoint.spec, Spec)
         self.spec = spec = checkpoint.spec
         self.dtype, self.device, self.max_len = dtype, device, max_len
         self.bits, self.kv_cache_dtype = bits_of(quantization), kv_cache_dtype

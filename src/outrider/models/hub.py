@@ -19,7 +19,7 @@ from outrider.kernels import fast_bfloat16
 from outrider.kernels.quantised import Quantised
 from outrider.models import gguf, gguf_text
 from outrider.models.packed import PackedWeights, Scheme
-from outrider.models.spec import Spec
+from outrider.models.spec import Facts, Spec
 
 BUILTIN = {"builtin": "target", "builtin-draft": "draft"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -70,9 +70,10 @@ class Checkpoint:
     name: str
     folder: Path
     config: Any
-    spec: Spec
+    spec: Facts
     scheme: Scheme | None = None  # how the weights in a folder are quantised
     gguf: gguf.File | None = None
+    trust_remote_code: bool = False
 
     @staticmethod
     def open(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Checkpoint:
@@ -82,12 +83,14 @@ class Checkpoint:
         if folder.suffix == ".gguf" and folder.is_file():
             file = gguf.File(folder)
             config = gguf.config_of(file)
-            return Checkpoint(name, folder.parent, config, Spec.of(config), gguf=file)
+            return Checkpoint(name, folder.parent, config, Facts.of(config), gguf=file)
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         except Exception as error:
-            raise ModelError(f"the config of {name!r} cannot be read: {str(error).splitlines()[0]}") from error
-        return Checkpoint(name, folder, config, Spec.of(config), Scheme.of(config))
+            if "trust_remote_code=True" in str(error):
+                raise ModelError(f"{name!r} brings its own code: pass trust_remote_code=True if you trust it.") from error
+            raise ModelError(f"the config of {name!r} cannot be read: {first_line(error)}") from error
+        return Checkpoint(name, folder, config, Facts.of(config), Scheme.of(config), None, trust_remote_code)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -96,7 +99,7 @@ class Checkpoint:
             return gguf_text.tokenizer_of(self.gguf)
         if not any((self.folder / f).is_file() for f in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
             return None
-        return read_tokenizer(str(self.folder))
+        return read_tokenizer(str(self.folder), self.trust_remote_code)
 
     @cached_property
     def ending(self) -> frozenset[int]:
@@ -119,22 +122,23 @@ class Checkpoint:
 
     def tensors(self) -> Source:
         if self.gguf is not None:
+            assert isinstance(self.spec, Spec)
             return gguf.GgufWeights(self.gguf, self.spec)
         weights = Weights(self.folder)
         return weights if self.scheme is None else PackedWeights(weights, self.scheme)
 
 
-def read_tokenizer(name: str) -> Any:
+def read_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
     """Raises ModelError where there is none, or one that cannot be read."""
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:
-        raise ModelError(f"the tokenizer of {name!r} cannot be read: {_first_line(error)}") from error
+        raise ModelError(f"the tokenizer of {name!r} cannot be read: {first_line(error)}") from error
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
@@ -184,7 +188,7 @@ class Weights:
             try:
                 self.loaded[path] = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
             except Exception as error:
-                raise ModelError(f"{path} is corrupt or not a weights-only file: {_first_line(error)}") from error
+                raise ModelError(f"{path} is corrupt or not a weights-only file: {first_line(error)}") from error
             if not isinstance(self.loaded[path], dict):
                 raise ModelError(f"{path} holds no named tensors but a {type(self.loaded.pop(path)).__name__}.")
         return self.loaded[path]

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from outrider.attention.plan import Plan
-from outrider.models.decoder import Decoder
+from outrider.models.model import Model
 
 
-def bit_exact(decoder: Decoder) -> bool:
+def bit_exact(decoder: Model) -> bool:
     """Four tokens one by one against the same four in one forward, with a sibling beside each of the last two."""
     vocabulary = decoder.spec.vocabulary
     tokens = [(i * i * 7 + 3) % vocabulary for i in range(24)]

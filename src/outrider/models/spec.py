@@ -1,4 +1,5 @@
-"""What the lean decoder must know of a model, read from its config; a model that it cannot run is refused by name."""
+"""What Outrider must know of a model, read from its config: the facts of any, the flags of those that the lean decoder
+runs.  A model that nothing here can run is refused by name."""
 
 from __future__ import annotations
 
@@ -13,38 +14,56 @@ FAMILIES = {
     "Qwen2ForCausalLM": "Qwen2, Qwen2.5",
     "Qwen3ForCausalLM": "Qwen3",
 }
-STATEFUL = ("mamba", "rwkv", "jamba", "recurrentgemma", "xlstm", "zamba", "falcon_h1", "bamba", "nemotron_h")
+STATEFUL = (
+    "mamba", "rwkv", "jamba", "recurrent_gemma", "recurrentgemma", "xlstm", "zamba", "falcon_h1", "falcon_mamba", "bamba", "nemotron_h",
+    "kimi_linear", "zaya",
+)  # fmt: skip
+KINDS = {"full_attention", "sliding_attention"}  # of layers
+LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")  # what families call their context
+WIDEST = 512  # dimensions of a head that the kernels take
 
 
 @dataclass(frozen=True)
-class Spec:
-    """Sizes and flags.  windows[i] is the sliding window of layer i in tokens, 0 for full attention."""
+class Facts:
+    """What must be known of any model.  kv_heads and head_dim are what its config says; the fallback looks at its tensors."""
 
     architecture: str
     layers: int
     hidden: int
-    inner: int
-    heads: int
+    vocabulary: int
+    context: int
     kv_heads: int
     head_dim: int
-    vocabulary: int
+
+    @staticmethod
+    def of(config: Any) -> Facts:
+        """`config` is a transformers config.  A `Spec` where the lean decoder runs the model.  Raises ModelError where nothing does."""
+        refuse(config)
+        if lean(config):
+            return Spec.of(config)
+        length = next((found for name in LENGTHS if (found := getattr(config, name, None))), 2048)
+        return Facts(architecture(config), config.num_hidden_layers, config.hidden_size, config.vocab_size, length, *_heads(config))
+
+
+@dataclass(frozen=True)
+class Spec(Facts):
+    """Sizes and flags for the lean decoder.  windows[i] is the sliding window of layer i in tokens, 0 for full attention."""
+
+    inner: int
+    heads: int
     eps: float
     windows: tuple[int, ...]
     qk_norm: bool
     tied: bool
-    context: int
 
     @staticmethod
     def of(config: Any) -> Spec:
-        """`config` is a transformers config.  Raises ModelError where the lean decoder would compute something else."""
-        refuse(config)
         heads = config.num_attention_heads
         layers = config.num_hidden_layers
         window = getattr(config, "sliding_window", None) or 0
         kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * layers
-        architecture = config.architectures[0]
         return Spec(
-            architecture=architecture,
+            architecture=architecture(config),
             layers=layers,
             hidden=config.hidden_size,
             inner=config.intermediate_size,
@@ -54,25 +73,57 @@ class Spec:
             vocabulary=config.vocab_size,
             eps=config.rms_norm_eps,
             windows=tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
-            qk_norm=architecture == "Qwen3ForCausalLM",
+            qk_norm=architecture(config) == "Qwen3ForCausalLM",
             tied=bool(config.tie_word_embeddings),
             context=config.max_position_embeddings,
         )
 
 
+def _heads(config: Any) -> tuple[int, int]:
+    """How many heads K/V has, and their dimensions."""
+    heads = config.num_attention_heads
+    width = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // heads
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        return 1, width
+    return getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or heads, width
+
+
+def architecture(config: Any) -> str:
+    names = getattr(config, "architectures", None) or []
+    return names[0] if names else f"model_type {getattr(config, 'model_type', '?')!r}"
+
+
+def lean(config: Any) -> bool:
+    """Whether the lean decoder computes this model; transformers' own code runs in the fallback otherwise."""
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return architecture(config) in FAMILIES and getattr(config, "hidden_act", "silu") == "silu" and width <= WIDEST
+
+
 def refuse(config: Any) -> None:
     """Raises ModelError with the reason for every model that cannot run here."""
-    kind = getattr(config, "model_type", "?")
-    names = getattr(config, "architectures", None) or []
-    name = names[0] if names else f"model_type {kind!r}"
+    name, kind = architecture(config), getattr(config, "model_type", "?")
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{name} is an encoder-decoder model; Outrider runs decoder-only language models.")
+    if config.get_text_config() is not config:
+        raise ModelError(f"{name} reads more than text (images or sound); Outrider runs text-only language models.")
     if any(kind.startswith(prefix) for prefix in STATEFUL):
         raise ModelError(f"{name} keeps a recurrent state instead of K/V (a state-space model), which cannot be verified as a tree.")
-    if name not in FAMILIES:
-        raise ModelError(f"{name} is not supported.  Supported: {', '.join(FAMILIES)}.")
-    if (act := getattr(config, "hidden_act", "silu")) != "silu":
-        raise ModelError(f"{name} with hidden_act {act!r} is not supported: the lean decoder computes silu.")
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if width > 512:
-        raise ModelError(f"{name} has heads of {width} dimensions; the kernels take at most 512.")
+    if strange := set(getattr(config, "layer_types", None) or ()) - KINDS:
+        raise ModelError(
+            f"{name} has layers of the kind {', '.join(sorted(strange))}: Outrider verifies trees in full and sliding-window attention "
+            "only (a recurrent state or a chunk cannot be walked along a tree)."
+        )
+    if name not in FAMILIES and name not in causal(config):
+        raise ModelError(
+            f"{name} is not supported: Outrider runs causal language models, and for model_type {kind!r} transformers has "
+            f"{' or '.join(causal(config)) or 'none'}."
+        )
+
+
+def causal(config: Any) -> list[str]:
+    """The classes of causal language models for this config: transformers' own, and one that the checkpoint brings along."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    own = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(getattr(config, "model_type", "?"))
+    brought = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
+    return [name for name in (own, brought and brought.split(".")[-1]) if name]

@@ -1,0 +1,59 @@
+"""What a model is to the engine and the drafters, and who runs a checkpoint: the lean decoder, or transformers' own code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from outrider.attention.plan import Plan
+from outrider.cache.pool import Pool
+from outrider.errors import ConfigError, ModelError
+from outrider.kernels import Chain, Kernels
+from outrider.models.decoder import Decoder
+from outrider.models.hub import Checkpoint
+from outrider.models.spec import FAMILIES, Facts, Spec
+
+
+class Model(Protocol):
+    """Weights of one model on one device, without state between calls: K/V lives in the pool that a call is given."""
+
+    kernels: Kernels
+    dtype: torch.dtype
+    device: torch.device
+    max_len: int
+    kv_cache_dtype: str
+
+    @property
+    def spec(self) -> Facts: ...
+    @property
+    def slot_bytes(self) -> int:
+        """K/V of one token."""
+
+    def pool(self, slots: int) -> Pool: ...
+    def forward(self, plan: Plan, pool: Pool) -> Tensor:
+        """[n, hidden] for the n rows of the plan: what `logits` takes; K/V of these rows is in the pool."""
+
+    def logits(self, x: Tensor, rows: list[int]) -> Tensor:
+        """float32 [len(rows), V] of some rows, in ascending order, of `forward`'s result."""
+
+    def chain(self, plan: Plan, pool: Pool, chains: Sequence[Chain], vocabulary: int) -> list[list[int]] | None:
+        """`forward` over the plan, then a chain of the best tokens behind some of its rows; None where it does not pay."""
+
+
+def load(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, max_len: int, quantization: str | None, kv_cache_dtype: str
+) -> Model:
+    """Raises ModelError naming what is missing, of another shape or beyond us."""
+    name = checkpoint.spec.architecture
+    if isinstance(checkpoint.spec, Spec):
+        return Decoder(checkpoint, dtype, device, max_len, quantization, kv_cache_dtype)
+    if quantization is not None:
+        raise ConfigError(f"quantization {quantization!r} is for {', '.join(FAMILIES)}; {name} runs in its own numbers: leave it out.")
+    if checkpoint.scheme or checkpoint.gguf:
+        raise ModelError(f"{name} cannot be run from a quantised checkpoint; only {', '.join(FAMILIES)} can: load an unquantised one.")
+    from outrider.models.fallback import Fallback
+
+    return Fallback(checkpoint, dtype, device, max_len, kv_cache_dtype)

@@ -1,0 +1,84 @@
+"""Families whose modelling code computes its attention itself, made to call ours.
+
+GPT-J, CodeGen and GPT-Neo have a method for it, which is replaced; in BLOOM, MPT and Falcon it is woven into `forward`, whose
+projections are repeated here.  Each function takes the attention module first.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outrider.errors import ModelError
+
+Attend = Callable[..., tuple[Tensor, None]]  # (module, q, k, v, mask, scaling=…, window=…, slopes=…) -> ([1,n,H,D], None)
+
+
+def gptj(attend: Attend, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> tuple[Tensor, None]:
+    return attend(module, q, k, v, None, scaling=1.0 / module.scale_attn)[0].transpose(1, 2), None
+
+
+def gpt_neo(attend: Attend, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> tuple[Tensor, None]:
+    """Its scores are not scaled; every other layer is local."""
+    window = module.config.window_size if module.attention_type == "local" else None
+    return attend(module, q, k, v, None, scaling=1.0, window=window)[0].transpose(1, 2), None
+
+
+@functools.cache
+def bloom_slopes(heads: int, device: torch.device) -> Tensor:
+    from transformers.models.bloom.modeling_bloom import _get_alibi_slopes
+
+    slopes: Tensor = _get_alibi_slopes(heads, device)
+    return slopes
+
+
+def bloom(attend: Attend, module: Any, x: Tensor, residual: Tensor, alibi: Any, attention_mask: Any, **_: Any) -> tuple[Tensor, None]:
+    slopes = bloom_slopes(module.num_heads, x.device)
+    q, k, v = module._reshape(module.query_key_value(x))
+    out, _weights = attend(module, q, k, v, None, scaling=module.inv_norm_factor, slopes=slopes)
+    return module.dense(out.flatten(2)) + residual, None
+
+
+def mpt(attend: Attend, module: Any, x: Tensor, position_bias: Any, **_: Any) -> tuple[Tensor, None]:
+    qkv = module.Wqkv(x)
+    if module.clip_qkv:
+        qkv = qkv.clamp(-module.clip_qkv, module.clip_qkv)
+    q, k, v = (part.unflatten(2, (module.n_heads, module.head_dim)).transpose(1, 2) for part in qkv.chunk(3, dim=2))
+    slopes = None if position_bias is None else position_bias[:, 0, -2] * -1.0  # the bias at a distance of one
+    return module.out_proj(attend(module, q, k, v, None, scaling=module.softmax_scale, slopes=slopes)[0].flatten(2)), None
+
+
+def falcon(attend: Attend, module: Any, x: Tensor, alibi: Any = None, position_embeddings: Any = None, **_: Any) -> tuple[Tensor, None]:
+    from transformers.models.falcon import modeling_falcon as theirs
+
+    if alibi is not None:
+        raise ModelError("with ALiBi, its biases are rounded by absolute position.")
+    q, k, v = (part.transpose(1, 2) for part in module._split_heads(module.query_key_value(x)))
+    k, v = (part[:, :: part.shape[1] // module.num_kv_heads] for part in (k, v))  # of several equal ones it needs one
+    rotate: Any = theirs.apply_rotary_pos_emb
+    q, k = rotate(q, k, *position_embeddings)
+    return module.dense(attend(module, q, k, v, None, scaling=1.0 / math.sqrt(module.head_dim))[0].flatten(2)), None
+
+
+FAMILIES: dict[str, tuple[str, Callable[..., Any]]] = {
+    "GPTJAttention": ("_attn", gptj),
+    "CodeGenAttention": ("_attn", gptj),
+    "GPTNeoSelfAttention": ("_attn", gpt_neo),
+    "BloomAttention": ("forward", bloom),
+    "MptAttention": ("forward", mpt),
+    "FalconAttention": ("forward", falcon),
+}
+
+
+def route(model: nn.Module, attend: Attend) -> bool:
+    """Puts `attend` into a model of these families; False for all others."""
+    found = [module for module in model.modules() if type(module).__name__ in FAMILIES]
+    for module in found:
+        name, function = FAMILIES[type(module).__name__]
+        setattr(module, name, functools.partial(function, attend, module))
+    return bool(found)
