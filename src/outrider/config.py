@@ -31,6 +31,7 @@ class EngineOptions:
     gpu_memory_utilization of the device otherwise).  seed: requests without a seed of their own derive theirs from it.
     logprobs_mode: what log-probabilities are: of the model as it is (raw_logprobs) or after everything that the request does to them
     (processed_logprobs), or the logits themselves (raw_logits, processed_logits); those of a prompt are always raw.
+    enable_lora: requests may name LoRA adapters, of at most max_lora_rank; max_loras of them are in memory (and in use) at once.
     """
 
     model: str
@@ -50,11 +51,14 @@ class EngineOptions:
     tensor_parallel_size: int = 1
     seed: int | None = None
     logprobs_mode: str = "raw_logprobs"
+    enable_lora: bool = False
+    max_loras: int = 1
+    max_lora_rank: int = 16
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(f"model must be a folder, a .gguf file, a hub id or a built-in name, got {self.model!r}.")
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes"):
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "max_loras", "max_lora_rank"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}.")
@@ -72,7 +76,7 @@ class EngineOptions:
             raise ConfigError(f"seed must be a whole number or None, got {self.seed!r}.")
         if self.logprobs_mode not in MODES:
             raise ConfigError(unknown("logprobs_mode", self.logprobs_mode, MODES))
-        for name in ("enable_prefix_caching", "trust_remote_code"):
+        for name in ("enable_prefix_caching", "trust_remote_code", "enable_lora"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         if self.tensor_parallel_size != 1:

@@ -15,6 +15,7 @@ from outrider.control import Controller
 from outrider.control.fixed import FixedController
 from outrider.control.pace import Pace
 from outrider.draft.base import Drafter, Target
+from outrider.engine.adapters import Adapters
 from outrider.engine.runner import Runner
 from outrider.engine.scheduler import Scheduler
 from outrider.errors import CapacityError, ConfigError
@@ -50,6 +51,7 @@ class Engine:
             log.warning(
                 "on %s the same text with and without speculation is likely but not promised bit for bit", self.decoder.kernels.name
             )
+        self.adapters = Adapters(self.decoder, options.max_loras, options.max_lora_rank) if options.enable_lora else None
         self.sampler = Sampler(self.decoder.kernels)
         self.target = Target(self.decoder, self.checkpoint, self.sampler, self.checkpoint.spec.vocabulary, self.max_len)
         self.use(speculation.method(speculation.options, self.target), speculation)
@@ -73,16 +75,17 @@ class Engine:
             drafter.filled,
             drafter.forget,
             lambda: pace.chunk,
+            self.adapters,
         )
         self.reset()
 
     def step(self) -> list[Row]:
-        """One forward of the target for every row that can run.  Returns the rows that emitted tokens."""
+        """One forward of the target for every row that can run.  Returns the rows that emitted tokens or failed."""
         began = time.perf_counter()
         batch = self.scheduler.next()
         if not batch.rows:
             assert not self.busy, "rows are waiting and none can run"
-            return []
+            return batch.failed
         budgets = self.scheduler.reserve(batch, self.controller.budget(batch))
         propose = time.perf_counter()
         draft = self.controller.trim(self.drafter.propose(batch, budgets), budgets)
@@ -117,7 +120,7 @@ class Engine:
         for row in commit.batch.rows:
             if row.finish_reason is not None:
                 self.scheduler.retire(row)
-        return [row for row, tokens in zip(commit.batch.rows, commit.verdict.tokens) if tokens or row.error]
+        return commit.batch.failed + [row for row, tokens in zip(commit.batch.rows, commit.verdict.tokens) if tokens or row.error]
 
     def add(self, row: Row) -> None:
         self.scheduler.add(row)

@@ -19,6 +19,7 @@ from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool, kv_dtype
 from outrider.errors import ConfigError
 from outrider.kernels import Chain, Kernels, Weight, kernels_for
+from outrider.kernels.lora import Adapted
 from outrider.kernels.quantised import Quantised, join
 from outrider.models.hub import Checkpoint, Source
 from outrider.models.quantise import bits_of, quantise
@@ -78,7 +79,11 @@ class Decoder:
 
     def forward(self, plan: Plan, pool: Pool) -> Tensor:
         """Residual stream after the last layer, [n, hidden] for the n rows of the plan; K/V of these rows is in the pool."""
-        return self.kernels.run(self.stack, self.kernels.embed(self.embedding, plan), plan, pool)
+        return self.kernels.run(self.stack, self.kernels.embed(self.embedding, plan), plan, pool, plan.adapted)
+
+    def adapter(self, layers: Adapted) -> Any:
+        """What `Plan.adapt` wants for a LoRA adapter that has been read."""
+        return self.kernels.adapter(self.spec, layers)
 
     def logits(self, x: Tensor, rows: list[int]) -> Tensor:
         """float32 [len(rows), V] of some rows, in ascending order, of `forward`'s result."""
