@@ -176,6 +176,17 @@ def test_without_an_adapter_nothing_changes(llm: LLM, plain: LLM, loras: list[Lo
         assert said(output.outputs) == said(answer(plain, prompt, SAMPLED).outputs)
 
 
+def test_on_weights_of_few_bits(llama: str, loras: list[LoRARequest]) -> None:
+    """The base in 4 bits, K/V in 8, the adapters in float32."""
+    chosen = [loras[i % 3] for i in range(len(PROMPTS))]
+    bits = {"quantization": "int4", "kv_cache_dtype": "int8"}
+    plain = LLM(llama, enable_lora=True, max_loras=3, enable_prefix_caching=False, **bits)
+    expected = [plain.generate(prompt, SAMPLED, lora_request=lora)[0] for prompt, lora in zip(prompts_of(PROMPTS), chosen)]
+    llm = LLM(llama, max_num_seqs=4, enable_lora=True, max_loras=3, speculative_config={"model": llama, "siblings": 2}, **bits)
+    outputs = llm.generate(prompts_of(PROMPTS), SAMPLED, lora_request=chosen)
+    assert [said(o.outputs) for o in outputs] == [said(o.outputs) for o in expected]
+
+
 def test_samples_and_streams(llm: LLM, loras: list[LoRARequest], alone: Callable[..., Any]) -> None:
     """Further samples fork from the first, adapter and all."""
     llm.use({"method": "ngram"})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from outrider.engine.scheduler import Scheduler
 from outrider.errors import CapacityError, ConfigError
 from outrider.models.decoder import Decoder
 from outrider.models.hub import Checkpoint
+from outrider.models.placement import pick_device, place
 from outrider.models.selftest import bit_exact
 from outrider.sampling.sampler import Sampler
 from outrider.types import Batch, Commit, Draft, Row, Speculation, Times, Verdict, Work
@@ -45,8 +47,9 @@ class Engine:
         if options.max_model_len and options.max_model_len > context:
             raise ConfigError(f"max_model_len {options.max_model_len} exceeds the {context} positions of {options.model!r}.")
         dtype = self.checkpoint.dtype(options.dtype, self.device)
-        self.decoder = Decoder(self.checkpoint, dtype, self.device, self.max_len, options.quantization, options.kv_cache_dtype)
-        self.exact = self.decoder.kernels.exact and bit_exact(self.decoder)
+        where = place(self.checkpoint.spec.layers, self.device, options.gpu_layers)
+        self.decoder = Decoder(self.checkpoint, dtype, self.device, self.max_len, options.quantization, options.kv_cache_dtype, where)
+        self.exact = self.decoder.exact and bit_exact(self.decoder)
         if not self.exact:
             log.warning(
                 "on %s the same text with and without speculation is likely but not promised bit for bit", self.decoder.kernels.name
@@ -60,7 +63,7 @@ class Engine:
         """Puts a drafter to work, with a fresh cache.  No row may be in flight.  Where it raises, all stays as it was."""
         controller = FixedController(speculation.control, drafter.depth, drafter.size, self.target.vocabulary)
         most = drafter.size(controller.most)
-        pages = self._pages(self.decoder.slot_bytes + drafter.slot_bytes, most)
+        pages = self._pages(self.decoder.footprint + drafter.footprint(self.decoder.device), most)
         cache = Cache(pages, self.max_len + most + PAGE, self.options.enable_prefix_caching)
         cache.pools = [self.decoder.pool(pages * PAGE), *drafter.allocate(pages * PAGE)]
         self.drafter, self.verify, self.cache = drafter, speculation.rule, cache
@@ -151,13 +154,15 @@ class Engine:
         if not self.busy:
             assert not self.cache.tables and self.cache.available == self.cache.pages, "a finished row still holds pages"
 
-    def _pages(self, slot_bytes: int, guesses: int) -> int:
+    def _pages(self, memory: Counter[torch.device], guesses: int) -> int:
         """How many pages the K/V memory holds.  Raises CapacityError if not even one full request fits."""
         one = -(-self.max_len // PAGE)  # guesses take what is free: they need no room of their own
         wanted = -(-(self.max_len + guesses) // PAGE) * self.options.max_num_seqs
-        limit = self.options.kv_cache_memory_bytes or free_memory(self.device, self.options.gpu_memory_utilization)
+        given, share = self.options.kv_cache_memory_bytes, self.options.gpu_memory_utilization
+        rooms = [(given, memory.total())] if given else [(free_memory(device, share), size) for device, size in memory.items()]
+        limit, slot_bytes = min(rooms, key=lambda room: room[0] / room[1])
         pages = limit // (slot_bytes * PAGE)
-        if self.options.kv_cache_memory_bytes is None:
+        if given is None:
             pages = min(pages, wanted)
         if pages < one:
             raise CapacityError(
@@ -165,18 +170,6 @@ class Engine:
                 f"{one * PAGE} ({one * PAGE * slot_bytes:,} bytes): raise kv_cache_memory_bytes or lower max_model_len."
             )
         return pages
-
-
-def pick_device(name: str) -> torch.device:
-    """`auto` is the GPU where there is one.  Raises ConfigError for a device that is not there."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
-    return device
 
 
 def free_memory(device: torch.device, share: float) -> int:

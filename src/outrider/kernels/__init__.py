@@ -45,6 +45,8 @@ class Kernels(Protocol):
 
     name: str
     exact: bool  # a row's result does not depend on the rows beside it, bit for bit
+    device: torch.device
+    activations: torch.dtype
 
     def pack(self, weight: Tensor | Quantised, bias: Tensor | None = None) -> Weight:
         """[O,K] in the layout that the others like; a quantised one stays in its bits."""

@@ -193,6 +193,7 @@ class CpuKernels:
     """Every row is computed by the same operations in the same order, whatever stands beside it (see kernels.c)."""
 
     exact = True
+    device, activations = torch.device("cpu"), torch.float32
 
     def __init__(self, lib: ctypes.CDLL, dtype: torch.dtype) -> None:
         self.lib, self.dtype = lib, dtype

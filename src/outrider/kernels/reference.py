@@ -54,6 +54,7 @@ Adapter = list[dict[str, list[tuple[slice, Tensor, Tensor]]]]  # of every layer 
 class TorchKernels:
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
+        self.activations = dtype
         onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         self.onednn = onednn and device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
         self.exact = self.onednn
