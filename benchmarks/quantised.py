@@ -75,7 +75,9 @@ def long_step_ms(model: Path, form: str, kv: str) -> float:
 def divergence() -> dict[str, dict[str, float]]:
     """The built-in target on texts of its own: mean KL from all its bits, share of equal greedy tokens, overlap of the laws."""
     whole = LLM("builtin")
-    outputs = whole.generate([rendered(prompt, whole.tokenizer) for prompt in PROMPTS], SamplingParams(temperature=0.8, seed=1, max_tokens=160))
+    outputs = whole.generate(
+        [rendered(prompt, whole.tokenizer) for prompt in PROMPTS], SamplingParams(temperature=0.8, seed=1, max_tokens=160)
+    )
     texts = [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
 
     def laws(llm: LLM) -> torch.Tensor:

@@ -285,3 +285,34 @@ def walk(plan: Plan, table: array[int], row: int) -> list[int]:
     _, _, _, seen, depth, address = plan.host[row :: plan.length]
     assert address == table.buffer_info()[0]
     return [*table[:seen], *plan.host_paths[row * plan.width : row * plan.width + depth]]
+
+
+# ---- LoRA adapters
+
+
+def write_adapter(
+    folder: Path, model: str, seed: int = 0, projections: str = "q k v o gate up down", binary: bool = False, **config: Any
+) -> dict[str, tuple[Any, Any]]:
+    """Saves a random adapter for a tiny checkpoint as PEFT does; module name -> (A, B)."""
+    import re
+
+    from safetensors.torch import load_file, save_file
+
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", "base_model_name_or_path": model, **config}
+    torch.manual_seed(seed)
+    matrices: dict[str, tuple[Any, Any]] = {}
+    for name, weight in load_file(Path(model) / "model.safetensors").items():
+        module = name.removesuffix(".weight")
+        if module.endswith(tuple(f".{projection}_proj" for projection in projections.split())):
+            patterns = settings.get("rank_pattern", {}).items()
+            rank = next((rank for pattern, rank in patterns if re.search(rf"(^|\.)({pattern})$", module)), settings["r"])
+            outputs, inputs = weight.shape
+            matrices[module] = torch.randn(rank, inputs) / inputs**0.5, torch.randn(outputs, rank) * 0.25
+    tensors = {f"base_model.model.{m}.lora_{x}.weight": t for m, pair in matrices.items() for x, t in zip("AB", pair)}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    if binary:
+        torch.save(tensors, folder / "adapter_model.bin")
+    else:
+        save_file(tensors, folder / "adapter_model.safetensors")
+    return matrices

@@ -5,7 +5,7 @@ from outrider.llm import LLM
 from outrider.outputs import CompletionOutput, RequestOutput
 from outrider.sampling.logprobs import Logprob
 from outrider.sampling.params import SamplingParams
-from outrider.types import Speculation
+from outrider.types import LoRARequest, Speculation
 from outrider.version import VERSION
 
 __version__ = VERSION
@@ -14,6 +14,7 @@ __all__ = [
     "CapacityError",
     "CompletionOutput",
     "ConfigError",
+    "LoRARequest",
     "Logprob",
     "ModelError",
     "OutriderError",

@@ -14,6 +14,7 @@ from outrider.cache.pool import kv_dtype
 from outrider.control import fixed
 from outrider.draft.base import Drafter
 from outrider.errors import ConfigError, unknown
+from outrider.models.placement import check_gpu_layers
 from outrider.models.quantise import bits_of
 from outrider.sampling.logprobs import MODES
 from outrider.types import Verifier
@@ -24,13 +25,15 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class EngineOptions:
     """dtype: auto, float32, bfloat16 or float16.  quantization: int8 or int4 quantises the weights while loading (None: as they
-    are).  kv_cache_dtype: auto or int8, for target and draft.  device: auto, cpu, cuda or cuda:1.  max_model_len: tokens a request
-    may have, prompt included (None: what the model was made for).  max_num_seqs: rows that run at once.
-    max_num_batched_tokens: prompt tokens, decodes and guesses of one step.  kv_cache_memory_bytes: memory for K/V of target
+    are).  kv_cache_dtype: auto or int8, for target and draft.  device: auto, cpu, cuda, cuda:1 or mps.  gpu_layers: so many of the
+    last layers lie on that GPU and the rest on the CPU, as llama.cpp's -ngl has it (None: all; more than the model has: embedding and head,
+    too).  max_model_len: tokens a request may have, prompt included (None: what the model was made for).  max_num_seqs: rows that run
+    at once.  max_num_batched_tokens: prompt tokens, decodes and guesses of one step.  kv_cache_memory_bytes: memory for K/V of target
     and draft together (None: what max_num_seqs full requests need, but at most a quarter of the free memory on a CPU,
-    gpu_memory_utilization of the device otherwise).  seed: requests without a seed of their own derive theirs from it.
+    gpu_memory_utilization of a GPU).  seed: requests without a seed of their own derive theirs from it.
     logprobs_mode: what log-probabilities are: of the model as it is (raw_logprobs) or after everything that the request does to them
     (processed_logprobs), or the logits themselves (raw_logits, processed_logits); those of a prompt are always raw.
+    enable_lora: requests may name LoRA adapters, of at most max_lora_rank; max_loras of them are in memory (and in use) at once.
     """
 
     model: str
@@ -39,6 +42,7 @@ class EngineOptions:
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
     device: str = "auto"
+    gpu_layers: int | None = None
     revision: str | None = None
     trust_remote_code: bool = False
     max_model_len: int | None = None
@@ -50,11 +54,14 @@ class EngineOptions:
     tensor_parallel_size: int = 1
     seed: int | None = None
     logprobs_mode: str = "raw_logprobs"
+    enable_lora: bool = False
+    max_loras: int = 1
+    max_lora_rank: int = 16
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(f"model must be a folder, a .gguf file, a hub id or a built-in name, got {self.model!r}.")
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes"):
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "max_loras", "max_lora_rank"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}.")
@@ -72,9 +79,10 @@ class EngineOptions:
             raise ConfigError(f"seed must be a whole number or None, got {self.seed!r}.")
         if self.logprobs_mode not in MODES:
             raise ConfigError(unknown("logprobs_mode", self.logprobs_mode, MODES))
-        for name in ("enable_prefix_caching", "trust_remote_code"):
+        for name in ("enable_prefix_caching", "trust_remote_code", "enable_lora"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+        check_gpu_layers(self.gpu_layers, "gpu_layers")
         if self.tensor_parallel_size != 1:
             raise ConfigError(f"tensor_parallel_size must be 1, got {self.tensor_parallel_size!r}: one device runs the model.")
 

@@ -19,6 +19,9 @@ from outrider.models.hub import read_tokenizer
 from outrider.outputs import RequestOutput
 from outrider.requests import Prompt, Reader, Request
 from outrider.sampling.params import SamplingParams
+from outrider.types import LoRARequest
+
+Loras = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class LLM:
@@ -50,14 +53,15 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = False,
+        lora_request: Loras = None,
     ) -> list[RequestOutput]:
         """Answers all prompts, batched as the engine sees fit; outputs stand in the order of the prompts.
 
         A single bad prompt raises (a RequestError, as a rule); among several the bad one comes back with `.error`, and the
         others are answered.
-        use_tqdm shows a progress bar.
+        use_tqdm shows a progress bar.  lora_request: an adapter for all prompts, or one (or None) for each.
         """
-        requests = self._enter(prompts, sampling_params)
+        requests = self._enter(prompts, sampling_params, lora_request)
         live = [request for request in requests if isinstance(request, Request)]
         try:
             self._admit(live)
@@ -107,13 +111,16 @@ class LLM:
                 tick()
 
     def stream(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        lora_request: Loras = None,
     ) -> Iterator[RequestOutput]:
         """Yields a request's output so far whenever it grew; the last one of each has `finished`.
 
         Closing the iterator aborts what still runs.  Bad prompts are yielded first, with `.error`.
         """
-        requests = self._enter(prompts, sampling_params, streaming=True)
+        requests = self._enter(prompts, sampling_params, lora_request, streaming=True)
         live = {request.id: request for request in requests if isinstance(request, Request)}
         try:
             self._admit(live.values())
@@ -142,7 +149,11 @@ class LLM:
                 self.engine.add(row)
 
     def _enter(
-        self, prompts: Prompt | Sequence[Prompt], given: SamplingParams | Sequence[SamplingParams] | None, streaming: bool = False
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        given: SamplingParams | Sequence[SamplingParams] | None,
+        lora_request: Loras,
+        streaming: bool = False,
     ) -> list[Request | RequestOutput]:
         several = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
         if given is None or isinstance(given, SamplingParams):
@@ -153,10 +164,13 @@ class LLM:
             raise RequestError(f"sampling_params must be SamplingParams or a list of them, got {given!r}.")
         if len(params) != len(several):
             raise RequestError(f"got {len(several)} prompts and {len(params)} SamplingParams: give one for all, or one for each.")
-        return [self._request(prompt, p, streaming) for prompt, p in zip(several, params)]
+        loras = list(lora_request) if isinstance(lora_request, Sequence) else [lora_request] * len(several)
+        if len(loras) != len(several):
+            raise RequestError(f"got {len(several)} prompts and {len(loras)} LoRARequests: give one for all, or one for each.")
+        return [self._request(prompt, p, streaming, lora) for prompt, p, lora in zip(several, params, loras)]
 
-    def _request(self, prompt: Prompt, params: SamplingParams, streaming: bool) -> Request | RequestOutput:
-        return self._reader.request(str(next(self._ids)), prompt, params, streaming)
+    def _request(self, prompt: Prompt, params: SamplingParams, streaming: bool, lora: LoRARequest | None = None) -> Request | RequestOutput:
+        return self._reader.request(str(next(self._ids)), prompt, params, streaming, lora)
 
     def _leave(self, request: Request) -> RequestOutput:
         """The final output; whatever still runs is aborted."""

@@ -15,7 +15,7 @@ from outrider.sampling.logprobs import Logprobs
 from outrider.sampling.noise import mix
 from outrider.sampling.params import SamplingParams
 from outrider.sampling.processors import processors_of
-from outrider.types import Row
+from outrider.types import LoRARequest, Row
 
 Prompt = str | Mapping[str, Any]  # "text", {"prompt": "text"}, {"prompt_token_ids": [1, 2, 3]} or {"messages": […]}
 
@@ -78,7 +78,9 @@ class Reader:
     seed: int  # where requests without a seed of their own get theirs from
     pieces: dict[int, str] = field(default_factory=dict)  # texts of single tokens, as far as somebody asked
 
-    def request(self, id: str, prompt: Prompt, params: SamplingParams, streaming: bool) -> Request | RequestOutput:
+    def request(
+        self, id: str, prompt: Prompt, params: SamplingParams, streaming: bool, lora: LoRARequest | None = None
+    ) -> Request | RequestOutput:
         """A request that can be run, or the output that says why it cannot."""
         text = prompt if isinstance(prompt, str) else prompt.get("prompt") if isinstance(prompt, Mapping) else None
         try:
@@ -88,9 +90,18 @@ class Reader:
                 prompt = render(self.tokenizer, prompt)
                 text = prompt["prompt"]
             ids = self._truncated(self._ids(prompt, text), params)
-            return Request(id, text, ids, params, self._rows(id, ids, params, streaming), self.tokenizer)
+            if lora is not None:
+                self._known(lora)
+            return Request(id, text, ids, params, self._rows(id, ids, params, streaming, lora), self.tokenizer)
         except RequestError as error:
             return RequestOutput(id, text, [], finished=True, error=error)
+
+    def _known(self, lora: LoRARequest) -> None:
+        if not isinstance(lora, LoRARequest):
+            raise RequestError(f"lora_request must be a LoRARequest, a list of them, or None, got {lora!r}.")
+        if self.engine.adapters is None:
+            raise RequestError(f"LoRA adapter {lora.lora_name!r} needs LLM(…, enable_lora=True).")
+        self.engine.adapters.check(lora)
 
     def _ids(self, prompt: Prompt, text: str | None) -> list[int]:
         """The ids of a prompt, checked: there are some, and they exist."""
@@ -129,7 +140,7 @@ class Reader:
             raise RequestError(f"the prompt has {len(ids)} tokens, the context holds {longest} and one must be left for the answer.")
         return ids
 
-    def _rows(self, id: str, ids: list[int], params: SamplingParams, streaming: bool) -> list[Row]:
+    def _rows(self, id: str, ids: list[int], params: SamplingParams, streaming: bool, lora: LoRARequest | None) -> list[Row]:
         self._exist("allowed_token_ids: token id", params.allowed_token_ids or ())
         self._exist("logit_bias: token id", params.logit_bias or ())
         if params.stop and self.tokenizer is None:
@@ -148,7 +159,7 @@ class Reader:
                 Row(
                     id=id, index=index, tokens=list(ids), prompt=len(ids), params=params, law=params.law, seed=seed,
                     processors=processors_of(params, len(ids), limit, ending, bad_words), limit=limit, ending=ending,
-                    source=rows[0] if rows else None, logprobs=self._logprobs(params, index),
+                    source=rows[0] if rows else None, lora=lora, logprobs=self._logprobs(params, index),
                     text=Detokenizer(self.tokenizer, params.skip_special_tokens) if reads else None,
                 )
             )  # fmt: skip

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from outrider.cache.slots import Table
+from outrider.errors import RequestError
 from outrider.sampling.logprobs import Logprobs
 from outrider.sampling.params import Law, SamplingParams
 from outrider.sampling.processors import Processor
@@ -43,6 +44,23 @@ class Speculation(NamedTuple):
         )
 
 
+@dataclass(frozen=True)
+class LoRARequest:
+    """A LoRA adapter for one request: a name for people, an id of at least 1 that belongs to it alone, a PEFT folder or hub id."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+    def __post_init__(self) -> None:
+        for name, kind in (("lora_name", str), ("lora_int_id", int), ("lora_path", str)):
+            value = getattr(self, name)
+            if not isinstance(value, kind) or not value or isinstance(value, bool):
+                raise RequestError(f"{name} must be {'a whole number of at least 1' if kind is int else 'a string'}, got {value!r}.")
+        if self.lora_int_id < 1:
+            raise RequestError(f"lora_int_id must be a whole number of at least 1, got {self.lora_int_id}.")
+
+
 @dataclass(eq=False)
 class Row:
     """One sample of one request: what the scheduler moves and a drafter sees.
@@ -62,6 +80,8 @@ class Row:
     limit: int  # tokens at most, prompt included
     ending: frozenset[int]  # token ids that end the text
     source: Row | None = None  # the sample whose prompt this one shares
+    lora: LoRARequest | None = None
+    adapter: Any = None  # its weights, while the row runs
     table: Table | None = None
     computed: int = 0
     cached: int | None = None  # tokens whose K/V was there when it was first admitted
@@ -94,7 +114,7 @@ class Row:
 class Batch:
     """The rows of one step.  Row r computes tokens starts[r] … starts[r] + known[r] - 1, then nodes[r] guesses at most.
 
-    emits[r]: the chunk reaches the row's last token, so that a new one can be picked.
+    emits[r]: the chunk reaches the row's last token, so that a new one can be picked.  failed: rows that ended before they began.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -102,6 +122,7 @@ class Batch:
     known: list[int] = field(default_factory=list)
     emits: list[bool] = field(default_factory=list)
     nodes: list[int] = field(default_factory=list)
+    failed: list[Row] = field(default_factory=list)
 
     def add(self, row: Row, known: int) -> None:
         self.rows.append(row)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,13 +23,15 @@ class Plan:
     """Rows in the order in which they were added; `build` freezes them.
 
     After `build`: ids, positions, slots, seen, depths, tables int64 [n] (depths: how long a path; tables: addresses) one
-    after the other in `host`, paths int32 [n, width] in `host_paths`; `segments` = (table, first row, rows) of each request.
+    after the other in `host`, paths int32 [n, width] in `host_paths`; `segments` = (table, first row, rows) of each request,
+    `adapted` = (first row, rows, adapter) of those that use a LoRA adapter.
     The `…_at` are addresses of the same, for the C kernels; tensors are only made where somebody asks, and plain arrays
     hold the numbers: right after a forward that swept the processor's caches, numpy and torch cost tens of microseconds a call.
     """
 
     def __init__(self) -> None:
         self.segments: list[tuple[array[int], int, int]] = []
+        self.adapted: list[tuple[int, int, Any]] = []
         self.length = self.longest = 0
         self._ids: list[int] = []
         self._positions: list[int] = []
@@ -57,6 +60,12 @@ class Plan:
         self._slots.append(path[-1])
         self._seen.append(seen)
         self._depths.append(len(path))
+
+    def adapt(self, first: int, adapter: Any) -> None:
+        """The rows from `first` on belong to a request that uses `adapter`."""
+        if self.adapted and self.adapted[-1][2] is adapter and sum(self.adapted[-1][:2]) == first:
+            first = self.adapted.pop()[0]
+        self.adapted.append((first, self.length - first, adapter))
 
     def _segment(self, table: array[int], n: int, sees: int) -> None:
         if self.segments and self.segments[-1][0] is table:

@@ -17,12 +17,13 @@ import torch
 from outrider.cache.pool import Pool, kv_dtype
 from outrider.cache.slots import PAGE
 from outrider.config import EngineOptions
-from outrider.engine.engine import free_memory, pick_device
+from outrider.engine.engine import free_memory
 from outrider.errors import ModelError
 from outrider.kernels.quantised import Quantised
 from outrider.models import ggml
 from outrider.models.hub import BUILTIN, Checkpoint, Weights, locate
 from outrider.models.packed import LAYOUTS
+from outrider.models.placement import pick_device
 from outrider.models.quantise import GROUP, bits_of
 
 NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}  # what safetensors calls them

@@ -46,6 +46,11 @@ class Pool:
     def bytes_per_slot(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
         return layers * 2 * kv_heads * (Pool.wide(head_dim) * dtype.itemsize + 4 * (dtype == torch.int8))
 
+    @property
+    def parts(self) -> Sequence[Pool]:
+        """One pool for each device that holds layers."""
+        return (self,)
+
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies slots; reads all before it writes."""
         device = self.data.device
@@ -66,3 +71,18 @@ class Pool:
         rows = self.data[layer, :, slots]
         values = rows[..., : self.head_dim].to(dtype)
         return values * rows[..., self.width :].contiguous().view(torch.float32).to(dtype) if self.dtype == torch.int8 else values
+
+
+class SplitPool(Pool):
+    """K/V of a model whose layers lie on several devices: a pool for each, at the same slots."""
+
+    def __init__(self, parts: Sequence[Pool]) -> None:
+        self._parts = parts
+
+    @property
+    def parts(self) -> Sequence[Pool]:
+        return self._parts
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        for part in self._parts:
+            part.move(sources, targets)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from outrider.cache.pool import Pool
 
 PAGE = 16
-ROOT = 0  # what the first page of every sequence hangs from
+ROOT = 0  # what the first page of every sequence hangs from; one whose K/V is not the plain model's has a negative root of its own
 
 
 @dataclass(eq=False)
@@ -26,6 +26,7 @@ class Table:
     slots: array[int]  # 32-bit [capacity]
     pages: list[int] = field(default_factory=list)
     nodes: list[int] = field(default_factory=list)  # index node of each page, from the front, that was entered
+    root: int = ROOT
 
     @property
     def room(self) -> int:
@@ -34,7 +35,7 @@ class Table:
     def key(self, tokens: Sequence[int]) -> tuple[int, tuple[int, ...]]:
         """Under which the next page to be entered stands in the index."""
         at = len(self.nodes) * PAGE
-        return self.nodes[-1] if self.nodes else ROOT, tuple(tokens[at : at + PAGE])
+        return self.nodes[-1] if self.nodes else self.root, tuple(tokens[at : at + PAGE])
 
 
 class Cache:
@@ -56,8 +57,9 @@ class Cache:
         """Pages that can be had without taking any from a sequence."""
         return len(self.free) + len(self.idle)
 
-    def open(self) -> Table:
-        table = Table(array("i", bytes(4 * self.capacity)))
+    def open(self, root: int = ROOT) -> Table:
+        """An empty table; it shares pages with tables of the same root only."""
+        table = Table(array("i", bytes(4 * self.capacity)), root=root)
         self.tables.add(table)
         return table
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -9,6 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from outrider.types import Batch, Budget, Commit, Draft, Row
 
 if TYPE_CHECKING:
+    import torch
+
     from outrider.models.hub import Checkpoint
     from outrider.models.model import Model
     from outrider.sampling.sampler import Sampler
@@ -45,6 +48,10 @@ class Drafter:
     def example(cls, target: Target) -> Drafter:
         """A tiny, possibly random drafter for `target`: the exactness suite runs every method through it."""
         return cls(cls.Options(), target)
+
+    def footprint(self, device: torch.device) -> Counter[torch.device]:
+        """`slot_bytes`, by the device where they lie; `device` is the target's."""
+        return Counter({device: self.slot_bytes})
 
     def allocate(self, slots: int) -> list[Any]:
         """Called once, when the number of slots is known.  Returns the drafter's pools at the target's slots."""

@@ -12,9 +12,12 @@ With `siblings` = k, a level keeps the k best of all children of the level befor
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar
+
+import torch
 
 from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
@@ -23,8 +26,10 @@ from outrider.errors import ConfigError
 from outrider.kernels import Chain
 from outrider.models import model
 from outrider.models.hub import Checkpoint
+from outrider.models.placement import check_gpu_layers, pick_device, place
 from outrider.models.quantise import bits_of
 from outrider.sampling.noise import stream_of
+from outrider.sampling.sampler import Sampler
 from outrider.types import ROOT, Batch, Budget, Draft, Guesses, Row
 
 # How likely the best, second best … by noised draft logit is the target's pick.  The noise is shared, so the rank says more than q:
@@ -86,7 +91,8 @@ class DraftModel(Drafter):
     class Options:
         """model: folder, .gguf file or hub id.  draft_dtype: auto, or as the engine's dtype.  quantization: of the draft's weights, int8 or
         int4; the target's is an engine option.  siblings: candidates a level (1: a chain).
-        vocab_mismatch: "refuse", or "allow" to guess among the ids that both models have.
+        vocab_mismatch: "refuse", or "allow" to guess among the ids that both models have.  draft_device: auto (where the target's
+        embedding and head are), cpu, cuda, cuda:1 or mps.  draft_gpu_layers: as the engine's gpu_layers.
         """
 
         model: str = "builtin-draft"
@@ -96,6 +102,8 @@ class DraftModel(Drafter):
         vocab_mismatch: str = "refuse"
         draft_tensor_parallel_size: int = 1
         revision: str | None = None
+        draft_device: str = "auto"
+        draft_gpu_layers: int | None = None
 
         def __post_init__(self) -> None:
             if not isinstance(self.model, str):
@@ -105,6 +113,7 @@ class DraftModel(Drafter):
             bits_of(self.quantization, "quantization of the draft")
             if self.vocab_mismatch not in ("refuse", "allow"):
                 raise ConfigError(f'vocab_mismatch must be "refuse" or "allow", got {self.vocab_mismatch!r}.')
+            check_gpu_layers(self.draft_gpu_layers, "draft_gpu_layers")
             if self.draft_tensor_parallel_size != 1:
                 raise ConfigError(f"draft_tensor_parallel_size must be 1, got {self.draft_tensor_parallel_size!r}.")
 
@@ -115,11 +124,16 @@ class DraftModel(Drafter):
             _fits(checkpoint, target.checkpoint)
         self.vocabulary = min(checkpoint.spec.vocabulary, target.vocabulary)
         self.context = min(checkpoint.spec.context, target.max_len)
-        device = target.decoder.device
+        device = target.decoder.device if options.draft_device == "auto" else pick_device(options.draft_device, "draft_device")
+        where = place(checkpoint.spec.layers, device, options.draft_gpu_layers, "draft_gpu_layers")
         dtype = checkpoint.dtype(options.draft_dtype, device, "draft_dtype")
-        self.decoder = model.load(checkpoint, dtype, device, self.context, options.quantization, target.decoder.kv_cache_dtype)
+        self.decoder = model.load(checkpoint, dtype, device, self.context, options.quantization, target.decoder.kv_cache_dtype, where)
+        self.sampler = target.sampler if self.decoder.device == target.decoder.device else Sampler(self.decoder.kernels)
         self.slot_bytes = self.decoder.slot_bytes
         self.synced: dict[Row, int] = {}  # positions of a row that have K/V in our pool
+
+    def footprint(self, device: torch.device) -> Counter[torch.device]:
+        return self.decoder.footprint
 
     @classmethod
     def example(cls, target: Target) -> Drafter:
@@ -203,7 +217,7 @@ class DraftModel(Drafter):
         for i, (tree, node) in enumerate(rows):
             found = children.setdefault(id(tree), [])
             ranked = tree.row.law.temperature > 0 or tree.siblings == 1
-            tokens, shares = self.target.sampler.top(tree.row, tree.path_tokens(node), logits, tree.siblings, not ranked, i)
+            tokens, shares = self.sampler.top(tree.row, tree.path_tokens(node), logits, tree.siblings, not ranked, i)
             found.extend((node, token, p) for token, p in zip(tokens, RANKED if ranked else shares))
         trees = {id(tree): tree for tree, _ in rows}
         for key, tree in trees.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -15,12 +16,16 @@ from outrider.control import Controller
 from outrider.control.fixed import FixedController
 from outrider.control.pace import Pace
 from outrider.draft.base import Drafter, Target
+from outrider.engine.adapters import Adapters
 from outrider.engine.runner import Runner
 from outrider.engine.scheduler import Scheduler
 from outrider.errors import CapacityError, ConfigError
 from outrider.models import model
+from outrider.models.decoder import Decoder
 from outrider.models.hub import Checkpoint
+from outrider.models.placement import pick_device, place
 from outrider.models.selftest import bit_exact
+from outrider.models.spec import FAMILIES
 from outrider.sampling.sampler import Sampler
 from outrider.types import Batch, Commit, Draft, Row, Speculation, Times, Verdict, Work
 
@@ -44,12 +49,14 @@ class Engine:
         if options.max_model_len and options.max_model_len > context:
             raise ConfigError(f"max_model_len {options.max_model_len} exceeds the {context} positions of {options.model!r}.")
         dtype = self.checkpoint.dtype(options.dtype, self.device)
-        self.decoder = model.load(self.checkpoint, dtype, self.device, self.max_len, options.quantization, options.kv_cache_dtype)
-        self.exact = self.decoder.kernels.exact and bit_exact(self.decoder)
+        where = place(self.checkpoint.spec.layers, self.device, options.gpu_layers)
+        self.decoder = model.load(self.checkpoint, dtype, self.device, self.max_len, options.quantization, options.kv_cache_dtype, where)
+        self.exact = self.decoder.exact and bit_exact(self.decoder)
         if not self.exact:
             log.warning(
                 "on %s the same text with and without speculation is likely but not promised bit for bit", self.decoder.kernels.name
             )
+        self.adapters = self._adapters() if options.enable_lora else None
         self.sampler = Sampler(self.decoder.kernels)
         self.target = Target(self.decoder, self.checkpoint, self.sampler, self.checkpoint.spec.vocabulary, self.max_len)
         self.use(speculation.method(speculation.options, self.target), speculation)
@@ -58,7 +65,7 @@ class Engine:
         """Puts a drafter to work, with a fresh cache.  No row may be in flight.  Where it raises, all stays as it was."""
         controller = FixedController(speculation.control, drafter.depth, drafter.size, self.target.vocabulary)
         most = drafter.size(controller.most)
-        pages = self._pages(self.decoder.slot_bytes + drafter.slot_bytes, most)
+        pages = self._pages(self.decoder.footprint + drafter.footprint(self.decoder.device), most)
         cache = Cache(pages, self.max_len + most + PAGE, self.options.enable_prefix_caching)
         cache.pools = [self.decoder.pool(pages * PAGE), *drafter.allocate(pages * PAGE)]
         self.drafter, self.verify, self.cache = drafter, speculation.rule, cache
@@ -73,16 +80,22 @@ class Engine:
             drafter.filled,
             drafter.forget,
             lambda: pace.chunk,
+            self.adapters,
         )
         self.reset()
 
+    def _adapters(self) -> Adapters:
+        if not isinstance(self.decoder, Decoder):
+            raise ConfigError(f"enable_lora is for {', '.join(FAMILIES)}, not for {self.checkpoint.spec.architecture}: leave it out.")
+        return Adapters(self.decoder, self.options.max_loras, self.options.max_lora_rank)
+
     def step(self) -> list[Row]:
-        """One forward of the target for every row that can run.  Returns the rows that emitted tokens."""
+        """One forward of the target for every row that can run.  Returns the rows that emitted tokens or failed."""
         began = time.perf_counter()
         batch = self.scheduler.next()
         if not batch.rows:
             assert not self.busy, "rows are waiting and none can run"
-            return []
+            return batch.failed
         budgets = self.scheduler.reserve(batch, self.controller.budget(batch))
         propose = time.perf_counter()
         draft = self.controller.trim(self.drafter.propose(batch, budgets), budgets)
@@ -117,7 +130,7 @@ class Engine:
         for row in commit.batch.rows:
             if row.finish_reason is not None:
                 self.scheduler.retire(row)
-        return [row for row, tokens in zip(commit.batch.rows, commit.verdict.tokens) if tokens or row.error]
+        return commit.batch.failed + [row for row, tokens in zip(commit.batch.rows, commit.verdict.tokens) if tokens or row.error]
 
     def add(self, row: Row) -> None:
         self.scheduler.add(row)
@@ -148,13 +161,15 @@ class Engine:
         if not self.busy:
             assert not self.cache.tables and self.cache.available == self.cache.pages, "a finished row still holds pages"
 
-    def _pages(self, slot_bytes: int, guesses: int) -> int:
+    def _pages(self, memory: Counter[torch.device], guesses: int) -> int:
         """How many pages the K/V memory holds.  Raises CapacityError if not even one full request fits."""
         one = -(-self.max_len // PAGE)  # guesses take what is free: they need no room of their own
         wanted = -(-(self.max_len + guesses) // PAGE) * self.options.max_num_seqs
-        limit = self.options.kv_cache_memory_bytes or free_memory(self.device, self.options.gpu_memory_utilization)
+        given, share = self.options.kv_cache_memory_bytes, self.options.gpu_memory_utilization
+        rooms = [(given, memory.total())] if given else [(free_memory(device, share), size) for device, size in memory.items()]
+        limit, slot_bytes = min(rooms, key=lambda room: room[0] / room[1])
         pages = limit // (slot_bytes * PAGE)
-        if self.options.kv_cache_memory_bytes is None:
+        if given is None:
             pages = min(pages, wanted)
         if pages < one:
             raise CapacityError(
@@ -162,18 +177,6 @@ class Engine:
                 f"{one * PAGE} ({one * PAGE * slot_bytes:,} bytes): raise kv_cache_memory_bytes or lower max_model_len."
             )
         return pages
-
-
-def pick_device(name: str) -> torch.device:
-    """`auto` is the GPU where there is one.  Raises ConfigError for a device that is not there."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
-    return device
 
 
 def free_memory(device: torch.device, share: float) -> int:

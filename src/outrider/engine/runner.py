@@ -58,7 +58,10 @@ class Runner:
         for r, (row, guesses) in enumerate(zip(batch.rows, draft.trees)):
             if row.logprobs is not None and row.logprobs.prompt_count is not None:
                 asking.append((r, plan.length))
+            first = plan.length
             add_row(plan, row, batch.starts[r], batch.end(r), guesses)
+            if row.adapter is not None:
+                plan.adapt(first, row.adapter)
             if batch.emits[r]:
                 roots[r] = len(wanted)
                 wanted.extend(range(plan.length - len(guesses.tokens) - 1, plan.length))

@@ -2,7 +2,8 @@
 
 Running rows are ordered by arrival.  Decodes come first, then the guesses' share, then chunks of prompts, then admissions:
 one budget of tokens for all.  Where pages run out the youngest row is preempted; it keeps its tokens and computes them
-again.  Waiting rows are admitted strictly in order of arrival, when all their tokens fit, so nobody starves.
+again.  Waiting rows are admitted strictly in order of arrival, when all their tokens and their LoRA adapter fit, so nobody
+starves.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from outrider.cache.slots import Cache
+from outrider.cache.slots import ROOT, Cache
+from outrider.engine.adapters import Adapters
 from outrider.engine.text import Detokenizer, find_stop
-from outrider.types import Batch, Budget, Row, Verdict
+from outrider.errors import RequestError
+from outrider.types import Batch, Budget, LoRARequest, Row, Verdict
 
 
 class Scheduler:
@@ -25,9 +28,11 @@ class Scheduler:
         filled: Callable[[Row], int],
         forget: Callable[[Row, str], None],
         chunk: Callable[[], int],
+        adapters: Adapters | None = None,
     ) -> None:
         """seats: rows at once.  tokens: budget of a step.  guesses: how many nodes a row of such a batch asks for.
         chunk: how many tokens of prompts may ride beside rows that are decoding."""
+        self.adapters = adapters
         self.cache, self.seats, self.tokens, self.guesses, self.chunk = cache, seats, tokens, guesses, chunk
         self.filled, self.forget = filled, forget
         self.waiting: deque[Row] = deque()
@@ -62,6 +67,9 @@ class Scheduler:
                 batch.add(row, known)
         while self.waiting and len(self.running) < self.seats and left > 0 and self._admit(self.waiting[0]):
             row = self.waiting.popleft()
+            if row.error is not None:
+                batch.failed.append(row)
+                continue
             self.running.append(row)
             known = min(len(row.tokens) - row.computed, left)
             left -= known
@@ -161,7 +169,7 @@ class Scheduler:
         if row.table is not None:
             self.forget(row, reason)
             self.cache.close(row.table)
-            row.table = None
+            row.table = row.adapter = None
 
     def _admit(self, row: Row) -> bool:
         """Opens a table for a waiting row, with what can be reused; False, and nothing kept, if its tokens do not fit."""
@@ -169,7 +177,9 @@ class Scheduler:
         forking = source is not None and source.table is not None
         if forking and source is not None and source.computed < row.prompt:
             return False  # its prompt is being computed right now
-        row.table = self.cache.open()
+        if row.lora is not None and not self._adapt(row, row.lora):
+            return row.error is not None
+        row.table = self.cache.open(-row.lora.lora_int_id if row.lora else ROOT)
         if forking and source is not None and source.table is not None:
             row.computed = min(row.prompt - 1, self.filled(source))
             fits = self.cache.fork(source.table, row.table, row.computed)
@@ -177,7 +187,16 @@ class Scheduler:
             row.computed, fits = self.cache.match(row.table, row.tokens, row.reusable), True
         if not (fits and self.cache.reserve(row.table, len(row.tokens))):
             self.cache.close(row.table)
-            row.table, row.computed = None, 0
+            row.table, row.adapter, row.computed = None, None, 0
         elif row.cached is None:
             row.cached = row.computed
         return row.table is not None
+
+    def _adapt(self, row: Row, lora: LoRARequest) -> bool:
+        """Gives the row its adapter.  False where too many others are in use, or, with an error, where it cannot be read."""
+        assert self.adapters is not None
+        try:
+            row.adapter = self.adapters.take(lora, {other.lora.lora_int_id for other in self.running if other.lora})
+        except RequestError as error:
+            row.error, row.finish_reason = error, "error"
+        return row.adapter is not None

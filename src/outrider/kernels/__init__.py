@@ -18,6 +18,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from outrider.attention.plan import Plan
     from outrider.cache.pool import Pool
+    from outrider.kernels.lora import Adapted, Runs
     from outrider.kernels.quantised import Quantised
     from outrider.models.decoder import Layer
     from outrider.models.spec import Spec
@@ -66,6 +67,7 @@ class Kernels(Protocol):
 
     name: str
     exact: bool  # a row's result does not depend on the rows beside it, bit for bit
+    device: torch.device
     activations: torch.dtype
 
     def pack(self, weight: Tensor | Quantised, bias: Tensor | None = None) -> Weight:
@@ -89,8 +91,14 @@ class Kernels(Protocol):
     def prepare(self, spec: Spec, layers: Sequence[Layer], turn: Tensor) -> Any:
         """The blocks of a decoder in the form that `run` likes; turn [positions, rot] = cos, then sin."""
 
-    def run(self, stack: Any, x: Tensor, plan: Plan, pool: Pool) -> Tensor:
-        """x [n,h] through all blocks: x += o(attend(rope(qkv(norm(x)))));  x += down(silu(gate) * up)(norm(x))."""
+    def adapter(self, spec: Spec, layers: Adapted) -> Any:
+        """A LoRA adapter in the form that `run` likes."""
+
+    def run(self, stack: Any, x: Tensor, plan: Plan, pool: Pool, runs: Runs = ()) -> Tensor:
+        """x [n,h] through all blocks: x += o(attend(rope(qkv(norm(x)))));  x += down(silu(gate) * up)(norm(x)).
+
+        The linears of the rows in `runs` add what their adapters say.
+        """
 
     def chain(
         self, stack: Any, embedding: Any, norm: Tensor, head: Any, plan: Plan, pool: Pool, chains: Sequence[Chain], vocabulary: int

@@ -26,6 +26,8 @@ from torch import Tensor
 
 from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
+from outrider.kernels import lora
+from outrider.kernels.lora import Adapted, Adapter, Runs
 from outrider.kernels.quantised import Quantised
 from outrider.models.spec import Spec
 from outrider.sampling.params import Law
@@ -38,7 +40,7 @@ PANEL, WIDE = 64, 32  # outputs side by side in a packed weight; the same consta
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # FLOAT, BFLOAT and INT8 of simd.h; INT4 is for weights only
 LINEARS = ("qkv", "o", "gate_up", "down")
 VECTORS = ("norm_in", "norm_post", "q_norm", "k_norm")
-SOURCES = ("kernels.c", "quantised.c", "sample.c")
+SOURCES = ("kernels.c", "lora.c", "quantised.c", "sample.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC", "-std=gnu11")
 log = logging.getLogger("outrider")
 
@@ -142,6 +144,8 @@ class _Rows(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_long) for name in ("n", "path", "longest")),
         *((name, ctypes.c_void_p) for name in ("positions", "slots", "seen", "depths", "tables", "paths")),
+        ("runs", ctypes.c_long),
+        ("adapted", ctypes.c_void_p),
     ]
 
 
@@ -193,6 +197,7 @@ class CpuKernels:
     """Every row is computed by the same operations in the same order, whatever stands beside it (see kernels.c)."""
 
     exact = True
+    device, activations = torch.device("cpu"), torch.float32
 
     def __init__(self, lib: ctypes.CDLL, dtype: torch.dtype) -> None:
         self.lib, self.dtype = lib, dtype
@@ -276,9 +281,15 @@ class CpuKernels:
         )  # fmt: skip
         return Stack(made, shape, (layers, turn))
 
-    def run(self, stack: Stack, x: Tensor, plan: Plan, pool: Pool) -> Tensor:
-        stack.shape.kv = KINDS[pool.dtype]
-        self.lib.stack(stack.shape, stack.layers, _rows(plan), pool.address, pool.plane, x.data_ptr())
+    def adapter(self, spec: Spec, layers: Adapted) -> Adapter:
+        return lora.pack(spec, layers)
+
+    def run(self, stack: Stack, x: Tensor, plan: Plan, pool: Pool, runs: Runs = ()) -> Tensor:
+        stack.shape.kv, rows = KINDS[pool.dtype], _rows(plan)
+        if runs:
+            adapted = lora.rows(runs)
+            rows.runs, rows.adapted = len(runs), ctypes.addressof(adapted)
+        self.lib.stack(stack.shape, stack.layers, rows, pool.address, pool.plane, x.data_ptr())
         return x
 
     def chain(

@@ -238,7 +238,11 @@ typedef struct {
     long n, path, longest;
     const int64_t *positions, *slots, *seen, *depths;
     const int32_t *const *tables, *paths;
+    long runs; const void *adapted;                           /* rows with LoRA adapters, see lora.c */
 } Rows;
+
+void adapt(const void *runs, long count, long part, long parts, const float *x, long K, float *y, long O);
+#define ADAPT(part, parts, x, K, y, O) if (rows->runs) adapt(rows->adapted, rows->runs, (l - layers) * 7 + part, parts, x, K, y, O)
 
 void stack(const Shape *s, const Layer *layers, const Rows *rows, char *pool, long plane, float *x) {
     const long n = rows->n, H = s->heads, k = s->kv_heads, D = s->head_dim, h = s->hidden, I = s->inner, head = plane / k;
@@ -248,15 +252,19 @@ void stack(const Shape *s, const Layer *layers, const Rows *rows, char *pool, lo
     for (const Layer *l = layers; l < layers + s->layers; l++, pool += 2 * plane) {
         rms_norm(x, l->norm_in, n, h, s->eps, a);
         linear(&l->qkv, a, n, h, b, qkv, 0);
+        ADAPT(0, 3, a, h, b, qkv);
         rope_store(b, n, H, k, D, s->width, l->q_norm, l->k_norm, s->eps, s->turn, s->rot, rows->positions, rows->slots,
                    pool, pool + plane, s->kv, head, q);
         attend(q, pool, pool + plane, s->kv, head, n, H, k, D, s->width, rows->tables, rows->seen, rows->paths, rows->depths,
                rows->path, s->scale, l->window, rows->longest, 0, c);
         linear(&l->o, c, n, H * D, x, h, 1);
+        ADAPT(3, 1, c, H * D, x, h);
         rms_norm(x, l->norm_post, n, h, s->eps, a);
         linear(&l->gate_up, a, n, h, b, 2 * I, 0);
+        ADAPT(4, 2, a, h, b, 2 * I);
         silu_mul(b, n, I, c);
         linear(&l->down, c, n, I, x, h, 1);
+        ADAPT(6, 1, c, I, x, h);
     }
     free(a);
 }

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
+from outrider.kernels import lora
+from outrider.kernels.lora import Adapted, Runs
 from outrider.kernels.quantised import Quantised
 from outrider.models.spec import Spec
 from outrider.sampling import reference as sampling
@@ -34,6 +36,9 @@ class Plain:
     bias: Tensor | None
     inputs: int
     outputs: int
+
+
+Adapter = list[dict[str, list[tuple[slice, Tensor, Tensor]]]]  # of every layer and fused linear: outputs, a^T, scale * b^T
 
 
 class TorchKernels:
@@ -121,13 +126,35 @@ class TorchKernels:
     def prepare(self, spec: Spec, layers: Sequence[Layer], turn: Tensor) -> tuple[Sequence[Layer], Tensor]:
         return layers, turn
 
-    def run(self, stack: tuple[Sequence[Layer], Tensor], x: Tensor, plan: Plan, pool: Pool) -> Tensor:
+    def adapter(self, spec: Spec, layers: Adapted) -> Adapter:
+        def turned(matrix: Tensor) -> Tensor:
+            return matrix.to(self.device, self.wide).T
+
+        spans = {name: slice(place.first, place.first + place.outputs) for name, place in lora.places(spec).items()}
+        return [
+            {
+                fused: [(spans[name], turned(low.a), turned(low.b) * low.scale) for name in names if (low := layer.get(name))]
+                for fused, names in lora.FUSED.items()
+            }
+            for layer in layers
+        ]
+
+    def run(self, stack: tuple[Sequence[Layer], Tensor], x: Tensor, plan: Plan, pool: Pool, runs: Runs = ()) -> Tensor:
         for i, layer in enumerate(stack[0]):
-            linear: Any = self.linear  # the layers hold what `pack` made
-            qkv = linear(self.rms_norm(x, layer.norm_in, layer.eps), layer.qkv)
+
+            def linear(x: Tensor, name: str, add: Tensor | None = None, i: int = i, layer: Any = layer) -> Tensor:
+                y = self.linear(x, getattr(layer, name), add)
+                for first, count, adapter in runs:
+                    rows = x[first : first + count].to(self.wide)
+                    for span, a, b in adapter[i][name]:
+                        here = y[first : first + count, span]
+                        here.copy_(here.to(self.wide) + rows @ a @ b)
+                return y
+
+            qkv = linear(self.rms_norm(x, layer.norm_in, layer.eps), "qkv")
             q = self.rope_store(qkv, layer, stack[1], plan, pool, i)
-            x = linear(self.attend(q, layer, plan, pool, i, layer.head_dim**-0.5, layer.window), layer.o, add=x)
-            x = linear(self.silu_mul(linear(self.rms_norm(x, layer.norm_post, layer.eps), layer.gate_up)), layer.down, add=x)
+            x = linear(self.attend(q, layer, plan, pool, i, layer.head_dim**-0.5, layer.window), "o", add=x)
+            x = linear(self.silu_mul(linear(self.rms_norm(x, layer.norm_post, layer.eps), "gate_up")), "down", add=x)
         return x
 
     def chain(self, *_: Any) -> None:

@@ -8,6 +8,8 @@ pool's, how it is computed the kernels': this file is the arithmetic of the mode
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +18,13 @@ import torch
 from torch import Tensor
 
 from outrider.attention.plan import Plan
-from outrider.cache.pool import Pool, kv_dtype
+from outrider.cache.pool import Pool, SplitPool, kv_dtype
 from outrider.errors import ConfigError
 from outrider.kernels import Chain, Kernels, Weight, kernels_for
+from outrider.kernels.lora import Adapted
 from outrider.kernels.quantised import Quantised, join
 from outrider.models.hub import Checkpoint, Source
+from outrider.models.placement import Placement, place
 from outrider.models.quantise import bits_of, quantise
 from outrider.models.spec import Spec
 
@@ -44,42 +48,80 @@ class Layer:
     window: int
 
 
+@dataclass
+class Part:
+    """Neighbouring layers on one device, in the form that its kernels like."""
+
+    kernels: Kernels
+    stack: Any
+    first: int
+    layers: int
+
+
 class Decoder:
-    """Weights of one model on one device.  Has no state between calls: K/V lives in the pool that a call is given."""
+    """Weights of one model.  Has no state between calls: K/V lives in the pool that a call is given.
+
+    device, kernels: where the embedding and the head are; what `forward` and `logits` return is there, wherever the layers lie.
+    """
 
     def __init__(
         self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, max_len: int,
-        quantization: str | None = None, kv_cache_dtype: str = "auto",
+        quantization: str | None = None, kv_cache_dtype: str = "auto", where: Placement | None = None,
     ) -> None:  # fmt: skip
+        """where: unless all is on `device`."""
         assert isinstance(checkpoint.spec, Spec)
         self.spec = spec = checkpoint.spec
-        self.dtype, self.device, self.max_len = dtype, device, max_len
+        where = where or place(spec.layers, device, None)
+        self.dtype, self.device, self.max_len = dtype, where.outer, max_len
         self.bits, self.kv_cache_dtype = bits_of(quantization), kv_cache_dtype
-        self.kernels: Kernels = kernels_for(device, dtype)
+        kernels = {at: kernels_for(at, dtype) for at in {where.outer, *where.layers}}
+        self.kernels: Kernels = kernels[where.outer]
         weights = checkpoint.tensors()
-        self.turn = rotations(checkpoint.config, spec, max(max_len, 32)).to(device)  # the self-test computes 24 positions
-        self.embedding = self._fused(weights, [("model.embed_tokens", spec.vocabulary)], spec.hidden, outer=True)
-        self.layers = []
-        for i in range(spec.layers):
-            self.layers.append(self._layer(weights, i))
-        self.stack = self.kernels.prepare(spec, self.layers, self.turn)
-        self.norm = self._vector(weights, "model.norm", spec.hidden)
+        turn = rotations(checkpoint.config, spec, max(max_len, 32))  # the self-test computes 24 positions
+        self.embedding = self._fused(self.kernels, weights, [("model.embed_tokens", spec.vocabulary)], spec.hidden, outer=True)
+        self.parts: list[Part] = []
+        for at, group in itertools.groupby(range(spec.layers), lambda i: where.layers[i]):
+            layers = [self._layer(kernels[at], weights, i) for i in group]
+            first = sum(part.layers for part in self.parts)
+            self.parts.append(Part(kernels[at], kernels[at].prepare(spec, layers, turn.to(at)), first, len(layers)))
+        self.norm = self._vector(self.kernels, weights, "model.norm", spec.hidden)
         self.lm_head = self.embedding
         if not spec.tied:
-            self.lm_head = self._fused(weights, [("lm_head", spec.vocabulary)], spec.hidden, outer=True)
+            self.lm_head = self._fused(self.kernels, weights, [("lm_head", spec.vocabulary)], spec.hidden, outer=True)
 
     def pool(self, slots: int) -> Pool:
-        s = self.spec
-        return Pool(s.layers, s.kv_heads, s.head_dim, slots, kv_dtype(self.kv_cache_dtype, self.dtype), self.device)
+        s, dtype = self.spec, kv_dtype(self.kv_cache_dtype, self.dtype)
+        pools = [Pool(part.layers, s.kv_heads, s.head_dim, slots, dtype, part.kernels.device) for part in self.parts]
+        return pools[0] if len(pools) == 1 else SplitPool(pools)
+
+    @property
+    def footprint(self) -> Counter[torch.device]:
+        """Bytes of K/V a slot, by device."""
+        s, dtype, sizes = self.spec, kv_dtype(self.kv_cache_dtype, self.dtype), Counter[torch.device]()
+        for part in self.parts:
+            sizes[part.kernels.device] += Pool.bytes_per_slot(part.layers, s.kv_heads, s.head_dim, dtype)
+        return sizes
 
     @property
     def slot_bytes(self) -> int:
-        s = self.spec
-        return Pool.bytes_per_slot(s.layers, s.kv_heads, s.head_dim, kv_dtype(self.kv_cache_dtype, self.dtype))
+        return self.footprint.total()
+
+    @property
+    def exact(self) -> bool:
+        return all(kernels.exact for kernels in (self.kernels, *(part.kernels for part in self.parts)))
 
     def forward(self, plan: Plan, pool: Pool) -> Tensor:
         """Residual stream after the last layer, [n, hidden] for the n rows of the plan; K/V of these rows is in the pool."""
-        return self.kernels.run(self.stack, self.kernels.embed(self.embedding, plan), plan, pool)
+        x, here = self.kernels.embed(self.embedding, plan), self.kernels
+        for i, (part, own) in enumerate(zip(self.parts, pool.parts)):
+            if part.kernels is not here:
+                here, x = part.kernels, _carried(x, part.kernels)
+            x = here.run(part.stack, x, plan, own, [(first, count, adapter[i]) for first, count, adapter in plan.adapted])
+        return x if here is self.kernels else _carried(x, self.kernels)
+
+    def adapter(self, layers: Adapted) -> list[Any]:
+        """What `Plan.adapt` wants for a LoRA adapter that has been read: its form for each part."""
+        return [part.kernels.adapter(self.spec, layers[part.first : part.first + part.layers]) for part in self.parts]
 
     def logits(self, x: Tensor, rows: list[int]) -> Tensor:
         """float32 [len(rows), V] of some rows, in ascending order, of `forward`'s result."""
@@ -88,37 +130,39 @@ class Decoder:
 
     def chain(self, plan: Plan, pool: Pool, chains: Sequence[Chain], vocabulary: int) -> list[list[int]] | None:
         """`forward` over the plan, then a chain of the best tokens behind some of its rows; see `Kernels.chain`."""
-        return self.kernels.chain(self.stack, self.embedding, self.norm, self.lm_head, plan, pool, chains, vocabulary)
+        if any(part.kernels is not self.kernels for part in self.parts):
+            return None
+        return self.kernels.chain(self.parts[0].stack, self.embedding, self.norm, self.lm_head, plan, pool, chains, vocabulary)
 
-    def _layer(self, weights: Source, i: int) -> Layer:
+    def _layer(self, kernels: Kernels, weights: Source, i: int) -> Layer:
         s, at = self.spec, f"model.layers.{i}"
         q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
         attention = [(f"{at}.self_attn.{name}_proj", size) for name, size in (("q", q), ("k", kv), ("v", kv))]
         mlp = [(f"{at}.mlp.{name}_proj", s.inner) for name in ("gate", "up")]
         return Layer(
-            norm_in=self._vector(weights, f"{at}.input_layernorm", s.hidden),
-            qkv=self._fused(weights, attention, s.hidden),
-            o=self._linear(weights, f"{at}.self_attn.o_proj", s.hidden, q),
-            norm_post=self._vector(weights, f"{at}.post_attention_layernorm", s.hidden),
-            gate_up=self._fused(weights, mlp, s.hidden),
-            down=self._linear(weights, f"{at}.mlp.down_proj", s.hidden, s.inner),
-            q_norm=self._vector(weights, f"{at}.self_attn.q_norm", s.head_dim) if s.qk_norm else None,
-            k_norm=self._vector(weights, f"{at}.self_attn.k_norm", s.head_dim) if s.qk_norm else None,
+            norm_in=self._vector(kernels, weights, f"{at}.input_layernorm", s.hidden),
+            qkv=self._fused(kernels, weights, attention, s.hidden),
+            o=self._linear(kernels, weights, f"{at}.self_attn.o_proj", s.hidden, q),
+            norm_post=self._vector(kernels, weights, f"{at}.post_attention_layernorm", s.hidden),
+            gate_up=self._fused(kernels, weights, mlp, s.hidden),
+            down=self._linear(kernels, weights, f"{at}.mlp.down_proj", s.hidden, s.inner),
+            q_norm=self._vector(kernels, weights, f"{at}.self_attn.q_norm", s.head_dim) if s.qk_norm else None,
+            k_norm=self._vector(kernels, weights, f"{at}.self_attn.k_norm", s.head_dim) if s.qk_norm else None,
             heads=s.heads, kv_heads=s.kv_heads, head_dim=s.head_dim, eps=s.eps, window=s.windows[i],
         )  # fmt: skip
 
-    def _vector(self, weights: Source, name: str, size: int) -> Tensor:
-        return weights.get(f"{name}.weight", size).float().to(self.device).contiguous()
+    def _vector(self, kernels: Kernels, weights: Source, name: str, size: int) -> Tensor:
+        return weights.get(f"{name}.weight", size).float().to(kernels.device).contiguous()
 
-    def _linear(self, weights: Source, name: str, outputs: int, inputs: int) -> Weight:
-        return self._fused(weights, [(name, outputs)], inputs)
+    def _linear(self, kernels: Kernels, weights: Source, name: str, outputs: int, inputs: int) -> Weight:
+        return self._fused(kernels, weights, [(name, outputs)], inputs)
 
-    def _fused(self, weights: Source, parts: list[tuple[str, int]], inputs: int, outer: bool = False) -> Weight:
+    def _fused(self, kernels: Kernels, weights: Source, parts: list[tuple[str, int]], inputs: int, outer: bool = False) -> Weight:
         """Several linears of the same input as one, their outputs side by side; a bias counts where the file has one."""
         read = [self._few(weights.linear(name, size, inputs), name, outer) for name, size in parts]
         biased = any(f"{name}.bias" in weights for name, _ in parts)
         bias = torch.cat([weights.get(f"{name}.bias", size).float() for name, size in parts]) if biased else None
-        return self.kernels.pack(join(read, self.dtype), bias)
+        return kernels.pack(join(read, self.dtype), bias)
 
     def _few(self, weight: Tensor | Quantised, name: str, outer: bool) -> Tensor | Quantised:
         """The weight in the bits that were asked for; `outer`: the embedding or the head."""
@@ -127,6 +171,10 @@ class Decoder:
         if isinstance(weight, Quantised):
             raise ConfigError(f"the checkpoint is quantised already ({name} to {weight.bits} bits): leave quantization out.")
         return quantise(weight, 8 if outer else self.bits)
+
+
+def _carried(x: Tensor, kernels: Kernels) -> Tensor:
+    return x.to(kernels.device, kernels.activations)
 
 
 def rotations(config: Any, spec: Spec, max_len: int) -> Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from array import array
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -174,6 +175,14 @@ class Fallback:
 
     def _pool(self, slots: int, dtype: torch.dtype) -> Pool:
         return Pool(len(self.layers), self.layers[0].kv_heads, self.layers[0].head_dim, slots, dtype, self.device)
+
+    @property
+    def exact(self) -> bool:
+        return self.kernels.exact
+
+    @property
+    def footprint(self) -> Counter[torch.device]:
+        return Counter({self.device: self.slot_bytes})
 
     @property
     def slot_bytes(self) -> int:

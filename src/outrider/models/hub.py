@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -43,6 +43,11 @@ def locate(name: str, revision: str | None = None) -> Path:
         raise ModelError(
             f"there is no checkpoint folder {name!r}; give a folder, a .gguf file, a hub id (owner/name), or {' or '.join(BUILTIN)}."
         )
+    return download(name, revision)
+
+
+def download(name: str, revision: str | None = None) -> Path:
+    """The folder of a hub id, in the hub's own cache."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -107,7 +112,7 @@ class Checkpoint:
         if self.gguf is not None:
             return gguf_text.ending_of(self.gguf)
         path = self.folder / "generation_config.json"
-        given = _json(path).get("eos_token_id") if path.is_file() else None
+        given = read_json(path).get("eos_token_id") if path.is_file() else None
         given = self.config.eos_token_id if given is None else given
         return frozenset(() if given is None else given if isinstance(given, list) else [given])
 
@@ -142,7 +147,8 @@ def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises ModelError where the file holds no object."""
     try:
         found = json.loads(path.read_text())
     except ValueError as error:
@@ -155,17 +161,17 @@ def _json(path: Path) -> dict[str, Any]:
 class Weights:
     """The tensors of a checkpoint folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, stems: Sequence[str] = ("model.safetensors", "pytorch_model.bin")) -> None:
         self.loaded: dict[Path, dict[str, Tensor]] = {}
-        self.where: dict[str, Path] = dict(self._list(folder))
+        self.where: dict[str, Path] = dict(self._list(folder, stems))
         if not self.where:
-            raise ModelError(f"{folder} has no weights: expected model.safetensors or pytorch_model.bin, or their shards with an index.")
+            raise ModelError(f"{folder} has no weights: expected {' or '.join(stems)}, or their shards with an index.")
 
-    def _list(self, folder: Path) -> Iterator[tuple[str, Path]]:
-        for stem in ("model.safetensors", "pytorch_model.bin"):
+    def _list(self, folder: Path, stems: Sequence[str]) -> Iterator[tuple[str, Path]]:
+        for stem in stems:
             index = folder / f"{stem}.index.json"
             if index.is_file():
-                shards = _json(index).get("weight_map")
+                shards = read_json(index).get("weight_map")
                 if not isinstance(shards, dict):
                     raise ModelError(f"{index} is corrupt: it has no weight_map.")
                 for shard in sorted(set(shards.values())):
@@ -195,6 +201,14 @@ class Weights:
 
     def __contains__(self, name: str) -> bool:
         return name in self.where
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor that is there, without reading it."""
+        path = self.where[name]
+        if path.suffix == ".bin":
+            return tuple(self._bin(path)[name].shape)
+        with _opened(path) as file:
+            return tuple(file.get_slice(name).get_shape())
 
     def get(self, name: str, *shape: int) -> Tensor:
         tensor = self.raw(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -14,6 +15,7 @@ from outrider.errors import ConfigError, ModelError
 from outrider.kernels import Chain, Kernels
 from outrider.models.decoder import Decoder
 from outrider.models.hub import Checkpoint
+from outrider.models.placement import Placement
 from outrider.models.spec import FAMILIES, Facts, Spec
 
 
@@ -29,8 +31,16 @@ class Model(Protocol):
     @property
     def spec(self) -> Facts: ...
     @property
+    def exact(self) -> bool:
+        """Whether its kernels promise that a row's numbers do not depend on the rows beside it."""
+
+    @property
+    def footprint(self) -> Counter[torch.device]:
+        """Bytes of K/V a token, by device."""
+
+    @property
     def slot_bytes(self) -> int:
-        """K/V of one token."""
+        """The same, all together."""
 
     def pool(self, slots: int) -> Pool: ...
     def forward(self, plan: Plan, pool: Pool) -> Tensor:
@@ -44,14 +54,17 @@ class Model(Protocol):
 
 
 def load(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, max_len: int, quantization: str | None, kv_cache_dtype: str
-) -> Model:
-    """Raises ModelError naming what is missing, of another shape or beyond us."""
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, max_len: int, quantization: str | None, kv_cache_dtype: str,
+    where: Placement | None = None,
+) -> Model:  # fmt: skip
+    """where: unless all is on `device`.  Raises ModelError naming what is missing, of another shape or beyond us."""
     name = checkpoint.spec.architecture
     if isinstance(checkpoint.spec, Spec):
-        return Decoder(checkpoint, dtype, device, max_len, quantization, kv_cache_dtype)
+        return Decoder(checkpoint, dtype, device, max_len, quantization, kv_cache_dtype, where)
     if quantization is not None:
         raise ConfigError(f"quantization {quantization!r} is for {', '.join(FAMILIES)}; {name} runs in its own numbers: leave it out.")
+    if where and set(where.layers) != {device}:
+        raise ConfigError(f"gpu_layers is for {', '.join(FAMILIES)}; {name} runs on one device: leave it out.")
     if checkpoint.scheme or checkpoint.gguf:
         raise ModelError(f"{name} cannot be run from a quantised checkpoint; only {', '.join(FAMILIES)} can: load an unquantised one.")
     from outrider.models.fallback import Fallback

@@ -1,0 +1,54 @@
+"""The LoRA adapters of an engine: known by their ids, read when a row first needs them, at most `max_loras` in memory."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Set
+from typing import Any
+
+from outrider.errors import ModelError, RequestError
+from outrider.models.decoder import Decoder
+from outrider.models.lora import PeftAdapter
+from outrider.types import LoRARequest
+
+
+class Adapters:
+    def __init__(self, decoder: Decoder, most: int, max_rank: int) -> None:
+        self.decoder, self.most, self.max_rank = decoder, most, max_rank
+        self.known: dict[int, tuple[LoRARequest, PeftAdapter]] = {}  # for good: the prefix index knows adapters by their ids
+        self.loaded: OrderedDict[int, Any] = OrderedDict()  # id -> its weights as the kernels packed them, oldest use first
+
+    def check(self, wanted: LoRARequest) -> None:
+        """Raises RequestError where the adapter does not fit this model, or its id stands for another one."""
+        before, _ = self.known.get(wanted.lora_int_id, (wanted, None))
+        if before.lora_path != wanted.lora_path:
+            raise RequestError(
+                f"lora_int_id {wanted.lora_int_id} is {before.lora_path!r} already, and now {wanted.lora_path!r}: give every adapter "
+                "an id of its own."
+            )
+        if wanted.lora_int_id not in self.known:
+            try:
+                found = PeftAdapter.open(wanted.lora_path, self.decoder.spec, self.max_rank)
+            except ModelError as error:
+                raise _told(wanted, error) from error
+            self.known[wanted.lora_int_id] = wanted, found
+
+    def take(self, wanted: LoRARequest, busy: Set[int]) -> Any | None:
+        """The weights of an adapter that was checked, for `Plan.adapt`.  None while all the memory is taken by `busy` ids."""
+        key = wanted.lora_int_id
+        if key not in self.loaded:
+            if len(self.loaded) >= self.most:
+                idle = next((other for other in self.loaded if other not in busy), None)
+                if idle is None:
+                    return None
+                del self.loaded[idle]
+            try:
+                self.loaded[key] = self.decoder.adapter(self.known[key][1].read())
+            except ModelError as error:
+                raise _told(wanted, error) from error
+        self.loaded.move_to_end(key)
+        return self.loaded[key]
+
+
+def _told(wanted: LoRARequest, error: ModelError) -> RequestError:
+    return RequestError(f"LoRA adapter {wanted.lora_name!r} ({wanted.lora_path}): {error}")
