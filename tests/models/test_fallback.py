@@ -96,6 +96,20 @@ def test_speculation_changes_nothing(case: Case, kind: str, temperature: float) 
     settled(llm)
 
 
+@needs_c
+@pytest.mark.parametrize("siblings", [1, 2])
+def test_a_draft_model_may_be_of_any_family(siblings: int, tmp_path: Path) -> None:
+    write("gpt2", tmp_path / "target")
+    write("opt", tmp_path / "draft")
+    plain, params = LLM(str(tmp_path / "target"), seed=0), SamplingParams(temperature=0.8, seed=3, max_tokens=24, ignore_eos=True)
+    config = {"num_speculative_tokens": 3, "siblings": siblings}
+    for draft in ("target", "draft"):
+        llm = LLM(str(tmp_path / "target"), seed=0, speculative_config={"model": str(tmp_path / draft), **config})
+        outputs = drive(llm, prompts(), params)
+        assert [said(output.outputs) for output in outputs] == [said(answer(plain, prompt, params).outputs) for prompt in prompts()]
+        assert draft == "draft" or sum(output.speculation.accepted for output in outputs) > 50
+
+
 def fallback(folder: Path, dtype: torch.dtype) -> Fallback:
     return Fallback(Checkpoint.open(str(folder)), dtype, torch.device("cpu"), 200)
 
