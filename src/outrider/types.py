@@ -188,12 +188,23 @@ class Verdict:
     tokens: list[list[int]]
 
 
+class Needs(NamedTuple):
+    """What a drafter wants to see of the target's forward.
+
+    topk: so many ids with the largest logits (64 at most), at the root and at every guess.
+    """
+
+    topk: int = 0
+
+
 @dataclass(frozen=True)
 class Commit:
     """What is certain now: the only thing a drafter learns from.
 
     tokens[r] are the row's tokens from position starts[r] on that this step predicted: those of its chunk after the first,
     then the emitted ones.  A replay after preemption is recognised by starts.
+    topk[r]: the ids that `Needs` asks for, best first, after the root and after each guess of the draft; [] where the row's chunk did
+    not reach its last token, none at a node without a finite logit.
     """
 
     batch: Batch
@@ -201,6 +212,7 @@ class Commit:
     tokens: list[list[int]]
     draft: Draft
     verdict: Verdict
+    topk: list[list[list[int]]] = field(default_factory=list)
 
 
 class Times(NamedTuple):

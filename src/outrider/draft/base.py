@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from outrider.types import Batch, Budget, Commit, Draft, Row
+from outrider.types import Batch, Budget, Commit, Draft, Needs, Row
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +38,7 @@ class Drafter:
     Options: ClassVar[type[Any]]
     depth: int = 5
     demo: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # label -> keys: what `outrider demo` shows on the built-in pair
+    needs: Needs = Needs()
     memory: Any = None  # what it keeps from request to request: a measurement puts it back before it repeats a prompt
     slot_bytes: int = 0  # K/V that the drafter keeps for every slot of the target's cache
 

@@ -17,7 +17,7 @@ from outrider.control.fixed import FixedController
 from outrider.control.pace import Pace
 from outrider.draft.base import Drafter, Target
 from outrider.engine.adapters import Adapters
-from outrider.engine.runner import Runner
+from outrider.engine.runner import Runner, Seen
 from outrider.engine.scheduler import Scheduler
 from outrider.errors import CapacityError, ConfigError
 from outrider.models import model
@@ -100,13 +100,13 @@ class Engine:
         propose = time.perf_counter()
         draft = self.controller.trim(self.drafter.propose(batch, budgets), budgets)
         forward = time.perf_counter()
-        seen = self.runner.forward(batch, draft)
+        seen = self.runner.forward(batch, draft, self.drafter.needs)
         after = time.perf_counter()
         verdict = self.verify(draft, seen, batch)
         seen.record(verdict)
         verdict = self.scheduler.clip(batch, verdict)
         self.scheduler.commit(batch, verdict)
-        commit = self._commit(batch, draft, verdict)
+        commit = self._commit(batch, draft, verdict, seen)
         self.drafter.observe(commit)
         finished = self._finish(commit)
         times = Times(forward - propose, after - forward, time.perf_counter() - after + propose - began)
@@ -115,7 +115,7 @@ class Engine:
         (self.reading if batch.reading else self.decoding).add(commit, times)
         return finished
 
-    def _commit(self, batch: Batch, draft: Draft, verdict: Verdict) -> Commit:
+    def _commit(self, batch: Batch, draft: Draft, verdict: Verdict, seen: Seen) -> Commit:
         starts, tokens, now = [], [], time.perf_counter()
         for r, row in enumerate(batch.rows):
             starts.append(batch.starts[r] + 1)
@@ -123,7 +123,7 @@ class Engine:
             if verdict.tokens[r]:
                 row.stats += Speculation(1, draft.sizes[r], len(verdict.nodes[r]), len(verdict.tokens[r]))
                 row.arrivals += [now] * len(verdict.tokens[r])
-        return Commit(batch, starts, tokens, draft, verdict)
+        return Commit(batch, starts, tokens, draft, verdict, seen.topk(draft))
 
     def _finish(self, commit: Commit) -> list[Row]:
         """Rows that emitted or failed; those that ended leave the engine."""

@@ -11,7 +11,7 @@ from outrider.cache.pool import Pool
 from outrider.errors import OutriderError
 from outrider.models.model import Model
 from outrider.sampling.sampler import Sampler
-from outrider.types import ROOT, Batch, Draft, Guesses, Row, Verdict
+from outrider.types import ROOT, Batch, Draft, Guesses, Needs, Row, Verdict
 
 SLICE = 16  # rows of prompt logits that are held at once
 
@@ -19,9 +19,9 @@ SLICE = 16  # rows of prompt logits that are held at once
 class Seen:
     """What a forward saw.  Laws are evaluated when the verifier asks: along the path, level by level."""
 
-    def __init__(self, batch: Batch, logits: Tensor, roots: dict[int, int], sampler: Sampler) -> None:
+    def __init__(self, batch: Batch, logits: Tensor, roots: dict[int, int], sampler: Sampler, needs: Needs) -> None:
         """logits float32 [M, V]; the law after the root of row r is in row roots[r], that after node i in roots[r] + 1 + i."""
-        self.batch, self.logits, self.roots, self.sampler = batch, logits, roots, sampler
+        self.batch, self.logits, self.roots, self.sampler, self.needs = batch, logits, roots, sampler, needs
 
     def at(self, row: int, node: int) -> int:
         """Where the logits after `node` of row `row` stand."""
@@ -34,6 +34,14 @@ class Seen:
         except OutriderError as error:  # this row ends here (see Scheduler.clip), the others go on
             here.error = error
             return -1
+
+    def topk(self, draft: Draft) -> list[list[list[int]]]:
+        """What `Commit.topk` says, if the drafter asks for it."""
+        if not self.needs.topk:
+            return []
+        best = self.sampler.best(self.logits, self.needs.topk)
+        sizes = draft.sizes
+        return [best[self.at(r, ROOT) : self.at(r, sizes[r])] if r in self.roots else [] for r in range(len(self.batch))]
 
     def record(self, verdict: Verdict) -> None:
         """Log-probabilities of what is emitted, for rows that ask; what the scheduler cuts off later is cut from these, too."""
@@ -50,7 +58,7 @@ class Runner:
     def __init__(self, decoder: Model, pool: Pool, sampler: Sampler) -> None:
         self.decoder, self.pool, self.sampler = decoder, pool, sampler
 
-    def forward(self, batch: Batch, draft: Draft) -> Seen:
+    def forward(self, batch: Batch, draft: Draft, needs: Needs) -> Seen:
         plan = Plan()
         wanted: list[int] = []
         roots: dict[int, int] = {}
@@ -68,7 +76,7 @@ class Runner:
         x = self.decoder.forward(plan.build(), self.pool)
         for r, first in asking:
             self._score(batch.rows[r], x, first, batch.starts[r], batch.end(r))
-        return Seen(batch, self.decoder.logits(x, wanted), roots, self.sampler)
+        return Seen(batch, self.decoder.logits(x, wanted), roots, self.sampler, needs)
 
     def _score(self, row: Row, x: Tensor, first: int, start: int, end: int) -> None:
         """Log-probabilities of the prompt's tokens that its positions start … end - 1 predict; that of `start` is row `first` of x.

@@ -1,0 +1,170 @@
+"""Token recycling: the published tree, a table that equals a dictionary, and what the engine hands over of the logits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rows import guess, make, make_row
+
+from outrider import LLM, ConfigError, SamplingParams
+from outrider.draft.recycle import PATHS, RANKS, Recycle
+from outrider.types import NOTHING, ROOT, Batch, Commit, Draft, Guesses, Verdict
+
+
+def taught(drafter: Recycle, following: dict[int, list[int]]) -> Recycle:
+    for token, ids in following.items():
+        drafter.memory.put(token, ids)
+    return drafter
+
+
+def commit(drafter: Recycle, tree: Guesses, tokens: list[int], accepted: list[int], topk: list[list[int]]) -> None:
+    """A step of one row that decodes: it held `tokens`, and emits what it accepted and 999."""
+    batch, said = Batch([make_row(tokens)], [len(tokens) - 1], [1], [True]), [*(tree.tokens[i] for i in accepted), 999]
+    drafter.observe(Commit(batch, [len(tokens)], [said], Draft([tree]), Verdict([accepted], [said]), [topk]))
+
+
+def test_the_tree_is_the_published_one() -> None:
+    assert len(PATHS) == len(set(PATHS)) == 80
+    assert Counter(map(len, PATHS)) == {1: 8, 2: 21, 3: 25, 4: 15, 5: 8, 6: 3}
+    for path in PATHS:
+        assert path[:-1] in PATHS or len(path) == 1
+        assert path[-1] == 0 or (*path[:-1], path[-1] - 1) in PATHS
+
+
+def test_the_whole_tree_is_filled_from_the_table() -> None:
+    """A table in which the child of rank j of token x is 8 x + j + 1, so that a token tells its path."""
+    drafter = taught(make(Recycle, nodes=80, min_token_prob=0.0), {x: [8 * x + j + 1 for j in range(8)] for x in range(124)})
+    tree = guess(drafter, make_row([5, 0]), 6)
+    ranks: dict[int, tuple[int, ...]] = {ROOT: ()}
+    tokens = {ROOT: 0}
+    for i, (token, parent) in enumerate(zip(tree.tokens, tree.parents)):
+        ranks[i] = (*ranks[parent], token - 8 * tokens[parent] - 1)
+        tokens[i] = token
+        assert tree.confidence[i] == drafter.memory.worth[ranks[i][-1]]
+    reachable = {path for path in PATHS if all(inner(path[:n]) < 124 for n in range(len(path)))}
+    assert set(ranks.values()) - {()} == reachable
+    assert len(reachable) > 60
+    small = guess(drafter, make_row([0]), 2, 9)
+    assert len(small.tokens) == 9 and small.tokens[0] == 1
+
+
+def inner(path: tuple[int, ...]) -> int:
+    token = 0
+    for rank in path:
+        token = 8 * token + rank + 1
+    return token
+
+
+def test_unknown_tokens_and_unlikely_paths_are_not_guessed() -> None:
+    drafter = make(Recycle)
+    assert guess(drafter, make_row([1]), 6).tokens == []
+    taught(drafter, {1: [2, 3, 4, 5, 6, 7, 8, 9]})
+    tree = guess(drafter, make_row([1]), 6)
+    assert tree.tokens == [2, 3, 4, 5] and set(tree.parents) == {ROOT}
+    assert guess(make(Recycle), make_row([1]), 0).tokens == []
+    taught(strict := make(Recycle, min_token_prob=0.3), {1: [2, 3, 4, 5, 6, 7, 8, 9]})
+    assert guess(strict, make_row([1]), 6).tokens == [2]
+
+
+def test_what_the_target_saw_replaces_what_was_known() -> None:
+    """At every node, accepted or not; and prompts put what they say first."""
+    drafter = make(Recycle)
+    tree = Guesses([7, 8], [-1, -1], [0.5, 0.5])
+    commit(drafter, tree, [1, 2], [1], [list(range(10, 18)), list(range(20, 28)), list(range(30, 38))])
+    assert [drafter.memory.after(token).tolist()[0] for token in (1, 2, 7, 8)] == [-1, 10, 20, 30]
+    chunk = Batch([make_row([2, 12, 2, 99, 5])], [0], [4], [False])
+    drafter.observe(Commit(chunk, [1], [[12, 2, 99]], Draft([NOTHING]), Verdict([[]], [[]]), [[]]))
+    assert drafter.memory.after(2).tolist() == [99, 12, 10, 11, 13, 14, 15, 16]
+    assert drafter.memory.after(12).tolist() == [2] + [-1] * 7
+    assert drafter.memory.after(99).tolist() == [-1] * 8
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.one_of(st.integers(0, 12), st.permutations(range(8)))), max_size=40))
+def test_the_table_equals_a_dictionary_of_lists(puts: list[tuple[int, Any]]) -> None:
+    table = make(Recycle).memory
+    naive: dict[int, list[int]] = {}
+    for token, what in puts:
+        if isinstance(what, int):
+            table.put_first(token, what)
+            naive[token] = [what, *(i for i in naive.get(token, []) if i != what)][:RANKS]
+        else:
+            table.put(token, what)
+            naive[token] = list(what)
+    for token in range(3):
+        ids = naive.get(token, [])
+        assert table.after(token).tolist() == ids + [-1] * (RANKS - len(ids))
+    assert set(table.next[3 * RANKS :]) == {-1}
+
+
+def test_ranks_are_judged_along_the_path_only() -> None:
+    drafter = taught(make(Recycle, nodes=20, min_token_prob=0.0), {x: list(range(x + 10, x + 18)) for x in (1, 11, 12)})
+    before = list(drafter.memory.worth)
+    tree = guess(drafter, make_row([1]), 2)
+    second = tree.tokens.index(12)
+    commit(drafter, tree, [1], [second], [[0] * 8 for _ in range(len(tree.tokens) + 1)])
+    after = drafter.memory.worth
+    below = sum(parent == second for parent in tree.parents)
+    assert below >= 1
+    assert after[1] > before[1], "guessed at the root and right"
+    assert after[0] == pytest.approx(before[0] * 0.98**2), "wrong at the root and below it"
+    assert after[2] == pytest.approx(before[2] * 0.98 ** (1 + (below > 2))), "wrong at the root"
+
+
+def test_ranks_that_are_never_right_are_guessed_no_more() -> None:
+    drafter = taught(make(Recycle), {1: list(range(2, 10))})
+    for _ in range(300):
+        tree = guess(drafter, make_row([1]), 6)
+        if not tree.tokens:
+            break
+        commit(drafter, tree, [1], [], [list(range(2, 10))] * (len(tree.tokens) + 1))
+    assert not tree.tokens
+
+
+def test_the_engine_hands_over_the_best_ids_of_every_node(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(str(tiny), speculative_config={"method": "recycle", "nodes": 30, "min_token_prob": 0.0}, max_num_batched_tokens=40)
+    engine, seen = llm.engine, []
+    logits, observe = engine.decoder.logits, engine.drafter.observe
+
+    def reading(*given: Any) -> torch.Tensor:
+        found = logits(*given)
+        seen.append(found.clone())
+        return found
+
+    checked = 0
+
+    def checking(made: Commit) -> None:
+        nonlocal checked
+        rows = [ids for row in made.topk for ids in row]
+        assert rows == seen[-1].topk(RANKS).indices.tolist()
+        for r, emits in enumerate(made.batch.emits):
+            assert len(made.topk[r]) == (1 + made.draft.sizes[r] if emits else 0)
+            path = [made.topk[r][0], *(made.topk[r][1 + node] for node in made.verdict.nodes[r])] if emits else []
+            assert [ids[0] for ids in path] == made.verdict.tokens[r], "greedy: the best id is what is said"
+        checked += len(rows)
+        observe(made)
+
+    monkeypatch.setattr(engine.decoder, "logits", reading)
+    monkeypatch.setattr(engine.drafter, "observe", checking)
+    prompts = [{"prompt_token_ids": [i + 3 * j for j in range(20 + 15 * i)]} for i in range(1, 4)]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    assert checked > 200
+    assert sum(output.speculation.accepted for output in outputs) > 0
+
+
+def test_a_drafter_that_asks_for_nothing_gets_nothing(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(str(tiny), speculative_config={"method": "ngram"})
+    monkeypatch.setattr(type(llm.engine.sampler), "best", lambda *given: pytest.fail("nobody asked"))
+    monkeypatch.setattr(llm.engine.drafter, "observe", lambda made: made.topk == [] or pytest.fail("nobody asked"))
+    llm.generate({"prompt_token_ids": [1, 2, 3, 1, 2]}, SamplingParams(temperature=0, max_tokens=5))
+
+
+@pytest.mark.parametrize(("name", "value"), [("nodes", 0), ("nodes", 81), ("nodes", True), ("min_token_prob", 2), ("min_token_prob", "a")])
+def test_bad_values_are_named(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be .*, got"):
+        Recycle.Options(**{name: value})
