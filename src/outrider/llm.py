@@ -88,6 +88,7 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: Loras = None,
     ) -> list[RequestOutput]:
         """Answers a conversation, or each of a list of them, through the tokenizer's chat template (or `chat_template`).
 
@@ -102,7 +103,8 @@ class LLM:
             "tools": tools,
             "chat_template_kwargs": chat_template_kwargs,
         }
-        return self.generate([{"messages": conversation, **given} for conversation in several], sampling_params, use_tqdm)
+        prompts = [{"messages": conversation, **given} for conversation in several]
+        return self.generate(prompts, sampling_params, use_tqdm, lora_request)
 
     def _run(self, live: list[Request], tick: Callable[[], None]) -> None:
         for request in live:

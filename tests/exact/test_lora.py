@@ -200,6 +200,15 @@ def test_samples_and_streams(llm: LLM, loras: list[LoRARequest], alone: Callable
     settled(llm)
 
 
+def test_chat(llm: LLM, loras: list[LoRARequest]) -> None:
+    llm.use(None)
+    talks = [[{"role": "user", "content": text}] for text in ("one", "two")]
+    given: dict[str, Any] = {"chat_template": "{{ messages[0]['content'] }}: "}
+    adapted, plain, both = (llm.chat(talks, SAMPLED, **given, lora_request=lora) for lora in (loras[0], None, [loras[0], None]))
+    assert [said(o.outputs) for o in both] == [said(adapted[0].outputs), said(plain[1].outputs)]
+    assert said(adapted[0].outputs) != said(plain[0].outputs)
+
+
 def test_preemption(llama: str, loras: list[LoRARequest], alone: Callable[..., Any]) -> None:
     """Rows lose cache and adapter midway and take both up again."""
     slot = LLM(llama).engine.decoder.slot_bytes

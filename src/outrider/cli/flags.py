@@ -62,7 +62,10 @@ ENGINE = (
     Flag("dtype", str, "--dtype", "auto, float32, bfloat16 or float16."),
     Flag("quantization", str, "--quantization", "int8 or int4: quantise the weights while loading."),
     Flag("kv_cache_dtype", str, "--kv-cache-dtype", "auto or int8, for target and draft."),
-    Flag("device", str, "--device", "auto, cpu, cuda or cuda:1."),
+    Flag("device", str, "--device", "auto, cpu, cuda, cuda:1 or mps."),
+    Flag(
+        "gpu_layers", int, "--gpu-layers -ngl", "So many of the last layers on the GPU, the rest on the CPU; without it all on the device."
+    ),
     Flag("tokenizer", str, "--tokenizer", "Folder or hub id, where the model has no tokenizer of its own."),
     Flag("revision", str, "--revision", "Branch, tag or commit on the hub."),
     Flag("threads", int, "--threads -t", "Threads on the CPU; without it one for each core."),
@@ -71,6 +74,8 @@ SPECULATION = (
     Flag("model", str, "--model-draft -md", "A smaller model that guesses: folder, .gguf file or hub id."),
     Flag("draft_dtype", str, "--draft-dtype", "As --dtype."),
     Flag("quantization", str, "--draft-quantization", "As --quantization."),
+    Flag("draft_device", str, "--device-draft -devd", "As --device; auto is the target's."),
+    Flag("draft_gpu_layers", int, "--gpu-layers-draft -ngld", "As --gpu-layers."),
     Flag("num_speculative_tokens", int, "--draft --draft-max", "Tokens to guess ahead."),
     Flag("method", str, "--method", "What guesses: ngram, suffix, draft_model …"),
     Flag("config", str, "--speculative-config", "All keys of speculative_config, as JSON; the flags above change it."),
@@ -88,7 +93,7 @@ SAMPLING = (
     Flag("ignore_eos", bool, "--ignore-eos", "Go on past the end-of-sequence token.", False),
     Flag("stop", list[str], "--reverse-prompt -r", "Stop at this text; may be given several times.", read=lambda texts: texts or None),
 )  # fmt: skip
-FORM = tuple(flag for flag in ENGINE if flag.field not in ("model", "tokenizer", "threads"))  # what decides about memory
+FORM = tuple(flag for flag in ENGINE if flag.field not in ("model", "tokenizer", "threads", "gpu_layers"))  # what decides about memory
 GROUPS = {
     "engine": (ENGINE, "Model"),
     "form": (FORM, "Model"),

@@ -79,11 +79,13 @@ class Decoder:
         weights = checkpoint.tensors()
         turn = rotations(checkpoint.config, spec, max(max_len, 32))  # the self-test computes 24 positions
         self.embedding = self._fused(self.kernels, weights, [("model.embed_tokens", spec.vocabulary)], spec.hidden, outer=True)
+        self.layers = [self._layer(kernels[at], weights, i) for i, at in enumerate(where.layers)]
         self.parts: list[Part] = []
         for at, group in itertools.groupby(range(spec.layers), lambda i: where.layers[i]):
-            layers = [self._layer(kernels[at], weights, i) for i in group]
-            first = sum(part.layers for part in self.parts)
-            self.parts.append(Part(kernels[at], kernels[at].prepare(spec, layers, turn.to(at)), first, len(layers)))
+            numbers = list(group)
+            first, count = numbers[0], len(numbers)
+            stack = kernels[at].prepare(spec, self.layers[first : first + count], turn.to(at))
+            self.parts.append(Part(kernels[at], stack, first, count))
         self.norm = self._vector(self.kernels, weights, "model.norm", spec.hidden)
         self.lm_head = self.embedding
         if not spec.tied:
