@@ -52,11 +52,11 @@ def test_every_flag_is_a_field_of_what_it_sets() -> None:
 
 def test_penalties_are_passed_on(run: Run) -> None:
     given = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.25}
-    params = SamplingParams(temperature=0, max_tokens=24, **given)
-    expected = LLM("builtin").generate(TEXT, params)[0].outputs[0].text
+    expected = LLM("builtin").generate(TEXT, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, **given))[0].outputs[0].text
+    plain = ("generate", "-p", TEXT, "-n", 40, "--temp", 0, "--ignore-eos")
     flags = ("--repeat-penalty", 1.3, "--presence-penalty", 0.5, "--frequency-penalty", 0.25)
-    assert run("generate", "-p", TEXT, "-n", 24, "--temp", 0, *flags).out == f"{TEXT}{expected}\n"
-    assert run("generate", "-p", TEXT, "-n", 24, "--temp", 0).out != f"{TEXT}{expected}\n"
+    assert run(*plain, *flags).out == f"{TEXT}{expected}\n"
+    assert run(*plain).out != f"{TEXT}{expected}\n", "left alone, the text repeats itself"
 
 
 def test_the_prompt_from_a_file_and_from_standard_input(run: Run, answer: str, tmp_path: Path) -> None:
