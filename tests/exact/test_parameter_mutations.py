@@ -66,10 +66,10 @@ def test_a_penalty_moved_on_by_rejected_guesses(scene: Setup, monkeypatch: pytes
     forward, count = Runner.forward, Penalties._count
     guessed: dict[int, list[int]] = {}
 
-    def forwarding(self: Runner, batch: Any, draft: Any) -> Seen:
+    def forwarding(self: Runner, batch: Any, draft: Any, *needs: Any) -> Seen:
         for row, tree in zip(batch.rows, draft.trees):
             guessed.setdefault(id(row.tokens), []).extend(tree.tokens)
-        return forward(self, batch, draft)
+        return forward(self, batch, draft, *needs)
 
     def counting(self: Penalties, tokens: list[int]) -> None:
         count(self, tokens)
