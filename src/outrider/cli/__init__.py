@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from outrider.cli import datastore
 from outrider.cli.bench import bench
 from outrider.cli.chat import chat
 from outrider.cli.demo import demo
@@ -38,6 +39,7 @@ def root() -> None:
 
 for command in (generate, chat, bench, models, demo):
     app.command()(command)
+app.add_typer(datastore.app, name="datastore")
 
 
 @app.command()

@@ -1,0 +1,40 @@
+"""`outrider datastore build`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+app = typer.Typer(no_args_is_help=True, help="Corpora to guess from, for the method that looks its guesses up there.")
+
+
+@app.callback()
+def root() -> None:
+    """So that `build` is a command of its own."""
+
+
+@app.command()
+def build(
+    inputs: list[str] = typer.Argument(help=".txt, .md, .py, .jsonl (a text or token_ids a line), .npy (ids), or folders of such."),
+    output: str = typer.Option(..., "--output", "-o", help="The file to write."),
+    model: str = typer.Option("builtin", "--model", "-m", help="Whose tokenizer and vocabulary."),
+) -> None:
+    """Put a corpus in the order of its suffixes, so that what followed a text is found at once."""
+    from outrider.draft.datastore.corpus import build as run
+    from outrider.models.hub import Checkpoint
+
+    checkpoint = Checkpoint.open(model)
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        tasks = {}
+
+        def tick(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what.capitalize(), total=total)
+            bar.update(tasks[what], completed=done, total=total)
+
+        run(inputs, output, checkpoint.tokenizer, checkpoint.spec.vocabulary, tick)
+    Console().print(f"{output}: {Path(output).expanduser().stat().st_size:,} bytes.  Use it: --method datastore with")
+    Console().print(f'--speculative-config \'{{"method": "datastore", "datastore": "{output}"}}\'', soft_wrap=True, markup=False)

@@ -1,0 +1,27 @@
+"""`outrider datastore build`, and guessing from what it wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from commands import Run
+
+
+def test_build_and_guess(run: Run, tmp_path: Path) -> None:
+    text, store = tmp_path / "corpus.txt", tmp_path / "store"
+    plain = ("generate", "-p", "The future of AI is", "-n", 24, "--temp", 0, "--ignore-eos")
+    expected = run(*plain).out
+    text.write_text(expected * 3)
+    built = run("datastore", "build", text, "-o", store)
+    assert built.status == 0 and store.stat().st_size > 0 and str(store) in built.out.replace("\n", "")
+    config = json.dumps({"method": "datastore", "datastore": str(store)})
+    guessed = run(*plain, "--speculative-config", config)
+    assert guessed.out == expected
+    (accepted,) = (line for line in guessed.err.splitlines() if line.startswith("n_accept"))
+    assert int(accepted.split()[-1]) > 0
+
+
+def test_what_cannot_be_built(run: Run, tmp_path: Path) -> None:
+    missing = run("datastore", "build", tmp_path / "nowhere.txt", "-o", tmp_path / "store")
+    assert missing.status == 2 and "nowhere.txt" in missing.err
