@@ -39,7 +39,7 @@ def gaps(llm: LLM, long: int, tokens: int) -> tuple[list[float], float]:
         last[output.request_id] = now
         if count == 140 and long:
             began = now
-            (request,) = llm._enter([prompt(long, 99)], greedy(1))  # joins while the seven are answered
+            (request,) = llm._enter([prompt(long, 99)], greedy(1), None)  # joins while the seven are answered
             llm._admit([request])  # type: ignore[list-item]
         if count > 140 and long and request.finished:  # type: ignore[union-attr]
             first = now - began
