@@ -107,11 +107,17 @@ class SpeculativeOptions:
             if "model" not in given:
                 raise ConfigError(f"speculative_config needs a 'method' ({', '.join(draft.names())}) or a draft 'model'.")
             name = "draft_model"
+        method = draft.method(name)
         rule = verify.rule(given.pop("verification", "match"))
         common = {f.name for f in fields(fixed.Options)}
         mine = {key: given.pop(key) for key in list(given) if key in common}
-        options = draft.options(name, given, common | {"method", "verification"})
-        return SpeculativeOptions(draft.method(name), options, fixed.Options(**mine), rule)
+        known = {f.name for f in fields(method.Options)}
+        for key in given:
+            if key not in known:
+                raise ConfigError(
+                    unknown(f"key of speculative_config for method {name!r}", key, known | common | {"method", "verification"})
+                )
+        return SpeculativeOptions(method, method.Options(**given), fixed.Options(**mine), rule)
 
 
 def options(kind: type[T], given: Mapping[str, Any], what: str) -> T:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -18,7 +19,9 @@ def root() -> None:
 
 @app.command()
 def build(
-    inputs: list[str] = typer.Argument(help=".txt, .md, .py, .jsonl (a text or token_ids a line), .npy (ids), or folders of such."),
+    inputs: Annotated[
+        list[str], typer.Argument(help=".txt, .md, .py, .jsonl (a text or token_ids a line), .npy (ids), or folders of such.")
+    ],
     output: str = typer.Option(..., "--output", "-o", help="The file to write."),
     model: str = typer.Option("builtin", "--model", "-m", help="Whose tokenizer and vocabulary."),
 ) -> None:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Mapping
-from dataclasses import fields
 from functools import lru_cache
-from typing import Any
 
 from outrider.draft.base import Drafter
 from outrider.errors import ConfigError, unknown
@@ -33,13 +30,3 @@ def method(name: str) -> type[Drafter]:
     if not isinstance(name, str) or name not in methods():
         raise ConfigError(unknown("speculative method", name, names()))
     return methods()[name]
-
-
-def options(name: str, given: Mapping[str, Any], others: set[str]) -> Any:
-    """The `Options` of a method.  Raises ConfigError for a key that is neither its own nor among `others`, with the nearest valid one."""
-    kind = method(name).Options
-    known = {f.name for f in fields(kind)}
-    for key in given:
-        if key not in known:
-            raise ConfigError(unknown(f"key of speculative_config for method {name!r}", key, known | others))
-    return kind(**given)
