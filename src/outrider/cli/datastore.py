@@ -9,6 +9,8 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+CORPORA = ".txt, .md, .py, .jsonl (a text or ids a line), .npy (ids), or folders of such."
+
 app = typer.Typer(no_args_is_help=True, help="Corpora to guess from, for the method that looks its guesses up there.")
 
 
@@ -19,9 +21,7 @@ def root() -> None:
 
 @app.command()
 def build(
-    inputs: Annotated[
-        list[str], typer.Argument(help=".txt, .md, .py, .jsonl (a text or token_ids a line), .npy (ids), or folders of such.")
-    ],
+    inputs: Annotated[list[str], typer.Argument(help=CORPORA)],
     output: str = typer.Option(..., "--output", "-o", help="The file to write."),
     model: str = typer.Option("builtin", "--model", "-m", help="Whose tokenizer and vocabulary."),
 ) -> None:
