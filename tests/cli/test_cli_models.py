@@ -52,6 +52,23 @@ def test_every_weight_is_counted_once(checkpoint: Any, tmp_path: Path) -> None:
         assert card.parameters == parameters and set(card.stored_as) == {"bfloat16"}, folder
 
 
+@pytest.mark.parametrize("family", ["GPT2", "Phi", "Gemma2"])
+def test_what_transformers_runs_is_counted_too(family: str, checkpoint: Any) -> None:
+    import transformers
+
+    folder = str(checkpoint(family, dtype=torch.bfloat16))
+    card, llm = card_of(EngineOptions(folder)), LLM(folder)
+    assert card.runs_on == "transformers' own code" and card.context == llm.engine.max_len
+    assert card.token_bytes == llm.engine.decoder.slot_bytes
+    assert card.parameters == transformers.AutoModelForCausalLM.from_pretrained(folder).num_parameters()
+    assert card.weight_bytes == card.parameters * llm.engine.decoder.dtype.itemsize
+
+
+def test_what_the_fallback_cannot_do_is_refused(run: Run, checkpoint: Any) -> None:
+    result = run("models", checkpoint("Phi", dtype=torch.bfloat16), "--quantization", "int8")
+    assert result.status == 2 and "leave it out" in result.err
+
+
 def test_a_sheet_for_people_and_a_line_for_programs(run: Run, tiny: Path) -> None:
     sheet = run("models", "builtin", tiny)
     assert sheet.status == 0

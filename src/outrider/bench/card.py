@@ -22,6 +22,7 @@ from outrider.errors import ModelError
 from outrider.kernels.quantised import Quantised
 from outrider.models import ggml
 from outrider.models.hub import BUILTIN, Checkpoint, Weights, locate
+from outrider.models.model import needs_fallback
 from outrider.models.packed import LAYOUTS
 from outrider.models.placement import pick_device
 from outrider.models.quantise import GROUP, bits_of
@@ -96,8 +97,10 @@ def card_of(options: EngineOptions) -> Card:
     }
     if checkpoint is None:
         return Card(**about, runs_on="nothing", refused=refused, chat_template=_has_template(locate(options.model, options.revision)))
+    about |= {"kv_heads": checkpoint.spec.kv_heads, "context": checkpoint.spec.context}
+    runs_on = "transformers' own code" if needs_fallback(checkpoint) else "lean decoder"
     template = checkpoint.gguf.metadata.get("tokenizer.chat_template") if checkpoint.gguf else _has_template(checkpoint.folder)
-    return Card(**about, runs_on="lean decoder", refused=None, chat_template=bool(template), **_memory(options, checkpoint, stored))
+    return Card(**about, runs_on=runs_on, refused=None, chat_template=bool(template), **_memory(options, checkpoint, stored))
 
 
 def _opened(options: EngineOptions) -> tuple[Checkpoint | None, Any, str | None]:
@@ -106,6 +109,7 @@ def _opened(options: EngineOptions) -> tuple[Checkpoint | None, Any, str | None]
 
     try:
         checkpoint = Checkpoint.open(options.model, options.revision, options.trust_remote_code)
+        needs_fallback(checkpoint, options.quantization)
         return checkpoint, checkpoint.config, None
     except ModelError as error:
         folder = locate(options.model, options.revision)
@@ -121,12 +125,13 @@ def _memory(options: EngineOptions, checkpoint: Checkpoint, stored: list[Stored]
     device = pick_device(options.device)
     spec, dtype, few = checkpoint.spec, checkpoint.dtype(options.dtype, device), bits_of(options.quantization)
 
+    fallback = needs_fallback(checkpoint)
     together: dict[str, list[float | None]] = {}
     for part in stored:
         together.setdefault(_fused(part.name), []).append(part.bits)
 
     def bits(part: Stored) -> float:
-        if part.vector:
+        if part.vector and not fallback:
             return 32
         own = together[_fused(part.name)]
         if few is None and all(own):

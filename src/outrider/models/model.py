@@ -58,15 +58,23 @@ def load(
     where: Placement | None = None,
 ) -> Model:  # fmt: skip
     """where: unless all is on `device`.  Raises ModelError naming what is missing, of another shape or beyond us."""
-    name = checkpoint.spec.architecture
-    if isinstance(checkpoint.spec, Spec):
+    split = where is not None and set(where.layers) != {device}
+    if not needs_fallback(checkpoint, quantization, split):
         return Decoder(checkpoint, dtype, device, max_len, quantization, kv_cache_dtype, where)
-    if quantization is not None:
-        raise ConfigError(f"quantization {quantization!r} is for {', '.join(FAMILIES)}; {name} runs in its own numbers: leave it out.")
-    if where and set(where.layers) != {device}:
-        raise ConfigError(f"gpu_layers is for {', '.join(FAMILIES)}; {name} runs on one device: leave it out.")
-    if checkpoint.scheme or checkpoint.gguf:
-        raise ModelError(f"{name} cannot be run from a quantised checkpoint; only {', '.join(FAMILIES)} can: load an unquantised one.")
     from outrider.models.fallback import Fallback
 
     return Fallback(checkpoint, dtype, device, max_len, kv_cache_dtype)
+
+
+def needs_fallback(checkpoint: Checkpoint, quantization: str | None = None, split: bool = False) -> bool:
+    """Whether transformers' own code runs a checkpoint.  Raises ConfigError or ModelError for what only the lean decoder can do."""
+    name = checkpoint.spec.architecture
+    if isinstance(checkpoint.spec, Spec):
+        return False
+    if quantization is not None:
+        raise ConfigError(f"quantization {quantization!r} is for {', '.join(FAMILIES)}; {name} runs in its own numbers: leave it out.")
+    if split:
+        raise ConfigError(f"gpu_layers is for {', '.join(FAMILIES)}; {name} runs on one device: leave it out.")
+    if checkpoint.scheme or checkpoint.gguf:
+        raise ModelError(f"{name} cannot be run from a quantised checkpoint; only {', '.join(FAMILIES)} can: load an unquantised one.")
+    return True
