@@ -30,8 +30,9 @@ def build(inputs: Sequence[str], output: str, tokenizer: Any, vocabulary: int, p
     """
     files, target = _files(inputs), Path(output).expanduser()
     width = 2 if vocabulary <= end_mark(2) else 4
-    if not target.parent.is_dir():
-        raise ConfigError(f"there is no folder {str(target.parent)!r} to write the datastore to.")
+    if not target.parent.is_dir() or target.is_dir():
+        wrong = f"{output!r} is a folder" if target.is_dir() else f"there is no folder {str(target.parent)!r}"
+        raise ConfigError(f"{wrong}: name the file to write the datastore to.")
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         spool = Path(folder) / "tokens"
         with open(spool, "wb") as sink:
@@ -79,6 +80,7 @@ def _spool(files: list[Path], sink: BinaryIO, tokenizer: Any, vocabulary: int, w
                 sink.write(end)
             progress("reading", done + at, total)
         done += file.stat().st_size
+        progress("reading", done, total)
 
 
 def _ids(file: Path, tokenizer: Any) -> Iterator[tuple[Ids, bool, int]]:
