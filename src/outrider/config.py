@@ -17,7 +17,7 @@ from outrider.errors import ConfigError, unknown
 from outrider.models.placement import check_gpu_layers
 from outrider.models.quantise import bits_of
 from outrider.sampling.logprobs import MODES
-from outrider.types import Verifier
+from outrider.verify.base import Rule
 
 T = TypeVar("T")
 
@@ -94,7 +94,7 @@ class SpeculativeOptions:
     method: type[Drafter]
     options: Any
     control: fixed.Options
-    rule: Verifier
+    rule: Rule
 
     @staticmethod
     def of(config: Mapping[str, Any] | None) -> SpeculativeOptions:
@@ -107,17 +107,25 @@ class SpeculativeOptions:
             if "model" not in given:
                 raise ConfigError(f"speculative_config needs a 'method' ({', '.join(draft.names())}) or a draft 'model'.")
             name = "draft_model"
-        method = draft.method(name)
-        rule = verify.rule(given.pop("verification", "match"))
-        common = {f.name for f in fields(fixed.Options)}
-        mine = {key: given.pop(key) for key in list(given) if key in common}
-        known = {f.name for f in fields(method.Options)}
+        method, judge = draft.method(name), given.pop("verification", "match")
+        rule = verify.rule(judge)
+        lossless = given.pop("lossless", True)
+        if not isinstance(lossless, bool):
+            raise ConfigError(f"lossless must be True or False, got {lossless!r}.")
+        if lossless and not rule.lossless:
+            raise ConfigError(f'verification {judge!r} changes what the model says: ask for it together with "lossless": False.')
+        parts = [
+            {key: given.pop(key) for key in list(given) if key in _names(kind)} for kind in (fixed.Options, rule.Options, method.Options)
+        ]
         for key in given:
-            if key not in known:
-                raise ConfigError(
-                    unknown(f"key of speculative_config for method {name!r}", key, known | common | {"method", "verification"})
-                )
-        return SpeculativeOptions(method, method.Options(**given), fixed.Options(**mine), rule)
+            known = {"method", "verification", "lossless"}.union(*map(_names, (method.Options, fixed.Options, rule.Options)))
+            raise ConfigError(unknown(f"key of speculative_config for method {name!r}", key, known))
+        control, ruling, mine = parts
+        return SpeculativeOptions(method, method.Options(**mine), fixed.Options(**control), rule(rule.Options(**ruling)))
+
+
+def _names(kind: Any) -> set[str]:
+    return {f.name for f in fields(kind)}
 
 
 def options(kind: type[T], given: Mapping[str, Any], what: str) -> T:

@@ -6,9 +6,11 @@ p is the target's distribution, q the draft's.  A token tree hangs from the last
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
 
 from outrider.cache.slots import Table
 from outrider.errors import RequestError
@@ -22,13 +24,15 @@ ROOT = -1
 class Speculation(NamedTuple):
     """What speculation did for one sample.
 
-    tokens per step = emitted / target forwards that emitted (plain decoding: 1.0); acceptance = accepted / drafted.
+    tokens per step = emitted / target forwards that emitted (plain decoding: 1.0); acceptance = accepted / drafted, probes aside.
+    lossless: False where the verification rule changes what the target says.
     """
 
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
     emitted: int = 0
+    lossless: bool = True
 
     @property
     def tokens_per_step(self) -> float:
@@ -40,8 +44,9 @@ class Speculation(NamedTuple):
 
     def __add__(self, other: Speculation) -> Speculation:  # type: ignore[override]
         return Speculation(
-            self.steps + other.steps, self.drafted + other.drafted, self.accepted + other.accepted, self.emitted + other.emitted
-        )
+            self.steps + other.steps, self.drafted + other.drafted, self.accepted + other.accepted, self.emitted + other.emitted,
+            self.lossless and other.lossless,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -151,15 +156,33 @@ class Budget(NamedTuple):
 
 
 class Guesses(NamedTuple):
-    """The tree of one row, as lists: parents[i] < i, -1 = root."""
+    """The tree of one row, as lists: parents[i] < i, -1 = root.
+
+    laws, law_of: node i was drawn from the distribution laws[law_of[i]] (float64 [V]) at its parent; -1 means it was chosen, and an
+    empty law_of that all were.  repeats: siblings of one law are independent draws; otherwise each is drawn from what is left of the
+    law without those before it.  probes: the last so many nodes are there for what the target says after them, not to be accepted.
+    """
 
     tokens: list[int]
     parents: list[int]
     confidence: list[float]
+    laws: Sequence[Tensor] = ()
+    law_of: Sequence[int] = ()
+    repeats: bool = False
+    probes: int = 0
 
     @staticmethod
     def chain(tokens: list[int], confidence: list[float]) -> Guesses:
         return Guesses(tokens, list(range(-1, len(tokens) - 1)), confidence)
+
+    @property
+    def size(self) -> int:
+        """How many nodes may be accepted."""
+        return len(self.tokens) - self.probes
+
+    def law(self, node: int) -> Tensor | None:
+        """What `node` was drawn from, before any of its siblings; None if it was chosen."""
+        return self.laws[self.law_of[node]] if self.law_of and self.law_of[node] >= 0 else None
 
 
 NOTHING = Guesses([], [], [])
@@ -167,13 +190,13 @@ NOTHING = Guesses([], [], [])
 
 @dataclass(frozen=True)
 class Draft:
-    """The guesses of one step: trees[r] hangs from the last known token of row r; siblings hold distinct tokens."""
+    """The guesses of one step: trees[r] hangs from the last known token of row r; siblings that were chosen hold distinct tokens."""
 
     trees: Sequence[Guesses]
 
     @property
     def sizes(self) -> list[int]:
-        """Guesses a row."""
+        """Nodes a row."""
         return [len(tree.tokens) for tree in self.trees]
 
 
@@ -242,10 +265,20 @@ class Work:
 
 
 class Laws(Protocol):
-    """The target's answers, asked for lazily."""
+    """The target's answers and the dice, asked lazily.  `path`: the tokens from the root to `node` (-1 = the root) of a batch row.
+
+    What raises an OutriderError ends its row.  The three streams of random numbers (drawing guesses, accepting, drawing tokens) are
+    functions of (seed, sample, length of the row, node), and independent of each other and of the noise that `pick` adds.
+    """
 
     def pick(self, row: int, node: int, path: Sequence[int]) -> int:
-        """The target's own token after `path`, which ends at `node` (-1 = the root) of batch row `row`."""
+        """The target's own token after `path`: what plain decoding says there."""
 
+    def p(self, row: int, node: int, path: Sequence[int]) -> Tensor:
+        """The target's law after `path`, float64 [V]: processors, temperature, top_k, top_p and min_p included."""
 
-Verifier = Callable[[Draft, Laws, Batch], Verdict]
+    def accept(self, row: int, node: int, probability: float) -> bool:
+        """True with this probability; asked at most once a node."""
+
+    def draw(self, row: int, node: int, law: Tensor) -> int:
+        """A token from `law`, to be emitted after `node`."""

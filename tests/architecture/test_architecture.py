@@ -14,6 +14,7 @@ import pytest
 
 import outrider
 from outrider import LLM, SamplingParams, draft, verify
+from outrider.verify.base import Rule
 
 SRC = Path(outrider.__file__).parent
 FILES = sorted(SRC.rglob("*.py"))
@@ -23,7 +24,7 @@ LONGEST_FILE, LONGEST_FUNCTION, LONGEST_STEP = 350, 60, 30
 # From the bottom up.  A module may import from its own group and from the groups above it in this list; the longest prefix counts.
 LAYERS = [
     {"errors", "version"},
-    {"cache", "sampling.params", "sampling.noise", "sampling.processors", "sampling.logprobs", "sampling.grammar"},
+    {"cache", "sampling.params", "sampling.noise", "sampling.dice", "sampling.processors", "sampling.logprobs", "sampling.grammar"},
     {"types"},
     {"attention", "models.spec", "sampling.reference"},
     {"kernels", "verify", "control"},
@@ -160,8 +161,12 @@ def test_a_drafter_is_complete(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", verify.names())
-def test_a_rule_is_a_function_of_draft_laws_and_batch(name: str) -> None:
-    assert list(inspect.signature(verify.rule(name)).parameters) == ["draft", "laws", "batch"]
+def test_a_rule_is_complete(name: str) -> None:
+    rule = verify.rule(name)
+    assert rule.__module__ == f"outrider.verify.{name}"
+    assert list(inspect.signature(rule()).parameters) == ["draft", "laws", "batch"]
+    assert rule.walk is not Rule.walk
+    assert dataclasses.is_dataclass(rule.Options) and inspect.getdoc(importlib.import_module(rule.__module__))
 
 
 NEW_METHOD = '''

@@ -81,7 +81,7 @@ def test_the_tree_equals_counting(texts: list[list[int]], nodes: int, depth: int
     texts = [text[: text.index(-1)] if -1 in text else text for text in texts]
     paths: dict[int, tuple[int, ...]] = {ROOT: ()}
     joint = {ROOT: 1.0}
-    for i, (token, parent, confidence) in enumerate(zip(*tree)):
+    for i, (token, parent, confidence) in enumerate(zip(tree.tokens, tree.parents, tree.confidence)):
         paths[i] = (*paths[parent], token)
         level = len(paths[parent])
         agree = [text for text in texts if tuple(text[:level]) == paths[parent] and len(text) > level]

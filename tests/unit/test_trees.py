@@ -15,7 +15,7 @@ from outrider.control.fixed import FixedController, Options
 from outrider.draft.scripted import tree as scripted_tree
 from outrider.engine.runner import add_row
 from outrider.types import NOTHING, ROOT, Batch, Budget, Draft, Guesses, Row, Verdict
-from outrider.verify.match import verify
+from outrider.verify.match import Match
 
 
 @st.composite
@@ -135,13 +135,13 @@ def test_match_walks_the_deepest_path_of_the_targets_own_tokens(guesses: Guesses
     goal = rng.choice([[], *paths])  # type: ignore[attr-defined]
     tokens = [guesses.tokens[i] for i in goal]
     laws = Said({tuple(tokens[:i]): tokens[i] for i in range(len(tokens))})
-    verdict = verify(Draft([guesses]), laws, batch_of(make_row([1, 2])))
+    verdict = Match()(Draft([guesses]), laws, batch_of(make_row([1, 2])))
     assert verdict == Verdict([goal], [[*tokens, 99]])
     assert laws.asked == [ROOT, *goal], "one question a level, at the nodes of the path"
 
 
 def test_a_prompt_chunk_says_nothing() -> None:
-    assert verify(Draft([NOTHING]), Said({}), chunk(make_row([1, 2, 3]), 2)) == Verdict([[]], [[]])
+    assert Match()(Draft([NOTHING]), Said({}), chunk(make_row([1, 2, 3]), 2)) == Verdict([[]], [[]])
 
 
 # ---- the plan

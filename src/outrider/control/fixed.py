@@ -83,15 +83,21 @@ class FixedController:
 
 
 def _within(tree: Guesses, budget: Budget, vocabulary: int) -> Guesses:
-    """The tree without nodes that are too deep or too many.  A prefix of the nodes is closed under ancestors, and so is a
-    cut by depth; apart from ids that do not exist, dropping looks at positions only, never at tokens."""
+    """The tree without nodes that are too deep or too many; probes stay while their parents do.  A prefix of the nodes is closed
+    under ancestors, and so is a cut by depth; apart from ids that do not exist, dropping looks at positions only, never at tokens."""
     place, depth = {-1: -1}, {-1: 0}
     keep: list[int] = []
     for i, parent in enumerate(tree.parents):
-        fits = len(keep) < budget.nodes and parent in place and depth[parent] < budget.depth
+        fits = len(keep) < budget.nodes and parent in place and (depth[parent] < budget.depth or i >= tree.size)
         if fits and 0 <= tree.tokens[i] < vocabulary:
             place[i], depth[i] = len(keep), depth[parent] + 1
             keep.append(i)
     if len(keep) == len(tree.tokens):
         return tree
-    return Guesses([tree.tokens[i] for i in keep], [place[tree.parents[i]] for i in keep], [tree.confidence[i] for i in keep])
+    return tree._replace(
+        tokens=[tree.tokens[i] for i in keep],
+        parents=[place[tree.parents[i]] for i in keep],
+        confidence=[tree.confidence[i] for i in keep],
+        law_of=[tree.law_of[i] for i in keep] if tree.law_of else (),
+        probes=sum(i >= tree.size for i in keep),
+    )

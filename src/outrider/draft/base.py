@@ -12,6 +12,7 @@ from outrider.types import Batch, Budget, Commit, Draft, Needs, Row
 if TYPE_CHECKING:
     import torch
 
+    from outrider.cache.pool import Pool
     from outrider.models.hub import Checkpoint
     from outrider.models.model import Model
     from outrider.sampling.sampler import Sampler
@@ -40,6 +41,7 @@ class Drafter:
     demo: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # label -> keys: what `outrider demo` shows on the built-in pair
     needs: Needs = Needs()
     memory: Any = None  # what it keeps from request to request: a measurement puts it back before it repeats a prompt
+    drawn: bool = False  # the verification rule judges guesses by the laws they were drawn from: draw them, and say those (see Guesses)
     slot_bytes: int = 0  # K/V that the drafter keeps for every slot of the target's cache
 
     def __init__(self, options: Any, target: Target) -> None:
@@ -54,8 +56,8 @@ class Drafter:
         """`slot_bytes`, by the device where they lie; `device` is the target's."""
         return Counter({device: self.slot_bytes})
 
-    def allocate(self, slots: int) -> list[Any]:
-        """Called once, when the number of slots is known.  Returns the drafter's pools at the target's slots."""
+    def allocate(self, slots: int, pool: Pool) -> list[Pool]:
+        """Called once, when the number of slots is known.  Returns the drafter's own pools, at the slots of `pool`, the target's."""
         return []
 
     def size(self, depth: int) -> int:

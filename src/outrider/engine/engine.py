@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ from outrider.models.selftest import bit_exact
 from outrider.models.spec import FAMILIES
 from outrider.sampling.sampler import Sampler
 from outrider.types import Batch, Commit, Draft, Row, Speculation, Times, Verdict, Work
+from outrider.verify import rules
 
 log = logging.getLogger("outrider")
 
@@ -65,10 +67,16 @@ class Engine:
         """Puts a drafter to work, with a fresh cache.  No row may be in flight.  Where it raises, all stays as it was."""
         controller = FixedController(speculation.control, drafter.depth, drafter.size, self.target.vocabulary)
         most = drafter.size(controller.most)
+        if most > controller.most and not speculation.rule.branches:
+            trees = ", ".join(name for name, rule in rules().items() if rule.branches and rule.lossless)
+            raise ConfigError(f"this verification rule judges chains, and the method guesses trees here: choose one of {trees}.")
+        drafter.drawn = speculation.rule.drawn
         pages = self._pages(self.decoder.footprint + drafter.footprint(self.decoder.device), most)
         cache = Cache(pages, self.max_len + most + PAGE, self.options.enable_prefix_caching)
-        cache.pools = [self.decoder.pool(pages * PAGE), *drafter.allocate(pages * PAGE)]
-        self.drafter, self.verify, self.cache = drafter, speculation.rule, cache
+        pool = self.decoder.pool(pages * PAGE)
+        cache.pools = [pool, *drafter.allocate(pages * PAGE, pool)]
+        self.drafter, self.rule, self.cache = drafter, speculation.rule, cache
+        self.verify: Callable[[Draft, Seen, Batch], Verdict] = self.rule
         self.controller: Controller = controller
         self.runner = Runner(self.decoder, cache.pools[0], self.sampler)
         self.pace = pace = Pace()
@@ -121,7 +129,7 @@ class Engine:
             starts.append(batch.starts[r] + 1)
             tokens.append(row.tokens[starts[r] : batch.end(r)] + verdict.tokens[r])
             if verdict.tokens[r]:
-                row.stats += Speculation(1, draft.sizes[r], len(verdict.nodes[r]), len(verdict.tokens[r]))
+                row.stats += Speculation(1, draft.trees[r].size, len(verdict.nodes[r]), len(verdict.tokens[r]), self.rule.lossless)
                 row.arrivals += [now] * len(verdict.tokens[r])
         return Commit(batch, starts, tokens, draft, verdict, seen.topk(draft))
 

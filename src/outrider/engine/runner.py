@@ -8,8 +8,8 @@ from torch import Tensor
 
 from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
-from outrider.errors import OutriderError
 from outrider.models.model import Model
+from outrider.sampling import dice
 from outrider.sampling.sampler import Sampler
 from outrider.types import ROOT, Batch, Draft, Guesses, Needs, Row, Verdict
 
@@ -28,12 +28,16 @@ class Seen:
         return self.roots[row] + 1 + node
 
     def pick(self, row: int, node: int, path: Sequence[int]) -> int:
-        here = self.batch.rows[row]
-        try:
-            return self.sampler.pick(here, path, self.logits, self.at(row, node))
-        except OutriderError as error:  # this row ends here (see Scheduler.clip), the others go on
-            here.error = error
-            return -1
+        return self.sampler.pick(self.batch.rows[row], path, self.logits, self.at(row, node))
+
+    def p(self, row: int, node: int, path: Sequence[int]) -> Tensor:
+        return self.sampler.law(self.batch.rows[row], path, self.logits, self.at(row, node))
+
+    def accept(self, row: int, node: int, probability: float) -> bool:
+        return dice.accept(self.batch.rows[row], node, probability)
+
+    def draw(self, row: int, node: int, law: Tensor) -> int:
+        return dice.emit(self.batch.rows[row], node, law)
 
     def topk(self, draft: Draft) -> list[list[list[int]]]:
         """What `Commit.topk` says, if the drafter asks for it."""

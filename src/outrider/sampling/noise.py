@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+DRAW, ACCEPT, EMIT = 1, 2, 3  # what a coin is for
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
 
@@ -28,6 +29,12 @@ def key_of(seed: int, index: int, position: int) -> int:
 def stream_of(seed: int, index: int) -> int:
     """What the keys of one sample have in common."""
     return mix(mix((seed + GOLDEN) & MASK) + index & MASK)
+
+
+def coin(stream: int, purpose: int, step: int, node: int) -> float:
+    """Uniform in [0, 1), 53 bits: a pure function of a sample's stream, what it is for, the step's position and a node of its tree."""
+    key = mix(mix(stream ^ mix(purpose * GOLDEN & MASK)) + step & MASK)
+    return (mix(key + (node + 2) * GOLDEN & MASK) >> 11) * 2.0**-53
 
 
 def gumbel(key: int, vocabulary: int, device: torch.device | str = "cpu") -> Tensor:

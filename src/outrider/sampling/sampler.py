@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from outrider.errors import ModelError, RequestError
+from outrider.errors import ModelError, OutriderError, RequestError
 from outrider.kernels import Kernels
 from outrider.sampling.noise import key_of
 from outrider.sampling.params import Law
 from outrider.sampling.processors import Ids
-from outrider.sampling.reference import filtered
+from outrider.sampling.reference import filtered, probabilities
 
 if TYPE_CHECKING:
     from outrider.types import Row
@@ -31,11 +31,22 @@ class Sampler:
         tokens, _ = self._pick(row, path, logits, at, 1, False)
         if tokens:
             return tokens[0]
+        raise self._nothing(row, logits, at)
+
+    def law(self, row: Row, path: Sequence[int], logits: Tensor, at: int = 0) -> Tensor:
+        """The distribution of that token, float64 [V] on the CPU."""
+        edited = self._edited(row, path, logits, at)
+        if not edited.amax().isfinite():
+            raise self._nothing(row, logits, at)
+        return probabilities(edited.cpu(), row.law)
+
+    def _nothing(self, row: Row, logits: Tensor, at: int) -> OutriderError:
+        """Why no token can be said."""
         if row.processors and _one(logits, at).isfinite().any():
-            raise RequestError(
+            return RequestError(
                 "the request forbids every token: see its allowed_token_ids, bad_words, logit_bias, min_tokens and logits_processors."
             )
-        raise ModelError("no token has a finite logit: the weights or the activations of the model overflow (try another dtype).")
+        return ModelError("no token has a finite logit: the weights or the activations of the model overflow (try another dtype).")
 
     def top(self, row: Row, path: Sequence[int], logits: Tensor, k: int, probs: bool = True, at: int = 0) -> tuple[list[int], list[float]]:
         """The k <= 64 best tokens there, best first, and (if asked for) their probabilities: what a drafter guesses with logits of its own.

@@ -7,26 +7,21 @@ before it, and that pick is a function of (logits, request seed, position) alone
 
 from __future__ import annotations
 
-from outrider.types import ROOT, Batch, Draft, Guesses, Laws, Verdict
+from outrider.types import ROOT, Guesses
+from outrider.verify.base import Answers, Rule
 
 
-def verify(draft: Draft, laws: Laws, batch: Batch) -> Verdict:
-    nodes, tokens = [], []
-    for r, guesses in enumerate(draft.trees):
-        path, said = _walk(r, guesses, laws) if batch.emits[r] else ([], [])
-        nodes.append(path)
-        tokens.append(said)
-    return Verdict(nodes, tokens)
+class Match(Rule):
+    drawn = False
 
-
-def _walk(r: int, guesses: Guesses, laws: Laws) -> tuple[list[int], list[int]]:
-    child = {(parent, token): i for i, (parent, token) in enumerate(zip(guesses.parents, guesses.tokens))}
-    path: list[int] = []
-    said: list[int] = []
-    node = ROOT
-    while True:
-        said.append(laws.pick(r, node, said))
-        if (node, said[-1]) not in child:
-            return path, said
-        node = child[node, said[-1]]
-        path.append(node)
+    def walk(self, tree: Guesses, target: Answers) -> tuple[list[int], list[int]]:
+        child = {pair: i for i, pair in zip(range(tree.size), zip(tree.parents, tree.tokens))}
+        path: list[int] = []
+        said: list[int] = []
+        node = ROOT
+        while True:
+            said.append(target.pick(node, said))
+            if (node, said[-1]) not in child:
+                return path, said
+            node = child[node, said[-1]]
+            path.append(node)

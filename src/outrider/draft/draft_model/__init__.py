@@ -1,0 +1,209 @@
+"""A smaller language model guesses (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318).
+
+Its K/V lies at the target's slots, in a pool of its own, and covers committed tokens only: every step first catches up
+with what became certain, in the forward that also gives the first level.
+
+    position            … e-2   e-1 │  e    e+1       e = batch.end(r): the known tokens end here
+    forward 1 takes     known known │                 its last row says the guess for position e
+    forward 2 takes                 │ guess           … for e+1; its K/V is scratch in the row's node slots
+
+With `siblings` = k, a level keeps the k best of all children of the level before, by the product of estimates; under a rule that
+judges guesses by their laws, k children are drawn from the draft's law instead (see tree.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from outrider.attention.plan import Plan
+from outrider.cache.pool import Pool
+from outrider.draft.base import Drafter, Target
+from outrider.draft.draft_model.tree import RANKED, Tree
+from outrider.draft.draft_model.vocabulary import fits
+from outrider.errors import ConfigError, OutriderError
+from outrider.kernels import Chain
+from outrider.models import model
+from outrider.models.hub import Checkpoint
+from outrider.models.placement import check_gpu_layers, pick_device, place
+from outrider.models.quantise import bits_of
+from outrider.sampling.noise import stream_of
+from outrider.sampling.sampler import Sampler
+from outrider.types import NOTHING, ROOT, Batch, Budget, Draft, Guesses, Row
+
+
+class DraftModel(Drafter):
+    demo: ClassVar = {
+        "draft model, chain": {"num_speculative_tokens": 2},
+        "draft model, tree": {"num_speculative_tokens": 2, "siblings": 2},
+    }
+
+    @dataclass(frozen=True)
+    class Options:
+        """model: folder, .gguf file or hub id.  draft_dtype: auto, or as the engine's dtype.  quantization: of the draft's weights, int8 or
+        int4; the target's is an engine option.  siblings: candidates a level (1: a chain).  sibling_draws: "without" replacement or
+        "independent", under rules that judge guesses by their laws.
+        vocab_mismatch: "refuse", or "allow" to guess among the ids that both models have.  draft_device: auto (where the target's
+        embedding and head are), cpu, cuda, cuda:1 or mps.  draft_gpu_layers: as the engine's gpu_layers.
+        """
+
+        model: str = "builtin-draft"
+        draft_dtype: str = "auto"
+        quantization: str | None = None
+        siblings: int = 1
+        sibling_draws: str = "without"
+        vocab_mismatch: str = "refuse"
+        draft_tensor_parallel_size: int = 1
+        revision: str | None = None
+        draft_device: str = "auto"
+        draft_gpu_layers: int | None = None
+
+        def __post_init__(self) -> None:
+            if not isinstance(self.model, str):
+                raise ConfigError(f"model must be a folder or a hub id, got {self.model!r}.")
+            if not isinstance(self.siblings, int) or isinstance(self.siblings, bool) or not 1 <= self.siblings <= 64:
+                raise ConfigError(f"siblings must be a whole number in 1 … 64, got {self.siblings!r}.")
+            if self.sibling_draws not in ("without", "independent"):
+                raise ConfigError(f'sibling_draws must be "without" or "independent", got {self.sibling_draws!r}.')
+            bits_of(self.quantization, "quantization of the draft")
+            if self.vocab_mismatch not in ("refuse", "allow"):
+                raise ConfigError(f'vocab_mismatch must be "refuse" or "allow", got {self.vocab_mismatch!r}.')
+            check_gpu_layers(self.draft_gpu_layers, "draft_gpu_layers")
+            if self.draft_tensor_parallel_size != 1:
+                raise ConfigError(f"draft_tensor_parallel_size must be 1, got {self.draft_tensor_parallel_size!r}.")
+
+    def __init__(self, options: Options, target: Target) -> None:
+        super().__init__(options, target)
+        checkpoint = Checkpoint.open(options.model, options.revision, target.checkpoint.trust_remote_code)
+        if options.vocab_mismatch == "refuse":
+            fits(checkpoint, target.checkpoint)
+        self.vocabulary = min(checkpoint.spec.vocabulary, target.vocabulary)
+        self.context = min(checkpoint.spec.context, target.max_len)
+        device = target.decoder.device if options.draft_device == "auto" else pick_device(options.draft_device, "draft_device")
+        where = place(checkpoint.spec.layers, device, options.draft_gpu_layers, "draft_gpu_layers")
+        dtype = checkpoint.dtype(options.draft_dtype, device, "draft_dtype")
+        self.decoder = model.load(checkpoint, dtype, device, self.context, options.quantization, target.decoder.kv_cache_dtype, where)
+        self.sampler = target.sampler if self.decoder.device == target.decoder.device else Sampler(self.decoder.kernels)
+        self.slot_bytes = self.decoder.slot_bytes
+        self.synced: dict[Row, int] = {}  # positions of a row that have K/V in our pool
+
+    def footprint(self, device: torch.device) -> Counter[torch.device]:
+        return self.decoder.footprint
+
+    @classmethod
+    def example(cls, target: Target) -> Drafter:
+        """The target drafts for itself, two siblings a level: right often enough to walk deep into trees."""
+        return cls(cls.Options(model=target.checkpoint.name, siblings=2), target)
+
+    def allocate(self, slots: int, pool: Pool) -> list[Pool]:
+        self.pool = self.decoder.pool(slots)
+        return [self.pool]
+
+    def size(self, depth: int) -> int:
+        siblings: int = self.options.siblings
+        return depth * siblings
+
+    def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
+        plan, wanted = self._catch_up(batch, budgets)
+        trees = [NOTHING] * len(batch)
+        if not plan.length:
+            return Draft(trees)
+        if self._in_one_call(batch, wanted) and self._chains(plan, batch, wanted, trees):
+            return Draft(trees)
+        repeats = self.options.sibling_draws == "independent"
+        grown = {r: Tree(batch.rows[r], batch.end(r), budget, self.options.siblings, repeats) for r, budget, _ in wanted}
+        growing = self._level(plan, [at for _, _, at in wanted], [(tree, ROOT) for tree in grown.values()])
+        while growing:
+            plan = Plan()
+            for tree in growing:
+                tree.plan(plan)
+            frontier = [(tree, node) for tree in growing for node in tree.frontier]
+            growing = self._level(plan, range(len(frontier)), frontier)
+        for r, tree in grown.items():
+            trees[r] = tree.guesses
+        return Draft(trees)
+
+    def _catch_up(self, batch: Batch, budgets: list[Budget]) -> tuple[Plan, list[tuple[int, Budget, int]]]:
+        """The rows of the first forward: everything that became certain since our last look; and of the batch's rows that guess, with
+        which budget, and which row of the plan is their last.  One that outgrows the draft's own context is not drafted for."""
+        plan = Plan()
+        wanted: list[tuple[int, Budget, int]] = []
+        for r, (row, budget) in enumerate(zip(batch.rows, budgets)):
+            done, end = self.synced.setdefault(row, batch.starts[r]), batch.end(r)
+            depth = min(budget.depth, self.context - end) if budget.nodes else 0
+            if end > self.context or not (depth > 0 or batch.known[r] > 1):
+                continue  # a row that does not guess catches up with single tokens when it does
+            assert row.table is not None
+            plan.chain(row.table.slots, done, self._readable(row.tokens[done:end]))
+            self.synced[row] = end
+            if depth > 0:
+                wanted.append((r, budget._replace(depth=depth), plan.length - 1))
+        return plan, wanted
+
+    def _in_one_call(self, batch: Batch, wanted: list[tuple[int, Budget, int]]) -> bool:
+        """Whether there is one guess a level that is chosen, and no processor to ask in between."""
+        if self.options.siblings > 1 or not wanted:
+            return False
+        return not any(batch.rows[r].processors or self._draws(batch.rows[r]) for r, _, _ in wanted)
+
+    def _chains(self, plan: Plan, batch: Batch, wanted: list[tuple[int, Budget, int]], trees: list[Guesses]) -> bool:
+        """All levels at once, into `trees`; False, and nothing done, where the kernels cannot."""
+        if len(wanted) > 1:
+            wanted = sorted(wanted, key=lambda item: -item[1].depth)
+        rows = batch.rows
+        chains = [Chain(at, budget.depth, rows[r].law, stream_of(rows[r].seed, rows[r].index)) for r, budget, at in wanted]
+        found = self.decoder.chain(plan.build(), self.pool, chains, self.vocabulary)
+        for (r, _, _), tokens in zip(wanted, found or ()):
+            trees[r] = Guesses.chain(tokens, RANKED[:1] * len(tokens))
+        return found is not None
+
+    def _draws(self, row: Row) -> bool:
+        return self.drawn and row.law.temperature > 0
+
+    def _readable(self, tokens: list[int]) -> list[int]:
+        """Ids that only the target has are read as id 0: a guess may be bad, never out of bounds."""
+        if self.vocabulary == self.target.vocabulary:
+            return tokens
+        return [token if token < self.vocabulary else 0 for token in tokens]
+
+    def _level(self, plan: Plan, at: list[int] | range, rows: list[tuple[Tree, int]]) -> list[Tree]:
+        """One forward; plan row at[i] holds the logits after node rows[i].  Returns the trees that can grow further."""
+        x = self.decoder.forward(plan.build(), self.pool)
+        if not rows:
+            return []
+        logits = self.decoder.logits(x, list(at))
+        if logits.shape[1] > self.vocabulary:
+            logits = logits[:, : self.vocabulary]
+        nodes: dict[int, tuple[Tree, list[tuple[int, int]]]] = {}
+        for i, (tree, node) in enumerate(rows):
+            nodes.setdefault(id(tree), (tree, []))[1].append((node, i))
+        for tree, places in nodes.values():
+            if self._draws(tree.row):
+                tree.draw({node: law for node, i in places if (law := self._law(tree, node, logits, i)) is not None})
+            else:
+                tree.choose([child for node, i in places for child in self._best(tree, node, logits, i)])
+        return [tree for tree, _ in nodes.values() if tree.growing]
+
+    def _best(self, tree: Tree, node: int, logits: Tensor, at: int) -> list[tuple[int, int, float]]:
+        """The best (node, token, probability) after a node."""
+        ranked = tree.row.law.temperature > 0 or tree.siblings == 1
+        tokens, shares = self.sampler.top(tree.row, tree.path_tokens(node), logits, tree.siblings, not ranked, at)
+        return [(node, token, p) for token, p in zip(tokens, RANKED if ranked else shares)]
+
+    def _law(self, tree: Tree, node: int, logits: Tensor, at: int) -> Tensor | None:
+        """q after a node, over the target's vocabulary, with the request's own parameters; None where it fails."""
+        try:
+            law = self.sampler.law(tree.row, tree.path_tokens(node), logits, at)
+        except OutriderError:  # the target's own law will say why
+            return None
+        return torch.nn.functional.pad(law, (0, self.target.vocabulary - len(law)))
+
+    def forget(self, row: Row, reason: str) -> None:
+        self.synced.pop(row, None)
+
+    def filled(self, row: Row) -> int:
+        return min(row.computed, self.synced.get(row, row.computed))

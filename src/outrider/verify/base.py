@@ -1,0 +1,87 @@
+"""What a verification rule is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from outrider.errors import OutriderError
+from outrider.sampling.dice import normal
+from outrider.types import ROOT, Batch, Draft, Guesses, Laws, Verdict
+
+
+@dataclass(frozen=True)
+class Answers:
+    """`Laws` of one row."""
+
+    laws: Laws
+    row: int
+
+    def pick(self, node: int, path: Sequence[int]) -> int:
+        return self.laws.pick(self.row, node, path)
+
+    def p(self, node: int, path: Sequence[int]) -> Tensor:
+        return self.laws.p(self.row, node, path)
+
+    def accept(self, node: int, probability: float) -> bool:
+        return self.laws.accept(self.row, node, probability)
+
+    def draw(self, node: int, law: Tensor) -> int:
+        return self.laws.draw(self.row, node, law)
+
+
+class Rule:
+    """Decides what is emitted.  A subclass is one file in this folder, named after the rule.
+
+    Options: a frozen dataclass of the rule's keys in speculative_config.  lossless: what is emitted has the target's law.
+    drawn: it judges guesses by the laws that they were drawn from, so drafters that have one should draw, and say it; the others
+    choose.  branches: it can judge siblings.
+    """
+
+    @dataclass(frozen=True)
+    class Options:
+        pass
+
+    lossless: ClassVar[bool] = True
+    drawn: ClassVar[bool] = True
+    branches: ClassVar[bool] = True
+
+    def __init__(self, options: Any = None) -> None:
+        self.options: Any = options or self.Options()
+
+    def __call__(self, draft: Draft, laws: Laws, batch: Batch) -> Verdict:
+        """A row that fails is marked, emits nothing and ends (see Scheduler.clip); the others go on."""
+        verdict = Verdict([], [])
+        for r, guesses in enumerate(draft.trees):
+            path: list[int] = []
+            said: list[int] = []
+            if batch.emits[r]:
+                try:
+                    path, said = self.walk(guesses, Answers(laws, r))
+                except OutriderError as error:
+                    batch.rows[r].error = error
+            verdict.nodes.append(path)
+            verdict.tokens.append(said)
+        return verdict
+
+    def walk(self, tree: Guesses, target: Answers) -> tuple[list[int], list[int]]:
+        """The accepted nodes from the root down, and the tokens to emit: theirs and one more."""
+        raise NotImplementedError
+
+
+def below(tree: Guesses) -> dict[int, list[int]]:
+    """Node -> its children that may be accepted, in the order in which they were drawn."""
+    found: dict[int, list[int]] = {ROOT: []}
+    for node in range(tree.size):
+        found.setdefault(tree.parents[node], []).append(node)
+    return found
+
+
+def surplus(p: Tensor, q: Tensor, scale: float = 1.0) -> tuple[Tensor, float]:
+    """(The law of [scale·p - q]₊, its mass); p itself where rounding leaves no mass, which has probability zero."""
+    rest = (scale * p - q).clamp_min(0.0)
+    mass = float(rest.sum())
+    return (normal(rest), mass) if mass > 0 else (p, 0.0)

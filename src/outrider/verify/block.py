@@ -1,0 +1,41 @@
+"""Block verification (Sun et al. 2024, arXiv 2403.10444): a chain is judged as a whole, which accepts more than token by token.
+
+With p_0 = 1 and p_i = min(1, p_{i-1} p(x_i)/q(x_i)), the first i tokens are accepted with probability
+h_i = S_i / (S_i + 1 - p_i), S_i = Σ [p_i p(·|x_1…x_i) - q(·|x_1…x_i)]₊, the longest first; h of the whole chain is p_γ.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from outrider.types import ROOT, Guesses
+from outrider.verify.base import Answers, Rule, surplus
+
+
+class Block(Rule):
+    branches = False
+
+    def walk(self, tree: Guesses, target: Answers) -> tuple[list[int], list[int]]:
+        chain = range(tree.size)
+        laws = [target.p(i - 1, tree.tokens[:i]) for i in range(tree.size + 1)]
+        so_far = [1.0]
+        for i in chain:
+            so_far.append(min(1.0, so_far[i] * float(laws[i][tree.tokens[i]] / _q(tree, i, laws[i])[tree.tokens[i]])))
+        for end in reversed(chain):  # whether `end + 1` tokens are accepted
+            rest, share = laws[end + 1], so_far[end + 1]
+            if end + 1 < tree.size:
+                rest, mass = surplus(rest, _q(tree, end + 1, rest), share)
+                share = mass / (mass + 1 - share) if share < 1 else 1.0
+            if target.accept(end, share):
+                return list(range(end + 1)), [*tree.tokens[: end + 1], target.draw(end, rest)]
+        rest = surplus(laws[0], _q(tree, 0, laws[0]))[0] if tree.size else laws[0]
+        return [], [target.draw(ROOT, rest)]
+
+
+def _q(tree: Guesses, node: int, like: Tensor) -> Tensor:
+    law = tree.law(node)
+    if law is None:
+        law = torch.zeros_like(like)
+        law[tree.tokens[node]] = 1.0
+    return law
