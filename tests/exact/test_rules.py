@@ -1,0 +1,264 @@
+"""Every lossless rule, by exact enumeration: over all that a draft can draw and a rule can decide, what is emitted has the target's law.
+
+The engine's own code runs (the tree of a draft model, the draws, the rule); only the dice are replaced: each choice is taken
+every way, with its probability.  Vocabulary <= 4, depth <= 3, error <= 1e-12.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+from rows import make_row
+
+from outrider import verify
+from outrider.draft.draft_model.tree import Tree
+from outrider.sampling import dice
+from outrider.sampling.dice import normal
+from outrider.types import ROOT, Batch, Budget, Draft, Guesses
+from outrider.verify import rejection, traversal
+from outrider.verify.base import Rule
+
+SEEDS = range(4)
+Path_ = tuple[int, ...]
+
+
+class Choices:
+    """Runs through every sequence of choices; `weight` is the probability of the one that is being made."""
+
+    def __init__(self) -> None:
+        self.script: list[int] = []
+        self.open: list[int] = []  # how many ways each choice of the script had
+        self.at, self.weight = 0, 1.0
+
+    def choose(self, probabilities: Sequence[float]) -> int:
+        ways = [i for i, p in enumerate(probabilities) if p > 0]
+        if self.at == len(self.script):
+            self.script.append(0)
+            self.open.append(len(ways))
+        way = ways[self.script[self.at]]
+        self.at += 1
+        self.weight *= probabilities[way] / sum(probabilities)
+        return way
+
+    def runs(self) -> Iterator[None]:
+        while True:
+            self.at, self.weight = 0, 1.0
+            yield
+            while self.script and self.script[-1] + 1 == self.open[-1]:
+                self.script.pop()
+                self.open.pop()
+            if not self.script:
+                return
+            self.script[-1] += 1
+
+
+class World:
+    """A random target p and draft q over a vocabulary, as functions of the path; and the dice."""
+
+    def __init__(self, vocabulary: int, seed: int, choices: Choices) -> None:
+        self.vocabulary, self.seed, self.choices = vocabulary, seed, choices
+        self.known: dict[tuple[str, Path_], Tensor] = {}
+
+    def law(self, who: str, path: Sequence[int]) -> Tensor:
+        key = who, tuple(path)
+        if key not in self.known:
+            random = torch.Generator().manual_seed(zlib.crc32(repr((self.seed, key)).encode()))
+            mass = torch.rand(self.vocabulary, generator=random, dtype=torch.float64) ** 2
+            if torch.rand((), generator=random) < 0.3:  # laws with holes, as top-p makes them
+                mass[mass.argmin()] = 0.0
+            self.known[key] = normal(mass)
+        return self.known[key]
+
+    def p(self, row: int, node: int, path: Sequence[int]) -> Tensor:
+        return self.law("p", path)
+
+    def pick(self, row: int, node: int, path: Sequence[int]) -> int:
+        return self.choices.choose(self.law("p", path).tolist())
+
+    def accept(self, row: int, node: int, probability: float) -> bool:
+        chance = min(1.0, max(0.0, probability))
+        return self.choices.choose([chance, 1 - chance]) == 0
+
+    def draw(self, row: int, node: int, law: Tensor) -> int:
+        return self.choices.choose(law.tolist())
+
+
+Drafting = Callable[[World], Guesses]
+
+
+def drawn(depth: int, siblings: int, repeats: bool = False, nodes: int = 99) -> Drafting:
+    """A tree as a draft model grows it under rules that judge guesses by their laws."""
+
+    def draft(world: World) -> Guesses:
+        tree = Tree(make_row([1, 2]), 2, Budget(depth, nodes), siblings, repeats)
+        while tree.growing:
+            tree.draw({node: world.law("q", tree.path_tokens(node)) for node in tree.frontier})
+        return tree.guesses
+
+    return draft
+
+
+def chosen(tokens: list[int], parents: list[int]) -> Drafting:
+    return lambda world: Guesses(tokens, parents, [0.5] * len(tokens))
+
+
+def mixed(order: tuple[str, ...]) -> Drafting:
+    """At the root two draws from one law, one from another and a chosen token, in some order; a draw or a choice below each."""
+
+    def draft(world: World) -> Guesses:
+        laws = [world.law("q", ()), world.law("other", ())]
+        tokens, law_of, left = [], [], list(laws)
+        for kind in order:
+            at = "ab".find(kind)
+            token = 1 if at < 0 else dice.children(make_row([1, 2]), left[at], range(1))[0]
+            if at >= 0:
+                left[at] = dice.without(left[at], token)
+            tokens.append(token)
+            law_of.append(at)
+        parents = [ROOT] * len(order)
+        for node in range(len(order)):
+            parents.append(node)
+            if node % 2:
+                tokens.append(0)
+                law_of.append(-1)
+            else:
+                laws.append(world.law("q", (tokens[node],)))
+                tokens += dice.children(make_row([1, 2]), laws[-1], range(1))
+                law_of.append(len(laws) - 1)
+        return Guesses(tokens, parents, [0.5] * len(tokens), laws, law_of)
+
+    return draft
+
+
+CHAINS = {"nothing": chosen([], []), "chain": drawn(3, 1), "chosen chain": chosen([0, 2, 1], [-1, 0, 1])}
+TREES = {
+    "without replacement": drawn(2, 2),
+    "three without replacement": drawn(2, 3),
+    "as many as there are": drawn(1, 4),
+    "independent": drawn(2, 2, repeats=True),
+    "chosen tree": chosen([0, 2, 1, 1, 0], [-1, -1, 0, 0, 1]),
+    "mixed": mixed(("c", "a", "b")),
+    "mixed, chosen last": mixed(("a", "a", "c")),
+}
+CASES = [(name, case) for name in ("rejection", "traversal") for case in (*CHAINS, *TREES)] + [("block", case) for case in CHAINS]
+
+
+def emitted(
+    rule: Rule, drafting: Drafting, vocabulary: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> tuple[World, dict[Path_, float]]:
+    """The probability of everything that a step may emit."""
+    choices = Choices()
+    world = World(vocabulary, seed, choices)
+    monkeypatch.setattr(dice, "index", lambda law, uniform: choices.choose(law.tolist()))
+    said: dict[Path_, float] = defaultdict(float)
+    batch = Batch([make_row([1, 2])], [1], [1], [True])
+    for _ in choices.runs():
+        verdict = rule(Draft([drafting(world)]), world, batch)
+        assert batch.rows[0].error is None
+        assert len(verdict.tokens[0]) == len(verdict.nodes[0]) + 1
+        said[tuple(verdict.tokens[0])] += choices.weight
+    return world, said
+
+
+def error(world: World, said: dict[Path_, float]) -> float:
+    """The largest difference between the law of what is said, with plain decoding after it, and plain decoding's."""
+    depth = max(map(len, said))
+    worst = abs(sum(said.values()) - 1)
+    for text in itertools.product(range(world.vocabulary), repeat=depth):
+        plain = [float(world.law("p", text[:i])[text[i]]) for i in range(depth)]
+        ours = sum(said.get(text[:n], 0.0) * _product(plain[n:]) for n in range(1, depth + 1))
+        worst = max(worst, abs(ours - _product(plain)))
+    return worst
+
+
+def _product(factors: Sequence[float]) -> float:
+    return float(torch.tensor([1.0, *factors], dtype=torch.float64).prod())
+
+
+@pytest.mark.parametrize(("name", "case"), CASES)
+def test_what_is_emitted_has_the_targets_law(name: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = []
+    for seed in SEEDS:
+        world, said = emitted(verify.rule(name)(), (CHAINS | TREES)[case], 4 if case == "as many as there are" else 3, seed, monkeypatch)
+        assert error(world, said) <= 1e-12
+        lengths.append(sum(len(text) * weight for text, weight in said.items()))
+    assert case == "nothing" or max(lengths) > 1.2, "nothing is ever accepted"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_block_and_traversal_accept_more_than_token_by_token(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def length(name: str, drafting: Drafting) -> float:
+        _, said = emitted(verify.rule(name)(), drafting, 3, seed, monkeypatch)
+        return sum(len(text) * weight for text, weight in said.items())
+
+    chain = drawn(3, 1)
+    assert length("block", chain) == pytest.approx(length("traversal", chain), abs=1e-12)
+    assert length("block", chain) >= length("rejection", chain) - 1e-12
+    assert length("traversal", drawn(2, 2)) >= length("rejection", drawn(2, 2)) - 1e-12
+
+
+def test_the_example_of_block_verification(monkeypatch: pytest.MonkeyPatch) -> None:
+    """p = (1/3, 2/3), q = (2/3, 1/3), two tokens: 10/9 are accepted token by token, 11/9 as a block (Sun et al., section 2)."""
+
+    def law(self: World, who: str, path: Sequence[int]) -> Tensor:
+        return torch.tensor([1.0, 2.0] if who == "p" else [2.0, 1.0], dtype=torch.float64) / 3
+
+    monkeypatch.setattr(World, "law", law)
+    for name, accepted in (("rejection", 10 / 9), ("block", 11 / 9)):
+        _, said = emitted(verify.rule(name)(), drawn(2, 1), 2, 0, monkeypatch)
+        assert sum((len(text) - 1) * weight for text, weight in said.items()) == pytest.approx(accepted, abs=1e-12)
+
+
+# ---- what must be caught
+
+
+def test_typical_acceptance_is_not_lossless(monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = verify.rule("typical")
+    assert not rule.lossless
+    assert error(*emitted(rule(), drawn(2, 2), 3, 0, monkeypatch)) > 1e-3
+
+
+@pytest.mark.parametrize("module", [rejection, traversal])
+def test_a_wrong_residual_is_caught(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a rejection the token comes from p itself."""
+    monkeypatch.setattr(module, "surplus", lambda p, q, scale=1.0: (p, float((scale * p - q).clamp_min(0).sum())))
+    rule = verify.rule(module.__name__.rpartition(".")[2])()
+    assert error(*emitted(rule, drawn(2, 2), 3, 0, monkeypatch)) > 1e-3
+
+
+def test_draws_without_replacement_judged_as_independent_ones_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def draft(world: World) -> Guesses:
+        return drawn(2, 2)(world)._replace(repeats=True)
+
+    assert max(error(*emitted(verify.rule("rejection")(), draft, 3, seed, monkeypatch)) for seed in SEEDS) > 1e-3
+
+
+def test_dropping_a_draw_because_of_its_token_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def draft(world: World) -> Guesses:
+        tree = drawn(1, 2)(world)
+        keep = [i for i, token in enumerate(tree.tokens) if token != 0]
+        return tree._replace(
+            tokens=[tree.tokens[i] for i in keep], parents=[ROOT] * len(keep), confidence=[0.5] * len(keep), law_of=[0] * len(keep)
+        )
+
+    assert error(*emitted(verify.rule("rejection")(), draft, 3, 0, monkeypatch)) > 1e-3
+
+
+def test_ordering_draws_by_their_tokens_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def draft(world: World) -> Guesses:
+        """The likelier of two draws goes first: it was not drawn from the law that it is judged by."""
+        tree, law = drawn(1, 2)(world), world.law("p", ())
+        return tree._replace(tokens=sorted(tree.tokens, key=lambda token: -float(law[token])))
+
+    assert error(*emitted(verify.rule("rejection")(), draft, 3, 0, monkeypatch)) > 1e-3
