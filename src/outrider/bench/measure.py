@@ -32,14 +32,21 @@ class Run:
 
 @dataclass
 class Measured:
-    """One method over some prompts.  Tokens are new tokens; times count from the moment that a group of requests is handed in."""
+    """One method over some prompts.  Tokens are new tokens; times count from the moment that a group of requests is handed in.
+
+    promise: "tokens" of plain decoding, its "law", "lossy" where the rule promises neither, "" for another engine.
+    """
 
     method: str
     runs: list[Run] = field(default_factory=list)
-    foreign: bool = False  # another engine, whose tokens need not be ours
+    promise: str = "tokens"
 
     def only(self, kind: str) -> Measured:
-        return Measured(self.method, [run for run in self.runs if run.kind == kind], self.foreign)
+        return Measured(self.method, [run for run in self.runs if run.kind == kind], self.promise)
+
+    def differs(self, plain: Measured) -> bool:
+        """Whether it said other tokens than plain decoding although it must not."""
+        return self.promise == "tokens" and self.tokens != plain.tokens
 
     @property
     def kinds(self) -> list[str]:
@@ -120,28 +127,27 @@ def measure(
 
     Methods take turns at each group, so that a machine that slows down for a while slows all of them; each turn runs twice,
     since a method that follows one with weights of its own finds the processor's caches cold.  What a method has learned from the
-    groups before stays with it, but no group finds what its own last run has left.
+    groups before stays with it, but no group finds what its own last run has left.  Every repeat begins with fresh caches of its own: where
+    they happen to lie in memory makes steps some per cent faster or slower.
     """
-    variants = {label: llm.variant(config) for label, config in configs.items()}
-    results = [Measured(label) for label in configs]
     groups = grouped(prompts, batch_size)
-    for variant in variants.values():
-        fresh = variant.engine.drafter.memory
-        once(variant, *groups[0], params, fresh)  # warm up
-        variant.engine.drafter.memory = fresh
-    for kind, group in groups:
-        best: dict[str, Run] = {}
-        memory = {label: variant.engine.drafter.memory for label, variant in variants.items()}
-        for label, variant in itertools.chain.from_iterable(variants.items() for _ in range(repeats)):
-            for _ in range(2):
-                run = once(variant, kind, group, params, memory[label])
-                best[label] = min(run, best.get(label, run), key=lambda run: run.seconds)
-            tick(label)
-        for result in results:
-            result.runs.append(best[result.method])
+    best: dict[tuple[str, int], Run] = {}
+    for _ in range(repeats):
+        variants = {label: llm.variant(config) for label, config in configs.items()}
+        for variant in variants.values():
+            fresh = variant.engine.drafter.memory
+            once(variant, *groups[0], params, fresh)  # warm up
+            variant.engine.drafter.memory = fresh
+        for i, (kind, group) in enumerate(groups):
+            for label, variant in variants.items():
+                memory = variant.engine.drafter.memory
+                for _ in range(2):
+                    run = once(variant, kind, group, params, memory)
+                    best[label, i] = min(run, best.get((label, i), run), key=lambda run: run.seconds)
+                tick(label)
     for variant in variants.values():
         variant.engine.check()
-    return results
+    return [Measured(label, [best[label, i] for i in range(len(groups))], variants[label].engine.rule.promise) for label in configs]
 
 
 def once(llm: LLM, kind: str, prompts: list[Any], params: SamplingParams, memory: Any = None) -> Run:

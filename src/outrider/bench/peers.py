@@ -93,7 +93,7 @@ def measure_peer(
     """Every mode of a peer over the prompts, which are token ids; the best of 2 × `repeats` runs each, as we take ours."""
     results = []
     for label, answer in peer(name)(llm, params, draft, guesses):
-        result = Measured(label, foreign=True)
+        result = Measured(label, promise="")
         for kind, prompt in prompts:
             ids = prompt["prompt_token_ids"]
             result.runs.append(min((_run(kind, ids, answer) for _ in range(2 * repeats)), key=lambda run: run.seconds))

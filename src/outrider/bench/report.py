@@ -32,9 +32,15 @@ def table(title: str, results: Sequence[Measured]) -> Table:
             f"{total.acceptance:.0%}" if total.drafted else "–",
             f"{result.drafting:.0%}" if total.drafted else "–",
             f"{result.repeated:.0%}",
-            "–" if result.foreign else "[green]✓[/]" if result.tokens == plain.tokens else "[bold red]✗[/]",
+            _kept(result, plain),
         )
     return made
+
+
+def _kept(result: Measured, plain: Measured) -> str:
+    if result.promise == "tokens":
+        return "[bold red]✗[/]" if result.differs(plain) else "[green]✓[/]"
+    return {"law": "law", "lossy": "[bold red]lossy[/]"}.get(result.promise, "–")
 
 
 def latencies(results: Sequence[Measured]) -> Table:
@@ -69,7 +75,8 @@ def _figures(ours: Measured, plain: Measured) -> dict[str, Any]:
         "acceptance": round(total.acceptance, 4),
         "share of time drafting": round(ours.drafting, 4),
         "repeated 4-grams": round(ours.repeated, 4),
-        "same tokens": None if ours.foreign else ours.tokens == plain.tokens,
+        "promise": ours.promise or None,
+        "same tokens": ours.tokens == plain.tokens if ours.promise == "tokens" else None,
     }
     for name, values in _latencies(ours).items():
         made[f"{name} ms"] = {f"p{p}": round(1e3 * x, 3) for p, x in zip(PERCENTILES, _percentiles(values))}

@@ -36,9 +36,9 @@ class Answers:
 class Rule:
     """Decides what is emitted.  A subclass is one file in this folder, named after the rule.
 
-    Options: a frozen dataclass of the rule's keys in speculative_config.  lossless: what is emitted has the target's law.
-    drawn: it judges guesses by the laws that they were drawn from, so drafters that have one should draw, and say it; the others
-    choose.  branches: it can judge siblings.
+    Options: a frozen dataclass of the rule's keys in speculative_config.  lossless: what is emitted has the target's law.  same: it is
+    token for token what plain decoding says.  drawn: guesses are judged by the laws that they were drawn from, so drafters that
+    have one should draw, and say it; the others choose.  branches: it can judge siblings.
     """
 
     @dataclass(frozen=True)
@@ -46,11 +46,17 @@ class Rule:
         pass
 
     lossless: ClassVar[bool] = True
+    same: ClassVar[bool] = False
     drawn: ClassVar[bool] = True
     branches: ClassVar[bool] = True
 
     def __init__(self, options: Any = None) -> None:
         self.options: Any = options or self.Options()
+
+    @property
+    def promise(self) -> str:
+        """What the emitted tokens are: plain decoding's "tokens", tokens of its "law", or "lossy"."""
+        return "lossy" if not self.lossless else "tokens" if self.same else "law"
 
     def __call__(self, draft: Draft, laws: Laws, batch: Batch) -> Verdict:
         """A row that fails is marked, emits nothing and ends (see Scheduler.clip); the others go on."""

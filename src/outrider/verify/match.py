@@ -12,6 +12,7 @@ from outrider.verify.base import Answers, Rule
 
 
 class Match(Rule):
+    same = True
     drawn = False
 
     def walk(self, tree: Guesses, target: Answers) -> tuple[list[int], list[int]]:

@@ -1,0 +1,84 @@
+"""How much each verification rule accepts of what the draft model of the built-in pair guesses, chains and trees, by temperature.
+
+    python benchmarks/rules.py [--samples 20] [--json OUT]
+
+Every rule answers every prompt of the demo `samples` times with other seeds, 128 tokens each (ends of text are ignored, so that all
+say equally much).  Tokens per step with its standard error over requests; the host time a step spends on the rule and its draws is
+in tokens/s, which needs an idle machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from outrider import LLM, SamplingParams
+from outrider.bench.conditions import conditions
+from outrider.bench.prompts import PROMPTS, rendered
+from outrider.types import Speculation
+
+TEMPERATURES = (0.5, 0.8, 1.0)
+DRAFTS = {"chain of 4": {}, "tree, 4 levels of 3": {"siblings": 3}}
+RULES = ("match", "rejection", "block", "traversal")
+
+
+def judged(llm: LLM, prompts: list[Any], temperature: float, samples: int) -> dict[str, Any]:
+    each = [
+        SamplingParams(temperature=temperature, max_tokens=128, ignore_eos=True, seed=1000 * s + i)
+        for s in range(samples)
+        for i in range(len(prompts))
+    ]
+    began = time.perf_counter()
+    answers = [llm.generate(prompts[i % len(prompts)], params)[0] for i, params in enumerate(each)]
+    seconds = time.perf_counter() - began
+    rates = [answer.speculation.tokens_per_step for answer in answers]
+    total = sum((answer.speculation for answer in answers), Speculation())
+    return {
+        "tokens per step": round(total.tokens_per_step, 3),
+        "standard error": round(statistics.stdev(rates) / math.sqrt(len(rates)), 3),
+        "acceptance": round(total.acceptance, 4),
+        "tokens": total.emitted,
+        "tokens/s": round(total.emitted / seconds, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=20)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    llm = LLM(model="builtin", seed=0)
+    prompts = [rendered(prompt, llm.tokenizer) for prompt in PROMPTS]
+    common = {"model": "builtin-draft", "num_speculative_tokens": 4}
+    todo = [(t, draft, rule) for t in TEMPERATURES for draft in DRAFTS for rule in RULES if rule != "block" or draft == "chain of 4"]
+    found: dict[str, Any] = {"conditions": conditions()}
+    for t, draft, rule in track(todo, "Judging"):
+        variant = llm.variant({**common, **DRAFTS[draft], "verification": rule})
+        found.setdefault(f"T = {t}", {}).setdefault(draft, {})[rule] = judged(variant, prompts, t, given.samples)
+    table = Table("", *RULES, title="tokens per step (acceptance, tokens/s)")
+    for t in TEMPERATURES:
+        for draft, rows in found[f"T = {t}"].items():
+            cells = [rows.get(rule) for rule in RULES]
+            table.add_row(
+                f"T = {t}, {draft}",
+                *(
+                    f"{c['tokens per step']:.2f} ± {c['standard error']:.2f} ({c['acceptance']:.0%}, {c['tokens/s']:.0f})" if c else "–"
+                    for c in cells
+                ),
+            )
+    Console(width=150).print(table)
+    if given.json:
+        given.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
