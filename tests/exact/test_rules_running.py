@@ -1,0 +1,95 @@
+"""Rules other than match, in the engine: greedy requests say what plain decoding says, sampled ones what their seed says.
+
+That a sampled request has the target's law is the business of test_rules.py and test_distribution.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+from helpers import END, answer, counted, drive, install, said, settled, tiny_prompts
+
+from outrider import LLM, ConfigError, SamplingParams, draft, verify
+
+PROMPTS = tiny_prompts(7)
+RULES = [name for name in verify.names() if not verify.rule(name).same]
+
+
+def put_to_work(llm: LLM, drafter: str, rule: str) -> None:
+    lossless = verify.rule(rule).lossless
+    install(llm, drafter, verification=rule, lossless=lossless)
+
+
+def served(llm: LLM, drafter: str, rule: str) -> bool:
+    """False where the rule judges chains and the method guesses trees, which must be refused."""
+    try:
+        put_to_work(llm, drafter, rule)
+    except ConfigError as error:
+        assert "judges chains" in str(error) and "traversal" in str(error)
+        assert not verify.rule(rule).branches
+        return False
+    return True
+
+
+@pytest.mark.parametrize("drafter", draft.names())
+@pytest.mark.parametrize("rule", RULES)
+def test_a_greedy_request_says_what_plain_decoding_says(rule: str, drafter: str, plain: LLM, fast: LLM) -> None:
+    if not served(fast, drafter, rule):
+        return
+    params = SamplingParams(temperature=0, max_tokens=24, repetition_penalty=1.1)
+    expected = [answer(plain, prompt, params) for prompt in PROMPTS]
+    got = drive(fast, PROMPTS, params)
+    settled(fast)
+    for one, other in zip(got, expected):
+        counted(one.outputs)
+        assert said(one.outputs) == said(other.outputs)
+        assert one.speculation.lossless == verify.rule(rule).lossless
+
+
+@pytest.mark.parametrize("drafter", draft.names())
+@pytest.mark.parametrize("rule", RULES)
+def test_a_sampled_text_is_a_function_of_its_seed(rule: str, drafter: str, fast: LLM) -> None:
+    """Alone, among others that join and leave, and again."""
+    if not served(fast, drafter, rule):
+        return
+    each = [SamplingParams(temperature=0.8, top_p=0.95, seed=i, max_tokens=24, n=1 + i % 2) for i in range(len(PROMPTS))]
+    alone = []
+    for prompt, params in zip(PROMPTS, each):
+        put_to_work(fast, drafter, rule)  # with nothing learned from the others
+        alone.append(answer(fast, prompt, params))
+    put_to_work(fast, drafter, rule)
+    together = drive(fast, PROMPTS, each)
+    settled(fast)
+    for one, other in zip(together, alone):
+        counted(one.outputs)
+        if fast.engine.drafter.memory is None:
+            assert said(one.outputs) == said(other.outputs)
+
+
+def test_a_row_that_fails_leaves_the_others_alone(fast: LLM) -> None:
+    put_to_work(fast, "draft_model", "rejection")
+
+    def never(ids: list[int], logits: object) -> object:
+        return logits * float("-inf") if len(ids) == 3 else logits  # type: ignore[operator]
+
+    bad = SamplingParams(temperature=0.8, seed=1, max_tokens=9, logits_processors=[never])
+    good = SamplingParams(temperature=0.8, seed=1, max_tokens=9)
+    outputs = fast.generate([{"prompt_token_ids": p} for p in PROMPTS[:3]], [good, bad, good])
+    settled(fast)
+    assert outputs[1].error is not None and outputs[0].error is None and outputs[2].error is None
+    assert len(outputs[0].outputs[0].token_ids) == 9 or outputs[0].outputs[0].token_ids[-1] == END
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"verification": "rejektion"}, "Did you mean 'rejection'"),
+        ({"verification": "typical"}, "lossless"),
+        ({"verification": "typical", "lossless": "no"}, "lossless must be True or False"),
+        ({"verification": "typical", "lossless": False, "posterior_alpha": 2}, "posterior_alpha"),
+        ({"verification": "match", "posterior_alpha": 0.3}, "posterior_alpha"),
+        ({"method": "recycle", "verification": "block"}, "judges chains"),
+    ],
+)
+def test_what_a_rule_refuses(config: dict[str, object], says: str, fast: LLM) -> None:
+    with pytest.raises(ConfigError, match=says):
+        fast.use({"method": "ngram", **config})
