@@ -31,6 +31,8 @@ def figures(engine: Engine, output: RequestOutput) -> str:
     if guessing:
         lines += [f"n_drafted = {total.drafted}", f"n_accept  = {total.accepted}", f"accept    = {total.acceptance:.3%}"]
         read = prompt if engine.drafter.slot_bytes else 0  # a method without weights of its own reads no prompt
+        if not total.lossless:
+            lines.append("lossless  = no: the verification rule changes what the model says")
         lines += ["", "draft:", "", _line("prompt eval time", reading.times.propose, read + reading.guessed)]
         lines.append(_line("eval time", decoding.times.propose, decoding.guessed))
     lines += ["", "target:", "", _line("prompt eval time", reading.times.forward, prompt + reading.guessed)]
