@@ -1,0 +1,311 @@
+"""Speculation on a grown target, method by method and peer by peer, on Spec-Bench's questions and some of our own, batch 1.
+
+    python benchmarks/grow.py --folder DIR
+    python benchmarks/spec_bench.py --folder DIR --questions question.jsonl [--json OUT]
+
+DIR holds target/ and draft/ as grow.py writes them; target-bf16.gguf, draft-bf16.gguf, target-ov/ and draft-ov/ are the same for
+llama.cpp and OpenVINO.  question.jsonl is Spec-Bench's: its six categories, and code and German from questions.jsonl here.
+
+What is measured.  Every engine gets the same token ids and stops at the same end token.  tok/s counts new tokens over wall clock,
+prompt included; decode tok/s leaves the first step out.  Questions are first turns, cut in the middle until they and the answer fit
+into the 512 tokens that the built-in pair was trained on.  Our methods take turns category by category; what one learns from a
+request it may use in the next.  A request *loops* where 30 % or more of the 4-grams of the plain answer occurred before in it; loops
+flatter everything that copies, so the headline leaves these requests out, for all alike.  A method that skips layers is not shown:
+the added layers of a grown target do nothing, so that skipping them would always be right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import peers
+import rivals
+from pair import decode_seconds
+from rich.console import Console
+from rich.table import Table
+
+from outrider import LLM, SamplingParams
+from outrider.bench.conditions import conditions
+from outrider.bench.measure import PLAIN, Measured, Run, demonstrations, once
+from outrider.bench.questions import Question, read
+from outrider.engine.template import render
+from outrider.errors import OutriderError
+from outrider.outputs import CompletionOutput
+from outrider.types import Speculation, Times
+
+SETTINGS = {"greedy": {"temperature": 0.0, "top_p": 1.0}, "sampled": {"temperature": 0.8, "top_p": 0.95}}
+GROUPS = {
+    "translation": "translation", "summarization": "summary", "qa": "question", "math_reasoning": "math", "rag": "retrieval",
+    "code": "code", "German": "German",
+}  # fmt: skip
+CHAT = "multi-turn"  # what Spec-Bench makes of the categories of MT-bench
+LOOPS = 0.3
+DRAFT = "draft model"
+CHAINS: dict[str, dict[str, Any]] = {
+    **{f"{DRAFT}, {k}": {"num_speculative_tokens": k} for k in (3, 4, 5)},
+    f"{DRAFT}, 4, int8": {"num_speculative_tokens": 4, "quantization": "int8"},
+    f"{DRAFT}, tree 4 × 2": {"num_speculative_tokens": 4, "siblings": 2},
+}
+FILES = {"llama.cpp": ("target-bf16.gguf", "draft-bf16.gguf"), "OpenVINO GenAI": ("target-ov", "draft-ov")}
+
+
+@dataclass(frozen=True)
+class Asked:
+    kind: str
+    ids: list[int]
+
+
+# ---- the requests
+
+
+def chosen(questions: Iterable[Question], count: int) -> dict[str, list[Question]]:
+    """`count` of each group, spread over all that it has, so that every category of MT-bench has its share."""
+    groups: dict[str, list[Question]] = {}
+    for question in questions:
+        groups.setdefault(GROUPS.get(question.category, CHAT), []).append(question)
+    return {kind: [all_of[i * len(all_of) // count] for i in range(count)] for kind, all_of in groups.items() if len(all_of) >= count}
+
+
+def fitted(text: str, tokenizer: Any, room: int) -> list[int]:
+    """The ids of a conversation with this turn, as many words of its middle left out as are too many."""
+    words, low, high = text.split(" "), 1, len(text.split(" "))
+
+    def ids(keep: int) -> list[int]:
+        kept = words if keep == len(words) else [*words[: (keep + 1) // 2], *words[len(words) - keep // 2 :]]
+        found: list[int] = render(tokenizer, {"messages": [{"role": "user", "content": " ".join(kept)}]})["prompt_token_ids"]
+        return found
+
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if len(ids(middle)) <= room else (low, middle - 1)
+    return ids(low)
+
+
+def requests(files: Iterable[Path], count: int, tokenizer: Any, room: int) -> list[Asked]:
+    groups = chosen([question for file in files for question in read(file)], count)
+    return [Asked(kind, fitted(question.turns[0], tokenizer, room)) for kind, group in groups.items() for question in group]
+
+
+# ---- answers
+
+
+def configs(draft: str, only: list[str] | None) -> dict[str, Mapping[str, Any] | None]:
+    """Plain decoding, what every method wants shown, and more settings of the draft model; `only`: labels that contain one of these."""
+    every = {**demonstrations(), **{label: {"method": "draft_model", "model": draft, **keys} for label, keys in CHAINS.items()}}
+    return {k: c for k, c in every.items() if k == PLAIN or ((not only or any(o in k for o in only)) and "skip" not in str(c))}
+
+
+def ours(
+    llm: LLM, asked: list[Asked], shown: Mapping[str, Any], params: SamplingParams, repeats: int
+) -> tuple[list[Measured], dict[str, str]]:
+    """Every method over all requests, and why some cannot run; the best of `repeats` answers each."""
+    variants, refused = {}, {}
+    for label, config in shown.items():
+        try:
+            variants[label] = llm.variant(config)
+        except OutriderError as error:
+            refused[label] = str(error)
+    results = {label: Measured(label) for label in variants}
+    for kind in dict.fromkeys(request.kind for request in asked):
+        for label, variant in variants.items():
+            group = [{"prompt_token_ids": request.ids} for request in asked if request.kind == kind]
+            once(variant, kind, group[:1], params, variant.engine.drafter.memory)  # warm caches: another method ran before
+            for prompt in group:
+                memory = variant.engine.drafter.memory
+                runs = [once(variant, kind, [prompt], params, memory) for _ in range(repeats)]
+                results[label].runs.append(min(runs, key=lambda run: run.seconds))
+    for variant in variants.values():
+        variant.engine.check()
+    return list(results.values()), refused
+
+
+def theirs(name: str, asked: list[Asked], answers: list[rivals.Answer]) -> Measured:
+    result = Measured(name, foreign=True)
+    for request, a in zip(asked, answers):
+        told = Speculation(a.steps, a.drafted, a.accepted, len(a.tokens) if a.steps else 0)
+        result.runs.append(
+            Run(request.kind, a.seconds, Times(), [CompletionOutput(0, "", a.tokens, speculation=told, token_times=a.times)])
+        )
+    return result
+
+
+def peer_results(
+    folder: Path, asked: list[Asked], settings: Mapping[str, dict[str, float]], given: argparse.Namespace, console: Console
+) -> tuple[dict[str, list[Measured]], dict[str, Any]]:
+    """setting -> the modes of all peers; and how each mode went."""
+    found: dict[str, list[Measured]] = {title: [] for title in settings}
+    about: dict[str, Any] = {}
+    for engine in given.peers:
+        model, draft = (str(folder / file) for file in FILES.get(engine, ("target", "draft")))
+        if not Path(model).exists():
+            about[engine] = f"no {model}"
+            continue
+        for mode, suffix in rivals.MODES.items():
+            began = time.perf_counter()
+            job = rivals.Job(
+                [request.ids for request in asked], dict(settings), given.tokens, model, draft, mode, given.guesses, repeats=given.repeats,
+                threads=given.threads,
+            )  # fmt: skip
+            outcome = rivals.run(engine, job, peers.Tools())
+            about[engine + suffix] = {"status": outcome.status, **outcome.version, "seconds": round(time.perf_counter() - began, 1)}
+            console.print(f"[dim]{engine}{suffix}: {outcome.status}, {about[engine + suffix]['seconds']} s[/]")
+            for title, answers in outcome.answers.items():
+                found[title].append(theirs(engine + suffix, asked, answers))
+    return found, about
+
+
+# ---- figures
+
+
+def part(result: Measured, indices: Iterable[int]) -> Measured:
+    return Measured(result.method, [result.runs[i] for i in indices], result.foreign)
+
+
+def decoding(result: Measured) -> float:
+    """New tokens a second after those of the first step."""
+    times = [answer.token_times for answer in result.answers if answer.token_times and answer.token_times[-1] > answer.token_times[0]]
+    return sum(len(t) - t.count(t[0]) for t in times) / (sum(t[-1] - t[0] for t in times) or 1)
+
+
+def figure(result: Measured, plain: Measured) -> dict[str, Any]:
+    total = result.total
+    return {
+        "requests": len(result.runs),
+        "tokens/s": round(result.speed, 1),
+        "speed-up": round(result.speed / plain.speed, 3),
+        "decode tokens/s": round(decoding(result), 1),
+        "decode speed-up": round(decoding(result) / decoding(plain), 3),
+        "tokens per step": round(total.tokens_per_step, 3) if total.steps else None,
+        "acceptance": round(total.acceptance, 3) if total.drafted else None,
+        "share of time drafting": round(result.drafting, 3) if total.drafted and not result.foreign else None,
+        "repeated 4-grams": round(result.repeated, 3),
+        "same tokens": None if result.foreign or not total.lossless else result.tokens == plain.tokens,
+    }
+
+
+def looping(plain: Measured) -> set[int]:
+    """Indices of the requests whose plain answers loop."""
+    return {i for i in range(len(plain.runs)) if part(plain, [i]).repeated >= LOOPS}
+
+
+def figures(results: list[Measured]) -> dict[str, dict[str, Any]]:
+    """method -> "no loops", "all" and every kind -> figures.  The first result is our plain decoding."""
+    plain, loops = results[0], looping(results[0])
+    parts: dict[str, list[int]] = {"no loops": [i for i in range(len(plain.runs)) if i not in loops], "all": list(range(len(plain.runs)))}
+    for kind in plain.kinds:
+        parts[kind] = [i for i in parts["all"] if plain.runs[i].kind == kind]
+    return {r.method: {name: figure(part(r, where), part(plain, where)) for name, where in parts.items() if where} for r in results}
+
+
+def shown_as(value: float) -> str:
+    """A speed-up, red where it is none."""
+    return f"[{'green' if value >= 1.005 else 'red' if value < 0.995 else 'white'}]{value:.2f}[/]{'' if value >= 0.995 else ' slower'}"
+
+
+def headline(title: str, made: dict[str, dict[str, Any]], console: Console) -> None:
+    """Figures over the requests that do not loop, or all where all do."""
+    key = "no loops" if "no loops" in made[PLAIN] else "all"
+    rest = made[PLAIN]["all"]["requests"] - made[PLAIN][key]["requests"]
+    table = Table(
+        "method", "tok/s", "speed-up", "decode\ntok/s", "decode\nspeed-up", "tokens\n/ step", "accep-\ntance", "draft\ntime",
+        "4-gram\nrepeats", "same\ntok.", title_justify="left",
+        title=f"{title}: {made[PLAIN][key]['requests']} requests, {rest} that loop left out; speed-up over our plain decoding",
+    )  # fmt: skip
+
+    def percent(value: float | None) -> str:
+        return "–" if value is None else f"{value:.0%}"
+
+    for method, parts in made.items():
+        f = parts[key]
+        table.add_row(
+            method, f"{f['tokens/s']:.0f}", shown_as(f["speed-up"]), f"{f['decode tokens/s']:.0f}", shown_as(f["decode speed-up"]),
+            "–" if f["tokens per step"] is None else f"{f['tokens per step']:.2f}", percent(f["acceptance"]),
+            percent(f["share of time drafting"]), percent(f["repeated 4-grams"]),
+            {None: "–", True: "[green]✓[/]", False: "[bold red]✗[/]"}[f["same tokens"]],
+        )  # fmt: skip
+    console.print(table)
+
+
+def by_kind(title: str, made: dict[str, dict[str, Any]], console: Console) -> None:
+    kinds = [kind for kind in made[PLAIN] if kind != "no loops"]
+    table = Table("method", *kinds, title=f"{title}, by kind: speed-up (tokens per step), loops included", title_justify="left")
+    for method, parts in made.items():
+        cells = (
+            shown_as(f["speed-up"]) + (f" ({f['tokens per step']:.2f})" if f["tokens per step"] else "") for f in (parts[k] for k in kinds)
+        )
+        table.add_row(method, *cells)
+    table.add_row("4-gram repeats", *(f"{made[PLAIN][kind]['repeated 4-grams']:.0%}" for kind in kinds))
+    console.print(table)
+
+
+# ---- the run
+
+
+def run(given: argparse.Namespace, console: Console) -> dict[str, Any]:
+    target, draft = str(given.folder / "target"), str(given.folder / "draft")
+    llm = LLM(model=target, max_num_seqs=1, seed=0)
+    room = given.context - given.tokens
+    asked = requests([given.questions, *given.own], given.per_category, llm.tokenizer, room)
+    kinds = dict.fromkeys(request.kind for request in asked)
+    few = [i for kind in kinds for i in [j for j, r in enumerate(asked) if r.kind == kind][: given.peers_per_category]]
+    ratio = decode_seconds(draft) / decode_seconds(target)
+    about = f"draft forward / target forward: {ratio:.3f}"
+    console.print(f"{about}; {len(asked)} requests, {given.tokens} new tokens at most")
+    settings = {title: SETTINGS[title] for title in given.settings}
+    found: dict[str, Any] = {"draft forward / target forward": round(ratio, 4), "kinds": list(kinds)}
+    answers: dict[str, list[Measured]] = {}
+    for title, sampling in settings.items():
+        params = SamplingParams(max_tokens=given.tokens, seed=7, **sampling)
+        answers[title], refused = ours(llm, asked, configs(draft, given.methods), params, given.repeats)
+        found[title], found["not run"] = figures(answers[title]), refused
+        headline(f"{title} ({about})", found[title], console)
+        by_kind(title, found[title], console)
+    for label, why in found["not run"].items():
+        console.print(f"[yellow]{label} did not run: {why}[/]")
+    if given.peers:
+        rivalled, found["peers"] = peer_results(given.folder, [asked[i] for i in few], settings, given, console)
+        for title, others in rivalled.items():
+            params = SamplingParams(max_tokens=given.tokens, seed=7, **settings[title])
+            again, _ = ours(llm, [asked[i] for i in few], {PLAIN: None}, params, given.repeats)
+            mine = [part(result, few) for result in answers[title]]
+            found[f"{title}, peers"] = figures([*mine, *others])
+            drift = found[f"{title}, plain decoding after the peers / before"] = round(again[0].speed / mine[0].speed, 3)
+            headline(
+                f"{title}, with peers ({about}; our plain decoding after them is {drift:.2f} of before)", found[f"{title}, peers"], console
+            )
+            by_kind(f"{title}, with peers", found[f"{title}, peers"], console)
+    return found
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--questions", type=Path, required=True)
+    parser.add_argument("--own", type=Path, nargs="*", default=[Path(__file__).parent / "questions.jsonl"])
+    parser.add_argument("--per-category", type=int, default=10)
+    parser.add_argument("--peers-per-category", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--context", type=int, default=512, help="prompt and answer together")
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--methods", nargs="*", help="parts of the labels of those wanted (default: all)")
+    parser.add_argument("--peers", nargs="*", choices=rivals.ENGINES, default=list(rivals.ENGINES))
+    parser.add_argument("--guesses", type=int, default=4, help="tokens that a peer guesses ahead")
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    asked_for, screen, start = arguments(), Console(width=180), time.perf_counter()
+    made = {"conditions": conditions(), **run(asked_for, screen)}
+    made["seconds"] = round(time.perf_counter() - start)
+    screen.print(f"{made['seconds']} s")
+    if asked_for.json:
+        asked_for.json.write_text(json.dumps(made, indent=1) + "\n")
