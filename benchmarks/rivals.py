@@ -5,7 +5,7 @@ the same end token.  A *mode* is one way to run an engine: a process that is loa
 each request of each setting; the fastest of `repeats` answers counts.  seconds are wall clock around one answer, the prompt included;
 times those at which its tokens came, counted from its beginning.
 
-llama.cpp and OpenVINO tell the time of the first token and of the whole; the other two show every step.  Weights are bfloat16
+llama.cpp and OpenVINO tell the times of the first token and of the last; the other two show every step.  Weights are bfloat16
 (OpenVINO: float16); prefix caches are off, so that a prompt is computed each time.
 """
 
@@ -138,7 +138,8 @@ def _openvino(job: Job) -> tuple[Ask, dict[str, str]]:
     elif job.mode == "draft":
         options |= {"draft_model": openvino_genai.draft_model(job.draft, "CPU", **options)}
     if job.mode != "plain":
-        options |= {"scheduler_config": openvino_genai.SchedulerConfig(cache_size=1, enable_prefix_caching=False)}
+        scheduler = options["scheduler_config"] = openvino_genai.SchedulerConfig()
+        scheduler.cache_size, scheduler.enable_prefix_caching = 1, False
     pipe = openvino_genai.LLMPipeline(job.model, "CPU", **options)
     config = openvino_genai.GenerationConfig()
     config.max_new_tokens, config.eos_token_id, config.stop_token_ids = job.tokens, job.end, {job.end}
@@ -155,8 +156,10 @@ def _openvino(job: Job) -> tuple[Ask, dict[str, str]]:
         began = time.perf_counter()
         result = pipe.generate(given, config)
         seconds, metrics = time.perf_counter() - began, result.perf_metrics
-        tokens = list(result.tokens[0])
-        return Answer(tokens, seconds, spread(metrics.get_ttft().mean / 1e3, seconds, len(tokens)))
+        tokens, more = list(result.tokens[0]), result.extended_perf_metrics
+        counts = (more.get_num_draft_tokens(), more.get_num_accepted_tokens()) if job.mode == "draft" else (0, 0)
+        times = spread(metrics.get_ttft().mean / 1e3, seconds, len(tokens))
+        return Answer(tokens, seconds, times, len(metrics.raw_metrics.m_batch_sizes), *counts)
 
     return ask, {"openvino": openvino.__version__, "genai": openvino_genai.__version__}
 
