@@ -279,7 +279,10 @@ def run(engine: str, job: Job, tools: peers.Tools) -> Outcome:
         given.write_text(json.dumps(asdict(job)))
         command = [python, str(Path(__file__).resolve()), "--worker", engine, str(given), str(made)]
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-        environment |= {"OMP_NUM_THREADS": str(job.threads), "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+        environment |= {
+            "OMP_NUM_THREADS": str(job.threads), "VLLM_CPU_OMP_THREADS_BIND": f"0-{job.threads - 1}",  # by itself it leaves a core free
+            "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR",
+        }  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment, check=False)
         if done.returncode:
             error = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]

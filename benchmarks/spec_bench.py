@@ -117,7 +117,9 @@ def ours(
     for kind in dict.fromkeys(request.kind for request in asked):
         for label, variant in variants.items():
             group = [{"prompt_token_ids": request.ids} for request in asked if request.kind == kind]
-            once(variant, kind, group[:1], params, variant.engine.drafter.memory)  # warm caches: another method ran before
+            memory = variant.engine.drafter.memory
+            once(variant, kind, group[:1], params, memory)  # another method ran before: its weights are in the processor's caches
+            variant.engine.drafter.memory = memory
             for prompt in group:
                 memory = variant.engine.drafter.memory
                 runs = [once(variant, kind, [prompt], params, memory) for _ in range(repeats)]
