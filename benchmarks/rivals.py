@@ -258,6 +258,8 @@ def _answered(job: Job, ask: Ask) -> dict[str, list[Answer]]:
 
 WORKERS = {"transformers": _transformers, "OpenVINO GenAI": _openvino, "vLLM": _vllm}
 ENGINES = (*WORKERS, "llama.cpp")
+LEFT_OUT = {("vLLM", "draft")}  # a minute to load, and no figure that the others do not give
+MISSING = "not installed"
 MODES = {"plain": "", "draft": ", draft model", "lookup": ", n-gram"}
 
 
@@ -268,12 +270,12 @@ def run(engine: str, job: Job, tools: peers.Tools) -> Outcome:
             with _llama_cpp(job, tools.llama_cpp) as (ask, version):
                 return Outcome("ok", _answered(job, ask), version)
         except FileNotFoundError:
-            return Outcome("not installed")
+            return Outcome(MISSING)
         except OSError as error:
             return Outcome(f"failed: {error}")
     python = {"transformers": tools.transformers, "OpenVINO GenAI": tools.openvino, "vLLM": tools.vllm}[engine]
     if python is None:
-        return Outcome("not installed")
+        return Outcome(MISSING)
     with tempfile.TemporaryDirectory() as folder:
         given, made = Path(folder, "job.json"), Path(folder, "answers.json")
         given.write_text(json.dumps(asdict(job)))
@@ -286,7 +288,7 @@ def run(engine: str, job: Job, tools: peers.Tools) -> Outcome:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment, check=False)
         if done.returncode:
             error = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-            return Outcome("not installed" if "No module named" in error else f"failed: {error}")
+            return Outcome(MISSING if "No module named" in error else f"failed: {error}")
         told = json.loads(made.read_text())
     return Outcome("ok", {title: [Answer(**a) for a in answers] for title, answers in told["answers"].items()}, told["version"])
 

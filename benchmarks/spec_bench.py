@@ -19,8 +19,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,8 @@ from outrider.errors import OutriderError
 from outrider.outputs import CompletionOutput
 from outrider.types import Speculation, Times
 
-SETTINGS = {"greedy": {"temperature": 0.0, "top_p": 1.0}, "sampled": {"temperature": 0.8, "top_p": 0.95}}
+GREEDY = "greedy"
+SETTINGS = {GREEDY: {"temperature": 0.0, "top_p": 1.0}, "sampled": {"temperature": 0.8, "top_p": 0.95}}
 GROUPS = {
     "translation": "translation", "summarization": "summary", "qa": "question", "math_reasoning": "math", "rag": "retrieval",
     "code": "code", "German": "German",
@@ -118,7 +119,9 @@ def ours(
         for label, variant in variants.items():
             group = [{"prompt_token_ids": request.ids} for request in asked if request.kind == kind]
             memory = variant.engine.drafter.memory
-            once(variant, kind, group[:1], params, memory)  # another method ran before: its weights are in the processor's caches
+            once(
+                variant, kind, group[:1], replace(params, max_tokens=8), memory
+            )  # another method ran before: its weights are in the processor's caches
             variant.engine.drafter.memory = memory
             for prompt in group:
                 memory = variant.engine.drafter.memory
@@ -151,12 +154,16 @@ def peer_results(
             about[engine] = f"no {model}"
             continue
         for mode, suffix in rivals.MODES.items():
+            if (engine, mode) in rivals.LEFT_OUT:
+                continue
             began = time.perf_counter()
             job = rivals.Job(
                 [request.ids for request in asked], dict(settings), given.tokens, model, draft, mode, given.guesses, repeats=given.repeats,
                 threads=given.threads,
             )  # fmt: skip
             outcome = rivals.run(engine, job, peers.Tools())
+            if outcome.status == rivals.MISSING:
+                break
             about[engine + suffix] = {"status": outcome.status, **outcome.version, "seconds": round(time.perf_counter() - began, 1)}
             console.print(f"[dim]{engine}{suffix}: {outcome.status}, {about[engine + suffix]['seconds']} s[/]")
             for title, answers in outcome.answers.items():
@@ -251,40 +258,48 @@ def by_kind(title: str, made: dict[str, dict[str, Any]], console: Console) -> No
 # ---- the run
 
 
-def run(given: argparse.Namespace, console: Console) -> dict[str, Any]:
+def first(asked: list[Asked], count: int) -> list[int]:
+    """Indices of the first `count` of each kind."""
+    return [i for i, request in enumerate(asked) if [other.kind for other in asked[:i]].count(request.kind) < count]
+
+
+def show(title: str, made: dict[str, dict[str, Any]], console: Console) -> None:
+    headline(title, made, console)
+    by_kind(title, made, console)
+
+
+def run(given: argparse.Namespace, console: Console, save: Callable[[dict[str, Any]], None]) -> None:
     target, draft = str(given.folder / "target"), str(given.folder / "draft")
     llm = LLM(model=target, max_num_seqs=1, seed=0)
-    room = given.context - given.tokens
-    asked = requests([given.questions, *given.own], given.per_category, llm.tokenizer, room)
-    kinds = dict.fromkeys(request.kind for request in asked)
-    few = [i for kind in kinds for i in [j for j, r in enumerate(asked) if r.kind == kind][: given.peers_per_category]]
+    asked = requests([given.questions, *given.own], given.per_category, llm.tokenizer, given.context - given.tokens)
     ratio = decode_seconds(draft) / decode_seconds(target)
     about = f"draft forward / target forward: {ratio:.3f}"
     console.print(f"{about}; {len(asked)} requests, {given.tokens} new tokens at most")
-    settings = {title: SETTINGS[title] for title in given.settings}
-    found: dict[str, Any] = {"draft forward / target forward": round(ratio, 4), "kinds": list(kinds)}
+    found: dict[str, Any] = {"draft forward / target forward": round(ratio, 4)}
     answers: dict[str, list[Measured]] = {}
-    for title, sampling in settings.items():
-        params = SamplingParams(max_tokens=given.tokens, seed=7, **sampling)
-        answers[title], refused = ours(llm, asked, configs(draft, given.methods), params, given.repeats)
-        found[title], found["not run"] = figures(answers[title]), refused
-        headline(f"{title} ({about})", found[title], console)
-        by_kind(title, found[title], console)
+    for title in given.settings:
+        params = SamplingParams(max_tokens=given.tokens, seed=7, **SETTINGS[title])
+        some = [asked[i] for i in first(asked, given.per_category if title == GREEDY else given.sampled_per_category)]
+        began = time.perf_counter()
+        answers[title], found["not run"] = ours(llm, some, configs(draft, given.methods), params, given.repeats)
+        found[title] = figures(answers[title])
+        show(f"{title} ({about})", found[title], console)
+        console.print(f"[dim]{time.perf_counter() - began:.0f} s[/]")
+        save(found)
     for label, why in found["not run"].items():
         console.print(f"[yellow]{label} did not run: {why}[/]")
-    if given.peers:
-        rivalled, found["peers"] = peer_results(given.folder, [asked[i] for i in few], settings, given, console)
-        for title, others in rivalled.items():
-            params = SamplingParams(max_tokens=given.tokens, seed=7, **settings[title])
-            again, _ = ours(llm, [asked[i] for i in few], {PLAIN: None}, params, given.repeats)
-            mine = [part(result, few) for result in answers[title]]
-            found[f"{title}, peers"] = figures([*mine, *others])
-            drift = found[f"{title}, plain decoding after the peers / before"] = round(again[0].speed / mine[0].speed, 3)
-            headline(
-                f"{title}, with peers ({about}; our plain decoding after them is {drift:.2f} of before)", found[f"{title}, peers"], console
-            )
-            by_kind(f"{title}, with peers", found[f"{title}, peers"], console)
-    return found
+    few = [asked[i] for i in first(asked, given.peers_per_category)]
+    settings = {title: SETTINGS[title] for title in given.peer_settings if title in answers and given.peers}
+    rivalled, found["peers"] = peer_results(given.folder, few, settings, given, console) if settings else ({}, {})
+    for title, others in rivalled.items():
+        where = first([Asked(run.kind, []) for run in answers[title][0].runs], given.peers_per_category)
+        mine = [part(result, where) for result in answers[title]]
+        params = SamplingParams(max_tokens=given.tokens, seed=7, **SETTINGS[title])
+        (again, *_), _ = ours(llm, few, {PLAIN: None}, params, given.repeats)
+        drift = found[f"{title}, plain decoding after the peers / before"] = round(again.speed / mine[0].speed, 3)
+        found[f"{title}, peers"] = figures([*mine, *others])
+        show(f"{title}, with peers ({about}; our plain decoding after them: {drift:.2f} of before)", found[f"{title}, peers"], console)
+    save(found)
 
 
 def arguments() -> argparse.Namespace:
@@ -293,23 +308,33 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--questions", type=Path, required=True)
     parser.add_argument("--own", type=Path, nargs="*", default=[Path(__file__).parent / "questions.jsonl"])
     parser.add_argument("--per-category", type=int, default=10)
+    parser.add_argument("--sampled-per-category", type=int, default=4)
     parser.add_argument("--peers-per-category", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--context", type=int, default=512, help="prompt and answer together")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--methods", nargs="*", help="parts of the labels of those wanted (default: all)")
     parser.add_argument("--peers", nargs="*", choices=rivals.ENGINES, default=list(rivals.ENGINES))
+    parser.add_argument("--peer-settings", nargs="*", choices=SETTINGS, default=[GREEDY])
     parser.add_argument("--guesses", type=int, default=4, help="tokens that a peer guesses ahead")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path)
-    return parser.parse_args()
+    given = parser.parse_args()
+    if given.peers_per_category > min(given.per_category, given.sampled_per_category):
+        parser.error("--peers-per-category may not exceed --per-category and --sampled-per-category: peers answer some of our requests.")
+    return given
 
 
 if __name__ == "__main__":
-    asked_for, screen, start = arguments(), Console(width=180), time.perf_counter()
-    made = {"conditions": conditions(), **run(asked_for, screen)}
-    made["seconds"] = round(time.perf_counter() - start)
-    screen.print(f"{made['seconds']} s")
-    if asked_for.json:
-        asked_for.json.write_text(json.dumps(made, indent=1) + "\n")
+    asked_for, start = arguments(), time.perf_counter()
+
+    def keep(found: dict[str, Any]) -> None:
+        """After each part, so that a run that is stopped leaves what it has."""
+        made = {"conditions": conditions(), "seconds": round(time.perf_counter() - start), **found}
+        if asked_for.json:
+            asked_for.json.write_text(json.dumps(made, indent=1) + "\n")
+
+    screen = Console(width=180)
+    run(asked_for, screen, keep)
+    screen.print(f"{time.perf_counter() - start:.0f} s")
