@@ -53,6 +53,7 @@ CHAINS: dict[str, dict[str, Any]] = {
     **{f"{DRAFT}, {k}": {"num_speculative_tokens": k} for k in (3, 4, 5)},
     f"{DRAFT}, 4, int8": {"num_speculative_tokens": 4, "quantization": "int8"},
     f"{DRAFT}, tree 4 × 2": {"num_speculative_tokens": 4, "siblings": 2},
+    f"{DRAFT}, 4, block rule": {"num_speculative_tokens": 4, "verification": "block"},
 }
 FILES = {"llama.cpp": ("target-bf16.gguf", "draft-bf16.gguf"), "OpenVINO GenAI": ("target-ov", "draft-ov")}
 
@@ -114,7 +115,7 @@ def ours(
             variants[label] = llm.variant(config)
         except OutriderError as error:
             refused[label] = str(error)
-    results = {label: Measured(label) for label in variants}
+    results = {label: Measured(label, promise=variant.engine.rule.promise) for label, variant in variants.items()}
     for kind in dict.fromkeys(request.kind for request in asked):
         for label, variant in variants.items():
             group = [{"prompt_token_ids": request.ids} for request in asked if request.kind == kind]
@@ -133,7 +134,7 @@ def ours(
 
 
 def theirs(name: str, asked: list[Asked], answers: list[rivals.Answer]) -> Measured:
-    result = Measured(name, foreign=True)
+    result = Measured(name, promise="")
     for request, a in zip(asked, answers):
         told = Speculation(a.steps, a.drafted, a.accepted, len(a.tokens) if a.steps else 0)
         result.runs.append(
@@ -175,7 +176,7 @@ def peer_results(
 
 
 def part(result: Measured, indices: Iterable[int]) -> Measured:
-    return Measured(result.method, [result.runs[i] for i in indices], result.foreign)
+    return Measured(result.method, [result.runs[i] for i in indices], result.promise)
 
 
 def decoding(result: Measured) -> float:
@@ -194,9 +195,10 @@ def figure(result: Measured, plain: Measured) -> dict[str, Any]:
         "decode speed-up": round(decoding(result) / decoding(plain), 3),
         "tokens per step": round(total.tokens_per_step, 3) if total.steps else None,
         "acceptance": round(total.acceptance, 3) if total.drafted else None,
-        "share of time drafting": round(result.drafting, 3) if total.drafted and not result.foreign else None,
+        "share of time drafting": round(result.drafting, 3) if total.drafted and result.promise else None,
         "repeated 4-grams": round(result.repeated, 3),
-        "same tokens": None if result.foreign or not total.lossless else result.tokens == plain.tokens,
+        "same tokens": result.tokens == plain.tokens if result.promise == "tokens" else None,
+        "promise": result.promise,
     }
 
 
@@ -238,7 +240,7 @@ def headline(title: str, made: dict[str, dict[str, Any]], console: Console) -> N
             method, f"{f['tokens/s']:.0f}", shown_as(f["speed-up"]), f"{f['decode tokens/s']:.0f}", shown_as(f["decode speed-up"]),
             "–" if f["tokens per step"] is None else f"{f['tokens per step']:.2f}", percent(f["acceptance"]),
             percent(f["share of time drafting"]), percent(f["repeated 4-grams"]),
-            {None: "–", True: "[green]✓[/]", False: "[bold red]✗[/]"}[f["same tokens"]],
+            {None: f["promise"] or "–", True: "[green]✓[/]", False: "[bold red]✗[/]"}[f["same tokens"]],
         )  # fmt: skip
     console.print(table)
 
