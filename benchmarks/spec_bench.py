@@ -189,6 +189,7 @@ def figure(result: Measured, plain: Measured) -> dict[str, Any]:
     total = result.total
     return {
         "requests": len(result.runs),
+        "tokens": sum(map(len, result.tokens)),
         "tokens/s": round(result.speed, 1),
         "speed-up": round(result.speed / plain.speed, 3),
         "decode tokens/s": round(decoding(result), 1),
@@ -309,7 +310,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--questions", type=Path, required=True)
     parser.add_argument("--own", type=Path, nargs="*", default=[Path(__file__).parent / "questions.jsonl"])
-    parser.add_argument("--per-category", type=int, default=10)
+    parser.add_argument("--per-category", type=int, default=10, help="greedy")
     parser.add_argument("--sampled-per-category", type=int, default=4)
     parser.add_argument("--peers-per-category", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=128)
@@ -339,4 +340,4 @@ if __name__ == "__main__":
 
     screen = Console(width=180)
     run(asked_for, screen, keep)
-    screen.print(f"{time.perf_counter() - start:.0f} s")
+    screen.print(f"[dim]{time.perf_counter() - start:.0f} s in all[/]")

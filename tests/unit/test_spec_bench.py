@@ -1,0 +1,108 @@
+"""benchmarks/: the grown target computes what the small one does with all the weights that it says, and who is asked what."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from outrider.bench.measure import Measured, Run
+from outrider.bench.questions import Question
+from outrider.models.hub import locate, read_tokenizer
+from outrider.outputs import CompletionOutput
+from outrider.types import Times
+
+HIDDEN, MLP, LAYERS, VOCABULARY = 32, 48, 2, 96
+
+
+@pytest.fixture
+def grow(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    import grow
+
+    return grow
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    import spec_bench
+
+    return spec_bench
+
+
+@pytest.fixture
+def small() -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=MLP, num_hidden_layers=LAYERS, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, initializer_range=0.3,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize(("layers", "mlp"), [(2, 80), (5, 48), (7, 100)])
+def test_a_grown_model_says_the_same(grow: Any, small: Any, layers: int, mlp: int) -> None:
+    large = grow.grown(small, layers, mlp)
+    ids = torch.arange(40).reshape(2, 20)
+    assert small(ids).logits.abs().max() > 0.1
+    assert grow.difference(small, large, ids) < 1e-4
+    heads = HIDDEN * (32 + 16 + 16 + 32)  # q, k, v, o
+    assert grow.weights(large) == 2 * VOCABULARY * HIDDEN + layers * (heads + 3 * HIDDEN * mlp + 2 * HIDDEN) + HIDDEN
+
+
+def test_what_is_added_computes(grow: Any, small: Any) -> None:
+    """Only output projections are zero, and no two of them are the same tensor to a converter that looks for equal ones."""
+    layers = grow.grown(small, 6, 64).model.layers
+    added = [layer for i, layer in enumerate(layers) if i not in (0, 3)]
+    for layer in added:
+        for name, weight in layer.named_parameters():
+            assert bool((weight == 0).all()) == name.endswith(("o_proj.weight", "down_proj.weight")), name
+        assert layer.self_attn.q_proj.weight.std() > 0.01
+    assert (layers[0].mlp.gate_proj.weight[MLP:] != 0).all()
+    assert (layers[0].mlp.down_proj.weight[:, MLP:] == 0).all()
+    signs = {tuple(layer.mlp.down_proj.weight.signbit().flatten().tolist()) for layer in added}
+    assert len(signs) == len(added)
+
+
+def test_a_smaller_one_is_refused(grow: Any, small: Any) -> None:
+    with pytest.raises(SystemExit, match="at least"):
+        grow.grown(small, 1, 48)
+
+
+def test_questions_are_spread_over_a_group(bench: Any) -> None:
+    """The eight categories of MT-bench are one of Spec-Bench's, in which each has its share."""
+    chat = [Question(kind, (f"{kind} {i}",)) for kind in ("writing", "coding") for i in range(4)]
+    found = bench.chosen([*chat, *(Question("qa", (str(i),)) for i in range(6))], 2)
+    assert {kind: [question.turns[0] for question in group] for kind, group in found.items()} == {
+        "multi-turn": ["writing 0", "coding 0"], "question": ["0", "3"],
+    }  # fmt: skip
+    asked = [bench.Asked(kind, []) for kind in ("a", "a", "b", "a", "b")]
+    assert bench.first(asked, 2) == [0, 1, 2, 4]
+
+
+def test_a_long_question_loses_its_middle(bench: Any) -> None:
+    tokenizer = read_tokenizer(str(locate("builtin")))
+    text = " ".join(f"word{i}" for i in range(300))
+    ids = bench.fitted(text, tokenizer, 100)
+    assert 90 < len(ids) <= 100
+    said = tokenizer.decode(ids)
+    assert "word0 " in said and "word299" in said and "word150" not in said
+    assert "word0 word1 word2" in tokenizer.decode(bench.fitted("word0 word1 word2", tokenizer, 100))
+
+
+def test_what_loops_is_left_out_of_the_headline(bench: Any) -> None:
+    def answered(tokens: list[int], seconds: float) -> Run:
+        times = [0.1, *(0.1 + i * seconds for i in range(1, len(tokens)))]
+        return Run("chat", times[-1], Times(), [CompletionOutput(0, "", tokens, token_times=times)])
+
+    loop, free = [1, 2, 3, 4] * 5, list(range(20))
+    plain = Measured("plain decoding", [answered(loop, 0.1), answered(free, 0.1)])
+    other = Measured("copies", [answered(loop, 0.01), answered(free, 0.2)])
+    made = bench.figures([plain, other])["copies"]
+    assert made["no loops"]["requests"] == 1 and made["no loops"]["decode speed-up"] == 0.5
+    assert made["all"]["requests"] == 2 and made["all"]["speed-up"] > made["no loops"]["speed-up"]
+    assert "slower" in bench.shown_as(made["no loops"]["speed-up"])
