@@ -6,7 +6,8 @@ each request of each setting; the fastest of `repeats` answers counts.  seconds 
 times those at which its tokens came, counted from its beginning.
 
 llama.cpp and OpenVINO tell the times of the first token and of the last; the other two show every step.  Weights are bfloat16
-(OpenVINO: float16); prefix caches are off, so that a prompt is computed each time.
+(OpenVINO: float16); prefix caches are off, so that a prompt is computed each time.  vLLM keeps one core for its scheduler unless
+VLLM_CPU_OMP_THREADS_BIND says otherwise.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -28,6 +30,7 @@ from typing import Any
 
 import peers
 
+LIMIT = 300  # seconds that one mode may take
 NGRAM = 3  # tokens that have to agree before a rival copies what followed
 
 
@@ -281,16 +284,28 @@ def run(engine: str, job: Job, tools: peers.Tools) -> Outcome:
         given.write_text(json.dumps(asdict(job)))
         command = [python, str(Path(__file__).resolve()), "--worker", engine, str(given), str(made)]
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-        environment |= {
-            "OMP_NUM_THREADS": str(job.threads), "VLLM_CPU_OMP_THREADS_BIND": f"0-{job.threads - 1}",  # by itself it leaves a core free
-            "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR",
-        }  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment, check=False)
-        if done.returncode:
-            error = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        environment |= {"OMP_NUM_THREADS": str(job.threads), "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+        error = _ended(command, environment)
+        if error is not None:
             return Outcome(MISSING if "No module named" in error else f"failed: {error}")
         told = json.loads(made.read_text())
     return Outcome("ok", {title: [Answer(**a) for a in answers] for title, answers in told["answers"].items()}, told["version"])
+
+
+def _ended(command: list[str], environment: dict[str, str]) -> str | None:
+    """Runs a process, and ends all that it has started with it.  Returns the last line of its complaint, if it failed."""
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+        try:
+            code = process.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            return f"not done after {LIMIT} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        log.seek(0)
+        return (log.read().strip().splitlines() or [f"exit status {code}"])[-1] if code else None
 
 
 def _work(engine: str, given: Path, made: Path) -> None:
