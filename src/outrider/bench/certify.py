@@ -1,0 +1,220 @@
+"""Whether speculation keeps its promise on somebody's own model: `outrider verify`.
+
+Rules that promise the same text are held to it at every temperature.  Those that promise the same law are held to the text
+where it is greedy, and to the law where it is sampled; a rule that promises neither is measured.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from outrider.bench.laws import ALARM, CANDIDATES, FIRST, LawTest
+from outrider.bench.passages import Passages
+from outrider.bench.texts import GREEDY, SEEDED, Difference, Tally, Texts
+from outrider.bench.ties import both, look, tolerance
+from outrider.llm import LLM
+from outrider.types import Row
+
+SHOWN = 5  # differences that are looked at before it is clear that rounding is not the reason
+GREEDY_SHARE = 0.3  # of the time, where laws are to be tested as well
+TOUCHES = 3  # texts over which rounding is measured
+
+Tick = Callable[[str], None]
+
+
+@dataclass
+class Check:
+    """One line of the certificate.  figures: the same in numbers."""
+
+    name: str
+    tested: str
+    result: str
+    passed: bool
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Certificate:
+    exact: bool
+    promise: str  # "same text", "same law" or "none"
+    checks: list[Check] = field(default_factory=list)
+    differences: list[Difference] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        return all(check.passed for check in self.checks)
+
+    @property
+    def ties(self) -> int:
+        return sum(difference.explained for difference in self.differences)
+
+    @property
+    def verdict(self) -> str:
+        if not self.passed:
+            failed = ", ".join(check.name for check in self.checks if not check.passed)
+            return f"Not proven lossless: {failed}." + (" On these kernels this is a bug." if self.exact and self.promise != "none" else "")
+        if self.promise == "none":
+            return "This rule is not lossless, as was expected: what it changes was measured, and nothing else is wrong."
+        law = "greedy texts are, and sampled texts have the law of plain decoding as far as so many can show"
+        said = "Lossless: every text is what plain decoding says" if self.promise == "same text" else f"Lossless: {law}"
+        return f"{said}, but for {self.ties} ties within rounding." if self.ties else f"{said}{', token for token' * self.exact}."
+
+
+@dataclass(frozen=True)
+class Effort:
+    """minutes: of the tests, loading aside; the smallest round is always done.  tokens: of the longest texts that are compared."""
+
+    minutes: float = 2.0
+    tokens: int = 64
+    seed: int = 0
+
+
+def certify(
+    llm: LLM,
+    config: Mapping[str, Any],
+    passages: Passages,
+    effort: Effort,
+    expect_lossy: bool = False,
+    tick: Tick = lambda what: None,
+) -> Certificate:
+    """`llm` decodes plainly.  Raises what a prompt raises that cannot be answered."""
+    fast, clock = llm.variant(config), _Clock(effort.minutes)
+    rule, exact = fast.engine.rule, llm.engine.exact
+    made = Certificate(exact, "same text" if rule.same_text else "same law" if rule.lossless else "none")
+    texts = Texts(llm, fast, (GREEDY, *SEEDED) if rule.same_text else (GREEDY,), effort.seed)
+    heard = _compare(texts, passages, effort, clock, 1.0 if rule.same_text else GREEDY_SHARE, tick)
+    made.differences = [difference for tally in texts.tallies for difference in tally.differences]
+    _explain(llm, made.differences)
+    made.checks += [text_check(tally, rule.lossless) for tally in texts.tallies]
+    made.checks.append(logprob_check(texts.tallies, 0.0 if exact else _reach(llm, heard), rule.lossless))
+    if not rule.same_text:
+        laws = LawTest(llm, fast, passages.short(CANDIDATES), effort.seed)
+        _sample(laws, llm.engine.options.max_num_seqs, clock, tick)
+        made.checks.append(law_check(laws, rule.lossless))
+    if not rule.lossless:
+        made.checks.append(Check("the rule", "what it promises", "it is not lossless, and says so", expect_lossy))
+    made.checks.append(leak_check((llm, fast)))
+    return made
+
+
+class _Clock:
+    def __init__(self, minutes: float) -> None:
+        self.seconds, self.began = 60 * minutes, time.perf_counter()
+
+    def left(self, share: float = 1.0) -> float:
+        """Seconds of the first `share` of the time."""
+        return self.seconds * share - (time.perf_counter() - self.began)
+
+
+def _compare(texts: Texts, passages: Passages, effort: Effort, clock: _Clock, share: float, tick: Tick) -> list[list[int]]:
+    """Rounds of more and longer texts while there is time and there are prompts.  Returns what plain decoding said to the first few."""
+    size, tokens, kept = 4, min(8, effort.tokens), list[list[int]]()
+    most = 2 * texts.fast.engine.options.max_num_seqs
+    while prompts := passages.take(size):
+        began = clock.left()
+        for text in texts.round(prompts, tokens):
+            passages.heard(text)
+            kept = kept if len(kept) == TOUCHES else [*kept, text]
+            tick(f"texts, {tokens} tokens each")
+        work, size, tokens = len(prompts) * tokens, max(size, most), min(2 * tokens, effort.tokens)
+        if (began - clock.left()) * size * tokens / work > clock.left(share):
+            break
+    return kept
+
+
+def _sample(laws: LawTest, rows: int, clock: _Clock, tick: Tick) -> None:
+    count, took = 2 * rows, 0.0
+    while took <= clock.left():
+        began = clock.left()
+        for _ in laws.round(count):
+            tick(f"laws, {laws.samples:,} texts")
+        took = began - clock.left()
+
+
+def _explain(llm: LLM, differences: list[Difference]) -> None:
+    """Looks at where texts part, until it is clear that rounding is not the reason."""
+    wrong = 0
+    for difference in differences:
+        if difference.plain is not None and difference.said is not None and wrong < SHOWN:
+            difference.gap = look(llm.engine, difference.prompt, difference.params, difference.before, difference.said)
+        wrong += not difference.explained
+
+
+def _reach(llm: LLM, texts: Sequence[list[int]]) -> float:
+    """How far rounding may move a log-probability: a logit, and the sum that it is compared with."""
+    found = [both(llm.engine.decoder, text[: len(text) // 2], text[len(text) // 2 :]) for text in texts]
+    return max((2 * tolerance(alone, together, llm.engine.decoder.dtype) for alone, together in found), default=0.0)
+
+
+def text_check(tally: Tally, lossless: bool) -> Check:
+    wrong = [difference for difference in tally.differences if not difference.explained]
+    ties = len(tally.differences) - len(wrong)
+    how = ", ".join(f"{name} {value:g}" for name, value in tally.sampling.items() if value) or "greedy"
+    how = how.replace("temperature", "T =")
+    company = f"in company, {tally.joined} of them joining later" if tally.together else "alone"
+    result = f"{len(wrong)} texts differ" if wrong else f"same but for {ties} ties" if ties else "same tokens"
+    figures = {"texts": tally.texts, "tokens": tally.tokens, "joined": tally.joined, "different": len(wrong), "ties": ties}
+    name = f"{how}, {'in company' if tally.together else 'alone'}"
+    return Check(name, f"{tally.texts} texts, {tally.tokens:,} tokens, {company}", result, not (wrong and lossless), figures)
+
+
+def logprob_check(tallies: Sequence[Tally], limit: float, lossless: bool) -> Check:
+    apart = max(tally.apart for tally in tallies)
+    tokens = sum(tally.tokens - len(tally.differences) for tally in tallies)
+    what = "equal" if apart == 0 else f"{apart:.2g} apart at most ({limit:.2g} is rounding)"
+    return Check(
+        "log-probabilities",
+        f"{tokens:,} chosen tokens",
+        what,
+        apart <= limit or not lossless,
+        {"largest difference": apart, "limit": limit},
+    )
+
+
+def law_check(laws: LawTest, lossless: bool) -> Check:
+    found = laws.chances()
+    told = [(cell, chance) for cell, chance in found if chance.freedom]
+    worst = min((chance.p for _, chance in told), default=1.0)
+    apart = max((chance for _, chance in told), key=lambda chance: chance.distance - chance.by_chance, default=None)
+    result = "too few samples to say anything: give it more --minutes"
+    if apart is not None:
+        sight = max(chance.visible for _, chance in told)
+        verdict = "differ" if worst < laws.level else "no difference"
+        result = (
+            f"{verdict}: p = {worst:.2g} (alarm below {laws.level:.2g}), at most {apart.distance:.1%} of the texts apart where chance "
+            f"alone makes {apart.by_chance:.1%}; "
+            + ("too few to see even large ones" if sight >= 1 else f"{sight:.1%} apart would have been seen, 9 times of 10")
+        )
+    figures: dict[str, Any] = {"alarm": ALARM, "level": laws.level, "p": worst, "samples": laws.samples, "tests": []}
+    for cell, chance in found:
+        about = {"prompt": cell.prompt, "temperature": cell.temperature, "samples": [cell.plain.total(), cell.fast.total()]}
+        figures["tests"].append({**about, **{name: _finite(value) for name, value in chance._asdict().items()}})
+    tested = f"{laws.samples:,} texts: the first {FIRST} tokens of {len(found)} prompts and temperatures"
+    return Check("the law", tested, result, bool(told) and (worst >= laws.level or not lossless), figures)
+
+
+def leak_check(llms: Sequence[LLM]) -> Check:
+    """No slot is lost, nothing is in flight, and no drafter remembers a text that has ended."""
+    wrong = []
+    for llm in llms:
+        try:
+            llm.engine.check()
+        except AssertionError as error:
+            wrong.append(str(error) or "a slot is lost or owned twice")
+        if llm.engine.busy:
+            wrong.append("a text is still running")
+        kept = [
+            name
+            for name, value in vars(llm.engine.drafter).items()
+            if isinstance(value, Mapping) and any(isinstance(k, Row) for k in value)
+        ]
+        wrong += [f"the drafter remembers a finished text in {name!r}" for name in kept]
+    return Check("leaks", "cache, queue and drafter, after everything", "; ".join(wrong) or "none", not wrong)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
