@@ -6,7 +6,6 @@ where it is greedy, and to the law where it is sampled; a rule that promises nei
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -56,48 +55,46 @@ class Certificate:
     def verdict(self) -> str:
         if not self.passed:
             failed = ", ".join(check.name for check in self.checks if not check.passed)
-            return f"Not proven lossless: {failed}." + (" On these kernels this is a bug." if self.exact and self.promise != "none" else "")
+            bug = self.exact and self.promise != "none" and self.differences
+            return f"Not proven lossless: {failed}." + (" On these kernels every difference is a bug." if bug else "")
         if self.promise == "none":
             return "This rule is not lossless, as was expected: what it changes was measured, and nothing else is wrong."
-        law = "greedy texts are, and sampled texts have the law of plain decoding as far as so many can show"
-        said = "Lossless: every text is what plain decoding says" if self.promise == "same text" else f"Lossless: {law}"
-        return f"{said}, but for {self.ties} ties within rounding." if self.ties else f"{said}{', token for token' * self.exact}."
+        said = "Lossless: every text is what plain decoding says"
+        if self.promise == "same law":
+            said = "Lossless: greedy texts are what plain decoding says, and sampled ones have its law as far as so many can show"
+        return f"{said}, but for {self.ties} ties within rounding." if self.ties else f"{said}."
 
 
 @dataclass(frozen=True)
 class Effort:
-    """minutes: of the tests, loading aside; the smallest round is always done.  tokens: of the longest texts that are compared."""
+    """minutes: of the tests, loading aside.  tokens: of the longest texts that are compared.  samples: of each lot where laws are
+    compared, however long that takes (the smallest round is always done)."""
 
     minutes: float = 2.0
     tokens: int = 64
+    samples: int = 0
     seed: int = 0
 
 
 def certify(
-    llm: LLM,
-    config: Mapping[str, Any],
-    passages: Passages,
-    effort: Effort,
-    expect_lossy: bool = False,
-    tick: Tick = lambda what: None,
+    plain: LLM, fast: LLM, passages: Passages, effort: Effort, expect_lossy: bool = False, tick: Tick = lambda what: None
 ) -> Certificate:
-    """`llm` decodes plainly.  Raises what a prompt raises that cannot be answered."""
-    fast, clock = llm.variant(config), _Clock(effort.minutes)
-    rule, exact = fast.engine.rule, llm.engine.exact
+    """`fast` is a variant of `plain`, which decodes plainly.  Raises what a prompt raises that cannot be answered."""
+    clock, rule, exact = _Clock(effort.minutes), fast.engine.rule, plain.engine.exact
     made = Certificate(exact, "same text" if rule.same_text else "same law" if rule.lossless else "none")
-    texts = Texts(llm, fast, (GREEDY, *SEEDED) if rule.same_text else (GREEDY,), effort.seed)
+    texts = Texts(plain, fast, (GREEDY, *SEEDED) if rule.same_text else (GREEDY,), effort.seed)
     heard = _compare(texts, passages, effort, clock, 1.0 if rule.same_text else GREEDY_SHARE, tick)
     made.differences = [difference for tally in texts.tallies for difference in tally.differences]
-    _explain(llm, made.differences)
+    _explain(plain, made.differences)
     made.checks += [text_check(tally, rule.lossless) for tally in texts.tallies]
-    made.checks.append(logprob_check(texts.tallies, 0.0 if exact else _reach(llm, heard), rule.lossless))
+    made.checks.append(logprob_check(texts.tallies, 0.0 if exact else _reach(plain, heard), rule.lossless))
     if not rule.same_text:
-        laws = LawTest(llm, fast, passages.short(CANDIDATES), effort.seed)
-        _sample(laws, llm.engine.options.max_num_seqs, clock, tick)
+        laws = LawTest(plain, fast, passages.short(CANDIDATES), effort.seed)
+        _sample(laws, effort.samples, clock, tick)
         made.checks.append(law_check(laws, rule.lossless))
     if not rule.lossless:
         made.checks.append(Check("the rule", "what it promises", "it is not lossless, and says so", expect_lossy))
-    made.checks.append(leak_check((llm, fast)))
+    made.checks.append(leak_check((plain, fast)))
     return made
 
 
@@ -126,9 +123,9 @@ def _compare(texts: Texts, passages: Passages, effort: Effort, clock: _Clock, sh
     return kept
 
 
-def _sample(laws: LawTest, rows: int, clock: _Clock, tick: Tick) -> None:
-    count, took = 2 * rows, 0.0
-    while took <= clock.left():
+def _sample(laws: LawTest, least: int, clock: _Clock, tick: Tick) -> None:
+    count, took = 2 * laws.fast.engine.options.max_num_seqs, 0.0
+    while took <= clock.left() or laws.each < max(1, least):
         began = clock.left()
         for _ in laws.round(count):
             tick(f"laws, {laws.samples:,} texts")
@@ -176,25 +173,25 @@ def logprob_check(tallies: Sequence[Tally], limit: float, lossless: bool) -> Che
 
 
 def law_check(laws: LawTest, lossless: bool) -> Check:
-    found = laws.chances()
-    told = [(cell, chance) for cell, chance in found if chance.freedom]
-    worst = min((chance.p for _, chance in told), default=1.0)
-    apart = max((chance for _, chance in told), key=lambda chance: chance.distance - chance.by_chance, default=None)
+    *each, whole = chances = laws.chances()
+    p, tests = min(chance.p for chance in chances), len(chances)
+    worst = max(each, key=lambda chance: chance.distance - chance.by_chance)
+    sight = max(chance.visible for chance in each)
     result = "too few samples to say anything: give it more --minutes"
-    if apart is not None:
-        sight = max(chance.visible for _, chance in told)
-        verdict = "differ" if worst < laws.level else "no difference"
+    if whole.freedom:
         result = (
-            f"{verdict}: p = {worst:.2g} (alarm below {laws.level:.2g}), at most {apart.distance:.1%} of the texts apart where chance "
-            f"alone makes {apart.by_chance:.1%}; "
-            + ("too few to see even large ones" if sight >= 1 else f"{sight:.1%} apart would have been seen, 9 times of 10")
+            f"{'laws differ' if p < laws.level else 'no difference'}: p = {p:.2g}, the least of {tests} (alarm below {laws.level:.2g}). "
+            f"{worst.distance:.1%} of a law apart at most, where chance makes {worst.by_chance:.1%}. Seen 9 times of 10: "
+            f"{whole.visible:.1%} everywhere, {f'{sight:.1%}' if sight < 1 else 'nothing'} in one place"
         )
-    figures: dict[str, Any] = {"alarm": ALARM, "level": laws.level, "p": worst, "samples": laws.samples, "tests": []}
-    for cell, chance in found:
-        about = {"prompt": cell.prompt, "temperature": cell.temperature, "samples": [cell.plain.total(), cell.fast.total()]}
-        figures["tests"].append({**about, **{name: _finite(value) for name, value in chance._asdict().items()}})
-    tested = f"{laws.samples:,} texts: the first {FIRST} tokens of {len(found)} prompts and temperatures"
-    return Check("the law", tested, result, bool(told) and (worst >= laws.level or not lossless), figures)
+    told = zip(laws.cells, each)
+    figures: dict[str, Any] = {"alarm": ALARM, "level": laws.level, "p": p, "samples": laws.samples, "all as one": whole._asdict()}
+    figures["tests"] = [
+        {"prompt": cell.prompt, "temperature": cell.temperature, "samples": [cell.plain.total(), cell.fast.total()], **chance._asdict()}
+        for cell, chance in told
+    ]
+    tested = f"{laws.samples:,} texts: the first {FIRST} tokens of {len(each)} prompts and temperatures"
+    return Check("the law", tested, result, whole.freedom > 0 and (p >= laws.level or not lossless), figures)
 
 
 def leak_check(llms: Sequence[LLM]) -> Check:
@@ -214,7 +211,3 @@ def leak_check(llms: Sequence[LLM]) -> Check:
         ]
         wrong += [f"the drafter remembers a finished text in {name!r}" for name in kept]
     return Check("leaks", "cache, queue and drafter, after everything", "; ".join(wrong) or "none", not wrong)
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

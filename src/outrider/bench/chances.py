@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -27,6 +27,9 @@ class Chance(NamedTuple):
     distance: float
     by_chance: float
     visible: float
+
+
+NOTHING = Chance(1.0, 0.0, 0, 0.0, 0.0, 1.0)
 
 
 def pooled(one: Counter[Outcome], two: Counter[Outcome], least: int = LEAST) -> Cells:
@@ -52,11 +55,23 @@ def compare(one: Counter[Outcome], two: Counter[Outcome], level: float) -> Chanc
     n, m = one.total(), two.total()
     freedom = len(cells) - 1
     if freedom < 1:
-        return Chance(1.0, 0.0, 0, 0.0, 0.0, 1.0)
+        return NOTHING
     statistic = sum((a * m - b * n) ** 2 / (a + b) for a, b in cells) / (n * m)
     distance = sum(abs(a / n - b / m) for a, b in cells) / 2
     noise = sum(math.sqrt(2 / math.pi * (a + b) / (n + m) * (1 / n + 1 / m)) for a, b in cells) / 2
     return Chance(tail(statistic, freedom), statistic, freedom, distance, noise, visible(n, m, freedom, level))
+
+
+def combined(chances: Sequence[Chance], n: int, m: int, level: float) -> Chance:
+    """All tests as one, which sees what is a little wrong everywhere.  Every one had lots of n and m; distances are averages (`visible`
+    of the root of the mean square)."""
+    told = [chance for chance in chances if chance.freedom]
+    if not told:
+        return NOTHING
+    statistic, freedom = sum(chance.statistic for chance in told), sum(chance.freedom for chance in told)
+    distance, noise = (sum(values) / len(told) for values in ([c.distance for c in told], [c.by_chance for c in told]))
+    sight = visible(n * len(told), m * len(told), freedom, level)
+    return Chance(tail(statistic, freedom), statistic, freedom, distance, noise, sight)
 
 
 def tail(statistic: float, freedom: int) -> float:

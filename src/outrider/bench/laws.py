@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from outrider.bench.chances import Chance, compare
+from outrider.bench.chances import Chance, combined, compare
 from outrider.llm import LLM
 from outrider.sampling.params import SamplingParams
 
@@ -28,9 +28,6 @@ class Sampled:
     plain: Counter[Start] = field(default_factory=Counter)
     fast: Counter[Start] = field(default_factory=Counter)
 
-    def chance(self, level: float) -> Chance:
-        return compare(self.plain, self.fast, level)
-
 
 class LawTest:
     """Both engines draw from seeds of their own, so that the lots are independent."""
@@ -41,15 +38,22 @@ class LawTest:
 
     @property
     def level(self) -> float:
-        """Of one test: Bonferroni's share of the alarm."""
-        return ALARM / len(self.cells)
+        """Of one test: Bonferroni's share of the alarm, with one for all of them as one."""
+        return ALARM / (len(self.cells) + 1)
+
+    @property
+    def each(self) -> int:
+        """Samples of each lot, as far as all have them."""
+        return min(cell.fast.total() for cell in self.cells)
 
     @property
     def samples(self) -> int:
         return sum(cell.plain.total() + cell.fast.total() for cell in self.cells)
 
-    def chances(self) -> list[tuple[Sampled, Chance]]:
-        return [(cell, cell.chance(self.level)) for cell in self.cells]
+    def chances(self) -> list[Chance]:
+        """Of every prompt and temperature, and last of all of them as one."""
+        found = [compare(cell.plain, cell.fast, self.level) for cell in self.cells]
+        return [*found, combined(found, self.cells[0].plain.total(), self.cells[0].fast.total(), self.level)]
 
     def round(self, count: int) -> Iterator[None]:
         """So many texts more of every prompt and temperature, in each lot."""

@@ -52,8 +52,8 @@ class Tally:
             self.apart = max(self.apart, abs(mine[token].logprob - theirs[token].logprob))
         if (plain.token_ids, plain.finish_reason) != (fast.token_ids, fast.finish_reason):
             self.tokens += 1  # the one that differs was compared, too
-            ends = (out.token_ids[common] if common < len(out.token_ids) else None for out in (plain, fast))
-            self.differences.append(Difference(prompt, params, plain.token_ids[:common], *ends))
+            a, b = (out.token_ids[common] if common < len(out.token_ids) else None for out in (plain, fast))
+            self.differences.append(Difference(prompt, params, plain.token_ids[:common], a, b))
 
 
 class Texts:

@@ -36,6 +36,7 @@ def verify(
     minutes: Annotated[float, Option("--minutes", min=0, help="Time for the tests; more of it sees smaller differences.")] = 2.0,
     batch_size: Annotated[int, Option("-b", "--batch-size", min=2, help="Requests at once, in company.")] = 8,
     max_tokens: Annotated[int, Option("-n", "--max-tokens", min=1, help="New tokens of the longest texts.")] = 64,
+    samples: Annotated[int, Option("--samples", min=0, help="Texts of each prompt, at least, where laws are tested.")] = 0,
     seed: Annotated[int, Option("-s", "--seed", min=0, help="Of prompts and texts.")] = 0,
     expect_lossy: Annotated[bool, Option("--expect-lossy", help="For rules that are not lossless: measure, and do not fail.")] = False,
     out: Annotated[str | None, Option("--json", help="Append everything as one line to this file; - prints it.")] = None,
@@ -56,14 +57,15 @@ def verify(
     sink = opened(out)
     engine.setdefault("max_model_len", min(CONTEXT, Checkpoint.open(engine["model"], engine.get("revision")).spec.context))
     llm = load(engine, max_num_seqs=batch_size)
+    fast = llm.variant(config)
     tokens = max(1, min(max_tokens, llm.engine.max_len // 2))
     prompts, left_out = beginnings(llm, seed), 0
     if asked is not None:
         found, left_out = prompts_of(llm, asked, SamplingParams(max_tokens=tokens))
         prompts = [prompt["prompt_token_ids"] for _, prompt in found]
     console = Console(stderr=out == "-")
-    effort = Effort(minutes, tokens, seed)
-    made = run(llm, config, Passages(prompts, llm.engine.max_len - tokens, asked is None, seed), effort, expect_lossy, console)
+    passages = Passages(prompts, llm.engine.max_len - tokens, asked is None, seed)
+    made = run(llm, fast, passages, Effort(minutes, tokens, samples, seed), expect_lossy, console)
     console.print(panel(llm, config, made, left_out))
     if sink:
         settings = {
@@ -78,7 +80,7 @@ def verify(
         raise typer.Exit(1)
 
 
-def run(llm: LLM, config: Given, passages: Passages, effort: Effort, expect_lossy: bool, console: Console) -> Certificate:
+def run(llm: LLM, fast: LLM, passages: Passages, effort: Effort, expect_lossy: bool, console: Console) -> Certificate:
     columns = (TextColumn("{task.description:32}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("Verifying", total=60 * effort.minutes)
@@ -86,4 +88,4 @@ def run(llm: LLM, config: Given, passages: Passages, effort: Effort, expect_loss
         def tick(what: str) -> None:
             bar.update(task, completed=bar.tasks[0].elapsed, description=f"Verifying: {what}")
 
-        return certify(llm, config, passages, effort, expect_lossy, tick)
+        return certify(llm, fast, passages, effort, expect_lossy, tick)

@@ -1,0 +1,259 @@
+"""`outrider verify`: healthy engines get their certificate, broken ones are caught with the place shown."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import Run
+from helpers import tiny_checkpoint
+from safetensors.torch import load_file, save_file
+
+from outrider import LLM
+from outrider.bench import certify as certifying
+from outrider.bench.certify import Certificate, Effort, certify
+from outrider.bench.passages import Passages
+from outrider.bench.ties import Gap
+from outrider.draft.draft_model import DraftModel
+from outrider.engine.runner import Seen
+from outrider.sampling.sampler import Sampler
+from outrider.verify import match, rejection
+
+SHORT = ("--minutes", 0, "--samples", 60, "-b", 8, "-n", 24, "--dtype", "float32")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A tiny target with laws that are neither flat nor peaked, and a blurred copy as its draft."""
+    folder = tmp_path_factory.mktemp("pair")
+    target = tiny_checkpoint(folder / "target", initializer_range=0.3, max_position_embeddings=512)
+    draft = Path(shutil.copytree(target, folder / "draft")) / "model.safetensors"
+    torch.manual_seed(1)
+    weights = load_file(draft)
+    save_file({name: w + torch.randn_like(w) * w.std() * 0.3 for name, w in weights.items()}, draft, {"format": "pt"})
+    return target, str(draft.parent)
+
+
+def flat(panel: str) -> str:
+    """What a panel says, in one line."""
+    return " ".join(panel.replace("│", " ").split())
+
+
+def config(pair: tuple[str, str], **more: Any) -> str:
+    return json.dumps({"model": pair[1], "num_speculative_tokens": 3, **more})
+
+
+HEALTHY = (
+    {"siblings": 2},
+    {"verification": "rejection"},
+    {"verification": "rejection", "siblings": 2, "sibling_draws": "independent"},
+    {"verification": "block"},
+    {"verification": "traversal", "siblings": 2},
+)
+
+
+@pytest.mark.parametrize("keys", HEALTHY, ids=lambda keys: "-".join(map(str, keys.values())))
+def test_a_healthy_engine_passes(keys: dict[str, Any], run: Run, pair: tuple[str, str], tmp_path: Path) -> None:
+    out = tmp_path / "certificate.json"
+    result = run("verify", "-m", pair[0], *SHORT, "--speculative-config", config(pair, **keys), "--json", out)
+    assert result.status == 0, result.out + result.err
+    assert "Lossless" in result.out and "✗" not in result.out
+    found = json.loads(out.read_text())
+    assert found["passed"] and found["exact"] and found["dtype"] == "float32" and found["differences"] == []
+    assert found["conditions"].keys() >= {"cpu", "torch", "commit", "command"} and json.loads(found["method"])["model"] == pair[1]
+    checks = {check["name"]: check for check in found["checks"]}
+    same_text = "verification" not in keys
+    assert found["promise"] == ("same text" if same_text else "same law")
+    assert ("the law" in checks) != same_text and ("T = 0.8, top_p 0.95, in company" in checks) == same_text
+    assert checks["greedy, alone"]["figures"]["tokens"] == checks["greedy, in company"]["figures"]["tokens"] >= 16
+    assert checks["log-probabilities"]["figures"]["largest difference"] == 0 and checks["leaks"]["result"] == "none"
+    if not same_text:
+        law = checks["the law"]["figures"]
+        assert law["p"] >= law["level"] == pytest.approx(law["alarm"] / 7) and len(law["tests"]) == 6
+        assert all(test["samples"][0] == test["samples"][1] > 0 for test in law["tests"]) and law["all as one"]["visible"] < 1
+
+
+def test_many_prompts_join_and_grow_longer(run: Run, pair: tuple[str, str], tmp_path: Path) -> None:
+    """Where only the prompts end the test, all are asked, more at a time and for longer answers."""
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n".join(f"the {i} seas and the rest" for i in range(17)))
+    result = run("verify", "-m", pair[0], "--minutes", 5, "-b", 3, "--method", "ngram", "--json", "-", "--prompts", file)
+    assert result.status == 0 and "Lossless" in result.err
+    checks = {check["name"]: check["figures"] for check in json.loads(result.out)["checks"]}
+    for name in ("greedy, in company", "T = 0.8, in company", "T = 0.8, top_p 0.95, in company"):
+        assert checks[name]["texts"] == 17 and checks[name]["joined"] == 1 + 3 + 3 + 1 - 1
+        assert checks[name]["tokens"] > 17 * 8, "longer than in the first round"
+
+
+def test_passages_are_the_models_own_words() -> None:
+    passages = Passages([[1, 2, 3], [4, 5, 6, 7, 8]], room=4, own=True, seed=0)
+    assert passages.take(2) == [[1, 2, 3], [5, 6, 7, 8]], "a prompt that is too long loses its beginning"
+    assert passages.take(1) == []
+    passages.heard(list(range(100, 160)))
+    cut = passages.take(20)
+    assert len(cut) == 20 and {len(ids) for ids in cut} == {2, 3, 4}
+    assert all(ids == list(range(ids[0], ids[0] + len(ids))) and ids[0] >= 100 for ids in cut)
+    assert all(len(a) <= len(b) for a, b in zip(passages.short(5), passages.short(5)[1:]))
+    assert Passages([[1]], 4, False, 0).take(3) == [[1]]
+
+
+def test_prompts_of_ones_own(run: Run, questions: Path, tmp_path: Path) -> None:
+    """Only these are asked, and what does not fit is counted."""
+    arguments = ("--minutes", 0.01, "-b", 2, "-n", 4, "--method", "ngram", "--json", "-")
+    result = run("verify", "--prompts", questions, *arguments)
+    assert result.status == 0, result.err
+    assert "exceed the context: 1" in result.err
+    found = json.loads(result.out)
+    assert found["checks"][0]["figures"]["texts"] == 3 and found["settings"]["prompts"] == str(questions)
+
+
+def test_a_rule_that_loses_is_measured_and_fails_unless_expected(run: Run, pair: tuple[str, str]) -> None:
+    lossy = config(pair, verification="typical", lossless=False, posterior_threshold=0.01, posterior_alpha=0.01)
+    arguments = ("verify", "-m", pair[0], *SHORT, "--speculative-config", lossy)
+    result = run(*arguments)
+    assert result.status == 1 and "not lossless, and says so" in result.out and "laws differ" in result.out
+    expected = run(*arguments, "--expect-lossy")
+    assert expected.status == 0 and "not lossless, as was expected" in expected.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("-m", "/no/model", "--method", "ngram"), "/no/model"),
+        ((), "say what to verify"),
+        (("--method", "ngarm"), "Did you mean 'ngram'"),
+        (("--speculative-config", "{"), "no JSON"),
+        (("--speculative-config", '{"method": "ngram", "verification": "matsch"}'), "Did you mean 'match'"),
+        (("--speculative-config", '{"method": "ngram", "verification": "typical"}'), '"lossless": False'),
+        (("-md", "/no/draft"), "/no/draft"),
+        (("--method", "ngram", "--expect-lossy"), "--expect-lossy"),
+        (("--method", "ngram", "--prompts", "/no/prompts"), "/no/prompts"),
+        (("--method", "ngram", "--json", "/no/such/folder/x"), "/no/such/folder/x"),
+        (("--method", "ngram", "-b", 1), "batch-size"),
+    ],
+)
+def test_what_is_wrong(run: Run, arguments: tuple[Any, ...], said: str) -> None:
+    result = run("verify", *arguments)
+    assert result.status == 2 and said in result.err and not result.out
+
+
+# ---- engines broken on purpose
+
+
+def verdict(config: dict[str, Any], pair: tuple[str, str], exact: bool = True, samples: int = 60) -> Certificate:
+    llm = LLM(pair[0], max_num_seqs=8, dtype="float32")
+    llm.engine.exact = exact
+    prompts = [[5 + 7 * i % 90, 20 + i, 40 + i % 3] for i in range(16)]
+    return certify(llm, llm.variant(config), Passages(prompts, 200, False, 0), Effort(0, 16, samples))
+
+
+def guessing(model: str, **more: Any) -> dict[str, Any]:
+    return {"model": model, "num_speculative_tokens": 3, **more}
+
+
+def failed(made: Certificate) -> set[str]:
+    return {check.name for check in made.checks if not check.passed}
+
+
+def test_the_controls_pass(pair: tuple[str, str]) -> None:
+    """What the broken ones are compared with."""
+    for config in (guessing(pair[0]), guessing(pair[1], verification="rejection")):
+        made = verdict(config, pair)
+        assert made.passed, made.checks
+
+
+def test_noise_of_the_wrong_position(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+    """Greedy texts cannot tell; seeded ones can, and the place is shown."""
+
+    def pick(self: Seen, row: int, node: int, path: Sequence[int]) -> int:
+        return self.sampler.pick(self.batch.rows[row], (), self.logits, self.at(row, node))
+
+    monkeypatch.setattr(Seen, "pick", pick)
+    result = run("verify", "-m", pair[0], *SHORT, "--speculative-config", config((pair[0], pair[0])), "--json", "-")
+    said = flat(result.err)
+    assert result.status == 1 and "✗" in said
+    for words in ("plain decoding says", "this one is a bug", "On these kernels every difference is a bug"):
+        assert words in said
+    found = json.loads(result.out)
+    wrong = {check["name"] for check in found["checks"] if not check["passed"]}
+    assert any(name.startswith("T = 0.8") for name in wrong) and not any(name.startswith("greedy") for name in wrong)
+    first = found["differences"][0]
+    assert first["position"] == len(first["prompt"]) + len(first["text"]) and not first["explained"]
+    assert first["plain"] != first["said"] and first["gap"] > 0 and first["best"][0] == first["plain"]
+    assert f"Position {first['position']}" in said
+
+
+def test_a_token_accepted_unseen(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    walk = match.Match.walk
+
+    def careless(self: Any, tree: Any, target: Any) -> tuple[list[int], list[int]]:
+        path, said = walk(self, tree, target)
+        following = [i for i in range(tree.size) if tree.parents[i] == (path[-1] if path else -1)]
+        if not following:
+            return path, said
+        said = [*said[:-1], tree.tokens[following[0]]]
+        return [*path, following[0]], [*said, target.pick(following[0], said)]
+
+    monkeypatch.setattr(match.Match, "walk", careless)
+    made = verdict(guessing(pair[1]), pair)
+    assert {"greedy, alone", "greedy, in company"} <= failed(made) and made.differences[0].gap is not None
+    assert "not proven" in made.verdict.lower()
+    made = verdict(guessing(pair[1]), pair, exact=False)
+    assert not made.passed, "rounding does not explain everything, whatever the kernels"
+    assert sum(difference.gap is not None for difference in made.differences) < len(made.differences), "the rest is not looked at"
+
+
+def test_a_wrong_residual(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a rejection the token comes from p instead of what is left of it: only the law can tell."""
+    monkeypatch.setattr(rejection, "surplus", lambda p, q, scale=1.0: (p, 1.0))
+    made = verdict(guessing(pair[1], verification="rejection"), pair, samples=120)
+    assert failed(made) == {"the law"} and "laws differ" in next(c.result for c in made.checks if c.name == "the law")
+
+
+def test_log_probabilities_that_drift(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens are right and what is said of them is not: by a few bits on exact kernels, by more than rounding on others."""
+    real = LLM.variant
+
+    def drifting(by: float) -> None:
+        def variant(self: LLM, config: Any) -> LLM:
+            made = real(self, config)
+            sampler = made.engine.runner.sampler = Sampler(made.engine.decoder.kernels)
+            values = sampler.values
+            monkeypatch.setattr(sampler, "values", lambda *given: values(*given) + by)
+            return made
+
+        monkeypatch.setattr(LLM, "variant", variant)
+
+    drifting(1e-6)
+    assert failed(verdict(guessing(pair[1]), pair)) == {"log-probabilities"}
+    assert verdict(guessing(pair[1]), pair, exact=False).passed
+    drifting(1e-2)
+    assert failed(verdict(guessing(pair[1]), pair, exact=False)) == {"log-probabilities"}
+
+
+def test_ties_within_rounding_are_reported_and_pass(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every text differs by a tie, as `look` would find on a GPU: the certificate counts them and is given."""
+    walk = match.Match.walk
+
+    def other(self: Any, tree: Any, target: Any) -> tuple[list[int], list[int]]:
+        path, said = walk(self, tree, target)
+        return path, [*said[:-1], said[-1] ^ bool(tree.size)]
+
+    def tie(*given: Any) -> Gap:
+        return Gap((1, 2), 1e-4, 1e-4, 2e-4, False)
+
+    monkeypatch.setattr(match.Match, "walk", other)
+    monkeypatch.setattr(certifying, "look", tie)
+    made = verdict(guessing(pair[1]), pair, exact=False)
+    assert made.passed and made.ties == len(made.differences) > 0 and f"{made.ties} ties within rounding" in made.verdict
+
+
+def test_a_drafter_that_remembers(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DraftModel, "forget", lambda self, row, reason: None)
+    made = verdict(guessing(pair[1]), pair)
+    assert failed(made) == {"leaks"} and "'synced'" in made.checks[-1].result
