@@ -43,8 +43,9 @@ ASKS: tuple[dict[str, Any], ...] = (
     {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.3},
     {"logit_bias": {1: 1.5, 4: -2.0}},
 )
-LAWS = [{"temperature": t, **ask} for t in (0.7, 1.0) for ask in ASKS]
-EACH, SAMPLES = 30, 6  # seeds of every kind of request, samples of every seed
+LAWS = [{"temperature": 0.7 if i in (0, 2, 4) else 1.0, **ask} for i, ask in enumerate((*ASKS, {}, ASKS[4]))]
+ALONE = ({"temperature": 1.0},)
+EACH, SAMPLES = 20, 5  # seeds of every kind of request, samples of every seed
 LEAST = 5.0  # expected samples of a cell
 ALARM = 1e-3
 
@@ -132,17 +133,18 @@ def p_values(lots: Sequence[Lot]) -> list[float]:
     return [tail(*one) for one in found]
 
 
-def sampled(llm: LLM, exact: Exact, first_seed: int = 0) -> list[Lot]:
-    """A lot for each law; prompts take turns, and all requests are handed in at once."""
-    crowd = [(law, PROMPTS[i % 2]) for i in range(EACH) for law in LAWS]
+def sampled(llm: LLM, exact: Exact, laws: Sequence[dict[str, Any]] = LAWS, each: int = EACH, first_seed: int = 0) -> list[Lot]:
+    """A lot for each law and prompt; both prompts meet every law, and all requests are handed in at once."""
+    crowd = [(law, prompt) for _ in range(each // 2) for law in range(len(laws)) for prompt in PROMPTS]
     params = [
-        SamplingParams(seed=first_seed + i, n=SAMPLES, max_tokens=TOKENS + 1, detokenize=False, **law) for i, (law, _) in enumerate(crowd)
+        SamplingParams(seed=first_seed + i, n=SAMPLES, max_tokens=TOKENS + 1, detokenize=False, **laws[law])
+        for i, (law, _) in enumerate(crowd)
     ]
     outputs = llm.generate([{"prompt_token_ids": list(prompt)} for _, prompt in crowd], params)
-    lots = {(i, prompt): Lot(exact.joint(prompt, law)) for i, law in enumerate(LAWS) for prompt in PROMPTS}
-    for i, (output, (_, prompt)) in enumerate(zip(outputs, crowd)):
+    lots = {(i, prompt): Lot(exact.joint(prompt, law)) for i, law in enumerate(laws) for prompt in PROMPTS}
+    for output, which in zip(outputs, crowd):
         for sample in output.outputs:
-            lots[i % len(LAWS), prompt].counts[tuple(sample.token_ids[:TOKENS])] += 1
+            lots[which].counts[tuple(sample.token_ids[:TOKENS])] += 1
     llm.engine.check()
     return list(lots.values())
 
@@ -205,7 +207,7 @@ def test_the_laws_are_worth_testing(exact: Exact, llm: LLM, draft: str) -> None:
             assert 1.5 < entropy < 0.95 * TOKENS * math.log(VOCABULARY)
         for a, b in itertools.combinations(joint.values(), 2):
             assert np.abs(a - b).sum() / 2 > 0.03
-        assert np.abs(exact.joint(prompt, LAWS[6]) - other.joint(prompt, LAWS[6])).sum() / 2 > 0.3
+        assert np.abs(exact.joint(prompt, ALONE[0]) - other.joint(prompt, ALONE[0])).sum() / 2 > 0.3
 
 
 @pytest.mark.parametrize(("judge", "kind"), CASES, ids=lambda value: value.replace(" ", "-"))
@@ -220,7 +222,13 @@ def test_the_law_is_the_targets(judge: str, kind: str, llm: LLM, exact: Exact, d
 
 
 def caught(llm: LLM, exact: Exact) -> bool:
-    return min(p_values(sampled(llm, exact))) < LEVEL
+    """Fewer samples than a healthy engine gives in all, of one kind of request."""
+    return min(p_values(sampled(llm, exact, ALONE, 150))) < LEVEL
+
+
+def test_the_control_of_the_controls(llm: LLM, exact: Exact, draft: str) -> None:
+    llm.use({**drafting("1", draft), "verification": "rejection"})
+    assert not caught(llm, exact)
 
 
 @pytest.mark.parametrize("kind", ["1", "chosen tree"])
@@ -237,7 +245,7 @@ def test_a_wrong_residual(judge: str, module: Any, llm: LLM, exact: Exact, draft
     assert caught(llm, exact)
 
 
-@pytest.mark.parametrize("judge", ["rejection", "block", "traversal"])
+@pytest.mark.parametrize("judge", ["rejection", "block"])
 def test_draws_and_acceptance_from_one_coin(judge: str, llm: LLM, exact: Exact, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def shared(row: Row, node: int, probability: float) -> bool:
         return coin(stream_of(row.seed, row.index), DRAW, len(row.tokens), node) < probability
@@ -248,27 +256,26 @@ def test_draws_and_acceptance_from_one_coin(judge: str, llm: LLM, exact: Exact, 
 
 
 def test_acceptance_and_what_follows_from_one_coin(llm: LLM, exact: Exact, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chosen guess, whose residual is drawn with the coin that rejected it."""
+    """What follows a rejection is drawn with the coin that rejected."""
 
     def shared(row: Row, node: int, law: Tensor) -> int:
         return dice.index(law, coin(stream_of(row.seed, row.index), ACCEPT, len(row.tokens), node + 1))
 
-    llm.use({**drafting("chosen chain", draft), "verification": "rejection"})
+    llm.use({**drafting("1", draft), "verification": "rejection"})
     monkeypatch.setattr(dice, "emit", shared)
     assert caught(llm, exact)
 
 
-@pytest.mark.parametrize("judge", ["rejection", "traversal"])
-def test_dropping_a_drawn_guess_for_what_it_is(judge: str, llm: LLM, exact: Exact, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A last guess that its own law finds unlikely is dropped: those that stay are no draws any more."""
-    llm.use({**drafting("1", draft), "verification": judge})
+def test_dropping_a_drawn_guess_for_what_it_is(llm: LLM, exact: Exact, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chain is cut before its first odd token: those that stay are no draws any more."""
+    llm.use({**drafting("1", draft), "verification": "rejection"})
     propose = llm.engine.drafter.propose
 
     def choosy(*given: Any) -> Draft:
-        return Draft([without_unlikely(tree) for tree in propose(*given).trees])
+        return Draft([before_odd(tree) for tree in propose(*given).trees])
 
-    def without_unlikely(tree: Guesses) -> Guesses:
-        kept = next((i for i, share in enumerate(tree.confidence) if share < 0.2), len(tree.tokens))
+    def before_odd(tree: Guesses) -> Guesses:
+        kept = next((i for i, token in enumerate(tree.tokens) if token % 2), len(tree.tokens))
         parts = (tree.tokens[:kept], tree.parents[:kept], tree.confidence[:kept])
         return Guesses(*parts, tree.laws, tree.law_of[:kept], tree.repeats)
 
@@ -297,21 +304,21 @@ class Dice:
 
 @pytest.mark.parametrize("judge", ["rejection", "block", "traversal"])
 def test_more_samples_come_nearer_to_the_target_and_to_nothing_else(judge: str) -> None:
-    """From 100 to 10,000 samples the distance to the target's law falls about tenfold, that to another law hardly."""
+    """From 100 to 4,000 samples the distance to the target's law falls about sixfold, that to another law hardly."""
     torch.manual_seed(5)
     p, q, other = (torch.rand(30, dtype=torch.float64) ** 2 for _ in range(3))
     p, q, other = p / p.sum(), q / q.sum(), other / other.sum()
     walk, counts = rule(judge)().walk, torch.zeros(30, dtype=torch.float64)
     near: list[float] = []
     far: list[float] = []
-    for seed in range(10_000):
+    for seed in range(4_000):
         laws: Any = Dice(p, seed)
         (token,) = dice.children(laws.row, q, range(1))
         tree = Guesses([token], [-1], [0.5], [q], [0])
         _, said = walk(tree, Answers(laws, 0))
         counts[said[0]] += 1
-        if seed + 1 in (100, 10_000):
+        if seed + 1 in (100, 4_000):
             near.append(float((counts / counts.sum() - p).norm()))
             far.append(float((counts / counts.sum() - other).norm()))
-    assert near[0] / near[1] > 5
-    assert far[0] / far[1] < 1.6 and near[1] < far[1] / 10
+    assert near[0] / near[1] > 4
+    assert far[0] / far[1] < 1.6 and near[1] < far[1] / 8

@@ -67,9 +67,10 @@ class LawTest:
         return range(self.seed - count, self.seed)
 
     def _varied(self, prompts: Sequence[list[int]]) -> list[list[int]]:
-        """Those after which the model says different things: elsewhere every law looks alike."""
+        """Those after which the model says different things, some of them often: elsewhere every law looks alike, or takes too many
+        samples to be told from another."""
         said = [len(set(starts(self.plain, ids, max(TEMPERATURES), self._seeds(PILOT)))) for ids in prompts]
-        order = sorted(range(len(prompts)), key=lambda i: -said[i])
+        order = sorted(range(len(prompts)), key=lambda i: abs(said[i] - PILOT / 2))
         return [prompts[i] for i in sorted(order[:CHOSEN])]
 
 
