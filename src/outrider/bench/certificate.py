@@ -20,9 +20,9 @@ from outrider.llm import LLM
 BEFORE = 12  # tokens of the text that are shown before a difference
 
 PROMISES = {
-    "same text": "the same text for a seed as plain decoding",
-    "same law": "the same text where greedy, the same law where sampled",
-    "none": "none: what the model says may change",
+    "tokens": "the same text for a seed as plain decoding",
+    "law": "the same text where greedy, the same law where sampled",
+    "lossy": "nothing: what the model says may change",
 }
 
 

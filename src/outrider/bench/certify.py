@@ -39,7 +39,7 @@ class Check:
 @dataclass
 class Certificate:
     exact: bool
-    promise: str  # "same text", "same law" or "none"
+    promise: str  # of the rule: see Rule.promise
     checks: list[Check] = field(default_factory=list)
     differences: list[Difference] = field(default_factory=list)
 
@@ -55,12 +55,12 @@ class Certificate:
     def verdict(self) -> str:
         if not self.passed:
             failed = ", ".join(check.name for check in self.checks if not check.passed)
-            bug = self.exact and self.promise != "none" and self.differences
+            bug = self.exact and self.promise != "lossy" and self.differences
             return f"Not proven lossless: {failed}." + (" On these kernels every difference is a bug." if bug else "")
-        if self.promise == "none":
+        if self.promise == "lossy":
             return "This rule is not lossless, as was expected: what it changes was measured, and nothing else is wrong."
         said = "Lossless: every text is what plain decoding says"
-        if self.promise == "same law":
+        if self.promise == "law":
             said = "Lossless: greedy texts are what plain decoding says, and sampled ones have its law as far as so many can show"
         return f"{said}, but for {self.ties} ties within rounding." if self.ties else f"{said}."
 
@@ -81,14 +81,14 @@ def certify(
 ) -> Certificate:
     """`fast` is a variant of `plain`, which decodes plainly.  Raises what a prompt raises that cannot be answered."""
     clock, rule, exact = _Clock(effort.minutes), fast.engine.rule, plain.engine.exact
-    made = Certificate(exact, "same text" if rule.same_text else "same law" if rule.lossless else "none")
-    texts = Texts(plain, fast, (GREEDY, *SEEDED) if rule.same_text else (GREEDY,), effort.seed)
-    heard = _compare(texts, passages, effort, clock, 1.0 if rule.same_text else GREEDY_SHARE, tick)
+    made = Certificate(exact, rule.promise)
+    texts = Texts(plain, fast, (GREEDY, *SEEDED) if rule.same else (GREEDY,), effort.seed)
+    heard = _compare(texts, passages, effort, clock, 1.0 if rule.same else GREEDY_SHARE, tick)
     made.differences = [difference for tally in texts.tallies for difference in tally.differences]
     _explain(plain, made.differences)
     made.checks += [text_check(tally, rule.lossless) for tally in texts.tallies]
     made.checks.append(logprob_check(texts.tallies, 0.0 if exact else _reach(plain, heard), rule.lossless))
-    if not rule.same_text:
+    if not rule.same:
         laws = LawTest(plain, fast, passages.short(CANDIDATES), effort.seed)
         _sample(laws, effort.samples, clock, tick)
         made.checks.append(law_check(laws, rule.lossless))
