@@ -45,7 +45,7 @@ ASKS: tuple[dict[str, Any], ...] = (
 )
 LAWS = [{"temperature": 0.7 if i in (0, 2, 4) else 1.0, **ask} for i, ask in enumerate((*ASKS, {}, ASKS[4]))]
 ALONE = ({"temperature": 1.0},)
-EACH, SAMPLES = 20, 5  # seeds of every kind of request, samples of every seed
+EACH, SAMPLES = 16, 5  # seeds of every kind of request, samples of every seed
 LEAST = 5.0  # expected samples of a cell
 ALARM = 1e-3
 
@@ -192,7 +192,7 @@ CASES = [
     *(("match", kind) for kind in ("2 without", "chosen tree")),
     *(("rejection", kind) for kind in ("1", "2 without", "3 independent", "chosen tree")),
     *(("block", kind) for kind in ("1", "chosen chain")),
-    *(("traversal", kind) for kind in ("1", "3 without", "2 independent", "chosen tree")),
+    *(("traversal", kind) for kind in ("3 without", "2 independent", "chosen tree")),  # on a chain it is block
 ]
 LEVEL = ALARM / (len(CASES) * (len(LAWS) * len(PROMPTS) + 1))
 
@@ -222,7 +222,7 @@ def test_the_law_is_the_targets(judge: str, kind: str, llm: LLM, exact: Exact, d
 
 
 def caught(llm: LLM, exact: Exact) -> bool:
-    """Fewer samples than a healthy engine gives in all, of one kind of request."""
+    """750 samples of one kind of request."""
     return min(p_values(sampled(llm, exact, ALONE, 150))) < LEVEL
 
 
