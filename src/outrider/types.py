@@ -180,6 +180,17 @@ class Guesses(NamedTuple):
         """How many nodes may be accepted."""
         return len(self.tokens) - self.probes
 
+    def only(self, keep: Sequence[int]) -> Guesses:
+        """These nodes, ascending; the parents of all are among them."""
+        place = {ROOT: ROOT, **{node: at for at, node in enumerate(keep)}}
+        return self._replace(
+            tokens=[self.tokens[i] for i in keep],
+            parents=[place[self.parents[i]] for i in keep],
+            confidence=[self.confidence[i] for i in keep],
+            law_of=[self.law_of[i] for i in keep] if self.law_of else (),
+            probes=sum(i >= self.size for i in keep),
+        )
+
     def law(self, node: int) -> Tensor | None:
         """What `node` was drawn from, before any of its siblings; None if it was chosen."""
         return self.laws[self.law_of[node]] if self.law_of and self.law_of[node] >= 0 else None

@@ -85,19 +85,9 @@ class FixedController:
 def _within(tree: Guesses, budget: Budget, vocabulary: int) -> Guesses:
     """The tree without nodes that are too deep or too many; probes stay while their parents do.  A prefix of the nodes is closed
     under ancestors, and so is a cut by depth; apart from ids that do not exist, dropping looks at positions only, never at tokens."""
-    place, depth = {-1: -1}, {-1: 0}
-    keep: list[int] = []
+    depth = {-1: 0}  # of the nodes that stay
     for i, parent in enumerate(tree.parents):
-        fits = len(keep) < budget.nodes and parent in place and (depth[parent] < budget.depth or i >= tree.size)
+        fits = len(depth) <= budget.nodes and parent in depth and (depth[parent] < budget.depth or i >= tree.size)
         if fits and 0 <= tree.tokens[i] < vocabulary:
-            place[i], depth[i] = len(keep), depth[parent] + 1
-            keep.append(i)
-    if len(keep) == len(tree.tokens):
-        return tree
-    return tree._replace(
-        tokens=[tree.tokens[i] for i in keep],
-        parents=[place[tree.parents[i]] for i in keep],
-        confidence=[tree.confidence[i] for i in keep],
-        law_of=[tree.law_of[i] for i in keep] if tree.law_of else (),
-        probes=sum(i >= tree.size for i in keep),
-    )
+            depth[i] = depth[parent] + 1
+    return tree if len(depth) > len(tree.tokens) else tree.only([i for i in depth if i >= 0])

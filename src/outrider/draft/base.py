@@ -42,6 +42,7 @@ class Drafter:
     needs: Needs = Needs()
     memory: Any = None  # what it keeps from request to request: a measurement puts it back before it repeats a prompt
     drawn: bool = False  # the verification rule judges guesses by the laws they were drawn from: draw them, and say those (see Guesses)
+    lot: int = 0  # added to the numbers of the nodes that it draws: several drafters of one tree must not share their dice
     slot_bytes: int = 0  # K/V that the drafter keeps for every slot of the target's cache
 
     def __init__(self, options: Any, target: Target) -> None:

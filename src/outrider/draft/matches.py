@@ -36,7 +36,7 @@ class Belief:
         """
         for level, node in enumerate([ROOT, *accepted]):
             right = level < len(accepted)
-            if right or node in tree.parents:
+            if right or node in tree.parents[: tree.size]:
                 at = min(length + level, len(self.values) - 1)
                 self.values[at] += self.learn * (right - self.values[at])
 

@@ -4,8 +4,8 @@
 
 enum { PANEL = 64, TILE = 4 };               /* outputs a panel of b; rows, and ranks, that share what was read */
 
-typedef struct { const float *a, *b; long rank, first, outputs; float scale; } Low;   /* a [rank][K up to 16s], b [outputs/64][rank][64] */
-typedef struct { long first, count; const Low *parts; } Run;                          /* rows that use one adapter */
+typedef struct { const float *a, *b; long rank, start, outputs; float scale; } Low;   /* a [rank][K up to 16s], b [outputs/64][rank][64] */
+typedef struct { long row, count;  const Low *parts; } Run;                          /* rows that use one adapter */
 
 /* t[rows, ranks] = scale * a x, one accumulator a value, whatever the tile */
 INLINE void dots(const int rows, const int ranks, const float *a, const float *x, long K, float scale, float *t, long width) {
@@ -41,9 +41,9 @@ INLINE void spread(const int rows, const float *b, long rank, const float *t, lo
 }
 
 static void down(const Run *u, const Low *p, const float *x, long K, float *t, long width) {   /* work of all threads, unsynchronised */
-    const long end = u->first + u->count, wide = (K + 15) / 16 * 16;
+    const long end = u->row + u->count, wide = (K + 15) / 16 * 16;
     #pragma omp for collapse(2) schedule(static) nowait
-    for (long from = u->first; from < end; from += TILE) for (long k = 0; k < p->rank; k += TILE) {
+    for (long from = u->row; from < end; from += TILE) for (long k = 0; k < p->rank; k += TILE) {
         const float *a = p->a + k * wide;
         const long ranks = p->rank - k < TILE ? p->rank - k : TILE;
         if (end - from >= TILE && ranks == TILE) { dots(TILE, TILE, a, x + from * K, K, p->scale, t + from * width + k, width); continue; }
@@ -55,11 +55,11 @@ static void down(const Run *u, const Low *p, const float *x, long K, float *t, l
 }
 
 static void up(const Run *u, const Low *p, const float *t, long width, float *y, long O) {
-    const long end = u->first + u->count;
+    const long end = u->row + u->count;
     #pragma omp for collapse(2) schedule(static) nowait
-    for (long from = u->first; from < end; from += TILE) for (long c = 0; c < p->outputs; c += NV * VL) {
+    for (long from = u->row; from < end; from += TILE) for (long c = 0; c < p->outputs; c += NV * VL) {
         const float *b = p->b + c / PANEL * p->rank * PANEL + c % PANEL;
-        float *to = y + p->first + c;
+        float *to = y + p->start + c;
         long r = from;
         if (end - from >= TILE) { spread(TILE, b, p->rank, t + r * width, width, to + r * O, O, p->outputs - c); continue; }
         for (; r < end; r++) spread(1, b, p->rank, t + r * width, width, to + r * O, O, p->outputs - c);
@@ -76,7 +76,7 @@ void adapt(const void *given, long count, long part, long parts, const float *x,
         if (sum > width) width = sum;
     }
     if (!width) return;
-    float *t = malloc((size_t)(last[-1].first + last[-1].count) * (size_t)width * 4);
+    float *t = malloc((size_t)(last[-1].row + last[-1].count) * (size_t)width * 4);
     #pragma omp parallel
     {
         for (const Run *u = runs; u < last; u++)

@@ -30,7 +30,7 @@ class Place(NamedTuple):
     """Where the outputs of a projection stand in its fused linear."""
 
     inputs: int
-    first: int
+    start: int
     outputs: int
 
 
@@ -55,13 +55,13 @@ Runs = Sequence[tuple[int, int, Any]]  # first row, rows, adapter as the kernels
 class _Low(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("a", "b")),
-        *((name, ctypes.c_long) for name in ("rank", "first", "outputs")),
+        *((name, ctypes.c_long) for name in ("rank", "start", "outputs")),
         ("scale", ctypes.c_float),
     ]
 
 
 class _Run(ctypes.Structure):
-    _fields_ = [("first", ctypes.c_long), ("count", ctypes.c_long), ("parts", ctypes.POINTER(_Low))]
+    _fields_ = [("row", ctypes.c_long), ("count", ctypes.c_long), ("parts", ctypes.POINTER(_Low))]
 
 
 @dataclass
@@ -80,7 +80,7 @@ def pack(spec: Spec, layers: Adapted) -> Adapter:
             b = pad(low.b.float(), (0, 0, 0, -place.outputs % PANEL))
             b = b.view(-1, PANEL, len(a)).permute(0, 2, 1).contiguous()
             to.a, to.b, to.scale = a.data_ptr(), b.data_ptr(), low.scale
-            to.rank, to.first, to.outputs = len(a), place.first, place.outputs
+            to.rank, to.start, to.outputs = len(a), place.start, place.outputs
             alive.append((a, b))
     return Adapter(made, alive)
 

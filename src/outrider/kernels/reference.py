@@ -130,7 +130,7 @@ class TorchKernels:
         def turned(matrix: Tensor) -> Tensor:
             return matrix.to(self.device, self.wide).T
 
-        spans = {name: slice(place.first, place.first + place.outputs) for name, place in lora.places(spec).items()}
+        spans = {name: slice(place.start, place.start + place.outputs) for name, place in lora.places(spec).items()}
         return [
             {
                 fused: [(spans[name], turned(low.a), turned(low.b) * low.scale) for name in names if (low := layer.get(name))]

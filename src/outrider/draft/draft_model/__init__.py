@@ -115,7 +115,7 @@ class DraftModel(Drafter):
         if self._in_one_call(batch, wanted) and self._chains(plan, batch, wanted, trees):
             return Draft(trees)
         repeats = self.options.sibling_draws == "independent"
-        grown = {r: Tree(batch.rows[r], batch.end(r), budget, self.options.siblings, repeats) for r, budget, _ in wanted}
+        grown = {r: Tree(batch.rows[r], batch.end(r), budget, self.options.siblings, repeats, self.lot) for r, budget, _ in wanted}
         growing = self._level(plan, [at for _, _, at in wanted], [(tree, ROOT) for tree in grown.values()])
         while growing:
             plan = Plan()

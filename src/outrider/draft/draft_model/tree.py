@@ -28,6 +28,7 @@ class Tree:
     budget: Budget
     siblings: int
     repeats: bool = False
+    lot: int = 0
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     confidence: list[float] = field(default_factory=list)
@@ -66,7 +67,7 @@ class Tree:
         self.frontier = []
         for parent, count in self._shares(list(laws)).items():
             self.laws.append(laws[parent])
-            first = len(self.tokens)
+            first = self.lot + len(self.tokens)
             for rank, token in enumerate(dice.children(self.row, laws[parent], range(first, first + count), self.repeats)):
                 self._add(parent, token, DRAWN[rank], len(self.laws) - 1)
 

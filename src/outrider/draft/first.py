@@ -1,0 +1,38 @@
+"""Several methods, one after the other: a row is guessed for by the first that has something to say.
+
+The cheap and certain ones stand in front (a look-up), the one that always knows something at the end (a model, a table).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.draft.base import Drafter, Target
+from outrider.draft.draft_model import DraftModel
+from outrider.draft.ngram import Ngram
+from outrider.draft.union import Union
+from outrider.types import Batch, Budget, Draft
+
+
+class First(Union):
+    @dataclass(frozen=True)
+    class Options(Union.Options):
+        """drafters, nodes: as in `union`, the most trusted first."""
+
+    @classmethod
+    def example(cls, target: Target) -> Drafter:
+        """One that is mostly silent, and one that is mostly right."""
+        return cls(cls.Options(), target, [Ngram.example(target), DraftModel.example(target)])
+
+    def size(self, depth: int) -> int:
+        return min(max(self._sizes(depth)), self.options.nodes or 1 << 30)
+
+    def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
+        """All are asked in every step, with a budget of nothing where a row has been served: those with K/V must keep up.  Probes
+        are no guesses: the next one is asked, too, for the nodes that they leave."""
+        self.drafts, left = [], list(budgets)
+        for i in range(len(self.drafters)):
+            self.drafts.append(self._ask(i, batch, left))
+            for r, tree in enumerate(self.drafts[i].trees):
+                left[r] = Budget() if tree.size else left[r]._replace(nodes=left[r].nodes - tree.probes)
+        return self._merge(budgets)

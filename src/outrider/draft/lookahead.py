@@ -1,0 +1,220 @@
+"""Lookahead decoding (Fu et al. 2024, arXiv 2402.02057): the target guesses for itself, several tokens ahead at once.
+
+A window of W columns and N - 1 levels rides in every forward.  It is solved as Jacobi iteration solves equations: each step the
+target says what follows the last level, and the window moves on by one.  A column read downwards is an n-gram that the target said;
+a pool keeps the last G that began with each token, and what followed the last certain token in them is guessed.
+
+    column        0     1     2         parent of level 0, column j:  level 0, column j - 1
+    level 0     root ─ 0,1 ─ 0,2        parent of level l, column j:  level l - 1, column j
+                 │      │     │
+    level 1     1,0    1,1   1,2        so an element sees level 0 up to its column, and its column down to itself: the published
+                 │      │     │         mask; and its position is the root's + column + level: the published one
+    level 2     2,0    2,1   2,2
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from outrider.draft.base import Drafter, Target
+from outrider.draft.matches import Belief
+from outrider.errors import ConfigError
+from outrider.types import NOTHING, ROOT, Batch, Budget, Commit, Draft, Guesses, Needs, Row
+
+TOKENS = 1 << 16  # that a pool knows n-grams of; the one that was not heard of for longest goes first
+
+
+class Pool:
+    """The last `most` distinct n-grams that began with each token, without that token; oldest first."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.known: OrderedDict[int, dict[tuple[int, ...], None]] = OrderedDict()
+
+    def add(self, token: int, rest: tuple[int, ...]) -> None:
+        grams = self.known.setdefault(token, {})
+        grams.pop(rest, None)
+        grams[rest] = None
+        if len(grams) > self.most:
+            del grams[next(iter(grams))]
+        self.known.move_to_end(token)
+        if len(self.known) > TOKENS:
+            self.known.popitem(last=False)
+
+    def after(self, token: int) -> Iterable[tuple[int, ...]]:
+        """Most recent first."""
+        return reversed(self.known.get(token, {}))
+
+
+@dataclass
+class Window:
+    """levels[0]: columns 1 …, since column 0 is the root; levels[1:]: columns 0 ….  Complete with `whole` levels."""
+
+    levels: list[list[int]]
+    whole: int
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.levels))
+
+    def places(self, first: int) -> list[list[int]]:
+        """The nodes of each level, the root as column 0 of the first, if the window begins at node `first`."""
+        made, at = [], first
+        for level in self.levels:
+            made.append(list(range(at, at + len(level))))
+            at += len(level)
+        made[0].insert(0, ROOT)
+        return made
+
+    def parents(self, first: int) -> list[int]:
+        places = self.places(first)
+        return places[0][:-1] + [node for level in places[:-1] for node in level]
+
+    def ngrams(self, root: int, said: list[int]) -> Iterable[tuple[int, tuple[int, ...]]]:
+        """(its first token, the rest) of each column, `said` being what follows the last level; none while the window grows."""
+        if len(self.levels) < self.whole:
+            return ()
+        columns = zip(*([root, *self.levels[0]], *self.levels[1:], said))
+        return ((column[0], column[1:]) for column in columns)
+
+    def move(self, said: list[int]) -> None:
+        """One position on: a whole window drops its first level, one that grows its last column."""
+        if len(self.levels) < self.whole:
+            self.levels = [level[1:] for level in (*self.levels, said)]
+        else:
+            first, *rest = [*self.levels[1:], said]
+            self.levels = [first[1:], *rest]
+
+
+@dataclass
+class Known:
+    """What is kept for a row.  read: how many of its tokens are in the pool."""
+
+    window: Window
+    read: int = 0
+
+
+@dataclass
+class Memory:
+    pool: Pool
+    belief: Belief  # how often a level of guesses was right
+    dice: random.Random = field(default_factory=lambda: random.Random(0))  # for what a new window begins with
+
+
+class Lookahead(Drafter):
+    demo: ClassVar = {"lookahead decoding": {}}
+    needs = Needs(topk=1)
+
+    @dataclass(frozen=True)
+    class Options:
+        """window_size, level, guess_set_size: the W, N and G of the paper.  pool_from_prompt: the n-grams of the text are in the
+        pool, too (the published code's names).
+        """
+
+        window_size: int = 5
+        level: int = 3
+        guess_set_size: int = 5
+        pool_from_prompt: bool = True
+
+        def __post_init__(self) -> None:
+            for name, least in (("window_size", 1), ("level", 2), ("guess_set_size", 1)):
+                value = getattr(self, name)
+                if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= 64:
+                    raise ConfigError(f"{name} must be a whole number in {least} … 64, got {value!r}.")
+            if not isinstance(self.pool_from_prompt, bool):
+                raise ConfigError(f"pool_from_prompt must be True or False, got {self.pool_from_prompt!r}.")
+
+    def __init__(self, options: Options, target: Target) -> None:
+        super().__init__(options, target)
+        self.depth = options.level - 1
+        self.memory = Memory(Pool(options.guess_set_size), Belief(options.level))
+        self.rows: dict[Row, Known] = {}
+
+    @property
+    def reach(self) -> int:
+        """Levels of the deepest probe, which is as many as a new window has tokens."""
+        deepest: int = self.options.window_size + self.options.level - 3
+        return deepest
+
+    def size(self, depth: int) -> int:
+        """While a window grows it may have more nodes than in the end."""
+        levels = range(1, self.options.level)
+        window = max(count * (self.reach + 2 - count) - 1 for count in levels)
+        return self.options.guess_set_size * min(depth, levels[-1]) + window if depth else 0
+
+    def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
+        return Draft(
+            [self._tree(row, batch.end(r), budget) if budget.nodes else NOTHING for r, (row, budget) in enumerate(zip(batch.rows, budgets))]
+        )
+
+    def _tree(self, row: Row, end: int, budget: Budget) -> Guesses:
+        tree = self._guess(row.tokens[-1], budget)
+        window = self._known(row).window
+        if len(tree.tokens) + window.size > budget.nodes or end + self.reach > self.target.max_len:
+            return tree
+        tree.parents.extend(window.parents(len(tree.tokens)))
+        for level in window.levels:
+            tree.tokens.extend(level)
+        tree.confidence.extend([0.0] * window.size)
+        return tree._replace(probes=window.size)
+
+    def _known(self, row: Row) -> Known:
+        if row not in self.rows:
+            start = self.memory.dice.choices(row.tokens, k=self.reach)
+            self.rows[row] = Known(Window([start], self.options.level - 1))
+        return self.rows[row]
+
+    def _guess(self, last: int, budget: Budget) -> Guesses:
+        """The n-grams after `last`, most recent first, with shared beginnings once."""
+        tree, node_of = Guesses([], [], []), {}
+        for gram in self.memory.pool.after(last):
+            parent = ROOT
+            for level, token in enumerate(gram[: budget.depth]):
+                if (parent, token) not in node_of:
+                    if len(tree.tokens) == budget.nodes:
+                        break
+                    node_of[parent, token] = len(tree.tokens)
+                    tree.tokens.append(token)
+                    tree.parents.append(parent)
+                    tree.confidence.append(self.memory.belief(level + 1))
+                parent = node_of[parent, token]
+        return tree
+
+    def observe(self, commit: Commit) -> None:
+        batch, memory = commit.batch, self.memory
+        for r, (row, tree) in enumerate(zip(batch.rows, commit.draft.trees)):
+            if row not in self.rows:
+                continue
+            known, root = self.rows[row], row.tokens[batch.end(r) - 1]
+            if tree.size:
+                memory.belief.observe(1, tree, commit.verdict.nodes[r])
+            if commit.topk[r] and tree.probes == known.window.size:
+                self._learn(row, root, tree, commit.topk[r])
+            if self.options.pool_from_prompt:
+                self._read(row, known)
+
+    def _learn(self, row: Row, root: int, tree: Guesses, best: list[list[int]]) -> None:
+        """What the target said after the last level; a window in which it could say nothing begins anew."""
+        window = self.rows[row].window
+        said = [best[1 + node] for node in window.places(tree.size)[-1]]
+        if not all(said):
+            del self.rows[row]
+            return
+        tokens = [ids[0] for ids in said]
+        for token, rest in window.ngrams(root, tokens):
+            self.memory.pool.add(token, rest)
+        window.move(tokens)
+
+    def _read(self, row: Row, known: Known) -> None:
+        """Puts the n-grams of the text into the pool."""
+        n, tokens = self.options.level, row.tokens
+        for at in range(known.read, len(tokens) - n + 1):
+            self.memory.pool.add(tokens[at], tuple(tokens[at + 1 : at + n]))
+        known.read = max(known.read, len(tokens) - n + 1)
+
+    def forget(self, row: Row, reason: str) -> None:
+        self.rows.pop(row, None)
