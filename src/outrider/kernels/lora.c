@@ -5,7 +5,7 @@
 enum { PANEL = 64, TILE = 4 };               /* outputs a panel of b; rows, and ranks, that share what was read */
 
 typedef struct { const float *a, *b; long rank, start, outputs; float scale; } Low;   /* a [rank][K up to 16s], b [outputs/64][rank][64] */
-typedef struct { long row, count;  const Low *parts; } Run;                          /* rows that use one adapter */
+typedef struct { long row, count; const Low *parts; } Run;                            /* rows that use one adapter */
 
 /* t[rows, ranks] = scale * a x, one accumulator a value, whatever the tile */
 INLINE void dots(const int rows, const int ranks, const float *a, const float *x, long K, float scale, float *t, long width) {
