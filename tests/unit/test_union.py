@@ -1,0 +1,476 @@
+"""Several drafters as one: the merged tree holds the likeliest nodes of all, each drafter learns as if it were alone, and what was
+drawn stays a draw."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import settled
+from hypothesis import given
+from hypothesis import strategies as st
+from rows import AnyTarget, guess, make, make_row, proper, walked
+from torch import Tensor
+
+from outrider import LLM, ConfigError, SamplingParams
+from outrider.draft import union as union_module
+from outrider.draft.base import Drafter
+from outrider.draft.first import First
+from outrider.draft.ngram import Ngram
+from outrider.draft.suffix import Suffix
+from outrider.draft.union import Union, independent, merge, survivors
+from outrider.sampling import dice
+from outrider.types import NOTHING, ROOT, Batch, Budget, Commit, Draft, Guesses, Needs, Row, Verdict
+from outrider.verify.base import Rule
+from outrider.verify.rejection import Rejection
+from outrider.verify.traversal import Traversal
+
+Paths = dict[tuple[int, ...], float]
+
+
+class Fixed(Drafter):
+    """Says what it is told, and keeps what it sees."""
+
+    def __init__(self, tree: Guesses, topk: int = 0, depth: int = 3) -> None:
+        self.tree, self.needs, self.depth = tree, Needs(topk), depth
+        self.budgets: list[Budget] = []
+        self.seen: list[Commit] = []
+        self.gone: list[tuple[Row, str]] = []
+        self.slot_bytes, self.memory = 10 * topk, topk
+
+    def size(self, depth: int) -> int:
+        return 2 * depth
+
+    def allocate(self, slots: int, pool: Any) -> list[Any]:
+        return [(slots, pool)] * (self.slot_bytes > 0)
+
+    def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
+        self.budgets = budgets
+        return Draft([self.tree if budget.nodes else NOTHING for budget in budgets])
+
+    def observe(self, commit: Commit) -> None:
+        self.seen.append(commit)
+
+    def forget(self, row: Row, reason: str) -> None:
+        self.gone.append((row, reason))
+
+    def filled(self, row: Row) -> int:
+        return self.slot_bytes
+
+
+def together(method: type[Union], *drafters: Drafter) -> Union:
+    return method(method.Options(), AnyTarget(), drafters)  # type: ignore[arg-type]
+
+
+def paths_of(tree: Guesses) -> Paths:
+    """Path of tokens -> confidence of its last."""
+    paths: dict[int, tuple[int, ...]] = {ROOT: ()}
+    for i, (token, parent) in enumerate(zip(tree.tokens, tree.parents)):
+        paths[i] = (*paths[parent], token)
+    return {paths[i]: tree.confidence[i] for i in range(len(tree.tokens))}
+
+
+def tree_of(paths: Paths) -> Guesses:
+    tree, place = Guesses([], [], []), {(): ROOT}
+    for path in sorted(paths, key=len):
+        place[path] = len(tree.tokens)
+        tree.tokens.append(path[-1])
+        tree.parents.append(place[path[:-1]])
+        tree.confidence.append(paths[path])
+    return tree
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> Guesses:
+    words = draw(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), max_size=5))
+    chance = st.sampled_from([0.1, 0.2, 0.4, 0.7, 0.9])
+    return tree_of({tuple(word[:n]): draw(chance) for word in words for n in range(1, len(word) + 1)})
+
+
+# ---- merging
+
+
+def merged(trees: Sequence[Guesses], nodes: int) -> Guesses:
+    return merge(trees, nodes).tree
+
+
+@given(st.lists(trees(), min_size=1, max_size=3), st.integers(1, 12))
+def test_the_merged_tree_holds_the_likeliest_nodes_of_all(several: list[Guesses], nodes: int) -> None:
+    tree = merged(several, nodes)
+    proper(tree, Budget(4, nodes))
+    every: Paths = {}
+    for one in several:
+        for path, confidence in paths_of(one).items():
+            every[path] = max(confidence, every.get(path, 0))
+    found = paths_of(tree)
+    assert all(every[path] == confidence for path, confidence in found.items())
+    joint: Paths = {(): 1.0}
+    for path in sorted(every, key=len):
+        joint[path] = joint[path[:-1]] * every[path]
+    best = sorted(list(joint.values())[1:], reverse=True)[:nodes]
+    assert sorted((joint[path] for path in found), reverse=True) == pytest.approx(best)
+
+
+@given(st.lists(trees(), min_size=1, max_size=3), st.integers(1, 12), st.lists(st.integers(0, 2), min_size=1, max_size=5), st.data())
+def test_each_drafter_sees_its_own_part(several: list[Guesses], nodes: int, text: list[int], data: st.DataObject) -> None:
+    """What was verified of its nodes, its part of the path, and the best ids at its nodes; the controller cuts, too."""
+    drafters = [Fixed(tree, topk=k) for k, tree in enumerate(several)]
+    union = together(Union, *drafters)
+    batch = Batch([make_row([5])], [0], [1], [True])
+    before = union.propose(batch, [Budget(4, nodes)]).trees[0]
+    cut = data.draw(st.sets(st.sampled_from(range(len(before.tokens))))) if before.tokens else set()
+    whole = before.only([i for i in range(len(before.tokens)) if not cut & set(ancestors(before, i))]) if cut else before
+    path = walked(whole, text)
+    names = [(), *paths_of(whole)]
+    best = [[hash(name) % 97, 1, 2, 3] for name in names]
+    commit = Commit(batch, [1], [text], Draft([whole]), Verdict([path], [text[: len(path) + 1]]), [best])
+    union.observe(commit)
+    for k, (drafter, tree) in enumerate(zip(drafters, several)):
+        mine = drafter.seen[-1]
+        kept = mine.draft.trees[0]
+        assert paths_of(kept) == {name: c for name, c in paths_of(tree).items() if name in names}
+        assert mine.verdict.nodes[0] == walked(kept, text)
+        assert mine.topk == ([[best[names.index(name)][:k] for name in [(), *paths_of(kept)]]] if k else [])
+        assert (mine.tokens, mine.verdict.tokens) == (commit.tokens, commit.verdict.tokens)
+
+
+def ancestors(tree: Guesses, node: int) -> list[int]:
+    return [] if node == ROOT else [*ancestors(tree, tree.parents[node]), node]
+
+
+def test_probes_come_last_whole_or_not_at_all() -> None:
+    """Two windows of two, and three guesses; each drafter finds its own again."""
+    one = Guesses([1, 8, 9], [-1, -1, 1], [0.9, 0.0, 0.0], probes=2)
+    two = Guesses([1, 2, 7, 6], [-1, 0, 0, 2], [0.9, 0.8, 0.0, 0.0], probes=2)
+    tree = merged([one, two], 6)
+    assert (tree.tokens, tree.parents, tree.probes) == ([1, 2, 8, 9, 7, 6], [-1, 0, -1, 2, 0, 4], 4)
+    assert (merged([one, two], 5).tokens, merged([one, two], 5).probes) == ([1, 2, 8, 9], 2)
+    assert (merged([one, two], 3).tokens, merged([one, two], 3).probes) == ([1, 2], 0)
+    union = together(Union, mine := Fixed(one, 1), other := Fixed(two, 1))
+    batch = Batch([make_row([5])], [0], [1], [True])
+    best = [[i] for i in range(7)]
+    for nodes, expected in ((6, [[0], [1], [2], [5], [6]]), (5, [[0], [1], [2]])):
+        draft = union.propose(batch, [Budget(3, nodes)])
+        union.observe(Commit(batch, [1], [[1, 2, 3]], draft, Verdict([[0, 1]], [[1, 2, 3]]), [best[: 1 + nodes]]))
+        assert mine.seen[-1].topk == [[[0], [1], [3], [4]]] and mine.seen[-1].verdict.nodes == [[0]]
+        assert other.seen[-1].topk == [expected] and other.seen[-1].verdict.nodes == [[0, 1]]
+        assert other.seen[-1].draft.trees[0].probes == (2 if nodes == 6 else 0)
+
+
+def test_survivors_are_found_by_what_they_are() -> None:
+    """A guess is not taken for the probe that holds the same token, nor a draw for a chosen one."""
+    law = torch.ones(9, dtype=torch.float64) / 9
+    before = Guesses([3, 3, 4, 3], [-1, -1, 1, -1], [0.5] * 4, [law], [-1, 0, -1, -1], probes=1)
+    assert survivors(before, before.only([1, 2, 3])) == {1: 0, 2: 1, 3: 2}
+    assert survivors(before, before.only([0, 3])) == {0: 0, 3: 1}
+    assert survivors(before, before.only([3])) == {3: 0}
+    assert survivors(before, before) == {i: i for i in range(4)}
+
+
+# ---- as a drafter
+
+
+def test_all_are_asked_within_their_own_levels() -> None:
+    chain, wide = Guesses.chain([1, 2, 3], [0.9, 0.8, 0.7]), Guesses([1, 4], [-1, -1], [0.5, 0.6])
+    one, two = Fixed(chain), Fixed(wide, topk=4, depth=1)
+    union = together(Union, one, two)
+    assert (union.depth, union.size(3), union.size(1), union.needs.topk) == (3, 8, 4, 4)
+    assert union.footprint(torch.device("cpu")) == {torch.device("cpu"): 40}
+    assert (union.slot_bytes, union.allocate(7, "pool")) == (40, [(7, "pool")])
+    tree = guess(union, make_row([9]), 3)
+    assert (tree.tokens, tree.parents) == ([1, 2, 4, 3], [-1, 0, -1, 1])
+    assert (one.budgets, two.budgets) == ([Budget(3, 6)], [Budget(1, 2)])
+    row = make_row([9])
+    union.forget(row, "finished")
+    assert one.gone == two.gone == [(row, "finished")]
+    assert union.filled(row) == 0
+    assert union.memory == [0, 4]
+    union.memory = [5, 6]
+    assert (one.memory, two.memory) == (5, 6)
+    union.drawn = True
+    assert one.drawn and two.drawn and union.drawn
+    nested = together(Union, together(Union, one, two), Fixed(NOTHING))
+    lots = {one.lot, two.lot, *(drafter.lot for drafter in nested.drafters)}
+    assert len(lots) == 4, "everybody has dice of their own"
+
+
+def test_nodes_are_capped() -> None:
+    one, two = Fixed(Guesses.chain([1, 2, 3], [0.9, 0.8, 0.7])), Fixed(Guesses([1, 4], [-1, -1], [0.5, 0.95]))
+    union = Union(Union.Options(nodes=2), AnyTarget(), [one, two])  # type: ignore[arg-type]
+    assert union.size(3) == 2
+    assert guess(union, make_row([9]), 3).tokens == [4, 1]
+
+
+def test_the_first_that_knows_something_is_heard() -> None:
+    silent, sure, spare = Fixed(NOTHING), Fixed(Guesses.chain([1, 2], [0.5, 0.5])), Fixed(Guesses.chain([3], [0.9]))
+    first = together(First, silent, sure, spare)
+    assert first.size(3) == 6
+    assert guess(first, make_row([9]), 3).tokens == [1, 2]
+    assert spare.budgets == [Budget()], "asked all the same: it may have to keep up"
+    batch = Batch([make_row([9])], [0], [1], [True])
+    draft = first.propose(batch, [Budget(3, 6)])
+    first.observe(Commit(batch, [1], [[1, 5]], draft, Verdict([[0]], [[1, 5]])))
+    assert [drafter.seen[-1].verdict.nodes[0] for drafter in (silent, sure, spare)] == [[], [0], []]
+    assert [len(drafter.seen[-1].draft.trees[0].tokens) for drafter in (silent, sure, spare)] == [0, 2, 0]
+    assert guess(first, make_row([9]), 0).tokens == []
+
+
+def test_probes_are_nothing_to_say() -> None:
+    """The next one is asked as well, for the nodes that are left, and the window rides along."""
+    window, sure = Fixed(Guesses([8, 9], [-1, 0], [0.0, 0.0], probes=2), topk=1), Fixed(Guesses.chain([1, 2], [0.5, 0.5]))
+    first = together(First, window, sure)
+    tree = first.propose(Batch([make_row([9])], [0], [1], [True]), [Budget(3, 6)]).trees[0]
+    assert (tree.tokens, tree.parents, tree.probes) == ([1, 2, 8, 9], [-1, 0, -1, 2], 2)
+    assert sure.budgets == [Budget(3, 4)]
+
+
+# ---- guesses that were drawn
+
+V = 4
+Path_ = tuple[int, ...]
+
+
+@cache
+def law_of(path: Path_, salt: int) -> Tensor:
+    """Any law: float64 [V], some tokens much likelier than others."""
+    dice = random.Random(f"{salt} {path}")
+    mass = torch.tensor([dice.random() ** 3 + 0.02 for _ in range(V)], dtype=torch.float64)
+    return mass / mass.sum()
+
+
+class Drawing(Drafter):
+    """Draws `siblings` children below each node of two levels, as a draft model does; the confidence is that of the token."""
+
+    depth = 2
+
+    def __init__(self, salt: int, siblings: int = 2, repeats: bool = False) -> None:
+        self.salt, self.siblings, self.repeats = salt, siblings, repeats
+
+    def size(self, depth: int) -> int:
+        return sum(self.siblings**level for level in range(1, depth + 1))
+
+    def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
+        tokens, parents, confidence, laws, belongs = [], [], [], [], []
+        frontier: list[tuple[int, Path_]] = [(ROOT, ())]
+        for _ in range(budgets[0].depth):
+            below = []
+            for parent, path in frontier:
+                laws.append(law_of(path, self.salt))
+                first = self.lot + len(tokens)
+                for token in dice.children(batch.rows[0], laws[-1], range(first, first + self.siblings), self.repeats):
+                    below.append((len(tokens), (*path, token)))
+                    tokens.append(token)
+                    parents.append(parent)
+                    confidence.append(float(laws[-1][token]))
+                    belongs.append(len(laws) - 1)
+            frontier = below
+        return Draft([Guesses(tokens, parents, confidence, laws, belongs, self.repeats)])
+
+
+class Target:
+    """The laws of a target, and the real dice."""
+
+    def __init__(self, row: Row) -> None:
+        self.row = row
+
+    def p(self, row: int, node: int, path: Sequence[int]) -> Tensor:
+        return law_of(tuple(path), 0)
+
+    def accept(self, row: int, node: int, probability: float) -> bool:
+        return dice.accept(self.row, node, probability)
+
+    def draw(self, row: int, node: int, law: Tensor) -> int:
+        return dice.emit(self.row, node, law)
+
+
+def chi_square(union: Union, rule: Rule, runs: int, nodes: int) -> float:
+    """Of the first two tokens, on 15 degrees of freedom; a second one that was not said counts by its law."""
+    found = torch.zeros(V, V, dtype=torch.float64)
+    for seed in range(runs):
+        row = make_row([5])
+        row.seed = seed
+        batch = Batch([row], [0], [1], [True])
+        draft = union.propose(batch, [Budget(2, nodes)])
+        said = rule(draft, Target(row), batch).tokens[0]  # type: ignore[arg-type]
+        if len(said) == 1:
+            found[said[0]] += law_of((said[0],), 0)
+        else:
+            found[said[0], said[1]] += 1
+    expected = torch.stack([law_of((), 0)[a] * law_of((a,), 0) for a in range(V)]) * runs
+    return float(((found - expected) ** 2 / expected).sum())
+
+
+CHOSEN = Guesses([0, 1, 2, 3], [-1, 0, -1, 2], [0.6, 0.5, 0.2, 0.5])
+LIKELY = int(law_of((), 1).argmax())  # of what the first drafter draws
+LIMIT = 44.3  # 15 degrees of freedom: once in 10,000
+
+
+@pytest.mark.parametrize("method", [Union, First])
+@pytest.mark.parametrize("rule", [Rejection(), Traversal()], ids=["rejection", "traversal"])
+@pytest.mark.parametrize("repeats", [(False, False), (True, False)], ids=["without", "mixed"])
+def test_a_mix_of_draws_and_choices_has_the_targets_law(method: type[Union], rule: Rule, repeats: tuple[bool, bool]) -> None:
+    """Two drafters that draw and one that chooses, with more nodes than fit."""
+    members = [Drawing(1, 2, repeats[0]), Fixed(CHOSEN), Drawing(2, 2, repeats[1])]
+    union = together(method, *(members if method is Union else reversed(members)))
+    assert chi_square(union, rule, 1500, 7) < LIMIT
+
+
+@pytest.mark.parametrize("broken", ["same dice", "confidence", "merged", "dropped"])
+def test_the_law_test_sees_what_must_not_be(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    members: list[Drafter] = [Fixed(Guesses([LIKELY], [ROOT], [0.9])), Drawing(1)]
+    if broken == "same dice":
+        members = [Drawing(1, 1), Drawing(1, 1)]
+    union = together(Union, *members)
+    take = union_module._Merging.take
+    if broken == "same dice":
+        union.drafters[0].lot = union.drafters[1].lot
+
+    def by_token(self: Any, tree: Guesses) -> None:
+        """A draw is as likely to stay as its own token is likely."""
+        take(self, tree)
+        for node in every(self.root):
+            if node.law >= 0:
+                node.confidence = float(self.laws[node.law][node.token])
+
+    def unique(self: Any, tree: Guesses) -> None:
+        """A draw is dropped where a sibling holds its token."""
+        take(self, tree)
+        for node in [self.root, *every(self.root)]:
+            node.children = list({child.token: child for child in reversed(node.children)}.values())[::-1]
+
+    def as_chosen(self: Any, tree: Guesses) -> None:
+        """Draws are merged with chosen nodes that hold the same token."""
+        chosen = set(zip(tree.parents, tree.tokens)) & {(ROOT, LIKELY)}
+        law = [-1 if pair in chosen else at for pair, at in zip(zip(tree.parents, tree.tokens), tree.law_of)]
+        take(self, tree._replace(law_of=law))
+
+    changes = {"confidence": by_token, "dropped": unique, "merged": as_chosen}
+    if broken in changes:
+        monkeypatch.setattr(union_module._Merging, "take", changes[broken])
+    assert chi_square(union, Rejection(), 1500, 2) > LIMIT
+
+
+def every(node: Any) -> list[Any]:
+    return [below for child in node.children for below in (child, *every(child))]
+
+
+def test_laws_of_their_own_are_the_same_draws() -> None:
+    """The law of each draw given those before it."""
+    tree = Drawing(1, 3).propose(Batch([make_row([5])], [0], [1], [True]), [Budget(1, 3)]).trees[0]
+    apart = independent(tree)
+    assert apart.repeats and independent(apart) is apart
+    left = law_of((), 1)
+    for node, token in enumerate(tree.tokens):
+        assert torch.allclose(apart.law(node), left)  # type: ignore[arg-type]
+        left = dice.without(left, token)
+
+
+# ---- its options
+
+
+LOOK_UPS: list[dict[str, Any]] = [{"method": "ngram", "prompt_lookup_min": 3}, {"method": "suffix", "num_speculative_tokens": 2}]
+
+
+def test_drafters_are_described_as_alone() -> None:
+    union = make(Union, drafters=LOOK_UPS)
+    assert [type(drafter) for drafter in union.drafters] == [Ngram, Suffix]
+    assert union.drafters[0].options.prompt_lookup_min == 3
+    assert union.levels == [5, 2] and union.depth == 5
+    nested = make(First, drafters=[{"method": "union", "drafters": LOOK_UPS}, {"method": "recycle"}])
+    assert nested.needs.topk == 8 and nested.depth == 6
+
+
+@pytest.mark.parametrize(
+    ("drafters", "message"),
+    [
+        ("ngram", "drafters must be a list"),
+        ({"method": "ngram"}, "drafters must be a list"),
+        (["ngram"], "must be a dict with a 'method', got 'ngram'"),
+        ([{"model": "x"}], "must be a dict with a 'method'"),
+        ([{"method": "ngrams"}], "Did you mean 'ngram'"),
+        ([{"method": "ngram", "prompt_lookup_mx": 3}], "Did you mean 'prompt_lookup_max'"),
+        ([{"method": "ngram", "verification": "match"}], "unknown key of method 'ngram' in 'drafters' 'verification'"),
+        ([{"method": "ngram", "num_speculative_tokens": 0}], "num_speculative_tokens must be a whole number of at least 1, got 0"),
+        ([{"method": "ngram", "prompt_lookup_min": 0}], "prompt_lookup_min"),
+        ([{"method": "recycle", "nodes": 0}], "nodes"),
+        ([{"method": "union", "drafters": [{"method": "no"}]}], "unknown speculative method 'no'"),
+    ],
+)
+@pytest.mark.parametrize("method", [Union, First])
+def test_bad_drafters_are_named(method: type[Union], drafters: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        method.Options(drafters=drafters)
+
+
+@pytest.mark.parametrize("nodes", [0, True, 2.5])
+def test_bad_caps_are_named(nodes: Any) -> None:
+    with pytest.raises(ConfigError, match="nodes must be a whole number"):
+        Union.Options(nodes=nodes)
+
+
+def test_there_must_be_drafters() -> None:
+    with pytest.raises(ConfigError, match="needs 'drafters'"):
+        make(Union)
+
+
+MEMBERS: list[dict[str, Any]] = [
+    {"method": "ngram", "prompt_lookup_min": 3, "prompt_lookup_max": 3},
+    {"method": "lookahead", "window_size": 3},
+    {"method": "draft_model", "siblings": 2, "num_speculative_tokens": 2},
+    {"method": "recycle", "nodes": 20, "min_token_prob": 0.0},
+    {"method": "draft_model", "num_speculative_tokens": 3},
+]
+
+
+@pytest.mark.parametrize("method", ["union", "first"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_text_is_that_of_plain_decoding(method: str, temperature: float, tiny: Path, checkpoint: Any) -> None:
+    """With two models, a table and a window that want logits, and a look-up; some of it is accepted, and all ends with the rows."""
+    models = iter([str(checkpoint(num_hidden_layers=1)), str(tiny)])
+    members = [{**member, "model": next(models)} if member["method"] == "draft_model" else member for member in MEMBERS]
+    if method == "first":
+        members = members[::2]
+    prompts: Any = [{"prompt_token_ids": [i, 1, 2, 3, 1, 2]} for i in range(5)]
+    params = SamplingParams(temperature=temperature, seed=3, max_tokens=40, ignore_eos=True)
+    plain = LLM(str(tiny)).generate(prompts, params)
+    llm = LLM(str(tiny), speculative_config={"method": method, "drafters": members}, max_num_seqs=3)
+    drafter: Any = llm.engine.drafter
+    models_in = [one for one in drafter.drafters if hasattr(one, "decoder")]
+    assert llm.engine.cache.pools[1:] == [one.pool for one in models_in]
+    assert drafter.slot_bytes == sum(one.slot_bytes for one in models_in) > 0
+    for _ in range(2):
+        outputs = llm.generate(prompts, params)
+        assert [output.outputs[0].token_ids for output in outputs] == [output.outputs[0].token_ids for output in plain]
+        if method == "union":
+            assert sum(output.speculation.accepted for output in outputs) > 100, "one of the models is the target"
+        llm.engine.forget_prefixes()
+    settled(llm)
+    for one in drafter.drafters:
+        for name, value in vars(one).items():
+            assert not (isinstance(value, dict) and any(isinstance(key, Row) for key in value)), f"{type(one)} keeps {name}"
+
+
+def test_the_next_one_is_heard_where_the_first_is_silent(tiny: Path) -> None:
+    """The last one is the target itself: silent rows are guessed right."""
+    members = [{"method": "ngram", "prompt_lookup_min": 6, "prompt_lookup_max": 6}, {"method": "draft_model", "model": str(tiny)}]
+    llm = LLM(str(tiny), speculative_config={"method": "first", "drafters": members})
+    outputs = llm.generate([{"prompt_token_ids": [i, 1, 2]} for i in range(3)], SamplingParams(seed=3, max_tokens=40, ignore_eos=True))
+    assert sum(output.speculation.accepted for output in outputs) > 60
+
+
+@pytest.mark.parametrize("rule", ["rejection", "traversal"])
+def test_the_engine_judges_a_mix_by_its_laws(rule: str, tiny: Path, checkpoint: Any) -> None:
+    """Two models that draw, of which one is the target: nearly all that it draws is accepted; and the same seed says the same."""
+    members = [{"method": "draft_model", "model": str(model), "num_speculative_tokens": 3} for model in (tiny, checkpoint(seed=1))]
+    members.append({"method": "ngram"})
+    llm = LLM(str(tiny), speculative_config={"method": "union", "drafters": members, "verification": rule})
+    params = SamplingParams(seed=3, max_tokens=40, ignore_eos=True)
+    outputs = [llm.generate([{"prompt_token_ids": [i, 1, 2]} for i in range(3)], params) for _ in range(2)]
+    assert [o.outputs[0].token_ids for o in outputs[0]] == [o.outputs[0].token_ids for o in outputs[1]]
+    assert sum(output.speculation.accepted for output in outputs[0]) > 60
+    settled(llm)
