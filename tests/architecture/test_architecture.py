@@ -39,8 +39,8 @@ LAYERS = [
     {"cli", "__main__"},
 ]
 
-# Where a method's name may stand outside its own file: what a speculative_config means that names none.
-NAMED = {("config.py", "off"), ("config.py", "draft_model")}
+# Where a method's name may stand outside its own file: what a speculative_config means that names none, and a mix that is shown.
+NAMED = {("config.py", "off"), ("config.py", "draft_model"), ("draft/first.py", "suffix"), ("draft/first.py", "recycle")}
 FREE = {"bench", "cli", "serve", "train"}  # they offer methods to people, by name
 
 

@@ -20,7 +20,11 @@ from outrider.types import Batch, Draft, Laws, Verdict
 
 PROMPTS = tiny_prompts(7)
 SCRIPTS = ("right", "wrong", "wide", "deep", "hidden", "huge", "messy")
-LUCKY = {f"scripted:{name}" for name in SCRIPTS if name != "wrong"} | {"draft_model"}  # drafters that cannot be always wrong
+LUCKY = {f"scripted:{name}" for name in SCRIPTS if name != "wrong"} | {
+    "draft_model",
+    "first",
+    "union",
+}  # drafters that cannot be always wrong
 DRAFTERS = [*draft.names(), *(f"scripted:{name}" for name in SCRIPTS), "draft_model:chain", "draft_model:siblings"]
 DEPTH = 6
 

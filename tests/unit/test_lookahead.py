@@ -217,7 +217,7 @@ def test_the_last_ngrams_are_guessed_with_shared_beginnings() -> None:
 
 def test_the_text_is_in_the_pool_where_asked() -> None:
     for asked in (True, False):
-        drafter = make(Lookahead, window_size=2, level=3, pool_from_prompt=asked)
+        drafter = make(Lookahead, window_size=2, level=3, guess_set_size=5, pool_from_prompt=asked)
         steps = Steps(drafter, [40, 41, 42, 43, 40])
         steps.propose()
         steps.observe()

@@ -324,7 +324,7 @@ def test_a_mix_of_draws_and_choices_has_the_targets_law(method: type[Union], rul
 def test_the_law_test_sees_what_must_not_be(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     members: list[Drafter] = [Fixed(Guesses([LIKELY], [ROOT], [0.9])), Drawing(1)]
     if broken == "same dice":
-        members = [Drawing(1, 1), Drawing(1, 1)]
+        members = [Drawing(137, 1), Drawing(137, 1)]
     union = together(Union, *members)
     take = union_module._Merging.take
     if broken == "same dice":

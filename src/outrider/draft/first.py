@@ -6,6 +6,7 @@ The cheap and certain ones stand in front (a look-up), the one that always knows
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from outrider.draft.base import Drafter, Target
 from outrider.draft.draft_model import DraftModel
@@ -15,6 +16,8 @@ from outrider.types import Batch, Budget, Draft
 
 
 class First(Union):
+    demo: ClassVar = {"suffix decoding, then recycling": {"drafters": [{"method": "suffix"}, {"method": "recycle"}]}}
+
     @dataclass(frozen=True)
     class Options(Union.Options):
         """drafters, nodes: as in `union`, the most trusted first."""

@@ -111,40 +111,42 @@ class Lookahead(Drafter):
 
     @dataclass(frozen=True)
     class Options:
-        """window_size, level, guess_set_size: the W, N and G of the paper.  pool_from_prompt: the n-grams of the text are in the
-        pool, too (the published code's names).
+        """window_size, level, guess_set_size: the W, N and G of the paper (None: its 15, 5 and 15, but 2, 3 and 1 on a CPU, where every
+        node costs time).  pool_from_prompt: the n-grams of the text are in the pool, too (the published code's names).
         """
 
-        window_size: int = 5
-        level: int = 3
-        guess_set_size: int = 5
+        window_size: int | None = None
+        level: int | None = None
+        guess_set_size: int | None = None
         pool_from_prompt: bool = True
 
         def __post_init__(self) -> None:
             for name, least in (("window_size", 1), ("level", 2), ("guess_set_size", 1)):
                 value = getattr(self, name)
-                if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= 64:
+                if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not least <= value <= 64):
                     raise ConfigError(f"{name} must be a whole number in {least} … 64, got {value!r}.")
             if not isinstance(self.pool_from_prompt, bool):
                 raise ConfigError(f"pool_from_prompt must be True or False, got {self.pool_from_prompt!r}.")
 
     def __init__(self, options: Options, target: Target) -> None:
         super().__init__(options, target)
-        self.depth = options.level - 1
-        self.memory = Memory(Pool(options.guess_set_size), Belief(options.level))
+        window, level, guesses = (2, 3, 1) if target.decoder.device.type == "cpu" else (15, 5, 15)
+        self.window, self.level = options.window_size or window, options.level or level
+        self.guesses = options.guess_set_size or guesses
+        self.depth = self.level - 1
+        self.reach = self.window + self.level - 3  # levels of the deepest probe, which is as many as a new window has tokens
+        self.memory = Memory(Pool(self.guesses), Belief(self.level))
         self.rows: dict[Row, Known] = {}
 
-    @property
-    def reach(self) -> int:
-        """Levels of the deepest probe, which is as many as a new window has tokens."""
-        deepest: int = self.options.window_size + self.options.level - 3
-        return deepest
+    @classmethod
+    def example(cls, target: Target) -> Drafter:
+        """A wide window, and all that it has found."""
+        return cls(cls.Options(window_size=8, level=4, guess_set_size=8), target)
 
     def size(self, depth: int) -> int:
         """While a window grows it may have more nodes than in the end."""
-        levels = range(1, self.options.level)
-        window = max(count * (self.reach + 2 - count) - 1 for count in levels)
-        return self.options.guess_set_size * min(depth, levels[-1]) + window if depth else 0
+        window = max(levels * (self.reach + 2 - levels) - 1 for levels in range(1, self.level))
+        return self.guesses * min(depth, self.level - 1) + window if depth else 0
 
     def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
         return Draft(
@@ -165,7 +167,7 @@ class Lookahead(Drafter):
     def _known(self, row: Row) -> Known:
         if row not in self.rows:
             start = self.memory.dice.choices(row.tokens, k=self.reach)
-            self.rows[row] = Known(Window([start], self.options.level - 1))
+            self.rows[row] = Known(Window([start], self.level - 1))
         return self.rows[row]
 
     def _guess(self, last: int, budget: Budget) -> Guesses:
@@ -211,7 +213,7 @@ class Lookahead(Drafter):
 
     def _read(self, row: Row, known: Known) -> None:
         """Puts the n-grams of the text into the pool."""
-        n, tokens = self.options.level, row.tokens
+        n, tokens = self.level, row.tokens
         for at in range(known.read, len(tokens) - n + 1):
             self.memory.pool.add(tokens[at], tuple(tokens[at + 1 : at + n]))
         known.read = max(known.read, len(tokens) - n + 1)

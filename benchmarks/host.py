@@ -1,0 +1,116 @@
+"""What guessing costs on the host: propose and observe of every method that has no weights, batch 1, at 64 and 4,000 tokens of context.
+
+    python benchmarks/host.py --folder DIR [--json OUT]
+
+DIR gets (or holds) the checkpoint: a random Llama of 5 M weights with room for 4,200 positions, so that the forward in between, which
+sweeps the processor's caches, is there, but short.  The prompt repeats itself, so that there is something to find.  The datastore
+is made of 400,000 tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from core import conditions
+from rich.console import Console
+from rich.table import Table
+
+from outrider import LLM, SamplingParams
+from outrider.draft.datastore.corpus import build
+
+VOCABULARY, CONTEXTS, NEW = 16384, (64, 4000), 128
+BARS = {"lookahead": 0.4, "recycle": 0.4, "ngram": 0.15, "suffix": 0.15, "datastore": 0.5}  # milliseconds a step
+
+
+def checkpoint(folder: Path) -> Path:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    if not (folder / "config.json").is_file():
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=VOCABULARY, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=64, tie_word_embeddings=True, max_position_embeddings=4200,
+        )  # fmt: skip
+        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def prompt(length: int) -> dict[str, list[int]]:
+    """Phrases of 40 tokens in random order, each as often as the others."""
+    dice = random.Random(0)
+    phrases = [[dice.randrange(5, VOCABULARY) for _ in range(40)] for _ in range(max(1, length // 160))]
+    text = [token for _ in range(length // 40 + 1) for token in dice.choice(phrases)]
+    return {"prompt_token_ids": text[:length]}
+
+
+def corpus(folder: Path) -> str:
+    """A datastore that holds the phrases among others."""
+    store = folder / "store"
+    if not store.is_file():
+        with tempfile.TemporaryDirectory() as parts:
+            text = np.random.default_rng(0).integers(5, VOCABULARY, 400_000)
+            for at in range(0, len(text) - 4000, 20_000):
+                text[at : at + 4000] = prompt(4000)["prompt_token_ids"]
+            np.save(Path(parts) / "corpus.npy", text)
+            build([str(Path(parts) / "corpus.npy")], str(store), None, VOCABULARY)
+    return str(store)
+
+
+def host_ms(llm: LLM, config: dict[str, Any], context: int) -> dict[str, float]:
+    """Medians over the decoding steps of three answers: milliseconds of propose and observe, together and each."""
+    llm.use(config)
+    drafter = llm.engine.drafter
+    times: dict[str, list[float]] = {"propose": [], "observe": []}
+
+    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*given: Any) -> Any:
+            began = time.perf_counter()
+            result = function(*given)
+            times[name].append((time.perf_counter() - began) * 1e3)
+            return result
+
+        return wrapper
+
+    for name in times:
+        setattr(drafter, name, timed(name, getattr(drafter, name)))
+    params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
+    steps: list[tuple[float, float]] = []
+    for _ in range(3):
+        llm.engine.forget_prefixes()
+        for kept in times.values():
+            kept.clear()
+        output = llm.generate(prompt(context), params)[0]
+        decoding = output.speculation.steps - 1
+        steps += list(zip(times["propose"][-decoding:], times["observe"][-decoding:]))
+    both = [sum(step) for step in steps]
+    return {
+        "ms a step": round(statistics.median(both), 4), "propose": round(statistics.median(p for p, _ in steps), 4),
+        "observe": round(statistics.median(o for _, o in steps), 4), "p99": round(statistics.quantiles(both, n=100)[98], 4),
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    llm = LLM(model=str(checkpoint(given.folder / "host")), max_num_seqs=1)
+    table = Table("method", *(f"{context:,} tokens" for context in CONTEXTS), "bar", title="propose + observe, ms a step")
+    figures: dict[str, Any] = {}
+    for method, bar in BARS.items():
+        config = {"method": method, "datastore": corpus(given.folder)} if method == "datastore" else {"method": method}
+        figures[method] = {str(context): host_ms(llm, config, context) for context in CONTEXTS}
+        table.add_row(method, *(f"{figures[method][str(context)]['ms a step']:.3f}" for context in CONTEXTS), f"{bar}")
+    Console().print(table)
+    if given.json:
+        given.json.write_text(json.dumps({"conditions": conditions(), "bars, ms": BARS, "host": figures}, indent=1) + "\n")
