@@ -294,7 +294,7 @@ def test_up_to_the_end_of_the_context(temperature: float, tiny: Path) -> None:
     prompts: Any = [{"prompt_token_ids": [(i * j) % 5 + 5 for j in range(150 + 30 * i)]} for i in range(1, 4)]
     params = SamplingParams(temperature=temperature, seed=2, ignore_eos=True, max_tokens=256)
     expected = [output.outputs[0].token_ids for output in LLM(str(tiny)).generate(prompts, params)]
-    llm = LLM(str(tiny), speculative_config={"method": "lookahead", "window_size": 6, "level": 4})
+    llm = LLM(str(tiny), speculative_config={"method": "lookahead", "window_size": 6, "level": 4, "guess_set_size": 5})
     outputs = llm.generate(prompts, params)
     assert [output.outputs[0].token_ids for output in outputs] == expected
     assert sum(output.speculation.accepted for output in outputs) > 0

@@ -16,7 +16,7 @@ from outrider.types import Batch, Budget, Draft
 
 
 class First(Union):
-    demo: ClassVar = {"suffix decoding, then recycling": {"drafters": [{"method": "suffix"}, {"method": "recycle"}]}}
+    demo: ClassVar = {"suffix or recycling": {"drafters": [{"method": "suffix"}, {"method": "recycle"}]}}
 
     @dataclass(frozen=True)
     class Options(Union.Options):
