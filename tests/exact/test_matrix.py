@@ -20,12 +20,14 @@ from outrider.types import Batch, Draft, Laws, Verdict
 
 PROMPTS = tiny_prompts(7)
 SCRIPTS = ("right", "wrong", "wide", "deep", "hidden", "huge", "messy")
-LUCKY = {f"scripted:{name}" for name in SCRIPTS if name != "wrong"} | {
-    "draft_model",
-    "first",
-    "union",
-}  # drafters that cannot be always wrong
-DRAFTERS = [*draft.names(), *(f"scripted:{name}" for name in SCRIPTS), "draft_model:chain", "draft_model:siblings"]
+LUCKY = {f"scripted:{name}" for name in SCRIPTS if name != "wrong"} | {"draft_model", "first", "union"}  # cannot be always wrong
+MODELS: dict[str, dict[str, Any]] = {
+    "chain": {},
+    "siblings": {"siblings": 3},
+    "window": {"draft_kv_budget": 6, "draft_kv_sink": 2},
+    "self": {"model": "self", "draft_kv_budget": 12},
+}
+DRAFTERS = [*draft.names(), *(f"scripted:{name}" for name in SCRIPTS), *(f"draft_model:{kind}" for kind in MODELS)]
 DEPTH = 6
 
 
@@ -132,8 +134,7 @@ def put_to_work(llm: LLM, drafter: str, truth: Truth, checkpoint: str) -> None:
         script = getattr(Scripts(truth), kind)
         llm.use({"method": name, "script": script, "nodes": 110, "num_speculative_tokens": 20 if kind == "deep" else DEPTH})
     elif kind:
-        siblings = {"chain": 1, "siblings": 3}[kind]
-        llm.use({"method": name, "model": checkpoint, "siblings": siblings, "num_speculative_tokens": 4})
+        llm.use({"method": name, "model": checkpoint, "num_speculative_tokens": 4, **MODELS[kind]})
     else:
         install(llm, name)
 

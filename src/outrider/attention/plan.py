@@ -7,6 +7,12 @@ ancestors and itself.  The plan is built once a step and shared by all layers.
         table of the request     0 1 2 3 4 5 6 │ node slots
         known token at 6         ■ ■ ■ ■ ■ ■ ■ │               seen 7, path ()
         node 2, child of node 0  ■ ■ ■ ■ ■ ■ ■ │ ■ · ■         seen 7, path (node 0, node 2): position 7 + 2 - 1 = 8
+
+A *view* is a table that leaves some of a request's slots out: the first `pinned` of it are the request's first, the others stand
+`shift` further on in the text than in the view, without gaps.  Positions are always those of the text, so rotations, sliding
+windows and slopes are, too.  A plan has one `pinned`; where nothing is left out it does not matter.
+
+        view, pinned 2, shift 3  0 1 · · · 5 6 │               known token at 6: seen 4, position 3 + 3 = 6
 """
 
 from __future__ import annotations
@@ -29,7 +35,8 @@ class Plan:
     hold the numbers: right after a forward that swept the processor's caches, numpy and torch cost tens of microseconds a call.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pinned: int = 0) -> None:
+        self.pinned = pinned
         self.segments: list[tuple[array[int], int, int]] = []
         self.adapted: list[tuple[int, int, Any]] = []
         self.length = self.longest = 0
@@ -41,22 +48,22 @@ class Plan:
         self._tables: list[int] = []
         self._paths: dict[int, Sequence[int]] = {}
 
-    def chain(self, table: array[int], start: int, tokens: Sequence[int]) -> None:
-        """Known tokens at positions start … of a request whose slots are `table` (32-bit, one a position)."""
+    def chain(self, table: array[int], start: int, tokens: Sequence[int], shift: int = 0) -> None:
+        """Known tokens at positions start … of a request whose slots are `table` (32-bit, one a position), or at start … of a view."""
         n, end = len(tokens), start + len(tokens)
         self._segment(table, n, end)
         self._ids.extend(tokens)
-        self._positions.extend(range(start, end))
+        self._positions.extend(range(start + shift, end + shift))
         self._slots.extend(table[start:end])
         self._seen.extend(range(start + 1, end + 1))
         self._depths.extend([0] * n)
 
-    def node(self, table: array[int], seen: int, path: Sequence[int], token: int) -> None:
+    def node(self, table: array[int], seen: int, path: Sequence[int], token: int, shift: int = 0) -> None:
         """A guess that sees `seen` tokens and then the slots of its ancestors; the last slot of `path` is its own."""
         self._paths[self.length] = path
         self._segment(table, 1, seen + len(path))
         self._ids.append(token)
-        self._positions.append(seen + len(path) - 1)
+        self._positions.append(seen + len(path) - 1 + shift)
         self._slots.append(path[-1])
         self._seen.append(seen)
         self._depths.append(len(path))
@@ -105,7 +112,7 @@ class Plan:
         return torch.frombuffer(self.host, dtype=torch.int64)[i * self.length : (i + 1) * self.length]
 
     def keys(self, first: int, count: int, table: array[int]) -> tuple[Tensor, Tensor]:
-        """(slots [m], position of each in the row's order or -1 where it must not look [count, m]) of one segment.
+        """(slots [m], position of each in the text or -1 where a row must not look [count, m]) of one segment.
 
         What the C kernel does by walking; the reference kernels need it spelled out.
         """
@@ -116,7 +123,10 @@ class Plan:
         order = torch.full((count, len(slots)), -1)
         at = {slot: common + i for i, slot in enumerate(extra)}
         for i, r in enumerate(rows):
-            order[i, : self._seen[r]] = torch.arange(self._seen[r])
-            for d, slot in enumerate(self._paths.get(r, ())):
-                order[i, at[slot]] = self._seen[r] + d
+            seen, path = self._seen[r], self._paths.get(r, ())
+            shift = self._positions[r] + 1 - seen - len(path)
+            order[i, :seen] = torch.arange(seen)
+            order[i, self.pinned : seen] += shift
+            for d, slot in enumerate(path):
+                order[i, at[slot]] = seen + shift + d
         return slots, order

@@ -101,7 +101,7 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.rms_norm.argtypes = [p, p, n, n, f, p]
     lib.silu_mul.argtypes = [p, n, n, p]
     lib.rope_store.argtypes = [p, n, n, n, n, n, p, p, f, p, n, p, p, p, p, i, n, p]
-    lib.attend.argtypes = [p, p, p, i, n, n, n, n, n, n, p, p, p, p, n, f, n, n, ctypes.POINTER(_Bend), p]
+    lib.attend.argtypes = [p, p, p, i, n, n, n, n, n, n, p, p, p, p, p, n, f, n, n, n, ctypes.POINTER(_Bend), p]
     lib.pick.argtypes = [p, n, f, d, n, d, u, n, p, p]
     lib.pick.restype = n
     lib.stack.argtypes = [ctypes.POINTER(_Shape), ctypes.POINTER(_Layer), ctypes.POINTER(_Rows), p, n, p]
@@ -142,7 +142,7 @@ class _Bend(ctypes.Structure):
 
 class _Rows(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_long) for name in ("n", "path", "longest")),
+        *((name, ctypes.c_long) for name in ("n", "path", "longest", "pinned")),
         *((name, ctypes.c_void_p) for name in ("positions", "slots", "seen", "depths", "tables", "paths")),
         ("runs", ctypes.c_long),
         ("adapted", ctypes.c_void_p),
@@ -261,7 +261,8 @@ class CpuKernels:
         bent = None if bend is None else _Bend(*(None if v is None else v.data_ptr() for v in (bend.slopes, bend.sinks)), bend.cap)
         self.lib.attend(
             q.data_ptr(), keys, keys + pool.plane, KINDS[pool.dtype], pool.head, n, heads, spec.kv_heads, spec.head_dim, wide,
-            plan.tables_at, plan.seen_at, plan.paths_at, plan.depths_at, plan.width, scale, window, plan.longest, bent, out.data_ptr(),
+            plan.tables_at, plan.positions_at, plan.seen_at, plan.paths_at, plan.depths_at, plan.width, scale, window, plan.pinned,
+            plan.longest, bent, out.data_ptr(),
         )  # fmt: skip
         return out
 
@@ -320,7 +321,7 @@ class CpuKernels:
 
 def _rows(plan: Plan) -> _Rows:
     return _Rows(
-        plan.length, plan.width, plan.longest,
+        plan.length, plan.width, plan.longest, plan.pinned,
         plan.positions_at, plan.slots_at, plan.seen_at, plan.depths_at, plan.tables_at, plan.paths_at,
     )  # fmt: skip
 

@@ -157,7 +157,16 @@ void rope_store(const float *x, long n, long H, long k, long D, long Dp, const f
 }
 
 /* ---- attention.  Row r sees the first seen[r] slots of its request's table and then its path, in that order: always the
- * keys of positions 0, 1, 2 ... wherever they lie.  So a node of a tree computes what plain decoding computes there. */
+ * keys of positions 0, 1, 2 ... wherever they lie.  So a node of a tree computes what plain decoding computes there.
+ * In a view the keys after the first `pinned` stand further on in the text than in the table, without gaps from there to the row. */
+/* The first key that a layer with a window looks at.  The window is one of positions: behind the pinned keys counting back from
+ * the row is the same, and no count may run on into them. */
+INLINE long first_key(long to, long position, long window, long pinned) {
+    const long oldest = position + 1 - window;
+    if (!window || oldest <= 0) return 0;
+    return oldest < pinned ? oldest : to - window > pinned ? to - window : pinned;
+}
+
 /* `group` query heads of one row over one K/V head: q [group,Dp], s [group,room], out [group,D].  K and V point at the head, which
  * serves the query heads from `first` on. */
 INLINE void heads(const int half, const long Dp, const int group, Keys keys, long from, long n, const float *q, const void *K,
@@ -181,7 +190,7 @@ INLINE void heads(const int half, const long Dp, const int group, Keys keys, lon
         for (int g = 0; g < group; g++) s[g * room + j] = total(even[g] + odd[g]) * scale;
     }
     float inv[group];
-    for (int g = 0; g < group; g++) inv[g] = softmax(s + g * room, bent(bend, first + g, s + g * room, n));
+    for (int g = 0; g < group; g++) inv[g] = softmax(s + g * room, bent(bend, first + g, keys, from, s + g * room, n));
     for (int g = 0; g < group; g++) for (long c = 0; c < V2; c++) a[g][c] = (vf){0};
     for (long j = 0; j < n; j++) {
         const long at = slot_of(keys, from + j) * Dp;
@@ -200,8 +209,8 @@ INLINE void heads(const int half, const long Dp, const int group, Keys keys, lon
 #define GROUPS(half, Dp) switch (size) { GROUP(half, Dp, 1) GROUP(half, Dp, 2) GROUP(half, Dp, 3) GROUP(half, Dp, 4) }
 
 void attend(const float *q, const void *K, const void *V, int kind, long head, long n, long H, long k, long D, long Dp,
-            const int32_t *const *tables, const int64_t *seen, const int32_t *paths, const int64_t *depth, long width,
-            float scale, long window, long longest, const Bend *bend, float *out) {
+            const int32_t *const *tables, const int64_t *positions, const int64_t *seen, const int32_t *paths, const int64_t *depth,
+            long width, float scale, long window, long pinned, long longest, const Bend *bend, float *out) {
     const long G = H / k, room = (longest + 2 * VL - 1) / VL * VL;
     const long most = Dp <= 64 ? 4 : Dp <= 128 ? 2 : 1;       /* query heads whose sums fit into registers */
     #pragma omp parallel if (n * H > 1)
@@ -209,8 +218,8 @@ void attend(const float *q, const void *K, const void *V, int kind, long head, l
         float *s = malloc((size_t)(most * room) * 4);
         #pragma omp for collapse(2) schedule(dynamic, 1)
         for (long r = 0; r < n; r++) for (long h = 0; h < k; h++) {
-            const Keys keys = {tables[r], paths + r * width, seen[r]};
-            const long to = seen[r] + depth[r], from = window && to > window ? to - window : 0;
+            const long to = seen[r] + depth[r], from = first_key(to, positions[r], window, pinned);
+            const Keys keys = {tables[r], paths + r * width, seen[r], pinned, positions[r] + 1 - to};
             const char *kk = (const char *)K + h * head, *vv = (const char *)V + h * head;
             for (long g = h * G, size; g < (h + 1) * G; g += size) {
                 size = (h + 1) * G - g < most ? (h + 1) * G - g : most;
@@ -235,7 +244,7 @@ typedef struct {
 } Layer;
 typedef struct { long layers, hidden, inner, heads, kv_heads, head_dim, width, rot, kv; float eps, scale; const float *turn; } Shape;
 typedef struct {
-    long n, path, longest;
+    long n, path, longest, pinned;
     const int64_t *positions, *slots, *seen, *depths;
     const int32_t *const *tables, *paths;
     long runs; const void *adapted;                           /* rows with LoRA adapters, see lora.c */
@@ -255,8 +264,8 @@ void stack(const Shape *s, const Layer *layers, const Rows *rows, char *pool, lo
         ADAPT(0, 3, a, h, b, qkv);
         rope_store(b, n, H, k, D, s->width, l->q_norm, l->k_norm, s->eps, s->turn, s->rot, rows->positions, rows->slots,
                    pool, pool + plane, s->kv, head, q);
-        attend(q, pool, pool + plane, s->kv, head, n, H, k, D, s->width, rows->tables, rows->seen, rows->paths, rows->depths,
-               rows->path, s->scale, l->window, rows->longest, 0, c);
+        attend(q, pool, pool + plane, s->kv, head, n, H, k, D, s->width, rows->tables, rows->positions, rows->seen, rows->paths,
+               rows->depths, rows->path, s->scale, l->window, rows->pinned, rows->longest, 0, c);
         linear(&l->o, c, n, H * D, x, h, 1);
         ADAPT(3, 1, c, H * D, x, h);
         rms_norm(x, l->norm_post, n, h, s->eps, a);
@@ -288,6 +297,7 @@ void chain(const Shape *s, const Layer *layers, const Ends *e, const Rows *first
     for (long i = 0; i < m; i++) {
         memcpy(y + i * h, x + chains[i].at * h, (size_t)h * 4);
         at[1][i] = first->positions[chains[i].at];
+        at[3][i] = first->seen[chains[i].at];
         at[4][i] = 0;
         tables[i] = first->tables[chains[i].at];
     }
@@ -303,13 +313,12 @@ void chain(const Shape *s, const Layer *layers, const Ends *e, const Rows *first
             if (level + 1 == c->levels) continue;
             at[0][i] = *token < 0 ? 0 : *token;
             at[1][i]++;
-            at[2][i] = tables[i][at[1][i]];
-            at[3][i] = at[1][i] + 1;
+            at[2][i] = tables[i][at[3][i]++];
             longest = at[3][i] > longest ? at[3][i] : longest;
             live++;
         }
         if (!(m = live)) break;
-        const Rows rows = {m, 0, longest, at[1], at[2], at[3], at[4], tables, 0};
+        const Rows rows = {m, 0, longest, first->pinned, at[1], at[2], at[3], at[4], tables, 0};
         embed(&e->embedding, at[0], m, h, y);
         stack(s, layers, &rows, pool, plane, y);
     }

@@ -263,7 +263,7 @@ INLINE void attend_group(const long Dp, const int group, Keys keys, long from, l
     float inv[4];
     vf a[512 / VL];                                           /* group * V2 of them: a size known early keeps them in registers */
     scores(Dp, group, keys, from, n, q, K, scale, s, room);
-    for (int g = 0; g < group; g++) inv[g] = softmax(s + g * room, bent(bend, first + g, s + g * room, n));
+    for (int g = 0; g < group; g++) inv[g] = softmax(s + g * room, bent(bend, first + g, keys, from, s + g * room, n));
     for (long i = 0; i < group * V2; i++) a[i] = (vf){0};
     for (long j = 0; j < n; j++) {
         const int8_t *at = V + slot_of(keys, from + j) * (Dp + 4);

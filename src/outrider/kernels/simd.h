@@ -67,7 +67,7 @@ INLINE void put(const vf *v, const int count, const float *bias, float *y, long 
 }
 
 /* ---- attention: the keys of a row, in the order of their positions, and the softmax over them */
-typedef struct { const int32_t *table, *path; long seen; } Keys;
+typedef struct { const int32_t *table, *path; long seen, pinned, shift; } Keys;   /* a view's keys from `pinned` on stand `shift` further on */
 INLINE long slot_of(Keys k, long j) { return j < k.seen ? k.table[j] : k.path[j - k.seen]; }
 INLINE float softmax(float *s, long n) {                      /* in place, unnormalised; returns 1 / sum */
     const long padded = (n + VL - 1) / VL * VL;
@@ -81,12 +81,13 @@ INLINE float softmax(float *s, long n) {                      /* in place, unnor
 }
 
 /* What some families do to a row's scores before the softmax: cap them, prefer near keys (ALiBi), add a key without a value (a
- * sink).  By query head; null and 0 mean no.  The row itself lies at the last of its n keys.  Returns how many scores there are. */
+ * sink).  By query head; null and 0 mean no.  The row itself lies at the last of its n keys, which begin at key `from`; near and far are
+ * positions, never how many keys lie between.  Returns how many scores there are. */
 typedef struct { const float *slopes, *sinks; float cap; } Bend;
-INLINE long bent(const Bend *b, long head, float *s, long n) {
+INLINE long bent(const Bend *b, long head, Keys k, long from, float *s, long n) {
     if (!b) return n;
     if (b->cap > 0) for (long j = 0; j < n; j++) s[j] = b->cap * tanhf(s[j] / b->cap);
-    if (b->slopes) for (long j = 0; j < n; j++) s[j] += b->slopes[head] * (float)(j + 1 - n);
+    if (b->slopes) for (long j = 0; j < n; j++) s[j] += b->slopes[head] * (float)(j + 1 - n - (from + j < k.pinned ? k.shift : 0));
     if (b->sinks) s[n++] = b->sinks[head];
     return n;
 }

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from outrider.cache.pool import Pool
 from outrider.draft.base import Drafter, Target
 from outrider.draft.draft_model.tree import RANKED, Tree
 from outrider.draft.draft_model.vocabulary import fits
+from outrider.draft.draft_model.window import SELF, View, Window, check
 from outrider.errors import ConfigError, OutriderError
 from outrider.kernels import Chain
 from outrider.models import model
@@ -36,6 +37,15 @@ from outrider.sampling.sampler import Sampler
 from outrider.types import NOTHING, ROOT, Batch, Budget, Draft, Guesses, Row
 
 
+class Start(NamedTuple):
+    """Where the guesses of one row begin."""
+
+    r: int  # of the batch
+    budget: Budget
+    at: int  # row of the plan
+    view: View
+
+
 class DraftModel(Drafter):
     demo: ClassVar = {
         "draft model, chain": {"num_speculative_tokens": 2},
@@ -44,11 +54,12 @@ class DraftModel(Drafter):
 
     @dataclass(frozen=True)
     class Options:
-        """model: folder, .gguf file or hub id.  draft_dtype: auto, or as the engine's dtype.  quantization: of the draft's weights, int8 or
-        int4; the target's is an engine option.  siblings: candidates a level (1: a chain).  sibling_draws: "without" replacement or
-        "independent", under rules that judge guesses by their laws.
+        """model: folder, .gguf file or hub id, or "self" (see window.py).  draft_dtype: auto, or as the engine's dtype.
+        quantization: of the draft's weights, int8 or int4; the target's is an engine option.  siblings: candidates a level (1: a
+        chain).  sibling_draws: "without" replacement or "independent", under rules that judge guesses by their laws.
         vocab_mismatch: "refuse", or "allow" to guess among the ids that both models have.  draft_device: auto (where the target's
         embedding and head are), cpu, cuda, cuda:1 or mps.  draft_gpu_layers: as the engine's gpu_layers.
+        draft_kv_budget: how many tokens of a request the draft sees (None: all): the first draft_kv_sink and the most recent.
         """
 
         model: str = "builtin-draft"
@@ -61,6 +72,8 @@ class DraftModel(Drafter):
         revision: str | None = None
         draft_device: str = "auto"
         draft_gpu_layers: int | None = None
+        draft_kv_budget: int | None = None
+        draft_kv_sink: int = 4
 
         def __post_init__(self) -> None:
             if not isinstance(self.model, str):
@@ -73,11 +86,21 @@ class DraftModel(Drafter):
             if self.vocab_mismatch not in ("refuse", "allow"):
                 raise ConfigError(f'vocab_mismatch must be "refuse" or "allow", got {self.vocab_mismatch!r}.')
             check_gpu_layers(self.draft_gpu_layers, "draft_gpu_layers")
+            check(self)
             if self.draft_tensor_parallel_size != 1:
                 raise ConfigError(f"draft_tensor_parallel_size must be 1, got {self.draft_tensor_parallel_size!r}.")
 
     def __init__(self, options: Options, target: Target) -> None:
         super().__init__(options, target)
+        self.window = Window.of(options.draft_kv_budget, options.draft_kv_sink)
+        self.itself = options.model == SELF
+        self.synced: dict[Row, int] = {}  # positions of a row that have K/V in a pool of our own
+        if self.itself:
+            self.decoder, self.sampler, self.vocabulary, self.context = target.decoder, target.sampler, target.vocabulary, target.max_len
+        else:
+            self._load(options, target)
+
+    def _load(self, options: Options, target: Target) -> None:
         checkpoint = Checkpoint.open(options.model, options.revision, target.checkpoint.trust_remote_code)
         if options.vocab_mismatch == "refuse":
             fits(checkpoint, target.checkpoint)
@@ -89,10 +112,9 @@ class DraftModel(Drafter):
         self.decoder = model.load(checkpoint, dtype, device, self.context, options.quantization, target.decoder.kv_cache_dtype, where)
         self.sampler = target.sampler if self.decoder.device == target.decoder.device else Sampler(self.decoder.kernels)
         self.slot_bytes = self.decoder.slot_bytes
-        self.synced: dict[Row, int] = {}  # positions of a row that have K/V in our pool
 
     def footprint(self, device: torch.device) -> Counter[torch.device]:
-        return self.decoder.footprint
+        return Counter() if self.itself else self.decoder.footprint
 
     @classmethod
     def example(cls, target: Target) -> Drafter:
@@ -100,25 +122,25 @@ class DraftModel(Drafter):
         return cls(cls.Options(model=target.checkpoint.name, siblings=2), target)
 
     def allocate(self, slots: int, pool: Pool) -> list[Pool]:
-        self.pool = self.decoder.pool(slots)
-        return [self.pool]
+        self.pool = pool if self.itself else self.decoder.pool(slots)
+        return [] if self.itself else [self.pool]
 
     def size(self, depth: int) -> int:
         siblings: int = self.options.siblings
         return depth * siblings
 
     def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
-        plan, wanted = self._catch_up(batch, budgets)
+        plan, starts = self._catch_up(batch, budgets)
         trees = [NOTHING] * len(batch)
         if not plan.length:
             return Draft(trees)
-        if self._in_one_call(batch, wanted) and self._chains(plan, batch, wanted, trees):
+        if self._in_one_call(batch, starts) and self._chains(plan, batch, starts, trees):
             return Draft(trees)
         repeats = self.options.sibling_draws == "independent"
-        grown = {r: Tree(batch.rows[r], batch.end(r), budget, self.options.siblings, repeats, self.lot) for r, budget, _ in wanted}
-        growing = self._level(plan, [at for _, _, at in wanted], [(tree, ROOT) for tree in grown.values()])
+        grown = {s.r: Tree(batch.rows[s.r], batch.end(s.r), s.budget, self.options.siblings, s.view, repeats, self.lot) for s in starts}
+        growing = self._level(plan, [s.at for s in starts], [(tree, ROOT) for tree in grown.values()])
         while growing:
-            plan = Plan()
+            plan = Plan(self.window.sink)
             for tree in growing:
                 tree.plan(plan)
             frontier = [(tree, node) for tree in growing for node in tree.frontier]
@@ -127,38 +149,45 @@ class DraftModel(Drafter):
             trees[r] = tree.guesses
         return Draft(trees)
 
-    def _catch_up(self, batch: Batch, budgets: list[Budget]) -> tuple[Plan, list[tuple[int, Budget, int]]]:
-        """The rows of the first forward: everything that became certain since our last look; and of the batch's rows that guess, with
-        which budget, and which row of the plan is their last.  One that outgrows the draft's own context is not drafted for."""
-        plan = Plan()
-        wanted: list[tuple[int, Budget, int]] = []
+    def _catch_up(self, batch: Batch, budgets: list[Budget]) -> tuple[Plan, list[Start]]:
+        """The rows of the first forward: everything that became certain since our last look; and where the guesses begin.
+        A row that outgrows the draft's own context is not drafted for."""
+        plan = Plan(self.window.sink)
+        starts: list[Start] = []
         for r, (row, budget) in enumerate(zip(batch.rows, budgets)):
-            done, end = self.synced.setdefault(row, batch.starts[r]), batch.end(r)
+            done, end = batch.starts[r] if self.itself else self.synced.setdefault(row, batch.starts[r]), batch.end(r)
             depth = min(budget.depth, self.context - end) if budget.nodes else 0
-            if end > self.context or not (depth > 0 or batch.known[r] > 1):
+            if end > self.context or not self._worthwhile(depth, batch.known[r]):
                 continue  # a row that does not guess catches up with single tokens when it does
             assert row.table is not None
-            plan.chain(row.table.slots, done, self._readable(row.tokens[done:end]))
-            self.synced[row] = end
+            adapter = row.adapter if self.itself else None
+            view = self.window.read(plan, row.table.slots, done, self._readable(row.tokens[done:end]), budget.nodes, adapter)
+            if not self.itself:
+                self.synced[row] = end
             if depth > 0:
-                wanted.append((r, budget._replace(depth=depth), plan.length - 1))
-        return plan, wanted
+                starts.append(Start(r, budget._replace(depth=depth), plan.length - 1, view))
+        return plan, starts
 
-    def _in_one_call(self, batch: Batch, wanted: list[tuple[int, Budget, int]]) -> bool:
-        """Whether there is one guess a level that is chosen, and no processor to ask in between."""
-        if self.options.siblings > 1 or not wanted:
+    def _worthwhile(self, depth: int, known: int) -> bool:
+        """Whether a row takes part.  The chunk of a prompt does, even if nothing is guessed, unless the target is about to compute it
+        in the pool where the draft would look."""
+        return known == 1 and depth > 0 if self.itself else known > 1 or depth > 0
+
+    def _in_one_call(self, batch: Batch, starts: list[Start]) -> bool:
+        """Whether there is one guess a level that is chosen, and neither processor nor adapter to ask in between."""
+        if self.options.siblings > 1 or not starts:
             return False
-        return not any(batch.rows[r].processors or self._draws(batch.rows[r]) for r, _, _ in wanted)
+        return not any(s.view.adapter or batch.rows[s.r].processors or self._draws(batch.rows[s.r]) for s in starts)
 
-    def _chains(self, plan: Plan, batch: Batch, wanted: list[tuple[int, Budget, int]], trees: list[Guesses]) -> bool:
+    def _chains(self, plan: Plan, batch: Batch, starts: list[Start], trees: list[Guesses]) -> bool:
         """All levels at once, into `trees`; False, and nothing done, where the kernels cannot."""
-        if len(wanted) > 1:
-            wanted = sorted(wanted, key=lambda item: -item[1].depth)
-        rows = batch.rows
-        chains = [Chain(at, budget.depth, rows[r].law, stream_of(rows[r].seed, rows[r].index)) for r, budget, at in wanted]
+        if len(starts) > 1:
+            starts = sorted(starts, key=lambda start: -start.budget.depth)
+        rows = [batch.rows[start.r] for start in starts]
+        chains = [Chain(s.at, s.budget.depth, row.law, stream_of(row.seed, row.index)) for s, row in zip(starts, rows)]
         found = self.decoder.chain(plan.build(), self.pool, chains, self.vocabulary)
-        for (r, _, _), tokens in zip(wanted, found or ()):
-            trees[r] = Guesses.chain(tokens, RANKED[:1] * len(tokens))
+        for start, tokens in zip(starts, found or ()):
+            trees[start.r] = Guesses.chain(tokens, RANKED[:1] * len(tokens))
         return found is not None
 
     def _draws(self, row: Row) -> bool:

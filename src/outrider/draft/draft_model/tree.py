@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from outrider.attention.plan import Plan
+from outrider.draft.draft_model.window import View
 from outrider.sampling import dice
 from outrider.types import ROOT, Budget, Guesses, Row
 
@@ -27,6 +28,7 @@ class Tree:
     base: int  # position of the first guess
     budget: Budget
     siblings: int
+    view: View
     repeats: bool = False
     lot: int = 0
     tokens: list[int] = field(default_factory=list)
@@ -73,13 +75,11 @@ class Tree:
 
     def plan(self, plan: Plan) -> None:
         """The frontier's rows of the next forward."""
-        assert self.row.table is not None
-        slots = self.row.table.slots
         for node in self.frontier:
             if self.siblings == 1:  # a chain lies in its natural slots and needs no path
-                plan.chain(slots, self.base + node, [self.tokens[node]])
+                self.view.chain(plan, self.base + node, [self.tokens[node]])
             else:
-                plan.node(slots, self.base, [slots[self.base + i] for i in self.paths[node]], self.tokens[node])
+                self.view.node(plan, self.base, self.paths[node], self.tokens[node])
 
     def _room(self) -> int:
         return min(self.siblings, self.budget.nodes - len(self.tokens))
