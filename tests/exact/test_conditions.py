@@ -13,7 +13,7 @@ from outrider.cache.slots import PAGE
 
 PROMPTS = tiny_prompts(6, seed=1)
 LAWS: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.95}]
-DRAFTERS = ("ngram", "draft_model", "tree", "stranger")
+DRAFTERS = ("ngram", "draft_model", "tree", "stranger", "window", "self")
 
 
 def params_of(law: dict[str, Any], count: int = len(PROMPTS), **more: Any) -> list[SamplingParams]:
@@ -21,11 +21,17 @@ def params_of(law: dict[str, Any], count: int = len(PROMPTS), **more: Any) -> li
 
 
 def put_to_work(llm: LLM, drafter: str, truth: Truth, stranger: str, **options: Any) -> None:
-    """ngram; the target as its own draft; a bush that hides the truth; a draft model that is always wrong."""
+    """ngram; a copy of the target as draft; a bush that hides the truth; a draft model that is always wrong, with all of the context and
+    with little of it; the target as its own draft within a budget."""
     if drafter == "tree":
         llm.use({"method": "scripted", "script": Scripts(truth).hidden, "nodes": 40, "num_speculative_tokens": 6, **options})
     elif drafter == "stranger":
         llm.use({"method": "draft_model", "model": stranger, "siblings": 2, "num_speculative_tokens": 3, **options})
+    elif drafter == "window":
+        budget = {"draft_kv_budget": 9, "draft_kv_sink": 3}
+        llm.use({"method": "draft_model", "model": stranger, "num_speculative_tokens": 3, **budget, **options})
+    elif drafter == "self":
+        llm.use({"method": "draft_model", "model": "self", "siblings": 2, "num_speculative_tokens": 3, "draft_kv_budget": 24, **options})
     else:
         install(llm, drafter, **options)
 
@@ -104,7 +110,7 @@ def test_preemption(drafter: str, law: dict[str, Any], llama: str, plain: LLM, s
     assert [said(o.outputs) for o in outputs] == expected
     counted([sample for o in outputs for sample in o.outputs])
     assert small.engine.scheduler.preemptions > 0
-    if drafter in ("draft_model", "tree"):
+    if drafter in ("draft_model", "tree", "self"):
         assert accepted(outputs) > 0
     settled(small)
 
@@ -321,7 +327,7 @@ def test_other_models(
     put_to_work(fast, drafter, truth, stranger)
     outputs = drive(fast, PROMPTS, params)
     assert [said(o.outputs) for o in outputs] == expected
-    if drafter in ("draft_model", "tree"):
+    if drafter in ("draft_model", "tree", "self"):
         assert accepted(outputs) > 0
     if model == "mistral":
         assert set(fast.engine.decoder.spec.windows) == {window}
@@ -365,6 +371,6 @@ def test_torch_kernels(drafter: str, law: dict[str, Any], llama: str, stranger: 
     put_to_work(fast, drafter, truth, stranger)
     outputs = drive(fast, PROMPTS[:4], params)
     assert [said(o.outputs) for o in outputs] == expected
-    if drafter in ("draft_model", "tree"):
+    if drafter in ("draft_model", "tree", "self"):
         assert accepted(outputs) > 0
     settled(fast)

@@ -1,0 +1,179 @@
+"""Views: which keys a draft with a K/V budget sees, in the plan, in the C kernels and in the reference."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from array import array
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from helpers import walk
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from outrider import ConfigError
+from outrider.attention.plan import Plan
+from outrider.cache.pool import Pool
+from outrider.draft.draft_model import DraftModel
+from outrider.draft.draft_model.window import View, Window
+from outrider.kernels import Bend, kernels_for
+from outrider.kernels.reference import TorchKernels
+
+CPU, SLOTS = torch.device("cpu"), 400
+
+
+class Seen(NamedTuple):
+    """What one row must see: its own position, and the position and the slot of every key, in order."""
+
+    position: int
+    keys: list[tuple[int, int]]
+
+
+def scene(rng: random.Random, sink: int, recent: int, requests: int = 3, longest: int = 60) -> tuple[Plan, list[Seen]]:
+    """Requests whose known tokens and trees of guesses go through a window; and what each row sees, by the definition."""
+    window, plan, expected = Window(sink, recent), Plan(sink), []
+    slots = rng.sample(range(SLOTS), SLOTS)
+    for _ in range(requests):
+        end, nodes = rng.randint(1, longest), rng.randint(0, 8)
+        start = max(0, end - rng.choice([1, 1, 3, 20]))
+        table = array("i", [slots.pop() for _ in range(end + nodes)])
+        view = window.read(plan, table, start, [0] * (end - start), nodes)
+        oldest = 0
+        for p in range(start, end):
+            piece = start + (p - start) // recent * recent  # the rows of a piece share what its first row sees
+            oldest = max(0, piece + 1 - recent)
+            shown = [q for q in range(p + 1) if q < sink or q >= oldest]
+            expected.append(Seen(p, [(q, table[q]) for q in shown]))
+        known = expected[-1].keys
+        if rng.random() < 0.5:
+            view.chain(plan, end, [0] * nodes)
+            guesses = [(end + i, table[end + i]) for i in range(nodes)]
+            expected += [Seen(end + i, [*known, *guesses[: i + 1]]) for i in range(nodes)]
+            continue
+        paths: list[list[int]] = []
+        for node in range(nodes):
+            parent = rng.randint(-1, node - 1)
+            paths.append([*(paths[parent] if parent >= 0 else []), node])
+            view.node(plan, end, paths[node], 0)
+            last = end + len(paths[node]) - 1
+            expected.append(Seen(last, [*known, *((end + d, table[end + i]) for d, i in enumerate(paths[node]))]))
+    return plan.build(), expected
+
+
+def checked(plan: Plan, expected: list[Seen]) -> None:
+    assert plan.positions.tolist() == [row.position for row in expected]
+    assert plan.slots.tolist() == [row.keys[-1][1] for row in expected]
+    assert plan.longest == max(len(row.keys) for row in expected)
+    for table, first, count in plan.segments:
+        keys, order = plan.keys(first, count, table)
+        for i, row in enumerate(expected[first : first + count]):
+            assert sorted((int(order[i, j]), int(keys[j])) for j in range(len(keys)) if order[i, j] >= 0) == row.keys
+            assert walk(plan, table, first + i) == [slot for _, slot in row.keys], "the C kernels walk the same keys"
+
+
+@given(st.randoms(use_true_random=False), st.integers(0, 6), st.integers(1, 20))
+def test_a_row_sees_the_first_and_the_recent_tokens_and_the_guesses_above_it(rng: Any, sink: int, recent: int) -> None:
+    plan, expected = scene(rng, sink, recent)
+    checked(plan, expected)
+    for row in expected:
+        assert len(row.keys) >= min(row.position + 1, sink + recent), "less than the budget"
+
+
+def test_a_budget_of_six_with_two_sinks() -> None:
+    """The picture in window.py, by hand."""
+    plan, table = Plan(2), array("i", range(100, 112))
+    view = Window.of(6, 2).read(plan, table, 8, [7], 3)
+    view.chain(plan, 9, [1, 2])
+    plan.build()
+    assert [walk(plan, view.slots, row) for row in range(3)] == [
+        [100, 101, 105, 106, 107, 108],
+        [100, 101, 105, 106, 107, 108, 109],
+        [100, 101, 105, 106, 107, 108, 109, 110],
+    ]
+    assert plan.positions.tolist() == [8, 9, 10]
+
+
+@pytest.mark.parametrize("window", [Window.of(None, 4), Window.of(10, 4), Window.of(11, 0)])
+def test_within_the_budget_nothing_changes(window: Window) -> None:
+    """Ten tokens and ten in the budget: the request's own table, without copy or shift."""
+    plan, table = Plan(window.sink), array("i", range(16))
+    for start in range(10):
+        assert window.read(plan, table, start, [0] * (10 - start), 4) == View(table)
+    assert all(view is table for view, _, _ in plan.segments)
+    assert len(plan.segments) == 1
+
+
+# ---- the kernels
+
+
+def by_definition(q: Tensor, pool: Pool, expected: list[Seen], window: int, bend: Bend | None) -> Tensor:
+    """Row by row; windows and slopes count positions."""
+    out = []
+    for row, seen in enumerate(expected):
+        near = [(at, slot) for at, slot in seen.keys if not window or at > seen.position - window]
+        ahead = torch.tensor([at - seen.position for at, _ in near])
+        keys, values = pool.read(0, torch.tensor([slot for _, slot in near]), torch.float64)
+        for head in range(4):
+            scores = keys[:, head // 2] @ q[row, head].double() * 0.25
+            if bend is not None and bend.slopes is not None:
+                scores += bend.slopes[head] * ahead
+            out.append(scores.softmax(0) @ values[:, head // 2])
+    return torch.stack(out).view(len(expected), -1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("sloped", [False, True])
+@pytest.mark.parametrize("window", [0, 1, 5, 16, 50])
+def test_all_kernels_look_where_the_view_says(window: int, sloped: bool, dtype: torch.dtype) -> None:
+    """The reference against the definition, and the C kernels against the reference; layers with a window, shorter and longer than
+    the view, look back by position: a pinned key that is near in the view and far in the text is out of it."""
+    torch.manual_seed(0)
+    spec = SimpleNamespace(heads=4, kv_heads=2, head_dim=24, q_norm=None, k_norm=None, eps=1e-6)
+    pool = Pool(1, 2, 24, SLOTS, dtype, CPU)
+    for part in (0, 1):
+        pool.write(0, part, torch.arange(SLOTS), torch.randn(SLOTS, 2, 24))
+    bend = Bend(slopes=torch.rand(4)) if sloped else None
+    for seed in range(4):
+        plan, expected = scene(random.Random(seed), sink=3, recent=9)
+        q = torch.randn(plan.length, 4, 24)
+        want = by_definition(q, pool, expected, window, bend)
+        got: Any = TorchKernels(CPU, torch.float32).attend(q, spec, plan, pool, 0, 0.25, window, bend)
+        torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
+        if any(map(shutil.which, ("cc", "gcc", "clang"))):
+            wide = torch.nn.functional.pad(q, (0, pool.width - 24)).contiguous()
+            ours = kernels_for(CPU, torch.float32).attend(wide, spec, plan, pool, 0, 0.25, window, bend)
+            torch.testing.assert_close(ours.double(), want, rtol=1e-4, atol=0.05 if dtype == torch.int8 else 1e-4)
+
+
+# ---- what a user may ask for
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"draft_kv_budget": 4}, "at least draft_kv_sink \\+ 1 = 5 .* got 4"),
+        ({"draft_kv_budget": 0, "draft_kv_sink": 0}, "= 1 .* got 0"),
+        ({"draft_kv_budget": 8, "draft_kv_sink": 8}, "= 9 .* got 8"),
+        ({"draft_kv_budget": "many"}, "draft_kv_budget .* 'many'"),
+        ({"draft_kv_budget": True}, "draft_kv_budget .* True"),
+        ({"draft_kv_budget": 64, "draft_kv_sink": -1}, "draft_kv_sink .* -1"),
+        ({"draft_kv_sink": 2.0}, "draft_kv_sink .* 2.0"),
+        ({"model": "self"}, "needs a draft_kv_budget"),
+        ({"model": "self", "draft_kv_budget": 64, "quantization": "int8"}, "quantization = 'int8' .* leave it out"),
+        ({"model": "self", "draft_kv_budget": 64, "draft_gpu_layers": 0}, "draft_gpu_layers = 0"),
+        ({"model": "self", "draft_kv_budget": 64, "vocab_mismatch": "allow"}, "vocab_mismatch = 'allow'"),
+    ],
+)
+def test_wrong_budgets_are_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DraftModel.Options(**keys)
+
+
+def test_the_smallest_budgets() -> None:
+    assert Window.of(5, 4) == Window(4, 1)
+    DraftModel.Options(draft_kv_budget=1, draft_kv_sink=0)
+    DraftModel.Options(model="self", draft_kv_budget=5)
