@@ -1,0 +1,218 @@
+"""A draft with a K/V budget, and the target as its own draft: what they guess, that nothing they write stays, and the same text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import answer, counted, drive, prompts_of, said, settled, tiny_prompts, write_adapter
+
+from outrider import LLM, LoRARequest, RequestOutput, SamplingParams
+from outrider.draft.draft_model import DraftModel
+from outrider.kernels.cpu import CpuKernels
+from outrider.types import Batch, Budget, Draft
+
+PROMPTS = [tiny_prompts(1, seed=i, longest=40)[0] * 3 + tiny_prompts(1, seed=9 + i)[0] for i in range(4)]
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+LAWS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.8},
+    {"temperature": 1.2, "top_p": 0.9},
+    {"temperature": 0.9, "top_k": 7},
+]
+MIXED = [SamplingParams(max_tokens=16 + 4 * i, seed=i, ignore_eos=True, **law) for i, law in enumerate(LAWS)]
+
+
+def heard(
+    llm: LLM, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, prompts: Any = PROMPTS, params: Any = MIXED, one_call: bool = True
+) -> list[Any]:
+    """What is guessed in every step while the prompts are answered."""
+    guesses: list[Any] = []
+    propose = DraftModel.propose
+
+    def listening(self: DraftModel, batch: Batch, budgets: list[Budget]) -> Draft:
+        draft = propose(self, batch, budgets)
+        guesses.append([(tree.tokens, tree.parents) for tree in draft.trees])
+        return draft
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DraftModel, "propose", listening)
+        if not one_call:
+            patch.setattr(CpuKernels, "chain", lambda *_: None)
+        llm.use({"method": "draft_model", "num_speculative_tokens": 4, **config})
+        llm.generate(prompts_of(prompts), params)
+    settled(llm)
+    return guesses
+
+
+# ---- what is guessed
+
+
+def by_definition(folder: str, tokens: list[int], sink: int, recent: int, depth: int, itself: bool) -> list[int]:
+    """The best tokens of transformers' own model under a mask: the last known token and the guesses see the first tokens, the recent
+    ones and each other; what came before does, too, in pieces, or sees everything where it is the target's."""
+    import transformers
+
+    model = transformers.LlamaForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    end, said = len(tokens), list(tokens)
+    while len(said) < end + depth:
+        n = len(said)
+        sees = torch.ones(n, n, dtype=torch.bool).tril()
+        for p in range(end - 1 if itself else 0, n):
+            first = end - 1 if itself else min(p, end - 1) // recent * recent
+            sees[p, sink : max(sink, first + 1 - recent)] = False
+        mask = torch.zeros(1, 1, n, n).masked_fill(~sees, float("-inf"))
+        with torch.no_grad():
+            logits = model(torch.tensor([said]), attention_mask=mask, position_ids=torch.arange(n)[None]).logits
+        said.append(int(logits[0, -1].argmax()))
+    return said[end:]
+
+
+@pytest.mark.parametrize("itself", [False, True])
+@pytest.mark.parametrize("kernels", ["", "torch"])
+def test_guesses_are_those_of_the_model_under_a_mask(
+    kernels: str, itself: bool, llama: str, stranger: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt in one chunk, three times as long as the budget and more, and a chain of four guesses behind it."""
+    monkeypatch.setenv("OUTRIDER_KERNELS", kernels)
+    llm = LLM(llama)
+    config = {"model": "self" if itself else stranger, "draft_kv_budget": 13, "draft_kv_sink": 3}
+    different = 0
+    for prompt in PROMPTS:
+        first = answer(llm, prompt, SamplingParams(temperature=0, max_tokens=1)).outputs[0].token_ids if itself else []
+        steps = heard(llm, config, monkeypatch, [prompt], GREEDY)
+        got = next(tokens for ((tokens, _),) in steps if tokens)
+        asked = llama if itself else stranger, [*prompt, *first]
+        assert got == by_definition(*asked, 3, 10, 4, itself)
+        different += got != by_definition(*asked, 3, 1000, 4, itself)
+    assert different, "the budget should have mattered"
+
+
+@pytest.mark.parametrize("config", [{}, {"siblings": 3}, {"draft_dtype": "bfloat16"}], ids=["chain", "tree", "bfloat16"])
+def test_a_budget_of_the_whole_context_changes_no_guess(
+    config: dict[str, Any], fast: LLM, stranger: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"model": stranger, **config}
+    everything = heard(fast, config, monkeypatch)
+    fast.engine.forget_prefixes()
+    assert heard(fast, {**config, "draft_kv_budget": 256}, monkeypatch) == everything
+    assert heard(fast, {**config, "draft_kv_budget": 9}, monkeypatch) != everything
+
+
+@pytest.mark.parametrize("model", ["stranger", "self"])
+def test_one_call_guesses_what_one_level_after_another_does(
+    model: str, fast: LLM, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of different laws and lengths, all of them longer than the budget."""
+    config = {"model": model if model == "self" else request.getfixturevalue(model), "draft_kv_budget": 20}
+    steps = [heard(fast, config, monkeypatch, one_call=one_call) for one_call in (True, False)]
+    assert steps[0] == steps[1]
+    assert sum(len(tokens) for step in steps[0] for tokens, _ in step) > 40
+
+
+# ---- the target as its own draft
+
+
+def always_right(output: RequestOutput) -> bool:
+    """The first token came with the prompt, then four a step."""
+    return output.speculation.steps == 1 + -(-(output.speculation.emitted - 1) // 4)
+
+
+@pytest.mark.parametrize("siblings", [1, 3])
+@pytest.mark.parametrize("model", ["llama", "mistral"])
+def test_itself_is_right_as_far_as_it_sees(model: str, siblings: int, request: pytest.FixtureRequest) -> None:
+    """With everything in sight it guesses its own words, sampled ones, too.  So it does where its layers look back eight positions
+    and the budget shows ten: the first tokens, which the view shows as well, are too far away for them."""
+    folder = request.getfixturevalue(model)
+    budget = {"llama": 256, "mistral": 14}[model]
+    llm = LLM(folder, max_num_seqs=4, speculative_config={
+        "method": "draft_model", "model": "self", "draft_kv_budget": budget, "num_speculative_tokens": 3, "siblings": siblings,
+    })  # fmt: skip
+    outputs = drive(llm, PROMPTS, MIXED)
+    assert [said(o.outputs) for o in outputs] == [said(answer(LLM(folder), p, law).outputs) for p, law in zip(PROMPTS, MIXED)]
+    counted([sample for o in outputs for sample in o.outputs])
+    assert all(always_right(o) for o in outputs[siblings > 1 :]), "a greedy tree keeps what is likely, not only what is best"
+    settled(llm)
+
+
+def test_itself_takes_no_memory(llama: str) -> None:
+    config = {"method": "draft_model", "model": "self", "draft_kv_budget": 16}
+    plain, guessing = LLM(llama), LLM(llama, speculative_config=config)
+    assert guessing.engine.drafter.slot_bytes == 0
+    assert len(guessing.engine.cache.pools) == 1
+    assert guessing.engine.drafter.decoder is guessing.engine.decoder  # type: ignore[attr-defined]
+    assert guessing.engine.cache.pages >= plain.engine.cache.pages
+
+
+@pytest.mark.parametrize("siblings", [1, 3])
+def test_what_itself_wrote_does_not_stay(siblings: int, llama: str) -> None:
+    """Bit for bit the K/V of plain decoding, after every step, for all committed tokens of all rows."""
+    plain, llm = LLM(llama, max_num_seqs=4), LLM(llama, max_num_seqs=4)
+    llm.use({"method": "draft_model", "model": "self", "draft_kv_budget": 8, "num_speculative_tokens": 3, "siblings": siblings})
+
+    def held(engine: Any) -> dict[tuple[str, int], torch.Tensor]:
+        pool = engine.cache.pools[0].data
+        rows = [row for row in engine.scheduler.running if row.table is not None]
+        return {(row.id, p): pool[:, :, row.table.slots[p]].clone() for row in rows for p in range(row.computed)}
+
+    expected: dict[tuple[str, int], torch.Tensor] = {}
+    drive(plain, PROMPTS, MIXED, on_step=lambda: expected.update(held(plain.engine)))
+    compared = 0
+
+    def compare() -> None:
+        nonlocal compared
+        for key, kv in held(llm.engine).items():
+            assert torch.equal(kv, expected[key]), key
+            compared += 1
+
+    outputs = drive(llm, PROMPTS, MIXED, on_step=compare)
+    assert compared > 500
+    assert any(0 < o.speculation.accepted < o.speculation.drafted for o in outputs), "some guesses should be right and some wrong"
+
+
+@pytest.mark.parametrize("siblings", [1, 2])
+def test_itself_with_adapters(siblings: int, llama: str, tmp_path: Path) -> None:
+    """A request's adapter guesses as well: with everything in sight all guesses are right, beside a request that has none."""
+    llm = LLM(llama, max_num_seqs=4, enable_lora=True, max_loras=2)
+    for i in (1, 2):
+        write_adapter(tmp_path / str(i), llama, i)
+    one, other = (LoRARequest(str(i), i, str(tmp_path / str(i))) for i in (1, 2))
+    chosen = [one, None, other, None]
+    expected = [said(o.outputs) for o in llm.generate(prompts_of(PROMPTS), MIXED, lora_request=chosen)]
+    llm.use({"method": "draft_model", "model": "self", "draft_kv_budget": 256, "num_speculative_tokens": 3, "siblings": siblings})
+    outputs = llm.generate(prompts_of(PROMPTS), MIXED, lora_request=chosen)
+    assert [said(o.outputs) for o in outputs] == expected
+    assert all(always_right(o) for o in outputs[siblings > 1 :])
+    settled(llm)
+
+
+@pytest.mark.parametrize("model", ["stranger", "self"])
+@pytest.mark.parametrize("rule", ["rejection", "traversal"])
+def test_guesses_are_drawn_where_the_rule_asks_for_laws(rule: str, model: str, fast: LLM, request: pytest.FixtureRequest) -> None:
+    """Every node says what it was drawn from: a law that holds it.  The target with everything in sight is never rejected."""
+    folder, budget = (model, 256) if model == "self" else (request.getfixturevalue(model), 12)
+    siblings = 2 if rule == "traversal" else 1
+    fast.use({
+        "method": "draft_model", "model": folder, "draft_kv_budget": budget, "verification": rule, "num_speculative_tokens": 3,
+        "siblings": siblings,
+    })  # fmt: skip
+    propose, drawn = fast.engine.drafter.propose, 0
+
+    def listening(batch: Batch, budgets: list[Budget]) -> Draft:
+        nonlocal drawn
+        draft = propose(batch, budgets)
+        for row, tree in zip(batch.rows, draft.trees):
+            for node, token in enumerate(tree.tokens):
+                law = tree.law(node)
+                assert (law is not None) == (row.law.temperature > 0)
+                drawn += law is not None and bool(law[token] > 0)
+        return draft
+
+    fast.engine.drafter.propose = listening  # type: ignore[method-assign]
+    outputs = drive(fast, PROMPTS, MIXED)
+    assert drawn > 50
+    if model == "self" and siblings == 1:
+        assert all(map(always_right, outputs))
+    settled(fast)
