@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import sys
 import zlib
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from rows import make_row
 
 from outrider import verify
 from outrider.draft.draft_model.tree import Tree
+from outrider.draft.draft_model.window import View
 from outrider.sampling import dice
 from outrider.sampling.dice import normal
 from outrider.types import ROOT, Batch, Budget, Draft, Guesses
@@ -101,7 +103,7 @@ def drawn(depth: int, siblings: int, repeats: bool = False, nodes: int = 99) -> 
     """A tree as a draft model grows it under rules that judge guesses by their laws."""
 
     def draft(world: World) -> Guesses:
-        tree = Tree(make_row([1, 2]), 2, Budget(depth, nodes), siblings, repeats)
+        tree = Tree(make_row([1, 2]), 2, Budget(depth, nodes), siblings, View(array("i")), repeats)
         while tree.growing:
             tree.draw({node: world.law("q", tree.path_tokens(node)) for node in tree.frontier})
         return tree.guesses

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import answer, counted, drive, prompts_of, said, settled, tiny_prompts, write_adapter
+from helpers import answer, counted, drive, prompts_of, said, settled, tiny_checkpoint, tiny_prompts, write_adapter
 
 from outrider import LLM, LoRARequest, RequestOutput, SamplingParams
 from outrider.draft.draft_model import DraftModel
@@ -119,18 +119,24 @@ def test_one_call_guesses_what_one_level_after_another_does(
 # ---- the target as its own draft
 
 
+@pytest.fixture(scope="module")
+def gemma2(checkpoints: Path) -> str:
+    """A family that transformers' own code runs; every other layer sees eight tokens."""
+    return tiny_checkpoint(checkpoints / "gemma2", "Gemma2", sliding_window=8)
+
+
 def always_right(output: RequestOutput) -> bool:
     """The first token came with the prompt, or with guesses where one token of it was left; then four a step."""
     return output.speculation.steps <= 1 + -(-(output.speculation.emitted - 1) // 4)
 
 
 @pytest.mark.parametrize("siblings", [1, 3])
-@pytest.mark.parametrize("model", ["llama", "mistral"])
+@pytest.mark.parametrize("model", ["llama", "mistral", "gemma2"])
 def test_itself_is_right_as_far_as_it_sees(model: str, siblings: int, request: pytest.FixtureRequest) -> None:
     """With everything in sight it guesses its own words, sampled ones, too.  So it does where its layers look back eight positions
     and the budget shows ten: the first tokens, which the view shows as well, are too far away for them."""
     folder = request.getfixturevalue(model)
-    budget = {"llama": 256, "mistral": 14}[model]
+    budget = {"mistral": 14}.get(model, 256)
     llm = LLM(folder, max_num_seqs=4, speculative_config={
         "method": "draft_model", "model": "self", "draft_kv_budget": budget, "num_speculative_tokens": 3, "siblings": siblings,
     })  # fmt: skip
