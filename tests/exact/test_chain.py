@@ -28,9 +28,10 @@ def listen(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[list[list[int]]]:
     return heard
 
 
-@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("rows", [1, 4])
 def test_one_call_equals_one_level_after_another(rows: int, fast: LLM, stranger: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of different laws and lengths, so that chains of different depths end at different levels."""
+    """Rows of different laws and lengths, so that chains of different depths end at different levels; as many as have seats, since how
+    large a chunk is that joins rows which decode depends on the clock."""
     prompts = tiny_prompts(rows)
     params = [SamplingParams(max_tokens=9 + 4 * i, seed=i, ignore_eos=True, **law) for i, law in zip(range(rows), itertools.cycle(LAWS))]
     said = []
