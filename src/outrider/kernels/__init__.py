@@ -18,6 +18,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from outrider.attention.plan import Plan
     from outrider.cache.pool import Pool
+    from outrider.kernels.chain import Chained, Halt, Traits
     from outrider.kernels.lora import Adapted, Runs
     from outrider.kernels.quantised import Quantised
     from outrider.models.decoder import Layer
@@ -101,10 +102,15 @@ class Kernels(Protocol):
         """
 
     def chain(
-        self, stack: Any, embedding: Any, norm: Tensor, head: Any, plan: Plan, pool: Pool, chains: Sequence[Chain], vocabulary: int
-    ) -> list[list[int]] | None:
-        """`embed` and `run` over the plan, then for each chain (deepest first) the best of the first `vocabulary` tokens, which
-        goes in as its next row, `levels` times; a chain may end early.  None, and nothing done, where no loop is at hand."""
+        self, stack: Any, embedding: Any, norm: Tensor, head: Any, plan: Plan, pool: Pool, chains: Sequence[Chain],
+        vocabulary: int, halt: Halt | None = None,
+    ) -> Chained | None:  # fmt: skip
+        """`embed` and `run` over the plan, then for each chain (the first one is the deepest) the best of the first `vocabulary`
+        tokens, which goes in as its next row, `levels` times, or until `halt` says so; a chain may end early.  None, and nothing
+        done, where no loop is at hand."""
+
+    def halts(self, halt: Halt, logits: Tensor, temperature: float, token: int, level: int, row: int = 0) -> tuple[bool, Traits]:
+        """Whether no guess should be made behind `token`, which was picked from one row, [V] or `row` of [M,V]; and its traits."""
 
     def pick(self, logits: Tensor, law: Law, key: int, k: int, probs: bool, row: int = 0) -> tuple[list[int], list[float]]:
         """The k best tokens of one row, [V] or `row` of [M,V], under `law` with the noise of `key`, best first (fewer if the law

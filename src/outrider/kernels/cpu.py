@@ -26,7 +26,8 @@ from torch import Tensor
 
 from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
-from outrider.kernels import lora
+from outrider.kernels import chain, lora
+from outrider.kernels.chain import TRAITS, Chained, Halt, Traits
 from outrider.kernels.lora import Adapted, Adapter, Runs
 from outrider.kernels.quantised import Quantised
 from outrider.models.spec import Spec
@@ -40,7 +41,7 @@ PANEL, WIDE = 64, 32  # outputs side by side in a packed weight; the same consta
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # FLOAT, BFLOAT and INT8 of simd.h; INT4 is for weights only
 LINEARS = ("qkv", "o", "gate_up", "down")
 VECTORS = ("norm_in", "norm_post", "q_norm", "k_norm")
-SOURCES = ("kernels.c", "lora.c", "quantised.c", "sample.c")
+SOURCES = ("kernels.c", "lora.c", "quantised.c", "sample.c", "stop.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC", "-std=gnu11")
 log = logging.getLogger("outrider")
 
@@ -104,8 +105,10 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.attend.argtypes = [p, p, p, i, n, n, n, n, n, n, p, p, p, p, p, n, f, n, n, n, ctypes.POINTER(_Bend), p]
     lib.pick.argtypes = [p, n, f, d, n, d, u, n, p, p]
     lib.pick.restype = n
-    lib.stack.argtypes = [ctypes.POINTER(_Shape), ctypes.POINTER(_Layer), ctypes.POINTER(_Rows), p, n, p]
-    lib.chain.argtypes = [ctypes.POINTER(_Shape), ctypes.POINTER(_Layer), ctypes.POINTER(_Ends), ctypes.POINTER(_Rows), p, p, n, p, n, p]
+    shape, layers, ends, rows, rule = map(ctypes.POINTER, (_Shape, _Layer, _Ends, _Rows, chain.Rule))
+    lib.stack.argtypes = [shape, layers, rows, p, n, p]
+    lib.chain.argtypes = [shape, layers, ends, rows, p, p, n, p, n, rule, p, p]
+    lib.halts.argtypes = [rule, p, n, f, i, n, p]
     lib.stack.restype = lib.chain.restype = None
     for name in ("linear", "embed", "rms_norm", "silu_mul", "rope_store", "attend"):
         getattr(lib, name).restype = None
@@ -155,15 +158,6 @@ class _Ends(ctypes.Structure):
         ("head", _Weight),
         ("norm", ctypes.c_void_p),
         *((name, ctypes.c_long) for name in ("outputs", "vocabulary")),
-    ]
-
-
-class _Chain(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_long) for name in ("at", "levels", "top_k")),
-        *((name, ctypes.c_double) for name in ("min_p", "top_p")),
-        ("stream", ctypes.c_uint64),
-        ("temperature", ctypes.c_float),
     ]
 
 
@@ -294,21 +288,22 @@ class CpuKernels:
         return x
 
     def chain(
-        self, stack: Stack, embedding: Packed, norm: Tensor, head: Packed, plan: Plan, pool: Pool, chains: Sequence[Chain], vocabulary: int
-    ) -> list[list[int]]:
+        self, stack: Stack, embedding: Packed, norm: Tensor, head: Packed, plan: Plan, pool: Pool, chains: Sequence[Chain],
+        vocabulary: int, halt: Halt | None = None,
+    ) -> Chained:  # fmt: skip
         stack.shape.kv = KINDS[pool.dtype]
         ends = _Ends(embedding.c, head.c, norm.data_ptr(), head.outputs, vocabulary)
-        made = (_Chain * len(chains))()
-        for to, (at, levels, law, stream) in zip(made, chains):
-            to.at, to.levels, to.stream = at, levels, stream
-            to.temperature, to.min_p, to.top_k, to.top_p = law
-        most = chains[0].levels
-        out = (ctypes.c_int32 * (len(chains) * most))()
+        room = chain.Room(chains, halt)
         self.lib.chain(
-            stack.shape, stack.layers, ends, _rows(plan), plan.ids_at, pool.address, pool.plane, made, len(chains), out
+            stack.shape, stack.layers, ends, _rows(plan), plan.ids_at, pool.address, pool.plane, room.chains, len(chains),
+            room.rule, room.out, room.traits,
         )  # fmt: skip
-        rows = [out[i * most : i * most + c.levels] for i, c in enumerate(chains)]
-        return [row[: row.index(-1)] if -1 in row else row for row in rows]
+        return room.read()
+
+    def halts(self, halt: Halt, logits: Tensor, temperature: float, token: int, level: int, row: int = 0) -> tuple[bool, Traits]:
+        at = logits.data_ptr() + (row * logits.stride(0) * 4 if row else 0)
+        traits = (ctypes.c_float * TRAITS)()
+        return bool(self.lib.halts(chain.Rule.of(halt), at, logits.shape[-1], temperature, token, level, traits)), traits[:]
 
     def pick(self, logits: Tensor, law: Law, key: int, k: int, probs: bool, row: int = 0) -> tuple[list[int], list[float]]:
         at = logits.data_ptr() + (row * logits.stride(0) * 4 if row else 0)  # the address: indexing a tensor costs far more

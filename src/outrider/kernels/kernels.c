@@ -280,17 +280,19 @@ void stack(const Shape *s, const Layer *layers, const Rows *rows, char *pool, lo
 
 /* ---- chains of guesses: `stack` over the rows, then the best token after row at[i] goes in as the row behind it, and so on.
  * What a drafter does with embed, stack, linear and pick, without coming back in between: after a forward has swept the
- * caches, every step outside costs more than the pick itself.  Chains come deepest first; a token that is none (-1) ends one. */
+ * caches, every step outside costs more than the pick itself.  The first chain is the deepest; a token that is none (-1) ends one,
+ * and so does `halt` (0: nothing does), behind a token whose traits it did not like (see stop.c). */
 typedef struct { Weight embedding, head; const float *norm; long outputs, vocabulary; } Ends;
 typedef struct { long at, levels, top_k; double min_p, top_p; uint64_t stream; float temperature; } Chain;
 long pick(const float *logits, long V, float temperature, double min_p, long top_k, double top_p, uint64_t key, long k, int32_t *out,
           float *prob);
 
 void chain(const Shape *s, const Layer *layers, const Ends *e, const Rows *first, const int64_t *first_ids, char *pool, long plane,
-           const Chain *chains, long m, int32_t *out) {
+           const Chain *chains, long m, const Halt *halt, int32_t *out, float *traits) {
     const long h = s->hidden, n = first->n, most = chains[0].levels;
     int64_t at[5][m];                                         /* ids, positions, slots, seen, depths */
     const int32_t *tables[m];
+    long live[m];                                             /* which chain each row belongs to */
     float *x = malloc((size_t)(n * h + m * (2 * h + e->outputs)) * 4), *y = x + n * h, *a = y + m * h, *logits = a + m * h;
     embed(&e->embedding, first_ids, n, h, x);
     stack(s, layers, first, pool, plane, x);
@@ -300,24 +302,32 @@ void chain(const Shape *s, const Layer *layers, const Ends *e, const Rows *first
         at[3][i] = first->seen[chains[i].at];
         at[4][i] = 0;
         tables[i] = first->tables[chains[i].at];
+        live[i] = i;
     }
     for (long level = 0; ; level++) {
-        long longest = 0, live = 0;
+        long longest = 0, left = 0;
         rms_norm(y, e->norm, m, h, s->eps, a);
         linear(&e->head, a, m, h, logits, e->outputs, 0);
         for (long i = 0; i < m; i++) {
-            const Chain *c = chains + i;
-            int32_t *token = out + i * most + level;
+            const Chain *c = chains + live[i];
+            const float *row = logits + i * e->outputs;
+            const long place = live[i] * most + level;
             const uint64_t key = mix(c->stream + (uint64_t)(at[1][i] + 1));
-            if (!pick(logits + i * e->outputs, e->vocabulary, c->temperature, c->min_p, c->top_k, c->top_p, key, 1, token, 0)) *token = -1;
+            int end = !pick(row, e->vocabulary, c->temperature, c->min_p, c->top_k, c->top_p, key, 1, out + place, 0);
+            if (end) out[place] = -1;
+            else if (halt) end = halts(halt, row, e->vocabulary, c->temperature, out[place], level, traits + place * TRAITS);
             if (level + 1 == c->levels) continue;
-            at[0][i] = *token < 0 ? 0 : *token;
-            at[1][i]++;
-            at[2][i] = tables[i][at[3][i]++];
-            longest = at[3][i] > longest ? at[3][i] : longest;
-            live++;
+            if (end) { out[place + 1] = -1; continue; }
+            const long j = left++;                            /* the rows that go on close up */
+            live[j] = live[i];
+            tables[j] = tables[i];
+            at[0][j] = out[place];
+            at[1][j] = at[1][i] + 1;
+            at[2][j] = tables[j][at[3][i]];
+            at[3][j] = at[3][i] + 1;
+            longest = at[3][j] > longest ? at[3][j] : longest;
         }
-        if (!(m = live)) break;
+        if (!(m = left)) break;
         const Rows rows = {m, 0, longest, first->pinned, at[1], at[2], at[3], at[4], tables, 0};
         embed(&e->embedding, at[0], m, h, y);
         stack(s, layers, &rows, pool, plane, y);

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
-from outrider.kernels import lora
+from outrider.kernels import chain, lora
+from outrider.kernels.chain import Halt, Traits
 from outrider.kernels.lora import Adapted, Runs
 from outrider.kernels.quantised import Quantised
 from outrider.models.spec import Spec
@@ -159,6 +160,10 @@ class TorchKernels:
 
     def chain(self, *_: Any) -> None:
         """Nobody is waiting: the drafter goes level by level."""
+
+    def halts(self, halt: Halt, logits: Tensor, temperature: float, token: int, level: int, row: int = 0) -> tuple[bool, Traits]:
+        traits = chain.measure(logits if logits.dim() == 1 else logits[row], temperature, token)
+        return chain.halts(halt, traits, level), traits
 
     def pick(self, logits: Tensor, law: Law, key: int, k: int, probs: bool, row: int = 0) -> tuple[list[int], list[float]]:
         return sampling.pick(logits if logits.dim() == 1 else logits[row], law, key, k)

@@ -98,3 +98,8 @@ void embed_quantised(const Weight *w, const int64_t *ids, long n, long K, float 
 void store_head(const float *x, long D, long Dp, int8_t *to);
 void attend_heads(int size, Keys keys, long from, long n, const float *q, const int8_t *K, const int8_t *V, long Dp, float scale,
                   const Bend *bend, long first, float *s, long room, float *out, long D);
+
+/* ---- stop.c, called from kernels.c: when no guess is made behind a token.  chain.py mirrors the struct. */
+enum { TOP = 4, TRAITS = TOP + 2 };
+typedef struct { double least, most; const float *net; long hidden; } Halt;
+int halts(const Halt *h, const float *logits, long V, float temperature, int32_t token, long level, float *traits);

@@ -21,6 +21,7 @@ from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool, SplitPool, kv_dtype
 from outrider.errors import ConfigError
 from outrider.kernels import Chain, Kernels, Weight, kernels_for
+from outrider.kernels.chain import Chained, Halt
 from outrider.kernels.lora import Adapted
 from outrider.kernels.quantised import Quantised, join
 from outrider.models.hub import Checkpoint, Source
@@ -130,11 +131,11 @@ class Decoder:
         chosen = x if len(rows) == x.shape[0] else x[rows]
         return self.kernels.linear(self.kernels.rms_norm(chosen, self.norm, self.spec.eps), self.lm_head).float()
 
-    def chain(self, plan: Plan, pool: Pool, chains: Sequence[Chain], vocabulary: int) -> list[list[int]] | None:
+    def chain(self, plan: Plan, pool: Pool, chains: Sequence[Chain], vocabulary: int, halt: Halt | None = None) -> Chained | None:
         """`forward` over the plan, then a chain of the best tokens behind some of its rows; see `Kernels.chain`."""
         if any(part.kernels is not self.kernels for part in self.parts):
             return None
-        return self.kernels.chain(self.parts[0].stack, self.embedding, self.norm, self.lm_head, plan, pool, chains, vocabulary)
+        return self.kernels.chain(self.parts[0].stack, self.embedding, self.norm, self.lm_head, plan, pool, chains, vocabulary, halt)
 
     def _layer(self, kernels: Kernels, weights: Source, i: int) -> Layer:
         s, at = self.spec, f"model.layers.{i}"

@@ -13,6 +13,7 @@ from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
 from outrider.errors import ConfigError, ModelError
 from outrider.kernels import Chain, Kernels
+from outrider.kernels.chain import Chained, Halt
 from outrider.models.decoder import Decoder
 from outrider.models.hub import Checkpoint
 from outrider.models.placement import Placement
@@ -49,7 +50,7 @@ class Model(Protocol):
     def logits(self, x: Tensor, rows: list[int]) -> Tensor:
         """float32 [len(rows), V] of some rows, in ascending order, of `forward`'s result."""
 
-    def chain(self, plan: Plan, pool: Pool, chains: Sequence[Chain], vocabulary: int) -> list[list[int]] | None:
+    def chain(self, plan: Plan, pool: Pool, chains: Sequence[Chain], vocabulary: int, halt: Halt | None = None) -> Chained | None:
         """`forward` over the plan, then a chain of the best tokens behind some of its rows; None where it does not pay."""
 
 

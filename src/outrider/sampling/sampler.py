@@ -15,6 +15,7 @@ from outrider.sampling.processors import Ids
 from outrider.sampling.reference import filtered, probabilities
 
 if TYPE_CHECKING:
+    from outrider.kernels.chain import Halt, Traits
     from outrider.types import Row
 
 GREEDY = Law(temperature=0.0)
@@ -72,12 +73,22 @@ class Sampler:
             logits = filtered(self._edited(row, path, logits, 0), row.law)
         return logits.log_softmax(-1) if mode.endswith("logprobs") else logits
 
+    def halts(self, row: Row, path: Sequence[int], logits: Tensor, token: int, halt: Halt, at: int = 0) -> tuple[bool, Traits]:
+        """Whether a drafter should guess nothing behind `token`, which stands after `path`; and what is known of it."""
+        logits, at = self._said(row, path, logits, at)
+        return self.kernels.halts(halt, logits, row.law.temperature, token, len(path), at)
+
     def _pick(self, row: Row, path: Sequence[int], logits: Tensor, at: int, k: int, probs: bool) -> tuple[list[int], list[float]]:
         position = len(row.tokens) + len(path)
-        if row.processors and any(processor.active(position) for processor in row.processors):
-            logits, at = self._edited(row, path, logits, at), 0
+        logits, at = self._said(row, path, logits, at)
         key = 0 if row.law.temperature == 0 else key_of(row.seed, row.index, position)
         return self.kernels.pick(logits, row.law, key, k, probs, at)
+
+    def _said(self, row: Row, path: Sequence[int], logits: Tensor, at: int) -> tuple[Tensor, int]:
+        """The logits and the row of them that counts, edited where a processor has something to do."""
+        if row.processors and any(processor.active(len(row.tokens) + len(path)) for processor in row.processors):
+            return self._edited(row, path, logits, at), 0
+        return logits, at
 
     def _edited(self, row: Row, path: Sequence[int], logits: Tensor, at: int) -> Tensor:
         """float32 [V]: what the request's processors make of the logits there."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from torch import Tensor
 from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
 from outrider.draft.base import Drafter, Target
+from outrider.draft.draft_model import stop
 from outrider.draft.draft_model.tree import RANKED, Tree
 from outrider.draft.draft_model.vocabulary import fits
 from outrider.draft.draft_model.window import SELF, View, Window, check
@@ -34,7 +35,7 @@ from outrider.models.placement import check_gpu_layers, pick_device, place
 from outrider.models.quantise import bits_of
 from outrider.sampling.noise import stream_of
 from outrider.sampling.sampler import Sampler
-from outrider.types import NOTHING, ROOT, Batch, Budget, Draft, Guesses, Row
+from outrider.types import NOTHING, ROOT, Batch, Budget, Commit, Draft, Guesses, Row
 
 
 class Start(NamedTuple):
@@ -53,13 +54,14 @@ class DraftModel(Drafter):
     }
 
     @dataclass(frozen=True)
-    class Options:
+    class Options(stop.Options):
         """model: folder, .gguf file or hub id, or "self" (see window.py).  draft_dtype: auto, or as the engine's dtype.
         quantization: of the draft's weights, int8 or int4; the target's is an engine option.  siblings: candidates a level (1: a
         chain).  sibling_draws: "without" replacement or "independent", under rules that judge guesses by their laws.
         vocab_mismatch: "refuse", or "allow" to guess among the ids that both models have.  draft_device: auto (where the target's
         embedding and head are), cpu, cuda, cuda:1 or mps.  draft_gpu_layers: as the engine's gpu_layers.
         draft_kv_budget: how many tokens of a request the draft sees (None: all): the first draft_kv_sink and the most recent.
+        When to stop: see stop.py.
         """
 
         model: str = "builtin-draft"
@@ -76,6 +78,7 @@ class DraftModel(Drafter):
         draft_kv_sink: int = 4
 
         def __post_init__(self) -> None:
+            super().__post_init__()
             if not isinstance(self.model, str):
                 raise ConfigError(f"model must be a folder or a hub id, got {self.model!r}.")
             if not isinstance(self.siblings, int) or isinstance(self.siblings, bool) or not 1 <= self.siblings <= 64:
@@ -112,6 +115,8 @@ class DraftModel(Drafter):
         self.decoder = model.load(checkpoint, dtype, device, self.context, options.quantization, target.decoder.kv_cache_dtype, where)
         self.sampler = target.sampler if self.decoder.device == target.decoder.device else Sampler(self.decoder.kernels)
         self.slot_bytes = self.decoder.slot_bytes
+        self.stop = stop.Stop(options)
+        self.depth = stop.DEEPEST if self.stop.active else self.depth
 
     def footprint(self, device: torch.device) -> Counter[torch.device]:
         return Counter() if self.itself else self.decoder.footprint
@@ -130,7 +135,9 @@ class DraftModel(Drafter):
         return depth * siblings
 
     def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
-        plan, starts = self._catch_up(batch, budgets)
+        plan, starts = self._catch_up(batch, self.stop.limit(batch.rows, budgets))
+        for start in starts if self.stop.active else ():
+            self.stop.begin(batch.rows[start.r], start.budget.depth)
         trees = [NOTHING] * len(batch)
         if not plan.length:
             return Draft(trees)
@@ -185,10 +192,14 @@ class DraftModel(Drafter):
             starts = sorted(starts, key=lambda start: -start.budget.depth)
         rows = [batch.rows[start.r] for start in starts]
         chains = [Chain(s.at, s.budget.depth, row.law, stream_of(row.seed, row.index)) for s, row in zip(starts, rows)]
-        found = self.decoder.chain(plan.build(), self.pool, chains, self.vocabulary)
-        for start, tokens in zip(starts, found or ()):
+        found = self.decoder.chain(plan.build(), self.pool, chains, self.vocabulary, self.stop.halt)
+        if found is None:
+            return False
+        for start, tokens in zip(starts, found[0]):
             trees[start.r] = Guesses.chain(tokens, RANKED[:1] * len(tokens))
-        return found is not None
+        for row, traits in zip(rows, found[1]):
+            self.stop.note(row, traits)
+        return True
 
     def _draws(self, row: Row) -> bool:
         return self.drawn and row.law.temperature > 0
@@ -215,6 +226,7 @@ class DraftModel(Drafter):
                 tree.draw({node: law for node, i in places if (law := self._law(tree, node, logits, i)) is not None})
             else:
                 tree.choose([child for node, i in places for child in self._best(tree, node, logits, i)])
+            self.stop.prune(tree, dict(places), self.sampler, logits)
         return [tree for tree, _ in nodes.values() if tree.growing]
 
     def _best(self, tree: Tree, node: int, logits: Tensor, at: int) -> list[tuple[int, int, float]]:
@@ -231,8 +243,20 @@ class DraftModel(Drafter):
             return None
         return torch.nn.functional.pad(law, (0, self.target.vocabulary - len(law)))
 
+    @property
+    def memory(self) -> Any:
+        return self.stop.memory
+
+    @memory.setter
+    def memory(self, kept: Any) -> None:
+        self.stop.memory = kept
+
+    def observe(self, commit: Commit) -> None:
+        self.stop.observe(commit)
+
     def forget(self, row: Row, reason: str) -> None:
         self.synced.pop(row, None)
+        self.stop.forget(row)
 
     def filled(self, row: Row) -> int:
         return min(row.computed, self.synced.get(row, row.computed))
