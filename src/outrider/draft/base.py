@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from outrider.types import Batch, Budget, Commit, Draft, Needs, Row
+from outrider.types import Batch, Budget, Commit, Draft, Guesses, Needs, Row
 
 if TYPE_CHECKING:
     import torch
@@ -67,6 +67,11 @@ class Drafter:
 
     def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
         """One tree a row, within its budget.  Node i of row r may use slot table.slots[batch.end(r) + i], in this step."""
+        raise NotImplementedError
+
+    def after(self, row: Row, said: Sequence[int], budget: Budget) -> Guesses:
+        """Guesses behind `said`, which the row has not said yet and may never say: nothing of it is kept.  For a drafter that guesses
+        from the text alone, so that it can speed up another one."""
         raise NotImplementedError
 
     def observe(self, commit: Commit) -> None:

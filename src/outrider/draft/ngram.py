@@ -8,6 +8,7 @@ guesses one token, until one is right again; the others guess all that they may.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -49,15 +50,16 @@ class Ngram(Drafter):
         self.seen: dict[Row, Seen] = {}
 
     def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
-        return Draft([self._guess(row, budget.depth) if budget.nodes else NOTHING for row, budget in zip(batch.rows, budgets)])
+        return Draft([self.after(row, (), budget) if budget.nodes else NOTHING for row, budget in zip(batch.rows, budgets)])
 
-    def _guess(self, row: Row, depth: int) -> Guesses:
+    def after(self, row: Row, said: Sequence[int], budget: Budget) -> Guesses:
         tokens, seen = row.tokens, self.seen.setdefault(row, Seen())
         for end in range(seen.upto, len(tokens) - 1):
             for n in self.lengths:
                 if n <= end + 1:
                     seen.ends[tuple(tokens[end + 1 - n : end + 1])] = end
-        seen.upto = len(tokens) - 1
+        seen.upto, depth = len(tokens) - 1, budget.depth
+        tokens = [*tokens, *said] if said else tokens
         for n in self.lengths if seen.credit else self.lengths[:1]:
             found = seen.ends.get(tuple(tokens[-n:]), -1) if n < len(tokens) else -1
             if found >= 0:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import itertools
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from outrider.draft.base import Drafter, Target
 from outrider.errors import ConfigError
-from outrider.types import NOTHING, ROOT, Batch, Budget, Commit, Draft, Guesses, Needs
+from outrider.types import NOTHING, ROOT, Batch, Budget, Commit, Draft, Guesses, Needs, Row
 
 RANKS = 8
 LEARN = 0.02
@@ -98,6 +99,9 @@ class Recycle(Drafter):
     def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
         order = self._order() if any(budget.nodes for budget in budgets) else []
         return Draft([self._guess(row.tokens[-1], order, budget) if budget.nodes else NOTHING for row, budget in zip(batch.rows, budgets)])
+
+    def after(self, row: Row, said: Sequence[int], budget: Budget) -> Guesses:
+        return self._guess(said[-1] if said else row.tokens[-1], self._order(), budget)
 
     def _order(self) -> list[tuple[int, ...]]:
         """The nodes that are likely enough, best first: a parent before its children."""

@@ -157,14 +157,14 @@ class Suffix(Drafter):
         self.rows: dict[Row, Known] = {}
 
     def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
-        return Draft([self._guess(row, budget) if budget.nodes else NOTHING for row, budget in zip(batch.rows, budgets)])
+        return Draft([self.after(row, (), budget) if budget.nodes else NOTHING for row, budget in zip(batch.rows, budgets)])
 
-    def _guess(self, row: Row, budget: Budget) -> Guesses:
+    def after(self, row: Row, said: Sequence[int], budget: Budget) -> Guesses:
         known = self.rows.get(row)
         if known is None:
             known = self.rows[row] = Known(Index(row.limit), Belief(RUNS[0]))
         known.index.extend(row.tokens[len(known.index.tokens) : -1])
-        context = array("i", row.tokens[-self.longest :])
+        context = array("i", [*row.tokens[-self.longest :], *said][-self.longest :])
         belief, least = known.belief, self.options.suffix_decoding_min_token_prob
         best, most = NOTHING, 0.0
         for order, run in enumerate(RUNS):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,12 +74,13 @@ class Datastore(Drafter):
         return self.nodes if depth else 0
 
     def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
-        return Draft([self._guess(row, budget) if budget.nodes else NOTHING for row, budget in zip(batch.rows, budgets)])
+        return Draft([self.after(row, (), budget) if budget.nodes else NOTHING for row, budget in zip(batch.rows, budgets)])
 
-    def _guess(self, row: Row, budget: Budget) -> Guesses:
+    def after(self, row: Row, said: Sequence[int], budget: Budget) -> Guesses:
         least, shortest = self.options.min_token_prob, self.options.min_token_span
         belief: Belief = self.memory
-        length, texts = self.store.find(row.tokens, shortest, self.options.max_token_span, PLACES, budget.depth)
+        longest = self.options.max_token_span
+        length, texts = self.store.find([*row.tokens[-longest:], *said], shortest, longest, PLACES, budget.depth)
         if length and belief(length) < least:
             belief.passed(length, length)
             return NOTHING

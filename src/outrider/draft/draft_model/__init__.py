@@ -14,6 +14,7 @@ judges guesses by their laws, k children are drawn from the draft's law instead 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -24,6 +25,7 @@ from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
 from outrider.draft.base import Drafter, Target
 from outrider.draft.draft_model import stop
+from outrider.draft.draft_model.staged import Staged
 from outrider.draft.draft_model.tree import RANKED, Tree
 from outrider.draft.draft_model.vocabulary import fits
 from outrider.draft.draft_model.window import SELF, View, Window, check
@@ -61,7 +63,8 @@ class DraftModel(Drafter):
         vocab_mismatch: "refuse", or "allow" to guess among the ids that both models have.  draft_device: auto (where the target's
         embedding and head are), cpu, cuda, cuda:1 or mps.  draft_gpu_layers: as the engine's gpu_layers.
         draft_kv_budget: how many tokens of a request the draft sees (None: all): the first draft_kv_sink and the most recent.
-        When to stop: see stop.py.
+        drafter: the speculative_config of something cheaper that guesses ahead of the draft model (see staged.py).  When to stop
+        guessing: see stop.py.
         """
 
         model: str = "builtin-draft"
@@ -76,6 +79,7 @@ class DraftModel(Drafter):
         draft_gpu_layers: int | None = None
         draft_kv_budget: int | None = None
         draft_kv_sink: int = 4
+        drafter: Mapping[str, Any] | None = None
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -90,6 +94,10 @@ class DraftModel(Drafter):
                 raise ConfigError(f'vocab_mismatch must be "refuse" or "allow", got {self.vocab_mismatch!r}.')
             check_gpu_layers(self.draft_gpu_layers, "draft_gpu_layers")
             check(self)
+            if self.drafter is not None and not isinstance(self.drafter, Mapping):
+                raise ConfigError(f"drafter must be a speculative_config such as {{'method': …}}, got {self.drafter!r}.")
+            if self.drafter is not None and self.siblings > 1:
+                raise ConfigError(f"a drafter speeds up a chain, and siblings is {self.siblings}: leave one of them out.")
             if self.draft_tensor_parallel_size != 1:
                 raise ConfigError(f"draft_tensor_parallel_size must be 1, got {self.draft_tensor_parallel_size!r}.")
 
@@ -117,6 +125,7 @@ class DraftModel(Drafter):
         self.slot_bytes = self.decoder.slot_bytes
         self.stop = stop.Stop(options)
         self.depth = stop.DEEPEST if self.stop.active else self.depth
+        self.staged = None if options.drafter is None else Staged(options.drafter, self)
 
     def footprint(self, device: torch.device) -> Counter[torch.device]:
         return Counter() if self.itself else self.decoder.footprint
@@ -141,17 +150,18 @@ class DraftModel(Drafter):
         trees = [NOTHING] * len(batch)
         if not plan.length:
             return Draft(trees)
+        if not starts:
+            self.decoder.forward(plan.build(), self.pool)
+            return Draft(trees)
         if self._in_one_call(batch, starts) and self._chains(plan, batch, starts, trees):
             return Draft(trees)
         repeats = self.options.sibling_draws == "independent"
         grown = {s.r: Tree(batch.rows[s.r], batch.end(s.r), s.budget, self.options.siblings, s.view, repeats, self.lot) for s in starts}
-        growing = self._level(plan, [s.at for s in starts], [(tree, ROOT) for tree in grown.values()])
-        while growing:
-            plan = Plan(self.window.sink)
-            for tree in growing:
-                tree.plan(plan)
-            frontier = [(tree, node) for tree in growing for node in tree.frontier]
-            growing = self._level(plan, range(len(frontier)), frontier)
+        tips = [(tree, start.at) for tree, start in zip(grown.values(), starts)]
+        if self.staged is not None:
+            self.staged.grow(plan, tips)
+        else:
+            self._levels(plan, tips)
         for r, tree in grown.items():
             trees[r] = tree.guesses
         return Draft(trees)
@@ -182,7 +192,7 @@ class DraftModel(Drafter):
 
     def _in_one_call(self, batch: Batch, starts: list[Start]) -> bool:
         """Whether there is one guess a level that is chosen, and neither processor nor adapter to ask in between."""
-        if self.options.siblings > 1 or not starts:
+        if self.options.siblings > 1 or self.staged is not None:
             return False
         return not any(s.view.adapter or batch.rows[s.r].processors or self._draws(batch.rows[s.r]) for s in starts)
 
@@ -210,24 +220,39 @@ class DraftModel(Drafter):
             return tokens
         return [token if token < self.vocabulary else 0 for token in tokens]
 
-    def _level(self, plan: Plan, at: list[int] | range, rows: list[tuple[Tree, int]]) -> list[Tree]:
-        """One forward; plan row at[i] holds the logits after node rows[i].  Returns the trees that can grow further."""
+    def _levels(self, plan: Plan, tips: Sequence[tuple[Tree, int]]) -> None:
+        """Level after level, as long as one of the trees grows; each hangs from a row of the plan."""
+        at: Sequence[int] = [row for _, row in tips]
+        frontier = [(tree, ROOT) for tree, _ in tips]
+        while True:
+            logits = self.look(plan, at)
+            nodes: dict[int, tuple[Tree, list[tuple[int, int]]]] = {}
+            for i, (tree, node) in enumerate(frontier):
+                nodes.setdefault(id(tree), (tree, []))[1].append((node, i))
+            for tree, places in nodes.values():
+                self.extend(tree, places, logits)
+            plan, frontier = Plan(self.window.sink), []
+            for tree, _ in nodes.values():
+                if tree.growing:
+                    tree.plan(plan)
+                    frontier += [(tree, node) for node in tree.frontier]
+            if not frontier:
+                return
+            at = range(len(frontier))
+
+    def look(self, plan: Plan, rows: Sequence[int]) -> Tensor:
+        """One forward; the logits [len(rows), vocabulary] behind these of its rows."""
         x = self.decoder.forward(plan.build(), self.pool)
-        if not rows:
-            return []
-        logits = self.decoder.logits(x, list(at))
-        if logits.shape[1] > self.vocabulary:
-            logits = logits[:, : self.vocabulary]
-        nodes: dict[int, tuple[Tree, list[tuple[int, int]]]] = {}
-        for i, (tree, node) in enumerate(rows):
-            nodes.setdefault(id(tree), (tree, []))[1].append((node, i))
-        for tree, places in nodes.values():
-            if self._draws(tree.row):
-                tree.draw({node: law for node, i in places if (law := self._law(tree, node, logits, i)) is not None})
-            else:
-                tree.choose([child for node, i in places for child in self._best(tree, node, logits, i)])
-            self.stop.prune(tree, dict(places), self.sampler, logits)
-        return [tree for tree, _ in nodes.values() if tree.growing]
+        logits = self.decoder.logits(x, list(rows))
+        return logits[:, : self.vocabulary] if logits.shape[1] > self.vocabulary else logits
+
+    def extend(self, tree: Tree, places: list[tuple[int, int]], logits: Tensor) -> None:
+        """The next level of a tree: children of (node, row of the logits behind it)."""
+        if self._draws(tree.row):
+            tree.draw({node: law for node, i in places if (law := self._law(tree, node, logits, i)) is not None})
+        else:
+            tree.choose([child for node, i in places for child in self._best(tree, node, logits, i)])
+        self.stop.prune(tree, dict(places), self.sampler, logits)
 
     def _best(self, tree: Tree, node: int, logits: Tensor, at: int) -> list[tuple[int, int, float]]:
         """The best (node, token, probability) after a node."""
@@ -245,18 +270,24 @@ class DraftModel(Drafter):
 
     @property
     def memory(self) -> Any:
-        return self.stop.memory
+        return self.stop.memory, self.staged and self.staged.drafter.memory
 
     @memory.setter
     def memory(self, kept: Any) -> None:
-        self.stop.memory = kept
+        self.stop.memory, inner = kept
+        if self.staged is not None:
+            self.staged.drafter.memory = inner
 
     def observe(self, commit: Commit) -> None:
         self.stop.observe(commit)
+        if self.staged is not None:
+            self.staged.observe(commit)
 
     def forget(self, row: Row, reason: str) -> None:
         self.synced.pop(row, None)
         self.stop.forget(row)
+        if self.staged is not None:
+            self.staged.forget(row, reason)
 
     def filled(self, row: Row) -> int:
         return min(row.computed, self.synced.get(row, row.computed))

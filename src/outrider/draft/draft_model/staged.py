@@ -1,0 +1,167 @@
+"""A draft model that is sped up itself: something cheaper guesses ahead of it (staged speculation, Spector and Ré 2023, arXiv 2308.04623).
+
+The draft model looks at the cheaper guesses in the forward that it needs anyway, picks its own token at each, with the noise of that
+position, and walks on where a guess holds it.  So its chain is the one that it would have made alone, in fewer forwards.
+
+    forward 1    known known │ a  b  c  d        guesses of the cheaper drafter; the draft model says a b x
+    forward 2                │       x  y  z     … and looks further behind x, with new guesses
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from outrider.attention.plan import Plan
+from outrider.control import fixed
+from outrider.draft.base import Drafter, Target
+from outrider.draft.draft_model.tree import Tree
+from outrider.errors import ConfigError, unknown
+from outrider.types import NOTHING, ROOT, Batch, Budget, Commit, Draft, Guesses, Row, Verdict
+
+if TYPE_CHECKING:
+    from outrider.draft.draft_model import DraftModel
+
+
+def opened(config: Mapping[str, Any], target: Target) -> tuple[Drafter, fixed.Options]:
+    """The drafter that `config`, a speculative_config of its own, asks for, and how much it may guess."""
+    from outrider import draft
+
+    given = dict(config)
+    method = draft.method(given.pop("method", None))
+    if method.after is Drafter.after:
+        able = ", ".join(name for name, kind in sorted(draft.methods().items()) if kind.after is not Drafter.after)
+        raise ConfigError(
+            f"drafter {config['method']!r} cannot speed up a draft model: it does not guess from the text alone.  Choose one of {able}."
+        )
+    parts = []
+    for kind in (fixed.Options, method.Options):
+        names = {f.name for f in fields(kind)}
+        parts.append(kind(**{key: given.pop(key) for key in list(given) if key in names}))
+    for key in given:
+        known = {"method"}.union(*({f.name for f in fields(kind)} for kind in (fixed.Options, method.Options)))
+        raise ConfigError(unknown(f"key of drafter {config['method']!r}", key, known))
+    return method(parts[1], target), parts[0]
+
+
+@dataclass
+class Stage:
+    """A chain in one forward.  The logits behind it are in row `at`, those behind guess i of `guesses` in row first + i; it had
+    `before` tokens."""
+
+    tree: Tree
+    at: int
+    guesses: Guesses
+    first: int
+    before: int
+
+
+class Staged:
+    """forwards: of the draft model, so far."""
+
+    def __init__(self, config: Mapping[str, Any], host: DraftModel) -> None:
+        self.drafter, options = opened(config, host.target)
+        self.host, self.forwards = host, 0
+        self.control = fixed.FixedController(options, self.drafter.depth, self.drafter.size, host.vocabulary)
+
+    def grow(self, plan: Plan, tips: Sequence[tuple[Tree, int]]) -> None:
+        """Makes the chains of `tips` as long as they may be; the tip of each is a row of the plan."""
+        while tips:
+            stages = self._stages(plan, tips)
+            rows = [at for _, at in tips]
+            for stage in stages:
+                count = len(stage.guesses.tokens)
+                rows.extend(range(stage.first, stage.first + count))
+                stage.first = len(rows) - count
+            logits = self.host.look(plan, rows)
+            self.forwards += 1
+            paths = [self._walk(stage, logits) for stage in stages]
+            self._settle(stages, paths)
+            self._teach(stages, paths, logits)
+            plan, growing = Plan(self.host.window.sink), [stage.tree for stage in stages if stage.tree.growing]
+            tips = []
+            for tree in growing:
+                tree.plan(plan)
+                tips.append((tree, plan.length - 1))
+
+    def _stages(self, plan: Plan, tips: Sequence[tuple[Tree, int]]) -> list[Stage]:
+        """The guesses behind each tip, put into the plan behind all tips; `first` is a row of the plan yet."""
+        stages = []
+        for i, (tree, _) in enumerate(tips):
+            base = tree.base + len(tree.tokens)
+            guesses, first = self._guess(tree, len(tips)), plan.length
+            paths: dict[int, list[int]] = {ROOT: []}
+            for node, (token, parent) in enumerate(zip(guesses.tokens, guesses.parents)):
+                paths[node] = [*paths[parent], node]
+                tree.view.node(plan, base, paths[node], token)
+            stages.append(Stage(tree, i, guesses, first, len(tree.tokens)))
+        return stages
+
+    def _guess(self, tree: Tree, rows: int) -> Guesses:
+        """One level less than there is room for: behind the last guess the draft model picks a token itself."""
+        said = tree.tokens
+        depth = min(tree.budget.depth - len(said) - 1, self.control.levels(rows))
+        nodes = min(tree.budget.nodes - len(said), self.control.size(depth)) if depth > 0 else 0
+        if nodes <= 0:
+            return NOTHING
+        budget = Budget(depth, nodes)
+        return self.control.trim(Draft([self.drafter.after(tree.row, said, budget)]), [budget]).trees[0]
+
+    def _walk(self, stage: Stage, logits: Tensor) -> list[int]:
+        """Lets the chain grow along the guesses that hold what the draft model says; the nodes of these."""
+        tree, guesses, at = stage.tree, stage.guesses, stage.at
+        child = {pair: node for node, pair in enumerate(zip(guesses.parents, guesses.tokens))}
+        path: list[int] = []
+        while True:
+            before = len(tree.tokens)
+            self.host.extend(tree, [(tree.frontier[0], at)], logits)
+            held = child.get((path[-1] if path else ROOT, tree.tokens[-1])) if len(tree.tokens) > before else None
+            if held is None:
+                return path
+            path.append(held)
+            at = stage.first + held
+            if not tree.growing:
+                return path
+
+    def _settle(self, stages: Sequence[Stage], paths: Sequence[list[int]]) -> None:
+        """Moves the K/V of the guesses that were right to where the chain's own would be."""
+        sources, targets = [], []
+        for stage, path in zip(stages, paths):
+            view = stage.tree.view
+            slots, base = view.slots, stage.tree.base + stage.before - view.shift
+            for place, node in enumerate(path):
+                if node != place:
+                    sources.append(slots[base + node])
+                    targets.append(slots[base + place])
+        if sources:
+            self.host.pool.move(sources, targets)
+
+    def _teach(self, stages: Sequence[Stage], paths: Sequence[list[int]], logits: Tensor) -> None:
+        """What became of the guesses that stood directly behind what is certain."""
+        taught = [(stage, path) for stage, path in zip(stages, paths) if not stage.before]
+        if not taught:
+            return
+        batch, topk = Batch(), []
+        for stage, _ in taught:
+            batch.rows.append(stage.tree.row)
+            batch.starts.append(stage.tree.base - 1)
+            batch.known.append(1)
+            batch.emits.append(True)
+            if wanted := self.drafter.needs.topk:
+                seen = [stage.at, *range(stage.first, stage.first + len(stage.guesses.tokens))]
+                topk.append(self.host.sampler.best(logits[seen], wanted))
+        said = [stage.tree.tokens[: len(path) + 1] for stage, path in taught]
+        draft, verdict = Draft([stage.guesses for stage, _ in taught]), Verdict([path for _, path in taught], said)
+        self.drafter.observe(Commit(batch, [stage.tree.base for stage, _ in taught], said, draft, verdict, topk))
+
+    def observe(self, commit: Commit) -> None:
+        """What became certain; the trees of the commit are none of its drafter's."""
+        none: list[list[int]] = []
+        blank = Draft([NOTHING] * len(commit.batch))
+        self.drafter.observe(replace(commit, draft=blank, topk=[none] * len(commit.batch)))
+
+    def forget(self, row: Row, reason: str) -> None:
+        self.drafter.forget(row, reason)
