@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from outrider.cli import datastore
+from outrider.cli import datastore, tune
 from outrider.cli.bench import bench
 from outrider.cli.chat import chat
 from outrider.cli.demo import demo
@@ -41,6 +41,7 @@ def root() -> None:
 for command in (generate, chat, bench, verify, models, demo):
     app.command()(command)
 app.add_typer(datastore.app, name="datastore")
+app.add_typer(tune.app, name="tune")
 
 
 @app.command()

@@ -36,6 +36,9 @@ class Classifier:
         """[n, FEATURES] -> logits [n]."""
         return ((features @ self.hidden.T + self.hidden_bias).relu() @ self.output.T + self.output_bias)[:, 0]
 
+    def right(self, features: Sequence[float]) -> bool:
+        return bool(self(torch.tensor([features])) >= 0)
+
     def flat(self, threshold: float) -> Tensor:
         """As `Halt.net`: below 0 where the guess is right with less than `threshold`."""
         share = min(max(threshold, 1e-6), 1 - 1e-6)
