@@ -21,13 +21,18 @@ from outrider.types import Batch, Draft, Laws, Verdict
 PROMPTS = tiny_prompts(7)
 SCRIPTS = ("right", "wrong", "wide", "deep", "hidden", "huge", "messy")
 LUCKY = {f"scripted:{name}" for name in SCRIPTS if name != "wrong"} | {"draft_model", "first", "union"}  # cannot be always wrong
-MODELS: dict[str, dict[str, Any]] = {
+KINDS: dict[str, dict[str, Any]] = {
     "chain": {},
     "siblings": {"siblings": 3},
     "window": {"draft_kv_budget": 6, "draft_kv_sink": 2},
     "self": {"model": "self", "draft_kv_budget": 12},
-}
-DRAFTERS = [*draft.names(), *(f"scripted:{name}" for name in SCRIPTS), *(f"draft_model:{kind}" for kind in MODELS)]
+    "stops": {
+        "siblings": 2, "assistant_confidence_threshold": 0.2, "assistant_confidence_schedule": "refit", "entropy_threshold": 0.3,
+        "num_assistant_tokens_schedule": "heuristic_transient", "num_assistant_tokens": 3,
+    },
+    "staged": {"drafter": {"method": "recycle", "min_token_prob": 0.0}},
+}  # fmt: skip
+DRAFTERS = [*draft.names(), *(f"scripted:{name}" for name in SCRIPTS), *(f"draft_model:{kind}" for kind in KINDS)]
 DEPTH = 6
 
 
@@ -134,7 +139,7 @@ def put_to_work(llm: LLM, drafter: str, truth: Truth, checkpoint: str) -> None:
         script = getattr(Scripts(truth), kind)
         llm.use({"method": name, "script": script, "nodes": 110, "num_speculative_tokens": 20 if kind == "deep" else DEPTH})
     elif kind:
-        llm.use({"method": name, "model": checkpoint, "num_speculative_tokens": 4, **MODELS[kind]})
+        llm.use({"method": name, "model": checkpoint, "num_speculative_tokens": 4, **KINDS[kind]})
     else:
         install(llm, name)
 

@@ -99,13 +99,14 @@ class World:
 Drafting = Callable[[World], Guesses]
 
 
-def drawn(depth: int, siblings: int, repeats: bool = False, nodes: int = 99) -> Drafting:
-    """A tree as a draft model grows it under rules that judge guesses by their laws."""
+def drawn(depth: int, siblings: int, repeats: bool = False, nodes: int = 99, last: int | None = None) -> Drafting:
+    """A tree as a draft model grows it under rules that judge guesses by their laws; nothing is drawn behind the token `last`."""
 
     def draft(world: World) -> Guesses:
         tree = Tree(make_row([1, 2]), 2, Budget(depth, nodes), siblings, View(array("i")), repeats)
         while tree.growing:
             tree.draw({node: world.law("q", tree.path_tokens(node)) for node in tree.frontier})
+            tree.frontier = [node for node in tree.frontier if tree.tokens[node] != last]
         return tree.guesses
 
     return draft
@@ -143,12 +144,18 @@ def mixed(order: tuple[str, ...]) -> Drafting:
     return draft
 
 
-CHAINS = {"nothing": chosen([], []), "chain": drawn(3, 1), "chosen chain": chosen([0, 2, 1], [-1, 0, 1])}
+CHAINS = {
+    "nothing": chosen([], []),
+    "chain": drawn(3, 1),
+    "stopped chain": drawn(3, 1, last=1),
+    "chosen chain": chosen([0, 2, 1], [-1, 0, 1]),
+}
 TREES = {
     "without replacement": drawn(2, 2),
     "three without replacement": drawn(2, 3),
     "as many as there are": drawn(1, 4),
     "independent": drawn(2, 2, repeats=True),
+    "stopped tree": drawn(2, 2, last=1),
     "chosen tree": chosen([0, 2, 1, 1, 0], [-1, -1, 0, 0, 1]),
     "mixed": mixed(("c", "a", "b")),
     "mixed, chosen last": mixed(("a", "a", "c")),

@@ -270,11 +270,14 @@ class DraftModel(Drafter):
 
     @property
     def memory(self) -> Any:
-        return self.stop.memory, self.staged and self.staged.drafter.memory
+        kept = self.stop.memory if self.stop.learns else None, self.staged and self.staged.drafter.memory
+        return kept if kept != (None, None) else None
 
     @memory.setter
     def memory(self, kept: Any) -> None:
-        self.stop.memory, inner = kept
+        learned, inner = kept or (None, None)
+        if learned is not None:
+            self.stop.memory = learned
         if self.staged is not None:
             self.staged.drafter.memory = inner
 

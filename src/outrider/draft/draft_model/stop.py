@@ -103,6 +103,8 @@ class Stop:
         rules = (options.assistant_confidence_threshold, options.entropy_threshold, options.stop_classifier)
         self.watching = any(rule is not None for rule in rules)
         self.active = self.watching or options.num_assistant_tokens_schedule != "constant"
+        lasting = options.num_assistant_tokens_schedule == "heuristic", options.assistant_confidence_schedule == "refit"
+        self.learns = any(lasting) or options.entropy_threshold is not None  # something that outlives a request
         self.net: Tensor | None = None
         if options.stop_classifier is not None:
             self.net = disco.load(options.stop_classifier).flat(options.stop_classifier_threshold)

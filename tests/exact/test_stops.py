@@ -1,0 +1,297 @@
+"""A draft that ends early is the beginning of the one that does not, row by row; a staged one is the one that is not staged."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import answer, drive, prompts_of, said, settled, tiny_prompts
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+from rows import make_row
+
+from outrider import LLM, ConfigError, SamplingParams
+from outrider.attention.plan import Plan
+from outrider.cache.pool import Pool
+from outrider.draft import method, methods
+from outrider.draft.base import Drafter
+from outrider.draft.draft_model import DraftModel, disco
+from outrider.draft.draft_model.disco import FEATURES, Classifier
+from outrider.kernels.chain import Halt, Traits, halts
+from outrider.models.decoder import Decoder
+from outrider.types import Batch, Budget, Draft, Row
+
+LAWS = ({"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9}, {"temperature": 0.7, "repetition_penalty": 1.2})
+Key = tuple[int, int]  # the seed of a row and how long it was
+FREE = {"assistant_confidence_threshold": 0.0}  # measures, and never stops
+DEPTH = 5
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Doubts what is unlikely, the more the deeper it stands."""
+    file = str(tmp_path_factory.mktemp("classifier") / "stop.safetensors")
+    hidden = torch.zeros(2, FEATURES)
+    hidden[0, 0], hidden[1, -1] = 1.0, 1.0
+    Classifier(hidden, torch.zeros(2), torch.tensor([[4.0, -0.3]]), torch.tensor([-0.8])).save(file)
+    return file
+
+
+@contextmanager
+def overheard(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[Key, tuple[list[int], list[Traits]]]]:
+    """What is guessed for each row, with traits where there is a rule."""
+    heard: dict[Key, tuple[list[int], list[Traits]]] = {}
+    propose = DraftModel.propose
+
+    def listening(self: DraftModel, batch: Batch, budgets: list[Budget]) -> Draft:
+        draft = propose(self, batch, budgets)
+        for row, tree, budget in zip(batch.rows, draft.trees, budgets):
+            if budget.nodes:
+                traits = self.stop.rounds[row].traits if row in self.stop.rounds else {}
+                heard[row.seed, len(row.tokens)] = tree.tokens, [traits[i] for i in sorted(traits)]
+        return draft
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DraftModel, "propose", listening)
+        yield heard
+
+
+def params(law: dict[str, Any], count: int = 5, tokens: int = 20) -> list[SamplingParams]:
+    return [SamplingParams(max_tokens=tokens + i, seed=i, ignore_eos=True, **law) for i in range(count)]
+
+
+def empty(drafter: Any) -> None:
+    """It remembers no row, wherever it might."""
+    for part in (drafter, drafter.stop, *([drafter.staged.drafter] if drafter.staged else [])):
+        for value in vars(part).values():
+            assert not (isinstance(value, dict) and any(isinstance(key, Row) for key in value))
+
+
+def use(llm: LLM, checkpoint: str, **more: Any) -> Any:
+    llm.use({"method": "draft_model", "model": checkpoint, "num_speculative_tokens": DEPTH, **more})
+    return llm.engine.drafter
+
+
+def rule(kind: str, classifier: str) -> tuple[dict[str, Any], Halt]:
+    if kind == "confidence":
+        return {"assistant_confidence_threshold": 0.15}, Halt(0.15)
+    if kind == "classifier":
+        return {"stop_classifier": classifier, "stop_classifier_threshold": 0.4}, Halt(net=disco.load(classifier).flat(0.4))
+    # a threshold that does not move: the share that is right is above the target, and every round is full enough
+    return {"entropy_threshold": 0.3, "entropy_factor": 0.1, "entropy_target": 0.0}, Halt(most=0.7**2 / 0.1)
+
+
+@pytest.mark.parametrize("law", LAWS, ids=["greedy", "sampled", "penalty"])
+@pytest.mark.parametrize("kind", ["confidence", "entropy", "classifier"])
+def test_a_draft_ends_behind_the_first_guess_that_the_rule_dislikes(
+    kind: str, law: dict[str, Any], fast: LLM, stranger: str, classifier: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one call and level by level, alone and in company.  The chain without the rule says where that is."""
+    given, halt = rule(kind, classifier)
+    monkeypatch.setattr("outrider.draft.draft_model.stop.STEP", 0.0)
+    prompts, each = tiny_prompts(5, seed=2), params(law)
+    with overheard(fast, monkeypatch) as whole:
+        use(fast, stranger, **FREE)
+        drive(fast, prompts, each)
+    seen = []
+    for together in (True, False):
+        for one_call in (True, False):
+            with overheard(fast, monkeypatch) as heard, monkeypatch.context() as patch:
+                if not one_call:
+                    patch.setattr(Decoder, "chain", lambda *_: None)
+                use(fast, stranger, **given)
+                for group in [list(zip(prompts, each))] if together else [[pair] for pair in zip(prompts, each)]:
+                    drive(fast, [prompt for prompt, _ in group], [p for _, p in group])
+                empty(fast.engine.drafter)
+                settled(fast)
+            seen.append(heard)
+    assert all(heard == seen[0] for heard in seen), "not the same guesses in every way"
+    shorter = 0
+    for key in whole.keys() & seen[0].keys():
+        tokens, traits = whole[key]
+        stops = [halts(halt, t, level) for level, t in enumerate(traits)]
+        end = stops.index(True) + 1 if True in stops else len(tokens)
+        assert seen[0][key][0] == tokens[:end]
+        shorter += end < len(tokens)
+    assert 3 < shorter < len(whole.keys() & seen[0].keys())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_tree_is_not_grown_behind_what_the_rule_dislikes(temperature: float, fast: LLM, stranger: str) -> None:
+    drafter = use(fast, stranger, siblings=3, assistant_confidence_threshold=0.1)
+    trees, propose = [], drafter.propose
+
+    def listening(batch: Batch, budgets: list[Budget]) -> Draft:
+        draft = propose(batch, budgets)
+        trees.extend((tree, drafter.stop.rounds[row].traits) for row, tree in zip(batch.rows, draft.trees) if tree.tokens)
+        return draft
+
+    drafter.propose = listening
+    fast.generate(prompts_of(tiny_prompts(3)), params({"temperature": temperature}, 3))
+    ended = 0
+    for tree, traits in trees:
+        assert sorted(traits) == list(range(len(tree.tokens)))
+        for node, t in traits.items():
+            assert t[0] >= 0.1 or node not in tree.parents
+            ended += t[0] < 0.1
+    assert ended and any(len(set(tree.parents)) > 2 for tree, _ in trees)
+    empty(drafter)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_a_drawn_guess_stays(rule: str, fast: LLM, stranger: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it is; only nothing is drawn behind it."""
+    prompts, each = tiny_prompts(4), params({"temperature": 0.9}, 4)
+    with overheard(fast, monkeypatch) as whole:
+        use(fast, stranger, verification=rule, **FREE)
+        drive(fast, prompts, each)
+    with overheard(fast, monkeypatch) as heard:
+        use(fast, stranger, verification=rule, assistant_confidence_threshold=0.1)
+        drive(fast, prompts, each)
+    settled(fast)
+    for key in [(i, len(prompt)) for i, prompt in enumerate(prompts)]:  # before the texts part
+        tokens, traits = whole[key]
+        end = next((i + 1 for i, t in enumerate(traits) if t[0] < 0.1), len(tokens))
+        assert heard[key][0] == tokens[:end]
+    assert any(len(tokens) < DEPTH for tokens, _ in heard.values())
+
+
+def test_a_schedule_decides_how_deep(fast: LLM, llama: str, stranger: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target guesses for itself: always right, two more each round up to the ceiling.  A stranger is always wrong."""
+    prompt, asked = tiny_prompts(1)[0], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    for checkpoint, expected in ((llama, [2, 4, 6, 8, 9, 9]), (stranger, [2, 1, 1, 1])):
+        with overheard(fast, monkeypatch) as heard:
+            use(fast, checkpoint, num_assistant_tokens_schedule="heuristic", num_assistant_tokens=2, num_speculative_tokens=9)
+            answer(fast, prompt, asked)
+        sizes = [len(tokens) for tokens, _ in heard.values()]
+        assert sizes[: len(expected)] == expected
+
+
+def test_rows_that_opt_out_are_left_alone(fast: LLM, stranger: str) -> None:
+    drafter = use(fast, stranger, entropy_threshold=0.4, drafter={"method": "ngram"})
+    kept = copy.deepcopy(drafter.memory)
+    outputs = fast.generate(prompts_of(tiny_prompts(2)), [SamplingParams(speculate=False, max_tokens=9, seed=1)] * 2)
+    assert all(output.outputs[0].speculation.drafted == 0 for output in outputs)
+    assert drafter.memory == kept and drafter.staged.forwards == 0
+    empty(drafter)
+
+
+def test_what_was_learned_can_be_put_back(fast: LLM, stranger: str) -> None:
+    drafter = use(fast, stranger, entropy_threshold=0.4, drafter={"method": "recycle"})
+    kept, asked = copy.deepcopy(drafter.memory), SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    first = answer(fast, tiny_prompts(1)[0], asked).outputs[0].speculation
+    assert drafter.memory != kept
+    drafter.memory = kept
+    fast.engine.forget_prefixes()
+    assert answer(fast, tiny_prompts(1)[0], asked).outputs[0].speculation == first
+    assert use(fast, stranger, **FREE).memory is None, "nothing is learned"
+
+
+# ---- staged
+
+
+@contextmanager
+def forwards(llm: LLM, drafter: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Counts the draft's forwards; every level is one."""
+    count = [0]
+    real = drafter.decoder.forward
+
+    def counting(plan: Plan, pool: Pool) -> Any:
+        count[0] += 1
+        return real(plan, pool)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(drafter.decoder, "forward", counting)
+        patch.setattr(drafter.decoder, "chain", lambda *_: None)
+        yield count
+
+
+INNER = (
+    {"method": "ngram"},
+    {"method": "ngram", "num_speculative_tokens": 2},
+    {"method": "suffix", "suffix_decoding_use_tree_spec": True, "suffix_decoding_max_spec_factor": 8.0},
+    {"method": "recycle", "min_token_prob": 0.0, "nodes": 12},
+)
+
+
+@pytest.mark.parametrize("inner", INNER, ids=lambda inner: "-".join(map(str, inner.values())))
+@pytest.mark.parametrize(
+    "more", [{}, {"assistant_confidence_threshold": 0.1}, {"verification": "rejection"}], ids=["plain", "stops", "drawn"]
+)
+def test_a_staged_chain_is_the_same_chain(
+    more: dict[str, Any], inner: dict[str, Any], fast: LLM, stranger: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [*tiny_prompts(3), [7, 8, 9, 10] * 6]
+    for law in LAWS:
+        seen = []
+        for drafter in (None, inner):
+            with overheard(fast, monkeypatch) as heard:
+                use(fast, stranger, drafter=drafter, **more)
+                outputs = drive(fast, prompts, params(law, len(prompts), 30))
+            settled(fast)
+            empty(fast.engine.drafter)
+            seen.append((heard, [said(output.outputs) for output in outputs]))
+        assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("inner", INNER, ids=lambda inner: "-".join(map(str, inner.values())))
+def test_repetitive_text_takes_fewer_forwards(inner: dict[str, Any], fast: LLM, llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A greedy text that a strong bias makes a loop.  The counts are those of the same chains."""
+    counts = []
+    asked = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, allowed_token_ids=[7, 8])
+    for drafter in (None, inner):
+        made = use(fast, llama, drafter=drafter)
+        with forwards(fast, made, monkeypatch) as count:
+            answer(fast, [7, 8] * 6, asked)
+        counts.append(count[0])
+        fast.engine.forget_prefixes()
+    assert counts[1] < 0.75 * counts[0]
+
+
+@pytest.mark.parametrize(
+    ("inner", "says"),
+    [
+        ({"method": "draft_model"}, "does not guess from the text alone"),
+        ({"method": "ngarm"}, "Did you mean 'ngram'"),
+        ({}, "unknown speculative method None"),
+        ({"method": "ngram", "prompt_lookup_maxx": 3}, "Did you mean 'prompt_lookup_max'"),
+        ({"method": "ngram", "num_speculative_tokens": -1}, "num_speculative_tokens"),
+    ],
+)
+def test_inner_drafters_that_cannot_be(inner: dict[str, Any], says: str, fast: LLM, stranger: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        use(fast, stranger, drafter=inner)
+
+
+@pytest.mark.parametrize("name", [name for name, kind in methods().items() if kind.after is not Drafter.after])
+def test_guesses_behind_what_is_not_said_are_those_behind_what_is(name: str, fast: LLM) -> None:
+    """`after` a beginning equals `after` nothing where the row has said it, for drafters without a memory of the row; nothing is kept."""
+    drafter = method(name).example(fast.engine.target)
+    text = [5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6, 7]
+    row, budget = make_row(text), Budget(3, drafter.size(3))
+    before = drafter.after(row, (), budget)
+    drafter.after(row, [11, 12], budget)
+    ahead = drafter.after(row, [8], budget)
+    assert drafter.after(row, (), budget)[:2] == before[:2]
+    other = make_row([*text, 8])
+    drafter.after(other, (), budget)
+    assert ahead[:2] == drafter.after(other, (), budget)[:2]
+
+
+def test_a_classifier_is_made_and_used_from_the_command_line(stranger: str, llama: str, tmp_path: Path) -> None:
+    from outrider.cli import main
+
+    prompts, out = tmp_path / "prompts.txt", tmp_path / "stop.safetensors"
+    prompts.write_text("\n".join(f"the sun and the moon {i}" for i in range(6)))
+    with pytest.raises(SystemExit) as leaving:
+        main(["tune", "disco", llama, stranger, "-p", str(prompts), "-o", str(out), "-n", "40", "--temp", "0.8"])
+    assert not leaving.value.code
+    assert disco.load(str(out)).hidden.shape[1] == FEATURES
+    llm = LLM(llama, speculative_config={"model": stranger, "stop_classifier": str(out)})
+    assert llm.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=8, seed=1))[0].outputs[0].speculation.drafted > 0
