@@ -178,15 +178,11 @@ def test_a_network_learns_and_comes_back_from_its_file(tmp_path: Path) -> None:
     made.save(file)
     read = disco.load(file)
     assert torch.equal(read.flat(0.5), made.flat(0.5))
-    features = held[0][0]
-    probability = float(made(torch.tensor([features])).sigmoid())
-    for threshold in (probability - 0.01, probability + 0.01):
-        assert (
-            (score(made.flat(threshold), features[:TRAITS], int(features[TRAITS])) < 0)
-            == (  # the level is a whole number there
-                float(made(torch.tensor([[*features[:TRAITS], float(int(features[TRAITS]))]])).sigmoid()) < threshold
-            )
-        )
+    level = 3
+    for traits in torch.rand(20, TRAITS, generator=torch.Generator().manual_seed(4)).tolist():
+        probability = float(made(torch.tensor([[*traits, float(level)]])).sigmoid())
+        for threshold in (0.1, 0.5, 0.9):
+            assert (score(made.flat(threshold), traits, level) < 0) == (probability < threshold)
 
 
 @pytest.mark.parametrize("good", [True, False])
