@@ -78,13 +78,13 @@ def use(llm: LLM, checkpoint: str, **more: Any) -> Any:
     return llm.engine.drafter
 
 
-def rule(kind: str, classifier: str) -> tuple[dict[str, Any], Halt]:
+def rule(kind: str, classifier: str, middle: float) -> tuple[dict[str, Any], Halt]:
+    """`middle`: an entropy that some guesses exceed."""
     if kind == "confidence":
         return {"assistant_confidence_threshold": 0.15}, Halt(0.15)
     if kind == "classifier":
         return {"stop_classifier": classifier, "stop_classifier_threshold": 0.4}, Halt(net=disco.load(classifier).flat(0.4))
-    # a threshold that does not move: the share that is right is above the target, and every round is full enough
-    return {"entropy_threshold": 0.3, "entropy_factor": 0.1, "entropy_target": 0.0}, Halt(most=0.7**2 / 0.1)
+    return {"entropy_threshold": 0.3, "entropy_factor": 0.49 / middle}, Halt(most=(1 - 0.3) ** 2 / (0.49 / middle))
 
 
 @pytest.mark.parametrize("law", LAWS, ids=["greedy", "sampled", "penalty"])
@@ -93,12 +93,13 @@ def test_a_draft_ends_behind_the_first_guess_that_the_rule_dislikes(
     kind: str, law: dict[str, Any], fast: LLM, stranger: str, classifier: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In one call and level by level, alone and in company.  The chain without the rule says where that is."""
-    given, halt = rule(kind, classifier)
-    monkeypatch.setattr("outrider.draft.draft_model.stop.STEP", 0.0)
+    monkeypatch.setattr("outrider.draft.draft_model.stop.STEP", 0.0)  # a threshold that does not move
     prompts, each = tiny_prompts(5, seed=2), params(law)
     with overheard(fast, monkeypatch) as whole:
         use(fast, stranger, **FREE)
         drive(fast, prompts, each)
+    entropies = sorted(t[1] for _, traits in whole.values() for t in traits)
+    given, halt = rule(kind, classifier, entropies[len(entropies) // 2] + 1e-3)
     seen = []
     for together in (True, False):
         for one_call in (True, False):
@@ -240,7 +241,7 @@ def test_a_staged_chain_is_the_same_chain(
         assert seen[0] == seen[1]
 
 
-@pytest.mark.parametrize("inner", INNER, ids=lambda inner: "-".join(map(str, inner.values())))
+@pytest.mark.parametrize("inner", INNER[:3], ids=lambda inner: "-".join(map(str, inner.values())))
 def test_repetitive_text_takes_fewer_forwards(inner: dict[str, Any], fast: LLM, llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A greedy text that a strong bias makes a loop.  The counts are those of the same chains."""
     counts = []

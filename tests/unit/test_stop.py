@@ -219,7 +219,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         ({"assistant_confidence_threshold": "0.4"}, "got '0.4'"),
         ({"entropy_threshold": True}, "entropy_threshold must be a number"),
         ({"entropy_factor": 0}, "entropy_factor must be a number above 0"),
-        ({"num_assistant_tokens": 4}, "set num_speculative_tokens instead"),
+        ({"num_assistant_tokens": 4}, "set num_speculative_tokens"),
         ({"num_assistant_tokens": 0, "num_assistant_tokens_schedule": "heuristic"}, "in 1 … 1024, got 0"),
         ({"stop_classifier": 3}, "stop_classifier must be a file"),
         ({"drafter": "ngram"}, "drafter must be a speculative_config"),
