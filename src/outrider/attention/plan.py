@@ -96,6 +96,10 @@ class Plan:
         self.paths_at = self.host_paths.buffer_info()[0]
         return self
 
+    def translate(self, ids: Sequence[int]) -> None:
+        """Of a built plan: every id becomes ids[id]."""
+        self.host[: self.length] = array("q", [ids[i] for i in self.host[: self.length]])
+
     @property
     def ids(self) -> Tensor:
         return self._column(0)

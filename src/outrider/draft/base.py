@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from outrider.cache.pool import Pool
+    from outrider.cache.slots import Cache
     from outrider.models.hub import Checkpoint
     from outrider.models.model import Model
     from outrider.sampling.sampler import Sampler
@@ -44,6 +45,7 @@ class Drafter:
     drawn: bool = False  # the verification rule judges guesses by the laws they were drawn from: draw them, and say those (see Guesses)
     lot: int = 0  # added to the numbers of the nodes that it draws: several drafters of one tree must not share their dice
     slot_bytes: int = 0  # K/V that the drafter keeps for every slot of the target's cache
+    caches: Sequence[Cache] = ()  # allocators of its own, after `allocate`, where its K/V does not lie at the target's slots
 
     def __init__(self, options: Any, target: Target) -> None:
         self.options, self.target = options, target

@@ -75,6 +75,8 @@ class Engine:
         cache = Cache(pages, self.max_len + most + PAGE, self.options.enable_prefix_caching)
         pool = self.decoder.pool(pages * PAGE)
         cache.pools = [pool, *drafter.allocate(pages * PAGE, pool)]
+        for own in drafter.caches:
+            own.prefix_caching = cache.prefix_caching
         self.drafter, self.rule, self.cache = drafter, speculation.rule, cache
         self.verify: Callable[[Draft, Seen, Batch], Verdict] = self.rule
         self.controller: Controller = controller
@@ -155,9 +157,15 @@ class Engine:
     def steps(self) -> int:
         return self.reading.steps + self.decoding.steps
 
+    @property
+    def caches(self) -> list[Cache]:
+        """Every allocator: the target's, and what the drafter has of its own."""
+        return [self.cache, *self.drafter.caches]
+
     def forget_prefixes(self) -> None:
         """Empties the prefix index, so that a measurement starts cold."""
-        self.cache.forget()
+        for cache in self.caches:
+            cache.forget()
 
     @property
     def busy(self) -> bool:
@@ -165,9 +173,9 @@ class Engine:
 
     def check(self) -> None:
         """Proves that no slot is lost or owned twice; with nothing in flight, that none is owned at all."""
-        self.cache.check()
-        if not self.busy:
-            assert not self.cache.tables and self.cache.available == self.cache.pages, "a finished row still holds pages"
+        for cache in self.caches:
+            cache.check()
+            assert self.busy or (not cache.tables and cache.available == cache.pages), "a finished row still holds pages"
 
     def _pages(self, memory: Counter[torch.device], guesses: int) -> int:
         """How many pages the K/V memory holds.  Raises CapacityError if not even one full request fits."""

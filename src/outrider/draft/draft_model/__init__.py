@@ -25,9 +25,10 @@ from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
 from outrider.draft.base import Drafter, Target
 from outrider.draft.draft_model import stop
+from outrider.draft.draft_model.intersect import Translated, common
 from outrider.draft.draft_model.staged import Staged
 from outrider.draft.draft_model.tree import RANKED, Tree
-from outrider.draft.draft_model.vocabulary import fits
+from outrider.draft.draft_model.vocabulary import check_mismatch, fits
 from outrider.draft.draft_model.window import SELF, View, Window, check
 from outrider.errors import ConfigError, OutriderError
 from outrider.kernels import Chain
@@ -60,8 +61,11 @@ class DraftModel(Drafter):
         """model: folder, .gguf file or hub id, or "self" (see window.py).  draft_dtype: auto, or as the engine's dtype.
         quantization: of the draft's weights, int8 or int4; the target's is an engine option.  siblings: candidates a level (1: a
         chain).  sibling_draws: "without" replacement or "independent", under rules that judge guesses by their laws.
-        vocab_mismatch: "refuse", or "allow" to guess among the ids that both models have.  draft_device: auto (where the target's
-        embedding and head are), cpu, cuda, cuda:1 or mps.  draft_gpu_layers: as the engine's gpu_layers.
+        vocab_mismatch: what to do where the two have different tokens: "refuse"; "intersect", guess among the tokens that both have,
+        whatever their ids; "retokenize", guess text and tokenise that; "allow", guess among the ids that both have.
+        target_lookbehind, assistant_lookbehind: tokens of target and draft that "retokenize" looks at again behind the new ones.
+        draft_device: auto (where the target's embedding and head are), cpu, cuda, cuda:1 or mps.  draft_gpu_layers: as the engine's
+        gpu_layers.
         draft_kv_budget: how many tokens of a request the draft sees (None: all): the first draft_kv_sink and the most recent.
         drafter: the speculative_config of something cheaper that guesses ahead of the draft model (see staged.py).  When to stop
         guessing: see stop.py.
@@ -73,6 +77,8 @@ class DraftModel(Drafter):
         siblings: int = 1
         sibling_draws: str = "without"
         vocab_mismatch: str = "refuse"
+        target_lookbehind: int = 10
+        assistant_lookbehind: int = 10
         draft_tensor_parallel_size: int = 1
         revision: str | None = None
         draft_device: str = "auto"
@@ -90,8 +96,8 @@ class DraftModel(Drafter):
             if self.sibling_draws not in ("without", "independent"):
                 raise ConfigError(f'sibling_draws must be "without" or "independent", got {self.sibling_draws!r}.')
             bits_of(self.quantization, "quantization of the draft")
-            if self.vocab_mismatch not in ("refuse", "allow"):
-                raise ConfigError(f'vocab_mismatch must be "refuse" or "allow", got {self.vocab_mismatch!r}.')
+            looks = {"target_lookbehind": self.target_lookbehind, "assistant_lookbehind": self.assistant_lookbehind}
+            check_mismatch(self.vocab_mismatch, self.siblings, **looks)
             check_gpu_layers(self.draft_gpu_layers, "draft_gpu_layers")
             check(self)
             if self.drafter is not None and not isinstance(self.drafter, Mapping):
@@ -100,6 +106,15 @@ class DraftModel(Drafter):
                 raise ConfigError(f"a drafter speeds up a chain, and siblings is {self.siblings}: leave one of them out.")
             if self.draft_tensor_parallel_size != 1:
                 raise ConfigError(f"draft_tensor_parallel_size must be 1, got {self.draft_tensor_parallel_size!r}.")
+
+    stretch = 1  # tokens of ours for one of the target's, at most
+
+    def __new__(cls, options: Options, target: Target) -> Any:
+        if options.vocab_mismatch != "retokenize" or options.model == SELF:
+            return super().__new__(cls)
+        from outrider.draft.draft_model.retokenize import Retokenized  # which builds on this class
+
+        return super().__new__(Retokenized)
 
     def __init__(self, options: Options, target: Target) -> None:
         super().__init__(options, target)
@@ -112,15 +127,19 @@ class DraftModel(Drafter):
             self._load(options, target)
 
     def _load(self, options: Options, target: Target) -> None:
-        checkpoint = Checkpoint.open(options.model, options.revision, target.checkpoint.trust_remote_code)
+        checkpoint = self.checkpoint = Checkpoint.open(options.model, options.revision, target.checkpoint.trust_remote_code)
         if options.vocab_mismatch == "refuse":
             fits(checkpoint, target.checkpoint)
+        shared = common(checkpoint, target.checkpoint) if options.vocab_mismatch == "intersect" else None
         self.vocabulary = min(checkpoint.spec.vocabulary, target.vocabulary)
-        self.context = min(checkpoint.spec.context, target.max_len)
+        self.context = min(checkpoint.spec.context, self.stretch * target.max_len)
         device = target.decoder.device if options.draft_device == "auto" else pick_device(options.draft_device, "draft_device")
         where = place(checkpoint.spec.layers, device, options.draft_gpu_layers, "draft_gpu_layers")
         dtype = checkpoint.dtype(options.draft_dtype, device, "draft_dtype")
-        self.decoder = model.load(checkpoint, dtype, device, self.context, options.quantization, target.decoder.kv_cache_dtype, where)
+        own = model.load(checkpoint, dtype, device, self.context, options.quantization, target.decoder.kv_cache_dtype, where)
+        self.decoder: model.Model = Translated(own, shared) if shared else own
+        if shared:
+            self.vocabulary = target.vocabulary
         self.sampler = target.sampler if self.decoder.device == target.decoder.device else Sampler(self.decoder.kernels)
         self.slot_bytes = self.decoder.slot_bytes
         self.stop = stop.Stop(options)

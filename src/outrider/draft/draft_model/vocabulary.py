@@ -1,13 +1,25 @@
-"""Whether a draft speaks the target's language."""
+"""Whether a draft speaks the target's language, and what to do where it does not."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, unknown
 from outrider.models.hub import Checkpoint
 
 PADDING = 512  # vocabularies whose sizes differ by less than this, and whose tokens agree, differ in padding only
+
+MISMATCH = ("refuse", "allow", "intersect", "retokenize")
+
+
+def check_mismatch(vocab_mismatch: str, siblings: int, **lookbehind: int) -> None:
+    if vocab_mismatch not in MISMATCH:
+        raise ConfigError(unknown("vocab_mismatch", vocab_mismatch, MISMATCH))
+    if vocab_mismatch == "retokenize" and siblings > 1:
+        raise ConfigError(f'siblings must be 1 where "vocab_mismatch" is "retokenize", which guesses chains; got {siblings}.')
+    for name, value in lookbehind.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}.")
 
 
 def fits(draft: Checkpoint, target: Checkpoint) -> None:
@@ -22,7 +34,10 @@ def fits(draft: Checkpoint, target: Checkpoint) -> None:
             raise ConfigError(f"{_sizes(draft, target)}, and their tokenizers disagree: {different}.  {_CURE}")
 
 
-_CURE = 'Choose a draft of the same family, or set "vocab_mismatch": "allow" to guess among the common ids.'
+_CURE = (
+    'Choose a draft of the same family, or set "vocab_mismatch": "intersect" to guess among the tokens that both have, "retokenize" to '
+    'guess text, or "allow" if both mean the same by an id.'
+)
 
 
 def _sizes(draft: Checkpoint, target: Checkpoint) -> str:
