@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 from outrider.draft.draft_model.spelling import pieces, special_ids, tokenizer_of
@@ -29,6 +30,11 @@ class Language:
         self.core = tokenizer.backend_tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self.core.post_processor = None  # it may trim the offsets
         self.core.no_truncation()
+
+    @cached_property
+    def spaced(self) -> bool:
+        """Whether a space that nobody wrote begins every text."""
+        return self.bytes(self.core.encode("a").ids).startswith(b" ")
 
     def bytes(self, ids: Iterable[int]) -> bytes:
         return b"".join(self.pieces[i] for i in ids)
@@ -73,6 +79,10 @@ class Reading:
     def pending(self) -> bool:
         """Whether the row ends within a character, which is not in the text yet."""
         return bool(self.decoder.getstate()[0])
+
+    @property
+    def empty(self) -> bool:
+        return not self.middle and not self.tail
 
     def extend(self, said: bytes, count: int) -> int:
         """Reads on: `count` tokens of the row, which say `said`.  Returns how many ids stayed as they were."""

@@ -77,7 +77,10 @@ class Retokenized(DraftModel):
         """Brings a row's shadow up to `end` of its tokens; how many of the shadow's are to be computed now, 0 where there is no room."""
         shadow = self.shadows.get(row) or self._open(row)
         mine, reading = shadow.row, shadow.reading
-        same = reading.extend(self.theirs.bytes(row.tokens[reading.read : end]), end - reading.read)
+        said = self.theirs.bytes(row.tokens[reading.read : end])
+        if reading.empty and self.theirs.spaced:
+            said = said.removeprefix(b" ")
+        same = reading.extend(said, end - reading.read)
         if mine.table is None:
             mine.table = self.cache.open()
             done = self.cache.match(mine.table, reading.ids, reading.fixed)

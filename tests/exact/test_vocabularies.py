@@ -1,0 +1,260 @@
+"""Drafts with another vocabulary: the same text, and guesses as good as those of the same network with the target's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import answer, counted, drive, prompts_of, said, settled, tiny_prompts
+from safetensors.torch import load_file, save_file
+from vocabularies import byte_level, checkpoint_of, letters, sentencepiece, tiny_words, twin
+
+from outrider import LLM, ConfigError, SamplingParams, Speculation
+from outrider.cache.slots import PAGE
+from outrider.draft.draft_model import intersect
+from outrider.draft.draft_model.retokenize import Retokenized
+
+PROMPTS = tiny_prompts(7)
+LAWS: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.8}]
+law_of = pytest.mark.parametrize("law", LAWS, ids=["greedy", "sampled"])
+kind_of = pytest.mark.parametrize("kind", [byte_level, sentencepiece], ids=["byte_level", "sentencepiece"])
+mismatch_of = pytest.mark.parametrize("mismatch", ["intersect", "retokenize"])
+
+
+def params_of(law: dict[str, Any], count: int = len(PROMPTS), **more: Any) -> list[SamplingParams]:
+    return [SamplingParams(seed=i, **{"max_tokens": 24, "ignore_eos": True, **law, **more}) for i in range(count)]
+
+
+def draft(model: str, mismatch: str = "refuse", **more: Any) -> dict[str, Any]:
+    return {"model": model, "vocab_mismatch": mismatch, "num_speculative_tokens": 4, **more}
+
+
+def together(outputs: list[Any]) -> Speculation:
+    return sum((output.speculation for output in outputs), Speculation())
+
+
+@pytest.fixture(scope="module")
+def twins(llama: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """`twins(kind, keep)`: the target itself under another tokenizer."""
+    made: dict[Any, str] = {}
+
+    def make(kind: Any, keep: float = 1.0) -> str:
+        if (kind, keep) not in made:
+            made[kind, keep] = twin(llama, tmp_path_factory.mktemp("twin") / "draft", *tiny_words(), kind, keep)
+        return made[kind, keep]
+
+    return make
+
+
+@pytest.fixture(scope="module", params=[byte_level, sentencepiece], ids=["byte_level", "sentencepiece"])
+def spellers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[LLM, str]:
+    """A target that says letters, and the same network with shuffled ids."""
+    folder = tmp_path_factory.mktemp("letters")
+    target = checkpoint_of(folder / "target", *letters(), request.param)
+    weights = load_file(folder / "target" / "model.safetensors")
+    weights["lm_head.weight"][:3] = 0  # it never says a special token
+    save_file(weights, folder / "target" / "model.safetensors", {"format": "pt"})
+    return LLM(target, max_num_seqs=4), twin(target, folder / "draft", *letters(), request.param)
+
+
+# ---- as good as with the target's own ids
+
+
+@law_of
+@kind_of
+@pytest.mark.parametrize("siblings", [1, 3])
+@pytest.mark.parametrize("verification", ["match", "traversal"])
+def test_shuffled_ids_guess_what_the_targets_own_do(
+    verification: str, siblings: int, kind: Any, law: dict[str, Any], fast: LLM, llama: str, twins: Callable[..., str]
+) -> None:
+    """Under "intersect" ids and spellings make no difference at all: neither to what is guessed nor to the laws it is drawn from."""
+    results = []
+    for model, mismatch in ((llama, "refuse"), (twins(kind), "intersect")):
+        fast.use(draft(model, mismatch, siblings=siblings, verification=verification))
+        outputs = drive(fast, PROMPTS, params_of(law))
+        settled(fast)
+        results.append(([said(o.outputs) for o in outputs], together(outputs)))
+    assert results[0] == results[1]
+    assert results[1][1].tokens_per_step > 3
+
+
+@pytest.mark.parametrize("which", ["ours", "reads"])
+def test_a_shift_by_one_is_noticed(which: str, fast: LLM, twins: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the test above would say if guesses, or what the draft reads, were one id off."""
+    common = intersect.common
+
+    def shifted(*given: Any) -> intersect.Common:
+        words = common(*given)
+        off = {"ours": words.ours.roll(1)} if which == "ours" else {"reads": words.reads[1:] + words.reads[:1]}
+        return words._replace(**off)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("outrider.draft.draft_model.common", shifted)
+    fast.use(draft(twins(byte_level), "intersect"))
+    outputs = drive(fast, PROMPTS, params_of({"temperature": 0.0}))
+    assert together(outputs).acceptance < 0.2
+
+
+def test_the_same_network_guesses_the_same_text(spellers: tuple[LLM, str]) -> None:
+    """Under "retokenize", where every text has one tokenisation: all that greedy decoding says is guessed right."""
+    llm, model = spellers
+    prompts = ["It was late, and", "a", "2 + 2 =", "   so  what?\n\nNothing", "x" * 90, "He said: no ", "\n"]
+    params = params_of({"temperature": 0.0}, max_tokens=40)
+    llm.use(None)
+    expected = [said(llm.generate(prompt, p)[0].outputs) for prompt, p in zip(prompts, params)]
+    llm.use(draft(model, "retokenize"))
+    outputs = llm.generate(prompts, params)
+    assert [said(o.outputs) for o in outputs] == expected
+    assert together(outputs).acceptance > 0.98
+    settled(llm)
+
+
+# ---- the same text, whatever happens
+
+
+@law_of
+@kind_of
+@mismatch_of
+@pytest.mark.parametrize("keep", [1.0, 0.5])
+def test_in_company(keep: float, mismatch: str, kind: Any, law: dict[str, Any], fast: LLM, plain: LLM, twins: Callable[..., str]) -> None:
+    """Alone, then seven ragged prompts for four seats that join and abort midway, of which one asks for three samples."""
+    params = params_of(law)
+    params[3] = SamplingParams(**{**vars(params[3]), "n": 3})
+    expected = [said(answer(plain, prompt, p).outputs) for prompt, p in zip(PROMPTS, params)]
+    fast.use(draft(twins(kind, keep), mismatch))
+    alone = answer(fast, PROMPTS[0], params[0])
+    assert said(alone.outputs) == expected[0]
+    outputs = drive(fast, PROMPTS, params, aborts={2: 3, 5: 6})
+    settled(fast)
+    counted([sample for o in outputs for sample in o.outputs])
+    assert together(outputs).drafted > 100
+    for output, others in zip(outputs, expected):
+        for mine, theirs in zip(output.outputs, others):
+            whole = said([mine])[0]
+            assert whole == theirs or (mine.finish_reason == "abort" and mine.token_ids == theirs[0][: len(mine.token_ids)])
+
+
+@law_of
+@mismatch_of
+@pytest.mark.parametrize("caching", [True, False])
+def test_prefix_cache(caching: bool, mismatch: str, law: dict[str, Any], llama: str, plain: LLM, twins: Callable[..., str]) -> None:
+    """The second time the target's prompt comes from the cache, and so does what the draft reads."""
+    llm = LLM(llama, max_num_seqs=4, enable_prefix_caching=caching, speculative_config=draft(twins(sentencepiece), mismatch))
+    common = [*PROMPTS[0], *PROMPTS[1]] * 2
+    prompts = [[*common, *tail] for tail in PROMPTS]
+    params = params_of(law)
+    expected = [said(answer(plain, prompt, p).outputs) for prompt, p in zip(prompts, params)]
+    for _ in range(2):
+        hits = _hits(llm)
+        assert [said(o.outputs) for o in drive(llm, prompts, params)] == expected
+        settled(llm)
+    assert (min(hits) >= 3 * PAGE) if caching else (max(hits) == 0)
+    llm.engine.forget_prefixes()
+    assert not any(cache.index for cache in llm.engine.caches)
+
+
+def _hits(llm: LLM) -> list[int]:
+    """What the last of the engine's allocators finds in its index from now on."""
+    cache, found = llm.engine.caches[-1], list[int]()
+    match = type(cache).match
+
+    def listening(*given: Any) -> int:
+        found.append(match(cache, *given))
+        return found[-1]
+
+    cache.match = listening  # type: ignore[method-assign]
+    return found
+
+
+@law_of
+@mismatch_of
+def test_little_memory(mismatch: str, law: dict[str, Any], llama: str, plain: LLM, twins: Callable[..., str]) -> None:
+    """Memory for one request, of target and draft together: rows lose their cache and compute it again, or are not drafted for."""
+    params = params_of(law, max_tokens=60)
+    expected = [said(answer(plain, prompt, p).outputs) for prompt, p in zip(PROMPTS, params)]
+    config = draft(twins(sentencepiece), mismatch)
+    slot = 2 * plain.engine.decoder.slot_bytes  # the draft is the target's network
+    llm = LLM(llama, max_num_seqs=4, max_model_len=128, kv_cache_memory_bytes=9 * PAGE * slot, speculative_config=config)
+    assert [cache.pages for cache in llm.engine.caches] == [9] * len(llm.engine.caches)
+    outputs = drive(llm, PROMPTS, params)
+    assert [said(o.outputs) for o in outputs] == expected
+    assert llm.engine.scheduler.preemptions > 0
+    assert together(outputs).drafted > 0
+    settled(llm)
+
+
+@law_of
+@pytest.mark.parametrize("options", [{"disable_by_batch_size": 2}, {"target_lookbehind": 1, "assistant_lookbehind": 1}], ids=str)
+def test_rows_that_fall_behind_catch_up(
+    options: dict[str, Any], law: dict[str, Any], fast: LLM, plain: LLM, twins: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Speculation pauses in the middle of texts, and a shadow may compute seven tokens a step."""
+    monkeypatch.setattr("outrider.draft.draft_model.retokenize.CHUNK", 7)
+    params = [SamplingParams(**{**vars(p), "max_tokens": 8 + 12 * i}) for i, p in enumerate(params_of(law))]
+    expected = [said(answer(plain, prompt, p).outputs) for prompt, p in zip(PROMPTS, params)]
+    fast.use(draft(twins(byte_level, 0.5), "retokenize", **options))
+    outputs = drive(fast, PROMPTS, params)
+    assert [said(o.outputs) for o in outputs] == expected
+    assert together(outputs).drafted > 50
+    settled(fast)
+
+
+def test_a_page_that_the_drafter_keeps_is_noticed(fast: LLM, twins: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Retokenized, "forget", lambda *_: None)
+    fast.use(draft(twins(byte_level), "retokenize"))
+    fast.generate(prompts_of(PROMPTS[:1]), params_of(LAWS[0], 1))
+    with pytest.raises(AssertionError, match="still holds pages"):
+        fast.engine.check()
+    fast.use(None)
+
+
+def test_a_draft_that_ends_the_text_ends_it(spellers: tuple[LLM, str]) -> None:
+    llm, model = spellers
+    llm.use(draft(model, "retokenize"))
+    drafter: Any = llm.engine.drafter
+    row = llm._request("abc", SamplingParams(), False).rows[0]
+    (end,) = drafter.ours.ending
+    d, e = (drafter.ours.pieces.index(letter) for letter in (b"d", b"e"))
+    guesses = drafter._told(row, len(row.tokens), [d, end, e], 4)
+    assert guesses.tokens == [letters()[0].index(b"d"), 1]
+
+
+# ---- what is refused
+
+
+def refused(llm: LLM, **options: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        llm.use({"num_speculative_tokens": 4, **options})
+    return str(caught.value)
+
+
+def test_a_mismatch_names_its_cures(fast: LLM, twins: Callable[..., str]) -> None:
+    message = refused(fast, model=twins(byte_level))
+    assert all(f'"{cure}"' in message for cure in ("intersect", "retokenize", "allow"))
+
+
+@mismatch_of
+def test_a_draft_without_a_tokenizer(mismatch: str, fast: LLM, tiny: Path) -> None:
+    message = refused(fast, model=str(tiny), vocab_mismatch=mismatch)
+    assert "tokenizer" in message and str(tiny) in message and '"allow"' in message
+
+
+def test_too_little_in_common(fast: LLM, twins: Callable[..., str]) -> None:
+    message = refused(fast, model=twins(byte_level, 0.0), vocab_mismatch="intersect")
+    assert "only 3 of the 300 tokens" in message and "2%" in message and '"retokenize"' in message
+    fast.use(draft(twins(byte_level, 0.0), "retokenize"))
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"vocab_mismatch": "retokenise"}, "Did you mean 'retokenize'"),
+        ({"vocab_mismatch": "retokenize", "siblings": 2}, "siblings"),
+        ({"target_lookbehind": 0}, "target_lookbehind"),
+        ({"assistant_lookbehind": "10"}, "assistant_lookbehind"),
+    ],
+    ids=str,
+)
+def test_values_out_of_range(options: dict[str, Any], named: str, fast: LLM) -> None:
+    assert named in refused(fast, model="builtin-draft", **options)

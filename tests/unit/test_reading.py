@@ -1,0 +1,92 @@
+"""What tokens say, and a text that grows in the tokens of a draft."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from vocabularies import byte_level, letters, sentencepiece, tiny_words
+
+from outrider.draft.draft_model.reading import NEUTRAL, Language, Reading
+from outrider.draft.draft_model.spelling import pieces
+
+KINDS = pytest.mark.parametrize("kind", [byte_level, sentencepiece], ids=["byte_level", "sentencepiece"])
+TEXT = "It was the best of times, it was the worst of times;\n\nthe  end is near  and so on. " * 6
+
+
+class Shipped:
+    """As much of a checkpoint as a language asks for."""
+
+    def __init__(self, tokenizer: Any, size: int) -> None:
+        self.tokenizer, self.name, self.ending, self.spec = tokenizer, "shipped", frozenset({1}), self
+        self.vocabulary = size
+
+
+def language(kind: Any, words: Any = None) -> Language:
+    words, merges = words or tiny_words()
+    return Language(Shipped(kind(words, merges), len(words)), "draft")  # type: ignore[arg-type]
+
+
+@KINDS
+def test_what_tokens_say(kind: Any) -> None:
+    words, merges = tiny_words()
+    assert pieces(kind(words, merges), 310) == [b"" if isinstance(said, str) else said for said in words] + [b""] * 10
+
+
+@KINDS
+@pytest.mark.parametrize("seed", range(4))
+def test_a_text_that_grows_is_tokenised_as_if_it_had_been_there(kind: Any, seed: int) -> None:
+    """In bits of every size: at each of them the ids are those of the whole text so far, and a step looks at the end of it only."""
+    dice, spoken = random.Random(seed), language(kind)
+    reading, at, looked = Reading(spoken, 6), 0, []
+    tokens = spoken.tokens
+    spoken.tokens = lambda text, *contexts: looked.append(len(text)) or tokens(text, *contexts)  # type: ignore[method-assign, func-returns-value]
+    while at < len(TEXT):
+        size = dice.choice([1, 2, 3, 9, 30])
+        before, fixed = list(reading.ids), reading.fixed
+        kept = reading.extend(TEXT[at : at + size].encode(), 1)
+        at += size
+        assert reading.ids == spoken.begins + tokens(TEXT[:at])[0]
+        assert reading.ids[:kept] == before[:kept] and kept >= fixed
+        assert spoken.bytes(reading.ids).decode().strip() == TEXT[:at].strip()
+    assert max(looked) < 120, "the window should not grow with the text"
+    assert reading.fixed > 100
+
+
+def test_what_was_computed_is_kept_up_to_the_first_difference() -> None:
+    spoken = language(byte_level)
+    reading = Reading(spoken, 6)
+    assert reading.extend(b"xt", 1) == 0
+    assert reading.extend(b"h", 1) == 1, '"t" became "th"'
+    assert reading.extend(b"h", 1) == 2
+    assert reading.read == 3
+
+
+def test_half_a_character_waits_for_the_other() -> None:
+    reading = Reading(language(byte_level), 6)
+    assert reading.extend(b"a\xc3", 2) == 0
+    assert reading.pending and reading.tail == "a"
+    reading.extend(b"\x81", 1)
+    assert not reading.pending and reading.tail == "a\u00c1"
+
+
+@KINDS
+def test_tokens_behind_a_context(kind: Any) -> None:
+    """A text from the middle of another gets no space put before it, and shares no token with what precedes it."""
+    spoken = language(kind)
+
+    def told(text: str, *contexts: str) -> bytes:
+        ids, starts = spoken.tokens(text, *contexts)
+        assert len(ids) == len(starts) and starts == sorted(starts)
+        return spoken.bytes(ids)
+
+    assert told("he end", "It is t", NEUTRAL) == b"he end", '"th" would be a token of both'
+    assert told(" is", "It", NEUTRAL) == b" is"
+    assert told("xyz", "It", NEUTRAL) == b"xyz"
+    assert told("xyz", NEUTRAL) == b"xyz"
+
+
+def test_what_stands_before_a_text() -> None:
+    assert language(byte_level).begins == []
+    assert language(sentencepiece, letters()).begins == [0]
