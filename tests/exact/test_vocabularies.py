@@ -13,8 +13,9 @@ from vocabularies import byte_level, checkpoint_of, letters, sentencepiece, tiny
 
 from outrider import LLM, ConfigError, SamplingParams, Speculation
 from outrider.cache.slots import PAGE
-from outrider.draft.draft_model import intersect
+from outrider.draft.draft_model import DraftModel, intersect
 from outrider.draft.draft_model.retokenize import Retokenized
+from outrider.types import Batch, Budget, Draft
 
 PROMPTS = tiny_prompts(7)
 LAWS: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.8}]
@@ -108,6 +109,37 @@ def test_the_same_network_guesses_the_same_text(spellers: tuple[LLM, str]) -> No
     assert [said(o.outputs) for o in outputs] == expected
     assert together(outputs).acceptance > 0.98
     settled(llm)
+
+
+@kind_of
+@pytest.mark.parametrize("lookbehind", [1, 10])
+def test_a_shadow_has_the_cache_of_its_text(
+    lookbehind: int, kind: Any, fast: LLM, twins: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is guessed after all the cutting back and sharing of pages is what the draft says to the same tokens alone."""
+    heard: dict[tuple[int, ...], list[int]] = {}
+    propose = DraftModel.propose
+
+    def listening(self: Any, batch: Batch, budgets: list[Budget]) -> Draft:
+        guessed = propose(self, batch, budgets)
+        for shadow in self.shadows.values():
+            if shadow.row in batch.rows and (tokens := guessed.trees[batch.rows.index(shadow.row)].tokens):
+                assert not shadow.reading.pending, "it would guess in the middle of a character"
+                heard[tuple(shadow.reading.ids)] = tokens
+        return guessed
+
+    monkeypatch.setattr(DraftModel, "propose", listening)
+    model = twins(kind, 0.5)
+    fast.use(draft(model, "retokenize", assistant_lookbehind=lookbehind))
+    whole = tiny_prompts(1, seed=9, longest=40)[0] * 4
+    prompts = [*PROMPTS, *(whole[:length] for length in range(40, 70, 3))]
+    for _ in range(2):
+        drive(fast, prompts, params_of({"temperature": 0.8}, len(prompts), n=2))
+    alone, params = LLM(model), SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    outputs = alone.generate(prompts_of(list(heard)), params)
+    wrong = [ids for ids, output in zip(heard, outputs) if output.outputs[0].token_ids[: len(heard[ids])] != heard[ids]]
+    assert len(heard) > 200
+    assert not wrong
 
 
 # ---- the same text, whatever happens

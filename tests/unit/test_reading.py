@@ -81,10 +81,19 @@ def test_tokens_behind_a_context(kind: Any) -> None:
         assert len(ids) == len(starts) and starts == sorted(starts)
         return spoken.bytes(ids)
 
-    assert told("he end", "It is t", NEUTRAL) == b"he end", '"th" would be a token of both'
+    assert told("he end", "It is xt", NEUTRAL) == b"he end", '"th" would be a token of both'
     assert told(" is", "It", NEUTRAL) == b" is"
     assert told("xyz", "It", NEUTRAL) == b"xyz"
     assert told("xyz", NEUTRAL) == b"xyz"
+
+
+def test_a_token_begins_with_its_space() -> None:
+    """Llama 3's tokenizer trims the offsets that it gives out."""
+    from tokenizers import processors
+
+    tokenizer = byte_level(*tiny_words())
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    assert Language(Shipped(tokenizer, 300), "draft").tokens("b a")[1] == [0, 1]  # type: ignore[arg-type]
 
 
 def test_what_stands_before_a_text() -> None:
