@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
-from outrider.draft.draft_model.spelling import pieces, special_ids, tokenizer_of
+from outrider.draft.draft_model.spelling import pieces, tokenizer_of
 from outrider.errors import ConfigError
 from outrider.models.hub import Checkpoint
 
@@ -25,7 +25,7 @@ class Language:
                 'tokenizer.json where "vocab_mismatch" is "retokenize".'
             )
         self.pieces = pieces(tokenizer, checkpoint.spec.vocabulary)
-        self.special, self.ending, self.eos = special_ids(tokenizer), checkpoint.ending, tokenizer.eos_token_id
+        self.ending, self.eos = checkpoint.ending, tokenizer.eos_token_id
         self.begins = _begins(tokenizer)
         self.core = tokenizer.backend_tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self.core.post_processor = None  # it may trim the offsets

@@ -7,7 +7,7 @@ shadow's last tokens may come out differently; K/V of those that stayed is kept.
 `assistant_lookbehind` draft tokens (twice as many at most) on the way in, `target_lookbehind` target tokens on the way out.
 
 The draft is greedy at any temperature: its tokens are not the target's, so there is no noise that both could share, and
-without it the likeliest guess is right more often than a drawn one.
+without it the likeliest guess is right more often than a drawn one.  Nor do the request's processors apply: they speak of target ids.
 """
 
 from __future__ import annotations
