@@ -33,7 +33,7 @@ def options(**given: Any) -> Any:
 def settle(rules: stop.Stop, row: Any, probabilities: list[float], accepted: int, levels: int) -> None:
     """A round of a chain with these probabilities, of which so many tokens were right."""
     batch, count = Batch([row], [0], [1], [True]), len(probabilities)
-    rules.begin(batch, [(0, Budget(levels, levels), 0)])
+    rules.begin(row, levels)
     rules.note(row, [[p, 0.0, *[p] * TOP] for p in probabilities])
     tree = Guesses.chain(list(range(count)), [0.5] * count)
     rules.observe(Commit(batch, [1], [[]], Draft([tree]), Verdict([list(range(accepted))], [[]])))
@@ -154,7 +154,7 @@ def test_lambda_follows_the_share_that_was_right() -> None:
 
 def test_a_step_that_is_interrupted_leaves_nothing() -> None:
     rules, row = stop.Stop(options(assistant_confidence_threshold=0.4)), make_row([1])
-    rules.begin(Batch([row], [0], [1], [True]), [(0, Budget(4, 4), 0)])
+    rules.begin(row, 4)
     rules.forget(row)
     assert not rules.rounds
 

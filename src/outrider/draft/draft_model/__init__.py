@@ -97,7 +97,7 @@ class DraftModel(Drafter):
                 raise ConfigError(f'sibling_draws must be "without" or "independent", got {self.sibling_draws!r}.')
             bits_of(self.quantization, "quantization of the draft")
             looks = {"target_lookbehind": self.target_lookbehind, "assistant_lookbehind": self.assistant_lookbehind}
-            check_mismatch(self.vocab_mismatch, self.siblings, **looks)
+            check_mismatch(self.vocab_mismatch, self.siblings, self.stops or self.drafter is not None, **looks)
             check_gpu_layers(self.draft_gpu_layers, "draft_gpu_layers")
             check(self)
             if self.drafter is not None and not isinstance(self.drafter, Mapping):
@@ -107,6 +107,7 @@ class DraftModel(Drafter):
             if self.draft_tensor_parallel_size != 1:
                 raise ConfigError(f"draft_tensor_parallel_size must be 1, got {self.draft_tensor_parallel_size!r}.")
 
+    decoder: model.Model
     stretch = 1  # tokens of ours for one of the target's, at most
 
     def __new__(cls, options: Options, target: Target) -> Any:
@@ -125,6 +126,9 @@ class DraftModel(Drafter):
             self.decoder, self.sampler, self.vocabulary, self.context = target.decoder, target.sampler, target.vocabulary, target.max_len
         else:
             self._load(options, target)
+        self.stop = stop.Stop(options)
+        self.depth = stop.DEEPEST if self.stop.active else self.depth
+        self.staged = None if options.drafter is None else Staged(options.drafter, self)
 
     def _load(self, options: Options, target: Target) -> None:
         checkpoint = self.checkpoint = Checkpoint.open(options.model, options.revision, target.checkpoint.trust_remote_code)
@@ -137,14 +141,11 @@ class DraftModel(Drafter):
         where = place(checkpoint.spec.layers, device, options.draft_gpu_layers, "draft_gpu_layers")
         dtype = checkpoint.dtype(options.draft_dtype, device, "draft_dtype")
         own = model.load(checkpoint, dtype, device, self.context, options.quantization, target.decoder.kv_cache_dtype, where)
-        self.decoder: model.Model = Translated(own, shared) if shared else own
+        self.decoder = Translated(own, shared) if shared else own
         if shared:
             self.vocabulary = target.vocabulary
         self.sampler = target.sampler if self.decoder.device == target.decoder.device else Sampler(self.decoder.kernels)
         self.slot_bytes = self.decoder.slot_bytes
-        self.stop = stop.Stop(options)
-        self.depth = stop.DEEPEST if self.stop.active else self.depth
-        self.staged = None if options.drafter is None else Staged(options.drafter, self)
 
     def footprint(self, device: torch.device) -> Counter[torch.device]:
         return Counter() if self.itself else self.decoder.footprint

@@ -89,5 +89,5 @@ class Translated:
         own = self.model.logits(x, rows)
         return own.new_full((len(rows), len(self.reads)), NEVER).index_copy_(1, self.theirs, own.index_select(1, self.ours))
 
-    def chain(self, plan: Plan, pool: Pool, chains: Any, vocabulary: int) -> None:
+    def chain(self, plan: Plan, pool: Pool, chains: Any, vocabulary: int, halt: Any = None) -> None:
         """The kernels' loop picks among the model's own ids."""

@@ -19,7 +19,7 @@ from outrider.draft.draft_model.tree import Tree
 from outrider.errors import ConfigError, unknown
 from outrider.kernels.chain import Halt, Traits
 from outrider.sampling.sampler import Sampler
-from outrider.types import ROOT, Batch, Budget, Commit, Guesses, Row
+from outrider.types import ROOT, Budget, Commit, Guesses, Row
 
 LENGTHS = ("constant", "heuristic", "heuristic_transient")
 THRESHOLDS = ("constant", "refit")
@@ -48,6 +48,15 @@ class Options:
     entropy_target: float = 0.9
     stop_classifier: str | None = None
     stop_classifier_threshold: float = 0.5
+
+    @property
+    def watches(self) -> bool:
+        """Whether a rule looks at guesses."""
+        return any(x is not None for x in (self.assistant_confidence_threshold, self.entropy_threshold, self.stop_classifier))
+
+    @property
+    def stops(self) -> bool:
+        return self.watches or self.num_assistant_tokens_schedule != "constant"
 
     def __post_init__(self) -> None:
         for name, known in (("num_assistant_tokens_schedule", LENGTHS), ("assistant_confidence_schedule", THRESHOLDS)):
@@ -100,9 +109,7 @@ class Stop:
 
     def __init__(self, options: Any) -> None:
         self.options = options
-        rules = (options.assistant_confidence_threshold, options.entropy_threshold, options.stop_classifier)
-        self.watching = any(rule is not None for rule in rules)
-        self.active = self.watching or options.num_assistant_tokens_schedule != "constant"
+        self.watching, self.active = options.watches, options.stops
         lasting = options.num_assistant_tokens_schedule == "heuristic", options.assistant_confidence_schedule == "refit"
         self.learns = any(lasting) or options.entropy_threshold is not None  # something that outlives a request
         self.net: Tensor | None = None

@@ -12,11 +12,14 @@ PADDING = 512  # vocabularies whose sizes differ by less than this, and whose to
 MISMATCH = ("refuse", "allow", "intersect", "retokenize")
 
 
-def check_mismatch(vocab_mismatch: str, siblings: int, **lookbehind: int) -> None:
+def check_mismatch(vocab_mismatch: str, siblings: int, ruled: bool, **lookbehind: int) -> None:
+    """ruled: whether a rule stops the draft, or a drafter of its own speeds it up."""
     if vocab_mismatch not in MISMATCH:
         raise ConfigError(unknown("vocab_mismatch", vocab_mismatch, MISMATCH))
     if vocab_mismatch == "retokenize" and siblings > 1:
         raise ConfigError(f'siblings must be 1 where "vocab_mismatch" is "retokenize", which guesses chains; got {siblings}.')
+    if vocab_mismatch == "retokenize" and ruled:
+        raise ConfigError('early stops and a drafter for the draft need common tokens: leave them out, or choose "intersect".')
     for name, value in lookbehind.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}.")
