@@ -199,11 +199,24 @@ class Guesses(NamedTuple):
 NOTHING = Guesses([], [], [])
 
 
+class Resume(NamedTuple):
+    """What the drafter has computed of the target's own forward, in the slots that this step gave it: verification begins there.
+
+    states [m, hidden]: the residual stream before layer `layer`, of nodes[r] (ascending; ROOT is the last known token) of row 0, 1 …;
+    K/V of the layers below is in the slots of these nodes.  Bit for bit what the target itself would compute.
+    """
+
+    layer: int
+    states: Tensor
+    nodes: list[list[int]]
+
+
 @dataclass(frozen=True)
 class Draft:
     """The guesses of one step: trees[r] hangs from the last known token of row r; siblings that were chosen hold distinct tokens."""
 
     trees: Sequence[Guesses]
+    resume: Resume | None = None
 
     @property
     def sizes(self) -> list[int]:

@@ -18,7 +18,7 @@ windows and slopes are, too.  A plan has one `pinned`; where nothing is left out
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -67,6 +67,21 @@ class Plan:
         self._slots.append(path[-1])
         self._seen.append(seen)
         self._depths.append(len(path))
+
+    def only(self, rows: Collection[int]) -> Plan:
+        """A plan of some of its rows, in the same order."""
+        part = Plan()
+        for table, first, count in self.segments:
+            for i in (i for i in range(first, first + count) if i in rows):
+                if i in self._paths:
+                    part.node(table, self._seen[i], self._paths[i], self._ids[i])
+                else:
+                    part.chain(table, self._positions[i], self._ids[i : i + 1])
+        for first, count, adapter in self.adapted:
+            before, after = (sum(i < end for i in rows) for end in (first, first + count))
+            if after > before:
+                part.adapted.append((before, after - before, adapter))
+        return part
 
     def adapt(self, first: int, adapter: Any) -> None:
         """The rows from `first` on belong to a request that uses `adapter`."""

@@ -11,7 +11,7 @@ from outrider.cache.pool import Pool
 from outrider.models.model import Model
 from outrider.sampling import dice
 from outrider.sampling.sampler import Sampler
-from outrider.types import ROOT, Batch, Draft, Guesses, Needs, Row, Verdict
+from outrider.types import ROOT, Batch, Draft, Guesses, Needs, Resume, Row, Verdict
 
 SLICE = 16  # rows of prompt logits that are held at once
 
@@ -67,20 +67,34 @@ class Runner:
         wanted: list[int] = []
         roots: dict[int, int] = {}
         asking: list[tuple[int, int]] = []
+        ends: list[int] = []  # where the guesses of each row begin
         for r, (row, guesses) in enumerate(zip(batch.rows, draft.trees)):
             if row.logprobs is not None and row.logprobs.prompt_count is not None:
                 asking.append((r, plan.length))
             first = plan.length
             add_row(plan, row, batch.starts[r], batch.end(r), guesses)
+            ends.append(plan.length - len(guesses.tokens))
             if row.adapter is not None:
                 plan.adapt(first, row.adapter)
             if batch.emits[r]:
                 roots[r] = len(wanted)
                 wanted.extend(range(plan.length - len(guesses.tokens) - 1, plan.length))
-        x = self.decoder.forward(plan.build(), self.pool)
+        x = self._run(plan.build(), draft.resume, ends)
         for r, first in asking:
             self._score(batch.rows[r], x, first, batch.starts[r], batch.end(r))
         return Seen(batch, self.decoder.logits(x, wanted), roots, self.sampler, needs)
+
+    def _run(self, plan: Plan, resume: Resume | None, ends: list[int]) -> Tensor:
+        """The forward; where a drafter has computed the lower layers of some rows, only the others go through these."""
+        if resume is None:
+            return self.decoder.forward(plan, self.pool)
+        done = [end + node for end, nodes in zip(ends, resume.nodes) for node in nodes]
+        rest = sorted({*range(plan.length)}.difference(done))
+        x = resume.states.new_empty(plan.length, resume.states.shape[1])
+        x[done] = resume.states
+        if rest:
+            x[rest] = self.decoder.forward(plan.only(rest).build(), self.pool, self.decoder.between(0, resume.layer))
+        return self.decoder.forward(plan, self.pool, self.decoder.between(resume.layer, self.decoder.spec.layers), x)
 
     def _score(self, row: Row, x: Tensor, first: int, start: int, end: int) -> None:
         """Log-probabilities of the prompt's tokens that its positions start … end - 1 predict; that of `start` is row `first` of x.

@@ -34,12 +34,13 @@ class Weight(Protocol):
 
 
 class Chain(NamedTuple):
-    """A chain of guesses that begins behind row `at` of a plan."""
+    """A chain of guesses that begins behind row `at` of a plan; where there is a `Halt`, it ends after one less likely than `floor`."""
 
     at: int
     levels: int
     law: Law
     stream: int  # of the sample's noise
+    floor: float = 0.0
 
 
 class Heads(Protocol):
@@ -92,6 +93,12 @@ class Kernels(Protocol):
     def prepare(self, spec: Spec, layers: Sequence[Layer], turn: Tensor) -> Any:
         """The blocks of a decoder in the form that `run` likes; turn [positions, rot] = cos, then sin."""
 
+    def without(self, stack: Any, skips: Sequence[int]) -> Any:
+        """The same blocks, for `run` and `chain`, without some sublayers: of every layer 1 the attention, 2 the MLP, 3 both, 0 none.
+
+        What is skipped is the identity: no norm, and a skipped attention neither reads nor writes K/V.
+        """
+
     def adapter(self, spec: Spec, layers: Adapted) -> Any:
         """A LoRA adapter in the form that `run` likes."""
 
@@ -103,11 +110,13 @@ class Kernels(Protocol):
 
     def chain(
         self, stack: Any, embedding: Any, norm: Tensor, head: Any, plan: Plan, pool: Pool, chains: Sequence[Chain],
-        vocabulary: int, halt: Halt | None = None,
+        vocabulary: int, halt: Halt | None = None, states: Tensor | None = None,
     ) -> Chained | None:  # fmt: skip
-        """`embed` and `run` over the plan, then for each chain (the first one is the deepest) the best of the first `vocabulary`
-        tokens, which goes in as its next row, `levels` times, or until `halt` says so; a chain may end early.  None, and nothing
-        done, where no loop is at hand."""
+        """`embed` and `run` over the plan, then for each chain the best of the first `vocabulary` tokens, which goes in as its next
+        row, `levels` times, or until `halt` says so; a chain may end early.  None, and nothing done, where no loop is at hand.
+
+        states [chains, most levels, h] gets the residual stream that each token was read from.
+        """
 
     def halts(self, halt: Halt, logits: Tensor, temperature: float, token: int, level: int, row: int = 0) -> tuple[bool, Traits]:
         """Whether no guess should be made behind `token`, which was picked from one row, [V] or `row` of [M,V]; and its traits."""

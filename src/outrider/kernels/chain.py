@@ -36,7 +36,7 @@ class _Chain(ctypes.Structure):
         *((name, ctypes.c_long) for name in ("at", "levels", "top_k")),
         *((name, ctypes.c_double) for name in ("min_p", "top_p")),
         ("stream", ctypes.c_uint64),
-        ("temperature", ctypes.c_float),
+        *((name, ctypes.c_float) for name in ("temperature", "floor")),
     ]
 
 
@@ -59,19 +59,19 @@ class Room:
     """What `chain` in kernels.c reads of the chains, and where it puts what it finds."""
 
     def __init__(self, chains: Sequence[Chain], halt: Halt | None) -> None:
-        self.levels = [chain.levels for chain in chains]
+        self.most = max(chain.levels for chain in chains)
         self.chains = (_Chain * len(chains))()
-        for to, (at, levels, law, stream) in zip(self.chains, chains):
-            to.at, to.levels, to.stream = at, levels, stream
+        for to, (at, levels, law, stream, floor) in zip(self.chains, chains):
+            to.at, to.levels, to.stream, to.floor = at, levels, stream, floor
             to.temperature, to.min_p, to.top_k, to.top_p = law
-        self.out = (ctypes.c_int32 * (len(chains) * self.levels[0]))()
+        self.out = (ctypes.c_int32 * (len(chains) * self.most))()
         self.rule = None if halt is None else Rule.of(halt)
         self.traits = None if halt is None else (ctypes.c_float * (len(self.out) * TRAITS))()
 
     def read(self) -> Chained:
-        most = self.levels[0]
-        rows = [self.out[i * most : i * most + count] for i, count in enumerate(self.levels)]
-        tokens = [row[: row.index(-1)] if -1 in row else row for row in rows]
+        most = self.most
+        rows = [self.out[i * most : (i + 1) * most] for i in range(len(self.chains))]
+        tokens = [row[: row.index(-1)] if row[-1] < 0 else row for row in rows]
         if self.traits is None:
             return tokens, []
         places = [range(i * most, i * most + len(row)) for i, row in enumerate(tokens)]

@@ -107,10 +107,9 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.pick.restype = n
     shape, layers, ends, rows, rule = map(ctypes.POINTER, (_Shape, _Layer, _Ends, _Rows, chain.Rule))
     lib.stack.argtypes = [shape, layers, rows, p, n, p]
-    lib.chain.argtypes = [shape, layers, ends, rows, p, p, n, p, n, rule, p, p]
+    lib.chain.argtypes = [shape, layers, ends, rows, p, p, n, p, n, n, rule, p, p, p]
     lib.halts.argtypes = [rule, p, n, f, i, n, p]
-    lib.stack.restype = lib.chain.restype = None
-    for name in ("linear", "embed", "rms_norm", "silu_mul", "rope_store", "attend"):
+    for name in ("linear", "embed", "rms_norm", "silu_mul", "rope_store", "attend", "stack", "chain"):
         getattr(lib, name).restype = None
     return lib
 
@@ -127,7 +126,7 @@ class _Layer(ctypes.Structure):
     _fields_ = [
         *((name, _Weight) for name in LINEARS),
         *((name, ctypes.c_void_p) for name in VECTORS),
-        ("window", ctypes.c_long),
+        *((name, ctypes.c_long) for name in ("window", "skip")),
     ]
 
 
@@ -195,7 +194,6 @@ class CpuKernels:
 
     def __init__(self, lib: ctypes.CDLL, dtype: torch.dtype) -> None:
         self.lib, self.dtype = lib, dtype
-        self.activations = torch.float32
         self.name = f"C ({str(dtype).removeprefix('torch.')} weights, float32 sums)"
         self._out = (ctypes.c_int32 * 64)()
         self._prob = (ctypes.c_float * 64)()
@@ -276,6 +274,12 @@ class CpuKernels:
         )  # fmt: skip
         return Stack(made, shape, (layers, turn))
 
+    def without(self, stack: Stack, skips: Sequence[int]) -> Stack:
+        layers = (_Layer * len(skips)).from_buffer_copy(stack.layers)
+        for layer, skip in zip(layers, skips):
+            layer.skip = skip
+        return Stack(layers, stack.shape, stack.alive)
+
     def adapter(self, spec: Spec, layers: Adapted) -> Adapter:
         return lora.pack(spec, layers)
 
@@ -289,14 +293,14 @@ class CpuKernels:
 
     def chain(
         self, stack: Stack, embedding: Packed, norm: Tensor, head: Packed, plan: Plan, pool: Pool, chains: Sequence[Chain],
-        vocabulary: int, halt: Halt | None = None,
+        vocabulary: int, halt: Halt | None = None, states: Tensor | None = None,
     ) -> Chained:  # fmt: skip
         stack.shape.kv = KINDS[pool.dtype]
         ends = _Ends(embedding.c, head.c, norm.data_ptr(), head.outputs, vocabulary)
         room = chain.Room(chains, halt)
         self.lib.chain(
-            stack.shape, stack.layers, ends, _rows(plan), plan.ids_at, pool.address, pool.plane, room.chains, len(chains),
-            room.rule, room.out, room.traits,
+            stack.shape, stack.layers, ends, _rows(plan), plan.ids_at, pool.address, pool.plane, room.chains, len(chains), room.most,
+            room.rule, room.out, room.traits, None if states is None else states.data_ptr(),
         )  # fmt: skip
         return room.read()
 

@@ -240,7 +240,7 @@ void attend(const float *q, const void *K, const void *V, int kind, long head, l
 typedef struct {
     Weight qkv, o, gate_up, down;
     const float *norm_in, *norm_post, *q_norm, *k_norm;
-    long window;
+    long window, skip;                                        /* skip: 1 the attention, 2 the MLP, 3 both */
 } Layer;
 typedef struct { long layers, hidden, inner, heads, kv_heads, head_dim, width, rot, kv; float eps, scale; const float *turn; } Shape;
 typedef struct {
@@ -259,6 +259,7 @@ void stack(const Shape *s, const Layer *layers, const Rows *rows, char *pool, lo
     float *a = malloc((size_t)n * (size_t)(h + wide + H * s->width + inner) * 4);
     float *b = a + n * h, *q = b + n * wide, *c = q + n * H * s->width;
     for (const Layer *l = layers; l < layers + s->layers; l++, pool += 2 * plane) {
+        if (l->skip & 1) goto mlp;
         rms_norm(x, l->norm_in, n, h, s->eps, a);
         linear(&l->qkv, a, n, h, b, qkv, 0);
         ADAPT(0, 3, a, h, b, qkv);
@@ -268,6 +269,8 @@ void stack(const Shape *s, const Layer *layers, const Rows *rows, char *pool, lo
                rows->depths, rows->path, s->scale, l->window, rows->pinned, rows->longest, 0, c);
         linear(&l->o, c, n, H * D, x, h, 1);
         ADAPT(3, 1, c, H * D, x, h);
+    mlp:
+        if (l->skip & 2) continue;
         rms_norm(x, l->norm_post, n, h, s->eps, a);
         linear(&l->gate_up, a, n, h, b, 2 * I, 0);
         ADAPT(4, 2, a, h, b, 2 * I);
@@ -280,16 +283,17 @@ void stack(const Shape *s, const Layer *layers, const Rows *rows, char *pool, lo
 
 /* ---- chains of guesses: `stack` over the rows, then the best token after row at[i] goes in as the row behind it, and so on.
  * What a drafter does with embed, stack, linear and pick, without coming back in between: after a forward has swept the
- * caches, every step outside costs more than the pick itself.  The first chain is the deepest; a token that is none (-1) ends one,
- * and so does `halt` (0: nothing does), behind a token whose traits it did not like (see stop.c). */
+ * caches, every step outside costs more than the pick itself.  A chain ends at a token that is none (-1), and behind one whose
+ * traits `halt` did not like (0: there are no traits; see stop.c) or that is less likely than the chain's floor.
+ * out[i * most + level]: its tokens, -1 past its end; states, unless 0: the rows that they were read from. */
 typedef struct { Weight embedding, head; const float *norm; long outputs, vocabulary; } Ends;
-typedef struct { long at, levels, top_k; double min_p, top_p; uint64_t stream; float temperature; } Chain;
+typedef struct { long at, levels, top_k; double min_p, top_p; uint64_t stream; float temperature, floor; } Chain;
 long pick(const float *logits, long V, float temperature, double min_p, long top_k, double top_p, uint64_t key, long k, int32_t *out,
           float *prob);
 
 void chain(const Shape *s, const Layer *layers, const Ends *e, const Rows *first, const int64_t *first_ids, char *pool, long plane,
-           const Chain *chains, long m, const Halt *halt, int32_t *out, float *traits) {
-    const long h = s->hidden, n = first->n, most = chains[0].levels;
+           const Chain *chains, long m, long most, const Halt *halt, int32_t *out, float *traits, float *states) {
+    const long h = s->hidden, n = first->n;
     int64_t at[5][m];                                         /* ids, positions, slots, seen, depths */
     const int32_t *tables[m];
     long live[m];                                             /* which chain each row belongs to */
@@ -304,6 +308,7 @@ void chain(const Shape *s, const Layer *layers, const Ends *e, const Rows *first
         tables[i] = first->tables[chains[i].at];
         live[i] = i;
     }
+    memset(out, -1, (size_t)(m * most) * 4);
     for (long level = 0; ; level++) {
         long longest = 0, left = 0;
         rms_norm(y, e->norm, m, h, s->eps, a);
@@ -313,11 +318,11 @@ void chain(const Shape *s, const Layer *layers, const Ends *e, const Rows *first
             const float *row = logits + i * e->outputs;
             const long place = live[i] * most + level;
             const uint64_t key = mix(c->stream + (uint64_t)(at[1][i] + 1));
-            int end = !pick(row, e->vocabulary, c->temperature, c->min_p, c->top_k, c->top_p, key, 1, out + place, 0);
-            if (end) out[place] = -1;
-            else if (halt) end = halts(halt, row, e->vocabulary, c->temperature, out[place], level, traits + place * TRAITS);
+            float *seen = halt ? traits + place * TRAITS : 0;
+            if (states) memcpy(states + place * h, y + i * h, (size_t)h * 4);
+            if (!pick(row, e->vocabulary, c->temperature, c->min_p, c->top_k, c->top_p, key, 1, out + place, 0)) continue;
+            if (halt && (halts(halt, row, e->vocabulary, c->temperature, out[place], level, seen) || seen[0] < c->floor)) continue;
             if (level + 1 == c->levels) continue;
-            if (end) { out[place + 1] = -1; continue; }
             const long j = left++;                            /* the rows that go on close up */
             live[j] = live[i];
             tables[j] = tables[i];

@@ -39,6 +39,13 @@ class Plain:
     outputs: int
 
 
+@dataclass
+class Stack:
+    layers: Sequence[Layer]
+    turn: Tensor
+    skips: Sequence[int]  # of every layer: 1 the attention, 2 the MLP
+
+
 Adapter = list[dict[str, list[tuple[slice, Tensor, Tensor]]]]  # of every layer and fused linear: outputs, a^T, scale * b^T
 
 
@@ -124,8 +131,11 @@ class TorchKernels:
             out[first : first + count] = torch.einsum("nkgm,kmd->nkgd", weights, values).flatten(1, 2).to(q.dtype)
         return out.flatten(1)
 
-    def prepare(self, spec: Spec, layers: Sequence[Layer], turn: Tensor) -> tuple[Sequence[Layer], Tensor]:
-        return layers, turn
+    def prepare(self, spec: Spec, layers: Sequence[Layer], turn: Tensor) -> Stack:
+        return Stack(layers, turn, [0] * len(layers))
+
+    def without(self, stack: Stack, skips: Sequence[int]) -> Stack:
+        return Stack(stack.layers, stack.turn, skips)
 
     def adapter(self, spec: Spec, layers: Adapted) -> Adapter:
         def turned(matrix: Tensor) -> Tensor:
@@ -140,8 +150,8 @@ class TorchKernels:
             for layer in layers
         ]
 
-    def run(self, stack: tuple[Sequence[Layer], Tensor], x: Tensor, plan: Plan, pool: Pool, runs: Runs = ()) -> Tensor:
-        for i, layer in enumerate(stack[0]):
+    def run(self, stack: Stack, x: Tensor, plan: Plan, pool: Pool, runs: Runs = ()) -> Tensor:
+        for i, (layer, skip) in enumerate(zip(stack.layers, stack.skips)):
 
             def linear(x: Tensor, name: str, add: Tensor | None = None, i: int = i, layer: Any = layer) -> Tensor:
                 y = self.linear(x, getattr(layer, name), add)
@@ -152,10 +162,12 @@ class TorchKernels:
                         here.copy_(here.to(self.wide) + rows @ a @ b)
                 return y
 
-            qkv = linear(self.rms_norm(x, layer.norm_in, layer.eps), "qkv")
-            q = self.rope_store(qkv, layer, stack[1], plan, pool, i)
-            x = linear(self.attend(q, layer, plan, pool, i, layer.head_dim**-0.5, layer.window), "o", add=x)
-            x = linear(self.silu_mul(linear(self.rms_norm(x, layer.norm_post, layer.eps), "gate_up")), "down", add=x)
+            if not skip & 1:
+                qkv = linear(self.rms_norm(x, layer.norm_in, layer.eps), "qkv")
+                q = self.rope_store(qkv, layer, stack.turn, plan, pool, i)
+                x = linear(self.attend(q, layer, plan, pool, i, layer.head_dim**-0.5, layer.window), "o", add=x)
+            if not skip & 2:
+                x = linear(self.silu_mul(linear(self.rms_norm(x, layer.norm_post, layer.eps), "gate_up")), "down", add=x)
         return x
 
     def chain(self, *_: Any) -> None:

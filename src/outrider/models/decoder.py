@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -57,6 +58,10 @@ class Part:
     stack: Any
     first: int
     layers: int
+    idle: bool = False  # nothing of it runs
+
+
+Blocks = Sequence[Part]
 
 
 class Decoder:
@@ -87,6 +92,7 @@ class Decoder:
             first, count = numbers[0], len(numbers)
             stack = kernels[at].prepare(spec, self.layers[first : first + count], turn.to(at))
             self.parts.append(Part(kernels[at], stack, first, count))
+        self.between = lru_cache(maxsize=8)(self._between)
         self.norm = self._vector(self.kernels, weights, "model.norm", spec.hidden)
         self.lm_head = self.embedding
         if not spec.tied:
@@ -113,10 +119,30 @@ class Decoder:
     def exact(self) -> bool:
         return all(kernels.exact for kernels in (self.kernels, *(part.kernels for part in self.parts)))
 
-    def forward(self, plan: Plan, pool: Pool) -> Tensor:
-        """Residual stream after the last layer, [n, hidden] for the n rows of the plan; K/V of these rows is in the pool."""
-        x, here = self.kernels.embed(self.embedding, plan), self.kernels
-        for i, (part, own) in enumerate(zip(self.parts, pool.parts)):
+    def without(self, attention: Collection[int], mlp: Collection[int]) -> Blocks:
+        """The blocks without the attention, or the MLP, of some layers, for `forward` and `chain`."""
+        skips = [(i in attention) + 2 * (i in mlp) for i in range(self.spec.layers)]
+        parts = []
+        for part in self.parts:
+            here = skips[part.first : part.first + part.layers]
+            parts.append(replace(part, stack=part.kernels.without(part.stack, here), idle=all(skip == 3 for skip in here)))
+        return parts
+
+    def _between(self, first: int, last: int) -> Blocks:
+        """Layers first … last - 1 only."""
+        rest = {*range(first), *range(last, self.spec.layers)}
+        return self.without(rest, rest)
+
+    def forward(self, plan: Plan, pool: Pool, blocks: Blocks | None = None, x: Tensor | None = None) -> Tensor:
+        """Residual stream after the last layer, [n, hidden] for the n rows of the plan; K/V of these rows is in the pool.
+
+        blocks: all, unless given.  x: where they begin, the embeddings of the plan unless given; it may be changed.
+        """
+        here = self.kernels
+        x = here.embed(self.embedding, plan) if x is None else x
+        for i, (part, own) in enumerate(zip(blocks or self.parts, pool.parts)):
+            if part.idle:
+                continue
             if part.kernels is not here:
                 here, x = part.kernels, _carried(x, part.kernels)
             x = here.run(part.stack, x, plan, own, [(first, count, adapter[i]) for first, count, adapter in plan.adapted])
@@ -131,11 +157,15 @@ class Decoder:
         chosen = x if len(rows) == x.shape[0] else x[rows]
         return self.kernels.linear(self.kernels.rms_norm(chosen, self.norm, self.spec.eps), self.lm_head).float()
 
-    def chain(self, plan: Plan, pool: Pool, chains: Sequence[Chain], vocabulary: int, halt: Halt | None = None) -> Chained | None:
+    def chain(
+        self, plan: Plan, pool: Pool, chains: Sequence[Chain], vocabulary: int, halt: Halt | None = None,
+        blocks: Blocks | None = None, states: Tensor | None = None,
+    ) -> Chained | None:  # fmt: skip
         """`forward` over the plan, then a chain of the best tokens behind some of its rows; see `Kernels.chain`."""
         if any(part.kernels is not self.kernels for part in self.parts):
             return None
-        return self.kernels.chain(self.parts[0].stack, self.embedding, self.norm, self.lm_head, plan, pool, chains, vocabulary, halt)
+        stack = (blocks or self.parts)[0].stack
+        return self.kernels.chain(stack, self.embedding, self.norm, self.lm_head, plan, pool, chains, vocabulary, halt, states)
 
     def _layer(self, kernels: Kernels, weights: Source, i: int) -> Layer:
         s, at = self.spec, f"model.layers.{i}"

@@ -14,7 +14,7 @@ import inspect
 import itertools
 from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -29,11 +29,11 @@ from transformers.utils import logging as transformers_logging
 
 from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool, kv_dtype
-from outrider.errors import ModelError
+from outrider.errors import ConfigError, ModelError
 from outrider.kernels import Bend, Kernels, kernels_for
 from outrider.models import steady, unrouted
 from outrider.models.hub import Checkpoint, first_line
-from outrider.models.spec import WIDEST
+from outrider.models.spec import FAMILIES, WIDEST
 
 OURS, LISTENING = "outrider", "outrider-listening"  # attention implementations; the second is told about masks
 HARMLESS = {"position_ids", "cache_position", "position_embeddings", "attention_mask", "cos", "sin"}  # tensors that layers pass along
@@ -189,8 +189,18 @@ class Fallback:
         layer = self.layers[0]
         return Pool.bytes_per_slot(len(self.layers), layer.kv_heads, layer.head_dim, kv_dtype(self.kv_cache_dtype, self.dtype))
 
-    def forward(self, plan: Plan, pool: Pool) -> Tensor:
+    def without(self, attention: Collection[int], mlp: Collection[int]) -> None:
+        raise ConfigError(
+            f"layers can be skipped in {', '.join(FAMILIES)} only: {self.spec.architecture} runs in transformers' own code, which computes "
+            "all of them or none."
+        )
+
+    def between(self, first: int, last: int) -> None:
+        self.without((), ())
+
+    def forward(self, plan: Plan, pool: Pool, blocks: Any = None, x: Tensor | None = None) -> Tensor:
         """[n, hidden] after the last norm; K/V of these rows is in the pool."""
+        assert blocks is None and x is None, "nothing can be left out"
         before = CALL.set(Call(self.kernels, plan, self.layers, self.turn, pool))
         try:
             return self._hidden(plan)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -44,14 +44,30 @@ class Model(Protocol):
         """The same, all together."""
 
     def pool(self, slots: int) -> Pool: ...
-    def forward(self, plan: Plan, pool: Pool) -> Tensor:
-        """[n, hidden] for the n rows of the plan: what `logits` takes; K/V of these rows is in the pool."""
+    def without(self, attention: Collection[int], mlp: Collection[int]) -> Any:
+        """Its blocks without the attention, or the MLP, of some layers, for `forward` and `chain`: what is skipped is the identity,
+        and a skipped attention has no K/V.  Raises ConfigError where it cannot be skipped."""
+
+    def between(self, first: int, last: int) -> Any:
+        """The same for layers first … last - 1 only."""
+
+    def forward(self, plan: Plan, pool: Pool, blocks: Any = None, x: Tensor | None = None) -> Tensor:
+        """[n, hidden] for the n rows of the plan: what `logits` takes; K/V of these rows is in the pool.
+
+        blocks: those that run, all unless given.  x: where they begin, the embeddings unless given; it may be changed.
+        """
 
     def logits(self, x: Tensor, rows: list[int]) -> Tensor:
         """float32 [len(rows), V] of some rows, in ascending order, of `forward`'s result."""
 
-    def chain(self, plan: Plan, pool: Pool, chains: Sequence[Chain], vocabulary: int, halt: Halt | None = None) -> Chained | None:
-        """`forward` over the plan, then a chain of the best tokens behind some of its rows; None where it does not pay."""
+    def chain(
+        self, plan: Plan, pool: Pool, chains: Sequence[Chain], vocabulary: int, halt: Halt | None = None,
+        blocks: Any = None, states: Tensor | None = None,
+    ) -> Chained | None:  # fmt: skip
+        """`forward` over the plan, then a chain of the best tokens behind some of its rows; None where it does not pay.
+
+        states [chains, most levels, hidden] gets what `logits` read for each of them.
+        """
 
 
 def load(

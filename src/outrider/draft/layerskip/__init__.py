@@ -1,0 +1,294 @@
+"""The target drafts for itself with some of its own sublayers left out; no weights of its own, no K/V of its own.
+
+Draft & Verify (arXiv 2309.08168): a set of attentions and a set of MLPs is skipped.  LayerSkip (arXiv 2404.16710): the first layers,
+then the model's own norm and head.  SWIFT (arXiv 2410.06916): the set is found while the model answers.
+
+It computes in the target's own pool, on the slots of this step's guesses, which verification writes again:
+
+    position            … e-2   e-1   │ e      e+1        e = batch.end(r): the pending token is at e-1
+    pass 1 takes                token │                   in its own slot; says the guess for e
+    pass 2 takes                      │ guess             in the slot of node 0; says the guess for e+1
+
+Verified K/V before e-1 is the target's, so there is nothing to catch up with: a row whose prompt is still being computed is not
+guessed for.  After an early exit the first layers of these tokens are computed once: verification resumes behind them (`Resume`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.attention.plan import Plan
+from outrider.cache.pool import Pool
+from outrider.draft.base import Drafter, Target
+from outrider.draft.layerskip.comb import Comb
+from outrider.draft.layerskip.confidence import AUTO, SIBLINGS, Exit, siblings_at
+from outrider.draft.layerskip.search import Search
+from outrider.draft.layerskip.sets import Skip, known, named
+from outrider.errors import ConfigError, OutriderError
+from outrider.kernels import Chain
+from outrider.sampling import dice
+from outrider.sampling.noise import stream_of
+from outrider.types import NOTHING, ROOT, Batch, Budget, Commit, Draft, Guesses, Resume, Row
+
+SHARED = 0.7  # what a guess is worth that was picked with the noise of the target's own pick: more than its probability
+
+
+class Passed(NamedTuple):
+    """What the draft passes of a row gave: guesses; the nodes (ROOT, too) that went through them, and their states [m, hidden]."""
+
+    guesses: Guesses
+    nodes: list[int]
+    states: Tensor
+
+
+class LayerSkip(Drafter):
+    depth = 8
+    demo: ClassVar = {"layer skipping": {"num_speculative_tokens": 2}, "early exit": {"early_exit": 6, "num_speculative_tokens": 2}}
+
+    @dataclass(frozen=True)
+    class Options:
+        """skip_attention, skip_mlp: numbers of layers, from 0.  layers: a published set, or a file of `outrider tune layerskip`.
+        early_exit: only the first so many layers guess.  Without any of these: the published set of this very model, if there is one,
+        otherwise every second layer between the first and the last.
+
+        exit_threshold: stop after a guess less likely than this, where it begins; "auto": at 0.8 greedy, 0.5 sampled; None: never stop.
+        adapt_threshold: it follows the share of right guesses.  siblings: guesses a level, of which one is extended; "confidence": the
+        more, the less sure the draft is.
+
+        search: find the set while answering, from the last context_window tokens of a request.  skip_ratio: of the sublayers between
+        the first and the last layer.  One candidate every opt_interval steps, every bayes_interval-th by Bayesian optimisation, until
+        one scores above max_score, max_tolerance_iter in a row are no better, or max_opt_iter were tried.
+        """
+
+        skip_attention: Sequence[int] | None = None
+        skip_mlp: Sequence[int] | None = None
+        layers: str | None = None
+        early_exit: int | None = None
+        exit_threshold: float | str | None = "auto"
+        adapt_threshold: bool = True
+        siblings: int | str = 1
+        search: bool = False
+        skip_ratio: float = 0.45
+        context_window: int = 32
+        opt_interval: int = 1
+        bayes_interval: int = 25
+        max_opt_iter: int = 1000
+        max_tolerance_iter: int = 300
+        max_score: float = 0.95
+
+        def __post_init__(self) -> None:
+            given = {
+                "skip_attention and skip_mlp": self.skip_attention is not None or self.skip_mlp is not None,
+                "layers": self.layers is not None,
+                "early_exit": self.early_exit is not None,
+            }
+            if sum(given.values()) > 1:
+                raise ConfigError(f"{' / '.join(name for name, is_given in given.items() if is_given)}: give one of these.")
+            if self.search and given["early_exit"]:
+                raise ConfigError("search looks for sublayers to skip: give it no early_exit.")
+            if self.layers is not None and not isinstance(self.layers, str):
+                raise ConfigError(f"layers must be the name of a set or a file, got {self.layers!r}.")
+            for name in ("adapt_threshold", "search"):
+                if not isinstance(getattr(self, name), bool):
+                    raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+            for name in ("context_window", "opt_interval", "bayes_interval", "max_opt_iter", "max_tolerance_iter"):
+                if not _whole(getattr(self, name), 1):
+                    raise ConfigError(f"{name} must be a whole number of at least 1, got {getattr(self, name)!r}.")
+            for name in ("skip_ratio", "max_score"):
+                if not _share(getattr(self, name)):
+                    raise ConfigError(f"{name} must be a number in [0, 1], got {getattr(self, name)!r}.")
+            if self.exit_threshold not in (None, "auto") and not _share(self.exit_threshold):
+                raise ConfigError(f'exit_threshold must be a number in [0, 1], "auto" or None, got {self.exit_threshold!r}.')
+            if self.siblings != "confidence" and not (_whole(self.siblings, 1) and int(self.siblings) <= 64):
+                raise ConfigError(f'siblings must be a whole number in 1 … 64 or "confidence", got {self.siblings!r}.')
+
+    def __init__(self, options: Options, target: Target) -> None:
+        super().__init__(options, target)
+        self.decoder, self.sampler = target.decoder, target.sampler
+        self.skip = self._skip()
+        self.blocks = self._blocks(self.skip)
+        self.depth = self.skip.depth or self.depth
+        self.exits: dict[Row, Exit] = {}
+        if options.search:
+            self.memory = self._search()
+
+    @classmethod
+    def example(cls, target: Target) -> Drafter:
+        """The first half of the layers, whose states verification goes on with."""
+        return cls(cls.Options(early_exit=max(1, target.decoder.spec.layers // 2)), target)
+
+    def _skip(self) -> Skip:
+        given, layers, what = self.options, self.decoder.spec.layers, repr(self.target.checkpoint.name)
+        if given.early_exit is not None:
+            if not _whole(given.early_exit, 1) or given.early_exit >= layers:
+                raise ConfigError(f"early_exit must be in 1 … {layers - 1}, as {what} has {layers} layers: got {given.early_exit!r}.")
+            rest = range(given.early_exit, layers)
+            return Skip.of(rest, rest, layers, what)
+        if given.skip_attention is not None or given.skip_mlp is not None:
+            return Skip.of(given.skip_attention or (), given.skip_mlp or (), layers, what)
+        name = given.layers or (None if given.search else known(self.target.checkpoint.name))
+        return named(name, layers, what) if name else Skip.alternating(layers)
+
+    def _blocks(self, skip: Skip) -> Any:
+        return self.decoder.without(skip.attention, skip.mlp)
+
+    def _search(self) -> Search:
+        given, layers = self.options, self.decoder.spec.layers
+        size = round(given.skip_ratio * 2 * (layers - 2))
+        if size < 1:
+            raise ConfigError(
+                f"search skips none of the {2 * max(0, layers - 2)} sublayers between first and last layer at skip_ratio "
+                f"{given.skip_ratio}: {self.target.checkpoint.name!r} is too shallow, or the ratio too small."
+            )
+        return Search(
+            layers, size, self.skip, given.bayes_interval, given.max_opt_iter, given.max_tolerance_iter, given.max_score
+        )  # fmt: skip
+
+    def allocate(self, slots: int, pool: Pool) -> list[Pool]:
+        self.pool = pool
+        return []
+
+    def size(self, depth: int) -> int:
+        siblings: int = max(max(kind) for kind in SIBLINGS.values()) if self.options.siblings == "confidence" else self.options.siblings
+        return depth * siblings
+
+    def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
+        trees = [NOTHING] * len(batch)
+        wanted = [(r, budget) for r, budget in enumerate(budgets) if budget.nodes and batch.known[r] == 1]
+        if not wanted:
+            return Draft(trees)
+        if self.memory is not None:
+            self._look(batch, [r for r, _ in wanted])
+        for r, budget in wanted:
+            self._exit(batch.rows[r]).depth = budget.depth
+        one_call = self.options.siblings == 1 and not any(self._slow(batch.rows[r]) for r, _ in wanted)
+        passed = (self._chains(batch, wanted) if one_call else None) or self._combs(batch, wanted)
+        for (r, _), found in zip(wanted, passed):
+            trees[r] = found.guesses
+        if not self.options.early_exit:
+            return Draft(trees)
+        nodes: list[list[int]] = [[]] * len(batch)
+        for (r, _), found in zip(wanted, passed):
+            nodes[r] = found.nodes
+        return Draft(trees, Resume(self.options.early_exit, torch.cat([found.states for found in passed]), nodes))
+
+    def _slow(self, row: Row) -> bool:
+        """Whether there is something to do between the levels of a row."""
+        return bool(row.processors) or row.adapter is not None or self._draws(row)
+
+    def _draws(self, row: Row) -> bool:
+        return self.drawn and row.law.temperature > 0
+
+    def _exit(self, row: Row) -> Exit:
+        begin = self.options.exit_threshold
+        if row not in self.exits:
+            threshold = AUTO[row.law.temperature == 0] if begin == "auto" else begin or 0.0
+            self.exits[row] = Exit(threshold, begin is not None and self.options.adapt_threshold)
+        return self.exits[row]
+
+    def _chains(self, batch: Batch, wanted: list[tuple[int, Budget]]) -> list[Passed] | None:
+        """All levels of all rows in one call; None, and nothing done, where the kernels cannot."""
+        plan, chains = Plan(), []
+        for i, (r, budget) in enumerate(wanted):
+            row = batch.rows[r]
+            assert row.table is not None
+            plan.chain(row.table.slots, batch.end(r) - 1, row.tokens[-1:])
+            chains.append(Chain(i, budget.depth, row.law, stream_of(row.seed, row.index), self._exit(row).threshold))
+        states = torch.empty(0, 0, 0)
+        if self.options.early_exit:
+            states = torch.empty(len(chains), max(chain.levels for chain in chains), self.decoder.spec.hidden)
+        asked = states if len(states) else None
+        found = self.decoder.chain(plan.build(), self.pool, chains, self.target.vocabulary, self.blocks, asked)
+        if found is None:
+            return None
+        passed = []
+        for i, tokens in enumerate(found):
+            nodes = list(range(ROOT, max(1, len(tokens)) - 1))  # nothing was read from the last guess
+            guesses = Guesses.chain(tokens, [SHARED] * len(tokens))
+            passed.append(Passed(guesses, nodes, states[i, : len(nodes)] if len(states) else states))
+        return passed
+
+    def _combs(self, batch: Batch, wanted: list[tuple[int, Budget]]) -> list[Passed]:
+        """Level by level."""
+        combs = [Comb(batch.rows[r], batch.end(r), budget, self._exit(batch.rows[r]).threshold) for r, budget in wanted]
+        while growing := [comb for comb in combs if comb.growing]:
+            plan = Plan()
+            for comb in growing:
+                comb.plan(plan)
+            x = self.decoder.forward(plan.build(), self.pool, self.blocks)
+            logits = self.decoder.logits(x, list(range(len(growing))))
+            for i, comb in enumerate(growing):
+                comb.states.append(x[i])
+                self._level(comb, logits, i)
+        return [Passed(comb.guesses, [ROOT, *comb.trunk][: len(comb.states)], torch.stack(comb.states)) for comb in combs]
+
+    def _level(self, comb: Comb, logits: Tensor, at: int) -> None:
+        row, path, given = comb.row, comb.path, self.options.siblings
+        greedy = row.law.temperature == 0
+        if self._draws(row):
+            try:
+                law = self.sampler.law(row, path, logits, at)
+            except OutriderError:  # the target's own law will say why
+                comb.growing = False
+                return
+            count = min(comb.room, siblings_at(float(law.max()), greedy) if given == "confidence" else given)
+            tokens = dice.children(row, law, range(len(comb.tokens), len(comb.tokens) + count))
+            shares = law[tokens].tolist()
+            comb.add(tokens, shares, shares[0] if tokens else 0.0, law)
+            return
+        tokens, shares = self.sampler.top(row, path, logits, max(SIBLINGS[greedy]) if given == "confidence" else given, True, at)
+        count = siblings_at(shares[0] if shares else 0.0, greedy) if given == "confidence" else given
+        count = min(comb.room, count)
+        worth = shares if greedy else [SHARED * 0.3**i for i in range(len(tokens))]
+        comb.add(tokens[:count], worth[:count], shares[0] if shares else 0.0)
+
+    def _look(self, batch: Batch, rows: list[int]) -> None:
+        """One step of the search, in the slots that guesses will have."""
+        search: Search = self.memory
+        if search.best is not self.skip:
+            self.skip, self.blocks = search.best, self._blocks(search.best)
+        window = self.options.context_window
+        r = next((r for r in rows if batch.end(r) - batch.rows[r].prompt >= window), None)
+        if search.done or r is None:
+            return
+        search.steps += 1
+        if search.steps % self.options.opt_interval == 0:
+            skip = search.suggest()
+            search.learn(skip, self._score(batch.rows[r], batch.end(r), batch.nodes[r], self._blocks(skip)))
+
+    def _score(self, row: Row, end: int, nodes: int, blocks: Any) -> float:
+        """How many of the row's last tokens the skipped model says; each forward guesses `nodes` of them, as drafting would."""
+        assert row.table is not None
+        slots, right = row.table.slots, 0
+        scratch, begin = list(slots[end : end + nodes]), end - 1 - self.options.context_window
+        for first in range(begin, end - 1, nodes):
+            tokens, plan = row.tokens[first : min(first + nodes, end - 1)], Plan()
+            for i, token in enumerate(tokens):
+                plan.node(slots, first, scratch[: i + 1], token)
+            if row.adapter is not None:
+                plan.adapt(0, row.adapter)
+            x = self.decoder.forward(plan.build(), self.pool, blocks)
+            best = self.sampler.best(self.decoder.logits(x, list(range(len(tokens)))), 1)
+            right += sum(ids[:1] == [said] for ids, said in zip(best, row.tokens[first + 1 :]))
+        return right / (end - 1 - begin)
+
+    def observe(self, commit: Commit) -> None:
+        for row, tree, accepted in zip(commit.batch.rows, commit.draft.trees, commit.verdict.nodes):
+            if tree.tokens and row in self.exits:
+                self.exits[row].learn(len(set(tree.parents)), len(accepted))
+
+    def forget(self, row: Row, reason: str) -> None:
+        self.exits.pop(row, None)
+
+
+def _whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _share(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
