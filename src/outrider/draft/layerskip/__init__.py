@@ -265,7 +265,8 @@ class LayerSkip(Drafter):
         """How many of the row's last tokens the skipped model says; each forward guesses `nodes` of them, as drafting would."""
         assert row.table is not None
         slots, right = row.table.slots, 0
-        scratch, begin = list(slots[end : end + nodes]), end - 1 - self.options.context_window
+        window: int = self.options.context_window
+        scratch, begin = list(slots[end : end + nodes]), end - 1 - window
         for first in range(begin, end - 1, nodes):
             tokens, plan = row.tokens[first : min(first + nodes, end - 1)], Plan()
             for i, token in enumerate(tokens):
@@ -275,7 +276,7 @@ class LayerSkip(Drafter):
             x = self.decoder.forward(plan.build(), self.pool, blocks)
             best = self.sampler.best(self.decoder.logits(x, list(range(len(tokens)))), 1)
             right += sum(ids[:1] == [said] for ids, said in zip(best, row.tokens[first + 1 :]))
-        return right / (end - 1 - begin)
+        return right / window
 
     def observe(self, commit: Commit) -> None:
         for row, tree, accepted in zip(commit.batch.rows, commit.draft.trees, commit.verdict.nodes):
