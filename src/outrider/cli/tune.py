@@ -1,4 +1,4 @@
-"""`outrider tune …`: what a method can learn about a pair of models before it is used."""
+"""`outrider tune …`: fits a method to a model and a machine before it is used."""
 
 from __future__ import annotations
 
@@ -7,14 +7,71 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-app = typer.Typer(no_args_is_help=True, help="Fit a method to a model, on prompts of yours.")
+from outrider.bench.disco import fit, record
+from outrider.bench.measure import Prompts, measure
+from outrider.bench.prompts import PROMPTS, rendered
+from outrider.bench.questions import prompts_of, read
+from outrider.bench.report import table
+from outrider.bench.tune import Tuner, compared, save
+from outrider.cli.flags import Given, load, shared
+from outrider.errors import ConfigError
+from outrider.sampling.params import SamplingParams
+
+app = typer.Typer(no_args_is_help=True, help="Fit a method to a model and a machine.")
 
 
 @app.callback()
 def root() -> None:
     """So that every method is a command of its own."""
+
+
+@app.command()
+@shared
+def layerskip(
+    form: Given,
+    model: Annotated[str, typer.Argument(help="Folder, .gguf file, hub id, or builtin.")] = "builtin",
+    prompts: Annotated[
+        Path | None, typer.Option("--prompts", help="question.jsonl, or text with one prompt a line; without it our own.")
+    ] = None,
+    minutes: Annotated[float, typer.Option("--minutes", min=0.01, help="Time for trying sets.")] = 5.0,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The file to write.")] = Path("layers.json"),
+    depth: Annotated[int, typer.Option("--draft", "--draft-max", min=1, max=25, help="Tokens to guess ahead, at most.")] = 6,
+    tokens: Annotated[int, typer.Option("-n", "--max-tokens", min=2, help="New tokens a prompt, at most.")] = 48,
+    seed: Annotated[int, typer.Option("-s", "--seed", help="Of the optimiser.")] = 0,
+) -> None:
+    """Find the sublayers of a model to skip while guessing, by Bayesian optimisation of its decoding speed.
+
+    Trials count what the model accepts; what a step and a guess cost on this machine is measured at the beginning.
+    """
+    if not out.expanduser().parent.is_dir():
+        raise ConfigError(f"there is no folder {str(out.parent)!r} for the file of the set.")
+    questions = read(prompts, None) if prompts else None
+    llm, console = load(form, model=model), Console()
+    asked: Prompts = [(p.kind, rendered(p, llm.tokenizer)) for p in PROMPTS] if questions is None else []
+    params = SamplingParams(temperature=0, max_tokens=tokens)
+    if questions is not None:
+        asked, _ = prompts_of(llm, questions, params, False)
+    tuner = Tuner(llm, asked, depth, tokens, seed)
+    columns = (TextColumn("{task.description:40}"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task, began = bar.add_task("Measuring what a step costs", total=60 * minutes), bar.get_time()
+
+        def tick(tried: int, best: float) -> None:
+            bar.update(task, completed=bar.get_time() - began, description=f"{tried} sets tried, best {best:.0f} tokens/s")
+
+        best = tuner.run(minutes, tick)
+    save(best, tuner.layers, model, len(tuner.trials), out.expanduser())
+    console.print(table(f"{len(asked)} prompts, greedy", measure(llm, compared(best, tuner.layers), asked, params, repeats=2)), "")
+    costs = tuner.costs
+    console.print(
+        f"{len(tuner.trials)} sets tried.  A step takes {1e3 * costs.step:.2f} ms, {1e3 * costs.row:.2f} ms more a guess; a guess with all "
+        f"layers {1e3 * costs.whole:.2f} ms, less {1e3 * costs.attention:.3f} for every attention and {1e3 * costs.mlp:.3f} for every MLP "
+        "that is skipped."
+    )
+    console.print(f"Skipped: attention {list(best.skip.attention)}, MLP {list(best.skip.mlp)}; {best.depth} guesses a step.")
+    console.print(f'{out}: use it with --speculative-config \'{{"method": "layerskip", "layers": "{out}"}}\'', soft_wrap=True, markup=False)
 
 
 @app.command()
@@ -29,11 +86,6 @@ def disco(
     seed: int = typer.Option(0, "--seed", "-s", help="Of the sampled texts and of the fit."),
 ) -> None:
     """Fit the network that says when a draft model should stop guessing (DISCO)."""
-    from outrider.bench.disco import fit, record
-    from outrider.bench.questions import prompts_of, read
-    from outrider.cli.flags import load
-    from outrider.sampling.params import SamplingParams
-
     llm = load({"model": model})
     params = SamplingParams(temperature=temperature, max_tokens=tokens, seed=seed)
     asked, _ = prompts_of(llm, read(Path(prompts)), params)

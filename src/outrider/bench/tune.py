@@ -1,0 +1,169 @@
+"""`outrider tune layerskip`: which sublayers of a model to skip, by Bayesian optimisation of its decoding speed (arXiv 2309.08168).
+
+Speed is not timed trial by trial, which would be noise on a small model.  A trial decodes the prompts greedily and counts steps and
+guesses, which are the same on every machine; what a step and a guess cost is measured once, as a sum over sublayers and rows.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from outrider.bench.measure import PLAIN, Configs, Prompts
+from outrider.draft.layerskip.sets import Skip
+from outrider.errors import ConfigError
+from outrider.llm import LLM
+from outrider.sampling.params import SamplingParams
+from outrider.types import Speculation
+
+METHOD = "layerskip"
+SETTLED = 4  # measured runs of a configuration; the best counts
+Tick = Callable[[int, float], None]
+
+
+@dataclass(frozen=True)
+class Trial:
+    skip: Skip
+    depth: int
+    speed: float  # tokens/s, by the costs
+    counts: Speculation
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return config_of(self.skip, self.depth)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds.  step: of one that guesses nothing.  row: more, for every guess that it verifies.  whole: of a guess with all layers.
+    attention, mlp: less, for every one that is skipped."""
+
+    step: float
+    row: float
+    whole: float
+    attention: float
+    mlp: float
+
+    def speed(self, skip: Skip, counts: Speculation) -> float:
+        guess = self.whole - len(skip.attention) * self.attention - len(skip.mlp) * self.mlp
+        return counts.emitted / (counts.steps * self.step + counts.drafted * (self.row + max(guess, 0.0)))
+
+
+def config_of(skip: Skip, depth: int) -> dict[str, Any]:
+    return {
+        "method": METHOD, "skip_attention": list(skip.attention), "skip_mlp": list(skip.mlp), "exit_threshold": None,
+        "num_speculative_tokens": depth,
+    }  # fmt: skip
+
+
+@dataclass
+class Tuner:
+    llm: LLM
+    prompts: Prompts
+    depth: int  # guesses at most
+    tokens: int  # new ones a prompt, at most
+    seed: int = 0
+    trials: list[Trial] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.layers = self.llm.engine.checkpoint.spec.layers
+        if self.layers < 2:
+            raise ConfigError("a model of one layer has none to spare.")
+        self.params = SamplingParams(temperature=0, max_tokens=self.tokens)
+
+    def run(self, minutes: float, tick: Tick) -> Trial:
+        """The best set that was found in this time.  `tick` gets how many sets were tried, and the best speed so far."""
+        import optuna
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self.costs = self._costs()
+        sampler = optuna.samplers.TPESampler(seed=self.seed, multivariate=True, n_startup_trials=20)
+        study = optuna.create_study(direction="maximize", sampler=sampler)
+        for skip in self._probes():
+            study.enqueue_trial({**self._named(skip), "depth": self.depth})
+        end = time.monotonic() + 60 * minutes
+        while not self.trials or time.monotonic() < end:
+            asked = study.ask()
+            switches = [bool(asked.suggest_categorical(name, [False, True])) for name in self._named(Skip((), ()))]
+            study.tell(asked, self._try(switches, asked.suggest_int("depth", 1, self.depth)).speed)
+            tick(len(self.trials), max(trial.speed for trial in self.trials))
+        return max(self.trials, key=lambda trial: trial.speed)
+
+    def _named(self, skip: Skip) -> dict[str, bool]:
+        """The switches as the optimiser knows them."""
+        parts = (("attention", skip.attention), ("mlp", skip.mlp))
+        return {f"{kind} {i}": i in part for kind, part in parts for i in range(self.layers)}
+
+    def _probes(self) -> list[Skip]:
+        """Sensible beginnings: every second layer, the middle half, its attentions, and each sublayer by itself."""
+        middle = tuple(range(self.layers // 4, self.layers - max(1, self.layers // 4)))
+        ones = [part for i in range(1, self.layers) for part in (Skip((i,), ()), Skip((), (i,)))]
+        return [Skip.alternating(self.layers), Skip(middle, middle), Skip(middle, ()), *ones]
+
+    def _try(self, switches: Sequence[bool], depth: int) -> Trial:
+        attention, mlp = (
+            tuple(i for i, on in enumerate(part) if on) for part in (switches[: self.layers], switches[self.layers :])
+        )  # fmt: skip
+        skip, counts = Skip(attention, mlp), Speculation(1, 0, 0, 0)
+        if not all(switches):  # nothing but embedding and head is no set
+            counts = self._decode(config_of(skip, depth))[0]
+        self.trials.append(Trial(skip, depth, self.costs.speed(skip, counts), counts))
+        return self.trials[-1]
+
+    def _decode(self, config: dict[str, Any] | None) -> tuple[Speculation, float, float]:
+        """All prompts, one at a time: what was counted, and the seconds of guessing and of everything else while decoding."""
+        self.llm.use(config)
+        engine = self.llm.engine
+        engine.forget_prefixes()
+        engine.reset()
+        outputs = [self.llm.generate([prompt], self.params)[0] for _, prompt in self.prompts]
+        times = engine.decoding.times
+        return sum((output.speculation for output in outputs), Speculation()), times.propose, times.forward + times.rest
+
+    def _costs(self) -> Costs:
+        """From plain decoding and three sets that guess ahead as far as they may."""
+        everything = tuple(range(self.layers))
+        plain = self._best(None)
+        whole, none, still = (self._best(config_of(Skip(*parts), self.depth)) for parts in (((), ()), (everything, ()), ((), everything)))
+        step = plain[2] / self._steps(plain)
+        row = min(max(0.0, found[2] - step * self._steps(found)) / found[0].drafted for found in (whole, none, still))
+        guess, no_attention, no_mlp = (found[1] / found[0].drafted for found in (whole, none, still))
+        return Costs(step, row, guess, *(max(0.0, guess - less) / self.layers for less in (no_attention, no_mlp)))
+
+    def _best(self, config: dict[str, Any] | None) -> tuple[Speculation, float, float]:
+        runs = [self._decode(config) for _ in range(SETTLED)]
+        return runs[0][0], min(run[1] for run in runs), min(run[2] for run in runs)
+
+    def _steps(self, found: tuple[Speculation, float, float]) -> int:
+        """Those that decoded: the first token of a prompt comes with the prompt."""
+        return found[0].steps - len(self.prompts)
+
+
+def compared(best: Trial, layers: int) -> Configs:
+    """What the end of the tuning measures: the set that was found against plain decoding and what needs no tuning."""
+    return {
+        PLAIN: None,
+        "every second layer": config_of(Skip.alternating(layers), best.depth),
+        f"the first {layers - max(1, layers // 4)} layers": {
+            "method": METHOD, "early_exit": layers - max(1, layers // 4), "exit_threshold": None, "num_speculative_tokens": best.depth,
+        },
+        "tuned": best.config,
+        "tuned, with thresholds": {**best.config, "exit_threshold": "auto"},
+    }  # fmt: skip
+
+
+def save(best: Trial, layers: int, model: str, tried: int, to: Path) -> None:
+    """What `"layers": FILE` reads; the rest says where it comes from."""
+    found = {
+        "layers": layers, "skip_attention": list(best.skip.attention), "skip_mlp": list(best.skip.mlp),
+        "num_speculative_tokens": best.depth, "model": model, "tried": tried, "estimated tokens/s": round(best.speed, 1),
+        "tokens per step": round(best.counts.tokens_per_step, 3), "acceptance": round(best.counts.acceptance, 3),
+    }  # fmt: skip
+    try:
+        to.write_text(json.dumps(found, indent=1) + "\n")
+    except OSError as error:
+        raise ConfigError(f"the set cannot be written to {str(to)!r}: {error}") from error
