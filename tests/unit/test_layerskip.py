@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Make
 from safetensors.torch import load_file, save_file
 
 from outrider import LLM, ConfigError
@@ -32,6 +31,7 @@ SETS = [((1,), ()), ((), (0, 2)), ((0, 3), (3,)), ((1, 2), (1, 2)), ((1, 2, 3), 
 TABLE = array("i", [*range(20, 32), *range(12)])
 
 
+Make = Callable[..., Path]
 Load = Callable[..., Decoder]
 
 
@@ -151,10 +151,10 @@ def test_published_sets_are_sets_of_their_models() -> None:
 
 
 def test_a_model_is_known_by_its_name() -> None:
-    assert known("meta-llama/Llama-2-13b-chat-hf") == "llama-2-13b-chat"
-    assert known("/models/CodeLlama-13b-hf/") == "codellama-13b"
-    assert known("builtin") == "builtin"
-    assert known("mine") is None
+    assert known("meta-llama/Llama-2-13b-chat-hf", 40) == "llama-2-13b-chat"
+    assert known("/models/CodeLlama-13b-hf/", 40) == "codellama-13b"
+    assert known("builtin", 8) == "builtin"
+    assert known("mine", 8) is known("/models/builtin", 8) is known("llama-2-13b", 2) is None
 
 
 def test_without_a_set_every_second_layer_in_the_middle() -> None:

@@ -60,9 +60,10 @@ class LayerSkip(Drafter):
         adapt_threshold: it follows the share of right guesses.  siblings: guesses a level, of which one is extended; "confidence": the
         more, the less sure the draft is.
 
-        search: find the set while answering, from the last context_window tokens of a request.  skip_ratio: of the sublayers between
-        the first and the last layer.  One candidate every opt_interval steps, every bayes_interval-th by Bayesian optimisation, until
-        one scores above max_score, max_tolerance_iter in a row are no better, or max_opt_iter were tried.
+        search: find the set while answering, from the last context_window tokens of a request, beginning with the set given, or
+        with every second layer.  skip_ratio: of the sublayers between the first and the last layer.  One candidate every opt_interval
+        steps, every bayes_interval-th by Bayesian optimisation, until one scores above max_score, max_tolerance_iter in a row are no
+        better, or max_opt_iter were tried.
         """
 
         skip_attention: Sequence[int] | None = None
@@ -131,7 +132,7 @@ class LayerSkip(Drafter):
             return Skip.of(rest, rest, layers, what)
         if given.skip_attention is not None or given.skip_mlp is not None:
             return Skip.of(given.skip_attention or (), given.skip_mlp or (), layers, what)
-        name = given.layers or (None if given.search else known(self.target.checkpoint.name))
+        name = given.layers or (None if given.search else known(self.target.checkpoint.name, layers))
         return named(name, layers, what) if name else Skip.alternating(layers)
 
     def _blocks(self, skip: Skip) -> Any:

@@ -63,10 +63,10 @@ class Skip:
         return Skip.of(odd, odd, layers, "a model of one layer" if layers == 1 else "the model")
 
 
-def known(name: str) -> str | None:
+def known(name: str, layers: int) -> str | None:
     """The name of the set that belongs to a checkpoint: a built-in one, a folder or a hub id."""
     short = name.rstrip("/").rsplit("/", 1)[-1].lower().removesuffix("-hf")
-    return short if short in PUBLISHED or short in TUNED else None
+    return name if name in TUNED else short if short in PUBLISHED and PUBLISHED[short][0] == layers else None
 
 
 def named(name: str, layers: int, what: str) -> Skip:
