@@ -170,7 +170,8 @@ def test_without_a_set_every_second_layer_in_the_middle() -> None:
     [
         ({"skip_attention": [4]}, "layers 0 … 3: got 4"),
         ({"skip_mlp": [-1]}, "layers 0 … 3: got -1"),
-        ({"skip_mlp": 2.5}, "skip_mlp must be a list of layers"),
+        ({"skip_mlp": 2}, "skip_mlp must be a list of layers.*got 2"),
+        ({"skip_attention": "12"}, "skip_attention must be a list of layers.*got '12'"),
         ({"skip_attention": range(4), "skip_mlp": range(4)}, "every attention and every MLP .* would be skipped"),
         ({"layers": "lama-2-13b"}, "Did you mean 'llama-2-13b'"),
         ({"layers": "llama-2-13b"}, "model of 40 layers, and .* has 4"),

@@ -131,7 +131,8 @@ class LayerSkip(Drafter):
             rest = range(given.early_exit, layers)
             return Skip.of(rest, rest, layers, what)
         if given.skip_attention is not None or given.skip_mlp is not None:
-            return Skip.of(given.skip_attention or (), given.skip_mlp or (), layers, what)
+            attention, mlp = (() if part is None else part for part in (given.skip_attention, given.skip_mlp))
+            return Skip.of(attention, mlp, layers, what)
         name = given.layers or (None if given.search else known(self.target.checkpoint.name, layers))
         return named(name, layers, what) if name else Skip.alternating(layers)
 

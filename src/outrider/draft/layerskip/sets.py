@@ -47,11 +47,11 @@ class Skip:
         """Raises ConfigError where a number is none of `what`'s layers, or nothing would be left."""
         made: list[tuple[int, ...]] = []
         for name, given in (("skip_attention", attention), ("skip_mlp", mlp)):
-            numbers: list[Any] = list(given) if isinstance(given, (list, tuple, range, set)) else [given]
-            for number in numbers:
-                if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < layers:
+            for number in given if isinstance(given, (list, tuple, range)) else [given]:
+                inside = isinstance(number, int) and not isinstance(number, bool) and 0 <= number < layers
+                if number is given or not inside:
                     raise ConfigError(f"{name} must be a list of layers, and {what} has layers 0 … {layers - 1}: got {number!r}.")
-            made.append(tuple(sorted(set(numbers))))
+            made.append(tuple(sorted(set(given))))
         if sum(map(len, made)) == 2 * layers:
             raise ConfigError(f"every attention and every MLP of {what} would be skipped: leave some of its {layers} layers.")
         return Skip(made[0], made[1], depth)
