@@ -21,7 +21,7 @@ from outrider.sampling.params import SamplingParams
 from outrider.types import Speculation
 
 METHOD = "layerskip"
-SETTLED = 4  # measured runs of a configuration; the best counts
+TURNS = 4  # in which the costs are measured; the best of each counts
 Tick = Callable[[int, float], None]
 
 
@@ -40,17 +40,18 @@ class Trial:
 @dataclass(frozen=True)
 class Costs:
     """Seconds.  step: of one that guesses nothing.  row: more, for every guess that it verifies.  whole: of a guess with all layers.
-    attention, mlp: less, for every one that is skipped."""
+    attention, mlp: less, for every one that is skipped.  least: of a guess with hardly more than embedding and head."""
 
     step: float
     row: float
     whole: float
     attention: float
     mlp: float
+    least: float = 0.0
 
     def speed(self, skip: Skip, counts: Speculation) -> float:
         guess = self.whole - len(skip.attention) * self.attention - len(skip.mlp) * self.mlp
-        return counts.emitted / (counts.steps * self.step + counts.drafted * (self.row + max(guess, 0.0)))
+        return counts.emitted / (counts.steps * self.step + counts.drafted * (self.row + max(guess, self.least)))
 
 
 def config_of(skip: Skip, depth: int) -> dict[str, Any]:
@@ -125,22 +126,19 @@ class Tuner:
         return sum((output.speculation for output in outputs), Speculation()), times.propose, times.forward + times.rest
 
     def _costs(self) -> Costs:
-        """From plain decoding and three sets that guess ahead as far as they may."""
-        everything = tuple(range(self.layers))
-        plain = self._best(None)
-        whole, none, still = (self._best(config_of(Skip(*parts), self.depth)) for parts in (((), ()), (everything, ()), ((), everything)))
-        step = plain[2] / self._steps(plain)
-        row = min(max(0.0, found[2] - step * self._steps(found)) / found[0].drafted for found in (whole, none, still))
-        guess, no_attention, no_mlp = (found[1] / found[0].drafted for found in (whole, none, still))
-        return Costs(step, row, guess, *(max(0.0, guess - less) / self.layers for less in (no_attention, no_mlp)))
-
-    def _best(self, config: dict[str, Any] | None) -> tuple[Speculation, float, float]:
-        runs = [self._decode(config) for _ in range(SETTLED)]
-        return runs[0][0], min(run[1] for run in runs), min(run[2] for run in runs)
-
-    def _steps(self, found: tuple[Speculation, float, float]) -> int:
-        """Those that decoded: the first token of a prompt comes with the prompt."""
-        return found[0].steps - len(self.prompts)
+        """From plain decoding and four sets that guess as far ahead as they may, in turns: a slow moment slows all of them."""
+        every = tuple(range(self.layers))
+        sets = [Skip(attention, mlp) for attention in ((), every) for mlp in ((), every[1:] if attention else every)]
+        configs = [None, *(config_of(skip, self.depth) for skip in sets)]
+        turns = [[self._decode(config) for config in configs] for _ in range(TURNS)]
+        counts = [counted for counted, _, _ in turns[0]]
+        guessing, other = ([min(turn[i][kind] for turn in turns) for i in range(len(configs))] for kind in (1, 2))
+        steps = [count.steps - len(self.prompts) for count in counts]  # the first token comes with the prompt
+        step = other[0] / steps[0]
+        row = min(max(0.0, other[i] - step * steps[i]) / counts[i].drafted for i in range(1, len(configs)))
+        whole, no_mlp, no_attention, least = (guessing[i] / counts[i].drafted for i in range(1, len(configs)))
+        attention = max(0.0, whole - no_attention) / self.layers
+        return Costs(step, row, whole, attention, max(0.0, whole - no_mlp) / self.layers, least)
 
 
 def compared(best: Trial, layers: int) -> Configs:
