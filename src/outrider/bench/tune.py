@@ -109,9 +109,10 @@ class Tuner:
         attention, mlp = (
             tuple(i for i, on in enumerate(part) if on) for part in (switches[: self.layers], switches[self.layers :])
         )  # fmt: skip
-        skip, counts = Skip(attention, mlp), Speculation(1, 0, 0, 0)
-        if not all(switches):  # nothing but embedding and head is no set
-            counts = self._decode(config_of(skip, depth))[0]
+        skip = Skip(attention, mlp)
+        counts = next((trial.counts for trial in self.trials if trial.skip == skip and trial.depth == depth), None)
+        if counts is None:  # nothing but embedding and head is no set
+            counts = Speculation(1) if all(switches) else self._decode(config_of(skip, depth))[0]
         self.trials.append(Trial(skip, depth, self.costs.speed(skip, counts), counts))
         return self.trials[-1]
 

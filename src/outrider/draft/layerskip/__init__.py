@@ -48,7 +48,7 @@ class Passed(NamedTuple):
 
 class LayerSkip(Drafter):
     depth = 8
-    demo: ClassVar = {"layer skipping": {"num_speculative_tokens": 2}, "early exit": {"early_exit": 6, "num_speculative_tokens": 2}}
+    demo: ClassVar = {"layer skipping": {}, "early exit": {"early_exit": 6, "num_speculative_tokens": 1}}
 
     @dataclass(frozen=True)
     class Options:
