@@ -133,7 +133,8 @@ class Tuner:
         configs = [None, *(config_of(skip, self.depth) for skip in sets)]
         turns = [[self._decode(config) for config in configs] for _ in range(TURNS)]
         counts = [counted for counted, _, _ in turns[0]]
-        guessing, other = ([min(turn[i][kind] for turn in turns) for i in range(len(configs))] for kind in (1, 2))
+        guessing = [min(turn[i][1] for turn in turns) for i in range(len(configs))]
+        other = [min(turn[i][2] for turn in turns) for i in range(len(configs))]
         steps = [count.steps - len(self.prompts) for count in counts]  # the first token comes with the prompt
         step = other[0] / steps[0]
         row = min(max(0.0, other[i] - step * steps[i]) / counts[i].drafted for i in range(1, len(configs)))
