@@ -70,7 +70,7 @@ class Plan:
 
     def only(self, rows: Collection[int]) -> Plan:
         """A plan of some of its rows, in the same order."""
-        part = Plan()
+        part = Plan(self.pinned)
         for table, first, count in self.segments:
             for i in (i for i in range(first, first + count) if i in rows):
                 if i in self._paths:
