@@ -218,8 +218,6 @@ class DraftModel(Drafter):
 
     def _chains(self, plan: Plan, batch: Batch, starts: list[Start], trees: list[Guesses]) -> bool:
         """All levels at once, into `trees`; False, and nothing done, where the kernels cannot."""
-        if len(starts) > 1:
-            starts = sorted(starts, key=lambda start: -start.budget.depth)
         rows = [batch.rows[start.r] for start in starts]
         chains = [Chain(s.at, s.budget.depth, row.law, stream_of(row.seed, row.index)) for s, row in zip(starts, rows)]
         found = self.decoder.chain(plan.build(), self.pool, chains, self.vocabulary, self.stop.halt)

@@ -80,14 +80,15 @@ class Translated:
         self.kernels, self.dtype, self.device = model.kernels, model.dtype, model.device
         self.max_len, self.kv_cache_dtype, self.spec, self.exact = model.max_len, model.kv_cache_dtype, model.spec, model.exact
         self.footprint, self.slot_bytes, self.pool = model.footprint, model.slot_bytes, model.pool
+        self.without, self.between = model.without, model.between
 
-    def forward(self, plan: Plan, pool: Pool) -> Tensor:
+    def forward(self, plan: Plan, pool: Pool, blocks: Any = None, x: Tensor | None = None) -> Tensor:
         plan.translate(self.reads)
-        return self.model.forward(plan, pool)
+        return self.model.forward(plan, pool, blocks, x)
 
     def logits(self, x: Tensor, rows: list[int]) -> Tensor:
         own = self.model.logits(x, rows)
         return own.new_full((len(rows), len(self.reads)), NEVER).index_copy_(1, self.theirs, own.index_select(1, self.ours))
 
-    def chain(self, plan: Plan, pool: Pool, chains: Any, vocabulary: int, halt: Any = None) -> None:
+    def chain(self, plan: Plan, pool: Pool, chains: Any, vocabulary: int, halt: Any = None, blocks: Any = None, states: Any = None) -> None:
         """The kernels' loop picks among the model's own ids."""

@@ -31,6 +31,7 @@ from outrider.draft.layerskip.search import Search
 from outrider.draft.layerskip.sets import Skip, known, named
 from outrider.errors import ConfigError, OutriderError
 from outrider.kernels import Chain
+from outrider.kernels.chain import Halt
 from outrider.sampling import dice
 from outrider.sampling.noise import stream_of
 from outrider.types import NOTHING, ROOT, Batch, Budget, Commit, Draft, Guesses, Resume, Row
@@ -205,11 +206,12 @@ class LayerSkip(Drafter):
         if self.options.early_exit:
             states = torch.empty(len(chains), max(chain.levels for chain in chains), self.decoder.spec.hidden)
         asked = states if len(states) else None
-        found = self.decoder.chain(plan.build(), self.pool, chains, self.target.vocabulary, self.blocks, asked)
+        halt = Halt() if any(chain.floor for chain in chains) else None
+        found = self.decoder.chain(plan.build(), self.pool, chains, self.target.vocabulary, halt, self.blocks, asked)
         if found is None:
             return None
         passed = []
-        for i, tokens in enumerate(found):
+        for i, tokens in enumerate(found[0]):
             nodes = list(range(ROOT, max(1, len(tokens)) - 1))  # nothing was read from the last guess
             guesses = Guesses.chain(tokens, [SHARED] * len(tokens))
             passed.append(Passed(guesses, nodes, states[i, : len(nodes)] if len(states) else states))
