@@ -22,6 +22,7 @@ from outrider.draft.layerskip.confidence import Exit, siblings_at
 from outrider.draft.layerskip.search import Search
 from outrider.draft.layerskip.sets import PUBLISHED, Skip, known, named
 from outrider.kernels import Chain
+from outrider.kernels.chain import Halt
 from outrider.models.decoder import Decoder
 from outrider.models.hub import Checkpoint
 from outrider.sampling.params import Law
@@ -110,9 +111,9 @@ def test_a_chain_tells_its_states_and_stops_at_its_floor(checkpoint: Make) -> No
             plan.chain(tables[i], 0, [5, 9, 30 + i])
         states = torch.zeros(len(which), 4, decoder.spec.hidden)
         chains = [Chain(3 * at + 2, 4 - i, law, 0, floor) for at, (i, floor) in enumerate(zip(which, floors))]
-        found = decoder.chain(plan.build(), pool, chains, 300, blocks, states)
+        found = decoder.chain(plan.build(), pool, chains, 300, Halt(), blocks, states)
         assert found is not None
-        return found, states
+        return found[0], states
 
     free, states = run([0, 1, 2], [0.0] * 3)
     assert [len(tokens) for tokens in free] == [4, 3, 2]

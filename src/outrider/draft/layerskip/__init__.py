@@ -246,10 +246,10 @@ class LayerSkip(Drafter):
             comb.add(tokens, shares, shares[0] if tokens else 0.0, law)
             return
         tokens, shares = self.sampler.top(row, path, logits, max(SIBLINGS[greedy]) if given == "confidence" else given, True, at)
-        count = siblings_at(shares[0] if shares else 0.0, greedy) if given == "confidence" else given
-        count = min(comb.room, count)
+        sure = self.sampler.halts(row, path, logits, tokens[0], Halt(), at)[1][0] if tokens else 0.0  # as the kernels' loop decides
+        count = min(comb.room, siblings_at(sure, greedy) if given == "confidence" else given)
         worth = shares if greedy else [SHARED * 0.3**i for i in range(len(tokens))]
-        comb.add(tokens[:count], worth[:count], shares[0] if shares else 0.0)
+        comb.add(tokens[:count], worth[:count], sure)
 
     def _look(self, batch: Batch, rows: list[int]) -> None:
         """One step of the search, in the slots that guesses will have."""
