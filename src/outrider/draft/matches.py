@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Sequence
 
 from outrider.types import ROOT, Budget, Guesses
+
+Counted = tuple[tuple[int, ...], int]  # a text, and how often it occurs
 
 
 class Belief:
@@ -51,29 +54,53 @@ def frequent(
     that is less likely than `least` from the root on.
     """
     tree = Guesses([], [], [])
-    waiting: list[tuple[float, int, int, int, int, float, Sequence[Sequence[int]]]] = []
+    waiting: list[tuple[float, int, int, int, int, float, list[Counted]]] = []
     score, made = 0.0, 0
 
-    def open_children(parent: int, level: int, joint: float, texts: Sequence[Sequence[int]]) -> None:
+    def open_children(parent: int, level: int, joint: float, texts: list[Counted]) -> None:
         nonlocal made
-        groups: dict[int, list[Sequence[int]]] = {}
-        for text in texts:
+        groups: dict[int, list[Counted]] = {}
+        for counted in texts:
+            text = counted[0]
             if len(text) > level and text[level] >= 0:
-                groups.setdefault(text[level], []).append(text)
-        total, believed = sum(map(len, groups.values())), belief(length + level)
-        for token, group in sorted(groups.items(), key=lambda item: -len(item[1]))[:siblings]:
-            share = believed * len(group) / total
+                groups.setdefault(text[level], []).append(counted)
+        sizes = [(sum([count for _, count in group]), token, group) for token, group in groups.items()]
+        total, believed = sum([size for size, _, _ in sizes]), belief(length + level)
+        if len(sizes) > 1:
+            sizes.sort(key=lambda item: -item[0])
+        for size, token, group in sizes[:siblings]:
+            share = believed * size / total
             if joint * share >= least:
                 made += 1  # of equal ones the first, which is the most recent
                 heapq.heappush(waiting, (-joint * share, made, parent, token, level, share, group))
 
-    open_children(ROOT, 0, 1.0, texts)
+    open_children(ROOT, 0, 1.0, list(Counter(map(tuple, texts)).items()))  # a text that repeats itself followed itself many times
     while waiting and len(tree.tokens) < budget.nodes:
         joint, _, parent, token, level, share, group = heapq.heappop(waiting)
         tree.tokens.append(token)
         tree.parents.append(parent)
         tree.confidence.append(share)
         score -= joint
+        if len(group) == 1 and not waiting:
+            rest, most = group[0][0][level + 1 : budget.depth], budget.nodes
+            return tree, score + _copied(tree, rest, most, belief, length + level + 1, -joint, least)
+                tree, group[0][0][level + 1 : budget.depth], budget.nodes, belief, length + level + 1, -joint, least
+            )
         if level + 1 < budget.depth:
             open_children(len(tree.tokens) - 1, level + 1, -joint, group)
     return tree, score
+
+
+def _copied(tree: Guesses, text: Sequence[int], nodes: int, belief: Belief, length: int, joint: float, least: float) -> float:
+    """The rest of a tree of which only one text is left: a chain below its last node.  Returns what it adds to the score."""
+    score = 0.0
+    for token in text[: nodes - len(tree.tokens)]:
+        share = belief(length)
+        joint *= share
+        if token < 0 or joint < least:
+            break
+        tree.parents.append(len(tree.tokens) - 1)
+        tree.tokens.append(token)
+        tree.confidence.append(share)
+        score, length = score + joint, length + 1
+    return score
