@@ -84,8 +84,6 @@ def frequent(
         if len(group) == 1 and not waiting:
             rest, most = group[0][0][level + 1 : budget.depth], budget.nodes
             return tree, score + _copied(tree, rest, most, belief, length + level + 1, -joint, least)
-                tree, group[0][0][level + 1 : budget.depth], budget.nodes, belief, length + level + 1, -joint, least
-            )
         if level + 1 < budget.depth:
             open_children(len(tree.tokens) - 1, level + 1, -joint, group)
     return tree, score
