@@ -11,7 +11,7 @@ import heapq
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -53,6 +53,8 @@ class Merged:
 
 
 class Union(Drafter):
+    demo: ClassVar = {"n-gram with recycling": {"drafters": [{"method": "ngram"}, {"method": "recycle"}], "nodes": 8}}
+
     @dataclass(frozen=True)
     class Options:
         """drafters: a list of {"method": …, "num_speculative_tokens": …, and the method's own keys}.  nodes: of the tree at most
