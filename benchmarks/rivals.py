@@ -13,6 +13,7 @@ VLLM_CPU_OMP_THREADS_BIND says otherwise.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import shutil
@@ -222,7 +223,7 @@ def _llama_cpp(job: Job, binaries: str | None) -> Iterator[tuple[Ask, dict[str, 
         }  # fmt: skip
         sent = urllib.request.Request(f"{url}/completion", json.dumps(asked).encode(), headers)
         began = time.perf_counter()
-        with urllib.request.urlopen(sent) as reply:
+        with urllib.request.urlopen(sent, timeout=LIMIT) as reply:
             told = json.load(reply)
         seconds, spent = time.perf_counter() - began, told["timings"]
         first, last = spent["prompt_ms"] / 1e3, (spent["prompt_ms"] + spent["predicted_ms"]) / 1e3
@@ -236,6 +237,9 @@ def _llama_cpp(job: Job, binaries: str | None) -> Iterator[tuple[Ask, dict[str, 
                 yield ask, {"llama.cpp": json.load(reply).get("build_info", "")}
         finally:
             server.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                server.wait(10)
+            server.kill()
 
 
 def _wait(url: str, server: subprocess.Popen[bytes]) -> None:
@@ -260,8 +264,9 @@ def _answered(job: Job, ask: Ask) -> dict[str, list[Answer]]:
 
 
 WORKERS = {"transformers": _transformers, "OpenVINO GenAI": _openvino, "vLLM": _vllm}
+MODULES = {"transformers": "transformers", "OpenVINO GenAI": "openvino", "vLLM": "vllm"}
 ENGINES = (*WORKERS, "llama.cpp")
-LEFT_OUT = {("vLLM", "draft")}  # a minute to load, and no figure that the others do not give
+LEFT_OUT = {("vLLM", "draft")}  # minutes to load and compile
 MISSING = "not installed"
 MODES = {"plain": "", "draft": ", draft model", "lookup": ", n-gram"}
 
@@ -274,8 +279,8 @@ def run(engine: str, job: Job, tools: peers.Tools) -> Outcome:
                 return Outcome("ok", _answered(job, ask), version)
         except FileNotFoundError:
             return Outcome(MISSING)
-        except OSError as error:
-            return Outcome(f"failed: {error}")
+        except (OSError, ValueError, KeyError, http.client.HTTPException) as error:  # another build may answer in another form
+            return Outcome(f"failed: {type(error).__name__}: {error}")
     python = {"transformers": tools.transformers, "OpenVINO GenAI": tools.openvino, "vLLM": tools.vllm}[engine]
     if python is None:
         return Outcome(MISSING)
@@ -287,7 +292,7 @@ def run(engine: str, job: Job, tools: peers.Tools) -> Outcome:
         environment |= {"OMP_NUM_THREADS": str(job.threads), "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
         error = _ended(command, environment)
         if error is not None:
-            return Outcome(MISSING if "No module named" in error else f"failed: {error}")
+            return Outcome(MISSING if f"No module named '{MODULES[engine]}" in error else f"failed: {error}")
         told = json.loads(made.read_text())
     return Outcome("ok", {title: [Answer(**a) for a in answers] for title, answers in told["answers"].items()}, told["version"])
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -164,6 +165,7 @@ def peer_results(
             )  # fmt: skip
             outcome = rivals.run(engine, job, peers.Tools())
             if outcome.status == rivals.MISSING:
+                about[engine] = outcome.status
                 break
             about[engine + suffix] = {"status": outcome.status, **outcome.version, "seconds": round(time.perf_counter() - began, 1)}
             console.print(f"[dim]{engine}{suffix}: {outcome.status}, {about[engine + suffix]['seconds']} s[/]")
@@ -193,7 +195,7 @@ def figure(result: Measured, plain: Measured) -> dict[str, Any]:
         "tokens/s": round(result.speed, 1),
         "speed-up": round(result.speed / plain.speed, 3),
         "decode tokens/s": round(decoding(result), 1),
-        "decode speed-up": round(decoding(result) / decoding(plain), 3),
+        "decode speed-up": round(decoding(result) / decoding(plain), 3) if decoding(plain) else None,
         "tokens per step": round(total.tokens_per_step, 3) if total.steps else None,
         "acceptance": round(total.acceptance, 3) if total.drafted else None,
         "share of time drafting": round(result.drafting, 3) if total.drafted and result.promise else None,
@@ -324,6 +326,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
+    if os.environ.get("OMP_NUM_THREADS") != str(given.threads):
+        parser.error(f"set OMP_NUM_THREADS={given.threads}, so that all engines have as many threads as --threads says.")
+    if given.tokens < 2:
+        parser.error("--tokens must be at least 2: the first one comes with the prompt.")
     if given.peers_per_category > min(given.per_category, given.sampled_per_category):
         parser.error("--peers-per-category may not exceed --per-category and --sampled-per-category: peers answer some of our requests.")
     return given

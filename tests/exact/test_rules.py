@@ -229,6 +229,44 @@ def test_the_example_of_block_verification(monkeypatch: pytest.MonkeyPatch) -> N
         assert sum((len(text) - 1) * weight for text, weight in said.items()) == pytest.approx(accepted, abs=1e-12)
 
 
+@pytest.mark.parametrize("name", ["rejection", "block", "traversal"])
+def test_nothing_is_asked_behind_a_guess_that_cannot_be_right(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor may raise on a text that it forbids, as those of grammars do."""
+    law = World.law
+
+    def picky(self: World, who: str, path: Sequence[int]) -> Tensor:
+        assert who == "q" or 2 not in path, "this text was forbidden"
+        found = law(self, who, path)
+        return dice.without(found, 2) if who == "p" else found
+
+    monkeypatch.setattr(World, "law", picky)
+    choices = Choices()
+    world = World(3, 0, choices)
+    batch = Batch([make_row([1, 2])], [1], [1], [True])
+    for tokens in ([0, 2, 1], [2, 0], [0, 1, 2]):
+        for _ in choices.runs():
+            tree = Guesses.chain(tokens, [0.5] * len(tokens))
+            verify.rule(name)()(Draft([tree]), world, batch)
+
+
+def test_traversal_walks_as_deep_as_guesses_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sure(self: World, who: str, path: Sequence[int]) -> Tensor:
+        return torch.tensor([1.0, 0.0], dtype=torch.float64)
+
+    monkeypatch.setattr(World, "law", sure)
+    choices = Choices()
+    tree = Guesses.chain([0] * 2000, [0.5] * 2000)
+    for _ in choices.runs():
+        verdict = verify.rule("traversal")()(Draft([tree]), World(2, 0, choices), Batch([make_row([1, 2])], [1], [1], [True]))
+    assert len(verdict.tokens[0]) == 2001
+
+
+def test_block_judges_no_more_than_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What hangs from elsewhere is left alone, by its place."""
+    for tree in (chosen([0, 2, 1], [-1, -1, 1]), chosen([0, 2, 1, 1], [-1, 0, 0, 1]), drawn(2, 2)):
+        assert max(error(*emitted(verify.rule("block")(), tree, 3, seed, monkeypatch)) for seed in SEEDS) <= 1e-12
+
+
 # ---- what must be caught
 
 

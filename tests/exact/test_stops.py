@@ -260,7 +260,7 @@ def test_repetitive_text_takes_fewer_forwards(inner: dict[str, Any], fast: LLM, 
     [
         ({"method": "draft_model"}, "does not guess from the text alone"),
         ({"method": "ngarm"}, "Did you mean 'ngram'"),
-        ({}, "unknown speculative method None"),
+        ({}, "drafter needs a 'method'"),
         ({"method": "ngram", "prompt_lookup_maxx": 3}, "Did you mean 'prompt_lookup_max'"),
         ({"method": "ngram", "num_speculative_tokens": -1}, "num_speculative_tokens"),
     ],

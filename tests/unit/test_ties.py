@@ -85,3 +85,8 @@ def test_sampled_scores_have_the_noise_of_their_position_and_the_tolerance_of_th
     assert gap.tolerance == pytest.approx(4e-4, rel=0.05)
     cut = SamplingParams(temperature=0.5, top_p=0.5, seed=8, max_tokens=9)
     assert seen({0: 5e-5}, said=3, params=cut).lead == float("inf"), "top_p forbids it"
+
+
+def test_a_forward_that_computes_something_else_does_not_excuse_itself() -> None:
+    gap = seen({0: 9.0}, said=0)
+    assert gap.shown and not gap.explained

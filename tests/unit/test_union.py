@@ -359,6 +359,36 @@ def every(node: Any) -> list[Any]:
     return [below for child in node.children for below in (child, *every(child))]
 
 
+@pytest.mark.parametrize("kind", [{"method": "layerskip", "early_exit": 1}, {"method": "draft_model", "model": "MODEL"}])
+def test_two_of_a_kind_have_dice_of_their_own(kind: dict[str, Any], tiny: Any) -> None:
+    """Otherwise the second would draw what the first has drawn, and a rule would judge it twice."""
+    kind = {key: str(tiny) if value == "MODEL" else value for key, value in kind.items()}
+    llm = LLM(str(tiny), speculative_config={"method": "union", "drafters": [kind, kind], "verification": "rejection"})
+    drafter: Any = llm.engine.drafter
+    same, propose = [], drafter.propose
+
+    def listening(*given: Any) -> Draft:
+        draft: Draft = propose(*given)
+        same.extend(a.tokens[:1] == b.tokens[:1] for a, b in zip(*(d.trees for d in drafter.drafts)) if a.tokens and b.tokens)
+        return draft
+
+    drafter.propose = listening
+    llm.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(temperature=1.5, seed=1, max_tokens=60, ignore_eos=True))
+    assert len(same) > 8 and sum(same) < len(same) / 2
+
+
+def test_caches_of_all_are_looked_after() -> None:
+    """A draft in another vocabulary has pages of its own, wherever it stands."""
+    draft = {"method": "draft_model", "model": "builtin-draft", "vocab_mismatch": "retokenize"}
+    config = {"method": "union", "drafters": [{"method": "ngram"}, draft]}
+    llm = LLM("builtin", speculative_config=config, enable_prefix_caching=False, max_model_len=128)
+    (own,) = llm.engine.drafter.caches
+    assert own.prefix_caching is False
+    llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=20))
+    llm.engine.check()
+    assert not own.tables
+
+
 def test_laws_of_their_own_are_the_same_draws() -> None:
     """The law of each draw given those before it."""
     tree = Drawing(1, 3).propose(Batch([make_row([5])], [0], [1], [True]), [Budget(1, 3)]).trees[0]

@@ -70,12 +70,13 @@ class Plan:
 
     def only(self, rows: Collection[int]) -> Plan:
         """A plan of some of its rows, in the same order."""
-        part = Plan(self.pinned)
+        part, rows = Plan(self.pinned), set(rows)
         for table, first, count in self.segments:
             for i in (i for i in range(first, first + count) if i in rows):
                 if i in self._paths:
                     part.node(table, self._seen[i], self._paths[i], self._ids[i])
                 else:
+                    assert self._seen[i] == self._positions[i] + 1, "rows of a view are never taken apart"
                     part.chain(table, self._positions[i], self._ids[i : i + 1])
         for first, count, adapter in self.adapted:
             before, after = (sum(i < end for i in rows) for end in (first, first + count))

@@ -18,8 +18,8 @@ Cells = list[tuple[int, int]]  # how often each lot fell into each cell
 
 class Chance(NamedTuple):
     """p: the chance that two lots of one law differ as much or more.  distance: half the sum of the differences of the cells' shares;
-    by_chance: what this would be, on average, were the laws equal.  visible: where the laws are this far apart, the test says so with
-    probability POWER at least; 1 means that it says nothing."""
+    by_chance: what this would be, on average, were the laws equal.  visible: where the laws of the cells are this far apart, the test
+    says so with probability POWER at least; 1 means that it says nothing."""
 
     p: float
     statistic: float
@@ -81,7 +81,8 @@ def tail(statistic: float, freedom: int) -> float:
 
 
 def visible(n: int, m: int, freedom: int, level: float) -> float:
-    """The distance between two laws from which on lots of n and m samples show it with probability POWER, whatever its shape.
+    """The distance between two laws of the pooled cells from which on lots of n and m samples show it with probability POWER, whatever
+    its shape.  What moves inside a pooled cell is not seen.
 
     A distance D means a non-centrality of at least 4 D² nm / (n + m); the non-central law is taken as normal.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,12 +18,13 @@ from outrider.sampling.params import SamplingParams
 from outrider.sampling.reference import filtered
 
 SAFETY = 4  # one look at a few logits sees a small part of how far rounding can reach
+ROUNDINGS, SHARE = 8, 1e-3  # of the largest logit, whichever is more: what is further apart was computed wrongly, whatever many rows say
 
 
 @dataclass(frozen=True)
 class Gap:
     """best: the two tokens with the largest scores (logits / T plus noise) that plain decoding sees.  gap: between these two.
-    lead: how far the best is ahead of the token that was said instead.  tolerance: what rounding may move a score by.
+    lead: how far the best is ahead of the token that was said instead.  tolerance: what rounding may move a score by; most: at most.
     shown: computed in one forward, with many rows, the scores choose that other token."""
 
     best: tuple[int, int]
@@ -30,10 +32,11 @@ class Gap:
     lead: float
     tolerance: float
     shown: bool
+    most: float = math.inf
 
     @property
     def explained(self) -> bool:
-        return self.tolerance > 0 and (self.shown or self.lead <= self.tolerance)
+        return self.tolerance > 0 and self.lead <= (self.most if self.shown else self.tolerance)
 
 
 def look(engine: Engine, prompt: Sequence[int], params: SamplingParams, before: Sequence[int], said: int) -> Gap:
@@ -41,9 +44,11 @@ def look(engine: Engine, prompt: Sequence[int], params: SamplingParams, before: 
     alone, together = both(engine.decoder, prompt, before)
     a, b = (_scores(logits, params, len(prompt) + len(before)) for logits in (alone, together))
     values, best = a.topk(2)
-    reach = 0.0 if engine.exact else tolerance(alone, together, engine.decoder.dtype) / (params.temperature or 1.0)
+    hot = params.temperature or 1.0
+    reach = 0.0 if engine.exact else tolerance(alone, together, engine.decoder.dtype) / hot
+    most = furthest(alone, engine.decoder.dtype) / hot
     first, second = best.tolist()
-    return Gap((first, second), float(values[0] - values[1]), float(values[0] - a[said]), reach, int(b.argmax()) == said)
+    return Gap((first, second), float(values[0] - values[1]), float(values[0] - a[said]), reach, int(b.argmax()) == said, most)
 
 
 def both(decoder: Model, prompt: Sequence[int], said: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -53,8 +58,14 @@ def both(decoder: Model, prompt: Sequence[int], said: Sequence[int]) -> tuple[Te
 
 
 def tolerance(alone: Tensor, together: Tensor, dtype: torch.dtype) -> float:
-    """How far rounding may move a logit: SAFETY times what it was seen to do, and at least one rounding of the largest logit."""
-    return max(SAFETY * float((alone - together).abs().max()), torch.finfo(dtype).eps * float(alone.abs().max()))
+    """How far rounding may move a logit: SAFETY times what it was seen to do, at least one rounding of the largest logit."""
+    seen = max(SAFETY * float((alone - together).abs().max()), torch.finfo(dtype).eps * float(alone.abs().max()))
+    return min(seen, furthest(alone, dtype))
+
+
+def furthest(logits: Tensor, dtype: torch.dtype) -> float:
+    """The most that is put down to rounding, whatever was seen: a forward that computes something else must not excuse itself."""
+    return max(ROUNDINGS * torch.finfo(dtype).eps, SHARE) * float(logits.abs().max())
 
 
 def _last(decoder: Model, ids: list[int], pieces: list[int]) -> Tensor:

@@ -136,6 +136,8 @@ class Tuner:
         guessing = [min(turn[i][1] for turn in turns) for i in range(len(configs))]
         other = [min(turn[i][2] for turn in turns) for i in range(len(configs))]
         steps = [count.steps - len(self.prompts) for count in counts]  # the first token comes with the prompt
+        if not steps[0] or not all(count.drafted for count in counts[1:]):
+            raise ConfigError("the answers are too short to measure a guess: ask for more tokens, or with other prompts.")
         step = other[0] / steps[0]
         row = min(max(0.0, other[i] - step * steps[i]) / counts[i].drafted for i in range(1, len(configs)))
         whole, no_mlp, no_attention, least = (guessing[i] / counts[i].drafted for i in range(1, len(configs)))

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from outrider.errors import ConfigError
 from outrider.types import Batch, Budget, Commit, Draft, Guesses, Needs, Row
 
 if TYPE_CHECKING:
@@ -28,6 +29,13 @@ class Target:
     sampler: Sampler
     vocabulary: int
     max_len: int
+
+
+def refuse_idle(options: Any, on: bool, switch: str, *names: str) -> None:
+    """Raises ConfigError where one of these options is set although what it is about is not `on`."""
+    for name in names:
+        if not on and getattr(options, name) != getattr(type(options), name):
+            raise ConfigError(f"{name} = {getattr(options, name)!r} has no effect without {switch}: set that too, or leave it out.")
 
 
 class Drafter:

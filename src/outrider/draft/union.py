@@ -127,7 +127,9 @@ class Union(Drafter):
         return sum((drafter.footprint(device) for drafter in self.drafters), Counter())
 
     def allocate(self, slots: int, pool: Pool) -> list[Pool]:
-        return [own for drafter in self.drafters for own in drafter.allocate(slots, pool)]
+        pools = [own for drafter in self.drafters for own in drafter.allocate(slots, pool)]
+        self.caches = [cache for drafter in self.drafters for cache in drafter.caches]
+        return pools
 
     def size(self, depth: int) -> int:
         return min(sum(self._sizes(depth)), self.options.nodes or 1 << 30)

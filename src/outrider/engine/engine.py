@@ -69,7 +69,8 @@ class Engine:
         most = drafter.size(controller.most)
         if most > controller.most and not speculation.rule.branches:
             trees = ", ".join(name for name, rule in rules().items() if rule.branches and rule.lossless)
-            raise ConfigError(f"this verification rule judges chains, and the method guesses trees here: choose one of {trees}.")
+            rule, method = (type(thing).__module__.rpartition(".")[2] for thing in (speculation.rule, drafter))
+            raise ConfigError(f'verification "{rule}" judges chains, and "{method}" guesses trees here: choose one of {trees}.')
         drafter.drawn = speculation.rule.drawn
         pages = self._pages(self.decoder.footprint + drafter.footprint(self.decoder.device), most)
         cache = Cache(pages, self.max_len + most + PAGE, self.options.enable_prefix_caching)

@@ -17,19 +17,21 @@ class Block(Rule):
     branches = False
 
     def walk(self, tree: Guesses, target: Answers) -> tuple[list[int], list[int]]:
-        chain = range(tree.size)
-        laws = [target.p(i - 1, tree.tokens[:i]) for i in range(tree.size + 1)]
-        so_far = [1.0]
-        for i in chain:
-            so_far.append(min(1.0, so_far[i] * float(laws[i][tree.tokens[i]] / _q(tree, i, laws[i])[tree.tokens[i]])))
-        for end in reversed(chain):  # whether `end + 1` tokens are accepted
+        length = next((i for i in range(tree.size) if tree.parents[i] != i - 1), tree.size)  # what hangs from elsewhere is not judged
+        laws, so_far = [target.p(ROOT, [])], [1.0]
+        for i, token in enumerate(tree.tokens[:length]):
+            so_far.append(min(1.0, so_far[i] * float(laws[i][token] / _q(tree, i, laws[i])[token])))
+            if not so_far[-1]:
+                break  # never accepted: nothing behind it is asked for
+            laws.append(target.p(i, tree.tokens[: i + 1]))
+        for end in reversed(range(len(laws) - 1)):  # whether `end + 1` tokens are accepted
             rest, share = laws[end + 1], so_far[end + 1]
-            if end + 1 < tree.size:
+            if end + 1 < length:
                 rest, mass = surplus(rest, _q(tree, end + 1, rest), share)
                 share = mass / (mass + 1 - share) if share < 1 else 1.0
             if target.accept(end, share):
                 return list(range(end + 1)), [*tree.tokens[: end + 1], target.draw(end, rest)]
-        rest = surplus(laws[0], _q(tree, 0, laws[0]))[0] if tree.size else laws[0]
+        rest = surplus(laws[0], _q(tree, 0, laws[0]))[0] if length else laws[0]
         return [], [target.draw(ROOT, rest)]
 
 

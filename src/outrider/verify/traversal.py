@@ -8,7 +8,8 @@ r(w) = S / (S + 1 - r(w)), q without v.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,42 +19,58 @@ from outrider.types import ROOT, Guesses
 from outrider.verify.base import Answers, Rule, below, surplus
 
 
+@dataclass
+class _Open:
+    """A node whose children are being judged: what is left of its law and of the chance to accept it.  q: what it was drawn from."""
+
+    node: int
+    token: int
+    q: Tensor | None
+    r: float
+    p: Tensor
+    children: Iterator[tuple[int, Tensor]]
+
+
 class Traversal(Rule):
     def walk(self, tree: Guesses, target: Answers) -> tuple[list[int], list[int]]:
-        found = _Walk(tree, target).accepted(ROOT, 1.0, [], [])
-        assert found is not None, "the root is always accepted"
-        return found
+        children = below(tree)
+
+        def opened(node: int, token: int, q: Tensor | None, r: float) -> _Open:
+            p = target.p(node, [*(at.token for at in path[1:]), token] if path else [])
+            return _Open(node, token, q, r, p, _drawn(tree, children.get(node, ()), p))
+
+        path: list[_Open] = []
+        path.append(opened(ROOT, ROOT, None, 1.0))
+        while True:
+            tip = path[-1]
+            child, q = next(tip.children, (None, tip.p))
+            if child is not None:
+                token = tree.tokens[child]
+                ratio = min(1.0, tip.r * float(tip.p[token] / q[token]))
+                if ratio > 0:
+                    path.append(opened(child, token, q, ratio))
+                    continue
+            elif tip.node == ROOT or target.accept(tip.node, tip.r):
+                said = [at.token for at in path[1:]]
+                return [at.node for at in path[1:]], [*said, target.draw(tip.node, tip.p)]
+            else:
+                assert tip.q is not None
+                q, tip = tip.q, path[-2]
+                path.pop()
+            tip.p, mass = surplus(tip.p, q, tip.r)  # the child is taken away
+            tip.r = mass / (mass + 1 - tip.r) if tip.r < 1 else 1.0
 
 
-class _Walk:
-    def __init__(self, tree: Guesses, target: Answers) -> None:
-        self.tree, self.target, self.children = tree, target, below(tree)
-
-    def accepted(self, node: int, r: float, path: list[int], said: list[int]) -> tuple[list[int], list[int]] | None:
-        """Judges the subtree of `node`, whose path and tokens include its own: what is accepted and emitted, None if nothing is."""
-        p = self.target.p(node, said)
-        for child, q in self._drawn(node, p):
-            token = self.tree.tokens[child]
-            ratio = min(1.0, r * float(p[token] / q[token]))
-            found = self.accepted(child, ratio, [*path, child], [*said, token])
-            if found is not None:
-                return found
-            p, mass = surplus(p, q, r)
-            r = mass / (mass + 1 - r) if r < 1 else 1.0
-        if node == ROOT or self.target.accept(node, r):
-            return path, [*said, self.target.draw(node, p)]
-        return None
-
-    def _drawn(self, node: int, p: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """The children in order, each with the law that it was drawn from, given those before it."""
-        left: dict[int, Tensor] = {}
-        for child in self.children.get(node, ()):
-            token, law = self.tree.tokens[child], self.tree.law(child)
-            if law is None:
-                point = torch.zeros_like(p)
-                point[token] = 1.0
-                yield child, point
-                continue
-            q = left.get(self.tree.law_of[child], law)
-            left[self.tree.law_of[child]] = q if self.tree.repeats else without(q, token)
-            yield child, q
+def _drawn(tree: Guesses, children: Sequence[int], p: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """The children in order, each with the law that it was drawn from, given those before it."""
+    left: dict[int, Tensor] = {}
+    for child in children:
+        token, law = tree.tokens[child], tree.law(child)
+        if law is None:
+            point = torch.zeros_like(p)
+            point[token] = 1.0
+            yield child, point
+            continue
+        q = left.get(tree.law_of[child], law)
+        left[tree.law_of[child]] = q if tree.repeats else without(q, token)
+        yield child, q

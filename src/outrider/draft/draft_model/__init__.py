@@ -23,7 +23,7 @@ from torch import Tensor
 
 from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
-from outrider.draft.base import Drafter, Target
+from outrider.draft.base import Drafter, Target, refuse_idle
 from outrider.draft.draft_model import stop
 from outrider.draft.draft_model.intersect import Translated, common
 from outrider.draft.draft_model.staged import Staged
@@ -97,6 +97,10 @@ class DraftModel(Drafter):
                 raise ConfigError(f'sibling_draws must be "without" or "independent", got {self.sibling_draws!r}.')
             bits_of(self.quantization, "quantization of the draft")
             looks = {"target_lookbehind": self.target_lookbehind, "assistant_lookbehind": self.assistant_lookbehind}
+            refuse_idle(self, self.siblings > 1, "siblings > 1", "sibling_draws")
+            refuse_idle(self, self.draft_kv_budget is not None, "draft_kv_budget", "draft_kv_sink")
+            retokenized = self.vocab_mismatch == "retokenize"
+            refuse_idle(self, retokenized, 'vocab_mismatch "retokenize"', "target_lookbehind", "assistant_lookbehind")
             check_mismatch(self.vocab_mismatch, self.siblings, self.stops or self.drafter is not None, **looks)
             check_gpu_layers(self.draft_gpu_layers, "draft_gpu_layers")
             check(self)
@@ -192,7 +196,8 @@ class DraftModel(Drafter):
         plan = Plan(self.window.sink)
         starts: list[Start] = []
         for r, (row, budget) in enumerate(zip(batch.rows, budgets)):
-            done, end = batch.starts[r] if self.itself else self.synced.setdefault(row, batch.starts[r]), batch.end(r)
+            end = batch.end(r)
+            done = batch.starts[r] if self.itself else min(self.synced.setdefault(row, batch.starts[r]), batch.starts[r])  # a step may fail
             depth = min(budget.depth, self.context - end) if budget.nodes else 0
             if end > self.context or not self._worthwhile(depth, batch.known[r]):
                 continue  # a row that does not guess catches up with single tokens when it does

@@ -31,9 +31,11 @@ def opened(config: Mapping[str, Any], target: Target) -> tuple[Drafter, fixed.Op
     from outrider import draft
 
     given = dict(config)
-    method = draft.method(given.pop("method", None))
+    able = ", ".join(name for name, kind in sorted(draft.methods().items()) if kind.after is not Drafter.after)
+    if "method" not in given:
+        raise ConfigError(f"drafter needs a 'method', one of {able}: got {given!r}.")
+    method = draft.method(given.pop("method"))
     if method.after is Drafter.after:
-        able = ", ".join(name for name, kind in sorted(draft.methods().items()) if kind.after is not Drafter.after)
         raise ConfigError(
             f"drafter {config['method']!r} cannot speed up a draft model: it does not guess from the text alone.  Choose one of {able}."
         )

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from outrider.draft.base import refuse_idle
 from outrider.draft.draft_model import disco
 from outrider.draft.draft_model.tree import Tree
 from outrider.errors import ConfigError, unknown
@@ -71,12 +72,15 @@ class Options:
             )
         for name in ("assistant_confidence_threshold", "entropy_threshold", "entropy_target", "stop_classifier_threshold"):
             value = getattr(self, name)
-            if value is not None and not (_number(value) and 0 <= value <= 1):
+            switch = name in ("assistant_confidence_threshold", "entropy_threshold")
+            if not (value is None and switch) and not (_number(value) and 0 <= value <= 1):
                 raise ConfigError(f"{name} must be a number in [0, 1], got {value!r}.")
         if not (_number(self.entropy_factor) and 0 < self.entropy_factor < math.inf):
             raise ConfigError(f"entropy_factor must be a number above 0, got {self.entropy_factor!r}.")
         if self.assistant_confidence_schedule != "constant" and self.assistant_confidence_threshold is None:
             raise ConfigError("assistant_confidence_schedule needs an assistant_confidence_threshold to start from.")
+        refuse_idle(self, self.entropy_threshold is not None, "entropy_threshold", "entropy_factor", "entropy_target")
+        refuse_idle(self, self.stop_classifier is not None, "stop_classifier", "stop_classifier_threshold")
         if self.stop_classifier is not None and not isinstance(self.stop_classifier, str):
             raise ConfigError(f"stop_classifier must be a file, got {self.stop_classifier!r}.")
 
@@ -163,7 +167,9 @@ class Stop:
     def observe(self, commit: Commit) -> None:
         for row, tree, accepted in zip(commit.batch.rows, commit.draft.trees, commit.verdict.nodes):
             round = self.rounds.pop(row, None)
-            if round is not None and tree.tokens and row.finish_reason is None:  # what lies past the end of a text was not judged
+            if round is None or not tree.tokens or row.finish_reason is not None:  # what lies past the end of a text was not judged
+                continue
+            if not round.traits or len(round.traits) == len(tree.tokens):  # one that was cut says little, and has other numbers
                 self._learn(row, tree, accepted, round)
 
     def _learn(self, row: Row, tree: Guesses, accepted: list[int], round: Round) -> None:

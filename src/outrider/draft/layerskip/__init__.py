@@ -241,12 +241,15 @@ class LayerSkip(Drafter):
                 comb.growing = False
                 return
             count = min(comb.room, siblings_at(float(law.max()), greedy) if given == "confidence" else given)
-            tokens = dice.children(row, law, range(len(comb.tokens), len(comb.tokens) + count))
+            first = self.lot + len(comb.tokens)
+            tokens = dice.children(row, law, range(first, first + count))
             shares = law[tokens].tolist()
             comb.add(tokens, shares, shares[0] if tokens else 0.0, law)
             return
         tokens, shares = self.sampler.top(row, path, logits, max(SIBLINGS[greedy]) if given == "confidence" else given, True, at)
-        sure = self.sampler.halts(row, path, logits, tokens[0], Halt(), at)[1][0] if tokens else 0.0  # as the kernels' loop decides
+        sure = 0.0
+        if tokens and (comb.floor or given == "confidence"):  # as the kernels' loop decides
+            sure = self.sampler.halts(row, path, logits, tokens[0], Halt(), at)[1][0]
         count = min(comb.room, siblings_at(sure, greedy) if given == "confidence" else given)
         worth = shares if greedy else [SHARED * 0.3**i for i in range(len(tokens))]
         comb.add(tokens[:count], worth[:count], sure)

@@ -30,7 +30,7 @@ class Exit:
             wanted += step
         elif drafted < self.depth:
             wanted -= step
-        self.threshold = slow * self.threshold + (1 - slow) * wanted
+        self.threshold = min(1.0, max(0.0, slow * self.threshold + (1 - slow) * wanted))
 
 
 def siblings_at(confidence: float, greedy: bool) -> int:
