@@ -1,6 +1,6 @@
 """The built-in pair: every method against plain decoding, by kind of prompt, greedy and at T = 0.8, batch 1.
 
-    python benchmarks/pair.py [--tokens 128] [--repeats 5] [--json OUT]
+    python benchmarks/pair.py [--tokens 128] [--repeats 5] [--methods WORD …] [--json OUT]
 
 Speed-up is the ratio of new tokens a second, prompts included, over the best of `repeats` runs of each prompt.  On this pair the
 draft has 0.40 of the target's weights; the time of one draft forward over one target forward is printed with the figures.
@@ -70,6 +70,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--methods", nargs="*", help="parts of the labels of those wanted (default: all)")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     console = Console(width=150)
@@ -78,9 +79,14 @@ if __name__ == "__main__":
     ratio = decode_seconds("builtin-draft") / decode_seconds("builtin")
     found: dict[str, Any] = {"conditions": conditions(), "draft forward / target forward": round(ratio, 3)}
     began = time.perf_counter()
+    shown = {
+        label: config
+        for label, config in demonstrations().items()
+        if config is None or not given.methods or any(word in label for word in given.methods)
+    }
     for title, sampling in SETTINGS.items():
         params = SamplingParams(max_tokens=given.tokens, seed=7, **sampling)
-        found[title] = figures(measure(llm, demonstrations(), prompts, params, given.repeats))
+        found[title] = figures(measure(llm, shown, prompts, params, given.repeats))
         show(title, found[title], console)
     console.print(f"draft forward / target forward: {ratio:.2f}; {time.perf_counter() - began:.0f} s")
     if given.json:

@@ -38,7 +38,7 @@ def test_the_index_equals_a_search(parts: list[list[int]], context: list[int], o
     index.first = first
     most = RUNS[order] + more
     expected = [(min(agreement(text, at, context), most), at) for at in reversed(range(first, len(text)))]
-    expected = [place for place in expected if place[0] >= RUNS[order]][:PLACES]
+    expected = [place for place in expected if place[0] >= RUNS[order]][: PLACES[RUNS[order]]]
     assert index.find(array("i", context), order, most) == expected
 
 

@@ -19,7 +19,7 @@ from outrider.errors import ConfigError
 from outrider.types import NOTHING, Batch, Budget, Commit, Draft, Guesses, Row
 
 RUNS = (8, 4, 2, 1)
-PLACES = 16  # most recent ones of a run that are looked at
+PLACES = {8: 4, 4: 16, 2: 16, 1: 16}  # most recent ones of a run that are looked at; after long ones the same follows, as a rule
 SEGMENT = 1 << 18  # tokens of finished requests that share one index
 END = -1  # between two requests
 
@@ -60,14 +60,14 @@ class Index:
                 heads[key] = start - shift + end
 
     def find(self, context: array[int], order: int, most: int) -> list[Place]:
-        """Up to PLACES most recent places where the last RUNS[order] tokens of `context` ended; they agree in `most` at most."""
+        """Up to PLACES[RUNS[order]] most recent places where the last RUNS[order] tokens of `context` ended; they agree in `most` at most."""
         run, previous = RUNS[order], self.previous[order]
         if len(context) < run:
             return []
         at = self.heads[order][hash(tuple(context[-run:])) & self.mask]
         found: list[Place] = []
-        for _ in range(2 * PLACES):  # some may be of other runs
-            if at < self.first or len(found) == PLACES:
+        for _ in range(2 * PLACES[run]):  # some may be of other runs
+            if at < self.first or len(found) == PLACES[run]:
                 break
             length = self._agreement(context, at, most)
             if length >= run:
@@ -201,9 +201,9 @@ class Suffix(Drafter):
         for index in reversed(self.memory.segments):
             for length, at in index.find(context, order, longest):
                 found.append((length, index.tokens[at + 1 : at + 1 + self.depth].tolist()))
-            if len(found) >= PLACES:
+            if len(found) >= PLACES[RUNS[order]]:
                 break
-        return found[:PLACES]
+        return found[: PLACES[RUNS[order]]]
 
     def observe(self, commit: Commit) -> None:
         for row, tree, nodes in zip(commit.batch.rows, commit.draft.trees, commit.verdict.nodes):
