@@ -60,7 +60,7 @@ class Index:
                 heads[key] = start - shift + end
 
     def find(self, context: array[int], order: int, most: int) -> list[Place]:
-        """Up to PLACES[RUNS[order]] most recent places where the last RUNS[order] tokens of `context` ended; they agree in `most` at most."""
+        """The most recent places (see PLACES) where the last RUNS[order] tokens of `context` ended; they agree in `most` at most."""
         run, previous = RUNS[order], self.previous[order]
         if len(context) < run:
             return []
