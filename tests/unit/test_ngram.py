@@ -44,7 +44,7 @@ def drafter(low: int = 2, high: int = 4) -> Ngram:
 
 def trust(method: Ngram, row: Row) -> None:
     """As if guesses for this row had been right before."""
-    method.seen.setdefault(row, Seen()).credit = 4
+    method.seen.setdefault(row, Seen([-1] * (method.shortest - 1))).credit = 4
 
 
 def test_the_longest_match_wins() -> None:

@@ -19,11 +19,33 @@ from outrider.types import NOTHING, Batch, Budget, Commit, Draft, Guesses, Row
 
 @dataclass
 class Seen:
-    """Where each n-gram of a row last ended, for ends before position `upto`: a suffix never matches itself."""
+    """Where each shortest n-gram of a row last ended, and before[i]: where the one before that ended that ends at place i, -1 none.
+    Only ends before position `upto` are there: a suffix never matches itself."""
 
+    before: list[int]
     ends: dict[tuple[int, ...], int] = field(default_factory=dict)
-    upto: int = 0
     credit: int = 1  # accepted tokens earn it (up to 4), a guess of which nothing was accepted costs one; 1: nothing proven
+
+    def extend(self, tokens: list[int], shortest: int) -> None:
+        """Takes in what was said since the last look."""
+        start, before, ends = len(self.before), self.before, self.ends
+        part = tokens[start + 1 - shortest : -1]
+        for end, gram in enumerate(zip(*(part[i:] for i in range(shortest))), start):
+            before.append(ends.get(gram, -1))
+            ends[gram] = end
+
+    def find(self, tokens: list[int], shortest: int, longest: int) -> tuple[int, int]:
+        """(length, end) of the longest match of the last tokens, of equally long ones the most recent; (0, -1) if there is none."""
+        best, place = 0, -1
+        end = self.ends.get(tuple(tokens[-shortest:]), -1)
+        while end >= 0 and best < longest:
+            n = shortest
+            while n < longest and n <= end and tokens[end - n] == tokens[-1 - n]:
+                n += 1
+            if n > best:
+                best, place = n, end
+            end = self.before[end]
+        return best, place
 
 
 class Ngram(Drafter):
@@ -46,26 +68,23 @@ class Ngram(Drafter):
 
     def __init__(self, options: Options, target: object = None) -> None:
         self.options = options
-        self.lengths = range(options.prompt_lookup_max, options.prompt_lookup_min - 1, -1)
+        self.shortest, self.longest = options.prompt_lookup_min, options.prompt_lookup_max
         self.seen: dict[Row, Seen] = {}
 
     def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
         return Draft([self.after(row, (), budget) if budget.nodes else NOTHING for row, budget in zip(batch.rows, budgets)])
 
     def after(self, row: Row, said: Sequence[int], budget: Budget) -> Guesses:
-        tokens, seen = row.tokens, self.seen.setdefault(row, Seen())
-        for end in range(seen.upto, len(tokens) - 1):
-            for n in self.lengths:
-                if n <= end + 1:
-                    seen.ends[tuple(tokens[end + 1 - n : end + 1])] = end
-        seen.upto, depth = len(tokens) - 1, budget.depth
+        tokens, seen = row.tokens, self.seen.get(row)
+        if seen is None:
+            seen = self.seen[row] = Seen([-1] * (self.shortest - 1))
+        seen.extend(tokens, self.shortest)
         tokens = [*tokens, *said] if said else tokens
-        for n in self.lengths if seen.credit else self.lengths[:1]:
-            found = seen.ends.get(tuple(tokens[-n:]), -1) if n < len(tokens) else -1
-            if found >= 0:
-                risk = depth if seen.credit > 1 else min(depth, n - 1) if seen.credit else 1
-                return _copy(tokens, found + 1, max(1, risk), 1 - 0.5**n)
-        return NOTHING
+        n, found = seen.find(tokens, self.shortest, self.longest)
+        if not n or (n < self.longest and not seen.credit):
+            return NOTHING
+        risk = budget.depth if seen.credit > 1 else min(budget.depth, n - 1) if seen.credit else 1
+        return _copy(tokens, found + 1, max(1, risk), 1 - 0.5**n)
 
     def observe(self, commit: Commit) -> None:
         for row, tree, nodes in zip(commit.batch.rows, commit.draft.trees, commit.verdict.nodes):
