@@ -48,16 +48,14 @@ class Index:
     def extend(self, tokens: Sequence[int]) -> None:
         start, text, mask = len(self.tokens), self.tokens, self.mask
         text.extend(tokens)
-        recent = text[max(0, start - RUNS[0]) :].tolist()
-        shift = start - max(0, start - RUNS[0])
         for run, heads, previous in zip(RUNS, self.heads, self.previous):
-            for end in range(shift, len(recent)):
-                if end + 1 < run:
-                    previous.append(-1)
-                    continue
-                key = hash(tuple(recent[end + 1 - run : end + 1])) & mask
+            first = max(start, run - 1)  # the first new end of a run
+            previous.extend([-1] * min(len(text) - start, first - start))
+            part = text[first + 1 - run :].tolist()
+            for end, gram in enumerate(zip(*(part[i:] for i in range(run))), first):
+                key = hash(gram) & mask
                 previous.append(heads[key])
-                heads[key] = start - shift + end
+                heads[key] = end
 
     def find(self, context: array[int], order: int, most: int) -> list[Place]:
         """The most recent places (see PLACES) where the last RUNS[order] tokens of `context` ended; they agree in `most` at most."""
