@@ -23,7 +23,7 @@ LONGEST_FILE, LONGEST_FUNCTION, LONGEST_STEP = 350, 60, 30
 
 # From the bottom up.  A module may import from its own group and from the groups above it in this list; the longest prefix counts.
 LAYERS = [
-    {"errors", "version"},
+    {"errors", "version", "registry"},
     {"cache", "sampling.params", "sampling.noise", "sampling.dice", "sampling.processors", "sampling.logprobs", "sampling.grammar"},
     {"types"},
     {"attention", "models.spec", "sampling.reference"},

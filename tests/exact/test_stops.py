@@ -93,7 +93,7 @@ def test_a_draft_ends_behind_the_first_guess_that_the_rule_dislikes(
     kind: str, law: dict[str, Any], fast: LLM, stranger: str, classifier: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In one call and level by level, alone and in company.  The chain without the rule says where that is."""
-    monkeypatch.setattr("outrider.draft.draft_model.stop.STEP", 0.0)  # a threshold that does not move
+    monkeypatch.setattr("outrider.draft.threshold.STEP", 0.0)  # a threshold that does not move
     prompts, each = tiny_prompts(5, seed=2), params(law)
     with overheard(fast, monkeypatch) as whole:
         use(fast, stranger, **FREE)

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from functools import lru_cache
 
 from outrider.draft.base import Drafter
 from outrider.errors import ConfigError, unknown
+from outrider.registry import classes
 
 
 @lru_cache(maxsize=1)
 def methods() -> dict[str, type[Drafter]]:
     """Method name -> its class, found by looking into the folder."""
-    found = {}
-    for module in pkgutil.iter_modules(__path__):
-        loaded = importlib.import_module(f"{__name__}.{module.name}")
-        for thing in vars(loaded).values():
-            if isinstance(thing, type) and issubclass(thing, Drafter) and thing.__module__ == loaded.__name__ and thing is not Drafter:
-                found[module.name] = thing
-    return found
+    return classes(__name__, __path__, Drafter)
 
 
 def names() -> list[str]:

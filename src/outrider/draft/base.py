@@ -63,6 +63,10 @@ class Drafter:
         """A tiny, possibly random drafter for `target`: the exactness suite runs every method through it."""
         return cls(cls.Options(), target)
 
+    def draws(self, row: Row) -> bool:
+        """Whether guesses for this row should be drawn, and say from what; a greedy law leaves nothing to draw."""
+        return self.drawn and row.law.temperature > 0
+
     def footprint(self, device: torch.device) -> Counter[torch.device]:
         """`slot_bytes`, by the device where they lie; `device` is the target's."""
         return Counter({device: self.slot_bytes})

@@ -23,18 +23,14 @@ def filtered(logits: Tensor, law: Law) -> Tensor:
         scaled = scaled.masked_fill(scaled < scaled.topk(law.top_k).values[-1], float("-inf"))
     if law.top_p < 1:
         whole = (scaled - scaled.max()).exp().double().sum()
-        most = next(m for m in (256, 4096, scaled.numel()) if m >= scaled.numel() or _holds(scaled, m, law.top_p * whole))
-        best = scaled.topk(min(most, scaled.numel())).values  # a sort of the whole vocabulary would take the longest by far
-        mass = (best - best[0]).exp().double()
+        for most in (256, 4096, scaled.numel()):  # a sort of the whole vocabulary would take the longest by far
+            best = scaled.topk(min(most, scaled.numel())).values
+            mass = (best - best[0]).exp().double()
+            if mass.sum() >= law.top_p * whole:
+                break
         last = best[mass.cumsum(0) - mass < law.top_p * whole].min()
         scaled = scaled.masked_fill(scaled < last, float("-inf"))
     return scaled
-
-
-def _holds(scaled: Tensor, count: int, mass: Tensor) -> bool:
-    """Whether the `count` best have so much of the mass together."""
-    best = scaled.topk(count).values
-    return bool((best - best[0]).exp().double().sum() >= mass)
 
 
 def probabilities(logits: Tensor, law: Law) -> Tensor:

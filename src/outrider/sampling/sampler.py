@@ -9,6 +9,7 @@ from torch import Tensor
 
 from outrider.errors import ModelError, OutriderError, RequestError
 from outrider.kernels import Kernels
+from outrider.kernels.chain import TRAITS
 from outrider.sampling.noise import key_of
 from outrider.sampling.params import Law
 from outrider.sampling.processors import Ids
@@ -75,7 +76,10 @@ class Sampler:
 
     def halts(self, row: Row, path: Sequence[int], logits: Tensor, token: int, halt: Halt, at: int = 0) -> tuple[bool, Traits]:
         """Whether a drafter should guess nothing behind `token`, which stands after `path`; and what is known of it."""
-        logits, at = self._said(row, path, logits, at)
+        try:
+            logits, at = self._said(row, path, logits, at)
+        except RequestError:  # as in `top`
+            return True, [0.0] * TRAITS
         return self.kernels.halts(halt, logits, row.law.temperature, token, len(path), at)
 
     def _pick(self, row: Row, path: Sequence[int], logits: Tensor, at: int, k: int, probs: bool) -> tuple[list[int], list[float]]:

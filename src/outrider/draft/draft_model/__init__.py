@@ -219,7 +219,7 @@ class DraftModel(Drafter):
         """Whether there is one guess a level that is chosen, and neither processor nor adapter to ask in between."""
         if self.options.siblings > 1 or self.staged is not None:
             return False
-        return not any(s.view.adapter or batch.rows[s.r].processors or self._draws(batch.rows[s.r]) for s in starts)
+        return not any(s.view.adapter or batch.rows[s.r].processors or self.draws(batch.rows[s.r]) for s in starts)
 
     def _chains(self, plan: Plan, batch: Batch, starts: list[Start], trees: list[Guesses]) -> bool:
         """All levels at once, into `trees`; False, and nothing done, where the kernels cannot."""
@@ -233,9 +233,6 @@ class DraftModel(Drafter):
         for row, traits in zip(rows, found[1]):
             self.stop.note(row, traits)
         return True
-
-    def _draws(self, row: Row) -> bool:
-        return self.drawn and row.law.temperature > 0
 
     def _readable(self, tokens: list[int]) -> list[int]:
         """Ids that only the target has are read as id 0: a guess may be bad, never out of bounds."""
@@ -271,7 +268,7 @@ class DraftModel(Drafter):
 
     def extend(self, tree: Tree, places: list[tuple[int, int]], logits: Tensor) -> None:
         """The next level of a tree: children of (node, row of the logits behind it)."""
-        if self._draws(tree.row):
+        if self.draws(tree.row):
             tree.draw({node: law for node, i in places if (law := self._law(tree, node, logits, i)) is not None})
         else:
             tree.choose([child for node, i in places for child in self._best(tree, node, logits, i)])

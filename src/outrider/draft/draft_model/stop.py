@@ -17,6 +17,7 @@ from torch import Tensor
 from outrider.draft.base import refuse_idle
 from outrider.draft.draft_model import disco
 from outrider.draft.draft_model.tree import Tree
+from outrider.draft.threshold import adapted
 from outrider.errors import ConfigError, unknown
 from outrider.kernels.chain import Halt, Traits
 from outrider.sampling.sampler import Sampler
@@ -26,7 +27,6 @@ LENGTHS = ("constant", "heuristic", "heuristic_transient")
 THRESHOLDS = ("constant", "refit")
 FIRST, DEEPEST = 5, 20  # levels: where a schedule starts, and how many there may be at most where a rule decides
 REMEMBERED = 256  # judged guesses that a threshold is fitted to
-SMOOTH, STEP, KEEP = 0.5, 0.01, 0.9  # Draft & Verify's β₁, ε and β₂
 
 
 @dataclass(frozen=True)
@@ -209,14 +209,6 @@ def levels(tree: Guesses) -> int:
 def scheduled(length: int, all_right: bool) -> int:
     """Levels of the next round: transformers' heuristic."""
     return length + 2 if all_right else max(1, length - 1)
-
-
-def adapted(threshold: float, mean: float, share: float, full: bool, target: float) -> tuple[float, float]:
-    """(threshold, mean) after a round in which a share of the guesses was right (Draft & Verify, arXiv 2309.08168): up where too few are,
-    down where enough are and the round was not `full`, as long as it might have been."""
-    mean = SMOOTH * mean + (1 - SMOOTH) * share
-    moved = threshold + STEP if mean < target else threshold if full else threshold - STEP
-    return min(1.0, max(0.0, KEEP * threshold + (1 - KEEP) * moved)), mean
 
 
 def judged(tree: Guesses, accepted: Sequence[int], traits: dict[int, Traits]) -> Iterator[tuple[Traits, int, bool]]:

@@ -182,10 +182,7 @@ class LayerSkip(Drafter):
 
     def _slow(self, row: Row) -> bool:
         """Whether there is something to do between the levels of a row."""
-        return bool(row.processors) or row.adapter is not None or self._draws(row)
-
-    def _draws(self, row: Row) -> bool:
-        return self.drawn and row.law.temperature > 0
+        return bool(row.processors) or row.adapter is not None or self.draws(row)
 
     def _exit(self, row: Row) -> Exit:
         begin = self.options.exit_threshold
@@ -234,7 +231,7 @@ class LayerSkip(Drafter):
     def _level(self, comb: Comb, logits: Tensor, at: int) -> None:
         row, path, given = comb.row, comb.path, self.options.siblings
         greedy = row.law.temperature == 0
-        if self._draws(row):
+        if self.draws(row):
             try:
                 law = self.sampler.law(row, path, logits, at)
             except OutriderError:  # the target's own law will say why

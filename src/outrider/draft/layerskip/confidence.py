@@ -4,33 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from outrider.draft.threshold import adapted
+
 AUTO = {True: 0.8, False: 0.5}  # where a threshold begins: greedy, sampled
 SIBLINGS = {True: (3, 5, 8, 10), False: (1, 3, 5, 10)}  # by confidence: above 0.95, 0.8, 0.5, and below
 STEPS = (0.95, 0.8, 0.5)
+TARGET = 0.9  # Draft & Verify's α
 
 
 @dataclass
 class Exit:
-    """A row stops after a guess less likely than `threshold`, which moves so that the share of right guesses is about `target`.
-
-    The names in Draft & Verify (arXiv 2309.08168): smooth and slow are β₁ and β₂, target α, step ε.
-    """
+    """A row stops after a guess less likely than `threshold`, which moves so that the share of right guesses is about TARGET."""
 
     threshold: float
     adapts: bool
     right: float = 0.0  # smoothed share of guesses that were right
     depth: int = 0  # levels that this step might have had
 
-    def learn(self, drafted: int, accepted: int, smooth: float = 0.5, target: float = 0.9, step: float = 0.01, slow: float = 0.9) -> None:
-        if not self.adapts:
-            return
-        self.right = smooth * self.right + (1 - smooth) * accepted / drafted
-        wanted = self.threshold
-        if self.right < target:
-            wanted += step
-        elif drafted < self.depth:
-            wanted -= step
-        self.threshold = min(1.0, max(0.0, slow * self.threshold + (1 - slow) * wanted))
+    def learn(self, drafted: int, accepted: int) -> None:
+        if self.adapts:
+            self.threshold, self.right = adapted(self.threshold, self.right, accepted / drafted, drafted >= self.depth, TARGET)
 
 
 def siblings_at(confidence: float, greedy: bool) -> int:
