@@ -6,10 +6,11 @@ p is the target's distribution, q the draft's.  A token tree hangs from the last
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from outrider.cache.slots import Table
@@ -235,13 +236,41 @@ class Verdict:
     tokens: list[list[int]]
 
 
+FINAL = -1  # the states that the head reads, after the last norm
+
+
 class Needs(NamedTuple):
     """What a drafter wants to see of the target's forward.
 
     topk: so many ids with the largest logits (64 at most), at the root and at every guess.
+    states: hidden states, at every token that becomes certain: FINAL, or the number of the layer that they enter.
+    lookbehind: how many of the tokens that the prefix cache gives are computed again, for their states.
     """
 
     topk: int = 0
+    states: tuple[int, ...] = ()
+    lookbehind: int = 0
+
+    def __or__(self, other: Needs) -> Needs:  # type: ignore[override]
+        states = tuple(sorted({*self.states, *other.states}))
+        return Needs(max(self.topk, other.topk), states, max(self.lookbehind, other.lookbehind))
+
+
+@dataclass(frozen=True)
+class States:
+    """Hidden states of the target where tokens became certain.
+
+    kept: what `Needs.states` names -> [n, hidden] for the n rows of the forward.  places[r]: which of these are the positions
+    batch.starts[r], … of row r, its chunk and then the path that was accepted.
+    """
+
+    kept: Mapping[int, Tensor]
+    places: list[list[int]]
+
+    def of(self, r: int, wanted: Sequence[int], last: bool = False) -> Tensor:
+        """[positions, len(wanted) * hidden]: side by side, in this order; of the last position only, if asked for."""
+        places = self.places[r][-1:] if last else self.places[r]
+        return torch.cat([self.kept[which][places] for which in wanted], dim=-1)
 
 
 @dataclass(frozen=True)
@@ -252,6 +281,7 @@ class Commit:
     then the emitted ones.  A replay after preemption is recognised by starts.
     topk[r]: the ids that `Needs` asks for, best first, after the root and after each guess of the draft; [] where the row's chunk did
     not reach its last token, none at a node without a finite logit.
+    states: those that it asks for.
     """
 
     batch: Batch
@@ -260,6 +290,7 @@ class Commit:
     draft: Draft
     verdict: Verdict
     topk: list[list[list[int]]] = field(default_factory=list)
+    states: States = States({}, [])  # noqa: RUF009 - never changed
 
 
 class Times(NamedTuple):

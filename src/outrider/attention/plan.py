@@ -48,6 +48,13 @@ class Plan:
         self._tables: list[int] = []
         self._paths: dict[int, Sequence[int]] = {}
 
+    @staticmethod
+    def bare(ids: Sequence[int]) -> Plan:
+        """Built, of tokens that stand nowhere: for whoever only reads `ids`."""
+        plan = Plan()
+        plan.chain(array("i", range(len(ids))), 0, ids)
+        return plan.build()
+
     def chain(self, table: array[int], start: int, tokens: Sequence[int], shift: int = 0) -> None:
         """Known tokens at positions start … of a request whose slots are `table` (32-bit, one a position), or at start … of a view."""
         n, end = len(tokens), start + len(tokens)
@@ -67,6 +74,12 @@ class Plan:
         self._slots.append(path[-1])
         self._seen.append(seen)
         self._depths.append(len(path))
+
+    def block(self, table: array[int], seen: int, slots: Sequence[int], tokens: Sequence[int]) -> None:
+        """Tokens side by side at positions seen …, each of which sees `seen` tokens and then all slots of the block."""
+        for i, (slot, token) in enumerate(zip(slots, tokens)):
+            self.node(table, seen, slots, token)
+            self._positions[-1], self._slots[-1] = seen + i, slot
 
     def only(self, rows: Collection[int]) -> Plan:
         """A plan of some of its rows, in the same order."""

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from pathlib import Path
 
 from outrider.draft.base import Drafter
-from outrider.errors import ConfigError, unknown
+from outrider.errors import ConfigError, ModelError, unknown
+from outrider.models.hub import BUILTIN
 from outrider.registry import classes
+
+PLAIN_MODEL = "draft_model"
 
 
 @lru_cache(maxsize=1)
@@ -23,3 +27,21 @@ def method(name: str) -> type[Drafter]:
     if not isinstance(name, str) or name not in methods():
         raise ConfigError(unknown("speculative method", name, names()))
     return methods()[name]
+
+
+def detect(model: str, revision: str | None = None) -> str:
+    """The method that a draft `model` is for: what its tensors say, then what its config says; a language model of its own otherwise.
+
+    Raises ModelError where there is nothing to look at, or two methods claim it alike.
+    """
+    from outrider.heads.files import Head
+
+    if model in BUILTIN or Path(model).suffix == ".gguf" or any(Path(model).expanduser().glob("*.gguf")):
+        return PLAIN_MODEL
+    head = Head.open(model, revision)
+    claims = {name: method.claims(head) for name, method in methods().items()}
+    best = max(claims.values())
+    found = [name for name, claim in claims.items() if claim == best]
+    if best and len(found) > 1:
+        raise ModelError(f"{model!r} could be for {' or '.join(found)}: say which as 'method'.")
+    return found[0] if best else PLAIN_MODEL

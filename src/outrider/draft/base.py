@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from outrider.cache.pool import Pool
     from outrider.cache.slots import Cache
+    from outrider.heads.files import Head
     from outrider.models.hub import Checkpoint
     from outrider.models.model import Model
     from outrider.sampling.sampler import Sampler
@@ -62,6 +63,11 @@ class Drafter:
     def example(cls, target: Target) -> Drafter:
         """A tiny, possibly random drafter for `target`: the exactness suite runs every method through it."""
         return cls(cls.Options(), target)
+
+    @classmethod
+    def claims(cls, head: Head) -> int:
+        """Whether a file is for this method: 2 its tensors say so, 1 its config does, 0 no.  For speculative_config without a method."""
+        return 0
 
     def draws(self, row: Row) -> bool:
         """Whether guesses for this row should be drawn, and say from what; a greedy law leaves nothing to draw."""

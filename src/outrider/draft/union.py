@@ -11,6 +11,8 @@ import heapq
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import reduce
+from operator import or_
 from typing import Any, ClassVar
 
 import torch
@@ -82,7 +84,7 @@ class Union(Drafter):
         if not self.drafters:
             raise ConfigError("the method needs 'drafters', a list of dicts with a 'method'.")
         self.depth = max(self.levels)
-        self.needs = Needs(topk=max(drafter.needs.topk for drafter in self.drafters))
+        self.needs = reduce(or_, (drafter.needs for drafter in self.drafters), Needs())
         self.slot_bytes = sum(drafter.slot_bytes for drafter in self.drafters)
         self.lot = 0
         self.drafts: list[Draft] = []  # of each drafter, in this step

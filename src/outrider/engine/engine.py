@@ -92,6 +92,7 @@ class Engine:
             drafter.forget,
             lambda: pace.chunk,
             self.adapters,
+            drafter.needs.lookbehind,
         )
         self.reset()
 
@@ -134,7 +135,7 @@ class Engine:
             if verdict.tokens[r]:
                 row.stats += Speculation(1, draft.trees[r].size, len(verdict.nodes[r]), len(verdict.tokens[r]), self.rule.lossless)
                 row.arrivals += [now] * len(verdict.tokens[r])
-        return Commit(batch, starts, tokens, draft, verdict, seen.topk(draft))
+        return Commit(batch, starts, tokens, draft, verdict, seen.topk(draft), seen.states(verdict))
 
     def _finish(self, commit: Commit) -> list[Row]:
         """Rows that emitted or failed; those that ended leave the engine."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -11,7 +11,7 @@ from outrider.cache.pool import Pool
 from outrider.models.model import Model
 from outrider.sampling import dice
 from outrider.sampling.sampler import Sampler
-from outrider.types import ROOT, Batch, Draft, Guesses, Needs, Resume, Row, Verdict
+from outrider.types import FINAL, ROOT, Batch, Draft, Guesses, Needs, Resume, Row, States, Verdict
 
 SLICE = 16  # rows of prompt logits that are held at once
 
@@ -19,9 +19,16 @@ SLICE = 16  # rows of prompt logits that are held at once
 class Seen:
     """What a forward saw.  Laws are evaluated when the verifier asks: along the path, level by level."""
 
-    def __init__(self, batch: Batch, logits: Tensor, roots: dict[int, int], sampler: Sampler, needs: Needs) -> None:
-        """logits float32 [M, V]; the law after the root of row r is in row roots[r], that after node i in roots[r] + 1 + i."""
+    def __init__(
+        self, batch: Batch, logits: Tensor, roots: dict[int, int], sampler: Sampler, needs: Needs,
+        kept: Mapping[int, Tensor], spans: list[tuple[int, int]],
+    ) -> None:  # fmt: skip
+        """logits float32 [M, V]; the law after the root of row r is in row roots[r], that after node i in roots[r] + 1 + i.
+
+        kept: the states that `needs` names, of all rows of the forward; spans[r]: where the tokens of row r begin, and its guesses.
+        """
         self.batch, self.logits, self.roots, self.sampler, self.needs = batch, logits, roots, sampler, needs
+        self.kept, self.spans = kept, spans
 
     def at(self, row: int, node: int) -> int:
         """Where the logits after `node` of row `row` stand."""
@@ -47,6 +54,12 @@ class Seen:
         sizes = draft.sizes
         return [best[self.at(r, ROOT) : self.at(r, sizes[r])] if r in self.roots else [] for r in range(len(self.batch))]
 
+    def states(self, verdict: Verdict) -> States:
+        """What `Commit.states` says."""
+        if not self.kept:
+            return States({}, [])
+        return States(self.kept, [[*range(first, end), *(end + i for i in nodes)] for (first, end), nodes in zip(self.spans, verdict.nodes)])
+
     def record(self, verdict: Verdict) -> None:
         """Log-probabilities of what is emitted, for rows that ask; what the scheduler cuts off later is cut from these, too."""
         for r, row in enumerate(self.batch.rows):
@@ -67,27 +80,35 @@ class Runner:
         wanted: list[int] = []
         roots: dict[int, int] = {}
         asking: list[tuple[int, int]] = []
-        ends: list[int] = []  # where the guesses of each row begin
+        spans: list[tuple[int, int]] = []  # where the tokens of each row begin, and its guesses
         for r, (row, guesses) in enumerate(zip(batch.rows, draft.trees)):
             if row.logprobs is not None and row.logprobs.prompt_count is not None:
                 asking.append((r, plan.length))
             first = plan.length
             add_row(plan, row, batch.starts[r], batch.end(r), guesses)
-            ends.append(plan.length - len(guesses.tokens))
+            spans.append((first, plan.length - len(guesses.tokens)))
             if row.adapter is not None:
                 plan.adapt(first, row.adapter)
             if batch.emits[r]:
                 roots[r] = len(wanted)
                 wanted.extend(range(plan.length - len(guesses.tokens) - 1, plan.length))
-        x = self._run(plan.build(), draft.resume, ends)
+        kept: dict[int, Tensor] = dict.fromkeys(needs.states)  # type: ignore[arg-type]
+        x = self._run(plan.build(), draft.resume, [end for _, end in spans], kept)
         for r, first in asking:
             self._score(batch.rows[r], x, first, batch.starts[r], batch.end(r))
-        return Seen(batch, self.decoder.logits(x, wanted), roots, self.sampler, needs)
+        return Seen(batch, self.decoder.logits(x, wanted), roots, self.sampler, needs, kept, spans)
 
-    def _run(self, plan: Plan, resume: Resume | None, ends: list[int]) -> Tensor:
-        """The forward; where a drafter has computed the lower layers of some rows, only the others go through these."""
-        if resume is None:
-            return self.decoder.forward(plan, self.pool)
+    def _run(self, plan: Plan, resume: Resume | None, ends: list[int], kept: dict[int, Tensor]) -> Tensor:
+        """The forward, and the states to be kept of it.  Where a drafter has computed the lower layers of some rows, only the others go
+        through these, unless somebody wants to see what enters a layer."""
+        inner = {layer: x for layer, x in kept.items() if layer != FINAL}
+        x = self.decoder.forward(plan, self.pool, taps=inner) if resume is None or inner else self._resumed(plan, resume, ends)
+        kept.update(inner)
+        if FINAL in kept:
+            kept[FINAL] = self.decoder.final(x)
+        return x
+
+    def _resumed(self, plan: Plan, resume: Resume, ends: list[int]) -> Tensor:
         done = [end + node for end, nodes in zip(ends, resume.nodes) for node in nodes]
         rest = sorted({*range(plan.length)}.difference(done))
         x = resume.states.new_empty(plan.length, resume.states.shape[1])

@@ -29,10 +29,12 @@ class Scheduler:
         forget: Callable[[Row, str], None],
         chunk: Callable[[], int],
         adapters: Adapters | None = None,
+        lookbehind: int = 0,
     ) -> None:
         """seats: rows at once.  tokens: budget of a step.  guesses: how many nodes a row of such a batch asks for.
-        chunk: how many tokens of prompts may ride beside rows that are decoding."""
-        self.adapters = adapters
+        chunk: how many tokens of prompts may ride beside rows that are decoding.  lookbehind: tokens with K/V that an admitted row computes again (to the same numbers), because their
+        states are wanted."""
+        self.adapters, self.lookbehind = adapters, lookbehind
         self.cache, self.seats, self.tokens, self.guesses, self.chunk = cache, seats, tokens, guesses, chunk
         self.filled, self.forget = filled, forget
         self.waiting: deque[Row] = deque()
@@ -185,6 +187,7 @@ class Scheduler:
             fits = self.cache.fork(source.table, row.table, row.computed)
         else:
             row.computed, fits = self.cache.match(row.table, row.tokens, row.reusable), True
+        row.computed = max(0, row.computed - self.lookbehind)
         if not (fits and self.cache.reserve(row.table, len(row.tokens))):
             self.cache.close(row.table)
             row.table, row.adapter, row.computed = None, None, 0

@@ -125,6 +125,12 @@ class Kernels(Protocol):
         """The k best tokens of one row, [V] or `row` of [M,V], under `law` with the noise of `key`, best first (fewer if the law
         allows fewer)."""
 
+    def picks(self, logits: Tensor, law: Law, keys: Sequence[int], k: int, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """`pick` for every row of [n,V], k <= 64, each with a key of its own: int32 and float32 [n,k], -1 and 0 where there are fewer.
+
+        ids: int32 [V], the token that each entry of a row stands for, whose noise it gets; what is returned are entries.
+        """
+
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
     """The fastest kernels that run here.  OUTRIDER_KERNELS=torch asks for the reference."""

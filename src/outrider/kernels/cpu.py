@@ -15,6 +15,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -105,11 +106,12 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.attend.argtypes = [p, p, p, i, n, n, n, n, n, n, p, p, p, p, p, n, f, n, n, n, ctypes.POINTER(_Bend), p]
     lib.pick.argtypes = [p, n, f, d, n, d, u, n, p, p]
     lib.pick.restype = n
+    lib.picks.argtypes = [p, n, n, f, d, n, d, p, p, n, p, p]
     shape, layers, ends, rows, rule = map(ctypes.POINTER, (_Shape, _Layer, _Ends, _Rows, chain.Rule))
     lib.stack.argtypes = [shape, layers, rows, p, n, p]
     lib.chain.argtypes = [shape, layers, ends, rows, p, p, n, p, n, n, rule, p, p, p]
     lib.halts.argtypes = [rule, p, n, f, i, n, p]
-    for name in ("linear", "embed", "rms_norm", "silu_mul", "rope_store", "attend", "stack", "chain"):
+    for name in ("linear", "embed", "rms_norm", "silu_mul", "rope_store", "attend", "stack", "chain", "picks"):
         getattr(lib, name).restype = None
     return lib
 
@@ -316,6 +318,16 @@ class CpuKernels:
             self._out, self._prob if probs else None,
         )  # fmt: skip
         return self._out[:count], self._prob[:count] if probs else []
+
+
+    def picks(self, logits: Tensor, law: Law, keys: Sequence[int], k: int, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        (rows, size), held, logits = logits.shape, array("Q", keys), logits.contiguous()
+        out, prob = torch.empty(rows, k, dtype=torch.int32), torch.empty(rows, k)
+        self.lib.picks(
+            logits.data_ptr(), rows, size, law.temperature, law.min_p, law.top_k, law.top_p, held.buffer_info()[0],
+            None if ids is None else ids.data_ptr(), k, out.data_ptr(), prob.data_ptr(),
+        )  # fmt: skip
+        return out, prob
 
 
 def _rows(plan: Plan) -> _Rows:

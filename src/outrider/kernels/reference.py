@@ -180,6 +180,13 @@ class TorchKernels:
     def pick(self, logits: Tensor, law: Law, key: int, k: int, probs: bool, row: int = 0) -> tuple[list[int], list[float]]:
         return sampling.pick(logits if logits.dim() == 1 else logits[row], law, key, k)
 
+    def picks(self, logits: Tensor, law: Law, keys: Sequence[int], k: int, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        out, prob = torch.full((len(keys), k), -1, dtype=torch.int32), torch.zeros(len(keys), k)
+        for r, key in enumerate(keys):
+            entries, shares = sampling.pick(logits[r], law, key, k, ids)
+            out[r, : len(entries)], prob[r, : len(entries)] = torch.tensor(entries, dtype=torch.int32), torch.tensor(shares)
+        return out, prob
+
 
 def _bent(scores: Tensor, bend: Bend, ahead: Tensor) -> Tensor:
     """scores [n,k,g,m] as `bend` says; a sink is one column more."""

@@ -131,7 +131,8 @@ static void insert(float score, int32_t id, long k, long *n, float *scores, int3
     scores[at] = score; out[at] = id;
 }
 
-static long choose(Items t, uint64_t key, int noisy, long k, int32_t *out) {          /* without t.id: item i is token i */
+/* Without t.id item i is entry i of the row; without a map entry i is token i, whose noise it gets. */
+static long choose(Items t, uint64_t key, const int32_t *map, int noisy, long k, int32_t *out) {
     float scores[MOST], upper[BLOCK];
     uint32_t u[BLOCK];
     long n = 0;
@@ -139,7 +140,8 @@ static long choose(Items t, uint64_t key, int noisy, long k, int32_t *out) {    
         const long m = t.n - i < BLOCK ? t.n - i : BLOCK;
         const float worst = n < k ? -INFINITY : scores[k - 1];
         int hits = 0;
-        if (noisy && t.id) for (long j = 0; j < m; j++) u[j] = bits(key, t.id[i + j]);
+        if (noisy && map) for (long j = 0; j < m; j++) u[j] = bits(key, map[t.id ? t.id[i + j] : i + j]);
+        else if (noisy && t.id) for (long j = 0; j < m; j++) u[j] = bits(key, t.id[i + j]);
         else if (noisy) for (long j = 0; j < m; j++) u[j] = bits(key, (int32_t)(i + j));
         for (long j = 0; j < m; j++) upper[j] = t.logit[i + j] + (noisy ? bound(u[j]) : 0);
         for (long j = 0; j < m; j++) hits += upper[j] > worst;
@@ -173,8 +175,8 @@ static int inside(const float *l, long n, float best, float x, double min_p, dou
 /* The k best tokens of `logits` (k <= 64) into out, and their probabilities into prob unless it is 0.  Temperature 0 ranks by
  * logit, otherwise by log p + noise(key, token), where p is the law after min_p, top_k and top_p; equal logits stay or go together.
  * Returns how many there are: fewer than k where the law allows fewer, none where no logit is finite. */
-long pick(const float *logits, long V, float temperature, double min_p, long top_k, double top_p, uint64_t key, long k,
-          int32_t *out, float *prob) {
+static long pick_mapped(const float *logits, long V, float temperature, double min_p, long top_k, double top_p, uint64_t key,
+                        const int32_t *map, long k, int32_t *out, float *prob) {
     static _Thread_local float *scratch;
     static _Thread_local long size;
     const long padded = (V + VL - 1) / VL * VL;
@@ -190,7 +192,7 @@ long pick(const float *logits, long V, float temperature, double min_p, long top
 
     const int ranked = noisy && top_k > 0 && top_k < V, nucleus = noisy && top_p < 1;
     if (noisy && !ranked && !prob) {                          /* the best of all are the best inside, where they are inside */
-        const long n = choose((Items){t.logit, 0, 0, V}, key, 1, k, out);
+        const long n = choose((Items){t.logit, 0, 0, V}, key, map, 1, k, out);
         float x = INFINITY;
         for (long i = 0; i < n; i++) x = t.logit[out[i]] < x ? t.logit[out[i]] : x;
         if (inside(t.logit, padded, best, x, min_p, top_p)) return n;
@@ -210,7 +212,7 @@ long pick(const float *logits, long V, float temperature, double min_p, long top
         t = keep(t, cut_at(t, 0, best, lowest(t), top_p * all));
         all = -1;
     }
-    long n = choose(t, key, noisy, k, out);
+    long n = choose(t, key, map, noisy, k, out);
     if (prob) {
         if (all < 0) { all = 0; for (long i = 0; i < t.n; i++) all += t.mass[i]; }
         for (long i = 0; i < n; i++) {
@@ -219,4 +221,20 @@ long pick(const float *logits, long V, float temperature, double min_p, long top
         }
     }
     return n;
+}
+
+long pick(const float *logits, long V, float temperature, double min_p, long top_k, double top_p, uint64_t key, long k,
+          int32_t *out, float *prob) {
+    return pick_mapped(logits, V, temperature, min_p, top_k, top_p, key, 0, k, out, prob);
+}
+
+/* The same for n rows of logits[n,V] at once, each with a key of its own.  map: the token of every entry of a row, 0 where they are
+ * the same.  out and prob are [n,k]; where there are fewer than k the rest is -1 and 0. */
+void picks(const float *logits, long n, long V, float temperature, double min_p, long top_k, double top_p, const uint64_t *keys,
+           const int32_t *map, long k, int32_t *out, float *prob) {
+    #pragma omp parallel for schedule(dynamic, 1) if (n > 1)
+    for (long r = 0; r < n; r++) {
+        long i = pick_mapped(logits + r * V, V, temperature, min_p, top_k, top_p, keys[r], map, k, out + r * k, prob + r * k);
+        for (; i < k; i++) { out[r * k + i] = -1; prob[r * k + i] = 0; }
+    }
 }

@@ -83,7 +83,7 @@ class Decoder:
         kernels = {at: kernels_for(at, dtype) for at in {where.outer, *where.layers}}
         self.kernels: Kernels = kernels[where.outer]
         weights = checkpoint.tensors()
-        turn = rotations(checkpoint.config, spec, max(max_len, 32))  # the self-test computes 24 positions
+        turn = rotations(checkpoint.config, max(max_len, 32))  # the self-test computes 24 positions
         self.embedding = self._fused(self.kernels, weights, [("model.embed_tokens", spec.vocabulary)], spec.hidden, outer=True)
         self.layers = [self._layer(kernels[at], weights, i) for i, at in enumerate(where.layers)]
         self.parts: list[Part] = []
@@ -133,11 +133,16 @@ class Decoder:
         rest = {*range(first), *range(last, self.spec.layers)}
         return self.without(rest, rest)
 
-    def forward(self, plan: Plan, pool: Pool, blocks: Blocks | None = None, x: Tensor | None = None) -> Tensor:
+    def forward(
+        self, plan: Plan, pool: Pool, blocks: Blocks | None = None, x: Tensor | None = None, taps: dict[int, Tensor] | None = None
+    ) -> Tensor:
         """Residual stream after the last layer, [n, hidden] for the n rows of the plan; K/V of these rows is in the pool.
 
         blocks: all, unless given.  x: where they begin, the embeddings of the plan unless given; it may be changed.
+        taps: layer -> gets the residual stream that enters it.
         """
+        if taps:
+            return self._tapped(plan, pool, taps)
         here = self.kernels
         x = here.embed(self.embedding, plan) if x is None else x
         for i, (part, own) in enumerate(zip(blocks or self.parts, pool.parts)):
@@ -148,14 +153,29 @@ class Decoder:
             x = here.run(part.stack, x, plan, own, [(first, count, adapter[i]) for first, count, adapter in plan.adapted])
         return x if here is self.kernels else _carried(x, self.kernels)
 
+    def _tapped(self, plan: Plan, pool: Pool, taps: dict[int, Tensor]) -> Tensor:
+        x, at = None, 0
+        for layer in sorted(taps):
+            x = self.forward(plan, pool, self.between(at, layer), x)
+            taps[layer], at = x.clone(), layer  # x is changed in place
+        return x if x is not None and at == self.spec.layers else self.forward(plan, pool, self.between(at, self.spec.layers), x)
+
     def adapter(self, layers: Adapted) -> list[Any]:
         """What `Plan.adapt` wants for a LoRA adapter that has been read: its form for each part."""
         return [part.kernels.adapter(self.spec, layers[part.first : part.first + part.layers]) for part in self.parts]
 
     def logits(self, x: Tensor, rows: list[int]) -> Tensor:
         """float32 [len(rows), V] of some rows, in ascending order, of `forward`'s result."""
-        chosen = x if len(rows) == x.shape[0] else x[rows]
-        return self.kernels.linear(self.kernels.rms_norm(chosen, self.norm, self.spec.eps), self.lm_head).float()
+        return self.head_logits(self.final(x if len(rows) == x.shape[0] else x[rows]))
+
+    def embed(self, ids: Sequence[int]) -> Tensor:
+        return self.kernels.embed(self.embedding, Plan.bare(ids))
+
+    def final(self, x: Tensor) -> Tensor:
+        return self.kernels.rms_norm(x, self.norm, self.spec.eps)
+
+    def head_logits(self, x: Tensor) -> Tensor:
+        return self.kernels.linear(x, self.lm_head).float()
 
     def chain(
         self, plan: Plan, pool: Pool, chains: Sequence[Chain], vocabulary: int, halt: Halt | None = None,
@@ -210,7 +230,7 @@ def _carried(x: Tensor, kernels: Kernels) -> Tensor:
     return x.to(kernels.device, kernels.activations)
 
 
-def rotations(config: Any, spec: Spec, max_len: int) -> Tensor:
+def rotations(config: Any, max_len: int) -> Tensor:
     """float32 [max_len, head_dim]: cos, then sin, of the first half of the head; every scaling that transformers knows.
 
     A scaling that depends on the length (longrope) is taken for `max_len`, as in vLLM; transformers switches as a text grows.

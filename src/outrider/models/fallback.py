@@ -34,6 +34,7 @@ from outrider.kernels import Bend, Kernels, kernels_for
 from outrider.models import steady, unrouted
 from outrider.models.hub import Checkpoint, first_line
 from outrider.models.spec import FAMILIES, WIDEST
+from outrider.models.taps import tapping
 
 OURS, LISTENING = "outrider", "outrider-listening"  # attention implementations; the second is told about masks
 HARMLESS = {"position_ids", "cache_position", "position_embeddings", "attention_mask", "cos", "sin"}  # tensors that layers pass along
@@ -198,14 +199,27 @@ class Fallback:
     def between(self, first: int, last: int) -> None:
         self.without((), ())
 
-    def forward(self, plan: Plan, pool: Pool, blocks: Any = None, x: Tensor | None = None) -> Tensor:
+    def forward(
+        self, plan: Plan, pool: Pool, blocks: Any = None, x: Tensor | None = None, taps: dict[int, Tensor] | None = None
+    ) -> Tensor:
         """[n, hidden] after the last norm; K/V of these rows is in the pool."""
         assert blocks is None and x is None, "nothing can be left out"
         before = CALL.set(Call(self.kernels, plan, self.layers, self.turn, pool))
         try:
-            return self._hidden(plan)
+            with tapping(self.body, self.spec.layers, taps or {}):
+                return self._hidden(plan)
         finally:
             CALL.reset(before)
+
+    def embed(self, ids: Sequence[int]) -> Tensor:
+        x: Tensor = self.body.get_input_embeddings()(torch.tensor(ids, device=self.device))
+        return x
+
+    def final(self, x: Tensor) -> Tensor:
+        return x
+
+    def head_logits(self, x: Tensor) -> Tensor:
+        return self.logits(x, list(range(len(x))))
 
     def logits(self, x: Tensor, rows: list[int]) -> Tensor:
         """float32 [len(rows), V] of some rows, in ascending order, of `forward`'s result."""

@@ -23,7 +23,8 @@ from outrider.models.spec import Facts, Spec
 
 BUILTIN = {"builtin": "target", "builtin-draft": "draft"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-PATTERNS = ["*.json", "*.safetensors", "*.bin", "tokenizer*", "*.jinja", "*.model", "*.txt"]
+SAFE = ".safetensors"  # all others are pickles, of which only weights are read
+PATTERNS = ["*.json", "*.safetensors", "*.bin", "*.pt", "tokenizer*", "*.jinja", "*.model", "*.txt"]
 
 
 def locate(name: str, revision: str | None = None) -> Path:
@@ -184,7 +185,7 @@ class Weights:
                 return
 
     def _names(self, path: Path) -> list[str]:
-        if path.suffix == ".bin":
+        if path.suffix != SAFE:
             return list(self._bin(path))
         with _opened(path) as file:
             return list(file.keys())
@@ -202,10 +203,13 @@ class Weights:
     def __contains__(self, name: str) -> bool:
         return name in self.where
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.where)
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a tensor that is there, without reading it."""
         path = self.where[name]
-        if path.suffix == ".bin":
+        if path.suffix != SAFE:
             return tuple(self._bin(path)[name].shape)
         with _opened(path) as file:
             return tuple(file.get_slice(name).get_shape())
@@ -229,7 +233,7 @@ class Weights:
         from safetensors import SafetensorError
 
         try:
-            if path.suffix == ".bin":
+            if path.suffix != SAFE:
                 return self._bin(path)[name]
             with _opened(path) as file:
                 tensor: Tensor = file.get_tensor(name)

@@ -51,11 +51,23 @@ class Model(Protocol):
     def between(self, first: int, last: int) -> Any:
         """The same for layers first … last - 1 only."""
 
-    def forward(self, plan: Plan, pool: Pool, blocks: Any = None, x: Tensor | None = None) -> Tensor:
+    def forward(
+        self, plan: Plan, pool: Pool, blocks: Any = None, x: Tensor | None = None, taps: dict[int, Tensor] | None = None
+    ) -> Tensor:
         """[n, hidden] for the n rows of the plan: what `logits` takes; K/V of these rows is in the pool.
 
         blocks: those that run, all unless given.  x: where they begin, the embeddings unless given; it may be changed.
+        taps: layer -> gets the residual stream [n, hidden] that enters it; the number of layers: what leaves the last one.
         """
+
+    def embed(self, ids: Sequence[int]) -> Tensor:
+        """[n, hidden]: the rows of the embedding, as they are."""
+
+    def final(self, x: Tensor) -> Tensor:
+        """[n, hidden] of `forward`'s result: after the last norm, what the head reads."""
+
+    def head_logits(self, x: Tensor) -> Tensor:
+        """float32 [n, V]: the logits of states [n, hidden] that the head may read."""
 
     def logits(self, x: Tensor, rows: list[int]) -> Tensor:
         """float32 [len(rows), V] of some rows, in ascending order, of `forward`'s result."""

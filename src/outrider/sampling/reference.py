@@ -40,11 +40,15 @@ def probabilities(logits: Tensor, law: Law) -> Tensor:
     return filtered(logits, law).double().softmax(-1)
 
 
-def pick(logits: Tensor, law: Law, key: int, k: int) -> tuple[list[int], list[float]]:
-    """The k best of log p + noise (of the logits where greedy) and their probabilities; fewer where the law allows fewer."""
+def pick(logits: Tensor, law: Law, key: int, k: int, ids: Tensor | None = None) -> tuple[list[int], list[float]]:
+    """The k best of log p + noise (of the logits where greedy) and their probabilities; fewer where the law allows fewer.
+
+    ids: the token that each entry stands for, if it is another; its noise counts.
+    """
     scores = scaled = filtered(logits, law)
     if law.temperature > 0:
-        scores = scaled + gumbel(key, scaled.numel(), scaled.device)
+        noise = gumbel(key, scaled.numel() if ids is None else int(ids.max()) + 1, scaled.device)
+        scores = scaled + (noise if ids is None else noise[ids.long().to(noise.device)])
     values, order = scores.sort(descending=True, stable=True)
     tokens = order[:k][values[:k] > float("-inf")]
     return tokens.tolist(), scaled.double().softmax(-1)[tokens].tolist()

@@ -1,0 +1,81 @@
+"""A drafter with a trained head: which file, and what the target's last state is.
+
+Every head reads what the target computed, so it can only guess behind a token whose predecessor's state was seen in this engine:
+
+    position       … e-2   e-1 │ e        e = batch.end(r), known = 1
+    the target said  f_e-2      │          its state after the last token that it computed
+    x                      x_e-1│ guess    the pending token, which it said from that state
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from outrider.draft.base import Drafter, Target
+from outrider.errors import ConfigError
+from outrider.heads.choose import Chooser
+from outrider.heads.files import Head, Reader
+from outrider.models.quantise import bits_of
+from outrider.types import FINAL, Batch, Budget, Commit, Needs, Row
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """model: the head's folder or hub id.  quantization: of its weights, int8 or int4."""
+
+    model: str = ""
+    revision: str | None = None
+    quantization: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str):
+            raise ConfigError(f"model must be the folder or hub id of a head, got {self.model!r}.")
+        bits_of(self.quantization, "quantization of the head")
+
+
+class HeadDrafter(Drafter):
+    """head: the opened file; `reader` packs its tensors, `choose` makes tokens of logits."""
+
+    demo: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    needs = Needs(states=(FINAL,))
+
+    def __init__(self, options: Any, target: Target, head: Head | None = None) -> None:
+        super().__init__(options, target)
+        if head is None and not options.model:
+            raise ConfigError("the method needs 'model': the folder or hub id of a trained head.")
+        self.kernels, self.hidden = target.decoder.kernels, target.decoder.spec.hidden
+        self.head = head or Head.open(options.model, options.revision)
+        self.reader = Reader(self.head, self.kernels, bits_of(options.quantization))
+        self.choose = Chooser(target)
+
+
+class StateDrafter(HeadDrafter):
+    """For heads that guess from the last state alone, and keep nothing else of a row."""
+
+    def __init__(self, options: Any, target: Target, head: Head | None = None) -> None:
+        super().__init__(options, target, head)
+        self.last: dict[Row, tuple[int, Tensor]] = {}  # how many tokens the target had computed, and its state [1, hidden] at the last
+
+    def ready(self, batch: Batch, budgets: Sequence[Budget]) -> list[int]:
+        """The rows of the batch to guess for."""
+        return [
+            r for r, row in enumerate(batch.rows)
+            if budgets[r].nodes and batch.known[r] == 1 and row in self.last and self.last[row][0] == batch.starts[r]
+        ]  # fmt: skip
+
+    def states(self, batch: Batch, rows: Sequence[int]) -> Tensor:
+        """[len(rows), hidden]: f_e-2 of each."""
+        return torch.cat([self.last[batch.rows[r]][1] for r in rows]).to(self.kernels.activations)
+
+    def observe(self, commit: Commit) -> None:
+        for r, row in enumerate(commit.batch.rows):
+            if commit.verdict.tokens[r]:
+                self.last[row] = row.computed, commit.states.of(r, (FINAL,), last=True)
+
+    def forget(self, row: Row, reason: str) -> None:
+        self.last.pop(row, None)

@@ -1,0 +1,153 @@
+"""The files of a trained head: a folder or hub id with tensors and, as a rule, a config that must not be trusted where shapes can tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from outrider.errors import ModelError
+from outrider.kernels import Kernels
+from outrider.kernels.quantised import Quantised, join
+from outrider.models.hub import Weights, download, read_json
+from outrider.models.quantise import quantise
+
+# In the order in which references look for them.
+STEMS = (
+    "model.safetensors", "pytorch_model.bin", "medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.safetensors",
+    "hydra_lm_head.pt", "consolidated.safetensors", "model.pt", "pytorch_model.pt",
+)  # fmt: skip
+
+
+class Tensors(Protocol):
+    """Named tensors, read one at a time."""
+
+    def __contains__(self, name: str) -> bool: ...
+    def __iter__(self) -> Iterator[str]: ...
+    def shape(self, name: str) -> tuple[int, ...]: ...
+    def raw(self, name: str) -> Tensor: ...
+
+
+class Held:
+    """Tensors in memory."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensors[name].shape)
+
+    def raw(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+
+@dataclass(frozen=True)
+class Head:
+    """config: what config.json says, {} without one.  stored: our name of a tensor -> the file's."""
+
+    name: str
+    config: Mapping[str, Any]
+    tensors: Tensors
+    stored: Mapping[str, str] = field(default_factory=dict)
+
+    @staticmethod
+    def open(name: str, revision: str | None = None) -> Head:
+        """Raises ModelError where there is no such folder, or nothing in it that holds tensors."""
+        folder = folder_of(name, revision)
+        config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+        return Head.of(name, config, Weights(folder, stems(folder)))
+
+    @staticmethod
+    def of(name: str, config: Mapping[str, Any], tensors: Tensors | Mapping[str, Tensor]) -> Head:
+        kept = Held(tensors) if isinstance(tensors, Mapping) else tensors
+        return Head(name, config, kept, {one: one for one in kept})
+
+    def renamed(self, change: Callable[[str], str | None]) -> Head:
+        """Under other names; None drops a tensor.  Of several with one name the first stays: aliases of a shared module."""
+        stored: dict[str, str] = {}
+        for name, own in self.stored.items():
+            if (new := change(name)) is not None:
+                stored.setdefault(new, own)
+        return replace(self, stored=stored)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.stored
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.stored)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Raises ModelError naming what is missing."""
+        return self.tensors.shape(self._stored(name))
+
+    def raw(self, name: str) -> Tensor:
+        return self.tensors.raw(self._stored(name))
+
+    def get(self, name: str, *shape: int) -> Tensor:
+        """A tensor of this shape.  Raises ModelError naming what is missing, no float, or of another shape, which is what a head for
+        another target looks like."""
+        found = self.shape(name)
+        if found != shape:
+            raise ModelError(f"{self.name!r} does not fit the target: its {self._stored(name)} is {found}, and {shape} is needed.")
+        tensor = self.raw(name)
+        if not tensor.is_floating_point():
+            raise ModelError(f"{self._stored(name)} of {self.name!r} is {tensor.dtype}; only floating-point weights are supported.")
+        return tensor.detach()
+
+    def _stored(self, name: str) -> str:
+        if name not in self.stored:
+            raise ModelError(f"{self.name!r} has no tensor {name!r}; it has {len(self.stored)}: {', '.join(sorted(self.stored)[:6])} …")
+        return self.stored[name]
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Packs the weights of a head for the target's kernels; bits: in so many, unless as they are."""
+
+    head: Head
+    kernels: Kernels
+    bits: int | None = None
+
+    def vector(self, name: str, size: int) -> Tensor:
+        return self.head.get(name, size).float().to(self.kernels.device).contiguous()
+
+    def linear(self, name: str, outputs: int, inputs: int) -> Any:
+        """`name`.weight, and `name`.bias if the file has one."""
+        return self.fused([(name, outputs)], inputs)
+
+    def fused(self, parts: Sequence[tuple[str, int]], inputs: int) -> Any:
+        """Several linears (name, outputs) of one input, their outputs side by side."""
+        weights = [self._few(self.head.get(f"{name}.weight", outputs, inputs)) for name, outputs in parts]
+        biases = [
+            self.head.get(f"{name}.bias", outputs).float() if f"{name}.bias" in self.head else torch.zeros(outputs) for name, outputs in parts
+        ]
+        biased = any(f"{name}.bias" in self.head for name, _ in parts)
+        return self.kernels.pack(join(weights, torch.float32), torch.cat(biases) if biased else None)
+
+    def _few(self, weight: Tensor) -> Tensor | Quantised:
+        return weight if self.bits is None else quantise(weight, self.bits)
+
+
+def folder_of(name: str, revision: str | None = None) -> Path:
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists() or name.startswith(("/", ".", "~")) or name.count("/") != 1:
+        raise ModelError(f"there is no folder {name!r} with a draft head; give a folder or a hub id (owner/name).")
+    return download(name, revision)
+
+
+def stems(folder: Path) -> list[str]:
+    """What `Weights` should look for: the usual names, then whatever else holds tensors."""
+    others = sorted(p.name for p in folder.iterdir() if p.suffix in (".safetensors", ".pt", ".pth", ".bin") and p.name != "training_args.bin")
+    return [*STEMS, *others]

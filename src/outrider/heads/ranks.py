@@ -1,0 +1,60 @@
+"""A tree by ranks: which ranks of which level are worth a node, by how often each was right.
+
+The expected number of accepted tokens of a tree is the sum over its nodes of the product of the accuracies along their paths, so the
+best tree of n nodes has the n largest products (Medusa, arXiv 2401.10774): it is found by taking the best node that is left.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Sequence
+
+from outrider.heads.templates import Path
+from outrider.types import ROOT, Guesses
+
+LEARN = 0.02
+
+
+class Worth:
+    """worth[level][rank]: how often the guess of that rank was right where its parent was."""
+
+    def __init__(self, worth: Sequence[Sequence[float]]) -> None:
+        self.worth = [list(level) for level in worth]
+
+    @staticmethod
+    def fading(levels: int, ranks: int, first: float = 0.5, by_level: float = 0.85, by_rank: float = 0.4) -> Worth:
+        """Before anything was seen."""
+        return Worth([[first * by_level**level * by_rank**rank for rank in range(ranks)] for level in range(levels)])
+
+    def best(self, nodes: int, depth: int, allowed: Collection[Path] | None = None, least: float = 0.0) -> list[Path]:
+        """The paths of the best tree of at most so many nodes and levels, best first, a parent before its children.
+
+        allowed: only these (a published tree); every parent of one is among them.  least: no path that is less likely to be right.
+        """
+        depth, found = min(depth, len(self.worth)), list[Path]()
+        waiting: list[tuple[float, int, Path]] = []
+
+        def offer(path: Path, above: float) -> None:
+            level = len(path) - 1
+            if level < depth and path[-1] < len(self.worth[level]) and (allowed is None or path in allowed):
+                joint = above * self.worth[level][path[-1]]
+                if joint >= least:
+                    heapq.heappush(waiting, (-joint, len(path), path))
+
+        offer((0,), 1.0)
+        while waiting and len(found) < nodes:
+            joint, _, path = heapq.heappop(waiting)
+            found.append(path)
+            offer((*path, 0), -joint)
+            worth = self.worth[len(path) - 1][path[-1]]
+            offer((*path[:-1], path[-1] + 1), -joint / worth if worth else 0.0)
+        return found
+
+    def learn(self, tree: Guesses, ranks: Sequence[int], accepted: Sequence[int]) -> None:
+        """ranks[i]: of node i among its siblings as the head ranked them.  Along the path that was taken, every guess was right or not."""
+        for level, node in enumerate([ROOT, *accepted]):
+            right = accepted[level] if level < len(accepted) else None
+            for child, parent in enumerate(tree.parents):
+                if parent == node and level < len(self.worth) and ranks[child] < len(self.worth[level]):
+                    row = self.worth[level]
+                    row[ranks[child]] += LEARN * ((child == right) - row[ranks[child]])
