@@ -1,0 +1,88 @@
+"""A toy target whose text can be learnt in a few hundred steps, and how a head is taught it."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from outrider import LLM, SamplingParams
+from outrider.heads.sample import Outer, Sample, read
+from outrider.models.model import Model
+
+V, HIDDEN, LAYERS = 512, 64, 8  # large enough for three different taps
+
+
+def toy_target(folder: Path, **config: Any) -> str:
+    """A random Llama of 8 layers, which say little beside the embedding: its next token hangs mostly on the last one."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {
+        "vocab_size": V, "hidden_size": HIDDEN, "intermediate_size": 96, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "initializer_range": 0.1, "tie_word_embeddings": False,
+        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+    }  # fmt: skip
+    torch.manual_seed(7)
+    model = LlamaForCausalLM(LlamaConfig(**{**sizes, **config})).float()
+    model.lm_head.weight.data.mul_(4.0)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def texts(llm: LLM, count: int = 48, length: int = 48, seed: int = 0) -> list[list[int]]:
+    """What the target says by itself, greedily and at a temperature, behind random tokens."""
+    rng = random.Random(seed)
+    prompts = [{"prompt_token_ids": [rng.randrange(V) for _ in range(6)]} for _ in range(count)]
+    params = [SamplingParams(temperature=i % 2 * 0.7, max_tokens=length, seed=i, ignore_eos=True) for i in range(count)]
+    said = llm.generate(prompts, params, use_tqdm=False)
+    return [out.prompt_token_ids + list(out.outputs[0].token_ids) for out in said]
+
+
+def samples(llm: LLM, wanted: Sequence[int], **given: Any) -> list[Sample]:
+    model: Model = llm.engine.decoder
+    return [read(model, text, wanted) for text in texts(llm, **given)]
+
+
+def teach(
+    network: nn.Module, loss: Callable[[Sample, Outer], Tensor], data: Sequence[Sample], outer: Outer, steps: int = 300, rate: float = 3e-3
+) -> float:
+    """Adam, one batch of 8 texts a step; the mean loss of the last ten steps."""
+    wanted = [p for p in network.parameters() if p.requires_grad]
+    adam, rng, seen = torch.optim.Adam(wanted, lr=rate), random.Random(1), []
+    for _ in range(steps):
+        batch = rng.sample(list(data), 8)
+        value = torch.stack([loss(sample, outer) for sample in batch]).mean()
+        adam.zero_grad()
+        value.backward()  # type: ignore[no-untyped-call]
+        adam.step()
+        seen.append(float(value))
+    return sum(seen[-10:]) / 10
+
+
+def save_head(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], file: str = "model.safetensors") -> str:
+    """Writes a head as a checkpoint folder: safetensors, or a pickle of tensors, aliases and all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    if file.endswith(".safetensors"):
+        save_file({name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}, folder / file)
+    else:
+        torch.save(tensors, folder / file)
+    return str(folder)
+
+
+def acceptance(target: str, speculation: dict[str, Any], count: int = 8, length: int = 48, **params: Any) -> float:
+    """Accepted / guessed over some greedy texts, which must be what plain decoding says."""
+    rng = random.Random(99)
+    prompts = [{"prompt_token_ids": [rng.randrange(V) for _ in range(6)]} for _ in range(count)]
+    asked = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, **params)
+    plain = LLM(target, dtype="float32", speculative_config=None).generate(prompts, asked, use_tqdm=False)
+    fast = LLM(target, dtype="float32", speculative_config=speculation).generate(prompts, asked, use_tqdm=False)
+    assert [out.outputs[0].token_ids for out in fast] == [out.outputs[0].token_ids for out in plain]
+    told = [out.outputs[0].speculation for out in fast]
+    return sum(t.accepted for t in told) / max(1, sum(t.drafted for t in told))
