@@ -1,0 +1,160 @@
+"""Trees that a head grows level by level: EAGLE-2's dynamic one (arXiv 2406.16858), a published static one, and one of drawn guesses.
+
+All of them number the nodes that go through the head, in the order in which they do, and these lie in the slots of this step's guesses.
+The row's table begins one slot later than the target's (see recurrent.py), so that node i lies at table[base + i].
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from outrider.attention.plan import Plan
+from outrider.draft.draft_model.tree import Tree
+from outrider.draft.draft_model.window import View
+from outrider.heads.choose import Chooser
+from outrider.heads.ranks import Worth
+from outrider.heads.templates import Path
+from outrider.types import ROOT, Budget, Guesses, Row
+
+TINY = 1e-30
+
+
+class Growing(Protocol):
+    """sources: for every row of the next forward, which row of the one before its parent was (of those of this tree)."""
+
+    row: Row
+    sources: Sequence[int]
+
+    def take(self, choose: Chooser, logits: Tensor) -> None:
+        """The next level, from float32 [rows of the last forward, Vd]; `sources` is empty where it was the last."""
+
+    def plan(self, plan: Plan) -> None: ...
+    @property
+    def guesses(self) -> Guesses: ...
+
+
+class Dynamic:
+    """Every level asks for the k best behind each of its nodes and goes on with the likeliest of all of them; in the end the
+    likeliest nodes of all levels stay.  A node is no likelier than its parent, so that parents stay with their children.
+
+    Records are all candidates: of level l their tokens, shares and scores (log of the joint probability), and the record of the parent.
+    """
+
+    def __init__(self, row: Row, table: array[int], base: int, budget: Budget, k: int) -> None:
+        self.row, self.table, self.base, self.budget, self.k = row, table, base, budget, min(k, budget.nodes)
+        self.wide = max(1, min(self.k, budget.nodes // max(1, budget.depth - 1)))  # all nodes that go on have a slot of a guess
+        self.levels, self.size = 0, 0
+        self.kept: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []  # of each level: tokens, shares, scores, parents
+        self.records = np.full(1, ROOT)  # of the nodes that went through the head last
+        self.scores = np.zeros(1)
+        self.tokens = np.zeros((1, 0), dtype=np.int64)  # from the root to each of them
+        self.slots = np.zeros((1, 0), dtype=np.int64)
+        self.used = 0
+        self.sources: Sequence[int] = [0]
+
+    def take(self, choose: Chooser, logits: Tensor) -> None:
+        found, likely = choose.best(self.row, self.tokens.tolist(), logits, self.k)
+        tokens, shares = found.numpy(), likely.numpy().astype(np.float64)
+        scores = np.where(tokens >= 0, self.scores[:, None] + np.log(np.maximum(shares, TINY)), -np.inf)
+        count, (rows, k) = self.size, tokens.shape
+        self.kept.append((tokens.ravel(), shares.ravel(), scores.ravel(), np.repeat(self.records, k)))
+        self.levels, self.size = self.levels + 1, count + rows * k
+        if self.levels == self.budget.depth:
+            self.sources = ()
+            return
+        best = np.argsort(-scores.ravel(), kind="stable")[: self.wide]
+        best = best[scores.ravel()[best] > -np.inf]
+        above = best // k
+        own = self.used + np.arange(len(best))
+        self.used += len(best)
+        self.records, self.scores = count + best, scores.ravel()[best]
+        self.tokens = np.concatenate([self.tokens[above], tokens.ravel()[best][:, None]], axis=1)
+        self.slots = np.concatenate([self.slots[above], own[:, None]], axis=1)
+        self.sources = above.tolist()
+
+    def plan(self, plan: Plan) -> None:
+        slots = [[self.table[self.base + i] for i in path] for path in self.slots.tolist()]
+        for path, token in zip(slots, self.tokens[:, -1].tolist()):
+            plan.node(self.table, self.base, path, token)
+
+    @property
+    def guesses(self) -> Guesses:
+        tokens, shares, scores, parents = (np.concatenate(parts) for parts in zip(*self.kept))
+        best = np.argsort(-scores, kind="stable")[: self.budget.nodes]
+        keep = np.sort(best[scores[best] > -np.inf])  # by record: parents first
+        place = np.full(len(tokens) + 1, ROOT)  # the last is the root's, whose record is -1
+        place[keep] = np.arange(len(keep))
+        return Guesses(tokens[keep].tolist(), place[parents[keep]].tolist(), shares[keep].tolist())
+
+
+class Static:
+    """A published tree: which ranks behind which get a node is fixed.  Where the budget is smaller, what is likeliest of it stays."""
+
+    def __init__(self, row: Row, table: array[int], base: int, budget: Budget, paths: Collection[Path]) -> None:
+        self.row, self.table, self.base = row, table, base
+        nodes = Worth.fading(budget.depth, 10).best(budget.nodes, budget.depth, paths)
+        self.children: dict[Path, int] = {}
+        for path in nodes:
+            self.children[path[:-1]] = self.children.get(path[:-1], 0) + 1
+        self.at: dict[Path, tuple[int, list[int], list[int]]] = {(): (ROOT, [], [])}  # path -> node, and tokens and slots down to it
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.confidence: list[float] = []
+        self.frontier: list[Path] = [()]
+        self.sources: Sequence[int] = [0]
+
+    def take(self, choose: Chooser, logits: Tensor) -> None:
+        found, likely = choose.best(self.row, [self.at[path][1] for path in self.frontier], logits, max(map(self._count, self.frontier)))
+        following, sources = list[Path](), list[int]()
+        for i, (path, tokens, shares) in enumerate(zip(self.frontier, found.tolist(), likely.tolist())):
+            parent, said, slots = self.at[path]
+            for rank in range(min(self._count(path), len(tokens))):
+                if tokens[rank] < 0:
+                    break
+                node, below = len(self.tokens), (*path, rank)
+                self.at[below] = node, [*said, tokens[rank]], [*slots, self.table[self.base + node]]
+                self.tokens.append(tokens[rank])
+                self.parents.append(parent)
+                self.confidence.append(shares[rank])
+                if below in self.children:
+                    following.append(below)
+                    sources.append(i)
+        self.frontier, self.sources = following, sources
+
+    def _count(self, path: Path) -> int:
+        return self.children.get(path, 0)
+
+    def plan(self, plan: Plan) -> None:
+        for path in self.frontier:
+            _, said, slots = self.at[path]
+            plan.node(self.table, self.base, slots, said[-1])
+
+    @property
+    def guesses(self) -> Guesses:
+        return Guesses(self.tokens, self.parents, self.confidence)
+
+
+class Drawn:
+    """For rules that judge guesses by their laws: children are drawn, without replacement, and all that are drawn stay."""
+
+    def __init__(self, row: Row, table: array[int], base: int, budget: Budget, k: int, lot: int) -> None:
+        self.row, self.tree = row, Tree(row, base, budget, k, View(table), lot=lot)
+        self.sources: Sequence[int] = [0]
+
+    def take(self, choose: Chooser, logits: Tensor) -> None:
+        tree, above = self.tree, list(self.tree.frontier)
+        laws = {node: choose.law(self.row, tree.path_tokens(node), logits[i]) for i, node in enumerate(above)}
+        tree.draw({node: law for node, law in laws.items() if law is not None})
+        self.sources = [above.index(tree.parents[node]) for node in tree.frontier] if tree.growing else ()
+
+    def plan(self, plan: Plan) -> None:
+        self.tree.plan(plan)
+
+    @property
+    def guesses(self) -> Guesses:
+        return self.tree.guesses

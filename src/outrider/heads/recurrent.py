@@ -1,0 +1,210 @@
+"""Drafters whose head reads a state and the token that was said from it, and says the next state: EAGLE and its kin.
+
+    position of the target      … e-3     e-2     e-1  │ e        e = batch.end(r), one token pending at e-1
+    state of the target         f_e-3   f_e-2          │          seen by `observe`, of every token that became certain
+    token                       x_e-3   x_e-2   x_e-1  │ guess
+    pair (f_t, x_t+1) at t         (f_e-3, x_e-2)      │
+                                        (f_e-2, x_e-1) │          says o, which stands for f_e-1, and the guess for e
+                                              (o, guess)          …
+
+A pair's position is t, as in the reference.  Its K/V lies in the target's slot t + 1, beside the token that it reads: so a page that
+is shared holds nothing that depends on what comes after it.  The row's table, begun one slot later, has pair t at index t.
+
+The target's own states come a step after its tokens.  So every step first catches up: the pairs of all tokens that became certain go
+through the head in one forward, whose last row gives the first level; K/V of guesses is scratch in this step's slots.  After a prefix
+hit the pair at the border needs a state that nobody kept: `lookbehind` lets the target compute that one token again.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from outrider.attention.plan import Plan
+from outrider.cache.pool import Pool
+from outrider.draft.base import Target
+from outrider.errors import ConfigError, unknown
+from outrider.heads.base import HeadDrafter, HeadOptions
+from outrider.heads.choose import Chooser
+from outrider.heads.dynamic import Drawn, Dynamic, Growing, Static
+from outrider.heads.files import Head
+from outrider.heads.templates import EAGLE, Path, paths
+from outrider.types import NOTHING, Batch, Budget, Commit, Draft, Needs, Row
+
+PILE = 64  # states of a row that does not guess, before they are read all the same
+CHAIN, DYNAMIC = "chain", "dynamic"
+
+
+class Net(Protocol):
+    """The network of a head, packed.  taps: the states of the target that it reads; ids: int32 [Vd], what its tokens are, None if the same."""
+
+    taps: tuple[int, ...]
+    ids: Tensor | None
+    slot_bytes: int
+
+    def pool(self, slots: int) -> Pool: ...
+    def enter(self, states: Tensor) -> Tensor:
+        """[n, g] of the target's states [n, taps * hidden]: what stands for them in `forward`."""
+
+    def forward(self, plan: Plan, pool: Pool, g: Tensor) -> Tensor:
+        """[n, o] for the pairs of g [n, g] and the plan's ids; K/V goes to the pool."""
+
+    def again(self, o: Tensor) -> Tensor:
+        """[n, g] of o [n, o]: what stands for the next state."""
+
+    def logits(self, o: Tensor) -> Tensor:
+        """float32 [n, Vd]."""
+
+
+@dataclass(frozen=True)
+class RecurrentOptions(HeadOptions):
+    """tree: "dynamic" (EAGLE-2's), "chain", or a published static tree by name.  top_k: candidates behind a node of a dynamic tree, and how
+    many nodes of a level go on.  nodes: of a tree at most (None: 59, EAGLE-2's total_token of 60 without the root; 8 on a CPU, where
+    every node costs time)."""
+
+    tree: str = DYNAMIC
+    top_k: int = 10
+    nodes: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tree not in (DYNAMIC, CHAIN, *EAGLE):
+            raise ConfigError(unknown("tree", self.tree, (DYNAMIC, CHAIN, *EAGLE)))
+        for name, most in (("top_k", 64), ("nodes", 1 << 20)):
+            value = getattr(self, name)
+            if value is None and name == "nodes":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+                raise ConfigError(f"{name} must be a whole number in 1 … {most}, got {value!r}.")
+
+
+@dataclass
+class Pile:
+    """States of a row that its head has not read: of positions first, first + 1, …"""
+
+    first: int
+    states: list[Tensor] = field(default_factory=list)
+    count: int = 0
+    read: int = 0  # how many entries of `states` went through the head in a step that is not over yet
+
+    @property
+    def end(self) -> int:
+        return self.first + self.count
+
+    def add(self, states: Tensor) -> None:
+        self.states.append(states)
+        self.count += len(states)
+
+    def drop(self) -> None:
+        """What was read."""
+        gone = sum(map(len, self.states[: self.read]))
+        self.first, self.count = self.first + gone, self.count - gone
+        del self.states[: self.read]
+        self.read = 0
+
+
+class Recurrent(HeadDrafter):
+    """A subclass makes the network in `network`."""
+
+    depth = 5
+    net: Net
+
+    def __init__(self, options: Any, target: Target, head: Head | None = None) -> None:
+        super().__init__(options, target, head)
+        self.net = self.network()
+        self.needs = Needs(states=self.net.taps, lookbehind=1)
+        self.slot_bytes = self.net.slot_bytes
+        self.choose = Chooser(target, self.net.ids)
+        self.nodes = options.nodes or (8 if target.decoder.device.type == "cpu" else 59)
+        self.paths: set[Path] = set(paths(EAGLE[options.tree])) if options.tree in EAGLE else set()
+        self.piles: dict[Row, Pile] = {}
+        self.synced: dict[Row, int] = {}  # so many of the row's slots have K/V of the head
+
+    def network(self) -> Net:
+        raise NotImplementedError
+
+    def allocate(self, slots: int, pool: Pool) -> list[Pool]:
+        self.pool = self.net.pool(slots)
+        return [self.pool]
+
+    def size(self, depth: int) -> int:
+        if self.options.tree == CHAIN or self.options.top_k == 1:
+            return depth
+        if self.paths:
+            return min(self.nodes, sum(len(path) <= depth for path in self.paths))
+        k = self.options.top_k
+        return max(depth, min(self.nodes, k + (depth - 1) * k * k))
+
+    def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
+        plan, states, grown, at = Plan(), list[Tensor](), dict[int, Growing](), list[int]()
+        for r, (row, budget) in enumerate(zip(batch.rows, budgets)):
+            self.synced.setdefault(row, batch.starts[r] + 1)
+            pile = self.piles.get(row)
+            if pile is None or not pile.count:
+                continue
+            guesses = budget.nodes > 0 and batch.known[r] == 1 and pile.end == batch.starts[r]
+            if not (guesses or batch.known[r] > 1 or pile.count >= PILE):
+                continue
+            assert row.table is not None
+            table = row.table.slots[1 : batch.end(r) + budget.nodes]
+            plan.chain(table, pile.first, row.tokens[pile.first + 1 : pile.end + 1])
+            states += pile.states
+            pile.read = len(pile.states)
+            self.synced[row] = pile.end + 1
+            if guesses:
+                grown[r] = self._growing(row, table, batch.end(r) - 1, budget)
+                at.append(plan.length - 1)
+        if plan.length:
+            together = torch.cat(states).to(self.kernels.activations)
+            self._levels(self.net.forward(plan.build(), self.pool, self.net.enter(together)), list(grown.values()), at)
+        return Draft([grown[r].guesses if r in grown else NOTHING for r in range(len(batch))])
+
+    def _growing(self, row: Row, table: array[int], base: int, budget: Budget) -> Growing:
+        k = 1 if self.options.tree == CHAIN else self.options.top_k
+        if self.draws(row):
+            return Drawn(row, table, base, budget, k, self.lot)
+        return Static(row, table, base, budget, self.paths) if self.paths else Dynamic(row, table, base, budget, k)
+
+    def _levels(self, o: Tensor, grown: list[Growing], at: Sequence[int]) -> None:
+        """Level after level of all trees, one forward each; `at`: the rows of o that the first hang from."""
+        while grown:
+            o = o[list(at)]
+            logits, plan, first = self.net.logits(o), Plan(), 0
+            sources, following = list[int](), list[Growing]()
+            for tree in grown:
+                count = len(tree.sources)
+                tree.take(self.choose, logits[first : first + count])
+                if tree.sources:
+                    tree.plan(plan)
+                    sources += [first + source for source in tree.sources]
+                    following.append(tree)
+                first += count
+            if following:
+                o = self.net.forward(plan.build(), self.pool, self.net.again(o[sources]))
+            grown, at = following, range(len(sources))
+
+    def observe(self, commit: Commit) -> None:
+        for r, row in enumerate(commit.batch.rows):
+            start, states = commit.batch.starts[r], commit.states.of(r, self.net.taps)
+            pile = self.piles.setdefault(row, Pile(start))
+            pile.drop()
+            if pile.end != start:  # a replay, or the first step after a prefix hit
+                self.piles[row] = pile = Pile(start)
+            pile.add(states)
+
+    def forget(self, row: Row, reason: str) -> None:
+        self.piles.pop(row, None)
+        self.synced.pop(row, None)
+
+    def filled(self, row: Row) -> int:
+        return min(row.computed, self.synced.get(row, row.computed))
+
+
+def config_flag(config: Mapping[str, Any], name: str, default: bool) -> bool:
+    value = config.get(name)
+    return default if value is None else bool(value)
