@@ -1,0 +1,104 @@
+"""EAGLE-1 and EAGLE-2 (arXiv 2401.15077, 2406.16858): one transformer layer continues the target's last states.
+
+    position of the target      t         t+1
+    state that its head reads   f_t                     the target said x_t+1 from it
+    token                                 x_t+1
+    g_t = fc [e(x_t+1); f_t],  o_t = layer(g_t)         o_t stands for f_t+1: the target's own head says x_t+2 from it
+    next step                             (o_t, x_t+2 as guessed)
+
+The two differ in the tree only; "dynamic" is EAGLE-2's.  Positions and K/V: see heads/recurrent.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.attention.plan import Plan
+from outrider.cache.pool import Pool
+from outrider.draft.base import Drafter, Target
+from outrider.draft.eagle.layouts import named, recognised
+from outrider.draft.eagle.network import Network
+from outrider.errors import ModelError
+from outrider.heads.files import Head, Reader
+from outrider.heads.layer import Block, Sizes, turn_of
+from outrider.heads.recurrent import Net, Recurrent, RecurrentOptions
+from outrider.types import FINAL
+
+
+class Packed:
+    """The network on the target's kernels."""
+
+    taps = (FINAL,)
+
+    def __init__(self, reader: Reader, target: Target) -> None:
+        head, model = reader.head, target.decoder
+        self.model, self.kernels, hidden = model, reader.kernels, model.spec.hidden
+        self.fc = reader.linear("fc", hidden, 2 * hidden)
+        count = sum(name.endswith(".self_attn.q_proj.weight") for name in head)
+        self.sizes = Sizes.of(head, "layers.0", hidden)
+        turn = turn_of(head.config, self.sizes, target.max_len)
+        self.blocks = [Block(reader, f"layers.{i}", self.sizes, hidden, turn) for i in range(count)]
+        self.norms = [self._norm(reader, f"layers.{i}.input_layernorm") for i in range(count)]
+        self.norm_token, self.norm_state, self.norm_out = (self._norm(reader, name) for name in ("norm_token", "norm_state", "norm_out"))
+        self.ids = self.lm_head = None
+        if "token_map" in head:  # it knows some of the tokens only, and has a head for these
+            self.ids = head.raw("token_map").to(torch.int32)
+            self.lm_head = reader.linear("lm_head", len(self.ids), hidden)
+
+    def _norm(self, reader: Reader, name: str) -> Tensor | None:
+        return reader.vector(f"{name}.weight", self.model.spec.hidden) if f"{name}.weight" in reader.head else None
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.sizes.slot_bytes(len(self.blocks), self.model)
+
+    def pool(self, slots: int) -> Pool:
+        return self.sizes.pool(len(self.blocks), slots, self.model)
+
+    def enter(self, states: Tensor) -> Tensor:
+        return states
+
+    def again(self, o: Tensor) -> Tensor:
+        return o
+
+    def forward(self, plan: Plan, pool: Pool, g: Tensor) -> Tensor:
+        e = self.model.embed(plan.ids.tolist()).to(g.dtype)
+        x: Tensor = self.kernels.linear(torch.cat([self._normed(e, self.norm_token), self._normed(g, self.norm_state)], dim=-1), self.fc)
+        for i, (block, norm) in enumerate(zip(self.blocks, self.norms)):
+            x = block(self._normed(x, norm), x, plan, pool, i)
+        return x
+
+    def logits(self, o: Tensor) -> Tensor:
+        o = self._normed(o, self.norm_out)
+        return self.model.head_logits(o) if self.lm_head is None else self.kernels.linear(o, self.lm_head).float()
+
+    def _normed(self, x: Tensor, norm: Tensor | None) -> Tensor:
+        return x if norm is None else self.kernels.rms_norm(x, norm, self.sizes.eps)
+
+
+class Eagle(Recurrent):
+    @dataclass(frozen=True)
+    class Options(RecurrentOptions):
+        """As all heads that recur; a published tree by name is EAGLE-1's."""
+
+    @classmethod
+    def claims(cls, head: Head) -> int:
+        return recognised(head)
+
+    @classmethod
+    def example(cls, target: Target) -> Drafter:
+        """A random head, and a tree that is wide and deep."""
+        network = Network.like(target)
+        return cls(cls.Options(nodes=24, top_k=4), target, Head.of("example", network.config(), network.state_dict()))
+
+    def network(self) -> Net:
+        self.head = named(self.head)
+        fc, hidden = self.head.shape("fc.weight"), self.hidden
+        if fc != (hidden, 2 * hidden):
+            raise ModelError(
+                f"{self.head.name!r} does not fit the target: its fc is {fc}, and a target of hidden size {hidden} needs {(hidden, 2 * hidden)}."
+            )
+        return Packed(Reader(self.head, self.kernels, self.reader.bits), self.target)

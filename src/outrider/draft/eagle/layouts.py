@@ -1,0 +1,68 @@
+"""EAGLE's published files.
+
+    layout                         ours
+    reference, .bin or safetensors fc.*, layers.0.*, embed_tokens.weight (a copy of the target's, not read)
+    vLLM, converted                model.* or model.model.*, lm_head.weight (a copy); enorm, hnorm; token_map for a part of the tokens
+    vLLM, as it reads              embedding_layernorm, hidden_states_layernorm (HASS with add_para_norm)
+    speculators v0.1               fusion_fc.*, transformer.*, embedding_layernorm, pre_lm_head_layernorm
+
+Whether fc has a bias the file says, never the config: three readers have three defaults.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from outrider.heads.files import Head
+
+RENAMED = (
+    (r"^(?:model\.)+", ""),
+    (r"^fusion_fc\.", "fc."),
+    (r"^transformer\.", "layers.0."),
+    (r"^(?:embedding_layernorm|enorm)\.", "norm_token."),
+    (r"^(?:hidden_states_layernorm|hnorm)\.", "norm_state."),
+    (r"^(?:pre_lm_head_layernorm|norm)\.", "norm_out."),
+)
+NESTED = ("model", "transformer_layer_config")  # where configs hide what the layer is
+
+
+def named(head: Head) -> Head:
+    """Under our names, with a flat config."""
+    inner = [part for key in NESTED if isinstance(part := head.config.get(key), Mapping)]
+    config = {key: value for part in (*inner, head.config) for key, value in part.items()}
+    for part in inner:
+        config.update(part)
+    return replace(head.renamed(_name), config=config)
+
+
+def _name(name: str) -> str | None:
+    for pattern, ours in RENAMED:
+        name = re.sub(pattern, ours, name)
+    return None if name.startswith("embed_tokens.") or "rotary_emb" in name else name
+
+
+def recognised(head: Head) -> int:
+    """2: the layer reads a state, not a state beside a token, behind an fc of two inputs."""
+    ours, q = named(head), "layers.0.self_attn.q_proj.weight"
+    if "fc.weight" in ours and q in ours:
+        hidden, wide = ours.shape("fc.weight")
+        if wide == 2 * hidden and ours.shape(q)[1] == hidden and not any("mtp" in name for name in head):
+            return 2
+    return int(head.config.get("model_type") == "eagle" or head.config.get("speculators_model_type") == "eagle")
+
+
+def exported(config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Config and tensors of a trained network as engines read them: "reference" (also SGLang, vLLM's current), or "speculators"."""
+    if layout == "reference":
+        return dict(config), dict(tensors)
+    assert layout == "speculators", layout
+    renamed = {re.sub(r"^layers\.0\.", "transformer.", re.sub(r"^fc\.", "fusion_fc.", name)): tensor for name, tensor in tensors.items()}
+    return {
+        "speculators_model_type": "eagle", "speculators_version": "0.1.0", "architectures": ["EagleSpeculator"], "layernorms": False,
+        "fusion_bias": "fc.bias" in tensors, "transformer_layer_architecture": "LlamaDecoderLayer", "transformer_layer_config": dict(config),
+    }, {name: tensor for name, tensor in renamed.items() if not name.startswith(("embed_tokens", "lm_head"))}  # fmt: skip

@@ -1,0 +1,256 @@
+"""EAGLE's published files load as they are, and its network says what a naive one in float64 says."""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.toys import HIDDEN, V, acceptance, samples, save_head, teach, toy_target
+from torch import Tensor
+
+from outrider import LLM
+from outrider.attention.plan import Plan
+from outrider.draft import detect
+from outrider.draft.eagle import Eagle
+from outrider.draft.eagle.layouts import exported
+from outrider.draft.eagle.network import Network
+from outrider.errors import ConfigError, ModelError
+from outrider.heads.sample import Outer
+from outrider.heads.templates import EAGLE, paths
+from outrider.types import FINAL
+
+HEADS, KV, D, INNER, EPS = 4, 2, 24, 96, 1e-5  # head_dim is not hidden / heads
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN, "num_hidden_layers": 36, "vocab_size": V,
+    "num_attention_heads": HEADS, "num_key_value_heads": KV, "head_dim": D, "intermediate_size": INNER, "rms_norm_eps": EPS,
+    "rope_theta": 500000.0, "bias": False,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    return LLM(toy_target(tmp_path_factory.mktemp("toy")), dtype="float32")
+
+
+def tensors(fc_bias: bool = False, qkv_bias: bool = False, layers: int = 1) -> dict[str, Tensor]:
+    """The reference's names and shapes, from its description."""
+    torch.manual_seed(3)
+    shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (V, HIDDEN), "fc.weight": (HIDDEN, 2 * HIDDEN)}
+    if fc_bias:
+        shapes["fc.bias"] = (HIDDEN,)
+    for i in range(layers):
+        at = f"layers.{i}"
+        for name, rows in (("q", HEADS * D), ("k", KV * D), ("v", KV * D)):
+            shapes[f"{at}.self_attn.{name}_proj.weight"] = (rows, HIDDEN)
+            if qkv_bias:
+                shapes[f"{at}.self_attn.{name}_proj.bias"] = (rows,)
+        shapes[f"{at}.self_attn.o_proj.weight"] = (HIDDEN, HEADS * D)
+        shapes[f"{at}.mlp.gate_proj.weight"] = shapes[f"{at}.mlp.up_proj.weight"] = (INNER, HIDDEN)
+        shapes[f"{at}.mlp.down_proj.weight"] = (HIDDEN, INNER)
+        shapes[f"{at}.post_attention_layernorm.weight"] = (HIDDEN,)
+        if i:
+            shapes[f"{at}.input_layernorm.weight"] = (HIDDEN,)
+    return {name: torch.randn(shape) * 0.2 + (len(shape) == 1 and "norm" in name) for name, shape in shapes.items()}
+
+
+def norm(x: Tensor, w: Tensor | None) -> Tensor:
+    return x if w is None else x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * w
+
+
+def turned(x: Tensor, t: int, theta: float) -> Tensor:
+    """One head [D] at position t, halves paired."""
+    half = D // 2
+    angle = torch.tensor([t / theta ** (2 * i / D) for i in range(half)], dtype=torch.float64)
+    a, b = x[:half], x[half:]
+    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()])
+
+
+def naive(w: dict[str, Tensor], e: Tensor, f: Tensor, theta: float = 500000.0) -> Tensor:
+    """o_t for all pairs (f_t, x_t+1), [T, hidden]; e and f [T, hidden].  Position by position, head by head."""
+    w = {name: tensor.double() for name, tensor in w.items()}
+    e, f = norm(e.double(), w.get("enorm.weight")), norm(f.double(), w.get("hnorm.weight"))
+    x = torch.cat([e, f], dim=-1) @ w["fc.weight"].T + w.get("fc.bias", torch.zeros(HIDDEN, dtype=torch.float64))
+    for i in range(sum("q_proj.weight" in name for name in w)):
+        at, out = f"layers.{i}", []
+        u = norm(x, w.get(f"{at}.input_layernorm.weight"))
+        q, k, v = (
+            (u @ w[f"{at}.self_attn.{name}_proj.weight"].T + w.get(f"{at}.self_attn.{name}_proj.bias", torch.zeros((), dtype=torch.float64)))
+            for name in "qkv"
+        )
+        for t in range(len(u)):
+            parts = []
+            for h in range(HEADS):
+                g = h // (HEADS // KV)
+                mine = turned(q[t, h * D : (h + 1) * D], t, theta)
+                scores = torch.stack([mine @ turned(k[s, g * D : (g + 1) * D], s, theta) / math.sqrt(D) for s in range(t + 1)])
+                parts.append(scores.softmax(0) @ v[: t + 1, g * D : (g + 1) * D])
+            out.append(torch.cat(parts))
+        x = x + torch.stack(out) @ w[f"{at}.self_attn.o_proj.weight"].T
+        y = norm(x, w[f"{at}.post_attention_layernorm.weight"])
+        gate = y @ w[f"{at}.mlp.gate_proj.weight"].T
+        x = x + (gate / (1 + (-gate).exp()) * (y @ w[f"{at}.mlp.up_proj.weight"].T)) @ w[f"{at}.mlp.down_proj.weight"].T
+    return x
+
+
+def ours(llm: LLM, folder: str, ids: list[int], f: Tensor) -> tuple[Tensor, Tensor]:
+    """What the packed network of a folder says of pairs, and the logits of the last one."""
+    drafter = Eagle(Eagle.Options(model=folder), llm.engine.target)
+    drafter.allocate(64, drafter.net.pool(1))
+    plan = Plan()
+    plan.chain(array("i", range(1, 40)), 0, ids)
+    out = drafter.net.forward(plan.build(), drafter.pool, drafter.net.enter(f))
+    return out, drafter.net.logits(out[-1:])
+
+
+def layouts(w: dict[str, Tensor]) -> dict[str, tuple[dict[str, Any], dict[str, Tensor], str]]:
+    """One network in every layout: config, tensors, file."""
+    bare = {name: tensor for name, tensor in w.items() if name != "embed_tokens.weight"}
+    head = {"lm_head.weight": torch.zeros(V, HIDDEN)}  # a copy of the target's, which is used instead
+    fused = {name.replace("fc.", "fusion_fc.").replace("layers.0.", "transformer."): tensor for name, tensor in bare.items()}
+    v01 = {"speculators_model_type": "eagle", "transformer_layer_config": CONFIG, "layernorms": False, "fusion_bias": "fc.bias" in w}
+    return {
+        "reference .bin": (CONFIG, w, "pytorch_model.bin"),
+        "reference safetensors": (CONFIG, w, "model.safetensors"),
+        "vllm converted": (
+            {"model_type": "eagle", "model": CONFIG, "eagle_fc_bias": False},
+            {**{name if name.startswith("fc") else f"model.{name}": tensor for name, tensor in w.items()}, **head}, "model.safetensors",
+        ),
+        "vllm prefixed twice": (
+            {"model_type": "eagle", "model": CONFIG},
+            {**{f"model.model.{name}": tensor for name, tensor in bare.items()}, "model.lm_head.weight": head["lm_head.weight"]},
+            "pytorch_model.bin",
+        ),
+        "speculators 0.1": (v01, fused, "model.safetensors"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("fc_bias", [False, True])
+@pytest.mark.parametrize("qkv_bias", [False, True])
+@pytest.mark.parametrize("layout", list(layouts({})))
+def test_every_layout_is_the_same_network(toy: LLM, tmp_path: Path, layout: str, fc_bias: bool, qkv_bias: bool) -> None:
+    w = tensors(fc_bias, qkv_bias)
+    config, stored, file = layouts(w)[layout]
+    folder = save_head(tmp_path, config, stored, file)
+    assert detect(folder) == "eagle"
+    ids, f = [5, 9, 400, 3, 77, 12, 8], torch.randn(7, HIDDEN)
+    outer = Outer.of(toy.engine.decoder)
+    out, logits = ours(toy, folder, ids, f)
+    expected = naive(w, outer.embedding[ids], f)
+    assert torch.allclose(out.double(), expected, atol=1e-4)
+    assert torch.allclose(logits[0].double(), expected[-1] @ outer.lm_head.double().T, atol=1e-3)
+
+
+def test_norms_of_other_trainers(toy: LLM, tmp_path: Path) -> None:
+    """Norms before fc, after the layer, and a second layer with one of its own."""
+    w = tensors(layers=2)
+    w["enorm.weight"], w["hnorm.weight"], w["norm.weight"] = torch.rand(HIDDEN) + 0.5, torch.rand(HIDDEN) + 0.5, torch.rand(HIDDEN) + 0.5
+    folder = save_head(tmp_path, {"model_type": "eagle", "model": CONFIG}, w)
+    ids, f, outer = [5, 9, 400], torch.randn(3, HIDDEN), Outer.of(toy.engine.decoder)
+    out, logits = ours(toy, folder, ids, f)
+    expected = naive(w, outer.embedding[ids], f)
+    assert torch.allclose(out.double(), expected, atol=1e-4)
+    last = norm(expected[-1], w["norm.weight"].double())
+    assert torch.allclose(logits[0].double(), last @ outer.lm_head.double().T, atol=1e-3)
+
+
+def test_a_part_of_the_vocabulary(toy: LLM, tmp_path: Path) -> None:
+    w = {**tensors(), "token_map": torch.arange(0, V, 4), "lm_head.weight": torch.randn(V // 4, HIDDEN)}
+    folder = save_head(tmp_path, {"model_type": "eagle", "model": CONFIG, "truncated_vocab_size": V // 4}, w)
+    drafter = Eagle(Eagle.Options(model=folder), toy.engine.target)
+    assert drafter.net.ids is not None and drafter.net.ids.tolist() == list(range(0, V, 4))
+    assert ours(toy, folder, [5], torch.randn(1, HIDDEN))[1].shape == (1, V // 4)
+
+
+def test_the_published_bytes() -> None:
+    """EAGLE-LLaMA3-Instruct-8B: 1.55 GB, so the embedding is in the file and the head is not; our names and shapes add up to it."""
+    with torch.device("meta"):
+        network = Network(4096, 14336, 32, 8, 128, 128256, bias=False)
+        total = sum(tensor.numel() for tensor in network.state_dict().values()) + 128256 * 4096
+    assert round(2 * total / 1e9, 2) == 1.55
+
+
+def test_the_published_static_tree() -> None:
+    nodes = paths(EAGLE["mc_sim_7b_63"])
+    assert [sum(len(path) == level for path in nodes) for level in range(1, 6)] == [4, 8, 8, 3, 2]
+
+
+@pytest.fixture(scope="module")
+def taught(toy: LLM, tmp_path_factory: pytest.TempPathFactory) -> str:
+    network = Network.like(toy.engine.target).train()
+    data, outer = samples(toy, (FINAL,)), Outer.of(toy.engine.decoder)
+    teach(network, network.loss, data, outer, steps=250)
+    folder = tmp_path_factory.mktemp("taught")
+    return save_head(folder, *exported(network.config(), network.state_dict(), "reference"))
+
+
+def test_a_taught_head_is_mostly_right(toy: LLM, taught: str) -> None:
+    """Chance is 1/512.  The exported file is detected; a chain and both trees."""
+    target = toy.engine.options.model
+    assert acceptance(target, {"model": taught, "tree": "chain", "num_speculative_tokens": 3}) > 0.4
+    for tree in ("dynamic", "mc_sim_7b_63"):
+        assert acceptance(target, {"model": taught, "tree": tree, "num_speculative_tokens": 3, "nodes": 12}) > 0.08
+
+
+def test_a_shift_is_caught(toy: LLM, taught: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pairs of a state and the token before the one that was said from it."""
+    before = Plan.chain
+
+    def shifted(self: Plan, table: Any, start: int, ids: Any, *rest: Any) -> None:
+        before(self, table, start, [7, *list(ids)[:-1]], *rest)
+
+    import outrider.heads.recurrent as recurrent
+
+    class Shifted(Plan):
+        chain = shifted
+
+    monkeypatch.setattr(recurrent, "Plan", Shifted)
+    assert acceptance(toy.engine.options.model, {"model": taught, "tree": "chain", "num_speculative_tokens": 3}) < 0.2
+
+
+def test_a_head_for_another_target_is_refused(toy: LLM, tmp_path: Path) -> None:
+    w = tensors()
+    w["fc.weight"] = torch.randn(96, 192)
+    with pytest.raises(ModelError, match=r"\(96, 192\).*\(64, 128\)"):
+        Eagle(Eagle.Options(model=save_head(tmp_path, CONFIG, w)), toy.engine.target)
+
+
+def test_a_missing_tensor_is_named(toy: LLM, tmp_path: Path) -> None:
+    w = tensors()
+    del w["layers.0.mlp.down_proj.weight"]
+    with pytest.raises(ModelError, match=r"layers\.0\.mlp\.down_proj\.weight"):
+        Eagle(Eagle.Options(model=save_head(tmp_path, CONFIG, w)), toy.engine.target)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+def test_a_truncated_file_is_refused(toy: LLM, tmp_path: Path, file: str) -> None:
+    folder = save_head(tmp_path, CONFIG, tensors(), file)
+    whole = (tmp_path / file).read_bytes()
+    (tmp_path / file).write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ModelError, match="corrupt"):
+        Eagle(Eagle.Options(model=folder), toy.engine.target)
+
+
+def test_options_are_checked(toy: LLM) -> None:
+    with pytest.raises(ConfigError, match="dynamic"):
+        Eagle.Options(tree="dynamics")
+    with pytest.raises(ConfigError, match="top_k"):
+        Eagle.Options(top_k=0)
+    with pytest.raises(ConfigError, match="model"):
+        Eagle(Eagle.Options(), toy.engine.target)
+
+
+def test_speculators_export_is_read_back(toy: LLM, tmp_path: Path) -> None:
+    network = Network.like(toy.engine.target)
+    config, stored = exported(network.config(), network.state_dict(), "speculators")
+    json.dumps(config)
+    folder = save_head(tmp_path, config, stored)
+    assert detect(folder) == "eagle"
+    ids, f = [5, 9, 400], torch.randn(3, HIDDEN)
+    out, _ = ours(toy, folder, ids, f)
+    with torch.no_grad():
+        assert torch.allclose(out, network(Outer.of(toy.engine.decoder).embedding[ids], f), atol=1e-4)
