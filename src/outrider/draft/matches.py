@@ -28,6 +28,14 @@ class Belief:
     def best(self, shortest: int, longest: int) -> float:
         return max(self.values[shortest : longest + 1])
 
+    def promise(self, length: int, levels: int) -> float:
+        """What so many levels after a match are worth at most: the sum of the probabilities of a chain that nothing else followed."""
+        joint, whole = 1.0, 0.0
+        for n in range(length, length + levels):
+            joint *= self(n)
+            whole += joint
+        return whole
+
     def passed(self, shortest: int, longest: int) -> None:
         for n in range(shortest, min(longest, len(self.values) - 1) + 1):
             self.values[n] += self.learn / 10 * (self.start[n] - self.values[n])

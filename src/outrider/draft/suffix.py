@@ -22,6 +22,7 @@ RUNS = (8, 4, 2, 1)
 PLACES = {8: 4, 4: 16, 2: 16, 1: 16}  # most recent ones of a run that are looked at; after long ones the same follows, as a rule
 SEGMENT = 1 << 18  # tokens of finished requests that share one index
 END = -1  # between two requests
+ROUNDING = 1e-9
 
 
 class Place(NamedTuple):
@@ -167,20 +168,31 @@ class Suffix(Drafter):
         best, most = NOTHING, 0.0
         for order, run in enumerate(RUNS):
             longest = RUNS[order - 1] - 1 if order else self.longest
-            if order and self._nodes(longest, budget) <= most:
-                break  # no shorter match can promise more
+            hope = self._hope(belief, run, longest, budget)
+            if hope <= most + ROUNDING:
+                continue  # no such match can promise more
             if belief.best(run, longest) < least:
                 belief.passed(run, longest)
                 continue
-            for texts in (self._in_row(row, known.index, context, order, longest), self._in_finished(context, order, longest)):
+            for find in (self._in_row, self._in_finished):
+                if hope <= most + ROUNDING:
+                    break
+                texts = find(row, known.index, context, order, longest)
                 for length in sorted({agreed for agreed, _ in texts}, reverse=True):
                     nodes = self._nodes(length, budget)
+                    if belief.promise(length, nodes) <= most + ROUNDING:
+                        continue
                     agreeing = [text for agreed, text in texts if agreed >= length]
                     room = Budget(min(budget.depth, nodes), nodes)
                     tree, score = frequent(agreeing, room, belief, length, least, self.siblings)
                     if score > most:
                         best, most, known.length = tree, score, length
         return best
+
+    def _hope(self, belief: Belief, shortest: int, longest: int, budget: Budget) -> float:
+        """What a match of a length between these is worth at most; all lengths from the longest run on are believed alike."""
+        lengths = {*range(shortest, min(longest, RUNS[0]) + 1), longest}
+        return max([belief.promise(n, self._nodes(n, budget)) for n in lengths])
 
     def _nodes(self, length: int, budget: Budget) -> int:
         """How many guesses a match of `length` tokens earns."""
@@ -194,7 +206,7 @@ class Suffix(Drafter):
             found.append((length, text if len(text) == self.depth else [text[i % len(text)] for i in range(self.depth)]))
         return found
 
-    def _in_finished(self, context: array[int], order: int, longest: int) -> list[tuple[int, list[int]]]:
+    def _in_finished(self, row: Row, own: Index, context: array[int], order: int, longest: int) -> list[tuple[int, list[int]]]:
         found: list[tuple[int, list[int]]] = []
         for index in reversed(self.memory.segments):
             for length, at in index.find(context, order, longest):
