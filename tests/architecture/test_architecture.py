@@ -29,7 +29,7 @@ LAYERS = [
     {"attention", "models.spec", "sampling.reference"},
     {"kernels", "verify", "control"},
     {"models", "sampling"},
-    {"draft"},
+    {"draft", "heads"},
     {"config"},
     {"engine"},
     {"outputs"},

@@ -16,6 +16,7 @@ from outrider.kernels.quantised import Quantised, join
 from outrider.models.hub import Weights, download, read_json
 from outrider.models.quantise import quantise
 
+BUILTIN = Path(__file__).parent.parent / "builtin" / "heads"
 # In the order in which references look for them.
 STEMS = (
     "model.safetensors", "pytorch_model.bin", "medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.safetensors",
@@ -138,12 +139,19 @@ class Reader:
         return weight if self.bits is None else quantise(weight, self.bits)
 
 
+def builtin() -> dict[str, Path]:
+    """The small heads for the built-in target: "builtin-<method>" -> its folder."""
+    return {f"builtin-{folder.name}": folder for folder in sorted(BUILTIN.glob("*/"))}
+
+
 def folder_of(name: str, revision: str | None = None) -> Path:
-    folder = Path(name).expanduser()
+    """Raises ModelError where there is none, or the hub does not give it."""
+    folder = builtin().get(name) or Path(name).expanduser()
     if folder.is_dir():
         return folder
     if folder.exists() or name.startswith(("/", ".", "~")) or name.count("/") != 1:
-        raise ModelError(f"there is no folder {name!r} with a draft head; give a folder or a hub id (owner/name).")
+        known = ", ".join(["a folder", "a hub id (owner/name)", *builtin()])
+        raise ModelError(f"there is no folder {name!r} with a draft head: give {known}.")
     return download(name, revision)
 
 
