@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.toys import HIDDEN, V, acceptance, samples, save_head, teach, toy_target
+from toys import HIDDEN, V, acceptance, samples, save_head, teach, toy_target
 from torch import Tensor
 
 from outrider import LLM

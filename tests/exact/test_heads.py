@@ -1,0 +1,48 @@
+"""Methods with trained heads: over transformers' own code, after prefix hits and preemption, and side by side, exactly as plain decoding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from helpers import answer, install, prompts_of, said, settled, tiny_checkpoint, tiny_prompts
+
+from outrider import LLM, SamplingParams, draft
+from outrider.heads.base import HeadDrafter
+
+HEADS = [name for name, method in draft.methods().items() if issubclass(method, HeadDrafter)]
+PROMPTS = tiny_prompts(5, seed=11)
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.8, seed=5, max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", params=["GPTNeoX", "Gemma2"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[LLM, LLM]:
+    """Plain and fast engines over transformers' own code of a family."""
+    folder = tiny_checkpoint(tmp_path_factory.mktemp("family"), request.param)
+    return LLM(folder, dtype="float32"), LLM(folder, dtype="float32")
+
+
+@pytest.mark.parametrize("method", HEADS)
+def test_over_transformers_own_code(pair: tuple[LLM, LLM], method: str) -> None:
+    plain, fast = pair
+    install(fast, method)
+    for params in (GREEDY, SAMPLED):
+        outputs = fast.generate(prompts_of(PROMPTS), params, use_tqdm=False)
+        assert [said(output) for output in outputs] == [said(answer(plain, prompt, params)) for prompt in PROMPTS]
+        assert sum(output.speculation.drafted for output in outputs) > 0
+    settled(fast)
+
+
+@pytest.mark.parametrize("method", HEADS)
+def test_states_come_back_after_a_prefix_hit(method: str, tmp_path: Path) -> None:
+    """The second time the prompt is cached; guesses are made all the same, and are the same."""
+    llm = LLM(tiny_checkpoint(tmp_path), dtype="float32")
+    install(llm, method)
+    prompt = {"prompt_token_ids": tiny_prompts(1, seed=3, longest=41)[0] * 3}
+    first = llm.generate([prompt], GREEDY, use_tqdm=False)[0]
+    again = llm.generate([prompt], GREEDY, use_tqdm=False)[0]
+    assert said(first) == said(again)
+    assert again.num_cached_tokens
+    assert again.speculation.drafted > 0 and again.speculation.accepted == first.speculation.accepted
+    settled(llm)
