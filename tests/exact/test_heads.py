@@ -29,7 +29,7 @@ def test_over_transformers_own_code(pair: tuple[LLM, LLM], method: str) -> None:
     install(fast, method)
     for params in (GREEDY, SAMPLED):
         outputs = fast.generate(prompts_of(PROMPTS), params, use_tqdm=False)
-        assert [said(output) for output in outputs] == [said(answer(plain, prompt, params)) for prompt in PROMPTS]
+        assert [said(output.outputs) for output in outputs] == [said(answer(plain, prompt, params).outputs) for prompt in PROMPTS]
         assert sum(output.speculation.drafted for output in outputs) > 0
     settled(fast)
 
@@ -42,7 +42,7 @@ def test_states_come_back_after_a_prefix_hit(method: str, tmp_path: Path) -> Non
     prompt = {"prompt_token_ids": tiny_prompts(1, seed=3, longest=41)[0] * 3}
     first = llm.generate([prompt], GREEDY, use_tqdm=False)[0]
     again = llm.generate([prompt], GREEDY, use_tqdm=False)[0]
-    assert said(first) == said(again)
+    assert said(first.outputs) == said(again.outputs)
     assert again.num_cached_tokens
     assert again.speculation.drafted > 0 and again.speculation.accepted == first.speculation.accepted
     settled(llm)

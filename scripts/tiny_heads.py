@@ -1,0 +1,110 @@
+"""Trains the small heads that stand beside the built-in target, on what it says itself.
+
+    python scripts/tiny_heads.py --prompts prompts.jsonl --minutes 15
+
+prompts.jsonl: one {"prompt": text in the chat format} a line.  Every head learns from the same texts, read once by the target; the loss of
+each is its method's own.  They are sketches, so that each method can be tried without a download: a tenth of the text that a
+published head sees would already make them much better.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from safetensors.torch import save_file
+from torch import nn
+
+from outrider import LLM, SamplingParams
+from outrider.draft.base import Target
+from outrider.draft.dflash.network import Network as DFlash
+from outrider.draft.eagle3.network import Network as Eagle3
+from outrider.draft.eagle.network import Network as Eagle
+from outrider.draft.medusa.network import Network as Medusa
+from outrider.draft.mlp_speculator.network import Network as MlpSpeculator
+from outrider.draft.mtp.network import Network as Mtp
+from outrider.draft.redrafter.network import Network as ReDrafter
+from outrider.heads.files import BUILTIN
+from outrider.heads.sample import Outer, read
+from outrider.types import FINAL
+
+TEXTS, LENGTH, BATCH, RATE = 1600, 160, 8, 1.5e-3
+MAKE: dict[str, Callable[[Target, int, int], nn.Module]] = {}
+
+
+def wanted(network: Any) -> tuple[int, ...]:
+    return tuple(getattr(network, "taps", (FINAL,)))
+
+
+def texts(llm: LLM, prompts: list[str], console: Console) -> list[list[int]]:
+    """Half greedy, half at T = 0.8, so that a head sees what it will be asked to continue."""
+    params = [SamplingParams(temperature=0.8 * (i % 2), max_tokens=LENGTH, seed=i) for i in range(len(prompts))]
+    with console.status(f"{len(prompts)} answers of the built-in target"):
+        said = llm.generate(prompts, params)
+    return [(out.prompt_token_ids + list(out.outputs[0].token_ids))[-2 * LENGTH :] for out in said]
+
+
+def train(llm: LLM, networks: dict[str, nn.Module], data: list[list[int]], minutes: float, console: Console) -> dict[str, float]:
+    """Adam for each; the rate falls linearly with the time.  Returns the mean loss of the last steps of each."""
+    model, dice = llm.engine.decoder, random.Random(0)
+    outer = Outer.of(model)
+    taps = sorted({tap for network in networks.values() for tap in wanted(network)})
+    adams = {name: torch.optim.AdamW(network.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0) for name, network in networks.items()}
+    losses: dict[str, list[float]] = {name: [] for name in networks}
+    began = time.perf_counter()
+    with Progress(console=console) as bar:
+        task = bar.add_task("training", total=1.0)
+        while (done := (time.perf_counter() - began) / 60 / minutes) < 1:
+            with torch.inference_mode(False), torch.no_grad():
+                batch = [read(model, dice.choice(data), taps) for _ in range(BATCH)]
+            for name, network in networks.items():
+                for group in adams[name].param_groups:
+                    group["lr"] = RATE * min(1.0, len(losses[name]) / 20) * (1 - done)
+                value = torch.stack([network.loss(sample, outer) for sample in batch]).mean()
+                adams[name].zero_grad()
+                value.backward()
+                nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+                adams[name].step()
+                losses[name].append(float(value))
+            bar.update(task, completed=done)
+    return {name: sum(of[-10:]) / len(of[-10:]) for name, of in losses.items()}
+
+
+def save(name: str, network: Any) -> int:
+    folder = BUILTIN / name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**network.config(), "torch_dtype": "bfloat16"}, indent=1) + "\n")
+    tensors = {key: tensor.detach().to(torch.bfloat16 if tensor.is_floating_point() else tensor.dtype).clone().contiguous()
+               for key, tensor in network.state_dict().items()}  # fmt: skip
+    save_file(tensors, folder / "model.safetensors")
+    return (folder / "model.safetensors").stat().st_size
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, default=15)
+    parser.add_argument("--heads", nargs="*")
+    given = parser.parse_args()
+    console, llm = Console(), LLM(model="builtin", max_num_seqs=32)
+    lines = [json.loads(line)["prompt"] for line in given.prompts.read_text().splitlines()]
+    data = texts(llm, random.Random(0).sample(lines, min(TEXTS, len(lines))), console)
+    target: Target = llm.engine.target
+    networks = {name: make(target, target.decoder.spec.hidden, target.vocabulary) for name, make in MAKE.items() if not given.heads or name in given.heads}
+    console.print(f"{sum(map(len, data)):,} tokens; a uniform guess has a loss of {math.log(target.vocabulary):.2f}")
+    ended = train(llm, networks, data, given.minutes, console)
+    table = Table("head", "weights", "bytes", "loss")
+    for name, network in networks.items():
+        size = save(name, network)
+        table.add_row(name, f"{sum(p.numel() for p in network.parameters()):,}", f"{size:,}", f"{ended[name]:.3f}")
+    console.print(table)
