@@ -31,7 +31,7 @@ from typing import Any
 
 import peers
 
-LIMIT = 300  # seconds that one mode may take
+LIMIT = 900  # seconds that one mode may take
 NGRAM = 3  # tokens that have to agree before a rival copies what followed
 
 
