@@ -30,12 +30,13 @@ def toy_target(folder: Path, **config: Any) -> str:
     }  # fmt: skip
     torch.manual_seed(7)
     model = LlamaForCausalLM(LlamaConfig(**{**sizes, **config})).float()
+    model.model.embed_tokens.weight.data.mul_(10.0)
     model.lm_head.weight.data.mul_(4.0)
     model.save_pretrained(folder)
     return str(folder)
 
 
-def texts(llm: LLM, count: int = 48, length: int = 48, seed: int = 0) -> list[list[int]]:
+def texts(llm: LLM, count: int = 200, length: int = 48, seed: int = 0) -> list[list[int]]:
     """What the target says by itself, greedily and at a temperature, behind random tokens."""
     rng = random.Random(seed)
     prompts = [{"prompt_token_ids": [rng.randrange(V) for _ in range(6)]} for _ in range(count)]
@@ -61,7 +62,7 @@ def teach(
         adam.zero_grad()
         value.backward()  # type: ignore[no-untyped-call]
         adam.step()
-        seen.append(float(value))
+        seen.append(float(value.detach()))
     return sum(seen[-10:]) / 10
 
 
@@ -77,10 +78,10 @@ def save_head(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], 
 
 
 def acceptance(target: str, speculation: dict[str, Any], count: int = 8, length: int = 48, **params: Any) -> float:
-    """Accepted / guessed over some greedy texts, which must be what plain decoding says."""
+    """Accepted / guessed over some texts, which must be what plain decoding says.  Sampled ones: greedy ones soon repeat one token."""
     rng = random.Random(99)
     prompts = [{"prompt_token_ids": [rng.randrange(V) for _ in range(6)]} for _ in range(count)]
-    asked = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, **params)
+    asked = [SamplingParams(**{"temperature": 0.7, "max_tokens": length, "ignore_eos": True, "seed": i, **params}) for i in range(count)]
     plain = LLM(target, dtype="float32", speculative_config=None).generate(prompts, asked, use_tqdm=False)
     fast = LLM(target, dtype="float32", speculative_config=speculation).generate(prompts, asked, use_tqdm=False)
     assert [out.outputs[0].token_ids for out in fast] == [out.outputs[0].token_ids for out in plain]

@@ -189,11 +189,11 @@ def taught(toy: LLM, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_a_taught_head_is_mostly_right(toy: LLM, taught: str) -> None:
-    """Chance is 1/512.  The exported file is detected; a chain and both trees."""
+    """Chance is 1/512.  The exported file is detected; a chain, and trees, of 8 nodes of which one a level can be right."""
     target = toy.engine.options.model
-    assert acceptance(target, {"model": taught, "tree": "chain", "num_speculative_tokens": 3}) > 0.4
+    assert acceptance(target, {"model": taught, "tree": "chain", "num_speculative_tokens": 1}) > 0.2
     for tree in ("dynamic", "mc_sim_7b_63"):
-        assert acceptance(target, {"model": taught, "tree": tree, "num_speculative_tokens": 3, "nodes": 12}) > 0.08
+        assert acceptance(target, {"model": taught, "tree": tree, "num_speculative_tokens": 3, "nodes": 8}) > 0.04
 
 
 def test_a_shift_is_caught(toy: LLM, taught: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +209,7 @@ def test_a_shift_is_caught(toy: LLM, taught: str, monkeypatch: pytest.MonkeyPatc
         chain = shifted
 
     monkeypatch.setattr(recurrent, "Plan", Shifted)
-    assert acceptance(toy.engine.options.model, {"model": taught, "tree": "chain", "num_speculative_tokens": 3}) < 0.2
+    assert acceptance(toy.engine.options.model, {"model": taught, "tree": "chain", "num_speculative_tokens": 1}) < 0.05
 
 
 def test_a_head_for_another_target_is_refused(toy: LLM, tmp_path: Path) -> None:
