@@ -59,7 +59,9 @@ def train(llm: LLM, networks: dict[str, nn.Module], data: list[list[int]], minut
     model, dice = llm.engine.decoder, random.Random(0)
     outer = Outer.of(model)
     taps = sorted({tap for network in networks.values() for tap in wanted(network)})
-    adams = {name: torch.optim.AdamW(network.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0) for name, network in networks.items()}
+    adams = {
+        name: torch.optim.AdamW(network.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0) for name, network in networks.items()
+    }
     losses: dict[str, list[float]] = {name: [] for name in networks}
     began = time.perf_counter()
     with Progress(console=console) as bar:
@@ -100,7 +102,11 @@ if __name__ == "__main__":
     lines = [json.loads(line)["prompt"] for line in given.prompts.read_text().splitlines()]
     data = texts(llm, random.Random(0).sample(lines, min(TEXTS, len(lines))), console)
     target: Target = llm.engine.target
-    networks = {name: make(target, target.decoder.spec.hidden, target.vocabulary) for name, make in MAKE.items() if not given.heads or name in given.heads}
+    networks = {
+        name: make(target, target.decoder.spec.hidden, target.vocabulary)
+        for name, make in MAKE.items()
+        if not given.heads or name in given.heads
+    }
     console.print(f"{sum(map(len, data)):,} tokens; a uniform guess has a loss of {math.log(target.vocabulary):.2f}")
     ended = train(llm, networks, data, given.minutes, console)
     table = Table("head", "weights", "bytes", "loss")

@@ -290,7 +290,7 @@ class Commit:
     draft: Draft
     verdict: Verdict
     topk: list[list[list[int]]] = field(default_factory=list)
-    states: States = States({}, [])  # noqa: RUF009 - never changed
+    states: States = States({}, [])  # never changed
 
 
 class Times(NamedTuple):

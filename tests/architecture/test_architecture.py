@@ -42,7 +42,7 @@ LAYERS = [
 # Where a method's name may stand outside its own file: what a speculative_config means that names none, and a mix that is shown.
 NAMED = {
     ("config.py", "off"),
-    ("config.py", "draft_model"),
+    ("draft/__init__.py", "draft_model"),
     ("draft/first.py", "suffix"),
     ("draft/first.py", "recycle"),
     ("draft/union.py", "ngram"),

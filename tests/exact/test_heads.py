@@ -1,4 +1,4 @@
-"""Methods with trained heads: over transformers' own code, after prefix hits and preemption, and side by side, exactly as plain decoding."""
+"""Methods with trained heads, over transformers' own code and after prefix hits: exactly as plain decoding."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from toys import HIDDEN, V, acceptance, samples, save_head, teach, toy_target
 from torch import Tensor
+from toys import HIDDEN, V, acceptance, samples, save_head, teach, toy_target
 
 from outrider import LLM
 from outrider.attention.plan import Plan
@@ -79,7 +79,10 @@ def naive(w: dict[str, Tensor], e: Tensor, f: Tensor, theta: float = 500000.0) -
         at, out = f"layers.{i}", []
         u = norm(x, w.get(f"{at}.input_layernorm.weight"))
         q, k, v = (
-            (u @ w[f"{at}.self_attn.{name}_proj.weight"].T + w.get(f"{at}.self_attn.{name}_proj.bias", torch.zeros((), dtype=torch.float64)))
+            (
+                u @ w[f"{at}.self_attn.{name}_proj.weight"].T
+                + w.get(f"{at}.self_attn.{name}_proj.bias", torch.zeros((), dtype=torch.float64))
+            )
             for name in "qkv"
         )
         for t in range(len(u)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from outrider.attention.plan import Plan
@@ -13,6 +14,7 @@ from outrider.sampling import dice
 from outrider.sampling.sampler import Sampler
 from outrider.types import FINAL, ROOT, Batch, Draft, Guesses, Needs, Resume, Row, States, Verdict
 
+NONE = torch.empty(0)  # where a state will be
 SLICE = 16  # rows of prompt logits that are held at once
 
 
@@ -58,7 +60,9 @@ class Seen:
         """What `Commit.states` says."""
         if not self.kept:
             return States({}, [])
-        return States(self.kept, [[*range(first, end), *(end + i for i in nodes)] for (first, end), nodes in zip(self.spans, verdict.nodes)])
+        return States(
+            self.kept, [[*range(first, end), *(end + i for i in nodes)] for (first, end), nodes in zip(self.spans, verdict.nodes)]
+        )
 
     def record(self, verdict: Verdict) -> None:
         """Log-probabilities of what is emitted, for rows that ask; what the scheduler cuts off later is cut from these, too."""
@@ -92,7 +96,7 @@ class Runner:
             if batch.emits[r]:
                 roots[r] = len(wanted)
                 wanted.extend(range(plan.length - len(guesses.tokens) - 1, plan.length))
-        kept: dict[int, Tensor] = dict.fromkeys(needs.states)  # type: ignore[arg-type]
+        kept = dict.fromkeys(needs.states, NONE)
         x = self._run(plan.build(), draft.resume, [end for _, end in spans], kept)
         for r, first in asking:
             self._score(batch.rows[r], x, first, batch.starts[r], batch.end(r))

@@ -32,8 +32,8 @@ class Scheduler:
         lookbehind: int = 0,
     ) -> None:
         """seats: rows at once.  tokens: budget of a step.  guesses: how many nodes a row of such a batch asks for.
-        chunk: how many tokens of prompts may ride beside rows that are decoding.  lookbehind: tokens with K/V that an admitted row computes again (to the same numbers), because their
-        states are wanted."""
+        chunk: how many tokens of prompts may ride beside rows that are decoding.  lookbehind: tokens with K/V that an admitted row
+        computes again (to the same numbers), because their states are wanted."""
         self.adapters, self.lookbehind = adapters, lookbehind
         self.cache, self.seats, self.tokens, self.guesses, self.chunk = cache, seats, tokens, guesses, chunk
         self.filled, self.forget = filled, forget

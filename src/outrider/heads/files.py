@@ -130,7 +130,8 @@ class Reader:
         """Several linears (name, outputs) of one input, their outputs side by side."""
         weights = [self._few(self.head.get(f"{name}.weight", outputs, inputs)) for name, outputs in parts]
         biases = [
-            self.head.get(f"{name}.bias", outputs).float() if f"{name}.bias" in self.head else torch.zeros(outputs) for name, outputs in parts
+            self.head.get(f"{name}.bias", outputs).float() if f"{name}.bias" in self.head else torch.zeros(outputs)
+            for name, outputs in parts
         ]
         biased = any(f"{name}.bias" in self.head for name, _ in parts)
         return self.kernels.pack(join(weights, torch.float32), torch.cat(biases) if biased else None)
@@ -157,5 +158,7 @@ def folder_of(name: str, revision: str | None = None) -> Path:
 
 def stems(folder: Path) -> list[str]:
     """What `Weights` should look for: the usual names, then whatever else holds tensors."""
-    others = sorted(p.name for p in folder.iterdir() if p.suffix in (".safetensors", ".pt", ".pth", ".bin") and p.name != "training_args.bin")
+    others = sorted(
+        p.name for p in folder.iterdir() if p.suffix in (".safetensors", ".pt", ".pth", ".bin") and p.name != "training_args.bin"
+    )
     return [*STEMS, *others]

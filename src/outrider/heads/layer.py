@@ -37,8 +37,8 @@ class Sizes:
         width = config.get("head_dim") or (q // heads if heads else 0)
         if not width or q % width or kv % width or (q // width) % (kv // width):
             raise ModelError(
-                f"{head.name!r}: {at} has {q} outputs for queries and {kv} for keys, which are no heads of head_dim {config.get('head_dim')} "
-                f"(num_attention_heads {heads})."
+                f"{head.name!r}: {at} has {q} outputs for queries and {kv} for keys, which are no heads of "
+                f"head_dim {config.get('head_dim')} (num_attention_heads {heads})."
             )
         inner = head.shape(f"{at}.mlp.gate_proj.weight")[0]
         return Sizes(hidden, inner, q // width, kv // width, width, float(config.get("rms_norm_eps", 1e-6)))

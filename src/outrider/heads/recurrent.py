@@ -41,12 +41,14 @@ CHAIN, DYNAMIC = "chain", "dynamic"
 
 
 class Net(Protocol):
-    """The network of a head, packed.  taps: the states of the target that it reads; ids: int32 [Vd], what its tokens are, None if the same."""
+    """The network of a head, packed.  taps: the states of the target that it reads; ids: int32 [Vd], what its tokens are, None if they
+    are the target's."""
 
     taps: tuple[int, ...]
     ids: Tensor | None
-    slot_bytes: int
 
+    @property
+    def slot_bytes(self) -> int: ...
     def pool(self, slots: int) -> Pool: ...
     def enter(self, states: Tensor) -> Tensor:
         """[n, g] of the target's states [n, taps * hidden]: what stands for them in `forward`."""
@@ -137,7 +139,7 @@ class Recurrent(HeadDrafter):
             return depth
         if self.paths:
             return min(self.nodes, sum(len(path) <= depth for path in self.paths))
-        k = self.options.top_k
+        k: int = self.options.top_k
         return max(depth, min(self.nodes, k + (depth - 1) * k * k))
 
     def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:

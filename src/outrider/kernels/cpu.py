@@ -15,7 +15,6 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -27,12 +26,12 @@ from torch import Tensor
 
 from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
-from outrider.kernels import chain, lora
-from outrider.kernels.chain import TRAITS, Chained, Halt, Traits
+from outrider.kernels import chain, lora, picking
+from outrider.kernels.chain import Chained, Halt
 from outrider.kernels.lora import Adapted, Adapter, Runs
+from outrider.kernels.picking import Picking
 from outrider.kernels.quantised import Quantised
 from outrider.models.spec import Spec
-from outrider.sampling.params import Law
 
 if TYPE_CHECKING:
     from outrider.kernels import Bend, Chain, Heads
@@ -96,7 +95,7 @@ def _cpuinfo() -> list[str]:
 
 
 def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
-    p, n, i, f, d, u = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float, ctypes.c_double, ctypes.c_uint64
+    p, n, i, f = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
     w = ctypes.POINTER(_Weight)
     lib.linear.argtypes = [w, p, n, n, p, n, i]
     lib.embed.argtypes = [w, p, n, n, p]
@@ -104,14 +103,11 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.silu_mul.argtypes = [p, n, n, p]
     lib.rope_store.argtypes = [p, n, n, n, n, n, p, p, f, p, n, p, p, p, p, i, n, p]
     lib.attend.argtypes = [p, p, p, i, n, n, n, n, n, n, p, p, p, p, p, n, f, n, n, n, ctypes.POINTER(_Bend), p]
-    lib.pick.argtypes = [p, n, f, d, n, d, u, n, p, p]
-    lib.pick.restype = n
-    lib.picks.argtypes = [p, n, n, f, d, n, d, p, p, n, p, p]
     shape, layers, ends, rows, rule = map(ctypes.POINTER, (_Shape, _Layer, _Ends, _Rows, chain.Rule))
     lib.stack.argtypes = [shape, layers, rows, p, n, p]
     lib.chain.argtypes = [shape, layers, ends, rows, p, p, n, p, n, n, rule, p, p, p]
-    lib.halts.argtypes = [rule, p, n, f, i, n, p]
-    for name in ("linear", "embed", "rms_norm", "silu_mul", "rope_store", "attend", "stack", "chain", "picks"):
+    picking.declare(lib)
+    for name in ("linear", "embed", "rms_norm", "silu_mul", "rope_store", "attend", "stack", "chain"):
         getattr(lib, name).restype = None
     return lib
 
@@ -188,17 +184,16 @@ class Stack:
     alive: object
 
 
-class CpuKernels:
+class CpuKernels(Picking):
     """Every row is computed by the same operations in the same order, whatever stands beside it (see kernels.c)."""
 
     exact = True
     device, activations = torch.device("cpu"), torch.float32
 
     def __init__(self, lib: ctypes.CDLL, dtype: torch.dtype) -> None:
-        self.lib, self.dtype = lib, dtype
+        self.dtype = dtype
         self.name = f"C ({str(dtype).removeprefix('torch.')} weights, float32 sums)"
-        self._out = (ctypes.c_int32 * 64)()
-        self._prob = (ctypes.c_float * 64)()
+        super().__init__(lib)
 
     def pack(self, weight: Tensor | Quantised, bias: Tensor | None = None) -> Packed:
         bias = None if bias is None else bias.float().contiguous()
@@ -305,29 +300,6 @@ class CpuKernels:
             room.rule, room.out, room.traits, None if states is None else states.data_ptr(),
         )  # fmt: skip
         return room.read()
-
-    def halts(self, halt: Halt, logits: Tensor, temperature: float, token: int, level: int, row: int = 0) -> tuple[bool, Traits]:
-        at = logits.data_ptr() + (row * logits.stride(0) * 4 if row else 0)
-        traits = (ctypes.c_float * TRAITS)()
-        return bool(self.lib.halts(chain.Rule.of(halt), at, logits.shape[-1], temperature, token, level, traits)), traits[:]
-
-    def pick(self, logits: Tensor, law: Law, key: int, k: int, probs: bool, row: int = 0) -> tuple[list[int], list[float]]:
-        at = logits.data_ptr() + (row * logits.stride(0) * 4 if row else 0)  # the address: indexing a tensor costs far more
-        count = self.lib.pick(
-            at, logits.shape[-1], law.temperature, law.min_p, law.top_k, law.top_p, key, min(k, 64),
-            self._out, self._prob if probs else None,
-        )  # fmt: skip
-        return self._out[:count], self._prob[:count] if probs else []
-
-
-    def picks(self, logits: Tensor, law: Law, keys: Sequence[int], k: int, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        (rows, size), held, logits = logits.shape, array("Q", keys), logits.contiguous()
-        out, prob = torch.empty(rows, k, dtype=torch.int32), torch.empty(rows, k)
-        self.lib.picks(
-            logits.data_ptr(), rows, size, law.temperature, law.min_p, law.top_k, law.top_p, held.buffer_info()[0],
-            None if ids is None else ids.data_ptr(), k, out.data_ptr(), prob.data_ptr(),
-        )  # fmt: skip
-        return out, prob
 
 
 def _rows(plan: Plan) -> _Rows:

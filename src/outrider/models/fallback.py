@@ -14,7 +14,7 @@ import inspect
 import itertools
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -161,7 +161,7 @@ class Fallback:
         self.head = _load(checkpoint).to(device)
         self.body = _body(self.head, self.spec.architecture)
         self.positioned = "position_ids" in inspect.signature(self.body.forward).parameters
-        _fix_ropes(self.head, max_len, device)
+        steady.fix_ropes(self.head, max_len, device)
         routed = not unrouted.route(self.head, attend)
         steady.enter(self.head, self.kernels, dtype)
         with self._refusing():
@@ -199,9 +199,7 @@ class Fallback:
     def between(self, first: int, last: int) -> None:
         self.without((), ())
 
-    def forward(
-        self, plan: Plan, pool: Pool, blocks: Any = None, x: Tensor | None = None, taps: dict[int, Tensor] | None = None
-    ) -> Tensor:
+    def forward(self, plan: Plan, pool: Pool, blocks: Any = None, x: Tensor | None = None, taps: dict[int, Tensor] | None = None) -> Tensor:
         """[n, hidden] after the last norm; K/V of these rows is in the pool."""
         assert blocks is None and x is None, "nothing can be left out"
         before = CALL.set(Call(self.kernels, plan, self.layers, self.turn, pool))
@@ -330,21 +328,6 @@ def _body(model: Any, name: str) -> Any:
     if body is None:
         raise ModelError(f"{name} is not supported: its body cannot be told from its head.")
     return body
-
-
-def _fix_ropes(model: nn.Module, max_len: int, device: torch.device) -> None:
-    """A scaling that depends on the length (dynamic, longrope) is taken for `max_len`, so that no token depends on another's position."""
-    module: Any
-    for module in model.modules():
-        kinds = getattr(module, "rope_type", None)
-        last = torch.tensor([[max_len - 1]], device=device)
-        if isinstance(kinds, str):
-            module(torch.zeros(1, device=device), last)
-            module.rope_type = "default"
-        elif isinstance(kinds, dict):
-            for kind in kinds:
-                module(torch.zeros(1, device=device), last, kind)
-            module.rope_type = dict.fromkeys(kinds, "default")
 
 
 def _alike(layers: list[Layer]) -> list[Layer]:

@@ -51,9 +51,7 @@ class Model(Protocol):
     def between(self, first: int, last: int) -> Any:
         """The same for layers first … last - 1 only."""
 
-    def forward(
-        self, plan: Plan, pool: Pool, blocks: Any = None, x: Tensor | None = None, taps: dict[int, Tensor] | None = None
-    ) -> Tensor:
+    def forward(self, plan: Plan, pool: Pool, blocks: Any = None, x: Tensor | None = None, taps: dict[int, Tensor] | None = None) -> Tensor:
         """[n, hidden] for the n rows of the plan: what `logits` takes; K/V of these rows is in the pool.
 
         blocks: those that run, all unless given.  x: where they begin, the embeddings unless given; it may be changed.

@@ -111,7 +111,7 @@ class DraftModel(Drafter):
             if self.draft_tensor_parallel_size != 1:
                 raise ConfigError(f"draft_tensor_parallel_size must be 1, got {self.draft_tensor_parallel_size!r}.")
 
-    decoder: model.Model
+    decoder: model.Model | Translated
     stretch = 1  # tokens of ours for one of the target's, at most
 
     def __new__(cls, options: Options, target: Target) -> Any:
@@ -145,7 +145,7 @@ class DraftModel(Drafter):
         where = place(checkpoint.spec.layers, device, options.draft_gpu_layers, "draft_gpu_layers")
         dtype = checkpoint.dtype(options.draft_dtype, device, "draft_dtype")
         own = model.load(checkpoint, dtype, device, self.context, options.quantization, target.decoder.kv_cache_dtype, where)
-        self.decoder = Translated(own, shared) if shared else own
+        self.decoder = own if shared is None else Translated(own, shared)
         if shared:
             self.vocabulary = target.vocabulary
         self.sampler = target.sampler if self.decoder.device == target.decoder.device else Sampler(self.decoder.kernels)

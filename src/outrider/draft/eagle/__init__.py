@@ -31,7 +31,7 @@ from outrider.types import FINAL
 class Packed:
     """The network on the target's kernels."""
 
-    taps = (FINAL,)
+    taps: tuple[int, ...] = (FINAL,)
 
     def __init__(self, reader: Reader, target: Target) -> None:
         head, model = reader.head, target.decoder
@@ -91,7 +91,9 @@ class Eagle(Recurrent):
     @classmethod
     def example(cls, target: Target) -> Drafter:
         """A random head, and a tree that is wide and deep."""
-        network = Network.like(target)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            network = Network.like(target)
         return cls(cls.Options(nodes=24, top_k=4), target, Head.of("example", network.config(), network.state_dict()))
 
     def network(self) -> Net:
@@ -99,6 +101,6 @@ class Eagle(Recurrent):
         fc, hidden = self.head.shape("fc.weight"), self.hidden
         if fc != (hidden, 2 * hidden):
             raise ModelError(
-                f"{self.head.name!r} does not fit the target: its fc is {fc}, and a target of hidden size {hidden} needs {(hidden, 2 * hidden)}."
+                f"{self.head.name!r} does not fit the target: its fc is {fc}, and the target's hidden size needs {(hidden, 2 * hidden)}."
             )
         return Packed(Reader(self.head, self.kernels, self.reader.bits), self.target)

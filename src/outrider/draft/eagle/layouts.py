@@ -63,6 +63,7 @@ def exported(config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: s
     assert layout == "speculators", layout
     renamed = {re.sub(r"^layers\.0\.", "transformer.", re.sub(r"^fc\.", "fusion_fc.", name)): tensor for name, tensor in tensors.items()}
     return {
-        "speculators_model_type": "eagle", "speculators_version": "0.1.0", "architectures": ["EagleSpeculator"], "layernorms": False,
-        "fusion_bias": "fc.bias" in tensors, "transformer_layer_architecture": "LlamaDecoderLayer", "transformer_layer_config": dict(config),
+        "speculators_model_type": "eagle", "speculators_version": "0.1.0", "architectures": ["EagleSpeculator"],
+        "transformer_layer_architecture": "LlamaDecoderLayer", "transformer_layer_config": dict(config), "layernorms": False,
+        "fusion_bias": "fc.bias" in tensors,
     }, {name: tensor for name, tensor in renamed.items() if not name.startswith(("embed_tokens", "lm_head"))}  # fmt: skip

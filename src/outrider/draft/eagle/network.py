@@ -28,11 +28,12 @@ class Network(nn.Module):
         self.settings = LlamaConfig(
             hidden_size=hidden, intermediate_size=inner, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim,
             vocab_size=vocabulary, rms_norm_eps=eps, num_hidden_layers=1, rope_parameters={"rope_type": "default", "rope_theta": theta},
-            attn_implementation="eager",
         )  # fmt: skip
+        self.settings._attn_implementation = "eager"  # which takes a mask
+        self.theta = theta
         self.fc = nn.Linear(2 * hidden, hidden, bias=bias)
         layer = LlamaDecoderLayer(self.settings, 0)
-        layer.input_layernorm = nn.Identity()
+        layer.input_layernorm = nn.Identity()  # type: ignore[assignment]
         for name in ("q_proj", "k_proj", "v_proj") if qkv_bias else ():
             old = getattr(layer.self_attn, name)
             setattr(layer.self_attn, name, nn.Linear(old.in_features, old.out_features))
@@ -52,7 +53,7 @@ class Network(nn.Module):
             "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": s.hidden_size, "num_hidden_layers": 1,
             "intermediate_size": s.intermediate_size, "num_attention_heads": s.num_attention_heads, "head_dim": s.head_dim,
             "num_key_value_heads": s.num_key_value_heads, "vocab_size": s.vocab_size, "rms_norm_eps": s.rms_norm_eps,
-            "rope_theta": s.rope_parameters["rope_theta"], "bias": self.fc.bias is not None,
+            "rope_theta": self.theta, "bias": self.fc.bias is not None,
         }  # fmt: skip
 
     def forward(self, tokens: Tensor, states: Tensor) -> Tensor:
@@ -62,14 +63,15 @@ class Network(nn.Module):
         mask = torch.full((count, count), float("-inf")).triu(1)[None, None]
         for layer in self.layers:
             x = layer(x, attention_mask=mask, position_ids=at, position_embeddings=self.rotary(x, at))
-        return x[0]
+        out: Tensor = x[0]
+        return out
 
     def loss(self, sample: Sample, outer: Outer) -> Tensor:
         """Smooth L1 of the states and, at a tenth, the cross entropy of the tokens that the target's head reads off them.
 
-            tokens    x_0   x_1   x_2 … x_T            pair t is (f_t, x_t+1); o_t should be f_t+1, and say p_t+1
-            states    f_0   f_1   f_2 … f_T
-            pair            0     1   … T-1
+        tokens    x_0   x_1   x_2 … x_T            pair t is (f_t, x_t+1); o_t should be f_t+1, and say p_t+1
+        states    f_0   f_1   f_2 … f_T
+        pair            0     1   … T-1
         """
         states, count = sample.states[FINAL], len(sample.tokens) - 1
         noisy = states[:count] + (torch.rand_like(states[:count]) - 0.5) * 2 * NOISE * self.training

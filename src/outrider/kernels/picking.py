@@ -1,0 +1,54 @@
+"""Choosing tokens from logits by the C kernels (sample.c, stop.c)."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from outrider.kernels import chain
+from outrider.kernels.chain import TRAITS, Halt, Traits
+from outrider.sampling.params import Law
+
+
+def declare(lib: ctypes.CDLL) -> None:
+    p, n, i, f, d, u = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float, ctypes.c_double, ctypes.c_uint64
+    lib.pick.argtypes = [p, n, f, d, n, d, u, n, p, p]
+    lib.pick.restype = n
+    lib.picks.argtypes = [p, n, n, f, d, n, d, p, p, n, p, p]
+    lib.picks.restype = None
+    lib.halts.argtypes = [ctypes.POINTER(chain.Rule), p, n, f, i, n, p]
+
+
+class Picking:
+    """These methods of `Kernels`; logits are float32 on the CPU."""
+
+    def __init__(self, lib: ctypes.CDLL) -> None:
+        self.lib = lib
+        self._out = (ctypes.c_int32 * 64)()
+        self._prob = (ctypes.c_float * 64)()
+
+    def halts(self, halt: Halt, logits: Tensor, temperature: float, token: int, level: int, row: int = 0) -> tuple[bool, Traits]:
+        at = logits.data_ptr() + (row * logits.stride(0) * 4 if row else 0)
+        traits = (ctypes.c_float * TRAITS)()
+        return bool(self.lib.halts(chain.Rule.of(halt), at, logits.shape[-1], temperature, token, level, traits)), traits[:]
+
+    def pick(self, logits: Tensor, law: Law, key: int, k: int, probs: bool, row: int = 0) -> tuple[list[int], list[float]]:
+        at = logits.data_ptr() + (row * logits.stride(0) * 4 if row else 0)  # the address: indexing a tensor costs far more
+        count = self.lib.pick(
+            at, logits.shape[-1], law.temperature, law.min_p, law.top_k, law.top_p, key, min(k, 64),
+            self._out, self._prob if probs else None,
+        )  # fmt: skip
+        return self._out[:count], self._prob[:count] if probs else []
+
+    def picks(self, logits: Tensor, law: Law, keys: Sequence[int], k: int, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        (rows, size), held, logits = logits.shape, array("Q", keys), logits.contiguous()
+        out, prob = torch.empty(rows, k, dtype=torch.int32), torch.empty(rows, k)
+        self.lib.picks(
+            logits.data_ptr(), rows, size, law.temperature, law.min_p, law.top_k, law.top_p, held.buffer_info()[0],
+            None if ids is None else ids.data_ptr(), k, out.data_ptr(), prob.data_ptr(),
+        )  # fmt: skip
+        return out, prob
