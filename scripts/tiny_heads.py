@@ -14,11 +14,20 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
+from outrider.draft.dflash.network import Network as DFlash
+from outrider.draft.dflash.network import Shape
+from outrider.draft.eagle3.network import Network as Eagle3
+from outrider.draft.eagle3.network import Settings
+from outrider.draft.hydra.network import Network as Hydra
+from outrider.draft.medusa.network import Network as Medusa
+from outrider.draft.mlp_speculator.network import Mlp
+from outrider.draft.mtp.network import Network as Mtp
+from outrider.draft.redrafter.network import Network as ReDrafter
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -26,58 +35,64 @@ from safetensors.torch import save_file
 from torch import nn
 
 from outrider import LLM, SamplingParams
-from outrider.draft.base import Target
-from outrider.draft.dflash.network import Network as DFlash
-from outrider.draft.eagle3.network import Network as Eagle3
 from outrider.draft.eagle.network import Network as Eagle
-from outrider.draft.medusa.network import Network as Medusa
-from outrider.draft.mlp_speculator.network import Network as MlpSpeculator
-from outrider.draft.mtp.network import Network as Mtp
-from outrider.draft.redrafter.network import Network as ReDrafter
 from outrider.heads.files import BUILTIN
 from outrider.heads.sample import Outer, read
 from outrider.types import FINAL
 
-TEXTS, LENGTH, BATCH, RATE = 1600, 160, 8, 1.5e-3
-MAKE: dict[str, Callable[[Target, int, int], nn.Module]] = {}
+TEXTS, LENGTH, BATCH, RATE, KNOWN = 1600, 160, 8, 1.5e-3, 2048
+TAPS = (2, 4, 5)  # of the target's 8 layers, as EAGLE-3 takes them
 
 
-def wanted(network: Any) -> tuple[int, ...]:
-    return tuple(getattr(network, "taps", (FINAL,)))
+def made(hidden: int, vocabulary: int, known: tuple[int, ...]) -> dict[str, tuple[Any, tuple[int, ...]]]:
+    """Every head, and what it reads; small, so that all of them together weigh less than the draft model."""
+    block = {"heads": 6, "kv_heads": 2, "head_dim": 64, "inner": 512}
+    return {
+        "eagle": (Eagle(hidden, 512, 6, 2, 64, vocabulary, bias=False), (FINAL,)),
+        "eagle3": (Eagle3(Settings(vocabulary, hidden, target_hidden=hidden, taps=TAPS, drafted=known, **block)), TAPS),
+        "medusa": (Medusa(hidden, vocabulary, heads=3, own=False), (FINAL,)),
+        "hydra": (Hydra(hidden, vocabulary, heads=2, layers=1), (FINAL,)),
+        "mlp_speculator": (Mlp(hidden, 128, vocabulary, n_predict=3, tie_weights=True, scale_input=True), (FINAL,)),
+        "redrafter": (ReDrafter(hidden, vocabulary, layers=1, exit_dim=160), (FINAL,)),
+        "dflash": (DFlash(Shape(hidden, layers=1, vocabulary=vocabulary, taps=TAPS, block=4, mask=2, **block)), TAPS),
+        "mtp": (Mtp(hidden, 512, 6, 2, 64, vocabulary, first=8, steps=3), (FINAL,)),
+    }
 
 
 def texts(llm: LLM, prompts: list[str], console: Console) -> list[list[int]]:
     """Half greedy, half at T = 0.8, so that a head sees what it will be asked to continue."""
     params = [SamplingParams(temperature=0.8 * (i % 2), max_tokens=LENGTH, seed=i) for i in range(len(prompts))]
+    asked = [{"prompt_token_ids": llm.tokenizer.encode(prompt, add_special_tokens=False)} for prompt in prompts]
     with console.status(f"{len(prompts)} answers of the built-in target"):
-        said = llm.generate(prompts, params)
+        said = llm.generate(asked, params)
     return [(out.prompt_token_ids + list(out.outputs[0].token_ids))[-2 * LENGTH :] for out in said]
 
 
-def train(llm: LLM, networks: dict[str, nn.Module], data: list[list[int]], minutes: float, console: Console) -> dict[str, float]:
+def train(
+    llm: LLM, networks: dict[str, tuple[Any, tuple[int, ...]]], data: list[list[int]], minutes: float, console: Console
+) -> dict[str, float]:
     """Adam for each; the rate falls linearly with the time.  Returns the mean loss of the last steps of each."""
-    model, dice = llm.engine.decoder, random.Random(0)
-    outer = Outer.of(model)
-    taps = sorted({tap for network in networks.values() for tap in wanted(network)})
+    model, dice, outer = llm.engine.decoder, random.Random(0), Outer.of(llm.engine.decoder)
+    taps = sorted({tap for _, wanted in networks.values() for tap in wanted})
     adams = {
-        name: torch.optim.AdamW(network.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0) for name, network in networks.items()
+        name: torch.optim.AdamW(network.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
+        for name, (network, _) in networks.items()
     }
     losses: dict[str, list[float]] = {name: [] for name in networks}
     began = time.perf_counter()
     with Progress(console=console) as bar:
         task = bar.add_task("training", total=1.0)
         while (done := (time.perf_counter() - began) / 60 / minutes) < 1:
-            with torch.inference_mode(False), torch.no_grad():
-                batch = [read(model, dice.choice(data), taps) for _ in range(BATCH)]
-            for name, network in networks.items():
+            batch = [read(model, dice.choice(data), taps) for _ in range(BATCH)]
+            for name, (network, _) in networks.items():
                 for group in adams[name].param_groups:
-                    group["lr"] = RATE * min(1.0, len(losses[name]) / 20) * (1 - done)
+                    group["lr"] = RATE * min(1.0, (1 + len(losses[name])) / 20) * (1 - done)
                 value = torch.stack([network.loss(sample, outer) for sample in batch]).mean()
                 adams[name].zero_grad()
                 value.backward()
                 nn.utils.clip_grad_norm_(network.parameters(), 1.0)
                 adams[name].step()
-                losses[name].append(float(value))
+                losses[name].append(float(value.detach()))
             bar.update(task, completed=done)
     return {name: sum(of[-10:]) / len(of[-10:]) for name, of in losses.items()}
 
@@ -101,16 +116,14 @@ if __name__ == "__main__":
     console, llm = Console(), LLM(model="builtin", max_num_seqs=32)
     lines = [json.loads(line)["prompt"] for line in given.prompts.read_text().splitlines()]
     data = texts(llm, random.Random(0).sample(lines, min(TEXTS, len(lines))), console)
-    target: Target = llm.engine.target
-    networks = {
-        name: make(target, target.decoder.spec.hidden, target.vocabulary)
-        for name, make in MAKE.items()
-        if not given.heads or name in given.heads
-    }
-    console.print(f"{sum(map(len, data)):,} tokens; a uniform guess has a loss of {math.log(target.vocabulary):.2f}")
+    counted = Counter(token for text in data for token in text)
+    known = tuple(sorted(token for token, _ in counted.most_common(KNOWN)))
+    networks = made(llm.engine.decoder.spec.hidden, llm.engine.target.vocabulary, known)
+    networks = {name: of for name, of in networks.items() if not given.heads or name in given.heads}
+    console.print(f"{sum(map(len, data)):,} tokens; a uniform guess has a loss of {math.log(llm.engine.target.vocabulary):.2f}")
     ended = train(llm, networks, data, given.minutes, console)
     table = Table("head", "weights", "bytes", "loss")
-    for name, network in networks.items():
+    for name, (network, _) in networks.items():
         size = save(name, network)
         table.add_row(name, f"{sum(p.numel() for p in network.parameters()):,}", f"{size:,}", f"{ended[name]:.3f}")
     console.print(table)
