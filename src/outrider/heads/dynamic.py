@@ -28,10 +28,16 @@ class Growing(Protocol):
     """sources: for every row of the next forward, which row of the one before its parent was (of those of this tree)."""
 
     row: Row
+    table: array[int]
+    base: int
     sources: Sequence[int]
 
     def take(self, choose: Chooser, logits: Tensor) -> None:
         """The next level, from float32 [rows of the last forward, Vd]; `sources` is empty where it was the last."""
+
+    @property
+    def tips(self) -> list[tuple[list[int], list[int]]]:
+        """Of every node that goes through the head next: tokens and slots from the root to it."""
 
     def plan(self, plan: Plan) -> None: ...
     @property
@@ -77,10 +83,13 @@ class Dynamic:
         self.slots = np.concatenate([self.slots[above], own[:, None]], axis=1)
         self.sources = above.tolist()
 
+    @property
+    def tips(self) -> list[tuple[list[int], list[int]]]:
+        return [(said, [self.table[self.base + i] for i in path]) for said, path in zip(self.tokens.tolist(), self.slots.tolist())]
+
     def plan(self, plan: Plan) -> None:
-        slots = [[self.table[self.base + i] for i in path] for path in self.slots.tolist()]
-        for path, token in zip(slots, self.tokens[:, -1].tolist()):
-            plan.node(self.table, self.base, path, token)
+        for said, slots in self.tips:
+            plan.node(self.table, self.base, slots, said[-1])
 
     @property
     def guesses(self) -> Guesses:
@@ -129,9 +138,12 @@ class Static:
     def _count(self, path: Path) -> int:
         return self.children.get(path, 0)
 
+    @property
+    def tips(self) -> list[tuple[list[int], list[int]]]:
+        return [self.at[path][1:] for path in self.frontier]
+
     def plan(self, plan: Plan) -> None:
-        for path in self.frontier:
-            _, said, slots = self.at[path]
+        for said, slots in self.tips:
             plan.node(self.table, self.base, slots, said[-1])
 
     @property
@@ -143,7 +155,7 @@ class Drawn:
     """For rules that judge guesses by their laws: children are drawn, without replacement, and all that are drawn stay."""
 
     def __init__(self, row: Row, table: array[int], base: int, budget: Budget, k: int, lot: int) -> None:
-        self.row, self.tree = row, Tree(row, base, budget, k, View(table), lot=lot)
+        self.row, self.table, self.base, self.tree = row, table, base, Tree(row, base, budget, k, View(table), lot=lot)
         self.sources: Sequence[int] = [0]
 
     def take(self, choose: Chooser, logits: Tensor) -> None:
@@ -151,6 +163,11 @@ class Drawn:
         laws = {node: choose.law(self.row, tree.path_tokens(node), logits[i]) for i, node in enumerate(above)}
         tree.draw({node: law for node, law in laws.items() if law is not None})
         self.sources = [above.index(tree.parents[node]) for node in tree.frontier] if tree.growing else ()
+
+    @property
+    def tips(self) -> list[tuple[list[int], list[int]]]:
+        tree = self.tree
+        return [(tree.path_tokens(node), [self.table[self.base + i] for i in tree.paths[node]]) for node in tree.frontier]
 
     def plan(self, plan: Plan) -> None:
         self.tree.plan(plan)

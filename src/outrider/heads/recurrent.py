@@ -102,18 +102,31 @@ class Pile:
         self.states.append(states)
         self.count += len(states)
 
-    def drop(self) -> None:
-        """What was read."""
-        gone = sum(map(len, self.states[: self.read]))
+    def drop(self, keep: int = 0) -> None:
+        """What was read, but for the last `keep` states."""
+        parts = self.states[: self.read]
+        kept = [torch.cat(parts)[-keep:]] if parts and keep else []
+        gone = sum(map(len, parts)) - sum(map(len, kept))
         self.first, self.count = self.first + gone, self.count - gone
-        del self.states[: self.read]
+        self.states[: self.read] = kept
         self.read = 0
 
 
+@dataclass
+class Turn:
+    """A row whose pile is read in this step, and the tree that grows behind it, if any.  slots: the row's, and those of its guesses."""
+
+    row: Row
+    pile: Pile
+    slots: array[int]
+    tree: Growing | None
+
+
 class Recurrent(HeadDrafter):
-    """A subclass makes the network in `network`."""
+    """A subclass makes the network in `network`.  overlap: so many states of a pile are read once more with the next one."""
 
     depth = 5
+    overlap = 0
     net: Net
 
     def __init__(self, options: Any, target: Target, head: Head | None = None) -> None:
@@ -143,27 +156,25 @@ class Recurrent(HeadDrafter):
         return max(depth, min(self.nodes, k + (depth - 1) * k * k))
 
     def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
-        plan, states, grown, at = Plan(), list[Tensor](), dict[int, Growing](), list[int]()
+        turns, grown = list[Turn](), dict[int, Growing]()
         for r, (row, budget) in enumerate(zip(batch.rows, budgets)):
             self.synced.setdefault(row, batch.starts[r] + 1)
             pile = self.piles.get(row)
             if pile is None or not pile.count:
                 continue
-            guesses = budget.nodes > 0 and batch.known[r] == 1 and pile.end == batch.starts[r]
+            guesses = budget.nodes > 0 and batch.known[r] == 1 and pile.end == batch.starts[r] > self.overlap
             if not (guesses or batch.known[r] > 1 or pile.count >= PILE):
                 continue
             assert row.table is not None
-            table = row.table.slots[1 : batch.end(r) + budget.nodes]
-            plan.chain(table, pile.first, row.tokens[pile.first + 1 : pile.end + 1])
-            states += pile.states
+            slots = row.table.slots[: batch.end(r) + budget.nodes]
             pile.read = len(pile.states)
-            self.synced[row] = pile.end + 1
+            if pile.first < self.synced[row]:  # otherwise a step that was interrupted left a gap, and what follows it is not shared
+                self.synced[row] = pile.end + 1
             if guesses:
-                grown[r] = self._growing(row, table, batch.end(r) - 1, budget)
-                at.append(plan.length - 1)
-        if plan.length:
-            together = torch.cat(states).to(self.kernels.activations)
-            self._levels(self.net.forward(plan.build(), self.pool, self.net.enter(together)), list(grown.values()), at)
+                grown[r] = self._growing(row, slots[1:], batch.end(r) - 1, budget)
+            turns.append(Turn(row, pile, slots, grown.get(r)))
+        if turns:
+            self._levels(self._catch_up(turns), list(grown.values()))
         return Draft([grown[r].guesses if r in grown else NOTHING for r in range(len(batch))])
 
     def _growing(self, row: Row, table: array[int], base: int, budget: Budget) -> Growing:
@@ -172,29 +183,52 @@ class Recurrent(HeadDrafter):
             return Drawn(row, table, base, budget, k, self.lot)
         return Static(row, table, base, budget, self.paths) if self.paths else Dynamic(row, table, base, budget, k)
 
-    def _levels(self, o: Tensor, grown: list[Growing], at: Sequence[int]) -> None:
-        """Level after level of all trees, one forward each; `at`: the rows of o that the first hang from."""
+    def _catch_up(self, turns: Sequence[Turn]) -> Tensor:
+        """Reads all piles in one forward: [trees, o] for the last pair of every row that grows a tree."""
+        plan, at = Plan(), list[int]()
+        for turn in turns:
+            pile = turn.pile
+            plan.chain(turn.slots[1:], pile.first, turn.row.tokens[pile.first + 1 : pile.end + 1])
+            if turn.tree is not None:
+                at.append(plan.length - 1)
+        return self.net.forward(plan.build(), self.pool, self.net.enter(self._states(turns)))[at]
+
+    def _states(self, turns: Sequence[Turn]) -> Tensor:
+        return torch.cat([states for turn in turns for states in turn.pile.states]).to(self.kernels.activations)
+
+    def _levels(self, o: Tensor, grown: list[Growing]) -> None:
+        """Level after level of all trees, one forward each; o: what the first hang from."""
+        level = 0
         while grown:
-            o = o[list(at)]
-            logits, plan, first = self.net.logits(o), Plan(), 0
+            logits, first, level = self._logits(o, level), 0, level + 1
             sources, following = list[int](), list[Growing]()
             for tree in grown:
                 count = len(tree.sources)
                 tree.take(self.choose, logits[first : first + count])
                 if tree.sources:
-                    tree.plan(plan)
                     sources += [first + source for source in tree.sources]
                     following.append(tree)
                 first += count
             if following:
-                o = self.net.forward(plan.build(), self.pool, self.net.again(o[sources]))
-            grown, at = following, range(len(sources))
+                o = self._deeper(level, following, o[sources])
+            grown = following
+
+    def _logits(self, o: Tensor, level: int) -> Tensor:
+        """float32 [n, Vd] for the guesses of one level, the first of which is 0."""
+        return self.net.logits(o)
+
+    def _deeper(self, level: int, trees: Sequence[Growing], o: Tensor) -> Tensor:
+        """[n, o] of the nodes that the trees go on with, for the guesses of `level`; o: what their parents said."""
+        plan = Plan()
+        for tree in trees:
+            tree.plan(plan)
+        return self.net.forward(plan.build(), self.pool, self.net.again(o))
 
     def observe(self, commit: Commit) -> None:
         for r, row in enumerate(commit.batch.rows):
             start, states = commit.batch.starts[r], commit.states.of(r, self.net.taps)
             pile = self.piles.setdefault(row, Pile(start))
-            pile.drop()
+            pile.drop(self.overlap)
             if pile.end != start:  # a replay, or the first step after a prefix hit
                 self.piles[row] = pile = Pile(start)
             pile.add(states)
