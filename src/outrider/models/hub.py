@@ -19,7 +19,7 @@ from outrider.kernels import fast_bfloat16
 from outrider.kernels.quantised import Quantised
 from outrider.models import gguf, gguf_text
 from outrider.models.packed import PackedWeights, Scheme
-from outrider.models.spec import Facts, Spec
+from outrider.models.spec import LIKE, Facts, Spec
 
 BUILTIN = {"builtin": "target", "builtin-draft": "draft"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -83,15 +83,13 @@ class Checkpoint:
 
     @staticmethod
     def open(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Checkpoint:
-        from transformers import AutoConfig
-
         folder = locate(name, revision)
         if folder.suffix == ".gguf" and folder.is_file():
             file = gguf.File(folder)
             config = gguf.config_of(file)
             return Checkpoint(name, folder.parent, config, Facts.of(config), gguf=file)
         try:
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+            config = read_config(folder, trust_remote_code)
         except Exception as error:
             if "trust_remote_code=True" in str(error):
                 raise ModelError(f"{name!r} brings its own code: pass trust_remote_code=True if you trust it.") from error
@@ -132,6 +130,17 @@ class Checkpoint:
             return gguf.GgufWeights(self.gguf, self.spec)
         weights = Weights(self.folder)
         return weights if self.scheme is None else PackedWeights(weights, self.scheme)
+
+
+def read_config(folder: Path, trust_remote_code: bool) -> Any:
+    """A transformers config; code of the checkpoint's own is not needed where another family has the same decoder."""
+    from transformers import AutoConfig
+
+    path = folder / "config.json"
+    given = read_json(path) if path.is_file() else {}
+    if (kind := LIKE.get(str(given.get("model_type")))) is None:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    return AutoConfig.for_model(kind, **{key: value for key, value in given.items() if key not in ("model_type", "auto_map")})
 
 
 def read_tokenizer(name: str, trust_remote_code: bool = False) -> Any:

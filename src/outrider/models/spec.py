@@ -13,7 +13,9 @@ FAMILIES = {
     "MistralForCausalLM": "Mistral",
     "Qwen2ForCausalLM": "Qwen2, Qwen2.5",
     "Qwen3ForCausalLM": "Qwen3",
+    "MiMoForCausalLM": "MiMo-7B",
 }
+LIKE = {"mimo": "qwen2"}  # model types that transformers does not know, whose decoder is that of one that it knows
 STATEFUL = (
     "mamba", "rwkv", "jamba", "recurrent_gemma", "recurrentgemma", "xlstm", "zamba", "falcon_h1", "falcon_mamba", "bamba", "nemotron_h",
     "kimi_linear", "zaya",
