@@ -1,0 +1,76 @@
+"""Prediction layers on the target's kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from outrider.attention.plan import Plan
+from outrider.cache.pool import Pool
+from outrider.draft.base import Target
+from outrider.heads.files import Reader
+from outrider.heads.layer import Block, Sizes, turn_of
+from outrider.types import FINAL
+
+
+class Layer:
+    """x = eh_proj [enorm(e); hnorm(g)], then an ordinary block."""
+
+    def __init__(self, reader: Reader, at: str, sizes: Sizes, turn: Tensor, last: Tensor | None) -> None:
+        """last: the norm behind it, where it brings none."""
+        hidden = sizes.hidden
+        self.kernels, self.eps = reader.kernels, sizes.eps
+        self.enorm, self.hnorm, self.norm_in = (
+            reader.vector(f"{at}.{name}.weight", hidden) for name in ("enorm", "hnorm", "input_layernorm")
+        )
+        self.eh_proj = reader.linear(f"{at}.eh_proj", hidden, 2 * hidden)
+        self.block = Block(reader, at, sizes, hidden, turn)
+        self.norm = reader.vector(f"{at}.norm.weight", hidden) if last is None else last
+
+    def __call__(self, e: Tensor, g: Tensor, plan: Plan, pool: Pool, at: int) -> Tensor:
+        run = self.kernels
+        x: Tensor = run.linear(
+            torch.cat([run.rms_norm(e, self.enorm, self.eps), run.rms_norm(g, self.hnorm, self.eps)], dim=-1), self.eh_proj
+        )
+        return self.block(run.rms_norm(x, self.norm_in, self.eps), x, plan, pool, at)
+
+    def normed(self, o: Tensor) -> Tensor:
+        return self.kernels.rms_norm(o, self.norm, self.eps)
+
+
+class Packed:
+    """A `Net` of one or several layers; what they say is [n, hidden], before their last norm."""
+
+    ids: Tensor | None = None
+
+    def __init__(self, reader: Reader, target: Target, prenorm: bool) -> None:
+        """prenorm: states are those before the last norm, the target's and what the layers say."""
+        head, self.model, self.kernels, self.prenorm = reader.head, target.decoder, reader.kernels, prenorm
+        spec = self.model.spec
+        self.taps: tuple[int, ...] = (spec.layers,) if prenorm else (FINAL,)
+        count = sum(name.endswith(".eh_proj.weight") for name in head)
+        self.sizes = Sizes.of(head, "layers.0", spec.hidden)
+        turned = int(self.sizes.head_dim * (head.config.get("partial_rotary_factor") or 1))  # dimensions of a head, the others stay
+        turn = turn_of(head.config, replace(self.sizes, head_dim=turned), target.max_len)
+        last = None
+        if "layers.0.norm.weight" not in head:
+            last = target.checkpoint.tensors().get("model.norm.weight", spec.hidden).float().to(self.kernels.device).contiguous()
+        self.slot_bytes = self.sizes.slot_bytes(count, self.model)
+        self.layers = [Layer(reader, f"layers.{i}", self.sizes, turn, last) for i in range(count)]
+
+    def pool(self, slots: int) -> Pool:
+        return self.sizes.pool(len(self.layers), slots, self.model)
+
+    def enter(self, states: Tensor) -> Tensor:
+        return states
+
+    def forward(self, plan: Plan, pool: Pool, g: Tensor, layer: int = 0) -> Tensor:
+        return self.layers[layer](self.model.embed(plan.ids.tolist()).to(g.dtype), g, plan, pool, layer)
+
+    def again(self, o: Tensor, layer: int = 0) -> Tensor:
+        return o if self.prenorm else self.layers[layer].normed(o)
+
+    def logits(self, o: Tensor, layer: int = 0) -> Tensor:
+        return self.model.head_logits(self.layers[layer].normed(o))

@@ -1,0 +1,72 @@
+"""Prediction layers that are not built, do not fit or are not there are refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from layers import stored, tensors
+from toys import LAYERS, save_head, toy_target
+
+from outrider import LLM
+from outrider.draft import detect
+from outrider.draft.mtp import Mtp
+from outrider.errors import ConfigError, ModelError
+from outrider.types import FINAL
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    return LLM(toy_target(tmp_path_factory.mktemp("toy")), dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("extra", "reason"),
+    [
+        ("mlp.experts.0.gate_proj.weight", "mixture of experts"),
+        ("mlp.gate.weight", "mixture of experts"),
+        ("self_attn.kv_a_proj_with_mqa.weight", "MLA"),
+        ("self_attn.q_proj.weight_scale_inv", "quantised"),
+        ("post_mlp_layernorm.weight", "not Llama's"),
+    ],
+)
+def test_other_blocks_are_refused_by_name(toy: LLM, tmp_path: Path, extra: str, reason: str) -> None:
+    config, out = stored(tensors(), "deepseek")
+    folder = save_head(tmp_path, config, {**out, f"model.layers.{LAYERS}.{extra}": torch.ones(4)})
+    with pytest.raises(ModelError, match=rf"{reason}.*{extra}"):
+        Mtp(Mtp.Options(model=folder), toy.engine.target)
+
+
+def test_qwen3_next_is_refused_by_name(toy: LLM, tmp_path: Path) -> None:
+    folder = save_head(tmp_path, {}, {"mtp.fc.weight": torch.ones(4, 8), "mtp.norm.weight": torch.ones(4)})
+    assert detect(folder) == "mtp"
+    with pytest.raises(ModelError, match="Qwen3-Next"):
+        Mtp(Mtp.Options(model=folder), toy.engine.target)
+
+
+def test_a_target_without_layers_is_told_so(toy: LLM) -> None:
+    with pytest.raises(ModelError, match=r"no multi-token prediction layers.*'model'"):
+        LLM(toy.engine.options.model, dtype="float32", speculative_config={"method": "mtp"})
+
+
+def test_layers_that_do_not_fit(toy: LLM, tmp_path: Path) -> None:
+    config, out = stored(tensors(), "mimo")
+    with pytest.raises(ModelError, match=r"\(32, 64\).*\(64, 128\)"):
+        Mtp(Mtp.Options(model=save_head(tmp_path / "a", config, {**out, "model.mtp_layers.0.input_proj.weight": torch.ones(32, 64)})),
+            toy.engine.target)  # fmt: skip
+    del out["model.mtp_layers.0.mlp.down_proj.weight"]
+    with pytest.raises(ModelError, match=r"layers\.0\.mlp\.down_proj\.weight"):
+        Mtp(Mtp.Options(model=save_head(tmp_path / "b", config, out)), toy.engine.target)
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(ConfigError, match="prenorm"):
+        Mtp.Options(prenorm="yes")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="dynamic"):
+        Mtp.Options(tree="dynamics")
+
+
+def test_prenorm_can_be_chosen(toy: LLM, tmp_path: Path) -> None:
+    folder = save_head(tmp_path, *stored(tensors(), "mimo"))
+    assert Mtp(Mtp.Options(model=folder, prenorm=False), toy.engine.target).net.taps == (FINAL,)
