@@ -1,0 +1,345 @@
+"""Every pair of a state and the token that was said from it goes into a recurring head once, at its position, beside its token.
+
+The head under test computes nothing: its K/V of a pair is the pair itself (position, token, state), so that what a guess would see can
+be read back from the pool and compared with what the target computes of the whole text.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import Truth, answer, settled, tiny_checkpoint, tiny_prompts
+from torch import Tensor
+
+from outrider import LLM, SamplingParams
+from outrider.attention.plan import Plan
+from outrider.cache.pool import Pool
+from outrider.config import SpeculativeOptions
+from outrider.draft.base import Target
+from outrider.heads.files import Head
+from outrider.heads.recurrent import Recurrent, RecurrentOptions, Turn
+from outrider.heads.sample import read
+from outrider.types import FINAL, Batch, Budget, Draft, Row
+
+WIDE = 32  # of a pair in the pool
+LONG = 90  # more tokens than a row that does not guess keeps states of
+
+
+class Net:
+    """Says the state itself; K of a pair is its position and token, V the beginning of the state."""
+
+    taps, ids, slot_bytes = (FINAL,), None, Pool.bytes_per_slot(1, 1, WIDE, torch.float32)
+
+    def pool(self, slots: int) -> Pool:
+        return Pool(1, 1, WIDE, slots, torch.float32, torch.device("cpu"))
+
+    def enter(self, states: Tensor) -> Tensor:
+        return states
+
+    def again(self, o: Tensor) -> Tensor:
+        return o
+
+    def forward(self, plan: Plan, pool: Pool, g: Tensor) -> Tensor:
+        key = torch.zeros(plan.length, 1, WIDE)
+        key[:, 0, 0], key[:, 0, 1] = plan.positions.float(), plan.ids.float()
+        pool.write(0, 0, plan.slots, key)
+        pool.write(0, 1, plan.slots, g[:, None, :WIDE])
+        return g
+
+    def logits(self, o: Tensor) -> Tensor:
+        return o
+
+
+class Oracle:
+    """Guesses from what plain decoding said: right in two of three places."""
+
+    def __init__(self, truth: Truth) -> None:
+        self.truth = truth
+
+    def best(self, row: Row, paths: Sequence[Sequence[int]], logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        found = torch.zeros(len(paths), k, dtype=torch.int64)
+        for i, path in enumerate(paths):
+            ahead = self.truth.ahead(row, len(path) + 1)
+            right = ahead[len(path)] if len(ahead) > len(path) and ahead[: len(path)] == list(path) else 5
+            place = (len(row.tokens) + len(path)) % 3  # third: not among two
+            found[i] = torch.tensor([right if rank == place else (right + 1 + rank) % 300 for rank in range(k)])
+        return found, torch.full((len(paths), k), 0.4) * 0.9 ** torch.arange(k)
+
+
+@dataclass
+class Log:
+    """turns: of every row what went in, (life, position, token, state); a row lives again after a preemption."""
+
+    turns: dict[Row, list[tuple[int, int, int, Tensor]]] = field(default_factory=lambda: defaultdict(list))
+    lives: dict[Row, int] = field(default_factory=lambda: defaultdict(int))
+
+
+class Listening(Recurrent):
+    """seen: (tokens, K, V) behind a row when it was guessed for, or when its slots were said to be filled."""
+
+    def __init__(self, target: Target, truth: Truth, tree: str = "dynamic") -> None:
+        super().__init__(RecurrentOptions(tree=tree, top_k=2, nodes=6), target, Head.of("pairs", {}, {}))
+        self.choose = Oracle(truth)  # type: ignore[assignment]
+        self.log = Log()
+        self.seen: list[tuple[list[int], Tensor, Tensor]] = []
+        self.guessed = self.shared = 0
+        self.whole = True  # all that a guess sees should be there
+
+    def network(self) -> Any:
+        return Net()
+
+    def _catch_up(self, turns: Sequence[Turn]) -> Tensor:
+        for turn in turns:
+            row, pile, states = turn.row, turn.pile, torch.cat(turn.pile.states)
+            for i, t in enumerate(range(pile.first, pile.end)):
+                self.log.turns[row].append((self.log.lives[row], t, row.tokens[t + 1], states[i]))
+        out = super()._catch_up(turns)
+        for turn in turns:
+            if turn.tree is not None:
+                self.guessed += 1
+                if self.whole:
+                    self.look(turn.row, turn.pile.end + 1)
+        return out
+
+    def look(self, row: Row, count: int) -> None:
+        assert row.table is not None
+        if count < 2:
+            return
+        slots = torch.tensor(row.table.slots[1:count].tolist())
+        key, value = self.pool.read(0, slots, torch.float32)
+        self.seen.append((row.tokens[:count], key[:, 0, :2].clone(), value[:, 0].clone()))
+
+    def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
+        draft = super().propose(batch, budgets)
+        for row in batch.rows:
+            self.look(row, min(row.computed, self.synced[row]))
+            self.shared += row.cached is not None and row.cached > 0
+        return draft
+
+    def forget(self, row: Row, reason: str) -> None:
+        super().forget(row, reason)
+        self.log.lives[row] += 1
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_checkpoint(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoint: str) -> LLM:
+    return LLM(checkpoint, dtype="float32", enable_prefix_caching=False)
+
+
+def put_to_work(
+    checkpoint: str, plain: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams], **options: Any
+) -> tuple[LLM, Any]:
+    tree, truth = options.pop("tree", "dynamic"), Truth()
+    for prompt, p in zip(prompts, params):
+        truth.learn(prompt, p.seed or 0, answer(plain, prompt, p).outputs)
+    llm = LLM(checkpoint, dtype="float32", **options)
+    drafter = Listening(llm.engine.target, truth, tree)
+    drafter.depth = 3
+    llm.engine.use(drafter, SpeculativeOptions.of({"method": "off", "num_speculative_tokens": 3}))
+    return llm, drafter
+
+
+def run(llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Any]:
+    return llm.generate([{"prompt_token_ids": ids} for ids in prompts], list(params), use_tqdm=False)
+
+
+def check(llm: LLM, drafter: Listening, once: bool = True) -> None:
+    """What went in and what can be seen is what the target computes of these texts."""
+    truth: dict[tuple[int, ...], Tensor] = {}
+
+    def states(tokens: Sequence[int]) -> Tensor:
+        if (key := tuple(tokens)) not in truth:
+            truth[key] = read(llm.engine.decoder, tokens, (FINAL,)).states[FINAL]
+        return truth[key]
+
+    for row, records in drafter.log.turns.items():
+        of_row = states(row.tokens)
+        for life in {record[0] for record in records}:
+            positions = [t for own, t, *_ in records if own == life]
+            assert positions == list(range(positions[0], positions[0] + len(positions))) or not once, "a pair twice, or left out"
+        for _, t, token, state in records:
+            assert token == row.tokens[t + 1] and torch.equal(state, of_row[t])
+    longest = sorted((tuple(tokens) for tokens, _, _ in drafter.seen), key=len, reverse=True)
+    whole: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for tokens in longest:  # of beginnings of one text the states are computed once
+        whole[tokens] = next((other for other in set(whole.values()) if other[: len(tokens)] == tokens), tokens)
+    for tokens, key, value in drafter.seen:
+        count = len(tokens) - 1
+        assert key[:, 0].tolist() == list(range(count)), "a pair lies beside another token than its own"
+        assert key[:, 1].tolist() == tokens[1:]
+        assert torch.equal(value, states(whole[tuple(tokens)])[:count, :WIDE])
+    assert drafter.guessed > 0
+    settled(llm)
+
+
+def law(i: int, **more: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.8 * (i % 2), "seed": i, "max_tokens": 20, "ignore_eos": True, **more})
+
+
+@pytest.mark.parametrize("tree", ["chain", "dynamic", "mc_sim_7b_63"])
+def test_ragged_prompts_in_chunks(checkpoint: str, plain: LLM, tree: str) -> None:
+    prompts = tiny_prompts(6, seed=4, longest=60)
+    params = [law(i) for i in range(6)]
+    llm, drafter = put_to_work(checkpoint, plain, prompts, params, max_num_batched_tokens=24, max_num_seqs=3, tree=tree)
+    outputs = run(llm, prompts, params)
+    assert sum(output.speculation.accepted for output in outputs) > 10
+    check(llm, drafter)
+
+
+def test_after_prefix_hits(checkpoint: str, plain: LLM) -> None:
+    """The pair at the border is computed once more, from a state that the target computes again."""
+    common = tiny_prompts(1, seed=9, longest=40)[0] * 3
+    prompts = [[*common, *tail] for tail in tiny_prompts(4, seed=5)] + [common[:33], common[:32]]
+    params = [law(i) for i in range(6)]
+    llm, drafter = put_to_work(checkpoint, plain, prompts, params, max_num_seqs=2)
+    run(llm, prompts, params)
+    assert drafter.shared > 0
+    first = {row: records[0][1] for row, records in drafter.log.turns.items()}
+    assert any(start > 0 and (start + 1) % 16 == 0 for start in first.values()), "no page was shared"
+    check(llm, drafter)
+
+
+def test_two_samples_of_one_prompt(checkpoint: str, plain: LLM) -> None:
+    prompts, params = tiny_prompts(3, seed=6, longest=50), [law(2 * i + 1, n=2) for i in range(3)]
+    llm, drafter = put_to_work(checkpoint, plain, prompts, params)
+    run(llm, prompts, params)
+    assert len(drafter.log.turns) == 6
+    check(llm, drafter)
+
+
+def test_after_preemption(checkpoint: str, plain: LLM) -> None:
+    prompts, params = tiny_prompts(5, seed=7, longest=40), [law(i, max_tokens=60) for i in range(5)]
+    memory = 10 * 16 * (plain.engine.decoder.slot_bytes + Net.slot_bytes)
+    llm, drafter = put_to_work(checkpoint, plain, prompts, params, kv_cache_memory_bytes=memory, max_model_len=128)
+    run(llm, prompts, params)
+    assert llm.engine.scheduler.preemptions > 0
+    assert any(len({life for life, *_ in records}) > 1 for records in drafter.log.turns.values())
+    check(llm, drafter)
+
+
+def test_rows_that_do_not_guess(checkpoint: str, plain: LLM) -> None:
+    """Their states are read now and then, so that they do not pile up and their pages can be shared."""
+    prompts, params = tiny_prompts(2, seed=8), [law(0, max_tokens=LONG, speculate=False), law(1, max_tokens=LONG)]
+    llm, drafter = put_to_work(checkpoint, plain, prompts, params)
+    most, observe = 0, drafter.observe
+
+    def counting(commit: Any) -> None:
+        nonlocal most
+        observe(commit)
+        most = max(most, *(pile.count for pile in drafter.piles.values()))
+
+    drafter.observe = counting  # type: ignore[method-assign]
+    run(llm, prompts, params)
+    silent = next(records for row, records in drafter.log.turns.items() if not row.params.speculate)
+    assert len(silent) >= 64 and most <= 64 + 4
+    check(llm, drafter)
+
+
+def test_after_a_step_that_failed(checkpoint: str, plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was read before the target failed is read once more, to the same numbers; nothing is left out."""
+    prompts, params = tiny_prompts(2, seed=3), [law(0), law(1)]
+    llm, drafter = put_to_work(checkpoint, plain, prompts, params)
+    stream, forward, left = llm.stream({"prompt_token_ids": prompts[0]}, params[0]), llm.engine.runner.forward, [4]
+    next(stream)
+
+    def broken(*given: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            raise MemoryError
+        return forward(*given)
+
+    monkeypatch.setattr(llm.engine.runner, "forward", broken)
+    with pytest.raises(MemoryError):
+        run(llm, prompts[1:], params[1:])
+    for last in stream:  # noqa: B007 - the last one is looked at
+        pass
+    assert last.outputs[0].token_ids == answer(plain, prompts[0], params[0]).outputs[0].token_ids
+    check(llm, drafter, once=False)
+
+
+def test_after_a_step_that_was_interrupted(checkpoint: str, plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C before the head saw what became certain: those pairs are lost, later ones right, and the gap never counts as filled."""
+    prompts, params = tiny_prompts(2, seed=3), [law(0, max_tokens=40), law(1)]
+    llm, drafter = put_to_work(checkpoint, plain, prompts, params)
+    drafter.whole = False
+    stream, observe, left = llm.stream({"prompt_token_ids": prompts[0]}, params[0]), drafter.observe, [3]
+    next(stream)
+
+    def interrupted(commit: Any) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        observe(commit)
+
+    monkeypatch.setattr(drafter, "observe", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(llm, prompts[1:], params[1:])
+    before = drafter.guessed
+    for last in stream:  # noqa: B007 - the last one is looked at
+        pass
+    assert last.outputs[0].token_ids == answer(plain, prompts[0], params[0]).outputs[0].token_ids
+    assert drafter.guessed > before + 2
+    check(llm, drafter, once=False)
+
+
+def test_a_shift_would_be_seen(checkpoint: str, plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This very test, on a drafter that pairs each state with the token before."""
+    prompts, params = tiny_prompts(2, seed=3), [law(0), law(1)]
+    llm, drafter = put_to_work(checkpoint, plain, prompts, params)
+    forward = drafter.net.forward
+
+    def shifted(plan: Plan, pool: Pool, g: Tensor) -> Tensor:
+        return forward(plan, pool, g.roll(1, 0))
+
+    monkeypatch.setattr(drafter.net, "forward", shifted)
+    run(llm, prompts, params)
+    with pytest.raises(AssertionError):
+        check(llm, drafter)
+
+
+@pytest.mark.parametrize("family", ["Llama", "GPTNeoX"])
+def test_states_of_the_target(family: str, tmp_path: Path) -> None:
+    """Commit.states against transformers' own hidden states, along accepted paths and chunks."""
+    import transformers
+
+    folder = tiny_checkpoint(tmp_path / family, family)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    plain = LLM(folder, dtype="float32", enable_prefix_caching=False)
+    prompts, params = tiny_prompts(3, seed=2, longest=50), [law(i) for i in range(3)]
+    llm, drafter = put_to_work(folder, plain, prompts, params, max_num_batched_tokens=24, max_num_seqs=3)
+    kept: dict[Row, dict[int, Tensor]] = defaultdict(dict)
+    wanted = (0, 1, 2, FINAL)
+    drafter.needs = drafter.needs._replace(states=wanted)
+    observe = drafter.observe
+
+    def listening(commit: Any) -> None:
+        for r, row in enumerate(commit.batch.rows):
+            for i, state in enumerate(commit.states.of(r, wanted)):
+                kept[row][commit.batch.starts[r] + i] = state
+        observe(commit)
+
+    drafter.observe = listening  # type: ignore[method-assign]
+    outputs = run(llm, prompts, params)
+    assert sum(output.speculation.accepted for output in outputs) > 5
+    assert len(kept) == 3
+    for row, states in kept.items():
+        assert sorted(states) == list(range(len(row.tokens) - 1))
+        with torch.no_grad():
+            out = reference(torch.tensor([row.tokens]), output_hidden_states=True)
+        # transformers' last hidden state is the one behind the last norm; what enters that norm is checked through it
+        seen = torch.stack([states[t] for t in sorted(states)]).chunk(len(wanted), dim=-1)
+        for mine, theirs in zip((seen[0], seen[1], seen[3]), (out.hidden_states[0], out.hidden_states[1], out.hidden_states[2])):
+            assert torch.allclose(mine, theirs[0, : len(mine)], atol=1e-3)
+        last = reference.model.norm if family == "Llama" else reference.gpt_neox.final_layer_norm
+        assert torch.allclose(last(seen[2]), seen[3], atol=1e-4)

@@ -1,0 +1,203 @@
+"""Trees that heads grow: proper, within their budget, and the likeliest of all that could have been grown."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from array import array
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import answer, prompts_of, settled, tiny_checkpoint, tiny_prompts
+from helpers import said as all_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rows import make_row, proper
+from torch import Tensor
+
+from outrider import LLM, SamplingParams, draft
+from outrider.attention.plan import Plan
+from outrider.config import SpeculativeOptions
+from outrider.draft.layerskip import LayerSkip
+from outrider.draft.union import Union
+from outrider.heads.base import HeadDrafter
+from outrider.heads.choose import Chooser
+from outrider.heads.dynamic import Drawn, Dynamic, Growing, Static
+from outrider.heads.templates import EAGLE, MEDUSA, paths
+from outrider.kernels import kernels_for
+from outrider.sampling.sampler import Sampler
+from outrider.types import ROOT, Batch, Budget, Draft, Guesses, Row
+
+V = 7
+TABLE = array("i", range(1000, 1400))  # slots are no positions
+BASE = 30
+
+
+def logits_of(seed: int, path: Sequence[int]) -> Tensor:
+    """A law that hangs on the path alone."""
+    return torch.randn(V, generator=torch.Generator().manual_seed(hash((seed, *path)) & 0xFFFFFFF)) * 2
+
+
+def chooser() -> Chooser:
+    kernels = kernels_for(torch.device("cpu"), torch.float32)
+    return Chooser(SimpleNamespace(vocabulary=V, decoder=SimpleNamespace(kernels=kernels), sampler=Sampler(kernels)))  # type: ignore[arg-type]
+
+
+CHOOSE = chooser()
+
+
+def grow(tree: Growing, seed: int, nodes: int) -> Guesses:
+    """As a drafter does; every row that goes through the head sits in a guess's slot, below its parent, and no slot is used twice."""
+    at: list[tuple[int, ...]] = [()]  # token paths of the rows of the last forward
+    used: set[int] = set()
+    for level in itertools.count():
+        tree.take(CHOOSE, torch.stack([logits_of(seed, path) for path in at]))
+        if not tree.sources:
+            return tree.guesses
+        plan, before = Plan(), at
+        tree.plan(plan)
+        plan.build()
+        tips = tree.tips
+        assert plan.length == len(tree.sources) == len(tips)
+        at = [tuple(said) for said, _ in tips]
+        assert plan.ids.tolist() == [path[-1] for path in at]
+        assert plan.positions.tolist() == [BASE + level] * len(at)
+        assert [path[:-1] for path in at] == [before[source] for source in tree.sources]
+        assert plan.slots.tolist() == [slots[-1] for _, slots in tips]
+        fresh = set(plan.slots.tolist())
+        assert len(fresh) == len(at) and not fresh & used
+        used |= fresh
+        assert used <= set(TABLE[BASE : BASE + nodes])
+    raise AssertionError
+
+
+def row_at(temperature: float) -> Row:
+    row = make_row(list(range(BASE + 1)))
+    row.params = SamplingParams(temperature=temperature, seed=3, max_tokens=50)
+    row.law = row.params.law
+    return row
+
+
+def said(tree: Guesses) -> list[tuple[int, ...]]:
+    found: list[tuple[int, ...]] = []
+    for token, parent in zip(tree.tokens, tree.parents):
+        found.append((*(found[parent] if parent != ROOT else ()), token))
+    return found
+
+
+BUDGETS = st.integers(1, 4).flatmap(lambda depth: st.tuples(st.just(depth), st.integers(depth, 14)))
+
+
+@settings(max_examples=80, deadline=None)
+@given(budget=BUDGETS, k=st.integers(1, 5), seed=st.integers(0, 999), temperature=st.sampled_from([0.0, 0.9]))
+def test_dynamic_trees_are_proper(budget: tuple[int, int], k: int, seed: int, temperature: float) -> None:
+    row = row_at(temperature)
+    tree = grow(Dynamic(row, TABLE, BASE, Budget(*budget), k), seed, budget[1])
+    proper(tree, Budget(*budget))
+    assert tree.tokens
+
+
+def joint(seed: int, path: Sequence[int]) -> float:
+    return math.prod(float(logits_of(seed, path[:i]).double().softmax(-1)[path[i]]) for i in range(len(path)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 9999), nodes=st.integers(2, 6), depth=st.integers(1, 3))
+def test_a_dynamic_tree_is_the_likeliest_of_all(seed: int, nodes: int, depth: int) -> None:
+    """Where no level is cut (k and all that goes on suffice), against every set of nodes that is closed under parents."""
+    k, row = 2, row_at(0.0)
+    growing = Dynamic(row, TABLE, BASE, Budget(depth, max(nodes, depth)), k)
+    growing.wide = k**depth  # nothing is left behind
+    at: list[tuple[int, ...]] = [()]
+    while growing.sources:
+        growing.take(CHOOSE, torch.stack([logits_of(seed, path) for path in at]))
+        at = [tuple(path) for path, _ in growing.tips]
+    tree = growing.guesses
+    candidates: list[tuple[int, ...]] = []
+    layer: list[tuple[int, ...]] = [()]
+    for _ in range(depth):
+        layer = [(*path, int(token)) for path in layer for token in logits_of(seed, path).topk(k).indices]
+        candidates += layer
+    count = min(max(nodes, depth), len(candidates))
+    worth = {path: joint(seed, path) for path in candidates}
+    best = max(
+        sum(worth[path] for path in chosen)
+        for chosen in itertools.combinations(candidates, count)
+        if all(path[:-1] in chosen or len(path) == 1 for path in chosen)
+    )
+    assert len(tree.tokens) == count
+    assert sum(worth[path] for path in said(tree)) == pytest.approx(best, rel=1e-6)
+    for path, confidence in zip(said(tree), tree.confidence):
+        assert confidence == pytest.approx(float(logits_of(seed, path[:-1]).double().softmax(-1)[path[-1]]), rel=1e-4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 999), nodes=st.integers(1, 30), depth=st.integers(1, 5), name=st.sampled_from([*EAGLE, *MEDUSA]))
+def test_static_trees_are_proper(seed: int, nodes: int, depth: int, name: str) -> None:
+    """Never a node that the published tree does not have; at full budget all of it that the vocabulary allows."""
+    published = set(paths({**EAGLE, **MEDUSA}[name]))
+    budget = Budget(min(depth, nodes), nodes)
+    growing = Static(row_at(0.0), TABLE, BASE, budget, published)
+    tree = grow(growing, seed, nodes)
+    proper(tree, budget)
+    ranks = {
+        tuple(logits_of(seed, path[:i]).argsort(descending=True).tolist().index(path[i]) for i in range(len(path))) for path in said(tree)
+    }
+    assert ranks <= published
+    fits = {path for path in published if len(path) <= budget.depth and max(path) < V}
+    assert len(tree.tokens) == min(nodes, len(fits)) or any(max(path) >= V for path in published)
+
+
+@settings(max_examples=60, deadline=None)
+@given(budget=BUDGETS, k=st.integers(1, 4), seed=st.integers(0, 999))
+def test_drawn_trees_say_their_laws(budget: tuple[int, int], k: int, seed: int) -> None:
+    row = row_at(0.9)
+    tree = grow(Drawn(row, TABLE, BASE, Budget(*budget), k, 0), seed, budget[1])
+    proper(tree, Budget(*budget))
+    for i, path in enumerate(said(tree)):
+        law = tree.law(i)
+        assert law is not None and torch.equal(law, CHOOSE.law(row, path[:-1], logits_of(seed, path[:-1])))
+        assert law[path[-1]] > 0
+
+
+def test_nothing_likely_is_left_out_when_the_budget_grows() -> None:
+    """A larger budget of the same depth finds a tree that is at least as likely."""
+    for seed in range(20):
+        sums = []
+        for nodes in range(3, 15):
+            tree = grow(Dynamic(row_at(0.0), TABLE, BASE, Budget(3, nodes), 5), seed, nodes)
+            sums.append(sum(joint(seed, path) for path in said(tree)))
+        assert sums == sorted(sums)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[LLM, LLM]:
+    folder = tiny_checkpoint(tmp_path_factory.mktemp("three"), num_hidden_layers=3)
+    return LLM(folder, dtype="float32"), LLM(folder, dtype="float32")
+
+
+@pytest.mark.parametrize("head", [name for name, method in draft.methods().items() if issubclass(method, HeadDrafter)])
+def test_an_early_exit_beside_a_head(pair: tuple[LLM, LLM], head: str) -> None:
+    """A union of the target's own first layers, which hand their states to verification, and a head that wants to see some."""
+    plain, fast = pair
+    early = LayerSkip(LayerSkip.Options(early_exit=2, exit_threshold=None), fast.engine.target)
+    early.depth = 3
+    union = Union(Union.Options(), fast.engine.target, [early, draft.method(head).example(fast.engine.target)])
+    fast.engine.use(union, SpeculativeOptions.of({"method": "off", "num_speculative_tokens": union.depth}))
+    guessed, propose = [0, 0], union.propose
+
+    def counting(batch: Batch, budgets: list[Budget]) -> Draft:
+        out = propose(batch, budgets)
+        for i, own in enumerate(union.drafts):
+            guessed[i] += sum(own.sizes)
+        return out
+
+    union.propose = counting  # type: ignore[method-assign]
+    params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=24, ignore_eos=True) for i in range(4)]
+    prompts = tiny_prompts(4, seed=12)
+    outputs = fast.generate(prompts_of(prompts), params, use_tqdm=False)
+    assert [all_of(o.outputs) for o in outputs] == [all_of(answer(plain, ids, p).outputs) for ids, p in zip(prompts, params)]
+    assert guessed[0] > 0 and guessed[1] > 0 and sum(o.speculation.accepted for o in outputs) > 0
+    settled(fast)
