@@ -1,0 +1,63 @@
+"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840): a head of one layer that reads what enters three layers of the target.
+
+It says x_t+2 from the states at t and the token x_t+1, over a vocabulary of its own; what it computed stands for the next state, so that
+it goes on from its own guesses (see heads/recurrent.py for where K/V lies, heads/dynamic.py for the trees).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.draft.base import Drafter, Target
+from outrider.draft.eagle3 import layouts
+from outrider.draft.eagle3.packed import Packed
+from outrider.errors import ConfigError
+from outrider.heads.files import Head, Reader
+from outrider.heads.recurrent import Net, Recurrent, RecurrentOptions
+
+
+class Eagle3(Recurrent):
+    @dataclass(frozen=True)
+    class Options(RecurrentOptions):
+        """eagle_aux_hidden_state_layer_ids: which layers' inputs the head reads, as vLLM counts; tap_offset: added to what the file says
+        (SpecForge and SGLang count what leaves a layer, offset 1).  None for both: as the file's producer counts, which is worth a look
+        where acceptance is low."""
+
+        eagle_aux_hidden_state_layer_ids: Sequence[int] | None = None
+        tap_offset: int | None = None
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            given, offset = self.eagle_aux_hidden_state_layer_ids, self.tap_offset
+            listed = given is None or (isinstance(given, Sequence) and not isinstance(given, str) and all(map(_whole, given)) and given)
+            if not listed:
+                raise ConfigError(f"{layouts.TAPS} must be a list of layer numbers, got {given!r}.")
+            if offset is not None and not _whole(offset):
+                raise ConfigError(f"tap_offset must be a whole number, got {offset!r}.")
+            if given is not None and offset is not None:
+                raise ConfigError(f"tap_offset moves what the file says, and {layouts.TAPS} replaces it: leave one of them out.")
+
+    def network(self) -> Net:
+        head, asked = layouts.understood(self.head), self.options
+        self.reader = Reader(head, self.kernels, self.reader.bits)
+        layers = self.target.decoder.spec.layers
+        facts = layouts.Facts.of(head, layers, asked.eagle_aux_hidden_state_layer_ids, asked.tap_offset)
+        return Packed(self.reader, self.target, facts)
+
+    @classmethod
+    def claims(cls, head: Head) -> int:
+        return layouts.claimed(head)
+
+    @classmethod
+    def example(cls, target: Target) -> Drafter:
+        """A random network of the right shape, which knows two thirds of the tokens."""
+        from outrider.draft.eagle3.network import Network, Settings
+
+        network = Network.random(Settings.fitting(target))
+        return cls(cls.Options(), target, Head.of("example", network.config(), network.state_dict()))
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

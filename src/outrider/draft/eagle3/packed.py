@@ -1,0 +1,148 @@
+"""The network of an EAGLE-3 head on the target's kernels.
+
+g = fc(states of the target)                       or what recurs
+x = g + attend(qkv([norm(e); norm(g)]));  x += mlp(norm(x))      e: embedding of the token that followed, first
+logits = lm_head(norm(x)) over the head's own tokens;            x recurs, before `norm`
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.attention.plan import Plan
+from outrider.cache.pool import Pool
+from outrider.draft.base import Target
+from outrider.draft.draft_model.vocabulary import PADDING
+from outrider.draft.eagle3.layouts import Facts
+from outrider.errors import ModelError
+from outrider.heads.files import Reader
+from outrider.heads.layer import Block, Sizes, turn_of
+from outrider.heads.recurrent import config_flag
+from outrider.heads.vocabulary import target_ids
+from outrider.types import FINAL
+
+PIECE = 4096  # tokens whose embeddings are compared at once
+
+
+class Packed:
+    def __init__(self, reader: Reader, target: Target, facts: Facts) -> None:
+        """reader: of a head under our names.  Raises ModelError where it does not fit the target, or something is missing."""
+        head, h = reader.head, facts.hidden
+        self.model, self.kernels, self.facts, self.reader = target.decoder, reader.kernels, facts, reader
+        self.taps, self.ids = facts.taps, target_ids(head, target.vocabulary)
+        self._read_states(facts.taps, target.decoder.spec.hidden)
+        sizes = Sizes.of(head, "midlayer", h)
+        turn = turn_of(head.config, sizes, target.max_len)
+        self.norm_embedding = reader.vector("midlayer.input_layernorm.weight", h)
+        self.norm_hidden = reader.vector("midlayer.hidden_norm.weight", h)
+        self.first = Block(reader, "midlayer", sizes, 2 * h, turn)
+        self.above = [self._layer(f"layers.{i}", sizes, turn) for i in range(1, facts.layers)]
+        self.norm = reader.vector("norm.weight", h) if facts.head_normed or facts.output_normed else None
+        self.embedding = self._embedding(target)
+        self.lm_head = self._lm_head(target)
+        self.sizes, self.slot_bytes = sizes, sizes.slot_bytes(facts.layers, target.decoder)
+
+    def pool(self, slots: int) -> Pool:
+        return self.sizes.pool(self.facts.layers, slots, self.model)
+
+    def enter(self, states: Tensor) -> Tensor:
+        """[n, h] of the target's states [n, taps * hidden]."""
+        run, eps = self.kernels, self.facts.eps
+        x = states.contiguous()
+        if self.norm_taps is not None:
+            each, together = self.norm_taps
+            x = (run.rms_norm(x.view(-1, len(each)), each, eps).view(len(x), -1) * together).to(x.dtype)
+        if self.norm_fc is not None:
+            x = run.rms_norm(x, self.norm_fc, eps)
+        return x if self.fc is None else run.linear(x, self.fc)
+
+    def forward(self, plan: Plan, pool: Pool, g: Tensor) -> Tensor:
+        """[n, h]; g may be changed."""
+        run, eps = self.kernels, self.facts.eps
+        e = self.model.embed(plan.host[: plan.length]) if self.embedding is None else run.embed(self.embedding, plan)
+        normed = run.rms_norm(g, self.norm_hidden, eps)
+        u = torch.cat([run.rms_norm(e.to(g.dtype), self.norm_embedding, eps), normed], dim=-1)
+        x = self.first(u, normed if self.facts.residual_normed else g, plan, pool, 0)
+        for layer, (norm, block) in enumerate(self.above, 1):
+            x = block(run.rms_norm(x, norm, eps), x, plan, pool, layer)
+        return x
+
+    def again(self, o: Tensor) -> Tensor:
+        return self._normed(o) if self.facts.output_normed else o
+
+    def logits(self, o: Tensor) -> Tensor:
+        x = self._normed(o) if self.facts.head_normed else o.contiguous()
+        out = self.model.head_logits(x) if self.lm_head is None else self.kernels.linear(x, self.lm_head).float()
+        return out if self.facts.scale == 1.0 else out * self.facts.scale
+
+    def _normed(self, x: Tensor) -> Tensor:
+        assert self.norm is not None
+        return self.kernels.rms_norm(x.contiguous(), self.norm, self.facts.eps)
+
+    def _layer(self, at: str, first: Sizes, turn: Tensor) -> tuple[Tensor, Block]:
+        """An ordinary layer: its first norm, and the rest."""
+        sizes = Sizes.of(self.reader.head, at, first.hidden)
+        if (sizes.kv_heads, sizes.head_dim) != (first.kv_heads, first.head_dim):
+            raise ModelError(f"{self.reader.head.name!r}: {at} has other K/V heads than its first layer, which is not supported.")
+        return self.reader.vector(f"{at}.input_layernorm.weight", first.hidden), Block(self.reader, at, sizes, first.hidden, turn)
+
+    def _read_states(self, taps: tuple[int, ...], width: int) -> None:
+        reader, head, wide = self.reader, self.reader.head, len(taps) * width
+        self.fc = None if taps == (FINAL,) else reader.linear("fc", self.facts.hidden, wide)
+        if self.fc is None and width != self.facts.hidden:
+            raise ModelError(
+                f"{head.name!r} does not fit the target: it has no fc, a width of {self.facts.hidden}, and the target {width}."
+            )
+        asked = bool(head.config.get("fc_norm")) or "fc_norm.0.weight" in head
+        self.norm_taps = None
+        if asked:
+            each = torch.cat([reader.vector(f"fc_norm.{i}.weight", width) for i in range(len(taps))])
+            self.norm_taps = torch.ones(width, device=each.device), each
+        before = bool(head.config.get("norm_before_fc")) or "input_norm.weight" in head
+        self.norm_fc = reader.vector("input_norm.weight", wide) if before else None
+
+    def _embedding(self, target: Target) -> Any:
+        """None where it is the target's own."""
+        head, h = self.reader.head, self.facts.hidden
+        width = target.decoder.embed([0]).shape[1]
+        if "embed_tokens.weight" not in head:
+            if width != h:
+                raise ModelError(
+                    f"{head.name!r} does not fit the target: it has no embed_tokens, a width of {h}, and the target embeds in {width}."
+                )
+            return None
+        rows = head.shape("embed_tokens.weight")[0]
+        if rows < target.vocabulary:
+            raise ModelError(f"{head.name!r} does not fit the target: it embeds {rows} tokens, and the target has {target.vocabulary}.")
+        weight = head.get("embed_tokens.weight", rows, h)
+        return None if width == h and _same(weight, target) else self.kernels.pack(weight)
+
+    def _lm_head(self, target: Target) -> Any:
+        """None where it is the target's own."""
+        head, h = self.reader.head, self.facts.hidden
+        if "lm_head.weight" in head or self.ids is not None:
+            rows = head.shape("lm_head.weight")[0]
+            if rows + PADDING <= target.vocabulary if self.ids is None else rows != len(self.ids):
+                tokens = "no d2t" if self.ids is None else f"a d2t of {len(self.ids)}"
+                raise ModelError(f"{head.name!r} does not fit the target: an lm_head of {rows} tokens, {tokens}; V is {target.vocabulary}.")
+            return self.reader.linear("lm_head", rows, h)
+        if config_flag(head.config, "tie_word_embeddings", False) and "embed_tokens.weight" in head:
+            return self.reader.linear("embed_tokens", head.shape("embed_tokens.weight")[0], h)
+        if target.decoder.spec.hidden != h:
+            raise ModelError(
+                f"{head.name!r} does not fit the target: no lm_head, a width of {h}; the target's {target.decoder.spec.hidden}."
+            )
+        return None
+
+
+def _same(weight: Tensor, target: Target) -> bool:
+    """Whether it is a copy of the target's embedding, as it often is: that need not be kept twice."""
+    model = target.decoder
+    for first in range(0, target.vocabulary, PIECE):
+        theirs = model.embed(range(first, min(first + PIECE, target.vocabulary)))
+        if not torch.equal(theirs.float().cpu(), weight[first : first + len(theirs)].to(model.dtype).float()):
+            return False
+    return True
