@@ -1,0 +1,52 @@
+"""A head's own, smaller vocabulary: which token of the target each of its entries is."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from outrider.errors import ModelError
+from outrider.heads.files import Head
+
+
+def target_ids(head: Head, vocabulary: int) -> Tensor | None:
+    """int32 [Vd], ascending: the target's token of each of the head's; None where they are the same.
+
+    `d2t` int64 [Vd] says it, as an offset: entry i is token i + d2t[i].  Some files hold the token itself.  `t2d` bool [V], which tokens
+    the head knows, tells the two apart; without it, ids that ascend and stay below V do: those of an offset first.
+    Raises ModelError where the two contradict each other, or the target has no such tokens.
+    """
+    if "d2t" not in head and "t2d" not in head:
+        return None
+    known = _column(head, "t2d").bool().nonzero().flatten() if "t2d" in head else None
+    ids = known if "d2t" not in head else _read(head, known, vocabulary)
+    assert ids is not None
+    if not _valid(ids, vocabulary):
+        raise ModelError(f"{head.name!r} does not fit the target: its vocabulary reaches token {_last(ids)}, the target has {vocabulary}.")
+    return None if torch.equal(ids, torch.arange(len(ids))) else ids.to(torch.int32)
+
+
+def _read(head: Head, known: Tensor | None, vocabulary: int) -> Tensor:
+    table = _column(head, "d2t").long()
+    readings = (table + torch.arange(len(table)), table)
+    for ids in readings:
+        if _valid(ids, vocabulary) if known is None else torch.equal(ids, known):
+            return ids
+    if known is None:
+        raise ModelError(f"d2t of {head.name!r} is neither an offset nor a list of ascending ids below {vocabulary}, the target's vocabulary.")
+    raise ModelError(f"d2t and t2d of {head.name!r} contradict each other: {len(table)} and {len(known)} tokens, and not the same ones.")
+
+
+def _column(head: Head, name: str) -> Tensor:
+    column = head.raw(name)
+    if column.dim() != 1 or column.is_floating_point():
+        raise ModelError(f"{name} of {head.name!r} is {column.dtype} {tuple(column.shape)}; a list of whole numbers is needed.")
+    return column
+
+
+def _valid(ids: Tensor, vocabulary: int) -> bool:
+    return len(ids) > 0 and int(ids[0]) >= 0 and _last(ids) < vocabulary and bool((ids.diff() > 0).all())
+
+
+def _last(ids: Tensor) -> int:
+    return int(ids[-1]) if len(ids) else -1
