@@ -125,8 +125,9 @@ class Packed:
         head, h = self.reader.head, self.facts.hidden
         if "lm_head.weight" in head or self.ids is not None:
             rows = head.shape("lm_head.weight")[0]
-            if rows + PADDING <= target.vocabulary if self.ids is None else rows != len(self.ids):
-                tokens = "no d2t" if self.ids is None else f"a d2t of {len(self.ids)}"
+            listed = head.shape("d2t")[0] if "d2t" in head else None
+            if rows + PADDING <= target.vocabulary if listed is None else rows != listed:
+                tokens = "no d2t" if listed is None else f"a d2t of {listed}"
                 raise ModelError(f"{head.name!r} does not fit the target: an lm_head of {rows} tokens, {tokens}; V is {target.vocabulary}.")
             return self.reader.linear("lm_head", rows, h)
         if config_flag(head.config, "tie_word_embeddings", False) and "embed_tokens.weight" in head:

@@ -1,0 +1,53 @@
+"""d2t and t2d: offsets, ids, and tables that make no sense."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider import ModelError
+from outrider.heads.files import Head
+from outrider.heads.vocabulary import target_ids
+
+V, USED = 20, torch.tensor([1, 2, 5, 9, 10, 18])
+OFFSET = USED - torch.arange(6)
+MASK = torch.zeros(V, dtype=torch.bool).index_fill(0, USED, True)
+
+
+def ids(**tensors: Tensor) -> Tensor | None:
+    return target_ids(Head.of("a head", {}, tensors), V)
+
+
+@pytest.mark.parametrize(
+    "tensors", [{"d2t": OFFSET, "t2d": MASK}, {"d2t": USED, "t2d": MASK}, {"d2t": OFFSET}, {"d2t": USED}, {"t2d": MASK}]
+)
+@pytest.mark.parametrize("kind", [torch.int64, torch.int32])
+def test_both_readings_of_d2t(tensors: dict[str, Tensor], kind: torch.dtype) -> None:
+    found = ids(**{name: tensor.to(kind) if name == "d2t" else tensor for name, tensor in tensors.items()})
+    assert found is not None and found.dtype == torch.int32
+    assert found.tolist() == USED.tolist()
+
+
+@pytest.mark.parametrize(
+    "tensors", [{}, {"d2t": torch.zeros(V, dtype=torch.int64)}, {"t2d": torch.ones(V, dtype=torch.bool)}, {"d2t": torch.arange(V)}]
+)
+def test_all_tokens_are_their_own(tensors: dict[str, Tensor]) -> None:
+    assert ids(**tensors) is None
+
+
+@pytest.mark.parametrize(
+    ("tensors", "said"),
+    [
+        ({"d2t": OFFSET + 1, "t2d": MASK}, "contradict"),
+        ({"d2t": OFFSET[:4], "t2d": MASK}, "contradict each other: 4 and 6 tokens"),
+        ({"d2t": torch.tensor([3, 25, 7])}, "neither"),
+        ({"d2t": torch.tensor([5, 3, 5])}, "neither"),
+        ({"d2t": torch.tensor([-1, 0, 0])}, "neither"),
+        ({"d2t": OFFSET.float()}, "float32"),
+        ({"t2d": torch.ones(V + 4, dtype=torch.bool)}, "reaches token 23, the target has 20"),
+    ],
+)
+def test_tables_that_make_no_sense(tensors: dict[str, Tensor], said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        ids(**tensors)
