@@ -1,0 +1,144 @@
+"""EAGLE-3 in the engine: which state meets which token, a head that learnt something, and somebody else's target."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from eagle3_heads import naive, official
+from helpers import install
+from models.families import write
+from torch import Tensor
+from toys import HIDDEN, LAYERS, V, acceptance, samples, save_head, teach, toy_target
+
+from outrider import LLM, SamplingParams
+from outrider.draft.eagle3 import Eagle3
+from outrider.draft.eagle3.network import Network, Settings
+from outrider.heads.sample import Outer, read
+from outrider.types import States
+
+TAPS = (2, LAYERS // 2, LAYERS - 3)
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return toy_target(tmp_path_factory.mktemp("toy"))
+
+
+@pytest.fixture(scope="module")
+def head(target: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A head that learnt what the target says, about the 256 tokens that it says most."""
+    llm = LLM(target, dtype="float32", speculative_config=None)
+    data, outer = samples(llm, TAPS), Outer.of(llm.engine.decoder)
+    common = Counter(token for sample in data for token in sample.tokens[6:].tolist())
+    drafted = tuple(sorted(token for token, _ in common.most_common(256)))
+    torch.manual_seed(0)
+    network = Network(Settings(V, HIDDEN, 2 * HIDDEN, 4, 2, 16, HIDDEN, TAPS, drafted))
+    teach(network, network.loss, data, outer, steps=200)
+    return save_head(tmp_path_factory.mktemp("head"), network.config(), network.state_dict())
+
+
+@pytest.mark.parametrize("tree", ["chain", "dynamic", "mc_sim_7b_63"])
+def test_a_head_that_learnt_is_believed(tree: str, target: str, head: str) -> None:
+    """Chance is 1/512 a guess; a tree guesses more than can be right."""
+    config = {"method": "eagle3", "model": head, "tree": tree, "num_speculative_tokens": 3, "nodes": 9}
+    assert acceptance(target, config) > (0.4 if tree == "chain" else 0.15)
+
+
+def test_a_shift_of_states_against_tokens_is_caught(target: str, head: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"method": "eagle3", "model": head, "tree": "chain", "num_speculative_tokens": 3}
+    right = acceptance(target, config)
+
+    def shifted(self: States, r: int, wanted: Any, last: bool = False) -> Tensor:
+        places = [max(0, place - 1) for place in self.places[r]]
+        return torch.cat([self.kept[which][places] for which in wanted], dim=-1)
+
+    monkeypatch.setattr(States, "of", shifted)
+    assert acceptance(target, config) < right / 2
+
+
+@pytest.mark.parametrize("wrong", [(0, 4, 5), (2, 4, 7)])
+def test_wrong_taps_cost_guesses(wrong: tuple[int, ...], target: str, head: str) -> None:
+    config = {"method": "eagle3", "model": head, "tree": "chain", "num_speculative_tokens": 3}
+    assert acceptance(target, {**config, "eagle_aux_hidden_state_layer_ids": list(wrong)}) < acceptance(target, config)
+
+
+# ---- which state meets which token
+
+
+def listened(llm: LLM) -> list[Tensor]:
+    """Gets the logits of every level that the head is asked for."""
+    net: Any = llm.engine.drafter.net
+    heard, say = [], net.logits
+
+    def logits(o: Tensor) -> Tensor:
+        heard.append(say(o).clone())
+        return heard[-1]
+
+    net.logits = logits
+    return heard
+
+
+def test_pairs_of_states_and_tokens(target: str, tmp_path: Path) -> None:
+    """The first two levels of some steps are those of the naive forward over the whole text; so they are behind a cached prompt."""
+    config, tensors = official()
+    folder = save_head(tmp_path, config, tensors)
+    plain = LLM(target, dtype="float32", speculative_config=None)
+    speculation = {"method": "eagle3", "model": folder, "tree": "chain", "num_speculative_tokens": 2}
+    llm = LLM(target, dtype="float32", speculative_config=speculation, max_num_batched_tokens=24)  # the prompt comes in two chunks
+    prompt = [(37 * i) % V for i in range(40)]
+    said = plain.generate({"prompt_token_ids": prompt}, GREEDY)[0].outputs[0].token_ids
+    heard, ids = listened(llm), tensors["d2t"] + torch.arange(128)
+    for _ in range(2):
+        heard.clear()
+        assert llm.generate({"prompt_token_ids": prompt}, GREEDY)[0].outputs[0].token_ids == said
+        for step in range(2):
+            first, second = heard[2 * step : 2 * step + 2]
+            text = prompt + list(said[: step + 1])
+            sample = read(plain.engine.decoder, text[:-1], TAPS)
+            states = torch.cat([sample.states[tap] for tap in TAPS], dim=-1)
+            guess = int(ids[first.argmax()])
+            expected = naive(config, tensors, states, plain.engine.decoder.embed(range(V)), [*text, guess], len(text) - 1)
+            torch.testing.assert_close(torch.cat([first, second]).double(), expected, rtol=1e-3, atol=1e-3)
+
+
+# ---- a target that transformers runs
+
+
+@pytest.fixture(scope="module", params=["gemma3", "qwen3-moe", "opt-post-norm-projected"])
+def other(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, Any]]:
+    folder = tmp_path_factory.mktemp(request.param)
+    model = write(request.param, folder)
+    yield LLM(str(folder), dtype="float32", max_model_len=128, speculative_config=None), model
+
+
+def test_the_states_of_a_fallback_target(other: tuple[LLM, Any]) -> None:
+    """What enters its layers is what transformers calls so; the embedding is the stored one, without the family's scale."""
+    llm, model = other
+    drafter = Eagle3.example(llm.engine.target)
+    taps, tokens = drafter.needs.states, [5, 9, 200, 31, 7, 7, 120]
+    with torch.no_grad():
+        theirs = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    sample = read(llm.engine.decoder, tokens, taps)
+    for tap in taps:
+        if tap < llm.engine.decoder.spec.layers:  # the last one of transformers went through the norm
+            torch.testing.assert_close(sample.states[tap], theirs[tap][0], rtol=1e-3, atol=1e-4)
+    stored = model.get_input_embeddings().weight[tokens].detach()
+    torch.testing.assert_close(llm.engine.decoder.embed(tokens).float(), stored)
+
+
+def test_the_text_of_a_fallback_target(other: tuple[LLM, Any]) -> None:
+    llm, _ = other
+    prompts = [{"prompt_token_ids": [(i * n) % 290 for i in range(1, n)]} for n in (5, 9, 23)]
+    params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=12, ignore_eos=True) for i in range(3)]
+    llm.use(None)
+    plain = [out.outputs[0].token_ids for out in llm.generate(prompts, params)]
+    install(llm, "eagle3")
+    fast = llm.generate(prompts, params)
+    assert [out.outputs[0].token_ids for out in fast] == plain
+    assert sum(out.speculation.drafted for out in fast) > 0

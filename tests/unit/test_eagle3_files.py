@@ -1,0 +1,357 @@
+"""EAGLE-3 files: every layout and variant loads as it is and says what a naive forward in float64 says; the rest is refused."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from eagle3_heads import HEADS, INNER, KV, PAIRS, TEXT, VD, Config, D, H, Tensors, agree, official, packed
+from torch import Tensor
+from toys import HIDDEN, V, save_head, toy_target
+
+from outrider import LLM, ConfigError, ModelError, draft
+from outrider.draft.eagle3 import Eagle3
+from outrider.draft.eagle3.layouts import TAPS, exported, taps_of, understood
+from outrider.draft.eagle3.network import Network, Settings
+from outrider.heads.files import Head
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    return LLM(toy_target(tmp_path_factory.mktemp("toy")), dtype="float32", speculative_config=None)
+
+
+# ---- layouts
+
+
+def prefixed(tensors: Tensors, prefix: str, *bare: str) -> Tensors:
+    return {name if name in bare else f"{prefix}{name}": tensor for name, tensor in tensors.items()}
+
+
+def renamed(tensors: Tensors, old: str, new: str) -> Tensors:
+    return {name.replace(old, new): tensor for name, tensor in tensors.items()}
+
+
+def speculators(config: Config, tensors: Tensors, new: bool) -> tuple[Config, Tensors]:
+    own = {"draft_vocab_size": VD, "speculators_model_type": "eagle3", "norm_before_residual": False, "target_hidden_size": None}
+    layer = {key: value for key, value in config.items() if key not in ("draft_vocab_size", "architectures")}
+    tensors = renamed(tensors, "midlayer.", "layers.0.") | {"verifier_norm.weight": torch.ones(H)}
+    return {**own, "architectures": ["Eagle3DraftModel" if new else "Eagle3Speculator"], "transformer_layer_config": layer}, tensors
+
+
+def vllm(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
+    mapped = renamed(renamed(tensors, "midlayer.", "layers.0."), "d2t", "draft_id_to_target_id")
+    mapped.pop("t2d")
+    mapped = prefixed(mapped, "model.", "lm_head.weight", "draft_id_to_target_id")
+    return {"model_type": "eagle", "architectures": ["Eagle3LlamaForCausalLM"], "method": "eagle3", "model": config}, mapped
+
+
+def absolute(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
+    return config, {**tensors, "d2t": tensors["d2t"] + torch.arange(VD)}
+
+
+LAYOUTS: dict[str, Callable[[Config, Tensors], tuple[Config, Tensors]]] = {
+    "official": lambda config, tensors: (config, tensors),
+    "sglang": lambda config, tensors: ({**config, "architectures": ["LlamaForCausalLMEagle3"]}, tensors),
+    "speculators, old": lambda config, tensors: speculators(config, tensors, False),
+    "speculators, new": lambda config, tensors: speculators(config, tensors, True),
+    "vllm": vllm,
+    "absolute d2t": absolute,
+    "embedding": lambda config, tensors: (config, tensors),  # which is added below
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+def test_every_layout(layout: str, file: str, llm: LLM, tmp_path: Path) -> None:
+    config, tensors = official()
+    if layout == "embedding":
+        tensors["embed_tokens.weight"] = torch.randn(V, H)
+    folder = save_head(tmp_path, *LAYOUTS[layout](config, tensors), file)
+    assert draft.detect(folder) == "eagle3"
+    net = agree(llm, folder, (config, tensors))
+    assert net.taps == (2, 4, 5)
+    assert net.ids.tolist() == (tensors["d2t"] + torch.arange(VD)).tolist()
+    assert (net.embedding is not None) == (layout == "embedding")
+
+
+def test_aliased_storages_of_a_pickle(llm: LLM, tmp_path: Path) -> None:
+    """Tensors that are views into one block, and two that share their storage, as torch.save keeps them."""
+    config, tensors = official()
+    block = torch.cat([t.flatten() for t in tensors.values() if t.is_floating_point()])
+    parts = block.split([t.numel() for t in tensors.values() if t.is_floating_point()])
+    views = {name: part.view(t.shape) for part, (name, t) in zip(parts, ((n, t) for n, t in tensors.items() if t.is_floating_point()))}
+    views["midlayer.hidden_norm.weight"] = views["midlayer.input_layernorm.weight"]
+    both = {**tensors, **views}
+    agree(llm, save_head(tmp_path, config, both, "pytorch_model.bin"), (config, both))
+
+
+# ---- variants
+
+
+def more_layers(tensors: Tensors, at: str = "layers.1", norm: str = "input_layernorm") -> Tensors:
+    shapes = {"self_attn.q_proj": (HEADS * D, H), "self_attn.k_proj": (KV * D, H), "self_attn.v_proj": (KV * D, H)}
+    torch.manual_seed(5)
+    added = {f"{at}.{name}.weight": torch.randn(shape) * 0.15 for name, shape in shapes.items()}
+    same = ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "post_attention_layernorm")
+    added |= {f"{at}.{name}.weight": tensors[f"midlayer.{name}.weight"].flip(0) for name in same}
+    return added | {f"{at}.{norm}.weight": 1 + torch.randn(H) * 0.2}
+
+
+def variant(name: str) -> tuple[Config, Tensors, Config, Tensors, dict[str, Any]]:
+    """(config and tensors of the file, those for the naive forward, and how)."""
+    config, tensors = official()
+    how: dict[str, Any] = {}
+    if name == "rope_theta":
+        config["rope_theta"] = 1e6
+    elif name == "norm_before_residual":
+        config, how = {**config, "norm_before_residual": True}, {"residual_normed": True}
+    elif name == "norm_output, speculators":
+        config, how = {**config, "norm_output": True, "speculators_model_type": "eagle3"}, {"output_normed": True}
+    elif name == "norm_output false, SpecForge":
+        config, how = {**config, "norm_output": False, "architectures": ["LlamaForCausalLMEagle3"]}, {"bare": True}
+    elif name == "norm_output true, SpecForge":
+        config = {**config, "norm_output": True, "architectures": ["LlamaForCausalLMEagle3"]}
+    elif name == "fc_norm":
+        tensors |= {f"fc_norm.{i}.weight": 1 + torch.randn(HIDDEN) * 0.2 for i in range(3)}
+    elif name == "norm_before_fc":
+        tensors["input_norm.weight"] = 1 + torch.randn(3 * HIDDEN) * 0.2
+    elif name == "biases":
+        tensors |= {"fc.bias": torch.randn(H), "midlayer.self_attn.q_proj.bias": torch.randn(HEADS * D)}
+    elif name == "all tokens":
+        tensors["lm_head.weight"] = torch.randn(V, H)
+        del tensors["d2t"], tensors["t2d"]
+    elif name == "two layers, vLLM":
+        idle = {"layers.1.hidden_norm.weight": torch.zeros(H)}
+        return config, renamed(tensors, "midlayer.", "layers.0.") | more_layers(tensors) | idle, config, tensors | more_layers(tensors), how
+    elif name == "two layers, SGLang":
+        theirs = tensors | more_layers(tensors, "additional_layers.0", "hidden_norm")
+        return config, theirs, config, tensors | more_layers(tensors), how
+    return config, tensors, config, tensors, how
+
+
+VARIANTS = (
+    "rope_theta", "norm_before_residual", "norm_output, speculators", "norm_output false, SpecForge", "norm_output true, SpecForge",
+    "fc_norm", "norm_before_fc", "biases", "all tokens", "two layers, vLLM", "two layers, SGLang",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant(name: str, llm: LLM, tmp_path: Path) -> None:
+    config, tensors, *ours, how = variant(name)
+    agree(llm, save_head(tmp_path, config, tensors), (ours[0], ours[1]), **how)
+
+
+def test_a_head_narrower_than_the_target(llm: LLM, tmp_path: Path) -> None:
+    """target_hidden_size: the head brings an embedding of its own width."""
+    settings = Settings(V, 32, 48, HEADS, KV, D, HIDDEN, (2, 4, 5), tuple(range(0, V, 4)), embeds=True)
+    network = Network.random(settings)
+    head = network.config(), {name: tensor.detach() for name, tensor in network.state_dict().items()}
+    folder = save_head(tmp_path, *head)
+    assert draft.detect(folder) == "eagle3"
+    agree(llm, folder, head)
+    del head[1]["embed_tokens.weight"]
+    with pytest.raises(ModelError, match="no embed_tokens, a width of 32, and the target embeds in 64"):
+        packed(llm, save_head(tmp_path / "bare", *head), torch.zeros(PAIRS, 3 * HIDDEN))
+
+
+def test_without_an_lm_head_the_targets_own_speaks(llm: LLM, tmp_path: Path) -> None:
+    config, tensors = official(draft_vocab_size=None)
+    for name in ("lm_head.weight", "d2t", "t2d"):
+        del tensors[name]
+    theirs = dict(tensors, **{"lm_head.weight": llm.engine.decoder.head_logits(torch.eye(HIDDEN)).T.contiguous()})
+    net = agree(llm, save_head(tmp_path, config, tensors), (config, theirs))
+    assert net.ids is None and net.lm_head is None
+
+
+def test_a_copy_of_the_targets_embedding_is_not_kept_twice(llm: LLM, tmp_path: Path) -> None:
+    config, tensors = official()
+    tensors["embed_tokens.weight"] = llm.engine.decoder.embed(range(V)).clone()
+    assert agree(llm, save_head(tmp_path, config, tensors), (config, tensors)).embedding is None
+
+
+def test_no_fc_reads_the_last_state(llm: LLM, tmp_path: Path) -> None:
+    config, tensors = official(eagle_config={"use_aux_hidden_state": False})
+    del tensors["fc.weight"]
+    assert agree(llm, save_head(tmp_path, config, tensors), (config, tensors), taps=1).taps == (-1,)
+
+
+def test_quantised_while_loading(llm: LLM, tmp_path: Path) -> None:
+    config, tensors = official()
+    folder, states = save_head(tmp_path, config, tensors), torch.randn(PAIRS, 3 * HIDDEN)
+    (_, whole), (_, few) = packed(llm, folder, states), packed(llm, folder, states, quantization="int8")
+    assert not torch.equal(few, whole)
+    assert torch.cosine_similarity(few, whole).min() > 0.99
+
+
+# ---- taps
+
+SGLANG, SPEC = {"architectures": ["LlamaForCausalLMEagle3"]}, {"speculators_model_type": "eagle3", "architectures": ["Eagle3DraftModel"]}
+
+
+@pytest.mark.parametrize(
+    ("config", "layers", "taps"),
+    [
+        ({}, 32, (2, 16, 29)),
+        (SGLANG, 32, (2, 16, 29)),
+        ({**SGLANG, TAPS: [1, 46, 90]}, 94, (2, 47, 91)),  # the default, as SGLang counts
+        ({**SGLANG, "eagle_config": {TAPS: [1, 11, 21]}}, 24, (2, 12, 22)),  # one later than the default
+        ({**SPEC, TAPS: [1, 23, 44]}, 48, (1, 23, 44)),
+        ({**SPEC, "architectures": SGLANG["architectures"], TAPS: [2, 30, 58]}, 61, (2, 30, 58)),
+        ({TAPS: [2, 30, 58]}, 61, (2, 30, 58)),
+        ({**SGLANG, TAPS: [1, 3, 7]}, 8, (2, 4, 8)),  # what leaves the last layer
+        ({}, 7, (2, 3, 4)),
+        ({}, 2, (0, 1, 2)),
+        ({}, 1, (0, 0, 1)),
+    ],
+)
+def test_both_ways_to_count_layers(config: Config, layers: int, taps: tuple[int, ...]) -> None:
+    head = understood(Head.of("a head", config, {}))
+    assert taps_of(head, layers) == taps
+    assert taps_of(head, layers, given=[0, 1]) == (0, 1)
+    if listed := head.config.get(TAPS):
+        assert [taps_of(head, layers, offset=i) for i in (-1, 0)] == [tuple(t + i for t in listed) for i in (-1, 0)]
+
+
+def test_taps_that_the_user_gives(llm: LLM, tmp_path: Path) -> None:
+    config, tensors = official(**{TAPS: [1, 3, 4]})
+    folder, target = save_head(tmp_path, config, tensors), llm.engine.target
+    assert Eagle3(Eagle3.Options(model=folder), target).needs.states == (1, 3, 4)
+    assert Eagle3(Eagle3.Options(model=folder, tap_offset=1), target).needs.states == (2, 4, 5)
+    assert Eagle3(Eagle3.Options(model=folder, eagle_aux_hidden_state_layer_ids=[0, 4, 8]), target).needs.states == (0, 4, 8)
+    with pytest.raises(ModelError, match=r"\[5, 7, 9\]; the target has 0 … 8"):
+        Eagle3(Eagle3.Options(model=folder, eagle_aux_hidden_state_layer_ids=[5, 7, 9]), target)
+    with pytest.raises(ModelError, match=r"fc.weight is \(64, 192\), and \(64, 128\)"):
+        Eagle3(Eagle3.Options(model=folder, eagle_aux_hidden_state_layer_ids=[5, 7]), target)
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"mask_hidden": torch.zeros(1, 3 * HIDDEN)}, "P-EAGLE"),
+        ({"fc.weight": torch.zeros(H, 3 * 48)}, r"does not fit the target: its fc.weight is \(64, 144\), and \(64, 192\) is needed"),
+        ({"midlayer.mlp.up_proj.weight": None}, "has no tensor 'midlayer.mlp.up_proj.weight'"),
+        ({"norm.weight": None}, "has no tensor 'norm.weight'"),
+        ({"lm_head.weight": None}, "has no tensor 'lm_head.weight'"),
+        ({"lm_head.weight": torch.zeros(VD + 1, H)}, "an lm_head of 129 tokens, a d2t of 128; V is 512"),
+        ({"norm.weight": torch.zeros(H, dtype=torch.int32)}, "norm.weight .* is torch.int32"),
+        ({"embed_tokens.weight": torch.zeros(V - 1, H)}, "it embeds 511 tokens, and the target has 512"),
+        ({"d2t": torch.arange(VD)}, "contradict"),
+        ({"midlayer.mlp.up_proj.weight_scale": torch.ones(1)}, "is quantised"),
+        ({"layers.1.self_attn.q_proj.weight": torch.zeros(HEADS * D, H)}, "has no tensor 'layers.1"),
+    ],
+)
+def test_files_that_are_refused(change: dict[str, Tensor | None], said: str, llm: LLM, tmp_path: Path) -> None:
+    config, tensors = official()
+    changed = {name: t for name, t in {**tensors, **change}.items() if t is not None}
+    with pytest.raises(ModelError, match=said):
+        Eagle3(Eagle3.Options(model=save_head(tmp_path, config, changed)), llm.engine.target)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"speculators_model_type": "peagle"}, "P-EAGLE"),
+        ({TAPS: "2"}, "must be a list"),
+        ({TAPS: [2, 4, 9]}, "the target has 0 … 8"),
+        ({"head_dim": 20}, "no heads of head_dim 20"),
+        ({"norm_before_fc": True}, "has no tensor 'input_norm.weight'"),
+    ],
+)
+def test_configs_that_are_refused(config: Config, said: str, llm: LLM, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=said):
+        Eagle3(Eagle3.Options(model=save_head(tmp_path, *official(**config))), llm.engine.target)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+def test_a_truncated_file_is_refused(file: str, llm: LLM, tmp_path: Path) -> None:
+    folder = save_head(tmp_path, *official(), file)
+    whole = (tmp_path / file).read_bytes()
+    (tmp_path / file).write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ModelError, match="corrupt"):
+        Eagle3(Eagle3.Options(model=folder), llm.engine.target)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"tap_offset": 0.5}, "tap_offset must be a whole number"),
+        ({TAPS: "2,4,5"}, "list of layer numbers"),
+        ({TAPS: []}, "list of layer numbers"),
+        ({TAPS: [1, 2, 3], "tap_offset": 1}, "leave one of them out"),
+        ({"tree": "dynamc"}, "Did you mean 'dynamic'"),
+    ],
+)
+def test_options_that_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Eagle3.Options(**options)
+
+
+# ---- for other engines
+
+
+def test_export(llm: LLM, tmp_path: Path) -> None:
+    """Both layouts have the names of the format and are read back as the same network."""
+    layered = Settings(V, H, INNER, HEADS, KV, D, HIDDEN, (1, 4, 5), tuple(range(0, V, 4)), layers=2, theta=5e5, tap_normed=True)
+    network = Network.random(layered)
+    ours, tensors = network.config(), network.state_dict()
+    states, said = torch.randn(PAIRS, 3 * HIDDEN), []
+    for layout in ("vllm", "sglang"):
+        config, theirs = exported(ours, tensors, layout)
+        folder = save_head(tmp_path / layout, config, theirs)
+        net, logits = packed(llm, folder, states)
+        assert draft.detect(folder) == "eagle3" and net.taps == (1, 4, 5)
+        said.append(logits)
+    assert torch.equal(*said)
+    common = {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d", *(f"fc_norm.{i}.weight" for i in range(3))}
+    vllm, sglang = (exported(ours, tensors, layout) for layout in ("vllm", "sglang"))
+    assert common < vllm[1].keys() and common < sglang[1].keys()
+    assert {name.split(".")[0] for name in vllm[1].keys() - common} == {"layers"}
+    assert {name.split(".")[0] for name in sglang[1].keys() - common} == {"midlayer", "additional_layers"}
+    assert vllm[0]["speculators_model_type"] == "eagle3" and vllm[0][TAPS] == [1, 4, 5] and vllm[0]["norm_before_residual"] is False
+    assert vllm[0]["transformer_layer_config"]["rope_theta"] == 5e5 and "draft_vocab_size" in vllm[0]
+    assert sglang[0]["eagle_config"][TAPS] == [0, 3, 4] and sglang[0]["architectures"] == ["LlamaForCausalLMEagle3"]
+
+
+def test_what_cannot_be_exported() -> None:
+    normed = Network.random(Settings(V, H, INNER, HEADS, KV, D, HIDDEN, (0, 4, 5), residual_normed=True))
+    with pytest.raises(ConfigError, match="norm_before_residual"):
+        exported(normed.config(), normed.state_dict(), "sglang")
+    plain = Network.random(Settings(V, H, INNER, HEADS, KV, D, HIDDEN, (0, 4, 5)))
+    with pytest.raises(ConfigError, match="layer 0"):
+        exported(plain.config(), plain.state_dict(), "sglang")
+    with pytest.raises(ConfigError, match="Did you mean 'vllm'"):
+        exported(plain.config(), plain.state_dict(), "vlm")
+
+
+def test_the_size_of_a_published_file() -> None:
+    """The head of Llama-3.1-8B: 850 MB in half precision."""
+    with torch.device("meta"):
+        network = Network(Settings(128256, 4096, 14336, 32, 8, 128, 4096, (2, 16, 29), tuple(range(32000))))
+    weights = sum(p.numel() for p in network.parameters() if p.dim() > 1)
+    attention = 4096 * 8192 + 2 * 1024 * 8192 + 4096**2
+    assert weights == 4096 * 12288 + attention + 3 * 4096 * 14336 + 32000 * 4096
+    assert round(2 * weights / 1e6, -1) == 850
+
+
+@pytest.mark.parametrize("flags", [*itertools.product((False, True), repeat=2)])
+def test_the_network_in_torch_is_the_packed_one(flags: tuple[bool, bool], llm: LLM, tmp_path: Path) -> None:
+    """Its first step is a pass over certain pairs; step s at place t goes on from there as a chain of guesses does."""
+    settings = Settings(V, H, INNER, HEADS, KV, D, HIDDEN, (2, 4, 5), layers=2, residual_normed=flags[0], output_normed=flags[1])
+    network = Network.random(settings)
+    folder = save_head(tmp_path, network.config(), network.state_dict())
+    states = torch.randn(len(TEXT), 3 * HIDDEN)
+    _, said = packed(llm, folder, states[:PAIRS])
+    steps = len(TEXT) - PAIRS
+    with torch.no_grad():
+        unrolled = network(states, torch.tensor(TEXT), llm.engine.decoder.embed(range(V)), steps)
+    assert len(unrolled) == steps and all(len(logits) == PAIRS for logits in unrolled)
+    torch.testing.assert_close(torch.stack([logits[-1] for logits in unrolled]), said, rtol=1e-3, atol=1e-3)
