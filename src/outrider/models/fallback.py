@@ -210,8 +210,8 @@ class Fallback:
             CALL.reset(before)
 
     def embed(self, ids: Sequence[int]) -> Tensor:
-        x: Tensor = self.body.get_input_embeddings()(torch.tensor(ids, device=self.device))
-        return x
+        weight: Tensor = self.body.get_input_embeddings().weight.detach()  # some families scale what they take from it
+        return F.embedding(torch.tensor(ids, device=self.device), weight)
 
     def final(self, x: Tensor) -> Tensor:
         return x
