@@ -1,0 +1,173 @@
+"""What a head of one layer costs a level, and what a tree of 60 nodes costs beside it.
+
+    python benchmarks/heads.py --folder DIR [--json OUT]
+
+DIR gets (or holds) the target: the Llama shape of 100 M weights, random, bfloat16.  The heads are random, of one such layer.  A level is
+`forward` and `logits` of one row, and of ten, 64 tokens into a text; beside it stands the time that reading its weights takes at the
+speed at which a linear over 256 MiB reads, measured in turns with it, so that the processor's caches hold neither.  The tree is a
+dynamic one of EAGLE-2's size, over logits that lie ready: everything but the network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from core import checkpoint
+from rich.console import Console
+from rich.table import Table
+
+from outrider import LLM, SamplingParams
+from outrider.attention.plan import Plan
+from outrider.bench.conditions import conditions
+from outrider.draft.base import Target
+from outrider.draft.eagle import Eagle
+from outrider.draft.eagle.network import Network as EagleNetwork
+from outrider.draft.eagle3 import Eagle3
+from outrider.draft.eagle3.network import Network as Eagle3Network
+from outrider.draft.eagle3.network import Settings
+from outrider.heads.dynamic import Dynamic
+from outrider.heads.files import Head
+from outrider.heads.recurrent import Recurrent
+from outrider.types import Budget, Row
+
+TEXT, ROWS, DEPTH, NODES, TOP_K = 64, (1, 10), 6, 60, 10
+BARS = {"a level, of its weights' time": 1.3, "a tree without the network, ms": 0.3}
+
+
+def drafters(target: Target) -> dict[str, Recurrent]:
+    """A head of each kind: EAGLE's reads its target's lm_head, EAGLE-3's has one of its own."""
+    s = target.decoder.spec
+    sizes = (s.hidden, s.inner, s.heads, s.kv_heads, s.head_dim)
+    taps = (2, s.layers // 2, s.layers - 3)
+    eagle, eagle3 = EagleNetwork(*sizes, s.vocabulary), Eagle3Network.random(Settings(s.vocabulary, *sizes, s.hidden, taps))
+    options = {"nodes": NODES, "top_k": TOP_K}
+    return {
+        "eagle": Eagle(Eagle.Options(**options), target, Head.of("random", eagle.config(), eagle.state_dict())),
+        "eagle3": Eagle3(Eagle3.Options(**options), target, Head.of("random", eagle3.config(), eagle3.state_dict())),
+    }
+
+
+def packed(thing: Any, depth: int = 0) -> Iterator[tuple[int, int]]:
+    """(id, bytes) of the packed weights that a network reads in a level."""
+    for name, value in vars(thing).items():
+        for part in value if isinstance(value, list | tuple) else [value]:
+            if hasattr(part, "outputs") and name not in ("embedding", "fc"):
+                yield id(part), part.data.nbytes
+            elif hasattr(part, "qkv") and depth == 0:
+                yield from packed(part, 1)
+
+
+def bytes_read(drafter: Recurrent) -> int:
+    """By a level of one row; EAGLE-3's fc only reads the target's states, EAGLE's reads every pair."""
+    net: Any = drafter.net
+    fc = net.fc.data.nbytes if isinstance(drafter, Eagle) else 0
+    head = 0 if net.lm_head is not None else net.model.lm_head.data.nbytes
+    return sum(dict(packed(net)).values()) + fc + head
+
+
+def milliseconds(run: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    run()
+    return (time.perf_counter() - began) * 1e3
+
+
+def level_ms(drafter: Recurrent, rows: int, sweep: Callable[[], Any], swept: int, repeats: int = 40) -> dict[str, float]:
+    """swept: bytes that the sweep reads."""
+    net, hidden = drafter.net, drafter.hidden
+    pool, table, g = net.pool(TEXT + rows), array("i", range(TEXT + rows)), torch.randn(rows, hidden)
+    times, sweeps = [], []
+    for _ in range(repeats):
+        sweeps.append(milliseconds(sweep))
+        plan, state = Plan(), g.clone()
+        for i in range(rows):
+            plan.node(table, TEXT, [TEXT + i], 100 + i)
+        plan.build()
+        times.append(milliseconds(lambda: net.logits(net.forward(plan, pool, state))))  # noqa: B023 - called at once
+    least = bytes_read(drafter) / (swept / statistics.median(sweeps))
+    took = statistics.median(times)
+    return {"ms": round(took, 3), "its weights, ms": round(least, 3), "ratio": round(took / least, 2)}
+
+
+def tree_ms(drafter: Recurrent, target: Target, repeats: int = 200) -> dict[str, float]:
+    """Everything but the network: what is picked, kept and planned, level by level; and the picks of it alone."""
+    params = SamplingParams(temperature=0, max_tokens=1000)
+    row = Row("0", 0, list(range(TEXT + 1)), TEXT, params, params.law, 0, (), 4096, frozenset())
+    table, ready = array("i", range(TEXT + 2 * NODES)), torch.randn(TOP_K, target.vocabulary) * 3
+    picks = [0.0]
+    net: Any = drafter.net
+    net.logits, net.forward = lambda o: ready[: len(o)], lambda plan, pool, g: g
+    pick = target.decoder.kernels.picks
+
+    def timed(*given: Any) -> Any:
+        began = time.perf_counter()
+        found = pick(*given)
+        picks[0] += (time.perf_counter() - began) * 1e3
+        return found
+
+    drafter.pool, whole, picked = None, [], []  # type: ignore[assignment]
+    for measured in (whole, picked):
+        drafter.choose.kernels.picks = timed if measured is picked else pick  # type: ignore[method-assign]
+        for _ in range(repeats):
+            o, picks[0] = torch.randn(1, drafter.hidden), 0.0
+
+            def build(o: torch.Tensor = o) -> None:
+                tree = Dynamic(row, table, TEXT, Budget(DEPTH, NODES), TOP_K)
+                drafter._levels(o, [tree], [0])
+                assert len(tree.guesses.tokens) == NODES
+
+            took = milliseconds(build)
+            measured.append(picks[0] if measured is picked else took)
+    del drafter.choose.kernels.picks
+    return {"ms": round(statistics.median(whole), 3), "of it picks": round(statistics.median(picked), 3)}
+
+
+def run(folder: Path) -> dict[str, Any]:
+    llm = LLM(model=str(checkpoint(folder / "llama100m")), speculative_config=None)
+    target, kernels = llm.engine.target, llm.engine.decoder.kernels
+    big, x = kernels.pack(torch.randn(1 << 15, 1 << 12)), torch.randn(1, 1 << 12)
+    found: dict[str, Any] = {}
+
+    def sweep() -> None:
+        kernels.linear(x, big)
+
+    sweeps = [milliseconds(sweep) for _ in range(40)]
+    found["reading, GB/s"] = round(big.data.nbytes / statistics.median(sweeps) / 1e6, 1)
+    for name, drafter in drafters(target).items():
+        levels = {f"a level of {rows}": level_ms(drafter, rows, sweep, big.data.nbytes) for rows in ROWS}
+        found[name] = {"MB": round(bytes_read(drafter) / 1e6, 1), **levels, f"a tree of {NODES}": tree_ms(drafter, target)}
+    return found
+
+
+def show(found: dict[str, Any], console: Console) -> None:
+    console.print(f"a big linear reads {found['reading, GB/s']} GB/s")
+    table = Table("head", "what", "ms", "at the speed of reading", "ratio", "bar", title="heads")
+    for name in ("eagle", "eagle3"):
+        for what, figures in found[name].items():
+            if what == "MB":
+                table.add_row(name, f"{figures} MB", "", "", "", "")
+            elif "ratio" in figures:
+                table.add_row("", what, *(str(value) for value in figures.values()), str(BARS["a level, of its weights' time"]))
+            else:
+                told = f"{figures['ms']} (picks {figures['of it picks']})"
+                table.add_row("", what, told, "", "", f"{BARS['a tree without the network, ms']} ms")
+    console.print(table)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    with torch.inference_mode():
+        found = run(given.folder)
+    show(found, Console())
+    if given.json:
+        given.json.write_text(json.dumps({"conditions": conditions(), "bars": BARS, "heads": found}, indent=1) + "\n")
