@@ -102,8 +102,6 @@ def tree_ms(drafter: Recurrent, target: Target, repeats: int = 200) -> dict[str,
     row = Row("0", 0, list(range(TEXT + 1)), TEXT, params, params.law, 0, (), 4096, frozenset())
     table, ready = array("i", range(TEXT + 2 * NODES)), torch.randn(TOP_K, target.vocabulary) * 3
     picks = [0.0]
-    net: Any = drafter.net
-    net.logits, net.forward = lambda o: ready[: len(o)], lambda plan, pool, g: g
     pick = target.decoder.kernels.picks
 
     def timed(*given: Any) -> Any:
@@ -112,17 +110,22 @@ def tree_ms(drafter: Recurrent, target: Target, repeats: int = 200) -> dict[str,
         picks[0] += (time.perf_counter() - began) * 1e3
         return found
 
-    drafter.pool, whole, picked = None, [], []  # type: ignore[assignment]
+    whole, picked = list[float](), list[float]()
+
+    def build() -> None:
+        tree = Dynamic(row, table, TEXT, Budget(DEPTH, NODES), TOP_K)
+        while tree.sources:
+            tree.take(drafter.choose, ready[: len(tree.sources)])
+            if tree.sources:
+                plan = Plan()
+                tree.plan(plan)
+                plan.build()
+        assert len(tree.guesses.tokens) == NODES
+
     for measured in (whole, picked):
         drafter.choose.kernels.picks = timed if measured is picked else pick  # type: ignore[method-assign]
         for _ in range(repeats):
-            o, picks[0] = torch.randn(1, drafter.hidden), 0.0
-
-            def build(o: torch.Tensor = o) -> None:
-                tree = Dynamic(row, table, TEXT, Budget(DEPTH, NODES), TOP_K)
-                drafter._levels(o, [tree], [0])
-                assert len(tree.guesses.tokens) == NODES
-
+            picks[0] = 0.0
             took = milliseconds(build)
             measured.append(picks[0] if measured is picked else took)
     del drafter.choose.kernels.picks
