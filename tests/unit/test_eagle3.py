@@ -16,10 +16,11 @@ from torch import Tensor
 from toys import HIDDEN, LAYERS, V, acceptance, samples, save_head, teach, toy_target
 
 from outrider import LLM, SamplingParams
+from outrider.attention.plan import Plan
 from outrider.draft.eagle3 import Eagle3
 from outrider.draft.eagle3.network import Network, Settings
+from outrider.heads import recurrent
 from outrider.heads.sample import Outer, read
-from outrider.types import States
 
 TAPS = (2, LAYERS // 2, LAYERS - 3)
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -51,14 +52,15 @@ def test_a_head_that_learnt_is_believed(tree: str, target: str, head: str) -> No
 
 
 def test_a_shift_of_states_against_tokens_is_caught(target: str, head: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pair of the state at t and the token x_t, not the one that followed."""
     config = {"method": "eagle3", "model": head, "tree": "chain", "num_speculative_tokens": 3}
     right = acceptance(target, config)
 
-    def shifted(self: States, r: int, wanted: Any, last: bool = False) -> Tensor:
-        places = [max(0, place - 1) for place in self.places[r]]
-        return torch.cat([self.kept[which][places] for which in wanted], dim=-1)
+    class Shifted(Plan):
+        def chain(self, table: Any, start: int, tokens: Any, shift: int = 0) -> None:
+            super().chain(table, start, [7, *tokens[:-1]], shift)
 
-    monkeypatch.setattr(States, "of", shifted)
+    monkeypatch.setattr(recurrent, "Plan", Shifted)
     assert acceptance(target, config) < right / 2
 
 

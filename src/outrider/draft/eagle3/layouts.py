@@ -41,7 +41,9 @@ def named(name: str) -> str | None:
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of one layer's config beside the head's own, wherever a file nests them."""
     outer = {key: value for key, value in config.items() if value is not None}
-    inner = next((outer[key] for key in ("transformer_layer_config", "model") if isinstance(outer.get(key), Mapping)), {})
+    inner: Mapping[str, Any] = next(
+        (outer[key] for key in ("transformer_layer_config", "model") if isinstance(outer.get(key), Mapping)), {}
+    )
     both = {**inner, **outer}
     eagle = both.get("eagle_config")
     return {**eagle, **both} if isinstance(eagle, Mapping) else both

@@ -191,14 +191,17 @@ class Network(nn.Module):
         """g [n, hidden] of the states [n, taps * target_hidden]."""
         s = self.settings
         if s.tap_normed:
-            states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, states.split(s.target_hidden, dim=-1))], dim=-1)
+            states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, states.chunk(len(s.taps), dim=-1))], dim=-1)
         if s.input_normed:
             states = self.input_norm(states)
         return self.fc(states)  # type: ignore[no-any-return]
 
+    def logits(self, o: Tensor) -> Tensor:
+        return self.lm_head(self.norm(o))  # type: ignore[no-any-return]
+
     def step(self, g: Tensor, embedded: Tensor, seen: Sequence[list[tuple[Tensor, Tensor]]]) -> Tensor:
         """o [n, hidden] of g and the embeddings of the tokens that follow; `seen`: of every layer, what its attention saw."""
-        normed = self.midlayer.hidden_norm(g)
+        normed: Tensor = self.midlayer.hidden_norm(g)  # type: ignore[operator]
         u = torch.cat([self.midlayer.input_layernorm(embedded), normed], dim=-1)
         x: Tensor = self.midlayer(u, normed if self.settings.residual_normed else g, seen[0])
         for layer, own in zip(self.layers.values() if self.settings.layers > 1 else (), seen[1:]):
@@ -213,9 +216,8 @@ class Network(nn.Module):
         for step in range(steps):
             ids = tokens[step + 1 : step + 1 + n]
             o = self.step(g, self.embed_tokens(ids) if s.embeds else embedding[ids], seen)
-            normed = self.norm(o)
-            said.append(self.lm_head(normed))
-            g = normed if s.output_normed else o
+            said.append(self.logits(o))
+            g = self.norm(o) if s.output_normed else o
         return said
 
     def loss(self, sample: Sample, outer: Outer) -> Tensor:
