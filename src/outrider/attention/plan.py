@@ -75,6 +75,17 @@ class Plan:
         self._seen.append(seen)
         self._depths.append(len(path))
 
+    def level(self, table: array[int], seen: int, paths: Sequence[Sequence[int]], tokens: Sequence[int]) -> None:
+        """Guesses behind as many others each: `node` for all of them at once."""
+        count, depth = len(paths), len(paths[0])
+        self._paths.update(zip(range(self.length, self.length + count), paths))
+        self._segment(table, count, seen + depth)
+        self._ids.extend(tokens)
+        self._positions.extend([seen + depth - 1] * count)
+        self._slots.extend([path[-1] for path in paths])
+        self._seen.extend([seen] * count)
+        self._depths.extend([depth] * count)
+
     def block(self, table: array[int], seen: int, slots: Sequence[int], tokens: Sequence[int]) -> None:
         """Tokens side by side at positions seen …, each of which sees `seen` tokens and then all slots of the block."""
         for i, (slot, token) in enumerate(zip(slots, tokens)):

@@ -24,6 +24,7 @@ class Chooser:
     def __init__(self, target: Target, ids: Tensor | None = None) -> None:
         self.sampler, self.vocabulary, self.kernels = target.sampler, target.vocabulary, target.decoder.kernels
         self.ids = None if ids is None else ids.to(torch.int32).contiguous()
+        self.tokens = None if ids is None else ids.long()
 
     def best(self, row: Row, paths: Sequence[Sequence[int]], logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """The k <= 64 best tokens behind each path (token ids from the root on, all of one length), best first: int64 [n, k], -1 where
@@ -37,7 +38,7 @@ class Chooser:
         else:
             key = 0 if row.law.temperature == 0 else key_of(row.seed, row.index, len(row.tokens) + len(paths[0]))
             found, shares = self.kernels.picks(self._cut(logits), row.law, [key] * len(paths), k, self.ids)
-            tokens = found.long() if self.ids is None else torch.where(found >= 0, self.ids.long()[found.long().clamp_min(0)], -1)
+            tokens = found.long() if self.tokens is None else torch.where(found >= 0, self.tokens[found.clamp_min(0)], -1)
         if row.law.temperature > 0:
             shares = torch.where(tokens >= 0, torch.tensor(RANKED[:k]), 0.0)
         return tokens, shares

@@ -54,51 +54,48 @@ class Dynamic:
     def __init__(self, row: Row, table: array[int], base: int, budget: Budget, k: int) -> None:
         self.row, self.table, self.base, self.budget, self.k = row, table, base, budget, min(k, budget.nodes)
         self.wide = max(1, min(self.k, budget.nodes // max(1, budget.depth - 1)))  # all nodes that go on have a slot of a guess
-        self.levels, self.size = 0, 0
-        self.kept: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []  # of each level: tokens, shares, scores, parents
-        self.records = np.full(1, ROOT)  # of the nodes that went through the head last
-        self.scores = np.zeros(1)
-        self.tokens = np.zeros((1, 0), dtype=np.int64)  # from the root to each of them
-        self.slots = np.zeros((1, 0), dtype=np.int64)
-        self.used = 0
+        self.levels, self.size, self.used = 0, 0, 0
+        self.kept: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []  # tokens, shares, scores [n, k], records of the n
+        self.records, self.scores = np.full(1, ROOT), np.zeros((1, 1))  # of the nodes that went through the head last
+        self.tokens: list[list[int]] = [[]]  # from the root to each of them
+        self.slots: list[list[int]] = [[]]
         self.sources: Sequence[int] = [0]
 
     def take(self, choose: Chooser, logits: Tensor) -> None:
-        found, likely = choose.best(self.row, self.tokens.tolist(), logits, self.k)
-        tokens, shares = found.numpy(), likely.numpy().astype(np.float64)
-        scores = np.where(tokens >= 0, self.scores[:, None] + np.log(np.maximum(shares, TINY)), -np.inf)
-        count, (rows, k) = self.size, tokens.shape
-        self.kept.append((tokens.ravel(), shares.ravel(), scores.ravel(), np.repeat(self.records, k)))
-        self.levels, self.size = self.levels + 1, count + rows * k
+        found, likely = choose.best(self.row, self.tokens, logits, self.k)
+        tokens, shares = found.numpy(), likely.numpy()
+        scores = np.log(np.maximum(shares, TINY, dtype=np.float64)) + self.scores
+        scores[tokens < 0] = -np.inf
+        self.kept.append((tokens, shares, scores, self.records))
+        count, self.levels, self.size = self.size, self.levels + 1, self.size + scores.size
         if self.levels == self.budget.depth:
             self.sources = ()
             return
-        best = np.argsort(-scores.ravel(), kind="stable")[: self.wide]
-        best = best[scores.ravel()[best] > -np.inf]
-        above = best // k
-        own = self.used + np.arange(len(best))
+        joint = scores.ravel()
+        best = np.argsort(-joint, kind="stable")[: self.wide]
+        best = best[joint[best] > -np.inf]
+        self.records, self.scores, self.sources = count + best, joint[best, None], (best // tokens.shape[1]).tolist()
+        said, own = tokens.ravel()[best].tolist(), self.table[self.base + self.used : self.base + self.used + len(best)]
         self.used += len(best)
-        self.records, self.scores = count + best, scores.ravel()[best]
-        self.tokens = np.concatenate([self.tokens[above], tokens.ravel()[best][:, None]], axis=1)
-        self.slots = np.concatenate([self.slots[above], own[:, None]], axis=1)
-        self.sources = above.tolist()
+        self.tokens = [[*self.tokens[above], token] for above, token in zip(self.sources, said)]
+        self.slots = [[*self.slots[above], slot] for above, slot in zip(self.sources, own)]
 
     @property
     def tips(self) -> list[tuple[list[int], list[int]]]:
-        return [(said, [self.table[self.base + i] for i in path]) for said, path in zip(self.tokens.tolist(), self.slots.tolist())]
+        return list(zip(self.tokens, self.slots))
 
     def plan(self, plan: Plan) -> None:
-        for said, slots in self.tips:
-            plan.node(self.table, self.base, slots, said[-1])
+        plan.level(self.table, self.base, self.slots, [said[-1] for said in self.tokens])
 
     @property
     def guesses(self) -> Guesses:
-        tokens, shares, scores, parents = (np.concatenate(parts) for parts in zip(*self.kept))
+        tokens, shares, scores = (np.concatenate([level[i].ravel() for level in self.kept]) for i in range(3))
         best = np.argsort(-scores, kind="stable")[: self.budget.nodes]
         keep = np.sort(best[scores[best] > -np.inf])  # by record: parents first
+        above = np.concatenate([np.repeat(records, tokens.shape[1]) for tokens, _, _, records in self.kept])
         place = np.full(len(tokens) + 1, ROOT)  # the last is the root's, whose record is -1
         place[keep] = np.arange(len(keep))
-        return Guesses(tokens[keep].tolist(), place[parents[keep]].tolist(), shares[keep].tolist())
+        return Guesses(tokens[keep].tolist(), place[above[keep]].tolist(), shares[keep].tolist())
 
 
 class Static:
