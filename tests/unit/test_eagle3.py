@@ -51,7 +51,7 @@ def test_a_head_that_learnt_is_believed(target: str, head: str) -> None:
     config = {"method": "eagle3", "model": head}
     assert acceptance(target, {**config, "tree": "chain", "num_speculative_tokens": 1}) > 0.15
     for tree in ("dynamic", "mc_sim_7b_63"):
-        assert acceptance(target, {**config, "tree": tree, "num_speculative_tokens": 3, "nodes": 9}) > 0.04
+        assert acceptance(target, {**config, "tree": tree, "num_speculative_tokens": 3, "nodes": 9}) > 0.025
 
 
 def test_a_shift_of_states_against_tokens_is_caught(target: str, head: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,17 +91,19 @@ def test_pairs_of_states_and_tokens(target: str, tmp_path: Path) -> None:
     prompt = [(37 * i) % V for i in range(40)]
     said = plain.generate({"prompt_token_ids": prompt}, GREEDY)[0].outputs[0].token_ids
     heard, ids = listened(llm), tensors["d2t"] + torch.arange(128)
-    for _ in range(2):
-        heard.clear()
-        assert llm.generate({"prompt_token_ids": prompt}, GREEDY)[0].outputs[0].token_ids == said
-        for step in range(2):
-            first, second = heard[2 * step : 2 * step + 2]
-            text = prompt + list(said[: step + 1])
-            sample = read(plain.engine.decoder, text[:-1], TAPS)
-            states = torch.cat([sample.states[tap] for tap in TAPS], dim=-1)
-            guess = int(ids[first.argmax()])
-            expected = naive(config, tensors, states, plain.engine.decoder.embed(range(V)), [*text, guess], len(text) - 1)
-            torch.testing.assert_close(torch.cat([first, second]).double(), expected, rtol=1e-3, atol=1e-3)
+    assert llm.generate({"prompt_token_ids": prompt}, GREEDY)[0].outputs[0].token_ids == said
+    for step in range(2):
+        levels, text = torch.cat(heard[2 * step : 2 * step + 2]), prompt + list(said[: step + 1])
+        sample = read(plain.engine.decoder, text[:-1], TAPS)
+        states = torch.cat([sample.states[tap] for tap in TAPS], dim=-1)
+        text.append(int(ids[levels[0].argmax()]))
+        expected = naive(config, tensors, states, plain.engine.decoder.embed(range(V)), text, len(text) - 2)
+        torch.testing.assert_close(levels.double(), expected, rtol=1e-3, atol=1e-3)
+    before = [*heard]
+    heard.clear()
+    again = llm.generate({"prompt_token_ids": prompt}, GREEDY)[0]
+    assert again.num_cached_tokens and again.outputs[0].token_ids == said
+    torch.testing.assert_close(torch.cat(heard), torch.cat(before), rtol=1e-4, atol=1e-4)
 
 
 # ---- a target that transformers runs
