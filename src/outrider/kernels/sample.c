@@ -49,6 +49,17 @@ static double mass_above(const float *l, const float *mass, long n, float least)
     return all;
 }
 
+static double mass_of(const float *l, long n, float best) {   /* of all: what mass_above sums, nothing kept */
+    vd sum = {0};
+    for (long i = 0; i < n; i += VL) {
+        const vf v = *(const vf *)(l + i), m = vexp(v - best);
+        sum += __builtin_convertvector((vf)((vi)m & (v >= -3.0e38f)), vd);
+    }
+    double all = 0;
+    for (int i = 0; i < VL; i++) all += sum[i];
+    return all;
+}
+
 /* A bound below the last item that is needed to collect `target`: steps down from the best until enough lies above. */
 static float floor_of(const float *l, const float *mass, long n, float best, double target) {
     static const float steps[] = {1, 2, 3, 4, 6, 8, 11, 15, 20, 30};
@@ -197,9 +208,14 @@ static long pick_mapped(const float *logits, long V, float temperature, double m
         for (long i = 0; i < n; i++) x = t.logit[out[i]] < x ? t.logit[out[i]] : x;
         if (inside(t.logit, padded, best, x, min_p, top_p)) return n;
     }
-    for (long i = 0; i < V; i++) t.id[i] = (int32_t)i;
-    if (nucleus || prob) for (long i = 0; i < padded; i += VL) *(vf *)(t.mass + i) = vexp(*(vf *)(t.logit + i) - best);
-    double all = nucleus || prob ? mass_above(t.logit, t.mass, padded, -3.0e38f) : 0;
+    const int cut = ranked || nucleus || (noisy && min_p > 0);
+    double all = 0;
+    if (!cut) { t.id = 0; all = prob ? mass_of(t.logit, padded, best) : 0; }
+    else {
+        for (long i = 0; i < V; i++) t.id[i] = (int32_t)i;
+        if (nucleus || prob) for (long i = 0; i < padded; i += VL) *(vf *)(t.mass + i) = vexp(*(vf *)(t.logit + i) - best);
+        if (nucleus || prob) all = mass_above(t.logit, t.mass, padded, -3.0e38f);
+    }
     if (noisy && min_p > 0) { t = keep(t, best + (float)log(min_p)); all = -1; }
     if (ranked && t.n > top_k) {
         if (t.n == V) t = keep(t, floor_of(t.logit, 0, padded, best, (double)top_k));
