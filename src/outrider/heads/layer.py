@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.attention.plan import Plan
@@ -80,6 +79,9 @@ class Block:
         self.norm_post = reader.vector(f"{at}.post_attention_layernorm.weight", sizes.hidden)
         self.gate_up = reader.fused([(f"{at}.mlp.{name}_proj", sizes.inner) for name in ("gate", "up")], sizes.hidden)
         self.down = reader.linear(f"{at}.mlp.down_proj", sizes.hidden, sizes.inner)
+        self.hidden, self.inner, self.norm_in = sizes.hidden, sizes.inner, self.norm_post
+        layer: Any = self  # as `run` takes one; its attention, which knows one input only, is skipped
+        self.mlp = self.kernels.without(self.kernels.prepare(layer, [layer], self.turn), [1])
 
     def __call__(self, u: Tensor, residual: Tensor, plan: Plan, pool: Pool, at: int = 0) -> Tensor:
         """u [n, inputs], residual [n, hidden] (which it changes and returns) for the rows of the plan; K/V goes to layer `at`."""
@@ -87,5 +89,4 @@ class Block:
         q = run.rope_store(run.linear(u, self.qkv), self, self.turn, plan, pool, at)
         out = run.attend(q, self, plan, pool, at, self.head_dim**-0.5, self.window)
         x = run.linear(out.to(u.dtype), self.o, residual)
-        gate, up = run.linear(run.rms_norm(x, self.norm_post, self.eps), self.gate_up).chunk(2, dim=-1)
-        return run.linear(F.silu(gate) * up, self.down, x)
+        return run.run(self.mlp, x, plan, pool)
