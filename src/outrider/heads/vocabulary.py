@@ -10,7 +10,7 @@ from outrider.heads.files import Head
 
 
 def target_ids(head: Head, vocabulary: int) -> Tensor | None:
-    """int32 [Vd], ascending: the target's token of each of the head's; None where they are the same.
+    """int32 [Vd], ascending: the target's token of each of the head's; None where it knows them all.
 
     `d2t` int64 [Vd] says it, as an offset: entry i is token i + d2t[i].  Some files hold the token itself.  `t2d` bool [V], which tokens
     the head knows, tells the two apart; without it, ids that ascend and stay below V do: those of an offset first.
@@ -23,7 +23,7 @@ def target_ids(head: Head, vocabulary: int) -> Tensor | None:
     assert ids is not None
     if not _valid(ids, vocabulary):
         raise ModelError(f"{head.name!r} does not fit the target: its vocabulary reaches token {_last(ids)}, the target has {vocabulary}.")
-    return None if torch.equal(ids, torch.arange(len(ids))) else ids.to(torch.int32)
+    return None if len(ids) == vocabulary else ids.to(torch.int32)
 
 
 def _read(head: Head, known: Tensor | None, vocabulary: int) -> Tensor:
@@ -33,7 +33,9 @@ def _read(head: Head, known: Tensor | None, vocabulary: int) -> Tensor:
         if _valid(ids, vocabulary) if known is None else torch.equal(ids, known):
             return ids
     if known is None:
-        raise ModelError(f"d2t of {head.name!r} is neither an offset nor a list of ascending ids below {vocabulary}, the target's vocabulary.")
+        raise ModelError(
+            f"d2t of {head.name!r} is neither an offset nor a list of ascending ids below {vocabulary}, the target's vocabulary."
+        )
     raise ModelError(f"d2t and t2d of {head.name!r} contradict each other: {len(table)} and {len(known)} tokens, and not the same ones.")
 
 
