@@ -168,7 +168,7 @@ class Plan:
         at = {slot: common + i for i, slot in enumerate(extra)}
         for i, r in enumerate(rows):
             seen, path = self._seen[r], self._paths.get(r, ())
-            shift = self._positions[r] + 1 - seen - len(path)
+            shift = max(0, self._positions[r] + 1 - seen - len(path))  # within a block some of the path lies ahead
             order[i, :seen] = torch.arange(seen)
             order[i, self.pinned : seen] += shift
             for d, slot in enumerate(path):

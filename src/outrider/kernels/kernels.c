@@ -160,11 +160,11 @@ void rope_store(const float *x, long n, long H, long k, long D, long Dp, const f
  * keys of positions 0, 1, 2 ... wherever they lie.  So a node of a tree computes what plain decoding computes there.
  * In a view the keys after the first `pinned` stand further on in the text than in the table, without gaps from there to the row. */
 /* The first key that a layer with a window looks at.  The window is one of positions: behind the pinned keys counting back from
- * the row is the same, and no count may run on into them. */
+ * the row is the same, and no count may run on into them.  A row of a block has keys ahead of it, which the window does not count. */
 INLINE long first_key(long to, long position, long window, long pinned) {
-    const long oldest = position + 1 - window;
+    const long oldest = position + 1 - window, first = to > position + 1 ? oldest : to - window;
     if (!window || oldest <= 0) return 0;
-    return oldest < pinned ? oldest : to - window > pinned ? to - window : pinned;
+    return oldest < pinned ? oldest : first > pinned ? first : pinned;
 }
 
 /* `group` query heads of one row over one K/V head: q [group,Dp], s [group,room], out [group,D].  K and V point at the head, which
