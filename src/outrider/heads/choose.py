@@ -27,8 +27,8 @@ class Chooser:
         self.tokens = None if ids is None else ids.long()
 
     def best(self, row: Row, paths: Sequence[Sequence[int]], logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The k <= 64 best tokens behind each path (token ids from the root on, all of one length), best first: int64 [n, k], -1 where
-        there are fewer, and how likely each is: float32 [n, k], 0 there.  logits float32 [n, Vd].
+        """The k <= 64 best tokens behind each path (token ids from the root on), best first: int64 [n, k], -1 where there are fewer, and
+        how likely each is: float32 [n, k], 0 there.  logits float32 [n, Vd].
 
         At a temperature the rank says more than the draft's own probability, because the noise is shared.
         """
@@ -36,8 +36,9 @@ class Chooser:
         if row.processors:
             tokens, shares = self._one_by_one(row, paths, self.wide(logits), k)
         else:
-            key = 0 if row.law.temperature == 0 else key_of(row.seed, row.index, len(row.tokens) + len(paths[0]))
-            found, shares = self.kernels.picks(self._cut(logits), row.law, [key] * len(paths), k, self.ids)
+            noised = row.law.temperature > 0
+            keys = [key_of(row.seed, row.index, len(row.tokens) + len(path)) if noised else 0 for path in paths]
+            found, shares = self.kernels.picks(self._cut(logits), row.law, keys, k, self.ids)
             tokens = found.long() if self.tokens is None else torch.where(found >= 0, self.tokens[found.clamp_min(0)], -1)
         if row.law.temperature > 0:
             shares = torch.where(tokens >= 0, torch.tensor(RANKED[:k]), 0.0)
