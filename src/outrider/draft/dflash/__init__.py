@@ -1,0 +1,237 @@
+"""Block-parallel drafting: one pass of a few layers guesses a whole block (DFlash, arXiv 2602.06036).
+
+A block is the pending token and masks behind it.  Its rows see each other, and of the text before them what the target computed there:
+in every layer K and V of position t are projections of g_t = norm(fc(taps of the target at t)).
+
+    position            …  e-2  │ e-1     e      e+1  …       e = batch.end(r), known = 1
+    in our pool         …  g_e-2│  ·      ·       ·           at the target's slots, written when t became certain
+    one pass takes              │ x_e-1  mask    mask …       K/V of the block is scratch, in the slots of this step's guesses
+    its rows say                │  –      e      e+1  …       from_anchor: e, e+1, e+2 …, each row the token after it
+
+All that a position needs is the target's states at that position, so whatever the prefix cache gives can be built on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from outrider.attention.plan import Plan
+from outrider.cache.pool import Pool
+from outrider.draft.base import Drafter, Target
+from outrider.draft.dflash import layouts
+from outrider.draft.dflash.network import Network, Shape
+from outrider.draft.dflash.tree import Grower, chain, ranks
+from outrider.errors import ConfigError, ModelError
+from outrider.heads.base import HeadDrafter, HeadOptions
+from outrider.heads.choose import Chooser
+from outrider.heads.files import Head
+from outrider.heads.layer import Block, Sizes, turn_of
+from outrider.heads.ranks import Worth
+from outrider.heads.vocabulary import target_ids
+from outrider.types import NOTHING, Batch, Budget, Commit, Draft, Needs, Row
+
+RANKS, MOST = 8, 1024
+
+
+@dataclass
+class Keys:
+    """What `rope_store` must know of a layer to store K and V alone."""
+
+    kv_heads: int
+    head_dim: int
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    eps: float
+    heads: int = 0
+
+
+@dataclass
+class Layer:
+    norm_in: Tensor
+    block: Block
+    keys: Keys
+    causal: bool
+
+
+class DFlash(HeadDrafter):
+    @dataclass(frozen=True)
+    class Options(HeadOptions):
+        """nodes: of a tree (None: a chain), by how often which rank of which level was right.  tap_offset: what to add to the file's
+        numbers of layers to get the layer that a tapped state enters (None: 1 for dflash_config.target_layer_ids, 0 for
+        aux_hidden_state_layer_ids).  With num_speculative_tokens below what the file's block guesses the block is shorter, as in vLLM;
+        above it, it is as long as the file's.
+        """
+
+        nodes: int | None = None
+        tap_offset: int | None = None
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            nodes, offset = self.nodes, self.tap_offset
+            if nodes is not None and (not isinstance(nodes, int) or isinstance(nodes, bool) or not 1 <= nodes <= MOST):
+                raise ConfigError(f"nodes must be a whole number in 1 … {MOST}, got {nodes!r}.")
+            if offset is not None and (isinstance(offset, bool) or offset not in (0, 1)):
+                raise ConfigError(f"tap_offset must be 0 (the input of a layer) or 1 (its output), got {offset!r}.")
+
+    demo: ClassVar = {}
+
+    def __init__(self, options: Options, target: Target, head: Head | None = None) -> None:
+        super().__init__(options, target, head)
+        head = self.head = layouts.named(self.head)
+        self.reader = replace(self.reader, head=head)
+        self.layout = layout = layouts.read(head, target.decoder.spec.layers, options.tap_offset)
+        self.depth, self.needs = layout.levels, Needs(states=tuple(sorted(set(layout.taps))))
+        if layout.mask >= target.vocabulary:
+            raise ModelError(f"{head.name!r} does not fit the target: its mask_token_id is {layout.mask}, of {target.vocabulary} tokens.")
+        self.width = head.shape("fc.weight")[0]
+        self.fc = self.reader.linear("fc", self.width, len(layout.taps) * self.hidden)
+        self.hidden_norm, self.norm = (self.reader.vector(f"{name}.weight", self.width) for name in ("hidden_norm", "norm"))
+        self.sizes = Sizes.of(head, "layers.0", self.width)
+        self.layers = self._layers()
+        self._outer()
+        self.slot_bytes = self.sizes.slot_bytes(len(self.layers), target.decoder)
+        self.synced: dict[Row, int] = {}  # how many positions of a row have K/V in our pool
+        if options.nodes is not None:
+            self.memory = Worth.fading(layout.levels, RANKS)
+
+    def _layers(self) -> list[Layer]:
+        reader, sizes, layout = self.reader, self.sizes, self.layout
+        turn = turn_of(self.head.config, sizes, self.target.max_len + layout.block)
+        found = []
+        for i, (window, causal) in enumerate(zip(layout.windows, layout.causal)):
+            block = Block(reader, f"layers.{i}", sizes, self.width, turn, window)
+            keys = Keys(sizes.kv_heads, sizes.head_dim, block.q_norm, block.k_norm, sizes.eps)
+            found.append(Layer(reader.vector(f"layers.{i}.input_layernorm.weight", self.width), block, keys, causal))
+        kv = sizes.kv_heads * sizes.head_dim
+        parts = [(f"layers.{i}.self_attn.{name}_proj", kv) for i in range(len(found)) for name in "kv"]
+        self.kv = reader.fused(parts, self.width)  # of all layers at once: they read the same
+        return found
+
+    def _outer(self) -> None:
+        """Embedding and head: the file's own, or the target's."""
+        head, vocabulary = self.head, self.target.vocabulary
+        reader = replace(self.reader, bits=self.reader.bits and 8)
+        self.embedding = self.lm_head = None
+        self.ids = target_ids(head, vocabulary)
+        own = [name for name in ("embed_tokens", "lm_head") if f"{name}.weight" in head]
+        if self.width != self.hidden and len(own) < 2:
+            raise ModelError(f"{head.name!r} does not fit the target: it is {self.width} wide, the target {self.hidden}.")
+        if "embed_tokens" in own:
+            rows = max(vocabulary, head.shape("embed_tokens.weight")[0])
+            self.embedding = reader.linear("embed_tokens", rows, self.width)
+        if "lm_head" in own:
+            rows = max(vocabulary, head.shape("lm_head.weight")[0]) if self.ids is None else len(self.ids)
+            self.lm_head = reader.linear("lm_head", rows, self.width)
+        self.choose = Chooser(self.target, self.ids)
+
+    @classmethod
+    def claims(cls, head: Head) -> int:
+        return layouts.claims(head)
+
+    @classmethod
+    def example(cls, target: Target) -> Drafter:
+        """A random tree of 8: two layers, one of them with a window, whose taps are the first and the last states that there are."""
+        spec = target.decoder.spec
+        torch.manual_seed(0)
+        shape = Shape(
+            hidden=spec.hidden, inner=64, layers=2, heads=4, kv_heads=2, head_dim=16, vocabulary=target.vocabulary, taps=(1, spec.layers),
+            block=5, mask=target.vocabulary - 1, window=9, sliding=(1,), non_causal=True,
+        )  # fmt: skip
+        network = Network(shape)
+        return cls(cls.Options(nodes=8), target, Head.of("example", network.config(), network.state_dict()))
+
+    def allocate(self, slots: int, pool: Pool) -> list[Pool]:
+        self.pool = self.sizes.pool(len(self.layers), slots, self.target.decoder)
+        return [self.pool]
+
+    def size(self, depth: int) -> int:
+        depth = min(depth, self.layout.levels)
+        if self.options.nodes is None or depth == 0:
+            return depth
+        most: int = self.options.nodes
+        return min(most, RANKS) if depth == 1 else most
+
+    def filled(self, row: Row) -> int:
+        return self.synced.get(row, row.computed)
+
+    def forget(self, row: Row, reason: str) -> None:
+        self.synced.pop(row, None)
+
+    def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
+        rows, trees = [], [NOTHING] * len(batch)
+        for r, row in enumerate(batch.rows):
+            done = self.synced.setdefault(row, batch.starts[r])  # of a row that is new: what the prefix cache gave
+            if budgets[r].nodes and batch.known[r] == 1 and done == batch.starts[r]:
+                rows.append(r)
+        if rows:
+            levels = [min(*budgets[r], self.layout.levels) for r in rows]
+            for r, logits in zip(rows, self.look(batch, rows, levels).split(levels)):
+                row = batch.rows[r]
+                paths = chain(len(logits)) if self.memory is None else self.memory.best(budgets[r].nodes, len(logits))
+                trees[r] = Grower(row, logits, self.choose).grow(paths, self.lot if self.draws(row) else None)
+        return Draft(trees)
+
+    def look(self, batch: Batch, rows: Sequence[int], levels: Sequence[int]) -> Tensor:
+        """float32 [sum of levels, Vd]: for the next positions of each of these rows, so many."""
+        skipped = 0 if self.layout.from_anchor else 1
+        plans = {kind: Plan() for kind in {layer.causal for layer in self.layers}}
+        ids: list[int] = []
+        wanted: list[int] = []
+        for r, deep in zip(rows, levels):
+            row, at = batch.rows[r], batch.starts[r]
+            assert row.table is not None
+            tokens = [row.tokens[at], *[self.layout.mask] * (deep - 1 + skipped)]
+            wanted += range(len(ids) + skipped, len(ids) + len(tokens))
+            ids += tokens
+            for causal, plan in plans.items():
+                if causal:
+                    plan.chain(row.table.slots, at, tokens)
+                else:
+                    plan.block(row.table.slots, at, row.table.slots[at : at + len(tokens)], tokens)
+        for plan in plans.values():
+            plan.build()
+        x, run = self._embed(ids), self.kernels
+        for i, layer in enumerate(self.layers):
+            x = layer.block(run.rms_norm(x, layer.norm_in, self.sizes.eps), x, plans[layer.causal], self.pool, i)
+        return self._logits(run.rms_norm(x[wanted], self.norm, self.sizes.eps))
+
+    def _embed(self, ids: Sequence[int]) -> Tensor:
+        if self.embedding is not None:
+            return self.kernels.embed(self.embedding, Plan.bare(ids))
+        return self.target.decoder.embed(ids).to(self.kernels.activations)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        if self.lm_head is not None:
+            return self.kernels.linear(x, self.lm_head).float()
+        logits = self.target.decoder.head_logits(x)
+        return logits if self.ids is None else logits[:, self.ids.long().to(logits.device)]
+
+    def observe(self, commit: Commit) -> None:
+        batch, plan, taps = commit.batch, Plan(), list[Tensor]()
+        for r, row in enumerate(batch.rows):
+            start, end = batch.starts[r], row.computed
+            if self.memory is not None:
+                self.memory.learn(commit.draft.trees[r], ranks(commit.draft.trees[r]), commit.verdict.nodes[r])
+            if row.finish_reason is None and self.synced.get(row) == start:
+                assert row.table is not None
+                plan.chain(row.table.slots, start, row.tokens[start:end])
+                taps.append(self.aligned(commit, r))
+                self.synced[row] = end
+        if taps:
+            self._remember(torch.cat(taps), plan.build())
+
+    def aligned(self, commit: Commit, r: int) -> Tensor:
+        """[positions, taps * hidden]: what the target computed at the positions of row r that became certain."""
+        return commit.states.of(r, self.layout.taps)
+
+    def _remember(self, taps: Tensor, plan: Plan) -> None:
+        """K and V of these positions, in every layer."""
+        run = self.kernels
+        context = run.rms_norm(run.linear(taps.to(run.activations), self.fc), self.hidden_norm, self.sizes.eps)
+        for i, (layer, kv) in enumerate(zip(self.layers, run.linear(context, self.kv).chunk(len(self.layers), dim=-1))):
+            run.rope_store(kv.contiguous(), layer.keys, layer.block.turn, plan, self.pool, i)
