@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
 from outrider.draft.base import Drafter, Target
 from outrider.draft.dflash import layouts
-from outrider.draft.dflash.network import Network, Shape
+from outrider.draft.dflash.network import Network
 from outrider.draft.dflash.tree import Grower, chain, ranks
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.base import HeadDrafter, HeadOptions
@@ -77,8 +76,6 @@ class DFlash(HeadDrafter):
                 raise ConfigError(f"nodes must be a whole number in 1 … {MOST}, got {nodes!r}.")
             if offset is not None and (isinstance(offset, bool) or offset not in (0, 1)):
                 raise ConfigError(f"tap_offset must be 0 (the input of a layer) or 1 (its output), got {offset!r}.")
-
-    demo: ClassVar = {}
 
     def __init__(self, options: Options, target: Target, head: Head | None = None) -> None:
         super().__init__(options, target, head)
@@ -135,14 +132,9 @@ class DFlash(HeadDrafter):
 
     @classmethod
     def example(cls, target: Target) -> Drafter:
-        """A random tree of 8: two layers, one of them with a window, whose taps are the first and the last states that there are."""
-        spec = target.decoder.spec
+        """A random tree of 8, of two layers, one of them with a window; it reads the first and the last states that there are."""
         torch.manual_seed(0)
-        shape = Shape(
-            hidden=spec.hidden, inner=64, layers=2, heads=4, kv_heads=2, head_dim=16, vocabulary=target.vocabulary, taps=(1, spec.layers),
-            block=5, mask=target.vocabulary - 1, window=9, sliding=(1,), non_causal=True,
-        )  # fmt: skip
-        network = Network(shape)
+        network = Network.like(target, taps=(1, target.decoder.spec.layers), block=5, window=9, sliding=(1,), non_causal=True)
         return cls(cls.Options(nodes=8), target, Head.of("example", network.config(), network.state_dict()))
 
     def allocate(self, slots: int, pool: Pool) -> list[Pool]:

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from outrider.draft.base import Target
 from outrider.draft.dflash.layouts import ARCHITECTURE, SLIDING, THETA, TYPE
 from outrider.heads.layer import Sizes, turn_of
 from outrider.heads.sample import Outer, Sample
@@ -106,6 +107,18 @@ class Layer(nn.Module):
 
 
 class Network(nn.Module):
+    @staticmethod
+    def like(target: Target, **given: Any) -> Network:
+        """A fresh one for `target`, with some of its shape given: three taps, spread as the published ones are."""
+        spec = target.decoder.spec
+        first, last = min(2, spec.layers), max(1, spec.layers - 2)
+        sizes: dict[str, Any] = {
+            "hidden": spec.hidden, "inner": 2 * spec.hidden, "layers": 2, "heads": max(1, spec.hidden // 32) * 2,
+            "kv_heads": max(1, spec.hidden // 32), "head_dim": 16, "vocabulary": target.vocabulary, "mask": target.vocabulary - 1, "block": 8,
+            "taps": tuple(sorted({first, (first + last) // 2, last})),
+        }  # fmt: skip
+        return Network(Shape(**{**sizes, **given}))
+
     def __init__(self, s: Shape) -> None:
         super().__init__()
         self.shape = s
@@ -125,7 +138,8 @@ class Network(nn.Module):
         sizes = {
             "hidden_size": s.hidden, "intermediate_size": s.inner, "num_hidden_layers": s.layers, "num_attention_heads": s.heads,
             "num_key_value_heads": s.kv_heads, "head_dim": s.head_dim, "vocab_size": s.vocabulary, "rms_norm_eps": s.eps,
-            "rope_theta": s.theta,             "layer_types": [SLIDING if i in s.sliding else "full_attention" for i in range(s.layers)], "sliding_window": s.window or None,
+            "rope_theta": s.theta, "sliding_window": s.window or None,
+            "layer_types": [SLIDING if i in s.sliding else "full_attention" for i in range(s.layers)],
         }  # fmt: skip
         method = {
             "proposal_type": "greedy",
