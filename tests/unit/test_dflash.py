@@ -5,21 +5,17 @@ from __future__ import annotations
 import json
 import math
 import random
-from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tests.toys import HIDDEN, V, acceptance, samples, save_head, teach, toy_target
+from toys import HIDDEN, V, acceptance, samples, save_head, teach, toy_target
 from torch import Tensor
 
 from outrider import LLM, SamplingParams
-from outrider.attention.plan import Plan
-from outrider.cache.pool import Pool
 from outrider.draft import detect
 from outrider.draft.dflash import DFlash
 from outrider.draft.dflash.layouts import exported, named, read, spread
@@ -28,14 +24,10 @@ from outrider.errors import ConfigError, ModelError
 from outrider.heads import sample
 from outrider.heads.files import Head
 from outrider.heads.sample import Outer
-from outrider.heads.vocabulary import target_ids
-from outrider.kernels import kernels_for
-from outrider.kernels.reference import TorchKernels
 from outrider.types import Batch
 
 HEADS, KV, D, INNER, EPS, THETA, TAPS, BLOCK, MASK, WIDE = 4, 2, 24, 96, 1e-5, 5e5, (2, 4, 8), 6, 500, torch.float64
 IDS = sorted(random.Random(5).sample(range(V), V // 4))
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -226,79 +218,8 @@ def test_what_the_prefix_cache_gives_is_built_on(toy: LLM, tmp_path: Path) -> No
     with overheard(llm.engine.drafter) as blocks:  # type: ignore[arg-type]
         again = llm.generate(prompt, params)[0]
     assert again.outputs[0].token_ids == first.outputs[0].token_ids
-    assert [len(said.known) for said in blocks][0] == 33
+    assert len(blocks[0].known) == 33
     check(llm, case, blocks[:1])
-
-
-# ---- rows of a block in the kernels
-
-
-@pytest.mark.parametrize("kind", [torch.float32, torch.int8], ids=str)
-@pytest.mark.parametrize("window", [0, 3, 7])
-def test_rows_of_a_block_see_the_text_and_each_other(window: int, kind: torch.dtype) -> None:
-    compiled, plain = kernels_for(CPU, torch.float32), TorchKernels(CPU, torch.float32)
-    if type(compiled) is type(plain):
-        pytest.skip("no compiler")
-    torch.manual_seed(2)
-    table, end, block = array("i", random.Random(3).sample(range(64), 40)), 11, 4
-    turn = torch.randn(64, D)
-    heads = SimpleNamespace(heads=HEADS, kv_heads=KV, head_dim=D, q_norm=torch.rand(D), k_norm=torch.rand(D), eps=EPS)
-    alone = SimpleNamespace(**{**vars(heads), "heads": 0})
-    context, rows = torch.randn(end, 2 * KV * D), torch.randn(block, (HEADS + 2 * KV) * D)
-    said = []
-    for run in (compiled, plain):
-        pool, before, here = Pool(1, KV, D, 64, kind, CPU), Plan(), Plan()
-        before.chain(table, 0, [0] * end)
-        assert run.rope_store(context, alone, turn, before.build(), pool, 0).numel() == 0
-        here.block(table, end, table[end : end + block], [0] * block)
-        q = run.rope_store(rows, heads, turn, here.build(), pool, 0)
-        assert here.positions.tolist() == list(range(end, end + block)) and here.slots.tolist() == list(table[end : end + block])
-        out = run.attend(q, heads, here, pool, 0, D**-0.5, window)
-        keys, values = pool.read(0, torch.tensor(table[: end + block]), WIDE)
-        queries = q[..., :D].to(WIDE)
-        for b in range(block):
-            sees = [s for s in range(end + block) if not window or s > end + b - window]
-            for h in range(HEADS):
-                weights = (keys[sees, h // 2] @ queries[b, h] * D**-0.5).softmax(0)
-                expected = weights @ values[sees, h // 2]
-                assert torch.allclose(out[b, h * D : (h + 1) * D].to(WIDE), expected, atol=1e-5 if kind == torch.float32 else 0.05)
-        said.append(out)
-    assert torch.allclose(*said, atol=1e-5 if kind == torch.float32 else 0.05)
-
-
-# ---- vocabularies
-
-
-def head_of(**tensors: Tensor) -> Head:
-    return Head.of("some head", {}, tensors)
-
-
-def test_which_tokens_a_head_knows() -> None:
-    ids, t2d = torch.tensor([1, 2, 5, 9]), torch.zeros(10, dtype=torch.bool)
-    t2d[ids] = True
-    offsets, low = ids - torch.arange(4), torch.tensor([0, 2, 4])
-    for given in ({"d2t": offsets}, {"d2t": ids}, {"d2t": offsets, "t2d": t2d}, {"d2t": ids, "t2d": t2d}, {"t2d": t2d}):
-        assert target_ids(head_of(**given), 10).tolist() == ids.tolist()  # type: ignore[union-attr]
-    assert target_ids(head_of(d2t=low), 10).tolist() == [0, 3, 6], "what may be an offset is one"  # type: ignore[union-attr]
-    known = torch.zeros(10, dtype=torch.bool).index_fill_(0, low, True)
-    assert target_ids(head_of(d2t=low, t2d=known), 10).tolist() == [0, 2, 4], "unless t2d says otherwise"  # type: ignore[union-attr]
-    assert target_ids(head_of(d2t=torch.zeros(10, dtype=torch.int64)), 10) is None
-    assert target_ids(head_of(), 10) is None
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"d2t": [3, 2, 1]}, "neither an offset nor"),
-        ({"d2t": [0, 5, 9], "t2d": [True] * 3 + [False] * 7}, "contradict"),
-        ({"d2t": [0, 5, 8]}, "neither an offset nor"),
-        ({"t2d": [False] * 8 + [True] * 4}, "reaches token 11, the target has 8"),
-        ({"d2t": [0.5, 1.0]}, "list of whole numbers"),
-    ],
-)
-def test_what_cannot_be_a_vocabulary(given: dict[str, list[Any]], says: str) -> None:
-    with pytest.raises(ModelError, match=says):
-        target_ids(head_of(**{name: torch.tensor(column) for name, column in given.items()}), 8)
 
 
 # ---- what a taught head does
