@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from toys import HIDDEN, V, acceptance, samples, save_head, teach, toy_target
 from torch import Tensor
+from toys import HIDDEN, V, acceptance, samples, save_head, teach, toy_target
 
 from outrider import LLM, SamplingParams
 from outrider.draft import detect

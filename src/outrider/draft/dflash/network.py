@@ -113,7 +113,8 @@ class Network(nn.Module):
         spec = target.decoder.spec
         first, last = min(2, spec.layers), max(1, spec.layers - 2)
         sizes: dict[str, Any] = {
-            "hidden": spec.hidden, "inner": 2 * spec.hidden, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocabulary": target.vocabulary, "mask": target.vocabulary - 1, "block": 8,
+            "hidden": spec.hidden, "inner": 2 * spec.hidden, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16,
+            "vocabulary": target.vocabulary, "mask": target.vocabulary - 1, "block": 8,
             "taps": tuple(sorted({first, (first + last) // 2, last})),
         }  # fmt: skip
         return Network(Shape(**{**sizes, **given}))
