@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,7 +114,8 @@ class DFlash(HeadDrafter):
         """Embedding and head: the file's own, or the target's."""
         head, vocabulary = self.head, self.target.vocabulary
         reader = replace(self.reader, bits=self.reader.bits and 8)
-        self.embedding = self.lm_head = None
+        self.embedding: Any = None
+        self.lm_head: Any = None
         self.ids = target_ids(head, vocabulary)
         own = [name for name in ("embed_tokens", "lm_head") if f"{name}.weight" in head]
         if self.width != self.hidden and len(own) < 2:
