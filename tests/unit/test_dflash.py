@@ -246,11 +246,14 @@ def test_a_shift_of_the_taps_is_seen(toy: LLM, taught: str, monkeypatch: pytest.
     assert acceptance(toy.engine.checkpoint.name, {"model": taught}) < right / 2
 
 
-def test_the_network_says_what_the_drafter_says(toy: LLM, tmp_path: Path) -> None:
+@pytest.mark.parametrize("markov", [0, 6])
+def test_the_network_says_what_the_drafter_says(markov: int, toy: LLM, tmp_path: Path) -> None:
     """The plain torch that is trained, and what runs in the engine."""
     torch.manual_seed(6)
     ids = tuple(IDS)
-    network = Network.like(toy.engine.target, taps=TAPS, block=BLOCK, mask=MASK, ids=ids, window=5, sliding=(1,), from_anchor=True)
+    network = Network.like(
+        toy.engine.target, taps=TAPS, block=BLOCK, mask=MASK, ids=ids, window=5, sliding=(1,), from_anchor=True, markov=markov
+    )
     folder = save_head(tmp_path, *exported(network.config(), network.state_dict(), "speculators", "some/target"))
     llm, outer = toy.variant({"model": folder}), Outer.of(toy.engine.decoder)
     with overheard(llm.engine.drafter) as blocks:  # type: ignore[arg-type]
@@ -260,6 +263,36 @@ def test_the_network_says_what_the_drafter_says(toy: LLM, tmp_path: Path) -> Non
         with torch.no_grad():
             expected = network(torch.cat([states[tap] for tap in TAPS], -1), torch.tensor(known), torch.tensor([len(known) - 1]), outer)[0]
         assert torch.allclose(logits, expected, atol=2e-4)
+
+
+@pytest.mark.parametrize("prefix", ["", "markov_head."])
+def test_a_markov_head_adds_what_the_token_before_says(prefix: str, toy: LLM, tmp_path: Path) -> None:
+    """DSpark, two rows at once, one of them with a processor: a guess is the best of its level and the guess before it."""
+    table = {f"{prefix}markov_w1.weight": torch.randn(V, 5), f"{prefix}markov_w2.weight": torch.randn(V, 5)}
+    case = Case(speculators(speculators_model_type="dspark", markov_head_type="vanilla"), {**tensors(), **table})
+    extra = {"confidence_head.proj.weight": torch.zeros(1, HIDDEN)}
+    llm = toy.variant({"model": save_head(tmp_path, case.config, {**case.tensors, **extra})})
+    assert llm.engine.drafter.depth == BLOCK
+    trees: list[tuple[list[int], list[int]]] = []
+    propose = llm.engine.drafter.propose
+
+    def listening(batch: Batch, budgets: Any) -> Any:
+        draft = propose(batch, budgets)
+        trees.extend((list(row.tokens), tree.tokens) for row, tree in zip(batch.rows, draft.trees))
+        return draft
+
+    llm.engine.drafter.propose = listening  # type: ignore[method-assign]
+    prompts = [{"prompt_token_ids": [5, 9, 77, 3]}, {"prompt_token_ids": [8, 2, 1]}]
+    params = [SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, logit_bias=bias) for bias in (None, {3: 0.01})]
+    with overheard(llm.engine.drafter) as blocks:  # type: ignore[arg-type]
+        llm.generate(prompts, params)
+    levels = {tuple(known): logits for known, logits in blocks}
+    found = [(known, guesses) for known, guesses in trees if guesses]
+    assert len(found) > 4 and {len(guesses) for _, guesses in found} >= {BLOCK}
+    for known, guesses in found:
+        for logits, before, guess in zip(levels[tuple(known)], [known[-1], *guesses], guesses):
+            best = logits + table[f"{prefix}markov_w2.weight"] @ table[f"{prefix}markov_w1.weight"][before]
+            assert best[guess] > best.max() - 0.02
 
 
 def test_drawn_chains_and_trees_say_their_laws(toy: LLM, taught: str) -> None:
@@ -299,7 +332,8 @@ def without(name: str) -> dict[str, Tensor]:
         (speculators(), {**tensors(), "fc.weight": torch.zeros(HIDDEN, 2 * HIDDEN)}, r"\(64, 128\), and \(64, 192\) is needed"),
         (speculators(), {**tensors(), "fc.weight": torch.zeros(48, 192)}, "48 wide, the target 64"),
         (speculators(), {**tensors(), "norm.weight": torch.zeros(HIDDEN, dtype=torch.int32)}, "int32"),
-        (speculators(), {**tensors(), "markov_w1.weight": torch.zeros(V, 4)}, "DSpark.*markov_w1"),
+        (speculators(), {**tensors(), "markov_head.gate_proj.weight": torch.zeros(V, 4)}, "DSpark with a gated.*gate_proj"),
+        (speculators(), {**tensors(), "markov_w1.weight": torch.zeros(V, 4)}, "markov_w2"),
         (speculators(), {**tensors(), "something.weight": torch.zeros(4)}, "something.weight"),
         (speculators(aux_hidden_state_layer_ids=[2, 4, 9]), tensors(), r"\[2, 4, 9\], and the target has 8"),
         (speculators(mask_token_id=V), tensors(), "mask_token_id is 512, of 512"),

@@ -8,12 +8,15 @@ in every layer K and V of position t are projections of g_t = norm(fc(taps of th
     one pass takes              │ x_e-1  mask    mask …       K/V of the block is scratch, in the slots of this step's guesses
     its rows say                │  –      e      e+1  …       from_anchor: e, e+1, e+2 …, each row the token after it
 
+DSpark's heads are blocks, too: there, the token before each guess adds a row of a low-rank table to its logits, so that a block is read in
+one pass and chosen from left to right.
+
 All that a position needs is the target's states at that position, so whatever the prefix cache gives can be built on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,7 +36,7 @@ from outrider.heads.files import Head
 from outrider.heads.layer import Block, Sizes, turn_of
 from outrider.heads.ranks import Worth
 from outrider.heads.vocabulary import target_ids
-from outrider.types import NOTHING, Batch, Budget, Commit, Draft, Needs, Row
+from outrider.types import NOTHING, Batch, Budget, Commit, Draft, Guesses, Needs, Row
 
 RANKS, MOST = 8, 1024
 
@@ -127,6 +130,11 @@ class DFlash(HeadDrafter):
             rows = max(vocabulary, head.shape("lm_head.weight")[0]) if self.ids is None else len(self.ids)
             self.lm_head = reader.linear("lm_head", rows, self.width)
         self.choose = Chooser(self.target, self.ids)
+        self.markov: tuple[Any, Any] | None = None
+        if "markov_w1.weight" in head:
+            rows, rank = head.shape("markov_w1.weight")
+            size = max(vocabulary, head.shape("markov_w2.weight")[0]) if self.ids is None else len(self.ids)
+            self.markov = reader.linear("markov_w1", max(vocabulary, rows), rank), reader.linear("markov_w2", size, rank)
 
     @classmethod
     def claims(cls, head: Head) -> int:
@@ -164,11 +172,36 @@ class DFlash(HeadDrafter):
                 rows.append(r)
         if rows:
             levels = [min(*budgets[r], self.layout.levels) for r in rows]
+            growing = {}
             for r, logits in zip(rows, self.look(batch, rows, levels).split(levels)):
                 row = batch.rows[r]
                 paths = chain(len(logits)) if self.memory is None else self.memory.best(budgets[r].nodes, len(logits))
-                trees[r] = Grower(row, logits, self.choose).grow(paths, self.lot if self.draws(row) else None)
+                growing[r] = Grower(row, logits, self.choose).grow(paths, self.lot if self.draws(row) else None)
+            for r, tree in self._grown(growing):
+                trees[r] = tree
         return Draft(trees)
+
+    def _grown(self, growing: dict[int, Generator[list[int], Tensor | None, Guesses]]) -> Iterator[tuple[int, Guesses]]:
+        """All trees at once, level by level."""
+        behind = {r: next(tree) for r, tree in growing.items()}
+        while behind:
+            added = self._markov([token for tokens in behind.values() for token in tokens])
+            parts: Sequence[Tensor | None] = (
+                [None] * len(behind) if added is None else added.split([len(tokens) for tokens in behind.values()])
+            )
+            for r, part in zip(list(behind), parts):
+                try:
+                    behind[r] = growing[r].send(part)
+                except StopIteration as end:
+                    del behind[r]
+                    yield r, end.value
+
+    def _markov(self, tokens: Sequence[int]) -> Tensor | None:
+        """float32 [n, Vd]: what each token adds to the logits of what follows it."""
+        if self.markov is None:
+            return None
+        first, second = self.markov
+        return self.kernels.linear(self.kernels.embed(first, Plan.bare(tokens)), second).float()
 
     def look(self, batch: Batch, rows: Sequence[int], levels: Sequence[int]) -> Tensor:
         """float32 [sum of levels, Vd]: for the next positions of each of these rows, so many."""

@@ -11,6 +11,7 @@ All of them have Qwen3 blocks `layers.{i}`, `fc`, `hidden_norm` and `norm`; thei
     a window's rows see   the block, if                    the block up to themselves, unless
                           sliding_window_non_causal        dflash_config.causal is false
     the rest              d2t, t2d, lm_head, sample_from_anchor
+    DSpark                markov_w1 [V, rank], markov_w2 [Vd, rank]
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from torch import Tensor
 from outrider.errors import ConfigError, ModelError, unknown
 from outrider.heads.files import Head
 
-ARCHITECTURE, TYPE = "DFlashDraftModel", "dflash"
+ARCHITECTURE, TYPE, SPARK = "DFlashDraftModel", "dflash", "dspark"
 SLIDING = "sliding_attention"
 LAYOUTS = ("speculators", "z-lab")
 LAYER = r"layers\.\d+\.(input_layernorm|post_attention_layernorm|self_attn\.([qkvo]_proj|[qk]_norm)|mlp\.(gate|up|down)_proj)"
-KNOWN = re.compile(rf"(fc|hidden_norm|norm|lm_head|embed_tokens|{LAYER})\.(weight|bias)|d2t|t2d")
+KNOWN = re.compile(rf"(fc|hidden_norm|norm|lm_head|embed_tokens|markov_w[12]|{LAYER})\.(weight|bias)|d2t|t2d")
 OTHERS = {
     "markov": "DSpark",
     "confidence": "DSpark",
@@ -38,6 +39,7 @@ OTHERS = {
     "fusion": "DFlare",
     "sink": "attention sinks",
 }
+UNREAD = ("verifier_", "rotary_emb.", "confidence_head.")  # the last says when to stop, which the controller decides
 THETA = 1000000.0  # where a file does not say: what vLLM reads it with
 
 
@@ -63,8 +65,8 @@ def named(head: Head) -> Head:
     """Under our names, its config flat.  Raises ModelError where there are tensors whose meaning is not known here."""
 
     def change(name: str) -> str | None:
-        name = re.sub(r"^(model|draft_model)\.", "", name).replace("draft_id_to_target_id", "d2t")
-        return None if name.startswith(("verifier_", "rotary_emb.")) else name
+        name = re.sub(r"^((model|draft_model)\.)?(markov_head\.(?=markov_w))?", "", name).replace("draft_id_to_target_id", "d2t")
+        return None if name.startswith(UNREAD) else name
 
     config = {"rope_theta": None, **(head.config.get("transformer_layer_config") or {}), **head.config}
     if not (config["rope_theta"] or config.get("rope_parameters")):
@@ -85,7 +87,7 @@ def claims(head: Head) -> int:
     if {"hidden_norm.weight", "fc.weight", "layers.0.self_attn.q_norm.weight"} <= names and "layers.0.hidden_norm.weight" not in names:
         return 2
     said = [head.config.get("speculators_model_type"), *(head.config.get("architectures") or [])]
-    return int(TYPE in said or ARCHITECTURE in said or "dflash_config" in head.config)
+    return int(bool({TYPE, SPARK, ARCHITECTURE}.intersection(said)) or "dflash_config" in head.config)
 
 
 def read(head: Head, target_layers: int, tap_offset: int | None = None) -> Layout:
@@ -96,7 +98,9 @@ def read(head: Head, target_layers: int, tap_offset: int | None = None) -> Layou
         raise ModelError(f"{head.name!r} has another activation than silu, or turns its heads in neighbouring pairs: not supported.")
     taps = _taps(head, target_layers, tap_offset)
     block, mask = (_number(head, key, config.get(key, own.get(key)), least) for key, least in (("block_size", 1), ("mask_token_id", 0)))
-    from_anchor = bool(config.get("sample_from_anchor", False))
+    from_anchor = bool(config.get("sample_from_anchor", config.get("speculators_model_type") == SPARK))
+    if (kind := config.get("markov_head_type", "vanilla")) != "vanilla" and "markov_w1.weight" in head:
+        raise ModelError(f"{head.name!r} has a {kind} Markov head; only a vanilla one is supported.")
     if block + from_anchor < 2:
         raise ModelError(f"{head.name!r} has a block of {block} token, which guesses nothing.")
     kinds = list(config.get("layer_types") or [])
@@ -165,8 +169,10 @@ def exported(
     if layout == "speculators":
         told = {**config["speculators_config"], "verifier": {**config["speculators_config"]["verifier"], "name_or_path": verifier}}
         return {**config, "speculators_config": told}, dict(tensors)
-    if "d2t" in tensors or "lm_head.weight" in tensors or config["sample_from_anchor"]:
-        raise ConfigError('a head with a vocabulary of its own, or one that samples from the anchor, can be written as "speculators" only.')
+    if "d2t" in tensors or config["sample_from_anchor"] or config["speculators_model_type"] == SPARK:
+        raise ConfigError(
+            'a head with a vocabulary or a Markov head, or one that samples from the anchor, can be written as "speculators" only.'
+        )
     taps = [tap - 1 for tap in config["aux_hidden_state_layer_ids"]]
     if min(taps) < 0:
         raise ConfigError('a head that reads the embeddings can be written as "speculators" only.')

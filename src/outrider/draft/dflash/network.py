@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.draft.base import Target
-from outrider.draft.dflash.layouts import ARCHITECTURE, SLIDING, THETA, TYPE
+from outrider.draft.dflash.layouts import ARCHITECTURE, SLIDING, SPARK, THETA, TYPE
 from outrider.heads.layer import Sizes, turn_of
 from outrider.heads.sample import Outer, Sample
 
@@ -31,7 +31,7 @@ DECAY = 4.0  # the tokens of a block count less the further they are from the an
 @dataclass(frozen=True)
 class Shape:
     """taps: as `Needs.states` numbers them.  ids: the target's tokens that the head knows, ascending, where they are not all.
-    sliding: which layers have the window."""
+    sliding: which layers have the window.  markov: rank of DSpark's table, 0 without one."""
 
     hidden: int
     inner: int
@@ -50,6 +50,7 @@ class Shape:
     window: int = 0
     sliding: tuple[int, ...] = ()
     non_causal: bool = False
+    markov: int = 0
 
     @property
     def sizes(self) -> Sizes:
@@ -121,7 +122,7 @@ class Network(nn.Module):
 
     def __init__(self, s: Shape) -> None:
         super().__init__()
-        self.shape = s
+        self.shape, self.taps = s, s.taps
         self.fc = nn.Linear(len(s.taps) * s.hidden, s.hidden, bias=False)
         self.hidden_norm, self.norm = (nn.RMSNorm(s.hidden, eps=s.eps) for _ in range(2))
         sliding = [i in s.sliding for i in range(s.layers)]
@@ -131,6 +132,12 @@ class Network(nn.Module):
             self.lm_head = nn.Linear(s.hidden, len(ids), bias=False)
             self.register_buffer("d2t", ids - torch.arange(len(ids)))
             self.register_buffer("t2d", torch.zeros(s.vocabulary, dtype=torch.bool).index_fill_(0, ids, True))
+
+        if s.markov:
+            self.markov_head = nn.ModuleDict({
+                "markov_w1": nn.Embedding(s.vocabulary, s.markov), "markov_w2": nn.Linear(s.markov, len(s.ids) or s.vocabulary, bias=False),
+            })  # fmt: skip
+            nn.init.zeros_(self.markov_head["markov_w2"].weight)
 
     def config(self) -> dict[str, Any]:
         s = self.shape
@@ -147,18 +154,22 @@ class Network(nn.Module):
             "verifier_accept_k": 1,
             "accept_tolerance": 0.0,
         }
+        kind = SPARK if s.markov else TYPE
+        table = {"markov_rank": s.markov, "markov_head_type": "vanilla", "enable_confidence_head": False} if s.markov else {}
         return {
-            "architectures": [ARCHITECTURE], "speculators_model_type": TYPE, "block_size": s.block, "mask_token_id": s.mask,
+            **table, "architectures": ["DSparkDraftModel" if s.markov else ARCHITECTURE], "speculators_model_type": kind,
+            "block_size": s.block, "mask_token_id": s.mask,
             "aux_hidden_state_layer_ids": list(s.taps), "sliding_window_non_causal": s.non_causal, "sample_from_anchor": s.from_anchor,
             "draft_vocab_size": len(s.ids) or s.vocabulary, "transformer_layer_config": {**flags, **sizes},
             "speculators_config": {
-                "algorithm": TYPE, "default_proposal_method": "greedy", "proposal_methods": [method],
+                "algorithm": kind, "default_proposal_method": "greedy", "proposal_methods": [method],
                 "verifier": {"name_or_path": "", "architectures": []},
             },
         }  # fmt: skip
 
     def forward(self, taps: Tensor, tokens: Tensor, anchors: Tensor, outer: Outer) -> Tensor:
-        """taps [T, len(taps) * hidden], tokens [T], anchors [A]: positions in the text -> logits [A, block, Vd] behind each row."""
+        """taps [T, len(taps) * hidden], tokens [T], anchors [A]: positions in the text -> logits [A, block, Vd] behind each row, given
+        that the text is what stands before it."""
         s = self.shape
         context = self.hidden_norm(self.fc(taps))
         ids = torch.full((len(anchors), s.block), s.mask)
@@ -167,7 +178,12 @@ class Network(nn.Module):
         x = outer.embedding[ids]
         for layer in self.layers:
             x = layer(x, context, anchors, turn)
-        return F.linear(self.norm(x), self.lm_head.weight if s.ids else outer.lm_head)
+        logits = F.linear(self.norm(x), self.lm_head.weight if s.ids else outer.lm_head)
+        if not s.markov:
+            return logits
+        before = anchors[:, None] + torch.arange(s.block) - (not s.from_anchor)
+        first, second = self.markov_head["markov_w1"], self.markov_head["markov_w2"]
+        return logits + second(first(tokens[before.clamp(0, len(tokens) - 1)]))  # type: ignore[no-any-return]
 
     def loss(self, sample: Sample, outer: Outer) -> Tensor:
         """Cross entropy of the text's own tokens, over the rows that guess, weighted by exp(-level / DECAY)."""

@@ -1,13 +1,13 @@
 """From the logits of a block to guesses.
 
-A block has one row of logits for each level, whatever stands before it, so that nodes of a level differ by rank alone, and a tree is
-a set of ranks.  A chain is the first rank of every level.
+A block has one row of logits for each level, whatever stands before it (unless the head adds what the token before says), so that nodes of
+a level differ by rank alone, and a tree is a set of ranks.  A chain is the first rank of every level.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
 from torch import Tensor
 
@@ -16,6 +16,8 @@ from outrider.heads.choose import Chooser
 from outrider.heads.templates import Path
 from outrider.sampling import dice
 from outrider.types import ROOT, Guesses, Row
+
+Ranked = list[tuple[int, float]]  # tokens, best first, and how likely each is
 
 
 def chain(levels: int) -> list[Path]:
@@ -38,51 +40,57 @@ class Grower:
     def __init__(self, row: Row, logits: Tensor, choose: Chooser) -> None:
         self.row, self.logits, self.choose = row, logits, choose
         self.laws: list[Tensor] = []
-        self.law_at: dict[Path, int] = {}  # where the law behind a node stands, or without processors that of its level
-        self.ranked: tuple[list[list[int]], list[list[float]]] | None = None
+        self.law_at: dict[Path, int] = {}  # where the law behind a node stands, or that of its level
+        self.ranked: list[Ranked] = []  # of each level, where they are the same behind all of its nodes
 
-    def grow(self, paths: Sequence[Path], lot: int | None) -> Guesses:
+    def grow(self, paths: Sequence[Path], lot: int | None) -> Generator[list[int], Tensor | None, Guesses]:
         """The nodes of these paths of ranks; the parents of all are among them, and the ranks of siblings are 0, 1, …
 
+        Yields, level by level, the tokens behind which it guesses, and wants what each adds to the level's logits, [n, Vd], or None.
         lot: tokens are drawn, with dice from this number on.  How many children a node has depends on its place alone, never on what was
         drawn, so they are draws of its law.
         """
         tree, law_of, children = Guesses([], [], []), list[int](), Counter(path[:-1] for path in paths)
         nodes: dict[Path, int] = {(): ROOT}
         said: dict[Path, list[int]] = {(): []}
-        if lot is None and not self.row.processors and paths:
-            self.ranked = self._best([range(level) for level in range(len(self.logits))], self.logits, max(children.values()))
-        for parent in sorted(children, key=lambda path: (len(path), path)):
-            if parent not in nodes:
-                continue  # there were fewer tokens than ranks
-            if lot is None:
-                law, found = -1, self._chosen(said[parent], children[parent])
-            else:
-                law, found = self._drawn(parent, said[parent], range(lot + len(law_of), lot + len(law_of) + children[parent]))
-            for rank, (token, confidence) in enumerate(found):
-                child = (*parent, rank)
-                said[child], nodes[child] = [*said[parent], token], len(law_of)
-                tree.tokens.append(token)
-                tree.parents.append(nodes[parent])
-                tree.confidence.append(confidence)
-                law_of.append(law)
+        for level in range(len(self.logits)):
+            parents = [path for path in sorted(children) if len(path) == level and path in nodes]
+            if not parents:
+                break
+            added = yield [said[path][-1] if path else self.row.tokens[-1] for path in parents]
+            chosen = self._chosen(level, [said[path] for path in parents], max(children.values()), added) if lot is None else []
+            for i, parent in enumerate(parents):
+                law, found = -1, chosen[i][: children[parent]] if lot is None else []
+                if lot is not None:
+                    dies = range(lot + len(law_of), lot + len(law_of) + children[parent])
+                    law, found = self._drawn(parent, said[parent], None if added is None else added[i], dies)
+                for rank, (token, confidence) in enumerate(found):
+                    child = (*parent, rank)
+                    said[child], nodes[child] = [*said[parent], token], len(law_of)
+                    tree.tokens.append(token)
+                    tree.parents.append(nodes[parent])
+                    tree.confidence.append(confidence)
+                    law_of.append(law)
         return tree if lot is None else tree._replace(laws=self.laws, law_of=law_of)
 
-    def _chosen(self, path: list[int], count: int) -> list[tuple[int, float]]:
-        """The best tokens behind a path, and how likely each is."""
-        tokens, shares = self.ranked or self._best([path], self.logits[len(path)][None], count)
-        at = len(path) if self.ranked else 0
-        return [(token, share) for token, share in zip(tokens[at][:count], shares[at]) if token >= 0]
+    def _chosen(self, level: int, paths: list[list[int]], count: int, added: Tensor | None) -> list[Ranked]:
+        """The best tokens behind each path of a level."""
+        if added is None and not self.row.processors:
+            self.ranked = self.ranked or self._best([range(level) for level in range(len(self.logits))], self.logits, count)
+            return [self.ranked[level]] * len(paths)
+        logits = self.logits[level] + added if added is not None else self.logits[level].expand(len(paths), -1)
+        return self._best(paths, logits, count)
 
-    def _best(self, paths: Sequence[Sequence[int]], logits: Tensor, count: int) -> tuple[list[list[int]], list[list[float]]]:
+    def _best(self, paths: Sequence[Sequence[int]], logits: Tensor, count: int) -> list[Ranked]:
         tokens, shares = self.choose.best(self.row, paths, logits, count)
-        return tokens.tolist(), shares.tolist()
+        return [[(token, share) for token, share in zip(*one) if token >= 0] for one in zip(tokens.tolist(), shares.tolist())]
 
-    def _drawn(self, parent: Path, path: list[int], dies: range) -> tuple[int, list[tuple[int, float]]]:
+    def _drawn(self, parent: Path, path: list[int], added: Tensor | None, dies: range) -> tuple[int, Ranked]:
         """Draws from the law behind a path; where it stands among the laws."""
-        key = parent if self.row.processors else (0,) * len(parent)
+        key = (0,) * len(parent) if added is None and not self.row.processors else parent
         if key not in self.law_at:
-            law = self.choose.law(self.row, path, self.logits[len(path)])
+            logits = self.logits[len(path)]
+            law = self.choose.law(self.row, path, logits if added is None else logits + added)
             if law is None:
                 return -1, []
             self.law_at[key] = len(self.laws)
