@@ -90,6 +90,8 @@ class DFlash(HeadDrafter):
         if layout.mask >= target.vocabulary:
             raise ModelError(f"{head.name!r} does not fit the target: its mask_token_id is {layout.mask}, of {target.vocabulary} tokens.")
         self.width = head.shape("fc.weight")[0]
+        if self.width != self.hidden and not ("embed_tokens.weight" in head and "lm_head.weight" in head):
+            raise ModelError(f"{head.name!r} does not fit the target: it is {self.width} wide, the target {self.hidden}.")
         self.fc = self.reader.linear("fc", self.width, len(layout.taps) * self.hidden)
         self.hidden_norm, self.norm = (self.reader.vector(f"{name}.weight", self.width) for name in ("hidden_norm", "norm"))
         self.sizes = Sizes.of(head, "layers.0", self.width)
@@ -114,27 +116,22 @@ class DFlash(HeadDrafter):
         return found
 
     def _outer(self) -> None:
-        """Embedding and head: the file's own, or the target's."""
-        head, vocabulary = self.head, self.target.vocabulary
-        reader = replace(self.reader, bits=self.reader.bits and 8)
-        self.embedding: Any = None
-        self.lm_head: Any = None
-        self.ids = target_ids(head, vocabulary)
-        own = [name for name in ("embed_tokens", "lm_head") if f"{name}.weight" in head]
-        if self.width != self.hidden and len(own) < 2:
-            raise ModelError(f"{head.name!r} does not fit the target: it is {self.width} wide, the target {self.hidden}.")
-        if "embed_tokens" in own:
-            rows = max(vocabulary, head.shape("embed_tokens.weight")[0])
-            self.embedding = reader.linear("embed_tokens", rows, self.width)
-        if "lm_head" in own:
-            rows = max(vocabulary, head.shape("lm_head.weight")[0]) if self.ids is None else len(self.ids)
-            self.lm_head = reader.linear("lm_head", rows, self.width)
+        """Embedding, head and table: the file's own, or None, which means the target's."""
+        self.ids = target_ids(self.head, self.target.vocabulary)
         self.choose = Chooser(self.target, self.ids)
+        self.embedding, self.lm_head = self._own("embed_tokens", self.width, False), self._own("lm_head", self.width, True)
         self.markov: tuple[Any, Any] | None = None
-        if "markov_w1.weight" in head:
-            rows, rank = head.shape("markov_w1.weight")
-            size = max(vocabulary, head.shape("markov_w2.weight")[0]) if self.ids is None else len(self.ids)
-            self.markov = reader.linear("markov_w1", max(vocabulary, rows), rank), reader.linear("markov_w2", size, rank)
+        if "markov_w1.weight" in self.head:
+            rank = self.head.shape("markov_w2.weight")[1]
+            self.markov = self._own("markov_w1", rank, False), self._own("markov_w2", rank, True)
+
+    def _own(self, name: str, inputs: int, says: bool) -> Any:
+        """A row for each of the target's tokens, or for each of those that the head says; padding may follow.  None where it is missing."""
+        if f"{name}.weight" not in self.head:
+            return None
+        stored = self.head.shape(f"{name}.weight")[0]
+        rows = len(self.ids) if says and self.ids is not None else max(self.target.vocabulary, stored)
+        return replace(self.reader, bits=self.reader.bits and 8).linear(name, rows, inputs)
 
     @classmethod
     def claims(cls, head: Head) -> int:
