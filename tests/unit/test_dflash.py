@@ -204,7 +204,7 @@ def test_every_layout_says_what_a_naive_block_says(layout: str, toy: LLM, tmp_pa
     assert drafter.depth == BLOCK - (not case.config.get("sample_from_anchor", False))
     prompts = [{"prompt_token_ids": [(7 * i + n) % V for i in range(n)]} for n in (3, 70, 20)]
     with overheard(drafter) as blocks:
-        llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True))
+        llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True))
     assert {len(said.logits) for said in blocks} >= {1, drafter.depth}
     check(llm, case, random.Random(1).sample(blocks, 3) + [said for said in blocks if len(said.known) > 71][:1])
 

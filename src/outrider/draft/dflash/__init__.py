@@ -170,7 +170,7 @@ class DFlash(HeadDrafter):
         if rows:
             levels = [min(*budgets[r], self.layout.levels) for r in rows]
             growing = {}
-            for r, logits in zip(rows, self.look(batch, rows, levels).split(levels)):
+            for r, logits in zip(rows, torch.split(self.look(batch, rows, levels), levels)):
                 row = batch.rows[r]
                 paths = chain(len(logits)) if self.memory is None else self.memory.best(budgets[r].nodes, len(logits))
                 growing[r] = Grower(row, logits, self.choose).grow(paths, self.lot if self.draws(row) else None)
@@ -184,7 +184,7 @@ class DFlash(HeadDrafter):
         while behind:
             added = self._markov([token for tokens in behind.values() for token in tokens])
             parts: Sequence[Tensor | None] = (
-                [None] * len(behind) if added is None else added.split([len(tokens) for tokens in behind.values()])
+                [None] * len(behind) if added is None else torch.split(added, [len(tokens) for tokens in behind.values()])
             )
             for r, part in zip(list(behind), parts):
                 try:

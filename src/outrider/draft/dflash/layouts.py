@@ -31,14 +31,7 @@ SLIDING = "sliding_attention"
 LAYOUTS = ("speculators", "z-lab")
 LAYER = r"layers\.\d+\.(input_layernorm|post_attention_layernorm|self_attn\.([qkvo]_proj|[qk]_norm)|mlp\.(gate|up|down)_proj)"
 KNOWN = re.compile(rf"(fc|hidden_norm|norm|lm_head|embed_tokens|markov_w[12]|{LAYER})\.(weight|bias)|d2t|t2d")
-OTHERS = {
-    "markov": "DSpark",
-    "confidence": "DSpark",
-    "conv": "DFlash 2",
-    "selector": "DFlash 2",
-    "fusion": "DFlare",
-    "sink": "attention sinks",
-}
+OTHERS = {"markov": "DSpark with a gated or recurrent table", "selector": "DFlash 2", "fusion": "DFlare", "sink": "attention sinks"}
 UNREAD = ("verifier_", "rotary_emb.", "confidence_head.")  # the last says when to stop, which the controller decides
 THETA = 1000000.0  # where a file does not say: what vLLM reads it with
 

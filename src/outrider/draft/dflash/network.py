@@ -53,6 +53,11 @@ class Shape:
     markov: int = 0
 
     @property
+    def skipped(self) -> int:
+        """Rows of a block that guess nothing."""
+        return 0 if self.from_anchor else 1
+
+    @property
     def sizes(self) -> Sizes:
         return Sizes(self.hidden, self.inner, self.heads, self.kv_heads, self.head_dim, self.eps)
 
@@ -75,10 +80,10 @@ class Attention(nn.Module):
         group = s.heads // s.kv_heads
         own, theirs = (k.repeat_interleave(group, -2) for k in (turned(own, turn[at]), turned(theirs, turn[before])))
         v_own, v_theirs = (self.v_proj(u).unflatten(-1, (-1, s.head_dim)).repeat_interleave(group, -2) for u in (x, context))
-        hidden = (before >= anchors[:, None, None]).expand(count, block, -1)
+        hidden, inside = (before >= anchors[:, None, None]).expand(count, block, -1), torch.arange(block)
+        ahead = inside > inside[:, None] if self.causal else torch.zeros(block, block, dtype=torch.bool)
         if self.window:
-            hidden = hidden | (before <= at[..., None] - self.window)
-        ahead = torch.ones(block, block, dtype=torch.bool).triu(1) if self.causal else torch.zeros(block, block, dtype=torch.bool)
+            hidden, ahead = hidden | (before <= at[..., None] - self.window), ahead | (inside <= inside[:, None] - self.window)
         masks = torch.cat([hidden, ahead.expand(count, -1, -1)], dim=-1)[:, None]
         scores = torch.cat([torch.einsum("abhd,thd->ahbt", q, theirs), torch.einsum("abhd,achd->ahbc", q, own)], dim=-1)
         weights = (scores * s.head_dim**-0.5).masked_fill(masks, float("-inf")).softmax(-1)
@@ -134,10 +139,9 @@ class Network(nn.Module):
             self.register_buffer("t2d", torch.zeros(s.vocabulary, dtype=torch.bool).index_fill_(0, ids, True))
 
         if s.markov:
-            self.markov_head = nn.ModuleDict({
-                "markov_w1": nn.Embedding(s.vocabulary, s.markov), "markov_w2": nn.Linear(s.markov, len(s.ids) or s.vocabulary, bias=False),
-            })  # fmt: skip
-            nn.init.zeros_(self.markov_head["markov_w2"].weight)
+            second = nn.Linear(s.markov, len(s.ids) or s.vocabulary, bias=False)
+            nn.init.zeros_(second.weight)
+            self.markov_head = nn.ModuleDict({"markov_w1": nn.Embedding(s.vocabulary, s.markov), "markov_w2": second})
 
     def config(self) -> dict[str, Any]:
         s = self.shape
@@ -150,7 +154,7 @@ class Network(nn.Module):
         }  # fmt: skip
         method = {
             "proposal_type": "greedy",
-            "speculative_tokens": s.block - (not s.from_anchor),
+            "speculative_tokens": s.block - s.skipped,
             "verifier_accept_k": 1,
             "accept_tolerance": 0.0,
         }
@@ -181,7 +185,7 @@ class Network(nn.Module):
         logits = F.linear(self.norm(x), self.lm_head.weight if s.ids else outer.lm_head)
         if not s.markov:
             return logits
-        before = anchors[:, None] + torch.arange(s.block) - (not s.from_anchor)
+        before = anchors[:, None] + torch.arange(s.block) - s.skipped
         first, second = self.markov_head["markov_w1"], self.markov_head["markov_w2"]
         return logits + second(first(tokens[before.clamp(0, len(tokens) - 1)]))  # type: ignore[no-any-return]
 
@@ -190,13 +194,13 @@ class Network(nn.Module):
         s, tokens = self.shape, sample.tokens
         anchors = torch.randperm(len(tokens) - 1)[:ANCHORS]
         logits = self(torch.cat([sample.states[tap] for tap in s.taps], dim=-1), tokens, anchors, outer)
-        at = anchors[:, None] + torch.arange(s.block) + s.from_anchor
+        at = anchors[:, None] + torch.arange(s.block) + 1 - s.skipped
         said = tokens[at.clamp_max(len(tokens) - 1)]
-        counted = (at < len(tokens)) & (torch.arange(s.block) >= (not s.from_anchor))
+        counted = (at < len(tokens)) & (torch.arange(s.block) >= s.skipped)
         if s.ids:
             counted = counted & self.t2d[said]  # type: ignore[index]
             said = torch.searchsorted(torch.tensor(s.ids), said).clamp_max(len(s.ids) - 1)
-        level = torch.arange(s.block) - (not s.from_anchor)
+        level = torch.arange(s.block) - s.skipped
         weight = counted * torch.exp(-level / DECAY)
         each = F.cross_entropy(logits.flatten(0, 1), said.flatten(), reduction="none").view_as(weight)
         return (each * weight).sum() / weight.sum().clamp_min(1e-6)
