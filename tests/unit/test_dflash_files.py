@@ -1,0 +1,127 @@
+"""Block-parallel heads: which files are refused, how their numbers are read, and how they are written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from block_heads import BLOCK, HIDDEN, IDS, MASK, TAPS, V, speculators, tensors, zlab
+from torch import Tensor
+from toys import save_head, toy_target
+
+from outrider import LLM
+from outrider.draft import detect
+from outrider.draft.dflash import DFlash
+from outrider.draft.dflash.layouts import exported, named, read, spread
+from outrider.draft.dflash.network import Network, Shape
+from outrider.errors import ConfigError, ModelError
+from outrider.heads.files import Head
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    return LLM(toy_target(tmp_path_factory.mktemp("toy")), dtype="float32")
+
+
+def opened(toy: LLM, tmp_path: Path, config: dict[str, Any], w: dict[str, Tensor], **options: Any) -> DFlash:
+    return DFlash(DFlash.Options(model=save_head(tmp_path / "head", config, w), **options), toy.engine.target)
+
+
+def without(name: str) -> dict[str, Tensor]:
+    return {key: tensor for key, tensor in tensors().items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("config", "w", "says"),
+    [
+        (speculators(), without("layers.1.mlp.up_proj.weight"), r"layers\.1\.mlp\.up_proj\.weight"),
+        (speculators(), {**tensors(), "fc.weight": torch.zeros(HIDDEN, 2 * HIDDEN)}, r"\(64, 128\), and \(64, 192\) is needed"),
+        (speculators(), {**tensors(), "fc.weight": torch.zeros(48, 192)}, "48 wide, the target 64"),
+        (speculators(), {**tensors(), "norm.weight": torch.zeros(HIDDEN, dtype=torch.int32)}, "int32"),
+        (speculators(), {**tensors(), "markov_head.gate_proj.weight": torch.zeros(V, 4)}, "DSpark with a gated.*gate_proj"),
+        (speculators(), {**tensors(), "markov_w1.weight": torch.zeros(V, 4)}, "markov_w2"),
+        (speculators(), {**tensors(), "something.weight": torch.zeros(4)}, "something.weight"),
+        (speculators(aux_hidden_state_layer_ids=[2, 4, 9]), tensors(), r"\[2, 4, 9\], and the target has 8"),
+        (speculators(mask_token_id=V), tensors(), "mask_token_id is 512, of 512"),
+        (speculators(mask_token_id=None), tensors(), "mask_token_id .* whole number"),
+        (speculators(block_size="8"), tensors(), "block_size .* whole number"),
+        (speculators(block_size=1), tensors(), "guesses nothing"),
+        (speculators({"layer_types": ["sliding_attention"] * 2}), tensors(), "sliding_window"),
+        (speculators({"hidden_act": "gelu"}), tensors(), "silu"),
+        (speculators({"head_dim": 7}), tensors(), "no heads of head_dim 7"),
+    ],
+)
+def test_a_file_that_cannot_be_right_is_refused(config: dict[str, Any], w: dict[str, Tensor], says: str, toy: LLM, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=says):
+        opened(toy, tmp_path, config, w)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+def test_a_truncated_file_is_refused(file: str, toy: LLM, tmp_path: Path) -> None:
+    folder = save_head(tmp_path, zlab(), tensors(), file)
+    (tmp_path / file).write_bytes((tmp_path / file).read_bytes()[:5000])
+    with pytest.raises(ModelError, match="corrupt"):
+        DFlash(DFlash.Options(model=folder), toy.engine.target)
+
+
+def test_options_are_checked(toy: LLM) -> None:
+    for options, says in (
+        ({"nodes": 0}, "nodes"),
+        ({"tap_offset": 2}, "tap_offset"),
+        ({"tap_offset": True}, "tap_offset"),
+        ({"model": 3}, "model"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            DFlash.Options(**options)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="Did you mean 'tap_offset'"):
+        toy.variant({"method": "dflash", "tap_ofset": 1})
+    with pytest.raises(ConfigError, match="needs 'model'"):
+        toy.variant({"method": "dflash"})
+
+
+def test_numbers_of_layers_are_read_as_the_file_means_them(toy: LLM, tmp_path: Path) -> None:
+    def taps(config: dict[str, Any], offset: int | None = None) -> tuple[int, ...]:
+        return read(named(Head.of("head", config, tensors())), 8, offset).taps
+
+    assert taps(speculators()) == taps(zlab()) == TAPS
+    assert taps(speculators(), 1 - 1) == TAPS and taps(zlab(), 0) == (1, 3, 7)
+    assert taps(zlab({"target_layer_ids": [0, 3, 6]}), 1) == (1, 4, 7)
+    assert spread(36, 5) == [1, 9, 17, 25, 33], "as in the published files for 36 layers"
+    assert taps({**zlab(), "dflash_config": {"mask_token_id": MASK}}) == (2, 6)
+    assert opened(toy, tmp_path, zlab(), tensors()).needs.states == TAPS
+
+
+def test_more_tokens_than_the_block_has_are_not_guessed(toy: LLM, tmp_path: Path) -> None:
+    drafter = opened(toy, tmp_path, zlab(), tensors())
+    assert (drafter.size(0), drafter.size(3), drafter.size(50)) == (0, 3, BLOCK - 1)
+    tree = DFlash(DFlash.Options(model=str(tmp_path / "head"), nodes=20), toy.engine.target)
+    assert (tree.size(0), tree.size(1), tree.size(50)) == (0, 8, 20)
+
+
+def test_bytes_of_the_published_shape() -> None:
+    """Five layers and five taps for a target of 4096: the sum of the published shapes."""
+    h, inner, q, kv, d = 4096, 12288, 4096, 1024, 128
+    shape = Shape(h, inner, 5, 32, 8, d, 151936, (2, 10, 18, 26, 34), 16, 151669)
+    with torch.device("meta"):
+        stored = Network(shape).state_dict()
+    layer = 2 * q * h + 2 * kv * h + 3 * inner * h + 2 * h + 2 * d
+    assert sum(tensor.numel() for tensor in stored.values()) == 5 * layer + 5 * h * h + 2 * h
+    assert len(stored) == 5 * 11 + 3
+
+
+def test_exports_are_read_back(toy: LLM, tmp_path: Path) -> None:
+    network = Network.like(toy.engine.target)
+    for layout in ("speculators", "z-lab"):
+        folder = save_head(tmp_path / layout, *exported(network.config(), network.state_dict(), layout))
+        json.loads((tmp_path / layout / "config.json").read_text())
+        drafter = DFlash(DFlash.Options(model=folder), toy.engine.target)
+        assert detect(folder) == "dflash"
+        assert (drafter.layout.taps, drafter.layout.block, drafter.layout.mask) == (network.shape.taps, 8, V - 1)
+    small = Network.like(toy.engine.target, ids=tuple(IDS))
+    with pytest.raises(ConfigError, match="speculators"):
+        exported(small.config(), small.state_dict(), "z-lab")
+    with pytest.raises(ConfigError, match="Did you mean 'z-lab'"):
+        exported(small.config(), small.state_dict(), "zlab")
