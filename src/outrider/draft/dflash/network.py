@@ -118,8 +118,10 @@ class Network(nn.Module):
         """A fresh one for `target`, with some of its shape given: three taps, spread as the published ones are."""
         spec = target.decoder.spec
         first, last = min(2, spec.layers), max(1, spec.layers - 2)
+        width = 64 if spec.hidden >= 256 else 16
+        heads = max(1, spec.hidden // width)
         sizes: dict[str, Any] = {
-            "hidden": spec.hidden, "inner": 2 * spec.hidden, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16,
+            "hidden": spec.hidden, "inner": 2 * spec.hidden, "layers": 2, "heads": heads, "kv_heads": heads, "head_dim": width,
             "vocabulary": target.vocabulary, "mask": target.vocabulary - 1, "block": 8,
             "taps": tuple(sorted({first, (first + last) // 2, last})),
         }  # fmt: skip
