@@ -184,6 +184,17 @@ def test_what_the_prefix_cache_gives_is_built_on(toy: LLM, tmp_path: Path) -> No
     check(llm, case, blocks[:1])
 
 
+def test_pages_without_context_are_not_shared(toy: LLM, tmp_path: Path) -> None:
+    """A request that ends in its first step leaves pages of which the head has read nothing."""
+    case = cases()["speculators"]
+    llm = toy.variant({"model": save_head(tmp_path, case.config, case.tensors)})
+    prompt = {"prompt_token_ids": [(11 * i) % V for i in range(33)]}
+    llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
+    with overheard(llm.engine.drafter) as blocks:  # type: ignore[arg-type]
+        llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True))
+    check(llm, case, blocks[:2])
+
+
 # ---- what a taught head does
 
 
