@@ -115,7 +115,10 @@ class Layer(nn.Module):
 class Network(nn.Module):
     @staticmethod
     def like(target: Target, **given: Any) -> Network:
-        """A fresh one for `target`, with some of its shape given: three taps, spread as the published ones are."""
+        """A fresh one for `target`, with some of its shape given: three taps, spread as the published ones are.
+
+        What a row looks at is what it adds, to begin with: a mask needs the anchor as it is, and learns that slowly from noise.
+        """
         spec = target.decoder.spec
         first, last = min(2, spec.layers), max(1, spec.layers - 2)
         width = 64 if spec.hidden >= 256 else 16
@@ -125,7 +128,13 @@ class Network(nn.Module):
             "vocabulary": target.vocabulary, "mask": target.vocabulary - 1, "block": 8,
             "taps": tuple(sorted({first, (first + last) // 2, last})),
         }  # fmt: skip
-        return Network(Shape(**{**sizes, **given}))
+        network = Network(Shape(**{**sizes, **given}))
+        for layer in network.layers:
+            attention: Any = layer.self_attn
+            nn.init.orthogonal_(attention.v_proj.weight)
+            if attention.o_proj.weight.shape == attention.v_proj.weight.T.shape:
+                attention.o_proj.weight.data.copy_(attention.v_proj.weight.data.T)
+        return network
 
     def __init__(self, s: Shape) -> None:
         super().__init__()
