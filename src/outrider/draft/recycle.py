@@ -14,28 +14,16 @@ from typing import ClassVar
 
 from outrider.draft.base import Drafter, Target
 from outrider.errors import ConfigError
+from outrider.heads.templates import Path, paths
 from outrider.types import NOTHING, ROOT, Batch, Budget, Commit, Draft, Guesses, Needs, Row
 
 RANKS = 8
 LEARN = 0.02
-# How many children a node has, its path being the ranks that lead to it; children have the ranks 0, 1, …
 TREE = (
     "root:8 0:8 1:4 2:3 3:2 4:1 5:1 6:1 7:1 00:8 01:3 02:2 03:1 04:1 05:1 06:1 07:1 10:2 11:1 20:1 30:1 40:1 50:1 "
     "000:5 001:2 002:1 003:1 004:1 010:1 020:1 100:1 200:1 300:1 0000:3 0001:1 0002:1 0010:1 0100:1 1000:1 00000:2 00010:1"
 )
-
-
-def template() -> list[tuple[int, ...]]:
-    """The paths of the nodes, breadth first."""
-    found: list[tuple[int, ...]] = []
-    for entry in TREE.split():
-        path, _, children = entry.partition(":")
-        above = () if path == "root" else tuple(map(int, path))
-        found.extend((*above, rank) for rank in range(int(children)))
-    return sorted(found, key=len)
-
-
-PATHS = template()
+PATHS = paths(TREE)
 
 
 @dataclass
@@ -103,19 +91,19 @@ class Recycle(Drafter):
     def after(self, row: Row, said: Sequence[int], budget: Budget) -> Guesses:
         return self._guess(said[-1] if said else row.tokens[-1], self._order(), budget)
 
-    def _order(self) -> list[tuple[int, ...]]:
+    def _order(self) -> list[Path]:
         """The nodes that are likely enough, best first: a parent before its children."""
         worth = self.memory.worth
-        joint: dict[tuple[int, ...], float] = {(): 1.0}
+        joint: dict[Path, float] = {(): 1.0}
         for path in PATHS:
             joint[path] = joint[path[:-1]] * worth[path[-1]]
         likely = [path for path in PATHS if joint[path] >= self.options.min_token_prob]
         return sorted(likely, key=lambda path: -joint[path])
 
-    def _guess(self, last: int, order: list[tuple[int, ...]], budget: Budget) -> Guesses:
+    def _guess(self, last: int, order: list[Path], budget: Budget) -> Guesses:
         table: Table = self.memory
         tree = Guesses([], [], [])
-        place: dict[tuple[int, ...], tuple[int, array[int]]] = {(): (ROOT, table.after(last))}
+        place: dict[Path, tuple[int, array[int]]] = {(): (ROOT, table.after(last))}
         for path in order:
             if len(tree.tokens) == min(budget.nodes, self.nodes):
                 break
