@@ -1,0 +1,78 @@
+"""The heads on the target's kernels."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outrider.draft.base import Target
+from outrider.draft.medusa.layouts import counts
+from outrider.errors import ModelError
+from outrider.heads.files import Head, Reader
+
+
+class Packed:
+    """ids: int32 [Vd], the target's token of each that the heads know; None where they know all.  outputs: Vd."""
+
+    def __init__(self, reader: Reader, target: Target) -> None:
+        """reader: of a head under our names.  Raises ModelError where it does not fit the target."""
+        self.head, self.reader, self.kernels = reader.head, reader, reader.kernels
+        self.model, self.hidden, self.vocabulary = target.decoder, target.decoder.spec.hidden, target.vocabulary
+        self.heads, blocks = counts(self.head)
+        self.blocks = [self._blocks(i, blocks) for i in range(self.heads)]
+        own = [name for name in ("lm_head", *(f"{i}.lm_head" for i in range(self.heads))) if f"{name}.weight" in self.head]
+        self.ids = token_map(self.head, target.vocabulary) if own else None  # the target's head knows all tokens
+        self.outputs = target.vocabulary if self.ids is None else len(self.ids)
+        self.lm_heads = [self._lm_head(name) for name in own]
+        self.scale = float(self.head.config.get("logit_scale", 1.0)) if self.head.config.get("model_type") == "medusa" else 1.0
+
+    def __call__(self, states: Tensor, levels: int) -> Tensor:
+        """float32 [n, levels, Vd]: what the first heads say behind states [n, hidden]."""
+        through = [self._through(states, blocks) for blocks in self.blocks[:levels]]
+        if len(self.lm_heads) == self.heads:
+            said = torch.stack([self.kernels.linear(x, weight) for x, weight in zip(through, self.lm_heads)], dim=1)
+        else:  # one for all of them, whose weights are read once
+            rows = torch.cat(through)
+            logits = self.kernels.linear(rows, self.lm_heads[0]) if self.lm_heads else self.model.head_logits(rows)
+            said = logits.view(levels, len(states), -1).transpose(0, 1)
+        return said.float() if self.scale == 1 else said.float() * self.scale
+
+    def _through(self, x: Tensor, blocks: list[object]) -> Tensor:
+        for block in blocks:
+            x = x + F.silu(self.kernels.linear(x, block))
+        return x
+
+    def _blocks(self, i: int, count: int) -> list[object]:
+        """A block that is the same as the first is kept once."""
+        first, packed = f"{i}.0.linear", list[object]()
+        for name in (f"{i}.{j}.linear" for j in range(count)):
+            again = packed and all(
+                torch.equal(self.head.raw(f"{first}.{kind}"), self.head.raw(f"{name}.{kind}"))
+                for kind in ("weight", "bias") if f"{first}.{kind}" in self.head
+            )  # fmt: skip
+            packed.append(packed[0] if again else self.reader.linear(name, self.hidden, self.hidden))
+        return packed
+
+    def _lm_head(self, name: str) -> object:
+        """Of a file that knows some tokens, it may hold the rows of all."""
+        if self.ids is None or self.head.shape(f"{name}.weight")[0] == self.outputs:
+            return self.reader.linear(name, self.outputs, self.hidden)
+        whole = self.head.get(f"{name}.weight", self.vocabulary, self.hidden)
+        some = Head.of(self.head.name, {}, {"lm_head.weight": whole[self.ids.long()]})
+        return Reader(some, self.kernels, self.reader.bits).linear("lm_head", self.outputs, self.hidden)
+
+
+def token_map(head: Head, vocabulary: int) -> Tensor | None:
+    """int32 [Vd]: the target's token of each of the head's.  Raises ModelError where the target has no such tokens."""
+    if "token_map" not in head:
+        return None
+    ids = head.raw("token_map")
+    if ids.dim() != 1 or ids.is_floating_point() or not len(ids):
+        raise ModelError(f"token_map of {head.name!r} is {ids.dtype} {tuple(ids.shape)}; a list of token ids is needed.")
+    if int(ids.min()) < 0 or int(ids.max()) >= vocabulary or len(ids.unique()) < len(ids):
+        raise ModelError(
+            f"{head.name!r} does not fit the target: its token_map names {len(ids)} tokens in {int(ids.min())} … {int(ids.max())}, "
+            f"and the target has {vocabulary} (each may be named once)."
+        )
+    return ids.to(torch.int32)
