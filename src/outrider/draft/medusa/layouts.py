@@ -13,6 +13,7 @@ repeating one module, so its files hold one block under n names, or, where a wri
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -55,14 +56,12 @@ def opened(head: Head) -> Head:
             f"blocks.0.layers.0.weight among its {len(head.stored)} tensors, {', '.join(sorted(head)[:4])} …"
         )
     ours = head.renamed(lambda name: _renamed(layout, name))
-    blocks = _depth(head, ours)
-    stored = dict(ours.stored)
-    for i in range(counts(ours)[0]):
-        there = [j for j in range(blocks) if f"{i}.{j}.linear.weight" in ours]
-        for name in [f"{i}.{j}.linear" for j in range(blocks)] if len(there) == 1 else ():
-            for kind in ("weight", "bias"):
-                if (only := ours.stored.get(f"{i}.{there[0]}.linear.{kind}")) is not None:
-                    stored[f"{name}.{kind}"] = only
+    stored, (heads, blocks) = dict(ours.stored), (counts(ours)[0], _depth(head, ours))
+    there = {match[1] for name in ours if (match := re.fullmatch(r"\d+\.(\d+)\.linear\.(?:weight|bias)", name))}
+    if len(there) == 1:  # aliases were dropped, if there were any
+        for i, j, kind in itertools.product(range(heads), range(blocks), ("weight", "bias")):
+            if (only := ours.stored.get(f"{i}.{min(there)}.linear.{kind}")) is not None:
+                stored[f"{i}.{j}.linear.{kind}"] = only
     if head.config.get("original_lm_head") and "0.lm_head.weight" in stored:
         stored["lm_head.weight"] = stored["0.lm_head.weight"]
         stored = {name: own for name, own in stored.items() if not name.endswith(".lm_head.weight")}

@@ -1,0 +1,236 @@
+"""Which positions Medusa's guesses are about, with which noise and laws; the trees that they fill; what heads learn."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from medusa_heads import CONFIG, PT, Beside, drafter_of, listened, parts_of, reference
+from rows import make_row
+from torch import Tensor
+from toys import HIDDEN, V, acceptance, samples, save_head, teach, toy_target
+
+from outrider import LLM, SamplingParams
+from outrider.draft.medusa import Medusa
+from outrider.draft.medusa.layouts import exported
+from outrider.draft.medusa.network import Network
+from outrider.draft.medusa.packed import Packed
+from outrider.draft.medusa.trees import grown
+from outrider.heads.sample import Outer, Sample
+from outrider.heads.templates import MEDUSA, paths
+from outrider.sampling.noise import gumbel, key_of
+from outrider.types import FINAL, ROOT, Batch, Commit, Draft, Guesses, Row, Verdict
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    return LLM(toy_target(tmp_path_factory.mktemp("toy")), dtype="float32")
+
+
+@pytest.fixture
+def chained(toy: LLM, tmp_path: Path) -> tuple[LLM, Beside]:
+    parts = parts_of(4)
+    folder = save_head(tmp_path, CONFIG, reference(parts), PT)
+    return toy.variant({"model": folder, "tree": "chain"}), Beside(toy, parts)
+
+
+def test_a_head_guesses_for_its_own_position(chained: tuple[LLM, Beside]) -> None:
+    llm, beside = chained
+    heard = listened(llm, [5, 6, 7])
+    assert len(heard) > 10
+    for tokens, tree in heard:
+        assert tree.parents == list(range(-1, len(tree.tokens) - 1))
+        assert tree.tokens == beside(tokens).argmax(-1).tolist()[: len(tree.tokens)]
+    assert max(len(tree.tokens) for _, tree in heard) == 4
+
+
+def test_guesses_have_the_noise_of_their_position(chained: tuple[LLM, Beside]) -> None:
+    llm, beside = chained
+    heard, differ = listened(llm, [5, 6, 7], temperature=0.9, seed=11), 0
+    for tokens, tree in heard:
+        noise = torch.stack([gumbel(key_of(11, 0, len(tokens) + i), V) for i in range(len(tree.tokens))])
+        logits = beside(tokens)[: len(tree.tokens)]
+        assert tree.tokens == (logits / 0.9 + noise).argmax(-1).tolist()
+        differ += tree.tokens != logits.argmax(-1).tolist()
+    assert len(heard) > 10 and differ > 5
+
+
+def test_processors_see_the_positions_of_guesses(chained: tuple[LLM, Beside]) -> None:
+    """A token that ends the text may not be said before its time, and a processor sees the guesses before."""
+    llm, beside = chained
+    favourite = int(beside([5, 6, 7, 9])[1].argmax())
+    wanted = {"logit_bias": {favourite: 100.0}}
+    heard = listened(llm, [5, 6, 7], stop_token_ids=[favourite], min_tokens=12, **wanted)
+    said = [(len(tokens) - 3 + i, token) for tokens, tree in heard for i, token in enumerate(tree.tokens)]
+    assert len(said) > 20 and max(at for at, _ in said) >= 12
+    assert all((token == favourite) == (at >= 12) for at, token in said)
+
+    def never_twice(ids: list[int], logits: Tensor) -> Tensor:
+        out = logits.clone()
+        out[ids[-1:]] = float("-inf")
+        return out
+
+    heard = listened(llm, [5, 6, 7], logits_processors=[never_twice], **wanted)
+    assert sum(len(tree.tokens) for _, tree in heard) > 20
+    for tokens, tree in heard:
+        assert all(one != other for one, other in itertools.pairwise([tokens[-1], *tree.tokens]))
+        assert favourite in [tokens[-1], *tree.tokens][:2]
+
+
+def test_a_level_has_one_law(toy: LLM, tmp_path: Path) -> None:
+    """Guesses that are drawn say from what: the law of the level's head, whichever node they hang from."""
+    parts = parts_of(3)
+    folder = save_head(tmp_path, CONFIG, reference(parts), PT)
+    llm, beside = toy.variant({"model": folder, "nodes": 30, "verification": "rejection"}), Beside(toy, parts)
+    heard = listened(llm, [5, 6, 7], temperature=1.0, max_tokens=12)
+    assert len(heard) > 5
+    for tokens, tree in heard:
+        laws, level = beside(tokens).softmax(-1), {ROOT: -1}
+        for node, parent in enumerate(tree.parents):
+            level[node] = level[parent] + 1
+            law = tree.law(node)
+            assert law is not None and law is tree.laws[level[node]]
+            assert torch.allclose(law, laws[level[node]], atol=1e-5)
+    assert max(len(Counter(tree.parents)) for _, tree in heard) > 3
+    first = [tree.tokens[0] for _, tree in heard]
+    assert first != [int(beside(tokens)[0].argmax()) for tokens, _ in heard], "drawn, not chosen"
+
+
+def test_drawn_guesses_have_the_law(toy: LLM, tmp_path: Path) -> None:
+    """Over many seeds that said the same first token, the first draw is as likely as its law says."""
+    parts = [(blocks, lm_head * 0.3) for blocks, lm_head in parts_of(2) if lm_head is not None]
+    llm = toy.variant({"model": save_head(tmp_path, CONFIG, reference(parts), PT), "tree": [[0], [0, 0]], "verification": "rejection"})
+    heard: dict[tuple[int, ...], list[Guesses]] = {}
+    for seed in range(300):
+        tokens, tree = listened(llm, [5, 6], temperature=0.4, top_k=2, seed=seed, max_tokens=3)[0]
+        heard.setdefault(tuple(tokens), []).append(tree)
+    trees = max(heard.values(), key=len)
+    law = trees[0].laws[0]
+    assert len(trees) > 100 and int((law > 0).sum()) == 2
+    best = int(law.argmax())
+    share = sum(tree.tokens[0] == best for tree in trees) / len(trees)
+    assert abs(share - float(law[best])) < 4 * (float(law[best] * (1 - law[best])) / len(trees)) ** 0.5
+
+
+# ---- trees
+
+
+@pytest.mark.parametrize("name", MEDUSA)
+def test_published_trees_are_guessed_whole(name: str, toy: LLM, tmp_path: Path) -> None:
+    parts = parts_of(5)
+    folder = save_head(tmp_path, CONFIG, reference(parts), PT)
+    llm = toy.variant({"model": folder, "tree": name})
+    tokens, tree = listened(llm, [5, 6, 7], max_tokens=8)[0]
+    ranked = Beside(toy, parts)(tokens).topk(10).indices.tolist()
+    found: dict[int, tuple[int, ...]] = {ROOT: ()}
+    for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents)):
+        found[node] = (*found[parent], ranked[len(found[parent])].index(token))
+    assert sorted(found.values())[1:] == sorted(paths(MEDUSA[name])) and len(tree.tokens) == 63
+
+
+def test_a_smaller_budget_takes_what_is_worth_most(toy: LLM, tmp_path: Path) -> None:
+    drafter = drafter_of(toy, save_head(tmp_path, CONFIG, reference(parts_of(3)), PT), tree="mc_sim_7b_63", nodes=5)
+    assert [drafter.size(depth) for depth in range(4)] == [0, 5, 5, 5] and drafter.depth == 3
+    for level, worth in enumerate(drafter.memory.worth):
+        worth[:] = [0.1 if level == 0 else 0.01] * len(worth)
+    assert drafter.memory.best(5, 3, drafter.paths) == [(i,) for i in range(5)]
+
+
+def test_own_tree_follows_what_is_right(toy: LLM, tmp_path: Path) -> None:
+    """Where the second guess of each head is always right, the nodes go below it."""
+    drafter = drafter_of(toy, save_head(tmp_path, CONFIG, reference(parts_of(3)), PT), nodes=8)
+
+    def below(order: list[tuple[int, ...]]) -> int:
+        return sum(path[0] == 1 and len(path) > 1 for path in order)
+
+    before = below(drafter.memory.best(8, 3, None))
+    for _ in range(150):
+        order = drafter.memory.best(8, 3, None)
+        tree = Guesses(list(range(len(order))), [order.index(p[:-1]) if len(p) > 1 else ROOT for p in order], [0.5] * len(order))
+        right = [order.index(path) for path in ((1,), (1, 1), (1, 1, 1)) if path in order]
+        batch = Batch([make_row([1, 2, 3])], [2], [1], [True])
+        drafter.observe(Commit(batch, [3], [[]], Draft([tree]), Verdict([right], [[]])))
+    order = drafter.memory.best(8, 3, None)
+    assert before <= 2 and below(order) >= 4 and (1, 1, 1) in order
+    assert [drafter.memory.worth[level][1] > 0.7 for level in range(3)] == [True] * 3
+    assert drafter.memory.worth[0][0] < 0.05
+
+
+def test_grown_trees_are_the_best() -> None:
+    """Of all trees of so many nodes, by brute force over what ranks and levels there are."""
+    accuracies = [[0.6, 0.2, 0.1], [0.5, 0.25, 0.05]]
+    every = [path for level in (1, 2) for path in itertools.product(range(3), repeat=level)]
+    worth = {path: float(torch.tensor([accuracies[i][rank] for i, rank in enumerate(path)], dtype=torch.float64).prod()) for path in every}
+
+    def closed(tree: tuple[Any, ...]) -> bool:
+        return all(len(path) == 1 or path[:-1] in tree for path in tree)
+
+    for nodes in (1, 3, 5):
+        best = max(sum(worth[path] for path in tree) for tree in itertools.combinations(every, nodes) if closed(tree))
+        made = grown(accuracies, nodes)
+        assert len(set(made)) == nodes and closed(tuple(made))
+        assert sum(worth[path] for path in made) == pytest.approx(best)
+        Medusa.Options(tree=made)  # it is what the option takes
+
+
+# ---- learning
+
+
+def test_the_loss_is_the_published_one(toy: LLM) -> None:
+    torch.manual_seed(1)
+    network = Network(HIDDEN, V, heads=3)
+    tokens, states = torch.randint(V, (7,)), torch.randn(7, HIDDEN)
+    outer = Outer.of(toy.engine.decoder)
+    with torch.no_grad():
+        loss = network.loss(Sample(tokens, {FINAL: states}, torch.empty(0)), outer)
+        expected = 0.0
+        for i, head in enumerate(network):
+            right = [-head(states[t]).log_softmax(-1)[tokens[t + 2 + i]] for t in range(7 - 2 - i)]
+            expected += 0.8**i * float(torch.stack(right).mean())
+    assert float(loss) == pytest.approx(expected, rel=1e-5)
+    begun = Network.beside(outer, heads=2, blocks=2, own=False)
+    assert torch.allclose(begun(states, outer.lm_head)[1], states @ outer.lm_head.T)
+    assert torch.allclose(Network.beside(outer, heads=2)(states)[0], states @ outer.lm_head.T)
+    assert float(network.loss(Sample(tokens[:2], {FINAL: states[:2]}, torch.empty(0)), outer)) == 0, "too short a text says nothing"
+
+
+@pytest.fixture(scope="module")
+def taught(toy: LLM, tmp_path_factory: pytest.TempPathFactory) -> str:
+    data, outer = samples(toy, (FINAL,)), Outer.of(toy.engine.decoder)
+    network = Network.beside(outer, heads=2)
+    teach(network, network.loss, data, outer, steps=300)
+    return save_head(tmp_path_factory.mktemp("taught"), *exported(network.config(), network.state_dict(), "vllm"))
+
+
+def test_a_taught_head_is_mostly_right(toy: LLM, taught: str) -> None:
+    """Chance is 1/512."""
+    target = toy.engine.options.model
+    assert acceptance(target, {"model": taught, "tree": "chain"}) > 0.3
+    assert acceptance(target, {"model": taught, "tree": "chain", "num_speculative_tokens": 1}) > 0.3
+    assert acceptance(target, {"model": taught, "nodes": 4}) > 0.1
+
+
+def test_a_shift_is_caught(toy: LLM, taught: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each level asks the head of the level before or after."""
+    whole = Packed.__call__
+    monkeypatch.setattr(Packed, "__call__", lambda self, states, levels: whole(self, states, 2).flip(1)[:, :levels])
+    assert acceptance(toy.engine.options.model, {"model": taught, "tree": "chain", "num_speculative_tokens": 1}) < 0.15
+
+
+def test_a_row_has_no_guess_without_a_state(toy: LLM, tmp_path: Path) -> None:
+    """Neither in the step that reads its prompt nor when it asked for none; and nothing of it is kept."""
+    folder = save_head(tmp_path, CONFIG, reference(parts_of(3)), PT)
+    llm = toy.variant({"model": folder})
+    asked: list[Row] = []
+    ready = llm.engine.drafter.ready  # type: ignore[attr-defined]
+    llm.engine.drafter.ready = lambda batch, budgets: [asked.append(batch.rows[r]) or r for r in ready(batch, budgets)]  # type: ignore
+    prompts = [{"prompt_token_ids": [5, 6, 7]}, {"prompt_token_ids": [8, 9]}]
+    params = [SamplingParams(temperature=0, max_tokens=9, speculate=i == 0) for i in range(2)]
+    out = llm.generate(prompts, params)
+    assert out[0].speculation.drafted > 0 and out[1].speculation.drafted == 0
+    assert {row.prompt for row in asked} == {3} and all(len(row.tokens) > 3 for row in asked)
+    assert not llm.engine.drafter.last  # type: ignore[attr-defined]
