@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from outrider.draft.base import Drafter, Target
@@ -76,7 +77,9 @@ class Medusa(StateDrafter):
     @classmethod
     def example(cls, target: Target) -> Drafter:
         """Four random heads of two blocks, and a tree that is wide and deep."""
-        network = Network(target.decoder.spec.hidden, target.vocabulary, heads=4, blocks=2)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            network = Network(target.decoder.spec.hidden, target.vocabulary, heads=4, blocks=2)
         return cls(cls.Options(nodes=24), target, Head.of("example", network.config(), network.state_dict()))
 
     def size(self, depth: int) -> int:
@@ -141,7 +144,8 @@ class Medusa(StateDrafter):
         return tokens
 
     def _filled(self, order: Sequence[Path], tokens: Mapping[Path, int], laws: Sequence[Tensor]) -> Guesses:
-        place, tree, levels = {(): ROOT}, Guesses([], [], []), list[int]()
+        place: dict[Path, int] = {(): ROOT}
+        tree, levels = Guesses([], [], []), list[int]()
         for path in order:
             if path in tokens and path[:-1] in place:
                 place[path] = len(tree.tokens)
@@ -164,7 +168,7 @@ def _at(ranked: Sequence[Sequence[int]], path: Path) -> int:
 
 def _ranks(tree: Guesses) -> list[int]:
     """Of each node among its siblings."""
-    seen, ranks = Counter[int](), []
+    seen, ranks = Counter[int](), list[int]()
     for parent in tree.parents:
         ranks.append(seen[parent])
         seen[parent] += 1
