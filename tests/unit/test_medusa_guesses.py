@@ -196,25 +196,26 @@ def test_the_loss_is_the_published_one(toy: LLM) -> None:
 
 @pytest.fixture(scope="module")
 def taught(toy: LLM, tmp_path_factory: pytest.TempPathFactory) -> str:
-    data, outer = samples(toy, (FINAL,)), Outer.of(toy.engine.decoder)
+    data, outer = samples(toy, (FINAL,), count=400)[::2], Outer.of(toy.engine.decoder)  # the greedy ones
+    torch.manual_seed(0)
     network = Network.beside(outer, heads=2)
     teach(network, network.loss, data, outer, steps=300)
     return save_head(tmp_path_factory.mktemp("taught"), *exported(network.config(), network.state_dict(), "vllm"))
 
 
-def test_a_taught_head_is_mostly_right(toy: LLM, taught: str) -> None:
-    """Chance is 1/512."""
+def test_a_taught_head_is_often_right(toy: LLM, taught: str) -> None:
+    """On texts that it has not seen, far from every cycle that it has; chance is 1/512.  The file is vLLM's."""
     target = toy.engine.options.model
-    assert acceptance(target, {"model": taught, "tree": "chain"}) > 0.3
-    assert acceptance(target, {"model": taught, "tree": "chain", "num_speculative_tokens": 1}) > 0.3
-    assert acceptance(target, {"model": taught, "nodes": 4}) > 0.1
+    assert acceptance(target, {"model": taught, "tree": "chain", "num_speculative_tokens": 1}) > 0.15
+    assert acceptance(target, {"model": taught, "tree": "chain"}) > 0.1
+    assert acceptance(target, {"model": taught, "nodes": 4}) > 0.08
 
 
 def test_a_shift_is_caught(toy: LLM, taught: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each level asks the head of the level before or after."""
+    """The first level asks the second head."""
     whole = Packed.__call__
     monkeypatch.setattr(Packed, "__call__", lambda self, states, levels: whole(self, states, 2).flip(1)[:, :levels])
-    assert acceptance(toy.engine.options.model, {"model": taught, "tree": "chain", "num_speculative_tokens": 1}) < 0.15
+    assert acceptance(toy.engine.options.model, {"model": taught, "tree": "chain", "num_speculative_tokens": 1}) < 0.06
 
 
 def test_a_row_has_no_guess_without_a_state(toy: LLM, tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ class Medusa(StateDrafter):
         ranks = RANKS if self.paths is None else 1 + max(path[-1] for path in self.paths)
         self.ranks = min(ranks, self.heads.outputs)
         on_cpu = target.decoder.device.type == "cpu"
-        self.nodes = options.nodes or (len(self.paths) if self.paths is not None else FEW if on_cpu else PUBLISHED)
+        self.nodes: int = options.nodes or (len(self.paths) if self.paths is not None else FEW if on_cpu else PUBLISHED)
         self.memory = Worth.fading(self.heads.heads, self.ranks)
 
     @classmethod
@@ -88,8 +88,10 @@ class Medusa(StateDrafter):
                 f"num_speculative_tokens is {depth}, and {self.head.name!r} has {self.heads.heads} heads: one for each level."
             )
         if self.paths is None:
-            return min(self.nodes, sum(self.ranks**level for level in range(1, depth + 1)))
-        return min(self.nodes, sum(len(path) <= depth for path in self.paths))
+            possible: int = sum(self.ranks**level for level in range(1, depth + 1))
+        else:
+            possible = sum(len(path) <= depth for path in self.paths)
+        return min(self.nodes, possible)
 
     def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
         trees, ready = [NOTHING] * len(batch), self.ready(batch, budgets)

@@ -70,7 +70,7 @@ def token_map(head: Head, vocabulary: int) -> Tensor | None:
     ids = head.raw("token_map")
     if ids.dim() != 1 or ids.is_floating_point() or not len(ids):
         raise ModelError(f"token_map of {head.name!r} is {ids.dtype} {tuple(ids.shape)}; a list of token ids is needed.")
-    if int(ids.min()) < 0 or int(ids.max()) >= vocabulary or len(ids.unique()) < len(ids):
+    if int(ids.min()) < 0 or int(ids.max()) >= vocabulary or len(set(ids.tolist())) < len(ids):
         raise ModelError(
             f"{head.name!r} does not fit the target: its token_map names {len(ids)} tokens in {int(ids.min())} … {int(ids.max())}, "
             f"and the target has {vocabulary} (each may be named once)."
