@@ -99,11 +99,16 @@ class Dynamic:
 
 
 class Static:
-    """A published tree: which ranks behind which get a node is fixed.  Where the budget is smaller, what is likeliest of it stays."""
+    """A published tree: which ranks behind which get a node is fixed.  Where the budget is smaller, what is likeliest of it stays.
 
-    def __init__(self, row: Row, table: array[int], base: int, budget: Budget, paths: Collection[Path]) -> None:
+    paths: None for any.  worth: how likely they are, if somebody knows.
+    """
+
+    def __init__(
+        self, row: Row, table: array[int], base: int, budget: Budget, paths: Collection[Path] | None, worth: Worth | None = None
+    ) -> None:
         self.row, self.table, self.base = row, table, base
-        nodes = Worth.fading(budget.depth, 10).best(budget.nodes, budget.depth, paths)
+        nodes = (worth or Worth.fading(budget.depth, 10)).best(budget.nodes, budget.depth, paths)
         self.children: dict[Path, int] = {}
         for path in nodes:
             self.children[path[:-1]] = self.children.get(path[:-1], 0) + 1
