@@ -1,0 +1,204 @@
+"""Hydra and Hydra++ (Ankner et al. 2024, arXiv 2402.05109): heads that guess one after the other, each knowing what was guessed before.
+
+    position of the target    …  e-2    e-1   │ e      e+1        e = batch.end(r), one token pending at e-1
+    state of the target          f_e-2        │                   seen by `observe`
+    token                               x_e-1 │ c_1    c_2
+    head 0 reads              P_e-2, x_e-1    │ says c_1
+    head 1 reads              P_e-2, x_e-1,     c_1 │  says c_2, and so on
+
+P_t is f_t itself (`mlp`), or what a Llama block of its own makes of f_0 … f_t (`prefix-mlp`: Hydra++).  That block's K/V of position t
+lies in the target's slot t and hangs on nothing after t, so whatever shares the target's pages shares it.
+
+The tree is static: which ranks of which level are worth a node is known before, so that a level is one pass over all of its nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.attention.plan import Plan
+from outrider.cache.pool import Pool
+from outrider.draft.base import Drafter, Target
+from outrider.draft.hydra.layouts import named, prefixed, recognised
+from outrider.draft.hydra.network import Network
+from outrider.draft.hydra.parts import Prefix, steps
+from outrider.errors import ConfigError, ModelError, unknown
+from outrider.heads.base import HeadDrafter, HeadOptions
+from outrider.heads.dynamic import Drawn, Growing, Static
+from outrider.heads.files import Head, Reader
+from outrider.heads.ranks import Worth
+from outrider.heads.recurrent import PILE, Pile
+from outrider.heads.templates import MEDUSA, Path, paths
+from outrider.types import FINAL, NOTHING, Batch, Budget, Commit, Draft, Guesses, Needs, Row
+
+OWN, CHAIN = "own", "chain"
+RANKS = 10  # children of a node at most
+
+
+class Hydra(HeadDrafter):
+    @dataclass(frozen=True)
+    class Options(HeadOptions):
+        """tree: a published one by name, "chain", or "own": the ranks that were right most often so far.  nodes: of a tree at most
+        (None: 63, as published; 8 on a CPU, where every node costs time); of a published tree the likeliest stay.
+        """
+
+        tree: str = OWN
+        nodes: int | None = None
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if self.tree not in (OWN, CHAIN, *MEDUSA):
+                raise ConfigError(unknown("tree", self.tree, (OWN, CHAIN, *MEDUSA)))
+            if self.nodes is not None and (not isinstance(self.nodes, int) or isinstance(self.nodes, bool) or self.nodes < 1):
+                raise ConfigError(f"nodes must be a whole number of at least 1, got {self.nodes!r}.")
+
+    def __init__(self, options: Options, target: Target, head: Head | None = None) -> None:
+        super().__init__(options, target, head)
+        self.head = named(self.head, target)
+        reader = Reader(self.head, self.kernels, self.reader.bits)
+        embedded = self._embedded([0]).shape[1]
+        self.steps = steps(reader, self.hidden, embedded, target.vocabulary)
+        self.depth = len(self.steps)
+        self.state = self._state()
+        self.needs = Needs(states=(self.state,))
+        self.prefix = Prefix(reader, target) if prefixed(self.head) else None
+        self.slot_bytes = self.prefix.slot_bytes if self.prefix else 0
+        self.nodes = options.nodes or (8 if target.decoder.device.type == "cpu" else 63)
+        self.paths = self._paths()
+        self.memory = Worth.fading(self.depth, RANKS) if self.paths is None else None
+        self.last: dict[Row, tuple[int, Tensor]] = {}  # how many tokens the target had computed, and P [1, hidden] of the last of them
+        self.piles: dict[Row, Pile] = {}  # states that the prefix layer has not read; it has K/V of all positions before them
+
+    @classmethod
+    def claims(cls, head: Head) -> int:
+        return recognised(head)
+
+    @classmethod
+    def example(cls, target: Target) -> Drafter:
+        """Random heads over a prefix layer, and a part of the published tree that reaches into the last level."""
+        network = Network.like(target, heads=3, layers=3)
+        return cls(cls.Options(tree="mc_sim_7b_63", nodes=20), target, Head.of("example", network.config(), network.state_dict()))
+
+    def _state(self) -> int:
+        """Which of the target's states the head reads."""
+        layers, offset = self.target.decoder.spec.layers, self.head.config.get("hidden_state_offset", 0)
+        if not isinstance(offset, int) or not 0 <= offset <= layers:
+            raise ModelError(f"{self.head.name!r} says hidden_state_offset {offset!r}, and the target has {layers} layers.")
+        return layers - offset if offset else FINAL
+
+    def _paths(self) -> set[Path] | None:
+        """The nodes that a tree may have; None: any."""
+        if self.options.tree == OWN:
+            return None
+        return {(0,) * (level + 1) for level in range(self.depth)} if self.options.tree == CHAIN else set(paths(MEDUSA[self.options.tree]))
+
+    def allocate(self, slots: int, pool: Pool) -> list[Pool]:
+        if self.prefix is None:
+            return []
+        self.pool = self.prefix.pool(slots)
+        return [self.pool]
+
+    def size(self, depth: int) -> int:
+        if depth > self.depth:
+            raise ConfigError(
+                f"num_speculative_tokens {depth} exceeds the {self.depth} heads of {self.head.name!r}: ask for {self.depth} at most."
+            )
+        if self.options.tree == CHAIN:
+            return depth
+        most = sum(RANKS ** (level + 1) for level in range(depth)) if self.paths is None else sum(len(path) <= depth for path in self.paths)
+        return min(self.nodes, most)
+
+    def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
+        wanted = [r for r, budget in enumerate(budgets) if budget.nodes and batch.known[r] == 1]
+        if self.prefix is not None:
+            for row, start in zip(batch.rows, batch.starts):
+                self.piles.setdefault(row, Pile(start))
+            self._read(self.prefix, [batch.rows[r] for r in wanted])
+        ready = [r for r in wanted if batch.rows[r] in self.last and self.last[batch.rows[r]][0] == batch.starts[r]]
+        grown = {r: self._growing(batch.rows[r], batch.end(r), budgets[r]) for r in ready}
+        if grown:
+            before = torch.cat([self.last[batch.rows[r]][1] for r in ready])
+            self._levels(torch.cat([before, self._embedded([batch.rows[r].tokens[-1] for r in ready])], dim=-1), list(grown.values()))
+        return Draft([grown[r].guesses if r in grown else NOTHING for r in range(len(batch))])
+
+    def _growing(self, row: Row, base: int, budget: Budget) -> Growing:
+        assert row.table is not None
+        slots = row.table.slots
+        if self.draws(row):
+            return Drawn(row, slots, base, budget, 1 if self.options.tree == CHAIN else max(1, budget.nodes // budget.depth), self.lot)
+        return Static(row, slots, base, budget, self.paths, self.memory)
+
+    def _levels(self, z: Tensor, grown: list[Growing]) -> None:
+        """Level after level of all trees, one head each, over the nodes that have children; z [n, inputs] of the roots."""
+        for step in self.steps:
+            logits, plan, first = step(z), Plan(), 0
+            sources, following = list[int](), list[Growing]()
+            for tree in grown:
+                count = len(tree.sources)
+                tree.take(self.choose, logits[first : first + count])
+                if tree.sources:
+                    tree.plan(plan)
+                    sources += [first + source for source in tree.sources]
+                    following.append(tree)
+                first += count
+            if not following:
+                return
+            z, grown = torch.cat([z[sources], self._embedded(plan.build().ids.tolist())], dim=-1), following
+
+    def _embedded(self, ids: Sequence[int]) -> Tensor:
+        return self.target.decoder.embed(ids).to(self.kernels.activations)
+
+    def _read(self, prefix: Prefix, rows: Sequence[Row]) -> None:
+        """The states that piled up for these rows, through the prefix layer."""
+        plan, states, ends = Plan(), list[Tensor](), list[int]()
+        rows = [row for row in rows if self.piles[row].count]
+        for row in rows:
+            pile = self.piles[row]
+            assert row.table is not None
+            plan.chain(row.table.slots, pile.first, [0] * pile.count)
+            states += pile.states
+            ends.append(plan.length - 1)
+            pile.read = len(pile.states)
+            pile.drop()
+        if rows:
+            said = prefix(torch.cat(states).to(self.kernels.activations), plan.build(), self.pool, ends)
+            for i, row in enumerate(rows):
+                self.last[row] = self.piles[row].first, said[i : i + 1]
+
+    def observe(self, commit: Commit) -> None:
+        batch = commit.batch
+        if self.memory is not None:
+            for tree, accepted in zip(commit.draft.trees, commit.verdict.nodes):
+                self.memory.learn(tree, ranks(tree), accepted)
+        if self.prefix is None:
+            for r, row in enumerate(batch.rows):
+                if commit.verdict.tokens[r]:
+                    self.last[row] = row.computed, commit.states.of(r, (self.state,), last=True).to(self.kernels.activations)
+            return
+        for r, row in enumerate(batch.rows):
+            pile = self.piles[row]
+            if pile.end == batch.starts[r]:  # after a step that was interrupted there is a gap, and no more guesses
+                pile.add(commit.states.of(r, (self.state,)))
+        full = [row for r, row in enumerate(batch.rows) if batch.known[r] > 1 or self.piles[row].count >= PILE]
+        self._read(self.prefix, [row for row in full if row.finish_reason is None])
+
+    def forget(self, row: Row, reason: str) -> None:
+        self.last.pop(row, None)
+        self.piles.pop(row, None)
+
+    def filled(self, row: Row) -> int:
+        return min(row.computed, self.piles[row].first) if row in self.piles else row.computed
+
+
+def ranks(tree: Guesses) -> list[int]:
+    """Of every node among its siblings."""
+    seen: dict[int, int] = {}
+    found = []
+    for parent in tree.parents:
+        found.append(seen.get(parent, 0))
+        seen[parent] = found[-1] + 1
+    return found

@@ -1,0 +1,88 @@
+"""Hydra's networks, packed for the target's kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count, takewhile
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outrider.attention.plan import Plan
+from outrider.cache.pool import Pool
+from outrider.draft.base import Target
+from outrider.draft.hydra.layouts import PREFIX
+from outrider.heads.files import Reader
+from outrider.heads.layer import Block, Sizes, turn_of
+from outrider.models.steady import by_rows
+
+
+class Prefix:
+    """One Llama block and a norm over the target's states f_0 … f_t: P_t, which the heads read in place of f_t."""
+
+    def __init__(self, reader: Reader, target: Target) -> None:
+        self.kernels, self.model, at = reader.kernels, target.decoder, f"{PREFIX}.layers.0"
+        hidden = self.model.spec.hidden
+        self.sizes = Sizes.of(reader.head, at, hidden)
+        self.norm_in = reader.vector(f"{at}.input_layernorm.weight", hidden)
+        self.norm_out = reader.vector(f"{PREFIX}.norm.weight", hidden)
+        self.block = Block(reader, at, self.sizes, hidden, turn_of(reader.head.config, self.sizes, target.max_len))
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.sizes.slot_bytes(1, self.model)
+
+    def pool(self, slots: int) -> Pool:
+        return self.sizes.pool(1, slots, self.model)
+
+    def __call__(self, states: Tensor, plan: Plan, pool: Pool, wanted: list[int]) -> Tensor:
+        """P [len(wanted), hidden] of these rows of the plan; states [n, hidden] of all, which it changes.  K/V goes to the pool."""
+        u = self.kernels.rms_norm(states, self.norm_in, self.sizes.eps)
+        return self.kernels.rms_norm(self.block(u, states, plan, pool)[wanted], self.norm_out, self.sizes.eps)
+
+
+class Step:
+    """Head i: z = [P_t; e(x_t+1); e(c_1); …; e(c_i)] -> the logits of the token behind them.
+
+    x = res(z) + silu(linear(z)), then x += silu(linear(x)) for every further block, then the head's own lm head.
+    """
+
+    def __init__(self, reader: Reader, i: int, hidden: int, embedded: int, vocabulary: int) -> None:
+        self.kernels, at = reader.kernels, f"hydra_mlp.{i}"
+        self.first = _fused(reader, [f"{at}.0.linear", f"{at}.0.res_connection"], hidden, hidden + (i + 1) * embedded)
+        self.rest = _further(reader, at, hidden)
+        self.out = _fused(reader, [f"hydra_lm_head.{i}"], vocabulary, hidden)
+
+    def __call__(self, z: Tensor) -> Tensor:
+        """float32 [n, V]."""
+        bent, straight = self.kernels.linear(z, self.first).chunk(2, dim=-1)
+        x = straight + by_rows(F.silu, bent.contiguous())
+        for block in self.rest:
+            x = x + by_rows(F.silu, self.kernels.linear(x, block))
+        return self.kernels.linear(x, self.out).float()
+
+
+def steps(reader: Reader, hidden: int, embedded: int, vocabulary: int) -> list[Step]:
+    """All heads of the file.  Raises ModelError where one of them does not fit."""
+    heads = {int(name.split(".")[1]) for name in reader.head if name.startswith(("hydra_mlp.", "hydra_lm_head."))}
+    return [Step(reader, i, hidden, embedded, vocabulary) for i in range(max(heads) + 1)]
+
+
+def _further(reader: Reader, at: str, hidden: int) -> list[Any]:
+    """The blocks after the first.  One that the file holds several times, or once for all of them, is packed once."""
+    head, made = reader.head, list[Any]()
+    for j in takewhile(lambda j: f"{at}.{j}.linear.weight" in head, count(1)):
+        name, before = f"{at}.{j}.linear", f"{at}.{j - 1}.linear"
+        same = j > 1 and all(torch.equal(head.raw(f"{name}.{part}"), head.raw(f"{before}.{part}")) for part in ("weight", "bias"))
+        made.append(made[-1] if same else _fused(reader, [name], hidden, hidden))
+    layers = head.config.get("hydra_num_layers")
+    return made * (layers - 1) if len(made) == 1 and isinstance(layers, int) and layers > 2 else made
+
+
+def _fused(reader: Reader, names: Sequence[str], outputs: int, inputs: int) -> Any:
+    """Linears with biases."""
+    for name in names:
+        reader.head.get(f"{name}.bias", outputs)
+    return reader.fused([(name, outputs) for name in names], inputs)
