@@ -43,7 +43,8 @@ class Hydra(HeadDrafter):
     @dataclass(frozen=True)
     class Options(HeadOptions):
         """tree: a published one by name, "chain", or "own": the ranks that were right most often so far.  nodes: of a tree at most
-        (None: 63, as published; 8 on a CPU, where every node costs time); of a published tree the likeliest stay.
+        (None: 63, as published; 8 on a CPU, where every node costs time); of a published tree the likeliest stay.  Where guesses are drawn
+        for the verification rule, every level gets the same share of them.
         """
 
         tree: str = OWN
