@@ -81,7 +81,9 @@ class Hydra(HeadDrafter):
     @classmethod
     def example(cls, target: Target) -> Drafter:
         """Random heads over a prefix layer, and a part of the published tree that reaches into the last level."""
-        network = Network.like(target, heads=3, layers=3)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)  # the same every time
+            network = Network.like(target, heads=3, layers=3)
         return cls(cls.Options(tree="mc_sim_7b_63", nodes=20), target, Head.of("example", network.config(), network.state_dict()))
 
     def _state(self) -> int:
