@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from toys import HIDDEN, V, toy_target
 
@@ -23,9 +24,13 @@ AT = "prefix_embeding_layer"
 
 
 def toy_like(folder: Path) -> str:
-    """The toy target with the sizes that the prefix layer has, too."""
+    """The toy target with the sizes that the prefix layer has, too.  Large embeddings: little beside the last token decides the next."""
     rope = {"rope_type": "default", "rope_theta": THETA}
-    return toy_target(folder, head_dim=D, rms_norm_eps=EPS, rope_parameters=rope)
+    made = toy_target(folder, head_dim=D, rms_norm_eps=EPS, rope_parameters=rope)
+    stored = load_file(folder / "model.safetensors")
+    stored["model.embed_tokens.weight"] *= 8.0
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    return made
 
 
 # ---- the reference's files, from their description

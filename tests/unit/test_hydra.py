@@ -35,7 +35,7 @@ def test_alignment_holds_under_every_condition(toy: LLM, target: str, tmp_path: 
     w = tensors(arch)
     folder = save_head(tmp_path, {**CONFIG, "hydra_head_arch": arch}, w, "hydra_lm_head.pt")
     slot = toy.engine.decoder.slot_bytes + engine(target, folder).engine.drafter.slot_bytes
-    llm = engine(target, folder, nodes=12, max_num_seqs=3, max_num_batched_tokens=32, max_model_len=112, kv_cache_memory_bytes=128 * slot)
+    llm = engine(target, folder, nodes=30, max_num_seqs=3, max_num_batched_tokens=32, max_model_len=112, kv_cache_memory_bytes=128 * slot)
     heard, params = overhear(llm), SamplingParams(temperature=0.5, seed=3, max_tokens=40, n=2, ignore_eos=True)
     first = llm.generate(prompts(), params)
     assert llm.engine.scheduler.preemptions > 0
