@@ -149,17 +149,17 @@ def test_its_own_tree_follows_what_was_right(target: str, tmp_path: Path) -> Non
 @pytest.fixture(scope="module", params=["prefix-mlp", "mlp"])
 def taught(request: pytest.FixtureRequest, toy: LLM, tmp_path_factory: pytest.TempPathFactory) -> str:
     torch.manual_seed(0)
-    network, outer = Network.like(toy.engine.target, request.param, heads=3, layers=2, dropout=0.0), Outer.of(toy.engine.decoder)
+    network, outer = Network.like(toy.engine.target, request.param, heads=2, layers=1, dropout=0.0), Outer.of(toy.engine.decoder)
     network.start(outer)
-    teach(network.train(), network.loss, samples(toy, (FINAL,)), outer, steps=200)
+    teach(network.train(), network.loss, samples(toy, (FINAL,), count=96), outer, steps=200, rate=1e-2)
     return save_head(tmp_path_factory.mktemp("taught"), network.config(), network.state_dict(), "hydra_lm_head.pt")
 
 
 def test_a_taught_head_is_mostly_right(target: str, taught: str) -> None:
-    """Chance is 1/512.  A chain, the published tree and its own."""
-    assert acceptance(target, {"model": taught, "tree": "chain"}) > 0.3
+    """Chance is 1/512.  A chain of two, and trees of eight nodes, of which two can be right."""
+    assert acceptance(target, {"model": taught, "tree": "chain"}) > 0.4
     for tree in ("mc_sim_7b_63", "own"):
-        assert acceptance(target, {"model": taught, "tree": tree, "nodes": 12}) > 0.08
+        assert acceptance(target, {"model": taught, "tree": tree, "nodes": 8}) > 0.14
 
 
 def test_a_shift_is_caught(target: str, taught: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +176,7 @@ def test_a_shift_is_caught(target: str, taught: str, monkeypatch: pytest.MonkeyP
                 row.tokens[-2:] = reversed(row.tokens[-2:])
 
     monkeypatch.setattr(Hydra, "propose", shifted)
-    assert acceptance(target, {"model": taught, "tree": "chain"}) < 0.1
+    assert acceptance(target, {"model": taught, "tree": "chain"}) < 0.2
 
 
 def test_the_loss_is_the_teachers(toy: LLM) -> None:
