@@ -50,7 +50,7 @@ def tensors(arch: str = "prefix-mlp", hidden: int = HIDDEN, vocabulary: int = V)
         for slot in slots[1:]:
             w[f"hydra_mlp.{i}.{slot}.linear.weight"], w[f"hydra_mlp.{i}.{slot}.linear.bias"] = shared
         at = f"hydra_lm_head.{i}.1" if dropout else f"hydra_lm_head.{i}"
-        w[f"{at}.weight"], w[f"{at}.bias"] = torch.randn(vocabulary, hidden) * 0.5, torch.randn(vocabulary)
+        w[f"{at}.weight"], w[f"{at}.bias"] = torch.randn(vocabulary, hidden) * 0.1, torch.randn(vocabulary)
     return {**w, **prefix_tensors()} if dropout else w
 
 

@@ -63,7 +63,7 @@ class Network(nn.Module):
         if prefix is not None:
             from transformers import LlamaConfig
 
-            self.prefix_embeding_layer = PrefixLayer(LlamaConfig(hidden_size=hidden, attn_implementation="eager", **prefix))
+            self.prefix_embeding_layer = PrefixLayer(LlamaConfig(**{"hidden_size": hidden, "attn_implementation": "eager", **prefix}))
         self.hydra_mlp = nn.ModuleList([
             nn.Sequential(*drop, ResBlock((i + 2) * hidden, hidden), *([*drop, ResBlock(hidden, hidden)] * (layers - 1)))
             for i in range(heads)
