@@ -1,0 +1,179 @@
+"""The network as its authors publish it, to be trained: the names of `state_dict` and `config` are theirs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from outrider.draft.mlp_speculator.layouts import GATES, LSTM, RNN
+from outrider.heads.sample import Outer, Sample
+from outrider.types import FINAL
+
+EPS = 1e-6
+
+
+def rms(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
+
+
+class Norm(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(size)), nn.Parameter(torch.zeros(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms(x) * self.weight + self.bias
+
+
+class Network(nn.Module):
+    """What the variants have in common: the heads, the way through the steps, and the loss."""
+
+    def __init__(
+        self, hidden: int, inner: int, vocabulary: int, n_predict: int = 3, tie_weights: bool = False, scale_input: bool = False
+    ) -> None:
+        super().__init__()
+        self.hidden, self.inner, self.vocabulary, self.n_predict = hidden, inner, vocabulary, n_predict
+        self.tie_weights, self.scale_input = tie_weights, scale_input
+        sw = 0.5 ** (0.5 / n_predict)
+        self.share = math.sqrt((1 - sw**2) * inner / 2) / sw
+        self.head = self.each(lambda _: nn.Linear(inner, vocabulary, bias=False))
+
+    def each(self, make: Callable[[int], nn.Module], apart: int = 0) -> nn.ModuleList:
+        """A module for each step; tied, one for all but the first `apart`."""
+        if not self.tie_weights:
+            return nn.ModuleList(make(i) for i in range(self.n_predict))
+        shared = make(apart)
+        return nn.ModuleList(make(i) if i < apart else shared for i in range(self.n_predict))
+
+    def reset(self) -> None:
+        for module in self.modules():
+            if isinstance(module, (nn.Embedding, nn.Linear)):
+                nn.init.trunc_normal_(module.weight, std=self.inner**-0.5)
+
+    def step(self, i: int, s: Tensor, cell: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def forward(self, states: Tensor, tokens: Tensor) -> Tensor:
+        """states [T, hidden] and what was said from each, tokens [T + n_predict - 1] -> logits [n_predict, T, V]."""
+        count = len(states)
+        s, cell = rms(states) * 0.5**0.5 if self.scale_input else states, states.new_zeros(count, self.inner)
+        said = []
+        for i in range(self.n_predict):
+            s, cell = self.step(i, s, cell, tokens[i : i + count])
+            said.append(self.head[i](s))
+        return torch.stack(said)
+
+    def loss(self, sample: Sample, outer: Outer) -> Tensor:
+        """Cross entropy on what the text says, summed over the steps (IBM's first stage).
+
+        position    t     t+1     t+2     t+3          states[t]: from which the target says tokens[t + 1]
+        states      f_t
+        tokens            x_t+1   x_t+2   x_t+3
+        step 0 reads f_t and x_t+1, and should say x_t+2;  step 1 reads x_t+2 and should say x_t+3;  …
+        """
+        tokens, count = sample.tokens, len(sample.tokens) - self.n_predict - 1
+        assert count > 0, "a text must be longer than the steps that are learnt from it"
+        said = self(sample.states[FINAL][:count], tokens[1:])
+        return torch.stack([F.cross_entropy(logits, tokens[i + 2 : i + 2 + count]) for i, logits in enumerate(said)]).sum()
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "model_type": "mlp_speculator", "vocab_size": self.vocabulary, "n_predict": self.n_predict, "tie_weights": self.tie_weights,
+            "scale_input": self.scale_input,
+        }  # fmt: skip
+
+
+class Mlp(Network):
+    """IBM's, and Arctic's MLP."""
+
+    def __init__(self, hidden: int, inner: int, vocabulary: int, *given: Any, **named: Any) -> None:
+        super().__init__(hidden, inner, vocabulary, *given, **named)
+        self.emb = self.each(lambda _: nn.Embedding(vocabulary, inner))
+        self.proj = self.each(lambda i: nn.Linear(inner if i else hidden, inner, bias=False), apart=1)
+        self.ln = self.each(lambda _: Norm(inner))
+        self.reset()
+
+    def step(self, i: int, s: Tensor, cell: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        return F.gelu(self.ln[i](self.proj[i](s) + self.share * self.emb[i](tokens))), cell
+
+    def config(self) -> dict[str, Any]:
+        top_k = [4, 3, *[2] * self.n_predict][: self.n_predict]
+        sizes = {"emb_dim": self.hidden, "inner_dim": self.inner, "top_k_tokens_per_head": top_k, "n_candidates": 5}
+        return {"architectures": ["MLPSpeculatorPreTrainedModel"], **super().config(), **sizes}
+
+
+class Arctic(Network):
+    """What Arctic's recurrent variants have in common.  layers: how many linears stand in a row ("a.b" in the config)."""
+
+    method: str
+    layers = 1
+
+    def config(self) -> dict[str, Any]:
+        size = ".".join([str(self.inner)] * self.layers)
+        sizes = {"input_hidden_dim": self.hidden, "inner_dim": size, "emb_dim": size, "proj_dim": size}
+        tree = {"top_k_tokens_per_head": [1] * self.n_predict, "n_candidates": self.n_predict}
+        return {"architectures": ["ArcticLSTMSpeculatorPreTrainedModel"], **super().config(), "method": self.method, **sizes, **tree}
+
+
+class Rnn(Arctic):
+    method = RNN
+
+    def __init__(self, hidden: int, inner: int, vocabulary: int, *given: Any, layers: int = 1, **named: Any) -> None:
+        super().__init__(hidden, inner, vocabulary, *given, **named)
+        self.layers = layers
+
+        def row(first: nn.Module, *more: Callable[[], nn.Module]) -> nn.Sequential:
+            return nn.Sequential(first, *(make() for _ in range(layers - 1) for make in more))
+
+        def linear() -> nn.Module:
+            return nn.Linear(inner, inner, bias=False)
+
+        def norm() -> nn.Module:
+            return Norm(inner)
+
+        once = 1 if self.tie_weights else self.n_predict
+        self.emb = nn.ModuleList(row(nn.Embedding(vocabulary, inner), norm, nn.GELU, linear) for _ in range(once))
+        self.proj = nn.ModuleList(
+            row(nn.Linear(inner if i else hidden, inner, bias=False), norm, nn.GELU, linear)
+            for i in range(max(once, min(2, self.n_predict)))
+        )
+        self.ln = nn.ModuleList(row(Norm(inner), nn.GELU, linear, norm) for _ in range(once))
+        self.reset()
+
+    def step(self, i: int, s: Tensor, cell: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        one, two = (0, min(i, 1)) if self.tie_weights else (i, i)
+        return F.gelu(self.ln[one](self.proj[two](s) + self.share * self.emb[one](tokens))), cell
+
+
+class Lstm(Arctic):
+    """Its steps always share their weights."""
+
+    method = LSTM
+
+    def __init__(
+        self, hidden: int, inner: int, vocabulary: int, n_predict: int = 3, scale_input: bool = False, tie_lstm_embs: bool = False
+    ) -> None:
+        super().__init__(hidden, inner, vocabulary, n_predict, True, scale_input)
+        self.tie_lstm_embs = tie_lstm_embs
+        embedding = nn.ModuleList([nn.Embedding(vocabulary, inner)])
+        for i, gate in enumerate(GATES):
+            own = i and not tie_lstm_embs
+            setattr(self, f"{gate}_emb", nn.ModuleList([nn.Embedding(vocabulary, inner)]) if own else embedding)
+            setattr(self, f"{gate}_proj", nn.ModuleList(nn.Linear(inputs, inner, bias=False) for inputs in (hidden, inner)))
+        self.cell_ln, self.state_ln = nn.ModuleList([Norm(inner)]), nn.ModuleList([Norm(inner)])
+        self.reset()
+
+    def step(self, i: int, s: Tensor, cell: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        forget, enter, leave, new = (
+            getattr(self, f"{gate}_proj")[min(i, 1)](s) + self.share * getattr(self, f"{gate}_emb")[0](tokens) for gate in GATES
+        )
+        cell = cell * forget.sigmoid() + F.gelu(self.cell_ln[0](new)) * enter.sigmoid()
+        return F.gelu(self.state_ln[0](cell)) * leave.sigmoid(), cell
+
+    def config(self) -> dict[str, Any]:
+        return {**super().config(), "tie_lstm_embs": self.tie_lstm_embs}

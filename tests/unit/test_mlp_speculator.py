@@ -1,0 +1,451 @@
+"""MLP speculators: every published layout against a naive float64 network, the tree, the laws, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rows import make_row, proper
+from safetensors.torch import save_file
+from torch import Tensor
+from toys import HIDDEN, V, save_head, toy_target
+
+from outrider import LLM, ConfigError, ModelError, SamplingParams, draft
+from outrider.draft.mlp_speculator import MlpSpeculator
+from outrider.heads.files import Head
+from outrider.sampling.noise import key_of
+from outrider.sampling.params import Law
+from outrider.sampling.reference import pick
+from outrider.types import ROOT, Batch, Budget, Guesses, Row
+
+INNER, STEPS = 96, 3
+GATES = ("forget", "input", "output", "cell")
+TOP_K, KEPT = (4, 3, 2), 5
+
+
+# ---- the network in float64, from the names in a file
+
+
+def gelu(x: Tensor) -> Tensor:
+    return x * (1 + torch.erf(x / math.sqrt(2))) / 2
+
+
+def rms(x: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+
+
+@dataclass(frozen=True)
+class Case:
+    """tensors: all names of the published network; stored: what the file holds."""
+
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    stored: dict[str, Tensor]
+    file: str = "model.safetensors"
+
+    def norm(self, name: str, x: Tensor) -> Tensor:
+        return gelu(rms(x) * self.tensors[f"{name}.weight"].double() + self.tensors[f"{name}.bias"].double())
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        return x @ self.tensors[f"{name}.weight"].double().T
+
+    def embed(self, name: str, token: int) -> Tensor:
+        return self.tensors[f"{name}.weight"][token].double()
+
+    def logits(self, f: Tensor, ids: Sequence[int]) -> Tensor:
+        """After the tokens `ids`, of which the first is what the target said from the state f."""
+        sw = 0.5 ** (0.5 / STEPS)
+        share = math.sqrt((1 - sw * sw) * INNER / 2) / sw
+        s, cell = f.double(), torch.zeros(INNER, dtype=torch.float64)
+        s = rms(s) / math.sqrt(2) if self.config.get("scale_input") else s
+        for i, token in enumerate(ids):
+            if "forget_emb.0.weight" in self.tensors:
+                gate = {name: self.linear(f"{name}_proj.{min(i, 1)}", s) + share * self.embed(f"{name}_emb.0", token) for name in GATES}
+                cell = cell * gate["forget"].sigmoid() + self.norm("cell_ln.0", gate["cell"]) * gate["input"].sigmoid()
+                s = self.norm("state_ln.0", cell) * gate["output"].sigmoid()
+            elif "emb.0.0.weight" in self.tensors:
+                s = self.stacked(i, s, share, token)
+            else:
+                s = self.norm(f"ln.{i}", self.linear(f"proj.{i}", s) + share * self.embed(f"emb.{i}", token))
+        return self.linear(f"head.{len(ids) - 1}", s)
+
+    def stacked(self, i: int, s: Tensor, share: float, token: int) -> Tensor:
+        one, two = (0, min(i, 1)) if self.config["tie_weights"] else (i, i)
+        z, s = self.embed(f"emb.{one}.0", token), self.linear(f"proj.{two}.0", s)
+        deep = "." in self.config["inner_dim"]
+        if deep:
+            z = self.linear(f"emb.{one}.3", self.norm(f"emb.{one}.1", z))
+            s = self.linear(f"proj.{two}.3", self.norm(f"proj.{two}.1", s))
+        s = self.norm(f"ln.{one}.0", s + share * z)
+        return self.norm(f"ln.{one}.3", self.linear(f"ln.{one}.2", s)) if deep else s
+
+    def write(self, folder: Path) -> str:
+        return save_head(folder, self.config, self.stored, self.file)
+
+
+def matrix(*shape: int) -> Tensor:
+    return torch.randn(shape) / shape[-1] ** 0.5
+
+
+def norm_of(name: str) -> dict[str, Tensor]:
+    return {f"{name}.weight": 1 + 0.3 * torch.randn(INNER), f"{name}.bias": 0.3 * torch.randn(INNER)}
+
+
+def ibm(tied: bool = False, **config: Any) -> Case:
+    torch.manual_seed(3)
+    tensors: dict[str, Tensor] = {}
+    for i in range(STEPS):
+        if i == 0 or not tied:
+            tensors |= {f"emb.{i}.weight": torch.randn(V, INNER), f"head.{i}.weight": 3 * matrix(V, INNER), **norm_of(f"ln.{i}")}
+        else:
+            tensors |= {name.replace(".0.", f".{i}."): tensor for name, tensor in list(tensors.items()) if ".0." in name}
+        tensors[f"proj.{i}.weight"] = tensors["proj.1.weight"] if tied and i > 1 else matrix(INNER, INNER if i else HIDDEN)
+    settings = {
+        "architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": "mlp_speculator", "vocab_size": V, "emb_dim": HIDDEN,
+        "inner_dim": INNER, "n_predict": STEPS, "top_k_tokens_per_head": list(TOP_K), "n_candidates": KEPT, **config,
+    }  # fmt: skip
+    if tied:
+        settings.setdefault("tie_weights", True)
+    return Case(settings, tensors, {f"speculator.{name}": tensor for name, tensor in tensors.items()})
+
+
+def once(case: Case) -> Case:
+    """Tied weights under their first names only, and without a prefix."""
+    names = {id(tensor): name for name, tensor in reversed(case.tensors.items())}
+    return replace(case, stored={name: tensor for name, tensor in case.tensors.items() if names[id(tensor)] == name})
+
+
+def arctic(case: Case, **config: Any) -> Case:
+    sizes = {name: str(INNER) for name in ("inner_dim", "emb_dim", "proj_dim")}
+    settings = {
+        "architectures": ["ArcticLSTMSpeculatorPreTrainedModel"], "model_type": "mlp_speculator", "vocab_size": V, "input_hidden_dim": HIDDEN,
+        "n_predict": STEPS, "top_k_tokens_per_head": [1] * STEPS, "n_candidates": STEPS, "scale_input": True, **sizes, **config,
+    }  # fmt: skip
+    return replace(case, config=settings, stored=case.stored or case.tensors, file="pytorch_model.bin")
+
+
+def rnn(deep: bool, tied: bool) -> Case:
+    torch.manual_seed(4)
+    head = 3 * matrix(V, INNER)
+    tensors = {f"head.{i}.weight": head if tied else 3 * matrix(V, INNER) for i in range(STEPS)}
+    for i in range(1 if tied else STEPS):
+        tensors |= {f"emb.{i}.0.weight": torch.randn(V, INNER), **norm_of(f"ln.{i}.0")}
+        if deep:
+            tensors |= {**norm_of(f"emb.{i}.1"), f"emb.{i}.3.weight": matrix(INNER, INNER)}
+            tensors |= {f"ln.{i}.2.weight": matrix(INNER, INNER), **norm_of(f"ln.{i}.3")}
+    for i in range(2 if tied else STEPS):
+        tensors[f"proj.{i}.0.weight"] = matrix(INNER, INNER if i else HIDDEN)
+        if deep:
+            tensors |= {**norm_of(f"proj.{i}.1"), f"proj.{i}.3.weight": matrix(INNER, INNER)}
+    size = f"{INNER}.{INNER}" if deep else str(INNER)
+    sizes = dict.fromkeys(("inner_dim", "emb_dim", "proj_dim"), size)
+    return arctic(Case({}, tensors, {}), method="sum_rnn", tie_weights=tied, tie_lstm_embs=False, **sizes)
+
+
+def lstm(tied: bool) -> Case:
+    torch.manual_seed(5)
+    table, head = torch.randn(V, INNER), 3 * matrix(V, INNER)
+    tensors = {f"{gate}_emb.0.weight": table if tied else torch.randn(V, INNER) for gate in GATES}
+    tensors |= {f"{gate}_proj.{i}.weight": matrix(INNER, (HIDDEN, INNER)[i]) for gate in GATES for i in range(2)}
+    tensors |= {f"head.{i}.weight": head for i in range(STEPS)} | norm_of("cell_ln.0") | norm_of("state_ln.0")
+    return arctic(Case({}, tensors, {}), method="sum_lstm", tie_weights=True, tie_lstm_embs=tied)
+
+
+def joined(case: Case) -> Case:
+    """The projections side by side, and what is tied once."""
+    gone = ("input_", "output_", "cell_emb", "cell_proj", "forget_proj", "head.1", "head.2")
+    stored = {name: tensor for name, tensor in case.tensors.items() if not name.startswith(gone)}
+    for i in range(2):
+        stored[f"projs.{i}.weight"] = torch.cat([case.tensors[f"{gate}_proj.{i}.weight"] for gate in GATES])
+    return replace(case, stored=stored, file="model.safetensors")
+
+
+CASES = {
+    "ibm": ibm(), "ibm, scaled": ibm(scale_input=True, tie_weights=False), "ibm, a wrong n_predict": ibm(n_predict=7),
+    "ibm, no prefix": replace(ibm(), stored=ibm().tensors), "ibm, tied": ibm(True, scale_input=True),
+    "ibm, tied, aliases": replace(ibm(True), file="pytorch_model.bin"), "ibm, tied, once": once(ibm(True)),
+    "ibm, tied, once, unsaid": once(ibm(True, tie_weights=None)), "arctic mlp": replace(
+        ibm(scale_input=True, architectures=["ArcticMLPSpeculatorPreTrainedModel"]), stored=ibm().tensors, file="pytorch_model.bin"
+    ),
+    "rnn": rnn(False, False), "rnn, tied": rnn(False, True), "rnn, deep": rnn(True, False), "rnn, deep, tied": rnn(True, True),
+    "lstm": lstm(False), "lstm, tied": lstm(True), "lstm, joined": joined(lstm(True)),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    return LLM(toy_target(tmp_path_factory.mktemp("toy")), dtype="float32")
+
+
+def opened(llm: LLM, case: Case, folder: Path, **options: Any) -> MlpSpeculator:
+    return MlpSpeculator(MlpSpeculator.Options(model=case.write(folder), **options), llm.engine.target)
+
+
+# ---- layouts
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_layout_loads_as_it_is(name: str, llm: LLM, tmp_path: Path) -> None:
+    """Found out by its tensors; its logits are those of the naive network, on three paths at once."""
+    case = CASES[name]
+    drafter = opened(llm, case, tmp_path)
+    assert draft.detect(str(tmp_path)) == "mlp_speculator"
+    assert drafter.depth == STEPS and drafter.size(STEPS) == STEPS
+    states, paths = torch.randn(3, HIDDEN), torch.randint(V, (3, STEPS)).tolist()
+    state = drafter.speculator.begin(states)
+    for i in range(STEPS):
+        state, got = drafter.speculator(i, state, [path[i] for path in paths])
+        expected = torch.stack([case.logits(f, path[: i + 1]) for f, path in zip(states, paths)])
+        assert expected.std() > 0.5
+        assert torch.allclose(got.double(), expected, atol=1e-4), f"step {i}: off by {(got - expected).abs().max():.1e}"
+
+
+def test_shards(llm: LLM, tmp_path: Path) -> None:
+    case = ibm()
+    case.write(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    names, where = sorted(case.stored), {}
+    for shard, part in (("model-00001-of-00002.safetensors", names[::2]), ("model-00002-of-00002.safetensors", names[1::2])):
+        save_file({name: case.stored[name] for name in part}, tmp_path / shard)
+        where |= dict.fromkeys(part, shard)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    drafter = MlpSpeculator(MlpSpeculator.Options(model=str(tmp_path)), llm.engine.target)
+    f = torch.randn(1, HIDDEN)
+    _, got = drafter.speculator(0, drafter.speculator.begin(f), [7])
+    assert torch.allclose(got[0].double(), case.logits(f[0], [7]), atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["ibm, tied", "lstm"])
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_few_bits(quantization: str, name: str, llm: LLM, tmp_path: Path) -> None:
+    case = CASES[name]
+    drafter = opened(llm, case, tmp_path, quantization=quantization)
+    f = torch.randn(1, HIDDEN)
+    _, got = drafter.speculator(0, drafter.speculator.begin(f), [7])
+    expected = case.logits(f[0], [7])
+    error = float((got[0] - expected).std() / expected.std())
+    assert 1e-4 < error < (0.03 if quantization == "int8" else 0.2)
+
+
+# ---- guesses
+
+
+def told(drafter: MlpSpeculator, states: Sequence[Tensor], rows: Sequence[Row], budgets: Sequence[Budget]) -> list[Guesses]:
+    """What it guesses for rows whose last states these are."""
+    for row, f in zip(rows, states):
+        drafter.last[row] = len(row.tokens) - 1, f[None]
+    n = len(rows)
+    trees = drafter.propose(Batch(list(rows), [len(row.tokens) - 1 for row in rows], [1] * n, [True] * n), list(budgets)).trees
+    for tree, budget in zip(trees, budgets):
+        proper(tree, budget)
+    return list(trees)
+
+
+def row_at(temperature: float, last: int = 9, seed: int = 0) -> Row:
+    row = make_row([3, 1, 4, last])
+    row.law, row.seed = Law(temperature=temperature), seed
+    return row
+
+
+def paths_of(tree: Guesses) -> Iterator[tuple[int, ...]]:
+    """The tokens that lead to each node, its own at the end."""
+    known: dict[int, tuple[int, ...]] = {ROOT: ()}
+    for i, (token, parent) in enumerate(zip(tree.tokens, tree.parents)):
+        known[i] = (*known[parent], token)
+        yield known[i]
+
+
+@pytest.mark.parametrize("name", ["ibm", "lstm"])
+def test_a_greedy_chain(name: str, llm: LLM, tmp_path: Path) -> None:
+    case, f = CASES[name], torch.randn(HIDDEN)
+    drafter, said = opened(llm, case, tmp_path), [9]
+    for _ in range(STEPS):
+        said.append(int(case.logits(f, said).argmax()))
+    for depth in range(1, STEPS + 1):
+        (tree,) = told(drafter, [f], [row_at(0.0)], [Budget(depth, depth)])
+        assert tree.tokens == said[1 : depth + 1] and tree.parents == list(range(-1, depth - 1))
+        shares = [float(case.logits(f, said[: i + 1]).softmax(-1)[said[i + 1]]) for i in range(depth)]
+        assert tree.confidence == pytest.approx(shares, rel=1e-3), "the same steps, however many are asked for"
+
+
+def expected_tree(case: Case, f: Tensor, top_k: Sequence[int], kept: int, nodes: int) -> set[tuple[int, ...]]:
+    """The whole product, its best paths, their best nodes; by hand."""
+    joint: dict[tuple[int, ...], float] = {(): 0.0}
+    for level, k in enumerate(top_k):
+        for path in [path for path in joint if len(path) == level]:
+            logs = case.logits(f, [9, *path]).log_softmax(-1)
+            joint |= {(*path, int(i)): joint[path] + float(logs[i]) for i in logs.topk(k).indices}
+    leaves = sorted((path for path in joint if len(path) == len(top_k)), key=lambda path: -joint[path])[:kept]
+    inner = {path[:length] for path in leaves for length in range(1, len(path) + 1)}
+    return set(sorted(inner, key=lambda path: -joint[path])[:nodes])
+
+
+@pytest.mark.parametrize(("kept", "nodes", "levels"), [(5, 60, 3), (24, 60, 3), (5, 8, 3), (3, 60, 2), (1, 60, 3)])
+def test_a_greedy_tree(kept: int, nodes: int, levels: int, llm: LLM, tmp_path: Path) -> None:
+    """Three rows at once, one of them with less to spend."""
+    case = CASES["ibm"]
+    drafter = opened(llm, case, tmp_path, top_k_tokens_per_head=list(TOP_K), n_candidates=kept, nodes=nodes)
+    assert drafter.size(levels) == min(nodes, sum(min(math.prod(TOP_K[: level + 1]), kept) for level in range(levels)))
+    states, rows = list(torch.randn(3, HIDDEN)), [row_at(0.0) for _ in range(3)]
+    budgets = [Budget(levels, drafter.size(levels)), Budget(2, 3), Budget(levels, drafter.size(levels))]
+    for f, tree, budget in zip(states, told(drafter, states, rows, budgets), budgets):
+        expected = expected_tree(case, f, TOP_K[: budget.depth], kept, min(nodes, budget.nodes))
+        assert set(paths_of(tree)) == expected and len(tree.tokens) == len(expected)
+
+
+def test_what_the_checkpoint_says_of_the_tree(llm: LLM, tmp_path: Path) -> None:
+    drafter = opened(llm, CASES["ibm"], tmp_path, top_k_tokens_per_head="config")
+    assert (drafter.top_k, drafter.candidates, drafter.nodes) == (TOP_K, KEPT, 8)
+    assert opened(llm, CASES["ibm"], tmp_path).top_k == (1, 1, 1)
+
+
+@pytest.mark.parametrize("name", ["ibm", "lstm, joined"])
+def test_sampled_guesses_share_the_noise(name: str, llm: LLM, tmp_path: Path) -> None:
+    """At every node the children are the best of its logits under the noise of the position; their places are known beforehand."""
+    case, f, row = CASES[name], torch.randn(HIDDEN), row_at(0.7, seed=5)
+    drafter = opened(llm, case, tmp_path, top_k_tokens_per_head=list(TOP_K), n_candidates=KEPT, nodes=60)
+    (tree,) = told(drafter, [f], [row], [Budget(STEPS, 60)])
+    paths = [(), *paths_of(tree)]
+    assert sum(len(path) == STEPS for path in paths) == KEPT
+    for path in paths:
+        children = [other[-1] for other in paths if other[:-1] == path and other]
+        key = key_of(row.seed, row.index, len(row.tokens) + len(path))
+        assert children == pick(case.logits(f, [9, *path]).float(), row.law, key, len(children))[0]
+
+
+def test_drawn_guesses_say_their_laws(llm: LLM, tmp_path: Path) -> None:
+    """The law of a step given the path; siblings are drawn without replacement, and the places hang on no token."""
+    case, f = CASES["lstm"], torch.randn(HIDDEN)
+    drafter = opened(llm, case, tmp_path, top_k_tokens_per_head=list(TOP_K), n_candidates=KEPT, nodes=60)
+    drafter.drawn = True
+    shapes, texts = set(), set()
+    for seed in range(6):
+        row = row_at(1.0, seed=seed)
+        (tree,) = told(drafter, [f], [row], [Budget(STEPS, 60)])
+        for node, path in enumerate(paths_of(tree)):
+            expected = case.logits(f, [9, *path[:-1]]).softmax(-1)
+            law = tree.law(node)
+            assert law is not None and torch.allclose(law, expected, atol=1e-5)
+        shapes.add(tuple(tree.parents))
+        texts.add(tuple(tree.tokens))
+    assert len(shapes) == 1 and len(texts) == 6
+    (tree,) = told(drafter, [f], [row_at(0.0)], [Budget(STEPS, 60)])
+    assert not tree.laws, "a greedy law leaves nothing to draw"
+
+
+def test_who_is_not_guessed_for(llm: LLM, tmp_path: Path) -> None:
+    """A row whose state is unknown or old, one that reads its prompt, and one without a budget, beside one that is guessed for."""
+    drafter, rows = opened(llm, CASES["ibm"], tmp_path), [row_at(0.0) for _ in range(5)]
+    f = torch.randn(HIDDEN)
+    for row, computed in zip(rows[1:], (1, 3, 3, 3)):
+        drafter.last[row] = computed, f[None]
+    batch = Batch(rows, [3, 3, 2, 3, 3], [1, 1, 2, 1, 1], [True] * 5)
+    budgets = [Budget(3, 3)] * 3 + [Budget(), Budget(3, 3)]
+    assert [len(tree.tokens) for tree in drafter.propose(batch, budgets).trees] == [0, 0, 0, 0, 3]
+    drafter.forget(rows[4], "preempted")
+    assert not any(tree.tokens for tree in drafter.propose(batch, budgets).trees)
+
+
+# ---- what is refused
+
+
+def without(case: Case, *names: str) -> Case:
+    return replace(case, stored={name: tensor for name, tensor in case.stored.items() if not name.endswith(names)})
+
+
+def changed(case: Case, **tensors: Tensor) -> Case:
+    return replace(case, stored={**case.stored, **{f"speculator.{name.replace('_', '.')}": tensor for name, tensor in tensors.items()}})
+
+
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [
+        (changed(ibm(), proj_0_weight=torch.zeros(INNER, 32)), r"proj.0.weight is \(96, 32\), and \(96, 64\) is needed"),
+        (changed(ibm(), emb_1_weight=torch.zeros(300, INNER)), r"emb.1.weight is \(300, 96\), and \(512, 96\) is needed"),
+        (changed(ibm(), proj_1_weight=torch.zeros(32, INNER)), "adds proj.1 of 32 numbers to emb.1 of 96"),
+        (changed(ibm(), head_2_weight=torch.zeros(V, INNER, dtype=torch.int8)), "head.2.weight of .* is torch.int8"),
+        (without(ibm(), "ln.2.weight", "ln.2.bias"), "has weights for 3 steps, but no ln.2"),
+        (without(ibm(), "ln.2.bias"), "has no tensor 'ln.2.0.bias'"),
+        (without(lstm(False), "output_proj.1.weight"), "has no tensor 'output_proj.1.weight'"),
+        (without(lstm(False), "cell_emb.0.weight"), "has no tensor 'cell_emb.0.weight'"),
+        (replace(once(ibm(True)), config={"tie_weights": True}), "n_predict does not say for how many: None"),
+        (replace(rnn(False, True), config={**rnn(False, True).config, "method": "sum_gru"}), "method 'sum_gru'; only sum_rnn and sum_lstm"),
+        (replace(ibm(), config={"speculators_model_type": "mlp"}), "type 'mlp' of speculators 0.1"),
+        (Case({"model_type": "mlp_speculator"}, {}, {"foo.weight": torch.zeros(2, 2)}), "neither emb, proj, ln and head nor forget_emb"),
+    ],
+)  # fmt: skip
+def test_bad_files(case: Case, says: str, llm: LLM, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=says):
+        opened(llm, case, tmp_path)
+    assert draft.detect(str(tmp_path)) == "mlp_speculator"
+
+
+def test_a_truncated_file(llm: LLM, tmp_path: Path) -> None:
+    ibm().write(tmp_path)
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ModelError, match="corrupt or truncated"):
+        MlpSpeculator(MlpSpeculator.Options(model=str(tmp_path)), llm.engine.target)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"top_k_tokens_per_head": [4, 0, 2]}, r"whole numbers in 1 … 64, or \"config\", got \[4, 0, 2\]"),
+        ({"top_k_tokens_per_head": 3}, "got 3"),
+        ({"top_k_tokens_per_head": "model"}, "got 'model'"),
+        ({"top_k_tokens_per_head": [64, 64, 2]}, "makes 12352 nodes, at most 1024"),
+        ({"top_k_tokens_per_head": [4, 3]}, r"\[4, 3\] is for 2 steps, and .* has 3"),
+        ({"top_k_tokens_per_head": [4, 3, 2], "n_candidates": 0}, "n_candidates must be a whole number in 1 … 1024, got 0"),
+        ({"top_k_tokens_per_head": [4, 3, 2], "nodes": True}, "nodes must be a whole number in 1 … 1024, got True"),
+        ({"nodes": 8}, "nodes = 8 has no effect without top_k_tokens_per_head"),
+        ({"n_candidates": 8}, "n_candidates = 8 has no effect without"),
+        ({"num_speculative_tokens": 4}, r"num_speculative_tokens 4 is more than the 3 steps \(n_predict\)"),
+        ({"top_k_tokens": [1]}, "Did you mean 'top_k_tokens_per_head'"),
+        ({"quantization": "int3"}, "int3"),
+        ({"model": 3}, "model must be"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], says: str, llm: LLM, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=says):
+        llm.use({"method": "mlp_speculator", "model": ibm().write(tmp_path), **options})
+
+
+def test_a_model_must_be_given(llm: LLM) -> None:
+    with pytest.raises(ConfigError, match="needs 'model'"):
+        llm.use({"method": "mlp_speculator"})
+
+
+# ---- in the engine, beyond what the exactness suite runs
+
+
+@pytest.mark.parametrize("judge", ["match", "rejection", "block"])
+def test_a_text_is_a_function_of_its_seed(judge: str, llm: LLM, tmp_path: Path) -> None:
+    """A chain of the recurrent variant: each prompt alone, and all together."""
+    llm.use({"model": lstm(True).write(tmp_path), "verification": judge})
+    assert isinstance(llm.engine.drafter, MlpSpeculator)
+    prompts = [{"prompt_token_ids": list(range(i, 3 * i + 4))} for i in range(5)]
+    params = [SamplingParams(temperature=0.8 * (i != 2), seed=i, max_tokens=16, ignore_eos=True) for i in range(5)]
+    alone = [llm.generate(prompt, one)[0].outputs[0] for prompt, one in zip(prompts, params)]
+    together = [out.outputs[0] for out in llm.generate(prompts, params)]
+    assert [out.token_ids for out in together] == [out.token_ids for out in alone]
+    assert all(out.speculation.drafted > 0 for out in together)
+    llm.engine.check()
+    assert not llm.engine.drafter.last
+
+
+def test_every_example_is_of_its_targets_shape(llm: LLM) -> None:
+    drafter = MlpSpeculator.example(llm.engine.target)
+    assert isinstance(drafter, MlpSpeculator) and isinstance(drafter.head, Head)
+    before = torch.get_rng_state()
+    again = MlpSpeculator.example(llm.engine.target)
+    assert torch.equal(torch.get_rng_state(), before)
+    same = [torch.equal(a.head.raw(name), b.head.raw(name)) for a, b in itertools.pairwise([drafter, again]) for name in a.head]
+    assert all(same) and len(same) == 5 * STEPS

@@ -1,0 +1,162 @@
+"""The networks of MLP speculators as their authors publish them: names, sizes, export, and what they learn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from toys import HIDDEN, V, acceptance, samples, save_head, teach, toy_target
+
+from outrider import LLM, ConfigError
+from outrider.draft.mlp_speculator import MlpSpeculator
+from outrider.draft.mlp_speculator.layouts import exported
+from outrider.draft.mlp_speculator.network import Lstm, Mlp, Network, Rnn
+from outrider.draft.mlp_speculator.tree import Tree
+from outrider.heads.files import Head
+from outrider.heads.sample import Outer, Sample
+from outrider.types import FINAL, ROOT, States
+
+INNER = 64
+GATES = ("forget", "input", "output", "cell")
+NETWORKS: dict[str, Callable[[], Network]] = {
+    "mlp": lambda: Mlp(HIDDEN, INNER, V),
+    "mlp, tied, scaled": lambda: Mlp(HIDDEN, INNER, V, 4, tie_weights=True, scale_input=True),
+    "one step": lambda: Mlp(HIDDEN, INNER, V, 1),
+    "rnn": lambda: Rnn(HIDDEN, INNER, V, scale_input=True),
+    "rnn, deep, tied": lambda: Rnn(HIDDEN, INNER, V, 4, tie_weights=True, layers=2),
+    "lstm": lambda: Lstm(HIDDEN, INNER, V),
+    "lstm, tied, scaled": lambda: Lstm(HIDDEN, INNER, V, 5, scale_input=True, tie_lstm_embs=True),
+}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return toy_target(tmp_path_factory.mktemp("toy"))
+
+
+@pytest.fixture(scope="module")
+def llm(target: str) -> LLM:
+    return LLM(target, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def lessons(llm: LLM) -> tuple[list[Sample], Outer]:
+    return samples(llm, (FINAL,)), Outer.of(llm.engine.decoder)
+
+
+def loaded(llm: LLM, config: dict[str, Any], tensors: dict[str, Tensor]) -> MlpSpeculator:
+    return MlpSpeculator(MlpSpeculator.Options(), llm.engine.target, Head.of("made", config, tensors))
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_what_is_trained_is_what_guesses(name: str, llm: LLM) -> None:
+    """`forward` says what the drafter says of the file that is saved, of every export, too."""
+    torch.manual_seed(1)
+    network = NETWORKS[name]()
+    for parameter in network.parameters():
+        parameter.data.add_(0.1 * torch.randn_like(parameter))
+    states, tokens, steps = torch.randn(6, HIDDEN), torch.randint(V, (5 + network.n_predict,)), network.n_predict
+    with torch.no_grad():
+        expected = network(states, tokens)
+    files = [(network.config(), network.state_dict()), exported(network.config(), network.state_dict(), "arctic")]
+    if isinstance(network, Mlp):
+        files.append(exported(network.config(), network.state_dict(), "vllm"))
+    for config, tensors in files:
+        drafter = loaded(llm, config, tensors)
+        assert drafter.depth == steps
+        state = drafter.speculator.begin(states)
+        for i in range(steps):
+            state, logits = drafter.speculator(i, state, tokens[i : i + 6].tolist())
+            assert torch.allclose(logits, expected[i], atol=1e-4)
+
+
+def test_published_names() -> None:
+    ibm = {f"{kind}.{i}.weight" for kind in ("emb", "proj", "ln", "head") for i in range(4)} | {f"ln.{i}.bias" for i in range(4)}
+    lstm = {f"{gate}_emb.0.weight" for gate in GATES} | {f"{gate}_proj.{i}.weight" for gate in GATES for i in range(2)}
+    lstm |= {f"{norm}_ln.0.{part}" for norm in ("cell", "state") for part in ("weight", "bias")} | {f"head.{i}.weight" for i in range(4)}
+    for tied in (False, True):
+        network = Mlp(8, 8, 10, 4, tie_weights=tied)
+        assert set(network.state_dict()) == ibm
+        config, tensors = exported(network.config(), network.state_dict(), "vllm")
+        assert set(tensors) == {f"speculator.{name}" for name in ibm}
+        assert config["architectures"] == ["MLPSpeculatorPreTrainedModel"] and config["model_type"] == "mlp_speculator"
+        assert {"emb_dim": 8, "inner_dim": 8, "vocab_size": 10, "n_predict": 4, "tie_weights": tied}.items() <= config.items()
+        assert len(config["top_k_tokens_per_head"]) == 4
+        assert exported(network.config(), {}, "arctic")[0]["architectures"] == ["ArcticMLPSpeculatorPreTrainedModel"]
+        assert set(Lstm(8, 8, 10, 4, tie_lstm_embs=tied).state_dict()) == lstm
+    config, tensors = exported(Lstm(8, 6, 10, 4).config(), Lstm(8, 6, 10, 4).state_dict(), "arctic")
+    assert set(tensors) == lstm and config["architectures"] == ["ArcticLSTMSpeculatorPreTrainedModel"]
+    assert {"input_hidden_dim": 8, "inner_dim": "6", "emb_dim": "6", "proj_dim": "6", "method": "sum_lstm"}.items() <= config.items()
+    deep = set(Rnn(8, 8, 10, 2, layers=2).state_dict())
+    assert {"emb.1.0.weight", "emb.1.1.bias", "emb.1.3.weight", "proj.0.3.weight", "ln.1.2.weight", "ln.1.3.bias"} <= deep
+    assert Rnn(8, 8, 10, layers=2).config()["inner_dim"] == "8.8"
+
+
+def test_exports_that_nobody_reads() -> None:
+    with pytest.raises(ConfigError, match="vLLM does not read the method 'sum_lstm'"):
+        exported(Lstm(8, 8, 10).config(), {}, "vllm")
+    with pytest.raises(ConfigError, match="unknown layout 'vlm'. Did you mean 'vllm'"):
+        exported({}, {}, "vlm")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "settings", "millions"),
+    [
+        ((4096, 3072, 128256, 4), {}, 6390 / 2),  # llama3-8b-accelerator: 6.39 GB
+        ((5120, 4096, 32000, 3), {}, 1680 / 2),  # llama-13b-accelerator: 1.68 GB
+        ((6144, 4096, 49152, 4), {}, 1686),  # "gpt_bigcode.ibm.20b.1_7b"
+        ((8192, 3584, 128256, 4), {"tie_weights": True, "scale_input": True}, 961),  # "llama.llama3.70b.961m"
+        ((8192, 8192, 32000, 5), {"tie_weights": True, "scale_input": True}, 658),  # "llama.34b.code.658m"
+        ((6144, 6144, 49152, 5), {"tie_weights": True, "scale_input": True}, 680),  # "gpt_bigcode.ibm.34b.680m"
+    ],
+)
+def test_sizes_of_published_files(sizes: tuple[int, int, int, int], settings: dict[str, bool], millions: float) -> None:
+    with torch.device("meta"):
+        network = Mlp(*sizes, **settings)
+    hidden, inner, vocabulary, steps = sizes
+    copies, links = (1, 1) if settings else (steps, steps - 1)
+    count = sum(parameter.numel() for parameter in network.parameters())
+    assert count == copies * (2 * vocabulary * inner + 2 * inner) + inner * (hidden + links * inner)
+    assert count / 1e6 == pytest.approx(millions, rel=2e-3)
+
+
+@pytest.mark.parametrize("name", ["mlp", "lstm"])
+def test_what_is_learnt_is_accepted(
+    name: str, target: str, lessons: tuple[list[Sample], Outer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chance is 1/512.  With the token before, or the state before, what was learnt is of little use."""
+    torch.manual_seed(2)
+    network = NETWORKS[name]()
+    teach(network, network.loss, *lessons)
+    speculation = {"model": save_head(tmp_path, network.config(), network.state_dict())}
+    learnt = acceptance(target, speculation)
+    assert learnt > 0.3
+    with monkeypatch.context() as shifted:
+        shifted.setattr(Tree, "token", lambda tree, node: tree.row.tokens[-2] if node == ROOT else tree.tokens[node])
+        assert acceptance(target, speculation) < learnt / 3
+    with monkeypatch.context() as shifted:
+        shifted.setattr(States, "of", before)
+        assert acceptance(target, speculation) < learnt / 3
+
+
+def before(states: States, r: int, wanted: Any, last: bool = False) -> Tensor:
+    """The states of the positions before."""
+    places = [max(place - 1, 0) for place in states.places[r]]
+    return torch.cat([states.kept[which][places[-1:] if last else places] for which in wanted], dim=-1)
+
+
+def test_the_loss_is_that_of_every_step(lessons: tuple[list[Sample], Outer]) -> None:
+    """Summed over the steps, each a mean over the same positions; by hand for one text."""
+    network, sample, outer = NETWORKS["mlp, tied, scaled"](), lessons[0][0], lessons[1]
+    tokens, total = sample.tokens.tolist(), 0.0
+    places = range(len(tokens) - network.n_predict - 1)
+    with torch.no_grad():
+        for i in range(network.n_predict):
+            each = [network(sample.states[FINAL][t : t + 1], sample.tokens[t + 1 : t + 1 + network.n_predict])[i, 0] for t in places]
+            total -= sum(float(logits.log_softmax(-1)[tokens[t + i + 2]]) for t, logits in zip(places, each)) / len(places)
+        assert float(network.loss(sample, outer)) == pytest.approx(total, rel=1e-4)
+    assert isinstance(network, nn.Module) and network.loss(sample, outer).requires_grad
