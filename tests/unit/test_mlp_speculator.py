@@ -125,8 +125,9 @@ def once(case: Case) -> Case:
 def arctic(case: Case, **config: Any) -> Case:
     sizes = {name: str(INNER) for name in ("inner_dim", "emb_dim", "proj_dim")}
     settings = {
-        "architectures": ["ArcticLSTMSpeculatorPreTrainedModel"], "model_type": "mlp_speculator", "vocab_size": V, "input_hidden_dim": HIDDEN,
-        "n_predict": STEPS, "top_k_tokens_per_head": [1] * STEPS, "n_candidates": STEPS, "scale_input": True, **sizes, **config,
+        "architectures": ["ArcticLSTMSpeculatorPreTrainedModel"], "model_type": "mlp_speculator", "vocab_size": V,
+        "input_hidden_dim": HIDDEN, "n_predict": STEPS,
+        "top_k_tokens_per_head": [1] * STEPS, "n_candidates": STEPS, "scale_input": True, **sizes, **config,
     }  # fmt: skip
     return replace(case, config=settings, stored=case.stored or case.tensors, file="pytorch_model.bin")
 

@@ -99,7 +99,7 @@ def test_published_names() -> None:
 def test_exports_that_nobody_reads() -> None:
     with pytest.raises(ConfigError, match="vLLM does not read the method 'sum_lstm'"):
         exported(Lstm(8, 8, 10).config(), {}, "vllm")
-    with pytest.raises(ConfigError, match="unknown layout 'vlm'. Did you mean 'vllm'"):
+    with pytest.raises(ConfigError, match=r"unknown layout 'vlm'\. Did you mean 'vllm'"):
         exported({}, {}, "vlm")
 
 
