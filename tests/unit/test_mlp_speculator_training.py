@@ -62,9 +62,9 @@ def test_what_is_trained_is_what_guesses(name: str, llm: LLM) -> None:
     states, tokens, steps = torch.randn(6, HIDDEN), torch.randint(V, (5 + network.n_predict,)), network.n_predict
     with torch.no_grad():
         expected = network(states, tokens)
-    files = [(network.config(), network.state_dict()), exported(network.config(), network.state_dict(), "arctic")]
-    if isinstance(network, Mlp):
-        files.append(exported(network.config(), network.state_dict(), "vllm"))
+    layouts = ("reference", "arctic", "vllm") if isinstance(network, Mlp) else ("reference", "arctic")
+    files = [exported(network.config(), network.state_dict(), layout) for layout in layouts]
+    files.append((network.config(), network.state_dict()))
     for config, tensors in files:
         drafter = loaded(llm, config, tensors)
         assert drafter.depth == steps

@@ -93,7 +93,7 @@ class MlpSpeculator(StateDrafter):
 
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            network = Mlp(target.decoder.spec.hidden, 32, target.vocabulary)
+            network = Mlp.like(target, 32)
         options = cls.Options(top_k_tokens_per_head=[3, 2, 2], n_candidates=5)
         return cls(options, target, Head.of("example", network.config(), network.state_dict()))
 

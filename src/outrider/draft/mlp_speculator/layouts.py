@@ -30,7 +30,7 @@ NAMES = (
     (r"(?:forget|input|output|cell)_(?:emb\.0|proj\.[01])\.weight", r"\g<0>"),
     (r"(?:projs\.[01]\.weight|(?:cell|state)_ln\.0\.(?:weight|bias))", r"\g<0>"),
 )
-READERS = ("vllm", "arctic")
+READERS = ("reference", "vllm", "arctic")
 
 
 def our_name(stored: str) -> str | None:
@@ -103,13 +103,14 @@ def _steps(head: Head, method: str, found: Mapping[str, set[int]]) -> tuple[int,
 
 
 def exported(config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(config.json, tensors) as "vllm" or "arctic" (ArcticInference) read them, of a network's own.  ArcticInference also wants to find
-    the architecture of the target in the config: `base_model_archs`."""
+    """(config.json, tensors) of a network's own as its authors publish them ("reference"), as "vllm" or as "arctic" (ArcticInference)
+    reads them.  ArcticInference also wants to find the architecture of the target in the config: `base_model_archs`."""
     if layout not in READERS:
         raise ConfigError(unknown("layout", layout, READERS))
-    if layout == "arctic":
-        names = config["architectures"] if "method" in config else ["ArcticMLPSpeculatorPreTrainedModel"]
+    arctic = "method" in config
+    if layout == "arctic" or (arctic and layout == "reference"):
+        names = config["architectures"] if arctic else ["ArcticMLPSpeculatorPreTrainedModel"]
         return {**config, "architectures": names}, dict(tensors)
-    if "method" in config:
+    if arctic:
         raise ConfigError(f"vLLM does not read the method {config['method']!r}; ArcticInference does: choose the layout 'arctic'.")
     return dict(config), {f"speculator.{name}": tensor for name, tensor in tensors.items()}

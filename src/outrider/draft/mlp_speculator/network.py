@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from outrider.draft.base import Target
 from outrider.draft.mlp_speculator.layouts import GATES, LSTM, RNN
 from outrider.heads.sample import Outer, Sample
 from outrider.types import FINAL
@@ -42,6 +43,12 @@ class Network(nn.Module):
         sw = 0.5 ** (0.5 / n_predict)
         self.share = math.sqrt((1 - sw**2) * inner / 2) / sw
         self.head = self.each(lambda _: nn.Linear(inner, vocabulary, bias=False))
+
+    @classmethod
+    def like(cls, target: Target, inner: int | None = None, **given: Any) -> Self:
+        """Of a size that suits the target, with random weights."""
+        spec = target.decoder.spec
+        return cls(spec.hidden, inner or spec.hidden, spec.vocabulary, **given)
 
     def each(self, make: Callable[[int], nn.Module], apart: int = 0) -> nn.ModuleList:
         """A module for each step; tied, one for all but the first `apart`."""
