@@ -159,6 +159,11 @@ def lstm(tied: bool) -> Case:
     return arctic(Case({}, tensors, {}), method="sum_lstm", tie_weights=True, tie_lstm_embs=tied)
 
 
+def unsaid(case: Case) -> Case:
+    """With a config that knows nothing of what tensors can say."""
+    return replace(case, config={key: case.config[key] for key in ("tie_weights", "scale_input", "inner_dim")})
+
+
 def joined(case: Case) -> Case:
     """The projections side by side, and what is tied once."""
     gone = ("input_", "output_", "cell_emb", "cell_proj", "forget_proj", "head.1", "head.2")
@@ -176,6 +181,7 @@ CASES = {
         ibm(scale_input=True, architectures=["ArcticMLPSpeculatorPreTrainedModel"]), stored=ibm().tensors, file="pytorch_model.bin"
     ),
     "rnn": rnn(False, False), "rnn, tied": rnn(False, True), "rnn, deep": rnn(True, False), "rnn, deep, tied": rnn(True, True),
+    "rnn, tied, unsaid": unsaid(rnn(False, True)), "lstm, unsaid": unsaid(lstm(False)),
     "lstm": lstm(False), "lstm, tied": lstm(True), "lstm, joined": joined(lstm(True)),
 }  # fmt: skip
 

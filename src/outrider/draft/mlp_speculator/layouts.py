@@ -91,11 +91,11 @@ def _steps(head: Head, method: str, found: Mapping[str, set[int]]) -> tuple[int,
     whole = all(steps == set(range(most)) for steps in found.values())
     once = method == RNN and found["emb"] == found["ln"] == {0} and found["proj"] == {0, 1}
     tied = method == LSTM or once or head.config.get("tie_weights") is True
-    if whole and (most > 1 or not tied):
-        return most, tied
-    if not tied:
+    if not (tied or whole):
         kind, i = next((kind, i) for kind, steps in found.items() for i in range(most) if i not in steps)
         raise ModelError(f"{head.name!r} has weights for {most} steps, but no {kind}.{i}.")
+    if not tied or most > 2 or (whole and most == 2):
+        return most, tied
     said = head.config.get("n_predict")
     if not isinstance(said, int) or isinstance(said, bool) or said < 1:
         raise ModelError(f"{head.name!r} holds one set of weights for all steps, and its n_predict does not say for how many: {said!r}.")
