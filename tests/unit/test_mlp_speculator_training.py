@@ -14,7 +14,7 @@ from toys import HIDDEN, V, acceptance, samples, save_head, teach, toy_target
 from outrider import LLM, ConfigError
 from outrider.draft.mlp_speculator import MlpSpeculator
 from outrider.draft.mlp_speculator.layouts import exported
-from outrider.draft.mlp_speculator.network import Lstm, Mlp, Network, Rnn
+from outrider.draft.mlp_speculator.network import Lstm, Network, Rnn, Speculator
 from outrider.draft.mlp_speculator.tree import Tree
 from outrider.heads.files import Head
 from outrider.heads.sample import Outer, Sample
@@ -22,10 +22,10 @@ from outrider.types import FINAL, ROOT, States
 
 INNER = 64
 GATES = ("forget", "input", "output", "cell")
-NETWORKS: dict[str, Callable[[], Network]] = {
-    "mlp": lambda: Mlp(HIDDEN, INNER, V),
-    "mlp, tied, scaled": lambda: Mlp(HIDDEN, INNER, V, 4, tie_weights=True, scale_input=True),
-    "one step": lambda: Mlp(HIDDEN, INNER, V, 1),
+NETWORKS: dict[str, Callable[[], Speculator]] = {
+    "mlp": lambda: Network(HIDDEN, INNER, V),
+    "mlp, tied, scaled": lambda: Network(HIDDEN, INNER, V, 4, tie_weights=True, scale_input=True),
+    "one step": lambda: Network(HIDDEN, INNER, V, 1),
     "rnn": lambda: Rnn(HIDDEN, INNER, V, scale_input=True),
     "rnn, deep, tied": lambda: Rnn(HIDDEN, INNER, V, 4, tie_weights=True, layers=2),
     "lstm": lambda: Lstm(HIDDEN, INNER, V),
@@ -62,7 +62,7 @@ def test_what_is_trained_is_what_guesses(name: str, llm: LLM) -> None:
     states, tokens, steps = torch.randn(6, HIDDEN), torch.randint(V, (5 + network.n_predict,)), network.n_predict
     with torch.no_grad():
         expected = network(states, tokens)
-    layouts = ("reference", "arctic", "vllm") if isinstance(network, Mlp) else ("reference", "arctic")
+    layouts = ("reference", "arctic", "vllm") if isinstance(network, Network) else ("reference", "arctic")
     files = [exported(network.config(), network.state_dict(), layout) for layout in layouts]
     files.append((network.config(), network.state_dict()))
     for config, tensors in files:
@@ -79,7 +79,7 @@ def test_published_names() -> None:
     lstm = {f"{gate}_emb.0.weight" for gate in GATES} | {f"{gate}_proj.{i}.weight" for gate in GATES for i in range(2)}
     lstm |= {f"{norm}_ln.0.{part}" for norm in ("cell", "state") for part in ("weight", "bias")} | {f"head.{i}.weight" for i in range(4)}
     for tied in (False, True):
-        network = Mlp(8, 8, 10, 4, tie_weights=tied)
+        network = Network(8, 8, 10, 4, tie_weights=tied)
         assert set(network.state_dict()) == ibm
         config, tensors = exported(network.config(), network.state_dict(), "vllm")
         assert set(tensors) == {f"speculator.{name}" for name in ibm}
@@ -116,7 +116,7 @@ def test_exports_that_nobody_reads() -> None:
 )
 def test_sizes_of_published_files(sizes: tuple[int, int, int, int], settings: dict[str, bool], millions: float) -> None:
     with torch.device("meta"):
-        network = Mlp(*sizes, **settings)
+        network = Network(*sizes, **settings)
     hidden, inner, vocabulary, steps = sizes
     copies, links = (1, 1) if settings else (steps, steps - 1)
     count = sum(parameter.numel() for parameter in network.parameters())

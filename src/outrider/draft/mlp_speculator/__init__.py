@@ -84,16 +84,16 @@ class MlpSpeculator(StateDrafter):
         top_k = _check(config.get("top_k_tokens_per_head"), f" of {self.head.name!r}") if own else _check(asked)
         if len(top_k) != self.depth:
             raise ConfigError(f"top_k_tokens_per_head {list(top_k)} is for {len(top_k)} steps, and {self.head.name!r} has {self.depth}.")
-        kept = options.n_candidates or config.get("n_candidates")
+        kept: Any = options.n_candidates or config.get("n_candidates")
         return top_k, kept if _whole(kept, MOST) else math.prod(top_k)
 
     @classmethod
     def example(cls, target: Target) -> Drafter:
-        from outrider.draft.mlp_speculator.network import Mlp
+        from outrider.draft.mlp_speculator.network import Network
 
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            network = Mlp.like(target, 32)
+            network = Network.like(target, 32)
         options = cls.Options(top_k_tokens_per_head=[3, 2, 2], n_candidates=5)
         return cls(options, target, Head.of("example", network.config(), network.state_dict()))
 

@@ -31,7 +31,7 @@ class Norm(nn.Module):
         return rms(x) * self.weight + self.bias
 
 
-class Network(nn.Module):
+class Speculator(nn.Module):
     """What the variants have in common: the heads, the way through the steps, and the loss."""
 
     def __init__(
@@ -95,7 +95,7 @@ class Network(nn.Module):
         }  # fmt: skip
 
 
-class Mlp(Network):
+class Network(Speculator):
     """IBM's, and Arctic's MLP."""
 
     def __init__(self, hidden: int, inner: int, vocabulary: int, *given: Any, **named: Any) -> None:
@@ -114,7 +114,7 @@ class Mlp(Network):
         return {"architectures": ["MLPSpeculatorPreTrainedModel"], **super().config(), **sizes}
 
 
-class Arctic(Network):
+class Arctic(Speculator):
     """What Arctic's recurrent variants have in common.  layers: how many linears stand in a row ("a.b" in the config)."""
 
     method: str

@@ -76,7 +76,7 @@ class Speculator:
         raise NotImplementedError
 
     def _share(self, width: int) -> float:
-        sw = 0.5 ** (0.5 / self.steps)
+        sw: float = 0.5 ** (0.5 / self.steps)
         return math.sqrt((1 - sw**2) * width / 2) / sw
 
 
@@ -152,8 +152,8 @@ class Lstm(Speculator):
         run, (s, cell), plan = self.kernels, state, Plan.bare(ids)
         z = torch.cat([run.embed(table, plan) for table in self.tables], dim=-1)
         z = z if len(self.tables) == len(GATES) else z.repeat(1, len(GATES))
-        gates, new = (run.linear(s, self.projs[min(step, 1)]) + self.share * z).split([3 * self.width, self.width], dim=-1)
-        forget, enter, leave = gates.sigmoid().chunk(3, dim=-1)
-        cell = cell * forget + self.cell_norm(new.contiguous(), run) * enter
+        gates = run.linear(s, self.projs[min(step, 1)]) + self.share * z
+        forget, enter, leave = gates[:, : 3 * self.width].sigmoid().chunk(3, dim=-1)
+        cell = cell * forget + self.cell_norm(gates[:, 3 * self.width :].contiguous(), run) * enter
         s = self.state_norm(cell, run) * leave
         return (s, cell), run.linear(s, self.heads[step]).float()
