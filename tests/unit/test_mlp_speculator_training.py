@@ -45,7 +45,7 @@ def llm(target: str) -> LLM:
 
 @pytest.fixture(scope="module")
 def lessons(llm: LLM) -> tuple[list[Sample], Outer]:
-    return samples(llm, (FINAL,)), Outer.of(llm.engine.decoder)
+    return samples(llm, (FINAL,), count=400), Outer.of(llm.engine.decoder)
 
 
 def loaded(llm: LLM, config: dict[str, Any], tensors: dict[str, Tensor]) -> MlpSpeculator:
@@ -131,16 +131,20 @@ def test_what_is_learnt_is_accepted(
     """Chance is 1/512.  With the token before, or the state before, what was learnt is of little use."""
     torch.manual_seed(2)
     network = NETWORKS[name]()
-    teach(network, network.loss, *lessons)
-    speculation = {"model": save_head(tmp_path, network.config(), network.state_dict())}
+    network.adopt(lessons[1])
+    teach(network, network.loss, *lessons, rate=1e-2)
+    speculation = {"model": save_head(tmp_path, network.config(), network.state_dict()), "num_speculative_tokens": 1}
     learnt = acceptance(target, speculation)
-    assert learnt > 0.3
+    assert learnt > 0.25
+    assert acceptance(target, {**speculation, "num_speculative_tokens": 3}) > learnt / 3, "the later steps are right at times, too"
     with monkeypatch.context() as shifted:
         shifted.setattr(Tree, "token", lambda tree, node: tree.row.tokens[-2] if node == ROOT else tree.tokens[node])
-        assert acceptance(target, speculation) < learnt / 3
+        late = acceptance(target, speculation)
     with monkeypatch.context() as shifted:
         shifted.setattr(States, "of", before)
-        assert acceptance(target, speculation) < learnt / 3
+        early = acceptance(target, speculation)
+    print(f"{name}: learnt {learnt:.3f}, with the token before {late:.3f}, with the state before {early:.3f}")
+    assert max(late, early) < learnt / 3
 
 
 def before(states: States, r: int, wanted: Any, last: bool = False) -> Tensor:

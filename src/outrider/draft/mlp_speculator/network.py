@@ -62,6 +62,15 @@ class Speculator(nn.Module):
             if isinstance(module, (nn.Embedding, nn.Linear)):
                 nn.init.trunc_normal_(module.weight, std=self.inner**-0.5)
 
+    def adopt(self, outer: Outer) -> None:
+        """Begins with the target's own embedding and head (Arctic's "from_model"); only where `inner` is the target's hidden size."""
+        with torch.no_grad():
+            for module in self.modules():
+                if isinstance(module, nn.Embedding):
+                    module.weight.copy_(outer.embedding)
+            for head in self.head:
+                head.weight.copy_(outer.lm_head)
+
     def step(self, i: int, s: Tensor, cell: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
 
