@@ -1,0 +1,143 @@
+"""ReDrafter (Cheng et al. 2024, arXiv 2403.09919): a small recurrent network beside the target's last state, and beam search.
+
+    position            … e-2   e-1   │ e       e+1       e = batch.end(r), x_e-1 is pending
+    state of the target   f_e-2       │                   the same for all levels
+    token                       x_e-1 │ c_1     c_2
+    s_1 = step(0, e(x_e-1))     [f ; s_1] says c_1
+    s_2 = step(s_1, e(c_1))             [f ; s_2] says c_2 …
+
+A beam is a path of guesses.  A forward takes the beams of all rows one token further.  At a temperature the request's noise ranks them,
+as it will rank the target's own picks; rules that judge guesses by their laws get children that are drawn, because a beam that won
+against others is no draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outrider.draft.base import Drafter, Target
+from outrider.draft.redrafter.beams import Beams
+from outrider.draft.redrafter.layouts import named, recognised
+from outrider.draft.redrafter.network import Network
+from outrider.errors import ConfigError, ModelError
+from outrider.heads.base import HeadOptions, StateDrafter
+from outrider.heads.files import Head
+from outrider.types import NOTHING, Batch, Budget, Draft
+
+WIDEST, LONGEST = 64, 1025
+
+
+class ReDrafter(StateDrafter):
+    @dataclass(frozen=True)
+    class Options(HeadOptions):
+        """beam_width: beams that a level goes on with (TensorRT-LLM: redrafter_num_beams).  beam_length: of a beam with the token that it
+        begins with, which the target said, so that there are beam_length - 1 levels (redrafter_draft_len_per_beam), unless
+        num_speculative_tokens says another number.  nodes: of a tree at most (None: all prefixes of beams, but 8 on a CPU, where every node
+        costs time); the likeliest stay.
+        """
+
+        beam_width: int = 10
+        beam_length: int = 5
+        nodes: int | None = None
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            for name, least, most in (("beam_width", 1, WIDEST), ("beam_length", 2, LONGEST), ("nodes", 1, WIDEST * LONGEST)):
+                value = getattr(self, name)
+                if value is None and name == "nodes":
+                    continue
+                if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+                    raise ConfigError(f"{name} must be a whole number in {least} … {most}, got {value!r}.")
+
+    def __init__(self, options: Options, target: Target, head: Head | None = None) -> None:
+        super().__init__(options, target, head)
+        self.depth = options.beam_length - 1
+        self.nodes = options.nodes or (8 if target.decoder.device.type == "cpu" else WIDEST * LONGEST)
+        self._read(named(self.head), target.vocabulary)
+
+    def _read(self, head: Head, vocabulary: int) -> None:
+        """Raises ModelError where something is missing or does not fit the target."""
+        reader, hidden = replace(self.reader, head=head), self.hidden
+        self.layers = sum(name.startswith("lm_head.") and name.endswith(".linear.weight") for name in head)
+        rnn = bool(head.config.get("rnn")) or "rnn_u.weight" in head or "rnn_w.weight" in head
+        projected = "input_proj.weight" in head
+        width = head.shape("input_proj.weight")[0] if projected else 2 * hidden
+
+        def linear(name: str, outputs: int, inputs: int) -> Any:
+            head.shape(f"{name}.bias")
+            return reader.linear(name, outputs, inputs)
+
+        self.rnn_u = linear("rnn_u", hidden, hidden) if rnn else None
+        self.rnn_w = reader.linear("rnn_w", hidden, hidden) if rnn else None
+        self.input_proj = linear("input_proj", width, 2 * hidden) if projected else None
+        self.blocks = [linear(f"lm_head.{i}.linear", width, width) for i in range(self.layers)]
+        self.lm_head = reader.linear(f"lm_head.{self.layers}", vocabulary, width)
+        if (wide := self.target.decoder.embed([0]).shape[1]) != hidden:
+            raise ModelError(f"{self.head.name!r} reads embeddings as wide as the target's states, {hidden}, and the target's are {wide}.")
+
+    @classmethod
+    def claims(cls, head: Head) -> int:
+        return recognised(head)
+
+    @classmethod
+    def example(cls, target: Target) -> Drafter:
+        """A random network: nearly always wrong."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            network = Network(target.decoder.spec.hidden, target.vocabulary)
+        head = Head.of("example", network.config(), network.state_dict())
+        return cls(cls.Options(beam_width=3, beam_length=5, nodes=12), target, head)
+
+    def size(self, depth: int) -> int:
+        width: int = self.options.beam_width
+        return min(self.nodes, depth * width)
+
+    def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
+        trees, rows = [NOTHING] * len(batch), self.ready(batch, budgets)
+        if rows:
+            grown = [self._beams(batch, r, budgets[r]) for r in rows]
+            self._levels(self.states(batch, rows), grown)
+            for r, beams in zip(rows, grown):
+                trees[r] = beams.guesses
+        return Draft(trees)
+
+    def _beams(self, batch: Batch, r: int, budget: Budget) -> Beams:
+        row = batch.rows[r]
+        return Beams(row, budget, self.options.beam_width, self.draws(row), self.lot)
+
+    def _levels(self, f: Tensor, grown: list[Beams]) -> None:
+        """Level after level of the beams of all rows; f [len(grown), hidden]."""
+        s = torch.zeros_like(f)
+        while grown:
+            s = self._step(s, [token for beams in grown for token in beams.said])
+            logits, first = self._logits(f, s), 0
+            sources, following = list[int](), list[Beams]()
+            for beams in grown:
+                count = len(beams.sources)
+                beams.take(self.choose, logits[first : first + count])
+                if beams.sources:
+                    sources += [first + source for source in beams.sources]
+                    following.append(beams)
+                first += count
+            f, s, grown = f[sources], s[sources], following
+
+    def _step(self, s: Tensor, tokens: Sequence[int]) -> Tensor:
+        """[n, hidden]: the states after these tokens."""
+        embedded = self.target.decoder.embed(tokens).to(s)
+        if self.rnn_u is None:
+            return s + embedded
+        return F.silu(self.kernels.linear(s, self.rnn_u, self.kernels.linear(embedded, self.rnn_w)))
+
+    def _logits(self, f: Tensor, s: Tensor) -> Tensor:
+        """float32 [n, V]."""
+        x = torch.cat([f, s], dim=1)
+        x = x if self.input_proj is None else self.kernels.linear(x, self.input_proj)
+        for block in self.blocks:
+            x = x + F.silu(self.kernels.linear(x, block))
+        return self.kernels.linear(x, self.lm_head).float()
