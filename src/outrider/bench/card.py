@@ -21,13 +21,15 @@ from outrider.engine.engine import free_memory
 from outrider.errors import ModelError
 from outrider.kernels.quantised import Quantised
 from outrider.models import ggml
-from outrider.models.hub import BUILTIN, Checkpoint, Weights, locate
+from outrider.models.hub import BUILTIN, SAFE, Checkpoint, Weights, locate
 from outrider.models.model import needs_fallback
 from outrider.models.packed import LAYOUTS
 from outrider.models.placement import pick_device
 from outrider.models.quantise import GROUP, bits_of
 
-NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}  # what safetensors calls them
+NAMES = {  # what safetensors calls them
+    "F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64", "I64": "int64", "I32": "int32", "BOOL": "bool",
+}  # fmt: skip
 OUTER = ("model.embed_tokens.weight", "lm_head.weight")  # these keep 8 bits where the others get fewer
 
 
@@ -160,7 +162,7 @@ def known() -> list[str]:
     cached = []
     for repo in repos:
         files = {file.file_name for revision in repo.revisions for file in revision.files}
-        if repo.repo_type == "model" and "config.json" in files and any(file.endswith((".safetensors", ".bin")) for file in files):
+        if repo.repo_type == "model" and "config.json" in files and any(file.endswith((".safetensors", ".bin", ".pt")) for file in files):
             cached.append(repo.repo_id)
     return [*BUILTIN, *sorted(cached)]
 
@@ -171,18 +173,18 @@ def _parts(options: EngineOptions, checkpoint: Checkpoint | None, config: Any) -
         for name, entry in checkpoint.gguf.tensors.items():
             sample = ggml.unpack(entry.kind, entry.rows[:1], entry.block)
             few = _few(sample.bits, sample.group, sample.offsets is not None) if isinstance(sample, Quantised) else None
-            yield Stored(name, _count(entry.shape), entry.kind, len(entry.shape) == 1, few)
+            yield Stored(name, count(entry.shape), entry.kind, len(entry.shape) == 1, few)
         return
     scheme = checkpoint.scheme if checkpoint else None
     layout = LAYOUTS[scheme.method] if scheme else None
-    for name, shape, kind in _headers(locate(options.model, options.revision)):
+    for name, shape, kind in headers(Weights(locate(options.model, options.revision))):
         last = name.rsplit(".", 1)[-1]
         if scheme and layout and last == layout.words:
             bits, group = min(scheme.sizes)
             kind = f"{scheme.method} in {bits} bits"
-            yield Stored(name, _count(shape) * 32 // bits, kind, False, _few(bits, group, not scheme.symmetric))
+            yield Stored(name, count(shape) * 32 // bits, kind, False, _few(bits, group, not scheme.symmetric))
         elif not (layout and last in (layout.zeros, layout.scales, layout.index, "weight_shape")):
-            yield Stored(name, _count(shape), kind, len(shape) == 1)
+            yield Stored(name, count(shape), kind, len(shape) == 1)
 
 
 def _fused(name: str) -> str:
@@ -195,16 +197,17 @@ def _few(bits: int, group: int, offsets: bool) -> float:
     return bits + (1 + offsets) * 16 / (16 if group % 32 else 32)
 
 
-def _headers(folder: Path) -> Iterator[tuple[str, tuple[int, ...], str]]:
-    """(name, shape, dtype) of every tensor of a folder."""
+def headers(weights: Weights) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    """(name, shape, dtype) of every tensor; of several names for one tensor of a pickle the first."""
     from safetensors import safe_open
 
-    weights = Weights(folder)
     for path in sorted(set(weights.where.values())):
         names = [name for name, where in weights.where.items() if where == path]
-        if path.suffix == ".bin":
-            for name, tensor in torch.load(path, map_location="meta", weights_only=True).items():
-                yield name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        if path.suffix != SAFE:
+            tensors = {name: weights.raw(name) for name in names}  # mapped, not read
+            places = {name: (t.untyped_storage().data_ptr(), t.storage_offset(), tuple(t.shape)) for name, t in tensors.items()}
+            for place, name in {place: name for name, place in reversed(places.items())}.items():
+                yield name, place[2], str(tensors[name].dtype).removeprefix("torch.")
             continue
         with safe_open(path, framework="pt") as file:
             for name in names:
@@ -212,7 +215,7 @@ def _headers(folder: Path) -> Iterator[tuple[str, tuple[int, ...], str]]:
                 yield name, tuple(part.get_shape()), NAMES.get(part.get_dtype(), part.get_dtype())
 
 
-def _count(shape: tuple[int, ...]) -> int:
+def count(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Annotated
 
 import typer
@@ -13,6 +13,7 @@ from rich.table import Table
 from typer import Option
 
 from outrider.bench.card import Card, card_of, known
+from outrider.bench.heads import HeadCard, head_card
 from outrider.cli.flags import Given, shared
 from outrider.config import EngineOptions
 from outrider.errors import OutriderError
@@ -27,28 +28,37 @@ def models(
     max_num_seqs: Annotated[int, Option("--max-num-seqs", help="Requests at once.")] = 16,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object a model.")] = False,
 ) -> None:
-    """Say what a model is, what will run it, and the memory that it takes: before it runs, without loading it."""
+    """Say what a model is, what will run it, and the memory that it takes: before it runs, without loading it.  Of a trained draft head
+    the method that it is for, and which target it fits."""
 
-    def card(name: str) -> Card:
-        return card_of(EngineOptions(name, max_num_seqs=max_num_seqs, **form))
+    def cards(name: str) -> Iterator[Card | HeadCard]:
+        head = head_card(name, form.get("revision"))
+        if head is None or head.inside:
+            yield card_of(EngineOptions(name, max_num_seqs=max_num_seqs, **form))
+        if head is not None:
+            yield head
 
     console = Console()
     if not names and not as_json:
-        console.print(overview(card))
+        console.print(overview(cards))
         return
-    for card_shown in map(card, names or known()):
-        if as_json:
-            typer.echo(json.dumps(dataclasses.asdict(card_shown)))
-        else:
-            console.print(sheet(card_shown))
+    for name in names or known():
+        for card in cards(name):
+            if as_json:
+                typer.echo(json.dumps(dataclasses.asdict(card)))
+            else:
+                console.print(sheet(card) if isinstance(card, Card) else head_sheet(card))
 
 
-def overview(card: Callable[[str], Card]) -> Table:
+def overview(cards: Callable[[str], Iterator[Card | HeadCard]]) -> Table:
     made = Table("model", "architecture", "weights", "memory", "runs on", title="Models at hand", title_justify="left", title_style="bold")
     for name in known():
         try:
-            found = card(name)
-            made.add_row(name, found.architecture, _count(found.parameters), _bytes(found.total_bytes), found.refused or found.runs_on)
+            for card in cards(name):
+                if isinstance(card, Card):
+                    made.add_row(name, card.architecture, _count(card.parameters), _bytes(card.total_bytes), card.refused or card.runs_on)
+                else:
+                    made.add_row(name, f"{card.method} head", _count(card.parameters), _bytes(card.bytes), "its target")
         except OutriderError as error:
             made.add_row(name, "", "", "", str(error))
     return made
@@ -56,11 +66,10 @@ def overview(card: Callable[[str], Card]) -> Table:
 
 def sheet(card: Card) -> Table:
     made = Table(title=card.name, title_justify="left", title_style="bold", show_header=False)
-    stored = ", ".join(f"{_count(n)} {dtype}" for dtype, n in card.stored_as.items())
     rows = {
         "architecture": card.architecture,
         "runs on": f"[bold red]nothing: {card.refused}[/]" if card.refused else f"[green]{card.runs_on}[/], in {card.dtype}",
-        "weights": f"{_count(card.parameters)} (stored: {stored})",
+        "weights": f"{_count(card.parameters)} (stored: {_stored(card)})",
         "shape": f"{card.layers} layers of {card.hidden}, {card.heads} heads, {card.kv_heads} of keys and values",
         "vocabulary": f"{card.vocabulary:,}",
         "context": f"{card.context:,} tokens",
@@ -76,6 +85,26 @@ def sheet(card: Card) -> Table:
     for name, value in rows.items():
         made.add_row(name, value)
     return made
+
+
+def head_sheet(card: HeadCard) -> Table:
+    made = Table(title=card.name, title_justify="left", title_style="bold", show_header=False)
+    rows = {
+        "draft head": f"for method [green]{card.method}[/]",
+        "layout": card.layout,
+        "heads": str(card.levels or "one, which recurs"),
+        "for targets with": "a hidden size that the file does not tell" if card.hidden is None else f"hidden size {card.hidden}",
+        "draft vocabulary": "the target's" if card.vocabulary is None else f"{card.vocabulary:,}",
+        "weights": f"{_count(card.parameters)} (stored: {_stored(card)})",
+        "in the file": _bytes(card.bytes),
+    }
+    for name, value in rows.items():
+        made.add_row(name, value)
+    return made
+
+
+def _stored(card: Card | HeadCard) -> str:
+    return ", ".join(f"{_count(n)} {dtype}" for dtype, n in card.stored_as.items())
 
 
 def _count(number: int) -> str:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from outrider.draft.base import Drafter, Target
 from outrider.draft.redrafter.beams import Beams
-from outrider.draft.redrafter.layouts import named, recognised
+from outrider.draft.redrafter.layouts import blocks, named, recognised
 from outrider.draft.redrafter.network import Network
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.base import HeadOptions, StateDrafter
@@ -64,7 +64,7 @@ class ReDrafter(StateDrafter):
     def _read(self, head: Head, vocabulary: int) -> None:
         """Raises ModelError where something is missing or does not fit the target."""
         reader, hidden = replace(self.reader, head=head), self.hidden
-        self.layers = sum(name.startswith("lm_head.") and name.endswith(".linear.weight") for name in head)
+        count = blocks(head)
         rnn = bool(head.config.get("rnn")) or "rnn_u.weight" in head or "rnn_w.weight" in head
         projected = "input_proj.weight" in head
         width = head.shape("input_proj.weight")[0] if projected else 2 * hidden
@@ -76,8 +76,8 @@ class ReDrafter(StateDrafter):
         self.rnn_u = linear("rnn_u", hidden, hidden) if rnn else None
         self.rnn_w = reader.linear("rnn_w", hidden, hidden) if rnn else None
         self.input_proj = linear("input_proj", width, 2 * hidden) if projected else None
-        self.blocks = [linear(f"lm_head.{i}.linear", width, width) for i in range(self.layers)]
-        self.lm_head = reader.linear(f"lm_head.{self.layers}", vocabulary, width)
+        self.blocks = [linear(f"lm_head.{i}.linear", width, width) for i in range(count)]
+        self.lm_head = reader.linear(f"lm_head.{count}", vocabulary, width)
         if (wide := self.target.decoder.embed([0]).shape[1]) != hidden:
             raise ModelError(f"{self.head.name!r} reads embeddings as wide as the target's states, {hidden}, and the target's are {wide}.")
 

@@ -40,12 +40,18 @@ def recognised(head: Head) -> int:
 
 def named(head: Head) -> Head:
     """The head under the reference's names, without what is not of it."""
-    blocks = len({name for name in head if re.fullmatch(CONVERTED[0][0].replace("weight|bias", "weight"), name)})
+    count = sum(bool(re.fullmatch(r"drafter\.layers\.\d+\.linear\.weight", name)) for name in head)
 
     def change(name: str) -> str | None:
         for pattern, own in (*OWN, *NUMBERED, *CONVERTED):
             if found := re.fullmatch(pattern, name):
-                return found.expand(own.replace("{n}", str(blocks)))
+                return found.expand(own.replace("{n}", str(count)))
         return None
 
     return head.renamed(change)
+
+
+def blocks(head: Head) -> int:
+    """How many there are before the matrix to the vocabulary."""
+    last = [int(name.split(".")[1]) for name in head if re.fullmatch(r"lm_head\.\d+\.weight", name)]
+    return max(last, default=sum(name.endswith(".linear.weight") for name in head))

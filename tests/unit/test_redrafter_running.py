@@ -1,0 +1,151 @@
+"""ReDrafter in the engine: what it learns is accepted, any target runs, and what cannot be is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import drive, install, settled, tiny_prompts
+from toys import HIDDEN, V, acceptance, samples, save_head, teach, toy_target
+
+from outrider import LLM, ConfigError, ModelError, SamplingParams
+from outrider.draft.redrafter import ReDrafter
+from outrider.draft.redrafter.beams import Beams
+from outrider.draft.redrafter.network import Network
+from outrider.heads.sample import Outer
+from outrider.types import ROOT
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return toy_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def llm(target: str) -> LLM:
+    return LLM(target, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def learned(llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> str:
+    net = Network(HIDDEN, V, layers=1)
+    torch.manual_seed(0)
+    teach(net, net.loss, samples(llm, ReDrafter.needs.states), Outer.of(llm.engine.decoder), steps=200)
+    return save_head(tmp_path_factory.mktemp("learned"), net.config(), dict(net.state_dict()))
+
+
+def test_what_it_learned_is_accepted(target: str, learned: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chain of 4 far above chance, which is 1/512; trees give more tokens a step; and one token too early nothing fits."""
+    chain = {"model": learned, "beam_width": 1, "num_speculative_tokens": 4}
+    right = acceptance(target, chain)
+    assert right > 0.3
+    tree = {"model": learned, "beam_width": 6, "nodes": 24, "num_speculative_tokens": 4}
+    assert acceptance(target, tree) * 24 > right * 4
+    said = Beams.said.fget  # type: ignore[attr-defined]
+
+    def early(self: Beams) -> list[int]:
+        return [self.row.tokens[-2]] if self.tree.frontier == [ROOT] else said(self)
+
+    monkeypatch.setattr(Beams, "said", property(early))
+    assert acceptance(target, chain) < 0.3 * right
+
+
+def test_the_state_is_that_of_the_last_computed_token(target: str, learned: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = acceptance(target, {"model": learned, "beam_width": 1})
+    observe, kept = ReDrafter.observe, {}
+
+    def late(self: ReDrafter, commit: Any) -> None:
+        observe(self, commit)
+        for row in commit.batch.rows:
+            end, f = self.last[row]
+            self.last[row] = end, kept.get(row, f)
+            kept[row] = f
+
+    monkeypatch.setattr(ReDrafter, "observe", late)
+    assert acceptance(target, {"model": learned, "beam_width": 1}) < 0.8 * right
+
+
+@pytest.mark.parametrize("family", ["Phi", "Gemma2"])
+def test_targets_that_transformers_runs(family: str, checkpoint: Any) -> None:
+    llm = LLM(str(checkpoint(family)), max_num_seqs=3)
+    params = SamplingParams(temperature=0.8, seed=1, max_tokens=12, ignore_eos=True)
+    prompts = tiny_prompts(4)
+    expected = [out.outputs[0].token_ids for out in drive(llm, prompts, params)]
+    install(llm, "redrafter")
+    got = drive(llm, prompts, params)
+    settled(llm)
+    assert [out.outputs[0].token_ids for out in got] == expected
+    assert sum(out.outputs[0].speculation.drafted for out in got) > 0
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"beam_width": 0}, "beam_width must be a whole number in 1 … 64, got 0"),
+        ({"beam_width": 65}, "beam_width"),
+        ({"beam_length": 1}, "beam_length must be a whole number in 2"),
+        ({"nodes": True}, "nodes must be a whole number"),
+        ({"quantization": "int3"}, "quantization of the head"),
+        ({"beam_widht": 3}, "Did you mean 'beam_width'"),
+        ({}, "needs 'model'"),
+    ],
+)
+def test_options_are_refused_by_name(options: dict[str, Any], says: str, llm: LLM) -> None:
+    with pytest.raises(ConfigError, match=says):
+        llm.use({"method": "redrafter", **options})
+
+
+def test_beam_length_counts_the_token_it_begins_with(llm: LLM, learned: str) -> None:
+    llm.use({"method": "redrafter", "model": learned, "beam_length": 3, "beam_width": 2})
+    assert llm.engine.controller.most == 2 and llm.engine.drafter.size(2) == 4
+    llm.use({"model": learned, "beam_length": 3, "num_speculative_tokens": 6})
+    assert llm.engine.controller.most == 6 and llm.engine.drafter.size(6) == 8
+    with pytest.raises(ConfigError, match="judges chains"):
+        llm.use({"model": learned, "verification": "block"})
+    llm.use({"model": learned, "verification": "block", "beam_width": 1})
+    llm.use(None)
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda t: t.pop("rnn_u.bias"), "no tensor 'rnn_u.bias'"),
+        (lambda t: t.pop("rnn_u.weight"), "no tensor 'rnn_u.weight'"),
+        (lambda t: (t.pop("rnn_u.weight"), t.pop("rnn_u.bias"), t.pop("rnn_w.weight")), "no tensor 'rnn_u.bias'"),
+        (lambda t: t.pop("lm_head.0.linear.bias"), "no tensor 'lm_head.0.linear.bias'"),
+        (lambda t: t.pop("lm_head.1.linear.weight"), "no tensor 'lm_head.1.linear.weight'"),
+        (lambda t: t.pop("lm_head.2.weight"), "no tensor 'lm_head.2.weight'"),
+        (lambda t: t.update({"lm_head.2.weight": torch.zeros(V, 64)}), r"is \(512, 64\), and \(512, 128\) is needed"),
+        (lambda t: t.update({"rnn_w.weight": torch.zeros(64, 64, dtype=torch.int32)}), "torch.int32"),
+    ],
+)
+def test_damaged_heads_are_refused(damage: Any, says: str, llm: LLM, tmp_path: Path) -> None:
+    net = Network(HIDDEN, V)
+    tensors = dict(net.state_dict())
+    damage(tensors)
+    folder = save_head(tmp_path / "head", net.config(), tensors)
+    with pytest.raises(ModelError, match=says):
+        llm.use({"method": "redrafter", "model": folder})
+
+
+@pytest.mark.parametrize("given", [{"hidden": 32}, {"vocabulary": 500}, {"hidden": 32, "rnn": False}])
+def test_a_head_for_another_target_is_refused(given: dict[str, Any], llm: LLM, tmp_path: Path) -> None:
+    net = Network(**{"hidden": HIDDEN, "vocabulary": V, **given})
+    folder = save_head(tmp_path / "head", net.config(), dict(net.state_dict()))
+    with pytest.raises(ModelError, match=r"does not fit the target: its .* is \(.*\), and \(.*\) is needed"):
+        llm.use({"model": folder})
+
+
+def test_a_truncated_file_is_refused(llm: LLM, learned: str, tmp_path: Path) -> None:
+    folder = tmp_path / "head"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        whole = (Path(learned) / name).read_bytes()
+        (folder / name).write_bytes(whole if name == "config.json" else whole[: len(whole) // 2])
+    with pytest.raises(ModelError, match="corrupt or truncated"):
+        llm.use({"method": "redrafter", "model": str(folder)})
