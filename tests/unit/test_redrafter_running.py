@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from toys import HIDDEN, V, acceptance, samples, save_head, teach, toy_target
+from toys import HIDDEN, V, acceptance, save_head, teach, toy_target
 
-from outrider import LLM, ConfigError, ModelError
+from outrider import LLM, ConfigError, ModelError, SamplingParams
 from outrider.draft.redrafter import ReDrafter
 from outrider.draft.redrafter.beams import Beams
 from outrider.draft.redrafter.network import Network
-from outrider.heads.sample import Outer
+from outrider.heads.sample import Outer, read
 from outrider.types import ROOT
 
 
@@ -29,9 +30,14 @@ def llm(target: str) -> LLM:
 
 @pytest.fixture(scope="module")
 def learned(llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> str:
-    net = Network(HIDDEN, V, layers=1)
+    """A head that knows by heart the texts that `acceptance` asks for: what it says there hangs on how states and tokens are aligned."""
+    rng = random.Random(99)
+    prompts = [{"prompt_token_ids": [rng.randrange(V) for _ in range(6)]} for _ in range(8)]
+    said = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True), use_tqdm=False)
+    data = [read(llm.engine.decoder, [*out.prompt_token_ids, *out.outputs[0].token_ids], ReDrafter.needs.states) for out in said]
     torch.manual_seed(0)
-    teach(net, net.loss, samples(llm, ReDrafter.needs.states), Outer.of(llm.engine.decoder), steps=200)
+    net = Network(HIDDEN, V, layers=1)
+    assert teach(net, net.loss, data, Outer.of(llm.engine.decoder), steps=120) < 2.0
     return save_head(tmp_path_factory.mktemp("learned"), net.config(), dict(net.state_dict()))
 
 
@@ -39,9 +45,10 @@ def test_what_it_learned_is_accepted(target: str, learned: str, monkeypatch: pyt
     """A chain of 4 far above chance, which is 1/512; trees give more tokens a step; and one token too early nothing fits."""
     chain = {"model": learned, "beam_width": 1, "num_speculative_tokens": 4}
     right = acceptance(target, chain)
-    assert right > 0.3
+    print("chain", right)
+    assert right > 0.6
     tree = {"model": learned, "beam_width": 6, "nodes": 24, "num_speculative_tokens": 4}
-    assert acceptance(target, tree) * 24 > right * 4
+    assert acceptance(target, tree) * 24 >= right * 4
     said = Beams.said.fget  # type: ignore[attr-defined]
 
     def early(self: Beams) -> list[int]:
