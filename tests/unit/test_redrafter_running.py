@@ -45,7 +45,6 @@ def test_what_it_learned_is_accepted(target: str, learned: str, monkeypatch: pyt
     """A chain of 4 far above chance, which is 1/512; trees give more tokens a step; and one token too early nothing fits."""
     chain = {"model": learned, "beam_width": 1, "num_speculative_tokens": 4}
     right = acceptance(target, chain)
-    print("chain", right)
     assert right > 0.6
     tree = {"model": learned, "beam_width": 6, "nodes": 24, "num_speculative_tokens": 4}
     assert acceptance(target, tree) * 24 >= right * 4
