@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import prompts_of, tiny_prompts
+from torch import Tensor
 from toys import HIDDEN, V, acceptance, save_head, teach, toy_target
 
 from outrider import LLM, ConfigError, ModelError, SamplingParams
@@ -15,7 +17,7 @@ from outrider.draft.redrafter import ReDrafter
 from outrider.draft.redrafter.beams import Beams
 from outrider.draft.redrafter.network import Network
 from outrider.heads.sample import Outer, read
-from outrider.types import ROOT
+from outrider.types import FINAL, ROOT
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +35,8 @@ def learned(llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A head that knows by heart the texts that `acceptance` asks for: what it says there hangs on how states and tokens are aligned."""
     rng = random.Random(99)
     prompts = [{"prompt_token_ids": [rng.randrange(V) for _ in range(6)]} for _ in range(8)]
-    said = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True), use_tqdm=False)
+    asked = [SamplingParams(temperature=0.7, max_tokens=48, ignore_eos=True, seed=i) for i in range(8)]
+    said = llm.generate(prompts, asked, use_tqdm=False)
     data = [read(llm.engine.decoder, [*out.prompt_token_ids, *out.outputs[0].token_ids], ReDrafter.needs.states) for out in said]
     torch.manual_seed(0)
     net = Network(HIDDEN, V, layers=1)
@@ -57,19 +60,22 @@ def test_what_it_learned_is_accepted(target: str, learned: str, monkeypatch: pyt
     assert acceptance(target, chain) < 0.3 * right
 
 
-def test_the_state_is_that_of_the_last_computed_token(target: str, learned: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = acceptance(target, {"model": learned, "beam_width": 1})
-    observe, kept = ReDrafter.observe, {}
+def test_the_state_is_that_from_which_the_pending_token_was_said(llm: LLM, learned: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever was accepted, and however the prompt was cut; compared with the target reading the text alone."""
+    levels, seen = ReDrafter._levels, list[tuple[list[int], Tensor]]()
 
-    def late(self: ReDrafter, commit: Any) -> None:
-        observe(self, commit)
-        for row in commit.batch.rows:
-            end, f = self.last[row]
-            self.last[row] = end, kept.get(row, f)
-            kept[row] = f
+    def watched(self: ReDrafter, f: Tensor, grown: list[Beams]) -> None:
+        seen.extend((list(beams.row.tokens), state.clone()) for beams, state in zip(grown, f))
+        levels(self, f, grown)
 
-    monkeypatch.setattr(ReDrafter, "observe", late)
-    assert acceptance(target, {"model": learned, "beam_width": 1}) < 0.8 * right
+    monkeypatch.setattr(ReDrafter, "_levels", watched)
+    llm.use({"model": learned})
+    llm.generate(prompts_of(tiny_prompts(4)), SamplingParams(temperature=0.7, seed=1, max_tokens=12, ignore_eos=True), use_tqdm=False)
+    llm.use(None)
+    assert len(seen) > 8
+    for tokens, state in seen:
+        expected = read(llm.engine.decoder, tokens, (FINAL,)).states[FINAL][len(tokens) - 2]
+        assert torch.allclose(state, expected, atol=1e-5)
 
 
 # ---- what is refused
