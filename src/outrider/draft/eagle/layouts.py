@@ -51,7 +51,7 @@ def recognised(head: Head) -> int:
     ours, q = named(head), "layers.0.self_attn.q_proj.weight"
     if "fc.weight" in ours and q in ours:
         hidden, wide = ours.shape("fc.weight")
-        other = "hidden_norm.weight" in ours or any("mtp" in name for name in head)  # a norm over the taps of a block-parallel head
+        other = "hidden_norm.weight" in ours or any("mtp." in name for name in head)  # a norm over the taps of a block-parallel head
         if wide == 2 * hidden and ours.shape(q)[1] == hidden and not other:
             return 2
     return int(head.config.get("model_type") == "eagle" or head.config.get("speculators_model_type") == "eagle")
