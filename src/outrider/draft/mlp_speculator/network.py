@@ -69,7 +69,7 @@ class Speculator(nn.Module):
                 if isinstance(module, nn.Embedding):
                     module.weight.copy_(outer.embedding)
             for head in self.head:
-                head.weight.copy_(outer.lm_head)
+                head.get_parameter("weight").copy_(outer.lm_head)
 
     def step(self, i: int, s: Tensor, cell: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
