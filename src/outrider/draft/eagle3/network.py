@@ -205,7 +205,7 @@ class Network(nn.Module):
         u = torch.cat([self.midlayer.input_layernorm(embedded), normed], dim=-1)
         x: Tensor = self.midlayer(u, normed if self.settings.residual_normed else g, seen[0])
         for layer, own in zip(self.layers.values() if self.settings.layers > 1 else (), seen[1:]):
-            x = layer(layer.input_layernorm(x), x, own)
+            x = layer(layer.input_layernorm(x), x, own)  # type: ignore[operator]
         return x
 
     def forward(self, states: Tensor, tokens: Tensor, embedding: Tensor, steps: int = 1) -> list[Tensor]:
