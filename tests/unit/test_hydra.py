@@ -194,5 +194,5 @@ def test_the_loss_is_the_teachers(toy: LLM) -> None:
             z = torch.cat([p[t], *outer.embedding[sample.tokens[t + 1 : t + 2 + i]]])
             said = network.hydra_lm_head[i](network.hydra_mlp[i](z))
             each.append(-(sample.logits[t + 1 + i].softmax(-1) * F.log_softmax(said, -1)).sum())
-        total += float(torch.stack(each).mean())
-    assert float(network.loss(sample, outer)) == pytest.approx(total, rel=1e-5)
+        total += torch.stack(each).mean().item()
+    assert network.loss(sample, outer).item() == pytest.approx(total, rel=1e-5)
