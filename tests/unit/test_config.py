@@ -29,8 +29,8 @@ def test_no_config_is_plain_decoding() -> None:
 
 
 def test_a_model_alone_means_a_draft_model() -> None:
-    taken = SpeculativeOptions.of({"model": "somewhere", "num_speculative_tokens": 3})
-    assert taken.method is DraftModel and taken.options.model == "somewhere"
+    taken = SpeculativeOptions.of({"model": "builtin-draft", "num_speculative_tokens": 3})
+    assert taken.method is DraftModel and taken.options.model == "builtin-draft"
     assert taken.control.num_speculative_tokens == 3
 
 

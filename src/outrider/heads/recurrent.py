@@ -11,7 +11,8 @@ A pair's position is t, as in the reference.  Its K/V lies in the target's slot 
 is shared holds nothing that depends on what comes after it.  The row's table, begun one slot later, has pair t at index t.
 
 The target's own states come a step after its tokens.  So every step first catches up: the pairs of all tokens that became certain go
-through the head in one forward, whose last row gives the first level; K/V of guesses is scratch in this step's slots.  After a prefix
+through the head in one forward, whose last row gives the first level; K/V of guesses is scratch in this step's slots.  Chunks of a
+prompt are read as soon as the target has computed them, so that samples of one prompt share it.  After a prefix
 hit the pair at the border needs a state that nobody kept: `lookbehind` lets the target compute that one token again.
 """
 
@@ -163,24 +164,28 @@ class Recurrent(HeadDrafter):
             if pile is None or not pile.count:
                 continue
             guesses = budget.nodes > 0 and batch.known[r] == 1 and pile.end == batch.starts[r] > self.overlap
-            if not (guesses or batch.known[r] > 1 or pile.count >= PILE):
+            if not (guesses or pile.count >= PILE):
                 continue
-            assert row.table is not None
-            slots = row.table.slots[: batch.end(r) + budget.nodes]
-            pile.read = len(pile.states)
-            if pile.first < self.synced[row]:  # otherwise a step that was interrupted left a gap, and what follows it is not shared
-                self.synced[row] = pile.end + 1
+            turns.append(turn := self._turn(row, batch.end(r) + budget.nodes))
             if guesses:
-                grown[r] = self._growing(row, slots[1:], batch.end(r) - 1, budget)
-            turns.append(Turn(row, pile, slots, grown.get(r)))
+                turn.tree = grown[r] = self._growing(row, turn.slots[1:], batch.end(r) - 1, budget)
         if turns:
             self._levels(self._catch_up(turns), list(grown.values()))
         return Draft([grown[r].guesses if r in grown else NOTHING for r in range(len(batch))])
 
+    def _turn(self, row: Row, end: int) -> Turn:
+        """Lets a pile be read, with slots up to `end`."""
+        assert row.table is not None
+        pile = self.piles[row]
+        pile.read = len(pile.states)
+        if pile.first < self.synced[row]:  # otherwise a step that was interrupted left a gap, and what follows it is not shared
+            self.synced[row] = pile.end + 1
+        return Turn(row, pile, row.table.slots[:end], None)
+
     def _growing(self, row: Row, table: array[int], base: int, budget: Budget) -> Growing:
         k = 1 if self.options.tree == CHAIN else self.options.top_k
         if self.draws(row):
-            return Drawn(row, table, base, budget, k, self.lot)
+            return Drawn(row, table, base, budget, min(k, max(1, budget.nodes // budget.depth)), self.lot)
         return Static(row, table, base, budget, self.paths) if self.paths else Dynamic(row, table, base, budget, k)
 
     def _catch_up(self, turns: Sequence[Turn]) -> Tensor:
@@ -232,6 +237,16 @@ class Recurrent(HeadDrafter):
             if pile.end != start:  # a replay, or the first step after a prefix hit
                 self.piles[row] = pile = Pile(start)
             pile.add(states)
+        self._read_prompts(commit.batch)
+
+    def _read_prompts(self, batch: Batch) -> None:
+        """Chunks are read at once, so that whoever shares the prompt finds its K/V; but for what the first level will be read from."""
+        rows = [row for row, known in zip(batch.rows, batch.known) if known > 1 and row.finish_reason is None]
+        if rows:
+            turns = [self._turn(row, row.computed + 1) for row in rows]
+            self._catch_up(turns)
+            for turn in turns:
+                turn.pile.drop(self.overlap + 1)
 
     def forget(self, row: Row, reason: str) -> None:
         self.piles.pop(row, None)
