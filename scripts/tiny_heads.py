@@ -25,7 +25,7 @@ from outrider.draft.eagle3.network import Network as Eagle3
 from outrider.draft.eagle3.network import Settings
 from outrider.draft.hydra.network import Network as Hydra
 from outrider.draft.medusa.network import Network as Medusa
-from outrider.draft.mlp_speculator.network import Mlp
+from outrider.draft.mlp_speculator.network import Network as Mlp
 from outrider.draft.mtp.network import Network as Mtp
 from outrider.draft.redrafter.network import Network as ReDrafter
 from rich.console import Console
@@ -40,7 +40,7 @@ from outrider.heads.files import BUILTIN
 from outrider.heads.sample import Outer, read
 from outrider.types import FINAL
 
-TEXTS, LENGTH, BATCH, RATE, KNOWN = 1600, 160, 8, 1.5e-3, 2048
+TEXTS, LENGTH, BATCH, RATE, KNOWN = 700, 160, 8, 1.5e-3, 2048
 TAPS = (2, 4, 5)  # of the target's 8 layers, as EAGLE-3 takes them
 
 
@@ -120,6 +120,8 @@ if __name__ == "__main__":
     known = tuple(sorted(token for token, _ in counted.most_common(KNOWN)))
     networks = made(llm.engine.decoder.spec.hidden, llm.engine.target.vocabulary, known)
     networks = {name: of for name, of in networks.items() if not given.heads or name in given.heads}
+    if "hydra" in networks:
+        networks["hydra"][0].start(Outer.of(llm.engine.decoder))
     console.print(f"{sum(map(len, data)):,} tokens; a uniform guess has a loss of {math.log(llm.engine.target.vocabulary):.2f}")
     ended = train(llm, networks, data, given.minutes, console)
     table = Table("head", "weights", "bytes", "loss")
