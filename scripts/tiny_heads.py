@@ -19,8 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from outrider import LLM, SamplingParams
 from outrider.draft.dflash.network import Network as DFlash
 from outrider.draft.dflash.network import Shape
+from outrider.draft.eagle.network import Network as Eagle
 from outrider.draft.eagle3.network import Network as Eagle3
 from outrider.draft.eagle3.network import Settings
 from outrider.draft.hydra.network import Network as Hydra
@@ -28,14 +36,6 @@ from outrider.draft.medusa.network import Network as Medusa
 from outrider.draft.mlp_speculator.network import Network as Mlp
 from outrider.draft.mtp.network import Network as Mtp
 from outrider.draft.redrafter.network import Network as ReDrafter
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
-from safetensors.torch import save_file
-from torch import nn
-
-from outrider import LLM, SamplingParams
-from outrider.draft.eagle.network import Network as Eagle
 from outrider.heads.files import BUILTIN
 from outrider.heads.sample import Outer, read
 from outrider.types import FINAL
@@ -101,8 +101,12 @@ def save(name: str, network: Any) -> int:
     folder = BUILTIN / name
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**network.config(), "torch_dtype": "bfloat16"}, indent=1) + "\n")
-    tensors = {key: tensor.detach().to(torch.bfloat16 if tensor.is_floating_point() else tensor.dtype).clone().contiguous()
-               for key, tensor in network.state_dict().items()}  # fmt: skip
+    tensors: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for key, tensor in network.state_dict().items():
+        if tensor.data_ptr() not in seen:  # what is tied is written once
+            seen.add(tensor.data_ptr())
+            tensors[key] = tensor.detach().to(torch.bfloat16 if tensor.is_floating_point() else tensor.dtype).clone().contiguous()
     save_file(tensors, folder / "model.safetensors")
     return (folder / "model.safetensors").stat().st_size
 

@@ -244,7 +244,7 @@ class Needs(NamedTuple):
 
     topk: so many ids with the largest logits (64 at most), at the root and at every guess.
     states: hidden states, at every token that becomes certain: FINAL, or the number of the layer that they enter.
-    lookbehind: how many of the tokens that the prefix cache gives are computed again, for their states.
+    lookbehind: how many of the tokens that the prefix cache, or another sample, gives are computed again, for their states.
     """
 
     topk: int = 0

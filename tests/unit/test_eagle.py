@@ -184,6 +184,7 @@ def test_the_published_static_tree() -> None:
 
 @pytest.fixture(scope="module")
 def taught(toy: LLM, tmp_path_factory: pytest.TempPathFactory) -> str:
+    torch.manual_seed(1)
     network = Network.like(toy.engine.target).train()
     data, outer = samples(toy, (FINAL,)), Outer.of(toy.engine.decoder)
     teach(network, network.loss, data, outer, steps=250)

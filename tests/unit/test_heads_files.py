@@ -44,6 +44,12 @@ def saved(folder: Path, tensors: dict[str, Tensor], file: str) -> Path:
 # ---- files
 
 
+def test_a_head_beside_a_model_is_the_head(tmp_path: Path) -> None:
+    saved(tmp_path, {"model.norm.weight": torch.ones(8)}, "model.safetensors")
+    saved(tmp_path, {"0.0.linear.weight": torch.ones(8, 8)}, "medusa_lm_head.safetensors")
+    assert set(Head.open(str(tmp_path))) == {"0.0.linear.weight"}
+
+
 @pytest.mark.parametrize("cut", [4, 60, -40])
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin", "medusa_lm_head.pt", "strange.safetensors"])
 def test_a_truncated_file_is_refused_by_name(tmp_path: Path, file: str, cut: int) -> None:

@@ -28,6 +28,7 @@ from outrider.heads.sample import read
 from outrider.types import FINAL, Batch, Budget, Draft, Row
 
 WIDE = 32  # of a pair in the pool
+SMALL: dict[str, dict[str, Any]] = {"dynamic": {"top_k": 2, "nodes": 6}, "chain": {}}  # options of a tree
 LONG = 90  # more tokens than a row that does not guess keeps states of
 
 
@@ -84,7 +85,7 @@ class Listening(Recurrent):
     """seen: (tokens, K, V) behind a row when it was guessed for, or when its slots were said to be filled."""
 
     def __init__(self, target: Target, truth: Truth, tree: str = "dynamic") -> None:
-        super().__init__(RecurrentOptions(tree=tree, top_k=2, nodes=6), target, Head.of("pairs", {}, {}))
+        super().__init__(RecurrentOptions(tree=tree, **SMALL.get(tree, {"nodes": 6})), target, Head.of("pairs", {}, {}))
         self.choose = Oracle(truth)  # type: ignore[assignment]
         self.log = Log()
         self.seen: list[tuple[list[int], Tensor, Tensor]] = []
@@ -245,6 +246,23 @@ def test_rows_that_do_not_guess(checkpoint: str, plain: LLM) -> None:
     run(llm, prompts, params)
     silent = next(records for row, records in drafter.log.turns.items() if not row.params.speculate)
     assert len(silent) >= 64 and most <= 64 + 4
+    check(llm, drafter)
+
+
+def test_a_pair_whose_slot_is_not_there_waits(checkpoint: str, plain: LLM) -> None:
+    """A prompt that fills its page, and no guesses that would have brought the next one: slot 0 is another row's."""
+    prompts = [tiny_prompts(1, seed=9, longest=40)[0][:3] * 12, (tiny_prompts(1, seed=10, longest=40)[0] * 16)[:16]]
+    params = [law(0), law(1, speculate=False)]
+    llm, drafter = put_to_work(checkpoint, plain, prompts, params)
+    catch_up = drafter._catch_up
+
+    def watched(turns: Sequence[Turn]) -> Tensor:
+        for turn in turns:
+            assert turn.row.table is not None and turn.row.table.room > turn.pile.end, "a pair beside a token that has no slot"
+        return catch_up(turns)
+
+    drafter._catch_up = watched  # type: ignore[method-assign]
+    run(llm, prompts, params)
     check(llm, drafter)
 
 

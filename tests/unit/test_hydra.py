@@ -12,8 +12,9 @@ from hydras import CONFIG, engine, judged, naive, overhear, prompts, tensors, to
 from toys import LAYERS, acceptance, samples, save_head, teach
 
 from outrider import LLM, SamplingParams
-from outrider.draft.hydra import PILE, Hydra, ranks
+from outrider.draft.hydra import PILE, Hydra
 from outrider.draft.hydra.network import Network
+from outrider.heads.ranks import ranks_of
 from outrider.heads.sample import Outer, read
 from outrider.heads.templates import MEDUSA, paths
 from outrider.types import FINAL, Guesses
@@ -109,7 +110,7 @@ def test_the_whole_published_tree_is_guessed(target: str, tmp_path: Path) -> Non
     llm.engine.drafter.observe = lambda commit: (trees.extend(commit.draft.trees), observe(commit))  # type: ignore[method-assign]
     llm.generate(prompts(1), SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
     tree = trees[1]
-    found, below = ranks(tree), list[tuple[int, ...]]()
+    found, below = ranks_of(tree), list[tuple[int, ...]]()
     for i, parent in enumerate(tree.parents):
         below.append((*(below[parent] if parent >= 0 else ()), found[i]))
     assert sorted(below) == sorted(paths(MEDUSA["mc_sim_7b_63"])) and len(below) == 63

@@ -150,8 +150,8 @@ def test_numbered_names_need_their_config(llm: LLM, tmp_path: Path) -> None:
     net = network(rnn=False)
     stored = {name.replace("lm_head.", "0."): tensor for name, tensor in net.state_dict().items()}
     head = Head.of("numbered", net.config(), stored)
-    assert ReDrafter.claims(head) == 2
-    assert ReDrafter.claims(Head.of("numbered", {}, stored)) == 0
+    assert draft.detect(save_head(tmp_path / "named", net.config(), stored)) == "redrafter"
+    assert draft.detect(save_head(tmp_path / "bare", {}, stored)) != "redrafter"
     check(ReDrafter(ReDrafter.Options(beam_width=4, nodes=99), llm.engine.target, head), dict(net.state_dict()))
 
 

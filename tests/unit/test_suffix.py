@@ -257,3 +257,13 @@ def test_rows_are_forgotten() -> None:
 def test_bad_values_are_named(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"suffix_decoding_{name} must be .*, got"):
         Suffix.Options(**{f"suffix_decoding_{name}": value})
+
+
+@pytest.mark.parametrize("deep", [2, 3, 4, 8, 9])
+def test_shallow_trees_are_guessed(deep: int) -> None:
+    """Runs that are longer than a match may be are never looked up."""
+    drafter = make(Suffix, suffix_decoding_max_tree_depth=deep)
+    row = make_row([1, 2, 3, 4, 5, 6, 7, 8, 9] * 3)
+    tree = guess(drafter, row, 6)
+    assert tree.tokens and tree.tokens == [1, 2, 3, 4, 5, 6][: len(tree.tokens)]
+    assert len(tree.tokens) <= deep - 1

@@ -400,6 +400,15 @@ def test_laws_of_their_own_are_the_same_draws() -> None:
         left = dice.without(left, token)
 
 
+def test_parents_that_share_a_law_draw_from_it_each_for_itself() -> None:
+    """Heads that do not know each other have one law for a whole level; both children hold the same token here."""
+    first, second = torch.tensor([0.5, 0.3, 0.2]).double(), torch.tensor([0.6, 0.3, 0.1]).double()
+    tree = Guesses([0, 1, 0, 0], [ROOT, ROOT, 0, 1], [0.5] * 4, [first, second], [0, 0, 1, 1])
+    apart = independent(tree)
+    assert torch.equal(apart.law(2), second) and torch.equal(apart.law(3), second)  # type: ignore[arg-type]
+    assert torch.equal(apart.law(1), dice.without(first, 0))  # type: ignore[arg-type]
+
+
 # ---- its options
 
 
@@ -420,8 +429,8 @@ def test_drafters_are_described_as_alone() -> None:
     [
         ("ngram", "drafters must be a list"),
         ({"method": "ngram"}, "drafters must be a list"),
-        (["ngram"], "must be a dict with a 'method', got 'ngram'"),
-        ([{"model": "x"}], "must be a dict with a 'method'"),
+        (["ngram"], "must be a dict with a 'method' or a draft 'model', got 'ngram'"),
+        ([{"num_speculative_tokens": 2}], "must be a dict with a 'method' or a draft 'model'"),
         ([{"method": "ngrams"}], "Did you mean 'ngram'"),
         ([{"method": "ngram", "prompt_lookup_mx": 3}], "Did you mean 'prompt_lookup_max'"),
         ([{"method": "ngram", "verification": "match"}], "unknown key of method 'ngram' in 'drafters' 'verification'"),

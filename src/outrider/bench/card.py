@@ -19,6 +19,7 @@ from outrider.cache.slots import PAGE
 from outrider.config import EngineOptions
 from outrider.engine.engine import free_memory
 from outrider.errors import ModelError
+from outrider.heads.files import builtin
 from outrider.kernels.quantised import Quantised
 from outrider.models import ggml
 from outrider.models.hub import BUILTIN, SAFE, Checkpoint, Weights, locate
@@ -164,7 +165,7 @@ def known() -> list[str]:
         files = {file.file_name for revision in repo.revisions for file in revision.files}
         if repo.repo_type == "model" and "config.json" in files and any(file.endswith((".safetensors", ".bin", ".pt")) for file in files):
             cached.append(repo.repo_id)
-    return [*BUILTIN, *sorted(cached)]
+    return [*BUILTIN, *builtin(), *sorted(cached)]
 
 
 def _parts(options: EngineOptions, checkpoint: Checkpoint | None, config: Any) -> Iterator[Stored]:

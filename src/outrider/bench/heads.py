@@ -35,6 +35,8 @@ class Layout(NamedTuple):
     inside: str = ""
 
 
+WHOLE = "model.norm.weight"  # only a language model has it
+JOINED = r"(?:eh_proj|input_proj|mtp_linear_proj\.\d+)"  # what puts a state and a token together, in prediction layers
 SPEC, DRAFTER, MODEL, MEDUSA = r"(?:speculator\.)?", r"(?:module\.)?drafter\.", r"(?:model\.)*", r"(?:medusa_heads\.)?"
 LAYOUTS = (
     Layout("Medusa's, in its target", r"medusa_head\.0\.0\.linear\.weight", r"medusa_head\.0\.0\.linear\.weight",
@@ -44,8 +46,10 @@ LAYOUTS = (
            rf"{MEDUSA}lm_heads\.\d+\.weight", rf"{MEDUSA}blocks\.(\d+)\..*"),
     Layout("Hydra's", r"hydra_lm_head\.0\..*", r"hydra_lm_head\.0\.(?:\d+\.)?weight", r"hydra_lm_head\.0\.(?:\d+\.)?weight",
            r"hydra_lm_head\.(\d+)\..*"),
-    Layout("Arctic's LSTM speculator", rf"{SPEC}projs\.0\.weight", rf"{SPEC}projs\.0\.weight", rf"{SPEC}head\.0\.weight"),
-    Layout("MLP speculator", rf"{SPEC}proj\.0\.weight", rf"{SPEC}proj\.0\.weight", rf"{SPEC}head\.0\.weight", rf"{SPEC}emb\.(\d+)\..*"),
+    Layout("Arctic's LSTM speculator", rf"{SPEC}(?:projs|forget_proj)\.0\.weight", rf"{SPEC}(?:projs|forget_proj)\.0\.weight",
+           rf"{SPEC}head\.0\.weight"),
+    Layout("MLP speculator", rf"{SPEC}proj\.0\.(?:0\.)?weight", rf"{SPEC}proj\.0\.(?:0\.)?weight", rf"{SPEC}head\.0\.weight",
+           rf"{SPEC}emb\.(\d+)\..*"),
     Layout("TensorRT-LLM's of ReDrafter", r"drafter\.layers\.0\.linear\.weight", rf"{DRAFTER}rnn_u\.weight", r"drafter\.lm_head\.weight",
            inside=r"drafter\..*"),
     Layout("ReDrafter's, beside its target", rf"{DRAFTER}lm_heads?\.0\..*", rf"{DRAFTER}rnn_u\.weight", rf"{DRAFTER}lm_heads?\.\d+\.weight",
@@ -56,8 +60,8 @@ LAYOUTS = (
     Layout("EAGLE-3's", r"midlayer\.hidden_norm\.weight", r"fc\.weight", r"lm_head\.weight", tapped=True),
     Layout("EAGLE-3's, as vLLM or speculators do", rf"{MODEL}layers\.0\.hidden_norm\.weight", rf"{MODEL}fc\.weight", r"lm_head\.weight",
            tapped=True),
-    Layout("a layer of its target", r"(?:.*\.)?eh_proj\.weight|mtp\.fc\.weight", r"(?:.*\.)?eh_proj\.weight|mtp\.fc\.weight",
-           rf"{MODEL}embed_tokens\.weight|lm_head\.weight", across=True, inside=r"mtp\..*|model\.mtp.*|.*\.nextn\..*"),
+    Layout("a prediction layer", rf".*\.?{JOINED}\.weight", rf".*\.?{JOINED}\.weight",
+           rf"{MODEL}embed_tokens\.weight|lm_head\.weight", across=True),
     Layout("EAGLE's", rf"{MODEL}fc\.weight", rf"{MODEL}fc\.weight", rf"{MODEL}(?:lm_head|embed_tokens)\.weight", across=True),
 )  # fmt: skip
 
@@ -93,13 +97,14 @@ def head_card(name: str, revision: str | None = None) -> HeadCard | None:
     head = Head.open(name, revision)
     layout = next((layout for layout in LAYOUTS if any(re.fullmatch(layout.sign, one) for one in head)), Layout("unknown", "", "", ""))
     kinds, size = Counter[str](), 0
+    inside = bool(layout.inside) and WHOLE in head
     assert isinstance(head.tensors, Weights)
     for one, shape, kind in headers(head.tensors):
-        if not layout.inside or re.fullmatch(layout.inside, one):
+        if not inside or re.fullmatch(layout.inside, one):
             kinds[kind] += count(shape)
             size += count(shape) * _bytes(kind)
     return HeadCard(
-        name, method, layout.label, bool(layout.inside), _levels(head, layout), _hidden(head, layout), _vocabulary(head, layout),
+        name, method, layout.label, inside, _levels(head, layout), _hidden(head, layout), _vocabulary(head, layout),
         sum(weights for kind, weights in kinds.items() if kind.startswith(FLOATS)), dict(kinds), size,
     )  # fmt: skip
 
@@ -109,7 +114,7 @@ def _levels(head: Head, layout: Layout) -> int | None:
         return block if _setting(head.config, "sample_from_anchor") else block - 1
     numbers = {found.group(1) for one in head if layout.level and (found := re.fullmatch(layout.level, one))}
     said = _number(head.config, "n_predict")
-    return said if len(numbers) == 1 and said else len(numbers) or None  # tied ones are stored once
+    return said if len(numbers) <= 1 and said else len(numbers) or None  # tied ones are stored once
 
 
 def _hidden(head: Head, layout: Layout) -> int | None:

@@ -36,7 +36,7 @@ def detect(model: str, revision: str | None = None) -> str:
     """
     from outrider.heads.files import Head
 
-    if model in BUILTIN or Path(model).suffix == ".gguf" or any(Path(model).expanduser().glob("*.gguf")):
+    if model in BUILTIN or Path(model).suffix == ".gguf" or _only_gguf(Path(model).expanduser()):
         return PLAIN_MODEL
     head = Head.open(model, revision)
     claims = {name: method.claims(head) for name, method in methods().items()}
@@ -45,3 +45,7 @@ def detect(model: str, revision: str | None = None) -> str:
     if best and len(found) > 1:
         raise ModelError(f"{model!r} could be for {' or '.join(found)}: say which as 'method'.")
     return found[0] if best else PLAIN_MODEL
+
+
+def _only_gguf(folder: Path) -> bool:
+    return any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors"))

@@ -167,7 +167,9 @@ class Suffix(Drafter):
         belief, least = known.belief, self.options.suffix_decoding_min_token_prob
         best, most = NOTHING, 0.0
         for order, run in enumerate(RUNS):
-            longest = RUNS[order - 1] - 1 if order else self.longest
+            longest = min(self.longest, RUNS[order - 1] - 1) if order else self.longest
+            if run > longest:
+                continue
             hope = self._hope(belief, run, longest, budget)
             if hope <= most + ROUNDING:
                 continue  # no such match can promise more

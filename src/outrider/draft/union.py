@@ -32,10 +32,11 @@ FIRST_DRAW, NEXT_DRAW = 0.7, 0.3  # how likely the first of drawn siblings is ri
 
 def read(config: Any) -> tuple[type[Drafter], Any, int | None]:
     """(method, its options, levels) of one of `drafters`."""
-    if not isinstance(config, Mapping) or "method" not in config:
-        raise ConfigError(f"each of 'drafters' must be a dict with a 'method', got {config!r}.")
+    if not isinstance(config, Mapping) or not {"method", "model"} & config.keys():
+        raise ConfigError(f"each of 'drafters' must be a dict with a 'method' or a draft 'model', got {config!r}.")
     given = dict(config)
-    name, levels = given.pop("method"), given.pop(LEVELS, None)
+    name, levels = given.pop("method", None), given.pop(LEVELS, None)
+    name = draft.detect(given["model"], given.get("revision")) if name is None else name
     method = draft.method(name)
     known = {option.name for option in fields(method.Options)}
     for key in given:
@@ -277,11 +278,11 @@ def independent(tree: Guesses) -> Guesses:
         return tree
     laws: list[Tensor] = []
     law_of: list[int] = []
-    left: dict[int, Tensor] = {}
-    for token, law in zip(tree.tokens, tree.law_of):
+    left: dict[tuple[int, int], Tensor] = {}  # several parents may have one law, and draw from it each for itself
+    for token, parent, law in zip(tree.tokens, tree.parents, tree.law_of):
         if law >= 0:
-            laws.append(left.get(law, tree.laws[law]))
-            left[law] = without(laws[-1], token)
+            laws.append(left.get((parent, law), tree.laws[law]))
+            left[parent, law] = without(laws[-1], token)
         law_of.append(len(laws) - 1 if law >= 0 else -1)
     return tree._replace(laws=laws, law_of=law_of, repeats=True)
 

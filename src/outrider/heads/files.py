@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,14 +14,14 @@ from torch import Tensor
 from outrider.errors import ModelError
 from outrider.kernels import Kernels
 from outrider.kernels.quantised import Quantised, join
-from outrider.models.hub import Weights, download, read_json
+from outrider.models.hub import TRAINING, Weights, download, read_json
 from outrider.models.quantise import quantise
 
 BUILTIN = Path(__file__).parent.parent / "builtin" / "heads"
-# In the order in which references look for them.
+# Those whose name says what they are come first: a model may lie beside them.
 STEMS = (
-    "model.safetensors", "pytorch_model.bin", "medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.safetensors",
-    "hydra_lm_head.pt", "consolidated.safetensors", "model.pt", "pytorch_model.pt",
+    "medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.safetensors", "hydra_lm_head.pt", "model.safetensors",
+    "pytorch_model.bin", "consolidated.safetensors", "model.pt", "pytorch_model.pt",
 )  # fmt: skip
 
 
@@ -126,6 +127,11 @@ class Reader:
         """`name`.weight, and `name`.bias if the file has one."""
         return self.fused([(name, outputs)], inputs)
 
+    @property
+    def outer(self) -> Reader:
+        """For embeddings and lm heads, which keep 8 bits where the others get fewer: they decide the tokens."""
+        return replace(self, bits=self.bits and 8)
+
     def fused(self, parts: Sequence[tuple[str, int]], inputs: int) -> Any:
         """Several linears (name, outputs) of one input, their outputs side by side."""
         weights = [self._few(self.head.get(f"{name}.weight", outputs, inputs)) for name, outputs in parts]
@@ -153,12 +159,15 @@ def folder_of(name: str, revision: str | None = None) -> Path:
     if folder.exists() or name.startswith(("/", ".", "~")) or name.count("/") != 1:
         known = ", ".join(["a folder", "a hub id (owner/name)", *builtin()])
         raise ModelError(f"there is no folder {name!r} with a draft head: give {known}.")
-    return download(name, revision)
+    return download(name, revision, ["*.pt"])
 
 
 def stems(folder: Path) -> list[str]:
     """What `Weights` should look for: the usual names, then whatever else holds tensors."""
-    others = sorted(
-        p.name for p in folder.iterdir() if p.suffix in (".safetensors", ".pt", ".pth", ".bin") and p.name != "training_args.bin"
-    )
+    others = sorted(p.name for p in folder.iterdir() if p.suffix in (".safetensors", ".pt", ".pth", ".bin") and not left_over(p.name))
     return [*STEMS, *others]
+
+
+def left_over(name: str) -> bool:
+    """Whether a file is one that trainers leave beside what they have trained."""
+    return any(fnmatch(name, pattern) for pattern in TRAINING)

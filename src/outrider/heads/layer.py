@@ -40,7 +40,7 @@ class Sizes:
                 f"head_dim {config.get('head_dim')} (num_attention_heads {heads})."
             )
         inner = head.shape(f"{at}.mlp.gate_proj.weight")[0]
-        return Sizes(hidden, inner, q // width, kv // width, width, float(config.get("rms_norm_eps", 1e-6)))
+        return Sizes(hidden, inner, q // width, kv // width, width, float(config.get("rms_norm_eps") or 1e-6))
 
     def pool(self, layers: int, slots: int, model: Model) -> Pool:
         return Pool(layers, self.kv_heads, self.head_dim, slots, kv_dtype(model.kv_cache_dtype, model.dtype), model.kernels.device)

@@ -7,6 +7,7 @@ best tree of n nodes has the n largest products (Medusa, arXiv 2401.10774): it i
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Collection, Sequence
 
 from outrider.heads.templates import Path
@@ -58,3 +59,12 @@ class Worth:
                 if parent == node and level < len(self.worth) and ranks[child] < len(self.worth[level]):
                     row = self.worth[level]
                     row[ranks[child]] += LEARN * ((child == right) - row[ranks[child]])
+
+
+def ranks_of(tree: Guesses) -> list[int]:
+    """Of every node among its siblings."""
+    seen, found = Counter[int](), list[int]()
+    for parent in tree.parents:
+        found.append(seen[parent])
+        seen[parent] += 1
+    return found

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
-from outrider.draft.base import Target
+from outrider.draft.base import Target, refuse_idle
 from outrider.errors import ConfigError, unknown
 from outrider.heads.base import HeadDrafter, HeadOptions
 from outrider.heads.choose import Chooser
@@ -67,8 +67,8 @@ class Net(Protocol):
 @dataclass(frozen=True)
 class RecurrentOptions(HeadOptions):
     """tree: "dynamic" (EAGLE-2's), "chain", or a published static tree by name.  top_k: candidates behind a node of a dynamic tree, and how
-    many nodes of a level go on.  nodes: of a tree at most (None: 59, EAGLE-2's total_token of 60 without the root; 8 on a CPU, where
-    every node costs time)."""
+    many nodes of a level go on.  nodes: of a tree at most, but never fewer than levels (None: 59, EAGLE-2's total_token of 60 without the
+    root; 8 on a CPU, where every node costs time, of a published tree, too)."""
 
     tree: str = DYNAMIC
     top_k: int = 10
@@ -84,6 +84,8 @@ class RecurrentOptions(HeadOptions):
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
                 raise ConfigError(f"{name} must be a whole number in 1 … {most}, got {value!r}.")
+        refuse_idle(self, self.tree != CHAIN, "a tree", "nodes")
+        refuse_idle(self, self.tree == DYNAMIC, 'tree "dynamic"', "top_k")
 
 
 @dataclass
@@ -106,7 +108,7 @@ class Pile:
     def drop(self, keep: int = 0) -> None:
         """What was read, but for the last `keep` states."""
         parts = self.states[: self.read]
-        kept = [torch.cat(parts)[-keep:]] if parts and keep else []
+        kept = [torch.cat([part[-keep:] for part in parts])[-keep:].clone()] if parts and keep else []  # a view would keep the chunk
         gone = sum(map(len, parts)) - sum(map(len, kept))
         self.first, self.count = self.first + gone, self.count - gone
         self.states[: self.read] = kept
@@ -149,10 +151,10 @@ class Recurrent(HeadDrafter):
         return [self.pool]
 
     def size(self, depth: int) -> int:
-        if self.options.tree == CHAIN or self.options.top_k == 1:
-            return depth
         if self.paths:
             return min(self.nodes, sum(len(path) <= depth for path in self.paths))
+        if self.options.tree == CHAIN or self.options.top_k == 1:
+            return depth
         k: int = self.options.top_k
         return max(depth, min(self.nodes, k + (depth - 1) * k * k))
 
@@ -163,24 +165,30 @@ class Recurrent(HeadDrafter):
             pile = self.piles.get(row)
             if pile is None or not pile.count:
                 continue
-            guesses = budget.nodes > 0 and batch.known[r] == 1 and pile.end == batch.starts[r] > self.overlap
+            guesses = budget.nodes > 0 and batch.known[r] == 1 and pile.end == batch.starts[r] and pile.count > self.overlap
             if not (guesses or pile.count >= PILE):
                 continue
             turns.append(turn := self._turn(row, batch.end(r) + budget.nodes))
             if guesses:
                 turn.tree = grown[r] = self._growing(row, turn.slots[1:], batch.end(r) - 1, budget)
         if turns:
-            self._levels(self._catch_up(turns), list(grown.values()))
+            self._levels(self._read(turns), list(grown.values()))
         return Draft([grown[r].guesses if r in grown else NOTHING for r in range(len(batch))])
 
     def _turn(self, row: Row, end: int) -> Turn:
-        """Lets a pile be read, with slots up to `end`."""
+        """A pile to be read, with slots up to `end`."""
         assert row.table is not None
-        pile = self.piles[row]
-        pile.read = len(pile.states)
-        if pile.first < self.synced[row]:  # otherwise a step that was interrupted left a gap, and what follows it is not shared
-            self.synced[row] = pile.end + 1
-        return Turn(row, pile, row.table.slots[:end], None)
+        return Turn(row, self.piles[row], row.table.slots[:end], None)
+
+    def _read(self, turns: Sequence[Turn]) -> Tensor:
+        """`_catch_up`, and then what it read is known as read."""
+        out = self._catch_up(turns)
+        for turn in turns:
+            row, pile = turn.row, turn.pile
+            pile.read = len(pile.states)
+            if pile.first < self.synced[row]:  # otherwise a step that was interrupted left a gap, and what follows it is not shared
+                self.synced[row] = pile.end + 1
+        return out
 
     def _growing(self, row: Row, table: array[int], base: int, budget: Budget) -> Growing:
         k = 1 if self.options.tree == CHAIN else self.options.top_k
@@ -241,10 +249,12 @@ class Recurrent(HeadDrafter):
 
     def _read_prompts(self, batch: Batch) -> None:
         """Chunks are read at once, so that whoever shares the prompt finds its K/V; but for what the first level will be read from."""
-        rows = [row for row, known in zip(batch.rows, batch.known) if known > 1 and row.finish_reason is None]
-        if rows:
-            turns = [self._turn(row, row.computed + 1) for row in rows]
-            self._catch_up(turns)
+        turns = []
+        for row, known in zip(batch.rows, batch.known):
+            if known > 1 and row.finish_reason is None and row.table is not None and row.table.room > row.computed:
+                turns.append(self._turn(row, row.computed + 1))  # the last pair lies beside the pending token, whose slot may be missing
+        if turns:
+            self._read(turns)
             for turn in turns:
                 turn.pile.drop(self.overlap + 1)
 

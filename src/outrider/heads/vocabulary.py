@@ -26,6 +26,14 @@ def target_ids(head: Head, vocabulary: int) -> Tensor | None:
     return None if len(ids) == vocabulary else ids.to(torch.int32)
 
 
+def listed_ids(head: Head, name: str, vocabulary: int) -> Tensor:
+    """int32 [Vd] of a tensor that lists the target's tokens in any order.  Raises ModelError where the target has no such tokens."""
+    ids = _column(head, name).long()
+    if not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
+        raise ModelError(f"{head.name!r} does not fit the target: its {name} reaches token {_last(ids)}, the target has {vocabulary}.")
+    return ids.to(torch.int32)
+
+
 def _read(head: Head, known: Tensor | None, vocabulary: int) -> Tensor:
     table = _column(head, "d2t").long()
     readings = (table + torch.arange(len(table)), table)

@@ -24,7 +24,8 @@ from outrider.models.spec import LIKE, Facts, Spec
 BUILTIN = {"builtin": "target", "builtin-draft": "draft"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SAFE = ".safetensors"  # all others are pickles, of which only weights are read
-PATTERNS = ["*.json", "*.safetensors", "*.bin", "*.pt", "tokenizer*", "*.jinja", "*.model", "*.txt"]
+TRAINING = ["*optimizer*", "*scheduler.pt", "rng_state*", "training_args*"]  # what a trainer leaves beside a model
+PATTERNS = ["*.json", "*.safetensors", "*.bin", "tokenizer*", "*.jinja", "*.model", "*.txt"]
 
 
 def locate(name: str, revision: str | None = None) -> Path:
@@ -47,12 +48,12 @@ def locate(name: str, revision: str | None = None) -> Path:
     return download(name, revision)
 
 
-def download(name: str, revision: str | None = None) -> Path:
-    """The folder of a hub id, in the hub's own cache."""
+def download(name: str, revision: str | None = None, also: Sequence[str] = ()) -> Path:
+    """The folder of a hub id, in the hub's own cache, with these files beside those of a model."""
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=PATTERNS))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=[*PATTERNS, *also], ignore_patterns=TRAINING))
     except Exception as error:  # the hub raises a dozen kinds; the user needs one sentence
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(f"{name!r} is no local folder, and the hub did not give it: {reason}") from error

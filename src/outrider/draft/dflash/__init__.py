@@ -28,13 +28,13 @@ from outrider.cache.pool import Pool
 from outrider.draft.base import Drafter, Target
 from outrider.draft.dflash import layouts
 from outrider.draft.dflash.network import Network
-from outrider.draft.dflash.tree import Grower, chain, ranks
+from outrider.draft.dflash.tree import Grower, chain
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.base import HeadDrafter, HeadOptions
 from outrider.heads.choose import Chooser
 from outrider.heads.files import Head
 from outrider.heads.layer import Block, Sizes, turn_of
-from outrider.heads.ranks import Worth
+from outrider.heads.ranks import Worth, ranks_of
 from outrider.heads.vocabulary import target_ids
 from outrider.types import NOTHING, Batch, Budget, Commit, Draft, Guesses, Needs, Row
 
@@ -131,7 +131,7 @@ class DFlash(HeadDrafter):
             return None
         stored = self.head.shape(f"{name}.weight")[0]
         rows = len(self.ids) if says and self.ids is not None else max(self.target.vocabulary, stored)
-        return replace(self.reader, bits=self.reader.bits and 8).linear(name, rows, inputs)
+        return self.reader.outer.linear(name, rows, inputs)
 
     @classmethod
     def claims(cls, head: Head) -> int:
@@ -140,8 +140,9 @@ class DFlash(HeadDrafter):
     @classmethod
     def example(cls, target: Target) -> Drafter:
         """A random tree of 8, of two layers, one of them with a window; it reads the first and the last states that there are."""
-        torch.manual_seed(0)
-        network = Network.like(target, taps=(1, target.decoder.spec.layers), block=5, window=9, sliding=(1,), non_causal=True)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            network = Network.like(target, taps=(1, target.decoder.spec.layers), block=5, window=9, sliding=(1,), non_causal=True)
         return cls(cls.Options(nodes=8), target, Head.of("example", network.config(), network.state_dict()))
 
     def allocate(self, slots: int, pool: Pool) -> list[Pool]:
@@ -240,7 +241,7 @@ class DFlash(HeadDrafter):
         for r, row in enumerate(batch.rows):
             start, end = batch.starts[r], row.computed
             if self.memory is not None:
-                self.memory.learn(commit.draft.trees[r], ranks(commit.draft.trees[r]), commit.verdict.nodes[r])
+                self.memory.learn(commit.draft.trees[r], ranks_of(commit.draft.trees[r]), commit.verdict.nodes[r])
             if row.finish_reason is None and self.synced.get(row) == start:
                 assert row.table is not None
                 plan.chain(row.table.slots, start, row.tokens[start:end])

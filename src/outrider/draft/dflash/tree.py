@@ -24,16 +24,6 @@ def chain(levels: int) -> list[Path]:
     return [(0,) * level for level in range(1, levels + 1)]
 
 
-def ranks(tree: Guesses) -> list[int]:
-    """Of every node among its siblings."""
-    before = Counter[int]()
-    found = []
-    for parent in tree.parents:
-        found.append(before[parent])
-        before[parent] += 1
-    return found
-
-
 class Grower:
     """logits float32 [levels, Vd]: row i is for position len(row.tokens) + i."""
 

@@ -25,6 +25,7 @@ from outrider.errors import ModelError
 from outrider.heads.files import Head, Reader
 from outrider.heads.layer import Block, Sizes, turn_of
 from outrider.heads.recurrent import Net, Recurrent, RecurrentOptions
+from outrider.heads.vocabulary import listed_ids
 from outrider.types import FINAL
 
 
@@ -35,6 +36,10 @@ class Packed:
 
     def __init__(self, reader: Reader, target: Target) -> None:
         head, model = reader.head, target.decoder
+        if (wide := model.embed([0]).shape[1]) != model.spec.hidden:
+            raise ModelError(
+                f"{head.name!r} reads embeddings as wide as the target's states, {model.spec.hidden}, and the target's are {wide}."
+            )
         self.model, self.kernels, hidden = model, reader.kernels, model.spec.hidden
         self.fc = reader.linear("fc", hidden, 2 * hidden)
         count = sum(name.endswith(".self_attn.q_proj.weight") for name in head)
@@ -45,8 +50,8 @@ class Packed:
         self.norm_token, self.norm_state, self.norm_out = (self._norm(reader, name) for name in ("norm_token", "norm_state", "norm_out"))
         self.ids = self.lm_head = None
         if "token_map" in head:  # it knows some of the tokens only, and has a head for these
-            self.ids = head.raw("token_map").to(torch.int32)
-            self.lm_head = reader.linear("lm_head", len(self.ids), hidden)
+            self.ids = listed_ids(head, "token_map", target.vocabulary)
+            self.lm_head = reader.outer.linear("lm_head", len(self.ids), hidden)
 
     def _norm(self, reader: Reader, name: str) -> Tensor | None:
         return reader.vector(f"{name}.weight", self.model.spec.hidden) if f"{name}.weight" in reader.head else None

@@ -34,7 +34,7 @@ NESTED = ("model", "transformer_layer_config")  # where configs hide what the la
 def named(head: Head) -> Head:
     """Under our names, with a flat config."""
     inner = [part for key in NESTED if isinstance(part := head.config.get(key), Mapping)]
-    config = {key: value for part in (*inner, head.config) for key, value in part.items()}
+    config = dict(head.config)
     for part in inner:
         config.update(part)
     return replace(head.renamed(_name), config=config)

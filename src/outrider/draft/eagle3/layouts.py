@@ -94,7 +94,7 @@ class Facts:
             hidden=head.shape("midlayer.self_attn.o_proj.weight")[0],
             taps=taps_of(head, layers, given, offset),
             layers=1 + len({match[1] for name in head if (match := re.match(r"layers\.(\d+)\.", name))}),
-            eps=float(config.get("rms_norm_eps", 1e-6)),
+            eps=float(config.get("rms_norm_eps") or 1e-6),
             residual_normed=config_flag(config, "norm_before_residual", False),
             output_normed=not forge and config_flag(config, "norm_output", False),
             head_normed=not forge or config_flag(config, "norm_output", True),
@@ -113,6 +113,8 @@ def taps_of(head: Head, layers: int, given: Sequence[int] | None = None, offset:
     if not config_flag(head.config, "use_aux_hidden_state", True) and "fc.weight" not in head:
         return (FINAL,)
     listed = head.config.get(TAPS)
+    if listed is None and offset is not None:
+        raise ConfigError(f"tap_offset {offset} moves what a file lists, and {head.name!r} lists nothing: give {TAPS} instead.")
     if listed is None:
         return tuple(sorted(min(max(tap, 0), layers) for tap in (2, layers // 2, layers - 3)))
     if not isinstance(listed, Sequence) or isinstance(listed, str) or not all(isinstance(tap, int) for tap in listed):

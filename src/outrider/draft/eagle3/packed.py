@@ -125,13 +125,13 @@ class Packed:
         head, h = self.reader.head, self.facts.hidden
         if "lm_head.weight" in head or self.ids is not None:
             rows = head.shape("lm_head.weight")[0]
-            listed = head.shape("d2t")[0] if "d2t" in head else None
+            listed = None if self.ids is None else len(self.ids)
             if rows + PADDING <= target.vocabulary if listed is None else rows != listed:
-                tokens = "no d2t" if listed is None else f"a d2t of {listed}"
+                tokens = "no d2t" if listed is None else f"a list of {listed}"
                 raise ModelError(f"{head.name!r} does not fit the target: an lm_head of {rows} tokens, {tokens}; V is {target.vocabulary}.")
-            return self.reader.linear("lm_head", rows, h)
+            return self.reader.outer.linear("lm_head", rows, h)
         if config_flag(head.config, "tie_word_embeddings", False) and "embed_tokens.weight" in head:
-            return self.reader.linear("embed_tokens", head.shape("embed_tokens.weight")[0], h)
+            return self.reader.outer.linear("embed_tokens", head.shape("embed_tokens.weight")[0], h)
         if target.decoder.spec.hidden != h:
             raise ModelError(
                 f"{head.name!r} does not fit the target: no lm_head, a width of {h}; the target's {target.decoder.spec.hidden}."

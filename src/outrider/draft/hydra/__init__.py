@@ -30,10 +30,10 @@ from outrider.errors import ConfigError, ModelError, unknown
 from outrider.heads.base import HeadDrafter, HeadOptions
 from outrider.heads.dynamic import Drawn, Growing, Static
 from outrider.heads.files import Head, Reader
-from outrider.heads.ranks import Worth
+from outrider.heads.ranks import Worth, ranks_of
 from outrider.heads.recurrent import PILE, Pile
 from outrider.heads.templates import MEDUSA, Path, paths
-from outrider.types import FINAL, NOTHING, Batch, Budget, Commit, Draft, Guesses, Needs, Row
+from outrider.types import FINAL, NOTHING, Batch, Budget, Commit, Draft, Needs, Row
 
 OWN, CHAIN = "own", "chain"
 RANKS = 10  # children of a node at most
@@ -138,19 +138,19 @@ class Hydra(HeadDrafter):
     def _levels(self, z: Tensor, grown: list[Growing]) -> None:
         """Level after level of all trees, one head each, over the nodes that have children; z [n, inputs] of the roots."""
         for step in self.steps:
-            logits, plan, first = step(z), Plan(), 0
+            logits, first = step(z), 0
             sources, following = list[int](), list[Growing]()
             for tree in grown:
                 count = len(tree.sources)
                 tree.take(self.choose, logits[first : first + count])
                 if tree.sources:
-                    tree.plan(plan)
                     sources += [first + source for source in tree.sources]
                     following.append(tree)
                 first += count
             if not following:
                 return
-            z, grown = torch.cat([z[sources], self._embedded(plan.build().ids.tolist())], dim=-1), following
+            said = [path[-1] for tree in following for path, _ in tree.tips]
+            z, grown = torch.cat([z[sources], self._embedded(said)], dim=-1), following
 
     def _embedded(self, ids: Sequence[int]) -> Tensor:
         return self.target.decoder.embed(ids).to(self.kernels.activations)
@@ -165,18 +165,19 @@ class Hydra(HeadDrafter):
             plan.chain(row.table.slots, pile.first, [0] * pile.count)
             states += pile.states
             ends.append(plan.length - 1)
-            pile.read = len(pile.states)
-            pile.drop()
         if rows:
             said = prefix(torch.cat(states).to(self.kernels.activations), plan.build(), self.pool, ends)
             for i, row in enumerate(rows):
+                self.piles[row].read = len(self.piles[row].states)
+                self.piles[row].drop()
                 self.last[row] = self.piles[row].first, said[i : i + 1]
 
     def observe(self, commit: Commit) -> None:
         batch = commit.batch
         if self.memory is not None:
             for tree, accepted in zip(commit.draft.trees, commit.verdict.nodes):
-                self.memory.learn(tree, ranks(tree), accepted)
+                if not tree.laws:  # drawn ones have other ranks
+                    self.memory.learn(tree, ranks_of(tree), accepted)
         if self.prefix is None:
             for r, row in enumerate(batch.rows):
                 if commit.verdict.tokens[r]:
@@ -195,13 +196,3 @@ class Hydra(HeadDrafter):
 
     def filled(self, row: Row) -> int:
         return min(row.computed, self.piles[row].first) if row in self.piles else row.computed
-
-
-def ranks(tree: Guesses) -> list[int]:
-    """Of every node among its siblings."""
-    seen: dict[int, int] = {}
-    found = []
-    for parent in tree.parents:
-        found.append(seen.get(parent, 0))
-        seen[parent] = found[-1] + 1
-    return found

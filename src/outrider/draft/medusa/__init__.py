@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from outrider.draft.base import Drafter, Target
-from outrider.draft.medusa.layouts import layout_of, opened
+from outrider.draft.medusa.layouts import LAYOUTS, layout_of, opened
 from outrider.draft.medusa.network import Network
 from outrider.draft.medusa.packed import Packed
 from outrider.draft.medusa.trees import CHAIN, RANKS, allowed, check_tree
@@ -28,7 +28,7 @@ from outrider.errors import ConfigError
 from outrider.heads.base import HeadOptions, StateDrafter
 from outrider.heads.choose import Chooser
 from outrider.heads.files import Head
-from outrider.heads.ranks import Worth
+from outrider.heads.ranks import Worth, ranks_of
 from outrider.heads.templates import Path
 from outrider.sampling import dice
 from outrider.types import NOTHING, ROOT, Batch, Budget, Commit, Draft, Guesses, Row
@@ -70,8 +70,8 @@ class Medusa(StateDrafter):
 
     @classmethod
     def claims(cls, head: Head) -> int:
-        if layout_of(head) is not None:
-            return 2
+        if (layout := layout_of(head)) is not None:  # bare numbers are no signature where the config says something else
+            return 1 if layout is LAYOUTS[0] and head.config.get("model_type") not in (None, "medusa") else 2
         return int(head.config.get("model_type") == "medusa" or any(key.startswith("medusa_num") for key in head.config))
 
     @classmethod
@@ -161,17 +161,8 @@ class Medusa(StateDrafter):
         super().observe(commit)
         for tree, accepted in zip(commit.draft.trees, commit.verdict.nodes):
             if tree.tokens:
-                self.memory.learn(tree, _ranks(tree), accepted)
+                self.memory.learn(tree, ranks_of(tree), accepted)
 
 
 def _at(ranked: Sequence[Sequence[int]], path: Path) -> int:
     return ranked[len(path) - 1][path[-1]] if len(path) <= len(ranked) else -1
-
-
-def _ranks(tree: Guesses) -> list[int]:
-    """Of each node among its siblings."""
-    seen, ranks = Counter[int](), list[int]()
-    for parent in tree.parents:
-        ranks.append(seen[parent])
-        seen[parent] += 1
-    return ranks

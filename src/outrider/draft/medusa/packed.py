@@ -10,6 +10,7 @@ from outrider.draft.base import Target
 from outrider.draft.medusa.layouts import counts
 from outrider.errors import ModelError
 from outrider.heads.files import Head, Reader
+from outrider.models.steady import by_rows
 
 
 class Packed:
@@ -40,7 +41,7 @@ class Packed:
 
     def _through(self, x: Tensor, blocks: list[object]) -> Tensor:
         for block in blocks:
-            x = x + F.silu(self.kernels.linear(x, block))
+            x = x + by_rows(F.silu, self.kernels.linear(x, block))
         return x
 
     def _blocks(self, i: int, count: int) -> list[object]:
@@ -60,7 +61,7 @@ class Packed:
             return self.reader.linear(name, self.outputs, self.hidden)
         whole = self.head.get(f"{name}.weight", self.vocabulary, self.hidden)
         some = Head.of(self.head.name, {}, {"lm_head.weight": whole[self.ids.long()]})
-        return Reader(some, self.kernels, self.reader.bits).linear("lm_head", self.outputs, self.hidden)
+        return Reader(some, self.kernels, self.reader.bits).outer.linear("lm_head", self.outputs, self.hidden)
 
 
 def token_map(head: Head, vocabulary: int) -> Tensor | None:

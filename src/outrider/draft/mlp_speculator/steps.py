@@ -24,6 +24,7 @@ from outrider.draft.mlp_speculator.layouts import GATES, KINDS, LSTM, Layout
 from outrider.errors import ModelError
 from outrider.heads.files import Reader
 from outrider.kernels import Kernels
+from outrider.models.steady import by_rows
 
 EPS = 1e-6
 State = tuple[Tensor, ...]  # what a step hands to the next, [n, …] each
@@ -42,7 +43,7 @@ class Norm:
         return Norm(reader.vector(f"{name}.weight", size), bias)
 
     def __call__(self, x: Tensor, run: Kernels) -> Tensor:
-        return F.gelu(run.rms_norm(x, self.weight, EPS) + self.bias)
+        return by_rows(F.gelu, run.rms_norm(x, self.weight, EPS) + self.bias)
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Speculator:
     def __init__(self, reader: Reader, layout: Layout, hidden: int) -> None:
         self.kernels, self.steps = reader.kernels, layout.steps
         self.reader = replace(reader, head=layout.head)
-        self.outer = replace(self.reader, bits=reader.bits and 8)  # embeddings and heads, which decide the tokens
+        self.outer = self.reader.outer
         scaled = layout.head.config.get("scale_input") is True
         self.scale = torch.full((hidden,), 0.5**0.5, device=self.kernels.device) if scaled else None
 
@@ -153,7 +154,7 @@ class Lstm(Speculator):
         z = torch.cat([run.embed(table, plan) for table in self.tables], dim=-1)
         z = z if len(self.tables) == len(GATES) else z.repeat(1, len(GATES))
         gates = run.linear(s, self.projs[min(step, 1)]) + self.share * z
-        forget, enter, leave = gates[:, : 3 * self.width].sigmoid().chunk(3, dim=-1)
+        forget, enter, leave = by_rows(torch.sigmoid, gates[:, : 3 * self.width].contiguous()).chunk(3, dim=-1)
         cell = cell * forget + self.cell_norm(gates[:, 3 * self.width :].contiguous(), run) * enter
         s = self.state_norm(cell, run) * leave
         return (s, cell), run.linear(s, self.heads[step]).float()

@@ -28,6 +28,7 @@ from outrider.draft.redrafter.network import Network
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.base import HeadOptions, StateDrafter
 from outrider.heads.files import Head
+from outrider.models.steady import by_rows
 from outrider.types import NOTHING, Batch, Budget, Draft
 
 WIDEST, LONGEST = 64, 1025
@@ -77,7 +78,7 @@ class ReDrafter(StateDrafter):
         self.rnn_w = reader.linear("rnn_w", hidden, hidden) if rnn else None
         self.input_proj = linear("input_proj", width, 2 * hidden) if projected else None
         self.blocks = [linear(f"lm_head.{i}.linear", width, width) for i in range(count)]
-        self.lm_head = reader.linear(f"lm_head.{count}", vocabulary, width)
+        self.lm_head = reader.outer.linear(f"lm_head.{count}", vocabulary, width)
         if (wide := self.target.decoder.embed([0]).shape[1]) != hidden:
             raise ModelError(f"{self.head.name!r} reads embeddings as wide as the target's states, {hidden}, and the target's are {wide}.")
 
@@ -132,12 +133,12 @@ class ReDrafter(StateDrafter):
         embedded = self.target.decoder.embed(tokens).to(s)
         if self.rnn_u is None:
             return s + embedded
-        return F.silu(self.kernels.linear(s, self.rnn_u, self.kernels.linear(embedded, self.rnn_w)))
+        return by_rows(F.silu, self.kernels.linear(s, self.rnn_u, self.kernels.linear(embedded, self.rnn_w)))
 
     def _logits(self, f: Tensor, s: Tensor) -> Tensor:
         """float32 [n, V]."""
         x = torch.cat([f, s], dim=1)
         x = x if self.input_proj is None else self.kernels.linear(x, self.input_proj)
         for block in self.blocks:
-            x = x + F.silu(self.kernels.linear(x, block))
+            x = x + by_rows(F.silu, self.kernels.linear(x, block))
         return self.kernels.linear(x, self.lm_head).float()
