@@ -51,7 +51,7 @@ def made(hidden: int, vocabulary: int, known: tuple[int, ...]) -> dict[str, tupl
         "eagle": (Eagle(hidden, 512, 6, 2, 64, vocabulary, bias=False), (FINAL,)),
         "eagle3": (Eagle3(Settings(vocabulary, hidden, target_hidden=hidden, taps=TAPS, drafted=known, **block)), TAPS),
         "medusa": (Medusa(hidden, vocabulary, heads=3, own=False), (FINAL,)),
-        "hydra": (Hydra(hidden, vocabulary, heads=2, layers=1), (FINAL,)),
+        "hydra": (Hydra(hidden, vocabulary, heads=1, layers=1), (FINAL,)),
         "mlp_speculator": (Mlp(hidden, 128, vocabulary, n_predict=3, tie_weights=True, scale_input=True), (FINAL,)),
         "redrafter": (ReDrafter(hidden, vocabulary, layers=1, exit_dim=160), (FINAL,)),
         "dflash": (DFlash(Shape(hidden, layers=1, vocabulary=vocabulary, taps=TAPS, block=4, mask=2, **block)), TAPS),

@@ -131,14 +131,13 @@ def test_one_call_equals_one_level_after_another(config: str, law: str, llm: LLM
 def test_verification_computes_no_first_layer_twice(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a chain of four, the first layers are computed for the last guess only."""
     rows: list[tuple[int, int]] = []
-    run = Runner._run
+    run = Runner._resumed
 
-    def counting(self: Runner, plan: Plan, resume: Resume | None, ends: list[int]) -> torch.Tensor:
-        if resume is not None:
-            rows.append((plan.length, plan.length - sum(map(len, resume.nodes))))
+    def counting(self: Runner, plan: Plan, resume: Resume, ends: list[int]) -> torch.Tensor:
+        rows.append((plan.length, plan.length - sum(map(len, resume.nodes))))
         return run(self, plan, resume, ends)
 
-    monkeypatch.setattr(Runner, "_run", counting)
+    monkeypatch.setattr(Runner, "_resumed", counting)
     use(llm, early_exit=2, **NEVER_STOP)
     answer(llm, PROMPTS[0], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
     assert rows[0] == (5, 1)
@@ -156,8 +155,8 @@ Edit = Callable[[Resume], Resume]
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, edit: Edit) -> None:
-    run = Runner._run
-    monkeypatch.setattr(Runner, "_run", lambda self, plan, resume, ends: run(self, plan, None if resume is None else edit(resume), ends))
+    run = Runner._resumed
+    monkeypatch.setattr(Runner, "_resumed", lambda self, plan, resume, ends: run(self, plan, edit(resume), ends))
 
 
 EDITS: dict[str, Edit] = {

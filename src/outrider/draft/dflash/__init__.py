@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -62,6 +62,8 @@ class Layer:
 
 
 class DFlash(HeadDrafter):
+    demo: ClassVar = {"DFlash": {"model": "builtin-dflash", "num_speculative_tokens": 2}}
+
     @dataclass(frozen=True)
     class Options(HeadOptions):
         """nodes: of a tree (None: a chain), by how often which rank of which level was right.  tap_offset: what to add to the file's

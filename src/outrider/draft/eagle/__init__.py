@@ -12,6 +12,7 @@ The two differ in the tree only; "dynamic" is EAGLE-2's.  Positions and K/V: see
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -85,6 +86,8 @@ class Packed:
 
 
 class Eagle(Recurrent):
+    demo: ClassVar = {"EAGLE": {"model": "builtin-eagle", "tree": "chain", "num_speculative_tokens": 2}}
+
     @dataclass(frozen=True)
     class Options(RecurrentOptions):
         """As all heads that recur; a published tree by name is EAGLE-1's."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from outrider.draft.base import Drafter, Target
 from outrider.draft.eagle3 import layouts
@@ -19,6 +19,8 @@ from outrider.heads.recurrent import Net, Recurrent, RecurrentOptions
 
 
 class Eagle3(Recurrent):
+    demo: ClassVar = {"EAGLE-3": {"model": "builtin-eagle3", "tree": "chain", "num_speculative_tokens": 2}}
+
     @dataclass(frozen=True)
     class Options(RecurrentOptions):
         """eagle_aux_hidden_state_layer_ids: which layers' inputs the head reads, as vLLM counts; tap_offset: added to what the file says

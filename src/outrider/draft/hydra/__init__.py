@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -40,6 +41,8 @@ RANKS = 10  # children of a node at most
 
 
 class Hydra(HeadDrafter):
+    demo: ClassVar = {"Hydra, one head": {"model": "builtin-hydra", "tree": "chain", "num_speculative_tokens": 1}}
+
     @dataclass(frozen=True)
     class Options(HeadOptions):
         """tree: a published one by name, "chain", or "own": the ranks that were right most often so far.  nodes: of a tree at most

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -37,6 +38,8 @@ PUBLISHED, FEW = 63, 8  # nodes of the published trees; what pays on a CPU, wher
 
 
 class Medusa(StateDrafter):
+    demo: ClassVar = {"Medusa": {"model": "builtin-medusa", "tree": "chain", "num_speculative_tokens": 2}}
+
     @dataclass(frozen=True)
     class Options(HeadOptions):
         """tree: "own" (the paths that turn out to be worth most), "chain" (vLLM's: the best of each head), a published one by name, or a

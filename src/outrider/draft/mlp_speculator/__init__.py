@@ -16,7 +16,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -45,6 +45,8 @@ def _check(top_k: Any, where: str = "") -> tuple[int, ...]:
 
 
 class MlpSpeculator(StateDrafter):
+    demo: ClassVar = {"MLP speculator": {"model": "builtin-mlp_speculator", "num_speculative_tokens": 2}}
+
     @dataclass(frozen=True)
     class Options(HeadOptions):
         """top_k_tokens_per_head: how many children a node has, step by step, such as [4, 3, 2, 2]; "config" for what the checkpoint

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,8 @@ WIDEST, LONGEST = 64, 1025
 
 
 class ReDrafter(StateDrafter):
+    demo: ClassVar = {"ReDrafter": {"model": "builtin-redrafter", "num_speculative_tokens": 2, "beam_width": 3, "nodes": 4}}
+
     @dataclass(frozen=True)
     class Options(HeadOptions):
         """beam_width: beams that a level goes on with (TensorRT-LLM: redrafter_num_beams).  beam_length: of a beam with the token that it
