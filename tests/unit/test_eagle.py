@@ -223,6 +223,12 @@ def test_a_head_for_another_target_is_refused(toy: LLM, tmp_path: Path) -> None:
         Eagle(Eagle.Options(model=save_head(tmp_path, CONFIG, w)), toy.engine.target)
 
 
+def test_a_head_of_another_method_is_named(toy: LLM, tmp_path: Path) -> None:
+    folder = save_head(tmp_path, {"medusa_num_heads": 1}, {"0.0.linear.weight": torch.eye(HIDDEN), "0.0.linear.bias": torch.zeros(HIDDEN)})
+    with pytest.raises(ModelError, match="another method: say 'medusa'"):
+        Eagle(Eagle.Options(model=folder), toy.engine.target)
+
+
 def test_a_missing_tensor_is_named(toy: LLM, tmp_path: Path) -> None:
     w = tensors()
     del w["layers.0.mlp.down_proj.weight"]

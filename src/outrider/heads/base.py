@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from outrider.draft.base import Drafter, Target
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, ModelError
 from outrider.heads.choose import Chooser
 from outrider.heads.files import Head, Reader
 from outrider.models.quantise import bits_of
@@ -49,9 +49,20 @@ class HeadDrafter(Drafter):
         if head is None and not options.model:
             raise ConfigError("the method needs 'model': the folder or hub id of a trained head.")
         self.kernels, self.hidden = target.decoder.kernels, target.decoder.spec.hidden
-        self.head = head or Head.open(options.model, options.revision)
+        self.head = head or self._opened(options)
         self.reader = Reader(self.head, self.kernels, bits_of(options.quantization))
         self.choose = Chooser(target)
+
+    def _opened(self, options: Any) -> Head:
+        """Raises ModelError for a file of another method."""
+        from outrider.draft import methods
+
+        head = Head.open(options.model, options.revision)
+        if not self.claims(head):
+            for name, other in methods().items():
+                if other.claims(head) == 2:
+                    raise ModelError(f"{options.model!r} is a head for another method: say {name!r}, or leave method out.")
+        return head
 
 
 class StateDrafter(HeadDrafter):
