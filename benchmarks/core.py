@@ -84,9 +84,9 @@ def overhead_ms(llm: LLM, config: dict[str, Any] | None, params: SamplingParams)
     inside = [0.0]
 
     def timed(function: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(*args: Any) -> Any:
+        def wrapper(*args: Any, **named: Any) -> Any:
             began = time.perf_counter()
-            result = function(*args)
+            result = function(*args, **named)
             inside[0] += time.perf_counter() - began
             return result
 

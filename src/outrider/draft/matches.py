@@ -30,9 +30,9 @@ class Belief:
 
     def promise(self, length: int, levels: int) -> float:
         """What so many levels after a match are worth at most: the sum of the probabilities of a chain that nothing else followed."""
-        joint, whole = 1.0, 0.0
+        joint, whole, most = 1.0, 0.0, len(self.values) - 1
         for n in range(length, length + levels):
-            joint *= self(n)
+            joint *= self.values[n if n < most else most]
             whole += joint
         return whole
 

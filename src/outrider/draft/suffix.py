@@ -170,8 +170,7 @@ class Suffix(Drafter):
             longest = min(self.longest, RUNS[order - 1] - 1) if order else self.longest
             if run > longest:
                 continue
-            hope = self._hope(belief, run, longest, budget)
-            if hope <= most + ROUNDING:
+            if self._nodes(longest, budget) <= most or (hope := self._hope(belief, run, longest, budget)) <= most + ROUNDING:
                 continue  # no such match can promise more
             if belief.best(run, longest) < least:
                 belief.passed(run, longest)
