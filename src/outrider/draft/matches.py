@@ -62,8 +62,8 @@ def frequent(
     that is less likely than `least` from the root on.
     """
     tree = Guesses([], [], [])
-    if len(texts) == 1 or all([text == texts[0] for text in texts]):  # as a rule: no counting, no choice
-        return tree, _copied(tree, texts[0][: budget.depth] if texts else (), budget.nodes, belief, length, 1.0, least)
+    if texts and texts.count(texts[0]) == len(texts):  # as a rule: no counting, no choice
+        return tree, _copied(tree, texts[0][: budget.depth], budget.nodes, belief, length, 1.0, least)
     waiting: list[tuple[float, int, int, int, int, float, list[Counted]]] = []
     score, made = 0.0, 0
 
