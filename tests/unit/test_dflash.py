@@ -171,7 +171,7 @@ def test_every_layout_says_what_a_naive_block_says(layout: str, toy: LLM, tmp_pa
 
 
 def test_what_the_prefix_cache_gives_is_built_on(toy: LLM, tmp_path: Path) -> None:
-    """A prompt that is cached but for its last token guesses in its very first step."""
+    """A prompt that is cached but for its last token guesses as soon as something was said."""
     case = cases()["speculators"]
     llm = toy.variant({"model": save_head(tmp_path, case.config, case.tensors)})
     prompt = {"prompt_token_ids": [(11 * i) % V for i in range(33)]}
@@ -180,7 +180,7 @@ def test_what_the_prefix_cache_gives_is_built_on(toy: LLM, tmp_path: Path) -> No
     with overheard(llm.engine.drafter) as blocks:  # type: ignore[arg-type]
         again = llm.generate(prompt, params)[0]
     assert again.outputs[0].token_ids == first.outputs[0].token_ids
-    assert len(blocks[0].known) == 33
+    assert len(blocks[0].known) == 34
     check(llm, case, blocks[:1])
 
 

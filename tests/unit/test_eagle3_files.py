@@ -240,7 +240,7 @@ def test_taps_that_the_user_gives(llm: LLM, tmp_path: Path) -> None:
         ({"midlayer.mlp.up_proj.weight": None}, "has no tensor 'midlayer.mlp.up_proj.weight'"),
         ({"norm.weight": None}, "has no tensor 'norm.weight'"),
         ({"lm_head.weight": None}, "has no tensor 'lm_head.weight'"),
-        ({"lm_head.weight": torch.zeros(VD + 1, H)}, "an lm_head of 129 tokens, a d2t of 128; V is 512"),
+        ({"lm_head.weight": torch.zeros(VD + 1, H)}, "an lm_head of 129 tokens, a list of 128; V is 512"),
         ({"norm.weight": torch.zeros(H, dtype=torch.int32)}, "norm.weight .* is torch.int32"),
         ({"embed_tokens.weight": torch.zeros(V - 1, H)}, "it embeds 511 tokens, and the target has 512"),
         ({"d2t": torch.arange(VD)}, "contradict"),

@@ -256,7 +256,7 @@ def told(drafter: MlpSpeculator, states: Sequence[Tensor], rows: Sequence[Row], 
 
 
 def row_at(temperature: float, last: int = 9, seed: int = 0) -> Row:
-    row = make_row([3, 1, 4, last])
+    row = make_row([3, 1, 4, last], 3)
     row.law, row.seed = Law(temperature=temperature), seed
     return row
 

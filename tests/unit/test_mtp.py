@@ -91,7 +91,8 @@ def test_guesses_are_what_the_layers_say(toy: LLM, tmp_path: Path, layers: int, 
     than there are layers."""
     w = tensors(layers)
     folder = save_head(tmp_path, *stored(w, "deepseek"))
-    config = {"method": "mtp", "model": folder, "tree": tree, "top_k": 2, "nodes": 7, "num_speculative_tokens": layers + 1}
+    shape = {"chain": {}, "dynamic": {"top_k": 2, "nodes": 7}}.get(tree, {"nodes": 7})
+    config = {"method": "mtp", "model": folder, "tree": tree, **shape, "num_speculative_tokens": layers + 1}
     llm = LLM(toy.engine.options.model, dtype="float32", max_num_batched_tokens=24, max_num_seqs=4, speculative_config=config)
     heard = listened(llm)
     long = [(i * 37) % V for i in range(40)]

@@ -77,7 +77,7 @@ class Naive:
 
 
 def greedy(tokens: list[int]) -> Row:
-    row = make_row(tokens)
+    row = make_row(tokens, len(tokens) - 1)
     row.law = SamplingParams(temperature=0.0).law
     return row
 
@@ -187,7 +187,7 @@ def drafter_of(llm: LLM, net: Network | None = None, **options: Any) -> ReDrafte
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_limit_keeps_the_likeliest_prefixes(temperature: float, llm: LLM) -> None:
     """Beams that cannot come back are dropped on the way, and nothing changes by it."""
-    row = make_row(TEXT)
+    row = make_row(TEXT, len(TEXT) - 1)
     row.law = SamplingParams(temperature=temperature).law
     whole, small = (drafter_of(llm, beam_width=6, nodes=nodes) for nodes in (99, 7))
     every, some = (guess(made, seen(made, row, state()), 4) for made in (whole, small))
@@ -201,7 +201,7 @@ def test_noise_ranks_the_beams(llm: LLM) -> None:
     """The first level at a temperature: the best of log q plus the noise of the row's next position."""
     from outrider.sampling.noise import gumbel, key_of
 
-    row, drafter = make_row(TEXT), drafter_of(llm, beam_width=5, nodes=99)
+    row, drafter = make_row(TEXT, len(TEXT) - 1), drafter_of(llm, beam_width=5, nodes=99)
     row.law = SamplingParams(temperature=0.8).law
     logits = Naive(dict(network().state_dict()), llm.engine.decoder.embed(range(V)), state()[0]).log_probs((TEXT[-1],)) / 0.8
     best = (logits + gumbel(key_of(row.seed, row.index, len(TEXT)), V)).topk(5).indices.tolist()

@@ -53,6 +53,13 @@ class HeadDrafter(Drafter):
         self.reader = Reader(self.head, self.kernels, bits_of(options.quantization))
         self.choose = Chooser(target)
 
+    @staticmethod
+    def may_guess(batch: Batch, r: int, budget: Budget) -> bool:
+        """Whether a row has said something, and waits for the next token alone.  Not behind a prompt, although its last chunk may be one
+        token, too: how prompts are cut into chunks depends on the clock, and what is guessed must not."""
+        row = batch.rows[r]
+        return budget.nodes > 0 and batch.known[r] == 1 and len(row.tokens) > row.prompt
+
     def _opened(self, options: Any) -> Head:
         """Raises ModelError for a file of another method."""
         from outrider.draft import methods
@@ -76,7 +83,7 @@ class StateDrafter(HeadDrafter):
         """The rows of the batch to guess for."""
         return [
             r for r, row in enumerate(batch.rows)
-            if budgets[r].nodes and batch.known[r] == 1 and row in self.last and self.last[row][0] == batch.starts[r]
+            if self.may_guess(batch, r, budgets[r]) and row in self.last and self.last[row][0] == batch.starts[r]
         ]  # fmt: skip
 
     def states(self, batch: Batch, rows: Sequence[int]) -> Tensor:

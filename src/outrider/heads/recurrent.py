@@ -165,7 +165,7 @@ class Recurrent(HeadDrafter):
             pile = self.piles.get(row)
             if pile is None or not pile.count:
                 continue
-            guesses = budget.nodes > 0 and batch.known[r] == 1 and pile.end == batch.starts[r] and pile.count > self.overlap
+            guesses = self.may_guess(batch, r, budget) and pile.end == batch.starts[r] and pile.count > self.overlap
             if not (guesses or pile.count >= PILE):
                 continue
             turns.append(turn := self._turn(row, batch.end(r) + budget.nodes))

@@ -168,7 +168,7 @@ class DFlash(HeadDrafter):
         rows, trees = [], [NOTHING] * len(batch)
         for r, row in enumerate(batch.rows):
             done = self.synced.setdefault(row, batch.starts[r])  # of a row that is new: what the prefix cache gave
-            if budgets[r].nodes and batch.known[r] == 1 and done == batch.starts[r]:
+            if self.may_guess(batch, r, budgets[r]) and done == batch.starts[r]:
                 rows.append(r)
         if rows:
             levels = [min(*budgets[r], self.layout.levels) for r in rows]

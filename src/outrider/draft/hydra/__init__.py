@@ -119,7 +119,7 @@ class Hydra(HeadDrafter):
         return min(self.nodes, most)
 
     def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
-        wanted = [r for r, budget in enumerate(budgets) if budget.nodes and batch.known[r] == 1]
+        wanted = [r for r, budget in enumerate(budgets) if self.may_guess(batch, r, budget)]
         if self.prefix is not None:
             for row, start in zip(batch.rows, batch.starts):
                 self.piles.setdefault(row, Pile(start))
