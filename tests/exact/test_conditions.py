@@ -187,6 +187,7 @@ def test_switching_with_the_batch(options: dict[str, Any], drafter: str, law: di
     params = [SamplingParams(**{**vars(p), "max_tokens": 8 + 12 * i}) for i, p in enumerate(params_of(law))]
     expected, truth = expected_of(plain, PROMPTS, params)
     put_to_work(fast, drafter, truth, stranger, **options)
+    fast.engine.scheduler.chunk = lambda: 1 << 20  # prompts at once, so that the batch fills up however slow the machine is
     asked: list[tuple[int, bool]] = []
     budget = fast.engine.controller.budget
 
