@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -24,16 +24,39 @@ from outrider.types import ROOT, Budget, Guesses, Row
 TINY = 1e-30
 
 
-class Growing(Protocol):
-    """sources: for every row of the next forward, which row of the one before its parent was (of those of this tree)."""
+class Levelled(Protocol):
+    """A tree that grows level by level.  sources: for every row of the next forward, which row of the one before its parent was (of those
+    of this tree)."""
 
-    row: Row
-    table: array[int]
-    base: int
     sources: Sequence[int]
 
     def take(self, choose: Chooser, logits: Tensor) -> None:
         """The next level, from float32 [rows of the last forward, Vd]; `sources` is empty where it was the last."""
+
+
+T = TypeVar("T", bound=Levelled)
+
+
+def level_of(trees: Sequence[T], choose: Chooser, logits: Tensor) -> tuple[list[T], list[int]]:
+    """Gives every tree its rows of a forward, float32 [rows of all, Vd]: the trees that go on, and for every row of the next forward
+    which row of this one its parent was."""
+    following, sources, first = list[T](), list[int](), 0
+    for tree in trees:
+        count = len(tree.sources)
+        tree.take(choose, logits[first : first + count])
+        if tree.sources:
+            sources += [first + source for source in tree.sources]
+            following.append(tree)
+        first += count
+    return following, sources
+
+
+class Growing(Levelled, Protocol):
+    """One whose nodes go through a head with K/V."""
+
+    row: Row
+    table: array[int]
+    base: int
 
     @property
     def tips(self) -> list[tuple[list[int], list[int]]]:

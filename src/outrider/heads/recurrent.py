@@ -32,7 +32,7 @@ from outrider.draft.base import Target, refuse_idle
 from outrider.errors import ConfigError, unknown
 from outrider.heads.base import HeadDrafter, HeadOptions
 from outrider.heads.choose import Chooser
-from outrider.heads.dynamic import Drawn, Dynamic, Growing, Static
+from outrider.heads.dynamic import Drawn, Dynamic, Growing, Static, level_of
 from outrider.heads.files import Head
 from outrider.heads.templates import EAGLE, Path, paths
 from outrider.types import NOTHING, Batch, Budget, Commit, Draft, Needs, Row
@@ -213,18 +213,10 @@ class Recurrent(HeadDrafter):
         """Level after level of all trees, one forward each; o: what the first hang from."""
         level = 0
         while grown:
-            logits, first, level = self._logits(o, level), 0, level + 1
-            sources, following = list[int](), list[Growing]()
-            for tree in grown:
-                count = len(tree.sources)
-                tree.take(self.choose, logits[first : first + count])
-                if tree.sources:
-                    sources += [first + source for source in tree.sources]
-                    following.append(tree)
-                first += count
-            if following:
-                o = self._deeper(level, following, o[sources])
-            grown = following
+            grown, sources = level_of(grown, self.choose, self._logits(o, level))
+            level += 1
+            if grown:
+                o = self._deeper(level, grown, o[sources])
 
     def _logits(self, o: Tensor, level: int) -> Tensor:
         """float32 [n, Vd] for the guesses of one level, the first of which is 0."""

@@ -29,7 +29,7 @@ from outrider.draft.hydra.network import Network
 from outrider.draft.hydra.parts import Prefix, steps
 from outrider.errors import ConfigError, ModelError, unknown
 from outrider.heads.base import HeadDrafter, HeadOptions
-from outrider.heads.dynamic import Drawn, Growing, Static
+from outrider.heads.dynamic import Drawn, Growing, Static, level_of
 from outrider.heads.files import Head, Reader
 from outrider.heads.ranks import Worth, ranks_of
 from outrider.heads.recurrent import PILE, Pile
@@ -141,19 +141,11 @@ class Hydra(HeadDrafter):
     def _levels(self, z: Tensor, grown: list[Growing]) -> None:
         """Level after level of all trees, one head each, over the nodes that have children; z [n, inputs] of the roots."""
         for step in self.steps:
-            logits, first = step(z), 0
-            sources, following = list[int](), list[Growing]()
-            for tree in grown:
-                count = len(tree.sources)
-                tree.take(self.choose, logits[first : first + count])
-                if tree.sources:
-                    sources += [first + source for source in tree.sources]
-                    following.append(tree)
-                first += count
-            if not following:
+            grown, sources = level_of(grown, self.choose, step(z))
+            if not grown:
                 return
-            said = [path[-1] for tree in following for path, _ in tree.tips]
-            z, grown = torch.cat([z[sources], self._embedded(said)], dim=-1), following
+            said = [path[-1] for tree in grown for path, _ in tree.tips]
+            z = torch.cat([z[sources], self._embedded(said)], dim=-1)
 
     def _embedded(self, ids: Sequence[int]) -> Tensor:
         return self.target.decoder.embed(ids).to(self.kernels.activations)

@@ -27,6 +27,7 @@ from outrider.draft.redrafter.layouts import blocks, named, recognised
 from outrider.draft.redrafter.network import Network
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.base import HeadOptions, StateDrafter
+from outrider.heads.dynamic import level_of
 from outrider.heads.files import Head
 from outrider.models.steady import by_rows
 from outrider.types import NOTHING, Batch, Budget, Draft
@@ -119,16 +120,8 @@ class ReDrafter(StateDrafter):
         s = torch.zeros_like(f)
         while grown:
             s = self._step(s, [token for beams in grown for token in beams.said])
-            logits, first = self._logits(f, s), 0
-            sources, following = list[int](), list[Beams]()
-            for beams in grown:
-                count = len(beams.sources)
-                beams.take(self.choose, logits[first : first + count])
-                if beams.sources:
-                    sources += [first + source for source in beams.sources]
-                    following.append(beams)
-                first += count
-            f, s, grown = f[sources], s[sources], following
+            grown, sources = level_of(grown, self.choose, self._logits(f, s))
+            f, s = f[sources], s[sources]
 
     def _step(self, s: Tensor, tokens: Sequence[int]) -> Tensor:
         """[n, hidden]: the states after these tokens."""
