@@ -147,6 +147,19 @@ def test_c_filters_that_drop_nothing_drop_nothing(law: Law, logits: list[float])
         assert c_kernels().pick(torch.tensor(logits), law, key, 8, True)[0] == reference.pick(torch.tensor(logits), law, key, 8)[0]
 
 
+@needs_c
+@pytest.mark.parametrize("law", [Law(0.0), Law(0.8, top_p=0.95), Law(1.0, min_p=0.02, top_k=40, top_p=0.9)], ids=str)
+def test_threads_that_share_a_row_change_nothing(law: Law) -> None:
+    """A row of its own is shared among threads; beside others it is not."""
+    torch.manual_seed(3)
+    kernels, logits, keys = c_kernels(), torch.randn(6, 20000) * 3, list(range(6))
+    together, shares = kernels.picks(logits, law, keys, 8)
+    for r, key in enumerate(keys):
+        alone = kernels.pick(logits, law, key, 8, True, r)
+        assert alone == ([token for token in together[r].tolist() if token >= 0], shares[r][together[r] >= 0].tolist())
+        assert kernels.pick(logits, law, key, 8, False, r)[0] == alone[0]
+
+
 @pytest.mark.parametrize("kernels", [pytest.param("c", marks=needs_c), "torch"])
 def test_greedy_takes_the_first_of_equals(kernels: str) -> None:
     made: Any = c_kernels() if kernels == "c" else TorchKernels(torch.device("cpu"), torch.float32)

@@ -37,7 +37,7 @@ class Seen:
         return self.roots[row] + 1 + node
 
     def pick(self, row: int, node: int, path: Sequence[int]) -> int:
-        return self.sampler.pick(self.batch.rows[row], path, self.logits, self.at(row, node))
+        return self.sampler.pick(self.batch.rows[row], path, self.logits, self.roots[row] + 1 + node)
 
     def p(self, row: int, node: int, path: Sequence[int]) -> Tensor:
         return self.sampler.law(self.batch.rows[row], path, self.logits, self.at(row, node))

@@ -38,7 +38,7 @@ class Chooser:
         else:
             noised = row.law.temperature > 0
             keys = [key_of(row.seed, row.index, len(row.tokens) + len(path)) if noised else 0 for path in paths]
-            found, shares = self.kernels.picks(self._cut(logits), row.law, keys, k, self.ids)
+            found, shares = self.kernels.picks(self._cut(logits), row.law, keys, k, self.ids, not noised)
             tokens = found.long() if self.tokens is None else torch.where(found >= 0, self.tokens[found.clamp_min(0)], -1)
         if row.law.temperature > 0:
             shares = torch.where(tokens >= 0, torch.tensor(RANKED[:k]), 0.0)

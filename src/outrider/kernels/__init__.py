@@ -125,8 +125,11 @@ class Kernels(Protocol):
         """The k best tokens of one row, [V] or `row` of [M,V], under `law` with the noise of `key`, best first (fewer if the law
         allows fewer)."""
 
-    def picks(self, logits: Tensor, law: Law, keys: Sequence[int], k: int, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """`pick` for every row of [n,V], k <= 64, each with a key of its own: int32 and float32 [n,k], -1 and 0 where there are fewer.
+    def picks(
+        self, logits: Tensor, law: Law, keys: Sequence[int], k: int, ids: Tensor | None = None, probs: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """`pick` for every row of [n,V], k <= 64, each with a key of its own: int32 and float32 [n,k], -1 and 0 where there are fewer, and
+        no probabilities, all 0, unless they are asked for.
 
         ids: int32 [V], the token that each entry of a row stands for, whose noise it gets; what is returned are entries.
         """

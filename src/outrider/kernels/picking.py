@@ -44,11 +44,13 @@ class Picking:
         )  # fmt: skip
         return self._out[:count], self._prob[:count] if probs else []
 
-    def picks(self, logits: Tensor, law: Law, keys: Sequence[int], k: int, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def picks(
+        self, logits: Tensor, law: Law, keys: Sequence[int], k: int, ids: Tensor | None = None, probs: bool = True
+    ) -> tuple[Tensor, Tensor]:
         (rows, size), held, logits = logits.shape, array("Q", keys), logits.contiguous()
-        out, prob = torch.empty(rows, k, dtype=torch.int32), torch.empty(rows, k)
+        out, prob = torch.empty(rows, k, dtype=torch.int32), torch.zeros(rows, k)
         self.lib.picks(
             logits.data_ptr(), rows, size, law.temperature, law.min_p, law.top_k, law.top_p, held.buffer_info()[0],
-            None if ids is None else ids.data_ptr(), k, out.data_ptr(), prob.data_ptr(),
+            None if ids is None else ids.data_ptr(), k, out.data_ptr(), prob.data_ptr() if probs else None,
         )  # fmt: skip
         return out, prob

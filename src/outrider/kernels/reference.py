@@ -180,11 +180,15 @@ class TorchKernels:
     def pick(self, logits: Tensor, law: Law, key: int, k: int, probs: bool, row: int = 0) -> tuple[list[int], list[float]]:
         return sampling.pick(logits if logits.dim() == 1 else logits[row], law, key, k)
 
-    def picks(self, logits: Tensor, law: Law, keys: Sequence[int], k: int, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def picks(
+        self, logits: Tensor, law: Law, keys: Sequence[int], k: int, ids: Tensor | None = None, probs: bool = True
+    ) -> tuple[Tensor, Tensor]:
         out, prob = torch.full((len(keys), k), -1, dtype=torch.int32), torch.zeros(len(keys), k)
         for r, key in enumerate(keys):
             entries, shares = sampling.pick(logits[r], law, key, k, ids)
-            out[r, : len(entries)], prob[r, : len(entries)] = torch.tensor(entries, dtype=torch.int32), torch.tensor(shares)
+            out[r, : len(entries)] = torch.tensor(entries, dtype=torch.int32)
+            if probs:
+                prob[r, : len(entries)] = torch.tensor(shares)
         return out, prob
 
 

@@ -2,40 +2,80 @@
  * sampling/reference.py is the same law in torch. */
 #include "simd.h"
 
-enum { BINS = 1024, BLOCK = 64, MOST = 64 };
+enum { BINS = 1024, BLOCK = 64, PART = 16, MOST = 64, SHARED = 8192 };
+#define LEAST -3.0e38f                                        /* below it a token is forbidden */
 typedef struct { float *logit, *mass; int32_t *id; long n; } Items;          /* candidates; mass = exp(logit - best) */
 typedef double vd __attribute__((vector_size(VL * 8), aligned(8)));
 
-INLINE uint32_t bits(uint64_t key, int32_t token) { return (uint32_t)(mix(key + (uint64_t)(token + 1) * 0x9e3779b97f4a7c15u) >> 40); }
+typedef uint64_t vl __attribute__((vector_size(VL * 4), aligned(8)));                /* half as many as there are floats in a vector */
+typedef int32_t hi __attribute__((vector_size(VL * 2), aligned(4), may_alias));
+typedef uint32_t hu __attribute__((vector_size(VL * 2), aligned(4), may_alias));
+
+INLINE hu bits(uint64_t key, hi token) {                      /* 24 of them, by token: mix(key + (token + 1) * golden ratio) */
+    vl z = key + (__builtin_convertvector(token, vl) + 1) * 0x9e3779b97f4a7c15u;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return __builtin_convertvector((z ^ (z >> 31)) >> 40, hu);
+}
 INLINE float gumbel(uint32_t u) { return (float)-log(-log((u + 0.5) * 0x1p-24)); }
-INLINE float bound(uint32_t u) {                              /* -log(-log u) <= -log(1 - u), from the exponent of 1 - u alone */
-    return 0.6931472f * (float)(25 - (31 - __builtin_clz((1u << 24) - u)));
+INLINE vf bound(vu u) {                                       /* -log(-log u) <= -log(1 - u), from the exponent of 1 - u alone */
+    const vf rest = __builtin_convertvector((vi)((1u << 24) - u), vf);
+    return 0.6931472f * __builtin_convertvector(25 + 127 - ((vi)rest >> 23), vf);
+}
+static const float REACH = 0.6931472f * 25;                   /* no noise is more */
+
+/* A row of logits by blocks: the whole ones lie where the row does, what is left of it in `tail`, filled up with minus infinity. */
+typedef struct { const float *l; long n, whole, blocks; float tail[BLOCK]; } Row;
+INLINE const float *block_at(const Row *r, long b) { return b < r->whole ? r->l + b * BLOCK : r->tail; }
+
+static Row row_of(const float *l, long n) {
+    Row r = {l, n, n / BLOCK, (n + BLOCK - 1) / BLOCK, {0}};
+    for (long j = 0; j < BLOCK; j++) r.tail[j] = r.whole * BLOCK + j < n ? l[r.whole * BLOCK + j] : -INFINITY;
+    return r;
 }
 
-static float maximum(const float *l, long n) {                /* n is a multiple of VL; NaN if there is one */
+INLINE float highest(const float *l) {                        /* of a block; NaN if there is one */
+    typedef float v4 __attribute__((vector_size(16), aligned(4)));
+    typedef int32_t i4 __attribute__((vector_size(16), aligned(4), may_alias));
     vf top = *(const vf *)l;
-    vi bad = {0};
-    for (long i = 0; i < n; i += VL) {
-        const vf v = *(const vf *)(l + i);
+    vi bad = top != top;
+    for (long j = VL; j < BLOCK; j += VL) {
+        const vf v = *(const vf *)(l + j);
         const vi m = v > top;
         top = (vf)(((vi)v & m) | ((vi)top & ~m));
         bad |= v != v;
     }
-    for (int i = 0; i < VL; i++) if (bad[i]) return NAN;
+    v4 t[VL / 4];
+    i4 n[VL / 4];
+    memcpy(t, &top, sizeof top);
+    memcpy(n, &bad, sizeof bad);
+    for (int i = 1; i < VL / 4; i++) {
+        const i4 m = t[i] > t[0];
+        t[0] = (v4)(((i4)t[i] & m) | ((i4)t[0] & ~m));
+        n[0] |= n[i];
+    }
+    if (n[0][0] | n[0][1] | n[0][2] | n[0][3]) return NAN;
+    const float a = t[0][0] > t[0][1] ? t[0][0] : t[0][1], b = t[0][2] > t[0][3] ? t[0][2] : t[0][3];
+    return a > b ? a : b;
+}
+
+/* The highest logit of every block, and of all; NaN if there is one.  Unless it is 0, `scaled` gets the row over the temperature first. */
+static float survey(Row *r, float temperature, float *scaled, float *top, int alone) {
+    #pragma omp parallel for schedule(static) if (alone)
+    for (long b = 0; b < r->blocks; b++) {
+        const float *l = block_at(r, b);
+        if (scaled) {
+            for (long j = 0; j < BLOCK; j++) scaled[b * BLOCK + j] = l[j] / temperature;
+            l = scaled + b * BLOCK;
+        }
+        top[b] = highest(l);
+    }
+    if (scaled) { r->l = scaled; r->whole = r->blocks; }
     float best = top[0];
-    for (int i = 1; i < VL; i++) best = top[i] > best ? top[i] : best;
+    for (long b = 1; b < r->blocks; b++) if (top[b] > best || top[b] != top[b]) best = top[b];      /* NaN wins, and stays */
     return best;
 }
-static long first_best(const float *l, long n, int32_t *out) {                         /* greedy; reads the row where it lies */
-    const long whole = n / VL * VL;
-    float best = whole ? maximum(l, whole) : -INFINITY;
-    for (long i = whole; i < n; i++) if (best == best && !(l[i] <= best)) best = l[i];   /* NaN wins, and stays */
-    if (!isfinite(best)) return 0;
-    long i = 0;
-    while (l[i] != best) i++;
-    out[0] = (int32_t)i;
-    return 1;
-}
+
 static double mass_above(const float *l, const float *mass, long n, float least) {    /* without mass: how many */
     vd sum = {0};
     for (long i = 0; i < n; i += VL) {
@@ -49,23 +89,12 @@ static double mass_above(const float *l, const float *mass, long n, float least)
     return all;
 }
 
-static double mass_of(const float *l, long n, float best) {   /* of all: what mass_above sums, nothing kept */
-    vd sum = {0};
-    for (long i = 0; i < n; i += VL) {
-        const vf v = *(const vf *)(l + i), m = vexp(v - best);
-        sum += __builtin_convertvector((vf)((vi)m & (v >= -3.0e38f)), vd);
-    }
-    double all = 0;
-    for (int i = 0; i < VL; i++) all += sum[i];
-    return all;
-}
-
 /* A bound below the last item that is needed to collect `target`: steps down from the best until enough lies above. */
 static float floor_of(const float *l, const float *mass, long n, float best, double target) {
     static const float steps[] = {1, 2, 3, 4, 6, 8, 11, 15, 20, 30};
     for (unsigned i = 0; i < sizeof steps / sizeof *steps; i++)
         if (mass_above(l, mass, n, best - steps[i]) >= target) return best - steps[i];
-    return -3.0e38f;
+    return LEAST;
 }
 
 static int descending(const void *a, const void *b) {
@@ -136,121 +165,171 @@ static float lowest(Items t) {
     return all;
 }
 
-static void insert(float score, int32_t id, long k, long *n, float *scores, int32_t *out) {   /* best first, ties by id */
-    long at = *n < k ? (*n)++ : k - 1;
-    for (; at > 0 && scores[at - 1] < score; at--) { scores[at] = scores[at - 1]; out[at] = out[at - 1]; }
-    scores[at] = score; out[at] = id;
+/* The best so far: by score, and of equal ones the lower id. */
+typedef struct { long k, n; float score[MOST]; int32_t id[MOST]; } Best;
+INLINE float worst_of(const Best *best) { return best->n < best->k ? -INFINITY : best->score[best->k - 1]; }
+
+static void enter(Best *best, float score, int32_t id) {
+    long at = best->n < best->k ? best->n++ : best->k;
+    for (; at > 0 && (best->score[at - 1] < score || (best->score[at - 1] == score && best->id[at - 1] > id)); at--)
+        if (at < best->k) { best->score[at] = best->score[at - 1]; best->id[at] = best->id[at - 1]; }
+    if (at < best->k) { best->score[at] = score; best->id[at] = id; }
 }
 
-/* Without t.id item i is entry i of the row; without a map entry i is token i, whose noise it gets. */
-static long choose(Items t, uint64_t key, const int32_t *map, int noisy, long k, int32_t *out) {
-    float scores[MOST], upper[BLOCK];
+/* Enters what can win of m <= BLOCK logits: entries ids[j] of their row, or first + j.  map: the token of an entry, whose noise it gets. */
+INLINE void consider(const float *l, long m, const int32_t *ids, int32_t first, const int32_t *map, int noisy, uint64_t key, Best *best) {
+    int32_t id[BLOCK] = {0}, token[BLOCK] = {0};
     uint32_t u[BLOCK];
-    long n = 0;
-    for (long i = 0; i < t.n; i += BLOCK) {
-        const long m = t.n - i < BLOCK ? t.n - i : BLOCK;
-        const float worst = n < k ? -INFINITY : scores[k - 1];
-        int hits = 0;
-        if (noisy && map) for (long j = 0; j < m; j++) u[j] = bits(key, map[t.id ? t.id[i + j] : i + j]);
-        else if (noisy && t.id) for (long j = 0; j < m; j++) u[j] = bits(key, t.id[i + j]);
-        else if (noisy) for (long j = 0; j < m; j++) u[j] = bits(key, (int32_t)(i + j));
-        for (long j = 0; j < m; j++) upper[j] = t.logit[i + j] + (noisy ? bound(u[j]) : 0);
-        for (long j = 0; j < m; j++) hits += upper[j] > worst;
-        if (hits) for (long j = 0; j < m; j++) {
-            const float now = n < k ? -INFINITY : scores[k - 1];
-            if (upper[j] <= now) continue;                    /* noise is drawn only where it can win */
-            const float score = noisy ? t.logit[i + j] + gumbel(u[j]) : t.logit[i + j];
-            if (score > now) insert(score, t.id ? t.id[i + j] : (int32_t)(i + j), k, &n, scores, out);
+    float upper[BLOCK];
+    const float worst = worst_of(best);
+    int hits = 0;
+    for (int32_t j = 0; j < m; j++) id[j] = ids ? ids[j] : first + j;
+    if (map) for (long j = 0; j < m; j++) token[j] = map[id[j]]; else memcpy(token, id, sizeof id);
+    if (!noisy) memcpy(upper, l, (size_t)m * 4);
+    else {
+        for (long j = 0; j < BLOCK; j += VL / 2) *(hu *)(u + j) = bits(key, *(const hi *)(token + j));
+        for (long j = 0; j < BLOCK; j += VL) *(vf *)(upper + j) = *(const vf *)(l + j) + bound(*(const vu *)(u + j));
+    }
+    for (long j = 0; j < m; j++) hits += upper[j] >= worst;
+    if (hits) for (long j = 0; j < m; j++)                    /* noise is drawn only where it can win */
+        if (upper[j] >= worst_of(best) && l[j] > -INFINITY) enter(best, noisy ? l[j] + gumbel(u[j]) : l[j], id[j]);
+}
+
+/* The k best of a row.  First come the blocks that hold its k highest logits; then most of the others cannot win, whatever their noise. */
+static void choose(const Row *r, const float *top, const int32_t *map, int noisy, uint64_t key, int alone, Best *best) {
+    Best tops = {best->k, 0, {0}, {0}};
+    for (long b = 0; b < r->blocks; b++) if (top[b] > worst_of(&tops)) enter(&tops, top[b], (int32_t)b);
+    const float least = worst_of(&tops);
+#define CONSIDER(to) consider(block_at(r, b), r->n - b * BLOCK < BLOCK ? r->n - b * BLOCK : BLOCK, 0, (int32_t)(b * BLOCK), map, noisy, key, to)
+    for (long b = 0; b < r->blocks; b++) if (top[b] >= least && top[b] > -INFINITY) CONSIDER(best);
+    if (!noisy) return;
+    const Best known = *best;
+    #pragma omp parallel if (alone)
+    {
+        Best own = known;
+        #pragma omp for schedule(static) nowait
+        for (long b = 0; b < r->blocks; b++) if (top[b] < least && top[b] + REACH >= worst_of(&own)) CONSIDER(&own);
+        #pragma omp critical
+        for (long i = 0; i < own.n; i++) {
+            int there = 0;
+            for (long j = 0; j < known.n; j++) there |= known.id[j] == own.id[i];
+            if (!there) enter(best, own.score[i], own.id[i]);
         }
     }
-    return n;
 }
 
-/* Whether the law allows the token with logit x, top_k aside.  What it allows is everything from some logit on, so a token is
- * inside unless those above it already are too many.  Saves most rows the search for the border. */
-static int inside(const float *l, long n, float best, float x, double min_p, double top_p) {
-    const float least = min_p > 0 ? best + (float)log(min_p) : -3.0e38f;
-    vd all = {0}, above = {0};
-    if (x < least) return 0;
-    if (top_p >= 1) return 1;
-    for (long i = 0; i < n; i += VL) {
-        const vf v = *(const vf *)(l + i), m = vexp(v - best);
-        all += __builtin_convertvector((vf)((vi)m & (v >= least)), vd);
-        above += __builtin_convertvector((vf)((vi)m & (v > x)), vd);
+/* What the logits from `least` on weigh, those of them above x, and how many these are.  Parts of a row are summed apart: so the number
+ * of threads changes nothing. */
+typedef struct { double all, above; long count; } Mass;
+INLINE Mass part_of(const Row *r, long from, long to, float best, float least, float x, const int split) {
+    vf all = {0}, above = {0};
+    vi count = {0};
+    for (long b = from; b < to; b++) {
+        const float *l = block_at(r, b);
+        for (long j = 0; j < BLOCK; j += VL) {
+            const vf v = *(const vf *)(l + j), m = vexp(v - best);
+            all += (vf)((vi)m & (v >= least));
+            if (split) { above += (vf)((vi)m & (v > x)); count -= v > x; }
+        }
     }
-    double sum = 0, more = 0;
-    for (int i = 0; i < VL; i++) { sum += all[i]; more += above[i]; }
-    return more < top_p * sum;
+    Mass sum = {total(all), total(above), 0};
+    for (int i = 0; i < VL; i++) sum.count += count[i];
+    return sum;
+}
+static Mass mass_of(const Row *r, float best, float least, float x, int alone) {
+    const long parts = (r->blocks + PART - 1) / PART;
+    Mass of[parts], sum = {0};
+    #pragma omp parallel for schedule(static) if (alone)
+    for (long p = 0; p < parts; p++) {
+        const long from = p * PART, to = from + PART < r->blocks ? from + PART : r->blocks;
+        of[p] = x < INFINITY ? part_of(r, from, to, best, least, x, 1) : part_of(r, from, to, best, least, x, 0);
+    }
+    for (long p = 0; p < parts; p++) { sum.all += of[p].all; sum.above += of[p].above; sum.count += of[p].count; }
+    return sum;
+}
+
+/* Whether the law surely allows the token with logit x.  What it allows is everything from some logit on, so a token is inside unless
+ * those above it already are too many.  Saves most rows the search for the border. */
+static int inside(const Row *r, float best, float x, double min_p, long top_k, double top_p, int alone) {
+    const int ranked = top_k > 0 && top_k < r->n;
+    const float least = min_p > 0 ? best + (float)log(min_p) : LEAST;
+    if (x == best) return 1;
+    if (x < least) return 0;
+    if (!ranked && top_p >= 1) return 1;
+    const Mass mass = mass_of(r, best, least, x, alone);
+    if (ranked && mass.count >= top_k) return 0;
+    return top_p >= 1 || mass.above < top_p * (ranked ? mass.above + exp(x - best) : mass.all);      /* at least that much is inside */
 }
 
 /* The k best tokens of `logits` (k <= 64) into out, and their probabilities into prob unless it is 0.  Temperature 0 ranks by
  * logit, otherwise by log p + noise(key, token), where p is the law after min_p, top_k and top_p; equal logits stay or go together.
- * Returns how many there are: fewer than k where the law allows fewer, none where no logit is finite. */
+ * Returns how many there are: fewer than k where the law allows fewer, none where no logit is finite.  alone: threads may share the row. */
 static long pick_mapped(const float *logits, long V, float temperature, double min_p, long top_k, double top_p, uint64_t key,
-                        const int32_t *map, long k, int32_t *out, float *prob) {
+                        const int32_t *map, long k, int alone, int32_t *out, float *prob) {
     static _Thread_local float *scratch;
     static _Thread_local long size;
-    const long padded = (V + VL - 1) / VL * VL;
-    const int noisy = temperature != 0;
-    if (size < 3 * padded) { free(scratch); scratch = malloc((size_t)(size = 3 * padded) * 4); }
+    Row r = row_of(logits, V);
+    const long padded = r.blocks * BLOCK;
+    const int noisy = temperature != 0, ranked = noisy && top_k > 0 && top_k < V, nucleus = noisy && top_p < 1;
+    const int cut = ranked || nucleus || (noisy && min_p > 0);
+    if (size < 3 * padded + r.blocks) { free(scratch); scratch = malloc((size_t)(size = 3 * padded + r.blocks) * 4); }
     Items t = {scratch, scratch + padded, (int32_t *)(scratch + 2 * padded), V};
-    if (!noisy && k == 1 && !prob) return first_best(logits, V, out);
-    if (noisy) for (long i = 0; i < V; i++) t.logit[i] = logits[i] / temperature;
-    else memcpy(t.logit, logits, (size_t)V * 4);
-    for (long i = V; i < padded; i++) t.logit[i] = -INFINITY;
-    const float best = maximum(t.logit, padded);
+    float *top = scratch + 3 * padded;
+    alone = alone && V >= SHARED;
+    const float best = survey(&r, temperature, noisy ? t.logit : 0, top, alone);
     if (!isfinite(best)) return 0;
 
-    const int ranked = noisy && top_k > 0 && top_k < V, nucleus = noisy && top_p < 1;
-    if (noisy && !ranked && !prob) {                          /* the best of all are the best inside, where they are inside */
-        const long n = choose((Items){t.logit, 0, 0, V}, key, map, 1, k, out);
-        float x = INFINITY;
-        for (long i = 0; i < n; i++) x = t.logit[out[i]] < x ? t.logit[out[i]] : x;
-        if (inside(t.logit, padded, best, x, min_p, top_p)) return n;
-    }
-    const int cut = ranked || nucleus || (noisy && min_p > 0);
+    Best found = {k, 0, {0}, {0}};
     double all = 0;
-    if (!cut) { t.id = 0; all = prob ? mass_of(t.logit, padded, best) : 0; }
-    else {
+    int done = 0;
+    if (!cut || !prob) {                                      /* the best of all are the best inside, where they are inside */
+        choose(&r, top, map, noisy, key, alone, &found);
+        float x = INFINITY;
+        for (long i = 0; cut && i < found.n; i++) x = t.logit[found.id[i]] < x ? t.logit[found.id[i]] : x;
+        done = !cut || inside(&r, best, x, min_p, top_k, top_p, alone);
+        if (prob) all = mass_of(&r, best, LEAST, INFINITY, alone).all;
+    }
+    if (!done) {
         for (long i = 0; i < V; i++) t.id[i] = (int32_t)i;
         if (nucleus || prob) for (long i = 0; i < padded; i += VL) *(vf *)(t.mass + i) = vexp(*(vf *)(t.logit + i) - best);
-        if (nucleus || prob) all = mass_above(t.logit, t.mass, padded, -3.0e38f);
-    }
-    if (noisy && min_p > 0) { t = keep(t, best + (float)log(min_p)); all = -1; }
-    if (ranked && t.n > top_k) {
-        if (t.n == V) t = keep(t, floor_of(t.logit, 0, padded, best, (double)top_k));
-        t = keep(t, cut_at(t, 1, best, lowest(t), (double)top_k));
-        all = -1;
-    }
-    if (nucleus) {
-        if (all < 0) { all = 0; for (long i = 0; i < t.n; i++) all += t.mass[i]; }
-        if (t.n == V) t = keep(t, floor_of(t.logit, t.mass, padded, best, top_p * all));
-        t = keep(t, cut_at(t, 0, best, lowest(t), top_p * all));
-        all = -1;
-    }
-    long n = choose(t, key, map, noisy, k, out);
-    if (prob) {
-        if (all < 0) { all = 0; for (long i = 0; i < t.n; i++) all += t.mass[i]; }
-        for (long i = 0; i < n; i++) {
-            const vf p = (vf){0} + ((noisy ? logits[out[i]] / temperature : logits[out[i]]) - best);
-            prob[i] = (float)(vexp(p)[0] / all);
+        if (nucleus || prob) all = mass_above(t.logit, t.mass, padded, LEAST);
+        if (min_p > 0) { t = keep(t, best + (float)log(min_p)); all = -1; }
+        if (ranked && t.n > top_k) {
+            if (t.n == V) t = keep(t, floor_of(t.logit, 0, padded, best, (double)top_k));
+            t = keep(t, cut_at(t, 1, best, lowest(t), (double)top_k));
+            all = -1;
         }
+        if (nucleus) {
+            if (all < 0) { all = 0; for (long i = 0; i < t.n; i++) all += t.mass[i]; }
+            if (t.n == V) t = keep(t, floor_of(t.logit, t.mass, padded, best, top_p * all));
+            t = keep(t, cut_at(t, 0, best, lowest(t), top_p * all));
+            all = -1;
+        }
+        if (all < 0) { all = 0; for (long i = 0; i < t.n; i++) all += t.mass[i]; }
+        found.n = 0;
+        for (long i = 0; i < t.n; i += BLOCK) consider(t.logit + i, t.n - i < BLOCK ? t.n - i : BLOCK, t.id + i, 0, map, 1, key, &found);
     }
-    return n;
+    for (long i = 0; i < found.n; i++) {
+        const vf p = (vf){0} + ((noisy ? logits[found.id[i]] / temperature : logits[found.id[i]]) - best);
+        out[i] = found.id[i];
+        if (prob) prob[i] = (float)(vexp(p)[0] / all);
+    }
+    return found.n;
 }
 
 long pick(const float *logits, long V, float temperature, double min_p, long top_k, double top_p, uint64_t key, long k,
           int32_t *out, float *prob) {
-    return pick_mapped(logits, V, temperature, min_p, top_k, top_p, key, 0, k, out, prob);
+    return pick_mapped(logits, V, temperature, min_p, top_k, top_p, key, 0, k, 1, out, prob);
 }
 
 /* The same for n rows of logits[n,V] at once, each with a key of its own.  map: the token of every entry of a row, 0 where they are
- * the same.  out and prob are [n,k]; where there are fewer than k the rest is -1 and 0. */
+ * the same.  out and, unless it is 0, prob are [n,k]; where there are fewer than k the rest is -1 and 0. */
 void picks(const float *logits, long n, long V, float temperature, double min_p, long top_k, double top_p, const uint64_t *keys,
            const int32_t *map, long k, int32_t *out, float *prob) {
     #pragma omp parallel for schedule(dynamic, 1) if (n > 1)
     for (long r = 0; r < n; r++) {
-        long i = pick_mapped(logits + r * V, V, temperature, min_p, top_k, top_p, keys[r], map, k, out + r * k, prob + r * k);
-        for (; i < k; i++) { out[r * k + i] = -1; prob[r * k + i] = 0; }
+        float *p = prob ? prob + r * k : 0;
+        long i = pick_mapped(logits + r * V, V, temperature, min_p, top_k, top_p, keys[r], map, k, n == 1, out + r * k, p);
+        for (; i < k; i++) { out[r * k + i] = -1; if (p) p[i] = 0; }
     }
 }

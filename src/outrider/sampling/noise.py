@@ -6,6 +6,8 @@ So the text at temperature > 0 is a function of the seed alone: the batch, the t
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,7 @@ def key_of(seed: int, index: int, position: int) -> int:
     return mix(stream_of(seed, index) + position & MASK)
 
 
+@lru_cache(maxsize=4096)
 def stream_of(seed: int, index: int) -> int:
     """What the keys of one sample have in common."""
     return mix(mix((seed + GOLDEN) & MASK) + index & MASK)

@@ -30,7 +30,7 @@ class Sampler:
 
     def pick(self, row: Row, path: Sequence[int], logits: Tensor, at: int = 0) -> int:
         """The token after the row's tokens and `path`; logits float32 [V], or [M,V] of which row `at` counts."""
-        tokens, _ = self._pick(row, path, logits, at, 1, False)
+        tokens = self._pick(row, path, logits, at, 1, False)[0]
         if tokens:
             return tokens[0]
         raise self._nothing(row, logits, at)
@@ -83,14 +83,15 @@ class Sampler:
         return self.kernels.halts(halt, logits, row.law.temperature, token, len(path), at)
 
     def _pick(self, row: Row, path: Sequence[int], logits: Tensor, at: int, k: int, probs: bool) -> tuple[list[int], list[float]]:
-        position = len(row.tokens) + len(path)
-        logits, at = self._said(row, path, logits, at)
-        key = 0 if row.law.temperature == 0 else key_of(row.seed, row.index, position)
-        return self.kernels.pick(logits, row.law, key, k, probs, at)
+        if row.processors:
+            logits, at = self._said(row, path, logits, at)
+        law = row.law
+        key = key_of(row.seed, row.index, len(row.tokens) + len(path)) if law.temperature else 0
+        return self.kernels.pick(logits, law, key, k, probs, at)
 
     def _said(self, row: Row, path: Sequence[int], logits: Tensor, at: int) -> tuple[Tensor, int]:
         """The logits and the row of them that counts, edited where a processor has something to do."""
-        if row.processors and any(processor.active(len(row.tokens) + len(path)) for processor in row.processors):
+        if any(processor.active(len(row.tokens) + len(path)) for processor in row.processors):
             return self._edited(row, path, logits, at), 0
         return logits, at
 

@@ -13,12 +13,13 @@ from outrider.sampling.dice import normal
 from outrider.types import ROOT, Batch, Draft, Guesses, Laws, Verdict
 
 
-@dataclass(frozen=True)
 class Answers:
     """`Laws` of one row."""
 
-    laws: Laws
-    row: int
+    __slots__ = ("laws", "row")
+
+    def __init__(self, laws: Laws, row: int) -> None:
+        self.laws, self.row = laws, row
 
     def pick(self, node: int, path: Sequence[int]) -> int:
         return self.laws.pick(self.row, node, path)

@@ -16,7 +16,7 @@ class Match(Rule):
     drawn = False
 
     def walk(self, tree: Guesses, target: Answers) -> tuple[list[int], list[int]]:
-        child = {pair: i for i, pair in zip(range(tree.size), zip(tree.parents, tree.tokens))}
+        child = dict(zip(zip(tree.parents, tree.tokens), range(tree.size)))
         path: list[int] = []
         said: list[int] = []
         node = ROOT
