@@ -91,7 +91,7 @@ def test_the_growing_index_equals_a_search(start: list[int], grown: list[list[in
 
 def test_rows_do_not_see_each_other_and_are_forgotten() -> None:
     method = drafter()
-    a, b = make_row([1, 2, 3, 1, 2]), make_row([9, 1, 2])
+    a, b = make_row([1, 2, 4, 3, 1, 2, 4]), make_row([9, 1, 2, 4])
     assert guess(method, a, 1) == [3]
     assert guess(method, b, 1) == []
     method.forget(a, "preempted")
@@ -109,7 +109,7 @@ def test_ranges(low: int, high: int) -> None:
 
 
 def test_evidence_decides_how_much_is_risked() -> None:
-    """A row that was never right guesses one token less than its match is long; after a failure only the longest n-gram counts
+    """A row that was never right guesses behind matches of three and more, one token less than its match is long; after a failure only the longest n-gram counts
     and one token is guessed; with success full guesses come."""
     row = make_row([1, 2, 3, 4, 9, 9, 1, 2, 3, 4, 8, 1, 2, 3, 4])
     drafter = Ngram(Ngram.Options())
@@ -125,5 +125,6 @@ def test_evidence_decides_how_much_is_risked() -> None:
     assert guess(1) == [8]
     assert guess(2) == [8, 1, 2], "one success was one more chance"
     assert len(guess(0)) == 5, "proven"
-    short = make_row([5, 3, 4, 9, 9, 6, 3, 4])
-    assert len(drafter.propose(Batch([short], [0], [1], [True]), [Budget(5, 5)]).trees[0].tokens) == 1, "a match of two"
+    for text, guessed in (([5, 3, 4, 9, 9, 6, 3, 4], 0), ([5, 3, 4, 9, 9, 5, 3, 4], 2)):  # a match of two, of three
+        short = make_row(text)
+        assert len(drafter.propose(Batch([short], [0], [1], [True]), [Budget(5, 5)]).trees[0].tokens) == guessed

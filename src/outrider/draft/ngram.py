@@ -2,8 +2,8 @@
 
 The longest match wins, and of equally long ones the most recent.  No match is no guess and costs nothing.  Evidence decides how
 much is risked, since an answer of ten tokens never earns back a step that was long for nothing: a row that was not right yet
-guesses as many tokens as its match is longer than one; one whose guesses keep failing looks at the longest n-gram only and
-guesses one token, until one is right again; the others guess all that they may.
+guesses behind matches of three tokens and more only, and as many tokens as its match is longer than one; one whose guesses keep
+failing looks at the longest n-gram only and guesses one token, until one is right again; the others guess all that they may.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import ClassVar
 from outrider.draft.base import Drafter
 from outrider.errors import ConfigError
 from outrider.types import NOTHING, Batch, Budget, Commit, Draft, Guesses, Row
+
+UNPROVEN = 3  # tokens that a match must have in a row that was not right yet
 
 
 @dataclass
@@ -81,7 +83,7 @@ class Ngram(Drafter):
         seen.extend(tokens, self.shortest)
         tokens = [*tokens, *said] if said else tokens
         n, found = seen.find(tokens, self.shortest, self.longest)
-        if not n or (n < self.longest and not seen.credit):
+        if n < (self.shortest if seen.credit > 1 else min(UNPROVEN, self.longest) if seen.credit else self.longest):
             return NOTHING
         risk = budget.depth if seen.credit > 1 else min(budget.depth, n - 1) if seen.credit else 1
         return _copy(tokens, found + 1, max(1, risk), 1 - 0.5**n)
