@@ -1,0 +1,43 @@
+"""Every method where the engine is short of everything: memory for little more than one request, small steps, shared beginnings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from helpers import answer, counted, drive, install, said, settled, tiny_prompts
+
+from outrider import LLM, SamplingParams, draft
+from outrider.cache.slots import PAGE
+
+LAWS: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.95}]
+COMMON = tiny_prompts(1, seed=2, longest=40)[0][:34]
+PROMPTS = [[*COMMON[: 34 if i % 2 else 0], *tail] for i, tail in enumerate(tiny_prompts(5, seed=4, longest=30))]
+CHUNK, POSITIONS = 24, 128
+
+
+@pytest.mark.parametrize("law", LAWS, ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", draft.names())
+def test_every_method_under_pressure(name: str, law: dict[str, Any], llama: str, plain: LLM) -> None:
+    """Rows are preempted and come back, prompts are cut and found in the cache, guesses get what is left: the same tokens, asked twice,
+    with the prefix cache and without."""
+    params = [SamplingParams(seed=i, max_tokens=40, ignore_eos=True, **law) for i in range(len(PROMPTS))]
+    expected = [said(answer(plain, prompt, p).outputs) for prompt, p in zip(PROMPTS, params)]
+    roomy = LLM(llama, max_num_seqs=4, max_model_len=POSITIONS)
+    install(roomy, name)
+    engine = roomy.engine
+    slot = (engine.decoder.footprint + engine.drafter.footprint(engine.device)).total()
+    pages = engine.max_len // PAGE + 3
+    for caching in (True, False):
+        tight = LLM(
+            llama, max_num_seqs=4, max_model_len=POSITIONS, max_num_batched_tokens=CHUNK, kv_cache_memory_bytes=pages * PAGE * slot,
+            enable_prefix_caching=caching,
+        )  # fmt: skip
+        install(tight, name)
+        for _ in range(1 + caching):
+            outputs = drive(tight, PROMPTS, params)
+            assert [said(output.outputs) for output in outputs] == expected
+            counted([sample for output in outputs for sample in output.outputs])
+        assert tight.engine.scheduler.preemptions > 0
+        assert (sum(output.num_cached_tokens or 0 for output in outputs) > 0) == caching
+        settled(tight)
