@@ -125,21 +125,22 @@ def measure(
 ) -> list[Measured]:
     """Every config over every (kind, prompt), `batch_size` of a kind at once; the best of `repeats` times each.
 
-    Methods take turns at each group, so that a machine that slows down for a while slows all of them; each turn runs twice,
-    since a method that follows one with weights of its own finds the processor's caches cold.  What a method has learned from the
-    groups before stays with it, but no group finds what its own last run has left.  Every repeat begins with fresh caches of its own: where
-    they happen to lie in memory makes steps some per cent faster or slower.
+    Methods take turns at each group, another one first each time, so that a machine that slows down for a while slows all of them; each
+    turn runs twice, since a method that follows one with weights of its own finds the processor's caches cold.  What a method has
+    learned from the groups before stays with it, but no group finds what its own last run has left.  Every repeat begins with fresh
+    caches of its own: where they happen to lie in memory makes steps some per cent faster or slower.
     """
     groups = grouped(prompts, batch_size)
     best: dict[tuple[str, int], Run] = {}
-    for _ in range(repeats):
+    for repeat in range(repeats):
         variants = {label: llm.variant(config) for label, config in configs.items()}
         for variant in variants.values():
             fresh = variant.engine.drafter.memory
             once(variant, *groups[0], params, fresh)  # warm up
             variant.engine.drafter.memory = fresh
         for i, (kind, group) in enumerate(groups):
-            for label, variant in variants.items():
+            order = list(variants.items())
+            for label, variant in order[(i + repeat) % len(order) :] + order[: (i + repeat) % len(order)]:
                 memory = variant.engine.drafter.memory
                 for _ in range(2):
                     run = once(variant, kind, group, params, memory)
