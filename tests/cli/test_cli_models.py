@@ -15,6 +15,8 @@ from helpers import in_memory
 from outrider import LLM
 from outrider.bench.card import card_of
 from outrider.config import EngineOptions
+from outrider.draft.datastore.store import Store, fingerprint, path_of
+from outrider.models.hub import locate, read_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -104,7 +106,20 @@ def test_without_a_name_it_lists_what_is_at_hand(run: Run, tmp_path: Path, tiny:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     result = run("models")
     assert result.status == 0
-    assert "builtin-draft" in result.out and "me/tiny" in result.out and "me/empty" not in result.out
+    assert "builtin-draft" in result.out and "builtin-datastore" in result.out
+    assert "me/tiny" in result.out and "me/empty" not in result.out
+
+
+def test_a_datastore(run: Run) -> None:
+    (line,) = run("models", "builtin-datastore", "--json").out.splitlines()
+    card, tokenizer = json.loads(line), fingerprint(read_tokenizer(str(locate("builtin"))))
+    file = path_of("builtin-datastore")
+    assert card == {
+        "name": "builtin-datastore", "tokens": Store(str(file)).header.shards[0], "vocabulary": 8192, "tokenizer": tokenizer,
+        "bytes": file.stat().st_size,
+    }  # fmt: skip
+    sheet = run("models", file).out
+    assert f"{card['tokens']:,} tokens" in sheet and f"a vocabulary of 8,192, tokenizer {tokenizer}" in sheet
 
 
 def test_what_is_not_there(run: Run) -> None:

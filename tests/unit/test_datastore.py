@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +16,13 @@ from hypothesis import strategies as st
 from rows import AnyTarget, follow, guess, make_row
 
 from outrider import ConfigError
+from outrider.bench.prompts import PROMPTS, rendered
 from outrider.draft.base import Target
 from outrider.draft.datastore import Datastore
 from outrider.draft.datastore import corpus as building
 from outrider.draft.datastore.corpus import build, order
-from outrider.draft.datastore.store import HEADER, SPAN, Store, end_mark, fingerprint
+from outrider.draft.datastore.store import HEADER, SPAN, Store, end_mark, fingerprint, path_of
+from outrider.models.hub import locate, read_tokenizer
 
 VOCABULARY = 1000
 
@@ -247,6 +250,40 @@ def test_a_datastore_of_another_vocabulary_or_tokenizer(tmp_path: Path) -> None:
 def test_a_datastore_must_be_named() -> None:
     with pytest.raises(ConfigError, match="outrider datastore build"):
         Datastore(Datastore.Options(), AnyTarget())  # type: ignore[arg-type]
+
+
+# ---- the built-in one
+
+
+def test_the_built_in_datastore_is_for_the_built_in_target() -> None:
+    tokenizer = read_tokenizer(str(locate("builtin")))
+    target = SimpleNamespace(decoder=AnyTarget.decoder, vocabulary=8192, checkpoint=SimpleNamespace(tokenizer=tokenizer))
+    options = Datastore.Options(**Datastore.demo["REST"])
+    assert Datastore(options, target).store.header.tokenizer == fingerprint(tokenizer)  # type: ignore[arg-type]
+    target.checkpoint.tokenizer = tiny_tokenizer()
+    with pytest.raises(ConfigError, match="'builtin-datastore' was made with another tokenizer"):
+        Datastore(options, target)  # type: ignore[arg-type]
+
+
+def test_the_built_in_datastore_is_small_and_in_order() -> None:
+    store = Store("builtin-datastore")
+    (count,) = store.header.shards
+    assert 150_000 < count < 270_000
+    assert len(zlib.compress(path_of("builtin-datastore").read_bytes(), 9)) < 1 << 20
+    ((_, at, _),) = store.header.sections
+    text = store.tokens[at // 2 :][: count + SPAN].astype(np.uint16)
+    assert text[count:].tolist() == [end_mark(2)] * SPAN and text[text != end_mark(2)].max() < store.header.vocabulary
+    assert (order(text, count) == np.array(store.shards[0].places)).all()
+
+
+def test_the_built_in_datastore_has_not_seen_the_demo() -> None:
+    """The last tokens of its prompts, as a document begins with them, are in no document."""
+    store, tokenizer = Store("builtin-datastore"), read_tokenizer(str(locate("builtin")))
+    turn = rendered(PROMPTS[-1], tokenizer)["prompt_token_ids"][-2:]
+    assert store.find(turn, 2, SPAN, 64, 1)[0] == 2, "that is how a document's answer begins"
+    for prompt in PROMPTS:
+        ids = rendered(prompt, tokenizer)["prompt_token_ids"]
+        assert store.find(ids, min(SPAN, len(ids)), SPAN, 64, 1) == (0, []), prompt
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import torch
 from outrider.cache.pool import Pool, kv_dtype
 from outrider.cache.slots import PAGE
 from outrider.config import EngineOptions
+from outrider.draft.datastore.store import BUILTIN as STORES
 from outrider.engine.engine import free_memory
 from outrider.errors import ModelError
 from outrider.heads.files import builtin
@@ -152,7 +153,7 @@ def _memory(options: EngineOptions, checkpoint: Checkpoint, stored: list[Stored]
 
 
 def known() -> list[str]:
-    """The built-in models, and those in the hub's cache that have a config and weights."""
+    """What is built in, and the models in the hub's cache that have a config and weights."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -165,7 +166,7 @@ def known() -> list[str]:
         files = {file.file_name for revision in repo.revisions for file in revision.files}
         if repo.repo_type == "model" and "config.json" in files and any(file.endswith((".safetensors", ".bin", ".pt")) for file in files):
             cached.append(repo.repo_id)
-    return [*BUILTIN, *builtin(), *sorted(cached)]
+    return [*BUILTIN, *builtin(), *STORES, *sorted(cached)]
 
 
 def _parts(options: EngineOptions, checkpoint: Checkpoint | None, config: Any) -> Iterator[Stored]:

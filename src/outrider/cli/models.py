@@ -14,6 +14,7 @@ from typer import Option
 
 from outrider.bench.card import Card, card_of, known
 from outrider.bench.heads import HeadCard, head_card
+from outrider.bench.stores import StoreCard, store_card
 from outrider.cli.flags import Given, shared
 from outrider.config import EngineOptions
 from outrider.errors import OutriderError
@@ -29,9 +30,12 @@ def models(
     as_json: Annotated[bool, Option("--json", help="Print one JSON object a model.")] = False,
 ) -> None:
     """Say what a model is, what will run it, and the memory that it takes: before it runs, without loading it.  Of a trained draft head
-    the method that it is for, and which target it fits."""
+    the method that it is for, and which target it fits; of a datastore its size, and which vocabulary it fits."""
 
-    def cards(name: str) -> Iterator[Card | HeadCard]:
+    def cards(name: str) -> Iterator[Card | HeadCard | StoreCard]:
+        if (store := store_card(name)) is not None:
+            yield store
+            return
         head = head_card(name, form.get("revision"))
         if head is None or head.inside:
             yield card_of(EngineOptions(name, max_num_seqs=max_num_seqs, **form))
@@ -47,16 +51,18 @@ def models(
             if as_json:
                 typer.echo(json.dumps(dataclasses.asdict(card)))
             else:
-                console.print(sheet(card) if isinstance(card, Card) else head_sheet(card))
+                console.print(sheet(card) if isinstance(card, Card) else part_sheet(card))
 
 
-def overview(cards: Callable[[str], Iterator[Card | HeadCard]]) -> Table:
+def overview(cards: Callable[[str], Iterator[Card | HeadCard | StoreCard]]) -> Table:
     made = Table("model", "architecture", "weights", "memory", "runs on", title="Models at hand", title_justify="left", title_style="bold")
     for name in known():
         try:
             for card in cards(name):
                 if isinstance(card, Card):
                     made.add_row(name, card.architecture, _count(card.parameters), _bytes(card.total_bytes), card.refused or card.runs_on)
+                elif isinstance(card, StoreCard):
+                    made.add_row(name, "datastore", f"{_count(card.tokens)} tokens", _bytes(card.bytes), "its target")
                 else:
                     made.add_row(name, f"{card.method} head", _count(card.parameters), _bytes(card.bytes), "its target")
         except OutriderError as error:
@@ -87,9 +93,23 @@ def sheet(card: Card) -> Table:
     return made
 
 
-def head_sheet(card: HeadCard) -> Table:
+def part_sheet(card: HeadCard | StoreCard) -> Table:
     made = Table(title=card.name, title_justify="left", title_style="bold", show_header=False)
-    rows = {
+    for name, value in (_store_rows(card) if isinstance(card, StoreCard) else _head_rows(card)).items():
+        made.add_row(name, value)
+    return made
+
+
+def _store_rows(card: StoreCard) -> dict[str, str]:
+    return {
+        "datastore": f"{card.tokens:,} tokens",
+        "for targets with": f"a vocabulary of {card.vocabulary:,}" + (f", tokenizer {card.tokenizer}" if card.tokenizer else ""),
+        "in the file": _bytes(card.bytes),
+    }
+
+
+def _head_rows(card: HeadCard) -> dict[str, str]:
+    return {
         "draft head": f"for method [green]{card.method}[/]",
         "layout": card.layout,
         "heads": str(card.levels or "one, which recurs"),
@@ -98,9 +118,6 @@ def head_sheet(card: HeadCard) -> Table:
         "weights": f"{_count(card.parameters)} (stored: {_stored(card)})",
         "in the file": _bytes(card.bytes),
     }
-    for name, value in rows.items():
-        made.add_row(name, value)
-    return made
 
 
 def _stored(card: Card | HeadCard) -> str:

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -25,12 +25,13 @@ PLACES = 64  # of a match that are looked at
 
 class Datastore(Drafter):
     depth = 10
+    demo: ClassVar = {"REST": {"datastore": "builtin-datastore"}}
 
     @dataclass(frozen=True)
     class Options:
-        """datastore: the file.  max_token_span, min_token_span: the longest and shortest match that is looked up.  num_draft: nodes
-        of a tree at most (REST's names; None: its 64, but 8 on a CPU, where every node costs time).  min_token_prob: paths less
-        likely are not guessed.
+        """datastore: the file, or "builtin-datastore".  max_token_span, min_token_span: the longest and shortest match that is
+        looked up.  num_draft: nodes of a tree at most (REST's names; None: its 64, but 8 on a CPU, where every node costs time).
+        min_token_prob: paths less likely are not guessed.
         """
 
         datastore: str | None = None
@@ -54,7 +55,9 @@ class Datastore(Drafter):
     def __init__(self, options: Options, target: Target) -> None:
         super().__init__(options, target)
         if options.datastore is None:
-            raise ConfigError("the method needs a 'datastore': make one with `outrider datastore build`.")
+            raise ConfigError(
+                "the method needs a 'datastore': `outrider datastore build` makes one; the built-in target has 'builtin-datastore'."
+            )
         self.store = Store(options.datastore)
         _fits(self.store, options.datastore, target)
         self.nodes = options.num_draft or (8 if target.decoder.device.type == "cpu" else 64)

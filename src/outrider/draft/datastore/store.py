@@ -26,6 +26,7 @@ from outrider.errors import ConfigError
 
 FORMAT, VERSION, HEADER = "outrider-datastore", 1, 16384
 SPAN = 16  # tokens that places are sorted by: the longest match
+BUILTIN = {"builtin-datastore": Path(__file__).parents[2] / "builtin" / "datastore" / "answers.store"}
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,9 @@ class Header:
 class Store:
     """A datastore, mapped into memory."""
 
-    def __init__(self, path: str) -> None:
-        self.header = Header.read(Path(path).expanduser())
-        with open(Path(path).expanduser(), "rb") as file:
+    def __init__(self, name: str) -> None:
+        self.header = Header.read(path := path_of(name))
+        with open(path, "rb") as file:
             self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         width = self.header.width
         self.tokens = np.frombuffer(self.map, f">u{width}", self.header.file_size // width)  # the text of a shard is a part of it
@@ -143,6 +144,11 @@ class _Shard:
         """The part of the order that begins with `wanted`; `at` is in it."""
         slices, whole = self._slices(len(wanted)), range(self.size)
         return range(bisect_left(whole, wanted, hi=at, key=slices), bisect_right(whole, wanted, lo=at, key=slices))
+
+
+def path_of(name: str) -> Path:
+    """Of a built-in datastore or a file."""
+    return BUILTIN.get(name) or Path(name).expanduser()
 
 
 def end_mark(width: int) -> int:

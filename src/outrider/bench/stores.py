@@ -1,0 +1,28 @@
+"""What a datastore is, from its header."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.draft.datastore.store import Header, path_of
+from outrider.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class StoreCard:
+    """tokenizer: a fingerprint of that of the targets which it fits, None where only the vocabulary is known."""
+
+    name: str
+    tokens: int
+    vocabulary: int
+    tokenizer: str | None
+    bytes: int
+
+
+def store_card(name: str) -> StoreCard | None:
+    """None where `name` is no datastore."""
+    try:
+        header = Header.read(path_of(name))
+    except ConfigError:
+        return None
+    return StoreCard(name, sum(header.shards), header.vocabulary, header.tokenizer, header.file_size)
