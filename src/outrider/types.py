@@ -49,6 +49,12 @@ class Speculation(NamedTuple):
             self.lossless and other.lossless,
         )  # fmt: skip
 
+    def after(self, drafted: int, accepted: int, emitted: int, lossless: bool) -> Speculation:
+        """After one step more."""
+        return Speculation(
+            self.steps + 1, self.drafted + drafted, self.accepted + accepted, self.emitted + emitted, self.lossless and lossless
+        )  # fmt: skip
+
 
 @dataclass(frozen=True)
 class LoRARequest:
@@ -116,11 +122,12 @@ class Row:
         return self.limit - len(self.tokens)
 
 
-@dataclass
+@dataclass(slots=True)
 class Batch:
     """The rows of one step.  Row r computes tokens starts[r] … starts[r] + known[r] - 1, then nodes[r] guesses at most.
 
     emits[r]: the chunk reaches the row's last token, so that a new one can be picked.  failed: rows that ended before they began.
+    reading: it computes a part of some row's prompt.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -129,12 +136,16 @@ class Batch:
     emits: list[bool] = field(default_factory=list)
     nodes: list[int] = field(default_factory=list)
     failed: list[Row] = field(default_factory=list)
+    reading: bool = False
 
     def add(self, row: Row, known: int) -> None:
+        start = row.computed
         self.rows.append(row)
-        self.starts.append(row.computed)
+        self.starts.append(start)
         self.known.append(known)
-        self.emits.append(row.computed + known == len(row.tokens))
+        self.emits.append(start + known == len(row.tokens))
+        if start + known <= row.prompt:
+            self.reading = True
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -142,11 +153,6 @@ class Batch:
     def end(self, r: int) -> int:
         """Position of the first guess: how many tokens of the row are known after this step's chunk."""
         return self.starts[r] + self.known[r]
-
-    @property
-    def reading(self) -> bool:
-        """Whether it computes a part of some row's prompt."""
-        return any(self.end(r) <= row.prompt for r, row in enumerate(self.rows))
 
 
 class Budget(NamedTuple):
@@ -174,7 +180,12 @@ class Guesses(NamedTuple):
 
     @staticmethod
     def chain(tokens: list[int], confidence: list[float]) -> Guesses:
-        return Guesses(tokens, list(range(-1, len(tokens) - 1)), confidence)
+        return Guesses(tokens, [*range(ROOT, len(tokens) - 1)], confidence)
+
+    @property
+    def chained(self) -> bool:
+        """Whether every node hangs from the one before it."""
+        return self.parents == [*range(ROOT, len(self.parents) - 1)]
 
     @property
     def size(self) -> int:
@@ -212,8 +223,7 @@ class Resume(NamedTuple):
     nodes: list[list[int]]
 
 
-@dataclass(frozen=True)
-class Draft:
+class Draft(NamedTuple):
     """The guesses of one step: trees[r] hangs from the last known token of row r; siblings that were chosen hold distinct tokens."""
 
     trees: Sequence[Guesses]
@@ -225,7 +235,7 @@ class Draft:
         return [len(tree.tokens) for tree in self.trees]
 
 
-@dataclass
+@dataclass(slots=True)
 class Verdict:
     """What the verifier decided: of row r, nodes[r] is the accepted path, tokens[r] what is emitted.
 
@@ -256,8 +266,7 @@ class Needs(NamedTuple):
         return Needs(max(self.topk, other.topk), states, max(self.lookbehind, other.lookbehind))
 
 
-@dataclass(frozen=True)
-class States:
+class States(NamedTuple):
     """Hidden states of the target where tokens became certain.
 
     kept: what `Needs.states` names -> [n, hidden] for the n rows of the forward.  places[r]: which of these are the positions
@@ -273,8 +282,10 @@ class States:
         return torch.cat([self.kept[which][places] for which in wanted], dim=-1)
 
 
-@dataclass(frozen=True)
-class Commit:
+NO_STATES = States({}, [])
+
+
+class Commit(NamedTuple):
     """What is certain now: the only thing a drafter learns from.
 
     tokens[r] are the row's tokens from position starts[r] on that this step predicted: those of its chunk after the first,
@@ -289,8 +300,8 @@ class Commit:
     tokens: list[list[int]]
     draft: Draft
     verdict: Verdict
-    topk: list[list[list[int]]] = field(default_factory=list)
-    states: States = States({}, [])  # never changed
+    topk: Sequence[list[list[int]]] = ()
+    states: States = NO_STATES
 
 
 class Times(NamedTuple):
@@ -301,7 +312,7 @@ class Times(NamedTuple):
     rest: float = 0.0
 
 
-@dataclass
+@dataclass(slots=True)
 class Work:
     """What some steps did: known tokens and guesses that the target computed, tokens that were emitted, and the seconds."""
 
@@ -314,9 +325,11 @@ class Work:
     def add(self, commit: Commit, times: Times) -> None:
         self.steps += 1
         self.known += sum(commit.batch.known)
-        self.guessed += sum(commit.draft.sizes)
-        self.emitted += sum(map(len, commit.verdict.tokens))
-        self.times = Times(*map(sum, zip(self.times, times)))
+        for tree, said in zip(commit.draft.trees, commit.verdict.tokens):
+            self.guessed += len(tree.tokens)
+            self.emitted += len(said)
+        before, now = self.times, times
+        self.times = Times(before.propose + now.propose, before.forward + now.forward, before.rest + now.rest)
 
 
 class Laws(Protocol):

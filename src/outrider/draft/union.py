@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import reduce
 from operator import or_
 from typing import Any, ClassVar
@@ -317,4 +317,4 @@ def part(commit: Commit, own: Draft, where: Sequence[dict[int, int]], topk: int)
         if topk:
             seen = commit.topk[r]
             best.append([seen[1 + node][:topk] for node in (ROOT, *(theirs[i] for i in keep))] if seen else [])
-    return replace(commit, draft=Draft(trees), verdict=Verdict(accepted, commit.verdict.tokens), topk=best)
+    return commit._replace(draft=Draft(trees), verdict=Verdict(accepted, commit.verdict.tokens), topk=best)

@@ -28,7 +28,7 @@ from outrider.models.placement import pick_device, place
 from outrider.models.selftest import bit_exact
 from outrider.models.spec import FAMILIES
 from outrider.sampling.sampler import Sampler
-from outrider.types import Batch, Commit, Draft, Row, Speculation, Times, Verdict, Work
+from outrider.types import Batch, Commit, Draft, Row, Times, Verdict, Work
 from outrider.verify import rules
 
 log = logging.getLogger("outrider")
@@ -123,18 +123,19 @@ class Engine:
         finished = self._finish(commit)
         times = Times(forward - propose, after - forward, time.perf_counter() - after + propose - began)
         self.controller.learn(commit, times)
-        self.pace.learn(batch.known.count(1), sum(known for known in batch.known if known > 1), sum(times))
+        decoding = batch.known.count(1)
+        self.pace.learn(decoding, sum(batch.known) - decoding, sum(times))
         (self.reading if batch.reading else self.decoding).add(commit, times)
         return finished
 
     def _commit(self, batch: Batch, draft: Draft, verdict: Verdict, seen: Seen) -> Commit:
-        starts, tokens, now = [], [], time.perf_counter()
-        for r, row in enumerate(batch.rows):
-            starts.append(batch.starts[r] + 1)
-            tokens.append(row.tokens[starts[r] : batch.end(r)] + verdict.tokens[r])
-            if verdict.tokens[r]:
-                row.stats += Speculation(1, draft.trees[r].size, len(verdict.nodes[r]), len(verdict.tokens[r]), self.rule.lossless)
-                row.arrivals += [now] * len(verdict.tokens[r])
+        starts, tokens, now, lossless = [], [], time.perf_counter(), self.rule.lossless
+        for row, start, known, tree, nodes, said in zip(batch.rows, batch.starts, batch.known, draft.trees, verdict.nodes, verdict.tokens):
+            starts.append(start + 1)
+            tokens.append(row.tokens[start + 1 : start + known] + said)
+            if said:
+                row.stats = row.stats.after(tree.size, len(nodes), len(said), lossless)
+                row.arrivals += [now] * len(said)
         return Commit(batch, starts, tokens, draft, verdict, seen.topk(draft), seen.states(verdict))
 
     def _finish(self, commit: Commit) -> list[Row]:

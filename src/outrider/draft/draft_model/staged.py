@@ -10,7 +10,7 @@ position, and walks on where a guess holds it.  So its chain is the one that it 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -163,7 +163,7 @@ class Staged:
         """What became certain; the trees of the commit are none of its drafter's."""
         none: list[list[int]] = []
         blank = Draft([NOTHING] * len(commit.batch))
-        self.drafter.observe(replace(commit, draft=blank, topk=[none] * len(commit.batch)))
+        self.drafter.observe(commit._replace(draft=blank, topk=[none] * len(commit.batch)))
 
     def forget(self, row: Row, reason: str) -> None:
         self.drafter.forget(row, reason)
