@@ -26,14 +26,16 @@ from outrider.types import ROOT, Batch, Draft, Laws, Verdict
 
 
 def edit_nodes(monkeypatch: pytest.MonkeyPatch, edit: Callable[[Plan, int, array[int], int, list[int]], None]) -> None:
-    """After a guess has entered the plan, `edit(plan, its row, table, seen, path)` may spoil it."""
-    node = Plan.node
+    """After guesses have entered the plan, `edit(plan, row, table, seen, path)` may spoil each."""
+    nodes = Plan.nodes
 
-    def spoilt(self: Plan, table: array[int], seen: int, path: Sequence[int], token: int) -> None:
-        node(self, table, seen, path, token)
-        edit(self, self.length - 1, table, seen, list(path))
+    def spoilt(self: Plan, table: array[int], seen: int, paths: Sequence[Sequence[int]], tokens: Sequence[int]) -> None:
+        first = self.length
+        nodes(self, table, seen, paths, tokens)
+        for row, path in enumerate(paths, first):
+            edit(self, row, table, seen, list(path))
 
-    monkeypatch.setattr(Plan, "node", spoilt)
+    monkeypatch.setattr(Plan, "nodes", spoilt)
 
 
 def test_a_node_that_sees_a_sibling(scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,9 +44,8 @@ class Plan:
         self._positions: list[int] = []
         self._slots: list[int] = []
         self._seen: list[int] = []
-        self._depths: list[int] = []
         self._tables: list[int] = []
-        self._paths: dict[int, Sequence[int]] = {}
+        self._paths: list[Sequence[int]] = []
 
     @staticmethod
     def bare(ids: Sequence[int]) -> Plan:
@@ -59,45 +58,37 @@ class Plan:
         """Known tokens at positions start … of a request whose slots are `table` (32-bit, one a position), or at start … of a view."""
         n, end = len(tokens), start + len(tokens)
         self._segment(table, n, end)
-        self._ids.extend(tokens)
-        self._positions.extend(range(start + shift, end + shift))
-        self._slots.extend(table[start:end])
-        self._seen.extend(range(start + 1, end + 1))
-        self._depths.extend([0] * n)
+        self._ids += tokens
+        self._positions += range(start + shift, end + shift)
+        self._slots += table[start:end]
+        self._seen += range(start + 1, end + 1)
+        self._paths += [()] * n
 
     def node(self, table: array[int], seen: int, path: Sequence[int], token: int, shift: int = 0) -> None:
         """A guess that sees `seen` tokens and then the slots of its ancestors; the last slot of `path` is its own."""
-        self._paths[self.length] = path
-        self._segment(table, 1, seen + len(path))
-        self._ids.append(token)
-        self._positions.append(seen + len(path) - 1 + shift)
-        self._slots.append(path[-1])
-        self._seen.append(seen)
-        self._depths.append(len(path))
+        self.nodes(table, seen, [path], [token], shift)
 
-    def level(self, table: array[int], seen: int, paths: Sequence[Sequence[int]], tokens: Sequence[int]) -> None:
-        """Guesses behind as many others each: `node` for all of them at once."""
-        count, depth = len(paths), len(paths[0])
-        self._paths.update(zip(range(self.length, self.length + count), paths))
-        self._segment(table, count, seen + depth)
-        self._ids.extend(tokens)
-        self._positions.extend([seen + depth - 1] * count)
-        self._slots.extend([path[-1] for path in paths])
-        self._seen.extend([seen] * count)
-        self._depths.extend([depth] * count)
+    def nodes(self, table: array[int], seen: int, paths: Sequence[Sequence[int]], tokens: Sequence[int], shift: int = 0) -> None:
+        """Guesses of one tree, each with a path of its own."""
+        self._segment(table, len(paths), seen + max(map(len, paths)))
+        self._ids += tokens
+        self._positions += [seen + len(path) - 1 + shift for path in paths]
+        self._slots += [path[-1] for path in paths]
+        self._seen += [seen] * len(paths)
+        self._paths += paths
 
     def block(self, table: array[int], seen: int, slots: Sequence[int], tokens: Sequence[int]) -> None:
         """Tokens side by side at positions seen …, each of which sees `seen` tokens and then all slots of the block."""
-        for i, (slot, token) in enumerate(zip(slots, tokens)):
-            self.node(table, seen, slots, token)
-            self._positions[-1], self._slots[-1] = seen + i, slot
+        first, n = self.length, len(tokens)
+        self.nodes(table, seen, [slots] * n, tokens)
+        self._positions[first:], self._slots[first:] = range(seen, seen + n), slots
 
     def only(self, rows: Collection[int]) -> Plan:
         """A plan of some of its rows, in the same order."""
         part, rows = Plan(self.pinned), set(rows)
         for table, first, count in self.segments:
             for i in (i for i in range(first, first + count) if i in rows):
-                if i in self._paths:
+                if self._paths[i]:
                     part.node(table, self._seen[i], self._paths[i], self._ids[i])
                 else:
                     assert self._seen[i] == self._positions[i] + 1, "rows of a view are never taken apart"
@@ -118,21 +109,27 @@ class Plan:
         if self.segments and self.segments[-1][0] is table:
             table, first, count = self.segments[-1]
             self.segments[-1] = (table, first, count + n)
-            self._tables.extend(self._tables[-1:] * n)
+            self._tables += self._tables[-1:] * n
         else:
             self.segments.append((table, self.length, n))
-            self._tables.extend([table.buffer_info()[0]] * n)
+            self._tables += [table.buffer_info()[0]] * n
         self.length += n
-        self.longest = max(self.longest, sees)
+        if sees > self.longest:
+            self.longest = sees
 
     def build(self) -> Plan:
-        self.host = array("q", (*self._ids, *self._positions, *self._slots, *self._seen, *self._depths, *self._tables))
+        depths = [*map(len, self._paths)]
+        self.host = array("q", self._ids + self._positions + self._slots + self._seen + depths + self._tables)
         first, step = self.host.buffer_info()[0], self.length * 8
         self.ids_at, self.positions_at, self.slots_at, self.seen_at, self.depths_at, self.tables_at = range(first, first + 6 * step, step)
-        self.width = max(map(len, self._paths.values()), default=0)
-        self.host_paths = array("i", bytes(4 * self.length * self.width))
-        for row, path in self._paths.items():
-            self.host_paths[row * self.width : row * self.width + len(path)] = array("i", path)
+        self.width = max(depths)
+        flat: list[int] = []
+        if self.width:
+            blank = [0] * self.width
+            for path, depth in zip(self._paths, depths):
+                flat += path
+                flat += blank[depth:]
+        self.host_paths = array("i", flat)
         self.paths_at = self.host_paths.buffer_info()[0]
         return self
 
@@ -162,12 +159,12 @@ class Plan:
         """
         rows = range(first, first + count)
         common = max(self._seen[r] for r in rows)
-        extra = sorted({slot for r in rows for slot in self._paths.get(r, ())})
+        extra = sorted({slot for r in rows for slot in self._paths[r]})
         slots = torch.tensor([*table[:common], *extra])
         order = torch.full((count, len(slots)), -1)
         at = {slot: common + i for i, slot in enumerate(extra)}
         for i, r in enumerate(rows):
-            seen, path = self._seen[r], self._paths.get(r, ())
+            seen, path = self._seen[r], self._paths[r]
             shift = max(0, self._positions[r] + 1 - seen - len(path))  # within a block some of the path lies ahead
             order[i, :seen] = torch.arange(seen)
             order[i, self.pinned : seen] += shift

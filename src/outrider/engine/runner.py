@@ -12,7 +12,7 @@ from outrider.cache.pool import Pool
 from outrider.models.model import Model
 from outrider.sampling import dice
 from outrider.sampling.sampler import Sampler
-from outrider.types import FINAL, ROOT, Batch, Draft, Guesses, Needs, Resume, Row, States, Verdict
+from outrider.types import FINAL, NO_STATES, ROOT, Batch, Draft, Guesses, Needs, Resume, Row, States, Verdict
 
 NONE = torch.empty(0)  # where a state will be
 SLICE = 16  # rows of prompt logits that are held at once
@@ -59,7 +59,7 @@ class Seen:
     def states(self, verdict: Verdict) -> States:
         """What `Commit.states` says."""
         if not self.kept:
-            return States({}, [])
+            return NO_STATES
         return States(
             self.kept, [[*range(first, end), *(end + i for i in nodes)] for (first, end), nodes in zip(self.spans, verdict.nodes)]
         )
@@ -85,35 +85,37 @@ class Runner:
         roots: dict[int, int] = {}
         asking: list[tuple[int, int]] = []
         spans: list[tuple[int, int]] = []  # where the tokens of each row begin, and its guesses
-        for r, (row, guesses) in enumerate(zip(batch.rows, draft.trees)):
-            if row.logprobs is not None and row.logprobs.prompt_count is not None:
-                asking.append((r, plan.length))
+        for r, (row, start, known, guesses) in enumerate(zip(batch.rows, batch.starts, batch.known, draft.trees)):
             first = plan.length
-            add_row(plan, row, batch.starts[r], batch.end(r), guesses)
-            spans.append((first, plan.length - len(guesses.tokens)))
+            end = first + known
+            add_row(plan, row, start, start + known, guesses)
+            spans.append((first, end))
+            if row.logprobs is not None and row.logprobs.prompt_count is not None:
+                asking.append((r, first))
             if row.adapter is not None:
                 plan.adapt(first, row.adapter)
             if batch.emits[r]:
                 roots[r] = len(wanted)
-                wanted.extend(range(plan.length - len(guesses.tokens) - 1, plan.length))
+                wanted += range(end - 1, plan.length)
         kept = dict.fromkeys(needs.states, NONE)
-        x = self._run(plan.build(), draft.resume, [end for _, end in spans], kept)
+        x = self._run(plan.build(), draft.resume, spans, kept)
         for r, first in asking:
             self._score(batch.rows[r], x, first, batch.starts[r], batch.end(r))
         return Seen(batch, self.decoder.logits(x, wanted), roots, self.sampler, needs, kept, spans)
 
-    def _run(self, plan: Plan, resume: Resume | None, ends: list[int], kept: dict[int, Tensor]) -> Tensor:
+    def _run(self, plan: Plan, resume: Resume | None, spans: list[tuple[int, int]], kept: dict[int, Tensor]) -> Tensor:
         """The forward, and the states to be kept of it.  Where a drafter has computed the lower layers of some rows, only the others go
         through these, unless somebody wants to see what enters a layer."""
-        inner = {layer: x for layer, x in kept.items() if layer != FINAL}
-        x = self.decoder.forward(plan, self.pool, taps=inner) if resume is None or inner else self._resumed(plan, resume, ends)
+        inner = dict(kept)
+        inner.pop(FINAL, None)
+        x = self.decoder.forward(plan, self.pool, taps=inner) if resume is None or inner else self._resumed(plan, resume, spans)
         kept.update(inner)
         if FINAL in kept:
             kept[FINAL] = self.decoder.final(x)
         return x
 
-    def _resumed(self, plan: Plan, resume: Resume, ends: list[int]) -> Tensor:
-        done = [end + node for end, nodes in zip(ends, resume.nodes) for node in nodes]
+    def _resumed(self, plan: Plan, resume: Resume, spans: list[tuple[int, int]]) -> Tensor:
+        done = [end + node for (_, end), nodes in zip(spans, resume.nodes) for node in nodes]
         rest = sorted({*range(plan.length)}.difference(done))
         x = resume.states.new_empty(plan.length, resume.states.shape[1])
         x[done] = resume.states
@@ -140,11 +142,11 @@ def add_row(plan: Plan, row: Row, start: int, end: int, guesses: Guesses) -> Non
     """The known tokens start … end - 1 of a row and the tree that hangs from the last of them; node i lies in slot end + i."""
     assert row.table is not None
     slots, known = row.table.slots, row.tokens[start:end]
-    if all(parent == i - 1 for i, parent in enumerate(guesses.parents)):  # a chain lies in its natural slots
+    if guesses.chained:  # a chain lies in its natural slots
         plan.chain(slots, start, known + guesses.tokens)
         return
     plan.chain(slots, start, known)
     paths: list[list[int]] = []
-    for i, (token, parent) in enumerate(zip(guesses.tokens, guesses.parents)):
-        paths.append([*(paths[parent] if parent >= 0 else ()), slots[end + i]])
-        plan.node(slots, end, paths[i], token)
+    for slot, parent in zip(slots[end : end + len(guesses.parents)], guesses.parents):
+        paths.append([*paths[parent], slot] if parent >= 0 else [slot])
+    plan.nodes(slots, end, paths, guesses.tokens)

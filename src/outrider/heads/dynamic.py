@@ -108,7 +108,7 @@ class Dynamic:
         return list(zip(self.tokens, self.slots))
 
     def plan(self, plan: Plan) -> None:
-        plan.level(self.table, self.base, self.slots, [said[-1] for said in self.tokens])
+        plan.nodes(self.table, self.base, self.slots, [said[-1] for said in self.tokens])
 
     @property
     def guesses(self) -> Guesses:
