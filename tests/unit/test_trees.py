@@ -79,6 +79,12 @@ def test_trim_leaves_a_draft_within_its_budget_untouched(rows: list[Guesses]) ->
     assert controller().trim(draft, [Budget(20, 20)] * len(rows)) is draft
 
 
+@pytest.mark.parametrize(("tokens", "parents"), [([5, 6], [-1, 1]), ([5, -1], [-1, 0]), ([5, 1 << 40], [-1, 0]), ([5, 6, 6], [-1, 7, 1])])
+def test_trim_drops_what_cannot_be_even_within_the_budget(tokens: list[int], parents: list[int]) -> None:
+    draft = Draft([Guesses(tokens, parents, [0.5] * len(tokens))])
+    assert controller().trim(draft, [Budget(9, 9)]).trees == [Guesses([5], [-1], [0.5])]
+
+
 def batch_of(*rows: Row, known: int = 1) -> Batch:
     batch = Batch()
     for row in rows:

@@ -66,7 +66,7 @@ class Cache:
     def reserve(self, table: Table, length: int) -> bool:
         """Makes `table` reach `length` positions.  False, and nothing changed, where the pages do not suffice."""
         need = -(-length // PAGE) - len(table.pages)
-        if need > self.available:
+        if need > 0 and need > self.available:
             return False
         for _ in range(need):
             self._append(table, self._take())

@@ -10,6 +10,7 @@ from outrider.errors import ConfigError
 from outrider.types import Batch, Budget, Commit, Draft, Guesses, Times
 
 MOST = 1024
+NONE = Budget()
 
 
 def _whole(value: Any, least: int) -> bool:
@@ -65,18 +66,21 @@ class FixedController:
         return 0 if limit is not None and rows > limit else self.depth
 
     def budget(self, batch: Batch) -> list[Budget]:
-        levels = self.levels(len(batch))
+        levels = self.levels(len(batch.rows))
         budgets = []
-        for r, row in enumerate(batch.rows):
+        for row, emits in zip(batch.rows, batch.emits):
             # the last token of a row is never a guess: it is emitted by the step that verifies the ones before it
-            depth = min(levels, row.remaining - 1) if batch.emits[r] and row.params.speculate else 0
-            budgets.append(Budget(depth, self.size(depth)))
+            depth = min(levels, row.remaining - 1) if levels and emits and row.params.speculate else 0
+            budgets.append(Budget(depth, self.size(depth)) if depth else NONE)
         return budgets
 
     def trim(self, draft: Draft, budgets: list[Budget]) -> Draft:
-        trees = draft.trees
-        kept = [_within(tree, budget, self.vocabulary) for tree, budget in zip(trees, budgets)]
-        return draft if all(a is b for a, b in zip(kept, trees)) else Draft(kept)
+        kept, whole = [], True
+        for tree, budget in zip(draft.trees, budgets):
+            within = _within(tree, budget, self.vocabulary) if tree.tokens else tree
+            whole = whole and within is tree
+            kept.append(within)
+        return draft if whole else Draft(kept)
 
     def learn(self, commit: Commit, times: Times) -> None:
         """A fixed length learns nothing."""
@@ -85,9 +89,12 @@ class FixedController:
 def _within(tree: Guesses, budget: Budget, vocabulary: int) -> Guesses:
     """The tree without nodes that are too deep or too many; probes stay while their parents do.  A prefix of the nodes is closed
     under ancestors, and so is a cut by depth; apart from ids that do not exist, dropping looks at positions only, never at tokens."""
+    tokens = tree.tokens
+    if len(tokens) <= min(budget) and tree.chained and min(tokens) >= 0 and max(tokens) < vocabulary:
+        return tree
     depth = {-1: 0}  # of the nodes that stay
     for i, parent in enumerate(tree.parents):
         fits = len(depth) <= budget.nodes and parent in depth and (depth[parent] < budget.depth or i >= tree.size)
-        if fits and 0 <= tree.tokens[i] < vocabulary:
+        if fits and 0 <= tokens[i] < vocabulary:
             depth[i] = depth[parent] + 1
-    return tree if len(depth) > len(tree.tokens) else tree.only([i for i in depth if i >= 0])
+    return tree if len(depth) > len(tokens) else tree.only([i for i in depth if i >= 0])

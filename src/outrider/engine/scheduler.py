@@ -52,14 +52,14 @@ class Scheduler:
 
     def next(self) -> Batch:
         """The rows of this step; their known tokens have slots."""
-        for row in [row for row in self.running if row.finish_reason is not None]:
-            self.retire(row)  # only after a step that was interrupted
-        batch = Batch()
-        decoding = [row for row in self.running if len(row.tokens) - row.computed == 1]
-        decodes, guessing = len(decoding), sum(row.params.speculate for row in decoding)
-        share = min(guessing * self.guesses(len(self.running)), (self.tokens - decodes) // 2)  # prompts keep at least as much
-        left = self.tokens - decodes - share
-        left = min(left, self.chunk()) if decodes else left
+        batch, decodes, guessing = Batch(), 0, 0
+        for row in list(self.running):
+            if row.finish_reason is not None:
+                self.retire(row)  # only after a step that was interrupted
+            elif len(row.tokens) - row.computed == 1:
+                decodes += 1
+                guessing += row.params.speculate
+        left = self._left(decodes, guessing) if self.waiting or decodes < len(self.running) else 0
         for row in list(self.running):
             known = len(row.tokens) - row.computed
             if known > 1:
@@ -78,18 +78,26 @@ class Scheduler:
             batch.add(row, known)
         return batch
 
+    def _left(self, decodes: int, guessing: int) -> int:
+        """How many tokens of prompts a step has room for beside so many rows that decode, some of which guess."""
+        share = min(guessing * self.guesses(len(self.running)), (self.tokens - decodes) // 2)  # prompts keep at least as much
+        left = self.tokens - decodes - share
+        return min(left, self.chunk()) if decodes else left
+
     def reserve(self, batch: Batch, budgets: list[Budget]) -> list[Budget]:
         """Slots for guesses.  They take what is free and never a page from a row: the budget shrinks instead."""
-        left = self.tokens - sum(batch.known)
-        fair = left // max(1, sum(budget.nodes > 0 for budget in budgets))
+        guessing = 0
+        for budget in budgets:
+            guessing += budget.nodes > 0
+        fair = (self.tokens - sum(batch.known)) // guessing if guessing else 0
         granted = []
-        for r, (row, budget) in enumerate(zip(batch.rows, budgets)):
-            nodes = min(budget.nodes, fair)
+        for row, start, known, budget in zip(batch.rows, batch.starts, batch.known, budgets):
+            end, nodes = start + known, min(budget.nodes, fair)
             assert row.table is not None
-            if nodes and not self.cache.reserve(row.table, batch.end(r) + nodes):
-                nodes = min(nodes, row.table.room - batch.end(r))
+            if nodes and not self.cache.reserve(row.table, end + nodes):
+                nodes = min(nodes, row.table.room - end)
             batch.nodes.append(nodes)
-            granted.append(Budget(min(budget.depth, nodes), nodes))
+            granted.append(budget if budget.depth <= nodes == budget.nodes else Budget(min(budget.depth, nodes), nodes))
         return granted
 
     def clip(self, batch: Batch, verdict: Verdict) -> Verdict:
@@ -109,14 +117,14 @@ class Scheduler:
         """Moves the accepted path of every row to its natural slots, gives back the rest, enters full pages for reuse."""
         sources: list[int] = []
         targets: list[int] = []
-        for r, row in enumerate(batch.rows):
+        for row, start, known, nodes in zip(batch.rows, batch.starts, batch.known, verdict.nodes):
             assert row.table is not None
-            end, slots = batch.end(r), row.table.slots
-            for place, node in enumerate(verdict.nodes[r]):
+            end, slots = start + known, row.table.slots
+            for place, node in enumerate(nodes):
                 if node != place:
                     sources.append(slots[end + node])
                     targets.append(slots[end + place])
-            row.computed = end + len(verdict.nodes[r])
+            row.computed = end + len(nodes)
         if sources:
             self.cache.pools[0].move(sources, targets)
         for row in batch.rows:
@@ -131,15 +139,14 @@ class Scheduler:
         self._release(row, "finished")
 
     def _ends(self, row: Row, token: int) -> bool:
-        count = len(row.tokens) - row.prompt
-        if token in row.ending and count >= row.params.min_tokens:
+        if token in row.ending and len(row.tokens) - row.prompt >= row.params.min_tokens:
             row.finish_reason = "stop"
             row.stop_reason = token if token in (row.params.stop_token_ids or ()) else None
             if row.text is not None and row.params.include_stop_str_in_output:
                 row.text.feed(token)
         elif row.text is not None:  # a token that ends the text is not part of it
             self._read(row, row.text, token)
-        if row.finish_reason is None and row.remaining <= 0:
+        if row.finish_reason is None and len(row.tokens) >= row.limit:
             row.finish_reason = "length"
         return row.finish_reason is not None
 
