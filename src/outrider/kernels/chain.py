@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import math
+import struct
+from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -31,13 +33,7 @@ class Halt(NamedTuple):
     net: Tensor | None = None
 
 
-class _Chain(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_long) for name in ("at", "levels", "top_k")),
-        *((name, ctypes.c_double) for name in ("min_p", "top_p")),
-        ("stream", ctypes.c_uint64),
-        *((name, ctypes.c_float) for name in ("temperature", "floor")),
-    ]
+CHAIN = struct.Struct("@lll dd Q ff")  # Chain of kernels.c: at, levels, top_k; min_p, top_p; stream; temperature, floor
 
 
 class Rule(ctypes.Structure):
@@ -59,23 +55,25 @@ class Room:
     """What `chain` in kernels.c reads of the chains, and where it puts what it finds."""
 
     def __init__(self, chains: Sequence[Chain], halt: Halt | None) -> None:
-        self.most = max(chain.levels for chain in chains)
-        self.chains = (_Chain * len(chains))()
-        for to, (at, levels, law, stream, floor) in zip(self.chains, chains):
-            to.at, to.levels, to.stream, to.floor = at, levels, stream, floor
-            to.temperature, to.min_p, to.top_k, to.top_p = law
-        self.out = (ctypes.c_int32 * (len(chains) * self.most))()
+        self.most, packed = 0, []
+        for at, levels, (temperature, min_p, top_k, top_p), stream, floor in chains:
+            self.most = max(self.most, levels)
+            packed.append(CHAIN.pack(at, levels, top_k, min_p, top_p, stream, temperature, floor))
+        self.chains = b"".join(packed)
+        self.out = array("i", bytes(4 * self.most * len(chains)))
         self.rule = None if halt is None else Rule.of(halt)
-        self.traits = None if halt is None else (ctypes.c_float * (len(self.out) * TRAITS))()
+        self.traits = array("f", bytes(0 if halt is None else 4 * TRAITS * len(self.out)))
 
     def read(self) -> Chained:
-        most = self.most
-        rows = [self.out[i * most : (i + 1) * most] for i in range(len(self.chains))]
-        tokens = [row[: row.index(-1)] if row[-1] < 0 else row for row in rows]
-        if self.traits is None:
-            return tokens, []
-        places = [range(i * most, i * most + len(row)) for i, row in enumerate(tokens)]
-        return tokens, [[self.traits[at * TRAITS : at * TRAITS + TRAITS] for at in row] for row in places]
+        tokens: list[list[int]] = []
+        traits: list[list[Traits]] = []
+        for first in range(0, len(self.out), self.most):
+            said = self.out[first : first + self.most].tolist()
+            tokens.append(said[: said.index(-1)] if said[-1] < 0 else said)
+            if self.traits:
+                places = range(first * TRAITS, (first + len(tokens[-1])) * TRAITS, TRAITS)
+                traits.append([self.traits[at : at + TRAITS].tolist() for at in places])
+        return tokens, traits
 
 
 def hidden_of(net: Tensor) -> int:

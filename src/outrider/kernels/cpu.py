@@ -297,7 +297,7 @@ class CpuKernels(Picking):
         room = chain.Room(chains, halt)
         self.lib.chain(
             stack.shape, stack.layers, ends, _rows(plan), plan.ids_at, pool.address, pool.plane, room.chains, len(chains), room.most,
-            room.rule, room.out, room.traits, None if states is None else states.data_ptr(),
+            room.rule, room.out.buffer_info()[0], room.traits.buffer_info()[0], None if states is None else states.data_ptr(),
         )  # fmt: skip
         return room.read()
 

@@ -81,6 +81,7 @@ class Decoder:
         self.dtype, self.device, self.max_len = dtype, where.outer, max_len
         self.bits, self.kv_cache_dtype = bits_of(quantization), kv_cache_dtype
         kernels = {at: kernels_for(at, dtype) for at in {where.outer, *where.layers}}
+        self.split = len(kernels) > 1  # over several devices
         self.kernels: Kernels = kernels[where.outer]
         weights = checkpoint.tensors()
         turn = rotations(checkpoint.config, max(max_len, 32))  # the self-test computes 24 positions
@@ -182,7 +183,7 @@ class Decoder:
         blocks: Blocks | None = None, states: Tensor | None = None,
     ) -> Chained | None:  # fmt: skip
         """`forward` over the plan, then a chain of the best tokens behind some of its rows; see `Kernels.chain`."""
-        if any(part.kernels is not self.kernels for part in self.parts):
+        if self.split:
             return None
         stack = (blocks or self.parts)[0].stack
         return self.kernels.chain(stack, self.embedding, self.norm, self.lm_head, plan, pool, chains, vocabulary, halt, states)
