@@ -30,9 +30,9 @@ class Seen:
 
     def extend(self, tokens: list[int], shortest: int) -> None:
         """Takes in what was said since the last look."""
-        start, before, ends = len(self.before), self.before, self.ends
-        part = tokens[start + 1 - shortest : -1]
-        for end, gram in enumerate(zip(*(part[i:] for i in range(shortest))), start):
+        before, ends = self.before, self.ends
+        for end in range(len(before), len(tokens) - 1):
+            gram = tuple(tokens[end + 1 - shortest : end + 1])
             before.append(ends.get(gram, -1))
             ends[gram] = end
 
@@ -100,6 +100,7 @@ class Ngram(Drafter):
 
 def _copy(tokens: list[int], start: int, depth: int, confidence: float) -> Guesses:
     """`depth` tokens from `start` on; a copy that reaches the end goes on with what it has copied, as a loop would."""
-    period = len(tokens) - start
-    copied = [tokens[start + i % period] for i in range(depth)]
+    copied = tokens[start : start + depth]
+    while len(copied) < depth:
+        copied += copied[: depth - len(copied)]
     return Guesses.chain(copied, [confidence] * depth)

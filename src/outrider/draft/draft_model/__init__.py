@@ -195,11 +195,11 @@ class DraftModel(Drafter):
         A row that outgrows the draft's own context is not drafted for."""
         plan = Plan(self.window.sink)
         starts: list[Start] = []
-        for r, (row, budget) in enumerate(zip(batch.rows, budgets)):
-            end = batch.end(r)
-            done = batch.starts[r] if self.itself else min(self.synced.setdefault(row, batch.starts[r]), batch.starts[r])  # a step may fail
+        for r, (row, start, known, budget) in enumerate(zip(batch.rows, batch.starts, batch.known, budgets)):
+            end = start + known
+            done = start if self.itself else min(self.synced.setdefault(row, start), start)  # a step may fail
             depth = min(budget.depth, self.context - end) if budget.nodes else 0
-            if end > self.context or not self._worthwhile(depth, batch.known[r]):
+            if end > self.context or not self._worthwhile(depth, known):
                 continue  # a row that does not guess catches up with single tokens when it does
             assert row.table is not None
             adapter = row.adapter if self.itself else None
@@ -207,7 +207,7 @@ class DraftModel(Drafter):
             if not self.itself:
                 self.synced[row] = end
             if depth > 0:
-                starts.append(Start(r, budget._replace(depth=depth), plan.length - 1, view))
+                starts.append(Start(r, budget if depth == budget.depth else Budget(depth, budget.nodes), plan.length - 1, view))
         return plan, starts
 
     def _worthwhile(self, depth: int, known: int) -> bool:
@@ -219,19 +219,25 @@ class DraftModel(Drafter):
         """Whether there is one guess a level that is chosen, and neither processor nor adapter to ask in between."""
         if self.options.siblings > 1 or self.staged is not None:
             return False
-        return not any(s.view.adapter or batch.rows[s.r].processors or self.draws(batch.rows[s.r]) for s in starts)
+        for start in starts:
+            row = batch.rows[start.r]
+            if start.view.adapter or row.processors or self.draws(row):
+                return False
+        return True
 
     def _chains(self, plan: Plan, batch: Batch, starts: list[Start], trees: list[Guesses]) -> bool:
         """All levels at once, into `trees`; False, and nothing done, where the kernels cannot."""
-        rows = [batch.rows[start.r] for start in starts]
-        chains = [Chain(s.at, s.budget.depth, row.law, stream_of(row.seed, row.index)) for s, row in zip(starts, rows)]
+        chains = []
+        for start in starts:
+            row = batch.rows[start.r]
+            chains.append(Chain(start.at, start.budget.depth, row.law, stream_of(row.seed, row.index)))
         found = self.decoder.chain(plan.build(), self.pool, chains, self.vocabulary, self.stop.halt)
         if found is None:
             return False
         for start, tokens in zip(starts, found[0]):
             trees[start.r] = Guesses.chain(tokens, RANKED[:1] * len(tokens))
-        for row, traits in zip(rows, found[1]):
-            self.stop.note(row, traits)
+        for start, traits in zip(starts, found[1]):
+            self.stop.note(batch.rows[start.r], traits)
         return True
 
     def _readable(self, tokens: list[int]) -> list[int]:

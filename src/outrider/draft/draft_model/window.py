@@ -18,7 +18,7 @@ import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from outrider.attention.plan import Plan
 from outrider.errors import ConfigError
@@ -26,8 +26,7 @@ from outrider.errors import ConfigError
 SELF = "self"
 
 
-@dataclass(frozen=True)
-class View:
+class View(NamedTuple):
     """The slots of a request that its draft sees; token p of the text lies in slots[p - shift], unless it is one of the first.
     adapter: the request's, where the target drafts."""
 
@@ -39,15 +38,13 @@ class View:
         """Tokens at positions start … of the text, each behind the one before."""
         first = plan.length
         plan.chain(self.slots, start - self.shift, tokens, self.shift)
-        self._adapt(plan, first)
+        if self.adapter is not None:
+            plan.adapt(first, self.adapter)
 
     def node(self, plan: Plan, base: int, path: Sequence[int], token: int) -> None:
         """A guess of a tree that hangs from position base - 1; path: the nodes from the root to it."""
         first, at = plan.length, base - self.shift
         plan.node(self.slots, at, [self.slots[at + i] for i in path], token, self.shift)
-        self._adapt(plan, first)
-
-    def _adapt(self, plan: Plan, first: int) -> None:
         if self.adapter is not None:
             plan.adapt(first, self.adapter)
 
@@ -72,7 +69,8 @@ class Window:
 
     def read(self, plan: Plan, slots: array[int], start: int, tokens: Sequence[int], guesses: int, adapter: Any = None) -> View:
         """Known tokens at positions start … as rows of the plan, piece by piece; the view of the last, with room for guesses."""
-        end, view = start + len(tokens), View(slots)
+        end = start + len(tokens)
+        assert tokens, "nothing to read"
         for piece in range(start, end, self.recent):
             view = self.view(slots, piece, end + guesses, adapter)
             view.chain(plan, piece, tokens[piece - start : piece - start + self.recent])
