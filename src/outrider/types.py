@@ -51,9 +51,8 @@ class Speculation(NamedTuple):
 
     def after(self, drafted: int, accepted: int, emitted: int, lossless: bool) -> Speculation:
         """After one step more."""
-        return Speculation(
-            self.steps + 1, self.drafted + drafted, self.accepted + accepted, self.emitted + emitted, self.lossless and lossless
-        )  # fmt: skip
+        lossless = lossless and self.lossless
+        return Speculation(self.steps + 1, self.drafted + drafted, self.accepted + accepted, self.emitted + emitted, lossless)
 
 
 @dataclass(frozen=True)
@@ -144,8 +143,7 @@ class Batch:
         self.starts.append(start)
         self.known.append(known)
         self.emits.append(start + known == len(row.tokens))
-        if start + known <= row.prompt:
-            self.reading = True
+        self.reading |= start + known <= row.prompt
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -328,8 +326,8 @@ class Work:
         for tree, said in zip(commit.draft.trees, commit.verdict.tokens):
             self.guessed += len(tree.tokens)
             self.emitted += len(said)
-        before, now = self.times, times
-        self.times = Times(before.propose + now.propose, before.forward + now.forward, before.rest + now.rest)
+        propose, forward, rest = self.times
+        self.times = Times(propose + times.propose, forward + times.forward, rest + times.rest)
 
 
 class Laws(Protocol):
