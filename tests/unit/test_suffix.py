@@ -1,9 +1,8 @@
-"""Suffix decoding: its index equals a search through the text, its trees equal counting, and it guesses little where it fails."""
+"""Suffix decoding: its trees equal counting, and it guesses little where it fails."""
 
 from __future__ import annotations
 
 import random
-from array import array
 from collections import Counter
 
 import pytest
@@ -14,54 +13,8 @@ from rows import follow, guess, make, make_row, proper
 from outrider import ConfigError
 from outrider.draft import suffix
 from outrider.draft.matches import Belief, frequent
-from outrider.draft.suffix import PLACES, RUNS, Index, Suffix
+from outrider.draft.suffix import Suffix
 from outrider.types import ROOT, Budget, Guesses
-
-few = st.lists(st.integers(0, 3), max_size=60)
-
-# ---- the index
-
-
-def agreement(text: list[int], at: int, context: list[int]) -> int:
-    length = 0
-    while length < min(len(context), at + 1) and text[at - length] == context[-1 - length]:
-        length += 1
-    return length
-
-
-@given(parts=st.lists(few, max_size=4), context=few, order=st.integers(0, len(RUNS) - 1), first=st.integers(0, 50), more=st.integers(0, 30))
-def test_the_index_equals_a_search(parts: list[list[int]], context: list[int], order: int, first: int, more: int) -> None:
-    index, text = Index(4096), []
-    for part in parts:
-        index.extend(part)
-        text.extend(part)
-    index.first = first
-    most = RUNS[order] + more
-    expected = [(min(agreement(text, at, context), most), at) for at in reversed(range(first, len(text)))]
-    expected = [place for place in expected if place[0] >= RUNS[order]][: PLACES[RUNS[order]]]
-    assert index.find(array("i", context), order, most) == expected
-
-
-def test_the_index_is_linear_in_the_text() -> None:
-    """Also where all tokens are the same, the worst case of trees and automata."""
-    index = Index(20_000)
-    index.extend([7] * 20_000)
-    held = sum(len(numbers) for numbers in (index.tokens, *index.heads, *index.previous))
-    assert held <= 20_000 * (1 + len(RUNS)) + 32_768 * len(RUNS)
-
-
-def test_runs_that_share_a_hash_do_not_stand_for_each_other() -> None:
-    """More runs than the table has places: what is found agrees, whatever lies in the same list."""
-    dice = random.Random(0)
-    text = [dice.randrange(500) for _ in range(2000)]
-    index = Index(64)
-    index.extend(text)
-    found = [place for end in range(8, 2000) for place in index.find(array("i", text[:end]), 2, 9)]
-    assert len(found) > 1000
-    for end in range(8, 2000):
-        for length, at in index.find(array("i", text[:end]), 2, 9):
-            assert agreement(text, at, text[:end]) == length >= 2 or length == 9
-
 
 # ---- the tree
 
@@ -183,7 +136,7 @@ def test_whole_segments_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
         drafter.forget(make_row([i] * (499), prompt=0), "finished")
     assert len(drafter.memory.segments) == 2
     drafter.forget(make_row([9] * 3000, prompt=0), "finished")
-    assert len(drafter.memory.segments[-1].tokens) == 3001
+    assert drafter.memory.segments[-1].length == 3001
 
 
 def test_the_text_grows_with_the_row() -> None:

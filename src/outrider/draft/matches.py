@@ -45,11 +45,13 @@ class Belief:
 
         A level was right if one of its nodes was; the level after it stands for a match one token longer.
         """
-        for level, node in enumerate([ROOT, *accepted]):
-            right = level < len(accepted)
-            if right or node in tree.parents[: tree.size]:
-                at = min(length + level, len(self.values) - 1)
-                self.values[at] += self.learn * (right - self.values[at])
+        values, most, learn, right = self.values, len(self.values) - 1, self.learn, len(accepted)
+        for n in range(length, length + right):
+            at = n if n < most else most
+            values[at] += learn * (1 - values[at])
+        if (accepted[-1] if accepted else ROOT) in tree.parents[: tree.size]:
+            at = min(length + right, most)
+            values[at] -= learn * values[at]
 
 
 def frequent(
@@ -101,9 +103,9 @@ def frequent(
 
 def _copied(tree: Guesses, text: Sequence[int], nodes: int, belief: Belief, length: int, joint: float, least: float) -> float:
     """The rest of a tree of which only one text is left: a chain below its last node.  Returns what it adds to the score."""
-    score = 0.0
+    score, values, most = 0.0, belief.values, len(belief.values) - 1
     for token in text[: nodes - len(tree.tokens)]:
-        share = belief(length)
+        share = values[length if length < most else most]
         joint *= share
         if token < 0 or joint < least:
             break

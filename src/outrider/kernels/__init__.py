@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from outrider.kernels.chain import Chained, Halt, Traits
     from outrider.kernels.lora import Adapted, Runs
     from outrider.kernels.quantised import Quantised
+    from outrider.kernels.runs import Index
     from outrider.models.decoder import Layer
     from outrider.models.spec import Spec
     from outrider.sampling.params import Law
@@ -143,6 +144,14 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
     if library is not None and dtype in (torch.float32, torch.bfloat16):
         return cpu.CpuKernels(library, dtype)
     return reference.TorchKernels(device, dtype)
+
+
+def index_for(capacity: int) -> Index:
+    """The index of a text of so many tokens, whatever the device of the model."""
+    from outrider.kernels import runs, runs_reference
+
+    library = _compiled(torch.device("cpu"))
+    return runs_reference.Plain(capacity) if library is None else runs.Compiled(library, capacity)
 
 
 def fast_bfloat16(device: torch.device) -> bool:

@@ -1,0 +1,105 @@
+"""Where the runs of a text ended, and what followed them: the index of suffix decoding (runs.c; runs_reference.py without a compiler)."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+RUNS = (8, 4, 2, 1)  # tokens of a run, by its order; these constants are those of runs.c
+PLACES = (4, 16, 16, 16)  # most recent ones of a run that are looked at; after long ones the same follows, as a rule
+FRONT = (0, 4, 20, 36)  # those of longer runs
+Places = Callable[[int], list[tuple[int, list[int]]]]  # order -> of each place how many tokens agree, and what followed
+
+
+class Index(Protocol):
+    """A text that grows up to `capacity` tokens, and where each run of it ended: 36 bytes a token, whatever the tokens are.
+
+    The places of runs that share a hash are one list, most recent first; the tokens themselves are compared, at twice as many places as
+    are wanted.  What the text ends with is not in the index before more follows: it never finds itself.
+    """
+
+    capacity: int
+    length: int  # tokens, so far
+    first: int  # places before this one are forgotten
+
+    def extend(self, tokens: Sequence[int]) -> None: ...
+
+    def find(self, tokens: Sequence[int], said: Sequence[int], texts: Sequence[Any], longest: int, depth: int) -> Places:
+        """Extends the text; then, of each order, the most recent places (see PLACES) where its last tokens ended, with `said` behind them.
+
+        Looked up in the text itself where there are no `texts`, otherwise in these, the last one first.  What agrees in more tokens
+        than `longest`, or in a longer run, counts as agreeing in less.  `depth` tokens that followed: the text itself goes on with
+        what it has said, as a loop would; the others end with -1, also from a token below 0 on.
+        """
+
+
+def declare(lib: ctypes.CDLL) -> None:
+    p, n = ctypes.c_void_p, ctypes.c_long
+    lib.runs_extend.argtypes = [p, p, n]
+    lib.runs_find.argtypes = [p, p, n, n, p, n, n, n, p]
+    lib.runs_extend.restype = lib.runs_find.restype = None
+
+
+def width(capacity: int) -> int:
+    """Bits of a hash: not more of them than tokens."""
+    return max(capacity, 64).bit_length() - 1
+
+
+class _Text(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("shift", "first", "length", "entered")),
+        *((name, ctypes.c_void_p) for name in ("tokens", "previous", "heads")),
+    ]
+
+
+class Compiled:
+    """`Index` in C.  Its memory is that of numpy, which the system gives as it is written."""
+
+    def __init__(self, lib: ctypes.CDLL, capacity: int) -> None:
+        self.lib, self.capacity, self.length = lib, capacity, 0
+        self.memory = np.zeros(capacity * (1 + len(RUNS)) + (len(RUNS) << width(capacity)), np.int32)
+        at = self.memory.ctypes.data
+        self.text = _Text(32 - width(capacity), 0, 0, 0, at, at + 4 * capacity, at + 4 * capacity * (1 + len(RUNS)))
+        self.at = ctypes.addressof(self.text)
+
+    def __deepcopy__(self, memo: object) -> Compiled:
+        made = Compiled(self.lib, self.capacity)
+        made.memory[:], made.length = self.memory, self.length
+        made.text.first, made.text.length, made.text.entered = self.text.first, self.text.length, self.text.entered
+        return made
+
+    @property
+    def first(self) -> int:
+        return int(self.text.first)
+
+    @first.setter
+    def first(self, place: int) -> None:
+        self.text.first = place
+
+    def _grow(self, tokens: Sequence[int]) -> None:
+        self.length += len(tokens)
+        assert self.length <= self.capacity, f"{self.length} tokens in an index of {self.capacity}"
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        self._grow(tokens)
+        self.lib.runs_extend(self.at, array("i", tokens).buffer_info()[0], len(tokens))
+
+    def find(self, tokens: Sequence[int], said: Sequence[int], texts: Sequence[Compiled], longest: int, depth: int) -> Places:
+        self._grow(tokens)
+        given, among, row = array("i", [*tokens, *said]), array("Q", [text.at for text in texts]) if texts else None, 1 + depth
+        out = array("i", bytes(4 * (len(RUNS) + sum(PLACES) * row)))
+        self.lib.runs_find(
+            self.at, given.buffer_info()[0], len(tokens), len(said), among.buffer_info()[0] if among else None, len(texts),
+            longest, depth, out.buffer_info()[0],
+        )  # fmt: skip
+
+        def places(order: int) -> list[tuple[int, list[int]]]:
+            begin = len(RUNS) + FRONT[order] * row
+            found = out[begin : begin + out[order] * row].tolist()
+            return [(found[i], found[i + 1 : i + row]) for i in range(0, len(found), row)]
+
+        return places

@@ -1,0 +1,155 @@
+"""Where runs of tokens ended: what is found equals a search through the text, in C and in Python, and both agree about everything."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.kernels import cpu, index_for
+from outrider.kernels.runs import PLACES, RUNS, Compiled, Index, Places
+from outrider.kernels.runs_reference import Plain
+
+Make = Callable[[int], Index]
+
+LIBRARY = cpu.library()
+KINDS: list[Make] = [Plain] if LIBRARY is None else [Plain, partial(Compiled, LIBRARY)]
+needs_c = pytest.mark.skipif(LIBRARY is None, reason="no C compiler here")
+both = pytest.mark.parametrize("make", KINDS, ids=["python", "c"][: len(KINDS)])
+
+few = st.lists(st.integers(0, 3), max_size=60)
+texts = st.one_of(few, st.builds(lambda loop, times: loop * times, st.lists(st.integers(-1, 9), max_size=12), st.integers(1, 30)))
+DEPTH = 5
+
+
+def agreement(text: list[int], at: int, context: list[int]) -> int:
+    length = 0
+    while length < min(len(context), at + 1) and text[at - length] == context[-1 - length]:
+        length += 1
+    return length
+
+
+def searched(
+    text: list[int], context: list[int], order: int, longest: int, ends: range, loops: bool, depth: int = DEPTH
+) -> list[tuple[int, list[int]]]:
+    """Going through the text, from its end to its beginning."""
+    most, found = min(longest, RUNS[order - 1] - 1) if order else longest, []
+    for at in reversed(ends):
+        length = min(agreement(text, at, context), most)
+        if length >= RUNS[order]:
+            after = text[at + 1 :]
+            known = [after[i % len(after)] for i in range(depth)] if loops else [*after, *[-1] * depth][:depth]
+            cut = known.index(-1) if -1 in known else depth
+            found.append((length, known[:cut] + [-1] * (depth - cut)))
+    return found[: PLACES[order]]
+
+
+def everything(places: Places) -> list[list[tuple[int, list[int]]]]:
+    return [places(order) for order in range(len(RUNS))]
+
+
+@both
+@given(parts=st.lists(few, min_size=1, max_size=4), said=st.lists(st.integers(0, 3), max_size=12), longest=st.integers(1, 30))
+def test_what_is_found_equals_a_search(make: Make, parts: list[list[int]], said: list[int], longest: int) -> None:
+    index, text = make(4096), []
+    for part in parts:
+        text.extend(part)
+        found = index.find(part, said, (), longest, DEPTH)
+        context = [*text, *said][-longest:]
+        assert index.length == len(text)
+        for order in range(len(RUNS)):
+            assert found(order) == searched(text, context, order, longest, range(len(text) - 1), True)
+
+
+@both
+@given(older=few, newer=few, tokens=few, first=st.integers(0, 50), longest=st.integers(1, 30))
+def test_other_texts_are_searched_the_last_one_first(
+    make: Make, older: list[int], newer: list[int], tokens: list[int], first: int, longest: int
+) -> None:
+    """Also one whose beginning is forgotten."""
+    held = [make(100), make(100)]
+    for index, text in zip(held, (older, newer)):
+        index.extend([*text, -1])
+    held[0].first = first
+    found = make(100).find(tokens, (), held, longest, DEPTH)
+    for order in range(len(RUNS)):
+        late, early = (
+            searched([*text, -1], tokens[-longest:], order, longest, range(begin, len(text)), False)
+            for text, begin in ((newer, 0), (older, first))
+        )
+        assert found(order) == [*late, *early][: PLACES[order]]
+
+
+@needs_c
+@given(
+    parts=st.lists(texts, max_size=4), own=texts, said=few, first=st.integers(0, 80), longest=st.integers(1, 40), depth=st.integers(1, 30)
+)
+def test_c_and_python_agree(parts: list[list[int]], own: list[int], said: list[int], first: int, longest: int, depth: int) -> None:
+    results = []
+    for make in KINDS:
+        old, mine = make(1500), make(400)
+        for part in parts:
+            old.extend(part)
+        old.first = first
+        results.append([everything(mine.find(own, said, which, longest, depth)) for which in ((), [old], [old, old])])
+    assert results[0] == results[1]
+
+
+def test_runs_that_share_a_hash_do_not_stand_for_each_other() -> None:
+    """2,000 runs in 1,024 places: what is found agrees, whatever lies in the same list; and C and Python give up at the same places."""
+    dice = random.Random(0)
+    text = [dice.randrange(500) for _ in range(2000)]
+    indexes, missed = [make(2047) for make in KINDS], 0
+    for end in range(1, len(text)):
+        found = [everything(index.find(text[end - 1 : end], (), (), 9, 3)) for index in indexes]
+        assert found[0] == found[-1]
+        if end % 20 == 0:
+            for order in (2, 3):
+                expected = searched(text[:end], text[max(0, end - 9) : end], order, 9, range(end - 1), True, 3)
+                assert found[0][order] == expected[: len(found[0][order])]
+                missed += len(expected) - len(found[0][order])
+    assert missed < 30
+
+
+@needs_c
+@pytest.mark.parametrize("capacity", [1, 63, 64, 100, 4095, 4096, 20_000])
+def test_the_memory_is_linear_in_the_text(capacity: int) -> None:
+    """36 bytes a token, beside 64 places at least, also where all tokens are the same, the worst case of trees and automata."""
+    index = Compiled(LIBRARY, capacity)
+    index.extend([7] * capacity)
+    assert index.memory.nbytes <= 36 * max(capacity, 64)
+
+
+@both
+def test_no_text_outgrows_its_memory(make: Make) -> None:
+    index = make(20)
+    index.extend([1] * 20)
+    with pytest.raises(AssertionError, match="21 tokens in an index of 20"):
+        index.extend([1])
+    with pytest.raises(AssertionError, match="21 tokens in an index of 20"):
+        index.find([1], (), (), 4, 4)
+
+
+@both
+def test_a_copy_is_of_its_own(make: Make) -> None:
+    one = make(200)
+    one.extend([1, 2, 3, 9] * 4)
+    one.first = 5
+    two = copy.deepcopy(one)
+    assert everything(one.find([1, 2], (), (), 8, 6)) == everything(two.find([1, 2], (), (), 8, 6))
+    before = everything(two.find((), (), (), 8, 6))
+    one.extend([2, 2, 2])
+    one.first = 19
+    assert everything(two.find((), (), (), 8, 6)) == before and two.first == 5
+
+
+def test_the_environment_asks_for_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_KERNELS", "torch")
+    assert isinstance(index_for(10), Plain)
+    monkeypatch.delenv("OUTRIDER_KERNELS")
+    assert isinstance(index_for(10), Plain if LIBRARY is None else Compiled)
