@@ -86,7 +86,8 @@ class Compiled:
 
     def extend(self, tokens: Sequence[int]) -> None:
         self._grow(tokens)
-        self.lib.runs_extend(self.at, array("i", tokens).buffer_info()[0], len(tokens))
+        given = array("i", tokens)  # named, so that it lives until C has read it
+        self.lib.runs_extend(self.at, given.buffer_info()[0], len(given))
 
     def find(self, tokens: Sequence[int], said: Sequence[int], texts: Sequence[Compiled], longest: int, depth: int) -> Places:
         self._grow(tokens)
