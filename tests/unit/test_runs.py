@@ -15,7 +15,7 @@ from outrider.kernels import cpu, index_for
 from outrider.kernels.runs import PLACES, RUNS, Compiled, Index, Places
 from outrider.kernels.runs_reference import Plain
 
-Make = Callable[[int], Index]
+Make = Callable[..., Index]
 
 LIBRARY = cpu.library()
 KINDS: list[Make] = [Plain] if LIBRARY is None else [Plain, partial(Compiled, LIBRARY)]
@@ -23,7 +23,8 @@ needs_c = pytest.mark.skipif(LIBRARY is None, reason="no C compiler here")
 both = pytest.mark.parametrize("make", KINDS, ids=["python", "c"][: len(KINDS)])
 
 few = st.lists(st.integers(0, 3), max_size=60)
-texts = st.one_of(few, st.builds(lambda loop, times: loop * times, st.lists(st.integers(-1, 9), max_size=12), st.integers(1, 30)))
+loops = st.builds(lambda loop, times: loop * times, st.lists(st.integers(0, 9), max_size=12), st.integers(1, 30))
+texts = st.one_of(few, loops, st.lists(st.integers(-1, 1), max_size=60))
 DEPTH = 5
 
 
@@ -56,10 +57,10 @@ def everything(places: Places) -> list[list[tuple[int, list[int]]]]:
 @both
 @given(parts=st.lists(few, min_size=1, max_size=4), said=st.lists(st.integers(0, 3), max_size=12), longest=st.integers(1, 30))
 def test_what_is_found_equals_a_search(make: Make, parts: list[list[int]], said: list[int], longest: int) -> None:
-    index, text = make(4096), []
+    index, text = make(4096, longest, DEPTH), []
     for part in parts:
         text.extend(part)
-        found = index.find(part, said, (), longest, DEPTH)
+        found = index.find(part, said, ())
         context = [*text, *said][-longest:]
         assert index.length == len(text)
         for order in range(len(RUNS)):
@@ -76,7 +77,7 @@ def test_other_texts_are_searched_the_last_one_first(
     for index, text in zip(held, (older, newer)):
         index.extend([*text, -1])
     held[0].first = first
-    found = make(100).find(tokens, (), held, longest, DEPTH)
+    found = make(100, longest, DEPTH).find(tokens, (), held)
     for order in range(len(RUNS)):
         late, early = (
             searched([*text, -1], tokens[-longest:], order, longest, range(begin, len(text)), False)
@@ -87,16 +88,16 @@ def test_other_texts_are_searched_the_last_one_first(
 
 @needs_c
 @given(
-    parts=st.lists(texts, max_size=4), own=texts, said=few, first=st.integers(0, 80), longest=st.integers(1, 40), depth=st.integers(1, 30)
+    parts=st.lists(texts, max_size=4), own=loops, said=few, first=st.integers(0, 80), longest=st.integers(1, 40), depth=st.integers(1, 30)
 )
 def test_c_and_python_agree(parts: list[list[int]], own: list[int], said: list[int], first: int, longest: int, depth: int) -> None:
     results = []
     for make in KINDS:
-        old, mine = make(1500), make(400)
+        old, mine = make(1500), make(400, longest, depth)
         for part in parts:
             old.extend(part)
         old.first = first
-        results.append([everything(mine.find(own, said, which, longest, depth)) for which in ((), [old], [old, old])])
+        results.append([everything(mine.find(new, said, among)) for new, among in ((own, ()), ((), [old]), ((), [old, old]))])
     assert results[0] == results[1]
 
 
@@ -104,9 +105,9 @@ def test_runs_that_share_a_hash_do_not_stand_for_each_other() -> None:
     """2,000 runs in 1,024 places: what is found agrees, whatever lies in the same list; and C and Python give up at the same places."""
     dice = random.Random(0)
     text = [dice.randrange(500) for _ in range(2000)]
-    indexes, missed = [make(2047) for make in KINDS], 0
+    indexes, missed = [make(2047, 9, 3) for make in KINDS], 0
     for end in range(1, len(text)):
-        found = [everything(index.find(text[end - 1 : end], (), (), 9, 3)) for index in indexes]
+        found = [everything(index.find(text[end - 1 : end], (), ())) for index in indexes]
         assert found[0] == found[-1]
         if end % 20 == 0:
             for order in (2, 3):
@@ -132,20 +133,20 @@ def test_no_text_outgrows_its_memory(make: Make) -> None:
     with pytest.raises(AssertionError, match="21 tokens in an index of 20"):
         index.extend([1])
     with pytest.raises(AssertionError, match="21 tokens in an index of 20"):
-        index.find([1], (), (), 4, 4)
+        index.find([1], (), ())
 
 
 @both
 def test_a_copy_is_of_its_own(make: Make) -> None:
-    one = make(200)
+    one = make(200, 8, 6)
     one.extend([1, 2, 3, 9] * 4)
     one.first = 5
     two = copy.deepcopy(one)
-    assert everything(one.find([1, 2], (), (), 8, 6)) == everything(two.find([1, 2], (), (), 8, 6))
-    before = everything(two.find((), (), (), 8, 6))
+    assert everything(one.find([1, 2], (), ())) == everything(two.find([1, 2], (), ()))
+    before = everything(two.find((), (), ()))
     one.extend([2, 2, 2])
     one.first = 19
-    assert everything(two.find((), (), (), 8, 6)) == before and two.first == 5
+    assert everything(two.find((), (), ())) == before and two.first == 5
 
 
 def test_the_environment_asks_for_python(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,9 +108,9 @@ class Suffix(Drafter):
     def after(self, row: Row, said: Sequence[int], budget: Budget) -> Guesses:
         known = self.rows.get(row)
         if known is None:
-            known = self.rows[row] = Known(index_for(row.limit), Belief(RUNS[0]))
+            known = self.rows[row] = Known(index_for(row.limit, self.longest, self.depth), Belief(RUNS[0]))
         own, belief, least = known.index, known.belief, self.options.suffix_decoding_min_token_prob
-        here = own.find(row.tokens[own.length :], said, (), self.longest, self.depth)
+        here = own.find(row.tokens[own.length :], said, ())
         finished = None
         best = Best()
         for order, run in enumerate(RUNS):
@@ -126,7 +126,7 @@ class Suffix(Drafter):
                 continue
             best = self._better(best, here(order), belief, budget)
             if self.memory.segments and hope > best.score + ROUNDING:
-                finished = finished or own.find((), said, self.memory.segments, self.longest, self.depth)
+                finished = finished or own.find((), said, self.memory.segments)
                 best = self._better(best, finished(order), belief, budget)
         known.length = best.length or known.length
         return best.tree
@@ -135,7 +135,7 @@ class Suffix(Drafter):
         """The best of what these say, (length of the match, what followed it), and of what was found before."""
         for length in sorted({agreed for agreed, _ in texts}, reverse=True):
             nodes = self._nodes(length, budget)
-            if belief.promise(length, nodes) <= best.score + ROUNDING:
+            if best.score and belief.promise(length, nodes) <= best.score + ROUNDING:
                 continue
             agreeing = [text for agreed, text in texts if agreed >= length]
             room = Budget(min(budget.depth, nodes), nodes)

@@ -146,12 +146,14 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
     return reference.TorchKernels(device, dtype)
 
 
-def index_for(capacity: int) -> Index:
-    """The index of a text of so many tokens, whatever the device of the model."""
+def index_for(capacity: int, longest: int = 1, depth: int = 0) -> Index:
+    """The index of a text of so many tokens, on the host, whatever the device of the model."""
     from outrider.kernels import runs, runs_reference
 
     library = _compiled(torch.device("cpu"))
-    return runs_reference.Plain(capacity) if library is None else runs.Compiled(library, capacity)
+    if library is None:
+        return runs_reference.Plain(capacity, longest, depth)
+    return runs.Compiled(library, capacity, longest, depth)
 
 
 def fast_bfloat16(device: torch.device) -> bool:

@@ -10,6 +10,7 @@ static const long PLACES[ORDERS] = {4, 16, 16, 16};
 /* Places count from 1 in heads and previous, so that memory full of zeros is an empty index. */
 typedef struct {
     int32_t shift, first, length, entered;                    /* places before `first` are forgotten, those before `entered` are in */
+    int32_t longest, depth;                                   /* tokens that agree at most; tokens that followed */
     int32_t *tokens, *previous, *heads;                       /* [capacity], [capacity][ORDERS], [ORDERS][1 << (32 - shift)] */
 } Text;
 
@@ -70,9 +71,9 @@ static long find(const Text *t, const int32_t *now, long n, long o, long most, l
 
 /* `own` gets the first `fresh` of the given tokens; what it ends with then, with `said` more behind it, is looked up: in itself where
  * there are no `texts`, otherwise in these, the last one first.  out = [ORDERS] how many places, then of each order [PLACES][1 + depth] */
-void runs_find(
-    Text *own, const int32_t *given, long fresh, long said, Text *const *texts, long count, long longest, long depth, int32_t *out) {
+void runs_find(Text *own, const int32_t *given, long fresh, long said, Text *const *texts, long count, int32_t *out) {
     runs_extend(own, given, fresh);
+    const long longest = own->longest, depth = own->depth;
     const long later = said < longest ? said : longest, left = longest - later;
     const long before = own->length < left ? own->length : left, n = before + later;
     int32_t context[n + 1];

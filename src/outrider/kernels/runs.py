@@ -19,7 +19,8 @@ class Index(Protocol):
     """A text that grows up to `capacity` tokens, and where each run of it ended: 36 bytes a token, whatever the tokens are.
 
     The places of runs that share a hash are one list, most recent first; the tokens themselves are compared, at twice as many places as
-    are wanted.  What the text ends with is not in the index before more follows: it never finds itself.
+    are wanted.  What the text ends with is not in the index before more follows: it never finds itself.  `longest` and `depth`,
+    given when it is made, are for `find`.
     """
 
     capacity: int
@@ -28,19 +29,19 @@ class Index(Protocol):
 
     def extend(self, tokens: Sequence[int]) -> None: ...
 
-    def find(self, tokens: Sequence[int], said: Sequence[int], texts: Sequence[Any], longest: int, depth: int) -> Places:
+    def find(self, tokens: Sequence[int], said: Sequence[int], texts: Sequence[Any]) -> Places:
         """Extends the text; then, of each order, the most recent places (see PLACES) where its last tokens ended, with `said` behind them.
 
         Looked up in the text itself where there are no `texts`, otherwise in these, the last one first.  What agrees in more tokens
         than `longest`, or in a longer run, counts as agreeing in less.  `depth` tokens that followed: the text itself goes on with
-        what it has said, as a loop would; the others end with -1, also from a token below 0 on.
+        what it has said, as a loop would; the others end with -1, also from a token below 0 on.  Good until the next look-up of its kind.
         """
 
 
 def declare(lib: ctypes.CDLL) -> None:
     p, n = ctypes.c_void_p, ctypes.c_long
     lib.runs_extend.argtypes = [p, p, n]
-    lib.runs_find.argtypes = [p, p, n, n, p, n, n, n, p]
+    lib.runs_find.argtypes = [p, p, n, n, p, n, p]
     lib.runs_extend.restype = lib.runs_find.restype = None
 
 
@@ -51,7 +52,7 @@ def width(capacity: int) -> int:
 
 class _Text(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_int32) for name in ("shift", "first", "length", "entered")),
+        *((name, ctypes.c_int32) for name in ("shift", "first", "length", "entered", "longest", "depth")),
         *((name, ctypes.c_void_p) for name in ("tokens", "previous", "heads")),
     ]
 
@@ -59,15 +60,17 @@ class _Text(ctypes.Structure):
 class Compiled:
     """`Index` in C.  Its memory is that of numpy, which the system gives as it is written."""
 
-    def __init__(self, lib: ctypes.CDLL, capacity: int) -> None:
-        self.lib, self.capacity, self.length = lib, capacity, 0
+    def __init__(self, lib: ctypes.CDLL, capacity: int, longest: int = 1, depth: int = 0) -> None:
+        self.lib, self.capacity, self.length, self.width = lib, capacity, 0, 1 + depth
         self.memory = np.zeros(capacity * (1 + len(RUNS)) + (len(RUNS) << width(capacity)), np.int32)
         at = self.memory.ctypes.data
-        self.text = _Text(32 - width(capacity), 0, 0, 0, at, at + 4 * capacity, at + 4 * capacity * (1 + len(RUNS)))
+        after = at + 4 * capacity, at + 4 * capacity * (1 + len(RUNS))
+        self.text = _Text(32 - width(capacity), 0, 0, 0, longest, depth, at, *after)
         self.at = ctypes.addressof(self.text)
+        self.found = [array("i", bytes(4 * (len(RUNS) + sum(PLACES) * self.width))) for _ in range(2)]  # in itself, in others
 
     def __deepcopy__(self, memo: object) -> Compiled:
-        made = Compiled(self.lib, self.capacity)
+        made = Compiled(self.lib, self.capacity, self.text.longest, self.text.depth)
         made.memory[:], made.length = self.memory, self.length
         made.text.first, made.text.length, made.text.entered = self.text.first, self.text.length, self.text.entered
         return made
@@ -89,13 +92,13 @@ class Compiled:
         given = array("i", tokens)  # named, so that it lives until C has read it
         self.lib.runs_extend(self.at, given.buffer_info()[0], len(given))
 
-    def find(self, tokens: Sequence[int], said: Sequence[int], texts: Sequence[Compiled], longest: int, depth: int) -> Places:
+    def find(self, tokens: Sequence[int], said: Sequence[int], texts: Sequence[Compiled]) -> Places:
         self._grow(tokens)
-        given, among, row = array("i", [*tokens, *said]), array("Q", [text.at for text in texts]) if texts else None, 1 + depth
-        out = array("i", bytes(4 * (len(RUNS) + sum(PLACES) * row)))
+        given, out, row = array("i", [*tokens, *said]), self.found[len(texts) > 0], self.width
+        among = array("Q", [text.at for text in texts]) if texts else None
         self.lib.runs_find(
             self.at, given.buffer_info()[0], len(tokens), len(said), among.buffer_info()[0] if among else None, len(texts),
-            longest, depth, out.buffer_info()[0],
+            out.buffer_info()[0],
         )  # fmt: skip
 
         def places(order: int) -> list[tuple[int, list[int]]]:

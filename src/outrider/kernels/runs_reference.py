@@ -13,7 +13,8 @@ FIRST, NEXT, WORD = 2654435769, 2246822507, 0xFFFFFFFF  # the polynomial of runs
 class Plain:
     """heads[order][hash] is the last place of such a run, previous[order][place] the one before it, -1 none."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, longest: int = 1, depth: int = 0) -> None:
+        self.longest, self.depth = longest, depth
         self.capacity, self.length, self.first, self.shift = capacity, 0, 0, 32 - width(capacity)
         self.tokens = array("i")
         self.heads = [array("i", [-1]) * (1 << width(capacity)) for _ in RUNS]
@@ -43,7 +44,8 @@ class Plain:
             power = power * power & WORD
         return [[value >> self.shift for value in values] for values in reversed(sums)]
 
-    def find(self, tokens: Sequence[int], said: Sequence[int], texts: Sequence[Plain], longest: int, depth: int) -> Places:
+    def find(self, tokens: Sequence[int], said: Sequence[int], texts: Sequence[Plain]) -> Places:
+        longest, depth = self.longest, self.depth
         self.extend(tokens)
         context = array("i", [*self.tokens[-longest:], *said][-longest:])
 
