@@ -155,8 +155,8 @@ class Suffix(Drafter):
 
     def observe(self, commit: Commit) -> None:
         for row, tree, nodes in zip(commit.batch.rows, commit.draft.trees, commit.verdict.nodes):
-            if tree.tokens and row in self.rows:
-                self.rows[row].belief.observe(self.rows[row].length, tree, nodes)
+            if tree.tokens and (known := self.rows.get(row)):
+                known.belief.observe(known.length, tree, nodes)
 
     def forget(self, row: Row, reason: str) -> None:
         self.rows.pop(row, None)

@@ -49,10 +49,10 @@ static void follow(const Text *t, long at, long depth, int loops, int32_t *out) 
     for (; i < depth; i++) out[i] = -1;
 }
 
-/* Up to `room` places where the last n tokens before `now`, a run of order o at least, ended: how many agree (`most` at most), then
- * what followed. */
-static long find(const Text *t, const int32_t *now, long n, long o, long most, long room, long depth, int loops, int32_t *out) {
-    const long run = LONGEST >> o;
+/* Up to `room` places where the last n tokens before `now`, a run of order o at least, ended.  *row: how often in a row the same was
+ * found, how many tokens agree (`most` at most), what followed; it moves on. */
+static long find(const Text *t, const int32_t *now, long n, long o, long most, long room, long depth, int loops, int32_t **row) {
+    const long run = LONGEST >> o, wide = 2 + depth;
     uint32_t hash[ORDERS];
     places_of(now, n, t->shift, hash);
     long found = 0, at = *head(t, o, hash[o]);
@@ -60,9 +60,12 @@ static long find(const Text *t, const int32_t *now, long n, long o, long most, l
         long agree = 0;
         while (agree < most && agree < at && agree < n && t->tokens[at - 1 - agree] == now[-1 - agree]) agree++;
         if (agree >= run) {
-            int32_t *row = out + found++ * (depth + 1);
-            row[0] = (int32_t)agree;
-            follow(t, at, depth, loops, row + 1);
+            int32_t *r = *row;
+            r[0] = 1;
+            r[1] = (int32_t)agree;
+            follow(t, at, depth, loops, r + 2);
+            if (found++ && !memcmp(r + 1, r + 1 - wide, (size_t)(1 + depth) * 4)) r[-wide]++;
+            else *row += wide;
         }
         at = t->previous[(at - 1) * ORDERS + o];
     }
@@ -70,22 +73,22 @@ static long find(const Text *t, const int32_t *now, long n, long o, long most, l
 }
 
 /* `own` gets the first `fresh` of the given tokens; what it ends with then, with `said` more behind it, is looked up: in itself where
- * there are no `texts`, otherwise in these, the last one first.  out = [ORDERS] how many places, then of each order [PLACES][1 + depth] */
+ * there are no `texts`, otherwise in these, the last one first.  out = [ORDERS] how many rows, then of each order [PLACES][2 + depth] */
 void runs_find(Text *own, const int32_t *given, long fresh, long said, Text *const *texts, long count, int32_t *out) {
     runs_extend(own, given, fresh);
-    const long longest = own->longest, depth = own->depth;
+    const long longest = own->longest, depth = own->depth, wide = 2 + depth;
     const long later = said < longest ? said : longest, left = longest - later;
     const long before = own->length < left ? own->length : left, n = before + later;
     int32_t context[n + 1];
     memcpy(context, own->tokens + own->length - before, (size_t)before * 4);
     memcpy(context + before, given + fresh + said - later, (size_t)later * 4);
-    int32_t *rows = out + ORDERS;
-    for (long o = 0; o < ORDERS; rows += PLACES[o++] * (depth + 1)) {
+    int32_t *first = out + ORDERS;
+    for (long o = 0; o < ORDERS; first += PLACES[o++] * wide) {
         const long longer = 2 * (LONGEST >> o), most = o && longer <= longest ? longer - 1 : longest;
-        long found = 0;
-        if (n >= LONGEST >> o && !texts) found = find(own, context + n, n, o, most, PLACES[o], depth, 1, rows);
-        for (long i = n >= LONGEST >> o ? count - 1 : -1; i >= 0 && found < PLACES[o]; i--)
-            found += find(texts[i], context + n, n, o, most, PLACES[o] - found, depth, 0, rows + found * (depth + 1));
-        out[o] = (int32_t)found;
+        int32_t *row = first;
+        if (n >= LONGEST >> o && !texts) find(own, context + n, n, o, most, PLACES[o], depth, 1, &row);
+        long room = n >= LONGEST >> o ? PLACES[o] : 0;
+        for (long i = count - 1; i >= 0 && room > 0; i--) room -= find(texts[i], context + n, n, o, most, room, depth, 0, &row);
+        out[o] = (int32_t)((row - first) / wide);
     }
 }

@@ -61,7 +61,7 @@ class Compiled:
     """`Index` in C.  Its memory is that of numpy, which the system gives as it is written."""
 
     def __init__(self, lib: ctypes.CDLL, capacity: int, longest: int = 1, depth: int = 0) -> None:
-        self.lib, self.capacity, self.length, self.width = lib, capacity, 0, 1 + depth
+        self.lib, self.capacity, self.length, self.width = lib, capacity, 0, 2 + depth
         self.memory = np.zeros(capacity * (1 + len(RUNS)) + (len(RUNS) << width(capacity)), np.int32)
         at = self.memory.ctypes.data
         after = at + 4 * capacity, at + 4 * capacity * (1 + len(RUNS))
@@ -103,7 +103,9 @@ class Compiled:
 
         def places(order: int) -> list[tuple[int, list[int]]]:
             begin = len(RUNS) + FRONT[order] * row
-            found = out[begin : begin + out[order] * row].tolist()
-            return [(found[i], found[i + 1 : i + row]) for i in range(0, len(found), row)]
+            rows, found = out[begin : begin + out[order] * row].tolist(), []
+            for i in range(0, len(rows), row):
+                found += [(rows[i + 1], rows[i + 2 : i + row])] * rows[i]
+            return found
 
         return places
