@@ -9,7 +9,7 @@ static const long PLACES[ORDERS] = {4, 16, 16, 16};
 
 /* Places count from 1 in heads and previous, so that memory full of zeros is an empty index. */
 typedef struct {
-    int32_t shift, first, length, entered;                    /* places before `first` are forgotten, those before `entered` are in */
+    int32_t shift, oldest, length, entered;                   /* places before `oldest` are forgotten, those before `entered` are in */
     int32_t longest, depth;                                   /* tokens that agree at most; tokens that followed */
     int32_t *tokens, *previous, *heads;                       /* [capacity], [capacity][ORDERS], [ORDERS][1 << (32 - shift)] */
 } Text;
@@ -56,7 +56,7 @@ static long find(const Text *t, const int32_t *now, long n, long o, long most, l
     uint32_t hash[ORDERS];
     places_of(now, n, t->shift, hash);
     long found = 0, at = *head(t, o, hash[o]);
-    for (long looked = 0; looked < 2 * PLACES[o] && found < room && at > t->first; looked++) {   /* some may be of other runs */
+    for (long looked = 0; looked < 2 * PLACES[o] && found < room && at > t->oldest; looked++) {   /* some may be of other runs */
         long agree = 0;
         while (agree < most && agree < at && agree < n && t->tokens[at - 1 - agree] == now[-1 - agree]) agree++;
         if (agree >= run) {

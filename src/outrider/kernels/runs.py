@@ -52,7 +52,7 @@ def width(capacity: int) -> int:
 
 class _Text(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_int32) for name in ("shift", "first", "length", "entered", "longest", "depth")),
+        *((name, ctypes.c_int32) for name in ("shift", "oldest", "length", "entered", "longest", "depth")),
         *((name, ctypes.c_void_p) for name in ("tokens", "previous", "heads")),
     ]
 
@@ -72,16 +72,16 @@ class Compiled:
     def __deepcopy__(self, memo: object) -> Compiled:
         made = Compiled(self.lib, self.capacity, self.text.longest, self.text.depth)
         made.memory[:], made.length = self.memory, self.length
-        made.text.first, made.text.length, made.text.entered = self.text.first, self.text.length, self.text.entered
+        made.text.oldest, made.text.length, made.text.entered = self.text.oldest, self.text.length, self.text.entered
         return made
 
     @property
     def first(self) -> int:
-        return int(self.text.first)
+        return int(self.text.oldest)
 
     @first.setter
     def first(self, place: int) -> None:
-        self.text.first = place
+        self.text.oldest = place
 
     def _grow(self, tokens: Sequence[int]) -> None:
         self.length += len(tokens)
