@@ -236,6 +236,13 @@ def test_a_missing_tensor_is_named(toy: LLM, tmp_path: Path) -> None:
         Eagle(Eagle.Options(model=save_head(tmp_path, CONFIG, w)), toy.engine.target)
 
 
+@pytest.mark.parametrize("config", [{**CONFIG, "hidden_act": "gelu"}, {"model_type": "eagle", "model": {**CONFIG, "hidden_act": "gelu"}}])
+def test_another_activation_is_refused(config: dict[str, Any], toy: LLM, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"hidden_act 'gelu'.*'silu'"):
+        Eagle(Eagle.Options(model=save_head(tmp_path, config, tensors())), toy.engine.target)
+    Eagle(Eagle.Options(model=save_head(tmp_path, {**CONFIG, "hidden_act": "swish"}, tensors())), toy.engine.target)
+
+
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
 def test_a_truncated_file_is_refused(toy: LLM, tmp_path: Path, file: str) -> None:
     folder = save_head(tmp_path, CONFIG, tensors(), file)

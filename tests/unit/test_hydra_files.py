@@ -121,6 +121,11 @@ def test_wrong_kinds_are_refused(toy: LLM, tmp_path: Path) -> None:
     assert "more than one layer" in refused(toy, tmp_path / "d", CONFIG, two)
 
 
+def test_a_prefix_layer_has_the_activation_of_the_target(toy: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toy.engine.checkpoint.config, "hidden_act", "gelu")
+    assert "hidden_act 'gelu'" in refused(toy, tmp_path, CONFIG, tensors())
+
+
 @pytest.mark.parametrize("file", ["model.safetensors", "hydra_lm_head.pt"])
 def test_a_truncated_file_is_refused(toy: LLM, tmp_path: Path, file: str) -> None:
     folder = save_head(tmp_path, CONFIG, tensors(), file)

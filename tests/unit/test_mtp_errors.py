@@ -38,6 +38,15 @@ def test_other_blocks_are_refused_by_name(toy: LLM, tmp_path: Path, extra: str, 
         Mtp(Mtp.Options(model=folder), toy.engine.target)
 
 
+@pytest.mark.parametrize("kind", ["deepseek", "speculators"])
+def test_another_activation_is_refused(kind: str, toy: LLM, tmp_path: Path) -> None:
+    config, out = stored(tensors(), kind)
+    other = {**config.get("transformer_layer_config", config), "hidden_act": "gelu"}
+    config = other if kind == "deepseek" else {**config, "transformer_layer_config": other}
+    with pytest.raises(ModelError, match=r"hidden_act 'gelu'.*'silu'"):
+        Mtp(Mtp.Options(model=save_head(tmp_path, config, out)), toy.engine.target)
+
+
 def test_qwen3_next_is_refused_by_name(toy: LLM, tmp_path: Path) -> None:
     folder = save_head(tmp_path, {}, {"mtp.fc.weight": torch.ones(4, 8), "mtp.norm.weight": torch.ones(4)})
     assert detect(folder) == "mtp"

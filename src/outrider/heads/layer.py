@@ -66,7 +66,10 @@ class Block:
     method's business.  window: of its attention, in tokens, 0 for all."""
 
     def __init__(self, reader: Reader, at: str, sizes: Sizes, inputs: int, turn: Tensor, window: int = 0) -> None:
-        """inputs: width of u."""
+        """inputs: width of u.  Raises ModelError for a config whose layers have another activation."""
+        act = reader.head.config.get("hidden_act") or reader.head.config.get("hidden_activation") or "silu"
+        if act not in ("silu", "swish"):
+            raise ModelError(f"{reader.head.name!r} has hidden_act {act!r}; the layers of heads are supported with 'silu' only.")
         self.kernels: Kernels = reader.kernels
         self.heads, self.kv_heads, self.head_dim, self.eps = sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.eps
         self.turn, self.window = turn.to(self.kernels.device), window

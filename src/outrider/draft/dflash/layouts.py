@@ -87,8 +87,8 @@ def read(head: Head, target_layers: int, tap_offset: int | None = None) -> Layou
     """head: as `named` gives it.  tap_offset: instead of what the file's own convention adds to its numbers of layers."""
     config, own = head.config, head.config.get("dflash_config") or {}
     layers = len({name.split(".")[1] for name in head if name.startswith("layers.")})
-    if config.get("hidden_act", "silu") != "silu" or not config.get("is_neox_style", True):
-        raise ModelError(f"{head.name!r} has another activation than silu, or turns its heads in neighbouring pairs: not supported.")
+    if not config.get("is_neox_style", True):
+        raise ModelError(f"{head.name!r} turns its heads in neighbouring pairs (is_neox_style false), which is not supported.")
     taps = _taps(head, target_layers, tap_offset)
     block, mask = (_number(head, key, config.get(key, own.get(key)), least) for key, least in (("block_size", 1), ("mask_token_id", 0)))
     from_anchor = bool(config.get("sample_from_anchor", config.get("speculators_model_type") == SPARK))

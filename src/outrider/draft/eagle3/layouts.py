@@ -56,9 +56,6 @@ def understood(head: Head) -> Head:
         raise ModelError(f"{head.name!r} is a P-EAGLE head (parallel drafting, mask_hidden), which is not supported: take an EAGLE-3 head.")
     if few := next((name for name in head if name.endswith(("weight_scale", "weight_packed", "qweight"))), None):
         raise ModelError(f"{head.name!r} is quantised ({few}): load the unquantised head; 'quantization' quantises it while loading.")
-    act = config.get("hidden_act", "silu")
-    if act not in ("silu", "swish"):
-        raise ModelError(f"{head.name!r} has hidden_act {act!r}; EAGLE-3 heads are supported with 'silu'.")
     return replace(head, config=config)
 
 

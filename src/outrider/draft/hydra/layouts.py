@@ -24,7 +24,10 @@ PREFIX = "prefix_embeding_layer"
 BLOCK = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.(.+)")
 HEAD = re.compile(r"hydra_lm_head\.(\d+)\.(?:\d+\.)?(weight|bias)")
 ARCHS = ("mlp", "prefix-mlp")
-BORROWED = ("num_attention_heads", "head_dim", "rms_norm_eps", "rope_theta", "rope_parameters", "rope_scaling", "max_position_embeddings")
+BORROWED = (
+    "num_attention_heads", "head_dim", "hidden_act", "rms_norm_eps", "rope_theta", "rope_parameters", "rope_scaling",
+    "max_position_embeddings",
+)  # fmt: skip
 
 
 def named(head: Head, target: Target) -> Head:
