@@ -15,10 +15,12 @@ import torch
 import torch.nn.functional as F
 from families import FAMILIES, write
 from helpers import Scripts, Truth, answer, drive, said, settled
+from torch import nn
 
-from outrider import LLM, SamplingParams
+from outrider import LLM, SamplingParams, models
 from outrider.attention.plan import Plan
 from outrider.errors import ConfigError, ModelError
+from outrider.heads.sample import read
 from outrider.kernels import cpu
 from outrider.models import steady
 from outrider.models.fallback import Fallback
@@ -94,6 +96,39 @@ def test_speculation_changes_nothing(case: Case, kind: str, temperature: float) 
     assert [said(output.outputs) for output in outputs] == expected
     assert sum(output.speculation.accepted for output in outputs) > 50
     settled(llm)
+
+
+@torch.inference_mode()
+def test_states_between_the_layers_are_those_of_transformers(case: Case) -> None:
+    """As heads read them: what enters every layer."""
+    tokens, layers = prompts()[-1], case.llm.engine.decoder.spec.layers
+    expected = case.model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    states = read(case.llm.engine.decoder, tokens, range(layers + 1)).states
+    for layer in range(layers):
+        assert torch.allclose(states[layer], expected[layer][0].float(), rtol=1e-3, atol=2e-3)
+    assert not torch.allclose(states[layers], states[layers - 1], atol=0.1)
+
+
+def test_other_lists_are_not_taken_for_the_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many towers, experts and norms as layers, in front of them and in them."""
+    theirs, tokens, load = write("gpt-neox", tmp_path), prompts()[-1], models.fallback._load
+
+    def crowded(checkpoint: Checkpoint) -> Any:
+        model = load(checkpoint)
+        layers = model.gpt_neox._modules.pop("layers")
+        model.gpt_neox.towers = nn.ModuleList(nn.ModuleDict({"attention": nn.Identity()}) for _ in layers)
+        model.gpt_neox.attentions = nn.ModuleList(layer.attention for layer in layers)
+        model.gpt_neox.reversed = nn.ModuleList(reversed(layers))
+        model.gpt_neox.layers = layers
+        for layer in layers:
+            layer.experts = nn.ModuleList(nn.Identity() for _ in layers)
+        return model
+
+    monkeypatch.setattr(models.fallback, "_load", crowded)
+    model = fallback(tmp_path, torch.float32)
+    with torch.inference_mode():
+        expected = theirs(torch.tensor([tokens]), output_hidden_states=True).hidden_states[1][0]
+        assert torch.allclose(read(model, tokens, (1,)).states[1], expected, atol=2e-3)
 
 
 @needs_c

@@ -34,7 +34,7 @@ from outrider.kernels import Bend, Kernels, kernels_for
 from outrider.models import steady, unrouted
 from outrider.models.hub import Checkpoint, first_line
 from outrider.models.spec import FAMILIES, WIDEST
-from outrider.models.taps import tapping
+from outrider.models.taps import layers_of, tapping
 
 OURS, LISTENING = "outrider", "outrider-listening"  # attention implementations; the second is told about masks
 HARMLESS = {"position_ids", "cache_position", "position_embeddings", "attention_mask", "cos", "sin"}  # tensors that layers pass along
@@ -53,6 +53,7 @@ class Layer:
     scale: float
     window: int
     bend: Bend | None
+    module: nn.Module  # that attends
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     eps: float = 0.0
@@ -111,7 +112,7 @@ def _layer_of(
     return Layer(
         heads=q.shape[1], kv_heads=k.shape[1], head_dim=max(k.shape[3], v.shape[3]), out_dim=v.shape[3],
         scale=q.shape[3] ** -0.5 if scaling is None else scaling, window=int(mask) if mask is not None else window or 0,
-        bend=None if bend == Bend() else bend,
+        bend=None if bend == Bend() else bend, module=module,
     )  # fmt: skip
 
 
@@ -166,6 +167,7 @@ class Fallback:
         steady.enter(self.head, self.kernels, dtype)
         with self._refusing():
             self.layers = self._listen(LISTENING if routed else None)
+            self.modules = layers_of(self.body, self.spec.layers, [layer.module for layer in self.layers])
             self.given = Given()
             setattr(self.head, self.head.base_model_prefix, self.given)
             if routed:
@@ -204,7 +206,7 @@ class Fallback:
         assert blocks is None and x is None, "nothing can be left out"
         before = CALL.set(Call(self.kernels, plan, self.layers, self.turn, pool))
         try:
-            with tapping(self.body, self.spec.layers, taps or {}):
+            with tapping(self.modules, taps or {}):
                 return self._hidden(plan)
         finally:
             CALL.reset(before)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,16 +11,30 @@ from torch import Tensor, nn
 from outrider.errors import ModelError
 
 
+def layers_of(body: nn.Module, count: int, attended: Sequence[nn.Module]) -> nn.ModuleList | None:
+    """The list of a body's layers: it has `count` members, and these hold the modules that attended, in this order, each at least one.
+
+    So no list of experts, norms or attentions is taken for it, nor the layers of a tower for images, which no text goes through.
+    """
+
+    def holds_them(found: nn.ModuleList) -> bool:
+        owners = {id(inner): i for i, layer in enumerate(found) for inner in layer.modules() if inner is not layer}
+        order = [owners.get(id(module), -1) for module in attended]
+        return order == sorted(order) and set(order) == set(range(count))
+
+    lists = (m for m in body.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
+    return next(filter(holds_them, lists), None)
+
+
 @contextmanager
-def tapping(body: nn.Module, layers: int, taps: dict[int, Tensor]) -> Iterator[None]:
-    """While it lasts, a forward of [1, n, hidden] puts into taps[j] the states [n, hidden] that enter layer j; j = layers: those that
-    leave the last one.  Raises ModelError where the layers cannot be told."""
+def tapping(layers: nn.ModuleList | None, taps: dict[int, Tensor]) -> Iterator[None]:
+    """While it lasts, a forward of [1, n, hidden] puts into taps[j] the states [n, hidden] that enter layer j; j = their number: those
+    that leave the last one.  Raises ModelError where the layers are not known."""
     if not taps:
         yield
         return
-    found = next((m for m in body.modules() if isinstance(m, nn.ModuleList) and len(m) == layers), None)
-    if found is None:
-        raise ModelError(f"{type(body).__name__} has no list of its {layers} layers: the states between them cannot be seen.")
+    if layers is None:
+        raise ModelError("which modules are the layers of this model cannot be told: the states between them cannot be seen.")
 
     def entering(layer: int) -> Any:
         def keep(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -29,12 +43,12 @@ def tapping(body: nn.Module, layers: int, taps: dict[int, Tensor]) -> Iterator[N
         return keep
 
     def leaving(_: nn.Module, __: Any, out: Any) -> None:
-        taps[layers] = (out[0] if isinstance(out, tuple) else out)[0].clone()
+        taps[len(layers)] = (out[0] if isinstance(out, tuple) else out)[0].clone()
 
     hooks = [
-        found[layer].register_forward_pre_hook(entering(layer), with_kwargs=True)
-        if layer < layers
-        else found[-1].register_forward_hook(leaving)
+        layers[layer].register_forward_pre_hook(entering(layer), with_kwargs=True)
+        if layer < len(layers)
+        else layers[-1].register_forward_hook(leaving)
         for layer in taps
     ]
     try:
