@@ -195,6 +195,34 @@ def test_pages_without_context_are_not_shared(toy: LLM, tmp_path: Path) -> None:
     check(llm, case, blocks[:2])
 
 
+def test_a_row_guesses_on_after_a_step_that_was_interrupted(toy: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens of that step are the row's, and nobody saw their states; pages with them are not shared."""
+    case = cases()["speculators"]
+    params, prompt = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True), {"prompt_token_ids": [5, 9, 77]}
+    plain = toy.variant(None).generate(prompt, params)[0].outputs[0].token_ids
+    llm = toy.variant({"model": save_head(tmp_path, case.config, case.tensors)})
+    drafter: DFlash = llm.engine.drafter  # type: ignore[assignment]
+    stream = llm.stream(prompt, params)
+    for _ in range(3):
+        last = next(stream)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(drafter, "observe", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.engine.step()
+    gap = len(last.prompt_token_ids) + len(last.outputs[0].token_ids) - 1
+    with overheard(drafter) as blocks:
+        for last in stream:  # noqa: B007 - the last one is looked at
+            pass
+    assert last.outputs[0].token_ids == plain
+    assert len(blocks) > 3 and all(bool(logits.isfinite().all()) for _, logits in blocks)
+    again = llm.generate({"prompt_token_ids": last.prompt_token_ids + last.outputs[0].token_ids}, params)[0]
+    assert (again.num_cached_tokens or 0) <= gap
+
+
 # ---- what a taught head does
 
 

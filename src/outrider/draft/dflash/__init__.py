@@ -101,6 +101,7 @@ class DFlash(HeadDrafter):
         self._outer()
         self.slot_bytes = self.sizes.slot_bytes(len(self.layers), target.decoder)
         self.synced: dict[Row, int] = {}  # how many positions of a row have K/V in our pool
+        self.gaps: dict[Row, int] = {}  # the first of them whose states nobody saw
         if options.nodes is not None:
             self.memory = Worth.fading(layout.levels, RANKS)
 
@@ -159,16 +160,19 @@ class DFlash(HeadDrafter):
         return min(most, RANKS) if depth == 1 else most
 
     def filled(self, row: Row) -> int:
-        return self.synced.get(row, row.computed)
+        done = self.synced.get(row, row.computed)
+        return self.gaps.get(row, done)
 
     def forget(self, row: Row, reason: str) -> None:
         self.synced.pop(row, None)
+        self.gaps.pop(row, None)
 
     def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
         rows, trees = [], [NOTHING] * len(batch)
         for r, row in enumerate(batch.rows):
-            done = self.synced.setdefault(row, batch.starts[r])  # of a row that is new: what the prefix cache gave
-            if self.may_guess(batch, r, budgets[r]) and done == batch.starts[r]:
+            if self.synced.setdefault(row, batch.starts[r]) < batch.starts[r]:  # of a row that is new: what the prefix cache gave
+                self._bridge(row, batch.starts[r])
+            if self.may_guess(batch, r, budgets[r]):
                 rows.append(r)
         if rows:
             levels = [min(*budgets[r], self.layout.levels) for r in rows]
@@ -244,13 +248,22 @@ class DFlash(HeadDrafter):
             start, end = batch.starts[r], row.computed
             if self.memory is not None:
                 self.memory.learn(commit.draft.trees[r], ranks_of(commit.draft.trees[r]), commit.verdict.nodes[r])
-            if row.finish_reason is None and self.synced.get(row) == start:
+            if row.finish_reason is None:
                 assert row.table is not None
                 plan.chain(row.table.slots, start, row.tokens[start:end])
                 taps.append(self.aligned(commit, r))
                 self.synced[row] = end
         if taps:
             self._remember(torch.cat(taps), plan.build())
+
+    def _bridge(self, row: Row, end: int) -> None:
+        """After a step that was interrupted, whose states nobody saw: zeros stand for them, and what follows is not shared."""
+        assert row.table is not None
+        plan, start = Plan(), self.synced[row]
+        plan.chain(row.table.slots, start, row.tokens[start:end])
+        self._remember(torch.zeros(end - start, len(self.layout.taps) * self.hidden, device=self.kernels.device), plan.build())
+        self.gaps.setdefault(row, start)
+        self.synced[row] = end
 
     def aligned(self, commit: Commit, r: int) -> Tensor:
         """[positions, taps * hidden]: what the target computed at the positions of row r that became certain."""
