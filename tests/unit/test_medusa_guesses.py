@@ -11,20 +11,23 @@ from typing import Any
 import pytest
 import torch
 from medusa_heads import CONFIG, PT, Beside, drafter_of, listened, parts_of, reference
-from rows import make_row
 from torch import Tensor
 from toys import HIDDEN, V, acceptance, save_head, teach, toy_target
 
 from outrider import LLM, SamplingParams
+from outrider.config import SpeculativeOptions
+from outrider.draft.base import Drafter
 from outrider.draft.medusa import Medusa
 from outrider.draft.medusa.layouts import exported
 from outrider.draft.medusa.network import Network
 from outrider.draft.medusa.packed import Packed
 from outrider.draft.medusa.trees import grown
+from outrider.draft.union import Union
+from outrider.heads.files import Head
 from outrider.heads.sample import Outer, Sample, read
 from outrider.heads.templates import MEDUSA, paths
 from outrider.sampling.noise import gumbel, key_of
-from outrider.types import FINAL, ROOT, Batch, Commit, Draft, Guesses, Row, Verdict
+from outrider.types import FINAL, NOTHING, ROOT, Batch, Budget, Draft, Guesses, Row
 
 
 @pytest.fixture(scope="module")
@@ -152,8 +155,7 @@ def test_own_tree_follows_what_is_right(toy: LLM, tmp_path: Path) -> None:
         order = drafter.memory.best(8, 3, None)
         tree = Guesses(list(range(len(order))), [order.index(p[:-1]) if len(p) > 1 else ROOT for p in order], [0.5] * len(order))
         right = [order.index(path) for path in chain if path in order]
-        batch = Batch([make_row([1, 2, 3])], [2], [1], [True])
-        drafter.observe(Commit(batch, [3], [[]], Draft([tree]), Verdict([right], [[]])))
+        drafter.memory.learn(tree, [tree.tokens[node] for node in right])
     assert drafter.memory.best(8, 3, None)[:3] == chain
     assert all(drafter.memory.worth[level][0] > 0.9 for level in range(3))
     assert drafter.memory.worth[0][1] < 0.05
@@ -239,3 +241,43 @@ def test_a_row_has_no_guess_without_a_state(toy: LLM, tmp_path: Path) -> None:
     assert out[0].speculation.drafted > 0 and out[1].speculation.drafted == 0
     assert {row.prompt for row in asked} == {3} and all(len(row.tokens) > 3 for row in asked)
     assert not llm.engine.drafter.last  # type: ignore[attr-defined]
+
+
+def test_a_rank_is_credited_with_its_own_guess_in_a_union(toy: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 is always right, and the only one of the head's that the merged tree keeps."""
+    prompt, params = {"prompt_token_ids": [1, 2, 3]}, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    truth = [1, 2, 3, *toy.generate(prompt, params)[0].outputs[0].token_ids, 0, 0, 0]
+
+    class Hopeful(Drafter):
+        """Knows the text, and is sure of it."""
+
+        depth = 2
+
+        def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
+            ends = [len(row.tokens) for row in batch.rows]
+            return Draft([Guesses.chain(truth[end : end + 2], [1.0] * 2) if b.nodes > 1 else NOTHING for end, b in zip(ends, budgets)])
+
+    target = toy.engine.target
+    network = Network(HIDDEN, V, heads=1, blocks=1)
+    medusa = Medusa(Medusa.Options(nodes=2), target, Head.of("one", network.config(), network.state_dict()))
+    guess, end = medusa.propose, 0
+
+    def propose(batch: Batch, budgets: list[Budget]) -> Draft:
+        nonlocal end
+        end = len(batch.rows[0].tokens)
+        return guess(batch, budgets)
+
+    def heads(*_: Any) -> Tensor:
+        logits = torch.zeros(1, 1, V)
+        logits[..., truth[end]], logits[..., (truth[end] + 1) % V] = 5.0, 9.0
+        return logits
+
+    medusa.propose = propose  # type: ignore[method-assign]
+    monkeypatch.setattr(type(medusa.heads), "__call__", heads)
+    before = [list(level) for level in medusa.memory.worth]
+    llm = toy.variant(None)
+    union = Union(Union.Options(nodes=2), target, [medusa, Hopeful(None, target)])
+    llm.engine.use(union, SpeculativeOptions.of({"method": "union", "drafters": [{"method": "ngram"}]}))
+    out = llm.generate(prompt, params)[0].outputs[0]
+    assert out.token_ids == truth[3:-3] and out.speculation.accepted > 10
+    assert medusa.memory.worth[0][0] < before[0][0] and medusa.memory.worth[0][1] > before[0][1]

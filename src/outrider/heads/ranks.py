@@ -51,14 +51,19 @@ class Worth:
             offer((*path[:-1], path[-1] + 1), -joint / worth if worth else 0.0)
         return found
 
-    def learn(self, tree: Guesses, ranks: Sequence[int], accepted: Sequence[int]) -> None:
-        """ranks[i]: of node i among its siblings as the head ranked them.  Along the path that was taken, every guess was right or not."""
-        for level, node in enumerate([ROOT, *accepted]):
-            right = accepted[level] if level < len(accepted) else None
-            for child, parent in enumerate(tree.parents):
-                if parent == node and level < len(self.worth) and ranks[child] < len(self.worth[level]):
-                    row = self.worth[level]
+    def learn(self, tree: Guesses, said: Sequence[int]) -> None:
+        """tree: as the head proposed it, siblings by rank, whatever of it was verified.  said: the tokens that followed.  Along their path
+        every guess was right or not."""
+        node, ranks = ROOT, ranks_of(tree)
+        for row, token in zip(self.worth, said):
+            children = [child for child, parent in enumerate(tree.parents) if parent == node]
+            right = next((child for child in children if tree.tokens[child] == token), None)
+            for child in children:
+                if ranks[child] < len(row):
                     row[ranks[child]] += LEARN * ((child == right) - row[ranks[child]])
+            if right is None:
+                return
+            node = right
 
 
 def ranks_of(tree: Guesses) -> list[int]:

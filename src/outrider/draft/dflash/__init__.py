@@ -34,7 +34,7 @@ from outrider.heads.base import HeadDrafter, HeadOptions
 from outrider.heads.choose import Chooser
 from outrider.heads.files import Head
 from outrider.heads.layer import Block, Sizes, turn_of
-from outrider.heads.ranks import Worth, ranks_of
+from outrider.heads.ranks import Worth
 from outrider.heads.vocabulary import target_ids
 from outrider.types import NOTHING, Batch, Budget, Commit, Draft, Guesses, Needs, Row
 
@@ -102,6 +102,7 @@ class DFlash(HeadDrafter):
         self.slot_bytes = self.sizes.slot_bytes(len(self.layers), target.decoder)
         self.synced: dict[Row, int] = {}  # how many positions of a row have K/V in our pool
         self.gaps: dict[Row, int] = {}  # the first of them whose states nobody saw
+        self.trees: Sequence[Guesses] = ()  # of this step, as proposed: what is verified may be a part of them
         if options.nodes is not None:
             self.memory = Worth.fading(layout.levels, RANKS)
 
@@ -183,6 +184,7 @@ class DFlash(HeadDrafter):
                 growing[r] = Grower(row, logits, self.choose).grow(paths, self.lot if self.draws(row) else None)
             for r, tree in self._grown(growing):
                 trees[r] = tree
+        self.trees = trees
         return Draft(trees)
 
     def _grown(self, growing: dict[int, Generator[list[int], Tensor | None, Guesses]]) -> Iterator[tuple[int, Guesses]]:
@@ -247,7 +249,7 @@ class DFlash(HeadDrafter):
         for r, row in enumerate(batch.rows):
             start, end = batch.starts[r], row.computed
             if self.memory is not None:
-                self.memory.learn(commit.draft.trees[r], ranks_of(commit.draft.trees[r]), commit.verdict.nodes[r])
+                self.memory.learn(self.trees[r], commit.verdict.tokens[r])
             if row.finish_reason is None:
                 assert row.table is not None
                 plan.chain(row.table.slots, start, row.tokens[start:end])

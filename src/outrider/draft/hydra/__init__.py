@@ -31,10 +31,10 @@ from outrider.errors import ConfigError, ModelError, unknown
 from outrider.heads.base import HeadDrafter, HeadOptions
 from outrider.heads.dynamic import Drawn, Growing, Static, level_of
 from outrider.heads.files import Head, Reader
-from outrider.heads.ranks import Worth, ranks_of
+from outrider.heads.ranks import Worth
 from outrider.heads.recurrent import PILE, Pile
 from outrider.heads.templates import MEDUSA, Path, paths
-from outrider.types import FINAL, NOTHING, Batch, Budget, Commit, Draft, Needs, Row
+from outrider.types import FINAL, NOTHING, Batch, Budget, Commit, Draft, Guesses, Needs, Row
 
 OWN, CHAIN = "own", "chain"
 RANKS = 10  # children of a node at most
@@ -74,6 +74,7 @@ class Hydra(HeadDrafter):
         self.nodes = options.nodes or (8 if target.decoder.device.type == "cpu" else 63)
         self.paths = self._paths()
         self.memory = Worth.fading(self.depth, RANKS) if self.paths is None else None
+        self.trees: Sequence[Guesses] = ()  # of this step, as proposed: what is verified may be a part of them
         self.last: dict[Row, tuple[int, Tensor]] = {}  # how many tokens the target had computed, and P [1, hidden] of the last of them
         self.piles: dict[Row, Pile] = {}  # states that the prefix layer has not read; it has K/V of all positions before them
 
@@ -129,7 +130,8 @@ class Hydra(HeadDrafter):
         if grown:
             before = torch.cat([self.last[batch.rows[r]][1] for r in ready])
             self._levels(torch.cat([before, self._embedded([batch.rows[r].tokens[-1] for r in ready])], dim=-1), list(grown.values()))
-        return Draft([grown[r].guesses if r in grown else NOTHING for r in range(len(batch))])
+        self.trees = [grown[r].guesses if r in grown else NOTHING for r in range(len(batch))]
+        return Draft(self.trees)
 
     def _growing(self, row: Row, base: int, budget: Budget) -> Growing:
         assert row.table is not None
@@ -170,9 +172,9 @@ class Hydra(HeadDrafter):
     def observe(self, commit: Commit) -> None:
         batch = commit.batch
         if self.memory is not None:
-            for tree, accepted in zip(commit.draft.trees, commit.verdict.nodes):
+            for tree, said in zip(self.trees, commit.verdict.tokens):
                 if not tree.laws:  # drawn ones have other ranks
-                    self.memory.learn(tree, ranks_of(tree), accepted)
+                    self.memory.learn(tree, said)
         if self.prefix is None:
             for r, row in enumerate(batch.rows):
                 if commit.verdict.tokens[r]:

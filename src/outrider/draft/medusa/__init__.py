@@ -29,7 +29,7 @@ from outrider.errors import ConfigError
 from outrider.heads.base import HeadOptions, StateDrafter
 from outrider.heads.choose import Chooser
 from outrider.heads.files import Head
-from outrider.heads.ranks import Worth, ranks_of
+from outrider.heads.ranks import Worth
 from outrider.heads.templates import Path
 from outrider.sampling import dice
 from outrider.types import NOTHING, ROOT, Batch, Budget, Commit, Draft, Guesses, Row
@@ -70,6 +70,7 @@ class Medusa(StateDrafter):
         on_cpu = target.decoder.device.type == "cpu"
         self.nodes: int = options.nodes or (len(self.paths) if self.paths is not None else FEW if on_cpu else PUBLISHED)
         self.memory = Worth.fading(self.heads.heads, self.ranks)
+        self.trees: Sequence[Guesses] = ()  # of this step, as proposed: what is verified may be a part of them
 
     @classmethod
     def claims(cls, head: Head) -> int:
@@ -104,6 +105,7 @@ class Medusa(StateDrafter):
             logits = self.heads(self.states(batch, ready), levels)
             for r, said in zip(ready, logits):
                 trees[r] = self._guess(batch.rows[r], best[budgets[r]], said)
+        self.trees = trees
         return Draft(trees)
 
     def _guess(self, row: Row, order: Sequence[Path], logits: Tensor) -> Guesses:
@@ -162,9 +164,9 @@ class Medusa(StateDrafter):
 
     def observe(self, commit: Commit) -> None:
         super().observe(commit)
-        for tree, accepted in zip(commit.draft.trees, commit.verdict.nodes):
+        for tree, said in zip(self.trees, commit.verdict.tokens):
             if tree.tokens:
-                self.memory.learn(tree, ranks_of(tree), accepted)
+                self.memory.learn(tree, said)
 
 
 def _at(ranked: Sequence[Sequence[int]], path: Path) -> int:
