@@ -8,6 +8,7 @@ import pytest
 from helpers import answer, install, prompts_of, said, settled, tiny_checkpoint, tiny_prompts
 
 from outrider import LLM, SamplingParams, draft
+from outrider.cache.slots import PAGE
 from outrider.heads.base import HeadDrafter
 
 HEADS = [name for name, method in draft.methods().items() if issubclass(method, HeadDrafter)]
@@ -32,6 +33,22 @@ def test_over_transformers_own_code(pair: tuple[LLM, LLM], method: str) -> None:
         assert [said(output.outputs) for output in outputs] == [said(answer(plain, prompt, params).outputs) for prompt in PROMPTS]
         assert sum(output.speculation.drafted for output in outputs) > 0
     settled(fast)
+
+
+@pytest.mark.parametrize("method", HEADS)
+def test_the_prompt_of_a_request_that_ends_at_once_is_shared(method: str, tmp_path: Path) -> None:
+    llm = LLM(tiny_checkpoint(tmp_path), dtype="float32")
+    install(llm, method)
+    prompt = {"prompt_token_ids": tiny_prompts(1, seed=3, longest=41)[0] * 3}
+    once = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    first, again = (llm.generate([prompt], params, use_tqdm=False)[0] for params in (once, GREEDY))
+    room = (len(prompt["prompt_token_ids"]) - 1) // PAGE * PAGE
+    assert not first.num_cached_tokens and again.num_cached_tokens == room - llm.engine.drafter.needs.lookbehind
+    llm.engine.forget_prefixes()
+    alone = llm.generate([prompt], GREEDY, use_tqdm=False)[0]
+    assert said(again.outputs) == said(alone.outputs)
+    assert again.speculation.accepted == alone.speculation.accepted, "what is shared is what would be read"
+    settled(llm)
 
 
 @pytest.mark.parametrize("method", HEADS)

@@ -184,8 +184,8 @@ def test_what_the_prefix_cache_gives_is_built_on(toy: LLM, tmp_path: Path) -> No
     check(llm, case, blocks[:1])
 
 
-def test_pages_without_context_are_not_shared(toy: LLM, tmp_path: Path) -> None:
-    """A request that ends in its first step leaves pages of which the head has read nothing."""
+def test_pages_of_a_request_that_ends_at_once_have_context(toy: LLM, tmp_path: Path) -> None:
+    """What they share is what the head has read."""
     case = cases()["speculators"]
     llm = toy.variant({"model": save_head(tmp_path, case.config, case.tensors)})
     prompt = {"prompt_token_ids": [(11 * i) % V for i in range(33)]}

@@ -176,6 +176,8 @@ class Scheduler:
 
     def _release(self, row: Row, reason: str) -> None:
         if row.table is not None:
+            if row.error is None:  # what the drafter has read since the pages were entered, too
+                self.cache.register(row.table, row.tokens, min(row.computed, self.filled(row)))
             self.forget(row, reason)
             self.cache.close(row.table)
             row.table = row.adapter = None

@@ -243,7 +243,7 @@ class Recurrent(HeadDrafter):
         """Chunks are read at once, so that whoever shares the prompt finds its K/V; but for what the first level will be read from."""
         turns = []
         for row, known in zip(batch.rows, batch.known):
-            if known > 1 and row.finish_reason is None and row.table is not None and row.table.room > row.computed:
+            if known > 1 and row.error is None and row.table is not None and row.table.room > row.computed:
                 turns.append(self._turn(row, row.computed + 1))  # the last pair lies beside the pending token, whose slot may be missing
         if turns:
             self._read(turns)

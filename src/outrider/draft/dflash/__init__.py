@@ -250,7 +250,7 @@ class DFlash(HeadDrafter):
             start, end = batch.starts[r], row.computed
             if self.memory is not None:
                 self.memory.learn(self.trees[r], commit.verdict.tokens[r])
-            if row.finish_reason is None:
+            if row.finish_reason is None or batch.known[r] > 1:
                 assert row.table is not None
                 plan.chain(row.table.slots, start, row.tokens[start:end])
                 taps.append(self.aligned(commit, r))

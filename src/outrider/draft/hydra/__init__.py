@@ -185,7 +185,7 @@ class Hydra(HeadDrafter):
             if pile.end == batch.starts[r]:  # after a step that was interrupted there is a gap, and no more guesses
                 pile.add(commit.states.of(r, (self.state,)))
         full = [row for r, row in enumerate(batch.rows) if batch.known[r] > 1 or self.piles[row].count >= PILE]
-        self._read(self.prefix, [row for row in full if row.finish_reason is None])
+        self._read(self.prefix, [row for row in full if row.error is None])
 
     def forget(self, row: Row, reason: str) -> None:
         self.last.pop(row, None)
