@@ -76,7 +76,7 @@ def test_every_layout(layout: str, file: str, llm: LLM, tmp_path: Path) -> None:
     net = agree(llm, folder, (config, tensors))
     assert net.taps == (2, 4, 5)
     assert net.ids.tolist() == (tensors["d2t"] + torch.arange(VD)).tolist()
-    assert (net.embedding is not None) == (layout == "embedding")
+    assert (net.pairs.embedding is not net.model.embedding) == (layout == "embedding")
 
 
 def test_aliased_storages_of_a_pickle(llm: LLM, tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""One transformer block of a head, on the target's kernels: its attention may read something wider than the residual stream."""
+"""What heads with a transformer block are made of, on the target's kernels: pairs of a token and a state, and the block itself, whose
+attention may read something wider than the residual stream."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool, kv_dtype
 from outrider.errors import ModelError
 from outrider.heads.files import Head, Reader
-from outrider.kernels import Kernels
+from outrider.kernels import Kernels, Weight
+from outrider.kernels.reference import beside
 from outrider.models.decoder import rotations
 from outrider.models.model import Model
 
@@ -62,10 +64,12 @@ def turn_of(config: Mapping[str, Any], sizes: Sizes, positions: int) -> Tensor:
 
 
 class Block:
-    """x = residual + o(attend(qkv(u)));  x += down(silu(gate) * up)(norm(x)).  What u is, and which norm it went through, is the
-    method's business.  window: of its attention, in tokens, 0 for all."""
+    """x += o(attend(qkv(u)));  x += down(silu(gate) * up)(norm(x)).  u is norm_in(x), x itself where it has no norm_in, or something
+    wider that it is given.  window: of its attention, in tokens, 0 for all."""
 
-    def __init__(self, reader: Reader, at: str, sizes: Sizes, inputs: int, turn: Tensor, window: int = 0) -> None:
+    def __init__(
+        self, reader: Reader, at: str, sizes: Sizes, inputs: int, turn: Tensor, window: int = 0, norm_in: Tensor | None = None
+    ) -> None:
         """inputs: width of u.  Raises ModelError for a config whose layers have another activation."""
         act = reader.head.config.get("hidden_act") or reader.head.config.get("hidden_activation") or "silu"
         if act not in ("silu", "swish"):
@@ -82,14 +86,27 @@ class Block:
         self.norm_post = reader.vector(f"{at}.post_attention_layernorm.weight", sizes.hidden)
         self.gate_up = reader.fused([(f"{at}.mlp.{name}_proj", sizes.inner) for name in ("gate", "up")], sizes.hidden)
         self.down = reader.linear(f"{at}.mlp.down_proj", sizes.hidden, sizes.inner)
-        self.hidden, self.inner, self.norm_in = sizes.hidden, sizes.inner, self.norm_post
-        layer: Any = self  # as `run` takes one; its attention, which knows one input only, is skipped
-        self.mlp = self.kernels.without(self.kernels.prepare(layer, [layer], self.turn), [1])
+        self.hidden, self.inner, self.norm_in = sizes.hidden, sizes.inner, norm_in
+        layer: Any = self  # as `run` takes one
+        self.stack = self.kernels.prepare(layer, [layer], self.turn)
 
-    def __call__(self, u: Tensor, residual: Tensor, plan: Plan, pool: Pool, at: int = 0) -> Tensor:
-        """u [n, inputs], residual [n, hidden] (which it changes and returns) for the rows of the plan; K/V goes to layer `at`."""
-        run = self.kernels
-        q = run.rope_store(run.linear(u, self.qkv), self, self.turn, plan, pool, at)
-        out = run.attend(q, self, plan, pool, at, self.head_dim**-0.5, self.window)
-        x = run.linear(out.to(u.dtype), self.o, residual)
-        return run.run(self.mlp, x, plan, pool)
+    def __call__(self, x: Tensor, plan: Plan, pool: Pool, at: int = 0, u: Tensor | None = None) -> Tensor:
+        """x [n, hidden] (which it changes and returns) for the rows of the plan, u [n, inputs]; K/V goes to layer `at`."""
+        return self.kernels.run(self.stack, x, plan, pool, u=x if u is None and self.norm_in is None else u, layer=at)
+
+
+class Pairs:
+    """[norm(e(token)); norm(state)], what a head that recurs begins with; a norm that is None is none."""
+
+    def __init__(
+        self, model: Model, norm_token: Tensor | None, norm_state: Tensor | None, eps: float, embedding: Weight | None = None
+    ) -> None:
+        """embedding: the head's own; the target's unless given."""
+        self.model, self.kernels, self.embedding = model, model.kernels, model.embedding if embedding is None else embedding
+        self.norms = norm_token, norm_state, eps
+
+    def __call__(self, plan: Plan, g: Tensor) -> Tensor:
+        """[n, 2h] of the plan's tokens and the states g [n, h]."""
+        if self.embedding is None:
+            return beside(self.kernels, self.model.embed(plan.host[: plan.length]).to(g.dtype), g, *self.norms)
+        return self.kernels.pair(self.embedding, plan, g, *self.norms)

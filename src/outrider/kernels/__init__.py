@@ -82,6 +82,9 @@ class Kernels(Protocol):
     def embed(self, weight: Any, plan: Plan) -> Tensor:
         """The embeddings [n,h] of the plan's ids."""
 
+    def pair(self, weight: Any, plan: Plan, g: Tensor, norm_token: Tensor | None, norm_state: Tensor | None, eps: float) -> Tensor:
+        """[norm(e); norm(g)], [n,2h]: the embeddings e of the plan's ids beside the states g [n,h]; a norm that is None is none."""
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
     def rope_store(self, qkv: Tensor, spec: Heads, turn: Tensor, plan: Plan, pool: Pool, layer: int) -> Tensor:
         """qkv [n,(H+2k)D]: turns the heads by `turn` (no columns: not at all), K and V go to the pool; q in the form of `attend`."""
@@ -103,10 +106,11 @@ class Kernels(Protocol):
     def adapter(self, spec: Spec, layers: Adapted) -> Any:
         """A LoRA adapter in the form that `run` likes."""
 
-    def run(self, stack: Any, x: Tensor, plan: Plan, pool: Pool, runs: Runs = ()) -> Tensor:
+    def run(self, stack: Any, x: Tensor, plan: Plan, pool: Pool, runs: Runs = (), u: Tensor | None = None, layer: int = 0) -> Tensor:
         """x [n,h] through all blocks: x += o(attend(rope(qkv(norm(x)))));  x += down(silu(gate) * up)(norm(x)).
 
-        The linears of the rows in `runs` add what their adapters say.
+        The linears of the rows in `runs` add what their adapters say.  u [n,K]: what the first qkv reads in place of norm(x); it may
+        be x.  layer: where the K/V of the first block lies in the pool.
         """
 
     def chain(

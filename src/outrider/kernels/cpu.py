@@ -41,7 +41,7 @@ PANEL, WIDE = 64, 32  # outputs side by side in a packed weight; the same consta
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # FLOAT, BFLOAT and INT8 of simd.h; INT4 is for weights only
 LINEARS = ("qkv", "o", "gate_up", "down")
 VECTORS = ("norm_in", "norm_post", "q_norm", "k_norm")
-SOURCES = ("kernels.c", "lora.c", "quantised.c", "runs.c", "sample.c", "stop.c")
+SOURCES = ("kernels.c", "lora.c", "pair.c", "quantised.c", "runs.c", "sample.c", "stop.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC", "-std=gnu11")
 log = logging.getLogger("outrider")
 
@@ -104,11 +104,12 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.rope_store.argtypes = [p, n, n, n, n, n, p, p, f, p, n, p, p, p, p, i, n, p]
     lib.attend.argtypes = [p, p, p, i, n, n, n, n, n, n, p, p, p, p, p, n, f, n, n, n, ctypes.POINTER(_Bend), p]
     shape, layers, ends, rows, rule = map(ctypes.POINTER, (_Shape, _Layer, _Ends, _Rows, chain.Rule))
-    lib.stack.argtypes = [shape, layers, rows, p, n, p]
+    lib.stack.argtypes = [shape, layers, rows, p, n, p, p, n]
+    lib.pair.argtypes = [w, p, n, n, p, n, p, p, f, p]
     lib.chain.argtypes = [shape, layers, ends, rows, p, p, n, p, n, n, rule, p, p, p]
     picking.declare(lib)
     runs.declare(lib)
-    for name in ("linear", "embed", "rms_norm", "silu_mul", "rope_store", "attend", "stack", "chain"):
+    for name in ("linear", "embed", "rms_norm", "silu_mul", "rope_store", "attend", "stack", "chain", "pair"):
         getattr(lib, name).restype = None
     return lib
 
@@ -225,6 +226,13 @@ class CpuKernels(Picking):
         self.lib.embed(weight.c, plan.ids_at, plan.length, weight.inputs, y.data_ptr())
         return y
 
+    def pair(self, weight: Packed, plan: Plan, g: Tensor, norm_token: Tensor | None, norm_state: Tensor | None, eps: float) -> Tensor:
+        h, n = g.shape[1], plan.length
+        y = torch.empty(n, weight.inputs + h)
+        norms = (None if norm is None else norm.data_ptr() for norm in (norm_token, norm_state))
+        self.lib.pair(weight.c, plan.ids_at, n, weight.inputs, g.data_ptr(), h, *norms, eps, y.data_ptr())
+        return y
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         y = torch.empty_like(x)
         self.lib.rms_norm(x.data_ptr(), weight.data_ptr(), x.shape[0], x.shape[1], eps, y.data_ptr())
@@ -281,12 +289,13 @@ class CpuKernels(Picking):
     def adapter(self, spec: Spec, layers: Adapted) -> Adapter:
         return lora.pack(spec, layers)
 
-    def run(self, stack: Stack, x: Tensor, plan: Plan, pool: Pool, runs: Runs = ()) -> Tensor:
+    def run(self, stack: Stack, x: Tensor, plan: Plan, pool: Pool, runs: Runs = (), u: Tensor | None = None, layer: int = 0) -> Tensor:
         stack.shape.kv, rows = KINDS[pool.dtype], _rows(plan)
         if runs:
             adapted = lora.rows(runs)
             rows.runs, rows.adapted = len(runs), ctypes.addressof(adapted)
-        self.lib.stack(stack.shape, stack.layers, rows, pool.address, pool.plane, x.data_ptr())
+        at, wide = (None, 0) if u is None else (u.data_ptr(), u.shape[1])
+        self.lib.stack(stack.shape, stack.layers, rows, pool.address + 2 * layer * pool.plane, pool.plane, x.data_ptr(), at, wide)
         return x
 
     def chain(

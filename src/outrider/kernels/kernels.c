@@ -253,16 +253,19 @@ typedef struct {
 void adapt(const void *runs, long count, long part, long parts, const float *x, long K, float *y, long O);
 #define ADAPT(part, parts, x, K, y, O) if (rows->runs) adapt(rows->adapted, rows->runs, (l - layers) * 7 + part, parts, x, K, y, O)
 
-void stack(const Shape *s, const Layer *layers, const Rows *rows, char *pool, long plane, float *x) {
+/* u [n,wide_u], unless 0: what the first layer's attention reads in place of norm(x); it may be x. */
+void stack(const Shape *s, const Layer *layers, const Rows *rows, char *pool, long plane, float *x, const float *u, long wide_u) {
     const long n = rows->n, H = s->heads, k = s->kv_heads, D = s->head_dim, h = s->hidden, I = s->inner, head = plane / k;
     const long qkv = (H + 2 * k) * D, wide = 2 * I > qkv ? 2 * I : qkv, inner = I > H * D ? I : H * D;
     float *a = malloc((size_t)n * (size_t)(h + wide + H * s->width + inner) * 4);
     float *b = a + n * h, *q = b + n * wide, *c = q + n * H * s->width;
     for (const Layer *l = layers; l < layers + s->layers; l++, pool += 2 * plane) {
         if (l->skip & 1) goto mlp;
-        rms_norm(x, l->norm_in, n, h, s->eps, a);
-        linear(&l->qkv, a, n, h, b, qkv, 0);
-        ADAPT(0, 3, a, h, b, qkv);
+        const int given = u && l == layers;
+        const float *in = given ? u : a;
+        if (!given) rms_norm(x, l->norm_in, n, h, s->eps, a);
+        linear(&l->qkv, in, n, given ? wide_u : h, b, qkv, 0);
+        ADAPT(0, 3, in, h, b, qkv);
         rope_store(b, n, H, k, D, s->width, l->q_norm, l->k_norm, s->eps, s->turn, s->rot, rows->positions, rows->slots,
                    pool, pool + plane, s->kv, head, q);
         attend(q, pool, pool + plane, s->kv, head, n, H, k, D, s->width, rows->tables, rows->positions, rows->seen, rows->paths,
@@ -299,7 +302,7 @@ void chain(const Shape *s, const Layer *layers, const Ends *e, const Rows *first
     long live[m];                                             /* which chain each row belongs to */
     float *x = malloc((size_t)(n * h + m * (2 * h + e->outputs)) * 4), *y = x + n * h, *a = y + m * h, *logits = a + m * h;
     embed(&e->embedding, first_ids, n, h, x);
-    stack(s, layers, first, pool, plane, x);
+    stack(s, layers, first, pool, plane, x, 0, 0);
     for (long i = 0; i < m; i++) {
         memcpy(y + i * h, x + chains[i].at * h, (size_t)h * 4);
         at[1][i] = first->positions[chains[i].at];
@@ -335,7 +338,7 @@ void chain(const Shape *s, const Layer *layers, const Ends *e, const Rows *first
         if (!(m = left)) break;
         const Rows rows = {m, 0, longest, first->pinned, at[1], at[2], at[3], at[4], tables, 0};
         embed(&e->embedding, at[0], m, h, y);
-        stack(s, layers, &rows, pool, plane, y);
+        stack(s, layers, &rows, pool, plane, y, 0, 0);
     }
     free(x);
 }

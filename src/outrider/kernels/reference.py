@@ -26,7 +26,7 @@ from outrider.sampling import reference as sampling
 from outrider.sampling.params import Law
 
 if TYPE_CHECKING:
-    from outrider.kernels import Bend, Heads
+    from outrider.kernels import Bend, Heads, Kernels
     from outrider.models.decoder import Layer
 
 
@@ -89,6 +89,9 @@ class TorchKernels:
             return weight.data.mapped(lambda part: part[ids]).dense().to(self.dtype)
         return F.embedding(ids, weight.data)
 
+    def pair(self, weight: Plain, plan: Plan, g: Tensor, norm_token: Tensor | None, norm_state: Tensor | None, eps: float) -> Tensor:
+        return beside(self, self.embed(weight, plan).to(g.dtype), g, norm_token, norm_state, eps)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
         return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight.to(x)
@@ -150,11 +153,11 @@ class TorchKernels:
             for layer in layers
         ]
 
-    def run(self, stack: Stack, x: Tensor, plan: Plan, pool: Pool, runs: Runs = ()) -> Tensor:
-        for i, (layer, skip) in enumerate(zip(stack.layers, stack.skips)):
+    def run(self, stack: Stack, x: Tensor, plan: Plan, pool: Pool, runs: Runs = (), u: Tensor | None = None, layer: int = 0) -> Tensor:
+        for i, (block, skip) in enumerate(zip(stack.layers, stack.skips)):
 
-            def linear(x: Tensor, name: str, add: Tensor | None = None, i: int = i, layer: Any = layer) -> Tensor:
-                y = self.linear(x, getattr(layer, name), add)
+            def linear(x: Tensor, name: str, add: Tensor | None = None, i: int = i, block: Any = block) -> Tensor:
+                y = self.linear(x, getattr(block, name), add)
                 for first, count, adapter in runs:
                     rows = x[first : first + count].to(self.wide)
                     for span, a, b in adapter[i][name]:
@@ -163,11 +166,11 @@ class TorchKernels:
                 return y
 
             if not skip & 1:
-                qkv = linear(self.rms_norm(x, layer.norm_in, layer.eps), "qkv")
-                q = self.rope_store(qkv, layer, stack.turn, plan, pool, i)
-                x = linear(self.attend(q, layer, plan, pool, i, layer.head_dim**-0.5, layer.window), "o", add=x)
+                qkv = linear(self.rms_norm(x, block.norm_in, block.eps) if u is None or i else u, "qkv")
+                q = self.rope_store(qkv, block, stack.turn, plan, pool, layer + i)
+                x = linear(self.attend(q, block, plan, pool, layer + i, block.head_dim**-0.5, block.window), "o", add=x)
             if not skip & 2:
-                x = linear(self.silu_mul(linear(self.rms_norm(x, layer.norm_post, layer.eps), "gate_up")), "down", add=x)
+                x = linear(self.silu_mul(linear(self.rms_norm(x, block.norm_post, block.eps), "gate_up")), "down", add=x)
         return x
 
     def chain(self, *_: Any) -> None:
@@ -190,6 +193,11 @@ class TorchKernels:
             if probs:
                 prob[r, : len(entries)] = torch.tensor(shares)
         return out, prob
+
+
+def beside(kernels: Kernels, e: Tensor, g: Tensor, norm_token: Tensor | None, norm_state: Tensor | None, eps: float) -> Tensor:
+    """`Kernels.pair` of embeddings e [n,h]."""
+    return torch.cat([x if norm is None else kernels.rms_norm(x, norm, eps) for x, norm in ((e, norm_token), (g, norm_state))], dim=-1)
 
 
 def _bent(scores: Tensor, bend: Bend, ahead: Tensor) -> Tensor:

@@ -152,6 +152,8 @@ class Given(nn.Module):
 class Fallback:
     """A `Model` over transformers' own code."""
 
+    embedding: None = None  # some families scale what they take from it
+
     def __init__(
         self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, max_len: int, kv_cache_dtype: str = "auto"
     ) -> None:

@@ -28,6 +28,7 @@ class Model(Protocol):
     device: torch.device
     max_len: int
     kv_cache_dtype: str
+    embedding: Any  # packed for `kernels`; None where only `embed` knows it
 
     @property
     def spec(self) -> Facts: ...

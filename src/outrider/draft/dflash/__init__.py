@@ -55,7 +55,6 @@ class Keys:
 
 @dataclass
 class Layer:
-    norm_in: Tensor
     block: Block
     keys: Keys
     causal: bool
@@ -111,9 +110,10 @@ class DFlash(HeadDrafter):
         turn = turn_of(self.head.config, sizes, self.target.max_len + layout.block)
         found = []
         for i, (window, causal) in enumerate(zip(layout.windows, layout.causal)):
-            block = Block(reader, f"layers.{i}", sizes, self.width, turn, window)
+            norm = reader.vector(f"layers.{i}.input_layernorm.weight", self.width)
+            block = Block(reader, f"layers.{i}", sizes, self.width, turn, window, norm)
             keys = Keys(sizes.kv_heads, sizes.head_dim, block.q_norm, block.k_norm, sizes.eps)
-            found.append(Layer(reader.vector(f"layers.{i}.input_layernorm.weight", self.width), block, keys, causal))
+            found.append(Layer(block, keys, causal))
         kv = sizes.kv_heads * sizes.head_dim
         parts = [(f"layers.{i}.self_attn.{name}_proj", kv) for i in range(len(found)) for name in "kv"]
         self.kv = reader.fused(parts, self.width)  # of all layers at once: they read the same
@@ -230,7 +230,7 @@ class DFlash(HeadDrafter):
             plan.build()
         x, run = self._embed(ids), self.kernels
         for i, layer in enumerate(self.layers):
-            x = layer.block(run.rms_norm(x, layer.norm_in, self.sizes.eps), x, plans[layer.causal], self.pool, i)
+            x = layer.block(x, plans[layer.causal], self.pool, i)
         return self._logits(run.rms_norm(x[wanted], self.norm, self.sizes.eps))
 
     def _embed(self, ids: Sequence[int]) -> Tensor:

@@ -24,7 +24,7 @@ from outrider.draft.eagle.layouts import named, recognised
 from outrider.draft.eagle.network import Network
 from outrider.errors import ModelError
 from outrider.heads.files import Head, Reader
-from outrider.heads.layer import Block, Sizes, turn_of
+from outrider.heads.layer import Block, Pairs, Sizes, turn_of
 from outrider.heads.recurrent import Net, Recurrent, RecurrentOptions
 from outrider.heads.vocabulary import listed_ids
 from outrider.types import FINAL
@@ -46,9 +46,10 @@ class Packed:
         count = sum(name.endswith(".self_attn.q_proj.weight") for name in head)
         self.sizes = Sizes.of(head, "layers.0", hidden)
         turn = turn_of(head.config, self.sizes, target.max_len)
-        self.blocks = [Block(reader, f"layers.{i}", self.sizes, hidden, turn) for i in range(count)]
-        self.norms = [self._norm(reader, f"layers.{i}.input_layernorm") for i in range(count)]
-        self.norm_token, self.norm_state, self.norm_out = (self._norm(reader, name) for name in ("norm_token", "norm_state", "norm_out"))
+        norms = [self._norm(reader, f"layers.{i}.input_layernorm") for i in range(count)]
+        self.blocks = [Block(reader, f"layers.{i}", self.sizes, hidden, turn, norm_in=norm) for i, norm in enumerate(norms)]
+        norm_token, norm_state, self.norm_out = (self._norm(reader, name) for name in ("norm_token", "norm_state", "norm_out"))
+        self.pairs = Pairs(model, norm_token, norm_state, self.sizes.eps)
         self.ids = self.lm_head = None
         if "token_map" in head:  # it knows some of the tokens only, and has a head for these
             self.ids = listed_ids(head, "token_map", target.vocabulary)
@@ -71,18 +72,14 @@ class Packed:
         return o
 
     def forward(self, plan: Plan, pool: Pool, g: Tensor) -> Tensor:
-        e = self.model.embed(plan.ids.tolist()).to(g.dtype)
-        x: Tensor = self.kernels.linear(torch.cat([self._normed(e, self.norm_token), self._normed(g, self.norm_state)], dim=-1), self.fc)
-        for i, (block, norm) in enumerate(zip(self.blocks, self.norms)):
-            x = block(self._normed(x, norm), x, plan, pool, i)
+        x: Tensor = self.kernels.linear(self.pairs(plan, g), self.fc)
+        for i, block in enumerate(self.blocks):
+            x = block(x, plan, pool, i)
         return x
 
     def logits(self, o: Tensor) -> Tensor:
-        o = self._normed(o, self.norm_out)
+        o = o if self.norm_out is None else self.kernels.rms_norm(o, self.norm_out, self.sizes.eps)
         return self.model.head_logits(o) if self.lm_head is None else self.kernels.linear(o, self.lm_head).float()
-
-    def _normed(self, x: Tensor, norm: Tensor | None) -> Tensor:
-        return x if norm is None else self.kernels.rms_norm(x, norm, self.sizes.eps)
 
 
 class Eagle(Recurrent):

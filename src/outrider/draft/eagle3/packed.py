@@ -19,7 +19,7 @@ from outrider.draft.draft_model.vocabulary import PADDING
 from outrider.draft.eagle3.layouts import Facts
 from outrider.errors import ModelError
 from outrider.heads.files import Reader
-from outrider.heads.layer import Block, Sizes, turn_of
+from outrider.heads.layer import Block, Pairs, Sizes, turn_of
 from outrider.heads.recurrent import config_flag
 from outrider.heads.vocabulary import target_ids
 from outrider.types import FINAL
@@ -36,12 +36,11 @@ class Packed:
         self._read_states(facts.taps, target.decoder.spec.hidden)
         sizes = Sizes.of(head, "midlayer", h)
         turn = turn_of(head.config, sizes, target.max_len)
-        self.norm_embedding = reader.vector("midlayer.input_layernorm.weight", h)
-        self.norm_hidden = reader.vector("midlayer.hidden_norm.weight", h)
+        token, state = (reader.vector(f"midlayer.{name}.weight", h) for name in ("input_layernorm", "hidden_norm"))
         self.first = Block(reader, "midlayer", sizes, 2 * h, turn)
         self.above = [self._layer(f"layers.{i}", sizes, turn) for i in range(1, facts.layers)]
         self.norm = reader.vector("norm.weight", h) if facts.head_normed or facts.output_normed else None
-        self.embedding = self._embedding(target)
+        self.pairs = Pairs(target.decoder, token, state, facts.eps, self._embedding(target))
         self.lm_head = self._lm_head(target)
         self.sizes, self.slot_bytes = sizes, sizes.slot_bytes(facts.layers, target.decoder)
 
@@ -61,13 +60,10 @@ class Packed:
 
     def forward(self, plan: Plan, pool: Pool, g: Tensor) -> Tensor:
         """[n, h]; g may be changed."""
-        run, eps = self.kernels, self.facts.eps
-        e = self.model.embed(plan.host[: plan.length]) if self.embedding is None else run.embed(self.embedding, plan)
-        normed = run.rms_norm(g, self.norm_hidden, eps)
-        u = torch.cat([run.rms_norm(e.to(g.dtype), self.norm_embedding, eps), normed], dim=-1)
-        x = self.first(u, normed if self.facts.residual_normed else g, plan, pool, 0)
-        for layer, (norm, block) in enumerate(self.above, 1):
-            x = block(run.rms_norm(x, norm, eps), x, plan, pool, layer)
+        u = self.pairs(plan, g)
+        x = self.first(u[:, self.facts.hidden :].clone() if self.facts.residual_normed else g, plan, pool, 0, u)
+        for layer, block in enumerate(self.above, 1):
+            x = block(x, plan, pool, layer)
         return x
 
     def again(self, o: Tensor) -> Tensor:
@@ -82,12 +78,13 @@ class Packed:
         assert self.norm is not None
         return self.kernels.rms_norm(x.contiguous(), self.norm, self.facts.eps)
 
-    def _layer(self, at: str, first: Sizes, turn: Tensor) -> tuple[Tensor, Block]:
-        """An ordinary layer: its first norm, and the rest."""
+    def _layer(self, at: str, first: Sizes, turn: Tensor) -> Block:
+        """An ordinary one."""
         sizes = Sizes.of(self.reader.head, at, first.hidden)
         if (sizes.kv_heads, sizes.head_dim) != (first.kv_heads, first.head_dim):
             raise ModelError(f"{self.reader.head.name!r}: {at} has other K/V heads than its first layer, which is not supported.")
-        return self.reader.vector(f"{at}.input_layernorm.weight", first.hidden), Block(self.reader, at, sizes, first.hidden, turn)
+        norm = self.reader.vector(f"{at}.input_layernorm.weight", first.hidden)
+        return Block(self.reader, at, sizes, first.hidden, turn, norm_in=norm)
 
     def _read_states(self, taps: tuple[int, ...], width: int) -> None:
         reader, head, wide = self.reader, self.reader.head, len(taps) * width

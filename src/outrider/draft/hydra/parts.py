@@ -26,9 +26,9 @@ class Prefix:
         self.kernels, self.model, at = reader.kernels, target.decoder, f"{PREFIX}.layers.0"
         hidden = self.model.spec.hidden
         self.sizes = Sizes.of(reader.head, at, hidden)
-        self.norm_in = reader.vector(f"{at}.input_layernorm.weight", hidden)
+        norm_in = reader.vector(f"{at}.input_layernorm.weight", hidden)
         self.norm_out = reader.vector(f"{PREFIX}.norm.weight", hidden)
-        self.block = Block(reader, at, self.sizes, hidden, turn_of(reader.head.config, self.sizes, target.max_len))
+        self.block = Block(reader, at, self.sizes, hidden, turn_of(reader.head.config, self.sizes, target.max_len), norm_in=norm_in)
 
     @property
     def slot_bytes(self) -> int:
@@ -39,8 +39,7 @@ class Prefix:
 
     def __call__(self, states: Tensor, plan: Plan, pool: Pool, wanted: list[int]) -> Tensor:
         """P [len(wanted), hidden] of these rows of the plan; states [n, hidden] of all, which it changes.  K/V goes to the pool."""
-        u = self.kernels.rms_norm(states, self.norm_in, self.sizes.eps)
-        return self.kernels.rms_norm(self.block(u, states, plan, pool)[wanted], self.norm_out, self.sizes.eps)
+        return self.kernels.rms_norm(self.block(states, plan, pool)[wanted], self.norm_out, self.sizes.eps)
 
 
 class Step:

@@ -4,37 +4,32 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
 from outrider.draft.base import Target
 from outrider.heads.files import Reader
-from outrider.heads.layer import Block, Sizes, turn_of
+from outrider.heads.layer import Block, Pairs, Sizes, turn_of
+from outrider.models.model import Model
 from outrider.types import FINAL
 
 
 class Layer:
     """x = eh_proj [enorm(e); hnorm(g)], then an ordinary block."""
 
-    def __init__(self, reader: Reader, at: str, sizes: Sizes, turn: Tensor, last: Tensor | None) -> None:
+    def __init__(self, reader: Reader, model: Model, at: str, sizes: Sizes, turn: Tensor, last: Tensor | None) -> None:
         """last: the norm behind it, where it brings none."""
         hidden = sizes.hidden
         self.kernels, self.eps = reader.kernels, sizes.eps
-        self.enorm, self.hnorm, self.norm_in = (
-            reader.vector(f"{at}.{name}.weight", hidden) for name in ("enorm", "hnorm", "input_layernorm")
-        )
+        enorm, hnorm, norm_in = (reader.vector(f"{at}.{name}.weight", hidden) for name in ("enorm", "hnorm", "input_layernorm"))
+        self.pairs = Pairs(model, enorm, hnorm, sizes.eps)
         self.eh_proj = reader.linear(f"{at}.eh_proj", hidden, 2 * hidden)
-        self.block = Block(reader, at, sizes, hidden, turn)
+        self.block = Block(reader, at, sizes, hidden, turn, norm_in=norm_in)
         self.norm = reader.vector(f"{at}.norm.weight", hidden) if last is None else last
 
-    def __call__(self, e: Tensor, g: Tensor, plan: Plan, pool: Pool, at: int) -> Tensor:
-        run = self.kernels
-        x: Tensor = run.linear(
-            torch.cat([run.rms_norm(e, self.enorm, self.eps), run.rms_norm(g, self.hnorm, self.eps)], dim=-1), self.eh_proj
-        )
-        return self.block(run.rms_norm(x, self.norm_in, self.eps), x, plan, pool, at)
+    def __call__(self, g: Tensor, plan: Plan, pool: Pool, at: int) -> Tensor:
+        return self.block(self.kernels.linear(self.pairs(plan, g), self.eh_proj), plan, pool, at)
 
     def normed(self, o: Tensor) -> Tensor:
         return self.kernels.rms_norm(o, self.norm, self.eps)
@@ -58,7 +53,7 @@ class Packed:
         if "layers.0.norm.weight" not in head:
             last = target.checkpoint.tensors().get("model.norm.weight", spec.hidden).float().to(self.kernels.device).contiguous()
         self.slot_bytes = self.sizes.slot_bytes(count, self.model)
-        self.layers = [Layer(reader, f"layers.{i}", self.sizes, turn, last) for i in range(count)]
+        self.layers = [Layer(reader, self.model, f"layers.{i}", self.sizes, turn, last) for i in range(count)]
 
     def pool(self, slots: int) -> Pool:
         return self.sizes.pool(len(self.layers), slots, self.model)
@@ -67,7 +62,7 @@ class Packed:
         return states
 
     def forward(self, plan: Plan, pool: Pool, g: Tensor, layer: int = 0) -> Tensor:
-        return self.layers[layer](self.model.embed(plan.ids.tolist()).to(g.dtype), g, plan, pool, layer)
+        return self.layers[layer](g, plan, pool, layer)
 
     def again(self, o: Tensor, layer: int = 0) -> Tensor:
         return o if self.prenorm else self.layers[layer].normed(o)
