@@ -14,6 +14,7 @@ from torch import Tensor
 from outrider.draft.base import Target
 from outrider.draft.draft_model.tree import RANKED
 from outrider.errors import OutriderError
+from outrider.kernels.tree import Found
 from outrider.sampling.noise import key_of
 from outrider.types import Row
 
@@ -24,7 +25,7 @@ class Chooser:
     def __init__(self, target: Target, ids: Tensor | None = None) -> None:
         self.sampler, self.vocabulary, self.kernels = target.sampler, target.vocabulary, target.decoder.kernels
         self.ids = None if ids is None else ids.to(torch.int32).contiguous()
-        self.tokens = None if ids is None else ids.long()
+        self.ranked = torch.tensor(RANKED)
 
     def best(self, row: Row, paths: Sequence[Sequence[int]], logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """The k <= 64 best tokens behind each path (token ids from the root on), best first: int64 [n, k], -1 where there are fewer, and
@@ -32,17 +33,19 @@ class Chooser:
 
         At a temperature the rank says more than the draft's own probability, because the noise is shared.
         """
-        k = min(k, logits.shape[1])
+        return self.found(row, paths, logits, k).read()
+
+    def found(self, row: Row, paths: Sequence[Sequence[int]], logits: Tensor, k: int) -> Found:
+        """The same, as entries of the head's vocabulary."""
+        k, noised = min(k, logits.shape[1]), row.law.temperature > 0
+        ranked = self.ranked if noised else None
         if row.processors:
-            tokens, shares = self._one_by_one(row, paths, self.wide(logits), k)
-        else:
-            noised = row.law.temperature > 0
-            keys = [key_of(row.seed, row.index, len(row.tokens) + len(path)) if noised else 0 for path in paths]
-            found, shares = self.kernels.picks(self._cut(logits), row.law, keys, k, self.ids, not noised)
-            tokens = found.long() if self.tokens is None else torch.where(found >= 0, self.tokens[found.clamp_min(0)], -1)
-        if row.law.temperature > 0:
-            shares = torch.where(tokens >= 0, torch.tensor(RANKED[:k]), 0.0)
-        return tokens, shares
+            return Found(*self._one_by_one(row, paths, self.wide(logits), k), ranked=ranked)
+        keys = [0] * len(paths)
+        if noised:
+            of = {depth: key_of(row.seed, row.index, len(row.tokens) + depth) for depth in set(map(len, paths))}
+            keys = [of[len(path)] for path in paths]
+        return Found(*self.kernels.picks(self._cut(logits), row.law, keys, k, self.ids, not noised), self.ids, ranked)
 
     def law(self, row: Row, path: Sequence[int], logits: Tensor) -> Tensor | None:
         """q behind a path, float64 [V] over the target's tokens; None where it fails.  logits float32 [Vd]."""
@@ -67,8 +70,8 @@ class Chooser:
 
     def _one_by_one(self, row: Row, paths: Sequence[Sequence[int]], logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Where processors look at the text before each."""
-        tokens, shares = torch.full((len(paths), k), -1), torch.zeros(len(paths), k)
+        tokens, shares = torch.full((len(paths), k), -1, dtype=torch.int32), torch.zeros(len(paths), k)
         for i, path in enumerate(paths):
             found, probable = self.sampler.top(row, path, logits, k, True, i)
-            tokens[i, : len(found)], shares[i, : len(found)] = torch.tensor(found, dtype=torch.int64), torch.tensor(probable)
+            tokens[i, : len(found)], shares[i, : len(found)] = torch.tensor(found, dtype=torch.int32), torch.tensor(probable)
         return tokens, shares

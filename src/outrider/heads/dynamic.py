@@ -10,7 +10,6 @@ from array import array
 from collections.abc import Collection, Sequence
 from typing import Protocol, TypeVar
 
-import numpy as np
 from torch import Tensor
 
 from outrider.attention.plan import Plan
@@ -19,9 +18,8 @@ from outrider.draft.draft_model.window import View
 from outrider.heads.choose import Chooser
 from outrider.heads.ranks import Worth
 from outrider.heads.templates import Path
+from outrider.kernels.tree import Candidates
 from outrider.types import ROOT, Budget, Guesses, Row
-
-TINY = 1e-30
 
 
 class Levelled(Protocol):
@@ -69,37 +67,28 @@ class Growing(Levelled, Protocol):
 
 class Dynamic:
     """Every level asks for the k best behind each of its nodes and goes on with the likeliest of all of them; in the end the
-    likeliest nodes of all levels stay.  A node is no likelier than its parent, so that parents stay with their children.
-
-    Records are all candidates: of level l their tokens, shares and scores (log of the joint probability), and the record of the parent.
-    """
+    likeliest nodes of all levels stay.  A node is no likelier than its parent, so that parents stay with their children."""
 
     def __init__(self, row: Row, table: array[int], base: int, budget: Budget, k: int) -> None:
         self.row, self.table, self.base, self.budget, self.k = row, table, base, budget, min(k, budget.nodes)
         self.wide = max(1, min(self.k, budget.nodes // max(1, budget.depth - 1)))  # all nodes that go on have a slot of a guess
-        self.levels, self.size, self.used = 0, 0, 0
-        self.kept: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []  # tokens, shares, scores [n, k], records of the n
-        self.records, self.scores = np.full(1, ROOT), np.zeros((1, 1))  # of the nodes that went through the head last
-        self.tokens: list[list[int]] = [[]]  # from the root to each of them
+        self.levels, self.used = 0, 0
+        self.candidates: Candidates | None = None
+        self.tokens: list[list[int]] = [[]]  # from the root to each of the nodes that went through the head last
         self.slots: list[list[int]] = [[]]
         self.sources: Sequence[int] = [0]
 
     def take(self, choose: Chooser, logits: Tensor) -> None:
-        found, likely = choose.best(self.row, self.tokens, logits, self.k)
-        tokens, shares = found.numpy(), likely.numpy()
-        scores = np.log(np.maximum(shares, TINY, dtype=np.float64)) + self.scores
-        scores[tokens < 0] = -np.inf
-        self.kept.append((tokens, shares, scores, self.records))
-        count, self.levels, self.size = self.size, self.levels + 1, self.size + scores.size
+        if self.candidates is None:
+            self.candidates = choose.kernels.candidates(self.k, self.wide, self.budget.depth)
+        self.sources, said = self.candidates.widen(choose.found(self.row, self.tokens, logits, self.k))
+        self.levels += 1
         if self.levels == self.budget.depth:
             self.sources = ()
             return
-        joint = scores.ravel()
-        best = np.argsort(-joint, kind="stable")[: self.wide]
-        best = best[joint[best] > -np.inf]
-        self.records, self.scores, self.sources = count + best, joint[best, None], (best // tokens.shape[1]).tolist()
-        said, own = tokens.ravel()[best].tolist(), self.table[self.base + self.used : self.base + self.used + len(best)]
-        self.used += len(best)
+        first = self.base + self.used
+        own = self.table[first : first + len(said)]
+        self.used += len(said)
         self.tokens = [[*self.tokens[above], token] for above, token in zip(self.sources, said)]
         self.slots = [[*self.slots[above], slot] for above, slot in zip(self.sources, own)]
 
@@ -112,13 +101,8 @@ class Dynamic:
 
     @property
     def guesses(self) -> Guesses:
-        tokens, shares, scores = (np.concatenate([level[i].ravel() for level in self.kept]) for i in range(3))
-        best = np.argsort(-scores, kind="stable")[: self.budget.nodes]
-        keep = np.sort(best[scores[best] > -np.inf])  # by record: parents first
-        above = np.concatenate([np.repeat(records, tokens.shape[1]) for tokens, _, _, records in self.kept])
-        place = np.full(len(tokens) + 1, ROOT)  # the last is the root's, whose record is -1
-        place[keep] = np.arange(len(keep))
-        return Guesses(tokens[keep].tolist(), place[above[keep]].tolist(), shares[keep].tolist())
+        assert self.candidates is not None
+        return Guesses(*self.candidates.keep(self.budget.nodes))
 
 
 class Static:

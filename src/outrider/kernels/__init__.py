@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from outrider.kernels.lora import Adapted, Runs
     from outrider.kernels.quantised import Quantised
     from outrider.kernels.runs import Index
+    from outrider.kernels.tree import Candidates
     from outrider.models.decoder import Layer
     from outrider.models.spec import Spec
     from outrider.sampling.params import Law
@@ -138,6 +139,9 @@ class Kernels(Protocol):
 
         ids: int32 [V], the token that each entry of a row stands for, whose noise it gets; what is returned are entries.
         """
+
+    def candidates(self, k: int, wide: int, levels: int) -> Candidates:
+        """Of a dynamic tree that begins: at most k behind a node, `wide` nodes of a level that go on, so many levels."""
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
-from outrider.kernels import chain, lora, picking, runs
+from outrider.kernels import chain, lora, picking, runs, tree
 from outrider.kernels.chain import Chained, Halt
 from outrider.kernels.lora import Adapted, Adapter, Runs
 from outrider.kernels.picking import Picking
@@ -41,7 +41,7 @@ PANEL, WIDE = 64, 32  # outputs side by side in a packed weight; the same consta
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # FLOAT, BFLOAT and INT8 of simd.h; INT4 is for weights only
 LINEARS = ("qkv", "o", "gate_up", "down")
 VECTORS = ("norm_in", "norm_post", "q_norm", "k_norm")
-SOURCES = ("kernels.c", "lora.c", "pair.c", "quantised.c", "runs.c", "sample.c", "stop.c")
+SOURCES = ("kernels.c", "lora.c", "pair.c", "quantised.c", "runs.c", "sample.c", "stop.c", "tree.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC", "-std=gnu11")
 log = logging.getLogger("outrider")
 
@@ -109,6 +109,7 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.chain.argtypes = [shape, layers, ends, rows, p, p, n, p, n, n, rule, p, p, p]
     picking.declare(lib)
     runs.declare(lib)
+    tree.declare(lib)
     for name in ("linear", "embed", "rms_norm", "silu_mul", "rope_store", "attend", "stack", "chain", "pair"):
         getattr(lib, name).restype = None
     return lib
@@ -310,6 +311,9 @@ class CpuKernels(Picking):
             room.rule, room.out.buffer_info()[0], room.traits.buffer_info()[0], None if states is None else states.data_ptr(),
         )  # fmt: skip
         return room.read()
+
+    def candidates(self, k: int, wide: int, levels: int) -> tree.Compiled:
+        return tree.Compiled(self.lib, k, wide, levels)
 
 
 def _rows(plan: Plan) -> _Rows:

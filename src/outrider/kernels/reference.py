@@ -17,7 +17,7 @@ from torch import Tensor
 
 from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
-from outrider.kernels import chain, lora
+from outrider.kernels import chain, lora, tree
 from outrider.kernels.chain import Halt, Traits
 from outrider.kernels.lora import Adapted, Runs
 from outrider.kernels.quantised import Quantised
@@ -193,6 +193,9 @@ class TorchKernels:
             if probs:
                 prob[r, : len(entries)] = torch.tensor(shares)
         return out, prob
+
+    def candidates(self, k: int, wide: int, levels: int) -> tree.Plain:
+        return tree.Plain(wide)
 
 
 def beside(kernels: Kernels, e: Tensor, g: Tensor, norm_token: Tensor | None, norm_state: Tensor | None, eps: float) -> Tensor:

@@ -1,0 +1,97 @@
+"""The candidates of a dynamic tree: the C kernels and their reference keep what sorting all of them keeps."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.draft.draft_model.tree import RANKED
+from outrider.kernels import cpu
+from outrider.kernels.tree import Candidates, Compiled, Found, Nodes, Plain
+
+LEAST = 1e-30
+
+
+def kinds(k: int, wide: int, levels: int) -> list[Candidates]:
+    library = cpu.library()
+    return [Plain(wide), *([] if library is None else [Compiled(library, k, wide, levels)])]
+
+
+class Sorted:
+    """The same by sorting whole levels."""
+
+    def __init__(self, wide: int) -> None:
+        self.wide, self.size = wide, 0
+        self.kept: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []  # tokens, shares, scores [n, k], records of the n
+        self.records, self.scores = np.full(1, -1), np.zeros((1, 1))
+
+    def widen(self, found: Found) -> tuple[list[int], list[int]]:
+        entries, shares = found.entries.numpy(), found.shares.numpy()
+        tokens = entries if found.ids is None else np.where(entries < 0, -1, found.ids.numpy()[np.maximum(entries, 0)])
+        if found.ranked is not None:
+            shares = np.broadcast_to(found.ranked.numpy()[: entries.shape[1]], entries.shape)
+        logs = [math.log(share) for share in np.maximum(shares, LEAST, dtype=np.float64).ravel()]  # numpy's own may differ in the last bit
+        scores = np.array(logs).reshape(entries.shape) + self.scores
+        scores[tokens < 0] = -np.inf
+        self.kept.append((tokens, shares, scores, self.records))
+        joint = scores.ravel()
+        best = np.argsort(-joint, kind="stable")[: self.wide]
+        best = best[joint[best] > -np.inf]
+        self.records, self.scores = self.size + best, joint[best, None]
+        self.size += scores.size
+        return (best // tokens.shape[1]).tolist(), tokens.ravel()[best].tolist()
+
+    def keep(self, nodes: int) -> Nodes:
+        tokens, shares, scores = (np.concatenate([level[i].ravel() for level in self.kept]) for i in range(3))
+        best = np.argsort(-scores, kind="stable")[:nodes]
+        keep = np.sort(best[scores[best] > -np.inf])
+        above = np.concatenate([np.repeat(records, tokens.shape[1]) for tokens, _, _, records in self.kept])
+        place = np.full(len(tokens) + 1, -1)
+        place[keep] = np.arange(len(keep))
+        return tokens[keep].tolist(), place[above[keep]].tolist(), shares[keep].tolist()
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    k=st.integers(1, 12), wide=st.integers(1, 12), levels=st.integers(1, 6), nodes=st.integers(1, 90), seed=st.integers(0, 1 << 30),
+    ties=st.booleans(), ranked=st.booleans(), listed=st.booleans(), missing=st.sampled_from([0.0, 0.3, 1.0]),
+)  # fmt: skip
+def test_the_likeliest_are_kept(
+    k: int, wide: int, levels: int, nodes: int, seed: int, ties: bool, ranked: bool, listed: bool, missing: float
+) -> None:
+    """With equals among them, laws that allow too few tokens or none, shares by rank, and a vocabulary of the head's own."""
+    dice = torch.Generator().manual_seed(seed)
+    trees = [Sorted(wide), *kinds(k, wide, levels)]
+    rows = 1
+    for _ in range(levels):
+        entries = torch.randint(50, (rows, k), generator=dice, dtype=torch.int32)
+        shares = torch.rand(rows, k, generator=dice).sort(descending=True).values
+        if ties:
+            shares = (shares * 4).ceil() / 4
+        some = int(torch.randint(k + 1, (1,), generator=dice)) if float(torch.rand(1, generator=dice)) < missing else k
+        entries[:, some:], shares[:, some:] = -1, 0.0
+        ids = torch.arange(100, 150, dtype=torch.int32) if listed else None
+        found = Found(entries, shares, ids, torch.tensor(RANKED) if ranked else None)
+        first, *others = [tree.widen(found) for tree in trees]
+        assert all(other == first for other in others)
+        if not (rows := len(first[0])):
+            break
+    first_kept, *others_kept = [tree.keep(nodes) for tree in trees]
+    at = [i for i, token in enumerate(first_kept[0]) if token >= 0]
+    assert at == list(range(len(first_kept[0])))
+    assert all(other == first_kept for other in others_kept)
+
+
+@pytest.mark.parametrize("which", range(2))
+def test_nothing_found_is_no_tree(which: int) -> None:
+    trees = kinds(3, 2, 2)
+    if which >= len(trees):
+        pytest.skip("no C compiler here")
+    tree = trees[which]
+    assert tree.widen(Found(torch.full((1, 3), -1, dtype=torch.int32), torch.zeros(1, 3))) == ([], [])
+    assert tree.keep(4) == ([], [], [])
