@@ -82,8 +82,7 @@ def test_the_likeliest_are_kept(
         if not (rows := len(first[0])):
             break
     first_kept, *others_kept = [tree.keep(nodes) for tree in trees]
-    at = [i for i, token in enumerate(first_kept[0]) if token >= 0]
-    assert at == list(range(len(first_kept[0])))
+    assert min(first_kept[0], default=0) >= 0
     assert all(other == first_kept for other in others_kept)
 
 

@@ -1,0 +1,98 @@
+"""What a head computes in one call: the same bits as step by step."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outrider.attention.plan import Plan
+from outrider.cache.pool import Pool
+from outrider.kernels import Kernels, cpu
+from outrider.kernels.cpu import CpuKernels
+from outrider.kernels.reference import TorchKernels
+from outrider.models.quantise import quantise
+
+CPU = torch.device("cpu")
+V, H, INNER, HEADS, KV, D, SLOTS, EPS = 70, 48, 80, 4, 2, 16, 40, 1e-5
+needs_c = pytest.mark.skipif(cpu.library() is None, reason="no C compiler here")
+KINDS = [pytest.param("c", marks=needs_c), "torch"]
+
+
+def kernels_of(kind: str, dtype: torch.dtype) -> Any:
+    library = cpu.library()
+    if kind == "torch":
+        return TorchKernels(CPU, dtype)
+    assert library is not None
+    return CpuKernels(library, dtype)
+
+
+def plan_of(tokens: Sequence[int], first: int = 0) -> Plan:
+    plan = Plan()
+    plan.chain(array("i", range(SLOTS)), first, tokens)
+    return plan.build()
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize("count", [1, 3, 20])
+def test_pairs(kind: str, dtype: torch.dtype, bits: int | None, count: int) -> None:
+    kernels: Kernels = kernels_of(kind, dtype)
+    table = torch.randn(V, 64)
+    weight = kernels.pack(table if bits is None else quantise(table, bits))
+    plan, g = plan_of(torch.randint(V, (count,)).tolist()), torch.randn(count, H).to(kernels.activations)
+    token, state = torch.rand(64) + 0.5, torch.rand(H) + 0.5
+    e = kernels.embed(weight, plan)
+    normed = kernels.rms_norm(e, token, EPS), kernels.rms_norm(g, state, EPS)
+    before = g.clone()
+    assert torch.equal(kernels.pair(weight, plan, g, None, None, EPS), torch.cat([e, g], dim=1))
+    assert torch.equal(kernels.pair(weight, plan, g, token, None, EPS), torch.cat([normed[0], g], dim=1))
+    assert torch.equal(kernels.pair(weight, plan, g, None, state, EPS), torch.cat([e, normed[1]], dim=1))
+    assert torch.equal(kernels.pair(weight, plan, g, token, state, EPS), torch.cat(normed, dim=1))
+    assert torch.equal(g, before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reads", ["its norm", "itself", "something wider"])
+def test_a_block_reads_what_it_is_given(kind: str, dtype: torch.dtype, reads: str) -> None:
+    kernels, wide = kernels_of(kind, dtype), 2 * H if reads == "something wider" else H
+
+    def weight(outputs: int, inputs: int) -> Any:
+        return kernels.pack(torch.randn(outputs, inputs) * inputs**-0.5)
+
+    layer = SimpleNamespace(
+        qkv=weight((HEADS + 2 * KV) * D, wide), o=weight(H, HEADS * D), gate_up=weight(2 * INNER, H), down=weight(H, INNER),
+        norm_in=torch.rand(H) + 0.5, norm_post=torch.rand(H) + 0.5, q_norm=torch.rand(D), k_norm=torch.rand(D), window=5,
+        heads=HEADS, kv_heads=KV, head_dim=D, eps=EPS, hidden=H, inner=INNER,
+    )  # fmt: skip
+    turn = torch.randn(SLOTS, D)
+    stack = kernels.prepare(layer, [layer], turn)  # type: ignore[arg-type]
+    ours, theirs = (Pool(3, KV, D, SLOTS, dtype, CPU) for _ in range(2))
+    for first, count in ((0, 9), (9, 1), (10, 3)):
+        plan, x = plan_of([0] * count, first), torch.randn(count, H).to(kernels.activations)
+        u: Tensor | None = {"itself": x, "something wider": torch.randn(count, wide).to(x.dtype)}.get(reads)
+        expected, seen = x.clone(), kernels.rms_norm(x, layer.norm_in, EPS) if u is None else u.clone()
+        q = kernels.rope_store(kernels.linear(seen, layer.qkv), layer, turn, plan, theirs, 2)
+        kernels.linear(kernels.attend(q, layer, plan, theirs, 2, D**-0.5, layer.window), layer.o, expected)
+        both = kernels.linear(kernels.rms_norm(expected, layer.norm_post, EPS), layer.gate_up)
+        found = kernels.run(stack, x, plan, ours, u=u, layer=2)
+        gate, up = both.chunk(2, dim=-1)
+        inner = kernels.linear((F.silu(gate.float()) * up.float()).to(x.dtype), layer.down, expected)
+        loose = 2e-2 if x.dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(found.float(), inner.float(), rtol=loose, atol=loose)
+        slots = torch.arange(first + count)
+        for at in range(3):
+            assert torch.equal(ours.read(at, slots, torch.float32), theirs.read(at, slots, torch.float32))
