@@ -22,9 +22,11 @@ from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
 from outrider.config import SpeculativeOptions
 from outrider.draft.base import Target
+from outrider.heads.choose import Chooser
 from outrider.heads.files import Head
 from outrider.heads.recurrent import Recurrent, RecurrentOptions, Turn
 from outrider.heads.sample import read
+from outrider.kernels.tree import Found
 from outrider.types import FINAL, Batch, Budget, Draft, Row
 
 WIDE = 32  # of a pair in the pool
@@ -57,20 +59,21 @@ class Net:
         return o
 
 
-class Oracle:
+class Oracle(Chooser):
     """Guesses from what plain decoding said: right in two of three places."""
 
-    def __init__(self, truth: Truth) -> None:
+    def __init__(self, target: Target, truth: Truth) -> None:
+        super().__init__(target)
         self.truth = truth
 
-    def best(self, row: Row, paths: Sequence[Sequence[int]], logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        found = torch.zeros(len(paths), k, dtype=torch.int64)
+    def found(self, row: Row, paths: Sequence[Sequence[int]], logits: Tensor, k: int) -> Found:
+        found = torch.zeros(len(paths), k, dtype=torch.int32)
         for i, path in enumerate(paths):
             ahead = self.truth.ahead(row, len(path) + 1)
             right = ahead[len(path)] if len(ahead) > len(path) and ahead[: len(path)] == list(path) else 5
             place = (len(row.tokens) + len(path)) % 3  # third: not among two
             found[i] = torch.tensor([right if rank == place else (right + 1 + rank) % 300 for rank in range(k)])
-        return found, torch.full((len(paths), k), 0.4) * 0.9 ** torch.arange(k)
+        return Found(found, torch.full((len(paths), k), 0.4) * 0.9 ** torch.arange(k))
 
 
 @dataclass
@@ -86,7 +89,7 @@ class Listening(Recurrent):
 
     def __init__(self, target: Target, truth: Truth, tree: str = "dynamic") -> None:
         super().__init__(RecurrentOptions(tree=tree, **SMALL.get(tree, {"nodes": 6})), target, Head.of("pairs", {}, {}))
-        self.choose = Oracle(truth)  # type: ignore[assignment]
+        self.choose = Oracle(target, truth)
         self.log = Log()
         self.seen: list[tuple[list[int], Tensor, Tensor]] = []
         self.guessed = self.shared = 0
