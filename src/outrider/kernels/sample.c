@@ -326,10 +326,11 @@ long pick(const float *logits, long V, float temperature, double min_p, long top
  * the same.  out and, unless it is 0, prob are [n,k]; where there are fewer than k the rest is -1 and 0. */
 void picks(const float *logits, long n, long V, float temperature, double min_p, long top_k, double top_p, const uint64_t *keys,
            const int32_t *map, long k, int32_t *out, float *prob) {
-    #pragma omp parallel for schedule(dynamic, 1) if (n > 1)
-    for (long r = 0; r < n; r++) {
-        float *p = prob ? prob + r * k : 0;
-        long i = pick_mapped(logits + r * V, V, temperature, min_p, top_k, top_p, keys[r], map, k, n == 1, out + r * k, p);
-        for (; i < k; i++) { out[r * k + i] = -1; if (p) p[i] = 0; }
-    }
+#define PICK(alone) { \
+    long i = pick_mapped(logits + r * V, V, temperature, min_p, top_k, top_p, keys[r], map, k, alone, out + r * k, prob ? prob + r * k : 0); \
+    for (; i < k; i++) { out[r * k + i] = -1; if (prob) prob[r * k + i] = 0; } \
+}
+    if (n == 1) { const long r = 0; PICK(1) return; }         /* not within a region, where threads would be made anew */
+    #pragma omp parallel for schedule(dynamic, 1)
+    for (long r = 0; r < n; r++) PICK(0)
 }
