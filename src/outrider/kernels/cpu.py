@@ -65,10 +65,10 @@ def library() -> ctypes.CDLL | None:
         log.warning("no C compiler found: the torch kernels are used, which are exact but slower (install gcc or clang)")
         return None
     sources = [Path(__file__).with_name(name) for name in SOURCES]
-    header = Path(__file__).with_name("simd.h").read_text()
+    headers = (path.read_text() for path in sorted(Path(__file__).parent.glob("*.h")))
     cpu = next((line for line in _cpuinfo() if line.startswith(("flags", "Features"))), platform.processor())
     version = _version(compiler)
-    stamp = hashlib.sha256("\0".join([header, *(s.read_text() for s in sources), *FLAGS, cpu, version]).encode()).hexdigest()[:16]
+    stamp = hashlib.sha256("\0".join([*headers, *(s.read_text() for s in sources), *FLAGS, cpu, version]).encode()).hexdigest()[:16]
     try:
         cache = Path(os.environ.get("OUTRIDER_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider")
         target = cache / f"kernels-{stamp}.so"

@@ -1,8 +1,8 @@
 /* The CPU sampler: a few vector passes over a row of logits and no sort of the vocabulary.
  * sampling/reference.py is the same law in torch. */
-#include "simd.h"
+#include "row.h"
 
-enum { BINS = 1024, BLOCK = 64, PART = 16, MOST = 64, SHARED = 8192 };
+enum { BINS = 1024, PART = 16, MOST = 64, MORE = 16, SHARED = 8192 };
 #define LEAST -3.0e38f                                        /* below it a token is forbidden */
 typedef struct { float *logit, *mass; int32_t *id; long n; } Items;          /* candidates; mass = exp(logit - best) */
 typedef double vd __attribute__((vector_size(VL * 8), aligned(8)));
@@ -23,58 +23,6 @@ INLINE vf bound(vu u) {                                       /* -log(-log u) <=
     return 0.6931472f * __builtin_convertvector(25 + 127 - ((vi)rest >> 23), vf);
 }
 static const float REACH = 0.6931472f * 25;                   /* no noise is more */
-
-/* A row of logits by blocks: the whole ones lie where the row does, what is left of it in `tail`, filled up with minus infinity. */
-typedef struct { const float *l; long n, whole, blocks; float tail[BLOCK]; } Row;
-INLINE const float *block_at(const Row *r, long b) { return b < r->whole ? r->l + b * BLOCK : r->tail; }
-
-static Row row_of(const float *l, long n) {
-    Row r = {l, n, n / BLOCK, (n + BLOCK - 1) / BLOCK, {0}};
-    for (long j = 0; j < BLOCK; j++) r.tail[j] = r.whole * BLOCK + j < n ? l[r.whole * BLOCK + j] : -INFINITY;
-    return r;
-}
-
-INLINE float highest(const float *l) {                        /* of a block; NaN if there is one */
-    typedef float v4 __attribute__((vector_size(16), aligned(4)));
-    typedef int32_t i4 __attribute__((vector_size(16), aligned(4), may_alias));
-    vf top = *(const vf *)l;
-    vi bad = top != top;
-    for (long j = VL; j < BLOCK; j += VL) {
-        const vf v = *(const vf *)(l + j);
-        const vi m = v > top;
-        top = (vf)(((vi)v & m) | ((vi)top & ~m));
-        bad |= v != v;
-    }
-    v4 t[VL / 4];
-    i4 n[VL / 4];
-    memcpy(t, &top, sizeof top);
-    memcpy(n, &bad, sizeof bad);
-    for (int i = 1; i < VL / 4; i++) {
-        const i4 m = t[i] > t[0];
-        t[0] = (v4)(((i4)t[i] & m) | ((i4)t[0] & ~m));
-        n[0] |= n[i];
-    }
-    if (n[0][0] | n[0][1] | n[0][2] | n[0][3]) return NAN;
-    const float a = t[0][0] > t[0][1] ? t[0][0] : t[0][1], b = t[0][2] > t[0][3] ? t[0][2] : t[0][3];
-    return a > b ? a : b;
-}
-
-/* The highest logit of every block, and of all; NaN if there is one.  Unless it is 0, `scaled` gets the row over the temperature first. */
-static float survey(Row *r, float temperature, float *scaled, float *top, int alone) {
-    #pragma omp parallel for schedule(static) if (alone)
-    for (long b = 0; b < r->blocks; b++) {
-        const float *l = block_at(r, b);
-        if (scaled) {
-            for (long j = 0; j < BLOCK; j++) scaled[b * BLOCK + j] = l[j] / temperature;
-            l = scaled + b * BLOCK;
-        }
-        top[b] = highest(l);
-    }
-    if (scaled) { r->l = scaled; r->whole = r->blocks; }
-    float best = top[0];
-    for (long b = 1; b < r->blocks; b++) if (top[b] > best || top[b] != top[b]) best = top[b];      /* NaN wins, and stays */
-    return best;
-}
 
 static double mass_above(const float *l, const float *mass, long n, float least) {    /* without mass: how many */
     vd sum = {0};
@@ -261,6 +209,21 @@ static int inside(const Row *r, float best, float x, double min_p, long top_k, d
     return top_p >= 1 || mass.above < top_p * (ranked ? mass.above + exp(x - best) : mass.all);      /* at least that much is inside */
 }
 
+/* The k best of a row that are inside, of some more that were chosen; 0 if that is not enough.  Only where `inside` is sure of all. */
+static int sift(const Row *r, float best, double min_p, long top_k, double top_p, int alone, Best *found, long k) {
+    float in = INFINITY, out = -INFINITY;                     /* the lowest logit known to be inside, the highest known not to be */
+    long n = 0;
+    for (long i = 0; i < found->n && n < k; i++) {
+        const float x = r->l[found->id[i]];
+        if (x <= out) continue;
+        if (x < in && !inside(r, best, x, min_p, top_k, top_p, alone)) { out = x; continue; }
+        if (x < in) in = x;
+        found->id[n++] = found->id[i];
+    }
+    found->n = n;
+    return n == k;
+}
+
 /* The k best tokens of `logits` (k <= 64) into out, and their probabilities into prob unless it is 0.  Temperature 0 ranks by
  * logit, otherwise by log p + noise(key, token), where p is the law after min_p, top_k and top_p; equal logits stay or go together.
  * Returns how many there are: fewer than k where the law allows fewer, none where no logit is finite.  alone: threads may share the row. */
@@ -287,6 +250,11 @@ static long pick_mapped(const float *logits, long V, float temperature, double m
         float x = INFINITY;
         for (long i = 0; cut && i < found.n; i++) x = t.logit[found.id[i]] < x ? t.logit[found.id[i]] : x;
         done = !cut || inside(&r, best, x, min_p, top_k, top_p, alone);
+        if (!done && !(ranked && nucleus) && k + MORE <= MOST) {
+            found = (Best){k + MORE, 0, {0}, {0}};
+            choose(&r, top, map, noisy, key, alone, &found);
+            done = sift(&r, best, min_p, top_k, top_p, alone, &found, k);
+        }
         if (prob) all = mass_of(&r, best, LEAST, INFINITY, alone).all;
     }
     if (!done) {
@@ -306,7 +274,7 @@ static long pick_mapped(const float *logits, long V, float temperature, double m
             all = -1;
         }
         if (all < 0) { all = 0; for (long i = 0; i < t.n; i++) all += t.mass[i]; }
-        found.n = 0;
+        found = (Best){k, 0, {0}, {0}};
         for (long i = 0; i < t.n; i += BLOCK) consider(t.logit + i, t.n - i < BLOCK ? t.n - i : BLOCK, t.id + i, 0, map, 1, key, &found);
     }
     for (long i = 0; i < found.n; i++) {
