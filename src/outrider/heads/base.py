@@ -20,6 +20,7 @@ from outrider.draft.base import Drafter, Target
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.choose import Chooser
 from outrider.heads.files import Head, Reader
+from outrider.heads.vocabulary import check_size
 from outrider.models.quantise import bits_of
 from outrider.types import FINAL, Batch, Budget, Commit, Needs, Row
 
@@ -50,6 +51,7 @@ class HeadDrafter(Drafter):
             raise ConfigError("the method needs 'model': the folder or hub id of a trained head.")
         self.kernels, self.hidden = target.decoder.kernels, target.decoder.spec.hidden
         self.head = head or self._opened(options)
+        check_size(self.head, target.vocabulary)
         self.reader = Reader(self.head, self.kernels, bits_of(options.quantization))
         self.choose = Chooser(target)
 

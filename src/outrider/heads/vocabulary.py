@@ -1,12 +1,30 @@
-"""A head's own, smaller vocabulary: which token of the target each of its entries is."""
+"""A head's vocabulary: whether it is that of the target, and of a smaller one which token of the target each of its entries is."""
 
 from __future__ import annotations
+
+import re
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from outrider.draft.draft_model.vocabulary import PADDING
 from outrider.errors import ModelError
 from outrider.heads.files import Head
+
+ROWS = re.compile(r"((draft_)?model\.|(mtp_)?layers\.\d+\.)*(embed_tokens\.weight|t2d)|input_embed_fn\.weight")  # one for each token
+NESTED = ("model", "transformer_layer_config", "text_config")  # where configs hide what the layers are
+
+
+def check_size(head: Head, vocabulary: int) -> None:
+    """Raises ModelError for a head whose target had another number of tokens, but for padding: its tensors know, or else its config."""
+    configs = [part for part in (*map(head.config.get, NESTED), head.config) if isinstance(part, Mapping)]
+    sizes = {name: head.shape(name)[0] for name in head if ROWS.fullmatch(name)} or {
+        "vocab_size": size for part in configs if isinstance(size := part.get("vocab_size"), int)
+    }
+    for name, size in sizes.items():
+        if abs(size - vocabulary) >= PADDING:
+            raise ModelError(f"{head.name!r} does not fit the target: its {name} is for {size} tokens, and the target has {vocabulary}.")
 
 
 def target_ids(head: Head, vocabulary: int) -> Tensor | None:

@@ -1,0 +1,85 @@
+"""What all heads have in common at load: a head for another target, a quantised one and options that vLLM's users write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from toys import HIDDEN, V, toy_target
+
+from outrider import LLM, draft
+from outrider.errors import ModelError
+from outrider.heads.base import HeadDrafter
+from outrider.heads.files import Head
+from outrider.heads.vocabulary import check_size
+
+HEADS = [name for name, method in draft.methods().items() if issubclass(method, HeadDrafter)]
+Changed = Callable[[dict[str, Any], dict[str, Tensor]], tuple[dict[str, Any], dict[str, Tensor]]]
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    return LLM(toy_target(tmp_path_factory.mktemp("toy")), dtype="float32")
+
+
+def changed(llm: LLM, method: str, change: Changed, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The example of a method, of which config and tensors were changed before it was loaded."""
+    of = Head.of
+
+    def other(name: str, config: Mapping[str, Any], tensors: Any) -> Head:
+        return of(name, *change(dict(config), dict(tensors)))
+
+    monkeypatch.setattr(Head, "of", staticmethod(other))
+    return draft.method(method).example(llm.engine.target)
+
+
+# ---- for another target of the same width
+
+
+@pytest.mark.parametrize("method", HEADS)
+def test_a_head_for_other_tokens_is_refused(method: str, toy: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 32000 tokens, as its table of known ones or else its config says."""
+
+    def other(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        if "t2d" in tensors:
+            return config, {**tensors, "t2d": torch.cat([tensors["t2d"], torch.zeros(32000 - V, dtype=torch.bool)])}
+        return {**config, "vocab_size": 32000}, tensors
+
+    with pytest.raises(ModelError, match=r"does not fit the target: its (t2d|vocab_size) .* 32000 .* 512"):
+        changed(toy, method, other, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors"),
+    [
+        ({}, {"embed_tokens.weight": (V + 512, HIDDEN)}),
+        ({"vocab_size": V}, {"model.embed_tokens.weight": (V + 512, HIDDEN)}),
+        ({}, {"model.layers.8.embed_tokens.weight": (V + 512, HIDDEN)}),
+        ({}, {"input_embed_fn.weight": (V + 512, HIDDEN)}),
+        ({}, {"t2d": (V + 512,)}),
+        ({}, {"t2d": (V,), "embed_tokens.weight": (V + 512, HIDDEN)}),
+        ({"vocab_size": V + 512}, {}),
+        ({"transformer_layer_config": {"vocab_size": V + 512}}, {}),
+        ({"model": {"vocab_size": V + 512}}, {}),
+    ],
+)
+def test_where_the_number_of_tokens_stands(config: dict[str, Any], tensors: dict[str, tuple[int, ...]]) -> None:
+    """Up to 511 more or fewer are padding."""
+    head = Head.of("a head", config, {name: torch.empty(shape, device="meta") for name, shape in tensors.items()})
+    with pytest.raises(ModelError, match=rf"'a head' does not fit the target: .* {V + 512} tokens, and the target has {V}\."):
+        check_size(head, V)
+    if len(tensors) < 2:
+        check_size(head, V + 1)
+        check_size(head, V + 1023)
+        with pytest.raises(ModelError, match=f"{V + 512} .* {V + 1024}"):
+            check_size(head, V + 1024)
+
+
+def test_what_says_nothing_of_tokens_fits() -> None:
+    said = {"vocab_size": None, "model": "llama", "draft_vocab_size": 9, "vision_config": {"vocab_size": 7}}
+    unread = {"prefix_embeding_layer.embed_tokens.weight": torch.zeros(4, 2), "lm_head.weight": torch.zeros(9, 2)}
+    check_size(Head.of("a head", {}, {}), 32000)
+    check_size(Head.of("a head", said, unread), 32000)
