@@ -11,7 +11,8 @@ from torch import Tensor
 from toys import HIDDEN, V, toy_target
 
 from outrider import LLM, draft
-from outrider.errors import ModelError
+from outrider.config import SpeculativeOptions
+from outrider.errors import ConfigError, ModelError
 from outrider.heads.base import HeadDrafter
 from outrider.heads.files import Head
 from outrider.heads.vocabulary import check_size
@@ -83,3 +84,15 @@ def test_what_says_nothing_of_tokens_fits() -> None:
     unread = {"prefix_embeding_layer.embed_tokens.weight": torch.zeros(4, 2), "lm_head.weight": torch.zeros(9, 2)}
     check_size(Head.of("a head", {}, {}), 32000)
     check_size(Head.of("a head", said, unread), 32000)
+
+
+# ---- options
+
+
+@pytest.mark.parametrize("method", [*HEADS, draft.PLAIN_MODEL])
+def test_one_device_runs_the_draft(method: str) -> None:
+    """As in vLLM's documentation."""
+    config = {"method": method, "model": "a head", "num_speculative_tokens": 2, "draft_tensor_parallel_size": 1}
+    assert SpeculativeOptions.of(config).options.draft_tensor_parallel_size == 1
+    with pytest.raises(ConfigError, match="draft_tensor_parallel_size must be 1, got 2"):
+        SpeculativeOptions.of({**config, "draft_tensor_parallel_size": 2})

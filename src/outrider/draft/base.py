@@ -39,6 +39,12 @@ def refuse_idle(options: Any, on: bool, switch: str, *names: str) -> None:
             raise ConfigError(f"{name} = {getattr(options, name)!r} has no effect without {switch}: set that too, or leave it out.")
 
 
+def refuse_parallel(size: Any) -> None:
+    """vLLM's draft_tensor_parallel_size, which its users write.  Raises ConfigError for more than one device."""
+    if size != 1:
+        raise ConfigError(f"draft_tensor_parallel_size must be 1, got {size!r}: one device runs the draft.")
+
+
 class Drafter:
     """Guesses what the target will say.  Guesses can be arbitrarily bad: they cost time, never a token.
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from outrider.draft.base import Drafter, Target
+from outrider.draft.base import Drafter, Target, refuse_parallel
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.choose import Chooser
 from outrider.heads.files import Head, Reader
@@ -32,11 +32,13 @@ class HeadOptions:
     model: str = ""
     revision: str | None = None
     quantization: str | None = None
+    draft_tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str):
             raise ConfigError(f"model must be the folder or hub id of a head, got {self.model!r}.")
         bits_of(self.quantization, "quantization of the head")
+        refuse_parallel(self.draft_tensor_parallel_size)
 
 
 class HeadDrafter(Drafter):

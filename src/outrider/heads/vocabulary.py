@@ -18,10 +18,9 @@ NESTED = ("model", "transformer_layer_config", "text_config")  # where configs h
 
 def check_size(head: Head, vocabulary: int) -> None:
     """Raises ModelError for a head whose target had another number of tokens, but for padding: its tensors know, or else its config."""
-    configs = [part for part in (*map(head.config.get, NESTED), head.config) if isinstance(part, Mapping)]
-    sizes = {name: head.shape(name)[0] for name in head if ROWS.fullmatch(name)} or {
-        "vocab_size": size for part in configs if isinstance(size := part.get("vocab_size"), int)
-    }
+    configs = [part for part in (head.config, *map(head.config.get, NESTED)) if isinstance(part, Mapping)]
+    said = next((part["vocab_size"] for part in configs if isinstance(part.get("vocab_size"), int)), vocabulary)
+    sizes = {name: (head.shape(name) or (0,))[0] for name in head if ROWS.fullmatch(name)} or {"vocab_size": said}
     for name, size in sizes.items():
         if abs(size - vocabulary) >= PADDING:
             raise ModelError(f"{head.name!r} does not fit the target: its {name} is for {size} tokens, and the target has {vocabulary}.")

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
-from outrider.draft.base import Drafter, Target, refuse_idle
+from outrider.draft.base import Drafter, Target, refuse_idle, refuse_parallel
 from outrider.draft.draft_model import stop
 from outrider.draft.draft_model.intersect import Translated, common
 from outrider.draft.draft_model.staged import Staged
@@ -108,8 +108,7 @@ class DraftModel(Drafter):
                 raise ConfigError(f"drafter must be a speculative_config such as {{'method': …}}, got {self.drafter!r}.")
             if self.drafter is not None and self.siblings > 1:
                 raise ConfigError(f"a drafter speeds up a chain, and siblings is {self.siblings}: leave one of them out.")
-            if self.draft_tensor_parallel_size != 1:
-                raise ConfigError(f"draft_tensor_parallel_size must be 1, got {self.draft_tensor_parallel_size!r}.")
+            refuse_parallel(self.draft_tensor_parallel_size)
 
     decoder: model.Model | Translated
     stretch = 1  # tokens of ours for one of the target's, at most
