@@ -44,3 +44,11 @@ def speculators(sizes: dict[str, Any] | None = None, **given: Any) -> dict[str, 
 def zlab(inner: dict[str, Any] | None = None, **given: Any) -> dict[str, Any]:
     own = {"mask_token_id": MASK, "target_layer_ids": [tap - 1 for tap in TAPS], **(inner or {})}
     return {**SIZES, "architectures": ["DFlashDraftModel"], "block_size": BLOCK, "dflash_config": own, **given}
+
+
+def dspark(rank: int = 8, layers: int = 2, **given: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """SpecForge's: flat, with the class of a plain block, and all that is DSpark's in dflash_config."""
+    own = {"projector_type": "dspark", "markov_rank": rank, "markov_head_type": "vanilla", "enable_confidence_head": True, **given}
+    extra = {f"markov_head.markov_w{i}.weight": torch.randn(V, rank) for i in (1, 2)}
+    extra |= {"confidence_head.proj.weight": torch.randn(1, HIDDEN + rank), "confidence_head.proj.bias": torch.randn(1)}
+    return zlab(own), {**tensors(layers), **extra}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from block_heads import BLOCK, HIDDEN, IDS, MASK, TAPS, V, speculators, tensors, zlab
+from block_heads import BLOCK, HIDDEN, IDS, MASK, TAPS, V, dspark, speculators, tensors, zlab
 from torch import Tensor
 from toys import save_head, toy_target
 
@@ -92,6 +92,21 @@ def test_numbers_of_layers_are_read_as_the_file_means_them(toy: LLM, tmp_path: P
     assert spread(36, 5) == [1, 9, 17, 25, 33], "as in the published files for 36 layers"
     assert taps({**zlab(), "dflash_config": {"mask_token_id": MASK}}) == (2, 6)
     assert opened(toy, tmp_path, zlab(), tensors()).needs.states == TAPS
+
+
+def test_dspark_in_a_flat_config_samples_from_the_anchor(toy: LLM, tmp_path: Path) -> None:
+    """As SpecForge writes it: nothing says so but the projector, or the tensors; a file may say otherwise."""
+    config, w = dspark()
+    drafter = opened(toy, tmp_path, config, w)
+    assert detect(str(tmp_path / "head")) == "dflash"
+    assert drafter.layout.from_anchor and drafter.depth == BLOCK and drafter.markov is not None and drafter.layout.taps == TAPS
+    bare = {**config, "dflash_config": {**config["dflash_config"], "projector_type": None}}
+    assert opened(toy, tmp_path, bare, w).depth == BLOCK
+    assert opened(toy, tmp_path, dspark(sample_from_anchor=False)[0], w).depth == BLOCK - 1
+    assert opened(toy, tmp_path, {**config, "sample_from_anchor": False}, w).depth == BLOCK - 1
+    assert opened(toy, tmp_path, zlab(), tensors()).depth == BLOCK - 1
+    with pytest.raises(ModelError, match="a gated Markov head"):
+        opened(toy, tmp_path, *dspark(markov_head_type="gated"))
 
 
 def test_more_tokens_than_the_block_has_are_not_guessed(toy: LLM, tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ All of them have Qwen3 blocks `layers.{i}`, `fc`, `hidden_norm` and `norm`; thei
     a window's rows see   the block, if                    the block up to themselves, unless
                           sliding_window_non_causal        dflash_config.causal is false
     the rest              d2t, t2d, lm_head, sample_from_anchor
-    DSpark                markov_w1 [V, rank], markov_w2 [Vd, rank]
+    DSpark                markov_w1 [V, rank], markov_w2 [Vd, rank]; it samples from the anchor unless it says otherwise
+                          markov_head_type                 dflash_config.markov_head_type, projector_type "dspark"
 """
 
 from __future__ import annotations
@@ -71,6 +72,9 @@ def named(head: Head) -> Head:
             f"{head.name!r} is another kind of block-parallel head{f' ({kind})' if kind else ''}, which is not supported: it has "
             f"{len(strange)} tensors beyond the plain ones: {', '.join(strange[:6])}."
         )
+    markov = config.get("markov_head_type", (config.get("dflash_config") or {}).get("markov_head_type")) or "vanilla"
+    if markov != "vanilla" and "markov_w1.weight" in found:
+        raise ModelError(f"{head.name!r} has a {markov} Markov head; only a vanilla one is supported.")
     return found
 
 
@@ -91,9 +95,8 @@ def read(head: Head, target_layers: int, tap_offset: int | None = None) -> Layou
         raise ModelError(f"{head.name!r} turns its heads in neighbouring pairs (is_neox_style false), which is not supported.")
     taps = _taps(head, target_layers, tap_offset)
     block, mask = (_number(head, key, config.get(key, own.get(key)), least) for key, least in (("block_size", 1), ("mask_token_id", 0)))
-    from_anchor = bool(config.get("sample_from_anchor", config.get("speculators_model_type") == SPARK))
-    if (kind := config.get("markov_head_type", "vanilla")) != "vanilla" and "markov_w1.weight" in head:
-        raise ModelError(f"{head.name!r} has a {kind} Markov head; only a vanilla one is supported.")
+    spark = SPARK in (config.get("speculators_model_type"), own.get("projector_type")) or "markov_w1.weight" in head
+    from_anchor = bool(config.get("sample_from_anchor", own.get("sample_from_anchor", spark)))
     if block + from_anchor < 2:
         raise ModelError(f"{head.name!r} has a block of {block} token, which guesses nothing.")
     kinds = list(config.get("layer_types") or [])
