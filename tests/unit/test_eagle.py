@@ -229,6 +229,15 @@ def test_a_head_of_another_method_is_named(toy: LLM, tmp_path: Path) -> None:
         Eagle(Eagle.Options(model=folder), toy.engine.target)
 
 
+@pytest.mark.parametrize(
+    "name", ["mlp.experts.0.gate_proj.weight", "self_attn.sinks", "post_attention_layernorm.bias", "pre_feedforward_layernorm.weight"]
+)
+def test_another_layer_is_refused_by_name(toy: LLM, tmp_path: Path, name: str) -> None:
+    w = {**tensors(), f"layers.0.{name}": torch.zeros(HIDDEN)}
+    with pytest.raises(ModelError, match=rf"only dense layers as Llama's and Qwen's .* layers\.0\.{name}"):
+        Eagle(Eagle.Options(model=save_head(tmp_path, CONFIG, w)), toy.engine.target)
+
+
 def test_a_missing_tensor_is_named(toy: LLM, tmp_path: Path) -> None:
     w = tensors()
     del w["layers.0.mlp.down_proj.weight"]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from toys import HIDDEN, V, toy_target
+from toys import HIDDEN, V, save_head, toy_target
 
 from outrider import LLM, draft
 from outrider.config import SpeculativeOptions
@@ -84,6 +85,44 @@ def test_what_says_nothing_of_tokens_fits() -> None:
     unread = {"prefix_embeding_layer.embed_tokens.weight": torch.zeros(4, 2), "lm_head.weight": torch.zeros(9, 2)}
     check_size(Head.of("a head", {}, {}), 32000)
     check_size(Head.of("a head", said, unread), 32000)
+
+
+# ---- quantised
+
+
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("method", HEADS)
+def test_weights_of_eight_bits_are_no_numbers_by_themselves(
+    method: str, kind: torch.dtype, toy: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their scales stand elsewhere."""
+
+    def few(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        return config, {name: tensor.to(kind) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+
+    with pytest.raises(ModelError, match=rf"is {kind}; only float16, bfloat16, float32 and float64"):
+        changed(toy, method, few, monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["weight_scale", "weight_scale_inv", "weight_packed", "weight_zero_point", "qweight", "scales"])
+def test_a_quantised_head_is_refused_by_name(name: str) -> None:
+    found = Head.of("a head", {}, {"fc.weight": torch.zeros(2, 4), f"fc.{name}": torch.zeros(2)})
+    for method in HEADS:
+        with pytest.raises(ModelError, match=rf"'a head' is quantised \(fc.{name}\): load the unquantised head"):
+            draft.method(method).check(found)
+
+
+@pytest.mark.parametrize("method", HEADS)
+def test_a_file_is_checked_as_it_is_opened(method: str, toy: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_head(tmp_path, {}, {"fc.weight": torch.zeros(2, 4), "fc.weight_scale": torch.zeros(2)})
+    kind = draft.method(method)
+    with pytest.raises(ModelError, match="is quantised"):
+        kind(kind.Options(model=folder), toy.engine.target)
+
+
+def test_what_else_is_in_a_file_of_a_target_may_be_quantised() -> None:
+    names = ["model.norm.weight", "model.layers.0.mlp.up_proj.qweight", "0.0.linear.weight", "0.0.linear.bias"]
+    draft.method("medusa").check(Head.of("a model", {}, {name: torch.zeros(2, 2) for name in names}))
 
 
 # ---- options

@@ -75,6 +75,10 @@ class Drafter:
         """Whether a file is for this method: 2 its tensors say so, 1 its config does, 0 no.  For speculative_config without a method."""
         return 0
 
+    @classmethod
+    def check(cls, head: Head) -> None:
+        """Raises ModelError for a file of this method that no target can use: its config and the names in it are looked at."""
+
     def draws(self, row: Row) -> bool:
         """Whether guesses for this row should be drawn, and say from what; a greedy law leaves nothing to draw."""
         return self.drawn and row.law.temperature > 0

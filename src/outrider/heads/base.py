@@ -9,6 +9,7 @@ Every head reads what the target computed, so it can only guess behind a token w
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -23,6 +24,8 @@ from outrider.heads.files import Head, Reader
 from outrider.heads.vocabulary import check_size
 from outrider.models.quantise import bits_of
 from outrider.types import FINAL, Batch, Budget, Commit, Needs, Row
+
+QUANTISED = re.compile(r"(weight_(scale(_inv)?|packed|zero_point)|qweight|scales)$")  # names of what stands beside, or for, such weights
 
 
 @dataclass(frozen=True)
@@ -64,8 +67,14 @@ class HeadDrafter(Drafter):
         row = batch.rows[r]
         return budget.nodes > 0 and batch.known[r] == 1 and len(row.tokens) > row.prompt
 
+    @classmethod
+    def check(cls, head: Head) -> None:
+        few = next((name for name in head if QUANTISED.search(name)), None)
+        if few and "model.norm.weight" not in head:  # the rest of a target may be what it likes
+            raise ModelError(f"{head.name!r} is quantised ({few}): load the unquantised head; 'quantization' quantises it while loading.")
+
     def _opened(self, options: Any) -> Head:
-        """Raises ModelError for a file of another method."""
+        """Raises ModelError for a file of another method, or one that cannot be used."""
         from outrider.draft import methods
 
         head = Head.open(options.model, options.revision)
@@ -73,6 +82,7 @@ class HeadDrafter(Drafter):
             for name, other in methods().items():
                 if other.claims(head) == 2:
                     raise ModelError(f"{options.model!r} is a head for another method: say {name!r}, or leave method out.")
+        self.check(head)
         return head
 
 

@@ -18,6 +18,7 @@ from outrider.models.hub import TRAINING, Weights, download, read_json
 from outrider.models.quantise import quantise
 
 BUILTIN = Path(__file__).parent.parent / "builtin" / "heads"
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # in others a scale is needed, too
 # Those whose name says what they are come first: a model may lie beside them.
 STEMS = (
     "medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.safetensors", "hydra_lm_head.pt", "model.safetensors",
@@ -96,14 +97,15 @@ class Head:
         return self.tensors.raw(self._stored(name))
 
     def get(self, name: str, *shape: int) -> Tensor:
-        """A tensor of this shape.  Raises ModelError naming what is missing, no float, or of another shape, which is what a head for
-        another target looks like."""
+        """A tensor of this shape.  Raises ModelError naming what is missing, no plain number, or of another shape, which is what a head
+        for another target looks like."""
         found = self.shape(name)
         if found != shape:
             raise ModelError(f"{self.name!r} does not fit the target: its {self._stored(name)} is {found}, and {shape} is needed.")
         tensor = self.raw(name)
-        if not tensor.is_floating_point():
-            raise ModelError(f"{self._stored(name)} of {self.name!r} is {tensor.dtype}; only floating-point weights are supported.")
+        if tensor.dtype not in FLOATS:
+            kinds = "float16, bfloat16, float32 and float64"
+            raise ModelError(f"{self._stored(name)} of {self.name!r} is {tensor.dtype}; only {kinds} are supported.")
         return tensor.detach()
 
     def _stored(self, name: str) -> str:

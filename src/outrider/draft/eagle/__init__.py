@@ -20,7 +20,7 @@ from torch import Tensor
 from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
 from outrider.draft.base import Drafter, Target
-from outrider.draft.eagle.layouts import named, recognised
+from outrider.draft.eagle.layouts import recognised, understood
 from outrider.draft.eagle.network import Network
 from outrider.errors import ModelError
 from outrider.heads.files import Head, Reader
@@ -102,7 +102,7 @@ class Eagle(Recurrent):
         return cls(cls.Options(nodes=24, top_k=4), target, Head.of("example", network.config(), network.state_dict()))
 
     def network(self) -> Net:
-        self.head = named(self.head)
+        self.head = understood(self.head)
         fc, hidden = self.head.shape("fc.weight"), self.hidden
         if fc != (hidden, 2 * hidden):
             raise ModelError(

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
+from outrider.errors import ModelError
 from outrider.heads.files import Head
 
 RENAMED = (
@@ -28,6 +29,9 @@ RENAMED = (
     (r"^(?:hidden_states_layernorm|hnorm)\.", "norm_state."),
     (r"^(?:pre_lm_head_layernorm|norm)\.", "norm_out."),
 )
+LINEARS = r"fc|layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
+NORMS = r"norm_(token|state|out)|layers\.\d+\.(input_layernorm|post_attention_layernorm|self_attn\.[qk]_norm)"
+KNOWN = re.compile(rf"({LINEARS})\.(weight|bias)|({NORMS}|lm_head)\.weight|token_map")
 NESTED = ("model", "transformer_layer_config")  # where configs hide what the layer is
 
 
@@ -44,6 +48,16 @@ def _name(name: str) -> str | None:
     for pattern, ours in RENAMED:
         name = re.sub(pattern, ours, name)
     return None if name.startswith("embed_tokens.") or "rotary_emb" in name else name
+
+
+def understood(head: Head) -> Head:
+    """As `named`.  Raises ModelError where there are tensors whose meaning is not known here."""
+    found = named(head)
+    if strange := sorted(found.stored[name] for name in found if not KNOWN.fullmatch(name)):
+        raise ModelError(
+            f"{head.name!r} is another kind of head: only dense layers as Llama's and Qwen's are built; it has {', '.join(strange[:4])}."
+        )
+    return found
 
 
 def recognised(head: Head) -> int:

@@ -54,8 +54,6 @@ def understood(head: Head) -> Head:
     config, head = flat(head.config), head.renamed(named)
     if "mask_hidden" in head or config.get("speculators_model_type") == "peagle":
         raise ModelError(f"{head.name!r} is a P-EAGLE head (parallel drafting, mask_hidden), which is not supported: take an EAGLE-3 head.")
-    if few := next((name for name in head if name.endswith(("weight_scale", "weight_packed", "qweight"))), None):
-        raise ModelError(f"{head.name!r} is quantised ({few}): load the unquantised head; 'quantization' quantises it while loading.")
     return replace(head, config=config)
 
 
