@@ -30,6 +30,31 @@ def test_both_readings_of_d2t(tensors: dict[str, Tensor], kind: torch.dtype) -> 
 
 
 @pytest.mark.parametrize(
+    ("table", "known"),
+    [
+        ([0, 1, 2, 3, 4, 6], [0, 1, 2, 3, 4, 6]),  # ascends: ids, although they are low enough for offsets
+        ([0, 1, 2, 3], [0, 1, 2, 3]),
+        ([0, 2, 4], [0, 2, 4]),
+        ([5], [5]),
+        ([0, 0, 0], [0, 1, 2]),
+        ([0, 0, 1], [0, 1, 3]),
+        ([0, 1, 1], [0, 2, 3]),
+        ([14, 14, 14, 14, 14, 14], [14, 15, 16, 17, 18, 19]),
+    ],
+)
+def test_a_list_of_ids_ascends_and_offsets_repeat(table: list[int], known: list[int]) -> None:
+    found = ids(d2t=torch.tensor(table))
+    assert found is not None and found.tolist() == known
+
+
+def test_a_mask_decides_what_a_list_that_ascends_is() -> None:
+    """Every other token: as offsets 0, 1, 2, … they ascend, too."""
+    mask = torch.zeros(V, dtype=torch.bool).index_fill(0, torch.arange(0, 12, 2), True)
+    found = ids(d2t=torch.arange(6), t2d=mask)
+    assert found is not None and found.tolist() == [0, 2, 4, 6, 8, 10]
+
+
+@pytest.mark.parametrize(
     "tensors", [{}, {"d2t": torch.zeros(V, dtype=torch.int64)}, {"t2d": torch.ones(V, dtype=torch.bool)}, {"d2t": torch.arange(V)}]
 )
 def test_all_tokens_are_their_own(tensors: dict[str, Tensor]) -> None:

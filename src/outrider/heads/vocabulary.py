@@ -30,7 +30,8 @@ def target_ids(head: Head, vocabulary: int) -> Tensor | None:
     """int32 [Vd], ascending: the target's token of each of the head's; None where it knows them all.
 
     `d2t` int64 [Vd] says it, as an offset: entry i is token i + d2t[i].  Some files hold the token itself.  `t2d` bool [V], which tokens
-    the head knows, tells the two apart; without it, ids that ascend and stay below V do: those of an offset first.
+    the head knows, tells the two apart.  Without it a list that ascends from entry to entry holds tokens: offsets repeat wherever the head
+    knows neighbours.
     Raises ModelError where the two contradict each other, or the target has no such tokens.
     """
     if "d2t" not in head and "t2d" not in head:
@@ -53,15 +54,19 @@ def listed_ids(head: Head, name: str, vocabulary: int) -> Tensor:
 
 def _read(head: Head, known: Tensor | None, vocabulary: int) -> Tensor:
     table = _column(head, "d2t").long()
-    readings = (table + torch.arange(len(table)), table)
-    for ids in readings:
-        if _valid(ids, vocabulary) if known is None else torch.equal(ids, known):
-            return ids
-    if known is None:
+    offset = table + torch.arange(len(table))
+    if known is not None:
+        if not (torch.equal(offset, known) or torch.equal(table, known)):
+            raise ModelError(
+                f"d2t and t2d of {head.name!r} contradict each other: {len(table)} and {len(known)} tokens, not the same ones."
+            )
+        return known
+    ids = table if bool((table.diff() > 0).all()) else offset
+    if not _valid(ids, vocabulary):
         raise ModelError(
             f"d2t of {head.name!r} is neither an offset nor a list of ascending ids below {vocabulary}, the target's vocabulary."
         )
-    raise ModelError(f"d2t and t2d of {head.name!r} contradict each other: {len(table)} and {len(known)} tokens, and not the same ones.")
+    return ids
 
 
 def _column(head: Head, name: str) -> Tensor:
