@@ -169,6 +169,25 @@ def test_a_part_of_the_vocabulary(toy: LLM, tmp_path: Path) -> None:
     assert ours(toy, folder, [5], torch.randn(1, HIDDEN))[1].shape == (1, V // 4)
 
 
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_a_head_of_all_tokens_is_cut_to_those_that_it_says(toy: LLM, tmp_path: Path, quantization: str | None) -> None:
+    """As vLLM does; the map is in no order, and the rows may be padded."""
+    ids, whole = torch.randperm(V)[: V // 4], torch.randn(V + 8, HIDDEN)
+    w, config = {**tensors(), "token_map": ids}, {"model_type": "eagle", "model": CONFIG, "truncated_vocab_size": len(ids)}
+    o, said = torch.randn(3, HIDDEN), []
+    for name, rows in (("whole", whole), ("cut", whole[ids])):
+        folder = save_head(tmp_path / name, config, {**w, "lm_head.weight": rows})
+        net = Eagle(Eagle.Options(model=folder, quantization=quantization), toy.engine.target).net
+        assert net.ids is not None and net.ids.tolist() == ids.tolist()
+        said.append(net.logits(o))
+    assert torch.equal(*said) and torch.allclose(
+        said[0].double(), o.double() @ whole[ids].double().T, atol=1e-3 if quantization is None else 0.5
+    )
+    few = save_head(tmp_path / "few", config, {**w, "lm_head.weight": whole[: int(ids.max())]})
+    with pytest.raises(ModelError, match=rf"lm_head.weight is \({int(ids.max())}, 64\), and \(128, 64\) is needed"):
+        Eagle(Eagle.Options(model=few), toy.engine.target)
+
+
 def test_the_published_bytes() -> None:
     """EAGLE-LLaMA3-Instruct-8B: 1.55 GB, so the embedding is in the file and the head is not; our names and shapes add up to it."""
     with torch.device("meta"):

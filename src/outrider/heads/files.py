@@ -144,6 +144,14 @@ class Reader:
         biased = any(f"{name}.bias" in self.head for name, _ in parts)
         return self.kernels.pack(join(weights, torch.float32), torch.cat(biases) if biased else None)
 
+    def some(self, name: str, ids: Tensor, inputs: int) -> Any:
+        """An lm head that knows the tokens `ids`; of a file that holds a row for each of the target's, these."""
+        stored, outer = self.head.shape(f"{name}.weight")[0], self.outer
+        if stored == len(ids) or stored <= int(ids.max()):
+            return outer.linear(name, len(ids), inputs)
+        rows = self.head.get(f"{name}.weight", stored, inputs)[ids.long()]
+        return replace(outer, head=Head.of(self.head.name, {}, {f"{name}.weight": rows})).linear(name, len(ids), inputs)
+
     def _few(self, weight: Tensor) -> Tensor | Quantised:
         return weight if self.bits is None else quantise(weight, self.bits)
 

@@ -53,7 +53,7 @@ class Packed:
         self.ids = self.lm_head = None
         if "token_map" in head:  # it knows some of the tokens only, and has a head for these
             self.ids = listed_ids(head, "token_map", target.vocabulary)
-            self.lm_head = reader.outer.linear("lm_head", len(self.ids), hidden)
+            self.lm_head = reader.some("lm_head", self.ids, hidden)
 
     def _norm(self, reader: Reader, name: str) -> Tensor | None:
         return reader.vector(f"{name}.weight", self.model.spec.hidden) if f"{name}.weight" in reader.head else None

@@ -19,7 +19,7 @@ class Packed:
     def __init__(self, reader: Reader, target: Target) -> None:
         """reader: of a head under our names.  Raises ModelError where it does not fit the target."""
         self.head, self.reader, self.kernels = reader.head, reader, reader.kernels
-        self.model, self.hidden, self.vocabulary = target.decoder, target.decoder.spec.hidden, target.vocabulary
+        self.model, self.hidden = target.decoder, target.decoder.spec.hidden
         self.heads, blocks = counts(self.head)
         self.blocks = [self._blocks(i, blocks) for i in range(self.heads)]
         own = [name for name in ("lm_head", *(f"{i}.lm_head" for i in range(self.heads))) if f"{name}.weight" in self.head]
@@ -56,12 +56,9 @@ class Packed:
         return packed
 
     def _lm_head(self, name: str) -> object:
-        """Of a file that knows some tokens, it may hold the rows of all."""
-        if self.ids is None or self.head.shape(f"{name}.weight")[0] == self.outputs:
-            return self.reader.linear(name, self.outputs, self.hidden)
-        whole = self.head.get(f"{name}.weight", self.vocabulary, self.hidden)
-        some = Head.of(self.head.name, {}, {"lm_head.weight": whole[self.ids.long()]})
-        return Reader(some, self.kernels, self.reader.bits).outer.linear("lm_head", self.outputs, self.hidden)
+        if self.ids is None:
+            return self.reader.outer.linear(name, self.outputs, self.hidden)
+        return self.reader.some(name, self.ids, self.hidden)
 
 
 def token_map(head: Head, vocabulary: int) -> Tensor | None:
