@@ -289,6 +289,34 @@ def test_options_are_checked(toy: LLM) -> None:
         Eagle(Eagle.Options(), toy.engine.target)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_what_sglang_reads(toy: LLM, tmp_path: Path, bias: bool) -> None:
+    """Its class, whose fc has a bias in any case: without one in the file it would be whatever was in memory."""
+    network = Network.like(toy.engine.target, bias=bias)
+    config, stored = exported(network.config(), network.state_dict(), "sglang")
+    assert config["architectures"] == ["LlamaForCausalLMEagle"] and json.dumps(config)
+    assert stored["fc.bias"].shape == (HIDDEN,) and stored["fc.bias"].dtype == stored["fc.weight"].dtype
+    assert config["bias"] is True and bool(stored["fc.bias"].any()) == bias
+    folder = save_head(tmp_path, config, stored)
+    assert detect(folder) == "eagle"
+    ids, f = [5, 9, 400], torch.randn(3, HIDDEN)
+    with torch.no_grad():
+        assert torch.allclose(ours(toy, folder, ids, f)[0], network(Outer.of(toy.engine.decoder).embedding[ids], f), atol=1e-4)
+
+
+def test_what_vllm_reads(toy: LLM) -> None:
+    """The reference's, but its fc has no bias."""
+    network = Network.like(toy.engine.target, bias=False)
+    config, stored = exported(network.config(), network.state_dict(), "vllm")
+    assert (config, stored.keys()) == (network.config(), network.state_dict().keys())
+    biased = Network.like(toy.engine.target)
+    with pytest.raises(ConfigError, match=r"vLLM .* bias"):
+        exported(biased.config(), biased.state_dict(), "vllm")
+    assert "fc.bias" in exported(biased.config(), biased.state_dict(), "reference")[1]
+    with pytest.raises(ConfigError, match="Did you mean 'sglang'"):
+        exported(biased.config(), biased.state_dict(), "sglan")
+
+
 def test_speculators_export_is_read_back(toy: LLM, tmp_path: Path) -> None:
     network = Network.like(toy.engine.target)
     config, stored = exported(network.config(), network.state_dict(), "speculators")

@@ -6,7 +6,8 @@
     vLLM, as it reads              embedding_layernorm, hidden_states_layernorm (HASS with add_para_norm)
     speculators v0.1               fusion_fc.*, transformer.*, embedding_layernorm, pre_lm_head_layernorm
 
-Whether fc has a bias the file says, never the config: three readers have three defaults.
+Whether fc has a bias the file says, never the config: the reference's has one unless the config says otherwise, SGLang's always, vLLM's
+(which reads the reference's files) never.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from outrider.errors import ModelError
+from outrider.errors import ConfigError, ModelError, unknown
 from outrider.heads.files import Head
 
 RENAMED = (
@@ -32,6 +33,7 @@ RENAMED = (
 LINEARS = r"fc|layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
 NORMS = r"norm_(token|state|out)|layers\.\d+\.(input_layernorm|post_attention_layernorm|self_attn\.[qk]_norm)"
 KNOWN = re.compile(rf"({LINEARS})\.(weight|bias)|({NORMS}|lm_head)\.weight|token_map")
+LAYOUTS = ("reference", "vllm", "sglang", "speculators")
 NESTED = ("model", "transformer_layer_config")  # where configs hide what the layer is
 
 
@@ -72,10 +74,16 @@ def recognised(head: Head) -> int:
 
 
 def exported(config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Config and tensors of a trained network as engines read them: "reference" (also SGLang, vLLM's current), or "speculators"."""
-    if layout == "reference":
+    """Config and tensors of a trained network as others read them.  Raises ConfigError where they would read something else."""
+    if layout not in LAYOUTS:
+        raise ConfigError(unknown("layout", layout, LAYOUTS))
+    if layout == "vllm" and "fc.bias" in tensors:
+        raise ConfigError("vLLM reads no bias of fc, and would leave it out: train the head with bias=False, or write it for another.")
+    if layout == "sglang":
+        bias = {"fc.bias": tensors["fc.weight"].new_zeros(len(tensors["fc.weight"]))}
+        return {**config, "architectures": ["LlamaForCausalLMEagle"], "bias": True}, {**bias, **tensors}
+    if layout != "speculators":
         return dict(config), dict(tensors)
-    assert layout == "speculators", layout
     renamed = {re.sub(r"^layers\.0\.", "transformer.", re.sub(r"^fc\.", "fusion_fc.", name)): tensor for name, tensor in tensors.items()}
     return {
         "speculators_model_type": "eagle", "speculators_version": "0.1.0", "architectures": ["EagleSpeculator"],
