@@ -42,6 +42,12 @@ def without(name: str) -> dict[str, Tensor]:
         (speculators(), {**tensors(), "fc.weight": torch.zeros(48, 192)}, "48 wide, the target 64"),
         (speculators(), {**tensors(), "norm.weight": torch.zeros(HIDDEN, dtype=torch.int32)}, "int32"),
         (speculators(), {**tensors(), "markov_head.gate_proj.weight": torch.zeros(V, 4)}, "DSpark with a gated.*gate_proj"),
+        (
+            zlab({"projector_type": "domino"}),
+            {**tensors(), "embed_proj.0.weight": torch.zeros(8, 96), "prefix_gru.weight_ih_l0": torch.zeros(96, HIDDEN)},
+            "Domino.*embed_proj",
+        ),
+        (speculators(), {**tensors(), "domino_head.embed_proj.0.weight": torch.zeros(8, 96)}, "Domino"),
         (speculators(), {**tensors(), "markov_w1.weight": torch.zeros(V, 4)}, "markov_w2"),
         (speculators(), {**tensors(), "something.weight": torch.zeros(4)}, "something.weight"),
         (speculators(aux_hidden_state_layer_ids=[2, 4, 9]), tensors(), r"\[2, 4, 9\], and the target has 8"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,33 @@ def test_what_says_nothing_of_tokens_fits() -> None:
     unread = {"prefix_embeding_layer.embed_tokens.weight": torch.zeros(4, 2), "lm_head.weight": torch.zeros(9, 2)}
     check_size(Head.of("a head", {}, {}), 32000)
     check_size(Head.of("a head", said, unread), 32000)
+
+
+# ---- files that guess nothing
+
+
+def test_what_speculators_calls_independent(toy: LLM, tmp_path: Path) -> None:
+    """A draft model with a note beside it; where the model itself is not there, the note says so."""
+    note = {"speculators_model_type": "independent", "draft_model": "some/draft", "speculators_config": {"algorithm": "independent"}}
+    bare = save_head(tmp_path / "bare", note, {"embed.weight": torch.zeros(2, 2)})
+    with pytest.raises(ModelError, match=r"of the type 'independent' of speculators.* give the draft model itself"):
+        draft.detect(bare)
+    other = save_head(tmp_path / "other", {"speculators_model_type": "new"}, {"embed.weight": torch.zeros(2, 2)})
+    with pytest.raises(ModelError, match="of the type 'new' of speculators, which no method reads"):
+        draft.detect(other)
+    whole = json.loads((Path(toy.engine.options.model) / "config.json").read_text())
+    assert draft.detect(save_head(tmp_path / "whole", {**whole, **note}, {"model.norm.weight": torch.ones(2)})) == draft.PLAIN_MODEL
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_a_head_that_judges_guesses(blocks: int, tmp_path: Path) -> None:
+    """SpecDec++'s."""
+    stored = {
+        f"model.{i}.linear.{kind}": torch.zeros((4, 4) if kind == "weight" else (4,)) for i in range(blocks) for kind in ("weight", "bias")
+    }
+    stored |= {f"model.{blocks}.weight": torch.zeros(2, 4), f"model.{blocks}.bias": torch.zeros(2)}
+    with pytest.raises(ModelError, match=r"SpecDec\+\+.* makes none.* stop_classifier"):
+        draft.detect(save_head(tmp_path, {"hidden_size": 4, "num_layers": blocks}, stored))
 
 
 # ---- quantised

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from outrider.bench.card import count, headers
 from outrider.draft import PLAIN_MODEL, detect
+from outrider.draft.dflash.layouts import from_anchor
 from outrider.errors import ModelError
 from outrider.heads.files import Head
 from outrider.models.hub import Weights
@@ -111,7 +112,7 @@ def head_card(name: str, revision: str | None = None) -> HeadCard | None:
 
 def _levels(head: Head, layout: Layout) -> int | None:
     if block := _number(head.config, "block_size"):
-        return block if _setting(head.config, "sample_from_anchor") else block - 1
+        return block if from_anchor(head) else block - 1
     numbers = {found.group(1) for one in head if layout.level and (found := re.fullmatch(layout.level, one))}
     said = _number(head.config, "n_predict")
     return said if len(numbers) <= 1 and said else len(numbers) or None  # tied ones are stored once

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from outrider.draft.base import Drafter
 from outrider.errors import ConfigError, ModelError, unknown
 from outrider.models.hub import BUILTIN
 from outrider.registry import classes
+
+if TYPE_CHECKING:
+    from outrider.heads.files import Head
 
 PLAIN_MODEL = "draft_model"
 
@@ -32,7 +37,7 @@ def method(name: str) -> type[Drafter]:
 def detect(model: str, revision: str | None = None) -> str:
     """The method that a draft `model` is for: what its tensors say, then what its config says; a language model of its own otherwise.
 
-    Raises ModelError where there is nothing to look at, or two methods claim it alike.
+    Raises ModelError where there is nothing to look at, two methods claim it alike, or it guesses nothing.
     """
     from outrider.heads.files import Head
 
@@ -44,7 +49,22 @@ def detect(model: str, revision: str | None = None) -> str:
     found = [name for name, claim in claims.items() if claim == best]
     if best and len(found) > 1:
         raise ModelError(f"{model!r} could be for {' or '.join(found)}: say which as 'method'.")
+    if not best:
+        _refuse(head)
     return found[0] if best else PLAIN_MODEL
+
+
+def _refuse(head: Head) -> None:
+    """Raises ModelError for a file that no method claims, and that is no language model, either."""
+    if (kind := head.config.get("speculators_model_type")) and "model_type" not in head.config:
+        cure = ": give the draft model itself" if kind == "independent" else ""
+        raise ModelError(f"{head.name!r} is of the type {kind!r} of speculators, which no method reads{cure}.")
+    judging = [name for name in head if re.fullmatch(r"model\.\d+\.weight", name)]
+    if "model.0.linear.weight" in head and any(head.shape(name)[0] == 2 for name in judging):
+        raise ModelError(
+            f"{head.name!r} is a head of SpecDec++, which judges guesses and makes none, and is not read: to stop a draft model in time, give "
+            "it a stop_classifier, which `outrider tune disco` makes."
+        )
 
 
 def _only_gguf(folder: Path) -> bool:

@@ -32,8 +32,11 @@ SLIDING = "sliding_attention"
 LAYOUTS = ("speculators", "z-lab")
 LAYER = r"layers\.\d+\.(input_layernorm|post_attention_layernorm|self_attn\.([qkvo]_proj|[qk]_norm)|mlp\.(gate|up|down)_proj)"
 KNOWN = re.compile(rf"(fc|hidden_norm|norm|lm_head|embed_tokens|markov_w[12]|{LAYER})\.(weight|bias)|d2t|t2d")
-OTHERS = {"markov": "DSpark with a gated or recurrent table", "selector": "DFlash 2", "fusion": "DFlare", "sink": "attention sinks"}
-UNREAD = ("verifier_", "rotary_emb.", "confidence_head.")  # the last says when to stop, which the controller decides
+OTHERS = {
+    "markov": "DSpark with a gated or recurrent table", "gru|domino": "Domino", "selector": "DFlash 2", "fusion": "DFlare",
+    "sink": "attention sinks",
+}  # fmt: skip
+UNREAD = ("verifier_", "rotary_emb.", "confidence_head.")  # the last says how likely guesses are: a block is guessed whole
 THETA = 1000000.0  # where a file does not say: what vLLM reads it with
 
 
@@ -67,7 +70,7 @@ def named(head: Head) -> Head:
         config["rope_theta"] = THETA
     found = replace(head.renamed(change), config=config)
     if strange := sorted(name for name in found if not KNOWN.fullmatch(name)):
-        kind = next((label for part, label in OTHERS.items() if part in strange[0]), None)
+        kind = next((label for part, label in OTHERS.items() if re.search(part, " ".join(strange))), None)
         raise ModelError(
             f"{head.name!r} is another kind of block-parallel head{f' ({kind})' if kind else ''}, which is not supported: it has "
             f"{len(strange)} tensors beyond the plain ones: {', '.join(strange[:6])}."
@@ -95,9 +98,8 @@ def read(head: Head, target_layers: int, tap_offset: int | None = None) -> Layou
         raise ModelError(f"{head.name!r} turns its heads in neighbouring pairs (is_neox_style false), which is not supported.")
     taps = _taps(head, target_layers, tap_offset)
     block, mask = (_number(head, key, config.get(key, own.get(key)), least) for key, least in (("block_size", 1), ("mask_token_id", 0)))
-    spark = SPARK in (config.get("speculators_model_type"), own.get("projector_type")) or "markov_w1.weight" in head
-    from_anchor = bool(config.get("sample_from_anchor", own.get("sample_from_anchor", spark)))
-    if block + from_anchor < 2:
+    anchored = from_anchor(head)
+    if block + anchored < 2:
         raise ModelError(f"{head.name!r} has a block of {block} token, which guesses nothing.")
     kinds = list(config.get("layer_types") or [])
     if SLIDING not in kinds:
@@ -108,9 +110,15 @@ def read(head: Head, target_layers: int, tap_offset: int | None = None) -> Layou
     window = own.get("swa_window_size", config.get("sliding_window")) or 0
     if any(sliding):
         _number(head, "sliding_window", window, 1)
-    return Layout(
-        taps, block, mask, from_anchor, tuple(window * one for one in sliding), tuple(_causal(config, own, one) for one in sliding)
-    )
+    return Layout(taps, block, mask, anchored, tuple(window * one for one in sliding), tuple(_causal(config, own, one) for one in sliding))
+
+
+def from_anchor(head: Head) -> bool:
+    """Whether the anchor's row guesses, too, so that each row says the token after it: what the file says, or else DSpark's rows do."""
+    config, own = head.config, head.config.get("dflash_config") or {}
+    named_so = SPARK in (config.get("speculators_model_type"), own.get("projector_type"))
+    spark = named_so or any(name.endswith("markov_w1.weight") for name in head)
+    return bool(config.get("sample_from_anchor", own.get("sample_from_anchor", spark)))
 
 
 def _causal(config: Mapping[str, Any], own: Mapping[str, Any], sliding: bool) -> bool:
