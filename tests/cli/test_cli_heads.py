@@ -33,7 +33,7 @@ def test_a_head_by_its_headers(run: Run, tmp_path: Path, monkeypatch: pytest.Mon
     weights = sum(p.numel() for p in net.parameters())
     assert json.loads(line) == {
         "name": folder, "method": "redrafter", "layout": "ReDrafter's", "inside": False, "levels": None, "hidden": H, "vocabulary": V,
-        "parameters": weights, "stored_as": {"bfloat16": weights}, "bytes": 2 * weights,
+        "parameters": weights, "stored_as": {"bfloat16": weights}, "bytes": 2 * weights, "refused": None,
     }  # fmt: skip
     sheet = run("models", folder, "builtin")
     assert sheet.status == 0
@@ -92,6 +92,10 @@ KNOWN: dict[str, tuple[Shapes, dict[str, Any], str, int | None, int, int | None]
     "eagle": (eagle(), {}, "EAGLE's", None, H, V),
     "eagle, vLLM": (eagle("model."), {}, "EAGLE's", None, H, V),
     "speculators": ({"fusion_fc.weight": (H, 2 * H)}, {"transformer_layer_config": {"vocab_size": V}}, "speculators v0.1", None, H, V),
+    "dflash, DSpark": (
+        {"hidden_norm.weight": (H,), "fc.weight": (H, 2 * H), "markov_head.markov_w1.weight": (V, 8)},
+        {"block_size": 7, "dflash_config": {"projector_type": "dspark", "target_layer_ids": [1, 2]}}, "DFlash's", 7, H, None,
+    ),
     "dflash": (
         {"hidden_norm.weight": (H,), "fc.weight": (H, 5 * H)}, {"block_size": 8, "dflash_config": {"target_layer_ids": [1, 2, 3, 4, 5]}},
         "DFlash's", 7, H, None,
@@ -102,9 +106,13 @@ KNOWN: dict[str, tuple[Shapes, dict[str, Any], str, int | None, int, int | None]
 }  # fmt: skip
 
 
+METHODS = {"mlp": "mlp_speculator", "eagle-3": "eagle3", "speculators": "eagle"}
+
+
 @pytest.mark.parametrize("case", KNOWN)
 def test_layouts_are_known_by_their_tensors(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heads, "detect", lambda *_: "some")
+    name = case.split(",")[0]
+    monkeypatch.setattr(heads, "detect", lambda *_: METHODS.get(name, name))
     shapes, config, label, levels, hidden, vocabulary = KNOWN[case]
     tensors = {name: torch.zeros(shape, dtype=torch.int64 if name == "d2t" else torch.float16) for name, shape in shapes.items()}
     card = head_card(save_head(tmp_path, config, tensors))
@@ -125,6 +133,41 @@ def test_a_head_inside_its_target_is_a_second_card(run: Run, checkpoint: Callabl
     model, head = map(json.loads, run("models", folder, "--json").out.splitlines())
     assert model["architecture"] == "LlamaForCausalLM"
     assert head["levels"] == 3 and head["parameters"] == sum(tensor.numel() for tensor in extra.values())
+
+
+REFUSED: dict[str, tuple[str, Shapes, dict[str, Any], str]] = {
+    "P-EAGLE": ("eagle3", {**eagle3("midlayer"), "midlayer.self_attn.o_proj.weight": (H, H), "mask_hidden": (1, H)}, {}, "P-EAGLE"),
+    "Hydra, cross-attn": ("hydra", hydra(), {"hydra_head_arch": "cross-attn"}, "'cross-attn'"),
+    "DSpark, gated": (
+        "dflash",
+        {"hidden_norm.weight": (H,), "fc.weight": (H, 2 * H), "layers.0.self_attn.q_norm.weight": (16,), "markov_head.gate.weight": (4, 4)},
+        {}, "DSpark with a gated",
+    ),
+    "experts": (
+        "mtp", {"model.layers.4.eh_proj.weight": (H, 2 * H), "model.layers.4.mlp.experts.0.up_proj.weight": (H, H)}, {}, "of experts",
+    ),
+    "EAGLE with experts": ("eagle", {**eagle(), "layers.0.mlp.experts.0.up_proj.weight": (H, H)}, {}, "another kind of head"),
+    "Medusa without a block": ("medusa", {"0.0.linear.weight": (H, H), "1.1.linear.weight": (H, H)}, {}, "has no tensor"),
+    "MLP of speculators": ("mlp_speculator", {"a.weight": (2, 2)}, {"speculators_model_type": "mlp"}, "of the type 'mlp' of speculators"),
+    "quantised": ("redrafter", {"rnn_u.weight": (H, H), "rnn_u.weight_scale": (1,)}, {}, "is quantised"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_loading_would_refuse_is_said(case: str, run: Run, tmp_path: Path) -> None:
+    method, shapes, config, reason = REFUSED[case]
+    folder = save_head(tmp_path, config, {name: torch.zeros(shape) for name, shape in shapes.items()})
+    (line,) = run("models", folder, "--json").out.splitlines()
+    card = json.loads(line)
+    assert card["method"] == method and reason in card["refused"]
+    sheet = run("models", folder).out
+    assert "nothing:" in sheet and "for method" not in sheet
+
+
+def test_a_pickle_of_other_things_is_refused_in_one_line(run: Run, tmp_path: Path) -> None:
+    folder = save_head(tmp_path, {}, {"state_dict": {"0.0.linear.weight": torch.zeros(H, H)}}, "medusa_lm_head.pt")  # type: ignore[dict-item]
+    result = run("models", folder)
+    assert (result.status, result.out, result.err.count("\n")) == (2, "", 1) and "'state_dict'" in result.err
 
 
 def test_what_is_no_head_is_refused_as_before(run: Run, tmp_path: Path) -> None:

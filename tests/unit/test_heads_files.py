@@ -61,7 +61,14 @@ def test_a_truncated_file_is_refused_by_name(tmp_path: Path, file: str, cut: int
 
 
 def test_a_pickle_that_holds_more_than_tensors_is_refused(tmp_path: Path) -> None:
-    for thing, reason in ((torch.nn.Linear(2, 2), "weights-only"), ([torch.ones(2)], "list")):
+    nested = {"state_dict": {"a": torch.ones(2)}, "step": torch.ones(1)}
+    for thing, reason in (
+        (torch.nn.Linear(2, 2), "weights-only"),
+        ([torch.ones(2)], "list"),
+        (nested, "'state_dict' in it is a dict"),
+        ({"a": torch.ones(2), "epoch": 3}, "'epoch' in it is a int"),
+        ({0: torch.ones(2)}, "0 in it is a Tensor"),
+    ):
         torch.save(thing, tmp_path / "pytorch_model.bin")
         with pytest.raises(ModelError, match=reason):
             Head.open(str(tmp_path))

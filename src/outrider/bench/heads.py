@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from outrider.bench.card import count, headers
-from outrider.draft import PLAIN_MODEL, detect
+from outrider.draft import PLAIN_MODEL, detect, methods
 from outrider.draft.dflash.layouts import from_anchor
 from outrider.errors import ModelError
 from outrider.heads.files import Head
@@ -71,6 +71,7 @@ LAYOUTS = (
 class HeadCard:
     """Of a trained head, or of the one that a checkpoint of a target brings along (`inside`).  levels: heads in the file, None where one
     recurs.  hidden: width of the target's states that it reads.  vocabulary: tokens that it can say.  None where the headers do not tell.
+    refused: why no target can use it.
     """
 
     name: str
@@ -83,6 +84,7 @@ class HeadCard:
     parameters: int
     stored_as: dict[str, int]  # type -> numbers
     bytes: int
+    refused: str | None = None
 
 
 def head_card(name: str, revision: str | None = None) -> HeadCard | None:
@@ -107,7 +109,16 @@ def head_card(name: str, revision: str | None = None) -> HeadCard | None:
     return HeadCard(
         name, method, layout.label, inside, _levels(head, layout), _hidden(head, layout), _vocabulary(head, layout),
         sum(weights for kind, weights in kinds.items() if kind.startswith(FLOATS)), dict(kinds), size,
+        _refused(head, method),
     )  # fmt: skip
+
+
+def _refused(head: Head, method: str) -> str | None:
+    try:
+        methods()[method].check(head)
+    except ModelError as error:
+        return str(error)
+    return None
 
 
 def _levels(head: Head, layout: Layout) -> int | None:

@@ -64,7 +64,7 @@ def overview(cards: Callable[[str], Iterator[Card | HeadCard | StoreCard]]) -> T
                 elif isinstance(card, StoreCard):
                     made.add_row(name, "datastore", f"{_count(card.tokens)} tokens", _bytes(card.bytes), "its target")
                 else:
-                    made.add_row(name, f"{card.method} head", _count(card.parameters), _bytes(card.bytes), "its target")
+                    made.add_row(name, f"{card.method} head", _count(card.parameters), _bytes(card.bytes), card.refused or "its target")
         except OutriderError as error:
             made.add_row(name, "", "", "", str(error))
     return made
@@ -110,7 +110,7 @@ def _store_rows(card: StoreCard) -> dict[str, str]:
 
 def _head_rows(card: HeadCard) -> dict[str, str]:
     return {
-        "draft head": f"for method [green]{card.method}[/]",
+        "draft head": f"[bold red]nothing: {card.refused}[/]" if card.refused else f"for method [green]{card.method}[/]",
         "layout": card.layout,
         "heads": str(card.levels or "one, which recurs"),
         "for targets with": "a hidden size that the file does not tell" if card.hidden is None else f"hidden size {card.hidden}",

@@ -62,8 +62,8 @@ def _refuse(head: Head) -> None:
     judging = [name for name in head if re.fullmatch(r"model\.\d+\.weight", name)]
     if "model.0.linear.weight" in head and any(head.shape(name)[0] == 2 for name in judging):
         raise ModelError(
-            f"{head.name!r} is a head of SpecDec++, which judges guesses and makes none, and is not read: to stop a draft model in time, give "
-            "it a stop_classifier, which `outrider tune disco` makes."
+            f"{head.name!r} is a head of SpecDec++, which judges guesses and makes none, and is not read.  To stop a draft model in time "
+            "give it a stop_classifier: `outrider tune disco` makes one."
         )
 
 

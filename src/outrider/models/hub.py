@@ -208,6 +208,10 @@ class Weights:
                 raise ModelError(f"{path} is corrupt or not a weights-only file: {first_line(error)}") from error
             if not isinstance(self.loaded[path], dict):
                 raise ModelError(f"{path} holds no named tensors but a {type(self.loaded.pop(path)).__name__}.")
+            for name, value in self.loaded[path].items():
+                if not isinstance(name, str) or not isinstance(value, Tensor):
+                    del self.loaded[path]
+                    raise ModelError(f"{path} holds more than named tensors: {name!r} in it is a {type(value).__name__}.")
         return self.loaded[path]
 
     def __contains__(self, name: str) -> bool:

@@ -142,6 +142,11 @@ class DFlash(HeadDrafter):
         return layouts.claims(head)
 
     @classmethod
+    def check(cls, head: Head) -> None:
+        super().check(head)
+        layouts.named(head)
+
+    @classmethod
     def example(cls, target: Target) -> Drafter:
         """A random tree of 8, of two layers, one of them with a window; it reads the first and the last states that there are."""
         with torch.random.fork_rng(devices=[]):

@@ -94,6 +94,11 @@ class Eagle(Recurrent):
         return recognised(head)
 
     @classmethod
+    def check(cls, head: Head) -> None:
+        super().check(head)
+        understood(head)
+
+    @classmethod
     def example(cls, target: Target) -> Drafter:
         """A random head, and a tree that is wide and deep."""
         with torch.random.fork_rng(devices=[]):

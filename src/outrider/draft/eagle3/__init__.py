@@ -53,6 +53,11 @@ class Eagle3(Recurrent):
         return layouts.claimed(head)
 
     @classmethod
+    def check(cls, head: Head) -> None:
+        super().check(head)
+        layouts.understood(head)
+
+    @classmethod
     def example(cls, target: Target) -> Drafter:
         """A random network of the right shape, which knows two thirds of the tokens."""
         from outrider.draft.eagle3.network import Network, Settings

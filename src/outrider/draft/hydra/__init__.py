@@ -24,7 +24,7 @@ from torch import Tensor
 from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
 from outrider.draft.base import Drafter, Target
-from outrider.draft.hydra.layouts import named, prefixed, recognised
+from outrider.draft.hydra.layouts import check_kind, named, prefixed, recognised
 from outrider.draft.hydra.network import Network
 from outrider.draft.hydra.parts import Prefix, steps
 from outrider.errors import ConfigError, ModelError, unknown
@@ -81,6 +81,11 @@ class Hydra(HeadDrafter):
     @classmethod
     def claims(cls, head: Head) -> int:
         return recognised(head)
+
+    @classmethod
+    def check(cls, head: Head) -> None:
+        super().check(head)
+        check_kind(head)
 
     @classmethod
     def example(cls, target: Target) -> Drafter:

@@ -36,7 +36,7 @@ def named(head: Head, target: Target) -> Head:
     Raises ModelError for a kind of head that is not supported.
     """
     slots = _slots(head)
-    check(head)
+    check_kind(head)
 
     def change(name: str) -> str | None:
         if found := BLOCK.fullmatch(name):
@@ -51,7 +51,7 @@ def named(head: Head, target: Target) -> Head:
     return replace(head.renamed(change), config=own)
 
 
-def check(head: Head) -> None:
+def check_kind(head: Head) -> None:
     """Raises ModelError for a kind of head that is not supported."""
     arch, what = head.config.get("hydra_head_arch", ARCHS[0]), f"{head.name!r} cannot be used as a Hydra head:"
     if arch not in ARCHS:

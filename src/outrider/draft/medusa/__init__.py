@@ -79,6 +79,11 @@ class Medusa(StateDrafter):
         return int(head.config.get("model_type") == "medusa" or any(key.startswith("medusa_num") for key in head.config))
 
     @classmethod
+    def check(cls, head: Head) -> None:
+        super().check(head)
+        opened(head)
+
+    @classmethod
     def example(cls, target: Target) -> Drafter:
         """Four random heads of two blocks, and a tree that is wide and deep."""
         with torch.random.fork_rng(devices=[]):

@@ -100,6 +100,11 @@ class MlpSpeculator(StateDrafter):
         return cls(options, target, Head.of("example", network.config(), network.state_dict()))
 
     @classmethod
+    def check(cls, head: Head) -> None:
+        super().check(head)
+        layouts.Layout.of(head)
+
+    @classmethod
     def claims(cls, head: Head) -> int:
         return 2 if layouts.method_of(head) else int(layouts.announced(head))
 

@@ -76,6 +76,11 @@ class Mtp(Recurrent):
         return recognised(head)
 
     @classmethod
+    def check(cls, head: Head) -> None:
+        super().check(head)
+        named(head)
+
+    @classmethod
     def example(cls, target: Target) -> Drafter:
         """Two random layers, always the same, and a tree that is wide and deeper than they are many."""
         with torch.random.fork_rng():
