@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 from toys import HIDDEN, V, save_head, toy_target
 
-from outrider import LLM, draft
+from outrider import LLM, SamplingParams, draft
 from outrider.config import SpeculativeOptions
+from outrider.draft.hydra import Hydra
+from outrider.draft.hydra.network import Network
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.base import HeadDrafter
 from outrider.heads.files import Head
@@ -151,6 +153,27 @@ def test_a_file_is_checked_as_it_is_opened(method: str, toy: LLM, tmp_path: Path
 def test_what_else_is_in_a_file_of_a_target_may_be_quantised() -> None:
     names = ["model.norm.weight", "model.layers.0.mlp.up_proj.qweight", "0.0.linear.weight", "0.0.linear.bias"]
     draft.method("medusa").check(Head.of("a model", {}, {name: torch.zeros(2, 2) for name in names}))
+
+
+# ---- what heads learn
+
+
+@pytest.mark.parametrize("method", ["medusa", "hydra", "dflash"])
+def test_only_trees_that_were_chosen_teach_ranks(method: str, toy: LLM) -> None:
+    """The first of several draws is no better than the last."""
+    target = toy.engine.target
+    drafter = draft.method(method).example(target)
+    if method == "hydra":  # whose example has a published tree, and learns nothing
+        network = Network.like(target, heads=2)
+        drafter = Hydra(Hydra.Options(nodes=8), target, Head.of("heads", network.config(), network.state_dict()))
+    prompt, params = {"prompt_token_ids": [5, 6, 7]}, SamplingParams(temperature=0.8, seed=1, max_tokens=16, ignore_eos=True)
+    for verification, taught in (("rejection", False), ("match", True)):
+        before = [list(level) for level in drafter.memory.worth]
+        llm = toy.variant(None)
+        llm.engine.use(drafter, SpeculativeOptions.of({"method": method, "model": "a head", "verification": verification}))
+        out = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
+        assert out.speculation.drafted > 0
+        assert (drafter.memory.worth != before) == taught
 
 
 # ---- options

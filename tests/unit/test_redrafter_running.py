@@ -99,6 +99,9 @@ def test_options_are_refused_by_name(options: dict[str, Any], says: str, llm: LL
 
 
 def test_beam_length_counts_the_token_it_begins_with(llm: LLM, learned: str) -> None:
+    """The reference's ten beams of four: three guesses deep."""
+    llm.use({"method": "redrafter", "model": learned})
+    assert llm.engine.controller.most == 3 and llm.engine.drafter.options.beam_width == 10
     llm.use({"method": "redrafter", "model": learned, "beam_length": 3, "beam_width": 2})
     assert llm.engine.controller.most == 2 and llm.engine.drafter.size(2) == 4
     llm.use({"model": learned, "beam_length": 3, "num_speculative_tokens": 6})

@@ -178,8 +178,7 @@ class Hydra(HeadDrafter):
         batch = commit.batch
         if self.memory is not None:
             for tree, said in zip(self.trees, commit.verdict.tokens):
-                if not tree.laws:  # drawn ones have other ranks
-                    self.memory.learn(tree, said)
+                self.memory.learn(tree, said)
         if self.prefix is None:
             for r, row in enumerate(batch.rows):
                 if commit.verdict.tokens[r]:

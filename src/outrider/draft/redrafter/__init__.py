@@ -42,12 +42,12 @@ class ReDrafter(StateDrafter):
     class Options(HeadOptions):
         """beam_width: beams that a level goes on with (TensorRT-LLM: redrafter_num_beams).  beam_length: of a beam with the token that it
         begins with, which the target said, so that there are beam_length - 1 levels (redrafter_draft_len_per_beam), unless
-        num_speculative_tokens says another number.  nodes: of a tree at most (None: all prefixes of beams, but 8 on a CPU, where every node
-        costs time); the likeliest stay.
+        num_speculative_tokens says another number; both as in the reference.  nodes: of a tree at most (None: all prefixes of beams, but 8
+        on a CPU, where every node costs time); the likeliest stay.
         """
 
         beam_width: int = 10
-        beam_length: int = 5
+        beam_length: int = 4
         nodes: int | None = None
 
         def __post_init__(self) -> None:
