@@ -60,7 +60,7 @@ def _refuse(head: Head) -> None:
         cure = ": give the draft model itself" if kind == "independent" else ""
         raise ModelError(f"{head.name!r} is of the type {kind!r} of speculators, which no method reads{cure}.")
     judging = [name for name in head if re.fullmatch(r"model\.\d+\.weight", name)]
-    if "model.0.linear.weight" in head and any(head.shape(name)[0] == 2 for name in judging):
+    if "model.0.linear.weight" in head and any(head.shape(name)[:1] == (2,) for name in judging):
         raise ModelError(
             f"{head.name!r} is a head of SpecDec++, which judges guesses and makes none, and is not read.  To stop a draft model in time "
             "give it a stop_classifier: `outrider tune disco` makes one."

@@ -25,7 +25,7 @@ from outrider.heads.vocabulary import check_size
 from outrider.models.quantise import bits_of
 from outrider.types import FINAL, Batch, Budget, Commit, Needs, Row
 
-QUANTISED = re.compile(r"(weight_(scale(_inv)?|packed|zero_point)|qweight|scales)$")  # names of what stands beside, or for, such weights
+QUANTISED = re.compile(r"\.(weight_(scale(_inv)?|packed|zero_point)|qweight|scales)$")  # names of what stands beside, or for, such weights
 
 
 @dataclass(frozen=True)
