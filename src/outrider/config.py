@@ -13,7 +13,6 @@ from outrider import draft, verify
 from outrider.cache.pool import kv_dtype
 from outrider.control import fixed
 from outrider.draft.base import Drafter
-from outrider.draft.draft_model.window import SELF
 from outrider.errors import ConfigError, unknown
 from outrider.models.placement import check_gpu_layers
 from outrider.models.quantise import bits_of
@@ -107,7 +106,7 @@ class SpeculativeOptions:
         if name is None:
             if "model" not in given:
                 raise ConfigError(f"speculative_config needs a 'method' ({', '.join(draft.names())}) or a draft 'model'.")
-            name = _detected(given)
+            name = draft.detect(given["model"], given.get("revision"))
         method, judge = draft.method(name), given.pop("verification", "match")
         rule = verify.rule(judge)
         lossless = given.pop("lossless", True)
@@ -123,13 +122,6 @@ class SpeculativeOptions:
             raise ConfigError(unknown(f"key of speculative_config for method {name!r}", key, known))
         control, ruling, mine = parts
         return SpeculativeOptions(method, method.Options(**mine), fixed.Options(**control), rule(rule.Options(**ruling)))
-
-
-def _detected(given: Mapping[str, Any]) -> str:
-    model, revision = given["model"], given.get("revision")
-    if not isinstance(model, str) or not model:
-        raise ConfigError(f"model must be a folder or a hub id, got {model!r}.")
-    return draft.PLAIN_MODEL if model == SELF else draft.detect(model, revision)
 
 
 def _names(kind: Any) -> set[str]:

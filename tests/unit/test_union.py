@@ -20,6 +20,7 @@ from torch import Tensor
 from outrider import LLM, ConfigError, SamplingParams
 from outrider.draft import union as union_module
 from outrider.draft.base import Drafter
+from outrider.draft.draft_model import DraftModel
 from outrider.draft.first import First
 from outrider.draft.ngram import Ngram
 from outrider.draft.suffix import Suffix
@@ -424,6 +425,16 @@ def test_drafters_are_described_as_alone() -> None:
     assert nested.needs.topk == 8 and nested.depth == 6
 
 
+@pytest.mark.parametrize("method", ["union", "first"])
+def test_a_draft_model_needs_no_method(method: str, tiny: Path) -> None:
+    """Neither one in a folder nor the target itself."""
+    drafters = [{"model": str(tiny)}, {"model": "self", "draft_kv_budget": 16}]
+    llm = LLM(str(tiny), speculative_config={"method": method, "drafters": drafters})
+    made: Any = llm.engine.drafter
+    assert [type(drafter) for drafter in made.drafters] == [DraftModel, DraftModel]
+    assert made.drafters[1].decoder is llm.engine.decoder is not made.drafters[0].decoder
+
+
 @pytest.mark.parametrize(
     ("drafters", "message"),
     [
@@ -431,6 +442,7 @@ def test_drafters_are_described_as_alone() -> None:
         ({"method": "ngram"}, "drafters must be a list"),
         (["ngram"], "must be a dict with a 'method' or a draft 'model', got 'ngram'"),
         ([{"num_speculative_tokens": 2}], "must be a dict with a 'method' or a draft 'model'"),
+        ([{"model": 3}], "model must be a folder or a hub id, got 3"),
         ([{"method": "ngrams"}], "Did you mean 'ngram'"),
         ([{"method": "ngram", "prompt_lookup_mx": 3}], "Did you mean 'prompt_lookup_max'"),
         ([{"method": "ngram", "verification": "match"}], "unknown key of method 'ngram' in 'drafters' 'verification'"),

@@ -37,11 +37,15 @@ def method(name: str) -> type[Drafter]:
 def detect(model: str, revision: str | None = None) -> str:
     """The method that a draft `model` is for: what its tensors say, then what its config says; a language model of its own otherwise.
 
-    Raises ModelError where there is nothing to look at, two methods claim it alike, or it guesses nothing.
+    Raises ConfigError where `model` is no name, ModelError where there is nothing to look at, two methods claim it alike, or it guesses
+    nothing.
     """
+    from outrider.draft.draft_model.window import SELF
     from outrider.heads.files import Head
 
-    if model in BUILTIN or Path(model).suffix == ".gguf" or _only_gguf(Path(model).expanduser()):
+    if not isinstance(model, str) or not model:
+        raise ConfigError(f"model must be a folder or a hub id, got {model!r}.")
+    if model in (SELF, *BUILTIN) or Path(model).suffix == ".gguf" or _only_gguf(Path(model).expanduser()):
         return PLAIN_MODEL
     head = Head.open(model, revision)
     claims = {name: method.claims(head) for name, method in methods().items()}
