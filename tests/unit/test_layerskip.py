@@ -151,6 +151,23 @@ def test_published_sets_are_sets_of_their_models() -> None:
         assert 0.1 * layers < len(skip.attention) < layers
 
 
+@pytest.mark.parametrize(
+    ("name", "layers", "ratio"),
+    [
+        ("llama-2-13b_cnndm", 40, 0.45),
+        ("llama-2-13b_chat_cnndm", 40, 0.45),
+        ("codellama-13b_humaneval", 40, 0.45),
+        ("codellama-34b_humaneval", 48, 0.5),
+        ("llama-2-70b_cnndm", 80, 0.5),
+    ],
+)
+def test_what_swift_found_has_the_size_it_looked_for(name: str, layers: int, ratio: float) -> None:
+    """A share of the sublayers between the first and the last layer."""
+    skip = named(name, layers, name)
+    assert len(skip.attention) + len(skip.mlp) == round(ratio * 2 * (layers - 2))
+    assert {*skip.attention, *skip.mlp} <= set(range(1, layers - 1))
+
+
 def test_a_model_is_known_by_its_name() -> None:
     assert known("meta-llama/Llama-2-13b-chat-hf", 40) == "llama-2-13b-chat"
     assert known("/models/CodeLlama-13b-hf/", 40) == "codellama-13b"
