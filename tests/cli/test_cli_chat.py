@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 
@@ -50,6 +51,13 @@ def test_stats_tell_what_was_accepted_and_found(run: Run) -> None:
     assert "2 turns" in result.out and "tokens per step" in result.out and "guesses accepted" in result.out
     found, asked = (int(word) for word in result.out.split("prefix cache: ")[1].split(" prompt")[0].split(" of "))
     assert 0 < found < asked and found % 16 == 0
+
+
+@pytest.mark.parametrize("lossless", [True, False])
+def test_stats_tell_what_is_not_lossless(run: Run, lossless: bool) -> None:
+    config = {"method": "ngram", "verification": "match" if lossless else "typical", "lossless": lossless}
+    result = run("chat", *SETTINGS, "--speculative-config", json.dumps(config), stdin="Hello\n/stats\n")
+    assert "1 turns" in result.out and ("not lossless: the verification rule" in result.out) != lossless
 
 
 def test_help_and_what_is_no_command(run: Run) -> None:

@@ -83,10 +83,11 @@ class Talk:
 
     def stats(self) -> str:
         total, times, share = self.speculation, self.llm.engine.times, self.cached / max(1, self.prompt)
+        loss = "" if total.lossless else "\nnot lossless: the verification rule changes what the model says"
         return (
             f"{self.turns} turns, {total.emitted} tokens in {sum(times):.2f} s ({total.emitted / (sum(times) or 1):.1f} tokens/s)\n"
             f"speculation: {total.tokens_per_step:.2f} tokens per step, {total.accepted} of {total.drafted} guesses accepted "
-            f"({total.acceptance:.0%})\n"
+            f"({total.acceptance:.0%}){loss}\n"
             f"prefix cache: {self.cached} of {self.prompt} prompt tokens were there already ({share:.0%})"
         )
 
