@@ -2,8 +2,10 @@
 
 A tiny model of ten tokens; the exact joint law of the first three tokens is computed in float64 from the logits of every prefix,
 by an implementation of the sampling parameters of our own.  Each rule and drafter answers one crowd of requests, 16 at a time, in
-which all temperatures and parameters are mixed; each kind of request is tested by chi-square, and all of them as one.  The seeds are
-fixed.  False alarms: ALARM for the whole file (Bonferroni), which is the chance that a healthy engine with other seeds would fail here.
+which all temperatures and parameters are mixed, each parameter at both temperatures under every rule.  Each kind of request is tested
+by chi-square in two ways: by what was said, and by how much likelier that is than without its parameters; and all kinds as one.  The
+seeds are fixed.  False alarms: ALARM for the whole file (Bonferroni), which is the chance that a healthy engine with other seeds would
+fail here.  Power: of engines that ignore a parameter, 99 of 100 fail in every single case, at either temperature (simulated).
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,21 +35,29 @@ from outrider.verify import block, rejection, rule, traversal
 from outrider.verify.base import Answers
 
 Checkpoint = Callable[..., Path]
-VOCABULARY, TOKENS, DEPTH, SEATS = 10, 3, 3, 16
+VOCABULARY, TOKENS, DEPTH, SEATS, SAMPLES = 10, 3, 3, 16, 16
 PROMPTS = ((3, 1, 4), (1, 5, 9, 2, 6, 5, 3))
+TEMPERATURES = (0.7, 1.0)
 ASKS: tuple[dict[str, Any], ...] = (
     {},
-    {"top_p": 0.8},
+    {"top_p": 0.7},
     {"top_k": 4},
-    {"min_p": 0.15},
-    {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.3},
+    {"min_p": 0.3},
     {"logit_bias": {1: 1.5, 4: -2.0}},
+    {"repetition_penalty": 2.5},
+    {"frequency_penalty": 2.0},
+    {"presence_penalty": -1.5},
+    {"repetition_penalty": 1.5, "frequency_penalty": 0.8, "presence_penalty": 0.6},
 )
-LAWS = [{"temperature": 0.7 if i in (0, 2, 4) else 1.0, **ask} for i, ask in enumerate((*ASKS, {}, ASKS[4]))]
-ALONE = ({"temperature": 1.0},)
-EACH, SAMPLES = 16, 5  # seeds of every kind of request, samples of every seed
-LEAST = 5.0  # expected samples of a cell
+SEEDS = (2, 2, 2, 2, 2, 3, 5, 3, 4)  # of each of them for each prompt, with SAMPLES samples each: what shows less takes more
+ALONE = {"temperature": 1.0}
+LEAST, BINS = 5.0, 8  # expected samples of a cell; cells by likelihood
 ALARM = 1e-3
+
+
+def laws(turn: int) -> list[dict[str, Any]]:
+    """All that is asked for, every second at the one temperature and the others at the other; the next turn the other way round."""
+    return [{"temperature": TEMPERATURES[(i + turn) % 2], **ask} for i, ask in enumerate(ASKS)]
 
 
 # ---- the exact law
@@ -58,6 +68,7 @@ class Exact:
 
     def __init__(self, llm: LLM) -> None:
         self.decoder, self.known = llm.engine.decoder, dict[tuple[int, ...], np.ndarray]()
+        self.joints = dict[str, np.ndarray]()
 
     def logits(self, ids: tuple[int, ...]) -> np.ndarray:
         if ids not in self.known:
@@ -67,10 +78,15 @@ class Exact:
             self.known[ids] = self.decoder.logits(x, [len(ids) - 1])[0].double().numpy()
         return self.known[ids]
 
-    def joint(self, prompt: tuple[int, ...], ask: Mapping[str, Any], tokens: int = TOKENS) -> np.ndarray:
-        """[V] * tokens."""
-        made = np.zeros((VOCABULARY,) * tokens)
-        for said in itertools.product(range(VOCABULARY), repeat=tokens - 1):
+    def joint(self, ask: Mapping[str, Any]) -> np.ndarray:
+        """[prompts, V, V, V]."""
+        if (key := repr(ask)) not in self.joints:
+            self.joints[key] = np.stack([self._joint(prompt, ask) for prompt in PROMPTS])
+        return self.joints[key]
+
+    def _joint(self, prompt: tuple[int, ...], ask: Mapping[str, Any]) -> np.ndarray:
+        made = np.zeros((VOCABULARY,) * TOKENS)
+        for said in itertools.product(range(VOCABULARY), repeat=TOKENS - 1):
             share = math.prod(self.law(prompt, said[:i], ask)[token] for i, token in enumerate(said))
             if share > 0:
                 made[said] = share * self.law(prompt, said, ask)
@@ -100,53 +116,68 @@ class Exact:
 
 @dataclass
 class Lot:
-    """Samples of one kind of request."""
+    """Samples of one kind of request.  law: what they should have; bare: what they would have if all but the temperature was ignored;
+    asked: what they would have if nothing was.  All [prompts, V, V, V].
+    """
 
     law: np.ndarray
-    counts: np.ndarray = field(init=False)
+    asked: np.ndarray
+    bare: np.ndarray
+    counts: np.ndarray
 
-    def __post_init__(self) -> None:
-        self.counts = np.zeros_like(self.law)
+    @property
+    def expected(self) -> np.ndarray:
+        return self.law * self.counts.sum(axis=(1, 2, 3), keepdims=True)
 
-    def chi_square(self) -> tuple[float, int]:
-        """The statistic over cells of enough expected samples, rare outcomes joined with their neighbours; its degrees of freedom."""
-        assert (self.counts[self.law == 0] == 0).all(), "something that cannot be said was said"
-        cells: list[tuple[float, float]] = []
-        seen = wanted = 0.0
-        for count, share in zip(self.counts.flat, self.law.flat):
-            expected = share * self.counts.sum()
-            if expected >= LEAST:
-                cells.append((count, expected))
-                continue
-            seen, wanted = seen + count, wanted + expected
-            if wanted >= LEAST:
-                cells.append((seen, wanted))
-                seen = wanted = 0.0
-        cells[-1] = (cells[-1][0] + seen, cells[-1][1] + wanted)
-        return sum((count - expected) ** 2 / expected for count, expected in cells), len(cells) - 1
+    def by_outcome(self) -> tuple[float, int]:
+        """What was said; rare outcomes are joined with their neighbours."""
+        return chi_square(self.counts.ravel(), self.expected.ravel(), LEAST)
+
+    def by_likelihood(self) -> tuple[float, int]:
+        """A few cells, from what the parameters make likeliest to what they make least likely."""
+        order = np.argsort(-(self.asked / self.bare).ravel(), kind="stable")
+        return chi_square(self.counts.ravel()[order], self.expected.ravel()[order], self.counts.sum() / BINS)
+
+
+def chi_square(counts: np.ndarray, expected: np.ndarray, least: float) -> tuple[float, int]:
+    """The statistic and its degrees of freedom, neighbours joined to cells that expect `least` samples or more."""
+    if counts[expected == 0].any():
+        return math.inf, 1  # something that cannot be said was said
+    cells: list[tuple[float, float]] = []
+    seen = wanted = 0.0
+    for count, mean in zip(counts.tolist(), expected.tolist()):
+        seen, wanted = seen + count, wanted + mean
+        if wanted >= least:
+            cells.append((seen, wanted))
+            seen = wanted = 0.0
+    cells[-1] = (cells[-1][0] + seen, cells[-1][1] + wanted)
+    return sum((count - mean) ** 2 / mean for count, mean in cells), len(cells) - 1
 
 
 def p_values(lots: Sequence[Lot]) -> list[float]:
-    """Of each lot, and last of all of them as one."""
-    found = [lot.chi_square() for lot in lots]
-    found.append((sum(statistic for statistic, _ in found), sum(freedom for _, freedom in found)))
-    return [tail(*one) for one in found]
+    """Of each lot in both ways, and last of all of them as one."""
+    found = [lot.by_outcome() for lot in lots]
+    whole = (sum(statistic for statistic, _ in found), sum(freedom for _, freedom in found))
+    return [tail(*one) for one in (*found, *(lot.by_likelihood() for lot in lots), whole)]
 
 
-def sampled(llm: LLM, exact: Exact, laws: Sequence[dict[str, Any]] = LAWS, each: int = EACH, first_seed: int = 0) -> list[Lot]:
-    """A lot for each law and prompt; both prompts meet every law, and all requests are handed in at once."""
-    crowd = [(law, prompt) for _ in range(each // 2) for law in range(len(laws)) for prompt in PROMPTS]
+def sampled(
+    llm: LLM, exact: Exact, asks: Sequence[dict[str, Any]], seeds: Sequence[int] = SEEDS, instead: Sequence[dict[str, Any]] | None = None
+) -> list[Lot]:
+    """A lot for each of `asks`, all requests handed in at once; these ask for something else where `instead` is given."""
+    crowd = [(i, place) for nth in range(max(seeds)) for i in range(len(asks)) if nth < seeds[i] for place in range(len(PROMPTS))]
     params = [
-        SamplingParams(seed=first_seed + i, n=SAMPLES, max_tokens=TOKENS + 1, detokenize=False, **laws[law])
-        for i, (law, _) in enumerate(crowd)
+        SamplingParams(seed=seed, n=SAMPLES, max_tokens=TOKENS + 1, detokenize=False, **(instead or asks)[i])
+        for seed, (i, _) in enumerate(crowd)
     ]
-    outputs = llm.generate([{"prompt_token_ids": list(prompt)} for _, prompt in crowd], params)
-    lots = {(i, prompt): Lot(exact.joint(prompt, law)) for i, law in enumerate(laws) for prompt in PROMPTS}
-    for output, which in zip(outputs, crowd):
+    outputs = llm.generate([{"prompt_token_ids": list(PROMPTS[place])} for _, place in crowd], params)
+    joints = [(exact.joint(ask), exact.joint({"temperature": ask["temperature"]})) for ask in asks]
+    lots = [Lot(asked, asked, bare, np.zeros_like(asked)) for asked, bare in joints]
+    for output, (i, place) in zip(outputs, crowd):
         for sample in output.outputs:
-            lots[which].counts[tuple(sample.token_ids[:TOKENS])] += 1
+            lots[i].counts[(place, *sample.token_ids[:TOKENS])] += 1
     llm.engine.check()
-    return list(lots.values())
+    return lots
 
 
 @pytest.fixture(scope="module")
@@ -188,42 +219,72 @@ def drafting(kind: str, draft: str) -> dict[str, Any]:
     return {"model": draft, "num_speculative_tokens": DEPTH, "siblings": int(siblings), "sibling_draws": draws or "without"}
 
 
-CASES = [
-    *(("match", kind) for kind in ("2 without", "chosen tree")),
-    *(("rejection", kind) for kind in ("1", "2 without", "3 independent", "chosen tree")),
-    *(("block", kind) for kind in ("1", "chosen chain")),
-    *(("traversal", kind) for kind in ("3 without", "2 independent", "chosen tree")),  # on a chain it is block
-]
-LEVEL = ALARM / (len(CASES) * (len(LAWS) * len(PROMPTS) + 1))
+KINDS = {
+    "match": ("2 without", "chosen tree"),
+    "rejection": ("1", "2 without", "3 independent", "chosen tree"),
+    "block": ("1", "chosen chain"),
+    "traversal": ("3 without", "2 independent", "chosen tree"),  # on a chain it is block
+}
+CASES = [(judge, kind, i % 2) for judge, kinds in KINDS.items() for i, kind in enumerate(kinds)]
+LEVEL = ALARM / (len(CASES) * (2 * len(ASKS) + 1))
 
 
 def test_the_laws_are_worth_testing(exact: Exact, llm: LLM, draft: str) -> None:
     """Neither flat nor peaked, changed by every parameter, and not the draft's."""
-    other = Exact(LLM(draft, max_num_seqs=1))
-    for prompt in PROMPTS:
-        joint = {repr(law): exact.joint(prompt, law) for law in LAWS}
-        for law in joint.values():
-            entropy = -(law[law > 0] * np.log(law[law > 0])).sum()
-            assert 1.5 < entropy < 0.95 * TOKENS * math.log(VOCABULARY)
-        for a, b in itertools.combinations(joint.values(), 2):
-            assert np.abs(a - b).sum() / 2 > 0.03
-        assert np.abs(exact.joint(prompt, ALONE[0]) - other.joint(prompt, ALONE[0])).sum() / 2 > 0.3
+    joints = [exact.joint(law) for turn in (0, 1) for law in laws(turn)]
+    for law in (law for joint in joints for law in joint):
+        entropy = -(law[law > 0] * np.log(law[law > 0])).sum()
+        assert 1.5 < entropy < 0.95 * TOKENS * math.log(VOCABULARY)
+    for a, b in itertools.combinations(joints, 2):
+        assert (apart(a, b) > 0.03).all()
+    assert (apart(exact.joint(ALONE), Exact(LLM(draft, max_num_seqs=1)).joint(ALONE)) > 0.3).all()
 
 
-@pytest.mark.parametrize(("judge", "kind"), CASES, ids=lambda value: value.replace(" ", "-"))
-def test_the_law_is_the_targets(judge: str, kind: str, llm: LLM, exact: Exact, draft: str) -> None:
+def apart(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """[prompts]: half the sum of the differences."""
+    return np.abs(a - b).sum(axis=(1, 2, 3)) / 2
+
+
+@pytest.mark.parametrize(("judge", "kind", "turn"), CASES, ids=lambda value: str(value).replace(" ", "-"))
+def test_the_law_is_the_targets(judge: str, kind: str, turn: int, llm: LLM, exact: Exact, draft: str) -> None:
     llm.use({**drafting(kind, draft), "verification": judge})
-    lots = sampled(llm, exact)
-    assert sum(lot.counts.sum() for lot in lots) == len(LAWS) * EACH * SAMPLES
+    lots = sampled(llm, exact, laws(turn))
+    assert sum(lot.counts.sum() for lot in lots) == sum(SEEDS) * SAMPLES * len(PROMPTS)
     assert min(p_values(lots)) > LEVEL
 
 
 # ---- controls: what biases the law is caught by the very same test
 
 
+def test_the_power_of_the_test(exact: Exact) -> None:
+    """Of engines that ignore a parameter, and of laws that do, nearly all are caught, at either temperature; of healthy lots none are."""
+    dice, healthy = np.random.default_rng(0), list[float]()
+
+    def samples(law: np.ndarray, seeds: int) -> np.ndarray:
+        return np.stack([dice.multinomial(seeds * SAMPLES, share.ravel()).reshape(share.shape) for share in law]).astype(float)
+
+    for ask, seeds in (pair for turn in (0, 1) for pair in list(zip(laws(turn), SEEDS))[1:]):
+        asked, bare = exact.joint(ask), exact.joint({"temperature": ask["temperature"]})
+        lots = [Lot(asked, asked, bare, samples(asked, seeds)) for _ in range(30)]
+        healthy += [p for lot in lots for p in p_values([lot])]
+        ignoring = [replace(lot, counts=samples(bare, seeds)) for lot in lots]
+        for what, wrong in (("an engine", ignoring), ("a law", [replace(lot, law=bare) for lot in lots])):
+            assert sum(min(p_values([lot])) < LEVEL for lot in wrong) >= 27, f"{what} without {ask}"
+    assert min(healthy) > LEVEL and np.mean(np.array(healthy) < 0.05) < 0.07
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+def test_a_parameter_that_the_engine_ignores(turn: int, llm: LLM, exact: Exact, draft: str) -> None:
+    llm.use({**drafting("chosen tree", draft), "verification": "match"})
+    asks = laws(turn)
+    lots = sampled(llm, exact, asks, instead=[{"temperature": ask["temperature"]} for ask in asks])
+    for ask, lot in list(zip(asks, lots))[1:]:
+        assert min(p_values([lot])) < LEVEL, ask
+
+
 def caught(llm: LLM, exact: Exact) -> bool:
-    """750 samples of one kind of request."""
-    return min(p_values(sampled(llm, exact, ALONE, 150))) < LEVEL
+    """768 samples of one kind of request."""
+    return min(p_values(sampled(llm, exact, [ALONE], [24]))) < LEVEL
 
 
 def test_the_control_of_the_controls(llm: LLM, exact: Exact, draft: str) -> None:
