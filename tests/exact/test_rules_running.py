@@ -5,10 +5,14 @@ That a sampled request has the target's law is the business of test_rules.py and
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 from helpers import END, answer, counted, drive, install, said, settled, tiny_prompts
 
 from outrider import LLM, ConfigError, SamplingParams, draft, verify
+from outrider.types import Batch, Budget, Draft
 
 PROMPTS = tiny_prompts(7)
 RULES = [name for name in verify.names() if not verify.rule(name).same]
@@ -48,21 +52,41 @@ def test_a_greedy_request_says_what_plain_decoding_says(rule: str, drafter: str,
 @pytest.mark.parametrize("drafter", draft.names())
 @pytest.mark.parametrize("rule", RULES)
 def test_a_sampled_text_is_a_function_of_its_seed(rule: str, drafter: str, fast: LLM) -> None:
-    """Alone, among others that join and leave, and again."""
+    """Alone, and among others that join and leave.
+
+    What a drafter learns from other requests may change its guesses, and with them the text: so it has learned something, and that stays.
+    """
     if not served(fast, drafter, rule):
         return
     each = [SamplingParams(temperature=0.8, top_p=0.95, seed=i, max_tokens=24, n=1 + i % 2) for i in range(len(PROMPTS))]
+    learns = fast.engine.drafter.memory is not None
+    if learns:
+        drive(fast, PROMPTS[:3], each[:3])
+    learned = copy.deepcopy(fast.engine.drafter.memory)
     alone = []
     for prompt, params in zip(PROMPTS, each):
-        put_to_work(fast, drafter, rule)  # with nothing learned from the others
+        put_to_work(fast, drafter, rule)
+        freeze(fast, learned)
         alone.append(answer(fast, prompt, params))
     put_to_work(fast, drafter, rule)
+    freeze(fast, learned)
     together = drive(fast, PROMPTS, each)
     settled(fast)
     for one, other in zip(together, alone):
         counted(one.outputs)
-        if fast.engine.drafter.memory is None:
-            assert said(one.outputs) == said(other.outputs)
+        assert said(one.outputs) == said(other.outputs)
+    assert not learns or any(one.speculation.drafted for one in together)
+
+
+def freeze(llm: LLM, memory: Any) -> None:
+    """From now on the drafter guesses with this memory in every step, whatever it learns."""
+    drafter, propose = llm.engine.drafter, llm.engine.drafter.propose
+
+    def with_memory(batch: Batch, budgets: list[Budget]) -> Draft:
+        drafter.memory = copy.deepcopy(memory)
+        return propose(batch, budgets)
+
+    drafter.propose = with_memory  # type: ignore[method-assign]
 
 
 def test_a_row_that_fails_leaves_the_others_alone(fast: LLM) -> None:
