@@ -20,7 +20,7 @@ from outrider.draft.matches import Belief, frequent
 from outrider.errors import ConfigError
 from outrider.types import NOTHING, Batch, Budget, Commit, Draft, Guesses, Row
 
-PLACES = 64  # of a match that are looked at, evenly spread; REST: 5000, but what is guessed (0.1 or more) is in all but 0.9^64 = 0.1% of these
+PLACES = 64  # of a match that are looked at, evenly spread; REST: 5000, but what is worth guessing (0.1) is in all but 0.1% of these
 
 
 class Datastore(Drafter):
