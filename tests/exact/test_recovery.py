@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import pytest
-from helpers import settled
+from helpers import Scripts, Truth, answer, settled
 from torch import Tensor
 from transformers import Qwen2Config
 
@@ -54,6 +54,31 @@ def test_a_prompt_that_the_tokenizer_cannot_read_fails_alone(llm: LLM, monkeypat
     good, bad = llm.generate(["abc", "bad"], PARAMS)
     assert good.outputs[0].token_ids == before
     assert isinstance(bad.error, RequestError) and bad.prompt == "bad"
+    settled(llm)
+
+
+@pytest.mark.parametrize("at", range(6))
+def test_nothing_is_shared_of_a_path_that_was_not_moved(at: int, llm: LLM, plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupted between the verdict and the moving of an accepted path, whose K/V is then not where it should be."""
+    truth, params = Truth(), SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, seed=0)
+    answered = answer(plain, PROMPT["prompt_token_ids"][:7], params).outputs
+    truth.learn(PROMPT["prompt_token_ids"][:7], 0, answered)
+    whole = PROMPT["prompt_token_ids"][:7] + answered[0].token_ids
+    llm.use({"method": "scripted", "script": Scripts(truth).hidden, "nodes": 40, "num_speculative_tokens": 6})
+    pool, moves = llm.engine.cache.pools[0], []
+    move = pool.move
+
+    def interrupted(sources: list[int], targets: list[int]) -> None:
+        moves.append(len(sources))
+        if len(moves) == at + 1:
+            raise KeyboardInterrupt
+        move(sources, targets)
+
+    monkeypatch.setattr(pool, "move", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate({"prompt_token_ids": PROMPT["prompt_token_ids"][:7]}, params)
+    monkeypatch.undo()
+    assert said(llm, {"prompt_token_ids": whole}) == said(plain, {"prompt_token_ids": whole})
     settled(llm)
 
 

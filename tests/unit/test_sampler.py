@@ -170,6 +170,13 @@ def test_greedy_takes_the_first_of_equals(kernels: str) -> None:
 
 
 @pytest.mark.parametrize("kernels", [pytest.param("c", marks=needs_c), "torch"])
+@pytest.mark.parametrize("law", [Law(0.0), Law(top_p=0.9), Law(top_k=3)], ids=str)
+def test_where_everything_is_forbidden_there_is_nothing_to_pick(kernels: str, law: Law) -> None:
+    made: Any = c_kernels() if kernels == "c" else TorchKernels(torch.device("cpu"), torch.float32)
+    assert made.pick(torch.full((50,), NEVER), law, 9, 3, True) == ([], [])
+
+
+@pytest.mark.parametrize("kernels", [pytest.param("c", marks=needs_c), "torch"])
 def test_k_best_are_distinct_and_no_more_than_the_law_allows(kernels: str) -> None:
     made: Any = c_kernels() if kernels == "c" else TorchKernels(torch.device("cpu"), torch.float32)
     logits = torch.arange(50.0) / 10

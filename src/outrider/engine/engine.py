@@ -142,6 +142,8 @@ class Engine:
         """Rows that emitted or failed; those that ended leave the engine."""
         for row in commit.batch.rows:
             if row.finish_reason is not None:
+                if row.error is None:
+                    self.scheduler.share(row)  # with what the drafter has read since they were entered
                 self.scheduler.retire(row)
         return commit.batch.failed + [row for row, tokens in zip(commit.batch.rows, commit.verdict.tokens) if tokens or row.error]
 

@@ -62,7 +62,7 @@ class Scheduler:
         left = self._left(decodes, guessing) if self.waiting or decodes < len(self.running) else 0
         for row in list(self.running):
             known = len(row.tokens) - row.computed
-            if known > 1:
+            if known > 1 and row.table is not None:  # otherwise it has just been preempted for another
                 known = min(known, left)
                 left -= known
             if known and self._room(row, row.computed + known):
@@ -124,13 +124,18 @@ class Scheduler:
                 if node != place:
                     sources.append(slots[end + node])
                     targets.append(slots[end + place])
-            row.computed = end + len(nodes)
         if sources:
             self.cache.pools[0].move(sources, targets)
-        for row in batch.rows:
+        for row, start, known, nodes in zip(batch.rows, batch.starts, batch.known, verdict.nodes):
             assert row.table is not None
+            row.computed = start + known + len(nodes)  # only now: what a step that is interrupted before has moved is computed again
             self.cache.shrink(row.table, max(len(row.tokens), row.computed))
-            self.cache.register(row.table, row.tokens, min(row.computed, self.filled(row)))
+            self.share(row)
+
+    def share(self, row: Row) -> None:
+        """Enters its full pages for reuse, as far as target and drafter have filled them."""
+        assert row.table is not None
+        self.cache.register(row.table, row.tokens, min(row.computed, self.filled(row)))
 
     def retire(self, row: Row) -> None:
         """Frees everything that the row holds."""
@@ -176,8 +181,6 @@ class Scheduler:
 
     def _release(self, row: Row, reason: str) -> None:
         if row.table is not None:
-            if row.error is None:  # what the drafter has read since the pages were entered, too
-                self.cache.register(row.table, row.tokens, min(row.computed, self.filled(row)))
             self.forget(row, reason)
             self.cache.close(row.table)
             row.table = row.adapter = None

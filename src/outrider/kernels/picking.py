@@ -47,6 +47,7 @@ class Picking:
     def picks(
         self, logits: Tensor, law: Law, keys: Sequence[int], k: int, ids: Tensor | None = None, probs: bool = True
     ) -> tuple[Tensor, Tensor]:
+        assert k <= 64
         (rows, size), held, logits = logits.shape, array("Q", keys), logits.contiguous()
         out, prob = torch.empty(rows, k, dtype=torch.int32), torch.zeros(rows, k)
         self.lib.picks(

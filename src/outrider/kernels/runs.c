@@ -27,7 +27,7 @@ static int32_t *head(const Text *t, long o, uint32_t hash) { return t->heads + (
 
 /* Adds n tokens; the runs that end with the last one wait for the next call, so that what a text ends with never finds itself. */
 void runs_extend(Text *t, const int32_t *tokens, long n) {
-    memcpy(t->tokens + t->length, tokens, (size_t)n * 4);
+    if (n) memcpy(t->tokens + t->length, tokens, (size_t)n * 4);
     t->length += (int32_t)n;
     for (; t->entered < t->length - 1; t->entered++) {
         uint32_t hash[ORDERS];
@@ -81,7 +81,7 @@ void runs_find(Text *own, const int32_t *given, long fresh, long said, Text *con
     const long before = own->length < left ? own->length : left, n = before + later;
     int32_t context[n + 1];
     memcpy(context, own->tokens + own->length - before, (size_t)before * 4);
-    memcpy(context + before, given + fresh + said - later, (size_t)later * 4);
+    if (later) memcpy(context + before, given + fresh + said - later, (size_t)later * 4);
     int32_t *first = out + ORDERS;
     for (long o = 0; o < ORDERS; first += PLACES[o++] * wide) {
         const long longer = 2 * (LONGEST >> o), most = o && longer <= longest ? longer - 1 : longest;

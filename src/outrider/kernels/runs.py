@@ -24,8 +24,11 @@ class Index(Protocol):
     """
 
     capacity: int
-    length: int  # tokens, so far
     first: int  # places before this one are forgotten
+
+    @property
+    def length(self) -> int:
+        """Tokens, so far."""
 
     def extend(self, tokens: Sequence[int]) -> None: ...
 
@@ -61,7 +64,7 @@ class Compiled:
     """`Index` in C.  Its memory is that of numpy, which the system gives as it is written."""
 
     def __init__(self, lib: ctypes.CDLL, capacity: int, longest: int = 1, depth: int = 0) -> None:
-        self.lib, self.capacity, self.length, self.width = lib, capacity, 0, 2 + depth
+        self.lib, self.capacity, self.width = lib, capacity, 2 + depth
         self.memory = np.zeros(capacity * (1 + len(RUNS)) + (len(RUNS) << width(capacity)), np.int32)
         at = self.memory.ctypes.data
         after = at + 4 * capacity, at + 4 * capacity * (1 + len(RUNS))
@@ -71,7 +74,7 @@ class Compiled:
 
     def __deepcopy__(self, memo: object) -> Compiled:
         made = Compiled(self.lib, self.capacity, self.text.longest, self.text.depth)
-        made.memory[:], made.length = self.memory, self.length
+        made.memory[:] = self.memory
         made.text.oldest, made.text.length, made.text.entered = self.text.oldest, self.text.length, self.text.entered
         return made
 
@@ -83,17 +86,20 @@ class Compiled:
     def first(self, place: int) -> None:
         self.text.oldest = place
 
-    def _grow(self, tokens: Sequence[int]) -> None:
-        self.length += len(tokens)
-        assert self.length <= self.capacity, f"{self.length} tokens in an index of {self.capacity}"
+    @property
+    def length(self) -> int:
+        return int(self.text.length)
+
+    def _fits(self, tokens: Sequence[int]) -> None:
+        assert self.length + len(tokens) <= self.capacity, f"{self.length + len(tokens)} tokens in an index of {self.capacity}"
 
     def extend(self, tokens: Sequence[int]) -> None:
-        self._grow(tokens)
+        self._fits(tokens)
         given = array("i", tokens)  # named, so that it lives until C has read it
         self.lib.runs_extend(self.at, given.buffer_info()[0], len(given))
 
     def find(self, tokens: Sequence[int], said: Sequence[int], texts: Sequence[Compiled]) -> Places:
-        self._grow(tokens)
+        self._fits(tokens)
         given, out, row = array("i", [*tokens, *said]), self.found[len(texts) > 0], self.width
         among = array("Q", [text.at for text in texts]) if texts else None
         self.lib.runs_find(

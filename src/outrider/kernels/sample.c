@@ -18,11 +18,11 @@ INLINE hu bits(uint64_t key, hi token) {                      /* 24 of them, by 
     return __builtin_convertvector((z ^ (z >> 31)) >> 40, hu);
 }
 INLINE float gumbel(uint32_t u) { return (float)-log(-log((u + 0.5) * 0x1p-24)); }
-INLINE vf bound(vu u) {                                       /* -log(-log u) <= -log(1 - u), from the exponent of 1 - u alone */
+INLINE vf bound(vu u) {                                       /* -log(-log u) <= -log(1 - u), from the exponent of 1 - u alone, rounded up */
     const vf rest = __builtin_convertvector((vi)((1u << 24) - u), vf);
-    return 0.6931472f * __builtin_convertvector(25 + 127 - ((vi)rest >> 23), vf);
+    return 0.6931473f * __builtin_convertvector(25 + 127 - ((vi)rest >> 23), vf);
 }
-static const float REACH = 0.6931472f * 25;                   /* no noise is more */
+static const float REACH = 0.6931473f * 25;                   /* no noise is more */
 
 static double mass_above(const float *l, const float *mass, long n, float least) {    /* without mass: how many */
     vd sum = {0};
@@ -196,8 +196,8 @@ static Mass mass_of(const Row *r, float best, float least, float x, int alone) {
     return sum;
 }
 
-/* Whether the law surely allows the token with logit x.  What it allows is everything from some logit on, so a token is inside unless
- * those above it already are too many.  Saves most rows the search for the border. */
+/* Whether the law allows the token with logit x, up to rounding; 0 if that takes more than one look.  What it allows is everything from
+ * some logit on, so a token is inside unless those above it already are too many.  Saves most rows the search for the border. */
 static int inside(const Row *r, float best, float x, double min_p, long top_k, double top_p, int alone) {
     const int ranked = top_k > 0 && top_k < r->n;
     const float least = min_p > 0 ? best + (float)log(min_p) : LEAST;

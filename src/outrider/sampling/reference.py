@@ -45,6 +45,8 @@ def pick(logits: Tensor, law: Law, key: int, k: int, ids: Tensor | None = None) 
 
     ids: the token that each entry stands for, if it is another; its noise counts.
     """
+    if not logits.amax().isfinite():
+        return [], []
     scores = scaled = filtered(logits, law)
     if law.temperature > 0:
         noise = gumbel(key, scaled.numel() if ids is None else int(ids.max()) + 1, scaled.device)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -66,8 +67,8 @@ class Header:
         try:
             with open(path, "rb") as file:
                 line, size = file.read(HEADER), path.stat().st_size
-        except OSError as error:
-            raise ConfigError(f"the datastore {str(path)!r} cannot be read: {error.strerror}.") from error
+        except (OSError, ValueError) as error:  # a name with a zero byte, too
+            raise ConfigError(f"the datastore {str(path)!r} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
         try:
             given = json.loads(line)
         except ValueError:
@@ -148,7 +149,7 @@ class _Shard:
 
 def path_of(name: str) -> Path:
     """Of a built-in datastore or a file."""
-    return BUILTIN.get(name) or Path(name).expanduser()
+    return BUILTIN.get(name) or Path(os.path.expanduser(name))
 
 
 def end_mark(width: int) -> int:

@@ -250,18 +250,19 @@ class DFlash(HeadDrafter):
         return logits if self.ids is None else logits[:, self.ids.long().to(logits.device)]
 
     def observe(self, commit: Commit) -> None:
-        batch, plan, taps = commit.batch, Plan(), list[Tensor]()
+        batch, plan, taps, read = commit.batch, Plan(), list[Tensor](), dict[Row, int]()
         for r, row in enumerate(batch.rows):
             start, end = batch.starts[r], row.computed
             if self.memory is not None:
                 self.memory.learn(self.trees[r], commit.verdict.tokens[r])
-            if row.finish_reason is None or batch.known[r] > 1:
+            if row.error is None and (row.finish_reason is None or batch.known[r] > 1):
                 assert row.table is not None
                 plan.chain(row.table.slots, start, row.tokens[start:end])
                 taps.append(self.aligned(commit, r))
-                self.synced[row] = end
+                read[row] = end
         if taps:
             self._remember(torch.cat(taps), plan.build())
+            self.synced.update(read)
 
     def _bridge(self, row: Row, end: int) -> None:
         """After a step that was interrupted, whose states nobody saw: zeros stand for them, and what follows is not shared."""

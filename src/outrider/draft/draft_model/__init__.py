@@ -125,6 +125,7 @@ class DraftModel(Drafter):
         self.window = Window.of(options.draft_kv_budget, options.draft_kv_sink)
         self.itself = options.model == SELF
         self.synced: dict[Row, int] = {}  # positions of a row that have K/V in a pool of our own
+        self.reading: list[tuple[Row, int]] = []  # and will have when the forwards of this step are done
         if self.itself:
             self.decoder, self.sampler, self.vocabulary, self.context = target.decoder, target.sampler, target.vocabulary, target.max_len
         else:
@@ -167,6 +168,12 @@ class DraftModel(Drafter):
         return depth * siblings
 
     def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
+        self.reading.clear()
+        draft = self._proposed(batch, budgets)
+        self.synced.update(self.reading)
+        return draft
+
+    def _proposed(self, batch: Batch, budgets: list[Budget]) -> Draft:
         plan, starts = self._catch_up(batch, self.stop.limit(batch.rows, budgets))
         for start in starts if self.stop.active else ():
             self.stop.begin(batch.rows[start.r], start.budget.depth)
@@ -204,7 +211,7 @@ class DraftModel(Drafter):
             adapter = row.adapter if self.itself else None
             view = self.window.read(plan, row.table.slots, done, self._readable(row.tokens[done:end]), budget.nodes, adapter)
             if not self.itself:
-                self.synced[row] = end
+                self.reading.append((row, end))
             if depth > 0:
                 starts.append(Start(r, budget if depth == budget.depth else Budget(depth, budget.nodes), plan.length - 1, view))
         return plan, starts
