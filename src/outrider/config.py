@@ -84,7 +84,9 @@ class EngineOptions:
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         check_gpu_layers(self.gpu_layers, "gpu_layers")
         if self.tensor_parallel_size != 1:
-            raise ConfigError(f"tensor_parallel_size must be 1, got {self.tensor_parallel_size!r}: one device runs the model.")
+            raise ConfigError(
+                f"tensor_parallel_size must be 1, got {self.tensor_parallel_size!r}: one device runs the model; leave it out."
+            )
 
 
 @dataclass(frozen=True)
