@@ -36,6 +36,10 @@ class CapacityError(OutriderError):
 def unknown(kind: str, name: object, valid: Iterable[str]) -> str:
     """The sentence that refuses `name`, with the nearest valid one and the whole list."""
     valid = sorted(valid)
-    near = difflib.get_close_matches(str(name), valid, n=1, cutoff=0.5)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    return f"unknown {kind} {name!r}.{hint} Valid: {', '.join(valid)}."
+    return f"unknown {kind} {name!r}.{nearest(name, valid)} Valid: {', '.join(valid)}."
+
+
+def nearest(name: object, valid: Iterable[str]) -> str:
+    """The question for what was meant, after a blank; "" where nothing is near."""
+    near = difflib.get_close_matches(str(name), list(valid), n=1, cutoff=0.5)
+    return f" Did you mean {near[0]!r}?" if near else ""

@@ -269,8 +269,17 @@ def test_tokenizers_that_disagree_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_draft_that_is_not_there(tiny: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="nothing"):
-        LLM(str(tiny), speculative_config={"model": str(tmp_path / "nothing")})
+    (tmp_path / "file").write_text("x")
+    for name in (str(tmp_path / "nothing"), str(tmp_path / "file"), "a/b/c"):
+        with pytest.raises(ModelError, match=rf"no draft model or head {name!r}\. Give a folder.*builtin-draft, .*builtin-eagle"):
+            LLM(str(tiny), speculative_config={"model": name})
+
+
+@pytest.mark.parametrize(("wrong", "right"), [("builtin-draf", "builtin-draft"), ("builtin-medsua", "builtin-medusa")])
+def test_the_nearest_draft_is_named(tiny: Path, wrong: str, right: str) -> None:
+    for config in ({"model": wrong}, {"method": "union", "drafters": [{"model": wrong}]}):
+        with pytest.raises(ModelError, match=f"{wrong!r}. Did you mean {right!r}"):
+            LLM(str(tiny), speculative_config=config)
 
 
 # ---- checkpoints
@@ -488,6 +497,7 @@ def test_other_models_are_refused_by_name_and_with_the_reason(tmp_path: Path, na
     assert architecture in said and reason in said
 
 
+    assert "Did you mean 'builtin'" in refused("builtn")
 def test_an_unknown_rope_is_refused(broken: Path) -> None:
     edit_config(broken, rope_parameters={"rope_type": "spiral", "rope_theta": 1e4})
     with pytest.raises(OutriderError, match="spiral"):

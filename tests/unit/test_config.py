@@ -107,6 +107,7 @@ def test_keys_of_another_method_are_refused() -> None:
         ({"method": "draft_model", "quantization": "q4"}, "quantization of the draft"),
     ],
     ids=str,
+        ({"method": "draft_model", "model": ""}, "model must be a folder or a hub id, got ''"),
 )
 def test_a_value_out_of_range_is_named(config: Any, named: str) -> None:
     assert named in refused(config)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outrider.draft.base import Drafter
-from outrider.errors import ConfigError, ModelError, unknown
-from outrider.models.hub import BUILTIN
+from outrider.errors import ConfigError, ModelError, nearest, unknown
+from outrider.models.hub import BUILTIN, on_hub
 from outrider.registry import classes
 
 if TYPE_CHECKING:
@@ -41,12 +41,17 @@ def detect(model: str, revision: str | None = None) -> str:
     nothing.
     """
     from outrider.draft.draft_model.window import SELF
-    from outrider.heads.files import Head
+    from outrider.heads.files import Head, builtin
 
     if not isinstance(model, str) or not model:
         raise ConfigError(f"model must be a folder or a hub id, got {model!r}.")
-    if model in (SELF, *BUILTIN) or Path(model).suffix == ".gguf" or _only_gguf(Path(model).expanduser()):
+    folder = Path(model).expanduser()
+    if model in (SELF, *BUILTIN) or folder.suffix == ".gguf" or _only_gguf(folder):
         return PLAIN_MODEL
+    known = [*BUILTIN, *builtin()]
+    if model not in known and not folder.is_dir() and not on_hub(model):
+        given = ", ".join(["a folder", "a .gguf file", "a hub id (owner/name)", *known])
+        raise ModelError(f"there is no draft model or head {model!r}.{nearest(model, known)} Give {given}.")
     head = Head.open(model, revision)
     claims = {name: method.claims(head) for name, method in methods().items()}
     best = max(claims.values())

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from outrider.errors import ConfigError, ModelError
+from outrider.errors import ConfigError, ModelError, nearest
 from outrider.kernels import fast_bfloat16
 from outrider.kernels.quantised import Quantised
 from outrider.models import gguf, gguf_text
@@ -41,11 +41,17 @@ def locate(name: str, revision: str | None = None) -> Path:
                 raise ModelError(f"{name} has no config.json and no GGUF file: it is not a checkpoint folder.")
             return folder
         return found
-    if folder.exists() or name.startswith(("/", ".", "~")) or name.count("/") != 1:
+    if not on_hub(name):
         raise ModelError(
-            f"there is no checkpoint folder {name!r}; give a folder, a .gguf file, a hub id (owner/name), or {' or '.join(BUILTIN)}."
+            f"there is no checkpoint folder {name!r}.{nearest(name, BUILTIN)} Give a folder, a .gguf file, a hub id (owner/name), or "
+            f"{' or '.join(BUILTIN)}."
         )
     return download(name, revision)
+
+
+def on_hub(name: str) -> bool:
+    """Whether a name may be a hub id (owner/name): it looks like one, and nothing lies there."""
+    return name.count("/") == 1 and not name.startswith(("/", ".", "~")) and not Path(name).exists()
 
 
 def download(name: str, revision: str | None = None, also: Sequence[str] = ()) -> Path:

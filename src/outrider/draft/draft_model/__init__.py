@@ -89,7 +89,7 @@ class DraftModel(Drafter):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            if not isinstance(self.model, str):
+            if not isinstance(self.model, str) or not self.model:
                 raise ConfigError(f"model must be a folder or a hub id, got {self.model!r}.")
             if not isinstance(self.siblings, int) or isinstance(self.siblings, bool) or not 1 <= self.siblings <= 64:
                 raise ConfigError(f"siblings must be a whole number in 1 … 64, got {self.siblings!r}.")
