@@ -157,7 +157,8 @@ class LLM:
         lora_request: Loras,
         streaming: bool = False,
     ) -> list[Request | RequestOutput]:
-        several = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
+        one = isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable)
+        several: list[Any] = [prompts] if one else list(prompts)
         if given is None or isinstance(given, SamplingParams):
             params = [given or SamplingParams()] * len(several)
         elif isinstance(given, Sequence):

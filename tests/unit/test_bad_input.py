@@ -57,6 +57,7 @@ BAD_PROMPTS = [
     ({"prompt_token_ids": 5}, "list"),
     ({}, "prompt"),
     ({"text": "hello"}, "prompt_token_ids"),
+    (b"ab", "b'ab'"),
     (5, "5"),
     (None, "None"),
     ("hello", "no tokenizer"),
@@ -79,6 +80,15 @@ def test_a_bad_prompt_alone_raises(llm: LLM, prompt: Any) -> None:
     for form in (prompt, [prompt]):
         with pytest.raises(RequestError):
             llm.generate(form, GREEDY)
+    assert_well(llm)
+
+
+@pytest.mark.parametrize("prompt", [5, None, b"ab", 1.5], ids=str)
+def test_what_is_no_prompt_is_one_bad_prompt(llm: LLM, prompt: Any) -> None:
+    with pytest.raises(RequestError, match=f"a prompt must be a string.* got {prompt!r}"):
+        llm.generate(prompt, GREEDY)
+    (output,) = llm.stream(prompt, GREEDY)
+    assert isinstance(output.error, RequestError) and repr(prompt) in str(output.error)
     assert_well(llm)
 
 
@@ -448,6 +458,7 @@ def test_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     refused(tmp_path / "file")
     assert "builtin" in refused("no-such-name")
+    assert "Did you mean 'builtin'" in refused("builtn")
 
 
 def test_weights_that_are_not_numbers_end_the_request_and_not_the_engine(broken: Path) -> None:
@@ -497,7 +508,6 @@ def test_other_models_are_refused_by_name_and_with_the_reason(tmp_path: Path, na
     assert architecture in said and reason in said
 
 
-    assert "Did you mean 'builtin'" in refused("builtn")
 def test_an_unknown_rope_is_refused(broken: Path) -> None:
     edit_config(broken, rope_parameters={"rope_type": "spiral", "rope_theta": 1e4})
     with pytest.raises(OutriderError, match="spiral"):
