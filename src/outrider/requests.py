@@ -9,7 +9,7 @@ from typing import Any
 from outrider.engine.engine import Engine
 from outrider.engine.template import render
 from outrider.engine.text import Detokenizer, shown
-from outrider.errors import RequestError
+from outrider.errors import RequestError, unknown
 from outrider.outputs import CompletionOutput, RequestOutput
 from outrider.sampling.logprobs import Logprobs
 from outrider.sampling.noise import mix
@@ -17,7 +17,9 @@ from outrider.sampling.params import SamplingParams
 from outrider.sampling.processors import processors_of
 from outrider.types import LoRARequest, Row
 
-Prompt = str | Mapping[str, Any]  # "text", {"prompt": "text"}, {"prompt_token_ids": [1, 2, 3]} or {"messages": […]}
+# "text", {"prompt": "text"}, {"prompt_token_ids": [1, 2, 3]} or {"messages": […]}; where there are ids, a text beside them is only shown.
+Prompt = str | Mapping[str, Any]
+KEYS = ("prompt", "prompt_token_ids", "messages")
 
 
 @dataclass
@@ -106,6 +108,9 @@ class Reader:
     def _ids(self, prompt: Prompt, text: str | None) -> list[int]:
         """The ids of a prompt, checked: there are some, and they exist."""
         ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
+        for name in prompt if isinstance(prompt, Mapping) else ():
+            if name not in KEYS:
+                raise RequestError(unknown("key of a prompt", name, KEYS))
         if text is None and ids is None:
             raise RequestError(f'a prompt must be a string, {{"prompt": …}} or {{"prompt_token_ids": […]}}, got {prompt!r}.')
         if ids is None:

@@ -57,6 +57,8 @@ BAD_PROMPTS = [
     ({"prompt_token_ids": 5}, "list"),
     ({}, "prompt"),
     ({"text": "hello"}, "prompt_token_ids"),
+    ({"prompt_token_ids": [5], "promt": 3}, "Did you mean 'prompt'"),
+    ({"prompt_token_ids": [5], "multi_modal_data": {}}, "multi_modal_data"),
     (b"ab", "b'ab'"),
     (5, "5"),
     (None, "None"),
@@ -90,6 +92,12 @@ def test_what_is_no_prompt_is_one_bad_prompt(llm: LLM, prompt: Any) -> None:
     (output,) = llm.stream(prompt, GREEDY)
     assert isinstance(output.error, RequestError) and repr(prompt) in str(output.error)
     assert_well(llm)
+
+
+def test_ids_go_before_the_text_beside_them(speaking: LLM) -> None:
+    """As in vLLM: the text is only shown."""
+    output = speaking.generate({"prompt": "shown", "prompt_token_ids": [5, 6, 7]}, GREEDY)[0]
+    assert output.prompt == "shown" and output.prompt_token_ids == [5, 6, 7]
 
 
 def test_a_bad_prompt_in_a_stream_comes_first_and_the_others_go_on(llm: LLM) -> None:
