@@ -157,6 +157,7 @@ class Reader:
         limit = min(self.engine.max_len, len(ids) + (params.max_tokens or self.engine.max_len))
         seed = params.seed if params.seed is not None else mix(self.seed + int(id))
         bad_words = self._bad_words(params)
+        self._exist("stop_token_ids: token id", params.stop_token_ids or ())
         reads = self.tokenizer is not None and params.detokenize and (bool(params.stop) or streaming)
         rows: list[Row] = []
         for index in range(params.n):

@@ -94,6 +94,8 @@ def test_keys_of_another_method_are_refused() -> None:
         ({"method": "ngram", "num_speculative_tokens_per_batch_size": [[3, 2, 1]]}, "[3, 2, 1]"),
         ({"method": "ngram", "num_speculative_tokens_per_batch_size": [[0, 2, 1]]}, "[0, 2, 1]"),
         ({"method": "ngram", "num_speculative_tokens_per_batch_size": 5}, "5"),
+        ({"method": "ngram", "num_speculative_tokens_per_batch_size": [[1, 4, 5], [3, 9, 1]]}, "overlap, got [1, 4, 5] and [3, 9, 1]"),
+        ({"method": "ngram", "num_speculative_tokens_per_batch_size": [[3, 9, 1], [1, 3, 5]]}, "overlap, got [1, 3, 5] and [3, 9, 1]"),
         ({"method": "ngram", "prompt_lookup_max": 1}, "prompt_lookup_min"),
         ({"method": "ngram", "prompt_lookup_min": 0}, "prompt_lookup_min"),
         ({"method": "ngram", "prompt_lookup_max": "4"}, "prompt_lookup_max"),
@@ -104,13 +106,19 @@ def test_keys_of_another_method_are_refused() -> None:
         ({"method": "draft_model", "vocab_mismatch": "ignore"}, "vocab_mismatch"),
         ({"method": "draft_model", "draft_tensor_parallel_size": 2}, "draft_tensor_parallel_size"),
         ({"method": "draft_model", "model": None}, "model"),
+        ({"method": "draft_model", "model": ""}, "model must be a folder or a hub id, got ''"),
         ({"method": "draft_model", "quantization": "q4"}, "quantization of the draft"),
     ],
     ids=str,
-        ({"method": "draft_model", "model": ""}, "model must be a folder or a hub id, got ''"),
 )
 def test_a_value_out_of_range_is_named(config: Any, named: str) -> None:
     assert named in refused(config)
+
+
+def test_ranges_that_only_touch_are_fine() -> None:
+    table = [[4, 9, 1], [1, 3, 5]]
+    given = {"method": "ngram", "num_speculative_tokens_per_batch_size": table}
+    assert SpeculativeOptions.of(given).control.num_speculative_tokens_per_batch_size == table
 
 
 @pytest.mark.parametrize(

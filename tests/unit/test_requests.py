@@ -37,6 +37,8 @@ def explode(output: list[int], logits: Any) -> Any:
     [
         ({"allowed_token_ids": [5, 300]}, "allowed_token_ids: token id 300"),
         ({"allowed_token_ids": [-1]}, "allowed_token_ids: token id -1"),
+        ({"stop_token_ids": [5, 300]}, "stop_token_ids: token id 300"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids: token id -1"),
         ({"logit_bias": {300: 1}}, "logit_bias: token id 300"),
         ({"logit_bias": {-1: 1}}, "logit_bias: token id -1"),
         ({"bad_words": ["a"]}, "bad_words need a tokenizer"),

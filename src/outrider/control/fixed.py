@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from outrider.errors import ConfigError
@@ -39,6 +40,12 @@ class Options:
                 raise ConfigError(
                     "num_speculative_tokens_per_batch_size must be a list of [smallest, largest, levels] with "
                     f"1 <= smallest <= largest, got {entry!r}."
+                )
+        ranges = sorted(table or [])
+        for entry, after in pairwise(ranges):
+            if after[0] <= entry[1]:
+                raise ConfigError(
+                    f"num_speculative_tokens_per_batch_size must have ranges that do not overlap, got {entry!r} and {after!r}."
                 )
 
 
