@@ -96,7 +96,8 @@ def test_keys_of_another_method_are_refused() -> None:
         ({"method": "ngram", "num_speculative_tokens_per_batch_size": 5}, "5"),
         ({"method": "ngram", "num_speculative_tokens_per_batch_size": [[1, 4, 5], [3, 9, 1]]}, "overlap, got [1, 4, 5] and [3, 9, 1]"),
         ({"method": "ngram", "num_speculative_tokens_per_batch_size": [[3, 9, 1], [1, 3, 5]]}, "overlap, got [1, 3, 5] and [3, 9, 1]"),
-        ({"method": "ngram", "prompt_lookup_max": 1}, "prompt_lookup_min"),
+        ({"method": "ngram", "prompt_lookup_max": 0}, "prompt_lookup_max must be at least 1, got 0"),
+        ({"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 4}, "prompt_lookup_min must be in 1 … prompt_lookup_max (3)"),
         ({"method": "ngram", "prompt_lookup_min": 0}, "prompt_lookup_min"),
         ({"method": "ngram", "prompt_lookup_max": "4"}, "prompt_lookup_max"),
         ({"method": "ngram", "prompt_lookup_max": 3.5}, "prompt_lookup_max"),
@@ -119,6 +120,13 @@ def test_ranges_that_only_touch_are_fine() -> None:
     table = [[4, 9, 1], [1, 3, 5]]
     given = {"method": "ngram", "num_speculative_tokens_per_batch_size": table}
     assert SpeculativeOptions.of(given).control.num_speculative_tokens_per_batch_size == table
+
+
+@pytest.mark.parametrize(("longest", "shortest"), [(1, 1), (2, 2), (4, 2)])
+def test_the_shortest_ngram_is_never_longer_than_the_longest(longest: int, shortest: int) -> None:
+    taken = SpeculativeOptions.of({"method": "ngram", "prompt_lookup_max": longest})
+    drafter = taken.method(taken.options)  # type: ignore[call-arg, arg-type]
+    assert (drafter.shortest, drafter.longest) == (shortest, longest)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

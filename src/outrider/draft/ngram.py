@@ -55,22 +55,29 @@ class Ngram(Drafter):
 
     @dataclass(frozen=True)
     class Options:
-        """prompt_lookup_max, prompt_lookup_min: the longest and shortest n-gram that is looked up (vLLM's names)."""
+        """prompt_lookup_max, prompt_lookup_min: the longest and shortest n-gram that is looked up (vLLM's names; None: 2, or the longest
+        where that is shorter)."""
 
         prompt_lookup_max: int = 4
-        prompt_lookup_min: int = 2
+        prompt_lookup_min: int | None = None
 
         def __post_init__(self) -> None:
-            low, high = self.prompt_lookup_min, self.prompt_lookup_max
-            for name, value in (("prompt_lookup_min", low), ("prompt_lookup_max", high)):
+            high, low = self.prompt_lookup_max, self.shortest
+            for name, value in (("prompt_lookup_max", high), ("prompt_lookup_min", low)):
                 if not isinstance(value, int) or isinstance(value, bool):
                     raise ConfigError(f"{name} must be a whole number, got {value!r}.")
+            if high < 1:
+                raise ConfigError(f"prompt_lookup_max must be at least 1, got {high}.")
             if not 1 <= low <= high:
                 raise ConfigError(f"prompt_lookup_min must be in 1 … prompt_lookup_max ({high}), got {low}.")
 
+        @property
+        def shortest(self) -> int:
+            return self.prompt_lookup_min if self.prompt_lookup_min is not None else 1 if self.prompt_lookup_max == 1 else 2
+
     def __init__(self, options: Options, target: object = None) -> None:
         self.options = options
-        self.shortest, self.longest = options.prompt_lookup_min, options.prompt_lookup_max
+        self.shortest, self.longest = options.shortest, options.prompt_lookup_max
         self.seen: dict[Row, Seen] = {}
 
     def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
