@@ -61,6 +61,9 @@ class EngineOptions:
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(f"model must be a folder, a .gguf file, a hub id or a built-in name, got {self.model!r}.")
+        for name in ("tokenizer", "revision"):
+            if (text := getattr(self, name)) is not None and not (isinstance(text, str) and text):
+                raise ConfigError(f"{name} must be a string or None, got {text!r}.")
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "max_loras", "max_lora_rank"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):

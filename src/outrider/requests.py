@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -107,10 +108,10 @@ class Reader:
 
     def _ids(self, prompt: Prompt, text: str | None) -> list[int]:
         """The ids of a prompt, checked: there are some, and they exist."""
-        ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
         for name in prompt if isinstance(prompt, Mapping) else ():
             if name not in KEYS:
                 raise RequestError(unknown("key of a prompt", name, KEYS))
+        ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
         if text is None and ids is None:
             raise RequestError(f'a prompt must be a string, {{"prompt": …}} or {{"prompt_token_ids": […]}}, got {prompt!r}.')
         if ids is None:
@@ -119,21 +120,26 @@ class Reader:
             if not isinstance(text, str):
                 raise RequestError(f"a text prompt must be a string, got {text!r}.")
             try:
-                ids = self.tokenizer.encode(text)
+                ids = self.tokenizer.encode(text, verbose=False)  # of its length the engine speaks
             except Exception as error:  # tokenizers raise what they like, over a lone surrogate for instance
                 raise RequestError(f"the tokenizer cannot read the prompt {text!r}: {error}") from error
         if not isinstance(ids, (list, tuple)):
             raise RequestError(f"prompt_token_ids must be a list, got {type(ids).__name__}.")
         if len(ids) == 0:
             raise RequestError("the prompt is empty: it must have at least one token.")
-        self._exist("token id", ids)
-        return list(ids)
+        return self._exist("token id", ids)
 
-    def _exist(self, name: str, ids: Iterable[Any]) -> None:
+    def _exist(self, name: str, ids: Iterable[Any]) -> list[int]:
+        """The ids as plain numbers; numpy's are welcome."""
         vocabulary = self.engine.checkpoint.spec.vocabulary
+        numbers = []
         for token in ids:
-            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocabulary:
-                raise RequestError(f"{name} {token!r} does not exist: the vocabulary has ids 0 … {vocabulary - 1}.")
+            whole = hasattr(token, "__index__") and not isinstance(token, bool)
+            number = operator.index(token) if whole else token
+            if not whole or not 0 <= number < vocabulary:
+                raise RequestError(f"{name} {number!r} does not exist: the vocabulary has ids 0 … {vocabulary - 1}.")
+            numbers.append(number)
+        return numbers
 
     def _truncated(self, ids: list[int], params: SamplingParams) -> list[int]:
         """The end of the prompt that truncate_prompt_tokens leaves; the context must have room for an answer."""
@@ -142,11 +148,16 @@ class Reader:
             keep = max(1, longest - (params.max_tokens or 1))
         ids = ids if keep is None else ids[-keep:]
         if len(ids) >= longest:
-            raise RequestError(f"the prompt has {len(ids)} tokens, the context holds {longest} and one must be left for the answer.")
+            cure = " or raise max_model_len" if longest < self.engine.checkpoint.spec.context else ""
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens, the context holds {longest} and one must be left for the answer: shorten it, set "
+                f"truncate_prompt_tokens (at most {longest - 1}){cure}."
+            )
         return ids
 
     def _rows(self, id: str, ids: list[int], params: SamplingParams, streaming: bool, lora: LoRARequest | None) -> list[Row]:
         self._exist("allowed_token_ids: token id", params.allowed_token_ids or ())
+        self._exist("stop_token_ids: token id", params.stop_token_ids or ())
         self._exist("logit_bias: token id", params.logit_bias or ())
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and the checkpoint has none: use stop_token_ids.")
@@ -157,7 +168,6 @@ class Reader:
         limit = min(self.engine.max_len, len(ids) + (params.max_tokens or self.engine.max_len))
         seed = params.seed if params.seed is not None else mix(self.seed + int(id))
         bad_words = self._bad_words(params)
-        self._exist("stop_token_ids: token id", params.stop_token_ids or ())
         reads = self.tokenizer is not None and params.detokenize and (bool(params.stop) or streaming)
         rows: list[Row] = []
         for index in range(params.n):

@@ -94,10 +94,41 @@ def test_what_is_no_prompt_is_one_bad_prompt(llm: LLM, prompt: Any) -> None:
     assert_well(llm)
 
 
+def test_whole_numbers_of_any_kind_are_token_ids(llm: LLM) -> None:
+    import numpy as np
+
+    output = llm.generate({"prompt_token_ids": list(np.array([5, 6, 7]))}, GREEDY)[0]
+    assert output.outputs[0].token_ids == answer(llm)
+    assert all(type(token) is int for token in output.prompt_token_ids)
+    with pytest.raises(RequestError, match="token id 300 does not exist"):
+        llm.generate({"prompt_token_ids": list(np.array([5, 300]))}, GREEDY)
+
+
 def test_ids_go_before_the_text_beside_them(speaking: LLM) -> None:
     """As in vLLM: the text is only shown."""
     output = speaking.generate({"prompt": "shown", "prompt_token_ids": [5, 6, 7]}, GREEDY)[0]
     assert output.prompt == "shown" and output.prompt_token_ids == [5, 6, 7]
+
+
+def test_a_prompt_that_is_too_long_names_the_cure_and_nothing_else_is_said(
+    speaking: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Neither a warning of the tokenizer's, which knows another length than the engine."""
+    import logging
+
+    monkeypatch.setattr(speaking.tokenizer, "model_max_length", 64)
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    with pytest.raises(RequestError, match=r"truncate_prompt_tokens \(at most 63\).*max_model_len"):
+        speaking.generate("word " * 100, GREEDY)
+    with pytest.raises(RequestError, match="truncate_prompt_tokens"):
+        speaking.chat([{"role": "user", "content": "word " * 100}], GREEDY)
+    assert not caplog.records and capfd.readouterr() == ("", "")
+
+
+def test_a_context_that_is_the_models_own_cannot_be_raised(llm: LLM) -> None:
+    with pytest.raises(RequestError) as caught:
+        llm.generate({"prompt_token_ids": LONG}, GREEDY)
+    assert "truncate_prompt_tokens" in str(caught.value) and "max_model_len" not in str(caught.value)
 
 
 def test_a_bad_prompt_in_a_stream_comes_first_and_the_others_go_on(llm: LLM) -> None:
@@ -200,7 +231,7 @@ def test_a_device_that_is_not_there(tiny: Path) -> None:
 
 
 def test_a_tokenizer_that_is_not_there(tiny: Path, tmp_path: Path) -> None:
-    with pytest.raises(OutriderError, match="tokenizer"):
+    with pytest.raises(OutriderError, match=r"no tokenizer folder .*nothing.*: give a folder or a hub id"):
         LLM(str(tiny), tokenizer=str(tmp_path / "nothing"))
 
 

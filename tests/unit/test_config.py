@@ -156,7 +156,7 @@ def test_an_unknown_engine_option(wrong: str, right: str | None) -> None:
         {"max_num_batched_tokens": 8}, {"kv_cache_memory_bytes": 0}, {"kv_cache_memory_bytes": "1GB"},
         {"gpu_memory_utilization": 0}, {"gpu_memory_utilization": 1.5}, {"gpu_memory_utilization": "a"},
         {"tensor_parallel_size": 2}, {"seed": "x"}, {"quantization": "int5"}, {"quantization": 8}, {"kv_cache_dtype": "fp8"},
-        {"kv_cache_dtype": None},
+        {"kv_cache_dtype": None}, {"tokenizer": 5}, {"tokenizer": ""}, {"revision": 5}, {"revision": ""},
     ],
     ids=str,
 )  # fmt: skip

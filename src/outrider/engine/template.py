@@ -57,7 +57,7 @@ def render(tokenizer: Any, prompt: Mapping[str, Any]) -> dict[str, Any]:
             tokenize=False,
             **(given.chat_template_kwargs or {}),
         )
-        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False, verbose=False)}
     except Exception as error:  # a template is a program: it can raise anything
         raise RequestError(f"the chat template cannot take these messages: {error}") from error
 

@@ -154,8 +154,11 @@ def read_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
     """Raises ModelError where there is none, or one that cannot be read."""
     from transformers import AutoTokenizer
 
+    folder = Path(name).expanduser()
+    if not folder.exists() and "/" in name and not on_hub(name):
+        raise ModelError(f"there is no tokenizer folder {name!r}: give a folder or a hub id (owner/name).")
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(folder if folder.exists() else name, trust_remote_code=trust_remote_code)
     except Exception as error:
         raise ModelError(f"the tokenizer of {name!r} cannot be read: {first_line(error)}") from error
 
