@@ -234,7 +234,8 @@ def _carried(x: Tensor, kernels: Kernels) -> Tensor:
 def rotations(config: Any, max_len: int) -> Tensor:
     """float32 [max_len, head_dim]: cos, then sin, of the first half of the head; every scaling that transformers knows.
 
-    A scaling that depends on the length (longrope) is taken for `max_len`, as in vLLM; transformers switches as a text grows.
+    A scaling that depends on the length (longrope, dynamic) is taken for `max_len`, as in vLLM; transformers switches as a text grows.
+    "dynamic" stretches behind max_position_embeddings only, which is as far as a request may go: here it does nothing.
     """
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
