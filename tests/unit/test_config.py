@@ -117,7 +117,7 @@ def test_a_value_out_of_range_is_named(config: Any, named: str) -> None:
 
 
 def test_ranges_that_only_touch_are_fine() -> None:
-    table = [[4, 9, 1], [1, 3, 5]]
+    table = [(4, 9, 1), [1, 3, 5]]
     given = {"method": "ngram", "num_speculative_tokens_per_batch_size": table}
     assert SpeculativeOptions.of(given).control.num_speculative_tokens_per_batch_size == table
 

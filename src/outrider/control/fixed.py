@@ -41,8 +41,7 @@ class Options:
                     "num_speculative_tokens_per_batch_size must be a list of [smallest, largest, levels] with "
                     f"1 <= smallest <= largest, got {entry!r}."
                 )
-        ranges = sorted(table or [])
-        for entry, after in pairwise(ranges):
+        for entry, after in pairwise(sorted(map(list, table or ()))):
             if after[0] <= entry[1]:
                 raise ConfigError(
                     f"num_speculative_tokens_per_batch_size must have ranges that do not overlap, got {entry!r} and {after!r}."
