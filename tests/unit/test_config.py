@@ -11,6 +11,7 @@ from outrider import ConfigError, OutriderError, draft, verify
 from outrider.config import EngineOptions, SpeculativeOptions, options
 from outrider.control import fixed
 from outrider.draft.draft_model import DraftModel
+from outrider.draft.union import read
 from outrider.errors import unknown
 
 NAMES = sorted(f.name for f in fields(EngineOptions))
@@ -108,12 +109,22 @@ def test_keys_of_another_method_are_refused() -> None:
         ({"method": "draft_model", "draft_tensor_parallel_size": 2}, "draft_tensor_parallel_size"),
         ({"method": "draft_model", "model": None}, "model"),
         ({"method": "draft_model", "model": ""}, "model must be a folder or a hub id, got ''"),
+        ({"model": ""}, "model must be a folder or a hub id, got ''"),
+        ({"model": 5}, "model must be a folder or a hub id, got 5"),
         ({"method": "draft_model", "quantization": "q4"}, "quantization of the draft"),
     ],
     ids=str,
 )
 def test_a_value_out_of_range_is_named(config: Any, named: str) -> None:
     assert named in refused(config)
+
+
+def test_the_target_drafts_for_itself_in_a_mix_too() -> None:
+    config = {"model": "self", "draft_kv_budget": 64}
+    assert SpeculativeOptions.of(config).method is read(config)[0] is DraftModel
+    for wrong in ("", 5, None):
+        with pytest.raises(ConfigError, match=f"model must be a folder or a hub id, got {wrong!r}"):
+            read({"model": wrong})
 
 
 def test_ranges_that_only_touch_are_fine() -> None:
