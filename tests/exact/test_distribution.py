@@ -140,12 +140,16 @@ class Lot:
 
 
 def chi_square(counts: np.ndarray, expected: np.ndarray, least: float) -> tuple[float, int]:
-    """The statistic and its degrees of freedom, neighbours joined to cells that expect `least` samples or more."""
+    """The statistic and its degrees of freedom over cells that expect `least` samples or more: what expects fewer is joined with others
+    in order."""
     if counts[expected == 0].any():
         return math.inf, 1  # something that cannot be said was said
     cells: list[tuple[float, float]] = []
     seen = wanted = 0.0
     for count, mean in zip(counts.tolist(), expected.tolist()):
+        if mean >= least:
+            cells.append((count, mean))
+            continue
         seen, wanted = seen + count, wanted + mean
         if wanted >= least:
             cells.append((seen, wanted))
