@@ -17,12 +17,13 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from outrider.draft.base import Drafter, Target
 from outrider.draft.matches import Belief
 from outrider.errors import ConfigError
+from outrider.sampling.noise import stream_of
 from outrider.types import NOTHING, ROOT, Batch, Budget, Commit, Draft, Guesses, Needs, Row
 
 TOKENS = 1 << 16  # that a pool knows n-grams of; the one that was not heard of for longest goes first
@@ -102,7 +103,6 @@ class Known:
 class Memory:
     pool: Pool
     belief: Belief  # how often a level of guesses was right
-    dice: random.Random = field(default_factory=lambda: random.Random(0))  # for what a new window begins with
 
 
 class Lookahead(Drafter):
@@ -166,7 +166,7 @@ class Lookahead(Drafter):
 
     def _known(self, row: Row) -> Known:
         if row not in self.rows:
-            start = self.memory.dice.choices(row.tokens, k=self.reach)
+            start = random.Random(stream_of(row.seed, row.index)).choices(row.tokens, k=self.reach)
             self.rows[row] = Known(Window([start], self.level - 1))
         return self.rows[row]
 
