@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)  # the models are tiny: a second thread costs more than it gives
+settings.register_profile("steady", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is no failure
+settings.load_profile("steady")
 
 Make = Callable[..., Path]
 BASE: dict[str, Any] = {

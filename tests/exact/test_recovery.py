@@ -50,7 +50,7 @@ def test_a_prompt_that_the_tokenizer_cannot_read_fails_alone(llm: LLM, monkeypat
             raise TypeError("no such character")
         return list(encode(text))
 
-    monkeypatch.setattr(type(llm.tokenizer), "encode", lambda self, text: picky(text))
+    monkeypatch.setattr(type(llm.tokenizer), "encode", lambda self, text, **_: picky(text))
     good, bad = llm.generate(["abc", "bad"], PARAMS)
     assert good.outputs[0].token_ids == before
     assert isinstance(bad.error, RequestError) and bad.prompt == "bad"
