@@ -122,7 +122,7 @@ class Plan:
         self.host = array("q", self._ids + self._positions + self._slots + self._seen + depths + self._tables)
         first, step = self.host.buffer_info()[0], self.length * 8
         self.ids_at, self.positions_at, self.slots_at, self.seen_at, self.depths_at, self.tables_at = range(first, first + 6 * step, step)
-        self.width = max(depths)
+        self.width = max(depths, default=0)
         flat: list[int] = []
         if self.width:
             blank = [0] * self.width

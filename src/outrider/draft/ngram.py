@@ -2,8 +2,8 @@
 
 The longest match wins, and of equally long ones the most recent.  No match is no guess and costs nothing.  Evidence decides how
 much is risked, since an answer of ten tokens never earns back a step that was long for nothing: a row that was not right yet
-guesses behind matches of three tokens and more only, and as many tokens as its match is longer than one; one whose guesses keep
-failing looks at the longest n-gram only and guesses one token, until one is right again; the others guess all that they may.
+guesses behind matches of three tokens and more (or the longest) only, and as many tokens as its match is longer than one; one whose
+guesses keep failing looks at the longest n-gram only and guesses one token, until one is right again; the others guess all they may.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@
 
 enum { BINS = 1024, PART = 16, MOST = 64, MORE = 16, SHARED = 8192 };
 #define LEAST -3.0e38f                                        /* below it a token is forbidden */
+typedef struct { float temperature; double min_p; long top_k; double top_p; } Law;
 typedef struct { float *logit, *mass; int32_t *id; long n; } Items;          /* candidates; mass = exp(logit - best) */
 typedef double vd __attribute__((vector_size(VL * 8), aligned(8)));
 
@@ -198,25 +199,25 @@ static Mass mass_of(const Row *r, float best, float least, float x, int alone) {
 
 /* Whether the law allows the token with logit x, up to rounding; 0 if that takes more than one look.  What it allows is everything from
  * some logit on, so a token is inside unless those above it already are too many.  Saves most rows the search for the border. */
-static int inside(const Row *r, float best, float x, double min_p, long top_k, double top_p, int alone) {
-    const int ranked = top_k > 0 && top_k < r->n;
-    const float least = min_p > 0 ? best + (float)log(min_p) : LEAST;
+static int inside(const Row *r, float best, float x, const Law *law, int alone) {
+    const int ranked = law->top_k > 0 && law->top_k < r->n;
+    const float least = law->min_p > 0 ? best + (float)log(law->min_p) : LEAST;
     if (x == best) return 1;
     if (x < least) return 0;
-    if (!ranked && top_p >= 1) return 1;
+    if (!ranked && law->top_p >= 1) return 1;
     const Mass mass = mass_of(r, best, least, x, alone);
-    if (ranked && mass.count >= top_k) return 0;
-    return top_p >= 1 || mass.above < top_p * (ranked ? mass.above + exp(x - best) : mass.all);      /* at least that much is inside */
+    if (ranked && mass.count >= law->top_k) return 0;
+    return law->top_p >= 1 || mass.above < law->top_p * (ranked ? mass.above + exp(x - best) : mass.all);      /* at least that much is inside */
 }
 
 /* The k best of a row that are inside, of some more that were chosen; 0 if that is not enough.  Only where `inside` is sure of all. */
-static int sift(const Row *r, float best, double min_p, long top_k, double top_p, int alone, Best *found, long k) {
+static int sift(const Row *r, float best, const Law *law, int alone, Best *found, long k) {
     float in = INFINITY, out = -INFINITY;                     /* the lowest logit known to be inside, the highest known not to be */
     long n = 0;
     for (long i = 0; i < found->n && n < k; i++) {
         const float x = r->l[found->id[i]];
         if (x <= out) continue;
-        if (x < in && !inside(r, best, x, min_p, top_k, top_p, alone)) { out = x; continue; }
+        if (x < in && !inside(r, best, x, law, alone)) { out = x; continue; }
         if (x < in) in = x;
         found->id[n++] = found->id[i];
     }
@@ -227,10 +228,13 @@ static int sift(const Row *r, float best, double min_p, long top_k, double top_p
 /* The k best tokens of `logits` (k <= 64) into out, and their probabilities into prob unless it is 0.  Temperature 0 ranks by
  * logit, otherwise by log p + noise(key, token), where p is the law after min_p, top_k and top_p; equal logits stay or go together.
  * Returns how many there are: fewer than k where the law allows fewer, none where no logit is finite.  alone: threads may share the row. */
-static long pick_mapped(const float *logits, long V, float temperature, double min_p, long top_k, double top_p, uint64_t key,
-                        const int32_t *map, long k, int alone, int32_t *out, float *prob) {
+static long pick_mapped(const float *logits, long V, const Law *law, uint64_t key, const int32_t *map, long k, int alone,
+                        int32_t *out, float *prob) {
     static _Thread_local float *scratch;
     static _Thread_local long size;
+    const float temperature = law->temperature;
+    const double min_p = law->min_p, top_p = law->top_p;
+    const long top_k = law->top_k;
     Row r = row_of(logits, V);
     const long padded = r.blocks * BLOCK;
     const int noisy = temperature != 0, ranked = noisy && top_k > 0 && top_k < V, nucleus = noisy && top_p < 1;
@@ -249,11 +253,11 @@ static long pick_mapped(const float *logits, long V, float temperature, double m
         choose(&r, top, map, noisy, key, alone, &found);
         float x = INFINITY;
         for (long i = 0; cut && i < found.n; i++) x = t.logit[found.id[i]] < x ? t.logit[found.id[i]] : x;
-        done = !cut || inside(&r, best, x, min_p, top_k, top_p, alone);
+        done = !cut || inside(&r, best, x, law, alone);
         if (!done && !(ranked && nucleus) && k + MORE <= MOST) {
             found = (Best){k + MORE, 0, {0}, {0}};
             choose(&r, top, map, noisy, key, alone, &found);
-            done = sift(&r, best, min_p, top_k, top_p, alone, &found, k);
+            done = sift(&r, best, law, alone, &found, k);
         }
         if (prob) all = mass_of(&r, best, LEAST, INFINITY, alone).all;
     }
@@ -287,18 +291,21 @@ static long pick_mapped(const float *logits, long V, float temperature, double m
 
 long pick(const float *logits, long V, float temperature, double min_p, long top_k, double top_p, uint64_t key, long k,
           int32_t *out, float *prob) {
-    return pick_mapped(logits, V, temperature, min_p, top_k, top_p, key, 0, k, 1, out, prob);
+    const Law law = {temperature, min_p, top_k, top_p};
+    return pick_mapped(logits, V, &law, key, 0, k, 1, out, prob);
+}
+
+static void pick_row(const float *logits, long V, const Law *law, uint64_t key, const int32_t *map, long k, int alone,
+                     int32_t *out, float *prob) {
+    for (long i = pick_mapped(logits, V, law, key, map, k, alone, out, prob); i < k; i++) { out[i] = -1; if (prob) prob[i] = 0; }
 }
 
 /* The same for n rows of logits[n,V] at once, each with a key of its own.  map: the token of every entry of a row, 0 where they are
  * the same.  out and, unless it is 0, prob are [n,k]; where there are fewer than k the rest is -1 and 0. */
 void picks(const float *logits, long n, long V, float temperature, double min_p, long top_k, double top_p, const uint64_t *keys,
            const int32_t *map, long k, int32_t *out, float *prob) {
-#define PICK(alone) { \
-    long i = pick_mapped(logits + r * V, V, temperature, min_p, top_k, top_p, keys[r], map, k, alone, out + r * k, prob ? prob + r * k : 0); \
-    for (; i < k; i++) { out[r * k + i] = -1; if (prob) prob[r * k + i] = 0; } \
-}
-    if (n == 1) { const long r = 0; PICK(1) return; }         /* not within a region, where threads would be made anew */
+    const Law law = {temperature, min_p, top_k, top_p};
+    if (n == 1) { pick_row(logits, V, &law, keys[0], map, k, 1, out, prob); return; }  /* within a region threads would be made anew */
     #pragma omp parallel for schedule(dynamic, 1)
-    for (long r = 0; r < n; r++) PICK(0)
+    for (long r = 0; r < n; r++) pick_row(logits + r * V, V, &law, keys[r], map, k, 0, out + r * k, prob ? prob + r * k : 0);
 }
