@@ -12,14 +12,17 @@ from hypothesis import strategies as st
 
 from outrider.draft.draft_model.tree import RANKED
 from outrider.kernels import cpu
+from outrider.kernels.reference import TorchKernels
 from outrider.kernels.tree import Candidates, Compiled, Found, Nodes, Plain
+from outrider.sampling.params import Law
 
 LEAST = 1e-30
+TORCH = TorchKernels(torch.device("cpu"), torch.float32)
 
 
 def kinds(k: int, wide: int, levels: int) -> list[Candidates]:
     library = cpu.library()
-    return [Plain(wide), *([] if library is None else [Compiled(library, k, wide, levels)])]
+    return [Plain(TORCH.picks, k, wide), *([] if library is None else [Compiled(library, k, wide, levels)])]
 
 
 class Sorted:
@@ -94,3 +97,30 @@ def test_nothing_found_is_no_tree(which: int) -> None:
     tree = trees[which]
     assert tree.widen(Found(torch.full((1, 3), -1, dtype=torch.int32), torch.zeros(1, 3))) == ([], [])
     assert tree.keep(4) == ([], [], [])
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    k=st.integers(1, 12), wide=st.integers(1, 12), levels=st.integers(1, 5), seed=st.integers(0, 1 << 30), listed=st.booleans(),
+    law=st.sampled_from([Law(0.0), Law(0.7), Law(1.0, top_k=5), Law(0.8, top_p=0.6)]),
+)  # fmt: skip
+def test_growing_is_picking_and_widening(k: int, wide: int, levels: int, seed: int, listed: bool, law: Law) -> None:
+    """In one call and in two, in C and in torch."""
+    dice = torch.Generator().manual_seed(seed)
+    trees = kinds(k, wide, levels)
+    apart = Sorted(wide)
+    ids = torch.arange(100, 140, dtype=torch.int32) if listed else None
+    ranked = torch.tensor(RANKED) if law.temperature else None
+    rows = 1
+    for level in range(levels):
+        logits, key = torch.randn(rows, 40, generator=dice) * 3, seed + level
+        found = Found(*TORCH.picks(logits, law, [key] * rows, k, ids), ids, ranked)
+        expected = apart.widen(found)
+        assert all(tree.grow(logits, law, key, ids, ranked) == expected for tree in trees)
+        if not (rows := len(expected[0])):
+            break
+    tokens, parents, shares = apart.keep(10)
+    for tree in trees:
+        kept = tree.keep(10)
+        assert kept[:2] == (tokens, parents)
+        assert kept[2] == pytest.approx(shares, rel=1e-4)

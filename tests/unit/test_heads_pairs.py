@@ -26,7 +26,7 @@ from outrider.heads.choose import Chooser
 from outrider.heads.files import Head
 from outrider.heads.recurrent import Recurrent, RecurrentOptions, Turn
 from outrider.heads.sample import read
-from outrider.kernels.tree import Found
+from outrider.kernels.tree import Candidates, Found
 from outrider.types import FINAL, Batch, Budget, Draft, Row
 
 WIDE = 32  # of a pair in the pool
@@ -74,6 +74,11 @@ class Oracle(Chooser):
             place = (len(row.tokens) + len(path)) % 3  # third: not among two
             found[i] = torch.tensor([right if rank == place else (right + 1 + rank) % 300 for rank in range(k)])
         return Found(found, torch.full((len(paths), k), 0.4) * 0.9 ** torch.arange(k))
+
+    def widen(
+        self, candidates: Candidates, row: Row, paths: Sequence[Sequence[int]], logits: Tensor, k: int
+    ) -> tuple[list[int], list[int]]:
+        return candidates.widen(self.found(row, paths, logits, k))
 
 
 @dataclass

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -70,11 +71,12 @@ class Plan:
 
     def nodes(self, table: array[int], seen: int, paths: Sequence[Sequence[int]], tokens: Sequence[int], shift: int = 0) -> None:
         """Guesses of one tree, each with a path of its own."""
-        self._segment(table, len(paths), seen + max(map(len, paths)))
+        n, depths, first = len(paths), [*map(len, paths)], seen - 1 + shift
+        self._segment(table, n, seen + max(depths))
         self._ids += tokens
-        self._positions += [seen + len(path) - 1 + shift for path in paths]
+        self._positions += [first + depth for depth in depths]
         self._slots += [path[-1] for path in paths]
-        self._seen += [seen] * len(paths)
+        self._seen += [seen] * n
         self._paths += paths
 
     def block(self, table: array[int], seen: int, slots: Sequence[int], tokens: Sequence[int]) -> None:
@@ -123,15 +125,19 @@ class Plan:
         first, step = self.host.buffer_info()[0], self.length * 8
         self.ids_at, self.positions_at, self.slots_at, self.seen_at, self.depths_at, self.tables_at = range(first, first + 6 * step, step)
         self.width = max(depths, default=0)
-        flat: list[int] = []
-        if self.width:
-            blank = [0] * self.width
-            for path, depth in zip(self._paths, depths):
-                flat += path
-                flat += blank[depth:]
-        self.host_paths = array("i", flat)
+        self.host_paths = array("i", self._flat(depths) if self.width else ())
         self.paths_at = self.host_paths.buffer_info()[0]
         return self
+
+    def _flat(self, depths: list[int]) -> list[int]:
+        """All paths, each as long as the longest."""
+        if min(depths) == self.width:  # a level of a tree
+            return [*chain.from_iterable(self._paths)]
+        flat, blank = list[int](), [0] * self.width
+        for path, depth in zip(self._paths, depths):
+            flat += path
+            flat += blank[depth:]
+        return flat
 
     def translate(self, ids: Sequence[int]) -> None:
         """Of a built plan: every id becomes ids[id]."""

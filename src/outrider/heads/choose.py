@@ -14,7 +14,7 @@ from torch import Tensor
 from outrider.draft.base import Target
 from outrider.draft.draft_model.tree import RANKED
 from outrider.errors import OutriderError
-from outrider.kernels.tree import Found
+from outrider.kernels.tree import Candidates, Found
 from outrider.sampling.noise import key_of
 from outrider.types import Row
 
@@ -46,6 +46,16 @@ class Chooser:
             of = {depth: key_of(row.seed, row.index, len(row.tokens) + depth) for depth in set(map(len, paths))}
             keys = [of[len(path)] for path in paths]
         return Found(*self.kernels.picks(self._cut(logits), row.law, keys, k, self.ids, not noised), self.ids, ranked)
+
+    def widen(
+        self, candidates: Candidates, row: Row, paths: Sequence[Sequence[int]], logits: Tensor, k: int
+    ) -> tuple[list[int], list[int]]:
+        """The next level of a dynamic tree, whose paths are equally long: what `Candidates.widen` makes of what is found behind them."""
+        if row.processors:
+            return candidates.widen(self.found(row, paths, logits, k))
+        noised = row.law.temperature > 0
+        key = key_of(row.seed, row.index, len(row.tokens) + len(paths[0])) if noised else 0
+        return candidates.grow(self._cut(logits), row.law, key, self.ids, self.ranked if noised else None)
 
     def law(self, row: Row, path: Sequence[int], logits: Tensor) -> Tensor | None:
         """q behind a path, float64 [V] over the target's tokens; None where it fails.  logits float32 [Vd]."""

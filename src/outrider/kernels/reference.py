@@ -195,7 +195,7 @@ class TorchKernels:
         return out, prob
 
     def candidates(self, k: int, wide: int, levels: int) -> tree.Plain:
-        return tree.Plain(wide)
+        return tree.Plain(self.picks, k, wide)
 
 
 def beside(kernels: Kernels, e: Tensor, g: Tensor, norm_token: Tensor | None, norm_state: Tensor | None, eps: float) -> Tensor:

@@ -2,7 +2,7 @@
  * sampling/reference.py is the same law in torch. */
 #include "row.h"
 
-enum { BINS = 1024, PART = 16, MOST = 64, MORE = 16, SHARED = 8192 };
+enum { BINS = 1024, MOST = 64, MORE = 16, SHARED = 8192 };
 #define LEAST -3.0e38f                                        /* below it a token is forbidden */
 typedef struct { float temperature; double min_p; long top_k; double top_p; } Law;
 typedef struct { float *logit, *mass; int32_t *id; long n; } Items;          /* candidates; mass = exp(logit - best) */
@@ -125,12 +125,14 @@ static void enter(Best *best, float score, int32_t id) {
     if (at < best->k) { best->score[at] = score; best->id[at] = id; }
 }
 
-/* Enters what can win of m <= BLOCK logits: entries ids[j] of their row, or first + j.  map: the token of an entry, whose noise it gets. */
-INLINE void consider(const float *l, long m, const int32_t *ids, int32_t first, const int32_t *map, int noisy, uint64_t key, Best *best) {
+/* Enters what can win of m <= BLOCK logits: entries ids[j] of their row, or first + j.  map: the token of an entry, whose noise it gets.
+ * least: nothing below it wins. */
+INLINE void consider(const float *l, long m, const int32_t *ids, int32_t first, const int32_t *map, int noisy, uint64_t key, float least,
+                     Best *best) {
     int32_t id[BLOCK] = {0}, token[BLOCK] = {0};
     uint32_t u[BLOCK];
     float upper[BLOCK];
-    const float worst = worst_of(best);
+    const float worst = worst_of(best) > least ? worst_of(best) : least;
     int hits = 0;
     for (int32_t j = 0; j < m; j++) id[j] = ids ? ids[j] : first + j;
     if (map) for (long j = 0; j < m; j++) token[j] = map[id[j]]; else memcpy(token, id, sizeof id);
@@ -141,7 +143,7 @@ INLINE void consider(const float *l, long m, const int32_t *ids, int32_t first, 
     }
     for (long j = 0; j < m; j++) hits += upper[j] >= worst;
     if (hits) for (long j = 0; j < m; j++)                    /* noise is drawn only where it can win */
-        if (upper[j] >= worst_of(best) && l[j] > -INFINITY) enter(best, noisy ? l[j] + gumbel(u[j]) : l[j], id[j]);
+        if (upper[j] >= worst && upper[j] >= worst_of(best) && l[j] > -INFINITY) enter(best, noisy ? l[j] + gumbel(u[j]) : l[j], id[j]);
 }
 
 /* The k best of a row.  First come the blocks that hold its k highest logits; then most of the others cannot win, whatever their noise. */
@@ -149,7 +151,7 @@ static void choose(const Row *r, const float *top, const int32_t *map, int noisy
     Best tops = {best->k, 0, {0}, {0}};
     for (long b = 0; b < r->blocks; b++) if (top[b] > worst_of(&tops)) enter(&tops, top[b], (int32_t)b);
     const float least = worst_of(&tops);
-#define CONSIDER(to) consider(block_at(r, b), r->n - b * BLOCK < BLOCK ? r->n - b * BLOCK : BLOCK, 0, (int32_t)(b * BLOCK), map, noisy, key, to)
+#define CONSIDER(to) consider(block_at(r, b), r->n - b * BLOCK < BLOCK ? r->n - b * BLOCK : BLOCK, 0, (int32_t)(b * BLOCK), map, noisy, key, noisy ? -INFINITY : least, to)
     for (long b = 0; b < r->blocks; b++) if (top[b] >= least && top[b] > -INFINITY) CONSIDER(best);
     if (!noisy) return;
     const Best known = *best;
@@ -186,7 +188,7 @@ INLINE Mass part_of(const Row *r, long from, long to, float best, float least, f
     return sum;
 }
 static Mass mass_of(const Row *r, float best, float least, float x, int alone) {
-    const long parts = (r->blocks + PART - 1) / PART;
+    const long parts = parts_of(r);
     Mass of[parts], sum = {0};
     #pragma omp parallel for schedule(static) if (alone)
     for (long p = 0; p < parts; p++) {
@@ -239,15 +241,16 @@ static long pick_mapped(const float *logits, long V, const Law *law, uint64_t ke
     const long padded = r.blocks * BLOCK;
     const int noisy = temperature != 0, ranked = noisy && top_k > 0 && top_k < V, nucleus = noisy && top_p < 1;
     const int cut = ranked || nucleus || (noisy && min_p > 0);
-    if (size < 3 * padded + r.blocks) { free(scratch); scratch = malloc((size_t)(size = 3 * padded + r.blocks) * 4); }
+    const long room = 3 * padded + parts_of(&r) * PART;
+    if (size < room) { free(scratch); scratch = malloc((size_t)(size = room) * 4); }
     Items t = {scratch, scratch + padded, (int32_t *)(scratch + 2 * padded), V};
     float *top = scratch + 3 * padded;
     alone = alone && V >= SHARED;
-    const float best = survey(&r, temperature, noisy ? t.logit : 0, top, alone);
+    double all = -1;
+    const float best = noisy || !prob ? survey(&r, temperature, noisy ? t.logit : 0, top, alone) : weigh(&r, top, &all, alone);
     if (!isfinite(best)) return 0;
 
     Best found = {k, 0, {0}, {0}};
-    double all = 0;
     int done = 0;
     if (!cut || !prob) {                                      /* the best of all are the best inside, where they are inside */
         choose(&r, top, map, noisy, key, alone, &found);
@@ -259,7 +262,7 @@ static long pick_mapped(const float *logits, long V, const Law *law, uint64_t ke
             choose(&r, top, map, noisy, key, alone, &found);
             done = sift(&r, best, law, alone, &found, k);
         }
-        if (prob) all = mass_of(&r, best, LEAST, INFINITY, alone).all;
+        if (prob && noisy) all = mass_of(&r, best, LEAST, INFINITY, alone).all;
     }
     if (!done) {
         for (long i = 0; i < V; i++) t.id[i] = (int32_t)i;
@@ -279,7 +282,7 @@ static long pick_mapped(const float *logits, long V, const Law *law, uint64_t ke
         }
         if (all < 0) { all = 0; for (long i = 0; i < t.n; i++) all += t.mass[i]; }
         found = (Best){k, 0, {0}, {0}};
-        for (long i = 0; i < t.n; i += BLOCK) consider(t.logit + i, t.n - i < BLOCK ? t.n - i : BLOCK, t.id + i, 0, map, 1, key, &found);
+        for (long i = 0; i < t.n; i += BLOCK) consider(t.logit + i, t.n - i < BLOCK ? t.n - i : BLOCK, t.id + i, 0, map, 1, key, -INFINITY, &found);
     }
     for (long i = 0; i < found.n; i++) {
         const vf p = (vf){0} + ((noisy ? logits[found.id[i]] / temperature : logits[found.id[i]]) - best);

@@ -99,6 +99,10 @@ void store_head(const float *x, long D, long Dp, int8_t *to);
 void attend_heads(int size, Keys keys, long from, long n, const float *q, const int8_t *K, const int8_t *V, long Dp, float scale,
                   const Bend *bend, long first, float *s, long room, float *out, long D);
 
+/* ---- sample.c, called from tree.c */
+void picks(const float *logits, long n, long V, float temperature, double min_p, long top_k, double top_p, const uint64_t *keys,
+           const int32_t *map, long k, int32_t *out, float *prob);
+
 /* ---- stop.c, called from kernels.c: when no guess is made behind a token.  chain.py mirrors the struct. */
 enum { TOP = 4, TRAITS = TOP + 2 };
 typedef struct { double least, most; const float *net; long hidden; } Halt;

@@ -71,6 +71,17 @@ long widen(Tree *t, const int32_t *entries, const float *shares, long k, const i
     return t->rows;
 }
 
+/* `widen` of the k best picks behind every such node, logits[rows,V] with one key for all: they are equally deep. */
+long grow(Tree *t, const float *logits, long V, float temperature, double min_p, long top_k, double top_p, uint64_t key,
+          const int32_t *ids, const float *ranked, long k, int32_t *out) {
+    int32_t entries[t->rows * k];
+    float shares[t->rows * k];
+    uint64_t keys[t->rows];
+    for (long r = 0; r < t->rows; r++) keys[r] = key;
+    picks(logits, t->rows, V, temperature, min_p, top_k, top_p, keys, ids, k, entries, ranked ? 0 : shares);
+    return widen(t, entries, shares, k, ids, ranked, out);
+}
+
 /* The likeliest `nodes` records of all, parents first: their tokens, the nodes of their parents (-1 behind the root) and their shares.
  * A node is no likelier than its parent, so that parents are among them.  Returns how many. */
 long keep(const Tree *t, long nodes, int32_t *tokens, int32_t *parents, float *shares) {

@@ -5,12 +5,16 @@ from __future__ import annotations
 import ctypes
 import math
 from array import array
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from outrider.sampling.params import Law
+
 TINY = 1e-30
 
+Picks = Callable[..., tuple[Tensor, Tensor]]
 Nodes = tuple[list[int], list[int], list[float]]  # tokens, the nodes of their parents (-1 behind the root), shares
 
 
@@ -40,13 +44,18 @@ class Candidates(Protocol):
         """What was found behind the nodes that went through the head last, at first behind the root.  The likeliest of it goes on: which
         of these nodes each hangs from, and its token; the likeliest by joint probability, of equals the first."""
 
+    def grow(self, logits: Tensor, law: Law, key: int, ids: Tensor | None, ranked: Tensor | None) -> tuple[list[int], list[int]]:
+        """The same of the best that `Kernels.picks` finds in logits, float32 [n, V], where all have the same key.  ids, ranked: as in
+        `Found`."""
+
     def keep(self, nodes: int) -> Nodes:
         """The likeliest of all records, parents first."""
 
 
 def declare(lib: ctypes.CDLL) -> None:
-    p, n, tree = ctypes.c_void_p, ctypes.c_long, ctypes.POINTER(_Tree)
+    p, n, d, tree = ctypes.c_void_p, ctypes.c_long, ctypes.c_double, ctypes.POINTER(_Tree)
     lib.widen.argtypes, lib.widen.restype = [tree, p, p, n, p, p, p], n
+    lib.grow.argtypes, lib.grow.restype = [tree, p, n, ctypes.c_float, d, n, d, ctypes.c_uint64, p, p, n, p], n
     lib.keep.argtypes, lib.keep.restype = [tree, n, p, p, p], n
 
 
@@ -62,7 +71,7 @@ class Compiled:
 
     def __init__(self, lib: ctypes.CDLL, k: int, wide: int, levels: int) -> None:
         most = k * (1 + (levels - 1) * wide)
-        self.lib, self.wide = lib, wide
+        self.lib, self.k, self.wide = lib, k, wide
         self.scores, self.rest = array("d", bytes(8 * most)), array("i", bytes(4 * (4 * most + wide)))
         self.rest[4 * most] = -1  # the root
         self.out = array("i", bytes(8 * wide))
@@ -76,6 +85,19 @@ class Compiled:
             self.tree, entries.data_ptr(), shares.data_ptr(), entries.shape[1], None if ids is None else ids.data_ptr(),
             None if ranked is None else ranked.data_ptr(), self.out_at,
         )  # fmt: skip
+        return self._said(count)
+
+    def grow(self, logits: Tensor, law: Law, key: int, ids: Tensor | None, ranked: Tensor | None) -> tuple[list[int], list[int]]:
+        logits = logits.contiguous()
+        return self._said(
+            self.lib.grow(
+                self.tree, logits.data_ptr(), logits.shape[1], law.temperature, law.min_p, law.top_k, law.top_p, key,
+                None if ids is None else ids.data_ptr(), None if ranked is None else ranked.data_ptr(),
+                min(self.k, logits.shape[1]), self.out_at,
+            )
+        )  # fmt: skip
+
+    def _said(self, count: int) -> tuple[list[int], list[int]]:
         return self.out[:count].tolist(), self.out[self.wide : self.wide + count].tolist()
 
     def keep(self, nodes: int) -> Nodes:
@@ -86,10 +108,10 @@ class Compiled:
 
 
 class Plain:
-    """The same in Python."""
+    """The same in Python.  picks: the kernels'."""
 
-    def __init__(self, wide: int) -> None:
-        self.wide = wide
+    def __init__(self, picks: Picks, k: int, wide: int) -> None:
+        self.picks, self.k, self.wide = picks, k, wide
         self.records: list[tuple[int, float, float, int]] = []  # token, share, score, record of the parent
         self.front = [-1]
 
@@ -102,6 +124,10 @@ class Plain:
                 self.records.append((token, share, score, parent))
         self.front = self._likeliest(first, self.wide)
         return [(at - first) // k for at in self.front], [self.records[at][0] for at in self.front]
+
+    def grow(self, logits: Tensor, law: Law, key: int, ids: Tensor | None, ranked: Tensor | None) -> tuple[list[int], list[int]]:
+        found = self.picks(logits, law, [key] * len(logits), min(self.k, logits.shape[1]), ids, ranked is None)
+        return self.widen(Found(*found, ids, ranked))
 
     def keep(self, nodes: int) -> Nodes:
         place = {at: node for node, at in enumerate(sorted(self._likeliest(0, nodes)))}
