@@ -39,5 +39,6 @@ def test_every_method_under_pressure(name: str, law: dict[str, Any], llama: str,
             assert [said(output.outputs) for output in outputs] == expected
             counted([sample for output in outputs for sample in output.outputs])
         assert tight.engine.scheduler.preemptions > 0
-        assert (sum(output.num_cached_tokens or 0 for output in outputs) > 0) == caching
+        alone = [drive(tight, PROMPTS[1:2], params[1:2])[0].num_cached_tokens for _ in range(2)]  # among others its pages may be evicted
+        assert bool(alone[1]) == caching
         settled(tight)

@@ -265,7 +265,7 @@ def test_ids_are_the_tokens_and_then_the_path(tokens: list[int], path: list[int]
         {"logit_bias": {1: float("nan")}},
         {"allowed_token_ids": []}, {"allowed_token_ids": 5}, {"allowed_token_ids": ["a"]}, {"allowed_token_ids": "12"},
         {"bad_words": "word"}, {"bad_words": ["a", ""]}, {"bad_words": [5]},
-        {"logits_processors": [5]}, {"logits_processors": boom},
+        {"logits_processors": [5]}, pytest.param({"logits_processors": boom}, id="no list"),
         {"logprobs": -2}, {"logprobs": 1.0}, {"prompt_logprobs": -5}, {"prompt_logprobs": "all"},
         {"truncate_prompt_tokens": 0}, {"truncate_prompt_tokens": -2}, {"truncate_prompt_tokens": 1.5},
         {"include_stop_str_in_output": 1}, {"skip_special_tokens": None}, {"detokenize": "no"},
