@@ -110,21 +110,23 @@ def overhead_ms(llm: LLM, config: dict[str, Any] | None, params: SamplingParams)
 
 
 def pick_ms(llm: LLM, params: SamplingParams) -> float:
-    """Milliseconds of one pick in C on logits that a forward has just written; the median of 50.
+    """Milliseconds of one pick in C right behind the lm_head that wrote its logits, as in a chain; the median of 50.
 
     A pick of one logit goes first, since a chain comes to its picks from C and not through ctypes.
     """
     decoder, times = llm.engine.decoder, []
-    law, out = params.law, (ctypes.c_int32 * 1)()
-    pool, table = decoder.pool(128), array("i", range(128))
+    head, lib, law, out = decoder.lm_head, decoder.kernels.lib, params.law, (ctypes.c_int32 * 1)()
+    pool, table, logits = decoder.pool(128), array("i", range(128)), torch.empty(1, head.outputs)
     for i in range(50):
         plan = Plan()
         plan.chain(table, i, [i])
-        logits = decoder.logits(decoder.forward(plan.build(), pool), [0])
+        x = decoder.final(decoder.forward(plan.build(), pool))
         rest = (law.temperature, law.min_p, law.top_k, law.top_p, i, 1, out, None)
-        decoder.kernels.lib.pick(logits.data_ptr(), 1, *rest)
-        asked = (logits.data_ptr(), logits.shape[1], *rest)
-        times.append(seconds(lambda: decoder.kernels.lib.pick(*asked)))  # noqa: B023 - called at once
+        asked = (logits.data_ptr(), head.outputs, *rest)
+        written = (head.c, x.data_ptr(), 1, head.inputs, logits.data_ptr(), head.outputs, False)
+        lib.linear(*written)
+        lib.pick(logits.data_ptr(), 1, *rest)
+        times.append(seconds(lambda: lib.pick(*asked)))  # noqa: B023 - called at once
     return statistics.median(times) * 1e3
 
 

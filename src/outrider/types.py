@@ -23,9 +23,8 @@ ROOT = -1
 
 
 class Speculation(NamedTuple):
-    """What speculation did for one sample.
-
-    tokens per step = emitted / target forwards that emitted (plain decoding: 1.0); acceptance = accepted / drafted, probes aside.
+    """What speculation did for one sample: tokens per step = emitted / target forwards that emitted (plain decoding: 1.0);
+    acceptance = accepted / drafted, probes aside.
     lossless: False where the verification rule changes what the target says.
     """
 
@@ -44,10 +43,8 @@ class Speculation(NamedTuple):
         return self.accepted / self.drafted if self.drafted else 0.0
 
     def __add__(self, other: Speculation) -> Speculation:  # type: ignore[override]
-        return Speculation(
-            self.steps + other.steps, self.drafted + other.drafted, self.accepted + other.accepted, self.emitted + other.emitted,
-            self.lossless and other.lossless,
-        )  # fmt: skip
+        steps, drafted, accepted, emitted = map(sum, zip(self[:4], other[:4]))
+        return Speculation(steps, drafted, accepted, emitted, self.lossless and other.lossless)
 
     def after(self, drafted: int, accepted: int, emitted: int, lossless: bool) -> Speculation:
         """After one step more."""
@@ -339,6 +336,9 @@ class Laws(Protocol):
 
     def pick(self, row: int, node: int, path: Sequence[int]) -> int:
         """The target's own token after `path`: what plain decoding says there."""
+
+    def follow(self, row: int, tree: Guesses) -> tuple[list[int], list[int]] | None:
+        """What `match` says of a tree, accepted nodes and tokens, in one go; None where it has to ask pick by pick."""
 
     def p(self, row: int, node: int, path: Sequence[int]) -> Tensor:
         """The target's law after `path`, float64 [V]: processors, temperature, top_k, top_p and min_p included."""

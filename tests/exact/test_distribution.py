@@ -360,6 +360,9 @@ class Dice:
     def p(self, row: int, node: int, path: Sequence[int]) -> Tensor:
         return self.law
 
+    def follow(self, row: int, tree: Guesses) -> None:
+        """Pick by pick."""
+
     def accept(self, row: int, node: int, probability: float) -> bool:
         return dice.accept(self.row, node, probability)  # type: ignore[arg-type]
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from helpers import answer, prompts_of
 from scene import DEPTH, GREEDY, PROMPTS, SAMPLED, Setup, told
+from torch import Tensor
 
 from outrider import LLM, SamplingParams
 from outrider.attention.plan import Plan
@@ -20,6 +21,9 @@ from outrider.cache.pool import Pool
 from outrider.cache.slots import PAGE, Table
 from outrider.engine.runner import Seen
 from outrider.engine.scheduler import Scheduler
+from outrider.kernels import cpu
+from outrider.kernels.picking import Picking
+from outrider.sampling.params import Law
 from outrider.types import ROOT, Batch, Draft, Laws, Verdict
 
 # ---- masks and positions
@@ -87,13 +91,30 @@ def test_a_node_one_position_too_far(scene: Setup, monkeypatch: pytest.MonkeyPat
 # ---- sampling
 
 
+def ask(monkeypatch: pytest.MonkeyPatch, pick: Callable[[Seen, int, int, Sequence[int]], int]) -> None:
+    """The verifier asks pick by pick."""
+    monkeypatch.setattr(Seen, "pick", pick)
+    monkeypatch.setattr(Seen, "follow", lambda self, row, tree: None)
+
+
+def follow_with(monkeypatch: pytest.MonkeyPatch, edit: Callable[[Tensor, int], tuple[Tensor, int]]) -> None:
+    """The kernel that follows a tree gets other logits, or another position."""
+    follow = Picking.follow
+
+    def edited(self: Picking, logits: Tensor, law: Law, stream: int, position: int, *tree: Any) -> Any:
+        logits, position = edit(logits, position) if tree[0] else (logits, position)
+        return follow(self, logits, law, stream, position, *tree)
+
+    monkeypatch.setattr(Picking, "follow", edited)
+
+
 def forget_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every node is sampled as if it hung from nothing: noise and processors of the root's position."""
 
     def pick(self: Seen, row: int, node: int, path: Sequence[int]) -> int:
         return self.sampler.pick(self.batch.rows[row], (), self.logits, self.roots[row] + 1 + node)
 
-    monkeypatch.setattr(Seen, "pick", pick)
+    ask(monkeypatch, pick)
 
 
 @pytest.mark.parametrize("script", ["right", "hidden"])
@@ -129,8 +150,23 @@ def test_logits_of_the_wrong_node(scene: Setup, monkeypatch: pytest.MonkeyPatch)
     def pick(self: Seen, row: int, node: int, path: Sequence[int]) -> int:
         return self.sampler.pick(self.batch.rows[row], path, self.logits, self.roots[row] + max(node, 0))
 
-    monkeypatch.setattr(Seen, "pick", pick)
+    ask(monkeypatch, pick)
     assert broken.differences() > 0
+
+
+@pytest.mark.skipif(cpu.library() is None, reason="no C compiler here")
+@pytest.mark.parametrize("wrong", ["position", "logits", None])
+def test_a_tree_followed_wrongly(wrong: str | None, scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The noise is that of the next position, or the law after the first guess is read from the root; or nothing is wrong."""
+    broken = scene(SAMPLED, "right")
+    follow_with(
+        monkeypatch,
+        lambda logits, position: (
+            logits[:1].expand_as(logits).contiguous() if wrong == "logits" else logits,
+            position + (wrong == "position"),
+        ),
+    )
+    assert (broken.differences() > 0) == (wrong is not None)
 
 
 # ---- verifying and committing

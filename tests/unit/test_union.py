@@ -282,6 +282,9 @@ class Target:
     def p(self, row: int, node: int, path: Sequence[int]) -> Tensor:
         return law_of(tuple(path), 0)
 
+    def follow(self, row: int, tree: Guesses) -> None:
+        """Pick by pick."""
+
     def accept(self, row: int, node: int, probability: float) -> bool:
         return dice.accept(self.row, node, probability)
 

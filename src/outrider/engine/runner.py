@@ -39,6 +39,9 @@ class Seen:
     def pick(self, row: int, node: int, path: Sequence[int]) -> int:
         return self.sampler.pick(self.batch.rows[row], path, self.logits, self.roots[row] + 1 + node)
 
+    def follow(self, row: int, tree: Guesses) -> tuple[list[int], list[int]] | None:
+        return self.sampler.follow(self.batch.rows[row], tree, self.logits, self.roots[row])
+
     def p(self, row: int, node: int, path: Sequence[int]) -> Tensor:
         return self.sampler.law(self.batch.rows[row], path, self.logits, self.at(row, node))
 

@@ -131,6 +131,13 @@ class Kernels(Protocol):
         """The k best tokens of one row, [V] or `row` of [M,V], under `law` with the noise of `key`, best first (fewer if the law
         allows fewer)."""
 
+    def follow(
+        self, logits: Tensor, law: Law, stream: int, position: int, tokens: Sequence[int], parents: Sequence[int], row: int
+    ) -> tuple[list[int], list[int]] | None:
+        """`match` over a tree in one call: logits [M,V], of the root in row `row`, of node i in row + 1 + i; `position` is that of the
+        token after the root.  The accepted nodes, and what is said.  None where a pick finds nothing, or no loop is at hand.
+        """
+
     def picks(
         self, logits: Tensor, law: Law, keys: Sequence[int], k: int, ids: Tensor | None = None, probs: bool = True
     ) -> tuple[Tensor, Tensor]:

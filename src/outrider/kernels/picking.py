@@ -20,6 +20,7 @@ def declare(lib: ctypes.CDLL) -> None:
     lib.pick.restype = n
     lib.picks.argtypes = [p, n, n, f, d, n, d, p, p, n, p, p]
     lib.picks.restype = None
+    lib.follow.argtypes, lib.follow.restype = [p, n, n, f, d, n, d, u, u, p, p, n, p, p], n
     lib.halts.argtypes = [ctypes.POINTER(chain.Rule), p, n, f, i, n, p]
 
 
@@ -43,6 +44,18 @@ class Picking:
             self._out, self._prob if probs else None,
         )  # fmt: skip
         return self._out[:count], self._prob[:count] if probs else []
+
+    def follow(
+        self, logits: Tensor, law: Law, stream: int, position: int, tokens: Sequence[int], parents: Sequence[int], row: int
+    ) -> tuple[list[int], list[int]] | None:
+        size, wide = len(tokens), logits.stride(0)
+        held = array("i", [*tokens, *parents[:size], *[0] * (2 * size + 1)])  # and room for the path and what is said
+        at = held.buffer_info()[0]
+        said = self.lib.follow(
+            logits.data_ptr() + row * wide * 4, wide, logits.shape[1], law.temperature, law.min_p, law.top_k, law.top_p, stream, position,
+            at, at + 4 * size, size, at + 8 * size, at + 12 * size,
+        )  # fmt: skip
+        return None if said < 0 else (held[2 * size : 2 * size + said - 1].tolist(), held[3 * size : 3 * size + said].tolist())
 
     def picks(
         self, logits: Tensor, law: Law, keys: Sequence[int], k: int, ids: Tensor | None = None, probs: bool = True

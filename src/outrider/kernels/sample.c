@@ -12,12 +12,13 @@ typedef uint64_t vl __attribute__((vector_size(VL * 4), aligned(8)));           
 typedef int32_t hi __attribute__((vector_size(VL * 2), aligned(4), may_alias));
 typedef uint32_t hu __attribute__((vector_size(VL * 2), aligned(4), may_alias));
 
-INLINE hu bits(uint64_t key, hi token) {                      /* 24 of them, by token: mix(key + (token + 1) * golden ratio) */
-    vl z = key + (__builtin_convertvector(token, vl) + 1) * 0x9e3779b97f4a7c15u;
+#define GOLDEN 0x9e3779b97f4a7c15u
+INLINE hu bits(vl z) {                                        /* 24 of them, of z = key + (token + 1) * GOLDEN: as `mix` */
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
     z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
     return __builtin_convertvector((z ^ (z >> 31)) >> 40, hu);
 }
+INLINE vl place(uint64_t key, hi token) { return key + (__builtin_convertvector(token, vl) + 1) * GOLDEN; }
 INLINE float gumbel(uint32_t u) { return (float)-log(-log((u + 0.5) * 0x1p-24)); }
 INLINE vf bound(vu u) {                                       /* -log(-log u) <= -log(1 - u), from the exponent of 1 - u alone, rounded up */
     const vf rest = __builtin_convertvector((vi)((1u << 24) - u), vf);
@@ -129,21 +130,26 @@ static void enter(Best *best, float score, int32_t id) {
  * least: nothing below it wins. */
 INLINE void consider(const float *l, long m, const int32_t *ids, int32_t first, const int32_t *map, int noisy, uint64_t key, float least,
                      Best *best) {
-    int32_t id[BLOCK] = {0}, token[BLOCK] = {0};
     uint32_t u[BLOCK];
     float upper[BLOCK];
     const float worst = worst_of(best) > least ? worst_of(best) : least;
     int hits = 0;
-    for (int32_t j = 0; j < m; j++) id[j] = ids ? ids[j] : first + j;
-    if (map) for (long j = 0; j < m; j++) token[j] = map[id[j]]; else memcpy(token, id, sizeof id);
-    if (!noisy) memcpy(upper, l, (size_t)m * 4);
+    if (!noisy) memcpy(upper, l, sizeof upper);
     else {
-        for (long j = 0; j < BLOCK; j += VL / 2) *(hu *)(u + j) = bits(key, *(const hi *)(token + j));
+        int32_t token[BLOCK] = {0};
+        const long listed = ids || map ? m : VL / 2;          /* otherwise tokens follow each other, and so do their places */
+        for (int32_t j = 0; j < listed; j++) { token[j] = ids ? ids[j] : first + j; if (map) token[j] = map[token[j]]; }
+        vl z = place(key, *(const hi *)token);
+        for (long j = 0; j < BLOCK; j += VL / 2) {
+            *(hu *)(u + j) = bits(z);
+            if (j + VL / 2 < BLOCK) z = ids || map ? place(key, *(const hi *)(token + j + VL / 2)) : z + VL / 2 * GOLDEN;
+        }
         for (long j = 0; j < BLOCK; j += VL) *(vf *)(upper + j) = *(const vf *)(l + j) + bound(*(const vu *)(u + j));
     }
-    for (long j = 0; j < m; j++) hits += upper[j] >= worst;
-    if (hits) for (long j = 0; j < m; j++)                    /* noise is drawn only where it can win */
-        if (upper[j] >= worst && upper[j] >= worst_of(best) && l[j] > -INFINITY) enter(best, noisy ? l[j] + gumbel(u[j]) : l[j], id[j]);
+    for (long j = 0; j < BLOCK; j++) hits += upper[j] >= worst;
+    if (hits) for (int32_t j = 0; j < m; j++)                 /* noise is drawn only where it can win */
+        if (upper[j] >= worst && upper[j] >= worst_of(best) && l[j] > -INFINITY)
+            enter(best, noisy ? l[j] + gumbel(u[j]) : l[j], ids ? ids[j] : first + j);
 }
 
 /* The k best of a row.  First come the blocks that hold its k highest logits; then most of the others cannot win, whatever their noise. */
@@ -296,6 +302,21 @@ long pick(const float *logits, long V, float temperature, double min_p, long top
           int32_t *out, float *prob) {
     const Law law = {temperature, min_p, top_k, top_p};
     return pick_mapped(logits, V, &law, key, 0, k, 1, out, prob);
+}
+
+/* What match says of a tree (see verify/match.py): the pick behind its root, then behind the child that holds it, as long as there is one.
+ * logits: of the root and of every node, `wide` apart; the keys are those of the positions from `position` on.  path gets the accepted nodes,
+ * said one token more.  Returns how many were said; -1 where one of the picks finds nothing. */
+long follow(const float *logits, long wide, long V, float temperature, double min_p, long top_k, double top_p, uint64_t stream,
+            uint64_t position, const int32_t *tokens, const int32_t *parents, long nodes, int32_t *path, int32_t *said) {
+    const Law law = {temperature, min_p, top_k, top_p};
+    for (long n = 0, node = -1; ; path[n++] = (int32_t)node) {
+        if (!pick_mapped(logits + (node + 1) * wide, V, &law, mix(stream + position + (uint64_t)n), 0, 1, 1, said + n, 0)) return -1;
+        long child = nodes - 1;                               /* of children that hold the same, the last */
+        while (child > node && (parents[child] != node || tokens[child] != said[n])) child--;
+        if (child == node) return n + 1;
+        node = child;
+    }
 }
 
 static void pick_row(const float *logits, long V, const Law *law, uint64_t key, const int32_t *map, long k, int alone,

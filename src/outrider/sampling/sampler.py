@@ -10,14 +10,14 @@ from torch import Tensor
 from outrider.errors import ModelError, OutriderError, RequestError
 from outrider.kernels import Kernels
 from outrider.kernels.chain import TRAITS
-from outrider.sampling.noise import key_of
+from outrider.sampling.noise import key_of, stream_of
 from outrider.sampling.params import Law
 from outrider.sampling.processors import Ids
 from outrider.sampling.reference import filtered, probabilities
 
 if TYPE_CHECKING:
     from outrider.kernels.chain import Halt, Traits
-    from outrider.types import Row
+    from outrider.types import Guesses, Row
 
 GREEDY = Law(temperature=0.0)
 
@@ -34,6 +34,14 @@ class Sampler:
         if tokens:
             return tokens[0]
         raise self._nothing(row, logits, at)
+
+    def follow(self, row: Row, tree: Guesses, logits: Tensor, at: int) -> tuple[list[int], list[int]] | None:
+        """What `match` says of the tree, whose root has row `at` of logits [M,V] and whose nodes the next: the accepted nodes, and the
+        tokens that are said.  None where it has to ask pick by pick."""
+        if row.processors:
+            return None
+        stream, tokens = stream_of(row.seed, row.index), tree.tokens[: tree.size]
+        return self.kernels.follow(logits, row.law, stream, len(row.tokens), tokens, tree.parents, at)
 
     def law(self, row: Row, path: Sequence[int], logits: Tensor, at: int = 0) -> Tensor:
         """The distribution of that token, float64 [V] on the CPU."""

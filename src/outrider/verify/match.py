@@ -16,6 +16,8 @@ class Match(Rule):
     drawn = False
 
     def walk(self, tree: Guesses, target: Answers) -> tuple[list[int], list[int]]:
+        if (found := target.follow(tree)) is not None:
+            return found
         child = dict(zip(zip(tree.parents, tree.tokens), range(tree.size)))
         path: list[int] = []
         said: list[int] = []
