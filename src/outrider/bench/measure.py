@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import itertools
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from outrider import draft
@@ -22,12 +24,14 @@ Prompts = Sequence[tuple[str, Any]]  # (kind, what LLM.generate takes)
 
 @dataclass
 class Run:
-    """Some requests of one kind, answered at once.  seconds: wall clock, the prompts included.  times: the engine's."""
+    """Some requests of one kind, answered at once.  seconds: wall clock, the prompts included.  times: the engine's.  turns: the seconds of
+    every repeat."""
 
     kind: str
     seconds: float
     times: Times
     answers: list[CompletionOutput]
+    turns: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -64,6 +68,12 @@ class Measured:
     def speed(self) -> float:
         """New tokens a second."""
         return sum(map(len, self.tokens)) / sum(run.seconds for run in self.runs)
+
+    def speed_up(self, plain: Measured) -> float:
+        """Over plain decoding: the median over the repeats, in each of which the two took turns; for a machine whose pace changes."""
+        ours, theirs = ([sum(turn) for turn in zip(*(run.turns for run in result.runs))] for result in (self, plain))
+        tokens = sum(map(len, self.tokens)) / sum(map(len, plain.tokens))
+        return tokens * statistics.median(their / our for our, their in zip(ours, theirs))
 
     @property
     def total(self) -> Speculation:
@@ -107,6 +117,9 @@ def demonstrations() -> dict[str, Mapping[str, Any] | None]:
     return shown
 
 
+seconds_of = attrgetter("seconds")
+
+
 def grouped(prompts: Prompts, size: int) -> list[tuple[str, list[Any]]]:
     """The prompts of each kind, `size` together at most."""
     kinds = dict.fromkeys(kind for kind, _ in prompts)
@@ -132,6 +145,7 @@ def measure(
     """
     groups = grouped(prompts, batch_size)
     best: dict[tuple[str, int], Run] = {}
+    turns: dict[tuple[str, int], list[float]] = {}
     for repeat in range(repeats):
         variants = {label: llm.variant(config) for label, config in configs.items()}
         for variant in variants.values():
@@ -142,12 +156,14 @@ def measure(
             order = list(variants.items())
             for label, variant in order[(i + repeat) % len(order) :] + order[: (i + repeat) % len(order)]:
                 memory = variant.engine.drafter.memory
-                for _ in range(2):
-                    run = once(variant, kind, group, params, memory)
-                    best[label, i] = min(run, best.get((label, i), run), key=lambda run: run.seconds)
+                run = min((once(variant, kind, group, params, memory) for _ in range(2)), key=seconds_of)
+                best[label, i] = min(run, best.get((label, i), run), key=seconds_of)
+                turns.setdefault((label, i), []).append(run.seconds)
                 tick(label)
     for variant in variants.values():
         variant.engine.check()
+    for place, run in best.items():
+        run.turns = turns[place]
     return [Measured(label, [best[label, i] for i in range(len(groups))], variants[label].engine.rule.promise) for label in configs]
 
 
