@@ -72,8 +72,8 @@ class Measured:
     def speed_up(self, plain: Measured) -> float:
         """Over plain decoding: the median over the repeats, in each of which the two took turns; for a machine whose pace changes."""
         ours, theirs = ([sum(turn) for turn in zip(*(run.turns for run in result.runs))] for result in (self, plain))
-        tokens = sum(map(len, self.tokens)) / sum(map(len, plain.tokens))
-        return tokens * statistics.median(their / our for our, their in zip(ours, theirs))
+        tokens: float = sum(map(len, self.tokens)) / sum(map(len, plain.tokens))
+        return tokens * float(statistics.median(their / our for our, their in zip(ours, theirs)))
 
     @property
     def total(self) -> Speculation:
