@@ -107,9 +107,7 @@ class Known(Chooser):
         picks = target.decoder.kernels.picks
         self.picked = {rows: Found(*picks(logits[:rows], GREEDY, [0] * rows, TOP_K)) for rows in ROWS}
 
-    def widen(
-        self, candidates: Candidates, row: Row, paths: Sequence[Sequence[int]], logits: torch.Tensor, k: int
-    ) -> tuple[list[int], list[int]]:
+    def widen(self, candidates: Candidates, row: Row, paths: Sequence[Sequence[int]], logits: torch.Tensor) -> tuple[list[int], list[int]]:
         return candidates.widen(self.picked[len(paths)])
 
 

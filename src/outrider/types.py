@@ -69,7 +69,7 @@ class LoRARequest:
             raise RequestError(f"lora_int_id must be a whole number of at least 1, got {self.lora_int_id}.")
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Row:
     """One sample of one request: what the scheduler moves and a drafter sees.
 

@@ -170,3 +170,16 @@ def test_a_changed_token_is_seen(run: Run, questions: Path, monkeypatch: pytest.
     monkeypatch.setattr(sys.modules["outrider.cli.bench"], "measure", broken)
     result = run("bench", questions, *FAST, "--limit", 1)
     assert result.status == 1 and "✗" in result.out
+
+
+def test_a_speed_up_is_the_median_of_rounds() -> None:
+    """In each of which both were measured: a slow round of the machine is one round, whoever was faster at his best."""
+
+    def measured(tokens: int, *turns: list[float]) -> Measured:
+        answers = [CompletionOutput(0, "", [1] * tokens, speculation=Speculation())]
+        return Measured("", [Group("chat", min(turn), Times(), answers, turn) for turn in turns])
+
+    plain = measured(10, [2.0, 4.0, 9.0], [2.0, 2.0, 2.0])
+    assert measured(10, [4.0, 4.0, 9.0], [2.0, 2.0, 2.0]).speed_up(plain) == 1.0
+    assert measured(20, [1.0, 4.0, 9.0], [1.0, 2.0, 2.0]).speed_up(plain) == 2.0
+    assert measured(10, [1.0, 2.0, 9.0], [1.0, 1.0, 2.0]).speed_up(plain) == 2.0

@@ -75,10 +75,8 @@ class Oracle(Chooser):
             found[i] = torch.tensor([right if rank == place else (right + 1 + rank) % 300 for rank in range(k)])
         return Found(found, torch.full((len(paths), k), 0.4) * 0.9 ** torch.arange(k))
 
-    def widen(
-        self, candidates: Candidates, row: Row, paths: Sequence[Sequence[int]], logits: Tensor, k: int
-    ) -> tuple[list[int], list[int]]:
-        return candidates.widen(self.found(row, paths, logits, k))
+    def widen(self, candidates: Candidates, row: Row, paths: Sequence[Sequence[int]], logits: Tensor) -> tuple[list[int], list[int]]:
+        return candidates.widen(self.found(row, paths, logits, candidates.k))
 
 
 @dataclass

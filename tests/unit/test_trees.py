@@ -130,6 +130,9 @@ class Said:
         self.answers, self.default = answers, default
         self.asked: list[int] = []
 
+    def follow(self, row: int, tree: Guesses) -> None:
+        """Pick by pick."""
+
     def pick(self, row: int, node: int, path: list[int]) -> int:
         self.asked.append(node)
         return self.answers.get(tuple(path), self.default)

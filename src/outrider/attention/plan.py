@@ -36,6 +36,11 @@ class Plan:
     hold the numbers: right after a forward that swept the processor's caches, numpy and torch cost tens of microseconds a call.
     """
 
+    __slots__ = (
+        "_ids", "_paths", "_positions", "_seen", "_slots", "_tables", "adapted", "depths_at", "host", "host_paths", "ids_at", "length",
+        "longest", "paths_at", "pinned", "positions_at", "seen_at", "segments", "slots_at", "tables_at", "width",
+    )  # fmt: skip
+
     def __init__(self, pinned: int = 0) -> None:
         self.pinned = pinned
         self.segments: list[tuple[array[int], int, int]] = []

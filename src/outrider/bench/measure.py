@@ -24,8 +24,8 @@ Prompts = Sequence[tuple[str, Any]]  # (kind, what LLM.generate takes)
 
 @dataclass
 class Run:
-    """Some requests of one kind, answered at once.  seconds: wall clock, the prompts included.  times: the engine's.  turns: the seconds of
-    every repeat."""
+    """Some requests of one kind, answered at once.  seconds: wall clock, the prompts included.  times: the engine's.  turns: the seconds
+    of each repeat, if there were some."""
 
     kind: str
     seconds: float
@@ -73,7 +73,7 @@ class Measured:
         """Over plain decoding: the median over the repeats, in each of which the two took turns; for a machine whose pace changes."""
         ours, theirs = ([sum(turn) for turn in zip(*(run.turns for run in result.runs))] for result in (self, plain))
         tokens: float = sum(map(len, self.tokens)) / sum(map(len, plain.tokens))
-        return tokens * float(statistics.median(their / our for our, their in zip(ours, theirs)))
+        return tokens * float(statistics.median(their / our for our, their in zip(ours, theirs, strict=True)))
 
     @property
     def total(self) -> Speculation:
@@ -136,7 +136,7 @@ def measure(
     tick: Callable[[str], None] = lambda label: None,
     batch_size: int = 1,
 ) -> list[Measured]:
-    """Every config over every (kind, prompt), `batch_size` of a kind at once; the best of `repeats` times each.
+    """Every config over every (kind, prompt), `batch_size` of a kind at once; the best of `repeats` turns, and the seconds of each.
 
     Methods take turns at each group, another one first each time, so that a machine that slows down for a while slows all of them; each
     turn runs twice, since a method that follows one with weights of its own finds the processor's caches cold.  What a method has

@@ -21,6 +21,8 @@ SLICE = 16  # rows of prompt logits that are held at once
 class Seen:
     """What a forward saw.  Laws are evaluated when the verifier asks: along the path, level by level."""
 
+    __slots__ = ("batch", "kept", "logits", "needs", "roots", "sampler", "spans")
+
     def __init__(
         self, batch: Batch, logits: Tensor, roots: dict[int, int], sampler: Sampler, needs: Needs,
         kept: Mapping[int, Tensor], spans: list[tuple[int, int]],

@@ -47,12 +47,10 @@ class Chooser:
             keys = [of[len(path)] for path in paths]
         return Found(*self.kernels.picks(self._cut(logits), row.law, keys, k, self.ids, not noised), self.ids, ranked)
 
-    def widen(
-        self, candidates: Candidates, row: Row, paths: Sequence[Sequence[int]], logits: Tensor, k: int
-    ) -> tuple[list[int], list[int]]:
+    def widen(self, candidates: Candidates, row: Row, paths: Sequence[Sequence[int]], logits: Tensor) -> tuple[list[int], list[int]]:
         """The next level of a dynamic tree, whose paths are equally long: what `Candidates.widen` makes of what is found behind them."""
         if row.processors:
-            return candidates.widen(self.found(row, paths, logits, k))
+            return candidates.widen(self.found(row, paths, logits, candidates.k))
         noised = row.law.temperature > 0
         key = key_of(row.seed, row.index, len(row.tokens) + len(paths[0])) if noised else 0
         return candidates.grow(self._cut(logits), row.law, key, self.ids, self.ranked if noised else None)

@@ -148,7 +148,7 @@ class Kernels(Protocol):
         """
 
     def candidates(self, k: int, wide: int, levels: int) -> Candidates:
-        """Of a dynamic tree that begins: at most k behind a node, `wide` nodes of a level that go on, so many levels."""
+        """Of a dynamic tree that begins: at most k <= 64 behind a node, `wide` nodes of a level that go on, so many levels."""
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:

@@ -197,18 +197,6 @@ void store_head(const float *x, long D, long Dp, int8_t *to) {
     memcpy(to + Dp, &scale, 4);
 }
 
-#ifdef __clang__
-#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define PICK(a, b, ...) __builtin_shuffle(a, b, (vi){__VA_ARGS__})
-#endif
-#ifdef __AVX512F__
-#define EVEN 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
-#define ODD 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
-#else
-#define EVEN 0, 2, 4, 6, 8, 10, 12, 14
-#define ODD 1, 3, 5, 7, 9, 11, 13, 15
-#endif
 INLINE vi sums(vi *v) {                                       /* lane j: the sum of the lanes of v[j] */
     #pragma GCC unroll 4
     for (int n = VL / 2; n; n /= 2)

@@ -16,34 +16,33 @@ static Row row_of(const float *l, long n) {
 
 INLINE vf larger(vf a, vf b) { const vi m = a > b; return (vf)(((vi)a & m) | ((vi)b & ~m)); }
 INLINE vf fold(vf *m) {                                       /* lane i: the largest lane of m[i], of VL vectors */
-    vi even, odd;
-    for (int i = 0; i < VL; i++) { even[i] = 2 * i; odd[i] = 2 * i + 1; }
-    for (int n = VL; n > 1; n /= 2) for (int i = 0; i < n / 2; i++)
-        m[i] = larger(__builtin_shuffle(m[2 * i], m[2 * i + 1], even), __builtin_shuffle(m[2 * i], m[2 * i + 1], odd));
+    for (int n = VL / 2; n; n /= 2) for (int i = 0; i < n; i++)
+        m[i] = larger(PICK(m[2 * i], m[2 * i + 1], EVEN), PICK(m[2 * i], m[2 * i + 1], ODD));
     return m[0];
 }
 
 enum { PART = 16 };                                           /* blocks that are looked at together, a multiple of VL */
 /* The highest logit of every block of a part into `top`, which has room for whole parts; returns the highest of all, NaN if there is one. */
 static float tops(const Row *r, long from, float *top) {
-    vf all = (vf){0} - INFINITY, sum = {0};                   /* the sum is NaN if a logit is, or if there is none to pick */
+    vf all = (vf){0} - INFINITY;
+    vi bad = {0};
     for (long g = from; g < from + PART; g += VL) {
         vf m[VL];
         for (int i = 0; i < VL; i++) {
             if (g + i >= r->blocks) { m[i] = (vf){0} - INFINITY; continue; }
             const float *l = block_at(r, g + i);
             m[i] = *(const vf *)l;
-            vf added = m[i];
-            for (long j = VL; j < BLOCK; j += VL) { const vf v = *(const vf *)(l + j); m[i] = larger(v, m[i]); added += v; }
-            sum += added;
+            bad |= m[i] != m[i];
+            for (long j = VL; j < BLOCK; j += VL) { const vf v = *(const vf *)(l + j); m[i] = larger(v, m[i]); bad |= v != v; }
         }
         const vf here = fold(m);
         *(vf *)(top + g) = here;
         all = larger(here, all);
     }
     float best = all[0];
-    for (int i = 1; i < VL; i++) best = all[i] > best ? all[i] : best;
-    return total(sum) == total(sum) ? best : NAN;
+    int32_t any = bad[0];
+    for (int i = 1; i < VL; i++) { best = all[i] > best ? all[i] : best; any |= bad[i]; }
+    return any ? NAN : best;
 }
 INLINE long parts_of(const Row *r) { return (r->blocks + PART - 1) / PART; }
 INLINE float first_of(float best, float other) { return other > best || other != other ? other : best; }     /* NaN wins, and stays */
@@ -66,7 +65,7 @@ static float survey(Row *r, float temperature, float *scaled, float *top, int al
     return best;
 }
 
-INLINE vf softly(vf x) {                                      /* exp(x) for x <= 0, to 3e-6 of it and exact at 0, in half the time of vexp; never less than 1e-38 */
+INLINE vf softly(vf x) {                                      /* exp(x) for x <= 0, to 7e-6 of it and exact at 0, in half the time of vexp; never less than 1e-38 */
     const vf least = (vf){0} - 87.0f, magic = (vf){0} + 12582912.0f;
     x = larger(x, least);
     const vf n = x * 1.44269504f + magic, f = x * 1.44269504f - (n - magic);

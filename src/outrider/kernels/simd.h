@@ -17,6 +17,20 @@ typedef uint32_t vu __attribute__((vector_size(VL * 4), aligned(4), may_alias));
 typedef uint16_t bf;
 #define INLINE static inline __attribute__((always_inline))
 
+/* Lanes of two vectors, and which of them. */
+#ifdef __clang__
+#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define PICK(a, b, ...) __builtin_shuffle(a, b, (vi){__VA_ARGS__})
+#endif
+#ifdef __AVX512F__
+#define EVEN 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
+#define ODD 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
+#else
+#define EVEN 0, 2, 4, 6, 8, 10, 12, 14
+#define ODD 1, 3, 5, 7, 9, 11, 13, 15
+#endif
+
 INLINE vf vexp(vf x) {                                        /* within 2 ulp; 0 below -87, exp(88) above 88 */
     vi tiny = x < -87.0f, huge = x > 88.0f;
     const vf most = (vf){0} + 88.0f;

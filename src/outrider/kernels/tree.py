@@ -38,7 +38,9 @@ class Found(NamedTuple):
 
 
 class Candidates(Protocol):
-    """Of one tree: a record for everything that was ever found."""
+    """Of one tree: a record for everything that was ever found.  k: so many are looked for behind a node."""
+
+    k: int
 
     def widen(self, found: Found) -> tuple[list[int], list[int]]:
         """What was found behind the nodes that went through the head last, at first behind the root.  The likeliest of it goes on: which
@@ -70,6 +72,7 @@ class Compiled:
     """By tree.c."""
 
     def __init__(self, lib: ctypes.CDLL, k: int, wide: int, levels: int) -> None:
+        assert k <= 64
         most = k * (1 + (levels - 1) * wide)
         self.lib, self.k, self.wide = lib, k, wide
         self.scores, self.rest = array("d", bytes(8 * most)), array("i", bytes(4 * (4 * most + wide)))
