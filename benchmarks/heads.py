@@ -3,9 +3,10 @@
     python benchmarks/heads.py --folder DIR [--json OUT]
 
 DIR gets (or holds) the target: the Llama shape of 100 M weights, random, bfloat16.  The heads are random, of one such layer.  A level is
-`forward` and `logits` of one row, and of ten, 64 tokens into a text; beside it stands the time that reading its weights takes
-at the speed at which a linear over 256 MiB reads, measured in turns with it, so that the processor's caches hold neither.  The tree is a
-dynamic one of EAGLE-2's size, over picks that lie ready; beside it stands what it takes over logits that lie ready, picks included.
+`forward`, `logits` and the picks of one row, and of ten, 64 tokens into a text; beside it stands the time that reading its weights
+takes at the speed at which a linear over 256 MiB reads, measured in turns with it, so that the processor's caches hold neither.  The
+tree is a dynamic one of EAGLE-2's size, over picks that lie ready; beside it stands what it takes with the picks of all its levels,
+from logits that lie ready.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def milliseconds(run: Callable[[], Any]) -> float:
 
 def level_ms(drafter: Recurrent, rows: int, sweep: Callable[[], Any], swept: int, repeats: int = 40) -> dict[str, float]:
     """swept: bytes that the sweep reads."""
-    net, hidden = drafter.net, drafter.hidden
+    net, hidden, ids = drafter.net, drafter.hidden, drafter.choose.ids
     pool, table, g = net.pool(TEXT + rows), array("i", range(TEXT + rows)), torch.randn(rows, hidden)
     times, sweeps = [], []
     for _ in range(repeats):
@@ -93,7 +94,10 @@ def level_ms(drafter: Recurrent, rows: int, sweep: Callable[[], Any], swept: int
         for i in range(rows):
             plan.node(table, TEXT, [TEXT + i], 100 + i)
         plan.build()
-        times.append(milliseconds(lambda: net.logits(net.forward(plan, pool, state))))  # noqa: B023 - called at once
+        candidates = drafter.kernels.candidates(TOP_K, rows, 2)
+        if rows > 1:
+            candidates.grow(torch.randn(1, TOP_K), GREEDY, 0, None, None)  # the level before
+        times.append(milliseconds(lambda: candidates.grow(net.logits(net.forward(plan, pool, state)), GREEDY, 0, ids, None)))  # noqa: B023
     least = bytes_read(drafter) / (swept / statistics.median(sweeps))
     took = statistics.median(times)
     return {"ms": round(took, 3), "its weights, ms": round(least, 3), "ratio": round(took / least, 2)}

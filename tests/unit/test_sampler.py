@@ -22,8 +22,7 @@ from outrider.sampling.noise import GOLDEN, MASK, gumbel, key_of, mix
 from outrider.sampling.params import Law
 from outrider.sampling.processors import min_tokens
 from outrider.sampling.sampler import Sampler
-from outrider.types import Guesses, Row
-from outrider.verify.match import Match
+from outrider.types import Row
 
 NEVER = float("-inf")
 needs_c = pytest.mark.skipif(cpu.library() is None, reason="no C compiler here")
@@ -161,38 +160,6 @@ def test_threads_that_share_a_row_change_nothing(law: Law) -> None:
             alone = kernels.pick(logits, law, key, 8, True, r)
         assert alone == ([token for token in together[r].tolist() if token >= 0], shares[r][together[r] >= 0].tolist())
         assert kernels.pick(logits, law, key, 8, False, r)[0] == alone[0]
-
-
-@needs_c
-@settings(max_examples=200, deadline=None)
-@given(
-    law=st.sampled_from([Law(0.0), Law(0.8), Law(1.0, top_k=4), Law(0.7, top_p=0.6)]), seed=st.integers(0, MASK), index=st.integers(0, 3),
-    above=st.lists(st.integers(0, 100), max_size=14), probes=st.integers(0, 4), length=st.integers(1, 50), bad=st.booleans(),
-)  # fmt: skip
-def test_following_a_tree_is_picking_node_by_node(
-    law: Law, seed: int, index: int, above: list[int], probes: int, length: int, bad: bool
-) -> None:
-    """In one call and in many; where no token can be said behind some node, the many say why."""
-    dice = torch.Generator().manual_seed(seed % (1 << 60))
-    parents = [place % (i + 1) - 1 for i, place in enumerate(above)]
-    logits = torch.randn(len(above) + 3, 6, generator=dice)[:, :5] * 2  # rows are further apart than they are long
-    tokens = torch.randint(5, (len(above),), generator=dice).tolist()
-    if bad and above:
-        logits[1 + int(torch.randint(len(above), (1,), generator=dice)) + 1] = NEVER
-    row = make_row([1] * length, law, seed, index)
-    sampler, tree = Sampler(c_kernels()), Guesses(tokens, parents, [0.5] * len(tokens), probes=min(probes, len(tokens)))
-
-    class Asked:
-        follow = staticmethod(lambda tree: None)
-        pick = staticmethod(lambda node, path: sampler.pick(row, path, logits, 2 + node))
-
-    found = sampler.follow(row, tree, logits, 1)
-    try:
-        expected = Match().walk(tree, Asked)  # type: ignore[arg-type]
-    except ModelError:
-        assert found is None
-    else:
-        assert found == expected
 
 
 @pytest.mark.parametrize("kernels", [pytest.param("c", marks=needs_c), "torch"])

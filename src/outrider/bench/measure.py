@@ -117,9 +117,6 @@ def demonstrations() -> dict[str, Mapping[str, Any] | None]:
     return shown
 
 
-seconds_of = attrgetter("seconds")
-
-
 def grouped(prompts: Prompts, size: int) -> list[tuple[str, list[Any]]]:
     """The prompts of each kind, `size` together at most."""
     kinds = dict.fromkeys(kind for kind, _ in prompts)
@@ -143,7 +140,7 @@ def measure(
     learned from the groups before stays with it, but no group finds what its own last run has left.  Every repeat begins with fresh
     caches of its own: where they happen to lie in memory makes steps some per cent faster or slower.
     """
-    groups = grouped(prompts, batch_size)
+    groups, seconds_of = grouped(prompts, batch_size), attrgetter("seconds")
     best: dict[tuple[str, int], Run] = {}
     turns: dict[tuple[str, int], list[float]] = {}
     for repeat in range(repeats):
