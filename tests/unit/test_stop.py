@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from rows import make_row
 
@@ -115,6 +115,9 @@ def naive_threshold(history: list[tuple[float, bool]]) -> float:
     return best
 
 
+@example(
+    [(0.0, False), (0.0, True), (0.1, False), (0.1, True), (0.2, True), (0.2, True), (0.2, True), (0.2, True)]
+)  # 0.1 costs as much as 0.2
 @given(st.lists(st.tuples(st.integers(0, 9).map(lambda i: i / 9), st.booleans()), min_size=0, max_size=40))
 def test_the_threshold_is_the_one_of_the_roc_curve(history: list[tuple[float, bool]]) -> None:
     both = len({good for _, good in history}) == 2

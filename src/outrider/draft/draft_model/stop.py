@@ -231,7 +231,7 @@ def fitted(history: Sequence[tuple[float, bool]] | deque[tuple[float, bool]], be
     for i, (p, good) in enumerate(ordered):
         hits, alarms = hits + good, alarms + (not good)
         if i + 1 == len(ordered) or ordered[i + 1][0] < p:
-            cost = alarms / wrong + 3 * (1 - hits / right)
+            cost = alarms * right + 3 * (right - hits) * wrong  # in whole numbers, so that equals are equal
             if cost < least:
                 best, least = p, cost
     return best
