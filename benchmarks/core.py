@@ -15,7 +15,6 @@ import statistics
 import subprocess
 import sys
 import time
-from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider import LLM, SamplingParams
-from outrider.attention.plan import Plan
 from outrider.bench.conditions import conditions
 
 PROMPT, NEW = 64, 128
@@ -79,7 +77,8 @@ def forward_ms(llm: LLM, rows: tuple[int, ...] = (1, 2, 4, 8, 16)) -> dict[int, 
 
 
 def overhead_ms(llm: LLM, config: dict[str, Any] | None, params: SamplingParams) -> float:
-    """Milliseconds a step spends outside the forwards of target and draft, batch 1 (the best of five runs)."""
+    """Milliseconds a step spends outside the forwards of target and draft, batch 1 (the best of five runs).  Picks are no part of a
+    forward, even where they happen in the same call: the kernels count what they take."""
     llm.use(config)
     inside = [0.0]
 
@@ -94,40 +93,19 @@ def overhead_ms(llm: LLM, config: dict[str, Any] | None, params: SamplingParams)
 
     decoders = [llm.engine.decoder] + ([llm.engine.drafter.decoder] if hasattr(llm.engine.drafter, "decoder") else [])
     for decoder in decoders:
-        for name in ("forward", "logits", "chain"):
+        for name in ("read", "chain", "forward"):
             setattr(decoder, name, timed(getattr(decoder, name)))
+    picking = ctypes.c_double.in_dll(llm.engine.decoder.kernels.lib, "picking")
     best = float("inf")
     for _ in range(5):
         llm.generate(prompt(PROMPT), params)
         llm.engine.reset()
-        inside[0] = 0.0
+        inside[0] = picking.value = 0.0
         total = seconds(lambda: llm.generate(prompt(PROMPT), params))
-        best = min(best, (total - inside[0]) / llm.engine.steps * 1e3)
+        best = min(best, (total - inside[0] + picking.value) / llm.engine.steps * 1e3)
     for decoder in decoders:
-        del decoder.forward, decoder.logits, decoder.chain
-    levels = (config or {}).get("num_speculative_tokens", 0) if len(decoders) > 1 else 0
-    return best + levels * pick_ms(llm, params)  # a chain's picks happen inside its one call
-
-
-def pick_ms(llm: LLM, params: SamplingParams) -> float:
-    """Milliseconds of one pick in C right behind the lm_head that wrote its logits, as in a chain; the median of 50.
-
-    A pick of one logit goes first, since a chain comes to its picks from C and not through ctypes.
-    """
-    decoder, times = llm.engine.decoder, []
-    head, lib, law, out = decoder.lm_head, decoder.kernels.lib, params.law, (ctypes.c_int32 * 1)()
-    pool, table, logits = decoder.pool(128), array("i", range(128)), torch.empty(1, head.outputs)
-    for i in range(50):
-        plan = Plan()
-        plan.chain(table, i, [i])
-        x = decoder.final(decoder.forward(plan.build(), pool))
-        rest = (law.temperature, law.min_p, law.top_k, law.top_p, i, 1, out, None)
-        asked = (logits.data_ptr(), head.outputs, *rest)
-        written = (head.c, x.data_ptr(), 1, head.inputs, logits.data_ptr(), head.outputs, False)
-        lib.linear(*written)
-        lib.pick(logits.data_ptr(), 1, *rest)
-        times.append(seconds(lambda: lib.pick(*asked)))  # noqa: B023 - called at once
-    return statistics.median(times) * 1e3
+        del decoder.read, decoder.chain, decoder.forward
+    return best
 
 
 def first_token(llm: LLM) -> tuple[float, float]:

@@ -17,7 +17,7 @@ from outrider import LLM, CompletionOutput, RequestOutput, SamplingParams
 from outrider.attention.plan import Plan
 from outrider.config import SpeculativeOptions
 from outrider.draft import method
-from outrider.kernels.cpu import LINEARS, VECTORS
+from outrider.kernels.structs import LINEARS, VECTORS
 from outrider.types import Budget, Guesses, Row
 
 VOCABULARY = 300

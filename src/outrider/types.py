@@ -337,8 +337,8 @@ class Laws(Protocol):
     def pick(self, row: int, node: int, path: Sequence[int]) -> int:
         """The target's own token after `path`: what plain decoding says there."""
 
-    def follow(self, row: int, tree: Guesses) -> tuple[list[int], list[int]] | None:
-        """What `match` says of a tree, accepted nodes and tokens, in one go; None where it has to ask pick by pick."""
+    def follow(self, row: int) -> tuple[list[int], list[int]] | None:
+        """What `match` says of the row's tree, accepted nodes and tokens; None where it has to ask pick by pick."""
 
     def p(self, row: int, node: int, path: Sequence[int]) -> Tensor:
         """The target's law after `path`, float64 [V]: processors, temperature, top_k, top_p and min_p included."""

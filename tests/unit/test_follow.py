@@ -35,13 +35,15 @@ def test_following_a_tree_is_picking_node_by_node(
     sampler, tree = Sampler(c_kernels()), Guesses(tokens, parents, [0.5] * len(tokens), probes=min(probes, len(tokens)))
 
     class Asked:
-        follow = staticmethod(lambda tree: None)
+        follow = staticmethod(lambda: None)
         pick = staticmethod(lambda node, path: sampler.pick(row, path, logits, 2 + node))
 
-    found = sampler.follow(row, tree, logits, 1)
+    ask = sampler.ask(row, tree, 1)
+    assert ask is not None
+    found = sampler.kernels.follow(logits, [ask, ask._replace(root=1), ask])
     try:
         expected = Match().walk(tree, Asked)  # type: ignore[arg-type]
     except ModelError:
-        assert found is None
+        assert found == [None] * 3
     else:
-        assert found == expected
+        assert found == [expected] * 3

@@ -18,7 +18,7 @@ from torch import Tensor
 from outrider import ConfigError
 from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
-from outrider.kernels import cpu
+from outrider.kernels import cpu, structs
 from outrider.kernels.quantised import Quantised, join
 from outrider.kernels.reference import TorchKernels
 from outrider.models.decoder import Decoder
@@ -202,7 +202,7 @@ def test_memory_of_a_model(checkpoint: Any) -> None:
     def stored(quantization: str | None) -> int:
         folder = checkpoint(hidden_size=128, intermediate_size=256, vocab_size=320)
         decoder = Decoder(Checkpoint.open(str(folder)), torch.bfloat16, CPU, 64, quantization)
-        layers: list[Any] = [getattr(layer, name) for layer in decoder.layers for name in cpu.LINEARS]
+        layers: list[Any] = [getattr(layer, name) for layer in decoder.layers for name in structs.LINEARS]
         return sum(weight.data.nbytes for weight in (*layers, decoder.embedding, decoder.lm_head))
 
     outer, inner = 2 * 320 * 128, 2 * (2 * 128 * 128 + 2 * 64 * 128 + 3 * 256 * 128)

@@ -129,11 +129,11 @@ def test_ranks_that_are_never_right_are_guessed_no_more() -> None:
 def test_the_engine_hands_over_the_best_ids_of_every_node(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(str(tiny), speculative_config={"method": "recycle", "nodes": 30, "min_token_prob": 0.0}, max_num_batched_tokens=40)
     engine, seen = llm.engine, []
-    logits, observe = engine.decoder.logits, engine.drafter.observe
+    read, observe = engine.decoder.read, engine.drafter.observe
 
-    def reading(*given: Any) -> torch.Tensor:
-        found = logits(*given)
-        seen.append(found.clone())
+    def reading(*given: Any) -> Any:
+        found = read(*given)
+        seen.append(found[0].clone())
         return found
 
     checked = 0
@@ -149,7 +149,7 @@ def test_the_engine_hands_over_the_best_ids_of_every_node(tiny: Path, monkeypatc
         checked += len(rows)
         observe(made)
 
-    monkeypatch.setattr(engine.decoder, "logits", reading)
+    monkeypatch.setattr(engine.decoder, "read", reading)
     monkeypatch.setattr(engine.drafter, "observe", checking)
     prompts = [{"prompt_token_ids": [i + 3 * j for j in range(20 + 15 * i)]} for i in range(1, 4)]
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))

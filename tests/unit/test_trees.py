@@ -130,7 +130,7 @@ class Said:
         self.answers, self.default = answers, default
         self.asked: list[int] = []
 
-    def follow(self, row: int, tree: Guesses) -> None:
+    def follow(self, row: int) -> None:
         """Pick by pick."""
 
     def pick(self, row: int, node: int, path: list[int]) -> int:

@@ -282,7 +282,7 @@ class Target:
     def p(self, row: int, node: int, path: Sequence[int]) -> Tensor:
         return law_of(tuple(path), 0)
 
-    def follow(self, row: int, tree: Guesses) -> None:
+    def follow(self, row: int) -> None:
         """Pick by pick."""
 
     def accept(self, row: int, node: int, probability: float) -> bool:

@@ -81,7 +81,7 @@ class Engine:
         self.drafter, self.rule, self.cache = drafter, speculation.rule, cache
         self.verify: Callable[[Draft, Seen, Batch], Verdict] = self.rule
         self.controller: Controller = controller
-        self.runner = Runner(self.decoder, cache.pools[0], self.sampler)
+        self.runner = Runner(self.decoder, pool, self.sampler, self.rule.same)
         self.pace = pace = Pace()
         self.scheduler = Scheduler(
             cache,

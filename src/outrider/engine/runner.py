@@ -9,6 +9,8 @@ from torch import Tensor
 
 from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
+from outrider.kernels import Ask
+from outrider.kernels.picking import Answer, Read
 from outrider.models.model import Model
 from outrider.sampling import dice
 from outrider.sampling.sampler import Sampler
@@ -21,18 +23,19 @@ SLICE = 16  # rows of prompt logits that are held at once
 class Seen:
     """What a forward saw.  Laws are evaluated when the verifier asks: along the path, level by level."""
 
-    __slots__ = ("batch", "kept", "logits", "needs", "roots", "sampler", "spans")
+    __slots__ = ("answers", "batch", "kept", "logits", "needs", "roots", "sampler", "spans")
 
     def __init__(
         self, batch: Batch, logits: Tensor, roots: dict[int, int], sampler: Sampler, needs: Needs,
-        kept: Mapping[int, Tensor], spans: list[tuple[int, int]],
+        kept: Mapping[int, Tensor], spans: list[tuple[int, int]], answers: Mapping[int, Answer | None],
     ) -> None:  # fmt: skip
         """logits float32 [M, V]; the law after the root of row r is in row roots[r], that after node i in roots[r] + 1 + i.
 
         kept: the states that `needs` names, of all rows of the forward; spans[r]: where the tokens of row r begin, and its guesses.
+        answers: what `match` says, of rows where that is known.
         """
         self.batch, self.logits, self.roots, self.sampler, self.needs = batch, logits, roots, sampler, needs
-        self.kept, self.spans = kept, spans
+        self.kept, self.spans, self.answers = kept, spans, answers
 
     def at(self, row: int, node: int) -> int:
         """Where the logits after `node` of row `row` stand."""
@@ -41,8 +44,8 @@ class Seen:
     def pick(self, row: int, node: int, path: Sequence[int]) -> int:
         return self.sampler.pick(self.batch.rows[row], path, self.logits, self.roots[row] + 1 + node)
 
-    def follow(self, row: int, tree: Guesses) -> tuple[list[int], list[int]] | None:
-        return self.sampler.follow(self.batch.rows[row], tree, self.logits, self.roots[row])
+    def follow(self, row: int) -> Answer | None:
+        return self.answers.get(row)
 
     def p(self, row: int, node: int, path: Sequence[int]) -> Tensor:
         return self.sampler.law(self.batch.rows[row], path, self.logits, self.at(row, node))
@@ -81,14 +84,15 @@ class Seen:
 
 
 class Runner:
-    def __init__(self, decoder: Model, pool: Pool, sampler: Sampler) -> None:
-        self.decoder, self.pool, self.sampler = decoder, pool, sampler
+    """same: the verification rule is `match`, so that its answers can be found in the forward."""
+
+    def __init__(self, decoder: Model, pool: Pool, sampler: Sampler, same: bool) -> None:
+        self.decoder, self.pool, self.sampler, self.same = decoder, pool, sampler, same
 
     def forward(self, batch: Batch, draft: Draft, needs: Needs) -> Seen:
-        plan = Plan()
-        wanted: list[int] = []
+        plan, wanted, asking = Plan(), list[int](), list[tuple[int, int]]()
         roots: dict[int, int] = {}
-        asking: list[tuple[int, int]] = []
+        asks: dict[int, Ask] = {}
         spans: list[tuple[int, int]] = []  # where the tokens of each row begin, and its guesses
         for r, (row, start, known, guesses) in enumerate(zip(batch.rows, batch.starts, batch.known, draft.trees)):
             first = plan.length
@@ -101,23 +105,29 @@ class Runner:
                 plan.adapt(first, row.adapter)
             if batch.emits[r]:
                 roots[r] = len(wanted)
+                if self.same and (ask := self.sampler.ask(row, guesses, roots[r])) is not None:
+                    asks[r] = ask
                 wanted += range(end - 1, plan.length)
         kept = dict.fromkeys(needs.states, NONE)
-        x = self._run(plan.build(), draft.resume, spans, kept)
+        if asking:
+            kept[FINAL] = NONE
+        logits, answers = self._read(plan.build(), wanted, kept, [*asks.values()], draft.resume, spans)
         for r, first in asking:
-            self._score(batch.rows[r], x, first, batch.starts[r], batch.end(r))
-        return Seen(batch, self.decoder.logits(x, wanted), roots, self.sampler, needs, kept, spans)
+            self._score(batch.rows[r], kept[FINAL], first, batch.starts[r], batch.end(r))
+        return Seen(batch, logits, roots, self.sampler, needs, kept, spans, dict(zip(asks, answers)))
 
-    def _run(self, plan: Plan, resume: Resume | None, spans: list[tuple[int, int]], kept: dict[int, Tensor]) -> Tensor:
-        """The forward, and the states to be kept of it.  Where a drafter has computed the lower layers of some rows, only the others go
-        through these, unless somebody wants to see what enters a layer."""
-        inner = dict(kept)
-        inner.pop(FINAL, None)
-        x = self.decoder.forward(plan, self.pool, taps=inner) if resume is None or inner else self._resumed(plan, resume, spans)
-        kept.update(inner)
+    def _read(
+        self, plan: Plan, wanted: list[int], kept: dict[int, Tensor], asks: list[Ask], resume: Resume | None, spans: list[tuple[int, int]]
+    ) -> Read:
+        """Where a drafter has computed the lower layers of some rows, only the others go through these, unless somebody wants to see what
+        enters a layer."""
+        if resume is None or kept.keys() - {FINAL}:
+            return self.decoder.read(plan, self.pool, wanted, kept, asks)
+        x = self._resumed(plan, resume, spans)
         if FINAL in kept:
             kept[FINAL] = self.decoder.final(x)
-        return x
+        logits = self.decoder.logits(x, wanted)
+        return logits, self.decoder.kernels.follow(logits, asks)
 
     def _resumed(self, plan: Plan, resume: Resume, spans: list[tuple[int, int]]) -> Tensor:
         done = [end + node for (_, end), nodes in zip(spans, resume.nodes) for node in nodes]
@@ -128,8 +138,9 @@ class Runner:
             x[rest] = self.decoder.forward(plan.only(rest).build(), self.pool, self.decoder.between(0, resume.layer))
         return self.decoder.forward(plan, self.pool, self.decoder.between(resume.layer, self.decoder.spec.layers), x)
 
-    def _score(self, row: Row, x: Tensor, first: int, start: int, end: int) -> None:
-        """Log-probabilities of the prompt's tokens that its positions start … end - 1 predict; that of `start` is row `first` of x.
+    def _score(self, row: Row, states: Tensor, first: int, start: int, end: int) -> None:
+        """Log-probabilities of the prompt's tokens that its positions start … end - 1 predict; that of `start` is row `first` of what the
+        head reads.
 
         A replay after preemption scores nothing twice.  The logits are read a few rows at a time: those of a prompt are never held.
         """
@@ -138,7 +149,7 @@ class Runner:
         todo = range(len(kept.prompt) - 1, min(end, row.prompt - 1))
         assert not todo or todo.start >= start, "positions whose logits are wanted were not computed"
         for places in (todo[i : i + SLICE] for i in range(0, len(todo), SLICE)):
-            for p, logits in zip(places, self.decoder.logits(x, [first + p - start for p in places])):
+            for p, logits in zip(places, self.decoder.head_logits(states[first + places.start - start : first + places.stop - start])):
                 values = self.sampler.values(row, (), logits, kept.mode.replace("processed", "raw"))
                 kept.add_prompt(row.tokens[p + 1], values)
 

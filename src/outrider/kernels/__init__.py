@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from outrider.cache.pool import Pool
     from outrider.kernels.chain import Chained, Halt, Traits
     from outrider.kernels.lora import Adapted, Runs
+    from outrider.kernels.picking import Answer, Read
     from outrider.kernels.quantised import Quantised
     from outrider.kernels.runs import Index
     from outrider.kernels.tree import Candidates
@@ -43,6 +44,18 @@ class Chain(NamedTuple):
     law: Law
     stream: int  # of the sample's noise
     floor: float = 0.0
+
+
+class Ask(NamedTuple):
+    """What `match` says of a tree, is the question.  Its root has row `root` of the logits, node i row root + 1 + i; `position` is that of
+    the token after the root."""
+
+    root: int
+    law: Law
+    stream: int
+    position: int
+    tokens: Sequence[int]
+    parents: Sequence[int]
 
 
 class Heads(Protocol):
@@ -114,9 +127,19 @@ class Kernels(Protocol):
         be x.  layer: where the K/V of the first block lies in the pool.
         """
 
+    def ends(self, embedding: Any, norm: Tensor, head: Any) -> Any:
+        """What stands around the blocks of a model, in the form that `read` and `chain` like."""
+
+    def read(
+        self, stack: Any, ends: Any, plan: Plan, pool: Pool, wanted: Sequence[int], kept: dict[int, Tensor], asks: Sequence[Ask] = (),
+        runs: Runs = (),
+    ) -> Read | None:  # fmt: skip
+        """A whole model in one call: see `Model.read`, and `run` for `runs`.  None, and nothing done, where that is no gain.
+        The logits are there until the next call."""
+
     def chain(
-        self, stack: Any, embedding: Any, norm: Tensor, head: Any, plan: Plan, pool: Pool, chains: Sequence[Chain],
-        vocabulary: int, halt: Halt | None = None, states: Tensor | None = None,
+        self, stack: Any, ends: Any, plan: Plan, pool: Pool, chains: Sequence[Chain], vocabulary: int, halt: Halt | None = None,
+        states: Tensor | None = None,
     ) -> Chained | None:  # fmt: skip
         """`embed` and `run` over the plan, then for each chain the best of the first `vocabulary` tokens, which goes in as its next
         row, `levels` times, or until `halt` says so; a chain may end early.  None, and nothing done, where no loop is at hand.
@@ -131,12 +154,8 @@ class Kernels(Protocol):
         """The k best tokens of one row, [V] or `row` of [M,V], under `law` with the noise of `key`, best first (fewer if the law
         allows fewer)."""
 
-    def follow(
-        self, logits: Tensor, law: Law, stream: int, position: int, tokens: Sequence[int], parents: Sequence[int], row: int
-    ) -> tuple[list[int], list[int]] | None:
-        """`match` over a tree in one call: logits [M,V], of the root in row `row`, of node i in row + 1 + i; `position` is that of the
-        token after the root.  The accepted nodes, and what is said.  None where a pick finds nothing, or no loop is at hand.
-        """
+    def follow(self, logits: Tensor, asks: Sequence[Ask]) -> Sequence[Answer | None]:
+        """The answers, of logits [M,V]; None where a pick finds nothing, or no loop is at hand: ask pick by pick."""
 
     def picks(
         self, logits: Tensor, law: Law, keys: Sequence[int], k: int, ids: Tensor | None = None, probs: bool = True

@@ -52,25 +52,26 @@ class Rule(ctypes.Structure):
 
 
 class Room:
-    """What `chain` in kernels.c reads of the chains, and where it puts what it finds."""
+    """What `chain` in whole.c reads of the chains, and where it puts what it finds."""
 
     def __init__(self, chains: Sequence[Chain], halt: Halt | None) -> None:
-        self.most, packed = 0, []
+        self.most, self.chains = 0, b""
         for at, levels, (temperature, min_p, top_k, top_p), stream, floor in chains:
-            self.most = max(self.most, levels)
-            packed.append(CHAIN.pack(at, levels, top_k, min_p, top_p, stream, temperature, floor))
-        self.chains = b"".join(packed)
+            if levels > self.most:
+                self.most = levels
+            self.chains += CHAIN.pack(at, levels, top_k, min_p, top_p, stream, temperature, floor)
         self.out = array("i", bytes(4 * self.most * len(chains)))
         self.rule = None if halt is None else Rule.of(halt)
         self.traits = array("f", bytes(0 if halt is None else 4 * TRAITS * len(self.out)))
+        self.out_at, self.traits_at = self.out.buffer_info()[0], self.traits.buffer_info()[0]
+        self.rule_at = None if self.rule is None else ctypes.addressof(self.rule)
 
     def read(self) -> Chained:
-        tokens: list[list[int]] = []
-        traits: list[list[Traits]] = []
-        for first in range(0, len(self.out), self.most):
-            said = self.out[first : first + self.most].tolist()
+        out, tokens, traits = self.out.tolist(), list[list[int]](), list[list[Traits]]()
+        for first in range(0, len(out), self.most):
+            said = out[first : first + self.most]
             tokens.append(said[: said.index(-1)] if said[-1] < 0 else said)
-            if self.traits:
+            if self.rule is not None:
                 places = range(first * TRAITS, (first + len(tokens[-1])) * TRAITS, TRAITS)
                 traits.append([self.traits[at : at + TRAITS].tolist() for at in places])
         return tokens, traits

@@ -15,6 +15,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,22 +27,20 @@ from torch import Tensor
 
 from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
-from outrider.kernels import chain, lora, picking, runs, tree
+from outrider.kernels import chain, lora, picking, runs, structs, tree
 from outrider.kernels.chain import Chained, Halt
 from outrider.kernels.lora import Adapted, Adapter, Runs
-from outrider.kernels.picking import Picking
+from outrider.kernels.picking import Picking, Read
 from outrider.kernels.quantised import Quantised
 from outrider.models.spec import Spec
 
 if TYPE_CHECKING:
-    from outrider.kernels import Bend, Chain, Heads
+    from outrider.kernels import Ask, Bend, Chain, Heads
     from outrider.models.decoder import Layer
 
 PANEL, WIDE = 64, 32  # outputs side by side in a packed weight; the same constants as in kernels.c and quantised.c
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # FLOAT, BFLOAT and INT8 of simd.h; INT4 is for weights only
-LINEARS = ("qkv", "o", "gate_up", "down")
-VECTORS = ("norm_in", "norm_post", "q_norm", "k_norm")
-SOURCES = ("kernels.c", "lora.c", "pair.c", "quantised.c", "runs.c", "sample.c", "stop.c", "tree.c")
+SOURCES = ("kernels.c", "lora.c", "pair.c", "quantised.c", "runs.c", "sample.c", "stop.c", "tree.c", "whole.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC", "-std=gnu11")
 log = logging.getLogger("outrider")
 
@@ -96,69 +95,23 @@ def _cpuinfo() -> list[str]:
 
 def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     p, n, i, f = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
-    w = ctypes.POINTER(_Weight)
+    w = ctypes.POINTER(structs.Weight)
     lib.linear.argtypes = [w, p, n, n, p, n, i]
     lib.embed.argtypes = [w, p, n, n, p]
     lib.rms_norm.argtypes = [p, p, n, n, f, p]
     lib.silu_mul.argtypes = [p, n, n, p]
     lib.rope_store.argtypes = [p, n, n, n, n, n, p, p, f, p, n, p, p, p, p, i, n, p]
-    lib.attend.argtypes = [p, p, p, i, n, n, n, n, n, n, p, p, p, p, p, n, f, n, n, n, ctypes.POINTER(_Bend), p]
-    shape, layers, ends, rows, rule = map(ctypes.POINTER, (_Shape, _Layer, _Ends, _Rows, chain.Rule))
-    lib.stack.argtypes = [shape, layers, rows, p, n, p, p, n]
+    lib.attend.argtypes = [p, p, p, i, n, n, n, n, n, n, p, p, p, p, p, n, f, n, n, n, ctypes.POINTER(structs.Bend), p]
+    lib.stack.argtypes = [p, p, p, p, n, p, p, n, p]
+    lib.read_model.argtypes = [p, p, p, p, p, p, n, p, p, n, p, p, n, p]
     lib.pair.argtypes = [w, p, n, n, p, n, p, p, f, p]
-    lib.chain.argtypes = [shape, layers, ends, rows, p, p, n, p, n, n, rule, p, p, p]
+    lib.chain.argtypes = [p, p, p, p, p, p, n, p, n, n, n, p, p, p, p]
     picking.declare(lib)
     runs.declare(lib)
     tree.declare(lib)
-    for name in ("linear", "embed", "rms_norm", "silu_mul", "rope_store", "attend", "stack", "chain", "pair"):
+    for name in ("linear", "embed", "rms_norm", "silu_mul", "rope_store", "attend", "stack", "read_model", "chain", "pair"):
         getattr(lib, name).restype = None
     return lib
-
-
-class _Weight(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("data", "bias")),
-        *((name, ctypes.c_int) for name in ("kind", "group", "offsets")),
-        ("unit", ctypes.c_float),
-    ]
-
-
-class _Layer(ctypes.Structure):
-    _fields_ = [
-        *((name, _Weight) for name in LINEARS),
-        *((name, ctypes.c_void_p) for name in VECTORS),
-        *((name, ctypes.c_long) for name in ("window", "skip")),
-    ]
-
-
-class _Shape(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_long) for name in ("layers", "hidden", "inner", "heads", "kv_heads", "head_dim", "width", "rot", "kv")),
-        *((name, ctypes.c_float) for name in ("eps", "scale")),
-        ("turn", ctypes.c_void_p),
-    ]
-
-
-class _Bend(ctypes.Structure):
-    _fields_ = [("slopes", ctypes.c_void_p), ("sinks", ctypes.c_void_p), ("cap", ctypes.c_float)]
-
-
-class _Rows(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_long) for name in ("n", "path", "longest", "pinned")),
-        *((name, ctypes.c_void_p) for name in ("positions", "slots", "seen", "depths", "tables", "paths")),
-        ("runs", ctypes.c_long),
-        ("adapted", ctypes.c_void_p),
-    ]
-
-
-class _Ends(ctypes.Structure):
-    _fields_ = [
-        ("embedding", _Weight),
-        ("head", _Weight),
-        ("norm", ctypes.c_void_p),
-        *((name, ctypes.c_long) for name in ("outputs", "vocabulary")),
-    ]
 
 
 @dataclass
@@ -177,14 +130,28 @@ class Packed:
 
     def __post_init__(self) -> None:
         bias = None if self.bias is None else self.bias.data_ptr()
-        self.c = _Weight(self.data.data_ptr(), bias, self.kind, self.group, self.offsets, self.unit)
+        self.c = structs.Weight(self.data.data_ptr(), bias, self.kind, self.group, self.offsets, self.unit)
 
 
 @dataclass
 class Stack:
-    layers: ctypes.Array[_Layer]
-    shape: _Shape
+    """Blocks as the C structs, and the tensors that these point into."""
+
+    layers: ctypes.Array[structs.Layer]
+    shape: structs.Shape
     alive: object
+
+    def __post_init__(self) -> None:
+        self.at = ctypes.addressof(self.shape), ctypes.addressof(self.layers)
+
+
+@dataclass
+class Ends:
+    c: structs.Ends
+    alive: object
+
+    def __post_init__(self) -> None:
+        self.at, self.outputs = ctypes.addressof(self.c), self.c.outputs
 
 
 class CpuKernels(Picking):
@@ -197,6 +164,8 @@ class CpuKernels(Picking):
         self.dtype = dtype
         self.name = f"C ({str(dtype).removeprefix('torch.')} weights, float32 sums)"
         super().__init__(lib)
+        self._room, self._logits_at = (-1, 0), 0
+        self._logits: Tensor | None = None
 
     def pack(self, weight: Tensor | Quantised, bias: Tensor | None = None) -> Packed:
         bias = None if bias is None else bias.float().contiguous()
@@ -257,7 +226,7 @@ class CpuKernels(Picking):
         n, heads, wide = q.shape
         keys = pool.address + 2 * layer * pool.plane
         out = torch.empty(n, heads * spec.head_dim)
-        bent = None if bend is None else _Bend(*(None if v is None else v.data_ptr() for v in (bend.slopes, bend.sinks)), bend.cap)
+        bent = None if bend is None else structs.Bend(*(None if v is None else v.data_ptr() for v in (bend.slopes, bend.sinks)), bend.cap)
         self.lib.attend(
             q.data_ptr(), keys, keys + pool.plane, KINDS[pool.dtype], pool.head, n, heads, spec.kv_heads, spec.head_dim, wide,
             plan.tables_at, plan.positions_at, plan.seen_at, plan.paths_at, plan.depths_at, plan.width, scale, window, plan.pinned,
@@ -267,22 +236,22 @@ class CpuKernels(Picking):
 
     def prepare(self, spec: Spec, layers: Sequence[Layer], turn: Tensor) -> Stack:
         """The layers as the C structs; they point into tensors that `layers` keeps alive."""
-        made = (_Layer * len(layers))()
+        made = (structs.Layer * len(layers))()
         for to, layer in zip(made, layers):
-            for name in LINEARS:
+            for name in structs.LINEARS:
                 setattr(to, name, getattr(layer, name).c)
-            for name in VECTORS:
+            for name in structs.VECTORS:
                 vector = getattr(layer, name)
                 setattr(to, name, None if vector is None else vector.data_ptr())
             to.window = layer.window
-        shape = _Shape(
+        shape = structs.Shape(
             len(layers), spec.hidden, spec.inner, spec.heads, spec.kv_heads, spec.head_dim, Pool.wide(spec.head_dim), turn.shape[1], 0,
             spec.eps, spec.head_dim**-0.5, turn.data_ptr(),
         )  # fmt: skip
         return Stack(made, shape, (layers, turn))
 
     def without(self, stack: Stack, skips: Sequence[int]) -> Stack:
-        layers = (_Layer * len(skips)).from_buffer_copy(stack.layers)
+        layers = (structs.Layer * len(skips)).from_buffer_copy(stack.layers)
         for layer, skip in zip(layers, skips):
             layer.skip = skip
         return Stack(layers, stack.shape, stack.alive)
@@ -291,24 +260,42 @@ class CpuKernels(Picking):
         return lora.pack(spec, layers)
 
     def run(self, stack: Stack, x: Tensor, plan: Plan, pool: Pool, runs: Runs = (), u: Tensor | None = None, layer: int = 0) -> Tensor:
-        stack.shape.kv, rows = KINDS[pool.dtype], _rows(plan)
-        if runs:
-            adapted = lora.rows(runs)
-            rows.runs, rows.adapted = len(runs), ctypes.addressof(adapted)
+        stack.shape.kv, adapted = KINDS[pool.dtype], lora.rows(runs)
+        rows = structs.rows(plan, adapted)
         at, wide = (None, 0) if u is None else (u.data_ptr(), u.shape[1])
-        self.lib.stack(stack.shape, stack.layers, rows, pool.address + 2 * layer * pool.plane, pool.plane, x.data_ptr(), at, wide)
+        first = pool.address + 2 * layer * pool.plane
+        self.lib.stack(*stack.at, rows.buffer_info()[0], first, pool.plane, x.data_ptr(), at, wide, None)
         return x
 
+    def ends(self, embedding: Packed, norm: Tensor, head: Packed) -> Ends:
+        return Ends(structs.Ends(embedding.c, head.c, norm.data_ptr(), head.outputs), (embedding, norm, head))
+
+    def read(
+        self, stack: Stack, ends: Ends, plan: Plan, pool: Pool, wanted: Sequence[int], kept: dict[int, Tensor],
+        asks: Sequence[Ask] = (), runs: Runs = (),
+    ) -> Read:  # fmt: skip
+        stack.shape.kv, adapted = KINDS[pool.dtype], lora.rows(runs)
+        rows, places, trees = structs.rows(plan, adapted), array("q", wanted), picking.Trees(asks)
+        taps = _taps(stack.shape, plan.length, kept) if kept else None
+        if self._logits is None or (len(wanted), ends.outputs) != self._room:  # even to ask for memory takes 40 µs behind a forward
+            self._logits = None
+            self._logits = torch.empty(len(wanted), ends.outputs)
+            self._room, self._logits_at = (len(wanted), ends.outputs), self._logits.data_ptr()
+        self.lib.read_model(
+            *stack.at, ends.at, rows.buffer_info()[0], plan.ids_at, pool.address, pool.plane, taps, places.buffer_info()[0], len(wanted),
+            self._logits_at, trees.asks, len(asks), trees.at,
+        )  # fmt: skip
+        return self._logits, trees.read()
+
     def chain(
-        self, stack: Stack, embedding: Packed, norm: Tensor, head: Packed, plan: Plan, pool: Pool, chains: Sequence[Chain],
-        vocabulary: int, halt: Halt | None = None, states: Tensor | None = None,
+        self, stack: Stack, ends: Ends, plan: Plan, pool: Pool, chains: Sequence[Chain], vocabulary: int, halt: Halt | None = None,
+        states: Tensor | None = None,
     ) -> Chained:  # fmt: skip
-        stack.shape.kv = KINDS[pool.dtype]
-        ends = _Ends(embedding.c, head.c, norm.data_ptr(), head.outputs, vocabulary)
+        stack.shape.kv, rows = KINDS[pool.dtype], structs.rows(plan)
         room = chain.Room(chains, halt)
         self.lib.chain(
-            stack.shape, stack.layers, ends, _rows(plan), plan.ids_at, pool.address, pool.plane, room.chains, len(chains), room.most,
-            room.rule, room.out.buffer_info()[0], room.traits.buffer_info()[0], None if states is None else states.data_ptr(),
+            *stack.at, ends.at, rows.buffer_info()[0], plan.ids_at, pool.address, pool.plane, room.chains, len(chains), room.most,
+            vocabulary, room.rule_at, room.out_at, room.traits_at, None if states is None else states.data_ptr(),
         )  # fmt: skip
         return room.read()
 
@@ -316,11 +303,13 @@ class CpuKernels(Picking):
         return tree.Compiled(self.lib, k, wide, levels)
 
 
-def _rows(plan: Plan) -> _Rows:
-    return _Rows(
-        plan.length, plan.width, plan.longest, plan.pinned,
-        plan.positions_at, plan.slots_at, plan.seen_at, plan.depths_at, plan.tables_at, plan.paths_at,
-    )  # fmt: skip
+def _taps(shape: structs.Shape, rows: int, kept: dict[int, Tensor]) -> ctypes.Array[ctypes.c_void_p]:
+    """Room for the states that are to be kept, and where the kernels find it: of each layer, then of the last norm, which is -1."""
+    taps: ctypes.Array[ctypes.c_void_p] = (ctypes.c_void_p * (shape.layers + 2))()
+    for layer in kept:
+        kept[layer] = torch.empty(rows, shape.hidden)
+        taps[layer] = kept[layer].data_ptr()
+    return taps
 
 
 def _integers(weight: Quantised, bias: Tensor | None) -> Packed:

@@ -5,9 +5,11 @@
  * Activations are float.  Weights and K/V are float, bfloat16 or integers, each by its `kind`; bfloat16 is widened in
  * registers, so it costs half the memory traffic and no accuracy in the sums; quantised.c has the integers.  Compiled on the
  * machine that runs it (see cpu.py). */
-#include "simd.h"
+#include "row.h"
+#include "stack.h"
 
 enum { PANEL = 64 };                         /* outputs a packed weight panel */
+_Static_assert(PANEL == BLOCK, "crown looks at a panel as a block");
 
 INLINE vf low(vu u) { return (vf)(u << 16); }                 /* the even element of each bfloat16 pair */
 INLINE vf high(vu u) { return (vf)(u & 0xffff0000u); }        /* the odd one */
@@ -56,21 +58,46 @@ INLINE void block(const int rows, const int half, const void *w, const float *bi
 #define ROWS(n, half) case n: block(n, half, at, bias, x + r * K, K, y + r * O, O, first, add); break;
 #define BLOCKS(half) switch (rows) { ROWS(1, half) ROWS(2, half) ROWS(3, half) ROWS(4, half) ROWS(5, half) ROWS(6, half) }  /* at most MR */
 
-void linear(const Weight *weight, const float *x, long n, long K, float *y, long O, int add) {
-    if (weight->kind >= INT8) { linear_quantised(weight, x, n, K, y, O, add); return; }
+/* The highest of the panel's outputs in every row. */
+static void crown(const float *y, long n, long O, long p, float *top, long high) {
+    for (long r = 0; r < n; r++) {
+        float last[PANEL];
+        const float *at = y + r * O + p * PANEL;
+        if (O - p * PANEL < PANEL) {
+            for (long j = 0; j < PANEL; j++) last[j] = p * PANEL + j < O ? at[j] : -INFINITY;
+            at = last;
+        }
+        top[r * high + p] = highest(at);
+    }
+}
+
+void linear_crowned(const Weight *weight, const float *x, long n, long K, float *y, long O, int add, float *top, long high) {
+    const long panels = (O + PANEL - 1) / PANEL;
+    if (weight->kind >= INT8) {
+        linear_quantised(weight, x, n, K, y, O, add);
+        #pragma omp parallel for schedule(static) if (top != 0)
+        for (long p = 0; p < (top ? panels : 0); p++) crown(y, n, O, p, top, high);
+        return;
+    }
     const int half = weight->kind == BFLOAT;
     const float *bias = weight->bias;
-    const long panels = (O + PANEL - 1) / PANEL, bytes = half ? (K + 1) / 2 * PANEL * 4 : K * PANEL * 4;
+    const long bytes = half ? (K + 1) / 2 * PANEL * 4 : K * PANEL * 4;
     const long count = (n + MR - 1) / MR;                     /* 8 rows go as 4 + 4, not 6 + 2 */
     #pragma omp parallel for schedule(static)
-    for (long p = 0; p < panels; p++) for (long c = 0; c < PANEL && p * PANEL + c < O; c += NV * VL) {
-        const void *at = (const char *)weight->data + p * bytes + c * 4;
-        const long first = p * PANEL + c;
-        for (long b = 0; b < count; b++) {
-            const long r = b * n / count, rows = (b + 1) * n / count - r;
-            if (half) BLOCKS(1) else BLOCKS(0)
+    for (long p = 0; p < panels; p++) {
+        for (long c = 0; c < PANEL && p * PANEL + c < O; c += NV * VL) {
+            const void *at = (const char *)weight->data + p * bytes + c * 4;
+            const long first = p * PANEL + c;
+            for (long b = 0; b < count; b++) {
+                const long r = b * n / count, rows = (b + 1) * n / count - r;
+                if (half) BLOCKS(1) else BLOCKS(0)
+            }
         }
+        if (top) crown(y, n, O, p, top, high);                /* while they lie in the cache */
     }
+}
+void linear(const Weight *weight, const float *x, long n, long K, float *y, long O, int add) {
+    linear_crowned(weight, x, n, K, y, O, add, 0, 0);
 }
 
 void embed(const Weight *weight, const int64_t *ids, long n, long K, float *y) {   /* rows of a packed weight */
@@ -236,30 +263,20 @@ void attend(const float *q, const void *K, const void *V, int kind, long head, l
     }
 }
 
-/* ---- the blocks of a decoder, one after the other.  cpu.py mirrors these structs. */
-typedef struct {
-    Weight qkv, o, gate_up, down;
-    const float *norm_in, *norm_post, *q_norm, *k_norm;
-    long window, skip;                                        /* skip: 1 the attention, 2 the MLP, 3 both */
-} Layer;
-typedef struct { long layers, hidden, inner, heads, kv_heads, head_dim, width, rot, kv; float eps, scale; const float *turn; } Shape;
-typedef struct {
-    long n, path, longest, pinned;
-    const int64_t *positions, *slots, *seen, *depths;
-    const int32_t *const *tables, *paths;
-    long runs; const void *adapted;                           /* rows with LoRA adapters, see lora.c */
-} Rows;
-
+/* ---- the blocks of a decoder, one after the other */
 void adapt(const void *runs, long count, long part, long parts, const float *x, long K, float *y, long O);
 #define ADAPT(part, parts, x, K, y, O) if (rows->runs) adapt(rows->adapted, rows->runs, (l - layers) * 7 + part, parts, x, K, y, O)
 
-/* u [n,wide_u], unless 0: what the first layer's attention reads in place of norm(x); it may be x. */
-void stack(const Shape *s, const Layer *layers, const Rows *rows, char *pool, long plane, float *x, const float *u, long wide_u) {
+/* u [n,wide_u], unless 0: what the first layer's attention reads in place of norm(x); it may be x.  taps, unless 0: where to put what
+ * enters each layer, and leaves the last; 0 for nowhere. */
+void stack(const Shape *s, const Layer *layers, const Rows *rows, char *pool, long plane, float *x, const float *u, long wide_u,
+           float *const *taps) {
     const long n = rows->n, H = s->heads, k = s->kv_heads, D = s->head_dim, h = s->hidden, I = s->inner, head = plane / k;
     const long qkv = (H + 2 * k) * D, wide = 2 * I > qkv ? 2 * I : qkv, inner = I > H * D ? I : H * D;
     float *a = malloc((size_t)n * (size_t)(h + wide + H * s->width + inner) * 4);
     float *b = a + n * h, *q = b + n * wide, *c = q + n * H * s->width;
     for (const Layer *l = layers; l < layers + s->layers; l++, pool += 2 * plane) {
+        if (taps && taps[l - layers]) memcpy(taps[l - layers], x, (size_t)(n * h) * 4);
         if (l->skip & 1) goto mlp;
         const int given = u && l == layers;
         const float *in = given ? u : a;
@@ -281,64 +298,6 @@ void stack(const Shape *s, const Layer *layers, const Rows *rows, char *pool, lo
         linear(&l->down, c, n, I, x, h, 1);
         ADAPT(6, 1, c, I, x, h);
     }
+    if (taps && taps[s->layers]) memcpy(taps[s->layers], x, (size_t)(n * h) * 4);
     free(a);
-}
-
-/* ---- chains of guesses: `stack` over the rows, then the best token after row at[i] goes in as the row behind it, and so on.
- * What a drafter does with embed, stack, linear and pick, without coming back in between: after a forward has swept the
- * caches, every step outside costs more than the pick itself.  A chain ends at a token that is none (-1), and behind one whose
- * traits `halt` did not like (0: there are no traits; see stop.c) or that is less likely than the chain's floor.
- * out[i * most + level]: its tokens, -1 past its end; states, unless 0: the rows that they were read from. */
-typedef struct { Weight embedding, head; const float *norm; long outputs, vocabulary; } Ends;
-typedef struct { long at, levels, top_k; double min_p, top_p; uint64_t stream; float temperature, floor; } Chain;
-long pick(const float *logits, long V, float temperature, double min_p, long top_k, double top_p, uint64_t key, long k, int32_t *out,
-          float *prob);
-
-void chain(const Shape *s, const Layer *layers, const Ends *e, const Rows *first, const int64_t *first_ids, char *pool, long plane,
-           const Chain *chains, long m, long most, const Halt *halt, int32_t *out, float *traits, float *states) {
-    const long h = s->hidden, n = first->n;
-    int64_t at[5][m];                                         /* ids, positions, slots, seen, depths */
-    const int32_t *tables[m];
-    long live[m];                                             /* which chain each row belongs to */
-    float *x = malloc((size_t)(n * h + m * (2 * h + e->outputs)) * 4), *y = x + n * h, *a = y + m * h, *logits = a + m * h;
-    embed(&e->embedding, first_ids, n, h, x);
-    stack(s, layers, first, pool, plane, x, 0, 0);
-    for (long i = 0; i < m; i++) {
-        memcpy(y + i * h, x + chains[i].at * h, (size_t)h * 4);
-        at[1][i] = first->positions[chains[i].at];
-        at[3][i] = first->seen[chains[i].at];
-        at[4][i] = 0;
-        tables[i] = first->tables[chains[i].at];
-        live[i] = i;
-    }
-    memset(out, -1, (size_t)(m * most) * 4);
-    for (long level = 0; ; level++) {
-        long longest = 0, left = 0;
-        rms_norm(y, e->norm, m, h, s->eps, a);
-        linear(&e->head, a, m, h, logits, e->outputs, 0);
-        for (long i = 0; i < m; i++) {
-            const Chain *c = chains + live[i];
-            const float *row = logits + i * e->outputs;
-            const long place = live[i] * most + level;
-            const uint64_t key = mix(c->stream + (uint64_t)(at[1][i] + 1));
-            float *seen = halt ? traits + place * TRAITS : 0;
-            if (states) memcpy(states + place * h, y + i * h, (size_t)h * 4);
-            if (!pick(row, e->vocabulary, c->temperature, c->min_p, c->top_k, c->top_p, key, 1, out + place, 0)) continue;
-            if (halt && (halts(halt, row, e->vocabulary, c->temperature, out[place], level, seen) || seen[0] < c->floor)) continue;
-            if (level + 1 == c->levels) continue;
-            const long j = left++;                            /* the rows that go on close up */
-            live[j] = live[i];
-            tables[j] = tables[i];
-            at[0][j] = out[place];
-            at[1][j] = at[1][i] + 1;
-            at[2][j] = tables[j][at[3][i]];
-            at[3][j] = at[3][i] + 1;
-            longest = at[3][j] > longest ? at[3][j] : longest;
-        }
-        if (!(m = left)) break;
-        const Rows rows = {m, 0, longest, first->pinned, at[1], at[2], at[3], at[4], tables, 0};
-        embed(&e->embedding, at[0], m, h, y);
-        stack(s, layers, &rows, pool, plane, y, 0, 0);
-    }
-    free(x);
 }

@@ -85,5 +85,6 @@ def pack(spec: Spec, layers: Adapted) -> Adapter:
     return Adapter(made, alive)
 
 
-def rows(runs: Runs) -> ctypes.Array[_Run]:
-    return (_Run * len(runs))(*(_Run(first, count, adapter.parts) for first, count, adapter in runs))
+def rows(runs: Runs) -> ctypes.Array[_Run] | None:
+    """The runs for lora.c, if there are any."""
+    return (_Run * len(runs))(*(_Run(first, count, adapter.parts) for first, count, adapter in runs)) if runs else None

@@ -1,8 +1,5 @@
 /* What a head reads: the embedding of a token and the state that it was said from, side by side. */
-#include "simd.h"
-
-void embed(const Weight *weight, const int64_t *ids, long n, long K, float *y);
-void rms_norm(const float *x, const float *w, long n, long h, float eps, float *y);
+#include "stack.h"
 
 /* y [n,K+h] = [norm(e(ids)); norm(g)]; a norm that is 0 is none. */
 void pair(const Weight *embedding, const int64_t *ids, long n, long K, const float *g, long h, const float *norm_token,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from array import array
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,6 +15,13 @@ from outrider.kernels import chain
 from outrider.kernels.chain import TRAITS, Halt, Traits
 from outrider.sampling.params import Law
 
+if TYPE_CHECKING:
+    from outrider.kernels import Ask
+
+ASK = struct.Struct("@llll dd QQ f4x")  # Ask of simd.h: at, root, nodes, top_k; min_p, top_p; stream, position; temperature
+Answer = tuple[list[int], list[int]]  # the nodes that are accepted, and the tokens that are said
+Read = tuple[Tensor, Sequence[Answer | None]]  # logits [M,V], and answers read from them
+
 
 def declare(lib: ctypes.CDLL) -> None:
     p, n, i, f, d, u = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float, ctypes.c_double, ctypes.c_uint64
@@ -20,8 +29,34 @@ def declare(lib: ctypes.CDLL) -> None:
     lib.pick.restype = n
     lib.picks.argtypes = [p, n, n, f, d, n, d, p, p, n, p, p]
     lib.picks.restype = None
-    lib.follow.argtypes, lib.follow.restype = [p, n, n, f, d, n, d, u, u, p, p, n, p, p], n
+    lib.follow.argtypes, lib.follow.restype = [p, n, n, p, n, p, n, p], None
     lib.halts.argtypes = [ctypes.POINTER(chain.Rule), p, n, f, i, n, p]
+
+
+class Trees:
+    """What `follow` in sample.c is asked, and where it puts what it finds."""
+
+    def __init__(self, asks: Sequence[Ask]) -> None:
+        self.sizes, self.asks, ints = list[int](), b"", list[int]()
+        for root, (temperature, min_p, top_k, top_p), stream, position, tokens, parents in asks:
+            size = len(tokens)
+            self.asks += ASK.pack(len(ints), root, size, top_k, min_p, top_p, stream, position, temperature)
+            self.sizes.append(size)
+            ints += tokens
+            ints += parents[:size]
+            ints += [0] * (2 * size + 2)
+        self.held = array("i", ints)
+        self.at = self.held.buffer_info()[0]
+
+    def read(self) -> list[Answer | None]:
+        ints, found, path = self.held.tolist(), list[Answer | None](), 0
+        for size in self.sizes:
+            path += 2 * size
+            said = path + size
+            count = ints[said + size + 1]
+            found.append(None if count < 0 else (ints[path : path + count - 1], ints[said : said + count]))
+            path = said + size + 2
+        return found
 
 
 class Picking:
@@ -45,17 +80,10 @@ class Picking:
         )  # fmt: skip
         return self._out[:count], self._prob[:count] if probs else []
 
-    def follow(
-        self, logits: Tensor, law: Law, stream: int, position: int, tokens: Sequence[int], parents: Sequence[int], row: int
-    ) -> tuple[list[int], list[int]] | None:
-        size, wide = len(tokens), logits.stride(0)
-        held = array("i", [*tokens, *parents[:size], *[0] * (2 * size + 1)])  # and room for the path and what is said
-        at = held.buffer_info()[0]
-        said = self.lib.follow(
-            logits.data_ptr() + row * wide * 4, wide, logits.shape[1], law.temperature, law.min_p, law.top_k, law.top_p, stream, position,
-            at, at + 4 * size, size, at + 8 * size, at + 12 * size,
-        )  # fmt: skip
-        return None if said < 0 else (held[2 * size : 2 * size + said - 1].tolist(), held[3 * size : 3 * size + said].tolist())
+    def follow(self, logits: Tensor, asks: Sequence[Ask]) -> Sequence[Answer | None]:
+        trees = Trees(asks)
+        self.lib.follow(logits.data_ptr(), logits.stride(0), logits.shape[1], None, 0, trees.asks, len(asks), trees.at)
+        return trees.read()
 
     def picks(
         self, logits: Tensor, law: Law, keys: Sequence[int], k: int, ids: Tensor | None = None, probs: bool = True

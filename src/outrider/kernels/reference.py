@@ -26,7 +26,7 @@ from outrider.sampling import reference as sampling
 from outrider.sampling.params import Law
 
 if TYPE_CHECKING:
-    from outrider.kernels import Bend, Heads, Kernels
+    from outrider.kernels import Ask, Bend, Heads, Kernels
     from outrider.models.decoder import Layer
 
 
@@ -173,6 +173,10 @@ class TorchKernels:
                 x = linear(self.silu_mul(linear(self.rms_norm(x, block.norm_post, block.eps), "gate_up")), "down", add=x)
         return x
 
+    def ends(self, *_: Any) -> None: ...
+    def read(self, *_: Any) -> None:
+        """The parts one by one."""
+
     def chain(self, *_: Any) -> None:
         """Nobody is waiting: the drafter goes level by level."""
 
@@ -183,10 +187,8 @@ class TorchKernels:
     def pick(self, logits: Tensor, law: Law, key: int, k: int, probs: bool, row: int = 0) -> tuple[list[int], list[float]]:
         return sampling.pick(logits if logits.dim() == 1 else logits[row], law, key, k)
 
-    def follow(
-        self, logits: Tensor, law: Law, stream: int, position: int, tokens: Sequence[int], parents: Sequence[int], row: int
-    ) -> tuple[list[int], list[int]] | None:
-        return None
+    def follow(self, logits: Tensor, asks: Sequence[Ask]) -> list[None]:
+        return [None] * len(asks)
 
     def picks(
         self, logits: Tensor, law: Law, keys: Sequence[int], k: int, ids: Tensor | None = None, probs: bool = True

@@ -4,17 +4,31 @@
 
 enum { BLOCK = 64 };
 
-/* The whole blocks lie where the row does, what is left of it in `tail`, filled up with minus infinity. */
-typedef struct { const float *l; long n, whole, blocks; float tail[BLOCK]; } Row;
+/* The whole blocks lie where the row does, what is left of it in `tail`, filled up with minus infinity.  best: the highest logit, once it
+ * is known; cool: 1 / temperature, or 1 where that is 0. */
+typedef struct { const float *l; long n, whole, blocks; float best, cool, tail[BLOCK]; } Row;
 INLINE const float *block_at(const Row *r, long b) { return b < r->whole ? r->l + b * BLOCK : r->tail; }
+/* How far a logit lies below the best, at the temperature: the log of what it weighs.  For vectors and floats alike. */
+#define BELOW(r, logit) (((logit) - (r)->best) * (r)->cool)
 
-static Row row_of(const float *l, long n) {
-    Row r = {l, n, n / BLOCK, (n + BLOCK - 1) / BLOCK, {0}};
+static Row row_of(const float *l, long n, float temperature) {
+    Row r = {l, n, n / BLOCK, (n + BLOCK - 1) / BLOCK, 0, temperature > 0 ? 1 / temperature : 1, {0}};
     for (long j = 0; j < BLOCK; j++) r.tail[j] = r.whole * BLOCK + j < n ? l[r.whole * BLOCK + j] : -INFINITY;
     return r;
 }
 
 INLINE vf larger(vf a, vf b) { const vi m = a > b; return (vf)(((vi)a & m) | ((vi)b & ~m)); }
+INLINE vf number(vf v) { const vi m = v == v; return (vf)(((vi)v & m) | ((vi)((vf){0} + INFINITY) & ~m)); }      /* NaN is infinity here */
+INLINE vf highest_lanes(const float *block) {
+    vf m = number(*(const vf *)block);
+    for (long j = VL; j < BLOCK; j += VL) m = larger(number(*(const vf *)(block + j)), m);
+    return m;
+}
+INLINE float highest(const float *block) {
+    vf m = highest_lanes(block);
+    for (int n = VL; n > 1; n /= 2) m = larger(PICK(m, m, EVEN), PICK(m, m, ODD));
+    return m[0];
+}
 INLINE vf fold(vf *m) {                                       /* lane i: the largest lane of m[i], of VL vectors */
     for (int n = VL / 2; n; n /= 2) for (int i = 0; i < n; i++)
         m[i] = larger(PICK(m[2 * i], m[2 * i + 1], EVEN), PICK(m[2 * i], m[2 * i + 1], ODD));
@@ -22,46 +36,38 @@ INLINE vf fold(vf *m) {                                       /* lane i: the lar
 }
 
 enum { PART = 16 };                                           /* blocks that are looked at together, a multiple of VL */
-/* The highest logit of every block of a part into `top`, which has room for whole parts; returns the highest of all, NaN if there is one. */
+INLINE long parts_of(long blocks) { return (blocks + PART - 1) / PART; }
+/* The highest logit of every block of a part into `top`, which has room for whole parts; returns the highest of all. */
 static float tops(const Row *r, long from, float *top) {
-    vf all = (vf){0} - INFINITY;
-    vi bad = {0};
+    float best = -INFINITY;
     for (long g = from; g < from + PART; g += VL) {
         vf m[VL];
         for (int i = 0; i < VL; i++) {
-            if (g + i >= r->blocks) { m[i] = (vf){0} - INFINITY; continue; }
-            const float *l = block_at(r, g + i);
-            m[i] = *(const vf *)l;
-            bad |= m[i] != m[i];
-            for (long j = VL; j < BLOCK; j += VL) { const vf v = *(const vf *)(l + j); m[i] = larger(v, m[i]); bad |= v != v; }
+            m[i] = (vf){0} - INFINITY;
+            if (g + i < r->blocks) m[i] = highest_lanes(block_at(r, g + i));
         }
-        const vf here = fold(m);
-        *(vf *)(top + g) = here;
-        all = larger(here, all);
+        *(vf *)(top + g) = fold(m);
+        for (int i = 0; i < VL; i++) best = top[g + i] > best ? top[g + i] : best;
     }
-    float best = all[0];
-    int32_t any = bad[0];
-    for (int i = 1; i < VL; i++) { best = all[i] > best ? all[i] : best; any |= bad[i]; }
-    return any ? NAN : best;
+    return best;
 }
-INLINE long parts_of(const Row *r) { return (r->blocks + PART - 1) / PART; }
-INLINE float first_of(float best, float other) { return other > best || other != other ? other : best; }     /* NaN wins, and stays */
 
-/* The highest logit of every block, and of all; NaN if there is one.  Unless it is 0, `scaled` gets the row over the temperature first. */
-static float survey(Row *r, float temperature, float *scaled, float *top, int alone) {
-    const long parts = parts_of(r);
-    const Row from = *r;
+/* The highest logit of every block, into `top`, and of all; infinity if there is a NaN. */
+static float survey(const Row *r, float *top, int alone) {
+    const long parts = parts_of(r->blocks);
     float of[parts], best = -INFINITY;
-    if (scaled) { r->l = scaled; r->whole = r->blocks; }
     #pragma omp parallel for schedule(static) if (alone)
-    for (long p = 0; p < parts; p++) {
-        for (long b = p * PART; scaled && b < (p + 1) * PART && b < r->blocks; b++) {
-            const float *l = block_at(&from, b);
-            for (long j = 0; j < BLOCK; j++) scaled[b * BLOCK + j] = l[j] / temperature;
-        }
-        of[p] = tops(r, p * PART, top);
-    }
-    for (long p = 0; p < parts; p++) best = first_of(best, of[p]);
+    for (long p = 0; p < parts; p++) of[p] = tops(r, p * PART, top);
+    for (long p = 0; p < parts; p++) best = of[p] > best ? of[p] : best;
+    return best;
+}
+
+/* The same where the linear that wrote the row has left them in `top` (see `crown`); it may have written more than the row has. */
+static float surveyed(const Row *r, float *top) {
+    float best = -INFINITY;
+    for (long b = r->blocks; b < parts_of(r->blocks) * PART; b++) top[b] = -INFINITY;
+    if (r->whole < r->blocks) top[r->whole] = highest(r->tail);
+    for (long b = 0; b < r->blocks; b++) best = top[b] > best ? top[b] : best;
     return best;
 }
 
@@ -74,10 +80,10 @@ INLINE vf softly(vf x) {                                      /* exp(x) for x <=
     return (vf)((vi)p + ((vi)n << 23));
 }
 
-/* The same, and in *all what the whole row weighs: the sum of exp(l - highest).  A part is weighed against its own highest while it lies in
+/* As `survey`, and in *all what the whole row weighs: the sum of exp(l - highest).  A part is weighed against its own highest while it lies in
  * the cache. */
 static float weigh(const Row *r, float *top, double *all, int alone) {
-    const long parts = parts_of(r);
+    const long parts = parts_of(r->blocks);
     float of[parts], mass[parts], best = -INFINITY;
     #pragma omp parallel for schedule(static) if (alone)
     for (long p = 0; p < parts; p++) {
@@ -88,7 +94,7 @@ static float weigh(const Row *r, float *top, double *all, int alone) {
             for (long j = 0; j < BLOCK; j += VL) sum += softly(*(const vf *)(block_at(r, b) + j) - against);
         mass[p] = total(sum);
     }
-    for (long p = 0; p < parts; p++) best = first_of(best, of[p]);
+    for (long p = 0; p < parts; p++) best = of[p] > best ? of[p] : best;
     *all = 0;
     for (long p = 0; p < parts; p++) *all += mass[p] * exp((double)of[p] - best);
     return best;

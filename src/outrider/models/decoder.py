@@ -21,14 +21,16 @@ from torch import Tensor
 from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool, SplitPool, kv_dtype
 from outrider.errors import ConfigError
-from outrider.kernels import Chain, Kernels, Weight, kernels_for
+from outrider.kernels import Ask, Chain, Kernels, Weight, kernels_for
 from outrider.kernels.chain import Chained, Halt
 from outrider.kernels.lora import Adapted
+from outrider.kernels.picking import Read
 from outrider.kernels.quantised import Quantised, join
 from outrider.models.hub import Checkpoint, Source
 from outrider.models.placement import Placement, place
 from outrider.models.quantise import bits_of, quantise
 from outrider.models.spec import Spec
+from outrider.models.taps import in_steps
 
 
 @dataclass
@@ -98,6 +100,7 @@ class Decoder:
         self.lm_head = self.embedding
         if not spec.tied:
             self.lm_head = self._fused(self.kernels, weights, [("lm_head", spec.vocabulary)], spec.hidden, outer=True)
+        self.ends = self.kernels.ends(self.embedding, self.norm, self.lm_head)
 
     def pool(self, slots: int) -> Pool:
         s, dtype = self.spec, kv_dtype(self.kv_cache_dtype, self.dtype)
@@ -161,6 +164,13 @@ class Decoder:
             taps[layer], at = x.clone(), layer  # x is changed in place
         return x if x is not None and at == self.spec.layers else self.forward(plan, pool, self.between(at, self.spec.layers), x)
 
+    def read(self, plan: Plan, pool: Pool, wanted: list[int], kept: dict[int, Tensor], asks: Sequence[Ask]) -> Read:
+        if self.split:
+            return in_steps(self, plan, pool, wanted, kept, asks)
+        runs = [(first, count, adapter[0]) for first, count, adapter in plan.adapted]
+        found = self.kernels.read(self.parts[0].stack, self.ends, plan, pool, wanted, kept, asks, runs)
+        return found or in_steps(self, plan, pool, wanted, kept, asks)
+
     def adapter(self, layers: Adapted) -> list[Any]:
         """What `Plan.adapt` wants for a LoRA adapter that has been read: its form for each part."""
         return [part.kernels.adapter(self.spec, layers[part.first : part.first + part.layers]) for part in self.parts]
@@ -186,8 +196,7 @@ class Decoder:
         """`forward` over the plan, then a chain of the best tokens behind some of its rows; see `Kernels.chain`."""
         if self.split:
             return None
-        stack = (blocks or self.parts)[0].stack
-        return self.kernels.chain(stack, self.embedding, self.norm, self.lm_head, plan, pool, chains, vocabulary, halt, states)
+        return self.kernels.chain((blocks or self.parts)[0].stack, self.ends, plan, pool, chains, vocabulary, halt, states)
 
     def _layer(self, kernels: Kernels, weights: Source, i: int) -> Layer:
         s, at = self.spec, f"model.layers.{i}"

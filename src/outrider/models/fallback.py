@@ -30,11 +30,12 @@ from transformers.utils import logging as transformers_logging
 from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool, kv_dtype
 from outrider.errors import ConfigError, ModelError
-from outrider.kernels import Bend, Kernels, kernels_for
+from outrider.kernels import Ask, Bend, Kernels, kernels_for
+from outrider.kernels.picking import Read
 from outrider.models import steady, unrouted
 from outrider.models.hub import Checkpoint, first_line
 from outrider.models.spec import FAMILIES, WIDEST
-from outrider.models.taps import layers_of, tapping
+from outrider.models.taps import in_steps, layers_of, tapping
 
 OURS, LISTENING = "outrider", "outrider-listening"  # attention implementations; the second is told about masks
 HARMLESS = {"position_ids", "cache_position", "position_embeddings", "attention_mask", "cos", "sin"}  # tensors that layers pass along
@@ -229,6 +230,9 @@ class Fallback:
         ids = torch.zeros(1, len(rows), dtype=torch.int64, device=self.device)
         out: Tensor = self.head(input_ids=ids, use_cache=False).logits[0]
         return out.float()
+
+    def read(self, plan: Plan, pool: Pool, wanted: list[int], kept: dict[int, Tensor], asks: Sequence[Ask]) -> Read:
+        return in_steps(self, plan, pool, wanted, kept, asks)
 
     def chain(self, *_: Any) -> None:
         """A drafter goes level by level."""

@@ -12,8 +12,9 @@ from torch import Tensor
 from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
 from outrider.errors import ConfigError, ModelError
-from outrider.kernels import Chain, Kernels
+from outrider.kernels import Ask, Chain, Kernels
 from outrider.kernels.chain import Chained, Halt
+from outrider.kernels.picking import Read
 from outrider.models.decoder import Decoder
 from outrider.models.hub import Checkpoint
 from outrider.models.placement import Placement
@@ -70,6 +71,12 @@ class Model(Protocol):
 
     def logits(self, x: Tensor, rows: list[int]) -> Tensor:
         """float32 [len(rows), V] of some rows, in ascending order, of `forward`'s result."""
+
+    def read(self, plan: Plan, pool: Pool, wanted: list[int], kept: dict[int, Tensor], asks: Sequence[Ask]) -> Read:
+        """What the engine does in every step: `forward`, the logits behind the rows `wanted`, and the answers read from these.
+
+        kept: what `taps` are in `forward`, and FINAL, which gets `final` of all rows.  The logits are there until the next call.
+        """
 
     def chain(
         self, plan: Plan, pool: Pool, chains: Sequence[Chain], vocabulary: int, halt: Halt | None = None,

@@ -5,6 +5,8 @@ Order as in vLLM: temperature, min_p, top_k, top_p.  Equal logits stay or go tog
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -12,25 +14,34 @@ from outrider.sampling.noise import gumbel
 from outrider.sampling.params import Law
 
 
+def below(logits: Tensor, law: Law) -> Tensor:
+    """How far each of the logits [V] lies below the best at the temperature, -inf where the law forbids a token.
+
+    The numbers that are compared and sampled from: in float32 they depend on the rounding, so the C kernels compute the same.
+    """
+    logits = logits.float()
+    low = (logits - logits.max()) * torch.tensor(law.temperature).reciprocal().to(logits.device)
+    if law.min_p > 0:
+        low = low.masked_fill(low < math.log(law.min_p), float("-inf"))
+    if 0 < law.top_k < low.numel():
+        low = low.masked_fill(low < low.topk(law.top_k).values[-1], float("-inf"))
+    if law.top_p < 1:
+        whole = low.exp().double().sum()
+        for most in (256, 4096, low.numel()):  # a sort of the whole vocabulary would take the longest by far
+            best = low.topk(min(most, low.numel())).values
+            mass = best.exp().double()
+            if mass.sum() >= law.top_p * whole:
+                break
+        last = best[mass.cumsum(0) - mass < law.top_p * whole].min()
+        low = low.masked_fill(low < last, float("-inf"))
+    return low
+
+
 def filtered(logits: Tensor, law: Law) -> Tensor:
     """Logits [V] at temperature, -inf where the law forbids a token; greedy laws forbid nothing."""
     if law.temperature == 0:
         return logits.float()
-    scaled = logits.float() / law.temperature
-    if law.min_p > 0:
-        scaled = scaled.masked_fill(scaled < scaled.max() + torch.tensor(law.min_p).log(), float("-inf"))
-    if 0 < law.top_k < scaled.numel():
-        scaled = scaled.masked_fill(scaled < scaled.topk(law.top_k).values[-1], float("-inf"))
-    if law.top_p < 1:
-        whole = (scaled - scaled.max()).exp().double().sum()
-        for most in (256, 4096, scaled.numel()):  # a sort of the whole vocabulary would take the longest by far
-            best = scaled.topk(min(most, scaled.numel())).values
-            mass = (best - best[0]).exp().double()
-            if mass.sum() >= law.top_p * whole:
-                break
-        last = best[mass.cumsum(0) - mass < law.top_p * whole].min()
-        scaled = scaled.masked_fill(scaled < last, float("-inf"))
-    return scaled
+    return (logits.float() / law.temperature).masked_fill(below(logits, law) == float("-inf"), float("-inf"))
 
 
 def probabilities(logits: Tensor, law: Law) -> Tensor:
@@ -47,10 +58,10 @@ def pick(logits: Tensor, law: Law, key: int, k: int, ids: Tensor | None = None) 
     """
     if not logits.amax().isfinite():
         return [], []
-    scores = scaled = filtered(logits, law)
+    scores = low = below(logits, law) if law.temperature > 0 else logits.float()
     if law.temperature > 0:
-        noise = gumbel(key, scaled.numel() if ids is None else int(ids.max()) + 1, scaled.device)
-        scores = scaled + (noise if ids is None else noise[ids.long().to(noise.device)])
+        noise = gumbel(key, low.numel() if ids is None else int(ids.max()) + 1, low.device)
+        scores = low + (noise if ids is None else noise[ids.long().to(noise.device)])
     values, order = scores.sort(descending=True, stable=True)
     tokens = order[:k][values[:k] > float("-inf")]
-    return tokens.tolist(), scaled.double().softmax(-1)[tokens].tolist()
+    return tokens.tolist(), low.double().softmax(-1)[tokens].tolist()

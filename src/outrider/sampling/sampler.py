@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from outrider.errors import ModelError, OutriderError, RequestError
-from outrider.kernels import Kernels
+from outrider.kernels import Ask, Kernels
 from outrider.kernels.chain import TRAITS
 from outrider.sampling.noise import key_of, stream_of
 from outrider.sampling.params import Law
@@ -35,13 +35,12 @@ class Sampler:
             return tokens[0]
         raise self._nothing(row, logits, at)
 
-    def follow(self, row: Row, tree: Guesses, logits: Tensor, at: int) -> tuple[list[int], list[int]] | None:
-        """What `match` says of the tree, whose root has row `at` of logits [M,V] and whose nodes the next: the accepted nodes, and the
-        tokens that are said.  None where it has to ask pick by pick."""
+    def ask(self, row: Row, tree: Guesses, root: int) -> Ask | None:
+        """For what `match` says of a tree whose root has row `root` of the logits.  None where it has to ask pick by pick."""
         if row.processors:
             return None
-        stream, tokens = stream_of(row.seed, row.index), tree.tokens[: tree.size]
-        return self.kernels.follow(logits, row.law, stream, len(row.tokens), tokens, tree.parents, at)
+        tokens = tree.tokens[: tree.size] if tree.probes else tree.tokens
+        return Ask(root, row.law, stream_of(row.seed, row.index), len(row.tokens), tokens, tree.parents)
 
     def law(self, row: Row, path: Sequence[int], logits: Tensor, at: int = 0) -> Tensor:
         """The distribution of that token, float64 [V] on the CPU."""

@@ -24,8 +24,8 @@ class Answers:
     def pick(self, node: int, path: Sequence[int]) -> int:
         return self.laws.pick(self.row, node, path)
 
-    def follow(self, tree: Guesses) -> tuple[list[int], list[int]] | None:
-        return self.laws.follow(self.row, tree)
+    def follow(self) -> tuple[list[int], list[int]] | None:
+        return self.laws.follow(self.row)
 
     def p(self, node: int, path: Sequence[int]) -> Tensor:
         return self.laws.p(self.row, node, path)

@@ -16,7 +16,7 @@ class Match(Rule):
     drawn = False
 
     def walk(self, tree: Guesses, target: Answers) -> tuple[list[int], list[int]]:
-        if (found := target.follow(tree)) is not None:
+        if (found := target.follow()) is not None:
             return found
         child = dict(zip(zip(tree.parents, tree.tokens), range(tree.size)))
         path: list[int] = []
