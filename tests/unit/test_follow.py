@@ -40,7 +40,9 @@ def test_following_a_tree_is_picking_node_by_node(
 
     ask = sampler.ask(row, tree, 1)
     assert ask is not None
-    found = sampler.kernels.follow(logits, [ask, ask._replace(root=1), ask])
+    trees = sampler.kernels.ask([ask, ask._replace(root=1), ask])
+    sampler.kernels.follow(logits, trees)
+    found = trees.read()
     try:
         expected = Match().walk(tree, Asked)  # type: ignore[arg-type]
     except ModelError:

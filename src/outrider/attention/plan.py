@@ -45,7 +45,7 @@ class Plan:
         self.pinned = pinned
         self.segments: list[tuple[array[int], int, int]] = []
         self.adapted: list[tuple[int, int, Any]] = []
-        self.length = self.longest = 0
+        self.length = self.longest = self.width = 0
         self._ids: list[int] = []
         self._positions: list[int] = []
         self._slots: list[int] = []
@@ -77,7 +77,10 @@ class Plan:
     def nodes(self, table: array[int], seen: int, paths: Sequence[Sequence[int]], tokens: Sequence[int], shift: int = 0) -> None:
         """Guesses of one tree, each with a path of its own."""
         n, depths, first = len(paths), [*map(len, paths)], seen - 1 + shift
-        self._segment(table, n, seen + max(depths))
+        deepest = max(depths)
+        if deepest > self.width:
+            self.width = deepest
+        self._segment(table, n, seen + deepest)
         self._ids += tokens
         self._positions += [first + depth for depth in depths]
         self._slots += [path[-1] for path in paths]
@@ -125,11 +128,10 @@ class Plan:
             self.longest = sees
 
     def build(self) -> Plan:
-        depths = [*map(len, self._paths)]
-        self.host = array("q", self._ids + self._positions + self._slots + self._seen + depths + self._tables)
+        depths = [*map(len, self._paths)] if self.width else [0] * self.length
+        self.host = array("q", [*self._ids, *self._positions, *self._slots, *self._seen, *depths, *self._tables])
         first, step = self.host.buffer_info()[0], self.length * 8
         self.ids_at, self.positions_at, self.slots_at, self.seen_at, self.depths_at, self.tables_at = range(first, first + 6 * step, step)
-        self.width = max(depths, default=0)
         self.host_paths = array("i", self._flat(depths) if self.width else ())
         self.paths_at = self.host_paths.buffer_info()[0]
         return self

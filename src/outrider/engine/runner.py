@@ -9,8 +9,8 @@ from torch import Tensor
 
 from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
-from outrider.kernels import Ask
-from outrider.kernels.picking import Answer, Read
+from outrider.kernels import Ask, Trees
+from outrider.kernels.picking import Answer
 from outrider.models.model import Model
 from outrider.sampling import dice
 from outrider.sampling.sampler import Sampler
@@ -90,9 +90,11 @@ class Runner:
         self.decoder, self.pool, self.sampler, self.same = decoder, pool, sampler, same
 
     def forward(self, batch: Batch, draft: Draft, needs: Needs) -> Seen:
-        plan, wanted, asking = Plan(), list[int](), list[tuple[int, int]]()
+        plan = Plan()
+        wanted: list[int] = []
         roots: dict[int, int] = {}
         asks: dict[int, Ask] = {}
+        asking: list[tuple[int, int]] = []
         spans: list[tuple[int, int]] = []  # where the tokens of each row begin, and its guesses
         for r, (row, start, known, guesses) in enumerate(zip(batch.rows, batch.starts, batch.known, draft.trees)):
             first = plan.length
@@ -111,23 +113,25 @@ class Runner:
         kept = dict.fromkeys(needs.states, NONE)
         if asking:
             kept[FINAL] = NONE
-        logits, answers = self._read(plan.build(), wanted, kept, [*asks.values()], draft.resume, spans)
+        trees = self.decoder.kernels.ask([*asks.values()])
+        logits = self._read(plan.build(), wanted, kept, trees, draft.resume, spans)
         for r, first in asking:
             self._score(batch.rows[r], kept[FINAL], first, batch.starts[r], batch.end(r))
-        return Seen(batch, logits, roots, self.sampler, needs, kept, spans, dict(zip(asks, answers)))
+        return Seen(batch, logits, roots, self.sampler, needs, kept, spans, dict(zip(asks, trees.read())))
 
     def _read(
-        self, plan: Plan, wanted: list[int], kept: dict[int, Tensor], asks: list[Ask], resume: Resume | None, spans: list[tuple[int, int]]
-    ) -> Read:
+        self, plan: Plan, wanted: list[int], kept: dict[int, Tensor], trees: Trees, resume: Resume | None, spans: list[tuple[int, int]]
+    ) -> Tensor:
         """Where a drafter has computed the lower layers of some rows, only the others go through these, unless somebody wants to see what
         enters a layer."""
         if resume is None or kept.keys() - {FINAL}:
-            return self.decoder.read(plan, self.pool, wanted, kept, asks)
+            return self.decoder.read(plan, self.pool, wanted, kept, trees)
         x = self._resumed(plan, resume, spans)
         if FINAL in kept:
             kept[FINAL] = self.decoder.final(x)
         logits = self.decoder.logits(x, wanted)
-        return logits, self.decoder.kernels.follow(logits, asks)
+        self.decoder.kernels.follow(logits, trees)
+        return logits
 
     def _resumed(self, plan: Plan, resume: Resume, spans: list[tuple[int, int]]) -> Tensor:
         done = [end + node for (_, end), nodes in zip(spans, resume.nodes) for node in nodes]

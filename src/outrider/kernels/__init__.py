@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from outrider.cache.pool import Pool
     from outrider.kernels.chain import Chained, Halt, Traits
     from outrider.kernels.lora import Adapted, Runs
-    from outrider.kernels.picking import Answer, Read
+    from outrider.kernels.picking import Answer
     from outrider.kernels.quantised import Quantised
     from outrider.kernels.runs import Index
     from outrider.kernels.tree import Candidates
@@ -56,6 +56,13 @@ class Ask(NamedTuple):
     position: int
     tokens: Sequence[int]
     parents: Sequence[int]
+
+
+class Trees(Protocol):
+    """Questions, and room for the answers."""
+
+    def read(self) -> Sequence[Answer | None]:
+        """The accepted nodes and what is said; None where a pick finds nothing, or no loop is at hand: ask pick by pick."""
 
 
 class Heads(Protocol):
@@ -131,9 +138,9 @@ class Kernels(Protocol):
         """What stands around the blocks of a model, in the form that `read` and `chain` like."""
 
     def read(
-        self, stack: Any, ends: Any, plan: Plan, pool: Pool, wanted: Sequence[int], kept: dict[int, Tensor], asks: Sequence[Ask] = (),
+        self, stack: Any, ends: Any, plan: Plan, pool: Pool, wanted: Sequence[int], kept: dict[int, Tensor], trees: Any,
         runs: Runs = (),
-    ) -> Read | None:  # fmt: skip
+    ) -> Tensor | None:  # fmt: skip
         """A whole model in one call: see `Model.read`, and `run` for `runs`.  None, and nothing done, where that is no gain.
         The logits are there until the next call."""
 
@@ -154,8 +161,11 @@ class Kernels(Protocol):
         """The k best tokens of one row, [V] or `row` of [M,V], under `law` with the noise of `key`, best first (fewer if the law
         allows fewer)."""
 
-    def follow(self, logits: Tensor, asks: Sequence[Ask]) -> Sequence[Answer | None]:
-        """The answers, of logits [M,V]; None where a pick finds nothing, or no loop is at hand: ask pick by pick."""
+    def ask(self, asks: Sequence[Ask]) -> Trees:
+        """The questions, for `follow` and `read`."""
+
+    def follow(self, logits: Tensor, trees: Any) -> None:
+        """Answers them, of logits [M,V]."""
 
     def picks(
         self, logits: Tensor, law: Law, keys: Sequence[int], k: int, ids: Tensor | None = None, probs: bool = True

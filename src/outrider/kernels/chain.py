@@ -67,7 +67,9 @@ class Room:
         self.rule_at = None if self.rule is None else ctypes.addressof(self.rule)
 
     def read(self) -> Chained:
-        out, tokens, traits = self.out.tolist(), list[list[int]](), list[list[Traits]]()
+        tokens: list[list[int]] = []
+        traits: list[list[Traits]] = []
+        out = self.out.tolist()
         for first in range(0, len(out), self.most):
             said = out[first : first + self.most]
             tokens.append(said[: said.index(-1)] if said[-1] < 0 else said)

@@ -30,12 +30,12 @@ from outrider.cache.pool import Pool
 from outrider.kernels import chain, lora, picking, runs, structs, tree
 from outrider.kernels.chain import Chained, Halt
 from outrider.kernels.lora import Adapted, Adapter, Runs
-from outrider.kernels.picking import Picking, Read
+from outrider.kernels.picking import Picking
 from outrider.kernels.quantised import Quantised
 from outrider.models.spec import Spec
 
 if TYPE_CHECKING:
-    from outrider.kernels import Ask, Bend, Chain, Heads
+    from outrider.kernels import Bend, Chain, Heads
     from outrider.models.decoder import Layer
 
 PANEL, WIDE = 64, 32  # outputs side by side in a packed weight; the same constants as in kernels.c and quantised.c
@@ -272,10 +272,10 @@ class CpuKernels(Picking):
 
     def read(
         self, stack: Stack, ends: Ends, plan: Plan, pool: Pool, wanted: Sequence[int], kept: dict[int, Tensor],
-        asks: Sequence[Ask] = (), runs: Runs = (),
-    ) -> Read:  # fmt: skip
+        trees: picking.Trees, runs: Runs = (),
+    ) -> Tensor:  # fmt: skip
         stack.shape.kv, adapted = KINDS[pool.dtype], lora.rows(runs)
-        rows, places, trees = structs.rows(plan, adapted), array("q", wanted), picking.Trees(asks)
+        rows, places = structs.rows(plan, adapted), array("q", wanted)
         taps = _taps(stack.shape, plan.length, kept) if kept else None
         if self._logits is None or (len(wanted), ends.outputs) != self._room:  # even to ask for memory takes 40 µs behind a forward
             self._logits = None
@@ -283,9 +283,9 @@ class CpuKernels(Picking):
             self._room, self._logits_at = (len(wanted), ends.outputs), self._logits.data_ptr()
         self.lib.read_model(
             *stack.at, ends.at, rows.buffer_info()[0], plan.ids_at, pool.address, pool.plane, taps, places.buffer_info()[0], len(wanted),
-            self._logits_at, trees.asks, len(asks), trees.at,
+            self._logits_at, trees.asks, trees.count, trees.at,
         )  # fmt: skip
-        return self._logits, trees.read()
+        return self._logits
 
     def chain(
         self, stack: Stack, ends: Ends, plan: Plan, pool: Pool, chains: Sequence[Chain], vocabulary: int, halt: Halt | None = None,

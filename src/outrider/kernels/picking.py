@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 ASK = struct.Struct("@llll dd QQ f4x")  # Ask of simd.h: at, root, nodes, top_k; min_p, top_p; stream, position; temperature
 Answer = tuple[list[int], list[int]]  # the nodes that are accepted, and the tokens that are said
-Read = tuple[Tensor, Sequence[Answer | None]]  # logits [M,V], and answers read from them
 
 
 def declare(lib: ctypes.CDLL) -> None:
@@ -37,7 +36,8 @@ class Trees:
     """What `follow` in sample.c is asked, and where it puts what it finds."""
 
     def __init__(self, asks: Sequence[Ask]) -> None:
-        self.sizes, self.asks, ints = list[int](), b"", list[int]()
+        self.sizes: list[int] = []
+        self.asks, ints, self.count = b"", [], len(asks)
         for root, (temperature, min_p, top_k, top_p), stream, position, tokens, parents in asks:
             size = len(tokens)
             self.asks += ASK.pack(len(ints), root, size, top_k, min_p, top_p, stream, position, temperature)
@@ -49,7 +49,8 @@ class Trees:
         self.at = self.held.buffer_info()[0]
 
     def read(self) -> list[Answer | None]:
-        ints, found, path = self.held.tolist(), list[Answer | None](), 0
+        found: list[Answer | None] = []
+        ints, path = self.held.tolist(), 0
         for size in self.sizes:
             path += 2 * size
             said = path + size
@@ -80,10 +81,11 @@ class Picking:
         )  # fmt: skip
         return self._out[:count], self._prob[:count] if probs else []
 
-    def follow(self, logits: Tensor, asks: Sequence[Ask]) -> Sequence[Answer | None]:
-        trees = Trees(asks)
-        self.lib.follow(logits.data_ptr(), logits.stride(0), logits.shape[1], None, 0, trees.asks, len(asks), trees.at)
-        return trees.read()
+    def ask(self, asks: Sequence[Ask]) -> Trees:
+        return Trees(asks)
+
+    def follow(self, logits: Tensor, trees: Trees) -> None:
+        self.lib.follow(logits.data_ptr(), logits.stride(0), logits.shape[1], None, 0, trees.asks, trees.count, trees.at)
 
     def picks(
         self, logits: Tensor, law: Law, keys: Sequence[int], k: int, ids: Tensor | None = None, probs: bool = True

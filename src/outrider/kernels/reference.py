@@ -49,6 +49,14 @@ class Stack:
 Adapter = list[dict[str, list[tuple[slice, Tensor, Tensor]]]]  # of every layer and fused linear: outputs, a^T, scale * b^T
 
 
+@dataclass
+class Unanswered:
+    count: int
+
+    def read(self) -> list[None]:
+        return [None] * self.count
+
+
 class TorchKernels:
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
@@ -187,8 +195,11 @@ class TorchKernels:
     def pick(self, logits: Tensor, law: Law, key: int, k: int, probs: bool, row: int = 0) -> tuple[list[int], list[float]]:
         return sampling.pick(logits if logits.dim() == 1 else logits[row], law, key, k)
 
-    def follow(self, logits: Tensor, asks: Sequence[Ask]) -> list[None]:
-        return [None] * len(asks)
+    def ask(self, asks: Sequence[Ask]) -> Unanswered:
+        return Unanswered(len(asks))
+
+    def follow(self, logits: Tensor, trees: Unanswered) -> None:
+        """The verifier goes pick by pick."""
 
     def picks(
         self, logits: Tensor, law: Law, keys: Sequence[int], k: int, ids: Tensor | None = None, probs: bool = True

@@ -21,10 +21,9 @@ from torch import Tensor
 from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool, SplitPool, kv_dtype
 from outrider.errors import ConfigError
-from outrider.kernels import Ask, Chain, Kernels, Weight, kernels_for
+from outrider.kernels import Chain, Kernels, Trees, Weight, kernels_for
 from outrider.kernels.chain import Chained, Halt
 from outrider.kernels.lora import Adapted
-from outrider.kernels.picking import Read
 from outrider.kernels.quantised import Quantised, join
 from outrider.models.hub import Checkpoint, Source
 from outrider.models.placement import Placement, place
@@ -164,12 +163,12 @@ class Decoder:
             taps[layer], at = x.clone(), layer  # x is changed in place
         return x if x is not None and at == self.spec.layers else self.forward(plan, pool, self.between(at, self.spec.layers), x)
 
-    def read(self, plan: Plan, pool: Pool, wanted: list[int], kept: dict[int, Tensor], asks: Sequence[Ask]) -> Read:
+    def read(self, plan: Plan, pool: Pool, wanted: list[int], kept: dict[int, Tensor], trees: Trees) -> Tensor:
         if self.split:
-            return in_steps(self, plan, pool, wanted, kept, asks)
-        runs = [(first, count, adapter[0]) for first, count, adapter in plan.adapted]
-        found = self.kernels.read(self.parts[0].stack, self.ends, plan, pool, wanted, kept, asks, runs)
-        return found or in_steps(self, plan, pool, wanted, kept, asks)
+            return in_steps(self, plan, pool, wanted, kept, trees)
+        runs = [(first, count, adapter[0]) for first, count, adapter in plan.adapted] if plan.adapted else ()
+        logits = self.kernels.read(self.parts[0].stack, self.ends, plan, pool, wanted, kept, trees, runs)
+        return in_steps(self, plan, pool, wanted, kept, trees) if logits is None else logits
 
     def adapter(self, layers: Adapted) -> list[Any]:
         """What `Plan.adapt` wants for a LoRA adapter that has been read: its form for each part."""

@@ -30,8 +30,7 @@ from transformers.utils import logging as transformers_logging
 from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool, kv_dtype
 from outrider.errors import ConfigError, ModelError
-from outrider.kernels import Ask, Bend, Kernels, kernels_for
-from outrider.kernels.picking import Read
+from outrider.kernels import Bend, Kernels, Trees, kernels_for
 from outrider.models import steady, unrouted
 from outrider.models.hub import Checkpoint, first_line
 from outrider.models.spec import FAMILIES, WIDEST
@@ -231,8 +230,8 @@ class Fallback:
         out: Tensor = self.head(input_ids=ids, use_cache=False).logits[0]
         return out.float()
 
-    def read(self, plan: Plan, pool: Pool, wanted: list[int], kept: dict[int, Tensor], asks: Sequence[Ask]) -> Read:
-        return in_steps(self, plan, pool, wanted, kept, asks)
+    def read(self, plan: Plan, pool: Pool, wanted: list[int], kept: dict[int, Tensor], trees: Trees) -> Tensor:
+        return in_steps(self, plan, pool, wanted, kept, trees)
 
     def chain(self, *_: Any) -> None:
         """A drafter goes level by level."""

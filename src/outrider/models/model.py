@@ -12,9 +12,8 @@ from torch import Tensor
 from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
 from outrider.errors import ConfigError, ModelError
-from outrider.kernels import Ask, Chain, Kernels
+from outrider.kernels import Chain, Kernels, Trees
 from outrider.kernels.chain import Chained, Halt
-from outrider.kernels.picking import Read
 from outrider.models.decoder import Decoder
 from outrider.models.hub import Checkpoint
 from outrider.models.placement import Placement
@@ -72,10 +71,11 @@ class Model(Protocol):
     def logits(self, x: Tensor, rows: list[int]) -> Tensor:
         """float32 [len(rows), V] of some rows, in ascending order, of `forward`'s result."""
 
-    def read(self, plan: Plan, pool: Pool, wanted: list[int], kept: dict[int, Tensor], asks: Sequence[Ask]) -> Read:
-        """What the engine does in every step: `forward`, the logits behind the rows `wanted`, and the answers read from these.
+    def read(self, plan: Plan, pool: Pool, wanted: list[int], kept: dict[int, Tensor], trees: Trees) -> Tensor:
+        """What the engine does in every step: `forward`, and float32 [len(wanted), V], the logits behind these rows, which are there until
+        the next call.  Answers what `Kernels.ask` was asked.
 
-        kept: what `taps` are in `forward`, and FINAL, which gets `final` of all rows.  The logits are there until the next call.
+        kept: what `taps` are in `forward`, and FINAL, which gets `final` of all rows.
         """
 
     def chain(

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
 from outrider.errors import ModelError
-from outrider.kernels import Ask
-from outrider.kernels.picking import Read
+from outrider.kernels import Trees
 from outrider.types import FINAL
 
 if TYPE_CHECKING:
@@ -66,7 +65,7 @@ def tapping(layers: nn.ModuleList | None, taps: dict[int, Tensor]) -> Iterator[N
             hook.remove()
 
 
-def in_steps(model: Model, plan: Plan, pool: Pool, wanted: list[int], kept: dict[int, Tensor], asks: Sequence[Ask]) -> Read:
+def in_steps(model: Model, plan: Plan, pool: Pool, wanted: list[int], kept: dict[int, Tensor], trees: Trees) -> Tensor:
     """`Model.read` by the other methods."""
     taps = {layer: state for layer, state in kept.items() if layer != FINAL}
     x = model.forward(plan, pool, taps=taps)
@@ -74,4 +73,5 @@ def in_steps(model: Model, plan: Plan, pool: Pool, wanted: list[int], kept: dict
     if FINAL in kept:
         kept[FINAL] = model.final(x)
     logits = model.logits(x, wanted)
-    return logits, model.kernels.follow(logits, asks)
+    model.kernels.follow(logits, trees)
+    return logits

@@ -314,7 +314,8 @@ class DraftModel(Drafter):
             self.staged.drafter.memory = inner
 
     def observe(self, commit: Commit) -> None:
-        self.stop.observe(commit)
+        if self.stop.active:
+            self.stop.observe(commit)
         if self.staged is not None:
             self.staged.observe(commit)
 

@@ -69,8 +69,12 @@ class Window:
 
     def read(self, plan: Plan, slots: array[int], start: int, tokens: Sequence[int], guesses: int, adapter: Any = None) -> View:
         """Known tokens at positions start … as rows of the plan, piece by piece; the view of the last, with room for guesses."""
-        end = start + len(tokens)
         assert tokens, "nothing to read"
+        if self.recent == sys.maxsize:
+            view = View(slots, 0, adapter)
+            view.chain(plan, start, tokens)
+            return view
+        end = start + len(tokens)
         for piece in range(start, end, self.recent):
             view = self.view(slots, piece, end + guesses, adapter)
             view.chain(plan, piece, tokens[piece - start : piece - start + self.recent])
