@@ -46,11 +46,6 @@ class Speculation(NamedTuple):
         steps, drafted, accepted, emitted = map(sum, zip(self[:4], other[:4]))
         return Speculation(steps, drafted, accepted, emitted, self.lossless and other.lossless)
 
-    def after(self, drafted: int, accepted: int, emitted: int, lossless: bool) -> Speculation:
-        """After one step more."""
-        lossless = lossless and self.lossless
-        return Speculation(self.steps + 1, self.drafted + drafted, self.accepted + accepted, self.emitted + emitted, lossless)
-
 
 @dataclass(frozen=True)
 class LoRARequest:
@@ -96,7 +91,10 @@ class Row:
     finish_reason: str | None = None  # "stop", "length", "abort", "error"
     stop_reason: int | str | None = None
     error: Exception | None = None  # why it could not go on (finish_reason "error")
-    stats: Speculation = Speculation()  # noqa: RUF009 - immutable
+    steps: int = 0  # target forwards that emitted, what was guessed for these, and what of it was accepted
+    drafted: int = 0
+    accepted: int = 0
+    lossless: bool = True  # as the verification rule says
     text: Any = None  # the incremental detokeniser
     logprobs: Logprobs | None = None  # kept where the request asks for log-probabilities
     entered: float = field(default_factory=time.perf_counter)
@@ -105,6 +103,10 @@ class Row:
     @property
     def output(self) -> list[int]:
         return self.tokens[self.prompt :]
+
+    @property
+    def stats(self) -> Speculation:
+        return Speculation(self.steps, self.drafted, self.accepted, len(self.tokens) - self.prompt, self.lossless)
 
     @property
     def reusable(self) -> int:
@@ -315,7 +317,13 @@ class Work:
     known: int = 0
     guessed: int = 0
     emitted: int = 0
-    times: Times = field(default_factory=Times)
+    propose: float = 0.0
+    forward: float = 0.0
+    rest: float = 0.0
+
+    @property
+    def times(self) -> Times:
+        return Times(self.propose, self.forward, self.rest)
 
     def add(self, commit: Commit, times: Times) -> None:
         self.steps += 1
@@ -323,8 +331,10 @@ class Work:
         for tree, said in zip(commit.draft.trees, commit.verdict.tokens):
             self.guessed += len(tree.tokens)
             self.emitted += len(said)
-        propose, forward, rest = self.times
-        self.times = Times(propose + times.propose, forward + times.forward, rest + times.rest)
+        propose, forward, rest = times
+        self.propose += propose
+        self.forward += forward
+        self.rest += rest
 
 
 class Laws(Protocol):

@@ -38,14 +38,14 @@ def test_following_a_tree_is_picking_node_by_node(
         follow = staticmethod(lambda: None)
         pick = staticmethod(lambda node, path: sampler.pick(row, path, logits, 2 + node))
 
-    ask = sampler.ask(row, tree, 1)
-    assert ask is not None
-    trees = sampler.kernels.ask([ask, ask._replace(root=1), ask])
+    trees = sampler.kernels.trees()
+    for key in (4, 0, 9):
+        sampler.ask(trees, key, row, tree, 1)
     sampler.kernels.follow(logits, trees)
     found = trees.read()
     try:
         expected = Match().walk(tree, Asked)  # type: ignore[arg-type]
     except ModelError:
-        assert found == [None] * 3
+        assert found == {4: None, 0: None, 9: None}
     else:
-        assert found == [expected] * 3
+        assert found == {4: expected, 0: expected, 9: expected}

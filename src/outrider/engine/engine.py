@@ -134,7 +134,10 @@ class Engine:
             starts.append(start + 1)
             tokens.append(row.tokens[start + 1 : start + known] + said)
             if said:
-                row.stats = row.stats.after(tree.size, len(nodes), len(said), lossless)
+                row.steps += 1
+                row.drafted += len(tree.tokens) - tree.probes
+                row.accepted += len(nodes)
+                row.lossless = lossless
                 row.arrivals += [now] * len(said)
         return Commit(batch, starts, tokens, draft, verdict, seen.topk(draft), seen.states(verdict))
 

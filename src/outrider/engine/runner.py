@@ -9,7 +9,7 @@ from torch import Tensor
 
 from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
-from outrider.kernels import Ask, Trees
+from outrider.kernels import Trees
 from outrider.kernels.picking import Answer
 from outrider.models.model import Model
 from outrider.sampling import dice
@@ -93,7 +93,7 @@ class Runner:
         plan = Plan()
         wanted: list[int] = []
         roots: dict[int, int] = {}
-        asks: dict[int, Ask] = {}
+        trees = self.decoder.kernels.trees()
         asking: list[tuple[int, int]] = []
         spans: list[tuple[int, int]] = []  # where the tokens of each row begin, and its guesses
         for r, (row, start, known, guesses) in enumerate(zip(batch.rows, batch.starts, batch.known, draft.trees)):
@@ -107,17 +107,16 @@ class Runner:
                 plan.adapt(first, row.adapter)
             if batch.emits[r]:
                 roots[r] = len(wanted)
-                if self.same and (ask := self.sampler.ask(row, guesses, roots[r])) is not None:
-                    asks[r] = ask
+                if self.same:
+                    self.sampler.ask(trees, r, row, guesses, roots[r])
                 wanted += range(end - 1, plan.length)
         kept = dict.fromkeys(needs.states, NONE)
         if asking:
             kept[FINAL] = NONE
-        trees = self.decoder.kernels.ask([*asks.values()])
         logits = self._read(plan.build(), wanted, kept, trees, draft.resume, spans)
         for r, first in asking:
             self._score(batch.rows[r], kept[FINAL], first, batch.starts[r], batch.end(r))
-        return Seen(batch, logits, roots, self.sampler, needs, kept, spans, dict(zip(asks, trees.read())))
+        return Seen(batch, logits, roots, self.sampler, needs, kept, spans, trees.read())
 
     def _read(
         self, plan: Plan, wanted: list[int], kept: dict[int, Tensor], trees: Trees, resume: Resume | None, spans: list[tuple[int, int]]

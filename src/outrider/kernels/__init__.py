@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -46,23 +46,14 @@ class Chain(NamedTuple):
     floor: float = 0.0
 
 
-class Ask(NamedTuple):
-    """What `match` says of a tree, is the question.  Its root has row `root` of the logits, node i row root + 1 + i; `position` is that of
-    the token after the root."""
-
-    root: int
-    law: Law
-    stream: int
-    position: int
-    tokens: Sequence[int]
-    parents: Sequence[int]
-
-
 class Trees(Protocol):
-    """Questions, and room for the answers."""
+    """Questions what `match` says of some trees, and room for the answers."""
 
-    def read(self) -> Sequence[Answer | None]:
-        """The accepted nodes and what is said; None where a pick finds nothing, or no loop is at hand: ask pick by pick."""
+    def add(self, key: int, root: int, law: Law, stream: int, position: int, tokens: Sequence[int], parents: Sequence[int]) -> None:
+        """The root has row `root` of the logits, node i row root + 1 + i; `position` is that of the token after the root."""
+
+    def read(self) -> Mapping[int, Answer | None]:
+        """By key: the accepted nodes and what is said.  None where a pick finds nothing; no keys where no loop is at hand."""
 
 
 class Heads(Protocol):
@@ -161,8 +152,8 @@ class Kernels(Protocol):
         """The k best tokens of one row, [V] or `row` of [M,V], under `law` with the noise of `key`, best first (fewer if the law
         allows fewer)."""
 
-    def ask(self, asks: Sequence[Ask]) -> Trees:
-        """The questions, for `follow` and `read`."""
+    def trees(self) -> Trees:
+        """For `follow` and `read`."""
 
     def follow(self, logits: Tensor, trees: Any) -> None:
         """Answers them, of logits [M,V]."""

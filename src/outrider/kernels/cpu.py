@@ -283,7 +283,7 @@ class CpuKernels(Picking):
             self._room, self._logits_at = (len(wanted), ends.outputs), self._logits.data_ptr()
         self.lib.read_model(
             *stack.at, ends.at, rows.buffer_info()[0], plan.ids_at, pool.address, pool.plane, taps, places.buffer_info()[0], len(wanted),
-            self._logits_at, trees.asks, trees.count, trees.at,
+            self._logits_at, trees.asks, len(trees.sizes), trees.held.buffer_info()[0],
         )  # fmt: skip
         return self._logits
 

@@ -6,7 +6,6 @@ import ctypes
 import struct
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,9 +13,6 @@ from torch import Tensor
 from outrider.kernels import chain
 from outrider.kernels.chain import TRAITS, Halt, Traits
 from outrider.sampling.params import Law
-
-if TYPE_CHECKING:
-    from outrider.kernels import Ask
 
 ASK = struct.Struct("@llll dd QQ f4x")  # Ask of simd.h: at, root, nodes, top_k; min_p, top_p; stream, position; temperature
 Answer = tuple[list[int], list[int]]  # the nodes that are accepted, and the tokens that are said
@@ -35,27 +31,26 @@ def declare(lib: ctypes.CDLL) -> None:
 class Trees:
     """What `follow` in sample.c is asked, and where it puts what it finds."""
 
-    def __init__(self, asks: Sequence[Ask]) -> None:
-        self.sizes: list[int] = []
-        self.asks, ints, self.count = b"", [], len(asks)
-        for root, (temperature, min_p, top_k, top_p), stream, position, tokens, parents in asks:
-            size = len(tokens)
-            self.asks += ASK.pack(len(ints), root, size, top_k, min_p, top_p, stream, position, temperature)
-            self.sizes.append(size)
-            ints += tokens
-            ints += parents[:size]
-            ints += [0] * (2 * size + 2)
-        self.held = array("i", ints)
-        self.at = self.held.buffer_info()[0]
+    __slots__ = ("asks", "held", "sizes")
 
-    def read(self) -> list[Answer | None]:
-        found: list[Answer | None] = []
+    def __init__(self) -> None:
+        self.asks, self.held = b"", array("i")
+        self.sizes: dict[int, int] = {}
+
+    def add(self, key: int, root: int, law: Law, stream: int, position: int, tokens: Sequence[int], parents: Sequence[int]) -> None:
+        temperature, min_p, top_k, top_p = law
+        size = self.sizes[key] = len(tokens)
+        self.asks += ASK.pack(len(self.held), root, size, top_k, min_p, top_p, stream, position, temperature)
+        self.held.extend([*tokens, *parents[:size], *[0] * (2 * size + 2)])
+
+    def read(self) -> dict[int, Answer | None]:
+        found: dict[int, Answer | None] = {}
         ints, path = self.held.tolist(), 0
-        for size in self.sizes:
+        for key, size in self.sizes.items():
             path += 2 * size
             said = path + size
             count = ints[said + size + 1]
-            found.append(None if count < 0 else (ints[path : path + count - 1], ints[said : said + count]))
+            found[key] = None if count < 0 else (ints[path : path + count - 1], ints[said : said + count])
             path = said + size + 2
         return found
 
@@ -81,11 +76,13 @@ class Picking:
         )  # fmt: skip
         return self._out[:count], self._prob[:count] if probs else []
 
-    def ask(self, asks: Sequence[Ask]) -> Trees:
-        return Trees(asks)
+    def trees(self) -> Trees:
+        return Trees()
 
     def follow(self, logits: Tensor, trees: Trees) -> None:
-        self.lib.follow(logits.data_ptr(), logits.stride(0), logits.shape[1], None, 0, trees.asks, trees.count, trees.at)
+        self.lib.follow(
+            logits.data_ptr(), logits.stride(0), logits.shape[1], None, 0, trees.asks, len(trees.sizes), trees.held.buffer_info()[0]
+        )
 
     def picks(
         self, logits: Tensor, law: Law, keys: Sequence[int], k: int, ids: Tensor | None = None, probs: bool = True

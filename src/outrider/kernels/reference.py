@@ -26,7 +26,8 @@ from outrider.sampling import reference as sampling
 from outrider.sampling.params import Law
 
 if TYPE_CHECKING:
-    from outrider.kernels import Ask, Bend, Heads, Kernels
+    from outrider.kernels import Bend, Heads, Kernels
+    from outrider.kernels.picking import Answer
     from outrider.models.decoder import Layer
 
 
@@ -49,12 +50,10 @@ class Stack:
 Adapter = list[dict[str, list[tuple[slice, Tensor, Tensor]]]]  # of every layer and fused linear: outputs, a^T, scale * b^T
 
 
-@dataclass
 class Unanswered:
-    count: int
-
-    def read(self) -> list[None]:
-        return [None] * self.count
+    def add(self, *_: Any) -> None: ...
+    def read(self) -> dict[int, Answer | None]:
+        return {}
 
 
 class TorchKernels:
@@ -195,8 +194,8 @@ class TorchKernels:
     def pick(self, logits: Tensor, law: Law, key: int, k: int, probs: bool, row: int = 0) -> tuple[list[int], list[float]]:
         return sampling.pick(logits if logits.dim() == 1 else logits[row], law, key, k)
 
-    def ask(self, asks: Sequence[Ask]) -> Unanswered:
-        return Unanswered(len(asks))
+    def trees(self) -> Unanswered:
+        return Unanswered()
 
     def follow(self, logits: Tensor, trees: Unanswered) -> None:
         """The verifier goes pick by pick."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from outrider.errors import ModelError, OutriderError, RequestError
-from outrider.kernels import Ask, Kernels
+from outrider.kernels import Kernels, Trees
 from outrider.kernels.chain import TRAITS
 from outrider.sampling.noise import key_of, stream_of
 from outrider.sampling.params import Law
@@ -35,12 +35,11 @@ class Sampler:
             return tokens[0]
         raise self._nothing(row, logits, at)
 
-    def ask(self, row: Row, tree: Guesses, root: int) -> Ask | None:
-        """For what `match` says of a tree whose root has row `root` of the logits.  None where it has to ask pick by pick."""
-        if row.processors:
-            return None
-        tokens = tree.tokens[: tree.size] if tree.probes else tree.tokens
-        return Ask(root, row.law, stream_of(row.seed, row.index), len(row.tokens), tokens, tree.parents)
+    def ask(self, trees: Trees, key: int, row: Row, tree: Guesses, root: int) -> None:
+        """What `match` says of a tree whose root has row `root` of the logits.  No question where it has to be asked pick by pick."""
+        if not row.processors:
+            tokens = tree.tokens[: tree.size] if tree.probes else tree.tokens
+            trees.add(key, root, row.law, stream_of(row.seed, row.index), len(row.tokens), tokens, tree.parents)
 
     def law(self, row: Row, path: Sequence[int], logits: Tensor, at: int = 0) -> Tensor:
         """The distribution of that token, float64 [V] on the CPU."""

@@ -170,7 +170,8 @@ class DraftModel(Drafter):
     def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
         self.reading.clear()
         draft = self._proposed(batch, budgets)
-        self.synced.update(self.reading)
+        for row, end in self.reading:
+            self.synced[row] = end
         return draft
 
     def _proposed(self, batch: Batch, budgets: list[Budget]) -> Draft:
