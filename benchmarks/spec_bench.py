@@ -35,10 +35,11 @@ from outrider import LLM, SamplingParams
 from outrider.bench.conditions import conditions
 from outrider.bench.measure import PLAIN, Measured, Run, demonstrations, once
 from outrider.bench.questions import Question, read
+from outrider.clock import Times
 from outrider.engine.template import render
 from outrider.errors import OutriderError
 from outrider.outputs import CompletionOutput
-from outrider.types import Speculation, Times
+from outrider.types import Speculation
 
 GREEDY = "greedy"
 SETTINGS = {GREEDY: {"temperature": 0.0, "top_p": 1.0}, "sampled": {"temperature": 0.8, "top_p": 0.95}}

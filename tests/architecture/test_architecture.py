@@ -25,7 +25,7 @@ LONGEST_FILE, LONGEST_FUNCTION, LONGEST_STEP = 350, 60, 30
 LAYERS = [
     {"errors", "version", "registry"},
     {"cache", "sampling.params", "sampling.noise", "sampling.dice", "sampling.processors", "sampling.logprobs", "sampling.grammar"},
-    {"types"},
+    {"types", "clock"},
     {"attention", "models.spec", "sampling.reference"},
     {"kernels", "verify", "control"},
     {"models", "sampling"},

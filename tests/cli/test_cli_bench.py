@@ -15,8 +15,9 @@ from outrider.bench.measure import PLAIN, Measured, grouped, measure
 from outrider.bench.measure import Run as Group
 from outrider.bench.questions import prompts_of, read
 from outrider.bench.report import figures
+from outrider.clock import Times
 from outrider.outputs import CompletionOutput
-from outrider.types import Speculation, Times
+from outrider.types import Speculation
 
 FAST = ("-n", 8, "--method", "ngram", "--draft", 2)
 KEYS = {

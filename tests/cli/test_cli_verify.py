@@ -185,7 +185,7 @@ def test_noise_of_the_wrong_position(pair: tuple[str, str], monkeypatch: pytest.
         return self.sampler.pick(self.batch.rows[row], (), self.logits, self.at(row, node))
 
     monkeypatch.setattr(Seen, "pick", pick)
-    monkeypatch.setattr(Seen, "follow", lambda self, row, tree: None)
+    monkeypatch.setattr(Seen, "follow", lambda self, row: None)
     result = run("verify", "-m", pair[0], *SHORT, "--speculative-config", config((pair[0], pair[0])), "--json", "-")
     said = flat(result.err)
     assert result.status == 1 and "✗" in said

@@ -360,7 +360,7 @@ class Dice:
     def p(self, row: int, node: int, path: Sequence[int]) -> Tensor:
         return self.law
 
-    def follow(self, row: int, tree: Guesses) -> None:
+    def follow(self, row: int) -> None:
         """Pick by pick."""
 
     def accept(self, row: int, node: int, probability: float) -> bool:

@@ -250,8 +250,7 @@ def test_who_asks_for_nothing_pays_nothing(fast: LLM, plain: LLM, stranger: str,
         raise AssertionError("nobody asked")
 
     scored: list[int] = []
-    logits = fast.engine.decoder.logits
-    monkeypatch.setattr(fast.engine.decoder, "logits", lambda x, rows: (scored.append(len(rows)), logits(x, rows))[1])
+    count_logits(fast, scored, monkeypatch)
     monkeypatch.setattr(Sampler, "values", never)
     monkeypatch.setattr(Logprobs, "__init__", never)
     monkeypatch.setattr(Ids, "__init__", never)
@@ -261,11 +260,18 @@ def test_who_asks_for_nothing_pays_nothing(fast: LLM, plain: LLM, stranger: str,
     assert len(scored) == fast.engine.steps - steps and max(scored) < 40
 
 
+def count_logits(llm: LLM, scored: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many rows of logits are computed at once."""
+    decoder = llm.engine.decoder
+    read, head_logits = decoder.read, decoder.head_logits
+    monkeypatch.setattr(decoder, "head_logits", lambda x: (scored.append(len(x)), head_logits(x))[1])
+    monkeypatch.setattr(decoder, "read", lambda *given: (scored.append(len(given[2])), read(*given))[1])
+
+
 def test_the_logits_of_a_prompt_are_never_held(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few rows at a time, each once, and only for the request that asks."""
     scored: list[int] = []
-    logits = plain.engine.decoder.logits
-    monkeypatch.setattr(plain.engine.decoder, "logits", lambda x, rows: (scored.append(len(rows)), logits(x, rows))[1])
+    count_logits(plain, scored, monkeypatch)
     asks, silent = asking()[-1], SamplingParams(**SAMPLED)
     plain.generate(prompts_of([PROMPTS[-1], PROMPTS[-1]]), [asks, silent])
     assert max(scored) <= SLICE

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from helpers import answer, prompts_of
 from scene import DEPTH, GREEDY, PROMPTS, SAMPLED, Setup, told
-from torch import Tensor
 
 from outrider import LLM, SamplingParams
 from outrider.attention.plan import Plan
@@ -22,7 +21,7 @@ from outrider.cache.slots import PAGE, Table
 from outrider.engine.runner import Seen
 from outrider.engine.scheduler import Scheduler
 from outrider.kernels import cpu
-from outrider.kernels.picking import Picking
+from outrider.kernels.picking import Trees
 from outrider.sampling.params import Law
 from outrider.types import ROOT, Batch, Draft, Laws, Verdict
 
@@ -94,18 +93,18 @@ def test_a_node_one_position_too_far(scene: Setup, monkeypatch: pytest.MonkeyPat
 def ask(monkeypatch: pytest.MonkeyPatch, pick: Callable[[Seen, int, int, Sequence[int]], int]) -> None:
     """The verifier asks pick by pick."""
     monkeypatch.setattr(Seen, "pick", pick)
-    monkeypatch.setattr(Seen, "follow", lambda self, row, tree: None)
+    monkeypatch.setattr(Seen, "follow", lambda self, row: None)
 
 
-def follow_with(monkeypatch: pytest.MonkeyPatch, edit: Callable[[Tensor, int], tuple[Tensor, int]]) -> None:
-    """The kernel that follows a tree gets other logits, or another position."""
-    follow = Picking.follow
+def ask_with(monkeypatch: pytest.MonkeyPatch, edit: Callable[[int, int], tuple[int, int]]) -> None:
+    """The kernel that follows a tree is told another root, or another position."""
+    add = Trees.add
 
-    def edited(self: Picking, logits: Tensor, law: Law, stream: int, position: int, *tree: Any) -> Any:
-        logits, position = edit(logits, position) if tree[0] else (logits, position)
-        return follow(self, logits, law, stream, position, *tree)
+    def edited(self: Trees, key: int, root: int, law: Law, stream: int, position: int, *tree: Any) -> None:
+        root, position = edit(root, position) if tree[0] else (root, position)
+        add(self, key, root, law, stream, position, *tree)
 
-    monkeypatch.setattr(Picking, "follow", edited)
+    monkeypatch.setattr(Trees, "add", edited)
 
 
 def forget_paths(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,17 +154,11 @@ def test_logits_of_the_wrong_node(scene: Setup, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.skipif(cpu.library() is None, reason="no C compiler here")
-@pytest.mark.parametrize("wrong", ["position", "logits", None])
+@pytest.mark.parametrize("wrong", ["position", "root", None])
 def test_a_tree_followed_wrongly(wrong: str | None, scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The noise is that of the next position, or the law after the first guess is read from the root; or nothing is wrong."""
+    """The noise is that of the next position, or the laws are read from the row of logits before; or nothing is wrong."""
     broken = scene(SAMPLED, "right")
-    follow_with(
-        monkeypatch,
-        lambda logits, position: (
-            logits[:1].expand_as(logits).contiguous() if wrong == "logits" else logits,
-            position + (wrong == "position"),
-        ),
-    )
+    ask_with(monkeypatch, lambda root, position: (max(0, root - (wrong == "root")), position + (wrong == "position")))
     assert (broken.differences() > 0) == (wrong is not None)
 
 

@@ -131,7 +131,7 @@ def test_a_row_without_a_finite_logit_fails_alone(llm: LLM, monkeypatch: pytest.
         return pick(row, path, logits * float("nan") if row.tokens[0] == 7 and len(row.tokens) > 22 else logits, at)
 
     monkeypatch.setattr(llm.engine.sampler, "pick", broken)
-    monkeypatch.setattr(llm.engine.sampler, "follow", lambda *asked: None)
+    monkeypatch.setattr(llm.engine.sampler, "ask", lambda *asked: None)
     fine, bad = llm.generate([PROMPT, {"prompt_token_ids": [7] * 20}], PARAMS)
     assert fine.outputs[0].token_ids == good and fine.error is None
     assert isinstance(bad.error, ModelError) and bad.outputs[0].finish_reason == "error" and len(bad.outputs[0].token_ids) == 3

@@ -88,7 +88,7 @@ class World:
     def pick(self, row: int, node: int, path: Sequence[int]) -> int:
         return self.choices.choose(self.law("p", path).tolist())
 
-    def follow(self, row: int, tree: Guesses) -> None:
+    def follow(self, row: int) -> None:
         """Pick by pick."""
 
     def accept(self, row: int, node: int, probability: float) -> bool:

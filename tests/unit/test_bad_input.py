@@ -551,3 +551,10 @@ def test_an_unknown_rope_is_refused(broken: Path) -> None:
     edit_config(broken, rope_parameters={"rope_type": "spiral", "rope_theta": 1e4})
     with pytest.raises(OutriderError, match="spiral"):
         LLM(str(broken))
+
+
+def test_top_k_may_be_any_number(llm: LLM) -> None:
+    """More than every token is every token, however many more."""
+    few, many = (SamplingParams(seed=3, top_k=k, max_tokens=8, ignore_eos=True) for k in (0, 1 << 70))
+    first, second = llm.generate([{"prompt_token_ids": [5, 6, 7]}] * 2, [few, many])
+    assert second.error is None and second.outputs[0].token_ids == first.outputs[0].token_ids

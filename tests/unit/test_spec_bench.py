@@ -11,9 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.bench.measure import Measured, Run
 from outrider.bench.questions import Question
+from outrider.clock import Times
 from outrider.models.hub import locate, read_tokenizer
 from outrider.outputs import CompletionOutput
-from outrider.types import Times
 
 HIDDEN, MLP, LAYERS, VOCABULARY = 32, 48, 2, 96
 

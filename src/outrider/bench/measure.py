@@ -12,10 +12,11 @@ from operator import attrgetter
 from typing import Any
 
 from outrider import draft
+from outrider.clock import Times
 from outrider.llm import LLM
 from outrider.outputs import CompletionOutput
 from outrider.sampling.params import SamplingParams
-from outrider.types import Speculation, Times
+from outrider.types import Speculation
 
 PLAIN = "plain decoding"
 Configs = Mapping[str, Mapping[str, Any] | None]  # label -> speculative_config

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from outrider.bench.measure import Measured, Prompts, Run
+from outrider.clock import Times
 from outrider.errors import ConfigError, unknown
 from outrider.llm import LLM
 from outrider.models.hub import locate
 from outrider.outputs import CompletionOutput
 from outrider.sampling.params import SamplingParams
-from outrider.types import Times
 
 Answer = Callable[[list[int]], CompletionOutput]
 

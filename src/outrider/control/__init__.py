@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from outrider.types import Batch, Budget, Commit, Draft, Times
+from outrider.clock import Times
+from outrider.types import Batch, Budget, Commit, Draft
 
 
 class Controller(Protocol):

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from outrider.clock import Times
 from outrider.errors import ConfigError
-from outrider.types import Batch, Budget, Commit, Draft, Guesses, Times
+from outrider.types import Batch, Budget, Commit, Draft, Guesses
 
 MOST = 1024
 NONE = Budget()

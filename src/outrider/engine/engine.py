@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from outrider.cache.slots import PAGE, Cache
+from outrider.clock import Times, Work
 from outrider.config import EngineOptions, SpeculativeOptions
 from outrider.control import Controller
 from outrider.control.fixed import FixedController
@@ -28,7 +29,7 @@ from outrider.models.placement import pick_device, place
 from outrider.models.selftest import bit_exact
 from outrider.models.spec import FAMILIES
 from outrider.sampling.sampler import Sampler
-from outrider.types import Batch, Commit, Draft, Row, Times, Verdict, Work
+from outrider.types import Batch, Commit, Draft, Row, Verdict
 from outrider.verify import rules
 
 log = logging.getLogger("outrider")

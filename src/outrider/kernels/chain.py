@@ -33,7 +33,7 @@ class Halt(NamedTuple):
     net: Tensor | None = None
 
 
-CHAIN = struct.Struct("@lll dd Q ff")  # Chain of kernels.c: at, levels, top_k; min_p, top_p; stream; temperature, floor
+CHAIN = struct.Struct("@lll dd Q ff")  # Chain of whole.c: at, levels, top_k; min_p, top_p; stream; temperature, floor
 
 
 class Rule(ctypes.Structure):

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from outrider.models.decoder import Layer
 
 PANEL, WIDE = 64, 32  # outputs side by side in a packed weight; the same constants as in kernels.c and quantised.c
+KEPT = 1 << 24  # bytes of logits
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # FLOAT, BFLOAT and INT8 of simd.h; INT4 is for weights only
 SOURCES = ("kernels.c", "lora.c", "pair.c", "quantised.c", "runs.c", "sample.c", "stop.c", "tree.c", "whole.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC", "-std=gnu11")
@@ -164,8 +165,7 @@ class CpuKernels(Picking):
         self.dtype = dtype
         self.name = f"C ({str(dtype).removeprefix('torch.')} weights, float32 sums)"
         super().__init__(lib)
-        self._room, self._logits_at = (-1, 0), 0
-        self._logits: Tensor | None = None
+        self._room: dict[tuple[int, int], tuple[Tensor, int]] = {}  # by shape: the logits of the last call, and their address
 
     def pack(self, weight: Tensor | Quantised, bias: Tensor | None = None) -> Packed:
         bias = None if bias is None else bias.float().contiguous()
@@ -277,15 +277,19 @@ class CpuKernels(Picking):
         stack.shape.kv, adapted = KINDS[pool.dtype], lora.rows(runs)
         rows, places = structs.rows(plan, adapted), array("q", wanted)
         taps = _taps(stack.shape, plan.length, kept) if kept else None
-        if self._logits is None or (len(wanted), ends.outputs) != self._room:  # even to ask for memory takes 40 µs behind a forward
-            self._logits = None
-            self._logits = torch.empty(len(wanted), ends.outputs)
-            self._room, self._logits_at = (len(wanted), ends.outputs), self._logits.data_ptr()
+        logits, at = self._room.get((len(wanted), ends.outputs)) or self._made(len(wanted), ends.outputs)
         self.lib.read_model(
             *stack.at, ends.at, rows.buffer_info()[0], plan.ids_at, pool.address, pool.plane, taps, places.buffer_info()[0], len(wanted),
-            self._logits_at, trees.asks, len(trees.sizes), trees.held.buffer_info()[0],
+            at, trees.asks, len(trees.sizes), trees.held.buffer_info()[0],
         )  # fmt: skip
-        return self._logits
+        return logits
+
+    def _made(self, rows: int, outputs: int) -> tuple[Tensor, int]:
+        """Room for logits, and where it lies.  One of a moderate size is kept: even to ask for memory takes 40 µs behind a forward."""
+        logits = torch.empty(rows, outputs)
+        made = logits, logits.data_ptr()
+        self._room = {(rows, outputs): made} if logits.nbytes <= KEPT else {}
+        return made
 
     def chain(
         self, stack: Stack, ends: Ends, plan: Plan, pool: Pool, chains: Sequence[Chain], vocabulary: int, halt: Halt | None = None,

@@ -118,6 +118,6 @@ static Items allowed(Items t, long padded, const Law *law, int weighed, double *
         t = keep(t, cut_at(t, 0, lowest(t), law->top_p * *all));
         *all = -1;
     }
-    if (*all < 0) { *all = 0; for (long i = 0; i < t.n; i++) *all += t.mass[i]; }
+    if (weighed && *all < 0) { *all = 0; for (long i = 0; i < t.n; i++) *all += t.mass[i]; }
     return t;
 }

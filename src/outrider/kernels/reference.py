@@ -51,6 +51,8 @@ Adapter = list[dict[str, list[tuple[slice, Tensor, Tensor]]]]  # of every layer 
 
 
 class Unanswered:
+    """Questions that nobody answers."""
+
     def add(self, *_: Any) -> None: ...
     def read(self) -> dict[int, Answer | None]:
         return {}

@@ -76,8 +76,10 @@ INLINE void glance(const Row *r, long first, vl z, uint64_t least, Best *best) {
     }
     for (int j = 0; j < VL / 2; j++) any |= hits[j];
     const long m = any ? r->n - first < BLOCK ? r->n - first : BLOCK : 0;
-    for (long j = 0; j < m; j++) if (word[j] >= least && r->l[first + j] > -INFINITY)
-        enter(best, BELOW(r, r->l[first + j]) + gumbel((uint32_t)(word[j] >> 40)), (int32_t)(first + j));
+    for (long j = 0; j < m; j++) if (word[j] >= least && r->l[first + j] > -INFINITY) {
+        const volatile float below = BELOW(r, r->l[first + j]);      /* rounded, as everywhere: not fused with the sum */
+        enter(best, below + gumbel((uint32_t)(word[j] >> 40)), (int32_t)(first + j));
+    }
 }
 
 INLINE void consider_block(const Row *r, long b, const int32_t *map, int noisy, uint64_t key, float least, Best *best) {

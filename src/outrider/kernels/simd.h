@@ -58,7 +58,7 @@ INLINE float total(vf v) {                                    /* always the same
     return (q[0][0] + q[0][2]) + (q[0][1] + q[0][3]);
 }
 
-/* ---- a linear's weight.  cpu.py mirrors this struct, `Packed` there tells the layouts. */
+/* ---- a linear's weight.  structs.py mirrors this struct, `Packed` in cpu.py tells the layouts. */
 enum { FLOAT, BFLOAT, INT8, INT4 };                           /* also what K/V lies in: FLOAT, BFLOAT or INT8 */
 typedef struct { const void *data; const float *bias; int kind, group, offsets; float unit; } Weight;
 
@@ -113,7 +113,7 @@ void store_head(const float *x, long D, long Dp, int8_t *to);
 void attend_heads(int size, Keys keys, long from, long n, const float *q, const int8_t *K, const int8_t *V, long Dp, float scale,
                   const Bend *bend, long first, float *s, long room, float *out, long D);
 
-/* ---- sample.c, called from tree.c and kernels.c.  top: the highest logit of every block of a row, as `crown` leaves them. */
+/* ---- sample.c, called from tree.c and whole.c.  top: the highest logit of every block of a row, as `crown` leaves them. */
 typedef struct { float temperature; double min_p; long top_k; double top_p; } Law;
 void picks(const float *logits, long n, long V, float temperature, double min_p, long top_k, double top_p, const uint64_t *keys,
            const int32_t *map, long k, int32_t *out, float *prob);
@@ -121,9 +121,10 @@ long pick_known(const float *logits, long V, const Law *law, uint64_t key, float
 /* What match says of trees.  From trees[at] on stand the nodes' tokens and parents, then room for the accepted nodes, for what is said, and
  * for how much that is (-1: a pick found nothing).  root: the row of its logits; position: of the token behind it. */
 typedef struct { long at, root, nodes, top_k; double min_p, top_p; uint64_t stream, position; float temperature; } Ask;
+_Static_assert(sizeof(Ask) == 72, "picking.py packs them");
 void follow(const float *logits, long wide, long V, float *top, long high, const Ask *asks, long count, int32_t *trees);
 
-/* ---- stop.c, called from kernels.c: when no guess is made behind a token.  chain.py mirrors the struct. */
+/* ---- stop.c, called from whole.c: when no guess is made behind a token.  chain.py mirrors the struct. */
 enum { TOP = 4, TRAITS = TOP + 2 };
 typedef struct { double least, most; const float *net; long hidden; } Halt;
 int halts(const Halt *h, const float *logits, long V, float temperature, int32_t token, long level, float *traits);

@@ -1,4 +1,4 @@
-/* The blocks of a decoder, and a whole one.  cpu.py mirrors these structs. */
+/* The blocks of a decoder, and a whole one.  structs.py mirrors these structs. */
 #pragma once
 #include "simd.h"
 

@@ -4,7 +4,7 @@
 #include "row.h"
 #include "stack.h"
 
-double picking;                                               /* seconds that went into picks, for whoever measures */
+double picking;                                               /* seconds that went into picks, for whoever measures one thread */
 static double now(void) { struct timespec t; clock_gettime(CLOCK_MONOTONIC, &t); return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec; }
 INLINE long high_of(long V) { return parts_of((V + BLOCK - 1) / BLOCK) * PART; }
 
@@ -28,11 +28,12 @@ void read_model(const Shape *s, const Layer *layers, const Ends *e, const Rows *
     free(x);
 }
 
-/* ---- chains of guesses: `stack` over the rows, then the best of the first V tokens after row at[i] goes in as the row behind it, and
- * so on.  A chain ends at a token that is none (-1), and behind one whose
- * traits `halt` did not like (0: there are no traits; see stop.c) or that is less likely than the chain's floor.
+/* Chains of guesses: `stack` over the rows, then the best of the first V tokens after row at[i] goes in as the row behind it, and so on.
+ * A chain ends at a token that is none (-1), and behind one whose traits `halt` did not like (0: there are no traits; see stop.c) or that is
+ * less likely than the chain's floor.
  * out[i * most + level]: its tokens, -1 past its end; states, unless 0: the rows that they were read from. */
 typedef struct { long at, levels, top_k; double min_p, top_p; uint64_t stream; float temperature, floor; } Chain;
+_Static_assert(sizeof(Chain) == 56, "chain.py packs them");
 
 void chain(const Shape *s, const Layer *layers, const Ends *e, const Rows *first, const int64_t *first_ids, char *pool, long plane,
            const Chain *chains, long m, long most, long V, const Halt *halt, int32_t *out, float *traits, float *states) {

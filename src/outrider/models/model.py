@@ -73,7 +73,7 @@ class Model(Protocol):
 
     def read(self, plan: Plan, pool: Pool, wanted: list[int], kept: dict[int, Tensor], trees: Trees) -> Tensor:
         """What the engine does in every step: `forward`, and float32 [len(wanted), V], the logits behind these rows, which are there until
-        the next call.  Answers what `Kernels.ask` was asked.
+        the next call.  Answers the questions in `trees`.
 
         kept: what `taps` are in `forward`, and FINAL, which gets `final` of all rows.
         """

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 from outrider.errors import RequestError, unknown
 
+ALL = (1 << 31) - 1  # more tokens than any vocabulary has: a larger top_k means the same
+
 
 class Law(NamedTuple):
     """The part that shapes the distribution of one token.  Defaults change nothing."""
@@ -126,7 +128,7 @@ class SamplingParams(_Fields):
 
     @property
     def law(self) -> Law:
-        return Law(float(self.temperature), float(self.min_p), self.top_k, float(self.top_p))
+        return Law(float(self.temperature), float(self.min_p), min(self.top_k, ALL), float(self.top_p))
 
 
 def _number(value: Any) -> bool:

@@ -41,6 +41,8 @@ def filtered(logits: Tensor, law: Law) -> Tensor:
     """Logits [V] at temperature, -inf where the law forbids a token; greedy laws forbid nothing."""
     if law.temperature == 0:
         return logits.float()
+    if law == Law(law.temperature):
+        return logits.float() / law.temperature
     return (logits.float() / law.temperature).masked_fill(below(logits, law) == float("-inf"), float("-inf"))
 
 

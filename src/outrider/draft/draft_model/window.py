@@ -72,10 +72,7 @@ class Window:
         assert tokens, "nothing to read"
         if self.recent == sys.maxsize:
             view = View(slots, 0, adapter)
-            if adapter is None:
-                plan.chain(slots, start, tokens)
-            else:
-                view.chain(plan, start, tokens)
+            view.chain(plan, start, tokens)
             return view
         end = start + len(tokens)
         for piece in range(start, end, self.recent):
