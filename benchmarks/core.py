@@ -84,12 +84,12 @@ def overhead_ms(llm: LLM, config: dict[str, Any] | None, params: SamplingParams)
 
     def timed(function: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any, **named: Any) -> Any:
-            if busy[0]:  # part of another one
-                return function(*args, **named)
-            busy[0], began = True, time.perf_counter()
+            began = time.perf_counter()
+            outer, busy[0] = not busy[0], True
             result = function(*args, **named)
-            inside[0] += time.perf_counter() - began
-            busy[0] = False
+            if outer:  # no part of another one
+                busy[0] = False
+                inside[0] += time.perf_counter() - began
             return result
 
         return wrapper

@@ -29,7 +29,7 @@ from outrider.models.placement import pick_device, place
 from outrider.models.selftest import bit_exact
 from outrider.models.spec import FAMILIES
 from outrider.sampling.sampler import Sampler
-from outrider.types import Batch, Commit, Draft, Row, Verdict
+from outrider.types import NO_STATES, Batch, Commit, Draft, Row, Verdict
 from outrider.verify import rules
 
 log = logging.getLogger("outrider")
@@ -140,7 +140,8 @@ class Engine:
                 row.accepted += len(nodes)
                 row.lossless = lossless
                 row.arrivals += [now] * len(said)
-        return Commit(batch, starts, tokens, draft, verdict, seen.topk(draft), seen.states(verdict))
+        topk = seen.topk(draft) if seen.needs.topk else []
+        return Commit(batch, starts, tokens, draft, verdict, topk, seen.states(verdict) if seen.kept else NO_STATES)
 
     def _finish(self, commit: Commit) -> list[Row]:
         """Rows that emitted or failed; those that ended leave the engine."""

@@ -14,7 +14,7 @@ from outrider.kernels.picking import Answer
 from outrider.models.model import Model
 from outrider.sampling import dice
 from outrider.sampling.sampler import Sampler
-from outrider.types import FINAL, NO_STATES, ROOT, Batch, Draft, Guesses, Needs, Resume, Row, States, Verdict
+from outrider.types import FINAL, ROOT, Batch, Draft, Guesses, Needs, Resume, Row, States, Verdict
 
 NONE = torch.empty(0)  # where a state will be
 SLICE = 16  # rows of prompt logits that are held at once
@@ -57,17 +57,13 @@ class Seen:
         return dice.emit(self.batch.rows[row], node, law)
 
     def topk(self, draft: Draft) -> list[list[list[int]]]:
-        """What `Commit.topk` says, if the drafter asks for it."""
-        if not self.needs.topk:
-            return []
+        """What `Commit.topk` says."""
         best = self.sampler.best(self.logits, self.needs.topk)
         sizes = draft.sizes
         return [best[self.at(r, ROOT) : self.at(r, sizes[r])] if r in self.roots else [] for r in range(len(self.batch))]
 
     def states(self, verdict: Verdict) -> States:
         """What `Commit.states` says."""
-        if not self.kept:
-            return NO_STATES
         return States(
             self.kept, [[*range(first, end), *(end + i for i in nodes)] for (first, end), nodes in zip(self.spans, verdict.nodes)]
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from outrider.cache.slots import ROOT, Cache
+from outrider.cache.slots import PAGE, ROOT, Cache
 from outrider.engine.adapters import Adapters
 from outrider.engine.text import Detokenizer, find_stop
 from outrider.errors import RequestError
@@ -65,7 +65,7 @@ class Scheduler:
             if known > 1 and row.table is not None:  # otherwise it has just been preempted for another
                 known = min(known, left)
                 left -= known
-            if known and self._room(row, row.computed + known):
+            if known and (_reaches(row, row.computed + known) or self._room(row, row.computed + known)):
                 batch.add(row, known)
         while self.waiting and len(self.running) < self.seats and left > 0 and self._admit(self.waiting[0]):
             row = self.waiting.popleft()
@@ -94,7 +94,7 @@ class Scheduler:
         for row, start, known, budget in zip(batch.rows, batch.starts, batch.known, budgets):
             end, nodes = start + known, min(budget.nodes, fair)
             assert row.table is not None
-            if nodes and not self.cache.reserve(row.table, end + nodes):
+            if nodes and not _reaches(row, end + nodes) and not self.cache.reserve(row.table, end + nodes):
                 nodes = min(nodes, row.table.room - end)
             batch.nodes.append(nodes)
             granted.append(budget if budget.depth <= nodes == budget.nodes else Budget(min(budget.depth, nodes), nodes))
@@ -129,8 +129,11 @@ class Scheduler:
         for row, start, known, nodes in zip(batch.rows, batch.starts, batch.known, verdict.nodes):
             assert row.table is not None
             row.computed = start + known + len(nodes)  # only now: what a step that is interrupted before has moved is computed again
-            self.cache.shrink(row.table, max(len(row.tokens), row.computed))
-            self.share(row)
+            length, table = max(len(row.tokens), row.computed), row.table
+            if len(table.pages) * PAGE >= length + PAGE:
+                self.cache.shrink(table, length)
+            if row.computed >= (len(table.nodes) + 1) * PAGE:
+                self.share(row)
 
     def share(self, row: Row) -> None:
         """Enters its full pages for reuse, as far as target and drafter have filled them."""
@@ -215,3 +218,8 @@ class Scheduler:
         except RequestError as error:
             row.error, row.finish_reason = error, "error"
         return row.adapter is not None
+
+
+def _reaches(row: Row, length: int) -> bool:
+    """Whether its pages hold so many positions, as they do in most steps."""
+    return row.table is not None and len(row.table.pages) * PAGE >= length
