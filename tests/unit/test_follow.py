@@ -1,17 +1,26 @@
-"""`match` over a tree in one call of the C kernels."""
+"""What the C kernels do in one call, beside the same in many: a whole forward, `match` over a tree, a pick."""
 
 from __future__ import annotations
 
+from array import array
+from typing import Any
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_sampler import NEVER, c_kernels, make_row, needs_c
 
 from outrider import ModelError
-from outrider.sampling.noise import MASK
+from outrider.attention.plan import Plan
+from outrider.models.decoder import Decoder
+from outrider.models.hub import Checkpoint
+from outrider.models.steps import in_steps
+from outrider.sampling import reference
+from outrider.sampling.noise import MASK, gumbel
 from outrider.sampling.params import Law
 from outrider.sampling.sampler import Sampler
-from outrider.types import Guesses
+from outrider.types import FINAL, Guesses
 from outrider.verify.match import Match
 
 
@@ -49,3 +58,46 @@ def test_following_a_tree_is_picking_node_by_node(
         assert found == {4: None, 0: None, 9: None}
     else:
         assert found == {4: expected, 0: expected, 9: expected}
+
+
+@needs_c
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("kept", [(), (FINAL,), (0, 1, FINAL), (2,)], ids=str)
+def test_a_model_in_one_call_is_its_parts(kept: tuple[int, ...], quantization: str | None, checkpoint: Any) -> None:
+    """Logits, states and answers, bit for bit; twice in another order, since the room for logits is used again."""
+    folder = checkpoint(hidden_size=64, num_hidden_layers=2, vocab_size=200)  # the last block of logits is not full
+    decoder = Decoder(Checkpoint.open(str(folder)), torch.float32, torch.device("cpu"), 64, quantization)
+    table, sampler = array("i", range(40)), Sampler(decoder.kernels)
+    tree = Guesses([5, 9, 5, 150], [-1, -1, 0, 2], [0.5] * 4)
+
+    def run(one_call: bool, known: list[int], law: Law) -> tuple[Any, ...]:
+        plan, trees, states = Plan(), decoder.kernels.trees(), dict.fromkeys(kept, torch.empty(0))
+        plan.chain(table, 0, known)
+        at = len(known)
+        plan.nodes(table, at, [[at], [at + 1], [at, at + 2], [at, at + 2, at + 3]], tree.tokens)
+        sampler.ask(trees, 7, make_row(known, law), tree, 0)
+        read = decoder.read if one_call else lambda *given: in_steps(decoder, *given)
+        logits = read(plan.build(), decoder.pool(64), [*range(at - 1, at + 4)], states, trees).clone()
+        return logits, states, trees.read()
+
+    for known, law in (([3, 1, 4, 1, 5], Law(0.0)), ([2, 7], Law(0.8, top_p=0.9)), ([9] * 12, Law(0.8))):
+        (logits, states, answers), (expected, others, same) = (run(one_call, known, law) for one_call in (True, False))
+        assert torch.equal(logits, expected) and answers == same and answers[7] is not None
+        assert states.keys() == others.keys() and all(torch.equal(states[which], others[which]) for which in kept)
+
+
+@needs_c
+def test_c_rounds_as_torch_does() -> None:
+    """Two tokens of different blocks whose scores, logit and noise, lie within a few roundings of each other."""
+    kernels, dice, law = c_kernels(), torch.Generator().manual_seed(1), Law(0.7)
+    for key in range(400):
+        logits, noise = torch.randn(256, generator=dice), gumbel(key, 256)
+        first = reference.pick(logits, law, key, 1)[0][0]
+        score = (logits[first] - logits.max()) / law.temperature + noise[first]
+        second = int(noise.argmax())
+        if second // 64 == first // 64 or noise[second] <= score:
+            continue
+        near = logits.max() + (score - noise[second]) * law.temperature
+        for _ in range(8):
+            logits[second] = near = near.nextafter(torch.tensor(99.0))
+            assert kernels.pick(logits, law, key, 2, False)[0] == reference.pick(logits, law, key, 2)[0]

@@ -114,23 +114,6 @@ def test_c_picks_what_torch_picks(vocabulary: int, trials: int) -> None:
 
 
 @needs_c
-def test_c_rounds_as_torch_does() -> None:
-    """Two tokens of different blocks whose scores, logit and noise, lie within a few roundings of each other."""
-    kernels, dice, law = c_kernels(), torch.Generator().manual_seed(1), Law(0.7)
-    for key in range(400):
-        logits, noise = torch.randn(256, generator=dice), gumbel(key, 256)
-        first = reference.pick(logits, law, key, 1)[0][0]
-        score = (logits[first] - logits.max()) / law.temperature + noise[first]
-        second = int(noise.argmax())
-        if second // 64 == first // 64 or noise[second] <= score:
-            continue
-        near = logits.max() + (score - noise[second]) * law.temperature
-        for _ in range(8):
-            logits[second] = near = near.nextafter(torch.tensor(99.0))
-            assert kernels.pick(logits, law, key, 2, False)[0] == reference.pick(logits, law, key, 2)[0]
-
-
-@needs_c
 @settings(max_examples=150, deadline=None)
 @given(
     logits=st.lists(st.one_of(st.sampled_from([0.0, 1.0, -1.0, NEVER]), st.floats(-30, 30, width=32)), min_size=1, max_size=12),

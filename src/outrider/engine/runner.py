@@ -12,6 +12,7 @@ from outrider.cache.pool import Pool
 from outrider.kernels import Trees
 from outrider.kernels.picking import Answer
 from outrider.models.model import Model
+from outrider.models.steps import behind
 from outrider.sampling import dice
 from outrider.sampling.sampler import Sampler
 from outrider.types import FINAL, ROOT, Batch, Draft, Guesses, Needs, Resume, Row, States, Verdict
@@ -97,7 +98,8 @@ class Runner:
             end = first + known
             add_row(plan, row, start, start + known, guesses)
             spans.append((first, end))
-            if row.logprobs is not None and row.logprobs.prompt_count is not None:
+            asked = row.logprobs
+            if asked is not None and asked.prompt_count is not None and len(asked.prompt) < row.prompt:
                 asking.append((r, first))
             if row.adapter is not None:
                 plan.adapt(first, row.adapter)
@@ -121,12 +123,7 @@ class Runner:
         enters a layer."""
         if resume is None or kept.keys() - {FINAL}:
             return self.decoder.read(plan, self.pool, wanted, kept, trees)
-        x = self._resumed(plan, resume, spans)
-        if FINAL in kept:
-            kept[FINAL] = self.decoder.final(x)
-        logits = self.decoder.logits(x, wanted)
-        self.decoder.kernels.follow(logits, trees)
-        return logits
+        return behind(self.decoder, self._resumed(plan, resume, spans), wanted, kept, trees)
 
     def _resumed(self, plan: Plan, resume: Resume, spans: list[tuple[int, int]]) -> Tensor:
         done = [end + node for (_, end), nodes in zip(spans, resume.nodes) for node in nodes]

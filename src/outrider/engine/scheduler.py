@@ -130,7 +130,7 @@ class Scheduler:
             assert row.table is not None
             row.computed = start + known + len(nodes)  # only now: what a step that is interrupted before has moved is computed again
             length, table = max(len(row.tokens), row.computed), row.table
-            if len(table.pages) * PAGE >= length + PAGE:
+            if _reaches(row, length + PAGE):
                 self.cache.shrink(table, length)
             if row.computed >= (len(table.nodes) + 1) * PAGE:
                 self.share(row)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from outrider.attention.plan import Plan
 from outrider.models.model import Model
-from outrider.types import FINAL
 
 PIECE = 256  # tokens that go through the target at once
 
@@ -47,11 +46,9 @@ def read(model: Model, tokens: Sequence[int], wanted: Sequence[int]) -> Sample:
     kept: dict[int, list[Tensor]] = {which: [] for which in wanted}
     logits = []
     for first in range(0, len(tokens), PIECE):
-        plan, taps = Plan(), {which: torch.empty(0) for which in wanted if which != FINAL}
+        plan, found = Plan(), dict.fromkeys(wanted, torch.empty(0))
         plan.chain(table, first, tokens[first : first + PIECE])
-        x = model.forward(plan.build(), pool, taps=taps)
-        final = model.final(x)
-        logits.append(model.head_logits(final))
+        logits.append(model.read(plan.build(), pool, [*range(plan.length)], found, model.kernels.trees()).clone())
         for which in wanted:
-            kept[which].append((final if which == FINAL else taps[which]).float())
+            kept[which].append(found[which].float())
     return Sample(torch.tensor(tokens), {which: torch.cat(parts) for which, parts in kept.items()}, torch.cat(logits))

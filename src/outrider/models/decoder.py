@@ -29,7 +29,7 @@ from outrider.models.hub import Checkpoint, Source
 from outrider.models.placement import Placement, place
 from outrider.models.quantise import bits_of, quantise
 from outrider.models.spec import Spec
-from outrider.models.taps import in_steps
+from outrider.models.steps import in_steps
 
 
 @dataclass

@@ -34,7 +34,8 @@ from outrider.kernels import Bend, Kernels, Trees, kernels_for
 from outrider.models import steady, unrouted
 from outrider.models.hub import Checkpoint, first_line
 from outrider.models.spec import FAMILIES, WIDEST
-from outrider.models.taps import in_steps, layers_of, tapping
+from outrider.models.steps import in_steps
+from outrider.models.taps import layers_of, tapping
 
 OURS, LISTENING = "outrider", "outrider-listening"  # attention implementations; the second is told about masks
 HARMLESS = {"position_ids", "cache_position", "position_embeddings", "attention_mask", "cos", "sin"}  # tensors that layers pass along

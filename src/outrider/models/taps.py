@@ -4,18 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
-from outrider.attention.plan import Plan
-from outrider.cache.pool import Pool
 from outrider.errors import ModelError
-from outrider.kernels import Trees
-from outrider.types import FINAL
-
-if TYPE_CHECKING:
-    from outrider.models.model import Model
 
 
 def layers_of(body: nn.Module, count: int, attended: Sequence[nn.Module]) -> nn.ModuleList | None:
@@ -63,15 +56,3 @@ def tapping(layers: nn.ModuleList | None, taps: dict[int, Tensor]) -> Iterator[N
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def in_steps(model: Model, plan: Plan, pool: Pool, wanted: list[int], kept: dict[int, Tensor], trees: Trees) -> Tensor:
-    """`Model.read` by the other methods."""
-    taps = {layer: state for layer, state in kept.items() if layer != FINAL}
-    x = model.forward(plan, pool, taps=taps)
-    kept.update(taps)
-    if FINAL in kept:
-        kept[FINAL] = model.final(x)
-    logits = model.logits(x, wanted)
-    model.kernels.follow(logits, trees)
-    return logits

@@ -1,0 +1,32 @@
+"""A forward part by part: `Model.read` where no one call does it all."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from outrider.attention.plan import Plan
+from outrider.cache.pool import Pool
+from outrider.kernels import Trees
+from outrider.types import FINAL
+
+if TYPE_CHECKING:
+    from outrider.models.model import Model
+
+
+def in_steps(model: Model, plan: Plan, pool: Pool, wanted: list[int], kept: dict[int, Tensor], trees: Trees) -> Tensor:
+    """`Model.read` by the other methods."""
+    taps = {layer: state for layer, state in kept.items() if layer != FINAL}
+    x = model.forward(plan, pool, taps=taps)
+    kept.update(taps)
+    return behind(model, x, wanted, kept, trees)
+
+
+def behind(model: Model, x: Tensor, wanted: list[int], kept: dict[int, Tensor], trees: Trees) -> Tensor:
+    """What `Model.read` does behind the last layer; x: what `forward` returned."""
+    if FINAL in kept:
+        kept[FINAL] = model.final(x)
+    logits = model.logits(x, wanted)
+    model.kernels.follow(logits, trees)
+    return logits
