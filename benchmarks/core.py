@@ -30,7 +30,14 @@ from outrider.bench.conditions import conditions
 PROMPT, NEW = 64, 128
 
 
-def checkpoint(folder: Path, vocabulary: int = 16384, layers: int = 12, tied: bool = False, seed: int = 0, positions: int = 4096) -> Path:
+def checkpoint(
+    folder: Path,
+    vocabulary: int = 16384,
+    layers: int = 12,
+    tied: bool = False,
+    seed: int = 0,
+    positions: int = 4096,
+) -> Path:
     """A random Llama of the size that the figures are about (100.7 M weights with the defaults)."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -94,7 +101,9 @@ def overhead_ms(llm: LLM, config: dict[str, Any] | None, params: SamplingParams)
 
         return wrapper
 
-    decoders = [llm.engine.decoder] + ([llm.engine.drafter.decoder] if hasattr(llm.engine.drafter, "decoder") else [])
+    decoders = [llm.engine.decoder] + (
+        [llm.engine.drafter.decoder] if hasattr(llm.engine.drafter, "decoder") else []
+    )
     for decoder in decoders:
         for name in ("read", "chain", "forward", "logits"):
             setattr(decoder, name, timed(getattr(decoder, name)))
@@ -130,10 +139,17 @@ def peak_memory(folder: Path) -> dict[str, int]:
         "llm.generate([core.prompt(512, i) for i in range(8)], core.greedy(64))\n"
         "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')), 1024)"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
     peak = int(out[-2]) * int(out[-1])
     weights = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
-    return {"peak": peak, "weights": weights, "limit": limit, "allowed": int(weights * 1.15) + limit + 600_000_000}
+    return {
+        "peak": peak,
+        "weights": weights,
+        "limit": limit,
+        "allowed": int(weights * 1.15) + limit + 600_000_000,
+    }
 
 
 def run(folder: Path, gguf: Path | None, openvino: Path | None) -> dict[str, Any]:
@@ -150,7 +166,9 @@ def run(folder: Path, gguf: Path | None, openvino: Path | None) -> dict[str, Any
         "plain": None, "ngram": {"method": "ngram", "prompt_lookup_min": 1}, "draft_model": {"model": small, "num_speculative_tokens": 4},
     }  # fmt: skip
     outside = {
-        f"{name}, {how}": overhead_ms(llm, c, p) for name, c in drafts.items() for how, p in (("greedy", greedy(NEW)), ("0.8", sampled))
+        f"{name}, {how}": overhead_ms(llm, c, p)
+        for name, c in drafts.items()
+        for how, p in (("greedy", greedy(NEW)), ("0.8", sampled))
     }
     llm.use(None)
     miss, hit = first_token(llm)
@@ -176,7 +194,9 @@ def show(result: dict[str, Any], console: Console) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--gguf", type=Path)
     parser.add_argument("--openvino", type=Path)

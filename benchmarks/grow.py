@@ -24,7 +24,11 @@ from outrider.models.hub import locate
 LAYERS, MLP = 24, 3200
 SPREAD = 0.02  # standard deviation of the added weights, as Llama starts with
 TOLERANCE = 1e-3  # of the largest difference of logits: float32 sums in another order
-TEXTS = ("The village lies between two rivers, and", "def add(a, b):\n    return a", "Wir haben gestern im Garten gegessen, weil")
+TEXTS = (
+    "The village lies between two rivers, and",
+    "def add(a, b):\n    return a",
+    "Wir haben gestern im Garten gegessen, weil",
+)
 
 
 def llama(folder: Path) -> Any:
@@ -39,7 +43,9 @@ def grown(small: Any, layers: int, mlp: int, seed: int = 0) -> Any:
 
     before = small.config.num_hidden_layers
     if layers < before or mlp < small.config.intermediate_size:
-        raise SystemExit(f"The target has {before} layers and an MLP of {small.config.intermediate_size}: a grown one has at least these.")
+        raise SystemExit(
+            f"The target has {before} layers and an MLP of {small.config.intermediate_size}: a grown one has at least these."
+        )
     config = LlamaConfig(**{**small.config.to_dict(), "num_hidden_layers": layers, "intermediate_size": mlp})
     large: Any = LlamaForCausalLM(config).to(small.dtype)
     generator = torch.Generator().manual_seed(seed)
@@ -99,7 +105,9 @@ def write(folder: Path, layers: int = LAYERS, mlp: int = MLP) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--mlp", type=int, default=MLP)

@@ -17,6 +17,7 @@ import statistics
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +52,18 @@ def drafters(target: Target) -> dict[str, Recurrent]:
     s = target.decoder.spec
     sizes = (s.hidden, s.inner, s.heads, s.kv_heads, s.head_dim)
     taps = (2, s.layers // 2, s.layers - 3)
-    eagle, eagle3 = EagleNetwork(*sizes, s.vocabulary), Eagle3Network.random(Settings(s.vocabulary, *sizes, s.hidden, taps))
+    eagle, eagle3 = (
+        EagleNetwork(*sizes, s.vocabulary),
+        Eagle3Network.random(Settings(s.vocabulary, *sizes, s.hidden, taps)),
+    )
     options = {"nodes": NODES, "top_k": TOP_K}
     return {
-        "eagle": Eagle(Eagle.Options(**options), target, Head.of("random", eagle.config(), eagle.state_dict())),
-        "eagle3": Eagle3(Eagle3.Options(**options), target, Head.of("random", eagle3.config(), eagle3.state_dict())),
+        "eagle": Eagle(
+            Eagle.Options(**options), target, Head.of("random", eagle.config(), eagle.state_dict())
+        ),
+        "eagle3": Eagle3(
+            Eagle3.Options(**options), target, Head.of("random", eagle3.config(), eagle3.state_dict())
+        ),
     }
 
 
@@ -83,7 +91,9 @@ def milliseconds(run: Callable[[], Any]) -> float:
     return (time.perf_counter() - began) * 1e3
 
 
-def level_ms(drafter: Recurrent, rows: int, sweep: Callable[[], Any], swept: int, repeats: int = 40) -> dict[str, float]:
+def level_ms(
+    drafter: Recurrent, rows: int, sweep: Callable[[], Any], swept: int, repeats: int = 40
+) -> dict[str, float]:
     """swept: bytes that the sweep reads."""
     net, hidden, ids = drafter.net, drafter.hidden, drafter.choose.ids
     pool, table, g = net.pool(TEXT + rows), array("i", range(TEXT + rows)), torch.randn(rows, hidden)
@@ -97,7 +107,13 @@ def level_ms(drafter: Recurrent, rows: int, sweep: Callable[[], Any], swept: int
         candidates = drafter.kernels.candidates(TOP_K, rows, 2)
         if rows > 1:
             candidates.grow(torch.randn(1, TOP_K), GREEDY, 0, None, None)  # the level before
-        times.append(milliseconds(lambda: candidates.grow(net.logits(net.forward(plan, pool, state)), GREEDY, 0, ids, None)))  # noqa: B023
+
+        def level(
+            plan: Plan = plan, state: torch.Tensor = state, candidates: Candidates = candidates
+        ) -> None:
+            candidates.grow(net.logits(net.forward(plan, pool, state)), GREEDY, 0, ids, None)
+
+        times.append(milliseconds(level))
     least = bytes_read(drafter) / (swept / statistics.median(sweeps))
     took = statistics.median(times)
     return {"ms": round(took, 3), "its weights, ms": round(least, 3), "ratio": round(took / least, 2)}
@@ -111,7 +127,9 @@ class Known(Chooser):
         picks = target.decoder.kernels.picks
         self.picked = {rows: Found(*picks(logits[:rows], GREEDY, [0] * rows, TOP_K)) for rows in ROWS}
 
-    def widen(self, candidates: Candidates, row: Row, paths: Sequence[Sequence[int]], logits: torch.Tensor) -> tuple[list[int], list[int]]:
+    def widen(
+        self, candidates: Candidates, row: Row, paths: Sequence[Sequence[int]], logits: torch.Tensor
+    ) -> tuple[list[int], list[int]]:
         return candidates.widen(self.picked[len(paths)])
 
 
@@ -132,7 +150,8 @@ def tree_ms(drafter: Recurrent, target: Target, repeats: int = 200) -> dict[str,
                 plan.build()
         assert len(tree.guesses.tokens) == NODES
 
-    times = [[milliseconds(lambda: build(choose)) for choose in (known, drafter.choose)] for _ in range(repeats)]  # noqa: B023 - called at once
+    both = (partial(build, known), partial(build, drafter.choose))
+    times = [[milliseconds(call) for call in both] for _ in range(repeats)]
     alone, whole = (round(statistics.median(column), 3) for column in zip(*times))
     return {"ms": alone, "with picks": whole}
 
@@ -150,7 +169,11 @@ def run(folder: Path) -> dict[str, Any]:
     found["reading, GB/s"] = round(big.data.nbytes / statistics.median(sweeps) / 1e6, 1)
     for name, drafter in drafters(target).items():
         levels = {f"a level of {rows}": level_ms(drafter, rows, sweep, big.data.nbytes) for rows in ROWS}
-        found[name] = {"MB": round(bytes_read(drafter) / 1e6, 1), **levels, f"a tree of {NODES}": tree_ms(drafter, target)}
+        found[name] = {
+            "MB": round(bytes_read(drafter) / 1e6, 1),
+            **levels,
+            f"a tree of {NODES}": tree_ms(drafter, target),
+        }
     return found
 
 
@@ -162,7 +185,12 @@ def show(found: dict[str, Any], console: Console) -> None:
             if what == "MB":
                 table.add_row(name, f"{figures} MB", "", "", "", "")
             elif "ratio" in figures:
-                table.add_row("", what, *(str(value) for value in figures.values()), str(BARS["a level, of its weights' time"]))
+                table.add_row(
+                    "",
+                    what,
+                    *(str(value) for value in figures.values()),
+                    str(BARS["a level, of its weights' time"]),
+                )
             else:
                 told = f"{figures['ms']} (with picks {figures['with picks']})"
                 table.add_row("", what, told, "", "", f"{BARS['a tree without network and picks, ms']} ms")
@@ -170,7 +198,9 @@ def show(found: dict[str, Any], console: Console) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
@@ -178,4 +208,6 @@ if __name__ == "__main__":
         found = run(given.folder)
     show(found, Console())
     if given.json:
-        given.json.write_text(json.dumps({"conditions": conditions(), "bars": BARS, "heads": found}, indent=1) + "\n")
+        given.json.write_text(
+            json.dumps({"conditions": conditions(), "bars": BARS, "heads": found}, indent=1) + "\n"
+        )

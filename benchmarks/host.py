@@ -28,7 +28,13 @@ from outrider import LLM, SamplingParams
 from outrider.draft.datastore.corpus import build
 
 VOCABULARY, CONTEXTS, NEW = 16384, (64, 4000), 128
-BARS = {"lookahead": 0.4, "recycle": 0.4, "ngram": 0.15, "suffix": 0.15, "datastore": 0.5}  # milliseconds a step
+BARS = {
+    "lookahead": 0.4,
+    "recycle": 0.4,
+    "ngram": 0.15,
+    "suffix": 0.15,
+    "datastore": 0.5,
+}  # milliseconds a step
 
 
 def checkpoint(folder: Path) -> Path:
@@ -100,17 +106,32 @@ def host_ms(llm: LLM, config: dict[str, Any], context: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     llm = LLM(model=str(checkpoint(given.folder / "host")), max_num_seqs=1)
-    table = Table("method", *(f"{context:,} tokens" for context in CONTEXTS), "bar", title="propose + observe, ms a step")
+    table = Table(
+        "method",
+        *(f"{context:,} tokens" for context in CONTEXTS),
+        "bar",
+        title="propose + observe, ms a step",
+    )
     figures: dict[str, Any] = {}
     for method, bar in BARS.items():
-        config = {"method": method, "datastore": corpus(given.folder)} if method == "datastore" else {"method": method}
+        config = (
+            {"method": method, "datastore": corpus(given.folder)}
+            if method == "datastore"
+            else {"method": method}
+        )
         figures[method] = {str(context): host_ms(llm, config, context) for context in CONTEXTS}
-        table.add_row(method, *(f"{figures[method][str(context)]['ms a step']:.3f}" for context in CONTEXTS), f"{bar}")
+        table.add_row(
+            method, *(f"{figures[method][str(context)]['ms a step']:.3f}" for context in CONTEXTS), f"{bar}"
+        )
     Console().print(table)
     if given.json:
-        given.json.write_text(json.dumps({"conditions": conditions(), "bars, ms": BARS, "host": figures}, indent=1) + "\n")
+        given.json.write_text(
+            json.dumps({"conditions": conditions(), "bars, ms": BARS, "host": figures}, indent=1) + "\n"
+        )

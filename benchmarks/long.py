@@ -57,11 +57,17 @@ def context_speed(llm: LLM, asked: list[Any], samples: int) -> dict[str, float]:
 
     def seconds(new: int, speculate: bool) -> float:
         began = time.perf_counter()
-        llm.generate(asked, SamplingParams(temperature=0, max_tokens=new, n=samples, ignore_eos=True, speculate=speculate))
+        llm.generate(
+            asked,
+            SamplingParams(temperature=0, max_tokens=new, n=samples, ignore_eos=True, speculate=speculate),
+        )
         return time.perf_counter() - began
 
     first = seconds(1, False)  # fills the prefix cache
-    speed = {name: round(8 * 32 / (seconds(48, on) - seconds(16, on)), 1) for name, on in (("plain", False), ("n-gram", True))}
+    speed = {
+        name: round(8 * 32 / (seconds(48, on) - seconds(16, on)), 1)
+        for name, on in (("plain", False), ("n-gram", True))
+    }
     return {**speed, "prompts, s": round(first, 1)}
 
 
@@ -76,7 +82,9 @@ def run(folder: Path) -> dict[str, Any]:
         "largest gap, ms": round(max(busy) * 1e3, 1), "first token of the long prompt, s": round(first, 1),
     }  # fmt: skip
     del llm
-    llm = LLM(model=model, max_num_seqs=8, kv_cache_memory_bytes=3 << 30, speculative_config={"method": "ngram"})
+    llm = LLM(
+        model=model, max_num_seqs=8, kv_cache_memory_bytes=3 << 30, speculative_config={"method": "ngram"}
+    )
     far = {
         "8 x 8,000 tokens": context_speed(llm, [prompt(8000, i) for i in range(8)], 1),
         "8 samples of 16,000 tokens": context_speed(llm, [prompt(16_000, 77)], 8),
@@ -85,7 +93,9 @@ def run(folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()

@@ -45,7 +45,9 @@ def figures(results: list[Measured]) -> dict[str, Any]:
     for result in results:
         rows = made[result.method] = {}
         for kind in ("all", *KINDS):
-            ours, plain = (result, results[0]) if kind == "all" else (result.only(kind), results[0].only(kind))
+            ours, plain = (
+                (result, results[0]) if kind == "all" else (result.only(kind), results[0].only(kind))
+            )
             rows[kind] = {
                 "tokens/s": round(ours.speed, 1),
                 "speed-up": round(ours.speed_up(plain), 3),
@@ -59,16 +61,22 @@ def figures(results: list[Measured]) -> dict[str, Any]:
 
 
 def show(title: str, made: dict[str, Any], console: Console) -> None:
-    table = Table("method", *(f"{kind}" for kind in ("all", *KINDS)), title=f"{title}: speed-up (tokens per step)")
+    table = Table(
+        "method", *(f"{kind}" for kind in ("all", *KINDS)), title=f"{title}: speed-up (tokens per step)"
+    )
     for method, rows in made.items():
-        table.add_row(method, *(f"{row['speed-up']:.2f} ({row['tokens per step']:.2f})" for row in rows.values()))
+        table.add_row(
+            method, *(f"{row['speed-up']:.2f} ({row['tokens per step']:.2f})" for row in rows.values())
+        )
     repeated = next(iter(made.values()))
     table.add_row("repeated 4-grams", *(f"{row['repeated 4-grams']:.0%}" for row in repeated.values()))
     console.print(table)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--methods", nargs="*", help="parts of the labels of those wanted (default: all)")

@@ -73,7 +73,9 @@ def _prompt(model_dir: str, length: int) -> list[int]:
     return random.Random(0).choices(range(config["vocab_size"]), k=length)
 
 
-def _transformers(model_dir: str, dtype: str, prompt_tokens: int, new_tokens: int, threads: int, repeats: int) -> Result:
+def _transformers(
+    model_dir: str, dtype: str, prompt_tokens: int, new_tokens: int, threads: int, repeats: int
+) -> Result:
     """Time generate() for one token and for new_tokens more; the difference is the decode time."""
     import torch
     import transformers
@@ -102,7 +104,9 @@ def _openvino(model_dir: str, prompt_tokens: int, new_tokens: int, threads: int,
     import openvino
     import openvino_genai
 
-    pipe = openvino_genai.LLMPipeline(model_dir, "CPU", INFERENCE_NUM_THREADS=threads, KV_CACHE_PRECISION="f16")
+    pipe = openvino_genai.LLMPipeline(
+        model_dir, "CPU", INFERENCE_NUM_THREADS=threads, KV_CACHE_PRECISION="f16"
+    )
     config = openvino_genai.GenerationConfig()
     config.do_sample, config.ignore_eos, config.max_new_tokens = False, True, new_tokens + 1
     ids = openvino.Tensor(np.array([_prompt(model_dir, prompt_tokens)], dtype=np.int64))
@@ -114,7 +118,12 @@ def _openvino(model_dir: str, prompt_tokens: int, new_tokens: int, threads: int,
     core = openvino.Core()  # tells the defaults of the device, which the pipeline was not asked to change
     version = {"openvino": openvino.__version__, "genai": openvino_genai.__version__}
     version |= {key: str(core.get_property("CPU", key)) for key in ("INFERENCE_PRECISION_HINT",)}
-    return {"status": "ok", "tokens_per_s": statistics.median(rates[1:]), "runs": rates[1:], "version": version}
+    return {
+        "status": "ok",
+        "tokens_per_s": statistics.median(rates[1:]),
+        "runs": rates[1:],
+        "version": version,
+    }
 
 
 def _llama(tool: str, options: dict[str, object], tools: Tools) -> tuple[str, Result | None]:
@@ -144,7 +153,9 @@ def plain(
 ) -> dict[str, Result]:
     """Return every peer's greedy decode rate for one sequence; gguf and openvino are the converted model."""
     sizes = {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens}
-    results: dict[str, Result] = {key: {"status": "no model given"} for key in ("openvino-genai", "llama.cpp")}
+    results: dict[str, Result] = {
+        key: {"status": "no model given"} for key in ("openvino-genai", "llama.cpp")
+    }
     for kind in ("bfloat16", "float32"):
         run = _worker(tools.transformers, "transformers", tools, model_dir=model_dir, dtype=kind, **sizes)
         results[f"transformers {kind}"] = run
@@ -160,7 +171,9 @@ def batched(gguf: str, rows: tuple[int, ...] = (1, 2, 4, 8, 16), tools: Tools = 
     sizes = {"-npp": 64, "-ntg": 128, "-npl": ",".join(map(str, rows)), "-c": max(rows) * 192}
     times: dict[int, list[float]] = {count: [] for count in rows}
     for _ in range(tools.repeats):
-        output, problem = _llama("llama-batched-bench", {"-m": gguf, **sizes, "--output-format": "jsonl"}, tools)
+        output, problem = _llama(
+            "llama-batched-bench", {"-m": gguf, **sizes, "--output-format": "jsonl"}, tools
+        )
         if problem:
             return problem
         for entry in [json.loads(line) for line in output.splitlines() if line.startswith("{")]:
@@ -171,7 +184,9 @@ def batched(gguf: str, rows: tuple[int, ...] = (1, 2, 4, 8, 16), tools: Tools = 
 
 def main() -> None:
     """Measure, print a table, and write JSON where asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", required=True, help="checkpoint folder, for transformers")
     for name, peer in (("--gguf", "llama.cpp"), ("--openvino", "OpenVINO GenAI")):
         parser.add_argument(name, help=f"the same model for {peer}")

@@ -27,13 +27,24 @@ from outrider.kernels.cpu import LINEARS
 from outrider.models.decoder import Decoder
 from outrider.models.hub import Checkpoint
 
-FORMS: dict[str, dict[str, Any]] = {"bfloat16": {}, "int8": {"quantization": "int8"}, "int4": {"quantization": "int4"}}
+FORMS: dict[str, dict[str, Any]] = {
+    "bfloat16": {},
+    "int8": {"quantization": "int8"},
+    "int4": {"quantization": "int4"},
+}
 CONTEXT = 8192
 
 
 def weight_bytes(decoder: Any) -> int:
     """Bytes of all packed weights."""
-    weights = {id(w): w for w in (decoder.embedding, decoder.lm_head, *(getattr(x, name) for x in decoder.layers for name in LINEARS))}
+    weights = {
+        id(w): w
+        for w in (
+            decoder.embedding,
+            decoder.lm_head,
+            *(getattr(x, name) for x in decoder.layers for name in LINEARS),
+        )
+    }
     return sum(weight.data.nbytes for weight in weights.values())
 
 
@@ -57,7 +68,9 @@ def long_step_ms(model: Path, form: str, kv: str) -> float:
     """Milliseconds of one forward and its logits behind 8,192 tokens of random K/V (the median of 15)."""
     source = Checkpoint.open(str(model))
     device = torch.device("cpu")
-    decoder = Decoder(source, source.dtype("auto", device), device, CONTEXT + 1, FORMS[form].get("quantization"), kv)
+    decoder = Decoder(
+        source, source.dtype("auto", device), device, CONTEXT + 1, FORMS[form].get("quantization"), kv
+    )
     pool, slots, spec = decoder.pool(CONTEXT + 16), torch.arange(CONTEXT), source.spec
     for layer in range(spec.layers):
         for part in (0, 1):
@@ -76,7 +89,8 @@ def divergence() -> dict[str, dict[str, float]]:
     """The built-in target on texts of its own: mean KL from all its bits, share of equal greedy tokens, overlap of the laws."""
     whole = LLM("builtin")
     outputs = whole.generate(
-        [rendered(prompt, whole.tokenizer) for prompt in PROMPTS], SamplingParams(temperature=0.8, seed=1, max_tokens=160)
+        [rendered(prompt, whole.tokenizer) for prompt in PROMPTS],
+        SamplingParams(temperature=0.8, seed=1, max_tokens=160),
     )
     texts = [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
 
@@ -102,7 +116,9 @@ def divergence() -> dict[str, dict[str, float]]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--q8", type=Path)
     parser.add_argument("--q4", type=Path)
@@ -113,7 +129,8 @@ if __name__ == "__main__":
     found: dict[str, Any] = {"conditions": conditions(), "divergence": divergence()}
     found |= {form: figures(model, form, gguf) for form, gguf in ggufs.items()}
     found[f"step ms behind {CONTEXT} tokens"] = {
-        f"{form} weights": {kv: long_step_ms(model, form, kv) for kv in ("auto", "int8")} for form in ("bfloat16", "int4")
+        f"{form} weights": {kv: long_step_ms(model, form, kv) for kv in ("auto", "int8")}
+        for form in ("bfloat16", "int4")
     }
     Console().print_json(json.dumps(found))
     if given.json:

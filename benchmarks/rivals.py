@@ -115,7 +115,9 @@ def _transformers(job: Job) -> tuple[Ask, dict[str, str]]:
 
     def ask(ids: list[int], setting: dict[str, float]) -> Answer:
         given = torch.tensor([ids])
-        sampling = {"do_sample": True, "top_k": 0, **setting} if setting["temperature"] else {"do_sample": False}
+        sampling = (
+            {"do_sample": True, "top_k": 0, **setting} if setting["temperature"] else {"do_sample": False}
+        )
         torch.manual_seed(1)
         clock = Clock()
         with torch.inference_mode():
@@ -161,7 +163,9 @@ def _openvino(job: Job) -> tuple[Ask, dict[str, str]]:
         result = pipe.generate(given, config)
         seconds, metrics = time.perf_counter() - began, result.perf_metrics
         tokens, more = list(result.tokens[0]), result.extended_perf_metrics
-        counts = (more.get_num_draft_tokens(), more.get_num_accepted_tokens()) if job.mode == "draft" else (0, 0)
+        counts = (
+            (more.get_num_draft_tokens(), more.get_num_accepted_tokens()) if job.mode == "draft" else (0, 0)
+        )
         times = spread(metrics.get_ttft().mean / 1e3, seconds, len(tokens))
         return Answer(tokens, seconds, times, len(metrics.raw_metrics.m_batch_sizes), *counts)
 
@@ -183,7 +187,9 @@ def _vllm(job: Job) -> tuple[Ask, dict[str, str]]:
     count = iter(range(1 << 30))
 
     def ask(ids: list[int], setting: dict[str, float]) -> Answer:
-        params = vllm.SamplingParams(max_tokens=job.tokens, seed=1, detokenize=False, stop_token_ids=[job.end], **setting)
+        params = vllm.SamplingParams(
+            max_tokens=job.tokens, seed=1, detokenize=False, stop_token_ids=[job.end], **setting
+        )
         times: list[float] = []
         tokens: list[int] = []
         began, steps = time.perf_counter(), 0
@@ -209,9 +215,28 @@ def _llama_cpp(job: Job, binaries: str | None) -> Iterator[tuple[Ask, dict[str, 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words: list[object] = ["-m", job.model, "-t", job.threads, "-c", job.context, "-np", 1, "--port", port, "--no-webui"]
+    words: list[object] = [
+        "-m",
+        job.model,
+        "-t",
+        job.threads,
+        "-c",
+        job.context,
+        "-np",
+        1,
+        "--port",
+        port,
+        "--no-webui",
+    ]
     if job.mode == "lookup":
-        words += ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", NGRAM, "--spec-ngram-simple-size-m", job.guesses]
+        words += [
+            "--spec-type",
+            "ngram-simple",
+            "--spec-ngram-simple-size-n",
+            NGRAM,
+            "--spec-ngram-simple-size-m",
+            job.guesses,
+        ]
     elif job.mode == "draft":
         words += ["--spec-type", "draft-simple", "-md", job.draft, "--spec-draft-n-max", job.guesses]
     url, headers = f"http://127.0.0.1:{port}", {"Content-Type": "application/json"}
@@ -230,7 +255,10 @@ def _llama_cpp(job: Job, binaries: str | None) -> Iterator[tuple[Ask, dict[str, 
         drafted, accepted = spent.get("draft_n", 0), spent.get("draft_n_accepted", 0)
         return Answer(told["tokens"], seconds, spread(first, last, len(told["tokens"])), 0, drafted, accepted)
 
-    with tempfile.TemporaryFile() as log, subprocess.Popen([binary, *map(str, words)], stdout=log, stderr=log) as server:
+    with (
+        tempfile.TemporaryFile() as log,
+        subprocess.Popen([binary, *map(str, words)], stdout=log, stderr=log) as server,
+    ):
         try:
             _wait(f"{url}/health", server)
             with urllib.request.urlopen(f"{url}/props") as reply:
@@ -259,7 +287,10 @@ def _answered(job: Job, ask: Ask) -> dict[str, list[Answer]]:
     found: dict[str, list[Answer]] = {}
     for title, setting in job.settings.items():
         ask(job.requests[0], setting)
-        found[title] = [min((ask(ids, setting) for _ in range(job.repeats)), key=lambda a: a.seconds) for ids in job.requests]
+        found[title] = [
+            min((ask(ids, setting) for _ in range(job.repeats)), key=lambda a: a.seconds)
+            for ids in job.requests
+        ]
     return found
 
 
@@ -279,9 +310,16 @@ def run(engine: str, job: Job, tools: peers.Tools) -> Outcome:
                 return Outcome("ok", _answered(job, ask), version)
         except FileNotFoundError:
             return Outcome(MISSING)
-        except (OSError, ValueError, KeyError, http.client.HTTPException) as error:  # another build may answer in another form
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            http.client.HTTPException,
+        ) as error:  # another build may answer in another form
             return Outcome(f"failed: {type(error).__name__}: {error}")
-    python = {"transformers": tools.transformers, "OpenVINO GenAI": tools.openvino, "vLLM": tools.vllm}[engine]
+    python = {"transformers": tools.transformers, "OpenVINO GenAI": tools.openvino, "vLLM": tools.vllm}[
+        engine
+    ]
     if python is None:
         return Outcome(MISSING)
     with tempfile.TemporaryDirectory() as folder:
@@ -289,12 +327,20 @@ def run(engine: str, job: Job, tools: peers.Tools) -> Outcome:
         given.write_text(json.dumps(asdict(job)))
         command = [python, str(Path(__file__).resolve()), "--worker", engine, str(given), str(made)]
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-        environment |= {"OMP_NUM_THREADS": str(job.threads), "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+        environment |= {
+            "OMP_NUM_THREADS": str(job.threads),
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+        }
         error = _ended(command, environment)
         if error is not None:
             return Outcome(MISSING if f"No module named '{MODULES[engine]}" in error else f"failed: {error}")
         told = json.loads(made.read_text())
-    return Outcome("ok", {title: [Answer(**a) for a in answers] for title, answers in told["answers"].items()}, told["version"])
+    return Outcome(
+        "ok",
+        {title: [Answer(**a) for a in answers] for title, answers in told["answers"].items()},
+        told["version"],
+    )
 
 
 def _ended(command: list[str], environment: dict[str, str]) -> str | None:

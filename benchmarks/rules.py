@@ -52,18 +52,28 @@ def judged(llm: LLM, prompts: list[Any], temperature: float, samples: int) -> di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--samples", type=int, default=20)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     llm = LLM(model="builtin", seed=0)
     prompts = [rendered(prompt, llm.tokenizer) for prompt in PROMPTS]
     common = {"model": "builtin-draft", "num_speculative_tokens": 4}
-    todo = [(t, draft, rule) for t in TEMPERATURES for draft in DRAFTS for rule in RULES if rule != "block" or draft == "chain of 4"]
+    todo = [
+        (t, draft, rule)
+        for t in TEMPERATURES
+        for draft in DRAFTS
+        for rule in RULES
+        if rule != "block" or draft == "chain of 4"
+    ]
     found: dict[str, Any] = {"conditions": conditions()}
     for t, draft, rule in track(todo, "Judging"):
         variant = llm.variant({**common, **DRAFTS[draft], "verification": rule})
-        found.setdefault(f"T = {t}", {}).setdefault(draft, {})[rule] = judged(variant, prompts, t, given.samples)
+        found.setdefault(f"T = {t}", {}).setdefault(draft, {})[rule] = judged(
+            variant, prompts, t, given.samples
+        )
     table = Table("", *RULES, title="tokens per step (acceptance, tokens/s)")
     for t in TEMPERATURES:
         for draft, rows in found[f"T = {t}"].items():
@@ -71,7 +81,9 @@ def main() -> None:
             table.add_row(
                 f"T = {t}, {draft}",
                 *(
-                    f"{c['tokens per step']:.2f} ± {c['standard error']:.2f} ({c['acceptance']:.0%}, {c['tokens/s']:.0f})" if c else "–"
+                    f"{c['tokens per step']:.2f} ± {c['standard error']:.2f} ({c['acceptance']:.0%}, {c['tokens/s']:.0f})"
+                    if c
+                    else "–"
                     for c in cells
                 ),
             )

@@ -74,7 +74,11 @@ def chosen(questions: Iterable[Question], count: int) -> dict[str, list[Question
     groups: dict[str, list[Question]] = {}
     for question in questions:
         groups.setdefault(GROUPS.get(question.category, CHAT), []).append(question)
-    return {kind: [all_of[i * len(all_of) // count] for i in range(count)] for kind, all_of in groups.items() if len(all_of) >= count}
+    return {
+        kind: [all_of[i * len(all_of) // count] for i in range(count)]
+        for kind, all_of in groups.items()
+        if len(all_of) >= count
+    }
 
 
 def fitted(text: str, tokenizer: Any, room: int) -> list[int]:
@@ -83,7 +87,9 @@ def fitted(text: str, tokenizer: Any, room: int) -> list[int]:
 
     def ids(keep: int) -> list[int]:
         kept = words if keep == len(words) else [*words[: (keep + 1) // 2], *words[len(words) - keep // 2 :]]
-        found: list[int] = render(tokenizer, {"messages": [{"role": "user", "content": " ".join(kept)}]})["prompt_token_ids"]
+        found: list[int] = render(tokenizer, {"messages": [{"role": "user", "content": " ".join(kept)}]})[
+            "prompt_token_ids"
+        ]
         return found
 
     while low < high:
@@ -94,7 +100,11 @@ def fitted(text: str, tokenizer: Any, room: int) -> list[int]:
 
 def requests(files: Iterable[Path], count: int, tokenizer: Any, room: int) -> list[Asked]:
     groups = chosen([question for file in files for question in read(file)], count)
-    return [Asked(kind, fitted(question.turns[0], tokenizer, room)) for kind, group in groups.items() for question in group]
+    return [
+        Asked(kind, fitted(question.turns[0], tokenizer, room))
+        for kind, group in groups.items()
+        for question in group
+    ]
 
 
 # ---- answers
@@ -102,9 +112,18 @@ def requests(files: Iterable[Path], count: int, tokenizer: Any, room: int) -> li
 
 def configs(draft: str, only: list[str] | None) -> dict[str, Mapping[str, Any] | None]:
     """Plain decoding, what every method wants shown, and more settings of the draft model; `only`: labels that contain one of these."""
-    every = {**demonstrations(), **{label: {"method": "draft_model", "model": draft, **keys} for label, keys in CHAINS.items()}}
-    honest = {label: config for label, config in every.items() if not config or config["method"] not in SKIPPING}
-    return {label: config for label, config in honest.items() if label == PLAIN or not only or any(word in label for word in only)}
+    every = {
+        **demonstrations(),
+        **{label: {"method": "draft_model", "model": draft, **keys} for label, keys in CHAINS.items()},
+    }
+    honest = {
+        label: config for label, config in every.items() if not config or config["method"] not in SKIPPING
+    }
+    return {
+        label: config
+        for label, config in honest.items()
+        if label == PLAIN or not only or any(word in label for word in only)
+    }
 
 
 def ours(
@@ -117,7 +136,9 @@ def ours(
             variants[label] = llm.variant(config)
         except OutriderError as error:
             refused[label] = str(error)
-    results = {label: Measured(label, promise=variant.engine.rule.promise) for label, variant in variants.items()}
+    results = {
+        label: Measured(label, promise=variant.engine.rule.promise) for label, variant in variants.items()
+    }
     for kind in dict.fromkeys(request.kind for request in asked):
         for label, variant in variants.items():
             group = [{"prompt_token_ids": request.ids} for request in asked if request.kind == kind]
@@ -140,13 +161,22 @@ def theirs(name: str, asked: list[Asked], answers: list[rivals.Answer]) -> Measu
     for request, a in zip(asked, answers):
         told = Speculation(a.steps, a.drafted, a.accepted, len(a.tokens) if a.steps else 0)
         result.runs.append(
-            Run(request.kind, a.seconds, Times(), [CompletionOutput(0, "", a.tokens, speculation=told, token_times=a.times)])
+            Run(
+                request.kind,
+                a.seconds,
+                Times(),
+                [CompletionOutput(0, "", a.tokens, speculation=told, token_times=a.times)],
+            )
         )
     return result
 
 
 def peer_results(
-    folder: Path, asked: list[Asked], settings: Mapping[str, dict[str, float]], given: argparse.Namespace, console: Console
+    folder: Path,
+    asked: list[Asked],
+    settings: Mapping[str, dict[str, float]],
+    given: argparse.Namespace,
+    console: Console,
 ) -> tuple[dict[str, list[Measured]], dict[str, Any]]:
     """setting -> the modes of all peers; and how each mode went."""
     found: dict[str, list[Measured]] = {title: [] for title in settings}
@@ -168,8 +198,14 @@ def peer_results(
             if outcome.status == rivals.MISSING:
                 about[engine] = outcome.status
                 break
-            about[engine + suffix] = {"status": outcome.status, **outcome.version, "seconds": round(time.perf_counter() - began, 1)}
-            console.print(f"[dim]{engine}{suffix}: {outcome.status}, {about[engine + suffix]['seconds']} s[/]")
+            about[engine + suffix] = {
+                "status": outcome.status,
+                **outcome.version,
+                "seconds": round(time.perf_counter() - began, 1),
+            }
+            console.print(
+                f"[dim]{engine}{suffix}: {outcome.status}, {about[engine + suffix]['seconds']} s[/]"
+            )
             for title, answers in outcome.answers.items():
                 found[title].append(theirs(engine + suffix, asked, answers))
     return found, about
@@ -184,7 +220,11 @@ def part(result: Measured, indices: Iterable[int]) -> Measured:
 
 def decoding(result: Measured) -> float:
     """New tokens a second after those of the first step."""
-    times = [answer.token_times for answer in result.answers if answer.token_times and answer.token_times[-1] > answer.token_times[0]]
+    times = [
+        answer.token_times
+        for answer in result.answers
+        if answer.token_times and answer.token_times[-1] > answer.token_times[0]
+    ]
     return sum(len(t) - t.count(t[0]) for t in times) / (sum(t[-1] - t[0] for t in times) or 1)
 
 
@@ -214,10 +254,16 @@ def looping(plain: Measured) -> set[int]:
 def figures(results: list[Measured]) -> dict[str, dict[str, Any]]:
     """method -> "no loops", "all" and every kind -> figures.  The first result is our plain decoding."""
     plain, loops = results[0], looping(results[0])
-    parts: dict[str, list[int]] = {"no loops": [i for i in range(len(plain.runs)) if i not in loops], "all": list(range(len(plain.runs)))}
+    parts: dict[str, list[int]] = {
+        "no loops": [i for i in range(len(plain.runs)) if i not in loops],
+        "all": list(range(len(plain.runs))),
+    }
     for kind in plain.kinds:
         parts[kind] = [i for i in parts["all"] if plain.runs[i].kind == kind]
-    return {r.method: {name: figure(part(r, where), part(plain, where)) for name, where in parts.items() if where} for r in results}
+    return {
+        r.method: {name: figure(part(r, where), part(plain, where)) for name, where in parts.items() if where}
+        for r in results
+    }
 
 
 def shown_as(value: float) -> str:
@@ -251,10 +297,16 @@ def headline(title: str, made: dict[str, dict[str, Any]], console: Console) -> N
 
 def by_kind(title: str, made: dict[str, dict[str, Any]], console: Console) -> None:
     kinds = [kind for kind in made[PLAIN] if kind != "no loops"]
-    table = Table("method", *kinds, title=f"{title}, by kind: speed-up (tokens per step), loops included", title_justify="left")
+    table = Table(
+        "method",
+        *kinds,
+        title=f"{title}, by kind: speed-up (tokens per step), loops included",
+        title_justify="left",
+    )
     for method, parts in made.items():
         cells = (
-            shown_as(f["speed-up"]) + (f" ({f['tokens per step']:.2f})" if f["tokens per step"] else "") for f in (parts[k] for k in kinds)
+            shown_as(f["speed-up"]) + (f" ({f['tokens per step']:.2f})" if f["tokens per step"] else "")
+            for f in (parts[k] for k in kinds)
         )
         table.add_row(method, *cells)
     table.add_row("4-gram repeats", *(f"{made[PLAIN][kind]['repeated 4-grams']:.0%}" for kind in kinds))
@@ -266,7 +318,11 @@ def by_kind(title: str, made: dict[str, dict[str, Any]], console: Console) -> No
 
 def first(asked: list[Asked], count: int) -> list[int]:
     """Indices of the first `count` of each kind."""
-    return [i for i, request in enumerate(asked) if [other.kind for other in asked[:i]].count(request.kind) < count]
+    return [
+        i
+        for i, request in enumerate(asked)
+        if [other.kind for other in asked[:i]].count(request.kind) < count
+    ]
 
 
 def show(title: str, made: dict[str, dict[str, Any]], console: Console) -> None:
@@ -277,7 +333,9 @@ def show(title: str, made: dict[str, dict[str, Any]], console: Console) -> None:
 def run(given: argparse.Namespace, console: Console, save: Callable[[dict[str, Any]], None]) -> None:
     target, draft = str(given.folder / "target"), str(given.folder / "draft")
     llm = LLM(model=target, max_num_seqs=1, seed=0)
-    asked = requests([given.questions, *given.own], given.per_category, llm.tokenizer, given.context - given.tokens)
+    asked = requests(
+        [given.questions, *given.own], given.per_category, llm.tokenizer, given.context - given.tokens
+    )
     ratio = decode_seconds(draft) / decode_seconds(target)
     about = f"draft forward / target forward: {ratio:.3f}"
     console.print(f"{about}; {len(asked)} requests, {given.tokens} new tokens at most")
@@ -285,9 +343,14 @@ def run(given: argparse.Namespace, console: Console, save: Callable[[dict[str, A
     answers: dict[str, list[Measured]] = {}
     for title in given.settings:
         params = SamplingParams(max_tokens=given.tokens, seed=7, **SETTINGS[title])
-        some = [asked[i] for i in first(asked, given.per_category if title == GREEDY else given.sampled_per_category)]
+        some = [
+            asked[i]
+            for i in first(asked, given.per_category if title == GREEDY else given.sampled_per_category)
+        ]
         began = time.perf_counter()
-        answers[title], found["not run"] = ours(llm, some, configs(draft, given.methods), params, given.repeats)
+        answers[title], found["not run"] = ours(
+            llm, some, configs(draft, given.methods), params, given.repeats
+        )
         found[title] = figures(answers[title])
         show(f"{title} ({about})", found[title], console)
         console.print(f"[dim]{time.perf_counter() - began:.0f} s[/]")
@@ -296,20 +359,30 @@ def run(given: argparse.Namespace, console: Console, save: Callable[[dict[str, A
         console.print(f"[yellow]{label} did not run: {why}[/]")
     few = [asked[i] for i in first(asked, given.peers_per_category)]
     settings = {title: SETTINGS[title] for title in given.peer_settings if title in answers and given.peers}
-    rivalled, found["peers"] = peer_results(given.folder, few, settings, given, console) if settings else ({}, {})
+    rivalled, found["peers"] = (
+        peer_results(given.folder, few, settings, given, console) if settings else ({}, {})
+    )
     for title, others in rivalled.items():
         where = first([Asked(run.kind, []) for run in answers[title][0].runs], given.peers_per_category)
         mine = [part(result, where) for result in answers[title]]
         params = SamplingParams(max_tokens=given.tokens, seed=7, **SETTINGS[title])
         (again, *_), _ = ours(llm, few, {PLAIN: None}, params, given.repeats)
-        drift = found[f"{title}, plain decoding after the peers / before"] = round(again.speed / mine[0].speed, 3)
+        drift = found[f"{title}, plain decoding after the peers / before"] = round(
+            again.speed / mine[0].speed, 3
+        )
         found[f"{title}, peers"] = figures([*mine, *others])
-        show(f"{title}, with peers ({about}; our plain decoding after them: {drift:.2f} of before)", found[f"{title}, peers"], console)
+        show(
+            f"{title}, with peers ({about}; our plain decoding after them: {drift:.2f} of before)",
+            found[f"{title}, peers"],
+            console,
+        )
     save(found)
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--questions", type=Path, required=True)
     parser.add_argument("--own", type=Path, nargs="*", default=[Path(__file__).parent / "questions.jsonl"])
@@ -328,11 +401,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     if os.environ.get("OMP_NUM_THREADS") != str(given.threads):
-        parser.error(f"set OMP_NUM_THREADS={given.threads}, so that all engines have as many threads as --threads says.")
+        parser.error(
+            f"set OMP_NUM_THREADS={given.threads}, so that all engines have as many threads as --threads says."
+        )
     if given.tokens < 2:
         parser.error("--tokens must be at least 2: the first one comes with the prompt.")
     if given.peers_per_category > min(given.per_category, given.sampled_per_category):
-        parser.error("--peers-per-category may not exceed --per-category and --sampled-per-category: peers answer some of our requests.")
+        parser.error(
+            "--peers-per-category may not exceed --per-category and --sampled-per-category: peers answer some of our requests."
+        )
     return given
 
 

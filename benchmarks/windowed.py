@@ -41,7 +41,9 @@ def apart(cache: Cache) -> None:
 
 def steps(llm: LLM, temperature: float, speculate: bool) -> dict[str, float]:
     """Of the steps in which all decode: tokens/s, tokens a step and request, acceptance, and the milliseconds of a step."""
-    params = SamplingParams(temperature=temperature, seed=1, max_tokens=NEW, n=ROWS, ignore_eos=True, speculate=speculate)
+    params = SamplingParams(
+        temperature=temperature, seed=1, max_tokens=NEW, n=ROWS, ignore_eos=True, speculate=speculate
+    )
     llm.generate(prompt(LENGTH), SamplingParams(temperature=0, max_tokens=1))  # the prompt is in the cache
     llm.engine.reset()
     (output,) = llm.generate(prompt(LENGTH), params)
@@ -54,17 +56,31 @@ def steps(llm: LLM, temperature: float, speculate: bool) -> dict[str, float]:
 
 
 def far(folder: Path, kv: str, depths: tuple[int, ...]) -> dict[str, Any]:
-    llm = LLM(str(checkpoint(folder / "long", positions=17_000)), max_num_seqs=ROWS + 2, max_model_len=LENGTH + 2 * PAGE, kv_cache_dtype=kv)
+    llm = LLM(
+        str(checkpoint(folder / "long", positions=17_000)),
+        max_num_seqs=ROWS + 2,
+        max_model_len=LENGTH + 2 * PAGE,
+        kv_cache_dtype=kv,
+    )
     found: dict[str, Any] = {}
     for depth in depths:
-        llm.use({"method": "draft_model", "model": "self", "draft_kv_budget": BUDGET, "num_speculative_tokens": depth})
+        llm.use(
+            {
+                "method": "draft_model",
+                "model": "self",
+                "draft_kv_budget": BUDGET,
+                "num_speculative_tokens": depth,
+            }
+        )
         apart(llm.engine.cache)
         for name, temperature in LAWS.items():
             plain = found.setdefault(f"plain, {name}", None) or steps(llm, temperature, False)
             guessed = steps(llm, temperature, True)
             guessed["speed-up"] = round(guessed["tokens/s"] / plain["tokens/s"], 2)
             whole = plain["target, ms"] + plain["rest, ms"]
-            guessed["tokens per step to break even"] = round(sum(guessed[f"{part}, ms"] for part in ("draft", "target", "rest")) / whole, 2)
+            guessed["tokens per step to break even"] = round(
+                sum(guessed[f"{part}, ms"] for part in ("draft", "target", "rest")) / whole, 2
+            )
             found |= {f"plain, {name}": plain, f"{depth} guesses, {name}": guessed}
     return found
 
@@ -73,12 +89,19 @@ def pair() -> dict[str, Any]:
     """The built-in target, 700 tokens into pieces of its own sampled text."""
     llm, found = LLM("builtin", max_num_seqs=8), dict[str, Any]()
     start = {"prompt": "The"}
-    texts = llm.generate([start] * 8, [SamplingParams(temperature=0.8, seed=i, max_tokens=700, ignore_eos=True) for i in range(8)])
+    texts = llm.generate(
+        [start] * 8,
+        [SamplingParams(temperature=0.8, seed=i, max_tokens=700, ignore_eos=True) for i in range(8)],
+    )
     prompts = [{"prompt_token_ids": text.outputs[0].token_ids} for text in texts]
     for budget in (64, 128, 256, 512):
-        llm.use({"method": "draft_model", "model": "self", "draft_kv_budget": budget, "num_speculative_tokens": 3})
+        llm.use(
+            {"method": "draft_model", "model": "self", "draft_kv_budget": budget, "num_speculative_tokens": 3}
+        )
         for name, temperature in LAWS.items():
-            outputs = llm.generate(prompts, SamplingParams(temperature=temperature, seed=3, max_tokens=100, ignore_eos=True))
+            outputs = llm.generate(
+                prompts, SamplingParams(temperature=temperature, seed=3, max_tokens=100, ignore_eos=True)
+            )
             whole = sum((output.speculation for output in outputs[1:]), outputs[0].speculation)
             found[f"budget {budget}, {name}"] = {
                 "tokens per step": round(whole.tokens_per_step, 2),
@@ -88,14 +111,19 @@ def pair() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--kv", default="auto", help="auto or int8")
     parser.add_argument("--depths", type=int, nargs="*", default=[1, 3])
     parser.add_argument("--pair", action="store_true", help="the built-in target as well")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    found = {"conditions": conditions(), f"16 x 4,000 tokens, K/V {given.kv}": far(given.folder, given.kv, tuple(given.depths))}
+    found = {
+        "conditions": conditions(),
+        f"16 x 4,000 tokens, K/V {given.kv}": far(given.folder, given.kv, tuple(given.depths)),
+    }
     if given.pair:
         found["3 guesses, built-in target"] = pair()
     show(found, Console())

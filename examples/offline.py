@@ -19,7 +19,9 @@ def main() -> None:
         llm = LLM(model="builtin", tensor_parallel_size=1, speculative_config=config)
         for output in llm.generate(prompts, sampling_params):
             print(f"Prompt: {output.prompt!r}, Generated text: {output.outputs[0].text!r}")
-            print(f"  {output.speculation.tokens_per_step:.2f} tokens per step, {output.speculation.acceptance:.0%} accepted")
+            print(
+                f"  {output.speculation.tokens_per_step:.2f} tokens per step, {output.speculation.acceptance:.0%} accepted"
+            )
 
     shown = 0
     for output in llm.stream(prompts[1], SamplingParams(temperature=0, max_tokens=40)):

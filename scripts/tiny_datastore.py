@@ -104,8 +104,12 @@ TASKS = listed(
     "n places, find the second smallest number in {}, check if {} is a palindrome, multiply all numbers in {}, find the missing number in "
     "{}, count how often each item is in {}"
 )
-VALUES = listed("a list, a string, a given tuple, a list of lists, an array, a sentence, the given list, a list of strings")
-FOLDERS = listed("maths, strings, graphs, searches, matrix, geometry, ciphers, conversions, queues, trees, physics")
+VALUES = listed(
+    "a list, a string, a given tuple, a list of lists, an array, a sentence, the given list, a list of strings"
+)
+FOLDERS = listed(
+    "maths, strings, graphs, searches, matrix, geometry, ciphers, conversions, queues, trees, physics"
+)
 FILES = listed(
     "average, binary_search, caesar_cipher, circle_area, count_words, depth_first_search, digit_sum, distance, factorial, fibonacci, gcd, "
     "is_prime, linked_list, mean_square, palindrome, power_of_two, queue_with_list, rotate, shortest_path, square_root, stack, transpose, "
@@ -150,7 +154,9 @@ def town(dice: Dice) -> tuple[str, str]:
         f"{dice.randint(1650, 1950)} {event}, because {reason}. Today about {dice.randint(2, 90)}00 people live there, "
         f"and most of them work in {dice.choice(WORKS)}."
     )
-    return text, dice.choice([f"Why was it that {event}?", f"Where does {name} stand?", f"How many people live in {name}?"])
+    return text, dice.choice(
+        [f"Why was it that {event}?", f"Where does {name} stand?", f"How many people live in {name}?"]
+    )
 
 
 def chat(dice: Dice) -> list[str]:
@@ -160,8 +166,16 @@ def chat(dice: Dice) -> list[str]:
             [f"Hello, I am {name}. I like {topic}."],
             [f"Hi! I have {done}."],
             [f"Hello! What do you think about {topic}?"],
-            [f"Hey, I am {name}.", "Hello! What do you do for fun?", f"I have {done}. And I enjoy {topic}. What about you?"],
-            [f"Have you ever {done}?", "Not yet, I am afraid. Have you?", f"Yes, with my friend {name}. Do you like {topic}?"],
+            [
+                f"Hey, I am {name}.",
+                "Hello! What do you do for fun?",
+                f"I have {done}. And I enjoy {topic}. What about you?",
+            ],
+            [
+                f"Have you ever {done}?",
+                "Not yet, I am afraid. Have you?",
+                f"Yes, with my friend {name}. Do you like {topic}?",
+            ],
         ]
     )
 
@@ -169,14 +183,21 @@ def chat(dice: Dice) -> list[str]:
 def translation(dice: Dice) -> list[str]:
     (who, wer), (when, wann), (deed, tat) = dice.choice(SUBJECTS), dice.choice(TIMES), dice.choice(DEEDS)
     return dice.choice(
-        [[f"Translate English to German: {who} had {deed} {when}."], [f"Translate German to English: {wer} hat {wann} {tat}."]]
+        [
+            [f"Translate English to German: {who} had {deed} {when}."],
+            [f"Translate German to English: {wer} hat {wann} {tat}."],
+        ]
     )
 
 
 def summary(dice: Dice) -> list[str]:
     said = "\n".join(f"{dice.choice(SPEAKERS)}: {line}" for line in dice.sample(OPINIONS, 4))
     return dice.choice(
-        [[f"Summarize: {study(dice)}"], [f"Summarize what was said. {town(dice)[0]}"], [f"Summarize what was said.\n{said}"]]
+        [
+            [f"Summarize: {study(dice)}"],
+            [f"Summarize what was said. {town(dice)[0]}"],
+            [f"Summarize what was said.\n{said}"],
+        ]
     )
 
 
@@ -215,17 +236,33 @@ def arithmetic(dice: Dice) -> list[str]:
 def retrieval(dice: Dice) -> list[str]:
     text, asked = town(dice)
     trial = study(dice)
-    cure, people = next(cure for cure in CURES if cure in trial), next(people for people in PATIENTS if people in trial)
+    cure, people = (
+        next(cure for cure in CURES if cure in trial),
+        next(people for people in PATIENTS if people in trial),
+    )
     known = dice.choice([(text, asked), (trial, f"Does {cure} help {people}?")])
     return [f"Answer from the context.\nContext: {known[0]}\nQuestion: {known[1]}"]
 
 
 def code(dice: Dice) -> list[str]:
     task = dice.choice(TASKS).format(dice.choice(VALUES))
-    return dice.choice([[f"Write a function to {task}."], [f"Write the Python file {dice.choice(FOLDERS)}/{dice.choice(FILES)}.py"]])
+    return dice.choice(
+        [
+            [f"Write a function to {task}."],
+            [f"Write the Python file {dice.choice(FOLDERS)}/{dice.choice(FILES)}.py"],
+        ]
+    )
 
 
-KINDS: tuple[Callable[[Dice], list[str]], ...] = (chat, translation, summary, question, arithmetic, retrieval, code)
+KINDS: tuple[Callable[[Dice], list[str]], ...] = (
+    chat,
+    translation,
+    summary,
+    question,
+    arithmetic,
+    retrieval,
+    code,
+)
 
 
 def prompts(count: int) -> list[tuple[str, list[str]]]:
@@ -248,15 +285,23 @@ def circles(tokens: list[int]) -> float:
 
 def answers(llm: LLM, asked: list[tuple[str, list[str]]]) -> list[tuple[str, list[int], list[int]]]:
     """(kind, prompt, answer) of those that do not go round in circles."""
-    talks = [[{"role": "assistant" if i % 2 else "user", "content": text} for i, text in enumerate(turns)] for _, turns in asked]
+    talks = [
+        [{"role": "assistant" if i % 2 else "user", "content": text} for i, text in enumerate(turns)]
+        for _, turns in asked
+    ]
     params = [SamplingParams(temperature=0.8, max_tokens=LENGTH, seed=i) for i in range(len(talks))]
     outputs = zip(asked, llm.chat(talks, params, use_tqdm=True))
-    said = [(kind, list(output.prompt_token_ids), list(output.outputs[0].token_ids)) for (kind, _), output in outputs]
+    said = [
+        (kind, list(output.prompt_token_ids), list(output.outputs[0].token_ids))
+        for (kind, _), output in outputs
+    ]
     return [one for one in said if circles(one[2]) <= CIRCLES]
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--answers", type=int, default=2800)
     parser.add_argument("--output", type=Path, default=BUILTIN["builtin-datastore"])
     given = parser.parse_args()
@@ -265,11 +310,15 @@ if __name__ == "__main__":
     given.output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         corpus = Path(folder) / "answers.jsonl"
-        corpus.write_text("".join(json.dumps({"token_ids": [*prompt[-SPAN:], *said]}) + "\n" for _, prompt, said in kept))
+        corpus.write_text(
+            "".join(json.dumps({"token_ids": [*prompt[-SPAN:], *said]}) + "\n" for _, prompt, said in kept)
+        )
         build([str(corpus)], str(given.output), llm.tokenizer, llm.engine.target.vocabulary)
     table = Table("kind", "prompts", "answers kept", "tokens")
     for kind, number in Counter(kind for kind, _ in asked).items():
         sizes = [len(said) for of, _, said in kept if of == kind]
         table.add_row(kind, str(number), str(len(sizes)), f"{sum(sizes):,}")
     console.print(table)
-    console.print(f"{given.output}: {sum(len(said) for _, _, said in kept):,} tokens of answers, {given.output.stat().st_size:,} bytes")
+    console.print(
+        f"{given.output}: {sum(len(said) for _, _, said in kept):,} tokens of answers, {given.output.stat().st_size:,} bytes"
+    )

@@ -49,27 +49,44 @@ def made(hidden: int, vocabulary: int, known: tuple[int, ...]) -> dict[str, tupl
     block = {"heads": 6, "kv_heads": 2, "head_dim": 64, "inner": 512}
     return {
         "eagle": (Eagle(hidden, 512, 6, 2, 64, vocabulary, bias=False), (FINAL,)),
-        "eagle3": (Eagle3(Settings(vocabulary, hidden, target_hidden=hidden, taps=TAPS, drafted=known, **block)), TAPS),
+        "eagle3": (
+            Eagle3(Settings(vocabulary, hidden, target_hidden=hidden, taps=TAPS, drafted=known, **block)),
+            TAPS,
+        ),
         "medusa": (Medusa(hidden, vocabulary, heads=3, own=False), (FINAL,)),
         "hydra": (Hydra(hidden, vocabulary, heads=1, layers=1), (FINAL,)),
-        "mlp_speculator": (Mlp(hidden, 128, vocabulary, n_predict=3, tie_weights=True, scale_input=True), (FINAL,)),
+        "mlp_speculator": (
+            Mlp(hidden, 128, vocabulary, n_predict=3, tie_weights=True, scale_input=True),
+            (FINAL,),
+        ),
         "redrafter": (ReDrafter(hidden, vocabulary, layers=1, exit_dim=160), (FINAL,)),
-        "dflash": (DFlash(Shape(hidden, layers=1, vocabulary=vocabulary, taps=TAPS, block=4, mask=2, **block)), TAPS),
+        "dflash": (
+            DFlash(Shape(hidden, layers=1, vocabulary=vocabulary, taps=TAPS, block=4, mask=2, **block)),
+            TAPS,
+        ),
         "mtp": (Mtp(hidden, 512, 6, 2, 64, vocabulary, first=8, steps=3), (FINAL,)),
     }
 
 
 def texts(llm: LLM, prompts: list[str], console: Console) -> list[list[int]]:
     """Half greedy, half at T = 0.8, so that a head sees what it will be asked to continue."""
-    params = [SamplingParams(temperature=0.8 * (i % 2), max_tokens=LENGTH, seed=i) for i in range(len(prompts))]
-    asked = [{"prompt_token_ids": llm.tokenizer.encode(prompt, add_special_tokens=False)} for prompt in prompts]
+    params = [
+        SamplingParams(temperature=0.8 * (i % 2), max_tokens=LENGTH, seed=i) for i in range(len(prompts))
+    ]
+    asked = [
+        {"prompt_token_ids": llm.tokenizer.encode(prompt, add_special_tokens=False)} for prompt in prompts
+    ]
     with console.status(f"{len(prompts)} answers of the built-in target"):
         said = llm.generate(asked, params)
     return [(out.prompt_token_ids + list(out.outputs[0].token_ids))[-2 * LENGTH :] for out in said]
 
 
 def train(
-    llm: LLM, networks: dict[str, tuple[Any, tuple[int, ...]]], data: list[list[int]], minutes: float, console: Console
+    llm: LLM,
+    networks: dict[str, tuple[Any, tuple[int, ...]]],
+    data: list[list[int]],
+    minutes: float,
+    console: Console,
 ) -> dict[str, float]:
     """Adam for each; the rate falls linearly with the time.  Returns the mean loss of the last steps of each."""
     model, dice, outer = llm.engine.decoder, random.Random(0), Outer.of(llm.engine.decoder)
@@ -100,19 +117,28 @@ def train(
 def save(name: str, network: Any) -> int:
     folder = BUILTIN / name
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({**network.config(), "torch_dtype": "bfloat16"}, indent=1) + "\n")
+    (folder / "config.json").write_text(
+        json.dumps({**network.config(), "torch_dtype": "bfloat16"}, indent=1) + "\n"
+    )
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
     for key, tensor in network.state_dict().items():
         if tensor.data_ptr() not in seen:  # what is tied is written once
             seen.add(tensor.data_ptr())
-            tensors[key] = tensor.detach().to(torch.bfloat16 if tensor.is_floating_point() else tensor.dtype).clone().contiguous()
+            tensors[key] = (
+                tensor.detach()
+                .to(torch.bfloat16 if tensor.is_floating_point() else tensor.dtype)
+                .clone()
+                .contiguous()
+            )
     save_file(tensors, folder / "model.safetensors")
     return (folder / "model.safetensors").stat().st_size
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=15)
     parser.add_argument("--heads", nargs="*")
@@ -126,10 +152,14 @@ if __name__ == "__main__":
     networks = {name: of for name, of in networks.items() if not given.heads or name in given.heads}
     if "hydra" in networks:
         networks["hydra"][0].start(Outer.of(llm.engine.decoder))
-    console.print(f"{sum(map(len, data)):,} tokens; a uniform guess has a loss of {math.log(llm.engine.target.vocabulary):.2f}")
+    console.print(
+        f"{sum(map(len, data)):,} tokens; a uniform guess has a loss of {math.log(llm.engine.target.vocabulary):.2f}"
+    )
     ended = train(llm, networks, data, given.minutes, console)
     table = Table("head", "weights", "bytes", "loss")
     for name, (network, _) in networks.items():
         size = save(name, network)
-        table.add_row(name, f"{sum(p.numel() for p in network.parameters()):,}", f"{size:,}", f"{ended[name]:.3f}")
+        table.add_row(
+            name, f"{sum(p.numel() for p in network.parameters()):,}", f"{size:,}", f"{ended[name]:.3f}"
+        )
     console.print(table)

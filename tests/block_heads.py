@@ -16,10 +16,19 @@ IDS = sorted(random.Random(5).sample(range(V), V // 4))
 def tensors(layers: int = 2, taps: int = len(TAPS), bias: bool = False) -> dict[str, Tensor]:
     """The published names and shapes."""
     torch.manual_seed(3)
-    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (HIDDEN, taps * HIDDEN), "hidden_norm.weight": (HIDDEN,), "norm.weight": (HIDDEN,)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (HIDDEN, taps * HIDDEN),
+        "hidden_norm.weight": (HIDDEN,),
+        "norm.weight": (HIDDEN,),
+    }
     for i in range(layers):
         at = f"layers.{i}"
-        for name, rows, inputs in (("q", HEADS * D, HIDDEN), ("k", KV * D, HIDDEN), ("v", KV * D, HIDDEN), ("o", HIDDEN, HEADS * D)):
+        for name, rows, inputs in (
+            ("q", HEADS * D, HIDDEN),
+            ("k", KV * D, HIDDEN),
+            ("v", KV * D, HIDDEN),
+            ("o", HIDDEN, HEADS * D),
+        ):
             shapes[f"{at}.self_attn.{name}_proj.weight"] = (rows, inputs)
             if bias:
                 shapes[f"{at}.self_attn.{name}_proj.bias"] = (rows,)
@@ -27,7 +36,10 @@ def tensors(layers: int = 2, taps: int = len(TAPS), bias: bool = False) -> dict[
         shapes[f"{at}.mlp.gate_proj.weight"] = shapes[f"{at}.mlp.up_proj.weight"] = (INNER, HIDDEN)
         shapes[f"{at}.mlp.down_proj.weight"] = (HIDDEN, INNER)
         shapes |= {f"{at}.{name}_layernorm.weight": (HIDDEN,) for name in ("input", "post_attention")}
-    return {name: torch.randn(shape) * 0.15 + (len(shape) == 1 and "norm" in name) for name, shape in shapes.items()}
+    return {
+        name: torch.randn(shape) * 0.15 + (len(shape) == 1 and "norm" in name)
+        for name, shape in shapes.items()
+    }
 
 
 SIZES = {
@@ -37,18 +49,38 @@ SIZES = {
 
 
 def speculators(sizes: dict[str, Any] | None = None, **given: Any) -> dict[str, Any]:
-    base = {"speculators_model_type": "dflash", "block_size": BLOCK, "mask_token_id": MASK, "aux_hidden_state_layer_ids": list(TAPS)}
+    base = {
+        "speculators_model_type": "dflash",
+        "block_size": BLOCK,
+        "mask_token_id": MASK,
+        "aux_hidden_state_layer_ids": list(TAPS),
+    }
     return {**base, "transformer_layer_config": {**SIZES, **(sizes or {})}, **given}
 
 
 def zlab(inner: dict[str, Any] | None = None, **given: Any) -> dict[str, Any]:
     own = {"mask_token_id": MASK, "target_layer_ids": [tap - 1 for tap in TAPS], **(inner or {})}
-    return {**SIZES, "architectures": ["DFlashDraftModel"], "block_size": BLOCK, "dflash_config": own, **given}
+    return {
+        **SIZES,
+        "architectures": ["DFlashDraftModel"],
+        "block_size": BLOCK,
+        "dflash_config": own,
+        **given,
+    }
 
 
 def dspark(rank: int = 8, layers: int = 2, **given: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """SpecForge's: flat, with the class of a plain block, and all that is DSpark's in dflash_config."""
-    own = {"projector_type": "dspark", "markov_rank": rank, "markov_head_type": "vanilla", "enable_confidence_head": True, **given}
+    own = {
+        "projector_type": "dspark",
+        "markov_rank": rank,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        **given,
+    }
     extra = {f"markov_head.markov_w{i}.weight": torch.randn(V, rank) for i in (1, 2)}
-    extra |= {"confidence_head.proj.weight": torch.randn(1, HIDDEN + rank), "confidence_head.proj.bias": torch.randn(1)}
+    extra |= {
+        "confidence_head.proj.weight": torch.randn(1, HIDDEN + rank),
+        "confidence_head.proj.bias": torch.randn(1),
+    }
     return zlab(own), {**tensors(layers), **extra}

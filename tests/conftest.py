@@ -11,7 +11,9 @@ import torch
 from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)  # the models are tiny: a second thread costs more than it gives
-settings.register_profile("steady", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is no failure
+settings.register_profile(
+    "steady", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)  # a busy machine is no failure
 settings.load_profile("steady")
 
 Make = Callable[..., Path]
@@ -31,7 +33,9 @@ BASE: dict[str, Any] = {
 }
 
 
-def write_checkpoint(folder: Path, family: str = "Llama", seed: int = 0, dtype: torch.dtype = torch.float32, **given: Any) -> Path:
+def write_checkpoint(
+    folder: Path, family: str = "Llama", seed: int = 0, dtype: torch.dtype = torch.float32, **given: Any
+) -> Path:
     """A random checkpoint of `family` in `folder`; `given` overrides the config, `shard` sets max_shard_size.
 
     Biases and norms are random too: a fresh model has them at 0 and 1, where forgetting one would go unnoticed.

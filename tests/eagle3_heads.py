@@ -33,7 +33,10 @@ def official(**config: Any) -> tuple[Config, Tensors]:
     tensors = {name: torch.randn(shape) * 0.15 for name, shape in shapes.items()}
     norms = ("midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_attention_layernorm", "norm")
     tensors |= {f"{name}.weight": 1 + torch.randn(H) * 0.2 for name in norms}
-    tensors |= {"d2t": ids - torch.arange(VD), "t2d": torch.zeros(V, dtype=torch.bool).index_fill(0, ids, True)}
+    tensors |= {
+        "d2t": ids - torch.arange(VD),
+        "t2d": torch.zeros(V, dtype=torch.bool).index_fill(0, ids, True),
+    }
     base = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": H, "intermediate_size": INNER,
         "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV, "head_dim": D, "rms_norm_eps": 1e-5,
@@ -42,7 +45,15 @@ def official(**config: Any) -> tuple[Config, Tensors]:
     return {**base, **config}, tensors
 
 
-def naive(config: Config, tensors: Tensors, states: Tensor, embedding: Tensor, text: list[int], pairs: int, **how: Any) -> Tensor:
+def naive(
+    config: Config,
+    tensors: Tensors,
+    states: Tensor,
+    embedding: Tensor,
+    text: list[int],
+    pairs: int,
+    **how: Any,
+) -> Tensor:
     """Logits behind the last certain pair and behind every guess, float64: `states` [pairs, n], then the head reads itself."""
     w = {name: t.double() for name, t in tensors.items() if t.is_floating_point()}
     eps, theta = config.get("rms_norm_eps", 1e-6), config.get("rope_theta", 10000.0)
@@ -90,7 +101,9 @@ def naive(config: Config, tensors: Tensors, states: Tensor, embedding: Tensor, t
         e = w["embed_tokens.weight"][token] if "embed_tokens.weight" in w else embedding[token].double()
         normed = norm(g, "midlayer.hidden_norm")
         x = normed if how.get("residual_normed") else g
-        x = x + attend(torch.cat([norm(e, "midlayer.input_layernorm"), normed]), "midlayer", at, kept["midlayer"])
+        x = x + attend(
+            torch.cat([norm(e, "midlayer.input_layernorm"), normed]), "midlayer", at, kept["midlayer"]
+        )
         x = x + mlp(norm(x, "midlayer.post_attention_layernorm"), "midlayer")
         for layer in above:
             x = x + attend(norm(x, f"layers.{layer}.input_layernorm"), f"layers.{layer}", at, kept[layer])

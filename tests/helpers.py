@@ -41,10 +41,14 @@ def tiny_tokenizer() -> Any:
     words += [f"<|spare {i}|>" for i in range(VOCABULARY - len(words))]
     core = Tokenizer(models.BPE(vocab={w: i for i, w in enumerate(words)}, merges=merges))
     core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<|bos|>", eos_token="<|end|>", pad_token="<|pad|>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, bos_token="<|bos|>", eos_token="<|end|>", pad_token="<|pad|>"
+    )
 
 
-def tiny_checkpoint(folder: Path, family: str = "Llama", seed: int = 0, eos: Sequence[int] = (END,), **config: Any) -> str:
+def tiny_checkpoint(
+    folder: Path, family: str = "Llama", seed: int = 0, eos: Sequence[int] = (END,), **config: Any
+) -> str:
     """Saves a random float32 model of the family.  Its weights are large, so that what it says depends on all it sees."""
     import transformers
 
@@ -87,7 +91,9 @@ def settled(llm: LLM) -> None:
     assert not llm._requests, "a finished request is still known"
     for name, value in vars(llm.engine.drafter).items():
         if isinstance(value, Mapping):
-            assert not any(isinstance(key, Row) for key in value), f"the drafter remembers a finished row in {name!r}"
+            assert not any(isinstance(key, Row) for key in value), (
+                f"the drafter remembers a finished row in {name!r}"
+            )
 
 
 @contextmanager
@@ -109,11 +115,19 @@ def ending_at(llms: Sequence[LLM], ids: Sequence[int]) -> Iterator[None]:
 def in_memory(llm: LLM) -> int:
     """Bytes of all weights of a decoder; a tied head is the embedding."""
     decoder: Any = llm.engine.decoder
-    linears = [decoder.embedding, decoder.lm_head, *(getattr(layer, name) for layer in decoder.layers for name in LINEARS)]
+    linears = [
+        decoder.embedding,
+        decoder.lm_head,
+        *(getattr(layer, name) for layer in decoder.layers for name in LINEARS),
+    ]
     matrices = list({id(matrix): matrix for matrix in linears}.values())
     vectors = [decoder.norm, *(getattr(layer, name) for layer in decoder.layers for name in VECTORS)]
     biases = [matrix.bias for matrix in matrices]
-    return sum(tensor.nbytes for tensor in [*(matrix.data for matrix in matrices), *vectors, *biases] if tensor is not None)
+    return sum(
+        tensor.nbytes
+        for tensor in [*(matrix.data for matrix in matrices), *vectors, *biases]
+        if tensor is not None
+    )
 
 
 # ---- running
@@ -166,7 +180,9 @@ def drive(
         if on_step:
             on_step()
         for i, request in enumerate(requests):
-            if i not in done and (request.finished or (aborts and len(request.rows[0].output) >= aborts.get(i, 1 << 30))):
+            if i not in done and (
+                request.finished or (aborts and len(request.rows[0].output) >= aborts.get(i, 1 << 30))
+            ):
                 done[i] = llm._leave(request)
     raise AssertionError
 
@@ -253,11 +269,16 @@ class Scripts:
                 parent, token, right = tip, ahead[reached], True
             else:
                 parent, right = dice.randrange(-1, len(tokens)), False
-                token = dice.choice(ahead) if ahead and dice.random() < 0.5 else dice.randrange(self.vocabulary)
+                token = (
+                    dice.choice(ahead) if ahead and dice.random() < 0.5 else dice.randrange(self.vocabulary)
+                )
             if (parent, token) in set(zip(parents, tokens)):
                 if not right:
                     continue
-                tip, reached = next(i for i, pair in enumerate(zip(parents, tokens)) if pair == (parent, token)), reached + 1
+                tip, reached = (
+                    next(i for i, pair in enumerate(zip(parents, tokens)) if pair == (parent, token)),
+                    reached + 1,
+                )
                 continue
             tokens.append(token)
             parents.append(parent)
@@ -291,24 +312,41 @@ def walk(plan: Plan, table: array[int], row: int) -> list[int]:
 
 
 def write_adapter(
-    folder: Path, model: str, seed: int = 0, projections: str = "q k v o gate up down", binary: bool = False, **config: Any
+    folder: Path,
+    model: str,
+    seed: int = 0,
+    projections: str = "q k v o gate up down",
+    binary: bool = False,
+    **config: Any,
 ) -> dict[str, tuple[Any, Any]]:
     """Saves a random adapter for a tiny checkpoint as PEFT does; module name -> (A, B)."""
     import re
 
     from safetensors.torch import load_file, save_file
 
-    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", "base_model_name_or_path": model, **config}
+    settings = {
+        "peft_type": "LORA",
+        "r": 4,
+        "lora_alpha": 8,
+        "bias": "none",
+        "base_model_name_or_path": model,
+        **config,
+    }
     torch.manual_seed(seed)
     matrices: dict[str, tuple[Any, Any]] = {}
     for name, weight in load_file(Path(model) / "model.safetensors").items():
         module = name.removesuffix(".weight")
         if module.endswith(tuple(f".{projection}_proj" for projection in projections.split())):
             patterns = settings.get("rank_pattern", {}).items()
-            rank = next((rank for pattern, rank in patterns if re.search(rf"(^|\.)({pattern})$", module)), settings["r"])
+            rank = next(
+                (rank for pattern, rank in patterns if re.search(rf"(^|\.)({pattern})$", module)),
+                settings["r"],
+            )
             outputs, inputs = weight.shape
             matrices[module] = torch.randn(rank, inputs) / inputs**0.5, torch.randn(outputs, rank) * 0.25
-    tensors = {f"base_model.model.{m}.lora_{x}.weight": t for m, pair in matrices.items() for x, t in zip("AB", pair)}
+    tensors = {
+        f"base_model.model.{m}.lora_{x}.weight": t for m, pair in matrices.items() for x, t in zip("AB", pair)
+    }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps(settings))
     if binary:

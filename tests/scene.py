@@ -23,8 +23,13 @@ def told(output: RequestOutput) -> Any:
 class Scene:
     """`params` one for all prompts, or one for each, with seed 5; `script` one of `Scripts`."""
 
-    def __init__(self, plain: LLM, fast: LLM, params: SamplingParams | Sequence[SamplingParams], script: str) -> None:
-        self.llm, self.params = fast, [params] * len(PROMPTS) if isinstance(params, SamplingParams) else list(params)
+    def __init__(
+        self, plain: LLM, fast: LLM, params: SamplingParams | Sequence[SamplingParams], script: str
+    ) -> None:
+        self.llm, self.params = (
+            fast,
+            [params] * len(PROMPTS) if isinstance(params, SamplingParams) else list(params),
+        )
         truth = Truth()
         outputs = [answer(plain, prompt, p) for prompt, p in zip(PROMPTS, self.params)]
         for prompt, output in zip(PROMPTS, outputs):
@@ -32,7 +37,14 @@ class Scene:
         self.expected = [told(output) for output in outputs]
         ahead = truth.ahead
         truth.ahead = lambda row, count: ahead(row, count) if row.seed == 5 else []  # type: ignore[method-assign]
-        fast.use({"method": "scripted", "script": getattr(Scripts(truth), script), "nodes": 40, "num_speculative_tokens": DEPTH})
+        fast.use(
+            {
+                "method": "scripted",
+                "script": getattr(Scripts(truth), script),
+                "nodes": 40,
+                "num_speculative_tokens": DEPTH,
+            }
+        )
 
     def differences(self) -> int:
         """How many prompts come out differently."""

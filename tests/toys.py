@@ -40,7 +40,10 @@ def texts(llm: LLM, count: int = 200, length: int = 48, seed: int = 0) -> list[l
     """What the target says by itself, greedily and at a temperature, behind random tokens."""
     rng = random.Random(seed)
     prompts = [{"prompt_token_ids": [rng.randrange(V) for _ in range(6)]} for _ in range(count)]
-    params = [SamplingParams(temperature=i % 2 * 0.7, max_tokens=length, seed=i, ignore_eos=True) for i in range(count)]
+    params = [
+        SamplingParams(temperature=i % 2 * 0.7, max_tokens=length, seed=i, ignore_eos=True)
+        for i in range(count)
+    ]
     said = llm.generate(prompts, params, use_tqdm=False)
     return [out.prompt_token_ids + list(out.outputs[0].token_ids) for out in said]
 
@@ -51,7 +54,12 @@ def samples(llm: LLM, wanted: Sequence[int], **given: Any) -> list[Sample]:
 
 
 def teach(
-    network: nn.Module, loss: Callable[[Sample, Outer], Tensor], data: Sequence[Sample], outer: Outer, steps: int = 300, rate: float = 3e-3
+    network: nn.Module,
+    loss: Callable[[Sample, Outer], Tensor],
+    data: Sequence[Sample],
+    outer: Outer,
+    steps: int = 300,
+    rate: float = 3e-3,
 ) -> float:
     """Adam, one batch of 8 texts a step; the mean loss of the last ten steps."""
     wanted = [p for p in network.parameters() if p.requires_grad]
@@ -66,24 +74,35 @@ def teach(
     return sum(seen[-10:]) / 10
 
 
-def save_head(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], file: str = "model.safetensors") -> str:
+def save_head(
+    folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], file: str = "model.safetensors"
+) -> str:
     """Writes a head as a checkpoint folder: safetensors, or a pickle of tensors, aliases and all."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     if file.endswith(".safetensors"):
-        save_file({name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}, folder / file)
+        save_file(
+            {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}, folder / file
+        )
     else:
         torch.save(tensors, folder / file)
     return str(folder)
 
 
-def acceptance(target: str, speculation: dict[str, Any], count: int = 8, length: int = 48, **params: Any) -> float:
+def acceptance(
+    target: str, speculation: dict[str, Any], count: int = 8, length: int = 48, **params: Any
+) -> float:
     """Accepted / guessed over some texts, which must be what plain decoding says.  Sampled ones: greedy ones soon repeat one token."""
     rng = random.Random(99)
     prompts = [{"prompt_token_ids": [rng.randrange(V) for _ in range(6)]} for _ in range(count)]
-    asked = [SamplingParams(**{"temperature": 0.7, "max_tokens": length, "ignore_eos": True, "seed": i, **params}) for i in range(count)]
+    asked = [
+        SamplingParams(**{"temperature": 0.7, "max_tokens": length, "ignore_eos": True, "seed": i, **params})
+        for i in range(count)
+    ]
     plain = LLM(target, dtype="float32", speculative_config=None).generate(prompts, asked, use_tqdm=False)
-    fast = LLM(target, dtype="float32", speculative_config=speculation).generate(prompts, asked, use_tqdm=False)
+    fast = LLM(target, dtype="float32", speculative_config=speculation).generate(
+        prompts, asked, use_tqdm=False
+    )
     assert [out.outputs[0].token_ids for out in fast] == [out.outputs[0].token_ids for out in plain]
     told = [out.outputs[0].speculation for out in fast]
     return sum(t.accepted for t in told) / max(1, sum(t.drafted for t in told))

@@ -58,28 +58,49 @@ def sentencepiece(words: Words, merges: Merges) -> Any:
     made = _tokenizer(words, merges, spell, {"bos": "<s>", "eos": "</s>", "pad": "<pad>"}, byte_fallback=True)
     core = made.backend_tokenizer
     core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-    core.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", words.index("bos"))])
+    core.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    core.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", words.index("bos"))]
+    )
     return made
 
 
-def _tokenizer(words: Words, merges: Merges, spell: Callable[[bytes], str], names: dict[str, str], **given: Any) -> Any:
+def _tokenizer(
+    words: Words, merges: Merges, spell: Callable[[bytes], str], names: dict[str, str], **given: Any
+) -> Any:
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {names[said] if isinstance(said, str) else spell(said): i for i, said in enumerate(words)}
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=[(spell(a), spell(b)) for a, b in merges], **given))
-    return PreTrainedTokenizerFast(tokenizer_object=core, **{f"{role}_token": name for role, name in names.items()})
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, **{f"{role}_token": name for role, name in names.items()}
+    )
 
 
-def checkpoint_of(folder: Path, words: Words, merges: Merges, kind: Callable[[Words, Merges], Any] = byte_level, **config: Any) -> str:
+def checkpoint_of(
+    folder: Path,
+    words: Words,
+    merges: Merges,
+    kind: Callable[[Words, Merges], Any] = byte_level,
+    **config: Any,
+) -> str:
     """A random model with this tokenizer."""
     path = tiny_checkpoint(folder, vocab_size=len(words), **config)
     kind(words, merges).save_pretrained(folder)
     return path
 
 
-def twin(source: str, folder: Path, words: Words, merges: Merges, kind: Callable[[Words, Merges], Any], keep: float = 1.0) -> str:
+def twin(
+    source: str,
+    folder: Path,
+    words: Words,
+    merges: Merges,
+    kind: Callable[[Words, Merges], Any],
+    keep: float = 1.0,
+) -> str:
     """The network of `source`, whose tokens say `words`, with its ids shuffled, under a tokenizer of its own.
 
     keep: the share of words that the tokenizer still has; the others stand for something that the source does not know.
@@ -93,7 +114,11 @@ def twin(source: str, folder: Path, words: Words, merges: Merges, kind: Callable
         moved[torch.tensor(order)] = weights[name]
         weights[name] = moved
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    lost = {said for said in words if isinstance(said, bytes) and (len(said) > 1 or keep == 0) and dice.random() > keep}
+    lost = {
+        said
+        for said in words
+        if isinstance(said, bytes) and (len(said) > 1 or keep == 0) and dice.random() > keep
+    }
     new: list[bytes | str] = [b""] * len(words)
     for i, said in enumerate(words):
         new[order[i]] = f"<unknown {i}>".encode() if said in lost else said

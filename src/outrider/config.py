@@ -60,11 +60,20 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
-            raise ConfigError(f"model must be a folder, a .gguf file, a hub id or a built-in name, got {self.model!r}.")
+            raise ConfigError(
+                f"model must be a folder, a .gguf file, a hub id or a built-in name, got {self.model!r}."
+            )
         for name in ("tokenizer", "revision"):
             if (text := getattr(self, name)) is not None and not (isinstance(text, str) and text):
                 raise ConfigError(f"{name} must be a string or None, got {text!r}.")
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "max_loras", "max_lora_rank"):
+        for name in (
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "kv_cache_memory_bytes",
+            "max_loras",
+            "max_lora_rank",
+        ):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}.")
@@ -77,7 +86,9 @@ class EngineOptions:
         kv_dtype(self.kv_cache_dtype, torch.float32)
         share = self.gpu_memory_utilization
         if not isinstance(share, (int, float)) or not 0 < share <= 1:
-            raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}.")
+            raise ConfigError(
+                f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}."
+            )
         if self.seed is not None and (not isinstance(self.seed, int) or isinstance(self.seed, bool)):
             raise ConfigError(f"seed must be a whole number or None, got {self.seed!r}.")
         if self.logprobs_mode not in MODES:
@@ -105,12 +116,16 @@ class SpeculativeOptions:
     def of(config: Mapping[str, Any] | None) -> SpeculativeOptions:
         """Raises ConfigError naming the key or value and the nearest valid one."""
         if config is not None and not isinstance(config, Mapping):
-            raise ConfigError(f"speculative_config must be a dict such as {{'method': 'ngram'}}, got {config!r}.")
+            raise ConfigError(
+                f"speculative_config must be a dict such as {{'method': 'ngram'}}, got {config!r}."
+            )
         given = dict(config or {"method": "off"})
         name = given.pop("method", None)
         if name is None:
             if "model" not in given:
-                raise ConfigError(f"speculative_config needs a 'method' ({', '.join(draft.names())}) or a draft 'model'.")
+                raise ConfigError(
+                    f"speculative_config needs a 'method' ({', '.join(draft.names())}) or a draft 'model'."
+                )
             name = draft.detect(given["model"], given.get("revision"))
         method, judge = draft.method(name), given.pop("verification", "match")
         rule = verify.rule(judge)
@@ -118,15 +133,22 @@ class SpeculativeOptions:
         if not isinstance(lossless, bool):
             raise ConfigError(f"lossless must be True or False, got {lossless!r}.")
         if lossless and not rule.lossless:
-            raise ConfigError(f'verification {judge!r} changes what the model says: ask for it together with "lossless": False.')
+            raise ConfigError(
+                f'verification {judge!r} changes what the model says: ask for it together with "lossless": False.'
+            )
         parts = [
-            {key: given.pop(key) for key in list(given) if key in _names(kind)} for kind in (fixed.Options, rule.Options, method.Options)
+            {key: given.pop(key) for key in list(given) if key in _names(kind)}
+            for kind in (fixed.Options, rule.Options, method.Options)
         ]
         for key in given:
-            known = {"method", "verification", "lossless"}.union(*map(_names, (method.Options, fixed.Options, rule.Options)))
+            known = {"method", "verification", "lossless"}.union(
+                *map(_names, (method.Options, fixed.Options, rule.Options))
+            )
             raise ConfigError(unknown(f"key of speculative_config for method {name!r}", key, known))
         control, ruling, mine = parts
-        return SpeculativeOptions(method, method.Options(**mine), fixed.Options(**control), rule(rule.Options(**ruling)))
+        return SpeculativeOptions(
+            method, method.Options(**mine), fixed.Options(**control), rule(rule.Options(**ruling))
+        )
 
 
 def _names(kind: Any) -> set[str]:

@@ -32,7 +32,9 @@ class LLM:
     Raises ConfigError, ModelError or CapacityError, each naming the value and the cure.
     """
 
-    def __init__(self, model: str, *, speculative_config: Mapping[str, Any] | None = None, **engine: Any) -> None:
+    def __init__(
+        self, model: str, *, speculative_config: Mapping[str, Any] | None = None, **engine: Any
+    ) -> None:
         given = options(EngineOptions, {"model": model, **engine}, "engine option")
         self.engine = Engine(given, SpeculativeOptions.of(speculative_config))
         self.seed = secrets.randbits(63) if given.seed is None else given.seed
@@ -66,10 +68,17 @@ class LLM:
         try:
             self._admit(live)
             if use_tqdm:
-                columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+                columns = (
+                    TextColumn("{task.description}"),
+                    BarColumn(),
+                    MofNCompleteColumn(),
+                    TimeRemainingColumn(),
+                )
                 with Progress(*columns, transient=True) as bar:
                     task = bar.add_task("Answering", total=len(live))
-                    self._run(live, lambda: bar.update(task, completed=sum(request.finished for request in live)))
+                    self._run(
+                        live, lambda: bar.update(task, completed=sum(request.finished for request in live))
+                    )
             else:
                 self._run(live, lambda: None)
         finally:
@@ -166,13 +175,19 @@ class LLM:
         else:
             raise RequestError(f"sampling_params must be SamplingParams or a list of them, got {given!r}.")
         if len(params) != len(several):
-            raise RequestError(f"got {len(several)} prompts and {len(params)} SamplingParams: give one for all, or one for each.")
+            raise RequestError(
+                f"got {len(several)} prompts and {len(params)} SamplingParams: give one for all, or one for each."
+            )
         loras = list(lora_request) if isinstance(lora_request, Sequence) else [lora_request] * len(several)
         if len(loras) != len(several):
-            raise RequestError(f"got {len(several)} prompts and {len(loras)} LoRARequests: give one for all, or one for each.")
+            raise RequestError(
+                f"got {len(several)} prompts and {len(loras)} LoRARequests: give one for all, or one for each."
+            )
         return [self._request(prompt, p, streaming, lora) for prompt, p, lora in zip(several, params, loras)]
 
-    def _request(self, prompt: Prompt, params: SamplingParams, streaming: bool, lora: LoRARequest | None = None) -> Request | RequestOutput:
+    def _request(
+        self, prompt: Prompt, params: SamplingParams, streaming: bool, lora: LoRARequest | None = None
+    ) -> Request | RequestOutput:
         return self._reader.request(str(next(self._ids)), prompt, params, streaming, lora)
 
     def _leave(self, request: Request) -> RequestOutput:

@@ -16,6 +16,11 @@ def classes(package: str, path: Iterable[str], kind: type[T]) -> dict[str, type[
     for module in pkgutil.iter_modules(path):
         loaded = importlib.import_module(f"{package}.{module.name}")
         for thing in vars(loaded).values():
-            if isinstance(thing, type) and issubclass(thing, kind) and thing.__module__ == loaded.__name__ and thing is not kind:
+            if (
+                isinstance(thing, type)
+                and issubclass(thing, kind)
+                and thing.__module__ == loaded.__name__
+                and thing is not kind
+            ):
                 found[module.name] = thing
     return found

@@ -47,12 +47,18 @@ class Request:
         return RequestOutput(self.id, self.prompt, self.ids, samples, self.finished, error, prompt, cached)
 
     def _sample(self, row: Row) -> CompletionOutput:
-        made = CompletionOutput(row.index, self._text(row), row.output, row.finish_reason, row.stop_reason, row.stats)
+        made = CompletionOutput(
+            row.index, self._text(row), row.output, row.finish_reason, row.stop_reason, row.stats
+        )
         if row.finish_reason is not None:
             made.token_times = [time - row.entered for time in row.arrivals]
         if row.logprobs is not None and row.logprobs.count is not None:
-            made.logprobs = row.logprobs.sampled[: len(made.token_ids)]  # the last step may have said more than the text holds
-            made.cumulative_logprob = sum(entry[token].logprob for entry, token in zip(made.logprobs, made.token_ids))
+            made.logprobs = row.logprobs.sampled[
+                : len(made.token_ids)
+            ]  # the last step may have said more than the text holds
+            made.cumulative_logprob = sum(
+                entry[token].logprob for entry, token in zip(made.logprobs, made.token_ids)
+            )
         return made
 
     def _text(self, row: Row) -> str:
@@ -62,13 +68,17 @@ class Request:
             return ""
         if row.text is not None:
             if row.finish_reason is None:
-                return shown(row.text.text, () if params.include_stop_str_in_output else tuple(params.stop or ()))
+                return shown(
+                    row.text.text, () if params.include_stop_str_in_output else tuple(params.stop or ())
+                )
             if not isinstance(row.stop_reason, str):
                 row.text.flush()
             text: str = row.text.text
             return text
         cut = row.finish_reason == "stop" and not params.include_stop_str_in_output
-        decoded: str = self.tokenizer.decode(row.output[:-1] if cut else row.output, skip_special_tokens=params.skip_special_tokens)
+        decoded: str = self.tokenizer.decode(
+            row.output[:-1] if cut else row.output, skip_special_tokens=params.skip_special_tokens
+        )
         return decoded
 
 
@@ -82,10 +92,21 @@ class Reader:
     pieces: dict[int, str] = field(default_factory=dict)  # texts of single tokens, as far as somebody asked
 
     def request(
-        self, id: str, prompt: Prompt, params: SamplingParams, streaming: bool, lora: LoRARequest | None = None
+        self,
+        id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        streaming: bool,
+        lora: LoRARequest | None = None,
     ) -> Request | RequestOutput:
         """A request that can be run, or the output that says why it cannot."""
-        text = prompt if isinstance(prompt, str) else prompt.get("prompt") if isinstance(prompt, Mapping) else None
+        text = (
+            prompt
+            if isinstance(prompt, str)
+            else prompt.get("prompt")
+            if isinstance(prompt, Mapping)
+            else None
+        )
         try:
             if not isinstance(params, SamplingParams):
                 raise RequestError(f"sampling_params must be SamplingParams, got {type(params).__name__}.")
@@ -95,7 +116,9 @@ class Reader:
             ids = self._truncated(self._ids(prompt, text), params)
             if lora is not None:
                 self._known(lora)
-            return Request(id, text, ids, params, self._rows(id, ids, params, streaming, lora), self.tokenizer)
+            return Request(
+                id, text, ids, params, self._rows(id, ids, params, streaming, lora), self.tokenizer
+            )
         except RequestError as error:
             return RequestOutput(id, text, [], finished=True, error=error)
 
@@ -113,7 +136,9 @@ class Reader:
                 raise RequestError(unknown("key of a prompt", name, KEYS))
         ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
         if text is None and ids is None:
-            raise RequestError(f'a prompt must be a string, {{"prompt": …}} or {{"prompt_token_ids": […]}}, got {prompt!r}.')
+            raise RequestError(
+                f'a prompt must be a string, {{"prompt": …}} or {{"prompt_token_ids": […]}}, got {prompt!r}.'
+            )
         if ids is None:
             if self.tokenizer is None:
                 raise RequestError("the checkpoint has no tokenizer: pass token ids, or LLM(tokenizer=…).")
@@ -137,7 +162,9 @@ class Reader:
             whole = hasattr(token, "__index__") and not isinstance(token, bool)
             number = operator.index(token) if whole else token
             if not whole or not 0 <= number < vocabulary:
-                raise RequestError(f"{name} {number!r} does not exist: the vocabulary has ids 0 … {vocabulary - 1}.")
+                raise RequestError(
+                    f"{name} {number!r} does not exist: the vocabulary has ids 0 … {vocabulary - 1}."
+                )
             numbers.append(number)
         return numbers
 
@@ -155,16 +182,22 @@ class Reader:
             )
         return ids
 
-    def _rows(self, id: str, ids: list[int], params: SamplingParams, streaming: bool, lora: LoRARequest | None) -> list[Row]:
+    def _rows(
+        self, id: str, ids: list[int], params: SamplingParams, streaming: bool, lora: LoRARequest | None
+    ) -> list[Row]:
         self._exist("allowed_token_ids: token id", params.allowed_token_ids or ())
         self._exist("stop_token_ids: token id", params.stop_token_ids or ())
         self._exist("logit_bias: token id", params.logit_bias or ())
         if params.stop and self.tokenizer is None:
-            raise RequestError("stop strings need a tokenizer, and the checkpoint has none: use stop_token_ids.")
+            raise RequestError(
+                "stop strings need a tokenizer, and the checkpoint has none: use stop_token_ids."
+            )
         eos = frozenset() if params.ignore_eos else self.engine.ending
         ending = eos | frozenset(params.stop_token_ids or ())
         if params.min_tokens and ending.issuperset(range(self.engine.checkpoint.spec.vocabulary)):
-            raise RequestError("min_tokens forbids the tokens that end the text, and here that is every token there is.")
+            raise RequestError(
+                "min_tokens forbids the tokens that end the text, and here that is every token there is."
+            )
         limit = min(self.engine.max_len, len(ids) + (params.max_tokens or self.engine.max_len))
         seed = params.seed if params.seed is not None else mix(self.seed + int(id))
         bad_words = self._bad_words(params)
@@ -200,10 +233,14 @@ class Reader:
         if not params.bad_words:
             return []
         if self.tokenizer is None:
-            raise RequestError("bad_words need a tokenizer, and the checkpoint has none: use logit_bias or logits_processors.")
+            raise RequestError(
+                "bad_words need a tokenizer, and the checkpoint has none: use logit_bias or logits_processors."
+            )
         found: list[list[int]] = []
         for word in params.bad_words:
-            plain, spaced = (self.tokenizer.encode(space + word.lstrip(), add_special_tokens=False) for space in ("", " "))
+            plain, spaced = (
+                self.tokenizer.encode(space + word.lstrip(), add_special_tokens=False) for space in ("", " ")
+            )
             if not plain:
                 raise RequestError(f"bad_words: {word!r} has no token.")
             found.append(plain)

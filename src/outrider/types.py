@@ -59,7 +59,9 @@ class LoRARequest:
         for name, kind in (("lora_name", str), ("lora_int_id", int), ("lora_path", str)):
             value = getattr(self, name)
             if not isinstance(value, kind) or not value or isinstance(value, bool):
-                raise RequestError(f"{name} must be {'a whole number of at least 1' if kind is int else 'a string'}, got {value!r}.")
+                raise RequestError(
+                    f"{name} must be {'a whole number of at least 1' if kind is int else 'a string'}, got {value!r}."
+                )
         if self.lora_int_id < 1:
             raise RequestError(f"lora_int_id must be a whole number of at least 1, got {self.lora_int_id}.")
 
@@ -98,7 +100,9 @@ class Row:
     text: Any = None  # the incremental detokeniser
     logprobs: Logprobs | None = None  # kept where the request asks for log-probabilities
     entered: float = field(default_factory=time.perf_counter)
-    arrivals: list[float] = field(default_factory=list)  # when each token of the output was there, on the same clock
+    arrivals: list[float] = field(
+        default_factory=list
+    )  # when each token of the output was there, on the same clock
 
     @property
     def output(self) -> list[int]:
@@ -106,7 +110,9 @@ class Row:
 
     @property
     def stats(self) -> Speculation:
-        return Speculation(self.steps, self.drafted, self.accepted, len(self.tokens) - self.prompt, self.lossless)
+        return Speculation(
+            self.steps, self.drafted, self.accepted, len(self.tokens) - self.prompt, self.lossless
+        )
 
     @property
     def reusable(self) -> int:

@@ -24,7 +24,15 @@ LONGEST_FILE, LONGEST_FUNCTION, LONGEST_STEP = 350, 60, 30
 # From the bottom up.  A module may import from its own group and from the groups above it in this list; the longest prefix counts.
 LAYERS = [
     {"errors", "version", "registry"},
-    {"cache", "sampling.params", "sampling.noise", "sampling.dice", "sampling.processors", "sampling.logprobs", "sampling.grammar"},
+    {
+        "cache",
+        "sampling.params",
+        "sampling.noise",
+        "sampling.dice",
+        "sampling.processors",
+        "sampling.logprobs",
+        "sampling.grammar",
+    },
     {"types", "clock"},
     {"attention", "models.spec", "sampling.reference"},
     {"kernels", "verify", "control"},
@@ -122,7 +130,11 @@ def test_the_rule_sees_a_wrong_import() -> None:
     assert list(imports(tree)) == ["outrider.engine.engine", "outrider.llm"]
     assert not list(imports(ast.parse("if TYPE_CHECKING:\n    from outrider.llm import LLM")))
     assert (
-        layer_of("sampling.noise") < layer_of("types") < layer_of("sampling.sampler") < layer_of("draft.ngram") < layer_of("engine.engine")
+        layer_of("sampling.noise")
+        < layer_of("types")
+        < layer_of("sampling.sampler")
+        < layer_of("draft.ngram")
+        < layer_of("engine.engine")
     )
 
 
@@ -145,9 +157,13 @@ def test_no_method_is_named_outside_its_own_file(path: Path) -> None:
     skip = docstrings(tree)
     own = {where.stem, where.parts[1]} if where.parts[0] == "draft" and len(where.parts) > 1 else set()
     said = {
-        node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in skip
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in skip
     }
-    wrong = {name for name in said & set(draft.names()) if name not in own and (str(where), name) not in NAMED}
+    wrong = {
+        name for name in said & set(draft.names()) if name not in own and (str(where), name) not in NAMED
+    }
     assert not wrong, f"{where} knows {wrong}"
 
 
@@ -201,9 +217,14 @@ def test_a_new_method_is_one_file(tmp_path: Path, tiny: Path, monkeypatch: pytes
     draft.methods.cache_clear()
     try:
         assert "again" in draft.names()
-        prompt, params = {"prompt_token_ids": [5, 6, 7]}, SamplingParams(temperature=0.8, seed=1, max_tokens=30)
+        prompt, params = (
+            {"prompt_token_ids": [5, 6, 7]},
+            SamplingParams(temperature=0.8, seed=1, max_tokens=30),
+        )
         plain = LLM(str(tiny)).generate(prompt, params)[0].outputs[0]
-        llm = LLM(str(tiny), speculative_config={"method": "again", "strength": 0.9, "num_speculative_tokens": 2})
+        llm = LLM(
+            str(tiny), speculative_config={"method": "again", "strength": 0.9, "num_speculative_tokens": 2}
+        )
         guessed = llm.generate(prompt, params)[0].outputs[0]
         assert guessed.token_ids == plain.token_ids
         assert guessed.speculation.drafted > 0
@@ -233,7 +254,9 @@ def test_files_are_short(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=named)
 def test_functions_are_short(path: Path) -> None:
-    long = {f"{node.name}: {lines(node)}" for node in functions(parsed(path)) if lines(node) > LONGEST_FUNCTION}
+    long = {
+        f"{node.name}: {lines(node)}" for node in functions(parsed(path)) if lines(node) > LONGEST_FUNCTION
+    }
     assert not long
 
 
@@ -256,7 +279,9 @@ def test_public_names_exist_and_are_explained() -> None:
     for name in outrider.__all__:
         thing = getattr(outrider, name)
         assert (inspect.getdoc(thing) or "").strip(), f"{name} has no docstring"
-        assert thing.__doc__ and not thing.__doc__.startswith(f"{name}("), f"{name} has only what dataclass wrote"
+        assert thing.__doc__ and not thing.__doc__.startswith(f"{name}("), (
+            f"{name} has only what dataclass wrote"
+        )
 
 
 def test_public_methods_are_explained() -> None:

@@ -19,5 +19,9 @@ def compressed(data: bytes) -> float:
 
 
 def test_the_models_fit_into_a_wheel() -> None:
-    sizes = {str(path.relative_to(BUILTIN)): compressed(path.read_bytes()) for path in BUILTIN.rglob("*") if path.is_file()}
+    sizes = {
+        str(path.relative_to(BUILTIN)): compressed(path.read_bytes())
+        for path in BUILTIN.rglob("*")
+        if path.is_file()
+    }
     assert sum(sizes.values()) < LARGEST, sorted(sizes.items(), key=lambda item: -item[1])[:5]

@@ -42,8 +42,17 @@ def mute(tmp_path_factory: pytest.TempPathFactory) -> str:
 def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of the shape of Spec-Bench's question.jsonl: two categories, one with two turns, and one question that is far too long."""
     rows = [
-        {"question_id": 1, "category": "qa", "turns": ["What do plants need in order to grow?"], "reference": []},
-        {"question_id": 2, "category": "writing", "turns": ["Write a letter to a friend.", "Make it shorter."]},
+        {
+            "question_id": 1,
+            "category": "qa",
+            "turns": ["What do plants need in order to grow?"],
+            "reference": [],
+        },
+        {
+            "question_id": 2,
+            "category": "writing",
+            "turns": ["Write a letter to a friend.", "Make it shorter."],
+        },
         {"question_id": 3, "category": "qa", "turns": ["Can a person see a star in the daytime?"]},
         {"question_id": 4, "category": "qa", "turns": ["word " * 3000]},
     ]

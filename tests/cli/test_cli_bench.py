@@ -60,7 +60,10 @@ def test_tables_and_one_line_of_json(run: Run, questions: Path, tmp_path: Path) 
             for name in ("first token ms", "stall ms", "per token ms"):
                 assert 0 < row[name]["p50"] <= row[name]["p95"] <= row[name]["p99"]
         assert rows["all"]["tokens"] == rows["qa"]["tokens"] + rows["writing"]["tokens"]
-    assert found["results"][PLAIN]["all"]["speed-up"] == 1 and found["results"][PLAIN]["all"]["tokens per step"] == 1
+    assert (
+        found["results"][PLAIN]["all"]["speed-up"] == 1
+        and found["results"][PLAIN]["all"]["tokens per step"] == 1
+    )
     assert found["results"]["tree"]["all"]["share of time drafting"] > 0.05
 
 
@@ -75,11 +78,30 @@ def test_our_own_prompts_and_a_peer(run: Run, tmp_path: Path) -> None:
     text = tmp_path / "lines.txt"
     text.write_text("The sun\n\nOnce upon a time\n")
     result = run(
-        "bench", text, "-n", 6, "-md", "builtin-draft", "--draft", 2, "--dtype", "float32", "--peer", "transformers", "--json", "-"
+        "bench",
+        text,
+        "-n",
+        6,
+        "-md",
+        "builtin-draft",
+        "--draft",
+        2,
+        "--dtype",
+        "float32",
+        "--peer",
+        "transformers",
+        "--json",
+        "-",
     )
     assert result.status == 0, result.err
     results = figures_of(result.out)["results"]
-    assert list(results) == [PLAIN, "draft model", "transformers", "transformers lookup", "transformers assisted"]
+    assert list(results) == [
+        PLAIN,
+        "draft model",
+        "transformers",
+        "transformers lookup",
+        "transformers assisted",
+    ]
     for name, rows in results.items():
         assert rows["all"]["requests"] == 2 and rows["all"]["tokens"] == results[PLAIN]["all"]["tokens"], name
         assert rows["all"]["first token ms"]["p50"] > 0
@@ -109,7 +131,8 @@ def test_what_is_wrong(run: Run, questions: Path, arguments: tuple[Any, ...], sa
 
 
 @pytest.mark.parametrize(
-    ("line", "said"), [("{", "line 2: no JSON"), ('{"turns": []}', "line 2"), ('{"prompt": "x"}', "line 2"), ("[1]", "line 2")]
+    ("line", "said"),
+    [("{", "line 2: no JSON"), ('{"turns": []}', "line 2"), ('{"prompt": "x"}', "line 2"), ("[1]", "line 2")],
 )
 def test_a_broken_line_is_named(tmp_path: Path, line: str, said: str) -> None:
     path = tmp_path / "question.jsonl"
@@ -135,7 +158,9 @@ def test_all_turns_have_the_answers_so_far(questions: Path, mute: str) -> None:
     assert prompts[2][1]["prompt_token_ids"] == llm.chat(history, params)[0].prompt_token_ids
     with pytest.raises(RequestError, match="chat template"):
         prompts_of(LLM(mute), asked, params, all_turns=True)
-    assert len(prompts_of(LLM(mute), asked, params)[0]) == 2, "without a template first turns are asked as they stand"
+    assert len(prompts_of(LLM(mute), asked, params)[0]) == 2, (
+        "without a template first turns are asked as they stand"
+    )
 
 
 def test_a_batch_says_what_each_says_alone(questions: Path) -> None:
@@ -147,7 +172,10 @@ def test_a_batch_says_what_each_says_alone(questions: Path) -> None:
 
 
 def measured(times: list[list[float]], seconds: float) -> Measured:
-    answers = [CompletionOutput(0, "", list(range(len(t))), speculation=Speculation(2, 4, 1, len(t)), token_times=t) for t in times]
+    answers = [
+        CompletionOutput(0, "", list(range(len(t))), speculation=Speculation(2, 4, 1, len(t)), token_times=t)
+        for t in times
+    ]
     return Measured("x", [Group("a", seconds, Times(1.0, 2.0, 1.0), answers)])
 
 

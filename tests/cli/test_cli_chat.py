@@ -39,7 +39,11 @@ def test_a_conversation_has_a_memory(run: Run) -> None:
 
 def test_system_and_reset_start_again(run: Run) -> None:
     said = run(
-        "chat", *SETTINGS, "-sys", "Be brief.", stdin="Hello\n/reset\nHello\n/system Be kind.\nHello\n/system\nHello\n/exit\nHello\n"
+        "chat",
+        *SETTINGS,
+        "-sys",
+        "Be brief.",
+        stdin="Hello\n/reset\nHello\n/system Be kind.\nHello\n/system\nHello\n/exit\nHello\n",
     )
     brief, kind, none = (conversation(["Hello"], system)[0] for system in ("Be brief.", "Be kind.", None))
     assert said.out.splitlines() == f"{brief}\n{brief}\n{kind}\n{none}".splitlines()
@@ -47,9 +51,19 @@ def test_system_and_reset_start_again(run: Run) -> None:
 
 
 def test_stats_tell_what_was_accepted_and_found(run: Run) -> None:
-    result = run("chat", *SETTINGS, "-md", "builtin-draft", "--draft", 2, stdin="What do plants need to grow?\nAnd trees?\n/stats\n")
+    result = run(
+        "chat",
+        *SETTINGS,
+        "-md",
+        "builtin-draft",
+        "--draft",
+        2,
+        stdin="What do plants need to grow?\nAnd trees?\n/stats\n",
+    )
     assert "2 turns" in result.out and "tokens per step" in result.out and "guesses accepted" in result.out
-    found, asked = (int(word) for word in result.out.split("prefix cache: ")[1].split(" prompt")[0].split(" of "))
+    found, asked = (
+        int(word) for word in result.out.split("prefix cache: ")[1].split(" prompt")[0].split(" of ")
+    )
     assert 0 < found < asked and found % 16 == 0
 
 
@@ -79,7 +93,11 @@ def test_what_cannot_be(run: Run, mute: str) -> None:
         (("-m", "/no/model"), "/no/model"),
         (("-c", 16), "context"),
     ):
-        result = run("chat", *arguments, stdin="What do plants need in order to grow, and what do trees need in order to grow?\n")
+        result = run(
+            "chat",
+            *arguments,
+            stdin="What do plants need in order to grow, and what do trees need in order to grow?\n",
+        )
         assert (result.status, result.out, result.err.count("\n")) == (2, "", 1)
         assert said in result.err
 

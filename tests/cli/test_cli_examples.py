@@ -26,7 +26,14 @@ def test_the_prompts_of_llama_cpp(tmp_path: Path) -> None:
     command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m outrider "$@"\n')
     command.chmod(0o755)
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run([EXAMPLES / "speculative.sh", "quicksort"], env=env, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("// Quick-sort implementation in C") and "sample usage:\n\n#include" in done.stdout
+    done = subprocess.run(
+        [EXAMPLES / "speculative.sh", "quicksort"], env=env, capture_output=True, text=True, check=True
+    )
+    assert (
+        done.stdout.startswith("// Quick-sort implementation in C")
+        and "sample usage:\n\n#include" in done.stdout
+    )
     assert "n_draft   = 3" in done.stderr and "draft:" in done.stderr and "target:" in done.stderr
-    assert subprocess.run([EXAMPLES / "speculative.sh", "bubble"], env=env, capture_output=True).returncode == 2
+    assert (
+        subprocess.run([EXAMPLES / "speculative.sh", "bubble"], env=env, capture_output=True).returncode == 2
+    )

@@ -33,7 +33,12 @@ def answer() -> str:
 
 
 def test_it_streams_the_engines_text_after_the_prompt(run: Run, answer: str) -> None:
-    for more in ((), ("-md", "builtin-draft", "--draft", 3), ("--method", "ngram"), ("--speculative-config", '{"method": "ngram"}')):
+    for more in (
+        (),
+        ("-md", "builtin-draft", "--draft", 3),
+        ("--method", "ngram"),
+        ("--speculative-config", '{"method": "ngram"}'),
+    ):
         result = run("generate", "-p", TEXT, *SETTINGS, *more)
         assert (result.status, result.out) == (0, f"{TEXT}{answer}\n")
     assert run("generate", "-p", TEXT, *SETTINGS, "--no-display-prompt").out == f"{answer}\n"
@@ -46,13 +51,22 @@ def test_every_flag_is_a_field_of_what_it_sets() -> None:
         return {f.name for f in dataclasses.fields(kind)}
 
     keys = named(draft.method("draft_model").Options) | named(fixed.Options) | {"method"}
-    for group, known in ((ENGINE, named(EngineOptions) | {"threads"}), (SAMPLING, named(SamplingParams)), (SPECULATION, keys | {"config"})):
+    for group, known in (
+        (ENGINE, named(EngineOptions) | {"threads"}),
+        (SAMPLING, named(SamplingParams)),
+        (SPECULATION, keys | {"config"}),
+    ):
         assert {flag.field for flag in group} <= known
 
 
 def test_penalties_are_passed_on(run: Run) -> None:
     given = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.25}
-    expected = LLM("builtin").generate(TEXT, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, **given))[0].outputs[0].text
+    expected = (
+        LLM("builtin")
+        .generate(TEXT, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, **given))[0]
+        .outputs[0]
+        .text
+    )
     plain = ("generate", "-p", TEXT, "-n", 40, "--temp", 0, "--ignore-eos")
     flags = ("--repeat-penalty", 1.3, "--presence-penalty", 0.5, "--frequency-penalty", 0.25)
     assert run(*plain, *flags).out == f"{TEXT}{expected}\n"
@@ -66,13 +80,22 @@ def test_the_prompt_from_a_file_and_from_standard_input(run: Run, answer: str, t
 
 
 def test_underscores_are_dashes(run: Run) -> None:
-    one, other = (run("generate", "-p", TEXT, "-n", 4, "-s", 1, name, 1).out for name in ("--top_k", "--top-k"))
+    one, other = (
+        run("generate", "-p", TEXT, "-n", 4, "-s", 1, name, 1).out for name in ("--top_k", "--top-k")
+    )
     assert one == other
 
 
 @pytest.mark.parametrize(
     ("typed", "meant"),
-    [(r"a\nb", "a\nb"), (r"\t\r\'\"\\", "\t\r'\"\\"), (r"\x41\x7a", "Az"), (r"\q \x4", r"\q \x4"), (r"\\n", r"\n"), ("a\\", "a\\")],
+    [
+        (r"a\nb", "a\nb"),
+        (r"\t\r\'\"\\", "\t\r'\"\\"),
+        (r"\x41\x7a", "Az"),
+        (r"\q \x4", r"\q \x4"),
+        (r"\\n", r"\n"),
+        ("a\\", "a\\"),
+    ],
 )
 def test_escapes(typed: str, meant: str) -> None:
     assert unescaped(typed) == meant
@@ -103,7 +126,8 @@ def test_the_figures_are_those_of_the_request(run: Run) -> None:
     assert number(r"accept    = ([\d.]+)%", said) == pytest.approx(100 * total.acceptance, abs=1e-3)
     draft, target = said.split("draft:")[1].split("target:")
     begun, later = (
-        [number(rf"{name} = .* / +(\d+) tokens", block) for block in (draft, target)] for name in ("prompt eval time", r"\n +eval time")
+        [number(rf"{name} = .* / +(\d+) tokens", block) for block in (draft, target)]
+        for name in ("prompt eval time", r"\n +eval time")
     )
     prompt, steps = len(output.prompt_token_ids), total.steps
     assert begun == [prompt + 3, prompt + 3], "three guesses while the prompt is computed"
@@ -116,9 +140,16 @@ def test_the_figures_are_those_of_the_request(run: Run) -> None:
         spent = sum(float(ms) for ms in re.findall(r"time = +([\d.]+) ms", block))
         assert spent == pytest.approx(1e3 * seconds, abs=0.02), "no second is counted twice or not at all"
     for block in (draft, target):
-        for line in re.findall(r"time = +([\d.]+) ms / +(\d+) tokens.*\( *([\d.]+) ms per token, +([\d.]+) tokens per second\)", block):
+        for line in re.findall(
+            r"time = +([\d.]+) ms / +(\d+) tokens.*\( *([\d.]+) ms per token, +([\d.]+) tokens per second\)",
+            block,
+        ):
             ms, tokens, each, rate = map(float, line)
-            assert ms > 0 and each == pytest.approx(ms / tokens, abs=0.006) and rate == pytest.approx(1e3 * tokens / ms, rel=0.02)
+            assert (
+                ms > 0
+                and each == pytest.approx(ms / tokens, abs=0.006)
+                and rate == pytest.approx(1e3 * tokens / ms, rel=0.02)
+            )
 
 
 def test_plain_decoding_has_no_draft(run: Run) -> None:
@@ -159,8 +190,12 @@ BAD: list[tuple[tuple[Any, ...], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "said"), BAD, ids=[" ".join(map(str, arguments))[:40] for arguments, _ in BAD])
-def test_whatever_is_wrong_is_said_in_one_line_and_nothing_is_printed(run: Run, arguments: tuple[Any, ...], said: str) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "said"), BAD, ids=[" ".join(map(str, arguments))[:40] for arguments, _ in BAD]
+)
+def test_whatever_is_wrong_is_said_in_one_line_and_nothing_is_printed(
+    run: Run, arguments: tuple[Any, ...], said: str
+) -> None:
     result = run("generate", *arguments)
     assert (result.status, result.out) == (2, "")
     assert said in result.err
@@ -193,7 +228,19 @@ def test_ctrl_c_ends_with_the_figures_so_far(run: Run, monkeypatch: pytest.Monke
 
 
 def test_ctrl_c_in_a_process_of_its_own() -> None:
-    command = [sys.executable, "-m", "outrider", "generate", "-p", TEXT, "-n", "-1", "--ignore-eos", "--temp", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "outrider",
+        "generate",
+        "-p",
+        TEXT,
+        "-n",
+        "-1",
+        "--ignore-eos",
+        "--temp",
+        "0",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.read(len(TEXT) + 4)  # it is talking

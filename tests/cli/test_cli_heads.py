@@ -37,33 +37,53 @@ def test_a_head_by_its_headers(run: Run, tmp_path: Path, monkeypatch: pytest.Mon
     }  # fmt: skip
     sheet = run("models", folder, "builtin")
     assert sheet.status == 0
-    for words in ("for method redrafter", "one, which recurs", "hidden size 64", "512", "bfloat16", "lean decoder"):
+    for words in (
+        "for method redrafter",
+        "one, which recurs",
+        "hidden size 64",
+        "512",
+        "bfloat16",
+        "lean decoder",
+    ):
         assert words in sheet.out
 
 
 def test_aliases_of_a_pickle_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heads, "detect", lambda *_: "medusa")
     shared, head = torch.zeros(H, H), torch.zeros(V, H)
-    folder = save_head(tmp_path, {}, {"0.0.linear.weight": shared, "0.1.linear.weight": shared, "0.2.weight": head}, "medusa_lm_head.pt")
+    folder = save_head(
+        tmp_path,
+        {},
+        {"0.0.linear.weight": shared, "0.1.linear.weight": shared, "0.2.weight": head},
+        "medusa_lm_head.pt",
+    )
     card = head_card(folder)
     assert card is not None
     assert (card.parameters, card.bytes) == (H * H + V * H, 4 * (H * H + V * H))
 
 
 def medusa(prefix: str) -> Shapes:
-    return {f"{prefix}{i}.0.linear.weight": (H, H) for i in range(3)} | {f"{prefix}{i}.1.weight": (V, H) for i in range(3)}
+    return {f"{prefix}{i}.0.linear.weight": (H, H) for i in range(3)} | {
+        f"{prefix}{i}.1.weight": (V, H) for i in range(3)
+    }
 
 
 def vllm_medusa() -> Shapes:
-    return {f"blocks.{i}.layers.0.weight": (H, H) for i in range(5)} | {f"lm_heads.{i}.weight": (128, H) for i in range(5)}
+    return {f"blocks.{i}.layers.0.weight": (H, H) for i in range(5)} | {
+        f"lm_heads.{i}.weight": (128, H) for i in range(5)
+    }
 
 
 def hydra() -> Shapes:
-    return {f"hydra_lm_head.{i}.1.weight": (V, H) for i in range(4)} | {"hydra_mlp.0.1.linear.weight": (H, 2 * H)}
+    return {f"hydra_lm_head.{i}.1.weight": (V, H) for i in range(4)} | {
+        "hydra_mlp.0.1.linear.weight": (H, 2 * H)
+    }
 
 
 def mlp(prefix: str, count: int) -> Shapes:
-    return {f"{prefix}proj.0.weight": (32, H)} | {f"{prefix}{part}.{i}.weight": (V, 32) for part in ("emb", "head") for i in range(count)}
+    return {f"{prefix}proj.0.weight": (32, H)} | {
+        f"{prefix}{part}.{i}.weight": (V, 32) for part in ("emb", "head") for i in range(count)
+    }
 
 
 def eagle3(layer: str) -> Shapes:
@@ -73,7 +93,11 @@ def eagle3(layer: str) -> Shapes:
 
 
 def eagle(prefix: str = "") -> Shapes:
-    return {f"{prefix}fc.weight": (H, 2 * H), f"{prefix}layers.0.self_attn.q_proj.weight": (H, H), f"{prefix}embed_tokens.weight": (V, H)}
+    return {
+        f"{prefix}fc.weight": (H, 2 * H),
+        f"{prefix}layers.0.self_attn.q_proj.weight": (H, H),
+        f"{prefix}embed_tokens.weight": (V, H),
+    }
 
 
 KNOWN: dict[str, tuple[Shapes, dict[str, Any], str, int | None, int, int | None]] = {
@@ -110,19 +134,32 @@ METHODS = {"mlp": "mlp_speculator", "eagle-3": "eagle3", "speculators": "eagle"}
 
 
 @pytest.mark.parametrize("case", KNOWN)
-def test_layouts_are_known_by_their_tensors(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layouts_are_known_by_their_tensors(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = case.split(",")[0]
     monkeypatch.setattr(heads, "detect", lambda *_: METHODS.get(name, name))
     shapes, config, label, levels, hidden, vocabulary = KNOWN[case]
-    tensors = {name: torch.zeros(shape, dtype=torch.int64 if name == "d2t" else torch.float16) for name, shape in shapes.items()}
+    tensors = {
+        name: torch.zeros(shape, dtype=torch.int64 if name == "d2t" else torch.float16)
+        for name, shape in shapes.items()
+    }
     card = head_card(save_head(tmp_path, config, tensors))
     assert card is not None
-    assert (card.layout, card.levels, card.hidden, card.vocabulary, card.inside) == (label, levels, hidden, vocabulary, False)
+    assert (card.layout, card.levels, card.hidden, card.vocabulary, card.inside) == (
+        label,
+        levels,
+        hidden,
+        vocabulary,
+        False,
+    )
     assert card.parameters == card.stored_as["float16"]
     assert card.bytes == sum(tensor.nbytes for tensor in tensors.values())
 
 
-def test_a_head_inside_its_target_is_a_second_card(run: Run, checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_head_inside_its_target_is_a_second_card(
+    run: Run, checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: Any
+) -> None:
     from safetensors.torch import load_file
 
     whole = checkpoint("Llama")
@@ -165,7 +202,9 @@ def test_what_loading_would_refuse_is_said(case: str, run: Run, tmp_path: Path) 
 
 
 def test_a_pickle_of_other_things_is_refused_in_one_line(run: Run, tmp_path: Path) -> None:
-    folder = save_head(tmp_path, {}, {"state_dict": {"0.0.linear.weight": torch.zeros(H, H)}}, "medusa_lm_head.pt")  # type: ignore[dict-item]
+    folder = save_head(
+        tmp_path, {}, {"state_dict": {"0.0.linear.weight": torch.zeros(H, H)}}, "medusa_lm_head.pt"
+    )  # type: ignore[dict-item]
     result = run("models", folder)
     assert (result.status, result.out, result.err.count("\n")) == (2, "", 1) and "'state_dict'" in result.err
 

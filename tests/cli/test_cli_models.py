@@ -47,7 +47,9 @@ def test_every_weight_is_counted_once(checkpoint: Any, tmp_path: Path) -> None:
     assert len(list(shards.glob("*.safetensors"))) > 1
     pickled = tmp_path / "bin"
     shutil.copytree(whole, pickled)
-    torch.save(transformers.AutoModelForCausalLM.from_pretrained(whole).state_dict(), pickled / "pytorch_model.bin")
+    torch.save(
+        transformers.AutoModelForCausalLM.from_pretrained(whole).state_dict(), pickled / "pytorch_model.bin"
+    )
     (pickled / "model.safetensors").unlink()
     for folder in (whole, shards, pickled):
         card = card_of(EngineOptions(str(folder)))
@@ -74,11 +76,23 @@ def test_what_the_fallback_cannot_do_is_refused(run: Run, checkpoint: Any) -> No
 def test_a_sheet_for_people_and_a_line_for_programs(run: Run, tiny: Path) -> None:
     sheet = run("models", "builtin", tiny)
     assert sheet.status == 0
-    for words in ("LlamaForCausalLM", "lean decoder", "bfloat16", "8,192", "K/V of 16 × 1,024 tokens", "float32"):
+    for words in (
+        "LlamaForCausalLM",
+        "lean decoder",
+        "bfloat16",
+        "8,192",
+        "K/V of 16 × 1,024 tokens",
+        "float32",
+    ):
         assert words in sheet.out
     (line,) = run("models", tiny, "--json", "-c", 64, "--max-num-seqs", 2).out.splitlines()
     card = json.loads(line)
-    assert (card["vocabulary"], card["request_tokens"], card["requests"], card["chat_template"]) == (300, 64, 2, False)
+    assert (card["vocabulary"], card["request_tokens"], card["requests"], card["chat_template"]) == (
+        300,
+        64,
+        2,
+        False,
+    )
 
 
 def test_a_model_that_nothing_runs_says_why(run: Run, tmp_path: Path) -> None:
@@ -90,7 +104,9 @@ def test_a_model_that_nothing_runs_says_why(run: Run, tmp_path: Path) -> None:
     assert result.status == 0 and "nothing: MambaForCausalLM keeps a recurrent state" in result.out
 
 
-def test_without_a_name_it_lists_what_is_at_hand(run: Run, tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_name_it_lists_what_is_at_hand(
+    run: Run, tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     commit = "a" * 40
     for repo, files in (("models--me--tiny", True), ("models--me--empty", False)):
         snapshot = tmp_path / repo / "snapshots" / commit
@@ -100,7 +116,10 @@ def test_without_a_name_it_lists_what_is_at_hand(run: Run, tmp_path: Path, tiny:
             snapshot.mkdir(parents=True)
         (tmp_path / repo / "refs").mkdir()
         (tmp_path / repo / "refs" / "main").write_text(commit)
-    for module in ("huggingface_hub.constants.HF_HUB_CACHE", "huggingface_hub.utils._cache_manager.HF_HUB_CACHE"):
+    for module in (
+        "huggingface_hub.constants.HF_HUB_CACHE",
+        "huggingface_hub.utils._cache_manager.HF_HUB_CACHE",
+    ):
         monkeypatch.setattr(module, str(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -123,6 +142,11 @@ def test_a_datastore(run: Run) -> None:
 
 
 def test_what_is_not_there(run: Run) -> None:
-    for arguments in (("/no/model",), ("builtin", "--device", "gpu"), ("builtin", "--max-num-seqs", 0), ("builtin", "--dtype", "float3")):
+    for arguments in (
+        ("/no/model",),
+        ("builtin", "--device", "gpu"),
+        ("builtin", "--max-num-seqs", 0),
+        ("builtin", "--dtype", "float3"),
+    ):
         result = run("models", *arguments)
         assert (result.status, result.out, result.err.count("\n")) == (2, "", 1)

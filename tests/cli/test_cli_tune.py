@@ -15,9 +15,15 @@ from outrider.types import Speculation
 
 
 def test_tune_and_guess(run: Run, tmp_path: Path) -> None:
-    model, out, asked = tiny_checkpoint(tmp_path / "model", num_hidden_layers=3), tmp_path / "set.json", tmp_path / "asked.txt"
+    model, out, asked = (
+        tiny_checkpoint(tmp_path / "model", num_hidden_layers=3),
+        tmp_path / "set.json",
+        tmp_path / "asked.txt",
+    )
     asked.write_text("What do plants need?\nWhere is the sea?\n")
-    tuned = run("tune", "layerskip", model, "--prompts", asked, "--minutes", 0.02, "--out", out, "-n", 8, "--draft", 3)
+    tuned = run(
+        "tune", "layerskip", model, "--prompts", asked, "--minutes", 0.02, "--out", out, "-n", 8, "--draft", 3
+    )
     assert tuned.status == 0, tuned.err
     found = json.loads(out.read_text())
     assert found["layers"] == 3 and found["tried"] > 0 and 1 <= found["num_speculative_tokens"] <= 3
@@ -43,7 +49,10 @@ def test_the_optimiser_finds_what_the_costs_make_worth_while(tmp_path: Path) -> 
     llm = LLM(tiny_checkpoint(tmp_path / "model", num_hidden_layers=3))
     prompts = [("ids", {"prompt_token_ids": [5, 6, 7]})]
     best = {}
-    for name, costs in {"free": Costs(1.0, 0.0, 0.0, 0.0, 0.0), "dear": Costs(1.0, 0.0, 6.0, 0.99, 0.99)}.items():
+    for name, costs in {
+        "free": Costs(1.0, 0.0, 0.0, 0.0, 0.0),
+        "dear": Costs(1.0, 0.0, 6.0, 0.99, 0.99),
+    }.items():
         tuner = Tuner(llm, prompts, depth=3, tokens=12)
         tuner._costs = lambda costs=costs: costs  # type: ignore[method-assign, misc]
         best[name] = tuner.run(0.02, lambda tried, speed: None)

@@ -35,7 +35,11 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     draft = Path(shutil.copytree(target, folder / "draft")) / "model.safetensors"
     torch.manual_seed(1)
     weights = load_file(draft)
-    save_file({name: w + torch.randn_like(w) * w.std() * 0.05 for name, w in weights.items()}, draft, {"format": "pt"})
+    save_file(
+        {name: w + torch.randn_like(w) * w.std() * 0.05 for name, w in weights.items()},
+        draft,
+        {"format": "pt"},
+    )
     return target, str(draft.parent)
 
 
@@ -58,33 +62,54 @@ HEALTHY = (
 
 
 @pytest.mark.parametrize("keys", HEALTHY, ids=lambda keys: "-".join(map(str, keys.values())))
-def test_a_healthy_engine_passes(keys: dict[str, Any], run: Run, pair: tuple[str, str], tmp_path: Path) -> None:
+def test_a_healthy_engine_passes(
+    keys: dict[str, Any], run: Run, pair: tuple[str, str], tmp_path: Path
+) -> None:
     out = tmp_path / "certificate.json"
     result = run("verify", "-m", pair[0], *SHORT, "--speculative-config", config(pair, **keys), "--json", out)
     assert result.status == 0, result.out + result.err
     assert "Lossless" in result.out and "✗" not in result.out
     found = json.loads(out.read_text())
     assert found["passed"] and found["exact"] and found["dtype"] == "float32" and found["differences"] == []
-    assert found["conditions"].keys() >= {"cpu", "torch", "commit", "command"} and json.loads(found["method"])["model"] == pair[1]
+    assert (
+        found["conditions"].keys() >= {"cpu", "torch", "commit", "command"}
+        and json.loads(found["method"])["model"] == pair[1]
+    )
     checks = {check["name"]: check for check in found["checks"]}
     same_text = "verification" not in keys
     assert found["promise"] == ("tokens" if same_text else "law")
     assert ("the law" in checks) != same_text and ("T = 0.8, top_p 0.95, in company" in checks) == same_text
-    assert checks["greedy, alone"]["figures"]["tokens"] == checks["greedy, in company"]["figures"]["tokens"] >= 16
-    assert checks["log-probabilities"]["figures"]["largest difference"] == 0 and checks["leaks"]["result"] == "none"
+    assert (
+        checks["greedy, alone"]["figures"]["tokens"]
+        == checks["greedy, in company"]["figures"]["tokens"]
+        >= 16
+    )
+    assert (
+        checks["log-probabilities"]["figures"]["largest difference"] == 0
+        and checks["leaks"]["result"] == "none"
+    )
     if not same_text:
         law = checks["the law"]["figures"]
         assert law["p"] >= law["level"] == pytest.approx(law["alarm"] / 7) and len(law["tests"]) == 6
-        assert all(test["samples"][0] == test["samples"][1] > 0 for test in law["tests"]) and law["all as one"]["visible"] < 1
+        assert (
+            all(test["samples"][0] == test["samples"][1] > 0 for test in law["tests"])
+            and law["all as one"]["visible"] < 1
+        )
 
 
-def test_kernels_whose_rounding_depends_on_the_batch(run: Run, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_whose_rounding_depends_on_the_batch(
+    run: Run, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """float16 in torch: the certificate says that they promise less, and what rounding may do is measured, not assumed."""
     monkeypatch.setenv("OUTRIDER_KERNELS", "torch")
     arguments = ("--minutes", 0, "-b", 8, "-n", 24, "--dtype", "float16", "--json", "-")
     result = run("verify", "-m", pair[0], *arguments, "--speculative-config", config(pair))
     found = json.loads(result.out)
-    assert result.status == 0 and not found["exact"] and "not exact: rounding depends on the batch" in flat(result.err)
+    assert (
+        result.status == 0
+        and not found["exact"]
+        and "not exact: rounding depends on the batch" in flat(result.err)
+    )
     (about,) = [check["figures"] for check in found["checks"] if check["name"] == "log-probabilities"]
     assert about["largest difference"] < about["limit"] and 1e-4 < about["limit"] < 1
 
@@ -93,7 +118,21 @@ def test_many_prompts_join_and_grow_longer(run: Run, pair: tuple[str, str], tmp_
     """Where only the prompts end the test, all are asked, more at a time and for longer answers."""
     file = tmp_path / "prompts.txt"
     file.write_text("\n".join(f"the {i} seas and the rest" for i in range(17)))
-    result = run("verify", "-m", pair[0], "--minutes", 5, "-b", 3, "--method", "ngram", "--json", "-", "--prompts", file)
+    result = run(
+        "verify",
+        "-m",
+        pair[0],
+        "--minutes",
+        5,
+        "-b",
+        3,
+        "--method",
+        "ngram",
+        "--json",
+        "-",
+        "--prompts",
+        file,
+    )
     assert result.status == 0 and "Lossless" in result.err
     checks = {check["name"]: check["figures"] for check in json.loads(result.out)["checks"]}
     for name in ("greedy, in company", "T = 0.8, in company", "T = 0.8, top_p 0.95, in company"):
@@ -124,7 +163,9 @@ def test_prompts_of_ones_own(run: Run, questions: Path, tmp_path: Path) -> None:
 
 
 def test_a_rule_that_loses_is_measured_and_fails_unless_expected(run: Run, pair: tuple[str, str]) -> None:
-    lossy = config(pair, verification="typical", lossless=False, posterior_threshold=0.01, posterior_alpha=0.01)
+    lossy = config(
+        pair, verification="typical", lossless=False, posterior_threshold=0.01, posterior_alpha=0.01
+    )
     arguments = ("verify", "-m", pair[0], *SHORT, "--speculative-config", lossy)
     result = run(*arguments)
     assert result.status == 1 and "not lossless, and says so" in result.out and "laws differ" in result.out
@@ -156,7 +197,9 @@ def test_what_is_wrong(run: Run, arguments: tuple[Any, ...], said: str) -> None:
 # ---- engines broken on purpose
 
 
-def verdict(config: dict[str, Any], pair: tuple[str, str], exact: bool = True, samples: int = 60) -> Certificate:
+def verdict(
+    config: dict[str, Any], pair: tuple[str, str], exact: bool = True, samples: int = 60
+) -> Certificate:
     llm = LLM(pair[0], max_num_seqs=8, dtype="float32")
     llm.engine.exact = exact
     prompts = [[5 + 7 * i % 90, 20 + i, 40 + i % 3] for i in range(16)]
@@ -178,7 +221,9 @@ def test_the_controls_pass(pair: tuple[str, str]) -> None:
         assert made.passed, made.checks
 
 
-def test_noise_of_the_wrong_position(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+def test_noise_of_the_wrong_position(
+    pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
     """Greedy texts cannot tell; seeded ones can, and the place is shown."""
 
     def pick(self: Seen, row: int, node: int, path: Sequence[int]) -> int:
@@ -186,14 +231,18 @@ def test_noise_of_the_wrong_position(pair: tuple[str, str], monkeypatch: pytest.
 
     monkeypatch.setattr(Seen, "pick", pick)
     monkeypatch.setattr(Seen, "follow", lambda self, row: None)
-    result = run("verify", "-m", pair[0], *SHORT, "--speculative-config", config((pair[0], pair[0])), "--json", "-")
+    result = run(
+        "verify", "-m", pair[0], *SHORT, "--speculative-config", config((pair[0], pair[0])), "--json", "-"
+    )
     said = flat(result.err)
     assert result.status == 1 and "✗" in said
     for words in ("plain decoding says", "this one is a bug", "On these kernels every difference is a bug"):
         assert words in said
     found = json.loads(result.out)
     wrong = {check["name"] for check in found["checks"] if not check["passed"]}
-    assert any(name.startswith("T = 0.8") for name in wrong) and not any(name.startswith("greedy") for name in wrong)
+    assert any(name.startswith("T = 0.8") for name in wrong) and not any(
+        name.startswith("greedy") for name in wrong
+    )
     first = found["differences"][0]
     assert first["position"] == len(first["prompt"]) + len(first["text"]) and not first["explained"]
     assert first["plain"] != first["said"] and first["gap"] > 0 and first["best"][0] == first["plain"]
@@ -217,14 +266,18 @@ def test_a_token_accepted_unseen(pair: tuple[str, str], monkeypatch: pytest.Monk
     assert "not proven" in made.verdict.lower()
     made = verdict(guessing(pair[1]), pair, exact=False)
     assert not made.passed, "rounding does not explain everything, whatever the kernels"
-    assert sum(difference.gap is not None for difference in made.differences) < len(made.differences), "the rest is not looked at"
+    assert sum(difference.gap is not None for difference in made.differences) < len(made.differences), (
+        "the rest is not looked at"
+    )
 
 
 def test_a_wrong_residual(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """After a rejection the token comes from p instead of what is left of it: only the law can tell."""
     monkeypatch.setattr(rejection, "surplus", lambda p, q, scale=1.0: (p, 1.0))
     made = verdict(guessing(pair[1], verification="rejection"), pair, samples=400)
-    assert failed(made) == {"the law"} and "laws differ" in next(c.result for c in made.checks if c.name == "the law")
+    assert failed(made) == {"the law"} and "laws differ" in next(
+        c.result for c in made.checks if c.name == "the law"
+    )
 
 
 def test_log_probabilities_that_drift(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +301,9 @@ def test_log_probabilities_that_drift(pair: tuple[str, str], monkeypatch: pytest
     assert failed(verdict(guessing(pair[1]), pair, exact=False)) == {"log-probabilities"}
 
 
-def test_ties_within_rounding_are_reported_and_pass(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ties_within_rounding_are_reported_and_pass(
+    pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every text differs by a tie, as `look` would find on a GPU: the certificate counts them and is given."""
     walk = match.Match.walk
 
@@ -262,7 +317,11 @@ def test_ties_within_rounding_are_reported_and_pass(pair: tuple[str, str], monke
     monkeypatch.setattr(match.Match, "walk", other)
     monkeypatch.setattr(certifying, "look", tie)
     made = verdict(guessing(pair[1]), pair, exact=False)
-    assert made.passed and made.ties == len(made.differences) > 0 and f"{made.ties} ties within rounding" in made.verdict
+    assert (
+        made.passed
+        and made.ties == len(made.differences) > 0
+        and f"{made.ties} ties within rounding" in made.verdict
+    )
 
 
 def test_a_drafter_that_remembers(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,4 +139,6 @@ def test_an_example_runs(method: str, block: str, capsys: pytest.CaptureFixture[
     (output,) = names["outputs"]
     assert type(names["llm"].engine.drafter).__module__.split(".")[2] == method
     said = output.outputs[0]
-    assert said.finish_reason == "stop" or (len(said.token_ids) == 16 and (method == "ngram" or output.speculation.drafted > 0))
+    assert said.finish_reason == "stop" or (
+        len(said.token_ids) == 16 and (method == "ngram" or output.speculation.drafted > 0)
+    )

@@ -78,7 +78,10 @@ NAMES = ("Anna", "Ben", "Maria", "Tom", "Lena")
 CITIES = ("Berlin", "Oslo", "Lisbon", "Kyoto", "Cairo")
 THINGS = ("clock", "bridge", "violin", "bicycle", "ladder")
 
-LAWS: dict[str, dict[str, Any]] = {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 0.8, "top_p": 0.95}}
+LAWS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 0.8, "top_p": 0.95},
+}
 DRAFTERS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 5},
     "draft_chain": {"method": "draft_model", "num_speculative_tokens": 4},
@@ -118,7 +121,12 @@ def prompts(engines: dict[int, LLM]) -> list[list[int]]:
     template = engines[1].get_tokenizer().apply_chat_template
     texts = [wording(i) for i in range(200)]
     assert len(set(texts)) == 200
-    return [template([{"role": "user", "content": text}], add_generation_prompt=True, tokenize=True, return_dict=False) for text in texts]
+    return [
+        template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        for text in texts
+    ]
 
 
 def params_of(number: int, law: str) -> SamplingParams:
@@ -136,7 +144,9 @@ class Plain:
 
     def __call__(self, numbers: Sequence[int], law: str) -> list[list[int]]:
         new = [i for i in numbers if (i, law) not in self.known]
-        outputs = self.llm.generate(prompts_of([self.prompts[i] for i in new]), [params_of(i, law) for i in new])
+        outputs = self.llm.generate(
+            prompts_of([self.prompts[i] for i in new]), [params_of(i, law) for i in new]
+        )
         for i, output in zip(new, outputs):
             self.known[i, law] = output.outputs[0].token_ids
             self.truth[law].learn(self.prompts[i], i, output.outputs)
@@ -149,8 +159,20 @@ def plain(prompts: list[list[int]]) -> Plain:
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("mode", "drafter", "law", "seats"), [(i, *mode) for i, mode in enumerate(MODES)], ids=lambda value: str(value))
-def test_tokens(mode: int, drafter: str, law: str, seats: int, engines: dict[int, LLM], prompts: list[list[int]], plain: Plain) -> None:
+@pytest.mark.parametrize(
+    ("mode", "drafter", "law", "seats"),
+    [(i, *mode) for i, mode in enumerate(MODES)],
+    ids=lambda value: str(value),
+)
+def test_tokens(
+    mode: int,
+    drafter: str,
+    law: str,
+    seats: int,
+    engines: dict[int, LLM],
+    prompts: list[list[int]],
+    plain: Plain,
+) -> None:
     """128 tokens of every prompt of this mode are those of plain decoding; and speculation really took part."""
     numbers = range(len(prompts)) if FULL else range(mode, len(prompts), len(MODES))
     expected = plain(numbers, law)
@@ -161,14 +183,18 @@ def test_tokens(mode: int, drafter: str, law: str, seats: int, engines: dict[int
         config = {**config, "script": lambda row, budget: scripts.hidden(row, budget, 24)}
     llm.use(config)
     outputs = llm.generate(prompts_of([prompts[i] for i in numbers]), [params_of(i, law) for i in numbers])
-    wrong = [i for i, output, tokens in zip(numbers, outputs, expected) if output.outputs[0].token_ids != tokens]
+    wrong = [
+        i for i, output, tokens in zip(numbers, outputs, expected) if output.outputs[0].token_ids != tokens
+    ]
     assert not wrong, f"prompts {wrong} came out differently"
     assert sum(output.speculation.accepted for output in outputs) > (1000 if drafter == "script_tree" else 50)
     settled(llm)
 
 
 @pytest.mark.parametrize("law", LAWS)
-def test_plain_decoding_alone_and_in_company(law: str, engines: dict[int, LLM], prompts: list[list[int]], plain: Plain) -> None:
+def test_plain_decoding_alone_and_in_company(
+    law: str, engines: dict[int, LLM], prompts: list[list[int]], plain: Plain
+) -> None:
     """Plain decoding itself says the same alone and among eight."""
     numbers = range(0, len(prompts), 20)
     expected = plain(numbers, law)
@@ -187,7 +213,9 @@ def chain(decoder: Decoder, pool: Pool, table: array[int], start: int, tokens: S
     return decoder.forward(plan.build(), pool)
 
 
-def random_tree(dice: random.Random, nodes: int, vocabulary: int) -> tuple[list[int], list[int], list[list[int]]]:
+def random_tree(
+    dice: random.Random, nodes: int, vocabulary: int
+) -> tuple[list[int], list[int], list[list[int]]]:
     """(tokens, parents, path of nodes to each)."""
     tokens, parents, paths = [], [], []
     for i in range(nodes):
@@ -242,7 +270,10 @@ def compare(decoder: Decoder, tokens: Sequence[int], dice: random.Random) -> int
         assert torch.equal(decoder.logits(one, [0])[0], row), "logits differ"
 
     path = paths[leaf]  # what `alone` holds now: commit it here too
-    together.move([int(scattered[length + node]) for node in path], [int(scattered[length + depth]) for depth in range(len(path))])
+    together.move(
+        [int(scattered[length + node]) for node in path],
+        [int(scattered[length + depth]) for depth in range(len(path))],
+    )
     whole = length + len(path)
     assert torch.equal(alone.data[:, :, table[:whole]], together.data[:, :, scattered[:whole]]), "K/V differs"
     assert torch.isfinite(logits).all() and logits.std() > 0
@@ -267,8 +298,13 @@ def test_bits_of_small_models(model: str, request: pytest.FixtureRequest) -> Non
         compare(llm.engine.decoder, [dice.randrange(300) for _ in range(dice.randint(7, 90))], dice)
 
 
-@pytest.mark.parametrize(("model", "dtype"), [("builtin", "bfloat16"), ("builtin", "float32"), ("llama", "auto"), ("mistral", "auto")])
-def test_bits_of_the_torch_kernels(model: str, dtype: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [("builtin", "bfloat16"), ("builtin", "float32"), ("llama", "auto"), ("mistral", "auto")],
+)
+def test_bits_of_the_torch_kernels(
+    model: str, dtype: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where the engine's self-test promises bit-exactness for the torch kernels, they keep the promise."""
     monkeypatch.setenv("OUTRIDER_KERNELS", "torch")
     llm = LLM(model if model == "builtin" else request.getfixturevalue(model), dtype=dtype)
@@ -279,7 +315,9 @@ def test_bits_of_the_torch_kernels(model: str, dtype: str, request: pytest.Fixtu
         compare(llm.engine.decoder, [dice.randrange(vocabulary) for _ in range(dice.randint(7, 90))], dice)
 
 
-def test_bits_can_differ(engines: dict[int, LLM], prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_can_differ(
+    engines: dict[int, LLM], prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The comparison above notices one node that sees one wrong slot."""
     node, seen_one = Plan.node, itertools.count()
 

@@ -12,7 +12,12 @@ from outrider.draft.draft_model import DraftModel
 from outrider.kernels.cpu import CpuKernels
 from outrider.types import Batch, Budget, Draft
 
-LAWS = ({"temperature": 0.0}, {"temperature": 0.8}, {"temperature": 1.2, "top_p": 0.9, "min_p": 0.02}, {"temperature": 0.9, "top_k": 7})
+LAWS = (
+    {"temperature": 0.0},
+    {"temperature": 0.8},
+    {"temperature": 1.2, "top_p": 0.9, "min_p": 0.02},
+    {"temperature": 0.9, "top_k": 7},
+)
 
 
 def listen(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[list[list[int]]]:
@@ -29,11 +34,16 @@ def listen(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-def test_one_call_equals_one_level_after_another(rows: int, fast: LLM, stranger: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_call_equals_one_level_after_another(
+    rows: int, fast: LLM, stranger: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows of different laws and lengths, so that chains of different depths end at different levels; as many as have seats, since how
     large a chunk is that joins rows which decode depends on the clock."""
     prompts = tiny_prompts(rows)
-    params = [SamplingParams(max_tokens=9 + 4 * i, seed=i, ignore_eos=True, **law) for i, law in zip(range(rows), itertools.cycle(LAWS))]
+    params = [
+        SamplingParams(max_tokens=9 + 4 * i, seed=i, ignore_eos=True, **law)
+        for i, law in zip(range(rows), itertools.cycle(LAWS))
+    ]
     said = []
     for alone in (True, False):
         with monkeypatch.context() as patch:
@@ -42,7 +52,9 @@ def test_one_call_equals_one_level_after_another(rows: int, fast: LLM, stranger:
                 patch.setattr(CpuKernels, "chain", lambda *_: None)
             fast.use({"method": "draft_model", "model": stranger, "num_speculative_tokens": 5})
             for law in LAWS if rows == 1 else [{}]:
-                asked = [SamplingParams(max_tokens=12, seed=3, ignore_eos=True, **law)] if rows == 1 else params
+                asked = (
+                    [SamplingParams(max_tokens=12, seed=3, ignore_eos=True, **law)] if rows == 1 else params
+                )
                 fast.generate([{"prompt_token_ids": prompt} for prompt in prompts], asked)
             said.append(heard)
     assert said[0] == said[1]

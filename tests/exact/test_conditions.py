@@ -6,7 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import Scripts, Truth, answer, counted, drive, install, prompts_of, said, settled, tiny_checkpoint, tiny_prompts
+from helpers import (
+    Scripts,
+    Truth,
+    answer,
+    counted,
+    drive,
+    install,
+    prompts_of,
+    said,
+    settled,
+    tiny_checkpoint,
+    tiny_prompts,
+)
 
 from outrider import LLM, SamplingParams
 from outrider.cache.slots import PAGE
@@ -17,26 +29,57 @@ DRAFTERS = ("ngram", "draft_model", "tree", "stranger", "window", "self")
 
 
 def params_of(law: dict[str, Any], count: int = len(PROMPTS), **more: Any) -> list[SamplingParams]:
-    return [SamplingParams(seed=i, **{"max_tokens": 24, "ignore_eos": True, **law, **more}) for i in range(count)]
+    return [
+        SamplingParams(seed=i, **{"max_tokens": 24, "ignore_eos": True, **law, **more}) for i in range(count)
+    ]
 
 
 def put_to_work(llm: LLM, drafter: str, truth: Truth, stranger: str, **options: Any) -> None:
     """ngram; a copy of the target as draft; a bush that hides the truth; a draft model that is always wrong, with all of the context and
     with little of it; the target as its own draft within a budget."""
     if drafter == "tree":
-        llm.use({"method": "scripted", "script": Scripts(truth).hidden, "nodes": 40, "num_speculative_tokens": 6, **options})
+        llm.use(
+            {
+                "method": "scripted",
+                "script": Scripts(truth).hidden,
+                "nodes": 40,
+                "num_speculative_tokens": 6,
+                **options,
+            }
+        )
     elif drafter == "stranger":
-        llm.use({"method": "draft_model", "model": stranger, "siblings": 2, "num_speculative_tokens": 3, **options})
+        llm.use(
+            {
+                "method": "draft_model",
+                "model": stranger,
+                "siblings": 2,
+                "num_speculative_tokens": 3,
+                **options,
+            }
+        )
     elif drafter == "window":
         budget = {"draft_kv_budget": 9, "draft_kv_sink": 3}
-        llm.use({"method": "draft_model", "model": stranger, "num_speculative_tokens": 3, **budget, **options})
+        llm.use(
+            {"method": "draft_model", "model": stranger, "num_speculative_tokens": 3, **budget, **options}
+        )
     elif drafter == "self":
-        llm.use({"method": "draft_model", "model": "self", "siblings": 2, "num_speculative_tokens": 3, "draft_kv_budget": 24, **options})
+        llm.use(
+            {
+                "method": "draft_model",
+                "model": "self",
+                "siblings": 2,
+                "num_speculative_tokens": 3,
+                "draft_kv_budget": 24,
+                **options,
+            }
+        )
     else:
         install(llm, drafter, **options)
 
 
-def expected_of(plain: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> tuple[list[Any], Truth]:
+def expected_of(
+    plain: LLM, prompts: list[list[int]], params: list[SamplingParams]
+) -> tuple[list[Any], Truth]:
     """What plain decoding says to each prompt alone, and the same as a truth for scripts."""
     truth, out = Truth(), []
     for prompt, p in zip(prompts, params):
@@ -60,7 +103,9 @@ drafter_of = pytest.mark.parametrize("drafter", DRAFTERS)
 @law_of
 @drafter_of
 @pytest.mark.parametrize("caching", [True, False])
-def test_prefix_cache(caching: bool, drafter: str, law: dict[str, Any], llama: str, plain: LLM, stranger: str) -> None:
+def test_prefix_cache(
+    caching: bool, drafter: str, law: dict[str, Any], llama: str, plain: LLM, stranger: str
+) -> None:
     """Asking twice, then for continuations that share a beginning: same tokens, computed again or taken from the cache."""
     llm = LLM(llama, max_num_seqs=4, enable_prefix_caching=caching)
     common = tiny_prompts(1, seed=2, longest=40)[0] * 3
@@ -82,7 +127,9 @@ def test_prefix_cache(caching: bool, drafter: str, law: dict[str, Any], llama: s
         settled(llm)
         assert len(hits) >= len(prompts)
     if caching:
-        assert min(hits) >= len(common) // PAGE * PAGE, "the second time every prompt should have been in the cache"
+        assert min(hits) >= len(common) // PAGE * PAGE, (
+            "the second time every prompt should have been in the cache"
+        )
         assert llm.engine.cache.index
     else:
         assert max(hits) == 0
@@ -152,7 +199,10 @@ def test_up_to_the_last_position(drafter: str, law: dict[str, Any], llama: str, 
     prompts = [*PROMPTS[:3], list(range(20, 67))]
     params = params_of(law, len(prompts), max_tokens=None)
     expected, truth = expected_of(plain, prompts, params)
-    assert all(len(prompt) + len(samples[0][0]) == 48 and samples[0][2] == "length" for prompt, samples in zip(prompts, expected))
+    assert all(
+        len(prompt) + len(samples[0][0]) == 48 and samples[0][2] == "length"
+        for prompt, samples in zip(prompts, expected)
+    )
     put_to_work(llm, drafter, truth, stranger)
     assert [said(o.outputs) for o in drive(llm, prompts, params)] == expected
     settled(llm)
@@ -179,15 +229,22 @@ def test_speculate_false(drafter: str, law: dict[str, Any], fast: LLM, plain: LL
 @drafter_of
 @pytest.mark.parametrize(
     "options",
-    [{"disable_by_batch_size": 2}, {"num_speculative_tokens_per_batch_size": [[1, 1, 4], [2, 2, 1], [3, 3, 2], [4, 9, 0]]}],
+    [
+        {"disable_by_batch_size": 2},
+        {"num_speculative_tokens_per_batch_size": [[1, 1, 4], [2, 2, 1], [3, 3, 2], [4, 9, 0]]},
+    ],
     ids=["disable_by_batch_size", "per_batch_size"],
 )
-def test_switching_with_the_batch(options: dict[str, Any], drafter: str, law: dict[str, Any], fast: LLM, plain: LLM, stranger: str) -> None:
+def test_switching_with_the_batch(
+    options: dict[str, Any], drafter: str, law: dict[str, Any], fast: LLM, plain: LLM, stranger: str
+) -> None:
     """The batch grows and shrinks, so that rows go from guessing to plain decoding and back in the middle of a text."""
     params = [SamplingParams(**{**vars(p), "max_tokens": 8 + 12 * i}) for i, p in enumerate(params_of(law))]
     expected, truth = expected_of(plain, PROMPTS, params)
     put_to_work(fast, drafter, truth, stranger, **options)
-    fast.engine.scheduler.chunk = lambda: 1 << 20  # prompts at once, so that the batch fills up however slow the machine is
+    fast.engine.scheduler.chunk = lambda: (
+        1 << 20
+    )  # prompts at once, so that the batch fills up however slow the machine is
     asked: list[tuple[int, bool]] = []
     budget = fast.engine.controller.budget
 
@@ -209,7 +266,9 @@ def test_switching_with_the_batch(options: dict[str, Any], drafter: str, law: di
 
 @law_of
 @drafter_of
-def test_stream_equals_generate(drafter: str, law: dict[str, Any], fast: LLM, plain: LLM, stranger: str) -> None:
+def test_stream_equals_generate(
+    drafter: str, law: dict[str, Any], fast: LLM, plain: LLM, stranger: str
+) -> None:
     """The last output of a stream is that of generate, text included; what came before only grows towards it."""
     params = params_of(law)
     expected, truth = expected_of(plain, PROMPTS, params)
@@ -237,8 +296,12 @@ def test_samples(drafter: str, fast: LLM, plain: LLM, stranger: str) -> None:
     assert all(len({str(sample) for sample in samples}) == 4 for samples in expected), "samples should differ"
     put_to_work(fast, drafter, truth, stranger)
     assert [said(o.outputs) for o in drive(fast, PROMPTS, params)] == expected
-    assert [said(o.outputs) for o in drive(fast, PROMPTS, params_of(law))] == [samples[:1] for samples in expected]
-    assert [said(o.outputs) for o in drive(fast, PROMPTS, params_of(law, n=2))] == [samples[:2] for samples in expected]
+    assert [said(o.outputs) for o in drive(fast, PROMPTS, params_of(law))] == [
+        samples[:1] for samples in expected
+    ]
+    assert [said(o.outputs) for o in drive(fast, PROMPTS, params_of(law, n=2))] == [
+        samples[:2] for samples in expected
+    ]
     for number in range(3):  # sample 3 as a lone row, which shares no prompt
         lone: Any = fast._request({"prompt_token_ids": PROMPTS[number]}, params[number], streaming=False)
         row = lone.rows[3]
@@ -254,7 +317,10 @@ def test_samples(drafter: str, fast: LLM, plain: LLM, stranger: str) -> None:
 def test_seed_of_the_engine(drafter: str, llama: str, stranger: str) -> None:
     """Requests without a seed take theirs from the engine's, in the order in which they came: speculation changes nothing."""
     params = SamplingParams(temperature=0.8, max_tokens=24, ignore_eos=True)
-    same, other = ([o.outputs[0].token_ids for o in LLM(llama, seed=s).generate(prompts_of(PROMPTS), params)] for s in (11, 12))
+    same, other = (
+        [o.outputs[0].token_ids for o in LLM(llama, seed=s).generate(prompts_of(PROMPTS), params)]
+        for s in (11, 12)
+    )
     assert same != other
     llm = LLM(llama, max_num_seqs=4, seed=11)
     put_to_work(llm, drafter, Truth(), stranger)
@@ -318,7 +384,12 @@ def test_closing_a_stream_aborts(fast: LLM, plain: LLM, stranger: str) -> None:
 @drafter_of
 @pytest.mark.parametrize("model", ["mistral", "qwen3"])
 def test_other_models(
-    model: str, drafter: str, law: dict[str, Any], stranger: str, request: pytest.FixtureRequest, window: int = 8
+    model: str,
+    drafter: str,
+    law: dict[str, Any],
+    stranger: str,
+    request: pytest.FixtureRequest,
+    window: int = 8,
 ) -> None:
     """A sliding window of eight tokens, shorter than path and prefix together; and norms of queries and keys."""
     path = request.getfixturevalue(model)
@@ -338,10 +409,18 @@ def test_other_models(
 @law_of
 @pytest.mark.parametrize("siblings", [1, 3])
 @pytest.mark.parametrize(
-    "config", [{"max_position_embeddings": 32}, {"vocab_size": 200}, {"vocab_size": 340}], ids=["short", "fewer_ids", "more_ids"]
+    "config",
+    [{"max_position_embeddings": 32}, {"vocab_size": 200}, {"vocab_size": 340}],
+    ids=["short", "fewer_ids", "more_ids"],
 )
 def test_drafts_that_fit_badly(
-    config: dict[str, int], siblings: int, law: dict[str, Any], fast: LLM, plain: LLM, checkpoints: Path, request: pytest.FixtureRequest
+    config: dict[str, int],
+    siblings: int,
+    law: dict[str, Any],
+    fast: LLM,
+    plain: LLM,
+    checkpoints: Path,
+    request: pytest.FixtureRequest,
 ) -> None:
     """A draft whose context ends in the middle of a text, and drafts that lack some of the target's ids or have others."""
     folder = checkpoints / f"misfit-{request.node.callspec.id}"
@@ -362,7 +441,9 @@ def test_drafts_that_fit_badly(
 
 @law_of
 @drafter_of
-def test_torch_kernels(drafter: str, law: dict[str, Any], llama: str, stranger: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_kernels(
+    drafter: str, law: dict[str, Any], llama: str, stranger: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The torch kernels, which every other device uses, alone and in company, chains and trees."""
     monkeypatch.setenv("OUTRIDER_KERNELS", "torch")
     plain, fast = LLM(llama), LLM(llama, max_num_seqs=4)

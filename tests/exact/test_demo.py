@@ -12,7 +12,9 @@ def test_the_demo_runs_and_every_method_says_the_same() -> None:
     result = CliRunner().invoke(app, ["demo", "--tokens", "6"], env={"COLUMNS": "120"})
     assert result.exit_code == 0, result.output
     for label in demonstrations():
-        rows = [line for line in result.output.splitlines() if "│" in line and line.split("│")[0].strip() == label]
+        rows = [
+            line for line in result.output.splitlines() if "│" in line and line.split("│")[0].strip() == label
+        ]
         assert len(rows) == 2, f"{label}: one row greedy, one sampled"
         assert all("✓" in row and "✗" not in row for row in rows)
     assert "exactly what plain decoding says" in result.output

@@ -49,7 +49,17 @@ ASKS: tuple[dict[str, Any], ...] = (
     {"presence_penalty": -1.5},
     {"repetition_penalty": 1.5, "frequency_penalty": 0.8, "presence_penalty": 0.6},
 )
-SEEDS = (2, 2, 2, 2, 2, 3, 5, 3, 4)  # of each of them for each prompt, with SAMPLES samples each: what shows less takes more
+SEEDS = (
+    2,
+    2,
+    2,
+    2,
+    2,
+    3,
+    5,
+    3,
+    4,
+)  # of each of them for each prompt, with SAMPLES samples each: what shows less takes more
 ALONE = {"temperature": 1.0}
 LEAST, BINS = 5.0, 8  # expected samples of a cell; cells by likelihood
 ALARM = 1e-3
@@ -166,10 +176,20 @@ def p_values(lots: Sequence[Lot]) -> list[float]:
 
 
 def sampled(
-    llm: LLM, exact: Exact, asks: Sequence[dict[str, Any]], seeds: Sequence[int] = SEEDS, instead: Sequence[dict[str, Any]] | None = None
+    llm: LLM,
+    exact: Exact,
+    asks: Sequence[dict[str, Any]],
+    seeds: Sequence[int] = SEEDS,
+    instead: Sequence[dict[str, Any]] | None = None,
 ) -> list[Lot]:
     """A lot for each of `asks`, all requests handed in at once; these ask for something else where `instead` is given."""
-    crowd = [(i, place) for nth in range(max(seeds)) for i in range(len(asks)) if nth < seeds[i] for place in range(len(PROMPTS))]
+    crowd = [
+        (i, place)
+        for nth in range(max(seeds))
+        for i in range(len(asks))
+        if nth < seeds[i]
+        for place in range(len(PROMPTS))
+    ]
     params = [
         SamplingParams(seed=seed, n=SAMPLES, max_tokens=TOKENS + 1, detokenize=False, **(instead or asks)[i])
         for seed, (i, _) in enumerate(crowd)
@@ -186,7 +206,9 @@ def sampled(
 
 @pytest.fixture(scope="module")
 def llm(checkpoint: Checkpoint) -> LLM:
-    return LLM(str(checkpoint(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1)), max_num_seqs=SEATS)
+    return LLM(
+        str(checkpoint(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1)), max_num_seqs=SEATS
+    )
 
 
 @pytest.fixture(scope="module")
@@ -218,9 +240,19 @@ def drafting(kind: str, draft: str) -> dict[str, Any]:
     """speculative_config of one kind of drafter."""
     if kind.startswith("chosen"):
         tree = kind == "chosen tree"
-        return {"method": "scripted", "script": chosen if tree else chain, "nodes": 6 if tree else DEPTH, "num_speculative_tokens": DEPTH}
+        return {
+            "method": "scripted",
+            "script": chosen if tree else chain,
+            "nodes": 6 if tree else DEPTH,
+            "num_speculative_tokens": DEPTH,
+        }
     siblings, _, draws = kind.partition(" ")
-    return {"model": draft, "num_speculative_tokens": DEPTH, "siblings": int(siblings), "sibling_draws": draws or "without"}
+    return {
+        "model": draft,
+        "num_speculative_tokens": DEPTH,
+        "siblings": int(siblings),
+        "sibling_draws": draws or "without",
+    }
 
 
 KINDS = {
@@ -265,7 +297,9 @@ def test_the_power_of_the_test(exact: Exact) -> None:
     dice, healthy = np.random.default_rng(0), list[float]()
 
     def samples(law: np.ndarray, seeds: int) -> np.ndarray:
-        return np.stack([dice.multinomial(seeds * SAMPLES, share.ravel()).reshape(share.shape) for share in law]).astype(float)
+        return np.stack(
+            [dice.multinomial(seeds * SAMPLES, share.ravel()).reshape(share.shape) for share in law]
+        ).astype(float)
 
     for ask, seeds in (pair for turn in (0, 1) for pair in list(zip(laws(turn), SEEDS))[1:]):
         asked, bare = exact.joint(ask), exact.joint({"temperature": ask["temperature"]})
@@ -302,16 +336,24 @@ def test_typical_acceptance_is_noticed(kind: str, llm: LLM, exact: Exact, draft:
     assert caught(llm, exact)
 
 
-@pytest.mark.parametrize(("judge", "module"), [("rejection", rejection), ("block", block), ("traversal", traversal)])
-def test_a_wrong_residual(judge: str, module: Any, llm: LLM, exact: Exact, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("judge", "module"), [("rejection", rejection), ("block", block), ("traversal", traversal)]
+)
+def test_a_wrong_residual(
+    judge: str, module: Any, llm: LLM, exact: Exact, draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What follows a rejection comes from p itself."""
     llm.use({**drafting("1", draft), "verification": judge})
-    monkeypatch.setattr(module, "surplus", lambda p, q, scale=1.0: (p, float((scale * p - q).clamp_min(0).sum())))
+    monkeypatch.setattr(
+        module, "surplus", lambda p, q, scale=1.0: (p, float((scale * p - q).clamp_min(0).sum()))
+    )
     assert caught(llm, exact)
 
 
 @pytest.mark.parametrize("judge", ["rejection", "block"])
-def test_draws_and_acceptance_from_one_coin(judge: str, llm: LLM, exact: Exact, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draws_and_acceptance_from_one_coin(
+    judge: str, llm: LLM, exact: Exact, draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def shared(row: Row, node: int, probability: float) -> bool:
         return coin(stream_of(row.seed, row.index), DRAW, len(row.tokens), node) < probability
 
@@ -320,7 +362,9 @@ def test_draws_and_acceptance_from_one_coin(judge: str, llm: LLM, exact: Exact, 
     assert caught(llm, exact)
 
 
-def test_acceptance_and_what_follows_from_one_coin(llm: LLM, exact: Exact, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_acceptance_and_what_follows_from_one_coin(
+    llm: LLM, exact: Exact, draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What follows a rejection is drawn with the coin that rejected."""
 
     def shared(row: Row, node: int, law: Tensor) -> int:
@@ -331,7 +375,9 @@ def test_acceptance_and_what_follows_from_one_coin(llm: LLM, exact: Exact, draft
     assert caught(llm, exact)
 
 
-def test_dropping_a_drawn_guess_for_what_it_is(llm: LLM, exact: Exact, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropping_a_drawn_guess_for_what_it_is(
+    llm: LLM, exact: Exact, draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A chain is cut before its first odd token: those that stay are no draws any more."""
     llm.use({**drafting("1", draft), "verification": "rejection"})
     propose = llm.engine.drafter.propose

@@ -24,16 +24,24 @@ def llm(request: pytest.FixtureRequest, fast: LLM, plain: LLM) -> LLM:
     truth = Truth()
     for prompt in PROMPTS:
         truth.learn(prompt, 5, answer(plain, prompt, FREE).outputs)
-    fast.use(None if request.param == "off" else {"method": "scripted", "script": Scripts(truth).right, "num_speculative_tokens": 6})
+    fast.use(
+        None
+        if request.param == "off"
+        else {"method": "scripted", "script": Scripts(truth).right, "num_speculative_tokens": 6}
+    )
     return fast
 
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["generate", "stream"])
-def test_a_token_that_ends_the_text_is_not_part_of_it(streaming: bool, llm: LLM, told: list[list[int]]) -> None:
+def test_a_token_that_ends_the_text_is_not_part_of_it(
+    streaming: bool, llm: LLM, told: list[list[int]]
+) -> None:
     """A stop token is among token_ids, but its text is not in the text: as with EOS, and as in vLLM."""
     params = [SamplingParams(**{**vars(FREE), "stop_token_ids": [tokens[10]]}) for tokens in told]
     prompts: Any = prompts_of(PROMPTS)
-    outputs = [o for o in llm.stream(prompts, params) if o.finished] if streaming else llm.generate(prompts, params)
+    outputs = (
+        [o for o in llm.stream(prompts, params) if o.finished] if streaming else llm.generate(prompts, params)
+    )
     for output in outputs:
         sample = output.outputs[0]
         assert sample.finish_reason == "stop"
@@ -76,9 +84,15 @@ def test_what_ended_the_text_can_stay_in_it(streaming: bool, llm: LLM, told: lis
     """include_stop_str_in_output: the stop string is the last thing in the text, and a stop token has its text."""
     decode = llm.get_tokenizer().decode
     whole = [decode(tokens, skip_special_tokens=True) for tokens in told]
-    strings = [SamplingParams(**{**vars(FREE), "stop": ["never", text[8:12]], "include_stop_str_in_output": True}) for text in whole]
+    strings = [
+        SamplingParams(**{**vars(FREE), "stop": ["never", text[8:12]], "include_stop_str_in_output": True})
+        for text in whole
+    ]
     assert texts(llm, streaming, strings) == [text[: text.index(text[8:12]) + 4] for text in whole]
-    ids = [SamplingParams(**{**vars(FREE), "stop_token_ids": [tokens[10]], "include_stop_str_in_output": True}) for tokens in told]
+    ids = [
+        SamplingParams(**{**vars(FREE), "stop_token_ids": [tokens[10]], "include_stop_str_in_output": True})
+        for tokens in told
+    ]
     said = [tokens[: tokens.index(tokens[10]) + 1] for tokens in told]
     assert texts(llm, streaming, ids) == [decode(tokens, skip_special_tokens=True) for tokens in said]
     settled(llm)
@@ -87,13 +101,22 @@ def test_what_ended_the_text_can_stay_in_it(streaming: bool, llm: LLM, told: lis
 @both
 def test_special_tokens_can_be_shown(streaming: bool, fast: LLM) -> None:
     """skip_special_tokens=False shows them, also where one ended the text, if that is to stay."""
-    forced = {**vars(FREE), "temperature": 0.8, "allowed_token_ids": [2, 60, 61, 62], "skip_special_tokens": False}
+    forced = {
+        **vars(FREE),
+        "temperature": 0.8,
+        "allowed_token_ids": [2, 60, 61, 62],
+        "skip_special_tokens": False,
+    }
     fast.use({"method": "ngram"})
     decode = fast.get_tokenizer().decode
     free = fast.generate(prompts_of(PROMPTS), SamplingParams(**forced))
-    for output, text in zip(free, texts(fast, streaming, [SamplingParams(**forced)] * len(PROMPTS)), strict=True):
+    for output, text in zip(
+        free, texts(fast, streaming, [SamplingParams(**forced)] * len(PROMPTS)), strict=True
+    ):
         assert text == decode(output.outputs[0].token_ids, skip_special_tokens=False) and "<|pad|>" in text
-    hidden = texts(fast, streaming, [SamplingParams(**{**forced, "skip_special_tokens": True})] * len(PROMPTS))
+    hidden = texts(
+        fast, streaming, [SamplingParams(**{**forced, "skip_special_tokens": True})] * len(PROMPTS)
+    )
     assert hidden == [decode(output.outputs[0].token_ids, skip_special_tokens=True) for output in free]
     for keep in (True, False):
         ended = SamplingParams(**{**forced, "stop_token_ids": [2], "include_stop_str_in_output": keep})

@@ -32,7 +32,9 @@ def params_of(number: int, temperature: float) -> SamplingParams:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("temperature", LAWS)
 @pytest.mark.parametrize("kernels", ["", "torch"])
-def test_tokens(kernels: str, temperature: float, form: str, llama: str, stranger: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens(
+    kernels: str, temperature: float, form: str, llama: str, stranger: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each prompt alone against all of them at once, guessed for by n-grams, draft models and trees around the truth."""
     monkeypatch.setenv("OUTRIDER_KERNELS", kernels)
     llm = LLM(llama, max_num_seqs=4, **FORMS[form])
@@ -44,14 +46,22 @@ def test_tokens(kernels: str, temperature: float, form: str, llama: str, strange
         truth.learn(prompt, i, output.outputs)
     configs: list[dict[str, Any]] = [
         {"method": "ngram", "prompt_lookup_min": 1},
-        {"method": "draft_model", "model": llama, "num_speculative_tokens": 3, "siblings": 2, "quantization": "int4"},
+        {
+            "method": "draft_model",
+            "model": llama,
+            "num_speculative_tokens": 3,
+            "siblings": 2,
+            "quantization": "int4",
+        },
         {"method": "draft_model", "model": stranger, "num_speculative_tokens": 3},
         {"method": "scripted", "script": Scripts(truth).hidden, "nodes": 40, "num_speculative_tokens": 6},
     ]
     for config in configs if not kernels else configs[-1:]:
         llm.use(config)
         got = llm.generate(prompts_of(PROMPTS), params)
-        assert [said(output.outputs) for output in got] == [said(output.outputs) for output in expected], config
+        assert [said(output.outputs) for output in got] == [said(output.outputs) for output in expected], (
+            config
+        )
         settled(llm)
     assert sum(output.speculation.accepted for output in got) > 20
 
@@ -77,7 +87,8 @@ def test_the_pools_of_target_and_draft_follow_the_option(llama: str) -> None:
 
 def test_more_tokens_fit_into_the_same_memory() -> None:
     pages = [
-        LLM("builtin", kv_cache_memory_bytes=8 << 20, max_model_len=256, kv_cache_dtype=d).engine.cache.pages for d in ("auto", "int8")
+        LLM("builtin", kv_cache_memory_bytes=8 << 20, max_model_len=256, kv_cache_dtype=d).engine.cache.pages
+        for d in ("auto", "int8")
     ]
     assert pages[1] > 1.8 * pages[0] or LLM("builtin").engine.decoder.dtype == torch.float32
 
@@ -117,14 +128,23 @@ def whole() -> tuple[list[list[int]], Tensor]:
     """Texts of the built-in model, and what it thinks of them with all its bits."""
     llm = LLM("builtin")
     outputs = llm.generate(
-        ["The old bridge", "Count from 3 to 12.", "Who was she?", "def add(", "Once upon a time", "Dear Anna,"],
+        [
+            "The old bridge",
+            "Count from 3 to 12.",
+            "Who was she?",
+            "def add(",
+            "Once upon a time",
+            "Dear Anna,",
+        ],
         SamplingParams(temperature=0.8, seed=1, max_tokens=60, ignore_eos=True),
     )
     texts = [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
     return texts, log_laws(llm, texts)
 
 
-@pytest.mark.parametrize(("form", "most"), [("int8", 0.0006), ("K/V", 0.0003), ("int4", 0.03), ("int4, K/V", 0.03)])
+@pytest.mark.parametrize(
+    ("form", "most"), [("int8", 0.0006), ("K/V", 0.0003), ("int4", 0.03), ("int4, K/V", 0.03)]
+)
 def test_divergence(form: str, most: float, whole: tuple[list[list[int]], Tensor]) -> None:
     """Mean Kullback-Leibler divergence from the model with all its bits; measured when this was written: 0.0002, 0.0001, 0.012."""
     texts, before = whole

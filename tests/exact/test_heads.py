@@ -30,7 +30,9 @@ def test_over_transformers_own_code(pair: tuple[LLM, LLM], method: str) -> None:
     install(fast, method)
     for params in (GREEDY, SAMPLED):
         outputs = fast.generate(prompts_of(PROMPTS), params, use_tqdm=False)
-        assert [said(output.outputs) for output in outputs] == [said(answer(plain, prompt, params).outputs) for prompt in PROMPTS]
+        assert [said(output.outputs) for output in outputs] == [
+            said(answer(plain, prompt, params).outputs) for prompt in PROMPTS
+        ]
         assert sum(output.speculation.drafted for output in outputs) > 0
     settled(fast)
 
@@ -43,7 +45,9 @@ def test_the_prompt_of_a_request_that_ends_at_once_is_shared(method: str, tmp_pa
     once = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     first, again = (llm.generate([prompt], params, use_tqdm=False)[0] for params in (once, GREEDY))
     room = (len(prompt["prompt_token_ids"]) - 1) // PAGE * PAGE
-    assert not first.num_cached_tokens and again.num_cached_tokens == room - llm.engine.drafter.needs.lookbehind
+    assert (
+        not first.num_cached_tokens and again.num_cached_tokens == room - llm.engine.drafter.needs.lookbehind
+    )
     llm.engine.forget_prefixes()
     alone = llm.generate([prompt], GREEDY, use_tqdm=False)[0]
     assert said(again.outputs) == said(alone.outputs)

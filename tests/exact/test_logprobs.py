@@ -23,7 +23,10 @@ DRAFTERS = ("ngram", "draft_model", "tree", "stranger")
 
 
 def asking(count: int = len(PROMPTS), **more: Any) -> list[SamplingParams]:
-    return [SamplingParams(**{"seed": i, "logprobs": 3, "prompt_logprobs": 2, **SAMPLED, **more}) for i in range(count)]
+    return [
+        SamplingParams(**{"seed": i, "logprobs": 3, "prompt_logprobs": 2, **SAMPLED, **more})
+        for i in range(count)
+    ]
 
 
 def put_to_work(llm: LLM, drafter: str, expected: list[RequestOutput], stranger: str) -> None:
@@ -31,7 +34,9 @@ def put_to_work(llm: LLM, drafter: str, expected: list[RequestOutput], stranger:
     for seed, output in enumerate(expected):
         truth.learn(output.prompt_token_ids, seed, output.outputs)
     if drafter == "tree":
-        llm.use({"method": "scripted", "script": Scripts(truth).hidden, "nodes": 40, "num_speculative_tokens": 6})
+        llm.use(
+            {"method": "scripted", "script": Scripts(truth).hidden, "nodes": 40, "num_speculative_tokens": 6}
+        )
     elif drafter == "stranger":
         llm.use({"method": "draft_model", "model": stranger, "siblings": 2, "num_speculative_tokens": 3})
     else:
@@ -50,7 +55,9 @@ def whole(folder: str, tokens: list[int]) -> Tensor:
     from transformers import AutoModelForCausalLM
 
     with torch.no_grad():
-        logits: Tensor = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(torch.tensor([tokens])).logits[0]
+        logits: Tensor = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(
+            torch.tensor([tokens])
+        ).logits[0]
     return logits
 
 
@@ -66,7 +73,9 @@ def assert_entry(entry: dict[int, Logprob], token: int, values: Tensor, count: i
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_they_are_those_of_the_model(temperature: float, plain: LLM, llama: str) -> None:
-    params = SamplingParams(**{**SAMPLED, "temperature": temperature, "logprobs": 3, "prompt_logprobs": 2, "seed": 1})
+    params = SamplingParams(
+        **{**SAMPLED, "temperature": temperature, "logprobs": 3, "prompt_logprobs": 2, "seed": 1}
+    )
     output = answer(plain, PROMPTS[0], params)
     sample = output.outputs[0]
     assert sample.logprobs is not None and output.prompt_logprobs is not None
@@ -86,13 +95,24 @@ def test_they_are_those_of_the_model(temperature: float, plain: LLM, llama: str)
 
 def test_none_all_and_no_others(plain: LLM, llama: str) -> None:
     """0 is the token alone, -1 the whole vocabulary."""
-    output = answer(plain, PROMPTS[1], SamplingParams(**{**SAMPLED, "logprobs": 0, "prompt_logprobs": 0, "seed": 1}))
+    output = answer(
+        plain, PROMPTS[1], SamplingParams(**{**SAMPLED, "logprobs": 0, "prompt_logprobs": 0, "seed": 1})
+    )
     assert output.prompt_logprobs is not None and output.outputs[0].logprobs is not None
-    assert [list(entry) for entry in output.outputs[0].logprobs] == [[token] for token in output.outputs[0].token_ids]
-    assert [entry and list(entry) for entry in output.prompt_logprobs] == [None, *([token] for token in PROMPTS[1][1:])]
-    every = answer(plain, PROMPTS[1], SamplingParams(**{**SAMPLED, "logprobs": -1, "max_tokens": 2, "seed": 1})).outputs[0]
+    assert [list(entry) for entry in output.outputs[0].logprobs] == [
+        [token] for token in output.outputs[0].token_ids
+    ]
+    assert [entry and list(entry) for entry in output.prompt_logprobs] == [
+        None,
+        *([token] for token in PROMPTS[1][1:]),
+    ]
+    every = answer(
+        plain, PROMPTS[1], SamplingParams(**{**SAMPLED, "logprobs": -1, "max_tokens": 2, "seed": 1})
+    ).outputs[0]
     assert every.logprobs is not None and [len(entry) for entry in every.logprobs] == [300, 300]
-    nothing = answer(plain, PROMPTS[1], SamplingParams(**{**SAMPLED, "logprobs": 0, "detokenize": False, "seed": 1})).outputs[0]
+    nothing = answer(
+        plain, PROMPTS[1], SamplingParams(**{**SAMPLED, "logprobs": 0, "detokenize": False, "seed": 1})
+    ).outputs[0]
     assert nothing.text == "" and nothing.logprobs is not None
     assert {one.decoded_token for entry in nothing.logprobs for one in entry.values()} == {None}
 
@@ -112,7 +132,9 @@ def test_speculation_changes_none(drafter: str, fast: LLM, plain: LLM, stranger:
     put_to_work(fast, drafter, expected, stranger)
     got = drive(fast, PROMPTS, params)
     assert list(map(told, got)) == list(map(told, expected))
-    assert [[s.cumulative_logprob for s in o.outputs] for o in got] == [[s.cumulative_logprob for s in o.outputs] for o in expected]
+    assert [[s.cumulative_logprob for s in o.outputs] for o in got] == [
+        [s.cumulative_logprob for s in o.outputs] for o in expected
+    ]
     settled(fast)
 
 
@@ -151,7 +173,9 @@ def test_preemption(drafter: str, llama: str, plain: LLM, stranger: str) -> None
     tight = LLM(llama, max_num_seqs=4, max_model_len=192)
     put_to_work(tight, drafter, expected, stranger)
     slot = tight.engine.decoder.slot_bytes + tight.engine.drafter.slot_bytes
-    small = LLM(llama, max_num_seqs=4, max_model_len=192, max_num_batched_tokens=16, kv_cache_memory_bytes=192 * slot)
+    small = LLM(
+        llama, max_num_seqs=4, max_model_len=192, max_num_batched_tokens=16, kv_cache_memory_bytes=192 * slot
+    )
     put_to_work(small, drafter, expected, stranger)
     assert list(map(told, drive(small, PROMPTS, params))) == list(map(told, expected))
     assert small.engine.scheduler.preemptions > 0
@@ -192,7 +216,9 @@ def test_an_end_inside_a_path(fast: LLM, plain: LLM, stranger: str) -> None:
     for output in got:
         sample = output.outputs[0]
         assert sample.logprobs is not None and len(sample.logprobs) == len(sample.token_ids) <= 10
-        assert sample.cumulative_logprob == sum(e[t].logprob for e, t in zip(sample.logprobs, sample.token_ids))
+        assert sample.cumulative_logprob == sum(
+            e[t].logprob for e, t in zip(sample.logprobs, sample.token_ids)
+        )
 
 
 def test_a_stream_shows_them_as_they_come(fast: LLM, plain: LLM, stranger: str) -> None:
@@ -225,11 +251,17 @@ def test_modes(mode: str, llama: str, stranger: str) -> None:
     shares = sum(2.718281828459045**one.logprob for one in first.values())
     if mode == "processed_logprobs":
         assert len(first) <= 4 and 0.5 < shares <= 1 + 1e-6
-        assert scored is not None and scored[PROMPTS[0][1]].logprob == pytest.approx(float(raw[0].log_softmax(-1)[PROMPTS[0][1]]), abs=1e-4)
+        assert scored is not None and scored[PROMPTS[0][1]].logprob == pytest.approx(
+            float(raw[0].log_softmax(-1)[PROMPTS[0][1]]), abs=1e-4
+        )
     else:
-        assert scored is not None and scored[PROMPTS[0][1]].logprob == pytest.approx(float(raw[0, PROMPTS[0][1]]), abs=1e-4)
+        assert scored is not None and scored[PROMPTS[0][1]].logprob == pytest.approx(
+            float(raw[0, PROMPTS[0][1]]), abs=1e-4
+        )
         token = output.outputs[0].token_ids[0]
-        assert (first[token].logprob == pytest.approx(float(raw[-1, token]), abs=1e-4)) == (mode == "raw_logits")
+        assert (first[token].logprob == pytest.approx(float(raw[-1, token]), abs=1e-4)) == (
+            mode == "raw_logits"
+        )
 
 
 def test_an_unknown_mode(llama: str) -> None:
@@ -240,7 +272,9 @@ def test_an_unknown_mode(llama: str) -> None:
 # ---- what it costs
 
 
-def test_who_asks_for_nothing_pays_nothing(fast: LLM, plain: LLM, stranger: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_asks_for_nothing_pays_nothing(
+    fast: LLM, plain: LLM, stranger: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No processor, no view of the ids, no log-softmax and no logits of a prompt's rows."""
     params = [SamplingParams(**{**SAMPLED, "seed": i}) for i in range(len(PROMPTS))]
     expected = answers(plain, params)

@@ -10,7 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Scripts, Truth, answer, install, prompts_of, said, settled, tiny_checkpoint, tiny_prompts, write_adapter
+from helpers import (
+    Scripts,
+    Truth,
+    answer,
+    install,
+    prompts_of,
+    said,
+    settled,
+    tiny_checkpoint,
+    tiny_prompts,
+    write_adapter,
+)
 from safetensors.torch import load_file, save_file
 
 from outrider import LLM, LoRARequest, RequestError, SamplingParams, draft
@@ -59,7 +70,11 @@ ODD = {"hidden_size": 60, "intermediate_size": 90, "head_dim": 14}  # nothing fi
 ADAPTERS: dict[str, dict[str, Any]] = {
     "all": {},
     "two": {"projections": "q v", "binary": True},
-    "patterns": {"r": 3, "rank_pattern": {"k_proj": 9, "layers.1.mlp.down_proj": 1}, "alpha_pattern": {".*o_proj": 1, "k_proj": 32}},
+    "patterns": {
+        "r": 3,
+        "rank_pattern": {"k_proj": 9, "layers.1.mlp.down_proj": 1},
+        "alpha_pattern": {".*o_proj": 1, "k_proj": 32},
+    },
     "stabilised": {"r": 16, "use_rslora": True, "rank_pattern": {"q_proj": 4}},
 }
 
@@ -68,7 +83,9 @@ def merged(model: str, to: Path, matrices: dict[str, Any], scale: Callable[[str,
     shutil.copytree(model, to)
     weights = load_file(to / "model.safetensors")
     for module, (a, b) in matrices.items():
-        weights[f"{module}.weight"] = (weights[f"{module}.weight"].double() + scale(module, a.shape[0]) * (b.double() @ a.double())).float()
+        weights[f"{module}.weight"] = (
+            weights[f"{module}.weight"].double() + scale(module, a.shape[0]) * (b.double() @ a.double())
+        ).float()
     save_file(weights, to / "model.safetensors", {"format": "pt"})
     return str(to)
 
@@ -76,7 +93,9 @@ def merged(model: str, to: Path, matrices: dict[str, Any], scale: Callable[[str,
 SCALES: dict[str, Callable[[str, int], float]] = {
     "all": lambda module, rank: 8 / 4,
     "two": lambda module, rank: 8 / 4,
-    "patterns": lambda module, rank: (1 if module.endswith("o_proj") else 32 if module.endswith("k_proj") else 8) / rank,
+    "patterns": lambda module, rank: (
+        (1 if module.endswith("o_proj") else 32 if module.endswith("k_proj") else 8) / rank
+    ),
     "stabilised": lambda module, rank: 8 / rank**0.5,
 }
 
@@ -84,17 +103,25 @@ SCALES: dict[str, Callable[[str, int], float]] = {
 @pytest.mark.parametrize("kernels", ["c", "torch"])
 @pytest.mark.parametrize("kind", ADAPTERS)
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
-def test_merged_weights(family: str, kind: str, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_merged_weights(
+    family: str, kind: str, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Greedy tokens of W + scale B A in float32; Qwen2 has biases, Qwen3 norms of queries and keys."""
     monkeypatch.setenv("OUTRIDER_KERNELS", kernels)
     model = tiny_checkpoint(tmp_path / "model", family, **(ODD if family == "Llama" else {}))
     matrices = write_adapter(tmp_path / "adapter", model, **ADAPTERS[kind])
-    expected = LLM(merged(model, tmp_path / "merged", matrices, SCALES[kind])).generate(prompts_of(PROMPTS), GREEDY)
+    expected = LLM(merged(model, tmp_path / "merged", matrices, SCALES[kind])).generate(
+        prompts_of(PROMPTS), GREEDY
+    )
     llm = LLM(model, enable_lora=True)
-    got = llm.generate(prompts_of(PROMPTS), GREEDY, lora_request=LoRARequest("it", 1, str(tmp_path / "adapter")))
+    got = llm.generate(
+        prompts_of(PROMPTS), GREEDY, lora_request=LoRARequest("it", 1, str(tmp_path / "adapter"))
+    )
     assert [said(o.outputs) for o in got] == [said(o.outputs) for o in expected]
     base = llm.generate(prompts_of(PROMPTS), GREEDY)
-    assert sum(said(a.outputs) != said(b.outputs) for a, b in zip(got, base)) > len(PROMPTS) // 2, "the adapter says nothing new"
+    assert sum(said(a.outputs) != said(b.outputs) for a, b in zip(got, base)) > len(PROMPTS) // 2, (
+        "the adapter says nothing new"
+    )
 
 
 # ---- company
@@ -130,14 +157,22 @@ def test_a_row_computes_the_same_bits_in_any_company(dtype: str, tmp_path: Path)
                 plan.chain(tables[i], start, [5 + i + start])
                 if (adapter := adapters[i % 4]) is not None:
                     plan.adapt(0, adapter)
-                assert torch.equal(decoder.forward(plan.build(), pool)[0], together[first + start]), (i, start)
+                assert torch.equal(decoder.forward(plan.build(), pool)[0], together[first + start]), (
+                    i,
+                    start,
+                )
         first += length
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("drafter", [*draft.names(), "tree", "chain"])
 def test_every_drafter(
-    drafter: str, params: SamplingParams, llm: LLM, loras: list[LoRARequest], alone: Callable[..., Any], llama: str
+    drafter: str,
+    params: SamplingParams,
+    llm: LLM,
+    loras: list[LoRARequest],
+    alone: Callable[..., Any],
+    llama: str,
 ) -> None:
     """Six prompts with three adapters and none, more than there are seats; twice, so that the second time hits the prefix cache."""
     chosen = [loras[0], None, loras[1], loras[2], loras[0], None]
@@ -149,7 +184,9 @@ def test_every_drafter(
     if drafter == "tree":
         known = truth.ahead
         truth.ahead = lambda row, count: known(_seeded(row, params), count)  # type: ignore[method-assign]
-        llm.use({"method": "scripted", "script": Scripts(truth).hidden, "nodes": 40, "num_speculative_tokens": 6})
+        llm.use(
+            {"method": "scripted", "script": Scripts(truth).hidden, "nodes": 40, "num_speculative_tokens": 6}
+        )
     elif drafter == "chain":
         llm.use({"method": "draft_model", "model": llama, "num_speculative_tokens": 3})
     else:
@@ -181,8 +218,18 @@ def test_on_weights_of_few_bits(llama: str, loras: list[LoRARequest]) -> None:
     chosen = [loras[i % 3] for i in range(len(PROMPTS))]
     bits = {"quantization": "int4", "kv_cache_dtype": "int8"}
     plain = LLM(llama, enable_lora=True, max_loras=3, enable_prefix_caching=False, **bits)
-    expected = [plain.generate(prompt, SAMPLED, lora_request=lora)[0] for prompt, lora in zip(prompts_of(PROMPTS), chosen)]
-    llm = LLM(llama, max_num_seqs=4, enable_lora=True, max_loras=3, speculative_config={"model": llama, "siblings": 2}, **bits)
+    expected = [
+        plain.generate(prompt, SAMPLED, lora_request=lora)[0]
+        for prompt, lora in zip(prompts_of(PROMPTS), chosen)
+    ]
+    llm = LLM(
+        llama,
+        max_num_seqs=4,
+        enable_lora=True,
+        max_loras=3,
+        speculative_config={"model": llama, "siblings": 2},
+        **bits,
+    )
     outputs = llm.generate(prompts_of(PROMPTS), SAMPLED, lora_request=chosen)
     assert [said(o.outputs) for o in outputs] == [said(o.outputs) for o in expected]
 
@@ -204,7 +251,9 @@ def test_chat(llm: LLM, loras: list[LoRARequest]) -> None:
     llm.use(None)
     talks = [[{"role": "user", "content": text}] for text in ("one", "two")]
     given: dict[str, Any] = {"chat_template": "{{ messages[0]['content'] }}: "}
-    adapted, plain, both = (llm.chat(talks, SAMPLED, **given, lora_request=lora) for lora in (loras[0], None, [loras[0], None]))
+    adapted, plain, both = (
+        llm.chat(talks, SAMPLED, **given, lora_request=lora) for lora in (loras[0], None, [loras[0], None])
+    )
     assert [said(o.outputs) for o in both] == [said(adapted[0].outputs), said(plain[1].outputs)]
     assert said(adapted[0].outputs) != said(plain[0].outputs)
 
@@ -213,7 +262,14 @@ def test_preemption(llama: str, loras: list[LoRARequest], alone: Callable[..., A
     """Rows lose cache and adapter midway and take both up again."""
     slot = LLM(llama).engine.decoder.slot_bytes
     params = SamplingParams(**{**vars(SAMPLED), "max_tokens": 60})
-    small = LLM(llama, max_num_seqs=4, max_model_len=128, kv_cache_memory_bytes=8 * PAGE * slot, enable_lora=True, max_loras=2)
+    small = LLM(
+        llama,
+        max_num_seqs=4,
+        max_model_len=128,
+        kv_cache_memory_bytes=8 * PAGE * slot,
+        enable_lora=True,
+        max_loras=2,
+    )
     chosen = [loras[i % 3] for i in range(len(PROMPTS))]
     outputs = small.generate(prompts_of(PROMPTS), params, lora_request=chosen)
     assert small.engine.scheduler.preemptions > 0
@@ -225,7 +281,9 @@ def test_preemption(llama: str, loras: list[LoRARequest], alone: Callable[..., A
 # ---- the prefix cache
 
 
-def differences(llm: LLM, prompts: list[list[int]], loras: list[LoRARequest], alone: Callable[..., Any]) -> int:
+def differences(
+    llm: LLM, prompts: list[list[int]], loras: list[LoRARequest], alone: Callable[..., Any]
+) -> int:
     """Every prompt with every adapter and with none, one after the other: how many come out differently."""
     wrong = 0
     for prompt in prompts:
@@ -235,7 +293,9 @@ def differences(llm: LLM, prompts: list[list[int]], loras: list[LoRARequest], al
     return wrong
 
 
-def test_prefixes_are_shared_within_an_adapter_only(llama: str, loras: list[LoRARequest], alone: Callable[..., Any]) -> None:
+def test_prefixes_are_shared_within_an_adapter_only(
+    llama: str, loras: list[LoRARequest], alone: Callable[..., Any]
+) -> None:
     llm = LLM(llama, enable_lora=True, max_loras=1)
     long = [[*tiny_prompts(1, seed=8, longest=40)[0] * 3, 7]]
     hits, match = [], llm.engine.cache.match
@@ -247,7 +307,9 @@ def test_prefixes_are_shared_within_an_adapter_only(llama: str, loras: list[LoRA
     llm.engine.cache.match = listening  # type: ignore[method-assign]
     assert differences(llm, long, loras, alone) == 0
     assert hits[:4] == [0, 0, 0, 0]
-    assert all(hit >= (len(long[0]) - 1) // PAGE * PAGE > PAGE for hit in hits[4:]), "the second time it should have been cached"
+    assert all(hit >= (len(long[0]) - 1) // PAGE * PAGE > PAGE for hit in hits[4:]), (
+        "the second time it should have been cached"
+    )
 
 
 def test_a_shared_prefix_index_is_noticed(
@@ -262,7 +324,9 @@ def test_a_shared_prefix_index_is_noticed(
 # ---- memory
 
 
-def test_more_adapters_than_fit_take_turns(llama: str, loras: list[LoRARequest], alone: Callable[..., Any]) -> None:
+def test_more_adapters_than_fit_take_turns(
+    llama: str, loras: list[LoRARequest], alone: Callable[..., Any]
+) -> None:
     """One adapter in memory: rows of another one wait, in order of arrival, and one that is in use is never evicted."""
     llm = LLM(llama, max_num_seqs=4, enable_lora=True, max_loras=1, speculative_config={"method": "ngram"})
     engine = llm.engine
@@ -292,7 +356,9 @@ def test_the_adapter_unused_for_longest_goes(llm: LLM, llama: str, loras: list[L
     assert list(two.engine.adapters.loaded) == [1, 3]
 
 
-def test_an_adapter_that_vanishes_fails_its_own_rows_only(llama: str, loras: list[LoRARequest], tmp_path: Path) -> None:
+def test_an_adapter_that_vanishes_fails_its_own_rows_only(
+    llama: str, loras: list[LoRARequest], tmp_path: Path
+) -> None:
     """The file was there when the request was accepted, and is gone when it is read."""
     llm = LLM(llama, enable_lora=True, max_loras=2)
     gone = tmp_path / "gone"

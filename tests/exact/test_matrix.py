@@ -13,14 +13,30 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from helpers import END, Scripts, Truth, answer, counted, drive, ending_at, install, said, settled, tiny_prompts
+from helpers import (
+    END,
+    Scripts,
+    Truth,
+    answer,
+    counted,
+    drive,
+    ending_at,
+    install,
+    said,
+    settled,
+    tiny_prompts,
+)
 
 from outrider import LLM, RequestOutput, SamplingParams, draft
 from outrider.types import Batch, Draft, Laws, Verdict
 
 PROMPTS = tiny_prompts(7)
 SCRIPTS = ("right", "wrong", "wide", "deep", "hidden", "huge", "messy")
-LUCKY = {f"scripted:{name}" for name in SCRIPTS if name != "wrong"} | {"draft_model", "first", "union"}  # cannot be always wrong
+LUCKY = {f"scripted:{name}" for name in SCRIPTS if name != "wrong"} | {
+    "draft_model",
+    "first",
+    "union",
+}  # cannot be always wrong
 KINDS: dict[str, dict[str, Any]] = {
     "chain": {},
     "siblings": {"siblings": 3},
@@ -32,7 +48,11 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "staged": {"drafter": {"method": "recycle", "min_token_prob": 0.0}},
 }  # fmt: skip
-DRAFTERS = [*draft.names(), *(f"scripted:{name}" for name in SCRIPTS), *(f"draft_model:{kind}" for kind in KINDS)]
+DRAFTERS = [
+    *draft.names(),
+    *(f"scripted:{name}" for name in SCRIPTS),
+    *(f"draft_model:{kind}" for kind in KINDS),
+]
 DEPTH = 6
 
 
@@ -96,7 +116,9 @@ def stop_string(reference: Plain, number: int, law: dict[str, Any]) -> Ask:
     free = _free(number, law)
     tokens, decode = reference(PROMPTS[number], free).outputs[0].token_ids, reference.llm.tokenizer.decode
     for end in range(DEPTH + 3, 2 * DEPTH + 1):
-        stop, text = (decode(part, skip_special_tokens=True) for part in (tokens[end - 1 : end + 1], tokens[: end + 1]))
+        stop, text = (
+            decode(part, skip_special_tokens=True) for part in (tokens[end - 1 : end + 1], tokens[: end + 1])
+        )
         if len(stop) > 1 and stop.isascii() and text.find(stop) == len(text) - len(stop):
             return Ask(SamplingParams(**{**vars(free), "stop": [stop, "never said"]}), free)
     raise AssertionError("this text has no string to stop at: choose other prompts")
@@ -116,17 +138,35 @@ def stop_id(reference: Plain, number: int, law: dict[str, Any]) -> Ask:
 def eos(reference: Plain, number: int, law: dict[str, Any]) -> Ask:
     """The first prompt's text decides which token is the model's EOS."""
     free = _free(number, law)
-    return Ask(SamplingParams(**{**vars(free), "ignore_eos": False}), free, (END, _early(reference, 0, _free(0, law))))
+    return Ask(
+        SamplingParams(**{**vars(free), "ignore_eos": False}),
+        free,
+        (END, _early(reference, 0, _free(0, law))),
+    )
 
 
 def min_tokens(reference: Plain, number: int, law: dict[str, Any]) -> Ask:
     """Tokens that want to be said early end the text, and may only from the tenth token on, in the middle of a path."""
     tokens = reference(PROMPTS[number], _free(number, law)).outputs[0].token_ids
-    params = {**vars(_free(number, law)), "min_tokens": 10, "stop_token_ids": [tokens[2], tokens[5], tokens[8]]}
+    params = {
+        **vars(_free(number, law)),
+        "min_tokens": 10,
+        "stop_token_ids": [tokens[2], tokens[5], tokens[8]],
+    }
     return Ask(SamplingParams(**params), SamplingParams(**params))
 
 
-ASKS: tuple[Callable[..., Ask], ...] = (basic, nucleus, top_k, max_tokens, samples, stop_string, stop_id, eos, min_tokens)
+ASKS: tuple[Callable[..., Ask], ...] = (
+    basic,
+    nucleus,
+    top_k,
+    max_tokens,
+    samples,
+    stop_string,
+    stop_id,
+    eos,
+    min_tokens,
+)
 INSIDE = (stop_string, stop_id, eos)  # end in the middle of an accepted path, if the drafter is right
 
 
@@ -137,7 +177,14 @@ def put_to_work(llm: LLM, drafter: str, truth: Truth, checkpoint: str) -> None:
     name, _, kind = drafter.partition(":")
     if name == "scripted" and kind:
         script = getattr(Scripts(truth), kind)
-        llm.use({"method": name, "script": script, "nodes": 110, "num_speculative_tokens": 20 if kind == "deep" else DEPTH})
+        llm.use(
+            {
+                "method": name,
+                "script": script,
+                "nodes": 110,
+                "num_speculative_tokens": 20 if kind == "deep" else DEPTH,
+            }
+        )
     elif kind:
         llm.use({"method": name, "model": checkpoint, "num_speculative_tokens": 4, **KINDS[kind]})
     else:
@@ -165,7 +212,9 @@ def overheard(llm: LLM) -> Iterator[list[list[int]]]:
 @pytest.mark.parametrize("ask", ASKS, ids=lambda ask: ask.__name__)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_alone(drafter: str, temperature: float, ask: Callable[..., Ask], reference: Plain, fast: LLM, stranger: str) -> None:
+def test_alone(
+    drafter: str, temperature: float, ask: Callable[..., Ask], reference: Plain, fast: LLM, stranger: str
+) -> None:
     """One prompt; and what should have been accepted was, up to the very token that ends the text inside a path."""
     law, number = {"temperature": temperature}, 0
     want = ask(reference, number, law)
@@ -186,13 +235,17 @@ def test_alone(drafter: str, temperature: float, ask: Callable[..., Ask], refere
         kept = got.speculation.emitted - sum(sum(step) for step in steps[:-1])
         assert 1 < kept < steps[-1][0], "the end should have been in the middle of an accepted path"
     if ask is min_tokens:
-        assert said(expected.outputs) != said(reference(PROMPTS[number], _free(number, law)).outputs), "nothing was forbidden"
+        assert said(expected.outputs) != said(reference(PROMPTS[number], _free(number, law)).outputs), (
+            "nothing was forbidden"
+        )
 
 
 @pytest.mark.parametrize("ask", ASKS, ids=lambda ask: ask.__name__)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_in_company(drafter: str, temperature: float, ask: Callable[..., Ask], reference: Plain, fast: LLM, stranger: str) -> None:
+def test_in_company(
+    drafter: str, temperature: float, ask: Callable[..., Ask], reference: Plain, fast: LLM, stranger: str
+) -> None:
     """Seven prompts for four seats; one joins every other step, two are aborted.  What an aborted one has said is a beginning."""
     law = {"temperature": temperature}
     wants = [ask(reference, i, law) for i in range(len(PROMPTS))]

@@ -28,11 +28,15 @@ from outrider.types import ROOT, Batch, Draft, Laws, Verdict
 # ---- masks and positions
 
 
-def edit_nodes(monkeypatch: pytest.MonkeyPatch, edit: Callable[[Plan, int, array[int], int, list[int]], None]) -> None:
+def edit_nodes(
+    monkeypatch: pytest.MonkeyPatch, edit: Callable[[Plan, int, array[int], int, list[int]], None]
+) -> None:
     """After guesses have entered the plan, `edit(plan, row, table, seen, path)` may spoil each."""
     nodes = Plan.nodes
 
-    def spoilt(self: Plan, table: array[int], seen: int, paths: Sequence[Sequence[int]], tokens: Sequence[int]) -> None:
+    def spoilt(
+        self: Plan, table: array[int], seen: int, paths: Sequence[Sequence[int]], tokens: Sequence[int]
+    ) -> None:
         first = self.length
         nodes(self, table, seen, paths, tokens)
         for row, path in enumerate(paths, first):
@@ -123,14 +127,18 @@ def test_noise_of_the_wrong_position(script: str, scene: Setup, monkeypatch: pyt
     assert broken.differences() > 0
 
 
-def test_noise_alone_does_not_matter_to_a_greedy_request(scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_alone_does_not_matter_to_a_greedy_request(
+    scene: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Control of the one before and of the one after: without noise and processors there is nothing to go wrong."""
     unbroken = scene(GREEDY, "right")
     forget_paths(monkeypatch)
     assert unbroken.differences() == 0
 
 
-def test_one_min_tokens_state_for_all_nodes(scene: Setup, plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_min_tokens_state_for_all_nodes(
+    scene: Setup, plain: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A text that may end from its ninth token on, and does end there, inside a path: the root's state forbids it."""
     params = []
     for prompt in PROMPTS:
@@ -158,7 +166,10 @@ def test_logits_of_the_wrong_node(scene: Setup, monkeypatch: pytest.MonkeyPatch)
 def test_a_tree_followed_wrongly(wrong: str | None, scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     """The noise is that of the next position, or the laws are read from the row of logits before; or nothing is wrong."""
     broken = scene(SAMPLED, "right")
-    ask_with(monkeypatch, lambda root, position: (max(0, root - (wrong == "root")), position + (wrong == "position")))
+    ask_with(
+        monkeypatch,
+        lambda root, position: (max(0, root - (wrong == "root")), position + (wrong == "position")),
+    )
     assert (broken.differences() > 0) == (wrong is not None)
 
 
@@ -194,7 +205,15 @@ def test_a_child_of_someone_else(scene: Setup, monkeypatch: pytest.MonkeyPatch) 
         for r, tree in enumerate(draft.trees):
             path: list[int] = []
             said = [laws.pick(r, ROOT, ())] if batch.emits[r] else []
-            while said and (node := next((i for i, t in enumerate(tree.tokens) if t == said[-1] and i not in path), None)) is not None:
+            while (
+                said
+                and (
+                    node := next(
+                        (i for i, t in enumerate(tree.tokens) if t == said[-1] and i not in path), None
+                    )
+                )
+                is not None
+            ):
                 path.append(node)
                 said.append(laws.pick(r, node, said))
             verdict.nodes.append(path)
@@ -215,7 +234,9 @@ def test_an_accepted_path_left_where_it_was(scene: Setup, monkeypatch: pytest.Mo
 def test_an_accepted_path_moved_one_slot_too_far(scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = scene()
     move = Pool.move
-    monkeypatch.setattr(Pool, "move", lambda self, sources, targets: move(self, sources, [t + 1 for t in targets]))
+    monkeypatch.setattr(
+        Pool, "move", lambda self, sources, targets: move(self, sources, [t + 1 for t in targets])
+    )
     assert broken.differences() > 0
 
 
@@ -276,7 +297,9 @@ def test_a_fork_without_its_last_page(scene: Setup, monkeypatch: pytest.MonkeyPa
 # ---- controls: what must not matter
 
 
-def test_nonsense_in_the_drafts_cache_changes_no_token(plain: LLM, fast: LLM, llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nonsense_in_the_drafts_cache_changes_no_token(
+    plain: LLM, fast: LLM, llama: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Noise in the K/V of a draft model: fewer guesses are right, every token stays."""
     expected = [answer(plain, prompt, SAMPLED).outputs[0].token_ids for prompt in PROMPTS]
     fast.use({"method": "draft_model", "model": llama, "siblings": 2, "num_speculative_tokens": 4})
@@ -298,7 +321,9 @@ def test_nonsense_in_the_drafts_cache_changes_no_token(plain: LLM, fast: LLM, ll
 
 
 @pytest.mark.parametrize("script", ["right", "hidden"])
-def test_nobody_reads_what_was_not_committed(script: str, scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_reads_what_was_not_committed(
+    script: str, scene: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """NaN in every slot of the target's cache that holds no committed token, after every step: every token stays."""
     unbroken = scene(SAMPLED, script)
     engine = unbroken.llm.engine
@@ -306,7 +331,12 @@ def test_nobody_reads_what_was_not_committed(script: str, scene: Setup, monkeypa
 
     def poison(batch: Batch, verdict: Verdict) -> None:
         commit(batch, verdict)
-        committed = {slot for row in engine.scheduler.running if row.table is not None for slot in row.table.slots[: row.computed].tolist()}
+        committed = {
+            slot
+            for row in engine.scheduler.running
+            if row.table is not None
+            for slot in row.table.slots[: row.computed].tolist()
+        }
         committed |= {page * PAGE + i for page in engine.cache.entry for i in range(PAGE)}
         data = engine.cache.pools[0].data
         data[:, :, [slot for slot in range(data.shape[2]) if slot not in committed]] = float("nan")

@@ -16,7 +16,13 @@ from outrider.sampling.processors import BadWords, Ids, LogitBias, Penalties
 from outrider.types import ROOT, Row, Verdict
 
 PENALISED = SamplingParams(
-    **{**vars(SAMPLED), "repetition_penalty": 1.5, "presence_penalty": 1.0, "frequency_penalty": 2.0, "logit_bias": {20: 8, 21: 8}}
+    **{
+        **vars(SAMPLED),
+        "repetition_penalty": 1.5,
+        "presence_penalty": 1.0,
+        "frequency_penalty": 2.0,
+        "logit_bias": {20: 8, 21: 8},
+    }
 )
 ASKING = SamplingParams(**{**vars(SAMPLED), "logprobs": 2, "prompt_logprobs": 2})
 
@@ -30,10 +36,14 @@ def test_a_penalty_that_ignores_the_path(script: str, scene: Setup, monkeypatch:
 
 
 @pytest.mark.parametrize("script", ["right", "hidden"])
-def test_a_penalty_that_ignores_the_last_token_of_the_path(script: str, scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_penalty_that_ignores_the_last_token_of_the_path(
+    script: str, scene: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     broken = scene(PENALISED, script)
     call = Penalties.__call__
-    monkeypatch.setattr(Penalties, "__call__", lambda self, ids, logits: call(self, Ids(ids.tokens, ids.path[:-1]), logits))
+    monkeypatch.setattr(
+        Penalties, "__call__", lambda self, ids, logits: call(self, Ids(ids.tokens, ids.path[:-1]), logits)
+    )
     assert broken.differences() > 0
 
 
@@ -46,7 +56,9 @@ def advance(processor: Penalties, tokens: Sequence[int]) -> None:
 
 
 @pytest.mark.parametrize("script", ["right", "hidden"])
-def test_one_penalty_state_that_every_node_moves_on(script: str, scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_penalty_state_that_every_node_moves_on(
+    script: str, scene: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A node adds its token to the row's own count, and nobody takes it out again."""
     broken = scene(PENALISED, script)
     call = Penalties.__call__
@@ -86,7 +98,9 @@ def test_bad_words_that_ignore_the_path(scene: Setup, plain: LLM, monkeypatch: p
     for prompt in PROMPTS:
         tokens = answer(plain, prompt, GREEDY).outputs[0].token_ids
         pairs = [decode(tokens[i : i + 2]) for i in range(2, 20)]
-        params.append(SamplingParams(**{**vars(GREEDY), "bad_words": [pair for pair in pairs if pair.strip()]}))
+        params.append(
+            SamplingParams(**{**vars(GREEDY), "bad_words": [pair for pair in pairs if pair.strip()]})
+        )
     broken = scene(params, "right")
     call = BadWords.__call__
     monkeypatch.setattr(BadWords, "__call__", lambda self, ids, logits: call(self, Ids(ids.tokens), logits))
@@ -107,7 +121,9 @@ def test_a_processor_that_writes_to_the_logits(scene: Setup, monkeypatch: pytest
 
 @pytest.mark.parametrize("script", ["right", "hidden"])
 @pytest.mark.parametrize("wrong", ["root", "next"])
-def test_log_probabilities_of_the_wrong_node(wrong: str, script: str, scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_probabilities_of_the_wrong_node(
+    wrong: str, script: str, scene: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those of the root for every token of a path, or those after the token instead of before it."""
     broken = scene(ASKING, script)
     record, at = Seen.record, Seen.at
@@ -115,7 +131,9 @@ def test_log_probabilities_of_the_wrong_node(wrong: str, script: str, scene: Set
     def recording(self: Seen, verdict: Verdict) -> None:
         def off(seen: Seen, row: int, node: int) -> int:
             nodes = [ROOT, *verdict.nodes[row]]
-            return at(seen, row, ROOT if wrong == "root" else nodes[min(nodes.index(node) + 1, len(nodes) - 1)])
+            return at(
+                seen, row, ROOT if wrong == "root" else nodes[min(nodes.index(node) + 1, len(nodes) - 1)]
+            )
 
         with monkeypatch.context() as patch:
             patch.setattr(Seen, "at", off)
@@ -128,7 +146,11 @@ def test_log_probabilities_of_the_wrong_node(wrong: str, script: str, scene: Set
 def test_log_probabilities_of_the_prompt_one_off(scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = scene(ASKING)
     score = Runner._score
-    monkeypatch.setattr(Runner, "_score", lambda self, row, x, first, start, end: score(self, row, x, max(0, first - 1), start, end))
+    monkeypatch.setattr(
+        Runner,
+        "_score",
+        lambda self, row, x, first, start, end: score(self, row, x, max(0, first - 1), start, end),
+    )
     assert broken.differences() > 0
 
 

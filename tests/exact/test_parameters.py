@@ -36,7 +36,11 @@ def bad_words(reference: Plain, tokens: list[int]) -> dict[str, Any]:
     """Pairs of tokens that would be said, as far as their text is read as these very tokens, and one token alone."""
     decode, encode = reference.llm.tokenizer.decode, reference.llm.tokenizer.encode
     pairs = [tokens[i : i + 2] for i in range(2, 20)]
-    words = [decode(pair) for pair in pairs if encode(decode(pair)) == pair and decode(pair).strip() == decode(pair)]
+    words = [
+        decode(pair)
+        for pair in pairs
+        if encode(decode(pair)) == pair and decode(pair).strip() == decode(pair)
+    ]
     return {"bad_words": [*words, decode(tokens[5:6])] if decode(tokens[5:6]).strip() else words}
 
 
@@ -58,7 +62,10 @@ def echo(prompt: list[int], output: list[int], logits: Tensor) -> Tensor:
 
 def stop_kept(reference: Plain, tokens: list[int]) -> dict[str, Any]:
     decode = reference.llm.tokenizer.decode
-    return {"include_stop_str_in_output": True, "stop": [t for t in (decode(tokens[i : i + 2]) for i in range(9, 16)) if t.strip()]}
+    return {
+        "include_stop_str_in_output": True,
+        "stop": [t for t in (decode(tokens[i : i + 2]) for i in range(9, 16)) if t.strip()],
+    }
 
 
 def fixed(**keys: Any) -> Callable[[Plain, list[int]], dict[str, Any]]:
@@ -83,7 +90,13 @@ PARAMETERS: dict[str, Callable[[Plain, list[int]], dict[str, Any]]] = {
     "truncate_prompt_tokens": fixed(truncate_prompt_tokens=7),
     "samples": fixed(n=2),
 }
-SHOWN = {"special_tokens", "stop_kept", "logprobs", "prompt_logprobs", "samples"}  # change no token of the first sample
+SHOWN = {
+    "special_tokens",
+    "stop_kept",
+    "logprobs",
+    "prompt_logprobs",
+    "samples",
+}  # change no token of the first sample
 
 
 # ---- combinations
@@ -95,14 +108,21 @@ def covering() -> list[Case]:
     """Cases in which every pair of values of (drafter, temperature, each parameter on or off) occurs; greedy, from a fixed seed."""
     axes: list[tuple[Any, ...]] = [tuple(DRAFTERS), TEMPERATURES, *[(False, True)] * len(PARAMETERS)]
     dice = random.Random(0)
-    missing = {(i, a, j, b) for i, j in itertools.combinations(range(len(axes)), 2) for a in axes[i] for b in axes[j]}
+    missing = {
+        (i, a, j, b) for i, j in itertools.combinations(range(len(axes)), 2) for a in axes[i] for b in axes[j]
+    }
     cases: list[Case] = []
     while missing:
         i, a, j, b = min(missing, key=str)  # so that every case is good for something
         tries = [[dice.choice(values) for values in axes] for _ in range(60)]
         for row in tries:
             row[i], row[j] = a, b
-        best = max(tries, key=lambda row: sum((i, row[i], j, row[j]) in missing for i, j in itertools.combinations(range(len(axes)), 2)))
+        best = max(
+            tries,
+            key=lambda row: sum(
+                (i, row[i], j, row[j]) in missing for i, j in itertools.combinations(range(len(axes)), 2)
+            ),
+        )
         missing -= {(i, best[i], j, best[j]) for i, j in itertools.combinations(range(len(axes)), 2)}
         cases.append((best[0], best[1], tuple(name for name, on in zip(PARAMETERS, best[2:]) if on)))
     return cases
@@ -119,7 +139,9 @@ def named(case: Case) -> str:
 
 def asked(reference: Plain, names: tuple[str, ...], number: int, temperature: float) -> SamplingParams:
     free = SamplingParams(temperature=temperature, seed=100 + number, max_tokens=24)
-    tokens = reference(PROMPTS[number], SamplingParams(**{**vars(free), "ignore_eos": True})).outputs[0].token_ids
+    tokens = (
+        reference(PROMPTS[number], SamplingParams(**{**vars(free), "ignore_eos": True})).outputs[0].token_ids
+    )
     keys: dict[str, Any] = {}
     for name in names:
         keys.update(PARAMETERS[name](reference, tokens))
@@ -132,7 +154,9 @@ def run(case: Case, reference: Plain, fast: LLM, stranger: str) -> list[RequestO
     truth = Truth()
     params = [asked(reference, names, i, temperature) for i in range(len(PROMPTS))]
     for prompt, p in zip(PROMPTS, params):  # what would have been said had nothing ended the text
-        future = reference(prompt, SamplingParams(**{**vars(p), "stop": None, "logprobs": None, "prompt_logprobs": None}))
+        future = reference(
+            prompt, SamplingParams(**{**vars(p), "stop": None, "logprobs": None, "prompt_logprobs": None})
+        )
         truth.learn(future.prompt_token_ids, p.seed or 0, future.outputs)
     put_to_work(fast, drafter, truth, stranger)
     expected = [reference(prompt, p) for prompt, p in zip(PROMPTS, params)]
@@ -143,7 +167,11 @@ def run(case: Case, reference: Plain, fast: LLM, stranger: str) -> list[RequestO
         assert told(mine) == told(theirs)
         assert mine.prompt_token_ids == theirs.prompt_token_ids
         for one, other in zip(mine.outputs, theirs.outputs, strict=True):
-            assert (one.text, one.finish_reason, one.stop_reason) == (other.text, other.finish_reason, other.stop_reason)
+            assert (one.text, one.finish_reason, one.stop_reason) == (
+                other.text,
+                other.finish_reason,
+                other.stop_reason,
+            )
             assert one.cumulative_logprob == other.cumulative_logprob
     if drafter == "scripted:right":
         assert sum(output.speculation.accepted for output in got) >= DEPTH
@@ -153,7 +181,9 @@ def run(case: Case, reference: Plain, fast: LLM, stranger: str) -> list[RequestO
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("name", PARAMETERS)
 @pytest.mark.parametrize("drafter", ["scripted:right", "scripted:hidden", "draft_model:siblings"])
-def test_each(drafter: str, name: str, temperature: float, reference: Plain, fast: LLM, stranger: str) -> None:
+def test_each(
+    drafter: str, name: str, temperature: float, reference: Plain, fast: LLM, stranger: str
+) -> None:
     """And each has an effect: on the tokens, or on what is shown of them."""
     expected = run((drafter, temperature, (name,)), reference, fast, stranger)
     nothing = [reference(prompt, asked(reference, (), i, temperature)) for i, prompt in enumerate(PROMPTS)]
@@ -170,4 +200,6 @@ def test_every_pair_is_covered() -> None:
     cases = covering()
     assert {(case[0], case[1]) for case in cases} == set(itertools.product(DRAFTERS, TEMPERATURES))
     for one, other in itertools.combinations(PARAMETERS, 2):
-        assert {(one in case[2], other in case[2]) for case in cases} == set(itertools.product((False, True), repeat=2))
+        assert {(one in case[2], other in case[2]) for case in cases} == set(
+            itertools.product((False, True), repeat=2)
+        )

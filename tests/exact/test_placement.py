@@ -13,7 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Scripts, Truth, answer, install, prompts_of, said, settled, tiny_checkpoint, tiny_prompts, write_adapter
+from helpers import (
+    Scripts,
+    Truth,
+    answer,
+    install,
+    prompts_of,
+    said,
+    settled,
+    tiny_checkpoint,
+    tiny_prompts,
+    write_adapter,
+)
 
 from outrider import LLM, CapacityError, ConfigError, LoRARequest, SamplingParams, draft
 from outrider.cache.pool import SplitPool
@@ -47,13 +58,19 @@ def split(four: str, monkeypatch: pytest.MonkeyPatch) -> Split:
         at = {"a": CPU, "b": OTHER}
 
         def kernels(device: torch.device, dtype: torch.dtype) -> Any:
-            made: Any = TorchKernels(CPU, torch.bfloat16) if (device, other) == (OTHER, "bfloat16") else kernels_for(CPU, dtype)
+            made: Any = (
+                TorchKernels(CPU, torch.bfloat16)
+                if (device, other) == (OTHER, "bfloat16")
+                else kernels_for(CPU, dtype)
+            )
             made.device = device
             return made
 
         with monkeypatch.context() as patch:
             patch.setattr(decoder, "kernels_for", kernels)
-            patch.setattr(engines, "place", lambda *given: Placement(tuple(at[name] for name in layers), at[outer]))
+            patch.setattr(
+                engines, "place", lambda *given: Placement(tuple(at[name] for name in layers), at[outer])
+            )
             llm = LLM(four, max_num_seqs=4, **given)
         assert llm.engine.decoder.device == at[outer]
         return llm
@@ -66,16 +83,26 @@ def split(four: str, monkeypatch: pytest.MonkeyPatch) -> Split:
 
 @pytest.mark.parametrize("kernels", ["c", "torch"])
 @pytest.mark.parametrize(
-    ("layers", "outer", "parts"), [("aabb", "a", 2), ("abab", "a", 4), ("bbbb", "a", 1), ("aaab", "b", 2), ("bbbb", "b", 1)]
+    ("layers", "outer", "parts"),
+    [("aabb", "a", 2), ("abab", "a", 4), ("bbbb", "a", 1), ("aaab", "b", 2), ("bbbb", "b", 1)],
 )
 def test_split_and_unsplit(
-    layers: str, outer: str, parts: int, kernels: str, split: Split, four: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    layers: str,
+    outer: str,
+    parts: int,
+    kernels: str,
+    split: Split,
+    four: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The same kernels on both sides: the same tokens, with and without an adapter, from a tree."""
     monkeypatch.setenv("OUTRIDER_KERNELS", kernels)
     write_adapter(tmp_path, four)
     loras = [None, LoRARequest("it", 1, str(tmp_path))] * 3
-    whole = LLM(four, max_num_seqs=4, enable_lora=True).generate(prompts_of(PROMPTS), SAMPLED, lora_request=loras)
+    whole = LLM(four, max_num_seqs=4, enable_lora=True).generate(
+        prompts_of(PROMPTS), SAMPLED, lora_request=loras
+    )
     llm = split(layers, outer, enable_lora=True)
     assert len(llm.engine.decoder.parts) == len(llm.engine.cache.pools[0].parts) == parts
     assert llm.engine.exact
@@ -105,7 +132,9 @@ def test_speculation_on_two_kinds_of_kernels(layers: str, drafter: str, split: S
     alone, truth = expected(split(layers, "a", "bfloat16", enable_prefix_caching=False), SAMPLED)
     llm = split(layers, "a", "bfloat16")
     if drafter == "tree":
-        llm.use({"method": "scripted", "script": Scripts(truth).hidden, "nodes": 40, "num_speculative_tokens": 6})
+        llm.use(
+            {"method": "scripted", "script": Scripts(truth).hidden, "nodes": 40, "num_speculative_tokens": 6}
+        )
     else:
         install(llm, drafter)
     for _ in range(2):
@@ -176,7 +205,15 @@ def test_a_draft_on_another_device(four: str, monkeypatch: pytest.MonkeyPatch) -
     llm = LLM(four, max_num_seqs=4)
     alone, _ = expected(LLM(four, enable_prefix_caching=False), SAMPLED)
     for siblings in (1, 2):
-        llm.use({"method": "draft_model", "model": four, "draft_device": "other", "siblings": siblings, "num_speculative_tokens": 4})
+        llm.use(
+            {
+                "method": "draft_model",
+                "model": four,
+                "draft_device": "other",
+                "siblings": siblings,
+                "num_speculative_tokens": 4,
+            }
+        )
         drafter: Any = llm.engine.drafter
         assert drafter.decoder.device == OTHER and isinstance(drafter.sampler.kernels, TorchKernels)
         assert llm.engine.decoder.device == CPU and not isinstance(llm.engine.sampler.kernels, TorchKernels)
@@ -220,7 +257,9 @@ def test_a_bad_number_of_layers(value: Any, four: str) -> None:
 
 @needs_none
 def test_layers_on_a_gpu_that_is_not_there(four: str) -> None:
-    with pytest.raises(ConfigError, match=r"^gpu_layers = 2 needs a GPU, and this model's device is 'cpu'.*or leave it out"):
+    with pytest.raises(
+        ConfigError, match=r"^gpu_layers = 2 needs a GPU, and this model's device is 'cpu'.*or leave it out"
+    ):
         LLM(four, gpu_layers=2)
     with pytest.raises(ConfigError, match="draft_gpu_layers = 2 needs a GPU"):
         LLM(four, speculative_config={"model": four, "draft_gpu_layers": 2})
@@ -239,10 +278,15 @@ def test_a_device_that_is_not_there(name: Any, four: str) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("layers", [0, 1, 3, 4, 5, None])
 def test_a_gpu_that_is_there(layers: int | None, four: str) -> None:
-    llm = LLM(four, device="cuda", gpu_layers=layers, speculative_config={"model": four, "draft_device": "cpu"})
+    llm = LLM(
+        four, device="cuda", gpu_layers=layers, speculative_config={"model": four, "draft_device": "cpu"}
+    )
     whole = LLM(four, device="cpu").generate(prompts_of(PROMPTS), GREEDY)
     outputs = llm.generate(prompts_of(PROMPTS), GREEDY)
-    assert sum(a.outputs[0].token_ids == b.outputs[0].token_ids for a, b in zip(outputs, whole)) > len(PROMPTS) // 2
+    assert (
+        sum(a.outputs[0].token_ids == b.outputs[0].token_ids for a, b in zip(outputs, whole))
+        > len(PROMPTS) // 2
+    )
     assert {part.kernels.device.type for part in llm.engine.decoder.parts} == (
         {"cpu"} if layers == 0 else {"cpu", "cuda"} if layers in (1, 3) else {"cuda"}
     )

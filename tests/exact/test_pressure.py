@@ -12,7 +12,9 @@ from outrider.cache.slots import PAGE
 
 LAWS: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.95}]
 COMMON = tiny_prompts(1, seed=2, longest=40)[0][:34]
-PROMPTS = [[*COMMON[: 34 if i % 2 else 0], *tail] for i, tail in enumerate(tiny_prompts(5, seed=4, longest=30))]
+PROMPTS = [
+    [*COMMON[: 34 if i % 2 else 0], *tail] for i, tail in enumerate(tiny_prompts(5, seed=4, longest=30))
+]
 CHUNK, POSITIONS = 24, 128
 
 
@@ -46,6 +48,8 @@ def test_every_method_under_pressure(name: str, law: dict[str, Any], llama: str,
             assert [said(output.outputs) for output in outputs] == expected
             counted([sample for output in outputs for sample in output.outputs])
         assert tight.engine.scheduler.preemptions > 0
-        alone = [drive(tight, PROMPTS[1:2], params[1:2])[0].num_cached_tokens for _ in range(2)]  # among others its pages may be evicted
+        alone = [
+            drive(tight, PROMPTS[1:2], params[1:2])[0].num_cached_tokens for _ in range(2)
+        ]  # among others its pages may be evicted
         assert bool(alone[1]) == caching
         settled(tight)

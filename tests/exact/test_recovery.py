@@ -42,7 +42,9 @@ def test_a_drafter_that_does_not_fit_leaves_the_old_one_at_work(llama: str) -> N
     settled(tight)
 
 
-def test_a_prompt_that_the_tokenizer_cannot_read_fails_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_that_the_tokenizer_cannot_read_fails_alone(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before, encode = said(llm, "abc"), llm.tokenizer.encode
 
     def picky(text: str) -> list[int]:
@@ -58,7 +60,9 @@ def test_a_prompt_that_the_tokenizer_cannot_read_fails_alone(llm: LLM, monkeypat
 
 
 @pytest.mark.parametrize("at", range(6))
-def test_nothing_is_shared_of_a_path_that_was_not_moved(at: int, llm: LLM, plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_shared_of_a_path_that_was_not_moved(
+    at: int, llm: LLM, plain: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Interrupted between the verdict and the moving of an accepted path, whose K/V is then not where it should be."""
     truth, params = Truth(), SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, seed=0)
     answered = answer(plain, PROMPT["prompt_token_ids"][:7], params).outputs
@@ -100,7 +104,9 @@ def test_an_interrupted_step_leaks_nothing(llm: LLM, monkeypatch: pytest.MonkeyP
     assert said(llm) == before
 
 
-def test_a_step_that_fails_in_the_target_is_guessed_anew(llm: LLM, llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_fails_in_the_target_is_guessed_anew(
+    llm: LLM, llama: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The draft has read the tokens of a step that the target never computed; the next one brings a new prompt beside the row."""
     other = {"prompt_token_ids": [9, 8, 7, 6]}
     plain = [said(llm, prompt) for prompt in (PROMPT, other)]
@@ -128,13 +134,19 @@ def test_a_row_without_a_finite_logit_fails_alone(llm: LLM, monkeypatch: pytest.
     pick = llm.engine.sampler.pick
 
     def broken(row: Row, path: Sequence[int], logits: Tensor, at: int = 0) -> int:
-        return pick(row, path, logits * float("nan") if row.tokens[0] == 7 and len(row.tokens) > 22 else logits, at)
+        return pick(
+            row, path, logits * float("nan") if row.tokens[0] == 7 and len(row.tokens) > 22 else logits, at
+        )
 
     monkeypatch.setattr(llm.engine.sampler, "pick", broken)
     monkeypatch.setattr(llm.engine.sampler, "ask", lambda *asked: None)
     fine, bad = llm.generate([PROMPT, {"prompt_token_ids": [7] * 20}], PARAMS)
     assert fine.outputs[0].token_ids == good and fine.error is None
-    assert isinstance(bad.error, ModelError) and bad.outputs[0].finish_reason == "error" and len(bad.outputs[0].token_ids) == 3
+    assert (
+        isinstance(bad.error, ModelError)
+        and bad.outputs[0].finish_reason == "error"
+        and len(bad.outputs[0].token_ids) == 3
+    )
     settled(llm)
 
 
@@ -154,20 +166,27 @@ def test_a_careless_drafter_costs_time_and_nothing_else(llm: LLM) -> None:
     settled(llm)
 
 
-@pytest.mark.parametrize("first", [{"max_tokens": 1}, {"speculate": False}], ids=["max_tokens=1", "speculate=False"])
+@pytest.mark.parametrize(
+    "first", [{"max_tokens": 1}, {"speculate": False}], ids=["max_tokens=1", "speculate=False"]
+)
 def test_a_prompt_is_reused_whoever_computed_it(first: dict[str, Any], llama: str) -> None:
     """A request that never guessed leaves pages that are complete for the draft model too."""
     llm = LLM(model=llama, dtype="float32", speculative_config={"model": llama, "num_speculative_tokens": 3})
     said(llm, params=SamplingParams(**{**vars(PARAMS), **first}))
     starts: list[int] = []
     propose = llm.engine.drafter.propose
-    llm.engine.drafter.propose = lambda batch, budgets: (starts.append(batch.starts[0]), propose(batch, budgets))[1]  # type: ignore
+    llm.engine.drafter.propose = lambda batch, budgets: (
+        starts.append(batch.starts[0]),
+        propose(batch, budgets),
+    )[1]  # type: ignore
     said(llm)
     assert starts[0] == (len(PROMPT["prompt_token_ids"]) - 1) // PAGE * PAGE
 
 
 def test_heads_that_the_kernels_cannot_hold_are_not_for_the_lean_decoder() -> None:
-    config = Qwen2Config(hidden_size=2048, num_attention_heads=1, num_key_value_heads=1, architectures=["Qwen2ForCausalLM"])
+    config = Qwen2Config(
+        hidden_size=2048, num_attention_heads=1, num_key_value_heads=1, architectures=["Qwen2ForCausalLM"]
+    )
     assert not isinstance(Facts.of(config), Spec)
     config.num_attention_heads = config.num_key_value_heads = 4
     assert isinstance(Facts.of(config), Spec)

@@ -102,7 +102,9 @@ class World:
 Drafting = Callable[[World], Guesses]
 
 
-def drawn(depth: int, siblings: int, repeats: bool = False, nodes: int = 99, last: int | None = None) -> Drafting:
+def drawn(
+    depth: int, siblings: int, repeats: bool = False, nodes: int = 99, last: int | None = None
+) -> Drafting:
     """A tree as a draft model grows it under rules that judge guesses by their laws; nothing is drawn behind the token `last`."""
 
     def draft(world: World) -> Guesses:
@@ -163,7 +165,9 @@ TREES = {
     "mixed": mixed(("c", "a", "b")),
     "mixed, chosen last": mixed(("a", "a", "c")),
 }
-CASES = [(name, case) for name in ("rejection", "traversal") for case in (*CHAINS, *TREES)] + [("block", case) for case in CHAINS]
+CASES = [(name, case) for name in ("rejection", "traversal") for case in (*CHAINS, *TREES)] + [
+    ("block", case) for case in CHAINS
+]
 
 
 def emitted(
@@ -202,14 +206,22 @@ def _product(factors: Sequence[float]) -> float:
 def test_what_is_emitted_has_the_targets_law(name: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = []
     for seed in SEEDS:
-        world, said = emitted(verify.rule(name)(), (CHAINS | TREES)[case], 4 if case == "as many as there are" else 3, seed, monkeypatch)
+        world, said = emitted(
+            verify.rule(name)(),
+            (CHAINS | TREES)[case],
+            4 if case == "as many as there are" else 3,
+            seed,
+            monkeypatch,
+        )
         assert error(world, said) <= 1e-12
         lengths.append(sum(len(text) * weight for text, weight in said.items()))
     assert case == "nothing" or max(lengths) > 1.2, "nothing is ever accepted"
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_block_and_traversal_accept_more_than_token_by_token(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_and_traversal_accept_more_than_token_by_token(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def length(name: str, drafting: Drafting) -> float:
         _, said = emitted(verify.rule(name)(), drafting, 3, seed, monkeypatch)
         return sum(len(text) * weight for text, weight in said.items())
@@ -229,11 +241,15 @@ def test_the_example_of_block_verification(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(World, "law", law)
     for name, accepted in (("rejection", 10 / 9), ("block", 11 / 9)):
         _, said = emitted(verify.rule(name)(), drawn(2, 1), 2, 0, monkeypatch)
-        assert sum((len(text) - 1) * weight for text, weight in said.items()) == pytest.approx(accepted, abs=1e-12)
+        assert sum((len(text) - 1) * weight for text, weight in said.items()) == pytest.approx(
+            accepted, abs=1e-12
+        )
 
 
 @pytest.mark.parametrize("name", ["rejection", "block", "traversal"])
-def test_nothing_is_asked_behind_a_guess_that_cannot_be_right(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_asked_behind_a_guess_that_cannot_be_right(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A processor may raise on a text that it forbids, as those of grammars do."""
     law = World.law
 
@@ -260,14 +276,19 @@ def test_traversal_walks_as_deep_as_guesses_go(monkeypatch: pytest.MonkeyPatch) 
     choices = Choices()
     tree = Guesses.chain([0] * 2000, [0.5] * 2000)
     for _ in choices.runs():
-        verdict = verify.rule("traversal")()(Draft([tree]), World(2, 0, choices), Batch([make_row([1, 2])], [1], [1], [True]))
+        verdict = verify.rule("traversal")()(
+            Draft([tree]), World(2, 0, choices), Batch([make_row([1, 2])], [1], [1], [True])
+        )
     assert len(verdict.tokens[0]) == 2001
 
 
 def test_block_judges_no_more_than_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:
     """What hangs from elsewhere is left alone, by its place."""
     for tree in (chosen([0, 2, 1], [-1, -1, 1]), chosen([0, 2, 1, 1], [-1, 0, 0, 1]), drawn(2, 2)):
-        assert max(error(*emitted(verify.rule("block")(), tree, 3, seed, monkeypatch)) for seed in SEEDS) <= 1e-12
+        assert (
+            max(error(*emitted(verify.rule("block")(), tree, 3, seed, monkeypatch)) for seed in SEEDS)
+            <= 1e-12
+        )
 
 
 # ---- what must be caught
@@ -282,16 +303,22 @@ def test_typical_acceptance_is_not_lossless(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("module", [rejection, traversal])
 def test_a_wrong_residual_is_caught(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a rejection the token comes from p itself."""
-    monkeypatch.setattr(module, "surplus", lambda p, q, scale=1.0: (p, float((scale * p - q).clamp_min(0).sum())))
+    monkeypatch.setattr(
+        module, "surplus", lambda p, q, scale=1.0: (p, float((scale * p - q).clamp_min(0).sum()))
+    )
     rule = verify.rule(module.__name__.rpartition(".")[2])()
     assert error(*emitted(rule, drawn(2, 2), 3, 0, monkeypatch)) > 1e-3
 
 
-def test_draws_without_replacement_judged_as_independent_ones_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draws_without_replacement_judged_as_independent_ones_are_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def draft(world: World) -> Guesses:
         return drawn(2, 2)(world)._replace(repeats=True)
 
-    assert max(error(*emitted(verify.rule("rejection")(), draft, 3, seed, monkeypatch)) for seed in SEEDS) > 1e-3
+    assert (
+        max(error(*emitted(verify.rule("rejection")(), draft, 3, seed, monkeypatch)) for seed in SEEDS) > 1e-3
+    )
 
 
 def test_dropping_a_draw_because_of_its_token_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +326,10 @@ def test_dropping_a_draw_because_of_its_token_is_caught(monkeypatch: pytest.Monk
         tree = drawn(1, 2)(world)
         keep = [i for i, token in enumerate(tree.tokens) if token != 0]
         return tree._replace(
-            tokens=[tree.tokens[i] for i in keep], parents=[ROOT] * len(keep), confidence=[0.5] * len(keep), law_of=[0] * len(keep)
+            tokens=[tree.tokens[i] for i in keep],
+            parents=[ROOT] * len(keep),
+            confidence=[0.5] * len(keep),
+            law_of=[0] * len(keep),
         )
 
     assert error(*emitted(verify.rule("rejection")(), draft, 3, 0, monkeypatch)) > 1e-3

@@ -36,7 +36,9 @@ def served(llm: LLM, drafter: str, rule: str) -> bool:
 
 @pytest.mark.parametrize("drafter", draft.names())
 @pytest.mark.parametrize("rule", RULES)
-def test_a_greedy_request_says_what_plain_decoding_says(rule: str, drafter: str, plain: LLM, fast: LLM) -> None:
+def test_a_greedy_request_says_what_plain_decoding_says(
+    rule: str, drafter: str, plain: LLM, fast: LLM
+) -> None:
     if not served(fast, drafter, rule):
         return
     params = SamplingParams(temperature=0, max_tokens=24, repetition_penalty=1.1)
@@ -58,7 +60,10 @@ def test_a_sampled_text_is_a_function_of_its_seed(rule: str, drafter: str, fast:
     """
     if not served(fast, drafter, rule):
         return
-    each = [SamplingParams(temperature=0.8, top_p=0.95, seed=i, max_tokens=24, n=1 + i % 2) for i in range(len(PROMPTS))]
+    each = [
+        SamplingParams(temperature=0.8, top_p=0.95, seed=i, max_tokens=24, n=1 + i % 2)
+        for i in range(len(PROMPTS))
+    ]
     learns = fast.engine.drafter.memory is not None
     if learns:
         drive(fast, PROMPTS[:3], each[:3])
@@ -74,7 +79,9 @@ def test_a_sampled_text_is_a_function_of_its_seed(rule: str, drafter: str, fast:
     settled(fast)
     for one, other in zip(together, alone):
         counted(one.outputs)
-        if drafter != "union":  # there, when a second sample is admitted decides which of a dozen drafters knows something first
+        if (
+            drafter != "union"
+        ):  # there, when a second sample is admitted decides which of a dozen drafters knows something first
             assert said(one.outputs) == said(other.outputs)
     assert not learns or any(one.speculation.drafted for one in together)
 

@@ -51,7 +51,10 @@ def llm(deep: str) -> LLM:
 
 
 def params_of(law: str) -> list[SamplingParams]:
-    return [SamplingParams(seed=i, max_tokens=26 + 3 * i, ignore_eos=True, **LAWS[law]) for i in range(len(PROMPTS))]
+    return [
+        SamplingParams(seed=i, max_tokens=26 + 3 * i, ignore_eos=True, **LAWS[law])
+        for i in range(len(PROMPTS))
+    ]
 
 
 def use(llm: LLM, **config: Any) -> LayerSkip:
@@ -80,7 +83,9 @@ def test_the_same_tokens(config: str, law: str, alone: LLM, llm: LLM) -> None:
 @pytest.mark.parametrize("config", ["sets", "exit", "exit with siblings"])
 def test_eight_bit_keys(config: str, deep: str) -> None:
     """Rounding would show at once where a key is written from another number."""
-    plain, fast = (LLM(deep, max_num_seqs=4, kv_cache_dtype="int8", enable_prefix_caching=False) for _ in range(2))
+    plain, fast = (
+        LLM(deep, max_num_seqs=4, kv_cache_dtype="int8", enable_prefix_caching=False) for _ in range(2)
+    )
     use(fast, **CONFIGS[config])
     for params in (params_of("greedy"), params_of("sampled")):
         expected, got = (llm.generate(prompts_of(PROMPTS), params) for llm in (plain, fast))
@@ -90,7 +95,9 @@ def test_eight_bit_keys(config: str, deep: str) -> None:
 # ---- one call, or level by level
 
 
-def heard(llm: LLM, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], law: str) -> list[tuple[list[list[int]], Any]]:
+def heard(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], law: str
+) -> list[tuple[list[list[int]], Any]]:
     """The guesses of every step, and the nodes that verification resumes from."""
     drafts: list[tuple[list[list[int]], Any]] = []
     propose = LayerSkip.propose
@@ -110,10 +117,17 @@ def heard(llm: LLM, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], law
 
 @pytest.mark.parametrize("law", ["greedy", "sampled"])
 @pytest.mark.parametrize("config", ["sets", "exit"])
-def test_one_call_equals_one_level_after_another(config: str, law: str, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_call_equals_one_level_after_another(
+    config: str, law: str, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Same guesses, stopped at the same place, and the same states bit for bit."""
     threshold = {"greedy": 0.04, "sampled": 0.01}[law]
-    given = {**CONFIGS[config], "exit_threshold": threshold, "adapt_threshold": False, "num_speculative_tokens": 4}
+    given = {
+        **CONFIGS[config],
+        "exit_threshold": threshold,
+        "adapt_threshold": False,
+        "num_speculative_tokens": 4,
+    }
     once = heard(llm, monkeypatch, given, law)
     monkeypatch.setattr(CpuKernels, "chain", lambda *_: None)
     levels = heard(llm, monkeypatch, given, law)
@@ -148,7 +162,10 @@ def differences(alone: LLM, llm: LLM) -> int:
     params = params_of("greedy")
     outputs = drive(llm, PROMPTS, params)
     llm.engine.forget_prefixes()
-    return sum(said(output.outputs) != said(answer(alone, prompt, p).outputs) for output, prompt, p in zip(outputs, PROMPTS, params))
+    return sum(
+        said(output.outputs) != said(answer(alone, prompt, p).outputs)
+        for output, prompt, p in zip(outputs, PROMPTS, params)
+    )
 
 
 Edit = Callable[[Resume], Resume]
@@ -156,7 +173,9 @@ Edit = Callable[[Resume], Resume]
 
 def spoil(monkeypatch: pytest.MonkeyPatch, edit: Edit) -> None:
     run = Runner._resumed
-    monkeypatch.setattr(Runner, "_resumed", lambda self, plan, resume, ends: run(self, plan, edit(resume), ends))
+    monkeypatch.setattr(
+        Runner, "_resumed", lambda self, plan, resume, ends: run(self, plan, edit(resume), ends)
+    )
 
 
 EDITS: dict[str, Edit] = {
@@ -179,7 +198,9 @@ def test_resuming_wrongly_is_caught(edit: str, alone: LLM, llm: LLM, monkeypatch
 
 
 @pytest.mark.parametrize("config", [{"skip_mlp": [1]}, {"skip_attention": [1]}, {"early_exit": 2}], ids=str)
-def test_keys_of_a_draft_left_in_place_are_caught(config: dict[str, Any], alone: LLM, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_of_a_draft_left_in_place_are_caught(
+    config: dict[str, Any], alone: LLM, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Draft passes run over what has been verified: K/V of the skipped model stays where the target's should be."""
     drafter = use(llm, **config, **NEVER_STOP)
     assert differences(alone, llm) == 0
@@ -189,8 +210,12 @@ def test_keys_of_a_draft_left_in_place_are_caught(config: dict[str, Any], alone:
         for r, row in enumerate(commit.batch.rows):
             if row.table is not None and row.computed > row.prompt:
                 plan, end = Plan(), row.computed
-                plan.chain(row.table.slots, commit.batch.end(r) - 1, row.tokens[commit.batch.end(r) - 1 : end])
-                blocks = drafter.blocks if "early_exit" not in config else llm.engine.decoder.without([0], [0])
+                plan.chain(
+                    row.table.slots, commit.batch.end(r) - 1, row.tokens[commit.batch.end(r) - 1 : end]
+                )
+                blocks = (
+                    drafter.blocks if "early_exit" not in config else llm.engine.decoder.without([0], [0])
+                )
                 llm.engine.decoder.forward(plan.build(), drafter.pool, blocks)
         observe(commit)
 
@@ -208,7 +233,10 @@ def test_drafting_writes_its_own_slots_only(config: str, llm: LLM, monkeypatch: 
         nonlocal seen
         before = drafter.pool.data.clone()
         draft = propose(batch, budgets)
-        written = {int(slot) for slot in (before != drafter.pool.data).any(-1).any(-1).any(0).any(0).nonzero().flatten()}
+        written = {
+            int(slot)
+            for slot in (before != drafter.pool.data).any(-1).any(-1).any(0).any(0).nonzero().flatten()
+        }
         handed = set()
         for r, row in enumerate(batch.rows):
             assert row.table is not None
@@ -235,7 +263,12 @@ def test_a_skipped_attention_has_no_keys_in_the_pool(llm: LLM, monkeypatch: pyte
         return draft
 
     monkeypatch.setattr(drafter, "propose", watched)
-    assert answer(llm, PROMPTS[1], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)).speculation.drafted > 0
+    assert (
+        answer(
+            llm, PROMPTS[1], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        ).speculation.drafted
+        > 0
+    )
 
 
 # ---- thresholds and the search
@@ -264,14 +297,19 @@ def test_a_threshold_shortens_drafts_and_moves(llm: LLM) -> None:
 
 def test_the_search_finds_and_keeps_a_set(llm: LLM) -> None:
     """It goes on from request to request, guesses with its best set, and can be put back."""
-    drafter = use(llm, search=True, context_window=8, max_score=1.0, max_opt_iter=30, num_speculative_tokens=3)
+    drafter = use(
+        llm, search=True, context_window=8, max_score=1.0, max_opt_iter=30, num_speculative_tokens=3
+    )
     fresh, params = drafter.memory, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     counts = []
     for prompt in PROMPTS[:3]:
         answer(llm, prompt, params)
         counts.append(len(drafter.memory.scores))
     assert 0 < counts[0] < counts[-1] <= 30 and fresh is drafter.memory
-    assert drafter.memory.score == max(drafter.memory.scores) > drafter.memory.scores[-1] or len(set(drafter.memory.scores)) == 1
+    assert (
+        drafter.memory.score == max(drafter.memory.scores) > drafter.memory.scores[-1]
+        or len(set(drafter.memory.scores)) == 1
+    )
     answer(llm, PROMPTS[3], params)
     assert drafter.skip is drafter.memory.best
 

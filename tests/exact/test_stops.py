@@ -27,7 +27,11 @@ from outrider.kernels.chain import Halt, Traits, halts
 from outrider.models.decoder import Decoder
 from outrider.types import Batch, Budget, Draft, Row
 
-LAWS = ({"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9}, {"temperature": 0.7, "repetition_penalty": 1.2})
+LAWS = (
+    {"temperature": 0.0},
+    {"temperature": 0.8, "top_p": 0.9},
+    {"temperature": 0.7, "repetition_penalty": 1.2},
+)
 Key = tuple[int, int]  # the seed of a row and how long it was
 FREE = {"assistant_confidence_threshold": 0.0}  # measures, and never stops
 DEPTH = 5
@@ -44,7 +48,9 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @contextmanager
-def overheard(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[Key, tuple[list[int], list[Traits]]]]:
+def overheard(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[dict[Key, tuple[list[int], list[Traits]]]]:
     """What is guessed for each row, with traits where there is a rule."""
     heard: dict[Key, tuple[list[int], list[Traits]]] = {}
     propose = DraftModel.propose
@@ -83,8 +89,12 @@ def rule(kind: str, classifier: str, middle: float) -> tuple[dict[str, Any], Hal
     if kind == "confidence":
         return {"assistant_confidence_threshold": 0.15}, Halt(0.15)
     if kind == "classifier":
-        return {"stop_classifier": classifier, "stop_classifier_threshold": 0.4}, Halt(net=disco.load(classifier).flat(0.4))
-    return {"entropy_threshold": 0.3, "entropy_factor": 0.49 / middle}, Halt(most=(1 - 0.3) ** 2 / (0.49 / middle))
+        return {"stop_classifier": classifier, "stop_classifier_threshold": 0.4}, Halt(
+            net=disco.load(classifier).flat(0.4)
+        )
+    return {"entropy_threshold": 0.3, "entropy_factor": 0.49 / middle}, Halt(
+        most=(1 - 0.3) ** 2 / (0.49 / middle)
+    )
 
 
 @pytest.mark.parametrize("law", LAWS, ids=["greedy", "sampled", "penalty"])
@@ -107,7 +117,9 @@ def test_a_draft_ends_behind_the_first_guess_that_the_rule_dislikes(
                 if not one_call:
                     patch.setattr(Decoder, "chain", lambda *_: None)
                 use(fast, stranger, **given)
-                for group in [list(zip(prompts, each))] if together else [[pair] for pair in zip(prompts, each)]:
+                for group in (
+                    [list(zip(prompts, each))] if together else [[pair] for pair in zip(prompts, each)]
+                ):
                     drive(fast, [prompt for prompt, _ in group], [p for _, p in group])
                 empty(fast.engine.drafter)
                 settled(fast)
@@ -124,13 +136,19 @@ def test_a_draft_ends_behind_the_first_guess_that_the_rule_dislikes(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_tree_is_not_grown_behind_what_the_rule_dislikes(temperature: float, fast: LLM, stranger: str) -> None:
+def test_a_tree_is_not_grown_behind_what_the_rule_dislikes(
+    temperature: float, fast: LLM, stranger: str
+) -> None:
     drafter = use(fast, stranger, siblings=3, assistant_confidence_threshold=0.1)
     trees, propose = [], drafter.propose
 
     def listening(batch: Batch, budgets: list[Budget]) -> Draft:
         draft = propose(batch, budgets)
-        trees.extend((tree, drafter.stop.rounds[row].traits) for row, tree in zip(batch.rows, draft.trees) if tree.tokens)
+        trees.extend(
+            (tree, drafter.stop.rounds[row].traits)
+            for row, tree in zip(batch.rows, draft.trees)
+            if tree.tokens
+        )
         return draft
 
     drafter.propose = listening
@@ -163,12 +181,20 @@ def test_a_drawn_guess_stays(rule: str, fast: LLM, stranger: str, monkeypatch: p
     assert any(len(tokens) < DEPTH for tokens, _ in heard.values())
 
 
-def test_a_schedule_decides_how_deep(fast: LLM, llama: str, stranger: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_schedule_decides_how_deep(
+    fast: LLM, llama: str, stranger: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The target guesses for itself: always right, two more each round up to the ceiling.  A stranger is always wrong."""
     prompt, asked = tiny_prompts(1)[0], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     for checkpoint, expected in ((llama, [2, 4, 6, 8, 9, 9]), (stranger, [2, 1, 1, 1])):
         with overheard(fast, monkeypatch) as heard:
-            use(fast, checkpoint, num_assistant_tokens_schedule="heuristic", num_assistant_tokens=2, num_speculative_tokens=9)
+            use(
+                fast,
+                checkpoint,
+                num_assistant_tokens_schedule="heuristic",
+                num_assistant_tokens=2,
+                num_speculative_tokens=9,
+            )
             answer(fast, prompt, asked)
         sizes = [len(tokens) for tokens, _ in heard.values()]
         assert sizes[: len(expected)] == expected
@@ -177,7 +203,9 @@ def test_a_schedule_decides_how_deep(fast: LLM, llama: str, stranger: str, monke
 def test_rows_that_opt_out_are_left_alone(fast: LLM, stranger: str) -> None:
     drafter = use(fast, stranger, entropy_threshold=0.4, drafter={"method": "ngram"})
     kept = copy.deepcopy(drafter.memory)
-    outputs = fast.generate(prompts_of(tiny_prompts(2)), [SamplingParams(speculate=False, max_tokens=9, seed=1)] * 2)
+    outputs = fast.generate(
+        prompts_of(tiny_prompts(2)), [SamplingParams(speculate=False, max_tokens=9, seed=1)] * 2
+    )
     assert all(output.outputs[0].speculation.drafted == 0 for output in outputs)
     assert drafter.memory == kept and drafter.staged.forwards == 0
     empty(drafter)
@@ -223,7 +251,9 @@ INNER = (
 
 @pytest.mark.parametrize("inner", INNER, ids=lambda inner: "-".join(map(str, inner.values())))
 @pytest.mark.parametrize(
-    "more", [{}, {"assistant_confidence_threshold": 0.1}, {"verification": "rejection"}], ids=["plain", "stops", "drawn"]
+    "more",
+    [{}, {"assistant_confidence_threshold": 0.1}, {"verification": "rejection"}],
+    ids=["plain", "stops", "drawn"],
 )
 def test_a_staged_chain_is_the_same_chain(
     more: dict[str, Any], inner: dict[str, Any], fast: LLM, stranger: str, monkeypatch: pytest.MonkeyPatch
@@ -242,7 +272,9 @@ def test_a_staged_chain_is_the_same_chain(
 
 
 @pytest.mark.parametrize("inner", INNER[:3], ids=lambda inner: "-".join(map(str, inner.values())))
-def test_repetitive_text_takes_fewer_forwards(inner: dict[str, Any], fast: LLM, llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repetitive_text_takes_fewer_forwards(
+    inner: dict[str, Any], fast: LLM, llama: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A greedy text that a strong bias makes a loop.  The counts are those of the same chains."""
     counts = []
     asked = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, allowed_token_ids=[7, 8])
@@ -270,7 +302,9 @@ def test_inner_drafters_that_cannot_be(inner: dict[str, Any], says: str, fast: L
         use(fast, stranger, drafter=inner)
 
 
-@pytest.mark.parametrize("name", [name for name, kind in methods().items() if kind.after is not Drafter.after])
+@pytest.mark.parametrize(
+    "name", [name for name, kind in methods().items() if kind.after is not Drafter.after]
+)
 def test_guesses_behind_what_is_not_said_are_those_behind_what_is(name: str, fast: LLM) -> None:
     """`after` a beginning equals `after` nothing where the row has said it, for drafters without a memory of the row; nothing is kept."""
     drafter = method(name).example(fast.engine.target)
@@ -285,14 +319,36 @@ def test_guesses_behind_what_is_not_said_are_those_behind_what_is(name: str, fas
     assert ahead[:2] == drafter.after(other, (), budget)[:2]
 
 
-def test_a_classifier_is_made_and_used_from_the_command_line(stranger: str, llama: str, tmp_path: Path) -> None:
+def test_a_classifier_is_made_and_used_from_the_command_line(
+    stranger: str, llama: str, tmp_path: Path
+) -> None:
     from outrider.cli import main
 
     prompts, out = tmp_path / "prompts.txt", tmp_path / "stop.safetensors"
     prompts.write_text("\n".join(f"the sun and the moon {i}" for i in range(6)))
     with pytest.raises(SystemExit) as leaving:
-        main(["tune", "disco", llama, stranger, "-p", str(prompts), "-o", str(out), "-n", "40", "--temp", "0.8"])
+        main(
+            [
+                "tune",
+                "disco",
+                llama,
+                stranger,
+                "-p",
+                str(prompts),
+                "-o",
+                str(out),
+                "-n",
+                "40",
+                "--temp",
+                "0.8",
+            ]
+        )
     assert not leaving.value.code
     assert disco.load(str(out)).hidden.shape[1] == FEATURES
     llm = LLM(llama, speculative_config={"model": stranger, "stop_classifier": str(out)})
-    assert llm.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=8, seed=1))[0].outputs[0].speculation.drafted > 0
+    assert (
+        llm.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=8, seed=1))[0]
+        .outputs[0]
+        .speculation.drafted
+        > 0
+    )

@@ -25,7 +25,9 @@ mismatch_of = pytest.mark.parametrize("mismatch", ["intersect", "retokenize"])
 
 
 def params_of(law: dict[str, Any], count: int = len(PROMPTS), **more: Any) -> list[SamplingParams]:
-    return [SamplingParams(seed=i, **{"max_tokens": 24, "ignore_eos": True, **law, **more}) for i in range(count)]
+    return [
+        SamplingParams(seed=i, **{"max_tokens": 24, "ignore_eos": True, **law, **more}) for i in range(count)
+    ]
 
 
 def draft(model: str, mismatch: str = "refuse", **more: Any) -> dict[str, Any]:
@@ -43,7 +45,9 @@ def twins(llama: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[...,
 
     def make(kind: Any, keep: float = 1.0) -> str:
         if (kind, keep) not in made:
-            made[kind, keep] = twin(llama, tmp_path_factory.mktemp("twin") / "draft", *tiny_words(), kind, keep)
+            made[kind, keep] = twin(
+                llama, tmp_path_factory.mktemp("twin") / "draft", *tiny_words(), kind, keep
+            )
         return made[kind, keep]
 
     return make
@@ -68,7 +72,13 @@ def spellers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 @pytest.mark.parametrize("siblings", [1, 3])
 @pytest.mark.parametrize("verification", ["match", "traversal"])
 def test_shuffled_ids_guess_what_the_targets_own_do(
-    verification: str, siblings: int, kind: Any, law: dict[str, Any], fast: LLM, llama: str, twins: Callable[..., str]
+    verification: str,
+    siblings: int,
+    kind: Any,
+    law: dict[str, Any],
+    fast: LLM,
+    llama: str,
+    twins: Callable[..., str],
 ) -> None:
     """Under "intersect" ids and spellings make no difference at all: neither to what is guessed nor to the laws it is drawn from."""
     results = []
@@ -82,13 +92,17 @@ def test_shuffled_ids_guess_what_the_targets_own_do(
 
 
 @pytest.mark.parametrize("which", ["ours", "reads"])
-def test_a_shift_by_one_is_noticed(which: str, fast: LLM, twins: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shift_by_one_is_noticed(
+    which: str, fast: LLM, twins: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What the test above would say if guesses, or what the draft reads, were one id off."""
     common = intersect.common
 
     def shifted(*given: Any) -> intersect.Common:
         words = common(*given)
-        off = {"ours": words.ours.roll(1)} if which == "ours" else {"reads": words.reads[1:] + words.reads[:1]}
+        off = (
+            {"ours": words.ours.roll(1)} if which == "ours" else {"reads": words.reads[1:] + words.reads[:1]}
+        )
         return words._replace(**off)  # type: ignore[arg-type]
 
     monkeypatch.setattr("outrider.draft.draft_model.common", shifted)
@@ -137,7 +151,11 @@ def test_a_shadow_has_the_cache_of_its_text(
         drive(fast, prompts, params_of({"temperature": 0.8}, len(prompts), n=2))
     alone, params = LLM(model), SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     outputs = alone.generate(prompts_of(list(heard)), params)
-    wrong = [ids for ids, output in zip(heard, outputs) if output.outputs[0].token_ids[: len(heard[ids])] != heard[ids]]
+    wrong = [
+        ids
+        for ids, output in zip(heard, outputs)
+        if output.outputs[0].token_ids[: len(heard[ids])] != heard[ids]
+    ]
     assert len(heard) > 200
     assert not wrong
 
@@ -149,7 +167,15 @@ def test_a_shadow_has_the_cache_of_its_text(
 @kind_of
 @mismatch_of
 @pytest.mark.parametrize("keep", [1.0, 0.5])
-def test_in_company(keep: float, mismatch: str, kind: Any, law: dict[str, Any], fast: LLM, plain: LLM, twins: Callable[..., str]) -> None:
+def test_in_company(
+    keep: float,
+    mismatch: str,
+    kind: Any,
+    law: dict[str, Any],
+    fast: LLM,
+    plain: LLM,
+    twins: Callable[..., str],
+) -> None:
     """Alone, then seven ragged prompts for four seats that join and abort midway, of which one asks for three samples."""
     params = params_of(law)
     params[3] = SamplingParams(**{**vars(params[3]), "n": 3})
@@ -164,15 +190,24 @@ def test_in_company(keep: float, mismatch: str, kind: Any, law: dict[str, Any], 
     for output, others in zip(outputs, expected):
         for mine, theirs in zip(output.outputs, others):
             whole = said([mine])[0]
-            assert whole == theirs or (mine.finish_reason == "abort" and mine.token_ids == theirs[0][: len(mine.token_ids)])
+            assert whole == theirs or (
+                mine.finish_reason == "abort" and mine.token_ids == theirs[0][: len(mine.token_ids)]
+            )
 
 
 @law_of
 @mismatch_of
 @pytest.mark.parametrize("caching", [True, False])
-def test_prefix_cache(caching: bool, mismatch: str, law: dict[str, Any], llama: str, plain: LLM, twins: Callable[..., str]) -> None:
+def test_prefix_cache(
+    caching: bool, mismatch: str, law: dict[str, Any], llama: str, plain: LLM, twins: Callable[..., str]
+) -> None:
     """The second time the target's prompt comes from the cache, and so does what the draft reads."""
-    llm = LLM(llama, max_num_seqs=4, enable_prefix_caching=caching, speculative_config=draft(twins(sentencepiece), mismatch))
+    llm = LLM(
+        llama,
+        max_num_seqs=4,
+        enable_prefix_caching=caching,
+        speculative_config=draft(twins(sentencepiece), mismatch),
+    )
     common = [*PROMPTS[0], *PROMPTS[1]] * 2
     prompts = [[*common, *tail] for tail in PROMPTS]
     params = params_of(law)
@@ -201,13 +236,21 @@ def _hits(llm: LLM) -> list[int]:
 
 @law_of
 @mismatch_of
-def test_little_memory(mismatch: str, law: dict[str, Any], llama: str, plain: LLM, twins: Callable[..., str]) -> None:
+def test_little_memory(
+    mismatch: str, law: dict[str, Any], llama: str, plain: LLM, twins: Callable[..., str]
+) -> None:
     """Memory for one request, of target and draft together: rows lose their cache and compute it again, or are not drafted for."""
     params = params_of(law, max_tokens=60)
     expected = [said(answer(plain, prompt, p).outputs) for prompt, p in zip(PROMPTS, params)]
     config = draft(twins(sentencepiece), mismatch)
     slot = 2 * plain.engine.decoder.slot_bytes  # the draft is the target's network
-    llm = LLM(llama, max_num_seqs=4, max_model_len=128, kv_cache_memory_bytes=9 * PAGE * slot, speculative_config=config)
+    llm = LLM(
+        llama,
+        max_num_seqs=4,
+        max_model_len=128,
+        kv_cache_memory_bytes=9 * PAGE * slot,
+        speculative_config=config,
+    )
     assert [cache.pages for cache in llm.engine.caches] == [9] * len(llm.engine.caches)
     outputs = drive(llm, PROMPTS, params)
     assert [said(o.outputs) for o in outputs] == expected
@@ -217,9 +260,16 @@ def test_little_memory(mismatch: str, law: dict[str, Any], llama: str, plain: LL
 
 
 @law_of
-@pytest.mark.parametrize("options", [{"disable_by_batch_size": 2}, {"target_lookbehind": 1, "assistant_lookbehind": 1}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"disable_by_batch_size": 2}, {"target_lookbehind": 1, "assistant_lookbehind": 1}], ids=str
+)
 def test_rows_that_fall_behind_catch_up(
-    options: dict[str, Any], law: dict[str, Any], fast: LLM, plain: LLM, twins: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any],
+    law: dict[str, Any],
+    fast: LLM,
+    plain: LLM,
+    twins: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Speculation pauses in the middle of texts, and a shadow may compute seven tokens a step."""
     monkeypatch.setattr("outrider.draft.draft_model.retokenize.CHUNK", 7)
@@ -232,7 +282,9 @@ def test_rows_that_fall_behind_catch_up(
     settled(fast)
 
 
-def test_a_page_that_the_drafter_keeps_is_noticed(fast: LLM, twins: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_that_the_drafter_keeps_is_noticed(
+    fast: LLM, twins: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Retokenized, "forget", lambda *_: None)
     fast.use(draft(twins(byte_level), "retokenize"))
     fast.generate(prompts_of(PROMPTS[:1]), params_of(LAWS[0], 1))

@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import answer, counted, drive, prompts_of, said, settled, tiny_checkpoint, tiny_prompts, write_adapter
+from helpers import (
+    answer,
+    counted,
+    drive,
+    prompts_of,
+    said,
+    settled,
+    tiny_checkpoint,
+    tiny_prompts,
+    write_adapter,
+)
 
 from outrider import LLM, LoRARequest, RequestOutput, SamplingParams
 from outrider.draft.draft_model import DraftModel
@@ -26,7 +36,12 @@ MIXED = [SamplingParams(max_tokens=16 + 4 * i, seed=i, ignore_eos=True, **law) f
 
 
 def heard(
-    llm: LLM, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, prompts: Any = PROMPTS, params: Any = MIXED, one_call: bool = True
+    llm: LLM,
+    config: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    prompts: Any = PROMPTS,
+    params: Any = MIXED,
+    one_call: bool = True,
 ) -> list[Any]:
     """What is guessed in every step while the prompts are answered."""
     guesses: list[Any] = []
@@ -50,7 +65,9 @@ def heard(
 # ---- what is guessed
 
 
-def by_definition(folder: str, tokens: list[int], sink: int, recent: int, depth: int, itself: bool) -> list[int]:
+def by_definition(
+    folder: str, tokens: list[int], sink: int, recent: int, depth: int, itself: bool
+) -> list[int]:
     """The best tokens of transformers' own model under a mask: the last known token and the guesses see the first tokens, the recent
     ones and each other; what came before does, too, in pieces, or sees everything where it is the target's.  A sliding window is one
     of positions."""
@@ -67,15 +84,24 @@ def by_definition(folder: str, tokens: list[int], sink: int, recent: int, depth:
             sees[p, sink : max(sink, first + 1 - recent)] = False
         mask = torch.zeros(1, 1, n, n).masked_fill(~sees, float("-inf"))
         with torch.no_grad():
-            logits = model(torch.tensor([said]), attention_mask=mask, position_ids=torch.arange(n)[None]).logits
+            logits = model(
+                torch.tensor([said]), attention_mask=mask, position_ids=torch.arange(n)[None]
+            ).logits
         said.append(int(logits[0, -1].argmax()))
     return said[end:]
 
 
-@pytest.mark.parametrize(("target", "draft", "recent"), [("llama", "stranger", 10), ("llama", "self", 10), ("mistral", "self", 5)])
+@pytest.mark.parametrize(
+    ("target", "draft", "recent"), [("llama", "stranger", 10), ("llama", "self", 10), ("mistral", "self", 5)]
+)
 @pytest.mark.parametrize("kernels", ["", "torch"])
 def test_guesses_are_those_of_the_model_under_a_mask(
-    kernels: str, target: str, draft: str, recent: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    kernels: str,
+    target: str,
+    draft: str,
+    recent: int,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A prompt in one chunk, three times as long as the budget and more, and a chain of four guesses behind it; layers that look back
     eight positions, too, further than the budget shows."""
@@ -85,7 +111,11 @@ def test_guesses_are_those_of_the_model_under_a_mask(
     config = {"model": draft if itself else folder, "draft_kv_budget": 3 + recent, "draft_kv_sink": 3}
     different = 0
     for prompt in PROMPTS:
-        first = answer(llm, prompt, SamplingParams(temperature=0, max_tokens=1)).outputs[0].token_ids if itself else []
+        first = (
+            answer(llm, prompt, SamplingParams(temperature=0, max_tokens=1)).outputs[0].token_ids
+            if itself
+            else []
+        )
         steps = heard(llm, config, monkeypatch, [prompt], GREEDY)
         got = next(tokens for ((tokens, _),) in steps if tokens)
         asked = folder, [*prompt, *first]
@@ -94,7 +124,9 @@ def test_guesses_are_those_of_the_model_under_a_mask(
     assert different, "the budget should have mattered"
 
 
-@pytest.mark.parametrize("config", [{}, {"siblings": 3}, {"draft_dtype": "bfloat16"}], ids=["chain", "tree", "bfloat16"])
+@pytest.mark.parametrize(
+    "config", [{}, {"siblings": 3}, {"draft_dtype": "bfloat16"}], ids=["chain", "tree", "bfloat16"]
+)
 def test_a_budget_of_the_whole_context_changes_no_guess(
     config: dict[str, Any], fast: LLM, stranger: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,9 +173,13 @@ def test_itself_is_right_as_far_as_it_sees(model: str, siblings: int, request: p
         "method": "draft_model", "model": "self", "draft_kv_budget": budget, "num_speculative_tokens": 3, "siblings": siblings,
     })  # fmt: skip
     outputs = drive(llm, PROMPTS, MIXED)
-    assert [said(o.outputs) for o in outputs] == [said(answer(LLM(folder), p, law).outputs) for p, law in zip(PROMPTS, MIXED)]
+    assert [said(o.outputs) for o in outputs] == [
+        said(answer(LLM(folder), p, law).outputs) for p, law in zip(PROMPTS, MIXED)
+    ]
     counted([sample for o in outputs for sample in o.outputs])
-    assert all(always_right(o) for o in outputs[siblings > 1 :]), "a greedy tree keeps what is likely, not only what is best"
+    assert all(always_right(o) for o in outputs[siblings > 1 :]), (
+        "a greedy tree keeps what is likely, not only what is best"
+    )
     settled(llm)
 
 
@@ -160,12 +196,22 @@ def test_itself_takes_no_memory(llama: str) -> None:
 def test_what_itself_wrote_does_not_stay(siblings: int, llama: str) -> None:
     """Bit for bit the K/V of plain decoding, after every step, for all committed tokens of all rows."""
     plain, llm = LLM(llama, max_num_seqs=4), LLM(llama, max_num_seqs=4)
-    llm.use({"method": "draft_model", "model": "self", "draft_kv_budget": 8, "num_speculative_tokens": 3, "siblings": siblings})
+    llm.use(
+        {
+            "method": "draft_model",
+            "model": "self",
+            "draft_kv_budget": 8,
+            "num_speculative_tokens": 3,
+            "siblings": siblings,
+        }
+    )
 
     def held(engine: Any) -> dict[tuple[str, int], torch.Tensor]:
         pool = engine.cache.pools[0].data
         rows = [row for row in engine.scheduler.running if row.table is not None]
-        return {(row.id, p): pool[:, :, row.table.slots[p]].clone() for row in rows for p in range(row.computed)}
+        return {
+            (row.id, p): pool[:, :, row.table.slots[p]].clone() for row in rows for p in range(row.computed)
+        }
 
     expected: dict[tuple[str, int], torch.Tensor] = {}
     drive(plain, PROMPTS, MIXED, on_step=lambda: expected.update(held(plain.engine)))
@@ -179,7 +225,9 @@ def test_what_itself_wrote_does_not_stay(siblings: int, llama: str) -> None:
 
     outputs = drive(llm, PROMPTS, MIXED, on_step=compare)
     assert compared > 500
-    assert any(0 < o.speculation.accepted < o.speculation.drafted for o in outputs), "some guesses should be right and some wrong"
+    assert any(0 < o.speculation.accepted < o.speculation.drafted for o in outputs), (
+        "some guesses should be right and some wrong"
+    )
 
 
 @pytest.mark.parametrize("siblings", [1, 2])
@@ -191,7 +239,15 @@ def test_itself_with_adapters(siblings: int, llama: str, tmp_path: Path) -> None
     one, other = (LoRARequest(str(i), i, str(tmp_path / str(i))) for i in (1, 2))
     chosen = [one, None, other, None]
     expected = [said(o.outputs) for o in llm.generate(prompts_of(PROMPTS), MIXED, lora_request=chosen)]
-    llm.use({"method": "draft_model", "model": "self", "draft_kv_budget": 256, "num_speculative_tokens": 3, "siblings": siblings})
+    llm.use(
+        {
+            "method": "draft_model",
+            "model": "self",
+            "draft_kv_budget": 256,
+            "num_speculative_tokens": 3,
+            "siblings": siblings,
+        }
+    )
     outputs = llm.generate(prompts_of(PROMPTS), MIXED, lora_request=chosen)
     assert [said(o.outputs) for o in outputs] == expected
     assert all(always_right(o) for o in outputs[siblings > 1 :])
@@ -200,7 +256,9 @@ def test_itself_with_adapters(siblings: int, llama: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("model", ["stranger", "self"])
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])
-def test_guesses_are_drawn_where_the_rule_asks_for_laws(rule: str, model: str, fast: LLM, request: pytest.FixtureRequest) -> None:
+def test_guesses_are_drawn_where_the_rule_asks_for_laws(
+    rule: str, model: str, fast: LLM, request: pytest.FixtureRequest
+) -> None:
     """Every node says what it was drawn from: a law that holds it.  The target with everything in sight is never rejected."""
     folder, budget = (model, 256) if model == "self" else (request.getfixturevalue(model), 12)
     siblings = 2 if rule == "traversal" else 1

@@ -7,13 +7,28 @@ from typing import Any
 
 import torch
 
-IDS: dict[str, Any] = {"vocab_size": 300, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "tie_word_embeddings": False}
+IDS: dict[str, Any] = {
+    "vocab_size": 300,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
 NEW: dict[str, Any] = {
     **IDS, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "max_position_embeddings": 256, "initializer_range": 0.25,
 }  # fmt: skip
-OLD: dict[str, Any] = {**IDS, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "initializer_range": 0.25}
-FALCON: dict[str, Any] = {k: v for k, v in NEW.items() if k not in ("intermediate_size", "num_key_value_heads")}
+OLD: dict[str, Any] = {
+    **IDS,
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 256,
+    "initializer_range": 0.25,
+}
+FALCON: dict[str, Any] = {
+    k: v for k, v in NEW.items() if k not in ("intermediate_size", "num_key_value_heads")
+}
 OPT: dict[str, Any] = {**FALCON, "ffn_dim": 96, "word_embed_proj_dim": 64, "init_std": 0.25}
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 LATENT: dict[str, Any] = {

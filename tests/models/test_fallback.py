@@ -48,13 +48,24 @@ class Case:
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     folder = tmp_path_factory.mktemp("family")
     model = write(request.param, folder)
-    yield Case(request.param, model, LLM(str(folder), max_num_seqs=3, max_num_batched_tokens=48, max_model_len=120, seed=0))
+    yield Case(
+        request.param,
+        model,
+        LLM(str(folder), max_num_seqs=3, max_num_batched_tokens=48, max_model_len=120, seed=0),
+    )
 
 
 @torch.inference_mode()
 def generated(model: Any, length: int) -> list[list[int]]:
     ids = torch.tensor([prompt for prompt in prompts() if len(prompt) == length])
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW, min_new_tokens=NEW, pad_token_id=0)
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=NEW,
+        min_new_tokens=NEW,
+        pad_token_id=0,
+    )
     return out[:, length:].tolist()
 
 
@@ -68,14 +79,18 @@ def test_greedy_text_is_that_of_transformers(case: Case) -> None:
     """Ragged, in chunks, three at a time."""
     assert isinstance(case.llm.engine.decoder, Fallback)
     expected = [text for length in sorted(set(LENGTHS)) for text in generated(case.model, length)]
-    assert sum(len(set(text)) for text in expected) > 5 * len(expected), "texts that repeat a token are not worth comparing"
+    assert sum(len(set(text)) for text in expected) > 5 * len(expected), (
+        "texts that repeat a token are not worth comparing"
+    )
     got = [output.outputs[0].token_ids for output in drive(case.llm, prompts(), GREEDY)]
     parted = 0
     for prompt, a, b in zip(prompts(), expected, got):
         at = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), None)
         if at is not None:
             parted += 1
-            assert is_tie(case.model, prompt + a[:at], a[at], b[at]), f"token {at} is {b[at]}, expected {a[at]}"
+            assert is_tie(case.model, prompt + a[:at], a[at], b[at]), (
+                f"token {at} is {b[at]}, expected {a[at]}"
+            )
     assert parted <= 1, "ties are rare"
 
 
@@ -85,13 +100,23 @@ def test_speculation_changes_nothing(case: Case, kind: str, temperature: float) 
     """A chain, and a bush around the truth, in ragged company, against plain decoding of each prompt alone."""
     llm, truth, expected = case.llm, Truth(), []
     assert llm.engine.exact
-    params = [SamplingParams(temperature=temperature, seed=i, max_tokens=24, ignore_eos=True) for i in range(len(LENGTHS))]
+    params = [
+        SamplingParams(temperature=temperature, seed=i, max_tokens=24, ignore_eos=True)
+        for i in range(len(LENGTHS))
+    ]
     llm.use(None)
     for prompt, p in zip(prompts(), params):
         outputs = answer(llm, prompt, p).outputs
         truth.learn(prompt, p.seed or 0, outputs)
         expected.append(said(outputs))
-    llm.use({"method": "scripted", "script": getattr(Scripts(truth), kind), "nodes": 40, "num_speculative_tokens": 6})
+    llm.use(
+        {
+            "method": "scripted",
+            "script": getattr(Scripts(truth), kind),
+            "nodes": 40,
+            "num_speculative_tokens": 6,
+        }
+    )
     outputs = drive(llm, prompts(), params)
     assert [said(output.outputs) for output in outputs] == expected
     assert sum(output.speculation.accepted for output in outputs) > 50
@@ -136,12 +161,19 @@ def test_other_lists_are_not_taken_for_the_layers(tmp_path: Path, monkeypatch: p
 def test_a_draft_model_may_be_of_any_family(siblings: int, tmp_path: Path) -> None:
     write("gpt2", tmp_path / "target")
     write("opt", tmp_path / "draft")
-    plain, params = LLM(str(tmp_path / "target"), seed=0), SamplingParams(temperature=0.8, seed=3, max_tokens=24, ignore_eos=True)
+    plain, params = (
+        LLM(str(tmp_path / "target"), seed=0),
+        SamplingParams(temperature=0.8, seed=3, max_tokens=24, ignore_eos=True),
+    )
     config = {"num_speculative_tokens": 3, "siblings": siblings}
     for draft in ("target", "draft"):
-        llm = LLM(str(tmp_path / "target"), seed=0, speculative_config={"model": str(tmp_path / draft), **config})
+        llm = LLM(
+            str(tmp_path / "target"), seed=0, speculative_config={"model": str(tmp_path / draft), **config}
+        )
         outputs = drive(llm, prompts(), params)
-        assert [said(output.outputs) for output in outputs] == [said(answer(plain, prompt, params).outputs) for prompt in prompts()]
+        assert [said(output.outputs) for output in outputs] == [
+            said(answer(plain, prompt, params).outputs) for prompt in prompts()
+        ]
         assert draft == "draft" or sum(output.speculation.accepted for output in outputs) > 50
 
 
@@ -158,13 +190,17 @@ def chain(model: Fallback, pool: Any, start: int, tokens: list[int]) -> torch.Te
 
 @needs_c
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["gpt2", "gemma2", "gemma3", "qwen2-moe", "gpt-oss", "deepseek-v3", "llama-gelu"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "gemma2", "gemma3", "qwen2-moe", "gpt-oss", "deepseek-v3", "llama-gelu"]
+)
 def test_logits_are_the_same_bits_in_any_company(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """One hundred tokens at once, one by one, and in uneven chunks, on three threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        write(name, tmp_path, dtype, **({} if name in ("gpt2", "deepseek-v3") else {"intermediate_size": 500}))  # no whole vectors
+        write(
+            name, tmp_path, dtype, **({} if name in ("gpt2", "deepseek-v3") else {"intermediate_size": 500})
+        )  # no whole vectors
         model, tokens = fallback(tmp_path, dtype), [i * 7 % 300 for i in range(100)]
         whole = chain(model, model.pool(256), 0, tokens)
         for cuts in ([0, 7, 8, 41, 43, 100], list(range(101))):
@@ -207,7 +243,10 @@ def test_a_rope_by_length_is_taken_for_the_longest_text(tmp_path: Path) -> None:
     """Phi-3's long factors hold for short texts too where the context is long, so that no token moves as a text grows."""
     factors = {"short_factor": [1.0] * 8, "long_factor": [1.5 + i for i in range(8)]}
     rope = {"rope_type": "longrope", "rope_theta": 1e4, **factors}
-    theirs, tokens = write("phi3-window", tmp_path, rope_parameters=rope, original_max_position_embeddings=32), list(range(60))
+    theirs, tokens = (
+        write("phi3-window", tmp_path, rope_parameters=rope, original_max_position_embeddings=32),
+        list(range(60)),
+    )
     with torch.inference_mode():
         expected = theirs(torch.tensor([tokens])).logits[0]
     model = fallback(tmp_path, torch.float32)
@@ -257,13 +296,19 @@ def test_a_matrix_is_right_however_it_is_used() -> None:
     torch.testing.assert_close(F.linear(x, matrix, bias * 2), F.linear(x, weight, bias * 2), **near)
     torch.testing.assert_close(x @ matrix.T, x @ weight.T, **near)
     torch.testing.assert_close(x[..., :24] @ matrix, x[..., :24] @ weight, **near)
-    torch.testing.assert_close(torch.addmm(bias[:1], x[0, :, :24], matrix), torch.addmm(bias[:1], x[0, :, :24], weight), **near)
+    torch.testing.assert_close(
+        torch.addmm(bias[:1], x[0, :, :24], matrix), torch.addmm(bias[:1], x[0, :, :24], weight), **near
+    )
     torch.testing.assert_close(F.embedding(torch.tensor([[3, 1]]), matrix), weight[[3, 1]][None])
-    torch.testing.assert_close(torch.einsum("abk,ok->abo", x, matrix), torch.einsum("abk,ok->abo", x, weight), **near)
+    torch.testing.assert_close(
+        torch.einsum("abk,ok->abo", x, matrix), torch.einsum("abk,ok->abo", x, weight), **near
+    )
     experts: Any = steady.Matrix(torch.stack([weight, weight * 2]), None, kernels)
     torch.testing.assert_close(F.linear(x, experts[torch.tensor(1)]), F.linear(x, weight * 2), **near)
     torch.testing.assert_close(
-        torch.bmm(x, experts.transpose(1, 2)), torch.bmm(x, torch.stack([weight, weight * 2]).transpose(1, 2)), **near
+        torch.bmm(x, experts.transpose(1, 2)),
+        torch.bmm(x, torch.stack([weight, weight * 2]).transpose(1, 2)),
+        **near,
     )
 
 
@@ -295,12 +340,26 @@ def test_missing_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "config", "reason"),
     [
-        ("XGLM", {"d_model": 64, "ffn_dim": 96, "num_layers": 2, "attention_heads": 4}, "attention interface"),
-        ("Falcon", {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True}, "ALiBi"),
-        ("Doge", {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}, "mask of its own"),
+        (
+            "XGLM",
+            {"d_model": 64, "ffn_dim": 96, "num_layers": 2, "attention_heads": 4},
+            "attention interface",
+        ),
+        (
+            "Falcon",
+            {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True},
+            "ALiBi",
+        ),
+        (
+            "Doge",
+            {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4},
+            "mask of its own",
+        ),
     ],
 )
-def test_what_our_attention_cannot_do_is_refused_with_the_reason(family: str, config: dict[str, Any], reason: str, tmp_path: Path) -> None:
+def test_what_our_attention_cannot_do_is_refused_with_the_reason(
+    family: str, config: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
     from families import IDS, random_model
 
     random_model(family, IDS | config).save_pretrained(tmp_path)
@@ -363,6 +422,12 @@ def test_code_of_the_checkpoint_runs_if_it_is_trusted(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert "trust_remote_code=True" in refused(tmp_path)
     llm, prompt = LLM(str(tmp_path), trust_remote_code=True), prompts()[1]
-    expected = theirs.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=12, pad_token_id=0)[0, len(prompt) :].tolist()
-    got = answer(llm, prompt, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)).outputs[0].token_ids
+    expected = theirs.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=12, pad_token_id=0)[
+        0, len(prompt) :
+    ].tolist()
+    got = (
+        answer(llm, prompt, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+        .outputs[0]
+        .token_ids
+    )
     assert got == expected

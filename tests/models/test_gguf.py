@@ -14,7 +14,17 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from helpers import Scripts, Truth, answer, in_memory, install, settled, tiny_checkpoint, tiny_prompts, tiny_tokenizer
+from helpers import (
+    Scripts,
+    Truth,
+    answer,
+    in_memory,
+    install,
+    settled,
+    tiny_checkpoint,
+    tiny_prompts,
+    tiny_tokenizer,
+)
 from safetensors.torch import load_file, save_file
 
 from outrider import LLM, ConfigError, ModelError, OutriderError, SamplingParams
@@ -57,7 +67,9 @@ def random_blocks(kind: str, shape: tuple[int, int], seed: int, size: float = 1.
         blocks[:, at : at + 2] = rng.uniform(0.5, 1, (len(blocks), 1)).astype(np.float16).view(np.uint8)
     peak = np.abs(gguf.dequantize(blocks, Kind[kind])).max()
     for at in SCALED[kind]:
-        blocks[:, at : at + 2] = (blocks[:, at : at + 2].copy().view(np.float16) * np.float16(size / peak)).view(np.uint8)
+        blocks[:, at : at + 2] = (
+            blocks[:, at : at + 2].copy().view(np.float16) * np.float16(size / peak)
+        ).view(np.uint8)
     return blocks.reshape(shape[0], -1)
 
 
@@ -70,7 +82,9 @@ def test_blocks_mean_what_the_gguf_package_reads(kind: str) -> None:
         assert found.bits == 8 or (found.values.min() >= -8 and found.values.max() <= 7)
         found = found.dense()
     assert isinstance(found, torch.Tensor)
-    torch.testing.assert_close(found, torch.from_numpy(gguf.dequantize(rows, Kind[kind])), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        found, torch.from_numpy(gguf.dequantize(rows, Kind[kind])), rtol=1e-6, atol=1e-6
+    )
 
 
 # ---- whole files
@@ -121,7 +135,9 @@ def tokenizer_fields(writer: gguf.GGUFWriter) -> None:
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(words)
     writer.add_token_types([3 if word in ("<|bos|>", "<|end|>", "<|pad|>") else 1 for word in words])
-    writer.add_token_merges([" ".join(pair) for pair in json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]])
+    writer.add_token_merges(
+        [" ".join(pair) for pair in json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]]
+    )
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
 
@@ -142,11 +158,22 @@ def write(
     tensors = load_file(file)
     for i, (name, tensor) in enumerate(sorted(tensors.items())):
         kind = kinds(name) if tensor.dim() == 2 else "F32"
-        if kind in ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "IQ3_S"):  # the package cannot write these
+        if kind in (
+            "Q2_K",
+            "Q3_K",
+            "Q4_K",
+            "Q5_K",
+            "Q6_K",
+            "IQ4_NL",
+            "IQ4_XS",
+            "IQ3_S",
+        ):  # the package cannot write these
             rows = random_blocks(kind, tuple(tensor.shape), i, 0.4)
         else:
             rows = gguf.quantize(tensor.numpy(), Kind[kind])
-        tensors[name] = torch.from_numpy(np.array(gguf.dequantize(rows, Kind[kind]), dtype=np.float32)).view(tensor.shape)
+        tensors[name] = torch.from_numpy(np.array(gguf.dequantize(rows, Kind[kind]), dtype=np.float32)).view(
+            tensor.shape
+        )
         if config.model_type == "llama" and ("q_proj" in name or "k_proj" in name):
             rows = interleaved(rows, config.head_dim)
         writer.add_tensor(theirs(name), rows, raw_dtype=Kind[kind])
@@ -173,7 +200,10 @@ def same(a: str | Path, b: str | Path) -> None:
     torch.testing.assert_close(logits(a), logits(b), rtol=1e-4, atol=1e-4)
     one, two = (LLM(str(model), dtype="float32") for model in (a, b))
     for prompt in PROMPTS:
-        assert answer(one, prompt, GREEDY).outputs[0].token_ids == answer(two, prompt, GREEDY).outputs[0].token_ids
+        assert (
+            answer(one, prompt, GREEDY).outputs[0].token_ids
+            == answer(two, prompt, GREEDY).outputs[0].token_ids
+        )
 
 
 def rope_fields(kind: str, **given: Any) -> Callable[[gguf.GGUFWriter], None]:
@@ -191,7 +221,12 @@ def rope_fields(kind: str, **given: Any) -> Callable[[gguf.GGUFWriter], None]:
 
 LINEAR = {"factor": 4.0}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 1.3}
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 
 
 def llama3_factors(width: int) -> np.ndarray:
@@ -237,7 +272,13 @@ def test_a_file_says_what_the_checkpoint_says(name: str, tmp_path: Path) -> None
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Rows of 256 weights, as the K formats need them."""
-    return tiny_checkpoint(tmp_path_factory.mktemp("wide"), hidden_size=256, intermediate_size=256, head_dim=64, num_hidden_layers=1)
+    return tiny_checkpoint(
+        tmp_path_factory.mktemp("wide"),
+        hidden_size=256,
+        intermediate_size=256,
+        head_dim=64,
+        num_hidden_layers=1,
+    )
 
 
 def mixed(kind: str) -> Callable[[str], str]:
@@ -247,7 +288,9 @@ def mixed(kind: str) -> Callable[[str], str]:
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", *BITS, "IQ3_S"])
-def test_every_type_says_what_its_numbers_say(kind: str, wide: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_type_says_what_its_numbers_say(
+    kind: str, wide: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The torch kernels compute with the numbers as they are; the C kernels also round activations, to 8 bits."""
     source = shutil.copytree(wide, tmp_path / "source")
     file = write(tmp_path / "model.gguf", source, mixed(kind))
@@ -261,7 +304,9 @@ def test_every_type_says_what_its_numbers_say(kind: str, wide: str, tmp_path: Pa
 def test_the_card_says_what_it_takes_in_memory(kind: str, wide: str, tmp_path: Path) -> None:
     file = write(tmp_path / "model.gguf", shutil.copytree(wide, tmp_path / "source"), mixed(kind))
     card = card_of(EngineOptions(str(file)))
-    assert card.weight_bytes == pytest.approx(in_memory(LLM(str(file))), rel=0.06), "up to the padding of 300 tokens to 320"
+    assert card.weight_bytes == pytest.approx(in_memory(LLM(str(file))), rel=0.06), (
+        "up to the padding of 300 tokens to 320"
+    )
     assert card.parameters == card_of(EngineOptions(wide)).parameters and kind in card.stored_as
 
 
@@ -277,7 +322,9 @@ def test_speculation_changes_nothing(kind: str, wide: str, tmp_path: Path) -> No
             truth.learn(prompt, 3, answer(plain, prompt, params).outputs)
         install(fast, "ngram", num_speculative_tokens=4)
         check_same(fast, params, truth)
-        fast.use({"method": "scripted", "script": Scripts(truth).hidden, "nodes": 40, "num_speculative_tokens": 6})
+        fast.use(
+            {"method": "scripted", "script": Scripts(truth).hidden, "nodes": 40, "num_speculative_tokens": 6}
+        )
         assert check_same(fast, params, truth) > 0
 
 
@@ -393,21 +440,61 @@ def number(key: bytes, kind: int, value: bytes) -> bytes:
         (b"GGUF\x03", b"GGUF\x07", "version 2 or 3"),
         (b"GGUF\x03\0\0\0", b"GGUF\0\0\0\x03", "little-endian"),
         (b"GGUF", b"GGML", "no little-endian GGUF file"),
-        (b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba", "'mamba', which is not supported.  Supported: llama, qwen2, qwen3"),
+        (
+            b"\x05\0\0\0\0\0\0\0llama",
+            b"\x05\0\0\0\0\0\0\0mamba",
+            "'mamba', which is not supported.  Supported: llama, qwen2, qwen3",
+        ),
         (b"llama.block_count", b"llama.block_caunt", "no llama.block_count"),
-        (number(b"llama.block_count", 4, b"\x02\0\0\0"), number(b"llama.block_count", 4, b"\x01\0\0\0"), "more layers than block_count 1"),
-        (number(b"llama.block_count", 4, b"\x02\0\0\0"), number(b"llama.block_count", 4, b"\x03\0\0\0"), "model.layers.2"),
-        (number(b"attention.head_count", 4, b"\x04\0\0\0"), number(b"attention.head_count", 4, b"\0\0\0\0"), "head_count is 0"),
-        (number(b"attention.head_count", 4, b"\x04\0\0\0"), number(b"attention.head_count", 5, b"\xff" * 4), "head_count is -1"),
-        (number(b"attention.head_count", 4, b"\x04\0\0\0"), number(b"attention.head_count", 6, b"\0\0\x80\x40"), "head_count is 4.0"),
-        (number(b"value_length", 4, b"\x10\0\0\0"), number(b"value_length", 4, b"\x20\0\0\0"), "value_length 32"),
-        (number(b"embedding_length", 4, b"\x40\0\0\0"), number(b"embedding_length", 4, b"\x60\0\0\0"), "the metadata asks for"),
-        (b"blk.1.ffn_up.weight", b"blk.1.ffn_ap.weight", "'blk.1.ffn_ap.weight', which the lean decoder does not compute"),
+        (
+            number(b"llama.block_count", 4, b"\x02\0\0\0"),
+            number(b"llama.block_count", 4, b"\x01\0\0\0"),
+            "more layers than block_count 1",
+        ),
+        (
+            number(b"llama.block_count", 4, b"\x02\0\0\0"),
+            number(b"llama.block_count", 4, b"\x03\0\0\0"),
+            "model.layers.2",
+        ),
+        (
+            number(b"attention.head_count", 4, b"\x04\0\0\0"),
+            number(b"attention.head_count", 4, b"\0\0\0\0"),
+            "head_count is 0",
+        ),
+        (
+            number(b"attention.head_count", 4, b"\x04\0\0\0"),
+            number(b"attention.head_count", 5, b"\xff" * 4),
+            "head_count is -1",
+        ),
+        (
+            number(b"attention.head_count", 4, b"\x04\0\0\0"),
+            number(b"attention.head_count", 6, b"\0\0\x80\x40"),
+            "head_count is 4.0",
+        ),
+        (
+            number(b"value_length", 4, b"\x10\0\0\0"),
+            number(b"value_length", 4, b"\x20\0\0\0"),
+            "value_length 32",
+        ),
+        (
+            number(b"embedding_length", 4, b"\x40\0\0\0"),
+            number(b"embedding_length", 4, b"\x60\0\0\0"),
+            "the metadata asks for",
+        ),
+        (
+            b"blk.1.ffn_up.weight",
+            b"blk.1.ffn_ap.weight",
+            "'blk.1.ffn_ap.weight', which the lean decoder does not compute",
+        ),
         (b"blk.1.ffn_up.weight", b"blk.7.ffn_up.weight", "no tensor 'model.layers.1.mlp.up_proj.weight'"),
         (b"token_embd.weight", b"token_embd.woight", "token_embd"),
         (b"ggml.merges", b"ggml.morges", "merges"),
         (b"gpt-2", b"gpt-9", "'gpt-9' are unknown"),
-        (number(b"bos_token_id", 4, b"\0\0\0\0"), number(b"bos_token_id", 4, b"\0\0\1\0"), "tokenizer's metadata"),
+        (
+            number(b"bos_token_id", 4, b"\0\0\0\0"),
+            number(b"bos_token_id", 4, b"\0\0\1\0"),
+            "tokenizer's metadata",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(old: bytes, new: bytes, said: str, plain: Path, tmp_path: Path) -> None:
@@ -420,6 +507,20 @@ def test_an_unknown_type_is_named(plain: Path, tmp_path: Path) -> None:
     name = b"blk.0.ffn_down.weight"
     dimensions = struct.pack("<IQQ", 2, 96, 64)
     with pytest.raises(ModelError, match=r"'blk\.0\.ffn_down\.weight' has the type 177"):
-        LLM(changed(plain, tmp_path, name + dimensions + struct.pack("<I", 0), name + dimensions + struct.pack("<I", 177)))
+        LLM(
+            changed(
+                plain,
+                tmp_path,
+                name + dimensions + struct.pack("<I", 0),
+                name + dimensions + struct.pack("<I", 177),
+            )
+        )
     with pytest.raises(ModelError, match="hold 96 weights, no multiple of 256"):
-        LLM(changed(plain, tmp_path, name + dimensions + struct.pack("<I", 0), name + dimensions + struct.pack("<I", Kind.Q4_K)))
+        LLM(
+            changed(
+                plain,
+                tmp_path,
+                name + dimensions + struct.pack("<I", 0),
+                name + dimensions + struct.pack("<I", Kind.Q4_K),
+            )
+        )

@@ -56,9 +56,13 @@ def trained(pre_tokenizer: Any, normalizer: Any = None) -> Any:
         core.normalizer = normalizer
     core.pre_tokenizer, core.decoder = pre_tokenizer, decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    core.train_from_iterator(TEXTS * 3, trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, show_progress=False))
+    core.train_from_iterator(
+        TEXTS * 3, trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, show_progress=False)
+    )
     core.add_special_tokens(["<|bos|>", "<|end|>", "<|pad|>"])
-    return PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<|bos|>", eos_token="<|end|>", pad_token="<|pad|>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, bos_token="<|bos|>", eos_token="<|end|>", pad_token="<|pad|>"
+    )
 
 
 def fields_of(tokenizer: Any) -> dict[str, Any]:
@@ -128,7 +132,9 @@ def test_byte_level_ids_and_texts(pre: str, tmp_path: Path) -> None:
         ("gpt-2", {"add_bos_token": True}, True),
     ],
 )
-def test_bos_is_put_before_a_prompt_where_the_file_says_so(pre: str, given: dict[str, Any], bos: bool, tmp_path: Path) -> None:
+def test_bos_is_put_before_a_prompt_where_the_file_says_so(
+    pre: str, given: dict[str, Any], bos: bool, tmp_path: Path
+) -> None:
     fields = fields_of(trained(published(pre)[0]))
     ours = tokenizer_of(file_of(tmp_path / "m.gguf", pre=pre, **given, **fields))
     ids = ours.encode("hello")
@@ -137,7 +143,9 @@ def test_bos_is_put_before_a_prompt_where_the_file_says_so(pre: str, given: dict
     assert ours.encode("hello", add_special_tokens=False) == ids[bos:]
 
 
-@pytest.mark.parametrize(("pre", "whole"), [("llama-bpe", True), ("tekken", True), ("qwen2", False), ("gpt-2", False)])
+@pytest.mark.parametrize(
+    ("pre", "whole"), [("llama-bpe", True), ("tekken", True), ("qwen2", False), ("gpt-2", False)]
+)
 def test_a_word_that_is_a_token_may_be_taken_whole(pre: str, whole: bool, tmp_path: Path) -> None:
     """Llama 3's merges do not lead to every token of its vocabulary."""
     fields = fields_of(trained(published(pre)[0]))
@@ -149,7 +157,29 @@ def test_a_word_that_is_a_token_may_be_taken_whole(pre: str, whole: bool, tmp_pa
 
 # ---- SentencePiece
 
-PIECES = ["▁", "▁h", "▁he", "ll", "o", "▁hello", "l", "h", "e", "w", "r", "d", "or", "▁w", "▁wor", "ld", "▁world", "lo", "a", "b", "ab"]
+PIECES = [
+    "▁",
+    "▁h",
+    "▁he",
+    "ll",
+    "o",
+    "▁hello",
+    "l",
+    "h",
+    "e",
+    "w",
+    "r",
+    "d",
+    "or",
+    "▁w",
+    "▁wor",
+    "ld",
+    "▁world",
+    "lo",
+    "a",
+    "b",
+    "ab",
+]
 
 
 def sentencepiece_fields() -> dict[str, Any]:
@@ -163,7 +193,9 @@ def sentencepiece_fields() -> dict[str, Any]:
 
 def naive(text: str, fields: dict[str, Any]) -> list[int]:
     """SentencePiece's BPE: join the neighbours that make the piece of the highest score, the leftmost first."""
-    score = {t: s for t, s, kind in zip(fields["tokens"], fields["scores"], fields["token_type"]) if kind == 1}
+    score = {
+        t: s for t, s, kind in zip(fields["tokens"], fields["scores"], fields["token_type"]) if kind == 1
+    }
     parts = list("▁" + text.replace(" ", "▁"))
     while True:
         joined = [(score[a + b], -i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in score]
@@ -194,7 +226,9 @@ def test_sentencepiece_ids_and_texts(tmp_path: Path) -> None:
 
 
 def test_a_file_may_ask_for_no_space_and_no_bos(tmp_path: Path) -> None:
-    ours = tokenizer_of(file_of(tmp_path / "m.gguf", **sentencepiece_fields(), add_space_prefix=False, add_bos_token=False))
+    ours = tokenizer_of(
+        file_of(tmp_path / "m.gguf", **sentencepiece_fields(), add_space_prefix=False, add_bos_token=False)
+    )
     tokens = sentencepiece_fields()["tokens"]
     assert ours.encode("ab") == [tokens.index("ab")]
     assert ours.decode(ours.encode("ab ab")) == "ab ab"
@@ -206,8 +240,19 @@ def test_a_file_may_ask_for_no_space_and_no_bos(tmp_path: Path) -> None:
 def test_ending_ids_come_from_the_metadata_and_from_well_known_control_tokens(tmp_path: Path) -> None:
     words = [f"w{i}" for i in range(8)]
     words[5], words[6], words[7] = "<|im_end|>", "<|endoftext|>", "<|eot_id|>"
-    common = {"model": "gpt2", "tokens": words, "token_type": [1, 1, 1, 1, 1, 3, 3, 1], "eos_token_id": 2, "eot_token_id": 3}
-    assert ending_of(file_of(tmp_path / "m.gguf", **common)) == {2, 3, 5, 6}  # "<|eot_id|>" is an ordinary word here
+    common = {
+        "model": "gpt2",
+        "tokens": words,
+        "token_type": [1, 1, 1, 1, 1, 3, 3, 1],
+        "eos_token_id": 2,
+        "eot_token_id": 3,
+    }
+    assert ending_of(file_of(tmp_path / "m.gguf", **common)) == {
+        2,
+        3,
+        5,
+        6,
+    }  # "<|eot_id|>" is an ordinary word here
     assert ending_of(file_of(tmp_path / "n.gguf", model="none")) == frozenset()
 
 
@@ -216,7 +261,9 @@ def test_a_file_without_a_vocabulary_has_no_tokenizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("given", "said"), [({"model": "t5"}, "'t5'"), ({"pre": "nobody-9"}, "'nobody-9'")])
-def test_an_unknown_tokenizer_is_named_with_the_cure(given: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_an_unknown_tokenizer_is_named_with_the_cure(
+    given: dict[str, Any], said: str, tmp_path: Path
+) -> None:
     file = file_of(tmp_path / "m.gguf", **{**fields_of(tiny_tokenizer()), **given})
     with pytest.raises(ModelError, match=rf'{said}.*LLM\(tokenizer="a folder"\)'):
         tokenizer_of(file)

@@ -28,7 +28,9 @@ PROMPTS = tiny_prompts(3)
 ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # AutoAWQ: the i-th four bits of a word are output 8 * word + ORDER[i]
 
 Layer = dict[str, Tensor]
-Pack = Callable[[int, int, random.Random], tuple[Layer, Tensor]]  # (outputs, inputs) -> tensors of a layer, its weight
+Pack = Callable[
+    [int, int, random.Random], tuple[Layer, Tensor]
+]  # (outputs, inputs) -> tensors of a layer, its weight
 
 
 def word(numbers: list[int], bits: int) -> int:
@@ -39,11 +41,15 @@ def word(numbers: list[int], bits: int) -> int:
     return whole - (1 << 32) if whole >= 1 << 31 else whole
 
 
-def draw(outputs: int, inputs: int, groups: int, bits: int, dice: random.Random) -> tuple[list[list[int]], list[list[int]], Tensor]:
+def draw(
+    outputs: int, inputs: int, groups: int, bits: int, dice: random.Random
+) -> tuple[list[list[int]], list[list[int]], Tensor]:
     """values[o][k] and zeros[o][group], unsigned; scales float16 [outputs, groups]."""
     values = [[dice.randrange(1 << bits) for _ in range(inputs)] for _ in range(outputs)]
     zeros = [[dice.randrange(1 << bits) for _ in range(groups)] for _ in range(outputs)]
-    scales = torch.tensor([[dice.uniform(0.5, 1.5) * 2 / (1 << bits) / 2 for _ in range(groups)] for _ in range(outputs)]).half()
+    scales = torch.tensor(
+        [[dice.uniform(0.5, 1.5) * 2 / (1 << bits) / 2 for _ in range(groups)] for _ in range(outputs)]
+    ).half()
     return values, zeros, scales
 
 
@@ -65,7 +71,10 @@ def awq(group: int, zero_point: bool = True) -> Pack:
 
         def words(table: list[list[int]], rows: int) -> Tensor:
             return torch.tensor(
-                [[word([table[8 * c + ORDER[i]][r] for i in range(8)], 4) for c in range(outputs // 8)] for r in range(rows)]
+                [
+                    [word([table[8 * c + ORDER[i]][r] for i in range(8)], 4) for c in range(outputs // 8)]
+                    for r in range(rows)
+                ]
             ).int()
 
         layer = {"qweight": words(values, inputs), "scales": scales.T.contiguous()}
@@ -76,7 +85,9 @@ def awq(group: int, zero_point: bool = True) -> Pack:
     return pack
 
 
-def gptq(bits: int, group: int, sym: bool = True, v2: bool = False, act_order: bool = False, index: bool = True) -> Pack:
+def gptq(
+    bits: int, group: int, sym: bool = True, v2: bool = False, act_order: bool = False, index: bool = True
+) -> Pack:
     def pack(outputs: int, inputs: int, dice: random.Random) -> tuple[Layer, Tensor]:
         size, per = group if group > 0 else inputs, 32 // bits
         groups = inputs // size
@@ -89,10 +100,16 @@ def gptq(bits: int, group: int, sym: bool = True, v2: bool = False, act_order: b
         stored = [[z if v2 else (z - 1) % (1 << bits) for z in row] for row in zeros]
         layer = {
             "qweight": torch.tensor(
-                [[word([values[o][r * per + i] for i in range(per)], bits) for o in range(outputs)] for r in range(inputs // per)]
+                [
+                    [word([values[o][r * per + i] for i in range(per)], bits) for o in range(outputs)]
+                    for r in range(inputs // per)
+                ]
             ).int(),
             "qzeros": torch.tensor(
-                [[word([stored[c * per + i][g] for i in range(per)], bits) for c in range(outputs // per)] for g in range(groups)]
+                [
+                    [word([stored[c * per + i][g] for i in range(per)], bits) for c in range(outputs // per)]
+                    for g in range(groups)
+                ]
             ).int(),
             "scales": scales.T.contiguous(),
         }
@@ -123,7 +140,10 @@ def compressed(bits: int, group: int, symmetric: bool = True, act_order: bool = 
         if not symmetric:
             layer["weight_zero_point"] = torch.tensor(
                 [
-                    [word([zeros[c + i][g] for i in range(min(per, outputs - c))], bits) for g in range(groups)]
+                    [
+                        word([zeros[c + i][g] for i in range(min(per, outputs - c))], bits)
+                        for g in range(groups)
+                    ]
                     for c in range(0, outputs, per)
                 ]
             ).int()
@@ -138,9 +158,21 @@ def groups_of(bits: int, group: int, **weights: Any) -> dict[str, Any]:
     return {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
 
 
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm", "modules_to_not_convert": None}
+AWQ = {
+    "quant_method": "awq",
+    "bits": 4,
+    "group_size": 32,
+    "zero_point": True,
+    "version": "gemm",
+    "modules_to_not_convert": None,
+}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
-COMPRESSED = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"], "config_groups": groups_of(4, 32)}
+COMPRESSED = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "ignore": ["lm_head"],
+    "config_groups": groups_of(4, 32),
+}
 FORMATS: dict[str, tuple[Pack, dict[str, Any], int | None]] = {  # the last: bits that must be kept, None for expanded layers
     "awq": (awq(32), AWQ, 4),
     "awq-whole-rows": (awq(-1), AWQ | {"group_size": -1}, 4),
@@ -161,7 +193,9 @@ FORMATS: dict[str, tuple[Pack, dict[str, Any], int | None]] = {  # the last: bit
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Path(tiny_checkpoint(tmp_path_factory.mktemp("source") / "s", num_hidden_layers=1, attention_bias=True))
+    return Path(
+        tiny_checkpoint(tmp_path_factory.mktemp("source") / "s", num_hidden_layers=1, attention_bias=True)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +235,9 @@ def logits(folder: Path) -> Tensor:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_numbers_and_text_are_those_of_the_plain_weights(name: str, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_and_text_are_those_of_the_plain_weights(
+    name: str, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every weight, then the logits and the greedy text: the torch kernels compute with the numbers as they are."""
     packed, plain = make(name)
     few, whole = (Checkpoint.open(str(folder)).tensors() for folder in (packed, plain))
@@ -219,14 +255,19 @@ def test_numbers_and_text_are_those_of_the_plain_weights(name: str, make: Any, m
     torch.testing.assert_close(logits(packed), expected, rtol=1e-3, atol=1e-3)
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     one, two = (LLM(str(folder), dtype="float32") for folder in (packed, plain))
-    assert answer(one, PROMPTS[2], params).outputs[0].token_ids == answer(two, PROMPTS[2], params).outputs[0].token_ids
+    assert (
+        answer(one, PROMPTS[2], params).outputs[0].token_ids
+        == answer(two, PROMPTS[2], params).outputs[0].token_ids
+    )
 
 
 @pytest.mark.parametrize("name", ["awq", "awq-symmetric", "gptq-8", "compressed-asymmetric"])
 def test_the_card_says_what_it_takes_in_memory(name: str, make: Any) -> None:
     packed, plain = make(name)
     card = card_of(EngineOptions(str(packed)))
-    assert card.weight_bytes == pytest.approx(in_memory(LLM(str(packed))), rel=0.07), "up to the padding of 300 tokens to 320"
+    assert card.weight_bytes == pytest.approx(in_memory(LLM(str(packed))), rel=0.07), (
+        "up to the padding of 300 tokens to 320"
+    )
     assert card.parameters == card_of(EngineOptions(str(plain))).parameters
 
 
@@ -250,7 +291,9 @@ def test_speculation_changes_nothing(name: str, make: Any) -> None:
         assert sum(output.speculation.accepted for output in outputs) > 0
 
 
-def test_groups_in_activation_order_are_expanded_and_said(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_groups_in_activation_order_are_expanded_and_said(
+    make: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     logits(make("gptq-act-order")[0])
     assert [r.message for r in caplog.records if "desc_act" in r.message and "expanded" in r.message] != []
     caplog.clear()
@@ -277,14 +320,20 @@ CURE = "GGUF, AWQ"
         (GPTQ | {"checkpoint_format": "marlin"}, ("'marlin'", CURE)),
         (GPTQ | {"dynamic": {"+:.*down.*": {"bits": 8}}}, ("dynamic", CURE)),
         (COMPRESSED | {"format": "float-quantized"}, ("'float-quantized'", CURE)),
-        (COMPRESSED | {"config_groups": {"g": {"weights": {"num_bits": 8}, "input_activations": {"num_bits": 8}}}}, ("activations", CURE)),
+        (
+            COMPRESSED
+            | {"config_groups": {"g": {"weights": {"num_bits": 8}, "input_activations": {"num_bits": 8}}}},
+            ("activations", CURE),
+        ),
         (COMPRESSED | {"config_groups": groups_of(4, 32, type="float")}, ("integers", CURE)),
         (COMPRESSED | {"config_groups": groups_of(2, 32)}, ("2 bits",)),
         (COMPRESSED | {"config_groups": {}}, ("config_groups",)),
         (COMPRESSED | {"transform_config": {"config_groups": {"u": {}}}}, ("transform_config", CURE)),
     ],
 )
-def test_what_cannot_be_read_is_refused_by_name_with_the_cure(given: Any, said: tuple[str, ...], source: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_read_is_refused_by_name_with_the_cure(
+    given: Any, said: tuple[str, ...], source: Path, tmp_path: Path
+) -> None:
     folder = shutil.copytree(source, tmp_path / "c")
     configure(folder, given)
     with pytest.raises(ModelError) as error:
@@ -298,7 +347,9 @@ def test_a_dynamic_that_only_leaves_layers_out_is_fine(make: Any, tmp_path: Path
     assert torch.equal(logits(folder), logits(make("gptq")[0]))
 
 
-def spoil(name: str, make: Any, tmp_path: Path, change: Callable[[dict[str, Tensor]], None], **given: Any) -> str:
+def spoil(
+    name: str, make: Any, tmp_path: Path, change: Callable[[dict[str, Tensor]], None], **given: Any
+) -> str:
     folder = shutil.copytree(make(name)[0], tmp_path / "c")
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
@@ -324,7 +375,13 @@ def test_more_bits_than_announced_are_named(make: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "key"), [("awq", "scales"), ("awq", "qzeros"), ("gptq-asymmetric", "qzeros"), ("compressed-asymmetric", "weight_zero_point")]
+    ("name", "key"),
+    [
+        ("awq", "scales"),
+        ("awq", "qzeros"),
+        ("gptq-asymmetric", "qzeros"),
+        ("compressed-asymmetric", "weight_zero_point"),
+    ],
 )
 def test_a_missing_tensor_is_named(name: str, key: str, make: Any, tmp_path: Path) -> None:
     assert f"'{V}.{key}'" in spoil(name, make, tmp_path, lambda tensors: tensors.pop(f"{V}.{key}"))
@@ -335,10 +392,14 @@ def test_a_layer_with_neither_words_nor_weight_is_named(make: Any, tmp_path: Pat
 
 
 def test_an_index_out_of_range_is_named(make: Any, tmp_path: Path) -> None:
-    said = spoil("gptq", make, tmp_path, lambda tensors: tensors.update({f"{V}.g_idx": torch.full((64,), 2).int()}))
+    said = spoil(
+        "gptq", make, tmp_path, lambda tensors: tensors.update({f"{V}.g_idx": torch.full((64,), 2).int()})
+    )
     assert f"{V}.g_idx is corrupt" in said and "2 groups" in said
 
 
 def test_zero_points_of_another_shape_are_named(make: Any, tmp_path: Path) -> None:
-    said = spoil("awq", make, tmp_path, lambda tensors: tensors.update({f"{V}.qzeros": torch.zeros(3, 4).int()}))
+    said = spoil(
+        "awq", make, tmp_path, lambda tensors: tensors.update({f"{V}.qzeros": torch.zeros(3, 4).int()})
+    )
     assert f"{V}.qzeros is torch.int32 (3, 4)" in said

@@ -25,8 +25,14 @@ def rope(kind: str, **given: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **given}}
 
 
-LLAMA3 = rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
-LONG = {"short_factor": [1.0 + i / 8 for i in range(8)], "long_factor": [2.0 + i for i in range(8)], "factor": 4.0}
+LLAMA3 = rope(
+    "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+)
+LONG = {
+    "short_factor": [1.0 + i / 8 for i in range(8)],
+    "long_factor": [2.0 + i for i in range(8)],
+    "factor": 4.0,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-mha": ("Llama", {"num_key_value_heads": 4}),
     "llama-gqa": ("Llama", {"num_hidden_layers": 3}),
@@ -42,7 +48,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {"sliding_window": None}),
     "mistral-window": ("Mistral", {"sliding_window": 13}),
     "qwen2": ("Qwen2", {}),
-    "qwen2-windows": ("Qwen2", {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 11, "max_window_layers": 1}),
+    "qwen2-windows": (
+        "Qwen2",
+        {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 11, "max_window_layers": 1},
+    ),
     "qwen3": ("Qwen3", {"head_dim": 32}),
     "qwen3-bias-tied": ("Qwen3", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}),
 }
@@ -66,7 +75,12 @@ def theirs(model: Any) -> list[list[int]]:
     for length in LENGTHS:
         ids = torch.tensor([p for p in prompts() if len(p) == length])
         made = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW, min_new_tokens=NEW, pad_token_id=0
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=NEW,
+            min_new_tokens=NEW,
+            pad_token_id=0,
         )
         out.extend(made[:, length:].tolist())
     return out
@@ -104,7 +118,9 @@ def test_greedy_text_equals_transformers(name: str, checkpoint: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama-biases", "mistral-window", "qwen3"])
-def test_torch_kernels_equal_transformers(name: str, checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_kernels_equal_transformers(
+    name: str, checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OUTRIDER_KERNELS", "torch")
     family, config = MODELS[name]
     folder = checkpoint(family, **config)
@@ -123,7 +139,9 @@ def logits(folder: Path, ids: list[int], dtype: torch.dtype, max_len: int = 256)
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
 @pytest.mark.parametrize("kernels", ["", "torch"])
-def test_float32_logits_are_those_of_transformers(family: str, kernels: str, checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float32_logits_are_those_of_transformers(
+    family: str, kernels: str, checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OUTRIDER_KERNELS", kernels)
     folder, ids = checkpoint(family), prompts()[-1]
     with torch.inference_mode():
@@ -140,7 +158,9 @@ def test_float32_logits_are_those_of_transformers(family: str, kernels: str, che
     ],
     ids=["dynamic", "longrope"],
 )
-def test_a_rope_that_depends_on_the_length_is_taken_for_the_longest_text(scaling: dict[str, Any], length: int, checkpoint: Any) -> None:
+def test_a_rope_that_depends_on_the_length_is_taken_for_the_longest_text(
+    scaling: dict[str, Any], length: int, checkpoint: Any
+) -> None:
     """Within 64 positions nothing is stretched, behind them all are, for a text of that length as transformers does it."""
     folder, ids = checkpoint(**scaling), (prompts()[-1] * 2)[:length]
     with torch.inference_mode():

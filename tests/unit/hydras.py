@@ -15,7 +15,16 @@ from outrider import LLM
 from outrider.heads.sample import Outer, read
 from outrider.types import FINAL
 
-HEADS, BLOCKS, Q, KV, D, INNER, EPS, THETA = 4, 4, 4, 2, 24, 96, 1e-3, 500.0  # the prefix layer is a layer of the target
+HEADS, BLOCKS, Q, KV, D, INNER, EPS, THETA = (
+    4,
+    4,
+    4,
+    2,
+    24,
+    96,
+    1e-3,
+    500.0,
+)  # the prefix layer is a layer of the target
 CONFIG = {
     "base_model_name_or_path": "toy", "grounded_heads": True, "hidden_state_offset": 0, "hydra_head_arch": "prefix-mlp",
     "hydra_num_heads": HEADS, "hydra_num_layers": BLOCKS, "transformers_version": "4.34.1",
@@ -55,7 +64,10 @@ def tensors(arch: str = "prefix-mlp", hidden: int = HIDDEN, vocabulary: int = V)
 
 
 def prefix_tensors() -> dict[str, Tensor]:
-    w, at = {f"{AT}.embed_tokens.weight": torch.zeros(V, HIDDEN), f"{AT}.norm.weight": torch.rand(HIDDEN) + 0.5}, f"{AT}.layers.0"
+    w, at = (
+        {f"{AT}.embed_tokens.weight": torch.zeros(V, HIDDEN), f"{AT}.norm.weight": torch.rand(HIDDEN) + 0.5},
+        f"{AT}.layers.0",
+    )
     shapes = {"q": (Q * D, HIDDEN), "k": (KV * D, HIDDEN), "v": (KV * D, HIDDEN), "o": (HIDDEN, Q * D)}
     w |= {f"{at}.self_attn.{name}_proj.weight": torch.randn(shape) * 0.3 for name, shape in shapes.items()}
     w |= {f"{at}.mlp.{name}_proj.weight": torch.randn(INNER, HIDDEN) * 0.2 for name in ("gate", "up")}
@@ -67,7 +79,9 @@ def prefix_tensors() -> dict[str, Tensor]:
 def once(w: dict[str, Tensor]) -> dict[str, Tensor]:
     """What is shared is stored once, as `safetensors.torch.save_model` does."""
     kept: dict[int, str] = {}
-    return {name: tensor for name, tensor in sorted(w.items()) if kept.setdefault(tensor.data_ptr(), name) == name}
+    return {
+        name: tensor for name, tensor in sorted(w.items()) if kept.setdefault(tensor.data_ptr(), name) == name
+    }
 
 
 # ---- a naive forward
@@ -96,7 +110,10 @@ def prefixed(w: dict[str, Tensor], f: Tensor) -> Tensor:
     x = f + (scores.softmax(-1) @ v).transpose(0, 1).flatten(1) @ w[f"{at}.self_attn.o_proj.weight"].T
     y = norm(x, w[f"{at}.post_attention_layernorm.weight"])
     gate = y @ w[f"{at}.mlp.gate_proj.weight"].T
-    x = x + (gate * gate.sigmoid() * (y @ w[f"{at}.mlp.up_proj.weight"].T)) @ w[f"{at}.mlp.down_proj.weight"].T
+    x = (
+        x
+        + (gate * gate.sigmoid() * (y @ w[f"{at}.mlp.up_proj.weight"].T)) @ w[f"{at}.mlp.down_proj.weight"].T
+    )
     return norm(x, w[f"{AT}.norm.weight"])[-1]
 
 
@@ -155,15 +172,24 @@ def judged(toy: LLM, w: dict[str, Tensor], heard: Heard, most: int = 24, state: 
     for tokens, path in keys[:: max(1, len(keys) // most)]:
         f = read(model, tokens, (state,)).states[state][:-1]
         expected = naive(w, f, outer.embedding[[tokens[-1], *path]])
-        assert torch.allclose(heard[tokens, path].double(), expected, atol=2e-3, rtol=1e-4), (len(tokens), path)
+        assert torch.allclose(heard[tokens, path].double(), expected, atol=2e-3, rtol=1e-4), (
+            len(tokens),
+            path,
+        )
     assert {len(path) for _, path in keys} == set(range(HEADS)), "every head should have been asked"
 
 
 def prompts(count: int = 3, length: int = 30) -> list[dict[str, list[int]]]:
-    return [{"prompt_token_ids": [(7 * i + 13 * j * j + 5) % V for j in range(length + 9 * i)]} for i in range(count)]
+    return [
+        {"prompt_token_ids": [(7 * i + 13 * j * j + 5) % V for j in range(length + 9 * i)]}
+        for i in range(count)
+    ]
 
 
 def engine(target: str, folder: str, **options: Any) -> LLM:
     named = {"method": "hydra", "model": folder, "tree": "mc_sim_7b_63", "nodes": 40}
-    speculation = {**named, **{key: options.pop(key) for key in list(options) if key in (*named, "verification", "quantization")}}
+    speculation = {
+        **named,
+        **{key: options.pop(key) for key in list(options) if key in (*named, "verification", "quantization")},
+    }
     return LLM(target, dtype="float32", speculative_config=speculation, **options)

@@ -16,13 +16,21 @@ from outrider import LLM, SamplingParams
 from outrider.draft.medusa import Medusa
 from outrider.types import Guesses
 
-Parts = list[tuple[list[tuple[Tensor, Tensor | None]], Tensor | None]]  # of each head: its blocks, and its lm_head
+Parts = list[
+    tuple[list[tuple[Tensor, Tensor | None]], Tensor | None]
+]  # of each head: its blocks, and its lm_head
 Named = dict[str, Tensor]
-CONFIG = {"medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": "lmsys/vicuna-7b-v1.3"}  # as published, the 2 is wrong
+CONFIG = {
+    "medusa_num_heads": 2,
+    "medusa_num_layers": 1,
+    "base_model_name_or_path": "lmsys/vicuna-7b-v1.3",
+}  # as published, the 2 is wrong
 PT, SAFE = "medusa_lm_head.pt", "medusa_lm_head.safetensors"
 
 
-def parts_of(heads: int = 3, blocks: int = 1, shared: bool = True, bias: bool = True, own: bool = True) -> Parts:
+def parts_of(
+    heads: int = 3, blocks: int = 1, shared: bool = True, bias: bool = True, own: bool = True
+) -> Parts:
     torch.manual_seed(5)
 
     def block() -> tuple[Tensor, Tensor | None]:

@@ -77,7 +77,9 @@ def test_a_bad_prompt_among_good_ones_fails_alone(llm: LLM, prompt: Any, said: s
     assert_well(llm)
 
 
-@pytest.mark.parametrize("prompt", [{"prompt_token_ids": []}, {"prompt_token_ids": [300]}, "no tokenizer here"], ids=str)
+@pytest.mark.parametrize(
+    "prompt", [{"prompt_token_ids": []}, {"prompt_token_ids": [300]}, "no tokenizer here"], ids=str
+)
 def test_a_bad_prompt_alone_raises(llm: LLM, prompt: Any) -> None:
     for form in (prompt, [prompt]):
         with pytest.raises(RequestError):
@@ -111,7 +113,10 @@ def test_ids_go_before_the_text_beside_them(speaking: LLM) -> None:
 
 
 def test_a_prompt_that_is_too_long_names_the_cure_and_nothing_else_is_said(
-    speaking: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+    speaking: LLM,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Neither a warning of the tokenizer's, which knows another length than the engine."""
     import logging
@@ -139,7 +144,9 @@ def test_a_bad_prompt_in_a_stream_comes_first_and_the_others_go_on(llm: LLM) -> 
 
 
 @pytest.mark.parametrize(
-    "prompt", ["", {"prompt": ""}, {"prompt": None}, {"prompt": 5}, {"prompt": ["a"]}, "word " * 100], ids=lambda p: str(p)[:20]
+    "prompt",
+    ["", {"prompt": ""}, {"prompt": None}, {"prompt": 5}, {"prompt": ["a"]}, "word " * 100],
+    ids=lambda p: str(p)[:20],
 )
 def test_a_bad_text_among_good_ones_fails_alone(speaking: LLM, prompt: Any) -> None:
     outputs = speaking.generate(["Once upon", prompt], GREEDY)
@@ -149,7 +156,9 @@ def test_a_bad_text_among_good_ones_fails_alone(speaking: LLM, prompt: Any) -> N
 
 
 def test_the_longest_prompt_still_gets_one_token(llm: LLM) -> None:
-    output = llm.generate({"prompt_token_ids": LONG[:255]}, SamplingParams(temperature=0, max_tokens=50))[0].outputs[0]
+    output = llm.generate({"prompt_token_ids": LONG[:255]}, SamplingParams(temperature=0, max_tokens=50))[
+        0
+    ].outputs[0]
     assert len(output.token_ids) == 1 and output.finish_reason == "length"
 
 
@@ -170,7 +179,9 @@ def test_parameters_must_be_sampling_params(llm: LLM) -> None:
     assert_well(llm)
 
 
-@pytest.mark.parametrize("given", [{"max_tokens": 0}, {"temperature": -1}, {"top_p": 2}, {"temprature": 1}], ids=str)
+@pytest.mark.parametrize(
+    "given", [{"max_tokens": 0}, {"temperature": -1}, {"top_p": 2}, {"temprature": 1}], ids=str
+)
 def test_bad_parameters_never_reach_the_engine(llm: LLM, given: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match=next(iter(given))):
         llm.generate(GOOD, SamplingParams(**given))
@@ -179,7 +190,9 @@ def test_bad_parameters_never_reach_the_engine(llm: LLM, given: dict[str, Any]) 
 
 def test_stop_strings_need_a_tokenizer_and_stop_ids_do_not(llm: LLM) -> None:
     good = answer(llm)
-    outputs = llm.generate([GOOD, GOOD], [SamplingParams(stop="x"), SamplingParams(temperature=0, stop_token_ids=[good[2]])])
+    outputs = llm.generate(
+        [GOOD, GOOD], [SamplingParams(stop="x"), SamplingParams(temperature=0, stop_token_ids=[good[2]])]
+    )
     assert "stop_token_ids" in str(outputs[0].error)
     assert outputs[1].outputs[0].token_ids == good[:3] and outputs[1].outputs[0].stop_reason == good[2]
     assert_well(llm)
@@ -187,7 +200,9 @@ def test_stop_strings_need_a_tokenizer_and_stop_ids_do_not(llm: LLM) -> None:
 
 def test_a_request_whose_every_token_is_forbidden_fails_alone(llm: LLM) -> None:
     """min_tokens forbids all stop tokens; where these are the whole vocabulary nothing is left to say."""
-    outputs = llm.generate([GOOD, GOOD], [GREEDY, SamplingParams(min_tokens=2, stop_token_ids=list(range(300)))])
+    outputs = llm.generate(
+        [GOOD, GOOD], [GREEDY, SamplingParams(min_tokens=2, stop_token_ids=list(range(300)))]
+    )
     assert outputs[0].error is None and outputs[0].outputs[0].token_ids == answer(llm)
     assert isinstance(outputs[1].error, RequestError) and "min_tokens" in str(outputs[1].error)
     assert_well(llm)
@@ -211,10 +226,22 @@ def test_without_a_tokenizer_ids_are_enough(llm: LLM) -> None:
         ({"dtype": "float8"}, "float8"),
         ({"device": "toaster"}, "toaster"),
         ({"speculative_config": {"method": "ngramm"}}, "Did you mean 'ngram'"),
-        ({"speculative_config": {"method": "ngram", "prompt_lookup_mux": 3}}, "Did you mean 'prompt_lookup_max'"),
+        (
+            {"speculative_config": {"method": "ngram", "prompt_lookup_mux": 3}},
+            "Did you mean 'prompt_lookup_max'",
+        ),
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": -3}}, "-3"),
         ({"speculative_config": {"method": "ngram", "verification": "block?"}}, "block?"),
-        ({"speculative_config": {"model": "builtin-draft", "vocab_mismatch": "allow", "draft_dtype": "int3"}}, "int3"),
+        (
+            {
+                "speculative_config": {
+                    "model": "builtin-draft",
+                    "vocab_mismatch": "allow",
+                    "draft_dtype": "int3",
+                }
+            },
+            "int3",
+        ),
     ],
     ids=str,
 )
@@ -238,17 +265,27 @@ def test_a_tokenizer_that_is_not_there(tiny: Path, tmp_path: Path) -> None:
 def test_memory_for_not_even_one_request(tiny: Path) -> None:
     with pytest.raises(CapacityError) as caught:
         LLM(str(tiny), kv_cache_memory_bytes=100_000)
-    assert "100,000" in str(caught.value) and "kv_cache_memory_bytes" in str(caught.value) and "max_model_len" in str(caught.value)
+    assert (
+        "100,000" in str(caught.value)
+        and "kv_cache_memory_bytes" in str(caught.value)
+        and "max_model_len" in str(caught.value)
+    )
     assert_well(LLM(str(tiny), kv_cache_memory_bytes=100_000, max_model_len=64))
 
 
 @pytest.mark.parametrize("kernels", ["", "torch"])
 @pytest.mark.parametrize("length", [2, 8, 17])
-def test_a_very_short_context_works(tiny: Path, llm: LLM, length: int, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_very_short_context_works(
+    tiny: Path, llm: LLM, length: int, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OUTRIDER_KERNELS", kernels)
     short = LLM(str(tiny), max_model_len=length, speculative_config={"method": "ngram"})
-    assert short.generate({"prompt_token_ids": [5]}, SamplingParams(temperature=0, max_tokens=None))[0].outputs[0].token_ids == (
-        llm.generate({"prompt_token_ids": [5]}, SamplingParams(temperature=0, max_tokens=length - 1))[0].outputs[0].token_ids
+    assert short.generate({"prompt_token_ids": [5]}, SamplingParams(temperature=0, max_tokens=None))[
+        0
+    ].outputs[0].token_ids == (
+        llm.generate({"prompt_token_ids": [5]}, SamplingParams(temperature=0, max_tokens=length - 1))[0]
+        .outputs[0]
+        .token_ids
     )
     short.engine.check()
 
@@ -270,8 +307,13 @@ def test_the_drafter_cannot_change_while_requests_run(tiny: Path) -> None:
 
 
 def drafted(target: Path, draft: Path, **given: Any) -> list[list[int]]:
-    llm = LLM(str(target), speculative_config={"model": str(draft), "num_speculative_tokens": 3, **given}, seed=0)
-    outputs = llm.generate([{"prompt_token_ids": [i, i + 1]} for i in range(12)], SamplingParams(temperature=0.9, seed=2, max_tokens=20))
+    llm = LLM(
+        str(target), speculative_config={"model": str(draft), "num_speculative_tokens": 3, **given}, seed=0
+    )
+    outputs = llm.generate(
+        [{"prompt_token_ids": [i, i + 1]} for i in range(12)],
+        SamplingParams(temperature=0.9, seed=2, max_tokens=20),
+    )
     llm.engine.check()
     assert sum(o.speculation.drafted for o in outputs) > 0
     return [o.outputs[0].token_ids for o in outputs]
@@ -279,15 +321,21 @@ def drafted(target: Path, draft: Path, **given: Any) -> list[list[int]]:
 
 def plain(target: Path) -> list[list[int]]:
     outputs = LLM(str(target), seed=0).generate(
-        [{"prompt_token_ids": [i, i + 1]} for i in range(12)], SamplingParams(temperature=0.9, seed=2, max_tokens=20)
+        [{"prompt_token_ids": [i, i + 1]} for i in range(12)],
+        SamplingParams(temperature=0.9, seed=2, max_tokens=20),
     )
     return [o.outputs[0].token_ids for o in outputs]
 
 
 @pytest.mark.parametrize(("target", "draft"), [(300, 900), (900, 300)])
-def test_a_draft_of_another_vocabulary_is_refused_or_allowed(checkpoint: Callable[..., Path], target: int, draft: int) -> None:
+def test_a_draft_of_another_vocabulary_is_refused_or_allowed(
+    checkpoint: Callable[..., Path], target: int, draft: int
+) -> None:
     """Refused with both sizes in the message; allowed, it guesses among the common ids and the text stays what it was."""
-    large, small = checkpoint(vocab_size=target, seed=1), checkpoint(vocab_size=draft, seed=2, num_hidden_layers=1)
+    large, small = (
+        checkpoint(vocab_size=target, seed=1),
+        checkpoint(vocab_size=draft, seed=2, num_hidden_layers=1),
+    )
     with pytest.raises(ConfigError) as caught:
         drafted(large, small)
     assert "300" in str(caught.value) and "900" in str(caught.value) and "vocab_mismatch" in str(caught.value)
@@ -295,9 +343,14 @@ def test_a_draft_of_another_vocabulary_is_refused_or_allowed(checkpoint: Callabl
 
 
 @pytest.mark.parametrize(("target", "draft"), [(320, 300), (300, 320)])
-def test_vocabularies_that_differ_in_padding_just_work(checkpoint: Callable[..., Path], target: int, draft: int) -> None:
+def test_vocabularies_that_differ_in_padding_just_work(
+    checkpoint: Callable[..., Path], target: int, draft: int
+) -> None:
     """As Qwen2.5's 152,064 and 151,936: one tokenizer, matrices padded to different multiples."""
-    large, small = checkpoint(vocab_size=target, seed=1), checkpoint(vocab_size=draft, seed=2, num_hidden_layers=1)
+    large, small = (
+        checkpoint(vocab_size=target, seed=1),
+        checkpoint(vocab_size=draft, seed=2, num_hidden_layers=1),
+    )
     assert drafted(large, small) == plain(large)
     assert drafted(large, small, siblings=2) == plain(large)
 
@@ -320,11 +373,16 @@ def test_tokenizers_that_disagree_are_refused(tmp_path: Path) -> None:
 def test_a_draft_that_is_not_there(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     for name in (str(tmp_path / "nothing"), str(tmp_path / "file"), "a/b/c"):
-        with pytest.raises(ModelError, match=rf"no draft model or head {name!r}\. Give a folder.*builtin-draft, .*builtin-eagle"):
+        with pytest.raises(
+            ModelError,
+            match=rf"no draft model or head {name!r}\. Give a folder.*builtin-draft, .*builtin-eagle",
+        ):
             LLM(str(tiny), speculative_config={"model": name})
 
 
-@pytest.mark.parametrize(("wrong", "right"), [("builtin-draf", "builtin-draft"), ("builtin-medsua", "builtin-medusa")])
+@pytest.mark.parametrize(
+    ("wrong", "right"), [("builtin-draf", "builtin-draft"), ("builtin-medsua", "builtin-medusa")]
+)
 def test_the_nearest_draft_is_named(tiny: Path, wrong: str, right: str) -> None:
     for config in ({"model": wrong}, {"method": "union", "drafters": [{"model": wrong}]}):
         with pytest.raises(ModelError, match=f"{wrong!r}. Did you mean {right!r}"):
@@ -351,7 +409,12 @@ def edit_config(folder: Path, **given: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config | given))
 
 
-NAMES = ["model.embed_tokens.weight", "model.norm.weight", "model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.down_proj.weight"]
+NAMES = [
+    "model.embed_tokens.weight",
+    "model.norm.weight",
+    "model.layers.1.self_attn.k_proj.weight",
+    "model.layers.0.mlp.down_proj.weight",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -507,7 +570,9 @@ def test_weights_that_are_not_numbers_end_the_request_and_not_the_engine(broken:
     llm = LLM(str(broken))
     for _ in range(2):
         outputs = llm.generate([GOOD, GOOD], GREEDY)
-        assert all(isinstance(output.error, ModelError) and "finite" in str(output.error) for output in outputs)
+        assert all(
+            isinstance(output.error, ModelError) and "finite" in str(output.error) for output in outputs
+        )
         with pytest.raises(ModelError, match="finite"):
             llm.generate(GOOD, GREEDY)
         assert not llm.engine.busy
@@ -542,7 +607,9 @@ def config_only(folder: Path, name: str, **given: Any) -> Path:
         ("GPT2", "GPT2LMHeadModel", "no file named"),
     ],
 )
-def test_other_models_are_refused_by_name_and_with_the_reason(tmp_path: Path, name: str, architecture: str, reason: str) -> None:
+def test_other_models_are_refused_by_name_and_with_the_reason(
+    tmp_path: Path, name: str, architecture: str, reason: str
+) -> None:
     said = refused(config_only(tmp_path, name, architectures=[architecture]))
     assert architecture in said and reason in said
 

@@ -26,7 +26,9 @@ def test_rows_of_a_block_see_the_text_and_each_other(window: int, kind: torch.dt
     torch.manual_seed(2)
     table, end, block = array("i", random.Random(3).sample(range(64), 40)), 11, 4
     turn = torch.randn(64, D)
-    heads = SimpleNamespace(heads=HEADS, kv_heads=KV, head_dim=D, q_norm=torch.rand(D), k_norm=torch.rand(D), eps=EPS)
+    heads = SimpleNamespace(
+        heads=HEADS, kv_heads=KV, head_dim=D, q_norm=torch.rand(D), k_norm=torch.rand(D), eps=EPS
+    )
     alone = SimpleNamespace(**{**vars(heads), "heads": 0})
     context, rows = torch.randn(end, 2 * KV * D), torch.randn(block, (HEADS + 2 * KV) * D)
     said = []
@@ -36,7 +38,9 @@ def test_rows_of_a_block_see_the_text_and_each_other(window: int, kind: torch.dt
         assert run.rope_store(context, alone, turn, before.build(), pool, 0).numel() == 0
         here.block(table, end, table[end : end + block], [0] * block)
         q = run.rope_store(rows, heads, turn, here.build(), pool, 0)
-        assert here.positions.tolist() == list(range(end, end + block)) and here.slots.tolist() == list(table[end : end + block])
+        assert here.positions.tolist() == list(range(end, end + block)) and here.slots.tolist() == list(
+            table[end : end + block]
+        )
         out = run.attend(q, heads, here, pool, 0, D**-0.5, window)
         keys, values = pool.read(0, torch.tensor(table[: end + block]), WIDE)
         queries = q[..., :D].to(WIDE)
@@ -45,6 +49,10 @@ def test_rows_of_a_block_see_the_text_and_each_other(window: int, kind: torch.dt
             for h in range(HEADS):
                 weights = (keys[sees, h // 2] @ queries[b, h] * D**-0.5).softmax(0)
                 expected = weights @ values[sees, h // 2]
-                assert torch.allclose(out[b, h * D : (h + 1) * D].to(WIDE), expected, atol=1e-5 if kind == torch.float32 else 0.05)
+                assert torch.allclose(
+                    out[b, h * D : (h + 1) * D].to(WIDE),
+                    expected,
+                    atol=1e-5 if kind == torch.float32 else 0.05,
+                )
         said.append(out)
     assert torch.allclose(*said, atol=1e-5 if kind == torch.float32 else 0.05)

@@ -30,15 +30,23 @@ class Sorted:
 
     def __init__(self, wide: int) -> None:
         self.wide, self.size = wide, 0
-        self.kept: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []  # tokens, shares, scores [n, k], records of the n
+        self.kept: list[
+            tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+        ] = []  # tokens, shares, scores [n, k], records of the n
         self.records, self.scores = np.full(1, -1), np.zeros((1, 1))
 
     def widen(self, found: Found) -> tuple[list[int], list[int]]:
         entries, shares = found.entries.numpy(), found.shares.numpy()
-        tokens = entries if found.ids is None else np.where(entries < 0, -1, found.ids.numpy()[np.maximum(entries, 0)])
+        tokens = (
+            entries
+            if found.ids is None
+            else np.where(entries < 0, -1, found.ids.numpy()[np.maximum(entries, 0)])
+        )
         if found.ranked is not None:
             shares = np.broadcast_to(found.ranked.numpy()[: entries.shape[1]], entries.shape)
-        logs = [math.log(share) for share in np.maximum(shares, LEAST, dtype=np.float64).ravel()]  # numpy's own may differ in the last bit
+        logs = [
+            math.log(share) for share in np.maximum(shares, LEAST, dtype=np.float64).ravel()
+        ]  # numpy's own may differ in the last bit
         scores = np.array(logs).reshape(entries.shape) + self.scores
         scores[tokens < 0] = -np.inf
         self.kept.append((tokens, shares, scores, self.records))
@@ -65,7 +73,15 @@ class Sorted:
     ties=st.booleans(), ranked=st.booleans(), listed=st.booleans(), missing=st.sampled_from([0.0, 0.3, 1.0]),
 )  # fmt: skip
 def test_the_likeliest_are_kept(
-    k: int, wide: int, levels: int, nodes: int, seed: int, ties: bool, ranked: bool, listed: bool, missing: float
+    k: int,
+    wide: int,
+    levels: int,
+    nodes: int,
+    seed: int,
+    ties: bool,
+    ranked: bool,
+    listed: bool,
+    missing: float,
 ) -> None:
     """With equals among them, laws that allow too few tokens or none, shares by rank, and a vocabulary of the head's own."""
     dice = torch.Generator().manual_seed(seed)
@@ -76,7 +92,11 @@ def test_the_likeliest_are_kept(
         shares = torch.rand(rows, k, generator=dice).sort(descending=True).values
         if ties:
             shares = (shares * 4).ceil() / 4
-        some = int(torch.randint(k + 1, (1,), generator=dice)) if float(torch.rand(1, generator=dice)) < missing else k
+        some = (
+            int(torch.randint(k + 1, (1,), generator=dice))
+            if float(torch.rand(1, generator=dice)) < missing
+            else k
+        )
         entries[:, some:], shares[:, some:] = -1, 0.0
         ids = torch.arange(100, 150, dtype=torch.int32) if listed else None
         found = Found(entries, shares, ids, torch.tensor(RANKED) if ranked else None)
@@ -104,7 +124,9 @@ def test_nothing_found_is_no_tree(which: int) -> None:
     k=st.integers(1, 12), wide=st.integers(1, 12), levels=st.integers(1, 5), seed=st.integers(0, 1 << 30), listed=st.booleans(),
     law=st.sampled_from([Law(0.0), Law(0.7), Law(1.0, top_k=5), Law(0.8, top_p=0.6)]),
 )  # fmt: skip
-def test_growing_is_picking_and_widening(k: int, wide: int, levels: int, seed: int, listed: bool, law: Law) -> None:
+def test_growing_is_picking_and_widening(
+    k: int, wide: int, levels: int, seed: int, listed: bool, law: Law
+) -> None:
     """In one call and in two, in C and in torch."""
     dice = torch.Generator().manual_seed(seed)
     trees = kinds(k, wide, levels)

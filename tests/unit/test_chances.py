@@ -17,7 +17,8 @@ def lot(dice: np.random.Generator, law: np.ndarray, count: int) -> Counter[int]:
 
 
 @pytest.mark.parametrize(
-    ("statistic", "freedom", "chance"), [(3.841, 1, 0.05), (18.307, 10, 0.05), (10.828, 1, 0.001), (149.449, 100, 0.001)]
+    ("statistic", "freedom", "chance"),
+    [(3.841, 1, 0.05), (18.307, 10, 0.05), (10.828, 1, 0.001), (149.449, 100, 0.001)],
 )
 def test_tails_are_those_of_the_tables(statistic: float, freedom: int, chance: float) -> None:
     assert tail(statistic, freedom) == pytest.approx(chance, rel=2e-3)
@@ -26,7 +27,9 @@ def test_tails_are_those_of_the_tables(statistic: float, freedom: int, chance: f
 def test_cells_have_enough_samples_and_lose_none() -> None:
     one, two = Counter({(1, 2): 50, (7,): 3, (7, 1): 4}), Counter({(1, 2): 40, (7,): 9, (7, 1): 8, (9, 9): 5})
     cells = pooled(one, two)
-    assert cells == [(50, 40), (7, 22)], "what is rare is joined with its neighbours, the last with the one before"
+    assert cells == [(50, 40), (7, 22)], (
+        "what is rare is joined with its neighbours, the last with the one before"
+    )
     assert pooled(Counter({1: 2}), Counter({2: 3})) == [(2, 3)]
     dice = np.random.default_rng(0)
     flat = [lot(dice, np.full(400, 1 / 400), 500) for _ in range(2)]
@@ -42,7 +45,9 @@ def test_false_alarms_are_as_rare_as_stated() -> None:
         chances = [compare(*(lot(dice, law, size) for size in sizes), level=0.01) for _ in range(500)]
         assert 0.06 < np.mean([chance.p < 0.1 for chance in chances]) < 0.14
         assert np.mean([chance.p < 0.001 for chance in chances]) < 0.009
-        assert np.mean([chance.distance - chance.by_chance for chance in chances]) == pytest.approx(0, abs=0.01)
+        assert np.mean([chance.distance - chance.by_chance for chance in chances]) == pytest.approx(
+            0, abs=0.01
+        )
 
 
 def test_it_sees_what_it_says_it_sees() -> None:
@@ -66,7 +71,9 @@ def test_all_as_one_sees_what_is_a_little_wrong_everywhere() -> None:
     whole = combined(each, 600, 600, level)
     assert whole.p < 1e-5 < level < np.median([chance.p for chance in each])
     assert whole.visible < each[0].visible / 1.5 and 12 * 7 < whole.freedom <= 12 * 8
-    same = combined([compare(lot(dice, LAW, 600), lot(dice, LAW, 600), level) for _ in range(12)], 600, 600, level)
+    same = combined(
+        [compare(lot(dice, LAW, 600), lot(dice, LAW, 600), level) for _ in range(12)], 600, 600, level
+    )
     assert same.p > level and combined([NOTHING] * 3, 10, 10, level) == NOTHING
 
 

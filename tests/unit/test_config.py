@@ -25,7 +25,11 @@ def refused(config: Any) -> str:
 
 
 def test_no_config_is_plain_decoding() -> None:
-    assert SpeculativeOptions.of(None).method is SpeculativeOptions.of({"method": "off"}).method is draft.method("off")
+    assert (
+        SpeculativeOptions.of(None).method
+        is SpeculativeOptions.of({"method": "off"}).method
+        is draft.method("off")
+    )
     assert SpeculativeOptions.of({}).method is draft.method("off")
 
 
@@ -37,14 +41,22 @@ def test_a_model_alone_means_a_draft_model() -> None:
 
 def test_keys_go_to_their_owners() -> None:
     taken = SpeculativeOptions.of(
-        {"method": "ngram", "prompt_lookup_max": 7, "num_speculative_tokens": 4, "disable_by_batch_size": 8, "verification": "match"}
+        {
+            "method": "ngram",
+            "prompt_lookup_max": 7,
+            "num_speculative_tokens": 4,
+            "disable_by_batch_size": 8,
+            "verification": "match",
+        }
     )
     assert taken.options.prompt_lookup_max == 7
     assert taken.control == fixed.Options(4, 8)
     assert type(taken.rule) is verify.rule("match")
 
 
-@pytest.mark.parametrize(("wrong", "right"), [("ngrams", "ngram"), ("draftmodel", "draft_model"), ("Off", "off")])
+@pytest.mark.parametrize(
+    ("wrong", "right"), [("ngrams", "ngram"), ("draftmodel", "draft_model"), ("Off", "off")]
+)
 def test_an_unknown_method(wrong: str, right: str) -> None:
     said = refused({"method": wrong})
     assert repr(wrong) in said and f"Did you mean {right!r}" in said
@@ -54,7 +66,11 @@ def test_an_unknown_method(wrong: str, right: str) -> None:
 @pytest.mark.parametrize("method", draft.names())
 def test_an_unknown_key_of_every_method(method: str) -> None:
     said = refused({"method": method, "num_speculative_token": 3})
-    assert "'num_speculative_token'" in said and repr(method) in said and "Did you mean 'num_speculative_tokens'" in said
+    assert (
+        "'num_speculative_token'" in said
+        and repr(method) in said
+        and "Did you mean 'num_speculative_tokens'" in said
+    )
     for field in fields(draft.method(method).Options):
         assert field.name in said, "the valid keys are listed"
 
@@ -91,14 +107,26 @@ def test_keys_of_another_method_are_refused() -> None:
         ({"method": "ngram", "num_speculative_tokens": 2.0}, "2.0"),
         ({"method": "ngram", "num_speculative_tokens": True}, "True"),
         ({"method": "ngram", "disable_by_batch_size": 0}, "disable_by_batch_size"),
-        ({"method": "ngram", "num_speculative_tokens_per_batch_size": [[1, 2]]}, "num_speculative_tokens_per_batch_size"),
+        (
+            {"method": "ngram", "num_speculative_tokens_per_batch_size": [[1, 2]]},
+            "num_speculative_tokens_per_batch_size",
+        ),
         ({"method": "ngram", "num_speculative_tokens_per_batch_size": [[3, 2, 1]]}, "[3, 2, 1]"),
         ({"method": "ngram", "num_speculative_tokens_per_batch_size": [[0, 2, 1]]}, "[0, 2, 1]"),
         ({"method": "ngram", "num_speculative_tokens_per_batch_size": 5}, "5"),
-        ({"method": "ngram", "num_speculative_tokens_per_batch_size": [[1, 4, 5], [3, 9, 1]]}, "overlap, got [1, 4, 5] and [3, 9, 1]"),
-        ({"method": "ngram", "num_speculative_tokens_per_batch_size": [[3, 9, 1], [1, 3, 5]]}, "overlap, got [1, 3, 5] and [3, 9, 1]"),
+        (
+            {"method": "ngram", "num_speculative_tokens_per_batch_size": [[1, 4, 5], [3, 9, 1]]},
+            "overlap, got [1, 4, 5] and [3, 9, 1]",
+        ),
+        (
+            {"method": "ngram", "num_speculative_tokens_per_batch_size": [[3, 9, 1], [1, 3, 5]]},
+            "overlap, got [1, 3, 5] and [3, 9, 1]",
+        ),
         ({"method": "ngram", "prompt_lookup_max": 0}, "prompt_lookup_max must be at least 1, got 0"),
-        ({"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 4}, "prompt_lookup_min must be in 1 … prompt_lookup_max (3)"),
+        (
+            {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 4},
+            "prompt_lookup_min must be in 1 … prompt_lookup_max (3)",
+        ),
         ({"method": "ngram", "prompt_lookup_min": 0}, "prompt_lookup_min"),
         ({"method": "ngram", "prompt_lookup_max": "4"}, "prompt_lookup_max"),
         ({"method": "ngram", "prompt_lookup_max": 3.5}, "prompt_lookup_max"),
@@ -179,7 +207,10 @@ def test_an_engine_option_out_of_range(given: dict[str, Any]) -> None:
 
 
 def test_the_sentence_of_a_refusal() -> None:
-    assert unknown("fruit", "aple", ["pear", "apple"]) == "unknown fruit 'aple'. Did you mean 'apple'? Valid: apple, pear."
+    assert (
+        unknown("fruit", "aple", ["pear", "apple"])
+        == "unknown fruit 'aple'. Did you mean 'apple'? Valid: apple, pear."
+    )
     assert unknown("fruit", "xyz", ["pear"]) == "unknown fruit 'xyz'. Valid: pear."
 
 

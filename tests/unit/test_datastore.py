@@ -27,7 +27,9 @@ from outrider.models.hub import locate, read_tokenizer
 VOCABULARY = 1000
 
 
-def made(folder: Path, documents: list[list[int]], vocabulary: int = VOCABULARY, tokenizer: Any = None) -> str:
+def made(
+    folder: Path, documents: list[list[int]], vocabulary: int = VOCABULARY, tokenizer: Any = None
+) -> str:
     """The datastore of some documents of ids."""
     corpus, file = folder / "corpus.jsonl", str(folder / "store")
     corpus.write_text("".join(json.dumps({"token_ids": ids}) + "\n" for ids in documents))
@@ -44,7 +46,10 @@ def drafter(file: str, **options: Any) -> Datastore:
 # ---- order and look-up
 
 
-@given(st.lists(st.sampled_from([[0] * 5, [0] * 11, [1, 0, 1], [2], [1, 2] * 4]), min_size=1, max_size=20), st.sampled_from([2, 4]))
+@given(
+    st.lists(st.sampled_from([[0] * 5, [0] * 11, [1, 0, 1], [2], [1, 2] * 4]), min_size=1, max_size=20),
+    st.sampled_from([2, 4]),
+)
 def test_the_order_equals_sorting(words: list[list[int]], width: int) -> None:
     """Of texts that repeat themselves at length."""
     tokens = [token for word in words for token in word]
@@ -55,7 +60,9 @@ def test_the_order_equals_sorting(words: list[list[int]], width: int) -> None:
     assert keys == sorted(keys)
 
 
-def search(parts: list[list[int]], context: list[int], low: int, high: int, depth: int) -> tuple[int, list[list[int]]]:
+def search(
+    parts: list[list[int]], context: list[int], low: int, high: int, depth: int
+) -> tuple[int, list[list[int]]]:
     """The same by looking everywhere; None is the end mark."""
     for length in range(min(high, len(context)), low - 1, -1):
         found = []
@@ -80,7 +87,13 @@ def search(parts: list[list[int]], context: list[int], low: int, high: int, dept
     vocabulary=st.sampled_from([5, 70_000]),
 )
 def test_a_look_up_equals_a_search(
-    documents: list[list[int]], context: list[int], shard: int, low: int, high: int, vocabulary: int, tmp_path_factory: Any
+    documents: list[list[int]],
+    context: list[int],
+    shard: int,
+    low: int,
+    high: int,
+    vocabulary: int,
+    tmp_path_factory: Any,
 ) -> None:
     """In shards of a few tokens, and all places looked at."""
     with pytest.MonkeyPatch.context() as patch:
@@ -153,7 +166,20 @@ def test_texts_of_every_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     file = str(tmp_path / "store")
     build([str(tmp_path / "corpus")], file, tokenizer, 300, lambda *what: seen.append(what))
     encode = lambda text: tokenizer.encode(text, add_special_tokens=False)  # noqa: E731
-    expected = [*encode(lines[0] + lines[1]), *encode(lines[2] + lines[3]), 65535, *encode("one"), 65535, 5, 6, 65535, 7, 8, 9, 65535]
+    expected = [
+        *encode(lines[0] + lines[1]),
+        *encode(lines[2] + lines[3]),
+        65535,
+        *encode("one"),
+        65535,
+        5,
+        6,
+        65535,
+        7,
+        8,
+        9,
+        65535,
+    ]
     store = Store(file)
     first = HEADER // 2
     assert store.tokens[first : first + len(expected)][::-1].tolist() == expected
@@ -230,7 +256,9 @@ def test_a_damaged_datastore(change: str, tmp_path: Path) -> None:
 
 def test_a_datastore_of_another_vocabulary_or_tokenizer(tmp_path: Path) -> None:
     def target(vocabulary: int, tokenizer: Any) -> Target:
-        return SimpleNamespace(decoder=AnyTarget.decoder, vocabulary=vocabulary, checkpoint=SimpleNamespace(tokenizer=tokenizer))  # type: ignore[return-value]
+        return SimpleNamespace(
+            decoder=AnyTarget.decoder, vocabulary=vocabulary, checkpoint=SimpleNamespace(tokenizer=tokenizer)
+        )  # type: ignore[return-value]
 
     tokenizer = tiny_tokenizer()
     bare, named = made(tmp_path, [[1, 2]]), tmp_path / "named"
@@ -257,7 +285,9 @@ def test_a_datastore_must_be_named() -> None:
 
 def test_the_built_in_datastore_is_for_the_built_in_target() -> None:
     tokenizer = read_tokenizer(str(locate("builtin")))
-    target = SimpleNamespace(decoder=AnyTarget.decoder, vocabulary=8192, checkpoint=SimpleNamespace(tokenizer=tokenizer))
+    target = SimpleNamespace(
+        decoder=AnyTarget.decoder, vocabulary=8192, checkpoint=SimpleNamespace(tokenizer=tokenizer)
+    )
     options = Datastore.Options(**Datastore.demo["REST"])
     assert Datastore(options, target).store.header.tokenizer == fingerprint(tokenizer)  # type: ignore[arg-type]
     target.checkpoint.tokenizer = tiny_tokenizer()
@@ -272,7 +302,10 @@ def test_the_built_in_datastore_is_small_and_in_order() -> None:
     assert len(zlib.compress(path_of("builtin-datastore").read_bytes(), 9)) < 1 << 20
     ((_, at, _),) = store.header.sections
     text = store.tokens[at // 2 :][: count + SPAN].astype(np.uint16)
-    assert text[count:].tolist() == [end_mark(2)] * SPAN and text[text != end_mark(2)].max() < store.header.vocabulary
+    assert (
+        text[count:].tolist() == [end_mark(2)] * SPAN
+        and text[text != end_mark(2)].max() < store.header.vocabulary
+    )
     assert (order(text, count) == np.array(store.shards[0].places)).all()
 
 

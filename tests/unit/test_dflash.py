@@ -47,14 +47,24 @@ def part(w: dict[str, Tensor], offset: bool, t2d: bool) -> dict[str, Tensor]:
     """The same with a quarter of the vocabulary."""
     torch.manual_seed(9)
     ids = torch.tensor(IDS)
-    more = {"lm_head.weight": torch.randn(len(IDS), HIDDEN) * 0.3, "d2t": ids - torch.arange(len(IDS)) if offset else ids}
-    return {**w, **more, **({"t2d": torch.zeros(V, dtype=torch.bool).index_fill_(0, ids, True)} if t2d else {})}
+    more = {
+        "lm_head.weight": torch.randn(len(IDS), HIDDEN) * 0.3,
+        "d2t": ids - torch.arange(len(IDS)) if offset else ids,
+    }
+    return {
+        **w,
+        **more,
+        **({"t2d": torch.zeros(V, dtype=torch.bool).index_fill_(0, ids, True)} if t2d else {}),
+    }
 
 
 def cases() -> dict[str, Case]:
     w, sliding = tensors(), {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
     both = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 5}
-    own = {"embed_tokens.weight": torch.randn(V, HIDDEN) * 0.1, "lm_head.weight": torch.randn(V, HIDDEN) * 0.3}
+    own = {
+        "embed_tokens.weight": torch.randn(V, HIDDEN) * 0.1,
+        "lm_head.weight": torch.randn(V, HIDDEN) * 0.3,
+    }
     return {
         "speculators": Case(speculators(), {**w, "verifier_norm.weight": torch.ones(HIDDEN)}),
         "speculators, offsets": Case(speculators(draft_vocab_size=len(IDS)), part(w, True, True)),
@@ -88,14 +98,19 @@ def turned(x: Tensor, t: int) -> Tensor:
 def naive(case: Case, outer: Outer, taps: Tensor, anchor: int, count: int) -> Tensor:
     """Logits [count, Vd] of a block behind taps [T, 3 * hidden]: row by row, head by head."""
     w = {name.removeprefix("model."): tensor.to(WIDE) for name, tensor in case.tensors.items()}
-    embedding, head = w.get("embed_tokens.weight", outer.embedding.to(WIDE)), w.get("lm_head.weight", outer.lm_head.to(WIDE))
+    embedding, head = (
+        w.get("embed_tokens.weight", outer.embedding.to(WIDE)),
+        w.get("lm_head.weight", outer.lm_head.to(WIDE)),
+    )
     context, end = norm(taps.to(WIDE) @ w["fc.weight"].T, w["hidden_norm.weight"]), len(taps)
     x = embedding[[anchor, *[MASK] * (count - 1)]]
     for i, (window, causal) in enumerate(zip(case.windows, case.causal)):
         at = f"layers.{i}.self_attn"
 
         def project(name: str, u: Tensor, at: str = at) -> Tensor:
-            return u @ w[f"{at}.{name}_proj.weight"].T + w.get(f"{at}.{name}_proj.bias", torch.zeros((), dtype=WIDE))
+            return u @ w[f"{at}.{name}_proj.weight"].T + w.get(
+                f"{at}.{name}_proj.bias", torch.zeros((), dtype=WIDE)
+            )
 
         u = norm(x, w[f"layers.{i}.input_layernorm.weight"])
         q = project("q", u)
@@ -103,7 +118,11 @@ def naive(case: Case, outer: Outer, taps: Tensor, anchor: int, count: int) -> Te
         rows = []
         for b in range(count):
             p = end + b
-            sees = [s for s in range(end + count) if (not window or s > p - window) and (s < end or not causal or s <= p)]
+            sees = [
+                s
+                for s in range(end + count)
+                if (not window or s > p - window) and (s < end or not causal or s <= p)
+            ]
             parts = []
             for h in range(HEADS):
                 g = h // (HEADS // KV)
@@ -115,7 +134,11 @@ def naive(case: Case, outer: Outer, taps: Tensor, anchor: int, count: int) -> Te
         x = x + project("o", torch.stack(rows))
         y = norm(x, w[f"layers.{i}.post_attention_layernorm.weight"])
         gate = y @ w[f"layers.{i}.mlp.gate_proj.weight"].T
-        x = x + (gate / (1 + (-gate).exp()) * (y @ w[f"layers.{i}.mlp.up_proj.weight"].T)) @ w[f"layers.{i}.mlp.down_proj.weight"].T
+        x = (
+            x
+            + (gate / (1 + (-gate).exp()) * (y @ w[f"layers.{i}.mlp.up_proj.weight"].T))
+            @ w[f"layers.{i}.mlp.down_proj.weight"].T
+        )
     return norm(x, w["norm.weight"]) @ head.T
 
 
@@ -133,7 +156,10 @@ def overheard(drafter: DFlash) -> Iterator[list[Said]]:
 
     def listening(batch: Batch, rows: Sequence[int], levels: Sequence[int]) -> Tensor:
         logits = look(batch, rows, levels)
-        found.extend(Said(list(batch.rows[r].tokens), part.clone()) for r, part in zip(rows, logits.split(list(levels))))
+        found.extend(
+            Said(list(batch.rows[r].tokens), part.clone())
+            for r, part in zip(rows, logits.split(list(levels)))
+        )
         return logits
 
     drafter.look = listening  # type: ignore[method-assign]
@@ -167,7 +193,9 @@ def test_every_layout_says_what_a_naive_block_says(layout: str, toy: LLM, tmp_pa
     with overheard(drafter) as blocks:
         llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True))
     assert {len(said.logits) for said in blocks} >= {1, drafter.depth}
-    check(llm, case, random.Random(1).sample(blocks, 3) + [said for said in blocks if len(said.known) > 71][:1])
+    check(
+        llm, case, random.Random(1).sample(blocks, 3) + [said for said in blocks if len(said.known) > 71][:1]
+    )
 
 
 def test_what_the_prefix_cache_gives_is_built_on(toy: LLM, tmp_path: Path) -> None:
@@ -195,10 +223,15 @@ def test_pages_of_a_request_that_ends_at_once_have_context(toy: LLM, tmp_path: P
     check(llm, case, blocks[:2])
 
 
-def test_a_row_guesses_on_after_a_step_that_was_interrupted(toy: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_guesses_on_after_a_step_that_was_interrupted(
+    toy: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The tokens of that step are the row's, and nobody saw their states; pages with them are not shared."""
     case = cases()["speculators"]
-    params, prompt = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True), {"prompt_token_ids": [5, 9, 77]}
+    params, prompt = (
+        SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True),
+        {"prompt_token_ids": [5, 9, 77]},
+    )
     plain = toy.variant(None).generate(prompt, params)[0].outputs[0].token_ids
     llm = toy.variant({"model": save_head(tmp_path, case.config, case.tensors)})
     drafter: DFlash = llm.engine.drafter  # type: ignore[assignment]
@@ -229,22 +262,33 @@ def test_a_row_guesses_on_after_a_step_that_was_interrupted(toy: LLM, tmp_path: 
 @pytest.fixture(scope="module")
 def taught(toy: LLM, tmp_path_factory: pytest.TempPathFactory) -> str:
     torch.manual_seed(4)
-    network, outer = Network.like(toy.engine.target, layers=1, block=3, mask=MASK), Outer.of(toy.engine.decoder)
+    network, outer = (
+        Network.like(toy.engine.target, layers=1, block=3, mask=MASK),
+        Outer.of(toy.engine.decoder),
+    )
     teach(network, network.loss, samples(toy, network.shape.taps), outer, steps=160, rate=6e-3)
-    return save_head(tmp_path_factory.mktemp("taught"), *exported(network.config(), network.state_dict(), "z-lab"))
+    return save_head(
+        tmp_path_factory.mktemp("taught"), *exported(network.config(), network.state_dict(), "z-lab")
+    )
 
 
 @pytest.mark.parametrize("nodes", [None, 6])
 def test_a_taught_head_is_often_right(nodes: int | None, toy: LLM, taught: str) -> None:
     """Chance is 1 in 512, and a tree has guesses beside the best one."""
-    assert acceptance(toy.engine.checkpoint.name, {"model": taught, "nodes": nodes}) > (0.05 if nodes is None else 0.03)
+    assert acceptance(toy.engine.checkpoint.name, {"model": taught, "nodes": nodes}) > (
+        0.05 if nodes is None else 0.03
+    )
 
 
 def test_a_shift_by_one_is_seen(toy: LLM, taught: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that begin one token too early say what is known already.  (That the taps are those of their positions, the naive blocks
     say: a toy that goes by its last token hardly needs them.)"""
     right, look = acceptance(toy.engine.checkpoint.name, {"model": taught}), DFlash.look
-    monkeypatch.setattr(DFlash, "look", lambda self, batch, *rest: look(self, replace(batch, starts=[s - 1 for s in batch.starts]), *rest))
+    monkeypatch.setattr(
+        DFlash,
+        "look",
+        lambda self, batch, *rest: look(self, replace(batch, starts=[s - 1 for s in batch.starts]), *rest),
+    )
     assert acceptance(toy.engine.checkpoint.name, {"model": taught}) < right / 1.5
 
 
@@ -254,20 +298,40 @@ def test_the_network_says_what_the_drafter_says(markov: int, toy: LLM, tmp_path:
     torch.manual_seed(6)
     ids = tuple(IDS)
     network = Network.like(
-        toy.engine.target, taps=TAPS, block=BLOCK, mask=MASK, ids=ids, window=5, sliding=(1,), from_anchor=True, markov=markov
+        toy.engine.target,
+        taps=TAPS,
+        block=BLOCK,
+        mask=MASK,
+        ids=ids,
+        window=5,
+        sliding=(1,),
+        from_anchor=True,
+        markov=markov,
     )
     if markov:
         torch.nn.init.normal_(network.markov_head["markov_w2"].weight)
-    folder = save_head(tmp_path, *exported(network.config(), network.state_dict(), "speculators", "some/target"))
+    folder = save_head(
+        tmp_path, *exported(network.config(), network.state_dict(), "speculators", "some/target")
+    )
     llm, outer = toy.variant({"model": folder}), Outer.of(toy.engine.decoder)
     with overheard(llm.engine.drafter) as blocks:  # type: ignore[arg-type]
-        llm.generate({"prompt_token_ids": [5, 9, 77, 3]}, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True))
+        llm.generate(
+            {"prompt_token_ids": [5, 9, 77, 3]},
+            SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True),
+        )
     for known, logits in (said for said in blocks if len(said.logits) == BLOCK):
         states = sample.read(toy.engine.decoder, known, TAPS).states
         with torch.no_grad():
-            expected = network(torch.cat([states[tap] for tap in TAPS], -1), torch.tensor(known), torch.tensor([len(known) - 1]), outer)[0]
+            expected = network(
+                torch.cat([states[tap] for tap in TAPS], -1),
+                torch.tensor(known),
+                torch.tensor([len(known) - 1]),
+                outer,
+            )[0]
             added = (
-                network.markov_head["markov_w2"](network.markov_head["markov_w1"].weight[known[-1]]) if markov else 0
+                network.markov_head["markov_w2"](network.markov_head["markov_w1"].weight[known[-1]])
+                if markov
+                else 0
             )  # the text ends there
         assert torch.allclose(logits + added, expected, atol=2e-4)
 
@@ -276,7 +340,9 @@ def test_the_network_says_what_the_drafter_says(markov: int, toy: LLM, tmp_path:
 def test_a_markov_head_adds_what_the_token_before_says(prefix: str, toy: LLM, tmp_path: Path) -> None:
     """DSpark, two rows at once, one of them with a processor: a guess is the best of its level and the guess before it."""
     table = {f"{prefix}markov_w1.weight": torch.randn(V, 5), f"{prefix}markov_w2.weight": torch.randn(V, 5)}
-    case = Case(speculators(speculators_model_type="dspark", markov_head_type="vanilla"), {**tensors(), **table})
+    case = Case(
+        speculators(speculators_model_type="dspark", markov_head_type="vanilla"), {**tensors(), **table}
+    )
     extra = {"confidence_head.proj.weight": torch.zeros(1, HIDDEN)}
     llm = toy.variant({"model": save_head(tmp_path, case.config, {**case.tensors, **extra})})
     assert llm.engine.drafter.depth == BLOCK
@@ -290,7 +356,10 @@ def test_a_markov_head_adds_what_the_token_before_says(prefix: str, toy: LLM, tm
 
     llm.engine.drafter.propose = listening  # type: ignore[method-assign]
     prompts = [{"prompt_token_ids": [5, 9, 77, 3]}, {"prompt_token_ids": [8, 2, 1]}]
-    params = [SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, logit_bias=bias) for bias in (None, {3: 0.01})]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, logit_bias=bias)
+        for bias in (None, {3: 0.01})
+    ]
     with overheard(llm.engine.drafter) as blocks:  # type: ignore[arg-type]
         llm.generate(prompts, params)
     levels = {tuple(known): logits for known, logits in blocks}
@@ -313,7 +382,10 @@ def test_drawn_chains_and_trees_say_their_laws(toy: LLM, taught: str) -> None:
             return verify(draft, laws, batch)
 
         llm.engine.verify = listening
-        llm.generate({"prompt_token_ids": [5, 9, 77]}, SamplingParams(temperature=0.9, seed=3, max_tokens=20, ignore_eos=True))
+        llm.generate(
+            {"prompt_token_ids": [5, 9, 77]},
+            SamplingParams(temperature=0.9, seed=3, max_tokens=20, ignore_eos=True),
+        )
         full = [tree for tree in trees if len(tree.tokens) > 1]
         assert full and all(len(tree.laws) == len(set(tree.law_of)) <= 2 for tree in full)
         for tree in full:

@@ -38,13 +38,25 @@ def without(name: str) -> dict[str, Tensor]:
     ("config", "w", "says"),
     [
         (speculators(), without("layers.1.mlp.up_proj.weight"), r"layers\.1\.mlp\.up_proj\.weight"),
-        (speculators(), {**tensors(), "fc.weight": torch.zeros(HIDDEN, 2 * HIDDEN)}, r"\(64, 128\), and \(64, 192\) is needed"),
+        (
+            speculators(),
+            {**tensors(), "fc.weight": torch.zeros(HIDDEN, 2 * HIDDEN)},
+            r"\(64, 128\), and \(64, 192\) is needed",
+        ),
         (speculators(), {**tensors(), "fc.weight": torch.zeros(48, 192)}, "48 wide, the target 64"),
         (speculators(), {**tensors(), "norm.weight": torch.zeros(HIDDEN, dtype=torch.int32)}, "int32"),
-        (speculators(), {**tensors(), "markov_head.gate_proj.weight": torch.zeros(V, 4)}, "DSpark with a gated.*gate_proj"),
+        (
+            speculators(),
+            {**tensors(), "markov_head.gate_proj.weight": torch.zeros(V, 4)},
+            "DSpark with a gated.*gate_proj",
+        ),
         (
             zlab({"projector_type": "domino"}),
-            {**tensors(), "embed_proj.0.weight": torch.zeros(8, 96), "prefix_gru.weight_ih_l0": torch.zeros(96, HIDDEN)},
+            {
+                **tensors(),
+                "embed_proj.0.weight": torch.zeros(8, 96),
+                "prefix_gru.weight_ih_l0": torch.zeros(96, HIDDEN),
+            },
             "Domino.*embed_proj",
         ),
         (speculators(), {**tensors(), "domino_head.embed_proj.0.weight": torch.zeros(8, 96)}, "Domino"),
@@ -60,7 +72,9 @@ def without(name: str) -> dict[str, Tensor]:
         (speculators({"head_dim": 7}), tensors(), "no heads of head_dim 7"),
     ],
 )
-def test_a_file_that_cannot_be_right_is_refused(config: dict[str, Any], w: dict[str, Tensor], says: str, toy: LLM, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_right_is_refused(
+    config: dict[str, Any], w: dict[str, Tensor], says: str, toy: LLM, tmp_path: Path
+) -> None:
     with pytest.raises(ModelError, match=says):
         opened(toy, tmp_path, config, w)
 
@@ -105,7 +119,12 @@ def test_dspark_in_a_flat_config_samples_from_the_anchor(toy: LLM, tmp_path: Pat
     config, w = dspark()
     drafter = opened(toy, tmp_path, config, w)
     assert detect(str(tmp_path / "head")) == "dflash"
-    assert drafter.layout.from_anchor and drafter.depth == BLOCK and drafter.markov is not None and drafter.layout.taps == TAPS
+    assert (
+        drafter.layout.from_anchor
+        and drafter.depth == BLOCK
+        and drafter.markov is not None
+        and drafter.layout.taps == TAPS
+    )
     bare = {**config, "dflash_config": {**config["dflash_config"], "projector_type": None}}
     assert opened(toy, tmp_path, bare, w).depth == BLOCK
     assert opened(toy, tmp_path, dspark(sample_from_anchor=False)[0], w).depth == BLOCK - 1
@@ -140,7 +159,11 @@ def test_exports_are_read_back(toy: LLM, tmp_path: Path) -> None:
         json.loads((tmp_path / layout / "config.json").read_text())
         drafter = DFlash(DFlash.Options(model=folder), toy.engine.target)
         assert detect(folder) == "dflash"
-        assert (drafter.layout.taps, drafter.layout.block, drafter.layout.mask) == (network.shape.taps, 8, V - 1)
+        assert (drafter.layout.taps, drafter.layout.block, drafter.layout.mask) == (
+            network.shape.taps,
+            8,
+            V - 1,
+        )
     small = Network.like(toy.engine.target, ids=tuple(IDS))
     with pytest.raises(ConfigError, match="speculators"):
         exported(small.config(), small.state_dict(), "z-lab")

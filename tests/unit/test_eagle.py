@@ -40,7 +40,10 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 def tensors(fc_bias: bool = False, qkv_bias: bool = False, layers: int = 1) -> dict[str, Tensor]:
     """The reference's names and shapes, from its description."""
     torch.manual_seed(3)
-    shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (V, HIDDEN), "fc.weight": (HIDDEN, 2 * HIDDEN)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed_tokens.weight": (V, HIDDEN),
+        "fc.weight": (HIDDEN, 2 * HIDDEN),
+    }
     if fc_bias:
         shapes["fc.bias"] = (HIDDEN,)
     for i in range(layers):
@@ -55,7 +58,10 @@ def tensors(fc_bias: bool = False, qkv_bias: bool = False, layers: int = 1) -> d
         shapes[f"{at}.post_attention_layernorm.weight"] = (HIDDEN,)
         if i:
             shapes[f"{at}.input_layernorm.weight"] = (HIDDEN,)
-    return {name: torch.randn(shape) * 0.2 + (len(shape) == 1 and "norm" in name) for name, shape in shapes.items()}
+    return {
+        name: torch.randn(shape) * 0.2 + (len(shape) == 1 and "norm" in name)
+        for name, shape in shapes.items()
+    }
 
 
 def norm(x: Tensor, w: Tensor | None) -> Tensor:
@@ -74,7 +80,9 @@ def naive(w: dict[str, Tensor], e: Tensor, f: Tensor, theta: float = 500000.0) -
     """o_t for all pairs (f_t, x_t+1), [T, hidden]; e and f [T, hidden].  Position by position, head by head."""
     w = {name: tensor.double() for name, tensor in w.items()}
     e, f = norm(e.double(), w.get("enorm.weight")), norm(f.double(), w.get("hnorm.weight"))
-    x = torch.cat([e, f], dim=-1) @ w["fc.weight"].T + w.get("fc.bias", torch.zeros(HIDDEN, dtype=torch.float64))
+    x = torch.cat([e, f], dim=-1) @ w["fc.weight"].T + w.get(
+        "fc.bias", torch.zeros(HIDDEN, dtype=torch.float64)
+    )
     for i in range(sum("q_proj.weight" in name for name in w)):
         at, out = f"layers.{i}", []
         u = norm(x, w.get(f"{at}.input_layernorm.weight"))
@@ -90,13 +98,19 @@ def naive(w: dict[str, Tensor], e: Tensor, f: Tensor, theta: float = 500000.0) -
             for h in range(HEADS):
                 g = h // (HEADS // KV)
                 mine = turned(q[t, h * D : (h + 1) * D], t, theta)
-                scores = torch.stack([mine @ turned(k[s, g * D : (g + 1) * D], s, theta) / math.sqrt(D) for s in range(t + 1)])
+                scores = torch.stack(
+                    [mine @ turned(k[s, g * D : (g + 1) * D], s, theta) / math.sqrt(D) for s in range(t + 1)]
+                )
                 parts.append(scores.softmax(0) @ v[: t + 1, g * D : (g + 1) * D])
             out.append(torch.cat(parts))
         x = x + torch.stack(out) @ w[f"{at}.self_attn.o_proj.weight"].T
         y = norm(x, w[f"{at}.post_attention_layernorm.weight"])
         gate = y @ w[f"{at}.mlp.gate_proj.weight"].T
-        x = x + (gate / (1 + (-gate).exp()) * (y @ w[f"{at}.mlp.up_proj.weight"].T)) @ w[f"{at}.mlp.down_proj.weight"].T
+        x = (
+            x
+            + (gate / (1 + (-gate).exp()) * (y @ w[f"{at}.mlp.up_proj.weight"].T))
+            @ w[f"{at}.mlp.down_proj.weight"].T
+        )
     return x
 
 
@@ -114,8 +128,16 @@ def layouts(w: dict[str, Tensor]) -> dict[str, tuple[dict[str, Any], dict[str, T
     """One network in every layout: config, tensors, file."""
     bare = {name: tensor for name, tensor in w.items() if name != "embed_tokens.weight"}
     head = {"lm_head.weight": torch.zeros(V, HIDDEN)}  # a copy of the target's, which is used instead
-    fused = {name.replace("fc.", "fusion_fc.").replace("layers.0.", "transformer."): tensor for name, tensor in bare.items()}
-    v01 = {"speculators_model_type": "eagle", "transformer_layer_config": CONFIG, "layernorms": False, "fusion_bias": "fc.bias" in w}
+    fused = {
+        name.replace("fc.", "fusion_fc.").replace("layers.0.", "transformer."): tensor
+        for name, tensor in bare.items()
+    }
+    v01 = {
+        "speculators_model_type": "eagle",
+        "transformer_layer_config": CONFIG,
+        "layernorms": False,
+        "fusion_bias": "fc.bias" in w,
+    }
     return {
         "reference .bin": (CONFIG, w, "pytorch_model.bin"),
         "reference safetensors": (CONFIG, w, "model.safetensors"),
@@ -135,7 +157,9 @@ def layouts(w: dict[str, Tensor]) -> dict[str, tuple[dict[str, Any], dict[str, T
 @pytest.mark.parametrize("fc_bias", [False, True])
 @pytest.mark.parametrize("qkv_bias", [False, True])
 @pytest.mark.parametrize("layout", list(layouts({})))
-def test_every_layout_is_the_same_network(toy: LLM, tmp_path: Path, layout: str, fc_bias: bool, qkv_bias: bool) -> None:
+def test_every_layout_is_the_same_network(
+    toy: LLM, tmp_path: Path, layout: str, fc_bias: bool, qkv_bias: bool
+) -> None:
     w = tensors(fc_bias, qkv_bias)
     config, stored, file = layouts(w)[layout]
     folder = save_head(tmp_path, config, stored, file)
@@ -151,7 +175,11 @@ def test_every_layout_is_the_same_network(toy: LLM, tmp_path: Path, layout: str,
 def test_norms_of_other_trainers(toy: LLM, tmp_path: Path) -> None:
     """Norms before fc, after the layer, and a second layer with one of its own."""
     w = tensors(layers=2)
-    w["enorm.weight"], w["hnorm.weight"], w["norm.weight"] = torch.rand(HIDDEN) + 0.5, torch.rand(HIDDEN) + 0.5, torch.rand(HIDDEN) + 0.5
+    w["enorm.weight"], w["hnorm.weight"], w["norm.weight"] = (
+        torch.rand(HIDDEN) + 0.5,
+        torch.rand(HIDDEN) + 0.5,
+        torch.rand(HIDDEN) + 0.5,
+    )
     folder = save_head(tmp_path, {"model_type": "eagle", "model": CONFIG}, w)
     ids, f, outer = [5, 9, 400], torch.randn(3, HIDDEN), Outer.of(toy.engine.decoder)
     out, logits = ours(toy, folder, ids, f)
@@ -170,10 +198,15 @@ def test_a_part_of_the_vocabulary(toy: LLM, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
-def test_a_head_of_all_tokens_is_cut_to_those_that_it_says(toy: LLM, tmp_path: Path, quantization: str | None) -> None:
+def test_a_head_of_all_tokens_is_cut_to_those_that_it_says(
+    toy: LLM, tmp_path: Path, quantization: str | None
+) -> None:
     """As vLLM does; the map is in no order, and the rows may be padded."""
     ids, whole = torch.randperm(V)[: V // 4], torch.randn(V + 8, HIDDEN)
-    w, config = {**tensors(), "token_map": ids}, {"model_type": "eagle", "model": CONFIG, "truncated_vocab_size": len(ids)}
+    w, config = (
+        {**tensors(), "token_map": ids},
+        {"model_type": "eagle", "model": CONFIG, "truncated_vocab_size": len(ids)},
+    )
     o, said = torch.randn(3, HIDDEN), []
     for name, rows in (("whole", whole), ("cut", whole[ids])):
         folder = save_head(tmp_path / name, config, {**w, "lm_head.weight": rows})
@@ -184,7 +217,9 @@ def test_a_head_of_all_tokens_is_cut_to_those_that_it_says(toy: LLM, tmp_path: P
         said[0].double(), o.double() @ whole[ids].double().T, atol=1e-3 if quantization is None else 0.5
     )
     few = save_head(tmp_path / "few", config, {**w, "lm_head.weight": whole[: int(ids.max())]})
-    with pytest.raises(ModelError, match=rf"lm_head.weight is \({int(ids.max())}, 64\), and \(128, 64\) is needed"):
+    with pytest.raises(
+        ModelError, match=rf"lm_head.weight is \({int(ids.max())}, 64\), and \(128, 64\) is needed"
+    ):
         Eagle(Eagle.Options(model=few), toy.engine.target)
 
 
@@ -216,7 +251,10 @@ def test_a_taught_head_is_mostly_right(toy: LLM, taught: str) -> None:
     target = toy.engine.options.model
     assert acceptance(target, {"model": taught, "tree": "chain", "num_speculative_tokens": 1}) > 0.2
     for tree in ("dynamic", "mc_sim_7b_63"):
-        assert acceptance(target, {"model": taught, "tree": tree, "num_speculative_tokens": 3, "nodes": 8}) > 0.04
+        assert (
+            acceptance(target, {"model": taught, "tree": tree, "num_speculative_tokens": 3, "nodes": 8})
+            > 0.04
+        )
 
 
 def test_a_shift_is_caught(toy: LLM, taught: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +270,10 @@ def test_a_shift_is_caught(toy: LLM, taught: str, monkeypatch: pytest.MonkeyPatc
         chain = shifted
 
     monkeypatch.setattr(recurrent, "Plan", Shifted)
-    assert acceptance(toy.engine.options.model, {"model": taught, "tree": "chain", "num_speculative_tokens": 1}) < 0.05
+    assert (
+        acceptance(toy.engine.options.model, {"model": taught, "tree": "chain", "num_speculative_tokens": 1})
+        < 0.05
+    )
 
 
 def test_a_head_for_another_target_is_refused(toy: LLM, tmp_path: Path) -> None:
@@ -243,13 +284,23 @@ def test_a_head_for_another_target_is_refused(toy: LLM, tmp_path: Path) -> None:
 
 
 def test_a_head_of_another_method_is_named(toy: LLM, tmp_path: Path) -> None:
-    folder = save_head(tmp_path, {"medusa_num_heads": 1}, {"0.0.linear.weight": torch.eye(HIDDEN), "0.0.linear.bias": torch.zeros(HIDDEN)})
+    folder = save_head(
+        tmp_path,
+        {"medusa_num_heads": 1},
+        {"0.0.linear.weight": torch.eye(HIDDEN), "0.0.linear.bias": torch.zeros(HIDDEN)},
+    )
     with pytest.raises(ModelError, match="another method: say 'medusa'"):
         Eagle(Eagle.Options(model=folder), toy.engine.target)
 
 
 @pytest.mark.parametrize(
-    "name", ["mlp.experts.0.gate_proj.weight", "self_attn.sinks", "post_attention_layernorm.bias", "pre_feedforward_layernorm.weight"]
+    "name",
+    [
+        "mlp.experts.0.gate_proj.weight",
+        "self_attn.sinks",
+        "post_attention_layernorm.bias",
+        "pre_feedforward_layernorm.weight",
+    ],
 )
 def test_another_layer_is_refused_by_name(toy: LLM, tmp_path: Path, name: str) -> None:
     w = {**tensors(), f"layers.0.{name}": torch.zeros(HIDDEN)}
@@ -264,11 +315,17 @@ def test_a_missing_tensor_is_named(toy: LLM, tmp_path: Path) -> None:
         Eagle(Eagle.Options(model=save_head(tmp_path, CONFIG, w)), toy.engine.target)
 
 
-@pytest.mark.parametrize("config", [{**CONFIG, "hidden_act": "gelu"}, {"model_type": "eagle", "model": {**CONFIG, "hidden_act": "gelu"}}])
+@pytest.mark.parametrize(
+    "config",
+    [{**CONFIG, "hidden_act": "gelu"}, {"model_type": "eagle", "model": {**CONFIG, "hidden_act": "gelu"}}],
+)
 def test_another_activation_is_refused(config: dict[str, Any], toy: LLM, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"hidden_act 'gelu'.*'silu'"):
         Eagle(Eagle.Options(model=save_head(tmp_path, config, tensors())), toy.engine.target)
-    Eagle(Eagle.Options(model=save_head(tmp_path, {**CONFIG, "hidden_act": "swish"}, tensors())), toy.engine.target)
+    Eagle(
+        Eagle.Options(model=save_head(tmp_path, {**CONFIG, "hidden_act": "swish"}, tensors())),
+        toy.engine.target,
+    )
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
@@ -301,7 +358,9 @@ def test_what_sglang_reads(toy: LLM, tmp_path: Path, bias: bool) -> None:
     assert detect(folder) == "eagle"
     ids, f = [5, 9, 400], torch.randn(3, HIDDEN)
     with torch.no_grad():
-        assert torch.allclose(ours(toy, folder, ids, f)[0], network(Outer.of(toy.engine.decoder).embedding[ids], f), atol=1e-4)
+        assert torch.allclose(
+            ours(toy, folder, ids, f)[0], network(Outer.of(toy.engine.decoder).embedding[ids], f), atol=1e-4
+        )
 
 
 def test_what_vllm_reads(toy: LLM) -> None:

@@ -54,7 +54,9 @@ def test_a_head_that_learnt_is_believed(target: str, head: str) -> None:
         assert acceptance(target, {**config, "tree": tree, "num_speculative_tokens": 3, "nodes": 9}) > 0.025
 
 
-def test_a_shift_of_states_against_tokens_is_caught(target: str, head: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shift_of_states_against_tokens_is_caught(
+    target: str, head: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A pair of the state at t and the token x_t, not the one that followed."""
 
     class Shifted(Plan):
@@ -62,7 +64,10 @@ def test_a_shift_of_states_against_tokens_is_caught(target: str, head: str, monk
             super().chain(table, start, [7, *tokens[:-1]], shift)
 
     monkeypatch.setattr(recurrent, "Plan", Shifted)
-    assert acceptance(target, {"method": "eagle3", "model": head, "tree": "chain", "num_speculative_tokens": 1}) < 0.05
+    assert (
+        acceptance(target, {"method": "eagle3", "model": head, "tree": "chain", "num_speculative_tokens": 1})
+        < 0.05
+    )
 
 
 # ---- which state meets which token
@@ -87,7 +92,9 @@ def test_pairs_of_states_and_tokens(target: str, tmp_path: Path) -> None:
     folder = save_head(tmp_path, config, tensors)
     plain = LLM(target, dtype="float32", speculative_config=None)
     speculation = {"method": "eagle3", "model": folder, "tree": "chain", "num_speculative_tokens": 2}
-    llm = LLM(target, dtype="float32", speculative_config=speculation, max_num_batched_tokens=24)  # the prompt comes in two chunks
+    llm = LLM(
+        target, dtype="float32", speculative_config=speculation, max_num_batched_tokens=24
+    )  # the prompt comes in two chunks
     prompt = [(37 * i) % V for i in range(40)]
     said = plain.generate({"prompt_token_ids": prompt}, GREEDY)[0].outputs[0].token_ids
     heard, ids = listened(llm), tensors["d2t"] + torch.arange(128)
@@ -110,7 +117,9 @@ def test_pairs_of_states_and_tokens(target: str, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module", params=["gemma3", "qwen3-moe", "opt-post-norm-projected"])
-def other(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, Any]]:
+def other(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[LLM, Any]]:
     folder = tmp_path_factory.mktemp(request.param)
     model = write(request.param, folder)
     yield LLM(str(folder), dtype="float32", max_model_len=128, speculative_config=None), model
@@ -134,7 +143,9 @@ def test_the_states_of_a_fallback_target(other: tuple[LLM, Any]) -> None:
 def test_the_text_of_a_fallback_target(other: tuple[LLM, Any]) -> None:
     llm, _ = other
     prompts = [{"prompt_token_ids": [(i * n) % 290 for i in range(1, n)]} for n in (5, 9, 23)]
-    params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=12, ignore_eos=True) for i in range(3)]
+    params = [
+        SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=12, ignore_eos=True) for i in range(3)
+    ]
     llm.use(None)
     plain = [out.outputs[0].token_ids for out in llm.generate(prompts, params)]
     install(llm, "eagle3")

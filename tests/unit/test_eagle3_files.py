@@ -37,17 +37,31 @@ def renamed(tensors: Tensors, old: str, new: str) -> Tensors:
 
 
 def speculators(config: Config, tensors: Tensors, new: bool) -> tuple[Config, Tensors]:
-    own = {"draft_vocab_size": VD, "speculators_model_type": "eagle3", "norm_before_residual": False, "target_hidden_size": None}
+    own = {
+        "draft_vocab_size": VD,
+        "speculators_model_type": "eagle3",
+        "norm_before_residual": False,
+        "target_hidden_size": None,
+    }
     layer = {key: value for key, value in config.items() if key not in ("draft_vocab_size", "architectures")}
     tensors = renamed(tensors, "midlayer.", "layers.0.") | {"verifier_norm.weight": torch.ones(H)}
-    return {**own, "architectures": ["Eagle3DraftModel" if new else "Eagle3Speculator"], "transformer_layer_config": layer}, tensors
+    return {
+        **own,
+        "architectures": ["Eagle3DraftModel" if new else "Eagle3Speculator"],
+        "transformer_layer_config": layer,
+    }, tensors
 
 
 def vllm(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
     mapped = renamed(renamed(tensors, "midlayer.", "layers.0."), "d2t", "draft_id_to_target_id")
     mapped.pop("t2d")
     mapped = prefixed(mapped, "model.", "lm_head.weight", "draft_id_to_target_id")
-    return {"model_type": "eagle", "architectures": ["Eagle3LlamaForCausalLM"], "method": "eagle3", "model": config}, mapped
+    return {
+        "model_type": "eagle",
+        "architectures": ["Eagle3LlamaForCausalLM"],
+        "method": "eagle3",
+        "model": config,
+    }, mapped
 
 
 def absolute(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
@@ -84,7 +98,10 @@ def test_aliased_storages_of_a_pickle(llm: LLM, tmp_path: Path) -> None:
     config, tensors = official()
     block = torch.cat([t.flatten() for t in tensors.values() if t.is_floating_point()])
     parts = block.split([t.numel() for t in tensors.values() if t.is_floating_point()])
-    views = {name: part.view(t.shape) for part, (name, t) in zip(parts, ((n, t) for n, t in tensors.items() if t.is_floating_point()))}
+    views = {
+        name: part.view(t.shape)
+        for part, (name, t) in zip(parts, ((n, t) for n, t in tensors.items() if t.is_floating_point()))
+    }
     views["midlayer.hidden_norm.weight"] = views["midlayer.input_layernorm.weight"]
     both = {**tensors, **views}
     agree(llm, save_head(tmp_path, config, both, "pytorch_model.bin"), (config, both))
@@ -94,7 +111,11 @@ def test_aliased_storages_of_a_pickle(llm: LLM, tmp_path: Path) -> None:
 
 
 def more_layers(tensors: Tensors, at: str = "layers.1", norm: str = "input_layernorm") -> Tensors:
-    shapes = {"self_attn.q_proj": (HEADS * D, H), "self_attn.k_proj": (KV * D, H), "self_attn.v_proj": (KV * D, H)}
+    shapes = {
+        "self_attn.q_proj": (HEADS * D, H),
+        "self_attn.k_proj": (KV * D, H),
+        "self_attn.v_proj": (KV * D, H),
+    }
     torch.manual_seed(5)
     added = {f"{at}.{name}.weight": torch.randn(shape) * 0.15 for name, shape in shapes.items()}
     same = ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "post_attention_layernorm")
@@ -111,9 +132,15 @@ def variant(name: str) -> tuple[Config, Tensors, Config, Tensors, dict[str, Any]
     elif name == "norm_before_residual":
         config, how = {**config, "norm_before_residual": True}, {"residual_normed": True}
     elif name == "norm_output, speculators":
-        config, how = {**config, "norm_output": True, "speculators_model_type": "eagle3"}, {"output_normed": True}
+        config, how = (
+            {**config, "norm_output": True, "speculators_model_type": "eagle3"},
+            {"output_normed": True},
+        )
     elif name == "norm_output false, SpecForge":
-        config, how = {**config, "norm_output": False, "architectures": ["LlamaForCausalLMEagle3"]}, {"bare": True}
+        config, how = (
+            {**config, "norm_output": False, "architectures": ["LlamaForCausalLMEagle3"]},
+            {"bare": True},
+        )
     elif name == "norm_output true, SpecForge":
         config = {**config, "norm_output": True, "architectures": ["LlamaForCausalLMEagle3"]}
     elif name == "fc_norm":
@@ -127,7 +154,13 @@ def variant(name: str) -> tuple[Config, Tensors, Config, Tensors, dict[str, Any]
         del tensors["d2t"], tensors["t2d"]
     elif name == "two layers, vLLM":
         idle = {"layers.1.hidden_norm.weight": torch.zeros(H)}
-        return config, renamed(tensors, "midlayer.", "layers.0.") | more_layers(tensors) | idle, config, tensors | more_layers(tensors), how
+        return (
+            config,
+            renamed(tensors, "midlayer.", "layers.0.") | more_layers(tensors) | idle,
+            config,
+            tensors | more_layers(tensors),
+            how,
+        )
     elif name == "two layers, SGLang":
         theirs = tensors | more_layers(tensors, "additional_layers.0", "hidden_norm")
         return config, theirs, config, tensors | more_layers(tensors), how
@@ -163,7 +196,9 @@ def test_without_an_lm_head_the_targets_own_speaks(llm: LLM, tmp_path: Path) -> 
     config, tensors = official(draft_vocab_size=None)
     for name in ("lm_head.weight", "d2t", "t2d"):
         del tensors[name]
-    theirs = dict(tensors, **{"lm_head.weight": llm.engine.decoder.head_logits(torch.eye(HIDDEN)).T.contiguous()})
+    theirs = dict(
+        tensors, **{"lm_head.weight": llm.engine.decoder.head_logits(torch.eye(HIDDEN)).T.contiguous()}
+    )
     net = agree(llm, save_head(tmp_path, config, tensors), (config, theirs))
     assert net.ids is None and net.lm_head is None
 
@@ -191,7 +226,10 @@ def test_quantised_while_loading(llm: LLM, tmp_path: Path) -> None:
 
 # ---- taps
 
-SGLANG, SPEC = {"architectures": ["LlamaForCausalLMEagle3"]}, {"speculators_model_type": "eagle3", "architectures": ["Eagle3DraftModel"]}
+SGLANG, SPEC = (
+    {"architectures": ["LlamaForCausalLMEagle3"]},
+    {"speculators_model_type": "eagle3", "architectures": ["Eagle3DraftModel"]},
+)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +253,9 @@ def test_both_ways_to_count_layers(config: Config, layers: int, taps: tuple[int,
     assert taps_of(head, layers) == taps
     assert taps_of(head, layers, given=[0, 1]) == (0, 1)
     if listed := head.config.get(TAPS):
-        assert [taps_of(head, layers, offset=i) for i in (-1, 0)] == [tuple(t + i for t in listed) for i in (-1, 0)]
+        assert [taps_of(head, layers, offset=i) for i in (-1, 0)] == [
+            tuple(t + i for t in listed) for i in (-1, 0)
+        ]
 
 
 def test_taps_that_the_user_gives(llm: LLM, tmp_path: Path) -> None:
@@ -223,7 +263,9 @@ def test_taps_that_the_user_gives(llm: LLM, tmp_path: Path) -> None:
     folder, target = save_head(tmp_path, config, tensors), llm.engine.target
     assert Eagle3(Eagle3.Options(model=folder), target).needs.states == (1, 3, 4)
     assert Eagle3(Eagle3.Options(model=folder, tap_offset=1), target).needs.states == (2, 4, 5)
-    assert Eagle3(Eagle3.Options(model=folder, eagle_aux_hidden_state_layer_ids=[0, 4, 8]), target).needs.states == (0, 4, 8)
+    assert Eagle3(
+        Eagle3.Options(model=folder, eagle_aux_hidden_state_layer_ids=[0, 4, 8]), target
+    ).needs.states == (0, 4, 8)
     with pytest.raises(ModelError, match=r"\[5, 7, 9\]; the target has 0 … 8"):
         Eagle3(Eagle3.Options(model=folder, eagle_aux_hidden_state_layer_ids=[5, 7, 9]), target)
     with pytest.raises(ModelError, match=r"fc.weight is \(64, 192\), and \(64, 128\)"):
@@ -237,7 +279,10 @@ def test_taps_that_the_user_gives(llm: LLM, tmp_path: Path) -> None:
     ("change", "said"),
     [
         ({"mask_hidden": torch.zeros(1, 3 * HIDDEN)}, "P-EAGLE"),
-        ({"fc.weight": torch.zeros(H, 3 * 48)}, r"does not fit the target: its fc.weight is \(64, 144\), and \(64, 192\) is needed"),
+        (
+            {"fc.weight": torch.zeros(H, 3 * 48)},
+            r"does not fit the target: its fc.weight is \(64, 144\), and \(64, 192\) is needed",
+        ),
         ({"midlayer.mlp.up_proj.weight": None}, "has no tensor 'midlayer.mlp.up_proj.weight'"),
         ({"norm.weight": None}, "has no tensor 'norm.weight'"),
         ({"lm_head.weight": None}, "has no tensor 'lm_head.weight'"),
@@ -249,7 +294,9 @@ def test_taps_that_the_user_gives(llm: LLM, tmp_path: Path) -> None:
         ({"layers.1.self_attn.q_proj.weight": torch.zeros(HEADS * D, H)}, "has no tensor 'layers.1"),
     ],
 )
-def test_files_that_are_refused(change: dict[str, Tensor | None], said: str, llm: LLM, tmp_path: Path) -> None:
+def test_files_that_are_refused(
+    change: dict[str, Tensor | None], said: str, llm: LLM, tmp_path: Path
+) -> None:
     config, tensors = official()
     changed = {name: t for name, t in {**tensors, **change}.items() if t is not None}
     with pytest.raises(ModelError, match=said):
@@ -301,7 +348,20 @@ def test_options_that_are_refused(options: dict[str, Any], said: str) -> None:
 
 def test_export(llm: LLM, tmp_path: Path) -> None:
     """Both layouts have the names of the format and are read back as the same network."""
-    layered = Settings(V, H, INNER, HEADS, KV, D, HIDDEN, (1, 4, 5), tuple(range(0, V, 4)), layers=2, theta=5e5, tap_normed=True)
+    layered = Settings(
+        V,
+        H,
+        INNER,
+        HEADS,
+        KV,
+        D,
+        HIDDEN,
+        (1, 4, 5),
+        tuple(range(0, V, 4)),
+        layers=2,
+        theta=5e5,
+        tap_normed=True,
+    )
     network = Network.random(layered)
     ours, tensors = network.config(), network.state_dict()
     states, said = torch.randn(PAIRS, 3 * HIDDEN), []
@@ -312,14 +372,27 @@ def test_export(llm: LLM, tmp_path: Path) -> None:
         assert draft.detect(folder) == "eagle3" and net.taps == (1, 4, 5)
         said.append(logits)
     assert torch.equal(*said)
-    common = {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d", *(f"fc_norm.{i}.weight" for i in range(3))}
+    common = {
+        "fc.weight",
+        "norm.weight",
+        "lm_head.weight",
+        "d2t",
+        "t2d",
+        *(f"fc_norm.{i}.weight" for i in range(3)),
+    }
     vllm, sglang = (exported(ours, tensors, layout) for layout in ("vllm", "sglang"))
     assert common < vllm[1].keys() and common < sglang[1].keys()
     assert {name.split(".")[0] for name in vllm[1].keys() - common} == {"layers"}
     assert {name.split(".")[0] for name in sglang[1].keys() - common} == {"midlayer", "additional_layers"}
-    assert vllm[0]["speculators_model_type"] == "eagle3" and vllm[0][TAPS] == [1, 4, 5] and vllm[0]["norm_before_residual"] is False
+    assert (
+        vllm[0]["speculators_model_type"] == "eagle3"
+        and vllm[0][TAPS] == [1, 4, 5]
+        and vllm[0]["norm_before_residual"] is False
+    )
     assert vllm[0]["transformer_layer_config"]["rope_theta"] == 5e5 and "draft_vocab_size" in vllm[0]
-    assert sglang[0]["eagle_config"][TAPS] == [0, 3, 4] and sglang[0]["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert sglang[0]["eagle_config"][TAPS] == [0, 3, 4] and sglang[0]["architectures"] == [
+        "LlamaForCausalLMEagle3"
+    ]
 
 
 def test_what_cannot_be_exported() -> None:
@@ -346,7 +419,19 @@ def test_the_size_of_a_published_file() -> None:
 @pytest.mark.parametrize("flags", [*itertools.product((False, True), repeat=2)])
 def test_the_network_in_torch_is_the_packed_one(flags: tuple[bool, bool], llm: LLM, tmp_path: Path) -> None:
     """Its first step is a pass over certain pairs; step s at place t goes on from there as a chain of guesses does."""
-    settings = Settings(V, H, INNER, HEADS, KV, D, HIDDEN, (2, 4, 5), layers=2, residual_normed=flags[0], output_normed=flags[1])
+    settings = Settings(
+        V,
+        H,
+        INNER,
+        HEADS,
+        KV,
+        D,
+        HIDDEN,
+        (2, 4, 5),
+        layers=2,
+        residual_normed=flags[0],
+        output_normed=flags[1],
+    )
     network = Network.random(settings)
     folder = save_head(tmp_path, network.config(), network.state_dict())
     states = torch.randn(len(TEXT), 3 * HIDDEN)

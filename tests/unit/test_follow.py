@@ -36,12 +36,17 @@ def test_following_a_tree_is_picking_node_by_node(
     """In one call and in many; where no token can be said behind some node, the many say why."""
     dice = torch.Generator().manual_seed(seed % (1 << 60))
     parents = [place % (i + 1) - 1 for i, place in enumerate(above)]
-    logits = torch.randn(len(above) + 3, 6, generator=dice)[:, :5] * 2  # rows are further apart than they are long
+    logits = (
+        torch.randn(len(above) + 3, 6, generator=dice)[:, :5] * 2
+    )  # rows are further apart than they are long
     tokens = torch.randint(5, (len(above),), generator=dice).tolist()
     if bad and above:
         logits[1 + int(torch.randint(len(above), (1,), generator=dice)) + 1] = NEVER
     row = make_row([1] * length, law, seed, index)
-    sampler, tree = Sampler(c_kernels()), Guesses(tokens, parents, [0.5] * len(tokens), probes=min(probes, len(tokens)))
+    sampler, tree = (
+        Sampler(c_kernels()),
+        Guesses(tokens, parents, [0.5] * len(tokens), probes=min(probes, len(tokens))),
+    )
 
     class Asked:
         follow = staticmethod(lambda: None)
@@ -63,9 +68,13 @@ def test_following_a_tree_is_picking_node_by_node(
 @needs_c
 @pytest.mark.parametrize("quantization", [None, "int8"])
 @pytest.mark.parametrize("kept", [(), (FINAL,), (0, 1, FINAL), (2,)], ids=str)
-def test_a_model_in_one_call_is_its_parts(kept: tuple[int, ...], quantization: str | None, checkpoint: Any) -> None:
+def test_a_model_in_one_call_is_its_parts(
+    kept: tuple[int, ...], quantization: str | None, checkpoint: Any
+) -> None:
     """Logits, states and answers, bit for bit; twice in another order, since the room for logits is used again."""
-    folder = checkpoint(hidden_size=64, num_hidden_layers=2, vocab_size=200)  # the last block of logits is not full
+    folder = checkpoint(
+        hidden_size=64, num_hidden_layers=2, vocab_size=200
+    )  # the last block of logits is not full
     decoder = Decoder(Checkpoint.open(str(folder)), torch.float32, torch.device("cpu"), 64, quantization)
     table, sampler = array("i", range(40)), Sampler(decoder.kernels)
     tree = Guesses([5, 9, 5, 150], [-1, -1, 0, 2], [0.5] * 4)
@@ -81,9 +90,13 @@ def test_a_model_in_one_call_is_its_parts(kept: tuple[int, ...], quantization: s
         return logits, states, trees.read()
 
     for known, law in (([3, 1, 4, 1, 5], Law(0.0)), ([2, 7], Law(0.8, top_p=0.9)), ([9] * 12, Law(0.8))):
-        (logits, states, answers), (expected, others, same) = (run(one_call, known, law) for one_call in (True, False))
+        (logits, states, answers), (expected, others, same) = (
+            run(one_call, known, law) for one_call in (True, False)
+        )
         assert torch.equal(logits, expected) and answers == same and answers[7] is not None
-        assert states.keys() == others.keys() and all(torch.equal(states[which], others[which]) for which in kept)
+        assert states.keys() == others.keys() and all(
+            torch.equal(states[which], others[which]) for which in kept
+        )
 
 
 @needs_c

@@ -20,7 +20,8 @@ def ids(**tensors: Tensor) -> Tensor | None:
 
 
 @pytest.mark.parametrize(
-    "tensors", [{"d2t": OFFSET, "t2d": MASK}, {"d2t": USED, "t2d": MASK}, {"d2t": OFFSET}, {"d2t": USED}, {"t2d": MASK}]
+    "tensors",
+    [{"d2t": OFFSET, "t2d": MASK}, {"d2t": USED, "t2d": MASK}, {"d2t": OFFSET}, {"d2t": USED}, {"t2d": MASK}],
 )
 @pytest.mark.parametrize("kind", [torch.int64, torch.int32])
 def test_both_readings_of_d2t(tensors: dict[str, Tensor], kind: torch.dtype) -> None:
@@ -55,7 +56,13 @@ def test_a_mask_decides_what_a_list_that_ascends_is() -> None:
 
 
 @pytest.mark.parametrize(
-    "tensors", [{}, {"d2t": torch.zeros(V, dtype=torch.int64)}, {"t2d": torch.ones(V, dtype=torch.bool)}, {"d2t": torch.arange(V)}]
+    "tensors",
+    [
+        {},
+        {"d2t": torch.zeros(V, dtype=torch.int64)},
+        {"t2d": torch.ones(V, dtype=torch.bool)},
+        {"d2t": torch.arange(V)},
+    ],
 )
 def test_all_tokens_are_their_own(tensors: dict[str, Tensor]) -> None:
     assert ids(**tensors) is None

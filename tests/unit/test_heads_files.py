@@ -51,7 +51,9 @@ def test_a_head_beside_a_model_is_the_head(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [4, 60, -40])
-@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin", "medusa_lm_head.pt", "strange.safetensors"])
+@pytest.mark.parametrize(
+    "file", ["model.safetensors", "pytorch_model.bin", "medusa_lm_head.pt", "strange.safetensors"]
+)
 def test_a_truncated_file_is_refused_by_name(tmp_path: Path, file: str, cut: int) -> None:
     path = saved(tmp_path, {"a.weight": torch.randn(64, 8), "b.weight": torch.randn(64)}, file)
     path.write_bytes(path.read_bytes()[:cut])
@@ -129,7 +131,11 @@ def test_what_does_not_fit_is_named(tmp_path: Path, file: str) -> None:
 def test_names_change_and_aliases_stay_one(tmp_path: Path) -> None:
     """A shared module is saved under each of its names; of several the first counts, and None drops a tensor."""
     weight = torch.randn(4, 2)
-    saved(tmp_path, {"a.0": weight, "a.1": weight, "b.0": torch.ones(1), "gone": torch.ones(1)}, "pytorch_model.bin")
+    saved(
+        tmp_path,
+        {"a.0": weight, "a.1": weight, "b.0": torch.ones(1), "gone": torch.ones(1)},
+        "pytorch_model.bin",
+    )
     head = Head.open(str(tmp_path)).renamed(lambda name: None if name == "gone" else f"x.{name[0]}")
     assert sorted(head) == ["x.a", "x.b"]
     assert torch.equal(head.get("x.a", 4, 2), weight)
@@ -167,7 +173,9 @@ LAWS = st.builds(
 
 
 @settings(max_examples=120, deadline=None)
-@given(law=LAWS, seed=st.integers(0, 10_000), mapped=st.booleans(), k=st.integers(1, 12), rows=st.integers(1, 4))
+@given(
+    law=LAWS, seed=st.integers(0, 10_000), mapped=st.booleans(), k=st.integers(1, 12), rows=st.integers(1, 4)
+)
 def test_picks_through_a_map_of_tokens(law: Law, seed: int, mapped: bool, k: int, rows: int) -> None:
     """The C kernels, the kernels in torch, and the definition: best of log p plus the noise of the *target's* token."""
     dice = torch.Generator().manual_seed(seed)

@@ -50,7 +50,10 @@ def test_a_head_for_other_tokens_is_refused(method: str, toy: LLM, monkeypatch: 
 
     def other(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
         if "t2d" in tensors:
-            return config, {**tensors, "t2d": torch.cat([tensors["t2d"], torch.zeros(32000 - V, dtype=torch.bool)])}
+            return config, {
+                **tensors,
+                "t2d": torch.cat([tensors["t2d"], torch.zeros(32000 - V, dtype=torch.bool)]),
+            }
         return {**config, "vocab_size": 32000}, tensors
 
     with pytest.raises(ModelError, match=r"does not fit the target: its (t2d|vocab_size) .* 32000 .* 512"):
@@ -71,10 +74,16 @@ def test_a_head_for_other_tokens_is_refused(method: str, toy: LLM, monkeypatch: 
         ({"model": {"vocab_size": V + 512}}, {}),
     ],
 )
-def test_where_the_number_of_tokens_stands(config: dict[str, Any], tensors: dict[str, tuple[int, ...]]) -> None:
+def test_where_the_number_of_tokens_stands(
+    config: dict[str, Any], tensors: dict[str, tuple[int, ...]]
+) -> None:
     """Up to 511 more or fewer are padding."""
-    head = Head.of("a head", config, {name: torch.empty(shape, device="meta") for name, shape in tensors.items()})
-    with pytest.raises(ModelError, match=rf"'a head' does not fit the target: .* {V + 512} tokens, and the target has {V}\."):
+    head = Head.of(
+        "a head", config, {name: torch.empty(shape, device="meta") for name, shape in tensors.items()}
+    )
+    with pytest.raises(
+        ModelError, match=rf"'a head' does not fit the target: .* {V + 512} tokens, and the target has {V}\."
+    ):
         check_size(head, V)
     if len(tensors) < 2:
         check_size(head, V + 1)
@@ -85,7 +94,10 @@ def test_where_the_number_of_tokens_stands(config: dict[str, Any], tensors: dict
 
 def test_what_says_nothing_of_tokens_fits() -> None:
     said = {"vocab_size": None, "model": "llama", "draft_vocab_size": 9, "vision_config": {"vocab_size": 7}}
-    unread = {"prefix_embeding_layer.embed_tokens.weight": torch.zeros(4, 2), "lm_head.weight": torch.zeros(9, 2)}
+    unread = {
+        "prefix_embeding_layer.embed_tokens.weight": torch.zeros(4, 2),
+        "lm_head.weight": torch.zeros(9, 2),
+    }
     check_size(Head.of("a head", {}, {}), 32000)
     check_size(Head.of("a head", said, unread), 32000)
 
@@ -95,22 +107,35 @@ def test_what_says_nothing_of_tokens_fits() -> None:
 
 def test_what_speculators_calls_independent(toy: LLM, tmp_path: Path) -> None:
     """A draft model with a note beside it; where the model itself is not there, the note says so."""
-    note = {"speculators_model_type": "independent", "draft_model": "some/draft", "speculators_config": {"algorithm": "independent"}}
+    note = {
+        "speculators_model_type": "independent",
+        "draft_model": "some/draft",
+        "speculators_config": {"algorithm": "independent"},
+    }
     bare = save_head(tmp_path / "bare", note, {"embed.weight": torch.zeros(2, 2)})
-    with pytest.raises(ModelError, match=r"of the type 'independent' of speculators.* give the draft model itself"):
+    with pytest.raises(
+        ModelError, match=r"of the type 'independent' of speculators.* give the draft model itself"
+    ):
         draft.detect(bare)
-    other = save_head(tmp_path / "other", {"speculators_model_type": "new"}, {"embed.weight": torch.zeros(2, 2)})
+    other = save_head(
+        tmp_path / "other", {"speculators_model_type": "new"}, {"embed.weight": torch.zeros(2, 2)}
+    )
     with pytest.raises(ModelError, match="of the type 'new' of speculators, which no method reads"):
         draft.detect(other)
     whole = json.loads((Path(toy.engine.options.model) / "config.json").read_text())
-    assert draft.detect(save_head(tmp_path / "whole", {**whole, **note}, {"model.norm.weight": torch.ones(2)})) == draft.PLAIN_MODEL
+    assert (
+        draft.detect(save_head(tmp_path / "whole", {**whole, **note}, {"model.norm.weight": torch.ones(2)}))
+        == draft.PLAIN_MODEL
+    )
 
 
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_a_head_that_judges_guesses(blocks: int, tmp_path: Path) -> None:
     """SpecDec++'s."""
     stored = {
-        f"model.{i}.linear.{kind}": torch.zeros((4, 4) if kind == "weight" else (4,)) for i in range(blocks) for kind in ("weight", "bias")
+        f"model.{i}.linear.{kind}": torch.zeros((4, 4) if kind == "weight" else (4,))
+        for i in range(blocks)
+        for kind in ("weight", "bias")
     }
     stored |= {f"model.{blocks}.weight": torch.zeros(2, 4), f"model.{blocks}.bias": torch.zeros(2)}
     with pytest.raises(ModelError, match=r"SpecDec\+\+.* makes none.* stop_classifier"):
@@ -128,22 +153,31 @@ def test_weights_of_eight_bits_are_no_numbers_by_themselves(
     """Their scales stand elsewhere."""
 
     def few(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        return config, {name: tensor.to(kind) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+        return config, {
+            name: tensor.to(kind) if tensor.is_floating_point() else tensor
+            for name, tensor in tensors.items()
+        }
 
     with pytest.raises(ModelError, match=rf"is {kind}; only float16, bfloat16, float32 and float64"):
         changed(toy, method, few, monkeypatch)
 
 
-@pytest.mark.parametrize("name", ["weight_scale", "weight_scale_inv", "weight_packed", "weight_zero_point", "qweight", "scales"])
+@pytest.mark.parametrize(
+    "name", ["weight_scale", "weight_scale_inv", "weight_packed", "weight_zero_point", "qweight", "scales"]
+)
 def test_a_quantised_head_is_refused_by_name(name: str) -> None:
     found = Head.of("a head", {}, {"fc.weight": torch.zeros(2, 4), f"fc.{name}": torch.zeros(2)})
     for method in HEADS:
-        with pytest.raises(ModelError, match=rf"'a head' is quantised \(fc.{name}\): load the unquantised head"):
+        with pytest.raises(
+            ModelError, match=rf"'a head' is quantised \(fc.{name}\): load the unquantised head"
+        ):
             draft.method(method).check(found)
 
 
 @pytest.mark.parametrize("method", HEADS)
-def test_a_file_is_checked_as_it_is_opened(method: str, toy: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_checked_as_it_is_opened(
+    method: str, toy: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = save_head(tmp_path, {}, {"fc.weight": torch.zeros(2, 4), "fc.weight_scale": torch.zeros(2)})
     kind = draft.method(method)
     with pytest.raises(ModelError, match="is quantised"):
@@ -151,7 +185,12 @@ def test_a_file_is_checked_as_it_is_opened(method: str, toy: LLM, tmp_path: Path
 
 
 def test_what_else_is_in_a_file_of_a_target_may_be_quantised() -> None:
-    names = ["model.norm.weight", "model.layers.0.mlp.up_proj.qweight", "0.0.linear.weight", "0.0.linear.bias"]
+    names = [
+        "model.norm.weight",
+        "model.layers.0.mlp.up_proj.qweight",
+        "0.0.linear.weight",
+        "0.0.linear.bias",
+    ]
     draft.method("medusa").check(Head.of("a model", {}, {name: torch.zeros(2, 2) for name in names}))
 
 
@@ -165,12 +204,20 @@ def test_only_trees_that_were_chosen_teach_ranks(method: str, toy: LLM) -> None:
     drafter = draft.method(method).example(target)
     if method == "hydra":  # whose example has a published tree, and learns nothing
         network = Network.like(target, heads=2)
-        drafter = Hydra(Hydra.Options(nodes=8), target, Head.of("heads", network.config(), network.state_dict()))
-    prompt, params = {"prompt_token_ids": [5, 6, 7]}, SamplingParams(temperature=0.8, seed=1, max_tokens=16, ignore_eos=True)
+        drafter = Hydra(
+            Hydra.Options(nodes=8), target, Head.of("heads", network.config(), network.state_dict())
+        )
+    prompt, params = (
+        {"prompt_token_ids": [5, 6, 7]},
+        SamplingParams(temperature=0.8, seed=1, max_tokens=16, ignore_eos=True),
+    )
     for verification, taught in (("rejection", False), ("match", True)):
         before = [list(level) for level in drafter.memory.worth]
         llm = toy.variant(None)
-        llm.engine.use(drafter, SpeculativeOptions.of({"method": method, "model": "a head", "verification": verification}))
+        llm.engine.use(
+            drafter,
+            SpeculativeOptions.of({"method": method, "model": "a head", "verification": verification}),
+        )
         out = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
         assert out.speculation.drafted > 0
         assert (drafter.memory.worth != before) == taught
@@ -182,7 +229,12 @@ def test_only_trees_that_were_chosen_teach_ranks(method: str, toy: LLM) -> None:
 @pytest.mark.parametrize("method", [*HEADS, draft.PLAIN_MODEL])
 def test_one_device_runs_the_draft(method: str) -> None:
     """As in vLLM's documentation."""
-    config = {"method": method, "model": "a head", "num_speculative_tokens": 2, "draft_tensor_parallel_size": 1}
+    config = {
+        "method": method,
+        "model": "a head",
+        "num_speculative_tokens": 2,
+        "draft_tensor_parallel_size": 1,
+    }
     assert SpeculativeOptions.of(config).options.draft_tensor_parallel_size == 1
     with pytest.raises(ConfigError, match="draft_tensor_parallel_size must be 1, got 2"):
         SpeculativeOptions.of({**config, "draft_tensor_parallel_size": 2})

@@ -72,10 +72,14 @@ class Oracle(Chooser):
             ahead = self.truth.ahead(row, len(path) + 1)
             right = ahead[len(path)] if len(ahead) > len(path) and ahead[: len(path)] == list(path) else 5
             place = (len(row.tokens) + len(path)) % 3  # third: not among two
-            found[i] = torch.tensor([right if rank == place else (right + 1 + rank) % 300 for rank in range(k)])
+            found[i] = torch.tensor(
+                [right if rank == place else (right + 1 + rank) % 300 for rank in range(k)]
+            )
         return Found(found, torch.full((len(paths), k), 0.4) * 0.9 ** torch.arange(k))
 
-    def widen(self, candidates: Candidates, row: Row, paths: Sequence[Sequence[int]], logits: Tensor) -> tuple[list[int], list[int]]:
+    def widen(
+        self, candidates: Candidates, row: Row, paths: Sequence[Sequence[int]], logits: Tensor
+    ) -> tuple[list[int], list[int]]:
         return candidates.widen(self.found(row, paths, logits, candidates.k))
 
 
@@ -91,7 +95,9 @@ class Listening(Recurrent):
     """seen: (tokens, K, V) behind a row when it was guessed for, or when its slots were said to be filled."""
 
     def __init__(self, target: Target, truth: Truth, tree: str = "dynamic") -> None:
-        super().__init__(RecurrentOptions(tree=tree, **SMALL.get(tree, {"nodes": 6})), target, Head.of("pairs", {}, {}))
+        super().__init__(
+            RecurrentOptions(tree=tree, **SMALL.get(tree, {"nodes": 6})), target, Head.of("pairs", {}, {})
+        )
         self.choose = Oracle(target, truth)
         self.log = Log()
         self.seen: list[tuple[list[int], Tensor, Tensor]] = []
@@ -145,7 +151,11 @@ def plain(checkpoint: str) -> LLM:
 
 
 def put_to_work(
-    checkpoint: str, plain: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams], **options: Any
+    checkpoint: str,
+    plain: LLM,
+    prompts: Sequence[list[int]],
+    params: Sequence[SamplingParams],
+    **options: Any,
 ) -> tuple[LLM, Any]:
     tree, truth = options.pop("tree", "dynamic"), Truth()
     for prompt, p in zip(prompts, params):
@@ -174,15 +184,21 @@ def check(llm: LLM, drafter: Listening, once: bool = True) -> None:
         of_row = states(row.tokens)
         for life in {record[0] for record in records}:
             positions = [t for own, t, *_ in records if own == life]
-            different = list(dict.fromkeys(positions))  # the last of a chunk is read again for the first level
-            assert different == list(range(positions[0], positions[0] + len(different))) or not once, "a pair left out"
+            different = list(
+                dict.fromkeys(positions)
+            )  # the last of a chunk is read again for the first level
+            assert different == list(range(positions[0], positions[0] + len(different))) or not once, (
+                "a pair left out"
+            )
             assert max(map(positions.count, different)) <= 2 or not once, "a pair again and again"
         for _, t, token, state in records:
             assert token == row.tokens[t + 1] and torch.equal(state, of_row[t])
     longest = sorted((tuple(tokens) for tokens, _, _ in drafter.seen), key=len, reverse=True)
     whole: dict[tuple[int, ...], tuple[int, ...]] = {}
     for tokens in longest:  # of beginnings of one text the states are computed once
-        whole[tokens] = next((other for other in set(whole.values()) if other[: len(tokens)] == tokens), tokens)
+        whole[tokens] = next(
+            (other for other in set(whole.values()) if other[: len(tokens)] == tokens), tokens
+        )
     for tokens, key, value in drafter.seen:
         count = len(tokens) - 1
         assert key[:, 0].tolist() == list(range(count)), "a pair lies beside another token than its own"
@@ -193,14 +209,18 @@ def check(llm: LLM, drafter: Listening, once: bool = True) -> None:
 
 
 def law(i: int, **more: Any) -> SamplingParams:
-    return SamplingParams(**{"temperature": 0.8 * (i % 2), "seed": i, "max_tokens": 20, "ignore_eos": True, **more})
+    return SamplingParams(
+        **{"temperature": 0.8 * (i % 2), "seed": i, "max_tokens": 20, "ignore_eos": True, **more}
+    )
 
 
 @pytest.mark.parametrize("tree", ["chain", "dynamic", "mc_sim_7b_63"])
 def test_ragged_prompts_in_chunks(checkpoint: str, plain: LLM, tree: str) -> None:
     prompts = tiny_prompts(6, seed=4, longest=60)
     params = [law(i) for i in range(6)]
-    llm, drafter = put_to_work(checkpoint, plain, prompts, params, max_num_batched_tokens=24, max_num_seqs=3, tree=tree)
+    llm, drafter = put_to_work(
+        checkpoint, plain, prompts, params, max_num_batched_tokens=24, max_num_seqs=3, tree=tree
+    )
     outputs = run(llm, prompts, params)
     assert sum(output.speculation.accepted for output in outputs) > 10
     check(llm, drafter)
@@ -230,7 +250,9 @@ def test_two_samples_of_one_prompt(checkpoint: str, plain: LLM) -> None:
 def test_after_preemption(checkpoint: str, plain: LLM) -> None:
     prompts, params = tiny_prompts(5, seed=7, longest=40), [law(i, max_tokens=60) for i in range(5)]
     memory = 10 * 16 * (plain.engine.decoder.slot_bytes + Net.slot_bytes)
-    llm, drafter = put_to_work(checkpoint, plain, prompts, params, kv_cache_memory_bytes=memory, max_model_len=128)
+    llm, drafter = put_to_work(
+        checkpoint, plain, prompts, params, kv_cache_memory_bytes=memory, max_model_len=128
+    )
     run(llm, prompts, params)
     assert llm.engine.scheduler.preemptions > 0
     assert any(len({life for life, *_ in records}) > 1 for records in drafter.log.turns.values())
@@ -239,7 +261,10 @@ def test_after_preemption(checkpoint: str, plain: LLM) -> None:
 
 def test_rows_that_do_not_guess(checkpoint: str, plain: LLM) -> None:
     """Their states are read now and then, so that they do not pile up and their pages can be shared."""
-    prompts, params = tiny_prompts(2, seed=8), [law(0, max_tokens=LONG, speculate=False), law(1, max_tokens=LONG)]
+    prompts, params = (
+        tiny_prompts(2, seed=8),
+        [law(0, max_tokens=LONG, speculate=False), law(1, max_tokens=LONG)],
+    )
     llm, drafter = put_to_work(checkpoint, plain, prompts, params)
     most, observe = 0, drafter.observe
 
@@ -257,14 +282,19 @@ def test_rows_that_do_not_guess(checkpoint: str, plain: LLM) -> None:
 
 def test_a_pair_whose_slot_is_not_there_waits(checkpoint: str, plain: LLM) -> None:
     """A prompt that fills its page, and no guesses that would have brought the next one: slot 0 is another row's."""
-    prompts = [tiny_prompts(1, seed=9, longest=40)[0][:3] * 12, (tiny_prompts(1, seed=10, longest=40)[0] * 16)[:16]]
+    prompts = [
+        tiny_prompts(1, seed=9, longest=40)[0][:3] * 12,
+        (tiny_prompts(1, seed=10, longest=40)[0] * 16)[:16],
+    ]
     params = [law(0), law(1, speculate=False)]
     llm, drafter = put_to_work(checkpoint, plain, prompts, params)
     catch_up = drafter._catch_up
 
     def watched(turns: Sequence[Turn]) -> Tensor:
         for turn in turns:
-            assert turn.row.table is not None and turn.row.table.room > turn.pile.end, "a pair beside a token that has no slot"
+            assert turn.row.table is not None and turn.row.table.room > turn.pile.end, (
+                "a pair beside a token that has no slot"
+            )
         return catch_up(turns)
 
     drafter._catch_up = watched  # type: ignore[method-assign]
@@ -276,7 +306,11 @@ def test_after_a_step_that_failed(checkpoint: str, plain: LLM, monkeypatch: pyte
     """What was read before the target failed is read once more, to the same numbers; nothing is left out."""
     prompts, params = tiny_prompts(2, seed=3), [law(0), law(1)]
     llm, drafter = put_to_work(checkpoint, plain, prompts, params)
-    stream, forward, left = llm.stream({"prompt_token_ids": prompts[0]}, params[0]), llm.engine.runner.forward, [4]
+    stream, forward, left = (
+        llm.stream({"prompt_token_ids": prompts[0]}, params[0]),
+        llm.engine.runner.forward,
+        [4],
+    )
     next(stream)
 
     def broken(*given: Any) -> Any:
@@ -294,7 +328,9 @@ def test_after_a_step_that_failed(checkpoint: str, plain: LLM, monkeypatch: pyte
     check(llm, drafter, once=False)
 
 
-def test_after_a_step_that_was_interrupted(checkpoint: str, plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_step_that_was_interrupted(
+    checkpoint: str, plain: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ctrl-C before the head saw what became certain: those pairs are lost, later ones right, and the gap never counts as filled."""
     prompts, params = tiny_prompts(2, seed=3), [law(0, max_tokens=40), law(1)]
     llm, drafter = put_to_work(checkpoint, plain, prompts, params)
@@ -365,7 +401,9 @@ def test_states_of_the_target(family: str, tmp_path: Path) -> None:
             out = reference(torch.tensor([row.tokens]), output_hidden_states=True)
         # transformers' last hidden state is the one behind the last norm; what enters that norm is checked through it
         seen = torch.stack([states[t] for t in sorted(states)]).chunk(len(wanted), dim=-1)
-        for mine, theirs in zip((seen[0], seen[1], seen[3]), (out.hidden_states[0], out.hidden_states[1], out.hidden_states[2])):
+        for mine, theirs in zip(
+            (seen[0], seen[1], seen[3]), (out.hidden_states[0], out.hidden_states[1], out.hidden_states[2])
+        ):
             assert torch.allclose(mine, theirs[0, : len(mine)], atol=1e-3)
         last = reference.model.norm if family == "Llama" else reference.gpt_neox.final_layer_norm
         assert torch.allclose(last(seen[2]), seen[3], atol=1e-4)

@@ -42,7 +42,9 @@ def logits_of(seed: int, path: Sequence[int]) -> Tensor:
 
 def chooser() -> Chooser:
     kernels = kernels_for(torch.device("cpu"), torch.float32)
-    return Chooser(SimpleNamespace(vocabulary=V, decoder=SimpleNamespace(kernels=kernels), sampler=Sampler(kernels)))  # type: ignore[arg-type]
+    return Chooser(
+        SimpleNamespace(vocabulary=V, decoder=SimpleNamespace(kernels=kernels), sampler=Sampler(kernels))
+    )  # type: ignore[arg-type]
 
 
 CHOOSE = chooser()
@@ -130,11 +132,18 @@ def test_a_dynamic_tree_is_the_likeliest_of_all(seed: int, nodes: int, depth: in
     assert len(tree.tokens) == count
     assert sum(worth[path] for path in said(tree)) == pytest.approx(best, rel=1e-6)
     for path, confidence in zip(said(tree), tree.confidence):
-        assert confidence == pytest.approx(float(logits_of(seed, path[:-1]).double().softmax(-1)[path[-1]]), rel=1e-4)
+        assert confidence == pytest.approx(
+            float(logits_of(seed, path[:-1]).double().softmax(-1)[path[-1]]), rel=1e-4
+        )
 
 
 @settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 999), nodes=st.integers(1, 30), depth=st.integers(1, 5), name=st.sampled_from([*EAGLE, *MEDUSA]))
+@given(
+    seed=st.integers(0, 999),
+    nodes=st.integers(1, 30),
+    depth=st.integers(1, 5),
+    name=st.sampled_from([*EAGLE, *MEDUSA]),
+)
 def test_static_trees_are_proper(seed: int, nodes: int, depth: int, name: str) -> None:
     """Never a node that the published tree does not have; at full budget all of it that the vocabulary allows."""
     published = set(paths({**EAGLE, **MEDUSA}[name]))
@@ -143,7 +152,11 @@ def test_static_trees_are_proper(seed: int, nodes: int, depth: int, name: str) -
     tree = grow(growing, seed, nodes)
     proper(tree, budget)
     ranks = {
-        tuple(logits_of(seed, path[:i]).argsort(descending=True).tolist().index(path[i]) for i in range(len(path))) for path in said(tree)
+        tuple(
+            logits_of(seed, path[:i]).argsort(descending=True).tolist().index(path[i])
+            for i in range(len(path))
+        )
+        for path in said(tree)
     }
     assert ranks <= published
     fits = {path for path in published if len(path) <= budget.depth and max(path) < V}
@@ -178,13 +191,17 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[LLM, LLM]:
     return LLM(folder, dtype="float32"), LLM(folder, dtype="float32")
 
 
-@pytest.mark.parametrize("head", [name for name, method in draft.methods().items() if issubclass(method, HeadDrafter)])
+@pytest.mark.parametrize(
+    "head", [name for name, method in draft.methods().items() if issubclass(method, HeadDrafter)]
+)
 def test_an_early_exit_beside_a_head(pair: tuple[LLM, LLM], head: str) -> None:
     """A union of the target's own first layers, which hand their states to verification, and a head that wants to see some."""
     plain, fast = pair
     early = LayerSkip(LayerSkip.Options(early_exit=2, exit_threshold=None), fast.engine.target)
     early.depth = 3
-    union = Union(Union.Options(), fast.engine.target, [early, draft.method(head).example(fast.engine.target)])
+    union = Union(
+        Union.Options(), fast.engine.target, [early, draft.method(head).example(fast.engine.target)]
+    )
     fast.engine.use(union, SpeculativeOptions.of({"method": "off", "num_speculative_tokens": union.depth}))
     guessed, propose = [0, 0], union.propose
 
@@ -195,9 +212,13 @@ def test_an_early_exit_beside_a_head(pair: tuple[LLM, LLM], head: str) -> None:
         return out
 
     union.propose = counting  # type: ignore[method-assign]
-    params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=24, ignore_eos=True) for i in range(4)]
+    params = [
+        SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=24, ignore_eos=True) for i in range(4)
+    ]
     prompts = tiny_prompts(4, seed=12)
     outputs = fast.generate(prompts_of(prompts), params, use_tqdm=False)
-    assert [all_of(o.outputs) for o in outputs] == [all_of(answer(plain, ids, p).outputs) for ids, p in zip(prompts, params)]
+    assert [all_of(o.outputs) for o in outputs] == [
+        all_of(answer(plain, ids, p).outputs) for ids, p in zip(prompts, params)
+    ]
     assert guessed[0] > 0 and guessed[1] > 0 and sum(o.speculation.accepted for o in outputs) > 0
     settled(fast)

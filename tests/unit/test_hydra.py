@@ -36,11 +36,24 @@ def test_alignment_holds_under_every_condition(toy: LLM, target: str, tmp_path: 
     w = tensors(arch)
     folder = save_head(tmp_path, {**CONFIG, "hydra_head_arch": arch}, w, "hydra_lm_head.pt")
     slot = toy.engine.decoder.slot_bytes + engine(target, folder).engine.drafter.slot_bytes
-    llm = engine(target, folder, nodes=30, max_num_seqs=3, max_num_batched_tokens=32, max_model_len=112, kv_cache_memory_bytes=128 * slot)
-    heard, params = overhear(llm), SamplingParams(temperature=0.5, seed=3, max_tokens=40, n=2, ignore_eos=True)
+    llm = engine(
+        target,
+        folder,
+        nodes=30,
+        max_num_seqs=3,
+        max_num_batched_tokens=32,
+        max_model_len=112,
+        kv_cache_memory_bytes=128 * slot,
+    )
+    heard, params = (
+        overhear(llm),
+        SamplingParams(temperature=0.5, seed=3, max_tokens=40, n=2, ignore_eos=True),
+    )
     first = llm.generate(prompts(), params)
     assert llm.engine.scheduler.preemptions > 0
-    again = llm.generate(prompts()[-1:], params)  # the answers to questions that were asked before are compared in `overhear`
+    again = llm.generate(
+        prompts()[-1:], params
+    )  # the answers to questions that were asked before are compared in `overhear`
     assert [o.token_ids for o in again[0].outputs] == [o.token_ids for o in first[-1].outputs]
     assert again[0].num_cached_tokens
     judged(toy, w, heard, 48)
@@ -60,7 +73,9 @@ def test_samples_share_the_prompt(target: str, tmp_path: Path) -> None:
 
 def test_drawn_guesses_say_their_laws(toy: LLM, target: str, tmp_path: Path) -> None:
     w = tensors()
-    llm = engine(target, save_head(tmp_path, CONFIG, w, "hydra_lm_head.pt"), verification="traversal", nodes=16)
+    llm = engine(
+        target, save_head(tmp_path, CONFIG, w, "hydra_lm_head.pt"), verification="traversal", nodes=16
+    )
     heard, checked, propose = overhear(llm), 0, llm.engine.drafter.propose
 
     def proposing(batch: Any, budgets: Any) -> Any:
@@ -73,7 +88,9 @@ def test_drawn_guesses_say_their_laws(toy: LLM, target: str, tmp_path: Path) -> 
                 said.append([*before, token])
                 law = tree.law(i)
                 assert law is not None
-                assert torch.allclose(law, (heard[tuple(row.tokens), tuple(before)] / 0.7).double().softmax(-1), atol=1e-9)
+                assert torch.allclose(
+                    law, (heard[tuple(row.tokens), tuple(before)] / 0.7).double().softmax(-1), atol=1e-9
+                )
                 checked += 1
         return draft
 
@@ -128,7 +145,9 @@ def test_states_do_not_pile_up(target: str, tmp_path: Path) -> None:
         most = max([most, *(pile.count for pile in drafter.piles.values())])
 
     drafter.observe = observing
-    (out,) = llm.generate(prompts(1), SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, speculate=False))
+    (out,) = llm.generate(
+        prompts(1), SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, speculate=False)
+    )
     assert out.speculation.drafted == 0 and most == PILE - 1
     whole = {"prompt_token_ids": out.prompt_token_ids + list(out.outputs[0].token_ids)[:-1]}
     (again,) = llm.generate(whole, SamplingParams(temperature=0, max_tokens=1))
@@ -150,10 +169,15 @@ def test_its_own_tree_follows_what_was_right(target: str, tmp_path: Path) -> Non
 @pytest.fixture(scope="module", params=["prefix-mlp", "mlp"])
 def taught(request: pytest.FixtureRequest, toy: LLM, tmp_path_factory: pytest.TempPathFactory) -> str:
     torch.manual_seed(0)
-    network, outer = Network.like(toy.engine.target, request.param, heads=2, layers=1, dropout=0.0), Outer.of(toy.engine.decoder)
+    network, outer = (
+        Network.like(toy.engine.target, request.param, heads=2, layers=1, dropout=0.0),
+        Outer.of(toy.engine.decoder),
+    )
     network.start(outer)
     teach(network.train(), network.loss, samples(toy, (FINAL,), count=96), outer, steps=200, rate=1e-2)
-    return save_head(tmp_path_factory.mktemp("taught"), network.config(), network.state_dict(), "hydra_lm_head.pt")
+    return save_head(
+        tmp_path_factory.mktemp("taught"), network.config(), network.state_dict(), "hydra_lm_head.pt"
+    )
 
 
 def test_a_taught_head_is_mostly_right(target: str, taught: str) -> None:

@@ -7,7 +7,23 @@ from typing import Any
 
 import pytest
 import torch
-from hydras import AT, BLOCKS, CONFIG, HEADS, INNER, KV, D, Q, engine, judged, once, overhear, prompts, tensors, toy_like
+from hydras import (
+    AT,
+    BLOCKS,
+    CONFIG,
+    HEADS,
+    INNER,
+    KV,
+    D,
+    Q,
+    engine,
+    judged,
+    once,
+    overhear,
+    prompts,
+    tensors,
+    toy_like,
+)
 from safetensors.torch import save_file
 from torch import Tensor
 from toys import HIDDEN, V, save_head
@@ -41,7 +57,12 @@ def test_every_layout_is_the_same_network(toy: LLM, target: str, tmp_path: Path,
         assert sum("hydra_mlp" in name for name in stored) == 6 * HEADS
         save_file(stored, tmp_path / "model.safetensors")
     else:
-        folder = save_head(tmp_path, {**CONFIG, "hydra_head_arch": arch}, w, "hydra_lm_head.pt" if ".pt" in layout else "model.safetensors")
+        folder = save_head(
+            tmp_path,
+            {**CONFIG, "hydra_head_arch": arch},
+            w,
+            "hydra_lm_head.pt" if ".pt" in layout else "model.safetensors",
+        )
     assert detect(folder) == "hydra"
     llm = engine(target, folder)
     heard = overhear(llm)
@@ -61,7 +82,9 @@ def test_the_published_names_and_bytes(arch: str) -> None:
     network = Network(HIDDEN, V, HEADS, BLOCKS, prefix if arch == "prefix-mlp" else None)
     unread = ("embed_tokens", "input_embed_fn", "rotary_emb")
     assert {name: tensor.shape for name, tensor in network.state_dict().items()} == {
-        name: tensor.shape for name, tensor in tensors(arch).items() if not any(part in name for part in unread)
+        name: tensor.shape
+        for name, tensor in tensors(arch).items()
+        if not any(part in name for part in unread)
     }
     h, inner, v = 5120, 13824, 32000
     with torch.device("meta"):
@@ -69,13 +92,17 @@ def test_the_published_names_and_bytes(arch: str) -> None:
         large = Network(h, v, HEADS, BLOCKS, wide if arch == "prefix-mlp" else None)
     mlps = sum(2 * (h * (i + 2) * h + h) + h * h + h for i in range(HEADS))  # a shared block counts once
     layer = 4 * h * h + 3 * h * inner + 3 * h
-    assert sum(p.numel() for p in large.parameters()) == mlps + HEADS * (v * h + v) + (layer if arch == "prefix-mlp" else 0)
+    assert sum(p.numel() for p in large.parameters()) == mlps + HEADS * (v * h + v) + (
+        layer if arch == "prefix-mlp" else 0
+    )
 
 
 # ---- what cannot be used
 
 
-def refused(toy: LLM, folder: Path, config: dict[str, Any], w: dict[str, Tensor], file: str = "hydra_lm_head.pt") -> str:
+def refused(
+    toy: LLM, folder: Path, config: dict[str, Any], w: dict[str, Tensor], file: str = "hydra_lm_head.pt"
+) -> str:
     with pytest.raises(ModelError) as caught:
         Hydra(Hydra.Options(model=save_head(folder, config, w, file)), toy.engine.target)
     return str(caught.value)
@@ -83,7 +110,12 @@ def refused(toy: LLM, folder: Path, config: dict[str, Any], w: dict[str, Tensor]
 
 @pytest.mark.parametrize("arch", ["cross-attn", "eagle-attn", "mpl"])
 def test_other_archs_are_refused_by_name(toy: LLM, tmp_path: Path, arch: str) -> None:
-    said = refused(toy, tmp_path, {**CONFIG, "hydra_head_arch": arch}, {"attn.self_attn.q_proj.weight": torch.zeros(4, 4)})
+    said = refused(
+        toy,
+        tmp_path,
+        {**CONFIG, "hydra_head_arch": arch},
+        {"attn.self_attn.q_proj.weight": torch.zeros(4, 4)},
+    )
     assert repr(arch) in said and "prefix-mlp" in said
 
 
@@ -106,7 +138,9 @@ def test_a_prefix_layer_that_is_missing_is_not_left_out(toy: LLM, tmp_path: Path
 def test_a_head_for_another_target_is_refused(toy: LLM, tmp_path: Path) -> None:
     said = refused(toy, tmp_path / "narrow", {**CONFIG, "hydra_head_arch": "mlp"}, tensors("mlp", hidden=32))
     assert "(32,)" in said and "(64,)" in said
-    said = refused(toy, tmp_path / "words", {**CONFIG, "hydra_head_arch": "mlp"}, tensors("mlp", vocabulary=V + 8))
+    said = refused(
+        toy, tmp_path / "words", {**CONFIG, "hydra_head_arch": "mlp"}, tensors("mlp", vocabulary=V + 8)
+    )
     assert f"({V + 8},)" in said and f"({V},)" in said
 
 
@@ -116,12 +150,16 @@ def test_wrong_kinds_are_refused(toy: LLM, tmp_path: Path) -> None:
     assert "not grounded" in refused(toy, tmp_path / "a", {"hydra_head_arch": "mlp"}, ungrounded)
     w["hydra_lm_head.0.weight"] = w["hydra_lm_head.0.weight"].to(torch.int32)
     assert "int32" in refused(toy, tmp_path / "b", {"hydra_head_arch": "mlp"}, w)
-    assert "hidden_state_offset" in refused(toy, tmp_path / "c", {**CONFIG, "hidden_state_offset": 99}, tensors())
+    assert "hidden_state_offset" in refused(
+        toy, tmp_path / "c", {**CONFIG, "hidden_state_offset": 99}, tensors()
+    )
     two = {**tensors(), f"{AT}.layers.1.input_layernorm.weight": torch.ones(HIDDEN)}
     assert "more than one layer" in refused(toy, tmp_path / "d", CONFIG, two)
 
 
-def test_a_prefix_layer_has_the_activation_of_the_target(toy: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prefix_layer_has_the_activation_of_the_target(
+    toy: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(toy.engine.checkpoint.config, "hidden_act", "gelu")
     assert "hidden_act 'gelu'" in refused(toy, tmp_path, CONFIG, tensors())
 
@@ -145,4 +183,9 @@ def test_options_are_checked(target: str, tmp_path: Path) -> None:
     folder = save_head(tmp_path, CONFIG, tensors(), "hydra_lm_head.pt")
     with pytest.raises(ConfigError, match=r"num_speculative_tokens 5 .* 4 heads"):
         LLM(target, speculative_config={"model": folder, "num_speculative_tokens": 5})
-    assert LLM(target, speculative_config={"model": folder, "num_speculative_tokens": 2}).engine.controller.levels(1) == 2
+    assert (
+        LLM(
+            target, speculative_config={"model": folder, "num_speculative_tokens": 2}
+        ).engine.controller.levels(1)
+        == 2
+    )

@@ -67,7 +67,17 @@ def near(a: Tensor, b: Tensor, tolerance: float = 1e-5) -> None:
 
 # ---- linear and the small ones
 
-SHAPES = [(1, 1), (3, 5), (64, 64), (65, 63), (130, 200), (33, 129), (7, 300), (257, 65), (96, 128)]  # (inputs K, outputs O)
+SHAPES = [
+    (1, 1),
+    (3, 5),
+    (64, 64),
+    (65, 63),
+    (130, 200),
+    (33, 129),
+    (7, 300),
+    (257, 65),
+    (96, 128),
+]  # (inputs K, outputs O)
 
 
 @needs_c
@@ -142,7 +152,9 @@ def random_plan(rng: random.Random, rows: int = 3) -> Plan:
 
 def heads_of(heads: int, kv_heads: int, head_dim: int, norms: bool = False) -> Any:
     norm = (torch.randn(head_dim), torch.randn(head_dim)) if norms else (None, None)
-    return SimpleNamespace(heads=heads, kv_heads=kv_heads, head_dim=head_dim, q_norm=norm[0], k_norm=norm[1], eps=1e-6)
+    return SimpleNamespace(
+        heads=heads, kv_heads=kv_heads, head_dim=head_dim, q_norm=norm[0], k_norm=norm[1], eps=1e-6
+    )
 
 
 def pools(spec: Any, dtype: torch.dtype) -> tuple[Pool, Pool]:
@@ -221,7 +233,11 @@ def test_bent_scores_are_the_definition(which: int) -> None:
     pool, _ = pools(spec, torch.float32)
     plan = random_plan(random.Random(5))
     q = torch.randn(plan.length, 4, 16)
-    got = TorchKernels(CPU, torch.float32).attend(q, spec, plan, pool, 0, 0.25, window, bend).view(plan.length, 4, 16)
+    got = (
+        TorchKernels(CPU, torch.float32)
+        .attend(q, spec, plan, pool, 0, 0.25, window, bend)
+        .view(plan.length, 4, 16)
+    )
     for table, first, count in plan.segments:
         for row in range(first, first + count):
             keys = walk(plan, table, row)[-window:]
@@ -242,7 +258,11 @@ def test_the_reference_attention_is_the_definition() -> None:
     pool, _ = pools(spec, torch.float32)
     plan = random_plan(random.Random(5))
     q = torch.randn(plan.length, 4, 16)
-    got = TorchKernels(CPU, torch.float32).attend(q, spec, plan, pool, 0, scale, window).view(plan.length, 4, 16)
+    got = (
+        TorchKernels(CPU, torch.float32)
+        .attend(q, spec, plan, pool, 0, scale, window)
+        .view(plan.length, 4, 16)
+    )
     for table, first, count in plan.segments:
         for row in range(first, first + count):
             keys = walk(plan, table, row)[-window:]
@@ -291,13 +311,21 @@ def forward(decoder: Decoder, pool: Pool, table: array[int], start: int, tokens:
 
 @needs_c
 @pytest.mark.parametrize(
-    "form", [(torch.float32,), (torch.bfloat16,), (torch.bfloat16, "int8", "auto"), (torch.float32, "int4", "int8")], ids=str
+    "form",
+    [(torch.float32,), (torch.bfloat16,), (torch.bfloat16, "int8", "auto"), (torch.float32, "int4", "int8")],
+    ids=str,
 )
 @pytest.mark.parametrize("family", ["Qwen3", "Mistral"])
-def test_a_whole_decoder_gives_the_same_bits_one_by_one_in_chunks_and_in_a_tree(family: str, form: Any, checkpoint: Any) -> None:
+def test_a_whole_decoder_gives_the_same_bits_one_by_one_in_chunks_and_in_a_tree(
+    family: str, form: Any, checkpoint: Any
+) -> None:
     """Forty tokens of one text: token by token, in chunks of every size, over scattered slots, and as the true path of a
     tree whose other nodes are noise.  All of it must agree bit for bit, K and V included."""
-    folder = checkpoint(family, hidden_size=96, sliding_window=13) if family == "Mistral" else checkpoint(family, head_dim=24)
+    folder = (
+        checkpoint(family, hidden_size=96, sliding_window=13)
+        if family == "Mistral"
+        else checkpoint(family, head_dim=24)
+    )
     decoder = Decoder(Checkpoint.open(str(folder)), form[0], CPU, 64, *form[1:])
     rng = random.Random(0)
     tokens = [rng.randrange(300) for _ in range(40)]
@@ -396,5 +424,7 @@ def test_the_self_test_passes_here_and_fails_where_rows_depend_on_each_other(
     decoder = Decoder(Checkpoint.open(str(checkpoint())), torch.float32, CPU, 64)
     assert bit_exact(decoder)
     honest = decoder.read
-    monkeypatch.setattr(decoder, "read", lambda plan, *given: honest(plan, *given) * (1 + 1e-6 * (plan.length > 1)))
+    monkeypatch.setattr(
+        decoder, "read", lambda plan, *given: honest(plan, *given) * (1 + 1e-6 * (plan.length > 1))
+    )
     assert not bit_exact(decoder)

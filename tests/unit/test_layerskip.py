@@ -64,8 +64,14 @@ def silenced(folder: Path, attention: tuple[int, ...], mlp: tuple[int, ...], to:
     """The checkpoint with zeros where these sublayers write to the residual stream."""
     shutil.copytree(folder, to)
     weights = load_file(to / "model.safetensors")
-    names = [f"model.layers.{i}.self_attn.o_proj.weight" for i in attention] + [f"model.layers.{i}.mlp.down_proj.weight" for i in mlp]
-    save_file({**weights, **{name: torch.zeros_like(weights[name]) for name in names}}, to / "model.safetensors", {"format": "pt"})
+    names = [f"model.layers.{i}.self_attn.o_proj.weight" for i in attention] + [
+        f"model.layers.{i}.mlp.down_proj.weight" for i in mlp
+    ]
+    save_file(
+        {**weights, **{name: torch.zeros_like(weights[name]) for name in names}},
+        to / "model.safetensors",
+        {"format": "pt"},
+    )
     return to
 
 
@@ -73,14 +79,19 @@ def silenced(folder: Path, attention: tuple[int, ...], mlp: tuple[int, ...], to:
 def test_a_skipped_sublayer_is_the_identity_and_has_no_keys(
     attention: tuple[int, ...], mlp: tuple[int, ...], load: Load, checkpoint: Make, tmp_path: Path
 ) -> None:
-    decoder, silent = load(), load(silenced(checkpoint(num_hidden_layers=LAYERS), attention, mlp, tmp_path / "silent"))
+    decoder, silent = (
+        load(),
+        load(silenced(checkpoint(num_hidden_layers=LAYERS), attention, mlp, tmp_path / "silent")),
+    )
     tokens, pool = [5, 9, 11, 250, 3], decoder.pool(32)
     pool.data.fill_(7.0)
     got = decoder.forward(plan_of(0, tokens), pool, decoder.without(attention, mlp))
     assert torch.equal(got, silent.forward(plan_of(0, tokens), silent.pool(32)))
     for i, part in itertools.product(range(LAYERS), (0, 1)):
         written = pool.data[i, part, TABLE[: len(tokens)]]
-        assert bool((written == 7.0).all()) == (i in attention), "K/V is written where an attention runs, and only there"
+        assert bool((written == 7.0).all()) == (i in attention), (
+            "K/V is written where an attention runs, and only there"
+        )
 
 
 def test_sets_do_not_change_the_whole_model(decoder: Decoder) -> None:
@@ -101,7 +112,9 @@ def test_two_parts_make_the_whole(layer: int, decoder: Decoder) -> None:
 
 def test_a_chain_tells_its_states_and_stops_at_its_floor(checkpoint: Make) -> None:
     """Chains of three rows, one of which stops after its first guess: the others go on, and say what they say alone."""
-    decoder = Decoder(Checkpoint.open(str(checkpoint(num_hidden_layers=LAYERS))), torch.float32, torch.device("cpu"), 64)
+    decoder = Decoder(
+        Checkpoint.open(str(checkpoint(num_hidden_layers=LAYERS))), torch.float32, torch.device("cpu"), 64
+    )
     tables = [array("i", range(20 * i, 20 * i + 20)) for i in range(3)]
     law, blocks = Law(temperature=0.0), decoder.without((1,), (2,))
 
@@ -190,7 +203,10 @@ def test_without_a_set_every_second_layer_in_the_middle() -> None:
         ({"skip_mlp": [-1]}, "layers 0 … 3: got -1"),
         ({"skip_mlp": 2}, "skip_mlp must be a list of layers.*got 2"),
         ({"skip_attention": "12"}, "skip_attention must be a list of layers.*got '12'"),
-        ({"skip_attention": range(4), "skip_mlp": range(4)}, "every attention and every MLP .* would be skipped"),
+        (
+            {"skip_attention": range(4), "skip_mlp": range(4)},
+            "every attention and every MLP .* would be skipped",
+        ),
         ({"layers": "lama-2-13b"}, "Did you mean 'llama-2-13b'"),
         ({"layers": "llama-2-13b"}, "model of 40 layers, and .* has 4"),
         ({"layers": 3}, "name of a set or a file"),
@@ -213,15 +229,29 @@ def test_wrong_options_are_named(options: dict[str, Any], message: str, checkpoi
 
 
 def test_transformers_own_code_refuses_by_name(checkpoint: Make) -> None:
-    with pytest.raises(ConfigError, match=r"layers can be skipped in .*LlamaForCausalLM.* only: OPTForCausalLM"):
-        LLM(str(checkpoint("OPT", word_embed_proj_dim=64, ffn_dim=96)), speculative_config={"method": "layerskip"})
+    with pytest.raises(
+        ConfigError, match=r"layers can be skipped in .*LlamaForCausalLM.* only: OPTForCausalLM"
+    ):
+        LLM(
+            str(checkpoint("OPT", word_embed_proj_dim=64, ffn_dim=96)),
+            speculative_config={"method": "layerskip"},
+        )
 
 
 def test_files_of_the_tuner(tmp_path: Path) -> None:
-    file, good = tmp_path / "set.json", {"layers": 4, "skip_attention": [2, 1], "skip_mlp": [], "num_speculative_tokens": 3}
+    file, good = (
+        tmp_path / "set.json",
+        {"layers": 4, "skip_attention": [2, 1], "skip_mlp": [], "num_speculative_tokens": 3},
+    )
     file.write_text(json.dumps(good))
     assert named(str(file), 4, "m") == Skip((1, 2), (), 3)
-    for broken in ({**good, "skip_mlp": [9]}, {**good, "num_speculative_tokens": 0}, {"layers": 4}, [], {**good, "layers": 5}):
+    for broken in (
+        {**good, "skip_mlp": [9]},
+        {**good, "num_speculative_tokens": 0},
+        {"layers": 4},
+        [],
+        {**good, "layers": 5},
+    ):
         file.write_text(json.dumps(broken))
         with pytest.raises(ConfigError):
             named(str(file), 4, "m")
@@ -253,7 +283,13 @@ def test_the_less_sure_the_more_siblings() -> None:
 
 
 def searching(**given: Any) -> Search:
-    settings = {"bayes_interval": 5, "max_opt_iter": 1000, "max_tolerance_iter": 300, "max_score": 0.95, **given}
+    settings = {
+        "bayes_interval": 5,
+        "max_opt_iter": 1000,
+        "max_tolerance_iter": 300,
+        "max_score": 0.95,
+        **given,
+    }
     return Search(12, 9, Skip.alternating(12), **settings)
 
 

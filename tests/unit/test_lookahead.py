@@ -43,7 +43,10 @@ class Steps:
 
     def propose(self, budget: Budget | None = None) -> Guesses:
         depth = self.drafter.depth
-        self.batch, budget = Batch([self.row], [len(self.row.tokens) - 1], [1], [True]), budget or Budget(depth, self.drafter.size(depth))
+        self.batch, budget = (
+            Batch([self.row], [len(self.row.tokens) - 1], [1], [True]),
+            budget or Budget(depth, self.drafter.size(depth)),
+        )
         self.draft = self.drafter.propose(self.batch, [budget])
         tree = self.draft.trees[0]
         proper(only_guesses(tree), budget)
@@ -53,14 +56,19 @@ class Steps:
     def observe(self, mute: int | None = None) -> int:
         """The target speaks after every node but `mute`.  Returns how many were accepted."""
         tree, before = self.draft.trees[0], tuple(self.row.tokens)
-        best = [[answer((*before, *path_of(tree, node)))] if node != mute else [] for node in range(-1, len(tree.tokens))]
+        best = [
+            [answer((*before, *path_of(tree, node)))] if node != mute else []
+            for node in range(-1, len(tree.tokens))
+        ]
         text = list(before)
         for _ in range(9):
             text.append(answer(tuple(text)))
         path = walked(only_guesses(tree), text[len(before) :])
         said = text[len(before) : len(before) + len(path) + 1]
         self.row.tokens.extend(said)
-        self.drafter.observe(Commit(self.batch, [len(before)], [said], self.draft, Verdict([path], [said]), [best]))
+        self.drafter.observe(
+            Commit(self.batch, [len(before)], [said], self.draft, Verdict([path], [said]), [best])
+        )
         return len(path)
 
 
@@ -150,7 +158,9 @@ def test_an_element_sees_what_the_published_mask_shows_it(window: int, level: in
         assert len(slot_of) - 1 == tree.probes
         planned = 1 + tree.size
         for depth, j in list(slot_of)[1:]:
-            sees = [slot_of[0, c] for c in range(j + 1)] + [slot_of[below, j] for below in range(1, depth + 1)]
+            sees = [slot_of[0, c] for c in range(j + 1)] + [
+                slot_of[below, j] for below in range(1, depth + 1)
+            ]
             assert walk(plan, table, planned) == [*table[: end - 1], *sees]
             assert plan.positions[planned] == end - 1 + depth + j
             assert plan.ids[planned] == levels[depth][j - (depth == 0)]
@@ -162,9 +172,14 @@ def test_an_element_sees_what_the_published_mask_shows_it(window: int, level: in
     assert len(levels) == level - 1, "the last ones were whole"
 
 
-def test_the_target_says_after_a_probe_what_it_says_after_its_path(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_target_says_after_a_probe_what_it_says_after_its_path(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the engine, against plain decoding of the tokens that a probe sees."""
-    plain, llm = LLM(str(tiny)), LLM(str(tiny), speculative_config={"method": "lookahead", "window_size": 3, "level": 4})
+    plain, llm = (
+        LLM(str(tiny)),
+        LLM(str(tiny), speculative_config={"method": "lookahead", "window_size": 3, "level": 4}),
+    )
     observe, checked = llm.engine.drafter.observe, 0
 
     def checking(made: Commit) -> None:
@@ -172,13 +187,20 @@ def test_the_target_says_after_a_probe_what_it_says_after_its_path(tiny: Path, m
         tree, row = made.draft.trees[0], made.batch.rows[0]
         for node in range(tree.size, len(tree.tokens)):
             seen = [*row.tokens[: made.batch.end(0)], *path_of(tree, node)]
-            expected = plain.generate({"prompt_token_ids": seen}, SamplingParams(temperature=0, max_tokens=1))[0].outputs[0].token_ids
+            expected = (
+                plain.generate({"prompt_token_ids": seen}, SamplingParams(temperature=0, max_tokens=1))[0]
+                .outputs[0]
+                .token_ids
+            )
             assert made.topk[0][1 + node] == expected
             checked += 1
         observe(made)
 
     monkeypatch.setattr(llm.engine.drafter, "observe", checking)
-    llm.generate({"prompt_token_ids": [7, 8, 9, 7, 8]}, SamplingParams(temperature=0.7, seed=1, max_tokens=10, ignore_eos=True))
+    llm.generate(
+        {"prompt_token_ids": [7, 8, 9, 7, 8]},
+        SamplingParams(temperature=0.7, seed=1, max_tokens=10, ignore_eos=True),
+    )
     assert checked > 50
 
 
@@ -210,7 +232,16 @@ def test_the_last_ngrams_are_guessed_with_shared_beginnings() -> None:
     for rest in ((1, 2, 3), (4, 5, 6), (1, 2, 7), (1, 8, 9)):
         drafter.memory.pool.add(30, rest)
     tree = Steps(drafter, [30]).propose()
-    assert [path_of(tree, node) for node in range(tree.size)] == [(1,), (1, 8), (1, 8, 9), (1, 2), (1, 2, 7), (4,), (4, 5), (4, 5, 6)]
+    assert [path_of(tree, node) for node in range(tree.size)] == [
+        (1,),
+        (1, 8),
+        (1, 8, 9),
+        (1, 2),
+        (1, 2, 7),
+        (4,),
+        (4, 5),
+        (4, 5, 6),
+    ]
     short = Steps(drafter, [30]).propose(Budget(2, 3))
     assert [path_of(short, node) for node in range(short.size)] == [(1,), (1, 8), (1, 2)]
 
@@ -238,7 +269,10 @@ def test_no_window_is_larger_than_announced(window: int, level: int) -> None:
     for _ in range(level + 2):
         tree = steps.propose()
         sizes.append(tree.probes)
-        assert max((len(path_of(tree, node)) for node in range(tree.size, len(tree.tokens))), default=0) == drafter.reach
+        assert (
+            max((len(path_of(tree, node)) for node in range(tree.size, len(tree.tokens))), default=0)
+            == drafter.reach
+        )
         steps.observe()
     assert max(sizes) == drafter.size(drafter.depth) - drafter.depth
     assert sizes[-1] == (level - 1) * window - 1
@@ -294,7 +328,10 @@ def test_up_to_the_end_of_the_context(temperature: float, tiny: Path) -> None:
     prompts: Any = [{"prompt_token_ids": [(i * j) % 5 + 5 for j in range(150 + 30 * i)]} for i in range(1, 4)]
     params = SamplingParams(temperature=temperature, seed=2, ignore_eos=True, max_tokens=256)
     expected = [output.outputs[0].token_ids for output in LLM(str(tiny)).generate(prompts, params)]
-    llm = LLM(str(tiny), speculative_config={"method": "lookahead", "window_size": 6, "level": 4, "guess_set_size": 5})
+    llm = LLM(
+        str(tiny),
+        speculative_config={"method": "lookahead", "window_size": 6, "level": 4, "guess_set_size": 5},
+    )
     outputs = llm.generate(prompts, params)
     assert [output.outputs[0].token_ids for output in outputs] == expected
     assert sum(output.speculation.accepted for output in outputs) > 0
@@ -303,7 +340,14 @@ def test_up_to_the_end_of_the_context(temperature: float, tiny: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("window_size", 0), ("window_size", 65), ("level", 1), ("level", 2.0), ("guess_set_size", True), ("pool_from_prompt", 1)],
+    [
+        ("window_size", 0),
+        ("window_size", 65),
+        ("level", 1),
+        ("level", 2.0),
+        ("guess_set_size", True),
+        ("pool_from_prompt", 1),
+    ],
 )
 def test_bad_values_are_named(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"{name} must be .*, got"):

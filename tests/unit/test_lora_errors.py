@@ -86,7 +86,10 @@ def test_a_broken_adapter(kind: str, llm: LLM, tiny: Path, tmp_path: Path) -> No
     spoil, message = BROKEN[kind]
     spoil(bad)
     number = 100 + list(BROKEN).index(kind) * 2
-    wrong, right = LoRARequest("wrong", number, str(bad)), LoRARequest("right", number + 1, str(tmp_path / "good"))
+    wrong, right = (
+        LoRARequest("wrong", number, str(bad)),
+        LoRARequest("right", number + 1, str(tmp_path / "good")),
+    )
     with pytest.raises(RequestError, match=message) as raised:
         llm.generate(PROMPT, GREEDY, lora_request=wrong)
     assert "LoRA adapter 'wrong'" in str(raised.value)
@@ -106,11 +109,16 @@ def test_an_id_stands_for_one_adapter(llm: LLM, tiny: Path, tmp_path: Path) -> N
     for name in "ab":
         write_adapter(tmp_path / name, str(tiny))
     llm.generate(PROMPT, GREEDY, lora_request=LoRARequest("a", 7, str(tmp_path / "a")))
-    with pytest.raises(RequestError, match=r"lora_int_id 7 is '.*/a' already, and now '.*/b': give every adapter an id of its own"):
+    with pytest.raises(
+        RequestError,
+        match=r"lora_int_id 7 is '.*/a' already, and now '.*/b': give every adapter an id of its own",
+    ):
         llm.generate(PROMPT, GREEDY, lora_request=LoRARequest("b", 7, str(tmp_path / "b")))
 
 
-@pytest.mark.parametrize("given", [("", 1, "p"), ("n", 0, "p"), ("n", -1, "p"), ("n", True, "p"), ("n", "1", "p"), ("n", 1, None)])
+@pytest.mark.parametrize(
+    "given", [("", 1, "p"), ("n", 0, "p"), ("n", -1, "p"), ("n", True, "p"), ("n", "1", "p"), ("n", 1, None)]
+)
 def test_a_bad_request(given: Any) -> None:
     with pytest.raises(RequestError, match="lora_"):
         LoRARequest(*given)
@@ -135,4 +143,6 @@ def test_options(option: str, value: Any, tiny: Path) -> None:
 
 def test_the_engine_is_well_after_all_this(llm: LLM, tiny: Path) -> None:
     llm.engine.check()
-    assert said(answer(llm, [5, 6, 7], GREEDY).outputs) == said(answer(LLM(str(tiny)), [5, 6, 7], GREEDY).outputs)
+    assert said(answer(llm, [5, 6, 7], GREEDY).outputs) == said(
+        answer(LLM(str(tiny)), [5, 6, 7], GREEDY).outputs
+    )

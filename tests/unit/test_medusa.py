@@ -9,7 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from medusa_heads import CONFIG, PT, SAFE, Named, Parts, drafter_of, listened, naive, parts_of, reference, save_merged, vllm, without
+from medusa_heads import (
+    CONFIG,
+    PT,
+    SAFE,
+    Named,
+    Parts,
+    drafter_of,
+    listened,
+    naive,
+    parts_of,
+    reference,
+    save_merged,
+    vllm,
+    without,
+)
 from toys import HIDDEN, V, save_head, toy_target
 
 from outrider import LLM, SamplingParams
@@ -30,11 +44,20 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 
 def dropped(named: Named) -> Named:
     """Without the second and third name of a block."""
-    return {name: tensor for name, tensor in named.items() if ".1.linear" not in name and ".2.linear" not in name}
+    return {
+        name: tensor for name, tensor in named.items() if ".1.linear" not in name and ".2.linear" not in name
+    }
 
 
 MAP = torch.arange(3, V, 4)  # 128 of the tokens
-VLLM = {"model_type": "medusa", "hidden_size": HIDDEN, "vocab_size": V, "num_heads": 3, "num_hidden_layers": 1, "truncated_vocab_size": V}
+VLLM = {
+    "model_type": "medusa",
+    "hidden_size": HIDDEN,
+    "vocab_size": V,
+    "num_heads": 3,
+    "num_hidden_layers": 1,
+    "truncated_vocab_size": V,
+}
 FILES: dict[str, tuple[Parts, Callable[[Parts], Named], dict[str, Any], str]] = {
     "v0.1": (parts_of(5), reference, CONFIG, PT),
     "v0.1, three shared blocks": (parts_of(2, 3), reference, CONFIG, PT),
@@ -43,9 +66,19 @@ FILES: dict[str, tuple[Parts, Callable[[Parts], Named], dict[str, Any], str]] = 
     "TGI V1": (parts_of(3), reference, CONFIG, SAFE),
     "TGI V2": (parts_of(3, own=False), reference, CONFIG, SAFE),
     "version 2, two blocks": (parts_of(3, 2, own=False), reference, {"version": "2"}, "medusa_lm_head.pt"),
-    "version 2, aliases dropped": (parts_of(3, 2, own=False), lambda p: dropped(reference(p)), {"medusa_num_layers": 2}, PT),
+    "version 2, aliases dropped": (
+        parts_of(3, 2, own=False),
+        lambda p: dropped(reference(p)),
+        {"medusa_num_layers": 2},
+        PT,
+    ),
     "vLLM": (parts_of(3, bias=False), vllm, VLLM, "model.safetensors"),
-    "vLLM, prefix and biases": (parts_of(3, 2, shared=False), lambda p: vllm(p, "medusa_heads."), VLLM, "pytorch_model.bin"),
+    "vLLM, prefix and biases": (
+        parts_of(3, 2, shared=False),
+        lambda p: vllm(p, "medusa_heads."),
+        VLLM,
+        "pytorch_model.bin",
+    ),
 }
 
 
@@ -68,7 +101,9 @@ def test_a_block_under_many_names_is_kept_once(toy: LLM, tmp_path: Path) -> None
     assert once < (tmp_path / "a" / PT).stat().st_size < once * 1.1, "the file has aliases"
     for blocks in drafter_of(toy, folder).heads.blocks:
         assert blocks[0] is blocks[1] is blocks[2]
-    copied = save_head(tmp_path / "b", CONFIG, reference(parts_of(2, 3)), SAFE)  # the same numbers, three times
+    copied = save_head(
+        tmp_path / "b", CONFIG, reference(parts_of(2, 3)), SAFE
+    )  # the same numbers, three times
     assert all(blocks[0] is blocks[2] for blocks in drafter_of(toy, copied).heads.blocks)
     apart = save_head(tmp_path / "c", CONFIG, reference(parts_of(2, 3, shared=False)), PT)
     assert all(len({id(block) for block in blocks}) == 3 for blocks in drafter_of(toy, apart).heads.blocks)
@@ -80,7 +115,10 @@ def test_a_part_of_the_vocabulary(rows: str, one: bool, toy: LLM, tmp_path: Path
     """vLLM's token_map, with heads of their own, or one for all; the file may hold the rows of all tokens."""
     parts = parts_of(3)
     parts = [(blocks, parts[0][1] if one else lm_head) for blocks, lm_head in parts]
-    named = {name: tensor[MAP] if "lm_head" in name and rows == "of the map" else tensor for name, tensor in vllm(parts).items()}
+    named = {
+        name: tensor[MAP] if "lm_head" in name and rows == "of the map" else tensor
+        for name, tensor in vllm(parts).items()
+    }
     named = without(named, "lm_heads.1.weight", "lm_heads.2.weight") if one else named
     config = {**VLLM, "truncated_vocab_size": len(MAP), "original_lm_head": one}
     drafter = drafter_of(toy, save_head(tmp_path, config, {**named, "token_map": MAP}))
@@ -115,8 +153,14 @@ def test_a_merged_checkpoint_is_target_and_heads(toy: LLM, tmp_path: Path) -> No
     states = torch.randn(3, HIDDEN)
     drafter: Any = llm.engine.drafter
     assert torch.allclose(drafter.heads(states, 4).double(), naive(parts, states), atol=1e-3)
-    prompt, params = {"prompt_token_ids": [9, 8, 7]}, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-    assert llm.generate(prompt, params)[0].outputs[0].token_ids == toy.generate(prompt, params)[0].outputs[0].token_ids
+    prompt, params = (
+        {"prompt_token_ids": [9, 8, 7]},
+        SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
+    )
+    assert (
+        llm.generate(prompt, params)[0].outputs[0].token_ids
+        == toy.generate(prompt, params)[0].outputs[0].token_ids
+    )
 
 
 @pytest.mark.parametrize(
@@ -142,7 +186,11 @@ def test_what_is_written_is_read_back(layout: str, file: str, toy: LLM, tmp_path
     json.dumps(config)
     assert set(tensors) == set((reference if layout == "reference" else vllm)(parts))
     if layout == "vllm":
-        assert (config["num_heads"], config["num_hidden_layers"], config["medusa_fc_bias"]) == (len(parts), len(parts[0][0]), True)
+        assert (config["num_heads"], config["num_hidden_layers"], config["medusa_fc_bias"]) == (
+            len(parts),
+            len(parts[0][0]),
+            True,
+        )
         assert (config["vocab_size"], config["truncated_vocab_size"], config["hidden_size"]) == (V, V, HIDDEN)
     states = torch.randn(3, HIDDEN)
     drafter = drafter_of(toy, save_head(tmp_path, config, tensors))
@@ -153,7 +201,11 @@ def test_a_part_of_the_vocabulary_is_written_for_vllm_only(toy: LLM) -> None:
     parts = [(blocks, lm_head[MAP]) for blocks, lm_head in parts_of(2) if lm_head is not None]
     named = {**vllm(parts), "token_map": MAP}
     config, tensors = exported(VLLM, named, "vllm")
-    assert config["truncated_vocab_size"] == len(MAP) and config["vocab_size"] == V and tensors.keys() == named.keys()
+    assert (
+        config["truncated_vocab_size"] == len(MAP)
+        and config["vocab_size"] == V
+        and tensors.keys() == named.keys()
+    )
     one, told = exported({**VLLM, "original_lm_head": True}, without(named, "lm_heads.1.weight"), "vllm")
     assert one["original_lm_head"] is True and "lm_heads.0.weight" in told and "lm_heads.1.weight" not in told
     with pytest.raises(ConfigError, match="token_map"):
@@ -172,7 +224,11 @@ def test_other_targets(checkpoint: Callable[..., Path]) -> None:
     """Two layers, tied, and one that transformers runs; heads that ask the target's own head."""
     for given in ({}, {"tie_word_embeddings": True}, {"family": "Phi"}):
         llm = LLM(str(checkpoint(**given)), dtype="float32")
-        plain = llm.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(temperature=0, max_tokens=12))[0].outputs[0].token_ids
+        plain = (
+            llm.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(temperature=0, max_tokens=12))[0]
+            .outputs[0]
+            .token_ids
+        )
         parts = parts_of(2, own=False)
         drafter = Medusa(Medusa.Options(nodes=12), llm.engine.target, Head.of("two", {}, reference(parts)))
         states = torch.randn(3, HIDDEN)
@@ -181,13 +237,19 @@ def test_other_targets(checkpoint: Callable[..., Path]) -> None:
             assert torch.allclose(drafter.heads(states, 2).double(), expected, atol=1e-3)
         twin = llm.variant(None)
         twin.engine.use(drafter, SpeculativeOptions.of({"method": "medusa"}))
-        out = twin.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(temperature=0, max_tokens=12))[0].outputs[0]
+        out = twin.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(temperature=0, max_tokens=12))[
+            0
+        ].outputs[0]
         assert out.token_ids == plain and out.speculation.drafted > 0
 
 
 def test_heads_for_another_target_are_refused(toy: LLM, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    wide = {"0.0.linear.weight": torch.randn(96, 96), "0.0.linear.bias": torch.randn(96), "0.1.weight": torch.randn(V, 96)}
+    wide = {
+        "0.0.linear.weight": torch.randn(96, 96),
+        "0.0.linear.bias": torch.randn(96),
+        "0.1.weight": torch.randn(V, 96),
+    }
     with pytest.raises(ModelError, match=r"\(96, 96\).*\(64, 64\)"):
         drafter_of(toy, save_head(tmp_path / "a", CONFIG, wide, PT))
     fewer = {**reference(parts_of(2)), "1.1.weight": torch.randn(500, HIDDEN)}

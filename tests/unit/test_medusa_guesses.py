@@ -107,7 +107,13 @@ def test_a_level_has_one_law(toy: LLM, tmp_path: Path) -> None:
 def test_drawn_guesses_have_the_law(toy: LLM, tmp_path: Path) -> None:
     """Over many seeds that said the same first token, a draw is as likely as its law says, and the next level's owes nothing to it."""
     parts = [(blocks, lm_head * 0.3) for blocks, lm_head in parts_of(2) if lm_head is not None]
-    llm = toy.variant({"model": save_head(tmp_path, CONFIG, reference(parts), PT), "tree": [[0], [0, 0]], "verification": "rejection"})
+    llm = toy.variant(
+        {
+            "model": save_head(tmp_path, CONFIG, reference(parts), PT),
+            "tree": [[0], [0, 0]],
+            "verification": "rejection",
+        }
+    )
     heard: dict[tuple[int, ...], list[Guesses]] = {}
     for seed in range(300):
         tokens, tree = listened(llm, [5, 6], temperature=0.7, top_k=2, seed=seed, max_tokens=4)[0]
@@ -116,9 +122,15 @@ def test_drawn_guesses_have_the_law(toy: LLM, tmp_path: Path) -> None:
     first, second = trees[0].laws
     a, b = int(first.argmax()), int(second.argmax())
     p, q = float(first[a]), float(second[b])
-    assert len(trees) > 100 and max(p, q) < 0.95 and [int((law > 0).sum()) for law in (first, second)] == [2, 2]
+    assert (
+        len(trees) > 100 and max(p, q) < 0.95 and [int((law > 0).sum()) for law in (first, second)] == [2, 2]
+    )
     drawn = [(tree.tokens[0] == a, tree.tokens[1] == b) for tree in trees]
-    for share, law in ((sum(x for x, _ in drawn), p), (sum(y for _, y in drawn), q), (sum(x and y for x, y in drawn), p * q)):
+    for share, law in (
+        (sum(x for x, _ in drawn), p),
+        (sum(y for _, y in drawn), q),
+        (sum(x and y for x, y in drawn), p * q),
+    ):
         assert abs(share / len(trees) - law) < 4 * (law * (1 - law) / len(trees)) ** 0.5
 
 
@@ -139,7 +151,9 @@ def test_published_trees_are_guessed_whole(name: str, toy: LLM, tmp_path: Path) 
 
 
 def test_a_smaller_budget_takes_what_is_worth_most(toy: LLM, tmp_path: Path) -> None:
-    drafter = drafter_of(toy, save_head(tmp_path, CONFIG, reference(parts_of(3)), PT), tree="mc_sim_7b_63", nodes=5)
+    drafter = drafter_of(
+        toy, save_head(tmp_path, CONFIG, reference(parts_of(3)), PT), tree="mc_sim_7b_63", nodes=5
+    )
     assert [drafter.size(depth) for depth in range(4)] == [0, 5, 5, 5] and drafter.depth == 3
     for level, worth in enumerate(drafter.memory.worth):
         worth[:] = [0.1 if level == 0 else 0.01] * len(worth)
@@ -153,7 +167,11 @@ def test_own_tree_follows_what_is_right(toy: LLM, tmp_path: Path) -> None:
     assert drafter.memory.best(8, 3, None)[:3] != chain
     for _ in range(150):
         order = drafter.memory.best(8, 3, None)
-        tree = Guesses(list(range(len(order))), [order.index(p[:-1]) if len(p) > 1 else ROOT for p in order], [0.5] * len(order))
+        tree = Guesses(
+            list(range(len(order))),
+            [order.index(p[:-1]) if len(p) > 1 else ROOT for p in order],
+            [0.5] * len(order),
+        )
         right = [order.index(path) for path in chain if path in order]
         drafter.memory.learn(tree, [tree.tokens[node] for node in right])
     assert drafter.memory.best(8, 3, None)[:3] == chain
@@ -165,13 +183,20 @@ def test_grown_trees_are_the_best() -> None:
     """Of all trees of so many nodes, by brute force over what ranks and levels there are."""
     accuracies = [[0.6, 0.2, 0.1], [0.5, 0.25, 0.05]]
     every = [path for level in (1, 2) for path in itertools.product(range(3), repeat=level)]
-    worth = {path: float(torch.tensor([accuracies[i][rank] for i, rank in enumerate(path)], dtype=torch.float64).prod()) for path in every}
+    worth = {
+        path: float(
+            torch.tensor([accuracies[i][rank] for i, rank in enumerate(path)], dtype=torch.float64).prod()
+        )
+        for path in every
+    }
 
     def closed(tree: tuple[Any, ...]) -> bool:
         return all(len(path) == 1 or path[:-1] in tree for path in tree)
 
     for nodes in (1, 3, 5):
-        best = max(sum(worth[path] for path in tree) for tree in itertools.combinations(every, nodes) if closed(tree))
+        best = max(
+            sum(worth[path] for path in tree) for tree in itertools.combinations(every, nodes) if closed(tree)
+        )
         made = grown(accuracies, nodes)
         assert len(set(made)) == nodes and closed(tuple(made))
         assert sum(worth[path] for path in made) == pytest.approx(best)
@@ -196,7 +221,9 @@ def test_the_loss_is_the_published_one(toy: LLM) -> None:
     begun = Network.beside(outer, heads=2, blocks=2, own=False)
     assert torch.allclose(begun(states, outer.lm_head)[1], states @ outer.lm_head.T)
     assert torch.allclose(Network.beside(outer, heads=2)(states)[0], states @ outer.lm_head.T)
-    assert float(network.loss(Sample(tokens[:2], {FINAL: states[:2]}, torch.empty(0)), outer)) == 0, "too short a text says nothing"
+    assert float(network.loss(Sample(tokens[:2], {FINAL: states[:2]}, torch.empty(0)), outer)) == 0, (
+        "too short a text says nothing"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +237,9 @@ def taught(toy: LLM, tmp_path_factory: pytest.TempPathFactory) -> str:
     torch.manual_seed(0)
     network = Network.beside(outer, heads=2)
     teach(network, network.loss, data, outer, steps=200)
-    return save_head(tmp_path_factory.mktemp("taught"), *exported(network.config(), network.state_dict(), "vllm"))
+    return save_head(
+        tmp_path_factory.mktemp("taught"), *exported(network.config(), network.state_dict(), "vllm")
+    )
 
 
 def test_a_taught_head_is_mostly_right(toy: LLM, taught: str) -> None:
@@ -224,8 +253,13 @@ def test_a_taught_head_is_mostly_right(toy: LLM, taught: str) -> None:
 def test_a_shift_is_caught(toy: LLM, taught: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first level asks the second head."""
     whole = Packed.__call__
-    monkeypatch.setattr(Packed, "__call__", lambda self, states, levels: whole(self, states, 2).flip(1)[:, :levels])
-    assert acceptance(toy.engine.options.model, {"model": taught, "tree": "chain", "num_speculative_tokens": 1}) < 0.1
+    monkeypatch.setattr(
+        Packed, "__call__", lambda self, states, levels: whole(self, states, 2).flip(1)[:, :levels]
+    )
+    assert (
+        acceptance(toy.engine.options.model, {"model": taught, "tree": "chain", "num_speculative_tokens": 1})
+        < 0.1
+    )
 
 
 def test_a_row_has_no_guess_without_a_state(toy: LLM, tmp_path: Path) -> None:
@@ -234,7 +268,9 @@ def test_a_row_has_no_guess_without_a_state(toy: LLM, tmp_path: Path) -> None:
     llm = toy.variant({"model": folder})
     asked: list[Row] = []
     ready = llm.engine.drafter.ready  # type: ignore[attr-defined]
-    llm.engine.drafter.ready = lambda batch, budgets: [asked.append(batch.rows[r]) or r for r in ready(batch, budgets)]  # type: ignore
+    llm.engine.drafter.ready = lambda batch, budgets: [
+        asked.append(batch.rows[r]) or r for r in ready(batch, budgets)
+    ]  # type: ignore
     prompts = [{"prompt_token_ids": [5, 6, 7]}, {"prompt_token_ids": [8, 9]}]
     params = [SamplingParams(temperature=0, max_tokens=9, speculate=i == 0) for i in range(2)]
     out = llm.generate(prompts, params)
@@ -245,7 +281,10 @@ def test_a_row_has_no_guess_without_a_state(toy: LLM, tmp_path: Path) -> None:
 
 def test_a_rank_is_credited_with_its_own_guess_in_a_union(toy: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 is always right, and the only one of the head's that the merged tree keeps."""
-    prompt, params = {"prompt_token_ids": [1, 2, 3]}, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    prompt, params = (
+        {"prompt_token_ids": [1, 2, 3]},
+        SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
+    )
     truth = [1, 2, 3, *toy.generate(prompt, params)[0].outputs[0].token_ids, 0, 0, 0]
 
     class Hopeful(Drafter):
@@ -255,7 +294,12 @@ def test_a_rank_is_credited_with_its_own_guess_in_a_union(toy: LLM, monkeypatch:
 
         def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
             ends = [len(row.tokens) for row in batch.rows]
-            return Draft([Guesses.chain(truth[end : end + 2], [1.0] * 2) if b.nodes > 1 else NOTHING for end, b in zip(ends, budgets)])
+            return Draft(
+                [
+                    Guesses.chain(truth[end : end + 2], [1.0] * 2) if b.nodes > 1 else NOTHING
+                    for end, b in zip(ends, budgets)
+                ]
+            )
 
     target = toy.engine.target
     network = Network(HIDDEN, V, heads=1, blocks=1)

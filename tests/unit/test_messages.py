@@ -35,7 +35,9 @@ def text_of(llm: LLM, messages: Any, **given: Any) -> str:
 def test_chat_is_generate_on_the_templated_ids() -> None:
     llm = LLM("builtin", seed=0)
     (chatted,) = llm.chat(ASKED, GREEDY)
-    ids = llm.tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, tokenize=True, return_dict=False)
+    ids = llm.tokenizer.apply_chat_template(
+        ASKED, add_generation_prompt=True, tokenize=True, return_dict=False
+    )
     (generated,) = llm.generate({"prompt_token_ids": list(ids)}, GREEDY)
     assert chatted.prompt_token_ids == list(ids)
     assert chatted.prompt == "<|bos|><|system|>be kind<|end|><|user|>hello there<|end|><|assistant|>"
@@ -53,7 +55,9 @@ def test_several_conversations_stand_in_their_order(llm: LLM) -> None:
 
 def test_the_template_writes_the_special_tokens_alone(llm: LLM) -> None:
     tokenizer = copy.deepcopy(llm.tokenizer)
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", 0)])
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|bos|> $A", special_tokens=[("<|bos|>", 0)]
+    )
     assert tokenizer.encode("<|bos|>a").count(0) == 2, "this tokenizer puts one in front of every text"
     assert render(tokenizer, {"messages": ASKED, "chat_template": TEMPLATE})["prompt_token_ids"].count(0) == 1
 
@@ -62,10 +66,15 @@ def test_what_may_be_given_besides(llm: LLM) -> None:
     assert text_of(llm, ASKED) == "<|bos|>[system] be kind<|end|>[user] hello there<|end|>[assistant]"
     assert text_of(llm, ASKED, add_generation_prompt=False).endswith("hello there<|end|>")
     assert text_of(llm, ASKED, chat_template_kwargs={"loud": True}).endswith("![assistant]")
-    tool = {"type": "function", "function": {"name": "look", "description": "", "parameters": {"type": "object", "properties": {}}}}
+    tool = {
+        "type": "function",
+        "function": {"name": "look", "description": "", "parameters": {"type": "object", "properties": {}}},
+    }
     assert "(look)" in text_of(llm, ASKED, tools=[tool])
     begun = [*ASKED, {"role": "assistant", "content": "I am"}]
-    assert text_of(llm, begun, add_generation_prompt=False, continue_final_message=True).endswith("[assistant] I am")
+    assert text_of(llm, begun, add_generation_prompt=False, continue_final_message=True).endswith(
+        "[assistant] I am"
+    )
     parts = [{"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}]
     assert "one\ntwo" in text_of(llm, parts)
     call = {"type": "function", "function": {"name": "look", "arguments": '{"x": 42}'}}
@@ -74,7 +83,9 @@ def test_what_may_be_given_besides(llm: LLM) -> None:
 
 def test_streaming_takes_messages_too(llm: LLM) -> None:
     *_, last = llm.stream({"messages": ASKED, "chat_template": TEMPLATE}, GREEDY)
-    assert last.outputs[0].token_ids == llm.chat(ASKED, GREEDY, chat_template=TEMPLATE)[0].outputs[0].token_ids
+    assert (
+        last.outputs[0].token_ids == llm.chat(ASKED, GREEDY, chat_template=TEMPLATE)[0].outputs[0].token_ids
+    )
 
 
 BAD: list[tuple[Any, dict[str, Any], str]] = [
@@ -90,7 +101,11 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     ([{"role": "user", "content": 5}], {}, "content of message 0"),
     ([{"role": "user", "content": []}], {}, "content of message 0"),
     ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], {}, "content of message 0"),
-    ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}], {}, "tool call of message 0"),
+    (
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+        {},
+        "tool call of message 0",
+    ),
     (ASKED, {"chat_template": "{{ raise_exception('only users') }}"}, "only users"),
     (ASKED, {"chat_template": "{% if"}, "template"),
     (ASKED, {"continue_final_message": True}, "add_generation_prompt=False"),
@@ -99,7 +114,9 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("messages", "given", "said"), BAD, ids=[said for *_, said in BAD])
-def test_bad_messages_are_refused_in_one_sentence(llm: LLM, messages: Any, given: dict[str, Any], said: str) -> None:
+def test_bad_messages_are_refused_in_one_sentence(
+    llm: LLM, messages: Any, given: dict[str, Any], said: str
+) -> None:
     with pytest.raises(RequestError, match=said):
         llm.chat(messages, GREEDY, **{"chat_template": TEMPLATE, **given})
 
@@ -122,12 +139,20 @@ def test_messages_without_a_tokenizer_are_refused(tiny: Path) -> None:
 
 def test_the_next_turn_finds_the_last_one_in_the_cache() -> None:
     llm = LLM("builtin", seed=0)
-    history: list[dict[str, str]] = [{"role": "user", "content": "What do plants need in order to grow in a garden that is dry?"}]
+    history: list[dict[str, str]] = [
+        {"role": "user", "content": "What do plants need in order to grow in a garden that is dry?"}
+    ]
     (first,) = llm.chat(history, SamplingParams(temperature=0, max_tokens=40))
     assert first.num_cached_tokens == 0
-    history += [{"role": "assistant", "content": first.outputs[0].text}, {"role": "user", "content": "And trees?"}]
+    history += [
+        {"role": "assistant", "content": first.outputs[0].text},
+        {"role": "user", "content": "And trees?"},
+    ]
     (second,) = llm.chat(history, GREEDY)
-    assert second.num_cached_tokens is not None and second.num_cached_tokens >= len(first.prompt_token_ids) // 16 * 16 > 0
+    assert (
+        second.num_cached_tokens is not None
+        and second.num_cached_tokens >= len(first.prompt_token_ids) // 16 * 16 > 0
+    )
 
 
 # ---- the clock
@@ -135,7 +160,10 @@ def test_the_next_turn_finds_the_last_one_in_the_cache() -> None:
 
 def test_the_clock_tells_prompts_from_decoding() -> None:
     llm = LLM(
-        "builtin", speculative_config={"model": "builtin-draft", "num_speculative_tokens": 3}, max_num_batched_tokens=16, max_num_seqs=1
+        "builtin",
+        speculative_config={"model": "builtin-draft", "num_speculative_tokens": 3},
+        max_num_batched_tokens=16,
+        max_num_seqs=1,
     )
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     llm.engine.reset()

@@ -67,8 +67,15 @@ class Case:
         s = rms(s) / math.sqrt(2) if self.config.get("scale_input") else s
         for i, token in enumerate(ids):
             if "forget_emb.0.weight" in self.tensors:
-                gate = {name: self.linear(f"{name}_proj.{min(i, 1)}", s) + share * self.embed(f"{name}_emb.0", token) for name in GATES}
-                cell = cell * gate["forget"].sigmoid() + self.norm("cell_ln.0", gate["cell"]) * gate["input"].sigmoid()
+                gate = {
+                    name: self.linear(f"{name}_proj.{min(i, 1)}", s)
+                    + share * self.embed(f"{name}_emb.0", token)
+                    for name in GATES
+                }
+                cell = (
+                    cell * gate["forget"].sigmoid()
+                    + self.norm("cell_ln.0", gate["cell"]) * gate["input"].sigmoid()
+                )
                 s = self.norm("state_ln.0", cell) * gate["output"].sigmoid()
             elif "emb.0.0.weight" in self.tensors:
                 s = self.stacked(i, s, share, token)
@@ -103,10 +110,20 @@ def ibm(tied: bool = False, **config: Any) -> Case:
     tensors: dict[str, Tensor] = {}
     for i in range(STEPS):
         if i == 0 or not tied:
-            tensors |= {f"emb.{i}.weight": torch.randn(V, INNER), f"head.{i}.weight": 3 * matrix(V, INNER), **norm_of(f"ln.{i}")}
+            tensors |= {
+                f"emb.{i}.weight": torch.randn(V, INNER),
+                f"head.{i}.weight": 3 * matrix(V, INNER),
+                **norm_of(f"ln.{i}"),
+            }
         else:
-            tensors |= {name.replace(".0.", f".{i}."): tensor for name, tensor in list(tensors.items()) if ".0." in name}
-        tensors[f"proj.{i}.weight"] = tensors["proj.1.weight"] if tied and i > 1 else matrix(INNER, INNER if i else HIDDEN)
+            tensors |= {
+                name.replace(".0.", f".{i}."): tensor
+                for name, tensor in list(tensors.items())
+                if ".0." in name
+            }
+        tensors[f"proj.{i}.weight"] = (
+            tensors["proj.1.weight"] if tied and i > 1 else matrix(INNER, INNER if i else HIDDEN)
+        )
     settings = {
         "architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": "mlp_speculator", "vocab_size": V, "emb_dim": HIDDEN,
         "inner_dim": INNER, "n_predict": STEPS, "top_k_tokens_per_head": list(TOP_K), "n_candidates": KEPT, **config,
@@ -119,7 +136,9 @@ def ibm(tied: bool = False, **config: Any) -> Case:
 def once(case: Case) -> Case:
     """Tied weights under their first names only, and without a prefix."""
     names = {id(tensor): name for name, tensor in reversed(case.tensors.items())}
-    return replace(case, stored={name: tensor for name, tensor in case.tensors.items() if names[id(tensor)] == name})
+    return replace(
+        case, stored={name: tensor for name, tensor in case.tensors.items() if names[id(tensor)] == name}
+    )
 
 
 def arctic(case: Case, **config: Any) -> Case:
@@ -154,14 +173,18 @@ def lstm(tied: bool) -> Case:
     torch.manual_seed(5)
     table, head = torch.randn(V, INNER), 3 * matrix(V, INNER)
     tensors = {f"{gate}_emb.0.weight": table if tied else torch.randn(V, INNER) for gate in GATES}
-    tensors |= {f"{gate}_proj.{i}.weight": matrix(INNER, (HIDDEN, INNER)[i]) for gate in GATES for i in range(2)}
+    tensors |= {
+        f"{gate}_proj.{i}.weight": matrix(INNER, (HIDDEN, INNER)[i]) for gate in GATES for i in range(2)
+    }
     tensors |= {f"head.{i}.weight": head for i in range(STEPS)} | norm_of("cell_ln.0") | norm_of("state_ln.0")
     return arctic(Case({}, tensors, {}), method="sum_lstm", tie_weights=True, tie_lstm_embs=tied)
 
 
 def unsaid(case: Case) -> Case:
     """With a config that knows nothing of what tensors can say."""
-    return replace(case, config={key: case.config[key] for key in ("tie_weights", "scale_input", "inner_dim")})
+    return replace(
+        case, config={key: case.config[key] for key in ("tie_weights", "scale_input", "inner_dim")}
+    )
 
 
 def joined(case: Case) -> Case:
@@ -211,7 +234,9 @@ def test_a_layout_loads_as_it_is(name: str, llm: LLM, tmp_path: Path) -> None:
         state, got = drafter.speculator(i, state, [path[i] for path in paths])
         expected = torch.stack([case.logits(f, path[: i + 1]) for f, path in zip(states, paths)])
         assert expected.std() > 0.5
-        assert torch.allclose(got.double(), expected, atol=1e-4), f"step {i}: off by {(got - expected).abs().max():.1e}"
+        assert torch.allclose(got.double(), expected, atol=1e-4), (
+            f"step {i}: off by {(got - expected).abs().max():.1e}"
+        )
 
 
 def test_shards(llm: LLM, tmp_path: Path) -> None:
@@ -219,7 +244,10 @@ def test_shards(llm: LLM, tmp_path: Path) -> None:
     case.write(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     names, where = sorted(case.stored), {}
-    for shard, part in (("model-00001-of-00002.safetensors", names[::2]), ("model-00002-of-00002.safetensors", names[1::2])):
+    for shard, part in (
+        ("model-00001-of-00002.safetensors", names[::2]),
+        ("model-00002-of-00002.safetensors", names[1::2]),
+    ):
         save_file({name: case.stored[name] for name in part}, tmp_path / shard)
         where |= dict.fromkeys(part, shard)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
@@ -244,12 +272,16 @@ def test_few_bits(quantization: str, name: str, llm: LLM, tmp_path: Path) -> Non
 # ---- guesses
 
 
-def told(drafter: MlpSpeculator, states: Sequence[Tensor], rows: Sequence[Row], budgets: Sequence[Budget]) -> list[Guesses]:
+def told(
+    drafter: MlpSpeculator, states: Sequence[Tensor], rows: Sequence[Row], budgets: Sequence[Budget]
+) -> list[Guesses]:
     """What it guesses for rows whose last states these are."""
     for row, f in zip(rows, states):
         drafter.last[row] = len(row.tokens) - 1, f[None]
     n = len(rows)
-    trees = drafter.propose(Batch(list(rows), [len(row.tokens) - 1 for row in rows], [1] * n, [True] * n), list(budgets)).trees
+    trees = drafter.propose(
+        Batch(list(rows), [len(row.tokens) - 1 for row in rows], [1] * n, [True] * n), list(budgets)
+    ).trees
     for tree, budget in zip(trees, budgets):
         proper(tree, budget)
     return list(trees)
@@ -279,7 +311,9 @@ def test_a_greedy_chain(name: str, llm: LLM, tmp_path: Path) -> None:
         (tree,) = told(drafter, [f], [row_at(0.0)], [Budget(depth, depth)])
         assert tree.tokens == said[1 : depth + 1] and tree.parents == list(range(-1, depth - 1))
         shares = [float(case.logits(f, said[: i + 1]).softmax(-1)[said[i + 1]]) for i in range(depth)]
-        assert tree.confidence == pytest.approx(shares, rel=1e-3), "the same steps, however many are asked for"
+        assert tree.confidence == pytest.approx(shares, rel=1e-3), (
+            "the same steps, however many are asked for"
+        )
 
 
 def expected_tree(case: Case, f: Tensor, top_k: Sequence[int], kept: int, nodes: int) -> set[tuple[int, ...]]:
@@ -294,12 +328,16 @@ def expected_tree(case: Case, f: Tensor, top_k: Sequence[int], kept: int, nodes:
     return set(sorted(inner, key=lambda path: -joint[path])[:nodes])
 
 
-@pytest.mark.parametrize(("kept", "nodes", "levels"), [(5, 60, 3), (24, 60, 3), (5, 8, 3), (3, 60, 2), (1, 60, 3)])
+@pytest.mark.parametrize(
+    ("kept", "nodes", "levels"), [(5, 60, 3), (24, 60, 3), (5, 8, 3), (3, 60, 2), (1, 60, 3)]
+)
 def test_a_greedy_tree(kept: int, nodes: int, levels: int, llm: LLM, tmp_path: Path) -> None:
     """Three rows at once, one of them with less to spend."""
     case = CASES["ibm"]
     drafter = opened(llm, case, tmp_path, top_k_tokens_per_head=list(TOP_K), n_candidates=kept, nodes=nodes)
-    assert drafter.size(levels) == min(nodes, sum(min(math.prod(TOP_K[: level + 1]), kept) for level in range(levels)))
+    assert drafter.size(levels) == min(
+        nodes, sum(min(math.prod(TOP_K[: level + 1]), kept) for level in range(levels))
+    )
     states, rows = list(torch.randn(3, HIDDEN)), [row_at(0.0) for _ in range(3)]
     budgets = [Budget(levels, drafter.size(levels)), Budget(2, 3), Budget(levels, drafter.size(levels))]
     for f, tree, budget in zip(states, told(drafter, states, rows, budgets), budgets):
@@ -364,11 +402,19 @@ def test_who_is_not_guessed_for(llm: LLM, tmp_path: Path) -> None:
 
 
 def without(case: Case, *names: str) -> Case:
-    return replace(case, stored={name: tensor for name, tensor in case.stored.items() if not name.endswith(names)})
+    return replace(
+        case, stored={name: tensor for name, tensor in case.stored.items() if not name.endswith(names)}
+    )
 
 
 def changed(case: Case, **tensors: Tensor) -> Case:
-    return replace(case, stored={**case.stored, **{f"speculator.{name.replace('_', '.')}": tensor for name, tensor in tensors.items()}})
+    return replace(
+        case,
+        stored={
+            **case.stored,
+            **{f"speculator.{name.replace('_', '.')}": tensor for name, tensor in tensors.items()},
+        },
+    )
 
 
 @pytest.mark.parametrize(
@@ -410,8 +456,14 @@ def test_a_truncated_file(llm: LLM, tmp_path: Path) -> None:
         ({"top_k_tokens_per_head": "model"}, "got 'model'"),
         ({"top_k_tokens_per_head": [64, 64, 2]}, "makes 12352 nodes, at most 1024"),
         ({"top_k_tokens_per_head": [4, 3]}, r"\[4, 3\] is for 2 steps, and .* has 3"),
-        ({"top_k_tokens_per_head": [4, 3, 2], "n_candidates": 0}, "n_candidates must be a whole number in 1 … 1024, got 0"),
-        ({"top_k_tokens_per_head": [4, 3, 2], "nodes": True}, "nodes must be a whole number in 1 … 1024, got True"),
+        (
+            {"top_k_tokens_per_head": [4, 3, 2], "n_candidates": 0},
+            "n_candidates must be a whole number in 1 … 1024, got 0",
+        ),
+        (
+            {"top_k_tokens_per_head": [4, 3, 2], "nodes": True},
+            "nodes must be a whole number in 1 … 1024, got True",
+        ),
         ({"nodes": 8}, "nodes = 8 has no effect without top_k_tokens_per_head"),
         ({"n_candidates": 8}, "n_candidates = 8 has no effect without"),
         ({"num_speculative_tokens": 4}, r"num_speculative_tokens 4 is more than the 3 steps \(n_predict\)"),
@@ -439,7 +491,9 @@ def test_a_text_is_a_function_of_its_seed(judge: str, llm: LLM, tmp_path: Path) 
     llm.use({"model": lstm(True).write(tmp_path), "verification": judge})
     assert isinstance(llm.engine.drafter, MlpSpeculator)
     prompts = [{"prompt_token_ids": list(range(i, 3 * i + 4))} for i in range(5)]
-    params = [SamplingParams(temperature=0.8 * (i != 2), seed=i, max_tokens=16, ignore_eos=True) for i in range(5)]
+    params = [
+        SamplingParams(temperature=0.8 * (i != 2), seed=i, max_tokens=16, ignore_eos=True) for i in range(5)
+    ]
     alone = [llm.generate(prompt, one)[0].outputs[0] for prompt, one in zip(prompts, params)]
     together = [out.outputs[0] for out in llm.generate(prompts, params)]
     assert [out.token_ids for out in together] == [out.token_ids for out in alone]
@@ -454,5 +508,9 @@ def test_every_example_is_of_its_targets_shape(llm: LLM) -> None:
     before = torch.get_rng_state()
     again = MlpSpeculator.example(llm.engine.target)
     assert torch.equal(torch.get_rng_state(), before)
-    same = [torch.equal(a.head.raw(name), b.head.raw(name)) for a, b in itertools.pairwise([drafter, again]) for name in a.head]
+    same = [
+        torch.equal(a.head.raw(name), b.head.raw(name))
+        for a, b in itertools.pairwise([drafter, again])
+        for name in a.head
+    ]
     assert all(same) and len(same) == 5 * STEPS

@@ -59,7 +59,11 @@ def test_what_is_trained_is_what_guesses(name: str, llm: LLM) -> None:
     network = NETWORKS[name]()
     for parameter in network.parameters():
         parameter.data.add_(0.1 * torch.randn_like(parameter))
-    states, tokens, steps = torch.randn(6, HIDDEN), torch.randint(V, (5 + network.n_predict,)), network.n_predict
+    states, tokens, steps = (
+        torch.randn(6, HIDDEN),
+        torch.randint(V, (5 + network.n_predict,)),
+        network.n_predict,
+    )
     with torch.no_grad():
         expected = network(states, tokens)
     layouts = ("reference", "arctic", "vllm") if isinstance(network, Network) else ("reference", "arctic")
@@ -75,24 +79,54 @@ def test_what_is_trained_is_what_guesses(name: str, llm: LLM) -> None:
 
 
 def test_published_names() -> None:
-    ibm = {f"{kind}.{i}.weight" for kind in ("emb", "proj", "ln", "head") for i in range(4)} | {f"ln.{i}.bias" for i in range(4)}
-    lstm = {f"{gate}_emb.0.weight" for gate in GATES} | {f"{gate}_proj.{i}.weight" for gate in GATES for i in range(2)}
-    lstm |= {f"{norm}_ln.0.{part}" for norm in ("cell", "state") for part in ("weight", "bias")} | {f"head.{i}.weight" for i in range(4)}
+    ibm = {f"{kind}.{i}.weight" for kind in ("emb", "proj", "ln", "head") for i in range(4)} | {
+        f"ln.{i}.bias" for i in range(4)
+    }
+    lstm = {f"{gate}_emb.0.weight" for gate in GATES} | {
+        f"{gate}_proj.{i}.weight" for gate in GATES for i in range(2)
+    }
+    lstm |= {f"{norm}_ln.0.{part}" for norm in ("cell", "state") for part in ("weight", "bias")} | {
+        f"head.{i}.weight" for i in range(4)
+    }
     for tied in (False, True):
         network = Network(8, 8, 10, 4, tie_weights=tied)
         assert set(network.state_dict()) == ibm
         config, tensors = exported(network.config(), network.state_dict(), "vllm")
         assert set(tensors) == {f"speculator.{name}" for name in ibm}
-        assert config["architectures"] == ["MLPSpeculatorPreTrainedModel"] and config["model_type"] == "mlp_speculator"
-        assert {"emb_dim": 8, "inner_dim": 8, "vocab_size": 10, "n_predict": 4, "tie_weights": tied}.items() <= config.items()
+        assert (
+            config["architectures"] == ["MLPSpeculatorPreTrainedModel"]
+            and config["model_type"] == "mlp_speculator"
+        )
+        assert {
+            "emb_dim": 8,
+            "inner_dim": 8,
+            "vocab_size": 10,
+            "n_predict": 4,
+            "tie_weights": tied,
+        }.items() <= config.items()
         assert len(config["top_k_tokens_per_head"]) == 4
-        assert exported(network.config(), {}, "arctic")[0]["architectures"] == ["ArcticMLPSpeculatorPreTrainedModel"]
+        assert exported(network.config(), {}, "arctic")[0]["architectures"] == [
+            "ArcticMLPSpeculatorPreTrainedModel"
+        ]
         assert set(Lstm(8, 8, 10, 4, tie_lstm_embs=tied).state_dict()) == lstm
     config, tensors = exported(Lstm(8, 6, 10, 4).config(), Lstm(8, 6, 10, 4).state_dict(), "arctic")
     assert set(tensors) == lstm and config["architectures"] == ["ArcticLSTMSpeculatorPreTrainedModel"]
-    assert {"input_hidden_dim": 8, "inner_dim": "6", "emb_dim": "6", "proj_dim": "6", "method": "sum_lstm"}.items() <= config.items()
+    assert {
+        "input_hidden_dim": 8,
+        "inner_dim": "6",
+        "emb_dim": "6",
+        "proj_dim": "6",
+        "method": "sum_lstm",
+    }.items() <= config.items()
     deep = set(Rnn(8, 8, 10, 2, layers=2).state_dict())
-    assert {"emb.1.0.weight", "emb.1.1.bias", "emb.1.3.weight", "proj.0.3.weight", "ln.1.2.weight", "ln.1.3.bias"} <= deep
+    assert {
+        "emb.1.0.weight",
+        "emb.1.1.bias",
+        "emb.1.3.weight",
+        "proj.0.3.weight",
+        "ln.1.2.weight",
+        "ln.1.3.bias",
+    } <= deep
     assert Rnn(8, 8, 10, layers=2).config()["inner_dim"] == "8.8"
 
 
@@ -111,10 +145,16 @@ def test_exports_that_nobody_reads() -> None:
         ((6144, 4096, 49152, 4), {}, 1686),  # "gpt_bigcode.ibm.20b.1_7b"
         ((8192, 3584, 128256, 4), {"tie_weights": True, "scale_input": True}, 961),  # "llama.llama3.70b.961m"
         ((8192, 8192, 32000, 5), {"tie_weights": True, "scale_input": True}, 658),  # "llama.34b.code.658m"
-        ((6144, 6144, 49152, 5), {"tie_weights": True, "scale_input": True}, 680),  # "gpt_bigcode.ibm.34b.680m"
+        (
+            (6144, 6144, 49152, 5),
+            {"tie_weights": True, "scale_input": True},
+            680,
+        ),  # "gpt_bigcode.ibm.34b.680m"
     ],
 )
-def test_sizes_of_published_files(sizes: tuple[int, int, int, int], settings: dict[str, bool], millions: float) -> None:
+def test_sizes_of_published_files(
+    sizes: tuple[int, int, int, int], settings: dict[str, bool], millions: float
+) -> None:
     with torch.device("meta"):
         network = Network(*sizes, **settings)
     hidden, inner, vocabulary, steps = sizes
@@ -126,7 +166,13 @@ def test_sizes_of_published_files(sizes: tuple[int, int, int, int], settings: di
 
 @pytest.mark.parametrize(("name", "steps"), [("mlp", 300), ("lstm", 150)])
 def test_what_is_learnt_is_accepted(
-    name: str, steps: int, target: str, llm: LLM, lessons: tuple[list[Sample], Outer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    steps: int,
+    target: str,
+    llm: LLM,
+    lessons: tuple[list[Sample], Outer],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Chance is 1/512.  With the token before the pending one, what was learnt is of little use."""
     torch.manual_seed(2)
@@ -138,7 +184,9 @@ def test_what_is_learnt_is_accepted(
     assert learnt > 0.2
     assert acceptance(target, speculation) > learnt / 3, "the later steps are right at times, too"
     with monkeypatch.context() as shifted:
-        shifted.setattr(Tree, "token", lambda tree, node: tree.row.tokens[-2] if node == ROOT else tree.tokens[node])
+        shifted.setattr(
+            Tree, "token", lambda tree, node: tree.row.tokens[-2] if node == ROOT else tree.tokens[node]
+        )
         assert acceptance(target, {**speculation, "num_speculative_tokens": 1}) < learnt / 3
     states_are_of_the_last_computed_token(llm, speculation)
 
@@ -149,13 +197,17 @@ def states_are_of_the_last_computed_token(llm: LLM, speculation: dict[str, Any])
     drafter = llm.engine.drafter
     assert isinstance(drafter, MlpSpeculator)
     params = SamplingParams(temperature=0.7, seed=1, max_tokens=40, ignore_eos=True)
-    requests: list[Any] = [llm._request({"prompt_token_ids": list(range(i, i + 9))}, params, streaming=False) for i in range(4)]
+    requests: list[Any] = [
+        llm._request({"prompt_token_ids": list(range(i, i + 9))}, params, streaming=False) for i in range(4)
+    ]
     llm._admit(requests)
     for _ in range(14):
         llm.engine.step()
         for row, (computed, state) in drafter.last.items():
             assert computed == row.computed == len(row.tokens) - 1
-            assert torch.equal(state[0], read(llm.engine.decoder, row.tokens, (FINAL,)).states[FINAL][computed - 1])
+            assert torch.equal(
+                state[0], read(llm.engine.decoder, row.tokens, (FINAL,)).states[FINAL][computed - 1]
+            )
     assert sum(llm._leave(request).outputs[0].speculation.accepted for request in requests) > 0
     assert not drafter.last
 
@@ -167,7 +219,14 @@ def test_the_loss_is_that_of_every_step(lessons: tuple[list[Sample], Outer]) -> 
     places = range(len(tokens) - network.n_predict - 1)
     with torch.no_grad():
         for i in range(network.n_predict):
-            each = [network(sample.states[FINAL][t : t + 1], sample.tokens[t + 1 : t + 1 + network.n_predict])[i, 0] for t in places]
-            total -= sum(float(logits.log_softmax(-1)[tokens[t + i + 2]]) for t, logits in zip(places, each)) / len(places)
+            each = [
+                network(sample.states[FINAL][t : t + 1], sample.tokens[t + 1 : t + 1 + network.n_predict])[
+                    i, 0
+                ]
+                for t in places
+            ]
+            total -= sum(
+                float(logits.log_softmax(-1)[tokens[t + i + 2]]) for t, logits in zip(places, each)
+            ) / len(places)
         assert float(network.loss(sample, outer)) == pytest.approx(total, rel=1e-4)
     assert isinstance(network, nn.Module) and network.loss(sample, outer).requires_grad

@@ -46,7 +46,9 @@ def test_every_layout_is_the_same_layer(toy: LLM, tmp_path: Path, kind: str, fil
     expected = naive(w, 0, outer.embedding[ids], f, paired=kind == "ernie")
     assert torch.allclose(out.double(), expected, atol=1e-4)
     last = toy.engine.decoder.norm if kind == "ernie" else w["layers.0.norm.weight"]  # type: ignore[attr-defined]
-    assert torch.allclose(drafter.net.logits(out).double(), norm(expected, last.double()) @ outer.lm_head.double().T, atol=1e-3)
+    assert torch.allclose(
+        drafter.net.logits(out).double(), norm(expected, last.double()) @ outer.lm_head.double().T, atol=1e-3
+    )
     assert drafter.net.taps == ((LAYERS,) if kind in ("mimo", "ernie") else (FINAL,))
     again = expected if kind in ("mimo", "ernie") else norm(expected, last.double())
     assert torch.allclose(drafter.net.again(out).double(), again, atol=1e-4)
@@ -60,13 +62,20 @@ def told(toy: LLM, w: dict[str, Tensor], text: list[int], path: list[int]) -> Te
 
     Layer k: what layer k-1 said at t, beside token t + k + 1; behind the last layer that one goes on at t + 1 with what it says itself.
     """
-    decoder, outer, layers = toy.engine.decoder, Outer.of(toy.engine.decoder), len({name.split(".")[1] for name in w})
+    decoder, outer, layers = (
+        toy.engine.decoder,
+        Outer.of(toy.engine.decoder),
+        len({name.split(".")[1] for name in w}),
+    )
     known = [*text, *path]
     g = said = read(decoder, text[:-1], (FINAL,)).states[FINAL].double()
     for level in range(len(path) + 1):
         k = min(level, layers - 1)
         g = said if level < layers else torch.cat([g, said[-1:]])
-        said = norm(naive(w, k, outer.embedding[known[k + 1 : k + 1 + len(g)]], g), w[f"layers.{k}.norm.weight"].double())
+        said = norm(
+            naive(w, k, outer.embedding[known[k + 1 : k + 1 + len(g)]], g),
+            w[f"layers.{k}.norm.weight"].double(),
+        )
     return (said[-1] @ outer.lm_head.double().T).softmax(-1)
 
 
@@ -93,11 +102,21 @@ def test_guesses_are_what_the_layers_say(toy: LLM, tmp_path: Path, layers: int, 
     folder = save_head(tmp_path, *stored(w, "deepseek"))
     shape = {"chain": {}, "dynamic": {"top_k": 2, "nodes": 7}}.get(tree, {"nodes": 7})
     config = {"method": "mtp", "model": folder, "tree": tree, **shape, "num_speculative_tokens": layers + 1}
-    llm = LLM(toy.engine.options.model, dtype="float32", max_num_batched_tokens=24, max_num_seqs=4, speculative_config=config)
+    llm = LLM(
+        toy.engine.options.model,
+        dtype="float32",
+        max_num_batched_tokens=24,
+        max_num_seqs=4,
+        speculative_config=config,
+    )
     heard = listened(llm)
     long = [(i * 37) % V for i in range(40)]
     for prompts, n in (([long, [7, 9]], 1), ([[*long[:33], 5, 6]], 2)):
-        llm.generate([{"prompt_token_ids": ids} for ids in prompts], SamplingParams(max_tokens=7, temperature=0.0, n=n), use_tqdm=False)
+        llm.generate(
+            [{"prompt_token_ids": ids} for ids in prompts],
+            SamplingParams(max_tokens=7, temperature=0.0, n=n),
+            use_tqdm=False,
+        )
     llm.engine.check()
     assert len(heard) > 10
     most = max(len(tree.tokens) for _, tree in heard)
@@ -107,7 +126,9 @@ def test_guesses_are_what_the_layers_say(toy: LLM, tmp_path: Path, layers: int, 
         for node, (token, parent) in enumerate(zip(guessed.tokens, guessed.parents)):
             law = told(toy, w, text, paths[parent])
             assert guessed.confidence[node] == pytest.approx(float(law[token]), abs=2e-3)
-            assert int((law > law[token] + 1e-6).sum()) < (1 if tree == "chain" else 2 if tree == "dynamic" else 4)
+            assert int((law > law[token] + 1e-6).sum()) < (
+                1 if tree == "chain" else 2 if tree == "dynamic" else 4
+            )
             paths[node] = [*paths[parent], token]
 
 
@@ -120,8 +141,12 @@ def own(folder: Path, target: str, w: dict[str, Tensor], kind: str, **config: An
     whole = load_file(Path(target) / "model.safetensors")
     keep = {key: value for key, value in extra.items() if key == "num_nextn_predict_layers"}
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({**json.loads((Path(target) / "config.json").read_text()), **keep, **config}))
-    save_file({**whole, **{name: tensor.clone() for name, tensor in layers.items()}}, folder / "model.safetensors")
+    (folder / "config.json").write_text(
+        json.dumps({**json.loads((Path(target) / "config.json").read_text()), **keep, **config})
+    )
+    save_file(
+        {**whole, **{name: tensor.clone() for name, tensor in layers.items()}}, folder / "model.safetensors"
+    )
     return str(folder)
 
 
@@ -144,9 +169,16 @@ def test_mimo_is_a_target_without_code_of_its_own(tmp_path: Path) -> None:
     sizes = {"vocab_size": V, "hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": 2, "num_attention_heads": 4,
              "num_key_value_heads": 2, "max_position_embeddings": 128, "tie_word_embeddings": False, "initializer_range": 0.2}  # fmt: skip
     Qwen2ForCausalLM(Qwen2Config(**sizes)).save_pretrained(tmp_path / "qwen")
-    mimo = {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"}}
+    mimo = {
+        "architectures": ["MiMoForCausalLM"],
+        "model_type": "mimo",
+        "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"},
+    }
     folder = own(tmp_path / "mimo", str(tmp_path / "qwen"), sized(tensors(bias=True)), "mimo", **mimo)
-    params, prompt = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True), {"prompt_token_ids": [3, 4, 5]}
+    params, prompt = (
+        SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True),
+        {"prompt_token_ids": [3, 4, 5]},
+    )
     plain = LLM(str(tmp_path / "qwen"), dtype="float32").generate(prompt, params)[0].outputs[0]
     llm = LLM(folder, dtype="float32", speculative_config={"method": "mtp"})
     assert type(llm.engine.decoder).__name__ == "Decoder"
@@ -162,7 +194,9 @@ def test_mimo_is_a_target_without_code_of_its_own(tmp_path: Path) -> None:
 def taught(request: pytest.FixtureRequest, toy: LLM, tmp_path_factory: pytest.TempPathFactory) -> str:
     torch.manual_seed(0)
     alone = request.param.startswith("one")
-    network = Network.like(toy.engine.target, **({"steps": 2} if alone else {"layers": 2, "prenorm": True})).train()
+    network = Network.like(
+        toy.engine.target, **({"steps": 2} if alone else {"layers": 2, "prenorm": True})
+    ).train()
     teach(network, network.loss, samples(toy, network.taps), Outer.of(toy.engine.decoder), steps=STEPS)
     exports = exported(network.config(), network.state_dict(), "deepseek" if alone else "mimo")
     return save_head(tmp_path_factory.mktemp("taught"), *exports)
@@ -170,7 +204,10 @@ def taught(request: pytest.FixtureRequest, toy: LLM, tmp_path_factory: pytest.Te
 
 def test_taught_layers_are_mostly_right(toy: LLM, taught: str) -> None:
     """Of two levels.  Chance is 1/512, and layers that were not taught, which pass the token's embedding on, reach 0.08."""
-    assert acceptance(toy.engine.options.model, {"model": taught, "tree": "chain", "num_speculative_tokens": 2}) > 0.18
+    assert (
+        acceptance(toy.engine.options.model, {"model": taught, "tree": "chain", "num_speculative_tokens": 2})
+        > 0.18
+    )
 
 
 def test_a_shift_is_caught(toy: LLM, taught: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +219,10 @@ def test_a_shift_is_caught(toy: LLM, taught: str, monkeypatch: pytest.MonkeyPatc
             super().chain(table, start, [7, *list(tokens)[:-1]], shift)
 
     monkeypatch.setattr(mtp, "Plan", Shifted)
-    assert acceptance(toy.engine.options.model, {"model": taught, "tree": "chain", "num_speculative_tokens": 2}) < 0.06
+    assert (
+        acceptance(toy.engine.options.model, {"model": taught, "tree": "chain", "num_speculative_tokens": 2})
+        < 0.06
+    )
 
 
 @pytest.mark.parametrize("layout", ["deepseek", "speculators", "mimo"])
@@ -191,14 +231,18 @@ def test_an_export_is_read_back(toy: LLM, tmp_path: Path, layout: str) -> None:
     config, out = exported(network.config(), network.state_dict(), layout)
     folder = save_head(tmp_path, config, out)
     drafter = Mtp(Mtp.Options(model=folder), toy.engine.target)
-    assert drafter.net.prenorm == network.prenorm and (layout != "mimo" or "model.mtp_layers.0.self_attn.q_proj.bias" in out)
+    assert drafter.net.prenorm == network.prenorm and (
+        layout != "mimo" or "model.mtp_layers.0.self_attn.q_proj.bias" in out
+    )
     ids, f = [5, 9, 400], torch.randn(3, HIDDEN)
     plan = Plan()
     plan.chain(array("i", range(1, 40)), 0, ids)
     with torch.no_grad():
         again, normed = network(Outer.of(toy.engine.decoder).embedding[ids], f)
     o = drafter.net.forward(plan.build(), drafter.net.pool(64), f)
-    assert torch.allclose(drafter.net.again(o), again, atol=1e-4) and torch.allclose(drafter.net.layers[0].normed(o), normed, atol=1e-4)
+    assert torch.allclose(drafter.net.again(o), again, atol=1e-4) and torch.allclose(
+        drafter.net.layers[0].normed(o), normed, atol=1e-4
+    )
 
 
 def test_an_export_for_other_states_is_refused(toy: LLM) -> None:

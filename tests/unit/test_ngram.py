@@ -64,7 +64,10 @@ def test_no_match_is_no_guess(tokens: list[int]) -> None:
 
 
 def test_a_copy_that_reaches_the_end_goes_on_as_the_loop_would() -> None:
-    for method, tokens, expected in ((drafter(), [1, 2, 3, 1, 2, 3, 1, 2], [3, 1, 2, 3, 1, 2, 3]), (drafter(low=1), [5, 5], [5] * 4)):
+    for method, tokens, expected in (
+        (drafter(), [1, 2, 3, 1, 2, 3, 1, 2], [3, 1, 2, 3, 1, 2, 3]),
+        (drafter(low=1), [5, 5], [5] * 4),
+    ):
         row = make_row(tokens)
         trust(method, row)
         assert guess(method, row, len(expected)) == expected
@@ -81,7 +84,9 @@ def test_no_budget_is_no_guess() -> None:
     more=st.integers(0, 3),
     depth=st.integers(1, 8),
 )
-def test_the_growing_index_equals_a_search(start: list[int], grown: list[list[int]], low: int, more: int, depth: int) -> None:
+def test_the_growing_index_equals_a_search(
+    start: list[int], grown: list[list[int]], low: int, more: int, depth: int
+) -> None:
     method, row = drafter(low, low + more), make_row(start)
     trust(method, row)
     for tokens in [[], *grown]:
@@ -125,6 +130,11 @@ def test_evidence_decides_how_much_is_risked() -> None:
     assert guess(1) == [8]
     assert guess(2) == [8, 1, 2], "one success was one more chance"
     assert len(guess(0)) == 5, "proven"
-    for text, guessed in (([5, 3, 4, 9, 9, 6, 3, 4], 0), ([5, 3, 4, 9, 9, 5, 3, 4], 2)):  # a match of two, of three
+    for text, guessed in (
+        ([5, 3, 4, 9, 9, 6, 3, 4], 0),
+        ([5, 3, 4, 9, 9, 5, 3, 4], 2),
+    ):  # a match of two, of three
         short = make_row(text)
-        assert len(drafter.propose(Batch([short], [0], [1], [True]), [Budget(5, 5)]).trees[0].tokens) == guessed
+        assert (
+            len(drafter.propose(Batch([short], [0], [1], [True]), [Budget(5, 5)]).trees[0].tokens) == guessed
+        )

@@ -14,7 +14,15 @@ from torch import Tensor
 from outrider import RequestError, SamplingParams
 from outrider.kernels.reference import TorchKernels
 from outrider.sampling.params import Law
-from outrider.sampling.processors import AllowedTokens, BadWords, Ids, LogitBias, Penalties, UserProcessor, processors_of
+from outrider.sampling.processors import (
+    AllowedTokens,
+    BadWords,
+    Ids,
+    LogitBias,
+    Penalties,
+    UserProcessor,
+    processors_of,
+)
 from outrider.sampling.sampler import Sampler
 from outrider.types import Row
 
@@ -34,7 +42,9 @@ def made(prompt: int, **given: Any) -> list[Any]:
 # ---- penalties
 
 
-def naive(logits: Tensor, prompt: list[int], output: list[int], repetition: float, frequency: float, presence: float) -> list[float]:
+def naive(
+    logits: Tensor, prompt: list[int], output: list[int], repetition: float, frequency: float, presence: float
+) -> list[float]:
     values = logits.tolist()
     for token in {*prompt, *output}:
         values[token] = values[token] / repetition if values[token] > 0 else values[token] * repetition
@@ -43,7 +53,11 @@ def naive(logits: Tensor, prompt: list[int], output: list[int], repetition: floa
     return values
 
 
-PENALTIES = st.tuples(st.sampled_from([1.0, 0.5, 1.3, 2.5]), st.sampled_from([0.0, -2.0, 0.7]), st.sampled_from([0.0, 1.5, -0.3]))
+PENALTIES = st.tuples(
+    st.sampled_from([1.0, 0.5, 1.3, 2.5]),
+    st.sampled_from([0.0, -2.0, 0.7]),
+    st.sampled_from([0.0, 1.5, -0.3]),
+)
 
 
 @settings(max_examples=150, deadline=None)
@@ -53,20 +67,28 @@ def test_penalties_are_the_naive_ones(
 ) -> None:
     repetition, frequency, presence = penalties
     processor = Penalties(
-        len(prompt), 100, SamplingParams(repetition_penalty=repetition, frequency_penalty=frequency, presence_penalty=presence)
+        len(prompt),
+        100,
+        SamplingParams(repetition_penalty=repetition, frequency_penalty=frequency, presence_penalty=presence),
     )
     logits = logits_of(seed)
     kept = logits.clone()
     got = processor(Ids([*prompt, *output], path), logits)
-    assert got.tolist() == pytest.approx(naive(kept, prompt, [*output, *path], repetition, frequency, presence), abs=1e-5)
+    assert got.tolist() == pytest.approx(
+        naive(kept, prompt, [*output, *path], repetition, frequency, presence), abs=1e-5
+    )
     assert torch.equal(logits, kept), "the logits belong to the forward"
 
 
 @settings(max_examples=100, deadline=None)
 @given(steps=st.lists(st.tuples(TOKENS, TOKENS), min_size=1, max_size=5), penalties=PENALTIES)
-def test_penalties_are_a_function_of_the_ids(steps: list[tuple[list[int], list[int]]], penalties: tuple[float, float, float]) -> None:
+def test_penalties_are_a_function_of_the_ids(
+    steps: list[tuple[list[int], list[int]]], penalties: tuple[float, float, float]
+) -> None:
     """A row that grows, asked about many paths on the way: bit for bit what a fresh processor says to the whole as certain tokens."""
-    params = SamplingParams(repetition_penalty=penalties[0], frequency_penalty=penalties[1], presence_penalty=penalties[2])
+    params = SamplingParams(
+        repetition_penalty=penalties[0], frequency_penalty=penalties[1], presence_penalty=penalties[2]
+    )
     tokens, one, logits = [3, 5, 3], Penalties(2, 100, params), logits_of(0)
     for accepted, rejected in steps:
         for path in (rejected, [], accepted, rejected[:2]):
@@ -106,10 +128,17 @@ def test_presence_and_frequency_do_not_see_the_prompt() -> None:
     output=st.lists(st.integers(0, 3), max_size=4),
     path=st.lists(st.integers(0, 3), max_size=4),
 )
-def test_bad_words_are_never_completed(words: list[list[int]], prompt: list[int], output: list[int], path: list[int]) -> None:
+def test_bad_words_are_never_completed(
+    words: list[list[int]], prompt: list[int], output: list[int], path: list[int]
+) -> None:
     """Forbidden is exactly a token with which the output would end in a bad word; a word may not begin in the prompt."""
     processor, said = BadWords(len(prompt), words), [*output, *path]
-    forbidden = {t for t in range(V) for word in words if len(said) + 1 >= len(word) and [*said, t][-len(word) :] == word}
+    forbidden = {
+        t
+        for t in range(V)
+        for word in words
+        if len(said) + 1 >= len(word) and [*said, t][-len(word) :] == word
+    }
     ids = Ids([*prompt, *output], path)
     got = processor(ids, torch.zeros(V)) if processor.active(len(ids)) else torch.zeros(V)
     assert {i for i, x in enumerate(got.tolist()) if x == NEVER} == forbidden
@@ -118,7 +147,10 @@ def test_bad_words_are_never_completed(words: list[list[int]], prompt: list[int]
 def test_allowed_tokens_and_bias() -> None:
     logits = logits_of(1)
     (allowed,) = made(1, allowed_token_ids=[7, 3, 7])
-    assert {i: x for i, x in enumerate(allowed(Ids([1]), logits).tolist()) if x > NEVER} == {3: float(logits[3]), 7: float(logits[7])}
+    assert {i: x for i, x in enumerate(allowed(Ids([1]), logits).tolist()) if x > NEVER} == {
+        3: float(logits[3]),
+        7: float(logits[7]),
+    }
     (bias,) = made(1, logit_bias={3: 1.5, "7": -1000, 9: 1e9})
     difference = bias(Ids([1]), logits) - logits
     assert {i: round(x, 3) for i, x in enumerate(difference.tolist()) if x} == {3: 1.5, 7: -100.0, 9: 100.0}
@@ -223,22 +255,35 @@ def test_a_function_that_fails_is_no_guess(sampler: Sampler) -> None:
 
 
 def test_nothing_asked_is_no_processor() -> None:
-    neutral: dict[str, Any] = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "bad_words": []}
+    neutral: dict[str, Any] = {
+        "repetition_penalty": 1,
+        "presence_penalty": 0,
+        "frequency_penalty": 0.0,
+        "logit_bias": {},
+        "bad_words": [],
+    }
     assert made(3) == made(3, **neutral) == []
 
 
 def test_values_by_mode(sampler: Sampler) -> None:
     row, logits = row_of([3, 4], 1, logit_bias={5: 2.0}), logits_of(4)
     row.law = Law(0.5, 0.0, 3, 1.0)
-    raw, whole = sampler.values(row, [], logits, "raw_logprobs"), sampler.values(row, [], logits, "processed_logprobs")
-    assert raw.tolist() == pytest.approx([x - math.log(sum(math.exp(y) for y in logits.tolist())) for x in logits.tolist()], abs=1e-5)
+    raw, whole = (
+        sampler.values(row, [], logits, "raw_logprobs"),
+        sampler.values(row, [], logits, "processed_logprobs"),
+    )
+    assert raw.tolist() == pytest.approx(
+        [x - math.log(sum(math.exp(y) for y in logits.tolist())) for x in logits.tolist()], abs=1e-5
+    )
     biased = logits.clone()
     biased[5] += 2
     kept = (biased / 0.5).topk(3)
     assert whole.isfinite().nonzero().flatten().tolist() == sorted(kept.indices.tolist())
     assert whole[kept.indices].tolist() == pytest.approx(kept.values.log_softmax(-1).tolist(), abs=1e-5)
     assert torch.equal(sampler.values(row, [], logits, "raw_logits"), logits)
-    assert sampler.values(row, [], logits, "processed_logits")[kept.indices].tolist() == pytest.approx(kept.values.tolist())
+    assert sampler.values(row, [], logits, "processed_logits")[kept.indices].tolist() == pytest.approx(
+        kept.values.tolist()
+    )
 
 
 # ---- ids
@@ -284,8 +329,18 @@ def test_stop_strings_need_text() -> None:
 
 
 def test_values_are_normalised() -> None:
-    params = SamplingParams(logit_bias={"3": 500, 4: -0.5}, allowed_token_ids={5}, bad_words=["a"], logprobs=True, prompt_logprobs=-1)
-    assert params.logit_bias == {3: 100.0, 4: -0.5} and params.allowed_token_ids == (5,) and params.bad_words == ("a",)
+    params = SamplingParams(
+        logit_bias={"3": 500, 4: -0.5},
+        allowed_token_ids={5},
+        bad_words=["a"],
+        logprobs=True,
+        prompt_logprobs=-1,
+    )
+    assert (
+        params.logit_bias == {3: 100.0, 4: -0.5}
+        and params.allowed_token_ids == (5,)
+        and params.bad_words == ("a",)
+    )
     assert params.logprobs == 1 and params.prompt_logprobs == -1
     assert SamplingParams(**vars(params)) == params and hash(SamplingParams(**vars(params))) == hash(params)
     assert SamplingParams(logit_bias={3: 1}) != SamplingParams(logit_bias={3: 2})

@@ -26,7 +26,16 @@ from outrider.models.hub import Checkpoint, Weights
 from outrider.models.quantise import quantise
 
 CPU = torch.device("cpu")
-FORMS = [(8, False, 32), (8, True, 32), (4, False, 32), (4, True, 32), (8, False, 16), (4, True, 16), (4, True, 128), (8, False, 96)]
+FORMS = [
+    (8, False, 32),
+    (8, True, 32),
+    (4, False, 32),
+    (4, True, 32),
+    (8, False, 16),
+    (4, True, 16),
+    (4, True, 128),
+    (8, False, 96),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +48,9 @@ def some(outputs: int, inputs: int, bits: int = 8, offsets: bool = False, group:
     least, groups = -(2 ** (bits - 1)), inputs // group
     values = torch.randint(least, -least, (outputs, inputs), dtype=torch.int8)
     scales = (torch.randn(outputs, groups) * 0.01).half().float()
-    return Quantised(values, scales, torch.randn(outputs, groups).half().float() if offsets else None, bits, group)
+    return Quantised(
+        values, scales, torch.randn(outputs, groups).half().float() if offsets else None, bits, group
+    )
 
 
 def rounded(x: Tensor, group: int) -> Tensor:
@@ -80,7 +91,10 @@ def test_what_rounding_costs(bits: int, most: float) -> None:
     """Activations in 8 bits add about as much as weights in 8 bits do, and next to nothing to weights in 4."""
     weight, x = torch.randn(200, 384), torch.randn(32, 384)
     few, kernels = quantise(weight, bits), c_kernels(torch.float32)
-    exact, kept = x.double() @ weight.double().T, few.dense().double() if isinstance(few, Quantised) else weight
+    exact, kept = (
+        x.double() @ weight.double().T,
+        few.dense().double() if isinstance(few, Quantised) else weight,
+    )
     got = kernels.linear(x, kernels.pack(few)).double()
     assert (got - exact).norm() < most * exact.norm()
     assert (got - x.double() @ kept.T).norm() < 0.008 * exact.norm()
@@ -100,7 +114,11 @@ def test_scales_of_any_size(size: float) -> None:
     weight, x = some(40, 64), torch.randn(3, 64)
     weight = Quantised(weight.values, weight.scales * size, None, 8, 32)
     kernels = c_kernels(torch.float32)
-    near(kernels.linear(x, kernels.pack(weight)) / size, rounded(x, 32) @ (weight.dense().double() / size).T, 1e-3)
+    near(
+        kernels.linear(x, kernels.pack(weight)) / size,
+        rounded(x, 32) @ (weight.dense().double() / size).T,
+        1e-3,
+    )
 
 
 @needs_c
@@ -165,8 +183,15 @@ def test_other_processors(march: str, tmp_path: Path) -> None:
     """Without dot products of bytes, and without AVX at all: the same integers, and floats that differ by rounding alone."""
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))))
     built, source = tmp_path / "kernels.so", Path(cpu.__file__).parent
-    flags = [*(flag for flag in cpu.FLAGS if flag not in ("-march=native", "-O3")), f"-march={march}", "-O1", "-w"]
-    subprocess.run([compiler, *flags, *(str(source / name) for name in cpu.SOURCES), "-o", str(built), "-lm"], check=True)
+    flags = [
+        *(flag for flag in cpu.FLAGS if flag not in ("-march=native", "-O3")),
+        f"-march={march}",
+        "-O1",
+        "-w",
+    ]
+    subprocess.run(
+        [compiler, *flags, *(str(source / name) for name in cpu.SOURCES), "-o", str(built), "-lm"], check=True
+    )
     ours = c_kernels(torch.float32)
     theirs = type(ours)(cpu._declare(cpu.ctypes.CDLL(str(built))), torch.float32)
     for bits in (8, 4):
@@ -183,7 +208,9 @@ def test_other_processors(march: str, tmp_path: Path) -> None:
 
 
 @needs_c
-@pytest.mark.parametrize(("bits", "offsets", "most"), [(8, False, 1.0625), (4, False, 0.5625), (4, True, 0.625), (8, True, 1.125)])
+@pytest.mark.parametrize(
+    ("bits", "offsets", "most"), [(8, False, 1.0625), (4, False, 0.5625), (4, True, 0.625), (8, True, 1.125)]
+)
 def test_memory_of_a_weight(bits: int, offsets: bool, most: float) -> None:
     packed = c_kernels(torch.bfloat16).pack(some(768, 2048, bits, offsets))
     assert packed.data.nbytes == most * 768 * 2048
@@ -271,7 +298,10 @@ def test_rope_store(heads: int, kv_heads: int, head_dim: int) -> None:
     spec = heads_of(heads, kv_heads, head_dim, True)
     ours, theirs = pools(spec, torch.int8)
     plan, angle = random_plan(random.Random(head_dim)), torch.rand(64, head_dim // 2) * 6
-    turn, qkv = torch.cat([angle.cos(), angle.sin()], dim=-1).contiguous(), torch.randn(plan.length, (heads + 2 * kv_heads) * head_dim)
+    turn, qkv = (
+        torch.cat([angle.cos(), angle.sin()], dim=-1).contiguous(),
+        torch.randn(plan.length, (heads + 2 * kv_heads) * head_dim),
+    )
     TorchKernels(CPU, torch.float32).rope_store(qkv, spec, turn, plan, theirs, 1)
     c_kernels(torch.float32).rope_store(qkv, spec, turn, plan, ours, 1)
     mine, reference = (pool.read(1, plan.slots, torch.float32) for pool in (ours, theirs))
@@ -297,7 +327,11 @@ def test_attend(heads: int, kv_heads: int, head_dim: int, window: int) -> None:
         few = rounded(q.view(-1, head_dim), head_dim).view(q.shape).float()
         wide = torch.nn.functional.pad(q, (0, pool.width - head_dim)).contiguous()
         got = c_kernels(torch.float32).attend(wide, spec, plan, pool, 1, head_dim**-0.5, window)
-        near(got, TorchKernels(CPU, torch.float32).attend(few, spec, plan, pool, 1, head_dim**-0.5, window), 2e-5)
+        near(
+            got,
+            TorchKernels(CPU, torch.float32).attend(few, spec, plan, pool, 1, head_dim**-0.5, window),
+            2e-5,
+        )
 
 
 def test_a_pool_gives_back_what_was_written() -> None:

@@ -31,7 +31,10 @@ def language(kind: Any, words: Any = None) -> Language:
 @KINDS
 def test_what_tokens_say(kind: Any) -> None:
     words, merges = tiny_words()
-    assert pieces(kind(words, merges), 310) == [b"" if isinstance(said, str) else said for said in words] + [b""] * 10
+    assert (
+        pieces(kind(words, merges), 310)
+        == [b"" if isinstance(said, str) else said for said in words] + [b""] * 10
+    )
 
 
 @KINDS

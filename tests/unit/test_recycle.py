@@ -22,9 +22,14 @@ def taught(drafter: Recycle, following: dict[int, list[int]]) -> Recycle:
     return drafter
 
 
-def commit(drafter: Recycle, tree: Guesses, tokens: list[int], accepted: list[int], topk: list[list[int]]) -> None:
+def commit(
+    drafter: Recycle, tree: Guesses, tokens: list[int], accepted: list[int], topk: list[list[int]]
+) -> None:
     """A step of one row that decodes: it held `tokens`, and emits what it accepted and 999."""
-    batch, said = Batch([make_row(tokens)], [len(tokens) - 1], [1], [True]), [*(tree.tokens[i] for i in accepted), 999]
+    batch, said = (
+        Batch([make_row(tokens)], [len(tokens) - 1], [1], [True]),
+        [*(tree.tokens[i] for i in accepted), 999],
+    )
     drafter.observe(Commit(batch, [len(tokens)], [said], Draft([tree]), Verdict([accepted], [said]), [topk]))
 
 
@@ -38,7 +43,10 @@ def test_the_tree_is_the_published_one() -> None:
 
 def test_the_whole_tree_is_filled_from_the_table() -> None:
     """A table in which the child of rank j of token x is 8 x + j + 1, so that a token tells its path."""
-    drafter = taught(make(Recycle, nodes=80, min_token_prob=0.0), {x: [8 * x + j + 1 for j in range(8)] for x in range(124)})
+    drafter = taught(
+        make(Recycle, nodes=80, min_token_prob=0.0),
+        {x: [8 * x + j + 1 for j in range(8)] for x in range(124)},
+    )
     tree = guess(drafter, make_row([5, 0]), 6)
     ranks: dict[int, tuple[int, ...]] = {ROOT: ()}
     tokens = {ROOT: 0}
@@ -84,7 +92,11 @@ def test_what_the_target_saw_replaces_what_was_known() -> None:
     assert drafter.memory.after(99).tolist() == [-1] * 8
 
 
-@given(st.lists(st.tuples(st.integers(0, 2), st.one_of(st.integers(0, 12), st.permutations(range(8)))), max_size=40))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2), st.one_of(st.integers(0, 12), st.permutations(range(8)))), max_size=40
+    )
+)
 def test_the_table_equals_a_dictionary_of_lists(puts: list[tuple[int, Any]]) -> None:
     table = make(Recycle).memory
     naive: dict[int, list[int]] = {}
@@ -102,7 +114,9 @@ def test_the_table_equals_a_dictionary_of_lists(puts: list[tuple[int, Any]]) -> 
 
 
 def test_ranks_are_judged_along_the_path_only() -> None:
-    drafter = taught(make(Recycle, nodes=20, min_token_prob=0.0), {x: list(range(x + 10, x + 18)) for x in (1, 11, 12)})
+    drafter = taught(
+        make(Recycle, nodes=20, min_token_prob=0.0), {x: list(range(x + 10, x + 18)) for x in (1, 11, 12)}
+    )
     before = list(drafter.memory.worth)
     tree = guess(drafter, make_row([1]), 2)
     second = tree.tokens.index(12)
@@ -125,8 +139,14 @@ def test_ranks_that_are_never_right_are_guessed_no_more() -> None:
     assert not tree.tokens
 
 
-def test_the_engine_hands_over_the_best_ids_of_every_node(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = LLM(str(tiny), speculative_config={"method": "recycle", "nodes": 30, "min_token_prob": 0.0}, max_num_batched_tokens=40)
+def test_the_engine_hands_over_the_best_ids_of_every_node(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(
+        str(tiny),
+        speculative_config={"method": "recycle", "nodes": 30, "min_token_prob": 0.0},
+        max_num_batched_tokens=40,
+    )
     engine, seen = llm.engine, []
     read, observe = engine.decoder.read, engine.drafter.observe
 
@@ -143,7 +163,11 @@ def test_the_engine_hands_over_the_best_ids_of_every_node(tiny: Path, monkeypatc
         assert rows == seen[-1].topk(RANKS).indices.tolist()
         for r, emits in enumerate(made.batch.emits):
             assert len(made.topk[r]) == (1 + made.draft.sizes[r] if emits else 0)
-            path = [made.topk[r][0], *(made.topk[r][1 + node] for node in made.verdict.nodes[r])] if emits else []
+            path = (
+                [made.topk[r][0], *(made.topk[r][1 + node] for node in made.verdict.nodes[r])]
+                if emits
+                else []
+            )
             assert [ids[0] for ids in path] == made.verdict.tokens[r], "greedy: the best id is what is said"
         checked += len(rows)
         observe(made)
@@ -159,11 +183,16 @@ def test_the_engine_hands_over_the_best_ids_of_every_node(tiny: Path, monkeypatc
 def test_a_drafter_that_asks_for_nothing_gets_nothing(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(str(tiny), speculative_config={"method": "ngram"})
     monkeypatch.setattr(type(llm.engine.sampler), "best", lambda *given: pytest.fail("nobody asked"))
-    monkeypatch.setattr(llm.engine.drafter, "observe", lambda made: made.topk == [] or pytest.fail("nobody asked"))
+    monkeypatch.setattr(
+        llm.engine.drafter, "observe", lambda made: made.topk == [] or pytest.fail("nobody asked")
+    )
     llm.generate({"prompt_token_ids": [1, 2, 3, 1, 2]}, SamplingParams(temperature=0, max_tokens=5))
 
 
-@pytest.mark.parametrize(("name", "value"), [("nodes", 0), ("nodes", 81), ("nodes", True), ("min_token_prob", 2), ("min_token_prob", "a")])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("nodes", 0), ("nodes", 81), ("nodes", True), ("min_token_prob", 2), ("min_token_prob", "a")],
+)
 def test_bad_values_are_named(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"{name} must be .*, got"):
         Recycle.Options(**{name: value})

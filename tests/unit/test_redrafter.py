@@ -55,7 +55,11 @@ class Naive:
         s = torch.zeros_like(self.f)
         for token in path:
             e = self.embedding[token]
-            s = silu(t["rnn_w.weight"] @ e + t["rnn_u.weight"] @ s + t["rnn_u.bias"]) if "rnn_u.weight" in t else e + s
+            s = (
+                silu(t["rnn_w.weight"] @ e + t["rnn_u.weight"] @ s + t["rnn_u.bias"])
+                if "rnn_u.weight" in t
+                else e + s
+            )
         y = torch.cat([self.f, s])
         if "input_proj.weight" in t:
             y = t["input_proj.weight"] @ y + t["input_proj.bias"]
@@ -115,7 +119,9 @@ def check(drafter: ReDrafter, tensors: Tensors, levels: int = 4) -> None:
 
 def converted(name: str) -> str:
     """As TensorRT-LLM calls it; two blocks."""
-    return "drafter." + name.replace("lm_head.2", "lm_head").replace("lm_head.0", "layers.0").replace("lm_head.1", "layers.1")
+    return "drafter." + name.replace("lm_head.2", "lm_head").replace("lm_head.0", "layers.0").replace(
+        "lm_head.1", "layers.1"
+    )
 
 
 LAYOUTS: dict[str, tuple[dict[str, Any], Any, str]] = {
@@ -128,7 +134,11 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Any, str]] = {
     "no rnn, wide": ({"exit_dim": 160, "rnn": False}, lambda name: name, "pytorch_model.bin"),
     "training checkpoint": ({"exit_dim": 96}, lambda name: f"drafter.{name}", "pytorch_model.bin"),
     "wrapped": ({}, lambda name: f"module.drafter.{name}", "pytorch_model.bin"),
-    "plural": ({"exit_dim": 96}, lambda name: name.replace("lm_head", "lm_heads").replace("proj", "projs"), "model.safetensors"),
+    "plural": (
+        {"exit_dim": 96},
+        lambda name: name.replace("lm_head", "lm_heads").replace("proj", "projs"),
+        "model.safetensors",
+    ),
     "converted": ({"exit_dim": 96}, converted, "rank0.safetensors"),
 }
 
@@ -140,7 +150,10 @@ def test_every_layout_says_what_a_naive_network_says(layout: str, llm: LLM, tmp_
     tensors = {name: tensor.detach() for name, tensor in net.state_dict().items()}
     stored = {rename(name): tensor for name, tensor in tensors.items()}
     if layout in ("training checkpoint", "converted"):  # the target lies beside it
-        stored |= {"llm.lm_head.weight": torch.zeros(V, HIDDEN), "base_model.lm_head.weight": torch.zeros(V, HIDDEN)}
+        stored |= {
+            "llm.lm_head.weight": torch.zeros(V, HIDDEN),
+            "base_model.lm_head.weight": torch.zeros(V, HIDDEN),
+        }
     folder = save_head(tmp_path / "head", net.config(), stored, file)
     assert draft.detect(folder) == "redrafter"
     check(ReDrafter(ReDrafter.Options(model=folder, beam_width=4, nodes=99), llm.engine.target), tensors)
@@ -152,7 +165,9 @@ def test_numbered_names_need_their_config(llm: LLM, tmp_path: Path) -> None:
     head = Head.of("numbered", net.config(), stored)
     assert draft.detect(save_head(tmp_path / "named", net.config(), stored)) == "redrafter"
     assert draft.detect(save_head(tmp_path / "bare", {}, stored)) != "redrafter"
-    check(ReDrafter(ReDrafter.Options(beam_width=4, nodes=99), llm.engine.target, head), dict(net.state_dict()))
+    check(
+        ReDrafter(ReDrafter.Options(beam_width=4, nodes=99), llm.engine.target, head), dict(net.state_dict())
+    )
 
 
 def test_heads_in_few_bits_are_near(llm: LLM) -> None:
@@ -160,12 +175,17 @@ def test_heads_in_few_bits_are_near(llm: LLM) -> None:
     head = Head.of("head", net.config(), net.state_dict())
     many, few = (
         guess(made, seen(made, greedy(TEXT), state()), 1)
-        for made in (ReDrafter(ReDrafter.Options(quantization=bits), llm.engine.target, head) for bits in (None, "int8"))
+        for made in (
+            ReDrafter(ReDrafter.Options(quantization=bits), llm.engine.target, head)
+            for bits in (None, "int8")
+        )
     )
     assert many.tokens[0] == few.tokens[0] and many.confidence[0] == pytest.approx(few.confidence[0], rel=0.1)
 
 
-@pytest.mark.parametrize(("given", "extra"), [({}, 0), ({"exit_dim": 4096}, 4096 * 8192 + 4096), ({"rnn": False, "layers": 1}, 0)])
+@pytest.mark.parametrize(
+    ("given", "extra"), [({}, 0), ({"exit_dim": 4096}, 4096 * 8192 + 4096), ({"rnn": False, "layers": 1}, 0)]
+)
 def test_the_size_is_that_of_the_format(given: dict[str, Any], extra: int) -> None:
     """For Vicuna 7B, in weights."""
     h, vocabulary = 4096, 32000
@@ -173,7 +193,10 @@ def test_the_size_is_that_of_the_format(given: dict[str, Any], extra: int) -> No
         made = Network(h, vocabulary, **given)
     width, layers = given.get("exit_dim", 2 * h), given.get("layers", 2)
     recurrent = 2 * h * h + h if given.get("rnn", True) else 0
-    assert sum(p.numel() for p in made.parameters()) == extra + layers * (width * width + width) + vocabulary * width + recurrent
+    assert (
+        sum(p.numel() for p in made.parameters())
+        == extra + layers * (width * width + width) + vocabulary * width + recurrent
+    )
 
 
 # ---- the tree
@@ -181,7 +204,9 @@ def test_the_size_is_that_of_the_format(given: dict[str, Any], extra: int) -> No
 
 def drafter_of(llm: LLM, net: Network | None = None, **options: Any) -> ReDrafter:
     net = net or network()
-    return ReDrafter(ReDrafter.Options(**options), llm.engine.target, Head.of("head", net.config(), net.state_dict()))
+    return ReDrafter(
+        ReDrafter.Options(**options), llm.engine.target, Head.of("head", net.config(), net.state_dict())
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -203,7 +228,12 @@ def test_noise_ranks_the_beams(llm: LLM) -> None:
 
     row, drafter = make_row(TEXT, len(TEXT) - 1), drafter_of(llm, beam_width=5, nodes=99)
     row.law = SamplingParams(temperature=0.8).law
-    logits = Naive(dict(network().state_dict()), llm.engine.decoder.embed(range(V)), state()[0]).log_probs((TEXT[-1],)) / 0.8
+    logits = (
+        Naive(dict(network().state_dict()), llm.engine.decoder.embed(range(V)), state()[0]).log_probs(
+            (TEXT[-1],)
+        )
+        / 0.8
+    )
     best = (logits + gumbel(key_of(row.seed, row.index, len(TEXT)), V)).topk(5).indices.tolist()
     assert guess(drafter, seen(drafter, row, state()), 1).tokens == best
 

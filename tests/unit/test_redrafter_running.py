@@ -37,7 +37,10 @@ def learned(llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> str:
     prompts = [{"prompt_token_ids": [rng.randrange(V) for _ in range(6)]} for _ in range(8)]
     asked = [SamplingParams(temperature=0.7, max_tokens=48, ignore_eos=True, seed=i) for i in range(8)]
     said = llm.generate(prompts, asked, use_tqdm=False)
-    data = [read(llm.engine.decoder, [*out.prompt_token_ids, *out.outputs[0].token_ids], ReDrafter.needs.states) for out in said]
+    data = [
+        read(llm.engine.decoder, [*out.prompt_token_ids, *out.outputs[0].token_ids], ReDrafter.needs.states)
+        for out in said
+    ]
     torch.manual_seed(0)
     net = Network(HIDDEN, V, layers=1)
     assert teach(net, net.loss, data, Outer.of(llm.engine.decoder), steps=120) < 2.0
@@ -60,7 +63,9 @@ def test_what_it_learned_is_accepted(target: str, learned: str, monkeypatch: pyt
     assert acceptance(target, chain) < 0.3 * right
 
 
-def test_the_state_is_that_from_which_the_pending_token_was_said(llm: LLM, learned: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_state_is_that_from_which_the_pending_token_was_said(
+    llm: LLM, learned: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever was accepted, and however the prompt was cut; compared with the target reading the text alone."""
     levels, seen = ReDrafter._levels, list[tuple[list[int], Tensor]]()
 
@@ -70,7 +75,11 @@ def test_the_state_is_that_from_which_the_pending_token_was_said(llm: LLM, learn
 
     monkeypatch.setattr(ReDrafter, "_levels", watched)
     llm.use({"model": learned})
-    llm.generate(prompts_of(tiny_prompts(4)), SamplingParams(temperature=0.7, seed=1, max_tokens=12, ignore_eos=True), use_tqdm=False)
+    llm.generate(
+        prompts_of(tiny_prompts(4)),
+        SamplingParams(temperature=0.7, seed=1, max_tokens=12, ignore_eos=True),
+        use_tqdm=False,
+    )
     llm.use(None)
     assert len(seen) > 8
     for tokens, state in seen:
@@ -117,11 +126,17 @@ def test_beam_length_counts_the_token_it_begins_with(llm: LLM, learned: str) -> 
     [
         (lambda t: t.pop("rnn_u.bias"), "no tensor 'rnn_u.bias'"),
         (lambda t: t.pop("rnn_u.weight"), "no tensor 'rnn_u.weight'"),
-        (lambda t: (t.pop("rnn_u.weight"), t.pop("rnn_u.bias"), t.pop("rnn_w.weight")), "no tensor 'rnn_u.bias'"),
+        (
+            lambda t: (t.pop("rnn_u.weight"), t.pop("rnn_u.bias"), t.pop("rnn_w.weight")),
+            "no tensor 'rnn_u.bias'",
+        ),
         (lambda t: t.pop("lm_head.0.linear.bias"), "no tensor 'lm_head.0.linear.bias'"),
         (lambda t: t.pop("lm_head.1.linear.weight"), "no tensor 'lm_head.1.linear.weight'"),
         (lambda t: t.pop("lm_head.2.weight"), "no tensor 'lm_head.2.weight'"),
-        (lambda t: t.update({"lm_head.2.weight": torch.zeros(V, 64)}), r"is \(512, 64\), and \(512, 128\) is needed"),
+        (
+            lambda t: t.update({"lm_head.2.weight": torch.zeros(V, 64)}),
+            r"is \(512, 64\), and \(512, 128\) is needed",
+        ),
         (lambda t: t.update({"rnn_w.weight": torch.zeros(64, 64, dtype=torch.int32)}), "torch.int32"),
     ],
 )

@@ -42,15 +42,24 @@ def explode(output: list[int], logits: Any) -> Any:
         ({"logit_bias": {300: 1}}, "logit_bias: token id 300"),
         ({"logit_bias": {-1: 1}}, "logit_bias: token id -1"),
         ({"bad_words": ["a"]}, "bad_words need a tokenizer"),
-        ({"allowed_token_ids": [5], "logits_processors": [lambda output, logits: logits - float("inf")]}, "forbids every token"),
+        (
+            {"allowed_token_ids": [5], "logits_processors": [lambda output, logits: logits - float("inf")]},
+            "forbids every token",
+        ),
         ({"logits_processors": [explode]}, "logits_processors: explode raised ValueError: enough"),
         ({"logits_processors": [lambda output, logits: logits[:7]]}, "shape"),
     ],
     ids=lambda given: str(given)[:40],
 )
 @pytest.mark.parametrize("method", ["off", "ngram", "draft_model"])
-def test_a_request_that_cannot_be_served_fails_alone(method: str, given: dict[str, Any], said: str, llm: LLM, tiny: Path) -> None:
-    config: dict[str, Any] = {"method": method, "model": str(tiny), "siblings": 2} if method == "draft_model" else {"method": method}
+def test_a_request_that_cannot_be_served_fails_alone(
+    method: str, given: dict[str, Any], said: str, llm: LLM, tiny: Path
+) -> None:
+    config: dict[str, Any] = (
+        {"method": method, "model": str(tiny), "siblings": 2}
+        if method == "draft_model"
+        else {"method": method}
+    )
     llm.use(config)
     before = llm.generate(GOOD, GREEDY)[0].outputs[0].token_ids
     outputs = llm.generate([GOOD, GOOD, GOOD], [GREEDY, SamplingParams(temperature=0, **given), GREEDY])
@@ -64,7 +73,10 @@ def test_what_was_said_before_a_function_failed_is_kept(llm: LLM) -> None:
     llm.use({"method": "ngram"})
     outputs = llm.generate([GOOD, GOOD], [GREEDY, SamplingParams(temperature=0, logits_processors=[explode])])
     assert outputs[1].outputs[0].finish_reason == "error"
-    assert outputs[1].outputs[0].token_ids == outputs[0].outputs[0].token_ids[: len(outputs[1].outputs[0].token_ids)]
+    assert (
+        outputs[1].outputs[0].token_ids
+        == outputs[0].outputs[0].token_ids[: len(outputs[1].outputs[0].token_ids)]
+    )
 
 
 # ---- bad words
@@ -90,11 +102,24 @@ def test_a_bad_word_is_not_said(speaking: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=30)
     text = speaking.generate("Once upon a time", params)[0].outputs[0].text
     words = [word for word in text.replace(".", " ").replace(",", " ").split() if len(word) > 2][:3]
-    cleaned = speaking.generate("Once upon a time", SamplingParams(**{**vars(params), "bad_words": words}))[0].outputs[0]
+    cleaned = speaking.generate("Once upon a time", SamplingParams(**{**vars(params), "bad_words": words}))[
+        0
+    ].outputs[0]
     assert cleaned.text != text
-    found = [ids for ids in sequences(speaking, words) for i in range(30) if cleaned.token_ids[i : i + len(ids)] == ids]
+    found = [
+        ids
+        for ids in sequences(speaking, words)
+        for i in range(30)
+        if cleaned.token_ids[i : i + len(ids)] == ids
+    ]
     assert not found
-    assert BadWords(0, [[1, 2], [3]])(Ids([1]), torch.zeros(5)).tolist() == [0, 0, float("-inf"), float("-inf"), 0]
+    assert BadWords(0, [[1, 2], [3]])(Ids([1]), torch.zeros(5)).tolist() == [
+        0,
+        0,
+        float("-inf"),
+        float("-inf"),
+        0,
+    ]
 
 
 # ---- the end of a prompt
@@ -106,9 +131,18 @@ def test_truncate_prompt_tokens(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=6, truncate_prompt_tokens=20)
     output = llm.generate({"prompt_token_ids": ids}, params)[0]
     assert output.prompt_token_ids == ids[-20:]
-    assert output.outputs[0].token_ids == llm.generate({"prompt_token_ids": ids[-20:]}, GREEDY)[0].outputs[0].token_ids
+    assert (
+        output.outputs[0].token_ids
+        == llm.generate({"prompt_token_ids": ids[-20:]}, GREEDY)[0].outputs[0].token_ids
+    )
     assert llm.generate(GOOD, params)[0].prompt_token_ids == GOOD["prompt_token_ids"]
-    whole = llm.generate({"prompt_token_ids": ids}, SamplingParams(temperature=0, max_tokens=6, truncate_prompt_tokens=-1))[0]
-    assert whole.prompt_token_ids == ids[-250:] and whole.outputs[0].finish_reason == "length" and len(whole.outputs[0].token_ids) == 6
+    whole = llm.generate(
+        {"prompt_token_ids": ids}, SamplingParams(temperature=0, max_tokens=6, truncate_prompt_tokens=-1)
+    )[0]
+    assert (
+        whole.prompt_token_ids == ids[-250:]
+        and whole.outputs[0].finish_reason == "length"
+        and len(whole.outputs[0].token_ids) == 6
+    )
     with pytest.raises(RequestError, match="256"):
         llm.generate({"prompt_token_ids": ids}, SamplingParams(truncate_prompt_tokens=300))

@@ -23,7 +23,9 @@ needs_c = pytest.mark.skipif(LIBRARY is None, reason="no C compiler here")
 both = pytest.mark.parametrize("make", KINDS, ids=["python", "c"][: len(KINDS)])
 
 few = st.lists(st.integers(0, 3), max_size=60)
-loops = st.builds(lambda loop, times: loop * times, st.lists(st.integers(0, 9), max_size=12), st.integers(1, 30))
+loops = st.builds(
+    lambda loop, times: loop * times, st.lists(st.integers(0, 9), max_size=12), st.integers(1, 30)
+)
 texts = st.one_of(few, loops, st.lists(st.integers(-1, 1), max_size=60))
 DEPTH = 5
 
@@ -36,7 +38,13 @@ def agreement(text: list[int], at: int, context: list[int]) -> int:
 
 
 def searched(
-    text: list[int], context: list[int], order: int, longest: int, ends: range, loops: bool, depth: int = DEPTH
+    text: list[int],
+    context: list[int],
+    order: int,
+    longest: int,
+    ends: range,
+    loops: bool,
+    depth: int = DEPTH,
 ) -> list[tuple[int, list[int]]]:
     """Going through the text, from its end to its beginning."""
     most, found = min(longest, RUNS[order - 1] - 1) if order else longest, []
@@ -44,7 +52,9 @@ def searched(
         length = min(agreement(text, at, context), most)
         if length >= RUNS[order]:
             after = text[at + 1 :]
-            known = [after[i % len(after)] for i in range(depth)] if loops else [*after, *[-1] * depth][:depth]
+            known = (
+                [after[i % len(after)] for i in range(depth)] if loops else [*after, *[-1] * depth][:depth]
+            )
             cut = known.index(-1) if -1 in known else depth
             found.append((length, known[:cut] + [-1] * (depth - cut)))
     return found[: PLACES[order]]
@@ -55,8 +65,14 @@ def everything(places: Places) -> list[list[tuple[int, list[int]]]]:
 
 
 @both
-@given(parts=st.lists(few, min_size=1, max_size=4), said=st.lists(st.integers(0, 3), max_size=12), longest=st.integers(1, 30))
-def test_what_is_found_equals_a_search(make: Make, parts: list[list[int]], said: list[int], longest: int) -> None:
+@given(
+    parts=st.lists(few, min_size=1, max_size=4),
+    said=st.lists(st.integers(0, 3), max_size=12),
+    longest=st.integers(1, 30),
+)
+def test_what_is_found_equals_a_search(
+    make: Make, parts: list[list[int]], said: list[int], longest: int
+) -> None:
     index, text = make(4096, longest, DEPTH), []
     for part in parts:
         text.extend(part)
@@ -88,16 +104,28 @@ def test_other_texts_are_searched_the_last_one_first(
 
 @needs_c
 @given(
-    parts=st.lists(texts, max_size=4), own=loops, said=few, first=st.integers(0, 80), longest=st.integers(1, 40), depth=st.integers(1, 30)
+    parts=st.lists(texts, max_size=4),
+    own=loops,
+    said=few,
+    first=st.integers(0, 80),
+    longest=st.integers(1, 40),
+    depth=st.integers(1, 30),
 )
-def test_c_and_python_agree(parts: list[list[int]], own: list[int], said: list[int], first: int, longest: int, depth: int) -> None:
+def test_c_and_python_agree(
+    parts: list[list[int]], own: list[int], said: list[int], first: int, longest: int, depth: int
+) -> None:
     results = []
     for make in KINDS:
         old, mine = make(1500), make(400, longest, depth)
         for part in parts:
             old.extend(part)
         old.first = first
-        results.append([everything(mine.find(new, said, among)) for new, among in ((own, ()), ((), [old]), ((), [old, old]))])
+        results.append(
+            [
+                everything(mine.find(new, said, among))
+                for new, among in ((own, ()), ((), [old]), ((), [old, old]))
+            ]
+        )
     assert results[0] == results[1]
 
 
@@ -111,7 +139,9 @@ def test_runs_that_share_a_hash_do_not_stand_for_each_other() -> None:
         assert found[0] == found[-1]
         if end % 20 == 0:
             for order in (2, 3):
-                expected = searched(text[:end], text[max(0, end - 9) : end], order, 9, range(end - 1), True, 3)
+                expected = searched(
+                    text[:end], text[max(0, end - 9) : end], order, 9, range(end - 1), True, 3
+                )
                 assert found[0][order] == expected[: len(found[0][order])]
                 missed += len(expected) - len(found[0][order])
     assert missed < 30

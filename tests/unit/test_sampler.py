@@ -46,7 +46,9 @@ def python_gumbel(key: int, token: int) -> float:
 def test_noise_in_torch_is_the_formula(key: int) -> None:
     noise = gumbel(key, 50)
     assert noise.dtype == torch.float32
-    assert noise.tolist() == pytest.approx([python_gumbel(key, token) for token in range(50)], rel=2e-7, abs=1e-9)
+    assert noise.tolist() == pytest.approx(
+        [python_gumbel(key, token) for token in range(50)], rel=2e-7, abs=1e-9
+    )
 
 
 @needs_c
@@ -60,7 +62,12 @@ def test_noise_in_c_is_the_formula(seed: int) -> None:
 
 
 def test_keys_differ_in_every_part_and_noise_is_gumbel() -> None:
-    keys = {key_of(seed, index, position) for seed in (0, 1, -1, 2**63) for index in range(4) for position in range(50)}
+    keys = {
+        key_of(seed, index, position)
+        for seed in (0, 1, -1, 2**63)
+        for index in range(4)
+        for position in range(50)
+    }
     assert len(keys) == 4 * 4 * 50
     noise = torch.cat([gumbel(key, 1000) for key in list(keys)[:100]]).double()
     assert noise.isfinite().all()
@@ -105,7 +112,12 @@ def random_law(rng: random.Random, vocabulary: int) -> Law:
 def test_c_picks_what_torch_picks(vocabulary: int, trials: int) -> None:
     rng, kernels = random.Random(vocabulary), c_kernels()
     for _ in range(trials):
-        logits, law, key, k = random_logits(rng, vocabulary), random_law(rng, vocabulary), rng.getrandbits(64), rng.randint(1, 8)
+        logits, law, key, k = (
+            random_logits(rng, vocabulary),
+            random_law(rng, vocabulary),
+            rng.getrandbits(64),
+            rng.randint(1, 8),
+        )
         tokens, probabilities = reference.pick(logits, law, key, k)
         got, shares = kernels.pick(logits, law, key, k, True)
         assert got == tokens, (law, key, k)
@@ -116,7 +128,11 @@ def test_c_picks_what_torch_picks(vocabulary: int, trials: int) -> None:
 @needs_c
 @settings(max_examples=150, deadline=None)
 @given(
-    logits=st.lists(st.one_of(st.sampled_from([0.0, 1.0, -1.0, NEVER]), st.floats(-30, 30, width=32)), min_size=1, max_size=12),
+    logits=st.lists(
+        st.one_of(st.sampled_from([0.0, 1.0, -1.0, NEVER]), st.floats(-30, 30, width=32)),
+        min_size=1,
+        max_size=12,
+    ),
     temperature=st.sampled_from([0.0, 0.5, 1.0, 3.0]),
     min_p=st.sampled_from([0.0, 0.1, 0.7, 1.0]),
     top_k=st.integers(0, 13),
@@ -129,7 +145,10 @@ def test_c_picks_what_torch_picks_for_any_few_logits(
     if max(logits) == NEVER:
         logits[0] = 0.0
     law = Law(temperature, min_p, top_k, top_p)
-    assert c_kernels().pick(torch.tensor(logits), law, key, 8, False)[0] == reference.pick(torch.tensor(logits), law, key, 8)[0]
+    assert (
+        c_kernels().pick(torch.tensor(logits), law, key, 8, False)[0]
+        == reference.pick(torch.tensor(logits), law, key, 8)[0]
+    )
 
 
 @needs_c
@@ -145,11 +164,16 @@ def test_c_picks_what_torch_picks_for_any_few_logits(
 )
 def test_c_filters_that_drop_nothing_drop_nothing(law: Law, logits: list[float]) -> None:
     for key in range(20):
-        assert c_kernels().pick(torch.tensor(logits), law, key, 8, True)[0] == reference.pick(torch.tensor(logits), law, key, 8)[0]
+        assert (
+            c_kernels().pick(torch.tensor(logits), law, key, 8, True)[0]
+            == reference.pick(torch.tensor(logits), law, key, 8)[0]
+        )
 
 
 @needs_c
-@pytest.mark.parametrize("law", [Law(0.0), Law(0.8, top_p=0.95), Law(1.0, min_p=0.02, top_k=40, top_p=0.9)], ids=str)
+@pytest.mark.parametrize(
+    "law", [Law(0.0), Law(0.8, top_p=0.95), Law(1.0, min_p=0.02, top_k=40, top_p=0.9)], ids=str
+)
 def test_threads_that_share_a_row_change_nothing(law: Law) -> None:
     """A row of its own is shared among threads; beside others it is not."""
     torch.manual_seed(3)
@@ -158,7 +182,10 @@ def test_threads_that_share_a_row_change_nothing(law: Law) -> None:
     for r, key in enumerate(keys):
         with two_threads():
             alone = kernels.pick(logits, law, key, 8, True, r)
-        assert alone == ([token for token in together[r].tolist() if token >= 0], shares[r][together[r] >= 0].tolist())
+        assert alone == (
+            [token for token in together[r].tolist() if token >= 0],
+            shares[r][together[r] >= 0].tolist(),
+        )
         assert kernels.pick(logits, law, key, 8, False, r)[0] == alone[0]
 
 
@@ -217,9 +244,13 @@ def naive_law(logits: list[float], law: Law) -> list[float]:
     top_k=st.integers(0, 16),
     top_p=st.sampled_from([0.017, 0.313, 0.777, 1.0]),
 )
-def test_the_law_is_the_naive_one(logits: list[float], temperature: float, min_p: float, top_k: int, top_p: float) -> None:
+def test_the_law_is_the_naive_one(
+    logits: list[float], temperature: float, min_p: float, top_k: int, top_p: float
+) -> None:
     law = Law(temperature, min_p, top_k, top_p)
-    assert reference.probabilities(torch.tensor(logits), law).tolist() == pytest.approx(naive_law(logits, law), abs=1e-6)
+    assert reference.probabilities(torch.tensor(logits), law).tolist() == pytest.approx(
+        naive_law(logits, law), abs=1e-6
+    )
 
 
 def test_the_parameters_by_hand() -> None:
@@ -240,7 +271,9 @@ def test_the_parameters_by_hand() -> None:
 
 
 @pytest.mark.parametrize("kernels", [pytest.param("c", marks=needs_c), "torch"])
-@pytest.mark.parametrize("law", [Law(), Law(temperature=0.7, top_p=0.9), Law(temperature=1.5, min_p=0.1, top_k=6)])
+@pytest.mark.parametrize(
+    "law", [Law(), Law(temperature=0.7, top_p=0.9), Law(temperature=1.5, min_p=0.1, top_k=6)]
+)
 def test_choices_follow_the_law(kernels: str, law: Law) -> None:
     """Chi-square over fixed seeds: 6,000 positions of several requests and samples.  The bound is the 1 - 1e-4 quantile."""
     made: Any = c_kernels() if kernels == "c" else TorchKernels(torch.device("cpu"), torch.float32)
@@ -254,7 +287,9 @@ def test_choices_follow_the_law(kernels: str, law: Law) -> None:
     assert (counts[~allowed] == 0).all(), "a forbidden token was sampled"
     chi = ((counts - trials * expected) ** 2 / (trials * expected))[allowed].sum().item()
     freedom = int(allowed.sum()) - 1
-    quantile = freedom * (1 - 2 / (9 * freedom) + 3.719 * math.sqrt(2 / (9 * freedom))) ** 3  # Wilson and Hilferty
+    quantile = (
+        freedom * (1 - 2 / (9 * freedom) + 3.719 * math.sqrt(2 / (9 * freedom))) ** 3
+    )  # Wilson and Hilferty
     assert freedom >= 3 and chi < quantile
 
 
@@ -302,7 +337,10 @@ def test_min_tokens_ignores_tokens_that_do_not_exist(sampler: Sampler) -> None:
     """-1 must not mean the last token of the vocabulary, as it does for an index."""
     logits = torch.zeros(10)
     logits[9] = 1.0
-    assert sampler.pick(make_row([1, 1], Law(0.0), processors=min_tokens(2, 2, [-1, 10, 10**9])), [], logits) == 9
+    assert (
+        sampler.pick(make_row([1, 1], Law(0.0), processors=min_tokens(2, 2, [-1, 10, 10**9])), [], logits)
+        == 9
+    )
 
 
 def test_no_minimum_is_no_processor() -> None:
@@ -350,7 +388,9 @@ def test_a_parameter_out_of_range_is_refused_by_name_and_value(given: dict[str, 
     assert name in str(caught.value) and repr(value).strip("()[]") in str(caught.value)
 
 
-@pytest.mark.parametrize(("wrong", "right"), [("temprature", "temperature"), ("topk", "top_k"), ("max_new_tokens", "max_tokens")])
+@pytest.mark.parametrize(
+    ("wrong", "right"), [("temprature", "temperature"), ("topk", "top_k"), ("max_new_tokens", "max_tokens")]
+)
 def test_an_unknown_parameter_is_refused_with_the_nearest(wrong: str, right: str) -> None:
     with pytest.raises(RequestError, match=f"{wrong}.*Did you mean '{right}'"):
         SamplingParams(**{wrong: 1})

@@ -73,7 +73,9 @@ class Engine:
         scheduler.commit(batch, verdict)
         self.cache.check()
         for row in batch.rows:
-            assert row.finish_reason is not None or len(row.tokens) - row.computed >= 1, "a row has nothing left to compute"
+            assert row.finish_reason is not None or len(row.tokens) - row.computed >= 1, (
+                "a row has nothing left to compute"
+            )
             if row.finish_reason is not None:
                 scheduler.retire(row)
         return batch
@@ -92,7 +94,10 @@ class Engine:
 
     def reserve(self, batch: Batch) -> list[Budget]:
         before = self.scheduler.preemptions, list(self.scheduler.running)
-        wanted = [min(self.rng.randint(0, self.guesses), row.remaining - 1) if batch.emits[r] else 0 for r, row in enumerate(batch.rows)]
+        wanted = [
+            min(self.rng.randint(0, self.guesses), row.remaining - 1) if batch.emits[r] else 0
+            for r, row in enumerate(batch.rows)
+        ]
         budgets = self.scheduler.reserve(batch, [Budget(n, n) for n in wanted])
         assert (self.scheduler.preemptions, self.scheduler.running) == before, "guesses preempted a row"
         assert all(budget.nodes <= n for budget, n in zip(budgets, wanted))
@@ -120,13 +125,17 @@ class Engine:
             for node in range(batch.nodes[r]):
                 self.pool.content[int(row.table.slots[batch.end(r) + node])] = "wrong guess"
             for d, node in enumerate(path):
-                self.pool.content[int(row.table.slots[batch.end(r) + node])] = tuple(row.tokens + said[: d + 1])
+                self.pool.content[int(row.table.slots[batch.end(r) + node])] = tuple(
+                    row.tokens + said[: d + 1]
+                )
             verdict.nodes.append(path)
             verdict.tokens.append(said)
         for r, row in enumerate(batch.rows):
             for p in range(batch.end(r)):
                 assert row.table is not None
-                assert self.pool.content[int(row.table.slots[p])] == tuple(row.tokens[: p + 1]), "a row sees foreign K/V"
+                assert self.pool.content[int(row.table.slots[p])] == tuple(row.tokens[: p + 1]), (
+                    "a row sees foreign K/V"
+                )
         return verdict
 
 
@@ -135,7 +144,9 @@ def arrivals(rng: random.Random, count: int, longest: int) -> list[Row]:
     rows: list[Row] = []
     for i in range(count):
         pages = [rng.choice(([1] * PAGE, [2] * PAGE)) for _ in range(rng.choice((0, 0, 1, 2, 3)))]
-        tokens = [t for page in pages for t in page] + [rng.randint(1, 2) for _ in range(rng.choice((1, 2, rng.randint(1, PAGE))))]
+        tokens = [t for page in pages for t in page] + [
+            rng.randint(1, 2) for _ in range(rng.choice((1, 2, rng.randint(1, PAGE))))
+        ]
         tokens = tokens[: longest - 1]
         new = rng.randint(1, longest - len(tokens))
         first = make_row(str(i), tokens, new)
@@ -153,7 +164,9 @@ def arrivals(rng: random.Random, count: int, longest: int) -> list[Row]:
     guesses=st.integers(0, 10),
     aborts=st.booleans(),
 )
-def test_every_request_finishes_and_no_rule_is_broken(seed: int, spare: int, seats: int, tokens: int, guesses: int, aborts: bool) -> None:
+def test_every_request_finishes_and_no_rule_is_broken(
+    seed: int, spare: int, seats: int, tokens: int, guesses: int, aborts: bool
+) -> None:
     rng = random.Random(seed)
     longest = 6 * PAGE
     engine = Engine(rng, -(-(longest + guesses) // PAGE) + spare, seats, max(tokens, seats), guesses)
@@ -232,7 +245,10 @@ def test_guesses_take_what_is_free_and_no_more() -> None:
         engine.scheduler.add(row)
     batch = engine.scheduler.next()
     budgets = engine.scheduler.reserve(batch, [Budget(20, 20), Budget(20, 20)])
-    assert [b.nodes for b in budgets] == [17, 1]  # the last page goes to the first row; the second keeps its own rest
+    assert [b.nodes for b in budgets] == [
+        17,
+        1,
+    ]  # the last page goes to the first row; the second keeps its own rest
     assert [b.depth for b in budgets] == [17, 1]
     assert engine.scheduler.preemptions == 0
 
@@ -296,7 +312,9 @@ def stepped(row: Row, said: list[int], nodes: list[int], **given: Any) -> tuple[
     """One step in which `row` computed its whole prompt and the verifier said this."""
     cache = Cache(20, 20 * PAGE)
     cache.pools = [FakePool()]  # type: ignore[list-item]
-    scheduler = Scheduler(cache, 4, 64, lambda rows: 8, lambda r: r.computed, lambda r, reason: None, lambda: 64)
+    scheduler = Scheduler(
+        cache, 4, 64, lambda rows: 8, lambda r: r.computed, lambda r, reason: None, lambda: 64
+    )
     for name, value in given.items():
         setattr(row, name, value)
     scheduler.add(row)
@@ -332,7 +350,9 @@ def test_the_last_allowed_token_may_be_the_end() -> None:
 
 def test_prompts_beside_decoding_rows_take_no_more_than_their_chunk() -> None:
     cache = Cache(64, 600, False)
-    scheduler = Scheduler(cache, 4, 256, lambda rows: 0, lambda r: r.computed, lambda r, reason: None, lambda: 20)
+    scheduler = Scheduler(
+        cache, 4, 256, lambda rows: 0, lambda r: r.computed, lambda r, reason: None, lambda: 20
+    )
     for length in (300, 5, 300):
         scheduler.add(make_row("a", list(range(length)), 5))
     assert scheduler.next().known == [256], "nobody is decoding: the whole budget"

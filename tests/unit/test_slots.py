@@ -66,7 +66,9 @@ class Slots(RuleBasedStateMachine):
         matched = self.cache.match(sequence.table, tokens, len(tokens) - 1)
         assert matched % PAGE == 0 and matched < len(tokens)
         for p in range(matched):
-            assert self.pool.content[int(sequence.table.slots[p])] == tuple(tokens[: p + 1]), "match returned another text's page"
+            assert self.pool.content[int(sequence.table.slots[p])] == tuple(tokens[: p + 1]), (
+                "match returned another text's page"
+            )
         if not self.cache.reserve(sequence.table, len(tokens)):
             self.cache.close(sequence.table)
             return
@@ -84,12 +86,16 @@ class Slots(RuleBasedStateMachine):
             self.write(sequence, len(sequence.tokens) - len(tokens))
         else:
             assert need > available, "a reservation that would have fitted was refused"
-            assert (sequence.table.pages, self.cache.available) == (before, available), "a refused reservation took something"
+            assert (sequence.table.pages, self.cache.available) == (before, available), (
+                "a refused reservation took something"
+            )
 
     @rule(which=pick, nodes=st.integers(1, 2 * PAGE))
     def guess(self, which: int, nodes: int) -> None:
         """Guesses write behind the last token; what was taken for them is given back."""
-        if (sequence := self.one(which)) is None or not self.cache.reserve(sequence.table, len(sequence.tokens) + nodes):
+        if (sequence := self.one(which)) is None or not self.cache.reserve(
+            sequence.table, len(sequence.tokens) + nodes
+        ):
             return
         for p in range(len(sequence.tokens), len(sequence.tokens) + nodes):
             self.pool.content[int(sequence.table.slots[p])] = "guess"
@@ -107,7 +113,9 @@ class Slots(RuleBasedStateMachine):
             return
         length = int(len(source.tokens) * share)
         sequence = Sequence(self.cache.open(), source.tokens[:length] + tokens)
-        if self.cache.fork(source.table, sequence.table, length) and self.cache.reserve(sequence.table, len(sequence.tokens)):
+        if self.cache.fork(source.table, sequence.table, length) and self.cache.reserve(
+            sequence.table, len(sequence.tokens)
+        ):
             self.write(sequence, length)
             self.live.append(sequence)
         else:

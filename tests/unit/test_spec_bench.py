@@ -51,7 +51,10 @@ def test_a_grown_model_says_the_same(grow: Any, small: Any, layers: int, mlp: in
     assert small(ids).logits.abs().max() > 0.1
     assert grow.difference(small, large, ids) < 1e-4
     heads = HIDDEN * (32 + 16 + 16 + 32)  # q, k, v, o
-    assert grow.weights(large) == 2 * VOCABULARY * HIDDEN + layers * (heads + 3 * HIDDEN * mlp + 2 * HIDDEN) + HIDDEN
+    assert (
+        grow.weights(large)
+        == 2 * VOCABULARY * HIDDEN + layers * (heads + 3 * HIDDEN * mlp + 2 * HIDDEN) + HIDDEN
+    )
 
 
 def test_what_is_added_computes(grow: Any, small: Any) -> None:

@@ -51,7 +51,10 @@ def test_traits_are_those_of_the_law(vocabulary: int, temperature: float, kernel
         law = (logits[row].double() / (temperature or 1)).softmax(-1)
         entropy = -sum(p * math.log(p) for p in law.tolist() if p > 0)
         best = [*law.sort(descending=True).values[:TOP].tolist(), *[0.0] * TOP][:TOP]
-        for traits in (kernels.halts(Halt(), logits, temperature, 2, 0, row)[1], measure(logits[row], temperature, 2)):
+        for traits in (
+            kernels.halts(Halt(), logits, temperature, 2, 0, row)[1],
+            measure(logits[row], temperature, 2),
+        ):
             assert traits == pytest.approx([float(law[2]), entropy, *best], abs=2e-5)
 
 
@@ -74,7 +77,9 @@ def test_the_network_is_the_same_in_c(kernels: Kernels) -> None:
     for trial in range(40):
         hidden = 1 + trial % 9
         net = torch.randn(hidden * (FEATURES + 2) + 1, generator=random)
-        stops, traits = kernels.halts(Halt(net=net), torch.randn(99, generator=random) * 3, 0.8, trial, trial % 7)
+        stops, traits = kernels.halts(
+            Halt(net=net), torch.randn(99, generator=random) * 3, 0.8, trial, trial % 7
+        )
         assert stops == (score(net, traits, trial % 7) < 0)
         seen.add(stops)
     assert seen == {True, False}
@@ -94,7 +99,9 @@ def test_a_schedule_lasts_or_not(name: str, lasts: bool) -> None:
     row, other = make_row([1, 2]), make_row([3, 4])
     deep = [Budget(20, 20)]
     for accepted, after in ((4, 6), (6, 8), (3, 7), (7, 9)):
-        settle(rules, row, [0.5] * rules.limit([row], deep)[0].depth, accepted, rules.limit([row], deep)[0].depth)
+        settle(
+            rules, row, [0.5] * rules.limit([row], deep)[0].depth, accepted, rules.limit([row], deep)[0].depth
+        )
         assert rules.limit([row], deep)[0] == Budget(after, 20)
     rules.forget(row)
     assert rules.limit([other], deep)[0].depth == (9 if lasts else 4)
@@ -109,7 +116,9 @@ def naive_threshold(history: list[tuple[float, bool]]) -> float:
     wrong = [p for p, good in history if not good]
     best, least = math.inf, math.inf
     for threshold in sorted({p for p, _ in history}, reverse=True):
-        cost = sum(p >= threshold for p in wrong) / len(wrong) + 3 * (1 - sum(p >= threshold for p in right) / len(right))
+        cost = sum(p >= threshold for p in wrong) / len(wrong) + 3 * (
+            1 - sum(p >= threshold for p in right) / len(right)
+        )
         if cost < least - 1e-12:
             best, least = threshold, cost
     return best
@@ -127,7 +136,10 @@ def test_the_threshold_is_the_one_of_the_roc_curve(history: list[tuple[float, bo
 
 def test_the_history_holds_what_the_target_judged() -> None:
     """Accepted guesses, and the first that was not; none behind it, and none of a text that has ended."""
-    rules, row = stop.Stop(options(assistant_confidence_threshold=0.4, assistant_confidence_schedule="refit")), make_row([1])
+    rules, row = (
+        stop.Stop(options(assistant_confidence_threshold=0.4, assistant_confidence_schedule="refit")),
+        make_row([1]),
+    )
     settle(rules, row, [0.9, 0.8, 0.3, 0.7], 2, 4)
     settle(rules, row, [0.6, 0.5], 2, 4)
     assert list(rules.memory.judged) == [(0.9, True), (0.8, True), (0.3, False), (0.6, True), (0.5, True)]
@@ -141,7 +153,10 @@ def test_the_history_holds_what_the_target_judged() -> None:
 
 def test_lambda_follows_the_share_that_was_right() -> None:
     """Draft & Verify, section 3.4, with its constants."""
-    rules, row = stop.Stop(options(entropy_threshold=0.5, entropy_target=0.8, entropy_factor=0.3)), make_row([1])
+    rules, row = (
+        stop.Stop(options(entropy_threshold=0.5, entropy_target=0.8, entropy_factor=0.3)),
+        make_row([1]),
+    )
     threshold, mean = 0.5, 0.0
     for drafted, accepted, levels in ((4, 1, 4), (2, 2, 4), (4, 4, 4), (3, 3, 4), (1, 1, 4), (4, 0, 4)):
         settle(rules, row, [0.5] * drafted, accepted, levels)
@@ -202,11 +217,17 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     bad, other = tmp_path / "bad", tmp_path / "other"
     bad.write_text("no tensors")
     save_file({"hidden.weight": torch.zeros(4, 3)}, other)
-    for file, says in ((bad, "cannot be read"), (tmp_path / "nowhere", "outrider tune disco"), (other, "is no such network")):
+    for file, says in (
+        (bad, "cannot be read"),
+        (tmp_path / "nowhere", "outrider tune disco"),
+        (other, "is no such network"),
+    ):
         with pytest.raises(ConfigError, match=says):
             disco.load(str(file))
     with pytest.raises(ConfigError, match="cannot be written"):
-        Classifier(torch.zeros(1, FEATURES), torch.zeros(1), torch.zeros(1, 1), torch.zeros(1)).save(str(bad / "x"))
+        Classifier(torch.zeros(1, FEATURES), torch.zeros(1), torch.zeros(1, 1), torch.zeros(1)).save(
+            str(bad / "x")
+        )
 
 
 # ---- options
@@ -216,7 +237,10 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     ("given", "says"),
     [
         ({"num_assistant_tokens_schedule": "heuristik"}, "Did you mean 'heuristic'"),
-        ({"assistant_confidence_schedule": "refitted", "assistant_confidence_threshold": 0.4}, "Did you mean 'refit'"),
+        (
+            {"assistant_confidence_schedule": "refitted", "assistant_confidence_threshold": 0.4},
+            "Did you mean 'refit'",
+        ),
         ({"assistant_confidence_schedule": "refit"}, "needs an assistant_confidence_threshold"),
         ({"assistant_confidence_threshold": 1.5}, r"in \[0, 1\], got 1.5"),
         ({"assistant_confidence_threshold": "0.4"}, "got '0.4'"),

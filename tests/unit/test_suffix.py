@@ -27,7 +27,9 @@ from outrider.types import ROOT, Budget, Guesses
     least=st.sampled_from([0.0, 0.1, 0.3]),
     siblings=st.sampled_from([1, 64]),
 )
-def test_the_tree_equals_counting(texts: list[list[int]], nodes: int, depth: int, length: int, least: float, siblings: int) -> None:
+def test_the_tree_equals_counting(
+    texts: list[list[int]], nodes: int, depth: int, length: int, least: float, siblings: int
+) -> None:
     belief = Belief(6)
     tree, score = frequent(texts, Budget(depth, nodes), belief, length, least, siblings)
     proper(tree, Budget(depth, nodes))
@@ -49,7 +51,9 @@ def test_the_tree_equals_counting(texts: list[list[int]], nodes: int, depth: int
     assert sorted(list(joint.values())[1:], reverse=True) == pytest.approx(best[:nodes])
 
 
-def all_joints(texts: list[list[int]], depth: int, belief: Belief, length: int, least: float, siblings: int) -> list[float]:
+def all_joints(
+    texts: list[list[int]], depth: int, belief: Belief, length: int, least: float, siblings: int
+) -> list[float]:
     """Of every path that is likely enough (with one sibling: of the chain), best first."""
     found, open_paths = [], [((), 1.0)]
     while open_paths:
@@ -75,14 +79,19 @@ def test_a_longer_match_earns_more_guesses() -> None:
         common = list(range(length))
         row = make_row([next(new), *common, *range(100, 130), next(new), *common])
         assert guess(make(Suffix), row, 12).tokens == list(range(100, 100 + length))
-        assert guess(make(Suffix, suffix_decoding_max_spec_factor=2), row, 16).tokens == list(range(100, 100 + min(16, 2 * length)))
+        assert guess(make(Suffix, suffix_decoding_max_spec_factor=2), row, 16).tokens == list(
+            range(100, 100 + min(16, 2 * length))
+        )
 
 
 def test_match_and_guesses_together_are_no_deeper_than_the_tree() -> None:
     text = list(range(100))
     assert make(Suffix).depth == 12
     assert len(guess(make(Suffix), make_row(text + text[:60]), 24).tokens) == 12
-    assert len(guess(make(Suffix, suffix_decoding_max_tree_depth=64), make_row(text + text[:60]), 64).tokens) == 32
+    assert (
+        len(guess(make(Suffix, suffix_decoding_max_tree_depth=64), make_row(text + text[:60]), 64).tokens)
+        == 32
+    )
 
 
 def test_no_match_and_no_budget_are_no_guess() -> None:
@@ -101,7 +110,9 @@ def test_what_followed_most_often_is_guessed() -> None:
     assert guess(make(Suffix), make_row(tokens), 12).tokens[0] == 3
     tree = guess(make(Suffix, suffix_decoding_use_tree_spec=True), make_row(tokens), 12)
     assert tree.tokens == [3, 4] and tree.parents == [-1, -1]
-    assert tree.confidence == pytest.approx([0.5, 0.25]), "two thirds and one third, of the three quarters that two tokens are worth"
+    assert tree.confidence == pytest.approx([0.5, 0.25]), (
+        "two thirds and one third, of the three quarters that two tokens are worth"
+    )
 
 
 def test_unlikely_paths_are_not_guessed() -> None:

@@ -50,9 +50,17 @@ def test_streamed_text_is_the_text(text: str) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.text(st.characters(exclude_categories=("Cs", "Cn", "Co"), exclude_characters="\ufffd"), min_size=1, max_size=30))
+@given(
+    st.text(
+        st.characters(exclude_categories=("Cs", "Cn", "Co"), exclude_characters="\ufffd"),
+        min_size=1,
+        max_size=30,
+    )
+)
 def test_streamed_text_is_the_text_whatever_it_is(text: str) -> None:
-    if tokenizer().decode(tokenizer().encode(text, add_special_tokens=False)) == text:  # no special token spelt out
+    if (
+        tokenizer().decode(tokenizer().encode(text, add_special_tokens=False)) == text
+    ):  # no special token spelt out
         assert_streams(text)
 
 
@@ -83,10 +91,17 @@ def test_special_tokens_are_no_text() -> None:
     st.text("ab", min_size=1, max_size=6),
     st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
 )
-def test_find_stop_finds_the_first_that_the_new_characters_complete(old: str, new: str, stops: list[str]) -> None:
+def test_find_stop_finds_the_first_that_the_new_characters_complete(
+    old: str, new: str, stops: list[str]
+) -> None:
     text = old + new
     found = find_stop(text, len(new), stops)
-    ends = [(at, stop) for stop in stops for at in range(len(text)) if text.startswith(stop, at) and at + len(stop) > len(old)]
+    ends = [
+        (at, stop)
+        for stop in stops
+        for at in range(len(text))
+        if text.startswith(stop, at) and at + len(stop) > len(old)
+    ]
     assert found == min(ends, default=None)
 
 

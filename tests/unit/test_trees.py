@@ -64,8 +64,13 @@ def test_trim_is_ancestor_closed_and_within_the_budget(rows: list[tuple[Guesses,
     trimmed = controller().trim(Draft([guesses for guesses, _, _ in rows]), budgets).trees
     for (before, depth, nodes), after in zip(rows, trimmed):
         assert len(after.tokens) <= nodes
-        kept = [tuple(after.tokens[i] for i in path_to(after.parents, node)) for node in range(len(after.tokens))]
-        whole = [tuple(before.tokens[i] for i in path_to(before.parents, node)) for node in range(len(before.tokens))]
+        kept = [
+            tuple(after.tokens[i] for i in path_to(after.parents, node)) for node in range(len(after.tokens))
+        ]
+        whole = [
+            tuple(before.tokens[i] for i in path_to(before.parents, node))
+            for node in range(len(before.tokens))
+        ]
         assert all(parent < i for i, parent in enumerate(after.parents))
         assert all(len(path) <= depth for path in kept)
         assert len(set(kept)) == len(kept) and set(kept) <= set(whole), "a node was cut from its ancestors"
@@ -79,7 +84,10 @@ def test_trim_leaves_a_draft_within_its_budget_untouched(rows: list[Guesses]) ->
     assert controller().trim(draft, [Budget(20, 20)] * len(rows)) is draft
 
 
-@pytest.mark.parametrize(("tokens", "parents"), [([5, 6], [-1, 1]), ([5, -1], [-1, 0]), ([5, 1 << 40], [-1, 0]), ([5, 6, 6], [-1, 7, 1])])
+@pytest.mark.parametrize(
+    ("tokens", "parents"),
+    [([5, 6], [-1, 1]), ([5, -1], [-1, 0]), ([5, 1 << 40], [-1, 0]), ([5, 6, 6], [-1, 7, 1])],
+)
 def test_trim_drops_what_cannot_be_even_within_the_budget(tokens: list[int], parents: list[int]) -> None:
     draft = Draft([Guesses(tokens, parents, [0.5] * len(tokens))])
     assert controller().trim(draft, [Budget(9, 9)]).trees == [Guesses([5], [-1], [0.5])]
@@ -114,7 +122,11 @@ def test_no_guesses_in_the_middle_of_a_prompt_nor_where_the_request_says_so() ->
 
 
 def test_the_batch_size_decides() -> None:
-    table = controller(num_speculative_tokens=4, disable_by_batch_size=6, num_speculative_tokens_per_batch_size=[[1, 1, 7], [2, 3, 2]])
+    table = controller(
+        num_speculative_tokens=4,
+        disable_by_batch_size=6,
+        num_speculative_tokens_per_batch_size=[[1, 1, 7], [2, 3, 2]],
+    )
     assert [table.levels(n) for n in (1, 2, 3, 4, 6, 7)] == [7, 2, 2, 4, 4, 0]
     assert table.most == 7
     assert controller(num_speculative_tokens=0).most == 0
@@ -156,8 +168,13 @@ def test_a_prompt_chunk_says_nothing() -> None:
 # ---- the plan
 
 
-@given(st.lists(st.tuples(st.integers(1, 20), st.integers(0, 19), trees(8)), min_size=1, max_size=3), st.randoms(use_true_random=False))
-def test_a_plan_lets_every_row_see_its_own_past_in_order(rows: list[tuple[int, int, Guesses]], rng: object) -> None:
+@given(
+    st.lists(st.tuples(st.integers(1, 20), st.integers(0, 19), trees(8)), min_size=1, max_size=3),
+    st.randoms(use_true_random=False),
+)
+def test_a_plan_lets_every_row_see_its_own_past_in_order(
+    rows: list[tuple[int, int, Guesses]], rng: object
+) -> None:
     """By the definition: a known token at p sees positions 0 … p; node i sees all known tokens, its ancestors and itself."""
     plan, expected = Plan(), []  # of each row: (id, position, slots of its keys in order)
     slots = list(range(200))
@@ -172,7 +189,13 @@ def test_a_plan_lets_every_row_see_its_own_past_in_order(rows: list[tuple[int, i
             expected.append((row.tokens[p], p, table[: p + 1].tolist()))
         for node, token in enumerate(guesses.tokens):
             path = path_to(guesses.parents, node)
-            expected.append((token, length + len(path) - 1, [*table[:length].tolist(), *(int(table[length + i]) for i in path)]))
+            expected.append(
+                (
+                    token,
+                    length + len(path) - 1,
+                    [*table[:length].tolist(), *(int(table[length + i]) for i in path)],
+                )
+            )
     plan.build()
     assert plan.ids.tolist() == [e[0] for e in expected]
     assert plan.positions.tolist() == [e[1] for e in expected]

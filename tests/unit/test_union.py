@@ -117,15 +117,26 @@ def test_the_merged_tree_holds_the_likeliest_nodes_of_all(several: list[Guesses]
     assert sorted((joint[path] for path in found), reverse=True) == pytest.approx(best)
 
 
-@given(st.lists(trees(), min_size=1, max_size=3), st.integers(1, 12), st.lists(st.integers(0, 2), min_size=1, max_size=5), st.data())
-def test_each_drafter_sees_its_own_part(several: list[Guesses], nodes: int, text: list[int], data: st.DataObject) -> None:
+@given(
+    st.lists(trees(), min_size=1, max_size=3),
+    st.integers(1, 12),
+    st.lists(st.integers(0, 2), min_size=1, max_size=5),
+    st.data(),
+)
+def test_each_drafter_sees_its_own_part(
+    several: list[Guesses], nodes: int, text: list[int], data: st.DataObject
+) -> None:
     """What was verified of its nodes, its part of the path, and the best ids at its nodes; the controller cuts, too."""
     drafters = [Fixed(tree, topk=k) for k, tree in enumerate(several)]
     union = together(Union, *drafters)
     batch = Batch([make_row([5])], [0], [1], [True])
     before = union.propose(batch, [Budget(4, nodes)]).trees[0]
     cut = data.draw(st.sets(st.sampled_from(range(len(before.tokens))))) if before.tokens else set()
-    whole = before.only([i for i in range(len(before.tokens)) if not cut & set(ancestors(before, i))]) if cut else before
+    whole = (
+        before.only([i for i in range(len(before.tokens)) if not cut & set(ancestors(before, i))])
+        if cut
+        else before
+    )
     path = walked(whole, text)
     names = [(), *paths_of(whole)]
     best = [[hash(name) % 97, 1, 2, 3] for name in names]
@@ -157,7 +168,9 @@ def test_probes_come_last_whole_or_not_at_all() -> None:
     best = [[i] for i in range(7)]
     for nodes, expected in ((6, [[0], [1], [2], [5], [6]]), (5, [[0], [1], [2]])):
         draft = union.propose(batch, [Budget(3, nodes)])
-        union.observe(Commit(batch, [1], [[1, 2, 3]], draft, Verdict([[0, 1]], [[1, 2, 3]]), [best[: 1 + nodes]]))
+        union.observe(
+            Commit(batch, [1], [[1, 2, 3]], draft, Verdict([[0, 1]], [[1, 2, 3]]), [best[: 1 + nodes]])
+        )
         assert mine.seen[-1].topk == [[[0], [1], [3], [4]]] and mine.seen[-1].verdict.nodes == [[0]]
         assert other.seen[-1].topk == [expected] and other.seen[-1].verdict.nodes == [[0, 1]]
         assert other.seen[-1].draft.trees[0].probes == (2 if nodes == 6 else 0)
@@ -208,7 +221,11 @@ def test_nodes_are_capped() -> None:
 
 
 def test_the_first_that_knows_something_is_heard() -> None:
-    silent, sure, spare = Fixed(NOTHING), Fixed(Guesses.chain([1, 2], [0.5, 0.5])), Fixed(Guesses.chain([3], [0.9]))
+    silent, sure, spare = (
+        Fixed(NOTHING),
+        Fixed(Guesses.chain([1, 2], [0.5, 0.5])),
+        Fixed(Guesses.chain([3], [0.9])),
+    )
     first = together(First, silent, sure, spare)
     assert first.size(3) == 6
     assert guess(first, make_row([9]), 3).tokens == [1, 2]
@@ -223,7 +240,10 @@ def test_the_first_that_knows_something_is_heard() -> None:
 
 def test_probes_are_nothing_to_say() -> None:
     """The next one is asked as well, for the nodes that are left, and the window rides along."""
-    window, sure = Fixed(Guesses([8, 9], [-1, 0], [0.0, 0.0], probes=2), topk=1), Fixed(Guesses.chain([1, 2], [0.5, 0.5]))
+    window, sure = (
+        Fixed(Guesses([8, 9], [-1, 0], [0.0, 0.0], probes=2), topk=1),
+        Fixed(Guesses.chain([1, 2], [0.5, 0.5])),
+    )
     first = together(First, window, sure)
     tree = first.propose(Batch([make_row([9])], [0], [1], [True]), [Budget(3, 6)]).trees[0]
     assert (tree.tokens, tree.parents, tree.probes) == ([1, 2, 8, 9], [-1, 0, -1, 2], 2)
@@ -263,7 +283,9 @@ class Drawing(Drafter):
             for parent, path in frontier:
                 laws.append(law_of(path, self.salt))
                 first = self.lot + len(tokens)
-                for token in dice.children(batch.rows[0], laws[-1], range(first, first + self.siblings), self.repeats):
+                for token in dice.children(
+                    batch.rows[0], laws[-1], range(first, first + self.siblings), self.repeats
+                ):
                     below.append((len(tokens), (*path, token)))
                     tokens.append(token)
                     parents.append(parent)
@@ -317,7 +339,9 @@ LIMIT = 44.3  # 15 degrees of freedom: once in 10,000
 @pytest.mark.parametrize("method", [Union, First])
 @pytest.mark.parametrize("rule", [Rejection(), Traversal()], ids=["rejection", "traversal"])
 @pytest.mark.parametrize("repeats", [(False, False), (True, False)], ids=["without", "mixed"])
-def test_a_mix_of_draws_and_choices_has_the_targets_law(method: type[Union], rule: Rule, repeats: tuple[bool, bool]) -> None:
+def test_a_mix_of_draws_and_choices_has_the_targets_law(
+    method: type[Union], rule: Rule, repeats: tuple[bool, bool]
+) -> None:
     """Two drafters that draw and one that chooses, with more nodes than fit."""
     members = [Drawing(1, 2, repeats[0]), Fixed(CHOSEN), Drawing(2, 2, repeats[1])]
     union = together(method, *(members if method is Union else reversed(members)))
@@ -363,21 +387,33 @@ def every(node: Any) -> list[Any]:
     return [below for child in node.children for below in (child, *every(child))]
 
 
-@pytest.mark.parametrize("kind", [{"method": "layerskip", "early_exit": 1}, {"method": "draft_model", "model": "MODEL"}])
+@pytest.mark.parametrize(
+    "kind", [{"method": "layerskip", "early_exit": 1}, {"method": "draft_model", "model": "MODEL"}]
+)
 def test_two_of_a_kind_have_dice_of_their_own(kind: dict[str, Any], tiny: Any) -> None:
     """Otherwise the second would draw what the first has drawn, and a rule would judge it twice."""
     kind = {key: str(tiny) if value == "MODEL" else value for key, value in kind.items()}
-    llm = LLM(str(tiny), speculative_config={"method": "union", "drafters": [kind, kind], "verification": "rejection"})
+    llm = LLM(
+        str(tiny),
+        speculative_config={"method": "union", "drafters": [kind, kind], "verification": "rejection"},
+    )
     drafter: Any = llm.engine.drafter
     same, propose = [], drafter.propose
 
     def listening(*given: Any) -> Draft:
         draft: Draft = propose(*given)
-        same.extend(a.tokens[:1] == b.tokens[:1] for a, b in zip(*(d.trees for d in drafter.drafts)) if a.tokens and b.tokens)
+        same.extend(
+            a.tokens[:1] == b.tokens[:1]
+            for a, b in zip(*(d.trees for d in drafter.drafts))
+            if a.tokens and b.tokens
+        )
         return draft
 
     drafter.propose = listening
-    llm.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(temperature=1.5, seed=1, max_tokens=60, ignore_eos=True))
+    llm.generate(
+        {"prompt_token_ids": [5, 6, 7]},
+        SamplingParams(temperature=1.5, seed=1, max_tokens=60, ignore_eos=True),
+    )
     assert len(same) > 8 and sum(same) < len(same) / 2
 
 
@@ -416,7 +452,10 @@ def test_parents_that_share_a_law_draw_from_it_each_for_itself() -> None:
 # ---- its options
 
 
-LOOK_UPS: list[dict[str, Any]] = [{"method": "ngram", "prompt_lookup_min": 3}, {"method": "suffix", "num_speculative_tokens": 2}]
+LOOK_UPS: list[dict[str, Any]] = [
+    {"method": "ngram", "prompt_lookup_min": 3},
+    {"method": "suffix", "num_speculative_tokens": 2},
+]
 
 
 def test_drafters_are_described_as_alone() -> None:
@@ -448,8 +487,14 @@ def test_a_draft_model_needs_no_method(method: str, tiny: Path) -> None:
         ([{"model": 3}], "model must be a folder or a hub id, got 3"),
         ([{"method": "ngrams"}], "Did you mean 'ngram'"),
         ([{"method": "ngram", "prompt_lookup_mx": 3}], "Did you mean 'prompt_lookup_max'"),
-        ([{"method": "ngram", "verification": "match"}], "unknown key of method 'ngram' in 'drafters' 'verification'"),
-        ([{"method": "ngram", "num_speculative_tokens": 0}], "num_speculative_tokens must be a whole number of at least 1, got 0"),
+        (
+            [{"method": "ngram", "verification": "match"}],
+            "unknown key of method 'ngram' in 'drafters' 'verification'",
+        ),
+        (
+            [{"method": "ngram", "num_speculative_tokens": 0}],
+            "num_speculative_tokens must be a whole number of at least 1, got 0",
+        ),
         ([{"method": "ngram", "prompt_lookup_min": 0}], "prompt_lookup_min"),
         ([{"method": "recycle", "nodes": 0}], "nodes"),
         ([{"method": "union", "drafters": [{"method": "no"}]}], "unknown speculative method 'no'"),
@@ -483,10 +528,15 @@ MEMBERS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("method", ["union", "first"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_the_text_is_that_of_plain_decoding(method: str, temperature: float, tiny: Path, checkpoint: Any) -> None:
+def test_the_text_is_that_of_plain_decoding(
+    method: str, temperature: float, tiny: Path, checkpoint: Any
+) -> None:
     """With two models, a table and a window that want logits, and a look-up; some of it is accepted, and all ends with the rows."""
     models = iter([str(checkpoint(num_hidden_layers=1)), str(tiny)])
-    members = [{**member, "model": next(models)} if member["method"] == "draft_model" else member for member in MEMBERS]
+    members = [
+        {**member, "model": next(models)} if member["method"] == "draft_model" else member
+        for member in MEMBERS
+    ]
     if method == "first":
         members = members[::2]
     prompts: Any = [{"prompt_token_ids": [i, 1, 2, 3, 1, 2]} for i in range(5)]
@@ -499,28 +549,43 @@ def test_the_text_is_that_of_plain_decoding(method: str, temperature: float, tin
     assert drafter.slot_bytes == sum(one.slot_bytes for one in models_in) > 0
     for _ in range(2):
         outputs = llm.generate(prompts, params)
-        assert [output.outputs[0].token_ids for output in outputs] == [output.outputs[0].token_ids for output in plain]
+        assert [output.outputs[0].token_ids for output in outputs] == [
+            output.outputs[0].token_ids for output in plain
+        ]
         if method == "union":
-            assert sum(output.speculation.accepted for output in outputs) > 100, "one of the models is the target"
+            assert sum(output.speculation.accepted for output in outputs) > 100, (
+                "one of the models is the target"
+            )
         llm.engine.forget_prefixes()
     settled(llm)
     for one in drafter.drafters:
         for name, value in vars(one).items():
-            assert not (isinstance(value, dict) and any(isinstance(key, Row) for key in value)), f"{type(one)} keeps {name}"
+            assert not (isinstance(value, dict) and any(isinstance(key, Row) for key in value)), (
+                f"{type(one)} keeps {name}"
+            )
 
 
 def test_the_next_one_is_heard_where_the_first_is_silent(tiny: Path) -> None:
     """The last one is the target itself: silent rows are guessed right."""
-    members = [{"method": "ngram", "prompt_lookup_min": 6, "prompt_lookup_max": 6}, {"method": "draft_model", "model": str(tiny)}]
+    members = [
+        {"method": "ngram", "prompt_lookup_min": 6, "prompt_lookup_max": 6},
+        {"method": "draft_model", "model": str(tiny)},
+    ]
     llm = LLM(str(tiny), speculative_config={"method": "first", "drafters": members})
-    outputs = llm.generate([{"prompt_token_ids": [i, 1, 2]} for i in range(3)], SamplingParams(seed=3, max_tokens=40, ignore_eos=True))
+    outputs = llm.generate(
+        [{"prompt_token_ids": [i, 1, 2]} for i in range(3)],
+        SamplingParams(seed=3, max_tokens=40, ignore_eos=True),
+    )
     assert sum(output.speculation.accepted for output in outputs) > 60
 
 
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])
 def test_the_engine_judges_a_mix_by_its_laws(rule: str, tiny: Path, checkpoint: Any) -> None:
     """Two models that draw, of which one is the target: nearly all that it draws is accepted; and the same seed says the same."""
-    members = [{"method": "draft_model", "model": str(model), "num_speculative_tokens": 3} for model in (tiny, checkpoint(seed=1))]
+    members = [
+        {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3}
+        for model in (tiny, checkpoint(seed=1))
+    ]
     members.append({"method": "ngram"})
     llm = LLM(str(tiny), speculative_config={"method": "union", "drafters": members, "verification": rule})
     params = SamplingParams(seed=3, max_tokens=40, ignore_eos=True)

@@ -33,7 +33,9 @@ class Seen(NamedTuple):
     keys: list[tuple[int, int]]
 
 
-def scene(rng: random.Random, sink: int, recent: int, requests: int = 3, longest: int = 60) -> tuple[Plan, list[Seen]]:
+def scene(
+    rng: random.Random, sink: int, recent: int, requests: int = 3, longest: int = 60
+) -> tuple[Plan, list[Seen]]:
     """Requests whose known tokens and trees of guesses go through a window; and what each row sees, by the definition."""
     window, plan, expected = Window(sink, recent), Plan(sink), []
     slots = rng.sample(range(SLOTS), SLOTS)
@@ -44,7 +46,9 @@ def scene(rng: random.Random, sink: int, recent: int, requests: int = 3, longest
         view = window.read(plan, table, start, [0] * (end - start), nodes)
         oldest = 0
         for p in range(start, end):
-            piece = start + (p - start) // recent * recent  # the rows of a piece share what its first row sees
+            piece = (
+                start + (p - start) // recent * recent
+            )  # the rows of a piece share what its first row sees
             oldest = max(0, piece + 1 - recent)
             shown = [q for q in range(p + 1) if q < sink or q >= oldest]
             expected.append(Seen(p, [(q, table[q]) for q in shown]))
@@ -60,7 +64,9 @@ def scene(rng: random.Random, sink: int, recent: int, requests: int = 3, longest
             paths.append([*(paths[parent] if parent >= 0 else []), node])
             view.node(plan, end, paths[node], 0)
             last = end + len(paths[node]) - 1
-            expected.append(Seen(last, [*known, *((end + d, table[end + i]) for d, i in enumerate(paths[node]))]))
+            expected.append(
+                Seen(last, [*known, *((end + d, table[end + i]) for d, i in enumerate(paths[node]))])
+            )
     return plan.build(), expected
 
 
@@ -71,12 +77,19 @@ def checked(plan: Plan, expected: list[Seen]) -> None:
     for table, first, count in plan.segments:
         keys, order = plan.keys(first, count, table)
         for i, row in enumerate(expected[first : first + count]):
-            assert sorted((int(order[i, j]), int(keys[j])) for j in range(len(keys)) if order[i, j] >= 0) == row.keys
-            assert walk(plan, table, first + i) == [slot for _, slot in row.keys], "the C kernels walk the same keys"
+            assert (
+                sorted((int(order[i, j]), int(keys[j])) for j in range(len(keys)) if order[i, j] >= 0)
+                == row.keys
+            )
+            assert walk(plan, table, first + i) == [slot for _, slot in row.keys], (
+                "the C kernels walk the same keys"
+            )
 
 
 @given(st.randoms(use_true_random=False), st.integers(0, 6), st.integers(1, 20))
-def test_a_row_sees_the_first_and_the_recent_tokens_and_the_guesses_above_it(rng: Any, sink: int, recent: int) -> None:
+def test_a_row_sees_the_first_and_the_recent_tokens_and_the_guesses_above_it(
+    rng: Any, sink: int, recent: int
+) -> None:
     plan, expected = scene(rng, sink, recent)
     checked(plan, expected)
     for row in expected:
@@ -146,7 +159,9 @@ def test_all_kernels_look_where_the_view_says(window: int, sloped: bool, dtype: 
         if any(map(shutil.which, ("cc", "gcc", "clang"))):
             wide = torch.nn.functional.pad(q, (0, pool.width - 24)).contiguous()
             ours = kernels_for(CPU, torch.float32).attend(wide, spec, plan, pool, 0, 0.25, window, bend)
-            torch.testing.assert_close(ours.double(), want, rtol=1e-4, atol=0.05 if dtype == torch.int8 else 1e-4)
+            torch.testing.assert_close(
+                ours.double(), want, rtol=1e-4, atol=0.05 if dtype == torch.int8 else 1e-4
+            )
 
 
 # ---- what a user may ask for
@@ -163,7 +178,10 @@ def test_all_kernels_look_where_the_view_says(window: int, sloped: bool, dtype: 
         ({"draft_kv_budget": 64, "draft_kv_sink": -1}, "draft_kv_sink .* -1"),
         ({"draft_kv_sink": 2.0}, "draft_kv_sink .* 2.0"),
         ({"model": "self"}, "needs a draft_kv_budget"),
-        ({"model": "self", "draft_kv_budget": 64, "quantization": "int8"}, "quantization = 'int8' .* leave it out"),
+        (
+            {"model": "self", "draft_kv_budget": 64, "quantization": "int8"},
+            "quantization = 'int8' .* leave it out",
+        ),
         ({"model": "self", "draft_kv_budget": 64, "draft_gpu_layers": 0}, "draft_gpu_layers = 0"),
         ({"model": "self", "draft_kv_budget": 64, "vocab_mismatch": "allow"}, "vocab_mismatch = 'allow'"),
     ],

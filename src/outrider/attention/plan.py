@@ -74,7 +74,14 @@ class Plan:
         """A guess that sees `seen` tokens and then the slots of its ancestors; the last slot of `path` is its own."""
         self.nodes(table, seen, [path], [token], shift)
 
-    def nodes(self, table: array[int], seen: int, paths: Sequence[Sequence[int]], tokens: Sequence[int], shift: int = 0) -> None:
+    def nodes(
+        self,
+        table: array[int],
+        seen: int,
+        paths: Sequence[Sequence[int]],
+        tokens: Sequence[int],
+        shift: int = 0,
+    ) -> None:
         """Guesses of one tree, each with a path of its own."""
         n, depths, first = len(paths), [*map(len, paths)], seen - 1 + shift
         deepest = max(depths)
@@ -129,9 +136,13 @@ class Plan:
 
     def build(self) -> Plan:
         depths = [*map(len, self._paths)] if self.width else [0] * self.length
-        self.host = array("q", [*self._ids, *self._positions, *self._slots, *self._seen, *depths, *self._tables])
+        self.host = array(
+            "q", [*self._ids, *self._positions, *self._slots, *self._seen, *depths, *self._tables]
+        )
         first, step = self.host.buffer_info()[0], self.length * 8
-        self.ids_at, self.positions_at, self.slots_at, self.seen_at, self.depths_at, self.tables_at = range(first, first + 6 * step, step)
+        self.ids_at, self.positions_at, self.slots_at, self.seen_at, self.depths_at, self.tables_at = range(
+            first, first + 6 * step, step
+        )
         self.host_paths = array("i", self._flat(depths) if self.width else ())
         self.paths_at = self.host_paths.buffer_info()[0]
         return self
@@ -178,7 +189,9 @@ class Plan:
         at = {slot: common + i for i, slot in enumerate(extra)}
         for i, r in enumerate(rows):
             seen, path = self._seen[r], self._paths[r]
-            shift = max(0, self._positions[r] + 1 - seen - len(path))  # within a block some of the path lies ahead
+            shift = max(
+                0, self._positions[r] + 1 - seen - len(path)
+            )  # within a block some of the path lies ahead
             order[i, :seen] = torch.arange(seen)
             order[i, self.pinned : seen] += shift
             for d, slot in enumerate(path):

@@ -83,7 +83,11 @@ def card_of(options: EngineOptions) -> Card:
     """The card of options.model as `LLM(**options)` would run it.  Raises ModelError where there is no such checkpoint."""
     checkpoint, config, refused = _opened(options)
     heads = getattr(config, "num_attention_heads", 0)
-    stored = [part for part in _parts(options, checkpoint, config) if part.name != "lm_head.weight" or not config.tie_word_embeddings]
+    stored = [
+        part
+        for part in _parts(options, checkpoint, config)
+        if part.name != "lm_head.weight" or not config.tie_word_embeddings
+    ]
     kinds: Counter[str] = Counter()
     for part in stored:
         kinds[part.kind] += part.weights
@@ -100,11 +104,26 @@ def card_of(options: EngineOptions) -> Card:
         "stored_as": dict(kinds),
     }
     if checkpoint is None:
-        return Card(**about, runs_on="nothing", refused=refused, chat_template=_has_template(locate(options.model, options.revision)))
+        return Card(
+            **about,
+            runs_on="nothing",
+            refused=refused,
+            chat_template=_has_template(locate(options.model, options.revision)),
+        )
     about |= {"kv_heads": checkpoint.spec.kv_heads, "context": checkpoint.spec.context}
     runs_on = "transformers' own code" if needs_fallback(checkpoint) else "lean decoder"
-    template = checkpoint.gguf.metadata.get("tokenizer.chat_template") if checkpoint.gguf else _has_template(checkpoint.folder)
-    return Card(**about, runs_on=runs_on, refused=None, chat_template=bool(template), **_memory(options, checkpoint, stored))
+    template = (
+        checkpoint.gguf.metadata.get("tokenizer.chat_template")
+        if checkpoint.gguf
+        else _has_template(checkpoint.folder)
+    )
+    return Card(
+        **about,
+        runs_on=runs_on,
+        refused=None,
+        chat_template=bool(template),
+        **_memory(options, checkpoint, stored),
+    )
 
 
 def _opened(options: EngineOptions) -> tuple[Checkpoint | None, Any, str | None]:
@@ -120,7 +139,11 @@ def _opened(options: EngineOptions) -> tuple[Checkpoint | None, Any, str | None]
         if not folder.is_dir():
             raise
         try:
-            return None, AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code), str(error)
+            return (
+                None,
+                AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code),
+                str(error),
+            )
         except Exception:
             raise error from None
 
@@ -145,7 +168,9 @@ def _memory(options: EngineOptions, checkpoint: Checkpoint, stored: list[Stored]
     return {
         "dtype": str(dtype).removeprefix("torch."),
         "weight_bytes": round(sum(part.weights * bits(part) for part in stored) / 8),
-        "token_bytes": Pool.bytes_per_slot(spec.layers, spec.kv_heads, spec.head_dim, kv_dtype(options.kv_cache_dtype, dtype)),
+        "token_bytes": Pool.bytes_per_slot(
+            spec.layers, spec.kv_heads, spec.head_dim, kv_dtype(options.kv_cache_dtype, dtype)
+        ),
         "requests": options.max_num_seqs,
         "request_tokens": min(options.max_model_len or spec.context, spec.context),
         "free_bytes": options.kv_cache_memory_bytes or free_memory(device, options.gpu_memory_utilization),
@@ -164,7 +189,11 @@ def known() -> list[str]:
     cached = []
     for repo in repos:
         files = {file.file_name for revision in repo.revisions for file in revision.files}
-        if repo.repo_type == "model" and "config.json" in files and any(file.endswith((".safetensors", ".bin", ".pt")) for file in files):
+        if (
+            repo.repo_type == "model"
+            and "config.json" in files
+            and any(file.endswith((".safetensors", ".bin", ".pt")) for file in files)
+        ):
             cached.append(repo.repo_id)
     return [*BUILTIN, *builtin(), *STORES, *sorted(cached)]
 
@@ -174,7 +203,11 @@ def _parts(options: EngineOptions, checkpoint: Checkpoint | None, config: Any) -
     if checkpoint is not None and checkpoint.gguf is not None:
         for name, entry in checkpoint.gguf.tensors.items():
             sample = ggml.unpack(entry.kind, entry.rows[:1], entry.block)
-            few = _few(sample.bits, sample.group, sample.offsets is not None) if isinstance(sample, Quantised) else None
+            few = (
+                _few(sample.bits, sample.group, sample.offsets is not None)
+                if isinstance(sample, Quantised)
+                else None
+            )
             yield Stored(name, count(entry.shape), entry.kind, len(entry.shape) == 1, few)
         return
     scheme = checkpoint.scheme if checkpoint else None
@@ -184,14 +217,18 @@ def _parts(options: EngineOptions, checkpoint: Checkpoint | None, config: Any) -
         if scheme and layout and last == layout.words:
             bits, group = min(scheme.sizes)
             kind = f"{scheme.method} in {bits} bits"
-            yield Stored(name, count(shape) * 32 // bits, kind, False, _few(bits, group, not scheme.symmetric))
+            yield Stored(
+                name, count(shape) * 32 // bits, kind, False, _few(bits, group, not scheme.symmetric)
+            )
         elif not (layout and last in (layout.zeros, layout.scales, layout.index, "weight_shape")):
             yield Stored(name, count(shape), kind, len(shape) == 1)
 
 
 def _fused(name: str) -> str:
     """The linear that it becomes a part of: there the part with the most bits decides."""
-    return re.sub(r"\b(q|k|v|gate|up)_proj", lambda part: "qkv" if part.group(1) in "qkv" else "gate_up", name)
+    return re.sub(
+        r"\b(q|k|v|gate|up)_proj", lambda part: "qkv" if part.group(1) in "qkv" else "gate_up", name
+    )
 
 
 def _few(bits: int, group: int, offsets: bool) -> float:
@@ -207,7 +244,10 @@ def headers(weights: Weights) -> Iterator[tuple[str, tuple[int, ...], str]]:
         names = [name for name, where in weights.where.items() if where == path]
         if path.suffix != SAFE:
             tensors = {name: weights.raw(name) for name in names}  # mapped, not read
-            places = {name: (t.untyped_storage().data_ptr(), t.storage_offset(), tuple(t.shape)) for name, t in tensors.items()}
+            places = {
+                name: (t.untyped_storage().data_ptr(), t.storage_offset(), tuple(t.shape))
+                for name, t in tensors.items()
+            }
             for place, name in {place: name for name, place in reversed(places.items())}.items():
                 yield name, place[2], str(tensors[name].dtype).removeprefix("torch.")
             continue
@@ -223,4 +263,6 @@ def count(shape: tuple[int, ...]) -> int:
 
 def _has_template(folder: Path) -> bool:
     settings = folder / "tokenizer_config.json"
-    return (folder / "chat_template.jinja").is_file() or (settings.is_file() and '"chat_template"' in settings.read_text())
+    return (folder / "chat_template.jinja").is_file() or (
+        settings.is_file() and '"chat_template"' in settings.read_text()
+    )

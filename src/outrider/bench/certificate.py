@@ -30,7 +30,9 @@ def about(llm: LLM, config: Mapping[str, Any], made: Certificate) -> dict[str, s
     decoder, options = llm.engine.decoder, llm.engine.options
     bits = f", weights in {options.quantization}" if options.quantization else ""
     cache = f", K/V in {options.kv_cache_dtype}" if options.kv_cache_dtype != "auto" else ""
-    kernels = "exact: rows do not touch each other" if made.exact else "not exact: rounding depends on the batch"
+    kernels = (
+        "exact: rows do not touch each other" if made.exact else "not exact: rounding depends on the batch"
+    )
     return {
         "model": f"{options.model} ({llm.engine.checkpoint.spec.architecture})",
         "method": json.dumps(dict(config), default=repr),
@@ -48,7 +50,9 @@ def panel(llm: LLM, config: Mapping[str, Any], made: Certificate, left_out: int 
     for name in ("test", "what was compared", "result", ""):
         table.add_column(name)
     for check in made.checks:
-        table.add_row(check.name, check.tested, check.result, "[green]✓[/]" if check.passed else "[bold red]✗[/]")
+        table.add_row(
+            check.name, check.tested, check.result, "[green]✓[/]" if check.passed else "[bold red]✗[/]"
+        )
     parts: list[Any] = [facts, "", table, ""]
     if left_out:
         parts += [f"Left out, as they and their answers exceed the context: {left_out} prompts.", ""]
@@ -66,28 +70,41 @@ def told(llm: LLM, difference: Difference, exact: bool) -> str:
     params, where = difference.params, len(difference.prompt) + len(difference.before)
     before = "".join(map(text, difference.before[-BEFORE:]))
     start = "".join(map(text, difference.prompt[-BEFORE:]))
-    plain, said = (repr(text(token)) if token is not None else "nothing: it ended" for token in (difference.plain, difference.said))
+    plain, said = (
+        repr(text(token)) if token is not None else "nothing: it ended"
+        for token in (difference.plain, difference.said)
+    )
     asked = (
         f"T = {params.temperature:g}"
         + f", top_p {params.top_p:g}" * (params.top_p < 1)
         + f", seed {params.seed}" * (params.temperature > 0)
     )
-    lines = [f"Position {where} of …{start!r} → …{before!r} ({asked}): plain decoding says {plain}, speculation {said}."]
+    lines = [
+        f"Position {where} of …{start!r} → …{before!r} ({asked}): plain decoding says {plain}, speculation {said}."
+    ]
     gap = difference.gap
     if gap is not None:
         best = " and ".join(repr(text(token)) for token in gap.best)
-        lines.append(f"  Plain decoding's two best there, {best}, are {gap.gap:.3g} apart; what was said is {gap.lead:.3g} behind.")
+        lines.append(
+            f"  Plain decoding's two best there, {best}, are {gap.gap:.3g} apart; what was said is {gap.lead:.3g} behind."
+        )
     if difference.explained and gap is not None:
         seen = "; with many rows in a forward the model chooses it by itself" if gap.shown else ""
         lines.append(f"  A tie: rounding moves a score by up to {gap.tolerance:.2g} here{seen}.")
     elif exact:
-        lines.append("  These kernels compute every row alone, bit for bit: no difference is rounding, this one is a bug.")
+        lines.append(
+            "  These kernels compute every row alone, bit for bit: no difference is rounding, this one is a bug."
+        )
     elif gap is not None:
-        lines.append(f"  Rounding moves a score by no more than {gap.tolerance:.2g} here: it does not explain this.")
+        lines.append(
+            f"  Rounding moves a score by no more than {gap.tolerance:.2g} here: it does not explain this."
+        )
     return "\n".join(lines)
 
 
-def figures(llm: LLM, config: Mapping[str, Any], made: Certificate, settings: Mapping[str, Any]) -> dict[str, Any]:
+def figures(
+    llm: LLM, config: Mapping[str, Any], made: Certificate, settings: Mapping[str, Any]
+) -> dict[str, Any]:
     """Everything, for JSON."""
     text = _speller(llm)
     return {

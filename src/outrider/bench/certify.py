@@ -56,7 +56,9 @@ class Certificate:
         if not self.passed:
             failed = ", ".join(check.name for check in self.checks if not check.passed)
             bug = self.exact and self.promise != "lossy" and self.differences
-            return f"Not proven lossless: {failed}." + (" On these kernels every difference is a bug." if bug else "")
+            return f"Not proven lossless: {failed}." + (
+                " On these kernels every difference is a bug." if bug else ""
+            )
         if self.promise == "lossy":
             return "This rule is not lossless, as was expected: what it changes was measured, and nothing else is wrong."
         said = "Lossless: every text is what plain decoding says"
@@ -77,12 +79,19 @@ class Effort:
 
 
 def certify(
-    plain: LLM, fast: LLM, passages: Passages, effort: Effort, expect_lossy: bool = False, tick: Tick = lambda what: None
+    plain: LLM,
+    fast: LLM,
+    passages: Passages,
+    effort: Effort,
+    expect_lossy: bool = False,
+    tick: Tick = lambda what: None,
 ) -> Certificate:
     """`fast` is a variant of `plain`, which decodes plainly.  Raises what a prompt raises that cannot be answered."""
     clock, rule, exact = _Clock(effort.minutes), fast.engine.rule, plain.engine.exact
     made = Certificate(exact, rule.promise)
-    seeded = SEEDED if plain.engine.exact else SEEDED[:1]  # rounding may move the border of a nucleus, which no tie explains
+    seeded = (
+        SEEDED if plain.engine.exact else SEEDED[:1]
+    )  # rounding may move the border of a nucleus, which no tie explains
     texts = Texts(plain, fast, (GREEDY, *seeded) if rule.same else (GREEDY,), effort.seed)
     heard = _compare(texts, passages, effort, clock, 1.0 if rule.same else GREEDY_SHARE, tick)
     made.differences = [difference for tally in texts.tallies for difference in tally.differences]
@@ -94,7 +103,9 @@ def certify(
         _sample(laws, effort.samples, clock, tick)
         made.checks.append(law_check(laws, rule.lossless))
     if not rule.lossless:
-        made.checks.append(Check("the rule", "what it promises", "it is not lossless, and says so", expect_lossy))
+        made.checks.append(
+            Check("the rule", "what it promises", "it is not lossless, and says so", expect_lossy)
+        )
     made.checks.append(leak_check((plain, fast)))
     return made
 
@@ -108,7 +119,9 @@ class _Clock:
         return self.seconds * share - (time.perf_counter() - self.began)
 
 
-def _compare(texts: Texts, passages: Passages, effort: Effort, clock: _Clock, share: float, tick: Tick) -> list[list[int]]:
+def _compare(
+    texts: Texts, passages: Passages, effort: Effort, clock: _Clock, share: float, tick: Tick
+) -> list[list[int]]:
     """Rounds of more and longer texts while there is time and there are prompts.  Returns what plain decoding said to the first few."""
     size, tokens, kept = 4, min(8, effort.tokens), list[list[int]]()
     most = 2 * texts.fast.engine.options.max_num_seqs
@@ -138,14 +151,18 @@ def _explain(llm: LLM, differences: list[Difference]) -> None:
     wrong = 0
     for difference in differences:
         if difference.plain is not None and difference.said is not None and wrong < SHOWN:
-            difference.gap = look(llm.engine, difference.prompt, difference.params, difference.before, difference.said)
+            difference.gap = look(
+                llm.engine, difference.prompt, difference.params, difference.before, difference.said
+            )
         wrong += not difference.explained
 
 
 def _reach(llm: LLM, texts: Sequence[list[int]]) -> float:
     """How far rounding may move a log-probability: a logit, and the sum that it is compared with."""
     found = [both(llm.engine.decoder, text[: len(text) // 2], text[len(text) // 2 :]) for text in texts]
-    return max((2 * tolerance(alone, together, llm.engine.decoder.dtype) for alone, together in found), default=0.0)
+    return max(
+        (2 * tolerance(alone, together, llm.engine.decoder.dtype) for alone, together in found), default=0.0
+    )
 
 
 def text_check(tally: Tally, lossless: bool) -> Check:
@@ -155,9 +172,21 @@ def text_check(tally: Tally, lossless: bool) -> Check:
     how = how.replace("temperature", "T =")
     company = f"in company, {tally.joined} of them joining later" if tally.together else "alone"
     result = f"{len(wrong)} texts differ" if wrong else f"same but for {ties} ties" if ties else "same tokens"
-    figures = {"texts": tally.texts, "tokens": tally.tokens, "joined": tally.joined, "different": len(wrong), "ties": ties}
+    figures = {
+        "texts": tally.texts,
+        "tokens": tally.tokens,
+        "joined": tally.joined,
+        "different": len(wrong),
+        "ties": ties,
+    }
     name = f"{how}, {'in company' if tally.together else 'alone'}"
-    return Check(name, f"{tally.texts} texts, {tally.tokens:,} tokens, {company}", result, not (wrong and lossless), figures)
+    return Check(
+        name,
+        f"{tally.texts} texts, {tally.tokens:,} tokens, {company}",
+        result,
+        not (wrong and lossless),
+        figures,
+    )
 
 
 def logprob_check(tallies: Sequence[Tally], limit: float, lossless: bool) -> Check:
@@ -186,9 +215,20 @@ def law_check(laws: LawTest, lossless: bool) -> Check:
             f"{whole.visible:.1%} everywhere, {f'{sight:.1%}' if sight < 1 else 'nothing'} in one place"
         )
     told = zip(laws.cells, each)
-    figures: dict[str, Any] = {"alarm": ALARM, "level": laws.level, "p": p, "samples": laws.samples, "all as one": whole._asdict()}
+    figures: dict[str, Any] = {
+        "alarm": ALARM,
+        "level": laws.level,
+        "p": p,
+        "samples": laws.samples,
+        "all as one": whole._asdict(),
+    }
     figures["tests"] = [
-        {"prompt": cell.prompt, "temperature": cell.temperature, "samples": [cell.plain.total(), cell.fast.total()], **chance._asdict()}
+        {
+            "prompt": cell.prompt,
+            "temperature": cell.temperature,
+            "samples": [cell.plain.total(), cell.fast.total()],
+            **chance._asdict(),
+        }
         for cell, chance in told
     ]
     tested = f"{laws.samples:,} texts: the first {FIRST} tokens of {len(each)} prompts and temperatures"
@@ -205,7 +245,11 @@ def leak_check(llms: Sequence[LLM]) -> Check:
             wrong.append(str(error) or "a slot is lost or owned twice")
         if llm.engine.busy:
             wrong.append("a text is still running")
-        kept = [name for name, value in _state(llm.engine.drafter) if isinstance(value, Mapping) and any(isinstance(k, Row) for k in value)]
+        kept = [
+            name
+            for name, value in _state(llm.engine.drafter)
+            if isinstance(value, Mapping) and any(isinstance(k, Row) for k in value)
+        ]
         wrong += [f"the drafter remembers a finished text in {name!r}" for name in kept]
     return Check("leaks", "cache, queue and drafter, after everything", "; ".join(wrong) or "none", not wrong)
 
@@ -217,5 +261,9 @@ def _state(thing: Any, seen: set[int] | None = None) -> Iterator[tuple[str, Any]
     for name, value in vars(thing).items():
         yield name, value
         for inner in value if isinstance(value, list) else [value]:
-            if type(inner).__module__.startswith("outrider.draft") and hasattr(inner, "__dict__") and id(inner) not in seen:
+            if (
+                type(inner).__module__.startswith("outrider.draft")
+                and hasattr(inner, "__dict__")
+                and id(inner) not in seen
+            ):
                 yield from _state(inner, seen)

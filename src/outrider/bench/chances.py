@@ -59,7 +59,9 @@ def compare(one: Counter[Outcome], two: Counter[Outcome], level: float) -> Chanc
     statistic = sum((a * m - b * n) ** 2 / (a + b) for a, b in cells) / (n * m)
     distance = sum(abs(a / n - b / m) for a, b in cells) / 2
     noise = sum(math.sqrt(2 / math.pi * (a + b) / (n + m) * (1 / n + 1 / m)) for a, b in cells) / 2
-    return Chance(tail(statistic, freedom), statistic, freedom, distance, noise, visible(n, m, freedom, level))
+    return Chance(
+        tail(statistic, freedom), statistic, freedom, distance, noise, visible(n, m, freedom, level)
+    )
 
 
 def combined(chances: Sequence[Chance], n: int, m: int, level: float) -> Chance:
@@ -69,7 +71,9 @@ def combined(chances: Sequence[Chance], n: int, m: int, level: float) -> Chance:
     if not told:
         return NOTHING
     statistic, freedom = sum(chance.statistic for chance in told), sum(chance.freedom for chance in told)
-    distance, noise = (sum(values) / len(told) for values in ([c.distance for c in told], [c.by_chance for c in told]))
+    distance, noise = (
+        sum(values) / len(told) for values in ([c.distance for c in told], [c.by_chance for c in told])
+    )
     sight = visible(n * len(told), m * len(told), freedom, level)
     return Chance(tail(statistic, freedom), statistic, freedom, distance, noise, sight)
 

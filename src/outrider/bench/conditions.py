@@ -24,7 +24,10 @@ def conditions() -> dict[str, Any]:
         info = Path("/proc/cpuinfo").read_text()
     except OSError:
         info = ""
-    cpu = next((line.split(":")[1].strip() for line in info.splitlines() if line.startswith("model name")), platform.processor())
+    cpu = next(
+        (line.split(":")[1].strip() for line in info.splitlines() if line.startswith("model name")),
+        platform.processor(),
+    )
     made = {
         "date": time.strftime("%Y-%m-%d"), "outrider": VERSION, "commit": _commit(), "cpu": cpu, "cores": os.cpu_count(),
         "threads": torch.get_num_threads(), "bf16 in hardware": "avx512_bf16" in info, "torch": torch.__version__,
@@ -40,7 +43,11 @@ def _commit() -> str | None:
     """Of the source tree that this file lies in; None in an installed copy."""
     try:
         told = subprocess.run(
-            ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent, check=True
+            ["git", "describe", "--always", "--dirty"],
+            capture_output=True,
+            text=True,
+            cwd=Path(__file__).parent,
+            check=True,
         )
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -20,7 +20,9 @@ def demo(tokens: int, repeats: int, console: Console) -> bool:
         llm = LLM(model="builtin")
     prompts = [(prompt.kind, rendered(prompt, llm.tokenizer)) for prompt in PROMPTS]
     configs = demonstrations()
-    console.print(f"[bold]Outrider[/] on {llm.engine.decoder.kernels.name}; {len(prompts)} prompts, at most {tokens} new tokens each.")
+    console.print(
+        f"[bold]Outrider[/] on {llm.engine.decoder.kernels.name}; {len(prompts)} prompts, at most {tokens} new tokens each."
+    )
     _show_answers(llm, prompts, console)
     good = True
     for title, sampling in SETTINGS:
@@ -28,17 +30,34 @@ def demo(tokens: int, repeats: int, console: Console) -> bool:
         results = _measured(llm, configs, prompts, params, repeats, title, console)
         console.print(table(title, results))
         good &= not any(result.differs(results[0]) for result in results)
-    console.print("Every method said exactly what plain decoding says." if good else "[bold red]Tokens differ: this is a bug.[/]")
+    console.print(
+        "Every method said exactly what plain decoding says."
+        if good
+        else "[bold red]Tokens differ: this is a bug.[/]"
+    )
     return good
 
 
 def _measured(
-    llm: LLM, configs: Configs, prompts: Prompts, params: SamplingParams, repeats: int, title: str, console: Console
+    llm: LLM,
+    configs: Configs,
+    prompts: Prompts,
+    params: SamplingParams,
+    repeats: int,
+    title: str,
+    console: Console,
 ) -> list[Measured]:
     columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(title, total=len(configs) * len(prompts) * repeats)
-        return measure(llm, configs, prompts, params, repeats, lambda label: bar.update(task, advance=1, description=f"{title}: {label}"))
+        return measure(
+            llm,
+            configs,
+            prompts,
+            params,
+            repeats,
+            lambda label: bar.update(task, advance=1, description=f"{title}: {label}"),
+        )
 
 
 def _show_answers(llm: LLM, prompts: Prompts, console: Console) -> None:
@@ -47,4 +66,9 @@ def _show_answers(llm: LLM, prompts: Prompts, console: Console) -> None:
     outputs = llm.generate([prompts[i][1] for i in chosen], SamplingParams(temperature=0, max_tokens=40))
     for i, output in zip(chosen, outputs):
         question = PROMPTS[i].turns[-1]
-        console.print(f"[dim]{question}[/]\n  {output.outputs[0].text.strip()}", markup=True, highlight=False, soft_wrap=True)
+        console.print(
+            f"[dim]{question}[/]\n  {output.outputs[0].text.strip()}",
+            markup=True,
+            highlight=False,
+            soft_wrap=True,
+        )

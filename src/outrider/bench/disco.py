@@ -26,9 +26,16 @@ class Fitted(NamedTuple):
     most: int
 
 
-def record(llm: LLM, draft: str, prompts: Prompts, params: SamplingParams, levels: int, tick: Callable[[], None]) -> list[Pairs]:
+def record(
+    llm: LLM, draft: str, prompts: Prompts, params: SamplingParams, levels: int, tick: Callable[[], None]
+) -> list[Pairs]:
     """What became of the guesses of `draft`, chains of so many levels, prompt by prompt."""
-    asked = {"method": "draft_model", "model": draft, "num_speculative_tokens": levels, "assistant_confidence_threshold": 0.0}
+    asked = {
+        "method": "draft_model",
+        "model": draft,
+        "num_speculative_tokens": levels,
+        "assistant_confidence_threshold": 0.0,
+    }
     twin = llm.variant(asked)
     drafter = twin.engine.drafter
     assert isinstance(drafter, DraftModel)

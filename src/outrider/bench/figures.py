@@ -29,23 +29,34 @@ def figures(engine: Engine, output: RequestOutput) -> str:
         lines.append(f"n_draft   = {engine.controller.nodes(1)}")
     lines.append(f"n_predict = {total.emitted}")
     if guessing:
-        lines += [f"n_drafted = {total.drafted}", f"n_accept  = {total.accepted}", f"accept    = {total.acceptance:.3%}"]
-        read = prompt if engine.drafter.slot_bytes else 0  # a method without weights of its own reads no prompt
+        lines += [
+            f"n_drafted = {total.drafted}",
+            f"n_accept  = {total.accepted}",
+            f"accept    = {total.acceptance:.3%}",
+        ]
+        read = (
+            prompt if engine.drafter.slot_bytes else 0
+        )  # a method without weights of its own reads no prompt
         if not total.lossless:
             lines.append("lossless  = no: the verification rule changes what the model says")
         lines += ["", "draft:", "", _line("prompt eval time", reading.times.propose, read + reading.guessed)]
         lines.append(_line("eval time", decoding.times.propose, decoding.guessed))
     lines += ["", "target:", "", _line("prompt eval time", reading.times.forward, prompt + reading.guessed)]
-    lines.append(_line("eval time", decoding.times.forward, decoding.known + decoding.guessed, f" in {decoding.steps} runs"))
+    lines.append(
+        _line(
+            "eval time",
+            decoding.times.forward,
+            decoding.known + decoding.guessed,
+            f" in {decoding.steps} runs",
+        )
+    )
     return "\n".join(lines)
 
 
 def _line(name: str, seconds: float, tokens: int, runs: str = "") -> str:
     ms = seconds * 1e3
     each = ms / tokens if tokens else 0.0
-    return (
-        f"{name:>16} = {ms:9.2f} ms / {tokens:5d} tokens{runs} ({each:8.2f} ms per token, {_rate(tokens, seconds):9.2f} tokens per second)"
-    )
+    return f"{name:>16} = {ms:9.2f} ms / {tokens:5d} tokens{runs} ({each:8.2f} ms per token, {_rate(tokens, seconds):9.2f} tokens per second)"
 
 
 def _rate(tokens: int, seconds: float) -> float:

@@ -16,7 +16,11 @@ from outrider.errors import ModelError
 from outrider.heads.files import Head
 from outrider.models.hub import Weights
 
-TAPS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids", "target_layer_ids")  # keys for the layers that a head reads
+TAPS = (
+    "eagle_aux_hidden_state_layer_ids",
+    "aux_hidden_state_layer_ids",
+    "target_layer_ids",
+)  # keys for the layers that a head reads
 FLOATS = ("float", "bfloat", "F8")  # what the types of weights begin with
 
 
@@ -38,7 +42,12 @@ class Layout(NamedTuple):
 
 WHOLE = "model.norm.weight"  # only a language model has it
 JOINED = r"(?:eh_proj|input_proj|mtp_linear_proj\.\d+)"  # what puts a state and a token together, in prediction layers
-SPEC, DRAFTER, MODEL, MEDUSA = r"(?:speculator\.)?", r"(?:module\.)?drafter\.", r"(?:model\.)*", r"(?:medusa_heads\.)?"
+SPEC, DRAFTER, MODEL, MEDUSA = (
+    r"(?:speculator\.)?",
+    r"(?:module\.)?drafter\.",
+    r"(?:model\.)*",
+    r"(?:medusa_heads\.)?",
+)
 LAYOUTS = (
     Layout("Medusa's, in its target", r"medusa_head\.0\.0\.linear\.weight", r"medusa_head\.0\.0\.linear\.weight",
            r"medusa_head\.\d+\.\d+\.weight", r"medusa_head\.(\d+)\..*", inside=r"medusa_head\..*"),
@@ -98,7 +107,10 @@ def head_card(name: str, revision: str | None = None) -> HeadCard | None:
     if method == PLAIN_MODEL:
         return None
     head = Head.open(name, revision)
-    layout = next((layout for layout in LAYOUTS if any(re.fullmatch(layout.sign, one) for one in head)), Layout("unknown", "", "", ""))
+    layout = next(
+        (layout for layout in LAYOUTS if any(re.fullmatch(layout.sign, one) for one in head)),
+        Layout("unknown", "", "", ""),
+    )
     kinds, size = Counter[str](), 0
     inside = bool(layout.inside) and WHOLE in head
     assert isinstance(head.tensors, Weights)
@@ -133,13 +145,19 @@ def _hidden(head: Head, layout: Layout) -> int | None:
     shape = _shape(head, layout.hidden)
     if shape is None:
         return _number(head.config, "hidden_size")
-    taps = next((len(ids) for key in TAPS if isinstance(ids := _setting(head.config, key), list)), 3) if layout.tapped else 1
+    taps = (
+        next((len(ids) for key in TAPS if isinstance(ids := _setting(head.config, key), list)), 3)
+        if layout.tapped
+        else 1
+    )
     return shape[0 if layout.across else 1] // taps
 
 
 def _vocabulary(head: Head, layout: Layout) -> int | None:
     shape = _shape(head, layout.vocabulary)
-    return shape[0] if shape else _number(head.config, "draft_vocab_size") or _number(head.config, "vocab_size")
+    return (
+        shape[0] if shape else _number(head.config, "draft_vocab_size") or _number(head.config, "vocab_size")
+    )
 
 
 def _setting(config: Mapping[str, Any], key: str) -> Any:

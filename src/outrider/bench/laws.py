@@ -34,7 +34,9 @@ class LawTest:
 
     def __init__(self, plain: LLM, fast: LLM, prompts: Sequence[list[int]], seed: int) -> None:
         self.plain, self.fast, self.seed = plain, fast, 1_000_000 * (2 * seed + 1)
-        self.cells = [Sampled(prompt, temperature) for prompt in self._varied(prompts) for temperature in TEMPERATURES]
+        self.cells = [
+            Sampled(prompt, temperature) for prompt in self._varied(prompts) for temperature in TEMPERATURES
+        ]
 
     @property
     def level(self) -> float:
@@ -76,7 +78,10 @@ class LawTest:
 
 def starts(llm: LLM, prompt: list[int], temperature: float, seeds: range) -> list[Start]:
     """The first tokens for each seed; what would come after them is not computed."""
-    params = [SamplingParams(temperature=temperature, seed=seed, max_tokens=LONGEST, detokenize=False) for seed in seeds]
+    params = [
+        SamplingParams(temperature=temperature, seed=seed, max_tokens=LONGEST, detokenize=False)
+        for seed in seeds
+    ]
     found = []
     for output in llm.stream([{"prompt_token_ids": prompt}] * len(params), params):
         if output.error is not None:

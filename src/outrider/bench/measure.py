@@ -72,7 +72,9 @@ class Measured:
 
     def speed_up(self, plain: Measured) -> float:
         """Over plain decoding: the median over the repeats, in each of which the two took turns; for a machine whose pace changes."""
-        ours, theirs = ([sum(turn) for turn in zip(*(run.turns for run in result.runs))] for result in (self, plain))
+        ours, theirs = (
+            [sum(turn) for turn in zip(*(run.turns for run in result.runs))] for result in (self, plain)
+        )
         tokens: float = sum(map(len, self.tokens)) / sum(map(len, plain.tokens))
         return tokens * float(statistics.median(their / our for our, their in zip(ours, theirs, strict=True)))
 
@@ -122,7 +124,9 @@ def grouped(prompts: Prompts, size: int) -> list[tuple[str, list[Any]]]:
     """The prompts of each kind, `size` together at most."""
     kinds = dict.fromkeys(kind for kind, _ in prompts)
     members = {kind: [prompt for k, prompt in prompts if k == kind] for kind in kinds}
-    return [(kind, all_of[i : i + size]) for kind, all_of in members.items() for i in range(0, len(all_of), size)]
+    return [
+        (kind, all_of[i : i + size]) for kind, all_of in members.items() for i in range(0, len(all_of), size)
+    ]
 
 
 def measure(
@@ -162,7 +166,10 @@ def measure(
         variant.engine.check()
     for place, run in best.items():
         run.turns = turns[place]
-    return [Measured(label, [best[label, i] for i in range(len(groups))], variants[label].engine.rule.promise) for label in configs]
+    return [
+        Measured(label, [best[label, i] for i in range(len(groups))], variants[label].engine.rule.promise)
+        for label in configs
+    ]
 
 
 def once(llm: LLM, kind: str, prompts: list[Any], params: SamplingParams, memory: Any = None) -> Run:

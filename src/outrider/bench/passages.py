@@ -17,7 +17,10 @@ def beginnings(llm: LLM, seed: int) -> list[list[int]]:
     tokenizer: Any = llm.tokenizer
     if tokenizer is None:
         dice = random.Random(seed)
-        return [[dice.randrange(llm.engine.checkpoint.spec.vocabulary) for _ in range(dice.randint(3, 40))] for _ in range(len(PROMPTS))]
+        return [
+            [dice.randrange(llm.engine.checkpoint.spec.vocabulary) for _ in range(dice.randint(3, 40))]
+            for _ in range(len(PROMPTS))
+        ]
     if getattr(tokenizer, "chat_template", None):
         return [rendered(prompt, tokenizer)["prompt_token_ids"] for prompt in PROMPTS]
     return [tokenizer.encode(prompt.turns[-1]) for prompt in PROMPTS]

@@ -33,7 +33,9 @@ class _Clock:
     def end(self) -> None: ...
 
 
-def _transformers(llm: LLM, params: SamplingParams, draft: str | None, guesses: int) -> Iterator[tuple[str, Answer]]:
+def _transformers(
+    llm: LLM, params: SamplingParams, draft: str | None, guesses: int
+) -> Iterator[tuple[str, Answer]]:
     """Plain, with prompt look-up, and with the draft model as assistant where there is one; in the dtype that we run."""
     from transformers import AutoModelForCausalLM, logging
 
@@ -45,14 +47,22 @@ def _transformers(llm: LLM, params: SamplingParams, draft: str | None, guesses: 
         return model.to(llm.engine.device).eval()
 
     model = loaded(llm.engine.options.model)
-    modes: dict[str, dict[str, Any]] = {"transformers": {}, "transformers lookup": {"prompt_lookup_num_tokens": guesses}}
+    modes: dict[str, dict[str, Any]] = {
+        "transformers": {},
+        "transformers lookup": {"prompt_lookup_num_tokens": guesses},
+    }
     if draft is not None:
         assistant = loaded(draft)
         assistant.generation_config.num_assistant_tokens = guesses
         modes["transformers assisted"] = {"assistant_model": assistant}
     sampling: dict[str, Any] = {"do_sample": params.temperature > 0, "max_new_tokens": params.max_tokens}
     if params.temperature > 0:
-        sampling |= {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k, "min_p": params.min_p}
+        sampling |= {
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "min_p": params.min_p,
+        }
     if params.ignore_eos:
         model.generation_config.eos_token_id = None
     else:
@@ -63,7 +73,9 @@ def _transformers(llm: LLM, params: SamplingParams, draft: str | None, guesses: 
         torch.manual_seed(params.seed or 0)
         given, clock = torch.tensor([ids], device=llm.engine.device), _Clock()
         with torch.inference_mode():
-            said = model.generate(given, attention_mask=torch.ones_like(given), streamer=clock, **sampling, **mode)
+            said = model.generate(
+                given, attention_mask=torch.ones_like(given), streamer=clock, **sampling, **mode
+            )
         return CompletionOutput(0, "", said[0, len(ids) :].tolist(), token_times=clock.times)
 
     for name, mode in modes.items():
@@ -96,7 +108,9 @@ def measure_peer(
         result = Measured(label, promise="")
         for kind, prompt in prompts:
             ids = prompt["prompt_token_ids"]
-            result.runs.append(min((_run(kind, ids, answer) for _ in range(2 * repeats)), key=lambda run: run.seconds))
+            result.runs.append(
+                min((_run(kind, ids, answer) for _ in range(2 * repeats)), key=lambda run: run.seconds)
+            )
             tick(label)
         results.append(result)
     return results

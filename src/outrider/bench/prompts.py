@@ -27,19 +27,40 @@ _STUDY = (
 PROMPTS = (
     Prompt(
         "chat",
-        ("Hi! I have just come back from a long walk.", "That sounds nice. Where did you go?", "Up to the lake. Do you like walking?"),
+        (
+            "Hi! I have just come back from a long walk.",
+            "That sounds nice. Where did you go?",
+            "Up to the lake. Do you like walking?",
+        ),
     ),
-    Prompt("chat", ("What do you do in your free time?", "I like to cook and to read.", "What do you like to cook?")),
+    Prompt(
+        "chat",
+        ("What do you do in your free time?", "I like to cook and to read.", "What do you like to cook?"),
+    ),
     Prompt("translation", ("Translate English to German: I would like to read this book tomorrow.",)),
-    Prompt("translation", ("Translate German to English: Wir haben gestern im Garten gegessen, weil das Wetter so schön war.",)),
+    Prompt(
+        "translation",
+        ("Translate German to English: Wir haben gestern im Garten gegessen, weil das Wetter so schön war.",),
+    ),
     Prompt("summary", (f"Summarize: {_STUDY}",)),
     Prompt("summary", (f"Summarize what was said. {_RAIN}",)),
     Prompt("question", ("Can a person see a star in the daytime?",)),
     Prompt("question", ("What do plants need in order to grow?",)),
-    Prompt("arithmetic", ("Anna has 14 apples. She gives 5 to Ben and buys 8 more. How many apples does she have?",)),
+    Prompt(
+        "arithmetic",
+        ("Anna has 14 apples. She gives 5 to Ben and buys 8 more. How many apples does she have?",),
+    ),
     Prompt("arithmetic", ("A train travels 60 miles an hour for 3 hours. How many miles does it travel?",)),
-    Prompt("retrieval", (f"Answer from the context.\nContext: {_STUDY}\nQuestion: Does walking help adults with chronic back pain?",)),
-    Prompt("retrieval", (f"Answer from the context.\nContext: {_RAIN}\nQuestion: Why was the school moved to the hill?",)),
+    Prompt(
+        "retrieval",
+        (
+            f"Answer from the context.\nContext: {_STUDY}\nQuestion: Does walking help adults with chronic back pain?",
+        ),
+    ),
+    Prompt(
+        "retrieval",
+        (f"Answer from the context.\nContext: {_RAIN}\nQuestion: Why was the school moved to the hill?",),
+    ),
     Prompt("code", ("Write a function to find the largest number in a list.",)),
     Prompt("code", ("Write the Python file sorts/bubble_sort.py",)),
 )
@@ -48,5 +69,7 @@ KINDS = tuple(dict.fromkeys(prompt.kind for prompt in PROMPTS))
 
 def rendered(prompt: Prompt, tokenizer: Any) -> dict[str, list[int]]:
     """The token ids that `LLM.generate` takes, through the tokenizer's chat template."""
-    turns = [{"role": "assistant" if i % 2 else "user", "content": text} for i, text in enumerate(prompt.turns)]
+    turns = [
+        {"role": "assistant" if i % 2 else "user", "content": text} for i, text in enumerate(prompt.turns)
+    ]
     return {"prompt_token_ids": render(tokenizer, {"messages": turns})["prompt_token_ids"]}

@@ -57,7 +57,9 @@ def _question(line: str, where: str) -> Question:
     return Question(str(given.get("category", "all")), tuple(turns))
 
 
-def prompts_of(llm: LLM, questions: Sequence[Question], params: SamplingParams, all_turns: bool = False) -> tuple[Prompts, int]:
+def prompts_of(
+    llm: LLM, questions: Sequence[Question], params: SamplingParams, all_turns: bool = False
+) -> tuple[Prompts, int]:
     """(category, token ids) of every question, and how many were left out because they and the answer exceed the context.
 
     A question is asked by its first turn, or by all turns, each with the questions and answers before it.  It goes through the
@@ -69,14 +71,20 @@ def prompts_of(llm: LLM, questions: Sequence[Question], params: SamplingParams, 
     templated = bool(getattr(llm.tokenizer, "chat_template", None))
     if all_turns and not templated:
         raise RequestError("all turns need a chat template, and the model has none: ask for the first turn.")
-    asked = [prompt for question in questions for prompt in _asked(llm, question, params, templated, all_turns)]
+    asked = [
+        prompt for question in questions for prompt in _asked(llm, question, params, templated, all_turns)
+    ]
     made = [(kind, ids) for kind, ids in asked if len(ids) + (params.max_tokens or 1) <= llm.engine.max_len]
     if not made:
-        raise RequestError(f"no prompt and {params.max_tokens} new tokens fit into the context of {llm.engine.max_len}.")
+        raise RequestError(
+            f"no prompt and {params.max_tokens} new tokens fit into the context of {llm.engine.max_len}."
+        )
     return [(kind, {"prompt_token_ids": ids}) for kind, ids in made], len(asked) - len(made)
 
 
-def _asked(llm: LLM, question: Question, params: SamplingParams, templated: bool, all_turns: bool) -> Iterator[tuple[str, list[int]]]:
+def _asked(
+    llm: LLM, question: Question, params: SamplingParams, templated: bool, all_turns: bool
+) -> Iterator[tuple[str, list[int]]]:
     history: list[dict[str, str]] = []
     for turn in question.turns if all_turns else question.turns[:1]:
         if question.raw or not templated:

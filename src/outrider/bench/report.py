@@ -44,12 +44,20 @@ def _kept(result: Measured, plain: Measured) -> str:
 
 
 def latencies(results: Sequence[Measured]) -> Table:
-    made = Table(title="latency, p50 / p95 / p99 in milliseconds", title_justify="left", title_style="bold", show_edge=False)
+    made = Table(
+        title="latency, p50 / p95 / p99 in milliseconds",
+        title_justify="left",
+        title_style="bold",
+        show_edge=False,
+    )
     made.add_column("method")
     for name in ("first token", "stall", "per token"):
         made.add_column(name, justify="right", no_wrap=True)
     for result in results:
-        made.add_row(result.method, *(" / ".join(f"{1e3 * x:.3g}" for x in _percentiles(v)) for v in _latencies(result).values()))
+        made.add_row(
+            result.method,
+            *(" / ".join(f"{1e3 * x:.3g}" for x in _percentiles(v)) for v in _latencies(result).values()),
+        )
     return made
 
 
@@ -57,7 +65,10 @@ def figures(results: Sequence[Measured]) -> dict[str, Any]:
     """method -> category -> figures, for JSON; the category "all" is everything together."""
     return {
         result.method: {
-            kind: _figures(result if kind == ALL else result.only(kind), results[0] if kind == ALL else results[0].only(kind))
+            kind: _figures(
+                result if kind == ALL else result.only(kind),
+                results[0] if kind == ALL else results[0].only(kind),
+            )
             for kind in (ALL, *result.kinds)
         }
         for result in results

@@ -44,9 +44,16 @@ class Tally:
     apart: float = 0.0
     differences: list[Difference] = field(default_factory=list)
 
-    def add(self, prompt: list[int], params: SamplingParams, plain: CompletionOutput, fast: CompletionOutput) -> None:
+    def add(
+        self, prompt: list[int], params: SamplingParams, plain: CompletionOutput, fast: CompletionOutput
+    ) -> None:
         self.texts += 1
-        common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(plain.token_ids, fast.token_ids)))
+        common = sum(
+            1
+            for _ in itertools.takewhile(
+                lambda pair: pair[0] == pair[1], zip(plain.token_ids, fast.token_ids)
+            )
+        )
         self.tokens += common
         for token, mine, theirs in zip(plain.token_ids[:common], plain.logprobs or (), fast.logprobs or ()):
             self.apart = max(self.apart, abs(mine[token].logprob - theirs[token].logprob))
@@ -85,10 +92,14 @@ class Texts:
     def _params(self, i: int, tokens: int, sampling: Mapping[str, Any]) -> SamplingParams:
         """Of uneven lengths, so that texts end beside others that go on; every other one goes on past the end-of-sequence token."""
         most = max(1, tokens - i % 4 * tokens // 6)
-        return SamplingParams(seed=next(self.seeds), max_tokens=most, ignore_eos=i % 2 == 1, logprobs=0, **sampling)
+        return SamplingParams(
+            seed=next(self.seeds), max_tokens=most, ignore_eos=i % 2 == 1, logprobs=0, **sampling
+        )
 
 
-def answers(llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[CompletionOutput]:
+def answers(
+    llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams]
+) -> list[CompletionOutput]:
     """Raises the error of a prompt that was not answered."""
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
     for output in outputs:

@@ -18,7 +18,10 @@ from outrider.sampling.params import SamplingParams
 from outrider.sampling.reference import filtered
 
 SAFETY = 4  # one look at a few logits sees a small part of how far rounding can reach
-ROUNDINGS, SHARE = 8, 1e-3  # of the largest logit, whichever is more: what is further apart was computed wrongly, whatever many rows say
+ROUNDINGS, SHARE = (
+    8,
+    1e-3,
+)  # of the largest logit, whichever is more: what is further apart was computed wrongly, whatever many rows say
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,9 @@ class Gap:
         return self.tolerance > 0 and self.lead <= (self.most if self.shown else self.tolerance)
 
 
-def look(engine: Engine, prompt: Sequence[int], params: SamplingParams, before: Sequence[int], said: int) -> Gap:
+def look(
+    engine: Engine, prompt: Sequence[int], params: SamplingParams, before: Sequence[int], said: int
+) -> Gap:
     """At the position after prompt and `before`, where plain decoding did not say `said`."""
     alone, together = both(engine.decoder, prompt, before)
     a, b = (_scores(logits, params, len(prompt) + len(before)) for logits in (alone, together))
@@ -48,7 +53,14 @@ def look(engine: Engine, prompt: Sequence[int], params: SamplingParams, before: 
     reach = 0.0 if engine.exact else tolerance(alone, together, engine.decoder.dtype) / hot
     most = furthest(alone, engine.decoder.dtype) / hot
     first, second = best.tolist()
-    return Gap((first, second), float(values[0] - values[1]), float(values[0] - a[said]), reach, int(b.argmax()) == said, most)
+    return Gap(
+        (first, second),
+        float(values[0] - values[1]),
+        float(values[0] - a[said]),
+        reach,
+        int(b.argmax()) == said,
+        most,
+    )
 
 
 def both(decoder: Model, prompt: Sequence[int], said: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -59,7 +71,9 @@ def both(decoder: Model, prompt: Sequence[int], said: Sequence[int]) -> tuple[Te
 
 def tolerance(alone: Tensor, together: Tensor, dtype: torch.dtype) -> float:
     """How far rounding may move a logit: SAFETY times what it was seen to do, at least one rounding of the largest logit."""
-    seen = max(SAFETY * float((alone - together).abs().max()), torch.finfo(dtype).eps * float(alone.abs().max()))
+    seen = max(
+        SAFETY * float((alone - together).abs().max()), torch.finfo(dtype).eps * float(alone.abs().max())
+    )
     return min(seen, furthest(alone, dtype))
 
 

@@ -51,7 +51,9 @@ class Costs:
 
     def speed(self, skip: Skip, counts: Speculation) -> float:
         guess = self.whole - len(skip.attention) * self.attention - len(skip.mlp) * self.mlp
-        return counts.emitted / (counts.steps * self.step + counts.drafted * (self.row + max(guess, self.least)))
+        return counts.emitted / (
+            counts.steps * self.step + counts.drafted * (self.row + max(guess, self.least))
+        )
 
 
 def config_of(skip: Skip, depth: int) -> dict[str, Any]:
@@ -89,7 +91,9 @@ class Tuner:
         end = time.monotonic() + 60 * minutes
         while not self.trials or time.monotonic() < end:
             asked = study.ask()
-            switches = [bool(asked.suggest_categorical(name, [False, True])) for name in self._named(Skip((), ()))]
+            switches = [
+                bool(asked.suggest_categorical(name, [False, True])) for name in self._named(Skip((), ()))
+            ]
             study.tell(asked, self._try(switches, asked.suggest_int("depth", 1, self.depth)).speed)
             tick(len(self.trials), max(trial.speed for trial in self.trials))
         return max(self.trials, key=lambda trial: trial.speed)
@@ -110,7 +114,9 @@ class Tuner:
             tuple(i for i, on in enumerate(part) if on) for part in (switches[: self.layers], switches[self.layers :])
         )  # fmt: skip
         skip = Skip(attention, mlp)
-        counts = next((trial.counts for trial in self.trials if trial.skip == skip and trial.depth == depth), None)
+        counts = next(
+            (trial.counts for trial in self.trials if trial.skip == skip and trial.depth == depth), None
+        )
         if counts is None:  # nothing but embedding and head is no set
             counts = Speculation(1) if all(switches) else self._decode(config_of(skip, depth))[0]
         self.trials.append(Trial(skip, depth, self.costs.speed(skip, counts), counts))
@@ -124,12 +130,20 @@ class Tuner:
         engine.reset()
         outputs = [self.llm.generate([prompt], self.params)[0] for _, prompt in self.prompts]
         times = engine.decoding.times
-        return sum((output.speculation for output in outputs), Speculation()), times.propose, times.forward + times.rest
+        return (
+            sum((output.speculation for output in outputs), Speculation()),
+            times.propose,
+            times.forward + times.rest,
+        )
 
     def _costs(self) -> Costs:
         """From plain decoding and four sets that guess as far ahead as they may, in turns: a slow moment slows all of them."""
         every = tuple(range(self.layers))
-        sets = [Skip(attention, mlp) for attention in ((), every) for mlp in ((), every[1:] if attention else every)]
+        sets = [
+            Skip(attention, mlp)
+            for attention in ((), every)
+            for mlp in ((), every[1:] if attention else every)
+        ]
         configs = [None, *(config_of(skip, self.depth) for skip in sets)]
         turns = [[self._decode(config) for config in configs] for _ in range(TURNS)]
         counts = [counted for counted, _, _ in turns[0]]
@@ -137,7 +151,9 @@ class Tuner:
         other = [min(turn[i][2] for turn in turns) for i in range(len(configs))]
         steps = [count.steps - len(self.prompts) for count in counts]  # the first token comes with the prompt
         if not steps[0] or not all(count.drafted for count in counts[1:]):
-            raise ConfigError("the answers are too short to measure a guess: ask for more tokens, or with other prompts.")
+            raise ConfigError(
+                "the answers are too short to measure a guess: ask for more tokens, or with other prompts."
+            )
         step = other[0] / steps[0]
         row = min(max(0.0, other[i] - step * steps[i]) / counts[i].drafted for i in range(1, len(configs)))
         whole, no_mlp, no_attention, least = (guessing[i] / counts[i].drafted for i in range(1, len(configs)))

@@ -16,7 +16,11 @@ def kv_dtype(name: str, own: torch.dtype) -> torch.dtype:
         return own
     if name == "int8":
         return torch.int8
-    cure = "; 8-bit floats are not supported, and int8 takes no more memory" if str(name).startswith("fp8") else ""
+    cure = (
+        "; 8-bit floats are not supported, and int8 takes no more memory"
+        if str(name).startswith("fp8")
+        else ""
+    )
     raise ConfigError(f"kv_cache_dtype must be 'auto' (the model's dtype) or 'int8', got {name!r}{cure}.")
 
 
@@ -29,13 +33,20 @@ class Pool:
 
     SLACK = 64  # bytes past the end that a kernel may read, and does not use
 
-    def __init__(self, layers: int, kv_heads: int, head_dim: int, slots: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, layers: int, kv_heads: int, head_dim: int, slots: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.dtype, self.head_dim, self.width = dtype, head_dim, self.wide(head_dim)
         row = self.width + 4 * (dtype == torch.int8)
         count = layers * 2 * kv_heads * slots * row
-        lying = torch.zeros(count + self.SLACK, dtype=dtype, device=device)[:count].view(layers, 2, kv_heads, slots, row)
+        lying = torch.zeros(count + self.SLACK, dtype=dtype, device=device)[:count].view(
+            layers, 2, kv_heads, slots, row
+        )
         self.data: Tensor = lying.transpose(2, 3)
-        self.address, self.plane = lying.data_ptr(), lying[0, 0].nbytes  # K of layer i is plane 2i, V plane 2i + 1
+        self.address, self.plane = (
+            lying.data_ptr(),
+            lying[0, 0].nbytes,
+        )  # K of layer i is plane 2i, V plane 2i + 1
         self.head = self.plane // kv_heads
 
     @staticmethod
@@ -63,14 +74,20 @@ class Pool:
             self.data[layer, part, slots, :, : self.head_dim] = heads.to(self.dtype)
             return
         step = heads.float().abs().amax(-1, keepdim=True) / 127
-        values = torch.nn.functional.pad((heads.float() / step.clamp_min(1e-30)).round(), (0, self.width - self.head_dim))
+        values = torch.nn.functional.pad(
+            (heads.float() / step.clamp_min(1e-30)).round(), (0, self.width - self.head_dim)
+        )
         self.data[layer, part, slots] = torch.cat([values.to(torch.int8), step.view(torch.int8)], dim=-1)
 
     def read(self, layer: int, slots: Tensor, dtype: torch.dtype) -> Tensor:
         """K and V of these slots, [2, m, kv_heads, head_dim]."""
         rows = self.data[layer, :, slots]
         values = rows[..., : self.head_dim].to(dtype)
-        return values * rows[..., self.width :].contiguous().view(torch.float32).to(dtype) if self.dtype == torch.int8 else values
+        return (
+            values * rows[..., self.width :].contiguous().view(torch.float32).to(dtype)
+            if self.dtype == torch.int8
+            else values
+        )
 
 
 class SplitPool(Pool):

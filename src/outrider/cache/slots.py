@@ -25,7 +25,9 @@ class Table:
 
     slots: array[int]  # 32-bit [capacity]
     pages: list[int] = field(default_factory=list)
-    nodes: list[int] = field(default_factory=list)  # index node of each page, from the front, that was entered
+    nodes: list[int] = field(
+        default_factory=list
+    )  # index node of each page, from the front, that was entered
     root: int = ROOT
 
     @property
@@ -44,10 +46,14 @@ class Cache:
     def __init__(self, pages: int, capacity: int, prefix_caching: bool = True) -> None:
         self.pages, self.capacity, self.prefix_caching = pages, capacity, prefix_caching
         self.pools: list[Pool] = []
-        self.free = list(range(pages - 1, -1, -1))  # a stack: fresh pages come out in ascending order, so neighbours
+        self.free = list(
+            range(pages - 1, -1, -1)
+        )  # a stack: fresh pages come out in ascending order, so neighbours
         self.owners = [0] * pages
         self.tables: set[Table] = set()
-        self.index: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}  # (node before, tokens) -> (node, page)
+        self.index: dict[
+            tuple[int, tuple[int, ...]], tuple[int, int]
+        ] = {}  # (node before, tokens) -> (node, page)
         self.entry: dict[int, tuple[int, tuple[int, ...]]] = {}  # page -> its key in the index
         self.idle: OrderedDict[int, None] = OrderedDict()  # indexed pages without owners, oldest first
         self.last_node = ROOT
@@ -105,7 +111,9 @@ class Cache:
                 self.last_node += 1
                 self.index[key] = (self.last_node, page)
                 self.entry[page] = key
-            table.nodes.append(self.index[key][0])  # a twin page that another sequence entered first serves as well
+            table.nodes.append(
+                self.index[key][0]
+            )  # a twin page that another sequence entered first serves as well
 
     def fork(self, source: Table, target: Table, length: int) -> bool:
         """`target` (empty) gets the first `length` positions of `source`: full pages shared, the last one copied."""
@@ -135,7 +143,9 @@ class Cache:
         for table in self.tables:
             for i, page in enumerate(table.pages):
                 held[page] += 1
-                assert table.slots[i * PAGE : (i + 1) * PAGE] == _slots(page), f"slots of page {page} are wrong"
+                assert table.slots[i * PAGE : (i + 1) * PAGE] == _slots(page), (
+                    f"slots of page {page} are wrong"
+                )
         assert held == self.owners, "owner counts do not match the tables"
         free, idle = set(self.free), set(self.idle)
         assert len(free) == len(self.free), "a page is free twice"
@@ -144,7 +154,9 @@ class Cache:
             assert places == 1, f"page {page} is in {places} places"
         assert idle <= self.entry.keys(), "an idle page is not in the index"
         assert not free & self.entry.keys(), "a free page is in the index"
-        assert all(self.index[key][1] == page for page, key in self.entry.items()), "the index points elsewhere"
+        assert all(self.index[key][1] == page for page, key in self.entry.items()), (
+            "the index points elsewhere"
+        )
         assert len(self.index) == len(self.entry), "an index entry has no page"
 
     def _take(self) -> int:

@@ -30,31 +30,52 @@ from outrider.sampling.params import SamplingParams
 def bench(
     engine: Given,
     file: Annotated[
-        Path | None, typer.Argument(help="question.jsonl of Spec-Bench or MT-bench, or text with one prompt a line; without it our own.")
+        Path | None,
+        typer.Argument(
+            help="question.jsonl of Spec-Bench or MT-bench, or text with one prompt a line; without it our own."
+        ),
     ] = None,
-    method: Annotated[list[str] | None, Option("--method", help="Measure this method; may be given several times.")] = None,
+    method: Annotated[
+        list[str] | None, Option("--method", help="Measure this method; may be given several times.")
+    ] = None,
     config: Annotated[
-        list[str] | None, Option("--speculative-config", help="Measure this JSON, or LABEL=JSON; may be given several times.")
+        list[str] | None,
+        Option("--speculative-config", help="Measure this JSON, or LABEL=JSON; may be given several times."),
     ] = None,
-    draft: Annotated[str | None, Option("-md", "--model-draft", help="Measure this model as the draft.")] = None,
-    depth: Annotated[int | None, Option("--draft", "--draft-max", help="Tokens that --method and -md guess ahead.")] = None,
-    peers: Annotated[list[str] | None, Option("--peer", help="Measure this engine too, one request at a time: transformers.")] = None,
+    draft: Annotated[
+        str | None, Option("-md", "--model-draft", help="Measure this model as the draft.")
+    ] = None,
+    depth: Annotated[
+        int | None, Option("--draft", "--draft-max", help="Tokens that --method and -md guess ahead.")
+    ] = None,
+    peers: Annotated[
+        list[str] | None,
+        Option("--peer", help="Measure this engine too, one request at a time: transformers."),
+    ] = None,
     batch_size: Annotated[int, Option("-b", "--batch-size", min=1, help="Requests at once.")] = 1,
-    max_tokens: Annotated[int, Option("-n", "--max-tokens", min=1, help="New tokens a prompt, at most.")] = 128,
+    max_tokens: Annotated[
+        int, Option("-n", "--max-tokens", min=1, help="New tokens a prompt, at most.")
+    ] = 128,
     temperature: Annotated[float, Option("--temperature", "--temp", help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, Option("--top-p", help="As in generate.")] = 1.0,
     seed: Annotated[int, Option("-s", "--seed", help="Of every request.")] = 7,
     ignore_eos: Annotated[bool, Option("--ignore-eos", help="Always write all tokens.")] = False,
-    turns: Annotated[bool, Option("--all-turns", help="Ask every turn, with the answers before it, not only the first.")] = False,
+    turns: Annotated[
+        bool, Option("--all-turns", help="Ask every turn, with the answers before it, not only the first.")
+    ] = False,
     limit: Annotated[int | None, Option("--limit", min=1, help="Prompts of each category, at most.")] = None,
     repeats: Annotated[int, Option("--repeats", min=1, help="Best of so many turns, two runs each.")] = 1,
-    out: Annotated[str | None, Option("--json", help="Append everything as one line to this file; - prints it.")] = None,
+    out: Annotated[
+        str | None, Option("--json", help="Append everything as one line to this file; - prints it.")
+    ] = None,
 ) -> None:
     """Measure methods against plain decoding, by category, with the same prompts and seeds.
 
     Times include the prompts, from an empty prefix cache.  The status is 1 if a method changed a token that it promises to keep.
     """
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, ignore_eos=ignore_eos)
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, ignore_eos=ignore_eos
+    )
     for name in peers or []:
         peer(name)
     sink = opened(out)
@@ -79,7 +100,9 @@ def bench(
         raise typer.Exit(1)
 
 
-def configs_of(methods: Sequence[str], configs: Sequence[str], draft: str | None, depth: int | None) -> dict[str, dict[str, Any] | None]:
+def configs_of(
+    methods: Sequence[str], configs: Sequence[str], draft: str | None, depth: int | None
+) -> dict[str, dict[str, Any] | None]:
     """Label -> speculative_config, plain decoding first; each is checked before anything is loaded."""
     levels = {} if depth is None else {"num_speculative_tokens": depth}
     made: dict[str, dict[str, Any] | None] = {PLAIN: None}

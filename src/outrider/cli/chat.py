@@ -33,7 +33,9 @@ def chat(
     speculation: Given,
     sampling: Given,
     system: Annotated[str | None, Option("-sys", "--system-prompt", help="The system message.")] = None,
-    template: Annotated[Path | None, Option("--chat-template-file", help="A Jinja template instead of the model's own.")] = None,
+    template: Annotated[
+        Path | None, Option("--chat-template-file", help="A Jinja template instead of the model's own.")
+    ] = None,
 ) -> None:
     """Talk to a model.  The whole conversation is the prompt of every turn; the prefix cache makes that cheap.
 
@@ -59,12 +61,16 @@ def chat(
 class Talk:
     """A conversation and the figures of its turns."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None = None, template: str | None = None) -> None:
+    def __init__(
+        self, llm: LLM, params: SamplingParams, system: str | None = None, template: str | None = None
+    ) -> None:
         self.llm, self.params, self.template = llm, params, template
         self.cached = self.prompt = self.turns = 0
         self.speculation = Speculation()
         self.start(system)
-        render(llm.tokenizer, self.asked("Hello"))  # a model without a chat template is refused before anybody waits
+        render(
+            llm.tokenizer, self.asked("Hello")
+        )  # a model without a chat template is refused before anybody waits
 
     def start(self, system: str | None) -> None:
         self.system = system
@@ -72,10 +78,16 @@ class Talk:
 
     def asked(self, question: str) -> dict[str, Any]:
         """The prompt that puts a question after all that was said."""
-        return {"messages": [*self.history, {"role": "user", "content": question}], "chat_template": self.template}
+        return {
+            "messages": [*self.history, {"role": "user", "content": question}],
+            "chat_template": self.template,
+        }
 
     def add(self, question: str, output: RequestOutput) -> None:
-        self.history += [{"role": "user", "content": question}, {"role": "assistant", "content": output.outputs[0].text}]
+        self.history += [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": output.outputs[0].text},
+        ]
         self.turns += 1
         self.cached += output.num_cached_tokens or 0
         self.prompt += len(output.prompt_token_ids)

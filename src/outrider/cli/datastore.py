@@ -11,7 +11,9 @@ from rich.progress import Progress
 
 CORPORA = ".txt, .md, .py, .jsonl (a text or ids a line), .npy (ids), or folders of such."
 
-app = typer.Typer(no_args_is_help=True, help="Corpora to guess from, for the method that looks its guesses up there.")
+app = typer.Typer(
+    no_args_is_help=True, help="Corpora to guess from, for the method that looks its guesses up there."
+)
 
 
 @app.callback()
@@ -39,5 +41,11 @@ def build(
             bar.update(tasks[what], completed=done, total=total)
 
         run(inputs, output, checkpoint.tokenizer, checkpoint.spec.vocabulary, tick)
-    Console().print(f"{output}: {Path(output).expanduser().stat().st_size:,} bytes.  Use it: --method datastore with")
-    Console().print(f'--speculative-config \'{{"method": "datastore", "datastore": "{output}"}}\'', soft_wrap=True, markup=False)
+    Console().print(
+        f"{output}: {Path(output).expanduser().stat().st_size:,} bytes.  Use it: --method datastore with"
+    )
+    Console().print(
+        f'--speculative-config \'{{"method": "datastore", "datastore": "{output}"}}\'',
+        soft_wrap=True,
+        markup=False,
+    )

@@ -40,10 +40,19 @@ class Flag:
     def parameter(self, panel: str) -> inspect.Parameter:
         metavar = {int: "N", float: "X", str: "TEXT"}.get(self.kind)
         option = typer.Option(
-            *self.names.split(), help=self.help, rich_help_panel=panel, metavar=metavar, show_default=self.default is not None
+            *self.names.split(),
+            help=self.help,
+            rich_help_panel=panel,
+            metavar=metavar,
+            show_default=self.default is not None,
         )
         kind = self.kind if self.default is not None else self.kind | None
-        return inspect.Parameter(self.word, inspect.Parameter.KEYWORD_ONLY, default=self.default, annotation=Annotated[kind, option])
+        return inspect.Parameter(
+            self.word,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=self.default,
+            annotation=Annotated[kind, option],
+        )
 
 
 def _unless_negative(value: int) -> int | None:
@@ -64,7 +73,10 @@ ENGINE = (
     Flag("kv_cache_dtype", str, "--kv-cache-dtype", "auto or int8, for target and draft."),
     Flag("device", str, "--device", "auto, cpu, cuda, cuda:1 or mps."),
     Flag(
-        "gpu_layers", int, "--gpu-layers -ngl", "So many of the last layers on the GPU, the rest on the CPU; without it all on the device."
+        "gpu_layers",
+        int,
+        "--gpu-layers -ngl",
+        "So many of the last layers on the GPU, the rest on the CPU; without it all on the device.",
     ),
     Flag("tokenizer", str, "--tokenizer", "Folder or hub id, where the model has no tokenizer of its own."),
     Flag("revision", str, "--revision", "Branch, tag or commit on the hub."),
@@ -93,7 +105,9 @@ SAMPLING = (
     Flag("ignore_eos", bool, "--ignore-eos", "Go on past the end-of-sequence token.", False),
     Flag("stop", list[str], "--reverse-prompt -r", "Stop at this text; may be given several times.", read=lambda texts: texts or None),
 )  # fmt: skip
-FORM = tuple(flag for flag in ENGINE if flag.field not in ("model", "tokenizer", "threads", "gpu_layers"))  # what decides about memory
+FORM = tuple(
+    flag for flag in ENGINE if flag.field not in ("model", "tokenizer", "threads", "gpu_layers")
+)  # what decides about memory
 GROUPS = {
     "engine": (ENGINE, "Model"),
     "form": (FORM, "Model"),
@@ -149,7 +163,9 @@ def parsed(text: str) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"speculative_config {text!r} is no JSON: {error}.") from error
     if not isinstance(config, dict):
-        raise ConfigError(f'speculative_config must be an object such as {{"method": "ngram"}}, got {text!r}.')
+        raise ConfigError(
+            f'speculative_config must be an object such as {{"method": "ngram"}}, got {text!r}.'
+        )
     return config
 
 

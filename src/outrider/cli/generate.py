@@ -30,7 +30,9 @@ def generate(
     speculation: Given,
     sampling: Given,
     prompt: Annotated[str | None, Option("-p", "--prompt", help="The text to go on with.")] = None,
-    file: Annotated[str | None, Option("-f", "--file", help="Read the prompt from a file; - is standard input.")] = None,
+    file: Annotated[
+        str | None, Option("-f", "--file", help="Read the prompt from a file; - is standard input.")
+    ] = None,
     escape: Annotated[bool, Option("-e", "--escape", help=r"Read \n, \t, \xHH … in the prompt.")] = False,
     display_prompt: Annotated[bool, Option(" /--no-display-prompt", help="Do not print the prompt.")] = True,
     perf: Annotated[bool, Option(" /--no-perf", help="Do not print the figures.")] = True,
@@ -90,7 +92,9 @@ def interruptible() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-def say(llm: LLM, prompt: Prompt, params: SamplingParams, shown: str = "") -> tuple[RequestOutput | None, bool]:
+def say(
+    llm: LLM, prompt: Prompt, params: SamplingParams, shown: str = ""
+) -> tuple[RequestOutput | None, bool]:
     """Prints `shown`, then the answer as it comes.  Returns the last output and whether Ctrl-C ended it."""
     last: RequestOutput | None = None
     done = 0

@@ -24,7 +24,10 @@ from outrider.errors import OutriderError
 def models(
     form: Given,
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[NAME|FOLDER|FILE]…", help="Without any: the built-in ones and the hub's cache.")
+        list[str] | None,
+        typer.Argument(
+            metavar="[NAME|FOLDER|FILE]…", help="Without any: the built-in ones and the hub's cache."
+        ),
     ] = None,
     max_num_seqs: Annotated[int, Option("--max-num-seqs", help="Requests at once.")] = 16,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object a model.")] = False,
@@ -55,16 +58,39 @@ def models(
 
 
 def overview(cards: Callable[[str], Iterator[Card | HeadCard | StoreCard]]) -> Table:
-    made = Table("model", "architecture", "weights", "memory", "runs on", title="Models at hand", title_justify="left", title_style="bold")
+    made = Table(
+        "model",
+        "architecture",
+        "weights",
+        "memory",
+        "runs on",
+        title="Models at hand",
+        title_justify="left",
+        title_style="bold",
+    )
     for name in known():
         try:
             for card in cards(name):
                 if isinstance(card, Card):
-                    made.add_row(name, card.architecture, _count(card.parameters), _bytes(card.total_bytes), card.refused or card.runs_on)
+                    made.add_row(
+                        name,
+                        card.architecture,
+                        _count(card.parameters),
+                        _bytes(card.total_bytes),
+                        card.refused or card.runs_on,
+                    )
                 elif isinstance(card, StoreCard):
-                    made.add_row(name, "datastore", f"{_count(card.tokens)} tokens", _bytes(card.bytes), "its target")
+                    made.add_row(
+                        name, "datastore", f"{_count(card.tokens)} tokens", _bytes(card.bytes), "its target"
+                    )
                 else:
-                    made.add_row(name, f"{card.method} head", _count(card.parameters), _bytes(card.bytes), card.refused or "its target")
+                    made.add_row(
+                        name,
+                        f"{card.method} head",
+                        _count(card.parameters),
+                        _bytes(card.bytes),
+                        card.refused or "its target",
+                    )
         except OutriderError as error:
             made.add_row(name, "", "", "", str(error))
     return made
@@ -74,7 +100,9 @@ def sheet(card: Card) -> Table:
     made = Table(title=card.name, title_justify="left", title_style="bold", show_header=False)
     rows = {
         "architecture": card.architecture,
-        "runs on": f"[bold red]nothing: {card.refused}[/]" if card.refused else f"[green]{card.runs_on}[/], in {card.dtype}",
+        "runs on": f"[bold red]nothing: {card.refused}[/]"
+        if card.refused
+        else f"[green]{card.runs_on}[/], in {card.dtype}",
         "weights": f"{_count(card.parameters)} (stored: {_stored(card)})",
         "shape": f"{card.layers} layers of {card.hidden}, {card.heads} heads, {card.kv_heads} of keys and values",
         "vocabulary": f"{card.vocabulary:,}",
@@ -103,17 +131,22 @@ def part_sheet(card: HeadCard | StoreCard) -> Table:
 def _store_rows(card: StoreCard) -> dict[str, str]:
     return {
         "datastore": f"{card.tokens:,} tokens",
-        "for targets with": f"a vocabulary of {card.vocabulary:,}" + (f", tokenizer {card.tokenizer}" if card.tokenizer else ""),
+        "for targets with": f"a vocabulary of {card.vocabulary:,}"
+        + (f", tokenizer {card.tokenizer}" if card.tokenizer else ""),
         "in the file": _bytes(card.bytes),
     }
 
 
 def _head_rows(card: HeadCard) -> dict[str, str]:
     return {
-        "draft head": f"[bold red]nothing: {card.refused}[/]" if card.refused else f"for method [green]{card.method}[/]",
+        "draft head": f"[bold red]nothing: {card.refused}[/]"
+        if card.refused
+        else f"for method [green]{card.method}[/]",
         "layout": card.layout,
         "heads": str(card.levels or "one, which recurs"),
-        "for targets with": "a hidden size that the file does not tell" if card.hidden is None else f"hidden size {card.hidden}",
+        "for targets with": "a hidden size that the file does not tell"
+        if card.hidden is None
+        else f"hidden size {card.hidden}",
         "draft vocabulary": "the target's" if card.vocabulary is None else f"{card.vocabulary:,}",
         "weights": f"{_count(card.parameters)} (stored: {_stored(card)})",
         "in the file": _bytes(card.bytes),

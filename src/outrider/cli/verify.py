@@ -31,15 +31,29 @@ def verify(
     engine: Given,
     speculation: Given,
     file: Annotated[
-        Path | None, Option("--prompts", help="Text with a prompt a line, or .jsonl as bench takes it; else our own and the model's words.")
+        Path | None,
+        Option(
+            "--prompts",
+            help="Text with a prompt a line, or .jsonl as bench takes it; else our own and the model's words.",
+        ),
     ] = None,
-    minutes: Annotated[float, Option("--minutes", min=0, help="Time for the tests; more of it sees smaller differences.")] = 2.0,
+    minutes: Annotated[
+        float, Option("--minutes", min=0, help="Time for the tests; more of it sees smaller differences.")
+    ] = 2.0,
     batch_size: Annotated[int, Option("-b", "--batch-size", min=2, help="Requests at once, in company.")] = 8,
-    max_tokens: Annotated[int, Option("-n", "--max-tokens", min=1, help="New tokens of the longest texts.")] = 64,
-    samples: Annotated[int, Option("--samples", min=0, help="Texts of each prompt, at least, where laws are tested.")] = 0,
+    max_tokens: Annotated[
+        int, Option("-n", "--max-tokens", min=1, help="New tokens of the longest texts.")
+    ] = 64,
+    samples: Annotated[
+        int, Option("--samples", min=0, help="Texts of each prompt, at least, where laws are tested.")
+    ] = 0,
     seed: Annotated[int, Option("-s", "--seed", min=0, help="Of prompts and texts.")] = 0,
-    expect_lossy: Annotated[bool, Option("--expect-lossy", help="For rules that are not lossless: measure, and do not fail.")] = False,
-    out: Annotated[str | None, Option("--json", help="Append everything as one line to this file; - prints it.")] = None,
+    expect_lossy: Annotated[
+        bool, Option("--expect-lossy", help="For rules that are not lossless: measure, and do not fail.")
+    ] = False,
+    out: Annotated[
+        str | None, Option("--json", help="Append everything as one line to this file; - prints it.")
+    ] = None,
 ) -> None:
     """Prove on your own model that speculation loses nothing: same tokens, same laws, no leaks.
 
@@ -55,7 +69,9 @@ def verify(
         raise ConfigError("--expect-lossy is for rules that are not lossless, and this one is: leave it out.")
     asked = read(file) if file else None
     sink = opened(out)
-    engine.setdefault("max_model_len", min(CONTEXT, Checkpoint.open(engine["model"], engine.get("revision")).spec.context))
+    engine.setdefault(
+        "max_model_len", min(CONTEXT, Checkpoint.open(engine["model"], engine.get("revision")).spec.context)
+    )
     llm = load(engine, max_num_seqs=batch_size)
     fast = llm.variant(config)
     tokens = max(1, min(max_tokens, llm.engine.max_len // 2))
@@ -80,7 +96,9 @@ def verify(
         raise typer.Exit(1)
 
 
-def run(llm: LLM, fast: LLM, passages: Passages, effort: Effort, expect_lossy: bool, console: Console) -> Certificate:
+def run(
+    llm: LLM, fast: LLM, passages: Passages, effort: Effort, expect_lossy: bool, console: Console
+) -> Certificate:
     columns = (TextColumn("{task.description:32}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("Verifying", total=60 * effort.minutes)

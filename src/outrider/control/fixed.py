@@ -36,7 +36,12 @@ class Options:
                 raise ConfigError(f"{name} must be a whole number in {least} … {MOST}, got {value!r}.")
         table = self.num_speculative_tokens_per_batch_size
         for entry in table if isinstance(table, (list, tuple)) else [] if table is None else [table]:
-            good = isinstance(entry, (list, tuple)) and len(entry) == 3 and all(_whole(x, 0) for x in entry) and entry[2] <= MOST
+            good = (
+                isinstance(entry, (list, tuple))
+                and len(entry) == 3
+                and all(_whole(x, 0) for x in entry)
+                and entry[2] <= MOST
+            )
             if not (good and 1 <= entry[0] <= entry[1]):
                 raise ConfigError(
                     "num_speculative_tokens_per_batch_size must be a list of [smallest, largest, levels] with "
@@ -59,7 +64,9 @@ class FixedController:
     @property
     def most(self) -> int:
         """The most levels that any batch size may ask for."""
-        return max([self.depth, *(entry[2] for entry in self.options.num_speculative_tokens_per_batch_size or ())])
+        return max(
+            [self.depth, *(entry[2] for entry in self.options.num_speculative_tokens_per_batch_size or ())]
+        )
 
     def nodes(self, rows: int) -> int:
         """The most guesses that one of so many rows may get."""
@@ -101,7 +108,11 @@ def _within(tree: Guesses, budget: Budget, vocabulary: int) -> Guesses:
         return tree
     depth = {-1: 0}  # of the nodes that stay
     for i, parent in enumerate(tree.parents):
-        fits = len(depth) <= budget.nodes and parent in depth and (depth[parent] < budget.depth or i >= tree.size)
+        fits = (
+            len(depth) <= budget.nodes
+            and parent in depth
+            and (depth[parent] < budget.depth or i >= tree.size)
+        )
         if fits and 0 <= tokens[i] < vocabulary:
             depth[i] = depth[parent] + 1
     return tree if len(depth) > len(tokens) else tree.only([i for i in depth if i >= 0])

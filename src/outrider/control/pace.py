@@ -25,13 +25,18 @@ class Pace:
             return
         if not prompt:
             before = self.plain.get(decoding, seconds)
-            self.plain[decoding] = before + RECENT * (min(seconds, 2 * before) - before)  # one slow step is no new normal
+            self.plain[decoding] = before + RECENT * (
+                min(seconds, 2 * before) - before
+            )  # one slow step is no new normal
             return
         if prompt * 2 < self.chunk:
             return  # the end of a prompt says little
         if not self.plain:
             self.plain[decoding] = seconds  # with the first chunk in it: too long, until one without comes by
-        alone = self.plain.get(decoding) or min((abs(rows - decoding), took) for rows, took in self.plain.items())[1]
+        alone = (
+            self.plain.get(decoding)
+            or min((abs(rows - decoding), took) for rows, took in self.plain.items())[1]
+        )
         each = (seconds - alone) / prompt
         allowed = (PATIENCE - 1) * alone / each if each > 0 else prompt * 2
         self.chunk = max(1, int(min(allowed, self.chunk * 1.5 + 1)))  # shrinks at once, grows step by step

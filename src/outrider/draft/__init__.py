@@ -67,7 +67,9 @@ def _refuse(head: Head) -> None:
     """Raises ModelError for a file that no method claims, and that is no language model, either."""
     if (kind := head.config.get("speculators_model_type")) and "model_type" not in head.config:
         cure = ": give the draft model itself" if kind == "independent" else ""
-        raise ModelError(f"{head.name!r} is of the type {kind!r} of speculators, which no method reads{cure}.")
+        raise ModelError(
+            f"{head.name!r} is of the type {kind!r} of speculators, which no method reads{cure}."
+        )
     judging = [name for name in head if re.fullmatch(r"model\.\d+\.weight", name)]
     if "model.0.linear.weight" in head and any(head.shape(name)[:1] == (2,) for name in judging):
         raise ModelError(

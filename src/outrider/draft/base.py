@@ -36,7 +36,9 @@ def refuse_idle(options: Any, on: bool, switch: str, *names: str) -> None:
     """Raises ConfigError where one of these options is set although what it is about is not `on`."""
     for name in names:
         if not on and getattr(options, name) != getattr(type(options), name):
-            raise ConfigError(f"{name} = {getattr(options, name)!r} has no effect without {switch}: set that too, or leave it out.")
+            raise ConfigError(
+                f"{name} = {getattr(options, name)!r} has no effect without {switch}: set that too, or leave it out."
+            )
 
 
 def refuse_parallel(size: Any) -> None:
@@ -54,13 +56,19 @@ class Drafter:
 
     Options: ClassVar[type[Any]]
     depth: int = 5
-    demo: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # label -> keys: what `outrider demo` shows on the built-in pair
+    demo: ClassVar[
+        Mapping[str, Mapping[str, Any]]
+    ] = {}  # label -> keys: what `outrider demo` shows on the built-in pair
     needs: Needs = Needs()
-    memory: Any = None  # what it keeps from request to request: a measurement puts it back before it repeats a prompt
+    memory: Any = (
+        None  # what it keeps from request to request: a measurement puts it back before it repeats a prompt
+    )
     drawn: bool = False  # the verification rule judges guesses by the laws they were drawn from: draw them, and say those (see Guesses)
     lot: int = 0  # added to the numbers of the nodes that it draws: several drafters of one tree must not share their dice
     slot_bytes: int = 0  # K/V that the drafter keeps for every slot of the target's cache
-    caches: Sequence[Cache] = ()  # allocators of its own, after `allocate`, where its K/V does not lie at the target's slots
+    caches: Sequence[
+        Cache
+    ] = ()  # allocators of its own, after `allocate`, where its K/V does not lie at the target's slots
 
     def __init__(self, options: Any, target: Target) -> None:
         self.options, self.target = options, target

@@ -123,7 +123,9 @@ class Lookahead(Drafter):
         def __post_init__(self) -> None:
             for name, least in (("window_size", 1), ("level", 2), ("guess_set_size", 1)):
                 value = getattr(self, name)
-                if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not least <= value <= 64):
+                if value is not None and (
+                    not isinstance(value, int) or isinstance(value, bool) or not least <= value <= 64
+                ):
                     raise ConfigError(f"{name} must be a whole number in {least} … 64, got {value!r}.")
             if not isinstance(self.pool_from_prompt, bool):
                 raise ConfigError(f"pool_from_prompt must be True or False, got {self.pool_from_prompt!r}.")
@@ -134,7 +136,9 @@ class Lookahead(Drafter):
         self.window, self.level = options.window_size or window, options.level or level
         self.guesses = options.guess_set_size or guesses
         self.depth = self.level - 1
-        self.reach = self.window + self.level - 3  # levels of the deepest probe, which is as many as a new window has tokens
+        self.reach = (
+            self.window + self.level - 3
+        )  # levels of the deepest probe, which is as many as a new window has tokens
         self.memory = Memory(Pool(self.guesses), Belief(self.level))
         self.rows: dict[Row, Known] = {}
 
@@ -150,7 +154,10 @@ class Lookahead(Drafter):
 
     def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
         return Draft(
-            [self._tree(row, batch.end(r), budget) if budget.nodes else NOTHING for r, (row, budget) in enumerate(zip(batch.rows, budgets))]
+            [
+                self._tree(row, batch.end(r), budget) if budget.nodes else NOTHING
+                for r, (row, budget) in enumerate(zip(batch.rows, budgets))
+            ]
         )
 
     def _tree(self, row: Row, end: int, budget: Budget) -> Guesses:

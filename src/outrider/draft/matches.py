@@ -86,7 +86,9 @@ def frequent(
                 made += 1  # of equal ones the first, which is the most recent
                 heapq.heappush(waiting, (-joint * share, made, parent, token, level, share, group))
 
-    open_children(ROOT, 0, 1.0, list(Counter(map(tuple, texts)).items()))  # a text that repeats itself followed itself many times
+    open_children(
+        ROOT, 0, 1.0, list(Counter(map(tuple, texts)).items())
+    )  # a text that repeats itself followed itself many times
     while waiting and len(tree.tokens) < budget.nodes:
         joint, _, parent, token, level, share, group = heapq.heappop(waiting)
         tree.tokens.append(token)
@@ -101,7 +103,9 @@ def frequent(
     return tree, score
 
 
-def _copied(tree: Guesses, text: Sequence[int], nodes: int, belief: Belief, length: int, joint: float, least: float) -> float:
+def _copied(
+    tree: Guesses, text: Sequence[int], nodes: int, belief: Belief, length: int, joint: float, least: float
+) -> float:
     """The rest of a tree of which only one text is left: a chain below its last node.  Returns what it adds to the score."""
     score, values, most = 0.0, belief.values, len(belief.values) - 1
     for token in text[: nodes - len(tree.tokens)]:

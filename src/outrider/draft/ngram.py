@@ -73,7 +73,13 @@ class Ngram(Drafter):
 
         @property
         def shortest(self) -> int:
-            return self.prompt_lookup_min if self.prompt_lookup_min is not None else 1 if self.prompt_lookup_max == 1 else 2
+            return (
+                self.prompt_lookup_min
+                if self.prompt_lookup_min is not None
+                else 1
+                if self.prompt_lookup_max == 1
+                else 2
+            )
 
     def __init__(self, options: Options, target: object = None) -> None:
         self.options = options
@@ -81,7 +87,12 @@ class Ngram(Drafter):
         self.seen: dict[Row, Seen] = {}
 
     def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
-        return Draft([self.after(row, (), budget) if budget.nodes else NOTHING for row, budget in zip(batch.rows, budgets)])
+        return Draft(
+            [
+                self.after(row, (), budget) if budget.nodes else NOTHING
+                for row, budget in zip(batch.rows, budgets)
+            ]
+        )
 
     def after(self, row: Row, said: Sequence[int], budget: Budget) -> Guesses:
         tokens, seen = row.tokens, self.seen.get(row)
@@ -90,7 +101,9 @@ class Ngram(Drafter):
         seen.extend(tokens, self.shortest)
         tokens = [*tokens, *said] if said else tokens
         n, found = seen.find(tokens, self.shortest, self.longest)
-        if n < (self.shortest if seen.credit > 1 else min(UNPROVEN, self.longest) if seen.credit else self.longest):
+        if n < (
+            self.shortest if seen.credit > 1 else min(UNPROVEN, self.longest) if seen.credit else self.longest
+        ):
             return NOTHING
         risk = budget.depth if seen.credit > 1 else min(budget.depth, n - 1) if seen.credit else 1
         return _copy(tokens, found + 1, max(1, risk), 1 - 0.5**n)

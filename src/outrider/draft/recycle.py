@@ -66,7 +66,9 @@ class Recycle(Drafter):
 
         def __post_init__(self) -> None:
             nodes, least = self.nodes, self.min_token_prob
-            if nodes is not None and (not isinstance(nodes, int) or isinstance(nodes, bool) or not 1 <= nodes <= len(PATHS)):
+            if nodes is not None and (
+                not isinstance(nodes, int) or isinstance(nodes, bool) or not 1 <= nodes <= len(PATHS)
+            ):
                 raise ConfigError(f"nodes must be a whole number in 1 … {len(PATHS)}, got {nodes!r}.")
             if not isinstance(least, (int, float)) or isinstance(least, bool) or not 0 <= least <= 1:
                 raise ConfigError(f"min_token_prob must be a number in [0, 1], got {least!r}.")
@@ -86,7 +88,12 @@ class Recycle(Drafter):
 
     def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
         order = self._order() if any(budget.nodes for budget in budgets) else []
-        return Draft([self._guess(row.tokens[-1], order, budget) if budget.nodes else NOTHING for row, budget in zip(batch.rows, budgets)])
+        return Draft(
+            [
+                self._guess(row.tokens[-1], order, budget) if budget.nodes else NOTHING
+                for row, budget in zip(batch.rows, budgets)
+            ]
+        )
 
     def after(self, row: Row, said: Sequence[int], budget: Budget) -> Guesses:
         return self._guess(said[-1] if said else row.tokens[-1], self._order(), budget)

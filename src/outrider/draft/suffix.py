@@ -44,7 +44,10 @@ class Finished:
         if len(self.ends) > self.most:
             index, end = self.ends.popleft()
             index.first = end
-            while self.segments[0] is not self.segments[-1] and self.segments[0].first == self.segments[0].length:
+            while (
+                self.segments[0] is not self.segments[-1]
+                and self.segments[0].first == self.segments[0].length
+            ):
                 self.segments.popleft()
 
 
@@ -84,7 +87,11 @@ class Suffix(Drafter):
         def __post_init__(self) -> None:
             def need(name: str, kinds: type | tuple[type, ...], good: Any, what: str) -> None:
                 value = getattr(self, f"suffix_decoding_{name}")
-                if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool) or not good(value):
+                if (
+                    not isinstance(value, kinds)
+                    or (isinstance(value, bool) and kinds is not bool)
+                    or not good(value)
+                ):
                     raise ConfigError(f"suffix_decoding_{name} must be {what}, got {value!r}.")
 
             need("max_tree_depth", int, lambda x: 2 <= x <= 1024, "a whole number in 2 … 1024")
@@ -96,14 +103,21 @@ class Suffix(Drafter):
     def __init__(self, options: Options, target: Target) -> None:
         super().__init__(options, target)
         whole, self.factor = options.suffix_decoding_max_tree_depth, options.suffix_decoding_max_spec_factor
-        self.depth = max(1, int(whole * self.factor / (1 + self.factor)))  # as many guesses as a match that long would earn
+        self.depth = max(
+            1, int(whole * self.factor / (1 + self.factor))
+        )  # as many guesses as a match that long would earn
         self.longest = whole - 1
         self.siblings = 64 if options.suffix_decoding_use_tree_spec else 1
         self.memory = Finished(options.suffix_decoding_max_cached_requests)
         self.rows: dict[Row, Known] = {}
 
     def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
-        return Draft([self.after(row, (), budget) if budget.nodes else NOTHING for row, budget in zip(batch.rows, budgets)])
+        return Draft(
+            [
+                self.after(row, (), budget) if budget.nodes else NOTHING
+                for row, budget in zip(batch.rows, budgets)
+            ]
+        )
 
     def after(self, row: Row, said: Sequence[int], budget: Budget) -> Guesses:
         known = self.rows.get(row)
@@ -139,7 +153,9 @@ class Suffix(Drafter):
                 continue
             agreeing = [text for agreed, text in texts if agreed >= length]
             room = Budget(min(budget.depth, nodes), nodes)
-            tree, score = frequent(agreeing, room, belief, length, self.options.suffix_decoding_min_token_prob, self.siblings)
+            tree, score = frequent(
+                agreeing, room, belief, length, self.options.suffix_decoding_min_token_prob, self.siblings
+            )
             if score > best.score:
                 best = Best(tree, score, length)
         return best

@@ -27,13 +27,18 @@ from outrider.sampling.noise import mix
 from outrider.types import ROOT, Batch, Budget, Commit, Draft, Guesses, Needs, Row, Verdict
 
 LEVELS = "num_speculative_tokens"
-FIRST_DRAW, NEXT_DRAW = 0.7, 0.3  # how likely the first of drawn siblings is right, and each further one over the one before
+FIRST_DRAW, NEXT_DRAW = (
+    0.7,
+    0.3,
+)  # how likely the first of drawn siblings is right, and each further one over the one before
 
 
 def read(config: Any) -> tuple[type[Drafter], Any, int | None]:
     """(method, its options, levels) of one of `drafters`."""
     if not isinstance(config, Mapping) or not {"method", "model"} & config.keys():
-        raise ConfigError(f"each of 'drafters' must be a dict with a 'method' or a draft 'model', got {config!r}.")
+        raise ConfigError(
+            f"each of 'drafters' must be a dict with a 'method' or a draft 'model', got {config!r}."
+        )
     given = dict(config)
     name, levels = given.pop("method", None), given.pop(LEVELS, None)
     name = draft.detect(given["model"], given.get("revision")) if name is None else name
@@ -41,7 +46,9 @@ def read(config: Any) -> tuple[type[Drafter], Any, int | None]:
     known = {option.name for option in fields(method.Options)}
     for key in given:
         if key not in known:
-            raise ConfigError(unknown(f"key of method {name!r} in 'drafters'", key, {"method", LEVELS, *known}))
+            raise ConfigError(
+                unknown(f"key of method {name!r} in 'drafters'", key, {"method", LEVELS, *known})
+            )
     if levels is not None and (not isinstance(levels, int) or isinstance(levels, bool) or levels < 1):
         raise ConfigError(f"{LEVELS} must be a whole number of at least 1, got {levels!r}.")
     return method, method.Options(**given), levels
@@ -56,7 +63,9 @@ class Merged:
 
 
 class Union(Drafter):
-    demo: ClassVar = {"n-gram with recycling": {"drafters": [{"method": "ngram"}, {"method": "recycle"}], "nodes": 8}}
+    demo: ClassVar = {
+        "n-gram with recycling": {"drafters": [{"method": "ngram"}, {"method": "recycle"}], "nodes": 8}
+    }
 
     @dataclass(frozen=True)
     class Options:
@@ -72,7 +81,9 @@ class Union(Drafter):
                 raise ConfigError(f"drafters must be a list of dicts with a 'method', got {self.drafters!r}.")
             for config in self.drafters:
                 read(config)
-            if self.nodes is not None and (not isinstance(self.nodes, int) or isinstance(self.nodes, bool) or self.nodes < 1):
+            if self.nodes is not None and (
+                not isinstance(self.nodes, int) or isinstance(self.nodes, bool) or self.nodes < 1
+            ):
                 raise ConfigError(f"nodes must be a whole number of at least 1, got {self.nodes!r}.")
 
     def __init__(self, options: Any, target: Target, drafters: Sequence[Drafter] = ()) -> None:
@@ -147,7 +158,10 @@ class Union(Drafter):
     def _ask(self, i: int, batch: Batch, budgets: list[Budget]) -> Draft:
         """What drafter i says within its own levels and nodes."""
         drafter, levels = self.drafters[i], self.levels[i]
-        own = [Budget(depth := min(b.depth, levels), min(b.nodes, drafter.size(depth))) if b.nodes else b for b in budgets]
+        own = [
+            Budget(depth := min(b.depth, levels), min(b.nodes, drafter.size(depth))) if b.nodes else b
+            for b in budgets
+        ]
         return drafter.propose(batch, own)
 
     def _merge(self, budgets: list[Budget]) -> Draft:
@@ -158,7 +172,10 @@ class Union(Drafter):
     def observe(self, commit: Commit) -> None:
         alive = [survivors(merged.tree, tree) for merged, tree in zip(self.merged, commit.draft.trees)]
         for k, drafter in enumerate(self.drafters):
-            where = [{i: now[node] for i, node in merged.where[k].items() if node in now} for merged, now in zip(self.merged, alive)]
+            where = [
+                {i: now[node] for i, node in merged.where[k].items() if node in now}
+                for merged, now in zip(self.merged, alive)
+            ]
             drafter.observe(part(commit, self.drafts[k], where, drafter.needs.topk))
 
     def forget(self, row: Row, reason: str) -> None:
@@ -174,7 +191,10 @@ def merge(trees: Sequence[Guesses], nodes: int) -> Merged:
     speaking = [k for k, tree in enumerate(trees) if tree.tokens]
     if len(speaking) == 1 and len(trees[speaking[0]].tokens) <= nodes:
         tree = trees[speaking[0]]
-        return Merged(tree, [{i: i for i in range(len(tree.tokens))} if k in speaking else {} for k in range(len(trees))])
+        return Merged(
+            tree,
+            [{i: i for i in range(len(tree.tokens))} if k in speaking else {} for k in range(len(trees))],
+        )
     if len({tree.repeats for tree in trees if tree.laws}) > 1:
         trees = [independent(tree) for tree in trees]
     growing = _Merging()
@@ -195,7 +215,9 @@ class _Node:
     law: int
     owners: list[tuple[int, int]]
     children: list[_Node] = field(default_factory=list)
-    chosen: dict[int, _Node] = field(default_factory=dict)  # those of `children` that were chosen, by their token
+    chosen: dict[int, _Node] = field(
+        default_factory=dict
+    )  # those of `children` that were chosen, by their token
     draws: Counter[int] = field(default_factory=Counter)  # law -> how many of `children` were drawn from it
 
 
@@ -260,7 +282,9 @@ class _Merging:
     def probe(self, tree: Guesses, where: dict[int, int], nodes: int) -> None:
         """Appends the probes of a tree, all or none."""
         made, probes = self.made, range(tree.size, len(tree.tokens))
-        rooted = all(parent in where or parent == ROOT or parent >= tree.size for parent in tree.parents[tree.size :])
+        rooted = all(
+            parent in where or parent == ROOT or parent >= tree.size for parent in tree.parents[tree.size :]
+        )
         if not probes or not rooted or len(made.tokens) + len(probes) > nodes:
             return
         for i in probes:
@@ -278,7 +302,9 @@ def independent(tree: Guesses) -> Guesses:
         return tree
     laws: list[Tensor] = []
     law_of: list[int] = []
-    left: dict[tuple[int, int], Tensor] = {}  # several parents may have one law, and draw from it each for itself
+    left: dict[
+        tuple[int, int], Tensor
+    ] = {}  # several parents may have one law, and draw from it each for itself
     for token, parent, law in zip(tree.tokens, tree.parents, tree.law_of):
         if law >= 0:
             laws.append(left.get((parent, law), tree.laws[law]))
@@ -293,7 +319,10 @@ def survivors(before: Guesses, after: Guesses) -> dict[int, int]:
         return {i: i for i in range(len(before.tokens))}
     place, at = {ROOT: ROOT}, 0
     for i, parent in enumerate(before.parents):
-        same = at < len(after.tokens) and (before.tokens[i], place.get(parent)) == (after.tokens[at], after.parents[at])
+        same = at < len(after.tokens) and (before.tokens[i], place.get(parent)) == (
+            after.tokens[at],
+            after.parents[at],
+        )
         if same and (i < before.size) == (at < after.size) and before.law(i) is after.law(at):
             place[i] = at
             at += 1
@@ -316,5 +345,7 @@ def part(commit: Commit, own: Draft, where: Sequence[dict[int, int]], topk: int)
         accepted.append([mine[node] for node in commit.verdict.nodes[r] if node in mine])
         if topk:
             seen = commit.topk[r]
-            best.append([seen[1 + node][:topk] for node in (ROOT, *(theirs[i] for i in keep))] if seen else [])
+            best.append(
+                [seen[1 + node][:topk] for node in (ROOT, *(theirs[i] for i in keep))] if seen else []
+            )
     return commit._replace(draft=Draft(trees), verdict=Verdict(accepted, commit.verdict.tokens), topk=best)

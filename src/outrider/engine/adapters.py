@@ -15,8 +15,12 @@ from outrider.types import LoRARequest
 class Adapters:
     def __init__(self, decoder: Decoder, most: int, max_rank: int) -> None:
         self.decoder, self.most, self.max_rank = decoder, most, max_rank
-        self.known: dict[int, tuple[LoRARequest, PeftAdapter]] = {}  # for good: the prefix index knows adapters by their ids
-        self.loaded: OrderedDict[int, Any] = OrderedDict()  # id -> its weights as the kernels packed them, oldest use first
+        self.known: dict[
+            int, tuple[LoRARequest, PeftAdapter]
+        ] = {}  # for good: the prefix index knows adapters by their ids
+        self.loaded: OrderedDict[int, Any] = (
+            OrderedDict()
+        )  # id -> its weights as the kernels packed them, oldest use first
 
     def check(self, wanted: LoRARequest) -> None:
         """Raises RequestError where the adapter does not fit this model, or its id stands for another one."""

@@ -45,23 +45,38 @@ class Engine:
     def __init__(self, options: EngineOptions, speculation: SpeculativeOptions) -> None:
         self.options = options
         self.checkpoint = Checkpoint.open(options.model, options.revision, options.trust_remote_code)
-        self.ending = self.checkpoint.ending  # read now: a corrupt file is found while loading, not while answering
+        self.ending = (
+            self.checkpoint.ending
+        )  # read now: a corrupt file is found while loading, not while answering
         self.device = pick_device(options.device)
         context = self.checkpoint.spec.context
         self.max_len = min(options.max_model_len or context, context)
         if options.max_model_len and options.max_model_len > context:
-            raise ConfigError(f"max_model_len {options.max_model_len} exceeds the {context} positions of {options.model!r}.")
+            raise ConfigError(
+                f"max_model_len {options.max_model_len} exceeds the {context} positions of {options.model!r}."
+            )
         dtype = self.checkpoint.dtype(options.dtype, self.device)
         where = place(self.checkpoint.spec.layers, self.device, options.gpu_layers)
-        self.decoder = model.load(self.checkpoint, dtype, self.device, self.max_len, options.quantization, options.kv_cache_dtype, where)
+        self.decoder = model.load(
+            self.checkpoint,
+            dtype,
+            self.device,
+            self.max_len,
+            options.quantization,
+            options.kv_cache_dtype,
+            where,
+        )
         self.exact = self.decoder.exact and bit_exact(self.decoder)
         if not self.exact:
             log.warning(
-                "on %s the same text with and without speculation is likely but not promised bit for bit", self.decoder.kernels.name
+                "on %s the same text with and without speculation is likely but not promised bit for bit",
+                self.decoder.kernels.name,
             )
         self.adapters = self._adapters() if options.enable_lora else None
         self.sampler = Sampler(self.decoder.kernels)
-        self.target = Target(self.decoder, self.checkpoint, self.sampler, self.checkpoint.spec.vocabulary, self.max_len)
+        self.target = Target(
+            self.decoder, self.checkpoint, self.sampler, self.checkpoint.spec.vocabulary, self.max_len
+        )
         self.use(speculation.method(speculation.options, self.target), speculation)
 
     def use(self, drafter: Drafter, speculation: SpeculativeOptions) -> None:
@@ -70,8 +85,12 @@ class Engine:
         most = drafter.size(controller.most)
         if most > controller.most and not speculation.rule.branches:
             trees = ", ".join(name for name, rule in rules().items() if rule.branches and rule.lossless)
-            rule, method = (type(thing).__module__.rpartition(".")[2] for thing in (speculation.rule, drafter))
-            raise ConfigError(f'verification "{rule}" judges chains, and "{method}" guesses trees here: choose one of {trees}.')
+            rule, method = (
+                type(thing).__module__.rpartition(".")[2] for thing in (speculation.rule, drafter)
+            )
+            raise ConfigError(
+                f'verification "{rule}" judges chains, and "{method}" guesses trees here: choose one of {trees}.'
+            )
         drafter.drawn = speculation.rule.drawn
         pages = self._pages(self.decoder.footprint + drafter.footprint(self.decoder.device), most)
         cache = Cache(pages, self.max_len + most + PAGE, self.options.enable_prefix_caching)
@@ -99,7 +118,9 @@ class Engine:
 
     def _adapters(self) -> Adapters:
         if not isinstance(self.decoder, Decoder):
-            raise ConfigError(f"enable_lora is for {', '.join(FAMILIES)}, not for {self.checkpoint.spec.architecture}: leave it out.")
+            raise ConfigError(
+                f"enable_lora is for {', '.join(FAMILIES)}, not for {self.checkpoint.spec.architecture}: leave it out."
+            )
         return Adapters(self.decoder, self.options.max_loras, self.options.max_lora_rank)
 
     def step(self) -> list[Row]:
@@ -131,7 +152,9 @@ class Engine:
 
     def _commit(self, batch: Batch, draft: Draft, verdict: Verdict, seen: Seen) -> Commit:
         starts, tokens, now, lossless = [], [], time.perf_counter(), self.rule.lossless
-        for row, start, known, tree, nodes, said in zip(batch.rows, batch.starts, batch.known, draft.trees, verdict.nodes, verdict.tokens):
+        for row, start, known, tree, nodes, said in zip(
+            batch.rows, batch.starts, batch.known, draft.trees, verdict.nodes, verdict.tokens
+        ):
             starts.append(start + 1)
             tokens.append(row.tokens[start + 1 : start + known] + said)
             if said:
@@ -141,7 +164,9 @@ class Engine:
                 row.lossless = lossless
                 row.arrivals += [now] * len(said)
         topk = seen.topk(draft) if seen.needs.topk else []
-        return Commit(batch, starts, tokens, draft, verdict, topk, seen.states(verdict) if seen.kept else NO_STATES)
+        return Commit(
+            batch, starts, tokens, draft, verdict, topk, seen.states(verdict) if seen.kept else NO_STATES
+        )
 
     def _finish(self, commit: Commit) -> list[Row]:
         """Rows that emitted or failed; those that ended leave the engine."""
@@ -150,7 +175,9 @@ class Engine:
                 if row.error is None:
                     self.scheduler.share(row)  # with what the drafter has read since they were entered
                 self.scheduler.retire(row)
-        return commit.batch.failed + [row for row, tokens in zip(commit.batch.rows, commit.verdict.tokens) if tokens or row.error]
+        return commit.batch.failed + [
+            row for row, tokens in zip(commit.batch.rows, commit.verdict.tokens) if tokens or row.error
+        ]
 
     def add(self, row: Row) -> None:
         self.scheduler.add(row)
@@ -185,14 +212,20 @@ class Engine:
         """Proves that no slot is lost or owned twice; with nothing in flight, that none is owned at all."""
         for cache in self.caches:
             cache.check()
-            assert self.busy or (not cache.tables and cache.available == cache.pages), "a finished row still holds pages"
+            assert self.busy or (not cache.tables and cache.available == cache.pages), (
+                "a finished row still holds pages"
+            )
 
     def _pages(self, memory: Counter[torch.device], guesses: int) -> int:
         """How many pages the K/V memory holds.  Raises CapacityError if not even one full request fits."""
         one = -(-self.max_len // PAGE)  # guesses take what is free: they need no room of their own
         wanted = -(-(self.max_len + guesses) // PAGE) * self.options.max_num_seqs
         given, share = self.options.kv_cache_memory_bytes, self.options.gpu_memory_utilization
-        rooms = [(given, memory.total())] if given else [(free_memory(device, share), size) for device, size in memory.items()]
+        rooms = (
+            [(given, memory.total())]
+            if given
+            else [(free_memory(device, share), size) for device, size in memory.items()]
+        )
         limit, slot_bytes = min(rooms, key=lambda room: room[0] / room[1])
         pages = limit // (slot_bytes * PAGE)
         if given is None:

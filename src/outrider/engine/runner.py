@@ -61,12 +61,19 @@ class Seen:
         """What `Commit.topk` says."""
         best = self.sampler.best(self.logits, self.needs.topk)
         sizes = draft.sizes
-        return [best[self.at(r, ROOT) : self.at(r, sizes[r])] if r in self.roots else [] for r in range(len(self.batch))]
+        return [
+            best[self.at(r, ROOT) : self.at(r, sizes[r])] if r in self.roots else []
+            for r in range(len(self.batch))
+        ]
 
     def states(self, verdict: Verdict) -> States:
         """What `Commit.states` says."""
         return States(
-            self.kept, [[*range(first, end), *(end + i for i in nodes)] for (first, end), nodes in zip(self.spans, verdict.nodes)]
+            self.kept,
+            [
+                [*range(first, end), *(end + i for i in nodes)]
+                for (first, end), nodes in zip(self.spans, verdict.nodes)
+            ],
         )
 
     def record(self, verdict: Verdict) -> None:
@@ -76,7 +83,9 @@ class Seen:
                 continue
             del row.logprobs.sampled[len(row.tokens) - row.prompt :]  # of a step that was interrupted
             for i, (node, token) in enumerate(zip([ROOT, *verdict.nodes[r]], verdict.tokens[r])):
-                values = self.sampler.values(row, verdict.tokens[r][:i], self.logits[self.at(r, node)], row.logprobs.mode)
+                values = self.sampler.values(
+                    row, verdict.tokens[r][:i], self.logits[self.at(r, node)], row.logprobs.mode
+                )
                 row.logprobs.add(token, values)
 
 
@@ -93,7 +102,9 @@ class Runner:
         trees = self.decoder.kernels.trees()
         asking: list[tuple[int, int]] = []
         spans: list[tuple[int, int]] = []  # where the tokens of each row begin, and its guesses
-        for r, (row, start, known, guesses) in enumerate(zip(batch.rows, batch.starts, batch.known, draft.trees)):
+        for r, (row, start, known, guesses) in enumerate(
+            zip(batch.rows, batch.starts, batch.known, draft.trees)
+        ):
             first = plan.length
             end = first + known
             add_row(plan, row, start, start + known, guesses)
@@ -117,7 +128,13 @@ class Runner:
         return Seen(batch, logits, roots, self.sampler, needs, kept, spans, trees.read())
 
     def _read(
-        self, plan: Plan, wanted: list[int], kept: dict[int, Tensor], trees: Trees, resume: Resume | None, spans: list[tuple[int, int]]
+        self,
+        plan: Plan,
+        wanted: list[int],
+        kept: dict[int, Tensor],
+        trees: Trees,
+        resume: Resume | None,
+        spans: list[tuple[int, int]],
     ) -> Tensor:
         """Where a drafter has computed the lower layers of some rows, only the others go through these, unless somebody wants to see what
         enters a layer."""
@@ -131,8 +148,12 @@ class Runner:
         x = resume.states.new_empty(plan.length, resume.states.shape[1])
         x[done] = resume.states
         if rest:
-            x[rest] = self.decoder.forward(plan.only(rest).build(), self.pool, self.decoder.between(0, resume.layer))
-        return self.decoder.forward(plan, self.pool, self.decoder.between(resume.layer, self.decoder.spec.layers), x)
+            x[rest] = self.decoder.forward(
+                plan.only(rest).build(), self.pool, self.decoder.between(0, resume.layer)
+            )
+        return self.decoder.forward(
+            plan, self.pool, self.decoder.between(resume.layer, self.decoder.spec.layers), x
+        )
 
     def _score(self, row: Row, states: Tensor, first: int, start: int, end: int) -> None:
         """Log-probabilities of the prompt's tokens that its positions start … end - 1 predict; that of `start` is row `first` of what the
@@ -145,7 +166,10 @@ class Runner:
         todo = range(len(kept.prompt) - 1, min(end, row.prompt - 1))
         assert not todo or todo.start >= start, "positions whose logits are wanted were not computed"
         for places in (todo[i : i + SLICE] for i in range(0, len(todo), SLICE)):
-            for p, logits in zip(places, self.decoder.head_logits(states[first + places.start - start : first + places.stop - start])):
+            for p, logits in zip(
+                places,
+                self.decoder.head_logits(states[first + places.start - start : first + places.stop - start]),
+            ):
                 values = self.sampler.values(row, (), logits, kept.mode.replace("processed", "raw"))
                 kept.add_prompt(row.tokens[p + 1], values)
 

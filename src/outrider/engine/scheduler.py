@@ -80,7 +80,9 @@ class Scheduler:
 
     def _left(self, decodes: int, guessing: int) -> int:
         """How many tokens of prompts a step has room for beside so many rows that decode, some of which guess."""
-        share = min(guessing * self.guesses(len(self.running)), (self.tokens - decodes) // 2)  # prompts keep at least as much
+        share = min(
+            guessing * self.guesses(len(self.running)), (self.tokens - decodes) // 2
+        )  # prompts keep at least as much
         left = self.tokens - decodes - share
         return min(left, self.chunk()) if decodes else left
 
@@ -97,7 +99,9 @@ class Scheduler:
             if nodes and not _reaches(row, end + nodes) and not self.cache.reserve(row.table, end + nodes):
                 nodes = min(nodes, row.table.room - end)
             batch.nodes.append(nodes)
-            granted.append(budget if budget.depth <= nodes == budget.nodes else Budget(min(budget.depth, nodes), nodes))
+            granted.append(
+                budget if budget.depth <= nodes == budget.nodes else Budget(min(budget.depth, nodes), nodes)
+            )
         return granted
 
     def clip(self, batch: Batch, verdict: Verdict) -> Verdict:
@@ -128,7 +132,9 @@ class Scheduler:
             self.cache.pools[0].move(sources, targets)
         for row, start, known, nodes in zip(batch.rows, batch.starts, batch.known, verdict.nodes):
             assert row.table is not None
-            row.computed = start + known + len(nodes)  # only now: what a step that is interrupted before has moved is computed again
+            row.computed = (
+                start + known + len(nodes)
+            )  # only now: what a step that is interrupted before has moved is computed again
             length, table = max(len(row.tokens), row.computed), row.table
             if _reaches(row, length + PAGE):
                 self.cache.shrink(table, length)
@@ -163,7 +169,9 @@ class Scheduler:
         if fresh and row.params.stop and len(row.tokens) - row.prompt >= row.params.min_tokens:
             found = find_stop(text.text, len(fresh), tuple(row.params.stop))
             if found:
-                text.text = text.text[: found[0] + (len(found[1]) if row.params.include_stop_str_in_output else 0)]
+                text.text = text.text[
+                    : found[0] + (len(found[1]) if row.params.include_stop_str_in_output else 0)
+                ]
                 row.finish_reason, row.stop_reason = "stop", found[1]
 
     def _room(self, row: Row, length: int) -> bool:
@@ -214,7 +222,9 @@ class Scheduler:
         """Gives the row its adapter.  False where too many others are in use, or, with an error, where it cannot be read."""
         assert self.adapters is not None
         try:
-            row.adapter = self.adapters.take(lora, {other.lora.lora_int_id for other in self.running if other.lora})
+            row.adapter = self.adapters.take(
+                lora, {other.lora.lora_int_id for other in self.running if other.lora}
+            )
         except RequestError as error:
             row.error, row.finish_reason = error, "error"
         return row.adapter is not None

@@ -26,7 +26,11 @@ class Conversation:
 
 def conversations(messages: Messages | Sequence[Messages]) -> Sequence[Messages]:
     """One conversation or a list of them, as a list."""
-    several = isinstance(messages, Sequence) and messages and all(isinstance(inner, (list, tuple)) for inner in messages)
+    several = (
+        isinstance(messages, Sequence)
+        and messages
+        and all(isinstance(inner, (list, tuple)) for inner in messages)
+    )
     return messages if several else [messages]  # type: ignore[return-value, list-item]
 
 
@@ -43,9 +47,13 @@ def render(tokenizer: Any, prompt: Mapping[str, Any]) -> dict[str, Any]:
     if tokenizer is None:
         raise RequestError("messages need a tokenizer, and the checkpoint has none: pass LLM(tokenizer=…).")
     if given.chat_template is None and not getattr(tokenizer, "chat_template", None):
-        raise RequestError("the tokenizer has no chat template: pass chat_template=…, or write the prompt yourself and use generate.")
+        raise RequestError(
+            "the tokenizer has no chat template: pass chat_template=…, or write the prompt yourself and use generate."
+        )
     if given.add_generation_prompt and given.continue_final_message:
-        raise RequestError("continue_final_message goes on with the last message: set add_generation_prompt=False with it.")
+        raise RequestError(
+            "continue_final_message goes on with the last message: set add_generation_prompt=False with it."
+        )
     conversation = [_message(given.messages, i) for i in range(_count(given.messages))]
     try:
         text: str = tokenizer.apply_chat_template(
@@ -57,14 +65,19 @@ def render(tokenizer: Any, prompt: Mapping[str, Any]) -> dict[str, Any]:
             tokenize=False,
             **(given.chat_template_kwargs or {}),
         )
-        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False, verbose=False)}
+        return {
+            "prompt": text,
+            "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False, verbose=False),
+        }
     except Exception as error:  # a template is a program: it can raise anything
         raise RequestError(f"the chat template cannot take these messages: {error}") from error
 
 
 def _count(messages: Messages) -> int:
     if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
-        raise RequestError(f'messages must be a list such as [{{"role": "user", "content": "…"}}], got {messages!r}.')
+        raise RequestError(
+            f'messages must be a list such as [{{"role": "user", "content": "…"}}], got {messages!r}.'
+        )
     if not messages:
         raise RequestError("the conversation is empty: it must have at least one message.")
     return len(messages)
@@ -77,7 +90,9 @@ def _message(messages: Messages, i: int) -> dict[str, Any]:
         raise RequestError(f'message {i} must be {{"role": …, "content": …}}, got {given!r}.')
     made = dict(given)
     if not isinstance(made.get("role"), str):
-        raise RequestError(f"message {i} needs a role such as 'user', 'assistant' or 'system', got {made.get('role')!r}.")
+        raise RequestError(
+            f"message {i} needs a role such as 'user', 'assistant' or 'system', got {made.get('role')!r}."
+        )
     made["content"] = _content(made.get("content"), i, optional=bool(made.get("tool_calls")))
     if made.get("tool_calls"):
         made["tool_calls"] = [_call(call, i) for call in made["tool_calls"]]
@@ -89,9 +104,14 @@ def _content(given: Any, i: int, optional: bool) -> str | None:
     if isinstance(given, str) or (given is None and optional):
         return given
     parts = given if isinstance(given, (list, tuple)) else [given]
-    texts: list[Any] = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in parts]
+    texts: list[Any] = [
+        part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+        for part in parts
+    ]
     if not texts or not all(isinstance(text, str) for text in texts):
-        raise RequestError(f'the content of message {i} must be a string or a list of {{"type": "text", "text": …}}, got {given!r}.')
+        raise RequestError(
+            f'the content of message {i} must be a string or a list of {{"type": "text", "text": …}}, got {given!r}.'
+        )
     return "\n".join(texts)
 
 
@@ -102,4 +122,6 @@ def _call(given: Any, i: int) -> dict[str, Any]:
             function["arguments"] = json.loads(function["arguments"] or "{}")
         return {**given, "function": function}
     except (TypeError, KeyError, ValueError) as error:
-        raise RequestError(f"a tool call of message {i} has no function with JSON arguments: {given!r}.") from error
+        raise RequestError(
+            f"a tool call of message {i} has no function with JSON arguments: {given!r}."
+        ) from error

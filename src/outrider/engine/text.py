@@ -57,5 +57,9 @@ def shown(text: str, stops: Sequence[str]) -> str:
 
 def find_stop(text: str, fresh: int, stops: Sequence[str]) -> tuple[int, str] | None:
     """(where, which) of the stop string that begins first, given that only the last `fresh` characters are new."""
-    found = [(at, stop) for stop in stops if (at := text.find(stop, max(0, len(text) - fresh - len(stop) + 1))) >= 0]
+    found = [
+        (at, stop)
+        for stop in stops
+        if (at := text.find(stop, max(0, len(text) - fresh - len(stop) + 1))) >= 0
+    ]
     return min(found, default=None)

@@ -25,7 +25,9 @@ from outrider.heads.vocabulary import check_size
 from outrider.models.quantise import bits_of
 from outrider.types import FINAL, Batch, Budget, Commit, Needs, Row
 
-QUANTISED = re.compile(r"\.(weight_(scale(_inv)?|packed|zero_point)|qweight|scales)$")  # names of what stands beside, or for, such weights
+QUANTISED = re.compile(
+    r"\.(weight_(scale(_inv)?|packed|zero_point)|qweight|scales)$"
+)  # names of what stands beside, or for, such weights
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,9 @@ class HeadDrafter(Drafter):
     def check(cls, head: Head) -> None:
         few = next((name for name in head if QUANTISED.search(name)), None)
         if few and "model.norm.weight" not in head:  # the rest of a target may be what it likes
-            raise ModelError(f"{head.name!r} is quantised ({few}): load the unquantised head; 'quantization' quantises it while loading.")
+            raise ModelError(
+                f"{head.name!r} is quantised ({few}): load the unquantised head; 'quantization' quantises it while loading."
+            )
 
     def _opened(self, options: Any) -> Head:
         """Raises ModelError for a file of another method, or one that cannot be used."""
@@ -81,7 +85,9 @@ class HeadDrafter(Drafter):
         if not self.claims(head):
             for name, other in methods().items():
                 if other.claims(head) == 2:
-                    raise ModelError(f"{options.model!r} is a head for another method: say {name!r}, or leave method out.")
+                    raise ModelError(
+                        f"{options.model!r} is a head for another method: say {name!r}, or leave method out."
+                    )
         self.check(head)
         return head
 
@@ -91,7 +97,9 @@ class StateDrafter(HeadDrafter):
 
     def __init__(self, options: Any, target: Target, head: Head | None = None) -> None:
         super().__init__(options, target, head)
-        self.last: dict[Row, tuple[int, Tensor]] = {}  # how many tokens the target had computed, and its state [1, hidden] at the last
+        self.last: dict[
+            Row, tuple[int, Tensor]
+        ] = {}  # how many tokens the target had computed, and its state [1, hidden] at the last
 
     def ready(self, batch: Batch, budgets: Sequence[Budget]) -> list[int]:
         """The rows of the batch to guess for."""

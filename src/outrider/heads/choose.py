@@ -23,7 +23,11 @@ class Chooser:
     """ids: int32 [Vd], the target's token of each of the head's; None where they are the same."""
 
     def __init__(self, target: Target, ids: Tensor | None = None) -> None:
-        self.sampler, self.vocabulary, self.kernels = target.sampler, target.vocabulary, target.decoder.kernels
+        self.sampler, self.vocabulary, self.kernels = (
+            target.sampler,
+            target.vocabulary,
+            target.decoder.kernels,
+        )
         self.ids = None if ids is None else ids.to(torch.int32).contiguous()
         self.ranked = torch.tensor(RANKED)
 
@@ -43,11 +47,17 @@ class Chooser:
             return Found(*self._one_by_one(row, paths, self.wide(logits), k), ranked=ranked)
         keys = [0] * len(paths)
         if noised:
-            of = {depth: key_of(row.seed, row.index, len(row.tokens) + depth) for depth in set(map(len, paths))}
+            of = {
+                depth: key_of(row.seed, row.index, len(row.tokens) + depth) for depth in set(map(len, paths))
+            }
             keys = [of[len(path)] for path in paths]
-        return Found(*self.kernels.picks(self._cut(logits), row.law, keys, k, self.ids, not noised), self.ids, ranked)
+        return Found(
+            *self.kernels.picks(self._cut(logits), row.law, keys, k, self.ids, not noised), self.ids, ranked
+        )
 
-    def widen(self, candidates: Candidates, row: Row, paths: Sequence[Sequence[int]], logits: Tensor) -> tuple[list[int], list[int]]:
+    def widen(
+        self, candidates: Candidates, row: Row, paths: Sequence[Sequence[int]], logits: Tensor
+    ) -> tuple[list[int], list[int]]:
         """The next level of a dynamic tree, whose paths are equally long: what `Candidates.widen` makes of what is found behind them."""
         if row.processors:
             return candidates.widen(self.found(row, paths, logits, candidates.k))
@@ -74,12 +84,19 @@ class Chooser:
         return out
 
     def _cut(self, logits: Tensor) -> Tensor:
-        return logits[:, : self.vocabulary] if self.ids is None and logits.shape[1] > self.vocabulary else logits
+        return (
+            logits[:, : self.vocabulary] if self.ids is None and logits.shape[1] > self.vocabulary else logits
+        )
 
-    def _one_by_one(self, row: Row, paths: Sequence[Sequence[int]], logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def _one_by_one(
+        self, row: Row, paths: Sequence[Sequence[int]], logits: Tensor, k: int
+    ) -> tuple[Tensor, Tensor]:
         """Where processors look at the text before each."""
         tokens, shares = torch.full((len(paths), k), -1, dtype=torch.int32), torch.zeros(len(paths), k)
         for i, path in enumerate(paths):
             found, probable = self.sampler.top(row, path, logits, k, True, i)
-            tokens[i, : len(found)], shares[i, : len(found)] = torch.tensor(found, dtype=torch.int32), torch.tensor(probable)
+            tokens[i, : len(found)], shares[i, : len(found)] = (
+                torch.tensor(found, dtype=torch.int32),
+                torch.tensor(probable),
+            )
         return tokens, shares

@@ -71,10 +71,14 @@ class Dynamic:
 
     def __init__(self, row: Row, table: array[int], base: int, budget: Budget, k: int) -> None:
         self.row, self.table, self.base, self.budget, self.k = row, table, base, budget, min(k, budget.nodes)
-        self.wide = max(1, min(self.k, budget.nodes // max(1, budget.depth - 1)))  # all nodes that go on have a slot of a guess
+        self.wide = max(
+            1, min(self.k, budget.nodes // max(1, budget.depth - 1))
+        )  # all nodes that go on have a slot of a guess
         self.levels, self.used = 0, 0
         self.candidates: Candidates | None = None
-        self.tokens: list[list[int]] = [[]]  # from the root to each of the nodes that went through the head last
+        self.tokens: list[list[int]] = [
+            []
+        ]  # from the root to each of the nodes that went through the head last
         self.slots: list[list[int]] = [[]]
         self.sources: Sequence[int] = [0]
 
@@ -112,14 +116,22 @@ class Static:
     """
 
     def __init__(
-        self, row: Row, table: array[int], base: int, budget: Budget, paths: Collection[Path] | None, worth: Worth | None = None
+        self,
+        row: Row,
+        table: array[int],
+        base: int,
+        budget: Budget,
+        paths: Collection[Path] | None,
+        worth: Worth | None = None,
     ) -> None:
         self.row, self.table, self.base = row, table, base
         nodes = (worth or Worth.fading(budget.depth, 10)).best(budget.nodes, budget.depth, paths)
         self.children: dict[Path, int] = {}
         for path in nodes:
             self.children[path[:-1]] = self.children.get(path[:-1], 0) + 1
-        self.at: dict[Path, tuple[int, list[int], list[int]]] = {(): (ROOT, [], [])}  # path -> node, and tokens and slots down to it
+        self.at: dict[Path, tuple[int, list[int], list[int]]] = {
+            (): (ROOT, [], [])
+        }  # path -> node, and tokens and slots down to it
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.confidence: list[float] = []
@@ -127,7 +139,12 @@ class Static:
         self.sources: Sequence[int] = [0]
 
     def take(self, choose: Chooser, logits: Tensor) -> None:
-        found, likely = choose.best(self.row, [self.at[path][1] for path in self.frontier], logits, max(map(self._count, self.frontier)))
+        found, likely = choose.best(
+            self.row,
+            [self.at[path][1] for path in self.frontier],
+            logits,
+            max(map(self._count, self.frontier)),
+        )
         following, sources = list[Path](), list[int]()
         for i, (path, tokens, shares) in enumerate(zip(self.frontier, found.tolist(), likely.tolist())):
             parent, said, slots = self.at[path]
@@ -164,7 +181,12 @@ class Drawn:
     """For rules that judge guesses by their laws: children are drawn, without replacement, and all that are drawn stay."""
 
     def __init__(self, row: Row, table: array[int], base: int, budget: Budget, k: int, lot: int) -> None:
-        self.row, self.table, self.base, self.tree = row, table, base, Tree(row, base, budget, k, View(table), lot=lot)
+        self.row, self.table, self.base, self.tree = (
+            row,
+            table,
+            base,
+            Tree(row, base, budget, k, View(table), lot=lot),
+        )
         self.sources: Sequence[int] = [0]
 
     def take(self, choose: Chooser, logits: Tensor) -> None:
@@ -176,7 +198,10 @@ class Drawn:
     @property
     def tips(self) -> list[tuple[list[int], list[int]]]:
         tree = self.tree
-        return [(tree.path_tokens(node), [self.table[self.base + i] for i in tree.paths[node]]) for node in tree.frontier]
+        return [
+            (tree.path_tokens(node), [self.table[self.base + i] for i in tree.paths[node]])
+            for node in tree.frontier
+        ]
 
     def plan(self, plan: Plan) -> None:
         self.tree.plan(plan)

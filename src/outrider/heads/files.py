@@ -101,16 +101,22 @@ class Head:
         for another target looks like."""
         found = self.shape(name)
         if found != shape:
-            raise ModelError(f"{self.name!r} does not fit the target: its {self._stored(name)} is {found}, and {shape} is needed.")
+            raise ModelError(
+                f"{self.name!r} does not fit the target: its {self._stored(name)} is {found}, and {shape} is needed."
+            )
         tensor = self.raw(name)
         if tensor.dtype not in FLOATS:
             kinds = "float16, bfloat16, float32 and float64"
-            raise ModelError(f"{self._stored(name)} of {self.name!r} is {tensor.dtype}; only {kinds} are supported.")
+            raise ModelError(
+                f"{self._stored(name)} of {self.name!r} is {tensor.dtype}; only {kinds} are supported."
+            )
         return tensor.detach()
 
     def _stored(self, name: str) -> str:
         if name not in self.stored:
-            raise ModelError(f"{self.name!r} has no tensor {name!r}; it has {len(self.stored)}: {', '.join(sorted(self.stored)[:6])} …")
+            raise ModelError(
+                f"{self.name!r} has no tensor {name!r}; it has {len(self.stored)}: {', '.join(sorted(self.stored)[:6])} …"
+            )
         return self.stored[name]
 
 
@@ -138,7 +144,9 @@ class Reader:
         """Several linears (name, outputs) of one input, their outputs side by side."""
         weights = [self._few(self.head.get(f"{name}.weight", outputs, inputs)) for name, outputs in parts]
         biases = [
-            self.head.get(f"{name}.bias", outputs).float() if f"{name}.bias" in self.head else torch.zeros(outputs)
+            self.head.get(f"{name}.bias", outputs).float()
+            if f"{name}.bias" in self.head
+            else torch.zeros(outputs)
             for name, outputs in parts
         ]
         biased = any(f"{name}.bias" in self.head for name, _ in parts)
@@ -150,7 +158,9 @@ class Reader:
         if stored == len(ids) or stored <= int(ids.max()):
             return outer.linear(name, len(ids), inputs)
         rows = self.head.get(f"{name}.weight", stored, inputs)[ids.long()]
-        return replace(outer, head=Head.of(self.head.name, {}, {f"{name}.weight": rows})).linear(name, len(ids), inputs)
+        return replace(outer, head=Head.of(self.head.name, {}, {f"{name}.weight": rows})).linear(
+            name, len(ids), inputs
+        )
 
     def _few(self, weight: Tensor) -> Tensor | Quantised:
         return weight if self.bits is None else quantise(weight, self.bits)
@@ -174,7 +184,11 @@ def folder_of(name: str, revision: str | None = None) -> Path:
 
 def stems(folder: Path) -> list[str]:
     """What `Weights` should look for: the usual names, then whatever else holds tensors."""
-    others = sorted(p.name for p in folder.iterdir() if p.suffix in (".safetensors", ".pt", ".pth", ".bin") and not left_over(p.name))
+    others = sorted(
+        p.name
+        for p in folder.iterdir()
+        if p.suffix in (".safetensors", ".pt", ".pth", ".bin") and not left_over(p.name)
+    )
     return [*STEMS, *others]
 
 

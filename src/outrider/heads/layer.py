@@ -33,7 +33,11 @@ class Sizes:
     @staticmethod
     def of(head: Head, at: str, hidden: int) -> Sizes:
         """at: what the names of the block begin with, such as "layers.0".  Raises ModelError where the heads do not divide."""
-        config, q, kv = head.config, head.shape(f"{at}.self_attn.q_proj.weight")[0], head.shape(f"{at}.self_attn.k_proj.weight")[0]
+        config, q, kv = (
+            head.config,
+            head.shape(f"{at}.self_attn.q_proj.weight")[0],
+            head.shape(f"{at}.self_attn.k_proj.weight")[0],
+        )
         heads = config.get("num_attention_heads")
         width = config.get("head_dim") or (q // heads if heads else 0)
         if not width or q % width or kv % width or (q // width) % (kv // width):
@@ -45,17 +49,30 @@ class Sizes:
         return Sizes(hidden, inner, q // width, kv // width, width, float(config.get("rms_norm_eps") or 1e-6))
 
     def pool(self, layers: int, slots: int, model: Model) -> Pool:
-        return Pool(layers, self.kv_heads, self.head_dim, slots, kv_dtype(model.kv_cache_dtype, model.dtype), model.kernels.device)
+        return Pool(
+            layers,
+            self.kv_heads,
+            self.head_dim,
+            slots,
+            kv_dtype(model.kv_cache_dtype, model.dtype),
+            model.kernels.device,
+        )
 
     def slot_bytes(self, layers: int, model: Model) -> int:
-        return Pool.bytes_per_slot(layers, self.kv_heads, self.head_dim, kv_dtype(model.kv_cache_dtype, model.dtype))
+        return Pool.bytes_per_slot(
+            layers, self.kv_heads, self.head_dim, kv_dtype(model.kv_cache_dtype, model.dtype)
+        )
 
 
 def turn_of(config: Mapping[str, Any], sizes: Sizes, positions: int) -> Tensor:
     """cos and sin as `rope_store` wants them, [positions, head_dim].  A head has its own theta: 10000 unless its config says another."""
     from transformers import LlamaConfig
 
-    known = {key: config[key] for key in ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings") if config.get(key)}
+    known = {
+        key: config[key]
+        for key in ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
+        if config.get(key)
+    }
     made = LlamaConfig(
         hidden_size=sizes.heads * sizes.head_dim, num_attention_heads=sizes.heads, num_key_value_heads=sizes.kv_heads,
         head_dim=sizes.head_dim, **known,
@@ -68,23 +85,41 @@ class Block:
     wider that it is given.  window: of its attention, in tokens, 0 for all."""
 
     def __init__(
-        self, reader: Reader, at: str, sizes: Sizes, inputs: int, turn: Tensor, window: int = 0, norm_in: Tensor | None = None
+        self,
+        reader: Reader,
+        at: str,
+        sizes: Sizes,
+        inputs: int,
+        turn: Tensor,
+        window: int = 0,
+        norm_in: Tensor | None = None,
     ) -> None:
         """inputs: width of u.  Raises ModelError for a config whose layers have another activation."""
         act = reader.head.config.get("hidden_act") or reader.head.config.get("hidden_activation") or "silu"
         if act not in ("silu", "swish"):
-            raise ModelError(f"{reader.head.name!r} has hidden_act {act!r}; the layers of heads are supported with 'silu' only.")
+            raise ModelError(
+                f"{reader.head.name!r} has hidden_act {act!r}; the layers of heads are supported with 'silu' only."
+            )
         self.kernels: Kernels = reader.kernels
-        self.heads, self.kv_heads, self.head_dim, self.eps = sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.eps
+        self.heads, self.kv_heads, self.head_dim, self.eps = (
+            sizes.heads,
+            sizes.kv_heads,
+            sizes.head_dim,
+            sizes.eps,
+        )
         self.turn, self.window = turn.to(self.kernels.device), window
         q, kv = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
         normed = f"{at}.self_attn.q_norm.weight" in reader.head
         self.q_norm = reader.vector(f"{at}.self_attn.q_norm.weight", sizes.head_dim) if normed else None
         self.k_norm = reader.vector(f"{at}.self_attn.k_norm.weight", sizes.head_dim) if normed else None
-        self.qkv = reader.fused([(f"{at}.self_attn.{name}_proj", size) for name, size in (("q", q), ("k", kv), ("v", kv))], inputs)
+        self.qkv = reader.fused(
+            [(f"{at}.self_attn.{name}_proj", size) for name, size in (("q", q), ("k", kv), ("v", kv))], inputs
+        )
         self.o = reader.linear(f"{at}.self_attn.o_proj", sizes.hidden, q)
         self.norm_post = reader.vector(f"{at}.post_attention_layernorm.weight", sizes.hidden)
-        self.gate_up = reader.fused([(f"{at}.mlp.{name}_proj", sizes.inner) for name in ("gate", "up")], sizes.hidden)
+        self.gate_up = reader.fused(
+            [(f"{at}.mlp.{name}_proj", sizes.inner) for name in ("gate", "up")], sizes.hidden
+        )
         self.down = reader.linear(f"{at}.mlp.down_proj", sizes.hidden, sizes.inner)
         self.hidden, self.inner, self.norm_in = sizes.hidden, sizes.inner, norm_in
         layer: Any = self  # as `run` takes one
@@ -92,21 +127,34 @@ class Block:
 
     def __call__(self, x: Tensor, plan: Plan, pool: Pool, at: int = 0, u: Tensor | None = None) -> Tensor:
         """x [n, hidden] (which it changes and returns) for the rows of the plan, u [n, inputs]; K/V goes to layer `at`."""
-        return self.kernels.run(self.stack, x, plan, pool, u=x if u is None and self.norm_in is None else u, layer=at)
+        return self.kernels.run(
+            self.stack, x, plan, pool, u=x if u is None and self.norm_in is None else u, layer=at
+        )
 
 
 class Pairs:
     """[norm(e(token)); norm(state)], what a head that recurs begins with; a norm that is None is none."""
 
     def __init__(
-        self, model: Model, norm_token: Tensor | None, norm_state: Tensor | None, eps: float, embedding: Weight | None = None
+        self,
+        model: Model,
+        norm_token: Tensor | None,
+        norm_state: Tensor | None,
+        eps: float,
+        embedding: Weight | None = None,
     ) -> None:
         """embedding: the head's own; the target's unless given."""
-        self.model, self.kernels, self.embedding = model, model.kernels, model.embedding if embedding is None else embedding
+        self.model, self.kernels, self.embedding = (
+            model,
+            model.kernels,
+            model.embedding if embedding is None else embedding,
+        )
         self.norms = norm_token, norm_state, eps
 
     def __call__(self, plan: Plan, g: Tensor) -> Tensor:
         """[n, 2h] of the plan's tokens and the states g [n, h]."""
         if self.embedding is None:
-            return beside(self.kernels, self.model.embed(plan.host[: plan.length]).to(g.dtype), g, *self.norms)
+            return beside(
+                self.kernels, self.model.embed(plan.host[: plan.length]).to(g.dtype), g, *self.norms
+            )
         return self.kernels.pair(self.embedding, plan, g, *self.norms)

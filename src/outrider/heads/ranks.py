@@ -23,11 +23,17 @@ class Worth:
         self.worth = [list(level) for level in worth]
 
     @staticmethod
-    def fading(levels: int, ranks: int, first: float = 0.5, by_level: float = 0.85, by_rank: float = 0.4) -> Worth:
+    def fading(
+        levels: int, ranks: int, first: float = 0.5, by_level: float = 0.85, by_rank: float = 0.4
+    ) -> Worth:
         """Before anything was seen."""
-        return Worth([[first * by_level**level * by_rank**rank for rank in range(ranks)] for level in range(levels)])
+        return Worth(
+            [[first * by_level**level * by_rank**rank for rank in range(ranks)] for level in range(levels)]
+        )
 
-    def best(self, nodes: int, depth: int, allowed: Collection[Path] | None = None, least: float = 0.0) -> list[Path]:
+    def best(
+        self, nodes: int, depth: int, allowed: Collection[Path] | None = None, least: float = 0.0
+    ) -> list[Path]:
         """The paths of the best tree of at most so many nodes and levels, best first, a parent before its children.
 
         allowed: only these (a published tree); every parent of one is among them.  least: no path that is less likely to be right.

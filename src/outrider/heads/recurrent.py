@@ -108,7 +108,9 @@ class Pile:
     def drop(self, keep: int = 0) -> None:
         """What was read, but for the last `keep` states."""
         parts = self.states[: self.read]
-        kept = [torch.cat([part[-keep:] for part in parts])[-keep:].clone()] if parts and keep else []  # a view would keep the chunk
+        kept = (
+            [torch.cat([part[-keep:] for part in parts])[-keep:].clone()] if parts and keep else []
+        )  # a view would keep the chunk
         gone = sum(map(len, parts)) - sum(map(len, kept))
         self.first, self.count = self.first + gone, self.count - gone
         self.states[: self.read] = kept
@@ -165,7 +167,9 @@ class Recurrent(HeadDrafter):
             pile = self.piles.get(row)
             if pile is None or not pile.count:
                 continue
-            guesses = self.may_guess(batch, r, budget) and pile.end == batch.starts[r] and pile.count > self.overlap
+            guesses = (
+                self.may_guess(batch, r, budget) and pile.end == batch.starts[r] and pile.count > self.overlap
+            )
             if not (guesses or pile.count >= PILE):
                 continue
             turns.append(turn := self._turn(row, batch.end(r) + budget.nodes))
@@ -186,7 +190,9 @@ class Recurrent(HeadDrafter):
         for turn in turns:
             row, pile = turn.row, turn.pile
             pile.read = len(pile.states)
-            if pile.first < self.synced[row]:  # otherwise a step that was interrupted left a gap, and what follows it is not shared
+            if (
+                pile.first < self.synced[row]
+            ):  # otherwise a step that was interrupted left a gap, and what follows it is not shared
                 self.synced[row] = pile.end + 1
         return out
 
@@ -194,7 +200,11 @@ class Recurrent(HeadDrafter):
         k = 1 if self.options.tree == CHAIN else self.options.top_k
         if self.draws(row):
             return Drawn(row, table, base, budget, min(k, max(1, budget.nodes // budget.depth)), self.lot)
-        return Static(row, table, base, budget, self.paths) if self.paths else Dynamic(row, table, base, budget, k)
+        return (
+            Static(row, table, base, budget, self.paths)
+            if self.paths
+            else Dynamic(row, table, base, budget, k)
+        )
 
     def _catch_up(self, turns: Sequence[Turn]) -> Tensor:
         """Reads all piles in one forward: [trees, o] for the last pair of every row that grows a tree."""
@@ -207,7 +217,9 @@ class Recurrent(HeadDrafter):
         return self.net.forward(plan.build(), self.pool, self.net.enter(self._states(turns)))[at]
 
     def _states(self, turns: Sequence[Turn]) -> Tensor:
-        return torch.cat([states for turn in turns for states in turn.pile.states]).to(self.kernels.activations)
+        return torch.cat([states for turn in turns for states in turn.pile.states]).to(
+            self.kernels.activations
+        )
 
     def _levels(self, o: Tensor, grown: list[Growing]) -> None:
         """Level after level of all trees, one forward each; o: what the first hang from."""
@@ -244,7 +256,9 @@ class Recurrent(HeadDrafter):
         turns = []
         for row, known in zip(batch.rows, batch.known):
             if known > 1 and row.error is None and row.table is not None and row.table.room > row.computed:
-                turns.append(self._turn(row, row.computed + 1))  # the last pair lies beside the pending token, whose slot may be missing
+                turns.append(
+                    self._turn(row, row.computed + 1)
+                )  # the last pair lies beside the pending token, whose slot may be missing
         if turns:
             self._read(turns)
             for turn in turns:

@@ -48,7 +48,11 @@ def read(model: Model, tokens: Sequence[int], wanted: Sequence[int]) -> Sample:
     for first in range(0, len(tokens), PIECE):
         plan, found = Plan(), dict.fromkeys(wanted, torch.empty(0))
         plan.chain(table, first, tokens[first : first + PIECE])
-        logits.append(model.read(plan.build(), pool, [*range(plan.length)], found, model.kernels.trees()).clone())
+        logits.append(
+            model.read(plan.build(), pool, [*range(plan.length)], found, model.kernels.trees()).clone()
+        )
         for which in wanted:
             kept[which].append(found[which].float())
-    return Sample(torch.tensor(tokens), {which: torch.cat(parts) for which, parts in kept.items()}, torch.cat(logits))
+    return Sample(
+        torch.tensor(tokens), {which: torch.cat(parts) for which, parts in kept.items()}, torch.cat(logits)
+    )

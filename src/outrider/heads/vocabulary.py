@@ -12,18 +12,26 @@ from outrider.draft.draft_model.vocabulary import PADDING
 from outrider.errors import ModelError
 from outrider.heads.files import Head
 
-ROWS = re.compile(r"((draft_)?model\.|(mtp_)?layers\.\d+\.)*(embed_tokens\.weight|t2d)|input_embed_fn\.weight")  # one for each token
+ROWS = re.compile(
+    r"((draft_)?model\.|(mtp_)?layers\.\d+\.)*(embed_tokens\.weight|t2d)|input_embed_fn\.weight"
+)  # one for each token
 NESTED = ("model", "transformer_layer_config", "text_config")  # where configs hide what the layers are
 
 
 def check_size(head: Head, vocabulary: int) -> None:
     """Raises ModelError for a head whose target had another number of tokens, but for padding: its tensors know, or else its config."""
     configs = [part for part in (head.config, *map(head.config.get, NESTED)) if isinstance(part, Mapping)]
-    said = next((part["vocab_size"] for part in configs if isinstance(part.get("vocab_size"), int)), vocabulary)
-    sizes = {name: (head.shape(name) or (0,))[0] for name in head if ROWS.fullmatch(name)} or {"vocab_size": said}
+    said = next(
+        (part["vocab_size"] for part in configs if isinstance(part.get("vocab_size"), int)), vocabulary
+    )
+    sizes = {name: (head.shape(name) or (0,))[0] for name in head if ROWS.fullmatch(name)} or {
+        "vocab_size": said
+    }
     for name, size in sizes.items():
         if abs(size - vocabulary) >= PADDING:
-            raise ModelError(f"{head.name!r} does not fit the target: its {name} is for {size} tokens, and the target has {vocabulary}.")
+            raise ModelError(
+                f"{head.name!r} does not fit the target: its {name} is for {size} tokens, and the target has {vocabulary}."
+            )
 
 
 def target_ids(head: Head, vocabulary: int) -> Tensor | None:
@@ -40,7 +48,9 @@ def target_ids(head: Head, vocabulary: int) -> Tensor | None:
     ids = known if "d2t" not in head else _read(head, known, vocabulary)
     assert ids is not None
     if not _valid(ids, vocabulary):
-        raise ModelError(f"{head.name!r} does not fit the target: its vocabulary reaches token {_last(ids)}, the target has {vocabulary}.")
+        raise ModelError(
+            f"{head.name!r} does not fit the target: its vocabulary reaches token {_last(ids)}, the target has {vocabulary}."
+        )
     return None if len(ids) == vocabulary else ids.to(torch.int32)
 
 
@@ -48,7 +58,9 @@ def listed_ids(head: Head, name: str, vocabulary: int) -> Tensor:
     """int32 [Vd] of a tensor that lists the target's tokens in any order.  Raises ModelError where the target has no such tokens."""
     ids = _column(head, name).long()
     if not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
-        raise ModelError(f"{head.name!r} does not fit the target: its {name} reaches token {_last(ids)}, the target has {vocabulary}.")
+        raise ModelError(
+            f"{head.name!r} does not fit the target: its {name} reaches token {_last(ids)}, the target has {vocabulary}."
+        )
     return ids.to(torch.int32)
 
 
@@ -72,7 +84,9 @@ def _read(head: Head, known: Tensor | None, vocabulary: int) -> Tensor:
 def _column(head: Head, name: str) -> Tensor:
     column = head.raw(name)
     if column.dim() != 1 or column.is_floating_point():
-        raise ModelError(f"{name} of {head.name!r} is {column.dtype} {tuple(column.shape)}; a list of whole numbers is needed.")
+        raise ModelError(
+            f"{name} of {head.name!r} is {column.dtype} {tuple(column.shape)}; a list of whole numbers is needed."
+        )
     return column
 
 

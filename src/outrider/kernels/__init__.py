@@ -49,7 +49,16 @@ class Chain(NamedTuple):
 class Trees(Protocol):
     """Questions what `match` says of some trees, and room for the answers."""
 
-    def add(self, key: int, root: int, law: Law, stream: int, position: int, tokens: Sequence[int], parents: Sequence[int]) -> None:
+    def add(
+        self,
+        key: int,
+        root: int,
+        law: Law,
+        stream: int,
+        position: int,
+        tokens: Sequence[int],
+        parents: Sequence[int],
+    ) -> None:
         """The root has row `root` of the logits, node i row root + 1 + i; `position` is that of the token after the root."""
 
     def read(self) -> Mapping[int, Answer | None]:
@@ -94,15 +103,33 @@ class Kernels(Protocol):
     def embed(self, weight: Any, plan: Plan) -> Tensor:
         """The embeddings [n,h] of the plan's ids."""
 
-    def pair(self, weight: Any, plan: Plan, g: Tensor, norm_token: Tensor | None, norm_state: Tensor | None, eps: float) -> Tensor:
+    def pair(
+        self,
+        weight: Any,
+        plan: Plan,
+        g: Tensor,
+        norm_token: Tensor | None,
+        norm_state: Tensor | None,
+        eps: float,
+    ) -> Tensor:
         """[norm(e); norm(g)], [n,2h]: the embeddings e of the plan's ids beside the states g [n,h]; a norm that is None is none."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
-    def rope_store(self, qkv: Tensor, spec: Heads, turn: Tensor, plan: Plan, pool: Pool, layer: int) -> Tensor:
+    def rope_store(
+        self, qkv: Tensor, spec: Heads, turn: Tensor, plan: Plan, pool: Pool, layer: int
+    ) -> Tensor:
         """qkv [n,(H+2k)D]: turns the heads by `turn` (no columns: not at all), K and V go to the pool; q in the form of `attend`."""
 
     def attend(
-        self, q: Tensor, spec: Heads, plan: Plan, pool: Pool, layer: int, scale: float, window: int, bend: Bend | None = None
+        self,
+        q: Tensor,
+        spec: Heads,
+        plan: Plan,
+        pool: Pool,
+        layer: int,
+        scale: float,
+        window: int,
+        bend: Bend | None = None,
     ) -> Tensor:
         """[n,H·D]: every row of the plan over the keys that it sees."""
 
@@ -118,7 +145,16 @@ class Kernels(Protocol):
     def adapter(self, spec: Spec, layers: Adapted) -> Any:
         """A LoRA adapter in the form that `run` likes."""
 
-    def run(self, stack: Any, x: Tensor, plan: Plan, pool: Pool, runs: Runs = (), u: Tensor | None = None, layer: int = 0) -> Tensor:
+    def run(
+        self,
+        stack: Any,
+        x: Tensor,
+        plan: Plan,
+        pool: Pool,
+        runs: Runs = (),
+        u: Tensor | None = None,
+        layer: int = 0,
+    ) -> Tensor:
         """x [n,h] through all blocks: x += o(attend(rope(qkv(norm(x)))));  x += down(silu(gate) * up)(norm(x)).
 
         The linears of the rows in `runs` add what their adapters say.  u [n,K]: what the first qkv reads in place of norm(x); it may
@@ -145,10 +181,14 @@ class Kernels(Protocol):
         states [chains, most levels, h] gets the residual stream that each token was read from.
         """
 
-    def halts(self, halt: Halt, logits: Tensor, temperature: float, token: int, level: int, row: int = 0) -> tuple[bool, Traits]:
+    def halts(
+        self, halt: Halt, logits: Tensor, temperature: float, token: int, level: int, row: int = 0
+    ) -> tuple[bool, Traits]:
         """Whether no guess should be made behind `token`, which was picked from one row, [V] or `row` of [M,V]; and its traits."""
 
-    def pick(self, logits: Tensor, law: Law, key: int, k: int, probs: bool, row: int = 0) -> tuple[list[int], list[float]]:
+    def pick(
+        self, logits: Tensor, law: Law, key: int, k: int, probs: bool, row: int = 0
+    ) -> tuple[list[int], list[float]]:
         """The k best tokens of one row, [V] or `row` of [M,V], under `law` with the noise of `key`, best first (fewer if the law
         allows fewer)."""
 
@@ -159,7 +199,13 @@ class Kernels(Protocol):
         """Answers them, of logits [M,V]."""
 
     def picks(
-        self, logits: Tensor, law: Law, keys: Sequence[int], k: int, ids: Tensor | None = None, probs: bool = True
+        self,
+        logits: Tensor,
+        law: Law,
+        keys: Sequence[int],
+        k: int,
+        ids: Tensor | None = None,
+        probs: bool = True,
     ) -> tuple[Tensor, Tensor]:
         """`pick` for every row of [n,V], k <= 64, each with a key of its own: int32 and float32 [n,k], -1 and 0 where there are fewer, and
         no probabilities, all 0, unless they are asked for.

@@ -17,8 +17,12 @@ if TYPE_CHECKING:
 TOP = 4
 TRAITS = TOP + 2
 
-Traits = list[float]  # of a guess: its probability, the entropy of its law, the TOP largest probabilities there
-Chained = tuple[list[list[int]], list[list[Traits]]]  # the tokens of each chain, and their traits where something may halt it
+Traits = list[
+    float
+]  # of a guess: its probability, the entropy of its law, the TOP largest probabilities there
+Chained = tuple[
+    list[list[int]], list[list[Traits]]
+]  # the tokens of each chain, and their traits where something may halt it
 
 
 class Halt(NamedTuple):
@@ -33,7 +37,9 @@ class Halt(NamedTuple):
     net: Tensor | None = None
 
 
-CHAIN = struct.Struct("@lll dd Q ff")  # Chain of whole.c: at, levels, top_k; min_p, top_p; stream; temperature, floor
+CHAIN = struct.Struct(
+    "@lll dd Q ff"
+)  # Chain of whole.c: at, levels, top_k; min_p, top_p; stream; temperature, floor
 
 
 class Rule(ctypes.Structure):
@@ -48,7 +54,12 @@ class Rule(ctypes.Structure):
     @classmethod
     def of(cls, halt: Halt) -> Rule:
         net = halt.net
-        return cls(halt.least, halt.most, None if net is None else net.data_ptr(), 0 if net is None else hidden_of(net))
+        return cls(
+            halt.least,
+            halt.most,
+            None if net is None else net.data_ptr(),
+            0 if net is None else hidden_of(net),
+        )
 
 
 class Room:
@@ -92,7 +103,11 @@ def measure(logits: Tensor, temperature: float, token: int) -> Traits:
 
 
 def halts(halt: Halt, traits: Traits, level: int) -> bool:
-    return traits[0] < halt.least or traits[1] > halt.most or (halt.net is not None and score(halt.net, traits, level) < 0)
+    return (
+        traits[0] < halt.least
+        or traits[1] > halt.most
+        or (halt.net is not None and score(halt.net, traits, level) < 0)
+    )
 
 
 def score(net: Tensor, traits: Traits, level: int) -> float:

@@ -38,11 +38,37 @@ if TYPE_CHECKING:
     from outrider.kernels import Bend, Chain, Heads
     from outrider.models.decoder import Layer
 
-PANEL, WIDE = 64, 32  # outputs side by side in a packed weight; the same constants as in kernels.c and quantised.c
+PANEL, WIDE = (
+    64,
+    32,
+)  # outputs side by side in a packed weight; the same constants as in kernels.c and quantised.c
 KEPT = 1 << 24  # bytes of logits
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # FLOAT, BFLOAT and INT8 of simd.h; INT4 is for weights only
-SOURCES = ("kernels.c", "lora.c", "pair.c", "quantised.c", "runs.c", "sample.c", "stop.c", "tree.c", "whole.c")
-FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC", "-std=gnu11")
+KINDS = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.int8: 2,
+}  # FLOAT, BFLOAT and INT8 of simd.h; INT4 is for weights only
+SOURCES = (
+    "kernels.c",
+    "lora.c",
+    "pair.c",
+    "quantised.c",
+    "runs.c",
+    "sample.c",
+    "stop.c",
+    "tree.c",
+    "whole.c",
+)
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fopenmp",
+    "-shared",
+    "-fPIC",
+    "-std=gnu11",
+)
 log = logging.getLogger("outrider")
 
 
@@ -62,15 +88,22 @@ def library() -> ctypes.CDLL | None:
     """The compiled kernels, or None (with one warning) where they cannot be built."""
     compiler = shlex.split(os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), ""))
     if not compiler:
-        log.warning("no C compiler found: the torch kernels are used, which are exact but slower (install gcc or clang)")
+        log.warning(
+            "no C compiler found: the torch kernels are used, which are exact but slower (install gcc or clang)"
+        )
         return None
     sources = [Path(__file__).with_name(name) for name in SOURCES]
     headers = (path.read_text() for path in sorted(Path(__file__).parent.glob("*.h")))
     cpu = next((line for line in _cpuinfo() if line.startswith(("flags", "Features"))), platform.processor())
     version = _version(compiler)
-    stamp = hashlib.sha256("\0".join([*headers, *(s.read_text() for s in sources), *FLAGS, cpu, version]).encode()).hexdigest()[:16]
+    stamp = hashlib.sha256(
+        "\0".join([*headers, *(s.read_text() for s in sources), *FLAGS, cpu, version]).encode()
+    ).hexdigest()[:16]
     try:
-        cache = Path(os.environ.get("OUTRIDER_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider")
+        cache = Path(
+            os.environ.get("OUTRIDER_CACHE")
+            or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
+        )
         target = cache / f"kernels-{stamp}.so"
         if not target.exists():
             _build(compiler, sources, target)
@@ -102,7 +135,30 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.rms_norm.argtypes = [p, p, n, n, f, p]
     lib.silu_mul.argtypes = [p, n, n, p]
     lib.rope_store.argtypes = [p, n, n, n, n, n, p, p, f, p, n, p, p, p, p, i, n, p]
-    lib.attend.argtypes = [p, p, p, i, n, n, n, n, n, n, p, p, p, p, p, n, f, n, n, n, ctypes.POINTER(structs.Bend), p]
+    lib.attend.argtypes = [
+        p,
+        p,
+        p,
+        i,
+        n,
+        n,
+        n,
+        n,
+        n,
+        n,
+        p,
+        p,
+        p,
+        p,
+        p,
+        n,
+        f,
+        n,
+        n,
+        n,
+        ctypes.POINTER(structs.Bend),
+        p,
+    ]
     lib.stack.argtypes = [p, p, p, p, n, p, p, n, p]
     lib.read_model.argtypes = [p, p, p, p, p, p, n, p, p, n, p, p, n, p]
     lib.pair.argtypes = [w, p, n, n, p, n, p, p, f, p]
@@ -110,7 +166,18 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     picking.declare(lib)
     runs.declare(lib)
     tree.declare(lib)
-    for name in ("linear", "embed", "rms_norm", "silu_mul", "rope_store", "attend", "stack", "read_model", "chain", "pair"):
+    for name in (
+        "linear",
+        "embed",
+        "rms_norm",
+        "silu_mul",
+        "rope_store",
+        "attend",
+        "stack",
+        "read_model",
+        "chain",
+        "pair",
+    ):
         getattr(lib, name).restype = None
     return lib
 
@@ -165,7 +232,9 @@ class CpuKernels(Picking):
         self.dtype = dtype
         self.name = f"C ({str(dtype).removeprefix('torch.')} weights, float32 sums)"
         super().__init__(lib)
-        self._room: dict[tuple[int, int], tuple[Tensor, int]] = {}  # by shape: the logits of the last call, and their address
+        self._room: dict[
+            tuple[int, int], tuple[Tensor, int]
+        ] = {}  # by shape: the logits of the last call, and their address
 
     def pack(self, weight: Tensor | Quantised, bias: Tensor | None = None) -> Packed:
         bias = None if bias is None else bias.float().contiguous()
@@ -188,7 +257,9 @@ class CpuKernels(Picking):
     def linear(self, x: Tensor, weight: Packed, add: Tensor | None = None) -> Tensor:
         n = x.shape[0]
         y = torch.empty(n, weight.outputs) if add is None else add
-        self.lib.linear(weight.c, x.data_ptr(), n, weight.inputs, y.data_ptr(), weight.outputs, add is not None)
+        self.lib.linear(
+            weight.c, x.data_ptr(), n, weight.inputs, y.data_ptr(), weight.outputs, add is not None
+        )
         return y
 
     def embed(self, weight: Packed, plan: Plan) -> Tensor:
@@ -196,7 +267,15 @@ class CpuKernels(Picking):
         self.lib.embed(weight.c, plan.ids_at, plan.length, weight.inputs, y.data_ptr())
         return y
 
-    def pair(self, weight: Packed, plan: Plan, g: Tensor, norm_token: Tensor | None, norm_state: Tensor | None, eps: float) -> Tensor:
+    def pair(
+        self,
+        weight: Packed,
+        plan: Plan,
+        g: Tensor,
+        norm_token: Tensor | None,
+        norm_state: Tensor | None,
+        eps: float,
+    ) -> Tensor:
         h, n = g.shape[1], plan.length
         y = torch.empty(n, weight.inputs + h)
         norms = (None if norm is None else norm.data_ptr() for norm in (norm_token, norm_state))
@@ -208,7 +287,9 @@ class CpuKernels(Picking):
         self.lib.rms_norm(x.data_ptr(), weight.data_ptr(), x.shape[0], x.shape[1], eps, y.data_ptr())
         return y
 
-    def rope_store(self, qkv: Tensor, spec: Heads, turn: Tensor, plan: Plan, pool: Pool, layer: int) -> Tensor:
+    def rope_store(
+        self, qkv: Tensor, spec: Heads, turn: Tensor, plan: Plan, pool: Pool, layer: int
+    ) -> Tensor:
         n, wide = qkv.shape[0], pool.width
         q = torch.empty(n, spec.heads, wide)
         keys = pool.address + 2 * layer * pool.plane
@@ -221,12 +302,26 @@ class CpuKernels(Picking):
         return q
 
     def attend(
-        self, q: Tensor, spec: Heads, plan: Plan, pool: Pool, layer: int, scale: float, window: int, bend: Bend | None = None
+        self,
+        q: Tensor,
+        spec: Heads,
+        plan: Plan,
+        pool: Pool,
+        layer: int,
+        scale: float,
+        window: int,
+        bend: Bend | None = None,
     ) -> Tensor:
         n, heads, wide = q.shape
         keys = pool.address + 2 * layer * pool.plane
         out = torch.empty(n, heads * spec.head_dim)
-        bent = None if bend is None else structs.Bend(*(None if v is None else v.data_ptr() for v in (bend.slopes, bend.sinks)), bend.cap)
+        bent = (
+            None
+            if bend is None
+            else structs.Bend(
+                *(None if v is None else v.data_ptr() for v in (bend.slopes, bend.sinks)), bend.cap
+            )
+        )
         self.lib.attend(
             q.data_ptr(), keys, keys + pool.plane, KINDS[pool.dtype], pool.head, n, heads, spec.kv_heads, spec.head_dim, wide,
             plan.tables_at, plan.positions_at, plan.seen_at, plan.paths_at, plan.depths_at, plan.width, scale, window, plan.pinned,
@@ -259,7 +354,16 @@ class CpuKernels(Picking):
     def adapter(self, spec: Spec, layers: Adapted) -> Adapter:
         return lora.pack(spec, layers)
 
-    def run(self, stack: Stack, x: Tensor, plan: Plan, pool: Pool, runs: Runs = (), u: Tensor | None = None, layer: int = 0) -> Tensor:
+    def run(
+        self,
+        stack: Stack,
+        x: Tensor,
+        plan: Plan,
+        pool: Pool,
+        runs: Runs = (),
+        u: Tensor | None = None,
+        layer: int = 0,
+    ) -> Tensor:
         stack.shape.kv, adapted = KINDS[pool.dtype], lora.rows(runs)
         rows = structs.rows(plan, adapted)
         at, wide = (None, 0) if u is None else (u.data_ptr(), u.shape[1])
@@ -327,10 +431,25 @@ def _integers(weight: Quantised, bias: Tensor | None) -> Packed:
         data = unsigned.permute(0, 2, 3, 1, 4).reshape(lines, groups, -1)
     else:
         halves = (values + 8).view(torch.uint8).view(lines, WIDE, groups, group // 16, 2, 2, 4)
-        data = (halves[:, :, :, :, 0] | halves[:, :, :, :, 1] << 4).permute(0, 2, 3, 4, 1, 5).reshape(lines, groups, -1)
+        data = (
+            (halves[:, :, :, :, 0] | halves[:, :, :, :, 1] << 4)
+            .permute(0, 2, 3, 4, 1, 5)
+            .reshape(lines, groups, -1)
+        )
     rows = [part for part in (weight.scales, weight.offsets) if part is not None]
     most = max(float(part.abs().max()) for part in rows)
-    unit = 2.0 ** (math.frexp(most)[1] - 15) if most > 0 and math.isfinite(most) else 1.0  # the largest is just below 2**15
-    small = [torch.nn.functional.pad(part / unit, pad).half().view(lines, WIDE, groups).transpose(1, 2).contiguous() for part in rows]
+    unit = (
+        2.0 ** (math.frexp(most)[1] - 15) if most > 0 and math.isfinite(most) else 1.0
+    )  # the largest is just below 2**15
+    small = [
+        torch.nn.functional.pad(part / unit, pad)
+        .half()
+        .view(lines, WIDE, groups)
+        .transpose(1, 2)
+        .contiguous()
+        for part in rows
+    ]
     data = torch.cat([data, *(part.view(torch.uint8) for part in small)], dim=-1)
-    return Packed(data, bias, inputs, outputs, 2 if weight.bits == 8 else 3, group, weight.offsets is not None, unit)
+    return Packed(
+        data, bias, inputs, outputs, 2 if weight.bits == 8 else 3, group, weight.offsets is not None, unit
+    )

@@ -13,7 +13,12 @@ from torch.nn.functional import pad
 
 from outrider.models.spec import Spec
 
-FUSED = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}  # what the decoder computes as one
+FUSED = {
+    "qkv": ("q", "k", "v"),
+    "o": ("o",),
+    "gate_up": ("gate", "up"),
+    "down": ("down",),
+}  # what the decoder computes as one
 PANEL = 64  # the same constant as in lora.c
 
 
@@ -49,7 +54,9 @@ def places(spec: Spec) -> dict[str, Place]:
 
 
 Adapted = Sequence[Mapping[str, Low]]  # of every layer: projection -> what is added to it
-Runs = Sequence[tuple[int, int, Any]]  # first row, rows, adapter as the kernels packed it; ascending, rows without one left out
+Runs = Sequence[
+    tuple[int, int, Any]
+]  # first row, rows, adapter as the kernels packed it; ascending, rows without one left out
 
 
 class _Low(ctypes.Structure):
@@ -87,4 +94,8 @@ def pack(spec: Spec, layers: Adapted) -> Adapter:
 
 def rows(runs: Runs) -> ctypes.Array[_Run] | None:
     """The runs for lora.c, if there are any."""
-    return (_Run * len(runs))(*(_Run(first, count, adapter.parts) for first, count, adapter in runs)) if runs else None
+    return (
+        (_Run * len(runs))(*(_Run(first, count, adapter.parts) for first, count, adapter in runs))
+        if runs
+        else None
+    )

@@ -14,12 +14,21 @@ from outrider.kernels import chain
 from outrider.kernels.chain import TRAITS, Halt, Traits
 from outrider.sampling.params import Law
 
-ASK = struct.Struct("@llll dd QQ f4x")  # Ask of simd.h: at, root, nodes, top_k; min_p, top_p; stream, position; temperature
+ASK = struct.Struct(
+    "@llll dd QQ f4x"
+)  # Ask of simd.h: at, root, nodes, top_k; min_p, top_p; stream, position; temperature
 Answer = tuple[list[int], list[int]]  # the nodes that are accepted, and the tokens that are said
 
 
 def declare(lib: ctypes.CDLL) -> None:
-    p, n, i, f, d, u = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float, ctypes.c_double, ctypes.c_uint64
+    p, n, i, f, d, u = (
+        ctypes.c_void_p,
+        ctypes.c_long,
+        ctypes.c_int,
+        ctypes.c_float,
+        ctypes.c_double,
+        ctypes.c_uint64,
+    )
     lib.pick.argtypes = [p, n, f, d, n, d, u, n, p, p]
     lib.pick.restype = n
     lib.picks.argtypes = [p, n, n, f, d, n, d, p, p, n, p, p]
@@ -37,7 +46,16 @@ class Trees:
         self.asks, self.held = b"", array("i")
         self.sizes: dict[int, int] = {}
 
-    def add(self, key: int, root: int, law: Law, stream: int, position: int, tokens: Sequence[int], parents: Sequence[int]) -> None:
+    def add(
+        self,
+        key: int,
+        root: int,
+        law: Law,
+        stream: int,
+        position: int,
+        tokens: Sequence[int],
+        parents: Sequence[int],
+    ) -> None:
         temperature, min_p, top_k, top_p = law
         size = self.sizes[key] = len(tokens)
         self.asks += ASK.pack(len(self.held), root, size, top_k, min_p, top_p, stream, position, temperature)
@@ -63,13 +81,21 @@ class Picking:
         self._out = (ctypes.c_int32 * 64)()
         self._prob = (ctypes.c_float * 64)()
 
-    def halts(self, halt: Halt, logits: Tensor, temperature: float, token: int, level: int, row: int = 0) -> tuple[bool, Traits]:
+    def halts(
+        self, halt: Halt, logits: Tensor, temperature: float, token: int, level: int, row: int = 0
+    ) -> tuple[bool, Traits]:
         at = logits.data_ptr() + (row * logits.stride(0) * 4 if row else 0)
         traits = (ctypes.c_float * TRAITS)()
-        return bool(self.lib.halts(chain.Rule.of(halt), at, logits.shape[-1], temperature, token, level, traits)), traits[:]
+        return bool(
+            self.lib.halts(chain.Rule.of(halt), at, logits.shape[-1], temperature, token, level, traits)
+        ), traits[:]
 
-    def pick(self, logits: Tensor, law: Law, key: int, k: int, probs: bool, row: int = 0) -> tuple[list[int], list[float]]:
-        at = logits.data_ptr() + (row * logits.stride(0) * 4 if row else 0)  # the address: indexing a tensor costs far more
+    def pick(
+        self, logits: Tensor, law: Law, key: int, k: int, probs: bool, row: int = 0
+    ) -> tuple[list[int], list[float]]:
+        at = logits.data_ptr() + (
+            row * logits.stride(0) * 4 if row else 0
+        )  # the address: indexing a tensor costs far more
         count = self.lib.pick(
             at, logits.shape[-1], law.temperature, law.min_p, law.top_k, law.top_p, key, min(k, 64),
             self._out, self._prob if probs else None,
@@ -81,11 +107,24 @@ class Picking:
 
     def follow(self, logits: Tensor, trees: Trees) -> None:
         self.lib.follow(
-            logits.data_ptr(), logits.stride(0), logits.shape[1], None, 0, trees.asks, len(trees.sizes), trees.held.buffer_info()[0]
+            logits.data_ptr(),
+            logits.stride(0),
+            logits.shape[1],
+            None,
+            0,
+            trees.asks,
+            len(trees.sizes),
+            trees.held.buffer_info()[0],
         )
 
     def picks(
-        self, logits: Tensor, law: Law, keys: Sequence[int], k: int, ids: Tensor | None = None, probs: bool = True
+        self,
+        logits: Tensor,
+        law: Law,
+        keys: Sequence[int],
+        k: int,
+        ids: Tensor | None = None,
+        probs: bool = True,
     ) -> tuple[Tensor, Tensor]:
         assert k <= 64
         (rows, size), held, logits = logits.shape, array("Q", keys), logits.contiguous()

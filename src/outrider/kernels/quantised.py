@@ -44,7 +44,8 @@ class Quantised:
     def regrouped(self, size: int) -> Quantised:
         """The same numbers in smaller groups; `size` divides `group`."""
         scales, offsets = (
-            None if part is None else part.repeat_interleave(self.group // size, dim=1) for part in (self.scales, self.offsets)
+            None if part is None else part.repeat_interleave(self.group // size, dim=1)
+            for part in (self.scales, self.offsets)
         )
         assert scales is not None and self.group % size == 0
         return Quantised(self.values, scales, offsets, self.bits, size)
@@ -59,12 +60,16 @@ def join(parts: Sequence[Tensor | Quantised], dtype: torch.dtype) -> Tensor | Qu
     if len(parts) == 1 and isinstance(parts[0], Quantised):
         return parts[0]
     if not all(isinstance(part, Quantised) for part in parts):
-        return torch.cat([(part.dense() if isinstance(part, Quantised) else part).to(dtype) for part in parts])
+        return torch.cat(
+            [(part.dense() if isinstance(part, Quantised) else part).to(dtype) for part in parts]
+        )
     few = [part for part in parts if isinstance(part, Quantised)]
     size = math.gcd(*(part.group for part in few))
     few = [part.regrouped(size) for part in few]
     offsets = None
     if any(part.offsets is not None for part in few):
-        offsets = torch.cat([torch.zeros_like(part.scales) if part.offsets is None else part.offsets for part in few])
+        offsets = torch.cat(
+            [torch.zeros_like(part.scales) if part.offsets is None else part.offsets for part in few]
+        )
     values, scales = torch.cat([part.values for part in few]), torch.cat([part.scales for part in few])
     return Quantised(values, scales, offsets, max(part.bits for part in few), size)

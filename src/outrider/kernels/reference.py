@@ -47,7 +47,9 @@ class Stack:
     skips: Sequence[int]  # of every layer: 1 the attention, 2 the MLP
 
 
-Adapter = list[dict[str, list[tuple[slice, Tensor, Tensor]]]]  # of every layer and fused linear: outputs, a^T, scale * b^T
+Adapter = list[
+    dict[str, list[tuple[slice, Tensor, Tensor]]]
+]  # of every layer and fused linear: outputs, a^T, scale * b^T
 
 
 class Unanswered:
@@ -71,7 +73,13 @@ class TorchKernels:
     def pack(self, weight: Tensor | Quantised, bias: Tensor | None = None) -> Plain:
         bias = None if bias is None else bias.to(self.device, self.dtype)
         if isinstance(weight, Quantised):
-            return Plain(weight.mapped(lambda part: part.to(self.device)), None, bias, weight.values.shape[1], weight.values.shape[0])
+            return Plain(
+                weight.mapped(lambda part: part.to(self.device)),
+                None,
+                bias,
+                weight.values.shape[1],
+                weight.values.shape[0],
+            )
         data = weight.to(self.device, self.dtype).contiguous()
         return Plain(data, self._packed(data), bias, weight.shape[1], weight.shape[0])
 
@@ -98,7 +106,15 @@ class TorchKernels:
             return weight.data.mapped(lambda part: part[ids]).dense().to(self.dtype)
         return F.embedding(ids, weight.data)
 
-    def pair(self, weight: Plain, plan: Plan, g: Tensor, norm_token: Tensor | None, norm_state: Tensor | None, eps: float) -> Tensor:
+    def pair(
+        self,
+        weight: Plain,
+        plan: Plan,
+        g: Tensor,
+        norm_token: Tensor | None,
+        norm_state: Tensor | None,
+        eps: float,
+    ) -> Tensor:
         return beside(self, self.embed(weight, plan).to(g.dtype), g, norm_token, norm_state, eps)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -109,7 +125,9 @@ class TorchKernels:
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate) * up
 
-    def rope_store(self, qkv: Tensor, spec: Heads, turn: Tensor, plan: Plan, pool: Pool, layer: int) -> Tensor:
+    def rope_store(
+        self, qkv: Tensor, spec: Heads, turn: Tensor, plan: Plan, pool: Pool, layer: int
+    ) -> Tensor:
         n, d = qkv.shape[0], spec.head_dim
         q, k, v = torch.split(qkv.view(n, -1, d), [spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
         if spec.q_norm is not None and spec.k_norm is not None:
@@ -122,7 +140,15 @@ class TorchKernels:
         return _rotate(q, cos, sin).to(qkv.dtype)
 
     def attend(
-        self, q: Tensor, spec: Heads, plan: Plan, pool: Pool, layer: int, scale: float, window: int, bend: Bend | None = None
+        self,
+        q: Tensor,
+        spec: Heads,
+        plan: Plan,
+        pool: Pool,
+        layer: int,
+        scale: float,
+        window: int,
+        bend: Bend | None = None,
     ) -> Tensor:
         n, group = q.shape[0], spec.heads // spec.kv_heads
         out = torch.empty(n, spec.heads, spec.head_dim, dtype=q.dtype, device=q.device)
@@ -132,7 +158,9 @@ class TorchKernels:
             keys, values = pool.read(layer, slots, self.wide).transpose(1, 2)  # [k,m,D]
             rows = q[first : first + count].to(self.wide).view(count, spec.kv_heads, group, spec.head_dim)
             hidden = order < 0
-            ahead = order - plan.positions[first : first + count, None].to(self.device)  # 0 at the row itself, -1 before it
+            ahead = order - plan.positions[first : first + count, None].to(
+                self.device
+            )  # 0 at the row itself, -1 before it
             if window:
                 hidden |= ahead <= -window
             scores = torch.einsum("nkgd,kmd->nkgm", rows, keys) * scale
@@ -140,7 +168,9 @@ class TorchKernels:
                 scores = _bent(scores, bend, ahead)
             scores[..., : len(slots)].masked_fill_(hidden[:, None, None], float("-inf"))
             weights = scores.softmax(-1)[..., : len(slots)]
-            out[first : first + count] = torch.einsum("nkgm,kmd->nkgd", weights, values).flatten(1, 2).to(q.dtype)
+            out[first : first + count] = (
+                torch.einsum("nkgm,kmd->nkgd", weights, values).flatten(1, 2).to(q.dtype)
+            )
         return out.flatten(1)
 
     def prepare(self, spec: Spec, layers: Sequence[Layer], turn: Tensor) -> Stack:
@@ -153,19 +183,36 @@ class TorchKernels:
         def turned(matrix: Tensor) -> Tensor:
             return matrix.to(self.device, self.wide).T
 
-        spans = {name: slice(place.start, place.start + place.outputs) for name, place in lora.places(spec).items()}
+        spans = {
+            name: slice(place.start, place.start + place.outputs) for name, place in lora.places(spec).items()
+        }
         return [
             {
-                fused: [(spans[name], turned(low.a), turned(low.b) * low.scale) for name in names if (low := layer.get(name))]
+                fused: [
+                    (spans[name], turned(low.a), turned(low.b) * low.scale)
+                    for name in names
+                    if (low := layer.get(name))
+                ]
                 for fused, names in lora.FUSED.items()
             }
             for layer in layers
         ]
 
-    def run(self, stack: Stack, x: Tensor, plan: Plan, pool: Pool, runs: Runs = (), u: Tensor | None = None, layer: int = 0) -> Tensor:
+    def run(
+        self,
+        stack: Stack,
+        x: Tensor,
+        plan: Plan,
+        pool: Pool,
+        runs: Runs = (),
+        u: Tensor | None = None,
+        layer: int = 0,
+    ) -> Tensor:
         for i, (block, skip) in enumerate(zip(stack.layers, stack.skips)):
 
-            def linear(x: Tensor, name: str, add: Tensor | None = None, i: int = i, block: Any = block) -> Tensor:
+            def linear(
+                x: Tensor, name: str, add: Tensor | None = None, i: int = i, block: Any = block
+            ) -> Tensor:
                 y = self.linear(x, getattr(block, name), add)
                 for first, count, adapter in runs:
                     rows = x[first : first + count].to(self.wide)
@@ -177,9 +224,17 @@ class TorchKernels:
             if not skip & 1:
                 qkv = linear(self.rms_norm(x, block.norm_in, block.eps) if u is None or i else u, "qkv")
                 q = self.rope_store(qkv, block, stack.turn, plan, pool, layer + i)
-                x = linear(self.attend(q, block, plan, pool, layer + i, block.head_dim**-0.5, block.window), "o", add=x)
+                x = linear(
+                    self.attend(q, block, plan, pool, layer + i, block.head_dim**-0.5, block.window),
+                    "o",
+                    add=x,
+                )
             if not skip & 2:
-                x = linear(self.silu_mul(linear(self.rms_norm(x, block.norm_post, block.eps), "gate_up")), "down", add=x)
+                x = linear(
+                    self.silu_mul(linear(self.rms_norm(x, block.norm_post, block.eps), "gate_up")),
+                    "down",
+                    add=x,
+                )
         return x
 
     def ends(self, *_: Any) -> None: ...
@@ -189,11 +244,15 @@ class TorchKernels:
     def chain(self, *_: Any) -> None:
         """Nobody is waiting: the drafter goes level by level."""
 
-    def halts(self, halt: Halt, logits: Tensor, temperature: float, token: int, level: int, row: int = 0) -> tuple[bool, Traits]:
+    def halts(
+        self, halt: Halt, logits: Tensor, temperature: float, token: int, level: int, row: int = 0
+    ) -> tuple[bool, Traits]:
         traits = chain.measure(logits if logits.dim() == 1 else logits[row], temperature, token)
         return chain.halts(halt, traits, level), traits
 
-    def pick(self, logits: Tensor, law: Law, key: int, k: int, probs: bool, row: int = 0) -> tuple[list[int], list[float]]:
+    def pick(
+        self, logits: Tensor, law: Law, key: int, k: int, probs: bool, row: int = 0
+    ) -> tuple[list[int], list[float]]:
         return sampling.pick(logits if logits.dim() == 1 else logits[row], law, key, k)
 
     def trees(self) -> Unanswered:
@@ -203,7 +262,13 @@ class TorchKernels:
         """The verifier goes pick by pick."""
 
     def picks(
-        self, logits: Tensor, law: Law, keys: Sequence[int], k: int, ids: Tensor | None = None, probs: bool = True
+        self,
+        logits: Tensor,
+        law: Law,
+        keys: Sequence[int],
+        k: int,
+        ids: Tensor | None = None,
+        probs: bool = True,
     ) -> tuple[Tensor, Tensor]:
         out, prob = torch.full((len(keys), k), -1, dtype=torch.int32), torch.zeros(len(keys), k)
         for r, key in enumerate(keys):
@@ -217,9 +282,17 @@ class TorchKernels:
         return tree.Plain(self.picks, k, wide)
 
 
-def beside(kernels: Kernels, e: Tensor, g: Tensor, norm_token: Tensor | None, norm_state: Tensor | None, eps: float) -> Tensor:
+def beside(
+    kernels: Kernels, e: Tensor, g: Tensor, norm_token: Tensor | None, norm_state: Tensor | None, eps: float
+) -> Tensor:
     """`Kernels.pair` of embeddings e [n,h]."""
-    return torch.cat([x if norm is None else kernels.rms_norm(x, norm, eps) for x, norm in ((e, norm_token), (g, norm_state))], dim=-1)
+    return torch.cat(
+        [
+            x if norm is None else kernels.rms_norm(x, norm, eps)
+            for x, norm in ((e, norm_token), (g, norm_state))
+        ],
+        dim=-1,
+    )
 
 
 def _bent(scores: Tensor, bend: Bend, ahead: Tensor) -> Tensor:
@@ -230,7 +303,9 @@ def _bent(scores: Tensor, bend: Bend, ahead: Tensor) -> Tensor:
     if bend.slopes is not None:
         scores = scores + bend.slopes.to(scores).view(by_head) * ahead[:, None, None]
     if bend.sinks is not None:
-        scores = torch.cat([scores, bend.sinks.to(scores).view(by_head).expand(len(scores), -1, -1, 1)], dim=-1)
+        scores = torch.cat(
+            [scores, bend.sinks.to(scores).view(by_head).expand(len(scores), -1, -1, 1)], dim=-1
+        )
     return scores
 
 

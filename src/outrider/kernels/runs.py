@@ -10,9 +10,16 @@ from typing import Any, Protocol
 import numpy as np
 
 RUNS = (8, 4, 2, 1)  # tokens of a run, by its order; these constants are those of runs.c
-PLACES = (4, 16, 16, 16)  # most recent ones of a run that are looked at; after long ones the same follows, as a rule
+PLACES = (
+    4,
+    16,
+    16,
+    16,
+)  # most recent ones of a run that are looked at; after long ones the same follows, as a rule
 FRONT = (0, 4, 20, 36)  # those of longer runs
-Places = Callable[[int], list[tuple[int, list[int]]]]  # order -> of each place how many tokens agree, and what followed
+Places = Callable[
+    [int], list[tuple[int, list[int]]]
+]  # order -> of each place how many tokens agree, and what followed
 
 
 class Index(Protocol):
@@ -70,12 +77,18 @@ class Compiled:
         after = at + 4 * capacity, at + 4 * capacity * (1 + len(RUNS))
         self.text = _Text(32 - width(capacity), 0, 0, 0, longest, depth, at, *after)
         self.at = ctypes.addressof(self.text)
-        self.found = [array("i", bytes(4 * (len(RUNS) + sum(PLACES) * self.width))) for _ in range(2)]  # in itself, in others
+        self.found = [
+            array("i", bytes(4 * (len(RUNS) + sum(PLACES) * self.width))) for _ in range(2)
+        ]  # in itself, in others
 
     def __deepcopy__(self, memo: object) -> Compiled:
         made = Compiled(self.lib, self.capacity, self.text.longest, self.text.depth)
         made.memory[:] = self.memory
-        made.text.oldest, made.text.length, made.text.entered = self.text.oldest, self.text.length, self.text.entered
+        made.text.oldest, made.text.length, made.text.entered = (
+            self.text.oldest,
+            self.text.length,
+            self.text.entered,
+        )
         return made
 
     @property
@@ -91,7 +104,9 @@ class Compiled:
         return int(self.text.length)
 
     def _fits(self, tokens: Sequence[int]) -> None:
-        assert self.length + len(tokens) <= self.capacity, f"{self.length + len(tokens)} tokens in an index of {self.capacity}"
+        assert self.length + len(tokens) <= self.capacity, (
+            f"{self.length + len(tokens)} tokens in an index of {self.capacity}"
+        )
 
     def extend(self, tokens: Sequence[int]) -> None:
         self._fits(tokens)

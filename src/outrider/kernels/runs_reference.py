@@ -51,8 +51,14 @@ class Plain:
 
         def places(order: int) -> list[tuple[int, list[int]]]:
             most = min(longest, RUNS[order - 1] - 1) if order else longest
-            found = [(text, *place) for text in reversed(texts or [self]) for place in text._places(context, order, most)]
-            return [(length, text._after(at, depth, not texts)) for text, length, at in found[: PLACES[order]]]
+            found = [
+                (text, *place)
+                for text in reversed(texts or [self])
+                for place in text._places(context, order, most)
+            ]
+            return [
+                (length, text._after(at, depth, not texts)) for text, length, at in found[: PLACES[order]]
+            ]
 
         return places
 

@@ -30,7 +30,10 @@ class Layer(ctypes.Structure):
 
 class Shape(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_long) for name in ("layers", "hidden", "inner", "heads", "kv_heads", "head_dim", "width", "rot", "kv")),
+        *(
+            (name, ctypes.c_long)
+            for name in ("layers", "hidden", "inner", "heads", "kv_heads", "head_dim", "width", "rot", "kv")
+        ),
         *((name, ctypes.c_float) for name in ("eps", "scale")),
         ("turn", ctypes.c_void_p),
     ]
@@ -41,7 +44,12 @@ class Bend(ctypes.Structure):
 
 
 class Ends(ctypes.Structure):
-    _fields_ = [("embedding", Weight), ("head", Weight), ("norm", ctypes.c_void_p), ("outputs", ctypes.c_long)]
+    _fields_ = [
+        ("embedding", Weight),
+        ("head", Weight),
+        ("norm", ctypes.c_void_p),
+        ("outputs", ctypes.c_long),
+    ]
 
 
 def rows(plan: Plan, adapted: ctypes.Array[Any] | None = None) -> array[int]:

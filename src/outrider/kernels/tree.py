@@ -15,7 +15,9 @@ from outrider.sampling.params import Law
 TINY = 1e-30
 
 Picks = Callable[..., tuple[Tensor, Tensor]]
-Nodes = tuple[list[int], list[int], list[float]]  # tokens, the nodes of their parents (-1 behind the root), shares
+Nodes = tuple[
+    list[int], list[int], list[float]
+]  # tokens, the nodes of their parents (-1 behind the root), shares
 
 
 class Found(NamedTuple):
@@ -32,8 +34,16 @@ class Found(NamedTuple):
     def read(self) -> tuple[Tensor, Tensor]:
         """int64 [n, k] tokens, and shares, 0 where there is none."""
         none = self.entries < 0
-        tokens = self.entries.long() if self.ids is None else self.ids[self.entries.clamp_min(0)].long().masked_fill(none, -1)
-        shares = self.shares if self.ranked is None else self.ranked[: self.entries.shape[1]].expand_as(self.shares)
+        tokens = (
+            self.entries.long()
+            if self.ids is None
+            else self.ids[self.entries.clamp_min(0)].long().masked_fill(none, -1)
+        )
+        shares = (
+            self.shares
+            if self.ranked is None
+            else self.ranked[: self.entries.shape[1]].expand_as(self.shares)
+        )
         return tokens, shares.masked_fill(none, 0.0)
 
 
@@ -46,7 +56,9 @@ class Candidates(Protocol):
         """What was found behind the nodes that went through the head last, at first behind the root.  The likeliest of it goes on: which
         of these nodes each hangs from, and its token; the likeliest by joint probability, of equals the first."""
 
-    def grow(self, logits: Tensor, law: Law, key: int, ids: Tensor | None, ranked: Tensor | None) -> tuple[list[int], list[int]]:
+    def grow(
+        self, logits: Tensor, law: Law, key: int, ids: Tensor | None, ranked: Tensor | None
+    ) -> tuple[list[int], list[int]]:
         """The same of the best that `Kernels.picks` finds in logits, float32 [n, V], where all have the same key.  ids, ranked: as in
         `Found`."""
 
@@ -57,7 +69,10 @@ class Candidates(Protocol):
 def declare(lib: ctypes.CDLL) -> None:
     p, n, d, tree = ctypes.c_void_p, ctypes.c_long, ctypes.c_double, ctypes.POINTER(_Tree)
     lib.widen.argtypes, lib.widen.restype = [tree, p, p, n, p, p, p], n
-    lib.grow.argtypes, lib.grow.restype = [tree, p, n, ctypes.c_float, d, n, d, ctypes.c_uint64, p, p, n, p], n
+    lib.grow.argtypes, lib.grow.restype = (
+        [tree, p, n, ctypes.c_float, d, n, d, ctypes.c_uint64, p, p, n, p],
+        n,
+    )
     lib.keep.argtypes, lib.keep.restype = [tree, n, p, p, p], n
 
 
@@ -90,7 +105,9 @@ class Compiled:
         )  # fmt: skip
         return self._said(count)
 
-    def grow(self, logits: Tensor, law: Law, key: int, ids: Tensor | None, ranked: Tensor | None) -> tuple[list[int], list[int]]:
+    def grow(
+        self, logits: Tensor, law: Law, key: int, ids: Tensor | None, ranked: Tensor | None
+    ) -> tuple[list[int], list[int]]:
         logits = logits.contiguous()
         return self._said(
             self.lib.grow(
@@ -128,8 +145,12 @@ class Plain:
         self.front = self._likeliest(first, self.wide)
         return [(at - first) // k for at in self.front], [self.records[at][0] for at in self.front]
 
-    def grow(self, logits: Tensor, law: Law, key: int, ids: Tensor | None, ranked: Tensor | None) -> tuple[list[int], list[int]]:
-        found = self.picks(logits, law, [key] * len(logits), min(self.k, logits.shape[1]), ids, ranked is None)
+    def grow(
+        self, logits: Tensor, law: Law, key: int, ids: Tensor | None, ranked: Tensor | None
+    ) -> tuple[list[int], list[int]]:
+        found = self.picks(
+            logits, law, [key] * len(logits), min(self.k, logits.shape[1]), ids, ranked is None
+        )
         return self.widen(Found(*found, ids, ranked))
 
     def keep(self, nodes: int) -> Nodes:

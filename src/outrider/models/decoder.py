@@ -86,7 +86,9 @@ class Decoder:
         self.kernels: Kernels = kernels[where.outer]
         weights = checkpoint.tensors()
         turn = rotations(checkpoint.config, max(max_len, 32))  # the self-test computes 24 positions
-        self.embedding = self._fused(self.kernels, weights, [("model.embed_tokens", spec.vocabulary)], spec.hidden, outer=True)
+        self.embedding = self._fused(
+            self.kernels, weights, [("model.embed_tokens", spec.vocabulary)], spec.hidden, outer=True
+        )
         self.layers = [self._layer(kernels[at], weights, i) for i, at in enumerate(where.layers)]
         self.parts: list[Part] = []
         for at, group in itertools.groupby(range(spec.layers), lambda i: where.layers[i]):
@@ -98,12 +100,17 @@ class Decoder:
         self.norm = self._vector(self.kernels, weights, "model.norm", spec.hidden)
         self.lm_head = self.embedding
         if not spec.tied:
-            self.lm_head = self._fused(self.kernels, weights, [("lm_head", spec.vocabulary)], spec.hidden, outer=True)
+            self.lm_head = self._fused(
+                self.kernels, weights, [("lm_head", spec.vocabulary)], spec.hidden, outer=True
+            )
         self.ends = self.kernels.ends(self.embedding, self.norm, self.lm_head)
 
     def pool(self, slots: int) -> Pool:
         s, dtype = self.spec, kv_dtype(self.kv_cache_dtype, self.dtype)
-        pools = [Pool(part.layers, s.kv_heads, s.head_dim, slots, dtype, part.kernels.device) for part in self.parts]
+        pools = [
+            Pool(part.layers, s.kv_heads, s.head_dim, slots, dtype, part.kernels.device)
+            for part in self.parts
+        ]
         return pools[0] if len(pools) == 1 else SplitPool(pools)
 
     @property
@@ -128,7 +135,11 @@ class Decoder:
         parts = []
         for part in self.parts:
             here = skips[part.first : part.first + part.layers]
-            parts.append(replace(part, stack=part.kernels.without(part.stack, here), idle=all(skip == 3 for skip in here)))
+            parts.append(
+                replace(
+                    part, stack=part.kernels.without(part.stack, here), idle=all(skip == 3 for skip in here)
+                )
+            )
         return parts
 
     def _between(self, first: int, last: int) -> Blocks:
@@ -137,7 +148,12 @@ class Decoder:
         return self.without(rest, rest)
 
     def forward(
-        self, plan: Plan, pool: Pool, blocks: Blocks | None = None, x: Tensor | None = None, taps: dict[int, Tensor] | None = None
+        self,
+        plan: Plan,
+        pool: Pool,
+        blocks: Blocks | None = None,
+        x: Tensor | None = None,
+        taps: dict[int, Tensor] | None = None,
     ) -> Tensor:
         """Residual stream after the last layer, [n, hidden] for the n rows of the plan; K/V of these rows is in the pool.
 
@@ -153,7 +169,13 @@ class Decoder:
                 continue
             if part.kernels is not here:
                 here, x = part.kernels, _carried(x, part.kernels)
-            x = here.run(part.stack, x, plan, own, [(first, count, adapter[i]) for first, count, adapter in plan.adapted])
+            x = here.run(
+                part.stack,
+                x,
+                plan,
+                own,
+                [(first, count, adapter[i]) for first, count, adapter in plan.adapted],
+            )
         return x if here is self.kernels else _carried(x, self.kernels)
 
     def _tapped(self, plan: Plan, pool: Pool, taps: dict[int, Tensor]) -> Tensor:
@@ -161,9 +183,15 @@ class Decoder:
         for layer in sorted(taps):
             x = self.forward(plan, pool, self.between(at, layer), x)
             taps[layer], at = x.clone(), layer  # x is changed in place
-        return x if x is not None and at == self.spec.layers else self.forward(plan, pool, self.between(at, self.spec.layers), x)
+        return (
+            x
+            if x is not None and at == self.spec.layers
+            else self.forward(plan, pool, self.between(at, self.spec.layers), x)
+        )
 
-    def read(self, plan: Plan, pool: Pool, wanted: list[int], kept: dict[int, Tensor], trees: Trees) -> Tensor:
+    def read(
+        self, plan: Plan, pool: Pool, wanted: list[int], kept: dict[int, Tensor], trees: Trees
+    ) -> Tensor:
         if self.split:
             return in_steps(self, plan, pool, wanted, kept, trees)
         runs = [(first, count, adapter[0]) for first, count, adapter in plan.adapted] if plan.adapted else ()
@@ -172,7 +200,10 @@ class Decoder:
 
     def adapter(self, layers: Adapted) -> list[Any]:
         """What `Plan.adapt` wants for a LoRA adapter that has been read: its form for each part."""
-        return [part.kernels.adapter(self.spec, layers[part.first : part.first + part.layers]) for part in self.parts]
+        return [
+            part.kernels.adapter(self.spec, layers[part.first : part.first + part.layers])
+            for part in self.parts
+        ]
 
     def logits(self, x: Tensor, rows: list[int]) -> Tensor:
         """float32 [len(rows), V] of some rows, in ascending order, of `forward`'s result."""
@@ -186,7 +217,9 @@ class Decoder:
 
     def head_logits(self, x: Tensor) -> Tensor:
         logits = self.kernels.linear(x, self.lm_head)
-        return logits if logits.dtype == torch.float32 else logits.float()  # even for nothing it takes 30 µs here
+        return (
+            logits if logits.dtype == torch.float32 else logits.float()
+        )  # even for nothing it takes 30 µs here
 
     def chain(
         self, plan: Plan, pool: Pool, chains: Sequence[Chain], vocabulary: int, halt: Halt | None = None,
@@ -195,7 +228,9 @@ class Decoder:
         """`forward` over the plan, then a chain of the best tokens behind some of its rows; see `Kernels.chain`."""
         if self.split:
             return None
-        return self.kernels.chain((blocks or self.parts)[0].stack, self.ends, plan, pool, chains, vocabulary, halt, states)
+        return self.kernels.chain(
+            (blocks or self.parts)[0].stack, self.ends, plan, pool, chains, vocabulary, halt, states
+        )
 
     def _layer(self, kernels: Kernels, weights: Source, i: int) -> Layer:
         s, at = self.spec, f"model.layers.{i}"
@@ -220,11 +255,20 @@ class Decoder:
     def _linear(self, kernels: Kernels, weights: Source, name: str, outputs: int, inputs: int) -> Weight:
         return self._fused(kernels, weights, [(name, outputs)], inputs)
 
-    def _fused(self, kernels: Kernels, weights: Source, parts: list[tuple[str, int]], inputs: int, outer: bool = False) -> Weight:
+    def _fused(
+        self,
+        kernels: Kernels,
+        weights: Source,
+        parts: list[tuple[str, int]],
+        inputs: int,
+        outer: bool = False,
+    ) -> Weight:
         """Several linears of the same input as one, their outputs side by side; a bias counts where the file has one."""
         read = [self._few(weights.linear(name, size, inputs), name, outer) for name, size in parts]
         biased = any(f"{name}.bias" in weights for name, _ in parts)
-        bias = torch.cat([weights.get(f"{name}.bias", size).float() for name, size in parts]) if biased else None
+        bias = (
+            torch.cat([weights.get(f"{name}.bias", size).float() for name, size in parts]) if biased else None
+        )
         return kernels.pack(join(read, self.dtype), bias)
 
     def _few(self, weight: Tensor | Quantised, name: str, outer: bool) -> Tensor | Quantised:
@@ -232,7 +276,9 @@ class Decoder:
         if self.bits is None:
             return weight
         if isinstance(weight, Quantised):
-            raise ConfigError(f"the checkpoint is quantised already ({name} to {weight.bits} bits): leave quantization out.")
+            raise ConfigError(
+                f"the checkpoint is quantised already ({name} to {weight.bits} bits): leave quantization out."
+            )
         return quantise(weight, 8 if outer else self.bits)
 
 

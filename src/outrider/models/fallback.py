@@ -37,8 +37,18 @@ from outrider.models.spec import FAMILIES, WIDEST
 from outrider.models.steps import in_steps
 from outrider.models.taps import layers_of, tapping
 
-OURS, LISTENING = "outrider", "outrider-listening"  # attention implementations; the second is told about masks
-HARMLESS = {"position_ids", "cache_position", "position_embeddings", "attention_mask", "cos", "sin"}  # tensors that layers pass along
+OURS, LISTENING = (
+    "outrider",
+    "outrider-listening",
+)  # attention implementations; the second is told about masks
+HARMLESS = {
+    "position_ids",
+    "cache_position",
+    "position_embeddings",
+    "attention_mask",
+    "cos",
+    "sin",
+}  # tensors that layers pass along
 TRIED = 24  # tokens, while loading
 ALIKE = 0.1  # root mean square of the difference from transformers' own logits, in units of their spread
 
@@ -76,7 +86,12 @@ CALL: ContextVar[Call] = ContextVar("call")
 
 
 def attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **given: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    **given: Any,
 ) -> tuple[Tensor, None]:
     """q [1,H,n,D], k and v [1,kv_heads,n,D] -> [1,n,H,D]."""
     call, (q, k, v) = CALL.get(), (query, key, value)
@@ -87,7 +102,10 @@ def attend(
     call.at += 1
     if repeats := layer.kv_heads // k.shape[1] - 1:  # a layer with fewer K/V heads than the pool holds
         k, v = (x.repeat_interleave(repeats + 1, dim=1) for x in (k, v))
-    parts = [x[0].transpose(0, 1) if x.shape[3] == layer.head_dim else _widened(x, layer.head_dim) for x in (q, k, v)]
+    parts = [
+        x[0].transpose(0, 1) if x.shape[3] == layer.head_dim else _widened(x, layer.head_dim)
+        for x in (q, k, v)
+    ]
     rows = torch.cat(parts, dim=1).flatten(1)
     wide = call.kernels.rope_store(rows, layer, call.turn, call.plan, call.pool, at)
     out = call.kernels.attend(wide, layer, call.plan, call.pool, at, layer.scale, layer.window, layer.bend)
@@ -109,7 +127,9 @@ def _layer_of(
         raise ModelError(f"{who} gives its attention {', '.join(strange)}, which Outrider does not know.")
     if mask is not None and mask.dtype != torch.int32:
         raise ModelError(f"{who} makes an attention mask of its own, which cannot be walked along a tree.")
-    bend = Bend(softcap or 0.0, *(None if x is None else x.detach().float().contiguous() for x in (slopes, s_aux)))
+    bend = Bend(
+        softcap or 0.0, *(None if x is None else x.detach().float().contiguous() for x in (slopes, s_aux))
+    )
     return Layer(
         heads=q.shape[1], kv_heads=k.shape[1], head_dim=max(k.shape[3], v.shape[3]), out_dim=v.shape[3],
         scale=q.shape[3] ** -0.5 if scaling is None else scaling, window=int(mask) if mask is not None else window or 0,
@@ -117,11 +137,17 @@ def _layer_of(
     )  # fmt: skip
 
 
-def _mask(local_size: int | None = None, use_vmap: bool = False, device: Any = None, **_: Any) -> Tensor | None:
+def _mask(
+    local_size: int | None = None, use_vmap: bool = False, device: Any = None, **_: Any
+) -> Tensor | None:
     """In the place of a mask: nothing, or the window [1,1,1,1]."""
     if use_vmap:
-        raise ModelError("this model overlays its causal mask with another, which cannot be walked along a tree.")
-    return None if local_size is None else torch.full((1, 1, 1, 1), local_size, dtype=torch.int32, device=device)
+        raise ModelError(
+            "this model overlays its causal mask with another, which cannot be walked along a tree."
+        )
+    return (
+        None if local_size is None else torch.full((1, 1, 1, 1), local_size, dtype=torch.int32, device=device)
+    )
 
 
 AttentionInterface.register(OURS, attend)
@@ -156,7 +182,12 @@ class Fallback:
     embedding: None = None  # some families scale what they take from it
 
     def __init__(
-        self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, max_len: int, kv_cache_dtype: str = "auto"
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_len: int,
+        kv_cache_dtype: str = "auto",
     ) -> None:
         self.spec, self.kv_cache_dtype = checkpoint.spec, kv_cache_dtype
         self.dtype, self.device, self.max_len = dtype, device, max_len
@@ -180,7 +211,9 @@ class Fallback:
         return self._pool(slots, kv_dtype(self.kv_cache_dtype, self.dtype))
 
     def _pool(self, slots: int, dtype: torch.dtype) -> Pool:
-        return Pool(len(self.layers), self.layers[0].kv_heads, self.layers[0].head_dim, slots, dtype, self.device)
+        return Pool(
+            len(self.layers), self.layers[0].kv_heads, self.layers[0].head_dim, slots, dtype, self.device
+        )
 
     @property
     def exact(self) -> bool:
@@ -193,7 +226,9 @@ class Fallback:
     @property
     def slot_bytes(self) -> int:
         layer = self.layers[0]
-        return Pool.bytes_per_slot(len(self.layers), layer.kv_heads, layer.head_dim, kv_dtype(self.kv_cache_dtype, self.dtype))
+        return Pool.bytes_per_slot(
+            len(self.layers), layer.kv_heads, layer.head_dim, kv_dtype(self.kv_cache_dtype, self.dtype)
+        )
 
     def without(self, attention: Collection[int], mlp: Collection[int]) -> None:
         raise ConfigError(
@@ -204,7 +239,14 @@ class Fallback:
     def between(self, first: int, last: int) -> None:
         self.without((), ())
 
-    def forward(self, plan: Plan, pool: Pool, blocks: Any = None, x: Tensor | None = None, taps: dict[int, Tensor] | None = None) -> Tensor:
+    def forward(
+        self,
+        plan: Plan,
+        pool: Pool,
+        blocks: Any = None,
+        x: Tensor | None = None,
+        taps: dict[int, Tensor] | None = None,
+    ) -> Tensor:
         """[n, hidden] after the last norm; K/V of these rows is in the pool."""
         assert blocks is None and x is None, "nothing can be left out"
         before = CALL.set(Call(self.kernels, plan, self.layers, self.turn, pool))
@@ -215,7 +257,9 @@ class Fallback:
             CALL.reset(before)
 
     def embed(self, ids: Sequence[int]) -> Tensor:
-        weight: Tensor = self.body.get_input_embeddings().weight.detach()  # some families scale what they take from it
+        weight: Tensor = (
+            self.body.get_input_embeddings().weight.detach()
+        )  # some families scale what they take from it
         return F.embedding(torch.tensor(ids, device=self.device), weight)
 
     def final(self, x: Tensor) -> Tensor:
@@ -231,7 +275,9 @@ class Fallback:
         out: Tensor = self.head(input_ids=ids, use_cache=False).logits[0]
         return out.float()
 
-    def read(self, plan: Plan, pool: Pool, wanted: list[int], kept: dict[int, Tensor], trees: Trees) -> Tensor:
+    def read(
+        self, plan: Plan, pool: Pool, wanted: list[int], kept: dict[int, Tensor], trees: Trees
+    ) -> Tensor:
         return in_steps(self, plan, pool, wanted, kept, trees)
 
     def chain(self, *_: Any) -> None:
@@ -242,7 +288,11 @@ class Fallback:
         return out
 
     def _inputs(self, plan: Plan) -> dict[str, Tensor]:
-        given = {"input_ids": plan.ids, "position_ids": plan.positions} if self.positioned else {"input_ids": plan.ids}
+        given = (
+            {"input_ids": plan.ids, "position_ids": plan.positions}
+            if self.positioned
+            else {"input_ids": plan.ids}
+        )
         return {name: tensor.to(self.device)[None] for name, tensor in given.items()}
 
     def _listen(self, implementation: str | None) -> list[Layer]:
@@ -258,9 +308,13 @@ class Fallback:
         if not layers:
             raise ModelError("its attention does not go through transformers' attention interface.")
         if implementation and not self.positioned:
-            raise ModelError("its code takes no position_ids, so that the nodes of a tree cannot be told where they stand.")
+            raise ModelError(
+                "its code takes no position_ids, so that the nodes of a tree cannot be told where they stand."
+            )
         if logits.shape[-1] != self.spec.vocabulary:
-            raise ModelError(f"it has logits for {logits.shape[-1]} tokens, and the config says {self.spec.vocabulary}.")
+            raise ModelError(
+                f"it has logits for {logits.shape[-1]} tokens, and the config says {self.spec.vocabulary}."
+            )
         return _alike(layers)
 
     def _compare(self) -> None:
@@ -307,12 +361,16 @@ def _load(checkpoint: Checkpoint) -> Any:
                 f"transformers cannot load {checkpoint.name!r} ({checkpoint.spec.architecture}): {first_line(error)}"
             ) from error
     if missing := sorted(report["missing_keys"]):
-        raise ModelError(f"the checkpoint lacks {len(missing)} tensors of {checkpoint.spec.architecture}: {', '.join(missing[:8])}.")
+        raise ModelError(
+            f"the checkpoint lacks {len(missing)} tensors of {checkpoint.spec.architecture}: {', '.join(missing[:8])}."
+        )
     if wrong := sorted(report["mismatched_keys"]):
         name, has, wants = wrong[0]
         raise ModelError(f"{name} has shape {tuple(has)}, the config asks for {tuple(wants)}.")
     if getattr(model, "_is_stateful", False):
-        raise ModelError(f"{checkpoint.spec.architecture} keeps a recurrent state, which cannot be verified as a tree.")
+        raise ModelError(
+            f"{checkpoint.spec.architecture} keeps a recurrent state, which cannot be verified as a tree."
+        )
     return model.eval()
 
 
@@ -345,6 +403,8 @@ def _alike(layers: list[Layer]) -> list[Layer]:
         raise ModelError(f"it has heads of {head_dim} dimensions; the kernels take at most {WIDEST}.")
     for layer in layers:
         if kv_heads % layer.kv_heads or layer.heads % kv_heads:
-            raise ModelError(f"its layers have {layer.kv_heads} and {kv_heads} K/V heads, which do not fit into one pool.")
+            raise ModelError(
+                f"its layers have {layer.kv_heads} and {kv_heads} K/V heads, which do not fit into one pool."
+            )
         layer.kv_heads, layer.head_dim = kv_heads, head_dim
     return layers

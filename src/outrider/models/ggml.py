@@ -18,7 +18,9 @@ from outrider.kernels.quantised import Quantised
 Array = np.ndarray[Any, Any]
 Parts = tuple[Array, Array, Array | None]  # of n blocks: values [n, weights], scales and offsets [n, groups]
 
-CURVE = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.int8)  # of IQ4
+CURVE = np.array(
+    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.int8
+)  # of IQ4
 
 
 def _fields(packed: Array, width: int, chunk: int) -> Array:

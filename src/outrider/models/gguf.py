@@ -21,7 +21,19 @@ from outrider.models import ggml
 from outrider.models.spec import Spec
 
 FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-SCALARS = {0: "u1", 1: "i1", 2: "u2", 3: "i2", 4: "u4", 5: "i4", 6: "f4", 7: "?", 10: "u8", 11: "i8", 12: "f8"}
+SCALARS = {
+    0: "u1",
+    1: "i1",
+    2: "u2",
+    3: "i2",
+    4: "u4",
+    5: "i4",
+    6: "f4",
+    7: "?",
+    10: "u8",
+    11: "i8",
+    12: "f8",
+}
 STRING, ARRAY = 8, 9
 OURS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 OURS_BLOCK = {
@@ -58,7 +70,9 @@ class File:
             return []
         stem = re.sub(r"-00001-of-\d{5}\.gguf$", "", name)
         if stem == name:
-            raise ModelError(f"{self.path} is one of {count} shards: give the first, …-00001-of-{count:05}.gguf.")
+            raise ModelError(
+                f"{self.path} is one of {count} shards: give the first, …-00001-of-{count:05}.gguf."
+            )
         return [self.path.with_name(f"{stem}-{i:05}-of-{count:05}.gguf") for i in range(2, count + 1)]
 
     def _read(self, path: Path) -> dict[str, Any]:
@@ -165,7 +179,9 @@ def _ours(name: str, path: Path) -> str:
         return f"{OURS[stem]}.{suffix}"
     if suffix in ("weight", "bias") and found and found[2] in OURS_BLOCK:
         return f"model.layers.{found[1]}.{OURS_BLOCK[found[2]]}.{suffix}"
-    raise ModelError(f"{path} has a tensor {name!r}, which the lean decoder does not compute: the model is of another kind.")
+    raise ModelError(
+        f"{path} has a tensor {name!r}, which the lean decoder does not compute: the model is of another kind."
+    )
 
 
 def _entry(path: Path, data: mmap.mmap, name: str, shape: tuple[int, ...], kind: int, start: int) -> Entry:
@@ -174,13 +190,19 @@ def _entry(path: Path, data: mmap.mmap, name: str, shape: tuple[int, ...], kind:
     try:
         weights, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
     except (ValueError, KeyError):
-        raise ModelError(f"{path}: {name!r} has the type {kind}, which this version of the gguf package does not know.") from None
+        raise ModelError(
+            f"{path}: {name!r} has the type {kind}, which this version of the gguf package does not know."
+        ) from None
     rows = int(np.prod(shape[:-1], dtype=object))
     if shape[-1] % weights:
-        raise ModelError(f"{path} is corrupt: rows of {name!r} hold {shape[-1]} weights, no multiple of {weights}.")
+        raise ModelError(
+            f"{path} is corrupt: rows of {name!r} hold {shape[-1]} weights, no multiple of {weights}."
+        )
     width = shape[-1] // weights * size
     if start + rows * width > len(data):
-        raise ModelError(f"{path} is truncated: {name!r} should end at byte {start + rows * width:,}, the file at {len(data):,}.")
+        raise ModelError(
+            f"{path} is truncated: {name!r} should end at byte {start + rows * width:,}, the file at {len(data):,}."
+        )
     found = np.frombuffer(data, np.uint8, rows * width, start).reshape(rows, width)
     return Entry(GGMLQuantizationType(kind).name, size, shape, found)
 
@@ -191,7 +213,11 @@ class GgufWeights:
     def __init__(self, file: File, spec: Spec) -> None:
         self.file, self.spec = file, spec
         if other := {e.kind for e in file.tensors.values()} - ggml.FORMATS.keys() - ggml.DENSE.keys():
-            log.warning("%s: tensors of type %s are expanded, which takes more memory", file.path, ", ".join(sorted(other)))
+            log.warning(
+                "%s: tensors of type %s are expanded, which takes more memory",
+                file.path,
+                ", ".join(sorted(other)),
+            )
 
     def __contains__(self, name: str) -> bool:
         return name in self.file.tensors
@@ -207,7 +233,9 @@ class GgufWeights:
     def _unpacked(self, name: str, shape: tuple[int, ...]) -> Tensor | Quantised:
         entry = self.file.tensors.get(name)
         if entry is None:
-            raise ModelError(f"{self.file.path} has no tensor {name!r} (GGUF names differ, see models/gguf.py).")
+            raise ModelError(
+                f"{self.file.path} has no tensor {name!r} (GGUF names differ, see models/gguf.py)."
+            )
         if entry.shape != shape:
             raise ModelError(f"{name} has shape {entry.shape}, the metadata asks for {shape}.")
         rows = entry.rows
@@ -224,7 +252,11 @@ class GgufWeights:
 
 def only_file(folder: Path) -> Path | None:
     """The one model in the GGUF files of a folder (the first shard of it), None without any."""
-    found = [path for path in sorted(folder.glob("*.gguf")) if not re.search(r"-(?!00001)\d{5}-of-\d{5}\.gguf$", path.name)]
+    found = [
+        path
+        for path in sorted(folder.glob("*.gguf"))
+        if not re.search(r"-(?!00001)\d{5}-of-\d{5}\.gguf$", path.name)
+    ]
     if len(found) > 1:
         raise ModelError(f"{folder} holds {len(found)} GGUF files: give one of them, e.g. {found[0]}.")
     return found[0] if found else None
@@ -241,13 +273,17 @@ def config_of(file: File) -> Any:
     if "model.embed_tokens.weight" not in file.tensors:
         raise ModelError(f"{file.path} has no tensor 'token_embd.weight': it is no whole language model.")
     family = FAMILIES[file.architecture]
-    heads, hidden, context = (file.whole(key) for key in ("attention.head_count", "embedding_length", "context_length"))
+    heads, hidden, context = (
+        file.whole(key) for key in ("attention.head_count", "embedding_length", "context_length")
+    )
     if not heads:
         raise ModelError(f"{file.path} is corrupt: attention.head_count is 0.")
     width = file.whole("attention.key_length", hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if (other := file.whole(key, width)) != width:
-            raise ModelError(f"{file.path}: {key} {other} differs from the {width} dimensions of a head, which is not supported.")
+            raise ModelError(
+                f"{file.path}: {key} {other} differs from the {width} dimensions of a head, which is not supported."
+            )
     layers = file.whole("block_count")
     if f"model.layers.{layers}.input_layernorm.weight" in file.tensors:
         raise ModelError(f"{file.path} is corrupt: it has more layers than block_count {layers}.")
@@ -265,12 +301,17 @@ def config_of(file: File) -> Any:
         tie_word_embeddings="lm_head.weight" not in file.tensors,
         rope_parameters=_rope(file, context, width),
         dtype="float32" if all(entry.kind == "F32" for entry in file.tensors.values()) else "bfloat16",
-        **{f"{name}_token_id": file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")},
+        **{
+            f"{name}_token_id": file.metadata.get(f"tokenizer.ggml.{name}_token_id")
+            for name in ("bos", "eos")
+        },
     )
     try:
         config = getattr(transformers, f"{family}Config")(**settings)
     except Exception as error:  # transformers checks, and raises several kinds
-        raise ModelError(f"{file.path} is corrupt: its metadata make no {family} model: {str(error).splitlines()[-1].strip()}") from error
+        raise ModelError(
+            f"{file.path} is corrupt: its metadata make no {family} model: {str(error).splitlines()[-1].strip()}"
+        ) from error
     if window := file.whole("attention.sliding_window", 0):
         config.sliding_window, config.layer_types = window, ["sliding_attention"] * layers
     return config
@@ -280,7 +321,9 @@ def _rope(file: File, context: int, width: int) -> dict[str, Any]:
     """rope_parameters.  Factors of single frequencies (Llama 3 has them, as a tensor) are what transformers calls longrope."""
     kind = file.metadata.get(f"{file.architecture}.rope.scaling.type", "linear")
     if kind not in ("none", "linear", "yarn") or (kind == "yarn" and ROPE in file.tensors):
-        raise ModelError(f"{file.path}: rope.scaling.type {kind!r} is not supported{' with ' + ROPE if kind == 'yarn' else ''}.")
+        raise ModelError(
+            f"{file.path}: rope.scaling.type {kind!r} is not supported{' with ' + ROPE if kind == 'yarn' else ''}."
+        )
     given = file.number("rope.scaling.factor", file.number("rope.scale_linear", 0.0))
     factor = 1.0 if kind == "none" else given or 1.0
     rope = {"rope_theta": file.number("rope.freq_base", 10000.0)}
@@ -288,16 +331,24 @@ def _rope(file: File, context: int, width: int) -> dict[str, Any]:
         entry = file.tensors[ROPE]
         single = ggml.unpack(entry.kind, entry.rows, entry.block)
         if entry.shape != (width // 2,) or isinstance(single, Quantised):
-            raise ModelError(f"{file.path} is corrupt: {ROPE} is {entry.kind} {entry.shape}, not F32 {(width // 2,)}.")
+            raise ModelError(
+                f"{file.path} is corrupt: {ROPE} is {entry.kind} {entry.shape}, not F32 {(width // 2,)}."
+            )
         each = (single.flatten().float() * factor).tolist()
         return rope | {
             "rope_type": "longrope", "short_factor": each, "long_factor": each, "factor": 1.0, "attention_factor": 1.0,
             "original_max_position_embeddings": context,
         }  # fmt: skip
     if kind != "yarn":
-        return rope | ({"rope_type": "default"} if factor == 1.0 else {"rope_type": "linear", "factor": factor})
+        return rope | (
+            {"rope_type": "default"} if factor == 1.0 else {"rope_type": "linear", "factor": factor}
+        )
     rope["original_max_position_embeddings"] = file.whole("rope.scaling.original_context_length", context)
-    for key, name in (("attn_factor", "attention_factor"), ("beta_fast", "beta_fast"), ("beta_slow", "beta_slow")):
+    for key, name in (
+        ("attn_factor", "attention_factor"),
+        ("beta_fast", "beta_fast"),
+        ("beta_slow", "beta_slow"),
+    ):
         if f"{file.architecture}.rope.scaling.yarn_{key}" in file.metadata:
             rope[name] = file.number(f"rope.scaling.yarn_{key}")
     return rope | {"rope_type": "yarn", "factor": factor}

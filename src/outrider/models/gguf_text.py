@@ -32,7 +32,13 @@ KNOWN = {
     (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"): "default",
 }
 PATTERNS = {name: patterns for patterns, names in KNOWN.items() for name in names.split()}
-WHOLE = ("llama3", "llama-v3", "llama-bpe", "falcon3", "tekken")  # a word that is a token is never cut; BOS by default
+WHOLE = (
+    "llama3",
+    "llama-v3",
+    "llama-bpe",
+    "falcon3",
+    "tekken",
+)  # a word that is a token is never cut; BOS by default
 ENDS = (  # control tokens that end a text, whatever the metadata call eos
     "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "</s>", "<EOT>",
 )  # fmt: skip
@@ -41,8 +47,12 @@ ENDS = (  # control tokens that end a text, whatever the metadata call eos
 def ending_of(file: File) -> frozenset[int]:
     """Ids that end a text: what the metadata say, and the control tokens that do so in every model."""
     named = {file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")}
-    tokens = zip(file.metadata.get("tokenizer.ggml.tokens", ()), file.metadata.get("tokenizer.ggml.token_type", ()))
-    return frozenset(i for i in named if i is not None) | {i for i, (t, kind) in enumerate(tokens) if kind == CONTROL and t in ENDS}
+    tokens = zip(
+        file.metadata.get("tokenizer.ggml.tokens", ()), file.metadata.get("tokenizer.ggml.token_type", ())
+    )
+    return frozenset(i for i in named if i is not None) | {
+        i for i, (t, kind) in enumerate(tokens) if kind == CONTROL and t in ENDS
+    }
 
 
 def tokenizer_of(file: File) -> Any:
@@ -50,26 +60,45 @@ def tokenizer_of(file: File) -> Any:
     from tokenizers import AddedToken, processors
     from transformers import PreTrainedTokenizerFast
 
-    told = {key.removeprefix("tokenizer.ggml."): value for key, value in file.metadata.items() if key.startswith("tokenizer.")}
+    told = {
+        key.removeprefix("tokenizer.ggml."): value
+        for key, value in file.metadata.items()
+        if key.startswith("tokenizer.")
+    }
     model = told.get("model", "none")
     if model == "none" or "tokens" not in told:
         return None
     if model not in ("gpt2", "llama"):
-        raise ModelError(f'{file.path} has a tokenizer of model {model!r}, which is not supported: pass LLM(tokenizer="a folder").')
+        raise ModelError(
+            f'{file.path} has a tokenizer of model {model!r}, which is not supported: pass LLM(tokenizer="a folder").'
+        )
     tokens = told["tokens"]
     told.setdefault("token_type", [NORMAL] * len(tokens))
     try:
         core = _byte_level(told) if model == "gpt2" else _sentencepiece(told)
-        special = {name: tokens[told[f"{key}_token_id"]] for name, key in NAMED.items() if f"{key}_token_id" in told}
+        special = {
+            name: tokens[told[f"{key}_token_id"]] for name, key in NAMED.items() if f"{key}_token_id" in told
+        }
     except Exception as error:  # tokenizers raise what they like
         raise ModelError(f"{file.path}: the tokenizer's metadata are corrupt or unknown: {error}.") from error
     for kind in (CONTROL, USER_DEFINED):
         found = (token for token, its in zip(tokens, told["token_type"]) if its == kind and token)
         core.add_tokens([AddedToken(token, special=kind == CONTROL, normalized=False) for token in found])
-    ends = {"bos": told.get("add_bos_token", model == "llama" or told.get("pre") in WHOLE), "eos": told.get("add_eos_token", False)}
-    added = {name: special[f"{name}_token"] for name, wanted in ends.items() if wanted and f"{name}_token" in special}
+    ends = {
+        "bos": told.get("add_bos_token", model == "llama" or told.get("pre") in WHOLE),
+        "eos": told.get("add_eos_token", False),
+    }
+    added = {
+        name: special[f"{name}_token"]
+        for name, wanted in ends.items()
+        if wanted and f"{name}_token" in special
+    }
     if added:
-        whole = [*(added[n] for n in ("bos",) if n in added), "$A", *(added[n] for n in ("eos",) if n in added)]
+        whole = [
+            *(added[n] for n in ("bos",) if n in added),
+            "$A",
+            *(added[n] for n in ("eos",) if n in added),
+        ]
         ids = [(token, tokens.index(token)) for token in added.values()]
         core.post_processor = processors.TemplateProcessing(single=whole, special_tokens=ids)
     made: Any = PreTrainedTokenizerFast(tokenizer_object=core, clean_up_tokenization_spaces=False, **special)  # type: ignore[no-untyped-call]
@@ -85,14 +114,18 @@ def _byte_level(told: dict[str, Any]) -> Any:
 
     name = told.get("pre", "default")
     if name not in PATTERNS:
-        raise ValueError(f'the words of pre-tokenizer {name!r} are unknown here: pass LLM(tokenizer="a folder")')
+        raise ValueError(
+            f'the words of pre-tokenizer {name!r} are unknown here: pass LLM(tokenizer="a folder")'
+        )
     merges = [tuple(merge.split(" ", 1)) for merge in told["merges"]]
     vocabulary = {token: i for i, token in enumerate(told["tokens"])}
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=name in WHOLE))
     if PATTERNS[name] == (QWEN2,):  # as its published tokenizers do; llama.cpp does not
         core.normalizer = normalizers.NFC()
     cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in PATTERNS[name]]
-    core.pre_tokenizer = pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     core.decoder = decoders.ByteLevel()
     return core
 
@@ -119,7 +152,13 @@ def _sentencepiece(told: dict[str, Any]) -> Any:
 def _merges(told: dict[str, Any]) -> list[tuple[str, str]]:
     """SentencePiece joins the two neighbours that make the piece of the highest score: every way to make a piece, best first."""
     scores = {
-        token: score for token, score, kind in zip(told["tokens"], told["scores"], told["token_type"]) if kind in (NORMAL, USER_DEFINED)
+        token: score
+        for token, score, kind in zip(told["tokens"], told["scores"], told["token_type"])
+        if kind in (NORMAL, USER_DEFINED)
     }
-    ways = [(token[:i], token[i:]) for token in sorted(scores, key=lambda t: -scores[t]) for i in range(1, len(token))]
+    ways = [
+        (token[:i], token[i:])
+        for token in sorted(scores, key=lambda t: -scores[t])
+        for i in range(1, len(token))
+    ]
     return [(a, b) for a, b in ways if a in scores and b in scores]

@@ -24,7 +24,12 @@ from outrider.models.spec import LIKE, Facts, Spec
 BUILTIN = {"builtin": "target", "builtin-draft": "draft"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SAFE = ".safetensors"  # all others are pickles, of which only weights are read
-TRAINING = ["*optimizer*", "*scheduler.pt", "rng_state*", "training_args*"]  # what a trainer leaves beside a model
+TRAINING = [
+    "*optimizer*",
+    "*scheduler.pt",
+    "rng_state*",
+    "training_args*",
+]  # what a trainer leaves beside a model
 PATTERNS = ["*.json", "*.safetensors", "*.bin", "tokenizer*", "*.jinja", "*.model", "*.txt"]
 
 
@@ -38,7 +43,9 @@ def locate(name: str, revision: str | None = None) -> Path:
     if folder.is_dir():
         if any(folder.glob("*.safetensors")) or not (found := gguf.only_file(folder)):
             if not (folder / "config.json").is_file():
-                raise ModelError(f"{name} has no config.json and no GGUF file: it is not a checkpoint folder.")
+                raise ModelError(
+                    f"{name} has no config.json and no GGUF file: it is not a checkpoint folder."
+                )
             return folder
         return found
     if not on_hub(name):
@@ -59,7 +66,11 @@ def download(name: str, revision: str | None = None, also: Sequence[str] = ()) -
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=[*PATTERNS, *also], ignore_patterns=TRAINING))
+        return Path(
+            snapshot_download(
+                name, revision=revision, allow_patterns=[*PATTERNS, *also], ignore_patterns=TRAINING
+            )
+        )
     except Exception as error:  # the hub raises a dozen kinds; the user needs one sentence
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(f"{name!r} is no local folder, and the hub did not give it: {reason}") from error
@@ -99,7 +110,9 @@ class Checkpoint:
             config = read_config(folder, trust_remote_code)
         except Exception as error:
             if "trust_remote_code=True" in str(error):
-                raise ModelError(f"{name!r} brings its own code: pass trust_remote_code=True if you trust it.") from error
+                raise ModelError(
+                    f"{name!r} brings its own code: pass trust_remote_code=True if you trust it."
+                ) from error
             raise ModelError(f"the config of {name!r} cannot be read: {first_line(error)}") from error
         return Checkpoint(name, folder, config, Facts.of(config), Scheme.of(config), None, trust_remote_code)
 
@@ -108,7 +121,10 @@ class Checkpoint:
         """The checkpoint's tokenizer, or None if it ships none."""
         if self.gguf is not None:
             return gguf_text.tokenizer_of(self.gguf)
-        if not any((self.folder / f).is_file() for f in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
+        if not any(
+            (self.folder / f).is_file()
+            for f in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+        ):
             return None
         return read_tokenizer(str(self.folder), self.trust_remote_code)
 
@@ -126,7 +142,11 @@ class Checkpoint:
         """`auto`: bfloat16 where the device is fast at it, else float32; a checkpoint in float32 stays what it is."""
         if wanted == "auto":
             own = getattr(self.config, "dtype", None)
-            return torch.bfloat16 if own not in (None, torch.float32) and fast_bfloat16(device) else torch.float32
+            return (
+                torch.bfloat16
+                if own not in (None, torch.float32) and fast_bfloat16(device)
+                else torch.float32
+            )
         if not isinstance(wanted, str) or wanted not in DTYPES:
             raise ConfigError(f"{option} must be auto or one of {', '.join(DTYPES)}, got {wanted!r}.")
         return DTYPES[wanted]
@@ -147,7 +167,9 @@ def read_config(folder: Path, trust_remote_code: bool) -> Any:
     given = read_json(path) if path.is_file() else {}
     if (kind := LIKE.get(str(given.get("model_type")))) is None:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    return AutoConfig.for_model(kind, **{key: value for key, value in given.items() if key not in ("model_type", "auto_map")})
+    return AutoConfig.for_model(
+        kind, **{key: value for key, value in given.items() if key not in ("model_type", "auto_map")}
+    )
 
 
 def read_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
@@ -158,7 +180,9 @@ def read_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
     if not folder.exists() and "/" in name and not on_hub(name):
         raise ModelError(f"there is no tokenizer folder {name!r}: give a folder or a hub id (owner/name).")
     try:
-        return AutoTokenizer.from_pretrained(folder if folder.exists() else name, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(
+            folder if folder.exists() else name, trust_remote_code=trust_remote_code
+        )
     except Exception as error:
         raise ModelError(f"the tokenizer of {name!r} cannot be read: {first_line(error)}") from error
 
@@ -181,11 +205,15 @@ def read_json(path: Path) -> dict[str, Any]:
 class Weights:
     """The tensors of a checkpoint folder."""
 
-    def __init__(self, folder: Path, stems: Sequence[str] = ("model.safetensors", "pytorch_model.bin")) -> None:
+    def __init__(
+        self, folder: Path, stems: Sequence[str] = ("model.safetensors", "pytorch_model.bin")
+    ) -> None:
         self.loaded: dict[Path, dict[str, Tensor]] = {}
         self.where: dict[str, Path] = dict(self._list(folder, stems))
         if not self.where:
-            raise ModelError(f"{folder} has no weights: expected {' or '.join(stems)}, or their shards with an index.")
+            raise ModelError(
+                f"{folder} has no weights: expected {' or '.join(stems)}, or their shards with an index."
+            )
 
     def _list(self, folder: Path, stems: Sequence[str]) -> Iterator[tuple[str, Path]]:
         for stem in stems:
@@ -212,15 +240,23 @@ class Weights:
     def _bin(self, path: Path) -> dict[str, Tensor]:
         if path not in self.loaded:
             try:
-                self.loaded[path] = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+                self.loaded[path] = torch.load(
+                    path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
+                )
             except Exception as error:
-                raise ModelError(f"{path} is corrupt or not a weights-only file: {first_line(error)}") from error
+                raise ModelError(
+                    f"{path} is corrupt or not a weights-only file: {first_line(error)}"
+                ) from error
             if not isinstance(self.loaded[path], dict):
-                raise ModelError(f"{path} holds no named tensors but a {type(self.loaded.pop(path)).__name__}.")
+                raise ModelError(
+                    f"{path} holds no named tensors but a {type(self.loaded.pop(path)).__name__}."
+                )
             for name, value in self.loaded[path].items():
                 if not isinstance(name, str) or not isinstance(value, Tensor):
                     del self.loaded[path]
-                    raise ModelError(f"{path} holds more than named tensors: {name!r} in it is a {type(value).__name__}.")
+                    raise ModelError(
+                        f"{path} holds more than named tensors: {name!r} in it is a {type(value).__name__}."
+                    )
         return self.loaded[path]
 
     def __contains__(self, name: str) -> bool:
@@ -251,7 +287,9 @@ class Weights:
     def raw(self, name: str) -> Tensor:
         """The tensor of that name as it is.  Raises ModelError naming what is missing."""
         if name not in self.where:
-            raise ModelError(f"the checkpoint has no tensor {name!r}; it has {len(self.where)}, e.g. {next(iter(self.where))!r}.")
+            raise ModelError(
+                f"the checkpoint has no tensor {name!r}; it has {len(self.where)}, e.g. {next(iter(self.where))!r}."
+            )
         path = self.where[name]
         from safetensors import SafetensorError
 

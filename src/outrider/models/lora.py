@@ -17,7 +17,9 @@ from outrider.kernels.lora import Adapted, Low, places
 from outrider.models.hub import Weights, download, read_json
 from outrider.models.spec import Spec
 
-TENSOR = re.compile(r"(?:base_model\.model\.)?(model\.layers\.(\d+)\.(?:self_attn|mlp)\.(q|k|v|o|gate|up|down)_proj)\.lora_([AB])\.weight")
+TENSOR = re.compile(
+    r"(?:base_model\.model\.)?(model\.layers\.(\d+)\.(?:self_attn|mlp)\.(q|k|v|o|gate|up|down)_proj)\.lora_([AB])\.weight"
+)
 REFUSED = {  # settings that change more than a sum of two small products can say
     "use_dora": "DoRA scales every weight anew; merge the adapter into the model instead",
     "modules_to_save": "it replaces whole modules; merge the adapter into the model instead",
@@ -28,7 +30,13 @@ REFUSED = {  # settings that change more than a sum of two small products can sa
     "alora_invocation_tokens": "an adapter works on all tokens of a request",
     "use_qalora": "its inputs are pooled",
 }
-REBASED = ("pissa", "olora", "loftq", "corda", "lora_ga")  # ways to start that leave the base model with other weights
+REBASED = (
+    "pissa",
+    "olora",
+    "loftq",
+    "corda",
+    "lora_ga",
+)  # ways to start that leave the base model with other weights
 
 
 @dataclass(frozen=True)
@@ -60,7 +68,14 @@ class PeftAdapter:
         weights = Weights(folder, ("adapter_model.safetensors", "adapter_model.bin"))
         base = config.get("base_model_name_or_path")
         parts = [
-            _part(config, module, tensors, spec, max_rank, f"the adapter was made for {base!r}, which is not this model")
+            _part(
+                config,
+                module,
+                tensors,
+                spec,
+                max_rank,
+                f"the adapter was made for {base!r}, which is not this model",
+            )
             for module, tensors in _modules(weights).items()
         ]
         found = PeftAdapter(spec, weights, parts)
@@ -85,7 +100,10 @@ class PeftAdapter:
         return [
             (part, name, shape)
             for part in self.parts
-            for name, shape in ((part.a, (part.rank, sizes[part.name].inputs)), (part.b, (sizes[part.name].outputs, part.rank)))
+            for name, shape in (
+                (part.a, (part.rank, sizes[part.name].inputs)),
+                (part.b, (sizes[part.name].outputs, part.rank)),
+            )
         ]
 
 
@@ -122,7 +140,9 @@ def _modules(weights: Weights) -> dict[str, dict[str, str]]:
     for name in weights.where:
         match = TENSOR.fullmatch(name)
         if match is None:
-            raise ModelError(f"{name} is not supported: only the q, k, v, o, gate, up and down projections of the layers are adapted.")
+            raise ModelError(
+                f"{name} is not supported: only the q, k, v, o, gate, up and down projections of the layers are adapted."
+            )
         found.setdefault(match[1], {})[match[4]] = name
     for module, tensors in found.items():
         if len(tensors) < 2:
@@ -130,7 +150,9 @@ def _modules(weights: Weights) -> dict[str, dict[str, str]]:
     return found
 
 
-def _part(config: Mapping[str, Any], module: str, tensors: dict[str, str], spec: Spec, max_rank: int, stranger: str) -> Part:
+def _part(
+    config: Mapping[str, Any], module: str, tensors: dict[str, str], spec: Spec, max_rank: int, stranger: str
+) -> Part:
     match = TENSOR.fullmatch(tensors["A"])
     assert match is not None
     layer, name = int(match[2]), match[3]
@@ -152,6 +174,8 @@ def _setting(config: Mapping[str, Any], key: str, module: str, default: Any) -> 
     """The first pattern that matches the end of a module's name decides, as in PEFT."""
     try:
         patterns = (config.get(key) or {}).items()
-        return next((value for pattern, value in patterns if re.match(rf"(.*\.)?({pattern})$", module)), default)
+        return next(
+            (value for pattern, value in patterns if re.match(rf"(.*\.)?({pattern})$", module)), default
+        )
     except (re.error, AttributeError) as error:
         raise ModelError(f"{key} cannot be read: {error}") from error

@@ -52,7 +52,14 @@ class Model(Protocol):
     def between(self, first: int, last: int) -> Any:
         """The same for layers first … last - 1 only."""
 
-    def forward(self, plan: Plan, pool: Pool, blocks: Any = None, x: Tensor | None = None, taps: dict[int, Tensor] | None = None) -> Tensor:
+    def forward(
+        self,
+        plan: Plan,
+        pool: Pool,
+        blocks: Any = None,
+        x: Tensor | None = None,
+        taps: dict[int, Tensor] | None = None,
+    ) -> Tensor:
         """[n, hidden] for the n rows of the plan: what `logits` takes; K/V of these rows is in the pool.
 
         blocks: those that run, all unless given.  x: where they begin, the embeddings unless given; it may be changed.
@@ -71,7 +78,9 @@ class Model(Protocol):
     def logits(self, x: Tensor, rows: list[int]) -> Tensor:
         """float32 [len(rows), V] of some rows, in ascending order, of `forward`'s result."""
 
-    def read(self, plan: Plan, pool: Pool, wanted: list[int], kept: dict[int, Tensor], trees: Trees) -> Tensor:
+    def read(
+        self, plan: Plan, pool: Pool, wanted: list[int], kept: dict[int, Tensor], trees: Trees
+    ) -> Tensor:
         """What the engine does in every step: `forward`, and float32 [len(wanted), V], the logits behind these rows, which are there until
         the next call.  Answers the questions in `trees`.
 
@@ -107,9 +116,15 @@ def needs_fallback(checkpoint: Checkpoint, quantization: str | None = None, spli
     if isinstance(checkpoint.spec, Spec):
         return False
     if quantization is not None:
-        raise ConfigError(f"quantization {quantization!r} is for {', '.join(FAMILIES)}; {name} runs in its own numbers: leave it out.")
+        raise ConfigError(
+            f"quantization {quantization!r} is for {', '.join(FAMILIES)}; {name} runs in its own numbers: leave it out."
+        )
     if split:
-        raise ConfigError(f"gpu_layers is for {', '.join(FAMILIES)}; {name} runs on one device: leave it out.")
+        raise ConfigError(
+            f"gpu_layers is for {', '.join(FAMILIES)}; {name} runs on one device: leave it out."
+        )
     if checkpoint.scheme or checkpoint.gguf:
-        raise ModelError(f"{name} cannot be run from a quantised checkpoint; only {', '.join(FAMILIES)} can: load an unquantised one.")
+        raise ModelError(
+            f"{name} cannot be run from a quantised checkpoint; only {', '.join(FAMILIES)} can: load an unquantised one."
+        )
     return True

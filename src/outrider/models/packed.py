@@ -78,16 +78,26 @@ class Scheme:
 def _awq(given: dict[str, Any]) -> Scheme:
     version = str(given.get("version", "gemm")).lower()
     if version != "gemm":
-        raise ModelError(f"the checkpoint is quantised by AWQ in version {version!r}, only 'gemm' can be read: {CURE}")
-    return Scheme("awq", frozenset({_size(given.get("bits"), given.get("group_size", 128), (4,))}), not given.get("zero_point", True))
+        raise ModelError(
+            f"the checkpoint is quantised by AWQ in version {version!r}, only 'gemm' can be read: {CURE}"
+        )
+    return Scheme(
+        "awq",
+        frozenset({_size(given.get("bits"), given.get("group_size", 128), (4,))}),
+        not given.get("zero_point", True),
+    )
 
 
 def _gptq(given: dict[str, Any]) -> Scheme:
     layout = given.get("checkpoint_format") or "gptq"
     if layout not in ("gptq", "gptq_v2"):
-        raise ModelError(f"the checkpoint is quantised by GPTQ in the format {layout!r}, only 'gptq' and 'gptq_v2' can be read: {CURE}")
+        raise ModelError(
+            f"the checkpoint is quantised by GPTQ in the format {layout!r}, only 'gptq' and 'gptq_v2' can be read: {CURE}"
+        )
     if any(not pattern.startswith("-:") for pattern in given.get("dynamic") or ()):
-        raise ModelError(f"the checkpoint is quantised by GPTQ with settings that differ by layer ('dynamic'): {CURE}")
+        raise ModelError(
+            f"the checkpoint is quantised by GPTQ with settings that differ by layer ('dynamic'): {CURE}"
+        )
     size = _size(given.get("bits"), given.get("group_size", 128), (4, 8))
     return Scheme("gptq", frozenset({size}), bool(given.get("sym", True)), int(layout == "gptq"))
 
@@ -95,29 +105,51 @@ def _gptq(given: dict[str, Any]) -> Scheme:
 def _compressed(given: dict[str, Any]) -> Scheme:
     layout, sizes, symmetric = given.get("format"), set(), True
     if layout != "pack-quantized":
-        raise ModelError(f"the checkpoint is in the compressed-tensors format {layout!r}, only 'pack-quantized' can be read: {CURE}")
+        raise ModelError(
+            f"the checkpoint is in the compressed-tensors format {layout!r}, only 'pack-quantized' can be read: {CURE}"
+        )
     if given.get("transform_config"):
-        raise ModelError(f"the checkpoint's activations must be transformed (transform_config), which is not supported: {CURE}")
+        raise ModelError(
+            f"the checkpoint's activations must be transformed (transform_config), which is not supported: {CURE}"
+        )
     for name, group in (given.get("config_groups") or {}).items():
         weights = group.get("weights") or {}
         if group.get("input_activations") or weights.get("type", "int") != "int":
-            raise ModelError(f"the checkpoint quantises activations, or to no integers ({name} of config_groups): {CURE}")
-        sizes.add(_size(weights.get("num_bits"), -1 if weights.get("strategy") == "channel" else weights.get("group_size"), (4, 8)))
+            raise ModelError(
+                f"the checkpoint quantises activations, or to no integers ({name} of config_groups): {CURE}"
+            )
+        sizes.add(
+            _size(
+                weights.get("num_bits"),
+                -1 if weights.get("strategy") == "channel" else weights.get("group_size"),
+                (4, 8),
+            )
+        )
         symmetric &= bool(weights.get("symmetric", True))
     if not sizes:
-        raise ModelError("the checkpoint's quantization_config has no config_groups: it does not say how its weights are packed.")
+        raise ModelError(
+            "the checkpoint's quantization_config has no config_groups: it does not say how its weights are packed."
+        )
     return Scheme("compressed-tensors", frozenset(sizes), symmetric)
 
 
 def _size(bits: Any, group: Any, widths: tuple[int, ...]) -> tuple[int, int]:
     if bits not in widths:
-        raise ModelError(f"the checkpoint is quantised to {bits} bits; supported: {' and '.join(map(str, widths))}.")
+        raise ModelError(
+            f"the checkpoint is quantised to {bits} bits; supported: {' and '.join(map(str, widths))}."
+        )
     if not isinstance(group, int) or (group < 1 and group != -1):
-        raise ModelError(f"the checkpoint's group_size must be a whole number, or -1 for whole rows, got {group!r}.")
+        raise ModelError(
+            f"the checkpoint's group_size must be a whole number, or -1 for whole rows, got {group!r}."
+        )
     return bits, max(group, 0)
 
 
-READERS: dict[str, Callable[[dict[str, Any]], Scheme]] = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed}
+READERS: dict[str, Callable[[dict[str, Any]], Scheme]] = {
+    "awq": _awq,
+    "gptq": _gptq,
+    "compressed-tensors": _compressed,
+}
 
 
 class PackedWeights:
@@ -145,22 +177,32 @@ class PackedWeights:
         scales = scales.float().contiguous()
         values = (self._numbers(words, bits, outputs, inputs).short() - middle).to(torch.int8)
         zeros = self._zeros(name, bits, *scales.shape)
-        offsets = None if zeros is None or bool((zeros == middle).all()) else scales * (middle - zeros.float())
+        offsets = (
+            None if zeros is None or bool((zeros == middle).all()) else scales * (middle - zeros.float())
+        )
         index = self._index(name, inputs, group)
         if index is None:
             return Quantised(values, scales, offsets, bits, group)
         whole = values.float() * scales[:, index]
         return whole if offsets is None else whole + offsets[:, index]
 
-    def _fitting(self, name: str, words: Tensor, scales: Tensor, outputs: int, inputs: int) -> tuple[int, int]:
+    def _fitting(
+        self, name: str, words: Tensor, scales: Tensor, outputs: int, inputs: int
+    ) -> tuple[int, int]:
         """(bits, group) by the shapes, which the config must have announced."""
         for bits, announced in self.scheme.sizes:
             group, per = announced or inputs, 32 // bits
             packed = (outputs // per, inputs) if self.scheme.method == "awq" else (outputs, -(-inputs // per))
-            if words.dtype == torch.int32 and words.shape == packed and inputs % group == 0 and scales.shape == (outputs, inputs // group):
+            if (
+                words.dtype == torch.int32
+                and words.shape == packed
+                and inputs % group == 0
+                and scales.shape == (outputs, inputs // group)
+            ):
                 return bits, group
         sizes = " or ".join(
-            f"{bits} bits in {f'groups of {group}' if group else 'whole rows'}" for bits, group in sorted(self.scheme.sizes)
+            f"{bits} bits in {f'groups of {group}' if group else 'whole rows'}"
+            for bits, group in sorted(self.scheme.sizes)
         )
         raise ModelError(
             f"{name} of [{outputs}, {inputs}] is not quantised to {sizes}, as the config says: "
@@ -172,7 +214,9 @@ class PackedWeights:
         if self.scheme.method != "awq":
             return _unpacked(words, bits)[:, :inputs]
         order = torch.tensor(AWQ_ORDER).argsort()
-        return _unpacked(words.T, bits).view(inputs, -1, 8)[:, :, order].reshape(inputs, outputs).T.contiguous()
+        return (
+            _unpacked(words.T, bits).view(inputs, -1, 8)[:, :, order].reshape(inputs, outputs).T.contiguous()
+        )
 
     def _zeros(self, name: str, bits: int, outputs: int, groups: int) -> Tensor | None:
         """Zero points, uint8 [outputs, groups], None where there are none: all in the middle."""
@@ -197,9 +241,14 @@ class PackedWeights:
         if bool((index == -1).all()) or torch.equal(index, plain):
             return None
         if index.shape != plain.shape or int(index.min()) < 0 or int(index.max()) > int(plain.max()):
-            raise ModelError(f"{full} is corrupt: it should name one of {int(plain.max()) + 1} groups for each of {inputs} inputs.")
+            raise ModelError(
+                f"{full} is corrupt: it should name one of {int(plain.max()) + 1} groups for each of {inputs} inputs."
+            )
         if not self.warned:
-            log.warning("the groups of %s are in activation order (desc_act): such layers are expanded, which takes more memory", name)
+            log.warning(
+                "the groups of %s are in activation order (desc_act): such layers are expanded, which takes more memory",
+                name,
+            )
             self.warned = True
         return index
 

@@ -19,7 +19,9 @@ class Placement(NamedTuple):
 def place(layers: int, device: torch.device, gpu_layers: int | None, option: str = "gpu_layers") -> Placement:
     """None: all on `device`.  n: the last n layers there, the rest on the CPU; more than there are layers: embedding and head, too."""
     if gpu_layers and device.type == "cpu":
-        raise ConfigError(f"{option} = {gpu_layers} needs a GPU, and this model's device is 'cpu': name one (cuda, mps), or leave it out.")
+        raise ConfigError(
+            f"{option} = {gpu_layers} needs a GPU, and this model's device is 'cpu': name one (cuda, mps), or leave it out."
+        )
     if gpu_layers is None or gpu_layers > layers:
         return Placement((device,) * layers, device)
     cpu = torch.device("cpu")
@@ -38,4 +40,6 @@ def pick_device(name: str, option: str = "device") -> torch.device:
 
 def check_gpu_layers(value: object, option: str) -> None:
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-        raise ConfigError(f"{option} must be a whole number of at least 0, or None for all layers on one device, got {value!r}.")
+        raise ConfigError(
+            f"{option} must be a whole number of at least 0, or None for all layers on one device, got {value!r}."
+        )

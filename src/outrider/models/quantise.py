@@ -22,7 +22,9 @@ def bits_of(quantization: str | None, option: str = "quantization") -> int | Non
     if quantization is None:
         return None
     if quantization not in BITS:
-        raise ConfigError(f"{option} must be {' or '.join(map(repr, BITS))}, or None for the weights as they are, got {quantization!r}.")
+        raise ConfigError(
+            f"{option} must be {' or '.join(map(repr, BITS))}, or None for the weights as they are, got {quantization!r}."
+        )
     return BITS[quantization]
 
 

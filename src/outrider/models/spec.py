@@ -15,13 +15,21 @@ FAMILIES = {
     "Qwen3ForCausalLM": "Qwen3",
     "MiMoForCausalLM": "MiMo-7B",
 }
-LIKE = {"mimo": "qwen2"}  # model types that transformers does not know, whose decoder is that of one that it knows
+LIKE = {
+    "mimo": "qwen2"
+}  # model types that transformers does not know, whose decoder is that of one that it knows
 STATEFUL = (
     "mamba", "rwkv", "jamba", "recurrent_gemma", "recurrentgemma", "xlstm", "zamba", "falcon_h1", "falcon_mamba", "bamba", "nemotron_h",
     "kimi_linear", "zaya",
 )  # fmt: skip
 KINDS = {"full_attention", "sliding_attention"}  # of layers
-LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")  # what families call their context
+LENGTHS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "n_ctx",
+)  # what families call their context
 WIDEST = 512  # dimensions of a head that the kernels take
 
 
@@ -44,7 +52,14 @@ class Facts:
         if lean(config):
             return Spec.of(config)
         length = next((found for name in LENGTHS if (found := getattr(config, name, None))), 2048)
-        return Facts(architecture(config), config.num_hidden_layers, config.hidden_size, config.vocab_size, length, *_heads(config))
+        return Facts(
+            architecture(config),
+            config.num_hidden_layers,
+            config.hidden_size,
+            config.vocab_size,
+            length,
+            *_heads(config),
+        )
 
 
 @dataclass(frozen=True)
@@ -63,7 +78,10 @@ class Spec(Facts):
         heads = config.num_attention_heads
         layers = config.num_hidden_layers
         window = getattr(config, "sliding_window", None) or 0
-        kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * layers
+        kinds = (
+            getattr(config, "layer_types", None)
+            or ["sliding_attention" if window else "full_attention"] * layers
+        )
         return Spec(
             architecture=architecture(config),
             layers=layers,
@@ -84,10 +102,16 @@ class Spec(Facts):
 def _heads(config: Any) -> tuple[int, int]:
     """How many heads K/V has, and their dimensions."""
     heads = config.num_attention_heads
-    width = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // heads
+    width = (
+        getattr(config, "qk_head_dim", None)
+        or getattr(config, "head_dim", None)
+        or config.hidden_size // heads
+    )
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
         return 1, width
-    return getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or heads, width
+    return getattr(config, "num_key_value_heads", None) or getattr(
+        config, "num_kv_heads", None
+    ) or heads, width
 
 
 def architecture(config: Any) -> str:
@@ -98,7 +122,11 @@ def architecture(config: Any) -> str:
 def lean(config: Any) -> bool:
     """Whether the lean decoder computes this model; transformers' own code runs in the fallback otherwise."""
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return architecture(config) in FAMILIES and getattr(config, "hidden_act", "silu") == "silu" and width <= WIDEST
+    return (
+        architecture(config) in FAMILIES
+        and getattr(config, "hidden_act", "silu") == "silu"
+        and width <= WIDEST
+    )
 
 
 def refuse(config: Any) -> None:
@@ -107,9 +135,13 @@ def refuse(config: Any) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{name} is an encoder-decoder model; Outrider runs decoder-only language models.")
     if config.get_text_config() is not config:
-        raise ModelError(f"{name} reads more than text (images or sound); Outrider runs text-only language models.")
+        raise ModelError(
+            f"{name} reads more than text (images or sound); Outrider runs text-only language models."
+        )
     if any(kind.startswith(prefix) for prefix in STATEFUL):
-        raise ModelError(f"{name} keeps a recurrent state instead of K/V (a state-space model), which cannot be verified as a tree.")
+        raise ModelError(
+            f"{name} keeps a recurrent state instead of K/V (a state-space model), which cannot be verified as a tree."
+        )
     if strange := set(getattr(config, "layer_types", None) or ()) - KINDS:
         raise ModelError(
             f"{name} has layers of the kind {', '.join(sorted(strange))}: Outrider verifies trees in full and sliding-window attention "

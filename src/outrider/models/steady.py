@@ -40,7 +40,12 @@ class Matrix:
     """
 
     def __init__(self, dense: Tensor, bias: Tensor | None, kernels: Kernels) -> None:
-        self.shape, self.device, self.dtype, self.requires_grad = dense.shape, dense.device, kernels.activations, False
+        self.shape, self.device, self.dtype, self.requires_grad = (
+            dense.shape,
+            dense.device,
+            kernels.activations,
+            False,
+        )
         self._dense: Tensor | None = dense
         self._bias, self._kernels = bias, kernels
         self._packed: dict[tuple[bool, bool], Weight] = {}  # by (is [K,O], with the bias)
@@ -170,7 +175,9 @@ def enter(model: nn.Module, kernels: Kernels, dtype: torch.dtype) -> None:
                 del module._parameters[name]
                 object.__setattr__(module, name, made[id(weight)])
                 if type(module) in (nn.Linear, Conv1D):  # no need to go by way of torch
-                    module.forward = functools.partial(made[id(weight)].linear, across=type(module) is Conv1D, bias=module.bias)
+                    module.forward = functools.partial(
+                        made[id(weight)].linear, across=type(module) is Conv1D, bias=module.bias
+                    )
             else:
                 weight.requires_grad_(False)
                 weight.data = weight.data.to(kernels.activations)
@@ -187,8 +194,21 @@ def _same(x: Tensor) -> Tensor:
 
 # ---- functions that compute the end of a call by another formula: the vectors are Sleef's, what is left over libm's
 
-UNSTEADY = {F.silu, F.gelu, F.softplus, F.mish, F.elu, F.logsigmoid, torch.sigmoid, torch.Tensor.sigmoid, torch.Tensor.sigmoid_}
-VECTOR, SHARED = 32, 16384  # numbers that torch computes at once; above how many it may split a call among threads
+UNSTEADY = {
+    F.silu,
+    F.gelu,
+    F.softplus,
+    F.mish,
+    F.elu,
+    F.logsigmoid,
+    torch.sigmoid,
+    torch.Tensor.sigmoid,
+    torch.Tensor.sigmoid_,
+}
+VECTOR, SHARED = (
+    32,
+    16384,
+)  # numbers that torch computes at once; above how many it may split a call among threads
 
 
 def by_rows(func: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -198,7 +218,9 @@ def by_rows(func: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -
     step = 1 if width % VECTOR else max(1, SHARED // width)
     if len(rows) <= step:
         return func(x, *args, **kwargs)
-    return torch.cat([func(rows[i : i + step], *args, **kwargs) for i in range(0, len(rows), step)]).view(x.shape)
+    return torch.cat([func(rows[i : i + step], *args, **kwargs) for i in range(0, len(rows), step)]).view(
+        x.shape
+    )
 
 
 class Rowwise(TorchFunctionMode):

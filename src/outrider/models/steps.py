@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from outrider.models.model import Model
 
 
-def in_steps(model: Model, plan: Plan, pool: Pool, wanted: list[int], kept: dict[int, Tensor], trees: Trees) -> Tensor:
+def in_steps(
+    model: Model, plan: Plan, pool: Pool, wanted: list[int], kept: dict[int, Tensor], trees: Trees
+) -> Tensor:
     """`Model.read` by the other methods."""
     taps = {layer: state for layer, state in kept.items() if layer != FINAL}
     x = model.forward(plan, pool, taps=taps)

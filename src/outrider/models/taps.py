@@ -18,7 +18,9 @@ def layers_of(body: nn.Module, count: int, attended: Sequence[nn.Module]) -> nn.
     """
 
     def holds_them(found: nn.ModuleList) -> bool:
-        owners = {id(inner): i for i, layer in enumerate(found) for inner in layer.modules() if inner is not layer}
+        owners = {
+            id(inner): i for i, layer in enumerate(found) for inner in layer.modules() if inner is not layer
+        }
         order = [owners.get(id(module), -1) for module in attended]
         return order == sorted(order) and set(order) == set(range(count))
 
@@ -34,7 +36,9 @@ def tapping(layers: nn.ModuleList | None, taps: dict[int, Tensor]) -> Iterator[N
         yield
         return
     if layers is None:
-        raise ModelError("which modules are the layers of this model cannot be told: the states between them cannot be seen.")
+        raise ModelError(
+            "which modules are the layers of this model cannot be told: the states between them cannot be seen."
+        )
 
     def entering(layer: int) -> Any:
         def keep(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:

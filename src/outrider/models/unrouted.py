@@ -16,14 +16,20 @@ from torch import Tensor, nn
 
 from outrider.errors import ModelError
 
-Attend = Callable[..., tuple[Tensor, None]]  # (module, q, k, v, mask, scaling=…, window=…, slopes=…) -> ([1,n,H,D], None)
+Attend = Callable[
+    ..., tuple[Tensor, None]
+]  # (module, q, k, v, mask, scaling=…, window=…, slopes=…) -> ([1,n,H,D], None)
 
 
-def gptj(attend: Attend, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> tuple[Tensor, None]:
+def gptj(
+    attend: Attend, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any = None
+) -> tuple[Tensor, None]:
     return attend(module, q, k, v, None, scaling=1.0 / module.scale_attn)[0].transpose(1, 2), None
 
 
-def gpt_neo(attend: Attend, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> tuple[Tensor, None]:
+def gpt_neo(
+    attend: Attend, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any = None
+) -> tuple[Tensor, None]:
     """Its scores are not scaled; every other layer is local."""
     window = module.config.window_size if module.attention_type == "local" else None
     return attend(module, q, k, v, None, scaling=1.0, window=window)[0].transpose(1, 2), None
@@ -37,7 +43,9 @@ def bloom_slopes(heads: int, device: torch.device) -> Tensor:
     return slopes
 
 
-def bloom(attend: Attend, module: Any, x: Tensor, residual: Tensor, alibi: Any, attention_mask: Any, **_: Any) -> tuple[Tensor, None]:
+def bloom(
+    attend: Attend, module: Any, x: Tensor, residual: Tensor, alibi: Any, attention_mask: Any, **_: Any
+) -> tuple[Tensor, None]:
     slopes = bloom_slopes(module.num_heads, x.device)
     q, k, v = module._reshape(module.query_key_value(x))
     out, _weights = attend(module, q, k, v, None, scaling=module.inv_norm_factor, slopes=slopes)
@@ -48,21 +56,33 @@ def mpt(attend: Attend, module: Any, x: Tensor, position_bias: Any, **_: Any) ->
     qkv = module.Wqkv(x)
     if module.clip_qkv:
         qkv = qkv.clamp(-module.clip_qkv, module.clip_qkv)
-    q, k, v = (part.unflatten(2, (module.n_heads, module.head_dim)).transpose(1, 2) for part in qkv.chunk(3, dim=2))
-    slopes = None if position_bias is None else position_bias[:, 0, -2] * -1.0  # the bias at a distance of one
-    return module.out_proj(attend(module, q, k, v, None, scaling=module.softmax_scale, slopes=slopes)[0].flatten(2)), None
+    q, k, v = (
+        part.unflatten(2, (module.n_heads, module.head_dim)).transpose(1, 2) for part in qkv.chunk(3, dim=2)
+    )
+    slopes = (
+        None if position_bias is None else position_bias[:, 0, -2] * -1.0
+    )  # the bias at a distance of one
+    return module.out_proj(
+        attend(module, q, k, v, None, scaling=module.softmax_scale, slopes=slopes)[0].flatten(2)
+    ), None
 
 
-def falcon(attend: Attend, module: Any, x: Tensor, alibi: Any = None, position_embeddings: Any = None, **_: Any) -> tuple[Tensor, None]:
+def falcon(
+    attend: Attend, module: Any, x: Tensor, alibi: Any = None, position_embeddings: Any = None, **_: Any
+) -> tuple[Tensor, None]:
     from transformers.models.falcon import modeling_falcon as theirs
 
     if alibi is not None:
         raise ModelError("with ALiBi, its biases are rounded by absolute position.")
     q, k, v = (part.transpose(1, 2) for part in module._split_heads(module.query_key_value(x)))
-    k, v = (part[:, :: part.shape[1] // module.num_kv_heads] for part in (k, v))  # of several equal ones it needs one
+    k, v = (
+        part[:, :: part.shape[1] // module.num_kv_heads] for part in (k, v)
+    )  # of several equal ones it needs one
     rotate: Any = theirs.apply_rotary_pos_emb
     q, k = rotate(q, k, *position_embeddings)
-    return module.dense(attend(module, q, k, v, None, scaling=1.0 / math.sqrt(module.head_dim))[0].flatten(2)), None
+    return module.dense(
+        attend(module, q, k, v, None, scaling=1.0 / math.sqrt(module.head_dim))[0].flatten(2)
+    ), None
 
 
 FAMILIES: dict[str, tuple[str, Callable[..., Any]]] = {

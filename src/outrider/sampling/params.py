@@ -81,9 +81,13 @@ class SamplingParams(_Fields):
             value = getattr(self, name)
             if isinstance(value, str) and name == "stop":
                 value = (value,)
-            if value is not None and (isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, Set))):
+            if value is not None and (
+                isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, Set))
+            ):
                 raise RequestError(f"{name} must be a list, got {value!r}.")
-            empty = None if name == "allowed_token_ids" else ()  # an empty list of allowed tokens means something
+            empty = (
+                None if name == "allowed_token_ids" else ()
+            )  # an empty list of allowed tokens means something
             object.__setattr__(self, name, empty if value is None else tuple(value))
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
         for name in ("logprobs", "prompt_logprobs"):
@@ -99,30 +103,64 @@ class SamplingParams(_Fields):
                 raise RequestError(f"{name} must be {what}, got {getattr(self, name)!r}.")
 
         need("n", _whole(self.n, 1), "a whole number of at least 1")
-        need("temperature", _number(self.temperature) and self.temperature >= 0, "a finite number of at least 0")
+        need(
+            "temperature",
+            _number(self.temperature) and self.temperature >= 0,
+            "a finite number of at least 0",
+        )
         need("temperature", self.temperature == 0 or self.temperature >= 0.01, "0 (greedy) or at least 0.01")
         need("top_p", _number(self.top_p) and 0 < self.top_p <= 1, "in (0, 1]")
         need("top_k", _whole(self.top_k, 0), "a positive whole number, or 0 or -1 for all tokens")
         need("min_p", _number(self.min_p) and 0 <= self.min_p <= 1, "in [0, 1]")
         need("seed", self.seed is None or _whole(self.seed), "a whole number or None")
-        need("repetition_penalty", _number(self.repetition_penalty) and self.repetition_penalty > 0, "a finite number above 0")
+        need(
+            "repetition_penalty",
+            _number(self.repetition_penalty) and self.repetition_penalty > 0,
+            "a finite number above 0",
+        )
         for name in ("presence_penalty", "frequency_penalty"):
             need(name, _number(getattr(self, name)) and -2 <= getattr(self, name) <= 2, "in [-2, 2]")
         allowed = self.allowed_token_ids
-        need("allowed_token_ids", allowed is None or (len(allowed) > 0 and all(map(_whole, allowed))), "a list of at least one token id")
-        need("bad_words", all(isinstance(s, str) and s for s in self.bad_words or ()), "a list of strings that are not empty")
+        need(
+            "allowed_token_ids",
+            allowed is None or (len(allowed) > 0 and all(map(_whole, allowed))),
+            "a list of at least one token id",
+        )
+        need(
+            "bad_words",
+            all(isinstance(s, str) and s for s in self.bad_words or ()),
+            "a list of strings that are not empty",
+        )
         need("logits_processors", all(map(callable, self.logits_processors or ())), "a list of functions")
-        need("stop", all(isinstance(s, str) and s for s in self.stop or ()), "a string that is not empty, or a list of such")
+        need(
+            "stop",
+            all(isinstance(s, str) and s for s in self.stop or ()),
+            "a string that is not empty, or a list of such",
+        )
         need("stop_token_ids", all(map(_whole, self.stop_token_ids or ())), "a list of token ids")
         need("max_tokens", self.max_tokens is None or _whole(self.max_tokens, 1), "at least 1, or None")
         need("min_tokens", _whole(self.min_tokens, 0), "a whole number of at least 0")
         limit = self.max_tokens
         need("min_tokens", limit is None or self.min_tokens <= limit, f"at most max_tokens ({limit})")
         cut = self.truncate_prompt_tokens
-        need("truncate_prompt_tokens", cut is None or cut == -1 or _whole(cut, 1), "at least 1, or -1 for what the context holds, or None")
+        need(
+            "truncate_prompt_tokens",
+            cut is None or cut == -1 or _whole(cut, 1),
+            "at least 1, or -1 for what the context holds, or None",
+        )
         for name in ("logprobs", "prompt_logprobs"):
-            need(name, getattr(self, name) is None or _whole(getattr(self, name), -1), "at least 0, or -1 for all tokens, or None")
-        for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens", "speculate"):
+            need(
+                name,
+                getattr(self, name) is None or _whole(getattr(self, name), -1),
+                "at least 0, or -1 for all tokens, or None",
+            )
+        for name in (
+            "include_stop_str_in_output",
+            "ignore_eos",
+            "detokenize",
+            "skip_special_tokens",
+            "speculate",
+        ):
             need(name, isinstance(getattr(self, name), bool), "True or False")
         need("detokenize", self.detokenize or not self.stop, "True where there are stop strings")
 

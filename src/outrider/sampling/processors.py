@@ -85,7 +85,9 @@ class BadWords:
 
     def __init__(self, prompt: int, words: Iterable[Sequence[int]]) -> None:
         self.prompt = prompt
-        self.last: dict[int, dict[tuple[int, ...], list[int]]] = {}  # length of the beginning -> beginning -> last tokens
+        self.last: dict[
+            int, dict[tuple[int, ...], list[int]]
+        ] = {}  # length of the beginning -> beginning -> last tokens
         for *beginning, last in words:
             self.last.setdefault(len(beginning), {}).setdefault(tuple(beginning), []).append(last)
 
@@ -94,7 +96,9 @@ class BadWords:
 
     def __call__(self, ids: Ids, logits: Tensor) -> Tensor:
         said = len(ids) - self.prompt
-        banned = [token for n, words in self.last.items() if n <= said for token in words.get(ids.tail(n), ())]
+        banned = [
+            token for n, words in self.last.items() if n <= said for token in words.get(ids.tail(n), ())
+        ]
         return logits.index_fill(0, _Some(banned).at(logits)[0], NEVER) if banned else logits
 
 
@@ -143,7 +147,9 @@ class UserProcessor:
         return True
 
     def __call__(self, ids: Ids, logits: Tensor) -> Tensor:
-        given = (ids.tokens[: self.prompt], ids.since(self.prompt)) if self.whole else (ids.since(self.prompt),)
+        given = (
+            (ids.tokens[: self.prompt], ids.since(self.prompt)) if self.whole else (ids.since(self.prompt),)
+        )
         name = getattr(self.function, "__name__", repr(self.function))
         try:
             edited = self.function(*given, logits.clone())
@@ -151,7 +157,9 @@ class UserProcessor:
             raise RequestError(f"logits_processors: {name} raised {type(error).__name__}: {error}") from error
         if not isinstance(edited, Tensor) or edited.shape != logits.shape:
             what = f"shape {tuple(edited.shape)}" if isinstance(edited, Tensor) else type(edited).__name__
-            raise RequestError(f"logits_processors: {name} must return logits of shape {tuple(logits.shape)}, got {what}.")
+            raise RequestError(
+                f"logits_processors: {name} must return logits of shape {tuple(logits.shape)}, got {what}."
+            )
         return edited.to(logits).contiguous()
 
 

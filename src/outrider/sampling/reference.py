@@ -53,7 +53,9 @@ def probabilities(logits: Tensor, law: Law) -> Tensor:
     return filtered(logits, law).double().softmax(-1)
 
 
-def pick(logits: Tensor, law: Law, key: int, k: int, ids: Tensor | None = None) -> tuple[list[int], list[float]]:
+def pick(
+    logits: Tensor, law: Law, key: int, k: int, ids: Tensor | None = None
+) -> tuple[list[int], list[float]]:
     """The k best of log p + noise (of the logits where greedy) and their probabilities; fewer where the law allows fewer.
 
     ids: the token that each entry stands for, if it is another; its noise counts.

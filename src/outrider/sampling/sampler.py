@@ -39,7 +39,9 @@ class Sampler:
         """What `match` says of a tree whose root has row `root` of the logits.  No question where it has to be asked pick by pick."""
         if not row.processors:
             tokens = tree.tokens[: tree.size] if tree.probes else tree.tokens
-            trees.add(key, root, row.law, stream_of(row.seed, row.index), len(row.tokens), tokens, tree.parents)
+            trees.add(
+                key, root, row.law, stream_of(row.seed, row.index), len(row.tokens), tokens, tree.parents
+            )
 
     def law(self, row: Row, path: Sequence[int], logits: Tensor, at: int = 0) -> Tensor:
         """The distribution of that token, float64 [V] on the CPU."""
@@ -54,16 +56,22 @@ class Sampler:
             return RequestError(
                 "the request forbids every token: see its allowed_token_ids, bad_words, logit_bias, min_tokens and logits_processors."
             )
-        return ModelError("no token has a finite logit: the weights or the activations of the model overflow (try another dtype).")
+        return ModelError(
+            "no token has a finite logit: the weights or the activations of the model overflow (try another dtype)."
+        )
 
-    def top(self, row: Row, path: Sequence[int], logits: Tensor, k: int, probs: bool = True, at: int = 0) -> tuple[list[int], list[float]]:
+    def top(
+        self, row: Row, path: Sequence[int], logits: Tensor, k: int, probs: bool = True, at: int = 0
+    ) -> tuple[list[int], list[float]]:
         """The k <= 64 best tokens there, best first, and (if asked for) their probabilities: what a drafter guesses with logits of its own.
 
         With the request's own noise, so that a draft law near the target's law picks the target's token (arXiv 2408.07978).
         """
         try:
             return self._pick(row, path, logits, at, k, probs)
-        except RequestError:  # a processor of the user's failed: no guess here, and the target's own pick will say why
+        except (
+            RequestError
+        ):  # a processor of the user's failed: no guess here, and the target's own pick will say why
             return [], []
 
     def best(self, logits: Tensor, k: int) -> list[list[int]]:
@@ -80,7 +88,9 @@ class Sampler:
             logits = filtered(self._edited(row, path, logits, 0), row.law)
         return logits.log_softmax(-1) if mode.endswith("logprobs") else logits
 
-    def halts(self, row: Row, path: Sequence[int], logits: Tensor, token: int, halt: Halt, at: int = 0) -> tuple[bool, Traits]:
+    def halts(
+        self, row: Row, path: Sequence[int], logits: Tensor, token: int, halt: Halt, at: int = 0
+    ) -> tuple[bool, Traits]:
         """Whether a drafter should guess nothing behind `token`, which stands after `path`; and what is known of it."""
         try:
             logits, at = self._said(row, path, logits, at)
@@ -88,7 +98,9 @@ class Sampler:
             return True, [0.0] * TRAITS
         return self.kernels.halts(halt, logits, row.law.temperature, token, len(path), at)
 
-    def _pick(self, row: Row, path: Sequence[int], logits: Tensor, at: int, k: int, probs: bool) -> tuple[list[int], list[float]]:
+    def _pick(
+        self, row: Row, path: Sequence[int], logits: Tensor, at: int, k: int, probs: bool
+    ) -> tuple[list[int], list[float]]:
         if row.processors:
             logits, at = self._said(row, path, logits, at)
         law = row.law

@@ -17,7 +17,9 @@ class Block(Rule):
     branches = False
 
     def walk(self, tree: Guesses, target: Answers) -> tuple[list[int], list[int]]:
-        length = next((i for i in range(tree.size) if tree.parents[i] != i - 1), tree.size)  # what hangs from elsewhere is not judged
+        length = next(
+            (i for i in range(tree.size) if tree.parents[i] != i - 1), tree.size
+        )  # what hangs from elsewhere is not judged
         laws, so_far = [target.p(ROOT, [])], [1.0]
         for i, token in enumerate(tree.tokens[:length]):
             so_far.append(min(1.0, so_far[i] * float(laws[i][token] / _q(tree, i, laws[i])[token])))

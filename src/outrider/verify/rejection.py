@@ -32,7 +32,9 @@ class Rejection(Rule):
                 said.append(tree.tokens[node])
         return path, said
 
-    def _among(self, siblings: Iterable[int], tree: Guesses, p: Tensor, target: Answers) -> tuple[int | None, Tensor]:
+    def _among(
+        self, siblings: Iterable[int], tree: Guesses, p: Tensor, target: Answers
+    ) -> tuple[int | None, Tensor]:
         """The sibling that is accepted, or None and the law of the token that is emitted instead."""
         left: dict[int, Tensor] = {}  # law -> what it is without the siblings that were drawn from it
         for node in siblings:

@@ -46,7 +46,9 @@ class Typical(Rule):
             for child in children.get(node, ()):
                 share = float(p[tree.tokens[child]])
                 if share > least:
-                    waiting.append((child, score + math.log(share), [*path, child], [*said, tree.tokens[child]]))
+                    waiting.append(
+                        (child, score + math.log(share), [*path, child], [*said, tree.tokens[child]])
+                    )
         assert best is not None
         _, _, path, said, p = best
         return path, [*said, target.draw(path[-1] if path else ROOT, p)]

@@ -48,8 +48,18 @@ class Datastore(Drafter):
 
             need("datastore", (str, type(None)), lambda x: x != "", "a file")
             need("max_token_span", int, lambda x: 1 <= x <= SPAN, f"a whole number in 1 … {SPAN}")
-            need("min_token_span", int, lambda x: 1 <= x <= self.max_token_span, f"in 1 … max_token_span ({self.max_token_span})")
-            need("num_draft", (int, type(None)), lambda x: x is None or 1 <= x <= 1024, "a whole number in 1 … 1024")
+            need(
+                "min_token_span",
+                int,
+                lambda x: 1 <= x <= self.max_token_span,
+                f"in 1 … max_token_span ({self.max_token_span})",
+            )
+            need(
+                "num_draft",
+                (int, type(None)),
+                lambda x: x is None or 1 <= x <= 1024,
+                "a whole number in 1 … 1024",
+            )
             need("min_token_prob", (int, float), lambda x: 0 <= x <= 1, "a number in [0, 1]")
 
     def __init__(self, options: Options, target: Target) -> None:
@@ -71,19 +81,28 @@ class Datastore(Drafter):
             corpus, file = Path(folder) / "corpus.npy", str(Path(folder) / "store")
             np.save(corpus, np.random.default_rng(0).integers(0, target.vocabulary, 100_000))
             build([str(corpus)], file, target.checkpoint.tokenizer, target.vocabulary)
-            return cls(cls.Options(datastore=file, min_token_span=1, min_token_prob=0.0, num_draft=12), target)
+            return cls(
+                cls.Options(datastore=file, min_token_span=1, min_token_prob=0.0, num_draft=12), target
+            )
 
     def size(self, depth: int) -> int:
         return self.nodes if depth else 0
 
     def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
-        return Draft([self.after(row, (), budget) if budget.nodes else NOTHING for row, budget in zip(batch.rows, budgets)])
+        return Draft(
+            [
+                self.after(row, (), budget) if budget.nodes else NOTHING
+                for row, budget in zip(batch.rows, budgets)
+            ]
+        )
 
     def after(self, row: Row, said: Sequence[int], budget: Budget) -> Guesses:
         least, shortest = self.options.min_token_prob, self.options.min_token_span
         belief: Belief = self.memory
         longest = self.options.max_token_span
-        length, texts = self.store.find([*row.tokens[-longest:], *said], shortest, longest, PLACES, budget.depth)
+        length, texts = self.store.find(
+            [*row.tokens[-longest:], *said], shortest, longest, PLACES, budget.depth
+        )
         if length and belief(length) < least:
             belief.passed(length, length)
             return NOTHING
@@ -103,7 +122,9 @@ def _fits(store: Store, name: str, target: Target) -> None:
     """Refuses ids that mean something else.  Where both tokenizers are known they decide: vocabularies may be padded."""
     ours, header = fingerprint(target.checkpoint.tokenizer), store.header
     if header.tokenizer and ours and header.tokenizer != ours:
-        raise ConfigError(f"the datastore {name!r} was made with another tokenizer than the target's: build it again with the target.")
+        raise ConfigError(
+            f"the datastore {name!r} was made with another tokenizer than the target's: build it again with the target."
+        )
     if not (header.tokenizer and ours) and header.vocabulary != target.vocabulary:
         raise ConfigError(
             f"the datastore {name!r} has a vocabulary of {header.vocabulary}, the target one of {target.vocabulary}: build it again."

@@ -24,7 +24,9 @@ Progress = Callable[[str, int, int], None]  # what is done, how much of it, of h
 Ids = NDArray[Any]
 
 
-def build(inputs: Sequence[str], output: str, tokenizer: Any, vocabulary: int, progress: Progress = lambda *_: None) -> Header:
+def build(
+    inputs: Sequence[str], output: str, tokenizer: Any, vocabulary: int, progress: Progress = lambda *_: None
+) -> Header:
     """Writes the datastore of all `inputs` to `output`: .txt, .md and .py files, .jsonl with a "text" or "token_ids" a line, .npy
     with a row of token ids, or folders of such.  Raises ConfigError naming the file and the line.
     """
@@ -41,7 +43,12 @@ def build(inputs: Sequence[str], output: str, tokenizer: Any, vocabulary: int, p
         if not count:
             raise ConfigError(f"there are no tokens in {', '.join(inputs)}.")
         tokens = np.memmap(spool, f"=u{width}", "r")
-        header = Header(vocabulary, fingerprint(tokenizer), width, [min(SHARD, count - at) for at in range(0, count, SHARD)])
+        header = Header(
+            vocabulary,
+            fingerprint(tokenizer),
+            width,
+            [min(SHARD, count - at) for at in range(0, count, SHARD)],
+        )
         with open(Path(folder) / "store", "wb") as sink:
             sink.write(header.packed())
             for i, size in enumerate(header.shards):
@@ -58,14 +65,18 @@ def _files(inputs: Sequence[str]) -> list[Path]:
         path = Path(name).expanduser()
         if not path.exists():
             raise ConfigError(f"there is no file or folder {name!r}.")
-        some = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES)
+        some = (
+            [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES)
+        )
         if not some or some[0].suffix not in SUFFIXES:
             raise ConfigError(f"{name!r} holds no corpus: expected {', '.join(SUFFIXES)}.")
         found += some
     return found
 
 
-def _spool(files: list[Path], sink: BinaryIO, tokenizer: Any, vocabulary: int, width: int, progress: Progress) -> None:
+def _spool(
+    files: list[Path], sink: BinaryIO, tokenizer: Any, vocabulary: int, width: int, progress: Progress
+) -> None:
     """Writes the ids of all documents, an end mark after each."""
     total, done = sum(file.stat().st_size for file in files), 0
     end = np.array([end_mark(width)], f"=u{width}").tobytes()
@@ -91,7 +102,9 @@ def _ids(file: Path, tokenizer: Any) -> Iterator[tuple[Ids, bool, int]]:
         except (OSError, ValueError) as error:
             raise ConfigError(f"{file} is no array of token ids: {error}") from error
         if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-            raise ConfigError(f"{file} must hold one row of whole numbers, it holds {ids.dtype} {list(ids.shape)}.")
+            raise ConfigError(
+                f"{file} must hold one row of whole numbers, it holds {ids.dtype} {list(ids.shape)}."
+            )
         for at in range(0, len(ids), 1 << 20):
             yield np.asarray(ids[at : at + (1 << 20)]), at + (1 << 20) >= len(ids), at
         return
@@ -106,7 +119,9 @@ def _ids(file: Path, tokenizer: Any) -> Iterator[tuple[Ids, bool, int]]:
     yield from ((ids, last, at) for ids, last in _tokenised(batch, tokenizer, file))
 
 
-def _tokenised(batch: list[tuple[str | list[int], bool]], tokenizer: Any, file: Path) -> Iterator[tuple[Ids, bool]]:
+def _tokenised(
+    batch: list[tuple[str | list[int], bool]], tokenizer: Any, file: Path
+) -> Iterator[tuple[Ids, bool]]:
     texts = [piece for piece, _ in batch if isinstance(piece, str)]
     if texts and tokenizer is None:
         raise ConfigError(f"{file} holds text, and the model has no tokenizer: give token ids.")
@@ -179,7 +194,9 @@ def order(text: Ids, count: int) -> Ids:
         if h >= SPAN or not len(open_):
             return places[places < count]
         here = places[open_]
-        key = rank[here].astype(np.uint64) << np.uint64(32) | rank[np.minimum(here.astype(np.int64) + h, last)]
+        key = (
+            rank[here].astype(np.uint64) << np.uint64(32) | rank[np.minimum(here.astype(np.int64) + h, last)]
+        )
         sorted_ = np.argsort(key)
         places[open_], key = here[sorted_], key[sorted_]
         h *= 2

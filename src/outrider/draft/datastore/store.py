@@ -58,7 +58,9 @@ class Header:
     def packed(self) -> bytes:
         line = json.dumps(asdict(self)).encode()
         if len(line) >= HEADER:
-            raise ConfigError(f"a datastore has at most about {HEADER // 10} shards, this one has {len(self.shards)}.")
+            raise ConfigError(
+                f"a datastore has at most about {HEADER // 10} shards, this one has {len(self.shards)}."
+            )
         return line.ljust(HEADER - 1) + b"\n"
 
     @staticmethod
@@ -68,7 +70,9 @@ class Header:
             with open(path, "rb") as file:
                 line, size = file.read(HEADER), path.stat().st_size
         except (OSError, ValueError) as error:  # a name with a zero byte, too
-            raise ConfigError(f"the datastore {str(path)!r} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
+            raise ConfigError(
+                f"the datastore {str(path)!r} cannot be read: {getattr(error, 'strerror', None) or error}."
+            ) from error
         try:
             given = json.loads(line)
         except ValueError:
@@ -81,7 +85,9 @@ class Header:
             )
         header = Header(**given)
         if size != header.file_size:
-            raise ConfigError(f"the datastore {str(path)!r} has {size:,} bytes and should have {header.file_size:,}: build it again.")
+            raise ConfigError(
+                f"the datastore {str(path)!r} has {size:,} bytes and should have {header.file_size:,}: build it again."
+            )
         return header
 
 
@@ -93,10 +99,14 @@ class Store:
         with open(path, "rb") as file:
             self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         width = self.header.width
-        self.tokens = np.frombuffer(self.map, f">u{width}", self.header.file_size // width)  # the text of a shard is a part of it
+        self.tokens = np.frombuffer(
+            self.map, f">u{width}", self.header.file_size // width
+        )  # the text of a shard is a part of it
         self.shards = [_Shard(self.map, width, *section) for section in self.header.sections]
 
-    def find(self, context: Sequence[int], low: int, high: int, places: int, depth: int) -> tuple[int, list[list[int]]]:
+    def find(
+        self, context: Sequence[int], low: int, high: int, places: int, depth: int
+    ) -> tuple[int, list[list[int]]]:
         """The longest end of `context` with low … high tokens that the corpus has, and what followed it.
 
         Of many places, `places` are looked at, evenly spread; `depth` tokens each, -1 after the end of the document.
@@ -144,7 +154,9 @@ class _Shard:
     def part(self, wanted: bytes, at: int) -> range:
         """The part of the order that begins with `wanted`; `at` is in it."""
         slices, whole = self._slices(len(wanted)), range(self.size)
-        return range(bisect_left(whole, wanted, hi=at, key=slices), bisect_right(whole, wanted, lo=at, key=slices))
+        return range(
+            bisect_left(whole, wanted, hi=at, key=slices), bisect_right(whole, wanted, lo=at, key=slices)
+        )
 
 
 def path_of(name: str) -> Path:

@@ -77,10 +77,14 @@ class DFlash(HeadDrafter):
         def __post_init__(self) -> None:
             super().__post_init__()
             nodes, offset = self.nodes, self.tap_offset
-            if nodes is not None and (not isinstance(nodes, int) or isinstance(nodes, bool) or not 1 <= nodes <= MOST):
+            if nodes is not None and (
+                not isinstance(nodes, int) or isinstance(nodes, bool) or not 1 <= nodes <= MOST
+            ):
                 raise ConfigError(f"nodes must be a whole number in 1 … {MOST}, got {nodes!r}.")
             if offset is not None and (isinstance(offset, bool) or offset not in (0, 1)):
-                raise ConfigError(f"tap_offset must be 0 (the input of a layer) or 1 (its output), got {offset!r}.")
+                raise ConfigError(
+                    f"tap_offset must be 0 (the input of a layer) or 1 (its output), got {offset!r}."
+                )
 
     def __init__(self, options: Options, target: Target, head: Head | None = None) -> None:
         super().__init__(options, target, head)
@@ -89,19 +93,27 @@ class DFlash(HeadDrafter):
         self.layout = layout = layouts.read(head, target.decoder.spec.layers, options.tap_offset)
         self.depth, self.needs = layout.levels, Needs(states=tuple(sorted(set(layout.taps))))
         if layout.mask >= target.vocabulary:
-            raise ModelError(f"{head.name!r} does not fit the target: its mask_token_id is {layout.mask}, of {target.vocabulary} tokens.")
+            raise ModelError(
+                f"{head.name!r} does not fit the target: its mask_token_id is {layout.mask}, of {target.vocabulary} tokens."
+            )
         self.width = head.shape("fc.weight")[0]
         if self.width != self.hidden and not ("embed_tokens.weight" in head and "lm_head.weight" in head):
-            raise ModelError(f"{head.name!r} does not fit the target: it is {self.width} wide, the target {self.hidden}.")
+            raise ModelError(
+                f"{head.name!r} does not fit the target: it is {self.width} wide, the target {self.hidden}."
+            )
         self.fc = self.reader.linear("fc", self.width, len(layout.taps) * self.hidden)
-        self.hidden_norm, self.norm = (self.reader.vector(f"{name}.weight", self.width) for name in ("hidden_norm", "norm"))
+        self.hidden_norm, self.norm = (
+            self.reader.vector(f"{name}.weight", self.width) for name in ("hidden_norm", "norm")
+        )
         self.sizes = Sizes.of(head, "layers.0", self.width)
         self.layers = self._layers()
         self._outer()
         self.slot_bytes = self.sizes.slot_bytes(len(self.layers), target.decoder)
         self.synced: dict[Row, int] = {}  # how many positions of a row have K/V in our pool
         self.gaps: dict[Row, int] = {}  # the first of them whose states nobody saw
-        self.trees: Sequence[Guesses] = ()  # of this step, as proposed: what is verified may be a part of them
+        self.trees: Sequence[
+            Guesses
+        ] = ()  # of this step, as proposed: what is verified may be a part of them
         if options.nodes is not None:
             self.memory = Worth.fading(layout.levels, RANKS)
 
@@ -123,7 +135,10 @@ class DFlash(HeadDrafter):
         """Embedding, head and table: the file's own, or None, which means the target's."""
         self.ids = target_ids(self.head, self.target.vocabulary)
         self.choose = Chooser(self.target, self.ids)
-        self.embedding, self.lm_head = self._own("embed_tokens", self.width, False), self._own("lm_head", self.width, True)
+        self.embedding, self.lm_head = (
+            self._own("embed_tokens", self.width, False),
+            self._own("lm_head", self.width, True),
+        )
         self.markov: tuple[Any, Any] | None = None
         if "markov_w1.weight" in self.head:
             rank = self.head.shape("markov_w2.weight")[1]
@@ -151,7 +166,9 @@ class DFlash(HeadDrafter):
         """A random tree of 8, of two layers, one of them with a window; it reads the first and the last states that there are."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            network = Network.like(target, taps=(1, target.decoder.spec.layers), block=5, window=9, sliding=(1,), non_causal=True)
+            network = Network.like(
+                target, taps=(1, target.decoder.spec.layers), block=5, window=9, sliding=(1,), non_causal=True
+            )
         return cls(cls.Options(nodes=8), target, Head.of("example", network.config(), network.state_dict()))
 
     def allocate(self, slots: int, pool: Pool) -> list[Pool]:
@@ -176,7 +193,9 @@ class DFlash(HeadDrafter):
     def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
         rows, trees = [], [NOTHING] * len(batch)
         for r, row in enumerate(batch.rows):
-            if self.synced.setdefault(row, batch.starts[r]) < batch.starts[r]:  # of a row that is new: what the prefix cache gave
+            if (
+                self.synced.setdefault(row, batch.starts[r]) < batch.starts[r]
+            ):  # of a row that is new: what the prefix cache gave
                 self._bridge(row, batch.starts[r])
             if self.may_guess(batch, r, budgets[r]):
                 rows.append(r)
@@ -185,20 +204,30 @@ class DFlash(HeadDrafter):
             growing = {}
             for r, logits in zip(rows, torch.split(self.look(batch, rows, levels), levels)):
                 row = batch.rows[r]
-                paths = chain(len(logits)) if self.memory is None else self.memory.best(budgets[r].nodes, len(logits))
-                growing[r] = Grower(row, logits, self.choose).grow(paths, self.lot if self.draws(row) else None)
+                paths = (
+                    chain(len(logits))
+                    if self.memory is None
+                    else self.memory.best(budgets[r].nodes, len(logits))
+                )
+                growing[r] = Grower(row, logits, self.choose).grow(
+                    paths, self.lot if self.draws(row) else None
+                )
             for r, tree in self._grown(growing):
                 trees[r] = tree
         self.trees = trees
         return Draft(trees)
 
-    def _grown(self, growing: dict[int, Generator[list[int], Tensor | None, Guesses]]) -> Iterator[tuple[int, Guesses]]:
+    def _grown(
+        self, growing: dict[int, Generator[list[int], Tensor | None, Guesses]]
+    ) -> Iterator[tuple[int, Guesses]]:
         """All trees at once, level by level."""
         behind = {r: next(tree) for r, tree in growing.items()}
         while behind:
             added = self._markov([token for tokens in behind.values() for token in tokens])
             parts: Sequence[Tensor | None] = (
-                [None] * len(behind) if added is None else torch.split(added, [len(tokens) for tokens in behind.values()])
+                [None] * len(behind)
+                if added is None
+                else torch.split(added, [len(tokens) for tokens in behind.values()])
             )
             for r, part in zip(list(behind), parts):
                 try:
@@ -269,7 +298,10 @@ class DFlash(HeadDrafter):
         assert row.table is not None
         plan, start = Plan(), self.synced[row]
         plan.chain(row.table.slots, start, row.tokens[start:end])
-        self._remember(torch.zeros(end - start, len(self.layout.taps) * self.hidden, device=self.kernels.device), plan.build())
+        self._remember(
+            torch.zeros(end - start, len(self.layout.taps) * self.hidden, device=self.kernels.device),
+            plan.build(),
+        )
         self.gaps.setdefault(row, start)
         self.synced[row] = end
 
@@ -280,6 +312,10 @@ class DFlash(HeadDrafter):
     def _remember(self, taps: Tensor, plan: Plan) -> None:
         """K and V of these positions, in every layer."""
         run = self.kernels
-        context = run.rms_norm(run.linear(taps.to(run.activations), self.fc), self.hidden_norm, self.sizes.eps)
-        for i, (layer, kv) in enumerate(zip(self.layers, run.linear(context, self.kv).chunk(len(self.layers), dim=-1))):
+        context = run.rms_norm(
+            run.linear(taps.to(run.activations), self.fc), self.hidden_norm, self.sizes.eps
+        )
+        for i, (layer, kv) in enumerate(
+            zip(self.layers, run.linear(context, self.kv).chunk(len(self.layers), dim=-1))
+        ):
             run.rope_store(kv.contiguous(), layer.keys, layer.block.turn, plan, self.pool, i)

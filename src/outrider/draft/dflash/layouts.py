@@ -36,7 +36,11 @@ OTHERS = {
     "markov": "DSpark with a gated or recurrent table", "gru|domino": "Domino", "selector": "DFlash 2", "fusion": "DFlare",
     "sink": "attention sinks",
 }  # fmt: skip
-UNREAD = ("verifier_", "rotary_emb.", "confidence_head.")  # the last says how likely guesses are: a block is guessed whole
+UNREAD = (
+    "verifier_",
+    "rotary_emb.",
+    "confidence_head.",
+)  # the last says how likely guesses are: a block is guessed whole
 THETA = 1000000.0  # where a file does not say: what vLLM reads it with
 
 
@@ -62,7 +66,9 @@ def named(head: Head) -> Head:
     """Under our names, its config flat.  Raises ModelError where there are tensors whose meaning is not known here."""
 
     def change(name: str) -> str | None:
-        name = re.sub(r"^((model|draft_model)\.)?(markov_head\.(?=markov_w))?", "", name).replace("draft_id_to_target_id", "d2t")
+        name = re.sub(r"^((model|draft_model)\.)?(markov_head\.(?=markov_w))?", "", name).replace(
+            "draft_id_to_target_id", "d2t"
+        )
         return None if name.startswith(UNREAD) else name
 
     config = {"rope_theta": None, **(head.config.get("transformer_layer_config") or {}), **head.config}
@@ -75,7 +81,10 @@ def named(head: Head) -> Head:
             f"{head.name!r} is another kind of block-parallel head{f' ({kind})' if kind else ''}, which is not supported: it has "
             f"{len(strange)} tensors beyond the plain ones: {', '.join(strange[:6])}."
         )
-    markov = config.get("markov_head_type", (config.get("dflash_config") or {}).get("markov_head_type")) or "vanilla"
+    markov = (
+        config.get("markov_head_type", (config.get("dflash_config") or {}).get("markov_head_type"))
+        or "vanilla"
+    )
     if markov != "vanilla" and "markov_w1.weight" in found:
         raise ModelError(f"{head.name!r} has a {markov} Markov head; only a vanilla one is supported.")
     return found
@@ -84,7 +93,11 @@ def named(head: Head) -> Head:
 def claims(head: Head) -> int:
     """As `Drafter.claims`: the norm over the taps stands beside the layers, and the heads of these are normed."""
     names = {re.sub(r"^(model|draft_model)\.", "", name) for name in head}
-    if {"hidden_norm.weight", "fc.weight", "layers.0.self_attn.q_norm.weight"} <= names and "layers.0.hidden_norm.weight" not in names:
+    if {
+        "hidden_norm.weight",
+        "fc.weight",
+        "layers.0.self_attn.q_norm.weight",
+    } <= names and "layers.0.hidden_norm.weight" not in names:
         return 2
     said = [head.config.get("speculators_model_type"), *(head.config.get("architectures") or [])]
     return int(bool({TYPE, SPARK, ARCHITECTURE}.intersection(said)) or "dflash_config" in head.config)
@@ -95,9 +108,14 @@ def read(head: Head, target_layers: int, tap_offset: int | None = None) -> Layou
     config, own = head.config, head.config.get("dflash_config") or {}
     layers = len({name.split(".")[1] for name in head if name.startswith("layers.")})
     if not config.get("is_neox_style", True):
-        raise ModelError(f"{head.name!r} turns its heads in neighbouring pairs (is_neox_style false), which is not supported.")
+        raise ModelError(
+            f"{head.name!r} turns its heads in neighbouring pairs (is_neox_style false), which is not supported."
+        )
     taps = _taps(head, target_layers, tap_offset)
-    block, mask = (_number(head, key, config.get(key, own.get(key)), least) for key, least in (("block_size", 1), ("mask_token_id", 0)))
+    block, mask = (
+        _number(head, key, config.get(key, own.get(key)), least)
+        for key, least in (("block_size", 1), ("mask_token_id", 0))
+    )
     anchored = from_anchor(head)
     if block + anchored < 2:
         raise ModelError(f"{head.name!r} has a block of {block} token, which guesses nothing.")
@@ -105,12 +123,21 @@ def read(head: Head, target_layers: int, tap_offset: int | None = None) -> Layou
     if SLIDING not in kinds:
         kinds = [SLIDING if own.get("use_swa") else "full_attention"] * layers
     if len(kinds) < layers:
-        raise ModelError(f"{head.name!r} has {layers} layers, and its config says of {len(kinds)} what they see.")
+        raise ModelError(
+            f"{head.name!r} has {layers} layers, and its config says of {len(kinds)} what they see."
+        )
     sliding = [kind == SLIDING for kind in kinds[:layers]]
     window = own.get("swa_window_size", config.get("sliding_window")) or 0
     if any(sliding):
         _number(head, "sliding_window", window, 1)
-    return Layout(taps, block, mask, anchored, tuple(window * one for one in sliding), tuple(_causal(config, own, one) for one in sliding))
+    return Layout(
+        taps,
+        block,
+        mask,
+        anchored,
+        tuple(window * one for one in sliding),
+        tuple(_causal(config, own, one) for one in sliding),
+    )
 
 
 def from_anchor(head: Head) -> bool:
@@ -171,7 +198,10 @@ def exported(
     if layout not in LAYOUTS:
         raise ConfigError(unknown("layout", layout, LAYOUTS))
     if layout == "speculators":
-        told = {**config["speculators_config"], "verifier": {**config["speculators_config"]["verifier"], "name_or_path": verifier}}
+        told = {
+            **config["speculators_config"],
+            "verifier": {**config["speculators_config"]["verifier"], "name_or_path": verifier},
+        }
         return {**config, "speculators_config": told}, dict(tensors)
     if "d2t" in tensors or config["sample_from_anchor"] or config["speculators_model_type"] == SPARK:
         raise ConfigError(

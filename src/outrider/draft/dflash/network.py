@@ -67,7 +67,9 @@ class Attention(nn.Module):
         super().__init__()
         self.shape, self.window, self.causal = s, window, causal
         q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(s.hidden, size, bias=False) for size in (q, kv, kv))
+        self.q_proj, self.k_proj, self.v_proj = (
+            nn.Linear(s.hidden, size, bias=False) for size in (q, kv, kv)
+        )
         self.o_proj = nn.Linear(q, s.hidden, bias=False)
         self.q_norm, self.k_norm = (nn.RMSNorm(s.head_dim, eps=s.eps) for _ in range(2))
 
@@ -78,17 +80,27 @@ class Attention(nn.Module):
         q = turned(self.q_norm(self.q_proj(x).unflatten(-1, (-1, s.head_dim))), turn[at])
         own, theirs = (self.k_norm(self.k_proj(u).unflatten(-1, (-1, s.head_dim))) for u in (x, context))
         group = s.heads // s.kv_heads
-        own, theirs = (k.repeat_interleave(group, -2) for k in (turned(own, turn[at]), turned(theirs, turn[before])))
-        v_own, v_theirs = (self.v_proj(u).unflatten(-1, (-1, s.head_dim)).repeat_interleave(group, -2) for u in (x, context))
+        own, theirs = (
+            k.repeat_interleave(group, -2) for k in (turned(own, turn[at]), turned(theirs, turn[before]))
+        )
+        v_own, v_theirs = (
+            self.v_proj(u).unflatten(-1, (-1, s.head_dim)).repeat_interleave(group, -2) for u in (x, context)
+        )
         hidden, inside = (before >= anchors[:, None, None]).expand(count, block, -1), torch.arange(block)
         ahead = inside > inside[:, None] if self.causal else torch.zeros(block, block, dtype=torch.bool)
         if self.window:
-            hidden, ahead = hidden | (before <= at[..., None] - self.window), ahead | (inside <= inside[:, None] - self.window)
+            hidden, ahead = (
+                hidden | (before <= at[..., None] - self.window),
+                ahead | (inside <= inside[:, None] - self.window),
+            )
         masks = torch.cat([hidden, ahead.expand(count, -1, -1)], dim=-1)[:, None]
-        scores = torch.cat([torch.einsum("abhd,thd->ahbt", q, theirs), torch.einsum("abhd,achd->ahbc", q, own)], dim=-1)
+        scores = torch.cat(
+            [torch.einsum("abhd,thd->ahbt", q, theirs), torch.einsum("abhd,achd->ahbc", q, own)], dim=-1
+        )
         weights = (scores * s.head_dim**-0.5).masked_fill(masks, float("-inf")).softmax(-1)
         out = torch.einsum("ahbt,thd->abhd", weights[..., : len(context)], v_theirs)
-        return self.o_proj((out + torch.einsum("ahbc,achd->abhd", weights[..., len(context) :], v_own)).flatten(-2))  # type: ignore[no-any-return]
+        out = out + torch.einsum("ahbc,achd->abhd", weights[..., len(context) :], v_own)
+        return self.o_proj(out.flatten(-2))  # type: ignore[no-any-return]
 
 
 class Mlp(nn.Module):
@@ -105,7 +117,9 @@ class Layer(nn.Module):
     def __init__(self, s: Shape, window: int, causal: bool) -> None:
         super().__init__()
         self.self_attn, self.mlp = Attention(s, window, causal), Mlp(s)
-        self.input_layernorm, self.post_attention_layernorm = (nn.RMSNorm(s.hidden, eps=s.eps) for _ in range(2))
+        self.input_layernorm, self.post_attention_layernorm = (
+            nn.RMSNorm(s.hidden, eps=s.eps) for _ in range(2)
+        )
 
     def forward(self, x: Tensor, context: Tensor, anchors: Tensor, turn: Tensor) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), context, anchors, turn)
@@ -152,11 +166,18 @@ class Network(nn.Module):
         if s.markov:
             second = nn.Linear(s.markov, len(s.ids) or s.vocabulary, bias=False)
             nn.init.zeros_(second.weight)
-            self.markov_head = nn.ModuleDict({"markov_w1": nn.Embedding(s.vocabulary, s.markov), "markov_w2": second})
+            self.markov_head = nn.ModuleDict(
+                {"markov_w1": nn.Embedding(s.vocabulary, s.markov), "markov_w2": second}
+            )
 
     def config(self) -> dict[str, Any]:
         s = self.shape
-        flags = {"attention_bias": False, "hidden_act": "silu", "model_type": "qwen3", "tie_word_embeddings": False}
+        flags = {
+            "attention_bias": False,
+            "hidden_act": "silu",
+            "model_type": "qwen3",
+            "tie_word_embeddings": False,
+        }
         sizes = {
             "hidden_size": s.hidden, "intermediate_size": s.inner, "num_hidden_layers": s.layers, "num_attention_heads": s.heads,
             "num_key_value_heads": s.kv_heads, "head_dim": s.head_dim, "vocab_size": s.vocabulary, "rms_norm_eps": s.eps,
@@ -170,7 +191,11 @@ class Network(nn.Module):
             "accept_tolerance": 0.0,
         }
         kind = SPARK if s.markov else TYPE
-        table = {"markov_rank": s.markov, "markov_head_type": "vanilla", "enable_confidence_head": False} if s.markov else {}
+        table = (
+            {"markov_rank": s.markov, "markov_head_type": "vanilla", "enable_confidence_head": False}
+            if s.markov
+            else {}
+        )
         return {
             **table, "architectures": ["DSparkDraftModel" if s.markov else ARCHITECTURE], "speculators_model_type": kind,
             "block_size": s.block, "mask_token_id": s.mask,

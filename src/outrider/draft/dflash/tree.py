@@ -48,7 +48,11 @@ class Grower:
             if not parents:
                 break
             added = yield [said[path][-1] if path else self.row.tokens[-1] for path in parents]
-            chosen = self._chosen(level, [said[path] for path in parents], max(children.values()), added) if lot is None else []
+            chosen = (
+                self._chosen(level, [said[path] for path in parents], max(children.values()), added)
+                if lot is None
+                else []
+            )
             for i, parent in enumerate(parents):
                 law, found = -1, chosen[i][: children[parent]] if lot is None else []
                 if lot is not None:
@@ -66,14 +70,21 @@ class Grower:
     def _chosen(self, level: int, paths: list[list[int]], count: int, added: Tensor | None) -> list[Ranked]:
         """The best tokens behind each path of a level."""
         if added is None and not self.row.processors:
-            self.ranked = self.ranked or self._best([range(level) for level in range(len(self.logits))], self.logits, count)
+            self.ranked = self.ranked or self._best(
+                [range(level) for level in range(len(self.logits))], self.logits, count
+            )
             return [self.ranked[level]] * len(paths)
-        logits = self.logits[level] + added if added is not None else self.logits[level].expand(len(paths), -1)
+        logits = (
+            self.logits[level] + added if added is not None else self.logits[level].expand(len(paths), -1)
+        )
         return self._best(paths, logits, count)
 
     def _best(self, paths: Sequence[Sequence[int]], logits: Tensor, count: int) -> list[Ranked]:
         tokens, shares = self.choose.best(self.row, paths, logits, count)
-        return [[(token, share) for token, share in zip(*one) if token >= 0] for one in zip(tokens.tolist(), shares.tolist())]
+        return [
+            [(token, share) for token, share in zip(*one) if token >= 0]
+            for one in zip(tokens.tolist(), shares.tolist())
+        ]
 
     def _drawn(self, parent: Path, path: list[int], added: Tensor | None, dies: range) -> tuple[int, Ranked]:
         """Draws from the law behind a path; where it stands among the laws."""

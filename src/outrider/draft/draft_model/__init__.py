@@ -91,23 +91,40 @@ class DraftModel(Drafter):
             super().__post_init__()
             if not isinstance(self.model, str) or not self.model:
                 raise ConfigError(f"model must be a folder or a hub id, got {self.model!r}.")
-            if not isinstance(self.siblings, int) or isinstance(self.siblings, bool) or not 1 <= self.siblings <= 64:
+            if (
+                not isinstance(self.siblings, int)
+                or isinstance(self.siblings, bool)
+                or not 1 <= self.siblings <= 64
+            ):
                 raise ConfigError(f"siblings must be a whole number in 1 … 64, got {self.siblings!r}.")
             if self.sibling_draws not in ("without", "independent"):
-                raise ConfigError(f'sibling_draws must be "without" or "independent", got {self.sibling_draws!r}.')
+                raise ConfigError(
+                    f'sibling_draws must be "without" or "independent", got {self.sibling_draws!r}.'
+                )
             bits_of(self.quantization, "quantization of the draft")
-            looks = {"target_lookbehind": self.target_lookbehind, "assistant_lookbehind": self.assistant_lookbehind}
+            looks = {
+                "target_lookbehind": self.target_lookbehind,
+                "assistant_lookbehind": self.assistant_lookbehind,
+            }
             refuse_idle(self, self.siblings > 1, "siblings > 1", "sibling_draws")
             refuse_idle(self, self.draft_kv_budget is not None, "draft_kv_budget", "draft_kv_sink")
             retokenized = self.vocab_mismatch == "retokenize"
-            refuse_idle(self, retokenized, 'vocab_mismatch "retokenize"', "target_lookbehind", "assistant_lookbehind")
-            check_mismatch(self.vocab_mismatch, self.siblings, self.stops or self.drafter is not None, **looks)
+            refuse_idle(
+                self, retokenized, 'vocab_mismatch "retokenize"', "target_lookbehind", "assistant_lookbehind"
+            )
+            check_mismatch(
+                self.vocab_mismatch, self.siblings, self.stops or self.drafter is not None, **looks
+            )
             check_gpu_layers(self.draft_gpu_layers, "draft_gpu_layers")
             check(self)
             if self.drafter is not None and not isinstance(self.drafter, Mapping):
-                raise ConfigError(f"drafter must be a speculative_config such as {{'method': …}}, got {self.drafter!r}.")
+                raise ConfigError(
+                    f"drafter must be a speculative_config such as {{'method': …}}, got {self.drafter!r}."
+                )
             if self.drafter is not None and self.siblings > 1:
-                raise ConfigError(f"a drafter speeds up a chain, and siblings is {self.siblings}: leave one of them out.")
+                raise ConfigError(
+                    f"a drafter speeds up a chain, and siblings is {self.siblings}: leave one of them out."
+                )
             refuse_parallel(self.draft_tensor_parallel_size)
 
     decoder: model.Model | Translated
@@ -127,7 +144,12 @@ class DraftModel(Drafter):
         self.synced: dict[Row, int] = {}  # positions of a row that have K/V in a pool of our own
         self.reading: list[tuple[Row, int]] = []  # and will have when the forwards of this step are done
         if self.itself:
-            self.decoder, self.sampler, self.vocabulary, self.context = target.decoder, target.sampler, target.vocabulary, target.max_len
+            self.decoder, self.sampler, self.vocabulary, self.context = (
+                target.decoder,
+                target.sampler,
+                target.vocabulary,
+                target.max_len,
+            )
         else:
             self._load(options, target)
         self.stop = stop.Stop(options)
@@ -135,20 +157,36 @@ class DraftModel(Drafter):
         self.staged = None if options.drafter is None else Staged(options.drafter, self)
 
     def _load(self, options: Options, target: Target) -> None:
-        checkpoint = self.checkpoint = Checkpoint.open(options.model, options.revision, target.checkpoint.trust_remote_code)
+        checkpoint = self.checkpoint = Checkpoint.open(
+            options.model, options.revision, target.checkpoint.trust_remote_code
+        )
         if options.vocab_mismatch == "refuse":
             fits(checkpoint, target.checkpoint)
         shared = common(checkpoint, target.checkpoint) if options.vocab_mismatch == "intersect" else None
         self.vocabulary = min(checkpoint.spec.vocabulary, target.vocabulary)
         self.context = min(checkpoint.spec.context, self.stretch * target.max_len)
-        device = target.decoder.device if options.draft_device == "auto" else pick_device(options.draft_device, "draft_device")
+        device = (
+            target.decoder.device
+            if options.draft_device == "auto"
+            else pick_device(options.draft_device, "draft_device")
+        )
         where = place(checkpoint.spec.layers, device, options.draft_gpu_layers, "draft_gpu_layers")
         dtype = checkpoint.dtype(options.draft_dtype, device, "draft_dtype")
-        own = model.load(checkpoint, dtype, device, self.context, options.quantization, target.decoder.kv_cache_dtype, where)
+        own = model.load(
+            checkpoint,
+            dtype,
+            device,
+            self.context,
+            options.quantization,
+            target.decoder.kv_cache_dtype,
+            where,
+        )
         self.decoder = own if shared is None else Translated(own, shared)
         if shared:
             self.vocabulary = target.vocabulary
-        self.sampler = target.sampler if self.decoder.device == target.decoder.device else Sampler(self.decoder.kernels)
+        self.sampler = (
+            target.sampler if self.decoder.device == target.decoder.device else Sampler(self.decoder.kernels)
+        )
         self.slot_bytes = self.decoder.slot_bytes
 
     def footprint(self, device: torch.device) -> Counter[torch.device]:
@@ -187,7 +225,12 @@ class DraftModel(Drafter):
         if self._in_one_call(batch, starts) and self._chains(plan, batch, starts, trees):
             return Draft(trees)
         repeats = self.options.sibling_draws == "independent"
-        grown = {s.r: Tree(batch.rows[s.r], batch.end(s.r), s.budget, self.options.siblings, s.view, repeats, self.lot) for s in starts}
+        grown = {
+            s.r: Tree(
+                batch.rows[s.r], batch.end(s.r), s.budget, self.options.siblings, s.view, repeats, self.lot
+            )
+            for s in starts
+        }
         tips = [(tree, start.at) for tree, start in zip(grown.values(), starts)]
         if self.staged is not None:
             self.staged.grow(plan, tips)
@@ -210,11 +253,20 @@ class DraftModel(Drafter):
                 continue  # a row that does not guess catches up with single tokens when it does
             assert row.table is not None
             adapter = row.adapter if self.itself else None
-            view = self.window.read(plan, row.table.slots, done, self._readable(row.tokens[done:end]), budget.nodes, adapter)
+            view = self.window.read(
+                plan, row.table.slots, done, self._readable(row.tokens[done:end]), budget.nodes, adapter
+            )
             if not self.itself:
                 self.reading.append((row, end))
             if depth > 0:
-                starts.append(Start(r, budget if depth == budget.depth else Budget(depth, budget.nodes), plan.length - 1, view))
+                starts.append(
+                    Start(
+                        r,
+                        budget if depth == budget.depth else Budget(depth, budget.nodes),
+                        plan.length - 1,
+                        view,
+                    )
+                )
         return plan, starts
 
     def _worthwhile(self, depth: int, known: int) -> bool:
@@ -282,7 +334,9 @@ class DraftModel(Drafter):
     def extend(self, tree: Tree, places: list[tuple[int, int]], logits: Tensor) -> None:
         """The next level of a tree: children of (node, row of the logits behind it)."""
         if self.draws(tree.row):
-            tree.draw({node: law for node, i in places if (law := self._law(tree, node, logits, i)) is not None})
+            tree.draw(
+                {node: law for node, i in places if (law := self._law(tree, node, logits, i)) is not None}
+            )
         else:
             tree.choose([child for node, i in places for child in self._best(tree, node, logits, i)])
         self.stop.prune(tree, dict(places), self.sampler, logits)
@@ -290,7 +344,9 @@ class DraftModel(Drafter):
     def _best(self, tree: Tree, node: int, logits: Tensor, at: int) -> list[tuple[int, int, float]]:
         """The best (node, token, probability) after a node."""
         ranked = tree.row.law.temperature > 0 or tree.siblings == 1
-        tokens, shares = self.sampler.top(tree.row, tree.path_tokens(node), logits, tree.siblings, not ranked, at)
+        tokens, shares = self.sampler.top(
+            tree.row, tree.path_tokens(node), logits, tree.siblings, not ranked, at
+        )
         return [(node, token, p) for token, p in zip(tokens, RANKED if ranked else shares)]
 
     def _law(self, tree: Tree, node: int, logits: Tensor, at: int) -> Tensor | None:

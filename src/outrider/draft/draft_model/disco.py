@@ -43,13 +43,19 @@ class Classifier:
         """As `Halt.net`: below 0 where the guess is right with less than `threshold`."""
         share = min(max(threshold, 1e-6), 1 - 1e-6)
         bias = self.output_bias - math.log(share / (1 - share))
-        return torch.cat([self.hidden.flatten(), self.hidden_bias, self.output.flatten(), bias]).float().contiguous()
+        return (
+            torch.cat([self.hidden.flatten(), self.hidden_bias, self.output.flatten(), bias])
+            .float()
+            .contiguous()
+        )
 
     def save(self, file: str) -> None:
         tensors = (self.hidden, self.hidden_bias, self.output, self.output_bias)
         try:
             Path(file).parent.mkdir(parents=True, exist_ok=True)
-            save_file({name: tensor.contiguous() for name, tensor in zip(NAMES, tensors)}, file, {"format": "pt"})
+            save_file(
+                {name: tensor.contiguous() for name, tensor in zip(NAMES, tensors)}, file, {"format": "pt"}
+            )
         except OSError as error:
             raise ConfigError(f"the stop classifier {file!r} cannot be written: {error}.") from error
 
@@ -58,23 +64,37 @@ def load(file: str) -> Classifier:
     try:
         tensors = load_file(Path(file).expanduser())
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"stop_classifier {file!r} cannot be read: {error}.  `outrider tune disco` makes one.") from error
+        raise ConfigError(
+            f"stop_classifier {file!r} cannot be read: {error}.  `outrider tune disco` makes one."
+        ) from error
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     width = shapes.get(NAMES[0], (0,))[0]
     if shapes != dict(zip(NAMES, ((width, FEATURES), (width,), (1, width), (1,)))) or not width:
-        raise ConfigError(f"stop_classifier {file!r} is no such network: it needs {', '.join(NAMES)} with {FEATURES} inputs, has {shapes}.")
+        raise ConfigError(
+            f"stop_classifier {file!r} is no such network: it needs {', '.join(NAMES)} with {FEATURES} inputs, has {shapes}."
+        )
     return Classifier(*(tensors[name].float() for name in NAMES))
 
 
-def fit(pairs: Sequence[tuple[Sequence[float], bool]], hidden: int = 16, steps: int = 400, seed: int = 0) -> Classifier:
+def fit(
+    pairs: Sequence[tuple[Sequence[float], bool]], hidden: int = 16, steps: int = 400, seed: int = 0
+) -> Classifier:
     """A network fitted to (features, whether the guess was right), both kinds among them, by full-batch Adam on the cross entropy."""
-    x, y = torch.tensor([features for features, _ in pairs]), torch.tensor([float(right) for _, right in pairs])
+    x, y = (
+        torch.tensor([features for features, _ in pairs]),
+        torch.tensor([float(right) for _, right in pairs]),
+    )
     if not len(y) or not 0 < y.sum() < len(y):
-        raise ConfigError(f"{len(y)} guesses, {int(y.sum())} of them right, teach nothing: right and wrong ones are needed.")
+        raise ConfigError(
+            f"{len(y)} guesses, {int(y.sum())} of them right, teach nothing: right and wrong ones are needed."
+        )
     mean, scale = x.mean(0), x.std(0).clamp_min(1e-3)
     generator = torch.Generator().manual_seed(seed)
     shapes = ((hidden, FEATURES), (hidden,), (1, hidden), (1,))
-    parts = [torch.randn(shape, generator=generator) * (shape[-1] ** -0.5 if len(shape) == 2 else 0.0) for shape in shapes]
+    parts = [
+        torch.randn(shape, generator=generator) * (shape[-1] ** -0.5 if len(shape) == 2 else 0.0)
+        for shape in shapes
+    ]
     weights = [part.requires_grad_() for part in parts]
     optimiser = torch.optim.Adam(weights, lr=0.02, weight_decay=1e-4)
     standard = (x - mean) / scale

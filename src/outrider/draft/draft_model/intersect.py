@@ -39,7 +39,9 @@ def common(draft: Checkpoint, target: Checkpoint) -> Common:
     """Raises ConfigError where a tokenizer is missing, or where too little is common."""
     ours, theirs = tokenizer_of(draft, "draft"), tokenizer_of(target, "target")
     mine, own = _keys(ours, draft.spec.vocabulary), _keys(theirs, target.spec.vocabulary)
-    ids = {key: i for i, key in enumerate(mine) if key}  # of two tokens for one text the later: SentencePiece's bytes come first
+    ids = {
+        key: i for i, key in enumerate(mine) if key
+    }  # of two tokens for one text the later: SentencePiece's bytes come first
     pairs = {t: ids[key] for key, t in {key: t for t, key in enumerate(own) if key}.items() if key in ids}
     for role in ROLES:
         a, b = getattr(ours, role, None), getattr(theirs, role, None)
@@ -78,7 +80,12 @@ class Translated:
         self.model, self.reads = model, words.reads
         self.ours, self.theirs = words.ours.to(model.device), words.theirs.to(model.device)
         self.kernels, self.dtype, self.device = model.kernels, model.dtype, model.device
-        self.max_len, self.kv_cache_dtype, self.spec, self.exact = model.max_len, model.kv_cache_dtype, model.spec, model.exact
+        self.max_len, self.kv_cache_dtype, self.spec, self.exact = (
+            model.max_len,
+            model.kv_cache_dtype,
+            model.spec,
+            model.exact,
+        )
         self.footprint, self.slot_bytes, self.pool = model.footprint, model.slot_bytes, model.pool
         self.without, self.between = model.without, model.between
 
@@ -88,7 +95,18 @@ class Translated:
 
     def logits(self, x: Tensor, rows: list[int]) -> Tensor:
         own = self.model.logits(x, rows)
-        return own.new_full((len(rows), len(self.reads)), NEVER).index_copy_(1, self.theirs, own.index_select(1, self.ours))
+        return own.new_full((len(rows), len(self.reads)), NEVER).index_copy_(
+            1, self.theirs, own.index_select(1, self.ours)
+        )
 
-    def chain(self, plan: Plan, pool: Pool, chains: Any, vocabulary: int, halt: Any = None, blocks: Any = None, states: Any = None) -> None:
+    def chain(
+        self,
+        plan: Plan,
+        pool: Pool,
+        chains: Any,
+        vocabulary: int,
+        halt: Any = None,
+        blocks: Any = None,
+        states: Any = None,
+    ) -> None:
         """The kernels' loop picks among the model's own ids."""

@@ -93,7 +93,9 @@ class Reading:
         self.tail += fresh
         tokens, starts = self.language.tokens(self.tail, *([NEUTRAL] if self.middle else []))
         before = self.ids[self.fixed :]
-        same = next((i for i, (a, b) in enumerate(zip(before, tokens)) if a != b), min(len(before), len(tokens)))
+        same = next(
+            (i for i, (a, b) in enumerate(zip(before, tokens)) if a != b), min(len(before), len(tokens))
+        )
         self.ids[self.fixed :] = tokens
         kept = self.fixed + same
         self._fix(starts)
@@ -104,7 +106,9 @@ class Reading:
         most = len(starts) - self.lookbehind
         if most <= self.lookbehind:
             return
-        whole = [i for i in range(most, most - self.lookbehind, -1) if starts[i] > starts[i - 1]]  # others begin within a character
+        whole = [
+            i for i in range(most, most - self.lookbehind, -1) if starts[i] > starts[i - 1]
+        ]  # others begin within a character
         if not whole:
             return
         cut = next((i for i in whole if self.tail[starts[i]].isspace()), whole[0])

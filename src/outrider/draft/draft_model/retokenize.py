@@ -69,7 +69,9 @@ class Retokenized(DraftModel):
             row = batch.rows[r]
             shadow = self.shadows[row]
             assert shadow.row.table is not None
-            self.cache.register(shadow.row.table, shadow.reading.ids, min(self.synced[shadow.row], shadow.reading.fixed))
+            self.cache.register(
+                shadow.row.table, shadow.reading.ids, min(self.synced[shadow.row], shadow.reading.fixed)
+            )
             trees[r] = self._told(row, batch.end(r), guesses.tokens, budget.depth)
         return Draft(trees)
 
@@ -86,7 +88,9 @@ class Retokenized(DraftModel):
             done = self.cache.match(mine.table, reading.ids, reading.fixed)
         else:
             done = min(self.synced.get(mine, mine.computed), same)
-        mine.computed = self.synced[mine] = max(0, min(done, len(reading.ids) - 1))  # the last one says what follows
+        mine.computed = self.synced[mine] = max(
+            0, min(done, len(reading.ids) - 1)
+        )  # the last one says what follows
         known = min(len(reading.ids) - mine.computed, CHUNK)
         reach = mine.computed + known
         fits = reach <= self.context and self.cache.reserve(mine.table, min(reach + depth, self.context))
@@ -104,7 +108,9 @@ class Retokenized(DraftModel):
         """The guesses of a shadow as guesses for its row."""
         ends = next((i for i, token in enumerate(ids) if token in self.ours.ending), len(ids))
         text = self.ours.text(ids[:ends])
-        before = self.theirs.bytes(row.tokens[max(0, end - self.options.target_lookbehind) : end]).decode("utf-8", "replace")
+        before = self.theirs.bytes(row.tokens[max(0, end - self.options.target_lookbehind) : end]).decode(
+            "utf-8", "replace"
+        )
         tokens = self.theirs.tokens(text, before, NEUTRAL)[0] if text else []
         if ends < len(ids) and self.theirs.eos is not None:
             tokens.append(self.theirs.eos)

@@ -22,7 +22,9 @@ def tokenizer_of(checkpoint: Checkpoint, whose: str) -> Any:
 
 def special_ids(tokenizer: Any) -> frozenset[int]:
     """Ids that stand for no text."""
-    return frozenset(tokenizer.all_special_ids) | {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return frozenset(tokenizer.all_special_ids) | {
+        i for i, token in tokenizer.added_tokens_decoder.items() if token.special
+    }
 
 
 def pieces(tokenizer: Any, size: int) -> list[bytes]:

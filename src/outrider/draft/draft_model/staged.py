@@ -31,7 +31,9 @@ def opened(config: Mapping[str, Any], target: Target) -> tuple[Drafter, fixed.Op
     from outrider import draft
 
     given = dict(config)
-    able = ", ".join(name for name, kind in sorted(draft.methods().items()) if kind.after is not Drafter.after)
+    able = ", ".join(
+        name for name, kind in sorted(draft.methods().items()) if kind.after is not Drafter.after
+    )
     if "method" not in given:
         raise ConfigError(f"drafter needs a 'method', one of {able}: got {given!r}.")
     method = draft.method(given.pop("method"))
@@ -44,7 +46,9 @@ def opened(config: Mapping[str, Any], target: Target) -> tuple[Drafter, fixed.Op
         names = {f.name for f in fields(kind)}
         parts.append(kind(**{key: given.pop(key) for key in list(given) if key in names}))
     for key in given:
-        known = {"method"}.union(*({f.name for f in fields(kind)} for kind in (fixed.Options, method.Options)))
+        known = {"method"}.union(
+            *({f.name for f in fields(kind)} for kind in (fixed.Options, method.Options))
+        )
         raise ConfigError(unknown(f"key of drafter {config['method']!r}", key, known))
     return method(parts[1], target), parts[0]
 
@@ -83,7 +87,10 @@ class Staged:
             paths = [self._walk(stage, logits) for stage in stages]
             self._settle(stages, paths)
             self._teach(stages, paths, logits)
-            plan, growing = Plan(self.host.window.sink), [stage.tree for stage in stages if stage.tree.growing]
+            plan, growing = (
+                Plan(self.host.window.sink),
+                [stage.tree for stage in stages if stage.tree.growing],
+            )
             tips = []
             for tree in growing:
                 tree.plan(plan)
@@ -120,7 +127,11 @@ class Staged:
         while True:
             before = len(tree.tokens)
             self.host.extend(tree, [(tree.frontier[0], at)], logits)
-            held = child.get((path[-1] if path else ROOT, tree.tokens[-1])) if len(tree.tokens) > before else None
+            held = (
+                child.get((path[-1] if path else ROOT, tree.tokens[-1]))
+                if len(tree.tokens) > before
+                else None
+            )
             if held is None:
                 return path
             path.append(held)
@@ -156,8 +167,13 @@ class Staged:
                 seen = [stage.at, *range(stage.first, stage.first + len(stage.guesses.tokens))]
                 topk.append(self.host.sampler.best(logits[seen], wanted))
         said = [stage.tree.tokens[: len(path) + 1] for stage, path in taught]
-        draft, verdict = Draft([stage.guesses for stage, _ in taught]), Verdict([path for _, path in taught], said)
-        self.drafter.observe(Commit(batch, [stage.tree.base for stage, _ in taught], said, draft, verdict, topk))
+        draft, verdict = (
+            Draft([stage.guesses for stage, _ in taught]),
+            Verdict([path for _, path in taught], said),
+        )
+        self.drafter.observe(
+            Commit(batch, [stage.tree.base for stage, _ in taught], said, draft, verdict, topk)
+        )
 
     def observe(self, commit: Commit) -> None:
         """What became certain; the trees of the commit are none of its drafter's."""

@@ -25,7 +25,10 @@ from outrider.types import ROOT, Budget, Commit, Guesses, Row
 
 LENGTHS = ("constant", "heuristic", "heuristic_transient")
 THRESHOLDS = ("constant", "refit")
-FIRST, DEEPEST = 5, 20  # levels: where a schedule starts, and how many there may be at most where a rule decides
+FIRST, DEEPEST = (
+    5,
+    20,
+)  # levels: where a schedule starts, and how many there may be at most where a rule decides
 REMEMBERED = 256  # judged guesses that a threshold is fitted to
 
 
@@ -53,24 +56,37 @@ class Options:
     @property
     def watches(self) -> bool:
         """Whether a rule looks at guesses."""
-        return any(x is not None for x in (self.assistant_confidence_threshold, self.entropy_threshold, self.stop_classifier))
+        return any(
+            x is not None
+            for x in (self.assistant_confidence_threshold, self.entropy_threshold, self.stop_classifier)
+        )
 
     @property
     def stops(self) -> bool:
         return self.watches or self.num_assistant_tokens_schedule != "constant"
 
     def __post_init__(self) -> None:
-        for name, known in (("num_assistant_tokens_schedule", LENGTHS), ("assistant_confidence_schedule", THRESHOLDS)):
+        for name, known in (
+            ("num_assistant_tokens_schedule", LENGTHS),
+            ("assistant_confidence_schedule", THRESHOLDS),
+        ):
             if getattr(self, name) not in known:
                 raise ConfigError(unknown(name, getattr(self, name), known))
         first = self.num_assistant_tokens
-        if first is not None and not (isinstance(first, int) and not isinstance(first, bool) and 1 <= first <= 1024):
+        if first is not None and not (
+            isinstance(first, int) and not isinstance(first, bool) and 1 <= first <= 1024
+        ):
             raise ConfigError(f"num_assistant_tokens must be a whole number in 1 … 1024, got {first!r}.")
         if first is not None and self.num_assistant_tokens_schedule == "constant":
             raise ConfigError(
                 'num_assistant_tokens is where a num_assistant_tokens_schedule starts; for "constant" set num_speculative_tokens.'
             )
-        for name in ("assistant_confidence_threshold", "entropy_threshold", "entropy_target", "stop_classifier_threshold"):
+        for name in (
+            "assistant_confidence_threshold",
+            "entropy_threshold",
+            "entropy_target",
+            "stop_classifier_threshold",
+        ):
             value = getattr(self, name)
             switch = name in ("assistant_confidence_threshold", "entropy_threshold")
             if not (value is None and switch) and not (_number(value) and 0 <= value <= 1):
@@ -78,8 +94,12 @@ class Options:
         if not (_number(self.entropy_factor) and 0 < self.entropy_factor < math.inf):
             raise ConfigError(f"entropy_factor must be a number above 0, got {self.entropy_factor!r}.")
         if self.assistant_confidence_schedule != "constant" and self.assistant_confidence_threshold is None:
-            raise ConfigError("assistant_confidence_schedule needs an assistant_confidence_threshold to start from.")
-        refuse_idle(self, self.entropy_threshold is not None, "entropy_threshold", "entropy_factor", "entropy_target")
+            raise ConfigError(
+                "assistant_confidence_schedule needs an assistant_confidence_threshold to start from."
+            )
+        refuse_idle(
+            self, self.entropy_threshold is not None, "entropy_threshold", "entropy_factor", "entropy_target"
+        )
         refuse_idle(self, self.stop_classifier is not None, "stop_classifier", "stop_classifier_threshold")
         if self.stop_classifier is not None and not isinstance(self.stop_classifier, str):
             raise ConfigError(f"stop_classifier must be a file, got {self.stop_classifier!r}.")
@@ -114,13 +134,20 @@ class Stop:
     def __init__(self, options: Any) -> None:
         self.options = options
         self.watching, self.active = options.watches, options.stops
-        lasting = options.num_assistant_tokens_schedule == "heuristic", options.assistant_confidence_schedule == "refit"
-        self.learns = any(lasting) or options.entropy_threshold is not None  # something that outlives a request
+        lasting = (
+            options.num_assistant_tokens_schedule == "heuristic",
+            options.assistant_confidence_schedule == "refit",
+        )
+        self.learns = (
+            any(lasting) or options.entropy_threshold is not None
+        )  # something that outlives a request
         self.net: Tensor | None = None
         if options.stop_classifier is not None:
             self.net = disco.load(options.stop_classifier).flat(options.stop_classifier_threshold)
         first = options.num_assistant_tokens or FIRST
-        self.memory = Learned(first, options.assistant_confidence_threshold or 0.0, options.entropy_threshold or 0.0)
+        self.memory = Learned(
+            first, options.assistant_confidence_threshold or 0.0, options.entropy_threshold or 0.0
+        )
         self.lengths: dict[Row, int] = {}
         self.rounds: dict[Row, Round] = {}
         self.pairs: list[tuple[list[float], bool]] | None = None
@@ -139,7 +166,9 @@ class Stop:
         """The budgets with as many levels as the schedule allows."""
         if self.options.num_assistant_tokens_schedule == "constant":
             return budgets
-        return [budget._replace(depth=min(budget.depth, self._length(row))) for row, budget in zip(rows, budgets)]
+        return [
+            budget._replace(depth=min(budget.depth, self._length(row))) for row, budget in zip(rows, budgets)
+        ]
 
     def _length(self, row: Row) -> int:
         return self.lengths.get(row, self.memory.length)
@@ -158,7 +187,9 @@ class Stop:
             return
         for node in tree.frontier:
             parent = tree.parents[node]
-            stops, traits = sampler.halts(tree.row, tree.path_tokens(parent), logits, tree.tokens[node], halt, at[parent])
+            stops, traits = sampler.halts(
+                tree.row, tree.path_tokens(parent), logits, tree.tokens[node], halt, at[parent]
+            )
             self.rounds[tree.row].traits[node] = traits
             if not stops:
                 going.append(node)
@@ -167,16 +198,22 @@ class Stop:
     def observe(self, commit: Commit) -> None:
         for row, tree, accepted in zip(commit.batch.rows, commit.draft.trees, commit.verdict.nodes):
             round = self.rounds.pop(row, None)
-            if round is None or not tree.tokens or row.finish_reason is not None:  # what lies past the end of a text was not judged
+            if (
+                round is None or not tree.tokens or row.finish_reason is not None
+            ):  # what lies past the end of a text was not judged
                 continue
-            if not round.traits or len(round.traits) == len(tree.tokens):  # one that was cut says little, and has other numbers
+            if not round.traits or len(round.traits) == len(
+                tree.tokens
+            ):  # one that was cut says little, and has other numbers
                 self._learn(row, tree, accepted, round)
 
     def _learn(self, row: Row, tree: Guesses, accepted: list[int], round: Round) -> None:
         options, memory, drafted = self.options, self.memory, levels(tree)
         if options.num_assistant_tokens_schedule != "constant":
             length = self._length(row)
-            if len(accepted) < drafted or round.levels >= length:  # what was never tried is no reason to try more
+            if (
+                len(accepted) < drafted or round.levels >= length
+            ):  # what was never tried is no reason to try more
                 length = scheduled(length, len(accepted) == drafted)
             if options.num_assistant_tokens_schedule == "heuristic":
                 memory.length = length
@@ -184,7 +221,9 @@ class Stop:
                 self.lengths[row] = length
         if options.entropy_threshold is not None:
             full, share = drafted == round.levels, len(accepted) / drafted
-            memory.entropy, memory.right = adapted(memory.entropy, memory.right, share, full, options.entropy_target)
+            memory.entropy, memory.right = adapted(
+                memory.entropy, memory.right, share, full, options.entropy_target
+            )
         if self.pairs is not None or options.assistant_confidence_schedule == "refit":
             for traits, level, right in judged(tree, accepted, round.traits):
                 memory.judged.append((traits[0], right))
@@ -211,7 +250,9 @@ def scheduled(length: int, all_right: bool) -> int:
     return length + 2 if all_right else max(1, length - 1)
 
 
-def judged(tree: Guesses, accepted: Sequence[int], traits: dict[int, Traits]) -> Iterator[tuple[Traits, int, bool]]:
+def judged(
+    tree: Guesses, accepted: Sequence[int], traits: dict[int, Traits]
+) -> Iterator[tuple[Traits, int, bool]]:
     """(traits, level, whether it was right) of the guesses that the target has judged: the children of what was accepted."""
     for level, node in enumerate([ROOT, *accepted]):
         for child, parent in enumerate(tree.parents):

@@ -36,14 +36,20 @@ class Tree:
     confidence: list[float] = field(default_factory=list)
     laws: list[Tensor] = field(default_factory=list)
     law_of: list[int] = field(default_factory=list)
-    paths: dict[int, list[int]] = field(default_factory=lambda: {ROOT: []})  # node -> the nodes from the root to it
+    paths: dict[int, list[int]] = field(
+        default_factory=lambda: {ROOT: []}
+    )  # node -> the nodes from the root to it
     joint: dict[int, float] = field(default_factory=lambda: {ROOT: 1.0})
     frontier: list[int] = field(default_factory=lambda: [ROOT])
 
     @property
     def guesses(self) -> Guesses:
         guesses = Guesses(self.tokens, self.parents, self.confidence)
-        return guesses._replace(laws=self.laws, law_of=self.law_of, repeats=self.repeats) if self.laws else guesses
+        return (
+            guesses._replace(laws=self.laws, law_of=self.law_of, repeats=self.repeats)
+            if self.laws
+            else guesses
+        )
 
     @property
     def growing(self) -> bool:
@@ -70,7 +76,9 @@ class Tree:
         for parent, count in self._shares(list(laws)).items():
             self.laws.append(laws[parent])
             first = self.lot + len(self.tokens)
-            for rank, token in enumerate(dice.children(self.row, laws[parent], range(first, first + count), self.repeats)):
+            for rank, token in enumerate(
+                dice.children(self.row, laws[parent], range(first, first + count), self.repeats)
+            ):
                 self._add(parent, token, DRAWN[rank], len(self.laws) - 1)
 
     def plan(self, plan: Plan) -> None:

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from outrider.errors import ConfigError, unknown
 from outrider.models.hub import Checkpoint
 
-PADDING = 512  # vocabularies whose sizes differ by less than this, and whose tokens agree, differ in padding only
+PADDING = (
+    512  # vocabularies whose sizes differ by less than this, and whose tokens agree, differ in padding only
+)
 
 MISMATCH = ("refuse", "allow", "intersect", "retokenize")
 
@@ -17,9 +19,13 @@ def check_mismatch(vocab_mismatch: str, siblings: int, ruled: bool, **lookbehind
     if vocab_mismatch not in MISMATCH:
         raise ConfigError(unknown("vocab_mismatch", vocab_mismatch, MISMATCH))
     if vocab_mismatch == "retokenize" and siblings > 1:
-        raise ConfigError(f'siblings must be 1 where "vocab_mismatch" is "retokenize", which guesses chains; got {siblings}.')
+        raise ConfigError(
+            f'siblings must be 1 where "vocab_mismatch" is "retokenize", which guesses chains; got {siblings}.'
+        )
     if vocab_mismatch == "retokenize" and ruled:
-        raise ConfigError('early stops and a drafter for the draft need common tokens: leave them out, or choose "intersect".')
+        raise ConfigError(
+            'early stops and a drafter for the draft need common tokens: leave them out, or choose "intersect".'
+        )
     for name, value in lookbehind.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}.")
@@ -34,7 +40,9 @@ def fits(draft: Checkpoint, target: Checkpoint) -> None:
     if a is not None and b is not None:
         different = next(_differences(a.get_vocab(), b.get_vocab(), min(ours, theirs)), None)
         if different:
-            raise ConfigError(f"{_sizes(draft, target)}, and their tokenizers disagree: {different}.  {_CURE}")
+            raise ConfigError(
+                f"{_sizes(draft, target)}, and their tokenizers disagree: {different}.  {_CURE}"
+            )
 
 
 _CURE = (
@@ -44,9 +52,7 @@ _CURE = (
 
 
 def _sizes(draft: Checkpoint, target: Checkpoint) -> str:
-    return (
-        f"the draft {draft.name!r} has a vocabulary of {draft.spec.vocabulary}, the target {target.name!r} one of {target.spec.vocabulary}"
-    )
+    return f"the draft {draft.name!r} has a vocabulary of {draft.spec.vocabulary}, the target {target.name!r} one of {target.spec.vocabulary}"
 
 
 def _differences(a: dict[str, int], b: dict[str, int], limit: int) -> Iterator[str]:

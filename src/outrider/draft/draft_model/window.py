@@ -67,7 +67,15 @@ class Window:
             return View(slots, 0, adapter)
         return View(slots[: self.sink] + slots[first:end], first - self.sink, adapter)
 
-    def read(self, plan: Plan, slots: array[int], start: int, tokens: Sequence[int], guesses: int, adapter: Any = None) -> View:
+    def read(
+        self,
+        plan: Plan,
+        slots: array[int],
+        start: int,
+        tokens: Sequence[int],
+        guesses: int,
+        adapter: Any = None,
+    ) -> View:
         """Known tokens at positions start … as rows of the plan, piece by piece; the view of the last, with room for guesses."""
         assert tokens, "nothing to read"
         if self.recent == sys.maxsize:
@@ -94,8 +102,17 @@ def check(options: Any) -> None:
     if options.model != SELF:
         return
     if budget is None:
-        raise ConfigError('model "self" needs a draft_kv_budget: with all of the context the target would do its own work twice.')
-    for name in ("draft_dtype", "quantization", "revision", "draft_device", "draft_gpu_layers", "vocab_mismatch"):
+        raise ConfigError(
+            'model "self" needs a draft_kv_budget: with all of the context the target would do its own work twice.'
+        )
+    for name in (
+        "draft_dtype",
+        "quantization",
+        "revision",
+        "draft_device",
+        "draft_gpu_layers",
+        "vocab_mismatch",
+    ):
         if (given := getattr(options, name)) != getattr(type(options), name):
             raise ConfigError(
                 f'{name} = {given!r} is about a draft with weights of its own, and model "self" has the target\'s: leave it out.'

@@ -47,8 +47,13 @@ class Packed:
         self.sizes = Sizes.of(head, "layers.0", hidden)
         turn = turn_of(head.config, self.sizes, target.max_len)
         norms = [self._norm(reader, f"layers.{i}.input_layernorm") for i in range(count)]
-        self.blocks = [Block(reader, f"layers.{i}", self.sizes, hidden, turn, norm_in=norm) for i, norm in enumerate(norms)]
-        norm_token, norm_state, self.norm_out = (self._norm(reader, name) for name in ("norm_token", "norm_state", "norm_out"))
+        self.blocks = [
+            Block(reader, f"layers.{i}", self.sizes, hidden, turn, norm_in=norm)
+            for i, norm in enumerate(norms)
+        ]
+        norm_token, norm_state, self.norm_out = (
+            self._norm(reader, name) for name in ("norm_token", "norm_state", "norm_out")
+        )
         self.pairs = Pairs(model, norm_token, norm_state, self.sizes.eps)
         self.ids = self.lm_head = None
         if "token_map" in head:  # it knows some of the tokens only, and has a head for these
@@ -56,7 +61,11 @@ class Packed:
             self.lm_head = reader.some("lm_head", self.ids, hidden)
 
     def _norm(self, reader: Reader, name: str) -> Tensor | None:
-        return reader.vector(f"{name}.weight", self.model.spec.hidden) if f"{name}.weight" in reader.head else None
+        return (
+            reader.vector(f"{name}.weight", self.model.spec.hidden)
+            if f"{name}.weight" in reader.head
+            else None
+        )
 
     @property
     def slot_bytes(self) -> int:
@@ -79,7 +88,11 @@ class Packed:
 
     def logits(self, o: Tensor) -> Tensor:
         o = o if self.norm_out is None else self.kernels.rms_norm(o, self.norm_out, self.sizes.eps)
-        return self.model.head_logits(o) if self.lm_head is None else self.kernels.linear(o, self.lm_head).float()
+        return (
+            self.model.head_logits(o)
+            if self.lm_head is None
+            else self.kernels.linear(o, self.lm_head).float()
+        )
 
 
 class Eagle(Recurrent):
@@ -104,7 +117,9 @@ class Eagle(Recurrent):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             network = Network.like(target)
-        return cls(cls.Options(nodes=24, top_k=4), target, Head.of("example", network.config(), network.state_dict()))
+        return cls(
+            cls.Options(nodes=24, top_k=4), target, Head.of("example", network.config(), network.state_dict())
+        )
 
     def network(self) -> Net:
         self.head = understood(self.head)

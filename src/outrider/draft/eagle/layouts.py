@@ -67,24 +67,35 @@ def recognised(head: Head) -> int:
     ours, q = named(head), "layers.0.self_attn.q_proj.weight"
     if "fc.weight" in ours and q in ours:
         hidden, wide = ours.shape("fc.weight")
-        other = "hidden_norm.weight" in ours or any("mtp." in name for name in head)  # a norm over the taps of a block-parallel head
+        other = "hidden_norm.weight" in ours or any(
+            "mtp." in name for name in head
+        )  # a norm over the taps of a block-parallel head
         if wide == 2 * hidden and ours.shape(q)[1] == hidden and not other:
             return 2
-    return int(head.config.get("model_type") == "eagle" or head.config.get("speculators_model_type") == "eagle")
+    return int(
+        head.config.get("model_type") == "eagle" or head.config.get("speculators_model_type") == "eagle"
+    )
 
 
-def exported(config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def exported(
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: str
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Config and tensors of a trained network as others read them.  Raises ConfigError where they would read something else."""
     if layout not in LAYOUTS:
         raise ConfigError(unknown("layout", layout, LAYOUTS))
     if layout == "vllm" and "fc.bias" in tensors:
-        raise ConfigError("vLLM reads no bias of fc, and would leave it out: train the head with bias=False, or write it for another.")
+        raise ConfigError(
+            "vLLM reads no bias of fc, and would leave it out: train the head with bias=False, or write it for another."
+        )
     if layout == "sglang":
         bias = {"fc.bias": tensors["fc.weight"].new_zeros(len(tensors["fc.weight"]))}
         return {**config, "architectures": ["LlamaForCausalLMEagle"], "bias": True}, {**bias, **tensors}
     if layout != "speculators":
         return dict(config), dict(tensors)
-    renamed = {re.sub(r"^layers\.0\.", "transformer.", re.sub(r"^fc\.", "fusion_fc.", name)): tensor for name, tensor in tensors.items()}
+    renamed = {
+        re.sub(r"^layers\.0\.", "transformer.", re.sub(r"^fc\.", "fusion_fc.", name)): tensor
+        for name, tensor in tensors.items()
+    }
     return {
         "speculators_model_type": "eagle", "speculators_version": "0.1.0", "architectures": ["EagleSpeculator"],
         "transformer_layer_architecture": "LlamaDecoderLayer", "transformer_layer_config": dict(config), "layernorms": False,

@@ -45,7 +45,9 @@ class Network(nn.Module):
         """Of a size that suits the target, with random weights."""
         spec = target.decoder.spec
         width = min(spec.head_dim, 128)
-        return cls(spec.hidden, 2 * spec.hidden, max(1, spec.hidden // width), 1, width, spec.vocabulary, **given)
+        return cls(
+            spec.hidden, 2 * spec.hidden, max(1, spec.hidden // width), 1, width, spec.vocabulary, **given
+        )
 
     def config(self) -> dict[str, Any]:
         s = self.settings

@@ -33,13 +33,20 @@ class Eagle3(Recurrent):
         def __post_init__(self) -> None:
             super().__post_init__()
             given, offset = self.eagle_aux_hidden_state_layer_ids, self.tap_offset
-            listed = given is None or (isinstance(given, Sequence) and not isinstance(given, str) and all(map(_whole, given)) and given)
+            listed = given is None or (
+                isinstance(given, Sequence)
+                and not isinstance(given, str)
+                and all(map(_whole, given))
+                and given
+            )
             if not listed:
                 raise ConfigError(f"{layouts.TAPS} must be a list of layer numbers, got {given!r}.")
             if offset is not None and not _whole(offset):
                 raise ConfigError(f"tap_offset must be a whole number, got {offset!r}.")
             if given is not None and offset is not None:
-                raise ConfigError(f"tap_offset moves what the file says, and {layouts.TAPS} replaces it: leave one of them out.")
+                raise ConfigError(
+                    f"tap_offset moves what the file says, and {layouts.TAPS} replaces it: leave one of them out."
+                )
 
     def network(self) -> Net:
         head, asked = layouts.understood(self.head), self.options

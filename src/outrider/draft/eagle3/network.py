@@ -57,7 +57,19 @@ class Settings:
         layers, hidden = spec.layers, spec.hidden
         taps = tuple(sorted(min(max(tap, 0), layers) for tap in (2, layers // 2, layers - 3)))
         embeds = target.decoder.embed([0]).shape[1] != hidden
-        return Settings(target.vocabulary, hidden, 2 * hidden, 4, 2, 24, hidden, taps, drafted, embeds=embeds, positions=target.max_len)
+        return Settings(
+            target.vocabulary,
+            hidden,
+            2 * hidden,
+            4,
+            2,
+            24,
+            hidden,
+            taps,
+            drafted,
+            embeds=embeds,
+            positions=target.max_len,
+        )
 
     def angles(self, positions: Tensor) -> Tensor:
         """[n, head_dim / 2]."""
@@ -87,11 +99,16 @@ class Attention(nn.Module):
     def forward(self, u: Tensor, seen: list[tuple[Tensor, Tensor]]) -> Tensor:
         s, n = self.settings, len(u)
         angles = s.angles(torch.arange(n) + len(seen))
-        q, k, v = (project(u).view(n, -1, s.head_dim).transpose(0, 1) for project in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            project(u).view(n, -1, s.head_dim).transpose(0, 1)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
         group = s.heads // s.kv_heads
         seen.append((_turned(k, angles).repeat_interleave(group, 0), v.repeat_interleave(group, 0)))
         q, (keys, values) = _turned(q, angles) * s.head_dim**-0.5, seen[0]
-        first = (q @ keys.transpose(1, 2)).masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), float("-inf"))
+        first = (q @ keys.transpose(1, 2)).masked_fill(
+            torch.ones(n, n, dtype=torch.bool).triu(1), float("-inf")
+        )
         own = [(q * keys).sum(-1, keepdim=True) for keys, _ in seen[1:]]
         weights = torch.cat([first, *own], dim=-1).softmax(-1)
         out = weights[..., :n] @ values
@@ -164,7 +181,9 @@ class Network(nn.Module):
             torch.manual_seed(seed)
             network = Network(settings)
             for name, parameter in network.named_parameters():
-                parameter.data.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.2 if "lm_head" not in name else 0.5)
+                parameter.data.normal_(
+                    1.0 if parameter.dim() == 1 else 0.0, 0.2 if "lm_head" not in name else 0.5
+                )
         return network
 
     @property
@@ -191,7 +210,9 @@ class Network(nn.Module):
         """g [n, hidden] of the states [n, taps * target_hidden]."""
         s = self.settings
         if s.tap_normed:
-            states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, states.chunk(len(s.taps), dim=-1))], dim=-1)
+            states = torch.cat(
+                [norm(part) for norm, part in zip(self.fc_norm, states.chunk(len(s.taps), dim=-1))], dim=-1
+            )
         if s.input_normed:
             states = self.input_norm(states)
         return self.fc(states)  # type: ignore[no-any-return]

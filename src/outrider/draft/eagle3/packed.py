@@ -36,7 +36,9 @@ class Packed:
         self._read_states(facts.taps, target.decoder.spec.hidden)
         sizes = Sizes.of(head, "midlayer", h)
         turn = turn_of(head.config, sizes, target.max_len)
-        token, state = (reader.vector(f"midlayer.{name}.weight", h) for name in ("input_layernorm", "hidden_norm"))
+        token, state = (
+            reader.vector(f"midlayer.{name}.weight", h) for name in ("input_layernorm", "hidden_norm")
+        )
         self.first = Block(reader, "midlayer", sizes, 2 * h, turn)
         self.above = [self._layer(f"layers.{i}", sizes, turn) for i in range(1, facts.layers)]
         self.norm = reader.vector("norm.weight", h) if facts.head_normed or facts.output_normed else None
@@ -61,7 +63,9 @@ class Packed:
     def forward(self, plan: Plan, pool: Pool, g: Tensor) -> Tensor:
         """[n, h]; g may be changed."""
         u = self.pairs(plan, g)
-        x = self.first(u[:, self.facts.hidden :].clone() if self.facts.residual_normed else g, plan, pool, 0, u)
+        x = self.first(
+            u[:, self.facts.hidden :].clone() if self.facts.residual_normed else g, plan, pool, 0, u
+        )
         for layer, block in enumerate(self.above, 1):
             x = block(x, plan, pool, layer)
         return x
@@ -71,7 +75,11 @@ class Packed:
 
     def logits(self, o: Tensor) -> Tensor:
         x = self._normed(o) if self.facts.head_normed else o.contiguous()
-        out = self.model.head_logits(x) if self.lm_head is None else self.kernels.linear(x, self.lm_head).float()
+        out = (
+            self.model.head_logits(x)
+            if self.lm_head is None
+            else self.kernels.linear(x, self.lm_head).float()
+        )
         return out if self.facts.scale == 1.0 else out * self.facts.scale
 
     def _normed(self, x: Tensor) -> Tensor:
@@ -82,7 +90,9 @@ class Packed:
         """An ordinary one."""
         sizes = Sizes.of(self.reader.head, at, first.hidden)
         if (sizes.kv_heads, sizes.head_dim) != (first.kv_heads, first.head_dim):
-            raise ModelError(f"{self.reader.head.name!r}: {at} has other K/V heads than its first layer, which is not supported.")
+            raise ModelError(
+                f"{self.reader.head.name!r}: {at} has other K/V heads than its first layer, which is not supported."
+            )
         norm = self.reader.vector(f"{at}.input_layernorm.weight", first.hidden)
         return Block(self.reader, at, sizes, first.hidden, turn, norm_in=norm)
 
@@ -113,7 +123,9 @@ class Packed:
             return None
         rows = head.shape("embed_tokens.weight")[0]
         if rows < target.vocabulary:
-            raise ModelError(f"{head.name!r} does not fit the target: it embeds {rows} tokens, and the target has {target.vocabulary}.")
+            raise ModelError(
+                f"{head.name!r} does not fit the target: it embeds {rows} tokens, and the target has {target.vocabulary}."
+            )
         weight = head.get("embed_tokens.weight", rows, h)
         return None if width == h and _same(weight, target) else self.kernels.pack(weight)
 
@@ -125,7 +137,9 @@ class Packed:
             listed = None if self.ids is None else len(self.ids)
             if rows + PADDING <= target.vocabulary if listed is None else rows != listed:
                 tokens = "no d2t" if listed is None else f"a list of {listed}"
-                raise ModelError(f"{head.name!r} does not fit the target: an lm_head of {rows} tokens, {tokens}; V is {target.vocabulary}.")
+                raise ModelError(
+                    f"{head.name!r} does not fit the target: an lm_head of {rows} tokens, {tokens}; V is {target.vocabulary}."
+                )
             return self.reader.outer.linear("lm_head", rows, h)
         if config_flag(head.config, "tie_word_embeddings", False) and "embed_tokens.weight" in head:
             return self.reader.outer.linear("embed_tokens", head.shape("embed_tokens.weight")[0], h)

@@ -41,7 +41,9 @@ RANKS = 10  # children of a node at most
 
 
 class Hydra(HeadDrafter):
-    demo: ClassVar = {"Hydra, one head": {"model": "builtin-hydra", "tree": "chain", "num_speculative_tokens": 1}}
+    demo: ClassVar = {
+        "Hydra, one head": {"model": "builtin-hydra", "tree": "chain", "num_speculative_tokens": 1}
+    }
 
     @dataclass(frozen=True)
     class Options(HeadOptions):
@@ -57,7 +59,9 @@ class Hydra(HeadDrafter):
             super().__post_init__()
             if self.tree not in (OWN, CHAIN, *MEDUSA):
                 raise ConfigError(unknown("tree", self.tree, (OWN, CHAIN, *MEDUSA)))
-            if self.nodes is not None and (not isinstance(self.nodes, int) or isinstance(self.nodes, bool) or self.nodes < 1):
+            if self.nodes is not None and (
+                not isinstance(self.nodes, int) or isinstance(self.nodes, bool) or self.nodes < 1
+            ):
                 raise ConfigError(f"nodes must be a whole number of at least 1, got {self.nodes!r}.")
 
     def __init__(self, options: Options, target: Target, head: Head | None = None) -> None:
@@ -74,9 +78,15 @@ class Hydra(HeadDrafter):
         self.nodes = options.nodes or (8 if target.decoder.device.type == "cpu" else 63)
         self.paths = self._paths()
         self.memory = Worth.fading(self.depth, RANKS) if self.paths is None else None
-        self.trees: Sequence[Guesses] = ()  # of this step, as proposed: what is verified may be a part of them
-        self.last: dict[Row, tuple[int, Tensor]] = {}  # how many tokens the target had computed, and P [1, hidden] of the last of them
-        self.piles: dict[Row, Pile] = {}  # states that the prefix layer has not read; it has K/V of all positions before them
+        self.trees: Sequence[
+            Guesses
+        ] = ()  # of this step, as proposed: what is verified may be a part of them
+        self.last: dict[
+            Row, tuple[int, Tensor]
+        ] = {}  # how many tokens the target had computed, and P [1, hidden] of the last of them
+        self.piles: dict[
+            Row, Pile
+        ] = {}  # states that the prefix layer has not read; it has K/V of all positions before them
 
     @classmethod
     def claims(cls, head: Head) -> int:
@@ -93,20 +103,30 @@ class Hydra(HeadDrafter):
         with torch.random.fork_rng():
             torch.manual_seed(0)  # the same every time
             network = Network.like(target, heads=3, layers=3)
-        return cls(cls.Options(tree="mc_sim_7b_63", nodes=20), target, Head.of("example", network.config(), network.state_dict()))
+        return cls(
+            cls.Options(tree="mc_sim_7b_63", nodes=20),
+            target,
+            Head.of("example", network.config(), network.state_dict()),
+        )
 
     def _state(self) -> int:
         """Which of the target's states the head reads."""
         layers, offset = self.target.decoder.spec.layers, self.head.config.get("hidden_state_offset", 0)
         if not isinstance(offset, int) or not 0 <= offset <= layers:
-            raise ModelError(f"{self.head.name!r} says hidden_state_offset {offset!r}, and the target has {layers} layers.")
+            raise ModelError(
+                f"{self.head.name!r} says hidden_state_offset {offset!r}, and the target has {layers} layers."
+            )
         return layers - offset if offset else FINAL
 
     def _paths(self) -> set[Path] | None:
         """The nodes that a tree may have; None: any."""
         if self.options.tree == OWN:
             return None
-        return {(0,) * (level + 1) for level in range(self.depth)} if self.options.tree == CHAIN else set(paths(MEDUSA[self.options.tree]))
+        return (
+            {(0,) * (level + 1) for level in range(self.depth)}
+            if self.options.tree == CHAIN
+            else set(paths(MEDUSA[self.options.tree]))
+        )
 
     def allocate(self, slots: int, pool: Pool) -> list[Pool]:
         if self.prefix is None:
@@ -121,7 +141,11 @@ class Hydra(HeadDrafter):
             )
         if self.options.tree == CHAIN:
             return depth
-        most = sum(RANKS ** (level + 1) for level in range(depth)) if self.paths is None else sum(len(path) <= depth for path in self.paths)
+        most = (
+            sum(RANKS ** (level + 1) for level in range(depth))
+            if self.paths is None
+            else sum(len(path) <= depth for path in self.paths)
+        )
         return min(self.nodes, most)
 
     def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
@@ -130,11 +154,16 @@ class Hydra(HeadDrafter):
             for row, start in zip(batch.rows, batch.starts):
                 self.piles.setdefault(row, Pile(start))
             self._read(self.prefix, [batch.rows[r] for r in wanted])
-        ready = [r for r in wanted if batch.rows[r] in self.last and self.last[batch.rows[r]][0] == batch.starts[r]]
+        ready = [
+            r for r in wanted if batch.rows[r] in self.last and self.last[batch.rows[r]][0] == batch.starts[r]
+        ]
         grown = {r: self._growing(batch.rows[r], batch.end(r), budgets[r]) for r in ready}
         if grown:
             before = torch.cat([self.last[batch.rows[r]][1] for r in ready])
-            self._levels(torch.cat([before, self._embedded([batch.rows[r].tokens[-1] for r in ready])], dim=-1), list(grown.values()))
+            self._levels(
+                torch.cat([before, self._embedded([batch.rows[r].tokens[-1] for r in ready])], dim=-1),
+                list(grown.values()),
+            )
         self.trees = [grown[r].guesses if r in grown else NOTHING for r in range(len(batch))]
         return Draft(self.trees)
 
@@ -142,7 +171,14 @@ class Hydra(HeadDrafter):
         assert row.table is not None
         slots = row.table.slots
         if self.draws(row):
-            return Drawn(row, slots, base, budget, 1 if self.options.tree == CHAIN else max(1, budget.nodes // budget.depth), self.lot)
+            return Drawn(
+                row,
+                slots,
+                base,
+                budget,
+                1 if self.options.tree == CHAIN else max(1, budget.nodes // budget.depth),
+                self.lot,
+            )
         return Static(row, slots, base, budget, self.paths, self.memory)
 
     def _levels(self, z: Tensor, grown: list[Growing]) -> None:
@@ -182,13 +218,20 @@ class Hydra(HeadDrafter):
         if self.prefix is None:
             for r, row in enumerate(batch.rows):
                 if commit.verdict.tokens[r]:
-                    self.last[row] = row.computed, commit.states.of(r, (self.state,), last=True).to(self.kernels.activations)
+                    self.last[row] = (
+                        row.computed,
+                        commit.states.of(r, (self.state,), last=True).to(self.kernels.activations),
+                    )
             return
         for r, row in enumerate(batch.rows):
             pile = self.piles[row]
-            if pile.end == batch.starts[r]:  # after a step that was interrupted there is a gap, and no more guesses
+            if (
+                pile.end == batch.starts[r]
+            ):  # after a step that was interrupted there is a gap, and no more guesses
                 pile.add(commit.states.of(r, (self.state,)))
-        full = [row for r, row in enumerate(batch.rows) if batch.known[r] > 1 or self.piles[row].count >= PILE]
+        full = [
+            row for r, row in enumerate(batch.rows) if batch.known[r] > 1 or self.piles[row].count >= PILE
+        ]
         self._read(self.prefix, [row for row in full if row.error is None])
 
     def forget(self, row: Row, reason: str) -> None:

@@ -47,19 +47,30 @@ def named(head: Head, target: Target) -> Head:
 
     own = dict(head.config)
     if "num_attention_heads" not in own:
-        own = {name: value for name in BORROWED if (value := getattr(target.checkpoint.config, name, None)) is not None} | own
+        own = {
+            name: value
+            for name in BORROWED
+            if (value := getattr(target.checkpoint.config, name, None)) is not None
+        } | own
     return replace(head.renamed(change), config=own)
 
 
 def check_kind(head: Head) -> None:
     """Raises ModelError for a kind of head that is not supported."""
-    arch, what = head.config.get("hydra_head_arch", ARCHS[0]), f"{head.name!r} cannot be used as a Hydra head:"
+    arch, what = (
+        head.config.get("hydra_head_arch", ARCHS[0]),
+        f"{head.name!r} cannot be used as a Hydra head:",
+    )
     if arch not in ARCHS:
-        raise ModelError(f"{what} its hydra_head_arch is {arch!r}, and only {' and '.join(ARCHS)} are supported.")
+        raise ModelError(
+            f"{what} its hydra_head_arch is {arch!r}, and only {' and '.join(ARCHS)} are supported."
+        )
     if not _slots(head):
         raise ModelError(f"{what} it has no tensor hydra_mlp.*, but {', '.join(sorted(head)[:4])} …")
     if not any(".res_connection." in name for name in head):
-        raise ModelError(f"{what} its heads are not grounded, which means that none knows what the others guess.")
+        raise ModelError(
+            f"{what} its heads are not grounded, which means that none knows what the others guess."
+        )
     if any(name.startswith(f"{PREFIX}.layers.1.") for name in head):
         raise ModelError(f"{what} its prefix has more than one layer.")
 

@@ -33,7 +33,11 @@ class PrefixLayer(nn.Module):
     """One Llama block and a norm, over a whole text at once."""
 
     def __init__(self, settings: Any) -> None:
-        from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+        from transformers.models.llama.modeling_llama import (
+            LlamaDecoderLayer,
+            LlamaRMSNorm,
+            LlamaRotaryEmbedding,
+        )
 
         super().__init__()
         self.layers = nn.ModuleList([LlamaDecoderLayer(settings, 0)])
@@ -55,7 +59,13 @@ class Network(nn.Module):
     """prefix: the sizes of the prefix layer of a `prefix-mlp` head, as LlamaConfig names them; None for a plain `mlp` head."""
 
     def __init__(
-        self, hidden: int, vocabulary: int, heads: int = 4, layers: int = 4, prefix: dict[str, Any] | None = None, dropout: float = 0.2
+        self,
+        hidden: int,
+        vocabulary: int,
+        heads: int = 4,
+        layers: int = 4,
+        prefix: dict[str, Any] | None = None,
+        dropout: float = 0.2,
     ) -> None:
         super().__init__()
         self.hidden, self.layers, self.prefix = hidden, layers, prefix
@@ -63,7 +73,9 @@ class Network(nn.Module):
         if prefix is not None:
             from transformers import LlamaConfig
 
-            self.prefix_embeding_layer = PrefixLayer(LlamaConfig(**{"hidden_size": hidden, "attn_implementation": "eager", **prefix}))
+            self.prefix_embeding_layer = PrefixLayer(
+                LlamaConfig(**{"hidden_size": hidden, "attn_implementation": "eager", **prefix})
+            )
         self.hydra_mlp = nn.ModuleList([
             nn.Sequential(*drop, ResBlock((i + 2) * hidden, hidden), *([*drop, ResBlock(hidden, hidden)] * (layers - 1)))
             for i in range(heads)
@@ -115,4 +127,6 @@ class Network(nn.Module):
         """
         laws = sample.logits.softmax(-1)
         said = self(sample.states[FINAL], outer.embedding[sample.tokens])
-        return torch.stack([F.cross_entropy(logits, laws[i + 1 :]) for i, logits in enumerate(said) if len(logits)]).sum()
+        return torch.stack(
+            [F.cross_entropy(logits, laws[i + 1 :]) for i, logits in enumerate(said) if len(logits)]
+        ).sum()

@@ -28,7 +28,14 @@ class Prefix:
         self.sizes = Sizes.of(reader.head, at, hidden)
         norm_in = reader.vector(f"{at}.input_layernorm.weight", hidden)
         self.norm_out = reader.vector(f"{PREFIX}.norm.weight", hidden)
-        self.block = Block(reader, at, self.sizes, hidden, turn_of(reader.head.config, self.sizes, target.max_len), norm_in=norm_in)
+        self.block = Block(
+            reader,
+            at,
+            self.sizes,
+            hidden,
+            turn_of(reader.head.config, self.sizes, target.max_len),
+            norm_in=norm_in,
+        )
 
     @property
     def slot_bytes(self) -> int:
@@ -50,7 +57,9 @@ class Step:
 
     def __init__(self, reader: Reader, i: int, hidden: int, embedded: int, vocabulary: int) -> None:
         self.kernels, at = reader.kernels, f"hydra_mlp.{i}"
-        self.first = _fused(reader, [f"{at}.0.linear", f"{at}.0.res_connection"], hidden, hidden + (i + 1) * embedded)
+        self.first = _fused(
+            reader, [f"{at}.0.linear", f"{at}.0.res_connection"], hidden, hidden + (i + 1) * embedded
+        )
         self.rest = _further(reader, at, hidden)
         self.out = _fused(reader, [f"hydra_lm_head.{i}"], vocabulary, hidden)
 
@@ -65,7 +74,9 @@ class Step:
 
 def steps(reader: Reader, hidden: int, embedded: int, vocabulary: int) -> list[Step]:
     """All heads of the file.  Raises ModelError where one of them does not fit."""
-    heads = {int(name.split(".")[1]) for name in reader.head if name.startswith(("hydra_mlp.", "hydra_lm_head."))}
+    heads = {
+        int(name.split(".")[1]) for name in reader.head if name.startswith(("hydra_mlp.", "hydra_lm_head."))
+    }
     return [Step(reader, i, hidden, embedded, vocabulary) for i in range(max(heads) + 1)]
 
 
@@ -74,7 +85,10 @@ def _further(reader: Reader, at: str, hidden: int) -> list[Any]:
     head, made = reader.head, list[Any]()
     for j in takewhile(lambda j: f"{at}.{j}.linear.weight" in head, count(1)):
         name, before = f"{at}.{j}.linear", f"{at}.{j - 1}.linear"
-        same = j > 1 and all(torch.equal(head.raw(f"{name}.{part}"), head.raw(f"{before}.{part}")) for part in ("weight", "bias"))
+        same = j > 1 and all(
+            torch.equal(head.raw(f"{name}.{part}"), head.raw(f"{before}.{part}"))
+            for part in ("weight", "bias")
+        )
         made.append(made[-1] if same else _fused(reader, [name], hidden, hidden))
     layers = head.config.get("hydra_num_layers")
     return made * (layers - 1) if len(made) == 1 and isinstance(layers, int) and layers > 2 else made

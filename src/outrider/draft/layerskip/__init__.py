@@ -90,7 +90,9 @@ class LayerSkip(Drafter):
                 "early_exit": self.early_exit is not None,
             }
             if sum(given.values()) > 1:
-                raise ConfigError(f"{' / '.join(name for name, is_given in given.items() if is_given)}: give one of these.")
+                raise ConfigError(
+                    f"{' / '.join(name for name, is_given in given.items() if is_given)}: give one of these."
+                )
             if self.search and given["early_exit"]:
                 raise ConfigError("search looks for sublayers to skip: give it no early_exit.")
             if self.layers is not None and not isinstance(self.layers, str):
@@ -98,16 +100,28 @@ class LayerSkip(Drafter):
             for name in ("adapt_threshold", "search"):
                 if not isinstance(getattr(self, name), bool):
                     raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}.")
-            for name in ("context_window", "opt_interval", "bayes_interval", "max_opt_iter", "max_tolerance_iter"):
+            for name in (
+                "context_window",
+                "opt_interval",
+                "bayes_interval",
+                "max_opt_iter",
+                "max_tolerance_iter",
+            ):
                 if not _whole(getattr(self, name), 1):
-                    raise ConfigError(f"{name} must be a whole number of at least 1, got {getattr(self, name)!r}.")
+                    raise ConfigError(
+                        f"{name} must be a whole number of at least 1, got {getattr(self, name)!r}."
+                    )
             for name in ("skip_ratio", "max_score"):
                 if not _share(getattr(self, name)):
                     raise ConfigError(f"{name} must be a number in [0, 1], got {getattr(self, name)!r}.")
             if self.exit_threshold not in (None, "auto") and not _share(self.exit_threshold):
-                raise ConfigError(f'exit_threshold must be a number in [0, 1], "auto" or None, got {self.exit_threshold!r}.')
+                raise ConfigError(
+                    f'exit_threshold must be a number in [0, 1], "auto" or None, got {self.exit_threshold!r}.'
+                )
             if self.siblings != "confidence" and not (_whole(self.siblings, 1) and int(self.siblings) <= 64):
-                raise ConfigError(f'siblings must be a whole number in 1 … 64 or "confidence", got {self.siblings!r}.')
+                raise ConfigError(
+                    f'siblings must be a whole number in 1 … 64 or "confidence", got {self.siblings!r}.'
+                )
 
     def __init__(self, options: Options, target: Target) -> None:
         super().__init__(options, target)
@@ -128,7 +142,9 @@ class LayerSkip(Drafter):
         given, layers, what = self.options, self.decoder.spec.layers, repr(self.target.checkpoint.name)
         if given.early_exit is not None:
             if not _whole(given.early_exit, 1) or given.early_exit >= layers:
-                raise ConfigError(f"early_exit must be in 1 … {layers - 1}, as {what} has {layers} layers: got {given.early_exit!r}.")
+                raise ConfigError(
+                    f"early_exit must be in 1 … {layers - 1}, as {what} has {layers} layers: got {given.early_exit!r}."
+                )
             rest = range(given.early_exit, layers)
             return Skip.of(rest, rest, layers, what)
         if given.skip_attention is not None or given.skip_mlp is not None:
@@ -157,7 +173,11 @@ class LayerSkip(Drafter):
         return []
 
     def size(self, depth: int) -> int:
-        siblings: int = max(max(kind) for kind in SIBLINGS.values()) if self.options.siblings == "confidence" else self.options.siblings
+        siblings: int = (
+            max(max(kind) for kind in SIBLINGS.values())
+            if self.options.siblings == "confidence"
+            else self.options.siblings
+        )
         return depth * siblings
 
     def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
@@ -178,7 +198,9 @@ class LayerSkip(Drafter):
         nodes: list[list[int]] = [[]] * len(batch)
         for (r, _), found in zip(wanted, passed):
             nodes[r] = found.nodes
-        return Draft(trees, Resume(self.options.early_exit, torch.cat([found.states for found in passed]), nodes))
+        return Draft(
+            trees, Resume(self.options.early_exit, torch.cat([found.states for found in passed]), nodes)
+        )
 
     def _slow(self, row: Row) -> bool:
         """Whether there is something to do between the levels of a row."""
@@ -198,13 +220,17 @@ class LayerSkip(Drafter):
             row = batch.rows[r]
             assert row.table is not None
             plan.chain(row.table.slots, batch.end(r) - 1, row.tokens[-1:])
-            chains.append(Chain(i, budget.depth, row.law, stream_of(row.seed, row.index), self._exit(row).threshold))
+            chains.append(
+                Chain(i, budget.depth, row.law, stream_of(row.seed, row.index), self._exit(row).threshold)
+            )
         states = torch.empty(0, 0, 0)
         if self.options.early_exit:
             states = torch.empty(len(chains), max(chain.levels for chain in chains), self.decoder.spec.hidden)
         asked = states if len(states) else None
         halt = Halt() if any(chain.floor for chain in chains) else None
-        found = self.decoder.chain(plan.build(), self.pool, chains, self.target.vocabulary, halt, self.blocks, asked)
+        found = self.decoder.chain(
+            plan.build(), self.pool, chains, self.target.vocabulary, halt, self.blocks, asked
+        )
         if found is None:
             return None
         passed = []
@@ -216,7 +242,10 @@ class LayerSkip(Drafter):
 
     def _combs(self, batch: Batch, wanted: list[tuple[int, Budget]]) -> list[Passed]:
         """Level by level."""
-        combs = [Comb(batch.rows[r], batch.end(r), budget, self._exit(batch.rows[r]).threshold) for r, budget in wanted]
+        combs = [
+            Comb(batch.rows[r], batch.end(r), budget, self._exit(batch.rows[r]).threshold)
+            for r, budget in wanted
+        ]
         while growing := [comb for comb in combs if comb.growing]:
             plan = Plan()
             for comb in growing:
@@ -226,7 +255,10 @@ class LayerSkip(Drafter):
             for i, comb in enumerate(growing):
                 comb.states.append(x[i])
                 self._level(comb, logits, i)
-        return [Passed(comb.guesses, [ROOT, *comb.trunk][: len(comb.states)], torch.stack(comb.states)) for comb in combs]
+        return [
+            Passed(comb.guesses, [ROOT, *comb.trunk][: len(comb.states)], torch.stack(comb.states))
+            for comb in combs
+        ]
 
     def _level(self, comb: Comb, logits: Tensor, at: int) -> None:
         row, path, given = comb.row, comb.path, self.options.siblings
@@ -243,7 +275,9 @@ class LayerSkip(Drafter):
             shares = law[tokens].tolist()
             comb.add(tokens, shares, shares[0] if tokens else 0.0, law)
             return
-        tokens, shares = self.sampler.top(row, path, logits, max(SIBLINGS[greedy]) if given == "confidence" else given, True, at)
+        tokens, shares = self.sampler.top(
+            row, path, logits, max(SIBLINGS[greedy]) if given == "confidence" else given, True, at
+        )
         sure = 0.0
         if tokens and (comb.floor or given == "confidence"):  # as the kernels' loop decides
             sure = self.sampler.halts(row, path, logits, tokens[0], Halt(), at)[1][0]

@@ -22,7 +22,9 @@ class Comb:
     confidence: list[float] = field(default_factory=list)
     laws: list[Tensor] = field(default_factory=list)
     trunk: list[int] = field(default_factory=list)  # the node of every level that the next one hangs from
-    states: list[Tensor] = field(default_factory=list)  # what the root and the nodes of the trunk were read from
+    states: list[Tensor] = field(
+        default_factory=list
+    )  # what the root and the nodes of the trunk were read from
     growing: bool = True
 
     @property
@@ -30,7 +32,9 @@ class Comb:
         guesses = Guesses(self.tokens, self.parents, self.confidence)
         if not self.laws:
             return guesses
-        return guesses._replace(laws=self.laws, law_of=[self.trunk.index(p) + 1 if p != ROOT else 0 for p in self.parents])
+        return guesses._replace(
+            laws=self.laws, law_of=[self.trunk.index(p) + 1 if p != ROOT else 0 for p in self.parents]
+        )
 
     @property
     def path(self) -> list[int]:
@@ -41,7 +45,9 @@ class Comb:
     def room(self) -> int:
         return self.budget.nodes - len(self.tokens)
 
-    def add(self, tokens: Sequence[int], confidence: Sequence[float], best: float = 0.0, law: Tensor | None = None) -> None:
+    def add(
+        self, tokens: Sequence[int], confidence: Sequence[float], best: float = 0.0, law: Tensor | None = None
+    ) -> None:
         """A level, whose first token goes on; `best` is how likely that one is.  law: what all of them were drawn from."""
         first = len(self.tokens)
         self.tokens += tokens
@@ -49,14 +55,18 @@ class Comb:
         self.confidence += confidence
         self.laws += [] if law is None else [law]
         self.trunk += [first] if tokens else []
-        self.growing = bool(tokens) and len(self.trunk) < self.budget.depth and self.room > 0 and best >= self.floor
+        self.growing = (
+            bool(tokens) and len(self.trunk) < self.budget.depth and self.room > 0 and best >= self.floor
+        )
 
     def plan(self, plan: Plan) -> None:
         """The row that the next level is read from, in the slots where verification will look for the same node."""
         assert self.row.table is not None
         slots, first = self.row.table.slots, plan.length
         if self.trunk:
-            plan.node(slots, self.base, [slots[self.base + i] for i in self.trunk], self.tokens[self.trunk[-1]])
+            plan.node(
+                slots, self.base, [slots[self.base + i] for i in self.trunk], self.tokens[self.trunk[-1]]
+            )
         else:
             plan.chain(slots, self.base - 1, self.row.tokens[self.base - 1 : self.base])
         if self.row.adapter is not None:

@@ -23,7 +23,9 @@ class Exit:
 
     def learn(self, drafted: int, accepted: int) -> None:
         if self.adapts:
-            self.threshold, self.right = adapted(self.threshold, self.right, accepted / drafted, drafted >= self.depth, TARGET)
+            self.threshold, self.right = adapted(
+                self.threshold, self.right, accepted / drafted, drafted >= self.depth, TARGET
+            )
 
 
 def siblings_at(confidence: float, greedy: bool) -> int:

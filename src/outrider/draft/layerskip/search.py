@@ -35,7 +35,9 @@ class Search:
     @property
     def done(self) -> bool:
         count = len(self.scores)
-        return self.score > self.max_score or self.idle >= self.max_tolerance_iter or count >= self.max_opt_iter
+        return (
+            self.score > self.max_score or self.idle >= self.max_tolerance_iter or count >= self.max_opt_iter
+        )
 
     def suggest(self) -> Skip:
         """The set to begin with, then random ones, and now and then the one that past trials speak for most."""
@@ -52,18 +54,25 @@ class Search:
             self.best, self.score, self.idle = skip, score, 0
 
     def _random(self) -> Skip:
-        chosen = self.dice.sample([(kind, i) for kind in (0, 1) for i in range(1, self.layers - 1)], self.size)
+        chosen = self.dice.sample(
+            [(kind, i) for kind in (0, 1) for i in range(1, self.layers - 1)], self.size
+        )
         attention, mlp = (tuple(sorted(i for kind, i in chosen if kind == which)) for which in (0, 1))
         return Skip(attention, mlp)
 
     def _likely(self) -> Skip:
         """Of some random sets the one with the highest upper confidence bound under a Gaussian process over past trials."""
         offered = [self._random() for _ in range(OFFERED)]
-        seen, new = (np.array([self._switches(skip) for skip in skips]) for skips in (self.tried[-REMEMBERED:], offered))
+        seen, new = (
+            np.array([self._switches(skip) for skip in skips])
+            for skips in (self.tried[-REMEMBERED:], offered)
+        )
         scores = np.array(self.scores[-REMEMBERED:])
         scores = (scores - scores.mean()) / (scores.std() or 1.0)
         cross = _alike(seen, new)
-        solved = np.linalg.solve(_alike(seen, seen) + NOISE * np.eye(len(seen)), np.column_stack([scores, cross]))
+        solved = np.linalg.solve(
+            _alike(seen, seen) + NOISE * np.eye(len(seen)), np.column_stack([scores, cross])
+        )
         spread = np.sqrt(np.maximum(1 - (cross * solved[:, 1:]).sum(0), 0))
         return offered[int(np.argmax(cross.T @ solved[:, 0] + KAPPA * spread))]
 

@@ -19,18 +19,42 @@ def _numbers(text: str) -> tuple[int, ...]:
 # name -> (layers of the model, attention, MLP).  Those of Draft & Verify (arXiv 2309.08168) carry the model's name, those of SWIFT
 # (arXiv 2410.06916) also the data that they were found on.
 PUBLISHED = {
-    "llama-2-13b": (40, "3 5 6 8 10 11 14 15 18 22 23 24 25 26 27 28 29 30 31 33 34 35 36 37", "6 9 10 11 15 24 25 27 28 35"),
-    "llama-2-13b-chat": (40, "7 8 9 10 11 14 15 18 22 23 24 26 27 28 29 30 31 32 33 34 35 36 37 38", "7 10 11 14 27 30 32 33 37 38"),
-    "codellama-13b": (40, "5 6 9 10 11 14 15 16 21 23 24 26 27 28 29 30 31 32 34 35 36 37", "10 11 12 14 15 25 26 27 30 32 33 34"),
+    "llama-2-13b": (
+        40,
+        "3 5 6 8 10 11 14 15 18 22 23 24 25 26 27 28 29 30 31 33 34 35 36 37",
+        "6 9 10 11 15 24 25 27 28 35",
+    ),
+    "llama-2-13b-chat": (
+        40,
+        "7 8 9 10 11 14 15 18 22 23 24 26 27 28 29 30 31 32 33 34 35 36 37 38",
+        "7 10 11 14 27 30 32 33 37 38",
+    ),
+    "codellama-13b": (
+        40,
+        "5 6 9 10 11 14 15 16 21 23 24 26 27 28 29 30 31 32 34 35 36 37",
+        "10 11 12 14 15 25 26 27 30 32 33 34",
+    ),
     "llama-2-70b": (
         80,
         "10 11 13 14 16 18 19 20 21 22 25 27 28 29 30 31 35 41 43 45 46 47 48 49 50 51 52 53 54 55 56 57 58 60 61 62 63 65 66 67 68 69 70 "
         "74 75 78 79",
         "2 4 9 10 13 14 16 20 21 22 24 25 26 27 28 29 31 34 37 41 47 48 49 50 53 54 55 57 58 60 62 63 66 67 68 70 76",
     ),
-    "llama-2-13b_cnndm": (40, "2 5 6 10 11 14 15 20 22 23 24 25 26 27 28 30 32 33 34 35", "9 11 14 15 19 20 24 25 26 27 28 29 30 31"),
-    "llama-2-13b_chat_cnndm": (40, "7 10 14 15 20 23 24 25 26 27 29 30 32 34 35 36 37 38", "7 8 9 10 12 14 16 20 24 25 29 30 31 32 33 35"),
-    "codellama-13b_humaneval": (40, "7 10 11 13 14 19 20 22 28 29 30 31 33 34", "7 8 9 10 11 13 14 15 18 19 20 21 25 26 27 28 30 31 33 34"),
+    "llama-2-13b_cnndm": (
+        40,
+        "2 5 6 10 11 14 15 20 22 23 24 25 26 27 28 30 32 33 34 35",
+        "9 11 14 15 19 20 24 25 26 27 28 29 30 31",
+    ),
+    "llama-2-13b_chat_cnndm": (
+        40,
+        "7 10 14 15 20 23 24 25 26 27 29 30 32 34 35 36 37 38",
+        "7 8 9 10 12 14 16 20 24 25 29 30 31 32 33 35",
+    ),
+    "codellama-13b_humaneval": (
+        40,
+        "7 10 11 13 14 19 20 22 28 29 30 31 33 34",
+        "7 8 9 10 11 13 14 15 18 19 20 21 25 26 27 28 30 31 33 34",
+    ),
     "llama-2-70b_cnndm": (
         80,
         "8 9 14 15 17 18 19 21 22 25 26 27 28 29 30 31 32 35 36 38 39 43 45 48 51 53 54 56 57 61 62 63 65 66 69 70 71 73 74 77 78",
@@ -60,10 +84,14 @@ class Skip:
             for number in given if isinstance(given, (list, tuple, range)) else [given]:
                 inside = isinstance(number, int) and not isinstance(number, bool) and 0 <= number < layers
                 if number is given or not inside:
-                    raise ConfigError(f"{name} must be a list of layers, and {what} has layers 0 … {layers - 1}: got {number!r}.")
+                    raise ConfigError(
+                        f"{name} must be a list of layers, and {what} has layers 0 … {layers - 1}: got {number!r}."
+                    )
             made.append(tuple(sorted(set(given))))
         if sum(map(len, made)) == 2 * layers:
-            raise ConfigError(f"every attention and every MLP of {what} would be skipped: leave some of its {layers} layers.")
+            raise ConfigError(
+                f"every attention and every MLP of {what} would be skipped: leave some of its {layers} layers."
+            )
         return Skip(made[0], made[1], depth)
 
     @staticmethod
@@ -87,18 +115,28 @@ def named(name: str, layers: int, what: str) -> Skip:
         return Skip.of(_numbers(attention), _numbers(mlp), layers, what)
     path = TUNED[name] if name in TUNED else Path(name).expanduser()
     if not path.is_file():
-        raise ConfigError(unknown("set of layers (neither a published one nor a file)", name, [*PUBLISHED, *TUNED]))
+        raise ConfigError(
+            unknown("set of layers (neither a published one nor a file)", name, [*PUBLISHED, *TUNED])
+        )
     try:
         found = json.loads(path.read_text())
-        size, attention, mlp, depth = (found[key] for key in ("layers", "skip_attention", "skip_mlp", "num_speculative_tokens"))
+        size, attention, mlp, depth = (
+            found[key] for key in ("layers", "skip_attention", "skip_mlp", "num_speculative_tokens")
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"layers {name!r} is no file of `outrider tune`: {type(error).__name__}: {error}.") from error
+        raise ConfigError(
+            f"layers {name!r} is no file of `outrider tune`: {type(error).__name__}: {error}."
+        ) from error
     if not isinstance(depth, int) or depth < 1:
-        raise ConfigError(f"num_speculative_tokens in {name!r} must be a whole number of at least 1, got {depth!r}.")
+        raise ConfigError(
+            f"num_speculative_tokens in {name!r} must be a whole number of at least 1, got {depth!r}."
+        )
     _check(size, layers, name, what)
     return Skip.of(attention, mlp, layers, what, depth)
 
 
 def _check(size: Any, layers: int, name: str, what: str) -> None:
     if size != layers:
-        raise ConfigError(f"the set of layers {name!r} is for a model of {size} layers, and {what} has {layers}.")
+        raise ConfigError(
+            f"the set of layers {name!r} is for a model of {size} layers, and {what} has {layers}."
+        )

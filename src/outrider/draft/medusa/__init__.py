@@ -53,10 +53,14 @@ class Medusa(StateDrafter):
         def __post_init__(self) -> None:
             super().__post_init__()
             check_tree(self.tree)
-            if self.nodes is not None and (not isinstance(self.nodes, int) or isinstance(self.nodes, bool) or not 1 <= self.nodes <= 1024):
+            if self.nodes is not None and (
+                not isinstance(self.nodes, int) or isinstance(self.nodes, bool) or not 1 <= self.nodes <= 1024
+            ):
                 raise ConfigError(f"nodes must be a whole number in 1 … 1024, got {self.nodes!r}.")
             if self.nodes is not None and self.tree == CHAIN:
-                raise ConfigError(f'nodes = {self.nodes} has no effect with tree "chain", which has one a level: leave it out.')
+                raise ConfigError(
+                    f'nodes = {self.nodes} has no effect with tree "chain", which has one a level: leave it out.'
+                )
 
     def __init__(self, options: Options, target: Target, head: Head | None = None) -> None:
         super().__init__(options, target, head)
@@ -68,15 +72,24 @@ class Medusa(StateDrafter):
         ranks = RANKS if self.paths is None else 1 + max(path[-1] for path in self.paths)
         self.ranks = min(ranks, self.heads.outputs)
         on_cpu = target.decoder.device.type == "cpu"
-        self.nodes: int = options.nodes or (len(self.paths) if self.paths is not None else FEW if on_cpu else PUBLISHED)
+        self.nodes: int = options.nodes or (
+            len(self.paths) if self.paths is not None else FEW if on_cpu else PUBLISHED
+        )
         self.memory = Worth.fading(self.heads.heads, self.ranks)
-        self.trees: Sequence[Guesses] = ()  # of this step, as proposed: what is verified may be a part of them
+        self.trees: Sequence[
+            Guesses
+        ] = ()  # of this step, as proposed: what is verified may be a part of them
 
     @classmethod
     def claims(cls, head: Head) -> int:
-        if (layout := layout_of(head)) is not None:  # bare numbers are no signature where the config says something else
+        if (
+            layout := layout_of(head)
+        ) is not None:  # bare numbers are no signature where the config says something else
             return 1 if layout is LAYOUTS[0] and head.config.get("model_type") not in (None, "medusa") else 2
-        return int(head.config.get("model_type") == "medusa" or any(key.startswith("medusa_num") for key in head.config))
+        return int(
+            head.config.get("model_type") == "medusa"
+            or any(key.startswith("medusa_num") for key in head.config)
+        )
 
     @classmethod
     def check(cls, head: Head) -> None:
@@ -104,7 +117,10 @@ class Medusa(StateDrafter):
 
     def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
         trees, ready = [NOTHING] * len(batch), self.ready(batch, budgets)
-        best = {budget: self.memory.best(budget.nodes, budget.depth, self.paths) for budget in {budgets[r] for r in ready}}
+        best = {
+            budget: self.memory.best(budget.nodes, budget.depth, self.paths)
+            for budget in {budgets[r] for r in ready}
+        }
         levels = max((len(path) for order in best.values() for path in order), default=0)
         if levels:
             logits = self.heads(self.states(batch, ready), levels)
@@ -118,14 +134,18 @@ class Medusa(StateDrafter):
         logits = logits[: max(map(len, order))]
         if not self.draws(row):
             ranked = self._ranked(row, logits, 1 + max(path[-1] for path in order))
-            return self._filled(order, {path: token for path in order if (token := _at(ranked, path)) >= 0}, [])
+            return self._filled(
+                order, {path: token for path in order if (token := _at(ranked, path)) >= 0}, []
+            )
         laws = self._laws(row, logits)
         return self._filled(order, self._drawn(row, order, laws), laws)
 
     def _ranked(self, row: Row, logits: Tensor, k: int) -> list[list[int]]:
         """The k best tokens of each head, -1 where there are fewer.  Processors look at the best of the levels before."""
         if not row.processors:
-            tokens: list[list[int]] = self.choose.best(row, [[0] * level for level in range(len(logits))], logits, k)[0].tolist()
+            tokens: list[list[int]] = self.choose.best(
+                row, [[0] * level for level in range(len(logits))], logits, k
+            )[0].tolist()
             return tokens
         path, found = list[int](), list[list[int]]()
         for level in range(len(logits)):
@@ -150,7 +170,9 @@ class Medusa(StateDrafter):
         """A token for each path; how many children a node gets was decided before any was drawn."""
         tokens, number = dict[Path, int](), self.lot
         for parent, count in Counter(path[:-1] for path in order if len(path) <= len(laws)).items():
-            for rank, token in enumerate(dice.children(row, laws[len(parent)], range(number, number + count))):
+            for rank, token in enumerate(
+                dice.children(row, laws[len(parent)], range(number, number + count))
+            ):
                 tokens[(*parent, rank)] = token
             number += count
         return tokens

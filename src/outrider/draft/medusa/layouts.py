@@ -27,7 +27,10 @@ from outrider.heads.files import Head
 BLOCK, LM_HEAD = r"\1.\2.linear.\3", r"\1.lm_head.weight"
 LAYOUTS: tuple[dict[str, str], ...] = (  # the first name of each tells it
     {r"(\d+)\.(\d+)\.linear\.(weight|bias)": BLOCK, r"(\d+)\.(\d+)\.weight": LM_HEAD},
-    {r"medusa_head\.(\d+)\.(\d+)\.linear\.(weight|bias)": BLOCK, r"medusa_head\.(\d+)\.(\d+)\.weight": LM_HEAD},
+    {
+        r"medusa_head\.(\d+)\.(\d+)\.linear\.(weight|bias)": BLOCK,
+        r"medusa_head\.(\d+)\.(\d+)\.weight": LM_HEAD,
+    },
     {
         r"(?:medusa_heads\.)?blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)": BLOCK,
         r"(?:medusa_heads\.)?lm_heads\.(\d+)\.weight": LM_HEAD,
@@ -35,7 +38,9 @@ LAYOUTS: tuple[dict[str, str], ...] = (  # the first name of each tells it
         r"(?:medusa_heads\.)?token_map": "token_map",
     },
 )
-NUMBERED = re.compile(r"(?:medusa_head\.)?\d+\.(\d+)\.weight")  # an lm_head whose number is that of the blocks before it
+NUMBERED = re.compile(
+    r"(?:medusa_head\.)?\d+\.(\d+)\.weight"
+)  # an lm_head whose number is that of the blocks before it
 
 
 def layout_of(head: Head) -> dict[str, str] | None:
@@ -57,7 +62,9 @@ def opened(head: Head) -> Head:
         )
     ours = head.renamed(lambda name: _renamed(layout, name))
     stored, (heads, blocks) = dict(ours.stored), (counts(ours)[0], _depth(head, ours))
-    there = {match[1] for name in ours if (match := re.fullmatch(r"\d+\.(\d+)\.linear\.(?:weight|bias)", name))}
+    there = {
+        match[1] for name in ours if (match := re.fullmatch(r"\d+\.(\d+)\.linear\.(?:weight|bias)", name))
+    }
     if len(there) == 1:  # aliases were dropped, if there were any
         for i, j, kind in itertools.product(range(heads), range(blocks), ("weight", "bias")):
             if (only := ours.stored.get(f"{i}.{min(there)}.linear.{kind}")) is not None:
@@ -91,7 +98,9 @@ def _depth(head: Head, ours: Head) -> int:
         told = head.config.get("medusa_num_layers", 1)
         return told if seen == 1 and isinstance(told, int) and told > 1 else seen
     if len(numbers) > 1 or seen > min(numbers):
-        raise ModelError(f"{head.name!r} has heads of {seen} blocks whose last layer is number {', '.join(map(str, sorted(numbers)))}.")
+        raise ModelError(
+            f"{head.name!r} has heads of {seen} blocks whose last layer is number {', '.join(map(str, sorted(numbers)))}."
+        )
     return min(numbers)
 
 
@@ -106,7 +115,9 @@ def _complete(head: Head) -> None:
         head.shape(name)  # raises where it is missing
 
 
-def exported(config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def exported(
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: str
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Config and tensors of heads, of whichever layout, as others read them: "reference" (and TGI), or "vllm"."""
     head = opened(Head.of("the head", config, tensors))
     heads, blocks = counts(head)
@@ -119,7 +130,9 @@ def exported(config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: s
 
 def _reference(head: Head, heads: int, blocks: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if "token_map" in head or "lm_head.weight" in head:
-        raise ConfigError('heads with a token_map, or one lm_head for all, can only be written in the layout "vllm".')
+        raise ConfigError(
+            'heads with a token_map, or one lm_head for all, can only be written in the layout "vllm".'
+        )
     own = "0.lm_head.weight" in head
     said = {
         "medusa_num_heads": heads,
@@ -134,12 +147,16 @@ def _reference(head: Head, heads: int, blocks: int) -> tuple[dict[str, Any], dic
 def _vllm(head: Head, heads: int, blocks: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
     shared = "lm_head.weight" in head
     if not shared and "0.lm_head.weight" not in head:
-        raise ConfigError("vLLM reads no heads without an lm_head of their own, and these say what they mean through the target's.")
+        raise ConfigError(
+            "vLLM reads no heads without an lm_head of their own, and these say what they mean through the target's."
+        )
     outputs, hidden = head.shape("lm_head.weight" if shared else "0.lm_head.weight")
     known = head.shape("token_map")[0] if "token_map" in head else outputs
     whole = head.config.get("vocab_size") if "token_map" in head else outputs
     if whole is None:
-        raise ConfigError("heads with a token_map need vocab_size, the number of the target's tokens, in their config.")
+        raise ConfigError(
+            "heads with a token_map need vocab_size, the number of the target's tokens, in their config."
+        )
     names = {name: re.sub(r"^(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2.", name) for name in head}
     names = {name: re.sub(r"^(\d+)\.lm_head\.", r"lm_heads.\1.", new) for name, new in names.items()}
     names = {name: "lm_heads.0.weight" if new == "lm_head.weight" else new for name, new in names.items()}

@@ -26,9 +26,16 @@ class ResBlock(nn.Module):
 class Network(nn.ModuleList):
     """Of each head `blocks` times one and the same block, then a linear; with own=False the target's own head says the token."""
 
-    def __init__(self, hidden: int, vocabulary: int, heads: int = 5, blocks: int = 1, own: bool = True) -> None:
+    def __init__(
+        self, hidden: int, vocabulary: int, heads: int = 5, blocks: int = 1, own: bool = True
+    ) -> None:
         made = [[ResBlock(hidden)] * blocks for _ in range(heads)]
-        super().__init__([nn.Sequential(*parts, *([nn.Linear(hidden, vocabulary, bias=False)] if own else [])) for parts in made])
+        super().__init__(
+            [
+                nn.Sequential(*parts, *([nn.Linear(hidden, vocabulary, bias=False)] if own else []))
+                for parts in made
+            ]
+        )
         self.blocks, self.own = blocks, own
 
     @classmethod
@@ -43,7 +50,11 @@ class Network(nn.ModuleList):
         return network
 
     def config(self) -> dict[str, Any]:
-        said = {"medusa_num_heads": len(self), "medusa_num_layers": self.blocks, "base_model_name_or_path": ""}
+        said = {
+            "medusa_num_heads": len(self),
+            "medusa_num_layers": self.blocks,
+            "base_model_name_or_path": "",
+        }
         return said if self.own else {**said, "version": "2"}
 
     def forward(self, states: Tensor, lm_head: Tensor | None = None) -> list[Tensor]:

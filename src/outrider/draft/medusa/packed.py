@@ -22,20 +22,34 @@ class Packed:
         self.model, self.hidden = target.decoder, target.decoder.spec.hidden
         self.heads, blocks = counts(self.head)
         self.blocks = [self._blocks(i, blocks) for i in range(self.heads)]
-        own = [name for name in ("lm_head", *(f"{i}.lm_head" for i in range(self.heads))) if f"{name}.weight" in self.head]
-        self.ids = token_map(self.head, target.vocabulary) if own else None  # the target's head knows all tokens
+        own = [
+            name
+            for name in ("lm_head", *(f"{i}.lm_head" for i in range(self.heads)))
+            if f"{name}.weight" in self.head
+        ]
+        self.ids = (
+            token_map(self.head, target.vocabulary) if own else None
+        )  # the target's head knows all tokens
         self.outputs = target.vocabulary if self.ids is None else len(self.ids)
         self.lm_heads = [self._lm_head(name) for name in own]
-        self.scale = float(self.head.config.get("logit_scale", 1.0)) if self.head.config.get("model_type") == "medusa" else 1.0
+        self.scale = (
+            float(self.head.config.get("logit_scale", 1.0))
+            if self.head.config.get("model_type") == "medusa"
+            else 1.0
+        )
 
     def __call__(self, states: Tensor, levels: int) -> Tensor:
         """float32 [n, levels, Vd]: what the first heads say behind states [n, hidden]."""
         through = [self._through(states, blocks) for blocks in self.blocks[:levels]]
         if len(self.lm_heads) == self.heads:
-            said = torch.stack([self.kernels.linear(x, weight) for x, weight in zip(through, self.lm_heads)], dim=1)
+            said = torch.stack(
+                [self.kernels.linear(x, weight) for x, weight in zip(through, self.lm_heads)], dim=1
+            )
         else:  # one for all of them, whose weights are read once
             rows = torch.cat(through)
-            logits = self.kernels.linear(rows, self.lm_heads[0]) if self.lm_heads else self.model.head_logits(rows)
+            logits = (
+                self.kernels.linear(rows, self.lm_heads[0]) if self.lm_heads else self.model.head_logits(rows)
+            )
             said = logits.view(levels, len(states), -1).transpose(0, 1)
         return said.float() if self.scale == 1 else said.float() * self.scale
 
@@ -67,7 +81,9 @@ def token_map(head: Head, vocabulary: int) -> Tensor | None:
         return None
     ids = head.raw("token_map")
     if ids.dim() != 1 or ids.is_floating_point() or not len(ids):
-        raise ModelError(f"token_map of {head.name!r} is {ids.dtype} {tuple(ids.shape)}; a list of token ids is needed.")
+        raise ModelError(
+            f"token_map of {head.name!r} is {ids.dtype} {tuple(ids.shape)}; a list of token ids is needed."
+        )
     if int(ids.min()) < 0 or int(ids.max()) >= vocabulary or len(set(ids.tolist())) < len(ids):
         raise ModelError(
             f"{head.name!r} does not fit the target: its token_map names {len(ids)} tokens in {int(ids.min())} … {int(ids.max())}, "

@@ -21,17 +21,23 @@ def check_tree(tree: Any) -> None:
             raise ConfigError(unknown("tree", tree, (OWN, CHAIN, *MEDUSA)))
         return
     if not isinstance(tree, (list, tuple)) or not tree or not all(map(_is_path, tree)):
-        raise ConfigError(f"tree must be a name or a list of paths such as [0], [0, 0], [1], of ranks in 0 … {MOST - 1}, got {tree!r}.")
+        raise ConfigError(
+            f"tree must be a name or a list of paths such as [0], [0, 0], [1], of ranks in 0 … {MOST - 1}, got {tree!r}."
+        )
     there = {(), *map(tuple, tree)}
     for path in map(tuple, tree):
         for needed in (path[:-1], (*path[:-1], path[-1] - 1) if path[-1] else ()):
             if needed not in there:
-                raise ConfigError(f"tree has the path {list(path)} and not {list(needed)}, without which it cannot be reached.")
+                raise ConfigError(
+                    f"tree has the path {list(path)} and not {list(needed)}, without which it cannot be reached."
+                )
 
 
 def _is_path(path: Any) -> bool:
     good = isinstance(path, (list, tuple)) and len(path) > 0
-    return good and all(isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < MOST for rank in path)
+    return good and all(
+        isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < MOST for rank in path
+    )
 
 
 def allowed(tree: str | Sequence[Sequence[int]], heads: int) -> frozenset[Path] | None:

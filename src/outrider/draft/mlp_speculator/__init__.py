@@ -38,9 +38,13 @@ def _whole(value: Any, most: int) -> bool:
 def _check(top_k: Any, where: str = "") -> tuple[int, ...]:
     """Raises ConfigError unless it is a whole number of children for each step."""
     if not isinstance(top_k, (list, tuple)) or not top_k or not all(_whole(k, 64) for k in top_k):
-        raise ConfigError(f'top_k_tokens_per_head{where} must be a list of whole numbers in 1 … 64, or "config", got {top_k!r}.')
+        raise ConfigError(
+            f'top_k_tokens_per_head{where} must be a list of whole numbers in 1 … 64, or "config", got {top_k!r}.'
+        )
     if (nodes := sum(math.prod(top_k[:level]) for level in range(1, len(top_k) + 1))) > MOST:
-        raise ConfigError(f"top_k_tokens_per_head{where} {list(top_k)} makes {nodes} nodes, at most {MOST} are grown: choose less.")
+        raise ConfigError(
+            f"top_k_tokens_per_head{where} {list(top_k)} makes {nodes} nodes, at most {MOST} are grown: choose less."
+        )
     return tuple(top_k)
 
 
@@ -66,7 +70,9 @@ class MlpSpeculator(StateDrafter):
                 value = getattr(self, name)
                 if value is not None and not _whole(value, MOST):
                     raise ConfigError(f"{name} must be a whole number in 1 … {MOST}, got {value!r}.")
-            refuse_idle(self, self.top_k_tokens_per_head is not None, "top_k_tokens_per_head", "n_candidates", "nodes")
+            refuse_idle(
+                self, self.top_k_tokens_per_head is not None, "top_k_tokens_per_head", "n_candidates", "nodes"
+            )
 
     def __init__(self, options: Options, target: Target, head: Head | None = None) -> None:
         super().__init__(options, target, head)
@@ -75,7 +81,9 @@ class MlpSpeculator(StateDrafter):
         self.depth = layout.steps
         self.top_k, self.candidates = self._branches(options)
         chain = options.top_k_tokens_per_head is None
-        self.nodes = self.depth if chain else options.nodes or (8 if target.decoder.device.type == "cpu" else MOST)
+        self.nodes = (
+            self.depth if chain else options.nodes or (8 if target.decoder.device.type == "cpu" else MOST)
+        )
 
     def _branches(self, options: Options) -> tuple[tuple[int, ...], int]:
         """(children of a node, level by level; how many paths are kept)."""
@@ -83,9 +91,13 @@ class MlpSpeculator(StateDrafter):
         if asked is None:
             return (1,) * self.depth, 1
         own = asked == "config"
-        top_k = _check(config.get("top_k_tokens_per_head"), f" of {self.head.name!r}") if own else _check(asked)
+        top_k = (
+            _check(config.get("top_k_tokens_per_head"), f" of {self.head.name!r}") if own else _check(asked)
+        )
         if len(top_k) != self.depth:
-            raise ConfigError(f"top_k_tokens_per_head {list(top_k)} is for {len(top_k)} steps, and {self.head.name!r} has {self.depth}.")
+            raise ConfigError(
+                f"top_k_tokens_per_head {list(top_k)} is for {len(top_k)} steps, and {self.head.name!r} has {self.depth}."
+            )
         kept: Any = options.n_candidates or config.get("n_candidates")
         return top_k, kept if _whole(kept, MOST) else math.prod(top_k)
 
@@ -111,8 +123,13 @@ class MlpSpeculator(StateDrafter):
     def size(self, depth: int) -> int:
         """Raises ConfigError for more levels than the network was made for."""
         if depth > self.depth:
-            raise ConfigError(f"num_speculative_tokens {depth} is more than the {self.depth} steps (n_predict) of {self.head.name!r}.")
-        return min(self.nodes, sum(min(math.prod(self.top_k[: level + 1]), self.candidates) for level in range(depth)))
+            raise ConfigError(
+                f"num_speculative_tokens {depth} is more than the {self.depth} steps (n_predict) of {self.head.name!r}."
+            )
+        return min(
+            self.nodes,
+            sum(min(math.prod(self.top_k[: level + 1]), self.candidates) for level in range(depth)),
+        )
 
     def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
         found: list[Guesses] = [NOTHING] * len(batch)
@@ -122,7 +139,9 @@ class MlpSpeculator(StateDrafter):
             self._grow(trees, self.speculator.begin(self.states(batch, rows)))
             for r, tree in zip(rows, trees):
                 whole = batch.rows[r].law.temperature == 0
-                found[r] = tree.cut(self.candidates, min(self.nodes, budgets[r].nodes)) if whole else tree.guesses
+                found[r] = (
+                    tree.cut(self.candidates, min(self.nodes, budgets[r].nodes)) if whole else tree.guesses
+                )
         return Draft(found)
 
     def _tree(self, row: Row, budget: Budget) -> Tree:
@@ -130,7 +149,9 @@ class MlpSpeculator(StateDrafter):
         if row.law.temperature == 0:
             return Tree(row, product(top_k))
         drawn = self.draws(row)
-        return Tree(row, likely(top_k, self.candidates, min(self.nodes, budget.nodes), drawn), drawn, self.lot)
+        return Tree(
+            row, likely(top_k, self.candidates, min(self.nodes, budget.nodes), drawn), drawn, self.lot
+        )
 
     def _grow(self, trees: Sequence[Tree], state: steps.State) -> None:
         """Level by level; the row of `state` behind each tip (number of the tree, node)."""
@@ -143,7 +164,12 @@ class MlpSpeculator(StateDrafter):
                 trees[t].grow(level, logits[at : at + len(level)], self.choose)
                 at += len(level)
             behind = {tip: i for i, tip in enumerate(tips)}
-            tips = [(t, node) for t, tree in enumerate(trees) for node in range(last[t], len(tree.tokens)) if tree.open(node)]
+            tips = [
+                (t, node)
+                for t, tree in enumerate(trees)
+                for node in range(last[t], len(tree.tokens))
+                if tree.open(node)
+            ]
             if not tips:
                 return
             state = tuple(part[[behind[t, trees[t].parents[node]] for t, node in tips]] for part in state)

@@ -48,7 +48,10 @@ def method_of(head: Head) -> str | None:
 
 def announced(head: Head) -> bool:
     """Whether its config says that it is one."""
-    return head.config.get("model_type") == "mlp_speculator" or head.config.get("speculators_model_type") == "mlp"
+    return (
+        head.config.get("model_type") == "mlp_speculator"
+        or head.config.get("speculators_model_type") == "mlp"
+    )
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,9 @@ class Layout:
     def of(head: Head) -> Layout:
         """Raises ModelError where the file is not whole, or of something that only looks alike."""
         if head.config.get("speculators_model_type") == "mlp":
-            raise ModelError(f"{head.name!r} is of the type 'mlp' of speculators 0.1, which nobody published: give one with IBM's names.")
+            raise ModelError(
+                f"{head.name!r} is of the type 'mlp' of speculators 0.1, which nobody published: give one with IBM's names."
+            )
         method, said = method_of(head), head.config.get("method")
         if method is None:
             raise ModelError(
@@ -75,7 +80,9 @@ class Layout:
             raise ModelError(f"{head.name!r} is of the method {said!r}; only {RNN} and {LSTM} are known.")
         head = head.renamed(our_name)
         kinds = KINDS if method == RNN else ("head",)
-        found = {kind: {int(name.split(".")[1]) for name in head if name.startswith(f"{kind}.")} for kind in kinds}
+        found = {
+            kind: {int(name.split(".")[1]) for name in head if name.startswith(f"{kind}.")} for kind in kinds
+        }
         steps, tied = _steps(head, method, found)
         return Layout(head, method, steps, tied, found)
 
@@ -98,11 +105,15 @@ def _steps(head: Head, method: str, found: Mapping[str, set[int]]) -> tuple[int,
         return most, tied
     said = head.config.get("n_predict")
     if not isinstance(said, int) or isinstance(said, bool) or said < 1:
-        raise ModelError(f"{head.name!r} holds one set of weights for all steps, and its n_predict does not say for how many: {said!r}.")
+        raise ModelError(
+            f"{head.name!r} holds one set of weights for all steps, and its n_predict does not say for how many: {said!r}."
+        )
     return said, tied
 
 
-def exported(config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def exported(
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: str
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """(config.json, tensors) of a network's own as its authors publish them ("reference"), as "vllm" or as "arctic" (ArcticInference)
     reads them.  ArcticInference also wants to find the architecture of the target in the config: `base_model_archs`."""
     if layout not in READERS:
@@ -112,5 +123,7 @@ def exported(config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: s
         names = config["architectures"] if arctic else ["ArcticMLPSpeculatorPreTrainedModel"]
         return {**config, "architectures": names}, dict(tensors)
     if arctic:
-        raise ConfigError(f"vLLM does not read the method {config['method']!r}; ArcticInference does: choose the layout 'arctic'.")
+        raise ConfigError(
+            f"vLLM does not read the method {config['method']!r}; ArcticInference does: choose the layout 'arctic'."
+        )
     return dict(config), {f"speculator.{name}": tensor for name, tensor in tensors.items()}

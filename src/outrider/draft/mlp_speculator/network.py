@@ -35,7 +35,13 @@ class Speculator(nn.Module):
     """What the variants have in common: the heads, the way through the steps, and the loss."""
 
     def __init__(
-        self, hidden: int, inner: int, vocabulary: int, n_predict: int = 3, tie_weights: bool = False, scale_input: bool = False
+        self,
+        hidden: int,
+        inner: int,
+        vocabulary: int,
+        n_predict: int = 3,
+        tie_weights: bool = False,
+        scale_input: bool = False,
     ) -> None:
         super().__init__()
         self.hidden, self.inner, self.vocabulary, self.n_predict = hidden, inner, vocabulary, n_predict
@@ -95,7 +101,9 @@ class Speculator(nn.Module):
         tokens, count = sample.tokens, len(sample.tokens) - self.n_predict - 1
         assert count > 0, "a text must be longer than the steps that are learnt from it"
         said = self(sample.states[FINAL][:count], tokens[1:])
-        return torch.stack([F.cross_entropy(logits, tokens[i + 2 : i + 2 + count]) for i, logits in enumerate(said)]).sum()
+        return torch.stack(
+            [F.cross_entropy(logits, tokens[i + 2 : i + 2 + count]) for i, logits in enumerate(said)]
+        ).sum()
 
     def config(self) -> dict[str, Any]:
         return {
@@ -119,7 +127,12 @@ class Network(Speculator):
 
     def config(self) -> dict[str, Any]:
         top_k = [4, 3, *[2] * self.n_predict][: self.n_predict]
-        sizes = {"emb_dim": self.hidden, "inner_dim": self.inner, "top_k_tokens_per_head": top_k, "n_candidates": 5}
+        sizes = {
+            "emb_dim": self.hidden,
+            "inner_dim": self.inner,
+            "top_k_tokens_per_head": top_k,
+            "n_candidates": 5,
+        }
         return {"architectures": ["MLPSpeculatorPreTrainedModel"], **super().config(), **sizes}
 
 
@@ -133,13 +146,21 @@ class Arctic(Speculator):
         size = ".".join([str(self.inner)] * self.layers)
         sizes = {"input_hidden_dim": self.hidden, "inner_dim": size, "emb_dim": size, "proj_dim": size}
         tree = {"top_k_tokens_per_head": [1] * self.n_predict, "n_candidates": self.n_predict}
-        return {"architectures": ["ArcticLSTMSpeculatorPreTrainedModel"], **super().config(), "method": self.method, **sizes, **tree}
+        return {
+            "architectures": ["ArcticLSTMSpeculatorPreTrainedModel"],
+            **super().config(),
+            "method": self.method,
+            **sizes,
+            **tree,
+        }
 
 
 class Rnn(Arctic):
     method = RNN
 
-    def __init__(self, hidden: int, inner: int, vocabulary: int, *given: Any, layers: int = 1, **named: Any) -> None:
+    def __init__(
+        self, hidden: int, inner: int, vocabulary: int, *given: Any, layers: int = 1, **named: Any
+    ) -> None:
         super().__init__(hidden, inner, vocabulary, *given, **named)
         self.layers = layers
 
@@ -153,7 +174,9 @@ class Rnn(Arctic):
             return Norm(inner)
 
         once = 1 if self.tie_weights else self.n_predict
-        self.emb = nn.ModuleList(row(nn.Embedding(vocabulary, inner), norm, nn.GELU, linear) for _ in range(once))
+        self.emb = nn.ModuleList(
+            row(nn.Embedding(vocabulary, inner), norm, nn.GELU, linear) for _ in range(once)
+        )
         self.proj = nn.ModuleList(
             row(nn.Linear(inner if i else hidden, inner, bias=False), norm, nn.GELU, linear)
             for i in range(max(once, min(2, self.n_predict)))
@@ -172,21 +195,34 @@ class Lstm(Arctic):
     method = LSTM
 
     def __init__(
-        self, hidden: int, inner: int, vocabulary: int, n_predict: int = 3, scale_input: bool = False, tie_lstm_embs: bool = False
+        self,
+        hidden: int,
+        inner: int,
+        vocabulary: int,
+        n_predict: int = 3,
+        scale_input: bool = False,
+        tie_lstm_embs: bool = False,
     ) -> None:
         super().__init__(hidden, inner, vocabulary, n_predict, True, scale_input)
         self.tie_lstm_embs = tie_lstm_embs
         embedding = nn.ModuleList([nn.Embedding(vocabulary, inner)])
         for i, gate in enumerate(GATES):
             own = i and not tie_lstm_embs
-            setattr(self, f"{gate}_emb", nn.ModuleList([nn.Embedding(vocabulary, inner)]) if own else embedding)
-            setattr(self, f"{gate}_proj", nn.ModuleList(nn.Linear(inputs, inner, bias=False) for inputs in (hidden, inner)))
+            setattr(
+                self, f"{gate}_emb", nn.ModuleList([nn.Embedding(vocabulary, inner)]) if own else embedding
+            )
+            setattr(
+                self,
+                f"{gate}_proj",
+                nn.ModuleList(nn.Linear(inputs, inner, bias=False) for inputs in (hidden, inner)),
+            )
         self.cell_ln, self.state_ln = nn.ModuleList([Norm(inner)]), nn.ModuleList([Norm(inner)])
         self.reset()
 
     def step(self, i: int, s: Tensor, cell: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         forget, enter, leave, new = (
-            getattr(self, f"{gate}_proj")[min(i, 1)](s) + self.share * getattr(self, f"{gate}_emb")[0](tokens) for gate in GATES
+            getattr(self, f"{gate}_proj")[min(i, 1)](s) + self.share * getattr(self, f"{gate}_emb")[0](tokens)
+            for gate in GATES
         )
         cell = cell * forget.sigmoid() + F.gelu(self.cell_ln[0](new)) * enter.sigmoid()
         return F.gelu(self.state_ln[0](cell)) * leave.sigmoid(), cell

@@ -88,7 +88,10 @@ def load(reader: Reader, layout: Layout, hidden: int, vocabulary: int) -> Specul
 class Mlp(Speculator):
     def __init__(self, reader: Reader, layout: Layout, hidden: int, vocabulary: int) -> None:
         super().__init__(reader, layout, hidden)
-        row, outer = lru_cache(None)(partial(_row, self.reader)), lru_cache(None)(self.outer.linear)  # what steps share is read once
+        row, outer = (
+            lru_cache(None)(partial(_row, self.reader)),
+            lru_cache(None)(self.outer.linear),
+        )  # what steps share is read once
         self.each: list[Step] = []
         width = hidden
         for i in range(layout.steps):
@@ -98,9 +101,13 @@ class Mlp(Speculator):
             after, wide = row(emb, wide, 1)
             projected, given = row(proj, width, 0)
             if given != wide:
-                raise ModelError(f"{layout.head.name!r} adds {proj} of {given} numbers to {emb} of {wide}: the two must be alike.")
+                raise ModelError(
+                    f"{layout.head.name!r} adds {proj} of {given} numbers to {emb} of {wide}: the two must be alike."
+                )
             normed, width = row(ln, wide, 0)
-            self.each.append(Step(table, after, projected, normed, outer(head, vocabulary, width), self._share(wide)))
+            self.each.append(
+                Step(table, after, projected, normed, outer(head, vocabulary, width), self._share(wide))
+            )
 
     def __call__(self, step: int, state: State, ids: Sequence[int]) -> tuple[State, Tensor]:
         run, now = self.kernels, self.each[step]
@@ -116,7 +123,11 @@ class Mlp(Speculator):
 
 def _row(reader: Reader, at: str, width: int, first: int) -> tuple[list[Any], int]:
     """The modules at.first … for an input so wide, and how wide the output is."""
-    numbers = {int(name.split(".")[2]) for name in reader.head if name.startswith(f"{at}.") and name.endswith(".weight")}
+    numbers = {
+        int(name.split(".")[2])
+        for name in reader.head
+        if name.startswith(f"{at}.") and name.endswith(".weight")
+    }
     modules: list[Any] = []
     for name in (f"{at}.{number}" for number in sorted(numbers) if number >= first):
         shape = reader.head.shape(f"{name}.weight")
@@ -134,11 +145,19 @@ class Lstm(Speculator):
         head = layout.head
         self.width = width = head.shape("forget_emb.0.weight")[-1]
         tied = head.config.get("tie_lstm_embs", "input_emb.0.weight" not in head)
-        self.tables = [self.outer.linear(f"{gate}_emb.0", vocabulary, width) for gate in (GATES[:1] if tied else GATES)]
-        self.projs = [self._gates(i, width, inputs) for i, inputs in enumerate((hidden, width)[: layout.steps])]
-        self.cell_norm, self.state_norm = (Norm.read(self.reader, f"{name}_ln.0", width) for name in ("cell", "state"))
+        self.tables = [
+            self.outer.linear(f"{gate}_emb.0", vocabulary, width) for gate in (GATES[:1] if tied else GATES)
+        ]
+        self.projs = [
+            self._gates(i, width, inputs) for i, inputs in enumerate((hidden, width)[: layout.steps])
+        ]
+        self.cell_norm, self.state_norm = (
+            Norm.read(self.reader, f"{name}_ln.0", width) for name in ("cell", "state")
+        )
         outer = lru_cache(None)(self.outer.linear)
-        self.heads = [outer(f"head.{layout.place('head', i)}", vocabulary, width) for i in range(layout.steps)]
+        self.heads = [
+            outer(f"head.{layout.place('head', i)}", vocabulary, width) for i in range(layout.steps)
+        ]
         self.share = self._share(width)
 
     def _gates(self, i: int, width: int, inputs: int) -> Any:
@@ -154,7 +173,9 @@ class Lstm(Speculator):
         z = torch.cat([run.embed(table, plan) for table in self.tables], dim=-1)
         z = z if len(self.tables) == len(GATES) else z.repeat(1, len(GATES))
         gates = run.linear(s, self.projs[min(step, 1)]) + self.share * z
-        forget, enter, leave = by_rows(torch.sigmoid, gates[:, : 3 * self.width].contiguous()).chunk(3, dim=-1)
+        forget, enter, leave = by_rows(torch.sigmoid, gates[:, : 3 * self.width].contiguous()).chunk(
+            3, dim=-1
+        )
         cell = cell * forget + self.cell_norm(gates[:, 3 * self.width :].contiguous(), run) * enter
         s = self.state_norm(cell, run) * leave
         return (s, cell), run.linear(s, self.heads[step]).float()

@@ -58,7 +58,11 @@ def likely(top_k: tuple[int, ...], candidates: int, nodes: int, drawn: bool) -> 
             parents.append(parent)
             joint.append((1.0 if parent == ROOT else joint[parent]) * worth[rank])
     kept = set(best(parents, joint, candidates, nodes))
-    return {place: [i for i in children if i in kept] for place, children in whole.items() if place == ROOT or place in kept}
+    return {
+        place: [i for i in children if i in kept]
+        for place, children in whole.items()
+        if place == ROOT or place in kept
+    }
 
 
 @dataclass
@@ -74,7 +78,9 @@ class Tree:
     confidence: list[float] = field(default_factory=list)
     laws: list[Tensor] = field(default_factory=list)
     law_of: list[int] = field(default_factory=list)
-    paths: dict[int, list[int]] = field(default_factory=lambda: {ROOT: []})  # node -> the tokens from the root to it
+    paths: dict[int, list[int]] = field(
+        default_factory=lambda: {ROOT: []}
+    )  # node -> the tokens from the root to it
     place: dict[int, int] = field(default_factory=lambda: {ROOT: ROOT})
     joint: list[float] = field(default_factory=list)
 
@@ -102,7 +108,9 @@ class Tree:
             for node, places, behind in zip(level, wanted, logits):
                 self._draw(node, places, choose.law(self.row, self.paths[node], behind))
             return
-        tokens, shares = choose.best(self.row, [self.paths[node] for node in level], logits, max(map(len, wanted)))
+        tokens, shares = choose.best(
+            self.row, [self.paths[node] for node in level], logits, max(map(len, wanted))
+        )
         for node, places, best, share in zip(level, wanted, tokens.tolist(), shares.tolist()):
             for place, token, probability in zip(places, best, share):
                 if token >= 0:

@@ -68,7 +68,9 @@ class Mtp(Recurrent):
         self.needs = self.needs._replace(lookbehind=count)
         self.roots: list[Tensor] = []  # of every layer: what it says of the last certain pair of each tree
         self.order: dict[Growing, int] = {}  # of the trees
-        self.inner = torch.empty(0)  # what the layer that went last says of nodes, and where: of each tree, slots from the root -> row
+        self.inner = torch.empty(
+            0
+        )  # what the layer that went last says of nodes, and where: of each tree, slots from the root -> row
         self.where: dict[Growing, dict[tuple[int, ...], int]] = {}
 
     @classmethod
@@ -86,7 +88,9 @@ class Mtp(Recurrent):
         with torch.random.fork_rng():
             torch.manual_seed(0)
             network = Network.like(target, layers=2)
-        drafter = cls(cls.Options(nodes=24, top_k=3), target, Head.of("example", network.config(), network.state_dict()))
+        drafter = cls(
+            cls.Options(nodes=24, top_k=3), target, Head.of("example", network.config(), network.state_dict())
+        )
         drafter.depth = 4
         return drafter
 
@@ -94,7 +98,9 @@ class Mtp(Recurrent):
         head, layout = named(self.head)
         wide, needed = head.shape("layers.0.eh_proj.weight"), (self.hidden, 2 * self.hidden)
         if wide != needed:
-            raise ModelError(f"{head.name!r} does not fit the target: its eh_proj is {wide}, and the target's hidden size needs {needed}.")
+            raise ModelError(
+                f"{head.name!r} does not fit the target: its eh_proj is {wide}, and the target's hidden size needs {needed}."
+            )
         self.head = head
         prenorm = layout.prenorm if self.options.prenorm is None else self.options.prenorm
         return Packed(Reader(head, self.kernels, self.reader.bits), self.target, prenorm)
@@ -159,5 +165,7 @@ def _own(target: Target) -> Head:
     """The target's own checkpoint."""
     checkpoint = target.checkpoint
     if checkpoint.gguf is not None:
-        raise ModelError(f"{checkpoint.name!r} is a GGUF file, whose prediction layers are not read: give a folder with them as 'model'.")
+        raise ModelError(
+            f"{checkpoint.name!r} is a GGUF file, whose prediction layers are not read: give a folder with them as 'model'."
+        )
     return replace(Head.open(str(checkpoint.folder)), name=checkpoint.name)

@@ -36,7 +36,12 @@ class Layout:
     paired: bool = False  # queries and keys turn in pairs (2i, 2i + 1)
 
 
-MIMO = {"token_layernorm": "enorm", "hidden_layernorm": "hnorm", "input_proj": "eh_proj", "final_layernorm": "norm"}
+MIMO = {
+    "token_layernorm": "enorm",
+    "hidden_layernorm": "hnorm",
+    "input_proj": "eh_proj",
+    "final_layernorm": "norm",
+}
 DEEPSEEK = {"shared_head.norm": "norm"}
 ERNIE = {"mtp_emb_norm": "enorm", "mtp_hidden_norm": "hnorm", "mtp_linear_proj": "eh_proj"}
 OURS = {**MIMO, **DEEPSEEK, **ERNIE}
@@ -97,7 +102,11 @@ def named(head: Head) -> tuple[Head, Layout]:
     """Under our names, with a flat config.  Raises ModelError where there is no such layer, or one that is not built."""
     kind = layout_of(head)
     if kind is None:
-        what = "layers of Qwen3-Next (gated attention)" if "mtp.fc.weight" in head else "no multi-token prediction layers"
+        what = (
+            "layers of Qwen3-Next (gated attention)"
+            if "mtp.fc.weight" in head
+            else "no multi-token prediction layers"
+        )
         raise ModelError(
             f"{head.name!r} has {what}; those of {', '.join(LAYOUTS)} with dense blocks are built: give a folder with such as 'model', "
             "or choose another method."
@@ -121,7 +130,9 @@ def _check(head: Head) -> None:
     for name in head:
         if not KNOWN.fullmatch(name):
             why = next(reason for pattern, reason in STRANGE if re.search(pattern, name))
-            raise ModelError(f"the prediction layers of {head.name!r} have {why} ({head.stored[name]}), and only dense ones are built.")
+            raise ModelError(
+                f"the prediction layers of {head.name!r} have {why} ({head.stored[name]}), and only dense ones are built."
+            )
 
 
 def width_of(config: Mapping[str, Any]) -> int:
@@ -158,7 +169,9 @@ def _unpaired(tensor: Tensor, width: int) -> Tensor:
     return tensor.reshape(-1, width // 2, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
 
-def exported(config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def exported(
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: str
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Config and tensors of a trained network as engines read them: "deepseek", "mimo" (vLLM and SGLang, a Qwen2 block) or "speculators".
 
     Raises ModelError where that layout's readers would give the layers other states than they were trained on.
@@ -174,12 +187,18 @@ def exported(config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: s
     for name in head:
         _, number, rest = name.split(".", 2)
         part, _, kind = rest.rpartition(".")
-        start = f"model.layers.{int(number) + int(config['num_hidden_layers'])}" if layout == "deepseek" else f"mtp_layers.{number}"
+        start = (
+            f"model.layers.{int(number) + int(config['num_hidden_layers'])}"
+            if layout == "deepseek"
+            else f"mtp_layers.{number}"
+        )
         tensor = head.raw(name)
         out[f"{'model.' * (layout == 'mimo')}{start}.{names.get(part, part)}.{kind}"] = (
             _swapped(tensor) if wanted.state_first and part == "eh_proj" else tensor
         )
-    for i in range(int(config["num_nextn_predict_layers"])) if layout == "mimo" else ():  # a Qwen2 block has biases
+    for i in (
+        range(int(config["num_nextn_predict_layers"])) if layout == "mimo" else ()
+    ):  # a Qwen2 block has biases
         for one in "qkv":
             at = f"model.mtp_layers.{i}.self_attn.{one}_proj"
             out.setdefault(f"{at}.bias", out[f"{at}.weight"].new_zeros(len(out[f"{at}.weight"])))

@@ -23,7 +23,11 @@ class Network(nn.Module):
         steps: int | None = None, prenorm: bool = False, eps: float = 1e-6, theta: float = 10000.0,
     ) -> None:  # fmt: skip
         from transformers import LlamaConfig
-        from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+        from transformers.models.llama.modeling_llama import (
+            LlamaDecoderLayer,
+            LlamaRMSNorm,
+            LlamaRotaryEmbedding,
+        )
 
         super().__init__()
         make: Any = LlamaConfig
@@ -34,11 +38,15 @@ class Network(nn.Module):
         )  # fmt: skip
         self.steps, self.prenorm, self.taps = steps or layers, prenorm, (first if prenorm else FINAL,)
         self.model = nn.Module()
-        self.model.layers = nn.ModuleDict({str(first + i): LlamaDecoderLayer(self.settings, i) for i in range(layers)})
+        self.model.layers = nn.ModuleDict(
+            {str(first + i): LlamaDecoderLayer(self.settings, i) for i in range(layers)}
+        )
         for layer in self.layers:
             layer.enorm, layer.hnorm = LlamaRMSNorm(hidden, eps), LlamaRMSNorm(hidden, eps)
             layer.eh_proj = nn.Linear(2 * hidden, hidden, bias=False)
-            layer.eh_proj.weight.data = torch.eye(hidden, 2 * hidden)  # it begins with what the token itself says
+            layer.eh_proj.weight.data = torch.eye(
+                hidden, 2 * hidden
+            )  # it begins with what the token itself says
             layer.shared_head = nn.Module()
             layer.shared_head.norm = LlamaRMSNorm(hidden, eps)
         self.rotary = LlamaRotaryEmbedding(self.settings)
@@ -53,7 +61,16 @@ class Network(nn.Module):
         """Of a size that suits the target, with random weights."""
         spec = target.decoder.spec
         width = min(spec.head_dim, 128)
-        return cls(spec.hidden, 2 * spec.hidden, max(1, spec.hidden // width), 1, width, spec.vocabulary, spec.layers, **given)
+        return cls(
+            spec.hidden,
+            2 * spec.hidden,
+            max(1, spec.hidden // width),
+            1,
+            width,
+            spec.vocabulary,
+            spec.layers,
+            **given,
+        )
 
     def config(self) -> dict[str, Any]:
         s = self.settings

@@ -18,11 +18,15 @@ from outrider.types import FINAL
 class Layer:
     """x = eh_proj [enorm(e); hnorm(g)], then an ordinary block."""
 
-    def __init__(self, reader: Reader, model: Model, at: str, sizes: Sizes, turn: Tensor, last: Tensor | None) -> None:
+    def __init__(
+        self, reader: Reader, model: Model, at: str, sizes: Sizes, turn: Tensor, last: Tensor | None
+    ) -> None:
         """last: the norm behind it, where it brings none."""
         hidden = sizes.hidden
         self.kernels, self.eps = reader.kernels, sizes.eps
-        enorm, hnorm, norm_in = (reader.vector(f"{at}.{name}.weight", hidden) for name in ("enorm", "hnorm", "input_layernorm"))
+        enorm, hnorm, norm_in = (
+            reader.vector(f"{at}.{name}.weight", hidden) for name in ("enorm", "hnorm", "input_layernorm")
+        )
         self.pairs = Pairs(model, enorm, hnorm, sizes.eps)
         self.eh_proj = reader.linear(f"{at}.eh_proj", hidden, 2 * hidden)
         self.block = Block(reader, at, sizes, hidden, turn, norm_in=norm_in)
@@ -47,11 +51,19 @@ class Packed:
         self.taps: tuple[int, ...] = (spec.layers,) if prenorm else (FINAL,)
         count = sum(name.endswith(".eh_proj.weight") for name in head)
         self.sizes = Sizes.of(head, "layers.0", spec.hidden)
-        turned = int(self.sizes.head_dim * (head.config.get("partial_rotary_factor") or 1))  # dimensions of a head, the others stay
+        turned = int(
+            self.sizes.head_dim * (head.config.get("partial_rotary_factor") or 1)
+        )  # dimensions of a head, the others stay
         turn = turn_of(head.config, replace(self.sizes, head_dim=turned), target.max_len)
         last = None
         if "layers.0.norm.weight" not in head:
-            last = target.checkpoint.tensors().get("model.norm.weight", spec.hidden).float().to(self.kernels.device).contiguous()
+            last = (
+                target.checkpoint.tensors()
+                .get("model.norm.weight", spec.hidden)
+                .float()
+                .to(self.kernels.device)
+                .contiguous()
+            )
         self.slot_bytes = self.sizes.slot_bytes(count, self.model)
         self.layers = [Layer(reader, self.model, f"layers.{i}", self.sizes, turn, last) for i in range(count)]
 

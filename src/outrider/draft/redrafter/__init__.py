@@ -36,7 +36,9 @@ WIDEST, LONGEST = 64, 1025
 
 
 class ReDrafter(StateDrafter):
-    demo: ClassVar = {"ReDrafter": {"model": "builtin-redrafter", "num_speculative_tokens": 2, "beam_width": 3, "nodes": 4}}
+    demo: ClassVar = {
+        "ReDrafter": {"model": "builtin-redrafter", "num_speculative_tokens": 2, "beam_width": 3, "nodes": 4}
+    }
 
     @dataclass(frozen=True)
     class Options(HeadOptions):
@@ -52,7 +54,11 @@ class ReDrafter(StateDrafter):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            for name, least, most in (("beam_width", 1, WIDEST), ("beam_length", 2, LONGEST), ("nodes", 1, WIDEST * LONGEST)):
+            for name, least, most in (
+                ("beam_width", 1, WIDEST),
+                ("beam_length", 2, LONGEST),
+                ("nodes", 1, WIDEST * LONGEST),
+            ):
                 value = getattr(self, name)
                 if value is None and name == "nodes":
                     continue
@@ -83,7 +89,9 @@ class ReDrafter(StateDrafter):
         self.blocks = [linear(f"lm_head.{i}.linear", width, width) for i in range(count)]
         self.lm_head = reader.outer.linear(f"lm_head.{count}", vocabulary, width)
         if (wide := self.target.decoder.embed([0]).shape[1]) != hidden:
-            raise ModelError(f"{self.head.name!r} reads embeddings as wide as the target's states, {hidden}, and the target's are {wide}.")
+            raise ModelError(
+                f"{self.head.name!r} reads embeddings as wide as the target's states, {hidden}, and the target's are {wide}."
+            )
 
     @classmethod
     def claims(cls, head: Head) -> int:

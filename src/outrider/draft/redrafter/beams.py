@@ -26,7 +26,9 @@ class Beams:
         siblings = min(width, max(1, budget.nodes // budget.depth)) if drawn else width
         room = budget if drawn else budget._replace(nodes=width * budget.depth)
         self.tree = Tree(row, 0, room, siblings, View(array("i")), lot=lot)  # its nodes have no K/V
-        self.sources: Sequence[int] = [0]  # for every row of the next forward, which row of the last one its parent was
+        self.sources: Sequence[int] = [
+            0
+        ]  # for every row of the next forward, which row of the last one its parent was
 
     @property
     def said(self) -> list[int]:
@@ -37,10 +39,14 @@ class Beams:
         """The next level, from float32 [rows of the last forward, V]; `sources` is empty where it was the last."""
         tree, above = self.tree, list(self.tree.frontier)
         if self.drawn:
-            laws = {node: choose.law(self.row, tree.path_tokens(node), logits[i]) for i, node in enumerate(above)}
+            laws = {
+                node: choose.law(self.row, tree.path_tokens(node), logits[i]) for i, node in enumerate(above)
+            }
             tree.draw({node: law for node, law in laws.items() if law is not None})
         else:
-            self._search(above, *choose.best(self.row, [tree.path_tokens(node) for node in above], logits, self.width))
+            self._search(
+                above, *choose.best(self.row, [tree.path_tokens(node) for node in above], logits, self.width)
+            )
             likeliest = self._likeliest()
             tree.frontier = [node for node in tree.frontier if node in likeliest]
         self.sources = [above.index(tree.parents[node]) for node in tree.frontier] if tree.growing else ()
@@ -48,8 +54,12 @@ class Beams:
     def _search(self, above: Sequence[int], found: Tensor, shares: Tensor) -> None:
         tokens, likely = found.numpy(), shares.numpy()
         joint = np.where(tokens >= 0, likely * np.array([[self.tree.joint[node]] for node in above]), 0.0)
-        rows, ranks = np.unravel_index(np.argsort(-joint, axis=None, kind="stable")[: self.width], joint.shape)
-        self.tree.choose((above[r], int(tokens[r, k]), float(likely[r, k])) for r, k in zip(rows, ranks) if joint[r, k] > 0)
+        rows, ranks = np.unravel_index(
+            np.argsort(-joint, axis=None, kind="stable")[: self.width], joint.shape
+        )
+        self.tree.choose(
+            (above[r], int(tokens[r, k]), float(likely[r, k])) for r, k in zip(rows, ranks) if joint[r, k] > 0
+        )
 
     def _likeliest(self) -> set[int]:
         """Parents are among them: no node is likelier than its own, nor made before it."""

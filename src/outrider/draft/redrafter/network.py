@@ -37,11 +37,21 @@ class ResBlock(nn.Module):
 class Network(nn.Module):
     """layers: residual blocks.  exit_dim: their width, 2 * hidden unless given.  rnn: without, states are sums of embeddings."""
 
-    def __init__(self, hidden: int, vocabulary: int, layers: int = 2, exit_dim: int | None = None, rnn: bool = True) -> None:
+    def __init__(
+        self, hidden: int, vocabulary: int, layers: int = 2, exit_dim: int | None = None, rnn: bool = True
+    ) -> None:
         super().__init__()
-        self.hidden, self.vocabulary, self.layers, self.exit_dim = hidden, vocabulary, layers, exit_dim or 2 * hidden
+        self.hidden, self.vocabulary, self.layers, self.exit_dim = (
+            hidden,
+            vocabulary,
+            layers,
+            exit_dim or 2 * hidden,
+        )
         self.input_proj = nn.Linear(2 * hidden, self.exit_dim) if self.exit_dim != 2 * hidden else None
-        self.lm_head = nn.Sequential(*(ResBlock(self.exit_dim) for _ in range(layers)), nn.Linear(self.exit_dim, vocabulary, bias=False))
+        self.lm_head = nn.Sequential(
+            *(ResBlock(self.exit_dim) for _ in range(layers)),
+            nn.Linear(self.exit_dim, vocabulary, bias=False),
+        )
         self.rnn_u = nn.Linear(hidden, hidden) if rnn else None
         self.rnn_w = nn.Linear(hidden, hidden, bias=False) if rnn else None
 
