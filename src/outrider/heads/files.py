@@ -14,8 +14,10 @@ from torch import Tensor
 from outrider.errors import ModelError
 from outrider.kernels import Kernels
 from outrider.kernels.quantised import Quantised, join
-from outrider.models.hub import TRAINING, Weights, download, read_json
+from outrider.models.fields import HEAD
+from outrider.models.hub import TRAINING, Weights, download
 from outrider.models.quantise import quantise
+from outrider.models.validate import check, read_json
 
 BUILTIN = Path(__file__).parent.parent / "builtin" / "heads"
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # in others a scale is needed, too
@@ -67,11 +69,13 @@ class Head:
     def open(name: str, revision: str | None = None) -> Head:
         """Raises ModelError where there is no such folder, or nothing in it that holds tensors."""
         folder = folder_of(name, revision)
-        config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+        path = folder / "config.json"
+        config = read_json(path, HEAD) if path.is_file() else {}
         return Head.of(name, config, Weights(folder, stems(folder)))
 
     @staticmethod
     def of(name: str, config: Mapping[str, Any], tensors: Tensors | Mapping[str, Tensor]) -> Head:
+        check(config, HEAD, f"config of {name!r}")
         kept = Held(tensors) if isinstance(tensors, Mapping) else tensors
         return Head(name, config, kept, {one: one for one in kept})
 

@@ -16,7 +16,9 @@ from outrider.heads.files import Head, Reader
 from outrider.kernels import Kernels, Weight
 from outrider.kernels.reference import beside
 from outrider.models.decoder import rotations
+from outrider.models.hub import first_line
 from outrider.models.model import Model
+from outrider.models.validate import check_attention
 
 
 @dataclass(frozen=True)
@@ -40,11 +42,12 @@ class Sizes:
         )
         heads = config.get("num_attention_heads")
         width = config.get("head_dim") or (q // heads if heads else 0)
-        if not width or q % width or kv % width or (q // width) % (kv // width):
+        if not width or not kv or q % width or kv % width or (q // width) % (kv // width):
             raise ModelError(
                 f"{head.name!r}: {at} has {q} outputs for queries and {kv} for keys, which are no heads of "
                 f"head_dim {config.get('head_dim')} (num_attention_heads {heads})."
             )
+        check_attention(f"{head.name!r}: {at}", q // width, kv // width, width)
         inner = head.shape(f"{at}.mlp.gate_proj.weight")[0]
         return Sizes(hidden, inner, q // width, kv // width, width, float(config.get("rms_norm_eps") or 1e-6))
 
@@ -73,10 +76,15 @@ def turn_of(config: Mapping[str, Any], sizes: Sizes, positions: int) -> Tensor:
         for key in ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
         if config.get(key)
     }
-    made = LlamaConfig(
-        hidden_size=sizes.heads * sizes.head_dim, num_attention_heads=sizes.heads, num_key_value_heads=sizes.kv_heads,
-        head_dim=sizes.head_dim, **known,
-    )  # fmt: skip
+    try:
+        made = LlamaConfig(
+            hidden_size=sizes.heads * sizes.head_dim, num_attention_heads=sizes.heads, num_key_value_heads=sizes.kv_heads,
+            head_dim=sizes.head_dim, **known,
+        )  # fmt: skip
+    except Exception as error:  # transformers validates, and raises errors of several kinds
+        raise ModelError(
+            f"the rope of a head ({', '.join(known)}) cannot be computed: {first_line(error)}"
+        ) from error
     return rotations(made, max(positions, 32))
 
 

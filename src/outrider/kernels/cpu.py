@@ -33,6 +33,7 @@ from outrider.kernels.lora import Adapted, Adapter, Runs
 from outrider.kernels.picking import Picking
 from outrider.kernels.quantised import Quantised
 from outrider.models.spec import Spec
+from outrider.models.validate import MAX_HEAD_DIM, check_attention
 
 if TYPE_CHECKING:
     from outrider.kernels import Bend, Chain, Heads
@@ -68,6 +69,7 @@ FLAGS = (
     "-shared",
     "-fPIC",
     "-std=gnu11",
+    f"-DMAX_HEAD_DIM={MAX_HEAD_DIM}",
 )
 log = logging.getLogger("outrider")
 
@@ -331,6 +333,10 @@ class CpuKernels(Picking):
 
     def prepare(self, spec: Spec, layers: Sequence[Layer], turn: Tensor) -> Stack:
         """The layers as the C structs; they point into tensors that `layers` keeps alive."""
+        for layer in layers:
+            check_attention(
+                "the model", spec.heads, spec.kv_heads, spec.head_dim, turn.shape[1], layer.window
+            )
         made = (structs.Layer * len(layers))()
         for to, layer in zip(made, layers):
             for name in structs.LINEARS:

@@ -166,7 +166,7 @@ void rope_store(const float *x, long n, long H, long k, long D, long Dp, const f
                 long rot, const int64_t *positions, const int64_t *slots, void *K, void *V, int kind, long head, float *q) {
     #pragma omp parallel for schedule(static) if (n > 8)
     for (long r = 0; r < n; r++) {
-        float a[512], b[512];
+        float a[MAX_HEAD_DIM], b[MAX_HEAD_DIM];
         const float *turn = cs + positions[r] * rot;
         for (long h = 0; h < H + 2 * k; h++) {
             const float *from = x + (r * (H + 2 * k) + h) * D, *norm = h < H ? qn : h < H + k ? kn : 0;

@@ -249,7 +249,7 @@ INLINE void attend_group(const long Dp, const int group, Keys keys, long from, l
                          float scale, const Bend *bend, long first, float *s, long room, float *out, long D) {
     const long V2 = Dp / VL;
     float inv[4];
-    vf a[512 / VL];                                           /* group * V2 of them: a size known early keeps them in registers */
+    vf a[MAX_HEAD_DIM / VL];                                           /* group * V2 of them: a size known early keeps them in registers */
     scores(Dp, group, keys, from, n, q, K, scale, s, room);
     for (int g = 0; g < group; g++) inv[g] = softmax(s + g * room, bent(bend, first + g, keys, from, s + g * room, n));
     for (long i = 0; i < group * V2; i++) a[i] = (vf){0};
@@ -263,7 +263,7 @@ INLINE void attend_group(const long Dp, const int group, Keys keys, long from, l
         }
     }
     for (int g = 0; g < group; g++) {
-        float wide[512];
+        float wide[MAX_HEAD_DIM];
         for (long c = 0; c < V2; c++) *(vf *)(wide + c * VL) = a[g * V2 + c] * inv[g];
         memcpy(out + g * D, wide, (size_t)D * 4);
     }

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool, SplitPool, kv_dtype
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, ModelError
 from outrider.kernels import Chain, Kernels, Trees, Weight, kernels_for
 from outrider.kernels.chain import Chained, Halt
 from outrider.kernels.lora import Adapted
 from outrider.kernels.quantised import Quantised, join
-from outrider.models.hub import Checkpoint, Source
+from outrider.models.hub import Checkpoint, Source, first_line
 from outrider.models.placement import Placement, place
 from outrider.models.quantise import bits_of, quantise
 from outrider.models.spec import Spec
@@ -296,8 +296,13 @@ def rotations(config: Any, max_len: int) -> Tensor:
 
     try:
         rotary = LlamaRotaryEmbedding(config)
+        cos, sin = rotary(torch.empty(0), torch.arange(max_len)[None])
     except KeyError as error:
         raise ConfigError(f"the model's rope type {error} is unknown to transformers.") from error
-    cos, sin = rotary(torch.empty(0), torch.arange(max_len)[None])
+    except Exception as error:
+        raise ModelError(f"rope_parameters of the model cannot be computed: {first_line(error)}") from error
     half = cos.shape[-1] // 2
-    return torch.cat([cos[0, :, :half], sin[0, :, :half]], dim=-1).contiguous()
+    table = torch.cat([cos[0, :, :half], sin[0, :, :half]], dim=-1).contiguous()
+    if not table.isfinite().all():
+        raise ModelError("rope_parameters of the model make rotations that are no finite numbers.")
+    return table

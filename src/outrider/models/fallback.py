@@ -33,9 +33,11 @@ from outrider.errors import ConfigError, ModelError
 from outrider.kernels import Bend, Kernels, Trees, kernels_for
 from outrider.models import steady, unrouted
 from outrider.models.hub import Checkpoint, first_line
-from outrider.models.spec import FAMILIES, WIDEST
+from outrider.models.sizes import check_sizes
+from outrider.models.spec import FAMILIES
 from outrider.models.steps import in_steps
 from outrider.models.taps import layers_of, tapping
+from outrider.models.validate import check_attention
 
 OURS, LISTENING = (
     "outrider",
@@ -351,6 +353,7 @@ def _load(checkpoint: Checkpoint) -> Any:
     """The model in its own dtype.  Raises ModelError naming the tensors that are missing or of another shape."""
     loader: Any = AutoModelForCausalLM
     with _quiet():
+        check_sizes(checkpoint)
         try:
             model, report = loader.from_pretrained(
                 checkpoint.folder, config=checkpoint.config, dtype="auto", attn_implementation="eager", experts_implementation="eager",
@@ -399,9 +402,8 @@ def _body(model: Any, name: str) -> Any:
 def _alike(layers: list[Layer]) -> list[Layer]:
     """One shape for all layers, as a pool has it: heads are padded with zeros, K/V heads repeated."""
     kv_heads, head_dim = max(layer.kv_heads for layer in layers), max(layer.head_dim for layer in layers)
-    if head_dim > WIDEST:
-        raise ModelError(f"it has heads of {head_dim} dimensions; the kernels take at most {WIDEST}.")
     for layer in layers:
+        check_attention(type(layer.module).__name__, layer.heads, layer.kv_heads, head_dim, 0, layer.window)
         if kv_heads % layer.kv_heads or layer.heads % kv_heads:
             raise ModelError(
                 f"its layers have {layer.kv_heads} and {kv_heads} K/V heads, which do not fit into one pool."

@@ -6,6 +6,7 @@ Read here and not by the `gguf` package: its reader takes seconds over a vocabul
 from __future__ import annotations
 
 import logging
+import math
 import mmap
 import re
 import struct
@@ -18,7 +19,9 @@ from torch import Tensor
 from outrider.errors import ModelError
 from outrider.kernels.quantised import Quantised
 from outrider.models import ggml
+from outrider.models.fields import CONFIG, GGUF
 from outrider.models.spec import Spec
+from outrider.models.validate import check
 
 FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 SCALARS = {
@@ -35,6 +38,7 @@ SCALARS = {
     12: "f8",
 }
 STRING, ARRAY = 8, 9
+DEEPEST, LONGEST = 4, 1 << 24  # of arrays in the metadata
 OURS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 OURS_BLOCK = {
     "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
@@ -83,10 +87,9 @@ class File:
             if magic != b"GGUF" or version not in (2, 3):
                 raise ValueError("it is no little-endian GGUF file of version 2 or 3")
             metadata = {cursor.string(): cursor.value(cursor.take("<I")[0]) for _ in range(keys)}
+            check(metadata, GGUF, path)
             heads = [cursor.tensor() for _ in range(tensors)]
             unit = metadata.get("general.alignment", 32)
-            if not isinstance(unit, int) or unit < 1:
-                raise ValueError(f"general.alignment is {unit!r}")
         except FileNotFoundError:
             raise ModelError(f"there is no file {path}.") from None
         except (OSError, ValueError, struct.error, OverflowError) as error:
@@ -101,19 +104,17 @@ class File:
         found = self.metadata.get(f"{self.architecture}.{key}", default)
         if found is None:
             raise ModelError(f"{self.path} has no {self.architecture}.{key} in its metadata.")
-        if not isinstance(found, (int, float)) or isinstance(found, bool):
+        if type(found) not in (int, float) or not math.isfinite(found):
             raise ModelError(f"{self.path} is corrupt: {key} is {found!r}.")
-        return found
+        return float(found) if isinstance(found, float) else int(found)
 
     def whole(self, key: str, default: int | None = None) -> int:
         """The same for a size; a list has one for every layer."""
         each = self.metadata.get(f"{self.architecture}.{key}")
-        if isinstance(each, list) and each:
-            if len(set(each)) > 1:
-                raise ModelError(f"{self.path}: {key} differs from layer to layer, which is not supported.")
-            return int(each[0])
-        found = self.number(key, default)
-        if not isinstance(found, int) or not 0 <= found < 1 << 31:
+        if isinstance(each, list) and any(one != each[0] for one in each):
+            raise ModelError(f"{self.path}: {key} differs from layer to layer, which is not supported.")
+        found = each[0] if isinstance(each, list) and each else self.number(key, default)
+        if type(found) is not int or not 0 <= found < 1 << 31:
             raise ModelError(f"{self.path} is corrupt: {key} is {found!r}.")
         return found
 
@@ -141,13 +142,15 @@ class _Cursor:
         self.at = begin + size
         return self.data[begin : self.at].decode("utf-8", "replace")
 
-    def value(self, kind: int) -> Any:
+    def value(self, kind: int, depth: int = 0) -> Any:
         if kind == STRING:
             return self.string()
         if kind == ARRAY:
             kind, count = self.take("<IQ")
+            if depth == DEEPEST or count > LONGEST:
+                raise ValueError(f"an array has {count:,} entries {depth} arrays deep")
             if kind in (STRING, ARRAY):
-                return [self.value(kind) for _ in range(count)]
+                return [self.value(kind, depth + 1) for _ in range(count)]
             return self._numbers(kind, count)
         return self._numbers(kind, 1)[0]
 
@@ -166,6 +169,8 @@ class _Cursor:
         if not 1 <= dimensions <= 4:
             raise ValueError(f"{name!r} has {dimensions} dimensions")
         shape = self.take(f"<{dimensions}Q")
+        if 0 in shape:
+            raise ValueError(f"{name!r} has no elements")
         return (name, shape[::-1], *self.take("<IQ"))
 
 
@@ -306,12 +311,12 @@ def config_of(file: File) -> Any:
             for name in ("bos", "eos")
         },
     )
+    check(settings, CONFIG, file.path)
     try:
         config = getattr(transformers, f"{family}Config")(**settings)
     except Exception as error:  # transformers checks, and raises several kinds
-        raise ModelError(
-            f"{file.path} is corrupt: its metadata make no {family} model: {str(error).splitlines()[-1].strip()}"
-        ) from error
+        reason = (str(error).splitlines() or [type(error).__name__])[-1].strip()
+        raise ModelError(f"{file.path} is corrupt: its metadata make no {family} model: {reason}") from error
     if window := file.whole("attention.sliding_window", 0):
         config.sliding_window, config.layer_types = window, ["sliding_attention"] * layers
     return config
@@ -319,7 +324,7 @@ def config_of(file: File) -> Any:
 
 def _rope(file: File, context: int, width: int) -> dict[str, Any]:
     """rope_parameters.  Factors of single frequencies (Llama 3 has them, as a tensor) are what transformers calls longrope."""
-    kind = file.metadata.get(f"{file.architecture}.rope.scaling.type", "linear")
+    kind = str(file.metadata.get(f"{file.architecture}.rope.scaling.type", "linear"))
     if kind not in ("none", "linear", "yarn") or (kind == "yarn" and ROPE in file.tensors):
         raise ModelError(
             f"{file.path}: rope.scaling.type {kind!r} is not supported{' with ' + ROPE if kind == 'yarn' else ''}."

@@ -57,9 +57,6 @@ def ending_of(file: File) -> frozenset[int]:
 
 def tokenizer_of(file: File) -> Any:
     """A transformers tokenizer, None where the file has no vocabulary."""
-    from tokenizers import AddedToken, processors
-    from transformers import PreTrainedTokenizerFast
-
     told = {
         key.removeprefix("tokenizer.ggml."): value
         for key, value in file.metadata.items()
@@ -72,15 +69,22 @@ def tokenizer_of(file: File) -> Any:
         raise ModelError(
             f'{file.path} has a tokenizer of model {model!r}, which is not supported: pass LLM(tokenizer="a folder").'
         )
+    try:
+        return _made(told, model)
+    except Exception as error:  # tokenizers raises errors of many kinds
+        raise ModelError(f"{file.path}: the tokenizer's metadata are corrupt or unknown: {error}.") from error
+
+
+def _made(told: dict[str, Any], model: str) -> Any:
+    from tokenizers import AddedToken, processors
+    from transformers import PreTrainedTokenizerFast
+
     tokens = told["tokens"]
     told.setdefault("token_type", [NORMAL] * len(tokens))
-    try:
-        core = _byte_level(told) if model == "gpt2" else _sentencepiece(told)
-        special = {
-            name: tokens[told[f"{key}_token_id"]] for name, key in NAMED.items() if f"{key}_token_id" in told
-        }
-    except Exception as error:  # tokenizers raise what they like
-        raise ModelError(f"{file.path}: the tokenizer's metadata are corrupt or unknown: {error}.") from error
+    core = _byte_level(told) if model == "gpt2" else _sentencepiece(told)
+    special = {
+        name: tokens[told[f"{key}_token_id"]] for name, key in NAMED.items() if f"{key}_token_id" in told
+    }
     for kind in (CONTROL, USER_DEFINED):
         found = (token for token, its in zip(tokens, told["token_type"]) if its == kind and token)
         core.add_tokens([AddedToken(token, special=kind == CONTROL, normalized=False) for token in found])

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
-import json
+import re
+import reprlib
 import zipfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,8 +20,10 @@ from outrider.errors import ConfigError, ModelError, nearest
 from outrider.kernels import fast_bfloat16
 from outrider.kernels.quantised import Quantised
 from outrider.models import gguf, gguf_text
+from outrider.models.fields import CONFIG, GENERATION
 from outrider.models.packed import PackedWeights, Scheme
 from outrider.models.spec import LIKE, Facts, Spec
+from outrider.models.validate import read_json
 
 BUILTIN = {"builtin": "target", "builtin-draft": "draft"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -30,6 +34,7 @@ TRAINING = [
     "rng_state*",
     "training_args*",
 ]  # what a trainer leaves beside a model
+NUMBERED_TOO_HIGH = re.compile(r"(^|\.)\d{5,}(\.|$)")  # loops over layers and heads end where names do
 PATTERNS = ["*.json", "*.safetensors", "*.bin", "tokenizer*", "*.jinja", "*.model", "*.txt"]
 
 
@@ -108,12 +113,14 @@ class Checkpoint:
             return Checkpoint(name, folder.parent, config, Facts.of(config), gguf=file)
         try:
             config = read_config(folder, trust_remote_code)
+        except ModelError:
+            raise
         except Exception as error:
             if "trust_remote_code=True" in str(error):
                 raise ModelError(
                     f"{name!r} brings its own code: pass trust_remote_code=True if you trust it."
                 ) from error
-            raise ModelError(f"the config of {name!r} cannot be read: {first_line(error)}") from error
+            raise ModelError(f"the config.json of {name!r} cannot be read: {first_line(error)}") from error
         return Checkpoint(name, folder, config, Facts.of(config), Scheme.of(config), None, trust_remote_code)
 
     @cached_property
@@ -134,7 +141,7 @@ class Checkpoint:
         if self.gguf is not None:
             return gguf_text.ending_of(self.gguf)
         path = self.folder / "generation_config.json"
-        given = read_json(path).get("eos_token_id") if path.is_file() else None
+        given = read_json(path, GENERATION).get("eos_token_id") if path.is_file() else None
         given = self.config.eos_token_id if given is None else given
         return frozenset(() if given is None else given if isinstance(given, list) else [given])
 
@@ -164,7 +171,7 @@ def read_config(folder: Path, trust_remote_code: bool) -> Any:
     from transformers import AutoConfig
 
     path = folder / "config.json"
-    given = read_json(path) if path.is_file() else {}
+    given = read_json(path, CONFIG) if path.is_file() else {}
     if (kind := LIKE.get(str(given.get("model_type")))) is None:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     return AutoConfig.for_model(
@@ -191,17 +198,6 @@ def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Raises ModelError where the file holds no object."""
-    try:
-        found = json.loads(path.read_text())
-    except ValueError as error:
-        raise ModelError(f"{path} is corrupt: {error}") from error
-    if not isinstance(found, dict):
-        raise ModelError(f"{path} is corrupt: it holds no object.")
-    return found
-
-
 class Weights:
     """The tensors of a checkpoint folder."""
 
@@ -210,6 +206,10 @@ class Weights:
     ) -> None:
         self.loaded: dict[Path, dict[str, Tensor]] = {}
         self.where: dict[str, Path] = dict(self._list(folder, stems))
+        for name in filter(NUMBERED_TOO_HIGH.search, self.where):
+            raise ModelError(
+                f"{self.where[name]} has a tensor {name[:80]!r}: no module has such a high number."
+            )
         if not self.where:
             raise ModelError(
                 f"{folder} has no weights: expected {' or '.join(stems)}, or their shards with an index."
@@ -222,9 +222,7 @@ class Weights:
                 shards = read_json(index).get("weight_map")
                 if not isinstance(shards, dict):
                     raise ModelError(f"{index} is corrupt: it has no weight_map.")
-                for shard in sorted(set(shards.values())):
-                    if not (folder / shard).is_file():
-                        raise ModelError(f"{index.name} names {shard}, which is missing in {folder}.")
+                _check_shards(folder, index, shards)
                 yield from ((name, folder / shard) for name, shard in shards.items())
                 return
             if (folder / stem).is_file():
@@ -257,6 +255,11 @@ class Weights:
                     raise ModelError(
                         f"{path} holds more than named tensors: {name!r} in it is a {type(value).__name__}."
                     )
+                if value.nbytes > value.untyped_storage().nbytes():
+                    del self.loaded[path]
+                    raise ModelError(
+                        f"{path} is corrupt: {name!r} has more elements than the file holds of it."
+                    )
         return self.loaded[path]
 
     def __contains__(self, name: str) -> bool:
@@ -270,7 +273,7 @@ class Weights:
         path = self.where[name]
         if path.suffix != SAFE:
             return tuple(self._bin(path)[name].shape)
-        with _opened(path) as file:
+        with _opened(path) as file, _reading(path, name):
             return tuple(file.get_slice(name).get_shape())
 
     def get(self, name: str, *shape: int) -> Tensor:
@@ -291,16 +294,40 @@ class Weights:
                 f"the checkpoint has no tensor {name!r}; it has {len(self.where)}, e.g. {next(iter(self.where))!r}."
             )
         path = self.where[name]
-        from safetensors import SafetensorError
-
-        try:
+        with _reading(path, name):
             if path.suffix != SAFE:
                 return self._bin(path)[name]
             with _opened(path) as file:
                 tensor: Tensor = file.get_tensor(name)
                 return tensor
-        except (KeyError, SafetensorError) as error:
-            raise ModelError(f"{path} should hold {name!r} but does not.") from error
+
+
+def _check_shards(folder: Path, index: Path, shards: dict[str, Any]) -> None:
+    """Raises ModelError for a weight_map with a shard that is no file inside the folder."""
+    for name, shard in shards.items():
+        if (
+            not isinstance(shard, str)
+            or "\0" in shard
+            or Path(shard).is_absolute()
+            or ".." in Path(shard).parts
+        ):
+            raise ModelError(
+                f"{index}: weight_map names {reprlib.repr(shard)} for {name!r}, which is no file in this folder."
+            )
+    for shard in sorted(set(shards.values())):
+        if len(shard) > 255 or not (folder / shard).is_file():
+            raise ModelError(f"{index}: weight_map names {shard[:80]!r}, which is missing in {folder}.")
+
+
+@contextmanager
+def _reading(path: Path, name: str) -> Iterator[None]:
+    """Raises ModelError for whatever goes wrong while a tensor is read: safetensors, torch and numpy each have errors of their own."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(f"{path} should hold {name!r} but does not: {first_line(error)}") from error
 
 
 def _opened(path: Path) -> Any:

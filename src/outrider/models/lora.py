@@ -14,8 +14,10 @@ from typing import Any
 
 from outrider.errors import ModelError
 from outrider.kernels.lora import Adapted, Low, places
-from outrider.models.hub import Weights, download, read_json
+from outrider.models.fields import ALPHA, PEFT, RANK
+from outrider.models.hub import Weights, download
 from outrider.models.spec import Spec
+from outrider.models.validate import read_json
 
 TENSOR = re.compile(
     r"(?:base_model\.model\.)?(model\.layers\.(\d+)\.(?:self_attn|mlp)\.(q|k|v|o|gate|up|down)_proj)\.lora_([AB])\.weight"
@@ -63,7 +65,7 @@ class PeftAdapter:
     def open(path: str, spec: Spec, max_rank: int) -> PeftAdapter:
         """Raises ModelError naming what is missing, does not fit or is not supported."""
         folder = _locate(path)
-        config = read_json(folder / "adapter_config.json")
+        config = read_json(folder / "adapter_config.json", PEFT)
         _refuse(config)
         weights = Weights(folder, ("adapter_model.safetensors", "adapter_model.bin"))
         base = config.get("base_model_name_or_path")
@@ -160,10 +162,8 @@ def _part(
         raise ModelError(f"{module} is layer {layer} of a model that has {spec.layers}: {stranger}.")
     rank = _setting(config, "rank_pattern", module, config.get("r", 8))
     alpha = _setting(config, "alpha_pattern", module, config.get("lora_alpha", 8))
-    if not isinstance(rank, int) or rank < 1:
-        raise ModelError(f"the rank of {module} must be a whole number of at least 1, got {rank!r}.")
-    if not isinstance(alpha, (int, float)):
-        raise ModelError(f"the lora_alpha of {module} must be a number, got {alpha!r}.")
+    RANK.check(rank, f"the rank of {module} (r, rank_pattern)")
+    ALPHA.check(alpha, f"the lora_alpha of {module} (alpha_pattern)")
     if rank > max_rank:
         raise ModelError(f"{module} has rank {rank}, max_lora_rank is {max_rank}: raise max_lora_rank.")
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
@@ -177,5 +177,5 @@ def _setting(config: Mapping[str, Any], key: str, module: str, default: Any) -> 
         return next(
             (value for pattern, value in patterns if re.match(rf"(.*\.)?({pattern})$", module)), default
         )
-    except (re.error, AttributeError) as error:
+    except (re.error, OverflowError, RecursionError) as error:
         raise ModelError(f"{key} cannot be read: {error}") from error

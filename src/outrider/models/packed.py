@@ -20,6 +20,8 @@ from torch import Tensor
 
 from outrider.errors import ModelError
 from outrider.kernels.quantised import Quantised
+from outrider.models.fields import QUANTIZATION
+from outrider.models.validate import check
 
 MIDDLE = {4: 8, 8: 128}  # what an unsigned number of so many bits is in the middle of
 CURE = "load the unquantised checkpoint, or one in GGUF, AWQ (gemm), GPTQ or compressed-tensors (pack-quantized)."
@@ -69,6 +71,7 @@ class Scheme:
         if not given:
             return None
         given = given if isinstance(given, dict) else given.to_dict()
+        check(given, QUANTIZATION, "quantization_config")
         method = given.get("quant_method", "unknown")
         if method not in READERS:
             raise ModelError(f"the checkpoint is quantised by {method!r}, which is not supported: {CURE}")
@@ -134,11 +137,11 @@ def _compressed(given: dict[str, Any]) -> Scheme:
 
 
 def _size(bits: Any, group: Any, widths: tuple[int, ...]) -> tuple[int, int]:
-    if bits not in widths:
+    if type(bits) is not int or bits not in widths:
         raise ModelError(
             f"the checkpoint is quantised to {bits} bits; supported: {' and '.join(map(str, widths))}."
         )
-    if not isinstance(group, int) or (group < 1 and group != -1):
+    if type(group) is not int or (group < 1 and group != -1):
         raise ModelError(
             f"the checkpoint's group_size must be a whole number, or -1 for whole rows, got {group!r}."
         )

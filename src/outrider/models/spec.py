@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.errors import ModelError
+from outrider.models.fields import EPSILON, HEAD_COUNT, LAYER_COUNT, LENGTH, WIDTH, WINDOW
+from outrider.models.validate import MAX_HEAD_DIM, Kind, check_attention, whole
 
 FAMILIES = {
     "LlamaForCausalLM": "Llama 1-3.x and its many children",
@@ -30,7 +32,7 @@ LENGTHS = (
     "seq_length",
     "n_ctx",
 )  # what families call their context
-WIDEST = 512  # dimensions of a head that the kernels take
+VOCABULARY, INNER = whole(1, 1 << 26), whole(1, 1 << 24)
 
 
 @dataclass(frozen=True)
@@ -52,11 +54,12 @@ class Facts:
         if lean(config):
             return Spec.of(config)
         length = next((found for name in LENGTHS if (found := getattr(config, name, None))), 2048)
+        LENGTH.check(length, f"the context of {architecture(config)}")
         return Facts(
             architecture(config),
-            config.num_hidden_layers,
-            config.hidden_size,
-            config.vocab_size,
+            _size(config, "num_hidden_layers", LAYER_COUNT),
+            _size(config, "hidden_size", WIDTH),
+            _size(config, "vocab_size", VOCABULARY),
             length,
             *_heads(config),
         )
@@ -75,33 +78,49 @@ class Spec(Facts):
 
     @staticmethod
     def of(config: Any) -> Spec:
-        heads = config.num_attention_heads
-        layers = config.num_hidden_layers
+        name, heads = architecture(config), _size(config, "num_attention_heads", HEAD_COUNT)
+        layers, hidden = _size(config, "num_hidden_layers", LAYER_COUNT), _size(config, "hidden_size", WIDTH)
         window = getattr(config, "sliding_window", None) or 0
+        WINDOW.check(window, f"sliding_window of {name}")
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        head_dim = getattr(config, "head_dim", None) or hidden // heads
+        HEAD_COUNT.check(kv_heads, f"num_key_value_heads of {name}")
+        check_attention(name, heads, kv_heads, head_dim)
         kinds = (
             getattr(config, "layer_types", None)
             or ["sliding_attention" if window else "full_attention"] * layers
         )
+        if len(kinds) != layers:
+            raise ModelError(
+                f"{name} has {layers} layers (num_hidden_layers), and layer_types lists {len(kinds)}."
+            )
         return Spec(
-            architecture=architecture(config),
+            architecture=name,
             layers=layers,
-            hidden=config.hidden_size,
-            inner=config.intermediate_size,
+            hidden=hidden,
+            inner=_size(config, "intermediate_size", INNER),
             heads=heads,
-            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            vocabulary=config.vocab_size,
-            eps=config.rms_norm_eps,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            vocabulary=_size(config, "vocab_size", VOCABULARY),
+            eps=_size(config, "rms_norm_eps", EPSILON),
             windows=tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
-            qk_norm=architecture(config) == "Qwen3ForCausalLM",
+            qk_norm=name == "Qwen3ForCausalLM",
             tied=bool(config.tie_word_embeddings),
-            context=config.max_position_embeddings,
+            context=_size(config, "max_position_embeddings", LENGTH),
         )
+
+
+def _size(config: Any, key: str, kind: Kind) -> Any:
+    """A number that every model has.  Raises ModelError where the config lacks it, or has something else."""
+    value = getattr(config, key, None)
+    kind.check(value, f"{key} of {architecture(config)}")
+    return value
 
 
 def _heads(config: Any) -> tuple[int, int]:
     """How many heads K/V has, and their dimensions."""
-    heads = config.num_attention_heads
+    heads = _size(config, "num_attention_heads", HEAD_COUNT)
     width = (
         getattr(config, "qk_head_dim", None)
         or getattr(config, "head_dim", None)
@@ -109,9 +128,9 @@ def _heads(config: Any) -> tuple[int, int]:
     )
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
         return 1, width
-    return getattr(config, "num_key_value_heads", None) or getattr(
-        config, "num_kv_heads", None
-    ) or heads, width
+    kv_heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or heads
+    HEAD_COUNT.check(kv_heads, f"num_key_value_heads of {architecture(config)}")
+    return kv_heads, width
 
 
 def architecture(config: Any) -> str:
@@ -121,11 +140,12 @@ def architecture(config: Any) -> str:
 
 def lean(config: Any) -> bool:
     """Whether the lean decoder computes this model; transformers' own code runs in the fallback otherwise."""
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = _size(config, "num_attention_heads", HEAD_COUNT)
+    width = getattr(config, "head_dim", None) or _size(config, "hidden_size", WIDTH) // heads
     return (
         architecture(config) in FAMILIES
         and getattr(config, "hidden_act", "silu") == "silu"
-        and width <= WIDEST
+        and width <= MAX_HEAD_DIM
     )
 
 

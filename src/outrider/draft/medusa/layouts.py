@@ -23,6 +23,7 @@ from torch import Tensor
 
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.files import Head
+from outrider.models.fields import MOST_STEPS
 
 BLOCK, LM_HEAD = r"\1.\2.linear.\3", r"\1.lm_head.weight"
 LAYOUTS: tuple[dict[str, str], ...] = (  # the first name of each tells it
@@ -80,7 +81,12 @@ def opened(head: Head) -> Head:
 def counts(head: Head) -> tuple[int, int]:
     """How many heads, and how many blocks each, by our names."""
     at = [match for name in head if (match := re.fullmatch(r"(\d+)\.(\d+)\.linear\.(?:weight|bias)", name))]
-    return 1 + max(int(m[1]) for m in at), 1 + max(int(m[2]) for m in at)
+    heads, blocks = 1 + max(int(m[1]) for m in at), 1 + max(int(m[2]) for m in at)
+    if max(heads, blocks) > MOST_STEPS:
+        raise ModelError(
+            f"{head.name!r} has tensors of {heads} heads of {blocks} blocks; {MOST_STEPS} are read."
+        )
+    return heads, blocks
 
 
 def _renamed(layout: Mapping[str, str], name: str) -> str | None:
@@ -97,7 +103,7 @@ def _depth(head: Head, ours: Head) -> int:
     if not numbers:
         told = head.config.get("medusa_num_layers", 1)
         return told if seen == 1 and isinstance(told, int) and told > 1 else seen
-    if len(numbers) > 1 or seen > min(numbers):
+    if len(numbers) > 1 or not seen <= min(numbers) <= MOST_STEPS:
         raise ModelError(
             f"{head.name!r} has heads of {seen} blocks whose last layer is number {', '.join(map(str, sorted(numbers)))}."
         )

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from outrider.errors import ConfigError, ModelError, unknown
 from outrider.heads.files import Head
+from outrider.models.fields import MOST_STEPS
 
 KINDS = ("emb", "proj", "ln", "head")
 GATES = ("forget", "input", "output", "cell")  # side by side in this order
@@ -95,6 +96,8 @@ class Layout:
 def _steps(head: Head, method: str, found: Mapping[str, set[int]]) -> tuple[int, bool]:
     """(steps, whether they share weights): the tensors know, unless they are there once for all steps."""
     most = 1 + max((i for steps in found.values() for i in steps), default=-1)
+    if most > MOST_STEPS:
+        raise ModelError(f"{head.name!r} has tensors of {most} steps; {MOST_STEPS} are read.")
     whole = all(steps == set(range(most)) for steps in found.values())
     once = method == RNN and found["emb"] == found["ln"] == {0} and found["proj"] == {0, 1}
     tied = method == LSTM or once or head.config.get("tie_weights") is True

@@ -1,0 +1,40 @@
+"""Comparison of the weights that a config asks for with the files of its checkpoint."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from outrider.errors import ModelError
+from outrider.models.hub import Checkpoint
+
+SLACK = 1 << 22  # weights that a model may have beyond a byte each in its files
+
+
+def check_sizes(checkpoint: Checkpoint) -> None:
+    """Raises ModelError for a config that asks for far more weights than the files hold.
+
+    transformers allocates what the config asks for, also where the files have another shape.  On the meta device the model costs nothing.
+    """
+    spec = checkpoint.spec
+    held = sum(
+        path.stat().st_size for path in checkpoint.folder.iterdir() if path.suffix in (".safetensors", ".bin")
+    )
+    wanted = spec.layers * spec.hidden
+    if held and wanted <= held:
+        try:
+            with torch.device("meta"):
+                loader: Any = AutoModelForCausalLM
+                model = loader.from_config(
+                    copy.deepcopy(checkpoint.config), trust_remote_code=checkpoint.trust_remote_code
+                )
+        except Exception:  # the loader below gives the reason
+            return
+        wanted = sum(parameter.numel() for parameter in model.parameters())
+    if held and wanted > held + SLACK:
+        raise ModelError(
+            f"the config.json of {checkpoint.name!r} asks for {wanted:,} weights, and the files have {held:,} bytes: one of its sizes is wrong."
+        )
