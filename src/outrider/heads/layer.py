@@ -47,7 +47,7 @@ class Sizes:
                 f"{head.name!r}: {at} has {q} outputs for queries and {kv} for keys, which are no heads of "
                 f"head_dim {config.get('head_dim')} (num_attention_heads {heads})."
             )
-        check_attention(f"{head.name!r}: {at}", q // width, kv // width, width)
+        check_attention(f"{head.name!r}: {at}", q // width, kv // width, width, width + width % 2)
         inner = head.shape(f"{at}.mlp.gate_proj.weight")[0]
         return Sizes(hidden, inner, q // width, kv // width, width, float(config.get("rms_norm_eps") or 1e-6))
 

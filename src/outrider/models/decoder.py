@@ -298,7 +298,9 @@ def rotations(config: Any, max_len: int) -> Tensor:
         rotary = LlamaRotaryEmbedding(config)
         cos, sin = rotary(torch.empty(0), torch.arange(max_len)[None])
     except KeyError as error:
-        raise ConfigError(f"the model's rope type {error} is unknown to transformers.") from error
+        raise ConfigError(
+            f"the model's rope type {error} (rope_parameters) is unknown to transformers."
+        ) from error
     except Exception as error:
         raise ModelError(f"rope_parameters of the model cannot be computed: {first_line(error)}") from error
     half = cos.shape[-1] // 2

@@ -110,7 +110,7 @@ class Checkpoint:
         if folder.suffix == ".gguf" and folder.is_file():
             file = gguf.File(folder)
             config = gguf.config_of(file)
-            return Checkpoint(name, folder.parent, config, Facts.of(config), gguf=file)
+            return Checkpoint(name, folder.parent, config, _facts(name, config)[0], gguf=file)
         try:
             config = read_config(folder, trust_remote_code)
         except ModelError:
@@ -121,7 +121,7 @@ class Checkpoint:
                     f"{name!r} brings its own code: pass trust_remote_code=True if you trust it."
                 ) from error
             raise ModelError(f"the config.json of {name!r} cannot be read: {first_line(error)}") from error
-        return Checkpoint(name, folder, config, Facts.of(config), Scheme.of(config), None, trust_remote_code)
+        return Checkpoint(name, folder, config, *_facts(name, config), None, trust_remote_code)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -166,6 +166,14 @@ class Checkpoint:
         return weights if self.scheme is None else PackedWeights(weights, self.scheme)
 
 
+def _facts(name: str, config: Any) -> tuple[Facts, Scheme | None]:
+    """Raises ModelError, which names the checkpoint, for a model that cannot be run or a quantisation that cannot be read."""
+    try:
+        return Facts.of(config), Scheme.of(config)
+    except ModelError as error:
+        raise ModelError(f"{name!r}: {error}") from error
+
+
 def read_config(folder: Path, trust_remote_code: bool) -> Any:
     """A transformers config; code of the checkpoint's own is not needed where another family has the same decoder."""
     from transformers import AutoConfig
@@ -195,7 +203,9 @@ def read_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
 
 
 def first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """The message of an error, up to the end of its first line; one that ends with a colon is continued."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
 class Weights:

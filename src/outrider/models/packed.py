@@ -116,6 +116,7 @@ def _compressed(given: dict[str, Any]) -> Scheme:
             f"the checkpoint's activations must be transformed (transform_config), which is not supported: {CURE}"
         )
     for name, group in (given.get("config_groups") or {}).items():
+        group = group or {}
         weights = group.get("weights") or {}
         if group.get("input_activations") or weights.get("type", "int") != "int":
             raise ModelError(

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from outrider.errors import ModelError
-from outrider.models.hub import Checkpoint
+from outrider.models.hub import Checkpoint, Weights
 
 SLACK = 1 << 22  # weights that a model may have beyond a byte each in its files
 
@@ -19,22 +19,25 @@ def check_sizes(checkpoint: Checkpoint) -> None:
 
     transformers allocates what the config asks for, also where the files have another shape.  On the meta device the model costs nothing.
     """
-    spec = checkpoint.spec
-    held = sum(
-        path.stat().st_size for path in checkpoint.folder.iterdir() if path.suffix in (".safetensors", ".bin")
-    )
-    wanted = spec.layers * spec.hidden
-    if held and wanted <= held:
-        try:
-            with torch.device("meta"):
-                loader: Any = AutoModelForCausalLM
-                model = loader.from_config(
-                    copy.deepcopy(checkpoint.config), trust_remote_code=checkpoint.trust_remote_code
-                )
-        except Exception:  # the loader below gives the reason
-            return
-        wanted = sum(parameter.numel() for parameter in model.parameters())
-    if held and wanted > held + SLACK:
+    if not any(path.suffix in (".safetensors", ".bin") for path in checkpoint.folder.iterdir()):
+        return  # transformers says which files it looks for
+    where = Weights(checkpoint.folder).where
+    if checkpoint.spec.layers > len(where):
         raise ModelError(
-            f"the config.json of {checkpoint.name!r} asks for {wanted:,} weights, and the files have {held:,} bytes: one of its sizes is wrong."
+            f"the config.json of {checkpoint.name!r} asks for {checkpoint.spec.layers:,} layers (num_hidden_layers), and the files hold "
+            f"{len(where):,} tensors."
+        )
+    try:
+        with torch.device("meta"):
+            loader: Any = AutoModelForCausalLM
+            model = loader.from_config(
+                copy.deepcopy(checkpoint.config), trust_remote_code=checkpoint.trust_remote_code
+            )
+    except Exception:  # loading fails in the same way, and gives the reason
+        return
+    held = sum(path.stat().st_size for path in set(where.values()))
+    if (wanted := sum(parameter.numel() for parameter in model.parameters())) > held + SLACK:
+        raise ModelError(
+            f"the config.json of {checkpoint.name!r} asks for {wanted:,} weights, and the files have {held:,} bytes: one of its sizes "
+            "is wrong."
         )

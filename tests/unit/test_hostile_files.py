@@ -1,0 +1,479 @@
+"""Corrupt and hostile files: every key of every configuration file, replaced by nonsense, loads or is refused by name."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import tiny_checkpoint, write_adapter
+from safetensors.torch import load_file, save_file
+
+from outrider import LLM, ConfigError, LoRARequest, ModelError, RequestError, SamplingParams
+from outrider.heads.files import builtin
+from outrider.models import gguf
+from outrider.models.validate import MAX_DEPTH, MAX_HEAD_DIM, read_json
+
+DEEP = "<nested too deeply>"
+NASTY: list[Any] = [
+    -1, 0, 1e30, 10**12, 1.5, float("nan"), "x", "", None, [], {}, [1, "x"], True, 1 << 63, float("-inf"), DEEP,
+]  # fmt: skip
+PROMPT = {"prompt_token_ids": [5, 6, 7, 8, 9]}
+GREEDY = SamplingParams(temperature=0, max_tokens=3, min_tokens=2)
+SECONDS = 1.0  # of processor time, for one load
+
+
+def written(config: dict[str, Any]) -> str:
+    """JSON; DEEP stands for 5,000 nested lists, which `json` itself cannot write."""
+    return json.dumps(config).replace(json.dumps(DEEP), "[" * 5000 + "]" * 5000)
+
+
+def places(config: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Where the keys of a config are, those of nested objects included."""
+    for key, value in config.items():
+        yield (*path, key)
+        if isinstance(value, dict):
+            yield from places(value, (*path, key))
+
+
+def replaced(config: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
+    first, *rest = path
+    return {**config, first: replaced(config[first], tuple(rest), value) if rest else value}
+
+
+def try_all(
+    file: Path,
+    config: dict[str, Any],
+    load: Callable[[], None],
+    names: tuple[str, ...],
+    more: list[Any] | None = None,
+) -> None:
+    """Loads with every key replaced by every nasty value.  names: what a message may name instead of the key."""
+    wrong: list[str] = []
+    refused = 0
+    for path in places(config):
+        for value in [*NASTY, *(more or [])]:
+            file.write_text(written(replaced(config, path, value)))
+            began, case = time.process_time(), f"{'.'.join(path)} = {value!r}"
+            try:
+                load()
+            except (ModelError, ConfigError, RequestError) as error:
+                refused += 1
+                if not any(name in str(error) for name in (*path, file.name, *names)):
+                    wrong.append(f"{case}: the message names neither key nor file: {error}")
+            except Exception as error:
+                wrong.append(f"{case}: {type(error).__name__}: {error}")
+            if (took := time.process_time() - began) > SECONDS:
+                wrong.append(f"{case}: took {took:.1f} s")
+    file.write_text(json.dumps(config))
+    assert not wrong, "\n".join(wrong)
+    assert refused > len(NASTY)
+    load()
+
+
+# ---- every key of every kind of file
+
+LLAMA = {"sliding_window": 64, "layer_types": ["sliding_attention"] * 2, "rope_parameters": {
+    "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}}  # fmt: skip
+TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"rope_parameters": LLAMA["rope_parameters"]}),
+    "mistral": ("Mistral", {"sliding_window": 64}),
+    "qwen3": ("Qwen3", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 128}}),
+    "fallback": ("Gemma", {}),
+}  # fmt: skip
+
+
+def answer(folder: Path) -> None:
+    """Loads a target and generates: memory errors show while it computes."""
+    llm = LLM(str(folder), max_model_len=32, kv_cache_memory_bytes=1 << 22)
+    with contextlib.suppress(RequestError):
+        llm.generate(PROMPT, GREEDY)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_every_key_of_a_target(name: str, tmp_path: Path) -> None:
+    family, given = TARGETS[name]
+    folder = Path(tiny_checkpoint(tmp_path / "model", family, **given))
+    for spare in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / spare).unlink()
+    config = json.loads((folder / "config.json").read_text())
+    config = {"head_dim": 16, "dtype": "float32", "quantization_config": None, "text_config": None, **config}
+    try_all(
+        folder / "config.json", config, lambda: answer(folder), (str(folder), "checkpoint", "the config asks")
+    )
+
+
+def test_every_key_of_a_generation_config(tmp_path: Path) -> None:
+    folder = Path(tiny_checkpoint(tmp_path / "model"))
+    config = {"eos_token_id": [2], "bos_token_id": 0, "pad_token_id": 2}
+    try_all(folder / "generation_config.json", config, lambda: answer(folder), ())
+
+
+@pytest.fixture(scope="module")
+def target() -> LLM:
+    return LLM("builtin", max_model_len=64, kv_cache_memory_bytes=1 << 24, max_num_seqs=2)
+
+
+@pytest.mark.parametrize("name", sorted(builtin()))
+def test_every_key_of_a_head(name: str, target: LLM, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(builtin()[name], tmp_path / name))
+    config = json.loads((folder / "config.json").read_text())
+    method = name.removeprefix("builtin-")
+
+    def load() -> None:
+        target.use({"method": method, "model": str(folder)})
+        with contextlib.suppress(RequestError):
+            target.generate(PROMPT, GREEDY)
+
+    try_all(folder / "config.json", config, load, (str(folder),))
+
+
+def test_every_key_of_an_adapter(tiny: Path, tmp_path: Path) -> None:
+    llm = LLM(str(tiny), enable_lora=True, max_lora_rank=8)
+    write_adapter(
+        tmp_path / "a", str(tiny), use_rslora=False, rank_pattern={"q_proj": 4}, alpha_pattern={"q_proj": 8}
+    )
+    numbers = iter(range(1, 10_000))
+
+    def load() -> None:
+        llm.generate(PROMPT, GREEDY, lora_request=LoRARequest("a", next(numbers), str(tmp_path / "a")))
+
+    file = tmp_path / "a" / "adapter_config.json"
+    try_all(file, json.loads(file.read_text()), load, ("q_proj",))
+
+
+QUANTIZED: dict[str, dict[str, Any]] = {
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False, "dynamic": {}, "checkpoint_format": "gptq"},
+    "compressed-tensors": {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "transform_config": {},
+        "config_groups": {"g": {"input_activations": None, "weights": {
+            "num_bits": 4, "group_size": 32, "strategy": "group", "symmetric": True, "type": "int",
+        }}},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", QUANTIZED)
+def test_every_key_of_a_quantisation(method: str, tiny: Path, tmp_path: Path) -> None:
+    """The weights are plain: whether a layer is quantised its tensors say, so that what is not refused loads."""
+    folder = Path(shutil.copytree(tiny, tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    inner = QUANTIZED[method]
+
+    class Nested(type(folder)):  # type: ignore[misc]
+        """Writes the section into the config that is around it."""
+
+        def write_text(self, data: str, *args: Any, **kwargs: Any) -> int:
+            whole = json.dumps({**config, "quantization_config": "?"}).replace('"?"', data)
+            return int(Path(self).write_text(whole))
+
+    names = ("quantised", "quantization_config", "group_size", "config_groups")
+    try_all(Nested(folder / "config.json"), inner, lambda: answer(folder), names)
+
+
+# ---- GGUF
+
+
+def field(key: str, kind: int, value: bytes) -> bytes:
+    return struct.pack("<Q", len(key)) + key.encode() + struct.pack("<I", kind) + value
+
+
+def strings(*values: str) -> bytes:
+    return struct.pack("<IQ", 8, len(values)) + b"".join(
+        struct.pack("<Q", len(v)) + v.encode() for v in values
+    )
+
+
+FIELDS: dict[str, tuple[int, bytes]] = {
+    "general.architecture": (8, struct.pack("<Q", 5) + b"llama"),
+    "general.alignment": (4, struct.pack("<I", 32)),
+    "split.count": (2, struct.pack("<H", 1)),
+    "llama.block_count": (4, struct.pack("<I", 1)),
+    "llama.embedding_length": (4, struct.pack("<I", 32)),
+    "llama.feed_forward_length": (4, struct.pack("<I", 32)),
+    "llama.context_length": (4, struct.pack("<I", 64)),
+    "llama.attention.head_count": (4, struct.pack("<I", 2)),
+    "llama.attention.head_count_kv": (4, struct.pack("<I", 1)),
+    "llama.attention.key_length": (4, struct.pack("<I", 16)),
+    "llama.attention.sliding_window": (4, struct.pack("<I", 32)),
+    "llama.attention.layer_norm_rms_epsilon": (6, struct.pack("<f", 1e-5)),
+    "llama.rope.freq_base": (6, struct.pack("<f", 1e4)),
+    "llama.rope.scaling.factor": (6, struct.pack("<f", 2.0)),
+    "tokenizer.ggml.model": (8, struct.pack("<Q", 4) + b"none"),
+    "tokenizer.ggml.tokens": (9, strings("a", "b")),
+    "tokenizer.ggml.token_type": (9, struct.pack("<IQ2i", 5, 2, 1, 3)),
+    "tokenizer.ggml.eos_token_id": (4, struct.pack("<I", 1)),
+}
+TENSORS = {
+    "token_embd.weight": (32, 48), "output_norm.weight": (32,), "blk.0.attn_norm.weight": (32,), "blk.0.ffn_norm.weight": (32,),
+    "blk.0.attn_q.weight": (32, 32), "blk.0.attn_k.weight": (32, 16), "blk.0.attn_v.weight": (32, 16),
+    "blk.0.attn_output.weight": (32, 32), "blk.0.ffn_gate.weight": (32, 32), "blk.0.ffn_up.weight": (32, 32),
+    "blk.0.ffn_down.weight": (32, 32),
+}  # fmt: skip
+VALUES: list[tuple[int, bytes]] = [
+    (5, struct.pack("<i", -1)), (4, struct.pack("<I", 0)), (12, struct.pack("<d", 1e30)), (10, struct.pack("<Q", 10**12)),
+    (6, struct.pack("<f", 1.5)), (6, struct.pack("<f", float("nan"))), (8, struct.pack("<Q", 1) + b"x"), (8, struct.pack("<Q", 0)),
+    (9, struct.pack("<IQ", 4, 0)), (9, strings("x", "y")), (7, b"\1"), (10, struct.pack("<Q", 1 << 63)), (10, struct.pack("<Q", 1 << 40)),
+    (9, struct.pack("<IQ", 9, 1) * 5000 + struct.pack("<IQ", 4, 0)), (9, struct.pack("<IQ", 9, 2) * 2 + strings("x") * 4),
+    (9, struct.pack("<IQ", 8, 1 << 62)), (9, struct.pack("<IQ", 4, 1 << 62)), (8, struct.pack("<Q", (1 << 64) - 1)), (99, b""),
+]  # fmt: skip
+
+
+def gguf_bytes(
+    fields: dict[str, tuple[int, bytes]],
+    tensors: dict[str, tuple[int, ...]] = TENSORS,
+    offset: int | None = None,
+) -> bytes:
+    head, at = b"", 0
+    for name, shape in tensors.items():
+        begin = at if offset is None else offset
+        head += (
+            struct.pack("<Q", len(name))
+            + name.encode()
+            + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, 0, begin)
+        )
+        at += 4 * torch.Size(shape).numel() if max(shape) < 1 << 20 else 0
+    keys = b"".join(field(key, *value) for key, value in fields.items())
+    top = struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(fields)) + keys + head
+    weights = torch.linspace(-0.2, 0.2, at // 4).numpy().tobytes()
+    return top + b"\0" * (-len(top) % 32) + weights
+
+
+def answer_gguf(path: Path) -> None:
+    llm = LLM(str(path), max_model_len=32, kv_cache_memory_bytes=1 << 22)
+    _ = llm.engine.checkpoint.ending
+    with contextlib.suppress(RequestError):
+        llm.generate(PROMPT, GREEDY)
+
+
+@pytest.mark.parametrize("key", FIELDS)
+def test_every_key_of_a_gguf_file(key: str, tmp_path: Path) -> None:
+    path, wrong = tmp_path / "model.gguf", list[str]()
+    path.write_bytes(gguf_bytes(FIELDS))
+    answer_gguf(path)
+    for value in VALUES:
+        path.write_bytes(gguf_bytes({**FIELDS, key: value}))
+        began = time.process_time()
+        try:
+            answer_gguf(path)
+        except (ModelError, ConfigError) as error:
+            if not any(
+                name in str(error) for name in (key, str(path), key.rpartition(".")[2], "intermediate_size")
+            ):
+                wrong.append(f"{value[1][:20]!r}: {error}")
+        except Exception as error:
+            wrong.append(f"{value[0]}, {value[1][:20]!r}: {type(error).__name__}: {error}")
+        if time.process_time() - began > SECONDS:
+            wrong.append(f"{value[1][:20]!r} takes too long")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "whole",
+    [
+        gguf_bytes(FIELDS, offset=1 << 62),
+        gguf_bytes(FIELDS, offset=(1 << 64) - 32),
+        gguf_bytes(FIELDS, {**TENSORS, "token_embd.weight": (1 << 40, 1 << 40)}),
+        gguf_bytes(FIELDS, {**TENSORS, "token_embd.weight": (32, 0)}),
+        gguf_bytes(FIELDS)[:8] + struct.pack("<QQ", 1 << 62, 1 << 62) + gguf_bytes(FIELDS)[24:],
+        gguf_bytes(FIELDS)[:8] + struct.pack("<QQ", 1, 1 << 62) + gguf_bytes(FIELDS)[24:],
+        b"",
+        b"GGUF",
+    ],
+    ids=["offset", "last offset", "dimensions", "no elements", "counts", "keys", "empty", "magic"],
+)
+def test_gguf_headers_that_reach_beyond_the_file(whole: bytes, tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(whole)
+    with pytest.raises(ModelError, match=r"model\.gguf"):
+        gguf.File(tmp_path / "model.gguf")
+
+
+# ---- what crashed the process: in a process of its own
+
+
+def in_process(code: str, *arguments: str) -> str:
+    """The error of a script that may crash; it must end by itself, with a ModelError."""
+    run = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, f"exit status {run.returncode}: {run.stderr[-2000:]}"
+    return run.stdout
+
+
+LOAD_EACH = """
+import json, sys
+from outrider import LLM, ModelError, SamplingParams
+for model, config in json.loads(sys.argv[1]):
+    try:
+        llm = LLM(model, max_model_len=32, speculative_config=config)
+        llm.generate([{"prompt_token_ids": [5, 6, 7, 8]}] * 3, SamplingParams(temperature=0, max_tokens=12))
+        print("loaded")
+    except ModelError as error:
+        print(error)
+"""
+
+
+def edited(folder: Path, **changes: Any) -> str:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    return str(folder)
+
+
+def resized(folder: Path, heads: int, kv_heads: int, head_dim: int) -> str:
+    """A model or head whose files agree on this shape of its attention."""
+    file = next(folder.glob("*.safetensors"))
+    tensors = load_file(file)
+    rows = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim, "o": heads * head_dim}
+    for name, tensor in tensors.items():
+        if found := re.search(r"self_attn\.(.)_proj\.weight", name):
+            own = rows[found[1]]
+            shape = (len(tensor), own) if found[1] == "o" else (own, tensor.shape[1])
+            tensors[name] = torch.randn(*shape).to(tensor.dtype)
+    save_file(tensors, file)
+    return edited(folder, head_dim=head_dim, num_attention_heads=heads, num_key_value_heads=kv_heads)
+
+
+def test_what_crashed_is_refused(tmp_path: Path) -> None:
+    """Windows below 0 ended in a double free.  Heads of more than MAX_HEAD_DIM dimensions, or an odd number, overflowed arrays on the
+    stack.  Query heads without a K/V head were memory that nobody had written."""
+    cases: list[tuple[str, dict[str, str] | None]] = []
+    for window in (-1, -5, -1_000_000, 1 << 63):
+        model = tiny_checkpoint(tmp_path / f"window {window}", "Mistral", sliding_window=64)
+        cases.append((edited(Path(model), sliding_window=window), None))
+    for shape in ((4, 3, 16), (4, 2, 31), (4, 2, 33), (2, 1, MAX_HEAD_DIM + 1)):
+        model = tiny_checkpoint(tmp_path / f"shape {shape}")
+        cases.append((resized(Path(model), *shape), None))
+    for shape in ((2, 1, 2 * MAX_HEAD_DIM), (2, 1, 33), (3, 2, 64)):
+        head = Path(shutil.copytree(builtin()["builtin-eagle"], tmp_path / f"eagle {shape}"))
+        cases.append(("builtin", {"method": "eagle", "model": resized(head, *shape)}))
+    head = Path(shutil.copytree(builtin()["builtin-mtp"], tmp_path / "mtp"))
+    cases.append(("builtin", {"method": "mtp", "model": edited(head, partial_rotary_factor=16.0)}))
+    run = subprocess.run(
+        [sys.executable, "-c", LOAD_EACH, json.dumps(cases)], capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, f"exit status {run.returncode}: {run.stderr[-2000:]}"
+    said = run.stdout.splitlines()
+    keys = ["sliding_window"] * 4 + [
+        "num_key_value_heads",
+        "shape",
+        "shape",
+        *["head_dim"] * 3,
+        "num_attention_heads",
+        "partial_rotary_factor",
+    ]
+    assert len(said) == len(keys)
+    for key, line in zip(keys, said):
+        assert key in line, line
+
+
+# ---- names of tensors and shards
+
+
+def shards(folder: Path, weight_map: Any) -> str:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ModelError) as error:
+        LLM(str(folder))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "shard",
+    [5, None, ["x"], {}, "../model.safetensors", "/etc/passwd", "a\0b", "", "x" * 5000, "gone.safetensors"],
+)
+def test_a_weight_map_names_files_of_its_folder(shard: Any, tiny: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny, tmp_path / "inner" / "model"))
+    shutil.copy(folder / "model.safetensors", tmp_path / "inner" / "model.safetensors")
+    said = shards(folder, {"model.norm.weight": shard})
+    assert "model.safetensors.index.json" in said and "weight_map" in said
+
+
+@pytest.mark.parametrize("name", ["{}.0.linear.weight", "0.{}.linear.weight", "0.{}.weight"])
+@pytest.mark.parametrize("number", ["999999999999", "9" * 5000, "9999"])
+def test_numbers_in_names_are_no_promises(name: str, number: str, target: LLM, tmp_path: Path) -> None:
+    """A head with one tensor of a high number is no head with so many blocks."""
+    folder = Path(shutil.copytree(builtin()["builtin-medusa"], tmp_path / "medusa"))
+    file = next(folder.glob("*.safetensors"))
+    save_file({**load_file(file), name.format(number): torch.zeros(1)}, file)
+    began = time.process_time()
+    with pytest.raises(ModelError, match="medusa"):
+        target.use({"method": "medusa", "model": str(folder)})
+    assert time.process_time() - began < SECONDS
+
+
+def test_a_tensor_without_its_elements(tiny: Path, tmp_path: Path) -> None:
+    """A pickle may hold a view that repeats one number."""
+    folder = Path(shutil.copytree(tiny, tmp_path / "model"))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = torch.zeros(1).expand(1 << 40)
+    torch.save(tensors, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"model\.norm\.weight.*more elements"):
+        LLM(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("num_hidden_layers", 9999), ("intermediate_size", 1 << 24), ("vocab_size", 1 << 26)]
+)
+@pytest.mark.parametrize("family", ["Llama", "Gemma"])
+def test_sizes_that_the_files_do_not_hold(family: str, key: str, value: int, tmp_path: Path) -> None:
+    """Plausible each, and far beyond the weights: refused before anything of that size is allocated."""
+    folder = Path(tiny_checkpoint(tmp_path / "m", family))
+    config = json.loads((folder / "config.json").read_text())
+    if key == "num_hidden_layers":
+        config.pop("layer_types", None)
+    (folder / "config.json").write_text(json.dumps({**config, key: value}))
+    began = time.process_time()
+    with pytest.raises(ModelError):
+        LLM(str(folder), max_model_len=32)
+    assert time.process_time() - began < 2 * SECONDS
+
+
+# ---- JSON itself
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"[" * 100_000, "nested"),
+        (b'{"a":' * 5000 + b"1" + b"}" * 5000, "nested"),
+        (b'{"a":' * (MAX_DEPTH + 1) + b"1" + b"}" * (MAX_DEPTH + 1), "nested"),
+        (b'{"a": NaN}', "a is nan"),
+        (b'{"a": [1, {"b": -Infinity}]}', "b is -inf"),
+        (b'{"a": 1e999}', "a is inf"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "digits"),
+        (b'{"a": 1, "b": 2, "a": 3}', "'a' occurs twice"),
+        (b'{"a": "\xff\xfe"}', "decode"),
+        (b"\xff\xfe{\0}\0", "decode"),
+        (b"5", "no object"),
+        (b"", "Expecting value"),
+        (b'{"a": 1', "delimiter"),
+    ],
+    ids=lambda x: str(x)[:24],
+)
+def test_json_that_is_none(content: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ModelError, match=r"config\.json") as error:
+        read_json(tmp_path / "config.json")
+    assert said in str(error.value)
+
+
+def test_json_of_any_size(tmp_path: Path) -> None:
+    with (tmp_path / "config.json").open("wb") as file:
+        file.truncate(1 << 40)  # sparse: it takes no room on the disk
+    with pytest.raises(ModelError, match=r"config\.json has 1,099,511,627,776 bytes"):
+        read_json(tmp_path / "config.json")
+    with pytest.raises(ModelError, match="cannot be read"):
+        read_json(tmp_path)
