@@ -18,10 +18,12 @@ import pytest
 import torch
 from helpers import tiny_checkpoint, write_adapter
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
 
-from outrider import LLM, ConfigError, LoRARequest, ModelError, RequestError, SamplingParams
+from outrider import LLM, CapacityError, ConfigError, LoRARequest, ModelError, RequestError, SamplingParams
 from outrider.heads.files import builtin
 from outrider.models import gguf
+from outrider.models.decoder import rotations
 from outrider.models.validate import MAX_DEPTH, MAX_HEAD_DIM, read_json
 
 DEEP = "<nested too deeply>"
@@ -439,6 +441,12 @@ def test_sizes_that_the_files_do_not_hold(family: str, key: str, value: int, tmp
     with pytest.raises(ModelError):
         LLM(str(folder), max_model_len=32)
     assert time.process_time() - began < 2 * SECONDS
+
+
+def test_rotations_of_too_many_positions() -> None:
+    """Each size is allowed; the table of both would take 32 GB."""
+    with pytest.raises(CapacityError, match=r"max_position_embeddings.*max_model_len"):
+        rotations(LlamaConfig(head_dim=512, num_attention_heads=1, hidden_size=512), 1 << 24)
 
 
 # ---- JSON itself

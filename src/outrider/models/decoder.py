@@ -20,7 +20,7 @@ from torch import Tensor
 
 from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool, SplitPool, kv_dtype
-from outrider.errors import ConfigError, ModelError
+from outrider.errors import CapacityError, ConfigError, ModelError
 from outrider.kernels import Chain, Kernels, Trees, Weight, kernels_for
 from outrider.kernels.chain import Chained, Halt
 from outrider.kernels.lora import Adapted
@@ -30,6 +30,8 @@ from outrider.models.placement import Placement, place
 from outrider.models.quantise import bits_of, quantise
 from outrider.models.spec import Spec
 from outrider.models.steps import in_steps
+
+MAX_ROTATIONS = 1 << 31  # numbers: 16 million positions of 128 dimensions
 
 
 @dataclass
@@ -294,6 +296,12 @@ def rotations(config: Any, max_len: int) -> Tensor:
     """
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if (size := max_len * width) > MAX_ROTATIONS:
+        raise CapacityError(
+            f"the rotations of {max_len:,} positions (max_position_embeddings) are {size:,} numbers; at most {MAX_ROTATIONS:,} are held: "
+            "lower max_model_len."
+        )
     try:
         rotary = LlamaRotaryEmbedding(config)
         cos, sin = rotary(torch.empty(0), torch.arange(max_len)[None])
