@@ -77,7 +77,7 @@ def turn_of(config: Mapping[str, Any], sizes: Sizes, positions: int) -> Tensor:
         hidden_size=sizes.heads * sizes.head_dim, num_attention_heads=sizes.heads, num_key_value_heads=sizes.kv_heads,
         head_dim=sizes.head_dim, **known,
     )  # fmt: skip
-    return rotations(made, max(positions, 32))
+    return rotations(made, positions, 32)
 
 
 class Block:

@@ -28,6 +28,7 @@ from outrider.kernels.quantised import Quantised, join
 from outrider.models.hub import Checkpoint, Source
 from outrider.models.placement import Placement, place
 from outrider.models.quantise import bits_of, quantise
+from outrider.models.rope import fix_rope
 from outrider.models.spec import Spec
 from outrider.models.steps import in_steps
 
@@ -85,7 +86,7 @@ class Decoder:
         self.split = len(kernels) > 1  # over several devices
         self.kernels: Kernels = kernels[where.outer]
         weights = checkpoint.tensors()
-        turn = rotations(checkpoint.config, max(max_len, 32))  # the self-test computes 24 positions
+        turn = rotations(checkpoint.config, max_len, 32)  # the self-test computes 24 positions
         self.embedding = self._fused(
             self.kernels, weights, [("model.embed_tokens", spec.vocabulary)], spec.hidden, outer=True
         )
@@ -286,11 +287,11 @@ def _carried(x: Tensor, kernels: Kernels) -> Tensor:
     return x.to(kernels.device, kernels.activations)
 
 
-def rotations(config: Any, max_len: int) -> Tensor:
-    """float32 [max_len, head_dim]: cos, then sin, of the first half of the head; every scaling that transformers knows.
+def rotations(config: Any, max_len: int, positions: int = 0) -> Tensor:
+    """float32 [positions, head_dim]: cos, then sin, of the first half of the head; every scaling that transformers knows.
 
-    A scaling that depends on the length (longrope, dynamic) is taken for `max_len`, as in vLLM; transformers switches as a text grows.
-    "dynamic" stretches behind max_position_embeddings only, which is as far as a request may go: here it does nothing.
+    max_len: tokens of the longest text.  A scaling that depends on the length of a text (longrope, dynamic) is taken for this one.
+    positions: max_len unless more are given.
     """
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -298,6 +299,7 @@ def rotations(config: Any, max_len: int) -> Tensor:
         rotary = LlamaRotaryEmbedding(config)
     except KeyError as error:
         raise ConfigError(f"the model's rope type {error} is unknown to transformers.") from error
-    cos, sin = rotary(torch.empty(0), torch.arange(max_len)[None])
+    fix_rope(rotary, max_len)
+    cos, sin = rotary(torch.empty(0), torch.arange(max(max_len, positions))[None])
     half = cos.shape[-1] // 2
     return torch.cat([cos[0, :, :half], sin[0, :, :half]], dim=-1).contiguous()

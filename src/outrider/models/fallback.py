@@ -33,6 +33,7 @@ from outrider.errors import ConfigError, ModelError
 from outrider.kernels import Bend, Kernels, Trees, kernels_for
 from outrider.models import steady, unrouted
 from outrider.models.hub import Checkpoint, first_line
+from outrider.models.rope import fix_ropes
 from outrider.models.spec import FAMILIES, WIDEST
 from outrider.models.steps import in_steps
 from outrider.models.taps import layers_of, tapping
@@ -196,7 +197,7 @@ class Fallback:
         self.head = _load(checkpoint).to(device)
         self.body = _body(self.head, self.spec.architecture)
         self.positioned = "position_ids" in inspect.signature(self.body.forward).parameters
-        steady.fix_ropes(self.head, max_len, device)
+        fix_ropes(self.head, max_len)
         routed = not unrouted.route(self.head, attend)
         steady.enter(self.head, self.kernels, dtype)
         with self._refusing():

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.errors import ModelError
+from outrider.models.context import Context
 
 FAMILIES = {
     "LlamaForCausalLM": "Llama 1-3.x and its many children",
@@ -22,26 +23,23 @@ STATEFUL = (
     "mamba", "rwkv", "jamba", "recurrent_gemma", "recurrentgemma", "xlstm", "zamba", "falcon_h1", "falcon_mamba", "bamba", "nemotron_h",
     "kimi_linear", "zaya",
 )  # fmt: skip
-KINDS = {"full_attention", "sliding_attention"}  # of layers
-LENGTHS = (
-    "max_position_embeddings",
-    "n_positions",
-    "max_seq_len",
-    "seq_length",
-    "n_ctx",
-)  # what families call their context
+KINDS = {"full_attention", "sliding_attention", "chunked_attention"}  # of layers
 WIDEST = 512  # dimensions of a head that the kernels take
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What must be known of any model.  kv_heads and head_dim are what its config says; the fallback looks at its tensors."""
+    """What must be known of any model.  kv_heads and head_dim are what its config says; the fallback looks at its tensors.
+
+    context: tokens a request may have.  unscaled: those of the default, fewer where RoPE scaling depends on the length (context.py).
+    """
 
     architecture: str
     layers: int
     hidden: int
     vocabulary: int
     context: int
+    unscaled: int
     kv_heads: int
     head_dim: int
 
@@ -51,13 +49,14 @@ class Facts:
         refuse(config)
         if lean(config):
             return Spec.of(config)
-        length = next((found for name in LENGTHS if (found := getattr(config, name, None))), 2048)
+        length = Context.of(config)
         return Facts(
             architecture(config),
             config.num_hidden_layers,
             config.hidden_size,
             config.vocab_size,
-            length,
+            length.tokens,
+            length.unscaled,
             *_heads(config),
         )
 
@@ -75,8 +74,7 @@ class Spec(Facts):
 
     @staticmethod
     def of(config: Any) -> Spec:
-        heads = config.num_attention_heads
-        layers = config.num_hidden_layers
+        heads, layers, length = config.num_attention_heads, config.num_hidden_layers, Context.of(config)
         window = getattr(config, "sliding_window", None) or 0
         kinds = (
             getattr(config, "layer_types", None)
@@ -95,7 +93,8 @@ class Spec(Facts):
             windows=tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
             qk_norm=architecture(config) == "Qwen3ForCausalLM",
             tied=bool(config.tie_word_embeddings),
-            context=config.max_position_embeddings,
+            context=length.tokens,
+            unscaled=length.unscaled,
         )
 
 

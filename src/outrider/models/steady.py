@@ -282,18 +282,3 @@ def _rowwise(forward: Callable[..., Any]) -> Callable[..., Any]:
             return forward(*args, **kwargs)
 
     return wrapped
-
-
-def fix_ropes(model: nn.Module, max_len: int, device: torch.device) -> None:
-    """A scaling that depends on the length (dynamic, longrope) is taken for `max_len`, so that no token depends on another's position."""
-    module: Any
-    for module in model.modules():
-        kinds = getattr(module, "rope_type", None)
-        last = torch.tensor([[max_len - 1]], device=device)
-        if isinstance(kinds, str):
-            module(torch.zeros(1, device=device), last)
-            module.rope_type = "default"
-        elif isinstance(kinds, dict):
-            for kind in kinds:
-                module(torch.zeros(1, device=device), last, kind)
-            module.rope_type = dict.fromkeys(kinds, "default")
