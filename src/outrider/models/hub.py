@@ -22,6 +22,7 @@ from outrider.models.packed import PackedWeights, Scheme
 from outrider.models.spec import LIKE, Facts, Spec
 
 BUILTIN = {"builtin": "target", "builtin-draft": "draft"}
+BODY = "model."  # prefix of the tensors of a body under its head
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SAFE = ".safetensors"  # all others are pickles, of which only weights are read
 TRAINING = [
@@ -156,6 +157,8 @@ class Checkpoint:
             assert isinstance(self.spec, Spec)
             return gguf.GgufWeights(self.gguf, self.spec)
         weights = Weights(self.folder)
+        if f"{BODY}embed_tokens.weight" not in weights and "embed_tokens.weight" in weights:
+            weights = BodyWeights(self.folder)
         return weights if self.scheme is None else PackedWeights(weights, self.scheme)
 
 
@@ -301,6 +304,19 @@ class Weights:
                 return tensor
         except (KeyError, SafetensorError) as error:
             raise ModelError(f"{path} should hold {name!r} but does not.") from error
+
+
+class BodyWeights(Weights):
+    """The tensors of a body that was saved without its head, under the names that they have with it."""
+
+    def __contains__(self, name: str) -> bool:
+        return super().__contains__(name.removeprefix(BODY))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return super().shape(name.removeprefix(BODY))
+
+    def raw(self, name: str) -> Tensor:
+        return super().raw(name.removeprefix(BODY))
 
 
 def _opened(path: Path) -> Any:

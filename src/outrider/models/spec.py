@@ -114,8 +114,16 @@ def _heads(config: Any) -> tuple[int, int]:
 
 
 def architecture(config: Any) -> str:
-    names = getattr(config, "architectures", None) or []
-    return names[0] if names else f"model_type {getattr(config, 'model_type', '?')!r}"
+    """The class that runs a config, by its `model_type` as in transformers: `architectures` may be missing, name the body without its
+    head, be written in other letters, or name the Medusa model around it.  Other names stay: another task, or a head without its target."""
+    names, known = getattr(config, "architectures", None) or [], causal(config)
+    given = names[0] if names else None
+    if not known or given in known or given in FAMILIES:
+        return given or f"model_type {getattr(config, 'model_type', '?')!r}"
+    others = [name.lower() for name in (*known, *_bodies(config))]
+    if given is None or given.lower() in others or given.startswith("MedusaModel"):
+        return known[0]
+    return given
 
 
 def lean(config: Any) -> bool:
@@ -160,3 +168,11 @@ def causal(config: Any) -> list[str]:
     own = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(getattr(config, "model_type", "?"))
     brought = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
     return [name for name in (own, brought and brought.split(".")[-1]) if name]
+
+
+def _bodies(config: Any) -> tuple[str, ...]:
+    """The classes of the model without its head."""
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+    found = MODEL_MAPPING_NAMES.get(getattr(config, "model_type", "?"), ())
+    return (found,) if isinstance(found, str) else tuple(found)
