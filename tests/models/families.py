@@ -73,11 +73,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     }),
     "deepseek-v3": ("DeepseekV3", LATENT),
+    "llama4": ("Llama4Text", {
+        **NEW, "head_dim": 16, "num_hidden_layers": 3, "num_local_experts": 4, "intermediate_size_mlp": 80, "interleave_moe_layer_step": 2,
+        "no_rope_layer_interval": 3, "attention_chunk_size": 13, "floor_scale": 8, "attn_scale": 0.7,
+    }),
+    "llama4-two-experts": ("Llama4Text", {
+        **NEW, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size_mlp": 80, "no_rope_layer_interval": 2,
+        "attention_chunk_size": 7, "use_qk_norm": False,
+    }),
     "granite": ("Granite", {
         **NEW, "embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.7, "attention_multiplier": 0.2,
     }),
     "smollm3": ("SmolLM3", {**NEW, "no_rope_layer_interval": 2}),
-    "stablelm": ("StableLm", {**NEW, "qk_layernorm": True}),
+    "stablelm": ("StableLm", {**NEW, "partial_rotary_factor": 0.5}),
+    "stablelm-parallel": ("StableLm", {**NEW, "qk_layernorm": True, "use_parallel_residual": True, "use_qkv_bias": True}),
     "olmo2": ("Olmo2", NEW),
     "cohere": ("Cohere", {**NEW, "use_qk_norm": True}),
     "cohere2": ("Cohere2", {**NEW, "sliding_window": 11}),

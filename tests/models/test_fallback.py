@@ -191,7 +191,7 @@ def chain(model: Fallback, pool: Any, start: int, tokens: list[int]) -> torch.Te
 @needs_c
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "name", ["gpt2", "gemma2", "gemma3", "qwen2-moe", "gpt-oss", "deepseek-v3", "llama-gelu"]
+    "name", ["gpt2", "gemma2", "gemma3", "qwen2-moe", "gpt-oss", "deepseek-v3", "llama-gelu", "llama4", "llama4-two-experts", "stablelm-parallel"]
 )
 def test_logits_are_the_same_bits_in_any_company(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """One hundred tokens at once, one by one, and in uneven chunks, on three threads."""

@@ -151,8 +151,8 @@ def refuse(config: Any) -> None:
         )
     if strange := set(getattr(config, "layer_types", None) or ()) - KINDS:
         raise ModelError(
-            f"{name} has layers of the kind {', '.join(sorted(strange))}: Outrider verifies trees in full and sliding-window attention "
-            "only (a recurrent state or a chunk cannot be walked along a tree)."
+            f"{name} has layers of the kind {', '.join(sorted(strange))}: Outrider verifies trees in full, sliding-window and chunked "
+            "attention only (a recurrent state has no K/V that could be kept for each node of a tree)."
         )
     if name not in FAMILIES and name not in causal(config):
         raise ModelError(
