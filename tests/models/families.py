@@ -54,6 +54,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mpt": ("Mpt", {**IDS, "d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 256, "initializer_range": 0.25}),
     "falcon-multi-query": ("Falcon", FALCON),
     "falcon-new": ("Falcon", {**FALCON, "num_kv_heads": 2, "new_decoder_architecture": True}),
+    "falcon-alibi": ("Falcon", {**FALCON, "alibi": True, "multi_query": False, "bias": True, "parallel_attn": False}),
+    "falcon-alibi-six-heads-multi-query": ("Falcon", {**FALCON, "hidden_size": 96, "num_attention_heads": 6, "alibi": True}),
     "phi": ("Phi", {**NEW, "partial_rotary_factor": 0.5}),
     "phi3-window": ("Phi3", {**NEW, "sliding_window": 13}),
     "gemma": ("Gemma", {**NEW, "head_dim": 16}),
@@ -104,7 +106,8 @@ def random_model(family: str, config: dict[str, Any], seed: int = 0) -> Any:
 
     settings = getattr(transformers, f"{family}Config")(**config)
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(settings, attn_implementation="eager").eval()
+    kind = "sdpa" if config.get("alibi") else "eager"  # Falcon's eager attention adds its ALiBi biases twice
+    model = transformers.AutoModelForCausalLM.from_config(settings, attn_implementation=kind).eval()
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.data.add_(torch.randn_like(parameter) * 0.2)

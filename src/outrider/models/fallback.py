@@ -67,6 +67,7 @@ class Layer:
     bend: Bend | None
     module: nn.Module  # that attends
     query_scales: Tensor | None = None  # [positions]
+    wide_keys: bool = False  # a dimension of K is far larger than the others, which int8 would round to nothing
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     eps: float = 0.0
@@ -122,7 +123,8 @@ def _widened(x: Tensor, width: int) -> Tensor:
 
 def _layer_of(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None = None, dropout: float = 0.0,
-    softcap: float | None = None, s_aux: Tensor | None = None, slopes: Tensor | None = None, window: int | None = None, **given: Any,
+    softcap: float | None = None, s_aux: Tensor | None = None, slopes: Tensor | None = None, window: int | None = None, wide_keys: bool = False,
+    **given: Any,
 ) -> Layer:  # fmt: skip
     """Windows are read off the mask, as transformers' own attention does.  Raises ModelError naming what the kernels cannot do."""
     who = type(module).__name__
@@ -137,7 +139,7 @@ def _layer_of(
     return Layer(
         heads=q.shape[1], kv_heads=k.shape[1], head_dim=max(k.shape[3], v.shape[3]), out_dim=v.shape[3],
         scale=q.shape[3] ** -0.5 if scaling is None else scaling, window=int(mask) if mask is not None else window or 0,
-        bend=None if bend == Bend() else bend, module=module, query_scales=getattr(module, "query_scales", None),
+        bend=None if bend == Bend() else bend, module=module, query_scales=getattr(module, "query_scales", None), wide_keys=wide_keys,
     )  # fmt: skip
 
 
@@ -213,6 +215,10 @@ class Fallback:
             setattr(self.head, _prefix(self.head), self.given)
             if routed:
                 self._compare()
+        if kv_cache_dtype == "int8" and any(layer.wide_keys for layer in self.layers):
+            raise ConfigError(
+                f"kv_cache_dtype 'int8' is too coarse for the keys of {self.spec.architecture}, which hold its ALiBi biases: use 'auto'."
+            )
 
     def pool(self, slots: int) -> Pool:
         return self._pool(slots, kv_dtype(self.kv_cache_dtype, self.dtype))
