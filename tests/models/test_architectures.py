@@ -57,6 +57,20 @@ def test_names_of_the_fallback(name: str | None, tmp_path: Path) -> None:
     assert text(named(tmp_path / "named", tmp_path / "other", name)) == text(tmp_path / "named")
 
 
+def test_stablelm_under_its_first_names(tmp_path: Path) -> None:
+    """As its checkpoints were before transformers took the family in: the same tensors, two keys of the config named otherwise."""
+    write("stablelm", tmp_path / "new", layer_norm_eps=0.03)
+    folder = named(tmp_path / "new", tmp_path / "old", "StableLMEpochForCausalLM")
+    config = json.loads((folder / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    config |= {
+        "model_type": "stablelm_epoch", "norm_eps": config.pop("layer_norm_eps"), "rope_pct": rope["partial_rotary_factor"],
+        "rope_theta": rope["rope_theta"], "auto_map": {"AutoConfig": "configuration_stablelm_epoch.StableLMEpochConfig"},
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    assert text(folder) == text(tmp_path / "new")
+
+
 def bare(source: Path, folder: Path) -> Path:
     """As `LlamaModel.save_pretrained` writes it: no head, and no prefix of the body."""
     named(source, folder, "LlamaModel")

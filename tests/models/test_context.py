@@ -110,6 +110,7 @@ def greedy(llm: LLM, asked: list[list[int]], new: int) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
+@pytest.mark.parametrize("family", ["Llama", "Olmo2"])
 @pytest.mark.parametrize(
     "config",
     [
@@ -119,9 +120,10 @@ def greedy(llm: LLM, asked: list[list[int]], new: int) -> list[list[int]]:
     ids=["linear", "yarn"],
 )
 def test_text_beyond_the_unscaled_positions_is_that_of_transformers(
-    config: dict[str, Any], checkpoint: Any
+    family: str, config: dict[str, Any], checkpoint: Any
 ) -> None:
-    folder, asked = checkpoint(max_position_embeddings=BORDER, **config), prompts(40, 150)
+    """In the lean decoder and in transformers' own code."""
+    folder, asked = checkpoint(family, max_position_embeddings=BORDER, **config), prompts(40, 150)
     assert greedy(LLM(str(folder)), asked, 32) == [theirs(folder, prompt, 32) for prompt in asked]
     assert LLM(str(folder), max_model_len=200).engine.max_len == 200
     with pytest.raises(ConfigError, match="at most 256"):

@@ -279,7 +279,7 @@ def test_a_rope_by_length_is_taken_for_the_longest_text(tmp_path: Path) -> None:
 def test_torch_kernels_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTRIDER_KERNELS", "torch")
     tokens = prompts()[-1]
-    for name in ("gpt2", "gemma2", "gpt-oss", "mpt"):
+    for name in ("gpt2", "gemma2", "gpt-oss", "mpt", "llama4", "falcon-alibi"):
         theirs = write(name, tmp_path / name)
         model = fallback(tmp_path / name, torch.float32)
         with torch.inference_mode():

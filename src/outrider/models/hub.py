@@ -168,10 +168,11 @@ def read_config(folder: Path, trust_remote_code: bool) -> Any:
 
     path = folder / "config.json"
     given = read_json(path) if path.is_file() else {}
-    if (kind := LIKE.get(str(given.get("model_type")))) is None:
+    if (like := LIKE.get(str(given.get("model_type")))) is None:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    kind, keys = like
     return AutoConfig.for_model(
-        kind, **{key: value for key, value in given.items() if key not in ("model_type", "auto_map")}
+        kind, **{keys.get(key, key): value for key, value in given.items() if key not in ("model_type", "auto_map")}
     )
 
 

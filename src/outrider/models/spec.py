@@ -16,9 +16,11 @@ FAMILIES = {
     "Qwen3ForCausalLM": "Qwen3",
     "MiMoForCausalLM": "MiMo-7B",
 }
-LIKE = {
-    "mimo": "qwen2"
-}  # model types that transformers does not know, whose decoder is that of one that it knows
+LIKE: dict[str, tuple[str, dict[str, str]]] = {
+    "mimo": ("qwen2", {}),
+    "stablelm_epoch": ("stablelm", {"norm_eps": "layer_norm_eps", "rope_pct": "partial_rotary_factor"}),
+}  # model types that transformers does not know, with the one of the same decoder, and keys of the config that it names otherwise
+BY_TYPE = ("MedusaModel", "StableLMEpoch")  # beginnings of class names that say no more than the model_type
 STATEFUL = (
     "mamba", "rwkv", "jamba", "recurrent_gemma", "recurrentgemma", "xlstm", "zamba", "falcon_h1", "falcon_mamba", "bamba", "nemotron_h",
     "kimi_linear", "zaya",
@@ -115,13 +117,13 @@ def _heads(config: Any) -> tuple[int, int]:
 
 def architecture(config: Any) -> str:
     """The class that runs a config, by its `model_type` as in transformers: `architectures` may be missing, name the body without its
-    head, be written in other letters, or name the Medusa model around it.  Other names stay: another task, or a head without its target."""
+    head, be written in other letters, or name the Medusa model around it.  Other names stay: those of other tasks and of heads without target."""
     names, known = getattr(config, "architectures", None) or [], causal(config)
     given = names[0] if names else None
     if not known or given in known or given in FAMILIES:
         return given or f"model_type {getattr(config, 'model_type', '?')!r}"
     others = [name.lower() for name in (*known, *_bodies(config))]
-    if given is None or given.lower() in others or given.startswith("MedusaModel"):
+    if given is None or given.lower() in others or given.startswith(BY_TYPE):
         return known[0]
     return given
 
