@@ -1,4 +1,4 @@
-"""A checkpoint whose config names its class in another way, or not at all, is loaded by its model_type, as transformers does."""
+"""A checkpoint whose config names its class otherwise, or not at all, is loaded by its model_type."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_names_of_the_fallback(name: str | None, tmp_path: Path) -> None:
 
 
 def test_stablelm_under_its_first_names(tmp_path: Path) -> None:
-    """As its checkpoints were before transformers took the family in: the same tensors, two keys of the config named otherwise."""
+    """The same tensors; two keys of the config have other names."""
     write("stablelm", tmp_path / "new", layer_norm_eps=0.03)
     folder = named(tmp_path / "new", tmp_path / "old", "StableLMEpochForCausalLM")
     config = json.loads((folder / "config.json").read_text())
@@ -76,7 +76,10 @@ def bare(source: Path, folder: Path) -> Path:
     named(source, folder, "LlamaModel")
     file = folder / "model.safetensors"
     tensors = load_file(file)
-    save_file({name.removeprefix("model."): tensor for name, tensor in tensors.items() if name != "lm_head.weight"}, file)
+    save_file(
+        {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name != "lm_head.weight"},
+        file,
+    )
     return folder
 
 

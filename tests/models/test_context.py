@@ -1,4 +1,4 @@
-"""How long a text may be under each RoPE scaling, and that it is transformers' text on both sides of a border."""
+"""The context under each RoPE scaling, and transformers' text on both sides of a border."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def longrope(checkpoint: Any, family: str) -> Path:
 def test_longrope_on_both_sides_of_the_border(
     family: str, checkpoint: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By default short factors and no text beyond the border; with a longer max_model_len, long ones and a warning."""
+    """By default short factors, and no text beyond; with a longer max_model_len, long ones and a warning."""
     folder = longrope(checkpoint, family)
     short, long, straddling = prompts(BORDER - 24, BORDER + 40, BORDER - 4)
     with caplog.at_level(logging.WARNING, "outrider"):

@@ -191,7 +191,20 @@ def chain(model: Fallback, pool: Any, start: int, tokens: list[int]) -> torch.Te
 @needs_c
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "name", ["gpt2", "gemma2", "gemma3", "qwen2-moe", "gpt-oss", "deepseek-v3", "llama-gelu", "llama4", "llama4-two-experts", "stablelm-parallel", "falcon-alibi"]
+    "name",
+    [
+        "gpt2",
+        "gemma2",
+        "gemma3",
+        "qwen2-moe",
+        "gpt-oss",
+        "deepseek-v3",
+        "llama-gelu",
+        "llama4",
+        "llama4-two-experts",
+        "stablelm-parallel",
+        "falcon-alibi",
+    ],
 )
 def test_logits_are_the_same_bits_in_any_company(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """One hundred tokens at once, one by one, and in uneven chunks, on three threads."""
@@ -199,7 +212,10 @@ def test_logits_are_the_same_bits_in_any_company(name: str, dtype: torch.dtype, 
     torch.set_num_threads(3)
     try:
         write(
-            name, tmp_path, dtype, **({} if name in ("gpt2", "deepseek-v3", "falcon-alibi") else {"intermediate_size": 500})
+            name,
+            tmp_path,
+            dtype,
+            **({} if name in ("gpt2", "deepseek-v3", "falcon-alibi") else {"intermediate_size": 500}),
         )  # no whole vectors
         model, tokens = fallback(tmp_path, dtype), [i * 7 % 300 for i in range(100)]
         whole = chain(model, model.pool(256), 0, tokens)
@@ -242,7 +258,10 @@ def test_keys_and_values_in_eight_bits(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["falcon-alibi", "falcon-alibi-six-heads-multi-query"])
 def test_falcons_biases_are_rounded_as_in_transformers(name: str, tmp_path: Path) -> None:
     """From position 257 on bfloat16 has no longer every position; slopes by distance would be off there."""
-    theirs, tokens = write(name, tmp_path, max_position_embeddings=1024), [i * i * 7 % 300 for i in range(700)]
+    theirs, tokens = (
+        write(name, tmp_path, max_position_embeddings=1024),
+        [i * i * 7 % 300 for i in range(700)],
+    )
     with torch.inference_mode():
         expected = theirs(torch.tensor([tokens])).logits[0]
     model = Fallback(Checkpoint.open(str(tmp_path)), torch.float32, torch.device("cpu"), 1024)
@@ -256,7 +275,7 @@ def test_falcons_biases_are_rounded_as_in_transformers(name: str, tmp_path: Path
 
 def test_falcons_biases_do_not_fit_into_eight_bits(tmp_path: Path) -> None:
     write("falcon-alibi", tmp_path)
-    with pytest.raises(ConfigError, match="int8.*ALiBi"):
+    with pytest.raises(ConfigError, match=r"int8.*ALiBi"):
         LLM(str(tmp_path), kv_cache_dtype="int8")
 
 

@@ -143,8 +143,8 @@ def by_definition(q: Tensor, pool: Pool, expected: list[Seen], window: int, bend
 @pytest.mark.parametrize("sloped", [False, True])
 @pytest.mark.parametrize("window", [0, 1, 5, 16, 50, -1, -5, -16, -50])
 def test_all_kernels_look_where_the_view_says(window: int, sloped: bool, dtype: torch.dtype) -> None:
-    """The reference against the definition, and the C kernels against the reference; layers with a window or a chunk (below 0), shorter and longer than
-    the view, look back by position: a pinned key that is near in the view and far in the text is out of it."""
+    """The reference against the definition, and the C kernels against the reference; layers with a
+    window or a chunk (below 0), shorter and longer than the view, look back by position: a pinned key that is near in the view and far in the text is out of it."""
     torch.manual_seed(0)
     spec = SimpleNamespace(heads=4, kv_heads=2, head_dim=24, q_norm=None, k_norm=None, eps=1e-6)
     pool = Pool(1, 2, 24, SLOTS, dtype, CPU)

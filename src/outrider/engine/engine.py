@@ -223,10 +223,12 @@ class Engine:
             )
         if wanted > spec.unscaled:
             log.warning(
-                "RoPE of %s is scaled for texts of %d tokens, whatever the length of a request; transformers does not scale "
-                "up to %d tokens. For its short texts set max_model_len to at most %d.",
-                options.model, wanted, spec.unscaled, spec.unscaled,
-            )  # fmt: skip
+                "RoPE of %s is scaled for texts of %d tokens, whatever the length of a request; transformers "
+                "does not scale up to %d tokens. For its short texts set max_model_len to at most that.",
+                options.model,
+                wanted,
+                spec.unscaled,
+            )
         return wanted
 
     def _pages(self, memory: Counter[torch.device], guesses: int) -> int:

@@ -133,8 +133,8 @@ class Kernels(Protocol):
     ) -> Tensor:
         """[n,H·D]: every row of the plan over the keys that it sees.
 
-        window > 0: only the keys of the latest `window` positions.  window < 0: only those of the row's own chunk, positions being cut
-        into chunks of -window.  0: all.
+        window > 0: only the keys of the latest `window` positions.  window < 0: only those of the row's own
+        chunk, positions being cut into chunks of -window.  0: all.
         """
 
     def prepare(self, spec: Spec, layers: Sequence[Layer], turn: Tensor) -> Any:

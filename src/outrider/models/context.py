@@ -1,13 +1,15 @@
-"""How many tokens a request may have, by the config of a model: its positions, stretched by RoPE scaling as in vLLM.
+"""Tokens that a request may have, by a model's config: its positions, stretched by RoPE scaling as in vLLM.
 
-Two scalings depend on the length of the text in transformers, which keeps K/V of the old factors in its cache when a growing text changes
-them.  K/V here is shared between requests, so an engine has one set of factors, chosen by its max_model_len:
+Two scalings depend on the length of a text.  When a growing text changes the factors, transformers keeps K/V
+of the old ones in its cache.  K/V here is shared between requests, so an engine has one set of factors, chosen
+by its max_model_len:
 
-    scaling     max_model_len up to `unscaled`      beyond it, up to `context`
+    scaling     max_model_len up to `unscaled`      beyond it, up to `tokens`
     longrope    short factors, as transformers      long factors, as transformers for a text beyond `unscaled`
     dynamic     not scaled, as transformers         as transformers for a text of max_model_len tokens
 
-`unscaled` is the default of max_model_len, so that no text differs from transformers' unless a longer context is asked for.
+`unscaled` is the default of max_model_len, so that no text differs from transformers' unless a longer context
+is asked for.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ ALREADY = ("su", "longrope", "llama3")  # scalings for which it always does
 
 @dataclass(frozen=True)
 class Context:
-    """tokens: the most that a request may have.  unscaled: as many, or fewer where the scaling depends on the length."""
+    """tokens: the most that a request may have.
+
+    unscaled: as many, or fewer where the scaling depends on the length of a text.
+    """
 
     tokens: int
     unscaled: int

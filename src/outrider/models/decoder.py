@@ -288,9 +288,10 @@ def _carried(x: Tensor, kernels: Kernels) -> Tensor:
 
 
 def rotations(config: Any, max_len: int, positions: int = 0) -> Tensor:
-    """float32 [positions, head_dim]: cos, then sin, of the first half of the head; every scaling that transformers knows.
+    """float32 [positions, head_dim]: cos, then sin, of the first half of the head.
 
-    max_len: tokens of the longest text.  A scaling that depends on the length of a text (longrope, dynamic) is taken for this one.
+    Every scaling that transformers knows.  max_len: tokens of the longest text.  A scaling that depends on the
+    length of a text (longrope, dynamic) is computed for this length.
     positions: max_len unless more are given.
     """
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding

@@ -67,7 +67,9 @@ class Layer:
     bend: Bend | None
     module: nn.Module  # that attends
     query_scales: Tensor | None = None  # [positions]
-    wide_keys: bool = False  # a dimension of K is far larger than the others, which int8 would round to nothing
+    wide_keys: bool = (
+        False  # a dimension of K is far larger than the others, which int8 would round to nothing
+    )
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     eps: float = 0.0
@@ -123,8 +125,8 @@ def _widened(x: Tensor, width: int) -> Tensor:
 
 def _layer_of(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None = None, dropout: float = 0.0,
-    softcap: float | None = None, s_aux: Tensor | None = None, slopes: Tensor | None = None, window: int | None = None, wide_keys: bool = False,
-    **given: Any,
+    softcap: float | None = None, s_aux: Tensor | None = None, slopes: Tensor | None = None, window: int | None = None,
+    wide_keys: bool = False, **given: Any,
 ) -> Layer:  # fmt: skip
     """Windows are read off the mask, as transformers' own attention does.  Raises ModelError naming what the kernels cannot do."""
     who = type(module).__name__
@@ -139,12 +141,17 @@ def _layer_of(
     return Layer(
         heads=q.shape[1], kv_heads=k.shape[1], head_dim=max(k.shape[3], v.shape[3]), out_dim=v.shape[3],
         scale=q.shape[3] ** -0.5 if scaling is None else scaling, window=int(mask) if mask is not None else window or 0,
-        bend=None if bend == Bend() else bend, module=module, query_scales=getattr(module, "query_scales", None), wide_keys=wide_keys,
+        bend=None if bend == Bend() else bend, module=module, query_scales=getattr(module, "query_scales", None),
+        wide_keys=wide_keys,
     )  # fmt: skip
 
 
 def _mask(
-    local_size: int | None = None, use_vmap: bool = False, device: Any = None, mask_function: Any = None, **_: Any
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    device: Any = None,
+    mask_function: Any = None,
+    **_: Any,
 ) -> Tensor | None:
     """In the place of a mask: nothing, or the window [1,1,1,1] as in `Kernels.attend`."""
     if use_vmap:
@@ -153,8 +160,9 @@ def _mask(
         )
     if local_size is None:
         return None
-    first, before = torch.tensor(local_size), torch.tensor(local_size - 1)  # of the second chunk, and the key before it
-    chunked = mask_function is not None and local_size > 1 and not mask_function(0, 0, first, before)
+    row, key = torch.tensor(local_size), torch.tensor(local_size - 1)
+    # a window reaches back from this row to the key before it; a chunk begins at the row
+    chunked = mask_function is not None and local_size > 1 and not mask_function(0, 0, row, key)
     return torch.full((1, 1, 1, 1), -local_size if chunked else local_size, dtype=torch.int32, device=device)
 
 
@@ -217,7 +225,8 @@ class Fallback:
                 self._compare()
         if kv_cache_dtype == "int8" and any(layer.wide_keys for layer in self.layers):
             raise ConfigError(
-                f"kv_cache_dtype 'int8' is too coarse for the keys of {self.spec.architecture}, which hold its ALiBi biases: use 'auto'."
+                f"kv_cache_dtype 'int8' is too coarse for the keys of {self.spec.architecture}, "
+                "which hold its ALiBi biases: use 'auto'."
             )
 
     def pool(self, slots: int) -> Pool:

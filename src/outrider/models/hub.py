@@ -172,7 +172,10 @@ def read_config(folder: Path, trust_remote_code: bool) -> Any:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     kind, keys = like
     return AutoConfig.for_model(
-        kind, **{keys.get(key, key): value for key, value in given.items() if key not in ("model_type", "auto_map")}
+        kind,
+        **{
+            keys.get(key, key): value for key, value in given.items() if key not in ("model_type", "auto_map")
+        },
     )
 
 

@@ -16,9 +16,9 @@ def fix_ropes(model: nn.Module, max_len: int) -> None:
 
 
 def fix_rope(module: Any, max_len: int) -> None:
-    """Takes a scaling that depends on the length (dynamic, longrope) for `max_len`, so that no token depends on another's position.
+    """Computes a scaling that depends on the length (dynamic, longrope) for `max_len`, once for all calls.
 
-    A module has one type, or a dict of one for each kind of layer.
+    So no token depends on another's position.  A module has one type, or a dict with one by kind of layer.
     """
     kinds, device = module.rope_type, next(module.buffers()).device
     last, x = torch.tensor([[max_len - 1]], device=device), torch.zeros(1, device=device)

@@ -19,7 +19,7 @@ FAMILIES = {
 LIKE: dict[str, tuple[str, dict[str, str]]] = {
     "mimo": ("qwen2", {}),
     "stablelm_epoch": ("stablelm", {"norm_eps": "layer_norm_eps", "rope_pct": "partial_rotary_factor"}),
-}  # model types that transformers does not know, with the one of the same decoder, and keys of the config that it names otherwise
+}  # model types unknown to transformers: the known one of the same decoder, and keys that it names otherwise
 BY_TYPE = ("MedusaModel", "StableLMEpoch")  # beginnings of class names that say no more than the model_type
 STATEFUL = (
     "mamba", "rwkv", "jamba", "recurrent_gemma", "recurrentgemma", "xlstm", "zamba", "falcon_h1", "falcon_mamba", "bamba", "nemotron_h",
@@ -33,7 +33,8 @@ WIDEST = 512  # dimensions of a head that the kernels take
 class Facts:
     """What must be known of any model.  kv_heads and head_dim are what its config says; the fallback looks at its tensors.
 
-    context: tokens a request may have.  unscaled: those of the default, fewer where RoPE scaling depends on the length (context.py).
+    context: tokens a request may have.  unscaled: those of the default, fewer where RoPE scaling depends on
+    the length of a text (context.py).
     """
 
     architecture: str
@@ -116,8 +117,11 @@ def _heads(config: Any) -> tuple[int, int]:
 
 
 def architecture(config: Any) -> str:
-    """The class that runs a config, by its `model_type` as in transformers: `architectures` may be missing, name the body without its
-    head, be written in other letters, or name the Medusa model around it.  Other names stay: those of other tasks and of heads without target."""
+    """The class that runs a config, by its `model_type` as in transformers.
+
+    `architectures` may be missing, name the body without its head, be written in other letters, or name the
+    Medusa model around it.  Other names stay: those of other tasks and of heads without target.
+    """
     names, known = getattr(config, "architectures", None) or [], causal(config)
     given = names[0] if names else None
     if not known or given in known or given in FAMILIES:
@@ -125,7 +129,7 @@ def architecture(config: Any) -> str:
     others = [name.lower() for name in (*known, *_bodies(config))]
     if given is None or given.lower() in others or given.startswith(BY_TYPE):
         return known[0]
-    return given
+    return str(given)
 
 
 def lean(config: Any) -> bool:
@@ -153,8 +157,9 @@ def refuse(config: Any) -> None:
         )
     if strange := set(getattr(config, "layer_types", None) or ()) - KINDS:
         raise ModelError(
-            f"{name} has layers of the kind {', '.join(sorted(strange))}: Outrider verifies trees in full, sliding-window and chunked "
-            "attention only (a recurrent state has no K/V that could be kept for each node of a tree)."
+            f"{name} has layers of the kind {', '.join(sorted(strange))}: Outrider verifies trees "
+            "in full, sliding-window and chunked attention only (a recurrent state has no K/V that could be kept "
+            "for each node of a tree)."
         )
     if name not in FAMILIES and name not in causal(config):
         raise ModelError(

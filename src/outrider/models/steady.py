@@ -147,7 +147,10 @@ def _matmul(x: Any, weight: Any) -> Tensor | None:
 
 
 def _bmm(x: Any, weight: Any) -> Tensor | None:
-    """x [E,n,K] times experts [E,K,O].  Rows of zeros, as a router leaves them to experts that it did not choose, cost nothing."""
+    """x [E,n,K] times experts [E,K,O].
+
+    Rows of zeros cost nothing: a router leaves them to the experts that it did not choose.
+    """
     if isinstance(x, (Matrix, Flipped)) or not isinstance(weight, Matrix) or not weight._experts:
         return None
     out: Tensor = x.new_zeros(*x.shape[:2], weight.shape[2])

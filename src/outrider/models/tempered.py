@@ -2,7 +2,8 @@
 
     scale(position) = 1 + attn_scale * log(1 + floor((position + 1) / floor_scale)),   in layers without RoPE
 
-Transformers counts positions from the first row of a call.  The rows of a plan stand anywhere, so `attend` scales them, by a table.
+Transformers counts positions from the first row of a call.  The rows of a plan have any positions, so
+`attend` scales them, by a table.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from torch import Tensor, nn
 
 
 def take_over(model: nn.Module, positions: int, device: torch.device, ours: Callable[[], bool]) -> None:
-    """Gives every attention that scales its queries the table `query_scales` [positions], and stops its own scaling while `ours()`."""
+    """Gives every attention that scales its queries the table `query_scales` [positions].
+
+    Its own scaling is off while `ours()`.
+    """
     module: Any
     for module in model.modules():
         if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
@@ -27,4 +31,5 @@ def take_over(model: nn.Module, positions: int, device: torch.device, ours: Call
 
 def _scales(module: Any, positions: int) -> Tensor:
     at = torch.arange(positions).float() + 1.0
-    return torch.log1p(torch.floor(at / module.floor_scale)) * module.attn_scale + 1.0
+    scales: Tensor = torch.log1p(torch.floor(at / module.floor_scale)) * module.attn_scale + 1.0
+    return scales

@@ -78,9 +78,9 @@ def falcon_biases(heads: int, positions: int, device: torch.device) -> Tensor:
 
 
 def falcon_alibi(attend: Attend, module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
-    """The bias is one more dimension of a key, and the query is 1 there: q·k + bias, then the scale, as transformers' default (SDPA) does.
+    """The bias is one more dimension of a key, where the query is 1: (q·k + bias) · scale, as in SDPA.
 
-    So it keeps the rounding that transformers gives it, which slopes by distance would not have.  Every query head has a key of its own.
+    So it keeps its rounding, which slopes by distance would not have.  Every query head has a key of its own.
     """
     heads = module.num_heads
     k, v = (part.repeat_interleave(heads // part.shape[1], dim=1) for part in (k, v))
@@ -91,7 +91,13 @@ def falcon_alibi(attend: Attend, module: Any, q: Tensor, k: Tensor, v: Tensor, p
 
 
 def falcon(
-    attend: Attend, module: Any, x: Tensor, alibi: Any = None, position_ids: Any = None, position_embeddings: Any = None, **_: Any
+    attend: Attend,
+    module: Any,
+    x: Tensor,
+    alibi: Any = None,
+    position_ids: Any = None,
+    position_embeddings: Any = None,
+    **_: Any,
 ) -> tuple[Tensor, None]:
     from transformers.models.falcon import modeling_falcon as theirs
 
