@@ -34,7 +34,7 @@ LAYERS = [
         "sampling.grammar",
     },
     {"types", "clock"},
-    {"attention", "models.spec", "sampling.reference"},
+    {"attention", "models.context", "models.spec", "sampling.reference"},
     {"kernels", "verify", "control"},
     {"models", "sampling"},
     {"draft", "heads"},
