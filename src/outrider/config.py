@@ -27,7 +27,8 @@ class EngineOptions:
     """dtype: auto, float32, bfloat16 or float16.  quantization: int8 or int4 quantises the weights while loading (None: as they
     are).  kv_cache_dtype: auto or int8, for target and draft.  device: auto, cpu, cuda, cuda:1 or mps.  gpu_layers: so many of the
     last layers lie on that GPU and the rest on the CPU, as llama.cpp's -ngl has it (None: all; more than the model has: embedding and head,
-    too).  max_model_len: tokens a request may have, prompt included (None: what the model was made for).  max_num_seqs: rows that run
+    too).  max_model_len: tokens a request may have, prompt included (None: what the model was made for; with
+    longrope and dynamic RoPE scaling, what it does not scale).  max_num_seqs: rows that run
     at once.  max_num_batched_tokens: prompt tokens, decodes and guesses of one step.  kv_cache_memory_bytes: memory for K/V of target
     and draft together (None: what max_num_seqs full requests need, but at most a quarter of the free memory on a CPU,
     gpu_memory_utilization of a GPU).  seed: requests without a seed of their own derive theirs from it.

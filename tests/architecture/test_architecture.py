@@ -34,7 +34,7 @@ LAYERS = [
         "sampling.grammar",
     },
     {"types", "clock"},
-    {"attention", "models.fields", "models.spec", "models.validate", "sampling.reference"},
+    {"attention", "models.context", "models.fields", "models.spec", "models.validate", "sampling.reference"},
     {"kernels", "verify", "control"},
     {"models", "sampling"},
     {"draft", "heads"},

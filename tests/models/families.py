@@ -54,6 +54,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mpt": ("Mpt", {**IDS, "d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 256, "initializer_range": 0.25}),
     "falcon-multi-query": ("Falcon", FALCON),
     "falcon-new": ("Falcon", {**FALCON, "num_kv_heads": 2, "new_decoder_architecture": True}),
+    "falcon-alibi": ("Falcon", {**FALCON, "alibi": True, "multi_query": False, "bias": True, "parallel_attn": False}),
+    "falcon-alibi-six-heads-multi-query": ("Falcon", {**FALCON, "hidden_size": 96, "num_attention_heads": 6, "alibi": True}),
     "phi": ("Phi", {**NEW, "partial_rotary_factor": 0.5}),
     "phi3-window": ("Phi3", {**NEW, "sliding_window": 13}),
     "gemma": ("Gemma", {**NEW, "head_dim": 16}),
@@ -73,11 +75,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     }),
     "deepseek-v3": ("DeepseekV3", LATENT),
+    "llama4": ("Llama4Text", {
+        **NEW, "head_dim": 16, "num_hidden_layers": 3, "num_local_experts": 4, "intermediate_size_mlp": 80, "interleave_moe_layer_step": 2,
+        "no_rope_layer_interval": 3, "attention_chunk_size": 13, "floor_scale": 8, "attn_scale": 0.7,
+    }),
+    "llama4-two-experts": ("Llama4Text", {
+        **NEW, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size_mlp": 80, "no_rope_layer_interval": 2,
+        "attention_chunk_size": 7, "use_qk_norm": False,
+    }),
     "granite": ("Granite", {
         **NEW, "embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.7, "attention_multiplier": 0.2,
     }),
     "smollm3": ("SmolLM3", {**NEW, "no_rope_layer_interval": 2}),
-    "stablelm": ("StableLm", {**NEW, "qk_layernorm": True}),
+    "stablelm": ("StableLm", {**NEW, "partial_rotary_factor": 0.5}),
+    "stablelm-parallel": ("StableLm", {**NEW, "qk_layernorm": True, "use_parallel_residual": True, "use_qkv_bias": True}),
     "olmo2": ("Olmo2", NEW),
     "cohere": ("Cohere", {**NEW, "use_qk_norm": True}),
     "cohere2": ("Cohere2", {**NEW, "sliding_window": 11}),
@@ -95,7 +106,8 @@ def random_model(family: str, config: dict[str, Any], seed: int = 0) -> Any:
 
     settings = getattr(transformers, f"{family}Config")(**config)
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(settings, attn_implementation="eager").eval()
+    kind = "sdpa" if config.get("alibi") else "eager"  # Falcon's eager attention adds its ALiBi biases twice
+    model = transformers.AutoModelForCausalLM.from_config(settings, attn_implementation=kind).eval()
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.data.add_(torch.randn_like(parameter) * 0.2)

@@ -191,7 +191,20 @@ def chain(model: Fallback, pool: Any, start: int, tokens: list[int]) -> torch.Te
 @needs_c
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "name", ["gpt2", "gemma2", "gemma3", "qwen2-moe", "gpt-oss", "deepseek-v3", "llama-gelu"]
+    "name",
+    [
+        "gpt2",
+        "gemma2",
+        "gemma3",
+        "qwen2-moe",
+        "gpt-oss",
+        "deepseek-v3",
+        "llama-gelu",
+        "llama4",
+        "llama4-two-experts",
+        "stablelm-parallel",
+        "falcon-alibi",
+    ],
 )
 def test_logits_are_the_same_bits_in_any_company(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """One hundred tokens at once, one by one, and in uneven chunks, on three threads."""
@@ -199,7 +212,10 @@ def test_logits_are_the_same_bits_in_any_company(name: str, dtype: torch.dtype, 
     torch.set_num_threads(3)
     try:
         write(
-            name, tmp_path, dtype, **({} if name in ("gpt2", "deepseek-v3") else {"intermediate_size": 500})
+            name,
+            tmp_path,
+            dtype,
+            **({} if name in ("gpt2", "deepseek-v3", "falcon-alibi") else {"intermediate_size": 500}),
         )  # no whole vectors
         model, tokens = fallback(tmp_path, dtype), [i * 7 % 300 for i in range(100)]
         whole = chain(model, model.pool(256), 0, tokens)
@@ -239,6 +255,30 @@ def test_keys_and_values_in_eight_bits(name: str, tmp_path: Path) -> None:
     assert close.float().mean() > 0.8, "a token that goes to other experts may be far off, but most are not"
 
 
+@pytest.mark.parametrize("name", ["falcon-alibi", "falcon-alibi-six-heads-multi-query"])
+def test_falcons_biases_are_rounded_as_in_transformers(name: str, tmp_path: Path) -> None:
+    """From position 257 on bfloat16 has no longer every position; slopes by distance would be off there."""
+    theirs, tokens = (
+        write(name, tmp_path, max_position_embeddings=1024),
+        [i * i * 7 % 300 for i in range(700)],
+    )
+    with torch.inference_mode():
+        expected = theirs(torch.tensor([tokens])).logits[0]
+    model = Fallback(Checkpoint.open(str(tmp_path)), torch.float32, torch.device("cpu"), 1024)
+    pool, plans = model.pool(700), []
+    for a, b in ((0, 300), (300, 700)):
+        plan = Plan()
+        plan.chain(array("i", range(700)), a, tokens[a:b])
+        plans.append(model.logits(model.forward(plan.build(), pool), list(range(b - a))).clone())
+    torch.testing.assert_close(torch.cat(plans), expected, rtol=1e-3, atol=2e-3)
+
+
+def test_falcons_biases_do_not_fit_into_eight_bits(tmp_path: Path) -> None:
+    write("falcon-alibi", tmp_path)
+    with pytest.raises(ConfigError, match=r"int8.*ALiBi"):
+        LLM(str(tmp_path), kv_cache_dtype="int8")
+
+
 def test_a_rope_by_length_is_taken_for_the_longest_text(tmp_path: Path) -> None:
     """Phi-3's long factors hold for short texts too where the context is long, so that no token moves as a text grows."""
     factors = {"short_factor": [1.0] * 8, "long_factor": [1.5 + i for i in range(8)]}
@@ -258,7 +298,7 @@ def test_a_rope_by_length_is_taken_for_the_longest_text(tmp_path: Path) -> None:
 def test_torch_kernels_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTRIDER_KERNELS", "torch")
     tokens = prompts()[-1]
-    for name in ("gpt2", "gemma2", "gpt-oss", "mpt"):
+    for name in ("gpt2", "gemma2", "gpt-oss", "mpt", "llama4", "falcon-alibi"):
         theirs = write(name, tmp_path / name)
         model = fallback(tmp_path / name, torch.float32)
         with torch.inference_mode():
@@ -344,11 +384,6 @@ def test_missing_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
             "XGLM",
             {"d_model": 64, "ffn_dim": 96, "num_layers": 2, "attention_heads": 4},
             "attention interface",
-        ),
-        (
-            "Falcon",
-            {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True},
-            "ALiBi",
         ),
         (
             "Doge",

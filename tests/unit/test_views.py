@@ -124,10 +124,11 @@ def test_within_the_budget_nothing_changes(window: Window) -> None:
 
 
 def by_definition(q: Tensor, pool: Pool, expected: list[Seen], window: int, bend: Bend | None) -> Tensor:
-    """Row by row; windows and slopes count positions."""
+    """Row by row; windows, chunks and slopes count positions."""
     out = []
     for row, seen in enumerate(expected):
-        near = [(at, slot) for at, slot in seen.keys if not window or at > seen.position - window]
+        first = seen.position // -window * -window if window < 0 else seen.position + 1 - window
+        near = [(at, slot) for at, slot in seen.keys if not window or at >= first]
         ahead = torch.tensor([at - seen.position for at, _ in near])
         keys, values = pool.read(0, torch.tensor([slot for _, slot in near]), torch.float64)
         for head in range(4):
@@ -140,10 +141,10 @@ def by_definition(q: Tensor, pool: Pool, expected: list[Seen], window: int, bend
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 @pytest.mark.parametrize("sloped", [False, True])
-@pytest.mark.parametrize("window", [0, 1, 5, 16, 50])
+@pytest.mark.parametrize("window", [0, 1, 5, 16, 50, -1, -5, -16, -50])
 def test_all_kernels_look_where_the_view_says(window: int, sloped: bool, dtype: torch.dtype) -> None:
-    """The reference against the definition, and the C kernels against the reference; layers with a window, shorter and longer than
-    the view, look back by position: a pinned key that is near in the view and far in the text is out of it."""
+    """The reference against the definition, and the C kernels against the reference; layers with a
+    window or a chunk (below 0), shorter and longer than the view, look back by position: a pinned key that is near in the view and far in the text is out of it."""
     torch.manual_seed(0)
     spec = SimpleNamespace(heads=4, kv_heads=2, head_dim=24, q_norm=None, k_norm=None, eps=1e-6)
     pool = Pool(1, 2, 24, SLOTS, dtype, CPU)

@@ -110,7 +110,8 @@ def card_of(options: EngineOptions) -> Card:
             refused=refused,
             chat_template=_has_template(locate(options.model, options.revision)),
         )
-    about |= {"kv_heads": checkpoint.spec.kv_heads, "context": checkpoint.spec.context}
+    spec = checkpoint.spec
+    about |= {"architecture": spec.architecture, "kv_heads": spec.kv_heads, "context": spec.context}
     runs_on = "transformers' own code" if needs_fallback(checkpoint) else "lean decoder"
     template = (
         checkpoint.gguf.metadata.get("tokenizer.chat_template")
@@ -172,7 +173,7 @@ def _memory(options: EngineOptions, checkpoint: Checkpoint, stored: list[Stored]
             spec.layers, spec.kv_heads, spec.head_dim, kv_dtype(options.kv_cache_dtype, dtype)
         ),
         "requests": options.max_num_seqs,
-        "request_tokens": min(options.max_model_len or spec.context, spec.context),
+        "request_tokens": min(options.max_model_len or spec.unscaled, spec.context),
         "free_bytes": options.kv_cache_memory_bytes or free_memory(device, options.gpu_memory_utilization),
     }
 

@@ -70,7 +70,7 @@ def verify(
     asked = read(file) if file else None
     sink = opened(out)
     engine.setdefault(
-        "max_model_len", min(CONTEXT, Checkpoint.open(engine["model"], engine.get("revision")).spec.context)
+        "max_model_len", min(CONTEXT, Checkpoint.open(engine["model"], engine.get("revision")).spec.unscaled)
     )
     llm = load(engine, max_num_seqs=batch_size)
     fast = llm.variant(config)

@@ -49,12 +49,7 @@ class Engine:
             self.checkpoint.ending
         )  # read now: a corrupt file is found while loading, not while answering
         self.device = pick_device(options.device)
-        context = self.checkpoint.spec.context
-        self.max_len = min(options.max_model_len or context, context)
-        if options.max_model_len and options.max_model_len > context:
-            raise ConfigError(
-                f"max_model_len {options.max_model_len} exceeds the {context} positions of {options.model!r}."
-            )
+        self.max_len = self._length(options)
         dtype = self.checkpoint.dtype(options.dtype, self.device)
         where = place(self.checkpoint.spec.layers, self.device, options.gpu_layers)
         self.decoder = model.load(
@@ -215,6 +210,26 @@ class Engine:
             assert self.busy or (not cache.tables and cache.available == cache.pages), (
                 "a finished row still holds pages"
             )
+
+    def _length(self, options: EngineOptions) -> int:
+        """Tokens a request may have.  Raises ConfigError beyond the model's context."""
+        spec, wanted = self.checkpoint.spec, options.max_model_len
+        if wanted is None:
+            return spec.unscaled
+        if wanted > spec.context:
+            raise ConfigError(
+                f"max_model_len {wanted} exceeds the {spec.context} positions of {options.model!r}: "
+                f"give at most {spec.context}."
+            )
+        if wanted > spec.unscaled:
+            log.warning(
+                "RoPE of %s is scaled for texts of %d tokens, whatever the length of a request; transformers "
+                "does not scale up to %d tokens. For its short texts set max_model_len to at most that.",
+                options.model,
+                wanted,
+                spec.unscaled,
+            )
+        return wanted
 
     def _pages(self, memory: Counter[torch.device], guesses: int) -> int:
         """How many pages the K/V memory holds.  Raises CapacityError if not even one full request fits."""

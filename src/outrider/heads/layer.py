@@ -85,7 +85,7 @@ def turn_of(config: Mapping[str, Any], sizes: Sizes, positions: int) -> Tensor:
         raise ModelError(
             f"the rope of a head ({', '.join(known)}) cannot be computed: {first_line(error)}"
         ) from error
-    return rotations(made, max(positions, 32))
+    return rotations(made, positions, 32)
 
 
 class Block:

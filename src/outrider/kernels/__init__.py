@@ -131,7 +131,11 @@ class Kernels(Protocol):
         window: int,
         bend: Bend | None = None,
     ) -> Tensor:
-        """[n,H·D]: every row of the plan over the keys that it sees."""
+        """[n,H·D]: every row of the plan over the keys that it sees.
+
+        window > 0: only the keys of the latest `window` positions.  window < 0: only those of the row's own
+        chunk, positions being cut into chunks of -window.  0: all.
+        """
 
     def prepare(self, spec: Spec, layers: Sequence[Layer], turn: Tensor) -> Any:
         """The blocks of a decoder in the form that `run` likes; turn [positions, rot] = cos, then sin."""

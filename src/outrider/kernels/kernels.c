@@ -186,10 +186,13 @@ void rope_store(const float *x, long n, long H, long k, long D, long Dp, const f
 /* ---- attention.  Row r sees the first seen[r] slots of its request's table and then its path, in that order: always the
  * keys of positions 0, 1, 2 ... wherever they lie.  So a node of a tree computes what plain decoding computes there.
  * In a view the keys after the first `pinned` stand further on in the text than in the table, without gaps from there to the row. */
-/* The first key that a layer with a window looks at.  The window is one of positions: behind the pinned keys counting back from
- * the row is the same, and no count may run on into them.  A row of a block has keys ahead of it, which the window does not count. */
+/* The first of a row's `to` keys that a layer looks at.
+ * window > 0: the keys of the latest `window` positions.  0: all keys.
+ * window < 0: the keys of the row's chunk, positions being cut into chunks of -window.
+ * Behind the pinned keys, key j has position j + shift.  A row of a block has keys ahead, and no shift. */
 INLINE long first_key(long to, long position, long window, long pinned) {
-    const long oldest = position + 1 - window, first = to > position + 1 ? oldest : to - window;
+    const long oldest = window < 0 ? position / -window * -window : position + 1 - window;
+    const long first = to > position + 1 ? oldest : oldest + to - position - 1;
     if (!window || oldest <= 0) return 0;
     return oldest < pinned ? oldest : first > pinned ? first : pinned;
 }

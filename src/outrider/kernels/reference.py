@@ -158,11 +158,12 @@ class TorchKernels:
             keys, values = pool.read(layer, slots, self.wide).transpose(1, 2)  # [k,m,D]
             rows = q[first : first + count].to(self.wide).view(count, spec.kv_heads, group, spec.head_dim)
             hidden = order < 0
-            ahead = order - plan.positions[first : first + count, None].to(
-                self.device
-            )  # 0 at the row itself, -1 before it
-            if window:
+            positions = plan.positions[first : first + count, None].to(self.device)
+            ahead = order - positions  # 0 at the row itself, -1 before it
+            if window > 0:
                 hidden |= ahead <= -window
+            elif window:
+                hidden |= order < positions // -window * -window
             scores = torch.einsum("nkgd,kmd->nkgm", rows, keys) * scale
             if bend is not None:
                 scores = _bent(scores, bend, ahead)

@@ -28,6 +28,7 @@ from outrider.kernels.quantised import Quantised, join
 from outrider.models.hub import Checkpoint, Source, first_line
 from outrider.models.placement import Placement, place
 from outrider.models.quantise import bits_of, quantise
+from outrider.models.rope import fix_rope
 from outrider.models.spec import Spec
 from outrider.models.steps import in_steps
 
@@ -87,7 +88,7 @@ class Decoder:
         self.split = len(kernels) > 1  # over several devices
         self.kernels: Kernels = kernels[where.outer]
         weights = checkpoint.tensors()
-        turn = rotations(checkpoint.config, max(max_len, 32))  # the self-test computes 24 positions
+        turn = rotations(checkpoint.config, max_len, 32)  # the self-test computes 24 positions
         self.embedding = self._fused(
             self.kernels, weights, [("model.embed_tokens", spec.vocabulary)], spec.hidden, outer=True
         )
@@ -288,23 +289,25 @@ def _carried(x: Tensor, kernels: Kernels) -> Tensor:
     return x.to(kernels.device, kernels.activations)
 
 
-def rotations(config: Any, max_len: int) -> Tensor:
-    """float32 [max_len, head_dim]: cos, then sin, of the first half of the head; every scaling that transformers knows.
+def rotations(config: Any, max_len: int, positions: int = 0) -> Tensor:
+    """float32 [positions, head_dim]: cos, then sin, of the first half of the head.
 
-    A scaling that depends on the length (longrope, dynamic) is taken for `max_len`, as in vLLM; transformers switches as a text grows.
-    "dynamic" stretches behind max_position_embeddings only, which is as far as a request may go: here it does nothing.
+    Every scaling that transformers knows.  max_len: tokens of the longest text.  A scaling that depends on the
+    length of a text (longrope, dynamic) is computed for this length.
+    positions: max_len unless more are given.
     """
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if (size := max_len * width) > MAX_ROTATIONS:
+    if (size := max(max_len, positions) * width) > MAX_ROTATIONS:
         raise CapacityError(
-            f"the rotations of {max_len:,} positions (max_position_embeddings) are {size:,} numbers; at most {MAX_ROTATIONS:,} are held: "
+            f"the rotations of {max(max_len, positions):,} positions (max_position_embeddings) are {size:,} numbers; at most {MAX_ROTATIONS:,} are held: "
             "lower max_model_len."
         )
     try:
         rotary = LlamaRotaryEmbedding(config)
-        cos, sin = rotary(torch.empty(0), torch.arange(max_len)[None])
+        fix_rope(rotary, max_len)
+        cos, sin = rotary(torch.empty(0), torch.arange(max(max_len, positions))[None])
     except KeyError as error:
         raise ConfigError(
             f"the model's rope type {error} (rope_parameters) is unknown to transformers."

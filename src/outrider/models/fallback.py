@@ -31,8 +31,9 @@ from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool, kv_dtype
 from outrider.errors import ConfigError, ModelError
 from outrider.kernels import Bend, Kernels, Trees, kernels_for
-from outrider.models import steady, unrouted
+from outrider.models import steady, tempered, unrouted
 from outrider.models.hub import Checkpoint, first_line
+from outrider.models.rope import fix_ropes
 from outrider.models.sizes import check_sizes
 from outrider.models.spec import FAMILIES
 from outrider.models.steps import in_steps
@@ -67,6 +68,10 @@ class Layer:
     window: int
     bend: Bend | None
     module: nn.Module  # that attends
+    query_scales: Tensor | None = None  # [positions]
+    wide_keys: bool = (
+        False  # a dimension of K is far larger than the others, which int8 would round to nothing
+    )
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     eps: float = 0.0
@@ -102,6 +107,8 @@ def attend(
         return torch.zeros(1, q.shape[2], q.shape[1], v.shape[3], dtype=q.dtype, device=q.device), None
     layer, at = call.layers[call.at], call.at
     call.at += 1
+    if layer.query_scales is not None:
+        q = q * layer.query_scales[call.plan.positions.to(q.device), None]
     if repeats := layer.kv_heads // k.shape[1] - 1:  # a layer with fewer K/V heads than the pool holds
         k, v = (x.repeat_interleave(repeats + 1, dim=1) for x in (k, v))
     parts = [
@@ -120,7 +127,8 @@ def _widened(x: Tensor, width: int) -> Tensor:
 
 def _layer_of(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None = None, dropout: float = 0.0,
-    softcap: float | None = None, s_aux: Tensor | None = None, slopes: Tensor | None = None, window: int | None = None, **given: Any,
+    softcap: float | None = None, s_aux: Tensor | None = None, slopes: Tensor | None = None, window: int | None = None,
+    wide_keys: bool = False, **given: Any,
 ) -> Layer:  # fmt: skip
     """Windows are read off the mask, as transformers' own attention does.  Raises ModelError naming what the kernels cannot do."""
     who = type(module).__name__
@@ -135,21 +143,29 @@ def _layer_of(
     return Layer(
         heads=q.shape[1], kv_heads=k.shape[1], head_dim=max(k.shape[3], v.shape[3]), out_dim=v.shape[3],
         scale=q.shape[3] ** -0.5 if scaling is None else scaling, window=int(mask) if mask is not None else window or 0,
-        bend=None if bend == Bend() else bend, module=module,
+        bend=None if bend == Bend() else bend, module=module, query_scales=getattr(module, "query_scales", None),
+        wide_keys=wide_keys,
     )  # fmt: skip
 
 
 def _mask(
-    local_size: int | None = None, use_vmap: bool = False, device: Any = None, **_: Any
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    device: Any = None,
+    mask_function: Any = None,
+    **_: Any,
 ) -> Tensor | None:
-    """In the place of a mask: nothing, or the window [1,1,1,1]."""
+    """In the place of a mask: nothing, or the window [1,1,1,1] as in `Kernels.attend`."""
     if use_vmap:
         raise ModelError(
             "this model overlays its causal mask with another, which cannot be walked along a tree."
         )
-    return (
-        None if local_size is None else torch.full((1, 1, 1, 1), local_size, dtype=torch.int32, device=device)
-    )
+    if local_size is None:
+        return None
+    row, key = torch.tensor(local_size), torch.tensor(local_size - 1)
+    # a window reaches back from this row to the key before it; a chunk begins at the row
+    chunked = mask_function is not None and local_size > 1 and not mask_function(0, 0, row, key)
+    return torch.full((1, 1, 1, 1), -local_size if chunked else local_size, dtype=torch.int32, device=device)
 
 
 AttentionInterface.register(OURS, attend)
@@ -198,16 +214,22 @@ class Fallback:
         self.head = _load(checkpoint).to(device)
         self.body = _body(self.head, self.spec.architecture)
         self.positioned = "position_ids" in inspect.signature(self.body.forward).parameters
-        steady.fix_ropes(self.head, max_len, device)
+        fix_ropes(self.head, max_len)
+        tempered.take_over(self.head, len(self.turn), device, lambda: CALL.get(None) is not None)
         routed = not unrouted.route(self.head, attend)
         steady.enter(self.head, self.kernels, dtype)
         with self._refusing():
             self.layers = self._listen(LISTENING if routed else None)
             self.modules = layers_of(self.body, self.spec.layers, [layer.module for layer in self.layers])
             self.given = Given()
-            setattr(self.head, self.head.base_model_prefix, self.given)
+            setattr(self.head, _prefix(self.head), self.given)
             if routed:
                 self._compare()
+        if kv_cache_dtype == "int8" and any(layer.wide_keys for layer in self.layers):
+            raise ConfigError(
+                f"kv_cache_dtype 'int8' is too coarse for the keys of {self.spec.architecture}, "
+                "which hold its ALiBi biases: use 'auto'."
+            )
 
     def pool(self, slots: int) -> Pool:
         return self._pool(slots, kv_dtype(self.kv_cache_dtype, self.dtype))
@@ -393,10 +415,16 @@ def _quiet() -> Iterator[None]:
 
 
 def _body(model: Any, name: str) -> Any:
-    body = getattr(model, model.base_model_prefix, None)
+    body = getattr(model, _prefix(model), None)
     if body is None:
         raise ModelError(f"{name} is not supported: its body cannot be told from its head.")
     return body
+
+
+def _prefix(model: Any) -> str:
+    """The attribute of the body; Llama 4 without images names one that it does not have."""
+    prefix: str = model.base_model_prefix
+    return prefix if hasattr(model, prefix) else "model"
 
 
 def _alike(layers: list[Layer]) -> list[Layer]:

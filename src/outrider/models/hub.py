@@ -26,6 +26,7 @@ from outrider.models.spec import LIKE, Facts, Spec
 from outrider.models.validate import read_json
 
 BUILTIN = {"builtin": "target", "builtin-draft": "draft"}
+BODY = "model."  # prefix of the tensors of a body under its head
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SAFE = ".safetensors"  # all others are pickles, of which only weights are read
 TRAINING = [
@@ -163,6 +164,8 @@ class Checkpoint:
             assert isinstance(self.spec, Spec)
             return gguf.GgufWeights(self.gguf, self.spec)
         weights = Weights(self.folder)
+        if f"{BODY}embed_tokens.weight" not in weights and "embed_tokens.weight" in weights:
+            weights = BodyWeights(self.folder)
         return weights if self.scheme is None else PackedWeights(weights, self.scheme)
 
 
@@ -180,10 +183,14 @@ def read_config(folder: Path, trust_remote_code: bool) -> Any:
 
     path = folder / "config.json"
     given = read_json(path, CONFIG) if path.is_file() else {}
-    if (kind := LIKE.get(str(given.get("model_type")))) is None:
+    if (like := LIKE.get(str(given.get("model_type")))) is None:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    kind, keys = like
     return AutoConfig.for_model(
-        kind, **{key: value for key, value in given.items() if key not in ("model_type", "auto_map")}
+        kind,
+        **{
+            keys.get(key, key): value for key, value in given.items() if key not in ("model_type", "auto_map")
+        },
     )
 
 
@@ -338,6 +345,19 @@ def _reading(path: Path, name: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise ModelError(f"{path} should hold {name!r} but does not: {first_line(error)}") from error
+
+
+class BodyWeights(Weights):
+    """The tensors of a body that was saved without its head, under the names that they have with it."""
+
+    def __contains__(self, name: str) -> bool:
+        return super().__contains__(name.removeprefix(BODY))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return super().shape(name.removeprefix(BODY))
+
+    def raw(self, name: str) -> Tensor:
+        return super().raw(name.removeprefix(BODY))
 
 
 def _opened(path: Path) -> Any:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.errors import ModelError
+from outrider.models.context import Context
 from outrider.models.fields import EPSILON, HEAD_COUNT, LAYER_COUNT, LENGTH, WIDTH, WINDOW
 from outrider.models.validate import MAX_HEAD_DIM, Kind, check_attention, whole
 
@@ -17,33 +18,33 @@ FAMILIES = {
     "Qwen3ForCausalLM": "Qwen3",
     "MiMoForCausalLM": "MiMo-7B",
 }
-LIKE = {
-    "mimo": "qwen2"
-}  # model types that transformers does not know, whose decoder is that of one that it knows
+LIKE: dict[str, tuple[str, dict[str, str]]] = {
+    "mimo": ("qwen2", {}),
+    "stablelm_epoch": ("stablelm", {"norm_eps": "layer_norm_eps", "rope_pct": "partial_rotary_factor"}),
+}  # model types unknown to transformers: the known one of the same decoder, and keys that it names otherwise
+BY_TYPE = ("MedusaModel", "StableLMEpoch")  # beginnings of class names that say no more than the model_type
 STATEFUL = (
     "mamba", "rwkv", "jamba", "recurrent_gemma", "recurrentgemma", "xlstm", "zamba", "falcon_h1", "falcon_mamba", "bamba", "nemotron_h",
     "kimi_linear", "zaya",
 )  # fmt: skip
-KINDS = {"full_attention", "sliding_attention"}  # of layers
-LENGTHS = (
-    "max_position_embeddings",
-    "n_positions",
-    "max_seq_len",
-    "seq_length",
-    "n_ctx",
-)  # what families call their context
+KINDS = {"full_attention", "sliding_attention", "chunked_attention"}  # of layers
 VOCABULARY, INNER = whole(1, 1 << 26), whole(1, 1 << 24)
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What must be known of any model.  kv_heads and head_dim are what its config says; the fallback looks at its tensors."""
+    """What must be known of any model.  kv_heads and head_dim are what its config says; the fallback looks at its tensors.
+
+    context: tokens a request may have.  unscaled: those of the default, fewer where RoPE scaling depends on
+    the length of a text (context.py).
+    """
 
     architecture: str
     layers: int
     hidden: int
     vocabulary: int
     context: int
+    unscaled: int
     kv_heads: int
     head_dim: int
 
@@ -53,14 +54,15 @@ class Facts:
         refuse(config)
         if lean(config):
             return Spec.of(config)
-        length = next((found for name in LENGTHS if (found := getattr(config, name, None))), 2048)
-        LENGTH.check(length, f"the context of {architecture(config)}")
+        length = Context.of(config)
+        LENGTH.check(length.tokens, f"the context of {architecture(config)}")
         return Facts(
             architecture(config),
             _size(config, "num_hidden_layers", LAYER_COUNT),
             _size(config, "hidden_size", WIDTH),
             _size(config, "vocab_size", VOCABULARY),
-            length,
+            length.tokens,
+            length.unscaled,
             *_heads(config),
         )
 
@@ -80,6 +82,8 @@ class Spec(Facts):
     def of(config: Any) -> Spec:
         name, heads = architecture(config), _size(config, "num_attention_heads", HEAD_COUNT)
         layers, hidden = _size(config, "num_hidden_layers", LAYER_COUNT), _size(config, "hidden_size", WIDTH)
+        length = Context.of(config)
+        LENGTH.check(length.tokens, f"the context of {name} (max_position_embeddings and rope_parameters)")
         window = getattr(config, "sliding_window", None) or 0
         WINDOW.check(window, f"sliding_window of {name}")
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -107,7 +111,8 @@ class Spec(Facts):
             windows=tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
             qk_norm=name == "Qwen3ForCausalLM",
             tied=bool(config.tie_word_embeddings),
-            context=_size(config, "max_position_embeddings", LENGTH),
+            context=length.tokens,
+            unscaled=length.unscaled,
         )
 
 
@@ -134,8 +139,19 @@ def _heads(config: Any) -> tuple[int, int]:
 
 
 def architecture(config: Any) -> str:
-    names = getattr(config, "architectures", None) or []
-    return names[0] if names else f"model_type {getattr(config, 'model_type', '?')!r}"
+    """The class that runs a config, by its `model_type` as in transformers.
+
+    `architectures` may be missing, name the body without its head, be written in other letters, or name the
+    Medusa model around it.  Other names stay: those of other tasks and of heads without target.
+    """
+    names, known = getattr(config, "architectures", None) or [], causal(config)
+    given = names[0] if names else None
+    if not known or given in known or given in FAMILIES:
+        return given or f"model_type {getattr(config, 'model_type', '?')!r}"
+    others = [name.lower() for name in (*known, *_bodies(config))]
+    if given is None or given.lower() in others or given.startswith(BY_TYPE):
+        return known[0]
+    return str(given)
 
 
 def lean(config: Any) -> bool:
@@ -164,8 +180,9 @@ def refuse(config: Any) -> None:
         )
     if strange := set(getattr(config, "layer_types", None) or ()) - KINDS:
         raise ModelError(
-            f"{name} has layers of the kind {', '.join(sorted(strange))}: Outrider verifies trees in full and sliding-window attention "
-            "only (a recurrent state or a chunk cannot be walked along a tree)."
+            f"{name} has layers of the kind {', '.join(sorted(strange))}: Outrider verifies trees "
+            "in full, sliding-window and chunked attention only (a recurrent state has no K/V that could be kept "
+            "for each node of a tree)."
         )
     if name not in FAMILIES and name not in causal(config):
         raise ModelError(
@@ -181,3 +198,11 @@ def causal(config: Any) -> list[str]:
     own = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(getattr(config, "model_type", "?"))
     brought = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
     return [name for name in (own, brought and brought.split(".")[-1]) if name]
+
+
+def _bodies(config: Any) -> tuple[str, ...]:
+    """The classes of the model without its head."""
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+    found = MODEL_MAPPING_NAMES.get(getattr(config, "model_type", "?"), ())
+    return (found,) if isinstance(found, str) else tuple(found)

@@ -146,6 +146,21 @@ def _matmul(x: Any, weight: Any) -> Tensor | None:
     return weight.linear(x, across=True) if isinstance(weight, Matrix) and not weight._experts else None
 
 
+def _bmm(x: Any, weight: Any) -> Tensor | None:
+    """x [E,n,K] times experts [E,K,O].
+
+    Rows of zeros cost nothing: a router leaves them to the experts that it did not choose.
+    """
+    if isinstance(x, (Matrix, Flipped)) or not isinstance(weight, Matrix) or not weight._experts:
+        return None
+    out: Tensor = x.new_zeros(*x.shape[:2], weight.shape[2])
+    for rows, expert, y in zip(x, weight._experts, out):
+        some = rows.any(-1).nonzero()[:, 0]
+        if len(some):
+            y[some] = expert.linear(rows[some], across=True)
+    return out
+
+
 def _embedding(ids: Tensor, weight: Any, *_: Any, **__: Any) -> Tensor:
     rows: Tensor = weight.rows(ids)
     return rows
@@ -153,7 +168,7 @@ def _embedding(ids: Tensor, weight: Any, *_: Any, **__: Any) -> Tensor:
 
 USES: dict[Any, Callable[..., Tensor | None]] = {
     F.linear: _linear, torch.addmm: _addmm, F.embedding: _embedding,
-    torch.matmul: _matmul, torch.mm: _matmul, torch.Tensor.matmul: _matmul, torch.Tensor.mm: _matmul, torch.Tensor.__matmul__: _matmul,
+    torch.bmm: _bmm, torch.matmul: _matmul, torch.mm: _matmul, torch.Tensor.matmul: _matmul, torch.Tensor.mm: _matmul, torch.Tensor.__matmul__: _matmul,
 }  # fmt: skip
 
 
@@ -282,18 +297,3 @@ def _rowwise(forward: Callable[..., Any]) -> Callable[..., Any]:
             return forward(*args, **kwargs)
 
     return wrapped
-
-
-def fix_ropes(model: nn.Module, max_len: int, device: torch.device) -> None:
-    """A scaling that depends on the length (dynamic, longrope) is taken for `max_len`, so that no token depends on another's position."""
-    module: Any
-    for module in model.modules():
-        kinds = getattr(module, "rope_type", None)
-        last = torch.tensor([[max_len - 1]], device=device)
-        if isinstance(kinds, str):
-            module(torch.zeros(1, device=device), last)
-            module.rope_type = "default"
-        elif isinstance(kinds, dict):
-            for kind in kinds:
-                module(torch.zeros(1, device=device), last, kind)
-            module.rope_type = dict.fromkeys(kinds, "default")

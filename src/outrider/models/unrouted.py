@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outrider.errors import ModelError
-
 Attend = Callable[
     ..., tuple[Tensor, None]
 ]  # (module, q, k, v, mask, scaling=…, window=…, slopes=…) -> ([1,n,H,D], None)
+
+
+SHORTEST = 64  # positions of a table: loading tries a few tokens, however short the context
 
 
 def gptj(
@@ -67,14 +68,42 @@ def mpt(attend: Attend, module: Any, x: Tensor, position_bias: Any, **_: Any) ->
     ), None
 
 
+@functools.cache
+def falcon_biases(heads: int, positions: int, device: torch.device) -> Tensor:
+    """[heads, positions]: the bias of a key by its position, which Falcon rounds to bfloat16."""
+    from transformers.models.falcon.modeling_falcon import build_alibi_tensor
+
+    biases: Tensor = build_alibi_tensor(torch.ones(1, positions, dtype=torch.int64), heads, torch.float32)
+    return biases[:, 0].to(device)
+
+
+def falcon_alibi(attend: Attend, module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+    """The bias is one more dimension of a key, where the query is 1: (q·k + bias) · scale, as in SDPA.
+
+    So it keeps its rounding, which slopes by distance would not have.  Every query head has a key of its own.
+    """
+    heads = module.num_heads
+    k, v = (part.repeat_interleave(heads // part.shape[1], dim=1) for part in (k, v))
+    biases = falcon_biases(heads, max(module.max_position_embeddings, SHORTEST), q.device)
+    k = torch.cat([k, biases[None, :, positions[0].to(q.device), None].to(k.dtype)], dim=-1)
+    q = torch.cat([q, torch.ones_like(q[..., :1])], dim=-1)
+    return attend(module, q, k, v, None, scaling=module.inv_norm_factor, wide_keys=True)[0]
+
+
 def falcon(
-    attend: Attend, module: Any, x: Tensor, alibi: Any = None, position_embeddings: Any = None, **_: Any
+    attend: Attend,
+    module: Any,
+    x: Tensor,
+    alibi: Any = None,
+    position_ids: Any = None,
+    position_embeddings: Any = None,
+    **_: Any,
 ) -> tuple[Tensor, None]:
     from transformers.models.falcon import modeling_falcon as theirs
 
-    if alibi is not None:
-        raise ModelError("with ALiBi, its biases are rounded by absolute position.")
     q, k, v = (part.transpose(1, 2) for part in module._split_heads(module.query_key_value(x)))
+    if alibi is not None:
+        return module.dense(falcon_alibi(attend, module, q, k, v, position_ids).flatten(2)), None
     k, v = (
         part[:, :: part.shape[1] // module.num_kv_heads] for part in (k, v)
     )  # of several equal ones it needs one
