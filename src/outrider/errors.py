@@ -4,7 +4,8 @@ OutriderError
 ├── ConfigError      an engine option or a key of speculative_config      (also a ValueError)
 ├── RequestError     a prompt or a sampling parameter of one request      (also a ValueError)
 ├── ModelError       a checkpoint that is missing, corrupt or unsupported
-└── CapacityError    memory limits that cannot hold what is asked
+├── CapacityError    memory limits that cannot hold what is asked
+└── EngineError      a step that failed, for every request that was in it; its cause is what went wrong
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ class ModelError(OutriderError):
 
 class CapacityError(OutriderError):
     """Something does not fit into the memory that the engine was given."""
+
+
+class EngineError(OutriderError):
+    """A step of the engine failed, and this request ended with it.  Later requests are served."""
 
 
 def unknown(kind: str, name: object, valid: Iterable[str]) -> str:

@@ -1,0 +1,187 @@
+"""One engine for several threads: their requests form one continuous batch.
+
+There is no thread of its own.  Of the threads that wait for something, one *drives*: it steps until it has what it waits
+for, then another takes over.
+
+    thread A   submit  run_until [step step step] -> returns
+    thread B     submit  run_until (waits ........ [step step] -> returns
+    thread C                 abort: takes effect before the next step
+
+A server drives from one thread with `run_until(closed)`, which sleeps while there is nothing to do, and passes `on_news` to
+`submit` to hear of progress.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from outrider.engine.engine import Engine
+from outrider.errors import ConfigError, EngineError, RequestError
+from outrider.types import Row
+
+log = logging.getLogger("outrider")
+
+
+class Ticket:
+    """One request in the loop.  `finished` is set between steps, once all its rows have ended; then nothing changes any more."""
+
+    def __init__(self, id: str, rows: Sequence[Row], on_news: Callable[[], None] | None) -> None:
+        self.id, self.rows, self.on_news = id, rows, on_news
+        self.finished = False
+
+    def fail(self, error: Exception) -> None:
+        """End the rows that still run with this error."""
+        for row in self.rows:
+            if row.finish_reason is None:
+                row.error, row.finish_reason = error, "error"
+
+
+class EngineLoop:
+    """Owner of an engine.  Every method may be called from any thread.
+
+    Invariant: the engine and the rows of open tickets are touched by the driver only, or under the lock while there is none.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.tickets: dict[str, Ticket] = {}  # open requests, by id
+        self._changed = threading.Condition()  # its lock guards all that follows
+        self._driver: int | None = None
+        self._arriving: list[Ticket] = []  # not in the engine yet
+        self._aborted: list[Ticket] = []
+
+    def submit(self, id: str, rows: Sequence[Row], on_news: Callable[[], None] | None = None) -> Ticket:
+        """Queue the rows of a request.
+
+        on_news: called by the driver, between steps, whenever the rows grew or ended.  It must be quick, and may call `abort` only.
+        Raises RequestError where the id belongs to an open request, or the caller is inside a step.
+        """
+        self.engine.turn.refuse_reentry()
+        ticket = Ticket(id, rows, on_news)
+        with self._changed:
+            if id in self.tickets:
+                raise RequestError(
+                    f"request id {id!r} belongs to a request that still runs: give each its own."
+                )
+            self.tickets[id] = ticket
+            self._arriving.append(ticket)
+            self._between_steps()
+        return ticket
+
+    def abort(self, id: str) -> None:
+        """End a request before the next step, with finish_reason "abort".  Ids that are not open are ignored."""
+        with self._changed:
+            if (ticket := self.tickets.get(id)) is not None:
+                self._aborted.append(ticket)
+                self._between_steps()
+
+    def run_until(self, done: Callable[[], bool]) -> None:
+        """Return once `done()`, which is asked under the lock: at once, and after steps that had news.
+
+        Whatever a step raises comes out of here, in the thread that drove it.  An Exception also ends every request that was in the
+        engine, with an EngineError; an interrupt (KeyboardInterrupt) undoes the step, and others go on with it.
+        """
+        me = threading.get_ident()
+        self.engine.turn.refuse_reentry()
+        if self._driver == me:
+            raise RequestError("the engine cannot be called from on_news: only abort can.")
+        try:
+            while True:
+                with self._changed:
+                    while not done():
+                        if self._driver in (None, me) and (
+                            self._arriving or self._aborted or self.engine.busy
+                        ):
+                            self._driver = me
+                            break
+                        self._changed.wait()
+                    else:
+                        return
+                    self._settle()
+                self._step()
+        except BaseException:
+            with self._changed:
+                if self._driver == me:
+                    self._tell(list(self.tickets.values()))  # news that were lost on the way
+            raise
+        finally:
+            with self._changed:
+                if self._driver == me:
+                    self._driver = None
+                    self._settle()
+                self._changed.notify_all()
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """Keep every request out meanwhile, to change the engine.  Raises ConfigError while requests are open."""
+        if self.tickets or self.engine.busy:
+            raise ConfigError("the drafter cannot be changed while requests are running.")
+        with self.engine.turn.taken(), self._changed:
+            if self.tickets or self.engine.busy:
+                raise ConfigError("the drafter cannot be changed while requests are running.")
+            yield
+
+    def _step(self) -> None:
+        """One step of the engine and its news.  Called by the driver."""
+        if not self.engine.busy:
+            return
+        try:
+            rows = self.engine.step()
+        except BaseException as error:
+            with self._changed:
+                self._recover(error)
+            raise
+        with self._changed:
+            grown = dict.fromkeys(row.id for row in rows)
+            self._tell([self.tickets[id] for id in grown if id in self.tickets], grown=True)
+
+    def _between_steps(self) -> None:
+        """Settle at once where nobody drives; otherwise the driver will."""
+        if self._driver is None:
+            self._settle()
+        self._changed.notify_all()
+
+    def _settle(self) -> None:
+        """Bring arrivals into the engine and take aborted requests out."""
+        while self._arriving:
+            for row in self._arriving.pop(0).rows:
+                self.engine.add(row)
+        while self._aborted:
+            ticket = self._aborted.pop()
+            for row in ticket.rows:
+                self.engine.scheduler.abort(row)
+            self._tell([ticket])
+
+    def _tell(self, tickets: Sequence[Ticket], grown: bool = False) -> None:
+        """Close the tickets that ended, and call on_news of these and of those that grew."""
+        for ticket in tickets:
+            ended = not ticket.finished and all(row.finish_reason is not None for row in ticket.rows)
+            if ended:
+                self.tickets.pop(ticket.id, None)
+                ticket.finished = True
+            if ticket.on_news is not None and (grown or ended):
+                try:
+                    ticket.on_news()
+                except Exception:  # a listener that is gone is no reason to stop the others
+                    log.exception("on_news of request %r failed", ticket.id)
+                    self._aborted.append(ticket)
+            if ended or ticket.on_news is not None:
+                self._changed.notify_all()
+
+    def _recover(self, error: BaseException) -> None:
+        """After a step that raised: take it back, and either end all requests that were in the engine or queue them anew."""
+        open_ = [ticket for ticket in self.tickets.values() if ticket not in self._arriving]
+        self.engine.restart([row for ticket in open_ for row in ticket.rows])
+        if isinstance(error, Exception):
+            told = EngineError(f"a step of the engine failed with {type(error).__name__}: {error}")
+            told.__cause__ = error
+            for ticket in open_:
+                ticket.fail(told)
+        for ticket in open_:
+            for row in ticket.rows:
+                if row.finish_reason is None:
+                    self.engine.add(row)
+        self._tell(open_)
