@@ -44,6 +44,15 @@ def unknown(kind: str, name: object, valid: Iterable[str]) -> str:
     return f"unknown {kind} {name!r}.{nearest(name, valid)} Valid: {', '.join(valid)}."
 
 
+def shortened(value: object, most: int = 200) -> str:
+    """repr of a value, for an error that names it: of a length that can be read, whatever the value is."""
+    try:
+        text = repr(value)
+    except Exception:  # of a whole number with more digits than Python prints, for instance
+        return f"<{type(value).__name__} that cannot be shown>"
+    return text if len(text) <= most else f"{text[:most]}…"
+
+
 def nearest(name: object, valid: Iterable[str]) -> str:
     """The question for what was meant, after a blank; "" where nothing is near."""
     near = difflib.get_close_matches(str(name), list(valid), n=1, cutoff=0.5)

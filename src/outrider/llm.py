@@ -21,7 +21,7 @@ from outrider.errors import EngineError, RequestError
 from outrider.models.hub import read_tokenizer
 from outrider.outputs import RequestOutput
 from outrider.requests import Prompt, Reader, Request
-from outrider.sampling.params import SamplingParams
+from outrider.sampling.params import SamplingParams, whole
 from outrider.types import LoRARequest
 
 Loras = LoRARequest | Sequence[LoRARequest | None] | None
@@ -61,6 +61,8 @@ class LLM:
         lora_request: Loras = None,
     ) -> list[RequestOutput]:
         """Answers all prompts, batched as the engine sees fit; outputs stand in the order of the prompts.
+
+        A prompt is a text, a list of token ids, or a dict (see `requests.Prompt`).
 
         A single bad prompt raises (a RequestError, as a rule); among several the bad one comes back with `.error`, and the
         others are answered.
@@ -160,9 +162,7 @@ class LLM:
     ) -> list[Ticket]:
         """Queue requests; `listener` is called with a request whenever it grew or ended."""
         return [
-            self._loop.submit(
-                request.id, request.rows, None if listener is None else partial(listener, request)
-            )
+            self._loop.submit(request.rows, None if listener is None else partial(listener, request))
             for request in requests
         ]
 
@@ -173,7 +173,11 @@ class LLM:
         lora_request: Loras,
         streaming: bool = False,
     ) -> list[Request | RequestOutput]:
-        one = isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable)
+        one = (
+            isinstance(prompts, (str, bytes, Mapping))
+            or not isinstance(prompts, Iterable)
+            or _is_ids(prompts)
+        )
         several: list[Any] = [prompts] if one else list(prompts)
         if given is None or isinstance(given, SamplingParams):
             params = [given or SamplingParams()] * len(several)
@@ -224,6 +228,15 @@ class LLM:
         with self._loop.idle():
             speculation = SpeculativeOptions.of(speculative_config)
             self.engine.use(speculation.method(speculation.options, self.engine.target), speculation)
+
+
+def _is_ids(prompts: Any) -> bool:
+    """Whether this is one prompt of token ids, not several prompts; as in vLLM."""
+    return (
+        isinstance(prompts, (list, tuple))
+        and len(prompts) > 0
+        and all(whole(token) is not None for token in prompts)
+    )
 
 
 @contextmanager

@@ -28,8 +28,8 @@ log = logging.getLogger("outrider")
 class Ticket:
     """One request in the loop.  `finished` is set between steps, once all its rows have ended; then nothing changes any more."""
 
-    def __init__(self, id: str, rows: Sequence[Row], on_news: Callable[[], None] | None) -> None:
-        self.id, self.rows, self.on_news = id, rows, on_news
+    def __init__(self, rows: Sequence[Row], on_news: Callable[[], None] | None) -> None:
+        self.id, self.rows, self.on_news = rows[0].id, rows, on_news
         self.finished = False
 
     def fail(self, error: Exception) -> None:
@@ -53,20 +53,20 @@ class EngineLoop:
         self._arriving: list[Ticket] = []  # not in the engine yet
         self._aborted: list[Ticket] = []
 
-    def submit(self, id: str, rows: Sequence[Row], on_news: Callable[[], None] | None = None) -> Ticket:
-        """Queue the rows of a request.
+    def submit(self, rows: Sequence[Row], on_news: Callable[[], None] | None = None) -> Ticket:
+        """Queue the rows of a request, which carry its id.
 
         on_news: called by the driver, between steps, whenever the rows grew or ended.  It must be quick, and may call `abort` only.
         Raises RequestError where the id belongs to an open request, or the caller is inside a step.
         """
         self.engine.turn.refuse_reentry()
-        ticket = Ticket(id, rows, on_news)
+        ticket = Ticket(rows, on_news)
         with self._changed:
-            if id in self.tickets:
+            if ticket.id in self.tickets:
                 raise RequestError(
-                    f"request id {id!r} belongs to a request that still runs: give each its own."
+                    f"request id {ticket.id!r} belongs to a request that still runs: give each its own."
                 )
-            self.tickets[id] = ticket
+            self.tickets[ticket.id] = ticket
             self._arriving.append(ticket)
             self._between_steps()
         return ticket
@@ -113,6 +113,11 @@ class EngineLoop:
                     self._driver = None
                     self._settle()
                 self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Ask every `done()` again."""
+        with self._changed:
+            self._changed.notify_all()
 
     @contextmanager
     def idle(self) -> Iterator[None]:
