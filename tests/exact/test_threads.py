@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +282,54 @@ def test_an_interrupt_ends_the_requests_of_its_caller_only(
     assert sorted(output.outputs[0].token_ids for output in last.values()) == sorted([texts[1], texts[2]])
     assert all(len(o.outputs[0].token_times) == len(o.outputs[0].token_ids) for o in last.values())
     settled(llm)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="needs signals")
+@pytest.mark.parametrize("method", METHODS)
+def test_interrupts_at_any_moment(method: str, llm: LLM, texts: list[list[int]], llama: str) -> None:
+    """Ctrl-C in the main thread, wherever it is just then, while other threads are answered."""
+    llm.use(config(method, llama))
+    rng, over, armed, interrupts = random.Random(3), threading.Event(), [False], [0]
+    wrong: list[BaseException] = []
+
+    def interrupt(*_: Any) -> None:
+        if armed[0]:
+            armed[0] = False
+            interrupts[0] += 1
+            raise KeyboardInterrupt
+
+    def shoot() -> None:
+        while not over.wait(rng.uniform(1e-4, 1e-2)):
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    def answered(seed: int) -> None:
+        try:
+            while not over.is_set():
+                caller(llm, texts, seed, rounds=2)()
+        except BaseException as error:
+            wrong.append(error)
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    shooter = threading.Thread(target=shoot, daemon=True)
+    others = threading.Thread(target=together, args=[partial(answered, i) for i in range(2)], daemon=True)
+    try:
+        others.start()
+        shooter.start()
+        end = time.monotonic() + 1.5
+        while time.monotonic() < end:
+            with suppress(KeyboardInterrupt):
+                armed[0] = True
+                answer(llm, PROMPTS[1], params_of(1, max_tokens=100))
+                armed[0] = False
+    finally:
+        armed[0] = False
+        over.set()
+        shooter.join(60)
+        others.join(60)
+        signal.signal(signal.SIGUSR1, before)
+    assert not others.is_alive() and interrupts[0] > 3 and not wrong
+    settled(llm)
+    assert answer(llm, PROMPTS[0], PARAMS[0]).outputs[0].token_ids == texts[0]
 
 
 # ---- re-entry

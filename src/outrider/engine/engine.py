@@ -21,7 +21,7 @@ from outrider.draft.base import Drafter, Target
 from outrider.engine.adapters import Adapters
 from outrider.engine.runner import Runner, Seen
 from outrider.engine.scheduler import Scheduler
-from outrider.engine.turn import Turn
+from outrider.engine.turn import Turn, in_turn
 from outrider.errors import CapacityError, ConfigError
 from outrider.models import model
 from outrider.models.decoder import Decoder
@@ -125,36 +125,36 @@ class Engine:
             )
         return Adapters(self.decoder, self.options.max_loras, self.options.max_lora_rank)
 
+    @in_turn
     def step(self) -> list[Row]:
         """One forward of the target for every row that can run.  Returns the rows that emitted tokens or failed.
 
         Raises RequestError where it is called from inside a step.
         """
-        with self.turn.taken():
-            began = time.perf_counter()
-            batch = self.scheduler.next()
-            if not batch.rows:
-                assert not self.busy, "rows are waiting and none can run"
-                return batch.failed
-            budgets = self.scheduler.reserve(batch, self.controller.budget(batch))
-            propose = time.perf_counter()
-            draft = self.controller.trim(self.drafter.propose(batch, budgets), budgets)
-            forward = time.perf_counter()
-            seen = self.runner.forward(batch, draft, self.drafter.needs)
-            after = time.perf_counter()
-            verdict = self.verify(draft, seen, batch)
-            seen.record(verdict)
-            verdict = self.scheduler.clip(batch, verdict)
-            self.scheduler.commit(batch, verdict)
-            commit = self._commit(batch, draft, verdict, seen)
-            self.drafter.observe(commit)
-            finished = self._finish(commit)
-            times = Times(forward - propose, after - forward, time.perf_counter() - after + propose - began)
-            self.controller.learn(commit, times)
-            decoding = batch.known.count(1)
-            self.pace.learn(decoding, sum(batch.known) - decoding, sum(times))
-            (self.reading if batch.reading else self.decoding).add(commit, times)
-            return finished
+        began = time.perf_counter()
+        batch = self.scheduler.next()
+        if not batch.rows:
+            assert not self.busy, "rows are waiting and none can run"
+            return batch.failed
+        budgets = self.scheduler.reserve(batch, self.controller.budget(batch))
+        propose = time.perf_counter()
+        draft = self.controller.trim(self.drafter.propose(batch, budgets), budgets)
+        forward = time.perf_counter()
+        seen = self.runner.forward(batch, draft, self.drafter.needs)
+        after = time.perf_counter()
+        verdict = self.verify(draft, seen, batch)
+        seen.record(verdict)
+        verdict = self.scheduler.clip(batch, verdict)
+        self.scheduler.commit(batch, verdict)
+        commit = self._commit(batch, draft, verdict, seen)
+        self.drafter.observe(commit)
+        finished = self._finish(commit)
+        times = Times(forward - propose, after - forward, time.perf_counter() - after + propose - began)
+        self.controller.learn(commit, times)
+        decoding = batch.known.count(1)
+        self.pace.learn(decoding, sum(batch.known) - decoding, sum(times))
+        (self.reading if batch.reading else self.decoding).add(commit, times)
+        return finished
 
     def _commit(self, batch: Batch, draft: Draft, verdict: Verdict, seen: Seen) -> Commit:
         starts, tokens, now, lossless = [], [], time.perf_counter(), self.rule.lossless

@@ -22,6 +22,7 @@ from outrider.engine.engine import Engine
 from outrider.errors import ConfigError, EngineError, RequestError
 from outrider.types import Row
 
+PATIENCE = 1.0  # seconds until a waiting thread looks for itself: an interrupt elsewhere can lose its wake-up
 log = logging.getLogger("outrider")
 
 
@@ -48,7 +49,8 @@ class EngineLoop:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.tickets: dict[str, Ticket] = {}  # open requests, by id
-        self._changed = threading.Condition()  # its lock guards all that follows
+        self._lock = threading.RLock()  # guards all that follows
+        self._waiters: list[threading.Lock] = []
         self._driver: int | None = None
         self._arriving: list[Ticket] = []  # not in the engine yet
         self._aborted: list[Ticket] = []
@@ -61,7 +63,7 @@ class EngineLoop:
         """
         self.engine.turn.refuse_reentry()
         ticket = Ticket(rows, on_news)
-        with self._changed:
+        with self._lock:
             if ticket.id in self.tickets:
                 raise RequestError(
                     f"request id {ticket.id!r} belongs to a request that still runs: give each its own."
@@ -73,7 +75,7 @@ class EngineLoop:
 
     def abort(self, id: str) -> None:
         """End a request before the next step, with finish_reason "abort".  Ids that are not open are ignored."""
-        with self._changed:
+        with self._lock:
             if (ticket := self.tickets.get(id)) is not None:
                 self._aborted.append(ticket)
                 self._between_steps()
@@ -89,45 +91,63 @@ class EngineLoop:
         if self._driver == me:
             raise RequestError("the engine cannot be called from on_news: only abort can.")
         try:
-            while True:
-                with self._changed:
-                    while not done():
-                        if self._driver in (None, me) and (
-                            self._arriving or self._aborted or self.engine.busy
-                        ):
-                            self._driver = me
-                            break
-                        self._changed.wait()
-                    else:
-                        return
-                    self._settle()
-                self._step()
-        except BaseException:
-            with self._changed:
-                if self._driver == me:
-                    self._tell(list(self.tickets.values()))  # news that were lost on the way
-            raise
+            try:
+                self._run(done, me)
+            finally:
+                self._leave(me)
         finally:
-            with self._changed:
-                if self._driver == me:
-                    self._driver = None
-                    self._settle()
-                self._changed.notify_all()
+            self._leave(me)  # again: an interrupt may have come in the first call
 
     def wake(self) -> None:
         """Ask every `done()` again."""
-        with self._changed:
-            self._changed.notify_all()
+        with self._lock:
+            self._notify()
 
     @contextmanager
     def idle(self) -> Iterator[None]:
         """Keep every request out meanwhile, to change the engine.  Raises ConfigError while requests are open."""
         if self.tickets or self.engine.busy:
             raise ConfigError("the drafter cannot be changed while requests are running.")
-        with self.engine.turn.taken(), self._changed:
+        with self.engine.turn.taken(), self._lock:
             if self.tickets or self.engine.busy:
                 raise ConfigError("the drafter cannot be changed while requests are running.")
             yield
+
+    def _run(self, done: Callable[[], bool], me: int) -> None:
+        while True:
+            with self._lock:
+                if done():
+                    return
+                waiter = self._drive_or_wait(me)
+            if waiter is None:
+                self._step()
+            else:
+                waiter.acquire(timeout=PATIENCE)
+
+    def _leave(self, me: int) -> None:
+        """Give up driving."""
+        with self._lock:
+            if self._driver == me:
+                self._tell(list(self.tickets.values()))  # ends whose news an interrupt took
+                self._settle()
+                self._driver = None
+            self._notify()
+
+    def _drive_or_wait(self, me: int) -> threading.Lock | None:
+        """None for the thread that drives now; for another, or without work, a lock that opens at the next news."""
+        if self._driver in (None, me) and (self._arriving or self._aborted or self.engine.busy):
+            self._driver = me
+            self._settle()
+            return None
+        waiter = threading.Lock()
+        waiter.acquire()
+        self._waiters.append(waiter)
+        return waiter
+
+    def _notify(self) -> None:
+        """Wake every thread that waits."""
+        while self._waiters:
+            self._waiters.pop().release()
 
     def _step(self) -> None:
         """One step of the engine and its news.  Called by the driver."""
@@ -136,10 +156,10 @@ class EngineLoop:
         try:
             rows = self.engine.step()
         except BaseException as error:
-            with self._changed:
+            with self._lock:
                 self._recover(error)
             raise
-        with self._changed:
+        with self._lock:
             grown = dict.fromkeys(row.id for row in rows)
             self._tell([self.tickets[id] for id in grown if id in self.tickets], grown=True)
 
@@ -147,7 +167,7 @@ class EngineLoop:
         """Settle at once where nobody drives; otherwise the driver will."""
         if self._driver is None:
             self._settle()
-        self._changed.notify_all()
+        self._notify()
 
     def _settle(self) -> None:
         """Bring arrivals into the engine and take aborted requests out."""
@@ -163,18 +183,21 @@ class EngineLoop:
     def _tell(self, tickets: Sequence[Ticket], grown: bool = False) -> None:
         """Close the tickets that ended, and call on_news of these and of those that grew."""
         for ticket in tickets:
-            ended = not ticket.finished and all(row.finish_reason is not None for row in ticket.rows)
-            if ended:
-                self.tickets.pop(ticket.id, None)
-                ticket.finished = True
+            ended = all(row.finish_reason is not None for row in ticket.rows)
+            ticket.finished |= ended
             if ticket.on_news is not None and (grown or ended):
                 try:
                     ticket.on_news()
                 except Exception:  # a listener that is gone is no reason to stop the others
                     log.exception("on_news of request %r failed", ticket.id)
+                    ticket.on_news = None
                     self._aborted.append(ticket)
-            if ended or ticket.on_news is not None:
-                self._changed.notify_all()
+                self._notify()
+            if ended:
+                self._notify()
+                self.tickets.pop(
+                    ticket.id, None
+                )  # last: what an interrupt cuts short here, `_leave` does again
 
     def _recover(self, error: BaseException) -> None:
         """After a step that raised: take it back, and either end all requests that were in the engine or queue them anew."""

@@ -111,11 +111,17 @@ class SamplingParams(_Fields):
             object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
         self._check()
 
-    def _check(self) -> None:
-        def need(name: str, good: bool, what: str) -> None:
-            if not good:
-                raise RequestError(f"{name} must be {what}, got {shortened(getattr(self, name))}.")
+    def _need(self, name: str, good: bool, what: str) -> None:
+        if not good:
+            raise RequestError(f"{name} must be {what}, got {shortened(getattr(self, name))}.")
 
+    def _check(self) -> None:
+        self._check_law()
+        self._check_lists()
+        self._check_lengths()
+
+    def _check_law(self) -> None:
+        need = self._need
         need(
             "n",
             _whole(self.n, 1) and self.n <= MOST_SAMPLES,
@@ -138,7 +144,9 @@ class SamplingParams(_Fields):
         )
         for name in ("presence_penalty", "frequency_penalty"):
             need(name, _number(getattr(self, name)) and -2 <= getattr(self, name) <= 2, "in [-2, 2]")
-        allowed = self.allowed_token_ids
+
+    def _check_lists(self) -> None:
+        need, allowed = self._need, self.allowed_token_ids
         need(
             "allowed_token_ids",
             allowed is None or (len(allowed) > 0 and all(map(_whole, allowed))),
@@ -156,6 +164,9 @@ class SamplingParams(_Fields):
             "a string that is not empty, or a list of such",
         )
         need("stop_token_ids", all(map(_whole, self.stop_token_ids or ())), "a list of token ids")
+
+    def _check_lengths(self) -> None:
+        need = self._need
         need("max_tokens", self.max_tokens is None or _whole(self.max_tokens, 1), "at least 1, or None")
         need("min_tokens", _whole(self.min_tokens, 0), "a whole number of at least 0")
         limit = self.max_tokens
