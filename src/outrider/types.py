@@ -109,7 +109,7 @@ class Row:
         return self.tokens[self.prompt :]
 
     def undo(self) -> None:
-        """Takes back what a step appended that was not completed: `arrivals` has an entry for every token of a complete one."""
+        """Drop the tokens of a step that was not completed: those without an entry in `arrivals`."""
         if len(self.output) > len(self.arrivals):
             del self.tokens[self.prompt + len(self.arrivals) :]
             if self.finish_reason in ("stop", "length"):

@@ -189,7 +189,7 @@ class Engine:
         self.scheduler.add(row)
 
     def restart(self, rows: Sequence[Row]) -> None:
-        """After a step that raised: empties queues and caches; `rows` are as before that step, and may be added anew."""
+        """Undo a step that raised: queues and caches are empty, and `rows` as before it, to be added again."""
         for row in rows:
             row.undo()
         self.scheduler.clear(rows)

@@ -1,14 +1,14 @@
 """One engine for several threads: their requests form one continuous batch.
 
-There is no thread of its own.  Of the threads that wait for something, one *drives*: it steps until it has what it waits
-for, then another takes over.
+There is no background thread.  One of the waiting threads, the driver, steps for all of them until its own condition
+holds.  Then the next one drives.
 
     thread A   submit  run_until [step step step] -> returns
     thread B     submit  run_until (waits ........ [step step] -> returns
     thread C                 abort: takes effect before the next step
 
-A server drives from one thread with `run_until(closed)`, which sleeps while there is nothing to do, and passes `on_news` to
-`submit` to hear of progress.
+A server drives from one thread with `run_until(closed)`, which sleeps while no request is open.  It learns of progress
+through the `on_news` that it passes to `submit`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger("outrider")
 
 
 class Ticket:
-    """One request in the loop.  `finished` is set between steps, once all its rows have ended; then nothing changes any more."""
+    """One request in the loop.  `finished` is set between steps, once all its rows have ended."""
 
     def __init__(self, rows: Sequence[Row], on_news: Callable[[], None] | None) -> None:
         self.id, self.rows, self.on_news = rows[0].id, rows, on_news
@@ -43,7 +43,8 @@ class Ticket:
 class EngineLoop:
     """Owner of an engine.  Every method may be called from any thread.
 
-    Invariant: the engine and the rows of open tickets are touched by the driver only, or under the lock while there is none.
+    Invariant: only the driver touches the engine and the rows of open tickets.  While there is none, the holder of
+    the lock may.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -58,7 +59,8 @@ class EngineLoop:
     def submit(self, rows: Sequence[Row], on_news: Callable[[], None] | None = None) -> Ticket:
         """Queue the rows of a request, which carry its id.
 
-        on_news: called by the driver, between steps, whenever the rows grew or ended.  It must be quick, and may call `abort` only.
+        on_news: called by the driver, between steps, whenever the rows grew or ended.  It must be quick, and may
+        call nothing here but `abort`.
         Raises RequestError where the id belongs to an open request, or the caller is inside a step.
         """
         self.engine.turn.refuse_reentry()
@@ -83,8 +85,8 @@ class EngineLoop:
     def run_until(self, done: Callable[[], bool]) -> None:
         """Return once `done()`, which is asked under the lock: at once, and after steps that had news.
 
-        Whatever a step raises comes out of here, in the thread that drove it.  An Exception also ends every request that was in the
-        engine, with an EngineError; an interrupt (KeyboardInterrupt) undoes the step, and others go on with it.
+        Raises whatever a step raises, in the thread that drove it.  An Exception also ends every request that was in
+        the engine, with an EngineError.  A KeyboardInterrupt undoes the step, and the other threads go on.
         """
         me = threading.get_ident()
         self.engine.turn.refuse_reentry()
@@ -134,7 +136,7 @@ class EngineLoop:
             self._notify()
 
     def _drive_or_wait(self, me: int) -> threading.Lock | None:
-        """None for the thread that drives now; for another, or without work, a lock that opens at the next news."""
+        """Return None if this thread drives now, otherwise a lock that is released at the next news."""
         if self._driver in (None, me) and (self._arriving or self._aborted or self.engine.busy):
             self._driver = me
             self._settle()
@@ -200,7 +202,7 @@ class EngineLoop:
                 )  # last: what an interrupt cuts short here, `_leave` does again
 
     def _recover(self, error: BaseException) -> None:
-        """After a step that raised: take it back, and either end all requests that were in the engine or queue them anew."""
+        """Undo a step that raised.  End all requests in the engine after an Exception, requeue them after an interrupt."""
         open_ = [ticket for ticket in self.tickets.values() if ticket not in self._arriving]
         self.engine.restart([row for ticket in open_ for row in ticket.rows])
         if isinstance(error, Exception):

@@ -52,7 +52,7 @@ class Scheduler:
         self.retire(row)
 
     def clear(self, rows: Iterable[Row]) -> None:
-        """Empties the queues and takes from all rows, and from these, what they hold.  The caches are left to the caller."""
+        """Empty the queues; these rows and all queued ones lose what they hold.  The caller clears the caches."""
         for row in {*rows, *self.running, *self.waiting}:
             if row.table is not None:
                 with suppress(Exception):  # the drafter may be what failed

@@ -14,8 +14,8 @@ from outrider.errors import RequestError
 class Turn:
     """Lock around everything that computes with one target, shared by the engines on it (`LLM.variant`).
 
-    These engines share kernel objects, whose scratch (logits of the last forward, picked tokens, states of a fallback model)
-    belongs to one forward at a time.  Scratch inside the C kernels is per thread.
+    These engines share kernel objects.  Their scratch (logits of the last forward, picked tokens, states of a fallback
+    model) belongs to one forward at a time, so whole steps take turns.  Scratch inside the C kernels is per thread.
     """
 
     def __init__(self) -> None:

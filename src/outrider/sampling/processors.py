@@ -165,7 +165,7 @@ class UserProcessor:
 
 
 def _edited(given: Any, logits: Tensor) -> Tensor:
-    """What a user's function made of `logits`, as these lie.  Raises ValueError saying what it is where it is something else."""
+    """The result of a user's function as logits, in dtype and device of `logits`.  Raises ValueError if it is none."""
     if not isinstance(given, Tensor):
         raise ValueError(f"got {type(given).__name__}.")
     if given.shape != logits.shape:
