@@ -88,7 +88,7 @@ def settled(llm: LLM) -> None:
     """Nothing is in flight, no slot is lost, and neither engine nor drafter remembers a row."""
     llm.engine.check()
     assert not llm.engine.busy
-    assert not llm._requests, "a finished request is still known"
+    assert not llm._loop.tickets, "a finished request is still known"
     for name, value in vars(llm.engine.drafter).items():
         if isinstance(value, Mapping):
             assert not any(isinstance(key, Row) for key in value), (

@@ -1,6 +1,6 @@
 """Outrider makes a language model answer sooner without changing one token: speculative decoding, exact and complete."""
 
-from outrider.errors import CapacityError, ConfigError, ModelError, OutriderError, RequestError
+from outrider.errors import CapacityError, ConfigError, EngineError, ModelError, OutriderError, RequestError
 from outrider.llm import LLM
 from outrider.outputs import CompletionOutput, RequestOutput
 from outrider.sampling.logprobs import Logprob
@@ -14,6 +14,7 @@ __all__ = [
     "CapacityError",
     "CompletionOutput",
     "ConfigError",
+    "EngineError",
     "LoRARequest",
     "Logprob",
     "ModelError",

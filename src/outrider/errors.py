@@ -4,7 +4,8 @@ OutriderError
 ├── ConfigError      an engine option or a key of speculative_config      (also a ValueError)
 ├── RequestError     a prompt or a sampling parameter of one request      (also a ValueError)
 ├── ModelError       a checkpoint that is missing, corrupt or unsupported
-└── CapacityError    memory limits that cannot hold what is asked
+├── CapacityError    memory limits that cannot hold what is asked
+└── EngineError      a step that failed, for every request that was in it; its cause is what went wrong
 """
 
 from __future__ import annotations
@@ -33,10 +34,23 @@ class CapacityError(OutriderError):
     """Something does not fit into the memory that the engine was given."""
 
 
+class EngineError(OutriderError):
+    """A step of the engine failed, and this request ended with it.  Later requests are served."""
+
+
 def unknown(kind: str, name: object, valid: Iterable[str]) -> str:
     """The sentence that refuses `name`, with the nearest valid one and the whole list."""
     valid = sorted(valid)
     return f"unknown {kind} {name!r}.{nearest(name, valid)} Valid: {', '.join(valid)}."
+
+
+def shortened(value: object, most: int = 200) -> str:
+    """repr of a value, for an error that names it: of a length that can be read, whatever the value is."""
+    try:
+        text = repr(value)
+    except Exception:  # of a whole number with more digits than Python prints, for instance
+        return f"<{type(value).__name__} that cannot be shown>"
+    return text if len(text) <= most else f"{text[:most]}…"
 
 
 def nearest(name: object, valid: Iterable[str]) -> str:

@@ -6,19 +6,22 @@ import copy
 import itertools
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from outrider.config import EngineOptions, SpeculativeOptions, options
 from outrider.engine.engine import Engine
+from outrider.engine.loop import EngineLoop, Ticket
 from outrider.engine.template import Messages, conversations
-from outrider.errors import ConfigError, RequestError
+from outrider.errors import EngineError, RequestError
 from outrider.models.hub import read_tokenizer
 from outrider.outputs import RequestOutput
 from outrider.requests import Prompt, Reader, Request
-from outrider.sampling.params import SamplingParams
+from outrider.sampling.params import SamplingParams, whole
 from outrider.types import LoRARequest
 
 Loras = LoRARequest | Sequence[LoRARequest | None] | None
@@ -45,7 +48,7 @@ class LLM:
             self.tokenizer = checkpoint.tokenizer
         self._reader = Reader(self.engine, self.tokenizer, self.seed)
         self._ids = itertools.count()
-        self._requests: dict[str, Request] = {}
+        self._loop = EngineLoop(self.engine)
 
     def get_tokenizer(self) -> Any:
         return self.tokenizer
@@ -59,32 +62,29 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers all prompts, batched as the engine sees fit; outputs stand in the order of the prompts.
 
+        A prompt is a text, a list of token ids, or a dict (see `requests.Prompt`).
+
         A single bad prompt raises (a RequestError, as a rule); among several the bad one comes back with `.error`, and the
         others are answered.
+        Calls from several threads join one batch; each returns when its own prompts are answered.
         use_tqdm shows a progress bar.  lora_request: an adapter for all prompts, or one (or None) for each.
         """
         requests = self._enter(prompts, sampling_params, lora_request)
         live = [request for request in requests if isinstance(request, Request)]
         try:
-            self._admit(live)
+            tickets = self._admit(live)
             if use_tqdm:
-                columns = (
-                    TextColumn("{task.description}"),
-                    BarColumn(),
-                    MofNCompleteColumn(),
-                    TimeRemainingColumn(),
-                )
-                with Progress(*columns, transient=True) as bar:
-                    task = bar.add_task("Answering", total=len(live))
-                    self._run(
-                        live, lambda: bar.update(task, completed=sum(request.finished for request in live))
-                    )
+                with _progress(tickets) as tick:
+                    self._run(tickets, tick)
             else:
-                self._run(live, lambda: None)
+                self._run(tickets)
         finally:
-            done = [self._leave(request) if isinstance(request, Request) else request for request in requests]
-        if len(done) == 1 and done[0].error is not None:
-            raise done[0].error
+            for request in live:
+                self.abort(request.id)
+        done = [request.output() if isinstance(request, Request) else request for request in requests]
+        for output in done:
+            if isinstance(output.error, EngineError) or (output.error is not None and len(done) == 1):
+                raise output.error
         return done
 
     def chat(
@@ -115,11 +115,14 @@ class LLM:
         prompts = [{"messages": conversation, **given} for conversation in several]
         return self.generate(prompts, sampling_params, use_tqdm, lora_request)
 
-    def _run(self, live: list[Request], tick: Callable[[], None]) -> None:
-        for request in live:
-            while not request.finished:
-                self.engine.step()
+    def _run(self, tickets: Iterable[Ticket], tick: Callable[[], None] = lambda: None) -> None:
+        for ticket in tickets:
+
+            def done(ticket: Ticket = ticket) -> bool:
                 tick()
+                return ticket.finished
+
+            self._loop.run_until(done)
 
     def stream(
         self,
@@ -133,31 +136,35 @@ class LLM:
         """
         requests = self._enter(prompts, sampling_params, lora_request, streaming=True)
         live = {request.id: request for request in requests if isinstance(request, Request)}
+        news: dict[str, RequestOutput] = {}  # the newest output of each request, until it is yielded
         try:
-            self._admit(live.values())
+            self._admit(live.values(), lambda request: news.update({request.id: request.output()}))
             yield from (request for request in requests if isinstance(request, RequestOutput))
             while live:
-                grown = {row.id for row in self.engine.step()}
-                for request in list(live.values()):
-                    if request.finished:
-                        yield self._leave(live.pop(request.id))
-                    elif request.id in grown:
-                        yield request.output()
+                self._loop.run_until(lambda: bool(news))
+                for id in [id for id in live if id in news]:
+                    output = news.pop(id)
+                    if output.finished:
+                        del live[id]
+                    if isinstance(output.error, EngineError):
+                        raise output.error
+                    yield output
         finally:
-            for request in live.values():
-                self._leave(request)
+            for id in live:
+                self.abort(id)
 
     def abort(self, request_id: str) -> None:
         """Ends a request; its output so far is returned with finish_reason "abort".  Unknown ids are ignored."""
-        request = self._requests.get(request_id)
-        for row in request.rows if request else ():
-            self.engine.scheduler.abort(row)
+        self._loop.abort(request_id)
 
-    def _admit(self, requests: Iterable[Request]) -> None:
-        for request in requests:
-            self._requests[request.id] = request
-            for row in request.rows:
-                self.engine.add(row)
+    def _admit(
+        self, requests: Iterable[Request], listener: Callable[[Request], None] | None = None
+    ) -> list[Ticket]:
+        """Queue requests; `listener` is called with a request whenever it grew or ended."""
+        return [
+            self._loop.submit(request.rows, None if listener is None else partial(listener, request))
+            for request in requests
+        ]
 
     def _enter(
         self,
@@ -166,7 +173,11 @@ class LLM:
         lora_request: Loras,
         streaming: bool = False,
     ) -> list[Request | RequestOutput]:
-        one = isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable)
+        one = (
+            isinstance(prompts, (str, bytes, Mapping))
+            or not isinstance(prompts, Iterable)
+            or _is_ids(prompts)
+        )
         several: list[Any] = [prompts] if one else list(prompts)
         if given is None or isinstance(given, SamplingParams):
             params = [given or SamplingParams()] * len(several)
@@ -193,7 +204,6 @@ class LLM:
     def _leave(self, request: Request) -> RequestOutput:
         """The final output; whatever still runs is aborted."""
         self.abort(request.id)
-        self._requests.pop(request.id, None)
         return request.output()
 
     def variant(self, speculative_config: Mapping[str, Any] | None) -> LLM:
@@ -201,16 +211,38 @@ class LLM:
 
         Requests without a seed draw the same ones in the same order.  Each variant takes its own kv_cache_memory_bytes.
         """
-        twin = copy.copy(self)
-        twin.engine, twin._requests, twin._ids = copy.copy(self.engine), {}, itertools.count()
-        twin._reader = replace(self._reader, engine=twin.engine)
         speculation = SpeculativeOptions.of(speculative_config)
-        twin.engine.use(speculation.method(speculation.options, self.engine.target), speculation)
+        twin = copy.copy(self)
+        with self.engine.turn.taken():
+            twin.engine, twin._ids = copy.copy(self.engine), itertools.count()
+            twin.engine.use(speculation.method(speculation.options, self.engine.target), speculation)
+        twin._loop = EngineLoop(twin.engine)
+        twin._reader = replace(self._reader, engine=twin.engine)
         return twin
 
     def use(self, speculative_config: Mapping[str, Any] | None) -> None:
-        """Changes the drafter of a loaded model; the weights of the target stay.  Nothing may be in flight."""
-        if self.engine.busy:
-            raise ConfigError("the drafter cannot be changed while requests are running.")
-        speculation = SpeculativeOptions.of(speculative_config)
-        self.engine.use(speculation.method(speculation.options, self.engine.target), speculation)
+        """Changes the drafter of a loaded model; the weights of the target stay.
+
+        Raises ConfigError while requests are running, in whichever thread.
+        """
+        with self._loop.idle():
+            speculation = SpeculativeOptions.of(speculative_config)
+            self.engine.use(speculation.method(speculation.options, self.engine.target), speculation)
+
+
+def _is_ids(prompts: Any) -> bool:
+    """Whether this is one prompt of token ids, not several prompts; as in vLLM."""
+    return (
+        isinstance(prompts, (list, tuple))
+        and len(prompts) > 0
+        and all(whole(token) is not None for token in prompts)
+    )
+
+
+@contextmanager
+def _progress(tickets: Sequence[Ticket]) -> Iterator[Callable[[], None]]:
+    """A progress bar over requests, and what brings it up to date."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, transient=True) as bar:
+        task = bar.add_task("Answering", total=len(tickets))
+        yield lambda: bar.update(task, completed=sum(ticket.finished for ticket in tickets))

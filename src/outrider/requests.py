@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable, Mapping
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any
 
 from outrider.engine.engine import Engine
 from outrider.engine.template import render
 from outrider.engine.text import Detokenizer, shown
-from outrider.errors import RequestError, unknown
+from outrider.errors import RequestError, shortened, unknown
 from outrider.outputs import CompletionOutput, RequestOutput
 from outrider.sampling.logprobs import Logprobs
 from outrider.sampling.noise import mix
-from outrider.sampling.params import SamplingParams
+from outrider.sampling.params import SamplingParams, whole
 from outrider.sampling.processors import processors_of
 from outrider.types import LoRARequest, Row
 
 # "text", {"prompt": "text"}, {"prompt_token_ids": [1, 2, 3]} or {"messages": […]}; where there are ids, a text beside them is only shown.
-Prompt = str | Mapping[str, Any]
+# A list of ids is a prompt as well.
+Prompt = str | Mapping[str, Any] | Sequence[int]
 KEYS = ("prompt", "prompt_token_ids", "messages")
 
 
@@ -82,6 +84,13 @@ class Request:
         return decoded
 
 
+def number_of(id: str) -> int:
+    """What distinguishes the seed of a request: its number where its id is one, otherwise a hash of the id."""
+    if id.isascii() and id.isdecimal() and len(id) < 20:
+        return int(id)
+    return int.from_bytes(hashlib.blake2b(id.encode(errors="surrogatepass"), digest_size=8).digest(), "big")
+
+
 @dataclass(frozen=True)
 class Reader:
     """Reads prompts and parameters for one engine.  Every method raises RequestError naming what cannot be served."""
@@ -90,6 +99,8 @@ class Reader:
     tokenizer: Any
     seed: int  # where requests without a seed of their own get theirs from
     pieces: dict[int, str] = field(default_factory=dict)  # texts of single tokens, as far as somebody asked
+    # Tokenizers, and what is known of adapters, are for one thread at a time.
+    lock: Lock = field(default_factory=Lock)
 
     def request(
         self,
@@ -110,17 +121,21 @@ class Reader:
         try:
             if not isinstance(params, SamplingParams):
                 raise RequestError(f"sampling_params must be SamplingParams, got {type(params).__name__}.")
-            if isinstance(prompt, Mapping) and "messages" in prompt:
-                prompt = render(self.tokenizer, prompt)
-                text = prompt["prompt"]
-            ids = self._truncated(self._ids(prompt, text), params)
-            if lora is not None:
-                self._known(lora)
-            return Request(
-                id, text, ids, params, self._rows(id, ids, params, streaming, lora), self.tokenizer
-            )
+            with self.lock:
+                if isinstance(prompt, Mapping) and "messages" in prompt:
+                    prompt = render(self.tokenizer, prompt)
+                    text = prompt["prompt"]
+                ids = self._truncated(self._ids(prompt, text), params)
+                if lora is not None:
+                    self._known(lora)
+                rows = self._rows(id, ids, params, streaming, lora)
+            return Request(id, text, ids, params, rows, self.tokenizer)
         except RequestError as error:
             return RequestOutput(id, text, [], finished=True, error=error)
+        except Exception as error:  # of a tokenizer, or of an object that somebody gave for a number
+            told = RequestError(f"the request cannot be read: {type(error).__name__}: {error}")
+            told.__cause__ = error
+            return RequestOutput(id, text, [], finished=True, error=told)
 
     def _known(self, lora: LoRARequest) -> None:
         if not isinstance(lora, LoRARequest):
@@ -134,10 +149,12 @@ class Reader:
         for name in prompt if isinstance(prompt, Mapping) else ():
             if name not in KEYS:
                 raise RequestError(unknown("key of a prompt", name, KEYS))
-        ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
+        ids: Any = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
+        if isinstance(prompt, (list, tuple)):
+            ids = prompt
         if text is None and ids is None:
             raise RequestError(
-                f'a prompt must be a string, {{"prompt": …}} or {{"prompt_token_ids": […]}}, got {prompt!r}.'
+                f'a prompt must be a string, a list of token ids, {{"prompt": …}} or {{"prompt_token_ids": […]}}, got {shortened(prompt)}.'
             )
         if ids is None:
             if self.tokenizer is None:
@@ -149,7 +166,8 @@ class Reader:
             except Exception as error:  # tokenizers raise what they like, over a lone surrogate for instance
                 raise RequestError(f"the tokenizer cannot read the prompt {text!r}: {error}") from error
         if not isinstance(ids, (list, tuple)):
-            raise RequestError(f"prompt_token_ids must be a list, got {type(ids).__name__}.")
+            cure = ": pass .tolist()" if hasattr(ids, "tolist") else ""
+            raise RequestError(f"prompt_token_ids must be a list, got {type(ids).__name__}{cure}.")
         if len(ids) == 0:
             raise RequestError("the prompt is empty: it must have at least one token.")
         return self._exist("token id", ids)
@@ -159,11 +177,11 @@ class Reader:
         vocabulary = self.engine.checkpoint.spec.vocabulary
         numbers = []
         for token in ids:
-            whole = hasattr(token, "__index__") and not isinstance(token, bool)
-            number = operator.index(token) if whole else token
-            if not whole or not 0 <= number < vocabulary:
+            number = whole(token)
+            if number is None or not 0 <= number < vocabulary:
+                shown = shortened(token if number is None else number)
                 raise RequestError(
-                    f"{name} {number!r} does not exist: the vocabulary has ids 0 … {vocabulary - 1}."
+                    f"{name} {shown} does not exist: the vocabulary has ids 0 … {vocabulary - 1}."
                 )
             numbers.append(number)
         return numbers
@@ -199,7 +217,7 @@ class Reader:
                 "min_tokens forbids the tokens that end the text, and here that is every token there is."
             )
         limit = min(self.engine.max_len, len(ids) + (params.max_tokens or self.engine.max_len))
-        seed = params.seed if params.seed is not None else mix(self.seed + int(id))
+        seed = params.seed if params.seed is not None else mix(self.seed + number_of(id))
         bad_words = self._bad_words(params)
         reads = self.tokenizer is not None and params.detokenize and (bool(params.stop) or streaming)
         rows: list[Row] = []
@@ -238,9 +256,13 @@ class Reader:
             )
         found: list[list[int]] = []
         for word in params.bad_words:
-            plain, spaced = (
-                self.tokenizer.encode(space + word.lstrip(), add_special_tokens=False) for space in ("", " ")
-            )
+            try:
+                plain, spaced = (
+                    self.tokenizer.encode(space + word.lstrip(), add_special_tokens=False)
+                    for space in ("", " ")
+                )
+            except Exception as error:  # as for a prompt
+                raise RequestError(f"bad_words: the tokenizer cannot read {word!r}: {error}") from error
             if not plain:
                 raise RequestError(f"bad_words: {word!r} has no token.")
             found.append(plain)

@@ -108,6 +108,15 @@ class Row:
     def output(self) -> list[int]:
         return self.tokens[self.prompt :]
 
+    def undo(self) -> None:
+        """Drop the tokens of a step that was not completed: those without an entry in `arrivals`."""
+        if len(self.output) > len(self.arrivals):
+            del self.tokens[self.prompt + len(self.arrivals) :]
+            if self.finish_reason in ("stop", "length"):
+                self.finish_reason = self.stop_reason = None
+            if self.text is not None:
+                self.text = self.text.again(self.output)
+
     @property
     def stats(self) -> Speculation:
         return Speculation(

@@ -137,6 +137,18 @@ class Cache:
         self.index.clear()
         self.entry.clear()
 
+    def clear(self) -> None:
+        """Takes every page from every table, and empties the prefix index."""
+        for table in self.tables:
+            table.pages.clear()
+            table.nodes.clear()
+        self.tables.clear()
+        self.idle.clear()
+        self.index.clear()
+        self.entry.clear()
+        self.free = list(range(self.pages - 1, -1, -1))
+        self.owners = [0] * self.pages
+
     def check(self) -> None:
         """Proves that every page is owned as often as tables hold it, or is idle, or is free, and exactly one of these."""
         held = [0] * self.pages

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -48,13 +49,22 @@ class Scripted(Drafter):
         return self.options.nodes if depth else 0
 
     def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
-        return Draft([self._clean(row, budget) for row, budget in zip(batch.rows, budgets)])
+        return Draft([self._tree(row, budget) for row, budget in zip(batch.rows, budgets)])
 
-    def _clean(self, row: Row, budget: Budget) -> Guesses:
-        """The script's tree without tokens that do not exist and without repeated siblings (and what hangs from these)."""
+    def _tree(self, row: Row, budget: Budget) -> Guesses:
+        """The script's tree.  A script that fails ends its row."""
         if not budget.nodes:
             return NOTHING
-        said, place, children = self.options.script(row, budget), {-1: -1}, set()
+        try:
+            return self._clean(_read(self.options.script(row, budget)))
+        except Exception as error:  # a script is a program: it can raise anything
+            row.error = ConfigError(f"script of the scripted drafter: {type(error).__name__}: {error}")
+            row.error.__cause__ = error
+            return NOTHING
+
+    def _clean(self, said: Guesses) -> Guesses:
+        """The tree without tokens that do not exist and without repeated siblings (and what hangs from these)."""
+        place, children = {-1: -1}, set()
         tokens: list[int] = []
         parents: list[int] = []
         confidence: list[float] = []
@@ -68,3 +78,15 @@ class Scripted(Drafter):
             parents.append(at)
             confidence.append(said.confidence[i])
         return Guesses(tokens, parents, confidence)
+
+
+def _read(said: Guesses) -> Guesses:
+    """What a script returned, in plain numbers.  Raises TypeError or ValueError where it is no tree."""
+    if not isinstance(said, Guesses):
+        raise TypeError(f"it must return Guesses, got {type(said).__name__}.")
+    tokens, parents = ([operator.index(x) for x in numbers] for numbers in (said.tokens, said.parents))
+    confidence = [float(x) for x in said.confidence]
+    sizes = len(tokens), len(parents), len(confidence)
+    if len({*sizes}) > 1:
+        raise ValueError(f"tokens, parents and confidence must be equally long, got {sizes}.")
+    return Guesses(tokens, parents, confidence)

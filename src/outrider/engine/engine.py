@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ from outrider.draft.base import Drafter, Target
 from outrider.engine.adapters import Adapters
 from outrider.engine.runner import Runner, Seen
 from outrider.engine.scheduler import Scheduler
+from outrider.engine.turn import Turn, in_turn
 from outrider.errors import CapacityError, ConfigError
 from outrider.models import model
 from outrider.models.decoder import Decoder
@@ -44,6 +45,7 @@ class Engine:
 
     def __init__(self, options: EngineOptions, speculation: SpeculativeOptions) -> None:
         self.options = options
+        self.turn = Turn()
         self.checkpoint = Checkpoint.open(options.model, options.revision, options.trust_remote_code)
         self.ending = (
             self.checkpoint.ending
@@ -118,8 +120,12 @@ class Engine:
             )
         return Adapters(self.decoder, self.options.max_loras, self.options.max_lora_rank)
 
+    @in_turn
     def step(self) -> list[Row]:
-        """One forward of the target for every row that can run.  Returns the rows that emitted tokens or failed."""
+        """One forward of the target for every row that can run.  Returns the rows that emitted tokens or failed.
+
+        Raises RequestError where it is called from inside a step.
+        """
         began = time.perf_counter()
         batch = self.scheduler.next()
         if not batch.rows:
@@ -176,6 +182,14 @@ class Engine:
 
     def add(self, row: Row) -> None:
         self.scheduler.add(row)
+
+    def restart(self, rows: Sequence[Row]) -> None:
+        """Undo a step that raised: queues and caches are empty, and `rows` as before it, to be added again."""
+        for row in rows:
+            row.undo()
+        self.scheduler.clear(rows)
+        for cache in self.caches:
+            cache.clear()
 
     def reset(self) -> None:
         """Starts the clock anew."""

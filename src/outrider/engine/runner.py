@@ -9,11 +9,13 @@ from torch import Tensor
 
 from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
+from outrider.errors import OutriderError
 from outrider.kernels import Trees
 from outrider.kernels.picking import Answer
 from outrider.models.model import Model
 from outrider.models.steps import behind
 from outrider.sampling import dice
+from outrider.sampling.logprobs import Logprobs
 from outrider.sampling.sampler import Sampler
 from outrider.types import FINAL, ROOT, Batch, Draft, Guesses, Needs, Resume, Row, States, Verdict
 
@@ -82,11 +84,15 @@ class Seen:
             if row.logprobs is None or row.logprobs.count is None or row.error is not None:
                 continue
             del row.logprobs.sampled[len(row.tokens) - row.prompt :]  # of a step that was interrupted
-            for i, (node, token) in enumerate(zip([ROOT, *verdict.nodes[r]], verdict.tokens[r])):
-                values = self.sampler.values(
-                    row, verdict.tokens[r][:i], self.logits[self.at(r, node)], row.logprobs.mode
-                )
-                row.logprobs.add(token, values)
+            try:
+                self._record(r, row, row.logprobs, verdict)
+            except OutriderError as error:  # a processor that fails when it is asked again
+                row.error = error
+
+    def _record(self, r: int, row: Row, kept: Logprobs, verdict: Verdict) -> None:
+        for i, (node, token) in enumerate(zip([ROOT, *verdict.nodes[r]], verdict.tokens[r])):
+            logits = self.logits[self.at(r, node)]
+            kept.add(token, self.sampler.values(row, verdict.tokens[r][:i], logits, kept.mode))
 
 
 class Runner:

@@ -9,7 +9,8 @@ starves.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 from outrider.cache.slots import PAGE, ROOT, Cache
 from outrider.engine.adapters import Adapters
@@ -49,6 +50,17 @@ class Scheduler:
             self.waiting.remove(row)
         row.finish_reason = row.finish_reason or "abort"
         self.retire(row)
+
+    def clear(self, rows: Iterable[Row]) -> None:
+        """Empty the queues; these rows and all queued ones lose what they hold.  The caller clears the caches."""
+        for row in {*rows, *self.running, *self.waiting}:
+            if row.table is not None:
+                with suppress(Exception):  # the drafter may be what failed
+                    self.forget(row, "preempted")
+            row.table = row.adapter = None
+            row.computed = 0
+        self.running.clear()
+        self.waiting.clear()
 
     def next(self) -> Batch:
         """The rows of this step; their known tokens have slots."""

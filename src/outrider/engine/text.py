@@ -34,6 +34,13 @@ class Detokenizer:
         """What was held back, once no more tokens will come."""
         return self._accept(self._pending())
 
+    def again(self, ids: Sequence[int]) -> Detokenizer:
+        """A fresh one that was fed `ids`."""
+        made = Detokenizer(self.tokenizer, self.skip)
+        for token in ids:
+            made.feed(token)
+        return made
+
     def _pending(self) -> str:
         return self._decode(self.ids[self.start :])[len(self._decode(self.ids[self.start : self.done])) :]
 

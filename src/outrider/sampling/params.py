@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
-from outrider.errors import RequestError, unknown
+import numpy as np
+
+from outrider.errors import RequestError, shortened, unknown
 
 ALL = (1 << 31) - 1  # more tokens than any vocabulary has: a larger top_k means the same
+MOST_SAMPLES = 16384  # of one prompt, as in vLLM
 
 
 class Law(NamedTuple):
@@ -71,11 +75,18 @@ class SamplingParams(_Fields):
     Raises RequestError naming the parameter, its value and what it may be.
     """
 
-    def __init__(self, **given: Any) -> None:
+    def __init__(self, *unnamed: Any, **given: Any) -> None:
+        if unnamed:
+            raise RequestError(
+                "sampling parameters must be named, such as SamplingParams(temperature=0.8, top_p=0.95): got "
+                f"{', '.join(map(shortened, unnamed))} without a name."
+            )
         names = [f.name for f in fields(_Fields)]
-        for name in given:
+        for name, value in given.items():
             if name not in names:
                 raise RequestError(unknown("sampling parameter", name, names))
+            if isinstance(value, np.generic):
+                given[name] = value.item()
         super().__init__(**given)
         for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "logits_processors"):
             value = getattr(self, name)
@@ -84,11 +95,14 @@ class SamplingParams(_Fields):
             if value is not None and (
                 isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, Set))
             ):
-                raise RequestError(f"{name} must be a list, got {value!r}.")
+                raise RequestError(f"{name} must be a list, got {shortened(value)}.")
             empty = (
                 None if name == "allowed_token_ids" else ()
             )  # an empty list of allowed tokens means something
-            object.__setattr__(self, name, empty if value is None else tuple(value))
+            value = empty if value is None else tuple(value)
+            if name in ("stop_token_ids", "allowed_token_ids") and value is not None:
+                value = _plain(value)
+            object.__setattr__(self, name, value)
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is True:
@@ -97,12 +111,22 @@ class SamplingParams(_Fields):
             object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
         self._check()
 
-    def _check(self) -> None:
-        def need(name: str, good: bool, what: str) -> None:
-            if not good:
-                raise RequestError(f"{name} must be {what}, got {getattr(self, name)!r}.")
+    def _need(self, name: str, good: bool, what: str) -> None:
+        if not good:
+            raise RequestError(f"{name} must be {what}, got {shortened(getattr(self, name))}.")
 
-        need("n", _whole(self.n, 1), "a whole number of at least 1")
+    def _check(self) -> None:
+        self._check_law()
+        self._check_lists()
+        self._check_lengths()
+
+    def _check_law(self) -> None:
+        need = self._need
+        need(
+            "n",
+            _whole(self.n, 1) and self.n <= MOST_SAMPLES,
+            f"a whole number of at least 1, and at most {MOST_SAMPLES}",
+        )
         need(
             "temperature",
             _number(self.temperature) and self.temperature >= 0,
@@ -120,7 +144,9 @@ class SamplingParams(_Fields):
         )
         for name in ("presence_penalty", "frequency_penalty"):
             need(name, _number(getattr(self, name)) and -2 <= getattr(self, name) <= 2, "in [-2, 2]")
-        allowed = self.allowed_token_ids
+
+    def _check_lists(self) -> None:
+        need, allowed = self._need, self.allowed_token_ids
         need(
             "allowed_token_ids",
             allowed is None or (len(allowed) > 0 and all(map(_whole, allowed))),
@@ -138,6 +164,9 @@ class SamplingParams(_Fields):
             "a string that is not empty, or a list of such",
         )
         need("stop_token_ids", all(map(_whole, self.stop_token_ids or ())), "a list of token ids")
+
+    def _check_lengths(self) -> None:
+        need = self._need
         need("max_tokens", self.max_tokens is None or _whole(self.max_tokens, 1), "at least 1, or None")
         need("min_tokens", _whole(self.min_tokens, 0), "a whole number of at least 0")
         limit = self.max_tokens
@@ -169,8 +198,27 @@ class SamplingParams(_Fields):
         return Law(float(self.temperature), float(self.min_p), min(self.top_k, ALL), float(self.top_p))
 
 
+def whole(value: Any) -> int | None:
+    """A whole number of any kind (numpy's, for instance) as an int; None for what is none."""
+    if isinstance(value, (bool, np.bool_)):
+        return None
+    try:
+        return operator.index(value)
+    except Exception:  # tensors raise what they like
+        return None
+
+
+def _plain(ids: Sequence[Any]) -> tuple[Any, ...]:
+    """The ids as ints; what is no whole number is left for `_check` to name."""
+    return tuple(token if (number := whole(token)) is None else number for token in ids)
+
+
 def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether this is a number that a float can hold."""
+    try:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def _whole(value: Any, least: float = -math.inf) -> bool:
@@ -180,12 +228,15 @@ def _whole(value: Any, least: float = -math.inf) -> bool:
 def _bias(given: Any) -> dict[int, float]:
     """{token id: bias} with the biases in [-100, 100]; ids may be digits, as in JSON."""
     if not isinstance(given, Mapping):
-        raise RequestError(f"logit_bias must be a dict {{token id: bias}}, got {given!r}.")
+        raise RequestError(f"logit_bias must be a dict {{token id: bias}}, got {shortened(given)}.")
     bias = {}
     for token, value in given.items():
-        if not (_whole(token) or (isinstance(token, str) and token.isdecimal())):
-            raise RequestError(f"logit_bias must have token ids as keys, got {token!r}.")
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or math.isnan(value):
-            raise RequestError(f"logit_bias must have numbers as values, got {value!r}.")
-        bias[int(token)] = float(min(100.0, max(-100.0, value)))
+        digits = isinstance(token, str) and token.isdecimal() and len(token) < 20
+        number = int(token) if digits else whole(token)
+        if number is None:
+            raise RequestError(f"logit_bias must have token ids as keys, got {shortened(token)}.")
+        value = value.item() if isinstance(value, np.generic) else value
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or value != value:
+            raise RequestError(f"logit_bias must have numbers as values, got {shortened(value)}.")
+        bias[number] = float(min(100.0, max(-100.0, value)))
     return bias

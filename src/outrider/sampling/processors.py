@@ -7,10 +7,11 @@ touches the few logits that it changes; the order is vLLM's (see `processors_of`
 from __future__ import annotations
 
 import inspect
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -155,12 +156,32 @@ class UserProcessor:
             edited = self.function(*given, logits.clone())
         except Exception as error:
             raise RequestError(f"logits_processors: {name} raised {type(error).__name__}: {error}") from error
-        if not isinstance(edited, Tensor) or edited.shape != logits.shape:
-            what = f"shape {tuple(edited.shape)}" if isinstance(edited, Tensor) else type(edited).__name__
+        try:
+            return _edited(edited, logits)
+        except Exception as error:  # some tensors cannot even be looked at
             raise RequestError(
-                f"logits_processors: {name} must return logits of shape {tuple(logits.shape)}, got {what}."
-            )
-        return edited.to(logits).contiguous()
+                f"logits_processors: {name} must return logits of shape {tuple(logits.shape)}, {error}"
+            ) from error
+
+
+def _edited(given: Any, logits: Tensor) -> Tensor:
+    """The result of a user's function as logits, in dtype and device of `logits`.  Raises ValueError if it is none."""
+    if not isinstance(given, Tensor):
+        raise ValueError(f"got {type(given).__name__}.")
+    if given.shape != logits.shape:
+        raise ValueError(f"got shape {tuple(given.shape)}.")
+    if given.layout != torch.strided or given.is_meta or given.is_complex() or given.is_quantized:
+        kind = "meta" if given.is_meta else given.dtype if given.layout == torch.strided else given.layout
+        raise ValueError(
+            f"got a {str(kind).removeprefix('torch.')} tensor: return a dense one of real numbers."
+        )
+    edited = given.detach().to(logits).contiguous()
+    best = float(edited.amax())
+    if not best < math.inf and bool(logits.amax().isfinite()):  # otherwise the model is to blame
+        raise ValueError(
+            f"got {best} among them: return finite numbers, and -inf for tokens that are forbidden."
+        )
+    return edited
 
 
 class Penalties:

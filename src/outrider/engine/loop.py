@@ -1,0 +1,217 @@
+"""One engine for several threads: their requests form one continuous batch.
+
+There is no background thread.  One of the waiting threads, the driver, steps for all of them until its own condition
+holds.  Then the next one drives.
+
+    thread A   submit  run_until [step step step] -> returns
+    thread B     submit  run_until (waits ........ [step step] -> returns
+    thread C                 abort: takes effect before the next step
+
+A server drives from one thread with `run_until(closed)`, which sleeps while no request is open.  It learns of progress
+through the `on_news` that it passes to `submit`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from outrider.engine.engine import Engine
+from outrider.errors import ConfigError, EngineError, RequestError
+from outrider.types import Row
+
+PATIENCE = 1.0  # seconds until a waiting thread looks for itself: an interrupt elsewhere can lose its wake-up
+log = logging.getLogger("outrider")
+
+
+class Ticket:
+    """One request in the loop.  `finished` is set between steps, once all its rows have ended."""
+
+    def __init__(self, rows: Sequence[Row], on_news: Callable[[], None] | None) -> None:
+        self.id, self.rows, self.on_news = rows[0].id, rows, on_news
+        self.finished = False
+
+    def fail(self, error: Exception) -> None:
+        """End the rows that still run with this error."""
+        for row in self.rows:
+            if row.finish_reason is None:
+                row.error, row.finish_reason = error, "error"
+
+
+class EngineLoop:
+    """Owner of an engine.  Every method may be called from any thread.
+
+    Invariant: only the driver touches the engine and the rows of open tickets.  While there is none, the holder of
+    the lock may.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.tickets: dict[str, Ticket] = {}  # open requests, by id
+        self._lock = threading.RLock()  # guards all that follows
+        self._waiters: list[threading.Lock] = []
+        self._driver: int | None = None
+        self._arriving: list[Ticket] = []  # not in the engine yet
+        self._aborted: list[Ticket] = []
+
+    def submit(self, rows: Sequence[Row], on_news: Callable[[], None] | None = None) -> Ticket:
+        """Queue the rows of a request, which carry its id.
+
+        on_news: called by the driver, between steps, whenever the rows grew or ended.  It must be quick, and may
+        call nothing here but `abort`.
+        Raises RequestError where the id belongs to an open request, or the caller is inside a step.
+        """
+        self.engine.turn.refuse_reentry()
+        ticket = Ticket(rows, on_news)
+        with self._lock:
+            if ticket.id in self.tickets:
+                raise RequestError(
+                    f"request id {ticket.id!r} belongs to a request that still runs: give each its own."
+                )
+            self.tickets[ticket.id] = ticket
+            self._arriving.append(ticket)
+            self._between_steps()
+        return ticket
+
+    def abort(self, id: str) -> None:
+        """End a request before the next step, with finish_reason "abort".  Ids that are not open are ignored."""
+        with self._lock:
+            if (ticket := self.tickets.get(id)) is not None:
+                self._aborted.append(ticket)
+                self._between_steps()
+
+    def run_until(self, done: Callable[[], bool]) -> None:
+        """Return once `done()`, which is asked under the lock: at once, and after steps that had news.
+
+        Raises whatever a step raises, in the thread that drove it.  An Exception also ends every request that was in
+        the engine, with an EngineError.  A KeyboardInterrupt undoes the step, and the other threads go on.
+        """
+        me = threading.get_ident()
+        self.engine.turn.refuse_reentry()
+        if self._driver == me:
+            raise RequestError("the engine cannot be called from on_news: only abort can.")
+        try:
+            try:
+                self._run(done, me)
+            finally:
+                self._leave(me)
+        finally:
+            self._leave(me)  # again: an interrupt may have come in the first call
+
+    def wake(self) -> None:
+        """Ask every `done()` again."""
+        with self._lock:
+            self._notify()
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """Keep every request out meanwhile, to change the engine.  Raises ConfigError while requests are open."""
+        if self.tickets or self.engine.busy:
+            raise ConfigError("the drafter cannot be changed while requests are running.")
+        with self.engine.turn.taken(), self._lock:
+            if self.tickets or self.engine.busy:
+                raise ConfigError("the drafter cannot be changed while requests are running.")
+            yield
+
+    def _run(self, done: Callable[[], bool], me: int) -> None:
+        while True:
+            with self._lock:
+                if done():
+                    return
+                waiter = self._drive_or_wait(me)
+            if waiter is None:
+                self._step()
+            else:
+                waiter.acquire(timeout=PATIENCE)
+
+    def _leave(self, me: int) -> None:
+        """Give up driving."""
+        with self._lock:
+            if self._driver == me:
+                self._tell(list(self.tickets.values()))  # ends whose news an interrupt took
+                self._settle()
+                self._driver = None
+            self._notify()
+
+    def _drive_or_wait(self, me: int) -> threading.Lock | None:
+        """Return None if this thread drives now, otherwise a lock that is released at the next news."""
+        if self._driver in (None, me) and (self._arriving or self._aborted or self.engine.busy):
+            self._driver = me
+            self._settle()
+            return None
+        waiter = threading.Lock()
+        waiter.acquire()
+        self._waiters.append(waiter)
+        return waiter
+
+    def _notify(self) -> None:
+        """Wake every thread that waits."""
+        while self._waiters:
+            self._waiters.pop().release()
+
+    def _step(self) -> None:
+        """One step of the engine and its news.  Called by the driver."""
+        if not self.engine.busy:
+            return
+        try:
+            rows = self.engine.step()
+        except BaseException as error:
+            with self._lock:
+                self._recover(error)
+            raise
+        with self._lock:
+            grown = dict.fromkeys(row.id for row in rows)
+            self._tell([self.tickets[id] for id in grown if id in self.tickets], grown=True)
+
+    def _between_steps(self) -> None:
+        """Settle at once where nobody drives; otherwise the driver will."""
+        if self._driver is None:
+            self._settle()
+        self._notify()
+
+    def _settle(self) -> None:
+        """Bring arrivals into the engine and take aborted requests out."""
+        while self._arriving:
+            for row in self._arriving.pop(0).rows:
+                self.engine.add(row)
+        while self._aborted:
+            ticket = self._aborted.pop()
+            for row in ticket.rows:
+                self.engine.scheduler.abort(row)
+            self._tell([ticket])
+
+    def _tell(self, tickets: Sequence[Ticket], grown: bool = False) -> None:
+        """Close the tickets that ended, and call on_news of these and of those that grew."""
+        for ticket in tickets:
+            ended = all(row.finish_reason is not None for row in ticket.rows)
+            ticket.finished |= ended
+            if ticket.on_news is not None and (grown or ended):
+                try:
+                    ticket.on_news()
+                except Exception:  # a listener that is gone is no reason to stop the others
+                    log.exception("on_news of request %r failed", ticket.id)
+                    ticket.on_news = None
+                    self._aborted.append(ticket)
+                self._notify()
+            if ended:
+                self._notify()
+                self.tickets.pop(
+                    ticket.id, None
+                )  # last: what an interrupt cuts short here, `_leave` does again
+
+    def _recover(self, error: BaseException) -> None:
+        """Undo a step that raised.  End all requests in the engine after an Exception, requeue them after an interrupt."""
+        open_ = [ticket for ticket in self.tickets.values() if ticket not in self._arriving]
+        self.engine.restart([row for ticket in open_ for row in ticket.rows])
+        if isinstance(error, Exception):
+            told = EngineError(f"a step of the engine failed with {type(error).__name__}: {error}")
+            told.__cause__ = error
+            for ticket in open_:
+                ticket.fail(told)
+        for ticket in open_:
+            for row in ticket.rows:
+                if row.finish_reason is None:
+                    self.engine.add(row)
+        self._tell(open_)

@@ -1,0 +1,68 @@
+"""Mutual exclusion of the steps of all engines on one set of weights."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Protocol, TypeVar
+
+from outrider.errors import RequestError
+
+
+class Turn:
+    """Lock around everything that computes with one target, shared by the engines on it (`LLM.variant`).
+
+    These engines share kernel objects.  Their scratch (logits of the last forward, picked tokens, states of a fallback
+    model) belongs to one forward at a time, so whole steps take turns.  Scratch inside the C kernels is per thread.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.owner: int | None = None
+
+    def refuse_reentry(self) -> None:
+        """Raise RequestError in a thread that is inside a step already."""
+        if (
+            self.owner == threading.get_ident() and self.lock.locked()
+        ):  # an interrupt may leave an owner behind
+            raise RequestError(
+                "the engine cannot be called from inside its own step (for instance from a logits processor): only "
+                "abort can; call it between steps."
+            )
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Wait until no other thread computes, and keep others out.  Raises RequestError on re-entry."""
+        self.refuse_reentry()
+        with self.lock:
+            self.owner = threading.get_ident()
+            try:
+                yield
+            finally:
+                self.owner = None
+
+
+class _Turned(Protocol):
+    turn: Turn
+
+
+E = TypeVar("E", bound=_Turned)
+T = TypeVar("T")
+
+
+def in_turn(method: Callable[[E], T]) -> Callable[[E], T]:
+    """Run the method in `self.turn`.  No context manager of our own: an interrupt could come between lock and body."""
+
+    @wraps(method)
+    def run(self: E) -> T:
+        self.turn.refuse_reentry()
+        with self.turn.lock:
+            self.turn.owner = threading.get_ident()
+            try:
+                return method(self)
+            finally:
+                self.turn.owner = None
+
+    return run
