@@ -25,7 +25,7 @@ _LEVELS = "Did you mean 'num_speculative_tokens'?"
 _MODEL = "Did you mean 'model'?"
 _RULE = "Did you mean 'verification'?"
 RENAMED = {  # keys of speculative_config as other programs, or earlier versions of vLLM, call them
-    "speculative_model": _MODEL, "draft_model": _MODEL, "assistant_model": _MODEL, "num_draft_tokens": _LEVELS,
+    "speculative_model": _MODEL, "assistant_model": _MODEL, "num_draft_tokens": _LEVELS,
     "num_assistant_tokens": _LEVELS, "prompt_lookup_num_tokens": _LEVELS, "max_draft_len": _LEVELS, "verify": _RULE,
     "acceptance_method": _RULE, "spec_decoding_acceptance_method": _RULE, "rejection_sample_method": _RULE,
     "controller": "How much is drafted: num_speculative_tokens, or num_speculative_tokens_per_batch_size.",

@@ -44,7 +44,11 @@ def unknown(
     where: what has no such name, as in "speculative_config of method 'ngram'".  elsewhere: for names of other programs, what to do here.
     """
     valid = sorted(valid)
-    cure = f" {elsewhere[name]}" if elsewhere and isinstance(name, str) and name in elsewhere else nearest(name, valid)
+    cure = (
+        f" {elsewhere[name]}"
+        if elsewhere and isinstance(name, str) and name in elsewhere
+        else nearest(name, valid)
+    )
     return f"unknown {kind} {name!r}{f' in {where}' if where else ''}.{cure} Valid: {', '.join(valid)}."
 
 
@@ -52,5 +56,9 @@ def nearest(name: object, valid: Iterable[str]) -> str:
     """The question for what was meant, after a blank; "" where nothing is near: neither a few letters apart nor a part of one."""
     valid = list(valid)
     near = difflib.get_close_matches(str(name), valid, n=1, cutoff=NEAR)
-    near = near or [full for full in valid if len(str(name)) >= SHORTEST and (full.startswith(str(name)) or full.endswith(f"_{name}"))]
+    near = near or [
+        full
+        for full in valid
+        if len(str(name)) >= SHORTEST and (full.startswith(str(name)) or full.endswith(f"_{name}"))
+    ]
     return f" Did you mean {near[0]!r}?" if near else ""

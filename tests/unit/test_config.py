@@ -212,7 +212,9 @@ def test_the_sentence_of_a_refusal() -> None:
         == "unknown fruit 'aple'. Did you mean 'apple'? Valid: apple, pear."
     )
     assert unknown("fruit", "xyz", ["pear"]) == "unknown fruit 'xyz'. Valid: pear."
-    assert unknown("fruit", "best_of", ["stop"]) == "unknown fruit 'best_of'. Valid: stop.", "half of the letters are no hint"
+    assert unknown("fruit", "best_of", ["stop"]) == "unknown fruit 'best_of'. Valid: stop.", (
+        "half of the letters are no hint"
+    )
     assert "Did you mean 'apple_pie'" in unknown("dish", "apple", ["apple_pie"])
     assert "Did you mean 'apple_pie'" in unknown("dish", "pie", ["apple_pie"])
     assert unknown("key", "x", ["pear"], "the basket").startswith("unknown key 'x' in the basket. Valid")
