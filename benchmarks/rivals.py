@@ -332,7 +332,10 @@ def run(engine: str, job: Job, tools: peers.Tools) -> Outcome:
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_LOGGING_LEVEL": "ERROR",
         }
-        error = _ended(command, environment)
+        try:
+            error = _ended(command, environment)
+        except OSError:  # there is no such interpreter
+            return Outcome(MISSING)
         if error is not None:
             return Outcome(MISSING if f"No module named '{MODULES[engine]}" in error else f"failed: {error}")
         told = json.loads(made.read_text())

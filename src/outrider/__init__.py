@@ -1,12 +1,19 @@
 """Outrider makes a language model answer sooner without changing one token: speculative decoding, exact and complete."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from outrider.errors import CapacityError, ConfigError, EngineError, ModelError, OutriderError, RequestError
-from outrider.llm import LLM
-from outrider.outputs import CompletionOutput, RequestOutput
-from outrider.sampling.logprobs import Logprob
-from outrider.sampling.params import SamplingParams
-from outrider.types import LoRARequest, Speculation
 from outrider.version import VERSION
+
+if TYPE_CHECKING:
+    from outrider.llm import LLM
+    from outrider.outputs import CompletionOutput, RequestOutput
+    from outrider.sampling.logprobs import Logprob
+    from outrider.sampling.params import SamplingParams
+    from outrider.types import LoRARequest, Speculation
 
 __version__ = VERSION
 __all__ = [
@@ -24,3 +31,25 @@ __all__ = [
     "SamplingParams",
     "Speculation",
 ]
+
+# Imported when first asked for: they bring torch, which takes seconds, and `outrider --help` needs none of it.
+_HOMES = {
+    "LLM": "outrider.llm",
+    "CompletionOutput": "outrider.outputs",
+    "LoRARequest": "outrider.types",
+    "Logprob": "outrider.sampling.logprobs",
+    "RequestOutput": "outrider.outputs",
+    "SamplingParams": "outrider.sampling.params",
+    "Speculation": "outrider.types",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'outrider' has no attribute {name!r}")
+    found = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -21,6 +21,16 @@ from outrider.verify.base import Rule
 
 T = TypeVar("T")
 
+_LEVELS = "Did you mean 'num_speculative_tokens'?"
+_MODEL = "Did you mean 'model'?"
+_RULE = "Did you mean 'verification'?"
+RENAMED = {  # keys of speculative_config as other programs, or earlier versions of vLLM, call them
+    "speculative_model": _MODEL, "assistant_model": _MODEL, "num_draft_tokens": _LEVELS,
+    "num_assistant_tokens": _LEVELS, "prompt_lookup_num_tokens": _LEVELS, "max_draft_len": _LEVELS, "verify": _RULE,
+    "acceptance_method": _RULE, "spec_decoding_acceptance_method": _RULE, "rejection_sample_method": _RULE,
+    "controller": "How much is drafted: num_speculative_tokens, or num_speculative_tokens_per_batch_size.",
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class EngineOptions:
@@ -145,7 +155,7 @@ class SpeculativeOptions:
             known = {"method", "verification", "lossless"}.union(
                 *map(_names, (method.Options, fixed.Options, rule.Options))
             )
-            raise ConfigError(unknown(f"key of speculative_config for method {name!r}", key, known))
+            raise ConfigError(unknown("key", key, known, f"speculative_config of method {name!r}", RENAMED))
         control, ruling, mine = parts
         return SpeculativeOptions(
             method, method.Options(**mine), fixed.Options(**control), rule(rule.Options(**ruling))

@@ -11,7 +11,10 @@ OutriderError
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+
+NEAR = 0.65  # of difflib: below it, what is suggested has little to do with what was typed
+SHORTEST = 3  # letters of a name that say which one is meant
 
 
 class OutriderError(Exception):
@@ -38,10 +41,20 @@ class EngineError(OutriderError):
     """A step of the engine failed, and this request ended with it.  Later requests are served."""
 
 
-def unknown(kind: str, name: object, valid: Iterable[str]) -> str:
-    """The sentence that refuses `name`, with the nearest valid one and the whole list."""
+def unknown(
+    kind: str, name: object, valid: Iterable[str], where: str = "", elsewhere: Mapping[str, str] | None = None
+) -> str:
+    """The sentence that refuses `name`, with the nearest valid one and the whole list.
+
+    where: what has no such name, as in "speculative_config of method 'ngram'".  elsewhere: for names of other programs, what to do here.
+    """
     valid = sorted(valid)
-    return f"unknown {kind} {name!r}.{nearest(name, valid)} Valid: {', '.join(valid)}."
+    cure = (
+        f" {elsewhere[name]}"
+        if elsewhere and isinstance(name, str) and name in elsewhere
+        else nearest(name, valid)
+    )
+    return f"unknown {kind} {name!r}{f' in {where}' if where else ''}.{cure} Valid: {', '.join(valid)}."
 
 
 def shortened(value: object, most: int = 200) -> str:
@@ -54,6 +67,12 @@ def shortened(value: object, most: int = 200) -> str:
 
 
 def nearest(name: object, valid: Iterable[str]) -> str:
-    """The question for what was meant, after a blank; "" where nothing is near."""
-    near = difflib.get_close_matches(str(name), list(valid), n=1, cutoff=0.5)
+    """The question for what was meant, after a blank; "" where nothing is near: neither a few letters apart nor a part of one."""
+    valid = list(valid)
+    near = difflib.get_close_matches(str(name), valid, n=1, cutoff=NEAR)
+    near = near or [
+        full
+        for full in valid
+        if len(str(name)) >= SHORTEST and (full.startswith(str(name)) or full.endswith(f"_{name}"))
+    ]
     return f" Did you mean {near[0]!r}?" if near else ""

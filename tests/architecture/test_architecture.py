@@ -49,6 +49,7 @@ LAYERS = [
 
 # Where a method's name may stand outside its own file: what a speculative_config means that names none, and a mix that is shown.
 NAMED = {
+    ("sampling/params.py", "suffix"),  # a parameter of OpenAI's, which is refused
     ("config.py", "off"),
     ("draft/__init__.py", "draft_model"),
     ("draft/first.py", "suffix"),

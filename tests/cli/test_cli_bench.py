@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,10 @@ import pytest
 from commands import Run
 
 from outrider import LLM, RequestError, SamplingParams
-from outrider.bench.measure import PLAIN, Measured, grouped, measure
+from outrider.bench.measure import PLAIN, Measured, grouped, measure, too_short
 from outrider.bench.measure import Run as Group
 from outrider.bench.questions import prompts_of, read
-from outrider.bench.report import figures
+from outrider.bench.report import figures, remarks, within_noise
 from outrider.clock import Times
 from outrider.outputs import CompletionOutput
 from outrider.types import Speculation
@@ -43,7 +42,7 @@ def test_tables_and_one_line_of_json(run: Run, questions: Path, tmp_path: Path) 
     config = 'tree={"model": "builtin-draft", "siblings": 2, "num_speculative_tokens": 2}'
     result = run("bench", questions, *FAST, "--speculative-config", config, "-b", 2, "--json", out)
     assert result.status == 0, result.err
-    assert run("bench", questions, "-n", 1, "--limit", 1, "--json", out).status == 0
+    assert run("bench", questions, "-n", 2, "--limit", 1, "--json", out).status == 0
     for words in ("qa", "writing", "all 3 prompts", "ngram", "tree", "first token", "exceed the context: 1."):
         assert words in result.out
     assert "✓" in result.out and "✗" not in result.out
@@ -51,7 +50,11 @@ def test_tables_and_one_line_of_json(run: Run, questions: Path, tmp_path: Path) 
     assert len(lines) == 2, "every run adds one"
     found = json.loads(lines[0])
     assert found["conditions"].keys() >= {"cpu", "cores", "torch", "commit", "command", "date", "outrider"}
-    assert found["left out"] == 1 and found["settings"]["batch size"] == 2
+    assert (
+        found["left out"] == 1
+        and found["settings"]["batch size"] == 2
+        and found["settings"]["max_tokens"] == 8
+    )
     assert list(found["results"]) == [PLAIN, "ngram", "tree"]
     for rows in found["results"].values():
         assert list(rows) == ["all", "qa", "writing"]
@@ -105,7 +108,7 @@ def test_our_own_prompts_and_a_peer(run: Run, tmp_path: Path) -> None:
     for name, rows in results.items():
         assert rows["all"]["requests"] == 2 and rows["all"]["tokens"] == results[PLAIN]["all"]["tokens"], name
         assert rows["all"]["first token ms"]["p50"] > 0
-    assert "chat" in run("bench", "-n", 1).out, "without a file our own prompts are asked"
+    assert "chat" in run("bench", "-n", 2, "--repeats", 1).out, "without a file our own prompts are asked"
 
 
 @pytest.mark.parametrize(
@@ -120,7 +123,7 @@ def test_our_own_prompts_and_a_peer(run: Run, tmp_path: Path) -> None:
         (("--peer", "nosuch"), "nosuch"),
         (("-m", "/no/model"), "/no/model"),
         (("-n", 1024), "fit into the context"),
-        (("--json", "/no/such/folder/x", "-n", 1), "/no/such/folder/x"),
+        (("--json", "/no/such/folder/x", "-n", 2), "/no/such/folder/x"),
     ],
 )
 def test_what_is_wrong(run: Run, questions: Path, arguments: tuple[Any, ...], said: str) -> None:
@@ -196,7 +199,7 @@ def test_a_changed_token_is_seen(run: Run, questions: Path, monkeypatch: pytest.
         results[1].runs[0].answers[0].token_ids[-1] += 1
         return results
 
-    monkeypatch.setattr(sys.modules["outrider.cli.bench"], "measure", broken)
+    monkeypatch.setattr("outrider.bench.measure.measure", broken)
     result = run("bench", questions, *FAST, "--limit", 1)
     assert result.status == 1 and "✗" in result.out
 
@@ -212,3 +215,65 @@ def test_a_speed_up_is_the_median_of_rounds() -> None:
     assert measured(10, [4.0, 4.0, 9.0], [2.0, 2.0, 2.0]).speed_up(plain) == 1.0
     assert measured(20, [1.0, 4.0, 9.0], [1.0, 2.0, 2.0]).speed_up(plain) == 2.0
     assert measured(10, [1.0, 2.0, 9.0], [1.0, 1.0, 2.0]).speed_up(plain) == 2.0
+
+
+def answered(
+    method: str, *answers: list[int], turns: list[float] | None = None, promise: str = "tokens"
+) -> Measured:
+    """One request a run, of these tokens; turns: the seconds of each repeat."""
+    told = [CompletionOutput(0, "", tokens, speculation=Speculation()) for tokens in answers]
+    runs = [Group("chat", min(turns or [1.0]), Times(), [answer], list(turns or [1.0])) for answer in told]
+    return Measured(method, runs, promise)
+
+
+def test_answers_of_one_token_are_no_measurement() -> None:
+    plain = answered(PLAIN, [1, 2, 3], [1], [4], [])
+    assert too_short([plain, answered("same", [1, 2, 3], [1], [4], [])]) == {1, 2, 3}
+    assert too_short([plain, answered("wrong", [1, 2, 3], [1], [5], [])]) == {1, 3}, (
+        "a changed token is shown"
+    )
+    assert too_short([plain, answered("sampled", [1, 2], [1], [5], [], promise="law")]) == {1, 2, 3}
+    assert plain.without({1, 2, 3}).tokens == [[1, 2, 3]]
+
+
+def test_a_table_without_any_answer_says_so(
+    run: Run, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ended(*arguments: Any, **more: Any) -> list[Measured]:
+        return [answered(PLAIN, [7], [8]), answered("ngram", [7], [8])]
+
+    monkeypatch.setattr("outrider.bench.measure.measure", ended)
+    result = run("bench", questions, *FAST, "--limit", 1, "--out", tmp_path / "out.json")
+    assert result.status == 0 and "×" not in result.out
+    assert "Every answer has one token" in result.out
+    assert json.loads((tmp_path / "out.json").read_text())["results"] == {}
+
+
+def test_noise_is_told_from_a_difference() -> None:
+    plain = answered(PLAIN, [1, 2], turns=[1.0, 1.0, 1.0])
+    faster = answered("faster", [1, 2], turns=[0.5, 0.5, 0.6])
+    unsure = answered("unsure", [1, 2], turns=[0.8, 0.98, 1.2])
+    assert faster.speed_ups(plain) == pytest.approx([2, 2, 1 / 0.6])
+    assert faster.noise(plain) == pytest.approx((2 - 1 / 0.6) / 2)
+    assert not within_noise(faster, plain) and within_noise(unsure, plain)
+    (said,) = remarks([plain, faster, unsure])
+    assert "unsure" in said and "faster" not in said and "--repeats" in said
+    assert remarks([plain, faster]) == [] == remarks([plain])
+    (said,) = remarks([answered(PLAIN, [1, 2]), answered("ngram", [1, 2])])
+    assert "One repeat" in said
+    assert figures([plain, faster])["faster"]["all"]["speed-up"] == 2
+
+
+def test_lines_of_text_go_through_the_chat_template_unless_raw(tmp_path: Path, mute: str) -> None:
+    file = tmp_path / "lines.txt"
+    file.write_text("What do plants need?\n")
+    llm, params = LLM("builtin"), SamplingParams(temperature=0, max_tokens=4)
+    (asked,), _ = prompts_of(llm, read(file), params)
+    (raw,), _ = prompts_of(llm, read(file, raw=True), params)
+    chat = llm.chat([{"role": "user", "content": "What do plants need?"}], params)[0]
+    assert asked[1]["prompt_token_ids"] == chat.prompt_token_ids
+    assert raw[1]["prompt_token_ids"] == llm.tokenizer.encode("What do plants need?")
+    (bare,), _ = prompts_of(LLM(mute), read(file), params)
+    assert bare[1]["prompt_token_ids"] == LLM(mute).tokenizer.encode("What do plants need?")
+    with pytest.raises(RequestError, match="not both"):
+        prompts_of(llm, read(file, raw=True), params, all_turns=True)

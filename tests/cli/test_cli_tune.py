@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
+import pytest
 from commands import Run
 from helpers import tiny_checkpoint
 
@@ -28,10 +30,42 @@ def test_tune_and_guess(run: Run, tmp_path: Path) -> None:
     found = json.loads(out.read_text())
     assert found["layers"] == 3 and found["tried"] > 0 and 1 <= found["num_speculative_tokens"] <= 3
     assert "plain decoding" in tuned.out and "tuned" in tuned.out and "✗" not in tuned.out
+    assert ("slower than plain decoding" in tuned.out) == (found["measured speed-up"] <= 1)
     llm = LLM(model, speculative_config={"method": "layerskip", "layers": str(out)})
     skip = llm.engine.drafter.skip  # type: ignore[attr-defined]
     assert [*skip.attention] == found["skip_attention"] and [*skip.mlp] == found["skip_mlp"]
     assert llm.engine.drafter.depth == found["num_speculative_tokens"]
+
+
+def test_a_set_that_measured_slower_says_so(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, out = tiny_checkpoint(tmp_path / "model", num_hidden_layers=2), tmp_path / "set.json"
+    asked = tmp_path / "asked.txt"
+    asked.write_text("What do plants need?\n")
+    for measured in (0.71, 1.4):
+        monkeypatch.setattr("outrider.bench.tune.gain", lambda results, measured=measured: measured)
+        words = ("--prompts", asked, "--minutes", 0.01, "-o", out, "-n", 6, "--draft", 2)
+        tuned = run("tune", "layerskip", "-m", model, *words)
+        assert tuned.status == 0, tuned.err
+        assert json.loads(out.read_text())["measured speed-up"] == measured
+        assert ("slower than plain decoding: 0.71×" in tuned.out) == (measured < 1)
+
+
+def test_a_stop_classifier_needs_enough_to_learn_from(run: Run, tmp_path: Path) -> None:
+    asked, out = tmp_path / "asked.txt", tmp_path / "stop.safetensors"
+    asked.write_text("What do plants need?\nWhere is the sea?\n")
+    few = run(
+        "tune", "disco", "-m", "builtin", "-md", "builtin-draft", "--prompts", asked, "-n", 6, "-o", out
+    )
+    assert (
+        few.status == 2
+        and few.err.count("\n") == 1
+        and re.search(r"\d+ draft tokens were judged, and .* needs 200", few.err)
+    )
+    assert not out.exists()
+    made = run("tune", "disco", "builtin", "builtin-draft", "-n", 64, "-o", out)
+    assert made.status == 0 and out.exists() and "rightly" in made.out, made.err
 
 
 def test_where_nothing_can_be_written(run: Run, tmp_path: Path) -> None:

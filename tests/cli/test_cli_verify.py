@@ -70,6 +70,12 @@ def test_a_healthy_engine_passes(
     assert result.status == 0, result.out + result.err
     assert "Lossless" in result.out and "✗" not in result.out
     found = json.loads(out.read_text())
+    compared = [check["figures"] for check in found["checks"] if "texts" in check["figures"]]
+    texts, tokens = (sum(figures[name] for figures in compared) for name in ("texts", "tokens"))
+    assert found["verdict"].startswith(
+        f"Lossless: {texts:,} texts, {tokens:,} tokens, are those of plain decoding."
+    )
+    assert ("That is little" in found["verdict"]) == (tokens < 1000)
     assert found["passed"] and found["exact"] and found["dtype"] == "float32" and found["differences"] == []
     assert (
         found["conditions"].keys() >= {"cpu", "torch", "commit", "command"}
@@ -112,6 +118,8 @@ def test_kernels_whose_rounding_depends_on_the_batch(
     )
     (about,) = [check["figures"] for check in found["checks"] if check["name"] == "log-probabilities"]
     assert about["largest difference"] < about["limit"] and 1e-4 < about["limit"] < 1
+    assert found["verdict"].startswith("No loss found: ") and "other texts may differ" in found["verdict"]
+    assert "Lossless" not in found["verdict"] and "That is little" in found["verdict"]
 
 
 def test_many_prompts_join_and_grow_longer(run: Run, pair: tuple[str, str], tmp_path: Path) -> None:
@@ -171,6 +179,7 @@ def test_a_rule_that_loses_is_measured_and_fails_unless_expected(run: Run, pair:
     assert result.status == 1 and "not lossless, and says so" in result.out and "laws differ" in result.out
     expected = run(*arguments, "--expect-lossy")
     assert expected.status == 0 and "not lossless, as was expected" in expected.out
+    assert expected.out.count("✓") == 1, "nothing leaked; of the rest nothing was promised"
 
 
 @pytest.mark.parametrize(

@@ -212,6 +212,18 @@ def test_the_sentence_of_a_refusal() -> None:
         == "unknown fruit 'aple'. Did you mean 'apple'? Valid: apple, pear."
     )
     assert unknown("fruit", "xyz", ["pear"]) == "unknown fruit 'xyz'. Valid: pear."
+    assert unknown("fruit", "best_of", ["stop"]) == "unknown fruit 'best_of'. Valid: stop.", (
+        "half of the letters are no hint"
+    )
+    assert "Did you mean 'apple_pie'" in unknown("dish", "apple", ["apple_pie"])
+    assert "Did you mean 'apple_pie'" in unknown("dish", "pie", ["apple_pie"])
+    assert unknown("key", "x", ["pear"], "the basket").startswith("unknown key 'x' in the basket. Valid")
+
+
+def test_names_stand_apart() -> None:
+    said = refused({"method": "ngram", "controller": "auto"})
+    assert said.startswith("unknown key 'controller' in speculative_config of method 'ngram'. How much")
+    assert "Did you mean 'model'" in refused({"method": "ngram", "speculative_model": "x"})
 
 
 def test_the_error_tree() -> None:

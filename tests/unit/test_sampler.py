@@ -396,6 +396,17 @@ def test_an_unknown_parameter_is_refused_with_the_nearest(wrong: str, right: str
         SamplingParams(**{wrong: 1})
 
 
+@pytest.mark.parametrize(
+    ("wrong", "cure"),
+    [("best_of", "n samples"), ("suffix", "not filled in"), ("guided_json", "not supported"), ("use_beam_search", "Beam search")],
+)  # fmt: skip
+def test_a_parameter_of_another_program_is_refused_with_what_serves_here(wrong: str, cure: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**{wrong: 2})
+    said = str(caught.value)
+    assert wrong in said and cure in said and "Did you mean" not in said
+
+
 def test_parameters_are_normalised_and_frozen() -> None:
     params = SamplingParams(stop="x", top_k=-1, temperature=1)
     assert params.stop == ("x",) and params.top_k == 0 and params.law == Law(1.0, 0.0, 0, 1.0)

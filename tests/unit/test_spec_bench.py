@@ -109,3 +109,11 @@ def test_what_loops_is_left_out_of_the_headline(bench: Any) -> None:
     assert made["no loops"]["requests"] == 1 and made["no loops"]["decode speed-up"] == 0.5
     assert made["all"]["requests"] == 2 and made["all"]["speed-up"] > made["no loops"]["speed-up"]
     assert "slower" in bench.shown_as(made["no loops"]["speed-up"])
+
+
+@pytest.mark.parametrize("engine", ["transformers", "OpenVINO GenAI", "vLLM", "llama.cpp"])
+def test_a_rival_whose_program_is_missing_is_left_out(bench: Any, tmp_path: Path, engine: str) -> None:
+    gone = str(tmp_path / "gone" / "python")
+    tools = bench.peers.Tools(gone, gone, str(tmp_path / "gone"), gone)
+    outcome = bench.rivals.run(engine, bench.rivals.Job([[1, 2]], {}, 4, "model"), tools)
+    assert (outcome.status, outcome.answers) == (bench.rivals.MISSING, {})

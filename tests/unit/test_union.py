@@ -489,7 +489,7 @@ def test_a_draft_model_needs_no_method(method: str, tiny: Path) -> None:
         ([{"method": "ngram", "prompt_lookup_mx": 3}], "Did you mean 'prompt_lookup_max'"),
         (
             [{"method": "ngram", "verification": "match"}],
-            "unknown key of method 'ngram' in 'drafters' 'verification'",
+            "unknown key 'verification' in 'drafters', method 'ngram'",
         ),
         (
             [{"method": "ngram", "num_speculative_tokens": 0}],

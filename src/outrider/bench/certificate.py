@@ -50,9 +50,8 @@ def panel(llm: LLM, config: Mapping[str, Any], made: Certificate, left_out: int 
     for name in ("test", "what was compared", "result", ""):
         table.add_column(name)
     for check in made.checks:
-        table.add_row(
-            check.name, check.tested, check.result, "[green]✓[/]" if check.passed else "[bold red]✗[/]"
-        )
+        mark = "[bold red]✗[/]" if not check.passed else "[green]✓[/]" if check.judged else "–"
+        table.add_row(check.name, check.tested, check.result, mark)
     parts: list[Any] = [facts, "", table, ""]
     if left_out:
         parts += [f"Left out, as they and their answers exceed the context: {left_out} prompts.", ""]

@@ -18,6 +18,7 @@ from outrider.bench.ties import both, look, tolerance
 from outrider.llm import LLM
 from outrider.types import Row
 
+FEW = 1000  # tokens: fewer say little
 SHOWN = 5  # differences that are looked at before it is clear that rounding is not the reason
 GREEDY_SHARE = 0.3  # of the time, where laws are to be tested as well
 TOUCHES = 3  # texts over which rounding is measured
@@ -27,13 +28,14 @@ Tick = Callable[[str], None]
 
 @dataclass
 class Check:
-    """One line of the certificate.  figures: the same in numbers."""
+    """One line of the certificate.  figures: the same in numbers.  judged: False where a rule promises nothing that could be kept."""
 
     name: str
     tested: str
     result: str
     passed: bool
     figures: dict[str, Any] = field(default_factory=dict)
+    judged: bool = True
 
 
 @dataclass
@@ -61,10 +63,33 @@ class Certificate:
             )
         if self.promise == "lossy":
             return "This rule is not lossless, as was expected: what it changes was measured, and nothing else is wrong."
-        said = "Lossless: every text is what plain decoding says"
+        said = "Lossless" if self.exact else "No loss found"
+        but = f", but for {self.ties} ties within rounding" if self.ties else ""
+        said += f": {self.texts:,} texts, {self.tokens:,} tokens, are those of plain decoding{but}."
         if self.promise == "law":
-            said = "Lossless: greedy texts are what plain decoding says, and sampled ones have its law as far as so many can show"
-        return f"{said}, but for {self.ties} ties within rounding." if self.ties else f"{said}."
+            said += f" {self.samples:,} sampled texts have its law, as far as so many can show."
+        if not self.exact:
+            said += " On these kernels rounding depends on the batch: other texts may differ."
+        if self.tokens < FEW:
+            said += " That is little: more --minutes compare more."
+        return said
+
+    def counted(self, figure: str) -> int:
+        """The sum of a figure over all checks that compared texts."""
+        return sum(check.figures[figure] for check in self.checks if "ties" in check.figures)
+
+    @property
+    def texts(self) -> int:
+        return self.counted("texts")
+
+    @property
+    def tokens(self) -> int:
+        return self.counted("tokens")
+
+    @property
+    def samples(self) -> int:
+        """Texts on which the law was tested."""
+        return sum(check.figures.get("samples", 0) for check in self.checks)
 
 
 @dataclass(frozen=True)
@@ -106,6 +131,8 @@ def certify(
         made.checks.append(
             Check("the rule", "what it promises", "it is not lossless, and says so", expect_lossy)
         )
+        for check in made.checks:
+            check.judged = False
     made.checks.append(leak_check((plain, fast)))
     return made
 

@@ -7,9 +7,11 @@ from typing import NamedTuple
 
 from outrider.bench.measure import Prompts
 from outrider.draft.draft_model import DraftModel, disco
+from outrider.errors import ConfigError
 from outrider.llm import LLM
 from outrider.sampling.params import SamplingParams
 
+LEAST = 200  # draft tokens, fewer than which teach a network of some 130 weights nothing
 APART = 5  # every so manieth prompt is held out
 
 Pairs = list[tuple[list[float], bool]]  # (features of a guess, whether it was right)
@@ -50,9 +52,13 @@ def record(
 
 
 def fit(recorded: list[Pairs], seed: int = 0) -> Fitted:
-    """The held-out prompts are every APARTth, none where there are fewer."""
+    """The held-out prompts are every APARTth, none where there are fewer.  Raises ConfigError for fewer than LEAST draft tokens."""
     held = [pair for pairs in recorded[APART - 1 :: APART] for pair in pairs]
     seen = [pair for i, pairs in enumerate(recorded) if i % APART != APART - 1 for pair in pairs]
+    if len(seen) < LEAST:
+        raise ConfigError(
+            f"{len(seen)} draft tokens were judged, and a stop classifier needs {LEAST} or more: give more --prompts, or raise -n."
+        )
     classifier = disco.fit(seen, seed=seed)
     hits = sum(classifier.right(features) == good for features, good in held)
     good = sum(good for _, good in held)

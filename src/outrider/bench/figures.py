@@ -3,54 +3,59 @@
     encoded   25 tokens in    0.319 seconds, speed:   78.298 t/s      the steps that computed the prompt
     decoded  471 tokens in   19.278 seconds, speed:   24.432 t/s      all other steps, and what these emitted
 
-Of each model, `prompt eval` is what it computed in the first kind of steps, `eval` in the second: the target known tokens and
-all guesses of a step in one run, the draft its guesses.  The last step of a prompt guesses already, so that a model with weights has a few
-tokens more than the prompt there.
+| line | what it times |
+|---|---|
+| prompt eval time | a model's forwards in the steps that computed the prompt |
+| eval time | a model's forwards in all other steps: of the target known and draft tokens, of the draft its own |
+| sample time | the rest of all steps: verification, sampling, bookkeeping (a greedy pick inside a fused forward is in eval time) |
+| load time | loading target and draft, together |
+| total time | loading and the request |
+
+The last step of a prompt drafts already: a draft model has a few tokens more than the prompt in its first line.
 """
 
 from __future__ import annotations
 
+from outrider.clock import Work
 from outrider.engine.engine import Engine
 from outrider.outputs import RequestOutput
 
 
-def figures(engine: Engine, output: RequestOutput) -> str:
+def figures(engine: Engine, output: RequestOutput, load_seconds: float, total_seconds: float) -> str:
     """The engine must have run this request alone since its clock was reset."""
-    reading, decoding, total = engine.reading, engine.decoding, output.speculation
-    prompt = reading.known
-    lines = [
-        f"encoded {prompt:4d} tokens in {sum(reading.times):8.3f} seconds, speed: {_rate(prompt, sum(reading.times)):8.3f} t/s",
-        f"decoded {decoding.emitted:4d} tokens in {sum(decoding.times):8.3f} seconds, "
-        f"speed: {_rate(decoding.emitted, sum(decoding.times)):8.3f} t/s",
-        "",
-    ]
-    guessing = engine.controller.nodes(1) > 0
-    if guessing:
-        lines.append(f"n_draft   = {engine.controller.nodes(1)}")
+    prefill, decoding, total = engine.reading, engine.decoding, output.speculation
+    prompt, drafts = prefill.known, engine.controller.nodes(1)
+    lines = [_phase("encoded", prompt, prefill), _phase("decoded", decoding.emitted, decoding), ""]
+    if drafts:
+        lines.append(f"n_draft   = {drafts}")
     lines.append(f"n_predict = {total.emitted}")
-    if guessing:
+    if drafts:
         lines += [
             f"n_drafted = {total.drafted}",
             f"n_accept  = {total.accepted}",
             f"accept    = {total.acceptance:.3%}",
         ]
+        if not total.lossless:
+            lines.append("lossless  = no: the verification rule changes what the model says")
         read = (
             prompt if engine.drafter.slot_bytes else 0
         )  # a method without weights of its own reads no prompt
-        if not total.lossless:
-            lines.append("lossless  = no: the verification rule changes what the model says")
-        lines += ["", "draft:", "", _line("prompt eval time", reading.times.propose, read + reading.guessed)]
+        lines += ["", "draft:", "", _line("prompt eval time", prefill.times.propose, read + prefill.guessed)]
         lines.append(_line("eval time", decoding.times.propose, decoding.guessed))
-    lines += ["", "target:", "", _line("prompt eval time", reading.times.forward, prompt + reading.guessed)]
-    lines.append(
-        _line(
-            "eval time",
-            decoding.times.forward,
-            decoding.known + decoding.guessed,
-            f" in {decoding.steps} runs",
-        )
-    )
+    lines += [
+        "", "target:", "",
+        f"{'load time':>16} = {1e3 * load_seconds:9.2f} ms",
+        _line("sample time", prefill.times.rest + decoding.times.rest, total.emitted),
+        _line("prompt eval time", prefill.times.forward, prompt + prefill.guessed),
+        _line("eval time", decoding.times.forward, decoding.known + decoding.guessed, f" in {decoding.steps} runs"),
+        f"{'total time':>16} = {1e3 * total_seconds:9.2f} ms / {prompt + total.emitted:5d} tokens",
+    ]  # fmt: skip
     return "\n".join(lines)
+
+
+def _phase(name: str, tokens: int, work: Work) -> str:
+    seconds = sum(work.times)
+    return f"{name} {tokens:4d} tokens in {seconds:8.3f} seconds, speed: {_rate(tokens, seconds):8.3f} t/s"
 
 
 def _line(name: str, seconds: float, tokens: int, runs: str = "") -> str:

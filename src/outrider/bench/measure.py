@@ -6,7 +6,7 @@ import copy
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -70,13 +70,29 @@ class Measured:
         """New tokens a second."""
         return sum(map(len, self.tokens)) / sum(run.seconds for run in self.runs)
 
-    def speed_up(self, plain: Measured) -> float:
-        """Over plain decoding: the median over the repeats, in each of which the two took turns; for a machine whose pace changes."""
+    def speed_ups(self, plain: Measured) -> list[float]:
+        """Over plain decoding, of each repeat, in which the two took turns; of the best times where one has no repeats."""
         ours, theirs = (
             [sum(turn) for turn in zip(*(run.turns for run in result.runs))] for result in (self, plain)
         )
+        if not ours or not theirs:
+            return [self.speed / plain.speed]
         tokens: float = sum(map(len, self.tokens)) / sum(map(len, plain.tokens))
-        return tokens * float(statistics.median(their / our for our, their in zip(ours, theirs, strict=True)))
+        return [tokens * their / our for our, their in zip(ours, theirs, strict=True)]
+
+    def speed_up(self, plain: Measured) -> float:
+        """The median of the repeats: the pace of a machine changes."""
+        return float(statistics.median(self.speed_ups(plain)))
+
+    def noise(self, plain: Measured) -> float | None:
+        """Half of what lies between the repeats' highest and lowest speed-up; None for a single repeat."""
+        gains = self.speed_ups(plain)
+        return (max(gains) - min(gains)) / 2 if len(gains) > 1 else None
+
+    def without(self, runs: Collection[int]) -> Measured:
+        """The same, less the runs of these indices."""
+        kept = [run for i, run in enumerate(self.runs) if i not in runs]
+        return Measured(self.method, kept, self.promise)
 
     @property
     def total(self) -> Speculation:
@@ -109,6 +125,25 @@ class Measured:
         """Seconds a token after the first one, of each answer that has more than one."""
         times = [answer.token_times for answer in self.answers if len(answer.token_times) > 1]
         return [(t[-1] - t[0]) / (len(t) - 1) for t in times]
+
+
+def too_short(results: Sequence[Measured]) -> set[int]:
+    """Indices of the runs whose answers have one token at most, which comes with the prompt: speculation has no part in them.
+
+    A run in which a method changed a token is never among them.
+    """
+    plain, *others = results
+    held = [other for other in others if other.promise == "tokens"]
+    return {
+        i
+        for i, run in enumerate(plain.runs)
+        if all(len(answer.token_ids) <= 1 for answer in run.answers)
+        and all(
+            mine.token_ids == theirs.token_ids
+            for other in held
+            for mine, theirs in zip(run.answers, other.runs[i].answers)
+        )
+    }
 
 
 def demonstrations() -> dict[str, Mapping[str, Any] | None]:

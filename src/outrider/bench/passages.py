@@ -12,7 +12,7 @@ from outrider.llm import LLM
 SHORTEST, LONGEST = 2, 48  # tokens of a passage
 
 
-def beginnings(llm: LLM, seed: int) -> list[list[int]]:
+def beginnings(llm: LLM, seed: int, raw: bool = False) -> list[list[int]]:
     """Our own prompts through the chat template, as they stand where there is none, and random ids where there is no tokenizer."""
     tokenizer: Any = llm.tokenizer
     if tokenizer is None:
@@ -21,9 +21,7 @@ def beginnings(llm: LLM, seed: int) -> list[list[int]]:
             [dice.randrange(llm.engine.checkpoint.spec.vocabulary) for _ in range(dice.randint(3, 40))]
             for _ in range(len(PROMPTS))
         ]
-    if getattr(tokenizer, "chat_template", None):
-        return [rendered(prompt, tokenizer)["prompt_token_ids"] for prompt in PROMPTS]
-    return [tokenizer.encode(prompt.turns[-1]) for prompt in PROMPTS]
+    return [rendered(prompt, tokenizer, raw)["prompt_token_ids"] for prompt in PROMPTS]
 
 
 class Passages:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from outrider.engine.template import render
+from outrider.errors import RequestError
 
 
 class Prompt(NamedTuple):
@@ -67,8 +68,13 @@ PROMPTS = (
 KINDS = tuple(dict.fromkeys(prompt.kind for prompt in PROMPTS))
 
 
-def rendered(prompt: Prompt, tokenizer: Any) -> dict[str, list[int]]:
-    """The token ids that `LLM.generate` takes, through the tokenizer's chat template."""
+def rendered(prompt: Prompt, tokenizer: Any, raw: bool = False) -> dict[str, list[int]]:
+    """The token ids that `LLM.generate` takes, through the tokenizer's chat template; of the last turn as it stands where `raw`, or where
+    there is no template."""
+    if tokenizer is None:
+        raise RequestError("prompts need a tokenizer, and the checkpoint has none: name one.")
+    if raw or not getattr(tokenizer, "chat_template", None):
+        return {"prompt_token_ids": tokenizer.encode(prompt.turns[-1])}
     turns = [
         {"role": "assistant" if i % 2 else "user", "content": text} for i, text in enumerate(prompt.turns)
     ]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from outrider.bench.measure import Prompts
+from outrider.bench.prompts import PROMPTS, rendered
 from outrider.engine.template import render
 from outrider.errors import RequestError
 from outrider.llm import LLM
@@ -22,17 +23,17 @@ class Question(NamedTuple):
     raw: bool = False
 
 
-def read(path: Path, limit: int | None = None) -> list[Question]:
-    """At most `limit` questions of each category.  Raises RequestError naming the file and the line."""
+def read(path: Path, limit: int | None = None, raw: bool = False) -> list[Question]:
+    """At most `limit` questions of each category.  raw: without a chat template.  Raises RequestError naming file and line."""
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"the prompts {str(path)!r} cannot be read: {error}") from error
     lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
     if path.suffix in (".jsonl", ".json"):
-        questions = [_question(line, f"{path}, line {number}") for number, line in lines]
+        questions = [_question(line, f"{path}, line {number}")._replace(raw=raw) for number, line in lines]
     else:
-        questions = [Question(path.stem, (line,), raw=True) for _, line in lines]
+        questions = [Question(path.stem, (line,), raw) for _, line in lines]
     if not questions:
         raise RequestError(f"{path} holds no prompts.")
     return list(_limited(questions, limit))
@@ -63,12 +64,16 @@ def prompts_of(
     """(category, token ids) of every question, and how many were left out because they and the answer exceed the context.
 
     A question is asked by its first turn, or by all turns, each with the questions and answers before it.  It goes through the
-    chat template where the tokenizer has one; without one only a first turn can be asked, as it stands.  The answers of earlier
+    chat template, unless it is raw or the tokenizer has none: then only a first turn can be asked, as it stands.  The answers of earlier
     turns are those of plain decoding, computed here, so that every method gets the same prompts.
     """
     if llm.tokenizer is None:
         raise RequestError("prompts need a tokenizer, and the checkpoint has none: name one.")
     templated = bool(getattr(llm.tokenizer, "chat_template", None))
+    if all_turns and any(question.raw for question in questions):
+        raise RequestError(
+            "all turns need the chat template: ask for raw prompts or for all turns, not both."
+        )
     if all_turns and not templated:
         raise RequestError("all turns need a chat template, and the model has none: ask for the first turn.")
     asked = [
@@ -80,6 +85,19 @@ def prompts_of(
             f"no prompt and {params.max_tokens} new tokens fit into the context of {llm.engine.max_len}."
         )
     return [(kind, {"prompt_token_ids": ids}) for kind, ids in made], len(asked) - len(made)
+
+
+def prompts_for(
+    llm: LLM,
+    questions: Sequence[Question] | None,
+    params: SamplingParams,
+    raw: bool = False,
+    all_turns: bool = False,
+) -> tuple[Prompts, int]:
+    """As `prompts_of`; where there are no questions, our own prompts."""
+    if questions is None:
+        return [(prompt.kind, rendered(prompt, llm.tokenizer, raw)) for prompt in PROMPTS], 0
+    return prompts_of(llm, questions, params, all_turns)
 
 
 def _asked(

@@ -15,7 +15,10 @@ ALL = "all"
 
 
 def table(title: str, results: Sequence[Measured]) -> Table:
-    """What speculation brought.  Tokens of another engine are not compared: its rounding differs."""
+    """What speculation brought.  tok/s: of the best repeat; speed-up: the median of the repeats, ± half of what lies between them.
+
+    Tokens of another engine are not compared: its rounding differs.
+    """
     plain = results[0]
     made = Table(title=title, title_justify="left", title_style="bold", show_edge=False)
     made.add_column("method")
@@ -23,11 +26,11 @@ def table(title: str, results: Sequence[Measured]) -> Table:
         made.add_column(name, justify="right", no_wrap=True)
     made.add_column("same\ntok.", justify="center", no_wrap=True)
     for result in results:
-        gain, total = result.speed / plain.speed, result.total
+        total = result.total
         made.add_row(
             result.method,
             f"{result.speed:.0f}",
-            f"[{'green' if gain >= 1.005 else 'red' if gain < 0.97 else 'white'}]{gain:.2f}×[/]",
+            _speed_up(result, plain),
             f"{total.tokens_per_step:.2f}" if total.steps else "–",
             f"{total.acceptance:.0%}" if total.drafted else "–",
             f"{result.drafting:.0%}" if total.drafted else "–",
@@ -35,6 +38,36 @@ def table(title: str, results: Sequence[Measured]) -> Table:
             _kept(result, plain),
         )
     return made
+
+
+def _speed_up(result: Measured, plain: Measured) -> str:
+    gain, noise = result.speed_up(plain), result.noise(plain)
+    colour = "green" if gain >= 1.005 else "red" if gain < 0.97 else "white"
+    if result is plain or noise is None:
+        return f"[{colour}]{gain:.2f}×[/]"
+    return f"[{'white' if within_noise(result, plain) else colour}]{gain:.2f} ± {noise:.2f}×[/]"
+
+
+def within_noise(result: Measured, plain: Measured) -> bool:
+    """Whether the repeats differ by more than the method does from plain decoding."""
+    noise = result.noise(plain)
+    return result is not plain and noise is not None and noise >= abs(result.speed_up(plain) - 1)
+
+
+def remarks(results: Sequence[Measured]) -> list[str]:
+    """What a reader of the speed-ups must know."""
+    plain, *others = results
+    if not others:
+        return []
+    if all(other.noise(plain) is None for other in others):
+        return ["One repeat: how much of a speed-up is noise is not known. --repeats 3 tells."]
+    unsure = [other.method for other in others if within_noise(other, plain)]
+    if not unsure:
+        return []
+    return [
+        f"No difference from plain decoding is shown for {', '.join(unsure)}: the repeats differ by more. "
+        "Measure more of them (--repeats), longer answers (-n) or on an idle machine."
+    ]
 
 
 def _kept(result: Measured, plain: Measured) -> str:
@@ -81,7 +114,8 @@ def _figures(ours: Measured, plain: Measured) -> dict[str, Any]:
         "requests": len(ours.answers),
         "tokens": sum(map(len, ours.tokens)),
         "tokens/s": round(ours.speed, 2),
-        "speed-up": round(ours.speed / plain.speed, 4),
+        "speed-up": round(ours.speed_up(plain), 4),
+        "speed-up of each repeat": [round(gain, 4) for gain in ours.speed_ups(plain)],
         "tokens per step": round(total.tokens_per_step, 4),
         "acceptance": round(total.acceptance, 4),
         "share of time drafting": round(ours.drafting, 4),

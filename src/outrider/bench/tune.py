@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from outrider.bench.measure import PLAIN, Configs, Prompts
+from outrider.bench.measure import PLAIN, Configs, Measured, Prompts
 from outrider.draft.layerskip.sets import Skip
 from outrider.errors import ConfigError
 from outrider.llm import LLM
@@ -21,6 +21,7 @@ from outrider.sampling.params import SamplingParams
 from outrider.types import Speculation
 
 METHOD = "layerskip"
+THRESHOLDS = "tuned, with thresholds"
 TURNS = 4  # in which the costs are measured; the best of each counts
 Tick = Callable[[int, float], None]
 
@@ -170,16 +171,22 @@ def compared(best: Trial, layers: int) -> Configs:
             "method": METHOD, "early_exit": layers - max(1, layers // 4), "exit_threshold": None, "num_speculative_tokens": best.depth,
         },
         "tuned": best.config,
-        "tuned, with thresholds": {**best.config, "exit_threshold": "auto"},
+        THRESHOLDS: {**best.config, "exit_threshold": "auto"},
     }  # fmt: skip
 
 
-def save(best: Trial, layers: int, model: str, tried: int, to: Path) -> None:
-    """What `"layers": FILE` reads; the rest says where it comes from."""
+def gain(results: Sequence[Measured]) -> float:
+    """The speed-up that was measured for the set as a file of it is used: with its thresholds."""
+    return next(result for result in results if result.method == THRESHOLDS).speed_up(results[0])
+
+
+def save(best: Trial, layers: int, model: str, tried: int, measured: float, to: Path) -> None:
+    """What `"layers": FILE` reads; the rest says where it comes from.  measured: the speed-up over plain decoding."""
     found = {
         "layers": layers, "skip_attention": list(best.skip.attention), "skip_mlp": list(best.skip.mlp),
         "num_speculative_tokens": best.depth, "model": model, "tried": tried, "estimated tokens/s": round(best.speed, 1),
         "tokens per step": round(best.counts.tokens_per_step, 3), "acceptance": round(best.counts.acceptance, 3),
+        "measured speed-up": round(measured, 3),
     }  # fmt: skip
     try:
         to.write_text(json.dumps(found, indent=1) + "\n")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from itertools import pairwise
+from typing import Annotated, NoReturn
 
 import typer
-from rich.console import Console
-from rich.text import Text
+from typer import Option
 
 from outrider.cli import datastore, tune
 from outrider.cli.bench import bench
@@ -18,6 +19,10 @@ from outrider.cli.generate import generate
 from outrider.cli.models import models
 from outrider.cli.verify import verify
 from outrider.errors import OutriderError
+from outrider.version import VERSION
+
+# A copy of click lies in some versions of typer; others use click itself.
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -30,9 +35,19 @@ app = typer.Typer(
 )
 
 
+def print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(VERSION)
+        raise typer.Exit
+
+
 @app.callback()
-def root() -> None:
-    """Speculative decoding that changes no token: something cheap guesses, the real model checks many guesses at once.
+def root(
+    version: Annotated[
+        bool, Option("--version", "-V", help="Print the version.", callback=print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Speculative decoding that changes no token: something cheap drafts, the real model verifies many tokens at once.
 
     Try  [bold]outrider demo[/], or  [bold]outrider chat -m builtin -md builtin-draft[/].
     """
@@ -47,19 +62,52 @@ app.add_typer(tune.app, name="tune")
 @app.command()
 def version() -> None:
     """Print the version."""
-    from outrider.version import VERSION
-
     typer.echo(VERSION)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Exit status: 0, 1 where a check failed, 2 for anything wrong with what was asked (one line says what), 130 for Ctrl-C."""
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    given = completed(sys.argv[1:] if arguments is None else arguments)
     try:
-        app(arguments, prog_name="outrider")
+        status = app(given, prog_name="outrider", standalone_mode=False)
+        sys.stdout.flush()
     except OutriderError as error:
-        Console(stderr=True, soft_wrap=True).print(Text.assemble(("error: ", "bold red"), str(error)))
-        raise SystemExit(2) from error
+        fail(str(error), error)
+    except UsageError as error:
+        usage(error, given)
+    except typer.Abort:
+        raise SystemExit(1) from None
     except BrokenPipeError:  # `outrider … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
+    raise SystemExit(status if isinstance(status, int) else 0)
+
+
+def completed(words: list[str]) -> list[str]:
+    """With the value that older versions of llama.cpp did not ask of -fa."""
+    made: list[str] = []
+    for word, after in zip(words, [*words[1:], ""]):
+        made += [word, "on"] if word == "-fa" and after not in ("on", "off", "auto", "0", "1") else [word]
+    return made
+
+
+def usage(error: Exception, given: list[str]) -> NoReturn:
+    """A flag or a value that no command takes; without any argument the help is the answer."""
+    context, said = getattr(error, "ctx", None), error.format_message()  # type: ignore[attr-defined]
+    if type(error).__name__ == "NoArgsIsHelpError":
+        typer.echo(said, err=True)
+        raise SystemExit(2) from error
+    path = context.command_path if context is not None else "outrider"
+    names = getattr(getattr(error, "param", None), "opts", ())
+    wrong = next(
+        (after for word, after in pairwise(given) if word in names and repr(after) not in said), None
+    )
+    got = "" if wrong is None else f", got {wrong!r}"
+    fail(f"{' '.join(said.split()).rstrip('.')}{got}. `{path} --help` lists what there is.", error)
+
+
+def fail(text: str, error: BaseException) -> NoReturn:
+    typer.secho("error: ", fg="red", bold=True, err=True, nl=False)
+    typer.echo(text, err=True)
+    raise SystemExit(2) from error

@@ -6,19 +6,19 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Option
 
 from outrider.cli.flags import Given, config_of, load, params_of, shared
 from outrider.cli.generate import say
-from outrider.engine.template import render
 from outrider.errors import RequestError
-from outrider.llm import LLM
-from outrider.outputs import RequestOutput
-from outrider.sampling.params import SamplingParams
-from outrider.types import Speculation
+
+if TYPE_CHECKING:
+    from outrider.llm import LLM
+    from outrider.outputs import RequestOutput
+    from outrider.sampling.params import SamplingParams
 
 HELP = """/stats         what speculation and the prefix cache brought so far
 /system TEXT   change the system message (without TEXT: none) and start again
@@ -64,6 +64,9 @@ class Talk:
     def __init__(
         self, llm: LLM, params: SamplingParams, system: str | None = None, template: str | None = None
     ) -> None:
+        from outrider.engine.template import render
+        from outrider.types import Speculation
+
         self.llm, self.params, self.template = llm, params, template
         self.cached = self.prompt = self.turns = 0
         self.speculation = Speculation()

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
+
+from outrider.cli.flags import MODEL, MODEL_HELP, OUT
 
 CORPORA = ".txt, .md, .py, .jsonl (a text or ids a line), .npy (ids), or folders of such."
 
@@ -24,10 +24,15 @@ def root() -> None:
 @app.command()
 def build(
     inputs: Annotated[list[str], typer.Argument(help=CORPORA)],
-    output: str = typer.Option(..., "--output", "-o", help="The file to write."),
-    model: str = typer.Option("builtin", "--model", "-m", help="Whose tokenizer and vocabulary."),
+    output: Annotated[str, typer.Option(*OUT, help="The file to write.")],
+    model: Annotated[
+        str, typer.Option(*MODEL, help=f"Whose tokenizer and vocabulary. {MODEL_HELP}")
+    ] = "builtin",
 ) -> None:
     """Put a corpus in the order of its suffixes, so that what followed a text is found at once."""
+    from rich.console import Console
+    from rich.progress import Progress
+
     from outrider.draft.datastore.corpus import build as run
     from outrider.models.hub import Checkpoint
 

@@ -1,5 +1,8 @@
-"""The flags that commands share.  A flag that is a field of EngineOptions or SamplingParams, or a key of speculative_config, is
-one line here; one that is not given leaves the field to its own default.
+"""The flags that commands share.
+
+A flag that is a field of EngineOptions or SamplingParams, or a key of speculative_config, is one line of a group here.  A flag that is not
+given leaves the field to its own default.  What only some commands have is spelled here, too, so that all of them spell it alike.
+Modules of the engine are imported where they are used: `--help` must not wait for torch.
 """
 
 from __future__ import annotations
@@ -8,17 +11,33 @@ import functools
 import inspect
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from outrider.errors import ConfigError
-from outrider.llm import LLM
-from outrider.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from outrider.llm import LLM
+    from outrider.sampling.params import SamplingParams
 
 Given = dict[str, Any]  # field -> value, for the flags of one group that were given
+
+MODEL = ("--model", "-m")
+MODEL_DRAFT = ("--model-draft", "-md", "--spec-draft-model")
+LEVELS = ("--draft", "--draft-max", "--draft-n", "--spec-draft-n-max")
+MAX_TOKENS = ("--n-predict", "-n", "--predict", "--max-tokens")
+TEMPERATURE = ("--temp", "--temperature")
+SEED = ("--seed", "-s")
+OUT = ("--out", "-o")
+PROMPTS = ("--prompts",)
+RAW = ("--raw",)
+
+MODEL_HELP = "Folder, .gguf file, hub id, builtin or builtin-draft."
+PROMPTS_HELP = "question.jsonl of Spec-Bench or MT-bench, or text with one prompt a line; without it our own."
+RAW_HELP = "Give the prompts to the model as they stand, without its chat template."
 
 
 @dataclass(frozen=True)
@@ -31,6 +50,7 @@ class Flag:
     help: str
     default: Any = None
     read: Callable[[Any], Any] = lambda value: value
+    hidden: bool = False
 
     @property
     def word(self) -> str:
@@ -45,6 +65,7 @@ class Flag:
             rich_help_panel=panel,
             metavar=metavar,
             show_default=self.default is not None,
+            hidden=self.hidden,
         )
         kind = self.kind if self.default is not None else self.kind | None
         return inspect.Parameter(
@@ -59,43 +80,51 @@ def _unless_negative(value: int) -> int | None:
     return None if value < 0 else value
 
 
+def _layers(text: str) -> int | None:
+    """A number of layers; None, all of them, for llama.cpp's all, auto and -1."""
+    try:
+        return None if text in ("all", "auto") else _unless_negative(int(text))
+    except ValueError as error:
+        raise ConfigError(
+            f"the number of layers on the GPU must be a whole number or all, got {text!r}."
+        ) from error
+
+
+def _names(*names: str) -> str:
+    return " ".join(names)
+
+
 ENGINE = (
-    Flag("model", str, "--model -m", "Folder, .gguf file, hub id, builtin or builtin-draft.", "builtin"),
-    Flag(
-        "max_model_len",
-        int,
-        "--ctx-size -c",
-        "Tokens of prompt and answer together; 0: what the model was made for.",
-        read=lambda n: n or None,
-    ),
+    Flag("model", str, _names(*MODEL), MODEL_HELP, "builtin"),
+    Flag("max_model_len", int, "--ctx-size -c", "Tokens of prompt and answer together; 0: what the model was made for.",
+         read=lambda n: n or None),
     Flag("dtype", str, "--dtype", "auto, float32, bfloat16 or float16."),
     Flag("quantization", str, "--quantization", "int8 or int4: quantise the weights while loading."),
     Flag("kv_cache_dtype", str, "--kv-cache-dtype", "auto or int8, for target and draft."),
-    Flag("device", str, "--device", "auto, cpu, cuda, cuda:1 or mps."),
-    Flag(
-        "gpu_layers",
-        int,
-        "--gpu-layers -ngl",
-        "So many of the last layers on the GPU, the rest on the CPU; without it all on the device.",
-    ),
+    Flag("device", str, "--device -dev", "auto, cpu, cuda, cuda:1 or mps."),
+    Flag("gpu_layers", str, "--gpu-layers -ngl --n-gpu-layers",
+         "So many of the last layers on the GPU, the rest on the CPU; without it all on the device.", read=_layers),
     Flag("tokenizer", str, "--tokenizer", "Folder or hub id, where the model has no tokenizer of its own."),
     Flag("revision", str, "--revision", "Branch, tag or commit on the hub."),
     Flag("threads", int, "--threads -t", "Threads on the CPU; without it one for each core."),
-)
+)  # fmt: skip
 SPECULATION = (
-    Flag("model", str, "--model-draft -md", "A smaller model that guesses: folder, .gguf file or hub id."),
-    Flag("draft_dtype", str, "--draft-dtype", "As --dtype."),
-    Flag("quantization", str, "--draft-quantization", "As --quantization."),
-    Flag("draft_device", str, "--device-draft -devd", "As --device; auto is the target's."),
-    Flag("draft_gpu_layers", int, "--gpu-layers-draft -ngld", "As --gpu-layers."),
-    Flag("num_speculative_tokens", int, "--draft --draft-max", "Tokens to guess ahead."),
-    Flag("method", str, "--method", "What guesses: ngram, suffix, draft_model …"),
-    Flag("config", str, "--speculative-config", "All keys of speculative_config, as JSON; the flags above change it."),
+    Flag("model", str, _names(*MODEL_DRAFT), "A smaller model that drafts: folder, .gguf file or hub id."),
+    Flag("draft_dtype", str, "--dtype-draft --draft-dtype", "As --dtype."),
+    Flag("quantization", str, "--quantization-draft --draft-quantization", "As --quantization."),
+    Flag("draft_device", str, "--device-draft -devd --draft-device --spec-draft-device", "As --device; auto is the target's."),
+    Flag("draft_gpu_layers", str, "--gpu-layers-draft -ngld --n-gpu-layers-draft --spec-draft-ngl", "As --gpu-layers.", read=_layers),
+    Flag("num_speculative_tokens", int, _names(*LEVELS), "Tokens to draft ahead."),
+    Flag("assistant_confidence_threshold", float, "--draft-p-min --spec-draft-p-min",
+         "Stop drafting after a token that the draft model finds less likely than this."),
+    Flag("method", str, "--method", "What drafts: ngram, suffix, draft_model …"),
+    Flag("config", str, "--speculative-config", "All keys of speculative_config as JSON, or @FILE; the flags above change it."),
 )  # fmt: skip
 SAMPLING = (
-    Flag("max_tokens", int, "--n-predict -n", "New tokens at most; -1: until the model ends or the context is full.", -1, _unless_negative),
-    Flag("seed", int, "--seed -s", "The text is a function of it; -1: another text each time.", -1, _unless_negative),
-    Flag("temperature", float, "--temp", "0 is greedy.", 0.8),
+    Flag("max_tokens", int, _names(*MAX_TOKENS), "New tokens at most; -1: until the model ends or the context is full.", -1,
+         _unless_negative),
+    Flag("seed", int, _names(*SEED), "The text is a function of it; -1: another text each time.", -1, _unless_negative),
+    Flag("temperature", float, _names(*TEMPERATURE), "0 is greedy.", 0.8),
     Flag("top_k", int, "--top-k", "Keep the K most likely tokens; 0: all.", 40),
     Flag("top_p", float, "--top-p", "Keep the most likely tokens that have so much probability together.", 0.95),
     Flag("min_p", float, "--min-p", "Keep tokens at least so likely, relative to the most likely one.", 0.05),
@@ -105,6 +134,55 @@ SAMPLING = (
     Flag("ignore_eos", bool, "--ignore-eos", "Go on past the end-of-sequence token.", False),
     Flag("stop", list[str], "--reverse-prompt -r", "Stop at this text; may be given several times.", read=lambda texts: texts or None),
 )  # fmt: skip
+
+_ONE_POOL = "drafts run on the threads of -t"
+_KV = "K/V has one type for keys, values and the draft: use --kv-cache-dtype"
+_STEP = "the engine sizes its steps itself"
+_MEMORY = "weights are read from the file once and stay in memory"
+_LOOK = "the terminal is left as it is"
+_LLAMA_CPP = (  # of llama.cpp, without effect here; `field` says why
+    Flag(_ONE_POOL, str, "--threads-draft -td --spec-draft-threads", ""),
+    Flag("prompts are computed on the threads of -t", str, "--threads-batch -tb", ""),
+    Flag(_ONE_POOL, str, "--threads-batch-draft -tbd", ""),
+    Flag("the draft sees what the target sees; draft_kv_budget narrows it", str, "--ctx-size-draft -cd", ""),
+    Flag("a draft of any length is verified", str, "--draft-min --draft-n-min --spec-draft-n-min", ""),
+    Flag("siblings in speculative_config makes trees", str, "--draft-p-split --spec-draft-p-split", ""),
+    Flag(_KV, str, "--cache-type-k -ctk", ""),
+    Flag(_KV, str, "--cache-type-v -ctv", ""),
+    Flag(_KV, str, "--cache-type-k-draft -ctkd --spec-draft-type-k", ""),
+    Flag(_KV, str, "--cache-type-v-draft -ctvd --spec-draft-type-v", ""),
+    Flag(_STEP, str, "--batch-size -b", ""),
+    Flag(_STEP, str, "--ubatch-size -ub", ""),
+    Flag("attention has one form here", str, "--flash-attn -fa", ""),
+    Flag("penalties look at the whole text", str, "--repeat-last-n", ""),
+    Flag("the text ends where the context is full", str, "--keep", ""),
+    Flag(_MEMORY, bool, "--mlock", "", False),
+    Flag(_MEMORY, bool, "--no-mmap", "", False),
+    Flag(_LOOK, bool, "--color", "", False),
+    Flag(_LOOK, bool, "--log-disable", "", False),
+    Flag("nothing is computed before the prompt", bool, "--no-warmup", "", False),
+    Flag("generate continues a text, chat talks", bool, "--no-conversation -no-cnv", "", False),
+)  # fmt: skip
+LLAMA_CPP = tuple(replace(flag, hidden=True) for flag in _LLAMA_CPP)
+ASKED = (
+    Flag("file", Path, _names(*PROMPTS), PROMPTS_HELP),
+    Flag("raw", bool, _names(*RAW), RAW_HELP, False),
+)
+COMPARED = (
+    Flag("methods", list[str], "--method", "Measure this method; may be given several times."),
+    Flag("configs", list[str], "--speculative-config",
+         "Measure this JSON or @FILE, or LABEL=JSON or LABEL=@FILE; may be given several times."),
+    Flag("draft", str, _names(*MODEL_DRAFT), "Measure this model as the draft."),
+    Flag("levels", int, _names(*LEVELS), "Tokens that --method and -md draft ahead."),
+    Flag("peers", list[str], "--peer", "Measure this engine too, one request at a time: transformers."),
+)  # fmt: skip
+MEASURED = (
+    Flag("max_tokens", int, _names(*MAX_TOKENS), "New tokens a prompt, at most.", 128),
+    Flag("temperature", float, _names(*TEMPERATURE), "0 is greedy.", 0.0),
+    Flag("top_p", float, "--top-p", "As in generate.", 1.0),
+    Flag("seed", int, _names(*SEED), "Of every request.", 7),
+    Flag("ignore_eos", bool, "--ignore-eos", "Always write all tokens.", False),
+)
 FORM = tuple(
     flag for flag in ENGINE if flag.field not in ("model", "tokenizer", "threads", "gpu_layers")
 )  # what decides about memory
@@ -113,22 +191,34 @@ GROUPS = {
     "form": (FORM, "Model"),
     "speculation": (SPECULATION, "Speculation"),
     "sampling": (SAMPLING, "Sampling"),
+    "compared": (COMPARED, "Speculation"),
+    "measured": (MEASURED, "Sampling"),
+    "asked": (ASKED, "Prompts"),
 }
 
 
 def shared(function: Callable[..., None]) -> Callable[..., None]:
-    """Spreads a command's parameters `engine`, `speculation` and `sampling` into the flags of these groups."""
+    """Spreads a command's parameters that are named like a group (`engine`, `sampling` …) into the flags of that group.
+
+    A command that samples also accepts what llama.cpp has and Outrider has no use for, with a note.
+    """
     signature = inspect.signature(function, eval_str=True)
     mine = {name: group for name, (group, _) in GROUPS.items() if name in signature.parameters}
+    ignored = LLAMA_CPP if "sampling" in mine else ()
     parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in signature.parameters.values() if p.name not in mine]
     for name, group in mine.items():
         parameters += [flag.parameter(GROUPS[name][1]) for flag in group]
+    parameters += [flag.parameter("llama.cpp") for flag in ignored]
 
     @functools.wraps(function)
     def spread(**typed: Any) -> None:
+        for flag in ignored:
+            if typed.pop(flag.word) not in (None, False):
+                note(f"{flag.names.split()[0]} does nothing here: {flag.field}.")
         for name, group in mine.items():
             values = [(flag, typed.pop(flag.word)) for flag in group]
-            typed[name] = {flag.field: flag.read(value) for flag, value in values if value is not None}
+            given = {flag.field: flag.read(value) for flag, value in values if value is not None}
+            typed[name] = given
         function(**typed)
 
     spread.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
@@ -136,9 +226,28 @@ def shared(function: Callable[..., None]) -> Callable[..., None]:
     return spread
 
 
+def note(text: str) -> None:
+    """A line on standard error about what was asked and is not an error."""
+    typer.echo(f"note: {text}", err=True)
+
+
+def named(engine: Given, model: str | None) -> Given:
+    """`engine` with the model that was given by its place instead of by -m.  Raises ConfigError for two of them."""
+    if model is None:
+        return engine
+    if engine["model"] not in (model, "builtin"):
+        raise ConfigError(
+            f"the model is given twice, as {model!r} and as -m {engine['model']!r}: leave one out."
+        )
+    return {**engine, "model": model}
+
+
 def load(engine: Given, speculative_config: Mapping[str, Any] | None = None, **more: Any) -> LLM:
     """The model, with a note on the terminal while it loads."""
     import torch
+    from rich.console import Console
+
+    from outrider.llm import LLM
 
     engine = {**engine, **more}
     threads = engine.pop("threads", None)
@@ -146,8 +255,40 @@ def load(engine: Given, speculative_config: Mapping[str, Any] | None = None, **m
         if threads < 1:
             raise ConfigError(f"threads must be at least 1, got {threads}.")
         torch.set_num_threads(threads)
+    engine, speculative_config = clipped(engine, speculative_config)
     with Console(stderr=True).status(f"Loading {engine['model']}"):
         return LLM(**engine, speculative_config=speculative_config)
+
+
+def clipped(engine: Given, config: Mapping[str, Any] | None) -> tuple[Given, Mapping[str, Any] | None]:
+    """What was asked for, less what model and machine do not have: a longer context, layers on a GPU.  A note says so."""
+    from outrider.models.hub import Checkpoint
+    from outrider.models.placement import pick_device
+
+    engine, wanted = dict(engine), engine.get("max_model_len")
+    if wanted is not None and wanted > 0:
+        context = Checkpoint.open(engine["model"], engine.get("revision")).spec.context
+        if wanted > context:
+            note(
+                f"-c {wanted} is more than the {context} tokens that {engine['model']} was made for: it gets {context}."
+            )
+            engine["max_model_len"] = context
+    device = engine.get("device") or "auto"
+    if engine.get("gpu_layers") and pick_device(device).type == "cpu":
+        note(
+            f"-ngl {engine.pop('gpu_layers')} does nothing here: the device is a CPU, and all layers are there."
+        )
+    config = None if config is None else dict(config)
+    own = (config or {}).get("draft_device") or "auto"
+    if (
+        config
+        and config.get("draft_gpu_layers")
+        and pick_device(device if own == "auto" else own).type == "cpu"
+    ):
+        note(
+            f"-ngld {config.pop('draft_gpu_layers')} does nothing here: the draft's device is a CPU, and all its layers are there."
+        )
+    return engine, config
 
 
 def config_of(speculation: Given) -> dict[str, Any] | None:
@@ -158,16 +299,24 @@ def config_of(speculation: Given) -> dict[str, Any] | None:
 
 
 def parsed(text: str) -> dict[str, Any]:
+    """The object of a --speculative-config: JSON, or @FILE with JSON in it."""
+    where = f"{text!r}"
+    if text.startswith("@"):
+        where = f"file {text[1:]!r}"
+        try:
+            text = Path(text[1:]).expanduser().read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"speculative_config: the {where} cannot be read: {error}") from error
     try:
         config = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"speculative_config {text!r} is no JSON: {error}.") from error
+        raise ConfigError(f"speculative_config {where} is no JSON: {error}.") from error
     if not isinstance(config, dict):
-        raise ConfigError(
-            f'speculative_config must be an object such as {{"method": "ngram"}}, got {text!r}.'
-        )
+        raise ConfigError(f'speculative_config must be an object such as {{"method": "ngram"}}, got {where}.')
     return config
 
 
 def params_of(sampling: Given) -> SamplingParams:
+    from outrider.sampling.params import SamplingParams
+
     return SamplingParams(**sampling)

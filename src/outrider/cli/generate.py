@@ -5,21 +5,23 @@ from __future__ import annotations
 import re
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Option
 
-from outrider.bench.figures import figures
 from outrider.cli.flags import Given, config_of, load, params_of, shared
 from outrider.errors import RequestError
-from outrider.llm import LLM
-from outrider.outputs import RequestOutput
-from outrider.requests import Prompt
-from outrider.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from outrider.llm import LLM
+    from outrider.outputs import RequestOutput
+    from outrider.requests import Prompt
+    from outrider.sampling.params import SamplingParams
 
 ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "'": "'", '"': '"', "\\": "\\"}
 
@@ -41,13 +43,18 @@ def generate(
 
     Example:  outrider generate -m builtin -md builtin-draft --draft 3 -p "The future of AI is" -n 64 -s 1
     """
+    from outrider.bench.figures import figures
+
     text = read_prompt(prompt, file, escape)
     params = params_of(sampling)
+    began = time.perf_counter()
     llm = load(engine, config_of(speculation))
+    loaded = time.perf_counter()
     llm.engine.reset()
     last, interrupted = say(llm, text, params, text if display_prompt else "")
     if perf and last is not None:
-        typer.echo(f"\n{figures(llm.engine, last)}", err=True)
+        total = time.perf_counter() - began
+        typer.echo(f"\n{figures(llm.engine, last, loaded - began, total)}", err=True)
     if interrupted:
         raise typer.Exit(130)
 

@@ -5,19 +5,20 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterator
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 from typer import Option
 
-from outrider.bench.card import Card, card_of, known
-from outrider.bench.heads import HeadCard, head_card
-from outrider.bench.stores import StoreCard, store_card
-from outrider.cli.flags import Given, shared
-from outrider.config import EngineOptions
+from outrider.cli.flags import MODEL, Given, clipped, shared
 from outrider.errors import OutriderError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from outrider.bench.card import Card
+    from outrider.bench.heads import HeadCard
+    from outrider.bench.stores import StoreCard
 
 
 @shared
@@ -29,11 +30,20 @@ def models(
             metavar="[NAME|FOLDER|FILE]…", help="Without any: the built-in ones and the hub's cache."
         ),
     ] = None,
+    more: Annotated[list[str] | None, Option(*MODEL, help="The same, with a flag.")] = None,
     max_num_seqs: Annotated[int, Option("--max-num-seqs", help="Requests at once.")] = 16,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object a model.")] = False,
 ) -> None:
     """Say what a model is, what will run it, and the memory that it takes: before it runs, without loading it.  Of a trained draft head
     the method that it is for, and which target it fits; of a datastore its size, and which vocabulary it fits."""
+    from rich.console import Console
+
+    from outrider.bench.card import Card, card_of, known
+    from outrider.bench.heads import head_card
+    from outrider.bench.stores import store_card
+    from outrider.config import EngineOptions
+
+    names = [*(names or ()), *(more or ())]
 
     def cards(name: str) -> Iterator[Card | HeadCard | StoreCard]:
         if (store := store_card(name)) is not None:
@@ -41,7 +51,8 @@ def models(
             return
         head = head_card(name, form.get("revision"))
         if head is None or head.inside:
-            yield card_of(EngineOptions(name, max_num_seqs=max_num_seqs, **form))
+            options, _ = clipped({"model": name, **form}, None)
+            yield card_of(EngineOptions(max_num_seqs=max_num_seqs, **options))
         if head is not None:
             yield head
 
@@ -58,6 +69,11 @@ def models(
 
 
 def overview(cards: Callable[[str], Iterator[Card | HeadCard | StoreCard]]) -> Table:
+    from rich.table import Table
+
+    from outrider.bench.card import Card, known
+    from outrider.bench.stores import StoreCard
+
     made = Table(
         "model",
         "architecture",
@@ -97,6 +113,8 @@ def overview(cards: Callable[[str], Iterator[Card | HeadCard | StoreCard]]) -> T
 
 
 def sheet(card: Card) -> Table:
+    from rich.table import Table
+
     made = Table(title=card.name, title_justify="left", title_style="bold", show_header=False)
     rows = {
         "architecture": card.architecture,
@@ -122,6 +140,10 @@ def sheet(card: Card) -> Table:
 
 
 def part_sheet(card: HeadCard | StoreCard) -> Table:
+    from rich.table import Table
+
+    from outrider.bench.stores import StoreCard
+
     made = Table(title=card.name, title_justify="left", title_style="bold", show_header=False)
     for name, value in (_store_rows(card) if isinstance(card, StoreCard) else _head_rows(card)).items():
         made.add_row(name, value)

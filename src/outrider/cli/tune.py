@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from typer import Option
 
-from outrider.bench.disco import fit, record
-from outrider.bench.measure import Prompts, measure
-from outrider.bench.prompts import PROMPTS, rendered
-from outrider.bench.questions import prompts_of, read
-from outrider.bench.report import table
-from outrider.bench.tune import Tuner, compared, save
-from outrider.cli.flags import Given, load, shared
+from outrider.cli.flags import (
+    LEVELS,
+    MAX_TOKENS,
+    MODEL_DRAFT,
+    OUT,
+    SEED,
+    TEMPERATURE,
+    Given,
+    load,
+    named,
+    shared,
+)
 from outrider.errors import ConfigError
-from outrider.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+
+    from outrider.bench.measure import Measured
+    from outrider.bench.tune import Trial, Tuner
 
 app = typer.Typer(no_args_is_help=True, help="Fit a method to a model and a machine.")
 
@@ -30,37 +41,47 @@ def root() -> None:
 @app.command()
 @shared
 def layerskip(
-    form: Given,
-    model: Annotated[str, typer.Argument(help="Folder, .gguf file, hub id, or builtin.")] = "builtin",
-    prompts: Annotated[
-        Path | None,
-        typer.Option("--prompts", help="question.jsonl, or text with one prompt a line; without it our own."),
+    engine: Given,
+    asked: Given,
+    target: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="The same as -m.", show_default=False)
     ] = None,
-    minutes: Annotated[float, typer.Option("--minutes", min=0.01, help="Time for trying sets.")] = 5.0,
-    out: Annotated[Path, typer.Option("--out", "-o", help="The file to write.")] = Path("layers.json"),
-    depth: Annotated[
-        int, typer.Option("--draft", "--draft-max", min=1, max=25, help="Tokens to guess ahead, at most.")
-    ] = 6,
-    tokens: Annotated[
-        int, typer.Option("-n", "--max-tokens", min=2, help="New tokens a prompt, at most.")
-    ] = 48,
-    seed: Annotated[int, typer.Option("-s", "--seed", help="Of the optimiser.")] = 0,
+    minutes: Annotated[float, Option("--minutes", min=0.01, help="Time for trying sets.")] = 5.0,
+    out: Annotated[Path, Option(*OUT, help="The file to write.")] = Path("layers.json"),
+    depth: Annotated[int, Option(*LEVELS, min=1, max=25, help="Tokens to draft ahead, at most.")] = 6,
+    tokens: Annotated[int, Option(*MAX_TOKENS, min=2, help="New tokens a prompt, at most.")] = 48,
+    seed: Annotated[int, Option(*SEED, help="Of the optimiser.")] = 0,
 ) -> None:
-    """Find the sublayers of a model to skip while guessing, by Bayesian optimisation of its decoding speed.
+    """Find the sublayers of a model to skip while drafting, by Bayesian optimisation of its decoding speed.
 
-    Trials count what the model accepts; what a step and a guess cost on this machine is measured at the beginning.
+    Trials count what the model accepts; what a step and a draft token cost on this machine is measured at the beginning.
     """
+    from rich.console import Console
+
+    from outrider.bench.measure import measure
+    from outrider.bench.questions import prompts_for, read
+    from outrider.bench.tune import Tuner, compared, gain, save
+    from outrider.sampling.params import SamplingParams
+
+    engine = named(engine, target)
     if not out.expanduser().parent.is_dir():
         raise ConfigError(f"there is no folder {str(out.parent)!r} for the file of the set.")
-    questions = read(prompts, None) if prompts else None
-    llm, console = load(form, model=model), Console()
-    asked: Prompts = [(p.kind, rendered(p, llm.tokenizer)) for p in PROMPTS] if questions is None else []
+    questions = read(asked["file"], raw=asked["raw"]) if "file" in asked else None
+    llm, console = load(engine), Console()
     params = SamplingParams(temperature=0, max_tokens=tokens)
-    if questions is not None:
-        asked, _ = prompts_of(llm, questions, params, False)
-    tuner = Tuner(llm, asked, depth, tokens, seed)
+    prompts, _ = prompts_for(llm, questions, params, asked["raw"])
+    tuner = Tuner(llm, prompts, depth, tokens, seed)
+    best = searched(tuner, minutes, console)
+    results = measure(llm, compared(best, tuner.layers), prompts, params, repeats=3)
+    save(best, tuner.layers, engine["model"], len(tuner.trials), gain(results), out.expanduser())
+    told(tuner, best, results, f"{len(prompts)} prompts, greedy", out, console)
+
+
+def searched(tuner: Tuner, minutes: float, console: Console) -> Trial:
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
     columns = (TextColumn("{task.description:40}"), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task, began = bar.add_task("Measuring what a step costs", total=60 * minutes), bar.get_time()
 
         def tick(tried: int, best: float) -> None:
@@ -70,24 +91,32 @@ def layerskip(
                 description=f"{tried} sets tried, best {best:.0f} tokens/s",
             )
 
-        best = tuner.run(minutes, tick)
-    save(best, tuner.layers, model, len(tuner.trials), out.expanduser())
+        return tuner.run(minutes, tick)
+
+
+def told(
+    tuner: Tuner, best: Trial, results: Sequence[Measured], title: str, out: Path, console: Console
+) -> None:
+    """What was found and measured, and whether it is worth using."""
+    from outrider.bench.report import table
+    from outrider.bench.tune import gain
+
+    costs, measured = tuner.costs, gain(results)
+    console.print(table(title, results), "")
     console.print(
-        table(
-            f"{len(asked)} prompts, greedy",
-            measure(llm, compared(best, tuner.layers), asked, params, repeats=2),
-        ),
-        "",
-    )
-    costs = tuner.costs
-    console.print(
-        f"{len(tuner.trials)} sets tried.  A step takes {1e3 * costs.step:.2f} ms, {1e3 * costs.row:.2f} ms more a guess; a guess with all "
-        f"layers {1e3 * costs.whole:.2f} ms, less {1e3 * costs.attention:.3f} for every attention and {1e3 * costs.mlp:.3f} for every MLP "
-        "that is skipped."
+        f"{len(tuner.trials)} sets tried.  A step takes {1e3 * costs.step:.2f} ms, {1e3 * costs.row:.2f} ms more a draft token; "
+        f"drafting one with all layers {1e3 * costs.whole:.2f} ms, less {1e3 * costs.attention:.3f} for every attention and "
+        f"{1e3 * costs.mlp:.3f} for every MLP that is skipped."
     )
     console.print(
-        f"Skipped: attention {list(best.skip.attention)}, MLP {list(best.skip.mlp)}; {best.depth} guesses a step."
+        f"Skipped: attention {list(best.skip.attention)}, MLP {list(best.skip.mlp)}; {best.depth} draft tokens a step."
     )
+    if measured <= 1:
+        console.print(
+            f"This set is slower than plain decoding: {measured:.2f}×. {out} was written and says so; using it does not pay here. "
+            "More --minutes or other --prompts may find a better one.",
+            style="bold red",
+        )
     console.print(
         f'{out}: use it with --speculative-config \'{{"method": "layerskip", "layers": "{out}"}}\'',
         soft_wrap=True,
@@ -96,36 +125,55 @@ def layerskip(
 
 
 @app.command()
+@shared
 def disco(
-    model: Annotated[str, typer.Argument(help="The target: folder, .gguf file, hub id or built-in name.")],
-    draft: Annotated[str, typer.Argument(help="The model that guesses.")],
-    prompts: str = typer.Option(
-        ..., "--prompts", "-p", help="question.jsonl, or a text file with a prompt a line."
-    ),
-    out: str = typer.Option(..., "--out", "-o", help="The .safetensors file to write."),
-    tokens: int = typer.Option(64, "--n-predict", "-n", min=1, help="New tokens a prompt."),
-    temperature: float = typer.Option(
-        0.0, "--temp", help="0 is greedy; fit at the temperature that is used."
-    ),
-    levels: int = typer.Option(8, "--draft", min=1, max=64, help="Tokens to guess ahead."),
-    seed: int = typer.Option(0, "--seed", "-s", help="Of the sampled texts and of the fit."),
+    engine: Given,
+    asked: Given,
+    target: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="The same as -m.")] = None,
+    second: Annotated[str | None, typer.Argument(metavar="[DRAFT]", help="The same as -md.")] = None,
+    draft: Annotated[str | None, Option(*MODEL_DRAFT, help="The model that drafts.")] = None,
+    out: Annotated[Path, Option(*OUT, help="The .safetensors file to write.")] = Path("disco.safetensors"),
+    tokens: Annotated[int, Option(*MAX_TOKENS, min=1, help="New tokens a prompt.")] = 64,
+    temperature: Annotated[
+        float, Option(*TEMPERATURE, help="0 is greedy; fit at the temperature that is used.")
+    ] = 0.0,
+    levels: Annotated[int, Option(*LEVELS, min=1, max=64, help="Tokens to draft ahead.")] = 8,
+    seed: Annotated[int, Option(*SEED, help="Of the sampled texts and of the fit.")] = 0,
 ) -> None:
-    """Fit the network that says when a draft model should stop guessing (DISCO)."""
-    llm = load({"model": model})
+    """Fit the network that says when a draft model should stop drafting (DISCO)."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from outrider.bench.disco import APART, fit, record
+    from outrider.bench.questions import prompts_for, read
+    from outrider.sampling.params import SamplingParams
+
+    if draft and second:
+        raise ConfigError(
+            f"the draft model is given twice, as {second!r} and as -md {draft!r}: leave one out."
+        )
+    draft = draft or second
+    if draft is None:
+        raise ConfigError("name the model that drafts: -md MODEL.")
+    questions = read(asked["file"], raw=asked["raw"]) if "file" in asked else None
+    llm = load(named(engine, target))
     params = SamplingParams(temperature=temperature, max_tokens=tokens, seed=seed)
-    asked, _ = prompts_of(llm, read(Path(prompts)), params)
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("Guessing", total=len(asked))
-        recorded = record(llm, draft, asked, params, levels, lambda: bar.advance(task))
+    prompts, _ = prompts_for(llm, questions, params, asked["raw"])
+    screen = Console(stderr=True)
+    with Progress(console=screen, transient=True, disable=not screen.is_terminal) as bar:
+        task = bar.add_task("Drafting", total=len(prompts))
+        recorded = record(llm, draft, prompts, params, levels, lambda: bar.advance(task))
     found = fit(recorded, seed)
-    found.classifier.save(out)
+    found.classifier.save(str(out))
     console = Console()
-    console.print(f"{out}: fitted to {found.seen:,} guesses.")
+    console.print(f"{out}: fitted to {found.seen:,} draft tokens.")
     if found.held_out:
         console.print(
             f"Of {found.held_out:,} others it judged {found.right / found.held_out:.0%} rightly, "
             f"the more frequent answer alone {found.most / found.held_out:.0%}."
         )
+    else:
+        console.print(f"It was not tested on others: that takes {APART} prompts.")
     console.print(
         f'Use it: --model-draft {draft} --speculative-config \'{{"stop_classifier": "{out}"}}\'',
         soft_wrap=True,

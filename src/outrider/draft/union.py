@@ -46,9 +46,7 @@ def read(config: Any) -> tuple[type[Drafter], Any, int | None]:
     known = {option.name for option in fields(method.Options)}
     for key in given:
         if key not in known:
-            raise ConfigError(
-                unknown(f"key of method {name!r} in 'drafters'", key, {"method", LEVELS, *known})
-            )
+            raise ConfigError(unknown("key", key, {"method", LEVELS, *known}, f"'drafters', method {name!r}"))
     if levels is not None and (not isinstance(levels, int) or isinstance(levels, bool) or levels < 1):
         raise ConfigError(f"{LEVELS} must be a whole number of at least 1, got {levels!r}.")
     return method, method.Options(**given), levels

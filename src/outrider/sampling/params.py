@@ -16,6 +16,26 @@ ALL = (1 << 31) - 1  # more tokens than any vocabulary has: a larger top_k means
 MOST_SAMPLES = 16384  # of one prompt, as in vLLM
 
 
+_BEAMS = "Beam search is not supported: sample, or decode greedily with temperature 0."
+_FORMS = "Constrained output is not supported: ask for the form in the prompt, and check the answer."
+ELSEWHERE = {  # names of other programs, or of earlier versions of vLLM, and what serves here
+    "best_of": "Ask for n samples with logprobs=0, and keep the one with the highest cumulative_logprob.",
+    "suffix": "Text is only continued, not filled in: put everything before it into the prompt.",
+    "echo": "The prompt is in the output, as 'prompt' and 'prompt_token_ids'.",
+    "stream": "Call LLM.stream instead of LLM.generate.",
+    "do_sample": "Sampling is on unless temperature is 0.",
+    "num_return_sequences": "Did you mean 'n'?",
+    "repeat_penalty": "Did you mean 'repetition_penalty'?",
+    "stop_strings": "Did you mean 'stop'?",
+    "max_length": "It counted the prompt, too: use max_tokens, which counts new tokens.",
+    **dict.fromkeys(("use_beam_search", "num_beams", "beam_width", "length_penalty", "early_stopping"), _BEAMS),
+    **dict.fromkeys(
+        ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding", "structured_outputs",
+         "response_format", "grammar", "json_schema"), _FORMS,
+    ),
+}  # fmt: skip
+
+
 class Law(NamedTuple):
     """The part that shapes the distribution of one token.  Defaults change nothing."""
 
@@ -84,7 +104,7 @@ class SamplingParams(_Fields):
         names = [f.name for f in fields(_Fields)]
         for name, value in given.items():
             if name not in names:
-                raise RequestError(unknown("sampling parameter", name, names))
+                raise RequestError(unknown("sampling parameter", name, names, elsewhere=ELSEWHERE))
             if isinstance(value, np.generic):
                 given[name] = value.item()
         super().__init__(**given)

@@ -49,7 +49,7 @@ def opened(config: Mapping[str, Any], target: Target) -> tuple[Drafter, fixed.Op
         known = {"method"}.union(
             *({f.name for f in fields(kind)} for kind in (fixed.Options, method.Options))
         )
-        raise ConfigError(unknown(f"key of drafter {config['method']!r}", key, known))
+        raise ConfigError(unknown("key", key, known, f"'drafter', method {config['method']!r}"))
     return method(parts[1], target), parts[0]
 
 

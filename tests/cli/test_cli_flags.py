@@ -1,0 +1,233 @@
+"""The flags of all commands: llama.cpp's habits, one spelling everywhere, quick help, and one line for a mistake."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from commands import Run
+
+from outrider import LLM
+from outrider.cli import app, flags
+from outrider.errors import ConfigError
+
+LLAMA_CPP = r"""
+-m builtin
+-p "// Quick-sort implementation in C (4 spaces indentation + detailed comments) and sample usage:\n\n#include"
+-e -ngl 1 -t 4 -n 256 -c 4096 -s 8 --top_k 1
+
+-m builtin -md builtin-draft
+-p "// Quick-sort implementation in C (4 spaces indentation + detailed comments) and sample usage:\n\n#include"
+-e -ngl 1 -t 4 -n 256 -c 4096 -s 8 --top_k 1 --draft 16
+
+-m builtin -md builtin-draft
+-p "// Dijkstra algorithm in C++ (4 spaces indentation + detailed comments) + sample usage:\n\n"
+-e -ngl 1 -t 4 -n 4096 -c 4096 -s 20 --top_k 1 --draft 16
+
+-m builtin -md builtin-draft
+-p "# Dijkstra's shortest path algorithm in Python (4 spaces indentation) + complexity analysis:\n\n"
+-e -ngl 1 -t 4 -n 512 -c 4096 -s 20 --top_k 1 --draft 16
+""".strip().split("\n\n")
+
+
+def commands() -> Iterator[tuple[str, Any]]:
+    """(name, command) of all that can be called."""
+
+    def below(name: str, command: Any) -> Iterator[tuple[str, Any]]:
+        inner = getattr(command, "commands", None)
+        if inner is None:
+            yield name.strip(), command
+        for word, part in (inner or {}).items():
+            yield from below(f"{name} {word}", part)
+
+    yield from below("", typer.main.get_command(app))
+
+
+COMMANDS = dict(commands())
+
+
+@pytest.mark.parametrize("line", LLAMA_CPP, ids=["plain", "quicksort", "dijkstra-cpp", "dijkstra-python"])
+def test_the_commands_that_introduced_speculation_to_llama_cpp(run: Run, line: str) -> None:
+    import torch
+
+    threads = torch.get_num_threads()
+    try:
+        result = run("generate", *shlex.split(line))
+    finally:
+        torch.set_num_threads(threads)
+    assert result.status == 0, result.err
+    prompt = re.search(r'-p "(.*)"\n', line)
+    assert prompt and result.out.startswith(prompt[1].replace(r"\n", "\n"))
+    notes = [line for line in result.err.splitlines() if line.startswith("note: ")]
+    assert len(notes) == 2 and "-ngl 1" in notes[1] and "-c 4096" in notes[0]
+    assert ("n_draft   = 16" in result.err) == ("-md" in line)
+
+
+def test_what_the_model_does_not_have_is_clipped(run: Run) -> None:
+    context = LLM("builtin").engine.max_len
+    result = run(
+        "generate", "-p", "x", "-n", 2, "-c", 99999, "-ngl", "all", "-md", "builtin-draft", "-ngld", 7
+    )
+    assert result.status == 0
+    assert (
+        f"-c 99999 is more than the {context} tokens" in result.err and "-ngld 7 does nothing" in result.err
+    )
+    assert run("generate", "-p", "x", "-n", 2, "-ngl", "some").status == 2
+    (line,) = run("models", "builtin", "-c", 99999, "--json").out.splitlines()
+    assert json.loads(line)["request_tokens"] == context
+
+
+def test_flags_of_llama_cpp_without_effect(run: Run) -> None:
+    plain = run("generate", "-p", "The sea", "-n", 4, "-s", 1)
+    words = shlex.split(
+        "-td 2 -cd 512 --draft-min 1 -ctkd q8_0 -tb 2 -b 512 --mlock -fa --no-warmup --log-disable"
+    )
+    result = run("generate", "-p", "The sea", "-n", 4, "-s", 1, *words)
+    assert (result.status, result.out) == (0, plain.out)
+    notes = [line for line in result.err.splitlines() if line.startswith("note: ")]
+    assert len(notes) == 10 and any("--threads-draft does nothing here" in line for line in notes)
+    assert "--threads-draft" not in run("generate", "--help").out
+    assert run("generate", "-p", "The sea", "-n", 4, "-s", 1, "-fa", "off").out == plain.out
+
+
+def test_the_draft_stops_where_it_is_not_sure(run: Run) -> None:
+    drafted = []
+    for more in ((), ("--draft-p-min", 0.9)):
+        pair = ("-m", "builtin", "-md", "builtin-draft", "--draft-n", 6, *more)
+        said = run("generate", "-p", "The future of AI is", "-n", 24, "-s", 1, "--temp", 0, *pair)
+        assert said.status == 0, said.err
+        drafted.append(int(said.err.split("n_drafted = ")[1].split()[0]))
+    assert drafted[1] < drafted[0]
+
+
+@pytest.mark.parametrize("name", ["--device-draft", "-devd", "--draft-device"])
+def test_the_device_of_the_draft(run: Run, name: str) -> None:
+    given = ("generate", "-p", "x", "-n", 2, "-md", "builtin-draft", name)
+    assert run(*given, "cpu").status == 0
+    refused = run(*given, "gpu")
+    assert refused.status == 2 and "draft_device 'gpu'" in refused.err
+
+
+# ---- one spelling
+
+
+SPELLINGS = {
+    name: value for name, value in vars(flags).items()
+    if name in ("MODEL", "MODEL_DRAFT", "LEVELS", "MAX_TOKENS", "TEMPERATURE", "SEED", "OUT", "PROMPTS", "RAW")
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_flag_has_the_same_names_in_every_command(command: str) -> None:
+    for parameter in COMMANDS[command].params:
+        names = set(parameter.opts)
+        for spelling in SPELLINGS.values():
+            assert not names & set(spelling) or names >= set(spelling), f"{command}: {names}"
+
+
+def test_every_command_takes_its_files_and_models_by_flag() -> None:
+    def takes(command: str) -> set[str]:
+        return {name for parameter in COMMANDS[command].params for name in parameter.opts}
+
+    for command in COMMANDS.keys() - {"demo", "version"}:
+        assert "-m" in takes(command), command
+    for command in ("generate", "chat", "bench", "verify", "tune disco"):
+        assert "-md" in takes(command), command
+    for command in ("bench", "verify", "tune disco", "tune layerskip"):
+        assert takes(command) >= {"--prompts", "--raw", "--out"}, command
+
+
+def test_two_names_for_one_thing(run: Run) -> None:
+    for words in (
+        ("tune", "layerskip", "builtin", "-m", "builtin-draft"),
+        ("tune", "disco", "builtin", "builtin-draft", "-md", "builtin"),
+        ("bench", "a.txt", "--prompts", "b.txt"),
+    ):
+        result = run(*words)
+        assert result.status == 2 and "given twice" in result.err and result.err.count("\n") == 1
+
+
+# ---- help and mistakes
+
+
+@pytest.mark.parametrize(
+    "words", ["--help", "--version", "version", *(f"{command} --help" for command in COMMANDS)]
+)
+def test_help_does_not_wait_for_torch(words: str) -> None:
+    code = (
+        "import sys\nfrom outrider.cli import main\n"
+        f"try:\n    main({words.split()})\nexcept SystemExit as end:\n    assert not end.code, end.code\n"
+        "print('loaded:', *({'torch', 'transformers', 'numpy'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("loaded:\n") and len(done.stdout) > len("loaded:\n")
+
+
+def test_version(run: Run) -> None:
+    assert run("--version").out == run("version").out != ""
+
+
+def test_names_come_when_they_are_asked_for() -> None:
+    code = "import sys, outrider\nassert 'torch' not in sys.modules\nfrom outrider import *\nassert LLM and SamplingParams"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    import outrider
+
+    assert set(outrider.__all__) <= set(dir(outrider))
+    with pytest.raises(AttributeError, match="nosuch"):
+        outrider.nosuch  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("generate -p x --nosuch", "--nosuch"),
+        ("generate -p x -n many", "'many'"),
+        ("generait", "generait"),
+        ("bench -b 0", "--batch-size"),
+        ("datastore build", "--help"),
+        ("tune disco builtin", "-md"),
+        ("bench --speculative-config @/no/such/file", "/no/such/file"),
+        ("bench --speculative-config tree=@/no/such/file", "/no/such/file"),
+        ("bench --prompts /", "'/'"),
+        ("tune disco builtin builtin-draft --prompts /no/file", "/no/file"),
+    ],
+)
+def test_a_mistake_is_one_line(run: Run, words: str, said: str) -> None:
+    result = run(*words.split())
+    assert (result.status, result.out) == (2, "")
+    assert result.err.startswith("error: ") and result.err.count("\n") == 1 and said in result.err
+
+
+def test_without_arguments_there_is_help(run: Run) -> None:
+    for words in ((), ("tune",), ("datastore",)):
+        result = run(*words)
+        assert "Usage:" in result.out + result.err and "error:" not in result.err
+
+
+def test_a_speculative_config_from_a_file(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text('{\n "method": "ngram",\n "num_speculative_tokens": 2\n}\n')
+    assert flags.parsed(f"@{file}") == {"method": "ngram", "num_speculative_tokens": 2}
+    said = run("generate", "-p", "x", "-n", 3, "--speculative-config", f"@{file}")
+    assert said.status == 0 and "n_draft   = 2" in said.err
+    file.write_text("{\n")
+    with pytest.raises(ConfigError, match=r"config\.json' is no JSON"):
+        flags.parsed(f"@{file}")
+
+
+@pytest.mark.parametrize("words", ["generate -p x -n 200 --ignore-eos", "models", "bench --help"])
+def test_a_closed_pipe_is_no_traceback(words: str) -> None:
+    command = [sys.executable, "-m", "outrider", *words.split()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        err = process.stderr.read().decode()
+    assert "Traceback" not in err and "BrokenPipe" not in err and process.returncode in (0, 1)
