@@ -51,7 +51,13 @@ class Engine:
     """Steps of made-up tokens; asserts what must hold in every one."""
 
     def __init__(
-        self, rng: random.Random, pages: int, seats: int, tokens: int, guesses: int, pacer: PrefillPacer | None = None
+        self,
+        rng: random.Random,
+        pages: int,
+        seats: int,
+        tokens: int,
+        guesses: int,
+        pacer: PrefillPacer | None = None,
     ) -> None:
         self.rng, self.tokens, self.guesses, self.pacer = rng, tokens, guesses, pacer
         self.pool, self.cache = FakePool(), Cache(pages, pages * PAGE + guesses + PAGE)
@@ -331,9 +337,7 @@ def stepped(row: Row, said: list[int], nodes: list[int], **given: Any) -> tuple[
     """One step in which `row` computed its whole prompt and the verifier said this."""
     cache = Cache(20, 20 * PAGE)
     cache.pools = [FakePool()]  # type: ignore[list-item]
-    scheduler = Scheduler(
-        cache, 4, 64, lambda rows: 8, lambda r: r.computed, lambda r, reason: None, unpaced
-    )
+    scheduler = Scheduler(cache, 4, 64, lambda rows: 8, lambda r: r.computed, lambda r, reason: None, unpaced)
     for name, value in given.items():
         setattr(row, name, value)
     scheduler.add(row)

@@ -28,7 +28,9 @@ from statistics import median_low
 
 from outrider.types import Batch
 
-TTFT_TARGET = 2.0  # aim of the default; what it promises is 3, with room for noise, halved chunks and refreshes
+TTFT_TARGET = (
+    2.0  # aim of the default; what it promises is 3, with room for noise, halved chunks and refreshes
+)
 HEADROOM = 0.9  # part of a given maximum slowdown that is aimed at
 FIRST_CHUNK = 8  # tokens of the first chunk, before any cost is known
 MAX_GROWTH = 2  # a chunk over the largest recent one
@@ -36,7 +38,9 @@ REFRESH_STEPS = 16
 SURPRISE = 1.5  # two steps in a row off by this factor: the machine's speed has changed
 CONTEXT_BUCKET = 1024  # positions that share one cost estimate
 RIDGE = 0.02
-MIN_SLOPE = 0.25  # least per_token, as a part of the seconds per token: noise must not make prompt tokens look free
+MIN_SLOPE = (
+    0.25  # least per_token, as a part of the seconds per token: noise must not make prompt tokens look free
+)
 FREE = 1e-9  # seconds of a prompt token that costs nothing measurable
 
 
@@ -137,7 +141,7 @@ class PrefillPacer:
         self.costs: dict[int, ChunkCost] = {}  # context length // CONTEXT_BUCKET -> cost of a chunk
         self.steps_since_refresh = REFRESH_STEPS
         self.surprises = 0  # consecutive steps with a chunk that took much more or less than predicted
-        self.recent_chunk = FIRST_CHUNK / MAX_GROWTH
+        self.recent_chunk: float = FIRST_CHUNK
 
     def budget(self, decoding: int, tokens: int) -> PrefillBudget:
         """Prompt tokens of a step with so many decoding rows, of which the step has room for `tokens`."""
@@ -154,7 +158,7 @@ class PrefillPacer:
         chunk: float = FIRST_CHUNK
         if decode is not None and cost is not None:
             chunk = self._paced(decode, *cost.line())
-        chunk = min(chunk, MAX_GROWTH * self.recent_chunk)
+        chunk = min(chunk, self.recent_chunk * (1 if self.surprises else MAX_GROWTH))
         if self.steps_since_refresh % 4 == 3:
             chunk /= 2
         chunk = max(1, min(chunk, self.max_tokens))

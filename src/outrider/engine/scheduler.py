@@ -36,7 +36,13 @@ class Scheduler:
         prefill: (decoding rows, tokens that are left of the step) -> the prompt tokens that it may compute (prefill pacing).
         lookbehind: tokens with K/V that an admitted row computes again (to the same numbers), because their states are wanted."""
         self.adapters, self.lookbehind = adapters, lookbehind
-        self.cache, self.seats, self.tokens, self.guesses, self.prefill = cache, seats, tokens, guesses, prefill
+        self.cache, self.seats, self.tokens, self.guesses, self.prefill = (
+            cache,
+            seats,
+            tokens,
+            guesses,
+            prefill,
+        )
         self.filled, self.forget = filled, forget
         self.waiting: deque[Row] = deque()
         self.running: list[Row] = []
@@ -81,7 +87,9 @@ class Scheduler:
 
     def _prefill_budget(self, decodes: int, guessing: int) -> PrefillBudget:
         """Prompt tokens of a step with so many decoding rows, some of which get draft tokens."""
-        share = min(guessing * self.guesses(len(self.running)), (self.tokens - decodes) // 2)  # prefill keeps half
+        share = min(
+            guessing * self.guesses(len(self.running)), (self.tokens - decodes) // 2
+        )  # prefill keeps half
         return self.prefill(decodes, self.tokens - decodes - share)
 
     def reserve(self, batch: Batch, budgets: list[Budget]) -> list[Budget]:
