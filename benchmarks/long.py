@@ -3,8 +3,9 @@
     python benchmarks/long.py --folder DIR [--prompt TOKENS] [--json OUT]
 
 DIR gets (or holds) the checkpoint: the Llama shape of 100 M weights, random, bfloat16, with room for 17,000 positions.
-Prefill beside decoding: seven requests decode while an 8,000-token prompt is computed.  The time to its first token over its
-value alone, and the p99 of the gaps between a request's tokens over its value without the prompt.  Context: eight requests, or samples of one, far into
+Prefill beside decoding: seven requests decode while an 8,000-token prompt is computed.  The time to its first
+token over its value alone, and the p99 of the gaps between a request's tokens over its value without the
+prompt.  Context: eight requests, or samples of one, far into
 their texts, plainly and with n-gram look-up; K/V within 3 GiB.
 """
 

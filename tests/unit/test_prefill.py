@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider import SamplingParams
-from outrider.cache.slots import PAGE, Cache
+from outrider.cache.slots import Cache
 from outrider.control.prefill import FIRST_CHUNK, REFRESH_STEPS, ChunkCost, PrefillBudget, PrefillPacer
 from outrider.engine.scheduler import Scheduler
 from outrider.types import Batch, Budget, Row, Verdict
@@ -30,8 +30,8 @@ class Costs:
     noise: float = 0.0
     spikes: float = 0.0  # probability of a step that takes five times as long
 
-    def of(self, batch: Batch, rng: random.Random) -> tuple[float, float]:
-        """Seconds of the step, without noise and with it."""
+    def of(self, batch: Batch, rng: random.Random) -> float:
+        """Seconds of the step."""
         seconds = chunks = decoding = 0.0
         for start, known, emits in zip(batch.starts, batch.known, batch.emits):
             if known == 1 and emits:
@@ -42,12 +42,12 @@ class Costs:
         seconds += self.fixed if chunks else 0.0
         seconds += self.decode * (self.overhead + (1 - self.overhead) * decoding / 8)
         noisy = seconds * rng.lognormvariate(0, self.noise) if self.noise else seconds
-        return seconds, noisy * (5 if rng.random() < self.spikes else 1)
+        return noisy * (5 if rng.random() < self.spikes else 1)
 
 
 @dataclass
 class Simulation:
-    """An engine without a model: steps advance `clock` by what `costs` says, decoding rows emit one token each."""
+    """An engine without a model: steps advance `clock` by `costs`; decoding rows emit one token each."""
 
     costs: Costs
     slowdown: float | None = None
@@ -78,8 +78,8 @@ class Simulation:
     def add(self, name: str, prompt: int, new: int = 1) -> None:
         params = SamplingParams(max_tokens=new)
         row = Row(
-            id=name, index=0, tokens=[1] * prompt, prompt=prompt, params=params, law=params.law, seed=0, processors=(),
-            limit=prompt + new, ending=frozenset(),
+            id=name, index=0, tokens=[1] * prompt, prompt=prompt, params=params, law=params.law,
+            seed=0, processors=(), limit=prompt + new, ending=frozenset(),
         )  # fmt: skip
         self.scheduler.add(row)
 
@@ -88,14 +88,14 @@ class Simulation:
         assert batch.rows and sum(batch.known) <= self.tokens
         self.scheduler.reserve(batch, [Budget()] * len(batch))
         verdict = Verdict([[] for _ in batch.rows], [[1] if emits else [] for emits in batch.emits])
-        seconds, noisy = self.costs.of(batch, self.rng)
-        self.clock += noisy * self.speed
+        seconds = self.costs.of(batch, self.rng) * self.speed
+        self.clock += seconds
         self.scheduler.clip(batch, verdict)
         self.scheduler.commit(batch, verdict)
-        self.pacer.learn(batch, noisy * self.speed)
+        self.pacer.learn(batch, seconds)
         decoding = sum(k == 1 and e for k, e in zip(batch.known, batch.emits))
         if decoding and sum(batch.known) > decoding:
-            self.gaps.append(noisy * self.speed)
+            self.gaps.append(seconds)
         for row, emitted in zip(batch.rows, verdict.tokens):
             if emitted:
                 self.first.setdefault(row.id, self.clock)
@@ -133,7 +133,7 @@ def beside(
 
 
 def alone(costs: Costs, prompts: tuple[int, ...], **given: Any) -> list[float]:
-    """Seconds to the first token of each of these prompts, which wait for each other but for no decoding rows."""
+    """Seconds to the first token of each of these prompts, in one queue without decoding rows."""
     run = Simulation(costs, **given)
     run.add("warm", 64)
     run.until("warm")
@@ -174,7 +174,8 @@ prompts = st.lists(st.sampled_from([200, 1000, 3000, 6000]), min_size=1, max_siz
 def test_first_token_within_three_times_alone(
     costs: Costs, prompts: tuple[int, ...], tokens: int, seed: int
 ) -> None:
-    """Of every waiting prompt, whatever steps cost; three decode steps of grace.  `step` checks max_num_batched_tokens.
+    """Of every waiting prompt, whatever steps cost; three decode steps of grace.  `step` checks
+    max_num_batched_tokens.
 
     Where that makes three times impossible (see `unpaced`), the delay is close to the least.
     """
@@ -196,7 +197,7 @@ def test_first_token_within_three_times_alone(
 def test_decode_steps_within_the_maximum_slowdown(
     costs: Costs, prompts: tuple[int, ...], slowdown: float, tokens: int, seed: int
 ) -> None:
-    """p99 over p99 of decode steps without a chunk.  A step with a single prompt token may already take longer."""
+    """p99 over p99 of decode steps without a chunk.  A single prompt token may already exceed the maximum."""
     run = beside(costs, prompts, slowdown, tokens=tokens, seed=seed)
     least = 1 + (costs.fixed + costs.token + costs.growth * max(prompts) / 1000) / costs.decode
     noise = math.exp(2.33 * costs.noise)

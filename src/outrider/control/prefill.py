@@ -6,15 +6,25 @@ A chunk of n prompt tokens at context length k lengthens a decode step from d se
 
 A small chunk keeps the gaps between the other rows' tokens short but delays the first token of the prompt:
 
-    slowdown of a decode step            step(n) / d
-    time to first token, over its        step(n) / (n * alone(k)),    alone(k) = per_token(k) + (d1 + fixed(k)) / N
-    time without decoding rows
+    slowdown of a decode step       step(n) / d
+    time to first token, over its   step(n) / (n * alone(k))
+    time without decoding rows      with alone(k) = per_token(k) + (d1 + fixed(k)) / N
 
-N is max_num_batched_tokens, d1 a decode step of one row.  A maximum slowdown s sets n by the first ratio; where fixed(k) is small
-the second one is then s / (s - 1).  Without a maximum, n is the smallest chunk that keeps the second ratio at `TTFT_TARGET`.
+N is max_num_batched_tokens, d1 a decode step of one row.
 
-All costs are measured while serving.  A decode step without a chunk is inserted before the first chunk and after every
-`REFRESH_STEPS` steps with one, so that d is never stale.  Every fourth chunk is halved to tell fixed(k) from per_token(k).
+- A maximum slowdown s sets n by the first ratio.  The second one is then about s / (s - 1) where fixed(k) is
+  small.
+- Without a maximum, n is the smallest chunk that keeps the second ratio at `TTFT_TARGET`.  So the first token
+  comes within three times its time without decoding rows, plus three decode steps, once a few chunks have
+  been measured.
+- Waiting prompts are computed in order of arrival.  The time that counts for one of them includes the prompts
+  before it.
+- Exceptions: a chunk has at least one token and at most max_num_batched_tokens; a row also waits for a seat
+  and for pages.
+
+All costs are measured while serving.  A decode step without a chunk precedes the first chunk and follows
+every `REFRESH_STEPS` steps with one, so that d stays up to date.  Every fourth chunk is halved to tell
+fixed(k) from per_token(k).
 """
 
 from __future__ import annotations
@@ -61,7 +71,7 @@ class PrefillBudget:
         return self.tokens <= 0 or self.share < 1e-6
 
     def take(self, wanted: int, context: int) -> int:
-        """Tokens for a row that has `context` positions computed and wants `wanted` more; at least 1 until exhausted."""
+        """Tokens for a row with `context` positions computed that wants `wanted` more; at least 1 until exhausted."""
         if self.exhausted:
             return 0
         taken = min(wanted, self.tokens)
@@ -75,10 +85,11 @@ class PrefillBudget:
 
 @dataclass(frozen=True)
 class ChunkCost:
-    """Least-squares line: seconds = fixed + per_token * tokens.  Exponentially weighted, 20 observations deep.
+    """Least-squares line: seconds = fixed + per_token * tokens.  Exponentially weighted, 20 observations
+    deep.
 
-    Residuals grow with the chunk, so an observation weighs 1 / tokens.  A slight ridge on `fixed` makes the line pass through
-    the origin while all chunks have the same size.
+    Residuals grow with the chunk, so an observation weighs 1 / tokens.  A slight ridge on `fixed` makes the
+    line pass through the origin while all chunks have the same size.
     """
 
     weight: float = 0.0
@@ -99,7 +110,8 @@ class ChunkCost:
     def after(self, tokens: int, step: float, decode: float) -> ChunkCost:
         """The cost after a step of `step` seconds, `decode` of which it would have taken without the chunk.
 
-        Clips an outlier at three times the prediction, so that one slow step does not change the estimate much.
+        Clips an outlier at three times the prediction, so that one slow step does not change the estimate
+        much.
         """
         if self.weight:
             step = min(step, 3 * (decode + self.predict(tokens)))
@@ -131,8 +143,8 @@ class ChunkCost:
 class PrefillPacer:
     """Learns what steps cost (`learn`) and bounds the prompt tokens of the next one (`budget`).
 
-    max_tokens: max_num_batched_tokens.  max_slowdown: largest step(n) / d (None: the least that keeps the time to first token
-    within three times its value without decoding rows).
+    max_tokens: max_num_batched_tokens.  max_slowdown: largest step(n) / d (None: the least that keeps the
+    time to first token within three times its value without decoding rows).
     """
 
     def __init__(self, max_tokens: int, max_slowdown: float | None = None) -> None:
@@ -187,7 +199,7 @@ class PrefillPacer:
         self.costs[bucket] = cost.after(prefill, seconds, decode)
 
     def _checked(self, cost: ChunkCost, ratio: float) -> ChunkCost:
-        """Where measured over predicted time says that the speed has changed: measures d again and trusts old costs less."""
+        """Measures d again and trusts old costs less if measured over predicted time shows a changed speed."""
         self.surprises = 0 if 1 / SURPRISE < ratio < SURPRISE else self.surprises + 1
         if self.surprises < 2:
             return cost
@@ -219,4 +231,4 @@ class PrefillPacer:
         if not self.costs:
             return ChunkCost()
         nearest = min(self.costs, key=lambda other: (abs(other - bucket), other))
-        return self.costs[nearest].scaled(0.7 ** abs(nearest - bucket))
+        return self.costs[nearest].scaled(0.7 ** min(8, abs(nearest - bucket)))

@@ -1,9 +1,10 @@
 """Who runs in this step, with how many tokens.
 
 Running rows are ordered by arrival.  Decodes come first, then the guesses' share, then chunks of prompts, then admissions:
-one budget of tokens for all, and prefill pacing (control/prefill.py) for prompts beside decoding rows.  Where pages run out the youngest row is preempted; it keeps its tokens and computes them
-again.  Waiting rows are admitted strictly in order of arrival, when all their tokens and their LoRA adapter fit, so nobody
-starves.
+one budget of tokens for all.  Beside decoding rows, prefill pacing (control/prefill.py) bounds the chunks
+further.  Where pages run out the youngest row is preempted; it keeps its tokens and computes them again.
+Waiting rows are admitted strictly in order of arrival, when all their tokens and their LoRA adapter fit, so
+nobody starves.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ class Scheduler:
         lookbehind: int = 0,
     ) -> None:
         """seats: rows at once.  tokens: budget of a step.  guesses: how many nodes a row of such a batch asks for.
-        prefill: (decoding rows, tokens that are left of the step) -> the prompt tokens that it may compute (prefill pacing).
-        lookbehind: tokens with K/V that an admitted row computes again (to the same numbers), because their states are wanted."""
+        prefill: (decoding rows, tokens that are left of the step) -> the prompt tokens that it may compute
+        (prefill pacing).  lookbehind: tokens with K/V that an admitted row computes again (to the same
+        numbers), because their states are wanted."""
         self.adapters, self.lookbehind = adapters, lookbehind
         self.cache, self.seats, self.tokens, self.guesses, self.prefill = (
             cache,
