@@ -38,13 +38,17 @@ class EngineOptions:
     are).  kv_cache_dtype: auto or int8, for target and draft.  device: auto, cpu, cuda, cuda:1 or mps.  gpu_layers: so many of the
     last layers lie on that GPU and the rest on the CPU, as llama.cpp's -ngl has it (None: all; more than the model has: embedding and head,
     too).  max_model_len: tokens a request may have, prompt included (None: what the model was made for; with
-    longrope and dynamic RoPE scaling, what it does not scale).  max_num_seqs: rows that run
-    at once.  max_num_batched_tokens: prompt tokens, decodes and guesses of one step.  kv_cache_memory_bytes: memory for K/V of target
-    and draft together (None: what max_num_seqs full requests need, but at most a quarter of the free memory on a CPU,
-    gpu_memory_utilization of a GPU).  seed: requests without a seed of their own derive theirs from it.
-    logprobs_mode: what log-probabilities are: of the model as it is (raw_logprobs) or after everything that the request does to them
-    (processed_logprobs), or the logits themselves (raw_logits, processed_logits); those of a prompt are always raw.
-    enable_lora: requests may name LoRA adapters, of at most max_lora_rank; max_loras of them are in memory (and in use) at once.
+    longrope and dynamic RoPE scaling, what it does not scale).  max_num_seqs: rows that run at once.
+    max_num_batched_tokens: prompt tokens, decodes and guesses of one step.  max_decode_slowdown:
+    how many times longer a decode step may take with prompt tokens in it, such as 1.5 (None: the least
+    slowdown under which a first token comes within 3 times what its prompt takes alone).
+    kv_cache_memory_bytes: memory for K/V of target and draft together (None: what max_num_seqs full requests
+    need, but at most a quarter of the free memory on a CPU, gpu_memory_utilization of a GPU).  seed: requests
+    without a seed of their own derive theirs from it.  logprobs_mode: what log-probabilities are: of the
+    model as it is (raw_logprobs) or after everything that the request does to them (processed_logprobs), or
+    the logits themselves (raw_logits, processed_logits); those of a prompt are always raw.  enable_lora:
+    requests may name LoRA adapters, of at most max_lora_rank; max_loras of them are in memory (and in use) at
+    once.
     """
 
     model: str
@@ -59,6 +63,7 @@ class EngineOptions:
     max_model_len: int | None = None
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 512
+    max_decode_slowdown: float | None = None
     enable_prefix_caching: bool = True
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
@@ -92,6 +97,14 @@ class EngineOptions:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs ({self.max_num_seqs}): "
                 "every running request needs one token a step."
+            )
+        slowdown = self.max_decode_slowdown
+        if slowdown is not None and (
+            not isinstance(slowdown, (int, float)) or isinstance(slowdown, bool) or not slowdown > 1
+        ):
+            raise ConfigError(
+                f"max_decode_slowdown must be a number above 1 or None, got {slowdown!r}: a decode step "
+                "with prompt tokens takes longer than one without."
             )
         bits_of(self.quantization)
         kv_dtype(self.kv_cache_dtype, torch.float32)

@@ -9,6 +9,7 @@ from helpers import answer, counted, drive, install, said, settled, tiny_prompts
 
 from outrider import LLM, SamplingParams, draft
 from outrider.cache.slots import PAGE
+from outrider.control.prefill import PrefillBudget
 
 LAWS: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.95}]
 COMMON = tiny_prompts(1, seed=2, longest=40)[0][:34]
@@ -18,10 +19,9 @@ PROMPTS = [
 CHUNK, POSITIONS = 24, 128
 
 
-def unhurried(llm: LLM) -> None:
-    """Chunks of prompts are as long as a step is: who meets whom does not depend on the machine's pace."""
-    llm.engine.pace.chunk = CHUNK
-    llm.engine.pace.learn = lambda *step: None  # type: ignore[method-assign]
+def unpaced(llm: LLM) -> None:
+    """Turns prefill pacing off: which rows share a step does not depend on measured times."""
+    llm.engine.scheduler.prefill = lambda decoding, tokens: PrefillBudget(tokens)
 
 
 @pytest.mark.parametrize("law", LAWS, ids=["greedy", "sampled"])
@@ -42,7 +42,7 @@ def test_every_method_under_pressure(name: str, law: dict[str, Any], llama: str,
             enable_prefix_caching=caching,
         )  # fmt: skip
         install(tight, name)
-        unhurried(tight)
+        unpaced(tight)
         for _ in range(1 + caching):
             outputs = drive(tight, PROMPTS, params)
             assert [said(output.outputs) for output in outputs] == expected

@@ -194,6 +194,8 @@ def test_an_unknown_engine_option(wrong: str, right: str | None) -> None:
         {"max_model_len": 0}, {"max_model_len": 10.0}, {"max_num_seqs": 0}, {"max_num_seqs": True}, {"max_num_batched_tokens": -1},
         {"max_num_batched_tokens": 8}, {"kv_cache_memory_bytes": 0}, {"kv_cache_memory_bytes": "1GB"},
         {"gpu_memory_utilization": 0}, {"gpu_memory_utilization": 1.5}, {"gpu_memory_utilization": "a"},
+        {"max_decode_slowdown": 1}, {"max_decode_slowdown": 0.5}, {"max_decode_slowdown": float("nan")},
+        {"max_decode_slowdown": "2"}, {"max_decode_slowdown": True},
         {"tensor_parallel_size": 2}, {"seed": "x"}, {"quantization": "int5"}, {"quantization": 8}, {"kv_cache_dtype": "fp8"},
         {"kv_cache_dtype": None}, {"tokenizer": 5}, {"tokenizer": ""}, {"revision": 5}, {"revision": ""},
     ],

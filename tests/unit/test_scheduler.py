@@ -7,6 +7,7 @@ names and demands the row's own tokens there; so preemption, prefix reuse, forks
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,8 +16,18 @@ from hypothesis import strategies as st
 
 from outrider import SamplingParams
 from outrider.cache.slots import PAGE, Cache
+from outrider.control.prefill import PrefillBudget, PrefillPacer
 from outrider.engine.scheduler import Scheduler
 from outrider.types import Batch, Budget, Row, Verdict
+
+
+def unpaced(decoding: int, tokens: int) -> PrefillBudget:
+    return PrefillBudget(tokens)
+
+
+def paced(chunk: int) -> Callable[[int, int], PrefillBudget]:
+    """Chunks of so many tokens beside decoding rows."""
+    return lambda decoding, tokens: PrefillBudget(tokens, (lambda context: chunk) if decoding else None)
 
 
 class FakePool:
@@ -39,8 +50,16 @@ def make_row(name: str, tokens: list[int], new: int, index: int = 0, source: Row
 class Engine:
     """Steps of made-up tokens; asserts what must hold in every one."""
 
-    def __init__(self, rng: random.Random, pages: int, seats: int, tokens: int, guesses: int) -> None:
-        self.rng, self.tokens, self.guesses = rng, tokens, guesses
+    def __init__(
+        self,
+        rng: random.Random,
+        pages: int,
+        seats: int,
+        tokens: int,
+        guesses: int,
+        pacer: PrefillPacer | None = None,
+    ) -> None:
+        self.rng, self.tokens, self.guesses, self.pacer = rng, tokens, guesses, pacer
         self.pool, self.cache = FakePool(), Cache(pages, pages * PAGE + guesses + PAGE)
         self.cache.pools = [self.pool]  # type: ignore[list-item]
         self.forgotten: list[Row] = []
@@ -51,7 +70,7 @@ class Engine:
             lambda rows: guesses,
             lambda row: row.computed,
             lambda row, _: self.forgotten.append(row),
-            lambda: tokens,
+            pacer.budget if pacer else unpaced,
         )
         self.admitted: list[Row] = []
         self.steps = 0
@@ -78,6 +97,8 @@ class Engine:
             )
             if row.finish_reason is not None:
                 scheduler.retire(row)
+        if self.pacer is not None:
+            self.pacer.learn(batch, self.rng.expovariate(1.0) * sum(batch.known))
         return batch
 
     def check_batch(self, batch: Batch, decoding: list[Row]) -> None:
@@ -163,13 +184,17 @@ def arrivals(rng: random.Random, count: int, longest: int) -> list[Row]:
     tokens=st.integers(1, 40),
     guesses=st.integers(0, 10),
     aborts=st.booleans(),
+    slowdown=st.sampled_from([0, None, 1.01, 2, 1000]),
 )
 def test_every_request_finishes_and_no_rule_is_broken(
-    seed: int, spare: int, seats: int, tokens: int, guesses: int, aborts: bool
+    seed: int, spare: int, seats: int, tokens: int, guesses: int, aborts: bool, slowdown: float | None
 ) -> None:
+    """slowdown: what the pacer is given (0: no pacing)."""
     rng = random.Random(seed)
     longest = 6 * PAGE
-    engine = Engine(rng, -(-(longest + guesses) // PAGE) + spare, seats, max(tokens, seats), guesses)
+    tokens = max(tokens, seats)
+    pacer = None if slowdown == 0 else PrefillPacer(tokens, slowdown)
+    engine = Engine(rng, -(-(longest + guesses) // PAGE) + spare, seats, tokens, guesses, pacer)
     rows = arrivals(rng, rng.randint(1, 8), longest)
     coming = list(rows)
     while coming or engine.busy:
@@ -312,9 +337,7 @@ def stepped(row: Row, said: list[int], nodes: list[int], **given: Any) -> tuple[
     """One step in which `row` computed its whole prompt and the verifier said this."""
     cache = Cache(20, 20 * PAGE)
     cache.pools = [FakePool()]  # type: ignore[list-item]
-    scheduler = Scheduler(
-        cache, 4, 64, lambda rows: 8, lambda r: r.computed, lambda r, reason: None, lambda: 64
-    )
+    scheduler = Scheduler(cache, 4, 64, lambda rows: 8, lambda r: r.computed, lambda r, reason: None, unpaced)
     for name, value in given.items():
         setattr(row, name, value)
     scheduler.add(row)
@@ -351,7 +374,7 @@ def test_the_last_allowed_token_may_be_the_end() -> None:
 def test_prompts_beside_decoding_rows_take_no_more_than_their_chunk() -> None:
     cache = Cache(64, 600, False)
     scheduler = Scheduler(
-        cache, 4, 256, lambda rows: 0, lambda r: r.computed, lambda r, reason: None, lambda: 20
+        cache, 4, 256, lambda rows: 0, lambda r: r.computed, lambda r, reason: None, paced(20)
     )
     for length in (300, 5, 300):
         scheduler.add(make_row("a", list(range(length)), 5))

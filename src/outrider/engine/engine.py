@@ -16,7 +16,7 @@ from outrider.clock import Times, Work
 from outrider.config import EngineOptions, SpeculativeOptions
 from outrider.control import Controller
 from outrider.control.fixed import FixedController
-from outrider.control.pace import Pace
+from outrider.control.prefill import PrefillPacer
 from outrider.draft.base import Drafter, Target
 from outrider.engine.adapters import Adapters
 from outrider.engine.runner import Runner, Seen
@@ -99,7 +99,7 @@ class Engine:
         self.verify: Callable[[Draft, Seen, Batch], Verdict] = self.rule
         self.controller: Controller = controller
         self.runner = Runner(self.decoder, pool, self.sampler, self.rule.same)
-        self.pace = pace = Pace()
+        self.pacer = PrefillPacer(self.options.max_num_batched_tokens, self.options.max_decode_slowdown)
         self.scheduler = Scheduler(
             cache,
             self.options.max_num_seqs,
@@ -107,7 +107,7 @@ class Engine:
             controller.nodes,
             drafter.filled,
             drafter.forget,
-            lambda: pace.chunk,
+            self.pacer.budget,
             self.adapters,
             drafter.needs.lookbehind,
         )
@@ -146,8 +146,7 @@ class Engine:
         finished = self._finish(commit)
         times = Times(forward - propose, after - forward, time.perf_counter() - after + propose - began)
         self.controller.learn(commit, times)
-        decoding = batch.known.count(1)
-        self.pace.learn(decoding, sum(batch.known) - decoding, sum(times))
+        self.pacer.learn(batch, sum(times))
         (self.reading if batch.reading else self.decoding).add(commit, times)
         return finished
 

@@ -1,9 +1,10 @@
 """Who runs in this step, with how many tokens.
 
 Running rows are ordered by arrival.  Decodes come first, then the guesses' share, then chunks of prompts, then admissions:
-one budget of tokens for all.  Where pages run out the youngest row is preempted; it keeps its tokens and computes them
-again.  Waiting rows are admitted strictly in order of arrival, when all their tokens and their LoRA adapter fit, so nobody
-starves.
+one budget of tokens for all.  Beside decoding rows, prefill pacing (control/prefill.py) bounds the chunks
+further.  Where pages run out the youngest row is preempted; it keeps its tokens and computes them again.
+Waiting rows are admitted strictly in order of arrival, when all their tokens and their LoRA adapter fit, so
+nobody starves.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from outrider.cache.slots import PAGE, ROOT, Cache
+from outrider.control.prefill import PrefillBudget
 from outrider.engine.adapters import Adapters
 from outrider.engine.text import Detokenizer, find_stop
 from outrider.errors import RequestError
@@ -28,15 +30,22 @@ class Scheduler:
         guesses: Callable[[int], int],
         filled: Callable[[Row], int],
         forget: Callable[[Row, str], None],
-        chunk: Callable[[], int],
+        prefill: Callable[[int, int], PrefillBudget],
         adapters: Adapters | None = None,
         lookbehind: int = 0,
     ) -> None:
         """seats: rows at once.  tokens: budget of a step.  guesses: how many nodes a row of such a batch asks for.
-        chunk: how many tokens of prompts may ride beside rows that are decoding.  lookbehind: tokens with K/V that an admitted row
-        computes again (to the same numbers), because their states are wanted."""
+        prefill: (decoding rows, tokens that are left of the step) -> the prompt tokens that it may compute
+        (prefill pacing).  lookbehind: tokens with K/V that an admitted row computes again (to the same
+        numbers), because their states are wanted."""
         self.adapters, self.lookbehind = adapters, lookbehind
-        self.cache, self.seats, self.tokens, self.guesses, self.chunk = cache, seats, tokens, guesses, chunk
+        self.cache, self.seats, self.tokens, self.guesses, self.prefill = (
+            cache,
+            seats,
+            tokens,
+            guesses,
+            prefill,
+        )
         self.filled, self.forget = filled, forget
         self.waiting: deque[Row] = deque()
         self.running: list[Row] = []
@@ -71,32 +80,31 @@ class Scheduler:
             elif len(row.tokens) - row.computed == 1:
                 decodes += 1
                 guessing += row.params.speculate
-        left = self._left(decodes, guessing) if self.waiting or decodes < len(self.running) else 0
+        prefilling = self.waiting or decodes < len(self.running)
+        budget = self._prefill_budget(decodes, guessing) if prefilling else PrefillBudget(0)
         for row in list(self.running):
             known = len(row.tokens) - row.computed
             if known > 1 and row.table is not None:  # otherwise it has just been preempted for another
-                known = min(known, left)
-                left -= known
+                known = budget.take(known, row.computed)
             if known and (_reaches(row, row.computed + known) or self._room(row, row.computed + known)):
                 batch.add(row, known)
-        while self.waiting and len(self.running) < self.seats and left > 0 and self._admit(self.waiting[0]):
+        while self.waiting and len(self.running) < self.seats and not budget.exhausted:
+            if not self._admit(self.waiting[0]):
+                break
             row = self.waiting.popleft()
             if row.error is not None:
                 batch.failed.append(row)
                 continue
             self.running.append(row)
-            known = min(len(row.tokens) - row.computed, left)
-            left -= known
-            batch.add(row, known)
+            batch.add(row, budget.take(len(row.tokens) - row.computed, row.computed))
         return batch
 
-    def _left(self, decodes: int, guessing: int) -> int:
-        """How many tokens of prompts a step has room for beside so many rows that decode, some of which guess."""
+    def _prefill_budget(self, decodes: int, guessing: int) -> PrefillBudget:
+        """Prompt tokens of a step with so many decoding rows, some of which get draft tokens."""
         share = min(
             guessing * self.guesses(len(self.running)), (self.tokens - decodes) // 2
-        )  # prompts keep at least as much
-        left = self.tokens - decodes - share
-        return min(left, self.chunk()) if decodes else left
+        )  # prefill keeps half
+        return self.prefill(decodes, self.tokens - decodes - share)
 
     def reserve(self, batch: Batch, budgets: list[Budget]) -> list[Budget]:
         """Slots for guesses.  They take what is free and never a page from a row: the budget shrinks instead."""

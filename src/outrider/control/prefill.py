@@ -1,0 +1,234 @@
+"""Prefill pacing: how many prompt tokens a step computes beside decoding rows.
+
+A chunk of n prompt tokens at context length k lengthens a decode step from d seconds to
+
+    step(n) = d + fixed(k) + n * per_token(k)
+
+A small chunk keeps the gaps between the other rows' tokens short but delays the first token of the prompt:
+
+    slowdown of a decode step       step(n) / d
+    time to first token, over its   step(n) / (n * alone(k))
+    time without decoding rows      with alone(k) = per_token(k) + (d1 + fixed(k)) / N
+
+N is max_num_batched_tokens, d1 a decode step of one row.
+
+- A maximum slowdown s sets n by the first ratio.  The second one is then about s / (s - 1) where fixed(k) is
+  small.
+- Without a maximum, n is the smallest chunk that keeps the second ratio at `TTFT_TARGET`.  So the first token
+  comes within three times its time without decoding rows, plus three decode steps, once a few chunks have
+  been measured.
+- Waiting prompts are computed in order of arrival.  The time that counts for one of them includes the prompts
+  before it.
+- Exceptions: a chunk has at least one token and at most max_num_batched_tokens; a row also waits for a seat
+  and for pages.
+
+All costs are measured while serving.  A decode step without a chunk precedes the first chunk and follows
+every `REFRESH_STEPS` steps with one, so that d stays up to date.  Every fourth chunk is halved to tell
+fixed(k) from per_token(k).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from statistics import median_low
+
+from outrider.types import Batch
+
+TTFT_TARGET = (
+    2.0  # aim of the default; what it promises is 3, with room for noise, halved chunks and refreshes
+)
+HEADROOM = 0.9  # part of a given maximum slowdown that is aimed at
+FIRST_CHUNK = 8  # tokens of the first chunk, before any cost is known
+MAX_GROWTH = 2  # a chunk over the largest recent one
+REFRESH_STEPS = 16
+SURPRISE = 1.5  # two steps in a row off by this factor: the machine's speed has changed
+CONTEXT_BUCKET = 1024  # positions that share one cost estimate
+RIDGE = 0.02
+MIN_SLOPE = (
+    0.25  # least per_token, as a part of the seconds per token: noise must not make prompt tokens look free
+)
+FREE = 1e-9  # seconds of a prompt token that costs nothing measurable
+
+
+@dataclass
+class PrefillBudget:
+    """Prompt tokens of one step, handed out to rows in order of arrival.
+
+    tokens: hard limit.  chunk_at: the paced chunk, in tokens, for a context length (None: no pacing).
+    share: the part of the paced chunk that is left; rows of different context lengths draw on the same one.
+    """
+
+    tokens: int
+    chunk_at: Callable[[int], int] | None = None
+    share: float = 1.0
+
+    @property
+    def exhausted(self) -> bool:
+        return self.tokens <= 0 or self.share < 1e-6
+
+    def take(self, wanted: int, context: int) -> int:
+        """Tokens for a row with `context` positions computed that wants `wanted` more; at least 1 until exhausted."""
+        if self.exhausted:
+            return 0
+        taken = min(wanted, self.tokens)
+        if self.chunk_at is not None:
+            chunk = self.chunk_at(context)
+            taken = min(taken, max(1, int(self.share * chunk)))
+            self.share -= taken / chunk
+        self.tokens -= taken
+        return taken
+
+
+@dataclass(frozen=True)
+class ChunkCost:
+    """Least-squares line: seconds = fixed + per_token * tokens.  Exponentially weighted, 20 observations
+    deep.
+
+    Residuals grow with the chunk, so an observation weighs 1 / tokens.  A slight ridge on `fixed` makes the
+    line pass through the origin while all chunks have the same size.
+    """
+
+    weight: float = 0.0
+    tokens: float = 0.0
+    seconds: float = 0.0
+    tokens_tokens: float = 0.0
+    tokens_seconds: float = 0.0
+
+    def scaled(self, factor: float) -> ChunkCost:
+        return ChunkCost(
+            factor * self.weight,
+            factor * self.tokens,
+            factor * self.seconds,
+            factor * self.tokens_tokens,
+            factor * self.tokens_seconds,
+        )
+
+    def after(self, tokens: int, step: float, decode: float) -> ChunkCost:
+        """The cost after a step of `step` seconds, `decode` of which it would have taken without the chunk.
+
+        Clips an outlier at three times the prediction, so that one slow step does not change the estimate
+        much.
+        """
+        if self.weight:
+            step = min(step, 3 * (decode + self.predict(tokens)))
+        old, weight, seconds = self.scaled(0.95), 1 / tokens, step - decode
+        return ChunkCost(
+            old.weight + weight,
+            old.tokens + weight * tokens,
+            old.seconds + weight * seconds,
+            old.tokens_tokens + weight * tokens**2,
+            old.tokens_seconds + weight * tokens * seconds,
+        )
+
+    def predict(self, tokens: int) -> float:
+        fixed, per_token = self.line()
+        return fixed + per_token * tokens
+
+    def line(self) -> tuple[float, float]:
+        """(fixed, per_token) in seconds: fixed >= 0, per_token > 0."""
+        weight = self.weight * (1 + RIDGE)
+        if self.tokens_seconds <= 0:
+            return 0.0, FREE
+        mean = self.tokens_seconds / self.tokens_tokens  # of a line through the origin
+        determinant = weight * self.tokens_tokens - self.tokens**2
+        slope = (weight * self.tokens_seconds - self.tokens * self.seconds) / determinant
+        per_token = min(max(slope, MIN_SLOPE * mean), mean)
+        return max(0.0, (self.seconds - per_token * self.tokens) / self.weight), max(per_token, FREE)
+
+
+class PrefillPacer:
+    """Learns what steps cost (`learn`) and bounds the prompt tokens of the next one (`budget`).
+
+    max_tokens: max_num_batched_tokens.  max_slowdown: largest step(n) / d (None: the least that keeps the
+    time to first token within three times its value without decoding rows).
+    """
+
+    def __init__(self, max_tokens: int, max_slowdown: float | None = None) -> None:
+        self.max_tokens, self.max_slowdown = max_tokens, max_slowdown
+        self.decode_seconds: dict[int, deque[float]] = {}  # decoding rows -> recent steps without a chunk
+        self.costs: dict[int, ChunkCost] = {}  # context length // CONTEXT_BUCKET -> cost of a chunk
+        self.steps_since_refresh = REFRESH_STEPS
+        self.surprises = 0  # consecutive steps with a chunk that took much more or less than predicted
+        self.recent_chunk: float = FIRST_CHUNK
+
+    def budget(self, decoding: int, tokens: int) -> PrefillBudget:
+        """Prompt tokens of a step with so many decoding rows, of which the step has room for `tokens`."""
+        if not decoding:
+            return PrefillBudget(tokens)
+        measured = len(self.decode_seconds.get(decoding, ()))
+        if self.steps_since_refresh >= (REFRESH_STEPS if measured > 1 else 1):
+            return PrefillBudget(0)
+        return PrefillBudget(tokens, partial(self.chunk, decoding))
+
+    def chunk(self, decoding: int, context: int) -> int:
+        """Tokens of a chunk at this context length beside so many decoding rows: 1 ... max_tokens."""
+        decode, cost = self._decode(decoding), self._nearest(context)
+        chunk: float = FIRST_CHUNK
+        if decode is not None and cost is not None:
+            chunk = self._paced(decode, *cost.line())
+        chunk = min(chunk, self.recent_chunk * (1 if self.surprises else MAX_GROWTH))
+        if self.steps_since_refresh % 4 == 3:
+            chunk /= 2
+        chunk = max(1, min(chunk, self.max_tokens))
+        return math.ceil(chunk) if self.max_slowdown is None else int(chunk)
+
+    def learn(self, batch: Batch, seconds: float) -> None:
+        """Takes in the duration of a step."""
+        decoding = prefill = context = 0
+        for start, known, emits in zip(batch.starts, batch.known, batch.emits):
+            if known == 1 and emits:
+                decoding += 1
+            else:
+                prefill += known
+                context += known * (start + known // 2)
+        if not prefill:
+            if decoding:
+                self.decode_seconds.setdefault(decoding, deque(maxlen=5)).append(seconds)
+                self.steps_since_refresh = 0
+            return
+        bucket, decode = context // prefill // CONTEXT_BUCKET, self._decode(decoding or 1) or 0.0
+        cost = self.costs.get(bucket) or self._new_cost(bucket)
+        if decoding:
+            self.steps_since_refresh += 1
+            self.recent_chunk = max(prefill, 0.98 * self.recent_chunk)
+            cost = self._checked(cost, seconds / max(decode + cost.predict(prefill), FREE))
+        self.costs[bucket] = cost.after(prefill, seconds, decode)
+
+    def _checked(self, cost: ChunkCost, ratio: float) -> ChunkCost:
+        """Measures d again and trusts old costs less if measured over predicted time shows a changed speed."""
+        self.surprises = 0 if 1 / SURPRISE < ratio < SURPRISE else self.surprises + 1
+        if self.surprises < 2:
+            return cost
+        self.steps_since_refresh = REFRESH_STEPS
+        return cost.scaled(0.5)
+
+    def _paced(self, decode: float, fixed: float, per_token: float) -> float:
+        if self.max_slowdown is not None:
+            return (HEADROOM * (self.max_slowdown - 1) * decode - fixed) / per_token
+        one_row = min(map(median_low, self.decode_seconds.values())) if 1 in self.decode_seconds else 0.0
+        alone = per_token + (one_row + fixed) / self.max_tokens
+        return (decode + fixed) / (TTFT_TARGET * alone - per_token)
+
+    def _decode(self, decoding: int) -> float | None:
+        """Seconds of a decode step of so many rows, or of the nearest number of rows that was seen."""
+        if not self.decode_seconds:
+            return None
+        nearest = min(self.decode_seconds, key=lambda rows: (abs(rows - decoding), rows))
+        return median_low(self.decode_seconds[nearest])
+
+    def _nearest(self, context: int) -> ChunkCost | None:
+        if not self.costs:
+            return None
+        bucket = context // CONTEXT_BUCKET
+        return self.costs[min(self.costs, key=lambda other: (abs(other - bucket), other))]
+
+    def _new_cost(self, bucket: int) -> ChunkCost:
+        """The nearest estimate as a prior: the farther away, the less it weighs."""
+        if not self.costs:
+            return ChunkCost()
+        nearest = min(self.costs, key=lambda other: (abs(other - bucket), other))
+        return self.costs[nearest].scaled(0.7 ** min(8, abs(nearest - bucket)))

@@ -1,0 +1,45 @@
+"""Prefill pacing in a running engine: the tokens stay the same, and a long prompt gets on."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from helpers import answer, said
+
+from outrider import LLM, SamplingParams
+
+LONG = {"prompt_token_ids": [i % 40 + 3 for i in range(100)]}
+
+
+@pytest.mark.parametrize("slowdown", [None, 1.01, 100.0])
+def test_a_long_prompt_beside_decoding_rows(slowdown: float | None, llama: str, plain: LLM) -> None:
+    """Generous bounds on the clock: a step of a tiny model is overhead, and the machine may be busy."""
+    llm = LLM(
+        llama, max_num_seqs=4, max_model_len=128, max_num_batched_tokens=32, max_decode_slowdown=slowdown
+    )
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    began = time.perf_counter()
+    alone = llm.generate(LONG, params)[0]
+    reference = time.perf_counter() - began
+    llm.engine.forget_prefixes()
+    others = [{"prompt_token_ids": [i + 3]} for i in range(3)]
+    stream = llm.stream(others, SamplingParams(temperature=0, max_tokens=120, ignore_eos=True))
+    for _ in range(30):
+        next(stream)
+    (request,) = llm._enter([LONG], params, None)
+    llm._admit([request])  # type: ignore[list-item]
+    began, waited = time.perf_counter(), 0.0
+    for _ in stream:
+        if not waited and request.rows[0].arrivals:  # type: ignore[union-attr]
+            waited = time.perf_counter() - began
+    while not request.finished:  # type: ignore[union-attr]
+        llm.engine.step()
+    output = llm._leave(request)  # type: ignore[arg-type]
+    assert (
+        said(output.outputs)
+        == said(alone.outputs)
+        == said(answer(plain, LONG["prompt_token_ids"], params).outputs)
+    )
+    assert slowdown == 1.01 or 0 < waited < 30 * reference + 5, "the prompt came last"
+    llm.engine.check()
