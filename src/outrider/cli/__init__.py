@@ -55,6 +55,9 @@ def version() -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Exit status: 0, 1 where a check failed, 2 for anything wrong with what was asked (one line says what), 130 for Ctrl-C."""
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    logging.getLogger("outrider").setLevel(
+        logging.INFO
+    )  # says so when it compiles the kernels, which takes seconds
     try:
         app(arguments, prog_name="outrider")
     except OutriderError as error:

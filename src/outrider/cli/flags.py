@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 
 from outrider.errors import ConfigError
+from outrider.kernels.threads import limit
 from outrider.llm import LLM
 from outrider.sampling.params import SamplingParams
 
@@ -80,7 +81,12 @@ ENGINE = (
     ),
     Flag("tokenizer", str, "--tokenizer", "Folder or hub id, where the model has no tokenizer of its own."),
     Flag("revision", str, "--revision", "Branch, tag or commit on the hub."),
-    Flag("threads", int, "--threads -t", "Threads on the CPU; without it one for each core."),
+    Flag(
+        "threads",
+        int,
+        "--threads -t",
+        "Threads on the CPU; without it OMP_NUM_THREADS, or one for each core.",
+    ),
 )
 SPECULATION = (
     Flag("model", str, "--model-draft -md", "A smaller model that guesses: folder, .gguf file or hub id."),
@@ -142,6 +148,7 @@ def load(engine: Given, speculative_config: Mapping[str, Any] | None = None, **m
 
     engine = {**engine, **more}
     threads = engine.pop("threads", None)
+    limit()  # now, so that what is asked for explicitly is not lowered later
     if threads is not None:
         if threads < 1:
             raise ConfigError(f"threads must be at least 1, got {threads}.")

@@ -1,4 +1,4 @@
-"""The C kernels: compiled on first use for this very processor, cached, and called through ctypes.
+"""The C kernels, called through ctypes (build.py compiles them for this processor on first use).
 
 torch is imported first on purpose: the library then shares torch's OpenMP threads instead of bringing a second pool.
 """
@@ -6,20 +6,12 @@ torch is imported first on purpose: the library then shares torch's OpenMP threa
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import logging
 import math
 import os
-import platform
-import shlex
-import shutil
-import subprocess
-import tempfile
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,7 +19,7 @@ from torch import Tensor
 
 from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
-from outrider.kernels import chain, lora, picking, runs, structs, tree
+from outrider.kernels import build, chain, lora, picking, runs, structs, threads, tree
 from outrider.kernels.chain import Chained, Halt
 from outrider.kernels.lora import Adapted, Adapter, Runs
 from outrider.kernels.picking import Picking
@@ -48,86 +40,17 @@ KINDS = {
     torch.bfloat16: 1,
     torch.int8: 2,
 }  # FLOAT, BFLOAT and INT8 of simd.h; INT4 is for weights only
-SOURCES = (
-    "kernels.c",
-    "lora.c",
-    "pair.c",
-    "quantised.c",
-    "runs.c",
-    "sample.c",
-    "stop.c",
-    "tree.c",
-    "whole.c",
-)
-FLAGS = (
-    "-O3",
-    "-march=native",
-    "-ffp-contract=fast",
-    "-fno-math-errno",
-    "-fopenmp",
-    "-shared",
-    "-fPIC",
-    "-std=gnu11",
-)
-log = logging.getLogger("outrider")
-
-
-def _build(compiler: list[str], sources: list[Path], target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        made = Path(folder) / "kernels.so"
-        command = [*compiler, *FLAGS, *map(str, sources), "-o", str(made), "-lm"]
-        result = subprocess.run(command, capture_output=True, text=True)
-        if result.returncode:
-            raise OSError(result.stderr.strip()[-800:])
-        os.replace(made, target)  # atomic: two processes may build at once
 
 
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels, or None (with one warning) where they cannot be built."""
-    compiler = shlex.split(os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), ""))
-    if not compiler:
-        log.warning(
-            "no C compiler found: the torch kernels are used, which are exact but slower (install gcc or clang)"
-        )
-        return None
-    sources = [Path(__file__).with_name(name) for name in SOURCES]
-    headers = (path.read_text() for path in sorted(Path(__file__).parent.glob("*.h")))
-    cpu = next((line for line in _cpuinfo() if line.startswith(("flags", "Features"))), platform.processor())
-    version = _version(compiler)
-    stamp = hashlib.sha256(
-        "\0".join([*headers, *(s.read_text() for s in sources), *FLAGS, cpu, version]).encode()
-    ).hexdigest()[:16]
-    try:
-        cache = Path(
-            os.environ.get("OUTRIDER_CACHE")
-            or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
-        )
-        target = cache / f"kernels-{stamp}.so"
-        if not target.exists():
-            _build(compiler, sources, target)
-        return _declare(ctypes.CDLL(str(target)))
-    except (OSError, RuntimeError) as error:
-        log.warning("the C kernels could not be built, the slower torch kernels are used: %s", error)
-        return None
+    """The compiled kernels. None, with one warning, if there are none and they cannot be built."""
+    made = build.load(build.recipe(os.environ), os.environ)
+    return None if made is None else declare(made)
 
 
-def _version(compiler: list[str]) -> str:
-    try:
-        return subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout
-    except OSError:
-        return ""  # _build will say what is wrong
-
-
-def _cpuinfo() -> list[str]:
-    try:
-        return Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return []
-
-
-def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
+def declare(lib: ctypes.CDLL) -> ctypes.CDLL:
+    """The signatures of all functions."""
     p, n, i, f = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
     w = ctypes.POINTER(structs.Weight)
     lib.linear.argtypes = [w, p, n, n, p, n, i]
@@ -364,6 +287,7 @@ class CpuKernels(Picking):
         u: Tensor | None = None,
         layer: int = 0,
     ) -> Tensor:
+        threads.adopt()
         stack.shape.kv, adapted = KINDS[pool.dtype], lora.rows(runs)
         rows = structs.rows(plan, adapted)
         at, wide = (None, 0) if u is None else (u.data_ptr(), u.shape[1])
@@ -378,6 +302,7 @@ class CpuKernels(Picking):
         self, stack: Stack, ends: Ends, plan: Plan, pool: Pool, wanted: Sequence[int], kept: dict[int, Tensor],
         trees: picking.Trees, runs: Runs = (),
     ) -> Tensor:  # fmt: skip
+        threads.adopt()
         stack.shape.kv, adapted = KINDS[pool.dtype], lora.rows(runs)
         rows, places = structs.rows(plan, adapted), array("q", wanted)
         taps = _taps(stack.shape, plan.length, kept) if kept else None
@@ -399,6 +324,7 @@ class CpuKernels(Picking):
         self, stack: Stack, ends: Ends, plan: Plan, pool: Pool, chains: Sequence[Chain], vocabulary: int, halt: Halt | None = None,
         states: Tensor | None = None,
     ) -> Chained:  # fmt: skip
+        threads.adopt()
         stack.shape.kv, rows = KINDS[pool.dtype], structs.rows(plan)
         room = chain.Room(chains, halt)
         self.lib.chain(
