@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-torch.set_num_threads(1)  # the models are tiny: a second thread costs more than it gives
+# One thread unless asked: the models are tiny, and a second thread costs more than it gives.
+torch.set_num_threads(int(os.environ.get("OUTRIDER_TEST_THREADS", "1")))
 settings.register_profile(
     "steady", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )  # a busy machine is no failure

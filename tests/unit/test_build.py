@@ -299,6 +299,8 @@ def test_every_instruction_set_has_a_library_of_its_own(monkeypatch: pytest.Monk
     keys = {build.recipe({"OUTRIDER_ISA": name}).key for name in build.TARGETS}
     assert len(keys) == len(build.TARGETS)
     assert build.recipe({}).key == build.recipe({"OUTRIDER_ISA": "native"}).key
+    other = build.recipe({"OUTRIDER_CFLAGS": " -O1  -g"})
+    assert other.flags[-2:] == ("-O1", "-g") and other.key not in keys
 
 
 def test_errors_of_the_cache_are_one_kind(tmp_path: Path) -> None:

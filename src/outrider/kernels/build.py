@@ -56,6 +56,7 @@ TARGETS = {
     "avx2": Target("-march=x86-64-v3", frozenset(("avx2", "fma", "f16c", "bmi2"))),
     "avx512": Target("-march=x86-64-v4", frozenset(("avx512f", "avx512bw", "avx512dq", "avx512vl"))),
 }
+SLOW = "the torch kernels are used, which are exact but several times slower: %s"
 log = logging.getLogger("outrider")
 
 
@@ -81,7 +82,8 @@ class Compiler(NamedTuple):
 def load(made: Recipe, environment: Mapping[str, str]) -> ctypes.CDLL | None:
     """The compiled kernels. None, with one warning that says why, if they can neither be found nor built."""
     if os.name != "posix":
-        return _without("the C kernels need Linux or macOS")
+        log.warning(SLOW, "the C kernels need Linux or macOS")
+        return None
     folder = None
     try:
         folder = cache_folder(environment)
@@ -92,18 +94,16 @@ def load(made: Recipe, environment: Mapping[str, str]) -> ctypes.CDLL | None:
         return opened(folder, made.key, compiler.id) or build(made, compiler, folder)
     except BuildError as error:
         kept = opened(folder, made.key)  # by any compiler
-        return kept if kept is not None else _without(str(error))
-
-
-def _without(reason: str) -> None:
-    log.warning("the torch kernels are used, which are exact but several times slower: %s", reason)
+        if kept is None:
+            log.warning(SLOW, error)
+        return kept
 
 
 # ---- what is built
 
 
 def recipe(environment: Mapping[str, str]) -> Recipe:
-    """The kernels for the instruction set that OUTRIDER_ISA names.
+    """The kernels for the instruction set that OUTRIDER_ISA names; OUTRIDER_CFLAGS stands behind our flags.
 
     Raises ConfigError for a name that is unknown or a set that this processor lacks.
     """
@@ -113,7 +113,8 @@ def recipe(environment: Mapping[str, str]) -> Recipe:
     if lacking := TARGETS[name].needs - set(features.split()):
         raise ConfigError(f"OUTRIDER_ISA={name} needs a processor with {', '.join(sorted(lacking))}.")
     here = Path(__file__).parent
-    sources, flags = tuple(here / source for source in SOURCES), (TARGETS[name].march, *FLAGS)
+    sources = tuple(here / source for source in SOURCES)
+    flags = (TARGETS[name].march, *FLAGS, *environment.get("OUTRIDER_CFLAGS", "").split())
     texts = [path.read_text() for path in (*sorted(here.glob("*.h")), *sources)]
     return Recipe(sources, flags, _hash("\0".join([*texts, *flags, features]).encode()))
 
