@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,24 @@ settings.register_profile(
     "steady", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )  # a busy machine is no failure
 settings.load_profile("steady")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--every", type=int, default=1, help="Run one test in N of each file: a sample for a further pass."
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    every, seen = config.getoption("every"), Counter[Path]()
+    chosen: list[pytest.Item] = []
+    left: list[pytest.Item] = []
+    for item in items:
+        (left if seen[item.path] % every else chosen).append(item)
+        seen[item.path] += 1
+    items[:] = chosen
+    config.hook.pytest_deselected(items=left)
+
 
 Make = Callable[..., Path]
 BASE: dict[str, Any] = {
