@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,11 +12,30 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-torch.set_num_threads(1)  # the models are tiny: a second thread costs more than it gives
+# One thread unless asked: the models are tiny, and a second thread costs more than it gives.
+torch.set_num_threads(int(os.environ.get("OUTRIDER_TEST_THREADS", "1")))
 settings.register_profile(
     "steady", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )  # a busy machine is no failure
 settings.load_profile("steady")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--every", type=int, default=1, help="Run one test in N of each file: a sample for a further pass."
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    every, seen = config.getoption("every"), Counter[Path]()
+    chosen: list[pytest.Item] = []
+    left: list[pytest.Item] = []
+    for item in items:
+        (left if seen[item.path] % every else chosen).append(item)
+        seen[item.path] += 1
+    items[:] = chosen
+    config.hook.pytest_deselected(items=left)
+
 
 Make = Callable[..., Path]
 BASE: dict[str, Any] = {

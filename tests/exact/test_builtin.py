@@ -15,7 +15,7 @@ import itertools
 import os
 import random
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -99,15 +99,6 @@ def wording(i: int) -> str:
         n=12 + 7 * (i % 9) + round, m=3 + (i + round) % 6, name=NAMES[(i + round) % 5], city=CITIES[(i + 2 * round) % 5],
         thing=THINGS[(i + 3 * round) % 5],
     )  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def threads() -> Iterator[None]:
-    """Two threads, where there are two: more than one must not change a bit either."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(min(2, os.cpu_count() or 1))
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

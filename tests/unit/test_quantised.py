@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import platform
 import random
 import shutil
@@ -18,7 +19,7 @@ from torch import Tensor
 from outrider import ConfigError
 from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
-from outrider.kernels import cpu, structs
+from outrider.kernels import build, cpu, structs
 from outrider.kernels.quantised import Quantised, join
 from outrider.kernels.reference import TorchKernels
 from outrider.models.decoder import Decoder
@@ -182,18 +183,11 @@ def test_linear_writes_nothing_past_its_outputs(bits: int) -> None:
 def test_other_processors(march: str, tmp_path: Path) -> None:
     """Without dot products of bytes, and without AVX at all: the same integers, and floats that differ by rounding alone."""
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))))
-    built, source = tmp_path / "kernels.so", Path(cpu.__file__).parent
-    flags = [
-        *(flag for flag in cpu.FLAGS if flag not in ("-march=native", "-O3")),
-        f"-march={march}",
-        "-O1",
-        "-w",
-    ]
-    subprocess.run(
-        [compiler, *flags, *(str(source / name) for name in cpu.SOURCES), "-o", str(built), "-lm"], check=True
-    )
+    built, sources = tmp_path / "kernels.so", build.recipe({}).sources
+    flags = [*build.FLAGS, f"-march={march}", "-O1", "-w"]
+    subprocess.run([compiler, *flags, *map(str, sources), "-o", str(built), "-lm"], check=True)
     ours = c_kernels(torch.float32)
-    theirs = type(ours)(cpu._declare(cpu.ctypes.CDLL(str(built))), torch.float32)
+    theirs = type(ours)(cpu.declare(ctypes.CDLL(str(built))), torch.float32)
     for bits in (8, 4):
         weight, x = ours.pack(some(70, 96, bits, True)), torch.randn(5, 96)
         near(theirs.linear(x, weight), ours.linear(x, weight), 1e-5)

@@ -69,6 +69,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Exit status: 0, 1 where a check failed, 2 for anything wrong with what was asked (one line says what), 130 for Ctrl-C."""
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     given = completed(sys.argv[1:] if arguments is None else arguments)
+    # INFO: says so when it compiles the kernels, which takes seconds
+    logging.getLogger("outrider").setLevel(logging.INFO)
     try:
         status = app(given, prog_name="outrider", standalone_mode=False)
         sys.stdout.flush()

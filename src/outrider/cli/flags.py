@@ -106,7 +106,7 @@ ENGINE = (
          "So many of the last layers on the GPU, the rest on the CPU; without it all on the device.", read=_layers),
     Flag("tokenizer", str, "--tokenizer", "Folder or hub id, where the model has no tokenizer of its own."),
     Flag("revision", str, "--revision", "Branch, tag or commit on the hub."),
-    Flag("threads", int, "--threads -t", "Threads on the CPU; without it one for each core."),
+    Flag("threads", int, "--threads -t", "Threads on the CPU; without it OMP_NUM_THREADS, or one for each core."),
 )  # fmt: skip
 SPECULATION = (
     Flag("model", str, _names(*MODEL_DRAFT), "A smaller model that drafts: folder, .gguf file or hub id."),
@@ -247,10 +247,12 @@ def load(engine: Given, speculative_config: Mapping[str, Any] | None = None, **m
     import torch
     from rich.console import Console
 
+    from outrider.kernels.threads import limit
     from outrider.llm import LLM
 
     engine = {**engine, **more}
     threads = engine.pop("threads", None)
+    limit()  # now, so that what is asked for explicitly is not lowered later
     if threads is not None:
         if threads < 1:
             raise ConfigError(f"threads must be at least 1, got {threads}.")

@@ -223,8 +223,10 @@ class Kernels(Protocol):
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
     """The fastest kernels that run here.  OUTRIDER_KERNELS=torch asks for the reference."""
-    from outrider.kernels import cpu, reference
+    from outrider.kernels import cpu, reference, threads
 
+    if device.type == "cpu":
+        threads.limit()
     library = _compiled(device)
     if library is not None and dtype in (torch.float32, torch.bfloat16):
         return cpu.CpuKernels(library, dtype)

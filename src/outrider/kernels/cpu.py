@@ -1,4 +1,4 @@
-"""The C kernels: compiled on first use for this very processor, cached, and called through ctypes.
+"""The C kernels, called through ctypes (build.py compiles them for this processor on first use).
 
 torch is imported first on purpose: the library then shares torch's OpenMP threads instead of bringing a second pool.
 """
@@ -6,20 +6,11 @@ torch is imported first on purpose: the library then shares torch's OpenMP threa
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import logging
-import math
 import os
-import platform
-import shlex
-import shutil
-import subprocess
-import tempfile
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,109 +18,31 @@ from torch import Tensor
 
 from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
-from outrider.kernels import chain, lora, picking, runs, structs, tree
+from outrider.kernels import build, chain, lora, picking, runs, structs, threads, tree
 from outrider.kernels.chain import Chained, Halt
 from outrider.kernels.lora import Adapted, Adapter, Runs
+from outrider.kernels.packing import KINDS, Packed, pack
 from outrider.kernels.picking import Picking
 from outrider.kernels.quantised import Quantised
 from outrider.models.spec import Spec
-from outrider.models.validate import MAX_HEAD_DIM, check_attention
+from outrider.models.validate import check_attention
 
 if TYPE_CHECKING:
     from outrider.kernels import Bend, Chain, Heads
     from outrider.models.decoder import Layer
 
-PANEL, WIDE = (
-    64,
-    32,
-)  # outputs side by side in a packed weight; the same constants as in kernels.c and quantised.c
 KEPT = 1 << 24  # bytes of logits
-KINDS = {
-    torch.float32: 0,
-    torch.bfloat16: 1,
-    torch.int8: 2,
-}  # FLOAT, BFLOAT and INT8 of simd.h; INT4 is for weights only
-SOURCES = (
-    "kernels.c",
-    "lora.c",
-    "pair.c",
-    "quantised.c",
-    "runs.c",
-    "sample.c",
-    "stop.c",
-    "tree.c",
-    "whole.c",
-)
-FLAGS = (
-    "-O3",
-    "-march=native",
-    "-ffp-contract=fast",
-    "-fno-math-errno",
-    "-fopenmp",
-    "-shared",
-    "-fPIC",
-    "-std=gnu11",
-    f"-DMAX_HEAD_DIM={MAX_HEAD_DIM}",
-)
-log = logging.getLogger("outrider")
-
-
-def _build(compiler: list[str], sources: list[Path], target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        made = Path(folder) / "kernels.so"
-        command = [*compiler, *FLAGS, *map(str, sources), "-o", str(made), "-lm"]
-        result = subprocess.run(command, capture_output=True, text=True)
-        if result.returncode:
-            raise OSError(result.stderr.strip()[-800:])
-        os.replace(made, target)  # atomic: two processes may build at once
 
 
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels, or None (with one warning) where they cannot be built."""
-    compiler = shlex.split(os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), ""))
-    if not compiler:
-        log.warning(
-            "no C compiler found: the torch kernels are used, which are exact but slower (install gcc or clang)"
-        )
-        return None
-    sources = [Path(__file__).with_name(name) for name in SOURCES]
-    headers = (path.read_text() for path in sorted(Path(__file__).parent.glob("*.h")))
-    cpu = next((line for line in _cpuinfo() if line.startswith(("flags", "Features"))), platform.processor())
-    version = _version(compiler)
-    stamp = hashlib.sha256(
-        "\0".join([*headers, *(s.read_text() for s in sources), *FLAGS, cpu, version]).encode()
-    ).hexdigest()[:16]
-    try:
-        cache = Path(
-            os.environ.get("OUTRIDER_CACHE")
-            or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
-        )
-        target = cache / f"kernels-{stamp}.so"
-        if not target.exists():
-            _build(compiler, sources, target)
-        return _declare(ctypes.CDLL(str(target)))
-    except (OSError, RuntimeError) as error:
-        log.warning("the C kernels could not be built, the slower torch kernels are used: %s", error)
-        return None
+    """The compiled kernels. None, with one warning, if there are none and they cannot be built."""
+    made = build.load(build.recipe(os.environ), os.environ)
+    return None if made is None else declare(made)
 
 
-def _version(compiler: list[str]) -> str:
-    try:
-        return subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout
-    except OSError:
-        return ""  # _build will say what is wrong
-
-
-def _cpuinfo() -> list[str]:
-    try:
-        return Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return []
-
-
-def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
+def declare(lib: ctypes.CDLL) -> ctypes.CDLL:
+    """The signatures of all functions."""
     p, n, i, f = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
     w = ctypes.POINTER(structs.Weight)
     lib.linear.argtypes = [w, p, n, n, p, n, i]
@@ -185,25 +98,6 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
 
 
 @dataclass
-class Packed:
-    """[O,K] as panels [O/64][K][64], or [O/64][K/2][64][2] in bfloat16: 64 outputs lie side by side for every input; or in
-    integers as quantised.c describes."""
-
-    data: Tensor
-    bias: Tensor | None
-    inputs: int
-    outputs: int
-    kind: int
-    group: int = 0
-    offsets: bool = False
-    unit: float = 1.0
-
-    def __post_init__(self) -> None:
-        bias = None if self.bias is None else self.bias.data_ptr()
-        self.c = structs.Weight(self.data.data_ptr(), bias, self.kind, self.group, self.offsets, self.unit)
-
-
-@dataclass
 class Stack:
     """Blocks as the C structs, and the tensors that these point into."""
 
@@ -239,22 +133,7 @@ class CpuKernels(Picking):
         ] = {}  # by shape: the logits of the last call, and their address
 
     def pack(self, weight: Tensor | Quantised, bias: Tensor | None = None) -> Packed:
-        bias = None if bias is None else bias.float().contiguous()
-        if isinstance(weight, Quantised):
-            if weight.group % 16 == 0:
-                return _integers(weight.regrouped(32 if weight.group % 32 == 0 else 16), bias)
-            weight = weight.dense()  # the vectors cannot follow such groups
-        outputs, inputs = weight.shape
-        half = self.dtype == torch.bfloat16
-        wide, deep = -(-outputs // PANEL) * PANEL, inputs + inputs % 2 if half else inputs
-        if (wide, deep) != (outputs, inputs):
-            weight = torch.nn.functional.pad(weight, (0, deep - inputs, 0, wide - outputs))
-        weight = weight.to(self.dtype)
-        if half:
-            data = weight.view(wide // PANEL, PANEL, deep // 2, 2).permute(0, 2, 1, 3).contiguous()
-        else:
-            data = weight.view(wide // PANEL, PANEL, deep).permute(0, 2, 1).contiguous()
-        return Packed(data, bias, inputs, outputs, KINDS[self.dtype])
+        return pack(weight, bias, self.dtype)
 
     def linear(self, x: Tensor, weight: Packed, add: Tensor | None = None) -> Tensor:
         n = x.shape[0]
@@ -370,6 +249,7 @@ class CpuKernels(Picking):
         u: Tensor | None = None,
         layer: int = 0,
     ) -> Tensor:
+        threads.adopt()
         stack.shape.kv, adapted = KINDS[pool.dtype], lora.rows(runs)
         rows = structs.rows(plan, adapted)
         at, wide = (None, 0) if u is None else (u.data_ptr(), u.shape[1])
@@ -384,6 +264,7 @@ class CpuKernels(Picking):
         self, stack: Stack, ends: Ends, plan: Plan, pool: Pool, wanted: Sequence[int], kept: dict[int, Tensor],
         trees: picking.Trees, runs: Runs = (),
     ) -> Tensor:  # fmt: skip
+        threads.adopt()
         stack.shape.kv, adapted = KINDS[pool.dtype], lora.rows(runs)
         rows, places = structs.rows(plan, adapted), array("q", wanted)
         taps = _taps(stack.shape, plan.length, kept) if kept else None
@@ -405,6 +286,7 @@ class CpuKernels(Picking):
         self, stack: Stack, ends: Ends, plan: Plan, pool: Pool, chains: Sequence[Chain], vocabulary: int, halt: Halt | None = None,
         states: Tensor | None = None,
     ) -> Chained:  # fmt: skip
+        threads.adopt()
         stack.shape.kv, rows = KINDS[pool.dtype], structs.rows(plan)
         room = chain.Room(chains, halt)
         self.lib.chain(
@@ -424,38 +306,3 @@ def _taps(shape: structs.Shape, rows: int, kept: dict[int, Tensor]) -> ctypes.Ar
         kept[layer] = torch.empty(rows, shape.hidden)
         taps[layer] = kept[layer].data_ptr()
     return taps
-
-
-def _integers(weight: Quantised, bias: Tensor | None) -> Packed:
-    """The layout of quantised.c; `unit`, a power of two, brings the scales into the range of half precision."""
-    (outputs, inputs), group = weight.values.shape, weight.group
-    groups, lines = inputs // group, -(-outputs // WIDE)
-    pad = (0, 0, 0, lines * WIDE - outputs)
-    values = torch.nn.functional.pad(weight.values, pad)
-    if weight.bits == 8:
-        unsigned = (values.view(torch.uint8) ^ 128).view(lines, WIDE, groups, group // 4, 4)
-        data = unsigned.permute(0, 2, 3, 1, 4).reshape(lines, groups, -1)
-    else:
-        halves = (values + 8).view(torch.uint8).view(lines, WIDE, groups, group // 16, 2, 2, 4)
-        data = (
-            (halves[:, :, :, :, 0] | halves[:, :, :, :, 1] << 4)
-            .permute(0, 2, 3, 4, 1, 5)
-            .reshape(lines, groups, -1)
-        )
-    rows = [part for part in (weight.scales, weight.offsets) if part is not None]
-    most = max(float(part.abs().max()) for part in rows)
-    unit = (
-        2.0 ** (math.frexp(most)[1] - 15) if most > 0 and math.isfinite(most) else 1.0
-    )  # the largest is just below 2**15
-    small = [
-        torch.nn.functional.pad(part / unit, pad)
-        .half()
-        .view(lines, WIDE, groups)
-        .transpose(1, 2)
-        .contiguous()
-        for part in rows
-    ]
-    data = torch.cat([data, *(part.view(torch.uint8) for part in small)], dim=-1)
-    return Packed(
-        data, bias, inputs, outputs, 2 if weight.bits == 8 else 3, group, weight.offsets is not None, unit
-    )

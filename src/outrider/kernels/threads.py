@@ -1,0 +1,69 @@
+"""How many threads the CPU kernels use: OMP_NUM_THREADS, torch.set_num_threads, and no more processors than there are.
+
+torch counts the processors that the affinity mask allows. It does not know the quota of a container (`docker --cpus=2`), where
+more threads than that only make each other wait.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+GROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+@lru_cache(maxsize=1)
+def limit() -> None:
+    """Lowers torch's threads, once a process, to the processors of its control group, unless OMP_NUM_THREADS is set.
+
+    A later torch.set_num_threads is left as it is.
+    """
+    allowed = quota(GROUPS, OWN)
+    if allowed is not None and not os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(min(torch.get_num_threads(), max(1, math.ceil(allowed))))
+
+
+def adopt() -> None:
+    """Gives the calling thread torch's number of threads: OpenMP has one for each, and a new thread begins with all processors."""
+    torch.get_num_threads()  # sets it on a thread's first call
+
+
+def quota(groups: Path, own: Path) -> float | None:
+    """The processors, often a fraction, that a process's control group and those above it allow; None if there is no quota.
+
+    groups: where the control groups are mounted, as version 1 or 2; own: the list of the process's groups.
+    """
+    return min(_quotas(groups, own), default=None)
+
+
+def _quotas(groups: Path, own: Path) -> Iterator[float]:
+    with suppress(OSError):
+        for line in own.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                mounts, read = [groups], _version_2
+            elif "cpu" in controllers.split(","):
+                mounts, read = [groups / controllers, groups / "cpu"], _version_1
+            else:
+                continue
+            inner = Path(path.strip("/"))
+            for folder in (mount / part for mount in mounts for part in (inner, *inner.parents)):
+                with suppress(OSError, ValueError, ZeroDivisionError):
+                    if (allowed := read(folder)) > 0:
+                        yield allowed
+
+
+def _version_2(folder: Path) -> float:
+    most, period = (folder / "cpu.max").read_text().split()  # "max 100000": no quota, a ValueError
+    return int(most) / int(period)
+
+
+def _version_1(folder: Path) -> float:
+    most, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+    return int(most) / int(period)  # -1: no quota

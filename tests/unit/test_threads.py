@@ -1,0 +1,106 @@
+"""How many threads run: what torch was told, in every Python thread, and no more than a container's processors."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outrider import LLM, SamplingParams
+from outrider.kernels import cpu, threads
+
+PROGRAM = """
+import os, pathlib, sys
+import torch
+from outrider.kernels import kernels_for, threads
+threads.quota = lambda *_: float(sys.argv[1])
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 4))
+kernels_for(torch.device("cpu"), torch.float32)
+lowered = torch.get_num_threads()
+torch.set_num_threads(5)
+kernels_for(torch.device("cpu"), torch.float32)
+print(lowered, torch.get_num_threads())
+"""
+
+
+def written(folder: Path, **files: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text + "\n")
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer", "expected"),
+    [
+        ("250000 100000", "max 100000", 2.5),
+        ("max 100000", "max 100000", None),
+        ("400000 100000", "150000 100000", 1.5),
+        (None, "50000 100000", 0.5),
+        ("nonsense", "max", None),
+    ],
+)
+def test_quota_of_version_2(inner: str | None, outer: str, expected: float | None, tmp_path: Path) -> None:
+    """The least of the group and those above it; a container sees its own as the root."""
+    groups, own = tmp_path / "cgroup", tmp_path / "own"
+    own.write_text("0::/a/b\n")
+    written(groups / "a", cpu__max=outer)
+    written(groups / "a/b", **({} if inner is None else {"cpu__max": inner}))
+    assert threads.quota(groups, own) == expected
+
+
+@pytest.mark.parametrize(("most", "expected"), [("300000", 3.0), ("-1", None)])
+@pytest.mark.parametrize("mount", ["cpu,cpuacct", "cpu"])
+def test_quota_of_version_1(most: str, expected: float | None, mount: str, tmp_path: Path) -> None:
+    groups, own = tmp_path / "cgroup", tmp_path / "own"
+    own.write_text("4:memory:/x\n3:cpu,cpuacct:/docker/a:b\n0::/\n")
+    place = groups / mount / "docker/a:b"
+    written(place, cpu__cfs_quota_us=most, cpu__cfs_period_us="100000")
+    assert threads.quota(groups, own) == expected
+
+
+def test_no_control_groups(tmp_path: Path) -> None:
+    assert threads.quota(tmp_path / "none", tmp_path / "none either") is None
+
+
+@pytest.mark.parametrize(
+    ("quota", "omp", "expected"), [("1.5", None, 2), ("0.3", None, 1), ("64", None, 4), ("1", "3", 3)]
+)
+def test_threads_are_lowered_once_to_the_quota(quota: str, omp: str | None, expected: int) -> None:
+    """Not what OMP_NUM_THREADS asks for, and not what torch is told afterwards."""
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    if omp is not None:
+        environment["OMP_NUM_THREADS"] = omp
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM, quota], env=environment, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.split() == [str(expected), "5"]
+
+
+@pytest.mark.skipif(cpu.library() is None, reason="no C compiler here")
+def test_a_new_python_thread_uses_as_many_as_torch_was_told(tiny: Any) -> None:
+    """OpenMP counts by thread of the system, and a new one begins with all processors."""
+    library = ctypes.CDLL(None)
+    library = cpu.library() if not hasattr(library, "omp_get_max_threads") else library
+    llm, seen = LLM(str(tiny), max_model_len=64), []
+
+    def generate() -> None:
+        llm.generate({"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=3))
+        seen.append(library.omp_get_max_threads())
+
+    before = torch.get_num_threads()
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            worker = threading.Thread(target=generate)
+            worker.start()
+            worker.join()
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [1, 3]
