@@ -20,9 +20,7 @@ from outrider.draft.union import Union
 from outrider.types import ROOT, Batch, Budget, Draft
 
 PROMPTS = tiny_prompts(5, seed=4, longest=20)
-PARAMS = [
-    SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=14, ignore_eos=True) for i in range(5)
-]
+PARAMS = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=14, ignore_eos=True) for i in range(5)]
 SMALL = list(itertools.product(range(4), range(4)))
 WIDER = list(itertools.product(range(4), range(8)))  # with 0 … 3 nodes left beside a window of 2, 3 or 4
 MIXES = {name for name in draft.names() if issubclass(draft.method(name), Union)}

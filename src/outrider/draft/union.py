@@ -332,4 +332,6 @@ def part(commit: Commit, own: Draft, where: Sequence[dict[int, int]], topk: int)
             best.append(
                 [seen[1 + node][:topk] for node in (ROOT, *(theirs[i] for i in keep))] if seen else []
             )
-    return commit._replace(draft=Draft(trees, kept=kept), verdict=Verdict(accepted, commit.verdict.tokens), topk=best)
+    return commit._replace(
+        draft=Draft(trees, kept=kept), verdict=Verdict(accepted, commit.verdict.tokens), topk=best
+    )
