@@ -177,8 +177,7 @@ class Budget:
     def within(self, depth: int | None = None, nodes: int | None = None) -> Budget:
         """The same with at most this depth and so many nodes; None sets no limit."""
         deepest = self.depth if depth is None else min(self.depth, depth)
-        most = self.nodes if nodes is None else min(self.nodes, nodes)
-        return self if (deepest, most) == (self.depth, self.nodes) else Budget(deepest, most)
+        return Budget(deepest, self.nodes if nodes is None else min(self.nodes, nodes))
 
 
 class Guesses(NamedTuple):
