@@ -87,12 +87,12 @@ def write(folder: Path, layers: int = LAYERS, mlp: int = MLP) -> dict[str, Any]:
 
     source = folder / "target"
     shutil.rmtree(source, ignore_errors=True)
-    export.write("builtin", source, export.PLAIN)
+    export.write("builtin", source, 16)
     small = llama(source)
     large = grown(small, layers, mlp)
     large.save_pretrained(folder / "target")  # over the small one, whose tokenizer stays
     shutil.rmtree(folder / "draft", ignore_errors=True)
-    export.write("builtin-draft", folder / "draft", export.PLAIN)
+    export.write("builtin-draft", folder / "draft", 16)
     ids = AutoTokenizer.from_pretrained(source)(list(TEXTS), padding=True, return_tensors="pt").input_ids
     found = difference(small, llama(folder / "target"), ids)
     if found > TOLERANCE:

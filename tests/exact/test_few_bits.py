@@ -16,7 +16,7 @@ from outrider import LLM, SamplingParams
 from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
 from outrider.kernels.quantised import Quantised
-from outrider.models.export import PLAIN, write
+from outrider.models.export import write
 from outrider.models.quantise import quantise
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -132,7 +132,7 @@ def dithered(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The built-in model in bfloat16, each weight moved by up to half a step of its 8 bits: they are stored as whole steps, which 8 bits
     would give back without any loss."""
     folder = tmp_path_factory.mktemp("dithered") / "model"
-    write("builtin", folder, PLAIN)
+    write("builtin", folder, 16)
     tensors, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(0)
     for name, tensor in tensors.items():
         if tensor.dim() == 2:

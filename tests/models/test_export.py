@@ -17,7 +17,9 @@ from outrider import LLM, ConfigError, ModelError
 from outrider.attention.plan import Plan
 from outrider.bench.card import card_of
 from outrider.config import EngineOptions
+from outrider.kernels.quantised import Quantised
 from outrider.models.export import write
+from outrider.models.quantise import quantise
 
 PROMPT = tiny_prompts(1, seed=3)[0]
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -80,12 +82,18 @@ def test_back_in_bfloat16_transformers_reads_it(tmp_path: Path) -> None:
         said = theirs(torch.tensor([PROMPT])).logits[0]
     assert torch.allclose(said, logits(back, dtype="float32"), atol=2e-3)
     assert (said - logits(few)).abs().mean() < 0.05 * said.std()
+    write(str(few), tmp_path / "exact", 32)
+    stored, whole = (load_file(Path(folder) / "model.safetensors") for folder in (tmp_path / "exact", source))
+    assert stored.keys() == whole.keys()
+    for name, tensor in whole.items():
+        expected = quantise(tensor, 8) if tensor.dim() == 2 else tensor
+        assert torch.equal(stored[name], expected.dense() if isinstance(expected, Quantised) else expected)
 
 
 def test_what_cannot_be_written(tmp_path: Path) -> None:
     source = tiny_checkpoint(tmp_path / "source")
     write(source, tmp_path / "few", 8)
-    with pytest.raises(ConfigError, match="bits must be one of 8, 4, 16, got 5"):
+    with pytest.raises(ConfigError, match="bits must be one of 8, 4, 16, 32, got 5"):
         write(source, tmp_path / "new", 5)
     with pytest.raises(ConfigError, match="is not empty"):
         write(source, tmp_path / "few", 8)

@@ -97,7 +97,7 @@ def test_four_bits_are_read_too(toy: LLM, tmp_path: Path) -> None:
     weight = head.weight("hydra_mlp.0.0.res_connection", HIDDEN, 2 * HIDDEN)
     assert isinstance(weight, Quantised) and weight.bits == 4
     whole = network.state_dict()["hydra_mlp.0.0.res_connection.weight"]
-    assert (weight.dense() - whole).abs().max() < 0.1 * whole.abs().max()
+    assert (weight.dense() - whole).abs().max() < 0.15 * whole.abs().max()
     assert torch.equal(head.raw("hydra_mlp.0.0.res_connection.weight"), weight.dense())
     with pytest.raises(ModelError, match="does not fit the target"):
         head.weight("hydra_mlp.0.0.res_connection", HIDDEN, HIDDEN)

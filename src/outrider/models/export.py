@@ -26,14 +26,14 @@ from outrider.models.packed import MIDDLE, PackedWeights
 from outrider.models.quantise import GROUP, quantise
 
 OUTER = ("embed_tokens", "lm_head")
-PLAIN = 16  # bits: bfloat16, not quantised
-CHOICES = (8, 4, PLAIN)
+PLAIN = {16: torch.bfloat16, 32: torch.float32}  # bits: not quantised
+CHOICES = (8, 4, *PLAIN)
 
 
 def write(source: str, folder: Path, bits: int, revision: str | None = None) -> int:
     """Writes the checkpoint `source` to `folder` in so many bits and returns the bytes of its weights.
 
-    16 bits make plain bfloat16 of a compressed-tensors checkpoint.  Raises ModelError for a checkpoint that is no folder, that the lean
+    16 bits make plain bfloat16 of a compressed-tensors checkpoint, 32 bits float32, which keeps the very numbers.  Raises ModelError for a checkpoint that is no folder, that the lean
     decoder cannot run, or that is quantised already; ConfigError for other bits or a folder that is not empty.
     """
     if bits not in CHOICES:
@@ -45,9 +45,9 @@ def write(source: str, folder: Path, bits: int, revision: str | None = None) -> 
     folder.mkdir(parents=True, exist_ok=True)
     config = read_json(checkpoint.folder / "config.json")
     weights = Weights(checkpoint.folder)
-    if bits == PLAIN:
+    if bits in PLAIN:
         config.pop("quantization_config", None)
-        config["dtype"] = "bfloat16"
+        config["dtype"] = str(PLAIN[bits]).removeprefix("torch.")
     else:
         config["quantization_config"] = scheme(bits, [name for name in weights if _plain(weights, name)])
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -63,11 +63,11 @@ def _check(checkpoint: Checkpoint, bits: int) -> None:
             raise ModelError(
                 f"{checkpoint.name!r} is {checkpoint.spec.architecture}, which cannot be run from few bits."
             )
-    elif bits != PLAIN:
+    elif bits not in PLAIN:
         raise ModelError(f"{checkpoint.name!r} is quantised already: write it with 16 bits first.")
     elif checkpoint.scheme.method != "compressed-tensors":
         raise ModelError(
-            f"{checkpoint.name!r} is quantised by {checkpoint.scheme.method}; only compressed-tensors can be written with 16 bits."
+            f"{checkpoint.name!r} is quantised by {checkpoint.scheme.method}; only compressed-tensors can be written with {bits} bits."
         )
 
 
@@ -81,12 +81,13 @@ def _write_weights(weights: Weights, checkpoint: Checkpoint, folder: Path, bits:
     where, size = dict[str, str](), 0
     for path, names in files.items():
         target = folder / f"{path.stem.replace('pytorch_model', 'model')}{SAFE}"
-        if bits != PLAIN:
+        if bits not in PLAIN:
             tensors = packed(((name, weights.raw(name)) for name in names), bits)
         elif checkpoint.scheme is None:
-            tensors = {name: weights.raw(name).to(torch.bfloat16).contiguous() for name in names}
+            tensors = {name: weights.raw(name).to(PLAIN[bits]).contiguous() for name in names}
         else:
-            tensors = _dense(PackedWeights(weights, checkpoint.scheme), names)
+            dense = _dense(PackedWeights(weights, checkpoint.scheme), names)
+            tensors = {name: tensor.to(PLAIN[bits]).contiguous() for name, tensor in dense.items()}
         save_file(tensors, target, {"format": "pt"})
         where |= dict.fromkeys(tensors, target.name)
         size += target.stat().st_size
@@ -105,7 +106,7 @@ def _dense(weights: PackedWeights, names: Iterable[str]) -> dict[str, Tensor]:
             tensors[f"{layer}.weight"] = weight.dense() if isinstance(weight, Quantised) else weight
         elif not weights.belongs(name):
             tensors[name] = weights.named.raw(name)
-    return {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in tensors.items()}
+    return tensors
 
 
 def _copy_rest(checkpoint: Checkpoint, folder: Path) -> None:
