@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from outrider.models.hub import locate
+from outrider.models import export
 
 LAYERS, MLP = 24, 3200
 SPREAD = 0.02  # standard deviation of the added weights, as Llama starts with
@@ -85,14 +85,14 @@ def write(folder: Path, layers: int = LAYERS, mlp: int = MLP) -> dict[str, Any]:
     """Writes DIR/target and DIR/draft.  Raises SystemExit where the grown target says something else."""
     from transformers import AutoTokenizer
 
-    source = locate("builtin")
+    source = folder / "target"
+    shutil.rmtree(source, ignore_errors=True)
+    export.write("builtin", source, 16)
     small = llama(source)
     large = grown(small, layers, mlp)
-    large.save_pretrained(folder / "target")
-    for file in source.iterdir():
-        if "token" in file.name or "template" in file.name or file.name == "generation_config.json":
-            shutil.copy(file, folder / "target")
-    shutil.copytree(locate("builtin-draft"), folder / "draft", dirs_exist_ok=True)
+    large.save_pretrained(folder / "target")  # over the small one, whose tokenizer stays
+    shutil.rmtree(folder / "draft", ignore_errors=True)
+    export.write("builtin-draft", folder / "draft", 16)
     ids = AutoTokenizer.from_pretrained(source)(list(TEXTS), padding=True, return_tensors="pt").input_ids
     found = difference(small, llama(folder / "target"), ids)
     if found > TOLERANCE:

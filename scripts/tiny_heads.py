@@ -38,9 +38,11 @@ from outrider.draft.mtp.network import Network as Mtp
 from outrider.draft.redrafter.network import Network as ReDrafter
 from outrider.heads.files import BUILTIN
 from outrider.heads.sample import Outer, read
+from outrider.models.export import packed, scheme
 from outrider.types import FINAL
 
 TEXTS, LENGTH, BATCH, RATE, KNOWN = 700, 160, 8, 1.5e-3, 2048
+BITS = 8
 TAPS = (2, 4, 5)  # of the target's 8 layers, as EAGLE-3 takes them
 
 
@@ -54,7 +56,7 @@ def made(hidden: int, vocabulary: int, known: tuple[int, ...]) -> dict[str, tupl
             TAPS,
         ),
         "medusa": (Medusa(hidden, vocabulary, heads=3, own=False), (FINAL,)),
-        "hydra": (Hydra(hidden, vocabulary, heads=1, layers=1), (FINAL,)),
+        "hydra": (Hydra(hidden, vocabulary, heads=1, layers=1, own=False), (FINAL,)),
         "mlp_speculator": (
             Mlp(hidden, 128, vocabulary, n_predict=3, tie_weights=True, scale_input=True),
             (FINAL,),
@@ -115,11 +117,11 @@ def train(
 
 
 def save(name: str, network: Any) -> int:
+    """In 8 bits; returns the bytes of the weights."""
     folder = BUILTIN / name
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(
-        json.dumps({**network.config(), "torch_dtype": "bfloat16"}, indent=1) + "\n"
-    )
+    config = {**network.config(), "torch_dtype": "bfloat16", "quantization_config": scheme(BITS)}
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
     for key, tensor in network.state_dict().items():
@@ -131,7 +133,7 @@ def save(name: str, network: Any) -> int:
                 .clone()
                 .contiguous()
             )
-    save_file(tensors, folder / "model.safetensors")
+    save_file(packed(tensors.items(), BITS), folder / "model.safetensors")
     return (folder / "model.safetensors").stat().st_size
 
 
@@ -150,8 +152,6 @@ if __name__ == "__main__":
     known = tuple(sorted(token for token, _ in counted.most_common(KNOWN)))
     networks = made(llm.engine.decoder.spec.hidden, llm.engine.target.vocabulary, known)
     networks = {name: of for name, of in networks.items() if not given.heads or name in given.heads}
-    if "hydra" in networks:
-        networks["hydra"][0].start(Outer.of(llm.engine.decoder))
     console.print(
         f"{sum(map(len, data)):,} tokens; a uniform guess has a loss of {math.log(llm.engine.target.vocabulary):.2f}"
     )

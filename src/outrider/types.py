@@ -167,11 +167,26 @@ class Batch:
         return self.starts[r] + self.known[r]
 
 
-class Budget(NamedTuple):
-    """What a drafter may spend on one row: levels and nodes."""
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Draft tokens that one row may get in a step: levels of the tree, and nodes.
+
+    0 <= depth <= nodes always holds, and both are 0 if either is: a depth that the nodes cannot fill is cut.
+    """
 
     depth: int = 0
     nodes: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.depth <= self.nodes:
+            depth = max(0, min(self.depth, self.nodes))
+            object.__setattr__(self, "depth", depth)
+            object.__setattr__(self, "nodes", self.nodes if depth else 0)
+
+    def within(self, depth: int | None = None, nodes: int | None = None) -> Budget:
+        """The same with at most this depth and so many nodes; None sets no limit."""
+        deepest = self.depth if depth is None else min(self.depth, depth)
+        return Budget(deepest, self.nodes if nodes is None else min(self.nodes, nodes))
 
 
 class Guesses(NamedTuple):
@@ -236,10 +251,15 @@ class Resume(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """The guesses of one step: trees[r] hangs from the last known token of row r; siblings that were chosen hold distinct tokens."""
+    """The draft trees of one step: trees[r] hangs from the last known token of row r; siblings that were chosen hold distinct tokens.
+
+    kept: after a cut, the nodes of each row's proposed tree that are left, ascending: node i of trees[r] was node kept[r][i].  None
+    where no tree was cut.
+    """
 
     trees: Sequence[Guesses]
     resume: Resume | None = None
+    kept: Sequence[Sequence[int]] | None = None
 
     @property
     def sizes(self) -> list[int]:

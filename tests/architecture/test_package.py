@@ -8,7 +8,7 @@ from pathlib import Path
 import outrider
 
 BUILTIN = Path(outrider.__file__).parent / "builtin"
-LARGEST = 60_000_000  # bytes of a wheel; the code is less than a hundredth of it
+LARGEST = 40_000_000  # bytes of a wheel; the code is less than a hundredth of it
 BLOCK, EVERY = 1 << 16, 16
 
 

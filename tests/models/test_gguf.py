@@ -27,7 +27,7 @@ from helpers import (
 )
 from safetensors.torch import load_file, save_file
 
-from outrider import LLM, ConfigError, ModelError, OutriderError, SamplingParams
+from outrider import LLM, ModelError, OutriderError, SamplingParams
 from outrider.attention.plan import Plan
 from outrider.bench.card import card_of
 from outrider.config import EngineOptions
@@ -396,8 +396,9 @@ def test_auto_dtype_and_quantization_follow_the_file(plain: Path, wide: str, tmp
     assert LLM(str(plain)).engine.decoder.dtype == torch.float32
     file = write(tmp_path / "model.gguf", shutil.copytree(wide, tmp_path / "source"), lambda name: "Q8_0")
     assert Checkpoint.open(str(file)).config.dtype == torch.bfloat16
-    with pytest.raises(ConfigError, match="quantised already"):
-        LLM(str(file), quantization="int4")
+    many, few = LLM(str(file)), LLM(str(file), quantization="int4")
+    assert in_memory(LLM(str(file), quantization="int8")) == in_memory(many)
+    assert in_memory(few) < 0.8 * in_memory(many)
 
 
 # ---- what is wrong with a file

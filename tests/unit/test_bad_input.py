@@ -360,7 +360,7 @@ def test_tokenizers_that_disagree_are_refused(tmp_path: Path) -> None:
     """The same size says nothing: here two tokens have changed places."""
     import outrider
 
-    shutil.copytree(Path(outrider.__file__).parent / "builtin" / "draft", tmp_path / "draft")
+    shutil.copytree(Path(outrider.__file__).parent / "builtin" / "target", tmp_path / "draft")
     file = tmp_path / "draft" / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
     vocabulary = tokenizer["model"]["vocab"]

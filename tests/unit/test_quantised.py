@@ -16,7 +16,6 @@ import torch
 from test_kernels import LAYOUTS, SLOTS, c_kernels, heads_of, near, needs_c, pools, random_plan, two_threads
 from torch import Tensor
 
-from outrider import ConfigError
 from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
 from outrider.kernels import build, cpu, structs
@@ -265,7 +264,7 @@ def test_join_changes_no_number() -> None:
 
 
 def test_a_checkpoint_that_is_quantised_already(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reader that gives quantised weights is all that a format needs; asking for another one on top is refused."""
+    """A reader that gives quantised weights is all that a format needs.  What has few enough bits stays; what has more gets fewer."""
     source = Checkpoint.open(str(checkpoint()))
     expected = Decoder(source, torch.float32, CPU, 64, "int8")
     read = Weights.linear
@@ -279,8 +278,9 @@ def test_a_checkpoint_that_is_quantised_already(checkpoint: Any, monkeypatch: py
     plan = ids_plan(list(range(5, 15)))
     x, y = (d.logits(d.forward(plan, d.pool(16)), list(range(10))) for d in (decoder, expected))
     assert torch.equal(x, y)
-    with pytest.raises(ConfigError, match="quantised already"):
-        Decoder(source, torch.float32, CPU, 64, "int4")
+    again, fewer = (Decoder(source, torch.float32, CPU, 64, form) for form in ("int8", "int4"))
+    assert torch.equal(again.logits(again.forward(plan, again.pool(16)), list(range(10))), y)
+    assert fewer.layers[0].o.data.nbytes < again.layers[0].o.data.nbytes
 
 
 # ---- K and V

@@ -13,6 +13,7 @@ from torch import Tensor
 from toys import HIDDEN, V, save_head, toy_target
 
 from outrider import LLM, SamplingParams, draft
+from outrider.config import SpeculativeOptions
 from outrider.draft.redrafter import ReDrafter
 from outrider.draft.redrafter.network import Network
 from outrider.heads.files import Head
@@ -65,7 +66,11 @@ class Naive:
             y = t["input_proj.weight"] @ y + t["input_proj.bias"]
         for i in range(self.blocks):
             y = y + silu(t[f"lm_head.{i}.linear.weight"] @ y + t[f"lm_head.{i}.linear.bias"])
-        return (t[f"lm_head.{self.blocks}.weight"] @ y).log_softmax(-1)
+        logits = t[f"lm_head.{self.blocks}.weight"] @ y
+        fifty = sorted(range(len(logits)), key=lambda token: -logits[token])[:50]
+        kept = torch.full_like(logits, float("-inf"))
+        kept[fifty] = logits[fifty]
+        return kept.log_softmax(-1)
 
     def beams(self, pending: int, width: int, levels: int) -> dict[tuple[int, ...], float]:
         """Every prefix that beam search keeps at some level, and the log of its probability."""
@@ -157,6 +162,36 @@ def test_every_layout_says_what_a_naive_network_says(layout: str, llm: LLM, tmp_
     folder = save_head(tmp_path / "head", net.config(), stored, file)
     assert draft.detect(folder) == "redrafter"
     check(ReDrafter(ReDrafter.Options(model=folder, beam_width=4, nodes=99), llm.engine.target), tensors)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_beams_are_searched_among_the_fifty_best_tokens(seed: int, llm: LLM) -> None:
+    """Flat logits: without the cut, what a beam is worth beside another, and so which ones survive, would differ."""
+    torch.manual_seed(seed)
+    net = Network(HIDDEN, V)
+    net.lm_head[-1].weight.data.mul_(3.0)
+    head = Head.of("flat", net.config(), net.state_dict())
+    drafter = ReDrafter(ReDrafter.Options(beam_width=10, nodes=999), llm.engine.target, head)
+    check(drafter, dict(net.state_dict()))
+
+
+def test_more_beams_than_tokens_are_left(llm: LLM) -> None:
+    """A first level of 64 beams finds 50 tokens, at a temperature, too; none where the request allows no token of these."""
+    drafter = drafter_of(llm, beam_width=64, nodes=999)
+    for temperature in (0.0, 0.8):
+        row = seen(drafter, greedy(TEXT), state())
+        row.law = SamplingParams(temperature=temperature).law
+        tree = guess(drafter, row, 1)
+        assert len(tree.tokens) == 50
+    others = sorted({*range(V)} - {*tree.tokens})
+    prompt = {"prompt_token_ids": TEXT}
+    params = SamplingParams(
+        temperature=0.8, seed=1, max_tokens=20, allowed_token_ids=others[:3], ignore_eos=True
+    )
+    llm.use(None)
+    plain = llm.generate(prompt, params)[0].outputs[0].token_ids
+    llm.engine.use(drafter, SpeculativeOptions.of({"method": "redrafter", "model": "unused"}))
+    assert llm.generate(prompt, params)[0].outputs[0].token_ids == plain
 
 
 def test_numbered_names_need_their_config(llm: LLM, tmp_path: Path) -> None:

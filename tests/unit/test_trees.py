@@ -61,8 +61,10 @@ def controller(size: int = 0, **options: object) -> FixedController:
 @given(st.lists(st.tuples(trees(), st.integers(0, 6), st.integers(0, 16)), min_size=1, max_size=4))
 def test_trim_is_ancestor_closed_and_within_the_budget(rows: list[tuple[Guesses, int, int]]) -> None:
     budgets = [Budget(depth, nodes) for _, depth, nodes in rows]
-    trimmed = controller().trim(Draft([guesses for guesses, _, _ in rows]), budgets).trees
-    for (before, depth, nodes), after in zip(rows, trimmed):
+    draft = controller().trim(Draft([guesses for guesses, _, _ in rows]), budgets)
+    told = draft.kept or [range(len(guesses.tokens)) for guesses, _, _ in rows]
+    for (before, depth, nodes), after, left in zip(rows, draft.trees, told):
+        assert after == before.only(left)
         assert len(after.tokens) <= nodes
         kept = [
             tuple(after.tokens[i] for i in path_to(after.parents, node)) for node in range(len(after.tokens))

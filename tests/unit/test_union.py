@@ -24,7 +24,7 @@ from outrider.draft.draft_model import DraftModel
 from outrider.draft.first import First
 from outrider.draft.ngram import Ngram
 from outrider.draft.suffix import Suffix
-from outrider.draft.union import Union, independent, merge, survivors
+from outrider.draft.union import Union, independent, merge
 from outrider.sampling import dice
 from outrider.types import NOTHING, ROOT, Batch, Budget, Commit, Draft, Guesses, Needs, Row, Verdict
 from outrider.verify.base import Rule
@@ -132,15 +132,13 @@ def test_each_drafter_sees_its_own_part(
     batch = Batch([make_row([5])], [0], [1], [True])
     before = union.propose(batch, [Budget(4, nodes)]).trees[0]
     cut = data.draw(st.sets(st.sampled_from(range(len(before.tokens))))) if before.tokens else set()
-    whole = (
-        before.only([i for i in range(len(before.tokens)) if not cut & set(ancestors(before, i))])
-        if cut
-        else before
-    )
+    kept = [i for i in range(len(before.tokens)) if not cut & set(ancestors(before, i))]
+    whole = before.only(kept) if cut else before
     path = walked(whole, text)
     names = [(), *paths_of(whole)]
     best = [[hash(name) % 97, 1, 2, 3] for name in names]
-    commit = Commit(batch, [1], [text], Draft([whole]), Verdict([path], [text[: len(path) + 1]]), [best])
+    draft = Draft([whole], kept=[kept] if cut else None)
+    commit = Commit(batch, [1], [text], draft, Verdict([path], [text[: len(path) + 1]]), [best])
     union.observe(commit)
     for k, (drafter, tree) in enumerate(zip(drafters, several)):
         mine = drafter.seen[-1]
@@ -176,14 +174,21 @@ def test_probes_come_last_whole_or_not_at_all() -> None:
         assert other.seen[-1].draft.trees[0].probes == (2 if nodes == 6 else 0)
 
 
-def test_survivors_are_found_by_what_they_are() -> None:
-    """A guess is not taken for the probe that holds the same token, nor a draw for a chosen one."""
+@pytest.mark.parametrize("nested", [False, True])
+def test_siblings_with_one_token_are_told_apart(nested: bool) -> None:
+    """Two independent draws of one token: a cut that leaves the second leaves what hangs from it, whoever drew the first."""
     law = torch.ones(9, dtype=torch.float64) / 9
-    before = Guesses([3, 3, 4, 3], [-1, -1, 1, -1], [0.5] * 4, [law], [-1, 0, -1, -1], probes=1)
-    assert survivors(before, before.only([1, 2, 3])) == {1: 0, 2: 1, 3: 2}
-    assert survivors(before, before.only([0, 3])) == {0: 0, 3: 1}
-    assert survivors(before, before.only([3])) == {3: 0}
-    assert survivors(before, before) == {i: i for i in range(4)}
+    tree = Guesses([3, 3, 4, 4], [-1, -1, 0, 1], [0.5] * 4, [law, law, law], [0, 0, 1, 2], repeats=True)
+    mine, silent = Fixed(tree), Fixed(NOTHING)
+    union = together(Union, together(Union, mine) if nested else mine, silent)
+    batch = Batch([make_row([5])], [0], [1], [True])
+    before = union.propose(batch, [Budget(4, 9)]).trees[0]
+    assert before == tree
+    cut = Draft([before.only([1, 3])], kept=[[1, 3]])
+    union.observe(Commit(batch, [1], [[3, 4, 6]], cut, Verdict([[0, 1]], [[3, 4, 6]])))
+    seen = mine.seen[-1]
+    assert seen.draft.trees[0] == tree.only([1, 3]) and seen.verdict.nodes == [[0, 1]]
+    assert seen.draft.kept == [[1, 3]] and silent.seen[-1].verdict.nodes == [[]]
 
 
 # ---- as a drafter

@@ -25,7 +25,7 @@ from outrider.kernels.quantised import Quantised
 from outrider.models import ggml
 from outrider.models.hub import BUILTIN, SAFE, Checkpoint, Weights, locate
 from outrider.models.model import needs_fallback
-from outrider.models.packed import LAYOUTS
+from outrider.models.packed import LAYOUTS, PackedWeights
 from outrider.models.placement import pick_device
 from outrider.models.quantise import GROUP, bits_of
 
@@ -116,7 +116,7 @@ def card_of(options: EngineOptions) -> Card:
     template = (
         checkpoint.gguf.metadata.get("tokenizer.chat_template")
         if checkpoint.gguf
-        else _has_template(checkpoint.folder)
+        else _has_template(checkpoint.tokenizer_folder)
     )
     return Card(
         **about,
@@ -162,9 +162,9 @@ def _memory(options: EngineOptions, checkpoint: Checkpoint, stored: list[Stored]
         if part.vector and not fallback:
             return 32
         own = together[_fused(part.name)]
-        if few is None and all(own):
-            return max(bits for bits in own if bits)
-        return 8 * dtype.itemsize if few is None else _few(8 if part.name in OUTER else few, GROUP, False)
+        outer = part.name.removesuffix("_packed") in OUTER
+        wanted = 8 * dtype.itemsize if few is None else _few(8 if outer else few, GROUP, False)
+        return min(wanted, max(bits for bits in own if bits)) if all(own) else wanted
 
     return {
         "dtype": str(dtype).removeprefix("torch."),
@@ -213,10 +213,13 @@ def _parts(options: EngineOptions, checkpoint: Checkpoint | None, config: Any) -
         return
     scheme = checkpoint.scheme if checkpoint else None
     layout = LAYOUTS[scheme.method] if scheme else None
-    for name, shape, kind in headers(Weights(locate(options.model, options.revision))):
-        last = name.rsplit(".", 1)[-1]
+    weights = Weights(locate(options.model, options.revision))
+    for name, shape, kind in headers(weights):
+        layer, _, last = name.rpartition(".")
         if scheme and layout and last == layout.words:
             bits, group = min(scheme.sizes)
+            if len(scheme.sizes) > 1:  # only compressed-tensors has layers that differ
+                bits = 32 * count(shape) // count(PackedWeights(weights, scheme).shape(layer))
             kind = f"{scheme.method} in {bits} bits"
             yield Stored(
                 name, count(shape) * 32 // bits, kind, False, _few(bits, group, not scheme.symmetric)

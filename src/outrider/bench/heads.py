@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from outrider.bench.card import count, headers
 from outrider.draft import PLAIN_MODEL, detect, methods
 from outrider.draft.dflash.layouts import from_anchor
 from outrider.errors import ModelError
-from outrider.heads.files import Head
+from outrider.heads.files import Head, Packed
 from outrider.models.hub import Weights
 
 TAPS = (
@@ -40,6 +40,7 @@ class Layout(NamedTuple):
     inside: str = ""
 
 
+PACKED = "compressed-tensors"  # type of a layer in few bits
 WHOLE = "model.norm.weight"  # only a language model has it
 JOINED = r"(?:eh_proj|input_proj|mtp_linear_proj\.\d+)"  # what puts a state and a token together, in prediction layers
 SPEC, DRAFTER, MODEL, MEDUSA = (
@@ -54,8 +55,8 @@ LAYOUTS = (
     Layout("Medusa's", r"0\.0\.linear\.weight", r"0\.0\.linear\.weight", r"\d+\.\d+\.weight", r"(\d+)\.\d+\..*"),
     Layout("vLLM's of Medusa", rf"{MEDUSA}blocks\.0\.layers\.0\.weight", rf"{MEDUSA}blocks\.0\.layers\.0\.weight",
            rf"{MEDUSA}lm_heads\.\d+\.weight", rf"{MEDUSA}blocks\.(\d+)\..*"),
-    Layout("Hydra's", r"hydra_lm_head\.0\..*", r"hydra_lm_head\.0\.(?:\d+\.)?weight", r"hydra_lm_head\.0\.(?:\d+\.)?weight",
-           r"hydra_lm_head\.(\d+)\..*"),
+    Layout("Hydra's", r"hydra_mlp\.0\..*", r"hydra_mlp\.0\.\d+\.linear\.weight", r"hydra_lm_head\.0\.(?:\d+\.)?weight",
+           r"hydra_(?:mlp|lm_head)\.(\d+)\..*", across=True),
     Layout("Arctic's LSTM speculator", rf"{SPEC}(?:projs|forget_proj)\.0\.weight", rf"{SPEC}(?:projs|forget_proj)\.0\.weight",
            rf"{SPEC}head\.0\.weight"),
     Layout("MLP speculator", rf"{SPEC}proj\.0\.(?:0\.)?weight", rf"{SPEC}proj\.0\.(?:0\.)?weight", rf"{SPEC}head\.0\.weight",
@@ -113,16 +114,30 @@ def head_card(name: str, revision: str | None = None) -> HeadCard | None:
     )
     kinds, size = Counter[str](), 0
     inside = bool(layout.inside) and WHOLE in head
-    assert isinstance(head.tensors, Weights)
-    for one, shape, kind in headers(head.tensors):
+    for one, shape, kind in _stored(head):
         if not inside or re.fullmatch(layout.inside, one):
             kinds[kind] += count(shape)
+    for one, shape, kind in headers(_file(head)):
+        if not inside or re.fullmatch(layout.inside, one):
             size += count(shape) * _bytes(kind)
     return HeadCard(
         name, method, layout.label, inside, _levels(head, layout), _hidden(head, layout), _vocabulary(head, layout),
-        sum(weights for kind, weights in kinds.items() if kind.startswith(FLOATS)), dict(kinds), size,
+        sum(weights for kind, weights in kinds.items() if kind.startswith((*FLOATS, PACKED))), dict(kinds), size,
         _refused(head, method),
     )  # fmt: skip
+
+
+def _file(head: Head) -> Weights:
+    tensors = head.tensors.tensors if isinstance(head.tensors, Packed) else head.tensors
+    assert isinstance(tensors, Weights)
+    return tensors
+
+
+def _stored(head: Head) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    """(name, shape, type) of every tensor; a layer in few bits is one, its weight."""
+    few = head.tensors.few if isinstance(head.tensors, Packed) else {}
+    yield from ((name, head.tensors.shape(name), PACKED) for name in few)
+    yield from (entry for entry in headers(_file(head)) if entry[0] in head.tensors)
 
 
 def _refused(head: Head, method: str) -> str | None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -12,7 +15,8 @@ from outrider.bench.measure import Measured, Prompts, Run
 from outrider.clock import Times
 from outrider.errors import ConfigError, unknown
 from outrider.llm import LLM
-from outrider.models.hub import locate
+from outrider.models.export import write
+from outrider.models.hub import Checkpoint, locate
 from outrider.outputs import CompletionOutput
 from outrider.sampling.params import SamplingParams
 
@@ -33,6 +37,18 @@ class _Clock:
     def end(self) -> None: ...
 
 
+@contextmanager
+def readable(name: str) -> Iterator[Path]:
+    """The folder of a checkpoint; of one in compressed-tensors a copy in plain numbers, which any engine can read."""
+    scheme = Checkpoint.open(name).scheme
+    if scheme is None or scheme.method != "compressed-tensors":
+        yield locate(name)
+        return
+    with TemporaryDirectory() as folder:
+        write(name, Path(folder), 32)
+        yield Path(folder)
+
+
 def _transformers(
     llm: LLM, params: SamplingParams, draft: str | None, guesses: int
 ) -> Iterator[tuple[str, Answer]]:
@@ -43,8 +59,9 @@ def _transformers(
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
     def loaded(name: str) -> Any:
-        model: Any = AutoModelForCausalLM.from_pretrained(locate(name), dtype=llm.engine.decoder.dtype)
-        return model.to(llm.engine.device).eval()
+        with readable(name) as folder:
+            model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=llm.engine.decoder.dtype)
+            return model.to(llm.engine.device).eval()
 
     model = loaded(llm.engine.options.model)
     modes: dict[str, dict[str, Any]] = {

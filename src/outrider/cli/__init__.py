@@ -17,6 +17,7 @@ from outrider.cli.chat import chat
 from outrider.cli.demo import demo
 from outrider.cli.generate import generate
 from outrider.cli.models import models
+from outrider.cli.quantize import quantize
 from outrider.cli.verify import verify
 from outrider.errors import OutriderError
 from outrider.version import VERSION
@@ -53,7 +54,7 @@ def root(
     """
 
 
-for command in (generate, chat, bench, verify, models, demo):
+for command in (generate, chat, bench, verify, models, quantize, demo):
     app.command()(command)
 app.add_typer(datastore.app, name="datastore")
 app.add_typer(tune.app, name="tune")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from outrider.clock import Times
 from outrider.errors import ConfigError
-from outrider.types import Batch, Budget, Commit, Draft, Guesses
+from outrider.types import ROOT, Batch, Budget, Commit, Draft, Guesses
 
 MOST = 1024
 NONE = Budget()
@@ -89,24 +89,24 @@ class FixedController:
         return budgets
 
     def trim(self, draft: Draft, budgets: list[Budget]) -> Draft:
-        kept, whole = [], True
-        for tree, budget in zip(draft.trees, budgets):
-            within = _within(tree, budget, self.vocabulary) if tree.tokens else tree
-            whole = whole and within is tree
-            kept.append(within)
-        return draft if whole else Draft(kept)
+        kept = [_within(tree, budget, self.vocabulary) for tree, budget in zip(draft.trees, budgets)]
+        if all(len(nodes) == len(tree.tokens) for tree, nodes in zip(draft.trees, kept)):
+            return draft
+        return Draft([tree.only(nodes) for tree, nodes in zip(draft.trees, kept)], kept=kept)
 
     def learn(self, commit: Commit, times: Times) -> None:
         """A fixed length learns nothing."""
 
 
-def _within(tree: Guesses, budget: Budget, vocabulary: int) -> Guesses:
-    """The tree without nodes that are too deep or too many; probes stay while their parents do.  A prefix of the nodes is closed
-    under ancestors, and so is a cut by depth; apart from ids that do not exist, dropping looks at positions only, never at tokens."""
+def _within(tree: Guesses, budget: Budget, vocabulary: int) -> Sequence[int]:
+    """The nodes that are not too deep, nor too many; probes stay while their parents do.  A prefix of the nodes is closed under
+    ancestors, and so is a cut by depth; apart from ids that do not exist, dropping looks at positions only, never at tokens."""
     tokens = tree.tokens
-    if len(tokens) <= min(budget) and tree.chained and min(tokens) >= 0 and max(tokens) < vocabulary:
-        return tree
-    depth = {-1: 0}  # of the nodes that stay
+    if not tokens:
+        return ()
+    if len(tokens) <= budget.depth and tree.chained and min(tokens) >= 0 and max(tokens) < vocabulary:
+        return range(len(tokens))
+    depth = {ROOT: 0}  # of the nodes that stay
     for i, parent in enumerate(tree.parents):
         fits = (
             len(depth) <= budget.nodes
@@ -115,4 +115,4 @@ def _within(tree: Guesses, budget: Budget, vocabulary: int) -> Guesses:
         )
         if fits and 0 <= tokens[i] < vocabulary:
             depth[i] = depth[parent] + 1
-    return tree if len(depth) > len(tokens) else tree.only([i for i in depth if i >= 0])
+    return [i for i in depth if i != ROOT]

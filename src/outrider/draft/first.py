@@ -37,5 +37,5 @@ class First(Union):
         for i in range(len(self.drafters)):
             self.drafts.append(self._ask(i, batch, left))
             for r, tree in enumerate(self.drafts[i].trees):
-                left[r] = Budget() if tree.size else left[r]._replace(nodes=left[r].nodes - tree.probes)
+                left[r] = Budget() if tree.size else left[r].within(nodes=left[r].nodes - tree.probes)
         return self._merge(budgets)

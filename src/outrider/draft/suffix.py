@@ -152,7 +152,7 @@ class Suffix(Drafter):
             if best.score and belief.promise(length, nodes) <= best.score + ROUNDING:
                 continue
             agreeing = [text for agreed, text in texts if agreed >= length]
-            room = Budget(min(budget.depth, nodes), nodes)
+            room = budget.within(nodes=nodes)
             tree, score = frequent(
                 agreeing, room, belief, length, self.options.suffix_decoding_min_token_prob, self.siblings
             )

@@ -156,11 +156,8 @@ class Union(Drafter):
     def _ask(self, i: int, batch: Batch, budgets: list[Budget]) -> Draft:
         """What drafter i says within its own levels and nodes."""
         drafter, levels = self.drafters[i], self.levels[i]
-        own = [
-            Budget(depth := min(b.depth, levels), min(b.nodes, drafter.size(depth))) if b.nodes else b
-            for b in budgets
-        ]
-        return drafter.propose(batch, own)
+        own = [budget.within(depth=levels) for budget in budgets]
+        return drafter.propose(batch, [budget.within(nodes=drafter.size(budget.depth)) for budget in own])
 
     def _merge(self, budgets: list[Budget]) -> Draft:
         each = zip(*(said.trees for said in self.drafts))
@@ -168,7 +165,9 @@ class Union(Drafter):
         return Draft([merged.tree for merged in self.merged])
 
     def observe(self, commit: Commit) -> None:
-        alive = [survivors(merged.tree, tree) for merged, tree in zip(self.merged, commit.draft.trees)]
+        cut = commit.draft.kept
+        kept = [range(len(merged.tree.tokens)) for merged in self.merged] if cut is None else cut
+        alive = [{node: now for now, node in enumerate(nodes)} for nodes in kept]
         for k, drafter in enumerate(self.drafters):
             where = [
                 {i: now[node] for i, node in merged.where[k].items() if node in now}
@@ -311,33 +310,18 @@ def independent(tree: Guesses) -> Guesses:
     return tree._replace(laws=laws, law_of=law_of, repeats=True)
 
 
-def survivors(before: Guesses, after: Guesses) -> dict[int, int]:
-    """Node of `before` -> its node in `after`, which has some of them, in the same order."""
-    if before is after:
-        return {i: i for i in range(len(before.tokens))}
-    place, at = {ROOT: ROOT}, 0
-    for i, parent in enumerate(before.parents):
-        same = at < len(after.tokens) and (before.tokens[i], place.get(parent)) == (
-            after.tokens[at],
-            after.parents[at],
-        )
-        if same and (i < before.size) == (at < after.size) and before.law(i) is after.law(at):
-            place[i] = at
-            at += 1
-    del place[ROOT]
-    return place
-
-
 def part(commit: Commit, own: Draft, where: Sequence[dict[int, int]], topk: int) -> Commit:
     """The commit as a drafter sees it whose draft was `own`: its nodes that were verified, in its own numbers, and all tokens.
 
     where[r][i]: the node of the verified tree that its node i was; those that are missing were dropped.
     """
     trees: list[Guesses] = []
+    kept: list[list[int]] = []
     accepted: list[list[int]] = []
     best: list[list[list[int]]] = []
     for r, (tree, theirs) in enumerate(zip(own.trees, where)):
         keep = sorted(theirs)
+        kept.append(keep)
         trees.append(tree if len(keep) == len(tree.tokens) else tree.only(keep))
         mine = {theirs[i]: place for place, i in enumerate(keep)}
         accepted.append([mine[node] for node in commit.verdict.nodes[r] if node in mine])
@@ -346,4 +330,6 @@ def part(commit: Commit, own: Draft, where: Sequence[dict[int, int]], topk: int)
             best.append(
                 [seen[1 + node][:topk] for node in (ROOT, *(theirs[i] for i in keep))] if seen else []
             )
-    return commit._replace(draft=Draft(trees), verdict=Verdict(accepted, commit.verdict.tokens), topk=best)
+    return commit._replace(
+        draft=Draft(trees, kept=kept), verdict=Verdict(accepted, commit.verdict.tokens), topk=best
+    )

@@ -118,10 +118,8 @@ class Scheduler:
             assert row.table is not None
             if nodes and not _reaches(row, end + nodes) and not self.cache.reserve(row.table, end + nodes):
                 nodes = min(nodes, row.table.room - end)
-            batch.nodes.append(nodes)
-            granted.append(
-                budget if budget.depth <= nodes == budget.nodes else Budget(min(budget.depth, nodes), nodes)
-            )
+            granted.append(budget.within(nodes=nodes))
+            batch.nodes.append(granted[-1].nodes)
         return granted
 
     def clip(self, batch: Batch, verdict: Verdict) -> Verdict:

@@ -74,7 +74,8 @@ class HeadDrafter(Drafter):
         few = next((name for name in head if QUANTISED.search(name)), None)
         if few and "model.norm.weight" not in head:  # the rest of a target may be what it likes
             raise ModelError(
-                f"{head.name!r} is quantised ({few}): load the unquantised head; 'quantization' quantises it while loading."
+                f"{head.name!r} is quantised ({few}): load the unquantised head, or one in compressed-tensors (pack-quantized); "
+                "'quantization' quantises it while loading."
             )
 
     def _opened(self, options: Any) -> Head:

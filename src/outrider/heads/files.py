@@ -16,7 +16,8 @@ from outrider.kernels import Kernels
 from outrider.kernels.quantised import Quantised, join
 from outrider.models.fields import HEAD
 from outrider.models.hub import TRAINING, Weights, download
-from outrider.models.quantise import quantise
+from outrider.models.packed import PackedWeights, Scheme
+from outrider.models.quantise import reduced
 from outrider.models.validate import check, read_json
 
 BUILTIN = Path(__file__).parent.parent / "builtin" / "heads"
@@ -35,6 +36,8 @@ class Tensors(Protocol):
     def __iter__(self) -> Iterator[str]: ...
     def shape(self, name: str) -> tuple[int, ...]: ...
     def raw(self, name: str) -> Tensor: ...
+    def weight(self, name: str) -> Tensor | Quantised:
+        """The same; in few bits if it is stored so."""
 
 
 class Held:
@@ -55,6 +58,51 @@ class Held:
     def raw(self, name: str) -> Tensor:
         return self.tensors[name]
 
+    def weight(self, name: str) -> Tensor | Quantised:
+        return self.tensors[name]
+
+
+class Packed:
+    """The tensors of a compressed-tensors file; a layer in few bits has one tensor, its weight."""
+
+    def __init__(self, tensors: Weights, scheme: Scheme) -> None:
+        self.tensors, self.layers = tensors, PackedWeights(tensors, scheme)
+        words = f".{self.layers.layout.words}"
+        few = [name.removesuffix(words) for name in tensors if name.endswith(words)]
+        self.few = {f"{layer}.weight": layer for layer in few}
+        self.names = [*self.few, *(name for name in tensors if not self.layers.belongs(name))]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.few or (name in self.tensors and not self.layers.belongs(name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.layers.shape(self.few[name]) if name in self.few else self.tensors.shape(name)
+
+    def raw(self, name: str) -> Tensor:
+        weight = self.weight(name)
+        return weight.dense() if isinstance(weight, Quantised) else weight
+
+    def weight(self, name: str) -> Tensor | Quantised:
+        if name not in self.few:
+            return self.tensors.raw(name)
+        return self.layers.linear(self.few[name], *self.layers.shape(self.few[name]))
+
+
+def opened(folder: Path, config: Mapping[str, Any]) -> Weights | Packed:
+    """The tensors of a folder.  A form of quantisation that cannot be read is left to the method's `check`, which refuses it by name if
+    the head's own tensors have it."""
+    weights = Weights(folder, stems(folder))
+    given = config.get("quantization_config")
+    if not isinstance(given, dict) or given.get("quant_method") != "compressed-tensors":
+        return weights
+    try:
+        return Packed(weights, Scheme.read(given))
+    except ModelError:
+        return weights
+
 
 @dataclass(frozen=True)
 class Head:
@@ -71,7 +119,7 @@ class Head:
         folder = folder_of(name, revision)
         path = folder / "config.json"
         config = read_json(path, HEAD) if path.is_file() else {}
-        return Head.of(name, config, Weights(folder, stems(folder)))
+        return Head.of(name, config, opened(folder, config))
 
     @staticmethod
     def of(name: str, config: Mapping[str, Any], tensors: Tensors | Mapping[str, Tensor]) -> Head:
@@ -103,12 +151,23 @@ class Head:
     def get(self, name: str, *shape: int) -> Tensor:
         """A tensor of this shape.  Raises ModelError naming what is missing, no plain number, or of another shape, which is what a head
         for another target looks like."""
-        found = self.shape(name)
-        if found != shape:
+        self._fits(name, shape)
+        return self._checked(name, self.raw(name))
+
+    def weight(self, name: str, outputs: int, inputs: int) -> Tensor | Quantised:
+        """The weight of a linear or an embedding; in few bits if the file has it so.  Raises as `get` does."""
+        full = f"{name}.weight"
+        self._fits(full, (outputs, inputs))
+        found = self.tensors.weight(self._stored(full))
+        return found if isinstance(found, Quantised) else self._checked(full, found)
+
+    def _fits(self, name: str, shape: tuple[int, ...]) -> None:
+        if (found := self.shape(name)) != shape:
             raise ModelError(
                 f"{self.name!r} does not fit the target: its {self._stored(name)} is {found}, and {shape} is needed."
             )
-        tensor = self.raw(name)
+
+    def _checked(self, name: str, tensor: Tensor) -> Tensor:
         if tensor.dtype not in FLOATS:
             kinds = "float16, bfloat16, float32 and float64"
             raise ModelError(
@@ -146,7 +205,7 @@ class Reader:
 
     def fused(self, parts: Sequence[tuple[str, int]], inputs: int) -> Any:
         """Several linears (name, outputs) of one input, their outputs side by side."""
-        weights = [self._few(self.head.get(f"{name}.weight", outputs, inputs)) for name, outputs in parts]
+        weights = [reduced(self.head.weight(name, outputs, inputs), self.bits) for name, outputs in parts]
         biases = [
             self.head.get(f"{name}.bias", outputs).float()
             if f"{name}.bias" in self.head
@@ -161,13 +220,9 @@ class Reader:
         stored, outer = self.head.shape(f"{name}.weight")[0], self.outer
         if stored == len(ids) or stored <= int(ids.max()):
             return outer.linear(name, len(ids), inputs)
-        rows = self.head.get(f"{name}.weight", stored, inputs)[ids.long()]
-        return replace(outer, head=Head.of(self.head.name, {}, {f"{name}.weight": rows})).linear(
-            name, len(ids), inputs
-        )
-
-    def _few(self, weight: Tensor) -> Tensor | Quantised:
-        return weight if self.bits is None else quantise(weight, self.bits)
+        weight, which = self.head.weight(name, stored, inputs), ids.long()
+        rows = weight.mapped(lambda part: part[which]) if isinstance(weight, Quantised) else weight[which]
+        return self.kernels.pack(join([reduced(rows, outer.bits)], torch.float32), None)
 
 
 def builtin() -> dict[str, Path]:

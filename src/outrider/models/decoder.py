@@ -24,10 +24,10 @@ from outrider.errors import CapacityError, ConfigError, ModelError
 from outrider.kernels import Chain, Kernels, Trees, Weight, kernels_for
 from outrider.kernels.chain import Chained, Halt
 from outrider.kernels.lora import Adapted
-from outrider.kernels.quantised import Quantised, join
+from outrider.kernels.quantised import join
 from outrider.models.hub import Checkpoint, Source, first_line
 from outrider.models.placement import Placement, place
-from outrider.models.quantise import bits_of, quantise
+from outrider.models.quantise import bits_of, reduced
 from outrider.models.rope import fix_rope
 from outrider.models.spec import Spec
 from outrider.models.steps import in_steps
@@ -266,23 +266,15 @@ class Decoder:
         inputs: int,
         outer: bool = False,
     ) -> Weight:
-        """Several linears of the same input as one, their outputs side by side; a bias counts where the file has one."""
-        read = [self._few(weights.linear(name, size, inputs), name, outer) for name, size in parts]
+        """Several linears of the same input as one, their outputs side by side; a bias counts where the file has one.
+        outer: the embedding or the head."""
+        bits = 8 if outer and self.bits else self.bits
+        read = [reduced(weights.linear(name, size, inputs), bits) for name, size in parts]
         biased = any(f"{name}.bias" in weights for name, _ in parts)
         bias = (
             torch.cat([weights.get(f"{name}.bias", size).float() for name, size in parts]) if biased else None
         )
         return kernels.pack(join(read, self.dtype), bias)
-
-    def _few(self, weight: Tensor | Quantised, name: str, outer: bool) -> Tensor | Quantised:
-        """The weight in the bits that were asked for; `outer`: the embedding or the head."""
-        if self.bits is None:
-            return weight
-        if isinstance(weight, Quantised):
-            raise ConfigError(
-                f"the checkpoint is quantised already ({name} to {weight.bits} bits): leave quantization out."
-            )
-        return quantise(weight, 8 if outer else self.bits)
 
 
 def _carried(x: Tensor, kernels: Kernels) -> Tensor:

@@ -124,17 +124,22 @@ class Checkpoint:
             raise ModelError(f"the config.json of {name!r} cannot be read: {first_line(error)}") from error
         return Checkpoint(name, folder, config, *_facts(name, config), None, trust_remote_code)
 
+    @property
+    def tokenizer_folder(self) -> Path:
+        """Where the tokenizer is: the built-in draft has its target's."""
+        return locate("builtin") if self.folder == locate("builtin-draft") else self.folder
+
     @cached_property
     def tokenizer(self) -> Any:
         """The checkpoint's tokenizer, or None if it ships none."""
         if self.gguf is not None:
             return gguf_text.tokenizer_of(self.gguf)
+        folder = self.tokenizer_folder
         if not any(
-            (self.folder / f).is_file()
-            for f in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+            (folder / f).is_file() for f in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
         ):
             return None
-        return read_tokenizer(str(self.folder), self.trust_remote_code)
+        return read_tokenizer(str(folder), self.trust_remote_code)
 
     @cached_property
     def ending(self) -> frozenset[int]:
@@ -303,6 +308,9 @@ class Weights:
 
     def linear(self, name: str, outputs: int, inputs: int) -> Tensor:
         return self.get(f"{name}.weight", outputs, inputs)
+
+    def weight(self, name: str) -> Tensor | Quantised:
+        return self.raw(name)
 
     def raw(self, name: str) -> Tensor:
         """The tensor of that name as it is.  Raises ModelError naming what is missing."""

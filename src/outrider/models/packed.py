@@ -34,6 +34,7 @@ class Named(Protocol):
 
     def __contains__(self, name: str) -> bool: ...
     def get(self, name: str, *shape: int) -> Tensor: ...
+    def shape(self, name: str) -> tuple[int, ...]: ...
     def raw(self, name: str) -> Tensor:
         """As it is, of any shape and type."""
 
@@ -70,7 +71,11 @@ class Scheme:
         given = getattr(config, "quantization_config", None)
         if not given:
             return None
-        given = given if isinstance(given, dict) else given.to_dict()
+        return Scheme.read(given if isinstance(given, dict) else given.to_dict())
+
+    @staticmethod
+    def read(given: dict[str, Any]) -> Scheme:
+        """Of a quantization_config."""
         check(given, QUANTIZATION, "quantization_config")
         method = given.get("quant_method", "unknown")
         if method not in READERS:
@@ -168,6 +173,24 @@ class PackedWeights:
 
     def get(self, name: str, *shape: int) -> Tensor:
         return self.named.get(name, *shape)
+
+    def belongs(self, name: str) -> bool:
+        """Whether a tensor of the file is a part of a quantised layer."""
+        layer, _, part = name.rpartition(".")
+        own = (self.layout.words, self.layout.zeros, self.layout.scales, self.layout.index, "weight_shape")
+        return part in own and f"{layer}.{self.layout.words}" in self.named
+
+    def shape(self, name: str) -> tuple[int, int]:
+        """(outputs, inputs) of a quantised layer of a compressed-tensors checkpoint, from the headers of its tensors."""
+        outputs, words = self.named.shape(f"{name}.{self.layout.words}")
+        groups = self.named.shape(f"{name}.{self.layout.scales}")[-1]
+        for bits, group in self.scheme.sizes:
+            inputs = groups * group if group else words * 32 // bits
+            if words == -(-inputs * bits // 32):
+                return outputs, inputs
+        raise ModelError(
+            f"{name} has {words} words and {groups} scales an output, which the config does not explain."
+        )
 
     def linear(self, name: str, outputs: int, inputs: int) -> Tensor | Quantised:
         """The weight of a layer; a Tensor where it is not quantised, or where its groups do not lie side by side."""

@@ -28,6 +28,13 @@ def bits_of(quantization: str | None, option: str = "quantization") -> int | Non
     return BITS[quantization]
 
 
+def reduced(weight: Tensor | Quantised, bits: int | None) -> Tensor | Quantised:
+    """In at most so many bits (None: any): a weight that a checkpoint stores in no more stays as it is."""
+    if bits is None or (isinstance(weight, Quantised) and weight.bits <= bits):
+        return weight
+    return quantise(weight.dense() if isinstance(weight, Quantised) else weight, bits)
+
+
 def quantise(weight: Tensor, bits: int, group: int = GROUP) -> Tensor | Quantised:
     """Symmetric, each group by its own scale; a weight whose inputs are no whole groups is given back as it is."""
     outputs, inputs = weight.shape

@@ -200,7 +200,7 @@ class DFlash(HeadDrafter):
             if self.may_guess(batch, r, budgets[r]):
                 rows.append(r)
         if rows:
-            levels = [min(*budgets[r], self.layout.levels) for r in rows]
+            levels = [min(budgets[r].depth, self.layout.levels) for r in rows]
             growing = {}
             for r, logits in zip(rows, torch.split(self.look(batch, rows, levels), levels)):
                 row = batch.rows[r]

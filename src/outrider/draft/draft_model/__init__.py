@@ -259,14 +259,7 @@ class DraftModel(Drafter):
             if not self.itself:
                 self.reading.append((row, end))
             if depth > 0:
-                starts.append(
-                    Start(
-                        r,
-                        budget if depth == budget.depth else Budget(depth, budget.nodes),
-                        plan.length - 1,
-                        view,
-                    )
-                )
+                starts.append(Start(r, budget.within(depth=depth), plan.length - 1, view))
         return plan, starts
 
     def _worthwhile(self, depth: int, known: int) -> bool:

@@ -166,9 +166,7 @@ class Stop:
         """The budgets with as many levels as the schedule allows."""
         if self.options.num_assistant_tokens_schedule == "constant":
             return budgets
-        return [
-            budget._replace(depth=min(budget.depth, self._length(row))) for row, budget in zip(rows, budgets)
-        ]
+        return [budget.within(depth=self._length(row)) for row, budget in zip(rows, budgets)]
 
     def _length(self, row: Row) -> int:
         return self.lengths.get(row, self.memory.length)

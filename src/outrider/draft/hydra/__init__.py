@@ -69,7 +69,7 @@ class Hydra(HeadDrafter):
         self.head = named(self.head, target)
         reader = Reader(self.head, self.kernels, self.reader.bits)
         embedded = self._embedded([0]).shape[1]
-        self.steps = steps(reader, self.hidden, embedded, target.vocabulary)
+        self.steps = steps(reader, embedded, target.vocabulary, target.decoder)
         self.depth = len(self.steps)
         self.state = self._state()
         self.needs = Needs(states=(self.state,))

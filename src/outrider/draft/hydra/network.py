@@ -56,7 +56,9 @@ class PrefixLayer(nn.Module):
 
 
 class Network(nn.Module):
-    """prefix: the sizes of the prefix layer of a `prefix-mlp` head, as LlamaConfig names them; None for a plain `mlp` head."""
+    """prefix: the sizes of the prefix layer of a `prefix-mlp` head, as LlamaConfig names them; None for a plain `mlp` head.
+    own: an lm head for each; without, all of them use the target's.
+    """
 
     def __init__(
         self,
@@ -66,9 +68,10 @@ class Network(nn.Module):
         layers: int = 4,
         prefix: dict[str, Any] | None = None,
         dropout: float = 0.2,
+        own: bool = True,
     ) -> None:
         super().__init__()
-        self.hidden, self.layers, self.prefix = hidden, layers, prefix
+        self.hidden, self.layers, self.prefix, self.own = hidden, layers, prefix, own
         drop = [nn.Dropout(dropout)] if prefix is not None else []
         if prefix is not None:
             from transformers import LlamaConfig
@@ -80,7 +83,7 @@ class Network(nn.Module):
             nn.Sequential(*drop, ResBlock((i + 2) * hidden, hidden), *([*drop, ResBlock(hidden, hidden)] * (layers - 1)))
             for i in range(heads)
         ])  # fmt: skip
-        outs = [nn.Linear(hidden, vocabulary) for _ in range(heads)]
+        outs = [nn.Linear(hidden, vocabulary) for _ in range(heads if own else 0)]
         self.hydra_lm_head = nn.ModuleList([nn.Sequential(*drop, out) if drop else out for out in outs])
 
     @classmethod
@@ -107,14 +110,19 @@ class Network(nn.Module):
             "hydra_num_layers": self.layers, "grounded_heads": True, "hidden_state_offset": 0, **(self.prefix or {}),
         }  # fmt: skip
 
-    def forward(self, states: Tensor, embedded: Tensor) -> list[Tensor]:
-        """Of each head the logits [T - 1 - i, V] for t = 0, 1, …; states f_0 … and embeddings e(x_0) …, [T, hidden] both."""
+    def forward(self, states: Tensor, embedded: Tensor, lm_head: Tensor | None = None) -> list[Tensor]:
+        """Of each head the logits [T - 1 - i, V] for t = 0, 1, …; states f_0 … and embeddings e(x_0) …, [T, hidden] both.
+        lm_head [V, hidden]: the target's, for heads without one."""
         z: Tensor = states if self.prefix is None else self.prefix_embeding_layer(states)
-        said = []
-        for i, (mlp, out) in enumerate(zip(self.hydra_mlp, self.hydra_lm_head)):
+        logits = []
+        for i, mlp in enumerate(self.hydra_mlp):
             z = torch.cat([z[:-1], embedded[i + 1 :]], dim=-1)
-            said.append(out(mlp(z)))
-        return said
+            if self.own:
+                logits.append(self.hydra_lm_head[i](mlp(z)))
+            else:
+                assert lm_head is not None
+                logits.append(mlp(z) @ lm_head.T)
+        return logits
 
     def loss(self, sample: Sample, outer: Outer) -> Tensor:
         """The teacher loss: of every head the cross entropy with the target's own law at the token that it guesses.
@@ -126,7 +134,7 @@ class Network(nn.Module):
         head 1 reads      P_t        e(x_t+1)   e(x_t+2)            says x_t+3, taught by logits[t+2]
         """
         laws = sample.logits.softmax(-1)
-        said = self(sample.states[FINAL], outer.embedding[sample.tokens])
+        said = self(sample.states[FINAL], outer.embedding[sample.tokens], outer.lm_head)
         return torch.stack(
             [F.cross_entropy(logits, laws[i + 1 :]) for i, logits in enumerate(said) if len(logits)]
         ).sum()

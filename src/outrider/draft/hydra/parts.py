@@ -16,6 +16,7 @@ from outrider.draft.base import Target
 from outrider.draft.hydra.layouts import PREFIX
 from outrider.heads.files import Reader
 from outrider.heads.layer import Block, Sizes, turn_of
+from outrider.models.model import Model
 from outrider.models.steady import by_rows
 
 
@@ -52,16 +53,18 @@ class Prefix:
 class Step:
     """Head i: z = [P_t; e(x_t+1); e(c_1); …; e(c_i)] -> the logits of the token behind them.
 
-    x = res(z) + silu(linear(z)), then x += silu(linear(x)) for every further block, then the head's own lm head.
+    x = res(z) + silu(linear(z)), then x += silu(linear(x)) for every further block, then the head's own lm head, or the target's in
+    a file that has none.
     """
 
-    def __init__(self, reader: Reader, i: int, hidden: int, embedded: int, vocabulary: int) -> None:
-        self.kernels, at = reader.kernels, f"hydra_mlp.{i}"
+    def __init__(self, reader: Reader, i: int, embedded: int, vocabulary: int, model: Model) -> None:
+        self.kernels, self.model, at, hidden = reader.kernels, model, f"hydra_mlp.{i}", model.spec.hidden
         self.first = _fused(
             reader, [f"{at}.0.linear", f"{at}.0.res_connection"], hidden, hidden + (i + 1) * embedded
         )
         self.rest = _further(reader, at, hidden)
-        self.out = _fused(reader, [f"hydra_lm_head.{i}"], vocabulary, hidden)
+        own = any(name.startswith("hydra_lm_head.") for name in reader.head)
+        self.out = _fused(reader, [f"hydra_lm_head.{i}"], vocabulary, hidden) if own else None
 
     def __call__(self, z: Tensor) -> Tensor:
         """float32 [n, V]."""
@@ -69,15 +72,15 @@ class Step:
         x = straight + by_rows(F.silu, bent.contiguous())
         for block in self.rest:
             x = x + by_rows(F.silu, self.kernels.linear(x, block))
-        return self.kernels.linear(x, self.out).float()
+        return self.model.head_logits(x) if self.out is None else self.kernels.linear(x, self.out).float()
 
 
-def steps(reader: Reader, hidden: int, embedded: int, vocabulary: int) -> list[Step]:
+def steps(reader: Reader, embedded: int, vocabulary: int, model: Model) -> list[Step]:
     """All heads of the file.  Raises ModelError where one of them does not fit."""
     heads = {
         int(name.split(".")[1]) for name in reader.head if name.startswith(("hydra_mlp.", "hydra_lm_head."))
     }
-    return [Step(reader, i, hidden, embedded, vocabulary) for i in range(max(heads) + 1)]
+    return [Step(reader, i, embedded, vocabulary, model) for i in range(max(heads) + 1)]
 
 
 def _further(reader: Reader, at: str, hidden: int) -> list[Any]:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from outrider.errors import ModelError
 from outrider.heads.files import Head, Tensors
+from outrider.kernels.quantised import Quantised
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,16 @@ class Changed:
     def raw(self, name: str) -> Tensor:
         tensor = self.tensors.raw(name)
         return self.changes[name](tensor) if name in self.changes else tensor
+
+    def weight(self, name: str) -> Tensor | Quantised:
+        """A change that moves rows, or halves of the inputs, moves scales alike where groups do not cross the middle."""
+        weight = self.tensors.weight(name)
+        if name not in self.changes:
+            return weight
+        if isinstance(weight, Quantised):
+            whole = weight.values.shape[1] // 2 % weight.group == 0
+            return weight.mapped(self.changes[name]) if whole else self.changes[name](weight.dense())
+        return self.changes[name](weight)
 
 
 def layout_of(head: Head) -> str | None:

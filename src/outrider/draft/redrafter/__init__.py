@@ -6,7 +6,7 @@
     s_1 = step(0, e(x_e-1))     [f ; s_1] says c_1
     s_2 = step(s_1, e(c_1))             [f ; s_2] says c_2 …
 
-A beam is a path of guesses.  A forward takes the beams of all rows one token further.  At a temperature the request's noise ranks them,
+A beam is a path of guesses.  A forward takes the beams of all rows one token further, each with one of its 50 likeliest tokens.  At a temperature the request's noise ranks them,
 as it will rank the target's own picks; rules that judge guesses by their laws get children that are drawn, because a beam that won
 against others is no draw.
 """
@@ -33,6 +33,7 @@ from outrider.models.steady import by_rows
 from outrider.types import NOTHING, Batch, Budget, Draft
 
 WIDEST, LONGEST = 64, 1025
+TOP = 50  # tokens that a beam may go on with; equal ones beside the last of them too
 
 
 class ReDrafter(StateDrafter):
@@ -139,9 +140,11 @@ class ReDrafter(StateDrafter):
         return by_rows(F.silu, self.kernels.linear(s, self.rnn_u, self.kernels.linear(embedded, self.rnn_w)))
 
     def _logits(self, f: Tensor, s: Tensor) -> Tensor:
-        """float32 [n, V]."""
+        """float32 [n, V]; -inf but for the TOP highest, as the reference cuts them before it takes the softmax."""
         x = torch.cat([f, s], dim=1)
         x = x if self.input_proj is None else self.kernels.linear(x, self.input_proj)
         for block in self.blocks:
             x = x + by_rows(F.silu, self.kernels.linear(x, block))
-        return self.kernels.linear(x, self.lm_head).float()
+        logits = self.kernels.linear(x, self.lm_head).float()
+        lowest = logits.topk(min(TOP, logits.shape[1])).values[:, -1:]
+        return logits.masked_fill(logits < lowest, float("-inf"))

@@ -24,7 +24,7 @@ class Beams:
     def __init__(self, row: Row, budget: Budget, width: int, drawn: bool, lot: int) -> None:
         self.row, self.nodes, self.width, self.drawn = row, budget.nodes, width, drawn
         siblings = min(width, max(1, budget.nodes // budget.depth)) if drawn else width
-        room = budget if drawn else budget._replace(nodes=width * budget.depth)
+        room = budget if drawn else Budget(budget.depth, width * budget.depth)
         self.tree = Tree(row, 0, room, siblings, View(array("i")), lot=lot)  # its nodes have no K/V
         self.sources: Sequence[int] = [
             0

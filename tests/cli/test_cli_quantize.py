@@ -1,0 +1,37 @@
+"""`outrider quantize`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from commands import Run
+from helpers import answer, tiny_checkpoint, tiny_prompts
+
+from outrider import LLM, SamplingParams
+from outrider.models.hub import Checkpoint
+
+PROMPT = tiny_prompts(1, seed=3)[0]
+
+
+def test_a_quantised_copy_answers_and_drafts(run: Run, tmp_path: Path) -> None:
+    """It has the tokenizer, and what ends a text."""
+    source = tiny_checkpoint(tmp_path / "source", eos=(1, 7))
+    done = run("quantize", source, tmp_path / "few")
+    assert done.status == 0 and "in 8 bits" in done.out
+    checkpoint = Checkpoint.open(str(tmp_path / "few"))
+    assert checkpoint.tokenizer is not None and checkpoint.ending == {1, 7}
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    plain = answer(LLM(str(tmp_path / "few")), PROMPT, params)
+    llm = LLM(
+        str(tmp_path / "few"),
+        speculative_config={"model": str(tmp_path / "few"), "num_speculative_tokens": 3},
+    )
+    drafted = answer(llm, PROMPT, params)
+    assert (
+        drafted.outputs[0].token_ids == plain.outputs[0].token_ids and drafted.speculation.acceptance == 1.0
+    )
+
+
+def test_what_cannot_be_written_is_one_line(run: Run, tmp_path: Path) -> None:
+    done = run("quantize", "builtin", tmp_path / "new", "--bits", 5)
+    assert done.status == 2 and "bits must be one of 8, 4, 16, 32, got 5" in done.err

@@ -1,0 +1,133 @@
+"""Heads whose files are in few bits draft what they draft when they are quantised while loading."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toys import HIDDEN, V, save_head, toy_target
+
+from outrider import LLM, ModelError, SamplingParams, draft
+from outrider.bench.heads import head_card
+from outrider.config import SpeculativeOptions
+from outrider.draft.base import Drafter
+from outrider.draft.hydra import Hydra
+from outrider.draft.hydra.network import Network
+from outrider.heads import base
+from outrider.heads.base import HeadDrafter
+from outrider.heads.files import Head, builtin
+from outrider.kernels.quantised import Quantised
+from outrider.models.export import packed, scheme
+from outrider.types import Batch, Budget, Draft, Guesses
+
+HEADS = [name for name, method in draft.methods().items() if issubclass(method, HeadDrafter)]
+PROMPTS = [{"prompt_token_ids": [3, 1, 4, 1, 5 + i]} for i in range(3)]
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    return LLM(toy_target(tmp_path_factory.mktemp("toy")), dtype="float32")
+
+
+def proposed(llm: LLM, drafter: Drafter) -> list[list[Guesses]]:
+    """The trees of every step of some texts."""
+    llm.engine.use(drafter, SpeculativeOptions.of({"method": "off"}))
+    drafter, trees, propose = llm.engine.drafter, list[list[Guesses]](), drafter.propose
+    depth = drafter.depth
+    llm.engine.controller.budget = lambda batch: [  # type: ignore[method-assign]
+        Budget(min(depth, row.remaining - 1) * emits, drafter.size(depth))
+        for row, emits in zip(batch.rows, batch.emits)
+    ]
+
+    def listening(batch: Batch, budgets: list[Budget]) -> Draft:
+        found = propose(batch, budgets)
+        trees.append(list(found.trees))
+        return found
+
+    drafter.propose = listening  # type: ignore[method-assign]
+    llm.generate(
+        PROMPTS,
+        [SamplingParams(temperature=0.7 * i, seed=i, max_tokens=12, ignore_eos=True) for i in range(3)],
+    )
+    assert sum(len(tree.tokens) for step in trees for tree in step) > 10
+    return trees
+
+
+@pytest.mark.parametrize("method", HEADS)
+def test_a_packed_file_drafts_what_weights_quantised_while_loading_do(
+    method: str, toy: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, of, few = draft.method(method), Head.of, list[bool]()
+    with monkeypatch.context() as patched:
+        patched.setattr(base, "bits_of", lambda *given: 8)
+        expected = proposed(toy, kind.example(toy.engine.target))
+    plain = proposed(toy, kind.example(toy.engine.target))
+
+    def stored(name: str, config: Mapping[str, Any], tensors: Any) -> Head:
+        if few:  # a layout that makes another head of the first
+            return of(name, config, tensors)
+        few.append(True)
+        once = {name: tensor.clone() for name, tensor in tensors.items()}
+        folder = save_head(tmp_path, {**config, "quantization_config": scheme(8)}, packed(once.items(), 8))
+        found = Head.open(folder)
+        kind.check(found)
+        assert any(isinstance(found.tensors.weight(name), Quantised) for name in found)
+        assert {name: found.shape(name) for name in found} == {
+            name: tuple(t.shape) for name, t in once.items()
+        }
+        assert (tmp_path / "model.safetensors").stat().st_size < 0.45 * sum(t.nbytes for t in once.values())
+        return found
+
+    monkeypatch.setattr(Head, "of", staticmethod(stored))
+    assert proposed(toy, kind.example(toy.engine.target)) == expected != plain
+
+
+def test_four_bits_are_read_too(toy: LLM, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    network = Network(HIDDEN, V, heads=2, layers=2)
+    folder = save_head(
+        tmp_path,
+        {**network.config(), "quantization_config": scheme(4)},
+        packed(network.state_dict().items(), 4),
+    )
+    head = Head.open(folder)
+    weight = head.weight("hydra_mlp.0.0.res_connection", HIDDEN, 2 * HIDDEN)
+    assert isinstance(weight, Quantised) and weight.bits == 4
+    whole = network.state_dict()["hydra_mlp.0.0.res_connection.weight"]
+    assert (weight.dense() - whole).abs().max() < 0.15 * whole.abs().max()
+    assert torch.equal(head.raw("hydra_mlp.0.0.res_connection.weight"), weight.dense())
+    with pytest.raises(ModelError, match="does not fit the target"):
+        head.weight("hydra_mlp.0.0.res_connection", HIDDEN, HIDDEN)
+    assert proposed(toy, Hydra(Hydra.Options(model=folder), toy.engine.target))
+
+
+def test_hydra_without_an_lm_head_uses_the_targets(toy: LLM) -> None:
+    """As if the file held a copy of it."""
+    torch.manual_seed(1)
+    bare = Network(HIDDEN, V, heads=2, layers=1, own=False)
+    full = Network(HIDDEN, V, heads=2, layers=1)
+    full.hydra_mlp.load_state_dict(bare.hydra_mlp.state_dict())
+    model = toy.engine.decoder
+    lm_head = model.head_logits(torch.eye(HIDDEN)).T
+    for out in full.hydra_lm_head:
+        out.weight.data.copy_(lm_head)  # type: ignore[union-attr, operator]
+        out.bias.data.zero_()  # type: ignore[union-attr, operator]
+    trees = [
+        proposed(
+            toy, Hydra(Hydra.Options(), toy.engine.target, Head.of("head", net.config(), net.state_dict()))
+        )
+        for net in (bare, full)
+    ]
+    assert [[tree.tokens for tree in step] for step in trees[0]] == [
+        [tree.tokens for tree in step] for step in trees[1]
+    ]
+
+
+@pytest.mark.parametrize("name", builtin())
+def test_what_is_built_in_is_in_eight_bits(name: str) -> None:
+    card = head_card(name)
+    assert card is not None and card.refused is None
+    assert card.stored_as["compressed-tensors"] > 0.99 * card.parameters
