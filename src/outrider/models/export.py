@@ -20,10 +20,11 @@ from torch import Tensor
 
 from outrider.errors import ConfigError, ModelError
 from outrider.kernels.quantised import Quantised
-from outrider.models.hub import SAFE, Checkpoint, Weights, read_json
+from outrider.models.hub import SAFE, Checkpoint, Weights
 from outrider.models.model import needs_fallback
 from outrider.models.packed import MIDDLE, PackedWeights
 from outrider.models.quantise import GROUP, quantise
+from outrider.models.validate import read_json
 
 OUTER = ("embed_tokens", "lm_head")
 PLAIN = {16: torch.bfloat16, 32: torch.float32}  # bits: not quantised
