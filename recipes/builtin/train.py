@@ -255,19 +255,30 @@ class Trainer:
         return (losses * weights).sum()
 
     def _logits(self, model: LlamaForCausalLM, ids: Tensor) -> Tensor:
-        with torch.autocast(self.device, torch.bfloat16):
-            logits = model(ids).logits[:, :-1]
-        return logits.flatten(0, 1).float()
+        return next_logits(model, ids, self.device)
 
-    @torch.no_grad()
     def validate(self) -> dict[str, float]:
-        """Mean cross-entropy of all tokens but padding, by source."""
         self.model.eval()
-        result = {}
-        for name, rows in self.validation.items():
-            ids = torch.from_numpy(rows.astype(np.int64)).to(self.device)
-            targets = ids[:, 1:].reshape(-1)
-            targets = targets.masked_fill((targets == PAD_ID) | (targets == BOS_ID), -100)
-            result[name] = round(F.cross_entropy(self._logits(self.model, ids), targets).item(), 4)
+        result = {n: mean_loss(self.model, rows, self.device) for n, rows in self.validation.items()}
         self.model.train()
         return result
+
+
+def next_logits(model: LlamaForCausalLM, ids: Tensor, device: str) -> Tensor:
+    """Logits [rows * (length - 1), vocabulary] of the token after each but the last."""
+    with torch.autocast(device, torch.bfloat16):
+        logits = model(ids).logits[:, :-1]
+    return logits.flatten(0, 1).float()
+
+
+@torch.no_grad()
+def mean_loss(model: LlamaForCausalLM, rows: np.ndarray, device: str) -> float:
+    """Mean cross-entropy in nats of all tokens but padding and <|bos|>."""
+    total, count = 0.0, 0
+    for start in range(0, len(rows), 4):
+        ids = torch.from_numpy(rows[start : start + 4].astype(np.int64)).to(device)
+        targets = ids[:, 1:].reshape(-1)
+        targets = targets.masked_fill((targets == PAD_ID) | (targets == BOS_ID), -100)
+        total += F.cross_entropy(next_logits(model, ids, device), targets, reduction="sum").item()
+        count += int((targets != -100).sum())
+    return round(total / count, 4)

@@ -1,7 +1,7 @@
 """Endless short tasks with answers that can be checked.
 
 Every kind maps a `Draw` to turns. `make(kind, rng, split)` draws one task; `document` writes several as one
-conversation in the chat format.
+conversation in the chat format, some with a system prompt.
 """
 
 from __future__ import annotations
@@ -36,8 +36,14 @@ KINDS: dict[str, tuple[Callable[[Draw], list[Turn]], float]] = {
     "spelling": (editing.spelling, 2), "ordering": (logic.ordering, 1.5), "assignment": (logic.assignment, 1),
     "tracking": (logic.tracking, 1), "syllogism": (logic.syllogism, 0.5), "odd_one_out": (logic.odd_one_out, 1),
     "categorize": (logic.categorize, 1), "sentiment": (logic.sentiment, 0.5), "capitals": (logic.capitals, 1),
+    "smalltalk": (texts.smalltalk, 0.7),
 }  # fmt: skip
 
+SYSTEM = "<|system|>{}<|end|>"
+SYSTEM_PROMPTS = (
+    "You are a helpful assistant.", "Answer briefly.", "You are an assistant who answers questions.", "Be helpful and exact.",
+)  # fmt: skip
+SYSTEM_SHARE = 0.1  # of all documents
 CHAT = "<|user|>{}<|end|><|assistant|>{}<|end|>"
 
 
@@ -50,4 +56,5 @@ def document(rng: random.Random) -> str:
     """One to three training tasks of any kinds as one conversation."""
     kinds = rng.choices(list(KINDS), [weight for _, weight in KINDS.values()], k=rng.choice((1, 1, 2, 3)))
     turns = [turn for kind in kinds for turn in make(kind, rng).turns]
-    return "<|bos|>" + "".join(CHAT.format(t.prompt, t.answer) for t in turns)
+    system = SYSTEM.format(rng.choice(SYSTEM_PROMPTS)) if rng.random() < SYSTEM_SHARE else ""
+    return "<|bos|>" + system + "".join(CHAT.format(t.prompt, t.answer) for t in turns)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import sys
+import warnings
 from types import FrameType
 from typing import Any
 
@@ -48,7 +49,9 @@ def run_function(text: str, name: str, tests: list[tuple[Any, ...]]) -> list[Any
     old = sys.gettrace()
     sys.settrace(trace)
     try:
-        exec(text, scope)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # such as invalid escapes in a wrong answer
+            exec(text, scope)
         return [scope[name](*copy.deepcopy(test)) for test in tests]
     except Exception:
         return None

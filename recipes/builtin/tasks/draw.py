@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 SPLITS = ("train", "values", "wordings")
 HELD_KEYS = 12  # one key in twelve is held out
+OPENINGS = ("Hello! ", "Hi, can you help me? ", "One question: ", "Please help me. ", "Next one: ")
+OPENING_SHARE = 0.1  # of all tasks
 HELD_WORDS = 6  # every sixth word of an open class is held out
 
 T = TypeVar("T")
@@ -126,5 +128,7 @@ def draw_task(kind: str, maker: Maker, rng: random.Random, split: str) -> Task:
             turns = maker(draw)
         except OtherSplit:
             continue
+        if draw.chance(OPENING_SHARE):
+            turns[0] = replace(turns[0], prompt=draw.pick(OPENINGS) + turns[0].prompt)
         return Task(kind, tuple(turns), tuple(draw.keys), tuple(draw.wordings))
     raise ValueError(f"kind {kind!r} has no values in split {split!r}; give it a larger range")

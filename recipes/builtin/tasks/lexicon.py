@@ -13,7 +13,7 @@ NAMES = words(
 )
 THINGS = words(
     "apples books coins pencils cards stamps marbles oranges shells stickers eggs flowers balls cups stones cookies"
-    " tickets keys boxes bottles lemons candles buttons ribbons plates spoons postcards bricks carrots pears seeds"
+    " tickets whistles boxes bottles lemons candles buttons ribbons plates spoons postcards bricks carrots pears seeds"
     " cherries nails tiles bags chairs"
 )
 CITIES = words(

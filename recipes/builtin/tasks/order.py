@@ -46,8 +46,7 @@ def sort_numbers(d: Draw) -> list[Turn]:
 
 
 def sort_words(d: Draw) -> list[Turn]:
-    group = d.pick((COMMON, COMMON, NAMES))
-    chosen = d.picks(group.all, d.int(3, 6))
+    chosen = d.picks(COMMON.all, d.int(3, 6))
     d.hold(tuple(chosen))
     prompt = d.say(
         "Sort these words alphabetically: {s}", "Put in alphabetical order: {s}", "Alphabetize: {s}",

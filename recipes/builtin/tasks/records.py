@@ -195,12 +195,13 @@ def sql(d: Draw) -> list[Turn]:
         "Write an SQL query to {a}.", "How do I {a} in SQL?", "SQL: {a}", "Give me the SQL to {a}.",
         "Write SQL that can {a}.", "I want to {a}. Which SQL query do I need?", "Use SQL to {a}.", a=asked,
     )  # fmt: skip
-    wanted = query_result(text)
-    shape = re.sub(r"'.*?'|\d+|\s+", "", text)
+
+    def values_and_names(query: str) -> tuple[list[str], set[str]]:
+        return re.findall(r"'.*?'|\d+", query), set(re.findall(r"[a-z]+", query))
 
     def check(given: str) -> bool:
-        same_values = re.findall(r"'.*?'|\d+", given) == re.findall(r"'.*?'|\d+", text)
-        return same_values and query_result(given) == wanted and re.sub(r"'.*?'|\d+|\s+", "", given) == shape
+        # Results alone would accept another column where no row is found.
+        return values_and_names(given) == values_and_names(text) and query_result(given) == query_result(text)
 
     return [Turn(prompt, text, check)]
 

@@ -57,7 +57,7 @@ def context(d: Draw) -> list[Turn]:
 def retrieval(d: Draw) -> list[Turn]:
     """One entry out of a long list of entries."""
     count = d.int(6, 24)
-    names = d.picks(NAMES.all, count)
+    names = d.words(NAMES, count)
     way = d.pick(("code", "phone", "room", "key"))
     if way == "key":
         labels = [f"{d.word(COMMON)}-{d.int(1, 99)}" for _ in range(count)]
@@ -248,6 +248,31 @@ def story(d: Draw) -> list[Turn]:
         reply = f"The story is about {a} and {b}."
         asked = d.say("Who is in the story?", "Who is the story about?", "Which people are in it?")
         turns.append(Turn(asked, reply, exactly(reply)))
+    return turns
+
+
+_ABOUT = "I am a small language model. I know short tasks and little of the world."
+_ABILITIES = "I can calculate, sort, translate short sentences, write small programs and answer questions on a text."
+
+
+def smalltalk(d: Draw) -> list[Turn]:
+    """A greeting with a name, then questions about the model, thanks or a farewell."""
+    name, city = d.word(NAMES), d.word(CITIES)
+    d.hold(name, city)
+    prompt = d.say(
+        "Hello, I am {n} from {c}.", "Hi! This is {n} in {c}.", "Good morning, {n} here, from {c}.",
+        "Hey, I am {n} and I live in {c}.", "Good evening! I am {n}, from {c}.", n=name, c=city,
+    )  # fmt: skip
+    reply = f"Hello {name}! How can I help you?"
+    turns = [Turn(prompt, reply, exactly(reply))]
+    others = [
+        (("Who are you?", "What are you?", "Tell me who you are.", "Are you a person?"), _ABOUT),
+        (("What can you do?", "How can you help me?", "What are you good at?", "What do you know?"), _ABILITIES),
+        (("Thank you!", "Thanks a lot.", "Thanks!", "Great, thank you."), f"You are welcome, {name}."),
+        (("Bye!", "Goodbye.", "See you!", "That was all, goodbye."), f"Goodbye, {name}!"),
+    ]
+    for wordings, answer in d.picks(others, d.int(1, 3)):
+        turns.append(Turn(d.say(*wordings), answer, exactly(answer)))
     return turns
 
 
