@@ -44,7 +44,7 @@ def questions(per_kind: int, split: str) -> list[tuple[str, tasks.Turn, str]]:
 
 
 def score(answer: Answer, folder: Path, per_kind: int, split: str) -> dict[str, Any]:
-    """Accuracy and repeats by kind, and their means over kinds; `wrong` lists one wrong answer of each kind."""
+    """Accuracy and repeats by kind and their means over kinds; `wrong` has one wrong answer of each kind."""
     tokenizer = load_tokenizer(folder)
     rows = questions(per_kind, split)
     prompts = [tokenizer.encode(text, add_special_tokens=False).ids for _, _, text in rows]
@@ -59,7 +59,9 @@ def score(answer: Answer, folder: Path, per_kind: int, split: str) -> dict[str, 
         kinds[kind]["natural"].append(repeated(tokenizer.encode(turn.answer).ids))
         if not right:
             wrong.setdefault(kind, [turn.prompt, turn.answer, given])
-    means = {k: {name: round(float(np.mean(v)), 4) for name, v in values.items()} for k, values in kinds.items()}
+    means = {
+        k: {name: round(float(np.mean(v)), 4) for name, v in values.items()} for k, values in kinds.items()
+    }
     plain = [v["repeated"] for v in means.values() if v["natural"] <= NATURAL_REPEATS]
     return {
         "accuracy": round(float(np.mean([v["right"] for v in means.values()])), 4),
@@ -96,7 +98,9 @@ def evaluate(out: Path, per_kind: int) -> None:
         del model
         answer = engine(folder)
         report = {"loss": losses, **{split: score(answer, folder, per_kind, split) for split in SPLITS}}
-        (out / f"{name}-eval.json").write_text(json.dumps(report, indent=1, ensure_ascii=False), encoding="utf8")
+        (out / f"{name}-eval.json").write_text(
+            json.dumps(report, indent=1, ensure_ascii=False), encoding="utf8"
+        )
         _show(name, report)
 
 

@@ -1,6 +1,8 @@
-"""Make the built-in models: data, tokenizer, corpus, target, draft, eval. Every stage resumes where it was stopped.
+"""Make the built-in models in stages: data, tokenizer, corpus, target, draft, eval.
 
-    python recipes/builtin/make.py --data DATA --out OUT [stage ...]
+Every stage resumes where it was stopped.
+
+python recipes/builtin/make.py --data DATA --out OUT [stage ...]
 """
 
 from __future__ import annotations
@@ -18,11 +20,23 @@ TOKENIZER_TASKS = 20_000
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stages", nargs="*", default=[], metavar="stage", help=f"any of {', '.join(STAGES)}; all if none is given")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "stages",
+        nargs="*",
+        default=[],
+        metavar="stage",
+        help=f"any of {', '.join(STAGES)}; all if none is given",
+    )
     parser.add_argument("--data", type=Path, help="folder of the public data sets (stage data)")
-    parser.add_argument("--out", type=Path, required=True, help="folder of token arrays, checkpoints and models")
-    parser.add_argument("--tokens", type=float, default=200e6, help="tokens of the constant phase; raise it to train on")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder of token arrays, checkpoints and models"
+    )
+    parser.add_argument(
+        "--tokens", type=float, default=200e6, help="tokens of the constant phase; raise it to train on"
+    )
     parser.add_argument("--decay", type=float, default=30e6, help="tokens of the decay phase")
     parser.add_argument("--rows", type=int, default=12, help="rows of 1,024 tokens of a step")
     parser.add_argument("--micro", type=int, default=4, help="rows of one forward")
@@ -73,12 +87,18 @@ def train(options: argparse.Namespace, stage: str) -> None:
             raise SystemExit(f"stage draft needs {options.out / 'target'}; run stage target first")
         teacher = LlamaForCausalLM.from_pretrained(options.out / "target", dtype=torch.float32)
     trainer = Trainer(
-        options.out / f"{stage}-run", options.out / "corpus", model.TARGET if stage == "target" else model.DRAFT,
-        Settings(rows=options.rows, micro=options.micro), teacher, device,
-    )  # fmt: skip
+        options.out / f"{stage}-run",
+        options.out / "corpus",
+        model.TARGET if stage == "target" else model.DRAFT,
+        Settings(rows=options.rows, micro=options.micro),
+        teacher,
+        device,
+    )
     seconds = options.minutes * 60
     if not trainer.constant(int(options.tokens), seconds) or not trainer.decay(int(options.decay), seconds):
-        print(f"{stage}: stopped at {trainer.counts.tokens / 1e6:.1f} M tokens; run the same command to go on")
+        print(
+            f"{stage}: stopped at {trainer.counts.tokens / 1e6:.1f} M tokens; run the same command to go on"
+        )
         raise SystemExit(3)
     model.export(trainer.model.cpu(), options.out / "corpus/tokenizer.json", options.out / stage)
 

@@ -41,12 +41,22 @@ def build(shape: Shape, seed: int) -> LlamaForCausalLM:
     """A model with seeded weights; output projections start at zero."""
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=shape.vocabulary, hidden_size=shape.hidden, intermediate_size=shape.mlp,
-        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_size, tie_word_embeddings=True, max_position_embeddings=shape.context,
-        bos_token_id=SPECIAL.index(BOS), eos_token_id=SPECIAL.index(END), pad_token_id=SPECIAL.index(PAD),
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, attn_implementation="sdpa", use_cache=False,
-    )  # fmt: skip
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.mlp,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_size,
+        tie_word_embeddings=True,
+        max_position_embeddings=shape.context,
+        bos_token_id=SPECIAL.index(BOS),
+        eos_token_id=SPECIAL.index(END),
+        pad_token_id=SPECIAL.index(PAD),
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
     model = LlamaForCausalLM(config)
     for name, weight in model.named_parameters():
         if "o_proj" in name or "down_proj" in name:
@@ -66,9 +76,12 @@ def export(model: LlamaForCausalLM, tokenizer: Path, out: Path) -> None:
     shutil.copy(tokenizer, temporary / "tokenizer.json")
     (temporary / "chat_template.jinja").write_text(TEMPLATE, encoding="utf8")
     settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": END, "pad_token": PAD,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS,
+        "eos_token": END,
+        "pad_token": PAD,
         "model_max_length": model.config.max_position_embeddings,
-    }  # fmt: skip
+    }
     (temporary / "tokenizer_config.json").write_text(json.dumps(settings, indent=1), encoding="utf8")
     shutil.rmtree(out, ignore_errors=True)
     os.replace(temporary, out)

@@ -12,7 +12,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-BOS, END, PAD, USER, ASSISTANT, SYSTEM = "<|bos|>", "<|end|>", "<|pad|>", "<|user|>", "<|assistant|>", "<|system|>"
+BOS, END, PAD, USER, ASSISTANT, SYSTEM = (
+    "<|bos|>",
+    "<|end|>",
+    "<|pad|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|system|>",
+)
 SPECIAL = (BOS, END, PAD, USER, ASSISTANT, SYSTEM)
 SKIPPED_BOOKS = ("bible", "milton", "shakespeare", "blake", "whitman")  # verse and old spelling
 TRANSLATION_PAIRS = 66_000
@@ -57,7 +64,9 @@ def questions(data: Path) -> Iterator[str]:
 
 def contexts(data: Path) -> Iterator[str]:
     for row in json.loads((data / "pubmedqa/ori_pqal.json").read_text(encoding="utf8")).values():
-        prompt = f"Answer from the context.\nContext: {' '.join(row['CONTEXTS'])}\nQuestion: {row['QUESTION']}"
+        prompt = (
+            f"Answer from the context.\nContext: {' '.join(row['CONTEXTS'])}\nQuestion: {row['QUESTION']}"
+        )
         yield chat(prompt, f"{row['LONG_ANSWER']} The answer is {row['final_decision']}.")
 
 
@@ -65,7 +74,9 @@ def summaries(data: Path) -> Iterator[str]:
     for part in ("train", "dev", "test"):
         for row in _lines(data / f"scitldr/{part}.jsonl"):
             target = row["target"]
-            yield chat("Summarize: " + " ".join(row["source"]), target if isinstance(target, str) else target[0])
+            yield chat(
+                "Summarize: " + " ".join(row["source"]), target if isinstance(target, str) else target[0]
+            )
     for row in _lines(data / "qmsum/train.jsonl"):
         transcript = row.get("meeting_transcripts", [])
         for item in row.get("specific_query_list", []):
@@ -149,9 +160,18 @@ def books(data: Path) -> Iterator[str]:
 
 
 KINDS: dict[str, Callable[[Path], Iterator[str]]] = {
-    "math": mathematics, "qa": questions, "rag": contexts, "summary": summaries, "translation": translations,
-    "dialogue": dialogues, "howto": commands, "code": programs, "story": stories, "facts": countries, "prose": books,
-}  # fmt: skip
+    "math": mathematics,
+    "qa": questions,
+    "rag": contexts,
+    "summary": summaries,
+    "translation": translations,
+    "dialogue": dialogues,
+    "howto": commands,
+    "code": programs,
+    "story": stories,
+    "facts": countries,
+    "prose": books,
+}
 
 
 def documents(data: Path) -> tuple[list[str], dict[str, list[str]]]:

@@ -6,7 +6,8 @@ The learning rate warms up, stays constant, and is brought to zero in a separate
                        \\           \\
     decay.pt            `--> 0      `--> 0           started from a copy of constant.pt
 
-A step depends on the saved state alone, so a run that is killed and resumed gives the same weights as one that is not.
+A step depends on the saved state alone. A run that is killed and resumed gives the same weights as one
+that is not.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def rate_factor(tokens: int, warmup: int, decay_start: int | None, decay: int) -
 
 
 def loss_weights(rows: np.ndarray, prompt_weight: float) -> np.ndarray:
-    """Weight of each token as a target: 0 for padding and <|bos|>, `prompt_weight` inside user turns, else 1."""
+    """Loss weight of each token: 0 for padding and <|bos|>, `prompt_weight` inside user turns, else 1."""
     places = np.arange(rows.shape[1])
     last_user = np.maximum.accumulate(np.where(rows == USER_ID, places, -1), axis=1)
     last_assistant = np.maximum.accumulate(np.where(rows == ASSISTANT_ID, places, -1), axis=1)
@@ -87,7 +88,9 @@ def optimizers(model: torch.nn.Module, settings: Settings) -> list[torch.optim.O
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     rest = [p for n, p in model.named_parameters() if not (p.ndim == 2 and "embed" not in n)]
     return [
-        torch.optim.Muon(matrices, lr=settings.matrix_rate, momentum=0.95, weight_decay=settings.weight_decay),
+        torch.optim.Muon(
+            matrices, lr=settings.matrix_rate, momentum=0.95, weight_decay=settings.weight_decay
+        ),
         torch.optim.AdamW(rest, lr=settings.other_rate, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 
@@ -211,7 +214,7 @@ class Trainer:
         c.prose_rows += prose_count
         c.task_rows += s.rows - prose_count
         # Every micro-batch holds rows of both sources.
-        for part in range(0, -(-s.rows // s.micro)):
+        for part in range(-(-s.rows // s.micro)):
             chosen = slice(part, None, -(-s.rows // s.micro))
             yield (
                 torch.from_numpy(ids[chosen]).to(self.device),

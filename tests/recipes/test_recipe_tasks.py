@@ -4,10 +4,11 @@ import random
 import re
 
 import pytest
+
 from recipes.builtin import tasks
 from recipes.builtin.tasks import check, lexicon
 from recipes.builtin.tasks.code import run_function
-from recipes.builtin.tasks.functions import FUNCTIONS, source
+from recipes.builtin.tasks.functions import EXAMPLES
 
 COUNT = 25
 
@@ -19,7 +20,9 @@ def draw(kind: str, split: str, count: int = COUNT, seed: int = 3) -> list[tasks
 
 def shifted(text: str) -> str:
     """The text with every letter and digit replaced by the next one."""
-    return re.sub(r"[0-9A-Za-z]", lambda m: "0" if m[0] == "9" else "a" if m[0] in "zZ" else chr(ord(m[0]) + 1), text)
+    return re.sub(
+        r"[0-9A-Za-z]", lambda m: "0" if m[0] == "9" else "a" if m[0] in "zZ" else chr(ord(m[0]) + 1), text
+    )
 
 
 def last_word_shifted(text: str) -> str:
@@ -75,14 +78,26 @@ def test_document_has_the_chat_format():
     assert any("<|system|>" in text for text in texts)
     for text in texts:
         text = text.replace("| ", "").replace(" |", "").replace("|-", "-").replace("-|", "-")  # tables
-        assert re.fullmatch(r"<\|bos\|>(<\|system\|>[^|]+<\|end\|>)?(<\|user\|>[^|]+<\|end\|><\|assistant\|>[^|]+<\|end\|>)+", text), text
+        assert re.fullmatch(
+            r"<\|bos\|>(<\|system\|>[^|]+<\|end\|>)?(<\|user\|>[^|]+<\|end\|><\|assistant\|>[^|]+<\|end\|>)+",
+            text,
+        ), text
 
 
-@pytest.mark.parametrize("text, right", [
-    ("12 + 7 = 19", True), ("12 + 7 = 18", False), ("10 + 3 - 7 = 6", True), ("9 * 8 + 4 = 76", True),
-    ("28 / 6 = 4 rest 4", True), ("28 / 6 = 4 rest 3", False), ("12 / 4 = 3", True), ("x = 4", True),
-    ("1 + 1 = 2\n2 + 2 = 5", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text, right",
+    [
+        ("12 + 7 = 19", True),
+        ("12 + 7 = 18", False),
+        ("10 + 3 - 7 = 6", True),
+        ("9 * 8 + 4 = 76", True),
+        ("28 / 6 = 4 rest 4", True),
+        ("28 / 6 = 4 rest 3", False),
+        ("12 / 4 = 3", True),
+        ("x = 4", True),
+        ("1 + 1 = 2\n2 + 2 = 5", False),
+    ],
+)
 def test_equations_are_checked(text, right):
     assert check.equations_hold(text) == right
 
@@ -93,13 +108,12 @@ def test_wrong_working_fails():
     assert not turn.check("\n".join(["1 + 1 = 3", *lines]))
 
 
-@pytest.mark.parametrize("row", FUNCTIONS, ids=lambda row: row[1])
-def test_functions_do_not_change_with_the_names_of_their_arguments(row):
-    _, name, arguments, body, tests = row
-    given = run_function(source(name, arguments, body), name, tests)
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: e.name)
+def test_functions_do_not_change_with_the_names_of_their_arguments(example):
+    given = run_function(example.source(), example.name, example.tests)
     assert given is not None
-    other = [f"argument_{i}" for i in range(len(arguments))]
-    assert run_function(source(name, other, body), name, tests) == given
+    other = [f"argument_{i}" for i in range(len(example.arguments))]
+    assert run_function(example.source("other", other), "other", example.tests) == given
 
 
 def test_running_code_is_bounded():

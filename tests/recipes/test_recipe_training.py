@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from recipes.builtin import corpus, evaluate, prose, tasks
 from recipes.builtin.model import Shape, build, export
 from recipes.builtin.train import Settings, Trainer, loss_weights, rate_factor
@@ -40,7 +41,9 @@ def weights(t: Trainer) -> list[torch.Tensor]:
 
 def test_digits_are_single_tokens(folder):
     tokenizer = corpus.load_tokenizer(folder)
-    assert [len(t.strip("Ġ")) for t in tokenizer.encode("2748 + 19").tokens if any(c.isdigit() for c in t)] == [1] * 6
+    assert [
+        len(t.strip("Ġ")) for t in tokenizer.encode("2748 + 19").tokens if any(c.isdigit() for c in t)
+    ] == [1] * 6
     assert tokenizer.decode(tokenizer.encode("Grüße, 12 + 3 = 15\n").ids) == "Grüße, 12 + 3 = 15\n"
 
 
@@ -171,7 +174,9 @@ def test_export_and_evaluation(folder, tmp_path):
 
     good = evaluate.score(perfect, tmp_path / "target", 1, "values")
     assert good["accuracy"] == 1 and not good["wrong"]
-    bad = evaluate.score(lambda prompts: ["no no no no no no no"] * len(prompts), tmp_path / "target", 1, "values")
+    bad = evaluate.score(
+        lambda prompts: ["no no no no no no no"] * len(prompts), tmp_path / "target", 1, "values"
+    )
     assert bad["accuracy"] == 0 and bad["repeated_4_grams"] > 0.5
     short = evaluate.engine(tmp_path / "target")([[0, 3, 50, 1, 4]])
     assert len(short) == 1

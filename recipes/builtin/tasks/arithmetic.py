@@ -74,10 +74,21 @@ def working(a: int, op: str, b: int) -> str:
 def _calculate(d: Draw, a: int, op: str, b: int, names: tuple[str, ...]) -> list[Turn]:
     d.hold(a, op, b)
     asked = d.say(
-        "What is {a} {op} {b}?", "Calculate {a} {op} {b}.", "{a} {op} {b} = ?", "How much is {a} {op} {b}?",
-        "Compute {a} {op} {b}.", "{a} {op} {b}", "Can you work out {a} {op} {b}?", "Please solve {a} {op} {b}.",
-        "Give me the result of {a} {op} {b}.", "Work out {a} {op} {b} step by step.", *names, a=a, b=b, op=op,
-    )  # fmt: skip
+        "What is {a} {op} {b}?",
+        "Calculate {a} {op} {b}.",
+        "{a} {op} {b} = ?",
+        "How much is {a} {op} {b}?",
+        "Compute {a} {op} {b}.",
+        "{a} {op} {b}",
+        "Can you work out {a} {op} {b}?",
+        "Please solve {a} {op} {b}.",
+        "Give me the result of {a} {op} {b}.",
+        "Work out {a} {op} {b} step by step.",
+        *names,
+        a=a,
+        b=b,
+        op=op,
+    )
     text = working(a, op, b)
     return [Turn(asked, text, last_line(text.split("\n")[-1]))]
 
@@ -120,15 +131,25 @@ def compare(d: Draw) -> list[Turn]:
     big, small = max(a, b), min(a, b)
     if d.chance(0.5):
         asked = d.say(
-            "Which number is larger, {a} or {b}?", "Which is bigger: {a} or {b}?", "Is {a} or {b} greater?",
-            "Compare {a} and {b}. Which one is larger?", "Tell me the larger of {a} and {b}.", a=a, b=b,
-        )  # fmt: skip
+            "Which number is larger, {a} or {b}?",
+            "Which is bigger: {a} or {b}?",
+            "Is {a} or {b} greater?",
+            "Compare {a} and {b}. Which one is larger?",
+            "Tell me the larger of {a} and {b}.",
+            a=a,
+            b=b,
+        )
         text = f"{big} is larger than {small}."
     else:
         asked = d.say(
-            "Which number is smaller, {a} or {b}?", "Which is less: {a} or {b}?", "Is {a} or {b} smaller?",
-            "Compare {a} and {b}. Which one is smaller?", "Tell me the smaller of {a} and {b}.", a=a, b=b,
-        )  # fmt: skip
+            "Which number is smaller, {a} or {b}?",
+            "Which is less: {a} or {b}?",
+            "Is {a} or {b} smaller?",
+            "Compare {a} and {b}. Which one is smaller?",
+            "Tell me the smaller of {a} and {b}.",
+            a=a,
+            b=b,
+        )
         text = f"{small} is smaller than {big}."
     return [Turn(asked, text, exactly(text))]
 
@@ -143,9 +164,13 @@ def series(d: Draw) -> list[Turn]:
     numbers = [start + sign * step * i for i in range(shown)]
     following = numbers[-1] + sign * step
     asked = d.say(
-        "What comes next? {s}", "Continue the series: {s}", "Which number comes next in {s}?",
-        "Find the next number: {s}, ...", "Here is a pattern: {s}. What is the next number?", s=", ".join(map(str, numbers)),
-    )  # fmt: skip
+        "What comes next? {s}",
+        "Continue the series: {s}",
+        "Which number comes next in {s}?",
+        "Find the next number: {s}, ...",
+        "Here is a pattern: {s}. What is the next number?",
+        s=", ".join(map(str, numbers)),
+    )
     op = "+" if up else "-"
     pair = (numbers[1], numbers[0]) if up else (numbers[0], numbers[1])
     text = (
@@ -161,14 +186,22 @@ def number_words(d: Draw) -> list[Turn]:
     d.hold(n)
     if way:
         asked = d.say(
-            "Write {n} in words.", "How do you write the number {n} in words?", "Spell out the number {n}.",
-            "What is {n} in words?", "Put the number {n} into words.", n=n,
-        )  # fmt: skip
+            "Write {n} in words.",
+            "How do you write the number {n} in words?",
+            "Spell out the number {n}.",
+            "What is {n} in words?",
+            "Put the number {n} into words.",
+            n=n,
+        )
         return [Turn(asked, in_words(n), exactly(in_words(n)))]
     asked = d.say(
-        "Write {n} in digits.", "Which number is {n}?", "Write the number {n} with digits.",
-        "What is {n} in digits?", "Turn {n} into digits.", n=in_words(n),
-    )  # fmt: skip
+        "Write {n} in digits.",
+        "Which number is {n}?",
+        "Write the number {n} with digits.",
+        "What is {n} in digits?",
+        "Turn {n} into digits.",
+        n=in_words(n),
+    )
     return [Turn(asked, str(n), exactly(str(n)))]
 
 
@@ -181,9 +214,13 @@ def average(d: Draw) -> list[Turn]:
     d.rng.shuffle(numbers)
     d.hold(tuple(numbers))
     asked = d.say(
-        "What is the average of {s}?", "Calculate the mean of {s}.", "Find the average: {s}",
-        "Give me the mean of these numbers: {s}", "What do {s} come to on average?", s=", ".join(map(str, numbers)),
-    )  # fmt: skip
+        "What is the average of {s}?",
+        "Calculate the mean of {s}.",
+        "Find the average: {s}",
+        "Give me the mean of these numbers: {s}",
+        "What do {s} come to on average?",
+        s=", ".join(map(str, numbers)),
+    )
     lines, total = [], numbers[0]
     for n in numbers[1:]:
         lines.append(working(total, "+", n))

@@ -33,10 +33,20 @@ class Words:
         return self.train + self.held
 
 
+def listed(text: str) -> tuple[str, ...]:
+    """Items of a list separated by commas or, where there are none, by blanks."""
+    return tuple(w.strip() for w in text.split("," if "," in text else None) if w.strip())
+
+
+def pairs(text: str) -> dict[str, str]:
+    """A dictionary of items `key:value`."""
+    return dict(item.split(":", 1) for item in listed(text))
+
+
 def words(text: str) -> Words:
-    """Divide a comma- or space-separated list; every sixth word is held out."""
-    items = [w.strip() for w in text.split("," if "," in text else None) if w.strip()]
-    held = tuple(items[HELD_WORDS - 1 :: HELD_WORDS])
+    """Divide the items of a list; every sixth one is held out."""
+    items = listed(text)
+    held = items[HELD_WORDS - 1 :: HELD_WORDS]
     return Words(tuple(w for w in items if w not in held), held)
 
 

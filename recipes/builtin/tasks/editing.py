@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from .check import concludes, exactly
-from .draw import Draw, OtherSplit, Turn
+from .draw import Draw, OtherSplit, Turn, listed, pairs
 from .lexicon import CITIES, COLORS, COMMON, DAYS, JOBS, NAMES, PLACES, THINGS, WEATHER, an
 
-SYLLABLES = "ba be bo da de di fa fi ga go ka ki la le lo ma me mi na ne no pa pi ra re ri sa se so ta te ti va vo za".split()
+SYLLABLES = listed(
+    "ba be bo da de di fa fi ga go ka ki la le lo ma me mi na ne no pa pi ra re ri sa se so ta te ti va vo za"
+)
 
 
 def _sentences(d: Draw, count: int) -> tuple[list[str], list[str]]:
     """Plain sentences, and the words in them that may be replaced."""
     (a, b), city, job = d.words(NAMES, 2), d.word(CITIES), d.word(JOBS)
-    things, place, day, color, w = d.word(THINGS), d.word(PLACES), d.pick(DAYS), d.pick(COLORS), d.pick(WEATHER)
+    things, place, day, color, w = (
+        d.word(THINGS),
+        d.word(PLACES),
+        d.pick(DAYS),
+        d.pick(COLORS),
+        d.pick(WEATHER),
+    )
     n = d.int(2, 90)
     pool = [
         (f"{a} bought {n} {things} at the {place}.", [a, str(n), things, place]),
@@ -41,12 +49,20 @@ def replace(d: Draw) -> list[Turn]:
         text = _replace_words(text, old, new)
         if i == 0:
             prompt = d.say(
-                "Replace {o} by {n}: {s}", "Change {o} to {n} in this text: {s}", "{s}\n\nReplace {o} with {n}.",
-                "Write {n} instead of {o}: {s}", "Put {n} wherever it says {o}.\n{s}", "Swap {o} for {n}: {s}",
-                o=old, n=new, s=" ".join(sentences),
-            )  # fmt: skip
+                "Replace {o} by {n}: {s}",
+                "Change {o} to {n} in this text: {s}",
+                "{s}\n\nReplace {o} with {n}.",
+                "Write {n} instead of {o}: {s}",
+                "Put {n} wherever it says {o}.\n{s}",
+                "Swap {o} for {n}: {s}",
+                o=old,
+                n=new,
+                s=" ".join(sentences),
+            )
         else:
-            prompt = d.say("Now replace {o} by {n}.", "And change {o} to {n}.", "Also write {n} for {o}.", o=old, n=new)
+            prompt = d.say(
+                "Now replace {o} by {n}.", "And change {o} to {n}.", "Also write {n} for {o}.", o=old, n=new
+            )
         turns.append(Turn(prompt, text, exactly(text)))
         targets = [t for t in targets if t not in (old, new)] + [new]
     return turns
@@ -87,18 +103,39 @@ def correct(d: Draw) -> list[Turn]:
             j = d.pick(common)
             broken = " ".join([*parts[:j], _TYPOS[parts[j]], *parts[j + 1 :]])
     prompt = d.say(
-        "Correct the text: {s}", "Fix the mistakes: {s}", "Correct this: {s}", "{s}\n\nFix the errors in this text.",
-        "Please proofread: {s}", "What is the right spelling of this text? {s}", s=broken,
-    )  # fmt: skip
+        "Correct the text: {s}",
+        "Fix the mistakes: {s}",
+        "Correct this: {s}",
+        "{s}\n\nFix the errors in this text.",
+        "Please proofread: {s}",
+        "What is the right spelling of this text? {s}",
+        s=broken,
+    )
     return [Turn(prompt, text, exactly(text))]
 
 
 _TYPOS = {
-    "the": "teh", "and": "adn", "because": "becuase", "bought": "bougth", "called": "caled", "were": "weer",
-    "works": "wroks", "likes": "liks", "weather": "wether", "went": "wnet", "train": "trian", "will": "wil",
-    "meet": "meat", "again": "agian", "often": "offen", "days": "dyas", "painted": "paintd", "last": "lsat",
-    "holds": "hodls", "with": "wiht",
-}  # fmt: skip
+    "the": "teh",
+    "and": "adn",
+    "because": "becuase",
+    "bought": "bougth",
+    "called": "caled",
+    "were": "weer",
+    "works": "wroks",
+    "likes": "liks",
+    "weather": "wether",
+    "went": "wnet",
+    "train": "trian",
+    "will": "wil",
+    "meet": "meat",
+    "again": "agian",
+    "often": "offen",
+    "days": "dyas",
+    "painted": "paintd",
+    "last": "lsat",
+    "holds": "hodls",
+    "with": "wiht",
+}
 
 
 def sentence_lines(d: Draw) -> list[Turn]:
@@ -115,37 +152,39 @@ def sentence_lines(d: Draw) -> list[Turn]:
         "last": ("Give me the last sentence", sentences[-1]),
         "drop": (f"Delete the {order} sentence", " ".join(kept)),
     }[way]
-    prompt = d.say("{w}: {s}", "{w} of this text: {s}", "{s}\n\n{w}.", "Text: {s}\nTask: {w}.", "{w}, please.\n{s}", w=what, s=text)
+    prompt = d.say(
+        "{w}: {s}",
+        "{w} of this text: {s}",
+        "{s}\n\n{w}.",
+        "Text: {s}\nTask: {w}.",
+        "{w}, please.\n{s}",
+        w=what,
+        s=text,
+    )
     return [Turn(prompt, answer, exactly(answer))]
 
 
-PAST = dict(
-    p.split(":")
-    for p in (
-        "go:went,see:saw,buy:bought,find:found,give:gave,take:took,write:wrote,read:read,eat:ate,drink:drank,come:came,"
-        "know:knew,think:thought,make:made,say:said,tell:told,run:ran,sing:sang,swim:swam,begin:began,break:broke,"
-        "bring:brought,build:built,catch:caught,choose:chose,do:did,draw:drew,drive:drove,fall:fell,feel:felt,fly:flew,"
-        "forget:forgot,get:got,grow:grew,hear:heard,hold:held,keep:kept,leave:left,lose:lost,meet:met,pay:paid,"
-        "ride:rode,sell:sold,send:sent,sit:sat,sleep:slept,speak:spoke,stand:stood,swear:swore,teach:taught,throw:threw,"
-        "wake:woke,wear:wore,win:won,work:worked,play:played,walk:walked,talk:talked,look:looked,call:called,help:helped"
-    ).split(",")
+PAST = pairs(
+    "go:went,see:saw,buy:bought,find:found,give:gave,take:took,write:wrote,read:read,eat:ate,"
+    "drink:drank,come:came,know:knew,think:thought,make:made,say:said,tell:told,run:ran,sing:sang,"
+    "swim:swam,begin:began,break:broke,bring:brought,build:built,catch:caught,choose:chose,do:did,"
+    "draw:drew,drive:drove,fall:fell,feel:felt,fly:flew,forget:forgot,get:got,grow:grew,hear:heard,"
+    "hold:held,keep:kept,leave:left,lose:lost,meet:met,pay:paid,ride:rode,sell:sold,send:sent,sit:sat,"
+    "sleep:slept,speak:spoke,stand:stood,swear:swore,teach:taught,throw:threw,wake:woke,wear:wore,"
+    "win:won,work:worked,play:played,walk:walked,talk:talked,look:looked,call:called,help:helped"
 )
-PLURALS = dict(
-    p.split(":")
-    for p in (
-        "child:children,man:men,woman:women,foot:feet,tooth:teeth,mouse:mice,goose:geese,city:cities,baby:babies,"
-        "box:boxes,bus:buses,knife:knives,leaf:leaves,wolf:wolves,book:books,car:cars,dog:dogs,tree:trees,house:houses,"
-        "watch:watches,dish:dishes,lady:ladies,story:stories,potato:potatoes,tomato:tomatoes,person:people,sheep:sheep,"
-        "fish:fish,key:keys,boy:boys,day:days,glass:glasses,match:matches,life:lives,wife:wives,shelf:shelves"
-    ).split(",")
+PLURALS = pairs(
+    "child:children,man:men,woman:women,foot:feet,tooth:teeth,mouse:mice,goose:geese,city:cities,"
+    "baby:babies,box:boxes,bus:buses,knife:knives,leaf:leaves,wolf:wolves,book:books,car:cars,dog:dogs,"
+    "tree:trees,house:houses,watch:watches,dish:dishes,lady:ladies,story:stories,potato:potatoes,"
+    "tomato:tomatoes,person:people,sheep:sheep,fish:fish,key:keys,boy:boys,day:days,glass:glasses,"
+    "match:matches,life:lives,wife:wives,shelf:shelves"
 )
-OPPOSITES = dict(
-    p.split(":")
-    for p in (
-        "big:small,hot:cold,old:new,fast:slow,high:low,long:short,light:dark,full:empty,hard:soft,wet:dry,rich:poor,"
-        "strong:weak,early:late,open:closed,happy:sad,clean:dirty,cheap:expensive,easy:difficult,near:far,deep:shallow,"
-        "wide:narrow,thick:thin,loud:quiet,up:down,left:right,inside:outside,before:after,always:never,good:bad,first:last"
-    ).split(",")
+OPPOSITES = pairs(
+    "big:small,hot:cold,old:new,fast:slow,high:low,long:short,light:dark,full:empty,hard:soft,wet:dry,"
+    "rich:poor,strong:weak,early:late,open:closed,happy:sad,clean:dirty,cheap:expensive,easy:difficult,"
+    "near:far,deep:shallow,wide:narrow,thick:thin,loud:quiet,up:down,left:right,inside:outside,"
+    "before:after,always:never,good:bad,first:last"
 )
 
 
@@ -154,9 +193,14 @@ def word_forms(d: Draw) -> list[Turn]:
     chosen = d.picks(list(table), d.int(1, 4))
     d.hold(*chosen)
     prompt = d.say(
-        "What is the {k} of {w}?", "Give the {k} of {w}.", "{w}: {k}?", "Tell me the {k} of {w}.",
-        "Write the {k} of {w}.", k=name, w=", ".join(chosen),
-    )  # fmt: skip
+        "What is the {k} of {w}?",
+        "Give the {k} of {w}.",
+        "{w}: {k}?",
+        "Tell me the {k} of {w}.",
+        "Write the {k} of {w}.",
+        k=name,
+        w=", ".join(chosen),
+    )
     answer = ", ".join(table[w] for w in chosen)
     return [Turn(prompt, answer, exactly(answer))]
 
@@ -170,19 +214,31 @@ def spelling(d: Draw) -> list[Turn]:
     spelled = "-".join(word)
     what, answer = {
         "spell": ("Spell the word {w}", spelled),
-        "count": ("How many letters does the word {w} have", f"{_numbered(word)}\nThe answer is {len(word)}."),
+        "count": (
+            "How many letters does the word {w} have",
+            f"{_numbered(word)}\nThe answer is {len(word)}.",
+        ),
         "upper": ("Write the word {w} in capital letters", word.upper()),
         "first": ("What is the first letter of the word {w}", word[0]),
         "last": ("What is the last letter of the word {w}", f"{spelled}: {word[-1]}"),
         "reverse": ("Spell the word {w} backwards", f"{spelled}\n{'-'.join(reversed(word))}"),
-        "letter": (f"How often does the letter {letter} occur in the word {{w}}",
-                   f"{_marked(word, letter)}\nThe answer is {word.count(letter)}."),
-    }[way]  # fmt: skip
+        "letter": (
+            f"How often does the letter {letter} occur in the word {{w}}",
+            f"{_marked(word, letter)}\nThe answer is {word.count(letter)}.",
+        ),
+    }[way]
     end = "?" if what[0] in "WH" and not what.startswith("Write") else "."
     prompt = d.say(
-        "{q}{e}", "{Q}: {w}", "Please tell me: {q}{e}", "Here is a word: {w}. {q}{e}", "I have a question. {q}{e}",
-        q=what.format(w=word), Q=what.replace(" the word {w}", " the following word"), w=word, e=end,
-    )  # fmt: skip
+        "{q}{e}",
+        "{Q}: {w}",
+        "Please tell me: {q}{e}",
+        "Here is a word: {w}. {q}{e}",
+        "I have a question. {q}{e}",
+        q=what.format(w=word),
+        Q=what.replace(" the word {w}", " the following word"),
+        w=word,
+        e=end,
+    )
     check = concludes(answer.split()[-1][:-1]) if "answer is" in answer else exactly(answer)
     return [Turn(prompt, answer, check)]
 

@@ -24,16 +24,23 @@ def sort_numbers(d: Draw) -> list[Turn]:
     listed = ", ".join(map(str, numbers))
     if down:
         prompt = d.say(
-            "Sort these numbers from largest to smallest: {s}", "Put in descending order: {s}",
-            "Order these numbers, the largest first: {s}", "Arrange {s} from high to low.",
-            "Sort {s} in descending order.", s=listed,
-        )  # fmt: skip
+            "Sort these numbers from largest to smallest: {s}",
+            "Put in descending order: {s}",
+            "Order these numbers, the largest first: {s}",
+            "Arrange {s} from high to low.",
+            "Sort {s} in descending order.",
+            s=listed,
+        )
     else:
         prompt = d.say(
-            "Sort these numbers: {s}", "Sort these numbers from smallest to largest: {s}",
-            "Put in ascending order: {s}", "Order these numbers, the smallest first: {s}",
-            "Arrange {s} from low to high.", "Sort {s} in ascending order.", s=listed,
-        )  # fmt: skip
+            "Sort these numbers: {s}",
+            "Sort these numbers from smallest to largest: {s}",
+            "Put in ascending order: {s}",
+            "Order these numbers, the smallest first: {s}",
+            "Arrange {s} from low to high.",
+            "Sort {s} in ascending order.",
+            s=listed,
+        )
     text = _selection(numbers, down)
     turns = [Turn(prompt, text, last_line(text.split("\n")[-1]))]
     if d.chance(0.25):
@@ -49,9 +56,13 @@ def sort_words(d: Draw) -> list[Turn]:
     chosen = d.picks(COMMON.all, d.int(3, 6))
     d.hold(tuple(chosen))
     prompt = d.say(
-        "Sort these words alphabetically: {s}", "Put in alphabetical order: {s}", "Alphabetize: {s}",
-        "Order these words from A to Z: {s}", "Arrange alphabetically: {s}", s=", ".join(chosen),
-    )  # fmt: skip
+        "Sort these words alphabetically: {s}",
+        "Put in alphabetical order: {s}",
+        "Alphabetize: {s}",
+        "Order these words from A to Z: {s}",
+        "Arrange alphabetically: {s}",
+        s=", ".join(chosen),
+    )
     text = ", ".join(sorted(chosen, key=str.lower))
     return [Turn(prompt, text, exactly(text))]
 
@@ -62,10 +73,14 @@ def count_items(d: Draw) -> list[Turn]:
     wanted = d.pick(items)
     d.hold(tuple(items))
     prompt = d.say(
-        "How many times does {w} appear? {s}", "Count the word {w} in this list: {s}",
-        "How often do you see {w} here: {s}", "Count {w}: {s}",
-        "In the list {s}, how many times is {w}?", s=", ".join(items), w=wanted,
-    )  # fmt: skip
+        "How many times does {w} appear? {s}",
+        "Count the word {w} in this list: {s}",
+        "How often do you see {w} here: {s}",
+        "Count {w}: {s}",
+        "In the list {s}, how many times is {w}?",
+        s=", ".join(items),
+        w=wanted,
+    )
     marks, count = [], 0
     for item in items:
         count += item == wanted
@@ -83,10 +98,14 @@ def extremes(d: Draw) -> list[Turn]:
     listed = ", ".join(f"{n} {s}" for n, s in zip(names, scores))
     word = "most" if most else "fewest"
     prompt = d.say(
-        "Points: {s}. Who has the {w} points?", "Who scored the {w} points? {s}",
-        "Here are the points: {s}. Who got the {w}?", "{s}. Tell me who has the {w} points.",
-        "Look at the points of each player: {s}. Which player has the {w}?", s=listed, w=word,
-    )  # fmt: skip
+        "Points: {s}. Who has the {w} points?",
+        "Who scored the {w} points? {s}",
+        "Here are the points: {s}. Who got the {w}?",
+        "{s}. Tell me who has the {w} points.",
+        "Look at the points of each player: {s}. Which player has the {w}?",
+        s=listed,
+        w=word,
+    )
     text = f"{winner} has the {word} points: {best}."
     turns = [Turn(prompt, text, exactly(text))]
     if d.chance(0.4):

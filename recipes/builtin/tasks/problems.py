@@ -19,13 +19,25 @@ def gain_and_loss(d: Draw) -> list[Turn]:
     d.hold(x, y, z)
     prompt = d.say(
         "{a} has {x} {t}. {They} gives {y} to {b} and buys {z} more. How many {t} does {a} have?",
-        "{a} has {x} {t}. {They} gives {b} {y} of them and then finds {z} more. How many {t} does {a} have now?",
-        "{a} owns {x} {t}. After giving {y} {t} to {b}, {a} gets {z} new ones. How many {t} does {a} have in the end?",
+        (
+            "{a} has {x} {t}. {They} gives {b} {y} of them and then finds {z} more. How many {t} does"
+            " {a} have now?"
+        ),
+        (
+            "{a} owns {x} {t}. After giving {y} {t} to {b}, {a} gets {z} new ones. How many {t} does"
+            " {a} have in the end?"
+        ),
         "There are {x} {t} in a bag. {a} takes out {y} and {b} puts in {z}. How many {t} are in the bag?",
         "{a} starts with {x} {t}, loses {y} and wins {z}. How many {t} does {a} have?",
         "{a} had {x} {t}. {b} took {y} of them. Later {a} bought {z} {t}. How many {t} does {a} have?",
-        a=a, b=b, t=things, x=x, y=y, z=z, They=they(a),
-    )  # fmt: skip
+        a=a,
+        b=b,
+        t=things,
+        x=x,
+        y=y,
+        z=z,
+        They=they(a),
+    )
     return _turn(prompt, [f"Start: {x}.", working(x, "-", y), working(x - y, "+", z)], x - y + z)
 
 
@@ -40,8 +52,12 @@ def together(d: Draw) -> list[Turn]:
         "{a} put {x} {t} on the table and {b} put {y} {t} there. How many {t} are on the table?",
         "There are {x} {t} in one box and {y} {t} in another box. How many {t} are there in all?",
         "{a} brings {x} {t}, {b} brings {y}. How many {t} is that?",
-        a=a, b=b, t=things, x=x, y=y,
-    )  # fmt: skip
+        a=a,
+        b=b,
+        t=things,
+        x=x,
+        y=y,
+    )
     return _turn(prompt, [f"Add {x} and {y}.", working(x, "+", y)], x + y)
 
 
@@ -57,8 +73,12 @@ def difference(d: Draw) -> list[Turn]:
         "{a} had {x} {t} and now has {y}. How many {t} are gone?",
         "{a} needs {x} {t} and has {y}. How many {t} are missing?",
         "A shop had {x} {t}. It has {y} left. How many {t} were sold?",
-        a=a, b=b, t=things, x=x, y=y,
-    )  # fmt: skip
+        a=a,
+        b=b,
+        t=things,
+        x=x,
+        y=y,
+    )
     return _turn(prompt, [f"Subtract {y} from {x}.", working(x, "-", y)], gap)
 
 
@@ -73,8 +93,12 @@ def groups(d: Draw) -> list[Turn]:
         "Each of {n} children has {m} {t}. How many {t} do they have together?",
         "{a} fills {n} jars with {m} {t} each. How many {t} does {They} use?",
         "{a} sells {m} {t} a day. How many {t} does {a} sell in {n} days?",
-        a=a, t=things, n=n, m=m, They=they(a).lower(),
-    )  # fmt: skip
+        a=a,
+        t=things,
+        n=n,
+        m=m,
+        They=they(a).lower(),
+    )
     return _turn(prompt, [f"There are {n} groups of {m}.", working(n, "*", m)], n * m)
 
 
@@ -89,8 +113,11 @@ def share(d: Draw) -> list[Turn]:
         "{a} has {x} {t} and makes {n} equal piles. How many {t} are in each pile?",
         "There are {x} {t} for {n} people. How many {t} does each person get?",
         "{n} friends split {x} {t} evenly. How many {t} does each one get?",
-        a=a, t=things, n=n, x=n * m,
-    )  # fmt: skip
+        a=a,
+        t=things,
+        n=n,
+        x=n * m,
+    )
     return _turn(prompt, [f"Divide {n * m} by {n}.", working(n * m, "/", n)], m)
 
 
@@ -103,11 +130,19 @@ def change(d: Draw) -> list[Turn]:
         "A shop sells {t} for {m} dollars each. {a} buys {n} of them and pays with {p} dollars."
         " How much change does {a} get?",
         "{a} buys {n} {t} at {m} dollars each. {They} has {p} dollars. How much money is left?",
-        "One pack of {t} costs {m} dollars. {a} takes {n} packs and gives {p} dollars. How many dollars come back?",
+        (
+            "One pack of {t} costs {m} dollars. {a} takes {n} packs and gives {p} dollars. How many"
+            " dollars come back?"
+        ),
         "{a} has {p} dollars and spends them on {n} {t} that cost {m} dollars each. How many dollars remain?",
         "{a} pays {p} dollars for {n} {t} at {m} dollars apiece. What is the change?",
-        a=a, t=things, n=n, m=m, p=paid, They=they(a),
-    )  # fmt: skip
+        a=a,
+        t=things,
+        n=n,
+        m=m,
+        p=paid,
+        They=they(a),
+    )
     lines = [f"The price is {n} * {m}.", working(n, "*", m), working(paid, "-", n * m)]
     return _turn(prompt, lines, paid - n * m)
 
@@ -121,8 +156,10 @@ def distance(d: Draw) -> list[Turn]:
         "A boat moves {v} kilometers every hour. How far does it get in {h} hours?",
         "How far does {a} get in {h} hours at a speed of {v} kilometers per hour?",
         "{a} rides at {v} kilometers per hour. What distance is that in {h} hours?",
-        a=a, h=h, v=v,
-    )  # fmt: skip
+        a=a,
+        h=h,
+        v=v,
+    )
     return _turn(prompt, ["Distance is speed times time.", working(v, "*", h)], v * h)
 
 
@@ -140,9 +177,14 @@ def ages(d: Draw) -> list[Turn]:
         "{a} is {x} and {b} is {g} {w}. What is the age of {b} {y} from now?",
         "Today {a} is {x} years old and {b} is {g} {w}. How old is {b} after {y}?",
         "{b}, who is {g} {w} than {a}, wants to know how old {them} will be in {y}. {a} is {x}.",
-        a=a, b=b, x=x, g=plural(gap, "year"), w="older" if older else "younger", y=plural(years, "year"),
+        a=a,
+        b=b,
+        x=x,
+        g=plural(gap, "year"),
+        w="older" if older else "younger",
+        y=plural(years, "year"),
         them=they(b).lower(),
-    )  # fmt: skip
+    )
     lines = [f"{b} is now:", working(x, "+" if older else "-", gap), working(age, "+", years)]
     return _turn(prompt, lines, age + years)
 
@@ -158,8 +200,12 @@ def times_as_many(d: Draw) -> list[Turn]:
         "{a} found {k} as many {t} as {b}, who found {x}. How many {t} did they find in all?",
         "{b} bought {x} {t} and {a} bought {k} as many. How many {t} is that in total?",
         "If {b} owns {x} {t} and {a} owns {k} as many, what is the total?",
-        a=a, b=b, t=things, x=x, k=word,
-    )  # fmt: skip
+        a=a,
+        b=b,
+        t=things,
+        x=x,
+        k=word,
+    )
     lines = [f"{a} has {k} times {x}.", working(x, "*", k), working(x * k, "+", x)]
     return _turn(prompt, lines, x * k + x)
 
@@ -169,20 +215,48 @@ def saving(d: Draw) -> list[Turn]:
     week, weeks, start = d.int(3, 40), d.int(2, 9), d.int(5, 99)
     d.hold(week, weeks, start)
     prompt = d.say(
-        "{a}, a {j}, has {s} dollars and saves {w} dollars every week. How many dollars does {a} have after {n} weeks?",
+        (
+            "{a}, a {j}, has {s} dollars and saves {w} dollars every week. How many dollars does {a}"
+            " have after {n} weeks?"
+        ),
         "{a} saves {w} dollars a week for {n} weeks. {They} already had {s} dollars. How much money is that?",
-        "A {p} has {s} visitors in the morning and {w} more every hour. How many visitors came after {n} hours?",
-        "{a} starts with {s} dollars in {their} box and adds {w} dollars each day. How much is in it after {n} days?",
-        "With {s} dollars in hand, {a} earns {w} dollars a day. How many dollars does {a} have {n} days later?",
-        a=a, j=job, p=place, s=start, w=week, n=weeks, They=they(a), their=their(a),
-    )  # fmt: skip
+        (
+            "A {p} has {s} visitors in the morning and {w} more every hour. How many visitors came"
+            " after {n} hours?"
+        ),
+        (
+            "{a} starts with {s} dollars in {their} box and adds {w} dollars each day. How much is in"
+            " it after {n} days?"
+        ),
+        (
+            "With {s} dollars in hand, {a} earns {w} dollars a day. How many dollars does {a} have {n}"
+            " days later?"
+        ),
+        a=a,
+        j=job,
+        p=place,
+        s=start,
+        w=week,
+        n=weeks,
+        They=they(a),
+        their=their(a),
+    )
     lines = [f"There are {weeks} times {week}.", working(week, "*", weeks), working(start, "+", week * weeks)]
     return _turn(prompt, lines, start + week * weeks)
 
 
 MAKERS = (
-    gain_and_loss, together, difference, groups, share, change, distance, ages, times_as_many, saving,
-)  # fmt: skip
+    gain_and_loss,
+    together,
+    difference,
+    groups,
+    share,
+    change,
+    distance,
+    ages,
+    times_as_many,
+    saving,
+)
 
 
 def problem(d: Draw) -> list[Turn]:

@@ -1,12 +1,21 @@
-"""Questions on a context, retrieval from long contexts, summaries, messages, stories and memory."""
+"""Questions on a context, retrieval from long contexts, summaries, headlines and messages."""
 
 from __future__ import annotations
 
-from .check import both, exactly, mentions
+from .check import exactly
 from .draw import Draw, Turn
 from .lexicon import (
-    CITIES, COLORS, COMMON, DAYS, FEMALE, JOBS, MONTHS, NAMES, PLACES, THINGS, WEATHER, an, joined, their, they,
-)  # fmt: skip
+    CITIES,
+    COMMON,
+    DAYS,
+    JOBS,
+    MONTHS,
+    NAMES,
+    PLACES,
+    THINGS,
+    WEATHER,
+    an,
+)
 
 
 def _place_facts(d: Draw) -> list[tuple[str, list[tuple[str, str]]]]:
@@ -15,28 +24,56 @@ def _place_facts(d: Draw) -> list[tuple[str, list[tuple[str, str]]]]:
     opens, closes, guests = d.int(6, 11), d.int(15, 22), d.int(10, 900)
     year, day, price, rooms = d.int(1850, 2010), d.pick(DAYS), d.int(2, 40), d.int(2, 60)
     facts = [
-        (f"It was built in {year} by {p}.",
-         [(f"When was the {place} built?", f"The {place} was built in {year}."),
-          (f"Who built the {place}?", f"{p} built the {place}.")]),
-        (f"About {guests} people visit it every day.",
-         [(f"How many people visit the {place} every day?", f"About {guests} people visit the {place} every day.")]),
-        (f"It is closed on {day}.",
-         [(f"On which day is the {place} closed?", f"The {place} is closed on {day}."),
-          (f"When can I not visit the {place}?", f"The {place} is closed on {day}.")]),
-        (f"Its director is {q}.",
-         [(f"Who is the director of the {place}?", f"The director of the {place} is {q}."),
-          (f"Who leads the {place}?", f"The director of the {place} is {q}.")]),
-        (f"A ticket costs {price} dollars.",
-         [(f"How much is a ticket for the {place}?", f"A ticket costs {price} dollars."),
-          ("What does a ticket cost?", f"A ticket costs {price} dollars.")]),
-        (f"It has {rooms} rooms.", [(f"How many rooms does the {place} have?", f"The {place} has {rooms} rooms.")]),
-    ]  # fmt: skip
+        (
+            f"It was built in {year} by {p}.",
+            [
+                (f"When was the {place} built?", f"The {place} was built in {year}."),
+                (f"Who built the {place}?", f"{p} built the {place}."),
+            ],
+        ),
+        (
+            f"About {guests} people visit it every day.",
+            [
+                (
+                    f"How many people visit the {place} every day?",
+                    f"About {guests} people visit the {place} every day.",
+                )
+            ],
+        ),
+        (
+            f"It is closed on {day}.",
+            [
+                (f"On which day is the {place} closed?", f"The {place} is closed on {day}."),
+                (f"When can I not visit the {place}?", f"The {place} is closed on {day}."),
+            ],
+        ),
+        (
+            f"Its director is {q}.",
+            [
+                (f"Who is the director of the {place}?", f"The director of the {place} is {q}."),
+                (f"Who leads the {place}?", f"The director of the {place} is {q}."),
+            ],
+        ),
+        (
+            f"A ticket costs {price} dollars.",
+            [
+                (f"How much is a ticket for the {place}?", f"A ticket costs {price} dollars."),
+                ("What does a ticket cost?", f"A ticket costs {price} dollars."),
+            ],
+        ),
+        (
+            f"It has {rooms} rooms.",
+            [(f"How many rooms does the {place} have?", f"The {place} has {rooms} rooms.")],
+        ),
+    ]
     first = (
         f"The {place} in {city} opens at {opens} and closes at {closes}.",
-        [(f"When does the {place} open?", f"The {place} opens at {opens}."),
-         (f"When does the {place} close?", f"The {place} closes at {closes}."),
-         (f"In which city is the {place}?", f"The {place} is in {city}.")],
-    )  # fmt: skip
+        [
+            (f"When does the {place} open?", f"The {place} opens at {opens}."),
+            (f"When does the {place} close?", f"The {place} closes at {closes}."),
+            (f"In which city is the {place}?", f"The {place} is in {city}."),
+        ],
+    )
     d.hold(opens, closes, guests, year, price)
     return [first, *d.picks(facts, d.int(1, 5))]
 
@@ -46,10 +83,15 @@ def context(d: Draw) -> list[Turn]:
     text = " ".join(sentence for sentence, _ in facts)
     asked = d.picks([pair for _, pairs in facts for pair in pairs], d.pick((1, 1, 2)))
     prompt = d.say(
-        "Answer from the context.\nContext: {c}\nQuestion: {q}", "Read the text and answer.\n{c}\n{q}", "{c}\n\n{q}",
-        "Use this text to answer the question.\nText: {c}\nQuestion: {q}", "{q}\nHere is what I know: {c}",
-        "Text: {c}\n\nAccording to the text: {q}", c=text, q=asked[0][0],
-    )  # fmt: skip
+        "Answer from the context.\nContext: {c}\nQuestion: {q}",
+        "Read the text and answer.\n{c}\n{q}",
+        "{c}\n\n{q}",
+        "Use this text to answer the question.\nText: {c}\nQuestion: {q}",
+        "{q}\nHere is what I know: {c}",
+        "Text: {c}\n\nAccording to the text: {q}",
+        c=text,
+        q=asked[0][0],
+    )
     turns = [Turn(prompt, asked[0][1], exactly(asked[0][1]))]
     return turns + [Turn(q, a, exactly(a)) for q, a in asked[1:]]
 
@@ -68,16 +110,24 @@ def retrieval(d: Draw) -> list[Turn]:
             text = "\n".join(f"{k} = {v}" for k, v in zip(labels, values))
     else:
         labels = names
-        values = [f"{d.int(100, 999)}-{d.int(1000, 9999)}" if way == "phone" else str(d.int(10, 9999)) for _ in names]
+        values = [
+            f"{d.int(100, 999)}-{d.int(1000, 9999)}" if way == "phone" else str(d.int(10, 9999))
+            for _ in names
+        ]
         text = " ".join(f"The {way} of {n} is {v}." for n, v in zip(labels, values))
     i = d.int(0, count - 1)
     d.hold(labels[i], values[i])
     what = "value" if way == "key" else way
     prompt = d.say(
-        "{t}\n\nWhat is the {w} of {n}?", "Remember this:\n{t}\nNow tell me the {w} of {n}.",
-        "Find the {w} of {n} in this text.\n{t}", "Which {w} belongs to {n}?\n{t}",
-        "{t}\nLook up the {w} of {n}.", t=text, w=what, n=labels[i],
-    )  # fmt: skip
+        "{t}\n\nWhat is the {w} of {n}?",
+        "Remember this:\n{t}\nNow tell me the {w} of {n}.",
+        "Find the {w} of {n} in this text.\n{t}",
+        "Which {w} belongs to {n}?\n{t}",
+        "{t}\nLook up the {w} of {n}.",
+        t=text,
+        w=what,
+        n=labels[i],
+    )
     answer = f"The {what} of {labels[i]} is {values[i]}."
     turns = [Turn(prompt, answer, exactly(answer))]
     if d.chance(0.4):
@@ -92,29 +142,57 @@ def summary(d: Draw) -> list[Turn]:
     (p, q), city, day, place = d.words(NAMES, 2), d.word(CITIES), d.pick(DAYS), d.word(PLACES)
     things, n, w, job = d.word(THINGS), d.int(3, 60), d.pick(WEATHER), d.word(JOBS)
     d.hold(p, q, things, n)
-    text, brief = d.pick((
-        (f"On {day}, {p} went to the {place} in {city}. The weather was {w} and many people were there. {p} wanted to"
-         f" buy {things} for {q}. After a while {p} found a small shop and bought {n} {things}. Then {p} went home and"
-         f" gave them to {q}, who was very happy.",
-         f"On {day}, {p} bought {n} {things} at the {place} in {city} for {q}."),
-        (f"{q} was waiting at home. It was a {w} {day} in {city}. {p} had promised to bring {things}, and so {p} walked"
-         f" to the {place}. There {p} bought {n} {things} and carried them home to {q}.",
-         f"On {day}, {p} bought {n} {things} at the {place} in {city} for {q}."),
-        (f"{p} has worked as {an(job)} in {city} for {n} years. Every day starts early and ends late. Last {day}, {p}"
-         f" told {q} about a new plan. {p} wants to leave the job and open a small {place}. {q} liked the plan and"
-         f" offered to help.",
-         f"{p}, {an(job)} in {city}, wants to open a {place} with the help of {q}."),
-        (f"The team met on {day}. First {p} spoke about the {place} in {city}. It needs {n} new {things}, and they are"
-         f" expensive. Then {q} asked for more time. In the end all agreed to decide next week.",
-         f"On {day}, {p} and {q} talked about {n} {things} for the {place} in {city} and put off the decision."),
-        (f"Visitors of the {place} in {city} were surprised on {day}. {p}, {an(job)}, had lost {n} {things} there. All"
-         f" of them helped to search. At last {q} found the {things} behind a door.",
-         f"On {day}, {q} found the {n} {things} that {p} had lost at the {place} in {city}."),
-    ))  # fmt: skip
+    text, brief = d.pick(
+        (
+            (
+                f"On {day}, {p} went to the {place} in {city}. The weather was {w} and many people"
+                f" were there. {p} wanted to"
+                f" buy {things} for {q}. After a while {p} found a small shop and bought {n}"
+                f" {things}. Then {p} went home and"
+                f" gave them to {q}, who was very happy.",
+                f"On {day}, {p} bought {n} {things} at the {place} in {city} for {q}.",
+            ),
+            (
+                f"{q} was waiting at home. It was a {w} {day} in {city}. {p} had promised to bring"
+                f" {things}, and so {p} walked"
+                f" to the {place}. There {p} bought {n} {things} and carried them home to {q}.",
+                f"On {day}, {p} bought {n} {things} at the {place} in {city} for {q}.",
+            ),
+            (
+                f"{p} has worked as {an(job)} in {city} for {n} years. Every day starts early and"
+                f" ends late. Last {day}, {p}"
+                f" told {q} about a new plan. {p} wants to leave the job and open a small {place}."
+                f" {q} liked the plan and"
+                f" offered to help.",
+                f"{p}, {an(job)} in {city}, wants to open a {place} with the help of {q}.",
+            ),
+            (
+                f"The team met on {day}. First {p} spoke about the {place} in {city}. It needs {n}"
+                f" new {things}, and they are"
+                f" expensive. Then {q} asked for more time. In the end all agreed to decide next week.",
+                (
+                    f"On {day}, {p} and {q} talked about {n} {things} for the {place} in {city} and put"
+                    " off the decision."
+                ),
+            ),
+            (
+                f"Visitors of the {place} in {city} were surprised on {day}. {p}, {an(job)}, had"
+                f" lost {n} {things} there. All"
+                f" of them helped to search. At last {q} found the {things} behind a door.",
+                f"On {day}, {q} found the {n} {things} that {p} had lost at the {place} in {city}.",
+            ),
+        )
+    )
     prompt = d.say(
-        "Summarize in one sentence: {t}", "Summarize: {t}", "Give a short summary.\n{t}", "What is this text about?\n{t}",
-        "Write a one-sentence summary of this text:\n{t}", "{t}\n\nSummarize this.", "Sum up in a sentence: {t}", t=text,
-    )  # fmt: skip
+        "Summarize in one sentence: {t}",
+        "Summarize: {t}",
+        "Give a short summary.\n{t}",
+        "What is this text about?\n{t}",
+        "Write a one-sentence summary of this text:\n{t}",
+        "{t}\n\nSummarize this.",
+        "Sum up in a sentence: {t}",
+        t=text,
+    )
     return [Turn(prompt, brief, exactly(brief))]
 
 
@@ -122,17 +200,33 @@ def headline(d: Draw) -> list[Turn]:
     p, city, place, n = d.word(NAMES), d.word(CITIES), d.word(PLACES), d.int(2, 95)
     day, month = d.int(1, 28), d.pick(MONTHS)
     d.hold(p, city, n)
-    text, title = d.pick((
-        (f"A new {place} opened in {city} on {day} {month}. {p} paid {n} million dollars for it.",
-         f"New {place} opens in {city}"),
-        (f"After {n} years, the {place} in {city} will close. The owner, {p}, said so on {day} {month}.",
-         f"{place.capitalize()} in {city} closes after {n} years"),
-        (f"On {day} {month}, {p} won a race in {city}. There were {n} runners.", f"{p} wins race in {city}"),
-    ))  # fmt: skip
+    text, title = d.pick(
+        (
+            (
+                f"A new {place} opened in {city} on {day} {month}. {p} paid {n} million dollars for it.",
+                f"New {place} opens in {city}",
+            ),
+            (
+                (
+                    f"After {n} years, the {place} in {city} will close. The owner, {p}, said so on"
+                    f" {day} {month}."
+                ),
+                f"{place.capitalize()} in {city} closes after {n} years",
+            ),
+            (
+                f"On {day} {month}, {p} won a race in {city}. There were {n} runners.",
+                f"{p} wins race in {city}",
+            ),
+        )
+    )
     prompt = d.say(
-        "Write a headline: {t}", "Give this text a title.\n{t}", "Find a headline for this news:\n{t}",
-        "{t}\n\nWhat is a good headline?", "Which title fits?\n{t}", t=text,
-    )  # fmt: skip
+        "Write a headline: {t}",
+        "Give this text a title.\n{t}",
+        "Find a headline for this news:\n{t}",
+        "{t}\n\nWhat is a good headline?",
+        "Which title fits?\n{t}",
+        t=text,
+    )
     return [Turn(prompt, title, exactly(title))]
 
 
@@ -140,163 +234,52 @@ def email(d: Draw) -> list[Turn]:
     (a, b), day, h, place = d.words(NAMES, 2), d.pick(DAYS), d.int(8, 19), d.word(PLACES)
     things, n = d.word(THINGS), d.int(2, 60)
     d.hold(a, b, day, h)
-    about, middle, subject = d.pick((
-        (f"a meeting on {day} at {h} at the {place}",
-         f"I would like to meet you on {day} at {h} at the {place}. Please tell me if this suits you.",
-         f"Meeting on {day}"),
-        (f"an order of {n} {things} for {day}",
-         f"I would like to order {n} {things}. Please deliver them on {day}.", f"Order of {n} {things}"),
-        (f"a delay until {day} at {h}", f"I am sorry, but I will be late. I will arrive on {day} at {h}.", "Delay"),
-        (f"thanks for {n} {things} that came on {day}", f"Thank you very much for the {n} {things}. They arrived on {day}.", "Thank you"),
-        (f"an invitation to dinner on {day} at {h}",
-         f"I would like to invite you to dinner on {day} at {h}. I hope that you can come.", "Invitation to dinner"),
-    ))  # fmt: skip
+    about, middle, subject = d.pick(
+        (
+            (
+                f"a meeting on {day} at {h} at the {place}",
+                f"I would like to meet you on {day} at {h} at the {place}. Please tell me if this suits you.",
+                f"Meeting on {day}",
+            ),
+            (
+                f"an order of {n} {things} for {day}",
+                f"I would like to order {n} {things}. Please deliver them on {day}.",
+                f"Order of {n} {things}",
+            ),
+            (
+                f"a delay until {day} at {h}",
+                f"I am sorry, but I will be late. I will arrive on {day} at {h}.",
+                "Delay",
+            ),
+            (
+                f"thanks for {n} {things} that came on {day}",
+                f"Thank you very much for the {n} {things}. They arrived on {day}.",
+                "Thank you",
+            ),
+            (
+                f"an invitation to dinner on {day} at {h}",
+                f"I would like to invite you to dinner on {day} at {h}. I hope that you can come.",
+                "Invitation to dinner",
+            ),
+        )
+    )
     prompt = d.say(
-        "Write an email from {a} to {b} about {x}.", "Write a short email to {b} about {x}. Sign it with {a}.",
-        "Draft an email: from {a}, to {b}, about {x}.", "{a} wants to write to {b} about {x}. Write the email.",
-        "Compose an email to {b} from {a} about {x}.", a=a, b=b, x=about,
-    )  # fmt: skip
+        "Write an email from {a} to {b} about {x}.",
+        "Write a short email to {b} about {x}. Sign it with {a}.",
+        "Draft an email: from {a}, to {b}, about {x}.",
+        "{a} wants to write to {b} about {x}. Write the email.",
+        "Compose an email to {b} from {a} about {x}.",
+        a=a,
+        b=b,
+        x=about,
+    )
     text = f"Subject: {subject}\n\nDear {b},\n\n{middle}\n\nBest regards,\n{a}"
     turns = [Turn(prompt, text, exactly(text))]
     if d.chance(0.3):
         new = d.pick([x for x in DAYS if x != day])
         if day in text:
-            asked = d.say("Change the day to {n}.", "Make it {n}.", "Please use {n}.", "Move it to {n}.", n=new)
+            asked = d.say(
+                "Change the day to {n}.", "Make it {n}.", "Please use {n}.", "Move it to {n}.", n=new
+            )
             turns.append(Turn(asked, text.replace(day, new), exactly(text.replace(day, new))))
     return turns
-
-
-def memory(d: Draw) -> list[Turn]:
-    """Statements about oneself that later turns ask for."""
-    name, city, job = d.word(NAMES), d.word(CITIES), d.word(JOBS)
-    color, age, pet = d.pick(COLORS), d.int(18, 89), d.word(NAMES)
-    d.hold(name, city, age)
-    facts = {
-        "name": (f"my name is {name}", "What is my name?", f"Your name is {name}."),
-        "city": (f"I live in {city}", "Where do I live?", f"You live in {city}."),
-        "job": (f"I work as {an(job)}", "What is my job?", f"You work as {an(job)}."),
-        "color": (f"my favorite color is {color}", "What is my favorite color?", f"Your favorite color is {color}."),
-        "age": (f"I am {age} years old", "How old am I?", f"You are {age} years old."),
-        "pet": (f"my dog is called {pet}", "What is my dog called?", f"Your dog is called {pet}."),
-    }
-    told = d.picks(list(facts), d.int(2, 4))
-    listed = joined([facts[k][0] for k in told])
-    prompt = d.say(
-        "Hello, {t}.", "Hi! Please remember: {t}.", "{T}. Can you remember that?", "Let me tell you something: {t}.",
-        "Good morning, {t}.", t=listed, T=listed[0].upper() + listed[1:],
-    )  # fmt: skip
-    greeting = f"Nice to meet you, {name}. I will remember that." if "name" in told else "I will remember that."
-    turns = [Turn(prompt, greeting, exactly(greeting))]
-    for key in d.picks(told, d.int(1, len(told))):
-        turns.append(Turn(facts[key][1], facts[key][2], exactly(facts[key][2])))
-    missing = [k for k in facts if k not in told]
-    if d.chance(0.3):
-        turns.append(Turn(facts[d.pick(missing)][1], "You have not told me that.", exactly("You have not told me that.")))
-    return turns
-
-
-_START = (
-    "Once upon a time there was {aj} called {a}, who lived in {c}.",
-    "{a} was {aj} in {c} and had a good friend called {b}.",
-    "In the city of {c} lived {aj} with the name {a}.",
-    "Long ago, {a} and {b} lived next to each other in {c}.",
-)
-_WISH = (
-    "One {w} {d}, {a} found {n} {t} in front of the door.",
-    "Every {d}, {a} went to the {p} to look at the {t} there.",
-    "{a} had {n} {t} and kept them in a {k} box.",
-    "One day {a} wanted to bring {n} {t} to the {p}.",
-)
-_TROUBLE = (
-    "But on a {w} morning all the {t} were gone.",
-    'Then {b} came and said, "I have lost my {t}. Can you help me?"',
-    "On the way it grew dark, and {a} could not find the way back.",
-    "But {b} had no {t} at all and was very sad.",
-)
-_TURN = (
-    "{a} looked under the table, behind the door and in the garden.",
-    "{a} asked everyone in {c}, but nobody knew anything.",
-    "So {a} took a lamp and walked to the {p}.",
-    "{a} thought about it for a long time and had an idea.",
-)
-_END = (
-    'There {b} was waiting with a smile. "Here you are," said {b}. "I kept your {t} safe." From that day on they were'
-    " the best of friends.",
-    'In the end {a} gave half of the {t} to {b}. "Thank you," said {b}, and they played together until the evening.',
-    'At last {a} and {b} found the {t} at the {p}. "This was a good day," said {a}, and they went home together.',
-)
-
-
-def story(d: Draw) -> list[Turn]:
-    (a, b), c, job = d.words(NAMES, 2), d.word(CITIES), d.word(JOBS)
-    values = {
-        "a": a, "b": b, "c": c, "aj": an(job), "t": d.word(THINGS), "n": d.int(3, 30), "w": d.pick(WEATHER),
-        "d": d.pick(DAYS), "p": d.word(PLACES), "k": d.pick(COLORS),
-    }  # fmt: skip
-    d.hold(a, b, c, job)
-    text = " ".join(d.pick(part) for part in (_START, _WISH, _TROUBLE, _TURN, _END)).format(**values)
-    prompt = d.say(
-        "Tell me a story about {a}, {j} in {c}, and {b}. It should have {t} in it.",
-        "Write a short story about {a}, {j} from {c}, with {b} and some {t}.",
-        "Tell a story with {a} ({j}, {c}), {b} and {t}.",
-        "I would like a story about {a}, {j} in {c}, {b} and their {t}.",
-        "Please invent a story: {a} is {j} in {c}, {b} is a friend, and there are {t}.",
-        a=a, b=b, c=c, j=an(job), t=values["t"],
-    )  # fmt: skip
-    turns = [Turn(prompt, text, both(mentions(a, b, c, values["t"], sentences=(5, 12))))]
-    if d.chance(0.25):
-        reply = f"The story is about {a} and {b}."
-        asked = d.say("Who is in the story?", "Who is the story about?", "Which people are in it?")
-        turns.append(Turn(asked, reply, exactly(reply)))
-    return turns
-
-
-_ABOUT = "I am a small language model. I know short tasks and little of the world."
-_ABILITIES = "I can calculate, sort, translate short sentences, write small programs and answer questions on a text."
-
-
-def smalltalk(d: Draw) -> list[Turn]:
-    """A greeting with a name, then questions about the model, thanks or a farewell."""
-    name, city = d.word(NAMES), d.word(CITIES)
-    d.hold(name, city)
-    prompt = d.say(
-        "Hello, I am {n} from {c}.", "Hi! This is {n} in {c}.", "Good morning, {n} here, from {c}.",
-        "Hey, I am {n} and I live in {c}.", "Good evening! I am {n}, from {c}.", n=name, c=city,
-    )  # fmt: skip
-    reply = f"Hello {name}! How can I help you?"
-    turns = [Turn(prompt, reply, exactly(reply))]
-    others = [
-        (("Who are you?", "What are you?", "Tell me who you are.", "Are you a person?"), _ABOUT),
-        (("What can you do?", "How can you help me?", "What are you good at?", "What do you know?"), _ABILITIES),
-        (("Thank you!", "Thanks a lot.", "Thanks!", "Great, thank you."), f"You are welcome, {name}."),
-        (("Bye!", "Goodbye.", "See you!", "That was all, goodbye."), f"Goodbye, {name}!"),
-    ]
-    for wordings, answer in d.picks(others, d.int(1, 3)):
-        turns.append(Turn(d.say(*wordings), answer, exactly(answer)))
-    return turns
-
-
-def third_person(d: Draw) -> list[Turn]:
-    """Change the subject of short sentences: "I have my book" for a named person."""
-    name, things, place, day = d.word(NAMES), d.word(THINGS), d.word(PLACES), d.pick(DAYS)
-    n, job, city = d.int(2, 90), d.word(JOBS), d.word(CITIES)
-    d.hold(name, things, n)
-    own, he = their(name), they(name)
-    parts = [
-        (f"I have {n} {things}.", f"{name} has {n} {things}.", f"{he} has {n} {things}."),
-        (f"I work as {an(job)}.", f"{name} works as {an(job)}.", f"{he} works as {an(job)}."),
-        (f"I live in {city} with my family.", f"{name} lives in {city} with {own} family.",
-         f"{he} lives in {city} with {own} family."),
-        (f"On {day} I go to the {place}.", f"On {day} {name} goes to the {place}.", f"On {day} {he.lower()} goes to the {place}."),
-        ("I like my work.", f"{name} likes {own} work.", f"{he} likes {own} work."),
-    ]  # fmt: skip
-    chosen = d.picks(parts, d.int(1, 3))
-    source = " ".join(p[0] for p in chosen)
-    target = " ".join(p[1] if i == 0 else p[2] for i, p in enumerate(chosen))
-    gender = "woman" if name in FEMALE else "man"
-    prompt = d.say(
-        "Rewrite about {n} (a {g}) instead of me: {s}", "Put this in the third person. The name is {n} (a {g}). {s}",
-        "{s}\nRewrite this text about {n}, a {g}.", "Change I to {n} (a {g}): {s}",
-        "Tell this as if {n}, a {g}, had done it: {s}", n=name, s=source, g=gender,
-    )  # fmt: skip
-    return [Turn(prompt, target, exactly(target))]
