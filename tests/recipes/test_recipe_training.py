@@ -12,7 +12,7 @@ from recipes.builtin import corpus, evaluate, prose, tasks
 from recipes.builtin.model import Shape, build, export
 from recipes.builtin.train import Settings, Trainer, loss_weights, rate_factor
 
-SHAPE = Shape(hidden=32, layers=2, heads=2, kv_heads=1, mlp=32, vocabulary=400, head_size=16, context=128)
+SHAPE = Shape(hidden=32, layers=2, heads=2, kv_heads=1, mlp=32, vocabulary=400, head_size=16, context=1024)
 SETTINGS = Settings(rows=3, micro=2, length=64, warmup=400, validate_tokens=400, validation_rows=1)
 STEP = SETTINGS.rows * SETTINGS.length
 
@@ -162,7 +162,7 @@ def test_teacher_draws_the_student_to_its_distribution(folder, tmp_path):
     assert divergence() < before / 2
 
 
-def test_export_and_evaluation(folder, tmp_path):
+def test_export_and_evaluation(folder, tmp_path, monkeypatch, capsys):
     export(build(SHAPE, 0), folder / "tokenizer.json", tmp_path / "target")
     (tmp_path / "corpus").symlink_to(folder)
     rows = {text: turn for _, turn, text in evaluate.questions(1, "values")}
@@ -178,5 +178,10 @@ def test_export_and_evaluation(folder, tmp_path):
         lambda prompts: ["no no no no no no no"] * len(prompts), tmp_path / "target", 1, "values"
     )
     assert bad["accuracy"] == 0 and bad["repeated_4_grams"] > 0.5
-    short = evaluate.engine(tmp_path / "target")([[0, 3, 50, 1, 4]])
-    assert len(short) == 1
+    monkeypatch.setattr(evaluate, "MAX_TOKENS", 3)
+    monkeypatch.setattr(tasks, "KINDS", {k: tasks.KINDS[k] for k in ("addition", "memory")})
+    evaluate.evaluate(tmp_path, 2)
+    report = json.loads((tmp_path / "target-eval.json").read_text())
+    assert set(report["values"]["kinds"]) == set(report["wordings"]["kinds"]) == {"addition", "memory"}
+    assert 5 < report["loss"]["prose"] < 7  # an untrained model of 400 entries: about ln 400
+    assert "addition" in capsys.readouterr().out
