@@ -1,12 +1,13 @@
-"""The command of the recipe: stages from documents to an exported pair, each skipped or resumed on a second call."""
+"""The command of the recipe: stages from documents to an exported pair, and their resumption."""
 
 import json
 import random
 import sys
 
 import pytest
-from recipes.builtin import corpus, make, model, prose, tasks
 from transformers import AutoTokenizer, LlamaForCausalLM
+
+from recipes.builtin import corpus, make, model, prose, tasks
 
 SHAPE = model.Shape(hidden=32, layers=1, heads=2, kv_heads=1, mlp=32, vocabulary=400, head_size=16)
 

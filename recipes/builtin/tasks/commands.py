@@ -43,10 +43,11 @@ def query_result(text: str) -> Any:
         db.close()
 
 
-def sql(d: Draw) -> list[Turn]:
+def _query(d: Draw) -> tuple[str, str]:
+    """A request in English and its query."""
     t, c, f, n = d.pick(TABLES), d.pick(TEXT_FIELDS), d.pick(NUMBER_FIELDS), d.int(1, 99)
     g, place, m = d.pick([x for x in NUMBER_FIELDS if x != f]), d.word(CITIES), d.int(2, 8)
-    asked, text = d.pick(
+    return d.pick(
         (
             (f"list the {c} of all {t}", f"SELECT {c} FROM {t};"),
             (f"list {c} and {f} of all {t}", f"SELECT {c}, {f} FROM {t};"),
@@ -81,6 +82,10 @@ def sql(d: Draw) -> list[Turn]:
             (f"list the different values of {c} in {t}", f"SELECT DISTINCT {c} FROM {t};"),
         )
     )
+
+
+def sql(d: Draw) -> list[Turn]:
+    asked, text = _query(d)
     d.hold(text)
     prompt = d.say(
         "Write an SQL query to {a}.",

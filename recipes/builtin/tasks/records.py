@@ -23,7 +23,8 @@ def json_equals(value: Any) -> Check:
     return check
 
 
-def extraction(d: Draw) -> list[Turn]:
+def _person(d: Draw) -> tuple[dict[str, Any], str, tuple[str, ...]]:
+    """Values of a person, a sentence about them, and the keys that it tells."""
     values: dict[str, Any] = {
         "name": d.word(NAMES),
         "age": d.int(18, 89),
@@ -52,6 +53,11 @@ def extraction(d: Draw) -> list[Turn]:
             ),
         )
     )
+    return values, sentence, keys
+
+
+def extraction(d: Draw) -> list[Turn]:
+    v, sentence, keys = _person(d)
     chosen = sorted(d.picks(keys, d.int(2, len(keys))), key=lambda _: d.rng.random())
     d.hold(*(v[k] for k in keys))
     listed = ", ".join(chosen[:-1]) + " and " + chosen[-1]
