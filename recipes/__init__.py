@@ -1,0 +1,1 @@
+"""Recipes that make the models shipped with Outrider."""

@@ -1,0 +1,1 @@
+"""The built-in model family: task generators, corpus, trainer and evaluation."""
