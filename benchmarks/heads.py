@@ -27,21 +27,21 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider import LLM, SamplingParams
-from outrider.attention.plan import Plan
+from outrider.backends.candidates import Candidates, Found
 from outrider.bench.conditions import conditions
-from outrider.draft.base import Target
+from outrider.checkpoints.heads import Head
+from outrider.core.step_input import StepInput
+from outrider.core.types import Budget, Row
 from outrider.draft.eagle import Eagle
 from outrider.draft.eagle.network import Network as EagleNetwork
 from outrider.draft.eagle3 import Eagle3
 from outrider.draft.eagle3.network import Network as Eagle3Network
 from outrider.draft.eagle3.network import Settings
+from outrider.drafting.base import Target
 from outrider.heads.choose import Chooser
-from outrider.heads.dynamic import Dynamic
-from outrider.heads.files import Head
 from outrider.heads.recurrent import Recurrent
-from outrider.kernels.tree import Candidates, Found
+from outrider.heads.trees import Dynamic
 from outrider.sampling.sampler import GREEDY
-from outrider.types import Budget, Row
 
 TEXT, ROWS, DEPTH, NODES, TOP_K = 64, (1, 10), 6, 60, 10
 BARS = {"a level, of its weights' time": 1.3, "a tree without network and picks, ms": 0.3}
@@ -100,7 +100,7 @@ def level_ms(
     times, sweeps = [], []
     for _ in range(repeats):
         sweeps.append(milliseconds(sweep))
-        plan, state = Plan(), g.clone()
+        plan, state = StepInput(), g.clone()
         for i in range(rows):
             plan.node(table, TEXT, [TEXT + i], 100 + i)
         plan.build()
@@ -109,7 +109,7 @@ def level_ms(
             candidates.grow(torch.randn(1, TOP_K), GREEDY, 0, None, None)  # the level before
 
         def level(
-            plan: Plan = plan, state: torch.Tensor = state, candidates: Candidates = candidates
+            plan: StepInput = plan, state: torch.Tensor = state, candidates: Candidates = candidates
         ) -> None:
             candidates.grow(net.logits(net.forward(plan, pool, state)), GREEDY, 0, ids, None)
 
@@ -145,10 +145,10 @@ def tree_ms(drafter: Recurrent, target: Target, repeats: int = 200) -> dict[str,
         while tree.sources:
             tree.take(choose, ready[: len(tree.sources)])
             if tree.sources:
-                plan = Plan()
+                plan = StepInput()
                 tree.plan(plan)
                 plan.build()
-        assert len(tree.guesses.tokens) == NODES
+        assert len(tree.draft_tree.tokens) == NODES
 
     both = (partial(build, known), partial(build, drafter.choose))
     times = [[milliseconds(call) for call in both] for _ in range(repeats)]

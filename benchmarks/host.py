@@ -53,9 +53,11 @@ def checkpoint(folder: Path) -> Path:
 
 def prompt(length: int) -> dict[str, list[int]]:
     """Phrases of 40 tokens in random order, each as often as the others."""
-    dice = random.Random(0)
-    phrases = [[dice.randrange(5, VOCABULARY) for _ in range(40)] for _ in range(max(1, length // 160))]
-    text = [token for _ in range(length // 40 + 1) for token in dice.choice(phrases)]
+    random_streams = random.Random(0)
+    phrases = [
+        [random_streams.randrange(5, VOCABULARY) for _ in range(40)] for _ in range(max(1, length // 160))
+    ]
+    text = [token for _ in range(length // 40 + 1) for token in random_streams.choice(phrases)]
     return {"prompt_token_ids": text[:length]}
 
 

@@ -21,11 +21,11 @@ from core import NEW, PROMPT, checkpoint, conditions, decode_speed, first_token,
 from rich.console import Console
 
 from outrider import LLM, SamplingParams
-from outrider.attention.plan import Plan
+from outrider.backends.cpu.kernels import LINEARS
 from outrider.bench.prompts import PROMPTS, rendered
-from outrider.kernels.cpu import LINEARS
+from outrider.checkpoints.hub import Checkpoint
+from outrider.core.step_input import StepInput
 from outrider.models.decoder import Decoder
-from outrider.models.hub import Checkpoint
 
 FORMS: dict[str, dict[str, Any]] = {
     "bfloat16": {},
@@ -75,7 +75,7 @@ def long_step_ms(model: Path, form: str, kv: str) -> float:
     for layer in range(spec.layers):
         for part in (0, 1):
             pool.write(layer, part, slots, torch.randn(CONTEXT, spec.kv_heads, spec.head_dim))
-    plan, times = Plan(), []
+    plan, times = StepInput(), []
     plan.chain(array("i", range(CONTEXT + 16)), CONTEXT, [100])
     plan.build()
     for _ in range(18):
@@ -97,7 +97,7 @@ def divergence() -> dict[str, dict[str, float]]:
     def laws(llm: LLM) -> torch.Tensor:
         found, decoder = [], llm.engine.decoder
         for text in texts:
-            plan = Plan()
+            plan = StepInput()
             plan.chain(array("i", range(len(text))), 0, text)
             x = decoder.forward(plan.build(), decoder.pool(len(text)))
             found.append(decoder.logits(x, list(range(len(text)))).double().log_softmax(-1))

@@ -45,7 +45,7 @@ class Job:
     model: str
     draft: str | None = None
     mode: str = "plain"
-    guesses: int = 4
+    draft_tree: int = 4
     end: int = 1
     threads: int = 2
     repeats: int = 1
@@ -107,10 +107,10 @@ def _transformers(job: Job) -> tuple[Ask, dict[str, str]]:
 
     model, options = loaded(job.model), {}
     if job.mode == "lookup":
-        options = {"prompt_lookup_num_tokens": job.guesses, "max_matching_ngram_size": NGRAM}
+        options = {"prompt_lookup_num_tokens": job.draft_tree, "max_matching_ngram_size": NGRAM}
     elif job.mode == "draft":
         assistant = loaded(str(job.draft))
-        assistant.generation_config.num_assistant_tokens = job.guesses
+        assistant.generation_config.num_assistant_tokens = job.draft_tree
         options = {"assistant_model": assistant}
 
     def ask(ids: list[int], setting: dict[str, float]) -> Answer:
@@ -150,7 +150,7 @@ def _openvino(job: Job) -> tuple[Ask, dict[str, str]]:
     config = openvino_genai.GenerationConfig()
     config.max_new_tokens, config.eos_token_id, config.stop_token_ids = job.tokens, job.end, {job.end}
     if job.mode != "plain":
-        config.num_assistant_tokens = job.guesses
+        config.num_assistant_tokens = job.draft_tree
     if job.mode == "lookup":
         config.max_ngram_size = NGRAM
 
@@ -175,7 +175,7 @@ def _openvino(job: Job) -> tuple[Ask, dict[str, str]]:
 def _vllm(job: Job) -> tuple[Ask, dict[str, str]]:
     import vllm
 
-    speculation: dict[str, Any] = {"num_speculative_tokens": job.guesses}
+    speculation: dict[str, Any] = {"num_speculative_tokens": job.draft_tree}
     if job.mode == "lookup":
         speculation |= {"method": "ngram", "prompt_lookup_max": NGRAM, "prompt_lookup_min": NGRAM}
     elif job.mode == "draft":
@@ -235,10 +235,10 @@ def _llama_cpp(job: Job, binaries: str | None) -> Iterator[tuple[Ask, dict[str, 
             "--spec-ngram-simple-size-n",
             NGRAM,
             "--spec-ngram-simple-size-m",
-            job.guesses,
+            job.draft_tree,
         ]
     elif job.mode == "draft":
-        words += ["--spec-type", "draft-simple", "-md", job.draft, "--spec-draft-n-max", job.guesses]
+        words += ["--spec-type", "draft-simple", "-md", job.draft, "--spec-draft-n-max", job.draft_tree]
     url, headers = f"http://127.0.0.1:{port}", {"Content-Type": "application/json"}
 
     def ask(ids: list[int], setting: dict[str, float]) -> Answer:

@@ -35,11 +35,11 @@ from outrider import LLM, SamplingParams
 from outrider.bench.conditions import conditions
 from outrider.bench.measure import PLAIN, Measured, Run, demonstrations, once
 from outrider.bench.questions import Question, read
-from outrider.clock import Times
-from outrider.engine.template import render
+from outrider.core.clock import Times
+from outrider.core.types import Speculation
+from outrider.engine.chat_template import render
 from outrider.errors import OutriderError
 from outrider.outputs import CompletionOutput
-from outrider.types import Speculation
 
 GREEDY = "greedy"
 SETTINGS = {GREEDY: {"temperature": 0.0, "top_p": 1.0}, "sampled": {"temperature": 0.8, "top_p": 0.95}}
@@ -191,7 +191,7 @@ def peer_results(
                 continue
             began = time.perf_counter()
             job = rivals.Job(
-                [request.ids for request in asked], dict(settings), given.tokens, model, draft, mode, given.guesses, repeats=given.repeats,
+                [request.ids for request in asked], dict(settings), given.tokens, model, draft, mode, given.draft_tree, repeats=given.repeats,
                 threads=given.threads,
             )  # fmt: skip
             outcome = rivals.run(engine, job, peers.Tools())

@@ -138,30 +138,38 @@ OPINIONS = (
 Dice = random.Random
 
 
-def study(dice: Dice) -> str:
-    people, cure, effect, other = dice.choice(PATIENTS), dice.choice(CURES), *dice.sample(EFFECTS, 2)
+def study(random_streams: Dice) -> str:
+    people, cure, effect, other = (
+        random_streams.choice(PATIENTS),
+        random_streams.choice(CURES),
+        *random_streams.sample(EFFECTS, 2),
+    )
     return (
-        f"In this trial {dice.randint(20, 400)} {people} were given {cure} for {dice.randint(2, 24)} weeks; as many others were not. The "
-        f"treated group had {effect} ({dice.randint(21, 70)} % against {dice.randint(5, 20)} %), but not {other}. More trials are needed."
+        f"In this trial {random_streams.randint(20, 400)} {people} were given {cure} for {random_streams.randint(2, 24)} weeks; as many others were not. The "
+        f"treated group had {effect} ({random_streams.randint(21, 70)} % against {random_streams.randint(5, 20)} %), but not {other}. More trials are needed."
     )
 
 
-def town(dice: Dice) -> tuple[str, str]:
+def town(random_streams: Dice) -> tuple[str, str]:
     """A text, and a question about it."""
-    name, (event, reason) = dice.choice(TOWNS), dice.choice(EVENTS)
+    name, (event, reason) = random_streams.choice(TOWNS), random_streams.choice(EVENTS)
     text = (
-        f"{name} stands {dice.choice(LANDS)}. Its people have lived on {dice.choice(WORKS)} for a long time. In the year "
-        f"{dice.randint(1650, 1950)} {event}, because {reason}. Today about {dice.randint(2, 90)}00 people live there, "
-        f"and most of them work in {dice.choice(WORKS)}."
+        f"{name} stands {random_streams.choice(LANDS)}. Its people have lived on {random_streams.choice(WORKS)} for a long time. In the year "
+        f"{random_streams.randint(1650, 1950)} {event}, because {reason}. Today about {random_streams.randint(2, 90)}00 people live there, "
+        f"and most of them work in {random_streams.choice(WORKS)}."
     )
-    return text, dice.choice(
+    return text, random_streams.choice(
         [f"Why was it that {event}?", f"Where does {name} stand?", f"How many people live in {name}?"]
     )
 
 
-def chat(dice: Dice) -> list[str]:
-    topic, done, name = dice.choice(TOPICS), dice.choice(DONE), dice.choice(NAMES)
-    return dice.choice(
+def chat(random_streams: Dice) -> list[str]:
+    topic, done, name = (
+        random_streams.choice(TOPICS),
+        random_streams.choice(DONE),
+        random_streams.choice(NAMES),
+    )
+    return random_streams.choice(
         [
             [f"Hello, I am {name}. I like {topic}."],
             [f"Hi! I have {done}."],
@@ -180,9 +188,13 @@ def chat(dice: Dice) -> list[str]:
     )
 
 
-def translation(dice: Dice) -> list[str]:
-    (who, wer), (when, wann), (deed, tat) = dice.choice(SUBJECTS), dice.choice(TIMES), dice.choice(DEEDS)
-    return dice.choice(
+def translation(random_streams: Dice) -> list[str]:
+    (who, wer), (when, wann), (deed, tat) = (
+        random_streams.choice(SUBJECTS),
+        random_streams.choice(TIMES),
+        random_streams.choice(DEEDS),
+    )
+    return random_streams.choice(
         [
             [f"Translate English to German: {who} had {deed} {when}."],
             [f"Translate German to English: {wer} hat {wann} {tat}."],
@@ -190,19 +202,25 @@ def translation(dice: Dice) -> list[str]:
     )
 
 
-def summary(dice: Dice) -> list[str]:
-    said = "\n".join(f"{dice.choice(SPEAKERS)}: {line}" for line in dice.sample(OPINIONS, 4))
-    return dice.choice(
+def summary(random_streams: Dice) -> list[str]:
+    said = "\n".join(
+        f"{random_streams.choice(SPEAKERS)}: {line}" for line in random_streams.sample(OPINIONS, 4)
+    )
+    return random_streams.choice(
         [
-            [f"Summarize: {study(dice)}"],
-            [f"Summarize what was said. {town(dice)[0]}"],
+            [f"Summarize: {study(random_streams)}"],
+            [f"Summarize what was said. {town(random_streams)[0]}"],
             [f"Summarize what was said.\n{said}"],
         ]
     )
 
 
-def question(dice: Dice) -> list[str]:
-    animals, other, thing, place = *dice.sample(ANIMALS, 2), dice.choice(OBJECTS), dice.choice(PLACES)
+def question(random_streams: Dice) -> list[str]:
+    animals, other, thing, place = (
+        *random_streams.sample(ANIMALS, 2),
+        random_streams.choice(OBJECTS),
+        random_streams.choice(PLACES),
+    )
     forms = (
         f"What do {animals} eat?",
         f"Can {animals} swim faster than {other}?",
@@ -211,16 +229,20 @@ def question(dice: Dice) -> list[str]:
         f"What is {thing} made of?",
         f"Where do {animals} sleep?",
         f"Are {animals} afraid of {other}?",
-        f"{dice.choice(FACTS)} of {dice.choice(COUNTRIES)}?",
+        f"{random_streams.choice(FACTS)} of {random_streams.choice(COUNTRIES)}?",
         f"What could {animals} do in a {place}?",
         f"Could {thing} be older than a {place}?",
     )
-    return [dice.choice(forms)]
+    return [random_streams.choice(forms)]
 
 
-def arithmetic(dice: Dice) -> list[str]:
-    (name, other), things, place = dice.sample(NAMES, 2), dice.choice(THINGS), dice.choice(PLACES)
-    a, b, c = dice.randint(20, 90), dice.randint(2, 19), dice.randint(2, 12)
+def arithmetic(random_streams: Dice) -> list[str]:
+    (name, other), things, place = (
+        random_streams.sample(NAMES, 2),
+        random_streams.choice(THINGS),
+        random_streams.choice(PLACES),
+    )
+    a, b, c = random_streams.randint(20, 90), random_streams.randint(2, 19), random_streams.randint(2, 12)
     forms = (
         f"{name} has {a} {things} and loses {b} of them. How many {things} are left?",
         f"A box holds {b} {things}. How many {things} are in {c} boxes?",
@@ -230,26 +252,26 @@ def arithmetic(dice: Dice) -> list[str]:
         f"{b * c} {things} are shared equally among {c} children. How many {things} does each child get?",
         f"In a {place} there are {a} {things}. {name} brings {b} and {other} takes {c}. How many {things} are there now?",
     )
-    return [dice.choice(forms)]
+    return [random_streams.choice(forms)]
 
 
-def retrieval(dice: Dice) -> list[str]:
-    text, asked = town(dice)
-    trial = study(dice)
+def retrieval(random_streams: Dice) -> list[str]:
+    text, asked = town(random_streams)
+    trial = study(random_streams)
     cure, people = (
         next(cure for cure in CURES if cure in trial),
         next(people for people in PATIENTS if people in trial),
     )
-    known = dice.choice([(text, asked), (trial, f"Does {cure} help {people}?")])
+    known = random_streams.choice([(text, asked), (trial, f"Does {cure} help {people}?")])
     return [f"Answer from the context.\nContext: {known[0]}\nQuestion: {known[1]}"]
 
 
-def code(dice: Dice) -> list[str]:
-    task = dice.choice(TASKS).format(dice.choice(VALUES))
-    return dice.choice(
+def code(random_streams: Dice) -> list[str]:
+    task = random_streams.choice(TASKS).format(random_streams.choice(VALUES))
+    return random_streams.choice(
         [
             [f"Write a function to {task}."],
-            [f"Write the Python file {dice.choice(FOLDERS)}/{dice.choice(FILES)}.py"],
+            [f"Write the Python file {random_streams.choice(FOLDERS)}/{random_streams.choice(FILES)}.py"],
         ]
     )
 
@@ -267,11 +289,11 @@ KINDS: tuple[Callable[[Dice], list[str]], ...] = (
 
 def prompts(count: int) -> list[tuple[str, list[str]]]:
     """(kind, turns), as many of each kind as can be.  Some come twice, since every answer is drawn; none is one of the demo's."""
-    dice, taken = Dice(0), {prompt.turns for prompt in PROMPTS}
+    random_streams, taken = Dice(0), {prompt.turns for prompt in PROMPTS}
     found: list[tuple[str, list[str]]] = []
     while len(found) < count:
         kind = KINDS[len(found) % len(KINDS)]
-        turns = kind(dice)
+        turns = kind(random_streams)
         if tuple(turns) not in taken:
             found.append((kind.__name__, turns))
     return found

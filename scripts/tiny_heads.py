@@ -26,6 +26,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from outrider import LLM, SamplingParams
+from outrider.checkpoints.export import packed, scheme
+from outrider.checkpoints.heads import BUILTIN
+from outrider.core.types import FINAL
 from outrider.draft.dflash.network import Network as DFlash
 from outrider.draft.dflash.network import Shape
 from outrider.draft.eagle.network import Network as Eagle
@@ -36,10 +39,7 @@ from outrider.draft.medusa.network import Network as Medusa
 from outrider.draft.mlp_speculator.network import Network as Mlp
 from outrider.draft.mtp.network import Network as Mtp
 from outrider.draft.redrafter.network import Network as ReDrafter
-from outrider.heads.files import BUILTIN
 from outrider.heads.sample import Outer, read
-from outrider.models.export import packed, scheme
-from outrider.types import FINAL
 
 TEXTS, LENGTH, BATCH, RATE, KNOWN = 700, 160, 8, 1.5e-3, 2048
 BITS = 8
@@ -91,7 +91,7 @@ def train(
     console: Console,
 ) -> dict[str, float]:
     """Adam for each; the rate falls linearly with the time.  Returns the mean loss of the last steps of each."""
-    model, dice, outer = llm.engine.decoder, random.Random(0), Outer.of(llm.engine.decoder)
+    model, random_streams, outer = llm.engine.decoder, random.Random(0), Outer.of(llm.engine.decoder)
     taps = sorted({tap for _, wanted in networks.values() for tap in wanted})
     adams = {
         name: torch.optim.AdamW(network.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
@@ -102,7 +102,7 @@ def train(
     with Progress(console=console) as bar:
         task = bar.add_task("training", total=1.0)
         while (done := (time.perf_counter() - began) / 60 / minutes) < 1:
-            batch = [read(model, dice.choice(data), taps) for _ in range(BATCH)]
+            batch = [read(model, random_streams.choice(data), taps) for _ in range(BATCH)]
             for name, (network, _) in networks.items():
                 for group in adams[name].param_groups:
                     group["lr"] = RATE * min(1.0, (1 + len(losses[name])) / 20) * (1 - done)

@@ -10,7 +10,7 @@ from torch import Tensor
 from toys import HIDDEN, LAYERS, V
 
 from outrider import LLM
-from outrider.attention.plan import Plan
+from outrider.core.step_input import StepInput
 from outrider.draft.eagle3 import Eagle3
 
 H, INNER, HEADS, KV, D, VD = 64, 80, 4, 2, 24, 128  # head_dim is not h / heads
@@ -117,12 +117,12 @@ def naive(
 def packed(llm: LLM, folder: str, states: Tensor, **options: Any) -> tuple[Any, Tensor]:
     """The network of a file, and the same logits by it."""
     net: Any = Eagle3(Eagle3.Options(model=folder, **options), llm.engine.target).net
-    pool, table, plan = net.pool(16), array("i", range(1, 16)), Plan()
+    pool, table, plan = net.pool(16), array("i", range(1, 16)), StepInput()
     plan.chain(table, 0, TEXT[1 : PAIRS + 1])
     o = net.forward(plan.build(), pool, net.enter(states.clone()))[-1:]
     said = [net.logits(o)]
     for at, token in enumerate(TEXT[PAIRS + 1 :], PAIRS):
-        plan = Plan()
+        plan = StepInput()
         plan.chain(table, at, [token])
         o = net.forward(plan.build(), pool, net.again(o.clone()))
         said.append(net.logits(o))

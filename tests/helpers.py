@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from outrider import LLM, CompletionOutput, RequestOutput, SamplingParams
-from outrider.attention.plan import Plan
+from outrider.backends.cpu.structs import LINEARS, VECTORS
 from outrider.config import SpeculativeOptions
+from outrider.core.step_input import StepInput
+from outrider.core.types import Budget, DraftTree, Row
 from outrider.draft import method
-from outrider.kernels.structs import LINEARS, VECTORS
-from outrider.types import Budget, Guesses, Row
 
 VOCABULARY = 300
 BOS, END, PAD = 0, 1, 2
@@ -207,11 +207,11 @@ class Truth:
         return whole[at : at + count] if whole[:at] == row.tokens else []
 
 
-Script = Callable[[Row, Budget], Guesses]
+Script = Callable[[Row, Budget], DraftTree]
 
 
-def _guesses(tokens: list[int], parents: list[int]) -> Guesses:
-    return Guesses(tokens, parents, [0.5] * len(tokens))
+def _guesses(tokens: list[int], parents: list[int]) -> DraftTree:
+    return DraftTree(tokens, parents, [0.5] * len(tokens))
 
 
 def _dice(row: Row) -> random.Random:
@@ -224,12 +224,12 @@ class Scripts:
     def __init__(self, truth: Truth, vocabulary: int = VOCABULARY) -> None:
         self.truth, self.vocabulary = truth, vocabulary
 
-    def right(self, row: Row, budget: Budget) -> Guesses:
+    def right(self, row: Row, budget: Budget) -> DraftTree:
         """A chain that is all right."""
         ahead = self.truth.ahead(row, budget.depth)
         return _guesses(ahead, list(range(-1, len(ahead) - 1)))
 
-    def wrong(self, row: Row, budget: Budget) -> Guesses:
+    def wrong(self, row: Row, budget: Budget) -> DraftTree:
         """A tree with two children a node, all of them wrong at their depth."""
         ahead = self.truth.ahead(row, budget.depth + 1) or [0]
         parents = [(i - 2) // 2 if i >= 2 else -1 for i in range(min(14, budget.nodes))]
@@ -239,38 +239,40 @@ class Scripts:
         tokens = [(ahead[min(d, len(ahead) - 1)] + 1 + i) % self.vocabulary for i, d in enumerate(depths)]
         return _guesses(tokens, parents)
 
-    def wide(self, row: Row, budget: Budget) -> Guesses:
+    def wide(self, row: Row, budget: Budget) -> DraftTree:
         """24 siblings at the root, the right one somewhere among them, then three below each."""
-        dice, ahead = _dice(row), self.truth.ahead(row, 2)
-        top = dice.sample(range(self.vocabulary), 24)
+        random_streams, ahead = _dice(row), self.truth.ahead(row, 2)
+        top = random_streams.sample(range(self.vocabulary), 24)
         top = top if set(ahead[:1]) <= set(top) else [*top[:11], ahead[0], *top[12:]]
         tokens, parents = list(top), [-1] * len(top)
         for i in range(len(top)):
-            below = [*dice.sample(range(self.vocabulary), 2), *ahead[1:]]
-            dice.shuffle(below)
+            below = [*random_streams.sample(range(self.vocabulary), 2), *ahead[1:]]
+            random_streams.shuffle(below)
             tokens += below
             parents += [i] * len(below)
         return _guesses(tokens, parents)
 
-    def deep(self, row: Row, budget: Budget) -> Guesses:
+    def deep(self, row: Row, budget: Budget) -> DraftTree:
         """One chain as deep as the budget: right for five tokens, wrong at the sixth, then right again and of no use."""
         ahead = self.truth.ahead(row, budget.depth)
         tokens = [(t + 1) % self.vocabulary if i == 5 else t for i, t in enumerate(ahead)]
         return _guesses(tokens, list(range(-1, len(tokens) - 1)))
 
-    def hidden(self, row: Row, budget: Budget, nodes: int = 40) -> Guesses:
+    def hidden(self, row: Row, budget: Budget, nodes: int = 40) -> DraftTree:
         """The right path in a bush grown at random: wrong nodes carry right tokens, and siblings lie between the right ones."""
-        dice, ahead = _dice(row), self.truth.ahead(row, budget.depth)
+        random_streams, ahead = _dice(row), self.truth.ahead(row, budget.depth)
         tokens: list[int] = []
         parents: list[int] = []
         tip, reached = -1, 0
         while len(tokens) < nodes:
-            if reached < len(ahead) and dice.random() < 2.0 * len(ahead) / nodes:
+            if reached < len(ahead) and random_streams.random() < 2.0 * len(ahead) / nodes:
                 parent, token, right = tip, ahead[reached], True
             else:
-                parent, right = dice.randrange(-1, len(tokens)), False
+                parent, right = random_streams.randrange(-1, len(tokens)), False
                 token = (
-                    dice.choice(ahead) if ahead and dice.random() < 0.5 else dice.randrange(self.vocabulary)
+                    random_streams.choice(ahead)
+                    if ahead and random_streams.random() < 0.5
+                    else random_streams.randrange(self.vocabulary)
                 )
             if (parent, token) in set(zip(parents, tokens)):
                 if not right:
@@ -286,11 +288,11 @@ class Scripts:
                 tip, reached = len(tokens) - 1, reached + 1
         return _guesses(tokens, parents)
 
-    def huge(self, row: Row, budget: Budget) -> Guesses:
+    def huge(self, row: Row, budget: Budget) -> DraftTree:
         """The same with 100 nodes: more than one machine word of ancestors."""
         return self.hidden(row, budget, 100)
 
-    def messy(self, row: Row, budget: Budget) -> Guesses:
+    def messy(self, row: Row, budget: Budget) -> DraftTree:
         """The right chain among repeated siblings, ids that do not exist and parents that come too late: all to be cleaned away."""
         ahead = self.truth.ahead(row, budget.depth)
         tokens, parents, tip = [-5, self.vocabulary, 7, 7], [-1, -1, 0, 90], -1
@@ -301,7 +303,7 @@ class Scripts:
         return _guesses(tokens, parents)
 
 
-def walk(plan: Plan, table: array[int], row: int) -> list[int]:
+def walk(plan: StepInput, table: array[int], row: int) -> list[int]:
     """The slots that the C kernels walk for one row of a built plan."""
     _, _, _, seen, depth, address = plan.host[row :: plan.length]
     assert address == table.buffer_info()[0]

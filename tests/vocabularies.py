@@ -105,8 +105,8 @@ def twin(
 
     keep: the share of words that the tokenizer still has; the others stand for something that the source does not know.
     """
-    dice, order = random.Random(7), list(range(len(words)))
-    dice.shuffle(order)  # old id -> new id
+    random_streams, order = random.Random(7), list(range(len(words)))
+    random_streams.shuffle(order)  # old id -> new id
     shutil.copytree(source, folder)
     weights = load_file(folder / "model.safetensors")
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -117,7 +117,7 @@ def twin(
     lost = {
         said
         for said in words
-        if isinstance(said, bytes) and (len(said) > 1 or keep == 0) and dice.random() > keep
+        if isinstance(said, bytes) and (len(said) > 1 or keep == 0) and random_streams.random() > keep
     }
     new: list[bytes | str] = [b""] * len(words)
     for i, said in enumerate(words):

@@ -9,11 +9,11 @@ from outrider.errors import CapacityError, ConfigError, EngineError, ModelError,
 from outrider.version import VERSION
 
 if TYPE_CHECKING:
+    from outrider.core.logprobs import Logprob
+    from outrider.core.params import SamplingParams
+    from outrider.core.types import LoRARequest, Speculation
     from outrider.llm import LLM
     from outrider.outputs import CompletionOutput, RequestOutput
-    from outrider.sampling.logprobs import Logprob
-    from outrider.sampling.params import SamplingParams
-    from outrider.types import LoRARequest, Speculation
 
 __version__ = VERSION
 __all__ = [
@@ -36,11 +36,11 @@ __all__ = [
 _HOMES = {
     "LLM": "outrider.llm",
     "CompletionOutput": "outrider.outputs",
-    "LoRARequest": "outrider.types",
-    "Logprob": "outrider.sampling.logprobs",
+    "LoRARequest": "outrider.core.types",
+    "Logprob": "outrider.core.logprobs",
     "RequestOutput": "outrider.outputs",
-    "SamplingParams": "outrider.sampling.params",
-    "Speculation": "outrider.types",
+    "SamplingParams": "outrider.core.params",
+    "Speculation": "outrider.core.types",
 }
 
 

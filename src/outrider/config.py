@@ -11,12 +11,12 @@ import torch
 
 from outrider import draft, verify
 from outrider.cache.pool import kv_dtype
+from outrider.checkpoints.quantize import bits_of
 from outrider.control import fixed
-from outrider.draft.base import Drafter
+from outrider.core.logprobs import MODES
+from outrider.drafting.base import Drafter
 from outrider.errors import ConfigError, unknown
 from outrider.models.placement import check_gpu_layers
-from outrider.models.quantise import bits_of
-from outrider.sampling.logprobs import MODES
 from outrider.verify.base import Rule
 
 T = TypeVar("T")

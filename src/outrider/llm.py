@@ -13,16 +13,16 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from outrider.checkpoints.hub import read_tokenizer
 from outrider.config import EngineOptions, SpeculativeOptions, options
+from outrider.core.params import SamplingParams, whole
+from outrider.core.types import LoRARequest
+from outrider.engine.chat_template import Messages, conversations
 from outrider.engine.engine import Engine
 from outrider.engine.loop import EngineLoop, Ticket
-from outrider.engine.template import Messages, conversations
 from outrider.errors import EngineError, RequestError
-from outrider.models.hub import read_tokenizer
 from outrider.outputs import RequestOutput
 from outrider.requests import Prompt, Reader, Request
-from outrider.sampling.params import SamplingParams, whole
-from outrider.types import LoRARequest
 
 Loras = LoRARequest | Sequence[LoRARequest | None] | None
 

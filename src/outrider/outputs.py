@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from outrider.sampling.logprobs import Entry
-from outrider.types import Speculation
+from outrider.core.logprobs import Entry
+from outrider.core.types import Speculation
 
 
 @dataclass

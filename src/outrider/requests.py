@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
 
+from outrider.core.logprobs import Logprobs
+from outrider.core.noise import mix
+from outrider.core.params import SamplingParams, whole
+from outrider.core.types import LoRARequest, Row
+from outrider.engine.chat_template import render
+from outrider.engine.detokenizer import Detokenizer, shown
 from outrider.engine.engine import Engine
-from outrider.engine.template import render
-from outrider.engine.text import Detokenizer, shown
 from outrider.errors import RequestError, shortened, unknown
 from outrider.outputs import CompletionOutput, RequestOutput
-from outrider.sampling.logprobs import Logprobs
-from outrider.sampling.noise import mix
-from outrider.sampling.params import SamplingParams, whole
 from outrider.sampling.processors import processors_of
-from outrider.types import LoRARequest, Row
 
 # "text", {"prompt": "text"}, {"prompt_token_ids": [1, 2, 3]} or {"messages": […]}; where there are ids, a text beside them is only shown.
 # A list of ids is a prompt as well.

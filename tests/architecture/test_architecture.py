@@ -196,8 +196,8 @@ def test_a_rule_is_complete(name: str) -> None:
 NEW_METHOD = '''
 """Guesses that the last token comes again."""
 from dataclasses import dataclass
-from outrider.draft.base import Drafter
-from outrider.types import Draft, Guesses
+from outrider.drafting.base import Drafter
+from outrider.core.types import Draft, Guesses
 
 class Again(Drafter):
     @dataclass(frozen=True)

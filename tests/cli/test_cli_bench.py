@@ -14,9 +14,9 @@ from outrider.bench.measure import PLAIN, Measured, grouped, measure, too_short
 from outrider.bench.measure import Run as Group
 from outrider.bench.questions import prompts_of, read
 from outrider.bench.report import figures, remarks, within_noise
-from outrider.clock import Times
+from outrider.core.clock import Times
+from outrider.core.types import Speculation
 from outrider.outputs import CompletionOutput
-from outrider.types import Speculation
 
 FAST = ("-n", 8, "--method", "ngram", "--draft", 2)
 KEYS = {

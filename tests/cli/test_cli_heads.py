@@ -12,10 +12,10 @@ import torch
 from commands import Run
 from toys import save_head
 
-from outrider.bench import heads
-from outrider.bench.heads import head_card
+from outrider.checkpoints.hub import Weights
 from outrider.draft.redrafter.network import Network
-from outrider.models.hub import Weights
+from outrider.inspect import heads
+from outrider.inspect.heads import head_card
 
 H, V = 64, 512
 Shapes = dict[str, tuple[int, ...]]

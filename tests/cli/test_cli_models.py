@@ -13,10 +13,10 @@ from commands import Run
 from helpers import in_memory
 
 from outrider import LLM
-from outrider.bench.card import card_of
+from outrider.checkpoints.hub import locate, read_tokenizer
 from outrider.config import EngineOptions
 from outrider.draft.datastore.store import Store, fingerprint, path_of
-from outrider.models.hub import locate, read_tokenizer
+from outrider.inspect.card import card_of
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from commands import Run
 from helpers import answer, tiny_checkpoint, tiny_prompts
 
 from outrider import LLM, SamplingParams
-from outrider.models.hub import Checkpoint
+from outrider.checkpoints.hub import Checkpoint
 
 PROMPT = tiny_prompts(1, seed=3)[0]
 

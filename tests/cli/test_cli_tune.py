@@ -11,9 +11,9 @@ from commands import Run
 from helpers import tiny_checkpoint
 
 from outrider import LLM
-from outrider.bench.tune import Costs, Tuner
+from outrider.core.types import Speculation
 from outrider.draft.layerskip.sets import Skip
-from outrider.types import Speculation
+from outrider.tune.layerskip import Costs, Tuner
 
 
 def test_tune_and_guess(run: Run, tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_a_set_that_measured_slower_says_so(
     asked = tmp_path / "asked.txt"
     asked.write_text("What do plants need?\n")
     for measured in (0.71, 1.4):
-        monkeypatch.setattr("outrider.bench.tune.gain", lambda results, measured=measured: measured)
+        monkeypatch.setattr("outrider.tune.layerskip.gain", lambda results, measured=measured: measured)
         words = ("--prompts", asked, "--minutes", 0.01, "-o", out, "-n", 6, "--draft", 2)
         tuned = run("tune", "layerskip", "-m", model, *words)
         assert tuned.status == 0, tuned.err

@@ -15,12 +15,12 @@ from helpers import tiny_checkpoint
 from safetensors.torch import load_file, save_file
 
 from outrider import LLM
-from outrider.bench import certify as certifying
-from outrider.bench.certify import Certificate, Effort, certify
-from outrider.bench.passages import Passages
-from outrider.bench.ties import Gap
+from outrider.certify import certify as certifying
+from outrider.certify.certify import Certificate, Effort, certify
+from outrider.certify.passages import Passages
+from outrider.certify.ties import Gap
 from outrider.draft.draft_model import DraftModel
-from outrider.engine.runner import Seen
+from outrider.engine.runner import ForwardOutput
 from outrider.sampling.sampler import Sampler
 from outrider.verify import match, rejection
 
@@ -235,11 +235,11 @@ def test_noise_of_the_wrong_position(
 ) -> None:
     """Greedy texts cannot tell; seeded ones can, and the place is shown."""
 
-    def pick(self: Seen, row: int, node: int, path: Sequence[int]) -> int:
+    def pick(self: ForwardOutput, row: int, node: int, path: Sequence[int]) -> int:
         return self.sampler.pick(self.batch.rows[row], (), self.logits, self.at(row, node))
 
-    monkeypatch.setattr(Seen, "pick", pick)
-    monkeypatch.setattr(Seen, "follow", lambda self, row: None)
+    monkeypatch.setattr(ForwardOutput, "pick", pick)
+    monkeypatch.setattr(ForwardOutput, "follow", lambda self, row: None)
     result = run(
         "verify", "-m", pair[0], *SHORT, "--speculative-config", config((pair[0], pair[0])), "--json", "-"
     )

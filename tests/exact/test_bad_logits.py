@@ -9,8 +9,8 @@ import pytest
 
 PROGRAM = """
 import torch
-from outrider.kernels import kernels_for
-from outrider.sampling.params import Law
+from outrider.backends.base import kernels_for
+from outrider.core.params import Law
 
 kernels = kernels_for(torch.device("cpu"), torch.float32)
 for i in range(2000):

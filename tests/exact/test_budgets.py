@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from outrider import LLM, RequestOutput, SamplingParams, draft
 from outrider.config import SpeculativeOptions
-from outrider.draft.base import Drafter
+from outrider.core.types import ROOT, Batch, Budget, Draft
 from outrider.draft.first import First
 from outrider.draft.lookahead import Lookahead
 from outrider.draft.union import Union
-from outrider.types import ROOT, Batch, Budget, Draft
+from outrider.drafting.base import Drafter
 
 PROMPTS = tiny_prompts(5, seed=4, longest=20)
 PARAMS = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=14, ignore_eos=True) for i in range(5)]

@@ -24,8 +24,8 @@ from helpers import Scripts, Truth, prompts_of, settled
 from torch import Tensor
 
 from outrider import LLM, SamplingParams
-from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
+from outrider.core.step_input import StepInput
 from outrider.models.decoder import Decoder
 
 FULL = os.environ.get("OUTRIDER_FULL") == "1"
@@ -199,52 +199,52 @@ def test_plain_decoding_alone_and_in_company(
 
 
 def chain(decoder: Decoder, pool: Pool, table: array[int], start: int, tokens: Sequence[int]) -> Tensor:
-    plan = Plan()
+    plan = StepInput()
     plan.chain(table, start, tokens)
     return decoder.forward(plan.build(), pool)
 
 
 def random_tree(
-    dice: random.Random, nodes: int, vocabulary: int
+    random_streams: random.Random, nodes: int, vocabulary: int
 ) -> tuple[list[int], list[int], list[list[int]]]:
     """(tokens, parents, path of nodes to each)."""
     tokens, parents, paths = [], [], []
     for i in range(nodes):
-        parent = dice.choice([-1, i - 1, dice.randrange(-1, i)]) if i else -1
-        tokens.append(dice.randrange(vocabulary))
+        parent = random_streams.choice([-1, i - 1, random_streams.randrange(-1, i)]) if i else -1
+        tokens.append(random_streams.randrange(vocabulary))
         parents.append(parent)
         paths.append([*(paths[parent] if parent >= 0 else ()), i])
     return tokens, parents, paths
 
 
-def compare(decoder: Decoder, tokens: Sequence[int], dice: random.Random) -> int:
+def compare(decoder: Decoder, tokens: Sequence[int], random_streams: random.Random) -> int:
     """A tree of guesses after `tokens`, verified in one forward, against decoding each of its paths one token at a time.
 
     The tree's request lies in scattered slots, its prefix was computed in chunks, its last known tokens come with the tree, and
     another request runs beside it.  Residuals, logits and the K/V of a committed path are compared bit for bit.
     """
     size, length, vocabulary = len(tokens) + 80, len(tokens), decoder.spec.vocabulary
-    nodes = dice.randint(8, 40)
-    guesses, _, paths = random_tree(dice, nodes, vocabulary)
+    nodes = random_streams.randint(8, 40)
+    draft_tree, _, paths = random_tree(random_streams, nodes, vocabulary)
 
-    table, scattered = array("i", range(size)), array("i", dice.sample(range(2 * size), size))
+    table, scattered = array("i", range(size)), array("i", random_streams.sample(range(2 * size), size))
     beside = array("i", range(2 * size, 3 * size))
     alone, together = decoder.pool(size), decoder.pool(3 * size)
 
     roots = [chain(decoder, alone, table, i, tokens[i : i + 1]) for i in range(length)]  # plain decoding
-    last = dice.randint(1, 6)  # known tokens that come with the tree
+    last = random_streams.randint(1, 6)  # known tokens that come with the tree
     at = 0
     while at < length - last:
-        step = dice.randint(1, length - last - at)
+        step = random_streams.randint(1, length - last - at)
         chain(decoder, together, scattered, at, tokens[at : at + step])
         at += step
-    plan = Plan()
-    company = dice.randint(0, 9)
+    plan = StepInput()
+    company = random_streams.randint(0, 9)
     if company:
-        plan.chain(beside, 0, [dice.randrange(vocabulary) for _ in range(company)])
+        plan.chain(beside, 0, [random_streams.randrange(vocabulary) for _ in range(company)])
     plan.chain(scattered, at, tokens[at:])
     for i, path in enumerate(paths):
-        plan.node(scattered, length, [int(scattered[length + node]) for node in path], guesses[i])
+        plan.node(scattered, length, [int(scattered[length + node]) for node in path], draft_tree[i])
     x = decoder.forward(plan.build(), together)
     rows = range(company, company + last + nodes)
     logits = decoder.logits(x, list(rows))
@@ -253,7 +253,7 @@ def compare(decoder: Decoder, tokens: Sequence[int], dice: random.Random) -> int
     inner = {node for path in paths for node in path[:-1]}
     for leaf in sorted(set(range(nodes)) - inner):  # one token at a time along each branch
         for depth, node in enumerate(paths[leaf]):
-            singles[node] = chain(decoder, alone, table, length + depth, [guesses[node]])
+            singles[node] = chain(decoder, alone, table, length + depth, [draft_tree[node]])
     assert len(singles) == nodes
     expected = [*roots[at:], *(singles[node] for node in range(nodes))]
     assert torch.equal(torch.cat(expected), x[company:]), "residuals differ"
@@ -275,8 +275,11 @@ def compare(decoder: Decoder, tokens: Sequence[int], dice: random.Random) -> int
 def test_bits(number: int, engines: dict[int, LLM], prompts: list[list[int]], plain: Plain) -> None:
     """The built-in model, on texts of its own."""
     text = [*prompts[number], *plain([number], "sampled")[0]]
-    dice = random.Random(number)
-    rows = sum(compare(engines[1].engine.decoder, text[: dice.randint(8, len(text))], dice) for _ in range(2))
+    random_streams = random.Random(number)
+    rows = sum(
+        compare(engines[1].engine.decoder, text[: random_streams.randint(8, len(text))], random_streams)
+        for _ in range(2)
+    )
     assert rows >= 18
 
 
@@ -284,9 +287,13 @@ def test_bits(number: int, engines: dict[int, LLM], prompts: list[list[int]], pl
 def test_bits_of_small_models(model: str, request: pytest.FixtureRequest) -> None:
     """Random float32 models, one of which sees a window of eight tokens only, so that a path reaches past it."""
     llm = LLM(request.getfixturevalue(model))
-    dice = random.Random(1)
+    random_streams = random.Random(1)
     for _ in range(15):
-        compare(llm.engine.decoder, [dice.randrange(300) for _ in range(dice.randint(7, 90))], dice)
+        compare(
+            llm.engine.decoder,
+            [random_streams.randrange(300) for _ in range(random_streams.randint(7, 90))],
+            random_streams,
+        )
 
 
 @pytest.mark.parametrize(
@@ -301,21 +308,25 @@ def test_bits_of_the_torch_kernels(
     llm = LLM(model if model == "builtin" else request.getfixturevalue(model), dtype=dtype)
     if not llm.engine.exact:
         pytest.skip("not promised on this processor")
-    dice, vocabulary = random.Random(2), llm.engine.decoder.spec.vocabulary
+    random_streams, vocabulary = random.Random(2), llm.engine.decoder.spec.vocabulary
     for _ in range(4):
-        compare(llm.engine.decoder, [dice.randrange(vocabulary) for _ in range(dice.randint(7, 90))], dice)
+        compare(
+            llm.engine.decoder,
+            [random_streams.randrange(vocabulary) for _ in range(random_streams.randint(7, 90))],
+            random_streams,
+        )
 
 
 def test_bits_can_differ(
     engines: dict[int, LLM], prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The comparison above notices one node that sees one wrong slot."""
-    node, seen_one = Plan.node, itertools.count()
+    node, seen_one = StepInput.node, itertools.count()
 
-    def spoilt(self: Plan, table: array[int], seen: int, path: Sequence[int], token: int) -> None:
+    def spoilt(self: StepInput, table: array[int], seen: int, path: Sequence[int], token: int) -> None:
         wrong = [int(table[0]), *path[1:]] if len(path) > 1 and next(seen_one) == 0 else path
         node(self, table, seen, wrong, token)
 
-    monkeypatch.setattr(Plan, "node", spoilt)
+    monkeypatch.setattr(StepInput, "node", spoilt)
     with pytest.raises(AssertionError, match="residuals differ"):
         compare(engines[1].engine.decoder, prompts[0], random.Random(0))

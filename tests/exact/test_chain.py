@@ -8,9 +8,9 @@ import pytest
 from helpers import answer, tiny_prompts
 
 from outrider import LLM, SamplingParams
+from outrider.backends.cpu.kernels import CpuKernels
+from outrider.core.types import Batch, Budget, Draft
 from outrider.draft.draft_model import DraftModel
-from outrider.kernels.cpu import CpuKernels
-from outrider.types import Batch, Budget, Draft
 
 LAWS = (
     {"temperature": 0.0},

@@ -21,7 +21,7 @@ from helpers import (
 )
 
 from outrider import LLM, SamplingParams
-from outrider.cache.slots import PAGE
+from outrider.cache.pages import PAGE
 
 PROMPTS = tiny_prompts(6, seed=1)
 LAWS: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.95}]
@@ -93,14 +93,14 @@ def accepted(outputs: list[Any]) -> int:
     return sum(output.speculation.accepted for output in outputs)
 
 
-law_of = pytest.mark.parametrize("law", LAWS, ids=["greedy", "sampled"])
+probs_of = pytest.mark.parametrize("law", LAWS, ids=["greedy", "sampled"])
 drafter_of = pytest.mark.parametrize("drafter", DRAFTERS)
 
 
 # ---- prefix cache
 
 
-@law_of
+@probs_of
 @drafter_of
 @pytest.mark.parametrize("caching", [True, False])
 def test_prefix_cache(
@@ -139,7 +139,7 @@ def test_prefix_cache(
 # ---- little memory
 
 
-@law_of
+@probs_of
 @drafter_of
 def test_preemption(drafter: str, law: dict[str, Any], llama: str, plain: LLM, stranger: str) -> None:
     """Rows lose their cache midway and compute it again, with guesses around; memory for little more than one request."""
@@ -148,7 +148,7 @@ def test_preemption(drafter: str, law: dict[str, Any], llama: str, plain: LLM, s
     tight = LLM(llama, max_num_seqs=4, max_model_len=128)
     put_to_work(tight, drafter, truth, stranger)
     engine = tight.engine
-    one = -(-(engine.max_len + engine.scheduler.guesses(1)) // PAGE)
+    one = -(-(engine.max_len + engine.scheduler.draft_tree(1)) // PAGE)
     slot = engine.decoder.slot_bytes + engine.drafter.slot_bytes
     small = LLM(llama, max_num_seqs=4, max_model_len=128, kv_cache_memory_bytes=one * PAGE * slot)
     put_to_work(small, drafter, truth, stranger)
@@ -165,7 +165,7 @@ def test_preemption(drafter: str, law: dict[str, Any], llama: str, plain: LLM, s
 # ---- chunks of prompts and the step's budget
 
 
-@law_of
+@probs_of
 @drafter_of
 @pytest.mark.parametrize("chunk", [8, 16, 64, 512])
 def test_chunks(chunk: int, drafter: str, law: dict[str, Any], llama: str, plain: LLM, stranger: str) -> None:
@@ -178,7 +178,7 @@ def test_chunks(chunk: int, drafter: str, law: dict[str, Any], llama: str, plain
     settled(llm)
 
 
-@law_of
+@probs_of
 @drafter_of
 def test_every_seat_taken(drafter: str, law: dict[str, Any], llama: str, plain: LLM, stranger: str) -> None:
     """As many seats as a step has tokens: decodes and their share of guesses leave nothing for the chunks of a long prompt."""
@@ -191,7 +191,7 @@ def test_every_seat_taken(drafter: str, law: dict[str, Any], llama: str, plain: 
     settled(llm)
 
 
-@law_of
+@probs_of
 @drafter_of
 def test_up_to_the_last_position(drafter: str, law: dict[str, Any], llama: str, stranger: str) -> None:
     """Texts that fill the context to its last token, one from a prompt that leaves room for a single one."""
@@ -211,7 +211,7 @@ def test_up_to_the_last_position(drafter: str, law: dict[str, Any], llama: str, 
 # ---- who speculates, and when
 
 
-@law_of
+@probs_of
 @drafter_of
 def test_speculate_false(drafter: str, law: dict[str, Any], fast: LLM, plain: LLM, stranger: str) -> None:
     """Every second request declines to speculate: nothing is drafted for it, and nobody's tokens change."""
@@ -225,7 +225,7 @@ def test_speculate_false(drafter: str, law: dict[str, Any], fast: LLM, plain: LL
     settled(fast)
 
 
-@law_of
+@probs_of
 @drafter_of
 @pytest.mark.parametrize(
     "options",
@@ -264,7 +264,7 @@ def test_switching_with_the_batch(
 # ---- streams, samples, ids, aborts
 
 
-@law_of
+@probs_of
 @drafter_of
 def test_stream_equals_generate(
     drafter: str, law: dict[str, Any], fast: LLM, plain: LLM, stranger: str
@@ -380,7 +380,7 @@ def test_closing_a_stream_aborts(fast: LLM, plain: LLM, stranger: str) -> None:
 # ---- other models
 
 
-@law_of
+@probs_of
 @drafter_of
 @pytest.mark.parametrize("model", ["mistral", "qwen3"])
 def test_other_models(
@@ -406,7 +406,7 @@ def test_other_models(
     settled(fast)
 
 
-@law_of
+@probs_of
 @pytest.mark.parametrize("siblings", [1, 3])
 @pytest.mark.parametrize(
     "config",
@@ -439,7 +439,7 @@ def test_drafts_that_fit_badly(
 # ---- without a compiler
 
 
-@law_of
+@probs_of
 @drafter_of
 def test_torch_kernels(
     drafter: str, law: dict[str, Any], llama: str, stranger: str, monkeypatch: pytest.MonkeyPatch

@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 from outrider import LLM, SamplingParams
-from outrider.attention.plan import Plan
-from outrider.bench.chances import tail
-from outrider.sampling import dice
-from outrider.sampling.noise import ACCEPT, DRAW, coin, stream_of
-from outrider.types import Budget, Draft, Guesses, Row
+from outrider.certify.chances import tail
+from outrider.core.noise import ACCEPT, DRAW, stream_of, uniform
+from outrider.core.step_input import StepInput
+from outrider.core.types import Budget, Draft, DraftTree, Row
+from outrider.sampling import random_streams
 from outrider.verify import block, rejection, rule, traversal
 from outrider.verify.base import Answers
 
@@ -82,7 +82,7 @@ class Exact:
 
     def logits(self, ids: tuple[int, ...]) -> np.ndarray:
         if ids not in self.known:
-            plan = Plan()
+            plan = StepInput()
             plan.chain(array("i", range(len(ids))), 0, ids)
             x = self.decoder.forward(plan.build(), self.decoder.pool(len(ids)))
             self.known[ids] = self.decoder.logits(x, [len(ids) - 1])[0].double().numpy()
@@ -170,9 +170,9 @@ def chi_square(counts: np.ndarray, expected: np.ndarray, least: float) -> tuple[
 
 def p_values(lots: Sequence[Lot]) -> list[float]:
     """Of each lot in both ways, and last of all of them as one."""
-    found = [lot.by_outcome() for lot in lots]
+    found = [stream_id.by_outcome() for stream_id in lots]
     whole = (sum(statistic for statistic, _ in found), sum(freedom for _, freedom in found))
-    return [tail(*one) for one in (*found, *(lot.by_likelihood() for lot in lots), whole)]
+    return [tail(*one) for one in (*found, *(stream_id.by_likelihood() for stream_id in lots), whole)]
 
 
 def sampled(
@@ -221,19 +221,19 @@ def exact(llm: LLM) -> Exact:
     return Exact(llm)
 
 
-def chosen(row: Row, budget: Budget) -> Guesses:
+def chosen(row: Row, budget: Budget) -> DraftTree:
     """Two levels of two siblings and a third below the first path, whose tokens depend on what was said."""
     a = row.tokens[-1]
     tokens = [(a + 1) % 10, (a + 4) % 10, (a + 2) % 10, (3 * a + 1) % 10, (a + 7) % 10, 5]
     parents = [-1, -1, 0, 0, 1, 2]
     if tokens[2] == tokens[3]:
         tokens[3] = (tokens[3] + 5) % 10
-    return Guesses(tokens, parents, [0.5] * 6)
+    return DraftTree(tokens, parents, [0.5] * 6)
 
 
-def chain(row: Row, budget: Budget) -> Guesses:
+def chain(row: Row, budget: Budget) -> DraftTree:
     a = row.tokens[-1]
-    return Guesses.chain([(a + 1) % 10, (a + 2) % 10, 5][: budget.depth], [0.5] * min(3, budget.depth))
+    return DraftTree.chain([(a + 1) % 10, (a + 2) % 10, 5][: budget.depth], [0.5] * min(3, budget.depth))
 
 
 def drafting(kind: str, draft: str) -> dict[str, Any]:
@@ -285,7 +285,7 @@ def apart(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def test_the_law_is_the_targets(judge: str, kind: str, turn: int, llm: LLM, exact: Exact, draft: str) -> None:
     llm.use({**drafting(kind, draft), "verification": judge})
     lots = sampled(llm, exact, laws(turn))
-    assert sum(lot.counts.sum() for lot in lots) == sum(SEEDS) * SAMPLES * len(PROMPTS)
+    assert sum(stream_id.counts.sum() for stream_id in lots) == sum(SEEDS) * SAMPLES * len(PROMPTS)
     assert min(p_values(lots)) > LEVEL
 
 
@@ -294,20 +294,25 @@ def test_the_law_is_the_targets(judge: str, kind: str, turn: int, llm: LLM, exac
 
 def test_the_power_of_the_test(exact: Exact) -> None:
     """Of engines that ignore a parameter, and of laws that do, nearly all are caught, at either temperature; of healthy lots none are."""
-    dice, healthy = np.random.default_rng(0), list[float]()
+    random_streams, healthy = np.random.default_rng(0), list[float]()
 
     def samples(law: np.ndarray, seeds: int) -> np.ndarray:
         return np.stack(
-            [dice.multinomial(seeds * SAMPLES, share.ravel()).reshape(share.shape) for share in law]
+            [random_streams.multinomial(seeds * SAMPLES, share.ravel()).reshape(share.shape) for share in law]
         ).astype(float)
 
     for ask, seeds in (pair for turn in (0, 1) for pair in list(zip(laws(turn), SEEDS))[1:]):
         asked, bare = exact.joint(ask), exact.joint({"temperature": ask["temperature"]})
         lots = [Lot(asked, asked, bare, samples(asked, seeds)) for _ in range(30)]
-        healthy += [p for lot in lots for p in p_values([lot])]
-        ignoring = [replace(lot, counts=samples(bare, seeds)) for lot in lots]
-        for what, wrong in (("an engine", ignoring), ("a law", [replace(lot, law=bare) for lot in lots])):
-            assert sum(min(p_values([lot])) < LEVEL for lot in wrong) >= 27, f"{what} without {ask}"
+        healthy += [p for stream_id in lots for p in p_values([stream_id])]
+        ignoring = [replace(stream_id, counts=samples(bare, seeds)) for stream_id in lots]
+        for what, wrong in (
+            ("an engine", ignoring),
+            ("a law", [replace(stream_id, law=bare) for stream_id in lots]),
+        ):
+            assert sum(min(p_values([stream_id])) < LEVEL for stream_id in wrong) >= 27, (
+                f"{what} without {ask}"
+            )
     assert min(healthy) > LEVEL and np.mean(np.array(healthy) < 0.05) < 0.07
 
 
@@ -316,8 +321,8 @@ def test_a_parameter_that_the_engine_ignores(turn: int, llm: LLM, exact: Exact, 
     llm.use({**drafting("chosen tree", draft), "verification": "match"})
     asks = laws(turn)
     lots = sampled(llm, exact, asks, instead=[{"temperature": ask["temperature"]} for ask in asks])
-    for ask, lot in list(zip(asks, lots))[1:]:
-        assert min(p_values([lot])) < LEVEL, ask
+    for ask, stream_id in list(zip(asks, lots))[1:]:
+        assert min(p_values([stream_id])) < LEVEL, ask
 
 
 def caught(llm: LLM, exact: Exact) -> bool:
@@ -355,10 +360,10 @@ def test_draws_and_acceptance_from_one_coin(
     judge: str, llm: LLM, exact: Exact, draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def shared(row: Row, node: int, probability: float) -> bool:
-        return coin(stream_of(row.seed, row.index), DRAW, len(row.tokens), node) < probability
+        return uniform(stream_of(row.seed, row.index), DRAW, len(row.tokens), node) < probability
 
     llm.use({**drafting("1", draft), "verification": judge})
-    monkeypatch.setattr(dice, "accept", shared)
+    monkeypatch.setattr(random_streams, "accept", shared)
     assert caught(llm, exact)
 
 
@@ -368,10 +373,12 @@ def test_acceptance_and_what_follows_from_one_coin(
     """What follows a rejection is drawn with the coin that rejected."""
 
     def shared(row: Row, node: int, law: Tensor) -> int:
-        return dice.index(law, coin(stream_of(row.seed, row.index), ACCEPT, len(row.tokens), node + 1))
+        return random_streams.index(
+            law, uniform(stream_of(row.seed, row.index), ACCEPT, len(row.tokens), node + 1)
+        )
 
     llm.use({**drafting("1", draft), "verification": "rejection"})
-    monkeypatch.setattr(dice, "emit", shared)
+    monkeypatch.setattr(random_streams, "emit", shared)
     assert caught(llm, exact)
 
 
@@ -385,10 +392,10 @@ def test_dropping_a_drawn_guess_for_what_it_is(
     def choosy(*given: Any) -> Draft:
         return Draft([before_odd(tree) for tree in propose(*given).trees])
 
-    def before_odd(tree: Guesses) -> Guesses:
+    def before_odd(tree: DraftTree) -> DraftTree:
         kept = next((i for i, token in enumerate(tree.tokens) if token % 2), len(tree.tokens))
         parts = (tree.tokens[:kept], tree.parents[:kept], tree.confidence[:kept])
-        return Guesses(*parts, tree.laws, tree.law_of[:kept], tree.repeats)
+        return DraftTree(*parts, tree.laws, tree.probs_of[:kept], tree.repeats)
 
     monkeypatch.setattr(llm.engine.drafter, "propose", choosy)
     assert caught(llm, exact)
@@ -398,7 +405,7 @@ def test_dropping_a_drawn_guess_for_what_it_is(
 
 
 class Dice:
-    """`Laws` of one row whose target says p everywhere."""
+    """`Picker` of one row whose target says p everywhere."""
 
     def __init__(self, p: Tensor, seed: int) -> None:
         self.law, self.row = p, SimpleNamespace(tokens=[0], seed=seed, index=0)
@@ -410,10 +417,10 @@ class Dice:
         """Pick by pick."""
 
     def accept(self, row: int, node: int, probability: float) -> bool:
-        return dice.accept(self.row, node, probability)  # type: ignore[arg-type]
+        return random_streams.accept(self.row, node, probability)  # type: ignore[arg-type]
 
     def draw(self, row: int, node: int, law: Tensor) -> int:
-        return dice.emit(self.row, node, law)  # type: ignore[arg-type]
+        return random_streams.emit(self.row, node, law)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("judge", ["rejection", "block", "traversal"])
@@ -427,8 +434,8 @@ def test_more_samples_come_nearer_to_the_target_and_to_nothing_else(judge: str) 
     far: list[float] = []
     for seed in range(4_000):
         laws: Any = Dice(p, seed)
-        (token,) = dice.children(laws.row, q, range(1))
-        tree = Guesses([token], [-1], [0.5], [q], [0])
+        (token,) = random_streams.children(laws.row, q, range(1))
+        tree = DraftTree([token], [-1], [0.5], [q], [0])
         _, said = walk(tree, Answers(laws, 0))
         counts[said[0]] += 1
         if seed + 1 in (100, 4_000):

@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from outrider import LLM, SamplingParams
-from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
-from outrider.kernels.quantised import Quantised
-from outrider.models.export import write
-from outrider.models.quantise import quantise
+from outrider.checkpoints.export import write
+from outrider.checkpoints.quantize import quantize
+from outrider.core.quantized import QuantizedWeight
+from outrider.core.step_input import StepInput
 
 FORMS: dict[str, dict[str, Any]] = {
     "int8": {"quantization": "int8"},
@@ -120,7 +120,7 @@ def log_laws(llm: LLM, texts: Sequence[Sequence[int]]) -> Tensor:
     """float64 [tokens, V]: the log-probabilities after every token."""
     found, decoder = [], llm.engine.decoder
     for text in texts:
-        plan = Plan()
+        plan = StepInput()
         plan.chain(array("i", range(len(text))), 0, text)
         x = decoder.forward(plan.build(), decoder.pool(len(text)))
         found.append(decoder.logits(x, list(range(len(text)))).double().log_softmax(-1))
@@ -136,8 +136,8 @@ def dithered(tmp_path_factory: pytest.TempPathFactory) -> str:
     tensors, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(0)
     for name, tensor in tensors.items():
         if tensor.dim() == 2:
-            steps = quantise(tensor, 8)
-            assert isinstance(steps, Quantised)
+            steps = quantize(tensor, 8)
+            assert isinstance(steps, QuantizedWeight)
             moved = torch.rand(tensor.shape, generator=generator) - 0.5
             tensors[name] = (tensor + moved * steps.scales.repeat_interleave(steps.group, 1)).bfloat16()
     save_file(tensors, folder / "model.safetensors")

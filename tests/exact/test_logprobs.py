@@ -11,9 +11,9 @@ from scene import told
 from torch import Tensor
 
 from outrider import LLM, ConfigError, Logprob, RequestOutput, SamplingParams
-from outrider.cache.slots import PAGE
+from outrider.cache.pages import PAGE
+from outrider.core.logprobs import Logprobs
 from outrider.engine.runner import SLICE
-from outrider.sampling.logprobs import Logprobs
 from outrider.sampling.processors import Ids
 from outrider.sampling.sampler import Sampler
 

@@ -25,9 +25,9 @@ from helpers import (
 from safetensors.torch import load_file, save_file
 
 from outrider import LLM, LoRARequest, RequestError, SamplingParams, draft
-from outrider.attention.plan import Plan
-from outrider.cache.slots import PAGE, ROOT, Cache
-from outrider.types import Row
+from outrider.cache.pages import PAGE, ROOT, Cache
+from outrider.core.step_input import StepInput
+from outrider.core.types import Row
 
 PROMPTS = tiny_prompts(6, seed=6)
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -140,7 +140,7 @@ def test_a_row_computes_the_same_bits_in_any_company(dtype: str, tmp_path: Path)
         lora = LoRARequest(str(i), i, str(tmp_path / str(i)))
         engine.adapters.check(lora)
         adapters.append(engine.adapters.take(lora, set()))
-    mixed, pool, tables = Plan(), engine.decoder.pool(512), []
+    mixed, pool, tables = StepInput(), engine.decoder.pool(512), []
     lengths = [5, 9, 1, 6, 3, 17, 2]
     for i, length in enumerate(lengths):
         first = mixed.length
@@ -153,7 +153,7 @@ def test_a_row_computes_the_same_bits_in_any_company(dtype: str, tmp_path: Path)
         for decoder in [engine.decoder, bare.decoder] if i % 4 == 0 else [engine.decoder]:
             pool = decoder.pool(512)
             for start in range(length):  # token by token
-                plan = Plan()
+                plan = StepInput()
                 plan.chain(tables[i], start, [5 + i + start])
                 if (adapter := adapters[i % 4]) is not None:
                     plan.adapt(0, adapter)
@@ -334,12 +334,12 @@ def test_more_adapters_than_fit_take_turns(
     begun: list[LoRARequest | None] = []
     forward = engine.runner.forward
 
-    def listening(batch: Any, guesses: Any, *needs: Any) -> Any:
+    def listening(batch: Any, draft_tree: Any, *needs: Any) -> Any:
         assert engine.adapters is not None
         used = {row.lora.lora_int_id for row in batch.rows if row.lora}
         assert used <= set(engine.adapters.loaded) and len(engine.adapters.loaded) <= 1
         begun.extend(row.lora for row, start in zip(batch.rows, batch.starts) if start == 0)
-        return forward(batch, guesses, *needs)
+        return forward(batch, draft_tree, *needs)
 
     engine.runner.forward = listening  # type: ignore[method-assign]
     outputs = llm.generate(prompts_of(PROMPTS), SAMPLED, lora_request=chosen)

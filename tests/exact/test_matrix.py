@@ -28,7 +28,7 @@ from helpers import (
 )
 
 from outrider import LLM, RequestOutput, SamplingParams, draft
-from outrider.types import Batch, Draft, Laws, Verdict
+from outrider.core.types import Batch, Draft, Picker, Verdict
 
 PROMPTS = tiny_prompts(7)
 SCRIPTS = ("right", "wrong", "wide", "deep", "hidden", "huge", "messy")
@@ -197,7 +197,7 @@ def overheard(llm: LLM) -> Iterator[list[list[int]]]:
     lengths: list[list[int]] = []
     verify = llm.engine.verify
 
-    def listening(draft: Draft, laws: Laws, batch: Batch) -> Verdict:
+    def listening(draft: Draft, laws: Picker, batch: Batch) -> Verdict:
         verdict = verify(draft, laws, batch)
         lengths.append([len(tokens) for tokens in verdict.tokens])
         return verdict

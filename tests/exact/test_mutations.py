@@ -15,41 +15,41 @@ from helpers import answer, prompts_of
 from scene import DEPTH, GREEDY, PROMPTS, SAMPLED, Setup, told
 
 from outrider import LLM, SamplingParams
-from outrider.attention.plan import Plan
+from outrider.backends.cpu import kernels as cpu
+from outrider.backends.cpu.picking import TreeQueries
+from outrider.cache.pages import PAGE, Table
 from outrider.cache.pool import Pool
-from outrider.cache.slots import PAGE, Table
-from outrider.engine.runner import Seen
+from outrider.core.params import DistributionParams
+from outrider.core.step_input import StepInput
+from outrider.core.types import ROOT, Batch, Draft, Picker, Verdict
+from outrider.engine.runner import ForwardOutput
 from outrider.engine.scheduler import Scheduler
-from outrider.kernels import cpu
-from outrider.kernels.picking import Trees
-from outrider.sampling.params import Law
-from outrider.types import ROOT, Batch, Draft, Laws, Verdict
 
 # ---- masks and positions
 
 
 def edit_nodes(
-    monkeypatch: pytest.MonkeyPatch, edit: Callable[[Plan, int, array[int], int, list[int]], None]
+    monkeypatch: pytest.MonkeyPatch, edit: Callable[[StepInput, int, array[int], int, list[int]], None]
 ) -> None:
     """After guesses have entered the plan, `edit(plan, row, table, seen, path)` may spoil each."""
-    nodes = Plan.nodes
+    nodes = StepInput.nodes
 
     def spoilt(
-        self: Plan, table: array[int], seen: int, paths: Sequence[Sequence[int]], tokens: Sequence[int]
+        self: StepInput, table: array[int], seen: int, paths: Sequence[Sequence[int]], tokens: Sequence[int]
     ) -> None:
         first = self.length
         nodes(self, table, seen, paths, tokens)
         for row, path in enumerate(paths, first):
             edit(self, row, table, seen, list(path))
 
-    monkeypatch.setattr(Plan, "nodes", spoilt)
+    monkeypatch.setattr(StepInput, "nodes", spoilt)
 
 
 def test_a_node_that_sees_a_sibling(scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mask lets a node see the first guess of the tree, which is not among its ancestors."""
     broken = scene()
 
-    def edit(plan: Plan, row: int, table: array[int], seen: int, path: list[int]) -> None:
+    def edit(plan: StepInput, row: int, table: array[int], seen: int, path: list[int]) -> None:
         if int(table[seen]) not in path:
             plan._paths[row] = [int(table[seen]), *path]
 
@@ -61,7 +61,7 @@ def test_a_node_that_does_not_see_its_parent(scene: Setup, monkeypatch: pytest.M
     """The mask gives it the last known token once more instead."""
     broken = scene()
 
-    def edit(plan: Plan, row: int, table: array[int], seen: int, path: list[int]) -> None:
+    def edit(plan: StepInput, row: int, table: array[int], seen: int, path: list[int]) -> None:
         if len(path) > 1:
             plan._paths[row] = [*path[:-2], int(table[seen - 1]), path[-1]]
 
@@ -73,7 +73,7 @@ def test_a_node_that_misses_a_known_token(scene: Setup, monkeypatch: pytest.Monk
     """It sees one token less of what is certain."""
     broken = scene()
 
-    def edit(plan: Plan, row: int, table: array[int], seen: int, path: list[int]) -> None:
+    def edit(plan: StepInput, row: int, table: array[int], seen: int, path: list[int]) -> None:
         plan._seen[row] -= 1
 
     edit_nodes(monkeypatch, edit)
@@ -84,7 +84,7 @@ def test_a_node_one_position_too_far(scene: Setup, monkeypatch: pytest.MonkeyPat
     """Its rotation is that of the next position."""
     broken = scene()
 
-    def edit(plan: Plan, row: int, table: array[int], seen: int, path: list[int]) -> None:
+    def edit(plan: StepInput, row: int, table: array[int], seen: int, path: list[int]) -> None:
         plan._positions[row] += 1
 
     edit_nodes(monkeypatch, edit)
@@ -94,27 +94,37 @@ def test_a_node_one_position_too_far(scene: Setup, monkeypatch: pytest.MonkeyPat
 # ---- sampling
 
 
-def ask(monkeypatch: pytest.MonkeyPatch, pick: Callable[[Seen, int, int, Sequence[int]], int]) -> None:
+def ask(
+    monkeypatch: pytest.MonkeyPatch, pick: Callable[[ForwardOutput, int, int, Sequence[int]], int]
+) -> None:
     """The verifier asks pick by pick."""
-    monkeypatch.setattr(Seen, "pick", pick)
-    monkeypatch.setattr(Seen, "follow", lambda self, row: None)
+    monkeypatch.setattr(ForwardOutput, "pick", pick)
+    monkeypatch.setattr(ForwardOutput, "follow", lambda self, row: None)
 
 
 def ask_with(monkeypatch: pytest.MonkeyPatch, edit: Callable[[int, int], tuple[int, int]]) -> None:
     """The kernel that follows a tree is told another root, or another position."""
-    add = Trees.add
+    add = TreeQueries.add
 
-    def edited(self: Trees, key: int, root: int, law: Law, stream: int, position: int, *tree: Any) -> None:
+    def edited(
+        self: TreeQueries,
+        key: int,
+        root: int,
+        law: DistributionParams,
+        stream: int,
+        position: int,
+        *tree: Any,
+    ) -> None:
         root, position = edit(root, position) if tree[0] else (root, position)
         add(self, key, root, law, stream, position, *tree)
 
-    monkeypatch.setattr(Trees, "add", edited)
+    monkeypatch.setattr(TreeQueries, "add", edited)
 
 
 def forget_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every node is sampled as if it hung from nothing: noise and processors of the root's position."""
 
-    def pick(self: Seen, row: int, node: int, path: Sequence[int]) -> int:
+    def pick(self: ForwardOutput, row: int, node: int, path: Sequence[int]) -> int:
         return self.sampler.pick(self.batch.rows[row], (), self.logits, self.roots[row] + 1 + node)
 
     ask(monkeypatch, pick)
@@ -154,7 +164,7 @@ def test_logits_of_the_wrong_node(scene: Setup, monkeypatch: pytest.MonkeyPatch)
     """The law after the first guess is read from the root."""
     broken = scene()
 
-    def pick(self: Seen, row: int, node: int, path: Sequence[int]) -> int:
+    def pick(self: ForwardOutput, row: int, node: int, path: Sequence[int]) -> int:
         return self.sampler.pick(self.batch.rows[row], path, self.logits, self.roots[row] + max(node, 0))
 
     ask(monkeypatch, pick)
@@ -181,7 +191,7 @@ def test_a_token_accepted_unseen(scene: Setup, monkeypatch: pytest.MonkeyPatch) 
     broken = scene(GREEDY, "deep")
     verify = broken.llm.engine.verify
 
-    def greedy_walk(draft: Draft, laws: Laws, batch: Batch) -> Verdict:
+    def greedy_walk(draft: Draft, laws: Picker, batch: Batch) -> Verdict:
         verdict = verify(draft, laws, batch)
         for r, tree in enumerate(draft.trees):
             last = verdict.nodes[r][-1] if verdict.nodes[r] else ROOT
@@ -200,7 +210,7 @@ def test_a_child_of_someone_else(scene: Setup, monkeypatch: pytest.MonkeyPatch) 
     """The verifier looks for the token anywhere in the tree, whoever its parent is."""
     broken = scene()
 
-    def anywhere(draft: Draft, laws: Laws, batch: Batch) -> Verdict:
+    def anywhere(draft: Draft, laws: Picker, batch: Batch) -> Verdict:
         verdict = Verdict([], [])
         for r, tree in enumerate(draft.trees):
             path: list[int] = []

@@ -11,9 +11,9 @@ from scene import GREEDY, PROMPTS, SAMPLED, Setup
 from torch import Tensor
 
 from outrider import LLM, SamplingParams
-from outrider.engine.runner import Runner, Seen
+from outrider.core.types import ROOT, Row, Verdict
+from outrider.engine.runner import ForwardOutput, Runner
 from outrider.sampling.processors import BadWords, Ids, LogitBias, Penalties
-from outrider.types import ROOT, Row, Verdict
 
 PENALISED = SamplingParams(
     **{
@@ -78,7 +78,7 @@ def test_a_penalty_moved_on_by_rejected_guesses(scene: Setup, monkeypatch: pytes
     forward, count = Runner.forward, Penalties._count
     guessed: dict[int, list[int]] = {}
 
-    def forwarding(self: Runner, batch: Any, draft: Any, *needs: Any) -> Seen:
+    def forwarding(self: Runner, batch: Any, draft: Any, *needs: Any) -> ForwardOutput:
         for row, tree in zip(batch.rows, draft.trees):
             guessed.setdefault(id(row.tokens), []).extend(tree.tokens)
         return forward(self, batch, draft, *needs)
@@ -126,20 +126,20 @@ def test_log_probabilities_of_the_wrong_node(
 ) -> None:
     """Those of the root for every token of a path, or those after the token instead of before it."""
     broken = scene(ASKING, script)
-    record, at = Seen.record, Seen.at
+    record, at = ForwardOutput.record, ForwardOutput.at
 
-    def recording(self: Seen, verdict: Verdict) -> None:
-        def off(seen: Seen, row: int, node: int) -> int:
+    def recording(self: ForwardOutput, verdict: Verdict) -> None:
+        def off(seen: ForwardOutput, row: int, node: int) -> int:
             nodes = [ROOT, *verdict.nodes[row]]
             return at(
                 seen, row, ROOT if wrong == "root" else nodes[min(nodes.index(node) + 1, len(nodes) - 1)]
             )
 
         with monkeypatch.context() as patch:
-            patch.setattr(Seen, "at", off)
+            patch.setattr(ForwardOutput, "at", off)
             record(self, verdict)
 
-    monkeypatch.setattr(Seen, "record", recording)
+    monkeypatch.setattr(ForwardOutput, "record", recording)
     assert broken.differences() > 0
 
 

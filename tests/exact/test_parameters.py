@@ -107,14 +107,14 @@ Case = tuple[str, float, tuple[str, ...]]
 def covering() -> list[Case]:
     """Cases in which every pair of values of (drafter, temperature, each parameter on or off) occurs; greedy, from a fixed seed."""
     axes: list[tuple[Any, ...]] = [tuple(DRAFTERS), TEMPERATURES, *[(False, True)] * len(PARAMETERS)]
-    dice = random.Random(0)
+    random_streams = random.Random(0)
     missing = {
         (i, a, j, b) for i, j in itertools.combinations(range(len(axes)), 2) for a in axes[i] for b in axes[j]
     }
     cases: list[Case] = []
     while missing:
         i, a, j, b = min(missing, key=str)  # so that every case is good for something
-        tries = [[dice.choice(values) for values in axes] for _ in range(60)]
+        tries = [[random_streams.choice(values) for values in axes] for _ in range(60)]
         for row in tries:
             row[i], row[j] = a, b
         best = max(

@@ -27,12 +27,12 @@ from helpers import (
 )
 
 from outrider import LLM, CapacityError, ConfigError, LoRARequest, SamplingParams, draft
+from outrider.backends.base import kernels_for
+from outrider.backends.torch.kernels import TorchKernels
+from outrider.cache.pages import PAGE
 from outrider.cache.pool import SplitPool
-from outrider.cache.slots import PAGE
 from outrider.draft import draft_model
 from outrider.engine import engine as engines
-from outrider.kernels import kernels_for
-from outrider.kernels.reference import TorchKernels
 from outrider.models import decoder
 from outrider.models.placement import Placement, place
 

@@ -8,7 +8,7 @@ import pytest
 from helpers import answer, counted, drive, install, said, settled, tiny_prompts
 
 from outrider import LLM, SamplingParams, draft
-from outrider.cache.slots import PAGE
+from outrider.cache.pages import PAGE
 from outrider.control.prefill import PrefillBudget
 
 LAWS: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.95}]

@@ -11,12 +11,12 @@ from torch import Tensor
 from transformers import Qwen2Config
 
 from outrider import LLM, CapacityError, ModelError, RequestError, SamplingParams
-from outrider.cache.slots import PAGE
+from outrider.cache.pages import PAGE
+from outrider.checkpoints.spec import Facts, Spec
 from outrider.config import SpeculativeOptions
+from outrider.core.types import Batch, Budget, Draft, DraftTree, Row
 from outrider.draft.scripted import Scripted
-from outrider.engine.text import Detokenizer
-from outrider.models.spec import Facts, Spec
-from outrider.types import Batch, Budget, Draft, Guesses, Row
+from outrider.engine.detokenizer import Detokenizer
 
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPT = {"prompt_token_ids": list(range(20, 60))}
@@ -155,7 +155,7 @@ class Careless(Scripted):
 
     def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
         wild = [10**9, -5, *range(40)]
-        return Draft([Guesses.chain(wild, [0.5] * len(wild)) for _ in batch.rows])
+        return Draft([DraftTree.chain(wild, [0.5] * len(wild)) for _ in batch.rows])
 
 
 def test_a_careless_drafter_costs_time_and_nothing_else(llm: LLM) -> None:

@@ -23,11 +23,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from rows import make_row
 
 from outrider import verify
-from outrider.draft.draft_model.tree import Tree
-from outrider.draft.draft_model.window import View
-from outrider.sampling import dice
-from outrider.sampling.dice import normal
-from outrider.types import ROOT, Batch, Budget, Draft, Guesses
+from outrider.core.types import ROOT, Batch, Budget, Draft, DraftTree
+from outrider.drafting.trees.sampled import Tree
+from outrider.drafting.view import View
+from outrider.sampling import random_streams
+from outrider.sampling.random_streams import normal
 from outrider.verify import rejection, traversal
 from outrider.verify.base import Rule
 
@@ -99,7 +99,7 @@ class World:
         return self.choices.choose(law.tolist())
 
 
-Drafting = Callable[[World], Guesses]
+Drafting = Callable[[World], DraftTree]
 
 
 def drawn(
@@ -107,44 +107,44 @@ def drawn(
 ) -> Drafting:
     """A tree as a draft model grows it under rules that judge guesses by their laws; nothing is drawn behind the token `last`."""
 
-    def draft(world: World) -> Guesses:
+    def draft(world: World) -> DraftTree:
         tree = Tree(make_row([1, 2]), 2, Budget(depth, nodes), siblings, View(array("i")), repeats)
         while tree.growing:
             tree.draw({node: world.law("q", tree.path_tokens(node)) for node in tree.frontier})
             tree.frontier = [node for node in tree.frontier if tree.tokens[node] != last]
-        return tree.guesses
+        return tree.draft_tree
 
     return draft
 
 
 def chosen(tokens: list[int], parents: list[int]) -> Drafting:
-    return lambda world: Guesses(tokens, parents, [0.5] * len(tokens))
+    return lambda world: DraftTree(tokens, parents, [0.5] * len(tokens))
 
 
 def mixed(order: tuple[str, ...]) -> Drafting:
     """At the root two draws from one law, one from another and a chosen token, in some order; a draw or a choice below each."""
 
-    def draft(world: World) -> Guesses:
+    def draft(world: World) -> DraftTree:
         laws = [world.law("q", ()), world.law("other", ())]
-        tokens, law_of, left = [], [], list(laws)
+        tokens, probs_of, left = [], [], list(laws)
         for kind in order:
             at = "ab".find(kind)
-            token = 1 if at < 0 else dice.children(make_row([1, 2]), left[at], range(1))[0]
+            token = 1 if at < 0 else random_streams.children(make_row([1, 2]), left[at], range(1))[0]
             if at >= 0:
-                left[at] = dice.without(left[at], token)
+                left[at] = random_streams.without(left[at], token)
             tokens.append(token)
-            law_of.append(at)
+            probs_of.append(at)
         parents = [ROOT] * len(order)
         for node in range(len(order)):
             parents.append(node)
             if node % 2:
                 tokens.append(0)
-                law_of.append(-1)
+                probs_of.append(-1)
             else:
                 laws.append(world.law("q", (tokens[node],)))
-                tokens += dice.children(make_row([1, 2]), laws[-1], range(1))
-                law_of.append(len(laws) - 1)
-        return Guesses(tokens, parents, [0.5] * len(tokens), laws, law_of)
+                tokens += random_streams.children(make_row([1, 2]), laws[-1], range(1))
+                probs_of.append(len(laws) - 1)
+        return DraftTree(tokens, parents, [0.5] * len(tokens), laws, probs_of)
 
     return draft
 
@@ -176,7 +176,7 @@ def emitted(
     """The probability of everything that a step may emit."""
     choices = Choices()
     world = World(vocabulary, seed, choices)
-    monkeypatch.setattr(dice, "index", lambda law, uniform: choices.choose(law.tolist()))
+    monkeypatch.setattr(random_streams, "index", lambda law, uniform: choices.choose(law.tolist()))
     said: dict[Path_, float] = defaultdict(float)
     batch = Batch([make_row([1, 2])], [1], [1], [True])
     for _ in choices.runs():
@@ -256,7 +256,7 @@ def test_nothing_is_asked_behind_a_guess_that_cannot_be_right(
     def picky(self: World, who: str, path: Sequence[int]) -> Tensor:
         assert who == "q" or 2 not in path, "this text was forbidden"
         found = law(self, who, path)
-        return dice.without(found, 2) if who == "p" else found
+        return random_streams.without(found, 2) if who == "p" else found
 
     monkeypatch.setattr(World, "law", picky)
     choices = Choices()
@@ -264,7 +264,7 @@ def test_nothing_is_asked_behind_a_guess_that_cannot_be_right(
     batch = Batch([make_row([1, 2])], [1], [1], [True])
     for tokens in ([0, 2, 1], [2, 0], [0, 1, 2]):
         for _ in choices.runs():
-            tree = Guesses.chain(tokens, [0.5] * len(tokens))
+            tree = DraftTree.chain(tokens, [0.5] * len(tokens))
             verify.rule(name)()(Draft([tree]), world, batch)
 
 
@@ -274,7 +274,7 @@ def test_traversal_walks_as_deep_as_guesses_go(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(World, "law", sure)
     choices = Choices()
-    tree = Guesses.chain([0] * 2000, [0.5] * 2000)
+    tree = DraftTree.chain([0] * 2000, [0.5] * 2000)
     for _ in choices.runs():
         verdict = verify.rule("traversal")()(
             Draft([tree]), World(2, 0, choices), Batch([make_row([1, 2])], [1], [1], [True])
@@ -313,7 +313,7 @@ def test_a_wrong_residual_is_caught(module: Any, monkeypatch: pytest.MonkeyPatch
 def test_draws_without_replacement_judged_as_independent_ones_are_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def draft(world: World) -> Guesses:
+    def draft(world: World) -> DraftTree:
         return drawn(2, 2)(world)._replace(repeats=True)
 
     assert (
@@ -322,21 +322,21 @@ def test_draws_without_replacement_judged_as_independent_ones_are_caught(
 
 
 def test_dropping_a_draw_because_of_its_token_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    def draft(world: World) -> Guesses:
+    def draft(world: World) -> DraftTree:
         tree = drawn(1, 2)(world)
         keep = [i for i, token in enumerate(tree.tokens) if token != 0]
         return tree._replace(
             tokens=[tree.tokens[i] for i in keep],
             parents=[ROOT] * len(keep),
             confidence=[0.5] * len(keep),
-            law_of=[0] * len(keep),
+            probs_of=[0] * len(keep),
         )
 
     assert error(*emitted(verify.rule("rejection")(), draft, 3, 0, monkeypatch)) > 1e-3
 
 
 def test_ordering_draws_by_their_tokens_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    def draft(world: World) -> Guesses:
+    def draft(world: World) -> DraftTree:
         """The likelier of two draws goes first: it was not drawn from the law that it is judged by."""
         tree, law = drawn(1, 2)(world), world.law("p", ())
         return tree._replace(tokens=sorted(tree.tokens, key=lambda token: -float(law[token])))

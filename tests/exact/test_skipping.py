@@ -11,11 +11,11 @@ import torch
 from helpers import answer, drive, prompts_of, said, settled, tiny_checkpoint, tiny_prompts
 
 from outrider import LLM, SamplingParams
-from outrider.attention.plan import Plan
+from outrider.backends.cpu.kernels import CpuKernels
+from outrider.core.step_input import StepInput
+from outrider.core.types import Batch, Budget, Commit, Draft, Resume
 from outrider.draft.layerskip import LayerSkip
 from outrider.engine.runner import Runner
-from outrider.kernels.cpu import CpuKernels
-from outrider.types import Batch, Budget, Commit, Draft, Resume
 
 PROMPTS = tiny_prompts(5, seed=11)
 LAWS: dict[str, dict[str, Any]] = {
@@ -147,7 +147,7 @@ def test_verification_computes_no_first_layer_twice(llm: LLM, monkeypatch: pytes
     rows: list[tuple[int, int]] = []
     run = Runner._resumed
 
-    def counting(self: Runner, plan: Plan, resume: Resume, ends: list[int]) -> torch.Tensor:
+    def counting(self: Runner, plan: StepInput, resume: Resume, ends: list[int]) -> torch.Tensor:
         rows.append((plan.length, plan.length - sum(map(len, resume.nodes))))
         return run(self, plan, resume, ends)
 
@@ -209,7 +209,7 @@ def test_keys_of_a_draft_left_in_place_are_caught(
     def late(commit: Commit) -> None:
         for r, row in enumerate(commit.batch.rows):
             if row.table is not None and row.computed > row.prompt:
-                plan, end = Plan(), row.computed
+                plan, end = StepInput(), row.computed
                 plan.chain(
                     row.table.slots, commit.batch.end(r) - 1, row.tokens[commit.batch.end(r) - 1 : end]
                 )

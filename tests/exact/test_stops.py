@@ -17,15 +17,16 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from rows import make_row
 
 from outrider import LLM, ConfigError, SamplingParams
-from outrider.attention.plan import Plan
+from outrider.backends.chain import NodeFeatures, StopRule, should_stop
 from outrider.cache.pool import Pool
+from outrider.core.step_input import StepInput
+from outrider.core.types import Batch, Budget, Draft, Row
 from outrider.draft import method, methods
-from outrider.draft.base import Drafter
-from outrider.draft.draft_model import DraftModel, disco
-from outrider.draft.draft_model.disco import FEATURES, Classifier
-from outrider.kernels.chain import Halt, Traits, halts
+from outrider.draft.draft_model import DraftModel
+from outrider.drafting import disco
+from outrider.drafting.base import Drafter
+from outrider.drafting.disco import FEATURES, Classifier
 from outrider.models.decoder import Decoder
-from outrider.types import Batch, Budget, Draft, Row
 
 LAWS = (
     {"temperature": 0.0},
@@ -50,17 +51,17 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> str:
 @contextmanager
 def overheard(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[dict[Key, tuple[list[int], list[Traits]]]]:
+) -> Iterator[dict[Key, tuple[list[int], list[NodeFeatures]]]]:
     """What is guessed for each row, with traits where there is a rule."""
-    heard: dict[Key, tuple[list[int], list[Traits]]] = {}
+    heard: dict[Key, tuple[list[int], list[NodeFeatures]]] = {}
     propose = DraftModel.propose
 
     def listening(self: DraftModel, batch: Batch, budgets: list[Budget]) -> Draft:
         draft = propose(self, batch, budgets)
         for row, tree, budget in zip(batch.rows, draft.trees, budgets):
             if budget.nodes:
-                traits = self.stop.rounds[row].traits if row in self.stop.rounds else {}
-                heard[row.seed, len(row.tokens)] = tree.tokens, [traits[i] for i in sorted(traits)]
+                features = self.stop.rounds[row].features if row in self.stop.rounds else {}
+                heard[row.seed, len(row.tokens)] = tree.tokens, [features[i] for i in sorted(features)]
         return draft
 
     with monkeypatch.context() as patch:
@@ -84,15 +85,15 @@ def use(llm: LLM, checkpoint: str, **more: Any) -> Any:
     return llm.engine.drafter
 
 
-def rule(kind: str, classifier: str, middle: float) -> tuple[dict[str, Any], Halt]:
+def rule(kind: str, classifier: str, middle: float) -> tuple[dict[str, Any], StopRule]:
     """`middle`: an entropy that some guesses exceed."""
     if kind == "confidence":
-        return {"assistant_confidence_threshold": 0.15}, Halt(0.15)
+        return {"assistant_confidence_threshold": 0.15}, StopRule(0.15)
     if kind == "classifier":
-        return {"stop_classifier": classifier, "stop_classifier_threshold": 0.4}, Halt(
+        return {"stop_classifier": classifier, "stop_classifier_threshold": 0.4}, StopRule(
             net=disco.load(classifier).flat(0.4)
         )
-    return {"entropy_threshold": 0.3, "entropy_factor": 0.49 / middle}, Halt(
+    return {"entropy_threshold": 0.3, "entropy_factor": 0.49 / middle}, StopRule(
         most=(1 - 0.3) ** 2 / (0.49 / middle)
     )
 
@@ -103,13 +104,13 @@ def test_a_draft_ends_behind_the_first_guess_that_the_rule_dislikes(
     kind: str, law: dict[str, Any], fast: LLM, stranger: str, classifier: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In one call and level by level, alone and in company.  The chain without the rule says where that is."""
-    monkeypatch.setattr("outrider.draft.threshold.STEP", 0.0)  # a threshold that does not move
+    monkeypatch.setattr("outrider.drafting.threshold.STEP", 0.0)  # a threshold that does not move
     prompts, each = tiny_prompts(5, seed=2), params(law)
     with overheard(fast, monkeypatch) as whole:
         use(fast, stranger, **FREE)
         drive(fast, prompts, each)
-    entropies = sorted(t[1] for _, traits in whole.values() for t in traits)
-    given, halt = rule(kind, classifier, entropies[len(entropies) // 2] + 1e-3)
+    entropies = sorted(t[1] for _, features in whole.values() for t in features)
+    given, stop_rule = rule(kind, classifier, entropies[len(entropies) // 2] + 1e-3)
     seen = []
     for together in (True, False):
         for one_call in (True, False):
@@ -127,8 +128,8 @@ def test_a_draft_ends_behind_the_first_guess_that_the_rule_dislikes(
     assert all(heard == seen[0] for heard in seen), "not the same guesses in every way"
     shorter = 0
     for key in whole.keys() & seen[0].keys():
-        tokens, traits = whole[key]
-        stops = [halts(halt, t, level) for level, t in enumerate(traits)]
+        tokens, features = whole[key]
+        stops = [should_stop(stop_rule, t, level) for level, t in enumerate(features)]
         end = stops.index(True) + 1 if True in stops else len(tokens)
         assert seen[0][key][0] == tokens[:end]
         shorter += end < len(tokens)
@@ -145,7 +146,7 @@ def test_a_tree_is_not_grown_behind_what_the_rule_dislikes(
     def listening(batch: Batch, budgets: list[Budget]) -> Draft:
         draft = propose(batch, budgets)
         trees.extend(
-            (tree, drafter.stop.rounds[row].traits)
+            (tree, drafter.stop.rounds[row].features)
             for row, tree in zip(batch.rows, draft.trees)
             if tree.tokens
         )
@@ -154,9 +155,9 @@ def test_a_tree_is_not_grown_behind_what_the_rule_dislikes(
     drafter.propose = listening
     fast.generate(prompts_of(tiny_prompts(3)), params({"temperature": temperature}, 3))
     ended = 0
-    for tree, traits in trees:
-        assert sorted(traits) == list(range(len(tree.tokens)))
-        for node, t in traits.items():
+    for tree, features in trees:
+        assert sorted(features) == list(range(len(tree.tokens)))
+        for node, t in features.items():
             assert t[0] >= 0.1 or node not in tree.parents
             ended += t[0] < 0.1
     assert ended and any(len(set(tree.parents)) > 2 for tree, _ in trees)
@@ -175,8 +176,8 @@ def test_a_drawn_guess_stays(rule: str, fast: LLM, stranger: str, monkeypatch: p
         drive(fast, prompts, each)
     settled(fast)
     for key in [(i, len(prompt)) for i, prompt in enumerate(prompts)]:  # before the texts part
-        tokens, traits = whole[key]
-        end = next((i + 1 for i, t in enumerate(traits) if t[0] < 0.1), len(tokens))
+        tokens, features = whole[key]
+        end = next((i + 1 for i, t in enumerate(features) if t[0] < 0.1), len(tokens))
         assert heard[key][0] == tokens[:end]
     assert any(len(tokens) < DEPTH for tokens, _ in heard.values())
 
@@ -231,7 +232,7 @@ def forwards(llm: LLM, drafter: Any, monkeypatch: pytest.MonkeyPatch) -> Iterato
     count = [0]
     real = drafter.decoder.forward
 
-    def counting(plan: Plan, pool: Pool) -> Any:
+    def counting(plan: StepInput, pool: Pool) -> Any:
         count[0] += 1
         return real(plan, pool)
 

@@ -18,8 +18,8 @@ from helpers import answer, settled, tiny_prompts
 from torch import Tensor
 
 from outrider import LLM, ConfigError, EngineError, RequestError, SamplingParams
+from outrider.core.types import Row
 from outrider.errors import OutriderError
-from outrider.types import Row
 
 PROMPTS = tiny_prompts(12, seed=4)
 METHODS = ["off", "ngram", "suffix", "draft_model"]

@@ -12,14 +12,14 @@ from safetensors.torch import load_file, save_file
 from vocabularies import byte_level, checkpoint_of, letters, sentencepiece, tiny_words, twin
 
 from outrider import LLM, ConfigError, SamplingParams, Speculation
-from outrider.cache.slots import PAGE
+from outrider.cache.pages import PAGE
+from outrider.core.types import Batch, Budget, Draft
 from outrider.draft.draft_model import DraftModel, intersect
 from outrider.draft.draft_model.retokenize import Retokenized
-from outrider.types import Batch, Budget, Draft
 
 PROMPTS = tiny_prompts(7)
 LAWS: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.8}]
-law_of = pytest.mark.parametrize("law", LAWS, ids=["greedy", "sampled"])
+probs_of = pytest.mark.parametrize("law", LAWS, ids=["greedy", "sampled"])
 kind_of = pytest.mark.parametrize("kind", [byte_level, sentencepiece], ids=["byte_level", "sentencepiece"])
 mismatch_of = pytest.mark.parametrize("mismatch", ["intersect", "retokenize"])
 
@@ -67,7 +67,7 @@ def spellers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 # ---- as good as with the target's own ids
 
 
-@law_of
+@probs_of
 @kind_of
 @pytest.mark.parametrize("siblings", [1, 3])
 @pytest.mark.parametrize("verification", ["match", "traversal"])
@@ -163,7 +163,7 @@ def test_a_shadow_has_the_cache_of_its_text(
 # ---- the same text, whatever happens
 
 
-@law_of
+@probs_of
 @kind_of
 @mismatch_of
 @pytest.mark.parametrize("keep", [1.0, 0.5])
@@ -195,7 +195,7 @@ def test_in_company(
             )
 
 
-@law_of
+@probs_of
 @mismatch_of
 @pytest.mark.parametrize("caching", [True, False])
 def test_prefix_cache(
@@ -234,7 +234,7 @@ def _hits(llm: LLM) -> list[int]:
     return found
 
 
-@law_of
+@probs_of
 @mismatch_of
 def test_little_memory(
     mismatch: str, law: dict[str, Any], llama: str, plain: LLM, twins: Callable[..., str]
@@ -259,7 +259,7 @@ def test_little_memory(
     settled(llm)
 
 
-@law_of
+@probs_of
 @pytest.mark.parametrize(
     "options", [{"disable_by_batch_size": 2}, {"target_lookbehind": 1, "assistant_lookbehind": 1}], ids=str
 )
@@ -300,8 +300,8 @@ def test_a_draft_that_ends_the_text_ends_it(spellers: tuple[LLM, str]) -> None:
     row = llm._request("abc", SamplingParams(), False).rows[0]
     (end,) = drafter.ours.ending
     d, e = (drafter.ours.pieces.index(letter) for letter in (b"d", b"e"))
-    guesses = drafter._told(row, len(row.tokens), [d, end, e], 4)
-    assert guesses.tokens == [letters()[0].index(b"d"), 1]
+    draft_tree = drafter._told(row, len(row.tokens), [d, end, e], 4)
+    assert draft_tree.tokens == [letters()[0].index(b"d"), 1]
 
 
 # ---- what is refused

@@ -20,9 +20,9 @@ from helpers import (
 )
 
 from outrider import LLM, LoRARequest, RequestOutput, SamplingParams
+from outrider.backends.cpu.kernels import CpuKernels
+from outrider.core.types import Batch, Budget, Draft
 from outrider.draft.draft_model import DraftModel
-from outrider.kernels.cpu import CpuKernels
-from outrider.types import Batch, Budget, Draft
 
 PROMPTS = [tiny_prompts(1, seed=i, longest=40)[0] * 3 + tiny_prompts(1, seed=9 + i)[0] for i in range(4)]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -44,12 +44,12 @@ def heard(
     one_call: bool = True,
 ) -> list[Any]:
     """What is guessed in every step while the prompts are answered."""
-    guesses: list[Any] = []
+    draft_tree: list[Any] = []
     propose = DraftModel.propose
 
     def listening(self: DraftModel, batch: Batch, budgets: list[Budget]) -> Draft:
         draft = propose(self, batch, budgets)
-        guesses.append([(tree.tokens, tree.parents) for tree in draft.trees])
+        draft_tree.append([(tree.tokens, tree.parents) for tree in draft.trees])
         return draft
 
     with monkeypatch.context() as patch:
@@ -59,7 +59,7 @@ def heard(
         llm.use({"method": "draft_model", "num_speculative_tokens": 4, **config})
         llm.generate(prompts_of(prompts), params)
     settled(llm)
-    return guesses
+    return draft_tree
 
 
 # ---- what is guessed

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from outrider import LLM, SamplingParams
 from outrider.errors import ModelError
-from outrider.models.fallback import Fallback
+from outrider.models.fallback.model import Fallback
 
 PROMPT = {"prompt_token_ids": list(range(7, 40))}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

@@ -12,8 +12,8 @@ import torch
 import transformers
 
 from outrider import LLM, SamplingParams
+from outrider.checkpoints.context import Context
 from outrider.errors import ConfigError, RequestError
-from outrider.models.context import Context
 
 SHORT, LONG = [1.0 + i / 8 for i in range(8)], [2.0 + i for i in range(8)]
 LONGROPE = {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG, "factor": 4.0}

@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from outrider import LLM, ConfigError, ModelError
-from outrider.attention.plan import Plan
-from outrider.bench.card import card_of
+from outrider.checkpoints.export import write
+from outrider.checkpoints.quantize import quantize
 from outrider.config import EngineOptions
-from outrider.kernels.quantised import Quantised
-from outrider.models.export import write
-from outrider.models.quantise import quantise
+from outrider.core.quantized import QuantizedWeight
+from outrider.core.step_input import StepInput
+from outrider.inspect.card import card_of
 
 PROMPT = tiny_prompts(1, seed=3)[0]
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -31,7 +31,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def logits(model: str | Path, **options: Any) -> Tensor:
     """float32 [len(PROMPT), V]."""
     decoder = LLM(str(model), **options).engine.decoder
-    plan = Plan()
+    plan = StepInput()
     plan.chain(array("i", range(len(PROMPT))), 0, PROMPT)
     x = decoder.forward(plan.build(), decoder.pool(len(PROMPT)))
     return decoder.logits(x, list(range(len(PROMPT)))).clone()
@@ -86,8 +86,10 @@ def test_back_in_bfloat16_transformers_reads_it(tmp_path: Path) -> None:
     stored, whole = (load_file(Path(folder) / "model.safetensors") for folder in (tmp_path / "exact", source))
     assert stored.keys() == whole.keys()
     for name, tensor in whole.items():
-        expected = quantise(tensor, 8) if tensor.dim() == 2 else tensor
-        assert torch.equal(stored[name], expected.dense() if isinstance(expected, Quantised) else expected)
+        expected = quantize(tensor, 8) if tensor.dim() == 2 else tensor
+        assert torch.equal(
+            stored[name], expected.dense() if isinstance(expected, QuantizedWeight) else expected
+        )
 
 
 def test_what_cannot_be_written(tmp_path: Path) -> None:

@@ -18,13 +18,13 @@ from helpers import Scripts, Truth, answer, drive, said, settled
 from torch import nn
 
 from outrider import LLM, SamplingParams, models
-from outrider.attention.plan import Plan
+from outrider.backends.cpu import kernels as cpu
+from outrider.checkpoints.hub import Checkpoint
+from outrider.core.step_input import StepInput
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.sample import read
-from outrider.kernels import cpu
-from outrider.models import steady
-from outrider.models.fallback import Fallback
-from outrider.models.hub import Checkpoint
+from outrider.models.fallback import row_invariant
+from outrider.models.fallback.model import Fallback
 
 NEW, TIE = 32, 2e-3
 LENGTHS = (1, 9, 9, 30, 30)
@@ -183,7 +183,7 @@ def fallback(folder: Path, dtype: torch.dtype) -> Fallback:
 
 def chain(model: Fallback, pool: Any, start: int, tokens: list[int]) -> torch.Tensor:
     """float32 [len(tokens), V]."""
-    plan = Plan()
+    plan = StepInput()
     plan.chain(array("i", range(256)), start, tokens)
     return model.logits(model.forward(plan.build(), pool), list(range(len(tokens))))
 
@@ -267,7 +267,7 @@ def test_falcons_biases_are_rounded_as_in_transformers(name: str, tmp_path: Path
     model = Fallback(Checkpoint.open(str(tmp_path)), torch.float32, torch.device("cpu"), 1024)
     pool, plans = model.pool(700), []
     for a, b in ((0, 300), (300, 700)):
-        plan = Plan()
+        plan = StepInput()
         plan.chain(array("i", range(700)), a, tokens[a:b])
         plans.append(model.logits(model.forward(plan.build(), pool), list(range(b - a))).clone())
     torch.testing.assert_close(torch.cat(plans), expected, rtol=1e-3, atol=2e-3)
@@ -317,7 +317,7 @@ def test_unsteady_functions_go_row_by_row() -> None:
         for width in (1, 40, 96, 2048, 20000):
             x = torch.randn(24, width)
             for f in (F.silu, torch.sigmoid, lambda x: F.gelu(x, approximate="tanh")):
-                together = steady.by_rows(f, x)
+                together = row_invariant.by_rows(f, x)
                 assert torch.equal(together, torch.cat([f(row) for row in x.split(1)]))
                 plain += not torch.equal(f(x), together)
     torch.set_num_threads(threads)
@@ -325,12 +325,12 @@ def test_unsteady_functions_go_row_by_row() -> None:
 
 
 def test_a_matrix_is_right_however_it_is_used() -> None:
-    from outrider.kernels import kernels_for
+    from outrider.backends.base import kernels_for
 
     kernels = kernels_for(torch.device("cpu"), torch.float32)
     weight, x, bias = torch.randn(24, 40), torch.randn(2, 3, 40), torch.randn(24)
     near = {"rtol": 1e-4, "atol": 1e-4}
-    matrix: Any = steady.Matrix(weight, bias, kernels)
+    matrix: Any = row_invariant.Matrix(weight, bias, kernels)
     torch.testing.assert_close(F.linear(x, matrix, bias), F.linear(x, weight, bias), **near)
     torch.testing.assert_close(F.linear(x, matrix), F.linear(x, weight), **near)
     torch.testing.assert_close(F.linear(x, matrix, bias * 2), F.linear(x, weight, bias * 2), **near)
@@ -343,7 +343,7 @@ def test_a_matrix_is_right_however_it_is_used() -> None:
     torch.testing.assert_close(
         torch.einsum("abk,ok->abo", x, matrix), torch.einsum("abk,ok->abo", x, weight), **near
     )
-    experts: Any = steady.Matrix(torch.stack([weight, weight * 2]), None, kernels)
+    experts: Any = row_invariant.Matrix(torch.stack([weight, weight * 2]), None, kernels)
     torch.testing.assert_close(F.linear(x, experts[torch.tensor(1)]), F.linear(x, weight * 2), **near)
     torch.testing.assert_close(
         torch.bmm(x, experts.transpose(1, 2)),
@@ -405,7 +405,7 @@ def test_what_our_attention_cannot_do_is_refused_with_the_reason(
 def test_a_model_that_we_would_get_wrong_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the attention did not do what transformers' does, loading would find out."""
     write("gemma2", tmp_path)
-    from outrider.models import fallback as module
+    from outrider.models.fallback import model as module
 
     right = module._layer_of
 

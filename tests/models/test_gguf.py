@@ -28,13 +28,13 @@ from helpers import (
 from safetensors.torch import load_file, save_file
 
 from outrider import LLM, ModelError, OutriderError, SamplingParams
-from outrider.attention.plan import Plan
-from outrider.bench.card import card_of
+from outrider.checkpoints import ggml
+from outrider.checkpoints.hub import Checkpoint
 from outrider.config import EngineOptions
-from outrider.kernels.quantised import Quantised
-from outrider.models import ggml
+from outrider.core.quantized import QuantizedWeight
+from outrider.core.step_input import StepInput
+from outrider.inspect.card import card_of
 from outrider.models.decoder import Decoder
-from outrider.models.hub import Checkpoint
 
 Kind = gguf.GGMLQuantizationType
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -78,7 +78,7 @@ def test_blocks_mean_what_the_gguf_package_reads(kind: str) -> None:
     rows = random_blocks(kind, (6, 768), 1)
     found = ggml.unpack(kind, rows, gguf.GGML_QUANT_SIZES[Kind[kind]][1])
     if kind in BITS:
-        assert isinstance(found, Quantised) and found.bits == BITS[kind]
+        assert isinstance(found, QuantizedWeight) and found.bits == BITS[kind]
         assert found.bits == 8 or (found.values.min() >= -8 and found.values.max() <= 7)
         found = found.dense()
     assert isinstance(found, torch.Tensor)
@@ -190,7 +190,7 @@ def write(
 @torch.inference_mode()
 def logits(model: str | Path) -> torch.Tensor:
     decoder = Decoder(Checkpoint.open(str(model)), torch.float32, torch.device("cpu"), 256)
-    plan = Plan()
+    plan = StepInput()
     plan.chain(array("i", range(256)), 0, PROMPTS[0] + PROMPTS[1])
     return decoder.logits(decoder.forward(plan.build(), decoder.pool(256)), list(range(plan.length)))
 

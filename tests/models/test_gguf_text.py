@@ -12,9 +12,9 @@ import pytest
 from helpers import tiny_tokenizer
 
 from outrider import ModelError
-from outrider.engine.text import Detokenizer
-from outrider.models.gguf import File
-from outrider.models.gguf_text import ending_of, tokenizer_of
+from outrider.checkpoints.gguf import File
+from outrider.checkpoints.gguf_tokenizer import ending_of, tokenizer_of
+from outrider.engine.detokenizer import Detokenizer
 
 TEXTS = [
     "hello world", "  two  spaces\n\n\tand tabs ", "I'll say: it's 12345 o'clock, isn't IT?", "naïve café — “quotes” … 🦙🦙 漢字 កាន់",

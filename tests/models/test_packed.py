@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from outrider import LLM, ModelError, SamplingParams
-from outrider.attention.plan import Plan
-from outrider.bench.card import card_of
+from outrider.checkpoints.hub import Checkpoint
 from outrider.config import EngineOptions
-from outrider.kernels.quantised import Quantised
+from outrider.core.quantized import QuantizedWeight
+from outrider.core.step_input import StepInput
+from outrider.inspect.card import card_of
 from outrider.models.decoder import Decoder
-from outrider.models.hub import Checkpoint
 
 PROMPTS = tiny_prompts(3)
 ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # AutoAWQ: the i-th four bits of a word are output 8 * word + ORDER[i]
@@ -42,13 +42,16 @@ def word(numbers: list[int], bits: int) -> int:
 
 
 def draw(
-    outputs: int, inputs: int, groups: int, bits: int, dice: random.Random
+    outputs: int, inputs: int, groups: int, bits: int, random_streams: random.Random
 ) -> tuple[list[list[int]], list[list[int]], Tensor]:
     """values[o][k] and zeros[o][group], unsigned; scales float16 [outputs, groups]."""
-    values = [[dice.randrange(1 << bits) for _ in range(inputs)] for _ in range(outputs)]
-    zeros = [[dice.randrange(1 << bits) for _ in range(groups)] for _ in range(outputs)]
+    values = [[random_streams.randrange(1 << bits) for _ in range(inputs)] for _ in range(outputs)]
+    zeros = [[random_streams.randrange(1 << bits) for _ in range(groups)] for _ in range(outputs)]
     scales = torch.tensor(
-        [[dice.uniform(0.5, 1.5) * 2 / (1 << bits) / 2 for _ in range(groups)] for _ in range(outputs)]
+        [
+            [random_streams.uniform(0.5, 1.5) * 2 / (1 << bits) / 2 for _ in range(groups)]
+            for _ in range(outputs)
+        ]
     ).half()
     return values, zeros, scales
 
@@ -63,10 +66,10 @@ def meaning(values: list[list[int]], zeros: list[list[int]], scales: Tensor, ind
 
 
 def awq(group: int, zero_point: bool = True) -> Pack:
-    def pack(outputs: int, inputs: int, dice: random.Random) -> tuple[Layer, Tensor]:
+    def pack(outputs: int, inputs: int, random_streams: random.Random) -> tuple[Layer, Tensor]:
         size = group if group > 0 else inputs
         groups = inputs // size
-        values, zeros, scales = draw(outputs, inputs, groups, 4, dice)
+        values, zeros, scales = draw(outputs, inputs, groups, 4, random_streams)
         zeros = zeros if zero_point else [[8] * groups for _ in zeros]
 
         def words(table: list[list[int]], rows: int) -> Tensor:
@@ -88,15 +91,15 @@ def awq(group: int, zero_point: bool = True) -> Pack:
 def gptq(
     bits: int, group: int, sym: bool = True, v2: bool = False, act_order: bool = False, index: bool = True
 ) -> Pack:
-    def pack(outputs: int, inputs: int, dice: random.Random) -> tuple[Layer, Tensor]:
+    def pack(outputs: int, inputs: int, random_streams: random.Random) -> tuple[Layer, Tensor]:
         size, per = group if group > 0 else inputs, 32 // bits
         groups = inputs // size
-        values, zeros, scales = draw(outputs, inputs, groups, bits, dice)
+        values, zeros, scales = draw(outputs, inputs, groups, bits, random_streams)
         if sym:
             zeros = [[1 << (bits - 1)] * groups for _ in zeros]
         where = [k // size for k in range(inputs)]
         if act_order:
-            dice.shuffle(where)
+            random_streams.shuffle(where)
         stored = [[z if v2 else (z - 1) % (1 << bits) for z in row] for row in zeros]
         layer = {
             "qweight": torch.tensor(
@@ -121,10 +124,10 @@ def gptq(
 
 
 def compressed(bits: int, group: int, symmetric: bool = True, act_order: bool = False) -> Pack:
-    def pack(outputs: int, inputs: int, dice: random.Random) -> tuple[Layer, Tensor]:
+    def pack(outputs: int, inputs: int, random_streams: random.Random) -> tuple[Layer, Tensor]:
         size, per = group if group > 0 else inputs, 32 // bits
         groups = inputs // size
-        values, zeros, scales = draw(outputs, inputs, groups, bits, dice)
+        values, zeros, scales = draw(outputs, inputs, groups, bits, random_streams)
         zeros = [[1 << (bits - 1)] * groups for _ in zeros] if symmetric else zeros
         where = [k // size for k in range(inputs)]
         layer = {
@@ -135,7 +138,7 @@ def compressed(bits: int, group: int, symmetric: bool = True, act_order: bool = 
             "weight_shape": torch.tensor([outputs, inputs]),
         }
         if act_order:
-            dice.shuffle(where)
+            random_streams.shuffle(where)
             layer["weight_g_idx"] = torch.tensor(where).int()
         if not symmetric:
             layer["weight_zero_point"] = torch.tensor(
@@ -205,11 +208,11 @@ def make(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[st
 
     def of(name: str) -> tuple[Path, Path]:
         if name not in made:
-            folder, dice = tmp_path_factory.mktemp(name), random.Random(name)
+            folder, random_streams = tmp_path_factory.mktemp(name), random.Random(name)
             packed, plain = (shutil.copytree(source, folder / kind) for kind in ("packed", "plain"))
             few, whole = load_file(source / "model.safetensors"), load_file(source / "model.safetensors")
             for full in [n for n in whole if n.endswith("_proj.weight") and "o_proj" not in n]:
-                layer, whole[full] = FORMATS[name][0](*whole[full].shape, dice)
+                layer, whole[full] = FORMATS[name][0](*whole[full].shape, random_streams)
                 del few[full]
                 few |= {f"{full.removesuffix('.weight')}.{key}": tensor for key, tensor in layer.items()}
             save_file(few, packed / "model.safetensors", {"format": "pt"})
@@ -229,7 +232,7 @@ def configure(folder: Path, quantization: dict[str, Any]) -> None:
 @torch.inference_mode()
 def logits(folder: Path) -> Tensor:
     decoder = Decoder(Checkpoint.open(str(folder)), torch.float32, torch.device("cpu"), 256)
-    plan = Plan()
+    plan = StepInput()
     plan.chain(array("i", range(256)), 0, PROMPTS[0] + PROMPTS[1])
     return decoder.logits(decoder.forward(plan.build(), decoder.pool(256)), list(range(plan.length)))
 
@@ -245,8 +248,8 @@ def test_numbers_and_text_are_those_of_the_plain_weights(
     for part, size in sizes.items():
         layer = f"model.layers.0.{'self_attn' if part in 'qkv' else 'mlp'}.{part}_proj"
         found = few.linear(layer, *size)
-        assert (found.bits if isinstance(found, Quantised) else None) == FORMATS[name][2]
-        dense = found.dense() if isinstance(found, Quantised) else found
+        assert (found.bits if isinstance(found, QuantizedWeight) else None) == FORMATS[name][2]
+        dense = found.dense() if isinstance(found, QuantizedWeight) else found
         torch.testing.assert_close(dense, whole.get(f"{layer}.weight", *size), rtol=1e-6, atol=1e-6)
     expected, rounded = logits(plain), logits(packed)
     assert (rounded - expected).pow(2).mean().sqrt() < 0.05 * expected.std()

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from outrider import LLM, SamplingParams
-from outrider.attention.plan import Plan
-from outrider.kernels import fast_bfloat16
+from outrider.backends.base import fast_bfloat16
+from outrider.checkpoints.hub import Checkpoint
+from outrider.core.step_input import StepInput
 from outrider.models.decoder import Decoder
-from outrider.models.hub import Checkpoint
 
 NEW = 64
 LENGTHS = (1, 9, 30, 70)  # five prompts of each, so that transformers can batch them without padding
@@ -132,7 +132,7 @@ def logits(folder: Path, ids: list[int], dtype: torch.dtype, max_len: int = 256)
     """float32 [len(ids), V] of our decoder, in one prefill."""
     decoder = Decoder(Checkpoint.open(str(folder)), dtype, torch.device("cpu"), max_len)
     slots = array("i", range(256))
-    plan = Plan()
+    plan = StepInput()
     plan.chain(slots, 0, ids)
     return decoder.logits(decoder.forward(plan.build(), decoder.pool(256)), list(range(len(ids))))
 

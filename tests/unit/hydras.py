@@ -12,8 +12,8 @@ from torch import Tensor
 from toys import HIDDEN, V, toy_target
 
 from outrider import LLM
+from outrider.core.types import FINAL
 from outrider.heads.sample import Outer, read
-from outrider.types import FINAL
 
 HEADS, BLOCKS, Q, KV, D, INNER, EPS, THETA = (
     4,
@@ -128,11 +128,11 @@ def naive(w: dict[str, Tensor], f: Tensor, embedded: Tensor) -> Tensor:
         return w[f"{name}.weight"] @ x + w[f"{name}.bias"]
 
     at = f"hydra_mlp.{i}.{int(dropout)}"
-    bent = linear(f"{at}.linear", z)
-    x = linear(f"{at}.res_connection", z) + bent * bent.sigmoid()
+    modified = linear(f"{at}.linear", z)
+    x = linear(f"{at}.res_connection", z) + modified * modified.sigmoid()
     for _ in range(BLOCKS - 1):  # the same every time
-        bent = linear(f"hydra_mlp.{i}.{3 if dropout else 1}.linear", x)
-        x = x + bent * bent.sigmoid()
+        modified = linear(f"hydra_mlp.{i}.{3 if dropout else 1}.linear", x)
+        x = x + modified * modified.sigmoid()
     return linear(f"hydra_lm_head.{i}.1" if dropout else f"hydra_lm_head.{i}", x)
 
 

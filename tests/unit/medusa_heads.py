@@ -13,8 +13,8 @@ from torch import Tensor
 from toys import HIDDEN, V
 
 from outrider import LLM, SamplingParams
+from outrider.core.types import DraftTree
 from outrider.draft.medusa import Medusa
-from outrider.types import Guesses
 
 Parts = list[
     tuple[list[tuple[Tensor, Tensor | None]], Tensor | None]
@@ -104,9 +104,9 @@ def without(named: Named, *names: str) -> Named:
     return {name: tensor for name, tensor in named.items() if name not in names}
 
 
-def listened(llm: LLM, prompt: list[int], **params: Any) -> list[tuple[list[int], Guesses]]:
+def listened(llm: LLM, prompt: list[int], **params: Any) -> list[tuple[list[int], DraftTree]]:
     """The tokens of a row and what was guessed behind them, step by step."""
-    heard: list[tuple[list[int], Guesses]] = []
+    heard: list[tuple[list[int], DraftTree]] = []
     propose = llm.engine.drafter.propose
 
     def listening(batch: Any, budgets: Any) -> Any:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from outrider import SamplingParams
-from outrider.draft.base import Drafter
-from outrider.types import ROOT, Batch, Budget, Commit, Guesses, Row, Verdict
+from outrider.core.types import ROOT, Batch, Budget, Commit, DraftTree, Row, Verdict
+from outrider.drafting.base import Drafter
 
 
 class AnyTarget:
@@ -32,7 +32,7 @@ def make_row(tokens: list[int], prompt: int | None = None, limit: int = 10_000) 
     )  # fmt: skip
 
 
-def guess(drafter: Drafter, row: Row, depth: int, nodes: int | None = None) -> Guesses:
+def guess(drafter: Drafter, row: Row, depth: int, nodes: int | None = None) -> DraftTree:
     """The guesses for one row; a proper tree within its budget."""
     budget = Budget(depth, drafter.size(depth) if nodes is None else nodes)
     tree = drafter.propose(Batch([row], [len(row.tokens) - 1], [1], [True]), [budget]).trees[0]
@@ -40,7 +40,7 @@ def guess(drafter: Drafter, row: Row, depth: int, nodes: int | None = None) -> G
     return tree
 
 
-def proper(tree: Guesses, budget: Budget) -> None:
+def proper(tree: DraftTree, budget: Budget) -> None:
     levels = {ROOT: 0}
     for i, parent in enumerate(tree.parents):
         assert parent < i
@@ -51,7 +51,7 @@ def proper(tree: Guesses, budget: Budget) -> None:
     assert all(0 < c <= 1 for c in tree.confidence)
 
 
-def walked(tree: Guesses, text: list[int]) -> list[int]:
+def walked(tree: DraftTree, text: list[int]) -> list[int]:
     """The path of the tree that `text` takes."""
     child = {pair: i for i, pair in enumerate(zip(tree.parents, tree.tokens))}
     path: list[int] = []

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from outrider.attention.plan import Plan
+from outrider.backends.base import kernels_for
+from outrider.backends.torch.kernels import TorchKernels
 from outrider.cache.pool import Pool
-from outrider.kernels import kernels_for
-from outrider.kernels.reference import TorchKernels
+from outrider.core.step_input import StepInput
 
 HEADS, KV, D, EPS, WIDE, CPU = 4, 2, 24, 1e-5, torch.float64, torch.device("cpu")
 
@@ -33,7 +33,7 @@ def test_rows_of_a_block_see_the_text_and_each_other(window: int, kind: torch.dt
     context, rows = torch.randn(end, 2 * KV * D), torch.randn(block, (HEADS + 2 * KV) * D)
     said = []
     for run in (compiled, plain):
-        pool, before, here = Pool(1, KV, D, 64, kind, CPU), Plan(), Plan()
+        pool, before, here = Pool(1, KV, D, 64, kind, CPU), StepInput(), StepInput()
         before.chain(table, 0, [0] * end)
         assert run.rope_store(context, alone, turn, before.build(), pool, 0).numel() == 0
         here.block(table, end, table[end : end + block], [0] * block)

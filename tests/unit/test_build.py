@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from outrider.backends.cpu import build
+from outrider.backends.cpu.build import BuildError, Recipe
 from outrider.errors import ConfigError
-from outrider.kernels import build
-from outrider.kernels.build import BuildError, Recipe
 
 COMPILER = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
 needs_c = pytest.mark.skipif(COMPILER is None, reason="no C compiler here")
@@ -97,7 +97,7 @@ def test_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_c
 def test_two_processes_build_at_once(small: Recipe, cache: Path) -> None:
     program = (
-        "import os, pathlib, sys; from outrider.kernels import build\n"
+        "import os, pathlib, sys; from outrider.backends.base import build\n"
         "made = build.Recipe((pathlib.Path(sys.argv[1]),), ('-shared', '-fPIC'), '0123456789abcdef')\n"
         "assert build.load(made, os.environ).answer() == 42\n"
     )

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.draft.draft_model.tree import RANKED
-from outrider.kernels import cpu
-from outrider.kernels.reference import TorchKernels
-from outrider.kernels.tree import Candidates, Compiled, Found, Nodes, Plain
-from outrider.sampling.params import Law
+from outrider.backends.candidates import Candidates, Compiled, Found, Nodes, Plain
+from outrider.backends.cpu import kernels as cpu
+from outrider.backends.torch.kernels import TorchKernels
+from outrider.core.params import DistributionParams
+from outrider.drafting.trees.sampled import RANKED
 
 LEAST = 1e-30
 TORCH = TorchKernels(torch.device("cpu"), torch.float32)
@@ -84,17 +84,17 @@ def test_the_likeliest_are_kept(
     missing: float,
 ) -> None:
     """With equals among them, laws that allow too few tokens or none, shares by rank, and a vocabulary of the head's own."""
-    dice = torch.Generator().manual_seed(seed)
+    random_streams = torch.Generator().manual_seed(seed)
     trees = [Sorted(wide), *kinds(k, wide, levels)]
     rows = 1
     for _ in range(levels):
-        entries = torch.randint(50, (rows, k), generator=dice, dtype=torch.int32)
-        shares = torch.rand(rows, k, generator=dice).sort(descending=True).values
+        entries = torch.randint(50, (rows, k), generator=random_streams, dtype=torch.int32)
+        shares = torch.rand(rows, k, generator=random_streams).sort(descending=True).values
         if ties:
             shares = (shares * 4).ceil() / 4
         some = (
-            int(torch.randint(k + 1, (1,), generator=dice))
-            if float(torch.rand(1, generator=dice)) < missing
+            int(torch.randint(k + 1, (1,), generator=random_streams))
+            if float(torch.rand(1, generator=random_streams)) < missing
             else k
         )
         entries[:, some:], shares[:, some:] = -1, 0.0
@@ -122,20 +122,20 @@ def test_nothing_found_is_no_tree(which: int) -> None:
 @settings(max_examples=100, deadline=None)
 @given(
     k=st.integers(1, 12), wide=st.integers(1, 12), levels=st.integers(1, 5), seed=st.integers(0, 1 << 30), listed=st.booleans(),
-    law=st.sampled_from([Law(0.0), Law(0.7), Law(1.0, top_k=5), Law(0.8, top_p=0.6)]),
+    law=st.sampled_from([DistributionParams(0.0), DistributionParams(0.7), DistributionParams(1.0, top_k=5), DistributionParams(0.8, top_p=0.6)]),
 )  # fmt: skip
 def test_growing_is_picking_and_widening(
-    k: int, wide: int, levels: int, seed: int, listed: bool, law: Law
+    k: int, wide: int, levels: int, seed: int, listed: bool, law: DistributionParams
 ) -> None:
     """In one call and in two, in C and in torch."""
-    dice = torch.Generator().manual_seed(seed)
+    random_streams = torch.Generator().manual_seed(seed)
     trees = kinds(k, wide, levels)
     apart = Sorted(wide)
     ids = torch.arange(100, 140, dtype=torch.int32) if listed else None
     ranked = torch.tensor(RANKED) if law.temperature else None
     rows = 1
     for level in range(levels):
-        logits, key = torch.randn(rows, 40, generator=dice) * 3, seed + level
+        logits, key = torch.randn(rows, 40, generator=random_streams) * 3, seed + level
         found = Found(*TORCH.picks(logits, law, [key] * rows, k, ids), ids, ranked)
         expected = apart.widen(found)
         assert all(tree.grow(logits, law, key, ids, ranked) == expected for tree in trees)

@@ -17,12 +17,12 @@ from rows import AnyTarget, follow, guess, make_row
 
 from outrider import ConfigError
 from outrider.bench.prompts import PROMPTS, rendered
-from outrider.draft.base import Target
+from outrider.checkpoints.hub import locate, read_tokenizer
 from outrider.draft.datastore import Datastore
 from outrider.draft.datastore import corpus as building
 from outrider.draft.datastore.corpus import build, order
 from outrider.draft.datastore.store import HEADER, SPAN, Store, end_mark, fingerprint, path_of
-from outrider.models.hub import locate, read_tokenizer
+from outrider.drafting.base import Target
 
 VOCABULARY = 1000
 
@@ -138,8 +138,8 @@ def test_no_match_is_no_guess(tmp_path: Path) -> None:
 
 
 def test_a_corpus_that_misleads_is_not_believed(tmp_path: Path) -> None:
-    dice = np.random.default_rng(0)
-    corpus, text = (dice.integers(0, 20, 4000).tolist() for _ in range(2))
+    random_streams = np.random.default_rng(0)
+    corpus, text = (random_streams.integers(0, 20, 4000).tolist() for _ in range(2))
     method, row = drafter(made(tmp_path, [corpus])), make_row(text[:10])
     sizes = follow(method, row, text[10:900], 10)
     assert sum(sizes[:10]) > 10

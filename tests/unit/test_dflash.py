@@ -17,13 +17,13 @@ from torch import Tensor
 from toys import HIDDEN, V, acceptance, samples, save_head, teach, toy_target
 
 from outrider import LLM, SamplingParams
+from outrider.core.types import Batch
 from outrider.draft import detect
 from outrider.draft.dflash import DFlash
 from outrider.draft.dflash.layouts import exported
 from outrider.draft.dflash.network import Network
 from outrider.heads import sample
 from outrider.heads.sample import Outer
-from outrider.types import Batch
 
 WIDE = torch.float64
 
@@ -363,10 +363,10 @@ def test_a_markov_head_adds_what_the_token_before_says(prefix: str, toy: LLM, tm
     with overheard(llm.engine.drafter) as blocks:  # type: ignore[arg-type]
         llm.generate(prompts, params)
     levels = {tuple(known): logits for known, logits in blocks}
-    found = [(known, guesses) for known, guesses in trees if guesses]
-    assert len(found) > 4 and {len(guesses) for _, guesses in found} >= {BLOCK}
-    for known, guesses in found:
-        for logits, before, guess in zip(levels[tuple(known)], [known[-1], *guesses], guesses):
+    found = [(known, draft_tree) for known, draft_tree in trees if draft_tree]
+    assert len(found) > 4 and {len(draft_tree) for _, draft_tree in found} >= {BLOCK}
+    for known, draft_tree in found:
+        for logits, before, guess in zip(levels[tuple(known)], [known[-1], *draft_tree], draft_tree):
             best = logits + table[f"{prefix}markov_w2.weight"] @ table[f"{prefix}markov_w1.weight"][before]
             assert best[guess] > best.max() - 0.02
 
@@ -387,7 +387,7 @@ def test_drawn_chains_and_trees_say_their_laws(toy: LLM, taught: str) -> None:
             SamplingParams(temperature=0.9, seed=3, max_tokens=20, ignore_eos=True),
         )
         full = [tree for tree in trees if len(tree.tokens) > 1]
-        assert full and all(len(tree.laws) == len(set(tree.law_of)) <= 2 for tree in full)
+        assert full and all(len(tree.laws) == len(set(tree.probs_of)) <= 2 for tree in full)
         for tree in full:
-            assert all(float(tree.laws[law][token]) > 0 for token, law in zip(tree.tokens, tree.law_of))
+            assert all(float(tree.laws[law][token]) > 0 for token, law in zip(tree.tokens, tree.probs_of))
             assert not config or any(parent != i - 1 for i, parent in enumerate(tree.parents))

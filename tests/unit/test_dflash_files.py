@@ -13,12 +13,12 @@ from torch import Tensor
 from toys import save_head, toy_target
 
 from outrider import LLM
+from outrider.checkpoints.heads import Head
 from outrider.draft import detect
 from outrider.draft.dflash import DFlash
 from outrider.draft.dflash.layouts import exported, named, read, spread
 from outrider.draft.dflash.network import Network, Shape
 from outrider.errors import ConfigError, ModelError
-from outrider.heads.files import Head
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,8 @@ from torch import Tensor
 from toys import HIDDEN, V, acceptance, samples, save_head, teach, toy_target
 
 from outrider import LLM
-from outrider.attention.plan import Plan
+from outrider.core.step_input import StepInput
+from outrider.core.types import FINAL
 from outrider.draft import detect
 from outrider.draft.eagle import Eagle
 from outrider.draft.eagle.layouts import exported
@@ -22,7 +23,6 @@ from outrider.draft.eagle.network import Network
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.sample import Outer
 from outrider.heads.templates import EAGLE, paths
-from outrider.types import FINAL
 
 HEADS, KV, D, INNER, EPS = 4, 2, 24, 96, 1e-5  # head_dim is not hidden / heads
 CONFIG = {
@@ -118,7 +118,7 @@ def ours(llm: LLM, folder: str, ids: list[int], f: Tensor) -> tuple[Tensor, Tens
     """What the packed network of a folder says of pairs, and the logits of the last one."""
     drafter = Eagle(Eagle.Options(model=folder), llm.engine.target)
     drafter.allocate(64, drafter.net.pool(1))
-    plan = Plan()
+    plan = StepInput()
     plan.chain(array("i", range(1, 40)), 0, ids)
     out = drafter.net.forward(plan.build(), drafter.pool, drafter.net.enter(f))
     return out, drafter.net.logits(out[-1:])
@@ -259,14 +259,14 @@ def test_a_taught_head_is_mostly_right(toy: LLM, taught: str) -> None:
 
 def test_a_shift_is_caught(toy: LLM, taught: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pairs of a state and the token before the one that was said from it."""
-    before = Plan.chain
+    before = StepInput.chain
 
-    def shifted(self: Plan, table: Any, start: int, ids: Any, *rest: Any) -> None:
+    def shifted(self: StepInput, table: Any, start: int, ids: Any, *rest: Any) -> None:
         before(self, table, start, [7, *list(ids)[:-1]], *rest)
 
     import outrider.heads.recurrent as recurrent
 
-    class Shifted(Plan):
+    class Shifted(StepInput):
         chain = shifted
 
     monkeypatch.setattr(recurrent, "Plan", Shifted)

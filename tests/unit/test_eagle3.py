@@ -16,7 +16,7 @@ from torch import Tensor
 from toys import HIDDEN, LAYERS, V, acceptance, samples, save_head, teach, toy_target
 
 from outrider import LLM, SamplingParams
-from outrider.attention.plan import Plan
+from outrider.core.step_input import StepInput
 from outrider.draft.eagle3 import Eagle3
 from outrider.draft.eagle3.network import Network, Settings
 from outrider.heads import recurrent
@@ -59,7 +59,7 @@ def test_a_shift_of_states_against_tokens_is_caught(
 ) -> None:
     """A pair of the state at t and the token x_t, not the one that followed."""
 
-    class Shifted(Plan):
+    class Shifted(StepInput):
         def chain(self, table: Any, start: int, tokens: Any, shift: int = 0) -> None:
             super().chain(table, start, [7, *tokens[:-1]], shift)
 

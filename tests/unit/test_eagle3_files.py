@@ -14,10 +14,10 @@ from torch import Tensor
 from toys import HIDDEN, V, save_head, toy_target
 
 from outrider import LLM, ConfigError, ModelError, draft
+from outrider.checkpoints.heads import Head
 from outrider.draft.eagle3 import Eagle3
 from outrider.draft.eagle3.layouts import TAPS, exported, taps_of, understood
 from outrider.draft.eagle3.network import Network, Settings
-from outrider.heads.files import Head
 
 
 @pytest.fixture(scope="module")

@@ -12,40 +12,40 @@ from hypothesis import strategies as st
 from test_sampler import NEVER, c_kernels, make_row, needs_c
 
 from outrider import ModelError
-from outrider.attention.plan import Plan
+from outrider.backends.torch import sampling as reference
+from outrider.checkpoints.hub import Checkpoint
+from outrider.core.noise import MASK, gumbel
+from outrider.core.params import DistributionParams
+from outrider.core.step_input import StepInput
+from outrider.core.types import FINAL, DraftTree
 from outrider.models.decoder import Decoder
-from outrider.models.hub import Checkpoint
 from outrider.models.steps import in_steps
-from outrider.sampling import reference
-from outrider.sampling.noise import MASK, gumbel
-from outrider.sampling.params import Law
 from outrider.sampling.sampler import Sampler
-from outrider.types import FINAL, Guesses
 from outrider.verify.match import Match
 
 
 @needs_c
 @settings(max_examples=200, deadline=None)
 @given(
-    law=st.sampled_from([Law(0.0), Law(0.8), Law(1.0, top_k=4), Law(0.7, top_p=0.6)]), seed=st.integers(0, MASK), index=st.integers(0, 3),
+    law=st.sampled_from([DistributionParams(0.0), DistributionParams(0.8), DistributionParams(1.0, top_k=4), DistributionParams(0.7, top_p=0.6)]), seed=st.integers(0, MASK), index=st.integers(0, 3),
     above=st.lists(st.integers(0, 100), max_size=14), probes=st.integers(0, 4), length=st.integers(1, 50), bad=st.booleans(),
 )  # fmt: skip
 def test_following_a_tree_is_picking_node_by_node(
-    law: Law, seed: int, index: int, above: list[int], probes: int, length: int, bad: bool
+    law: DistributionParams, seed: int, index: int, above: list[int], probes: int, length: int, bad: bool
 ) -> None:
     """In one call and in many; where no token can be said behind some node, the many say why."""
-    dice = torch.Generator().manual_seed(seed % (1 << 60))
+    random_streams = torch.Generator().manual_seed(seed % (1 << 60))
     parents = [place % (i + 1) - 1 for i, place in enumerate(above)]
     logits = (
-        torch.randn(len(above) + 3, 6, generator=dice)[:, :5] * 2
+        torch.randn(len(above) + 3, 6, generator=random_streams)[:, :5] * 2
     )  # rows are further apart than they are long
-    tokens = torch.randint(5, (len(above),), generator=dice).tolist()
+    tokens = torch.randint(5, (len(above),), generator=random_streams).tolist()
     if bad and above:
-        logits[1 + int(torch.randint(len(above), (1,), generator=dice)) + 1] = NEVER
+        logits[1 + int(torch.randint(len(above), (1,), generator=random_streams)) + 1] = NEVER
     row = make_row([1] * length, law, seed, index)
     sampler, tree = (
         Sampler(c_kernels()),
-        Guesses(tokens, parents, [0.5] * len(tokens), probes=min(probes, len(tokens))),
+        DraftTree(tokens, parents, [0.5] * len(tokens), probes=min(probes, len(tokens))),
     )
 
     class Asked:
@@ -77,10 +77,10 @@ def test_a_model_in_one_call_is_its_parts(
     )  # the last block of logits is not full
     decoder = Decoder(Checkpoint.open(str(folder)), torch.float32, torch.device("cpu"), 64, quantization)
     table, sampler = array("i", range(40)), Sampler(decoder.kernels)
-    tree = Guesses([5, 9, 5, 150], [-1, -1, 0, 2], [0.5] * 4)
+    tree = DraftTree([5, 9, 5, 150], [-1, -1, 0, 2], [0.5] * 4)
 
-    def run(one_call: bool, known: list[int], law: Law) -> tuple[Any, ...]:
-        plan, trees, states = Plan(), decoder.kernels.trees(), dict.fromkeys(kept, torch.empty(0))
+    def run(one_call: bool, known: list[int], law: DistributionParams) -> tuple[Any, ...]:
+        plan, trees, states = StepInput(), decoder.kernels.trees(), dict.fromkeys(kept, torch.empty(0))
         plan.chain(table, 0, known)
         at = len(known)
         plan.nodes(table, at, [[at], [at + 1], [at, at + 2], [at, at + 2, at + 3]], tree.tokens)
@@ -89,7 +89,11 @@ def test_a_model_in_one_call_is_its_parts(
         logits = read(plan.build(), decoder.pool(64), [*range(at - 1, at + 4)], states, trees).clone()
         return logits, states, trees.read()
 
-    for known, law in (([3, 1, 4, 1, 5], Law(0.0)), ([2, 7], Law(0.8, top_p=0.9)), ([9] * 12, Law(0.8))):
+    for known, law in (
+        ([3, 1, 4, 1, 5], DistributionParams(0.0)),
+        ([2, 7], DistributionParams(0.8, top_p=0.9)),
+        ([9] * 12, DistributionParams(0.8)),
+    ):
         (logits, states, answers), (expected, others, same) = (
             run(one_call, known, law) for one_call in (True, False)
         )
@@ -102,9 +106,9 @@ def test_a_model_in_one_call_is_its_parts(
 @needs_c
 def test_c_rounds_as_torch_does() -> None:
     """Two tokens of different blocks whose scores, logit and noise, lie within a few roundings of each other."""
-    kernels, dice, law = c_kernels(), torch.Generator().manual_seed(1), Law(0.7)
+    kernels, random_streams, law = c_kernels(), torch.Generator().manual_seed(1), DistributionParams(0.7)
     for key in range(400):
-        logits, noise = torch.randn(256, generator=dice), gumbel(key, 256)
+        logits, noise = torch.randn(256, generator=random_streams), gumbel(key, 256)
         first = reference.pick(logits, law, key, 1)[0][0]
         score = (logits[first] - logits.max()) / law.temperature + noise[first]
         second = int(noise.argmax())

@@ -12,12 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.attention.plan import Plan
+from outrider.backends.base import Kernels
+from outrider.backends.cpu import kernels as cpu
+from outrider.backends.cpu.kernels import CpuKernels
+from outrider.backends.torch.kernels import TorchKernels
 from outrider.cache.pool import Pool
-from outrider.kernels import Kernels, cpu
-from outrider.kernels.cpu import CpuKernels
-from outrider.kernels.reference import TorchKernels
-from outrider.models.quantise import quantise
+from outrider.checkpoints.quantize import quantize
+from outrider.core.step_input import StepInput
 
 CPU = torch.device("cpu")
 V, H, INNER, HEADS, KV, D, SLOTS, EPS = 70, 48, 80, 4, 2, 16, 40, 1e-5
@@ -33,8 +34,8 @@ def kernels_of(kind: str, dtype: torch.dtype) -> Any:
     return CpuKernels(library, dtype)
 
 
-def plan_of(tokens: Sequence[int], first: int = 0) -> Plan:
-    plan = Plan()
+def plan_of(tokens: Sequence[int], first: int = 0) -> StepInput:
+    plan = StepInput()
     plan.chain(array("i", range(SLOTS)), first, tokens)
     return plan.build()
 
@@ -51,7 +52,7 @@ def seeded() -> None:
 def test_pairs(kind: str, dtype: torch.dtype, bits: int | None, count: int) -> None:
     kernels: Kernels = kernels_of(kind, dtype)
     table = torch.randn(V, 64)
-    weight = kernels.pack(table if bits is None else quantise(table, bits))
+    weight = kernels.pack(table if bits is None else quantize(table, bits))
     plan, g = plan_of(torch.randint(V, (count,)).tolist()), torch.randn(count, H).to(kernels.activations)
     token, state = torch.rand(64) + 0.5, torch.rand(H) + 0.5
     e = kernels.embed(weight, plan)

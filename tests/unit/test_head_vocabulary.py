@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from outrider import ModelError
-from outrider.heads.files import Head
+from outrider.checkpoints.heads import Head
 from outrider.heads.vocabulary import target_ids
 
 V, USED = 20, torch.tensor([1, 2, 5, 9, 10, 18])

@@ -16,17 +16,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from outrider import SamplingParams
+from outrider.backends.base import Kernels, kernels_for
+from outrider.backends.torch.kernels import TorchKernels
+from outrider.backends.torch.sampling import filtered
+from outrider.checkpoints.heads import Head, Reader
+from outrider.core.noise import gumbel, key_of
+from outrider.core.params import DistributionParams
+from outrider.core.types import Row
 from outrider.errors import ModelError
 from outrider.heads.choose import Chooser
-from outrider.heads.files import Head, Reader
-from outrider.kernels import Kernels, kernels_for
-from outrider.kernels.reference import TorchKernels
-from outrider.sampling.noise import gumbel, key_of
-from outrider.sampling.params import Law
 from outrider.sampling.processors import processors_of
-from outrider.sampling.reference import filtered
 from outrider.sampling.sampler import Sampler
-from outrider.types import Row
 
 CPU = torch.device("cpu")
 V, KNOWN = 200, 48  # tokens of the target, and of a head that knows some of them
@@ -164,7 +164,7 @@ def both() -> list[Kernels]:
 
 
 LAWS = st.builds(
-    Law,
+    DistributionParams,
     temperature=st.sampled_from([0.0, 0.7, 1.3]),
     top_k=st.sampled_from([0, 1, 7]),
     top_p=st.sampled_from([1.0, 0.6]),
@@ -176,11 +176,15 @@ LAWS = st.builds(
 @given(
     law=LAWS, seed=st.integers(0, 10_000), mapped=st.booleans(), k=st.integers(1, 12), rows=st.integers(1, 4)
 )
-def test_picks_through_a_map_of_tokens(law: Law, seed: int, mapped: bool, k: int, rows: int) -> None:
+def test_picks_through_a_map_of_tokens(
+    law: DistributionParams, seed: int, mapped: bool, k: int, rows: int
+) -> None:
     """The C kernels, the kernels in torch, and the definition: best of log p plus the noise of the *target's* token."""
-    dice = torch.Generator().manual_seed(seed)
-    logits = torch.randn(rows, KNOWN, generator=dice) * 3
-    ids = torch.randperm(V, generator=dice)[:KNOWN].sort().values.to(torch.int32) if mapped else None
+    random_streams = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, KNOWN, generator=random_streams) * 3
+    ids = (
+        torch.randperm(V, generator=random_streams)[:KNOWN].sort().values.to(torch.int32) if mapped else None
+    )
     keys = [key_of(seed, 0, r) for r in range(rows)]
     tokens = torch.arange(KNOWN) if ids is None else ids.long()
     results = [kernels.picks(logits, law, keys, k, ids) for kernels in both()]

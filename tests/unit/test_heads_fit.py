@@ -13,12 +13,12 @@ from torch import Tensor
 from toys import HIDDEN, V, save_head, toy_target
 
 from outrider import LLM, SamplingParams, draft
+from outrider.checkpoints.heads import Head
 from outrider.config import SpeculativeOptions
 from outrider.draft.hydra import Hydra
 from outrider.draft.hydra.network import Network
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.base import HeadDrafter
-from outrider.heads.files import Head
 from outrider.heads.vocabulary import check_size
 
 HEADS = [name for name, method in draft.methods().items() if issubclass(method, HeadDrafter)]

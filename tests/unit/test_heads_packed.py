@@ -11,17 +11,17 @@ import torch
 from toys import HIDDEN, V, save_head, toy_target
 
 from outrider import LLM, ModelError, SamplingParams, draft
-from outrider.bench.heads import head_card
+from outrider.checkpoints.export import packed, scheme
+from outrider.checkpoints.heads import Head, builtin
 from outrider.config import SpeculativeOptions
-from outrider.draft.base import Drafter
+from outrider.core.quantized import QuantizedWeight
+from outrider.core.types import Batch, Budget, Draft, DraftTree
 from outrider.draft.hydra import Hydra
 from outrider.draft.hydra.network import Network
+from outrider.drafting.base import Drafter
 from outrider.heads import base
 from outrider.heads.base import HeadDrafter
-from outrider.heads.files import Head, builtin
-from outrider.kernels.quantised import Quantised
-from outrider.models.export import packed, scheme
-from outrider.types import Batch, Budget, Draft, Guesses
+from outrider.inspect.heads import head_card
 
 HEADS = [name for name, method in draft.methods().items() if issubclass(method, HeadDrafter)]
 PROMPTS = [{"prompt_token_ids": [3, 1, 4, 1, 5 + i]} for i in range(3)]
@@ -32,10 +32,10 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     return LLM(toy_target(tmp_path_factory.mktemp("toy")), dtype="float32")
 
 
-def proposed(llm: LLM, drafter: Drafter) -> list[list[Guesses]]:
+def proposed(llm: LLM, drafter: Drafter) -> list[list[DraftTree]]:
     """The trees of every step of some texts."""
     llm.engine.use(drafter, SpeculativeOptions.of({"method": "off"}))
-    drafter, trees, propose = llm.engine.drafter, list[list[Guesses]](), drafter.propose
+    drafter, trees, propose = llm.engine.drafter, list[list[DraftTree]](), drafter.propose
     depth = drafter.depth
     llm.engine.controller.budget = lambda batch: [  # type: ignore[method-assign]
         Budget(min(depth, row.remaining - 1) * emits, drafter.size(depth))
@@ -74,7 +74,7 @@ def test_a_packed_file_drafts_what_weights_quantised_while_loading_do(
         folder = save_head(tmp_path, {**config, "quantization_config": scheme(8)}, packed(once.items(), 8))
         found = Head.open(folder)
         kind.check(found)
-        assert any(isinstance(found.tensors.weight(name), Quantised) for name in found)
+        assert any(isinstance(found.tensors.weight(name), QuantizedWeight) for name in found)
         assert {name: found.shape(name) for name in found} == {
             name: tuple(t.shape) for name, t in once.items()
         }
@@ -95,7 +95,7 @@ def test_four_bits_are_read_too(toy: LLM, tmp_path: Path) -> None:
     )
     head = Head.open(folder)
     weight = head.weight("hydra_mlp.0.0.res_connection", HIDDEN, 2 * HIDDEN)
-    assert isinstance(weight, Quantised) and weight.bits == 4
+    assert isinstance(weight, QuantizedWeight) and weight.bits == 4
     whole = network.state_dict()["hydra_mlp.0.0.res_connection.weight"]
     assert (weight.dense() - whole).abs().max() < 0.15 * whole.abs().max()
     assert torch.equal(head.raw("hydra_mlp.0.0.res_connection.weight"), weight.dense())

@@ -18,16 +18,16 @@ from helpers import Truth, answer, settled, tiny_checkpoint, tiny_prompts
 from torch import Tensor
 
 from outrider import LLM, SamplingParams
-from outrider.attention.plan import Plan
+from outrider.backends.candidates import Candidates, Found
 from outrider.cache.pool import Pool
+from outrider.checkpoints.heads import Head
 from outrider.config import SpeculativeOptions
-from outrider.draft.base import Target
+from outrider.core.step_input import StepInput
+from outrider.core.types import FINAL, Batch, Budget, Draft, Row
+from outrider.drafting.base import Target
 from outrider.heads.choose import Chooser
-from outrider.heads.files import Head
 from outrider.heads.recurrent import Recurrent, RecurrentOptions, Turn
 from outrider.heads.sample import read
-from outrider.kernels.tree import Candidates, Found
-from outrider.types import FINAL, Batch, Budget, Draft, Row
 
 WIDE = 32  # of a pair in the pool
 SMALL: dict[str, dict[str, Any]] = {"dynamic": {"top_k": 2, "nodes": 6}, "chain": {}}  # options of a tree
@@ -48,7 +48,7 @@ class Net:
     def again(self, o: Tensor) -> Tensor:
         return o
 
-    def forward(self, plan: Plan, pool: Pool, g: Tensor) -> Tensor:
+    def forward(self, plan: StepInput, pool: Pool, g: Tensor) -> Tensor:
         key = torch.zeros(plan.length, 1, WIDE)
         key[:, 0, 0], key[:, 0, 1] = plan.positions.float(), plan.ids.float()
         pool.write(0, 0, plan.slots, key)
@@ -109,15 +109,15 @@ class Listening(Recurrent):
 
     def _catch_up(self, turns: Sequence[Turn]) -> Tensor:
         for turn in turns:
-            row, pile, states = turn.row, turn.pile, torch.cat(turn.pile.states)
-            for i, t in enumerate(range(pile.first, pile.end)):
+            row, pending_states, states = turn.row, turn.pending_states, torch.cat(turn.pending_states.states)
+            for i, t in enumerate(range(pending_states.first, pending_states.end)):
                 self.log.turns[row].append((self.log.lives[row], t, row.tokens[t + 1], states[i]))
         out = super()._catch_up(turns)
         for turn in turns:
             if turn.tree is not None:
                 self.guessed += 1
                 if self.whole:
-                    self.look(turn.row, turn.pile.end + 1)
+                    self.look(turn.row, turn.pending_states.end + 1)
         return out
 
     def look(self, row: Row, count: int) -> None:
@@ -271,7 +271,7 @@ def test_rows_that_do_not_guess(checkpoint: str, plain: LLM) -> None:
     def counting(commit: Any) -> None:
         nonlocal most
         observe(commit)
-        most = max(most, *(pile.count for pile in drafter.piles.values()))
+        most = max(most, *(pending_states.count for pending_states in drafter.piles.values()))
 
     drafter.observe = counting  # type: ignore[method-assign]
     run(llm, prompts, params)
@@ -292,7 +292,7 @@ def test_a_pair_whose_slot_is_not_there_waits(checkpoint: str, plain: LLM) -> No
 
     def watched(turns: Sequence[Turn]) -> Tensor:
         for turn in turns:
-            assert turn.row.table is not None and turn.row.table.room > turn.pile.end, (
+            assert turn.row.table is not None and turn.row.table.room > turn.pending_states.end, (
                 "a pair beside a token that has no slot"
             )
         return catch_up(turns)
@@ -363,7 +363,7 @@ def test_a_shift_would_be_seen(checkpoint: str, plain: LLM, monkeypatch: pytest.
     llm, drafter = put_to_work(checkpoint, plain, prompts, params)
     forward = drafter.net.forward
 
-    def shifted(plan: Plan, pool: Pool, g: Tensor) -> Tensor:
+    def shifted(plan: StepInput, pool: Pool, g: Tensor) -> Tensor:
         return forward(plan, pool, g.roll(1, 0))
 
     monkeypatch.setattr(drafter.net, "forward", shifted)

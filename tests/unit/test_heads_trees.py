@@ -18,17 +18,17 @@ from rows import make_row, proper
 from torch import Tensor
 
 from outrider import LLM, SamplingParams, draft
-from outrider.attention.plan import Plan
+from outrider.backends.base import kernels_for
 from outrider.config import SpeculativeOptions
+from outrider.core.step_input import StepInput
+from outrider.core.types import ROOT, Batch, Budget, Draft, DraftTree, Row
 from outrider.draft.layerskip import LayerSkip
 from outrider.draft.union import Union
 from outrider.heads.base import HeadDrafter
 from outrider.heads.choose import Chooser
-from outrider.heads.dynamic import Drawn, Dynamic, Growing, Static
 from outrider.heads.templates import EAGLE, MEDUSA, paths
-from outrider.kernels import kernels_for
+from outrider.heads.trees import Drawn, Dynamic, Growing, Static
 from outrider.sampling.sampler import Sampler
-from outrider.types import ROOT, Batch, Budget, Draft, Guesses, Row
 
 V = 7
 TABLE = array("i", range(1000, 1400))  # slots are no positions
@@ -50,15 +50,15 @@ def chooser() -> Chooser:
 CHOOSE = chooser()
 
 
-def grow(tree: Growing, seed: int, nodes: int) -> Guesses:
+def grow(tree: Growing, seed: int, nodes: int) -> DraftTree:
     """As a drafter does; every row that goes through the head sits in a guess's slot, below its parent, and no slot is used twice."""
     at: list[tuple[int, ...]] = [()]  # token paths of the rows of the last forward
     used: set[int] = set()
     for level in itertools.count():
         tree.take(CHOOSE, torch.stack([logits_of(seed, path) for path in at]))
         if not tree.sources:
-            return tree.guesses
-        plan, before = Plan(), at
+            return tree.draft_tree
+        plan, before = StepInput(), at
         tree.plan(plan)
         plan.build()
         tips = tree.tips
@@ -82,7 +82,7 @@ def row_at(temperature: float) -> Row:
     return row
 
 
-def said(tree: Guesses) -> list[tuple[int, ...]]:
+def said(tree: DraftTree) -> list[tuple[int, ...]]:
     found: list[tuple[int, ...]] = []
     for token, parent in zip(tree.tokens, tree.parents):
         found.append((*(found[parent] if parent != ROOT else ()), token))
@@ -116,7 +116,7 @@ def test_a_dynamic_tree_is_the_likeliest_of_all(seed: int, nodes: int, depth: in
     while growing.sources:
         growing.take(CHOOSE, torch.stack([logits_of(seed, path) for path in at]))
         at = [tuple(path) for path, _ in growing.tips]
-    tree = growing.guesses
+    tree = growing.draft_tree
     candidates: list[tuple[int, ...]] = []
     layer: list[tuple[int, ...]] = [()]
     for _ in range(depth):

@@ -21,10 +21,10 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 from outrider import LLM, CapacityError, ConfigError, LoRARequest, ModelError, RequestError, SamplingParams
-from outrider.heads.files import builtin
-from outrider.models import gguf
+from outrider.checkpoints import gguf
+from outrider.checkpoints.heads import builtin
+from outrider.checkpoints.validate import MAX_DEPTH, MAX_HEAD_DIM, read_json
 from outrider.models.decoder import rotations
-from outrider.models.validate import MAX_DEPTH, MAX_HEAD_DIM, read_json
 
 DEEP = "<nested too deeply>"
 NASTY: list[Any] = [

@@ -12,12 +12,12 @@ from hydras import CONFIG, engine, judged, naive, overhear, prompts, tensors, to
 from toys import LAYERS, acceptance, samples, save_head, teach
 
 from outrider import LLM, SamplingParams
+from outrider.core.types import FINAL, DraftTree
 from outrider.draft.hydra import PILE, Hydra
 from outrider.draft.hydra.network import Network
 from outrider.heads.ranks import ranks_of
 from outrider.heads.sample import Outer, read
 from outrider.heads.templates import MEDUSA, paths
-from outrider.types import FINAL, Guesses
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ def test_few_bits_say_nearly_the_same(toy: LLM, target: str, tmp_path: Path) -> 
 
 def test_the_whole_published_tree_is_guessed(target: str, tmp_path: Path) -> None:
     llm = engine(target, save_head(tmp_path, CONFIG, tensors(), "hydra_lm_head.pt"), nodes=63)
-    trees: list[Guesses] = []
+    trees: list[DraftTree] = []
     observe = llm.engine.drafter.observe
     llm.engine.drafter.observe = lambda commit: (trees.extend(commit.draft.trees), observe(commit))  # type: ignore[method-assign]
     llm.generate(prompts(1), SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
@@ -142,7 +142,7 @@ def test_states_do_not_pile_up(target: str, tmp_path: Path) -> None:
     def observing(commit: Any) -> None:
         nonlocal most
         observe(commit)
-        most = max([most, *(pile.count for pile in drafter.piles.values())])
+        most = max([most, *(pending_states.count for pending_states in drafter.piles.values())])
 
     drafter.observe = observing
     (out,) = llm.generate(

@@ -15,13 +15,14 @@ import torch
 from helpers import walk
 from torch import Tensor
 
-from outrider.attention.plan import Plan
+from outrider.backends.base import ScoreModifier, kernels_for
+from outrider.backends.cpu import kernels as cpu
+from outrider.backends.cpu.kernels import CpuKernels
+from outrider.backends.torch.kernels import TorchKernels
 from outrider.cache.pool import Pool
-from outrider.kernels import Bend, cpu, kernels_for
-from outrider.kernels.cpu import CpuKernels
-from outrider.kernels.reference import TorchKernels
+from outrider.checkpoints.hub import Checkpoint
+from outrider.core.step_input import StepInput
 from outrider.models.decoder import Decoder
-from outrider.models.hub import Checkpoint
 from outrider.models.selftest import bit_exact
 
 CPU = torch.device("cpu")
@@ -113,7 +114,7 @@ def test_linear_writes_nothing_past_its_outputs(dtype: torch.dtype) -> None:
 def test_embed_reads_rows_of_a_packed_weight(inputs: int, outputs: int, dtype: torch.dtype) -> None:
     kernels, weight = c_kernels(dtype), torch.randn(outputs, inputs)
     ids = torch.randint(outputs, (11,))
-    plan = Plan()
+    plan = StepInput()
     plan.chain(array("i", range(11)), 0, ids.tolist())
     assert torch.equal(kernels.embed(kernels.pack(weight), plan.build()), weight.to(dtype).float()[ids])
 
@@ -133,9 +134,9 @@ def test_small_kernels(n: int, width: int) -> None:
 # ---- attention
 
 
-def random_plan(rng: random.Random, rows: int = 3) -> Plan:
+def random_plan(rng: random.Random, rows: int = 3) -> StepInput:
     """Chains, chunks and trees of several requests over scattered slots, no slot twice."""
-    plan, slots = Plan(), list(range(SLOTS))
+    plan, slots = StepInput(), list(range(SLOTS))
     rng.shuffle(slots)
     for _ in range(rows):
         length, nodes = rng.randint(1, 35), rng.randint(0, 9)
@@ -207,9 +208,14 @@ def test_attend(heads: int, kv_heads: int, head_dim: int, window: int, dtype: to
         near(c_kernels(dtype).attend(wide, spec, plan, pool, 1, head_dim**-0.5, window), expected)
 
 
-def bends() -> list[Bend]:
+def bends() -> list[ScoreModifier]:
     slopes, sinks = torch.rand(4), torch.randn(4)
-    return [Bend(cap=3.0), Bend(slopes=slopes), Bend(sinks=sinks), Bend(2.0, slopes, sinks)]
+    return [
+        ScoreModifier(cap=3.0),
+        ScoreModifier(slopes=slopes),
+        ScoreModifier(sinks=sinks),
+        ScoreModifier(2.0, slopes, sinks),
+    ]
 
 
 @needs_c
@@ -217,25 +223,25 @@ def bends() -> list[Bend]:
 @pytest.mark.parametrize("which", range(4))
 @pytest.mark.parametrize("window", [0, 5])
 def test_attend_with_bent_scores(which: int, window: int, dtype: torch.dtype) -> None:
-    spec, bend = heads_of(4, 2, 24), bends()[which]
+    spec, modifier = heads_of(4, 2, 24), bends()[which]
     pool, _ = pools(spec, dtype)
     for seed in range(3):
         plan = random_plan(random.Random(seed))
         q = torch.randn(plan.length, 4, 24) * 2
         wide = torch.nn.functional.pad(q, (0, pool.width - 24)).contiguous()
-        expected = TorchKernels(CPU, torch.float32).attend(q, spec, plan, pool, 1, 0.5, window, bend)
-        near(c_kernels(dtype).attend(wide, spec, plan, pool, 1, 0.5, window, bend), expected)
+        expected = TorchKernels(CPU, torch.float32).attend(q, spec, plan, pool, 1, 0.5, window, modifier)
+        near(c_kernels(dtype).attend(wide, spec, plan, pool, 1, 0.5, window, modifier), expected)
 
 
 @pytest.mark.parametrize("which", range(4))
 def test_bent_scores_are_the_definition(which: int) -> None:
-    spec, window, bend = heads_of(4, 2, 16), 6, bends()[which]
+    spec, window, modifier = heads_of(4, 2, 16), 6, bends()[which]
     pool, _ = pools(spec, torch.float32)
     plan = random_plan(random.Random(5))
     q = torch.randn(plan.length, 4, 16)
     got = (
         TorchKernels(CPU, torch.float32)
-        .attend(q, spec, plan, pool, 0, 0.25, window, bend)
+        .attend(q, spec, plan, pool, 0, 0.25, window, modifier)
         .view(plan.length, 4, 16)
     )
     for table, first, count in plan.segments:
@@ -244,11 +250,11 @@ def test_bent_scores_are_the_definition(which: int) -> None:
             for head in range(4):
                 k, v = pool.data[0, 0, keys, head // 2, :16], pool.data[0, 1, keys, head // 2, :16]
                 scores = (k @ q[row, head]) * 0.25
-                if bend.cap:
-                    scores = (scores / bend.cap).tanh() * bend.cap
-                if bend.slopes is not None:
-                    scores = scores - bend.slopes[head] * torch.arange(len(keys) - 1, -1, -1)
-                weight, extra = scores.exp(), 0.0 if bend.sinks is None else bend.sinks[head].exp()
+                if modifier.cap:
+                    scores = (scores / modifier.cap).tanh() * modifier.cap
+                if modifier.slopes is not None:
+                    scores = scores - modifier.slopes[head] * torch.arange(len(keys) - 1, -1, -1)
+                weight, extra = scores.exp(), 0.0 if modifier.sinks is None else modifier.sinks[head].exp()
                 near(got[row, head], weight @ v / (weight.sum() + extra))
 
 
@@ -304,7 +310,7 @@ def test_small_kernels_rows_are_independent() -> None:
 
 
 def forward(decoder: Decoder, pool: Pool, table: array[int], start: int, tokens: list[int]) -> Tensor:
-    plan = Plan()
+    plan = StepInput()
     plan.chain(table, start, tokens)
     return decoder.forward(plan.build(), pool)
 
@@ -350,7 +356,7 @@ def test_a_whole_decoder_gives_the_same_bits_one_by_one_in_chunks_and_in_a_tree(
 
 def check_tree(decoder: Decoder, tokens: list[int], known: int, expected: Tensor, rng: random.Random) -> None:
     table = array("i", rng.sample(range(128), 128))
-    plan, pool, at = Plan(), decoder.pool(128), list(range(known))
+    plan, pool, at = StepInput(), decoder.pool(128), list(range(known))
     plan.chain(table, 0, tokens[:known])
     path: list[int] = []
     free = [int(s) for s in table[known:]]
@@ -371,7 +377,7 @@ def test_several_requests_in_one_forward_do_not_touch_each_other(dtype: torch.dt
     texts = [[rng.randrange(300) for _ in range(length)] for length in (1, 7, 20, 3)]
     slots = rng.sample(range(160), 160)
     tables = [array("i", [slots.pop() for _ in range(32)]) for _ in texts]
-    plan, pool = Plan(), decoder.pool(160)
+    plan, pool = StepInput(), decoder.pool(160)
     for table, text in zip(tables, texts):
         plan.chain(table, 0, text)
     together = decoder.forward(plan.build(), pool)

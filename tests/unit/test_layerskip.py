@@ -17,15 +17,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from outrider import LLM, ConfigError
-from outrider.attention.plan import Plan
+from outrider.backends.base import Chain
+from outrider.backends.chain import StopRule
+from outrider.checkpoints.hub import Checkpoint
+from outrider.core.params import DistributionParams
+from outrider.core.step_input import StepInput
 from outrider.draft.layerskip.confidence import Exit, siblings_at
 from outrider.draft.layerskip.search import Search
 from outrider.draft.layerskip.sets import PUBLISHED, Skip, known, named
-from outrider.kernels import Chain
-from outrider.kernels.chain import Halt
 from outrider.models.decoder import Decoder
-from outrider.models.hub import Checkpoint
-from outrider.sampling.params import Law
 
 LAYERS = 4
 SETS = [((1,), ()), ((), (0, 2)), ((0, 3), (3,)), ((1, 2), (1, 2)), ((1, 2, 3), (1, 2, 3)), ((0, 1), (0, 1))]
@@ -54,8 +54,8 @@ def decoder(load: Load) -> Decoder:
     return load()
 
 
-def plan_of(start: int, tokens: list[int]) -> Plan:
-    plan = Plan()
+def plan_of(start: int, tokens: list[int]) -> StepInput:
+    plan = StepInput()
     plan.chain(TABLE, start, tokens)
     return plan.build()
 
@@ -116,15 +116,15 @@ def test_a_chain_tells_its_states_and_stops_at_its_floor(checkpoint: Make) -> No
         Checkpoint.open(str(checkpoint(num_hidden_layers=LAYERS))), torch.float32, torch.device("cpu"), 64
     )
     tables = [array("i", range(20 * i, 20 * i + 20)) for i in range(3)]
-    law, blocks = Law(temperature=0.0), decoder.without((1,), (2,))
+    law, blocks = DistributionParams(temperature=0.0), decoder.without((1,), (2,))
 
     def run(which: list[int], floors: list[float]) -> tuple[list[list[int]], torch.Tensor]:
-        plan, pool = Plan(), decoder.pool(64)
+        plan, pool = StepInput(), decoder.pool(64)
         for i in which:
             plan.chain(tables[i], 0, [5, 9, 30 + i])
         states = torch.zeros(len(which), 4, decoder.spec.hidden)
         chains = [Chain(3 * at + 2, 4 - i, law, 0, floor) for at, (i, floor) in enumerate(zip(which, floors))]
-        found = decoder.chain(plan.build(), pool, chains, 300, Halt(), blocks, states)
+        found = decoder.chain(plan.build(), pool, chains, 300, StopRule(), blocks, states)
         assert found is not None
         return found[0], states
 
@@ -141,7 +141,7 @@ def test_a_chain_tells_its_states_and_stops_at_its_floor(checkpoint: Make) -> No
 
 def test_a_plan_of_some_rows() -> None:
     other, adapter = array("i", range(40, 60)), object()
-    whole = Plan()
+    whole = StepInput()
     whole.chain(TABLE, 2, [5, 6])
     whole.node(TABLE, 4, [9, 11], 7)
     whole.chain(other, 0, [1, 2, 3])
@@ -309,8 +309,8 @@ def test_candidates_leave_the_outer_layers_alone() -> None:
 
 def test_past_trials_make_better_suggestions_than_chance() -> None:
     """Sublayers are worth something each: a suggestion after 60 random trials beats nearly all of them."""
-    dice, search = random.Random(3), searching(bayes_interval=1000)
-    value = [dice.random() for _ in range(24)]
+    random_streams, search = random.Random(3), searching(bayes_interval=1000)
+    value = [random_streams.random() for _ in range(24)]
     for _ in range(60):
         skip = search.suggest()
         search.learn(skip, worth(search, skip, value))

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from rows import make, make_row, proper, walked
 
 from outrider import LLM, ConfigError, SamplingParams
-from outrider.attention.plan import Plan
+from outrider.core.step_input import StepInput
+from outrider.core.types import ROOT, Batch, Budget, Commit, DraftTree, Verdict
 from outrider.draft import lookahead
 from outrider.draft.lookahead import Lookahead, Pool, Window
 from outrider.engine.runner import add_row
-from outrider.types import ROOT, Batch, Budget, Commit, Guesses, Verdict
 
 SHAPES = [(1, 2), (1, 4), (2, 3), (4, 2), (3, 5), (5, 4)]
 
@@ -27,11 +27,11 @@ def answer(text: tuple[int, ...]) -> int:
     return sum((i + 3) * token for i, token in enumerate(text[-3:])) % 13
 
 
-def path_of(tree: Guesses, node: int) -> tuple[int, ...]:
+def path_of(tree: DraftTree, node: int) -> tuple[int, ...]:
     return () if node == ROOT else (*path_of(tree, tree.parents[node]), tree.tokens[node])
 
 
-def only_guesses(tree: Guesses) -> Guesses:
+def only_guesses(tree: DraftTree) -> DraftTree:
     return tree.only(range(tree.size))
 
 
@@ -41,7 +41,7 @@ class Steps:
     def __init__(self, drafter: Lookahead, tokens: list[int]) -> None:
         self.drafter, self.row = drafter, make_row(tokens)
 
-    def propose(self, budget: Budget | None = None) -> Guesses:
+    def propose(self, budget: Budget | None = None) -> DraftTree:
         depth = self.drafter.depth
         self.batch, budget = (
             Batch([self.row], [len(self.row.tokens) - 1], [1], [True]),
@@ -145,7 +145,7 @@ def test_an_element_sees_what_the_published_mask_shows_it(window: int, level: in
         levels = drafter.rows[row].window.levels
         table = array("i", [(7 * i + 3) % 211 for i in range(end + len(tree.tokens))])
         row.table = type("Table", (), {"slots": table})()
-        plan = Plan()
+        plan = StepInput()
         add_row(plan, row, end - 1, end, tree)
         plan.build()
         at = end + tree.size  # in the table: level 0 without the root, then the other levels

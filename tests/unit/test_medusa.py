@@ -27,13 +27,13 @@ from medusa_heads import (
 from toys import HIDDEN, V, save_head, toy_target
 
 from outrider import LLM, SamplingParams
+from outrider.checkpoints.heads import Head
 from outrider.config import SpeculativeOptions
 from outrider.draft import detect
 from outrider.draft.medusa import Medusa
 from outrider.draft.medusa.layouts import exported
 from outrider.draft.medusa.network import Network
 from outrider.errors import ConfigError, ModelError
-from outrider.heads.files import Head
 from outrider.heads.sample import Outer
 
 

@@ -15,19 +15,19 @@ from torch import Tensor
 from toys import HIDDEN, V, acceptance, save_head, teach, toy_target
 
 from outrider import LLM, SamplingParams
+from outrider.checkpoints.heads import Head
 from outrider.config import SpeculativeOptions
-from outrider.draft.base import Drafter
+from outrider.core.noise import gumbel, key_of
+from outrider.core.types import FINAL, NOTHING, ROOT, Batch, Budget, Draft, DraftTree, Row
 from outrider.draft.medusa import Medusa
 from outrider.draft.medusa.layouts import exported
 from outrider.draft.medusa.network import Network
 from outrider.draft.medusa.packed import Packed
 from outrider.draft.medusa.trees import grown
 from outrider.draft.union import Union
-from outrider.heads.files import Head
+from outrider.drafting.base import Drafter
 from outrider.heads.sample import Outer, Sample, read
 from outrider.heads.templates import MEDUSA, paths
-from outrider.sampling.noise import gumbel, key_of
-from outrider.types import FINAL, NOTHING, ROOT, Batch, Budget, Draft, Guesses, Row
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,7 @@ def test_drawn_guesses_have_the_law(toy: LLM, tmp_path: Path) -> None:
             "verification": "rejection",
         }
     )
-    heard: dict[tuple[int, ...], list[Guesses]] = {}
+    heard: dict[tuple[int, ...], list[DraftTree]] = {}
     for seed in range(300):
         tokens, tree = listened(llm, [5, 6], temperature=0.7, top_k=2, seed=seed, max_tokens=4)[0]
         heard.setdefault(tuple(tokens), []).append(tree)
@@ -167,7 +167,7 @@ def test_own_tree_follows_what_is_right(toy: LLM, tmp_path: Path) -> None:
     assert drafter.memory.best(8, 3, None)[:3] != chain
     for _ in range(150):
         order = drafter.memory.best(8, 3, None)
-        tree = Guesses(
+        tree = DraftTree(
             list(range(len(order))),
             [order.index(p[:-1]) if len(p) > 1 else ROOT for p in order],
             [0.5] * len(order),
@@ -296,7 +296,7 @@ def test_a_rank_is_credited_with_its_own_guess_in_a_union(toy: LLM, monkeypatch:
             ends = [len(row.tokens) for row in batch.rows]
             return Draft(
                 [
-                    Guesses.chain(truth[end : end + 2], [1.0] * 2) if b.nodes > 1 else NOTHING
+                    DraftTree.chain(truth[end : end + 2], [1.0] * 2) if b.nodes > 1 else NOTHING
                     for end, b in zip(ends, budgets)
                 ]
             )

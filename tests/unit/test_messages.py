@@ -11,7 +11,7 @@ from helpers import tiny_checkpoint
 from tokenizers.processors import TemplateProcessing
 
 from outrider import LLM, RequestError, SamplingParams
-from outrider.engine.template import render
+from outrider.engine.chat_template import render
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 TEMPLATE = (

@@ -18,12 +18,12 @@ from torch import Tensor
 from toys import HIDDEN, V, save_head, toy_target
 
 from outrider import LLM, ConfigError, ModelError, SamplingParams, draft
+from outrider.backends.torch.sampling import pick
+from outrider.checkpoints.heads import Head
+from outrider.core.noise import key_of
+from outrider.core.params import DistributionParams
+from outrider.core.types import ROOT, Batch, Budget, DraftTree, Row
 from outrider.draft.mlp_speculator import MlpSpeculator
-from outrider.heads.files import Head
-from outrider.sampling.noise import key_of
-from outrider.sampling.params import Law
-from outrider.sampling.reference import pick
-from outrider.types import ROOT, Batch, Budget, Guesses, Row
 
 INNER, STEPS = 96, 3
 GATES = ("forget", "input", "output", "cell")
@@ -274,7 +274,7 @@ def test_few_bits(quantization: str, name: str, llm: LLM, tmp_path: Path) -> Non
 
 def told(
     drafter: MlpSpeculator, states: Sequence[Tensor], rows: Sequence[Row], budgets: Sequence[Budget]
-) -> list[Guesses]:
+) -> list[DraftTree]:
     """What it guesses for rows whose last states these are."""
     for row, f in zip(rows, states):
         drafter.last[row] = len(row.tokens) - 1, f[None]
@@ -289,11 +289,11 @@ def told(
 
 def row_at(temperature: float, last: int = 9, seed: int = 0) -> Row:
     row = make_row([3, 1, 4, last], 3)
-    row.law, row.seed = Law(temperature=temperature), seed
+    row.law, row.seed = DistributionParams(temperature=temperature), seed
     return row
 
 
-def paths_of(tree: Guesses) -> Iterator[tuple[int, ...]]:
+def paths_of(tree: DraftTree) -> Iterator[tuple[int, ...]]:
     """The tokens that lead to each node, its own at the end."""
     known: dict[int, tuple[int, ...]] = {ROOT: ()}
     for i, (token, parent) in enumerate(zip(tree.tokens, tree.parents)):

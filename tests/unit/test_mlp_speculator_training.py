@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from toys import HIDDEN, V, acceptance, samples, save_head, teach, toy_target
 
 from outrider import LLM, ConfigError, SamplingParams
+from outrider.checkpoints.heads import Head
+from outrider.core.types import FINAL, ROOT
 from outrider.draft.mlp_speculator import MlpSpeculator
 from outrider.draft.mlp_speculator.layouts import exported
 from outrider.draft.mlp_speculator.network import Lstm, Network, Rnn, Speculator
 from outrider.draft.mlp_speculator.tree import Tree
-from outrider.heads.files import Head
 from outrider.heads.sample import Outer, Sample, read
-from outrider.types import FINAL, ROOT
 
 INNER = 64
 GATES = ("forget", "input", "output", "cell")

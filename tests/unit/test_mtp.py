@@ -15,14 +15,14 @@ from torch import Tensor
 from toys import HIDDEN, LAYERS, V, acceptance, samples, save_head, teach, toy_target
 
 from outrider import LLM, SamplingParams
-from outrider.attention.plan import Plan
+from outrider.core.step_input import StepInput
+from outrider.core.types import FINAL, ROOT, Batch, Budget, Draft, DraftTree
 from outrider.draft import detect
 from outrider.draft.mtp import Mtp
 from outrider.draft.mtp.layouts import exported
 from outrider.draft.mtp.network import Network
 from outrider.errors import ModelError
 from outrider.heads.sample import Outer, read
-from outrider.types import FINAL, ROOT, Batch, Budget, Draft, Guesses
 
 STEPS = 60  # of training
 
@@ -40,7 +40,7 @@ def test_every_layout_is_the_same_layer(toy: LLM, tmp_path: Path, kind: str, fil
     assert detect(folder) == "mtp"
     drafter = Mtp(Mtp.Options(model=folder), toy.engine.target)
     ids, f, outer = [5, 9, 400, 3, 77, 12, 8], torch.randn(7, HIDDEN), Outer.of(toy.engine.decoder)
-    plan, pool = Plan(), drafter.net.pool(64)
+    plan, pool = StepInput(), drafter.net.pool(64)
     plan.chain(array("i", range(1, 40)), 0, ids)
     out = drafter.net.forward(plan.build(), pool, drafter.net.enter(f))
     expected = naive(w, 0, outer.embedding[ids], f, paired=kind == "ernie")
@@ -79,9 +79,9 @@ def told(toy: LLM, w: dict[str, Tensor], text: list[int], path: list[int]) -> Te
     return (said[-1] @ outer.lm_head.double().T).softmax(-1)
 
 
-def listened(llm: LLM) -> list[tuple[list[int], Guesses]]:
+def listened(llm: LLM) -> list[tuple[list[int], DraftTree]]:
     """What the drafter guesses from now on: the row's tokens, and the tree."""
-    drafter, heard = llm.engine.drafter, list[tuple[list[int], Guesses]]()
+    drafter, heard = llm.engine.drafter, list[tuple[list[int], DraftTree]]()
     propose = drafter.propose
 
     def listening(batch: Batch, budgets: list[Budget]) -> Draft:
@@ -214,7 +214,7 @@ def test_a_shift_is_caught(toy: LLM, taught: str, monkeypatch: pytest.MonkeyPatc
     """Pairs of a state and the token before the one that was said from it."""
     import outrider.draft.mtp as mtp
 
-    class Shifted(Plan):
+    class Shifted(StepInput):
         def chain(self, table: Any, start: int, tokens: Any, shift: int = 0) -> None:
             super().chain(table, start, [7, *list(tokens)[:-1]], shift)
 
@@ -235,7 +235,7 @@ def test_an_export_is_read_back(toy: LLM, tmp_path: Path, layout: str) -> None:
         layout != "mimo" or "model.mtp_layers.0.self_attn.q_proj.bias" in out
     )
     ids, f = [5, 9, 400], torch.randn(3, HIDDEN)
-    plan = Plan()
+    plan = StepInput()
     plan.chain(array("i", range(1, 40)), 0, ids)
     with torch.no_grad():
         again, normed = network(Outer.of(toy.engine.decoder).embedding[ids], f)

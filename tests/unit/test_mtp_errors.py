@@ -10,10 +10,10 @@ from layers import stored, tensors
 from toys import LAYERS, save_head, toy_target
 
 from outrider import LLM
+from outrider.core.types import FINAL
 from outrider.draft import detect
 from outrider.draft.mtp import Mtp
 from outrider.errors import ConfigError, ModelError
-from outrider.types import FINAL
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider import ConfigError, SamplingParams
-from outrider.draft.ngram import Ngram, Seen
-from outrider.types import Batch, Budget, Commit, Row, Verdict
+from outrider.core.types import Batch, Budget, Commit, Row, Verdict
+from outrider.draft.ngram import ForwardOutput, Ngram
 
 
 def make_row(tokens: list[int]) -> Row:
@@ -44,7 +44,7 @@ def drafter(low: int = 2, high: int = 4) -> Ngram:
 
 def trust(method: Ngram, row: Row) -> None:
     """As if guesses for this row had been right before."""
-    method.seen.setdefault(row, Seen([-1] * (method.shortest - 1))).credit = 4
+    method.seen.setdefault(row, ForwardOutput([-1] * (method.shortest - 1))).credit = 4
 
 
 def test_the_longest_match_wins() -> None:

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider import SamplingParams
-from outrider.cache.slots import Cache
+from outrider.cache.pages import Cache
 from outrider.control.prefill import FIRST_CHUNK, REFRESH_STEPS, ChunkCost, PrefillBudget, PrefillPacer
+from outrider.core.types import Batch, Budget, Row, Verdict
 from outrider.engine.scheduler import Scheduler
-from outrider.types import Batch, Budget, Row, Verdict
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,15 @@ import torch
 from test_kernels import LAYOUTS, SLOTS, c_kernels, heads_of, near, needs_c, pools, random_plan, two_threads
 from torch import Tensor
 
-from outrider.attention.plan import Plan
+from outrider.backends.cpu import build, structs
+from outrider.backends.cpu import kernels as cpu
+from outrider.backends.torch.kernels import TorchKernels
 from outrider.cache.pool import Pool
-from outrider.kernels import build, cpu, structs
-from outrider.kernels.quantised import Quantised, join
-from outrider.kernels.reference import TorchKernels
+from outrider.checkpoints.hub import Checkpoint, Weights
+from outrider.checkpoints.quantize import quantize
+from outrider.core.quantized import QuantizedWeight, join
+from outrider.core.step_input import StepInput
 from outrider.models.decoder import Decoder
-from outrider.models.hub import Checkpoint, Weights
-from outrider.models.quantise import quantise
 
 CPU = torch.device("cpu")
 FORMS = [
@@ -43,12 +44,12 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-def some(outputs: int, inputs: int, bits: int = 8, offsets: bool = False, group: int = 32) -> Quantised:
+def some(outputs: int, inputs: int, bits: int = 8, offsets: bool = False, group: int = 32) -> QuantizedWeight:
     """Random numbers of the whole range; scales and offsets that half precision holds, some of them negative."""
     least, groups = -(2 ** (bits - 1)), inputs // group
     values = torch.randint(least, -least, (outputs, inputs), dtype=torch.int8)
     scales = (torch.randn(outputs, groups) * 0.01).half().float()
-    return Quantised(
+    return QuantizedWeight(
         values, scales, torch.randn(outputs, groups).half().float() if offsets else None, bits, group
     )
 
@@ -60,8 +61,8 @@ def rounded(x: Tensor, group: int) -> Tensor:
     return ((parts.double() * (127 / top).double()).round() * (top / 127).double()).flatten(1)
 
 
-def ids_plan(ids: list[int]) -> Plan:
-    plan = Plan()
+def ids_plan(ids: list[int]) -> StepInput:
+    plan = StepInput()
     plan.chain(array("i", range(len(ids))), 0, ids)
     return plan.build()
 
@@ -90,10 +91,10 @@ def test_linear(outputs: int, bits: int, offsets: bool, group: int) -> None:
 def test_what_rounding_costs(bits: int, most: float) -> None:
     """Activations in 8 bits add about as much as weights in 8 bits do, and next to nothing to weights in 4."""
     weight, x = torch.randn(200, 384), torch.randn(32, 384)
-    few, kernels = quantise(weight, bits), c_kernels(torch.float32)
+    few, kernels = quantize(weight, bits), c_kernels(torch.float32)
     exact, kept = (
         x.double() @ weight.double().T,
-        few.dense().double() if isinstance(few, Quantised) else weight,
+        few.dense().double() if isinstance(few, QuantizedWeight) else weight,
     )
     got = kernels.linear(x, kernels.pack(few)).double()
     assert (got - exact).norm() < most * exact.norm()
@@ -112,7 +113,7 @@ def test_groups_that_the_vectors_cannot_follow_are_widened() -> None:
 def test_scales_of_any_size(size: float) -> None:
     """Half precision alone would lose them below 1e-7 and above 65504."""
     weight, x = some(40, 64), torch.randn(3, 64)
-    weight = Quantised(weight.values, weight.scales * size, None, 8, 32)
+    weight = QuantizedWeight(weight.values, weight.scales * size, None, 8, 32)
     kernels = c_kernels(torch.float32)
     near(
         kernels.linear(x, kernels.pack(weight)) / size,
@@ -239,8 +240,8 @@ def test_quantise(bits: int, error: float) -> None:
     weight = torch.randn(50, 128)
     weight[3, 32:64] = 0
     weight[5] *= 1e-6
-    few = quantise(weight, bits)
-    assert isinstance(few, Quantised) and (few.bits, few.group, few.offsets) == (bits, 32, None)
+    few = quantize(weight, bits)
+    assert isinstance(few, QuantizedWeight) and (few.bits, few.group, few.offsets) == (bits, 32, None)
     assert few.values.int().abs().max() <= 2 ** (bits - 1)
     for row in (0, 3, 5):
         assert (few.dense()[row] - weight[row]).norm() < error * weight[row].norm()
@@ -249,16 +250,16 @@ def test_quantise(bits: int, error: float) -> None:
 
 def test_quantise_leaves_what_is_no_whole_groups() -> None:
     weight = torch.randn(5, 40)
-    assert quantise(weight, 4) is weight
+    assert quantize(weight, 4) is weight
 
 
 def test_join_changes_no_number() -> None:
     parts = [some(3, 64, 4, False, 32), some(5, 64, 8, True, 64), some(2, 64, 4, True, 16)]
     whole = join(parts, torch.float32)
-    assert isinstance(whole, Quantised) and (whole.bits, whole.group) == (8, 16)
+    assert isinstance(whole, QuantizedWeight) and (whole.bits, whole.group) == (8, 16)
     assert torch.equal(whole.dense(), torch.cat([part.dense() for part in parts]))
     alike = join([some(3, 64, 4), some(5, 64, 4)], torch.float32)
-    assert isinstance(alike, Quantised) and (alike.bits, alike.group, alike.offsets) == (4, 32, None)
+    assert isinstance(alike, QuantizedWeight) and (alike.bits, alike.group, alike.offsets) == (4, 32, None)
     mixed = join([parts[0], torch.ones(2, 64)], torch.bfloat16)
     assert isinstance(mixed, Tensor) and mixed.dtype == torch.bfloat16 and mixed.shape == (5, 64)
 
@@ -271,7 +272,7 @@ def test_a_checkpoint_that_is_quantised_already(checkpoint: Any, monkeypatch: py
 
     def few(self: Weights, name: str, outputs: int, inputs: int) -> Any:
         weight = read(self, name, outputs, inputs)
-        return quantise(weight, 8)
+        return quantize(weight, 8)
 
     monkeypatch.setattr(Weights, "linear", few)
     decoder = Decoder(source, torch.float32, CPU, 64)

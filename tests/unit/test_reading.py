@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from vocabularies import byte_level, letters, sentencepiece, tiny_words
 
-from outrider.draft.draft_model.reading import NEUTRAL, Language, Reading
-from outrider.draft.draft_model.spelling import pieces
+from outrider.drafting.vocab.incremental import NEUTRAL, Language, Reading
+from outrider.drafting.vocab.spelling import pieces
 
 KINDS = pytest.mark.parametrize("kind", [byte_level, sentencepiece], ids=["byte_level", "sentencepiece"])
 TEXT = "It was the best of times, it was the worst of times;\n\nthe  end is near  and so on. " * 6
@@ -41,12 +41,12 @@ def test_what_tokens_say(kind: Any) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_a_text_that_grows_is_tokenised_as_if_it_had_been_there(kind: Any, seed: int) -> None:
     """In bits of every size: at each of them the ids are those of the whole text so far, and a step looks at the end of it only."""
-    dice, spoken = random.Random(seed), language(kind)
+    random_streams, spoken = random.Random(seed), language(kind)
     reading, at, looked = Reading(spoken, 6), 0, []
     tokens = spoken.tokens
     spoken.tokens = lambda text, *contexts: looked.append(len(text)) or tokens(text, *contexts)  # type: ignore[method-assign, func-returns-value]
     while at < len(TEXT):
-        size = dice.choice([1, 2, 3, 9, 30])
+        size = random_streams.choice([1, 2, 3, 9, 30])
         before, fixed = list(reading.ids), reading.fixed
         kept = reading.extend(TEXT[at : at + size].encode(), 1)
         at += size

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from rows import guess, make, make_row
 
 from outrider import LLM, ConfigError, SamplingParams
+from outrider.core.types import NOTHING, ROOT, Batch, Commit, Draft, DraftTree, Verdict
 from outrider.draft.recycle import PATHS, RANKS, Recycle
-from outrider.types import NOTHING, ROOT, Batch, Commit, Draft, Guesses, Verdict
 
 
 def taught(drafter: Recycle, following: dict[int, list[int]]) -> Recycle:
@@ -23,7 +23,7 @@ def taught(drafter: Recycle, following: dict[int, list[int]]) -> Recycle:
 
 
 def commit(
-    drafter: Recycle, tree: Guesses, tokens: list[int], accepted: list[int], topk: list[list[int]]
+    drafter: Recycle, tree: DraftTree, tokens: list[int], accepted: list[int], topk: list[list[int]]
 ) -> None:
     """A step of one row that decodes: it held `tokens`, and emits what it accepted and 999."""
     batch, said = (
@@ -82,7 +82,7 @@ def test_unknown_tokens_and_unlikely_paths_are_not_guessed() -> None:
 def test_what_the_target_saw_replaces_what_was_known() -> None:
     """At every node, accepted or not; and prompts put what they say first."""
     drafter = make(Recycle)
-    tree = Guesses([7, 8], [-1, -1], [0.5, 0.5])
+    tree = DraftTree([7, 8], [-1, -1], [0.5, 0.5])
     commit(drafter, tree, [1, 2], [1], [list(range(10, 18)), list(range(20, 28)), list(range(30, 38))])
     assert [drafter.memory.after(token).tolist()[0] for token in (1, 2, 7, 8)] == [-1, 10, 20, 30]
     chunk = Batch([make_row([2, 12, 2, 99, 5])], [0], [4], [False])

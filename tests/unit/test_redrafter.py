@@ -13,11 +13,11 @@ from torch import Tensor
 from toys import HIDDEN, V, save_head, toy_target
 
 from outrider import LLM, SamplingParams, draft
+from outrider.checkpoints.heads import Head
 from outrider.config import SpeculativeOptions
+from outrider.core.types import NOTHING, ROOT, Batch, Budget, DraftTree, Row
 from outrider.draft.redrafter import ReDrafter
 from outrider.draft.redrafter.network import Network
-from outrider.heads.files import Head
-from outrider.types import NOTHING, ROOT, Batch, Budget, Guesses, Row
 
 Tensors = dict[str, Tensor]
 TEXT = [3, 1, 4, 1, 5]
@@ -100,7 +100,7 @@ def seen(drafter: ReDrafter, row: Row, f: Tensor) -> Row:
     return row
 
 
-def prefixes(tree: Guesses) -> dict[tuple[int, ...], float]:
+def prefixes(tree: DraftTree) -> dict[tuple[int, ...], float]:
     """Path -> log of the product of confidences."""
     found: dict[int, tuple[tuple[int, ...], float]] = {ROOT: ((), 0.0)}
     for i, (token, parent, likely) in enumerate(zip(tree.tokens, tree.parents, tree.confidence)):
@@ -259,7 +259,7 @@ def test_a_limit_keeps_the_likeliest_prefixes(temperature: float, llm: LLM) -> N
 
 def test_noise_ranks_the_beams(llm: LLM) -> None:
     """The first level at a temperature: the best of log q plus the noise of the row's next position."""
-    from outrider.sampling.noise import gumbel, key_of
+    from outrider.core.noise import gumbel, key_of
 
     row, drafter = make_row(TEXT, len(TEXT) - 1), drafter_of(llm, beam_width=5, nodes=99)
     row.law = SamplingParams(temperature=0.8).law

@@ -13,11 +13,11 @@ from torch import Tensor
 from toys import HIDDEN, V, acceptance, save_head, teach, toy_target
 
 from outrider import LLM, ConfigError, ModelError, SamplingParams
+from outrider.core.types import FINAL, ROOT
 from outrider.draft.redrafter import ReDrafter
 from outrider.draft.redrafter.beams import Beams
 from outrider.draft.redrafter.network import Network
 from outrider.heads.sample import Outer, read
-from outrider.types import FINAL, ROOT
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from outrider import LLM, ConfigError, RequestError, SamplingParams
+from outrider.core.noise import mix
+from outrider.core.types import Budget, DraftTree, Row
 from outrider.errors import shortened
-from outrider.sampling.noise import mix
 from outrider.sampling.processors import BadWords, Ids
-from outrider.types import Budget, Guesses, Row
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 GOOD = {"prompt_token_ids": [5, 6, 7]}
@@ -229,14 +229,14 @@ def test_ids_of_requests_are_any_string(llm: LLM) -> None:
 # ---- a script of the scripted drafter
 
 
-def raising(row: Row, budget: Budget) -> Guesses:
+def raising(row: Row, budget: Budget) -> DraftTree:
     if row.prompt == 2:
         raise ZeroDivisionError("of the script")
-    return Guesses.chain([5] * budget.depth, [0.5] * budget.depth)
+    return DraftTree.chain([5] * budget.depth, [0.5] * budget.depth)
 
 
 def returning(made: Any) -> Any:
-    return lambda row, budget: made if row.prompt == 2 else Guesses([], [], [])
+    return lambda row, budget: made if row.prompt == 2 else DraftTree([], [], [])
 
 
 @pytest.mark.parametrize(
@@ -245,11 +245,11 @@ def returning(made: Any) -> Any:
         (raising, "ZeroDivisionError: of the script"),
         (returning(None), "must return Guesses, got NoneType"),
         (returning([5, 6]), "must return Guesses, got list"),
-        (returning(Guesses([5, 6], [-1], [0.5])), r"equally long, got \(2, 1, 1\)"),
-        (returning(Guesses([5.5], [-1], [0.5])), "TypeError"),  # type: ignore[list-item]
-        (returning(Guesses([5], ["a"], [0.5])), "TypeError"),  # type: ignore[list-item]
-        (returning(Guesses(None, [-1], [0.5])), "TypeError"),  # type: ignore[arg-type]
-        (returning(Guesses([5], [-1], ["x"])), "ValueError"),  # type: ignore[list-item]
+        (returning(DraftTree([5, 6], [-1], [0.5])), r"equally long, got \(2, 1, 1\)"),
+        (returning(DraftTree([5.5], [-1], [0.5])), "TypeError"),  # type: ignore[list-item]
+        (returning(DraftTree([5], ["a"], [0.5])), "TypeError"),  # type: ignore[list-item]
+        (returning(DraftTree(None, [-1], [0.5])), "TypeError"),  # type: ignore[arg-type]
+        (returning(DraftTree([5], [-1], ["x"])), "ValueError"),  # type: ignore[list-item]
     ],
 )
 def test_a_script_that_fails_ends_its_row(script: Any, said: str, llm: LLM) -> None:

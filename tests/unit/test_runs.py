@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.kernels import cpu, index_for
-from outrider.kernels.runs import PLACES, RUNS, Compiled, Index, Places
-from outrider.kernels.runs_reference import Plain
+from outrider.backends.base import index_for
+from outrider.backends.cpu import kernels as cpu
+from outrider.drafting.lookup.index import PLACES, RUNS, Compiled, Index, Places
+from outrider.drafting.lookup.index_reference import Plain
 
 Make = Callable[..., Index]
 
@@ -131,8 +132,8 @@ def test_c_and_python_agree(
 
 def test_runs_that_share_a_hash_do_not_stand_for_each_other() -> None:
     """2,000 runs in 1,024 places: what is found agrees, whatever lies in the same list; and C and Python give up at the same places."""
-    dice = random.Random(0)
-    text = [dice.randrange(500) for _ in range(2000)]
+    random_streams = random.Random(0)
+    text = [random_streams.randrange(500) for _ in range(2000)]
     indexes, missed = [make(2047, 9, 3) for make in KINDS], 0
     for end in range(1, len(text)):
         found = [everything(index.find(text[end - 1 : end], (), ())) for index in indexes]

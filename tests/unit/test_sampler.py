@@ -14,15 +14,15 @@ from test_kernels import two_threads
 from torch import Tensor
 
 from outrider import ModelError, RequestError, SamplingParams
-from outrider.kernels import cpu
-from outrider.kernels.cpu import CpuKernels
-from outrider.kernels.reference import TorchKernels
-from outrider.sampling import reference
-from outrider.sampling.noise import GOLDEN, MASK, gumbel, key_of, mix
-from outrider.sampling.params import Law
+from outrider.backends.cpu import kernels as cpu
+from outrider.backends.cpu.kernels import CpuKernels
+from outrider.backends.torch import sampling as reference
+from outrider.backends.torch.kernels import TorchKernels
+from outrider.core.noise import GOLDEN, MASK, gumbel, key_of, mix
+from outrider.core.params import DistributionParams
+from outrider.core.types import Row
 from outrider.sampling.processors import min_tokens
 from outrider.sampling.sampler import Sampler
-from outrider.types import Row
 
 NEVER = float("-inf")
 needs_c = pytest.mark.skipif(cpu.library() is None, reason="no C compiler here")
@@ -56,7 +56,7 @@ def test_noise_in_torch_is_the_formula(key: int) -> None:
 def test_noise_in_c_is_the_formula(seed: int) -> None:
     """With flat logits the ranking is the noise's own."""
     key = key_of(seed, 0, 7)
-    best, _ = c_kernels().pick(torch.zeros(5000), Law(), key, 64, False)
+    best, _ = c_kernels().pick(torch.zeros(5000), DistributionParams(), key, 64, False)
     noise = [python_gumbel(key, token) for token in range(5000)]
     assert best == sorted(range(5000), key=lambda t: -noise[t])[:64]
 
@@ -98,8 +98,8 @@ def random_logits(rng: random.Random, vocabulary: int) -> Tensor:
     return logits
 
 
-def random_law(rng: random.Random, vocabulary: int) -> Law:
-    return Law(
+def random_law(rng: random.Random, vocabulary: int) -> DistributionParams:
+    return DistributionParams(
         temperature=rng.choice((0.0, 0.01, 0.3, 0.8, 1.0, 1.7, 20.0)),
         min_p=rng.choice((0.0, 0.0, 0.001, 0.05, 0.5, 1.0)),
         top_k=rng.choice((0, 0, 1, 2, 5, 50, vocabulary - 1, vocabulary, vocabulary + 7)),
@@ -144,7 +144,7 @@ def test_c_picks_what_torch_picks_for_any_few_logits(
 ) -> None:
     if max(logits) == NEVER:
         logits[0] = 0.0
-    law = Law(temperature, min_p, top_k, top_p)
+    law = DistributionParams(temperature, min_p, top_k, top_p)
     assert (
         c_kernels().pick(torch.tensor(logits), law, key, 8, False)[0]
         == reference.pick(torch.tensor(logits), law, key, 8)[0]
@@ -155,14 +155,20 @@ def test_c_picks_what_torch_picks_for_any_few_logits(
 @pytest.mark.parametrize(
     ("law", "logits"),
     [
-        (Law(top_p=0.9, min_p=0.001), [0.0, -0.5, -1.0, -1.5]),  # min_p drops nothing, then top_p counts
-        (Law(top_p=0.9, top_k=3), [0.0, -1.0, -1.0, -1.0]),  # nor does top_k, for ties
-        (Law(top_k=4), [0.0, -1.0, -2.0, NEVER, NEVER, NEVER]),  # top_k asks for more than there is
-        (Law(top_p=0.99999994), [0.0, -9.0, -18.0]),  # rounding may never reach the whole
+        (
+            DistributionParams(top_p=0.9, min_p=0.001),
+            [0.0, -0.5, -1.0, -1.5],
+        ),  # min_p drops nothing, then top_p counts
+        (DistributionParams(top_p=0.9, top_k=3), [0.0, -1.0, -1.0, -1.0]),  # nor does top_k, for ties
+        (
+            DistributionParams(top_k=4),
+            [0.0, -1.0, -2.0, NEVER, NEVER, NEVER],
+        ),  # top_k asks for more than there is
+        (DistributionParams(top_p=0.99999994), [0.0, -9.0, -18.0]),  # rounding may never reach the whole
     ],
     ids=str,
 )
-def test_c_filters_that_drop_nothing_drop_nothing(law: Law, logits: list[float]) -> None:
+def test_c_filters_that_drop_nothing_drop_nothing(law: DistributionParams, logits: list[float]) -> None:
     for key in range(20):
         assert (
             c_kernels().pick(torch.tensor(logits), law, key, 8, True)[0]
@@ -172,9 +178,15 @@ def test_c_filters_that_drop_nothing_drop_nothing(law: Law, logits: list[float])
 
 @needs_c
 @pytest.mark.parametrize(
-    "law", [Law(0.0), Law(0.8, top_p=0.95), Law(1.0, min_p=0.02, top_k=40, top_p=0.9)], ids=str
+    "law",
+    [
+        DistributionParams(0.0),
+        DistributionParams(0.8, top_p=0.95),
+        DistributionParams(1.0, min_p=0.02, top_k=40, top_p=0.9),
+    ],
+    ids=str,
 )
-def test_threads_that_share_a_row_change_nothing(law: Law) -> None:
+def test_threads_that_share_a_row_change_nothing(law: DistributionParams) -> None:
     """A row of its own is shared among threads; beside others it is not."""
     torch.manual_seed(3)
     kernels, logits, keys = c_kernels(), torch.randn(6, 20000) * 3, list(range(6))
@@ -194,13 +206,17 @@ def test_greedy_takes_the_first_of_equals(kernels: str) -> None:
     made: Any = c_kernels() if kernels == "c" else TorchKernels(torch.device("cpu"), torch.float32)
     logits = torch.zeros(100)
     logits[[20, 70, 90]] = 3.0
-    assert made.pick(logits, Law(0.0), 0, 1, False)[0] == [20]
-    assert made.pick(logits, Law(0.0), 0, 4, True)[0] == [20, 70, 90, 0]
+    assert made.pick(logits, DistributionParams(0.0), 0, 1, False)[0] == [20]
+    assert made.pick(logits, DistributionParams(0.0), 0, 4, True)[0] == [20, 70, 90, 0]
 
 
 @pytest.mark.parametrize("kernels", [pytest.param("c", marks=needs_c), "torch"])
-@pytest.mark.parametrize("law", [Law(0.0), Law(top_p=0.9), Law(top_k=3)], ids=str)
-def test_where_everything_is_forbidden_there_is_nothing_to_pick(kernels: str, law: Law) -> None:
+@pytest.mark.parametrize(
+    "law", [DistributionParams(0.0), DistributionParams(top_p=0.9), DistributionParams(top_k=3)], ids=str
+)
+def test_where_everything_is_forbidden_there_is_nothing_to_pick(
+    kernels: str, law: DistributionParams
+) -> None:
     made: Any = c_kernels() if kernels == "c" else TorchKernels(torch.device("cpu"), torch.float32)
     assert made.pick(torch.full((50,), NEVER), law, 9, 3, True) == ([], [])
 
@@ -209,16 +225,16 @@ def test_where_everything_is_forbidden_there_is_nothing_to_pick(kernels: str, la
 def test_k_best_are_distinct_and_no_more_than_the_law_allows(kernels: str) -> None:
     made: Any = c_kernels() if kernels == "c" else TorchKernels(torch.device("cpu"), torch.float32)
     logits = torch.arange(50.0) / 10
-    tokens, shares = made.pick(logits, Law(top_k=3), 9, 8, True)
+    tokens, shares = made.pick(logits, DistributionParams(top_k=3), 9, 8, True)
     assert sorted(tokens) == [47, 48, 49]
     assert sum(shares) == pytest.approx(1)
-    assert len(set(made.pick(logits, Law(), 9, 40, True)[0])) == 40
+    assert len(set(made.pick(logits, DistributionParams(), 9, 40, True)[0])) == 40
 
 
 # ---- the law
 
 
-def naive_law(logits: list[float], law: Law) -> list[float]:
+def naive_law(logits: list[float], law: DistributionParams) -> list[float]:
     """temperature, then min_p, top_k and top_p one after the other, each in the plainest words; equals stay or go together."""
     scaled = [x / law.temperature for x in logits]
     weight = [math.exp(x - max(scaled)) for x in scaled]
@@ -247,7 +263,7 @@ def naive_law(logits: list[float], law: Law) -> list[float]:
 def test_the_law_is_the_naive_one(
     logits: list[float], temperature: float, min_p: float, top_k: int, top_p: float
 ) -> None:
-    law = Law(temperature, min_p, top_k, top_p)
+    law = DistributionParams(temperature, min_p, top_k, top_p)
     assert reference.probabilities(torch.tensor(logits), law).tolist() == pytest.approx(
         naive_law(logits, law), abs=1e-6
     )
@@ -257,7 +273,7 @@ def test_the_parameters_by_hand() -> None:
     logits = torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.0625]).log()
 
     def kept(**law: Any) -> list[int]:
-        return reference.probabilities(logits, Law(**law)).nonzero().flatten().tolist()
+        return reference.probabilities(logits, DistributionParams(**law)).nonzero().flatten().tolist()
 
     assert kept() == [0, 1, 2, 3, 4]
     assert kept(top_k=2) == [0, 1]
@@ -272,9 +288,14 @@ def test_the_parameters_by_hand() -> None:
 
 @pytest.mark.parametrize("kernels", [pytest.param("c", marks=needs_c), "torch"])
 @pytest.mark.parametrize(
-    "law", [Law(), Law(temperature=0.7, top_p=0.9), Law(temperature=1.5, min_p=0.1, top_k=6)]
+    "law",
+    [
+        DistributionParams(),
+        DistributionParams(temperature=0.7, top_p=0.9),
+        DistributionParams(temperature=1.5, min_p=0.1, top_k=6),
+    ],
 )
-def test_choices_follow_the_law(kernels: str, law: Law) -> None:
+def test_choices_follow_the_law(kernels: str, law: DistributionParams) -> None:
     """Chi-square over fixed seeds: 6,000 positions of several requests and samples.  The bound is the 1 - 1e-4 quantile."""
     made: Any = c_kernels() if kernels == "c" else TorchKernels(torch.device("cpu"), torch.float32)
     torch.manual_seed(3)
@@ -296,7 +317,9 @@ def test_choices_follow_the_law(kernels: str, law: Law) -> None:
 # ---- the sampler: requests, paths, processors
 
 
-def make_row(tokens: list[int], law: Law, seed: int = 5, index: int = 0, processors: Any = ()) -> Row:
+def make_row(
+    tokens: list[int], law: DistributionParams, seed: int = 5, index: int = 0, processors: Any = ()
+) -> Row:
     params = SamplingParams()
     return Row(
         id="0", index=index, tokens=list(tokens), prompt=len(tokens), params=params, law=law, seed=seed, processors=processors,
@@ -311,7 +334,7 @@ def sampler() -> Sampler:
 
 def test_the_choice_depends_on_seed_sample_and_position_only(sampler: Sampler) -> None:
     """A token of the path counts as one of the row, so a tree's node picks what plain decoding picks there."""
-    logits, law = torch.zeros(1000), Law()
+    logits, law = torch.zeros(1000), DistributionParams()
     there = sampler.pick(make_row([1, 2, 3, 4], law), [], logits)
     assert sampler.pick(make_row([1, 2], law), [7, 8], logits) == there
     assert sampler.pick(make_row([9, 9, 9, 9], law), [], logits) == there
@@ -327,7 +350,7 @@ def test_min_tokens_follows_the_path_of_the_node(sampler: Sampler) -> None:
     """Two tokens at least: EOS is forbidden at the root and after one node, and free after two."""
     logits = torch.zeros(10)
     logits[3] = 5.0
-    row = make_row([1, 1], Law(0.0), processors=min_tokens(2, 2, [3, 8]))
+    row = make_row([1, 1], DistributionParams(0.0), processors=min_tokens(2, 2, [3, 8]))
     assert [sampler.pick(row, path, logits) for path in ([], [4], [4, 4], [4, 4, 4])] == [0, 0, 3, 3]
     assert logits[3] == 5.0, "the logits belong to the forward"
     assert sampler.top(row, [], logits, 9)[0] == [0, 1, 2, 4, 5, 6, 7, 9]
@@ -338,7 +361,11 @@ def test_min_tokens_ignores_tokens_that_do_not_exist(sampler: Sampler) -> None:
     logits = torch.zeros(10)
     logits[9] = 1.0
     assert (
-        sampler.pick(make_row([1, 1], Law(0.0), processors=min_tokens(2, 2, [-1, 10, 10**9])), [], logits)
+        sampler.pick(
+            make_row([1, 1], DistributionParams(0.0), processors=min_tokens(2, 2, [-1, 10, 10**9])),
+            [],
+            logits,
+        )
         == 9
     )
 
@@ -350,13 +377,13 @@ def test_no_minimum_is_no_processor() -> None:
 def test_nothing_finite_is_an_error_with_a_reason(sampler: Sampler) -> None:
     for bad in (float("nan"), NEVER):
         with pytest.raises(ModelError, match="finite"):
-            sampler.pick(make_row([1], Law(0.0)), [], torch.full((10,), bad))
+            sampler.pick(make_row([1], DistributionParams(0.0)), [], torch.full((10,), bad))
 
 
 @needs_c
 def test_nothing_finite_is_an_error_in_c_too() -> None:
     for bad in (float("nan"), NEVER):
-        for law in (Law(0.0), Law(), Law(top_k=3, top_p=0.5)):
+        for law in (DistributionParams(0.0), DistributionParams(), DistributionParams(top_k=3, top_p=0.5)):
             with pytest.raises(ModelError, match="finite"):
                 Sampler(c_kernels()).pick(make_row([1], law), [], torch.full((40,), bad))
 
@@ -409,7 +436,7 @@ def test_a_parameter_of_another_program_is_refused_with_what_serves_here(wrong: 
 
 def test_parameters_are_normalised_and_frozen() -> None:
     params = SamplingParams(stop="x", top_k=-1, temperature=1)
-    assert params.stop == ("x",) and params.top_k == 0 and params.law == Law(1.0, 0.0, 0, 1.0)
+    assert params.stop == ("x",) and params.top_k == 0 and params.law == DistributionParams(1.0, 0.0, 0, 1.0)
     assert isinstance(params.law.temperature, float)
     assert SamplingParams(max_tokens=None, min_tokens=50).min_tokens == 50
     with pytest.raises(AttributeError):

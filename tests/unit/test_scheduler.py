@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider import SamplingParams
-from outrider.cache.slots import PAGE, Cache
+from outrider.cache.pages import PAGE, Cache
 from outrider.control.prefill import PrefillBudget, PrefillPacer
+from outrider.core.types import Batch, Budget, Row, Verdict
 from outrider.engine.scheduler import Scheduler
-from outrider.types import Batch, Budget, Row, Verdict
 
 
 def unpaced(decoding: int, tokens: int) -> PrefillBudget:
@@ -56,18 +56,18 @@ class Engine:
         pages: int,
         seats: int,
         tokens: int,
-        guesses: int,
+        draft_tree: int,
         pacer: PrefillPacer | None = None,
     ) -> None:
-        self.rng, self.tokens, self.guesses, self.pacer = rng, tokens, guesses, pacer
-        self.pool, self.cache = FakePool(), Cache(pages, pages * PAGE + guesses + PAGE)
+        self.rng, self.tokens, self.draft_tree, self.pacer = rng, tokens, draft_tree, pacer
+        self.pool, self.cache = FakePool(), Cache(pages, pages * PAGE + draft_tree + PAGE)
         self.cache.pools = [self.pool]  # type: ignore[list-item]
         self.forgotten: list[Row] = []
         self.scheduler = Scheduler(
             self.cache,
             seats,
             tokens,
-            lambda rows: guesses,
+            lambda rows: draft_tree,
             lambda row: row.computed,
             lambda row, _: self.forgotten.append(row),
             pacer.budget if pacer else unpaced,
@@ -116,7 +116,7 @@ class Engine:
     def reserve(self, batch: Batch) -> list[Budget]:
         before = self.scheduler.preemptions, list(self.scheduler.running)
         wanted = [
-            min(self.rng.randint(0, self.guesses), row.remaining - 1) if batch.emits[r] else 0
+            min(self.rng.randint(0, self.draft_tree), row.remaining - 1) if batch.emits[r] else 0
             for r, row in enumerate(batch.rows)
         ]
         budgets = self.scheduler.reserve(batch, [Budget(n, n) for n in wanted])
@@ -182,19 +182,19 @@ def arrivals(rng: random.Random, count: int, longest: int) -> list[Row]:
     spare=st.integers(0, 12),
     seats=st.integers(1, 8),
     tokens=st.integers(1, 40),
-    guesses=st.integers(0, 10),
+    draft_tree=st.integers(0, 10),
     aborts=st.booleans(),
     slowdown=st.sampled_from([0, None, 1.01, 2, 1000]),
 )
 def test_every_request_finishes_and_no_rule_is_broken(
-    seed: int, spare: int, seats: int, tokens: int, guesses: int, aborts: bool, slowdown: float | None
+    seed: int, spare: int, seats: int, tokens: int, draft_tree: int, aborts: bool, slowdown: float | None
 ) -> None:
     """slowdown: what the pacer is given (0: no pacing)."""
     rng = random.Random(seed)
     longest = 6 * PAGE
     tokens = max(tokens, seats)
     pacer = None if slowdown == 0 else PrefillPacer(tokens, slowdown)
-    engine = Engine(rng, -(-(longest + guesses) // PAGE) + spare, seats, tokens, guesses, pacer)
+    engine = Engine(rng, -(-(longest + draft_tree) // PAGE) + spare, seats, tokens, draft_tree, pacer)
     rows = arrivals(rng, rng.randint(1, 8), longest)
     coming = list(rows)
     while coming or engine.busy:

@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from outrider.cache.slots import PAGE, Cache, Table
+from outrider.cache.pages import PAGE, Cache, Table
 
 
 class FakePool:

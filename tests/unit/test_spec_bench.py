@@ -11,8 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.bench.measure import Measured, Run
 from outrider.bench.questions import Question
-from outrider.clock import Times
-from outrider.models.hub import locate, read_tokenizer
+from outrider.checkpoints.hub import locate, read_tokenizer
+from outrider.core.clock import Times
 from outrider.outputs import CompletionOutput
 
 HIDDEN, MLP, LAYERS, VOCABULARY = 32, 48, 2, 96

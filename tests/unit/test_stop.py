@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from rows import make_row
 
 from outrider import ConfigError
-from outrider.draft.draft_model import DraftModel, disco, stop
-from outrider.draft.draft_model.disco import FEATURES, Classifier
-from outrider.kernels import Kernels, kernels_for
-from outrider.kernels.chain import TOP, TRAITS, Halt, halts, measure, score
-from outrider.types import Batch, Budget, Commit, Draft, Guesses, Verdict
+from outrider.backends.base import Kernels, kernels_for
+from outrider.backends.chain import NUM_FEATURES, TOP, StopRule, measure, score, should_stop
+from outrider.core.types import Batch, Budget, Commit, Draft, DraftTree, Verdict
+from outrider.draft.draft_model import DraftModel
+from outrider.drafting import disco, stop
+from outrider.drafting.disco import FEATURES, Classifier
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,7 @@ def settle(rules: stop.Stop, row: Any, probabilities: list[float], accepted: int
     batch, count = Batch([row], [0], [1], [True]), len(probabilities)
     rules.begin(row, levels)
     rules.note(row, [[p, 0.0, *[p] * TOP] for p in probabilities])
-    tree = Guesses.chain(list(range(count)), [0.5] * count)
+    tree = DraftTree.chain(list(range(count)), [0.5] * count)
     rules.observe(Commit(batch, [1], [[]], Draft([tree]), Verdict([list(range(accepted))], [[]])))
 
 
@@ -51,24 +52,28 @@ def test_traits_are_those_of_the_law(vocabulary: int, temperature: float, kernel
         law = (logits[row].double() / (temperature or 1)).softmax(-1)
         entropy = -sum(p * math.log(p) for p in law.tolist() if p > 0)
         best = [*law.sort(descending=True).values[:TOP].tolist(), *[0.0] * TOP][:TOP]
-        for traits in (
-            kernels.halts(Halt(), logits, temperature, 2, 0, row)[1],
+        for features in (
+            kernels.should_stop(StopRule(), logits, temperature, 2, 0, row)[1],
             measure(logits[row], temperature, 2),
         ):
-            assert traits == pytest.approx([float(law[2]), entropy, *best], abs=2e-5)
+            assert features == pytest.approx([float(law[2]), entropy, *best], abs=2e-5)
 
 
 def test_each_rule_of_a_halt_counts(kernels: Kernels) -> None:
     logits = torch.randn(50, generator=torch.Generator().manual_seed(1))
-    p, entropy, *_ = kernels.halts(Halt(), logits, 1.0, 3, 0)[1]
-    for halt, stops in (
-        (Halt(), False),
-        (Halt(least=p - 1e-6), False),
-        (Halt(least=p + 1e-6), True),
-        (Halt(most=entropy + 1e-6), False),
-        (Halt(most=entropy - 1e-6), True),
+    p, entropy, *_ = kernels.should_stop(StopRule(), logits, 1.0, 3, 0)[1]
+    for stop_rule, stops in (
+        (StopRule(), False),
+        (StopRule(least=p - 1e-6), False),
+        (StopRule(least=p + 1e-6), True),
+        (StopRule(most=entropy + 1e-6), False),
+        (StopRule(most=entropy - 1e-6), True),
     ):
-        assert kernels.halts(halt, logits, 1.0, 3, 0)[0] == stops == halts(halt, measure(logits, 1.0, 3), 0)
+        assert (
+            kernels.should_stop(stop_rule, logits, 1.0, 3, 0)[0]
+            == stops
+            == should_stop(stop_rule, measure(logits, 1.0, 3), 0)
+        )
 
 
 def test_the_network_is_the_same_in_c(kernels: Kernels) -> None:
@@ -77,10 +82,10 @@ def test_the_network_is_the_same_in_c(kernels: Kernels) -> None:
     for trial in range(40):
         hidden = 1 + trial % 9
         net = torch.randn(hidden * (FEATURES + 2) + 1, generator=random)
-        stops, traits = kernels.halts(
-            Halt(net=net), torch.randn(99, generator=random) * 3, 0.8, trial, trial % 7
+        stops, features = kernels.should_stop(
+            StopRule(net=net), torch.randn(99, generator=random) * 3, 0.8, trial, trial % 7
         )
-        assert stops == (score(net, traits, trial % 7) < 0)
+        assert stops == (score(net, features, trial % 7) < 0)
         seen.add(stops)
     assert seen == {True, False}
 
@@ -143,9 +148,9 @@ def test_the_history_holds_what_the_target_judged() -> None:
     settle(rules, row, [0.9, 0.8, 0.3, 0.7], 2, 4)
     settle(rules, row, [0.6, 0.5], 2, 4)
     assert list(rules.memory.judged) == [(0.9, True), (0.8, True), (0.3, False), (0.6, True), (0.5, True)]
-    assert rules.halt == Halt(0.4)
+    assert rules.stop_rule == StopRule(0.4)
     settle(rules, row, [0.2], 0, 4)
-    assert rules.halt == Halt(naive_threshold(list(rules.memory.judged))) == Halt(0.5)
+    assert rules.stop_rule == StopRule(naive_threshold(list(rules.memory.judged))) == StopRule(0.5)
     row.finish_reason = "stop"
     settle(rules, row, [0.1], 0, 4)
     assert len(rules.memory.judged) == 6 and not rules.rounds
@@ -164,10 +169,10 @@ def test_lambda_follows_the_share_that_was_right() -> None:
         wanted = threshold + 0.01 if mean < 0.8 else threshold if drafted == levels else threshold - 0.01
         threshold = 0.9 * threshold + 0.1 * wanted
         assert rules.memory.entropy == pytest.approx(threshold) and rules.memory.right == pytest.approx(mean)
-    halt = rules.halt
-    assert halt is not None
+    stop_rule = rules.stop_rule
+    assert stop_rule is not None
     for entropy in (0.0, 0.3, 0.6, 0.9, 1.2, 3.0):
-        assert (entropy > halt.most) == (1 - math.sqrt(0.3 * entropy) < threshold)
+        assert (entropy > stop_rule.most) == (1 - math.sqrt(0.3 * entropy) < threshold)
 
 
 def test_a_step_that_is_interrupted_leaves_nothing() -> None:
@@ -197,10 +202,10 @@ def test_a_network_learns_and_comes_back_from_its_file(tmp_path: Path) -> None:
     read = disco.load(file)
     assert torch.equal(read.flat(0.5), made.flat(0.5))
     level = 3
-    for traits in torch.rand(20, TRAITS, generator=torch.Generator().manual_seed(4)).tolist():
-        probability = float(made(torch.tensor([[*traits, float(level)]])).sigmoid())
+    for features in torch.rand(20, NUM_FEATURES, generator=torch.Generator().manual_seed(4)).tolist():
+        probability = float(made(torch.tensor([[*features, float(level)]])).sigmoid())
         for threshold in (0.1, 0.5, 0.9):
-            assert (score(made.flat(threshold), traits, level) < 0) == (probability < threshold)
+            assert (score(made.flat(threshold), features, level) < 0) == (probability < threshold)
 
 
 @pytest.mark.parametrize("good", [True, False])
@@ -260,6 +265,6 @@ def test_what_is_refused(given: dict[str, Any], says: str) -> None:
 
 def test_without_options_there_is_no_rule() -> None:
     rules = stop.Stop(options())
-    assert rules.halt is None and not rules.active and not rules.learns
+    assert rules.stop_rule is None and not rules.active and not rules.learns
     budgets = [Budget(4, 4)]
     assert rules.limit([make_row([1])], budgets) is budgets

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from rows import follow, guess, make, make_row, proper
 
 from outrider import ConfigError
+from outrider.core.types import ROOT, Budget, DraftTree
 from outrider.draft import suffix
-from outrider.draft.matches import Belief, frequent
 from outrider.draft.suffix import Suffix
-from outrider.types import ROOT, Budget, Guesses
+from outrider.drafting.lookup.matches import Belief, frequent
 
 # ---- the tree
 
@@ -152,17 +152,17 @@ def test_whole_segments_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_text_grows_with_the_row() -> None:
     """Guesses are those of a fresh drafter that sees the whole row."""
-    dice = random.Random(3)
+    random_streams = random.Random(3)
     drafter, row = make(Suffix), make_row([1])
     for _ in range(60):
-        row.tokens.extend(dice.randrange(4) for _ in range(dice.randint(1, 5)))
+        row.tokens.extend(random_streams.randrange(4) for _ in range(random_streams.randint(1, 5)))
         assert guess(drafter, row, 12) == guess(make(Suffix), row, 12)
 
 
 def test_a_row_whose_guesses_keep_failing_is_guessed_less() -> None:
     """Random text of few tokens: there is always a match, and it is nearly never right."""
-    dice = random.Random(0)
-    text = [dice.randrange(25) for _ in range(1500)]
+    random_streams = random.Random(0)
+    text = [random_streams.randrange(25) for _ in range(1500)]
     drafter = make(Suffix)
     sizes = follow(drafter, make_row(text[:300]), text[300:], 12)
     assert sum(sizes[:20]) > 10
@@ -172,7 +172,7 @@ def test_a_row_whose_guesses_keep_failing_is_guessed_less() -> None:
 def test_a_length_that_failed_is_tried_again_some_time_later() -> None:
     belief = Belief(4)
     for _ in range(20):
-        belief.observe(1, Guesses([7], [-1], [0.5]), [])
+        belief.observe(1, DraftTree([7], [-1], [0.5]), [])
     assert belief(1) < 0.01 and belief(2) == 0.75
     for _ in range(20):
         belief.passed(1, 1)
@@ -181,14 +181,14 @@ def test_a_length_that_failed_is_tried_again_some_time_later() -> None:
 
 def test_each_level_of_a_tree_is_learned_from() -> None:
     belief = Belief(4)
-    belief.observe(2, Guesses.chain([5, 6, 7], [0.5] * 3), [0])
+    belief.observe(2, DraftTree.chain([5, 6, 7], [0.5] * 3), [0])
     assert belief(2) > 0.75 and belief(3) < 0.875 and belief(4) == 0.9375, "right, wrong, and not known"
 
 
 def test_a_row_that_begins_to_repeat_itself_is_guessed_again() -> None:
-    dice = random.Random(0)
-    text = [dice.randrange(25) for _ in range(1000)]
-    loop = [dice.randrange(25) for _ in range(20)] * 20
+    random_streams = random.Random(0)
+    text = [random_streams.randrange(25) for _ in range(1000)]
+    loop = [random_streams.randrange(25) for _ in range(20)] * 20
     sizes = follow(make(Suffix), make_row(text[:300]), text[300:] + loop, 12)
     assert sizes[-5] == 12
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.engine.text import Detokenizer, find_stop
-from outrider.models.hub import Checkpoint
+from outrider.checkpoints.hub import Checkpoint
+from outrider.engine.detokenizer import Detokenizer, find_stop
 
 TEXTS = [
     "Once upon a time, there was a little girl.",

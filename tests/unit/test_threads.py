@@ -14,12 +14,14 @@ import pytest
 import torch
 
 from outrider import LLM, SamplingParams
-from outrider.kernels import cpu, threads
+from outrider.backends.cpu import kernels as cpu
+from outrider.backends.cpu import threads
 
 PROGRAM = """
 import os, pathlib, sys
 import torch
-from outrider.kernels import kernels_for, threads
+from outrider.backends.base import kernels_for
+from outrider.backends.cpu import threads
 threads.quota = lambda *_: float(sys.argv[1])
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 4))
 kernels_for(torch.device("cpu"), torch.float32)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from outrider import SamplingParams
-from outrider.attention.plan import Plan
-from outrider.bench.ties import look
-from outrider.sampling.noise import gumbel, key_of
+from outrider.certify.ties import look
+from outrider.core.noise import gumbel, key_of
+from outrider.core.step_input import StepInput
 
 PROMPT, BEFORE = [3, 1, 4], [1, 5]
 LOGITS = torch.tensor([0.0, 2.0, 5.0, -1.0, 4.9999, 3.0])
@@ -30,7 +30,7 @@ class Model:
     def pool(self, slots: int) -> None:
         assert slots == len(PROMPT) + len(BEFORE)
 
-    def forward(self, plan: Plan, pool: None) -> Tensor:
+    def forward(self, plan: StepInput, pool: None) -> Tensor:
         self.rows.append(plan.length)
         return torch.zeros(plan.length, 1)
 

@@ -10,16 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider import SamplingParams
-from outrider.attention.plan import Plan
 from outrider.control.fixed import FixedController, Options
+from outrider.core.step_input import StepInput
+from outrider.core.types import NOTHING, ROOT, Batch, Budget, Draft, DraftTree, Row, Verdict
 from outrider.draft.scripted import tree as scripted_tree
 from outrider.engine.runner import add_row
-from outrider.types import NOTHING, ROOT, Batch, Budget, Draft, Guesses, Row, Verdict
 from outrider.verify.match import Match
 
 
 @st.composite
-def trees(draw: st.DrawFn, most: int = 14) -> Guesses:
+def trees(draw: st.DrawFn, most: int = 14) -> DraftTree:
     """A random tree with distinct siblings."""
     tokens: list[int] = []
     parents: list[int] = []
@@ -28,7 +28,7 @@ def trees(draw: st.DrawFn, most: int = 14) -> Guesses:
         taken = [t for t, p in zip(tokens, parents) if p == parent]
         tokens.append(draw(st.integers(0, 30).filter(lambda t, taken=taken: t not in taken)))
         parents.append(parent)
-    return Guesses(tokens, parents, [0.5] * len(tokens))
+    return DraftTree(tokens, parents, [0.5] * len(tokens))
 
 
 def path_to(parents: list[int], node: int) -> list[int]:
@@ -48,7 +48,7 @@ def make_row(tokens: list[int], new: int = 16, speculate: bool = True) -> Row:
 
 
 def test_a_chain_is_a_tree() -> None:
-    assert Guesses.chain([4, 5, 6], [0.1, 0.2, 0.3]) == Guesses([4, 5, 6], [-1, 0, 1], [0.1, 0.2, 0.3])
+    assert DraftTree.chain([4, 5, 6], [0.1, 0.2, 0.3]) == DraftTree([4, 5, 6], [-1, 0, 1], [0.1, 0.2, 0.3])
 
 
 # ---- the controller
@@ -59,10 +59,10 @@ def controller(size: int = 0, **options: object) -> FixedController:
 
 
 @given(st.lists(st.tuples(trees(), st.integers(0, 6), st.integers(0, 16)), min_size=1, max_size=4))
-def test_trim_is_ancestor_closed_and_within_the_budget(rows: list[tuple[Guesses, int, int]]) -> None:
+def test_trim_is_ancestor_closed_and_within_the_budget(rows: list[tuple[DraftTree, int, int]]) -> None:
     budgets = [Budget(depth, nodes) for _, depth, nodes in rows]
-    draft = controller().trim(Draft([guesses for guesses, _, _ in rows]), budgets)
-    told = draft.kept or [range(len(guesses.tokens)) for guesses, _, _ in rows]
+    draft = controller().trim(Draft([draft_tree for draft_tree, _, _ in rows]), budgets)
+    told = draft.kept or [range(len(draft_tree.tokens)) for draft_tree, _, _ in rows]
     for (before, depth, nodes), after, left in zip(rows, draft.trees, told):
         assert after == before.only(left)
         assert len(after.tokens) <= nodes
@@ -81,7 +81,7 @@ def test_trim_is_ancestor_closed_and_within_the_budget(rows: list[tuple[Guesses,
 
 
 @given(st.lists(trees(), min_size=1, max_size=3))
-def test_trim_leaves_a_draft_within_its_budget_untouched(rows: list[Guesses]) -> None:
+def test_trim_leaves_a_draft_within_its_budget_untouched(rows: list[DraftTree]) -> None:
     draft = Draft(rows)
     assert controller().trim(draft, [Budget(20, 20)] * len(rows)) is draft
 
@@ -91,8 +91,8 @@ def test_trim_leaves_a_draft_within_its_budget_untouched(rows: list[Guesses]) ->
     [([5, 6], [-1, 1]), ([5, -1], [-1, 0]), ([5, 1 << 40], [-1, 0]), ([5, 6, 6], [-1, 7, 1])],
 )
 def test_trim_drops_what_cannot_be_even_within_the_budget(tokens: list[int], parents: list[int]) -> None:
-    draft = Draft([Guesses(tokens, parents, [0.5] * len(tokens))])
-    assert controller().trim(draft, [Budget(9, 9)]).trees == [Guesses([5], [-1], [0.5])]
+    draft = Draft([DraftTree(tokens, parents, [0.5] * len(tokens))])
+    assert controller().trim(draft, [Budget(9, 9)]).trees == [DraftTree([5], [-1], [0.5])]
 
 
 def batch_of(*rows: Row, known: int = 1) -> Batch:
@@ -153,12 +153,12 @@ class Said:
 
 
 @given(trees(), st.randoms(use_true_random=False))
-def test_match_walks_the_deepest_path_of_the_targets_own_tokens(guesses: Guesses, rng: object) -> None:
-    paths = [path_to(guesses.parents, node) for node in range(len(guesses.tokens))]
+def test_match_walks_the_deepest_path_of_the_targets_own_tokens(draft_tree: DraftTree, rng: object) -> None:
+    paths = [path_to(draft_tree.parents, node) for node in range(len(draft_tree.tokens))]
     goal = rng.choice([[], *paths])  # type: ignore[attr-defined]
-    tokens = [guesses.tokens[i] for i in goal]
+    tokens = [draft_tree.tokens[i] for i in goal]
     laws = Said({tuple(tokens[:i]): tokens[i] for i in range(len(tokens))})
-    verdict = Match()(Draft([guesses]), laws, batch_of(make_row([1, 2])))
+    verdict = Match()(Draft([draft_tree]), laws, batch_of(make_row([1, 2])))
     assert verdict == Verdict([goal], [[*tokens, 99]])
     assert laws.asked == [ROOT, *goal], "one question a level, at the nodes of the path"
 
@@ -175,22 +175,22 @@ def test_a_prompt_chunk_says_nothing() -> None:
     st.randoms(use_true_random=False),
 )
 def test_a_plan_lets_every_row_see_its_own_past_in_order(
-    rows: list[tuple[int, int, Guesses]], rng: object
+    rows: list[tuple[int, int, DraftTree]], rng: object
 ) -> None:
     """By the definition: a known token at p sees positions 0 … p; node i sees all known tokens, its ancestors and itself."""
-    plan, expected = Plan(), []  # of each row: (id, position, slots of its keys in order)
+    plan, expected = StepInput(), []  # of each row: (id, position, slots of its keys in order)
     slots = list(range(200))
     rng.shuffle(slots)  # type: ignore[attr-defined]
-    for length, start, guesses in rows:
+    for length, start, draft_tree in rows:
         start = min(start, length - 1)
         row = make_row([rng.randint(0, 30) for _ in range(length)])  # type: ignore[attr-defined]
-        table = array("i", [slots.pop() for _ in range(length + len(guesses.tokens))])
+        table = array("i", [slots.pop() for _ in range(length + len(draft_tree.tokens))])
         row.table = type("Table", (), {"slots": table})()
-        add_row(plan, row, start, length, guesses)
+        add_row(plan, row, start, length, draft_tree)
         for p in range(start, length):
             expected.append((row.tokens[p], p, table[: p + 1].tolist()))
-        for node, token in enumerate(guesses.tokens):
-            path = path_to(guesses.parents, node)
+        for node, token in enumerate(draft_tree.tokens):
+            path = path_to(draft_tree.parents, node)
             expected.append(
                 (
                     token,
@@ -218,5 +218,5 @@ def test_a_plan_lets_every_row_see_its_own_past_in_order(
 
 
 def test_the_scripted_example_is_a_binary_tree() -> None:
-    guesses = scripted_tree(make_row(list(range(20))), Budget(9, 6))
-    assert guesses.parents == [-1, -1, 0, 0, 1, 1]
+    draft_tree = scripted_tree(make_row(list(range(20))), Budget(9, 6))
+    assert draft_tree.parents == [-1, -1, 0, 0, 1, 1]

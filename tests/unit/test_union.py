@@ -18,15 +18,15 @@ from rows import AnyTarget, guess, make, make_row, proper, walked
 from torch import Tensor
 
 from outrider import LLM, ConfigError, SamplingParams
+from outrider.core.types import NOTHING, ROOT, Batch, Budget, Commit, Draft, DraftTree, Needs, Row, Verdict
 from outrider.draft import union as union_module
-from outrider.draft.base import Drafter
 from outrider.draft.draft_model import DraftModel
 from outrider.draft.first import First
 from outrider.draft.ngram import Ngram
 from outrider.draft.suffix import Suffix
 from outrider.draft.union import Union, independent, merge
-from outrider.sampling import dice
-from outrider.types import NOTHING, ROOT, Batch, Budget, Commit, Draft, Guesses, Needs, Row, Verdict
+from outrider.drafting.base import Drafter
+from outrider.sampling import random_streams
 from outrider.verify.base import Rule
 from outrider.verify.rejection import Rejection
 from outrider.verify.traversal import Traversal
@@ -37,7 +37,7 @@ Paths = dict[tuple[int, ...], float]
 class Fixed(Drafter):
     """Says what it is told, and keeps what it sees."""
 
-    def __init__(self, tree: Guesses, topk: int = 0, depth: int = 3) -> None:
+    def __init__(self, tree: DraftTree, topk: int = 0, depth: int = 3) -> None:
         self.tree, self.needs, self.depth = tree, Needs(topk), depth
         self.budgets: list[Budget] = []
         self.seen: list[Commit] = []
@@ -68,7 +68,7 @@ def together(method: type[Union], *drafters: Drafter) -> Union:
     return method(method.Options(), AnyTarget(), drafters)  # type: ignore[arg-type]
 
 
-def paths_of(tree: Guesses) -> Paths:
+def paths_of(tree: DraftTree) -> Paths:
     """Path of tokens -> confidence of its last."""
     paths: dict[int, tuple[int, ...]] = {ROOT: ()}
     for i, (token, parent) in enumerate(zip(tree.tokens, tree.parents)):
@@ -76,8 +76,8 @@ def paths_of(tree: Guesses) -> Paths:
     return {paths[i]: tree.confidence[i] for i in range(len(tree.tokens))}
 
 
-def tree_of(paths: Paths) -> Guesses:
-    tree, place = Guesses([], [], []), {(): ROOT}
+def tree_of(paths: Paths) -> DraftTree:
+    tree, place = DraftTree([], [], []), {(): ROOT}
     for path in sorted(paths, key=len):
         place[path] = len(tree.tokens)
         tree.tokens.append(path[-1])
@@ -87,7 +87,7 @@ def tree_of(paths: Paths) -> Guesses:
 
 
 @st.composite
-def trees(draw: st.DrawFn) -> Guesses:
+def trees(draw: st.DrawFn) -> DraftTree:
     words = draw(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), max_size=5))
     chance = st.sampled_from([0.1, 0.2, 0.4, 0.7, 0.9])
     return tree_of({tuple(word[:n]): draw(chance) for word in words for n in range(1, len(word) + 1)})
@@ -96,12 +96,12 @@ def trees(draw: st.DrawFn) -> Guesses:
 # ---- merging
 
 
-def merged(trees: Sequence[Guesses], nodes: int) -> Guesses:
+def merged(trees: Sequence[DraftTree], nodes: int) -> DraftTree:
     return merge(trees, nodes).tree
 
 
 @given(st.lists(trees(), min_size=1, max_size=3), st.integers(1, 12))
-def test_the_merged_tree_holds_the_likeliest_nodes_of_all(several: list[Guesses], nodes: int) -> None:
+def test_the_merged_tree_holds_the_likeliest_nodes_of_all(several: list[DraftTree], nodes: int) -> None:
     tree = merged(several, nodes)
     proper(tree, Budget(4, nodes))
     every: Paths = {}
@@ -124,7 +124,7 @@ def test_the_merged_tree_holds_the_likeliest_nodes_of_all(several: list[Guesses]
     st.data(),
 )
 def test_each_drafter_sees_its_own_part(
-    several: list[Guesses], nodes: int, text: list[int], data: st.DataObject
+    several: list[DraftTree], nodes: int, text: list[int], data: st.DataObject
 ) -> None:
     """What was verified of its nodes, its part of the path, and the best ids at its nodes; the controller cuts, too."""
     drafters = [Fixed(tree, topk=k) for k, tree in enumerate(several)]
@@ -149,14 +149,14 @@ def test_each_drafter_sees_its_own_part(
         assert (mine.tokens, mine.verdict.tokens) == (commit.tokens, commit.verdict.tokens)
 
 
-def ancestors(tree: Guesses, node: int) -> list[int]:
+def ancestors(tree: DraftTree, node: int) -> list[int]:
     return [] if node == ROOT else [*ancestors(tree, tree.parents[node]), node]
 
 
 def test_probes_come_last_whole_or_not_at_all() -> None:
     """Two windows of two, and three guesses; each drafter finds its own again."""
-    one = Guesses([1, 8, 9], [-1, -1, 1], [0.9, 0.0, 0.0], probes=2)
-    two = Guesses([1, 2, 7, 6], [-1, 0, 0, 2], [0.9, 0.8, 0.0, 0.0], probes=2)
+    one = DraftTree([1, 8, 9], [-1, -1, 1], [0.9, 0.0, 0.0], probes=2)
+    two = DraftTree([1, 2, 7, 6], [-1, 0, 0, 2], [0.9, 0.8, 0.0, 0.0], probes=2)
     tree = merged([one, two], 6)
     assert (tree.tokens, tree.parents, tree.probes) == ([1, 2, 8, 9, 7, 6], [-1, 0, -1, 2, 0, 4], 4)
     assert (merged([one, two], 5).tokens, merged([one, two], 5).probes) == ([1, 2, 8, 9], 2)
@@ -178,7 +178,7 @@ def test_probes_come_last_whole_or_not_at_all() -> None:
 def test_siblings_with_one_token_are_told_apart(nested: bool) -> None:
     """Two independent draws of one token: a cut that leaves the second leaves what hangs from it, whoever drew the first."""
     law = torch.ones(9, dtype=torch.float64) / 9
-    tree = Guesses([3, 3, 4, 4], [-1, -1, 0, 1], [0.5] * 4, [law, law, law], [0, 0, 1, 2], repeats=True)
+    tree = DraftTree([3, 3, 4, 4], [-1, -1, 0, 1], [0.5] * 4, [law, law, law], [0, 0, 1, 2], repeats=True)
     mine, silent = Fixed(tree), Fixed(NOTHING)
     union = together(Union, together(Union, mine) if nested else mine, silent)
     batch = Batch([make_row([5])], [0], [1], [True])
@@ -195,7 +195,7 @@ def test_siblings_with_one_token_are_told_apart(nested: bool) -> None:
 
 
 def test_all_are_asked_within_their_own_levels() -> None:
-    chain, wide = Guesses.chain([1, 2, 3], [0.9, 0.8, 0.7]), Guesses([1, 4], [-1, -1], [0.5, 0.6])
+    chain, wide = DraftTree.chain([1, 2, 3], [0.9, 0.8, 0.7]), DraftTree([1, 4], [-1, -1], [0.5, 0.6])
     one, two = Fixed(chain), Fixed(wide, topk=4, depth=1)
     union = together(Union, one, two)
     assert (union.depth, union.size(3), union.size(1), union.needs.topk) == (3, 8, 4, 4)
@@ -214,12 +214,15 @@ def test_all_are_asked_within_their_own_levels() -> None:
     union.drawn = True
     assert one.drawn and two.drawn and union.drawn
     nested = together(Union, together(Union, one, two), Fixed(NOTHING))
-    lots = {one.lot, two.lot, *(drafter.lot for drafter in nested.drafters)}
+    lots = {one.stream_id, two.stream_id, *(drafter.stream_id for drafter in nested.drafters)}
     assert len(lots) == 4, "everybody has dice of their own"
 
 
 def test_nodes_are_capped() -> None:
-    one, two = Fixed(Guesses.chain([1, 2, 3], [0.9, 0.8, 0.7])), Fixed(Guesses([1, 4], [-1, -1], [0.5, 0.95]))
+    one, two = (
+        Fixed(DraftTree.chain([1, 2, 3], [0.9, 0.8, 0.7])),
+        Fixed(DraftTree([1, 4], [-1, -1], [0.5, 0.95])),
+    )
     union = Union(Union.Options(nodes=2), AnyTarget(), [one, two])  # type: ignore[arg-type]
     assert union.size(3) == 2
     assert guess(union, make_row([9]), 3).tokens == [4, 1]
@@ -228,8 +231,8 @@ def test_nodes_are_capped() -> None:
 def test_the_first_that_knows_something_is_heard() -> None:
     silent, sure, spare = (
         Fixed(NOTHING),
-        Fixed(Guesses.chain([1, 2], [0.5, 0.5])),
-        Fixed(Guesses.chain([3], [0.9])),
+        Fixed(DraftTree.chain([1, 2], [0.5, 0.5])),
+        Fixed(DraftTree.chain([3], [0.9])),
     )
     first = together(First, silent, sure, spare)
     assert first.size(3) == 6
@@ -246,8 +249,8 @@ def test_the_first_that_knows_something_is_heard() -> None:
 def test_probes_are_nothing_to_say() -> None:
     """The next one is asked as well, for the nodes that are left, and the window rides along."""
     window, sure = (
-        Fixed(Guesses([8, 9], [-1, 0], [0.0, 0.0], probes=2), topk=1),
-        Fixed(Guesses.chain([1, 2], [0.5, 0.5])),
+        Fixed(DraftTree([8, 9], [-1, 0], [0.0, 0.0], probes=2), topk=1),
+        Fixed(DraftTree.chain([1, 2], [0.5, 0.5])),
     )
     first = together(First, window, sure)
     tree = first.propose(Batch([make_row([9])], [0], [1], [True]), [Budget(3, 6)]).trees[0]
@@ -262,10 +265,10 @@ Path_ = tuple[int, ...]
 
 
 @cache
-def law_of(path: Path_, salt: int) -> Tensor:
+def probs_of(path: Path_, salt: int) -> Tensor:
     """Any law: float64 [V], some tokens much likelier than others."""
-    dice = random.Random(f"{salt} {path}")
-    mass = torch.tensor([dice.random() ** 3 + 0.02 for _ in range(V)], dtype=torch.float64)
+    random_streams = random.Random(f"{salt} {path}")
+    mass = torch.tensor([random_streams.random() ** 3 + 0.02 for _ in range(V)], dtype=torch.float64)
     return mass / mass.sum()
 
 
@@ -286,9 +289,9 @@ class Drawing(Drafter):
         for _ in range(budgets[0].depth):
             below = []
             for parent, path in frontier:
-                laws.append(law_of(path, self.salt))
-                first = self.lot + len(tokens)
-                for token in dice.children(
+                laws.append(probs_of(path, self.salt))
+                first = self.stream_id + len(tokens)
+                for token in random_streams.children(
                     batch.rows[0], laws[-1], range(first, first + self.siblings), self.repeats
                 ):
                     below.append((len(tokens), (*path, token)))
@@ -297,7 +300,7 @@ class Drawing(Drafter):
                     confidence.append(float(laws[-1][token]))
                     belongs.append(len(laws) - 1)
             frontier = below
-        return Draft([Guesses(tokens, parents, confidence, laws, belongs, self.repeats)])
+        return Draft([DraftTree(tokens, parents, confidence, laws, belongs, self.repeats)])
 
 
 class Target:
@@ -307,16 +310,16 @@ class Target:
         self.row = row
 
     def p(self, row: int, node: int, path: Sequence[int]) -> Tensor:
-        return law_of(tuple(path), 0)
+        return probs_of(tuple(path), 0)
 
     def follow(self, row: int) -> None:
         """Pick by pick."""
 
     def accept(self, row: int, node: int, probability: float) -> bool:
-        return dice.accept(self.row, node, probability)
+        return random_streams.accept(self.row, node, probability)
 
     def draw(self, row: int, node: int, law: Tensor) -> int:
-        return dice.emit(self.row, node, law)
+        return random_streams.emit(self.row, node, law)
 
 
 def chi_square(union: Union, rule: Rule, runs: int, nodes: int) -> float:
@@ -329,15 +332,15 @@ def chi_square(union: Union, rule: Rule, runs: int, nodes: int) -> float:
         draft = union.propose(batch, [Budget(2, nodes)])
         said = rule(draft, Target(row), batch).tokens[0]  # type: ignore[arg-type]
         if len(said) == 1:
-            found[said[0]] += law_of((said[0],), 0)
+            found[said[0]] += probs_of((said[0],), 0)
         else:
             found[said[0], said[1]] += 1
-    expected = torch.stack([law_of((), 0)[a] * law_of((a,), 0) for a in range(V)]) * runs
+    expected = torch.stack([probs_of((), 0)[a] * probs_of((a,), 0) for a in range(V)]) * runs
     return float(((found - expected) ** 2 / expected).sum())
 
 
-CHOSEN = Guesses([0, 1, 2, 3], [-1, 0, -1, 2], [0.6, 0.5, 0.2, 0.5])
-LIKELY = int(law_of((), 1).argmax())  # of what the first drafter draws
+CHOSEN = DraftTree([0, 1, 2, 3], [-1, 0, -1, 2], [0.6, 0.5, 0.2, 0.5])
+LIKELY = int(probs_of((), 1).argmax())  # of what the first drafter draws
 LIMIT = 44.3  # 15 degrees of freedom: once in 10,000
 
 
@@ -355,32 +358,34 @@ def test_a_mix_of_draws_and_choices_has_the_targets_law(
 
 @pytest.mark.parametrize("broken", ["same dice", "confidence", "merged", "dropped"])
 def test_the_law_test_sees_what_must_not_be(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    members: list[Drafter] = [Fixed(Guesses([LIKELY], [ROOT], [0.9])), Drawing(1)]
+    members: list[Drafter] = [Fixed(DraftTree([LIKELY], [ROOT], [0.9])), Drawing(1)]
     if broken == "same dice":
         members = [Drawing(137, 1), Drawing(137, 1)]
     union = together(Union, *members)
     take = union_module._Merging.take
     if broken == "same dice":
-        union.drafters[0].lot = union.drafters[1].lot
+        union.drafters[0].stream_id = union.drafters[1].stream_id
 
-    def by_token(self: Any, tree: Guesses) -> None:
+    def by_token(self: Any, tree: DraftTree) -> None:
         """A draw is as likely to stay as its own token is likely."""
         take(self, tree)
         for node in every(self.root):
             if node.law >= 0:
                 node.confidence = float(self.laws[node.law][node.token])
 
-    def unique(self: Any, tree: Guesses) -> None:
+    def unique(self: Any, tree: DraftTree) -> None:
         """A draw is dropped where a sibling holds its token."""
         take(self, tree)
         for node in [self.root, *every(self.root)]:
             node.children = list({child.token: child for child in reversed(node.children)}.values())[::-1]
 
-    def as_chosen(self: Any, tree: Guesses) -> None:
+    def as_chosen(self: Any, tree: DraftTree) -> None:
         """Draws are merged with chosen nodes that hold the same token."""
         chosen = set(zip(tree.parents, tree.tokens)) & {(ROOT, LIKELY)}
-        law = [-1 if pair in chosen else at for pair, at in zip(zip(tree.parents, tree.tokens), tree.law_of)]
-        take(self, tree._replace(law_of=law))
+        law = [
+            -1 if pair in chosen else at for pair, at in zip(zip(tree.parents, tree.tokens), tree.probs_of)
+        ]
+        take(self, tree._replace(probs_of=law))
 
     changes = {"confidence": by_token, "dropped": unique, "merged": as_chosen}
     if broken in changes:
@@ -439,19 +444,19 @@ def test_laws_of_their_own_are_the_same_draws() -> None:
     tree = Drawing(1, 3).propose(Batch([make_row([5])], [0], [1], [True]), [Budget(1, 3)]).trees[0]
     apart = independent(tree)
     assert apart.repeats and independent(apart) is apart
-    left = law_of((), 1)
+    left = probs_of((), 1)
     for node, token in enumerate(tree.tokens):
         assert torch.allclose(apart.law(node), left)  # type: ignore[arg-type]
-        left = dice.without(left, token)
+        left = random_streams.without(left, token)
 
 
 def test_parents_that_share_a_law_draw_from_it_each_for_itself() -> None:
     """Heads that do not know each other have one law for a whole level; both children hold the same token here."""
     first, second = torch.tensor([0.5, 0.3, 0.2]).double(), torch.tensor([0.6, 0.3, 0.1]).double()
-    tree = Guesses([0, 1, 0, 0], [ROOT, ROOT, 0, 1], [0.5] * 4, [first, second], [0, 0, 1, 1])
+    tree = DraftTree([0, 1, 0, 0], [ROOT, ROOT, 0, 1], [0.5] * 4, [first, second], [0, 0, 1, 1])
     apart = independent(tree)
     assert torch.equal(apart.law(2), second) and torch.equal(apart.law(3), second)  # type: ignore[arg-type]
-    assert torch.equal(apart.law(1), dice.without(first, 0))  # type: ignore[arg-type]
+    assert torch.equal(apart.law(1), random_streams.without(first, 0))  # type: ignore[arg-type]
 
 
 # ---- its options

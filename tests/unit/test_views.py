@@ -16,17 +16,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from outrider import ConfigError
-from outrider.attention.plan import Plan
+from outrider.backends.base import ScoreModifier, kernels_for
+from outrider.backends.torch.kernels import TorchKernels
 from outrider.cache.pool import Pool
+from outrider.core.step_input import StepInput
 from outrider.draft.draft_model import DraftModel
-from outrider.draft.draft_model.window import View, Window
-from outrider.kernels import Bend, kernels_for
-from outrider.kernels.reference import TorchKernels
+from outrider.drafting.view import View, Window
 
 CPU, SLOTS = torch.device("cpu"), 400
 
 
-class Seen(NamedTuple):
+class ForwardOutput(NamedTuple):
     """What one row must see: its own position, and the position and the slot of every key, in order."""
 
     position: int
@@ -35,9 +35,9 @@ class Seen(NamedTuple):
 
 def scene(
     rng: random.Random, sink: int, recent: int, requests: int = 3, longest: int = 60
-) -> tuple[Plan, list[Seen]]:
+) -> tuple[StepInput, list[ForwardOutput]]:
     """Requests whose known tokens and trees of guesses go through a window; and what each row sees, by the definition."""
-    window, plan, expected = Window(sink, recent), Plan(sink), []
+    window, plan, expected = Window(sink, recent), StepInput(sink), []
     slots = rng.sample(range(SLOTS), SLOTS)
     for _ in range(requests):
         end, nodes = rng.randint(1, longest), rng.randint(0, 8)
@@ -51,12 +51,12 @@ def scene(
             )  # the rows of a piece share what its first row sees
             oldest = max(0, piece + 1 - recent)
             shown = [q for q in range(p + 1) if q < sink or q >= oldest]
-            expected.append(Seen(p, [(q, table[q]) for q in shown]))
+            expected.append(ForwardOutput(p, [(q, table[q]) for q in shown]))
         known = expected[-1].keys
         if rng.random() < 0.5:
             view.chain(plan, end, [0] * nodes)
-            guesses = [(end + i, table[end + i]) for i in range(nodes)]
-            expected += [Seen(end + i, [*known, *guesses[: i + 1]]) for i in range(nodes)]
+            draft_tree = [(end + i, table[end + i]) for i in range(nodes)]
+            expected += [ForwardOutput(end + i, [*known, *draft_tree[: i + 1]]) for i in range(nodes)]
             continue
         paths: list[list[int]] = []
         for node in range(nodes):
@@ -65,12 +65,12 @@ def scene(
             view.node(plan, end, paths[node], 0)
             last = end + len(paths[node]) - 1
             expected.append(
-                Seen(last, [*known, *((end + d, table[end + i]) for d, i in enumerate(paths[node]))])
+                ForwardOutput(last, [*known, *((end + d, table[end + i]) for d, i in enumerate(paths[node]))])
             )
     return plan.build(), expected
 
 
-def checked(plan: Plan, expected: list[Seen]) -> None:
+def checked(plan: StepInput, expected: list[ForwardOutput]) -> None:
     assert plan.positions.tolist() == [row.position for row in expected]
     assert plan.slots.tolist() == [row.keys[-1][1] for row in expected]
     assert plan.longest == max(len(row.keys) for row in expected)
@@ -98,7 +98,7 @@ def test_a_row_sees_the_first_and_the_recent_tokens_and_the_guesses_above_it(
 
 def test_a_budget_of_six_with_two_sinks() -> None:
     """The picture in window.py, by hand."""
-    plan, table = Plan(2), array("i", range(100, 112))
+    plan, table = StepInput(2), array("i", range(100, 112))
     view = Window.of(6, 2).read(plan, table, 8, [7], 3)
     view.chain(plan, 9, [1, 2])
     plan.build()
@@ -113,7 +113,7 @@ def test_a_budget_of_six_with_two_sinks() -> None:
 @pytest.mark.parametrize("window", [Window.of(None, 4), Window.of(10, 4), Window.of(11, 0)])
 def test_within_the_budget_nothing_changes(window: Window) -> None:
     """Ten tokens and ten in the budget: the request's own table, without copy or shift."""
-    plan, table = Plan(window.sink), array("i", range(16))
+    plan, table = StepInput(window.sink), array("i", range(16))
     for start in range(10):
         assert window.read(plan, table, start, [0] * (10 - start), 4) == View(table)
     assert all(view is table for view, _, _ in plan.segments)
@@ -123,7 +123,9 @@ def test_within_the_budget_nothing_changes(window: Window) -> None:
 # ---- the kernels
 
 
-def by_definition(q: Tensor, pool: Pool, expected: list[Seen], window: int, bend: Bend | None) -> Tensor:
+def by_definition(
+    q: Tensor, pool: Pool, expected: list[ForwardOutput], window: int, modifier: ScoreModifier | None
+) -> Tensor:
     """Row by row; windows, chunks and slopes count positions."""
     out = []
     for row, seen in enumerate(expected):
@@ -133,8 +135,8 @@ def by_definition(q: Tensor, pool: Pool, expected: list[Seen], window: int, bend
         keys, values = pool.read(0, torch.tensor([slot for _, slot in near]), torch.float64)
         for head in range(4):
             scores = keys[:, head // 2] @ q[row, head].double() * 0.25
-            if bend is not None and bend.slopes is not None:
-                scores += bend.slopes[head] * ahead
+            if modifier is not None and modifier.slopes is not None:
+                scores += modifier.slopes[head] * ahead
             out.append(scores.softmax(0) @ values[:, head // 2])
     return torch.stack(out).view(len(expected), -1)
 
@@ -150,16 +152,16 @@ def test_all_kernels_look_where_the_view_says(window: int, sloped: bool, dtype: 
     pool = Pool(1, 2, 24, SLOTS, dtype, CPU)
     for part in (0, 1):
         pool.write(0, part, torch.arange(SLOTS), torch.randn(SLOTS, 2, 24))
-    bend = Bend(slopes=torch.rand(4)) if sloped else None
+    modifier = ScoreModifier(slopes=torch.rand(4)) if sloped else None
     for seed in range(4):
         plan, expected = scene(random.Random(seed), sink=3, recent=9)
         q = torch.randn(plan.length, 4, 24)
-        want = by_definition(q, pool, expected, window, bend)
-        got: Any = TorchKernels(CPU, torch.float32).attend(q, spec, plan, pool, 0, 0.25, window, bend)
+        want = by_definition(q, pool, expected, window, modifier)
+        got: Any = TorchKernels(CPU, torch.float32).attend(q, spec, plan, pool, 0, 0.25, window, modifier)
         torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
         if any(map(shutil.which, ("cc", "gcc", "clang"))):
             wide = torch.nn.functional.pad(q, (0, pool.width - 24)).contiguous()
-            ours = kernels_for(CPU, torch.float32).attend(wide, spec, plan, pool, 0, 0.25, window, bend)
+            ours = kernels_for(CPU, torch.float32).attend(wide, spec, plan, pool, 0, 0.25, window, modifier)
             torch.testing.assert_close(
                 ours.double(), want, rtol=1e-4, atol=0.05 if dtype == torch.int8 else 1e-4
             )

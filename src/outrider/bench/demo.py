@@ -8,8 +8,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from outrider.bench.measure import Configs, Measured, Prompts, demonstrations, measure
 from outrider.bench.prompts import PROMPTS, rendered
 from outrider.bench.report import table
+from outrider.core.params import SamplingParams
 from outrider.llm import LLM
-from outrider.sampling.params import SamplingParams
 
 SETTINGS = (("greedy", {"temperature": 0.0}), ("T = 0.8, top_p 0.95", {"temperature": 0.8, "top_p": 0.95}))
 

@@ -16,7 +16,7 @@ The last step of a prompt drafts already: a draft model has a few tokens more th
 
 from __future__ import annotations
 
-from outrider.clock import Work
+from outrider.core.clock import Work
 from outrider.engine.engine import Engine
 from outrider.outputs import RequestOutput
 

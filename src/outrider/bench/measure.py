@@ -12,11 +12,11 @@ from operator import attrgetter
 from typing import Any
 
 from outrider import draft
-from outrider.clock import Times
+from outrider.core.clock import Times
+from outrider.core.params import SamplingParams
+from outrider.core.types import Speculation
 from outrider.llm import LLM
 from outrider.outputs import CompletionOutput
-from outrider.sampling.params import SamplingParams
-from outrider.types import Speculation
 
 PLAIN = "plain decoding"
 Configs = Mapping[str, Mapping[str, Any] | None]  # label -> speculative_config

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from outrider.bench.measure import Measured, Prompts, Run
-from outrider.clock import Times
+from outrider.checkpoints.export import write
+from outrider.checkpoints.hub import Checkpoint, locate
+from outrider.core.clock import Times
+from outrider.core.params import SamplingParams
 from outrider.errors import ConfigError, unknown
 from outrider.llm import LLM
-from outrider.models.export import write
-from outrider.models.hub import Checkpoint, locate
 from outrider.outputs import CompletionOutput
-from outrider.sampling.params import SamplingParams
 
 Answer = Callable[[list[int]], CompletionOutput]
 
@@ -50,7 +50,7 @@ def readable(name: str) -> Iterator[Path]:
 
 
 def _transformers(
-    llm: LLM, params: SamplingParams, draft: str | None, guesses: int
+    llm: LLM, params: SamplingParams, draft: str | None, draft_tree: int
 ) -> Iterator[tuple[str, Answer]]:
     """Plain, with prompt look-up, and with the draft model as assistant where there is one; in the dtype that we run."""
     from transformers import AutoModelForCausalLM, logging
@@ -66,11 +66,11 @@ def _transformers(
     model = loaded(llm.engine.options.model)
     modes: dict[str, dict[str, Any]] = {
         "transformers": {},
-        "transformers lookup": {"prompt_lookup_num_tokens": guesses},
+        "transformers lookup": {"prompt_lookup_num_tokens": draft_tree},
     }
     if draft is not None:
         assistant = loaded(draft)
-        assistant.generation_config.num_assistant_tokens = guesses
+        assistant.generation_config.num_assistant_tokens = draft_tree
         modes["transformers assisted"] = {"assistant_model": assistant}
     sampling: dict[str, Any] = {"do_sample": params.temperature > 0, "max_new_tokens": params.max_tokens}
     if params.temperature > 0:
@@ -115,13 +115,13 @@ def measure_peer(
     prompts: Prompts,
     params: SamplingParams,
     draft: str | None = None,
-    guesses: int = 5,
+    draft_tree: int = 5,
     repeats: int = 1,
     tick: Callable[[str], None] = lambda label: None,
 ) -> list[Measured]:
     """Every mode of a peer over the prompts, which are token ids; the best of 2 × `repeats` runs each, as we take ours."""
     results = []
-    for label, answer in peer(name)(llm, params, draft, guesses):
+    for label, answer in peer(name)(llm, params, draft, draft_tree):
         result = Measured(label, promise="")
         for kind, prompt in prompts:
             ids = prompt["prompt_token_ids"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from outrider.engine.template import render
+from outrider.engine.chat_template import render
 from outrider.errors import RequestError
 
 

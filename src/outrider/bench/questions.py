@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from outrider.bench.measure import Prompts
 from outrider.bench.prompts import PROMPTS, rendered
-from outrider.engine.template import render
+from outrider.core.params import SamplingParams
+from outrider.engine.chat_template import render
 from outrider.errors import RequestError
 from outrider.llm import LLM
-from outrider.sampling.params import SamplingParams
 
 
 class Question(NamedTuple):

@@ -11,21 +11,15 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
-from outrider.cli.flags import (
-    OUT,
-    Given,
-    load,
-    parsed,
-    shared,
-)
+from outrider.cli.flags import OUT, Given, load, parsed, shared
 from outrider.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from outrider.bench.measure import Measured, Prompts
+    from outrider.core.params import SamplingParams
     from outrider.llm import LLM
-    from outrider.sampling.params import SamplingParams
 
 LOG = "Append everything as one line of JSON to this file; - prints it."
 
@@ -55,7 +49,7 @@ def bench(
 
     from outrider.bench.peers import peer
     from outrider.bench.questions import prompts_for, read
-    from outrider.sampling.params import SamplingParams
+    from outrider.core.params import SamplingParams
 
     params = SamplingParams(**measured)
     if measured["max_tokens"] < 2:

@@ -16,9 +16,9 @@ from outrider.cli.generate import say
 from outrider.errors import RequestError
 
 if TYPE_CHECKING:
+    from outrider.core.params import SamplingParams
     from outrider.llm import LLM
     from outrider.outputs import RequestOutput
-    from outrider.sampling.params import SamplingParams
 
 HELP = """/stats         what speculation and the prefix cache brought so far
 /system TEXT   change the system message (without TEXT: none) and start again
@@ -64,8 +64,8 @@ class Talk:
     def __init__(
         self, llm: LLM, params: SamplingParams, system: str | None = None, template: str | None = None
     ) -> None:
-        from outrider.engine.template import render
-        from outrider.types import Speculation
+        from outrider.core.types import Speculation
+        from outrider.engine.chat_template import render
 
         self.llm, self.params, self.template = llm, params, template
         self.cached = self.prompt = self.turns = 0

@@ -33,8 +33,8 @@ def build(
     from rich.console import Console
     from rich.progress import Progress
 
+    from outrider.checkpoints.hub import Checkpoint
     from outrider.draft.datastore.corpus import build as run
-    from outrider.models.hub import Checkpoint
 
     checkpoint = Checkpoint.open(model)
     with Progress(console=Console(stderr=True), transient=True) as bar:

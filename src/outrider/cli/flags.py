@@ -20,8 +20,8 @@ import typer
 from outrider.errors import ConfigError
 
 if TYPE_CHECKING:
+    from outrider.core.params import SamplingParams
     from outrider.llm import LLM
-    from outrider.sampling.params import SamplingParams
 
 Given = dict[str, Any]  # field -> value, for the flags of one group that were given
 
@@ -247,7 +247,7 @@ def load(engine: Given, speculative_config: Mapping[str, Any] | None = None, **m
     import torch
     from rich.console import Console
 
-    from outrider.kernels.threads import limit
+    from outrider.backends.cpu.threads import limit
     from outrider.llm import LLM
 
     engine = {**engine, **more}
@@ -264,7 +264,7 @@ def load(engine: Given, speculative_config: Mapping[str, Any] | None = None, **m
 
 def clipped(engine: Given, config: Mapping[str, Any] | None) -> tuple[Given, Mapping[str, Any] | None]:
     """What was asked for, less what model and machine do not have: a longer context, layers on a GPU.  A note says so."""
-    from outrider.models.hub import Checkpoint
+    from outrider.checkpoints.hub import Checkpoint
     from outrider.models.placement import pick_device
 
     engine, wanted = dict(engine), engine.get("max_model_len")
@@ -319,6 +319,6 @@ def parsed(text: str) -> dict[str, Any]:
 
 
 def params_of(sampling: Given) -> SamplingParams:
-    from outrider.sampling.params import SamplingParams
+    from outrider.core.params import SamplingParams
 
     return SamplingParams(**sampling)

@@ -18,10 +18,10 @@ from outrider.cli.flags import Given, config_of, load, params_of, shared
 from outrider.errors import RequestError
 
 if TYPE_CHECKING:
+    from outrider.core.params import SamplingParams
     from outrider.llm import LLM
     from outrider.outputs import RequestOutput
     from outrider.requests import Prompt
-    from outrider.sampling.params import SamplingParams
 
 ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "'": "'", '"': '"', "\\": "\\"}
 

@@ -16,9 +16,9 @@ from outrider.errors import OutriderError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from outrider.bench.card import Card
-    from outrider.bench.heads import HeadCard
-    from outrider.bench.stores import StoreCard
+    from outrider.inspect.card import Card
+    from outrider.inspect.heads import HeadCard
+    from outrider.inspect.stores import StoreCard
 
 
 @shared
@@ -38,10 +38,10 @@ def models(
     the method that it is for, and which target it fits; of a datastore its size, and which vocabulary it fits."""
     from rich.console import Console
 
-    from outrider.bench.card import Card, card_of, known
-    from outrider.bench.heads import head_card
-    from outrider.bench.stores import store_card
     from outrider.config import EngineOptions
+    from outrider.inspect.card import Card, card_of, known
+    from outrider.inspect.heads import head_card
+    from outrider.inspect.stores import store_card
 
     names = [*(names or ()), *(more or ())]
 
@@ -71,8 +71,8 @@ def models(
 def overview(cards: Callable[[str], Iterator[Card | HeadCard | StoreCard]]) -> Table:
     from rich.table import Table
 
-    from outrider.bench.card import Card, known
-    from outrider.bench.stores import StoreCard
+    from outrider.inspect.card import Card, known
+    from outrider.inspect.stores import StoreCard
 
     made = Table(
         "model",
@@ -142,7 +142,7 @@ def sheet(card: Card) -> Table:
 def part_sheet(card: HeadCard | StoreCard) -> Table:
     from rich.table import Table
 
-    from outrider.bench.stores import StoreCard
+    from outrider.inspect.stores import StoreCard
 
     made = Table(title=card.name, title_justify="left", title_style="bold", show_header=False)
     for name, value in (_store_rows(card) if isinstance(card, StoreCard) else _head_rows(card)).items():

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from outrider.bench.measure import Measured
-    from outrider.bench.tune import Trial, Tuner
+    from outrider.tune.layerskip import Trial, Tuner
 
 app = typer.Typer(no_args_is_help=True, help="Fit a method to a model and a machine.")
 
@@ -60,8 +60,8 @@ def layerskip(
 
     from outrider.bench.measure import measure
     from outrider.bench.questions import prompts_for, read
-    from outrider.bench.tune import Tuner, compared, gain, save
-    from outrider.sampling.params import SamplingParams
+    from outrider.core.params import SamplingParams
+    from outrider.tune.layerskip import Tuner, compared, gain, save
 
     engine = named(engine, target)
     if not out.expanduser().parent.is_dir():
@@ -99,7 +99,7 @@ def told(
 ) -> None:
     """What was found and measured, and whether it is worth using."""
     from outrider.bench.report import table
-    from outrider.bench.tune import gain
+    from outrider.tune.layerskip import gain
 
     costs, measured = tuner.costs, gain(results)
     console.print(table(title, results), "")
@@ -144,9 +144,9 @@ def disco(
     from rich.console import Console
     from rich.progress import Progress
 
-    from outrider.bench.disco import APART, fit, record
     from outrider.bench.questions import prompts_for, read
-    from outrider.sampling.params import SamplingParams
+    from outrider.core.params import SamplingParams
+    from outrider.tune.disco import APART, fit, record
 
     if draft and second:
         raise ConfigError(

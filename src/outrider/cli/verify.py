@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from outrider.bench.certify import Certificate, Effort
-    from outrider.bench.passages import Passages
     from outrider.bench.questions import Question
+    from outrider.certify.certify import Certificate, Effort
+    from outrider.certify.passages import Passages
     from outrider.llm import LLM
 
 CONTEXT = 2048  # what a test needs; two engines must fit into the memory
@@ -53,12 +53,12 @@ def verify(
     """
     from rich.console import Console
 
-    from outrider.bench.certificate import figures, panel
-    from outrider.bench.certify import Effort
-    from outrider.bench.passages import Passages
     from outrider.bench.questions import read
+    from outrider.certify.certificate import figures, panel
+    from outrider.certify.certify import Effort
+    from outrider.certify.passages import Passages
+    from outrider.checkpoints.hub import Checkpoint
     from outrider.config import SpeculativeOptions
-    from outrider.models.hub import Checkpoint
 
     config = config_of(speculation)
     if config is None:
@@ -90,9 +90,9 @@ def first_prompts(
     llm: LLM, questions: Sequence[Question] | None, tokens: int, seed: int, raw: bool
 ) -> tuple[list[list[int]], int]:
     """Token ids of the questions, or of our own prompts, and how many did not fit into the context."""
-    from outrider.bench.passages import beginnings
     from outrider.bench.questions import prompts_of
-    from outrider.sampling.params import SamplingParams
+    from outrider.certify.passages import beginnings
+    from outrider.core.params import SamplingParams
 
     if questions is None:
         return beginnings(llm, seed, raw), 0
@@ -105,7 +105,7 @@ def run(
 ) -> Certificate:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from outrider.bench.certify import certify
+    from outrider.certify.certify import certify
 
     columns = (TextColumn("{task.description:32}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:

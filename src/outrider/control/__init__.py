@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from outrider.clock import Times
-from outrider.types import Batch, Budget, Commit, Draft
+from outrider.core.clock import Times
+from outrider.core.types import Batch, Budget, Commit, Draft
 
 
 class Controller(Protocol):

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from outrider.clock import Times
+from outrider.core.clock import Times
+from outrider.core.types import ROOT, Batch, Budget, Commit, Draft, DraftTree
 from outrider.errors import ConfigError
-from outrider.types import ROOT, Batch, Budget, Commit, Draft, Guesses
 
 MOST = 1024
 NONE = Budget()
@@ -98,7 +98,7 @@ class FixedController:
         """A fixed length learns nothing."""
 
 
-def _within(tree: Guesses, budget: Budget, vocabulary: int) -> Sequence[int]:
+def _within(tree: DraftTree, budget: Budget, vocabulary: int) -> Sequence[int]:
     """The nodes that are not too deep, nor too many; probes stay while their parents do.  A prefix of the nodes is closed under
     ancestors, and so is a cut by depth; apart from ids that do not exist, dropping looks at positions only, never at tokens."""
     tokens = tree.tokens

@@ -7,13 +7,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outrider.draft.base import Drafter
+from outrider.checkpoints.hub import BUILTIN, on_hub
+from outrider.core.registry import classes
+from outrider.drafting.base import Drafter
 from outrider.errors import ConfigError, ModelError, nearest, unknown
-from outrider.models.hub import BUILTIN, on_hub
-from outrider.registry import classes
 
 if TYPE_CHECKING:
-    from outrider.heads.files import Head
+    from outrider.checkpoints.heads import Head
 
 PLAIN_MODEL = "draft_model"
 
@@ -40,8 +40,8 @@ def detect(model: str, revision: str | None = None) -> str:
     Raises ConfigError where `model` is no name, ModelError where there is nothing to look at, two methods claim it alike, or it guesses
     nothing.
     """
-    from outrider.draft.draft_model.window import SELF
-    from outrider.heads.files import Head, builtin
+    from outrider.checkpoints.heads import Head, builtin
+    from outrider.drafting.view import SELF
 
     if not isinstance(model, str) or not model:
         raise ConfigError(f"model must be a folder or a hub id, got {model!r}.")

@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from outrider.draft.base import Drafter, Target
+from outrider.core.types import Batch, Budget, Draft
 from outrider.draft.draft_model import DraftModel
 from outrider.draft.ngram import Ngram
 from outrider.draft.union import Union
-from outrider.types import Batch, Budget, Draft
+from outrider.drafting.base import Drafter, Target
 
 
 class First(Union):

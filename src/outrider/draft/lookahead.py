@@ -20,11 +20,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from outrider.draft.base import Drafter, Target
-from outrider.draft.matches import Belief
+from outrider.core.noise import stream_of
+from outrider.core.types import NOTHING, ROOT, Batch, Budget, Commit, Draft, DraftTree, Needs, Row
+from outrider.drafting.base import Drafter, Target
+from outrider.drafting.lookup.matches import Belief
 from outrider.errors import ConfigError
-from outrider.sampling.noise import stream_of
-from outrider.types import NOTHING, ROOT, Batch, Budget, Commit, Draft, Guesses, Needs, Row
 
 TOKENS = 1 << 16  # that a pool knows n-grams of; the one that was not heard of for longest goes first
 
@@ -132,14 +132,14 @@ class Lookahead(Drafter):
 
     def __init__(self, options: Options, target: Target) -> None:
         super().__init__(options, target)
-        window, level, guesses = (2, 3, 1) if target.decoder.device.type == "cpu" else (15, 5, 15)
+        window, level, draft_tree = (2, 3, 1) if target.decoder.device.type == "cpu" else (15, 5, 15)
         self.window, self.level = options.window_size or window, options.level or level
-        self.guesses = options.guess_set_size or guesses
+        self.draft_tree = options.guess_set_size or draft_tree
         self.depth = self.level - 1
         self.reach = (
             self.window + self.level - 3
         )  # levels of the deepest probe, which is as many as a new window has tokens
-        self.memory = Memory(Pool(self.guesses), Belief(self.level))
+        self.memory = Memory(Pool(self.draft_tree), Belief(self.level))
         self.rows: dict[Row, Known] = {}
 
     @classmethod
@@ -150,7 +150,7 @@ class Lookahead(Drafter):
     def size(self, depth: int) -> int:
         """While a window grows it may have more nodes than in the end."""
         window = max(levels * (self.reach + 2 - levels) - 1 for levels in range(1, self.level))
-        return self.guesses * min(depth, self.level - 1) + window if depth else 0
+        return self.draft_tree * min(depth, self.level - 1) + window if depth else 0
 
     def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
         return Draft(
@@ -160,7 +160,7 @@ class Lookahead(Drafter):
             ]
         )
 
-    def _tree(self, row: Row, end: int, budget: Budget) -> Guesses:
+    def _tree(self, row: Row, end: int, budget: Budget) -> DraftTree:
         tree = self._guess(row.tokens[-1], budget)
         window = self._known(row).window
         if len(tree.tokens) + window.size > budget.nodes or end + self.reach > self.target.max_len:
@@ -177,9 +177,9 @@ class Lookahead(Drafter):
             self.rows[row] = Known(Window([start], self.level - 1))
         return self.rows[row]
 
-    def _guess(self, last: int, budget: Budget) -> Guesses:
+    def _guess(self, last: int, budget: Budget) -> DraftTree:
         """The n-grams after `last`, most recent first, with shared beginnings once."""
-        tree, node_of = Guesses([], [], []), {}
+        tree, node_of = DraftTree([], [], []), {}
         for gram in self.memory.pool.after(last):
             parent = ROOT
             for level, token in enumerate(gram[: budget.depth]):
@@ -206,7 +206,7 @@ class Lookahead(Drafter):
             if self.options.pool_from_prompt:
                 self._read(row, known)
 
-    def _learn(self, row: Row, root: int, tree: Guesses, best: list[list[int]]) -> None:
+    def _learn(self, row: Row, root: int, tree: DraftTree, best: list[list[int]]) -> None:
         """What the target said after the last level; a window in which it could say nothing begins anew."""
         window = self.rows[row].window
         said = [best[1 + node] for node in window.places(tree.size)[-1]]

@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from outrider.draft.base import Drafter
+from outrider.core.types import NOTHING, Batch, Budget, Commit, Draft, DraftTree, Row
+from outrider.drafting.base import Drafter
 from outrider.errors import ConfigError
-from outrider.types import NOTHING, Batch, Budget, Commit, Draft, Guesses, Row
 
 UNPROVEN = 3  # tokens that a match must have in a row that was not right yet
 
 
 @dataclass
-class Seen:
+class ForwardOutput:
     """Where each shortest n-gram of a row last ended, and before[i]: where the one before that ended that ends at place i, -1 none.
     Only ends before position `upto` are there: a suffix never matches itself."""
 
@@ -84,7 +84,7 @@ class Ngram(Drafter):
     def __init__(self, options: Options, target: object = None) -> None:
         self.options = options
         self.shortest, self.longest = options.shortest, options.prompt_lookup_max
-        self.seen: dict[Row, Seen] = {}
+        self.seen: dict[Row, ForwardOutput] = {}
 
     def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
         return Draft(
@@ -94,10 +94,10 @@ class Ngram(Drafter):
             ]
         )
 
-    def after(self, row: Row, said: Sequence[int], budget: Budget) -> Guesses:
+    def after(self, row: Row, said: Sequence[int], budget: Budget) -> DraftTree:
         tokens, seen = row.tokens, self.seen.get(row)
         if seen is None:
-            seen = self.seen[row] = Seen([-1] * (self.shortest - 1))
+            seen = self.seen[row] = ForwardOutput([-1] * (self.shortest - 1))
         seen.extend(tokens, self.shortest)
         tokens = [*tokens, *said] if said else tokens
         n, found = seen.find(tokens, self.shortest, self.longest)
@@ -118,9 +118,9 @@ class Ngram(Drafter):
         self.seen.pop(row, None)
 
 
-def _copy(tokens: list[int], start: int, depth: int, confidence: float) -> Guesses:
+def _copy(tokens: list[int], start: int, depth: int, confidence: float) -> DraftTree:
     """`depth` tokens from `start` on; a copy that reaches the end goes on with what it has copied, as a loop would."""
     copied = tokens[start : start + depth]
     while len(copied) < depth:
         copied += copied[: depth - len(copied)]
-    return Guesses.chain(copied, [confidence] * depth)
+    return DraftTree.chain(copied, [confidence] * depth)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.draft.base import Drafter
-from outrider.types import NOTHING, Batch, Budget, Draft
+from outrider.core.types import NOTHING, Batch, Budget, Draft
+from outrider.drafting.base import Drafter
 
 
 class Off(Drafter):

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from outrider.draft.base import Drafter, Target
+from outrider.core.types import NOTHING, ROOT, Batch, Budget, Commit, Draft, DraftTree, Needs, Row
+from outrider.drafting.base import Drafter, Target
 from outrider.errors import ConfigError
 from outrider.heads.templates import Path, paths
-from outrider.types import NOTHING, ROOT, Batch, Budget, Commit, Draft, Guesses, Needs, Row
 
 RANKS = 8
 LEARN = 0.02
@@ -95,7 +95,7 @@ class Recycle(Drafter):
             ]
         )
 
-    def after(self, row: Row, said: Sequence[int], budget: Budget) -> Guesses:
+    def after(self, row: Row, said: Sequence[int], budget: Budget) -> DraftTree:
         return self._guess(said[-1] if said else row.tokens[-1], self._order(), budget)
 
     def _order(self) -> list[Path]:
@@ -107,9 +107,9 @@ class Recycle(Drafter):
         likely = [path for path in PATHS if joint[path] >= self.options.min_token_prob]
         return sorted(likely, key=lambda path: -joint[path])
 
-    def _guess(self, last: int, order: list[Path], budget: Budget) -> Guesses:
+    def _guess(self, last: int, order: list[Path], budget: Budget) -> DraftTree:
         table: Table = self.memory
-        tree = Guesses([], [], [])
+        tree = DraftTree([], [], [])
         place: dict[Path, tuple[int, array[int]]] = {(): (ROOT, table.after(last))}
         for path in order:
             if len(tree.tokens) == min(budget.nodes, self.nodes):
@@ -139,7 +139,7 @@ class Recycle(Drafter):
                 for token, ids in zip([lasts[r], *commit.draft.trees[r].tokens], commit.topk[r]):
                     table.put(token, ids)
 
-    def _judge(self, last: int, tree: Guesses, accepted: list[int]) -> None:
+    def _judge(self, last: int, tree: DraftTree, accepted: list[int]) -> None:
         """Which ranks were guessed along the path that was taken, and which of them were right."""
         for level, node in enumerate([ROOT, *accepted]):
             following = self.memory.after(last if node == ROOT else tree.tokens[node])

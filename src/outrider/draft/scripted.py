@@ -6,25 +6,25 @@ import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from outrider.draft.base import Drafter, Target
+from outrider.core.types import NOTHING, Batch, Budget, Draft, DraftTree, Row
+from outrider.drafting.base import Drafter, Target
 from outrider.errors import ConfigError
-from outrider.types import NOTHING, Batch, Budget, Draft, Guesses, Row
 
-Script = Callable[[Row, Budget], Guesses]
+Script = Callable[[Row, Budget], DraftTree]
 
 
-def silent(row: Row, budget: Budget) -> Guesses:
+def silent(row: Row, budget: Budget) -> DraftTree:
     return NOTHING
 
 
-def tree(row: Row, budget: Budget) -> Guesses:
+def tree(row: Row, budget: Budget) -> DraftTree:
     """Two children a node, breadth first, of tokens that happened to be in the row: a tree that is mostly wrong."""
     tokens, parents = [], []
     for i in range(budget.nodes):
         parent = (i - 2) // 2 if i >= 2 else -1
         tokens.append(row.tokens[(7 * i) % len(row.tokens)] ^ (i & 1))
         parents.append(parent)
-    return Guesses(tokens, parents, [0.5] * len(tokens))
+    return DraftTree(tokens, parents, [0.5] * len(tokens))
 
 
 class Scripted(Drafter):
@@ -51,7 +51,7 @@ class Scripted(Drafter):
     def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
         return Draft([self._tree(row, budget) for row, budget in zip(batch.rows, budgets)])
 
-    def _tree(self, row: Row, budget: Budget) -> Guesses:
+    def _tree(self, row: Row, budget: Budget) -> DraftTree:
         """The script's tree.  A script that fails ends its row."""
         if not budget.nodes:
             return NOTHING
@@ -62,7 +62,7 @@ class Scripted(Drafter):
             row.error.__cause__ = error
             return NOTHING
 
-    def _clean(self, said: Guesses) -> Guesses:
+    def _clean(self, said: DraftTree) -> DraftTree:
         """The tree without tokens that do not exist and without repeated siblings (and what hangs from these)."""
         place, children = {-1: -1}, set()
         tokens: list[int] = []
@@ -77,16 +77,16 @@ class Scripted(Drafter):
             tokens.append(token)
             parents.append(at)
             confidence.append(said.confidence[i])
-        return Guesses(tokens, parents, confidence)
+        return DraftTree(tokens, parents, confidence)
 
 
-def _read(said: Guesses) -> Guesses:
+def _read(said: DraftTree) -> DraftTree:
     """What a script returned, in plain numbers.  Raises TypeError or ValueError where it is no tree."""
-    if not isinstance(said, Guesses):
+    if not isinstance(said, DraftTree):
         raise TypeError(f"it must return Guesses, got {type(said).__name__}.")
     tokens, parents = ([operator.index(x) for x in numbers] for numbers in (said.tokens, said.parents))
     confidence = [float(x) for x in said.confidence]
     sizes = len(tokens), len(parents), len(confidence)
     if len({*sizes}) > 1:
         raise ValueError(f"tokens, parents and confidence must be equally long, got {sizes}.")
-    return Guesses(tokens, parents, confidence)
+    return DraftTree(tokens, parents, confidence)

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from outrider.draft.base import Drafter, Target
-from outrider.draft.matches import Belief, frequent
+from outrider.backends.base import index_for
+from outrider.core.types import NOTHING, Batch, Budget, Commit, Draft, DraftTree, Row
+from outrider.drafting.base import Drafter, Target
+from outrider.drafting.lookup.index import RUNS, Index
+from outrider.drafting.lookup.matches import Belief, frequent
 from outrider.errors import ConfigError
-from outrider.kernels import index_for
-from outrider.kernels.runs import RUNS, Index
-from outrider.types import NOTHING, Batch, Budget, Commit, Draft, Guesses, Row
 
 SEGMENT = 1 << 18  # tokens of finished requests that share one index
 END = -1  # between two requests
@@ -63,7 +63,7 @@ class Known:
 class Best(NamedTuple):
     """The guesses that promise most, the sum of their probabilities, the length of the match that they come from."""
 
-    tree: Guesses = NOTHING
+    tree: DraftTree = NOTHING
     score: float = 0.0
     length: int = 0
 
@@ -119,7 +119,7 @@ class Suffix(Drafter):
             ]
         )
 
-    def after(self, row: Row, said: Sequence[int], budget: Budget) -> Guesses:
+    def after(self, row: Row, said: Sequence[int], budget: Budget) -> DraftTree:
         known = self.rows.get(row)
         if known is None:
             known = self.rows[row] = Known(index_for(row.limit, self.longest, self.depth), Belief(RUNS[0]))

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from outrider import draft
 from outrider.cache.pool import Pool
-from outrider.draft.base import Drafter, Target
+from outrider.core.noise import mix
+from outrider.core.types import ROOT, Batch, Budget, Commit, Draft, DraftTree, Needs, Row, Verdict
+from outrider.drafting.base import Drafter, Target
 from outrider.errors import ConfigError, unknown
-from outrider.sampling.dice import without
-from outrider.sampling.noise import mix
-from outrider.types import ROOT, Batch, Budget, Commit, Draft, Guesses, Needs, Row, Verdict
+from outrider.sampling.random_streams import without
 
 LEVELS = "num_speculative_tokens"
 FIRST_DRAW, NEXT_DRAW = (
@@ -56,7 +56,7 @@ def read(config: Any) -> tuple[type[Drafter], Any, int | None]:
 class Merged:
     """One tree of several; where[k][i]: the node that node i of tree k has become, for those that are in it."""
 
-    tree: Guesses
+    tree: DraftTree
     where: list[dict[int, int]]
 
 
@@ -96,7 +96,7 @@ class Union(Drafter):
         self.depth = max(self.levels)
         self.needs = reduce(or_, (drafter.needs for drafter in self.drafters), Needs())
         self.slot_bytes = sum(drafter.slot_bytes for drafter in self.drafters)
-        self.lot = 0
+        self.stream_id = 0
         self.drafts: list[Draft] = []  # of each drafter, in this step
         self.merged: list[Merged] = []  # of each row
 
@@ -125,15 +125,15 @@ class Union(Drafter):
             drafter.drawn = value
 
     @property
-    def lot(self) -> int:  # type: ignore[override]
+    def stream_id(self) -> int:  # type: ignore[override]
         return self._lot
 
-    @lot.setter
-    def lot(self, value: int) -> None:
+    @stream_id.setter
+    def stream_id(self, value: int) -> None:
         """Far apart, so that no two drafters, however they are nested, ever roll the same die."""
         self._lot = value
         for i, drafter in enumerate(self.drafters):
-            drafter.lot = mix(value + i + 1)
+            drafter.stream_id = mix(value + i + 1)
 
     def footprint(self, device: torch.device) -> Counter[torch.device]:
         return sum((drafter.footprint(device) for drafter in self.drafters), Counter())
@@ -183,7 +183,7 @@ class Union(Drafter):
         return min(drafter.filled(row) for drafter in self.drafters)
 
 
-def merge(trees: Sequence[Guesses], nodes: int) -> Merged:
+def merge(trees: Sequence[DraftTree], nodes: int) -> Merged:
     """One tree of at most so many nodes, best first; then the probes of each tree, where all of them fit."""
     speaking = [k for k, tree in enumerate(trees) if tree.tokens]
     if len(speaking) == 1 and len(trees[speaking[0]].tokens) <= nodes:
@@ -224,14 +224,14 @@ class _Merging:
         self.laws: list[Tensor] = []
         self.trees = 0
         self.repeats = False
-        self.made = Guesses([], [], [])
+        self.made = DraftTree([], [], [])
 
-    def take(self, tree: Guesses) -> None:
+    def take(self, tree: DraftTree) -> None:
         """Adds the guesses of a tree, probes aside.  A chosen node that several trees have is as likely as the most hopeful says."""
         nodes = {ROOT: self.root}
         for i in range(tree.size):
             above, token, confidence = nodes[tree.parents[i]], tree.tokens[i], tree.confidence[i]
-            law = tree.law_of[i] + len(self.laws) if tree.law(i) is not None else -1
+            law = tree.probs_of[i] + len(self.laws) if tree.law(i) is not None else -1
             node = above.chosen.get(token) if law < 0 else None
             if law >= 0:
                 confidence = FIRST_DRAW * NEXT_DRAW ** above.draws[law]
@@ -251,7 +251,7 @@ class _Merging:
     def grow(self, nodes: int) -> list[dict[int, int]]:
         """Makes the tree, by the product of confidences; siblings that were drawn from one law stay in order."""
         where: list[dict[int, int]] = [{} for _ in range(self.trees)]
-        law_of: list[int] = []
+        probs_of: list[int] = []
         waiting: list[tuple[float, int, int, _Node]] = []
         count = 0
 
@@ -262,21 +262,21 @@ class _Merging:
                 heapq.heappush(waiting, (-joint * child.confidence, count, place, child))
 
         open_children(self.root, ROOT, 1.0)
-        while waiting and len(law_of) < nodes:
+        while waiting and len(probs_of) < nodes:
             joint, _, parent, node = heapq.heappop(waiting)
-            place = len(law_of)
+            place = len(probs_of)
             self.made.tokens.append(node.token)
             self.made.parents.append(parent)
             self.made.confidence.append(node.confidence)
-            law_of.append(node.law)
+            probs_of.append(node.law)
             for k, i in node.owners:
                 where[k][i] = place
             open_children(node, place, -joint)
         if self.laws:
-            self.made = self.made._replace(laws=self.laws, law_of=law_of, repeats=self.repeats)
+            self.made = self.made._replace(laws=self.laws, probs_of=probs_of, repeats=self.repeats)
         return where
 
-    def probe(self, tree: Guesses, where: dict[int, int], nodes: int) -> None:
+    def probe(self, tree: DraftTree, where: dict[int, int], nodes: int) -> None:
         """Appends the probes of a tree, all or none."""
         made, probes = self.made, range(tree.size, len(tree.tokens))
         rooted = all(
@@ -289,25 +289,25 @@ class _Merging:
             made.tokens.append(tree.tokens[i])
             made.parents.append(where.get(tree.parents[i], ROOT))
             made.confidence.append(tree.confidence[i])
-        law_of = [*made.law_of, *[-1] * len(probes)] if made.law_of else ()
-        self.made = made._replace(law_of=law_of, probes=made.probes + len(probes))
+        probs_of = [*made.probs_of, *[-1] * len(probes)] if made.probs_of else ()
+        self.made = made._replace(probs_of=probs_of, probes=made.probes + len(probes))
 
 
-def independent(tree: Guesses) -> Guesses:
+def independent(tree: DraftTree) -> DraftTree:
     """The same tree with a law of its own for every draw, so that it may stand beside one with independent draws."""
     if tree.repeats or not tree.laws:
         return tree
     laws: list[Tensor] = []
-    law_of: list[int] = []
+    probs_of: list[int] = []
     left: dict[
         tuple[int, int], Tensor
     ] = {}  # several parents may have one law, and draw from it each for itself
-    for token, parent, law in zip(tree.tokens, tree.parents, tree.law_of):
+    for token, parent, law in zip(tree.tokens, tree.parents, tree.probs_of):
         if law >= 0:
             laws.append(left.get((parent, law), tree.laws[law]))
             left[parent, law] = without(laws[-1], token)
-        law_of.append(len(laws) - 1 if law >= 0 else -1)
-    return tree._replace(laws=laws, law_of=law_of, repeats=True)
+        probs_of.append(len(laws) - 1 if law >= 0 else -1)
+    return tree._replace(laws=laws, probs_of=probs_of, repeats=True)
 
 
 def part(commit: Commit, own: Draft, where: Sequence[dict[int, int]], topk: int) -> Commit:
@@ -315,7 +315,7 @@ def part(commit: Commit, own: Draft, where: Sequence[dict[int, int]], topk: int)
 
     where[r][i]: the node of the verified tree that its node i was; those that are missing were dropped.
     """
-    trees: list[Guesses] = []
+    trees: list[DraftTree] = []
     kept: list[list[int]] = []
     accepted: list[list[int]] = []
     best: list[list[list[int]]] = []

@@ -6,10 +6,10 @@ from collections import OrderedDict
 from collections.abc import Set
 from typing import Any
 
+from outrider.checkpoints.peft import PeftAdapter
+from outrider.core.types import LoRARequest
 from outrider.errors import ModelError, RequestError
 from outrider.models.decoder import Decoder
-from outrider.models.lora import PeftAdapter
-from outrider.types import LoRARequest
 
 
 class Adapters:
@@ -38,7 +38,7 @@ class Adapters:
             self.known[wanted.lora_int_id] = wanted, found
 
     def take(self, wanted: LoRARequest, busy: Set[int]) -> Any | None:
-        """The weights of an adapter that was checked, for `Plan.adapt`.  None while all the memory is taken by `busy` ids."""
+        """The weights of an adapter that was checked, for `StepInput.adapt`.  None while all the memory is taken by `busy` ids."""
         key = wanted.lora_int_id
         if key not in self.loaded:
             if len(self.loaded) >= self.most:

@@ -11,26 +11,26 @@ from pathlib import Path
 
 import torch
 
-from outrider.cache.slots import PAGE, Cache
-from outrider.clock import Times, Work
+from outrider.cache.pages import PAGE, Cache
+from outrider.checkpoints.hub import Checkpoint
+from outrider.checkpoints.spec import FAMILIES
 from outrider.config import EngineOptions, SpeculativeOptions
 from outrider.control import Controller
 from outrider.control.fixed import FixedController
 from outrider.control.prefill import PrefillPacer
-from outrider.draft.base import Drafter, Target
+from outrider.core.clock import Times, Work
+from outrider.core.types import NO_STATES, Batch, Commit, Draft, Row, Verdict
+from outrider.drafting.base import Drafter, Target
 from outrider.engine.adapters import Adapters
-from outrider.engine.runner import Runner, Seen
+from outrider.engine.runner import ForwardOutput, Runner
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.turn import Turn, in_turn
 from outrider.errors import CapacityError, ConfigError
 from outrider.models import model
 from outrider.models.decoder import Decoder
-from outrider.models.hub import Checkpoint
 from outrider.models.placement import pick_device, place
 from outrider.models.selftest import bit_exact
-from outrider.models.spec import FAMILIES
 from outrider.sampling.sampler import Sampler
-from outrider.types import NO_STATES, Batch, Commit, Draft, Row, Verdict
 from outrider.verify import rules
 
 log = logging.getLogger("outrider")
@@ -96,7 +96,7 @@ class Engine:
         for own in drafter.caches:
             own.prefix_caching = cache.prefix_caching
         self.drafter, self.rule, self.cache = drafter, speculation.rule, cache
-        self.verify: Callable[[Draft, Seen, Batch], Verdict] = self.rule
+        self.verify: Callable[[Draft, ForwardOutput, Batch], Verdict] = self.rule
         self.controller: Controller = controller
         self.runner = Runner(self.decoder, pool, self.sampler, self.rule.same)
         self.pacer = PrefillPacer(self.options.max_num_batched_tokens, self.options.max_decode_slowdown)
@@ -150,7 +150,7 @@ class Engine:
         (self.reading if batch.reading else self.decoding).add(commit, times)
         return finished
 
-    def _commit(self, batch: Batch, draft: Draft, verdict: Verdict, seen: Seen) -> Commit:
+    def _commit(self, batch: Batch, draft: Draft, verdict: Verdict, seen: ForwardOutput) -> Commit:
         starts, tokens, now, lossless = [], [], time.perf_counter(), self.rule.lossless
         for row, start, known, tree, nodes, said in zip(
             batch.rows, batch.starts, batch.known, draft.trees, verdict.nodes, verdict.tokens
@@ -244,10 +244,10 @@ class Engine:
             )
         return wanted
 
-    def _pages(self, memory: Counter[torch.device], guesses: int) -> int:
+    def _pages(self, memory: Counter[torch.device], draft_tree: int) -> int:
         """How many pages the K/V memory holds.  Raises CapacityError if not even one full request fits."""
         one = -(-self.max_len // PAGE)  # guesses take what is free: they need no room of their own
-        wanted = -(-(self.max_len + guesses) // PAGE) * self.options.max_num_seqs
+        wanted = -(-(self.max_len + draft_tree) // PAGE) * self.options.max_num_seqs
         given, share = self.options.kv_cache_memory_bytes, self.options.gpu_memory_utilization
         rooms = (
             [(given, memory.total())]

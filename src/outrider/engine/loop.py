@@ -18,9 +18,9 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from outrider.core.types import Row
 from outrider.engine.engine import Engine
 from outrider.errors import ConfigError, EngineError, RequestError
-from outrider.types import Row
 
 PATIENCE = 1.0  # seconds until a waiting thread looks for itself: an interrupt elsewhere can lose its wake-up
 log = logging.getLogger("outrider")

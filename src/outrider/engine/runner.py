@@ -7,23 +7,23 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from outrider.attention.plan import Plan
+from outrider.backends.base import TreeQueries
+from outrider.backends.cpu.picking import Answer
 from outrider.cache.pool import Pool
+from outrider.core.logprobs import Logprobs
+from outrider.core.step_input import StepInput
+from outrider.core.types import FINAL, ROOT, Batch, Draft, DraftTree, Needs, Resume, Row, States, Verdict
 from outrider.errors import OutriderError
-from outrider.kernels import Trees
-from outrider.kernels.picking import Answer
 from outrider.models.model import Model
 from outrider.models.steps import behind
-from outrider.sampling import dice
-from outrider.sampling.logprobs import Logprobs
+from outrider.sampling import random_streams
 from outrider.sampling.sampler import Sampler
-from outrider.types import FINAL, ROOT, Batch, Draft, Guesses, Needs, Resume, Row, States, Verdict
 
 NONE = torch.empty(0)  # where a state will be
 SLICE = 16  # rows of prompt logits that are held at once
 
 
-class Seen:
+class ForwardOutput:
     """What a forward saw.  Laws are evaluated when the verifier asks: along the path, level by level."""
 
     __slots__ = ("answers", "batch", "kept", "logits", "needs", "roots", "sampler", "spans")
@@ -54,10 +54,10 @@ class Seen:
         return self.sampler.law(self.batch.rows[row], path, self.logits, self.at(row, node))
 
     def accept(self, row: int, node: int, probability: float) -> bool:
-        return dice.accept(self.batch.rows[row], node, probability)
+        return random_streams.accept(self.batch.rows[row], node, probability)
 
     def draw(self, row: int, node: int, law: Tensor) -> int:
-        return dice.emit(self.batch.rows[row], node, law)
+        return random_streams.emit(self.batch.rows[row], node, law)
 
     def topk(self, draft: Draft) -> list[list[list[int]]]:
         """What `Commit.topk` says."""
@@ -101,19 +101,19 @@ class Runner:
     def __init__(self, decoder: Model, pool: Pool, sampler: Sampler, same: bool) -> None:
         self.decoder, self.pool, self.sampler, self.same = decoder, pool, sampler, same
 
-    def forward(self, batch: Batch, draft: Draft, needs: Needs) -> Seen:
-        plan = Plan()
+    def forward(self, batch: Batch, draft: Draft, needs: Needs) -> ForwardOutput:
+        plan = StepInput()
         wanted: list[int] = []
         roots: dict[int, int] = {}
         trees = self.decoder.kernels.trees()
         asking: list[tuple[int, int]] = []
         spans: list[tuple[int, int]] = []  # where the tokens of each row begin, and its guesses
-        for r, (row, start, known, guesses) in enumerate(
+        for r, (row, start, known, draft_tree) in enumerate(
             zip(batch.rows, batch.starts, batch.known, draft.trees)
         ):
             first = plan.length
             end = first + known
-            add_row(plan, row, start, start + known, guesses)
+            add_row(plan, row, start, start + known, draft_tree)
             spans.append((first, end))
             asked = row.logprobs
             if asked is not None and asked.prompt_count is not None and len(asked.prompt) < row.prompt:
@@ -123,7 +123,7 @@ class Runner:
             if batch.emits[r]:
                 roots[r] = len(wanted)
                 if self.same:
-                    self.sampler.ask(trees, r, row, guesses, roots[r])
+                    self.sampler.ask(trees, r, row, draft_tree, roots[r])
                 wanted += range(end - 1, plan.length)
         kept = dict.fromkeys(needs.states, NONE)
         if asking:
@@ -131,14 +131,14 @@ class Runner:
         logits = self._read(plan.build(), wanted, kept, trees, draft.resume, spans)
         for r, first in asking:
             self._score(batch.rows[r], kept[FINAL], first, batch.starts[r], batch.end(r))
-        return Seen(batch, logits, roots, self.sampler, needs, kept, spans, trees.read())
+        return ForwardOutput(batch, logits, roots, self.sampler, needs, kept, spans, trees.read())
 
     def _read(
         self,
-        plan: Plan,
+        plan: StepInput,
         wanted: list[int],
         kept: dict[int, Tensor],
-        trees: Trees,
+        trees: TreeQueries,
         resume: Resume | None,
         spans: list[tuple[int, int]],
     ) -> Tensor:
@@ -148,7 +148,7 @@ class Runner:
             return self.decoder.read(plan, self.pool, wanted, kept, trees)
         return behind(self.decoder, self._resumed(plan, resume, spans), wanted, kept, trees)
 
-    def _resumed(self, plan: Plan, resume: Resume, spans: list[tuple[int, int]]) -> Tensor:
+    def _resumed(self, plan: StepInput, resume: Resume, spans: list[tuple[int, int]]) -> Tensor:
         done = [end + node for (_, end), nodes in zip(spans, resume.nodes) for node in nodes]
         rest = sorted({*range(plan.length)}.difference(done))
         x = resume.states.new_empty(plan.length, resume.states.shape[1])
@@ -180,15 +180,15 @@ class Runner:
                 kept.add_prompt(row.tokens[p + 1], values)
 
 
-def add_row(plan: Plan, row: Row, start: int, end: int, guesses: Guesses) -> None:
+def add_row(plan: StepInput, row: Row, start: int, end: int, draft_tree: DraftTree) -> None:
     """The known tokens start … end - 1 of a row and the tree that hangs from the last of them; node i lies in slot end + i."""
     assert row.table is not None
     slots, known = row.table.slots, row.tokens[start:end]
-    if guesses.chained:  # a chain lies in its natural slots
-        plan.chain(slots, start, known + guesses.tokens)
+    if draft_tree.chained:  # a chain lies in its natural slots
+        plan.chain(slots, start, known + draft_tree.tokens)
         return
     plan.chain(slots, start, known)
     paths: list[list[int]] = []
-    for slot, parent in zip(slots[end : end + len(guesses.parents)], guesses.parents):
+    for slot, parent in zip(slots[end : end + len(draft_tree.parents)], draft_tree.parents):
         paths.append([*paths[parent], slot] if parent >= 0 else [slot])
-    plan.nodes(slots, end, paths, guesses.tokens)
+    plan.nodes(slots, end, paths, draft_tree.tokens)

@@ -13,12 +13,12 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
-from outrider.cache.slots import PAGE, ROOT, Cache
+from outrider.cache.pages import PAGE, ROOT, Cache
 from outrider.control.prefill import PrefillBudget
+from outrider.core.types import Batch, Budget, LoRARequest, Row, Verdict
 from outrider.engine.adapters import Adapters
-from outrider.engine.text import Detokenizer, find_stop
+from outrider.engine.detokenizer import Detokenizer, find_stop
 from outrider.errors import RequestError
-from outrider.types import Batch, Budget, LoRARequest, Row, Verdict
 
 
 class Scheduler:
@@ -27,7 +27,7 @@ class Scheduler:
         cache: Cache,
         seats: int,
         tokens: int,
-        guesses: Callable[[int], int],
+        draft_tree: Callable[[int], int],
         filled: Callable[[Row], int],
         forget: Callable[[Row, str], None],
         prefill: Callable[[int, int], PrefillBudget],
@@ -39,11 +39,11 @@ class Scheduler:
         (prefill pacing).  lookbehind: tokens with K/V that an admitted row computes again (to the same
         numbers), because their states are wanted."""
         self.adapters, self.lookbehind = adapters, lookbehind
-        self.cache, self.seats, self.tokens, self.guesses, self.prefill = (
+        self.cache, self.seats, self.tokens, self.draft_tree, self.prefill = (
             cache,
             seats,
             tokens,
-            guesses,
+            draft_tree,
             prefill,
         )
         self.filled, self.forget = filled, forget
@@ -102,7 +102,7 @@ class Scheduler:
     def _prefill_budget(self, decodes: int, guessing: int) -> PrefillBudget:
         """Prompt tokens of a step with so many decoding rows, some of which get draft tokens."""
         share = min(
-            guessing * self.guesses(len(self.running)), (self.tokens - decodes) // 2
+            guessing * self.draft_tree(len(self.running)), (self.tokens - decodes) // 2
         )  # prefill keeps half
         return self.prefill(decodes, self.tokens - decodes - share)
 

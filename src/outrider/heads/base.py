@@ -17,13 +17,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from outrider.draft.base import Drafter, Target, refuse_parallel
+from outrider.checkpoints.heads import Head, Reader
+from outrider.checkpoints.quantize import bits_of
+from outrider.core.types import FINAL, Batch, Budget, Commit, Needs, Row
+from outrider.drafting.base import Drafter, Target, refuse_parallel
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.choose import Chooser
-from outrider.heads.files import Head, Reader
 from outrider.heads.vocabulary import check_size
-from outrider.models.quantise import bits_of
-from outrider.types import FINAL, Batch, Budget, Commit, Needs, Row
 
 QUANTISED = re.compile(
     r"\.(weight_(scale(_inv)?|packed|zero_point)|qweight|scales)$"

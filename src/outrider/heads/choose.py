@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outrider.draft.base import Target
-from outrider.draft.draft_model.tree import RANKED
+from outrider.backends.candidates import Candidates, Found
+from outrider.core.noise import key_of
+from outrider.core.types import Row
+from outrider.drafting.base import Target
+from outrider.drafting.trees.sampled import RANKED
 from outrider.errors import OutriderError
-from outrider.kernels.tree import Candidates, Found
-from outrider.sampling.noise import key_of
-from outrider.types import Row
 
 
 class Chooser:

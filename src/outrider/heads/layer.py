@@ -9,16 +9,16 @@ from typing import Any
 
 from torch import Tensor
 
-from outrider.attention.plan import Plan
+from outrider.backends.base import Kernels, Weight
+from outrider.backends.torch.kernels import beside
 from outrider.cache.pool import Pool, kv_dtype
+from outrider.checkpoints.heads import Head, Reader
+from outrider.checkpoints.hub import first_line
+from outrider.checkpoints.validate import check_attention
+from outrider.core.step_input import StepInput
 from outrider.errors import ModelError
-from outrider.heads.files import Head, Reader
-from outrider.kernels import Kernels, Weight
-from outrider.kernels.reference import beside
 from outrider.models.decoder import rotations
-from outrider.models.hub import first_line
 from outrider.models.model import Model
-from outrider.models.validate import check_attention
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,9 @@ class Block:
         layer: Any = self  # as `run` takes one
         self.stack = self.kernels.prepare(layer, [layer], self.turn)
 
-    def __call__(self, x: Tensor, plan: Plan, pool: Pool, at: int = 0, u: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, plan: StepInput, pool: Pool, at: int = 0, u: Tensor | None = None
+    ) -> Tensor:
         """x [n, hidden] (which it changes and returns) for the rows of the plan, u [n, inputs]; K/V goes to layer `at`."""
         return self.kernels.run(
             self.stack, x, plan, pool, u=x if u is None and self.norm_in is None else u, layer=at
@@ -159,7 +161,7 @@ class Pairs:
         )
         self.norms = norm_token, norm_state, eps
 
-    def __call__(self, plan: Plan, g: Tensor) -> Tensor:
+    def __call__(self, plan: StepInput, g: Tensor) -> Tensor:
         """[n, 2h] of the plan's tokens and the states g [n, h]."""
         if self.embedding is None:
             return beside(

@@ -10,8 +10,8 @@ import heapq
 from collections import Counter
 from collections.abc import Collection, Sequence
 
+from outrider.core.types import ROOT, DraftTree
 from outrider.heads.templates import Path
-from outrider.types import ROOT, Guesses
 
 LEARN = 0.02
 
@@ -57,7 +57,7 @@ class Worth:
             offer((*path[:-1], path[-1] + 1), -joint / worth if worth else 0.0)
         return found
 
-    def learn(self, tree: Guesses, said: Sequence[int]) -> None:
+    def learn(self, tree: DraftTree, said: Sequence[int]) -> None:
         """tree: as the head proposed it, siblings by rank, whatever of it was verified.  said: the tokens that followed.  Along their path
         every guess was right or not.  Siblings that were drawn stand in the order of the draws, which says nothing of ranks."""
         if tree.laws:
@@ -74,7 +74,7 @@ class Worth:
             node = right
 
 
-def ranks_of(tree: Guesses) -> list[int]:
+def ranks_of(tree: DraftTree) -> list[int]:
     """Of every node among its siblings."""
     seen, found = Counter[int](), list[int]()
     for parent in tree.parents:

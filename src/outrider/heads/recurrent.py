@@ -26,16 +26,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
-from outrider.draft.base import Target, refuse_idle
+from outrider.checkpoints.heads import Head
+from outrider.core.step_input import StepInput
+from outrider.core.types import NOTHING, Batch, Budget, Commit, Draft, Needs, Row
+from outrider.drafting.base import Target, refuse_idle
 from outrider.errors import ConfigError, unknown
 from outrider.heads.base import HeadDrafter, HeadOptions
 from outrider.heads.choose import Chooser
-from outrider.heads.dynamic import Drawn, Dynamic, Growing, Static, level_of
-from outrider.heads.files import Head
 from outrider.heads.templates import EAGLE, Path, paths
-from outrider.types import NOTHING, Batch, Budget, Commit, Draft, Needs, Row
+from outrider.heads.trees import Drawn, Dynamic, Growing, Static, level_of
 
 PILE = 64  # states of a row that does not guess, before they are read all the same
 CHAIN, DYNAMIC = "chain", "dynamic"
@@ -54,7 +54,7 @@ class Net(Protocol):
     def enter(self, states: Tensor) -> Tensor:
         """[n, g] of the target's states [n, taps * hidden]: what stands for them in `forward`."""
 
-    def forward(self, plan: Plan, pool: Pool, g: Tensor) -> Tensor:
+    def forward(self, plan: StepInput, pool: Pool, g: Tensor) -> Tensor:
         """[n, o] for the pairs of g [n, g] and the plan's ids; K/V goes to the pool."""
 
     def again(self, o: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ class RecurrentOptions(HeadOptions):
 
 
 @dataclass
-class Pile:
+class PendingStates:
     """States of a row that its head has not read: of positions first, first + 1, …"""
 
     first: int
@@ -122,7 +122,7 @@ class Turn:
     """A row whose pile is read in this step, and the tree that grows behind it, if any.  slots: the row's, and those of its guesses."""
 
     row: Row
-    pile: Pile
+    pending_states: PendingStates
     slots: array[int]
     tree: Growing | None
 
@@ -142,7 +142,7 @@ class Recurrent(HeadDrafter):
         self.choose = Chooser(target, self.net.ids)
         self.nodes = options.nodes or (8 if target.decoder.device.type == "cpu" else 59)
         self.paths: set[Path] = set(paths(EAGLE[options.tree])) if options.tree in EAGLE else set()
-        self.piles: dict[Row, Pile] = {}
+        self.piles: dict[Row, PendingStates] = {}
         self.synced: dict[Row, int] = {}  # so many of the row's slots have K/V of the head
 
     def network(self) -> Net:
@@ -164,20 +164,22 @@ class Recurrent(HeadDrafter):
         turns, grown = list[Turn](), dict[int, Growing]()
         for r, (row, budget) in enumerate(zip(batch.rows, budgets)):
             self.synced.setdefault(row, batch.starts[r] + 1)
-            pile = self.piles.get(row)
-            if pile is None or not pile.count:
+            pending_states = self.piles.get(row)
+            if pending_states is None or not pending_states.count:
                 continue
-            guesses = (
-                self.may_guess(batch, r, budget) and pile.end == batch.starts[r] and pile.count > self.overlap
+            draft_tree = (
+                self.may_guess(batch, r, budget)
+                and pending_states.end == batch.starts[r]
+                and pending_states.count > self.overlap
             )
-            if not (guesses or pile.count >= PILE):
+            if not (draft_tree or pending_states.count >= PILE):
                 continue
             turns.append(turn := self._turn(row, batch.end(r) + budget.nodes))
-            if guesses:
+            if draft_tree:
                 turn.tree = grown[r] = self._growing(row, turn.slots[1:], batch.end(r) - 1, budget)
         if turns:
             self._levels(self._read(turns), list(grown.values()))
-        return Draft([grown[r].guesses if r in grown else NOTHING for r in range(len(batch))])
+        return Draft([grown[r].draft_tree if r in grown else NOTHING for r in range(len(batch))])
 
     def _turn(self, row: Row, end: int) -> Turn:
         """A pile to be read, with slots up to `end`."""
@@ -188,18 +190,20 @@ class Recurrent(HeadDrafter):
         """`_catch_up`, and then what it read is known as read."""
         out = self._catch_up(turns)
         for turn in turns:
-            row, pile = turn.row, turn.pile
-            pile.read = len(pile.states)
+            row, pending_states = turn.row, turn.pending_states
+            pending_states.read = len(pending_states.states)
             if (
-                pile.first < self.synced[row]
+                pending_states.first < self.synced[row]
             ):  # otherwise a step that was interrupted left a gap, and what follows it is not shared
-                self.synced[row] = pile.end + 1
+                self.synced[row] = pending_states.end + 1
         return out
 
     def _growing(self, row: Row, table: array[int], base: int, budget: Budget) -> Growing:
         k = 1 if self.options.tree == CHAIN else self.options.top_k
         if self.draws(row):
-            return Drawn(row, table, base, budget, min(k, max(1, budget.nodes // budget.depth)), self.lot)
+            return Drawn(
+                row, table, base, budget, min(k, max(1, budget.nodes // budget.depth)), self.stream_id
+            )
         return (
             Static(row, table, base, budget, self.paths)
             if self.paths
@@ -208,16 +212,20 @@ class Recurrent(HeadDrafter):
 
     def _catch_up(self, turns: Sequence[Turn]) -> Tensor:
         """Reads all piles in one forward: [trees, o] for the last pair of every row that grows a tree."""
-        plan, at = Plan(), list[int]()
+        plan, at = StepInput(), list[int]()
         for turn in turns:
-            pile = turn.pile
-            plan.chain(turn.slots[1:], pile.first, turn.row.tokens[pile.first + 1 : pile.end + 1])
+            pending_states = turn.pending_states
+            plan.chain(
+                turn.slots[1:],
+                pending_states.first,
+                turn.row.tokens[pending_states.first + 1 : pending_states.end + 1],
+            )
             if turn.tree is not None:
                 at.append(plan.length - 1)
         return self.net.forward(plan.build(), self.pool, self.net.enter(self._states(turns)))[at]
 
     def _states(self, turns: Sequence[Turn]) -> Tensor:
-        return torch.cat([states for turn in turns for states in turn.pile.states]).to(
+        return torch.cat([states for turn in turns for states in turn.pending_states.states]).to(
             self.kernels.activations
         )
 
@@ -236,7 +244,7 @@ class Recurrent(HeadDrafter):
 
     def _deeper(self, level: int, trees: Sequence[Growing], o: Tensor) -> Tensor:
         """[n, o] of the nodes that the trees go on with, for the guesses of `level`; o: what their parents said."""
-        plan = Plan()
+        plan = StepInput()
         for tree in trees:
             tree.plan(plan)
         return self.net.forward(plan.build(), self.pool, self.net.again(o))
@@ -244,11 +252,11 @@ class Recurrent(HeadDrafter):
     def observe(self, commit: Commit) -> None:
         for r, row in enumerate(commit.batch.rows):
             start, states = commit.batch.starts[r], commit.states.of(r, self.net.taps)
-            pile = self.piles.setdefault(row, Pile(start))
-            pile.drop(self.overlap)
-            if pile.end != start:  # a replay, or the first step after a prefix hit
-                self.piles[row] = pile = Pile(start)
-            pile.add(states)
+            pending_states = self.piles.setdefault(row, PendingStates(start))
+            pending_states.drop(self.overlap)
+            if pending_states.end != start:  # a replay, or the first step after a prefix hit
+                self.piles[row] = pending_states = PendingStates(start)
+            pending_states.add(states)
         self._read_prompts(commit.batch)
 
     def _read_prompts(self, batch: Batch) -> None:
@@ -262,7 +270,7 @@ class Recurrent(HeadDrafter):
         if turns:
             self._read(turns)
             for turn in turns:
-                turn.pile.drop(self.overlap + 1)
+                turn.pending_states.drop(self.overlap + 1)
 
     def forget(self, row: Row, reason: str) -> None:
         self.piles.pop(row, None)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.attention.plan import Plan
+from outrider.core.step_input import StepInput
 from outrider.models.model import Model
 
 PIECE = 256  # tokens that go through the target at once
@@ -46,7 +46,7 @@ def read(model: Model, tokens: Sequence[int], wanted: Sequence[int]) -> Sample:
     kept: dict[int, list[Tensor]] = {which: [] for which in wanted}
     logits = []
     for first in range(0, len(tokens), PIECE):
-        plan, found = Plan(), dict.fromkeys(wanted, torch.empty(0))
+        plan, found = StepInput(), dict.fromkeys(wanted, torch.empty(0))
         plan.chain(table, first, tokens[first : first + PIECE])
         logits.append(
             model.read(plan.build(), pool, [*range(plan.length)], found, model.kernels.trees()).clone()

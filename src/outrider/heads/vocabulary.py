@@ -8,9 +8,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from outrider.draft.draft_model.vocabulary import PADDING
+from outrider.checkpoints.heads import Head
+from outrider.drafting.vocab.mismatch import PADDING
 from outrider.errors import ModelError
-from outrider.heads.files import Head
 
 ROWS = re.compile(
     r"((draft_)?model\.|(mtp_)?layers\.\d+\.)*(embed_tokens\.weight|t2d)|input_embed_fn\.weight"

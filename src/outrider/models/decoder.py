@@ -18,18 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.attention.plan import Plan
+from outrider.backends.base import Chain, Kernels, TreeQueries, Weight, kernels_for
+from outrider.backends.chain import Chained, StopRule
 from outrider.cache.pool import Pool, SplitPool, kv_dtype
+from outrider.checkpoints.hub import Checkpoint, Source, first_line
+from outrider.checkpoints.quantize import bits_of, reduced
+from outrider.checkpoints.spec import Spec
+from outrider.core.lora import Adapted
+from outrider.core.quantized import join
+from outrider.core.step_input import StepInput
 from outrider.errors import CapacityError, ConfigError, ModelError
-from outrider.kernels import Chain, Kernels, Trees, Weight, kernels_for
-from outrider.kernels.chain import Chained, Halt
-from outrider.kernels.lora import Adapted
-from outrider.kernels.quantised import join
-from outrider.models.hub import Checkpoint, Source, first_line
 from outrider.models.placement import Placement, place
-from outrider.models.quantise import bits_of, reduced
 from outrider.models.rope import fix_rope
-from outrider.models.spec import Spec
 from outrider.models.steps import in_steps
 
 MAX_ROTATIONS = 1 << 31  # numbers: 16 million positions of 128 dimensions
@@ -152,7 +152,7 @@ class Decoder:
 
     def forward(
         self,
-        plan: Plan,
+        plan: StepInput,
         pool: Pool,
         blocks: Blocks | None = None,
         x: Tensor | None = None,
@@ -181,7 +181,7 @@ class Decoder:
             )
         return x if here is self.kernels else _carried(x, self.kernels)
 
-    def _tapped(self, plan: Plan, pool: Pool, taps: dict[int, Tensor]) -> Tensor:
+    def _tapped(self, plan: StepInput, pool: Pool, taps: dict[int, Tensor]) -> Tensor:
         x, at = None, 0
         for layer in sorted(taps):
             x = self.forward(plan, pool, self.between(at, layer), x)
@@ -193,7 +193,7 @@ class Decoder:
         )
 
     def read(
-        self, plan: Plan, pool: Pool, wanted: list[int], kept: dict[int, Tensor], trees: Trees
+        self, plan: StepInput, pool: Pool, wanted: list[int], kept: dict[int, Tensor], trees: TreeQueries
     ) -> Tensor:
         if self.split:
             return in_steps(self, plan, pool, wanted, kept, trees)
@@ -202,7 +202,7 @@ class Decoder:
         return in_steps(self, plan, pool, wanted, kept, trees) if logits is None else logits
 
     def adapter(self, layers: Adapted) -> list[Any]:
-        """What `Plan.adapt` wants for a LoRA adapter that has been read: its form for each part."""
+        """What `StepInput.adapt` wants for a LoRA adapter that has been read: its form for each part."""
         return [
             part.kernels.adapter(self.spec, layers[part.first : part.first + part.layers])
             for part in self.parts
@@ -213,7 +213,7 @@ class Decoder:
         return self.head_logits(self.final(x if len(rows) == x.shape[0] else x[rows]))
 
     def embed(self, ids: Sequence[int]) -> Tensor:
-        return self.kernels.embed(self.embedding, Plan.bare(ids))
+        return self.kernels.embed(self.embedding, StepInput.bare(ids))
 
     def final(self, x: Tensor) -> Tensor:
         return self.kernels.rms_norm(x, self.norm, self.spec.eps)
@@ -225,14 +225,14 @@ class Decoder:
         )  # even for nothing it takes 30 µs here
 
     def chain(
-        self, plan: Plan, pool: Pool, chains: Sequence[Chain], vocabulary: int, halt: Halt | None = None,
+        self, plan: StepInput, pool: Pool, chains: Sequence[Chain], vocabulary: int, stop_rule: StopRule | None = None,
         blocks: Blocks | None = None, states: Tensor | None = None,
     ) -> Chained | None:  # fmt: skip
         """`forward` over the plan, then a chain of the best tokens behind some of its rows; see `Kernels.chain`."""
         if self.split:
             return None
         return self.kernels.chain(
-            (blocks or self.parts)[0].stack, self.ends, plan, pool, chains, vocabulary, halt, states
+            (blocks or self.parts)[0].stack, self.ends, plan, pool, chains, vocabulary, stop_rule, states
         )
 
     def _layer(self, kernels: Kernels, weights: Source, i: int) -> Layer:

@@ -9,15 +9,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from outrider.attention.plan import Plan
+from outrider.backends.base import Chain, Kernels, TreeQueries
+from outrider.backends.chain import Chained, StopRule
 from outrider.cache.pool import Pool
+from outrider.checkpoints.hub import Checkpoint
+from outrider.checkpoints.spec import FAMILIES, Facts, Spec
+from outrider.core.step_input import StepInput
 from outrider.errors import ConfigError, ModelError
-from outrider.kernels import Chain, Kernels, Trees
-from outrider.kernels.chain import Chained, Halt
 from outrider.models.decoder import Decoder
-from outrider.models.hub import Checkpoint
 from outrider.models.placement import Placement
-from outrider.models.spec import FAMILIES, Facts, Spec
 
 
 class Model(Protocol):
@@ -54,7 +54,7 @@ class Model(Protocol):
 
     def forward(
         self,
-        plan: Plan,
+        plan: StepInput,
         pool: Pool,
         blocks: Any = None,
         x: Tensor | None = None,
@@ -79,7 +79,7 @@ class Model(Protocol):
         """float32 [len(rows), V] of some rows, in ascending order, of `forward`'s result."""
 
     def read(
-        self, plan: Plan, pool: Pool, wanted: list[int], kept: dict[int, Tensor], trees: Trees
+        self, plan: StepInput, pool: Pool, wanted: list[int], kept: dict[int, Tensor], trees: TreeQueries
     ) -> Tensor:
         """What the engine does in every step: `forward`, and float32 [len(wanted), V], the logits behind these rows, which are there until
         the next call.  Answers the questions in `trees`.
@@ -88,7 +88,7 @@ class Model(Protocol):
         """
 
     def chain(
-        self, plan: Plan, pool: Pool, chains: Sequence[Chain], vocabulary: int, halt: Halt | None = None,
+        self, plan: StepInput, pool: Pool, chains: Sequence[Chain], vocabulary: int, stop_rule: StopRule | None = None,
         blocks: Any = None, states: Tensor | None = None,
     ) -> Chained | None:  # fmt: skip
         """`forward` over the plan, then a chain of the best tokens behind some of its rows; None where it does not pay.
@@ -105,7 +105,7 @@ def load(
     split = where is not None and set(where.layers) != {device}
     if not needs_fallback(checkpoint, quantization, split):
         return Decoder(checkpoint, dtype, device, max_len, quantization, kv_cache_dtype, where)
-    from outrider.models.fallback import Fallback
+    from outrider.models.fallback.model import Fallback
 
     return Fallback(checkpoint, dtype, device, max_len, kv_cache_dtype)
 

@@ -11,8 +11,8 @@ from array import array
 import torch
 from torch import Tensor
 
-from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
+from outrider.core.step_input import StepInput
 from outrider.models.model import Model
 
 
@@ -31,7 +31,7 @@ def bit_exact(decoder: Model) -> bool:
 
     decoder.forward(_chain(table, 0, tokens[: start // 2]), together)  # another split of the prompt, too
     decoder.forward(_chain(table, start // 2, tokens[start // 2 : start]), together)
-    plan, root = Plan(), start + 2
+    plan, root = StepInput(), start + 2
     plan.chain(table, start, tokens[start:root])
     plan.node(table, root, [root], 1)  # a sibling, in the slot where the true token would have gone
     path = [root + 1]
@@ -41,12 +41,12 @@ def bit_exact(decoder: Model) -> bool:
     return torch.equal(torch.cat(one_by_one), _read(decoder, plan.build(), together, [0, 1, 3, 5]))
 
 
-def _read(decoder: Model, plan: Plan, pool: Pool, wanted: list[int]) -> Tensor:
+def _read(decoder: Model, plan: StepInput, pool: Pool, wanted: list[int]) -> Tensor:
     """As the engine does it."""
     return decoder.read(plan, pool, wanted, {}, decoder.kernels.trees()).clone()
 
 
-def _chain(table: array[int], start: int, tokens: list[int]) -> Plan:
-    plan = Plan()
+def _chain(table: array[int], start: int, tokens: list[int]) -> StepInput:
+    plan = StepInput()
     plan.chain(table, start, tokens)
     return plan.build()

@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from outrider.attention.plan import Plan
+from outrider.backends.base import TreeQueries
 from outrider.cache.pool import Pool
-from outrider.kernels import Trees
-from outrider.types import FINAL
+from outrider.core.step_input import StepInput
+from outrider.core.types import FINAL
 
 if TYPE_CHECKING:
     from outrider.models.model import Model
 
 
 def in_steps(
-    model: Model, plan: Plan, pool: Pool, wanted: list[int], kept: dict[int, Tensor], trees: Trees
+    model: Model, plan: StepInput, pool: Pool, wanted: list[int], kept: dict[int, Tensor], trees: TreeQueries
 ) -> Tensor:
     """`Model.read` by the other methods."""
     taps = {layer: state for layer, state in kept.items() if layer != FINAL}
@@ -25,7 +25,7 @@ def in_steps(
     return behind(model, x, wanted, kept, trees)
 
 
-def behind(model: Model, x: Tensor, wanted: list[int], kept: dict[int, Tensor], trees: Trees) -> Tensor:
+def behind(model: Model, x: Tensor, wanted: list[int], kept: dict[int, Tensor], trees: TreeQueries) -> Tensor:
     """What `Model.read` does behind the last layer; x: what `forward` returned."""
     if FINAL in kept:
         kept[FINAL] = model.final(x)

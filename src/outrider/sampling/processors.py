@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.core.params import SamplingParams
 from outrider.errors import RequestError
-from outrider.sampling.params import SamplingParams
 
 NEVER = float("-inf")
 

@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from outrider.backends.base import Kernels, TreeQueries
+from outrider.backends.chain import NUM_FEATURES
+from outrider.backends.torch.sampling import filtered, probabilities
+from outrider.core.noise import key_of, stream_of
+from outrider.core.params import DistributionParams
 from outrider.errors import ModelError, OutriderError, RequestError
-from outrider.kernels import Kernels, Trees
-from outrider.kernels.chain import TRAITS
-from outrider.sampling.noise import key_of, stream_of
-from outrider.sampling.params import Law
 from outrider.sampling.processors import Ids
-from outrider.sampling.reference import filtered, probabilities
 
 if TYPE_CHECKING:
-    from outrider.kernels.chain import Halt, Traits
-    from outrider.types import Guesses, Row
+    from outrider.backends.chain import NodeFeatures, StopRule
+    from outrider.core.types import DraftTree, Row
 
-GREEDY = Law(temperature=0.0)
+GREEDY = DistributionParams(temperature=0.0)
 
 
 class Sampler:
@@ -35,7 +35,7 @@ class Sampler:
             return tokens[0]
         raise self._nothing(row, logits, at)
 
-    def ask(self, trees: Trees, key: int, row: Row, tree: Guesses, root: int) -> None:
+    def ask(self, trees: TreeQueries, key: int, row: Row, tree: DraftTree, root: int) -> None:
         """What `match` says of a tree whose root has row `root` of the logits.  No question where it has to be asked pick by pick."""
         if not row.processors:
             tokens = tree.tokens[: tree.size] if tree.probes else tree.tokens
@@ -88,15 +88,15 @@ class Sampler:
             logits = filtered(self._edited(row, path, logits, 0), row.law)
         return logits.log_softmax(-1) if mode.endswith("logprobs") else logits
 
-    def halts(
-        self, row: Row, path: Sequence[int], logits: Tensor, token: int, halt: Halt, at: int = 0
-    ) -> tuple[bool, Traits]:
+    def should_stop(
+        self, row: Row, path: Sequence[int], logits: Tensor, token: int, stop_rule: StopRule, at: int = 0
+    ) -> tuple[bool, NodeFeatures]:
         """Whether a drafter should guess nothing behind `token`, which stands after `path`; and what is known of it."""
         try:
             logits, at = self._said(row, path, logits, at)
         except RequestError:  # as in `top`
-            return True, [0.0] * TRAITS
-        return self.kernels.halts(halt, logits, row.law.temperature, token, len(path), at)
+            return True, [0.0] * NUM_FEATURES
+        return self.kernels.should_stop(stop_rule, logits, row.law.temperature, token, len(path), at)
 
     def _pick(
         self, row: Row, path: Sequence[int], logits: Tensor, at: int, k: int, probs: bool

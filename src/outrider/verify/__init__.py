@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from outrider.core.registry import classes
 from outrider.errors import ConfigError, unknown
-from outrider.registry import classes
 from outrider.verify.base import Rule
 
 

@@ -8,17 +8,17 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from outrider.core.types import ROOT, Batch, Draft, DraftTree, Picker, Verdict
 from outrider.errors import OutriderError
-from outrider.sampling.dice import normal
-from outrider.types import ROOT, Batch, Draft, Guesses, Laws, Verdict
+from outrider.sampling.random_streams import normal
 
 
 class Answers:
-    """`Laws` of one row."""
+    """`Picker` of one row."""
 
     __slots__ = ("laws", "row")
 
-    def __init__(self, laws: Laws, row: int) -> None:
+    def __init__(self, laws: Picker, row: int) -> None:
         self.laws, self.row = laws, row
 
     def pick(self, node: int, path: Sequence[int]) -> int:
@@ -62,27 +62,27 @@ class Rule:
         """What the emitted tokens are: plain decoding's "tokens", tokens of its "law", or "lossy"."""
         return "lossy" if not self.lossless else "tokens" if self.same else "law"
 
-    def __call__(self, draft: Draft, laws: Laws, batch: Batch) -> Verdict:
+    def __call__(self, draft: Draft, laws: Picker, batch: Batch) -> Verdict:
         """A row that fails is marked, emits nothing and ends (see Scheduler.clip); the others go on."""
         verdict = Verdict([], [])
-        for r, guesses in enumerate(draft.trees):
+        for r, draft_tree in enumerate(draft.trees):
             path: list[int] = []
             said: list[int] = []
             if batch.emits[r]:
                 try:
-                    path, said = self.walk(guesses, Answers(laws, r))
+                    path, said = self.walk(draft_tree, Answers(laws, r))
                 except OutriderError as error:
                     batch.rows[r].error = error
             verdict.nodes.append(path)
             verdict.tokens.append(said)
         return verdict
 
-    def walk(self, tree: Guesses, target: Answers) -> tuple[list[int], list[int]]:
+    def walk(self, tree: DraftTree, target: Answers) -> tuple[list[int], list[int]]:
         """The accepted nodes from the root down, and the tokens to emit: theirs and one more."""
         raise NotImplementedError
 
 
-def below(tree: Guesses) -> dict[int, list[int]]:
+def below(tree: DraftTree) -> dict[int, list[int]]:
     """Node -> its children that may be accepted, in the order in which they were drawn."""
     found: dict[int, list[int]] = {ROOT: []}
     for node in range(tree.size):

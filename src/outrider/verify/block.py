@@ -9,14 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from outrider.types import ROOT, Guesses
+from outrider.core.types import ROOT, DraftTree
 from outrider.verify.base import Answers, Rule, surplus
 
 
 class Block(Rule):
     branches = False
 
-    def walk(self, tree: Guesses, target: Answers) -> tuple[list[int], list[int]]:
+    def walk(self, tree: DraftTree, target: Answers) -> tuple[list[int], list[int]]:
         length = next(
             (i for i in range(tree.size) if tree.parents[i] != i - 1), tree.size
         )  # what hangs from elsewhere is not judged
@@ -37,7 +37,7 @@ class Block(Rule):
         return [], [target.draw(ROOT, rest)]
 
 
-def _q(tree: Guesses, node: int, like: Tensor) -> Tensor:
+def _q(tree: DraftTree, node: int, like: Tensor) -> Tensor:
     law = tree.law(node)
     if law is None:
         law = torch.zeros_like(like)

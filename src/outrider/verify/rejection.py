@@ -11,13 +11,13 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from outrider.sampling.dice import without
-from outrider.types import ROOT, Guesses
+from outrider.core.types import ROOT, DraftTree
+from outrider.sampling.random_streams import without
 from outrider.verify.base import Answers, Rule, below, surplus
 
 
 class Rejection(Rule):
-    def walk(self, tree: Guesses, target: Answers) -> tuple[list[int], list[int]]:
+    def walk(self, tree: DraftTree, target: Answers) -> tuple[list[int], list[int]]:
         children = below(tree)
         path: list[int] = []
         said: list[int] = []
@@ -33,7 +33,7 @@ class Rejection(Rule):
         return path, said
 
     def _among(
-        self, siblings: Iterable[int], tree: Guesses, p: Tensor, target: Answers
+        self, siblings: Iterable[int], tree: DraftTree, p: Tensor, target: Answers
     ) -> tuple[int | None, Tensor]:
         """The sibling that is accepted, or None and the law of the token that is emitted instead."""
         left: dict[int, Tensor] = {}  # law -> what it is without the siblings that were drawn from it
@@ -44,9 +44,9 @@ class Rejection(Rule):
                     return node, p
                 p = without(p, token)
                 continue
-            q = left.get(tree.law_of[node], law)
+            q = left.get(tree.probs_of[node], law)
             if target.accept(node, float(p[token] / q[token])):
                 return node, p
             p, _ = surplus(p, q)
-            left[tree.law_of[node]] = q if tree.repeats else without(q, token)
+            left[tree.probs_of[node]] = q if tree.repeats else without(q, token)
         return None, p

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.sampling.dice import without
-from outrider.types import ROOT, Guesses
+from outrider.core.types import ROOT, DraftTree
+from outrider.sampling.random_streams import without
 from outrider.verify.base import Answers, Rule, below, surplus
 
 
@@ -32,7 +32,7 @@ class _Open:
 
 
 class Traversal(Rule):
-    def walk(self, tree: Guesses, target: Answers) -> tuple[list[int], list[int]]:
+    def walk(self, tree: DraftTree, target: Answers) -> tuple[list[int], list[int]]:
         children = below(tree)
 
         def opened(node: int, token: int, q: Tensor | None, r: float) -> _Open:
@@ -61,7 +61,7 @@ class Traversal(Rule):
             tip.r = mass / (mass + 1 - tip.r) if tip.r < 1 else 1.0
 
 
-def _drawn(tree: Guesses, children: Sequence[int], p: Tensor) -> Iterator[tuple[int, Tensor]]:
+def _drawn(tree: DraftTree, children: Sequence[int], p: Tensor) -> Iterator[tuple[int, Tensor]]:
     """The children in order, each with the law that it was drawn from, given those before it."""
     left: dict[int, Tensor] = {}
     for child in children:
@@ -71,6 +71,6 @@ def _drawn(tree: Guesses, children: Sequence[int], p: Tensor) -> Iterator[tuple[
             point[token] = 1.0
             yield child, point
             continue
-        q = left.get(tree.law_of[child], law)
-        left[tree.law_of[child]] = q if tree.repeats else without(q, token)
+        q = left.get(tree.probs_of[child], law)
+        left[tree.probs_of[child]] = q if tree.repeats else without(q, token)
         yield child, q

@@ -13,12 +13,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from outrider.draft.base import Drafter, Target
+from outrider.core.types import NOTHING, Batch, Budget, Commit, Draft, DraftTree, Row
 from outrider.draft.datastore.corpus import build
 from outrider.draft.datastore.store import SPAN, Store, fingerprint
-from outrider.draft.matches import Belief, frequent
+from outrider.drafting.base import Drafter, Target
+from outrider.drafting.lookup.matches import Belief, frequent
 from outrider.errors import ConfigError
-from outrider.types import NOTHING, Batch, Budget, Commit, Draft, Guesses, Row
 
 PLACES = 64  # of a match that are looked at, evenly spread; REST: 5000, but what is worth guessing (0.1) is in all but 0.1% of these
 
@@ -96,7 +96,7 @@ class Datastore(Drafter):
             ]
         )
 
-    def after(self, row: Row, said: Sequence[int], budget: Budget) -> Guesses:
+    def after(self, row: Row, said: Sequence[int], budget: Budget) -> DraftTree:
         least, shortest = self.options.min_token_prob, self.options.min_token_span
         belief: Belief = self.memory
         longest = self.options.max_token_span

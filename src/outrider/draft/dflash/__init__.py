@@ -23,20 +23,20 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
-from outrider.draft.base import Drafter, Target
+from outrider.checkpoints.heads import Head
+from outrider.core.step_input import StepInput
+from outrider.core.types import NOTHING, Batch, Budget, Commit, Draft, DraftTree, Needs, Row
 from outrider.draft.dflash import layouts
 from outrider.draft.dflash.network import Network
 from outrider.draft.dflash.tree import Grower, chain
+from outrider.drafting.base import Drafter, Target
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.base import HeadDrafter, HeadOptions
 from outrider.heads.choose import Chooser
-from outrider.heads.files import Head
 from outrider.heads.layer import Block, Sizes, turn_of
 from outrider.heads.ranks import Worth
 from outrider.heads.vocabulary import target_ids
-from outrider.types import NOTHING, Batch, Budget, Commit, Draft, Guesses, Needs, Row
 
 RANKS, MOST = 8, 1024
 
@@ -112,7 +112,7 @@ class DFlash(HeadDrafter):
         self.synced: dict[Row, int] = {}  # how many positions of a row have K/V in our pool
         self.gaps: dict[Row, int] = {}  # the first of them whose states nobody saw
         self.trees: Sequence[
-            Guesses
+            DraftTree
         ] = ()  # of this step, as proposed: what is verified may be a part of them
         if options.nodes is not None:
             self.memory = Worth.fading(layout.levels, RANKS)
@@ -210,7 +210,7 @@ class DFlash(HeadDrafter):
                     else self.memory.best(budgets[r].nodes, len(logits))
                 )
                 growing[r] = Grower(row, logits, self.choose).grow(
-                    paths, self.lot if self.draws(row) else None
+                    paths, self.stream_id if self.draws(row) else None
                 )
             for r, tree in self._grown(growing):
                 trees[r] = tree
@@ -218,8 +218,8 @@ class DFlash(HeadDrafter):
         return Draft(trees)
 
     def _grown(
-        self, growing: dict[int, Generator[list[int], Tensor | None, Guesses]]
-    ) -> Iterator[tuple[int, Guesses]]:
+        self, growing: dict[int, Generator[list[int], Tensor | None, DraftTree]]
+    ) -> Iterator[tuple[int, DraftTree]]:
         """All trees at once, level by level."""
         behind = {r: next(tree) for r, tree in growing.items()}
         while behind:
@@ -241,12 +241,12 @@ class DFlash(HeadDrafter):
         if self.markov is None:
             return None
         first, second = self.markov
-        return self.kernels.linear(self.kernels.embed(first, Plan.bare(tokens)), second).float()
+        return self.kernels.linear(self.kernels.embed(first, StepInput.bare(tokens)), second).float()
 
     def look(self, batch: Batch, rows: Sequence[int], levels: Sequence[int]) -> Tensor:
         """float32 [sum of levels, Vd]: for the next positions of each of these rows, so many."""
         skipped = 0 if self.layout.from_anchor else 1
-        plans = {kind: Plan() for kind in {layer.causal for layer in self.layers}}
+        plans = {kind: StepInput() for kind in {layer.causal for layer in self.layers}}
         ids: list[int] = []
         wanted: list[int] = []
         for r, deep in zip(rows, levels):
@@ -269,7 +269,7 @@ class DFlash(HeadDrafter):
 
     def _embed(self, ids: Sequence[int]) -> Tensor:
         if self.embedding is not None:
-            return self.kernels.embed(self.embedding, Plan.bare(ids))
+            return self.kernels.embed(self.embedding, StepInput.bare(ids))
         return self.target.decoder.embed(ids).to(self.kernels.activations)
 
     def _logits(self, x: Tensor) -> Tensor:
@@ -279,7 +279,7 @@ class DFlash(HeadDrafter):
         return logits if self.ids is None else logits[:, self.ids.long().to(logits.device)]
 
     def observe(self, commit: Commit) -> None:
-        batch, plan, taps, read = commit.batch, Plan(), list[Tensor](), dict[Row, int]()
+        batch, plan, taps, read = commit.batch, StepInput(), list[Tensor](), dict[Row, int]()
         for r, row in enumerate(batch.rows):
             start, end = batch.starts[r], row.computed
             if self.memory is not None:
@@ -296,7 +296,7 @@ class DFlash(HeadDrafter):
     def _bridge(self, row: Row, end: int) -> None:
         """After a step that was interrupted, whose states nobody saw: zeros stand for them, and what follows is not shared."""
         assert row.table is not None
-        plan, start = Plan(), self.synced[row]
+        plan, start = StepInput(), self.synced[row]
         plan.chain(row.table.slots, start, row.tokens[start:end])
         self._remember(
             torch.zeros(end - start, len(self.layout.taps) * self.hidden, device=self.kernels.device),
@@ -309,7 +309,7 @@ class DFlash(HeadDrafter):
         """[positions, taps * hidden]: what the target computed at the positions of row r that became certain."""
         return commit.states.of(r, self.layout.taps)
 
-    def _remember(self, taps: Tensor, plan: Plan) -> None:
+    def _remember(self, taps: Tensor, plan: StepInput) -> None:
         """K and V of these positions, in every layer."""
         run = self.kernels
         context = run.rms_norm(

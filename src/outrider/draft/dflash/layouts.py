@@ -24,8 +24,8 @@ from typing import Any
 
 from torch import Tensor
 
+from outrider.checkpoints.heads import Head
 from outrider.errors import ConfigError, ModelError, unknown
-from outrider.heads.files import Head
 
 ARCHITECTURE, TYPE, SPARK = "DFlashDraftModel", "dflash", "dspark"
 SLIDING = "sliding_attention"

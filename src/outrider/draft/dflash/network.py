@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outrider.draft.base import Target
 from outrider.draft.dflash.layouts import ARCHITECTURE, SLIDING, SPARK, THETA, TYPE
+from outrider.drafting.base import Target
 from outrider.heads.layer import Sizes, turn_of
 from outrider.heads.sample import Outer, Sample
 

@@ -11,11 +11,11 @@ from collections.abc import Generator, Sequence
 
 from torch import Tensor
 
-from outrider.draft.draft_model.tree import DRAWN
+from outrider.core.types import ROOT, DraftTree, Row
+from outrider.drafting.trees.sampled import DRAWN
 from outrider.heads.choose import Chooser
 from outrider.heads.templates import Path
-from outrider.sampling import dice
-from outrider.types import ROOT, Guesses, Row
+from outrider.sampling import random_streams
 
 Ranked = list[tuple[int, float]]  # tokens, best first, and how likely each is
 
@@ -33,14 +33,16 @@ class Grower:
         self.law_at: dict[Path, int] = {}  # where the law behind a node stands, or that of its level
         self.ranked: list[Ranked] = []  # of each level, where they are the same behind all of its nodes
 
-    def grow(self, paths: Sequence[Path], lot: int | None) -> Generator[list[int], Tensor | None, Guesses]:
+    def grow(
+        self, paths: Sequence[Path], stream_id: int | None
+    ) -> Generator[list[int], Tensor | None, DraftTree]:
         """The nodes of these paths of ranks; the parents of all are among them, and the ranks of siblings are 0, 1, …
 
         Yields, level by level, the tokens behind which it guesses, and wants what each adds to the level's logits, [n, Vd], or None.
         lot: tokens are drawn, with dice from this number on.  How many children a node has depends on its place alone, never on what was
         drawn, so they are draws of its law.
         """
-        tree, law_of, children = Guesses([], [], []), list[int](), Counter(path[:-1] for path in paths)
+        tree, probs_of, children = DraftTree([], [], []), list[int](), Counter(path[:-1] for path in paths)
         nodes: dict[Path, int] = {(): ROOT}
         said: dict[Path, list[int]] = {(): []}
         for level in range(len(self.logits)):
@@ -50,22 +52,22 @@ class Grower:
             added = yield [said[path][-1] if path else self.row.tokens[-1] for path in parents]
             chosen = (
                 self._chosen(level, [said[path] for path in parents], max(children.values()), added)
-                if lot is None
+                if stream_id is None
                 else []
             )
             for i, parent in enumerate(parents):
-                law, found = -1, chosen[i][: children[parent]] if lot is None else []
-                if lot is not None:
-                    dies = range(lot + len(law_of), lot + len(law_of) + children[parent])
+                law, found = -1, chosen[i][: children[parent]] if stream_id is None else []
+                if stream_id is not None:
+                    dies = range(stream_id + len(probs_of), stream_id + len(probs_of) + children[parent])
                     law, found = self._drawn(parent, said[parent], None if added is None else added[i], dies)
                 for rank, (token, confidence) in enumerate(found):
                     child = (*parent, rank)
-                    said[child], nodes[child] = [*said[parent], token], len(law_of)
+                    said[child], nodes[child] = [*said[parent], token], len(probs_of)
                     tree.tokens.append(token)
                     tree.parents.append(nodes[parent])
                     tree.confidence.append(confidence)
-                    law_of.append(law)
-        return tree if lot is None else tree._replace(laws=self.laws, law_of=law_of)
+                    probs_of.append(law)
+        return tree if stream_id is None else tree._replace(laws=self.laws, probs_of=probs_of)
 
     def _chosen(self, level: int, paths: list[list[int]], count: int, added: Tensor | None) -> list[Ranked]:
         """The best tokens behind each path of a level."""
@@ -97,4 +99,4 @@ class Grower:
             self.law_at[key] = len(self.laws)
             self.laws.append(law)
         at = self.law_at[key]
-        return at, list(zip(dice.children(self.row, self.laws[at], dies), DRAWN))
+        return at, list(zip(random_streams.children(self.row, self.laws[at], dies), DRAWN))

@@ -21,24 +21,24 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.attention.plan import Plan
+from outrider.backends.base import Chain
 from outrider.cache.pool import Pool
-from outrider.draft.base import Drafter, Target, refuse_idle, refuse_parallel
-from outrider.draft.draft_model import stop
+from outrider.checkpoints.hub import Checkpoint
+from outrider.checkpoints.quantize import bits_of
+from outrider.core.noise import stream_of
+from outrider.core.step_input import StepInput
+from outrider.core.types import NOTHING, ROOT, Batch, Budget, Commit, Draft, DraftTree, Row
 from outrider.draft.draft_model.intersect import Translated, common
 from outrider.draft.draft_model.staged import Staged
-from outrider.draft.draft_model.tree import RANKED, Tree
-from outrider.draft.draft_model.vocabulary import check_mismatch, fits
-from outrider.draft.draft_model.window import SELF, View, Window, check
+from outrider.drafting import stop
+from outrider.drafting.base import Drafter, Target, refuse_idle, refuse_parallel
+from outrider.drafting.trees.sampled import RANKED, Tree
+from outrider.drafting.view import SELF, View, Window, check
+from outrider.drafting.vocab.mismatch import check_mismatch, fits
 from outrider.errors import ConfigError, OutriderError
-from outrider.kernels import Chain
 from outrider.models import model
-from outrider.models.hub import Checkpoint
 from outrider.models.placement import check_gpu_layers, pick_device, place
-from outrider.models.quantise import bits_of
-from outrider.sampling.noise import stream_of
 from outrider.sampling.sampler import Sampler
-from outrider.types import NOTHING, ROOT, Batch, Budget, Commit, Draft, Guesses, Row
 
 
 class Start(NamedTuple):
@@ -227,7 +227,13 @@ class DraftModel(Drafter):
         repeats = self.options.sibling_draws == "independent"
         grown = {
             s.r: Tree(
-                batch.rows[s.r], batch.end(s.r), s.budget, self.options.siblings, s.view, repeats, self.lot
+                batch.rows[s.r],
+                batch.end(s.r),
+                s.budget,
+                self.options.siblings,
+                s.view,
+                repeats,
+                self.stream_id,
             )
             for s in starts
         }
@@ -237,13 +243,13 @@ class DraftModel(Drafter):
         else:
             self._levels(plan, tips)
         for r, tree in grown.items():
-            trees[r] = tree.guesses
+            trees[r] = tree.draft_tree
         return Draft(trees)
 
-    def _catch_up(self, batch: Batch, budgets: list[Budget]) -> tuple[Plan, list[Start]]:
+    def _catch_up(self, batch: Batch, budgets: list[Budget]) -> tuple[StepInput, list[Start]]:
         """The rows of the first forward: everything that became certain since our last look; and where the guesses begin.
         A row that outgrows the draft's own context is not drafted for."""
-        plan = Plan(self.window.sink)
+        plan = StepInput(self.window.sink)
         starts: list[Start] = []
         for r, (row, start, known, budget) in enumerate(zip(batch.rows, batch.starts, batch.known, budgets)):
             end = start + known
@@ -277,19 +283,19 @@ class DraftModel(Drafter):
                 return False
         return True
 
-    def _chains(self, plan: Plan, batch: Batch, starts: list[Start], trees: list[Guesses]) -> bool:
+    def _chains(self, plan: StepInput, batch: Batch, starts: list[Start], trees: list[DraftTree]) -> bool:
         """All levels at once, into `trees`; False, and nothing done, where the kernels cannot."""
         chains = []
         for start in starts:
             row = batch.rows[start.r]
             chains.append(Chain(start.at, start.budget.depth, row.law, stream_of(row.seed, row.index)))
-        found = self.decoder.chain(plan.build(), self.pool, chains, self.vocabulary, self.stop.halt)
+        found = self.decoder.chain(plan.build(), self.pool, chains, self.vocabulary, self.stop.stop_rule)
         if found is None:
             return False
         for start, tokens in zip(starts, found[0]):
-            trees[start.r] = Guesses.chain(tokens, RANKED[:1] * len(tokens))
-        for start, traits in zip(starts, found[1]):
-            self.stop.note(batch.rows[start.r], traits)
+            trees[start.r] = DraftTree.chain(tokens, RANKED[:1] * len(tokens))
+        for start, features in zip(starts, found[1]):
+            self.stop.note(batch.rows[start.r], features)
         return True
 
     def _readable(self, tokens: list[int]) -> list[int]:
@@ -298,7 +304,7 @@ class DraftModel(Drafter):
             return tokens
         return [token if token < self.vocabulary else 0 for token in tokens]
 
-    def _levels(self, plan: Plan, tips: Sequence[tuple[Tree, int]]) -> None:
+    def _levels(self, plan: StepInput, tips: Sequence[tuple[Tree, int]]) -> None:
         """Level after level, as long as one of the trees grows; each hangs from a row of the plan."""
         at: Sequence[int] = [row for _, row in tips]
         frontier = [(tree, ROOT) for tree, _ in tips]
@@ -309,7 +315,7 @@ class DraftModel(Drafter):
                 nodes.setdefault(id(tree), (tree, []))[1].append((node, i))
             for tree, places in nodes.values():
                 self.extend(tree, places, logits)
-            plan, frontier = Plan(self.window.sink), []
+            plan, frontier = StepInput(self.window.sink), []
             for tree, _ in nodes.values():
                 if tree.growing:
                     tree.plan(plan)
@@ -318,7 +324,7 @@ class DraftModel(Drafter):
                 return
             at = range(len(frontier))
 
-    def look(self, plan: Plan, rows: Sequence[int]) -> Tensor:
+    def look(self, plan: StepInput, rows: Sequence[int]) -> Tensor:
         """One forward; the logits [len(rows), vocabulary] behind these of its rows."""
         x = self.decoder.forward(plan.build(), self.pool)
         logits = self.decoder.logits(x, list(rows))

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
-from outrider.draft.draft_model.spelling import pieces, special_ids, tokenizer_of
+from outrider.checkpoints.hub import Checkpoint
+from outrider.core.step_input import StepInput
+from outrider.drafting.vocab.spelling import pieces, special_ids, tokenizer_of
 from outrider.errors import ConfigError
-from outrider.models.hub import Checkpoint
 from outrider.models.model import Model
 from outrider.sampling.processors import NEVER
 
@@ -89,7 +89,7 @@ class Translated:
         self.footprint, self.slot_bytes, self.pool = model.footprint, model.slot_bytes, model.pool
         self.without, self.between = model.without, model.between
 
-    def forward(self, plan: Plan, pool: Pool, blocks: Any = None, x: Tensor | None = None) -> Tensor:
+    def forward(self, plan: StepInput, pool: Pool, blocks: Any = None, x: Tensor | None = None) -> Tensor:
         plan.translate(self.reads)
         return self.model.forward(plan, pool, blocks, x)
 
@@ -101,11 +101,11 @@ class Translated:
 
     def chain(
         self,
-        plan: Plan,
+        plan: StepInput,
         pool: Pool,
         chains: Any,
         vocabulary: int,
-        halt: Any = None,
+        stop_rule: Any = None,
         blocks: Any = None,
         states: Any = None,
     ) -> None:

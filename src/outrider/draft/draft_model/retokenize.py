@@ -15,15 +15,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from outrider.cache.pages import PAGE, Cache
 from outrider.cache.pool import Pool
-from outrider.cache.slots import PAGE, Cache
-from outrider.draft.base import Target
+from outrider.core.params import SamplingParams
+from outrider.core.types import NOTHING, Batch, Budget, Draft, DraftTree, Row
 from outrider.draft.draft_model import DraftModel
-from outrider.draft.draft_model.reading import NEUTRAL, Language, Reading
-from outrider.draft.draft_model.tree import RANKED
-from outrider.sampling.params import SamplingParams
+from outrider.drafting.base import Target
+from outrider.drafting.trees.sampled import RANKED
+from outrider.drafting.vocab.incremental import NEUTRAL, Language, Reading
 from outrider.sampling.sampler import GREEDY
-from outrider.types import NOTHING, Batch, Budget, Draft, Guesses, Row
 
 CHUNK = 512  # tokens that a shadow catches up in one step
 
@@ -65,14 +65,14 @@ class Retokenized(DraftModel):
                 places.append(r)
         guessed = super().propose(shadows, granted)
         trees = [NOTHING] * len(batch)
-        for r, budget, guesses in zip(places, granted, guessed.trees):
+        for r, budget, draft_tree in zip(places, granted, guessed.trees):
             row = batch.rows[r]
             shadow = self.shadows[row]
             assert shadow.row.table is not None
             self.cache.register(
                 shadow.row.table, shadow.reading.ids, min(self.synced[shadow.row], shadow.reading.fixed)
             )
-            trees[r] = self._told(row, batch.end(r), guesses.tokens, budget.depth)
+            trees[r] = self._told(row, batch.end(r), draft_tree.tokens, budget.depth)
         return Draft(trees)
 
     def _follow(self, row: Row, end: int, depth: int) -> int:
@@ -104,7 +104,7 @@ class Retokenized(DraftModel):
         self.shadows[row] = Shadow(own, reading)
         return self.shadows[row]
 
-    def _told(self, row: Row, end: int, ids: list[int], depth: int) -> Guesses:
+    def _told(self, row: Row, end: int, ids: list[int], depth: int) -> DraftTree:
         """The guesses of a shadow as guesses for its row."""
         ends = next((i for i, token in enumerate(ids) if token in self.ours.ending), len(ids))
         text = self.ours.text(ids[:ends])
@@ -114,7 +114,7 @@ class Retokenized(DraftModel):
         tokens = self.theirs.tokens(text, before, NEUTRAL)[0] if text else []
         if ends < len(ids) and self.theirs.eos is not None:
             tokens.append(self.theirs.eos)
-        return Guesses.chain(tokens[:depth], RANKED[:1] * len(tokens[:depth]))
+        return DraftTree.chain(tokens[:depth], RANKED[:1] * len(tokens[:depth]))
 
     def forget(self, row: Row, reason: str) -> None:
         shadow = self.shadows.pop(row, None)

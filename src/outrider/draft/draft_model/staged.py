@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from outrider.attention.plan import Plan
 from outrider.control import fixed
-from outrider.draft.base import Drafter, Target
-from outrider.draft.draft_model.tree import Tree
+from outrider.core.step_input import StepInput
+from outrider.core.types import NOTHING, ROOT, Batch, Budget, Commit, Draft, DraftTree, Row, Verdict
+from outrider.drafting.base import Drafter, Target
+from outrider.drafting.trees.sampled import Tree
 from outrider.errors import ConfigError, unknown
-from outrider.types import NOTHING, ROOT, Batch, Budget, Commit, Draft, Guesses, Row, Verdict
 
 if TYPE_CHECKING:
     from outrider.draft.draft_model import DraftModel
@@ -55,12 +55,12 @@ def opened(config: Mapping[str, Any], target: Target) -> tuple[Drafter, fixed.Op
 
 @dataclass
 class Stage:
-    """A chain in one forward.  The logits behind it are in row `at`, those behind guess i of `guesses` in row first + i; it had
+    """A chain in one forward.  The logits behind it are in row `at`, those behind guess i of `draft_tree` in row first + i; it had
     `before` tokens."""
 
     tree: Tree
     at: int
-    guesses: Guesses
+    draft_tree: DraftTree
     first: int
     before: int
 
@@ -73,13 +73,13 @@ class Staged:
         self.host, self.forwards = host, 0
         self.control = fixed.FixedController(options, self.drafter.depth, self.drafter.size, host.vocabulary)
 
-    def grow(self, plan: Plan, tips: Sequence[tuple[Tree, int]]) -> None:
+    def grow(self, plan: StepInput, tips: Sequence[tuple[Tree, int]]) -> None:
         """Makes the chains of `tips` as long as they may be; the tip of each is a row of the plan."""
         while tips:
             stages = self._stages(plan, tips)
             rows = [at for _, at in tips]
             for stage in stages:
-                count = len(stage.guesses.tokens)
+                count = len(stage.draft_tree.tokens)
                 rows.extend(range(stage.first, stage.first + count))
                 stage.first = len(rows) - count
             logits = self.host.look(plan, rows)
@@ -88,7 +88,7 @@ class Staged:
             self._settle(stages, paths)
             self._teach(stages, paths, logits)
             plan, growing = (
-                Plan(self.host.window.sink),
+                StepInput(self.host.window.sink),
                 [stage.tree for stage in stages if stage.tree.growing],
             )
             tips = []
@@ -96,20 +96,20 @@ class Staged:
                 tree.plan(plan)
                 tips.append((tree, plan.length - 1))
 
-    def _stages(self, plan: Plan, tips: Sequence[tuple[Tree, int]]) -> list[Stage]:
+    def _stages(self, plan: StepInput, tips: Sequence[tuple[Tree, int]]) -> list[Stage]:
         """The guesses behind each tip, put into the plan behind all tips; `first` is a row of the plan yet."""
         stages = []
         for i, (tree, _) in enumerate(tips):
             base = tree.base + len(tree.tokens)
-            guesses, first = self._guess(tree, len(tips)), plan.length
+            draft_tree, first = self._guess(tree, len(tips)), plan.length
             paths: dict[int, list[int]] = {ROOT: []}
-            for node, (token, parent) in enumerate(zip(guesses.tokens, guesses.parents)):
+            for node, (token, parent) in enumerate(zip(draft_tree.tokens, draft_tree.parents)):
                 paths[node] = [*paths[parent], node]
                 tree.view.node(plan, base, paths[node], token)
-            stages.append(Stage(tree, i, guesses, first, len(tree.tokens)))
+            stages.append(Stage(tree, i, draft_tree, first, len(tree.tokens)))
         return stages
 
-    def _guess(self, tree: Tree, rows: int) -> Guesses:
+    def _guess(self, tree: Tree, rows: int) -> DraftTree:
         """One level less than there is room for: behind the last guess the draft model picks a token itself."""
         said = tree.tokens
         depth = min(tree.budget.depth - len(said) - 1, self.control.levels(rows))
@@ -121,8 +121,8 @@ class Staged:
 
     def _walk(self, stage: Stage, logits: Tensor) -> list[int]:
         """Lets the chain grow along the guesses that hold what the draft model says; the nodes of these."""
-        tree, guesses, at = stage.tree, stage.guesses, stage.at
-        child = {pair: node for node, pair in enumerate(zip(guesses.parents, guesses.tokens))}
+        tree, draft_tree, at = stage.tree, stage.draft_tree, stage.at
+        child = {pair: node for node, pair in enumerate(zip(draft_tree.parents, draft_tree.tokens))}
         path: list[int] = []
         while True:
             before = len(tree.tokens)
@@ -164,11 +164,11 @@ class Staged:
             batch.known.append(1)
             batch.emits.append(True)
             if wanted := self.drafter.needs.topk:
-                seen = [stage.at, *range(stage.first, stage.first + len(stage.guesses.tokens))]
+                seen = [stage.at, *range(stage.first, stage.first + len(stage.draft_tree.tokens))]
                 topk.append(self.host.sampler.best(logits[seen], wanted))
         said = [stage.tree.tokens[: len(path) + 1] for stage, path in taught]
         draft, verdict = (
-            Draft([stage.guesses for stage, _ in taught]),
+            Draft([stage.draft_tree for stage, _ in taught]),
             Verdict([path for _, path in taught], said),
         )
         self.drafter.observe(

@@ -17,17 +17,17 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
-from outrider.draft.base import Drafter, Target
+from outrider.checkpoints.heads import Head, Reader
+from outrider.core.step_input import StepInput
+from outrider.core.types import FINAL
 from outrider.draft.eagle.layouts import recognised, understood
 from outrider.draft.eagle.network import Network
+from outrider.drafting.base import Drafter, Target
 from outrider.errors import ModelError
-from outrider.heads.files import Head, Reader
 from outrider.heads.layer import Block, Pairs, Sizes, turn_of
 from outrider.heads.recurrent import Net, Recurrent, RecurrentOptions
 from outrider.heads.vocabulary import listed_ids
-from outrider.types import FINAL
 
 
 class Packed:
@@ -80,7 +80,7 @@ class Packed:
     def again(self, o: Tensor) -> Tensor:
         return o
 
-    def forward(self, plan: Plan, pool: Pool, g: Tensor) -> Tensor:
+    def forward(self, plan: StepInput, pool: Pool, g: Tensor) -> Tensor:
         x: Tensor = self.kernels.linear(self.pairs(plan, g), self.fc)
         for i, block in enumerate(self.blocks):
             x = block(x, plan, pool, i)

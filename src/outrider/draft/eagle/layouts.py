@@ -19,8 +19,8 @@ from typing import Any
 
 from torch import Tensor
 
+from outrider.checkpoints.heads import Head
 from outrider.errors import ConfigError, ModelError, unknown
-from outrider.heads.files import Head
 
 RENAMED = (
     (r"^(?:model\.)+", ""),

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outrider.draft.base import Target
+from outrider.core.types import FINAL
+from outrider.drafting.base import Target
 from outrider.heads.sample import Outer, Sample
-from outrider.types import FINAL
 
 NOISE = 0.2  # uniform, on the states that it reads while training: its own guesses will not be exact, either
 TOKENS = 0.1  # weight of the cross entropy beside the states'

@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
+from outrider.checkpoints.heads import Head
+from outrider.core.types import FINAL
 from outrider.errors import ConfigError, ModelError, unknown
-from outrider.heads.files import Head
 from outrider.heads.recurrent import config_flag
-from outrider.types import FINAL
 
 SPECFORGE = "LlamaForCausalLMEagle3"  # the architecture of SpecForge's and SGLang's files
 TAPS = "eagle_aux_hidden_state_layer_ids"

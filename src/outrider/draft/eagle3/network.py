@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outrider.draft.base import Target
 from outrider.draft.eagle3.layouts import TAPS
+from outrider.drafting.base import Target
 from outrider.heads.sample import Outer, Sample
 
 

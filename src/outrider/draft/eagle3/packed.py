@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
-from outrider.draft.base import Target
-from outrider.draft.draft_model.vocabulary import PADDING
+from outrider.checkpoints.heads import Reader
+from outrider.core.step_input import StepInput
+from outrider.core.types import FINAL
 from outrider.draft.eagle3.layouts import Facts
+from outrider.drafting.base import Target
+from outrider.drafting.vocab.mismatch import PADDING
 from outrider.errors import ModelError
-from outrider.heads.files import Reader
 from outrider.heads.layer import Block, Pairs, Sizes, turn_of
 from outrider.heads.recurrent import config_flag
 from outrider.heads.vocabulary import target_ids
-from outrider.types import FINAL
 
 PIECE = 4096  # tokens whose embeddings are compared at once
 
@@ -60,7 +60,7 @@ class Packed:
             x = run.rms_norm(x, self.norm_fc, eps)
         return x if self.fc is None else run.linear(x, self.fc)
 
-    def forward(self, plan: Plan, pool: Pool, g: Tensor) -> Tensor:
+    def forward(self, plan: StepInput, pool: Pool, g: Tensor) -> Tensor:
         """[n, h]; g may be changed."""
         u = self.pairs(plan, g)
         x = self.first(

@@ -21,20 +21,20 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
-from outrider.draft.base import Drafter, Target
+from outrider.checkpoints.heads import Head, Reader
+from outrider.core.step_input import StepInput
+from outrider.core.types import FINAL, NOTHING, Batch, Budget, Commit, Draft, DraftTree, Needs, Row
 from outrider.draft.hydra.layouts import check_kind, named, prefixed, recognised
 from outrider.draft.hydra.network import Network
 from outrider.draft.hydra.parts import Prefix, steps
+from outrider.drafting.base import Drafter, Target
 from outrider.errors import ConfigError, ModelError, unknown
 from outrider.heads.base import HeadDrafter, HeadOptions
-from outrider.heads.dynamic import Drawn, Growing, Static, level_of
-from outrider.heads.files import Head, Reader
 from outrider.heads.ranks import Worth
-from outrider.heads.recurrent import PILE, Pile
+from outrider.heads.recurrent import PILE, PendingStates
 from outrider.heads.templates import MEDUSA, Path, paths
-from outrider.types import FINAL, NOTHING, Batch, Budget, Commit, Draft, Guesses, Needs, Row
+from outrider.heads.trees import Drawn, Growing, Static, level_of
 
 OWN, CHAIN = "own", "chain"
 RANKS = 10  # children of a node at most
@@ -79,13 +79,13 @@ class Hydra(HeadDrafter):
         self.paths = self._paths()
         self.memory = Worth.fading(self.depth, RANKS) if self.paths is None else None
         self.trees: Sequence[
-            Guesses
+            DraftTree
         ] = ()  # of this step, as proposed: what is verified may be a part of them
         self.last: dict[
             Row, tuple[int, Tensor]
         ] = {}  # how many tokens the target had computed, and P [1, hidden] of the last of them
         self.piles: dict[
-            Row, Pile
+            Row, PendingStates
         ] = {}  # states that the prefix layer has not read; it has K/V of all positions before them
 
     @classmethod
@@ -152,7 +152,7 @@ class Hydra(HeadDrafter):
         wanted = [r for r, budget in enumerate(budgets) if self.may_guess(batch, r, budget)]
         if self.prefix is not None:
             for row, start in zip(batch.rows, batch.starts):
-                self.piles.setdefault(row, Pile(start))
+                self.piles.setdefault(row, PendingStates(start))
             self._read(self.prefix, [batch.rows[r] for r in wanted])
         ready = [
             r for r in wanted if batch.rows[r] in self.last and self.last[batch.rows[r]][0] == batch.starts[r]
@@ -164,7 +164,7 @@ class Hydra(HeadDrafter):
                 torch.cat([before, self._embedded([batch.rows[r].tokens[-1] for r in ready])], dim=-1),
                 list(grown.values()),
             )
-        self.trees = [grown[r].guesses if r in grown else NOTHING for r in range(len(batch))]
+        self.trees = [grown[r].draft_tree if r in grown else NOTHING for r in range(len(batch))]
         return Draft(self.trees)
 
     def _growing(self, row: Row, base: int, budget: Budget) -> Growing:
@@ -177,7 +177,7 @@ class Hydra(HeadDrafter):
                 base,
                 budget,
                 1 if self.options.tree == CHAIN else max(1, budget.nodes // budget.depth),
-                self.lot,
+                self.stream_id,
             )
         return Static(row, slots, base, budget, self.paths, self.memory)
 
@@ -195,13 +195,13 @@ class Hydra(HeadDrafter):
 
     def _read(self, prefix: Prefix, rows: Sequence[Row]) -> None:
         """The states that piled up for these rows, through the prefix layer."""
-        plan, states, ends = Plan(), list[Tensor](), list[int]()
+        plan, states, ends = StepInput(), list[Tensor](), list[int]()
         rows = [row for row in rows if self.piles[row].count]
         for row in rows:
-            pile = self.piles[row]
+            pending_states = self.piles[row]
             assert row.table is not None
-            plan.chain(row.table.slots, pile.first, [0] * pile.count)
-            states += pile.states
+            plan.chain(row.table.slots, pending_states.first, [0] * pending_states.count)
+            states += pending_states.states
             ends.append(plan.length - 1)
         if rows:
             said = prefix(torch.cat(states).to(self.kernels.activations), plan.build(), self.pool, ends)
@@ -224,11 +224,11 @@ class Hydra(HeadDrafter):
                     )
             return
         for r, row in enumerate(batch.rows):
-            pile = self.piles[row]
+            pending_states = self.piles[row]
             if (
-                pile.end == batch.starts[r]
+                pending_states.end == batch.starts[r]
             ):  # after a step that was interrupted there is a gap, and no more guesses
-                pile.add(commit.states.of(r, (self.state,)))
+                pending_states.add(commit.states.of(r, (self.state,)))
         full = [
             row for r, row in enumerate(batch.rows) if batch.known[r] > 1 or self.piles[row].count >= PILE
         ]

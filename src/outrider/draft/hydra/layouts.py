@@ -16,9 +16,9 @@ import re
 from collections import defaultdict
 from dataclasses import replace
 
-from outrider.draft.base import Target
+from outrider.checkpoints.heads import Head
+from outrider.drafting.base import Target
 from outrider.errors import ModelError
-from outrider.heads.files import Head
 
 PREFIX = "prefix_embeding_layer"
 BLOCK = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.(.+)")

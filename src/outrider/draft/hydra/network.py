@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outrider.draft.base import Target
+from outrider.core.types import FINAL
+from outrider.drafting.base import Target
 from outrider.heads.sample import Outer, Sample
-from outrider.types import FINAL
 
 
 class ResBlock(nn.Module):

@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
-from outrider.draft.base import Target
+from outrider.checkpoints.heads import Reader
+from outrider.core.step_input import StepInput
 from outrider.draft.hydra.layouts import PREFIX
-from outrider.heads.files import Reader
+from outrider.drafting.base import Target
 from outrider.heads.layer import Block, Sizes, turn_of
+from outrider.models.fallback.row_invariant import by_rows
 from outrider.models.model import Model
-from outrider.models.steady import by_rows
 
 
 class Prefix:
@@ -45,7 +45,7 @@ class Prefix:
     def pool(self, slots: int) -> Pool:
         return self.sizes.pool(1, slots, self.model)
 
-    def __call__(self, states: Tensor, plan: Plan, pool: Pool, wanted: list[int]) -> Tensor:
+    def __call__(self, states: Tensor, plan: StepInput, pool: Pool, wanted: list[int]) -> Tensor:
         """P [len(wanted), hidden] of these rows of the plan; states [n, hidden] of all, which it changes.  K/V goes to the pool."""
         return self.kernels.rms_norm(self.block(states, plan, pool)[wanted], self.norm_out, self.sizes.eps)
 
@@ -68,8 +68,8 @@ class Step:
 
     def __call__(self, z: Tensor) -> Tensor:
         """float32 [n, V]."""
-        bent, straight = self.kernels.linear(z, self.first).chunk(2, dim=-1)
-        x = straight + by_rows(F.silu, bent.contiguous())
+        modified, straight = self.kernels.linear(z, self.first).chunk(2, dim=-1)
+        x = straight + by_rows(F.silu, modified.contiguous())
         for block in self.rest:
             x = x + by_rows(F.silu, self.kernels.linear(x, block))
         return self.model.head_logits(x) if self.out is None else self.kernels.linear(x, self.out).float()

@@ -22,19 +22,19 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.attention.plan import Plan
+from outrider.backends.base import Chain
+from outrider.backends.chain import StopRule
 from outrider.cache.pool import Pool
-from outrider.draft.base import Drafter, Target
+from outrider.core.noise import stream_of
+from outrider.core.step_input import StepInput
+from outrider.core.types import NOTHING, ROOT, Batch, Budget, Commit, Draft, DraftTree, Resume, Row
 from outrider.draft.layerskip.comb import Comb
 from outrider.draft.layerskip.confidence import AUTO, SIBLINGS, Exit, siblings_at
 from outrider.draft.layerskip.search import Search
 from outrider.draft.layerskip.sets import Skip, known, named
+from outrider.drafting.base import Drafter, Target
 from outrider.errors import ConfigError, OutriderError
-from outrider.kernels import Chain
-from outrider.kernels.chain import Halt
-from outrider.sampling import dice
-from outrider.sampling.noise import stream_of
-from outrider.types import NOTHING, ROOT, Batch, Budget, Commit, Draft, Guesses, Resume, Row
+from outrider.sampling import random_streams
 
 SHARED = 0.7  # what a guess is worth that was picked with the noise of the target's own pick: more than its probability
 
@@ -42,7 +42,7 @@ SHARED = 0.7  # what a guess is worth that was picked with the noise of the targ
 class Passed(NamedTuple):
     """What the draft passes of a row gave: guesses; the nodes (ROOT, too) that went through them, and their states [m, hidden]."""
 
-    guesses: Guesses
+    draft_tree: DraftTree
     nodes: list[int]
     states: Tensor
 
@@ -192,7 +192,7 @@ class LayerSkip(Drafter):
         one_call = self.options.siblings == 1 and not any(self._slow(batch.rows[r]) for r, _ in wanted)
         passed = (self._chains(batch, wanted) if one_call else None) or self._combs(batch, wanted)
         for (r, _), found in zip(wanted, passed):
-            trees[r] = found.guesses
+            trees[r] = found.draft_tree
         if not self.options.early_exit:
             return Draft(trees)
         nodes: list[list[int]] = [[]] * len(batch)
@@ -215,7 +215,7 @@ class LayerSkip(Drafter):
 
     def _chains(self, batch: Batch, wanted: list[tuple[int, Budget]]) -> list[Passed] | None:
         """All levels of all rows in one call; None, and nothing done, where the kernels cannot."""
-        plan, chains = Plan(), []
+        plan, chains = StepInput(), []
         for i, (r, budget) in enumerate(wanted):
             row = batch.rows[r]
             assert row.table is not None
@@ -227,17 +227,17 @@ class LayerSkip(Drafter):
         if self.options.early_exit:
             states = torch.empty(len(chains), max(chain.levels for chain in chains), self.decoder.spec.hidden)
         asked = states if len(states) else None
-        halt = Halt() if any(chain.floor for chain in chains) else None
+        stop_rule = StopRule() if any(chain.floor for chain in chains) else None
         found = self.decoder.chain(
-            plan.build(), self.pool, chains, self.target.vocabulary, halt, self.blocks, asked
+            plan.build(), self.pool, chains, self.target.vocabulary, stop_rule, self.blocks, asked
         )
         if found is None:
             return None
         passed = []
         for i, tokens in enumerate(found[0]):
             nodes = list(range(ROOT, max(1, len(tokens)) - 1))  # nothing was read from the last guess
-            guesses = Guesses.chain(tokens, [SHARED] * len(tokens))
-            passed.append(Passed(guesses, nodes, states[i, : len(nodes)] if len(states) else states))
+            draft_tree = DraftTree.chain(tokens, [SHARED] * len(tokens))
+            passed.append(Passed(draft_tree, nodes, states[i, : len(nodes)] if len(states) else states))
         return passed
 
     def _combs(self, batch: Batch, wanted: list[tuple[int, Budget]]) -> list[Passed]:
@@ -247,7 +247,7 @@ class LayerSkip(Drafter):
             for r, budget in wanted
         ]
         while growing := [comb for comb in combs if comb.growing]:
-            plan = Plan()
+            plan = StepInput()
             for comb in growing:
                 comb.plan(plan)
             x = self.decoder.forward(plan.build(), self.pool, self.blocks)
@@ -256,7 +256,7 @@ class LayerSkip(Drafter):
                 comb.states.append(x[i])
                 self._level(comb, logits, i)
         return [
-            Passed(comb.guesses, [ROOT, *comb.trunk][: len(comb.states)], torch.stack(comb.states))
+            Passed(comb.draft_tree, [ROOT, *comb.trunk][: len(comb.states)], torch.stack(comb.states))
             for comb in combs
         ]
 
@@ -270,8 +270,8 @@ class LayerSkip(Drafter):
                 comb.growing = False
                 return
             count = min(comb.room, siblings_at(float(law.max()), greedy) if given == "confidence" else given)
-            first = self.lot + len(comb.tokens)
-            tokens = dice.children(row, law, range(first, first + count))
+            first = self.stream_id + len(comb.tokens)
+            tokens = random_streams.children(row, law, range(first, first + count))
             shares = law[tokens].tolist()
             comb.add(tokens, shares, shares[0] if tokens else 0.0, law)
             return
@@ -280,7 +280,7 @@ class LayerSkip(Drafter):
         )
         sure = 0.0
         if tokens and (comb.floor or given == "confidence"):  # as the kernels' loop decides
-            sure = self.sampler.halts(row, path, logits, tokens[0], Halt(), at)[1][0]
+            sure = self.sampler.should_stop(row, path, logits, tokens[0], StopRule(), at)[1][0]
         count = min(comb.room, siblings_at(sure, greedy) if given == "confidence" else given)
         worth = shares if greedy else [SHARED * 0.3**i for i in range(len(tokens))]
         comb.add(tokens[:count], worth[:count], sure)
@@ -306,7 +306,7 @@ class LayerSkip(Drafter):
         window: int = self.options.context_window
         scratch, begin = list(slots[end : end + nodes]), end - 1 - window
         for first in range(begin, end - 1, nodes):
-            tokens, plan = row.tokens[first : min(first + nodes, end - 1)], Plan()
+            tokens, plan = row.tokens[first : min(first + nodes, end - 1)], StepInput()
             for i, token in enumerate(tokens):
                 plan.node(slots, first, scratch[: i + 1], token)
             if row.adapter is not None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from outrider.attention.plan import Plan
-from outrider.types import ROOT, Budget, Guesses, Row
+from outrider.core.step_input import StepInput
+from outrider.core.types import ROOT, Budget, DraftTree, Row
 
 
 @dataclass
@@ -28,12 +28,12 @@ class Comb:
     growing: bool = True
 
     @property
-    def guesses(self) -> Guesses:
-        guesses = Guesses(self.tokens, self.parents, self.confidence)
+    def draft_tree(self) -> DraftTree:
+        draft_tree = DraftTree(self.tokens, self.parents, self.confidence)
         if not self.laws:
-            return guesses
-        return guesses._replace(
-            laws=self.laws, law_of=[self.trunk.index(p) + 1 if p != ROOT else 0 for p in self.parents]
+            return draft_tree
+        return draft_tree._replace(
+            laws=self.laws, probs_of=[self.trunk.index(p) + 1 if p != ROOT else 0 for p in self.parents]
         )
 
     @property
@@ -59,7 +59,7 @@ class Comb:
             bool(tokens) and len(self.trunk) < self.budget.depth and self.room > 0 and best >= self.floor
         )
 
-    def plan(self, plan: Plan) -> None:
+    def plan(self, plan: StepInput) -> None:
         """The row that the next level is read from, in the slots where verification will look for the same node."""
         assert self.row.table is not None
         slots, first = self.row.table.slots, plan.length

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.draft.threshold import adapted
+from outrider.drafting.threshold import adapted
 
 AUTO = {True: 0.8, False: 0.5}  # where a threshold begins: greedy, sampled
 SIBLINGS = {True: (3, 5, 8, 10), False: (1, 3, 5, 10)}  # by confidence: above 0.95, 0.8, 0.5, and below

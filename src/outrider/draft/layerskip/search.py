@@ -30,7 +30,7 @@ class Search:
     steps: int = 0  # of decoding, while it went on
     tried: list[Skip] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
-    dice: random.Random = field(default_factory=lambda: random.Random(0))
+    random_streams: random.Random = field(default_factory=lambda: random.Random(0))
 
     @property
     def done(self) -> bool:
@@ -54,7 +54,7 @@ class Search:
             self.best, self.score, self.idle = skip, score, 0
 
     def _random(self) -> Skip:
-        chosen = self.dice.sample(
+        chosen = self.random_streams.sample(
             [(kind, i) for kind in (0, 1) for i in range(1, self.layers - 1)], self.size
         )
         attention, mlp = (tuple(sorted(i for kind, i in chosen if kind == which)) for which in (0, 1))

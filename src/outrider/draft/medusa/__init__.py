@@ -20,19 +20,19 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from outrider.draft.base import Drafter, Target
+from outrider.checkpoints.heads import Head
+from outrider.core.types import NOTHING, ROOT, Batch, Budget, Commit, Draft, DraftTree, Row
 from outrider.draft.medusa.layouts import LAYOUTS, layout_of, opened
 from outrider.draft.medusa.network import Network
 from outrider.draft.medusa.packed import Packed
 from outrider.draft.medusa.trees import CHAIN, RANKS, allowed, check_tree
+from outrider.drafting.base import Drafter, Target
 from outrider.errors import ConfigError
 from outrider.heads.base import HeadOptions, StateDrafter
 from outrider.heads.choose import Chooser
-from outrider.heads.files import Head
 from outrider.heads.ranks import Worth
 from outrider.heads.templates import Path
-from outrider.sampling import dice
-from outrider.types import NOTHING, ROOT, Batch, Budget, Commit, Draft, Guesses, Row
+from outrider.sampling import random_streams
 
 PUBLISHED, FEW = 63, 8  # nodes of the published trees; what pays on a CPU, where every node costs time
 
@@ -77,7 +77,7 @@ class Medusa(StateDrafter):
         )
         self.memory = Worth.fading(self.heads.heads, self.ranks)
         self.trees: Sequence[
-            Guesses
+            DraftTree
         ] = ()  # of this step, as proposed: what is verified may be a part of them
 
     @classmethod
@@ -129,7 +129,7 @@ class Medusa(StateDrafter):
         self.trees = trees
         return Draft(trees)
 
-    def _guess(self, row: Row, order: Sequence[Path], logits: Tensor) -> Guesses:
+    def _guess(self, row: Row, order: Sequence[Path], logits: Tensor) -> DraftTree:
         """The nodes of these paths, a parent before its children; logits [levels, Vd] of the heads."""
         logits = logits[: max(map(len, order))]
         if not self.draws(row):
@@ -168,18 +168,18 @@ class Medusa(StateDrafter):
 
     def _drawn(self, row: Row, order: Sequence[Path], laws: Sequence[Tensor]) -> dict[Path, int]:
         """A token for each path; how many children a node gets was decided before any was drawn."""
-        tokens, number = dict[Path, int](), self.lot
+        tokens, number = dict[Path, int](), self.stream_id
         for parent, count in Counter(path[:-1] for path in order if len(path) <= len(laws)).items():
             for rank, token in enumerate(
-                dice.children(row, laws[len(parent)], range(number, number + count))
+                random_streams.children(row, laws[len(parent)], range(number, number + count))
             ):
                 tokens[(*parent, rank)] = token
             number += count
         return tokens
 
-    def _filled(self, order: Sequence[Path], tokens: Mapping[Path, int], laws: Sequence[Tensor]) -> Guesses:
+    def _filled(self, order: Sequence[Path], tokens: Mapping[Path, int], laws: Sequence[Tensor]) -> DraftTree:
         place: dict[Path, int] = {(): ROOT}
-        tree, levels = Guesses([], [], []), list[int]()
+        tree, levels = DraftTree([], [], []), list[int]()
         for path in order:
             if path in tokens and path[:-1] in place:
                 place[path] = len(tree.tokens)
@@ -187,7 +187,7 @@ class Medusa(StateDrafter):
                 tree.parents.append(place[path[:-1]])
                 tree.confidence.append(self.memory.worth[len(path) - 1][path[-1]])
                 levels.append(len(path) - 1)
-        return tree._replace(laws=laws, law_of=levels) if laws else tree
+        return tree._replace(laws=laws, probs_of=levels) if laws else tree
 
     def observe(self, commit: Commit) -> None:
         super().observe(commit)

@@ -21,9 +21,9 @@ from typing import Any
 
 from torch import Tensor
 
+from outrider.checkpoints.fields import MOST_STEPS
+from outrider.checkpoints.heads import Head
 from outrider.errors import ConfigError, ModelError
-from outrider.heads.files import Head
-from outrider.models.fields import MOST_STEPS
 
 BLOCK, LM_HEAD = r"\1.\2.linear.\3", r"\1.lm_head.weight"
 LAYOUTS: tuple[dict[str, str], ...] = (  # the first name of each tells it

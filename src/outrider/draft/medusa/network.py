@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from outrider.core.types import FINAL
 from outrider.heads.sample import Outer, Sample
-from outrider.types import FINAL
 
 DECAY = 0.8  # of a head's part in the loss, by its number
 

@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.draft.base import Target
+from outrider.checkpoints.heads import Head, Reader
 from outrider.draft.medusa.layouts import counts
+from outrider.drafting.base import Target
 from outrider.errors import ModelError
-from outrider.heads.files import Head, Reader
-from outrider.models.steady import by_rows
+from outrider.models.fallback.row_invariant import by_rows
 
 
 class Packed:

@@ -20,13 +20,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from outrider.draft.base import Drafter, Target, refuse_idle
+from outrider.checkpoints.heads import Head
+from outrider.core.types import NOTHING, ROOT, Batch, Budget, Draft, DraftTree, Row
 from outrider.draft.mlp_speculator import layouts, steps
 from outrider.draft.mlp_speculator.tree import Tree, likely, product
+from outrider.drafting.base import Drafter, Target, refuse_idle
 from outrider.errors import ConfigError
 from outrider.heads.base import HeadOptions, StateDrafter
-from outrider.heads.files import Head
-from outrider.types import NOTHING, ROOT, Batch, Budget, Draft, Guesses, Row
 
 MOST = 1024  # nodes of a product
 
@@ -132,7 +132,7 @@ class MlpSpeculator(StateDrafter):
         )
 
     def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
-        found: list[Guesses] = [NOTHING] * len(batch)
+        found: list[DraftTree] = [NOTHING] * len(batch)
         rows = self.ready(batch, budgets)
         if rows:
             trees = [self._tree(batch.rows[r], budgets[r]) for r in rows]
@@ -140,7 +140,7 @@ class MlpSpeculator(StateDrafter):
             for r, tree in zip(rows, trees):
                 whole = batch.rows[r].law.temperature == 0
                 found[r] = (
-                    tree.cut(self.candidates, min(self.nodes, budgets[r].nodes)) if whole else tree.guesses
+                    tree.cut(self.candidates, min(self.nodes, budgets[r].nodes)) if whole else tree.draft_tree
                 )
         return Draft(found)
 
@@ -150,7 +150,7 @@ class MlpSpeculator(StateDrafter):
             return Tree(row, product(top_k))
         drawn = self.draws(row)
         return Tree(
-            row, likely(top_k, self.candidates, min(self.nodes, budget.nodes), drawn), drawn, self.lot
+            row, likely(top_k, self.candidates, min(self.nodes, budget.nodes), drawn), drawn, self.stream_id
         )
 
     def _grow(self, trees: Sequence[Tree], state: steps.State) -> None:

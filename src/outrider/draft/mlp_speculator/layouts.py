@@ -17,9 +17,9 @@ from typing import Any
 
 from torch import Tensor
 
+from outrider.checkpoints.fields import MOST_STEPS
+from outrider.checkpoints.heads import Head
 from outrider.errors import ConfigError, ModelError, unknown
-from outrider.heads.files import Head
-from outrider.models.fields import MOST_STEPS
 
 KINDS = ("emb", "proj", "ln", "head")
 GATES = ("forget", "input", "output", "cell")  # side by side in this order

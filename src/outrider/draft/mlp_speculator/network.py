@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outrider.draft.base import Target
+from outrider.core.types import FINAL
 from outrider.draft.mlp_speculator.layouts import GATES, LSTM, RNN
+from outrider.drafting.base import Target
 from outrider.heads.sample import Outer, Sample
-from outrider.types import FINAL
 
 EPS = 1e-6
 

@@ -19,12 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.attention.plan import Plan
+from outrider.backends.base import Kernels
+from outrider.checkpoints.heads import Reader
+from outrider.core.step_input import StepInput
 from outrider.draft.mlp_speculator.layouts import GATES, KINDS, LSTM, Layout
 from outrider.errors import ModelError
-from outrider.heads.files import Reader
-from outrider.kernels import Kernels
-from outrider.models.steady import by_rows
+from outrider.models.fallback.row_invariant import by_rows
 
 EPS = 1e-6
 State = tuple[Tensor, ...]  # what a step hands to the next, [n, …] each
@@ -111,7 +111,7 @@ class Mlp(Speculator):
 
     def __call__(self, step: int, state: State, ids: Sequence[int]) -> tuple[State, Tensor]:
         run, now = self.kernels, self.each[step]
-        z = self._through(run.embed(now.table, Plan.bare(ids)), now.emb)
+        z = self._through(run.embed(now.table, StepInput.bare(ids)), now.emb)
         s = self._through(self._through(state[0], now.proj) + now.share * z, now.norm)
         return (s,), run.linear(s, now.head).float()
 
@@ -169,7 +169,7 @@ class Lstm(Speculator):
         return *super().begin(states), states.new_zeros(len(states), self.width)
 
     def __call__(self, step: int, state: State, ids: Sequence[int]) -> tuple[State, Tensor]:
-        run, (s, cell), plan = self.kernels, state, Plan.bare(ids)
+        run, (s, cell), plan = self.kernels, state, StepInput.bare(ids)
         z = torch.cat([run.embed(table, plan) for table in self.tables], dim=-1)
         z = z if len(self.tables) == len(GATES) else z.repeat(1, len(GATES))
         gates = run.linear(s, self.projs[min(step, 1)]) + self.share * z

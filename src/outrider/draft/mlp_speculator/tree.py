@@ -14,10 +14,10 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from outrider.draft.draft_model.tree import DRAWN, RANKED
+from outrider.core.types import ROOT, DraftTree, Row
+from outrider.drafting.trees.sampled import DRAWN, RANKED
 from outrider.heads.choose import Chooser
-from outrider.sampling import dice
-from outrider.types import ROOT, Guesses, Row
+from outrider.sampling import random_streams
 
 Shape = dict[int, list[int]]  # place -> the places of its children, by rank; ROOT is one
 
@@ -72,12 +72,12 @@ class Tree:
     row: Row
     shape: Shape
     drawn: bool = False
-    lot: int = 0
+    stream_id: int = 0
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     confidence: list[float] = field(default_factory=list)
     laws: list[Tensor] = field(default_factory=list)
-    law_of: list[int] = field(default_factory=list)
+    probs_of: list[int] = field(default_factory=list)
     paths: dict[int, list[int]] = field(
         default_factory=lambda: {ROOT: []}
     )  # node -> the tokens from the root to it
@@ -85,13 +85,13 @@ class Tree:
     joint: list[float] = field(default_factory=list)
 
     @property
-    def guesses(self) -> Guesses:
-        guesses = Guesses(self.tokens, self.parents, self.confidence)
-        return guesses._replace(laws=self.laws, law_of=self.law_of) if self.drawn else guesses
+    def draft_tree(self) -> DraftTree:
+        draft_tree = DraftTree(self.tokens, self.parents, self.confidence)
+        return draft_tree._replace(laws=self.laws, probs_of=self.probs_of) if self.drawn else draft_tree
 
-    def cut(self, candidates: int, nodes: int) -> Guesses:
+    def cut(self, candidates: int, nodes: int) -> DraftTree:
         """Only the best of it."""
-        return self.guesses.only(best(self.parents, self.joint, candidates, nodes))
+        return self.draft_tree.only(best(self.parents, self.joint, candidates, nodes))
 
     def open(self, node: int) -> bool:
         """Whether it should have children."""
@@ -120,8 +120,10 @@ class Tree:
         if law is None:
             return
         self.laws.append(law)
-        first = self.lot + len(self.tokens)
-        for rank, token in enumerate(dice.children(self.row, law, range(first, first + len(places)))):
+        first = self.stream_id + len(self.tokens)
+        for rank, token in enumerate(
+            random_streams.children(self.row, law, range(first, first + len(places)))
+        ):
             self._add(node, places[rank], token, DRAWN[rank], len(self.laws) - 1)
 
     def _add(self, parent: int, place: int, token: int, probability: float, law: int) -> None:
@@ -129,6 +131,6 @@ class Tree:
         self.tokens.append(token)
         self.parents.append(parent)
         self.confidence.append(probability)
-        self.law_of.append(law)
+        self.probs_of.append(law)
         self.paths[node], self.place[node] = [*self.paths[parent], token], place
         self.joint.append((1.0 if parent == ROOT else self.joint[parent]) * probability)

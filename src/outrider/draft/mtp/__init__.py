@@ -31,15 +31,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from outrider.attention.plan import Plan
-from outrider.draft.base import Drafter, Target
+from outrider.checkpoints.heads import Head, Reader
+from outrider.core.step_input import StepInput
 from outrider.draft.mtp.layouts import named, recognised
 from outrider.draft.mtp.network import Network
 from outrider.draft.mtp.packed import Packed
+from outrider.drafting.base import Drafter, Target
 from outrider.errors import ConfigError, ModelError
-from outrider.heads.dynamic import Growing
-from outrider.heads.files import Head, Reader
 from outrider.heads.recurrent import Net, Recurrent, RecurrentOptions, Turn
+from outrider.heads.trees import Growing
 
 RECURRING = 3  # levels where one layer does them all
 
@@ -109,13 +109,15 @@ class Mtp(Recurrent):
         """Layer after layer; each ends one pair before the one below it, whose token is not known."""
         grown = [turn.tree for turn in turns if turn.tree is not None]
         self.roots, self.order, self.where = [], {tree: i for i, tree in enumerate(grown)}, {}
-        g, counts = self.net.enter(self._states(turns)), [turn.pile.count for turn in turns]
+        g, counts = self.net.enter(self._states(turns)), [turn.pending_states.count for turn in turns]
         for layer in range(len(self.net.layers)):
-            plan, ends = Plan(), list[int]()
+            plan, ends = StepInput(), list[int]()
             for turn, count in zip(turns, counts):
                 if count:
-                    at = turn.pile.first + layer + 1
-                    plan.chain(turn.slots[layer + 1 :], turn.pile.first, turn.row.tokens[at : at + count])
+                    at = turn.pending_states.first + layer + 1
+                    plan.chain(
+                        turn.slots[layer + 1 :], turn.pending_states.first, turn.row.tokens[at : at + count]
+                    )
                 ends.append(plan.length)
             if not plan.length:
                 break
@@ -133,7 +135,7 @@ class Mtp(Recurrent):
         last = len(self.net.layers) - 1
         if level <= last:
             return self._inner(level, trees)
-        plan = Plan()
+        plan = StepInput()
         for tree in trees:
             table = tree.table[last:]
             for said, slots in tree.tips:
@@ -142,7 +144,7 @@ class Mtp(Recurrent):
 
     def _inner(self, layer: int, trees: Sequence[Growing]) -> Tensor:
         """[n, hidden] of the nodes that the trees go on with, once all nodes above them went through `layer`, too."""
-        plan, above, tips = Plan(), list[int](), list[int]()
+        plan, above, tips = StepInput(), list[int](), list[int]()
         before, roots = self.where, self.roots[layer - 1]
         self.where = {}
         for tree in trees:

@@ -21,9 +21,9 @@ from typing import Any
 
 from torch import Tensor
 
+from outrider.checkpoints.heads import Head, Tensors
+from outrider.core.quantized import QuantizedWeight
 from outrider.errors import ModelError
-from outrider.heads.files import Head, Tensors
-from outrider.kernels.quantised import Quantised
 
 
 @dataclass(frozen=True)
@@ -84,12 +84,12 @@ class Changed:
         tensor = self.tensors.raw(name)
         return self.changes[name](tensor) if name in self.changes else tensor
 
-    def weight(self, name: str) -> Tensor | Quantised:
+    def weight(self, name: str) -> Tensor | QuantizedWeight:
         """A change that moves rows, or halves of the inputs, moves scales alike where groups do not cross the middle."""
         weight = self.tensors.weight(name)
         if name not in self.changes:
             return weight
-        if isinstance(weight, Quantised):
+        if isinstance(weight, QuantizedWeight):
             whole = weight.values.shape[1] // 2 % weight.group == 0
             return weight.mapped(self.changes[name]) if whole else self.changes[name](weight.dense())
         return self.changes[name](weight)

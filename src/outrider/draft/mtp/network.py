@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outrider.draft.base import Target
+from outrider.core.types import FINAL
+from outrider.drafting.base import Target
 from outrider.heads.sample import Outer, Sample
-from outrider.types import FINAL
 
 DECAY = 0.6  # FastMTP's: of the loss of each further level that the last layer does again
 

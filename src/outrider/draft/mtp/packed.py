@@ -6,13 +6,13 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from outrider.attention.plan import Plan
 from outrider.cache.pool import Pool
-from outrider.draft.base import Target
-from outrider.heads.files import Reader
+from outrider.checkpoints.heads import Reader
+from outrider.core.step_input import StepInput
+from outrider.core.types import FINAL
+from outrider.drafting.base import Target
 from outrider.heads.layer import Block, Pairs, Sizes, turn_of
 from outrider.models.model import Model
-from outrider.types import FINAL
 
 
 class Layer:
@@ -32,7 +32,7 @@ class Layer:
         self.block = Block(reader, at, sizes, hidden, turn, norm_in=norm_in)
         self.norm = reader.vector(f"{at}.norm.weight", hidden) if last is None else last
 
-    def __call__(self, g: Tensor, plan: Plan, pool: Pool, at: int) -> Tensor:
+    def __call__(self, g: Tensor, plan: StepInput, pool: Pool, at: int) -> Tensor:
         return self.block(self.kernels.linear(self.pairs(plan, g), self.eh_proj), plan, pool, at)
 
     def normed(self, o: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class Packed:
     def enter(self, states: Tensor) -> Tensor:
         return states
 
-    def forward(self, plan: Plan, pool: Pool, g: Tensor, layer: int = 0) -> Tensor:
+    def forward(self, plan: StepInput, pool: Pool, g: Tensor, layer: int = 0) -> Tensor:
         return self.layers[layer](g, plan, pool, layer)
 
     def again(self, o: Tensor, layer: int = 0) -> Tensor:

@@ -21,16 +21,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.draft.base import Drafter, Target
+from outrider.checkpoints.heads import Head
+from outrider.core.types import NOTHING, Batch, Budget, Draft
 from outrider.draft.redrafter.beams import Beams
 from outrider.draft.redrafter.layouts import blocks, named, recognised
 from outrider.draft.redrafter.network import Network
+from outrider.drafting.base import Drafter, Target
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.base import HeadOptions, StateDrafter
-from outrider.heads.dynamic import level_of
-from outrider.heads.files import Head
-from outrider.models.steady import by_rows
-from outrider.types import NOTHING, Batch, Budget, Draft
+from outrider.heads.trees import level_of
+from outrider.models.fallback.row_invariant import by_rows
 
 WIDEST, LONGEST = 64, 1025
 TOP = 50  # tokens that a beam may go on with; equal ones beside the last of them too
@@ -117,12 +117,12 @@ class ReDrafter(StateDrafter):
             grown = [self._beams(batch, r, budgets[r]) for r in rows]
             self._levels(self.states(batch, rows), grown)
             for r, beams in zip(rows, grown):
-                trees[r] = beams.guesses
+                trees[r] = beams.draft_tree
         return Draft(trees)
 
     def _beams(self, batch: Batch, r: int, budget: Budget) -> Beams:
         row = batch.rows[r]
-        return Beams(row, budget, self.options.beam_width, self.draws(row), self.lot)
+        return Beams(row, budget, self.options.beam_width, self.draws(row), self.stream_id)
 
     def _levels(self, f: Tensor, grown: list[Beams]) -> None:
         """Level after level of the beams of all rows; f [len(grown), hidden]."""

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from outrider.draft.draft_model.tree import Tree
-from outrider.draft.draft_model.window import View
+from outrider.core.types import Budget, DraftTree, Row
+from outrider.drafting.trees.sampled import Tree
+from outrider.drafting.view import View
 from outrider.heads.choose import Chooser
-from outrider.types import Budget, Guesses, Row
 
 
 class Beams:
@@ -21,11 +21,13 @@ class Beams:
     Where guesses are drawn instead, a level has `width` children at most, but no more than leaves the levels below as many.
     """
 
-    def __init__(self, row: Row, budget: Budget, width: int, drawn: bool, lot: int) -> None:
+    def __init__(self, row: Row, budget: Budget, width: int, drawn: bool, stream_id: int) -> None:
         self.row, self.nodes, self.width, self.drawn = row, budget.nodes, width, drawn
         siblings = min(width, max(1, budget.nodes // budget.depth)) if drawn else width
         room = budget if drawn else Budget(budget.depth, width * budget.depth)
-        self.tree = Tree(row, 0, room, siblings, View(array("i")), lot=lot)  # its nodes have no K/V
+        self.tree = Tree(
+            row, 0, room, siblings, View(array("i")), stream_id=stream_id
+        )  # its nodes have no K/V
         self.sources: Sequence[int] = [
             0
         ]  # for every row of the next forward, which row of the last one its parent was
@@ -67,5 +69,5 @@ class Beams:
         return set(sorted(range(len(self.tree.tokens)), key=lambda node: -joint[node])[: self.nodes])
 
     @property
-    def guesses(self) -> Guesses:
-        return self.tree.guesses if self.drawn else self.tree.guesses.only(sorted(self._likeliest()))
+    def draft_tree(self) -> DraftTree:
+        return self.tree.draft_tree if self.drawn else self.tree.draft_tree.only(sorted(self._likeliest()))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from outrider.heads.files import Head
+from outrider.checkpoints.heads import Head
 
 KIND = "recurrent_drafting_drafter"  # model_type of the reference's config
 AROUND = r"(?:module\.)?(?:drafter\.)?"  # the reference's trainer keeps the head beside its target, in checkpoints of both

@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from outrider.core.types import FINAL
 from outrider.draft.redrafter.layouts import KIND
 from outrider.heads.sample import Outer, Sample
-from outrider.types import FINAL
 
 STEPS = 5  # that it learns to predict
 

@@ -1,0 +1,1 @@
+"""How it is computed: the interface in `base.py`, and one folder a backend."""

@@ -1,0 +1,283 @@
+"""Build the C kernels on first use and keep the library in a cache folder.
+
+A kept library is one file, `kernels-<key>-<compiler>-<content>.so`:
+
+    key       hash of sources, flags and processor; known without a compiler
+    compiler  hash of the command and its version, so that another compiler builds its own
+    content   hash of the file itself, checked before the library is loaded
+
+Loading a library runs its code. So the folder and the file must belong to this user (or to root), and only their owner may
+write there. Where the cache cannot be used, the library is built in a private temporary folder for this process alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import stat
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from outrider.checkpoints.validate import MAX_HEAD_DIM
+from outrider.errors import ConfigError, unknown
+
+SOURCES = (
+    "kernels.c",
+    "lora.c",
+    "pair.c",
+    "quantised.c",
+    "runs.c",
+    "sample.c",
+    "stop.c",
+    "tree.c",
+    "whole.c",
+)
+FLAGS = (
+    "-O3",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fopenmp",
+    "-shared",
+    "-fPIC",
+    "-std=gnu11",
+    f"-DMAX_HEAD_DIM={MAX_HEAD_DIM}",
+)
+
+
+class Target(NamedTuple):
+    """An instruction set: the compiler flag, and what /proc/cpuinfo must list."""
+
+    march: str
+    needs: frozenset[str] = frozenset()
+
+
+TARGETS = {
+    "native": Target("-march=native"),
+    "avx2": Target("-march=x86-64-v3", frozenset(("avx2", "fma", "f16c", "bmi2"))),
+    "avx512": Target("-march=x86-64-v4", frozenset(("avx512f", "avx512bw", "avx512dq", "avx512vl"))),
+}
+SLOW = "the torch kernels are used, which are exact but several times slower: %s"
+log = logging.getLogger("outrider")
+
+
+class BuildError(Exception):
+    """Why there is no library."""
+
+
+class Recipe(NamedTuple):
+    """What a library is made of, and its hash."""
+
+    sources: tuple[Path, ...]
+    flags: tuple[str, ...]
+    key: str
+
+
+class Compiler(NamedTuple):
+    """A command, and the hash of it and of its version."""
+
+    command: tuple[str, ...]
+    id: str
+
+
+def load(made: Recipe, environment: Mapping[str, str]) -> ctypes.CDLL | None:
+    """The compiled kernels. None, with one warning that says why, if they can neither be found nor built."""
+    if os.name != "posix":
+        log.warning(SLOW, "the C kernels need Linux or macOS")
+        return None
+    folder = None
+    try:
+        folder = cache_folder(environment)
+    except BuildError as error:
+        log.warning("the C kernels are built anew at every start: %s", error)
+    try:
+        compiler = find_compiler(environment)
+        return opened(folder, made.key, compiler.id) or build(made, compiler, folder)
+    except BuildError as error:
+        kept = opened(folder, made.key)  # by any compiler
+        if kept is None:
+            log.warning(SLOW, error)
+        return kept
+
+
+# ---- what is built
+
+
+def recipe(environment: Mapping[str, str]) -> Recipe:
+    """The kernels for the instruction set that OUTRIDER_ISA names; OUTRIDER_CFLAGS stands behind our flags.
+
+    Raises ConfigError for a name that is unknown or a set that this processor lacks.
+    """
+    name, features = environment.get("OUTRIDER_ISA") or "native", processor()
+    if name not in TARGETS:
+        raise ConfigError(unknown("OUTRIDER_ISA", name, TARGETS))
+    if lacking := TARGETS[name].needs - set(features.split()):
+        raise ConfigError(f"OUTRIDER_ISA={name} needs a processor with {', '.join(sorted(lacking))}.")
+    here = Path(__file__).parent
+    sources = tuple(here / source for source in SOURCES)
+    flags = (TARGETS[name].march, *FLAGS, *environment.get("OUTRIDER_CFLAGS", "").split())
+    texts = [path.read_text() for path in (*sorted(here.glob("*.h")), *sources)]
+    return Recipe(sources, flags, _hash("\0".join([*texts, *flags, features]).encode()))
+
+
+def processor() -> str:
+    """The features of this processor, separated by blanks; its name where the system does not list them."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return line
+    return platform.processor()
+
+
+def _hash(data: bytes, digits: int = 16) -> str:
+    return hashlib.sha256(data).hexdigest()[:digits]
+
+
+# ---- the compiler
+
+
+def find_compiler(environment: Mapping[str, str]) -> Compiler:
+    """The compiler that CC names, otherwise the first of cc, gcc and clang."""
+    try:
+        command = shlex.split(environment.get("CC", ""))
+    except ValueError as error:
+        raise BuildError(f"CC={environment['CC']!r} is no command ({error})") from error
+    if not command:
+        path = environment.get("PATH", os.defpath)
+        found = (shutil.which(name, path=path) for name in ("cc", "gcc", "clang"))
+        command = list(filter(None, found))[:1]
+    if not command:
+        raise BuildError("no C compiler found (install gcc or clang, or set CC)")
+    version = _run([*command, "--version"])
+    return Compiler(tuple(command), _hash("\0".join([*command, version]).encode(), 8))
+
+
+def _run(command: Sequence[str]) -> str:
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    except (OSError, ValueError) as error:
+        raise BuildError(f"the C compiler {command[0]!r} cannot be run ({error})") from error
+    if result.returncode:
+        said = result.stderr.strip()[-800:]
+        raise BuildError(f"the C compiler {command[0]!r} failed with status {result.returncode}: {said}")
+    return result.stdout
+
+
+def build(made: Recipe, compiler: Compiler, folder: Path | None) -> ctypes.CDLL:
+    """Compiles the library, keeps it in `folder` if that is possible, and loads it."""
+    log.info("building the C kernels with %s (once, takes some seconds)", shlex.join(compiler.command))
+    began = time.perf_counter()
+    try:
+        with tempfile.TemporaryDirectory(prefix="outrider-") as private:
+            library = Path(private, "kernels.so")
+            inputs = [str(source) for source in made.sources]
+            _run([*compiler.command, *made.flags, *inputs, "-o", str(library), "-lm"])
+            log.info("built the C kernels in %.1f s", time.perf_counter() - began)
+            if folder is not None:
+                library = _kept_or(library, folder, f"kernels-{made.key}-{compiler.id}")
+            return ctypes.CDLL(str(library))  # stays mapped when the folder is removed
+    except OSError as error:
+        raise BuildError(f"the library cannot be built or loaded ({error})") from error
+
+
+# ---- the cache
+
+
+def cache_folder(environment: Mapping[str, str]) -> Path:
+    """OUTRIDER_CACHE, otherwise `outrider` in the user's cache folder; made, private, if it is not there.
+
+    Raises BuildError if it cannot be made or is not safe to load from.
+    """
+    given, base = environment.get("OUTRIDER_CACHE"), environment.get("XDG_CACHE_HOME", "")
+    try:
+        if given:
+            folder = Path(given).expanduser()
+        else:
+            folder = Path(base if os.path.isabs(base) else Path.home() / ".cache", "outrider")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        folder = folder.resolve()
+        if fault := untrusted(folder.stat()):
+            raise BuildError(
+                f"the cache folder {folder} {fault} (chmod 700 it, or set OUTRIDER_CACHE to a private one)"
+            )
+    except (OSError, RuntimeError, ValueError) as error:
+        raise BuildError(f"there is no cache folder ({error}); set OUTRIDER_CACHE to one") from error
+    return folder
+
+
+def untrusted(status: os.stat_result) -> str | None:
+    """Why others could change a file or folder; None if only its owner can, who is this user or root."""
+    if status.st_uid not in (os.geteuid(), 0):
+        return f"belongs to another user ({status.st_uid})"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"can be written by others (mode {stat.S_IMODE(status.st_mode):o})"
+    return None
+
+
+def opened(folder: Path | None, key: str, compiler: str = "*") -> ctypes.CDLL | None:
+    """A kept library of this key, from one compiler or from any; None if there is none that is whole and safe."""
+    if folder is None:
+        return None
+    for path in sound(folder, f"kernels-{key}-{compiler}"):
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError as error:
+            log.info("%s cannot be loaded: %s", path, error)
+    return None
+
+
+def sound(folder: Path, stem: str) -> Iterator[Path]:
+    """The files `<stem>-<content>.so` that are regular, safe to load, and hold what their name says."""
+    for path in sorted(folder.glob(f"{stem}-*.so")):
+        try:
+            with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+                status = os.fstat(file.fileno())
+                fault = untrusted(status) if stat.S_ISREG(status.st_mode) else "is not a regular file"
+                content = "" if fault else _hash(file.read())
+        except OSError as error:
+            fault, content = f"cannot be read ({error})", ""
+        if not fault and path.stem.endswith(f"-{content}"):
+            yield path
+        else:
+            log.warning("%s is ignored: it %s", path, fault or "is damaged")
+
+
+def _kept_or(library: Path, folder: Path, stem: str) -> Path:
+    """The library's place in the cache; where it is now if it cannot be kept."""
+    try:
+        return keep(library.read_bytes(), folder, stem)
+    except OSError as error:
+        log.warning(
+            "the C kernels will be built again at the next start: %s cannot be written (%s); "
+            "set OUTRIDER_CACHE to a folder that can",
+            folder,
+            error,
+        )
+        return library
+
+
+def keep(data: bytes, folder: Path, stem: str) -> Path:
+    """Writes a library to the cache: whole or not at all, also for other processes and after a crash."""
+    target = folder / f"{stem}-{_hash(data)}.so"
+    descriptor, name = tempfile.mkstemp(dir=folder, prefix=".kernels-")  # mode 600
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, target)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name)
+        raise
+    return target

@@ -1,0 +1,96 @@
+"""The weights of linears in the layouts of kernels.c and quantised.c."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.backends.cpu import structs
+from outrider.core.quantized import QuantizedWeight
+
+PANEL, WIDE = (
+    64,
+    32,
+)  # outputs side by side in a packed weight; the same constants as in kernels.c and quantised.c
+KINDS = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.int8: 2,
+}  # FLOAT, BFLOAT and INT8 of simd.h; INT4 is for weights only
+
+
+@dataclass
+class Packed:
+    """[O,K] as panels [O/64][K][64], or [O/64][K/2][64][2] in bfloat16: 64 outputs lie side by side for every input; or in
+    integers as quantised.c describes."""
+
+    data: Tensor
+    bias: Tensor | None
+    inputs: int
+    outputs: int
+    kind: int
+    group: int = 0
+    offsets: bool = False
+    unit: float = 1.0
+
+    def __post_init__(self) -> None:
+        bias = None if self.bias is None else self.bias.data_ptr()
+        self.c = structs.Weight(self.data.data_ptr(), bias, self.kind, self.group, self.offsets, self.unit)
+
+
+def pack(weight: Tensor | QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> Packed:
+    """[O,K] in floats of `dtype`; a quantised one stays in its bits."""
+    bias = None if bias is None else bias.float().contiguous()
+    if isinstance(weight, QuantizedWeight):
+        if weight.group % 16 == 0:
+            return _integers(weight.regrouped(32 if weight.group % 32 == 0 else 16), bias)
+        weight = weight.dense()  # the vectors cannot follow such groups
+    outputs, inputs = weight.shape
+    half = dtype == torch.bfloat16
+    wide, deep = -(-outputs // PANEL) * PANEL, inputs + inputs % 2 if half else inputs
+    if (wide, deep) != (outputs, inputs):
+        weight = torch.nn.functional.pad(weight, (0, deep - inputs, 0, wide - outputs))
+    weight = weight.to(dtype)
+    if half:
+        data = weight.view(wide // PANEL, PANEL, deep // 2, 2).permute(0, 2, 1, 3).contiguous()
+    else:
+        data = weight.view(wide // PANEL, PANEL, deep).permute(0, 2, 1).contiguous()
+    return Packed(data, bias, inputs, outputs, KINDS[dtype])
+
+
+def _integers(weight: QuantizedWeight, bias: Tensor | None) -> Packed:
+    """The layout of quantised.c; `unit`, a power of two, brings the scales into the range of half precision."""
+    (outputs, inputs), group = weight.values.shape, weight.group
+    groups, lines = inputs // group, -(-outputs // WIDE)
+    pad = (0, 0, 0, lines * WIDE - outputs)
+    values = torch.nn.functional.pad(weight.values, pad)
+    if weight.bits == 8:
+        unsigned = (values.view(torch.uint8) ^ 128).view(lines, WIDE, groups, group // 4, 4)
+        data = unsigned.permute(0, 2, 3, 1, 4).reshape(lines, groups, -1)
+    else:
+        halves = (values + 8).view(torch.uint8).view(lines, WIDE, groups, group // 16, 2, 2, 4)
+        data = (
+            (halves[:, :, :, :, 0] | halves[:, :, :, :, 1] << 4)
+            .permute(0, 2, 3, 4, 1, 5)
+            .reshape(lines, groups, -1)
+        )
+    rows = [part for part in (weight.scales, weight.offsets) if part is not None]
+    most = max(float(part.abs().max()) for part in rows)
+    unit = (
+        2.0 ** (math.frexp(most)[1] - 15) if most > 0 and math.isfinite(most) else 1.0
+    )  # the largest is just below 2**15
+    small = [
+        torch.nn.functional.pad(part / unit, pad)
+        .half()
+        .view(lines, WIDE, groups)
+        .transpose(1, 2)
+        .contiguous()
+        for part in rows
+    ]
+    data = torch.cat([data, *(part.view(torch.uint8) for part in small)], dim=-1)
+    return Packed(
+        data, bias, inputs, outputs, 2 if weight.bits == 8 else 3, group, weight.offsets is not None, unit
+    )

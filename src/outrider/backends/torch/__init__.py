@@ -1,0 +1,1 @@
+"""The torch kernels: any device, and the reference of the others."""

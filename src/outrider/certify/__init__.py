@@ -1,0 +1,1 @@
+"""Proof on a user's own model that speculation keeps its promise."""

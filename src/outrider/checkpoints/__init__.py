@@ -1,0 +1,1 @@
+"""What is on disk: configs, safetensors, GGUF, quantized layouts, LoRA adapters."""

@@ -1,0 +1,173 @@
+"""Writes checkpoints in few bits: compressed-tensors ("pack-quantized"), weights only, as W8A16 or W4A16.
+
+    name.weight [O, K]  ->  name.weight_packed  int32 [O, K * bits / 32]   unsigned, the lowest bits first
+                            name.weight_scale   float32 [O, K / GROUP]
+                            name.weight_shape   int64 [2]: O, K
+
+`packed.py` reads them back to the numbers that `quantization` makes while loading.  Embedding and head keep 8 bits beside 4.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.checkpoints.hub import SAFE, Checkpoint, Weights
+from outrider.checkpoints.packed import MIDDLE, PackedWeights
+from outrider.checkpoints.quantize import GROUP, quantize
+from outrider.checkpoints.validate import read_json
+from outrider.core.quantized import QuantizedWeight
+from outrider.errors import ConfigError, ModelError
+from outrider.models.model import needs_fallback
+
+OUTER = ("embed_tokens", "lm_head")
+PLAIN = {16: torch.bfloat16, 32: torch.float32}  # bits: not quantised
+CHOICES = (8, 4, *PLAIN)
+
+
+def write(source: str, folder: Path, bits: int, revision: str | None = None) -> int:
+    """Writes the checkpoint `source` to `folder` in so many bits and returns the bytes of its weights.
+
+    16 bits make plain bfloat16 of a compressed-tensors checkpoint, 32 bits float32, which keeps the very numbers.  Raises ModelError for a checkpoint that is no folder, that the lean
+    decoder cannot run, or that is quantised already; ConfigError for other bits or a folder that is not empty.
+    """
+    if bits not in CHOICES:
+        raise ConfigError(f"bits must be one of {', '.join(map(str, CHOICES))}, got {bits!r}.")
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"the folder {str(folder)!r} is not empty: choose another one.")
+    checkpoint = Checkpoint.open(source, revision)
+    _check(checkpoint, bits)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = read_json(checkpoint.folder / "config.json")
+    weights = Weights(checkpoint.folder)
+    if bits in PLAIN:
+        config.pop("quantization_config", None)
+        config["dtype"] = str(PLAIN[bits]).removeprefix("torch.")
+    else:
+        config["quantization_config"] = scheme(bits, [name for name in weights if _plain(weights, name)])
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    _copy_rest(checkpoint, folder)
+    return _write_weights(weights, checkpoint, folder, bits)
+
+
+def _check(checkpoint: Checkpoint, bits: int) -> None:
+    if checkpoint.gguf is not None:
+        raise ModelError(f"{checkpoint.name!r} is a GGUF file: give a folder with safetensors.")
+    if checkpoint.scheme is None:
+        if needs_fallback(checkpoint):
+            raise ModelError(
+                f"{checkpoint.name!r} is {checkpoint.spec.architecture}, which cannot be run from few bits."
+            )
+    elif bits not in PLAIN:
+        raise ModelError(f"{checkpoint.name!r} is quantised already: write it with 16 bits first.")
+    elif checkpoint.scheme.method != "compressed-tensors":
+        raise ModelError(
+            f"{checkpoint.name!r} is quantised by {checkpoint.scheme.method}; only compressed-tensors can be written with {bits} bits."
+        )
+
+
+def _write_weights(weights: Weights, checkpoint: Checkpoint, folder: Path, bits: int) -> int:
+    """File by file, so that no more than one of them is in memory."""
+    from safetensors.torch import save_file
+
+    files: dict[Path, list[str]] = {}
+    for name, path in weights.where.items():
+        files.setdefault(path, []).append(name)
+    where, size = dict[str, str](), 0
+    for path, names in files.items():
+        target = folder / f"{path.stem.replace('pytorch_model', 'model')}{SAFE}"
+        if bits not in PLAIN:
+            tensors = packed(((name, weights.raw(name)) for name in names), bits)
+        elif checkpoint.scheme is None:
+            tensors = {name: weights.raw(name).to(PLAIN[bits]).contiguous() for name in names}
+        else:
+            dense = _dense(PackedWeights(weights, checkpoint.scheme), names)
+            tensors = {name: tensor.to(PLAIN[bits]).contiguous() for name, tensor in dense.items()}
+        save_file(tensors, target, {"format": "pt"})
+        where |= dict.fromkeys(tensors, target.name)
+        size += target.stat().st_size
+    if len(files) > 1:
+        index = {"metadata": {"total_size": size}, "weight_map": where}
+        (folder / f"model{SAFE}.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    return size
+
+
+def _dense(weights: PackedWeights, names: Iterable[str]) -> dict[str, Tensor]:
+    tensors = {}
+    for name in names:
+        layer, _, part = name.rpartition(".")
+        if part == weights.layout.words:
+            weight = weights.linear(layer, *weights.shape(layer))
+            tensors[f"{layer}.weight"] = weight.dense() if isinstance(weight, QuantizedWeight) else weight
+        elif not weights.belongs(name):
+            tensors[name] = weights.named.raw(name)
+    return tensors
+
+
+def _copy_rest(checkpoint: Checkpoint, folder: Path) -> None:
+    """Tokenizer, templates and generation settings."""
+    shared = checkpoint.tokenizer_folder
+    for path in (*shared.glob("*token*"), *shared.glob("*.jinja"), *checkpoint.folder.iterdir()):
+        weights = path.suffix in (SAFE, ".bin", ".pt", ".pth") or path.name.endswith(".index.json")
+        if path.is_file() and not weights and path.name != "config.json":
+            shutil.copyfile(path, folder / path.name)
+
+
+def packed(tensors: Iterable[tuple[str, Tensor]], bits: int) -> dict[str, Tensor]:
+    """The tensors of a file with every matrix in so many bits; one whose inputs are no whole groups stays as it is."""
+    made: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        weight = quantize(tensor, _bits(name, bits)) if _matrix(name, tensor) else tensor
+        if isinstance(weight, QuantizedWeight):
+            layer = name.removesuffix(".weight")
+            made[f"{layer}.weight_packed"] = _words(weight)
+            made[f"{layer}.weight_scale"] = weight.scales.contiguous()
+            made[f"{layer}.weight_shape"] = torch.tensor(weight.values.shape)
+        else:
+            made[name] = weight.contiguous()
+    return made
+
+
+def scheme(bits: int, plain: Iterable[str] = ()) -> dict[str, Any]:
+    """The quantization_config of such a file; plain: matrices that are not quantised."""
+
+    def group(targets: list[str], bits: int) -> dict[str, Any]:
+        weights = {
+            "num_bits": bits, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP, "dynamic": False,
+        }  # fmt: skip
+        return {"targets": targets, "weights": weights, "input_activations": None, "output_activations": None}
+
+    groups: Mapping[str, Any] = {"group_0": group(["Linear", "Embedding"] if bits == 8 else ["Linear"], bits)}
+    if bits != 8:
+        groups = {**groups, "group_1": group([f"re:.*{name}" for name in OUTER], 8)}
+    return {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
+        "config_groups": groups, "ignore": [name.removesuffix(".weight") for name in plain],
+    }  # fmt: skip
+
+
+def _words(weight: QuantizedWeight) -> Tensor:
+    """int32 [O, K * bits / 32]."""
+    numbers = (weight.values.short() + MIDDLE[weight.bits]).to(torch.uint8)
+    if weight.bits == 4:
+        numbers = numbers[:, ::2] | numbers[:, 1::2] << 4
+    return numbers.contiguous().view(torch.int32)
+
+
+def _bits(name: str, bits: int) -> int:
+    return 8 if name.removesuffix(".weight").endswith(OUTER) else bits
+
+
+def _matrix(name: str, tensor: Tensor) -> bool:
+    return name.endswith(".weight") and tensor.dim() == 2 and tensor.is_floating_point()
+
+
+def _plain(weights: Weights, name: str) -> bool:
+    shape = weights.shape(name)
+    return name.endswith(".weight") and len(shape) == 2 and shape[1] % GROUP > 0

@@ -1,0 +1,181 @@
+"""LoRA adapters in PEFT's form: a folder with adapter_config.json and adapter_model.safetensors (or .bin).
+
+Hu et al. 2021 (arXiv 2106.09685): y = W x + scale B (A x).  Which projections are adapted is what the file holds.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outrider.checkpoints.fields import ALPHA, PEFT, RANK
+from outrider.checkpoints.hub import Weights, download
+from outrider.checkpoints.spec import Spec
+from outrider.checkpoints.validate import read_json
+from outrider.core.lora import Adapted, Low, places
+from outrider.errors import ModelError
+
+TENSOR = re.compile(
+    r"(?:base_model\.model\.)?(model\.layers\.(\d+)\.(?:self_attn|mlp)\.(q|k|v|o|gate|up|down)_proj)\.lora_([AB])\.weight"
+)
+REFUSED = {  # settings that change more than a sum of two small products can say
+    "use_dora": "DoRA scales every weight anew; merge the adapter into the model instead",
+    "modules_to_save": "it replaces whole modules; merge the adapter into the model instead",
+    "lora_bias": "biases are not adapted",
+    "trainable_token_indices": "embeddings are not adapted",
+    "target_parameters": "only linear layers are adapted",
+    "layer_replication": "it builds another model",
+    "alora_invocation_tokens": "an adapter works on all tokens of a request",
+    "use_qalora": "its inputs are pooled",
+}
+REBASED = (
+    "pissa",
+    "olora",
+    "loftq",
+    "corda",
+    "lora_ga",
+)  # ways to start that leave the base model with other weights
+
+
+@dataclass(frozen=True)
+class Part:
+    """One adapted projection: where its matrices are in the file, and their shapes."""
+
+    layer: int
+    name: str
+    a: str
+    b: str
+    rank: int
+    scale: float
+
+
+@dataclass(frozen=True)
+class PeftAdapter:
+    """An adapter whose settings, names and shapes fit the model; its matrices are still on the disk."""
+
+    spec: Spec
+    weights: Weights
+    parts: list[Part]
+
+    @staticmethod
+    def open(path: str, spec: Spec, max_rank: int) -> PeftAdapter:
+        """Raises ModelError naming what is missing, does not fit or is not supported."""
+        folder = _locate(path)
+        config = read_json(folder / "adapter_config.json", PEFT)
+        _refuse(config)
+        weights = Weights(folder, ("adapter_model.safetensors", "adapter_model.bin"))
+        base = config.get("base_model_name_or_path")
+        parts = [
+            _part(
+                config,
+                module,
+                tensors,
+                spec,
+                max_rank,
+                f"the adapter was made for {base!r}, which is not this model",
+            )
+            for module, tensors in _modules(weights).items()
+        ]
+        found = PeftAdapter(spec, weights, parts)
+        for part, name, shape in found._shapes():
+            if weights.shape(name) != shape:
+                raise ModelError(
+                    f"{name} has shape {weights.shape(name)}, rank {part.rank} and this model ask for {shape}: was the adapter made "
+                    f"for another base model?  It says {base!r}."
+                )
+        return found
+
+    def read(self) -> Adapted:
+        """The matrices, by layer and projection."""
+        tensors = {name: self.weights.get(name, *shape) for _, name, shape in self._shapes()}
+        layers: list[dict[str, Low]] = [{} for _ in range(self.spec.layers)]
+        for part in self.parts:
+            layers[part.layer][part.name] = Low(tensors[part.a], tensors[part.b], part.scale)
+        return layers
+
+    def _shapes(self) -> list[tuple[Part, str, tuple[int, int]]]:
+        sizes = places(self.spec)
+        return [
+            (part, name, shape)
+            for part in self.parts
+            for name, shape in (
+                (part.a, (part.rank, sizes[part.name].inputs)),
+                (part.b, (sizes[part.name].outputs, part.rank)),
+            )
+        ]
+
+
+def _locate(path: str) -> Path:
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        if folder.exists() or path.startswith(("/", ".", "~")) or path.count("/") != 1:
+            raise ModelError(f"there is no adapter folder {path!r}; give a folder or a hub id (owner/name).")
+        folder = download(path)
+    if not (folder / "adapter_config.json").is_file():
+        raise ModelError(f"{path} has no adapter_config.json: it is not a PEFT adapter.")
+    return folder
+
+
+def _refuse(config: Mapping[str, Any]) -> None:
+    if (kind := config.get("peft_type", "LORA")) != "LORA":
+        raise ModelError(f"peft_type is {kind!r}; only LORA is supported.")
+    for key, why in REFUSED.items():
+        if config.get(key):
+            raise ModelError(f"{key} = {config[key]!r} is not supported: {why}.")
+    if (bias := config.get("bias", "none")) != "none":
+        raise ModelError(f"bias = {bias!r} is not supported: biases are not adapted.")
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.startswith(REBASED):
+        raise ModelError(
+            f"init_lora_weights = {start!r} is not supported: the adapter belongs to changed base weights; save it with "
+            "path_initial_model_for_weight_conversion."
+        )
+
+
+def _modules(weights: Weights) -> dict[str, dict[str, str]]:
+    """Module name -> {"A": tensor name, "B": tensor name}."""
+    found: dict[str, dict[str, str]] = {}
+    for name in weights.where:
+        match = TENSOR.fullmatch(name)
+        if match is None:
+            raise ModelError(
+                f"{name} is not supported: only the q, k, v, o, gate, up and down projections of the layers are adapted."
+            )
+        found.setdefault(match[1], {})[match[4]] = name
+    for module, tensors in found.items():
+        if len(tensors) < 2:
+            raise ModelError(f"{module} has only one of lora_A and lora_B.")
+    return found
+
+
+def _part(
+    config: Mapping[str, Any], module: str, tensors: dict[str, str], spec: Spec, max_rank: int, stranger: str
+) -> Part:
+    match = TENSOR.fullmatch(tensors["A"])
+    assert match is not None
+    layer, name = int(match[2]), match[3]
+    if layer >= spec.layers:
+        raise ModelError(f"{module} is layer {layer} of a model that has {spec.layers}: {stranger}.")
+    rank = _setting(config, "rank_pattern", module, config.get("r", 8))
+    alpha = _setting(config, "alpha_pattern", module, config.get("lora_alpha", 8))
+    RANK.check(rank, f"the rank of {module} (r, rank_pattern)")
+    ALPHA.check(alpha, f"the lora_alpha of {module} (alpha_pattern)")
+    if rank > max_rank:
+        raise ModelError(f"{module} has rank {rank}, max_lora_rank is {max_rank}: raise max_lora_rank.")
+    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    return Part(layer, name, tensors["A"], tensors["B"], rank, scale)
+
+
+def _setting(config: Mapping[str, Any], key: str, module: str, default: Any) -> Any:
+    """The first pattern that matches the end of a module's name decides, as in PEFT."""
+    try:
+        patterns = (config.get(key) or {}).items()
+        return next(
+            (value for pattern, value in patterns if re.match(rf"(.*\.)?({pattern})$", module)), default
+        )
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ModelError(f"{key} cannot be read: {error}") from error

@@ -1,0 +1,208 @@
+"""What Outrider must know of a model, read from its config: the facts of any, the flags of those that the lean decoder
+runs.  A model that nothing here can run is refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.checkpoints.context import Context
+from outrider.checkpoints.fields import EPSILON, HEAD_COUNT, LAYER_COUNT, LENGTH, WIDTH, WINDOW
+from outrider.checkpoints.validate import MAX_HEAD_DIM, Kind, check_attention, whole
+from outrider.errors import ModelError
+
+FAMILIES = {
+    "LlamaForCausalLM": "Llama 1-3.x and its many children",
+    "MistralForCausalLM": "Mistral",
+    "Qwen2ForCausalLM": "Qwen2, Qwen2.5",
+    "Qwen3ForCausalLM": "Qwen3",
+    "MiMoForCausalLM": "MiMo-7B",
+}
+LIKE: dict[str, tuple[str, dict[str, str]]] = {
+    "mimo": ("qwen2", {}),
+    "stablelm_epoch": ("stablelm", {"norm_eps": "layer_norm_eps", "rope_pct": "partial_rotary_factor"}),
+}  # model types unknown to transformers: the known one of the same decoder, and keys that it names otherwise
+BY_TYPE = ("MedusaModel", "StableLMEpoch")  # beginnings of class names that say no more than the model_type
+STATEFUL = (
+    "mamba", "rwkv", "jamba", "recurrent_gemma", "recurrentgemma", "xlstm", "zamba", "falcon_h1", "falcon_mamba", "bamba", "nemotron_h",
+    "kimi_linear", "zaya",
+)  # fmt: skip
+KINDS = {"full_attention", "sliding_attention", "chunked_attention"}  # of layers
+VOCABULARY, INNER = whole(1, 1 << 26), whole(1, 1 << 24)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What must be known of any model.  kv_heads and head_dim are what its config says; the fallback looks at its tensors.
+
+    context: tokens a request may have.  unscaled: those of the default, fewer where RoPE scaling depends on
+    the length of a text (context.py).
+    """
+
+    architecture: str
+    layers: int
+    hidden: int
+    vocabulary: int
+    context: int
+    unscaled: int
+    kv_heads: int
+    head_dim: int
+
+    @staticmethod
+    def of(config: Any) -> Facts:
+        """`config` is a transformers config.  A `Spec` where the lean decoder runs the model.  Raises ModelError where nothing does."""
+        refuse(config)
+        if lean(config):
+            return Spec.of(config)
+        length = Context.of(config)
+        LENGTH.check(length.tokens, f"the context of {architecture(config)}")
+        return Facts(
+            architecture(config),
+            _size(config, "num_hidden_layers", LAYER_COUNT),
+            _size(config, "hidden_size", WIDTH),
+            _size(config, "vocab_size", VOCABULARY),
+            length.tokens,
+            length.unscaled,
+            *_heads(config),
+        )
+
+
+@dataclass(frozen=True)
+class Spec(Facts):
+    """Sizes and flags for the lean decoder.  windows[i] is the sliding window of layer i in tokens, 0 for full attention."""
+
+    inner: int
+    heads: int
+    eps: float
+    windows: tuple[int, ...]
+    qk_norm: bool
+    tied: bool
+
+    @staticmethod
+    def of(config: Any) -> Spec:
+        name, heads = architecture(config), _size(config, "num_attention_heads", HEAD_COUNT)
+        layers, hidden = _size(config, "num_hidden_layers", LAYER_COUNT), _size(config, "hidden_size", WIDTH)
+        length = Context.of(config)
+        LENGTH.check(length.tokens, f"the context of {name} (max_position_embeddings and rope_parameters)")
+        window = getattr(config, "sliding_window", None) or 0
+        WINDOW.check(window, f"sliding_window of {name}")
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        head_dim = getattr(config, "head_dim", None) or hidden // heads
+        HEAD_COUNT.check(kv_heads, f"num_key_value_heads of {name}")
+        check_attention(name, heads, kv_heads, head_dim)
+        kinds = (
+            getattr(config, "layer_types", None)
+            or ["sliding_attention" if window else "full_attention"] * layers
+        )
+        if len(kinds) != layers:
+            raise ModelError(
+                f"{name} has {layers} layers (num_hidden_layers), and layer_types lists {len(kinds)}."
+            )
+        return Spec(
+            architecture=name,
+            layers=layers,
+            hidden=hidden,
+            inner=_size(config, "intermediate_size", INNER),
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            vocabulary=_size(config, "vocab_size", VOCABULARY),
+            eps=_size(config, "rms_norm_eps", EPSILON),
+            windows=tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
+            qk_norm=name == "Qwen3ForCausalLM",
+            tied=bool(config.tie_word_embeddings),
+            context=length.tokens,
+            unscaled=length.unscaled,
+        )
+
+
+def _size(config: Any, key: str, kind: Kind) -> Any:
+    """A number that every model has.  Raises ModelError where the config lacks it, or has something else."""
+    value = getattr(config, key, None)
+    kind.check(value, f"{key} of {architecture(config)}")
+    return value
+
+
+def _heads(config: Any) -> tuple[int, int]:
+    """How many heads K/V has, and their dimensions."""
+    heads = _size(config, "num_attention_heads", HEAD_COUNT)
+    width = (
+        getattr(config, "qk_head_dim", None)
+        or getattr(config, "head_dim", None)
+        or config.hidden_size // heads
+    )
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        return 1, width
+    kv_heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or heads
+    HEAD_COUNT.check(kv_heads, f"num_key_value_heads of {architecture(config)}")
+    return kv_heads, width
+
+
+def architecture(config: Any) -> str:
+    """The class that runs a config, by its `model_type` as in transformers.
+
+    `architectures` may be missing, name the body without its head, be written in other letters, or name the
+    Medusa model around it.  Other names stay: those of other tasks and of heads without target.
+    """
+    names, known = getattr(config, "architectures", None) or [], causal(config)
+    given = names[0] if names else None
+    if not known or given in known or given in FAMILIES:
+        return given or f"model_type {getattr(config, 'model_type', '?')!r}"
+    others = [name.lower() for name in (*known, *_bodies(config))]
+    if given is None or given.lower() in others or given.startswith(BY_TYPE):
+        return known[0]
+    return str(given)
+
+
+def lean(config: Any) -> bool:
+    """Whether the lean decoder computes this model; transformers' own code runs in the fallback otherwise."""
+    heads = _size(config, "num_attention_heads", HEAD_COUNT)
+    width = getattr(config, "head_dim", None) or _size(config, "hidden_size", WIDTH) // heads
+    return (
+        architecture(config) in FAMILIES
+        and getattr(config, "hidden_act", "silu") == "silu"
+        and width <= MAX_HEAD_DIM
+    )
+
+
+def refuse(config: Any) -> None:
+    """Raises ModelError with the reason for every model that cannot run here."""
+    name, kind = architecture(config), getattr(config, "model_type", "?")
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(f"{name} is an encoder-decoder model; Outrider runs decoder-only language models.")
+    if config.get_text_config() is not config:
+        raise ModelError(
+            f"{name} reads more than text (images or sound); Outrider runs text-only language models."
+        )
+    if any(kind.startswith(prefix) for prefix in STATEFUL):
+        raise ModelError(
+            f"{name} keeps a recurrent state instead of K/V (a state-space model), which cannot be verified as a tree."
+        )
+    if strange := set(getattr(config, "layer_types", None) or ()) - KINDS:
+        raise ModelError(
+            f"{name} has layers of the kind {', '.join(sorted(strange))}: Outrider verifies trees "
+            "in full, sliding-window and chunked attention only (a recurrent state has no K/V that could be kept "
+            "for each node of a tree)."
+        )
+    if name not in FAMILIES and name not in causal(config):
+        raise ModelError(
+            f"{name} is not supported: Outrider runs causal language models, and for model_type {kind!r} transformers has "
+            f"{' or '.join(causal(config)) or 'none'}."
+        )
+
+
+def causal(config: Any) -> list[str]:
+    """The classes of causal language models for this config: transformers' own, and one that the checkpoint brings along."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    own = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(getattr(config, "model_type", "?"))
+    brought = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
+    return [name for name in (own, brought and brought.split(".")[-1]) if name]
+
+
+def _bodies(config: Any) -> tuple[str, ...]:
+    """The classes of the model without its head."""
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+    found = MODEL_MAPPING_NAMES.get(getattr(config, "model_type", "?"), ())
+    return (found,) if isinstance(found, str) else tuple(found)

@@ -1,0 +1,45 @@
+"""What steps did, and the seconds that they took."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from outrider.core.types import Commit
+
+
+class Times(NamedTuple):
+    """Seconds of one step: drafting, the target's forward, everything else."""
+
+    propose: float = 0.0
+    forward: float = 0.0
+    rest: float = 0.0
+
+
+@dataclass(slots=True)
+class Work:
+    """What some steps did: known tokens and guesses that the target computed, tokens that were emitted, and the seconds."""
+
+    steps: int = 0
+    known: int = 0
+    guessed: int = 0
+    emitted: int = 0
+    propose: float = 0.0
+    forward: float = 0.0
+    rest: float = 0.0
+
+    @property
+    def times(self) -> Times:
+        return Times(self.propose, self.forward, self.rest)
+
+    def add(self, commit: Commit, times: Times) -> None:
+        self.steps += 1
+        self.known += sum(commit.batch.known)
+        for tree, said in zip(commit.draft.trees, commit.verdict.tokens):
+            self.guessed += len(tree.tokens)
+            self.emitted += len(said)
+        propose, forward, rest = times
+        self.propose += propose
+        self.forward += forward
+        self.rest += rest

@@ -1,0 +1,59 @@
+"""Counter-based noise: the Gumbel noise of a token is a pure function of (seed, sample index, position, token id).
+
+So the text at temperature > 0 is a function of the seed alone: the batch, the tree and the method cannot change it.
+`kernels/sample.c` computes the same numbers; the logarithms are taken in float64 and rounded, so that devices agree.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+DRAW, ACCEPT, EMIT = 1, 2, 3  # what a coin is for
+MASK = (1 << 64) - 1
+GOLDEN = 0x9E3779B97F4A7C15
+
+
+def mix(z: int) -> int:
+    """splitmix64's finaliser (Steele, Lea and Flood 2014): a bijection of 64-bit words that scatters them well."""
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+    return z ^ (z >> 31)
+
+
+def key_of(seed: int, index: int, position: int) -> int:
+    """The 64-bit key of one position of one sample."""
+    return mix(stream_of(seed, index) + position & MASK)
+
+
+@lru_cache(maxsize=4096)
+def stream_of(seed: int, index: int) -> int:
+    """What the keys of one sample have in common."""
+    return mix(mix((seed + GOLDEN) & MASK) + index & MASK)
+
+
+def uniform(stream: int, purpose: int, step: int, node: int) -> float:
+    """Uniform in [0, 1), 53 bits: a pure function of a sample's stream, what it is for, the step's position and a node of its tree."""
+    key = mix(mix(stream ^ mix(purpose * GOLDEN & MASK)) + step & MASK)
+    return (mix(key + (node + 2) * GOLDEN & MASK) >> 11) * 2.0**-53
+
+
+def gumbel(key: int, vocabulary: int, device: torch.device | str = "cpu") -> Tensor:
+    """float32 [vocabulary]: -log(-log(u)) with u from 24 bits of mix(key + (token + 1) · GOLDEN)."""
+    z = torch.arange(1, vocabulary + 1, device=device) * _signed(GOLDEN) + _signed(key)
+    z = (z ^ _shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shift(z, 27)) * _signed(0x94D049BB133111EB)
+    bits = _shift(z ^ _shift(z, 31), 40)
+    uniform = (bits.double() + 0.5) * 2.0**-24
+    return (-torch.log(-torch.log(uniform))).float()
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word
+
+
+def _shift(z: Tensor, by: int) -> Tensor:
+    """Logical right shift of int64."""
+    return (z >> by) & ((1 << (64 - by)) - 1)

@@ -1,0 +1,75 @@
+"""A linear's weight in few bits, in the one form that every format is unpacked into and every set of kernels packs from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """w[o, k] = scales[o, k // group] * values[o, k] + offsets[o, k // group].
+
+    values int8 [O, K], one a byte whatever `bits` says: -128 … 127 (8 bits) or -8 … 7 (4 bits); scales and offsets float32
+    [O, K // group], offsets None where they are all 0; `group` divides K.  Only one layer at a time stands in this form.
+    """
+
+    values: Tensor
+    scales: Tensor
+    offsets: Tensor | None
+    bits: int
+    group: int
+
+    def __post_init__(self) -> None:
+        outputs, inputs = self.values.shape
+        assert self.bits in (4, 8) and self.values.dtype == torch.int8 and inputs % self.group == 0
+        assert self.scales.shape == (outputs, inputs // self.group)
+        assert self.offsets is None or self.offsets.shape == self.scales.shape
+
+    def dense(self) -> Tensor:
+        """float32 [O, K]: what the numbers mean."""
+        scales = self.scales.repeat_interleave(self.group, dim=1)
+        whole = self.values.float() * scales
+        return whole if self.offsets is None else whole + self.offsets.repeat_interleave(self.group, dim=1)
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> QuantizedWeight:
+        """`change` applied to every tensor: another device, some of the outputs."""
+        offsets = None if self.offsets is None else change(self.offsets)
+        return QuantizedWeight(change(self.values), change(self.scales), offsets, self.bits, self.group)
+
+    def regrouped(self, size: int) -> QuantizedWeight:
+        """The same numbers in smaller groups; `size` divides `group`."""
+        scales, offsets = (
+            None if part is None else part.repeat_interleave(self.group // size, dim=1)
+            for part in (self.scales, self.offsets)
+        )
+        assert scales is not None and self.group % size == 0
+        return QuantizedWeight(self.values, scales, offsets, self.bits, size)
+
+
+def join(parts: Sequence[Tensor | QuantizedWeight], dtype: torch.dtype) -> Tensor | QuantizedWeight:
+    """Weights of the same input as one, their outputs side by side.
+
+    Quantised ones stay so: in the most bits and the smallest group of any of them, which changes no number.  Beside a weight
+    that is not quantised they become numbers of `dtype`.
+    """
+    if len(parts) == 1 and isinstance(parts[0], QuantizedWeight):
+        return parts[0]
+    if not all(isinstance(part, QuantizedWeight) for part in parts):
+        return torch.cat(
+            [(part.dense() if isinstance(part, QuantizedWeight) else part).to(dtype) for part in parts]
+        )
+    few = [part for part in parts if isinstance(part, QuantizedWeight)]
+    size = math.gcd(*(part.group for part in few))
+    few = [part.regrouped(size) for part in few]
+    offsets = None
+    if any(part.offsets is not None for part in few):
+        offsets = torch.cat(
+            [torch.zeros_like(part.scales) if part.offsets is None else part.offsets for part in few]
+        )
+    values, scales = torch.cat([part.values for part in few]), torch.cat([part.scales for part in few])
+    return QuantizedWeight(values, scales, offsets, max(part.bits for part in few), size)

@@ -1,0 +1,1 @@
+"""Indexes of text that was seen, and how far a match is trusted."""

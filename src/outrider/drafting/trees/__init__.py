@@ -1,0 +1,1 @@
+"""Draft trees while they grow."""

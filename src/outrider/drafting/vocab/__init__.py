@@ -1,0 +1,1 @@
+"""Drafts whose vocabulary is not the target's."""

@@ -1,0 +1,272 @@
+"""What a checkpoint is, what will run it and how much memory that takes, from its config and the headers of its tensors.
+
+No weights are loaded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from outrider.cache.pages import PAGE
+from outrider.cache.pool import Pool, kv_dtype
+from outrider.checkpoints import ggml
+from outrider.checkpoints.heads import builtin
+from outrider.checkpoints.hub import BUILTIN, SAFE, Checkpoint, Weights, locate
+from outrider.checkpoints.packed import LAYOUTS, PackedWeights
+from outrider.checkpoints.quantize import GROUP, bits_of
+from outrider.config import EngineOptions
+from outrider.core.quantized import QuantizedWeight
+from outrider.draft.datastore.store import BUILTIN as STORES
+from outrider.engine.engine import free_memory
+from outrider.errors import ModelError
+from outrider.models.model import needs_fallback
+from outrider.models.placement import pick_device
+
+NAMES = {  # what safetensors calls them
+    "F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64", "I64": "int64", "I32": "int32", "BOOL": "bool",
+}  # fmt: skip
+OUTER = ("model.embed_tokens.weight", "lm_head.weight")  # these keep 8 bits where the others get fewer
+
+
+@dataclass(frozen=True)
+class Card:
+    """Sizes in tokens, weights and bytes.  refused: why nothing here runs it; then the memory is 0."""
+
+    name: str
+    architecture: str
+    runs_on: str
+    refused: str | None
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    context: int
+    parameters: int
+    stored_as: dict[str, int]  # type -> weights
+    chat_template: bool
+    dtype: str = ""  # in which it runs
+    weight_bytes: int = 0
+    token_bytes: int = 0  # K/V of one token
+    requests: int = 0  # max_num_seqs
+    request_tokens: int = 0  # max_model_len
+    free_bytes: int = 0  # what K/V may take by default
+
+    @property
+    def cache_bytes(self) -> int:
+        """K/V of all requests at their longest, in whole pages."""
+        return -(-self.request_tokens // PAGE) * PAGE * self.requests * self.token_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weight_bytes + min(self.cache_bytes, self.free_bytes)
+
+
+class Stored(NamedTuple):
+    """One tensor.  bits: of each weight in memory, its share of the scales included; None where the dtype decides."""
+
+    name: str
+    weights: int
+    kind: str
+    vector: bool
+    bits: float | None = None
+
+
+def card_of(options: EngineOptions) -> Card:
+    """The card of options.model as `LLM(**options)` would run it.  Raises ModelError where there is no such checkpoint."""
+    checkpoint, config, refused = _opened(options)
+    heads = getattr(config, "num_attention_heads", 0)
+    stored = [
+        part
+        for part in _parts(options, checkpoint, config)
+        if part.name != "lm_head.weight" or not config.tie_word_embeddings
+    ]
+    kinds: Counter[str] = Counter()
+    for part in stored:
+        kinds[part.kind] += part.weights
+    about: dict[str, Any] = {
+        "name": options.model,
+        "architecture": (getattr(config, "architectures", None) or [f"model_type {config.model_type!r}"])[0],
+        "layers": getattr(config, "num_hidden_layers", 0),
+        "hidden": getattr(config, "hidden_size", 0),
+        "heads": heads,
+        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "vocabulary": getattr(config, "vocab_size", 0),
+        "context": getattr(config, "max_position_embeddings", 0),
+        "parameters": sum(kinds.values()),
+        "stored_as": dict(kinds),
+    }
+    if checkpoint is None:
+        return Card(
+            **about,
+            runs_on="nothing",
+            refused=refused,
+            chat_template=_has_template(locate(options.model, options.revision)),
+        )
+    spec = checkpoint.spec
+    about |= {"architecture": spec.architecture, "kv_heads": spec.kv_heads, "context": spec.context}
+    runs_on = "transformers' own code" if needs_fallback(checkpoint) else "lean decoder"
+    template = (
+        checkpoint.gguf.metadata.get("tokenizer.chat_template")
+        if checkpoint.gguf
+        else _has_template(checkpoint.tokenizer_folder)
+    )
+    return Card(
+        **about,
+        runs_on=runs_on,
+        refused=None,
+        chat_template=bool(template),
+        **_memory(options, checkpoint, stored),
+    )
+
+
+def _opened(options: EngineOptions) -> tuple[Checkpoint | None, Any, str | None]:
+    """The checkpoint, or its config and why it cannot run."""
+    from transformers import AutoConfig
+
+    try:
+        checkpoint = Checkpoint.open(options.model, options.revision, options.trust_remote_code)
+        needs_fallback(checkpoint, options.quantization)
+        return checkpoint, checkpoint.config, None
+    except ModelError as error:
+        folder = locate(options.model, options.revision)
+        if not folder.is_dir():
+            raise
+        try:
+            return (
+                None,
+                AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code),
+                str(error),
+            )
+        except Exception:
+            raise error from None
+
+
+def _memory(options: EngineOptions, checkpoint: Checkpoint, stored: list[Stored]) -> dict[str, Any]:
+    device = pick_device(options.device)
+    spec, dtype, few = checkpoint.spec, checkpoint.dtype(options.dtype, device), bits_of(options.quantization)
+
+    fallback = needs_fallback(checkpoint)
+    together: dict[str, list[float | None]] = {}
+    for part in stored:
+        together.setdefault(_fused(part.name), []).append(part.bits)
+
+    def bits(part: Stored) -> float:
+        if part.vector and not fallback:
+            return 32
+        own = together[_fused(part.name)]
+        outer = part.name.removesuffix("_packed") in OUTER
+        wanted = 8 * dtype.itemsize if few is None else _few(8 if outer else few, GROUP, False)
+        return min(wanted, max(bits for bits in own if bits)) if all(own) else wanted
+
+    return {
+        "dtype": str(dtype).removeprefix("torch."),
+        "weight_bytes": round(sum(part.weights * bits(part) for part in stored) / 8),
+        "token_bytes": Pool.bytes_per_slot(
+            spec.layers, spec.kv_heads, spec.head_dim, kv_dtype(options.kv_cache_dtype, dtype)
+        ),
+        "requests": options.max_num_seqs,
+        "request_tokens": min(options.max_model_len or spec.unscaled, spec.context),
+        "free_bytes": options.kv_cache_memory_bytes or free_memory(device, options.gpu_memory_utilization),
+    }
+
+
+def known() -> list[str]:
+    """What is built in, and the models in the hub's cache that have a config and weights."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        repos = scan_cache_dir().repos
+    except CacheNotFound:
+        repos = frozenset()
+    cached = []
+    for repo in repos:
+        files = {file.file_name for revision in repo.revisions for file in revision.files}
+        if (
+            repo.repo_type == "model"
+            and "config.json" in files
+            and any(file.endswith((".safetensors", ".bin", ".pt")) for file in files)
+        ):
+            cached.append(repo.repo_id)
+    return [*BUILTIN, *builtin(), *STORES, *sorted(cached)]
+
+
+def _parts(options: EngineOptions, checkpoint: Checkpoint | None, config: Any) -> Iterator[Stored]:
+    """Every tensor that holds weights."""
+    if checkpoint is not None and checkpoint.gguf is not None:
+        for name, entry in checkpoint.gguf.tensors.items():
+            sample = ggml.unpack(entry.kind, entry.rows[:1], entry.block)
+            few = (
+                _few(sample.bits, sample.group, sample.offsets is not None)
+                if isinstance(sample, QuantizedWeight)
+                else None
+            )
+            yield Stored(name, count(entry.shape), entry.kind, len(entry.shape) == 1, few)
+        return
+    scheme = checkpoint.scheme if checkpoint else None
+    layout = LAYOUTS[scheme.method] if scheme else None
+    weights = Weights(locate(options.model, options.revision))
+    for name, shape, kind in headers(weights):
+        layer, _, last = name.rpartition(".")
+        if scheme and layout and last == layout.words:
+            bits, group = min(scheme.sizes)
+            if len(scheme.sizes) > 1:  # only compressed-tensors has layers that differ
+                bits = 32 * count(shape) // count(PackedWeights(weights, scheme).shape(layer))
+            kind = f"{scheme.method} in {bits} bits"
+            yield Stored(
+                name, count(shape) * 32 // bits, kind, False, _few(bits, group, not scheme.symmetric)
+            )
+        elif not (layout and last in (layout.zeros, layout.scales, layout.index, "weight_shape")):
+            yield Stored(name, count(shape), kind, len(shape) == 1)
+
+
+def _fused(name: str) -> str:
+    """The linear that it becomes a part of: there the part with the most bits decides."""
+    return re.sub(
+        r"\b(q|k|v|gate|up)_proj", lambda part: "qkv" if part.group(1) in "qkv" else "gate_up", name
+    )
+
+
+def _few(bits: int, group: int, offsets: bool) -> float:
+    """Bits a weight with its share of a scale, and perhaps an offset, of 16 bits: in memory a group is never larger than 32."""
+    return bits + (1 + offsets) * 16 / (16 if group % 32 else 32)
+
+
+def headers(weights: Weights) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    """(name, shape, dtype) of every tensor; of several names for one tensor of a pickle the first."""
+    from safetensors import safe_open
+
+    for path in sorted(set(weights.where.values())):
+        names = [name for name, where in weights.where.items() if where == path]
+        if path.suffix != SAFE:
+            tensors = {name: weights.raw(name) for name in names}  # mapped, not read
+            places = {
+                name: (t.untyped_storage().data_ptr(), t.storage_offset(), tuple(t.shape))
+                for name, t in tensors.items()
+            }
+            for place, name in {place: name for name, place in reversed(places.items())}.items():
+                yield name, place[2], str(tensors[name].dtype).removeprefix("torch.")
+            continue
+        with safe_open(path, framework="pt") as file:
+            for name in names:
+                part = file.get_slice(name)
+                yield name, tuple(part.get_shape()), NAMES.get(part.get_dtype(), part.get_dtype())
+
+
+def count(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _has_template(folder: Path) -> bool:
+    settings = folder / "tokenizer_config.json"
+    return (folder / "chat_template.jinja").is_file() or (
+        settings.is_file() and '"chat_template"' in settings.read_text()
+    )
