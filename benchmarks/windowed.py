@@ -21,7 +21,8 @@ from core import checkpoint, conditions, prompt, show
 from rich.console import Console
 
 from outrider import LLM, SamplingParams
-from outrider.cache.pages import PAGE, Cache, Table
+from outrider.cache.pages import Cache
+from outrider.core.block_table import PAGE, Table
 
 ROWS, LENGTH, NEW, BUDGET = 16, 4000, 24, 256
 LAWS = {"greedy": 0.0, "T = 0.8": 0.8}

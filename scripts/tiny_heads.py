@@ -26,7 +26,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from outrider import LLM, SamplingParams
-from outrider.checkpoints.export import packed, scheme
 from outrider.checkpoints.heads import BUILTIN
 from outrider.core.types import FINAL
 from outrider.draft.dflash.network import Network as DFlash
@@ -40,6 +39,7 @@ from outrider.draft.mlp_speculator.network import Network as Mlp
 from outrider.draft.mtp.network import Network as Mtp
 from outrider.draft.redrafter.network import Network as ReDrafter
 from outrider.heads.sample import Outer, read
+from outrider.models.export import packed, scheme
 
 TEXTS, LENGTH, BATCH, RATE, KNOWN = 700, 160, 8, 1.5e-3, 2048
 BITS = 8

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from outrider import LLM, SamplingParams
 from outrider.heads.sample import Outer, Sample, read
-from outrider.models.model import Model
+from outrider.models.base import Model
 
 V, HIDDEN, LAYERS = 512, 64, 8  # large enough for three different taps
 

@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import torch
-from outrider.backends.base import kernels_for
+from outrider.backends.select import kernels_for
 from outrider.core.params import Law
 
 kernels = kernels_for(torch.device("cpu"), torch.float32)

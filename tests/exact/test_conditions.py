@@ -21,7 +21,7 @@ from helpers import (
 )
 
 from outrider import LLM, SamplingParams
-from outrider.cache.pages import PAGE
+from outrider.core.block_table import PAGE
 
 PROMPTS = tiny_prompts(6, seed=1)
 LAWS: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.95}]

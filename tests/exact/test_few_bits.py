@@ -14,10 +14,10 @@ from torch import Tensor
 
 from outrider import LLM, SamplingParams
 from outrider.cache.pool import Pool
-from outrider.checkpoints.export import write
 from outrider.checkpoints.quantize import quantize
 from outrider.core.quantized import QuantizedWeight
 from outrider.core.step_input import StepInput
+from outrider.models.export import write
 
 FORMS: dict[str, dict[str, Any]] = {
     "int8": {"quantization": "int8"},

@@ -8,7 +8,7 @@ import pytest
 from helpers import answer, install, prompts_of, said, settled, tiny_checkpoint, tiny_prompts
 
 from outrider import LLM, SamplingParams, draft
-from outrider.cache.pages import PAGE
+from outrider.core.block_table import PAGE
 from outrider.heads.base import HeadDrafter
 
 HEADS = [name for name, method in draft.methods().items() if issubclass(method, HeadDrafter)]

@@ -11,10 +11,10 @@ from scene import told
 from torch import Tensor
 
 from outrider import LLM, ConfigError, Logprob, RequestOutput, SamplingParams
-from outrider.cache.pages import PAGE
+from outrider.core.block_table import PAGE
 from outrider.core.logprobs import Logprobs
+from outrider.core.processor import Ids
 from outrider.engine.runner import SLICE
-from outrider.sampling.processors import Ids
 from outrider.sampling.sampler import Sampler
 
 PROMPTS = [*tiny_prompts(5, seed=8), tiny_prompts(1, seed=9, longest=40)[0] * 3]

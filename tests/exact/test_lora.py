@@ -25,7 +25,8 @@ from helpers import (
 from safetensors.torch import load_file, save_file
 
 from outrider import LLM, LoRARequest, RequestError, SamplingParams, draft
-from outrider.cache.pages import PAGE, ROOT, Cache
+from outrider.cache.pages import Cache
+from outrider.core.block_table import PAGE, ROOT
 from outrider.core.step_input import StepInput
 from outrider.core.types import Row
 

@@ -17,8 +17,8 @@ from scene import DEPTH, GREEDY, PROMPTS, SAMPLED, Setup, told
 from outrider import LLM, SamplingParams
 from outrider.backends.cpu import kernels as cpu
 from outrider.backends.cpu.picking import TreeQueries
-from outrider.cache.pages import PAGE, Table
 from outrider.cache.pool import Pool
+from outrider.core.block_table import PAGE, Table
 from outrider.core.params import DistributionParams
 from outrider.core.step_input import StepInput
 from outrider.core.types import ROOT, Batch, Draft, Picker, Verdict

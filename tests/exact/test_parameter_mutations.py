@@ -11,9 +11,10 @@ from scene import GREEDY, PROMPTS, SAMPLED, Setup
 from torch import Tensor
 
 from outrider import LLM, SamplingParams
+from outrider.core.processor import Ids
 from outrider.core.types import ROOT, Row, Verdict
 from outrider.engine.runner import ForwardOutput, Runner
-from outrider.sampling.processors import BadWords, Ids, LogitBias, Penalties
+from outrider.sampling.processors import BadWords, LogitBias, Penalties
 
 PENALISED = SamplingParams(
     **{

@@ -27,10 +27,10 @@ from helpers import (
 )
 
 from outrider import LLM, CapacityError, ConfigError, LoRARequest, SamplingParams, draft
-from outrider.backends.base import kernels_for
+from outrider.backends.select import kernels_for
 from outrider.backends.torch.kernels import TorchKernels
-from outrider.cache.pages import PAGE
 from outrider.cache.pool import SplitPool
+from outrider.core.block_table import PAGE
 from outrider.draft import draft_model
 from outrider.engine import engine as engines
 from outrider.models import decoder

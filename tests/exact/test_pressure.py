@@ -8,8 +8,8 @@ import pytest
 from helpers import answer, counted, drive, install, said, settled, tiny_prompts
 
 from outrider import LLM, SamplingParams, draft
-from outrider.cache.pages import PAGE
 from outrider.control.prefill import PrefillBudget
+from outrider.core.block_table import PAGE
 
 LAWS: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.95}]
 COMMON = tiny_prompts(1, seed=2, longest=40)[0][:34]

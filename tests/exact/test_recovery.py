@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import Qwen2Config
 
 from outrider import LLM, CapacityError, ModelError, RequestError, SamplingParams
-from outrider.cache.pages import PAGE
 from outrider.checkpoints.spec import Facts, Spec
 from outrider.config import SpeculativeOptions
+from outrider.core.block_table import PAGE
 from outrider.core.types import Batch, Budget, Draft, DraftTree, Row
 from outrider.draft.scripted import Scripted
 from outrider.engine.detokenizer import Detokenizer

@@ -17,9 +17,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from rows import make_row
 
 from outrider import LLM, ConfigError, SamplingParams
-from outrider.backends.chain import NodeFeatures, StopRule, should_stop
 from outrider.cache.pool import Pool
 from outrider.core.step_input import StepInput
+from outrider.core.stop_rule import NodeFeatures, StopRule, should_stop
 from outrider.core.types import Batch, Budget, Draft, Row
 from outrider.draft import method, methods
 from outrider.draft.draft_model import DraftModel

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from vocabularies import byte_level, checkpoint_of, letters, sentencepiece, tiny_words, twin
 
 from outrider import LLM, ConfigError, SamplingParams, Speculation
-from outrider.cache.pages import PAGE
+from outrider.core.block_table import PAGE
 from outrider.core.types import Batch, Budget, Draft
 from outrider.draft.draft_model import DraftModel, intersect
 from outrider.draft.draft_model.retokenize import Retokenized

@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from outrider import LLM, ConfigError, ModelError
-from outrider.checkpoints.export import write
 from outrider.checkpoints.quantize import quantize
 from outrider.config import EngineOptions
 from outrider.core.quantized import QuantizedWeight
 from outrider.core.step_input import StepInput
 from outrider.inspect.card import card_of
+from outrider.models.export import write
 
 PROMPT = tiny_prompts(1, seed=3)[0]
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -325,7 +325,7 @@ def test_unsteady_functions_go_row_by_row() -> None:
 
 
 def test_a_matrix_is_right_however_it_is_used() -> None:
-    from outrider.backends.base import kernels_for
+    from outrider.backends.select import kernels_for
 
     kernels = kernels_for(torch.device("cpu"), torch.float32)
     weight, x, bias = torch.randn(24, 40), torch.randn(2, 3, 40), torch.randn(24)

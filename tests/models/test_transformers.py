@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from outrider import LLM, SamplingParams
-from outrider.backends.base import fast_bfloat16
+from outrider.backends.select import fast_bfloat16
 from outrider.checkpoints.hub import Checkpoint
 from outrider.core.step_input import StepInput
 from outrider.models.decoder import Decoder

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from outrider.backends.base import kernels_for
+from outrider.backends.select import kernels_for
 from outrider.backends.torch.kernels import TorchKernels
 from outrider.cache.pool import Pool
 from outrider.core.step_input import StepInput

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.backends.candidates import Candidates, Compiled, Found, Nodes, Plain
+from outrider.backends.candidates import Candidates, Found, Nodes, Plain
 from outrider.backends.cpu import kernels as cpu
+from outrider.backends.cpu.candidates import Compiled
 from outrider.backends.torch.kernels import TorchKernels
 from outrider.core.params import DistributionParams
 from outrider.drafting.trees.sampled import RANKED

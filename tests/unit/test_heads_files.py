@@ -16,15 +16,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from outrider import SamplingParams
-from outrider.backends.base import Kernels, kernels_for
+from outrider.backends.base import Kernels
+from outrider.backends.select import kernels_for
 from outrider.backends.torch.kernels import TorchKernels
 from outrider.backends.torch.sampling import filtered
-from outrider.checkpoints.heads import Head, Reader
+from outrider.checkpoints.heads import Head
 from outrider.core.noise import gumbel, key_of
 from outrider.core.params import DistributionParams
 from outrider.core.types import Row
 from outrider.errors import ModelError
 from outrider.heads.choose import Chooser
+from outrider.heads.reader import Reader
 from outrider.sampling.processors import processors_of
 from outrider.sampling.sampler import Sampler
 

@@ -11,7 +11,6 @@ import torch
 from toys import HIDDEN, V, save_head, toy_target
 
 from outrider import LLM, ModelError, SamplingParams, draft
-from outrider.checkpoints.export import packed, scheme
 from outrider.checkpoints.heads import Head, builtin
 from outrider.config import SpeculativeOptions
 from outrider.core.quantized import QuantizedWeight
@@ -22,6 +21,7 @@ from outrider.drafting.base import Drafter
 from outrider.heads import base
 from outrider.heads.base import HeadDrafter
 from outrider.inspect.heads import head_card
+from outrider.models.export import packed, scheme
 
 HEADS = [name for name, method in draft.methods().items() if issubclass(method, HeadDrafter)]
 PROMPTS = [{"prompt_token_ids": [3, 1, 4, 1, 5 + i]} for i in range(3)]

@@ -18,7 +18,7 @@ from rows import make_row, proper
 from torch import Tensor
 
 from outrider import LLM, SamplingParams, draft
-from outrider.backends.base import kernels_for
+from outrider.backends.select import kernels_for
 from outrider.config import SpeculativeOptions
 from outrider.core.step_input import StepInput
 from outrider.core.types import ROOT, Batch, Budget, Draft, DraftTree, Row

@@ -23,7 +23,8 @@ from transformers import LlamaConfig
 from outrider import LLM, CapacityError, ConfigError, LoRARequest, ModelError, RequestError, SamplingParams
 from outrider.checkpoints import gguf
 from outrider.checkpoints.heads import builtin
-from outrider.checkpoints.validate import MAX_DEPTH, MAX_HEAD_DIM, read_json
+from outrider.checkpoints.validate import MAX_DEPTH, read_json
+from outrider.core.limits import MAX_HEAD_DIM
 from outrider.models.decoder import rotations
 
 DEEP = "<nested too deeply>"

@@ -15,9 +15,10 @@ import torch
 from helpers import walk
 from torch import Tensor
 
-from outrider.backends.base import ScoreModifier, kernels_for
+from outrider.backends.base import ScoreModifier
 from outrider.backends.cpu import kernels as cpu
 from outrider.backends.cpu.kernels import CpuKernels
+from outrider.backends.select import kernels_for
 from outrider.backends.torch.kernels import TorchKernels
 from outrider.cache.pool import Pool
 from outrider.checkpoints.hub import Checkpoint

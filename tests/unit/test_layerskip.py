@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 
 from outrider import LLM, ConfigError
 from outrider.backends.base import Chain
-from outrider.backends.chain import StopRule
 from outrider.checkpoints.hub import Checkpoint
 from outrider.core.params import DistributionParams
 from outrider.core.step_input import StepInput
+from outrider.core.stop_rule import StopRule
 from outrider.draft.layerskip.confidence import Exit, siblings_at
 from outrider.draft.layerskip.search import Search
 from outrider.draft.layerskip.sets import PUBLISHED, Skip, known, named

@@ -11,9 +11,10 @@ import torch
 
 from outrider import LLM, ConfigError, RequestError, SamplingParams
 from outrider.core.noise import mix
+from outrider.core.processor import Ids
 from outrider.core.types import Budget, DraftTree, Row
 from outrider.errors import shortened
-from outrider.sampling.processors import BadWords, Ids
+from outrider.sampling.processors import BadWords
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 GOOD = {"prompt_token_ids": [5, 6, 7]}

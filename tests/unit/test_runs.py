@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.backends.base import index_for
 from outrider.backends.cpu import kernels as cpu
-from outrider.drafting.lookup.index import PLACES, RUNS, Compiled, Index, Places
+from outrider.drafting.lookup.index import index_for
+from outrider.drafting.lookup.index_base import PLACES, RUNS, Index, Places
+from outrider.drafting.lookup.index_compiled import Compiled
 from outrider.drafting.lookup.index_reference import Plain
 
 Make = Callable[..., Index]

@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider import SamplingParams
-from outrider.cache.pages import PAGE, Cache
+from outrider.cache.pages import Cache
 from outrider.control.prefill import PrefillBudget, PrefillPacer
+from outrider.core.block_table import PAGE
 from outrider.core.types import Batch, Budget, Row, Verdict
 from outrider.engine.scheduler import Scheduler
 

@@ -15,7 +15,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from outrider.cache.pages import PAGE, Cache, Table
+from outrider.cache.pages import Cache
+from outrider.core.block_table import PAGE, Table
 
 
 class FakePool:

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from rows import make_row
 
 from outrider import ConfigError
-from outrider.backends.base import Kernels, kernels_for
-from outrider.backends.chain import NUM_FEATURES, TOP, StopRule, measure, score, should_stop
+from outrider.backends.base import Kernels
+from outrider.backends.select import kernels_for
+from outrider.core.stop_rule import NUM_FEATURES, TOP, StopRule, measure, score, should_stop
 from outrider.core.types import Batch, Budget, Commit, Draft, DraftTree, Verdict
 from outrider.draft.draft_model import DraftModel
 from outrider.drafting import disco, stop

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from outrider import ConfigError
-from outrider.backends.base import ScoreModifier, kernels_for
+from outrider.backends.base import ScoreModifier
+from outrider.backends.select import kernels_for
 from outrider.backends.torch.kernels import TorchKernels
 from outrider.cache.pool import Pool
 from outrider.core.step_input import StepInput

@@ -6,27 +6,20 @@ without a compiler, and for the tests.  Both promise what `Kernels` says.
 
 from __future__ import annotations
 
-import ctypes
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from outrider.backends.candidates import Candidates
-    from outrider.backends.chain import Chained, NodeFeatures, StopRule
-    from outrider.backends.cpu.picking import Answer
-    from outrider.cache.pool import Pool
-    from outrider.checkpoints.spec import Spec
-    from outrider.core.lora import Adapted, Runs
-    from outrider.core.params import DistributionParams
-    from outrider.core.quantized import QuantizedWeight
-    from outrider.core.step_input import StepInput
-    from outrider.drafting.lookup.index import Index
-    from outrider.models.decoder import Layer
+from outrider.backends.candidates import Candidates
+from outrider.cache.pool import Pool
+from outrider.core.lora import Adapted, LayerSizes, Runs
+from outrider.core.params import DistributionParams
+from outrider.core.quantized import QuantizedWeight
+from outrider.core.step_input import StepInput
+from outrider.core.stop_rule import Chained, NodeFeatures, StopRule
 
 
 class Weight(Protocol):
@@ -34,6 +27,34 @@ class Weight(Protocol):
 
     inputs: int
     outputs: int
+
+
+class ModelShape(LayerSizes, Protocol):
+    """Sizes of a decoder and the epsilon of its norms."""
+
+    @property
+    def eps(self) -> float: ...
+
+
+class DecoderLayer(Protocol):
+    """Weights of one decoder block, packed by the backend that runs it.  window: of its attention, in tokens, 0 for all."""
+
+    norm_in: Any  # Tensor; None where the caller gives what the first linear reads
+    qkv: Any
+    o: Any
+    norm_post: Tensor
+    gate_up: Any
+    down: Any
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    window: int
+
+
+Answer = tuple[list[int], list[int]]  # accepted nodes of a tree, and the tokens to emit
 
 
 class Chain(NamedTuple):
@@ -137,7 +158,7 @@ class Kernels(Protocol):
         chunk, positions being cut into chunks of -window.  0: all.
         """
 
-    def prepare(self, spec: Spec, layers: Sequence[Layer], turn: Tensor) -> Any:
+    def prepare(self, spec: ModelShape, layers: Sequence[DecoderLayer], turn: Tensor) -> Any:
         """The blocks of a decoder in the form that `run` likes; turn [positions, rot] = cos, then sin."""
 
     def without(self, stack: Any, skips: Sequence[int]) -> Any:
@@ -146,7 +167,7 @@ class Kernels(Protocol):
         What is skipped is the identity: no norm, and a skipped attention neither reads nor writes K/V.
         """
 
-    def adapter(self, spec: Spec, layers: Adapted) -> Any:
+    def adapter(self, spec: LayerSizes, layers: Adapted) -> Any:
         """A LoRA adapter in the form that `run` likes."""
 
     def run(
@@ -219,42 +240,3 @@ class Kernels(Protocol):
 
     def candidates(self, k: int, wide: int, levels: int) -> Candidates:
         """Of a dynamic tree that begins: at most k <= 64 behind a node, `wide` nodes of a level that go on, so many levels."""
-
-
-def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
-    """The fastest kernels that run here.  OUTRIDER_KERNELS=torch asks for the reference."""
-    from outrider.backends.cpu import kernels as cpu
-    from outrider.backends.cpu import threads
-    from outrider.backends.torch import kernels as reference
-
-    if device.type == "cpu":
-        threads.limit()
-    library = _compiled(device)
-    if library is not None and dtype in (torch.float32, torch.bfloat16):
-        return cpu.CpuKernels(library, dtype)
-    return reference.TorchKernels(device, dtype)
-
-
-def index_for(capacity: int, longest: int = 1, depth: int = 0) -> Index:
-    """The index of a text of so many tokens, on the host, whatever the device of the model."""
-    from outrider.drafting.lookup import index as runs
-    from outrider.drafting.lookup import index_reference as runs_reference
-
-    library = _compiled(torch.device("cpu"))
-    if library is None:
-        return runs_reference.Plain(capacity, longest, depth)
-    return runs.Compiled(library, capacity, longest, depth)
-
-
-def fast_bfloat16(device: torch.device) -> bool:
-    """Whether bfloat16 weights pay: in hardware, or in the C kernels, which widen them at the price of reading half the bytes."""
-    if device.type == "cuda":
-        return bool(torch.cuda.is_bf16_supported())  # type: ignore[no-untyped-call]
-    hardware = bool(torch.cpu.get_capabilities().get("avx512_bf16"))  # type: ignore[no-untyped-call]
-    return device.type == "cpu" and (hardware or _compiled(device) is not None)
-
-
-def _compiled(device: torch.device) -> ctypes.CDLL | None:
-    from outrider.backends.cpu import kernels as cpu
-
-    return cpu.library() if device.type == "cpu" and os.environ.get("OUTRIDER_KERNELS") != "torch" else None

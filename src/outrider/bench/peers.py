@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from outrider.bench.measure import Measured, Prompts, Run
-from outrider.checkpoints.export import write
 from outrider.checkpoints.hub import Checkpoint, locate
 from outrider.core.clock import Times
 from outrider.core.params import SamplingParams
 from outrider.errors import ConfigError, unknown
 from outrider.llm import LLM
+from outrider.models.export import write
 from outrider.outputs import CompletionOutput
 
 Answer = Callable[[list[int]], CompletionOutput]

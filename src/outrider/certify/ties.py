@@ -15,7 +15,7 @@ from outrider.core.noise import gumbel, key_of
 from outrider.core.params import SamplingParams
 from outrider.core.step_input import StepInput
 from outrider.engine.engine import Engine
-from outrider.models.model import Model
+from outrider.models.base import Model
 
 SAFETY = 4  # one look at a few logits sees a small part of how far rounding can reach
 ROUNDINGS, SHARE = (

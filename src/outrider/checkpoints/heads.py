@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -11,13 +11,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from outrider.backends.base import Kernels
 from outrider.checkpoints.fields import HEAD
 from outrider.checkpoints.hub import TRAINING, Weights, download
 from outrider.checkpoints.packed import PackedWeights, Scheme
-from outrider.checkpoints.quantize import reduced
 from outrider.checkpoints.validate import check, read_json
-from outrider.core.quantized import QuantizedWeight, join
+from outrider.core.quantized import QuantizedWeight
 from outrider.errors import ModelError
 
 BUILTIN = Path(__file__).parent.parent / "builtin" / "heads"
@@ -181,50 +179,6 @@ class Head:
                 f"{self.name!r} has no tensor {name!r}; it has {len(self.stored)}: {', '.join(sorted(self.stored)[:6])} …"
             )
         return self.stored[name]
-
-
-@dataclass(frozen=True)
-class Reader:
-    """Packs the weights of a head for the target's kernels; bits: in so many, unless as they are."""
-
-    head: Head
-    kernels: Kernels
-    bits: int | None = None
-
-    def vector(self, name: str, size: int) -> Tensor:
-        return self.head.get(name, size).float().to(self.kernels.device).contiguous()
-
-    def linear(self, name: str, outputs: int, inputs: int) -> Any:
-        """`name`.weight, and `name`.bias if the file has one."""
-        return self.fused([(name, outputs)], inputs)
-
-    @property
-    def outer(self) -> Reader:
-        """For embeddings and lm heads, which keep 8 bits where the others get fewer: they decide the tokens."""
-        return replace(self, bits=self.bits and 8)
-
-    def fused(self, parts: Sequence[tuple[str, int]], inputs: int) -> Any:
-        """Several linears (name, outputs) of one input, their outputs side by side."""
-        weights = [reduced(self.head.weight(name, outputs, inputs), self.bits) for name, outputs in parts]
-        biases = [
-            self.head.get(f"{name}.bias", outputs).float()
-            if f"{name}.bias" in self.head
-            else torch.zeros(outputs)
-            for name, outputs in parts
-        ]
-        biased = any(f"{name}.bias" in self.head for name, _ in parts)
-        return self.kernels.pack(join(weights, torch.float32), torch.cat(biases) if biased else None)
-
-    def some(self, name: str, ids: Tensor, inputs: int) -> Any:
-        """An lm head that knows the tokens `ids`; of a file that holds a row for each of the target's, these."""
-        stored, outer = self.head.shape(f"{name}.weight")[0], self.outer
-        if stored == len(ids) or stored <= int(ids.max()):
-            return outer.linear(name, len(ids), inputs)
-        weight, which = self.head.weight(name, stored, inputs), ids.long()
-        rows = (
-            weight.mapped(lambda part: part[which]) if isinstance(weight, QuantizedWeight) else weight[which]
-        )
-        return self.kernels.pack(join([reduced(rows, outer.bits)], torch.float32), None)
 
 
 def builtin() -> dict[str, Path]:

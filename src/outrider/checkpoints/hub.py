@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from outrider.backends.base import fast_bfloat16
+from outrider.backends.select import fast_bfloat16
 from outrider.checkpoints import gguf
 from outrider.checkpoints import gguf_tokenizer as gguf_text
 from outrider.checkpoints.fields import CONFIG, GENERATION

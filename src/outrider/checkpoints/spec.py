@@ -8,7 +8,8 @@ from typing import Any
 
 from outrider.checkpoints.context import Context
 from outrider.checkpoints.fields import EPSILON, HEAD_COUNT, LAYER_COUNT, LENGTH, WIDTH, WINDOW
-from outrider.checkpoints.validate import MAX_HEAD_DIM, Kind, check_attention, whole
+from outrider.checkpoints.validate import Kind, whole
+from outrider.core.limits import MAX_HEAD_DIM, check_attention
 from outrider.errors import ModelError
 
 FAMILIES = {

@@ -24,7 +24,7 @@ def quantize(
 
     The numbers are those that --quantization makes while loading, but the file is half or a quarter of the size.
     """
-    from outrider.checkpoints.export import write
+    from outrider.models.export import write
 
     size = write(source, folder.expanduser(), bits, revision)
     Console().print(f"{folder}: {size:,} bytes of weights in {bits} bits", soft_wrap=True)

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from outrider.cache.pages import Table
+from outrider.core.block_table import Table
 from outrider.core.logprobs import Logprobs
 from outrider.core.params import DistributionParams, SamplingParams
+from outrider.core.processor import Processor
 from outrider.errors import RequestError
-from outrider.sampling.processors import Processor
 
 ROOT = -1
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from outrider.checkpoints.heads import Head
 from outrider.checkpoints.hub import BUILTIN, on_hub
 from outrider.core.registry import classes
 from outrider.drafting.base import Drafter
 from outrider.errors import ConfigError, ModelError, nearest, unknown
-
-if TYPE_CHECKING:
-    from outrider.checkpoints.heads import Head
 
 PLAIN_MODEL = "draft_model"
 
@@ -32,6 +29,11 @@ def method(name: str) -> type[Drafter]:
     if not isinstance(name, str) or name not in methods():
         raise ConfigError(unknown("speculative method", name, names()))
     return methods()[name]
+
+
+def methods_of(head: Head) -> list[str]:
+    """The methods that the tensors of a file name."""
+    return [name for name, method in methods().items() if method.claims(head) == 2]
 
 
 def detect(model: str, revision: str | None = None) -> str:

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from outrider.backends.base import index_for
 from outrider.core.types import NOTHING, Batch, Budget, Commit, Draft, DraftTree, Row
 from outrider.drafting.base import Drafter, Target
-from outrider.drafting.lookup.index import RUNS, Index
+from outrider.drafting.lookup.index import index_for
+from outrider.drafting.lookup.index_base import RUNS, Index
 from outrider.drafting.lookup.matches import Belief, frequent
 from outrider.errors import ConfigError
 

@@ -89,7 +89,7 @@ class Union(Drafter):
         super().__init__(options, target)
         self.drafters, self.levels = list(drafters), [drafter.depth for drafter in drafters]
         for method, own, levels in map(read, options.drafters):
-            self.drafters.append(method(own, target))
+            self.drafters.append(method.create(own, target))
             self.levels.append(levels or self.drafters[-1].depth)
         if not self.drafters:
             raise ConfigError("the method needs 'drafters', a list of dicts with a 'method'.")

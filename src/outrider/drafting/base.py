@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+import torch
+
+from outrider.cache.pages import Cache
+from outrider.cache.pool import Pool
+from outrider.checkpoints.heads import Head
+from outrider.checkpoints.hub import Checkpoint
 from outrider.core.types import Batch, Budget, Commit, Draft, DraftTree, Needs, Row
 from outrider.errors import ConfigError
-
-if TYPE_CHECKING:
-    import torch
-
-    from outrider.cache.pages import Cache
-    from outrider.cache.pool import Pool
-    from outrider.checkpoints.heads import Head
-    from outrider.checkpoints.hub import Checkpoint
-    from outrider.models.model import Model
-    from outrider.sampling.sampler import Sampler
+from outrider.models.base import Model
+from outrider.sampling.sampler import Sampler
 
 
 @dataclass(frozen=True)
@@ -30,6 +28,7 @@ class Target:
     sampler: Sampler
     vocabulary: int
     max_len: int
+    methods_of: Callable[[Head], Sequence[str]] = lambda head: ()  # methods that a file's tensors name
 
 
 def refuse_idle(options: Any, on: bool, switch: str, *names: str) -> None:
@@ -72,6 +71,11 @@ class Drafter:
 
     def __init__(self, options: Any, target: Target) -> None:
         self.options, self.target = options, target
+
+    @classmethod
+    def create(cls, options: Any, target: Target) -> Drafter:
+        """The drafter for these options: this class, unless a method has several."""
+        return cls(options, target)
 
     @classmethod
     def example(cls, target: Target) -> Drafter:

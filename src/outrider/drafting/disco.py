@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from outrider.backends.chain import NUM_FEATURES
+from outrider.core.stop_rule import NUM_FEATURES
 from outrider.errors import ConfigError
 
 FEATURES = NUM_FEATURES + 1

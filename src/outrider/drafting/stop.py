@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from outrider.backends.chain import NodeFeatures, StopRule
+from outrider.core.stop_rule import NodeFeatures, StopRule
 from outrider.core.types import ROOT, Budget, Commit, DraftTree, Row
 from outrider.drafting import disco
 from outrider.drafting.base import refuse_idle

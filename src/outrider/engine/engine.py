@@ -11,22 +11,24 @@ from pathlib import Path
 
 import torch
 
-from outrider.cache.pages import PAGE, Cache
+from outrider.cache.pages import Cache
 from outrider.checkpoints.hub import Checkpoint
 from outrider.checkpoints.spec import FAMILIES
 from outrider.config import EngineOptions, SpeculativeOptions
 from outrider.control import Controller
 from outrider.control.fixed import FixedController
 from outrider.control.prefill import PrefillPacer
+from outrider.core.block_table import PAGE
 from outrider.core.clock import Times, Work
 from outrider.core.types import NO_STATES, Batch, Commit, Draft, Row, Verdict
+from outrider.draft import methods_of
 from outrider.drafting.base import Drafter, Target
 from outrider.engine.adapters import Adapters
 from outrider.engine.runner import ForwardOutput, Runner
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.turn import Turn, in_turn
 from outrider.errors import CapacityError, ConfigError
-from outrider.models import model
+from outrider.models import load as models
 from outrider.models.decoder import Decoder
 from outrider.models.placement import pick_device, place
 from outrider.models.selftest import bit_exact
@@ -54,7 +56,7 @@ class Engine:
         self.max_len = self._length(options)
         dtype = self.checkpoint.dtype(options.dtype, self.device)
         where = place(self.checkpoint.spec.layers, self.device, options.gpu_layers)
-        self.decoder = model.load(
+        self.decoder = models.load(
             self.checkpoint,
             dtype,
             self.device,
@@ -72,9 +74,14 @@ class Engine:
         self.adapters = self._adapters() if options.enable_lora else None
         self.sampler = Sampler(self.decoder.kernels)
         self.target = Target(
-            self.decoder, self.checkpoint, self.sampler, self.checkpoint.spec.vocabulary, self.max_len
+            self.decoder,
+            self.checkpoint,
+            self.sampler,
+            self.checkpoint.spec.vocabulary,
+            self.max_len,
+            methods_of,
         )
-        self.use(speculation.method(speculation.options, self.target), speculation)
+        self.use(speculation.method.create(speculation.options, self.target), speculation)
 
     def use(self, drafter: Drafter, speculation: SpeculativeOptions) -> None:
         """Puts a drafter to work, with a fresh cache.  No row may be in flight.  Where it raises, all stays as it was."""

@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from outrider.backends.base import TreeQueries
-from outrider.backends.cpu.picking import Answer
+from outrider.backends.base import Answer, TreeQueries
 from outrider.cache.pool import Pool
 from outrider.core.logprobs import Logprobs
 from outrider.core.step_input import StepInput
 from outrider.core.types import FINAL, ROOT, Batch, Draft, DraftTree, Needs, Resume, Row, States, Verdict
 from outrider.errors import OutriderError
-from outrider.models.model import Model
+from outrider.models.base import Model
 from outrider.models.steps import behind
 from outrider.sampling import random_streams
 from outrider.sampling.sampler import Sampler

@@ -13,8 +13,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
-from outrider.cache.pages import PAGE, ROOT, Cache
+from outrider.cache.pages import Cache
 from outrider.control.prefill import PrefillBudget
+from outrider.core.block_table import PAGE, ROOT
 from outrider.core.types import Batch, Budget, LoRARequest, Row, Verdict
 from outrider.engine.adapters import Adapters
 from outrider.engine.detokenizer import Detokenizer, find_stop

@@ -17,12 +17,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from outrider.checkpoints.heads import Head, Reader
+from outrider.checkpoints.heads import Head
 from outrider.checkpoints.quantize import bits_of
 from outrider.core.types import FINAL, Batch, Budget, Commit, Needs, Row
 from outrider.drafting.base import Drafter, Target, refuse_parallel
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.choose import Chooser
+from outrider.heads.reader import Reader
 from outrider.heads.vocabulary import check_size
 
 QUANTISED = re.compile(
@@ -80,15 +81,12 @@ class HeadDrafter(Drafter):
 
     def _opened(self, options: Any) -> Head:
         """Raises ModelError for a file of another method, or one that cannot be used."""
-        from outrider.draft import methods
-
         head = Head.open(options.model, options.revision)
         if not self.claims(head):
-            for name, other in methods().items():
-                if other.claims(head) == 2:
-                    raise ModelError(
-                        f"{options.model!r} is a head for another method: say {name!r}, or leave method out."
-                    )
+            for name in self.target.methods_of(head):
+                raise ModelError(
+                    f"{options.model!r} is a head for another method: say {name!r}, or leave method out."
+                )
         self.check(head)
         return head
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outrider.core.step_input import StepInput
-from outrider.models.model import Model
+from outrider.models.base import Model
 
 PIECE = 256  # tokens that go through the target at once
 

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from outrider.cache.pages import PAGE
 from outrider.cache.pool import Pool, kv_dtype
 from outrider.checkpoints import ggml
 from outrider.checkpoints.heads import builtin
@@ -22,11 +21,12 @@ from outrider.checkpoints.hub import BUILTIN, SAFE, Checkpoint, Weights, locate
 from outrider.checkpoints.packed import LAYOUTS, PackedWeights
 from outrider.checkpoints.quantize import GROUP, bits_of
 from outrider.config import EngineOptions
+from outrider.core.block_table import PAGE
 from outrider.core.quantized import QuantizedWeight
 from outrider.draft.datastore.store import BUILTIN as STORES
 from outrider.engine.engine import free_memory
 from outrider.errors import ModelError
-from outrider.models.model import needs_fallback
+from outrider.models.load import needs_fallback
 from outrider.models.placement import pick_device
 
 NAMES = {  # what safetensors calls them

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outrider.cache.pool import Pool
 from outrider.core.step_input import StepInput
-from outrider.models.model import Model
+from outrider.models.base import Model
 
 
 def bit_exact(decoder: Model) -> bool:

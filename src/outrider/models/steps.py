@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
 from outrider.backends.base import TreeQueries
 from outrider.cache.pool import Pool
 from outrider.core.step_input import StepInput
 from outrider.core.types import FINAL
-
-if TYPE_CHECKING:
-    from outrider.models.model import Model
+from outrider.models.base import Model
 
 
 def in_steps(

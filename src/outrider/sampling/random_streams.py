@@ -6,15 +6,11 @@ two sides biases what is emitted (block verification with shared draws: a chi-sq
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from outrider.core.noise import ACCEPT, DRAW, EMIT, stream_of, uniform
-
-if TYPE_CHECKING:
-    from outrider.core.types import Row
+from outrider.core.types import Row
 
 
 def accept(row: Row, node: int, probability: float) -> bool:

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from outrider.backends.base import Kernels, TreeQueries
-from outrider.backends.chain import NUM_FEATURES
 from outrider.backends.torch.sampling import filtered, probabilities
 from outrider.core.noise import key_of, stream_of
 from outrider.core.params import DistributionParams
+from outrider.core.processor import Ids
+from outrider.core.stop_rule import NUM_FEATURES, NodeFeatures, StopRule
+from outrider.core.types import DraftTree, Row
 from outrider.errors import ModelError, OutriderError, RequestError
-from outrider.sampling.processors import Ids
-
-if TYPE_CHECKING:
-    from outrider.backends.chain import NodeFeatures, StopRule
-    from outrider.core.types import DraftTree, Row
 
 GREEDY = DistributionParams(temperature=0.0)
 

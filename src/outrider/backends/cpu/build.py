@@ -28,7 +28,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from outrider.checkpoints.validate import MAX_HEAD_DIM
+from outrider.core.limits import MAX_HEAD_DIM
 from outrider.errors import ConfigError, unknown
 
 SOURCES = (
@@ -122,7 +122,7 @@ def recipe(environment: Mapping[str, str]) -> Recipe:
         raise ConfigError(unknown("OUTRIDER_ISA", name, TARGETS))
     if lacking := TARGETS[name].needs - set(features.split()):
         raise ConfigError(f"OUTRIDER_ISA={name} needs a processor with {', '.join(sorted(lacking))}.")
-    here = Path(__file__).parent
+    here = Path(__file__).parent / "csrc"
     sources = tuple(here / source for source in SOURCES)
     flags = (TARGETS[name].march, *FLAGS, *environment.get("OUTRIDER_CFLAGS", "").split())
     texts = [path.read_text() for path in (*sorted(here.glob("*.h")), *sources)]

@@ -11,29 +11,22 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from outrider.backends import candidates as tree
-from outrider.backends import chain
-from outrider.backends.chain import Chained, StopRule
-from outrider.backends.cpu import build, picking, structs, threads
+from outrider.backends.base import AttentionShape, Chain, DecoderLayer, ModelShape, ScoreModifier
+from outrider.backends.cpu import build, chain, lora, picking, structs, threads
+from outrider.backends.cpu import candidates as tree
+from outrider.backends.cpu.lora import Adapter
 from outrider.backends.cpu.packing import KINDS, Packed, pack
 from outrider.backends.cpu.picking import Picking
 from outrider.cache.pool import Pool
-from outrider.checkpoints.spec import Spec
-from outrider.checkpoints.validate import check_attention
-from outrider.core import lora
-from outrider.core.lora import Adapted, Adapter, Runs
+from outrider.core.limits import check_attention
+from outrider.core.lora import Adapted, LayerSizes, Runs
 from outrider.core.quantized import QuantizedWeight
 from outrider.core.step_input import StepInput
-from outrider.drafting.lookup import index as runs
-
-if TYPE_CHECKING:
-    from outrider.backends.base import AttentionShape, Chain, ScoreModifier
-    from outrider.models.decoder import Layer
+from outrider.core.stop_rule import Chained, StopRule
 
 KEPT = 1 << 24  # bytes of logits
 
@@ -83,7 +76,6 @@ def declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.pair.argtypes = [w, p, n, n, p, n, p, p, f, p]
     lib.chain.argtypes = [p, p, p, p, p, p, n, p, n, n, n, p, p, p, p]
     picking.declare(lib)
-    runs.declare(lib)
     tree.declare(lib)
     for name in (
         "linear",
@@ -215,7 +207,7 @@ class CpuKernels(Picking):
         )  # fmt: skip
         return out
 
-    def prepare(self, spec: Spec, layers: Sequence[Layer], turn: Tensor) -> Stack:
+    def prepare(self, spec: ModelShape, layers: Sequence[DecoderLayer], turn: Tensor) -> Stack:
         """The layers as the C structs; they point into tensors that `layers` keeps alive."""
         for layer in layers:
             check_attention(
@@ -241,7 +233,7 @@ class CpuKernels(Picking):
             layer.skip = skip
         return Stack(layers, stack.shape, stack.alive)
 
-    def adapter(self, spec: Spec, layers: Adapted) -> Adapter:
+    def adapter(self, spec: LayerSizes, layers: Adapted) -> Adapter:
         return lora.pack(spec, layers)
 
     def run(

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outrider.backends import chain
-from outrider.backends.chain import NUM_FEATURES, NodeFeatures, StopRule
+from outrider.backends.base import Answer
+from outrider.backends.cpu import chain
 from outrider.core.params import DistributionParams
+from outrider.core.stop_rule import NUM_FEATURES, NodeFeatures, StopRule
 
 ASK = struct.Struct(
     "@llll dd QQ f4x"
 )  # Ask of simd.h: at, root, nodes, top_k; min_p, top_p; stream, position; temperature
-Answer = tuple[list[int], list[int]]  # the nodes that are accepted, and the tokens that are said
 
 
 def declare(lib: ctypes.CDLL) -> None:

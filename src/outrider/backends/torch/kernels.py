@@ -9,28 +9,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.backends import candidates as tree
-from outrider.backends import chain
-from outrider.backends.chain import NodeFeatures, StopRule
+from outrider.backends.base import (
+    Answer,
+    AttentionShape,
+    DecoderLayer,
+    Kernels,
+    ModelShape,
+    ScoreModifier,
+)
 from outrider.backends.torch import sampling
 from outrider.cache.pool import Pool
-from outrider.checkpoints.spec import Spec
 from outrider.core import lora
-from outrider.core.lora import Adapted, Runs
+from outrider.core import stop_rule as stop_rules
+from outrider.core.lora import Adapted, LayerSizes, Runs
 from outrider.core.params import DistributionParams
 from outrider.core.quantized import QuantizedWeight
 from outrider.core.step_input import StepInput
-
-if TYPE_CHECKING:
-    from outrider.backends.base import AttentionShape, Kernels, ScoreModifier
-    from outrider.backends.cpu.picking import Answer
-    from outrider.models.decoder import Layer
+from outrider.core.stop_rule import NodeFeatures, StopRule
 
 
 @dataclass
@@ -44,7 +46,7 @@ class Plain:
 
 @dataclass
 class Stack:
-    layers: Sequence[Layer]
+    layers: Sequence[DecoderLayer]
     turn: Tensor
     skips: Sequence[int]  # of every layer: 1 the attention, 2 the MLP
 
@@ -176,13 +178,13 @@ class TorchKernels:
             )
         return out.flatten(1)
 
-    def prepare(self, spec: Spec, layers: Sequence[Layer], turn: Tensor) -> Stack:
+    def prepare(self, spec: ModelShape, layers: Sequence[DecoderLayer], turn: Tensor) -> Stack:
         return Stack(layers, turn, [0] * len(layers))
 
     def without(self, stack: Stack, skips: Sequence[int]) -> Stack:
         return Stack(stack.layers, stack.turn, skips)
 
-    def adapter(self, spec: Spec, layers: Adapted) -> Adapter:
+    def adapter(self, spec: LayerSizes, layers: Adapted) -> Adapter:
         def turned(matrix: Tensor) -> Tensor:
             return matrix.to(self.device, self.wide).T
 
@@ -250,8 +252,8 @@ class TorchKernels:
     def should_stop(
         self, stop_rule: StopRule, logits: Tensor, temperature: float, token: int, level: int, row: int = 0
     ) -> tuple[bool, NodeFeatures]:
-        features = chain.measure(logits if logits.dim() == 1 else logits[row], temperature, token)
-        return chain.should_stop(stop_rule, features, level), features
+        features = stop_rules.measure(logits if logits.dim() == 1 else logits[row], temperature, token)
+        return stop_rules.should_stop(stop_rule, features, level), features
 
     def pick(
         self, logits: Tensor, law: DistributionParams, key: int, k: int, probs: bool, row: int = 0

@@ -20,7 +20,7 @@ from outrider.checkpoints.hub import Checkpoint
 from outrider.core.step_input import StepInput
 from outrider.drafting.vocab.spelling import pieces, special_ids, tokenizer_of
 from outrider.errors import ConfigError
-from outrider.models.model import Model
+from outrider.models.base import Model
 from outrider.sampling.processors import NEVER
 
 LEAST = 0.02  # of the target's tokens: with fewer a draft can hardly say a word

@@ -15,11 +15,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.cache.pages import PAGE, Cache
+from outrider.cache.pages import Cache
 from outrider.cache.pool import Pool
+from outrider.core.block_table import PAGE
 from outrider.core.params import SamplingParams
 from outrider.core.types import NOTHING, Batch, Budget, Draft, DraftTree, Row
-from outrider.draft.draft_model import DraftModel
+from outrider.draft.draft_model.drafter import ModelDrafter
 from outrider.drafting.base import Target
 from outrider.drafting.trees.sampled import RANKED
 from outrider.drafting.vocab.incremental import NEUTRAL, Language, Reading
@@ -34,7 +35,7 @@ class Shadow:
     reading: Reading
 
 
-class Retokenized(DraftModel):
+class Retokenized(ModelDrafter):
     stretch = 2  # a text may have more tokens in the draft's vocabulary than in the target's
 
     def __init__(self, options: Any, target: Target) -> None:

@@ -11,19 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
+from outrider.cache.pool import Pool
 from outrider.control import fixed
 from outrider.core.step_input import StepInput
 from outrider.core.types import NOTHING, ROOT, Batch, Budget, Commit, Draft, DraftTree, Row, Verdict
 from outrider.drafting.base import Drafter, Target
 from outrider.drafting.trees.sampled import Tree
+from outrider.drafting.view import Window
 from outrider.errors import ConfigError, unknown
-
-if TYPE_CHECKING:
-    from outrider.draft.draft_model import DraftModel
+from outrider.sampling.sampler import Sampler
 
 
 def opened(config: Mapping[str, Any], target: Target) -> tuple[Drafter, fixed.Options]:
@@ -50,7 +50,20 @@ def opened(config: Mapping[str, Any], target: Target) -> tuple[Drafter, fixed.Op
             *({f.name for f in fields(kind)} for kind in (fixed.Options, method.Options))
         )
         raise ConfigError(unknown("key", key, known, f"'drafter', method {config['method']!r}"))
-    return method(parts[1], target), parts[0]
+    return method.create(parts[1], target), parts[0]
+
+
+class StagedHost(Protocol):
+    """What a draft model offers to the stage below it."""
+
+    target: Target
+    vocabulary: int
+    pool: Pool
+    sampler: Sampler
+    window: Window
+
+    def look(self, plan: StepInput, rows: Sequence[int]) -> Tensor: ...
+    def extend(self, tree: Tree, places: list[tuple[int, int]], logits: Tensor) -> None: ...
 
 
 @dataclass
@@ -68,7 +81,7 @@ class Stage:
 class Staged:
     """forwards: of the draft model, so far."""
 
-    def __init__(self, config: Mapping[str, Any], host: DraftModel) -> None:
+    def __init__(self, config: Mapping[str, Any], host: StagedHost) -> None:
         self.drafter, options = opened(config, host.target)
         self.host, self.forwards = host, 0
         self.control = fixed.FixedController(options, self.drafter.depth, self.drafter.size, host.vocabulary)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from outrider.cache.pool import Pool
-from outrider.checkpoints.heads import Head, Reader
+from outrider.checkpoints.heads import Head
 from outrider.core.step_input import StepInput
 from outrider.core.types import FINAL
 from outrider.draft.eagle.layouts import recognised, understood
@@ -26,6 +26,7 @@ from outrider.draft.eagle.network import Network
 from outrider.drafting.base import Drafter, Target
 from outrider.errors import ModelError
 from outrider.heads.layer import Block, Pairs, Sizes, turn_of
+from outrider.heads.reader import Reader
 from outrider.heads.recurrent import Net, Recurrent, RecurrentOptions
 from outrider.heads.vocabulary import listed_ids
 

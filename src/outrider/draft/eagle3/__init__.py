@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from outrider.checkpoints.heads import Head, Reader
+from outrider.checkpoints.heads import Head
 from outrider.draft.eagle3 import layouts
 from outrider.draft.eagle3.packed import Packed
 from outrider.drafting.base import Drafter, Target
 from outrider.errors import ConfigError
+from outrider.heads.reader import Reader
 from outrider.heads.recurrent import Net, Recurrent, RecurrentOptions
 
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from outrider.cache.pool import Pool
-from outrider.checkpoints.heads import Reader
 from outrider.core.step_input import StepInput
 from outrider.core.types import FINAL
 from outrider.draft.eagle3.layouts import Facts
@@ -21,6 +20,7 @@ from outrider.drafting.base import Target
 from outrider.drafting.vocab.mismatch import PADDING
 from outrider.errors import ModelError
 from outrider.heads.layer import Block, Pairs, Sizes, turn_of
+from outrider.heads.reader import Reader
 from outrider.heads.recurrent import config_flag
 from outrider.heads.vocabulary import target_ids
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from outrider.cache.pool import Pool
-from outrider.checkpoints.heads import Head, Reader
+from outrider.checkpoints.heads import Head
 from outrider.core.step_input import StepInput
 from outrider.core.types import FINAL, NOTHING, Batch, Budget, Commit, Draft, DraftTree, Needs, Row
 from outrider.draft.hydra.layouts import check_kind, named, prefixed, recognised
@@ -32,6 +32,7 @@ from outrider.drafting.base import Drafter, Target
 from outrider.errors import ConfigError, ModelError, unknown
 from outrider.heads.base import HeadDrafter, HeadOptions
 from outrider.heads.ranks import Worth
+from outrider.heads.reader import Reader
 from outrider.heads.recurrent import PILE, PendingStates
 from outrider.heads.templates import MEDUSA, Path, paths
 from outrider.heads.trees import Drawn, Growing, Static, level_of

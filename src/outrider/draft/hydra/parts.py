@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.cache.pool import Pool
-from outrider.checkpoints.heads import Reader
 from outrider.core.step_input import StepInput
 from outrider.draft.hydra.layouts import PREFIX
 from outrider.drafting.base import Target
 from outrider.heads.layer import Block, Sizes, turn_of
+from outrider.heads.reader import Reader
+from outrider.models.base import Model
 from outrider.models.fallback.row_invariant import by_rows
-from outrider.models.model import Model
 
 
 class Prefix:

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from outrider.backends.base import Chain
-from outrider.backends.chain import StopRule
 from outrider.cache.pool import Pool
 from outrider.core.noise import stream_of
 from outrider.core.step_input import StepInput
+from outrider.core.stop_rule import StopRule
 from outrider.core.types import NOTHING, ROOT, Batch, Budget, Commit, Draft, DraftTree, Resume, Row
 from outrider.draft.layerskip.comb import Comb
 from outrider.draft.layerskip.confidence import AUTO, SIBLINGS, Exit, siblings_at

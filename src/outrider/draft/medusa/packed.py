@@ -6,10 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.checkpoints.heads import Head, Reader
+from outrider.checkpoints.heads import Head
 from outrider.draft.medusa.layouts import counts
 from outrider.drafting.base import Target
 from outrider.errors import ModelError
+from outrider.heads.reader import Reader
 from outrider.models.fallback.row_invariant import by_rows
 
 

@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.backends.base import Kernels
-from outrider.checkpoints.heads import Reader
 from outrider.core.step_input import StepInput
 from outrider.draft.mlp_speculator.layouts import GATES, KINDS, LSTM, Layout
 from outrider.errors import ModelError
+from outrider.heads.reader import Reader
 from outrider.models.fallback.row_invariant import by_rows
 
 EPS = 1e-6

@@ -31,13 +31,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from outrider.checkpoints.heads import Head, Reader
+from outrider.checkpoints.heads import Head
 from outrider.core.step_input import StepInput
 from outrider.draft.mtp.layouts import named, recognised
 from outrider.draft.mtp.network import Network
 from outrider.draft.mtp.packed import Packed
 from outrider.drafting.base import Drafter, Target
 from outrider.errors import ConfigError, ModelError
+from outrider.heads.reader import Reader
 from outrider.heads.recurrent import Net, Recurrent, RecurrentOptions, Turn
 from outrider.heads.trees import Growing
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 from torch import Tensor
 
 from outrider.cache.pool import Pool
-from outrider.checkpoints.heads import Reader
 from outrider.core.step_input import StepInput
 from outrider.core.types import FINAL
 from outrider.drafting.base import Target
 from outrider.heads.layer import Block, Pairs, Sizes, turn_of
-from outrider.models.model import Model
+from outrider.heads.reader import Reader
+from outrider.models.base import Model
 
 
 class Layer:

@@ -2,131 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
-from array import array
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
-
-import numpy as np
-
-RUNS = (8, 4, 2, 1)  # tokens of a run, by its order; these constants are those of runs.c
-PLACES = (
-    4,
-    16,
-    16,
-    16,
-)  # most recent ones of a run that are looked at; after long ones the same follows, as a rule
-FRONT = (0, 4, 20, 36)  # those of longer runs
-Places = Callable[
-    [int], list[tuple[int, list[int]]]
-]  # order -> of each place how many tokens agree, and what followed
+from outrider.backends.select import compiled_library
+from outrider.drafting.lookup.index_base import Index
+from outrider.drafting.lookup.index_compiled import Compiled
+from outrider.drafting.lookup.index_reference import Plain
 
 
-class Index(Protocol):
-    """A text that grows up to `capacity` tokens, and where each run of it ended: 36 bytes a token, whatever the tokens are.
-
-    The places of runs that share a hash are one list, most recent first; the tokens themselves are compared, at twice as many places as
-    are wanted.  What the text ends with is not in the index before more follows: it never finds itself.  `longest` and `depth`,
-    given when it is made, are for `find`.
-    """
-
-    capacity: int
-    first: int  # places before this one are forgotten
-
-    @property
-    def length(self) -> int:
-        """Tokens, so far."""
-
-    def extend(self, tokens: Sequence[int]) -> None: ...
-
-    def find(self, tokens: Sequence[int], said: Sequence[int], texts: Sequence[Any]) -> Places:
-        """Extends the text; then, of each order, the most recent places (see PLACES) where its last tokens ended, with `said` behind them.
-
-        Looked up in the text itself where there are no `texts`, otherwise in these, the last one first.  What agrees in more tokens
-        than `longest`, or in a longer run, counts as agreeing in less.  `depth` tokens that followed: the text itself goes on with
-        what it has said, as a loop would; the others end with -1, also from a token below 0 on.  Good until the next look-up of its kind.
-        """
-
-
-def declare(lib: ctypes.CDLL) -> None:
-    p, n = ctypes.c_void_p, ctypes.c_long
-    lib.runs_extend.argtypes = [p, p, n]
-    lib.runs_find.argtypes = [p, p, n, n, p, n, p]
-    lib.runs_extend.restype = lib.runs_find.restype = None
-
-
-def width(capacity: int) -> int:
-    """Bits of a hash: not more of them than tokens."""
-    return max(capacity, 64).bit_length() - 1
-
-
-class _Text(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_int32) for name in ("shift", "oldest", "length", "entered", "longest", "depth")),
-        *((name, ctypes.c_void_p) for name in ("tokens", "previous", "heads")),
-    ]
-
-
-class Compiled:
-    """`Index` in C.  Its memory is that of numpy, which the system gives as it is written."""
-
-    def __init__(self, lib: ctypes.CDLL, capacity: int, longest: int = 1, depth: int = 0) -> None:
-        self.lib, self.capacity, self.width = lib, capacity, 2 + depth
-        self.memory = np.zeros(capacity * (1 + len(RUNS)) + (len(RUNS) << width(capacity)), np.int32)
-        at = self.memory.ctypes.data
-        after = at + 4 * capacity, at + 4 * capacity * (1 + len(RUNS))
-        self.text = _Text(32 - width(capacity), 0, 0, 0, longest, depth, at, *after)
-        self.at = ctypes.addressof(self.text)
-        self.found = [
-            array("i", bytes(4 * (len(RUNS) + sum(PLACES) * self.width))) for _ in range(2)
-        ]  # in itself, in others
-
-    def __deepcopy__(self, memo: object) -> Compiled:
-        made = Compiled(self.lib, self.capacity, self.text.longest, self.text.depth)
-        made.memory[:] = self.memory
-        made.text.oldest, made.text.length, made.text.entered = (
-            self.text.oldest,
-            self.text.length,
-            self.text.entered,
-        )
-        return made
-
-    @property
-    def first(self) -> int:
-        return int(self.text.oldest)
-
-    @first.setter
-    def first(self, place: int) -> None:
-        self.text.oldest = place
-
-    @property
-    def length(self) -> int:
-        return int(self.text.length)
-
-    def _fits(self, tokens: Sequence[int]) -> None:
-        assert self.length + len(tokens) <= self.capacity, (
-            f"{self.length + len(tokens)} tokens in an index of {self.capacity}"
-        )
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        self._fits(tokens)
-        given = array("i", tokens)  # named, so that it lives until C has read it
-        self.lib.runs_extend(self.at, given.buffer_info()[0], len(given))
-
-    def find(self, tokens: Sequence[int], said: Sequence[int], texts: Sequence[Compiled]) -> Places:
-        self._fits(tokens)
-        given, out, row = array("i", [*tokens, *said]), self.found[len(texts) > 0], self.width
-        among = array("Q", [text.at for text in texts]) if texts else None
-        self.lib.runs_find(
-            self.at, given.buffer_info()[0], len(tokens), len(said), among.buffer_info()[0] if among else None, len(texts),
-            out.buffer_info()[0],
-        )  # fmt: skip
-
-        def places(order: int) -> list[tuple[int, list[int]]]:
-            begin = len(RUNS) + FRONT[order] * row
-            rows, found = out[begin : begin + out[order] * row].tolist(), []
-            for i in range(0, len(rows), row):
-                found += [(rows[i + 1], rows[i + 2 : i + row])] * rows[i]
-            return found
-
-        return places
+def index_for(capacity: int, longest: int = 1, depth: int = 0) -> Index:
+    """An index for a text of at most `capacity` tokens: in C where the kernels are built, otherwise in Python."""
+    library = compiled_library()
+    if library is None:
+        return Plain(capacity, longest, depth)
+    return Compiled(library, capacity, longest, depth)

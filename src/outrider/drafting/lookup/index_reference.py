@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from outrider.drafting.lookup.index import PLACES, RUNS, Places, width
+from outrider.drafting.lookup.index_base import PLACES, RUNS, Places, width
 
 FIRST, NEXT, WORD = 2654435769, 2246822507, 0xFFFFFFFF  # the polynomial of runs.c
 

@@ -27,11 +27,12 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils import logging as transformers_logging
 
-from outrider.backends.base import Kernels, ScoreModifier, TreeQueries, kernels_for
+from outrider.backends.base import Kernels, ScoreModifier, TreeQueries
+from outrider.backends.select import kernels_for
 from outrider.cache.pool import Pool, kv_dtype
 from outrider.checkpoints.hub import Checkpoint, first_line
 from outrider.checkpoints.spec import FAMILIES
-from outrider.checkpoints.validate import check_attention
+from outrider.core.limits import check_attention
 from outrider.core.step_input import StepInput
 from outrider.errors import ConfigError, ModelError
 from outrider.models.fallback import row_invariant, tempered, unrouted

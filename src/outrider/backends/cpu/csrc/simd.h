@@ -127,4 +127,4 @@ void follow(const float *logits, long wide, long V, float *top, long high, const
 /* ---- stop.c, called from whole.c: when no guess is made behind a token.  chain.py mirrors the struct. */
 enum { TOP = 4, TRAITS = TOP + 2 };
 typedef struct { double least, most; const float *net; long hidden; } Halt;
-int halts(const Halt *h, const float *logits, long V, float temperature, int32_t token, long level, float *traits);
+int should_stop(const Halt *h, const float *logits, long V, float temperature, int32_t token, long level, float *traits);

@@ -54,7 +54,7 @@ static int doubts(const Halt *h, const float *traits, long level) {
     return sum < 0;
 }
 
-int halts(const Halt *h, const float *logits, long V, float temperature, int32_t token, long level, float *traits) {
+int should_stop(const Halt *h, const float *logits, long V, float temperature, int32_t token, long level, float *traits) {
     measure(logits, V, temperature, token, traits);
     return traits[0] < h->least || traits[1] > h->most || (h->net && doubts(h, traits, level));
 }

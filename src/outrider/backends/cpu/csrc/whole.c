@@ -70,7 +70,7 @@ void chain(const Shape *s, const Layer *layers, const Ends *e, const Rows *first
             const long found = pick_known(row, V, &law, key, top + i * high, out + place);
             picking += now() - began;
             if (!found) continue;
-            if (halt && (halts(halt, row, V, c->temperature, out[place], level, seen) || seen[0] < c->floor)) continue;
+            if (halt && (should_stop(halt, row, V, c->temperature, out[place], level, seen) || seen[0] < c->floor)) continue;
             if (level + 1 == c->levels) continue;
             const long j = left++;                            /* the rows that go on close up */
             live[j] = live[i];

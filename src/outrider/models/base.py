@@ -1,4 +1,4 @@
-"""What a model is to the engine and the drafters, and who runs a checkpoint: the lean decoder, or transformers' own code."""
+"""Interface of a model, as the engine and the drafters use it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,10 @@ import torch
 from torch import Tensor
 
 from outrider.backends.base import Chain, Kernels, TreeQueries
-from outrider.backends.chain import Chained, StopRule
 from outrider.cache.pool import Pool
-from outrider.checkpoints.hub import Checkpoint
-from outrider.checkpoints.spec import FAMILIES, Facts, Spec
+from outrider.checkpoints.spec import Facts
 from outrider.core.step_input import StepInput
-from outrider.errors import ConfigError, ModelError
-from outrider.models.decoder import Decoder
-from outrider.models.placement import Placement
+from outrider.core.stop_rule import Chained, StopRule
 
 
 class Model(Protocol):
@@ -95,36 +91,3 @@ class Model(Protocol):
 
         states [chains, most levels, hidden] gets what `logits` read for each of them.
         """
-
-
-def load(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, max_len: int, quantization: str | None, kv_cache_dtype: str,
-    where: Placement | None = None,
-) -> Model:  # fmt: skip
-    """where: unless all is on `device`.  Raises ModelError naming what is missing, of another shape or beyond us."""
-    split = where is not None and set(where.layers) != {device}
-    if not needs_fallback(checkpoint, quantization, split):
-        return Decoder(checkpoint, dtype, device, max_len, quantization, kv_cache_dtype, where)
-    from outrider.models.fallback.model import Fallback
-
-    return Fallback(checkpoint, dtype, device, max_len, kv_cache_dtype)
-
-
-def needs_fallback(checkpoint: Checkpoint, quantization: str | None = None, split: bool = False) -> bool:
-    """Whether transformers' own code runs a checkpoint.  Raises ConfigError or ModelError for what only the lean decoder can do."""
-    name = checkpoint.spec.architecture
-    if isinstance(checkpoint.spec, Spec):
-        return False
-    if quantization is not None:
-        raise ConfigError(
-            f"quantization {quantization!r} is for {', '.join(FAMILIES)}; {name} runs in its own numbers: leave it out."
-        )
-    if split:
-        raise ConfigError(
-            f"gpu_layers is for {', '.join(FAMILIES)}; {name} runs on one device: leave it out."
-        )
-    if checkpoint.scheme or checkpoint.gguf:
-        raise ModelError(
-            f"{name} cannot be run from a quantised checkpoint; only {', '.join(FAMILIES)} can: load an unquantised one."
-        )
-    return True

@@ -24,7 +24,7 @@ from outrider.checkpoints.quantize import GROUP, quantize
 from outrider.checkpoints.validate import read_json
 from outrider.core.quantized import QuantizedWeight
 from outrider.errors import ConfigError, ModelError
-from outrider.models.model import needs_fallback
+from outrider.models.load import needs_fallback
 
 OUTER = ("embed_tokens", "lm_head")
 PLAIN = {16: torch.bfloat16, 32: torch.float32}  # bits: not quantised

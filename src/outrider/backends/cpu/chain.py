@@ -1,41 +1,14 @@
-"""A chain of guesses in one call, and when it ends before its last level: as the C kernels and torch decide it."""
+"""A chain of draft tokens in one C call: what whole.c reads and writes."""
 
 from __future__ import annotations
 
 import ctypes
-import math
 import struct
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
 
-from torch import Tensor
-
-if TYPE_CHECKING:
-    from outrider.backends.base import Chain
-
-TOP = 4
-NUM_FEATURES = TOP + 2
-
-NodeFeatures = list[
-    float
-]  # of a guess: its probability, the entropy of its law, the TOP largest probabilities there
-Chained = tuple[
-    list[list[int]], list[list[NodeFeatures]]
-]  # the tokens of each chain, and their traits where something may halt it
-
-
-class StopRule(NamedTuple):
-    """No guess is made behind one that is less likely than `least`, whose law has more entropy than `most`, or that `net` doubts.
-
-    net: float32, flat: [hidden, TRAITS + 1] weights (for the traits and the level, which counts from 0), [hidden] biases, then
-    ReLU, [hidden] weights, [1] bias; below 0 it doubts.
-    """
-
-    least: float = 0.0
-    most: float = math.inf
-    net: Tensor | None = None
-
+from outrider.backends.base import Chain
+from outrider.core.stop_rule import NUM_FEATURES, Chained, NodeFeatures, StopRule, hidden_of
 
 CHAIN = struct.Struct(
     "@lll dd Q ff"
@@ -88,31 +61,3 @@ class Room:
                 places = range(first * NUM_FEATURES, (first + len(tokens[-1])) * NUM_FEATURES, NUM_FEATURES)
                 features.append([self.features[at : at + NUM_FEATURES].tolist() for at in places])
         return tokens, features
-
-
-def hidden_of(net: Tensor) -> int:
-    return (net.numel() - 1) // (NUM_FEATURES + 3)
-
-
-def measure(logits: Tensor, temperature: float, token: int) -> NodeFeatures:
-    """Of the law softmax(logits [V] / temperature), 1 where that is 0."""
-    law = (logits.double() / (temperature or 1.0)).softmax(-1)
-    best = law.topk(min(TOP, law.numel())).values.tolist()
-    entropy = -float((law * law.clamp_min(1e-300).log()).sum())
-    return [float(law[token]), entropy, *best, *[0.0] * (TOP - len(best))]
-
-
-def should_stop(stop_rule: StopRule, features: NodeFeatures, level: int) -> bool:
-    return (
-        features[0] < stop_rule.least
-        or features[1] > stop_rule.most
-        or (stop_rule.net is not None and score(stop_rule.net, features, level) < 0)
-    )
-
-
-def score(net: Tensor, features: NodeFeatures, level: int) -> float:
-    """What the network says of a guess."""
-    hidden = hidden_of(net)
-    weights, rest = net[: hidden * (NUM_FEATURES + 1)].view(hidden, -1), net[hidden * (NUM_FEATURES + 1) :]
-    inner = weights @ net.new_tensor([*features, level]) + rest[:hidden]
-    return float(inner.relu() @ rest[hidden:-1] + rest[-1])

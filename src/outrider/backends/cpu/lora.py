@@ -1,0 +1,55 @@
+"""LoRA adapters in the form of lora.c."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from dataclasses import dataclass
+
+from torch.nn.functional import pad
+
+from outrider.core.lora import Adapted, LayerSizes, Runs, places
+
+PANEL = 64  # outputs side by side; the same constant as in lora.c
+
+
+class _Low(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("a", "b")),
+        *((name, ctypes.c_long) for name in ("rank", "start", "outputs")),
+        ("scale", ctypes.c_float),
+    ]
+
+
+class _Run(ctypes.Structure):
+    _fields_ = [("row", ctypes.c_long), ("count", ctypes.c_long), ("parts", ctypes.POINTER(_Low))]
+
+
+@dataclass
+class Adapter:
+    """For lora.c."""
+
+    parts: ctypes.Array[_Low]  # of every layer: q, k, v, o, gate, up, down; rank 0 where nothing is added
+    alive: object
+
+
+def pack(spec: LayerSizes, layers: Adapted) -> Adapter:
+    made, alive = (_Low * (len(layers) * len(places(spec))))(), []
+    for to, (layer, (name, place)) in zip(made, itertools.product(layers, places(spec).items())):
+        if low := layer.get(name):
+            a = pad(low.a.float(), (0, -place.inputs % 16)).contiguous()
+            b = pad(low.b.float(), (0, 0, 0, -place.outputs % PANEL))
+            b = b.view(-1, PANEL, len(a)).permute(0, 2, 1).contiguous()
+            to.a, to.b, to.scale = a.data_ptr(), b.data_ptr(), low.scale
+            to.rank, to.start, to.outputs = len(a), place.start, place.outputs
+            alive.append((a, b))
+    return Adapter(made, alive)
+
+
+def rows(runs: Runs) -> ctypes.Array[_Run] | None:
+    """The runs for lora.c, if there are any."""
+    return (
+        (_Run * len(runs))(*(_Run(first, count, adapter.parts) for first, count, adapter in runs))
+        if runs
+        else None
+    )

@@ -1,0 +1,38 @@
+"""Choice of the backend for a device, from what this machine can run."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+import torch
+
+from outrider.backends.base import Kernels
+from outrider.backends.cpu import kernels as cpu
+from outrider.backends.cpu import threads
+from outrider.backends.torch import kernels as reference
+
+CPU = torch.device("cpu")
+
+
+def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
+    """The fastest kernels that run here.  OUTRIDER_KERNELS=torch asks for the reference."""
+    if device.type == "cpu":
+        threads.limit()
+    library = compiled_library(device)
+    if library is not None and dtype in (torch.float32, torch.bfloat16):
+        return cpu.CpuKernels(library, dtype)
+    return reference.TorchKernels(device, dtype)
+
+
+def fast_bfloat16(device: torch.device) -> bool:
+    """Whether bfloat16 weights pay: in hardware, or in the C kernels, which widen them at the price of reading half the bytes."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported())  # type: ignore[no-untyped-call]
+    hardware = bool(torch.cpu.get_capabilities().get("avx512_bf16"))  # type: ignore[no-untyped-call]
+    return device.type == "cpu" and (hardware or compiled_library(device) is not None)
+
+
+def compiled_library(device: torch.device = CPU) -> ctypes.CDLL | None:
+    """The C kernels for a device; None where there are none, or OUTRIDER_KERNELS=torch leaves them out."""
+    return cpu.library() if device.type == "cpu" and os.environ.get("OUTRIDER_KERNELS") != "torch" else None

@@ -1,0 +1,31 @@
+"""Block table: the cache slots of one sequence."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+PAGE = 16
+ROOT = 0  # what the first page of every sequence hangs from; one whose K/V is not the plain model's has a negative root of its own
+
+
+@dataclass(eq=False)
+class Table:
+    """The slots of one sequence.  `slots` is allocated once, so that its address never changes."""
+
+    slots: array[int]  # 32-bit [capacity]
+    pages: list[int] = field(default_factory=list)
+    nodes: list[int] = field(
+        default_factory=list
+    )  # index node of each page, from the front, that was entered
+    root: int = ROOT
+
+    @property
+    def room(self) -> int:
+        return len(self.pages) * PAGE
+
+    def key(self, tokens: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+        """Under which the next page to be entered stands in the index."""
+        at = len(self.nodes) * PAGE
+        return self.nodes[-1] if self.nodes else self.root, tuple(tokens[at : at + PAGE])

@@ -1,0 +1,45 @@
+"""Choice of who runs a checkpoint: the lean decoder, or transformers' own code."""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.checkpoints.hub import Checkpoint
+from outrider.checkpoints.spec import FAMILIES, Spec
+from outrider.errors import ConfigError, ModelError
+from outrider.models.base import Model
+from outrider.models.decoder import Decoder
+from outrider.models.placement import Placement
+
+
+def load(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, max_len: int, quantization: str | None, kv_cache_dtype: str,
+    where: Placement | None = None,
+) -> Model:  # fmt: skip
+    """where: unless all is on `device`.  Raises ModelError naming what is missing, of another shape or beyond us."""
+    split = where is not None and set(where.layers) != {device}
+    if not needs_fallback(checkpoint, quantization, split):
+        return Decoder(checkpoint, dtype, device, max_len, quantization, kv_cache_dtype, where)
+    from outrider.models.fallback.model import Fallback
+
+    return Fallback(checkpoint, dtype, device, max_len, kv_cache_dtype)
+
+
+def needs_fallback(checkpoint: Checkpoint, quantization: str | None = None, split: bool = False) -> bool:
+    """Whether transformers' own code runs a checkpoint.  Raises ConfigError or ModelError for what only the lean decoder can do."""
+    name = checkpoint.spec.architecture
+    if isinstance(checkpoint.spec, Spec):
+        return False
+    if quantization is not None:
+        raise ConfigError(
+            f"quantization {quantization!r} is for {', '.join(FAMILIES)}; {name} runs in its own numbers: leave it out."
+        )
+    if split:
+        raise ConfigError(
+            f"gpu_layers is for {', '.join(FAMILIES)}; {name} runs on one device: leave it out."
+        )
+    if checkpoint.scheme or checkpoint.gguf:
+        raise ModelError(
+            f"{name} cannot be run from a quantised checkpoint; only {', '.join(FAMILIES)} can: load an unquantised one."
+        )
+    return True
