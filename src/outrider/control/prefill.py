@@ -71,7 +71,7 @@ class PrefillBudget:
         return self.tokens <= 0 or self.share < 1e-6
 
     def take(self, wanted: int, context: int) -> int:
-        """Tokens for a row with `context` positions computed that wants `wanted` more; at least 1 until exhausted."""
+        """Tokens for a row with `context` positions computed that wants more; at least 1 until exhausted."""
         if self.exhausted:
             return 0
         taken = min(wanted, self.tokens)
@@ -199,7 +199,7 @@ class PrefillPacer:
         self.costs[bucket] = cost.after(prefill, seconds, decode)
 
     def _checked(self, cost: ChunkCost, ratio: float) -> ChunkCost:
-        """Measures d again and trusts old costs less if measured over predicted time shows a changed speed."""
+        """Measures d again and trusts old costs less where steps show that the speed has changed."""
         self.surprises = 0 if 1 / SURPRISE < ratio < SURPRISE else self.surprises + 1
         if self.surprises < 2:
             return cost
