@@ -2,6 +2,9 @@
 
 import json
 import random
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -97,6 +100,31 @@ def test_resumed_run_equals_one_that_was_not_stopped(folder, tmp_path):
     assert resumed.decay(3 * STEP)
     assert all(torch.equal(a, b) for a, b in zip(weights(whole), weights(resumed)))
     assert whole.counts == resumed.counts
+
+
+def test_killed_process_resumes_to_the_same_weights(folder, tmp_path):
+    """Kill -9 after some steps; the run that goes on equals one that was not killed."""
+    script = (
+        "import sys; from pathlib import Path; sys.path[:0] = sys.argv[1:3];"
+        "import torch; torch.set_num_threads(1);"
+        "from test_recipe_training import trainer, STEP;"
+        "trainer(Path(sys.argv[3]), Path(sys.argv[4]), checkpoint_seconds=0).constant(10**6 * STEP)"
+    )
+    here = Path(__file__).parent
+    words = [str(here), str(here.parents[1]), str(tmp_path / "killed"), str(folder)]
+    with subprocess.Popen([sys.executable, "-c", script, *words]) as process:
+        log = tmp_path / "killed/log.jsonl"
+        while not (log.exists() and '"step": 3' in log.read_text()):
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.kill()
+    resumed = trainer(tmp_path / "killed", folder)
+    resumed.load("constant.pt")
+    end = resumed.counts.tokens + 2 * STEP
+    assert resumed.counts.step >= 1 and resumed.constant(end)
+    whole = trainer(tmp_path / "whole", folder)
+    assert whole.constant(end)
+    assert all(torch.equal(a, b) for a, b in zip(weights(whole), weights(resumed)))
 
 
 def test_kill_while_saving_keeps_the_old_checkpoint(folder, tmp_path, monkeypatch):
