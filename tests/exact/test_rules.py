@@ -7,20 +7,16 @@ every way, with its probability.  Vocabulary <= 4, depth <= 3, error <= 1e-12.
 from __future__ import annotations
 
 import itertools
-import sys
 import zlib
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from rows import make_row
+from torch import Tensor
 
 from outrider import verify
 from outrider.core.types import ROOT, Batch, Budget, Draft, DraftTree

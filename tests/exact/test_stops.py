@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 from helpers import answer, drive, prompts_of, said, settled, tiny_prompts
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from rows import make_row
 
 from outrider import LLM, ConfigError, SamplingParams

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from eagle3_heads import naive, official
+from families import write
 from helpers import install
-from models.families import write
 from torch import Tensor
 from toys import HIDDEN, LAYERS, V, acceptance, samples, save_head, teach, toy_target
 
@@ -63,7 +63,7 @@ def test_a_shift_of_states_against_tokens_is_caught(
         def chain(self, table: Any, start: int, tokens: Any, shift: int = 0) -> None:
             super().chain(table, start, [7, *tokens[:-1]], shift)
 
-    monkeypatch.setattr(recurrent, "Plan", Shifted)
+    monkeypatch.setattr(recurrent, "StepInput", Shifted)
     assert (
         acceptance(target, {"method": "eagle3", "model": head, "tree": "chain", "num_speculative_tokens": 1})
         < 0.05

@@ -218,7 +218,7 @@ def test_a_shift_is_caught(toy: LLM, taught: str, monkeypatch: pytest.MonkeyPatc
         def chain(self, table: Any, start: int, tokens: Any, shift: int = 0) -> None:
             super().chain(table, start, [7, *list(tokens)[:-1]], shift)
 
-    monkeypatch.setattr(mtp, "Plan", Shifted)
+    monkeypatch.setattr(mtp, "StepInput", Shifted)
     assert (
         acceptance(toy.engine.options.model, {"model": taught, "tree": "chain", "num_speculative_tokens": 2})
         < 0.06

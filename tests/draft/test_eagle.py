@@ -269,7 +269,7 @@ def test_a_shift_is_caught(toy: LLM, taught: str, monkeypatch: pytest.MonkeyPatc
     class Shifted(StepInput):
         chain = shifted
 
-    monkeypatch.setattr(recurrent, "Plan", Shifted)
+    monkeypatch.setattr(recurrent, "StepInput", Shifted)
     assert (
         acceptance(toy.engine.options.model, {"model": taught, "tree": "chain", "num_speculative_tokens": 1})
         < 0.05
