@@ -100,18 +100,20 @@ def level_ms(
     times, sweeps = [], []
     for _ in range(repeats):
         sweeps.append(milliseconds(sweep))
-        plan, state = StepInput(), g.clone()
+        step_input, state = StepInput(), g.clone()
         for i in range(rows):
-            plan.node(table, TEXT, [TEXT + i], 100 + i)
-        plan.build()
+            step_input.node(table, TEXT, [TEXT + i], 100 + i)
+        step_input.build()
         candidates = drafter.kernels.candidates(TOP_K, rows, 2)
         if rows > 1:
             candidates.grow(torch.randn(1, TOP_K), GREEDY, 0, None, None)  # the level before
 
         def level(
-            plan: StepInput = plan, state: torch.Tensor = state, candidates: Candidates = candidates
+            step_input: StepInput = step_input,
+            state: torch.Tensor = state,
+            candidates: Candidates = candidates,
         ) -> None:
-            candidates.grow(net.logits(net.forward(plan, pool, state)), GREEDY, 0, ids, None)
+            candidates.grow(net.logits(net.forward(step_input, pool, state)), GREEDY, 0, ids, None)
 
         times.append(milliseconds(level))
     least = bytes_read(drafter) / (swept / statistics.median(sweeps))
@@ -136,7 +138,7 @@ class Known(Chooser):
 def tree_ms(drafter: Recurrent, target: Target, repeats: int = 200) -> dict[str, float]:
     """Everything but the network and the picks from its logits: what is kept and planned, level by level; and with the picks."""
     params = SamplingParams(temperature=0, max_tokens=1000)
-    row = Row("0", 0, list(range(TEXT + 1)), TEXT, params, params.law, 0, (), 4096, frozenset())
+    row = Row("0", 0, list(range(TEXT + 1)), TEXT, params, params.distribution, 0, (), 4096, frozenset())
     table, ready = array("i", range(TEXT + 2 * NODES)), torch.randn(TOP_K, target.vocabulary) * 3
     known = Known(target, ready)
 
@@ -145,9 +147,9 @@ def tree_ms(drafter: Recurrent, target: Target, repeats: int = 200) -> dict[str,
         while tree.sources:
             tree.take(choose, ready[: len(tree.sources)])
             if tree.sources:
-                plan = StepInput()
-                tree.plan(plan)
-                plan.build()
+                step_input = StepInput()
+                tree.add_to(step_input)
+                step_input.build()
         assert len(tree.draft_tree.tokens) == NODES
 
     both = (partial(build, known), partial(build, drafter.choose))

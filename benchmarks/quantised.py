@@ -75,12 +75,12 @@ def long_step_ms(model: Path, form: str, kv: str) -> float:
     for layer in range(spec.layers):
         for part in (0, 1):
             pool.write(layer, part, slots, torch.randn(CONTEXT, spec.kv_heads, spec.head_dim))
-    plan, times = StepInput(), []
-    plan.chain(array("i", range(CONTEXT + 16)), CONTEXT, [100])
-    plan.build()
+    step_input, times = StepInput(), []
+    step_input.chain(array("i", range(CONTEXT + 16)), CONTEXT, [100])
+    step_input.build()
     for _ in range(18):
         began = time.perf_counter()
-        decoder.logits(decoder.forward(plan, pool), [0])
+        decoder.logits(decoder.forward(step_input, pool), [0])
         times.append(time.perf_counter() - began)
     return statistics.median(times[3:]) * 1e3
 
@@ -94,18 +94,18 @@ def divergence() -> dict[str, dict[str, float]]:
     )
     texts = [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
 
-    def laws(llm: LLM) -> torch.Tensor:
+    def distributions(llm: LLM) -> torch.Tensor:
         found, decoder = [], llm.engine.decoder
         for text in texts:
-            plan = StepInput()
-            plan.chain(array("i", range(len(text))), 0, text)
-            x = decoder.forward(plan.build(), decoder.pool(len(text)))
+            step_input = StepInput()
+            step_input.chain(array("i", range(len(text))), 0, text)
+            x = decoder.forward(step_input.build(), decoder.pool(len(text)))
             found.append(decoder.logits(x, list(range(len(text)))).double().log_softmax(-1))
         return torch.cat(found)
 
-    before, made = laws(whole), {}
+    before, made = distributions(whole), {}
     for name, form in {**FORMS, "K/V int8": {"kv_cache_dtype": "int8"}}.items():
-        after = laws(LLM("builtin", **form))
+        after = distributions(LLM("builtin", **form))
         made[name] = {
             "mean KL": float((before.exp() * (before - after)).sum(-1).mean()),
             "same greedy token": float((before.argmax(-1) == after.argmax(-1)).double().mean()),

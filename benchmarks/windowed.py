@@ -22,7 +22,7 @@ from rich.console import Console
 
 from outrider import LLM, SamplingParams
 from outrider.cache.pages import Cache
-from outrider.core.block_table import PAGE, Table
+from outrider.core.block_table import PAGE, BlockTable
 
 ROWS, LENGTH, NEW, BUDGET = 16, 4000, 24, 256
 LAWS = {"greedy": 0.0, "T = 0.8": 0.8}
@@ -31,7 +31,7 @@ LAWS = {"greedy": 0.0, "T = 0.8": 0.8}
 def apart(cache: Cache) -> None:
     """Requests that share a prompt get a copy each."""
 
-    def copy(table: Table, page: int) -> None:
+    def copy(table: BlockTable, page: int) -> None:
         source, at = array("i", range(page * PAGE, (page + 1) * PAGE)), table.room
         cache._append(table, cache._take())
         for pool in cache.pools:

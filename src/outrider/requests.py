@@ -224,7 +224,7 @@ class Reader:
         for index in range(params.n):
             rows.append(
                 Row(
-                    id=id, index=index, tokens=list(ids), prompt=len(ids), params=params, law=params.law, seed=seed,
+                    id=id, index=index, tokens=list(ids), prompt=len(ids), params=params, distribution=params.distribution, seed=seed,
                     processors=processors_of(params, len(ids), limit, ending, bad_words), limit=limit, ending=ending,
                     source=rows[0] if rows else None, lora=lora, logprobs=self._logprobs(params, index),
                     text=Detokenizer(self.tokenizer, params.skip_special_tokens) if reads else None,

@@ -196,7 +196,7 @@ def test_a_drafter_is_complete(name: str) -> None:
 def test_a_rule_is_complete(name: str) -> None:
     rule = verify.rule(name)
     assert rule.__module__ == f"outrider.verify.{name}"
-    assert list(inspect.signature(rule()).parameters) == ["draft", "laws", "batch"]
+    assert list(inspect.signature(rule()).parameters) == ["draft", "distributions", "batch"]
     assert rule.walk is not Rule.walk
     assert dataclasses.is_dataclass(rule.Options) and inspect.getdoc(importlib.import_module(rule.__module__))
 

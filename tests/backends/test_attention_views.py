@@ -38,13 +38,13 @@ def scene(
     rng: random.Random, sink: int, recent: int, requests: int = 3, longest: int = 60
 ) -> tuple[StepInput, list[ForwardOutput]]:
     """Requests whose known tokens and trees of guesses go through a window; and what each row sees, by the definition."""
-    window, plan, expected = Window(sink, recent), StepInput(sink), []
+    window, step_input, expected = Window(sink, recent), StepInput(sink), []
     slots = rng.sample(range(SLOTS), SLOTS)
     for _ in range(requests):
         end, nodes = rng.randint(1, longest), rng.randint(0, 8)
         start = max(0, end - rng.choice([1, 1, 3, 20]))
         table = array("i", [slots.pop() for _ in range(end + nodes)])
-        view = window.read(plan, table, start, [0] * (end - start), nodes)
+        view = window.read(step_input, table, start, [0] * (end - start), nodes)
         oldest = 0
         for p in range(start, end):
             piece = (
@@ -55,7 +55,7 @@ def scene(
             expected.append(ForwardOutput(p, [(q, table[q]) for q in shown]))
         known = expected[-1].keys
         if rng.random() < 0.5:
-            view.chain(plan, end, [0] * nodes)
+            view.chain(step_input, end, [0] * nodes)
             draft_tree = [(end + i, table[end + i]) for i in range(nodes)]
             expected += [ForwardOutput(end + i, [*known, *draft_tree[: i + 1]]) for i in range(nodes)]
             continue
@@ -63,26 +63,26 @@ def scene(
         for node in range(nodes):
             parent = rng.randint(-1, node - 1)
             paths.append([*(paths[parent] if parent >= 0 else []), node])
-            view.node(plan, end, paths[node], 0)
+            view.node(step_input, end, paths[node], 0)
             last = end + len(paths[node]) - 1
             expected.append(
                 ForwardOutput(last, [*known, *((end + d, table[end + i]) for d, i in enumerate(paths[node]))])
             )
-    return plan.build(), expected
+    return step_input.build(), expected
 
 
-def checked(plan: StepInput, expected: list[ForwardOutput]) -> None:
-    assert plan.positions.tolist() == [row.position for row in expected]
-    assert plan.slots.tolist() == [row.keys[-1][1] for row in expected]
-    assert plan.longest == max(len(row.keys) for row in expected)
-    for table, first, count in plan.segments:
-        keys, order = plan.keys(first, count, table)
+def checked(step_input: StepInput, expected: list[ForwardOutput]) -> None:
+    assert step_input.positions.tolist() == [row.position for row in expected]
+    assert step_input.slots.tolist() == [row.keys[-1][1] for row in expected]
+    assert step_input.longest == max(len(row.keys) for row in expected)
+    for table, first, count in step_input.segments:
+        keys, order = step_input.keys(first, count, table)
         for i, row in enumerate(expected[first : first + count]):
             assert (
                 sorted((int(order[i, j]), int(keys[j])) for j in range(len(keys)) if order[i, j] >= 0)
                 == row.keys
             )
-            assert walk(plan, table, first + i) == [slot for _, slot in row.keys], (
+            assert walk(step_input, table, first + i) == [slot for _, slot in row.keys], (
                 "the C kernels walk the same keys"
             )
 
@@ -91,34 +91,34 @@ def checked(plan: StepInput, expected: list[ForwardOutput]) -> None:
 def test_a_row_sees_the_first_and_the_recent_tokens_and_the_guesses_above_it(
     rng: Any, sink: int, recent: int
 ) -> None:
-    plan, expected = scene(rng, sink, recent)
-    checked(plan, expected)
+    step_input, expected = scene(rng, sink, recent)
+    checked(step_input, expected)
     for row in expected:
         assert len(row.keys) >= min(row.position + 1, sink + recent), "less than the budget"
 
 
 def test_a_budget_of_six_with_two_sinks() -> None:
     """The picture in window.py, by hand."""
-    plan, table = StepInput(2), array("i", range(100, 112))
-    view = Window.of(6, 2).read(plan, table, 8, [7], 3)
-    view.chain(plan, 9, [1, 2])
-    plan.build()
-    assert [walk(plan, view.slots, row) for row in range(3)] == [
+    step_input, table = StepInput(2), array("i", range(100, 112))
+    view = Window.of(6, 2).read(step_input, table, 8, [7], 3)
+    view.chain(step_input, 9, [1, 2])
+    step_input.build()
+    assert [walk(step_input, view.slots, row) for row in range(3)] == [
         [100, 101, 105, 106, 107, 108],
         [100, 101, 105, 106, 107, 108, 109],
         [100, 101, 105, 106, 107, 108, 109, 110],
     ]
-    assert plan.positions.tolist() == [8, 9, 10]
+    assert step_input.positions.tolist() == [8, 9, 10]
 
 
 @pytest.mark.parametrize("window", [Window.of(None, 4), Window.of(10, 4), Window.of(11, 0)])
 def test_within_the_budget_nothing_changes(window: Window) -> None:
     """Ten tokens and ten in the budget: the request's own table, without copy or shift."""
-    plan, table = StepInput(window.sink), array("i", range(16))
+    step_input, table = StepInput(window.sink), array("i", range(16))
     for start in range(10):
-        assert window.read(plan, table, start, [0] * (10 - start), 4) == View(table)
-    assert all(view is table for view, _, _ in plan.segments)
-    assert len(plan.segments) == 1
+        assert window.read(step_input, table, start, [0] * (10 - start), 4) == View(table)
+    assert all(view is table for view, _, _ in step_input.segments)
+    assert len(step_input.segments) == 1
 
 
 # ---- the kernels
@@ -155,14 +155,18 @@ def test_all_kernels_look_where_the_view_says(window: int, sloped: bool, dtype: 
         pool.write(0, part, torch.arange(SLOTS), torch.randn(SLOTS, 2, 24))
     modifier = ScoreModifier(slopes=torch.rand(4)) if sloped else None
     for seed in range(4):
-        plan, expected = scene(random.Random(seed), sink=3, recent=9)
-        q = torch.randn(plan.length, 4, 24)
+        step_input, expected = scene(random.Random(seed), sink=3, recent=9)
+        q = torch.randn(step_input.length, 4, 24)
         want = by_definition(q, pool, expected, window, modifier)
-        got: Any = TorchKernels(CPU, torch.float32).attend(q, spec, plan, pool, 0, 0.25, window, modifier)
+        got: Any = TorchKernels(CPU, torch.float32).attend(
+            q, spec, step_input, pool, 0, 0.25, window, modifier
+        )
         torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
         if any(map(shutil.which, ("cc", "gcc", "clang"))):
             wide = torch.nn.functional.pad(q, (0, pool.width - 24)).contiguous()
-            ours = kernels_for(CPU, torch.float32).attend(wide, spec, plan, pool, 0, 0.25, window, modifier)
+            ours = kernels_for(CPU, torch.float32).attend(
+                wide, spec, step_input, pool, 0, 0.25, window, modifier
+            )
             torch.testing.assert_close(
                 ours.double(), want, rtol=1e-4, atol=0.05 if dtype == torch.int8 else 1e-4
             )

@@ -123,23 +123,23 @@ def test_nothing_found_is_no_tree(which: int) -> None:
 @settings(max_examples=100, deadline=None)
 @given(
     k=st.integers(1, 12), wide=st.integers(1, 12), levels=st.integers(1, 5), seed=st.integers(0, 1 << 30), listed=st.booleans(),
-    law=st.sampled_from([DistributionParams(0.0), DistributionParams(0.7), DistributionParams(1.0, top_k=5), DistributionParams(0.8, top_p=0.6)]),
+    distribution=st.sampled_from([DistributionParams(0.0), DistributionParams(0.7), DistributionParams(1.0, top_k=5), DistributionParams(0.8, top_p=0.6)]),
 )  # fmt: skip
 def test_growing_is_picking_and_widening(
-    k: int, wide: int, levels: int, seed: int, listed: bool, law: DistributionParams
+    k: int, wide: int, levels: int, seed: int, listed: bool, distribution: DistributionParams
 ) -> None:
     """In one call and in two, in C and in torch."""
     random_streams = torch.Generator().manual_seed(seed)
     trees = kinds(k, wide, levels)
     apart = Sorted(wide)
     ids = torch.arange(100, 140, dtype=torch.int32) if listed else None
-    ranked = torch.tensor(RANKED) if law.temperature else None
+    ranked = torch.tensor(RANKED) if distribution.temperature else None
     rows = 1
     for level in range(levels):
         logits, key = torch.randn(rows, 40, generator=random_streams) * 3, seed + level
-        found = Found(*TORCH.picks(logits, law, [key] * rows, k, ids), ids, ranked)
+        found = Found(*TORCH.picks(logits, distribution, [key] * rows, k, ids), ids, ranked)
         expected = apart.widen(found)
-        assert all(tree.grow(logits, law, key, ids, ranked) == expected for tree in trees)
+        assert all(tree.grow(logits, distribution, key, ids, ranked) == expected for tree in trees)
         if not (rows := len(expected[0])):
             break
     tokens, parents, shares = apart.keep(10)

@@ -27,11 +27,17 @@ from outrider.verify.match import Match
 @needs_c
 @settings(max_examples=200, deadline=None)
 @given(
-    law=st.sampled_from([DistributionParams(0.0), DistributionParams(0.8), DistributionParams(1.0, top_k=4), DistributionParams(0.7, top_p=0.6)]), seed=st.integers(0, MASK), index=st.integers(0, 3),
+    distribution=st.sampled_from([DistributionParams(0.0), DistributionParams(0.8), DistributionParams(1.0, top_k=4), DistributionParams(0.7, top_p=0.6)]), seed=st.integers(0, MASK), index=st.integers(0, 3),
     above=st.lists(st.integers(0, 100), max_size=14), probes=st.integers(0, 4), length=st.integers(1, 50), bad=st.booleans(),
 )  # fmt: skip
 def test_following_a_tree_is_picking_node_by_node(
-    law: DistributionParams, seed: int, index: int, above: list[int], probes: int, length: int, bad: bool
+    distribution: DistributionParams,
+    seed: int,
+    index: int,
+    above: list[int],
+    probes: int,
+    length: int,
+    bad: bool,
 ) -> None:
     """In one call and in many; where no token can be said behind some node, the many say why."""
     random_streams = torch.Generator().manual_seed(seed % (1 << 60))
@@ -42,7 +48,7 @@ def test_following_a_tree_is_picking_node_by_node(
     tokens = torch.randint(5, (len(above),), generator=random_streams).tolist()
     if bad and above:
         logits[1 + int(torch.randint(len(above), (1,), generator=random_streams)) + 1] = NEVER
-    row = make_row([1] * length, law, seed, index)
+    row = make_row([1] * length, distribution, seed, index)
     sampler, tree = (
         Sampler(c_kernels()),
         DraftTree(tokens, parents, [0.5] * len(tokens), probes=min(probes, len(tokens))),
@@ -79,23 +85,23 @@ def test_a_model_in_one_call_is_its_parts(
     table, sampler = array("i", range(40)), Sampler(decoder.kernels)
     tree = DraftTree([5, 9, 5, 150], [-1, -1, 0, 2], [0.5] * 4)
 
-    def run(one_call: bool, known: list[int], law: DistributionParams) -> tuple[Any, ...]:
-        plan, trees, states = StepInput(), decoder.kernels.trees(), dict.fromkeys(kept, torch.empty(0))
-        plan.chain(table, 0, known)
+    def run(one_call: bool, known: list[int], distribution: DistributionParams) -> tuple[Any, ...]:
+        step_input, trees, states = StepInput(), decoder.kernels.trees(), dict.fromkeys(kept, torch.empty(0))
+        step_input.chain(table, 0, known)
         at = len(known)
-        plan.nodes(table, at, [[at], [at + 1], [at, at + 2], [at, at + 2, at + 3]], tree.tokens)
-        sampler.ask(trees, 7, make_row(known, law), tree, 0)
+        step_input.nodes(table, at, [[at], [at + 1], [at, at + 2], [at, at + 2, at + 3]], tree.tokens)
+        sampler.ask(trees, 7, make_row(known, distribution), tree, 0)
         read = decoder.read if one_call else lambda *given: in_steps(decoder, *given)
-        logits = read(plan.build(), decoder.pool(64), [*range(at - 1, at + 4)], states, trees).clone()
+        logits = read(step_input.build(), decoder.pool(64), [*range(at - 1, at + 4)], states, trees).clone()
         return logits, states, trees.read()
 
-    for known, law in (
+    for known, distribution in (
         ([3, 1, 4, 1, 5], DistributionParams(0.0)),
         ([2, 7], DistributionParams(0.8, top_p=0.9)),
         ([9] * 12, DistributionParams(0.8)),
     ):
         (logits, states, answers), (expected, others, same) = (
-            run(one_call, known, law) for one_call in (True, False)
+            run(one_call, known, distribution) for one_call in (True, False)
         )
         assert torch.equal(logits, expected) and answers == same and answers[7] is not None
         assert states.keys() == others.keys() and all(
@@ -106,15 +112,22 @@ def test_a_model_in_one_call_is_its_parts(
 @needs_c
 def test_c_rounds_as_torch_does() -> None:
     """Two tokens of different blocks whose scores, logit and noise, lie within a few roundings of each other."""
-    kernels, random_streams, law = c_kernels(), torch.Generator().manual_seed(1), DistributionParams(0.7)
+    kernels, random_streams, distribution = (
+        c_kernels(),
+        torch.Generator().manual_seed(1),
+        DistributionParams(0.7),
+    )
     for key in range(400):
         logits, noise = torch.randn(256, generator=random_streams), gumbel(key, 256)
-        first = reference.pick(logits, law, key, 1)[0][0]
-        score = (logits[first] - logits.max()) / law.temperature + noise[first]
+        first = reference.pick(logits, distribution, key, 1)[0][0]
+        score = (logits[first] - logits.max()) / distribution.temperature + noise[first]
         second = int(noise.argmax())
         if second // 64 == first // 64 or noise[second] <= score:
             continue
-        near = logits.max() + (score - noise[second]) * law.temperature
+        near = logits.max() + (score - noise[second]) * distribution.temperature
         for _ in range(8):
             logits[second] = near = near.nextafter(torch.tensor(99.0))
-            assert kernels.pick(logits, law, key, 2, False)[0] == reference.pick(logits, law, key, 2)[0]
+            assert (
+                kernels.pick(logits, distribution, key, 2, False)[0]
+                == reference.pick(logits, distribution, key, 2)[0]
+            )

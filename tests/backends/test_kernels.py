@@ -115,9 +115,9 @@ def test_linear_writes_nothing_past_its_outputs(dtype: torch.dtype) -> None:
 def test_embed_reads_rows_of_a_packed_weight(inputs: int, outputs: int, dtype: torch.dtype) -> None:
     kernels, weight = c_kernels(dtype), torch.randn(outputs, inputs)
     ids = torch.randint(outputs, (11,))
-    plan = StepInput()
-    plan.chain(array("i", range(11)), 0, ids.tolist())
-    assert torch.equal(kernels.embed(kernels.pack(weight), plan.build()), weight.to(dtype).float()[ids])
+    step_input = StepInput()
+    step_input.chain(array("i", range(11)), 0, ids.tolist())
+    assert torch.equal(kernels.embed(kernels.pack(weight), step_input.build()), weight.to(dtype).float()[ids])
 
 
 @needs_c
@@ -137,19 +137,19 @@ def test_small_kernels(n: int, width: int) -> None:
 
 def random_plan(rng: random.Random, rows: int = 3) -> StepInput:
     """Chains, chunks and trees of several requests over scattered slots, no slot twice."""
-    plan, slots = StepInput(), list(range(SLOTS))
+    step_input, slots = StepInput(), list(range(SLOTS))
     rng.shuffle(slots)
     for _ in range(rows):
         length, nodes = rng.randint(1, 35), rng.randint(0, 9)
         table = array("i", [slots.pop() for _ in range(length + nodes)])
         start = rng.randint(0, length - 1)
-        plan.chain(table, start, [0] * (length - start))
+        step_input.chain(table, start, [0] * (length - start))
         paths: list[list[int]] = []
         for node in range(nodes):
             parent = rng.randint(-1, node - 1)
             paths.append([*(paths[parent] if parent >= 0 else []), int(table[length + node])])
-            plan.node(table, length, paths[node], 0)
-    return plan.build()
+            step_input.node(table, length, paths[node], 0)
+    return step_input.build()
 
 
 def heads_of(heads: int, kv_heads: int, head_dim: int, norms: bool = False) -> Any:
@@ -179,17 +179,17 @@ LAYOUTS = [(4, 4, 32), (4, 2, 64), (6, 1, 16), (4, 2, 24), (8, 2, 128), (3, 3, 4
 def test_rope_store(heads: int, kv_heads: int, head_dim: int, norms: bool, dtype: torch.dtype) -> None:
     spec = heads_of(heads, kv_heads, head_dim, norms)
     ours, theirs = pools(spec, dtype)
-    plan = random_plan(random.Random(head_dim))
+    step_input = random_plan(random.Random(head_dim))
     angle = torch.rand(64, head_dim // 2) * 6
     turn = torch.cat([angle.cos(), angle.sin()], dim=-1).contiguous()
-    qkv = torch.randn(plan.length, (heads + 2 * kv_heads) * head_dim)
-    expected = TorchKernels(CPU, torch.float32).rope_store(qkv, spec, turn, plan, theirs, 1)
-    got = c_kernels(dtype).rope_store(qkv, spec, turn, plan, ours, 1)
+    qkv = torch.randn(step_input.length, (heads + 2 * kv_heads) * head_dim)
+    expected = TorchKernels(CPU, torch.float32).rope_store(qkv, spec, turn, step_input, theirs, 1)
+    got = c_kernels(dtype).rope_store(qkv, spec, turn, step_input, ours, 1)
     near(got[..., :head_dim], expected)
     assert (got[..., head_dim:] == 0).all() and (ours.data[..., head_dim:] == 0).all()
     near(ours.data.float(), theirs.data.float(), 1e-5 if dtype == torch.float32 else 1e-2)
     untouched = torch.ones(SLOTS, dtype=torch.bool)
-    untouched[plan.slots] = False
+    untouched[step_input.slots] = False
     assert torch.equal(ours.data[:, :, untouched], theirs.data[:, :, untouched])
     assert torch.equal(ours.data[0], theirs.data[0]), "another layer was written to"
 
@@ -202,11 +202,13 @@ def test_attend(heads: int, kv_heads: int, head_dim: int, window: int, dtype: to
     spec = heads_of(heads, kv_heads, head_dim)
     pool, _ = pools(spec, dtype)
     for seed in range(3):
-        plan = random_plan(random.Random(seed))
-        q = torch.randn(plan.length, heads, head_dim) * 2
+        step_input = random_plan(random.Random(seed))
+        q = torch.randn(step_input.length, heads, head_dim) * 2
         wide = torch.nn.functional.pad(q, (0, pool.width - head_dim)).contiguous()
-        expected = TorchKernels(CPU, torch.float32).attend(q, spec, plan, pool, 1, head_dim**-0.5, window)
-        near(c_kernels(dtype).attend(wide, spec, plan, pool, 1, head_dim**-0.5, window), expected)
+        expected = TorchKernels(CPU, torch.float32).attend(
+            q, spec, step_input, pool, 1, head_dim**-0.5, window
+        )
+        near(c_kernels(dtype).attend(wide, spec, step_input, pool, 1, head_dim**-0.5, window), expected)
 
 
 def bends() -> list[ScoreModifier]:
@@ -227,27 +229,29 @@ def test_attend_with_bent_scores(which: int, window: int, dtype: torch.dtype) ->
     spec, modifier = heads_of(4, 2, 24), bends()[which]
     pool, _ = pools(spec, dtype)
     for seed in range(3):
-        plan = random_plan(random.Random(seed))
-        q = torch.randn(plan.length, 4, 24) * 2
+        step_input = random_plan(random.Random(seed))
+        q = torch.randn(step_input.length, 4, 24) * 2
         wide = torch.nn.functional.pad(q, (0, pool.width - 24)).contiguous()
-        expected = TorchKernels(CPU, torch.float32).attend(q, spec, plan, pool, 1, 0.5, window, modifier)
-        near(c_kernels(dtype).attend(wide, spec, plan, pool, 1, 0.5, window, modifier), expected)
+        expected = TorchKernels(CPU, torch.float32).attend(
+            q, spec, step_input, pool, 1, 0.5, window, modifier
+        )
+        near(c_kernels(dtype).attend(wide, spec, step_input, pool, 1, 0.5, window, modifier), expected)
 
 
 @pytest.mark.parametrize("which", range(4))
 def test_bent_scores_are_the_definition(which: int) -> None:
     spec, window, modifier = heads_of(4, 2, 16), 6, bends()[which]
     pool, _ = pools(spec, torch.float32)
-    plan = random_plan(random.Random(5))
-    q = torch.randn(plan.length, 4, 16)
+    step_input = random_plan(random.Random(5))
+    q = torch.randn(step_input.length, 4, 16)
     got = (
         TorchKernels(CPU, torch.float32)
-        .attend(q, spec, plan, pool, 0, 0.25, window, modifier)
-        .view(plan.length, 4, 16)
+        .attend(q, spec, step_input, pool, 0, 0.25, window, modifier)
+        .view(step_input.length, 4, 16)
     )
-    for table, first, count in plan.segments:
+    for table, first, count in step_input.segments:
         for row in range(first, first + count):
-            keys = walk(plan, table, row)[-window:]
+            keys = walk(step_input, table, row)[-window:]
             for head in range(4):
                 k, v = pool.data[0, 0, keys, head // 2, :16], pool.data[0, 1, keys, head // 2, :16]
                 scores = (k @ q[row, head]) * 0.25
@@ -263,16 +267,16 @@ def test_the_reference_attention_is_the_definition() -> None:
     """Row by row with a plain softmax, keys gathered in the order of their positions."""
     spec, window, scale = heads_of(4, 2, 16), 6, 0.25
     pool, _ = pools(spec, torch.float32)
-    plan = random_plan(random.Random(5))
-    q = torch.randn(plan.length, 4, 16)
+    step_input = random_plan(random.Random(5))
+    q = torch.randn(step_input.length, 4, 16)
     got = (
         TorchKernels(CPU, torch.float32)
-        .attend(q, spec, plan, pool, 0, scale, window)
-        .view(plan.length, 4, 16)
+        .attend(q, spec, step_input, pool, 0, scale, window)
+        .view(step_input.length, 4, 16)
     )
-    for table, first, count in plan.segments:
+    for table, first, count in step_input.segments:
         for row in range(first, first + count):
-            keys = walk(plan, table, row)[-window:]
+            keys = walk(step_input, table, row)[-window:]
             for head in range(4):
                 k, v = pool.data[0, 0, keys, head // 2, :16], pool.data[0, 1, keys, head // 2, :16]
                 near(got[row, head], ((k @ q[row, head]) * scale).softmax(0) @ v)
@@ -311,9 +315,9 @@ def test_small_kernels_rows_are_independent() -> None:
 
 
 def forward(decoder: Decoder, pool: Pool, table: array[int], start: int, tokens: list[int]) -> Tensor:
-    plan = StepInput()
-    plan.chain(table, start, tokens)
-    return decoder.forward(plan.build(), pool)
+    step_input = StepInput()
+    step_input.chain(table, start, tokens)
+    return decoder.forward(step_input.build(), pool)
 
 
 @needs_c
@@ -357,17 +361,17 @@ def test_a_whole_decoder_gives_the_same_bits_one_by_one_in_chunks_and_in_a_tree(
 
 def check_tree(decoder: Decoder, tokens: list[int], known: int, expected: Tensor, rng: random.Random) -> None:
     table = array("i", rng.sample(range(128), 128))
-    plan, pool, at = StepInput(), decoder.pool(128), list(range(known))
-    plan.chain(table, 0, tokens[:known])
+    step_input, pool, at = StepInput(), decoder.pool(128), list(range(known))
+    step_input.chain(table, 0, tokens[:known])
     path: list[int] = []
     free = [int(s) for s in table[known:]]
     for token in tokens[known:]:
         for _ in range(rng.randint(0, 2)):  # siblings that are wrong
-            plan.node(table, known, [*path, free.pop()], rng.randrange(300))
+            step_input.node(table, known, [*path, free.pop()], rng.randrange(300))
         path = [*path, free.pop()]
-        at.append(plan.length)
-        plan.node(table, known, path, token)
-    assert torch.equal(decoder.forward(plan.build(), pool)[at], expected)
+        at.append(step_input.length)
+        step_input.node(table, known, path, token)
+    assert torch.equal(decoder.forward(step_input.build(), pool)[at], expected)
 
 
 @needs_c
@@ -378,10 +382,10 @@ def test_several_requests_in_one_forward_do_not_touch_each_other(dtype: torch.dt
     texts = [[rng.randrange(300) for _ in range(length)] for length in (1, 7, 20, 3)]
     slots = rng.sample(range(160), 160)
     tables = [array("i", [slots.pop() for _ in range(32)]) for _ in texts]
-    plan, pool = StepInput(), decoder.pool(160)
+    step_input, pool = StepInput(), decoder.pool(160)
     for table, text in zip(tables, texts):
-        plan.chain(table, 0, text)
-    together = decoder.forward(plan.build(), pool)
+        step_input.chain(table, 0, text)
+    together = decoder.forward(step_input.build(), pool)
     alone = [forward(decoder, decoder.pool(160), table, 0, text) for table, text in zip(tables, texts)]
     assert torch.equal(together, torch.cat(alone))
 
@@ -432,6 +436,8 @@ def test_the_self_test_passes_here_and_fails_where_rows_depend_on_each_other(
     assert bit_exact(decoder)
     honest = decoder.read
     monkeypatch.setattr(
-        decoder, "read", lambda plan, *given: honest(plan, *given) * (1 + 1e-6 * (plan.length > 1))
+        decoder,
+        "read",
+        lambda step_input, *given: honest(step_input, *given) * (1 + 1e-6 * (step_input.length > 1)),
     )
     assert not bit_exact(decoder)

@@ -62,9 +62,9 @@ def rounded(x: Tensor, group: int) -> Tensor:
 
 
 def ids_plan(ids: list[int]) -> StepInput:
-    plan = StepInput()
-    plan.chain(array("i", range(len(ids))), 0, ids)
-    return plan.build()
+    step_input = StepInput()
+    step_input.chain(array("i", range(len(ids))), 0, ids)
+    return step_input.build()
 
 
 # ---- linear
@@ -193,9 +193,13 @@ def test_other_processors(march: str, tmp_path: Path) -> None:
         near(theirs.linear(x, weight), ours.linear(x, weight), 1e-5)
     spec = heads_of(4, 2, 64)
     pool, _ = pools(spec, torch.int8)
-    plan = random_plan(random.Random(0))
-    q = torch.randn(plan.length, 4, 64)
-    near(theirs.attend(q, spec, plan, pool, 1, 0.125, 0), ours.attend(q, spec, plan, pool, 1, 0.125, 0), 1e-5)
+    step_input = random_plan(random.Random(0))
+    q = torch.randn(step_input.length, 4, 64)
+    near(
+        theirs.attend(q, spec, step_input, pool, 1, 0.125, 0),
+        ours.attend(q, spec, step_input, pool, 1, 0.125, 0),
+        1e-5,
+    )
 
 
 # ---- what they weigh
@@ -276,11 +280,11 @@ def test_a_checkpoint_that_is_quantised_already(checkpoint: Any, monkeypatch: py
 
     monkeypatch.setattr(Weights, "linear", few)
     decoder = Decoder(source, torch.float32, CPU, 64)
-    plan = ids_plan(list(range(5, 15)))
-    x, y = (d.logits(d.forward(plan, d.pool(16)), list(range(10))) for d in (decoder, expected))
+    step_input = ids_plan(list(range(5, 15)))
+    x, y = (d.logits(d.forward(step_input, d.pool(16)), list(range(10))) for d in (decoder, expected))
     assert torch.equal(x, y)
     again, fewer = (Decoder(source, torch.float32, CPU, 64, form) for form in ("int8", "int4"))
-    assert torch.equal(again.logits(again.forward(plan, again.pool(16)), list(range(10))), y)
+    assert torch.equal(again.logits(again.forward(step_input, again.pool(16)), list(range(10))), y)
     assert fewer.layers[0].o.data.nbytes < again.layers[0].o.data.nbytes
 
 
@@ -292,19 +296,19 @@ def test_a_checkpoint_that_is_quantised_already(checkpoint: Any, monkeypatch: py
 def test_rope_store(heads: int, kv_heads: int, head_dim: int) -> None:
     spec = heads_of(heads, kv_heads, head_dim, True)
     ours, theirs = pools(spec, torch.int8)
-    plan, angle = random_plan(random.Random(head_dim)), torch.rand(64, head_dim // 2) * 6
+    step_input, angle = random_plan(random.Random(head_dim)), torch.rand(64, head_dim // 2) * 6
     turn, qkv = (
         torch.cat([angle.cos(), angle.sin()], dim=-1).contiguous(),
-        torch.randn(plan.length, (heads + 2 * kv_heads) * head_dim),
+        torch.randn(step_input.length, (heads + 2 * kv_heads) * head_dim),
     )
-    TorchKernels(CPU, torch.float32).rope_store(qkv, spec, turn, plan, theirs, 1)
-    c_kernels(torch.float32).rope_store(qkv, spec, turn, plan, ours, 1)
-    mine, reference = (pool.read(1, plan.slots, torch.float32) for pool in (ours, theirs))
+    TorchKernels(CPU, torch.float32).rope_store(qkv, spec, turn, step_input, theirs, 1)
+    c_kernels(torch.float32).rope_store(qkv, spec, turn, step_input, ours, 1)
+    mine, reference = (pool.read(1, step_input.slots, torch.float32) for pool in (ours, theirs))
     assert (mine - reference).abs().max() <= 1.01 / 127 * reference.abs().max(), "more than one step apart"
     assert (mine - reference).abs().mean() < 1e-4
     assert (ours.data[..., head_dim : ours.width] == 0).all()
     untouched = torch.ones(SLOTS, dtype=torch.bool)
-    untouched[plan.slots] = False
+    untouched[step_input.slots] = False
     assert torch.equal(ours.data[:, :, untouched], theirs.data[:, :, untouched])
     assert torch.equal(ours.data[0], theirs.data[0]), "another layer was written to"
 
@@ -317,14 +321,14 @@ def test_attend(heads: int, kv_heads: int, head_dim: int, window: int) -> None:
     spec = heads_of(heads, kv_heads, head_dim)
     pool, _ = pools(spec, torch.int8)
     for seed in range(3):
-        plan = random_plan(random.Random(seed))
-        q = torch.randn(plan.length, heads, head_dim) * 2
+        step_input = random_plan(random.Random(seed))
+        q = torch.randn(step_input.length, heads, head_dim) * 2
         few = rounded(q.view(-1, head_dim), head_dim).view(q.shape).float()
         wide = torch.nn.functional.pad(q, (0, pool.width - head_dim)).contiguous()
-        got = c_kernels(torch.float32).attend(wide, spec, plan, pool, 1, head_dim**-0.5, window)
+        got = c_kernels(torch.float32).attend(wide, spec, step_input, pool, 1, head_dim**-0.5, window)
         near(
             got,
-            TorchKernels(CPU, torch.float32).attend(few, spec, plan, pool, 1, head_dim**-0.5, window),
+            TorchKernels(CPU, torch.float32).attend(few, spec, step_input, pool, 1, head_dim**-0.5, window),
             2e-5,
         )
 

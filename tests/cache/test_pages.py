@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from outrider.cache.pages import Cache
-from outrider.core.block_table import PAGE, Table
+from outrider.core.block_table import PAGE, BlockTable
 
 
 class FakePool:
@@ -32,7 +32,7 @@ class FakePool:
 
 @dataclass(eq=False)
 class Sequence:
-    table: Table
+    table: BlockTable
     tokens: list[int]
 
 
@@ -147,7 +147,7 @@ Slots.TestCase.settings = settings(max_examples=60, stateful_step_count=40, dead
 TestSlots = Slots.TestCase
 
 
-def filled(cache: Cache, tokens: list[int]) -> Table:
+def filled(cache: Cache, tokens: list[int]) -> BlockTable:
     table = cache.open()
     cache.match(table, tokens, len(tokens) - 1)
     assert cache.reserve(table, len(tokens))

@@ -7,13 +7,13 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from outrider.certify.chances import LEAST, NOTHING, POWER, combined, compare, pooled, tail, visible
+from outrider.certify.chances import EMPTY_TREE, LEAST, POWER, combined, compare, pooled, tail, visible
 
 LAW = np.array([0.3, 0.2, 0.15, 0.1, 0.08, 0.07, 0.05, 0.03, 0.02])
 
 
-def stream_id(random_streams: np.random.Generator, law: np.ndarray, count: int) -> Counter[int]:
-    return Counter({i: int(n) for i, n in enumerate(random_streams.multinomial(count, law))})
+def stream_id(random_streams: np.random.Generator, distribution: np.ndarray, count: int) -> Counter[int]:
+    return Counter({i: int(n) for i, n in enumerate(random_streams.multinomial(count, distribution))})
 
 
 @pytest.mark.parametrize(
@@ -41,9 +41,10 @@ def test_false_alarms_are_as_rare_as_stated() -> None:
     """Lots of one law, equal and unequal in size, peaked and nearly all pooled: p is below 0.1 in a tenth of 500 trials."""
     random_streams = np.random.default_rng(1)
     rare = np.concatenate([[0.4, 0.3], np.full(300, 0.001)])
-    for law, sizes in ((LAW, (500, 500)), (LAW, (900, 300)), (rare, (400, 400))):
+    for distribution, sizes in ((LAW, (500, 500)), (LAW, (900, 300)), (rare, (400, 400))):
         chances = [
-            compare(*(stream_id(random_streams, law, size) for size in sizes), level=0.01) for _ in range(500)
+            compare(*(stream_id(random_streams, distribution, size) for size in sizes), level=0.01)
+            for _ in range(500)
         ]
         assert 0.06 < np.mean([chance.p < 0.1 for chance in chances]) < 0.14
         assert np.mean([chance.p < 0.001 for chance in chances]) < 0.009
@@ -89,8 +90,8 @@ def test_all_as_one_sees_what_is_a_little_wrong_everywhere() -> None:
         600,
         level,
     )
-    assert same.p > level and combined([NOTHING] * 3, 10, 10, level) == NOTHING
+    assert same.p > level and combined([EMPTY_TREE] * 3, 10, 10, level) == EMPTY_TREE
 
 
 def test_one_outcome_says_nothing() -> None:
-    assert compare(Counter({1: 100}), Counter({1: 100}), 0.01) == NOTHING
+    assert compare(Counter({1: 100}), Counter({1: 100}), 0.01) == EMPTY_TREE

@@ -30,9 +30,9 @@ class Model:
     def pool(self, slots: int) -> None:
         assert slots == len(PROMPT) + len(BEFORE)
 
-    def forward(self, plan: StepInput, pool: None) -> Tensor:
-        self.rows.append(plan.length)
-        return torch.zeros(plan.length, 1)
+    def forward(self, step_input: StepInput, pool: None) -> Tensor:
+        self.rows.append(step_input.length)
+        return torch.zeros(step_input.length, 1)
 
     def logits(self, x: Tensor, rows: list[int]) -> Tensor:
         assert rows == [len(x) - 1]

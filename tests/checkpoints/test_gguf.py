@@ -190,9 +190,11 @@ def write(
 @torch.inference_mode()
 def logits(model: str | Path) -> torch.Tensor:
     decoder = Decoder(Checkpoint.open(str(model)), torch.float32, torch.device("cpu"), 256)
-    plan = StepInput()
-    plan.chain(array("i", range(256)), 0, PROMPTS[0] + PROMPTS[1])
-    return decoder.logits(decoder.forward(plan.build(), decoder.pool(256)), list(range(plan.length)))
+    step_input = StepInput()
+    step_input.chain(array("i", range(256)), 0, PROMPTS[0] + PROMPTS[1])
+    return decoder.logits(
+        decoder.forward(step_input.build(), decoder.pool(256)), list(range(step_input.length))
+    )
 
 
 def same(a: str | Path, b: str | Path) -> None:
@@ -316,8 +318,8 @@ def test_speculation_changes_nothing(kind: str, wide: str, tmp_path: Path) -> No
     plain, fast = LLM(str(file), enable_prefix_caching=False), LLM(str(file))
     assert fast.engine.exact
     truth = Truth()
-    for law in ({"temperature": 0}, {"temperature": 0.8}):
-        params = SamplingParams(seed=3, max_tokens=24, ignore_eos=True, **law)
+    for distribution in ({"temperature": 0}, {"temperature": 0.8}):
+        params = SamplingParams(seed=3, max_tokens=24, ignore_eos=True, **distribution)
         for prompt in PROMPTS:
             truth.learn(prompt, 3, answer(plain, prompt, params).outputs)
         install(fast, "ngram", num_speculative_tokens=4)
@@ -426,7 +428,7 @@ def test_a_flipped_header_is_an_error_of_ours_or_none(plain: Path, tmp_path: Pat
 
 def changed(plain: Path, tmp_path: Path, old: bytes, new: bytes) -> str:
     whole = plain.read_bytes()
-    assert len(old) == len(new) and whole.count(old) >= 1
+    assert len(old) == len(new) and fused.count(old) >= 1
     (tmp_path / "bad.gguf").write_bytes(whole.replace(old, new, 1))
     return str(tmp_path / "bad.gguf")
 

@@ -232,9 +232,11 @@ def configure(folder: Path, quantization: dict[str, Any]) -> None:
 @torch.inference_mode()
 def logits(folder: Path) -> Tensor:
     decoder = Decoder(Checkpoint.open(str(folder)), torch.float32, torch.device("cpu"), 256)
-    plan = StepInput()
-    plan.chain(array("i", range(256)), 0, PROMPTS[0] + PROMPTS[1])
-    return decoder.logits(decoder.forward(plan.build(), decoder.pool(256)), list(range(plan.length)))
+    step_input = StepInput()
+    step_input.chain(array("i", range(256)), 0, PROMPTS[0] + PROMPTS[1])
+    return decoder.logits(
+        decoder.forward(step_input.build(), decoder.pool(256)), list(range(step_input.length))
+    )
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -279,8 +281,8 @@ def test_speculation_changes_nothing(name: str, make: Any) -> None:
     folder = str(make(name)[0])
     plain, fast, truth = LLM(folder, enable_prefix_caching=False), LLM(folder), Truth()
     assert fast.engine.exact
-    for law in ({"temperature": 0}, {"temperature": 0.8}):
-        params = SamplingParams(seed=3, max_tokens=24, ignore_eos=True, **law)
+    for distribution in ({"temperature": 0}, {"temperature": 0.8}):
+        params = SamplingParams(seed=3, max_tokens=24, ignore_eos=True, **distribution)
         for prompt in PROMPTS:
             truth.learn(prompt, 3, answer(plain, prompt, params).outputs)
         install(fast, "ngram", num_speculative_tokens=4)

@@ -78,7 +78,7 @@ class Simulation:
     def add(self, name: str, prompt: int, new: int = 1) -> None:
         params = SamplingParams(max_tokens=new)
         row = Row(
-            id=name, index=0, tokens=[1] * prompt, prompt=prompt, params=params, law=params.law,
+            id=name, index=0, tokens=[1] * prompt, prompt=prompt, params=params, distribution=params.distribution,
             seed=0, processors=(), limit=prompt + new, ending=frozenset(),
         )  # fmt: skip
         self.scheduler.add(row)

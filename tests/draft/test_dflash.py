@@ -377,9 +377,11 @@ def test_drawn_chains_and_trees_say_their_laws(toy: LLM, taught: str) -> None:
         llm = toy.variant({"model": taught, "verification": rule, **config})
         trees, verify = [], llm.engine.verify
 
-        def listening(draft: Any, laws: Any, batch: Any, verify: Any = verify, trees: Any = trees) -> Any:
+        def listening(
+            draft: Any, distributions: Any, batch: Any, verify: Any = verify, trees: Any = trees
+        ) -> Any:
             trees.extend(draft.trees)
-            return verify(draft, laws, batch)
+            return verify(draft, distributions, batch)
 
         llm.engine.verify = listening
         llm.generate(
@@ -387,7 +389,10 @@ def test_drawn_chains_and_trees_say_their_laws(toy: LLM, taught: str) -> None:
             SamplingParams(temperature=0.9, seed=3, max_tokens=20, ignore_eos=True),
         )
         full = [tree for tree in trees if len(tree.tokens) > 1]
-        assert full and all(len(tree.laws) == len(set(tree.probs_of)) <= 2 for tree in full)
+        assert full and all(len(tree.distributions) == len(set(tree.probs_of)) <= 2 for tree in full)
         for tree in full:
-            assert all(float(tree.laws[law][token]) > 0 for token, law in zip(tree.tokens, tree.probs_of))
+            assert all(
+                float(tree.distributions[distribution][token]) > 0
+                for token, distribution in zip(tree.tokens, tree.probs_of)
+            )
             assert not config or any(parent != i - 1 for i, parent in enumerate(tree.parents))

@@ -118,9 +118,9 @@ def ours(llm: LLM, folder: str, ids: list[int], f: Tensor) -> tuple[Tensor, Tens
     """What the packed network of a folder says of pairs, and the logits of the last one."""
     drafter = Eagle(Eagle.Options(model=folder), llm.engine.target)
     drafter.allocate(64, drafter.net.pool(1))
-    plan = StepInput()
-    plan.chain(array("i", range(1, 40)), 0, ids)
-    out = drafter.net.forward(plan.build(), drafter.pool, drafter.net.enter(f))
+    step_input = StepInput()
+    step_input.chain(array("i", range(1, 40)), 0, ids)
+    out = drafter.net.forward(step_input.build(), drafter.pool, drafter.net.enter(f))
     return out, drafter.net.logits(out[-1:])
 
 

@@ -58,7 +58,7 @@ def test_alignment_holds_under_every_condition(toy: LLM, target: str, tmp_path: 
     assert again[0].num_cached_tokens
     judged(toy, w, heard, 48)
     drafter: Any = llm.engine.drafter
-    assert not drafter.last and not drafter.piles, "finished rows should be forgotten"
+    assert not drafter.last and not drafter.pending_by_row, "finished rows should be forgotten"
 
 
 def test_samples_share_the_prompt(target: str, tmp_path: Path) -> None:
@@ -86,10 +86,12 @@ def test_drawn_guesses_say_their_laws(toy: LLM, target: str, tmp_path: Path) -> 
             for i, (token, parent) in enumerate(zip(tree.tokens, tree.parents)):
                 before = said[parent] if parent >= 0 else []
                 said.append([*before, token])
-                law = tree.law(i)
-                assert law is not None
+                distribution = tree.distribution(i)
+                assert distribution is not None
                 assert torch.allclose(
-                    law, (heard[tuple(row.tokens), tuple(before)] / 0.7).double().softmax(-1), atol=1e-9
+                    distribution,
+                    (heard[tuple(row.tokens), tuple(before)] / 0.7).double().softmax(-1),
+                    atol=1e-9,
                 )
                 checked += 1
         return draft
@@ -142,7 +144,7 @@ def test_states_do_not_pile_up(target: str, tmp_path: Path) -> None:
     def observing(commit: Any) -> None:
         nonlocal most
         observe(commit)
-        most = max([most, *(pending_states.count for pending_states in drafter.piles.values())])
+        most = max([most, *(pending_states.count for pending_states in drafter.pending_by_row.values())])
 
     drafter.observe = observing
     (out,) = llm.generate(

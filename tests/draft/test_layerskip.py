@@ -55,9 +55,9 @@ def decoder(load: Load) -> Decoder:
 
 
 def plan_of(start: int, tokens: list[int]) -> StepInput:
-    plan = StepInput()
-    plan.chain(TABLE, start, tokens)
-    return plan.build()
+    step_input = StepInput()
+    step_input.chain(TABLE, start, tokens)
+    return step_input.build()
 
 
 def silenced(folder: Path, attention: tuple[int, ...], mlp: tuple[int, ...], to: Path) -> Path:
@@ -116,15 +116,18 @@ def test_a_chain_tells_its_states_and_stops_at_its_floor(checkpoint: Make) -> No
         Checkpoint.open(str(checkpoint(num_hidden_layers=LAYERS))), torch.float32, torch.device("cpu"), 64
     )
     tables = [array("i", range(20 * i, 20 * i + 20)) for i in range(3)]
-    law, blocks = DistributionParams(temperature=0.0), decoder.without((1,), (2,))
+    distribution, blocks = DistributionParams(temperature=0.0), decoder.without((1,), (2,))
 
     def run(which: list[int], floors: list[float]) -> tuple[list[list[int]], torch.Tensor]:
-        plan, pool = StepInput(), decoder.pool(64)
+        step_input, pool = StepInput(), decoder.pool(64)
         for i in which:
-            plan.chain(tables[i], 0, [5, 9, 30 + i])
+            step_input.chain(tables[i], 0, [5, 9, 30 + i])
         states = torch.zeros(len(which), 4, decoder.spec.hidden)
-        chains = [Chain(3 * at + 2, 4 - i, law, 0, floor) for at, (i, floor) in enumerate(zip(which, floors))]
-        found = decoder.chain(plan.build(), pool, chains, 300, StopRule(), blocks, states)
+        chains = [
+            Chain(3 * at + 2, 4 - i, distribution, 0, floor)
+            for at, (i, floor) in enumerate(zip(which, floors))
+        ]
+        found = decoder.chain(step_input.build(), pool, chains, 300, StopRule(), blocks, states)
         assert found is not None
         return found[0], states
 
@@ -142,9 +145,9 @@ def test_a_chain_tells_its_states_and_stops_at_its_floor(checkpoint: Make) -> No
 def test_a_plan_of_some_rows() -> None:
     other, adapter = array("i", range(40, 60)), object()
     whole = StepInput()
-    whole.chain(TABLE, 2, [5, 6])
+    fused.chain(TABLE, 2, [5, 6])
     whole.node(TABLE, 4, [9, 11], 7)
-    whole.chain(other, 0, [1, 2, 3])
+    fused.chain(other, 0, [1, 2, 3])
     whole.adapt(3, adapter)
     whole.build()
     part = whole.only([1, 2, 4]).build()

@@ -145,9 +145,9 @@ def test_an_element_sees_what_the_published_mask_shows_it(window: int, level: in
         levels = drafter.rows[row].window.levels
         table = array("i", [(7 * i + 3) % 211 for i in range(end + len(tree.tokens))])
         row.table = type("Table", (), {"slots": table})()
-        plan = StepInput()
-        add_row(plan, row, end - 1, end, tree)
-        plan.build()
+        step_input = StepInput()
+        add_row(step_input, row, end - 1, end, tree)
+        step_input.build()
         at = end + tree.size  # in the table: level 0 without the root, then the other levels
         slot_of = {(0, 0): table[end - 1]}
         for depth, tokens in enumerate(levels):
@@ -161,13 +161,13 @@ def test_an_element_sees_what_the_published_mask_shows_it(window: int, level: in
             sees = [slot_of[0, c] for c in range(j + 1)] + [
                 slot_of[below, j] for below in range(1, depth + 1)
             ]
-            assert walk(plan, table, planned) == [*table[: end - 1], *sees]
-            assert plan.positions[planned] == end - 1 + depth + j
-            assert plan.ids[planned] == levels[depth][j - (depth == 0)]
+            assert walk(step_input, table, planned) == [*table[: end - 1], *sees]
+            assert step_input.positions[planned] == end - 1 + depth + j
+            assert step_input.ids[planned] == levels[depth][j - (depth == 0)]
             planned += 1
-        assert planned == plan.length
+        assert planned == step_input.length
         for node in range(tree.size):
-            assert plan.positions[1 + node] == end - 1 + len(path_of(tree, node))
+            assert step_input.positions[1 + node] == end - 1 + len(path_of(tree, node))
         steps.observe()
     assert len(levels) == level - 1, "the last ones were whole"
 

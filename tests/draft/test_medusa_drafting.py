@@ -18,7 +18,7 @@ from outrider import LLM, SamplingParams
 from outrider.checkpoints.heads import Head
 from outrider.config import SpeculativeOptions
 from outrider.core.noise import gumbel, key_of
-from outrider.core.types import FINAL, NOTHING, ROOT, Batch, Budget, Draft, DraftTree, Row
+from outrider.core.types import EMPTY_TREE, FINAL, ROOT, Batch, Budget, Draft, DraftTree, Row
 from outrider.draft.medusa import Medusa
 from outrider.draft.medusa.layouts import exported
 from outrider.draft.medusa.network import Network
@@ -93,12 +93,12 @@ def test_a_level_has_one_law(toy: LLM, tmp_path: Path) -> None:
     heard = listened(llm, [5, 6, 7], temperature=1.0, max_tokens=12)
     assert len(heard) > 5
     for tokens, tree in heard:
-        laws, level = beside(tokens).softmax(-1), {ROOT: -1}
+        distributions, level = beside(tokens).softmax(-1), {ROOT: -1}
         for node, parent in enumerate(tree.parents):
             level[node] = level[parent] + 1
-            law = tree.law(node)
-            assert law is not None and law is tree.laws[level[node]]
-            assert torch.allclose(law, laws[level[node]], atol=1e-5)
+            distribution = tree.distribution(node)
+            assert distribution is not None and distribution is tree.distributions[level[node]]
+            assert torch.allclose(distribution, distributions[level[node]], atol=1e-5)
     assert max(len(Counter(tree.parents)) for _, tree in heard) > 3
     first = [tree.tokens[0] for _, tree in heard]
     assert first != [int(beside(tokens)[0].argmax()) for tokens, _ in heard], "drawn, not chosen"
@@ -119,19 +119,24 @@ def test_drawn_guesses_have_the_law(toy: LLM, tmp_path: Path) -> None:
         tokens, tree = listened(llm, [5, 6], temperature=0.7, top_k=2, seed=seed, max_tokens=4)[0]
         heard.setdefault(tuple(tokens), []).append(tree)
     trees = max(heard.values(), key=len)
-    first, second = trees[0].laws
+    first, second = trees[0].distributions
     a, b = int(first.argmax()), int(second.argmax())
     p, q = float(first[a]), float(second[b])
     assert (
-        len(trees) > 100 and max(p, q) < 0.95 and [int((law > 0).sum()) for law in (first, second)] == [2, 2]
+        len(trees) > 100
+        and max(p, q) < 0.95
+        and [int((distribution > 0).sum()) for distribution in (first, second)] == [2, 2]
     )
     drawn = [(tree.tokens[0] == a, tree.tokens[1] == b) for tree in trees]
-    for share, law in (
+    for share, distribution in (
         (sum(x for x, _ in drawn), p),
         (sum(y for _, y in drawn), q),
         (sum(x and y for x, y in drawn), p * q),
     ):
-        assert abs(share / len(trees) - law) < 4 * (law * (1 - law) / len(trees)) ** 0.5
+        assert (
+            abs(share / len(trees) - distribution)
+            < 4 * (distribution * (1 - distribution) / len(trees)) ** 0.5
+        )
 
 
 # ---- trees
@@ -296,7 +301,7 @@ def test_a_rank_is_credited_with_its_own_guess_in_a_union(toy: LLM, monkeypatch:
             ends = [len(row.tokens) for row in batch.rows]
             return Draft(
                 [
-                    DraftTree.chain(truth[end : end + 2], [1.0] * 2) if b.nodes > 1 else NOTHING
+                    DraftTree.chain(truth[end : end + 2], [1.0] * 2) if b.nodes > 1 else EMPTY_TREE
                     for end, b in zip(ends, budgets)
                 ]
             )

@@ -289,7 +289,7 @@ def told(
 
 def row_at(temperature: float, last: int = 9, seed: int = 0) -> Row:
     row = make_row([3, 1, 4, last], 3)
-    row.law, row.seed = DistributionParams(temperature=temperature), seed
+    row.distribution, row.seed = DistributionParams(temperature=temperature), seed
     return row
 
 
@@ -362,7 +362,7 @@ def test_sampled_guesses_share_the_noise(name: str, llm: LLM, tmp_path: Path) ->
     for path in (path for path in paths if len(path) < STEPS):
         children = [other[-1] for other in paths if other[:-1] == path and other]
         key = key_of(row.seed, row.index, len(row.tokens) + len(path))
-        assert children == pick(case.logits(f, [9, *path]).float(), row.law, key, len(children))[0]
+        assert children == pick(case.logits(f, [9, *path]).float(), row.distribution, key, len(children))[0]
 
 
 def test_drawn_guesses_say_their_laws(llm: LLM, tmp_path: Path) -> None:
@@ -376,13 +376,13 @@ def test_drawn_guesses_say_their_laws(llm: LLM, tmp_path: Path) -> None:
         (tree,) = told(drafter, [f], [row], [Budget(STEPS, 60)])
         for node, path in enumerate(paths_of(tree)):
             expected = case.logits(f, [9, *path[:-1]]).softmax(-1)
-            law = tree.law(node)
-            assert law is not None and torch.allclose(law, expected, atol=1e-5)
+            distribution = tree.distribution(node)
+            assert distribution is not None and torch.allclose(distribution, expected, atol=1e-5)
         shapes.add(tuple(tree.parents))
         texts.add(tuple(tree.tokens))
     assert len(shapes) == 1 and len(texts) == 6
     (tree,) = told(drafter, [f], [row_at(0.0)], [Budget(STEPS, 60)])
-    assert not tree.laws, "a greedy law leaves nothing to draw"
+    assert not tree.distributions, "a greedy law leaves nothing to draw"
 
 
 def test_who_is_not_guessed_for(llm: LLM, tmp_path: Path) -> None:

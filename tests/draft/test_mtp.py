@@ -40,9 +40,9 @@ def test_every_layout_is_the_same_layer(toy: LLM, tmp_path: Path, kind: str, fil
     assert detect(folder) == "mtp"
     drafter = Mtp(Mtp.Options(model=folder), toy.engine.target)
     ids, f, outer = [5, 9, 400, 3, 77, 12, 8], torch.randn(7, HIDDEN), Outer.of(toy.engine.decoder)
-    plan, pool = StepInput(), drafter.net.pool(64)
-    plan.chain(array("i", range(1, 40)), 0, ids)
-    out = drafter.net.forward(plan.build(), pool, drafter.net.enter(f))
+    step_input, pool = StepInput(), drafter.net.pool(64)
+    step_input.chain(array("i", range(1, 40)), 0, ids)
+    out = drafter.net.forward(step_input.build(), pool, drafter.net.enter(f))
     expected = naive(w, 0, outer.embedding[ids], f, paired=kind == "ernie")
     assert torch.allclose(out.double(), expected, atol=1e-4)
     last = toy.engine.decoder.norm if kind == "ernie" else w["layers.0.norm.weight"]  # type: ignore[attr-defined]
@@ -124,9 +124,9 @@ def test_guesses_are_what_the_layers_say(toy: LLM, tmp_path: Path, layers: int, 
     for text, guessed in heard[:: max(1, len(heard) // 6)]:
         paths: dict[int, list[int]] = {ROOT: []}
         for node, (token, parent) in enumerate(zip(guessed.tokens, guessed.parents)):
-            law = told(toy, w, text, paths[parent])
-            assert guessed.confidence[node] == pytest.approx(float(law[token]), abs=2e-3)
-            assert int((law > law[token] + 1e-6).sum()) < (
+            distribution = told(toy, w, text, paths[parent])
+            assert guessed.confidence[node] == pytest.approx(float(distribution[token]), abs=2e-3)
+            assert int((distribution > distribution[token] + 1e-6).sum()) < (
                 1 if tree == "chain" else 2 if tree == "dynamic" else 4
             )
             paths[node] = [*paths[parent], token]
@@ -235,11 +235,11 @@ def test_an_export_is_read_back(toy: LLM, tmp_path: Path, layout: str) -> None:
         layout != "mimo" or "model.mtp_layers.0.self_attn.q_proj.bias" in out
     )
     ids, f = [5, 9, 400], torch.randn(3, HIDDEN)
-    plan = StepInput()
-    plan.chain(array("i", range(1, 40)), 0, ids)
+    step_input = StepInput()
+    step_input.chain(array("i", range(1, 40)), 0, ids)
     with torch.no_grad():
         again, normed = network(Outer.of(toy.engine.decoder).embedding[ids], f)
-    o = drafter.net.forward(plan.build(), drafter.net.pool(64), f)
+    o = drafter.net.forward(step_input.build(), drafter.net.pool(64), f)
     assert torch.allclose(drafter.net.again(o), again, atol=1e-4) and torch.allclose(
         drafter.net.layers[0].normed(o), normed, atol=1e-4
     )

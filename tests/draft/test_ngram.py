@@ -14,7 +14,7 @@ from outrider.draft.ngram import ForwardOutput, Ngram
 def make_row(tokens: list[int]) -> Row:
     params = SamplingParams(max_tokens=1000)
     return Row(
-        id="0", index=0, tokens=list(tokens), prompt=len(tokens), params=params, law=params.law, seed=0, processors=(),
+        id="0", index=0, tokens=list(tokens), prompt=len(tokens), params=params, distribution=params.distribution, seed=0, processors=(),
         limit=10_000, ending=frozenset(),
     )  # fmt: skip
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rows import guess, make, make_row
 
 from outrider import LLM, ConfigError, SamplingParams
-from outrider.core.types import NOTHING, ROOT, Batch, Commit, Draft, DraftTree, Verdict
+from outrider.core.types import EMPTY_TREE, ROOT, Batch, Commit, Draft, DraftTree, Verdict
 from outrider.draft.recycle import PATHS, RANKS, Recycle
 
 
@@ -86,7 +86,7 @@ def test_what_the_target_saw_replaces_what_was_known() -> None:
     commit(drafter, tree, [1, 2], [1], [list(range(10, 18)), list(range(20, 28)), list(range(30, 38))])
     assert [drafter.memory.after(token).tolist()[0] for token in (1, 2, 7, 8)] == [-1, 10, 20, 30]
     chunk = Batch([make_row([2, 12, 2, 99, 5])], [0], [4], [False])
-    drafter.observe(Commit(chunk, [1], [[12, 2, 99]], Draft([NOTHING]), Verdict([[]], [[]]), [[]]))
+    drafter.observe(Commit(chunk, [1], [[12, 2, 99]], Draft([EMPTY_TREE]), Verdict([[]], [[]]), [[]]))
     assert drafter.memory.after(2).tolist() == [99, 12, 10, 11, 13, 14, 15, 16]
     assert drafter.memory.after(12).tolist() == [2] + [-1] * 7
     assert drafter.memory.after(99).tolist() == [-1] * 8

@@ -15,7 +15,7 @@ from toys import HIDDEN, V, save_head, toy_target
 from outrider import LLM, SamplingParams, draft
 from outrider.checkpoints.heads import Head
 from outrider.config import SpeculativeOptions
-from outrider.core.types import NOTHING, ROOT, Batch, Budget, DraftTree, Row
+from outrider.core.types import EMPTY_TREE, ROOT, Batch, Budget, DraftTree, Row
 from outrider.draft.redrafter import ReDrafter
 from outrider.draft.redrafter.network import Network
 
@@ -87,7 +87,7 @@ class Naive:
 
 def greedy(tokens: list[int]) -> Row:
     row = make_row(tokens, len(tokens) - 1)
-    row.law = SamplingParams(temperature=0.0).law
+    row.distribution = SamplingParams(temperature=0.0).distribution
     return row
 
 
@@ -180,7 +180,7 @@ def test_more_beams_than_tokens_are_left(llm: LLM) -> None:
     drafter = drafter_of(llm, beam_width=64, nodes=999)
     for temperature in (0.0, 0.8):
         row = seen(drafter, greedy(TEXT), state())
-        row.law = SamplingParams(temperature=temperature).law
+        row.distribution = SamplingParams(temperature=temperature).distribution
         tree = guess(drafter, row, 1)
         assert len(tree.tokens) == 50
     others = sorted({*range(V)} - {*tree.tokens})
@@ -248,7 +248,7 @@ def drafter_of(llm: LLM, net: Network | None = None, **options: Any) -> ReDrafte
 def test_a_limit_keeps_the_likeliest_prefixes(temperature: float, llm: LLM) -> None:
     """Beams that cannot come back are dropped on the way, and nothing changes by it."""
     row = make_row(TEXT, len(TEXT) - 1)
-    row.law = SamplingParams(temperature=temperature).law
+    row.distribution = SamplingParams(temperature=temperature).distribution
     whole, small = (drafter_of(llm, beam_width=6, nodes=nodes) for nodes in (99, 7))
     every, some = (guess(made, seen(made, row, state()), 4) for made in (whole, small))
     scores = prefixes(every)
@@ -262,7 +262,7 @@ def test_noise_ranks_the_beams(llm: LLM) -> None:
     from outrider.core.noise import gumbel, key_of
 
     row, drafter = make_row(TEXT, len(TEXT) - 1), drafter_of(llm, beam_width=5, nodes=99)
-    row.law = SamplingParams(temperature=0.8).law
+    row.distribution = SamplingParams(temperature=0.8).distribution
     logits = (
         Naive(dict(network().state_dict()), llm.engine.decoder.embed(range(V)), state()[0]).log_probs(
             (TEXT[-1],)
@@ -285,7 +285,7 @@ def test_rows_do_not_see_each_other(llm: LLM) -> None:
         proper(tree, budget)
     assert [bool(tree.tokens) for tree in together] == [True, False, True, False, True]
     stale = drafter.propose(Batch(rows[:1], [1], [1], [True]), budgets[:1]).trees[0]
-    assert stale == NOTHING
+    assert stale == EMPTY_TREE
 
 
 def test_drawn_guesses_say_their_laws(llm: LLM) -> None:
@@ -293,12 +293,14 @@ def test_drawn_guesses_say_their_laws(llm: LLM) -> None:
     drafter = drafter_of(llm, beam_width=4, nodes=8)
     drafter.drawn = True
     row = seen(drafter, greedy(TEXT), state())
-    row.law = SamplingParams(temperature=0.7).law
+    row.distribution = SamplingParams(temperature=0.7).distribution
     tree = guess(drafter, row, 4)
     naive = Naive(dict(network().state_dict()), llm.engine.decoder.embed(range(V)), state()[0])
     paths = dict(zip(range(len(tree.tokens)), prefixes(tree)))
     assert len(tree.tokens) == 8 and max(map(len, paths.values())) == 4
     for node, parent in enumerate(tree.parents):
-        law = (naive.log_probs((TEXT[-1], *(paths[parent] if parent != ROOT else ()))) / 0.7).softmax(-1)
-        drawn = tree.law(node)
-        assert drawn is not None and (drawn - law).abs().max() < 1e-4
+        distribution = (
+            naive.log_probs((TEXT[-1], *(paths[parent] if parent != ROOT else ()))) / 0.7
+        ).softmax(-1)
+        drawn = tree.distribution(node)
+        assert drawn is not None and (drawn - distribution).abs().max() < 1e-4

@@ -18,7 +18,7 @@ from rows import AnyTarget, guess, make, make_row, proper, walked
 from torch import Tensor
 
 from outrider import LLM, ConfigError, SamplingParams
-from outrider.core.types import NOTHING, ROOT, Batch, Budget, Commit, Draft, DraftTree, Needs, Row, Verdict
+from outrider.core.types import EMPTY_TREE, ROOT, Batch, Budget, Commit, Draft, DraftTree, Needs, Row, Verdict
 from outrider.draft import union as union_module
 from outrider.draft.draft_model import DraftModel
 from outrider.draft.first import First
@@ -52,7 +52,7 @@ class Fixed(Drafter):
 
     def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
         self.budgets = budgets
-        return Draft([self.tree if budget.nodes else NOTHING for budget in budgets])
+        return Draft([self.tree if budget.nodes else EMPTY_TREE for budget in budgets])
 
     def observe(self, commit: Commit) -> None:
         self.seen.append(commit)
@@ -177,9 +177,16 @@ def test_probes_come_last_whole_or_not_at_all() -> None:
 @pytest.mark.parametrize("nested", [False, True])
 def test_siblings_with_one_token_are_told_apart(nested: bool) -> None:
     """Two independent draws of one token: a cut that leaves the second leaves what hangs from it, whoever drew the first."""
-    law = torch.ones(9, dtype=torch.float64) / 9
-    tree = DraftTree([3, 3, 4, 4], [-1, -1, 0, 1], [0.5] * 4, [law, law, law], [0, 0, 1, 2], repeats=True)
-    mine, silent = Fixed(tree), Fixed(NOTHING)
+    distribution = torch.ones(9, dtype=torch.float64) / 9
+    tree = DraftTree(
+        [3, 3, 4, 4],
+        [-1, -1, 0, 1],
+        [0.5] * 4,
+        [distribution, distribution, distribution],
+        [0, 0, 1, 2],
+        repeats=True,
+    )
+    mine, silent = Fixed(tree), Fixed(EMPTY_TREE)
     union = together(Union, together(Union, mine) if nested else mine, silent)
     batch = Batch([make_row([5])], [0], [1], [True])
     before = union.propose(batch, [Budget(4, 9)]).trees[0]
@@ -213,7 +220,7 @@ def test_all_are_asked_within_their_own_levels() -> None:
     assert (one.memory, two.memory) == (5, 6)
     union.drawn = True
     assert one.drawn and two.drawn and union.drawn
-    nested = together(Union, together(Union, one, two), Fixed(NOTHING))
+    nested = together(Union, together(Union, one, two), Fixed(EMPTY_TREE))
     lots = {one.stream_id, two.stream_id, *(drafter.stream_id for drafter in nested.drafters)}
     assert len(lots) == 4, "everybody has dice of their own"
 
@@ -230,7 +237,7 @@ def test_nodes_are_capped() -> None:
 
 def test_the_first_that_knows_something_is_heard() -> None:
     silent, sure, spare = (
-        Fixed(NOTHING),
+        Fixed(EMPTY_TREE),
         Fixed(DraftTree.chain([1, 2], [0.5, 0.5])),
         Fixed(DraftTree.chain([3], [0.9])),
     )
@@ -284,23 +291,23 @@ class Drawing(Drafter):
         return sum(self.siblings**level for level in range(1, depth + 1))
 
     def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
-        tokens, parents, confidence, laws, belongs = [], [], [], [], []
+        tokens, parents, confidence, distributions, belongs = [], [], [], [], []
         frontier: list[tuple[int, Path_]] = [(ROOT, ())]
         for _ in range(budgets[0].depth):
             below = []
             for parent, path in frontier:
-                laws.append(probs_of(path, self.salt))
+                distributions.append(probs_of(path, self.salt))
                 first = self.stream_id + len(tokens)
                 for token in random_streams.children(
-                    batch.rows[0], laws[-1], range(first, first + self.siblings), self.repeats
+                    batch.rows[0], distributions[-1], range(first, first + self.siblings), self.repeats
                 ):
                     below.append((len(tokens), (*path, token)))
                     tokens.append(token)
                     parents.append(parent)
-                    confidence.append(float(laws[-1][token]))
-                    belongs.append(len(laws) - 1)
+                    confidence.append(float(distributions[-1][token]))
+                    belongs.append(len(distributions) - 1)
             frontier = below
-        return Draft([DraftTree(tokens, parents, confidence, laws, belongs, self.repeats)])
+        return Draft([DraftTree(tokens, parents, confidence, distributions, belongs, self.repeats)])
 
 
 class Target:
@@ -318,8 +325,8 @@ class Target:
     def accept(self, row: int, node: int, probability: float) -> bool:
         return random_streams.accept(self.row, node, probability)
 
-    def draw(self, row: int, node: int, law: Tensor) -> int:
-        return random_streams.emit(self.row, node, law)
+    def draw(self, row: int, node: int, distribution: Tensor) -> int:
+        return random_streams.emit(self.row, node, distribution)
 
 
 def chi_square(union: Union, rule: Rule, runs: int, nodes: int) -> float:
@@ -370,8 +377,8 @@ def test_the_law_test_sees_what_must_not_be(broken: str, monkeypatch: pytest.Mon
         """A draw is as likely to stay as its own token is likely."""
         take(self, tree)
         for node in every(self.root):
-            if node.law >= 0:
-                node.confidence = float(self.laws[node.law][node.token])
+            if node.distribution >= 0:
+                node.confidence = float(self.distributions[node.distribution][node.token])
 
     def unique(self: Any, tree: DraftTree) -> None:
         """A draw is dropped where a sibling holds its token."""
@@ -382,10 +389,10 @@ def test_the_law_test_sees_what_must_not_be(broken: str, monkeypatch: pytest.Mon
     def as_chosen(self: Any, tree: DraftTree) -> None:
         """Draws are merged with chosen nodes that hold the same token."""
         chosen = set(zip(tree.parents, tree.tokens)) & {(ROOT, LIKELY)}
-        law = [
+        distribution = [
             -1 if pair in chosen else at for pair, at in zip(zip(tree.parents, tree.tokens), tree.probs_of)
         ]
-        take(self, tree._replace(probs_of=law))
+        take(self, tree._replace(probs_of=distribution))
 
     changes = {"confidence": by_token, "dropped": unique, "merged": as_chosen}
     if broken in changes:
@@ -446,7 +453,7 @@ def test_laws_of_their_own_are_the_same_draws() -> None:
     assert apart.repeats and independent(apart) is apart
     left = probs_of((), 1)
     for node, token in enumerate(tree.tokens):
-        assert torch.allclose(apart.law(node), left)  # type: ignore[arg-type]
+        assert torch.allclose(apart.distribution(node), left)  # type: ignore[arg-type]
         left = random_streams.without(left, token)
 
 
@@ -455,8 +462,8 @@ def test_parents_that_share_a_law_draw_from_it_each_for_itself() -> None:
     first, second = torch.tensor([0.5, 0.3, 0.2]).double(), torch.tensor([0.6, 0.3, 0.1]).double()
     tree = DraftTree([0, 1, 0, 0], [ROOT, ROOT, 0, 1], [0.5] * 4, [first, second], [0, 0, 1, 1])
     apart = independent(tree)
-    assert torch.equal(apart.law(2), second) and torch.equal(apart.law(3), second)  # type: ignore[arg-type]
-    assert torch.equal(apart.law(1), random_streams.without(first, 0))  # type: ignore[arg-type]
+    assert torch.equal(apart.distribution(2), second) and torch.equal(apart.distribution(3), second)  # type: ignore[arg-type]
+    assert torch.equal(apart.distribution(1), random_streams.without(first, 0))  # type: ignore[arg-type]
 
 
 # ---- its options

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from outrider import SamplingParams
 from outrider.control.fixed import FixedController, Options
 from outrider.core.step_input import StepInput
-from outrider.core.types import NOTHING, ROOT, Batch, Budget, Draft, DraftTree, Row, Verdict
+from outrider.core.types import EMPTY_TREE, ROOT, Batch, Budget, Draft, DraftTree, Row, Verdict
 from outrider.draft.scripted import tree as scripted_tree
 from outrider.engine.runner import add_row
 from outrider.verify.match import Match
@@ -39,7 +39,7 @@ def path_to(parents: list[int], node: int) -> list[int]:
 def make_row(tokens: list[int], new: int = 16, speculate: bool = True) -> Row:
     params = SamplingParams(max_tokens=new, speculate=speculate)
     return Row(
-        id="0", index=0, tokens=list(tokens), prompt=len(tokens), params=params, law=params.law, seed=0, processors=(),
+        id="0", index=0, tokens=list(tokens), prompt=len(tokens), params=params, distribution=params.distribution, seed=0, processors=(),
         limit=len(tokens) + new, ending=frozenset(),
     )  # fmt: skip
 
@@ -157,14 +157,14 @@ def test_match_walks_the_deepest_path_of_the_targets_own_tokens(draft_tree: Draf
     paths = [path_to(draft_tree.parents, node) for node in range(len(draft_tree.tokens))]
     goal = rng.choice([[], *paths])  # type: ignore[attr-defined]
     tokens = [draft_tree.tokens[i] for i in goal]
-    laws = Said({tuple(tokens[:i]): tokens[i] for i in range(len(tokens))})
-    verdict = Match()(Draft([draft_tree]), laws, batch_of(make_row([1, 2])))
+    distributions = Said({tuple(tokens[:i]): tokens[i] for i in range(len(tokens))})
+    verdict = Match()(Draft([draft_tree]), distributions, batch_of(make_row([1, 2])))
     assert verdict == Verdict([goal], [[*tokens, 99]])
-    assert laws.asked == [ROOT, *goal], "one question a level, at the nodes of the path"
+    assert distributions.asked == [ROOT, *goal], "one question a level, at the nodes of the path"
 
 
 def test_a_prompt_chunk_says_nothing() -> None:
-    assert Match()(Draft([NOTHING]), Said({}), chunk(make_row([1, 2, 3]), 2)) == Verdict([[]], [[]])
+    assert Match()(Draft([EMPTY_TREE]), Said({}), chunk(make_row([1, 2, 3]), 2)) == Verdict([[]], [[]])
 
 
 # ---- the plan
@@ -178,7 +178,7 @@ def test_a_plan_lets_every_row_see_its_own_past_in_order(
     rows: list[tuple[int, int, DraftTree]], rng: object
 ) -> None:
     """By the definition: a known token at p sees positions 0 … p; node i sees all known tokens, its ancestors and itself."""
-    plan, expected = StepInput(), []  # of each row: (id, position, slots of its keys in order)
+    step_input, expected = StepInput(), []  # of each row: (id, position, slots of its keys in order)
     slots = list(range(200))
     rng.shuffle(slots)  # type: ignore[attr-defined]
     for length, start, draft_tree in rows:
@@ -186,7 +186,7 @@ def test_a_plan_lets_every_row_see_its_own_past_in_order(
         row = make_row([rng.randint(0, 30) for _ in range(length)])  # type: ignore[attr-defined]
         table = array("i", [slots.pop() for _ in range(length + len(draft_tree.tokens))])
         row.table = type("Table", (), {"slots": table})()
-        add_row(plan, row, start, length, draft_tree)
+        add_row(step_input, row, start, length, draft_tree)
         for p in range(start, length):
             expected.append((row.tokens[p], p, table[: p + 1].tolist()))
         for node, token in enumerate(draft_tree.tokens):
@@ -198,23 +198,23 @@ def test_a_plan_lets_every_row_see_its_own_past_in_order(
                     [*table[:length].tolist(), *(int(table[length + i]) for i in path)],
                 )
             )
-    plan.build()
-    assert plan.ids.tolist() == [e[0] for e in expected]
-    assert plan.positions.tolist() == [e[1] for e in expected]
-    assert plan.slots.tolist() == [e[2][-1] for e in expected], "the last key of a row is its own"
-    assert plan.longest == max(len(e[2]) for e in expected)
+    step_input.build()
+    assert step_input.ids.tolist() == [e[0] for e in expected]
+    assert step_input.positions.tolist() == [e[1] for e in expected]
+    assert step_input.slots.tolist() == [e[2][-1] for e in expected], "the last key of a row is its own"
+    assert step_input.longest == max(len(e[2]) for e in expected)
     covered = 0
-    for table, first, count in plan.segments:
+    for table, first, count in step_input.segments:
         assert first == covered
         covered += count
-        keys, order = plan.keys(first, count, table)
+        keys, order = step_input.keys(first, count, table)
         for i in range(count):
             seen = sorted((int(order[i, j]), int(keys[j])) for j in range(len(keys)) if order[i, j] >= 0)
             assert [at for at, _ in seen] == list(range(len(seen)))
             assert [slot for _, slot in seen] == expected[first + i][2]
-            walked = walk(plan, table, first + i)
+            walked = walk(step_input, table, first + i)
             assert walked == expected[first + i][2], "the C kernels walk the same keys"
-    assert covered == plan.length == len(expected)
+    assert covered == step_input.length == len(expected)
 
 
 def test_the_scripted_example_is_a_binary_tree() -> None:

@@ -50,14 +50,14 @@ def test_traits_are_those_of_the_law(vocabulary: int, temperature: float, kernel
     logits = torch.randn(4, vocabulary, generator=torch.Generator().manual_seed(vocabulary)) * 4
     logits[1, :2] = -math.inf
     for row in range(4):
-        law = (logits[row].double() / (temperature or 1)).softmax(-1)
-        entropy = -sum(p * math.log(p) for p in law.tolist() if p > 0)
-        best = [*law.sort(descending=True).values[:TOP].tolist(), *[0.0] * TOP][:TOP]
+        distribution = (logits[row].double() / (temperature or 1)).softmax(-1)
+        entropy = -sum(p * math.log(p) for p in distribution.tolist() if p > 0)
+        best = [*distribution.sort(descending=True).values[:TOP].tolist(), *[0.0] * TOP][:TOP]
         for features in (
             kernels.should_stop(StopRule(), logits, temperature, 2, 0, row)[1],
             measure(logits[row], temperature, 2),
         ):
-            assert features == pytest.approx([float(law[2]), entropy, *best], abs=2e-5)
+            assert features == pytest.approx([float(distribution[2]), entropy, *best], abs=2e-5)
 
 
 def test_each_rule_of_a_halt_counts(kernels: Kernels) -> None:

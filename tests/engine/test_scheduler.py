@@ -43,7 +43,7 @@ class FakePool:
 def make_row(name: str, tokens: list[int], new: int, index: int = 0, source: Row | None = None) -> Row:
     params = SamplingParams(max_tokens=new)
     return Row(
-        id=name, index=index, tokens=list(tokens), prompt=len(tokens), params=params, law=params.law, seed=0, processors=(),
+        id=name, index=index, tokens=list(tokens), prompt=len(tokens), params=params, distribution=params.distribution, seed=0, processors=(),
         limit=len(tokens) + new, ending=frozenset(), source=source,
     )  # fmt: skip
 

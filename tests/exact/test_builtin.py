@@ -120,8 +120,8 @@ def prompts(engines: dict[int, LLM]) -> list[list[int]]:
     ]
 
 
-def params_of(number: int, law: str) -> SamplingParams:
-    return SamplingParams(max_tokens=TOKENS, ignore_eos=True, seed=number, **LAWS[law])
+def params_of(number: int, distribution: str) -> SamplingParams:
+    return SamplingParams(max_tokens=TOKENS, ignore_eos=True, seed=number, **LAWS[distribution])
 
 
 class Plain:
@@ -131,17 +131,17 @@ class Plain:
         self.llm = LLM("builtin", max_num_seqs=1 if FULL else 8, enable_prefix_caching=False)
         self.prompts = prompts
         self.known: dict[tuple[int, str], list[int]] = {}
-        self.truth = {law: Truth() for law in LAWS}
+        self.truth = {distribution: Truth() for distribution in LAWS}
 
-    def __call__(self, numbers: Sequence[int], law: str) -> list[list[int]]:
-        new = [i for i in numbers if (i, law) not in self.known]
+    def __call__(self, numbers: Sequence[int], distribution: str) -> list[list[int]]:
+        new = [i for i in numbers if (i, distribution) not in self.known]
         outputs = self.llm.generate(
-            prompts_of([self.prompts[i] for i in new]), [params_of(i, law) for i in new]
+            prompts_of([self.prompts[i] for i in new]), [params_of(i, distribution) for i in new]
         )
         for i, output in zip(new, outputs):
-            self.known[i, law] = output.outputs[0].token_ids
-            self.truth[law].learn(self.prompts[i], i, output.outputs)
-        return [self.known[i, law] for i in numbers]
+            self.known[i, distribution] = output.outputs[0].token_ids
+            self.truth[distribution].learn(self.prompts[i], i, output.outputs)
+        return [self.known[i, distribution] for i in numbers]
 
 
 @pytest.fixture(scope="module")
@@ -151,14 +151,14 @@ def plain(prompts: list[list[int]]) -> Plain:
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
-    ("mode", "drafter", "law", "seats"),
+    ("mode", "drafter", "distribution", "seats"),
     [(i, *mode) for i, mode in enumerate(MODES)],
     ids=lambda value: str(value),
 )
 def test_tokens(
     mode: int,
     drafter: str,
-    law: str,
+    distribution: str,
     seats: int,
     engines: dict[int, LLM],
     prompts: list[list[int]],
@@ -166,14 +166,16 @@ def test_tokens(
 ) -> None:
     """128 tokens of every prompt of this mode are those of plain decoding; and speculation really took part."""
     numbers = range(len(prompts)) if FULL else range(mode, len(prompts), len(MODES))
-    expected = plain(numbers, law)
+    expected = plain(numbers, distribution)
     assert all(len(tokens) == TOKENS for tokens in expected)
     llm, config = engines[seats], DRAFTERS[drafter]
     if drafter == "script_tree":
-        scripts = Scripts(plain.truth[law], llm.engine.target.vocabulary)
+        scripts = Scripts(plain.truth[distribution], llm.engine.target.vocabulary)
         config = {**config, "script": lambda row, budget: scripts.hidden(row, budget, 24)}
     llm.use(config)
-    outputs = llm.generate(prompts_of([prompts[i] for i in numbers]), [params_of(i, law) for i in numbers])
+    outputs = llm.generate(
+        prompts_of([prompts[i] for i in numbers]), [params_of(i, distribution) for i in numbers]
+    )
     wrong = [
         i for i, output, tokens in zip(numbers, outputs, expected) if output.outputs[0].token_ids != tokens
     ]
@@ -182,16 +184,18 @@ def test_tokens(
     settled(llm)
 
 
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("distribution", LAWS)
 def test_plain_decoding_alone_and_in_company(
-    law: str, engines: dict[int, LLM], prompts: list[list[int]], plain: Plain
+    distribution: str, engines: dict[int, LLM], prompts: list[list[int]], plain: Plain
 ) -> None:
     """Plain decoding itself says the same alone and among eight."""
     numbers = range(0, len(prompts), 20)
-    expected = plain(numbers, law)
+    expected = plain(numbers, distribution)
     llm = engines[8 if FULL else 1]
     llm.use(None)
-    outputs = llm.generate(prompts_of([prompts[i] for i in numbers]), [params_of(i, law) for i in numbers])
+    outputs = llm.generate(
+        prompts_of([prompts[i] for i in numbers]), [params_of(i, distribution) for i in numbers]
+    )
     assert [output.outputs[0].token_ids for output in outputs] == expected
 
 
@@ -199,9 +203,9 @@ def test_plain_decoding_alone_and_in_company(
 
 
 def chain(decoder: Decoder, pool: Pool, table: array[int], start: int, tokens: Sequence[int]) -> Tensor:
-    plan = StepInput()
-    plan.chain(table, start, tokens)
-    return decoder.forward(plan.build(), pool)
+    step_input = StepInput()
+    step_input.chain(table, start, tokens)
+    return decoder.forward(step_input.build(), pool)
 
 
 def random_tree(
@@ -238,14 +242,14 @@ def compare(decoder: Decoder, tokens: Sequence[int], random_streams: random.Rand
         step = random_streams.randint(1, length - last - at)
         chain(decoder, together, scattered, at, tokens[at : at + step])
         at += step
-    plan = StepInput()
+    step_input = StepInput()
     company = random_streams.randint(0, 9)
     if company:
-        plan.chain(beside, 0, [random_streams.randrange(vocabulary) for _ in range(company)])
-    plan.chain(scattered, at, tokens[at:])
+        step_input.chain(beside, 0, [random_streams.randrange(vocabulary) for _ in range(company)])
+    step_input.chain(scattered, at, tokens[at:])
     for i, path in enumerate(paths):
-        plan.node(scattered, length, [int(scattered[length + node]) for node in path], draft_tree[i])
-    x = decoder.forward(plan.build(), together)
+        step_input.node(scattered, length, [int(scattered[length + node]) for node in path], draft_tree[i])
+    x = decoder.forward(step_input.build(), together)
     rows = range(company, company + last + nodes)
     logits = decoder.logits(x, list(rows))
 

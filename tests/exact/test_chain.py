@@ -41,8 +41,8 @@ def test_one_call_equals_one_level_after_another(
     large a chunk is that joins rows which decode depends on the clock."""
     prompts = tiny_prompts(rows)
     params = [
-        SamplingParams(max_tokens=9 + 4 * i, seed=i, ignore_eos=True, **law)
-        for i, law in zip(range(rows), itertools.cycle(LAWS))
+        SamplingParams(max_tokens=9 + 4 * i, seed=i, ignore_eos=True, **distribution)
+        for i, distribution in zip(range(rows), itertools.cycle(LAWS))
     ]
     said = []
     for alone in (True, False):
@@ -51,9 +51,11 @@ def test_one_call_equals_one_level_after_another(
             if not alone:
                 patch.setattr(CpuKernels, "chain", lambda *_: None)
             fast.use({"method": "draft_model", "model": stranger, "num_speculative_tokens": 5})
-            for law in LAWS if rows == 1 else [{}]:
+            for distribution in LAWS if rows == 1 else [{}]:
                 asked = (
-                    [SamplingParams(max_tokens=12, seed=3, ignore_eos=True, **law)] if rows == 1 else params
+                    [SamplingParams(max_tokens=12, seed=3, ignore_eos=True, **distribution)]
+                    if rows == 1
+                    else params
                 )
                 fast.generate([{"prompt_token_ids": prompt} for prompt in prompts], asked)
             said.append(heard)

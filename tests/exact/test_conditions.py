@@ -28,9 +28,10 @@ LAWS: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.8, "top_p"
 DRAFTERS = ("ngram", "draft_model", "tree", "stranger", "window", "self")
 
 
-def params_of(law: dict[str, Any], count: int = len(PROMPTS), **more: Any) -> list[SamplingParams]:
+def params_of(distribution: dict[str, Any], count: int = len(PROMPTS), **more: Any) -> list[SamplingParams]:
     return [
-        SamplingParams(seed=i, **{"max_tokens": 24, "ignore_eos": True, **law, **more}) for i in range(count)
+        SamplingParams(seed=i, **{"max_tokens": 24, "ignore_eos": True, **distribution, **more})
+        for i in range(count)
     ]
 
 
@@ -93,7 +94,7 @@ def accepted(outputs: list[Any]) -> int:
     return sum(output.speculation.accepted for output in outputs)
 
 
-probs_of = pytest.mark.parametrize("law", LAWS, ids=["greedy", "sampled"])
+probs_of = pytest.mark.parametrize("distribution", LAWS, ids=["greedy", "sampled"])
 drafter_of = pytest.mark.parametrize("drafter", DRAFTERS)
 
 
@@ -104,13 +105,13 @@ drafter_of = pytest.mark.parametrize("drafter", DRAFTERS)
 @drafter_of
 @pytest.mark.parametrize("caching", [True, False])
 def test_prefix_cache(
-    caching: bool, drafter: str, law: dict[str, Any], llama: str, plain: LLM, stranger: str
+    caching: bool, drafter: str, distribution: dict[str, Any], llama: str, plain: LLM, stranger: str
 ) -> None:
     """Asking twice, then for continuations that share a beginning: same tokens, computed again or taken from the cache."""
     llm = LLM(llama, max_num_seqs=4, enable_prefix_caching=caching)
     common = tiny_prompts(1, seed=2, longest=40)[0] * 3
     prompts = [[*common, *tail] for tail in PROMPTS]
-    params = params_of(law, len(prompts))
+    params = params_of(distribution, len(prompts))
     expected, truth = expected_of(plain, prompts, params)
     put_to_work(llm, drafter, truth, stranger)
     hits: list[int] = []
@@ -141,9 +142,11 @@ def test_prefix_cache(
 
 @probs_of
 @drafter_of
-def test_preemption(drafter: str, law: dict[str, Any], llama: str, plain: LLM, stranger: str) -> None:
+def test_preemption(
+    drafter: str, distribution: dict[str, Any], llama: str, plain: LLM, stranger: str
+) -> None:
     """Rows lose their cache midway and compute it again, with guesses around; memory for little more than one request."""
-    params = params_of(law, max_tokens=60)
+    params = params_of(distribution, max_tokens=60)
     expected, truth = expected_of(plain, PROMPTS, params)
     tight = LLM(llama, max_num_seqs=4, max_model_len=128)
     put_to_work(tight, drafter, truth, stranger)
@@ -168,10 +171,12 @@ def test_preemption(drafter: str, law: dict[str, Any], llama: str, plain: LLM, s
 @probs_of
 @drafter_of
 @pytest.mark.parametrize("chunk", [8, 16, 64, 512])
-def test_chunks(chunk: int, drafter: str, law: dict[str, Any], llama: str, plain: LLM, stranger: str) -> None:
+def test_chunks(
+    chunk: int, drafter: str, distribution: dict[str, Any], llama: str, plain: LLM, stranger: str
+) -> None:
     """Prompts cut into chunks of every size, beside decodes and guesses that share the step's budget."""
     llm = LLM(llama, max_num_seqs=min(chunk, 4), max_num_batched_tokens=chunk)
-    params = params_of(law)
+    params = params_of(distribution)
     expected, truth = expected_of(plain, PROMPTS, params)
     put_to_work(llm, drafter, truth, stranger)
     assert [said(o.outputs) for o in drive(llm, PROMPTS, params)] == expected
@@ -180,11 +185,13 @@ def test_chunks(chunk: int, drafter: str, law: dict[str, Any], llama: str, plain
 
 @probs_of
 @drafter_of
-def test_every_seat_taken(drafter: str, law: dict[str, Any], llama: str, plain: LLM, stranger: str) -> None:
+def test_every_seat_taken(
+    drafter: str, distribution: dict[str, Any], llama: str, plain: LLM, stranger: str
+) -> None:
     """As many seats as a step has tokens: decodes and their share of guesses leave nothing for the chunks of a long prompt."""
     llm = LLM(llama, max_num_seqs=8, max_num_batched_tokens=8)
     prompts = [*([i] for i in range(10, 17)), *tiny_prompts(5, seed=3, longest=30)]
-    params = params_of(law, len(prompts))
+    params = params_of(distribution, len(prompts))
     expected, truth = expected_of(plain, prompts, params)
     put_to_work(llm, drafter, truth, stranger)
     assert [said(o.outputs) for o in llm.generate(prompts_of(prompts), params)] == expected
@@ -193,11 +200,13 @@ def test_every_seat_taken(drafter: str, law: dict[str, Any], llama: str, plain: 
 
 @probs_of
 @drafter_of
-def test_up_to_the_last_position(drafter: str, law: dict[str, Any], llama: str, stranger: str) -> None:
+def test_up_to_the_last_position(
+    drafter: str, distribution: dict[str, Any], llama: str, stranger: str
+) -> None:
     """Texts that fill the context to its last token, one from a prompt that leaves room for a single one."""
     plain, llm = LLM(llama, max_model_len=48), LLM(llama, max_num_seqs=4, max_model_len=48)
     prompts = [*PROMPTS[:3], list(range(20, 67))]
-    params = params_of(law, len(prompts), max_tokens=None)
+    params = params_of(distribution, len(prompts), max_tokens=None)
     expected, truth = expected_of(plain, prompts, params)
     assert all(
         len(prompt) + len(samples[0][0]) == 48 and samples[0][2] == "length"
@@ -213,9 +222,13 @@ def test_up_to_the_last_position(drafter: str, law: dict[str, Any], llama: str, 
 
 @probs_of
 @drafter_of
-def test_speculate_false(drafter: str, law: dict[str, Any], fast: LLM, plain: LLM, stranger: str) -> None:
+def test_speculate_false(
+    drafter: str, distribution: dict[str, Any], fast: LLM, plain: LLM, stranger: str
+) -> None:
     """Every second request declines to speculate: nothing is drafted for it, and nobody's tokens change."""
-    params = [SamplingParams(**{**vars(p), "speculate": bool(i % 2)}) for i, p in enumerate(params_of(law))]
+    params = [
+        SamplingParams(**{**vars(p), "speculate": bool(i % 2)}) for i, p in enumerate(params_of(distribution))
+    ]
     expected, truth = expected_of(plain, PROMPTS, params)
     put_to_work(fast, drafter, truth, stranger)
     outputs = drive(fast, PROMPTS, params)
@@ -236,10 +249,12 @@ def test_speculate_false(drafter: str, law: dict[str, Any], fast: LLM, plain: LL
     ids=["disable_by_batch_size", "per_batch_size"],
 )
 def test_switching_with_the_batch(
-    options: dict[str, Any], drafter: str, law: dict[str, Any], fast: LLM, plain: LLM, stranger: str
+    options: dict[str, Any], drafter: str, distribution: dict[str, Any], fast: LLM, plain: LLM, stranger: str
 ) -> None:
     """The batch grows and shrinks, so that rows go from guessing to plain decoding and back in the middle of a text."""
-    params = [SamplingParams(**{**vars(p), "max_tokens": 8 + 12 * i}) for i, p in enumerate(params_of(law))]
+    params = [
+        SamplingParams(**{**vars(p), "max_tokens": 8 + 12 * i}) for i, p in enumerate(params_of(distribution))
+    ]
     expected, truth = expected_of(plain, PROMPTS, params)
     put_to_work(fast, drafter, truth, stranger, **options)
     fast.engine.scheduler.chunk = lambda: (
@@ -267,10 +282,10 @@ def test_switching_with_the_batch(
 @probs_of
 @drafter_of
 def test_stream_equals_generate(
-    drafter: str, law: dict[str, Any], fast: LLM, plain: LLM, stranger: str
+    drafter: str, distribution: dict[str, Any], fast: LLM, plain: LLM, stranger: str
 ) -> None:
     """The last output of a stream is that of generate, text included; what came before only grows towards it."""
-    params = params_of(law)
+    params = params_of(distribution)
     expected, truth = expected_of(plain, PROMPTS, params)
     put_to_work(fast, drafter, truth, stranger)
     outputs = fast.generate(prompts_of(PROMPTS), params)
@@ -290,16 +305,16 @@ def test_stream_equals_generate(
 @drafter_of
 def test_samples(drafter: str, fast: LLM, plain: LLM, stranger: str) -> None:
     """n = 4 is four runs that differ in their sample index alone: the first is the one of n = 1, and each can be had by itself."""
-    law = {"temperature": 0.8}
-    params = params_of(law, n=4)
+    distribution = {"temperature": 0.8}
+    params = params_of(distribution, n=4)
     expected, truth = expected_of(plain, PROMPTS, params)
     assert all(len({str(sample) for sample in samples}) == 4 for samples in expected), "samples should differ"
     put_to_work(fast, drafter, truth, stranger)
     assert [said(o.outputs) for o in drive(fast, PROMPTS, params)] == expected
-    assert [said(o.outputs) for o in drive(fast, PROMPTS, params_of(law))] == [
+    assert [said(o.outputs) for o in drive(fast, PROMPTS, params_of(distribution))] == [
         samples[:1] for samples in expected
     ]
-    assert [said(o.outputs) for o in drive(fast, PROMPTS, params_of(law, n=2))] == [
+    assert [said(o.outputs) for o in drive(fast, PROMPTS, params_of(distribution, n=2))] == [
         samples[:2] for samples in expected
     ]
     for number in range(3):  # sample 3 as a lone row, which shares no prompt
@@ -386,7 +401,7 @@ def test_closing_a_stream_aborts(fast: LLM, plain: LLM, stranger: str) -> None:
 def test_other_models(
     model: str,
     drafter: str,
-    law: dict[str, Any],
+    distribution: dict[str, Any],
     stranger: str,
     request: pytest.FixtureRequest,
     window: int = 8,
@@ -394,7 +409,7 @@ def test_other_models(
     """A sliding window of eight tokens, shorter than path and prefix together; and norms of queries and keys."""
     path = request.getfixturevalue(model)
     plain, fast = LLM(path), LLM(path, max_num_seqs=4)
-    params = params_of(law)
+    params = params_of(distribution)
     expected, truth = expected_of(plain, PROMPTS, params)
     put_to_work(fast, drafter, truth, stranger)
     outputs = drive(fast, PROMPTS, params)
@@ -416,7 +431,7 @@ def test_other_models(
 def test_drafts_that_fit_badly(
     config: dict[str, int],
     siblings: int,
-    law: dict[str, Any],
+    distribution: dict[str, Any],
     fast: LLM,
     plain: LLM,
     checkpoints: Path,
@@ -424,7 +439,7 @@ def test_drafts_that_fit_badly(
 ) -> None:
     """A draft whose context ends in the middle of a text, and drafts that lack some of the target's ids or have others."""
     folder = checkpoints / f"misfit-{request.node.callspec.id}"
-    params = params_of(law, max_tokens=40)
+    params = params_of(distribution, max_tokens=40)
     expected, _ = expected_of(plain, PROMPTS, params)
     fast.use({
         "method": "draft_model", "model": tiny_checkpoint(folder, seed=2, **config), "siblings": siblings, "vocab_mismatch": "allow",
@@ -442,13 +457,13 @@ def test_drafts_that_fit_badly(
 @probs_of
 @drafter_of
 def test_torch_kernels(
-    drafter: str, law: dict[str, Any], llama: str, stranger: str, monkeypatch: pytest.MonkeyPatch
+    drafter: str, distribution: dict[str, Any], llama: str, stranger: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The torch kernels, which every other device uses, alone and in company, chains and trees."""
     monkeypatch.setenv("OUTRIDER_KERNELS", "torch")
     plain, fast = LLM(llama), LLM(llama, max_num_seqs=4)
     assert plain.engine.decoder.kernels.name.startswith("torch")
-    params = params_of(law, 4)
+    params = params_of(distribution, 4)
     expected, truth = expected_of(plain, PROMPTS[:4], params)
     put_to_work(fast, drafter, truth, stranger)
     outputs = drive(fast, PROMPTS[:4], params)

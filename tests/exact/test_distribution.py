@@ -32,7 +32,7 @@ from outrider.core.step_input import StepInput
 from outrider.core.types import Budget, Draft, DraftTree, Row
 from outrider.sampling import random_streams
 from outrider.verify import block, rejection, rule, traversal
-from outrider.verify.base import Answers
+from outrider.verify.base import RowPicker
 
 Checkpoint = Callable[..., Path]
 VOCABULARY, TOKENS, DEPTH, SEATS, SAMPLES = 10, 3, 3, 16, 16
@@ -65,7 +65,7 @@ LEAST, BINS = 5.0, 8  # expected samples of a cell; cells by likelihood
 ALARM = 1e-3
 
 
-def laws(turn: int) -> list[dict[str, Any]]:
+def distributions(turn: int) -> list[dict[str, Any]]:
     """All that is asked for, every second at the one temperature and the others at the other; the next turn the other way round."""
     return [{"temperature": TEMPERATURES[(i + turn) % 2], **ask} for i, ask in enumerate(ASKS)]
 
@@ -82,9 +82,9 @@ class Exact:
 
     def logits(self, ids: tuple[int, ...]) -> np.ndarray:
         if ids not in self.known:
-            plan = StepInput()
-            plan.chain(array("i", range(len(ids))), 0, ids)
-            x = self.decoder.forward(plan.build(), self.decoder.pool(len(ids)))
+            step_input = StepInput()
+            step_input.chain(array("i", range(len(ids))), 0, ids)
+            x = self.decoder.forward(step_input.build(), self.decoder.pool(len(ids)))
             self.known[ids] = self.decoder.logits(x, [len(ids) - 1])[0].double().numpy()
         return self.known[ids]
 
@@ -97,13 +97,15 @@ class Exact:
     def _joint(self, prompt: tuple[int, ...], ask: Mapping[str, Any]) -> np.ndarray:
         made = np.zeros((VOCABULARY,) * TOKENS)
         for said in itertools.product(range(VOCABULARY), repeat=TOKENS - 1):
-            share = math.prod(self.law(prompt, said[:i], ask)[token] for i, token in enumerate(said))
+            share = math.prod(self.distribution(prompt, said[:i], ask)[token] for i, token in enumerate(said))
             if share > 0:
-                made[said] = share * self.law(prompt, said, ask)
+                made[said] = share * self.distribution(prompt, said, ask)
         assert abs(made.sum() - 1) < 1e-9
         return made
 
-    def law(self, prompt: tuple[int, ...], said: tuple[int, ...], ask: Mapping[str, Any]) -> np.ndarray:
+    def distribution(
+        self, prompt: tuple[int, ...], said: tuple[int, ...], ask: Mapping[str, Any]
+    ) -> np.ndarray:
         x = self.logits(prompt + said).copy()
         for token, bias in ask.get("logit_bias", {}).items():
             x[token] += bias
@@ -130,14 +132,14 @@ class Lot:
     asked: what they would have if nothing was.  All [prompts, V, V, V].
     """
 
-    law: np.ndarray
+    distribution: np.ndarray
     asked: np.ndarray
     bare: np.ndarray
     counts: np.ndarray
 
     @property
     def expected(self) -> np.ndarray:
-        return self.law * self.counts.sum(axis=(1, 2, 3), keepdims=True)
+        return self.distribution * self.counts.sum(axis=(1, 2, 3), keepdims=True)
 
     def by_outcome(self) -> tuple[float, int]:
         """What was said; rare outcomes are joined with their neighbours."""
@@ -267,9 +269,9 @@ LEVEL = ALARM / (len(CASES) * (2 * len(ASKS) + 1))
 
 def test_the_laws_are_worth_testing(exact: Exact, llm: LLM, draft: str) -> None:
     """Neither flat nor peaked, changed by every parameter, and not the draft's."""
-    joints = [exact.joint(law) for turn in (0, 1) for law in laws(turn)]
-    for law in (law for joint in joints for law in joint):
-        entropy = -(law[law > 0] * np.log(law[law > 0])).sum()
+    joints = [exact.joint(distribution) for turn in (0, 1) for distribution in distributions(turn)]
+    for distribution in (distribution for joint in joints for distribution in joint):
+        entropy = -(distribution[distribution > 0] * np.log(distribution[distribution > 0])).sum()
         assert 1.5 < entropy < 0.95 * TOKENS * math.log(VOCABULARY)
     for a, b in itertools.combinations(joints, 2):
         assert (apart(a, b) > 0.03).all()
@@ -284,7 +286,7 @@ def apart(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(("judge", "kind", "turn"), CASES, ids=lambda value: str(value).replace(" ", "-"))
 def test_the_law_is_the_targets(judge: str, kind: str, turn: int, llm: LLM, exact: Exact, draft: str) -> None:
     llm.use({**drafting(kind, draft), "verification": judge})
-    lots = sampled(llm, exact, laws(turn))
+    lots = sampled(llm, exact, distributions(turn))
     assert sum(stream_id.counts.sum() for stream_id in lots) == sum(SEEDS) * SAMPLES * len(PROMPTS)
     assert min(p_values(lots)) > LEVEL
 
@@ -296,19 +298,22 @@ def test_the_power_of_the_test(exact: Exact) -> None:
     """Of engines that ignore a parameter, and of laws that do, nearly all are caught, at either temperature; of healthy lots none are."""
     random_streams, healthy = np.random.default_rng(0), list[float]()
 
-    def samples(law: np.ndarray, seeds: int) -> np.ndarray:
+    def samples(distribution: np.ndarray, seeds: int) -> np.ndarray:
         return np.stack(
-            [random_streams.multinomial(seeds * SAMPLES, share.ravel()).reshape(share.shape) for share in law]
+            [
+                random_streams.multinomial(seeds * SAMPLES, share.ravel()).reshape(share.shape)
+                for share in distribution
+            ]
         ).astype(float)
 
-    for ask, seeds in (pair for turn in (0, 1) for pair in list(zip(laws(turn), SEEDS))[1:]):
+    for ask, seeds in (pair for turn in (0, 1) for pair in list(zip(distributions(turn), SEEDS))[1:]):
         asked, bare = exact.joint(ask), exact.joint({"temperature": ask["temperature"]})
         lots = [Lot(asked, asked, bare, samples(asked, seeds)) for _ in range(30)]
         healthy += [p for stream_id in lots for p in p_values([stream_id])]
         ignoring = [replace(stream_id, counts=samples(bare, seeds)) for stream_id in lots]
         for what, wrong in (
             ("an engine", ignoring),
-            ("a law", [replace(stream_id, law=bare) for stream_id in lots]),
+            ("a law", [replace(stream_id, distribution=bare) for stream_id in lots]),
         ):
             assert sum(min(p_values([stream_id])) < LEVEL for stream_id in wrong) >= 27, (
                 f"{what} without {ask}"
@@ -319,7 +324,7 @@ def test_the_power_of_the_test(exact: Exact) -> None:
 @pytest.mark.parametrize("turn", [0, 1])
 def test_a_parameter_that_the_engine_ignores(turn: int, llm: LLM, exact: Exact, draft: str) -> None:
     llm.use({**drafting("chosen tree", draft), "verification": "match"})
-    asks = laws(turn)
+    asks = distributions(turn)
     lots = sampled(llm, exact, asks, instead=[{"temperature": ask["temperature"]} for ask in asks])
     for ask, stream_id in list(zip(asks, lots))[1:]:
         assert min(p_values([stream_id])) < LEVEL, ask
@@ -372,9 +377,9 @@ def test_acceptance_and_what_follows_from_one_coin(
 ) -> None:
     """What follows a rejection is drawn with the coin that rejected."""
 
-    def shared(row: Row, node: int, law: Tensor) -> int:
+    def shared(row: Row, node: int, distribution: Tensor) -> int:
         return random_streams.index(
-            law, uniform(stream_of(row.seed, row.index), ACCEPT, len(row.tokens), node + 1)
+            distribution, uniform(stream_of(row.seed, row.index), ACCEPT, len(row.tokens), node + 1)
         )
 
     llm.use({**drafting("1", draft), "verification": "rejection"})
@@ -395,7 +400,7 @@ def test_dropping_a_drawn_guess_for_what_it_is(
     def before_odd(tree: DraftTree) -> DraftTree:
         kept = next((i for i, token in enumerate(tree.tokens) if token % 2), len(tree.tokens))
         parts = (tree.tokens[:kept], tree.parents[:kept], tree.confidence[:kept])
-        return DraftTree(*parts, tree.laws, tree.probs_of[:kept], tree.repeats)
+        return DraftTree(*parts, tree.distributions, tree.probs_of[:kept], tree.repeats)
 
     monkeypatch.setattr(llm.engine.drafter, "propose", choosy)
     assert caught(llm, exact)
@@ -408,10 +413,10 @@ class Dice:
     """`Picker` of one row whose target says p everywhere."""
 
     def __init__(self, p: Tensor, seed: int) -> None:
-        self.law, self.row = p, SimpleNamespace(tokens=[0], seed=seed, index=0)
+        self.distribution, self.row = p, SimpleNamespace(tokens=[0], seed=seed, index=0)
 
     def p(self, row: int, node: int, path: Sequence[int]) -> Tensor:
-        return self.law
+        return self.distribution
 
     def follow(self, row: int) -> None:
         """Pick by pick."""
@@ -419,8 +424,8 @@ class Dice:
     def accept(self, row: int, node: int, probability: float) -> bool:
         return random_streams.accept(self.row, node, probability)  # type: ignore[arg-type]
 
-    def draw(self, row: int, node: int, law: Tensor) -> int:
-        return random_streams.emit(self.row, node, law)  # type: ignore[arg-type]
+    def draw(self, row: int, node: int, distribution: Tensor) -> int:
+        return random_streams.emit(self.row, node, distribution)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("judge", ["rejection", "block", "traversal"])
@@ -433,10 +438,10 @@ def test_more_samples_come_nearer_to_the_target_and_to_nothing_else(judge: str) 
     near: list[float] = []
     far: list[float] = []
     for seed in range(4_000):
-        laws: Any = Dice(p, seed)
-        (token,) = random_streams.children(laws.row, q, range(1))
+        distributions: Any = Dice(p, seed)
+        (token,) = random_streams.children(distributions.row, q, range(1))
         tree = DraftTree([token], [-1], [0.5], [q], [0])
-        _, said = walk(tree, Answers(laws, 0))
+        _, said = walk(tree, RowPicker(distributions, 0))
         counts[said[0]] += 1
         if seed + 1 in (100, 4_000):
             near.append(float((counts / counts.sum() - p).norm()))

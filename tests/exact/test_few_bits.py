@@ -120,9 +120,9 @@ def log_laws(llm: LLM, texts: Sequence[Sequence[int]]) -> Tensor:
     """float64 [tokens, V]: the log-probabilities after every token."""
     found, decoder = [], llm.engine.decoder
     for text in texts:
-        plan = StepInput()
-        plan.chain(array("i", range(len(text))), 0, text)
-        x = decoder.forward(plan.build(), decoder.pool(len(text)))
+        step_input = StepInput()
+        step_input.chain(array("i", range(len(text))), 0, text)
+        x = decoder.forward(step_input.build(), decoder.pool(len(text)))
         found.append(decoder.logits(x, list(range(len(text)))).double().log_softmax(-1))
     return torch.cat(found)
 

@@ -154,11 +154,11 @@ def test_a_row_computes_the_same_bits_in_any_company(dtype: str, tmp_path: Path)
         for decoder in [engine.decoder, bare.decoder] if i % 4 == 0 else [engine.decoder]:
             pool = decoder.pool(512)
             for start in range(length):  # token by token
-                plan = StepInput()
-                plan.chain(tables[i], start, [5 + i + start])
+                step_input = StepInput()
+                step_input.chain(tables[i], start, [5 + i + start])
                 if (adapter := adapters[i % 4]) is not None:
-                    plan.adapt(0, adapter)
-                assert torch.equal(decoder.forward(plan.build(), pool)[0], together[first + start]), (
+                    step_input.adapt(0, adapter)
+                assert torch.equal(decoder.forward(step_input.build(), pool)[0], together[first + start]), (
                     i,
                     start,
                 )

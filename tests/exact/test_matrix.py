@@ -86,34 +86,34 @@ class Ask:
     eos: tuple[int, ...] = (END,)
 
 
-def _free(number: int, law: dict[str, Any], tokens: int = 32) -> SamplingParams:
-    return SamplingParams(seed=100 + number, max_tokens=tokens, ignore_eos=True, **law)
+def _free(number: int, distribution: dict[str, Any], tokens: int = 32) -> SamplingParams:
+    return SamplingParams(seed=100 + number, max_tokens=tokens, ignore_eos=True, **distribution)
 
 
-def basic(reference: Plain, number: int, law: dict[str, Any]) -> Ask:
-    return Ask(SamplingParams(seed=100 + number, max_tokens=24, **law), _free(number, law))
+def basic(reference: Plain, number: int, distribution: dict[str, Any]) -> Ask:
+    return Ask(SamplingParams(seed=100 + number, max_tokens=24, **distribution), _free(number, distribution))
 
 
-def nucleus(reference: Plain, number: int, law: dict[str, Any]) -> Ask:
-    return basic(reference, number, {**law, "top_p": 0.9, "min_p": 0.05})
+def nucleus(reference: Plain, number: int, distribution: dict[str, Any]) -> Ask:
+    return basic(reference, number, {**distribution, "top_p": 0.9, "min_p": 0.05})
 
 
-def top_k(reference: Plain, number: int, law: dict[str, Any]) -> Ask:
-    return basic(reference, number, {**law, "top_k": 5})
+def top_k(reference: Plain, number: int, distribution: dict[str, Any]) -> Ask:
+    return basic(reference, number, {**distribution, "top_k": 5})
 
 
-def max_tokens(reference: Plain, number: int, law: dict[str, Any]) -> Ask:
+def max_tokens(reference: Plain, number: int, distribution: dict[str, Any]) -> Ask:
     """Ends in the second step of a drafter that is right, before its path would."""
-    return Ask(_free(number, law, DEPTH + 4 - number % 4), _free(number, law))
+    return Ask(_free(number, distribution, DEPTH + 4 - number % 4), _free(number, distribution))
 
 
-def samples(reference: Plain, number: int, law: dict[str, Any]) -> Ask:
-    return basic(reference, number, {**law, "n": 3})
+def samples(reference: Plain, number: int, distribution: dict[str, Any]) -> Ask:
+    return basic(reference, number, {**distribution, "n": 3})
 
 
-def stop_string(reference: Plain, number: int, law: dict[str, Any]) -> Ask:
+def stop_string(reference: Plain, number: int, distribution: dict[str, Any]) -> Ask:
     """A string across two tokens, the first of its kind, that a path of the second step walks over."""
-    free = _free(number, law)
+    free = _free(number, distribution)
     tokens, decode = reference(PROMPTS[number], free).outputs[0].token_ids, reference.llm.tokenizer.decode
     for end in range(DEPTH + 3, 2 * DEPTH + 1):
         stop, text = (
@@ -130,26 +130,26 @@ def _early(reference: Plain, number: int, free: SamplingParams) -> int:
     return next(t for i, t in enumerate(tokens) if i > DEPTH + 1 and t not in tokens[:i])
 
 
-def stop_id(reference: Plain, number: int, law: dict[str, Any]) -> Ask:
-    free = _free(number, law)
+def stop_id(reference: Plain, number: int, distribution: dict[str, Any]) -> Ask:
+    free = _free(number, distribution)
     return Ask(SamplingParams(**{**vars(free), "stop_token_ids": [_early(reference, number, free)]}), free)
 
 
-def eos(reference: Plain, number: int, law: dict[str, Any]) -> Ask:
+def eos(reference: Plain, number: int, distribution: dict[str, Any]) -> Ask:
     """The first prompt's text decides which token is the model's EOS."""
-    free = _free(number, law)
+    free = _free(number, distribution)
     return Ask(
         SamplingParams(**{**vars(free), "ignore_eos": False}),
         free,
-        (END, _early(reference, 0, _free(0, law))),
+        (END, _early(reference, 0, _free(0, distribution))),
     )
 
 
-def min_tokens(reference: Plain, number: int, law: dict[str, Any]) -> Ask:
+def min_tokens(reference: Plain, number: int, distribution: dict[str, Any]) -> Ask:
     """Tokens that want to be said early end the text, and may only from the tenth token on, in the middle of a path."""
-    tokens = reference(PROMPTS[number], _free(number, law)).outputs[0].token_ids
+    tokens = reference(PROMPTS[number], _free(number, distribution)).outputs[0].token_ids
     params = {
-        **vars(_free(number, law)),
+        **vars(_free(number, distribution)),
         "min_tokens": 10,
         "stop_token_ids": [tokens[2], tokens[5], tokens[8]],
     }
@@ -197,8 +197,8 @@ def overheard(llm: LLM) -> Iterator[list[list[int]]]:
     lengths: list[list[int]] = []
     verify = llm.engine.verify
 
-    def listening(draft: Draft, laws: Picker, batch: Batch) -> Verdict:
-        verdict = verify(draft, laws, batch)
+    def listening(draft: Draft, distributions: Picker, batch: Batch) -> Verdict:
+        verdict = verify(draft, distributions, batch)
         lengths.append([len(tokens) for tokens in verdict.tokens])
         return verdict
 
@@ -216,8 +216,8 @@ def test_alone(
     drafter: str, temperature: float, ask: Callable[..., Ask], reference: Plain, fast: LLM, stranger: str
 ) -> None:
     """One prompt; and what should have been accepted was, up to the very token that ends the text inside a path."""
-    law, number = {"temperature": temperature}, 0
-    want = ask(reference, number, law)
+    distribution, number = {"temperature": temperature}, 0
+    want = ask(reference, number, distribution)
     truth = Truth()
     truth.learn(PROMPTS[number], 100 + number, reference(PROMPTS[number], want.free).outputs)
     put_to_work(fast, drafter, truth, stranger)
@@ -235,9 +235,9 @@ def test_alone(
         kept = got.speculation.emitted - sum(sum(step) for step in steps[:-1])
         assert 1 < kept < steps[-1][0], "the end should have been in the middle of an accepted path"
     if ask is min_tokens:
-        assert said(expected.outputs) != said(reference(PROMPTS[number], _free(number, law)).outputs), (
-            "nothing was forbidden"
-        )
+        assert said(expected.outputs) != said(
+            reference(PROMPTS[number], _free(number, distribution)).outputs
+        ), "nothing was forbidden"
 
 
 @pytest.mark.parametrize("ask", ASKS, ids=lambda ask: ask.__name__)
@@ -247,8 +247,8 @@ def test_in_company(
     drafter: str, temperature: float, ask: Callable[..., Ask], reference: Plain, fast: LLM, stranger: str
 ) -> None:
     """Seven prompts for four seats; one joins every other step, two are aborted.  What an aborted one has said is a beginning."""
-    law = {"temperature": temperature}
-    wants = [ask(reference, i, law) for i in range(len(PROMPTS))]
+    distribution = {"temperature": temperature}
+    wants = [ask(reference, i, distribution) for i in range(len(PROMPTS))]
     truth = Truth()
     for i, want in enumerate(wants):
         truth.learn(PROMPTS[i], 100 + i, reference(PROMPTS[i], want.free).outputs)

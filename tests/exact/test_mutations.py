@@ -18,7 +18,7 @@ from outrider import LLM, SamplingParams
 from outrider.backends.cpu import kernels as cpu
 from outrider.backends.cpu.picking import TreeQueries
 from outrider.cache.pool import Pool
-from outrider.core.block_table import PAGE, Table
+from outrider.core.block_table import PAGE, BlockTable
 from outrider.core.params import DistributionParams
 from outrider.core.step_input import StepInput
 from outrider.core.types import ROOT, Batch, Draft, Picker, Verdict
@@ -49,9 +49,9 @@ def test_a_node_that_sees_a_sibling(scene: Setup, monkeypatch: pytest.MonkeyPatc
     """The mask lets a node see the first guess of the tree, which is not among its ancestors."""
     broken = scene()
 
-    def edit(plan: StepInput, row: int, table: array[int], seen: int, path: list[int]) -> None:
+    def edit(step_input: StepInput, row: int, table: array[int], seen: int, path: list[int]) -> None:
         if int(table[seen]) not in path:
-            plan._paths[row] = [int(table[seen]), *path]
+            step_input._paths[row] = [int(table[seen]), *path]
 
     edit_nodes(monkeypatch, edit)
     assert broken.differences() > 0
@@ -61,9 +61,9 @@ def test_a_node_that_does_not_see_its_parent(scene: Setup, monkeypatch: pytest.M
     """The mask gives it the last known token once more instead."""
     broken = scene()
 
-    def edit(plan: StepInput, row: int, table: array[int], seen: int, path: list[int]) -> None:
+    def edit(step_input: StepInput, row: int, table: array[int], seen: int, path: list[int]) -> None:
         if len(path) > 1:
-            plan._paths[row] = [*path[:-2], int(table[seen - 1]), path[-1]]
+            step_input._paths[row] = [*path[:-2], int(table[seen - 1]), path[-1]]
 
     edit_nodes(monkeypatch, edit)
     assert broken.differences() > 0
@@ -73,8 +73,8 @@ def test_a_node_that_misses_a_known_token(scene: Setup, monkeypatch: pytest.Monk
     """It sees one token less of what is certain."""
     broken = scene()
 
-    def edit(plan: StepInput, row: int, table: array[int], seen: int, path: list[int]) -> None:
-        plan._seen[row] -= 1
+    def edit(step_input: StepInput, row: int, table: array[int], seen: int, path: list[int]) -> None:
+        step_input._seen[row] -= 1
 
     edit_nodes(monkeypatch, edit)
     assert broken.differences() > 0
@@ -84,8 +84,8 @@ def test_a_node_one_position_too_far(scene: Setup, monkeypatch: pytest.MonkeyPat
     """Its rotation is that of the next position."""
     broken = scene()
 
-    def edit(plan: StepInput, row: int, table: array[int], seen: int, path: list[int]) -> None:
-        plan._positions[row] += 1
+    def edit(step_input: StepInput, row: int, table: array[int], seen: int, path: list[int]) -> None:
+        step_input._positions[row] += 1
 
     edit_nodes(monkeypatch, edit)
     assert broken.differences() > 0
@@ -110,13 +110,13 @@ def ask_with(monkeypatch: pytest.MonkeyPatch, edit: Callable[[int, int], tuple[i
         self: TreeQueries,
         key: int,
         root: int,
-        law: DistributionParams,
+        distribution: DistributionParams,
         stream: int,
         position: int,
         *tree: Any,
     ) -> None:
         root, position = edit(root, position) if tree[0] else (root, position)
-        add(self, key, root, law, stream, position, *tree)
+        add(self, key, root, distribution, stream, position, *tree)
 
     monkeypatch.setattr(TreeQueries, "add", edited)
 
@@ -191,15 +191,15 @@ def test_a_token_accepted_unseen(scene: Setup, monkeypatch: pytest.MonkeyPatch) 
     broken = scene(GREEDY, "deep")
     verify = broken.llm.engine.verify
 
-    def greedy_walk(draft: Draft, laws: Picker, batch: Batch) -> Verdict:
-        verdict = verify(draft, laws, batch)
+    def greedy_walk(draft: Draft, distributions: Picker, batch: Batch) -> Verdict:
+        verdict = verify(draft, distributions, batch)
         for r, tree in enumerate(draft.trees):
             last = verdict.nodes[r][-1] if verdict.nodes[r] else ROOT
             child = next((i for i, parent in enumerate(tree.parents) if parent == last), None)
             if child is not None and verdict.tokens[r]:
                 verdict.nodes[r].append(child)
                 verdict.tokens[r][-1] = tree.tokens[child]
-                verdict.tokens[r].append(laws.pick(r, child, verdict.tokens[r]))
+                verdict.tokens[r].append(distributions.pick(r, child, verdict.tokens[r]))
         return verdict
 
     monkeypatch.setattr(broken.llm.engine, "verify", greedy_walk)
@@ -210,11 +210,11 @@ def test_a_child_of_someone_else(scene: Setup, monkeypatch: pytest.MonkeyPatch) 
     """The verifier looks for the token anywhere in the tree, whoever its parent is."""
     broken = scene()
 
-    def anywhere(draft: Draft, laws: Picker, batch: Batch) -> Verdict:
+    def anywhere(draft: Draft, distributions: Picker, batch: Batch) -> Verdict:
         verdict = Verdict([], [])
         for r, tree in enumerate(draft.trees):
             path: list[int] = []
-            said = [laws.pick(r, ROOT, ())] if batch.emits[r] else []
+            said = [distributions.pick(r, ROOT, ())] if batch.emits[r] else []
             while (
                 said
                 and (
@@ -225,7 +225,7 @@ def test_a_child_of_someone_else(scene: Setup, monkeypatch: pytest.MonkeyPatch) 
                 is not None
             ):
                 path.append(node)
-                said.append(laws.pick(r, node, said))
+                said.append(distributions.pick(r, node, said))
             verdict.nodes.append(path)
             verdict.tokens.append(said)
         return verdict
@@ -291,7 +291,7 @@ def test_a_token_committed_past_the_end(scene: Setup, plain: LLM, monkeypatch: p
 def test_a_prefix_hit_on_the_wrong_page(scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     """The index looks at how many pages came before, not at their tokens."""
     broken = scene()
-    monkeypatch.setattr(Table, "key", lambda self, tokens: (len(self.nodes), ()))
+    monkeypatch.setattr(BlockTable, "key", lambda self, tokens: (len(self.nodes), ()))
     assert max(len(prompt) for prompt in PROMPTS) > PAGE
     broken.differences()
     assert broken.differences() > 0

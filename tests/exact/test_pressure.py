@@ -24,12 +24,14 @@ def unpaced(llm: LLM) -> None:
     llm.engine.scheduler.prefill = lambda decoding, tokens: PrefillBudget(tokens)
 
 
-@pytest.mark.parametrize("law", LAWS, ids=["greedy", "sampled"])
+@pytest.mark.parametrize("distribution", LAWS, ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", draft.names())
-def test_every_method_under_pressure(name: str, law: dict[str, Any], llama: str, plain: LLM) -> None:
+def test_every_method_under_pressure(name: str, distribution: dict[str, Any], llama: str, plain: LLM) -> None:
     """Rows are preempted and come back, prompts are cut and found in the cache, guesses get what is left: the same tokens, asked twice,
     with the prefix cache and without."""
-    params = [SamplingParams(seed=i, max_tokens=40, ignore_eos=True, **law) for i in range(len(PROMPTS))]
+    params = [
+        SamplingParams(seed=i, max_tokens=40, ignore_eos=True, **distribution) for i in range(len(PROMPTS))
+    ]
     expected = [said(answer(plain, prompt, p).outputs) for prompt, p in zip(PROMPTS, params)]
     roomy = LLM(llama, max_num_seqs=4, max_model_len=POSITIONS)
     install(roomy, name)

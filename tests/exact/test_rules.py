@@ -68,7 +68,7 @@ class World:
         self.vocabulary, self.seed, self.choices = vocabulary, seed, choices
         self.known: dict[tuple[str, Path_], Tensor] = {}
 
-    def law(self, who: str, path: Sequence[int]) -> Tensor:
+    def distribution(self, who: str, path: Sequence[int]) -> Tensor:
         key = who, tuple(path)
         if key not in self.known:
             random = torch.Generator().manual_seed(zlib.crc32(repr((self.seed, key)).encode()))
@@ -79,10 +79,10 @@ class World:
         return self.known[key]
 
     def p(self, row: int, node: int, path: Sequence[int]) -> Tensor:
-        return self.law("p", path)
+        return self.distribution("p", path)
 
     def pick(self, row: int, node: int, path: Sequence[int]) -> int:
-        return self.choices.choose(self.law("p", path).tolist())
+        return self.choices.choose(self.distribution("p", path).tolist())
 
     def follow(self, row: int) -> None:
         """Pick by pick."""
@@ -91,8 +91,8 @@ class World:
         chance = min(1.0, max(0.0, probability))
         return self.choices.choose([chance, 1 - chance]) == 0
 
-    def draw(self, row: int, node: int, law: Tensor) -> int:
-        return self.choices.choose(law.tolist())
+    def draw(self, row: int, node: int, distribution: Tensor) -> int:
+        return self.choices.choose(distribution.tolist())
 
 
 Drafting = Callable[[World], DraftTree]
@@ -106,7 +106,7 @@ def drawn(
     def draft(world: World) -> DraftTree:
         tree = Tree(make_row([1, 2]), 2, Budget(depth, nodes), siblings, View(array("i")), repeats)
         while tree.growing:
-            tree.draw({node: world.law("q", tree.path_tokens(node)) for node in tree.frontier})
+            tree.draw({node: world.distribution("q", tree.path_tokens(node)) for node in tree.frontier})
             tree.frontier = [node for node in tree.frontier if tree.tokens[node] != last]
         return tree.draft_tree
 
@@ -121,8 +121,8 @@ def mixed(order: tuple[str, ...]) -> Drafting:
     """At the root two draws from one law, one from another and a chosen token, in some order; a draw or a choice below each."""
 
     def draft(world: World) -> DraftTree:
-        laws = [world.law("q", ()), world.law("other", ())]
-        tokens, probs_of, left = [], [], list(laws)
+        distributions = [world.distribution("q", ()), world.distribution("other", ())]
+        tokens, probs_of, left = [], [], list(distributions)
         for kind in order:
             at = "ab".find(kind)
             token = 1 if at < 0 else random_streams.children(make_row([1, 2]), left[at], range(1))[0]
@@ -137,10 +137,10 @@ def mixed(order: tuple[str, ...]) -> Drafting:
                 tokens.append(0)
                 probs_of.append(-1)
             else:
-                laws.append(world.law("q", (tokens[node],)))
-                tokens += random_streams.children(make_row([1, 2]), laws[-1], range(1))
-                probs_of.append(len(laws) - 1)
-        return DraftTree(tokens, parents, [0.5] * len(tokens), laws, probs_of)
+                distributions.append(world.distribution("q", (tokens[node],)))
+                tokens += random_streams.children(make_row([1, 2]), distributions[-1], range(1))
+                probs_of.append(len(distributions) - 1)
+        return DraftTree(tokens, parents, [0.5] * len(tokens), distributions, probs_of)
 
     return draft
 
@@ -172,7 +172,9 @@ def emitted(
     """The probability of everything that a step may emit."""
     choices = Choices()
     world = World(vocabulary, seed, choices)
-    monkeypatch.setattr(random_streams, "index", lambda law, uniform: choices.choose(law.tolist()))
+    monkeypatch.setattr(
+        random_streams, "index", lambda distribution, uniform: choices.choose(distribution.tolist())
+    )
     said: dict[Path_, float] = defaultdict(float)
     batch = Batch([make_row([1, 2])], [1], [1], [True])
     for _ in choices.runs():
@@ -188,7 +190,7 @@ def error(world: World, said: dict[Path_, float]) -> float:
     depth = max(map(len, said))
     worst = abs(sum(said.values()) - 1)
     for text in itertools.product(range(world.vocabulary), repeat=depth):
-        plain = [float(world.law("p", text[:i])[text[i]]) for i in range(depth)]
+        plain = [float(world.distribution("p", text[:i])[text[i]]) for i in range(depth)]
         ours = sum(said.get(text[:n], 0.0) * _product(plain[n:]) for n in range(1, depth + 1))
         worst = max(worst, abs(ours - _product(plain)))
     return worst
@@ -231,10 +233,10 @@ def test_block_and_traversal_accept_more_than_token_by_token(
 def test_the_example_of_block_verification(monkeypatch: pytest.MonkeyPatch) -> None:
     """p = (1/3, 2/3), q = (2/3, 1/3), two tokens: 10/9 are accepted token by token, 11/9 as a block (Sun et al., section 2)."""
 
-    def law(self: World, who: str, path: Sequence[int]) -> Tensor:
+    def distribution(self: World, who: str, path: Sequence[int]) -> Tensor:
         return torch.tensor([1.0, 2.0] if who == "p" else [2.0, 1.0], dtype=torch.float64) / 3
 
-    monkeypatch.setattr(World, "law", law)
+    monkeypatch.setattr(World, "distribution", distribution)
     for name, accepted in (("rejection", 10 / 9), ("block", 11 / 9)):
         _, said = emitted(verify.rule(name)(), drawn(2, 1), 2, 0, monkeypatch)
         assert sum((len(text) - 1) * weight for text, weight in said.items()) == pytest.approx(
@@ -247,14 +249,14 @@ def test_nothing_is_asked_behind_a_guess_that_cannot_be_right(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A processor may raise on a text that it forbids, as those of grammars do."""
-    law = World.law
+    distribution = World.distribution
 
     def picky(self: World, who: str, path: Sequence[int]) -> Tensor:
         assert who == "q" or 2 not in path, "this text was forbidden"
-        found = law(self, who, path)
+        found = distribution(self, who, path)
         return random_streams.without(found, 2) if who == "p" else found
 
-    monkeypatch.setattr(World, "law", picky)
+    monkeypatch.setattr(World, "distribution", picky)
     choices = Choices()
     world = World(3, 0, choices)
     batch = Batch([make_row([1, 2])], [1], [1], [True])
@@ -268,7 +270,7 @@ def test_traversal_walks_as_deep_as_guesses_go(monkeypatch: pytest.MonkeyPatch) 
     def sure(self: World, who: str, path: Sequence[int]) -> Tensor:
         return torch.tensor([1.0, 0.0], dtype=torch.float64)
 
-    monkeypatch.setattr(World, "law", sure)
+    monkeypatch.setattr(World, "distribution", sure)
     choices = Choices()
     tree = DraftTree.chain([0] * 2000, [0.5] * 2000)
     for _ in choices.runs():
@@ -334,7 +336,7 @@ def test_dropping_a_draw_because_of_its_token_is_caught(monkeypatch: pytest.Monk
 def test_ordering_draws_by_their_tokens_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     def draft(world: World) -> DraftTree:
         """The likelier of two draws goes first: it was not drawn from the law that it is judged by."""
-        tree, law = drawn(1, 2)(world), world.law("p", ())
-        return tree._replace(tokens=sorted(tree.tokens, key=lambda token: -float(law[token])))
+        tree, distribution = drawn(1, 2)(world), world.distribution("p", ())
+        return tree._replace(tokens=sorted(tree.tokens, key=lambda token: -float(distribution[token])))
 
     assert error(*emitted(verify.rule("rejection")(), draft, 3, 0, monkeypatch)) > 1e-3

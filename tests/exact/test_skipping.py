@@ -50,9 +50,9 @@ def llm(deep: str) -> LLM:
     return LLM(deep, max_num_seqs=4)
 
 
-def params_of(law: str) -> list[SamplingParams]:
+def params_of(distribution: str) -> list[SamplingParams]:
     return [
-        SamplingParams(seed=i, max_tokens=26 + 3 * i, ignore_eos=True, **LAWS[law])
+        SamplingParams(seed=i, max_tokens=26 + 3 * i, ignore_eos=True, **LAWS[distribution])
         for i in range(len(PROMPTS))
     ]
 
@@ -65,11 +65,11 @@ def use(llm: LLM, **config: Any) -> LayerSkip:
     return drafter
 
 
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("distribution", LAWS)
 @pytest.mark.parametrize("config", CONFIGS)
-def test_the_same_tokens(config: str, law: str, alone: LLM, llm: LLM) -> None:
+def test_the_same_tokens(config: str, distribution: str, alone: LLM, llm: LLM) -> None:
     """Alone and in ragged company."""
-    params = params_of(law)
+    params = params_of(distribution)
     use(llm, **CONFIGS[config])
     expected = [said(answer(alone, prompt, p).outputs) for prompt, p in zip(PROMPTS, params)]
     first = answer(llm, PROMPTS[0], params[0])
@@ -96,7 +96,7 @@ def test_eight_bit_keys(config: str, deep: str) -> None:
 
 
 def heard(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], law: str
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], distribution: str
 ) -> list[tuple[list[list[int]], Any]]:
     """The guesses of every step, and the nodes that verification resumes from."""
     drafts: list[tuple[list[list[int]], Any]] = []
@@ -111,26 +111,26 @@ def heard(
     with monkeypatch.context() as patch:
         patch.setattr(LayerSkip, "propose", listening)
         use(llm, **config)
-        llm.generate(prompts_of(PROMPTS[:4]), params_of(law)[:4])
+        llm.generate(prompts_of(PROMPTS[:4]), params_of(distribution)[:4])
     return drafts
 
 
-@pytest.mark.parametrize("law", ["greedy", "sampled"])
+@pytest.mark.parametrize("distribution", ["greedy", "sampled"])
 @pytest.mark.parametrize("config", ["sets", "exit"])
 def test_one_call_equals_one_level_after_another(
-    config: str, law: str, llm: LLM, monkeypatch: pytest.MonkeyPatch
+    config: str, distribution: str, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Same guesses, stopped at the same place, and the same states bit for bit."""
-    threshold = {"greedy": 0.04, "sampled": 0.01}[law]
+    threshold = {"greedy": 0.04, "sampled": 0.01}[distribution]
     given = {
         **CONFIGS[config],
         "exit_threshold": threshold,
         "adapt_threshold": False,
         "num_speculative_tokens": 4,
     }
-    once = heard(llm, monkeypatch, given, law)
+    once = heard(llm, monkeypatch, given, distribution)
     monkeypatch.setattr(CpuKernels, "chain", lambda *_: None)
-    levels = heard(llm, monkeypatch, given, law)
+    levels = heard(llm, monkeypatch, given, distribution)
     assert [tokens for tokens, _ in once] == [tokens for tokens, _ in levels]
     for (_, mine), (_, theirs) in zip(once, levels, strict=True):
         assert (mine is None) == (theirs is None)
@@ -147,9 +147,9 @@ def test_verification_computes_no_first_layer_twice(llm: LLM, monkeypatch: pytes
     rows: list[tuple[int, int]] = []
     run = Runner._resumed
 
-    def counting(self: Runner, plan: StepInput, resume: Resume, ends: list[int]) -> torch.Tensor:
-        rows.append((plan.length, plan.length - sum(map(len, resume.nodes))))
-        return run(self, plan, resume, ends)
+    def counting(self: Runner, step_input: StepInput, resume: Resume, ends: list[int]) -> torch.Tensor:
+        rows.append((step_input.length, step_input.length - sum(map(len, resume.nodes))))
+        return run(self, step_input, resume, ends)
 
     monkeypatch.setattr(Runner, "_resumed", counting)
     use(llm, early_exit=2, **NEVER_STOP)
@@ -174,7 +174,7 @@ Edit = Callable[[Resume], Resume]
 def spoil(monkeypatch: pytest.MonkeyPatch, edit: Edit) -> None:
     run = Runner._resumed
     monkeypatch.setattr(
-        Runner, "_resumed", lambda self, plan, resume, ends: run(self, plan, edit(resume), ends)
+        Runner, "_resumed", lambda self, step_input, resume, ends: run(self, step_input, edit(resume), ends)
     )
 
 
@@ -209,14 +209,14 @@ def test_keys_of_a_draft_left_in_place_are_caught(
     def late(commit: Commit) -> None:
         for r, row in enumerate(commit.batch.rows):
             if row.table is not None and row.computed > row.prompt:
-                plan, end = StepInput(), row.computed
-                plan.chain(
+                step_input, end = StepInput(), row.computed
+                step_input.chain(
                     row.table.slots, commit.batch.end(r) - 1, row.tokens[commit.batch.end(r) - 1 : end]
                 )
                 blocks = (
                     drafter.blocks if "early_exit" not in config else llm.engine.decoder.without([0], [0])
                 )
-                llm.engine.decoder.forward(plan.build(), drafter.pool, blocks)
+                llm.engine.decoder.forward(step_input.build(), drafter.pool, blocks)
         observe(commit)
 
     monkeypatch.setattr(drafter, "observe", late)

@@ -66,8 +66,10 @@ def overheard(
         yield heard
 
 
-def params(law: dict[str, Any], count: int = 5, tokens: int = 20) -> list[SamplingParams]:
-    return [SamplingParams(max_tokens=tokens + i, seed=i, ignore_eos=True, **law) for i in range(count)]
+def params(distribution: dict[str, Any], count: int = 5, tokens: int = 20) -> list[SamplingParams]:
+    return [
+        SamplingParams(max_tokens=tokens + i, seed=i, ignore_eos=True, **distribution) for i in range(count)
+    ]
 
 
 def empty(drafter: Any) -> None:
@@ -95,14 +97,19 @@ def rule(kind: str, classifier: str, middle: float) -> tuple[dict[str, Any], Sto
     )
 
 
-@pytest.mark.parametrize("law", LAWS, ids=["greedy", "sampled", "penalty"])
+@pytest.mark.parametrize("distribution", LAWS, ids=["greedy", "sampled", "penalty"])
 @pytest.mark.parametrize("kind", ["confidence", "entropy", "classifier"])
 def test_a_draft_ends_behind_the_first_guess_that_the_rule_dislikes(
-    kind: str, law: dict[str, Any], fast: LLM, stranger: str, classifier: str, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    distribution: dict[str, Any],
+    fast: LLM,
+    stranger: str,
+    classifier: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In one call and level by level, alone and in company.  The chain without the rule says where that is."""
     monkeypatch.setattr("outrider.drafting.threshold.STEP", 0.0)  # a threshold that does not move
-    prompts, each = tiny_prompts(5, seed=2), params(law)
+    prompts, each = tiny_prompts(5, seed=2), params(distribution)
     with overheard(fast, monkeypatch) as whole:
         use(fast, stranger, **FREE)
         drive(fast, prompts, each)
@@ -229,9 +236,9 @@ def forwards(llm: LLM, drafter: Any, monkeypatch: pytest.MonkeyPatch) -> Iterato
     count = [0]
     real = drafter.decoder.forward
 
-    def counting(plan: StepInput, pool: Pool) -> Any:
+    def counting(step_input: StepInput, pool: Pool) -> Any:
         count[0] += 1
-        return real(plan, pool)
+        return real(step_input, pool)
 
     with monkeypatch.context() as patch:
         patch.setattr(drafter.decoder, "forward", counting)
@@ -257,12 +264,12 @@ def test_a_staged_chain_is_the_same_chain(
     more: dict[str, Any], inner: dict[str, Any], fast: LLM, stranger: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = [*tiny_prompts(3), [7, 8, 9, 10] * 6]
-    for law in LAWS:
+    for distribution in LAWS:
         seen = []
         for drafter in (None, inner):
             with overheard(fast, monkeypatch) as heard:
                 use(fast, stranger, drafter=drafter, **more)
-                outputs = drive(fast, prompts, params(law, len(prompts), 30))
+                outputs = drive(fast, prompts, params(distribution, len(prompts), 30))
             settled(fast)
             empty(fast.engine.drafter)
             seen.append((heard, [said(output.outputs) for output in outputs]))

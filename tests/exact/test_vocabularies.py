@@ -19,14 +19,15 @@ from outrider.draft.draft_model.retokenize import Retokenized
 
 PROMPTS = tiny_prompts(7)
 LAWS: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.8}]
-probs_of = pytest.mark.parametrize("law", LAWS, ids=["greedy", "sampled"])
+probs_of = pytest.mark.parametrize("distribution", LAWS, ids=["greedy", "sampled"])
 kind_of = pytest.mark.parametrize("kind", [byte_level, sentencepiece], ids=["byte_level", "sentencepiece"])
 mismatch_of = pytest.mark.parametrize("mismatch", ["intersect", "retokenize"])
 
 
-def params_of(law: dict[str, Any], count: int = len(PROMPTS), **more: Any) -> list[SamplingParams]:
+def params_of(distribution: dict[str, Any], count: int = len(PROMPTS), **more: Any) -> list[SamplingParams]:
     return [
-        SamplingParams(seed=i, **{"max_tokens": 24, "ignore_eos": True, **law, **more}) for i in range(count)
+        SamplingParams(seed=i, **{"max_tokens": 24, "ignore_eos": True, **distribution, **more})
+        for i in range(count)
     ]
 
 
@@ -75,7 +76,7 @@ def test_shuffled_ids_guess_what_the_targets_own_do(
     verification: str,
     siblings: int,
     kind: Any,
-    law: dict[str, Any],
+    distribution: dict[str, Any],
     fast: LLM,
     llama: str,
     twins: Callable[..., str],
@@ -84,7 +85,7 @@ def test_shuffled_ids_guess_what_the_targets_own_do(
     results = []
     for model, mismatch in ((llama, "refuse"), (twins(kind), "intersect")):
         fast.use(draft(model, mismatch, siblings=siblings, verification=verification))
-        outputs = drive(fast, PROMPTS, params_of(law))
+        outputs = drive(fast, PROMPTS, params_of(distribution))
         settled(fast)
         results.append(([said(o.outputs) for o in outputs], together(outputs)))
     assert results[0] == results[1]
@@ -171,13 +172,13 @@ def test_in_company(
     keep: float,
     mismatch: str,
     kind: Any,
-    law: dict[str, Any],
+    distribution: dict[str, Any],
     fast: LLM,
     plain: LLM,
     twins: Callable[..., str],
 ) -> None:
     """Alone, then seven ragged prompts for four seats that join and abort midway, of which one asks for three samples."""
-    params = params_of(law)
+    params = params_of(distribution)
     params[3] = SamplingParams(**{**vars(params[3]), "n": 3})
     expected = [said(answer(plain, prompt, p).outputs) for prompt, p in zip(PROMPTS, params)]
     fast.use(draft(twins(kind, keep), mismatch))
@@ -199,7 +200,12 @@ def test_in_company(
 @mismatch_of
 @pytest.mark.parametrize("caching", [True, False])
 def test_prefix_cache(
-    caching: bool, mismatch: str, law: dict[str, Any], llama: str, plain: LLM, twins: Callable[..., str]
+    caching: bool,
+    mismatch: str,
+    distribution: dict[str, Any],
+    llama: str,
+    plain: LLM,
+    twins: Callable[..., str],
 ) -> None:
     """The second time the target's prompt comes from the cache, and so does what the draft reads."""
     llm = LLM(
@@ -210,7 +216,7 @@ def test_prefix_cache(
     )
     common = [*PROMPTS[0], *PROMPTS[1]] * 2
     prompts = [[*common, *tail] for tail in PROMPTS]
-    params = params_of(law)
+    params = params_of(distribution)
     expected = [said(answer(plain, prompt, p).outputs) for prompt, p in zip(prompts, params)]
     for _ in range(2):
         hits = _hits(llm)
@@ -237,10 +243,10 @@ def _hits(llm: LLM) -> list[int]:
 @probs_of
 @mismatch_of
 def test_little_memory(
-    mismatch: str, law: dict[str, Any], llama: str, plain: LLM, twins: Callable[..., str]
+    mismatch: str, distribution: dict[str, Any], llama: str, plain: LLM, twins: Callable[..., str]
 ) -> None:
     """Memory for one request, of target and draft together: rows lose their cache and compute it again, or are not drafted for."""
-    params = params_of(law, max_tokens=60)
+    params = params_of(distribution, max_tokens=60)
     expected = [said(answer(plain, prompt, p).outputs) for prompt, p in zip(PROMPTS, params)]
     config = draft(twins(sentencepiece), mismatch)
     slot = 2 * plain.engine.decoder.slot_bytes  # the draft is the target's network
@@ -265,7 +271,7 @@ def test_little_memory(
 )
 def test_rows_that_fall_behind_catch_up(
     options: dict[str, Any],
-    law: dict[str, Any],
+    distribution: dict[str, Any],
     fast: LLM,
     plain: LLM,
     twins: Callable[..., str],
@@ -273,7 +279,9 @@ def test_rows_that_fall_behind_catch_up(
 ) -> None:
     """Speculation pauses in the middle of texts, and a shadow may compute seven tokens a step."""
     monkeypatch.setattr("outrider.draft.draft_model.retokenize.CHUNK", 7)
-    params = [SamplingParams(**{**vars(p), "max_tokens": 8 + 12 * i}) for i, p in enumerate(params_of(law))]
+    params = [
+        SamplingParams(**{**vars(p), "max_tokens": 8 + 12 * i}) for i, p in enumerate(params_of(distribution))
+    ]
     expected = [said(answer(plain, prompt, p).outputs) for prompt, p in zip(PROMPTS, params)]
     fast.use(draft(twins(byte_level, 0.5), "retokenize", **options))
     outputs = drive(fast, PROMPTS, params)

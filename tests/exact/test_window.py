@@ -32,7 +32,10 @@ LAWS: list[dict[str, Any]] = [
     {"temperature": 1.2, "top_p": 0.9},
     {"temperature": 0.9, "top_k": 7},
 ]
-MIXED = [SamplingParams(max_tokens=16 + 4 * i, seed=i, ignore_eos=True, **law) for i, law in enumerate(LAWS)]
+MIXED = [
+    SamplingParams(max_tokens=16 + 4 * i, seed=i, ignore_eos=True, **distribution)
+    for i, distribution in enumerate(LAWS)
+]
 
 
 def heard(
@@ -174,7 +177,7 @@ def test_itself_is_right_as_far_as_it_sees(model: str, siblings: int, request: p
     })  # fmt: skip
     outputs = drive(llm, PROMPTS, MIXED)
     assert [said(o.outputs) for o in outputs] == [
-        said(answer(LLM(folder), p, law).outputs) for p, law in zip(PROMPTS, MIXED)
+        said(answer(LLM(folder), p, distribution).outputs) for p, distribution in zip(PROMPTS, MIXED)
     ]
     counted([sample for o in outputs for sample in o.outputs])
     assert all(always_right(o) for o in outputs[siblings > 1 :]), (
@@ -273,9 +276,9 @@ def test_guesses_are_drawn_where_the_rule_asks_for_laws(
         draft = propose(batch, budgets)
         for row, tree in zip(batch.rows, draft.trees):
             for node, token in enumerate(tree.tokens):
-                law = tree.law(node)
-                assert (law is not None) == (row.law.temperature > 0)
-                drawn += law is not None and bool(law[token] > 0)
+                distribution = tree.distribution(node)
+                assert (distribution is not None) == (row.distribution.temperature > 0)
+                drawn += distribution is not None and bool(distribution[token] > 0)
         return draft
 
     fast.engine.drafter.propose = listening  # type: ignore[method-assign]

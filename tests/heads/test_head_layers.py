@@ -35,9 +35,9 @@ def kernels_of(kind: str, dtype: torch.dtype) -> Any:
 
 
 def plan_of(tokens: Sequence[int], first: int = 0) -> StepInput:
-    plan = StepInput()
-    plan.chain(array("i", range(SLOTS)), first, tokens)
-    return plan.build()
+    step_input = StepInput()
+    step_input.chain(array("i", range(SLOTS)), first, tokens)
+    return step_input.build()
 
 
 @pytest.fixture(autouse=True)
@@ -53,15 +53,22 @@ def test_pairs(kind: str, dtype: torch.dtype, bits: int | None, count: int) -> N
     kernels: Kernels = kernels_of(kind, dtype)
     table = torch.randn(V, 64)
     weight = kernels.pack(table if bits is None else quantize(table, bits))
-    plan, g = plan_of(torch.randint(V, (count,)).tolist()), torch.randn(count, H).to(kernels.activations)
+    step_input, g = (
+        plan_of(torch.randint(V, (count,)).tolist()),
+        torch.randn(count, H).to(kernels.activations),
+    )
     token, state = torch.rand(64) + 0.5, torch.rand(H) + 0.5
-    e = kernels.embed(weight, plan)
+    e = kernels.embed(weight, step_input)
     normed = kernels.rms_norm(e, token, EPS), kernels.rms_norm(g, state, EPS)
     before = g.clone()
-    assert torch.equal(kernels.pair(weight, plan, g, None, None, EPS), torch.cat([e, g], dim=1))
-    assert torch.equal(kernels.pair(weight, plan, g, token, None, EPS), torch.cat([normed[0], g], dim=1))
-    assert torch.equal(kernels.pair(weight, plan, g, None, state, EPS), torch.cat([e, normed[1]], dim=1))
-    assert torch.equal(kernels.pair(weight, plan, g, token, state, EPS), torch.cat(normed, dim=1))
+    assert torch.equal(kernels.pair(weight, step_input, g, None, None, EPS), torch.cat([e, g], dim=1))
+    assert torch.equal(
+        kernels.pair(weight, step_input, g, token, None, EPS), torch.cat([normed[0], g], dim=1)
+    )
+    assert torch.equal(
+        kernels.pair(weight, step_input, g, None, state, EPS), torch.cat([e, normed[1]], dim=1)
+    )
+    assert torch.equal(kernels.pair(weight, step_input, g, token, state, EPS), torch.cat(normed, dim=1))
     assert torch.equal(g, before)
 
 
@@ -83,13 +90,15 @@ def test_a_block_reads_what_it_is_given(kind: str, dtype: torch.dtype, reads: st
     stack = kernels.prepare(layer, [layer], turn)  # type: ignore[arg-type]
     ours, theirs = (Pool(3, KV, D, SLOTS, dtype, CPU) for _ in range(2))
     for first, count in ((0, 9), (9, 1), (10, 3)):
-        plan, x = plan_of([0] * count, first), torch.randn(count, H).to(kernels.activations)
+        step_input, x = plan_of([0] * count, first), torch.randn(count, H).to(kernels.activations)
         u: Tensor | None = {"itself": x, "something wider": torch.randn(count, wide).to(x.dtype)}.get(reads)
         expected, seen = x.clone(), kernels.rms_norm(x, layer.norm_in, EPS) if u is None else u.clone()
-        q = kernels.rope_store(kernels.linear(seen, layer.qkv), layer, turn, plan, theirs, 2)
-        kernels.linear(kernels.attend(q, layer, plan, theirs, 2, D**-0.5, layer.window), layer.o, expected)
+        q = kernels.rope_store(kernels.linear(seen, layer.qkv), layer, turn, step_input, theirs, 2)
+        kernels.linear(
+            kernels.attend(q, layer, step_input, theirs, 2, D**-0.5, layer.window), layer.o, expected
+        )
         both = kernels.linear(kernels.rms_norm(expected, layer.norm_post, EPS), layer.gate_up)
-        found = kernels.run(stack, x, plan, ours, u=u, layer=2)
+        found = kernels.run(stack, x, step_input, ours, u=u, layer=2)
         gate, up = both.chunk(2, dim=-1)
         inner = kernels.linear((F.silu(gate.float()) * up.float()).to(x.dtype), layer.down, expected)
         loose = 2e-2 if x.dtype == torch.bfloat16 else 1e-5

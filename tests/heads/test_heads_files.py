@@ -176,10 +176,14 @@ LAWS = st.builds(
 
 @settings(max_examples=120, deadline=None)
 @given(
-    law=LAWS, seed=st.integers(0, 10_000), mapped=st.booleans(), k=st.integers(1, 12), rows=st.integers(1, 4)
+    distribution=LAWS,
+    seed=st.integers(0, 10_000),
+    mapped=st.booleans(),
+    k=st.integers(1, 12),
+    rows=st.integers(1, 4),
 )
 def test_picks_through_a_map_of_tokens(
-    law: DistributionParams, seed: int, mapped: bool, k: int, rows: int
+    distribution: DistributionParams, seed: int, mapped: bool, k: int, rows: int
 ) -> None:
     """The C kernels, the kernels in torch, and the definition: best of log p plus the noise of the *target's* token."""
     random_streams = torch.Generator().manual_seed(seed)
@@ -189,10 +193,10 @@ def test_picks_through_a_map_of_tokens(
     )
     keys = [key_of(seed, 0, r) for r in range(rows)]
     tokens = torch.arange(KNOWN) if ids is None else ids.long()
-    results = [kernels.picks(logits, law, keys, k, ids) for kernels in both()]
+    results = [kernels.picks(logits, distribution, keys, k, ids) for kernels in both()]
     for r in range(rows):
-        scaled = filtered(logits[r], law)
-        noise = gumbel(keys[r], V)[tokens] if law.temperature > 0 else torch.zeros(KNOWN)
+        scaled = filtered(logits[r], distribution)
+        noise = gumbel(keys[r], V)[tokens] if distribution.temperature > 0 else torch.zeros(KNOWN)
         order = (scaled + noise).sort(descending=True, stable=True)
         expected = order.indices[:k][order.values[:k] > float("-inf")].tolist()
         shares = scaled.double().softmax(-1)
@@ -210,7 +214,11 @@ def target_of(kernels: Kernels) -> Any:
 def row_of(temperature: float, **given: Any) -> Row:
     params = SamplingParams(temperature=temperature, max_tokens=50, **given)
     row = make_row([3, 17, 42, 17])
-    row.params, row.law, row.processors = params, params.law, processors_of(params, 4, V, [], [])
+    row.params, row.distribution, row.processors = (
+        params,
+        params.distribution,
+        processors_of(params, 4, V, [], []),
+    )
     return row
 
 
@@ -238,8 +246,11 @@ def test_a_head_with_the_targets_logits_says_the_targets_token(temperature: floa
             for i, path in enumerate(paths):
                 assert int(tokens[i, 0]) == target.sampler.pick(row, path, wide[i])
                 assert len(set(tokens[i].tolist())) == 4
-                law, expected = chooser.law(row, path, logits[i]), target.sampler.law(row, path, wide[i])
-                assert law is not None and torch.equal(law, expected)
+                distribution, expected = (
+                    chooser.distribution(row, path, logits[i]),
+                    target.sampler.distribution(row, path, wide[i]),
+                )
+                assert distribution is not None and torch.equal(distribution, expected)
 
 
 def test_a_head_that_knows_more_tokens_than_the_target() -> None:

@@ -48,11 +48,11 @@ class Net:
     def again(self, o: Tensor) -> Tensor:
         return o
 
-    def forward(self, plan: StepInput, pool: Pool, g: Tensor) -> Tensor:
-        key = torch.zeros(plan.length, 1, WIDE)
-        key[:, 0, 0], key[:, 0, 1] = plan.positions.float(), plan.ids.float()
-        pool.write(0, 0, plan.slots, key)
-        pool.write(0, 1, plan.slots, g[:, None, :WIDE])
+    def forward(self, step_input: StepInput, pool: Pool, g: Tensor) -> Tensor:
+        key = torch.zeros(step_input.length, 1, WIDE)
+        key[:, 0, 0], key[:, 0, 1] = step_input.positions.float(), step_input.ids.float()
+        pool.write(0, 0, step_input.slots, key)
+        pool.write(0, 1, step_input.slots, g[:, None, :WIDE])
         return g
 
     def logits(self, o: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ def check(llm: LLM, drafter: Listening, once: bool = True) -> None:
     settled(llm)
 
 
-def law(i: int, **more: Any) -> SamplingParams:
+def distribution(i: int, **more: Any) -> SamplingParams:
     return SamplingParams(
         **{"temperature": 0.8 * (i % 2), "seed": i, "max_tokens": 20, "ignore_eos": True, **more}
     )
@@ -217,7 +217,7 @@ def law(i: int, **more: Any) -> SamplingParams:
 @pytest.mark.parametrize("tree", ["chain", "dynamic", "mc_sim_7b_63"])
 def test_ragged_prompts_in_chunks(checkpoint: str, plain: LLM, tree: str) -> None:
     prompts = tiny_prompts(6, seed=4, longest=60)
-    params = [law(i) for i in range(6)]
+    params = [distribution(i) for i in range(6)]
     llm, drafter = put_to_work(
         checkpoint, plain, prompts, params, max_num_batched_tokens=24, max_num_seqs=3, tree=tree
     )
@@ -230,7 +230,7 @@ def test_after_prefix_hits(checkpoint: str, plain: LLM) -> None:
     """The pair at the border is computed once more, from a state that the target computes again."""
     common = tiny_prompts(1, seed=9, longest=40)[0] * 3
     prompts = [[*common, *tail] for tail in tiny_prompts(4, seed=5)] + [common[:33], common[:32]]
-    params = [law(i) for i in range(6)]
+    params = [distribution(i) for i in range(6)]
     llm, drafter = put_to_work(checkpoint, plain, prompts, params, max_num_seqs=2)
     run(llm, prompts, params)
     assert drafter.shared > 0
@@ -240,7 +240,7 @@ def test_after_prefix_hits(checkpoint: str, plain: LLM) -> None:
 
 
 def test_two_samples_of_one_prompt(checkpoint: str, plain: LLM) -> None:
-    prompts, params = tiny_prompts(3, seed=6, longest=50), [law(2 * i + 1, n=2) for i in range(3)]
+    prompts, params = tiny_prompts(3, seed=6, longest=50), [distribution(2 * i + 1, n=2) for i in range(3)]
     llm, drafter = put_to_work(checkpoint, plain, prompts, params)
     run(llm, prompts, params)
     assert len(drafter.log.turns) == 6
@@ -248,7 +248,7 @@ def test_two_samples_of_one_prompt(checkpoint: str, plain: LLM) -> None:
 
 
 def test_after_preemption(checkpoint: str, plain: LLM) -> None:
-    prompts, params = tiny_prompts(5, seed=7, longest=40), [law(i, max_tokens=60) for i in range(5)]
+    prompts, params = tiny_prompts(5, seed=7, longest=40), [distribution(i, max_tokens=60) for i in range(5)]
     memory = 10 * 16 * (plain.engine.decoder.slot_bytes + Net.slot_bytes)
     llm, drafter = put_to_work(
         checkpoint, plain, prompts, params, kv_cache_memory_bytes=memory, max_model_len=128
@@ -263,7 +263,7 @@ def test_rows_that_do_not_guess(checkpoint: str, plain: LLM) -> None:
     """Their states are read now and then, so that they do not pile up and their pages can be shared."""
     prompts, params = (
         tiny_prompts(2, seed=8),
-        [law(0, max_tokens=LONG, speculate=False), law(1, max_tokens=LONG)],
+        [distribution(0, max_tokens=LONG, speculate=False), distribution(1, max_tokens=LONG)],
     )
     llm, drafter = put_to_work(checkpoint, plain, prompts, params)
     most, observe = 0, drafter.observe
@@ -271,7 +271,7 @@ def test_rows_that_do_not_guess(checkpoint: str, plain: LLM) -> None:
     def counting(commit: Any) -> None:
         nonlocal most
         observe(commit)
-        most = max(most, *(pending_states.count for pending_states in drafter.piles.values()))
+        most = max(most, *(pending_states.count for pending_states in drafter.pending_by_row.values()))
 
     drafter.observe = counting  # type: ignore[method-assign]
     run(llm, prompts, params)
@@ -286,7 +286,7 @@ def test_a_pair_whose_slot_is_not_there_waits(checkpoint: str, plain: LLM) -> No
         tiny_prompts(1, seed=9, longest=40)[0][:3] * 12,
         (tiny_prompts(1, seed=10, longest=40)[0] * 16)[:16],
     ]
-    params = [law(0), law(1, speculate=False)]
+    params = [distribution(0), distribution(1, speculate=False)]
     llm, drafter = put_to_work(checkpoint, plain, prompts, params)
     catch_up = drafter._catch_up
 
@@ -306,7 +306,7 @@ def test_after_a_forward_that_was_interrupted(
     checkpoint: str, plain: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was read before the target was interrupted is read once more, to the same numbers; nothing is left out."""
-    prompts, params = tiny_prompts(2, seed=3), [law(0), law(1)]
+    prompts, params = tiny_prompts(2, seed=3), [distribution(0), distribution(1)]
     llm, drafter = put_to_work(checkpoint, plain, prompts, params)
     stream, forward, left = (
         llm.stream({"prompt_token_ids": prompts[0]}, params[0]),
@@ -334,7 +334,7 @@ def test_after_a_step_that_was_interrupted(
     checkpoint: str, plain: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C before the head saw what became certain: those pairs are lost, later ones right, and the gap never counts as filled."""
-    prompts, params = tiny_prompts(2, seed=3), [law(0, max_tokens=40), law(1)]
+    prompts, params = tiny_prompts(2, seed=3), [distribution(0, max_tokens=40), distribution(1)]
     llm, drafter = put_to_work(checkpoint, plain, prompts, params)
     drafter.whole = False
     stream, observe, left = llm.stream({"prompt_token_ids": prompts[0]}, params[0]), drafter.observe, [3]
@@ -359,12 +359,12 @@ def test_after_a_step_that_was_interrupted(
 
 def test_a_shift_would_be_seen(checkpoint: str, plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """This very test, on a drafter that pairs each state with the token before."""
-    prompts, params = tiny_prompts(2, seed=3), [law(0), law(1)]
+    prompts, params = tiny_prompts(2, seed=3), [distribution(0), distribution(1)]
     llm, drafter = put_to_work(checkpoint, plain, prompts, params)
     forward = drafter.net.forward
 
-    def shifted(plan: StepInput, pool: Pool, g: Tensor) -> Tensor:
-        return forward(plan, pool, g.roll(1, 0))
+    def shifted(step_input: StepInput, pool: Pool, g: Tensor) -> Tensor:
+        return forward(step_input, pool, g.roll(1, 0))
 
     monkeypatch.setattr(drafter.net, "forward", shifted)
     run(llm, prompts, params)
@@ -380,7 +380,7 @@ def test_states_of_the_target(family: str, tmp_path: Path) -> None:
     folder = tiny_checkpoint(tmp_path / family, family)
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     plain = LLM(folder, dtype="float32", enable_prefix_caching=False)
-    prompts, params = tiny_prompts(3, seed=2, longest=50), [law(i) for i in range(3)]
+    prompts, params = tiny_prompts(3, seed=2, longest=50), [distribution(i) for i in range(3)]
     llm, drafter = put_to_work(folder, plain, prompts, params, max_num_batched_tokens=24, max_num_seqs=3)
     kept: dict[Row, dict[int, Tensor]] = defaultdict(dict)
     wanted = (0, 1, 2, FINAL)

@@ -58,17 +58,17 @@ def grow(tree: Growing, seed: int, nodes: int) -> DraftTree:
         tree.take(CHOOSE, torch.stack([logits_of(seed, path) for path in at]))
         if not tree.sources:
             return tree.draft_tree
-        plan, before = StepInput(), at
-        tree.plan(plan)
-        plan.build()
+        step_input, before = StepInput(), at
+        tree.add_to(step_input)
+        step_input.build()
         tips = tree.tips
-        assert plan.length == len(tree.sources) == len(tips)
+        assert step_input.length == len(tree.sources) == len(tips)
         at = [tuple(said) for said, _ in tips]
-        assert plan.ids.tolist() == [path[-1] for path in at]
-        assert plan.positions.tolist() == [BASE + level] * len(at)
+        assert step_input.ids.tolist() == [path[-1] for path in at]
+        assert step_input.positions.tolist() == [BASE + level] * len(at)
         assert [path[:-1] for path in at] == [before[source] for source in tree.sources]
-        assert plan.slots.tolist() == [slots[-1] for _, slots in tips]
-        fresh = set(plan.slots.tolist())
+        assert step_input.slots.tolist() == [slots[-1] for _, slots in tips]
+        fresh = set(step_input.slots.tolist())
         assert len(fresh) == len(at) and not fresh & used
         used |= fresh
         assert used <= set(TABLE[BASE : BASE + nodes])
@@ -78,7 +78,7 @@ def grow(tree: Growing, seed: int, nodes: int) -> DraftTree:
 def row_at(temperature: float) -> Row:
     row = make_row(list(range(BASE + 1)))
     row.params = SamplingParams(temperature=temperature, seed=3, max_tokens=50)
-    row.law = row.params.law
+    row.distribution = row.params.distribution
     return row
 
 
@@ -170,9 +170,11 @@ def test_drawn_trees_say_their_laws(budget: tuple[int, int], k: int, seed: int) 
     tree = grow(Drawn(row, TABLE, BASE, Budget(*budget), k, 0), seed, budget[1])
     proper(tree, Budget(*budget))
     for i, path in enumerate(said(tree)):
-        law = tree.law(i)
-        assert law is not None and torch.equal(law, CHOOSE.law(row, path[:-1], logits_of(seed, path[:-1])))
-        assert law[path[-1]] > 0
+        distribution = tree.distribution(i)
+        assert distribution is not None and torch.equal(
+            distribution, CHOOSE.distribution(row, path[:-1], logits_of(seed, path[:-1]))
+        )
+        assert distribution[path[-1]] > 0
 
 
 def test_nothing_likely_is_left_out_when_the_budget_grows() -> None:

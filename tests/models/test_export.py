@@ -31,9 +31,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def logits(model: str | Path, **options: Any) -> Tensor:
     """float32 [len(PROMPT), V]."""
     decoder = LLM(str(model), **options).engine.decoder
-    plan = StepInput()
-    plan.chain(array("i", range(len(PROMPT))), 0, PROMPT)
-    x = decoder.forward(plan.build(), decoder.pool(len(PROMPT)))
+    step_input = StepInput()
+    step_input.chain(array("i", range(len(PROMPT))), 0, PROMPT)
+    x = decoder.forward(step_input.build(), decoder.pool(len(PROMPT)))
     return decoder.logits(x, list(range(len(PROMPT)))).clone()
 
 

@@ -183,9 +183,9 @@ def fallback(folder: Path, dtype: torch.dtype) -> Fallback:
 
 def chain(model: Fallback, pool: Any, start: int, tokens: list[int]) -> torch.Tensor:
     """float32 [len(tokens), V]."""
-    plan = StepInput()
-    plan.chain(array("i", range(256)), start, tokens)
-    return model.logits(model.forward(plan.build(), pool), list(range(len(tokens))))
+    step_input = StepInput()
+    step_input.chain(array("i", range(256)), start, tokens)
+    return model.logits(model.forward(step_input.build(), pool), list(range(len(tokens))))
 
 
 @needs_c
@@ -267,9 +267,9 @@ def test_falcons_biases_are_rounded_as_in_transformers(name: str, tmp_path: Path
     model = Fallback(Checkpoint.open(str(tmp_path)), torch.float32, torch.device("cpu"), 1024)
     pool, plans = model.pool(700), []
     for a, b in ((0, 300), (300, 700)):
-        plan = StepInput()
-        plan.chain(array("i", range(700)), a, tokens[a:b])
-        plans.append(model.logits(model.forward(plan.build(), pool), list(range(b - a))).clone())
+        step_input = StepInput()
+        step_input.chain(array("i", range(700)), a, tokens[a:b])
+        plans.append(model.logits(model.forward(step_input.build(), pool), list(range(b - a))).clone())
     torch.testing.assert_close(torch.cat(plans), expected, rtol=1e-3, atol=2e-3)
 
 

@@ -132,9 +132,9 @@ def logits(folder: Path, ids: list[int], dtype: torch.dtype, max_len: int = 256)
     """float32 [len(ids), V] of our decoder, in one prefill."""
     decoder = Decoder(Checkpoint.open(str(folder)), dtype, torch.device("cpu"), max_len)
     slots = array("i", range(256))
-    plan = StepInput()
-    plan.chain(slots, 0, ids)
-    return decoder.logits(decoder.forward(plan.build(), decoder.pool(256)), list(range(len(ids))))
+    step_input = StepInput()
+    step_input.chain(slots, 0, ids)
+    return decoder.logits(decoder.forward(step_input.build(), decoder.pool(256)), list(range(len(ids))))
 
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])

@@ -216,7 +216,7 @@ def test_a_function_that_fails_is_named(function: Any, said: str) -> None:
 def row_of(tokens: list[int], prompt: int, **given: Any) -> Row:
     params = SamplingParams(temperature=0, max_tokens=None, **given)
     return Row(
-        id="0", index=0, tokens=tokens, prompt=prompt, params=params, law=DistributionParams(0.0), seed=0, limit=100, ending=frozenset(),
+        id="0", index=0, tokens=tokens, prompt=prompt, params=params, distribution=DistributionParams(0.0), seed=0, limit=100, ending=frozenset(),
         processors=processors_of(params, prompt, 100, [1], [[2]] if params.bad_words else []),
     )  # fmt: skip
 
@@ -267,7 +267,7 @@ def test_nothing_asked_is_no_processor() -> None:
 
 def test_values_by_mode(sampler: Sampler) -> None:
     row, logits = row_of([3, 4], 1, logit_bias={5: 2.0}), logits_of(4)
-    row.law = DistributionParams(0.5, 0.0, 3, 1.0)
+    row.distribution = DistributionParams(0.5, 0.0, 3, 1.0)
     raw, whole = (
         sampler.values(row, [], logits, "raw_logprobs"),
         sampler.values(row, [], logits, "processed_logprobs"),

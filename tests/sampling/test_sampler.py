@@ -112,17 +112,19 @@ def random_law(rng: random.Random, vocabulary: int) -> DistributionParams:
 def test_c_picks_what_torch_picks(vocabulary: int, trials: int) -> None:
     rng, kernels = random.Random(vocabulary), c_kernels()
     for _ in range(trials):
-        logits, law, key, k = (
+        logits, distribution, key, k = (
             random_logits(rng, vocabulary),
             random_law(rng, vocabulary),
             rng.getrandbits(64),
             rng.randint(1, 8),
         )
-        tokens, probabilities = reference.pick(logits, law, key, k)
-        got, shares = kernels.pick(logits, law, key, k, True)
-        assert got == tokens, (law, key, k)
-        assert shares == pytest.approx(probabilities, rel=1e-3, abs=1e-6), (law, key, k)
-        assert kernels.pick(logits, law, key, 1, False)[0] == tokens[:1], "one token without probabilities"
+        tokens, probabilities = reference.pick(logits, distribution, key, k)
+        got, shares = kernels.pick(logits, distribution, key, k, True)
+        assert got == tokens, (distribution, key, k)
+        assert shares == pytest.approx(probabilities, rel=1e-3, abs=1e-6), (distribution, key, k)
+        assert kernels.pick(logits, distribution, key, 1, False)[0] == tokens[:1], (
+            "one token without probabilities"
+        )
 
 
 @needs_c
@@ -144,16 +146,16 @@ def test_c_picks_what_torch_picks_for_any_few_logits(
 ) -> None:
     if max(logits) == NEVER:
         logits[0] = 0.0
-    law = DistributionParams(temperature, min_p, top_k, top_p)
+    distribution = DistributionParams(temperature, min_p, top_k, top_p)
     assert (
-        c_kernels().pick(torch.tensor(logits), law, key, 8, False)[0]
-        == reference.pick(torch.tensor(logits), law, key, 8)[0]
+        c_kernels().pick(torch.tensor(logits), distribution, key, 8, False)[0]
+        == reference.pick(torch.tensor(logits), distribution, key, 8)[0]
     )
 
 
 @needs_c
 @pytest.mark.parametrize(
-    ("law", "logits"),
+    ("distribution", "logits"),
     [
         (
             DistributionParams(top_p=0.9, min_p=0.001),
@@ -168,17 +170,19 @@ def test_c_picks_what_torch_picks_for_any_few_logits(
     ],
     ids=str,
 )
-def test_c_filters_that_drop_nothing_drop_nothing(law: DistributionParams, logits: list[float]) -> None:
+def test_c_filters_that_drop_nothing_drop_nothing(
+    distribution: DistributionParams, logits: list[float]
+) -> None:
     for key in range(20):
         assert (
-            c_kernels().pick(torch.tensor(logits), law, key, 8, True)[0]
-            == reference.pick(torch.tensor(logits), law, key, 8)[0]
+            c_kernels().pick(torch.tensor(logits), distribution, key, 8, True)[0]
+            == reference.pick(torch.tensor(logits), distribution, key, 8)[0]
         )
 
 
 @needs_c
 @pytest.mark.parametrize(
-    "law",
+    "distribution",
     [
         DistributionParams(0.0),
         DistributionParams(0.8, top_p=0.95),
@@ -186,19 +190,19 @@ def test_c_filters_that_drop_nothing_drop_nothing(law: DistributionParams, logit
     ],
     ids=str,
 )
-def test_threads_that_share_a_row_change_nothing(law: DistributionParams) -> None:
+def test_threads_that_share_a_row_change_nothing(distribution: DistributionParams) -> None:
     """A row of its own is shared among threads; beside others it is not."""
     torch.manual_seed(3)
     kernels, logits, keys = c_kernels(), torch.randn(6, 20000) * 3, list(range(6))
-    together, shares = kernels.picks(logits, law, keys, 8)
+    together, shares = kernels.picks(logits, distribution, keys, 8)
     for r, key in enumerate(keys):
         with two_threads():
-            alone = kernels.pick(logits, law, key, 8, True, r)
+            alone = kernels.pick(logits, distribution, key, 8, True, r)
         assert alone == (
             [token for token in together[r].tolist() if token >= 0],
             shares[r][together[r] >= 0].tolist(),
         )
-        assert kernels.pick(logits, law, key, 8, False, r)[0] == alone[0]
+        assert kernels.pick(logits, distribution, key, 8, False, r)[0] == alone[0]
 
 
 @pytest.mark.parametrize("kernels", [pytest.param("c", marks=needs_c), "torch"])
@@ -212,13 +216,13 @@ def test_greedy_takes_the_first_of_equals(kernels: str) -> None:
 
 @pytest.mark.parametrize("kernels", [pytest.param("c", marks=needs_c), "torch"])
 @pytest.mark.parametrize(
-    "law", [DistributionParams(0.0), DistributionParams(top_p=0.9), DistributionParams(top_k=3)], ids=str
+    "distribution", [DistributionParams(0.0), DistributionParams(top_p=0.9), DistributionParams(top_k=3)], ids=str
 )
 def test_where_everything_is_forbidden_there_is_nothing_to_pick(
-    kernels: str, law: DistributionParams
+    kernels: str, distribution: DistributionParams
 ) -> None:
     made: Any = c_kernels() if kernels == "c" else TorchKernels(torch.device("cpu"), torch.float32)
-    assert made.pick(torch.full((50,), NEVER), law, 9, 3, True) == ([], [])
+    assert made.pick(torch.full((50,), NEVER), distribution, 9, 3, True) == ([], [])
 
 
 @pytest.mark.parametrize("kernels", [pytest.param("c", marks=needs_c), "torch"])
@@ -234,17 +238,17 @@ def test_k_best_are_distinct_and_no_more_than_the_law_allows(kernels: str) -> No
 # ---- the law
 
 
-def naive_law(logits: list[float], law: DistributionParams) -> list[float]:
+def naive_law(logits: list[float], distribution: DistributionParams) -> list[float]:
     """temperature, then min_p, top_k and top_p one after the other, each in the plainest words; equals stay or go together."""
-    scaled = [x / law.temperature for x in logits]
+    scaled = [x / distribution.temperature for x in logits]
     weight = [math.exp(x - max(scaled)) for x in scaled]
-    kept = {i for i, w in enumerate(weight) if w > 0 and w >= law.min_p * (1 - 1e-6)}
-    if law.top_k:
-        at_least = sorted((weight[i] for i in kept), reverse=True)[: law.top_k][-1]
+    kept = {i for i, w in enumerate(weight) if w > 0 and w >= distribution.min_p * (1 - 1e-6)}
+    if distribution.top_k:
+        at_least = sorted((weight[i] for i in kept), reverse=True)[: distribution.top_k][-1]
         kept = {i for i in kept if weight[i] >= at_least}
     whole, before, last = sum(weight[i] for i in kept), 0.0, math.inf
     for i in sorted(kept, key=lambda i: -weight[i]):
-        if before < law.top_p * whole:
+        if before < distribution.top_p * whole:
             last = weight[i]
         before += weight[i]
     kept = {i for i in kept if weight[i] >= last}
@@ -263,17 +267,19 @@ def naive_law(logits: list[float], law: DistributionParams) -> list[float]:
 def test_the_law_is_the_naive_one(
     logits: list[float], temperature: float, min_p: float, top_k: int, top_p: float
 ) -> None:
-    law = DistributionParams(temperature, min_p, top_k, top_p)
-    assert reference.probabilities(torch.tensor(logits), law).tolist() == pytest.approx(
-        naive_law(logits, law), abs=1e-6
+    distribution = DistributionParams(temperature, min_p, top_k, top_p)
+    assert reference.probabilities(torch.tensor(logits), distribution).tolist() == pytest.approx(
+        naive_law(logits, distribution), abs=1e-6
     )
 
 
 def test_the_parameters_by_hand() -> None:
     logits = torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.0625]).log()
 
-    def kept(**law: Any) -> list[int]:
-        return reference.probabilities(logits, DistributionParams(**law)).nonzero().flatten().tolist()
+    def kept(**distribution: Any) -> list[int]:
+        return (
+            reference.probabilities(logits, DistributionParams(**distribution)).nonzero().flatten().tolist()
+        )
 
     assert kept() == [0, 1, 2, 3, 4]
     assert kept(top_k=2) == [0, 1]
@@ -288,22 +294,22 @@ def test_the_parameters_by_hand() -> None:
 
 @pytest.mark.parametrize("kernels", [pytest.param("c", marks=needs_c), "torch"])
 @pytest.mark.parametrize(
-    "law",
+    "distribution",
     [
         DistributionParams(),
         DistributionParams(temperature=0.7, top_p=0.9),
         DistributionParams(temperature=1.5, min_p=0.1, top_k=6),
     ],
 )
-def test_choices_follow_the_law(kernels: str, law: DistributionParams) -> None:
+def test_choices_follow_the_law(kernels: str, distribution: DistributionParams) -> None:
     """Chi-square over fixed seeds: 6,000 positions of several requests and samples.  The bound is the 1 - 1e-4 quantile."""
     made: Any = c_kernels() if kernels == "c" else TorchKernels(torch.device("cpu"), torch.float32)
     torch.manual_seed(3)
     logits = torch.randn(12) * 1.5
-    expected = reference.probabilities(logits, law)
+    expected = reference.probabilities(logits, distribution)
     counts, trials = torch.zeros(12), 6000
     for i in range(trials):
-        counts[made.pick(logits, law, key_of(i % 7, i % 3, i), 1, False)[0][0]] += 1
+        counts[made.pick(logits, distribution, key_of(i % 7, i % 3, i), 1, False)[0][0]] += 1
     allowed = expected > 0
     assert (counts[~allowed] == 0).all(), "a forbidden token was sampled"
     chi = ((counts - trials * expected) ** 2 / (trials * expected))[allowed].sum().item()
@@ -318,11 +324,11 @@ def test_choices_follow_the_law(kernels: str, law: DistributionParams) -> None:
 
 
 def make_row(
-    tokens: list[int], law: DistributionParams, seed: int = 5, index: int = 0, processors: Any = ()
+    tokens: list[int], distribution: DistributionParams, seed: int = 5, index: int = 0, processors: Any = ()
 ) -> Row:
     params = SamplingParams()
     return Row(
-        id="0", index=index, tokens=list(tokens), prompt=len(tokens), params=params, law=law, seed=seed, processors=processors,
+        id="0", index=index, tokens=list(tokens), prompt=len(tokens), params=params, distribution=distribution, seed=seed, processors=processors,
         limit=100, ending=frozenset(),
     )  # fmt: skip
 
@@ -334,14 +340,14 @@ def sampler() -> Sampler:
 
 def test_the_choice_depends_on_seed_sample_and_position_only(sampler: Sampler) -> None:
     """A token of the path counts as one of the row, so a tree's node picks what plain decoding picks there."""
-    logits, law = torch.zeros(1000), DistributionParams()
-    there = sampler.pick(make_row([1, 2, 3, 4], law), [], logits)
-    assert sampler.pick(make_row([1, 2], law), [7, 8], logits) == there
-    assert sampler.pick(make_row([9, 9, 9, 9], law), [], logits) == there
+    logits, distribution = torch.zeros(1000), DistributionParams()
+    there = sampler.pick(make_row([1, 2, 3, 4], distribution), [], logits)
+    assert sampler.pick(make_row([1, 2], distribution), [7, 8], logits) == there
+    assert sampler.pick(make_row([9, 9, 9, 9], distribution), [], logits) == there
     others = [
-        sampler.pick(make_row([1, 2, 3], law), [], logits),
-        sampler.pick(make_row([1, 2, 3, 4], law, seed=6), [], logits),
-        sampler.pick(make_row([1, 2, 3, 4], law, index=1), [], logits),
+        sampler.pick(make_row([1, 2, 3], distribution), [], logits),
+        sampler.pick(make_row([1, 2, 3, 4], distribution, seed=6), [], logits),
+        sampler.pick(make_row([1, 2, 3, 4], distribution, index=1), [], logits),
     ]
     assert there not in others and len(set(others)) == 3
 
@@ -383,9 +389,13 @@ def test_nothing_finite_is_an_error_with_a_reason(sampler: Sampler) -> None:
 @needs_c
 def test_nothing_finite_is_an_error_in_c_too() -> None:
     for bad in (float("nan"), NEVER):
-        for law in (DistributionParams(0.0), DistributionParams(), DistributionParams(top_k=3, top_p=0.5)):
+        for distribution in (
+            DistributionParams(0.0),
+            DistributionParams(),
+            DistributionParams(top_k=3, top_p=0.5),
+        ):
             with pytest.raises(ModelError, match="finite"):
-                Sampler(c_kernels()).pick(make_row([1], law), [], torch.full((40,), bad))
+                Sampler(c_kernels()).pick(make_row([1], distribution), [], torch.full((40,), bad))
 
 
 # ---- parameters
@@ -436,8 +446,12 @@ def test_a_parameter_of_another_program_is_refused_with_what_serves_here(wrong: 
 
 def test_parameters_are_normalised_and_frozen() -> None:
     params = SamplingParams(stop="x", top_k=-1, temperature=1)
-    assert params.stop == ("x",) and params.top_k == 0 and params.law == DistributionParams(1.0, 0.0, 0, 1.0)
-    assert isinstance(params.law.temperature, float)
+    assert (
+        params.stop == ("x",)
+        and params.top_k == 0
+        and params.distribution == DistributionParams(1.0, 0.0, 0, 1.0)
+    )
+    assert isinstance(params.distribution.temperature, float)
     assert SamplingParams(max_tokens=None, min_tokens=50).min_tokens == 50
     with pytest.raises(AttributeError):
         params.top_k = 5  # type: ignore[misc]

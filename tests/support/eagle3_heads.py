@@ -117,14 +117,14 @@ def naive(
 def packed(llm: LLM, folder: str, states: Tensor, **options: Any) -> tuple[Any, Tensor]:
     """The network of a file, and the same logits by it."""
     net: Any = Eagle3(Eagle3.Options(model=folder, **options), llm.engine.target).net
-    pool, table, plan = net.pool(16), array("i", range(1, 16)), StepInput()
-    plan.chain(table, 0, TEXT[1 : PAIRS + 1])
-    o = net.forward(plan.build(), pool, net.enter(states.clone()))[-1:]
+    pool, table, step_input = net.pool(16), array("i", range(1, 16)), StepInput()
+    step_input.chain(table, 0, TEXT[1 : PAIRS + 1])
+    o = net.forward(step_input.build(), pool, net.enter(states.clone()))[-1:]
     said = [net.logits(o)]
     for at, token in enumerate(TEXT[PAIRS + 1 :], PAIRS):
-        plan = StepInput()
-        plan.chain(table, at, [token])
-        o = net.forward(plan.build(), pool, net.again(o.clone()))
+        step_input = StepInput()
+        step_input.chain(table, at, [token])
+        o = net.forward(step_input.build(), pool, net.again(o.clone()))
         said.append(net.logits(o))
     return net, torch.cat(said)
 

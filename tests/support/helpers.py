@@ -303,11 +303,11 @@ class Scripts:
         return _guesses(tokens, parents)
 
 
-def walk(plan: StepInput, table: array[int], row: int) -> list[int]:
+def walk(step_input: StepInput, table: array[int], row: int) -> list[int]:
     """The slots that the C kernels walk for one row of a built plan."""
-    _, _, _, seen, depth, address = plan.host[row :: plan.length]
+    _, _, _, seen, depth, address = step_input.host[row :: step_input.length]
     assert address == table.buffer_info()[0]
-    return [*table[:seen], *plan.host_paths[row * plan.width : row * plan.width + depth]]
+    return [*table[:seen], *step_input.host_paths[row * step_input.width : row * step_input.width + depth]]
 
 
 # ---- LoRA adapters

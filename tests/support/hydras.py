@@ -145,7 +145,7 @@ def overhear(llm: LLM) -> Heard:
     """(tokens of the row, what is guessed behind them) -> the head's logits, of everything that is guessed from now on."""
     heard: Heard = {}
     choose = llm.engine.drafter.choose  # type: ignore[attr-defined]
-    best, law = choose.best, choose.law
+    best, distribution = choose.best, choose.distribution
 
     def note(row: Any, path: Sequence[int], logits: Tensor) -> None:
         key = tuple(row.tokens), tuple(path)
@@ -159,9 +159,9 @@ def overhear(llm: LLM) -> Heard:
 
     def hearing_law(row: Any, path: Sequence[int], logits: Tensor) -> Any:
         note(row, path, logits)
-        return law(row, path, logits)
+        return distribution(row, path, logits)
 
-    choose.best, choose.law = hearing_best, hearing_law
+    choose.best, choose.distribution = hearing_best, hearing_law
     return heard
 
 

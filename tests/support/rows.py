@@ -27,7 +27,7 @@ def make(method: type[Drafter], **options: Any) -> Any:
 def make_row(tokens: list[int], prompt: int | None = None, limit: int = 10_000) -> Row:
     params = SamplingParams(max_tokens=1000)
     return Row(
-        id="0", index=0, tokens=list(tokens), prompt=len(tokens) if prompt is None else prompt, params=params, law=params.law, seed=0,
+        id="0", index=0, tokens=list(tokens), prompt=len(tokens) if prompt is None else prompt, params=params, distribution=params.distribution, seed=0,
         processors=(), limit=limit, ending=frozenset(),
     )  # fmt: skip
 

@@ -62,7 +62,7 @@ class Chain(NamedTuple):
 
     at: int
     levels: int
-    law: DistributionParams
+    distribution: DistributionParams
     stream: int  # of the sample's noise
     floor: float = 0.0
 
@@ -74,7 +74,7 @@ class TreeQueries(Protocol):
         self,
         key: int,
         root: int,
-        law: DistributionParams,
+        distribution: DistributionParams,
         stream: int,
         position: int,
         tokens: Sequence[int],
@@ -121,13 +121,13 @@ class Kernels(Protocol):
     def linear(self, x: Tensor, weight: Any, add: Tensor | None = None) -> Tensor:
         """x [n,K] -> [n,O]; with `add` the result is added into it and it is returned."""
 
-    def embed(self, weight: Any, plan: StepInput) -> Tensor:
+    def embed(self, weight: Any, step_input: StepInput) -> Tensor:
         """The embeddings [n,h] of the plan's ids."""
 
     def pair(
         self,
         weight: Any,
-        plan: StepInput,
+        step_input: StepInput,
         g: Tensor,
         norm_token: Tensor | None,
         norm_state: Tensor | None,
@@ -137,7 +137,7 @@ class Kernels(Protocol):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
     def rope_store(
-        self, qkv: Tensor, spec: AttentionShape, turn: Tensor, plan: StepInput, pool: Pool, layer: int
+        self, qkv: Tensor, spec: AttentionShape, turn: Tensor, step_input: StepInput, pool: Pool, layer: int
     ) -> Tensor:
         """qkv [n,(H+2k)D]: turns the heads by `turn` (no columns: not at all), K and V go to the pool; q in the form of `attend`."""
 
@@ -145,7 +145,7 @@ class Kernels(Protocol):
         self,
         q: Tensor,
         spec: AttentionShape,
-        plan: StepInput,
+        step_input: StepInput,
         pool: Pool,
         layer: int,
         scale: float,
@@ -174,7 +174,7 @@ class Kernels(Protocol):
         self,
         stack: Any,
         x: Tensor,
-        plan: StepInput,
+        step_input: StepInput,
         pool: Pool,
         runs: Runs = (),
         u: Tensor | None = None,
@@ -190,14 +190,14 @@ class Kernels(Protocol):
         """What stands around the blocks of a model, in the form that `read` and `chain` like."""
 
     def read(
-        self, stack: Any, ends: Any, plan: StepInput, pool: Pool, wanted: Sequence[int], kept: dict[int, Tensor], trees: Any,
+        self, stack: Any, ends: Any, step_input: StepInput, pool: Pool, wanted: Sequence[int], kept: dict[int, Tensor], trees: Any,
         runs: Runs = (),
     ) -> Tensor | None:  # fmt: skip
         """A whole model in one call: see `Model.read`, and `run` for `runs`.  None, and nothing done, where that is no gain.
         The logits are there until the next call."""
 
     def chain(
-        self, stack: Any, ends: Any, plan: StepInput, pool: Pool, chains: Sequence[Chain], vocabulary: int, stop_rule: StopRule | None = None,
+        self, stack: Any, ends: Any, step_input: StepInput, pool: Pool, chains: Sequence[Chain], vocabulary: int, stop_rule: StopRule | None = None,
         states: Tensor | None = None,
     ) -> Chained | None:  # fmt: skip
         """`embed` and `run` over the plan, then for each chain the best of the first `vocabulary` tokens, which goes in as its next
@@ -212,9 +212,9 @@ class Kernels(Protocol):
         """Whether no guess should be made behind `token`, which was picked from one row, [V] or `row` of [M,V]; and its traits."""
 
     def pick(
-        self, logits: Tensor, law: DistributionParams, key: int, k: int, probs: bool, row: int = 0
+        self, logits: Tensor, distribution: DistributionParams, key: int, k: int, probs: bool, row: int = 0
     ) -> tuple[list[int], list[float]]:
-        """The k best tokens of one row, [V] or `row` of [M,V], under `law` with the noise of `key`, best first (fewer if the law
+        """The k best tokens of one row, [V] or `row` of [M,V], under `distribution` with the noise of `key`, best first (fewer if the law
         allows fewer)."""
 
     def trees(self) -> TreeQueries:
@@ -226,7 +226,7 @@ class Kernels(Protocol):
     def picks(
         self,
         logits: Tensor,
-        law: DistributionParams,
+        distribution: DistributionParams,
         keys: Sequence[int],
         k: int,
         ids: Tensor | None = None,

@@ -55,7 +55,12 @@ class Candidates(Protocol):
         of these nodes each hangs from, and its token; the likeliest by joint probability, of equals the first."""
 
     def grow(
-        self, logits: Tensor, law: DistributionParams, key: int, ids: Tensor | None, ranked: Tensor | None
+        self,
+        logits: Tensor,
+        distribution: DistributionParams,
+        key: int,
+        ids: Tensor | None,
+        ranked: Tensor | None,
     ) -> tuple[list[int], list[int]]:
         """The same of the best that `Kernels.picks` finds in logits, float32 [n, V], where all have the same key.  ids, ranked: as in
         `Found`."""
@@ -83,10 +88,15 @@ class Plain:
         return [(at - first) // k for at in self.front], [self.records[at][0] for at in self.front]
 
     def grow(
-        self, logits: Tensor, law: DistributionParams, key: int, ids: Tensor | None, ranked: Tensor | None
+        self,
+        logits: Tensor,
+        distribution: DistributionParams,
+        key: int,
+        ids: Tensor | None,
+        ranked: Tensor | None,
     ) -> tuple[list[int], list[int]]:
         found = self.picks(
-            logits, law, [key] * len(logits), min(self.k, logits.shape[1]), ids, ranked is None
+            logits, distribution, [key] * len(logits), min(self.k, logits.shape[1]), ids, ranked is None
         )
         return self.widen(Found(*found, ids, ranked))
 

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from outrider.cache.pool import Pool
-from outrider.core.block_table import PAGE, ROOT, Table
+from outrider.core.block_table import PAGE, ROOT, BlockTable
 
 
 class Cache:
@@ -26,7 +26,7 @@ class Cache:
             range(pages - 1, -1, -1)
         )  # a stack: fresh pages come out in ascending order, so neighbours
         self.owners = [0] * pages
-        self.tables: set[Table] = set()
+        self.tables: set[BlockTable] = set()
         self.index: dict[
             tuple[int, tuple[int, ...]], tuple[int, int]
         ] = {}  # (node before, tokens) -> (node, page)
@@ -39,13 +39,13 @@ class Cache:
         """Pages that can be had without taking any from a sequence."""
         return len(self.free) + len(self.idle)
 
-    def open(self, root: int = ROOT) -> Table:
+    def open(self, root: int = ROOT) -> BlockTable:
         """An empty table; it shares pages with tables of the same root only."""
-        table = Table(array("i", bytes(4 * self.capacity)), root=root)
+        table = BlockTable(array("i", bytes(4 * self.capacity)), root=root)
         self.tables.add(table)
         return table
 
-    def reserve(self, table: Table, length: int) -> bool:
+    def reserve(self, table: BlockTable, length: int) -> bool:
         """Makes `table` reach `length` positions.  False, and nothing changed, where the pages do not suffice."""
         need = -(-length // PAGE) - len(table.pages)
         if need > 0 and need > self.available:
@@ -54,21 +54,21 @@ class Cache:
             self._append(table, self._take())
         return True
 
-    def shrink(self, table: Table, length: int) -> None:
+    def shrink(self, table: BlockTable, length: int) -> None:
         """Gives back the pages past `length` positions."""
         keep = -(-length // PAGE)
         while len(table.pages) > keep:
             self._drop(table.pages.pop())
         assert len(table.nodes) <= keep, "an indexed page was cut off"
 
-    def close(self, table: Table) -> None:
+    def close(self, table: BlockTable) -> None:
         """The sequence is gone; its last pages are the first to be evicted, so that prefixes outlive what follows them."""
         for page in reversed(table.pages):
             self._drop(page)
         table.pages.clear()
         self.tables.discard(table)
 
-    def match(self, table: Table, tokens: Sequence[int], limit: int) -> int:
+    def match(self, table: BlockTable, tokens: Sequence[int], limit: int) -> int:
         """Hangs the cached pages of the longest indexed prefix (at most `limit` tokens) into an empty table; its length."""
         while self.prefix_caching and table.room + PAGE <= limit:
             found = self.index.get(table.key(tokens))
@@ -79,7 +79,7 @@ class Cache:
             table.nodes.append(node)
         return table.room
 
-    def register(self, table: Table, tokens: Sequence[int], filled: int) -> None:
+    def register(self, table: BlockTable, tokens: Sequence[int], filled: int) -> None:
         """Enters the pages that are full in every pool (`filled` positions are) into the prefix index."""
         while self.prefix_caching and (len(table.nodes) + 1) * PAGE <= filled:
             page, key = table.pages[len(table.nodes)], table.key(tokens)
@@ -91,7 +91,7 @@ class Cache:
                 self.index[key][0]
             )  # a twin page that another sequence entered first serves as well
 
-    def fork(self, source: Table, target: Table, length: int) -> bool:
+    def fork(self, source: BlockTable, target: BlockTable, length: int) -> bool:
         """`target` (empty) gets the first `length` positions of `source`: full pages shared, the last one copied."""
         full, rest = divmod(length, PAGE)
         if rest and not self.available:
@@ -154,13 +154,13 @@ class Cache:
         del self.index[self.entry.pop(page)]  # what hangs below it is unreachable now and leaves by age
         return page
 
-    def _append(self, table: Table, page: int) -> None:
+    def _append(self, table: BlockTable, page: int) -> None:
         at = table.room
         table.slots[at : at + PAGE] = _slots(page)
         table.pages.append(page)
         self.owners[page] += 1
 
-    def _share(self, table: Table, page: int) -> None:
+    def _share(self, table: BlockTable, page: int) -> None:
         self.idle.pop(page, None)
         self._append(table, page)
 

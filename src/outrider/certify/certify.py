@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.certify.laws import ALARM, CANDIDATES, FIRST, LawTest
+from outrider.certify.distributions import ALARM, CANDIDATES, FIRST, LawTest
 from outrider.certify.passages import Passages
 from outrider.certify.texts import GREEDY, SEEDED, Difference, Tally, Texts
 from outrider.certify.ties import both, look, tolerance
@@ -124,9 +124,9 @@ def certify(
     made.checks += [text_check(tally, rule.lossless) for tally in texts.tallies]
     made.checks.append(logprob_check(texts.tallies, 0.0 if exact else _reach(plain, heard), rule.lossless))
     if not rule.same:
-        laws = LawTest(plain, fast, passages.short(CANDIDATES), effort.seed)
-        _sample(laws, effort.samples, clock, tick)
-        made.checks.append(law_check(laws, rule.lossless))
+        distributions = LawTest(plain, fast, passages.short(CANDIDATES), effort.seed)
+        _sample(distributions, effort.samples, clock, tick)
+        made.checks.append(law_check(distributions, rule.lossless))
     if not rule.lossless:
         made.checks.append(
             Check("the rule", "what it promises", "it is not lossless, and says so", expect_lossy)
@@ -164,12 +164,12 @@ def _compare(
     return kept
 
 
-def _sample(laws: LawTest, least: int, clock: _Clock, tick: Tick) -> None:
-    count, took = 2 * laws.fast.engine.options.max_num_seqs, 0.0
-    while took <= clock.left() or laws.each < max(1, least):
+def _sample(distributions: LawTest, least: int, clock: _Clock, tick: Tick) -> None:
+    count, took = 2 * distributions.fast.engine.options.max_num_seqs, 0.0
+    while took <= clock.left() or distributions.each < max(1, least):
         began = clock.left()
-        for _ in laws.round(count):
-            tick(f"laws, {laws.samples:,} texts")
+        for _ in distributions.round(count):
+            tick(f"laws, {distributions.samples:,} texts")
         took = began - clock.left()
 
 
@@ -229,24 +229,24 @@ def logprob_check(tallies: Sequence[Tally], limit: float, lossless: bool) -> Che
     )
 
 
-def law_check(laws: LawTest, lossless: bool) -> Check:
-    *each, whole = chances = laws.chances()
+def law_check(distributions: LawTest, lossless: bool) -> Check:
+    *each, whole = chances = distributions.chances()
     p, tests = min(chance.p for chance in chances), len(chances)
     worst = max(each, key=lambda chance: chance.distance - chance.by_chance)
     sight = max(chance.visible for chance in each)
     result = "too few samples to say anything: give it more --minutes"
     if whole.freedom:
         result = (
-            f"{'laws differ' if p < laws.level else 'no difference'}: p = {p:.2g}, the least of {tests} (alarm below {laws.level:.2g}). "
+            f"{'laws differ' if p < distributions.level else 'no difference'}: p = {p:.2g}, the least of {tests} (alarm below {distributions.level:.2g}). "
             f"{worst.distance:.1%} of a law apart at most, where chance makes {worst.by_chance:.1%}. Seen 9 times of 10: "
             f"{whole.visible:.1%} everywhere, {f'{sight:.1%}' if sight < 1 else 'nothing'} in one place"
         )
-    told = zip(laws.cells, each)
+    told = zip(distributions.cells, each)
     figures: dict[str, Any] = {
         "alarm": ALARM,
-        "level": laws.level,
+        "level": distributions.level,
         "p": p,
-        "samples": laws.samples,
+        "samples": distributions.samples,
         "all as one": whole._asdict(),
     }
     figures["tests"] = [
@@ -258,8 +258,12 @@ def law_check(laws: LawTest, lossless: bool) -> Check:
         }
         for cell, chance in told
     ]
-    tested = f"{laws.samples:,} texts: the first {FIRST} tokens of {len(each)} prompts and temperatures"
-    return Check("the law", tested, result, whole.freedom > 0 and (p >= laws.level or not lossless), figures)
+    tested = (
+        f"{distributions.samples:,} texts: the first {FIRST} tokens of {len(each)} prompts and temperatures"
+    )
+    return Check(
+        "the law", tested, result, whole.freedom > 0 and (p >= distributions.level or not lossless), figures
+    )
 
 
 def leak_check(llms: Sequence[LLM]) -> Check:

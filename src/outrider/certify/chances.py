@@ -29,7 +29,7 @@ class Chance(NamedTuple):
     visible: float
 
 
-NOTHING = Chance(1.0, 0.0, 0, 0.0, 0.0, 1.0)
+EMPTY_TREE = Chance(1.0, 0.0, 0, 0.0, 0.0, 1.0)
 
 
 def pooled(one: Counter[Outcome], two: Counter[Outcome], least: int = LEAST) -> Cells:
@@ -55,7 +55,7 @@ def compare(one: Counter[Outcome], two: Counter[Outcome], level: float) -> Chanc
     n, m = one.total(), two.total()
     freedom = len(cells) - 1
     if freedom < 1:
-        return NOTHING
+        return EMPTY_TREE
     statistic = sum((a * m - b * n) ** 2 / (a + b) for a, b in cells) / (n * m)
     distance = sum(abs(a / n - b / m) for a, b in cells) / 2
     noise = sum(math.sqrt(2 / math.pi * (a + b) / (n + m) * (1 / n + 1 / m)) for a, b in cells) / 2
@@ -69,7 +69,7 @@ def combined(chances: Sequence[Chance], n: int, m: int, level: float) -> Chance:
     of the root of the mean square)."""
     told = [chance for chance in chances if chance.freedom]
     if not told:
-        return NOTHING
+        return EMPTY_TREE
     statistic, freedom = sum(chance.statistic for chance in told), sum(chance.freedom for chance in told)
     distance, noise = (
         sum(values) / len(told) for values in ([c.distance for c in told], [c.by_chance for c in told])

@@ -85,15 +85,15 @@ def furthest(logits: Tensor, dtype: torch.dtype) -> float:
 def _last(decoder: Model, ids: list[int], pieces: list[int]) -> Tensor:
     table, pool, start = array("i", range(len(ids))), decoder.pool(len(ids)), 0
     for size in pieces:
-        plan = StepInput()
-        plan.chain(table, start, ids[start : start + size])
-        x = decoder.forward(plan.build(), pool)
+        step_input = StepInput()
+        step_input.chain(table, start, ids[start : start + size])
+        x = decoder.forward(step_input.build(), pool)
         start += size
     return decoder.logits(x, [x.shape[0] - 1])[0].float().cpu()
 
 
 def _scores(logits: Tensor, params: SamplingParams, position: int) -> Tensor:
-    scaled = filtered(logits, params.law)
+    scaled = filtered(logits, params.distribution)
     if params.temperature == 0:
         return scaled
     assert params.seed is not None

@@ -10,9 +10,9 @@ import math
 from outrider.checkpoints.validate import (
     ANY,
     FLAG,
+    BlockTable,
     Kind,
     Section,
-    Table,
     each,
     one_or_more,
     real,
@@ -47,13 +47,13 @@ ROPE: dict[str, Kind | Section] = {
 }
 ROPE |= dict.fromkeys(("full_attention", "sliding_attention"), Section(ROPE))  # one for each kind of layers
 
-_WEIGHTS: Table = {
+_WEIGHTS: BlockTable = {
     "num_bits": whole(1, 64),
     "group_size": whole(-1, 1 << 24),
     "symmetric": FLAG,
     **_alike(NAME, "type strategy"),
 }
-QUANTIZATION: Table = {
+QUANTIZATION: BlockTable = {
     "bits": whole(1, 64),
     "group_size": whole(-1, 1 << 24),
     **_alike(FLAG, "zero_point sym desc_act"),
@@ -62,7 +62,7 @@ QUANTIZATION: Table = {
     "dynamic": Section({}),
 }
 
-GENERATION: Table = _alike(one_or_more(TOKEN, 1 << 16), "bos_token_id eos_token_id pad_token_id")
+GENERATION: BlockTable = _alike(one_or_more(TOKEN, 1 << 16), "bos_token_id eos_token_id pad_token_id")
 
 # Of a language model.  Families have several names for the same size.
 CONFIG: dict[str, Kind | Section] = {
@@ -128,14 +128,14 @@ HEAD: dict[str, Kind | Section] = {
 HEAD |= dict.fromkeys(("transformer_layer_config", "dflash_config", "eagle_config"), Section(HEAD))
 HEAD |= {"model": Section(HEAD, strict=False), "text_config": Section(HEAD)}
 
-PEFT: Table = {
+PEFT: BlockTable = {
     "use_rslora": FLAG,
     **_alike(NAME, "peft_type base_model_name_or_path"),
     **dict.fromkeys(("rank_pattern", "alpha_pattern"), Section({})),
 }
 
 _PIECES = 1 << 22  # tokens and merges of a vocabulary
-GGUF: Table = {
+GGUF: BlockTable = {
     "general.architecture": NAME,
     "general.alignment": whole(1, 1 << 20),
     "split.count": whole(0, 99_999),  # five digits in the names of the shards

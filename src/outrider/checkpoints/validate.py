@@ -42,7 +42,7 @@ class Section:
     strict: bool = True
 
 
-Table = Mapping[str, Kind | Section]
+BlockTable = Mapping[str, Kind | Section]
 ANY = "*"  # the key of a table that stands for every key without an entry
 
 
@@ -83,7 +83,7 @@ def one_or_more(kind: Kind, most: int) -> Kind:
 FLAG = Kind("true or false", lambda v: isinstance(v, bool))
 
 
-def check(given: Mapping[str, Any], table: Table, where: object) -> None:
+def check(given: Mapping[str, Any], table: BlockTable, where: object) -> None:
     """Raises ModelError for the first key whose value the table does not allow.  A null is as good as a missing key."""
     for key, value in given.items():
         kind = table.get(key, table.get(ANY))
@@ -98,7 +98,7 @@ def check(given: Mapping[str, Any], table: Table, where: object) -> None:
             raise ModelError(f"{at} must be an object, got {reprlib.repr(value)}.")
 
 
-def read_json(path: Path, table: Table | None = None) -> dict[str, Any]:
+def read_json(path: Path, table: BlockTable | None = None) -> dict[str, Any]:
     """The object in a JSON file, checked against a table.
 
     Raises ModelError for a file that cannot be read, is too large or nested too deeply, holds no object, a key twice, or a number that is

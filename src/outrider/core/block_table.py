@@ -11,7 +11,7 @@ ROOT = 0  # what the first page of every sequence hangs from; one whose K/V is n
 
 
 @dataclass(eq=False)
-class Table:
+class BlockTable:
     """The slots of one sequence.  `slots` is allocated once, so that its address never changes."""
 
     slots: array[int]  # 32-bit [capacity]

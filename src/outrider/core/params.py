@@ -214,7 +214,7 @@ class SamplingParams(_Fields):
         need("detokenize", self.detokenize or not self.stop, "True where there are stop strings")
 
     @property
-    def law(self) -> DistributionParams:
+    def distribution(self) -> DistributionParams:
         return DistributionParams(
             float(self.temperature), float(self.min_p), min(self.top_k, ALL), float(self.top_p)
         )

@@ -56,9 +56,9 @@ class StepInput:
     @staticmethod
     def bare(ids: Sequence[int]) -> StepInput:
         """Built, of tokens that stand nowhere: for whoever only reads `ids`."""
-        plan = StepInput()
-        plan.chain(array("i", range(len(ids))), 0, ids)
-        return plan.build()
+        step_input = StepInput()
+        step_input.chain(array("i", range(len(ids))), 0, ids)
+        return step_input.build()
 
     def chain(self, table: array[int], start: int, tokens: Sequence[int], shift: int = 0) -> None:
         """Known tokens at positions start … of a request whose slots are `table` (32-bit, one a position), or at start … of a view."""

@@ -36,10 +36,10 @@ def hidden_of(net: Tensor) -> int:
 
 def measure(logits: Tensor, temperature: float, token: int) -> NodeFeatures:
     """Of the law softmax(logits [V] / temperature), 1 where that is 0."""
-    law = (logits.double() / (temperature or 1.0)).softmax(-1)
-    best = law.topk(min(TOP, law.numel())).values.tolist()
-    entropy = -float((law * law.clamp_min(1e-300).log()).sum())
-    return [float(law[token]), entropy, *best, *[0.0] * (TOP - len(best))]
+    distribution = (logits.double() / (temperature or 1.0)).softmax(-1)
+    best = distribution.topk(min(TOP, distribution.numel())).values.tolist()
+    entropy = -float((distribution * distribution.clamp_min(1e-300).log()).sum())
+    return [float(distribution[token]), entropy, *best, *[0.0] * (TOP - len(best))]
 
 
 def should_stop(stop_rule: StopRule, features: NodeFeatures, level: int) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from outrider.core.block_table import Table
+from outrider.core.block_table import BlockTable
 from outrider.core.logprobs import Logprobs
 from outrider.core.params import DistributionParams, SamplingParams
 from outrider.core.processor import Processor
@@ -79,7 +79,7 @@ class Row:
     tokens: list[int]
     prompt: int  # length of the prompt
     params: SamplingParams
-    law: DistributionParams
+    distribution: DistributionParams
     seed: int
     processors: Sequence[Processor]
     limit: int  # tokens at most, prompt included
@@ -87,7 +87,7 @@ class Row:
     source: Row | None = None  # the sample whose prompt this one shares
     lora: LoRARequest | None = None
     adapter: Any = None  # its weights, while the row runs
-    table: Table | None = None
+    table: BlockTable | None = None
     computed: int = 0
     cached: int | None = None  # tokens whose K/V was there when it was first admitted
     finish_reason: str | None = None  # "stop", "length", "abort", "error"
@@ -200,7 +200,7 @@ class DraftTree(NamedTuple):
     tokens: list[int]
     parents: list[int]
     confidence: list[float]
-    laws: Sequence[Tensor] = ()
+    distributions: Sequence[Tensor] = ()
     probs_of: Sequence[int] = ()
     repeats: bool = False
     probes: int = 0
@@ -230,12 +230,12 @@ class DraftTree(NamedTuple):
             probes=sum(i >= self.size for i in keep),
         )
 
-    def law(self, node: int) -> Tensor | None:
+    def distribution(self, node: int) -> Tensor | None:
         """What `node` was drawn from, before any of its siblings; None if it was chosen."""
-        return self.laws[self.probs_of[node]] if self.probs_of and self.probs_of[node] >= 0 else None
+        return self.distributions[self.probs_of[node]] if self.probs_of and self.probs_of[node] >= 0 else None
 
 
-NOTHING = DraftTree([], [], [])
+EMPTY_TREE = DraftTree([], [], [])
 
 
 class Resume(NamedTuple):
@@ -355,5 +355,5 @@ class Picker(Protocol):
     def accept(self, row: int, node: int, probability: float) -> bool:
         """True with this probability; asked at most once a node."""
 
-    def draw(self, row: int, node: int, law: Tensor) -> int:
-        """A token from `law`, to be emitted after `node`."""
+    def draw(self, row: int, node: int, distribution: Tensor) -> int:
+        """A token from `distribution`, to be emitted after `node`."""

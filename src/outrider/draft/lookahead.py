@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from outrider.core.noise import stream_of
-from outrider.core.types import NOTHING, ROOT, Batch, Budget, Commit, Draft, DraftTree, Needs, Row
+from outrider.core.types import EMPTY_TREE, ROOT, Batch, Budget, Commit, Draft, DraftTree, Needs, Row
 from outrider.drafting.base import Drafter, Target
 from outrider.drafting.lookup.matches import Belief
 from outrider.errors import ConfigError
@@ -155,7 +155,7 @@ class Lookahead(Drafter):
     def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
         return Draft(
             [
-                self._tree(row, batch.end(r), budget) if budget.nodes else NOTHING
+                self._tree(row, batch.end(r), budget) if budget.nodes else EMPTY_TREE
                 for r, (row, budget) in enumerate(zip(batch.rows, budgets))
             ]
         )

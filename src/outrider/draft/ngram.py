@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from outrider.core.types import NOTHING, Batch, Budget, Commit, Draft, DraftTree, Row
+from outrider.core.types import EMPTY_TREE, Batch, Budget, Commit, Draft, DraftTree, Row
 from outrider.drafting.base import Drafter
 from outrider.errors import ConfigError
 
@@ -89,7 +89,7 @@ class Ngram(Drafter):
     def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
         return Draft(
             [
-                self.after(row, (), budget) if budget.nodes else NOTHING
+                self.after(row, (), budget) if budget.nodes else EMPTY_TREE
                 for row, budget in zip(batch.rows, budgets)
             ]
         )
@@ -104,7 +104,7 @@ class Ngram(Drafter):
         if n < (
             self.shortest if seen.credit > 1 else min(UNPROVEN, self.longest) if seen.credit else self.longest
         ):
-            return NOTHING
+            return EMPTY_TREE
         risk = budget.depth if seen.credit > 1 else min(budget.depth, n - 1) if seen.credit else 1
         return _copy(tokens, found + 1, max(1, risk), 1 - 0.5**n)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.core.types import NOTHING, Batch, Budget, Draft
+from outrider.core.types import EMPTY_TREE, Batch, Budget, Draft
 from outrider.drafting.base import Drafter
 
 
@@ -16,4 +16,4 @@ class Off(Drafter):
         pass
 
     def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
-        return Draft([NOTHING] * len(batch))
+        return Draft([EMPTY_TREE] * len(batch))

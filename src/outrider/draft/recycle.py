@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from outrider.core.types import NOTHING, ROOT, Batch, Budget, Commit, Draft, DraftTree, Needs, Row
+from outrider.core.types import EMPTY_TREE, ROOT, Batch, Budget, Commit, Draft, DraftTree, Needs, Row
 from outrider.drafting.base import Drafter, Target
 from outrider.errors import ConfigError
 from outrider.heads.templates import Path, paths
@@ -27,7 +27,7 @@ PATHS = paths(TREE)
 
 
 @dataclass
-class Table:
+class BlockTable:
     """next: RANKS ids for every token of the vocabulary, -1 where none is known.  worth: how often each rank was right."""
 
     next: array[int]
@@ -76,7 +76,7 @@ class Recycle(Drafter):
     def __init__(self, options: Options, target: Target) -> None:
         super().__init__(options, target)
         self.nodes = options.nodes or (8 if target.decoder.device.type == "cpu" else len(PATHS))
-        self.memory = Table(array("i", [-1]) * (target.vocabulary * RANKS))
+        self.memory = BlockTable(array("i", [-1]) * (target.vocabulary * RANKS))
 
     @classmethod
     def example(cls, target: Target) -> Drafter:
@@ -90,7 +90,7 @@ class Recycle(Drafter):
         order = self._order() if any(budget.nodes for budget in budgets) else []
         return Draft(
             [
-                self._guess(row.tokens[-1], order, budget) if budget.nodes else NOTHING
+                self._guess(row.tokens[-1], order, budget) if budget.nodes else EMPTY_TREE
                 for row, budget in zip(batch.rows, budgets)
             ]
         )
@@ -108,7 +108,7 @@ class Recycle(Drafter):
         return sorted(likely, key=lambda path: -joint[path])
 
     def _guess(self, last: int, order: list[Path], budget: Budget) -> DraftTree:
-        table: Table = self.memory
+        table: BlockTable = self.memory
         tree = DraftTree([], [], [])
         place: dict[Path, tuple[int, array[int]]] = {(): (ROOT, table.after(last))}
         for path in order:

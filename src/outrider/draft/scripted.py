@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from outrider.core.types import NOTHING, Batch, Budget, Draft, DraftTree, Row
+from outrider.core.types import EMPTY_TREE, Batch, Budget, Draft, DraftTree, Row
 from outrider.drafting.base import Drafter, Target
 from outrider.errors import ConfigError
 
@@ -14,7 +14,7 @@ Script = Callable[[Row, Budget], DraftTree]
 
 
 def silent(row: Row, budget: Budget) -> DraftTree:
-    return NOTHING
+    return EMPTY_TREE
 
 
 def tree(row: Row, budget: Budget) -> DraftTree:
@@ -54,13 +54,13 @@ class Scripted(Drafter):
     def _tree(self, row: Row, budget: Budget) -> DraftTree:
         """The script's tree.  A script that fails ends its row."""
         if not budget.nodes:
-            return NOTHING
+            return EMPTY_TREE
         try:
             return self._clean(_read(self.options.script(row, budget)))
         except Exception as error:  # a script is a program: it can raise anything
             row.error = ConfigError(f"script of the scripted drafter: {type(error).__name__}: {error}")
             row.error.__cause__ = error
-            return NOTHING
+            return EMPTY_TREE
 
     def _clean(self, said: DraftTree) -> DraftTree:
         """The tree without tokens that do not exist and without repeated siblings (and what hangs from these)."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from outrider.core.types import NOTHING, Batch, Budget, Commit, Draft, DraftTree, Row
+from outrider.core.types import EMPTY_TREE, Batch, Budget, Commit, Draft, DraftTree, Row
 from outrider.drafting.base import Drafter, Target
 from outrider.drafting.lookup.index import index_for
 from outrider.drafting.lookup.index_base import RUNS, Index
@@ -63,7 +63,7 @@ class Known:
 class Best(NamedTuple):
     """The guesses that promise most, the sum of their probabilities, the length of the match that they come from."""
 
-    tree: DraftTree = NOTHING
+    tree: DraftTree = EMPTY_TREE
     score: float = 0.0
     length: int = 0
 
@@ -114,7 +114,7 @@ class Suffix(Drafter):
     def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
         return Draft(
             [
-                self.after(row, (), budget) if budget.nodes else NOTHING
+                self.after(row, (), budget) if budget.nodes else EMPTY_TREE
                 for row, budget in zip(batch.rows, budgets)
             ]
         )

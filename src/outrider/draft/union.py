@@ -192,7 +192,7 @@ def merge(trees: Sequence[DraftTree], nodes: int) -> Merged:
             tree,
             [{i: i for i in range(len(tree.tokens))} if k in speaking else {} for k in range(len(trees))],
         )
-    if len({tree.repeats for tree in trees if tree.laws}) > 1:
+    if len({tree.repeats for tree in trees if tree.distributions}) > 1:
         trees = [independent(tree) for tree in trees]
     growing = _Merging()
     for tree in trees:
@@ -209,7 +209,7 @@ class _Node:
 
     token: int
     confidence: float
-    law: int
+    distribution: int
     owners: list[tuple[int, int]]
     children: list[_Node] = field(default_factory=list)
     chosen: dict[int, _Node] = field(
@@ -221,7 +221,7 @@ class _Node:
 class _Merging:
     def __init__(self) -> None:
         self.root = _Node(ROOT, 1.0, -1, [])
-        self.laws: list[Tensor] = []
+        self.distributions: list[Tensor] = []
         self.trees = 0
         self.repeats = False
         self.made = DraftTree([], [], [])
@@ -231,20 +231,22 @@ class _Merging:
         nodes = {ROOT: self.root}
         for i in range(tree.size):
             above, token, confidence = nodes[tree.parents[i]], tree.tokens[i], tree.confidence[i]
-            law = tree.probs_of[i] + len(self.laws) if tree.law(i) is not None else -1
-            node = above.chosen.get(token) if law < 0 else None
-            if law >= 0:
-                confidence = FIRST_DRAW * NEXT_DRAW ** above.draws[law]
-                above.draws[law] += 1
+            distribution = (
+                tree.probs_of[i] + len(self.distributions) if tree.distribution(i) is not None else -1
+            )
+            node = above.chosen.get(token) if distribution < 0 else None
+            if distribution >= 0:
+                confidence = FIRST_DRAW * NEXT_DRAW ** above.draws[distribution]
+                above.draws[distribution] += 1
             if node is None:
-                node = _Node(token, confidence, law, [])
+                node = _Node(token, confidence, distribution, [])
                 above.children.append(node)
-                if law < 0:
+                if distribution < 0:
                     above.chosen[token] = node
             node.confidence = max(node.confidence, confidence)
             node.owners.append((self.trees, i))
             nodes[i] = node
-        self.laws.extend(tree.laws)
+        self.distributions.extend(tree.distributions)
         self.repeats |= tree.repeats
         self.trees += 1
 
@@ -268,12 +270,14 @@ class _Merging:
             self.made.tokens.append(node.token)
             self.made.parents.append(parent)
             self.made.confidence.append(node.confidence)
-            probs_of.append(node.law)
+            probs_of.append(node.distribution)
             for k, i in node.owners:
                 where[k][i] = place
             open_children(node, place, -joint)
-        if self.laws:
-            self.made = self.made._replace(laws=self.laws, probs_of=probs_of, repeats=self.repeats)
+        if self.distributions:
+            self.made = self.made._replace(
+                distributions=self.distributions, probs_of=probs_of, repeats=self.repeats
+            )
         return where
 
     def probe(self, tree: DraftTree, where: dict[int, int], nodes: int) -> None:
@@ -295,19 +299,19 @@ class _Merging:
 
 def independent(tree: DraftTree) -> DraftTree:
     """The same tree with a law of its own for every draw, so that it may stand beside one with independent draws."""
-    if tree.repeats or not tree.laws:
+    if tree.repeats or not tree.distributions:
         return tree
-    laws: list[Tensor] = []
+    distributions: list[Tensor] = []
     probs_of: list[int] = []
     left: dict[
         tuple[int, int], Tensor
     ] = {}  # several parents may have one law, and draw from it each for itself
-    for token, parent, law in zip(tree.tokens, tree.parents, tree.probs_of):
-        if law >= 0:
-            laws.append(left.get((parent, law), tree.laws[law]))
-            left[parent, law] = without(laws[-1], token)
-        probs_of.append(len(laws) - 1 if law >= 0 else -1)
-    return tree._replace(laws=laws, probs_of=probs_of, repeats=True)
+    for token, parent, distribution in zip(tree.tokens, tree.parents, tree.probs_of):
+        if distribution >= 0:
+            distributions.append(left.get((parent, distribution), tree.distributions[distribution]))
+            left[parent, distribution] = without(distributions[-1], token)
+        probs_of.append(len(distributions) - 1 if distribution >= 0 else -1)
+    return tree._replace(distributions=distributions, probs_of=probs_of, repeats=True)
 
 
 def part(commit: Commit, own: Draft, where: Sequence[dict[int, int]], topk: int) -> Commit:

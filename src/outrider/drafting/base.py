@@ -93,7 +93,7 @@ class Drafter:
 
     def draws(self, row: Row) -> bool:
         """Whether guesses for this row should be drawn, and say from what; a greedy law leaves nothing to draw."""
-        return self.drawn and row.law.temperature > 0
+        return self.drawn and row.distribution.temperature > 0
 
     def footprint(self, device: torch.device) -> Counter[torch.device]:
         """`slot_bytes`, by the device where they lie; `device` is the target's."""

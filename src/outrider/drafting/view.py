@@ -34,19 +34,19 @@ class View(NamedTuple):
     shift: int = 0
     adapter: Any = None
 
-    def chain(self, plan: StepInput, start: int, tokens: Sequence[int]) -> None:
+    def chain(self, step_input: StepInput, start: int, tokens: Sequence[int]) -> None:
         """Tokens at positions start … of the text, each behind the one before."""
-        first = plan.length
-        plan.chain(self.slots, start - self.shift, tokens, self.shift)
+        first = step_input.length
+        step_input.chain(self.slots, start - self.shift, tokens, self.shift)
         if self.adapter is not None:
-            plan.adapt(first, self.adapter)
+            step_input.adapt(first, self.adapter)
 
-    def node(self, plan: StepInput, base: int, path: Sequence[int], token: int) -> None:
+    def node(self, step_input: StepInput, base: int, path: Sequence[int], token: int) -> None:
         """A guess of a tree that hangs from position base - 1; path: the nodes from the root to it."""
-        first, at = plan.length, base - self.shift
-        plan.node(self.slots, at, [self.slots[at + i] for i in path], token, self.shift)
+        first, at = step_input.length, base - self.shift
+        step_input.node(self.slots, at, [self.slots[at + i] for i in path], token, self.shift)
         if self.adapter is not None:
-            plan.adapt(first, self.adapter)
+            step_input.adapt(first, self.adapter)
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Window:
 
     def read(
         self,
-        plan: StepInput,
+        step_input: StepInput,
         slots: array[int],
         start: int,
         tokens: Sequence[int],
@@ -80,12 +80,12 @@ class Window:
         assert tokens, "nothing to read"
         if self.recent == sys.maxsize:
             view = View(slots, 0, adapter)
-            view.chain(plan, start, tokens)
+            view.chain(step_input, start, tokens)
             return view
         end = start + len(tokens)
         for piece in range(start, end, self.recent):
             view = self.view(slots, piece, end + draft_tree, adapter)
-            view.chain(plan, piece, tokens[piece - start : piece - start + self.recent])
+            view.chain(step_input, piece, tokens[piece - start : piece - start + self.recent])
         return view
 
 

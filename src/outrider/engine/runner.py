@@ -50,13 +50,13 @@ class ForwardOutput:
         return self.answers.get(row)
 
     def p(self, row: int, node: int, path: Sequence[int]) -> Tensor:
-        return self.sampler.law(self.batch.rows[row], path, self.logits, self.at(row, node))
+        return self.sampler.distribution(self.batch.rows[row], path, self.logits, self.at(row, node))
 
     def accept(self, row: int, node: int, probability: float) -> bool:
         return random_streams.accept(self.batch.rows[row], node, probability)
 
-    def draw(self, row: int, node: int, law: Tensor) -> int:
-        return random_streams.emit(self.batch.rows[row], node, law)
+    def draw(self, row: int, node: int, distribution: Tensor) -> int:
+        return random_streams.emit(self.batch.rows[row], node, distribution)
 
     def topk(self, draft: Draft) -> list[list[list[int]]]:
         """What `Commit.topk` says."""
@@ -101,7 +101,7 @@ class Runner:
         self.decoder, self.pool, self.sampler, self.same = decoder, pool, sampler, same
 
     def forward(self, batch: Batch, draft: Draft, needs: Needs) -> ForwardOutput:
-        plan = StepInput()
+        step_input = StepInput()
         wanted: list[int] = []
         roots: dict[int, int] = {}
         trees = self.decoder.kernels.trees()
@@ -110,31 +110,31 @@ class Runner:
         for r, (row, start, known, draft_tree) in enumerate(
             zip(batch.rows, batch.starts, batch.known, draft.trees)
         ):
-            first = plan.length
+            first = step_input.length
             end = first + known
-            add_row(plan, row, start, start + known, draft_tree)
+            add_row(step_input, row, start, start + known, draft_tree)
             spans.append((first, end))
             asked = row.logprobs
             if asked is not None and asked.prompt_count is not None and len(asked.prompt) < row.prompt:
                 asking.append((r, first))
             if row.adapter is not None:
-                plan.adapt(first, row.adapter)
+                step_input.adapt(first, row.adapter)
             if batch.emits[r]:
                 roots[r] = len(wanted)
                 if self.same:
                     self.sampler.ask(trees, r, row, draft_tree, roots[r])
-                wanted += range(end - 1, plan.length)
+                wanted += range(end - 1, step_input.length)
         kept = dict.fromkeys(needs.states, NONE)
         if asking:
             kept[FINAL] = NONE
-        logits = self._read(plan.build(), wanted, kept, trees, draft.resume, spans)
+        logits = self._read(step_input.build(), wanted, kept, trees, draft.resume, spans)
         for r, first in asking:
             self._score(batch.rows[r], kept[FINAL], first, batch.starts[r], batch.end(r))
         return ForwardOutput(batch, logits, roots, self.sampler, needs, kept, spans, trees.read())
 
     def _read(
         self,
-        plan: StepInput,
+        step_input: StepInput,
         wanted: list[int],
         kept: dict[int, Tensor],
         trees: TreeQueries,
@@ -144,20 +144,20 @@ class Runner:
         """Where a drafter has computed the lower layers of some rows, only the others go through these, unless somebody wants to see what
         enters a layer."""
         if resume is None or kept.keys() - {FINAL}:
-            return self.decoder.read(plan, self.pool, wanted, kept, trees)
-        return behind(self.decoder, self._resumed(plan, resume, spans), wanted, kept, trees)
+            return self.decoder.read(step_input, self.pool, wanted, kept, trees)
+        return behind(self.decoder, self._resumed(step_input, resume, spans), wanted, kept, trees)
 
-    def _resumed(self, plan: StepInput, resume: Resume, spans: list[tuple[int, int]]) -> Tensor:
+    def _resumed(self, step_input: StepInput, resume: Resume, spans: list[tuple[int, int]]) -> Tensor:
         done = [end + node for (_, end), nodes in zip(spans, resume.nodes) for node in nodes]
-        rest = sorted({*range(plan.length)}.difference(done))
-        x = resume.states.new_empty(plan.length, resume.states.shape[1])
+        rest = sorted({*range(step_input.length)}.difference(done))
+        x = resume.states.new_empty(step_input.length, resume.states.shape[1])
         x[done] = resume.states
         if rest:
             x[rest] = self.decoder.forward(
-                plan.only(rest).build(), self.pool, self.decoder.between(0, resume.layer)
+                step_input.only(rest).build(), self.pool, self.decoder.between(0, resume.layer)
             )
         return self.decoder.forward(
-            plan, self.pool, self.decoder.between(resume.layer, self.decoder.spec.layers), x
+            step_input, self.pool, self.decoder.between(resume.layer, self.decoder.spec.layers), x
         )
 
     def _score(self, row: Row, states: Tensor, first: int, start: int, end: int) -> None:
@@ -179,15 +179,15 @@ class Runner:
                 kept.add_prompt(row.tokens[p + 1], values)
 
 
-def add_row(plan: StepInput, row: Row, start: int, end: int, draft_tree: DraftTree) -> None:
+def add_row(step_input: StepInput, row: Row, start: int, end: int, draft_tree: DraftTree) -> None:
     """The known tokens start … end - 1 of a row and the tree that hangs from the last of them; node i lies in slot end + i."""
     assert row.table is not None
     slots, known = row.table.slots, row.tokens[start:end]
     if draft_tree.chained:  # a chain lies in its natural slots
-        plan.chain(slots, start, known + draft_tree.tokens)
+        step_input.chain(slots, start, known + draft_tree.tokens)
         return
-    plan.chain(slots, start, known)
+    step_input.chain(slots, start, known)
     paths: list[list[int]] = []
     for slot, parent in zip(slots[end : end + len(draft_tree.parents)], draft_tree.parents):
         paths.append([*paths[parent], slot] if parent >= 0 else [slot])
-    plan.nodes(slots, end, paths, draft_tree.tokens)
+    step_input.nodes(slots, end, paths, draft_tree.tokens)

@@ -41,7 +41,7 @@ class Chooser:
 
     def found(self, row: Row, paths: Sequence[Sequence[int]], logits: Tensor, k: int) -> Found:
         """The same, as entries of the head's vocabulary."""
-        k, noised = min(k, logits.shape[1]), row.law.temperature > 0
+        k, noised = min(k, logits.shape[1]), row.distribution.temperature > 0
         ranked = self.ranked if noised else None
         if row.processors:
             return Found(*self._one_by_one(row, paths, self.wide(logits), k), ranked=ranked)
@@ -52,7 +52,9 @@ class Chooser:
             }
             keys = [of[len(path)] for path in paths]
         return Found(
-            *self.kernels.picks(self._cut(logits), row.law, keys, k, self.ids, not noised), self.ids, ranked
+            *self.kernels.picks(self._cut(logits), row.distribution, keys, k, self.ids, not noised),
+            self.ids,
+            ranked,
         )
 
     def widen(
@@ -61,14 +63,16 @@ class Chooser:
         """The next level of a dynamic tree, whose paths are equally long: what `Candidates.widen` makes of what is found behind them."""
         if row.processors:
             return candidates.widen(self.found(row, paths, logits, candidates.k))
-        noised = row.law.temperature > 0
+        noised = row.distribution.temperature > 0
         key = key_of(row.seed, row.index, len(row.tokens) + len(paths[0])) if noised else 0
-        return candidates.grow(self._cut(logits), row.law, key, self.ids, self.ranked if noised else None)
+        return candidates.grow(
+            self._cut(logits), row.distribution, key, self.ids, self.ranked if noised else None
+        )
 
-    def law(self, row: Row, path: Sequence[int], logits: Tensor) -> Tensor | None:
+    def distribution(self, row: Row, path: Sequence[int], logits: Tensor) -> Tensor | None:
         """q behind a path, float64 [V] over the target's tokens; None where it fails.  logits float32 [Vd]."""
         try:
-            return self.sampler.law(row, path, self.wide(logits[None])[0])
+            return self.sampler.distribution(row, path, self.wide(logits[None])[0])
         except OutriderError:  # the target's own law will say why
             return None
 

@@ -135,11 +135,11 @@ class Block:
         self.stack = self.kernels.prepare(layer, [layer], self.turn)
 
     def __call__(
-        self, x: Tensor, plan: StepInput, pool: Pool, at: int = 0, u: Tensor | None = None
+        self, x: Tensor, step_input: StepInput, pool: Pool, at: int = 0, u: Tensor | None = None
     ) -> Tensor:
         """x [n, hidden] (which it changes and returns) for the rows of the plan, u [n, inputs]; K/V goes to layer `at`."""
         return self.kernels.run(
-            self.stack, x, plan, pool, u=x if u is None and self.norm_in is None else u, layer=at
+            self.stack, x, step_input, pool, u=x if u is None and self.norm_in is None else u, layer=at
         )
 
 
@@ -162,10 +162,13 @@ class Pairs:
         )
         self.norms = norm_token, norm_state, eps
 
-    def __call__(self, plan: StepInput, g: Tensor) -> Tensor:
+    def __call__(self, step_input: StepInput, g: Tensor) -> Tensor:
         """[n, 2h] of the plan's tokens and the states g [n, h]."""
         if self.embedding is None:
             return beside(
-                self.kernels, self.model.embed(plan.host[: plan.length]).to(g.dtype), g, *self.norms
+                self.kernels,
+                self.model.embed(step_input.host[: step_input.length]).to(g.dtype),
+                g,
+                *self.norms,
             )
-        return self.kernels.pair(self.embedding, plan, g, *self.norms)
+        return self.kernels.pair(self.embedding, step_input, g, *self.norms)

@@ -60,7 +60,7 @@ class Worth:
     def learn(self, tree: DraftTree, said: Sequence[int]) -> None:
         """tree: as the head proposed it, siblings by rank, whatever of it was verified.  said: the tokens that followed.  Along their path
         every guess was right or not.  Siblings that were drawn stand in the order of the draws, which says nothing of ranks."""
-        if tree.laws:
+        if tree.distributions:
             return
         node, ranks = ROOT, ranks_of(tree)
         for row, token in zip(self.worth, said):

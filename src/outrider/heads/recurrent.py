@@ -29,7 +29,7 @@ from torch import Tensor
 from outrider.cache.pool import Pool
 from outrider.checkpoints.heads import Head
 from outrider.core.step_input import StepInput
-from outrider.core.types import NOTHING, Batch, Budget, Commit, Draft, Needs, Row
+from outrider.core.types import EMPTY_TREE, Batch, Budget, Commit, Draft, Needs, Row
 from outrider.drafting.base import Target, refuse_idle
 from outrider.errors import ConfigError, unknown
 from outrider.heads.base import HeadDrafter, HeadOptions
@@ -54,7 +54,7 @@ class Net(Protocol):
     def enter(self, states: Tensor) -> Tensor:
         """[n, g] of the target's states [n, taps * hidden]: what stands for them in `forward`."""
 
-    def forward(self, plan: StepInput, pool: Pool, g: Tensor) -> Tensor:
+    def forward(self, step_input: StepInput, pool: Pool, g: Tensor) -> Tensor:
         """[n, o] for the pairs of g [n, g] and the plan's ids; K/V goes to the pool."""
 
     def again(self, o: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ class Recurrent(HeadDrafter):
         self.choose = Chooser(target, self.net.ids)
         self.nodes = options.nodes or (8 if target.decoder.device.type == "cpu" else 59)
         self.paths: set[Path] = set(paths(EAGLE[options.tree])) if options.tree in EAGLE else set()
-        self.piles: dict[Row, PendingStates] = {}
+        self.pending_by_row: dict[Row, PendingStates] = {}
         self.synced: dict[Row, int] = {}  # so many of the row's slots have K/V of the head
 
     def network(self) -> Net:
@@ -164,7 +164,7 @@ class Recurrent(HeadDrafter):
         turns, grown = list[Turn](), dict[int, Growing]()
         for r, (row, budget) in enumerate(zip(batch.rows, budgets)):
             self.synced.setdefault(row, batch.starts[r] + 1)
-            pending_states = self.piles.get(row)
+            pending_states = self.pending_by_row.get(row)
             if pending_states is None or not pending_states.count:
                 continue
             draft_tree = (
@@ -179,12 +179,12 @@ class Recurrent(HeadDrafter):
                 turn.tree = grown[r] = self._growing(row, turn.slots[1:], batch.end(r) - 1, budget)
         if turns:
             self._levels(self._read(turns), list(grown.values()))
-        return Draft([grown[r].draft_tree if r in grown else NOTHING for r in range(len(batch))])
+        return Draft([grown[r].draft_tree if r in grown else EMPTY_TREE for r in range(len(batch))])
 
     def _turn(self, row: Row, end: int) -> Turn:
         """A pile to be read, with slots up to `end`."""
         assert row.table is not None
-        return Turn(row, self.piles[row], row.table.slots[:end], None)
+        return Turn(row, self.pending_by_row[row], row.table.slots[:end], None)
 
     def _read(self, turns: Sequence[Turn]) -> Tensor:
         """`_catch_up`, and then what it read is known as read."""
@@ -212,17 +212,17 @@ class Recurrent(HeadDrafter):
 
     def _catch_up(self, turns: Sequence[Turn]) -> Tensor:
         """Reads all piles in one forward: [trees, o] for the last pair of every row that grows a tree."""
-        plan, at = StepInput(), list[int]()
+        step_input, at = StepInput(), list[int]()
         for turn in turns:
             pending_states = turn.pending_states
-            plan.chain(
+            step_input.chain(
                 turn.slots[1:],
                 pending_states.first,
                 turn.row.tokens[pending_states.first + 1 : pending_states.end + 1],
             )
             if turn.tree is not None:
-                at.append(plan.length - 1)
-        return self.net.forward(plan.build(), self.pool, self.net.enter(self._states(turns)))[at]
+                at.append(step_input.length - 1)
+        return self.net.forward(step_input.build(), self.pool, self.net.enter(self._states(turns)))[at]
 
     def _states(self, turns: Sequence[Turn]) -> Tensor:
         return torch.cat([states for turn in turns for states in turn.pending_states.states]).to(
@@ -244,18 +244,18 @@ class Recurrent(HeadDrafter):
 
     def _deeper(self, level: int, trees: Sequence[Growing], o: Tensor) -> Tensor:
         """[n, o] of the nodes that the trees go on with, for the guesses of `level`; o: what their parents said."""
-        plan = StepInput()
+        step_input = StepInput()
         for tree in trees:
-            tree.plan(plan)
-        return self.net.forward(plan.build(), self.pool, self.net.again(o))
+            tree.add_to(step_input)
+        return self.net.forward(step_input.build(), self.pool, self.net.again(o))
 
     def observe(self, commit: Commit) -> None:
         for r, row in enumerate(commit.batch.rows):
             start, states = commit.batch.starts[r], commit.states.of(r, self.net.taps)
-            pending_states = self.piles.setdefault(row, PendingStates(start))
+            pending_states = self.pending_by_row.setdefault(row, PendingStates(start))
             pending_states.drop(self.overlap)
             if pending_states.end != start:  # a replay, or the first step after a prefix hit
-                self.piles[row] = pending_states = PendingStates(start)
+                self.pending_by_row[row] = pending_states = PendingStates(start)
             pending_states.add(states)
         self._read_prompts(commit.batch)
 
@@ -273,7 +273,7 @@ class Recurrent(HeadDrafter):
                 turn.pending_states.drop(self.overlap + 1)
 
     def forget(self, row: Row, reason: str) -> None:
-        self.piles.pop(row, None)
+        self.pending_by_row.pop(row, None)
         self.synced.pop(row, None)
 
     def filled(self, row: Row) -> int:

@@ -46,10 +46,12 @@ def read(model: Model, tokens: Sequence[int], wanted: Sequence[int]) -> Sample:
     kept: dict[int, list[Tensor]] = {which: [] for which in wanted}
     logits = []
     for first in range(0, len(tokens), PIECE):
-        plan, found = StepInput(), dict.fromkeys(wanted, torch.empty(0))
-        plan.chain(table, first, tokens[first : first + PIECE])
+        step_input, found = StepInput(), dict.fromkeys(wanted, torch.empty(0))
+        step_input.chain(table, first, tokens[first : first + PIECE])
         logits.append(
-            model.read(plan.build(), pool, [*range(plan.length)], found, model.kernels.trees()).clone()
+            model.read(
+                step_input.build(), pool, [*range(step_input.length)], found, model.kernels.trees()
+            ).clone()
         )
         for which in wanted:
             kept[which].append(found[which].float())

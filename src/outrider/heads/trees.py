@@ -60,7 +60,7 @@ class Growing(Levelled, Protocol):
     def tips(self) -> list[tuple[list[int], list[int]]]:
         """Of every node that goes through the head next: tokens and slots from the root to it."""
 
-    def plan(self, plan: StepInput) -> None: ...
+    def add_to(self, step_input: StepInput) -> None: ...
     @property
     def draft_tree(self) -> DraftTree: ...
 
@@ -100,8 +100,8 @@ class Dynamic:
     def tips(self) -> list[tuple[list[int], list[int]]]:
         return list(zip(self.tokens, self.slots))
 
-    def plan(self, plan: StepInput) -> None:
-        plan.nodes(self.table, self.base, self.slots, [said[-1] for said in self.tokens])
+    def add_to(self, step_input: StepInput) -> None:
+        step_input.nodes(self.table, self.base, self.slots, [said[-1] for said in self.tokens])
 
     @property
     def draft_tree(self) -> DraftTree:
@@ -168,9 +168,9 @@ class Static:
     def tips(self) -> list[tuple[list[int], list[int]]]:
         return [self.at[path][1:] for path in self.frontier]
 
-    def plan(self, plan: StepInput) -> None:
+    def add_to(self, step_input: StepInput) -> None:
         for said, slots in self.tips:
-            plan.node(self.table, self.base, slots, said[-1])
+            step_input.node(self.table, self.base, slots, said[-1])
 
     @property
     def draft_tree(self) -> DraftTree:
@@ -193,8 +193,13 @@ class Drawn:
 
     def take(self, choose: Chooser, logits: Tensor) -> None:
         tree, above = self.tree, list(self.tree.frontier)
-        laws = {node: choose.law(self.row, tree.path_tokens(node), logits[i]) for i, node in enumerate(above)}
-        tree.draw({node: law for node, law in laws.items() if law is not None})
+        distributions = {
+            node: choose.distribution(self.row, tree.path_tokens(node), logits[i])
+            for i, node in enumerate(above)
+        }
+        tree.draw(
+            {node: distribution for node, distribution in distributions.items() if distribution is not None}
+        )
         self.sources = [above.index(tree.parents[node]) for node in tree.frontier] if tree.growing else ()
 
     @property
@@ -205,8 +210,8 @@ class Drawn:
             for node in tree.frontier
         ]
 
-    def plan(self, plan: StepInput) -> None:
-        self.tree.plan(plan)
+    def add_to(self, step_input: StepInput) -> None:
+        self.tree.add_to(step_input)
 
     @property
     def draft_tree(self) -> DraftTree:

@@ -50,7 +50,7 @@ class Model(Protocol):
 
     def forward(
         self,
-        plan: StepInput,
+        step_input: StepInput,
         pool: Pool,
         blocks: Any = None,
         x: Tensor | None = None,
@@ -75,7 +75,12 @@ class Model(Protocol):
         """float32 [len(rows), V] of some rows, in ascending order, of `forward`'s result."""
 
     def read(
-        self, plan: StepInput, pool: Pool, wanted: list[int], kept: dict[int, Tensor], trees: TreeQueries
+        self,
+        step_input: StepInput,
+        pool: Pool,
+        wanted: list[int],
+        kept: dict[int, Tensor],
+        trees: TreeQueries,
     ) -> Tensor:
         """What the engine does in every step: `forward`, and float32 [len(wanted), V], the logits behind these rows, which are there until
         the next call.  Answers the questions in `trees`.
@@ -84,7 +89,7 @@ class Model(Protocol):
         """
 
     def chain(
-        self, plan: StepInput, pool: Pool, chains: Sequence[Chain], vocabulary: int, stop_rule: StopRule | None = None,
+        self, step_input: StepInput, pool: Pool, chains: Sequence[Chain], vocabulary: int, stop_rule: StopRule | None = None,
         blocks: Any = None, states: Tensor | None = None,
     ) -> Chained | None:  # fmt: skip
         """`forward` over the plan, then a chain of the best tokens behind some of its rows; None where it does not pay.

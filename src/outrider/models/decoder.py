@@ -153,7 +153,7 @@ class Decoder:
 
     def forward(
         self,
-        plan: StepInput,
+        step_input: StepInput,
         pool: Pool,
         blocks: Blocks | None = None,
         x: Tensor | None = None,
@@ -165,9 +165,9 @@ class Decoder:
         taps: layer -> gets the residual stream that enters it.
         """
         if taps:
-            return self._tapped(plan, pool, taps)
+            return self._tapped(step_input, pool, taps)
         here = self.kernels
-        x = here.embed(self.embedding, plan) if x is None else x
+        x = here.embed(self.embedding, step_input) if x is None else x
         for i, (part, own) in enumerate(zip(blocks or self.parts, pool.parts)):
             if part.idle:
                 continue
@@ -176,31 +176,42 @@ class Decoder:
             x = here.run(
                 part.stack,
                 x,
-                plan,
+                step_input,
                 own,
-                [(first, count, adapter[i]) for first, count, adapter in plan.adapted],
+                [(first, count, adapter[i]) for first, count, adapter in step_input.adapted],
             )
         return x if here is self.kernels else _carried(x, self.kernels)
 
-    def _tapped(self, plan: StepInput, pool: Pool, taps: dict[int, Tensor]) -> Tensor:
+    def _tapped(self, step_input: StepInput, pool: Pool, taps: dict[int, Tensor]) -> Tensor:
         x, at = None, 0
         for layer in sorted(taps):
-            x = self.forward(plan, pool, self.between(at, layer), x)
+            x = self.forward(step_input, pool, self.between(at, layer), x)
             taps[layer], at = x.clone(), layer  # x is changed in place
         return (
             x
             if x is not None and at == self.spec.layers
-            else self.forward(plan, pool, self.between(at, self.spec.layers), x)
+            else self.forward(step_input, pool, self.between(at, self.spec.layers), x)
         )
 
     def read(
-        self, plan: StepInput, pool: Pool, wanted: list[int], kept: dict[int, Tensor], trees: TreeQueries
+        self,
+        step_input: StepInput,
+        pool: Pool,
+        wanted: list[int],
+        kept: dict[int, Tensor],
+        trees: TreeQueries,
     ) -> Tensor:
         if self.split:
-            return in_steps(self, plan, pool, wanted, kept, trees)
-        runs = [(first, count, adapter[0]) for first, count, adapter in plan.adapted] if plan.adapted else ()
-        logits = self.kernels.read(self.parts[0].stack, self.ends, plan, pool, wanted, kept, trees, runs)
-        return in_steps(self, plan, pool, wanted, kept, trees) if logits is None else logits
+            return in_steps(self, step_input, pool, wanted, kept, trees)
+        runs = (
+            [(first, count, adapter[0]) for first, count, adapter in step_input.adapted]
+            if step_input.adapted
+            else ()
+        )
+        logits = self.kernels.read(
+            self.parts[0].stack, self.ends, step_input, pool, wanted, kept, trees, runs
+        )
+        return in_steps(self, step_input, pool, wanted, kept, trees) if logits is None else logits
 
     def adapter(self, layers: Adapted) -> list[Any]:
         """What `StepInput.adapt` wants for a LoRA adapter that has been read: its form for each part."""
@@ -226,14 +237,21 @@ class Decoder:
         )  # even for nothing it takes 30 µs here
 
     def chain(
-        self, plan: StepInput, pool: Pool, chains: Sequence[Chain], vocabulary: int, stop_rule: StopRule | None = None,
+        self, step_input: StepInput, pool: Pool, chains: Sequence[Chain], vocabulary: int, stop_rule: StopRule | None = None,
         blocks: Blocks | None = None, states: Tensor | None = None,
     ) -> Chained | None:  # fmt: skip
         """`forward` over the plan, then a chain of the best tokens behind some of its rows; see `Kernels.chain`."""
         if self.split:
             return None
         return self.kernels.chain(
-            (blocks or self.parts)[0].stack, self.ends, plan, pool, chains, vocabulary, stop_rule, states
+            (blocks or self.parts)[0].stack,
+            self.ends,
+            step_input,
+            pool,
+            chains,
+            vocabulary,
+            stop_rule,
+            states,
         )
 
     def _layer(self, kernels: Kernels, weights: Source, i: int) -> Layer:

@@ -31,22 +31,22 @@ def bit_exact(decoder: Model) -> bool:
 
     decoder.forward(_chain(table, 0, tokens[: start // 2]), together)  # another split of the prompt, too
     decoder.forward(_chain(table, start // 2, tokens[start // 2 : start]), together)
-    plan, root = StepInput(), start + 2
-    plan.chain(table, start, tokens[start:root])
-    plan.node(table, root, [root], 1)  # a sibling, in the slot where the true token would have gone
+    step_input, root = StepInput(), start + 2
+    step_input.chain(table, start, tokens[start:root])
+    step_input.node(table, root, [root], 1)  # a sibling, in the slot where the true token would have gone
     path = [root + 1]
-    plan.node(table, root, path, tokens[root])
-    plan.node(table, root, [*path, root + 2], 2)
-    plan.node(table, root, [*path, root + 3], tokens[root + 1])
-    return torch.equal(torch.cat(one_by_one), _read(decoder, plan.build(), together, [0, 1, 3, 5]))
+    step_input.node(table, root, path, tokens[root])
+    step_input.node(table, root, [*path, root + 2], 2)
+    step_input.node(table, root, [*path, root + 3], tokens[root + 1])
+    return torch.equal(torch.cat(one_by_one), _read(decoder, step_input.build(), together, [0, 1, 3, 5]))
 
 
-def _read(decoder: Model, plan: StepInput, pool: Pool, wanted: list[int]) -> Tensor:
+def _read(decoder: Model, step_input: StepInput, pool: Pool, wanted: list[int]) -> Tensor:
     """As the engine does it."""
-    return decoder.read(plan, pool, wanted, {}, decoder.kernels.trees()).clone()
+    return decoder.read(step_input, pool, wanted, {}, decoder.kernels.trees()).clone()
 
 
 def _chain(table: array[int], start: int, tokens: list[int]) -> StepInput:
-    plan = StepInput()
-    plan.chain(table, start, tokens)
-    return plan.build()
+    step_input = StepInput()
+    step_input.chain(table, start, tokens)
+    return step_input.build()

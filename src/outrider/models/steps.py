@@ -12,11 +12,16 @@ from outrider.models.base import Model
 
 
 def in_steps(
-    model: Model, plan: StepInput, pool: Pool, wanted: list[int], kept: dict[int, Tensor], trees: TreeQueries
+    model: Model,
+    step_input: StepInput,
+    pool: Pool,
+    wanted: list[int],
+    kept: dict[int, Tensor],
+    trees: TreeQueries,
 ) -> Tensor:
     """`Model.read` by the other methods."""
     taps = {layer: state for layer, state in kept.items() if layer != FINAL}
-    x = model.forward(plan, pool, taps=taps)
+    x = model.forward(step_input, pool, taps=taps)
     kept.update(taps)
     return behind(model, x, wanted, kept, trees)
 

@@ -18,33 +18,37 @@ def accept(row: Row, node: int, probability: float) -> bool:
     return uniform(stream_of(row.seed, row.index), ACCEPT, len(row.tokens), node) < probability
 
 
-def emit(row: Row, node: int, law: Tensor) -> int:
-    """A token from `law`, float64 [V], after `node`."""
-    return index(law, uniform(stream_of(row.seed, row.index), EMIT, len(row.tokens), node))
+def emit(row: Row, node: int, distribution: Tensor) -> int:
+    """A token from `distribution`, float64 [V], after `node`."""
+    return index(distribution, uniform(stream_of(row.seed, row.index), EMIT, len(row.tokens), node))
 
 
-def children(row: Row, law: Tensor, nodes: range, repeats: bool = False) -> list[int]:
-    """A token for each of the nodes, siblings, drawn from `law`; fewer where it runs out of tokens that were not drawn before."""
+def children(row: Row, distribution: Tensor, nodes: range, repeats: bool = False) -> list[int]:
+    """A token for each of the nodes, siblings, drawn from `distribution`; fewer where it runs out of tokens that were not drawn before."""
     stream, drawn = stream_of(row.seed, row.index), []
     for node in nodes:
-        if not law.sum() > 0:
+        if not distribution.sum() > 0:
             break
-        drawn.append(index(law, uniform(stream, DRAW, len(row.tokens), node)))
+        drawn.append(index(distribution, uniform(stream, DRAW, len(row.tokens), node)))
         if not repeats:
-            law = without(law, drawn[-1])
+            distribution = without(distribution, drawn[-1])
     return drawn
 
 
-def index(law: Tensor, uniform: float) -> int:
+def index(distribution: Tensor, uniform: float) -> int:
     """The token where the cumulated law, float64 [V] of any positive sum, passes `uniform`."""
-    sums = law.cumsum(0)
+    sums = distribution.cumsum(0)
     token = int(torch.searchsorted(sums, sums[-1] * uniform, right=True))
-    return min(token, int(law.nonzero()[-1])) if token >= len(law) or not law[token] > 0 else token
+    return (
+        min(token, int(distribution.nonzero()[-1]))
+        if token >= len(distribution) or not distribution[token] > 0
+        else token
+    )
 
 
-def without(law: Tensor, token: int) -> Tensor:
+def without(distribution: Tensor, token: int) -> Tensor:
     """The law given that it is not `token`; zeros if there is nothing else."""
-    rest = law.clone()
+    rest = distribution.clone()
     rest[token] = 0.0
     return normal(rest)
 

@@ -36,15 +36,21 @@ class Sampler:
         if not row.processors:
             tokens = tree.tokens[: tree.size] if tree.probes else tree.tokens
             trees.add(
-                key, root, row.law, stream_of(row.seed, row.index), len(row.tokens), tokens, tree.parents
+                key,
+                root,
+                row.distribution,
+                stream_of(row.seed, row.index),
+                len(row.tokens),
+                tokens,
+                tree.parents,
             )
 
-    def law(self, row: Row, path: Sequence[int], logits: Tensor, at: int = 0) -> Tensor:
+    def distribution(self, row: Row, path: Sequence[int], logits: Tensor, at: int = 0) -> Tensor:
         """The distribution of that token, float64 [V] on the CPU."""
         edited = self._edited(row, path, logits, at)
         if not edited.amax().isfinite():
             raise self._nothing(row, logits, at)
-        return probabilities(edited.cpu(), row.law)
+        return probabilities(edited.cpu(), row.distribution)
 
     def _nothing(self, row: Row, logits: Tensor, at: int) -> OutriderError:
         """Why no token can be said."""
@@ -81,7 +87,7 @@ class Sampler:
         """What log-probabilities are read from, float32 [V]: raw logits [V] or those that the token was picked from, as they are or
         as their log-softmax (see `logprobs.MODES`)."""
         if mode.startswith("processed"):
-            logits = filtered(self._edited(row, path, logits, 0), row.law)
+            logits = filtered(self._edited(row, path, logits, 0), row.distribution)
         return logits.log_softmax(-1) if mode.endswith("logprobs") else logits
 
     def should_stop(
@@ -92,16 +98,16 @@ class Sampler:
             logits, at = self._said(row, path, logits, at)
         except RequestError:  # as in `top`
             return True, [0.0] * NUM_FEATURES
-        return self.kernels.should_stop(stop_rule, logits, row.law.temperature, token, len(path), at)
+        return self.kernels.should_stop(stop_rule, logits, row.distribution.temperature, token, len(path), at)
 
     def _pick(
         self, row: Row, path: Sequence[int], logits: Tensor, at: int, k: int, probs: bool
     ) -> tuple[list[int], list[float]]:
         if row.processors:
             logits, at = self._said(row, path, logits, at)
-        law = row.law
-        key = key_of(row.seed, row.index, len(row.tokens) + len(path)) if law.temperature else 0
-        return self.kernels.pick(logits, law, key, k, probs, at)
+        distribution = row.distribution
+        key = key_of(row.seed, row.index, len(row.tokens) + len(path)) if distribution.temperature else 0
+        return self.kernels.pick(logits, distribution, key, k, probs, at)
 
     def _said(self, row: Row, path: Sequence[int], logits: Tensor, at: int) -> tuple[Tensor, int]:
         """The logits and the row of them that counts, edited where a processor has something to do."""

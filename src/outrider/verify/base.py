@@ -13,28 +13,28 @@ from outrider.errors import OutriderError
 from outrider.sampling.random_streams import normal
 
 
-class Answers:
+class RowPicker:
     """`Picker` of one row."""
 
-    __slots__ = ("laws", "row")
+    __slots__ = ("distributions", "row")
 
-    def __init__(self, laws: Picker, row: int) -> None:
-        self.laws, self.row = laws, row
+    def __init__(self, distributions: Picker, row: int) -> None:
+        self.distributions, self.row = distributions, row
 
     def pick(self, node: int, path: Sequence[int]) -> int:
-        return self.laws.pick(self.row, node, path)
+        return self.distributions.pick(self.row, node, path)
 
     def follow(self) -> tuple[list[int], list[int]] | None:
-        return self.laws.follow(self.row)
+        return self.distributions.follow(self.row)
 
     def p(self, node: int, path: Sequence[int]) -> Tensor:
-        return self.laws.p(self.row, node, path)
+        return self.distributions.p(self.row, node, path)
 
     def accept(self, node: int, probability: float) -> bool:
-        return self.laws.accept(self.row, node, probability)
+        return self.distributions.accept(self.row, node, probability)
 
-    def draw(self, node: int, law: Tensor) -> int:
-        return self.laws.draw(self.row, node, law)
+    def draw(self, node: int, distribution: Tensor) -> int:
+        return self.distributions.draw(self.row, node, distribution)
 
 
 class Rule:
@@ -62,7 +62,7 @@ class Rule:
         """What the emitted tokens are: plain decoding's "tokens", tokens of its "law", or "lossy"."""
         return "lossy" if not self.lossless else "tokens" if self.same else "law"
 
-    def __call__(self, draft: Draft, laws: Picker, batch: Batch) -> Verdict:
+    def __call__(self, draft: Draft, distributions: Picker, batch: Batch) -> Verdict:
         """A row that fails is marked, emits nothing and ends (see Scheduler.clip); the others go on."""
         verdict = Verdict([], [])
         for r, draft_tree in enumerate(draft.trees):
@@ -70,14 +70,14 @@ class Rule:
             said: list[int] = []
             if batch.emits[r]:
                 try:
-                    path, said = self.walk(draft_tree, Answers(laws, r))
+                    path, said = self.walk(draft_tree, RowPicker(distributions, r))
                 except OutriderError as error:
                     batch.rows[r].error = error
             verdict.nodes.append(path)
             verdict.tokens.append(said)
         return verdict
 
-    def walk(self, tree: DraftTree, target: Answers) -> tuple[list[int], list[int]]:
+    def walk(self, tree: DraftTree, target: RowPicker) -> tuple[list[int], list[int]]:
         """The accepted nodes from the root down, and the tokens to emit: theirs and one more."""
         raise NotImplementedError
 

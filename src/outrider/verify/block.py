@@ -10,36 +10,38 @@ import torch
 from torch import Tensor
 
 from outrider.core.types import ROOT, DraftTree
-from outrider.verify.base import Answers, Rule, surplus
+from outrider.verify.base import RowPicker, Rule, surplus
 
 
 class Block(Rule):
     branches = False
 
-    def walk(self, tree: DraftTree, target: Answers) -> tuple[list[int], list[int]]:
+    def walk(self, tree: DraftTree, target: RowPicker) -> tuple[list[int], list[int]]:
         length = next(
             (i for i in range(tree.size) if tree.parents[i] != i - 1), tree.size
         )  # what hangs from elsewhere is not judged
-        laws, so_far = [target.p(ROOT, [])], [1.0]
+        distributions, so_far = [target.p(ROOT, [])], [1.0]
         for i, token in enumerate(tree.tokens[:length]):
-            so_far.append(min(1.0, so_far[i] * float(laws[i][token] / _q(tree, i, laws[i])[token])))
+            so_far.append(
+                min(1.0, so_far[i] * float(distributions[i][token] / _q(tree, i, distributions[i])[token]))
+            )
             if not so_far[-1]:
                 break  # never accepted: nothing behind it is asked for
-            laws.append(target.p(i, tree.tokens[: i + 1]))
-        for end in reversed(range(len(laws) - 1)):  # whether `end + 1` tokens are accepted
-            rest, share = laws[end + 1], so_far[end + 1]
+            distributions.append(target.p(i, tree.tokens[: i + 1]))
+        for end in reversed(range(len(distributions) - 1)):  # whether `end + 1` tokens are accepted
+            rest, share = distributions[end + 1], so_far[end + 1]
             if end + 1 < length:
                 rest, mass = surplus(rest, _q(tree, end + 1, rest), share)
                 share = mass / (mass + 1 - share) if share < 1 else 1.0
             if target.accept(end, share):
                 return list(range(end + 1)), [*tree.tokens[: end + 1], target.draw(end, rest)]
-        rest = surplus(laws[0], _q(tree, 0, laws[0]))[0] if length else laws[0]
+        rest = surplus(distributions[0], _q(tree, 0, distributions[0]))[0] if length else distributions[0]
         return [], [target.draw(ROOT, rest)]
 
 
 def _q(tree: DraftTree, node: int, like: Tensor) -> Tensor:
-    law = tree.law(node)
-    if law is None:
-        law = torch.zeros_like(like)
-        law[tree.tokens[node]] = 1.0
-    return law
+    distribution = tree.distribution(node)
+    if distribution is None:
+        distribution = torch.zeros_like(like)
+        distribution[tree.tokens[node]] = 1.0
+    return distribution

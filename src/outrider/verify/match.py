@@ -8,14 +8,14 @@ before it, and that pick is a function of (logits, request seed, position) alone
 from __future__ import annotations
 
 from outrider.core.types import ROOT, DraftTree
-from outrider.verify.base import Answers, Rule
+from outrider.verify.base import RowPicker, Rule
 
 
 class Match(Rule):
     same = True
     drawn = False
 
-    def walk(self, tree: DraftTree, target: Answers) -> tuple[list[int], list[int]]:
+    def walk(self, tree: DraftTree, target: RowPicker) -> tuple[list[int], list[int]]:
         if (found := target.follow()) is not None:
             return found
         child = dict(zip(zip(tree.parents, tree.tokens), range(tree.size)))

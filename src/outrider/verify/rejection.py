@@ -13,11 +13,11 @@ from torch import Tensor
 
 from outrider.core.types import ROOT, DraftTree
 from outrider.sampling.random_streams import without
-from outrider.verify.base import Answers, Rule, below, surplus
+from outrider.verify.base import RowPicker, Rule, below, surplus
 
 
 class Rejection(Rule):
-    def walk(self, tree: DraftTree, target: Answers) -> tuple[list[int], list[int]]:
+    def walk(self, tree: DraftTree, target: RowPicker) -> tuple[list[int], list[int]]:
         children = below(tree)
         path: list[int] = []
         said: list[int] = []
@@ -33,18 +33,18 @@ class Rejection(Rule):
         return path, said
 
     def _among(
-        self, siblings: Iterable[int], tree: DraftTree, p: Tensor, target: Answers
+        self, siblings: Iterable[int], tree: DraftTree, p: Tensor, target: RowPicker
     ) -> tuple[int | None, Tensor]:
         """The sibling that is accepted, or None and the law of the token that is emitted instead."""
         left: dict[int, Tensor] = {}  # law -> what it is without the siblings that were drawn from it
         for node in siblings:
-            token, law = tree.tokens[node], tree.law(node)
-            if law is None:
+            token, distribution = tree.tokens[node], tree.distribution(node)
+            if distribution is None:
                 if target.accept(node, float(p[token])):
                     return node, p
                 p = without(p, token)
                 continue
-            q = left.get(tree.probs_of[node], law)
+            q = left.get(tree.probs_of[node], distribution)
             if target.accept(node, float(p[token] / q[token])):
                 return node, p
             p, _ = surplus(p, q)

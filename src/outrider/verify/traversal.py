@@ -16,7 +16,7 @@ from torch import Tensor
 
 from outrider.core.types import ROOT, DraftTree
 from outrider.sampling.random_streams import without
-from outrider.verify.base import Answers, Rule, below, surplus
+from outrider.verify.base import RowPicker, Rule, below, surplus
 
 
 @dataclass
@@ -32,7 +32,7 @@ class _Open:
 
 
 class Traversal(Rule):
-    def walk(self, tree: DraftTree, target: Answers) -> tuple[list[int], list[int]]:
+    def walk(self, tree: DraftTree, target: RowPicker) -> tuple[list[int], list[int]]:
         children = below(tree)
 
         def opened(node: int, token: int, q: Tensor | None, r: float) -> _Open:
@@ -65,12 +65,12 @@ def _drawn(tree: DraftTree, children: Sequence[int], p: Tensor) -> Iterator[tupl
     """The children in order, each with the law that it was drawn from, given those before it."""
     left: dict[int, Tensor] = {}
     for child in children:
-        token, law = tree.tokens[child], tree.law(child)
-        if law is None:
+        token, distribution = tree.tokens[child], tree.distribution(child)
+        if distribution is None:
             point = torch.zeros_like(p)
             point[token] = 1.0
             yield child, point
             continue
-        q = left.get(tree.probs_of[child], law)
+        q = left.get(tree.probs_of[child], distribution)
         left[tree.probs_of[child]] = q if tree.repeats else without(q, token)
         yield child, q

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outrider.core.types import ROOT, DraftTree
 from outrider.errors import ConfigError
-from outrider.verify.base import Answers, Rule, below
+from outrider.verify.base import RowPicker, Rule, below
 
 
 class Typical(Rule):
@@ -33,7 +33,7 @@ class Typical(Rule):
                 if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= 1:
                     raise ConfigError(f"{name} must be a number in (0, 1], got {value!r}.")
 
-    def walk(self, tree: DraftTree, target: Answers) -> tuple[list[int], list[int]]:
+    def walk(self, tree: DraftTree, target: RowPicker) -> tuple[list[int], list[int]]:
         children = below(tree)
         best: tuple[int, float, list[int], list[int], Tensor] | None = None
         waiting: list[tuple[int, float, list[int], list[int]]] = [(ROOT, 0.0, [], [])]

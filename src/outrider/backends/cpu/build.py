@@ -35,12 +35,12 @@ SOURCES = (
     "kernels.c",
     "lora.c",
     "pair.c",
-    "quantised.c",
+    "quantized.c",
     "runs.c",
     "sample.c",
     "stop.c",
     "tree.c",
-    "whole.c",
+    "fused.c",
 )
 FLAGS = (
     "-O3",

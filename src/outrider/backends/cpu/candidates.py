@@ -51,12 +51,17 @@ class Compiled:
         return self._said(count)
 
     def grow(
-        self, logits: Tensor, law: DistributionParams, key: int, ids: Tensor | None, ranked: Tensor | None
+        self,
+        logits: Tensor,
+        distribution: DistributionParams,
+        key: int,
+        ids: Tensor | None,
+        ranked: Tensor | None,
     ) -> tuple[list[int], list[int]]:
         logits = logits.contiguous()
         return self._said(
             self.lib.grow(
-                self.tree, logits.data_ptr(), logits.shape[1], law.temperature, law.min_p, law.top_k, law.top_p, key,
+                self.tree, logits.data_ptr(), logits.shape[1], distribution.temperature, distribution.min_p, distribution.top_k, distribution.top_p, key,
                 None if ids is None else ids.data_ptr(), None if ranked is None else ranked.data_ptr(),
                 min(self.k, logits.shape[1]), self.out_at,
             )

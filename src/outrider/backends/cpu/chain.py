@@ -1,4 +1,4 @@
-"""A chain of draft tokens in one C call: what whole.c reads and writes."""
+"""A chain of draft tokens in one C call: what fused.c reads and writes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outrider.core.stop_rule import NUM_FEATURES, Chained, NodeFeatures, StopRul
 
 CHAIN = struct.Struct(
     "@lll dd Q ff"
-)  # Chain of whole.c: at, levels, top_k; min_p, top_p; stream; temperature, floor
+)  # Chain of fused.c: at, levels, top_k; min_p, top_p; stream; temperature, floor
 
 
 class Rule(ctypes.Structure):
@@ -36,7 +36,7 @@ class Rule(ctypes.Structure):
 
 
 class Room:
-    """What `chain` in whole.c reads of the chains, and where it puts what it finds."""
+    """What `chain` in fused.c reads of the chains, and where it puts what it finds."""
 
     def __init__(self, chains: Sequence[Chain], stop_rule: StopRule | None) -> None:
         self.most, self.chains = 0, b""

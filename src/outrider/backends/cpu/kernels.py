@@ -139,24 +139,26 @@ class CpuKernels(Picking):
         )
         return y
 
-    def embed(self, weight: Packed, plan: StepInput) -> Tensor:
-        y = torch.empty(plan.length, weight.inputs)
-        self.lib.embed(weight.c, plan.ids_at, plan.length, weight.inputs, y.data_ptr())
+    def embed(self, weight: Packed, step_input: StepInput) -> Tensor:
+        y = torch.empty(step_input.length, weight.inputs)
+        self.lib.embed(weight.c, step_input.ids_at, step_input.length, weight.inputs, y.data_ptr())
         return y
 
     def pair(
         self,
         weight: Packed,
-        plan: StepInput,
+        step_input: StepInput,
         g: Tensor,
         norm_token: Tensor | None,
         norm_state: Tensor | None,
         eps: float,
     ) -> Tensor:
-        h, n = g.shape[1], plan.length
+        h, n = g.shape[1], step_input.length
         y = torch.empty(n, weight.inputs + h)
         norms = (None if norm is None else norm.data_ptr() for norm in (norm_token, norm_state))
-        self.lib.pair(weight.c, plan.ids_at, n, weight.inputs, g.data_ptr(), h, *norms, eps, y.data_ptr())
+        self.lib.pair(
+            weight.c, step_input.ids_at, n, weight.inputs, g.data_ptr(), h, *norms, eps, y.data_ptr()
+        )
         return y
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -165,7 +167,7 @@ class CpuKernels(Picking):
         return y
 
     def rope_store(
-        self, qkv: Tensor, spec: AttentionShape, turn: Tensor, plan: StepInput, pool: Pool, layer: int
+        self, qkv: Tensor, spec: AttentionShape, turn: Tensor, step_input: StepInput, pool: Pool, layer: int
     ) -> Tensor:
         n, wide = qkv.shape[0], pool.width
         q = torch.empty(n, spec.heads, wide)
@@ -173,7 +175,7 @@ class CpuKernels(Picking):
         self.lib.rope_store(
             qkv.data_ptr(), n, spec.heads, spec.kv_heads, spec.head_dim, wide,
             None if spec.q_norm is None else spec.q_norm.data_ptr(), None if spec.k_norm is None else spec.k_norm.data_ptr(),
-            spec.eps, turn.data_ptr(), turn.shape[1], plan.positions_at, plan.slots_at, keys, keys + pool.plane,
+            spec.eps, turn.data_ptr(), turn.shape[1], step_input.positions_at, step_input.slots_at, keys, keys + pool.plane,
             KINDS[pool.dtype], pool.head, q.data_ptr(),
         )  # fmt: skip
         return q
@@ -182,7 +184,7 @@ class CpuKernels(Picking):
         self,
         q: Tensor,
         spec: AttentionShape,
-        plan: StepInput,
+        step_input: StepInput,
         pool: Pool,
         layer: int,
         scale: float,
@@ -202,8 +204,8 @@ class CpuKernels(Picking):
         )
         self.lib.attend(
             q.data_ptr(), keys, keys + pool.plane, KINDS[pool.dtype], pool.head, n, heads, spec.kv_heads, spec.head_dim, wide,
-            plan.tables_at, plan.positions_at, plan.seen_at, plan.paths_at, plan.depths_at, plan.width, scale, window, plan.pinned,
-            plan.longest, modified, out.data_ptr(),
+            step_input.tables_at, step_input.positions_at, step_input.seen_at, step_input.paths_at, step_input.depths_at, step_input.width, scale, window, step_input.pinned,
+            step_input.longest, modified, out.data_ptr(),
         )  # fmt: skip
         return out
 
@@ -240,7 +242,7 @@ class CpuKernels(Picking):
         self,
         stack: Stack,
         x: Tensor,
-        plan: StepInput,
+        step_input: StepInput,
         pool: Pool,
         runs: Runs = (),
         u: Tensor | None = None,
@@ -248,7 +250,7 @@ class CpuKernels(Picking):
     ) -> Tensor:
         threads.adopt()
         stack.shape.kv, adapted = KINDS[pool.dtype], lora.rows(runs)
-        rows = structs.rows(plan, adapted)
+        rows = structs.rows(step_input, adapted)
         at, wide = (None, 0) if u is None else (u.data_ptr(), u.shape[1])
         first = pool.address + 2 * layer * pool.plane
         self.lib.stack(*stack.at, rows.buffer_info()[0], first, pool.plane, x.data_ptr(), at, wide, None)
@@ -258,16 +260,16 @@ class CpuKernels(Picking):
         return Ends(structs.Ends(embedding.c, head.c, norm.data_ptr(), head.outputs), (embedding, norm, head))
 
     def read(
-        self, stack: Stack, ends: Ends, plan: StepInput, pool: Pool, wanted: Sequence[int], kept: dict[int, Tensor],
+        self, stack: Stack, ends: Ends, step_input: StepInput, pool: Pool, wanted: Sequence[int], kept: dict[int, Tensor],
         trees: picking.TreeQueries, runs: Runs = (),
     ) -> Tensor:  # fmt: skip
         threads.adopt()
         stack.shape.kv, adapted = KINDS[pool.dtype], lora.rows(runs)
-        rows, places = structs.rows(plan, adapted), array("q", wanted)
-        taps = _taps(stack.shape, plan.length, kept) if kept else None
+        rows, places = structs.rows(step_input, adapted), array("q", wanted)
+        taps = _taps(stack.shape, step_input.length, kept) if kept else None
         logits, at = self._room.get((len(wanted), ends.outputs)) or self._made(len(wanted), ends.outputs)
         self.lib.read_model(
-            *stack.at, ends.at, rows.buffer_info()[0], plan.ids_at, pool.address, pool.plane, taps, places.buffer_info()[0], len(wanted),
+            *stack.at, ends.at, rows.buffer_info()[0], step_input.ids_at, pool.address, pool.plane, taps, places.buffer_info()[0], len(wanted),
             at, trees.asks, len(trees.sizes), trees.held.buffer_info()[0],
         )  # fmt: skip
         return logits
@@ -280,14 +282,14 @@ class CpuKernels(Picking):
         return made
 
     def chain(
-        self, stack: Stack, ends: Ends, plan: StepInput, pool: Pool, chains: Sequence[Chain], vocabulary: int, stop_rule: StopRule | None = None,
+        self, stack: Stack, ends: Ends, step_input: StepInput, pool: Pool, chains: Sequence[Chain], vocabulary: int, stop_rule: StopRule | None = None,
         states: Tensor | None = None,
     ) -> Chained:  # fmt: skip
         threads.adopt()
-        stack.shape.kv, rows = KINDS[pool.dtype], structs.rows(plan)
+        stack.shape.kv, rows = KINDS[pool.dtype], structs.rows(step_input)
         room = chain.Room(chains, stop_rule)
         self.lib.chain(
-            *stack.at, ends.at, rows.buffer_info()[0], plan.ids_at, pool.address, pool.plane, room.chains, len(chains), room.most,
+            *stack.at, ends.at, rows.buffer_info()[0], step_input.ids_at, pool.address, pool.plane, room.chains, len(chains), room.most,
             vocabulary, room.rule_at, room.out_at, room.traits_at, None if states is None else states.data_ptr(),
         )  # fmt: skip
         return room.read()

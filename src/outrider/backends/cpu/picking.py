@@ -50,13 +50,13 @@ class TreeQueries:
         self,
         key: int,
         root: int,
-        law: DistributionParams,
+        distribution: DistributionParams,
         stream: int,
         position: int,
         tokens: Sequence[int],
         parents: Sequence[int],
     ) -> None:
-        temperature, min_p, top_k, top_p = law
+        temperature, min_p, top_k, top_p = distribution
         size = self.sizes[key] = len(tokens)
         self.asks += ASK.pack(len(self.held), root, size, top_k, min_p, top_p, stream, position, temperature)
         self.held.extend([*tokens, *parents[:size], *[0] * (2 * size + 2)])
@@ -93,13 +93,13 @@ class Picking:
         ), features[:]
 
     def pick(
-        self, logits: Tensor, law: DistributionParams, key: int, k: int, probs: bool, row: int = 0
+        self, logits: Tensor, distribution: DistributionParams, key: int, k: int, probs: bool, row: int = 0
     ) -> tuple[list[int], list[float]]:
         at = logits.data_ptr() + (
             row * logits.stride(0) * 4 if row else 0
         )  # the address: indexing a tensor costs far more
         count = self.lib.pick(
-            at, logits.shape[-1], law.temperature, law.min_p, law.top_k, law.top_p, key, min(k, 64),
+            at, logits.shape[-1], distribution.temperature, distribution.min_p, distribution.top_k, distribution.top_p, key, min(k, 64),
             self._out, self._prob if probs else None,
         )  # fmt: skip
         return self._out[:count], self._prob[:count] if probs else []
@@ -122,7 +122,7 @@ class Picking:
     def picks(
         self,
         logits: Tensor,
-        law: DistributionParams,
+        distribution: DistributionParams,
         keys: Sequence[int],
         k: int,
         ids: Tensor | None = None,
@@ -132,7 +132,7 @@ class Picking:
         (rows, size), held, logits = logits.shape, array("Q", keys), logits.contiguous()
         out, prob = torch.empty(rows, k, dtype=torch.int32), torch.zeros(rows, k)
         self.lib.picks(
-            logits.data_ptr(), rows, size, law.temperature, law.min_p, law.top_k, law.top_p, held.buffer_info()[0],
+            logits.data_ptr(), rows, size, distribution.temperature, distribution.min_p, distribution.top_k, distribution.top_p, held.buffer_info()[0],
             None if ids is None else ids.data_ptr(), k, out.data_ptr(), prob.data_ptr() if probs else None,
         )  # fmt: skip
         return out, prob

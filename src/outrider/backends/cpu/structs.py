@@ -52,8 +52,17 @@ class Ends(ctypes.Structure):
     ]
 
 
-def rows(plan: StepInput, adapted: ctypes.Array[Any] | None = None) -> array[int]:
+def rows(step_input: StepInput, adapted: ctypes.Array[Any] | None = None) -> array[int]:
     """`Rows` of stack.h, twelve words, which point into the plan and to `lora.rows`."""
     runs, at = (0, 0) if adapted is None else (len(adapted), ctypes.addressof(adapted))
-    where = plan.positions_at, plan.slots_at, plan.seen_at, plan.depths_at, plan.tables_at, plan.paths_at
-    return array("q", (plan.length, plan.width, plan.longest, plan.pinned, *where, runs, at))
+    where = (
+        step_input.positions_at,
+        step_input.slots_at,
+        step_input.seen_at,
+        step_input.depths_at,
+        step_input.tables_at,
+        step_input.paths_at,
+    )
+    return array(
+        "q", (step_input.length, step_input.width, step_input.longest, step_input.pinned, *where, runs, at)
+    )

@@ -104,8 +104,8 @@ class TorchKernels:
             y = y[:1] if alone else y
         return y if add is None else add.add_(y)
 
-    def embed(self, weight: Plain, plan: StepInput) -> Tensor:
-        ids = plan.ids.to(self.device)
+    def embed(self, weight: Plain, step_input: StepInput) -> Tensor:
+        ids = step_input.ids.to(self.device)
         if isinstance(weight.data, QuantizedWeight):
             return weight.data.mapped(lambda part: part[ids]).dense().to(self.dtype)
         return F.embedding(ids, weight.data)
@@ -113,13 +113,13 @@ class TorchKernels:
     def pair(
         self,
         weight: Plain,
-        plan: StepInput,
+        step_input: StepInput,
         g: Tensor,
         norm_token: Tensor | None,
         norm_state: Tensor | None,
         eps: float,
     ) -> Tensor:
-        return beside(self, self.embed(weight, plan).to(g.dtype), g, norm_token, norm_state, eps)
+        return beside(self, self.embed(weight, step_input).to(g.dtype), g, norm_token, norm_state, eps)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
@@ -130,15 +130,15 @@ class TorchKernels:
         return F.silu(gate) * up
 
     def rope_store(
-        self, qkv: Tensor, spec: AttentionShape, turn: Tensor, plan: StepInput, pool: Pool, layer: int
+        self, qkv: Tensor, spec: AttentionShape, turn: Tensor, step_input: StepInput, pool: Pool, layer: int
     ) -> Tensor:
         n, d = qkv.shape[0], spec.head_dim
         q, k, v = torch.split(qkv.view(n, -1, d), [spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
         if spec.q_norm is not None and spec.k_norm is not None:
             q, k = self.rms_norm(q, spec.q_norm, spec.eps), self.rms_norm(k, spec.k_norm, spec.eps)
-        angles = turn.to(self.device)[plan.positions.to(self.device)][:, None]
+        angles = turn.to(self.device)[step_input.positions.to(self.device)][:, None]
         cos, sin = angles.chunk(2, dim=-1)
-        slots = plan.slots.to(self.device)
+        slots = step_input.slots.to(self.device)
         pool.write(layer, 0, slots, _rotate(k, cos, sin))
         pool.write(layer, 1, slots, v)
         return _rotate(q, cos, sin).to(qkv.dtype)
@@ -147,7 +147,7 @@ class TorchKernels:
         self,
         q: Tensor,
         spec: AttentionShape,
-        plan: StepInput,
+        step_input: StepInput,
         pool: Pool,
         layer: int,
         scale: float,
@@ -156,13 +156,13 @@ class TorchKernels:
     ) -> Tensor:
         n, group = q.shape[0], spec.heads // spec.kv_heads
         out = torch.empty(n, spec.heads, spec.head_dim, dtype=q.dtype, device=q.device)
-        for table, first, count in plan.segments:
-            slots, order = plan.keys(first, count, table)
+        for table, first, count in step_input.segments:
+            slots, order = step_input.keys(first, count, table)
             slots, order = slots.to(self.device), order.to(self.device)
             keys, values = pool.read(layer, slots, self.wide).transpose(1, 2)  # [k,m,D]
             rows = q[first : first + count].to(self.wide).view(count, spec.kv_heads, group, spec.head_dim)
             hidden = order < 0
-            positions = plan.positions[first : first + count, None].to(self.device)
+            positions = step_input.positions[first : first + count, None].to(self.device)
             ahead = order - positions  # 0 at the row itself, -1 before it
             if window > 0:
                 hidden |= ahead <= -window
@@ -207,7 +207,7 @@ class TorchKernels:
         self,
         stack: Stack,
         x: Tensor,
-        plan: StepInput,
+        step_input: StepInput,
         pool: Pool,
         runs: Runs = (),
         u: Tensor | None = None,
@@ -228,9 +228,9 @@ class TorchKernels:
 
             if not skip & 1:
                 qkv = linear(self.rms_norm(x, block.norm_in, block.eps) if u is None or i else u, "qkv")
-                q = self.rope_store(qkv, block, stack.turn, plan, pool, layer + i)
+                q = self.rope_store(qkv, block, stack.turn, step_input, pool, layer + i)
                 x = linear(
-                    self.attend(q, block, plan, pool, layer + i, block.head_dim**-0.5, block.window),
+                    self.attend(q, block, step_input, pool, layer + i, block.head_dim**-0.5, block.window),
                     "o",
                     add=x,
                 )
@@ -256,9 +256,9 @@ class TorchKernels:
         return stop_rules.should_stop(stop_rule, features, level), features
 
     def pick(
-        self, logits: Tensor, law: DistributionParams, key: int, k: int, probs: bool, row: int = 0
+        self, logits: Tensor, distribution: DistributionParams, key: int, k: int, probs: bool, row: int = 0
     ) -> tuple[list[int], list[float]]:
-        return sampling.pick(logits if logits.dim() == 1 else logits[row], law, key, k)
+        return sampling.pick(logits if logits.dim() == 1 else logits[row], distribution, key, k)
 
     def trees(self) -> Unanswered:
         return Unanswered()
@@ -269,7 +269,7 @@ class TorchKernels:
     def picks(
         self,
         logits: Tensor,
-        law: DistributionParams,
+        distribution: DistributionParams,
         keys: Sequence[int],
         k: int,
         ids: Tensor | None = None,
@@ -277,7 +277,7 @@ class TorchKernels:
     ) -> tuple[Tensor, Tensor]:
         out, prob = torch.full((len(keys), k), -1, dtype=torch.int32), torch.zeros(len(keys), k)
         for r, key in enumerate(keys):
-            entries, shares = sampling.pick(logits[r], law, key, k, ids)
+            entries, shares = sampling.pick(logits[r], distribution, key, k, ids)
             out[r, : len(entries)] = torch.tensor(entries, dtype=torch.int32)
             if probs:
                 prob[r, : len(entries)] = torch.tensor(shares)

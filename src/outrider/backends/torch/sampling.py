@@ -14,47 +14,49 @@ from outrider.core.noise import gumbel
 from outrider.core.params import DistributionParams
 
 
-def below(logits: Tensor, law: DistributionParams) -> Tensor:
+def below(logits: Tensor, distribution: DistributionParams) -> Tensor:
     """How far each of the logits [V] lies below the best at the temperature, -inf where the law forbids a token.
 
     The numbers that are compared and sampled from: in float32 they depend on the rounding, so the C kernels compute the same.
     """
     logits = logits.float()
-    low = (logits - logits.max()) * torch.tensor(law.temperature).reciprocal().to(logits.device)
-    if law.min_p > 0:
-        low = low.masked_fill(low < math.log(law.min_p), float("-inf"))
-    if 0 < law.top_k < low.numel():
-        low = low.masked_fill(low < low.topk(law.top_k).values[-1], float("-inf"))
-    if law.top_p < 1:
+    low = (logits - logits.max()) * torch.tensor(distribution.temperature).reciprocal().to(logits.device)
+    if distribution.min_p > 0:
+        low = low.masked_fill(low < math.log(distribution.min_p), float("-inf"))
+    if 0 < distribution.top_k < low.numel():
+        low = low.masked_fill(low < low.topk(distribution.top_k).values[-1], float("-inf"))
+    if distribution.top_p < 1:
         whole = low.exp().double().sum()
         for most in (256, 4096, low.numel()):  # a sort of the whole vocabulary would take the longest by far
             best = low.topk(min(most, low.numel())).values
             mass = best.exp().double()
-            if mass.sum() >= law.top_p * whole:
+            if mass.sum() >= distribution.top_p * whole:
                 break
-        last = best[mass.cumsum(0) - mass < law.top_p * whole].min()
+        last = best[mass.cumsum(0) - mass < distribution.top_p * whole].min()
         low = low.masked_fill(low < last, float("-inf"))
     return low
 
 
-def filtered(logits: Tensor, law: DistributionParams) -> Tensor:
+def filtered(logits: Tensor, distribution: DistributionParams) -> Tensor:
     """Logits [V] at temperature, -inf where the law forbids a token; greedy laws forbid nothing."""
-    if law.temperature == 0:
+    if distribution.temperature == 0:
         return logits.float()
-    if law == DistributionParams(law.temperature):
-        return logits.float() / law.temperature
-    return (logits.float() / law.temperature).masked_fill(below(logits, law) == float("-inf"), float("-inf"))
+    if distribution == DistributionParams(distribution.temperature):
+        return logits.float() / distribution.temperature
+    return (logits.float() / distribution.temperature).masked_fill(
+        below(logits, distribution) == float("-inf"), float("-inf")
+    )
 
 
-def probabilities(logits: Tensor, law: DistributionParams) -> Tensor:
+def probabilities(logits: Tensor, distribution: DistributionParams) -> Tensor:
     """The law itself, float64 [V]; a greedy law is the one-hot of its argmax."""
-    if law.temperature == 0:
+    if distribution.temperature == 0:
         return torch.nn.functional.one_hot(logits.argmax(), logits.numel()).double()
-    return filtered(logits, law).double().softmax(-1)
+    return filtered(logits, distribution).double().softmax(-1)
 
 
 def pick(
-    logits: Tensor, law: DistributionParams, key: int, k: int, ids: Tensor | None = None
+    logits: Tensor, distribution: DistributionParams, key: int, k: int, ids: Tensor | None = None
 ) -> tuple[list[int], list[float]]:
     """The k best of log p + noise (of the logits where greedy) and their probabilities; fewer where the law allows fewer.
 
@@ -62,8 +64,8 @@ def pick(
     """
     if not logits.amax().isfinite():
         return [], []
-    scores = low = below(logits, law) if law.temperature > 0 else logits.float()
-    if law.temperature > 0:
+    scores = low = below(logits, distribution) if distribution.temperature > 0 else logits.float()
+    if distribution.temperature > 0:
         noise = gumbel(key, low.numel() if ids is None else int(ids.max()) + 1, low.device)
         scores = low + (noise if ids is None else noise[ids.long().to(noise.device)])
     values, order = scores.sort(descending=True, stable=True)

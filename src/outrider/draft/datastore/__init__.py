@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from outrider.core.types import NOTHING, Batch, Budget, Commit, Draft, DraftTree, Row
+from outrider.core.types import EMPTY_TREE, Batch, Budget, Commit, Draft, DraftTree, Row
 from outrider.draft.datastore.corpus import build
 from outrider.draft.datastore.store import SPAN, Store, fingerprint
 from outrider.drafting.base import Drafter, Target
@@ -91,7 +91,7 @@ class Datastore(Drafter):
     def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
         return Draft(
             [
-                self.after(row, (), budget) if budget.nodes else NOTHING
+                self.after(row, (), budget) if budget.nodes else EMPTY_TREE
                 for row, budget in zip(batch.rows, budgets)
             ]
         )
@@ -105,7 +105,7 @@ class Datastore(Drafter):
         )
         if length and belief(length) < least:
             belief.passed(length, length)
-            return NOTHING
+            return EMPTY_TREE
         self.lengths[row] = length
         return frequent(texts, budget, belief, length, least, self.nodes)[0]
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from outrider.cache.pool import Pool
 from outrider.checkpoints.heads import Head
 from outrider.core.step_input import StepInput
-from outrider.core.types import NOTHING, Batch, Budget, Commit, Draft, DraftTree, Needs, Row
+from outrider.core.types import EMPTY_TREE, Batch, Budget, Commit, Draft, DraftTree, Needs, Row
 from outrider.draft.dflash import layouts
 from outrider.draft.dflash.network import Network
 from outrider.draft.dflash.tree import Grower, chain
@@ -191,7 +191,7 @@ class DFlash(HeadDrafter):
         self.gaps.pop(row, None)
 
     def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
-        rows, trees = [], [NOTHING] * len(batch)
+        rows, trees = [], [EMPTY_TREE] * len(batch)
         for r, row in enumerate(batch.rows):
             if (
                 self.synced.setdefault(row, batch.starts[r]) < batch.starts[r]
@@ -255,13 +255,13 @@ class DFlash(HeadDrafter):
             tokens = [row.tokens[at], *[self.layout.mask] * (deep - 1 + skipped)]
             wanted += range(len(ids) + skipped, len(ids) + len(tokens))
             ids += tokens
-            for causal, plan in plans.items():
+            for causal, step_input in plans.items():
                 if causal:
-                    plan.chain(row.table.slots, at, tokens)
+                    step_input.chain(row.table.slots, at, tokens)
                 else:
-                    plan.block(row.table.slots, at, row.table.slots[at : at + len(tokens)], tokens)
-        for plan in plans.values():
-            plan.build()
+                    step_input.block(row.table.slots, at, row.table.slots[at : at + len(tokens)], tokens)
+        for step_input in plans.values():
+            step_input.build()
         x, run = self._embed(ids), self.kernels
         for i, layer in enumerate(self.layers):
             x = layer.block(x, plans[layer.causal], self.pool, i)
@@ -279,28 +279,28 @@ class DFlash(HeadDrafter):
         return logits if self.ids is None else logits[:, self.ids.long().to(logits.device)]
 
     def observe(self, commit: Commit) -> None:
-        batch, plan, taps, read = commit.batch, StepInput(), list[Tensor](), dict[Row, int]()
+        batch, step_input, taps, read = commit.batch, StepInput(), list[Tensor](), dict[Row, int]()
         for r, row in enumerate(batch.rows):
             start, end = batch.starts[r], row.computed
             if self.memory is not None:
                 self.memory.learn(self.trees[r], commit.verdict.tokens[r])
             if row.error is None and (row.finish_reason is None or batch.known[r] > 1):
                 assert row.table is not None
-                plan.chain(row.table.slots, start, row.tokens[start:end])
+                step_input.chain(row.table.slots, start, row.tokens[start:end])
                 taps.append(self.aligned(commit, r))
                 read[row] = end
         if taps:
-            self._remember(torch.cat(taps), plan.build())
+            self._remember(torch.cat(taps), step_input.build())
             self.synced.update(read)
 
     def _bridge(self, row: Row, end: int) -> None:
         """After a step that was interrupted, whose states nobody saw: zeros stand for them, and what follows is not shared."""
         assert row.table is not None
-        plan, start = StepInput(), self.synced[row]
-        plan.chain(row.table.slots, start, row.tokens[start:end])
+        step_input, start = StepInput(), self.synced[row]
+        step_input.chain(row.table.slots, start, row.tokens[start:end])
         self._remember(
             torch.zeros(end - start, len(self.layout.taps) * self.hidden, device=self.kernels.device),
-            plan.build(),
+            step_input.build(),
         )
         self.gaps.setdefault(row, start)
         self.synced[row] = end
@@ -309,7 +309,7 @@ class DFlash(HeadDrafter):
         """[positions, taps * hidden]: what the target computed at the positions of row r that became certain."""
         return commit.states.of(r, self.layout.taps)
 
-    def _remember(self, taps: Tensor, plan: StepInput) -> None:
+    def _remember(self, taps: Tensor, step_input: StepInput) -> None:
         """K and V of these positions, in every layer."""
         run = self.kernels
         context = run.rms_norm(
@@ -318,4 +318,4 @@ class DFlash(HeadDrafter):
         for i, (layer, kv) in enumerate(
             zip(self.layers, run.linear(context, self.kv).chunk(len(self.layers), dim=-1))
         ):
-            run.rope_store(kv.contiguous(), layer.keys, layer.block.turn, plan, self.pool, i)
+            run.rope_store(kv.contiguous(), layer.keys, layer.block.turn, step_input, self.pool, i)

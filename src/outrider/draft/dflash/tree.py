@@ -29,7 +29,7 @@ class Grower:
 
     def __init__(self, row: Row, logits: Tensor, choose: Chooser) -> None:
         self.row, self.logits, self.choose = row, logits, choose
-        self.laws: list[Tensor] = []
+        self.distributions: list[Tensor] = []
         self.law_at: dict[Path, int] = {}  # where the law behind a node stands, or that of its level
         self.ranked: list[Ranked] = []  # of each level, where they are the same behind all of its nodes
 
@@ -56,18 +56,22 @@ class Grower:
                 else []
             )
             for i, parent in enumerate(parents):
-                law, found = -1, chosen[i][: children[parent]] if stream_id is None else []
+                distribution, found = -1, chosen[i][: children[parent]] if stream_id is None else []
                 if stream_id is not None:
                     dies = range(stream_id + len(probs_of), stream_id + len(probs_of) + children[parent])
-                    law, found = self._drawn(parent, said[parent], None if added is None else added[i], dies)
+                    distribution, found = self._drawn(
+                        parent, said[parent], None if added is None else added[i], dies
+                    )
                 for rank, (token, confidence) in enumerate(found):
                     child = (*parent, rank)
                     said[child], nodes[child] = [*said[parent], token], len(probs_of)
                     tree.tokens.append(token)
                     tree.parents.append(nodes[parent])
                     tree.confidence.append(confidence)
-                    probs_of.append(law)
-        return tree if stream_id is None else tree._replace(laws=self.laws, probs_of=probs_of)
+                    probs_of.append(distribution)
+        return (
+            tree if stream_id is None else tree._replace(distributions=self.distributions, probs_of=probs_of)
+        )
 
     def _chosen(self, level: int, paths: list[list[int]], count: int, added: Tensor | None) -> list[Ranked]:
         """The best tokens behind each path of a level."""
@@ -93,10 +97,12 @@ class Grower:
         key = (0,) * len(parent) if added is None and not self.row.processors else parent
         if key not in self.law_at:
             logits = self.logits[len(path)]
-            law = self.choose.law(self.row, path, logits if added is None else logits + added)
-            if law is None:
+            distribution = self.choose.distribution(
+                self.row, path, logits if added is None else logits + added
+            )
+            if distribution is None:
                 return -1, []
-            self.law_at[key] = len(self.laws)
-            self.laws.append(law)
+            self.law_at[key] = len(self.distributions)
+            self.distributions.append(distribution)
         at = self.law_at[key]
-        return at, list(zip(random_streams.children(self.row, self.laws[at], dies), DRAWN))
+        return at, list(zip(random_streams.children(self.row, self.distributions[at], dies), DRAWN))

@@ -14,7 +14,7 @@ from outrider.cache.pool import Pool
 from outrider.checkpoints.hub import Checkpoint
 from outrider.core.noise import stream_of
 from outrider.core.step_input import StepInput
-from outrider.core.types import NOTHING, ROOT, Batch, Budget, Commit, Draft, DraftTree, Row
+from outrider.core.types import EMPTY_TREE, ROOT, Batch, Budget, Commit, Draft, DraftTree, Row
 from outrider.draft.draft_model.intersect import Translated, common
 from outrider.draft.draft_model.options import DraftModelOptions
 from outrider.draft.draft_model.staged import Staged
@@ -125,16 +125,16 @@ class ModelDrafter(Drafter):
         return draft
 
     def _proposed(self, batch: Batch, budgets: list[Budget]) -> Draft:
-        plan, starts = self._catch_up(batch, self.stop.limit(batch.rows, budgets))
+        step_input, starts = self._catch_up(batch, self.stop.limit(batch.rows, budgets))
         for start in starts if self.stop.active else ():
             self.stop.begin(batch.rows[start.r], start.budget.depth)
-        trees = [NOTHING] * len(batch)
-        if not plan.length:
+        trees = [EMPTY_TREE] * len(batch)
+        if not step_input.length:
             return Draft(trees)
         if not starts:
-            self.decoder.forward(plan.build(), self.pool)
+            self.decoder.forward(step_input.build(), self.pool)
             return Draft(trees)
-        if self._in_one_call(batch, starts) and self._chains(plan, batch, starts, trees):
+        if self._in_one_call(batch, starts) and self._chains(step_input, batch, starts, trees):
             return Draft(trees)
         repeats = self.options.sibling_draws == "independent"
         grown = {
@@ -151,9 +151,9 @@ class ModelDrafter(Drafter):
         }
         tips = [(tree, start.at) for tree, start in zip(grown.values(), starts)]
         if self.staged is not None:
-            self.staged.grow(plan, tips)
+            self.staged.grow(step_input, tips)
         else:
-            self._levels(plan, tips)
+            self._levels(step_input, tips)
         for r, tree in grown.items():
             trees[r] = tree.draft_tree
         return Draft(trees)
@@ -161,7 +161,7 @@ class ModelDrafter(Drafter):
     def _catch_up(self, batch: Batch, budgets: list[Budget]) -> tuple[StepInput, list[Start]]:
         """The rows of the first forward: everything that became certain since our last look; and where the guesses begin.
         A row that outgrows the draft's own context is not drafted for."""
-        plan = StepInput(self.window.sink)
+        step_input = StepInput(self.window.sink)
         starts: list[Start] = []
         for r, (row, start, known, budget) in enumerate(zip(batch.rows, batch.starts, batch.known, budgets)):
             end = start + known
@@ -172,13 +172,13 @@ class ModelDrafter(Drafter):
             assert row.table is not None
             adapter = row.adapter if self.itself else None
             view = self.window.read(
-                plan, row.table.slots, done, self._readable(row.tokens[done:end]), budget.nodes, adapter
+                step_input, row.table.slots, done, self._readable(row.tokens[done:end]), budget.nodes, adapter
             )
             if not self.itself:
                 self.reading.append((row, end))
             if depth > 0:
-                starts.append(Start(r, budget.within(depth=depth), plan.length - 1, view))
-        return plan, starts
+                starts.append(Start(r, budget.within(depth=depth), step_input.length - 1, view))
+        return step_input, starts
 
     def _worthwhile(self, depth: int, known: int) -> bool:
         """Whether a row takes part.  The chunk of a prompt does, even if nothing is guessed, unless the target is about to compute it
@@ -195,13 +195,19 @@ class ModelDrafter(Drafter):
                 return False
         return True
 
-    def _chains(self, plan: StepInput, batch: Batch, starts: list[Start], trees: list[DraftTree]) -> bool:
+    def _chains(
+        self, step_input: StepInput, batch: Batch, starts: list[Start], trees: list[DraftTree]
+    ) -> bool:
         """All levels at once, into `trees`; False, and nothing done, where the kernels cannot."""
         chains = []
         for start in starts:
             row = batch.rows[start.r]
-            chains.append(Chain(start.at, start.budget.depth, row.law, stream_of(row.seed, row.index)))
-        found = self.decoder.chain(plan.build(), self.pool, chains, self.vocabulary, self.stop.stop_rule)
+            chains.append(
+                Chain(start.at, start.budget.depth, row.distribution, stream_of(row.seed, row.index))
+            )
+        found = self.decoder.chain(
+            step_input.build(), self.pool, chains, self.vocabulary, self.stop.stop_rule
+        )
         if found is None:
             return False
         for start, tokens in zip(starts, found[0]):
@@ -216,29 +222,29 @@ class ModelDrafter(Drafter):
             return tokens
         return [token if token < self.vocabulary else 0 for token in tokens]
 
-    def _levels(self, plan: StepInput, tips: Sequence[tuple[Tree, int]]) -> None:
+    def _levels(self, step_input: StepInput, tips: Sequence[tuple[Tree, int]]) -> None:
         """Level after level, as long as one of the trees grows; each hangs from a row of the plan."""
         at: Sequence[int] = [row for _, row in tips]
         frontier = [(tree, ROOT) for tree, _ in tips]
         while True:
-            logits = self.look(plan, at)
+            logits = self.look(step_input, at)
             nodes: dict[int, tuple[Tree, list[tuple[int, int]]]] = {}
             for i, (tree, node) in enumerate(frontier):
                 nodes.setdefault(id(tree), (tree, []))[1].append((node, i))
             for tree, places in nodes.values():
                 self.extend(tree, places, logits)
-            plan, frontier = StepInput(self.window.sink), []
+            step_input, frontier = StepInput(self.window.sink), []
             for tree, _ in nodes.values():
                 if tree.growing:
-                    tree.plan(plan)
+                    tree.add_to(step_input)
                     frontier += [(tree, node) for node in tree.frontier]
             if not frontier:
                 return
             at = range(len(frontier))
 
-    def look(self, plan: StepInput, rows: Sequence[int]) -> Tensor:
+    def look(self, step_input: StepInput, rows: Sequence[int]) -> Tensor:
         """One forward; the logits [len(rows), vocabulary] behind these of its rows."""
-        x = self.decoder.forward(plan.build(), self.pool)
+        x = self.decoder.forward(step_input.build(), self.pool)
         logits = self.decoder.logits(x, list(rows))
         return logits[:, : self.vocabulary] if logits.shape[1] > self.vocabulary else logits
 
@@ -246,7 +252,11 @@ class ModelDrafter(Drafter):
         """The next level of a tree: children of (node, row of the logits behind it)."""
         if self.draws(tree.row):
             tree.draw(
-                {node: law for node, i in places if (law := self._law(tree, node, logits, i)) is not None}
+                {
+                    node: distribution
+                    for node, i in places
+                    if (distribution := self._distribution(tree, node, logits, i)) is not None
+                }
             )
         else:
             tree.choose([child for node, i in places for child in self._best(tree, node, logits, i)])
@@ -254,19 +264,19 @@ class ModelDrafter(Drafter):
 
     def _best(self, tree: Tree, node: int, logits: Tensor, at: int) -> list[tuple[int, int, float]]:
         """The best (node, token, probability) after a node."""
-        ranked = tree.row.law.temperature > 0 or tree.siblings == 1
+        ranked = tree.row.distribution.temperature > 0 or tree.siblings == 1
         tokens, shares = self.sampler.top(
             tree.row, tree.path_tokens(node), logits, tree.siblings, not ranked, at
         )
         return [(node, token, p) for token, p in zip(tokens, RANKED if ranked else shares)]
 
-    def _law(self, tree: Tree, node: int, logits: Tensor, at: int) -> Tensor | None:
+    def _distribution(self, tree: Tree, node: int, logits: Tensor, at: int) -> Tensor | None:
         """q after a node, over the target's vocabulary, with the request's own parameters; None where it fails."""
         try:
-            law = self.sampler.law(tree.row, tree.path_tokens(node), logits, at)
+            distribution = self.sampler.distribution(tree.row, tree.path_tokens(node), logits, at)
         except OutriderError:  # the target's own law will say why
             return None
-        return torch.nn.functional.pad(law, (0, self.target.vocabulary - len(law)))
+        return torch.nn.functional.pad(distribution, (0, self.target.vocabulary - len(distribution)))
 
     @property
     def memory(self) -> Any:

@@ -89,9 +89,11 @@ class Translated:
         self.footprint, self.slot_bytes, self.pool = model.footprint, model.slot_bytes, model.pool
         self.without, self.between = model.without, model.between
 
-    def forward(self, plan: StepInput, pool: Pool, blocks: Any = None, x: Tensor | None = None) -> Tensor:
-        plan.translate(self.reads)
-        return self.model.forward(plan, pool, blocks, x)
+    def forward(
+        self, step_input: StepInput, pool: Pool, blocks: Any = None, x: Tensor | None = None
+    ) -> Tensor:
+        step_input.translate(self.reads)
+        return self.model.forward(step_input, pool, blocks, x)
 
     def logits(self, x: Tensor, rows: list[int]) -> Tensor:
         own = self.model.logits(x, rows)
@@ -101,7 +103,7 @@ class Translated:
 
     def chain(
         self,
-        plan: StepInput,
+        step_input: StepInput,
         pool: Pool,
         chains: Any,
         vocabulary: int,

@@ -19,7 +19,7 @@ from outrider.cache.pages import Cache
 from outrider.cache.pool import Pool
 from outrider.core.block_table import PAGE
 from outrider.core.params import SamplingParams
-from outrider.core.types import NOTHING, Batch, Budget, Draft, DraftTree, Row
+from outrider.core.types import EMPTY_TREE, Batch, Budget, Draft, DraftTree, Row
 from outrider.draft.draft_model.drafter import ModelDrafter
 from outrider.drafting.base import Target
 from outrider.drafting.trees.sampled import RANKED
@@ -65,7 +65,7 @@ class Retokenized(ModelDrafter):
                 granted.append(Budget(budget.depth, budget.depth) if ready else Budget())
                 places.append(r)
         guessed = super().propose(shadows, granted)
-        trees = [NOTHING] * len(batch)
+        trees = [EMPTY_TREE] * len(batch)
         for r, budget, draft_tree in zip(places, granted, guessed.trees):
             row = batch.rows[r]
             shadow = self.shadows[row]

@@ -18,7 +18,7 @@ from torch import Tensor
 from outrider.cache.pool import Pool
 from outrider.control import fixed
 from outrider.core.step_input import StepInput
-from outrider.core.types import NOTHING, ROOT, Batch, Budget, Commit, Draft, DraftTree, Row, Verdict
+from outrider.core.types import EMPTY_TREE, ROOT, Batch, Budget, Commit, Draft, DraftTree, Row, Verdict
 from outrider.drafting.base import Drafter, Target
 from outrider.drafting.trees.sampled import Tree
 from outrider.drafting.view import Window
@@ -62,7 +62,7 @@ class StagedHost(Protocol):
     sampler: Sampler
     window: Window
 
-    def look(self, plan: StepInput, rows: Sequence[int]) -> Tensor: ...
+    def look(self, step_input: StepInput, rows: Sequence[int]) -> Tensor: ...
     def extend(self, tree: Tree, places: list[tuple[int, int]], logits: Tensor) -> None: ...
 
 
@@ -86,39 +86,39 @@ class Staged:
         self.host, self.forwards = host, 0
         self.control = fixed.FixedController(options, self.drafter.depth, self.drafter.size, host.vocabulary)
 
-    def grow(self, plan: StepInput, tips: Sequence[tuple[Tree, int]]) -> None:
+    def grow(self, step_input: StepInput, tips: Sequence[tuple[Tree, int]]) -> None:
         """Makes the chains of `tips` as long as they may be; the tip of each is a row of the plan."""
         while tips:
-            stages = self._stages(plan, tips)
+            stages = self._stages(step_input, tips)
             rows = [at for _, at in tips]
             for stage in stages:
                 count = len(stage.draft_tree.tokens)
                 rows.extend(range(stage.first, stage.first + count))
                 stage.first = len(rows) - count
-            logits = self.host.look(plan, rows)
+            logits = self.host.look(step_input, rows)
             self.forwards += 1
             paths = [self._walk(stage, logits) for stage in stages]
             self._settle(stages, paths)
             self._teach(stages, paths, logits)
-            plan, growing = (
+            step_input, growing = (
                 StepInput(self.host.window.sink),
                 [stage.tree for stage in stages if stage.tree.growing],
             )
             tips = []
             for tree in growing:
-                tree.plan(plan)
-                tips.append((tree, plan.length - 1))
+                tree.add_to(step_input)
+                tips.append((tree, step_input.length - 1))
 
-    def _stages(self, plan: StepInput, tips: Sequence[tuple[Tree, int]]) -> list[Stage]:
+    def _stages(self, step_input: StepInput, tips: Sequence[tuple[Tree, int]]) -> list[Stage]:
         """The guesses behind each tip, put into the plan behind all tips; `first` is a row of the plan yet."""
         stages = []
         for i, (tree, _) in enumerate(tips):
             base = tree.base + len(tree.tokens)
-            draft_tree, first = self._guess(tree, len(tips)), plan.length
+            draft_tree, first = self._guess(tree, len(tips)), step_input.length
             paths: dict[int, list[int]] = {ROOT: []}
             for node, (token, parent) in enumerate(zip(draft_tree.tokens, draft_tree.parents)):
                 paths[node] = [*paths[parent], node]
-                tree.view.node(plan, base, paths[node], token)
+                tree.view.node(step_input, base, paths[node], token)
             stages.append(Stage(tree, i, draft_tree, first, len(tree.tokens)))
         return stages
 
@@ -128,7 +128,7 @@ class Staged:
         depth = min(tree.budget.depth - len(said) - 1, self.control.levels(rows))
         nodes = min(tree.budget.nodes - len(said), self.control.size(depth)) if depth > 0 else 0
         if nodes <= 0:
-            return NOTHING
+            return EMPTY_TREE
         budget = Budget(depth, nodes)
         return self.control.trim(Draft([self.drafter.after(tree.row, said, budget)]), [budget]).trees[0]
 
@@ -191,7 +191,7 @@ class Staged:
     def observe(self, commit: Commit) -> None:
         """What became certain; the trees of the commit are none of its drafter's."""
         none: list[list[int]] = []
-        blank = Draft([NOTHING] * len(commit.batch))
+        blank = Draft([EMPTY_TREE] * len(commit.batch))
         self.drafter.observe(commit._replace(draft=blank, topk=[none] * len(commit.batch)))
 
     def forget(self, row: Row, reason: str) -> None:

@@ -81,10 +81,10 @@ class Packed:
     def again(self, o: Tensor) -> Tensor:
         return o
 
-    def forward(self, plan: StepInput, pool: Pool, g: Tensor) -> Tensor:
-        x: Tensor = self.kernels.linear(self.pairs(plan, g), self.fc)
+    def forward(self, step_input: StepInput, pool: Pool, g: Tensor) -> Tensor:
+        x: Tensor = self.kernels.linear(self.pairs(step_input, g), self.fc)
         for i, block in enumerate(self.blocks):
-            x = block(x, plan, pool, i)
+            x = block(x, step_input, pool, i)
         return x
 
     def logits(self, o: Tensor) -> Tensor:

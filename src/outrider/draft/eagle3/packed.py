@@ -60,14 +60,14 @@ class Packed:
             x = run.rms_norm(x, self.norm_fc, eps)
         return x if self.fc is None else run.linear(x, self.fc)
 
-    def forward(self, plan: StepInput, pool: Pool, g: Tensor) -> Tensor:
+    def forward(self, step_input: StepInput, pool: Pool, g: Tensor) -> Tensor:
         """[n, h]; g may be changed."""
-        u = self.pairs(plan, g)
+        u = self.pairs(step_input, g)
         x = self.first(
-            u[:, self.facts.hidden :].clone() if self.facts.residual_normed else g, plan, pool, 0, u
+            u[:, self.facts.hidden :].clone() if self.facts.residual_normed else g, step_input, pool, 0, u
         )
         for layer, block in enumerate(self.above, 1):
-            x = block(x, plan, pool, layer)
+            x = block(x, step_input, pool, layer)
         return x
 
     def again(self, o: Tensor) -> Tensor:

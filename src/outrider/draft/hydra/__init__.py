@@ -24,7 +24,7 @@ from torch import Tensor
 from outrider.cache.pool import Pool
 from outrider.checkpoints.heads import Head
 from outrider.core.step_input import StepInput
-from outrider.core.types import FINAL, NOTHING, Batch, Budget, Commit, Draft, DraftTree, Needs, Row
+from outrider.core.types import EMPTY_TREE, FINAL, Batch, Budget, Commit, Draft, DraftTree, Needs, Row
 from outrider.draft.hydra.layouts import check_kind, named, prefixed, recognised
 from outrider.draft.hydra.network import Network
 from outrider.draft.hydra.parts import Prefix, steps
@@ -85,7 +85,7 @@ class Hydra(HeadDrafter):
         self.last: dict[
             Row, tuple[int, Tensor]
         ] = {}  # how many tokens the target had computed, and P [1, hidden] of the last of them
-        self.piles: dict[
+        self.pending_by_row: dict[
             Row, PendingStates
         ] = {}  # states that the prefix layer has not read; it has K/V of all positions before them
 
@@ -153,7 +153,7 @@ class Hydra(HeadDrafter):
         wanted = [r for r, budget in enumerate(budgets) if self.may_guess(batch, r, budget)]
         if self.prefix is not None:
             for row, start in zip(batch.rows, batch.starts):
-                self.piles.setdefault(row, PendingStates(start))
+                self.pending_by_row.setdefault(row, PendingStates(start))
             self._read(self.prefix, [batch.rows[r] for r in wanted])
         ready = [
             r for r in wanted if batch.rows[r] in self.last and self.last[batch.rows[r]][0] == batch.starts[r]
@@ -165,7 +165,7 @@ class Hydra(HeadDrafter):
                 torch.cat([before, self._embedded([batch.rows[r].tokens[-1] for r in ready])], dim=-1),
                 list(grown.values()),
             )
-        self.trees = [grown[r].draft_tree if r in grown else NOTHING for r in range(len(batch))]
+        self.trees = [grown[r].draft_tree if r in grown else EMPTY_TREE for r in range(len(batch))]
         return Draft(self.trees)
 
     def _growing(self, row: Row, base: int, budget: Budget) -> Growing:
@@ -196,20 +196,20 @@ class Hydra(HeadDrafter):
 
     def _read(self, prefix: Prefix, rows: Sequence[Row]) -> None:
         """The states that piled up for these rows, through the prefix layer."""
-        plan, states, ends = StepInput(), list[Tensor](), list[int]()
-        rows = [row for row in rows if self.piles[row].count]
+        step_input, states, ends = StepInput(), list[Tensor](), list[int]()
+        rows = [row for row in rows if self.pending_by_row[row].count]
         for row in rows:
-            pending_states = self.piles[row]
+            pending_states = self.pending_by_row[row]
             assert row.table is not None
-            plan.chain(row.table.slots, pending_states.first, [0] * pending_states.count)
+            step_input.chain(row.table.slots, pending_states.first, [0] * pending_states.count)
             states += pending_states.states
-            ends.append(plan.length - 1)
+            ends.append(step_input.length - 1)
         if rows:
-            said = prefix(torch.cat(states).to(self.kernels.activations), plan.build(), self.pool, ends)
+            said = prefix(torch.cat(states).to(self.kernels.activations), step_input.build(), self.pool, ends)
             for i, row in enumerate(rows):
-                self.piles[row].read = len(self.piles[row].states)
-                self.piles[row].drop()
-                self.last[row] = self.piles[row].first, said[i : i + 1]
+                self.pending_by_row[row].read = len(self.pending_by_row[row].states)
+                self.pending_by_row[row].drop()
+                self.last[row] = self.pending_by_row[row].first, said[i : i + 1]
 
     def observe(self, commit: Commit) -> None:
         batch = commit.batch
@@ -225,19 +225,23 @@ class Hydra(HeadDrafter):
                     )
             return
         for r, row in enumerate(batch.rows):
-            pending_states = self.piles[row]
+            pending_states = self.pending_by_row[row]
             if (
                 pending_states.end == batch.starts[r]
             ):  # after a step that was interrupted there is a gap, and no more guesses
                 pending_states.add(commit.states.of(r, (self.state,)))
         full = [
-            row for r, row in enumerate(batch.rows) if batch.known[r] > 1 or self.piles[row].count >= PILE
+            row
+            for r, row in enumerate(batch.rows)
+            if batch.known[r] > 1 or self.pending_by_row[row].count >= PILE
         ]
         self._read(self.prefix, [row for row in full if row.error is None])
 
     def forget(self, row: Row, reason: str) -> None:
         self.last.pop(row, None)
-        self.piles.pop(row, None)
+        self.pending_by_row.pop(row, None)
 
     def filled(self, row: Row) -> int:
-        return min(row.computed, self.piles[row].first) if row in self.piles else row.computed
+        return (
+            min(row.computed, self.pending_by_row[row].first) if row in self.pending_by_row else row.computed
+        )

@@ -133,8 +133,8 @@ class Network(nn.Module):
         head 0 reads      P_t        e(x_t+1)                       says x_t+2, taught by logits[t+1]
         head 1 reads      P_t        e(x_t+1)   e(x_t+2)            says x_t+3, taught by logits[t+2]
         """
-        laws = sample.logits.softmax(-1)
+        distributions = sample.logits.softmax(-1)
         said = self(sample.states[FINAL], outer.embedding[sample.tokens], outer.lm_head)
         return torch.stack(
-            [F.cross_entropy(logits, laws[i + 1 :]) for i, logits in enumerate(said) if len(logits)]
+            [F.cross_entropy(logits, distributions[i + 1 :]) for i, logits in enumerate(said) if len(logits)]
         ).sum()

@@ -45,9 +45,11 @@ class Prefix:
     def pool(self, slots: int) -> Pool:
         return self.sizes.pool(1, slots, self.model)
 
-    def __call__(self, states: Tensor, plan: StepInput, pool: Pool, wanted: list[int]) -> Tensor:
+    def __call__(self, states: Tensor, step_input: StepInput, pool: Pool, wanted: list[int]) -> Tensor:
         """P [len(wanted), hidden] of these rows of the plan; states [n, hidden] of all, which it changes.  K/V goes to the pool."""
-        return self.kernels.rms_norm(self.block(states, plan, pool)[wanted], self.norm_out, self.sizes.eps)
+        return self.kernels.rms_norm(
+            self.block(states, step_input, pool)[wanted], self.norm_out, self.sizes.eps
+        )
 
 
 class Step:

@@ -27,7 +27,7 @@ from outrider.cache.pool import Pool
 from outrider.core.noise import stream_of
 from outrider.core.step_input import StepInput
 from outrider.core.stop_rule import StopRule
-from outrider.core.types import NOTHING, ROOT, Batch, Budget, Commit, Draft, DraftTree, Resume, Row
+from outrider.core.types import EMPTY_TREE, ROOT, Batch, Budget, Commit, Draft, DraftTree, Resume, Row
 from outrider.draft.layerskip.comb import Comb
 from outrider.draft.layerskip.confidence import AUTO, SIBLINGS, Exit, siblings_at
 from outrider.draft.layerskip.search import Search
@@ -181,7 +181,7 @@ class LayerSkip(Drafter):
         return depth * siblings
 
     def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
-        trees = [NOTHING] * len(batch)
+        trees = [EMPTY_TREE] * len(batch)
         wanted = [(r, budget) for r, budget in enumerate(budgets) if budget.nodes and batch.known[r] == 1]
         if not wanted:
             return Draft(trees)
@@ -209,19 +209,25 @@ class LayerSkip(Drafter):
     def _exit(self, row: Row) -> Exit:
         begin = self.options.exit_threshold
         if row not in self.exits:
-            threshold = AUTO[row.law.temperature == 0] if begin == "auto" else begin or 0.0
+            threshold = AUTO[row.distribution.temperature == 0] if begin == "auto" else begin or 0.0
             self.exits[row] = Exit(threshold, begin is not None and self.options.adapt_threshold)
         return self.exits[row]
 
     def _chains(self, batch: Batch, wanted: list[tuple[int, Budget]]) -> list[Passed] | None:
         """All levels of all rows in one call; None, and nothing done, where the kernels cannot."""
-        plan, chains = StepInput(), []
+        step_input, chains = StepInput(), []
         for i, (r, budget) in enumerate(wanted):
             row = batch.rows[r]
             assert row.table is not None
-            plan.chain(row.table.slots, batch.end(r) - 1, row.tokens[-1:])
+            step_input.chain(row.table.slots, batch.end(r) - 1, row.tokens[-1:])
             chains.append(
-                Chain(i, budget.depth, row.law, stream_of(row.seed, row.index), self._exit(row).threshold)
+                Chain(
+                    i,
+                    budget.depth,
+                    row.distribution,
+                    stream_of(row.seed, row.index),
+                    self._exit(row).threshold,
+                )
             )
         states = torch.empty(0, 0, 0)
         if self.options.early_exit:
@@ -229,7 +235,7 @@ class LayerSkip(Drafter):
         asked = states if len(states) else None
         stop_rule = StopRule() if any(chain.floor for chain in chains) else None
         found = self.decoder.chain(
-            plan.build(), self.pool, chains, self.target.vocabulary, stop_rule, self.blocks, asked
+            step_input.build(), self.pool, chains, self.target.vocabulary, stop_rule, self.blocks, asked
         )
         if found is None:
             return None
@@ -247,10 +253,10 @@ class LayerSkip(Drafter):
             for r, budget in wanted
         ]
         while growing := [comb for comb in combs if comb.growing]:
-            plan = StepInput()
+            step_input = StepInput()
             for comb in growing:
-                comb.plan(plan)
-            x = self.decoder.forward(plan.build(), self.pool, self.blocks)
+                comb.add_to(step_input)
+            x = self.decoder.forward(step_input.build(), self.pool, self.blocks)
             logits = self.decoder.logits(x, list(range(len(growing))))
             for i, comb in enumerate(growing):
                 comb.states.append(x[i])
@@ -262,18 +268,20 @@ class LayerSkip(Drafter):
 
     def _level(self, comb: Comb, logits: Tensor, at: int) -> None:
         row, path, given = comb.row, comb.path, self.options.siblings
-        greedy = row.law.temperature == 0
+        greedy = row.distribution.temperature == 0
         if self.draws(row):
             try:
-                law = self.sampler.law(row, path, logits, at)
+                distribution = self.sampler.distribution(row, path, logits, at)
             except OutriderError:  # the target's own law will say why
                 comb.growing = False
                 return
-            count = min(comb.room, siblings_at(float(law.max()), greedy) if given == "confidence" else given)
+            count = min(
+                comb.room, siblings_at(float(distribution.max()), greedy) if given == "confidence" else given
+            )
             first = self.stream_id + len(comb.tokens)
-            tokens = random_streams.children(row, law, range(first, first + count))
-            shares = law[tokens].tolist()
-            comb.add(tokens, shares, shares[0] if tokens else 0.0, law)
+            tokens = random_streams.children(row, distribution, range(first, first + count))
+            shares = distribution[tokens].tolist()
+            comb.add(tokens, shares, shares[0] if tokens else 0.0, distribution)
             return
         tokens, shares = self.sampler.top(
             row, path, logits, max(SIBLINGS[greedy]) if given == "confidence" else given, True, at
@@ -306,12 +314,12 @@ class LayerSkip(Drafter):
         window: int = self.options.context_window
         scratch, begin = list(slots[end : end + nodes]), end - 1 - window
         for first in range(begin, end - 1, nodes):
-            tokens, plan = row.tokens[first : min(first + nodes, end - 1)], StepInput()
+            tokens, step_input = row.tokens[first : min(first + nodes, end - 1)], StepInput()
             for i, token in enumerate(tokens):
-                plan.node(slots, first, scratch[: i + 1], token)
+                step_input.node(slots, first, scratch[: i + 1], token)
             if row.adapter is not None:
-                plan.adapt(0, row.adapter)
-            x = self.decoder.forward(plan.build(), self.pool, blocks)
+                step_input.adapt(0, row.adapter)
+            x = self.decoder.forward(step_input.build(), self.pool, blocks)
             best = self.sampler.best(self.decoder.logits(x, list(range(len(tokens)))), 1)
             right += sum(ids[:1] == [said] for ids, said in zip(best, row.tokens[first + 1 :]))
         return right / window

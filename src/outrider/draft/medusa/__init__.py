@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from outrider.checkpoints.heads import Head
-from outrider.core.types import NOTHING, ROOT, Batch, Budget, Commit, Draft, DraftTree, Row
+from outrider.core.types import EMPTY_TREE, ROOT, Batch, Budget, Commit, Draft, DraftTree, Row
 from outrider.draft.medusa.layouts import LAYOUTS, layout_of, opened
 from outrider.draft.medusa.network import Network
 from outrider.draft.medusa.packed import Packed
@@ -116,7 +116,7 @@ class Medusa(StateDrafter):
         return min(self.nodes, possible)
 
     def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
-        trees, ready = [NOTHING] * len(batch), self.ready(batch, budgets)
+        trees, ready = [EMPTY_TREE] * len(batch), self.ready(batch, budgets)
         best = {
             budget: self.memory.best(budget.nodes, budget.depth, self.paths)
             for budget in {budgets[r] for r in ready}
@@ -137,8 +137,8 @@ class Medusa(StateDrafter):
             return self._filled(
                 order, {path: token for path in order if (token := _at(ranked, path)) >= 0}, []
             )
-        laws = self._laws(row, logits)
-        return self._filled(order, self._drawn(row, order, laws), laws)
+        distributions = self._distributions(row, logits)
+        return self._filled(order, self._drawn(row, order, distributions), distributions)
 
     def _ranked(self, row: Row, logits: Tensor, k: int) -> list[list[int]]:
         """The k best tokens of each head, -1 where there are fewer.  Processors look at the best of the levels before."""
@@ -155,29 +155,31 @@ class Medusa(StateDrafter):
             path = [*path, found[-1][0]]
         return found
 
-    def _laws(self, row: Row, logits: Tensor) -> list[Tensor]:
+    def _distributions(self, row: Row, logits: Tensor) -> list[Tensor]:
         """q of each head, behind all nodes of its level: processors look at the likeliest tokens, whatever is drawn."""
-        path, laws = list[int](), list[Tensor]()
+        path, distributions = list[int](), list[Tensor]()
         for said in logits:
-            law = self.choose.law(row, path, said)
-            if law is None:
+            distribution = self.choose.distribution(row, path, said)
+            if distribution is None:
                 break
-            laws.append(law)
-            path = [*path, int(law.argmax())]
-        return laws
+            distributions.append(distribution)
+            path = [*path, int(distribution.argmax())]
+        return distributions
 
-    def _drawn(self, row: Row, order: Sequence[Path], laws: Sequence[Tensor]) -> dict[Path, int]:
+    def _drawn(self, row: Row, order: Sequence[Path], distributions: Sequence[Tensor]) -> dict[Path, int]:
         """A token for each path; how many children a node gets was decided before any was drawn."""
         tokens, number = dict[Path, int](), self.stream_id
-        for parent, count in Counter(path[:-1] for path in order if len(path) <= len(laws)).items():
+        for parent, count in Counter(path[:-1] for path in order if len(path) <= len(distributions)).items():
             for rank, token in enumerate(
-                random_streams.children(row, laws[len(parent)], range(number, number + count))
+                random_streams.children(row, distributions[len(parent)], range(number, number + count))
             ):
                 tokens[(*parent, rank)] = token
             number += count
         return tokens
 
-    def _filled(self, order: Sequence[Path], tokens: Mapping[Path, int], laws: Sequence[Tensor]) -> DraftTree:
+    def _filled(
+        self, order: Sequence[Path], tokens: Mapping[Path, int], distributions: Sequence[Tensor]
+    ) -> DraftTree:
         place: dict[Path, int] = {(): ROOT}
         tree, levels = DraftTree([], [], []), list[int]()
         for path in order:
@@ -187,7 +189,7 @@ class Medusa(StateDrafter):
                 tree.parents.append(place[path[:-1]])
                 tree.confidence.append(self.memory.worth[len(path) - 1][path[-1]])
                 levels.append(len(path) - 1)
-        return tree._replace(laws=laws, probs_of=levels) if laws else tree
+        return tree._replace(distributions=distributions, probs_of=levels) if distributions else tree
 
     def observe(self, commit: Commit) -> None:
         super().observe(commit)

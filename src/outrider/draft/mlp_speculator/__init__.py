@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import torch
 
 from outrider.checkpoints.heads import Head
-from outrider.core.types import NOTHING, ROOT, Batch, Budget, Draft, DraftTree, Row
+from outrider.core.types import EMPTY_TREE, ROOT, Batch, Budget, Draft, DraftTree, Row
 from outrider.draft.mlp_speculator import layouts, steps
 from outrider.draft.mlp_speculator.tree import Tree, likely, product
 from outrider.drafting.base import Drafter, Target, refuse_idle
@@ -132,13 +132,13 @@ class MlpSpeculator(StateDrafter):
         )
 
     def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
-        found: list[DraftTree] = [NOTHING] * len(batch)
+        found: list[DraftTree] = [EMPTY_TREE] * len(batch)
         rows = self.ready(batch, budgets)
         if rows:
             trees = [self._tree(batch.rows[r], budgets[r]) for r in rows]
             self._grow(trees, self.speculator.begin(self.states(batch, rows)))
             for r, tree in zip(rows, trees):
-                whole = batch.rows[r].law.temperature == 0
+                whole = batch.rows[r].distribution.temperature == 0
                 found[r] = (
                     tree.cut(self.candidates, min(self.nodes, budgets[r].nodes)) if whole else tree.draft_tree
                 )
@@ -146,7 +146,7 @@ class MlpSpeculator(StateDrafter):
 
     def _tree(self, row: Row, budget: Budget) -> Tree:
         top_k = self.top_k[: budget.depth]
-        if row.law.temperature == 0:
+        if row.distribution.temperature == 0:
             return Tree(row, product(top_k))
         drawn = self.draws(row)
         return Tree(

@@ -169,8 +169,8 @@ class Lstm(Speculator):
         return *super().begin(states), states.new_zeros(len(states), self.width)
 
     def __call__(self, step: int, state: State, ids: Sequence[int]) -> tuple[State, Tensor]:
-        run, (s, cell), plan = self.kernels, state, StepInput.bare(ids)
-        z = torch.cat([run.embed(table, plan) for table in self.tables], dim=-1)
+        run, (s, cell), step_input = self.kernels, state, StepInput.bare(ids)
+        z = torch.cat([run.embed(table, step_input) for table in self.tables], dim=-1)
         z = z if len(self.tables) == len(GATES) else z.repeat(1, len(GATES))
         gates = run.linear(s, self.projs[min(step, 1)]) + self.share * z
         forget, enter, leave = by_rows(torch.sigmoid, gates[:, : 3 * self.width].contiguous()).chunk(

@@ -76,7 +76,7 @@ class Tree:
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     confidence: list[float] = field(default_factory=list)
-    laws: list[Tensor] = field(default_factory=list)
+    distributions: list[Tensor] = field(default_factory=list)
     probs_of: list[int] = field(default_factory=list)
     paths: dict[int, list[int]] = field(
         default_factory=lambda: {ROOT: []}
@@ -87,7 +87,11 @@ class Tree:
     @property
     def draft_tree(self) -> DraftTree:
         draft_tree = DraftTree(self.tokens, self.parents, self.confidence)
-        return draft_tree._replace(laws=self.laws, probs_of=self.probs_of) if self.drawn else draft_tree
+        return (
+            draft_tree._replace(distributions=self.distributions, probs_of=self.probs_of)
+            if self.drawn
+            else draft_tree
+        )
 
     def cut(self, candidates: int, nodes: int) -> DraftTree:
         """Only the best of it."""
@@ -106,7 +110,7 @@ class Tree:
         wanted = [self.shape[self.place[node]] for node in level]
         if self.drawn:
             for node, places, behind in zip(level, wanted, logits):
-                self._draw(node, places, choose.law(self.row, self.paths[node], behind))
+                self._draw(node, places, choose.distribution(self.row, self.paths[node], behind))
             return
         tokens, shares = choose.best(
             self.row, [self.paths[node] for node in level], logits, max(map(len, wanted))
@@ -116,21 +120,21 @@ class Tree:
                 if token >= 0:
                     self._add(node, place, token, probability, -1)
 
-    def _draw(self, node: int, places: Sequence[int], law: Tensor | None) -> None:
-        if law is None:
+    def _draw(self, node: int, places: Sequence[int], distribution: Tensor | None) -> None:
+        if distribution is None:
             return
-        self.laws.append(law)
+        self.distributions.append(distribution)
         first = self.stream_id + len(self.tokens)
         for rank, token in enumerate(
-            random_streams.children(self.row, law, range(first, first + len(places)))
+            random_streams.children(self.row, distribution, range(first, first + len(places)))
         ):
-            self._add(node, places[rank], token, DRAWN[rank], len(self.laws) - 1)
+            self._add(node, places[rank], token, DRAWN[rank], len(self.distributions) - 1)
 
-    def _add(self, parent: int, place: int, token: int, probability: float, law: int) -> None:
+    def _add(self, parent: int, place: int, token: int, probability: float, distribution: int) -> None:
         node = len(self.tokens)
         self.tokens.append(token)
         self.parents.append(parent)
         self.confidence.append(probability)
-        self.probs_of.append(law)
+        self.probs_of.append(distribution)
         self.paths[node], self.place[node] = [*self.paths[parent], token], place
         self.joint.append((1.0 if parent == ROOT else self.joint[parent]) * probability)

@@ -112,20 +112,20 @@ class Mtp(Recurrent):
         self.roots, self.order, self.where = [], {tree: i for i, tree in enumerate(grown)}, {}
         g, counts = self.net.enter(self._states(turns)), [turn.pending_states.count for turn in turns]
         for layer in range(len(self.net.layers)):
-            plan, ends = StepInput(), list[int]()
+            step_input, ends = StepInput(), list[int]()
             for turn, count in zip(turns, counts):
                 if count:
                     at = turn.pending_states.first + layer + 1
-                    plan.chain(
+                    step_input.chain(
                         turn.slots[layer + 1 :], turn.pending_states.first, turn.row.tokens[at : at + count]
                     )
-                ends.append(plan.length)
-            if not plan.length:
+                ends.append(step_input.length)
+            if not step_input.length:
                 break
-            o = self.net.forward(plan.build(), self.pool, g, layer)
+            o = self.net.forward(step_input.build(), self.pool, g, layer)
             self.roots.append(o[[end - 1 for end, turn in zip(ends, turns) if turn.tree is not None]])
             below = {end - 1 for end, count in zip(ends, counts) if count}
-            g = self.net.again(o, layer)[[i for i in range(plan.length) if i not in below]]
+            g = self.net.again(o, layer)[[i for i in range(step_input.length) if i not in below]]
             counts = [max(0, count - 1) for count in counts]
         return self.roots[0]
 
@@ -136,16 +136,16 @@ class Mtp(Recurrent):
         last = len(self.net.layers) - 1
         if level <= last:
             return self._inner(level, trees)
-        plan = StepInput()
+        step_input = StepInput()
         for tree in trees:
             table = tree.table[last:]
             for said, slots in tree.tips:
-                plan.node(table, tree.base - last, slots, said[-1])
-        return self.net.forward(plan.build(), self.pool, self.net.again(o, last), last)
+                step_input.node(table, tree.base - last, slots, said[-1])
+        return self.net.forward(step_input.build(), self.pool, self.net.again(o, last), last)
 
     def _inner(self, layer: int, trees: Sequence[Growing]) -> Tensor:
         """[n, hidden] of the nodes that the trees go on with, once all nodes above them went through `layer`, too."""
-        plan, above, tips = StepInput(), list[int](), list[int]()
+        step_input, above, tips = StepInput(), list[int](), list[int]()
         before, roots = self.where, self.roots[layer - 1]
         self.where = {}
         for tree in trees:
@@ -155,12 +155,14 @@ class Mtp(Recurrent):
                     path = tuple(slots[:end])
                     if path in here:
                         continue
-                    here[path] = plan.length
+                    here[path] = step_input.length
                     above.append(len(roots) + before[tree][path[:-1]] if end > 1 else self.order[tree])
-                    plan.node(table, tree.base - layer, path, said[end - 1])
+                    step_input.node(table, tree.base - layer, path, said[end - 1])
                 tips.append(here[tuple(slots)])
         g = torch.cat([roots, self.inner]) if before else roots
-        self.inner = self.net.forward(plan.build(), self.pool, self.net.again(g[above], layer - 1), layer)
+        self.inner = self.net.forward(
+            step_input.build(), self.pool, self.net.again(g[above], layer - 1), layer
+        )
         return self.inner[tips]
 
 

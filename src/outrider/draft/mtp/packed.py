@@ -32,8 +32,8 @@ class Layer:
         self.block = Block(reader, at, sizes, hidden, turn, norm_in=norm_in)
         self.norm = reader.vector(f"{at}.norm.weight", hidden) if last is None else last
 
-    def __call__(self, g: Tensor, plan: StepInput, pool: Pool, at: int) -> Tensor:
-        return self.block(self.kernels.linear(self.pairs(plan, g), self.eh_proj), plan, pool, at)
+    def __call__(self, g: Tensor, step_input: StepInput, pool: Pool, at: int) -> Tensor:
+        return self.block(self.kernels.linear(self.pairs(step_input, g), self.eh_proj), step_input, pool, at)
 
     def normed(self, o: Tensor) -> Tensor:
         return self.kernels.rms_norm(o, self.norm, self.eps)
@@ -73,8 +73,8 @@ class Packed:
     def enter(self, states: Tensor) -> Tensor:
         return states
 
-    def forward(self, plan: StepInput, pool: Pool, g: Tensor, layer: int = 0) -> Tensor:
-        return self.layers[layer](g, plan, pool, layer)
+    def forward(self, step_input: StepInput, pool: Pool, g: Tensor, layer: int = 0) -> Tensor:
+        return self.layers[layer](g, step_input, pool, layer)
 
     def again(self, o: Tensor, layer: int = 0) -> Tensor:
         return o if self.prenorm else self.layers[layer].normed(o)

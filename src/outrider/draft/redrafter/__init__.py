@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.checkpoints.heads import Head
-from outrider.core.types import NOTHING, Batch, Budget, Draft
+from outrider.core.types import EMPTY_TREE, Batch, Budget, Draft
 from outrider.draft.redrafter.beams import Beams
 from outrider.draft.redrafter.layouts import blocks, named, recognised
 from outrider.draft.redrafter.network import Network
@@ -112,7 +112,7 @@ class ReDrafter(StateDrafter):
         return min(self.nodes, depth * width)
 
     def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
-        trees, rows = [NOTHING] * len(batch), self.ready(batch, budgets)
+        trees, rows = [EMPTY_TREE] * len(batch), self.ready(batch, budgets)
         if rows:
             grown = [self._beams(batch, r, budgets[r]) for r in rows]
             self._levels(self.states(batch, rows), grown)

@@ -41,10 +41,17 @@ class Beams:
         """The next level, from float32 [rows of the last forward, V]; `sources` is empty where it was the last."""
         tree, above = self.tree, list(self.tree.frontier)
         if self.drawn:
-            laws = {
-                node: choose.law(self.row, tree.path_tokens(node), logits[i]) for i, node in enumerate(above)
+            distributions = {
+                node: choose.distribution(self.row, tree.path_tokens(node), logits[i])
+                for i, node in enumerate(above)
             }
-            tree.draw({node: law for node, law in laws.items() if law is not None})
+            tree.draw(
+                {
+                    node: distribution
+                    for node, distribution in distributions.items()
+                    if distribution is not None
+                }
+            )
         else:
             self._search(
                 above, *choose.best(self.row, [tree.path_tokens(node) for node in above], logits, self.width)

@@ -34,7 +34,7 @@ class Tree:
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     confidence: list[float] = field(default_factory=list)
-    laws: list[Tensor] = field(default_factory=list)
+    distributions: list[Tensor] = field(default_factory=list)
     probs_of: list[int] = field(default_factory=list)
     paths: dict[int, list[int]] = field(
         default_factory=lambda: {ROOT: []}
@@ -46,8 +46,10 @@ class Tree:
     def draft_tree(self) -> DraftTree:
         draft_tree = DraftTree(self.tokens, self.parents, self.confidence)
         return (
-            draft_tree._replace(laws=self.laws, probs_of=self.probs_of, repeats=self.repeats)
-            if self.laws
+            draft_tree._replace(
+                distributions=self.distributions, probs_of=self.probs_of, repeats=self.repeats
+            )
+            if self.distributions
             else draft_tree
         )
 
@@ -66,28 +68,30 @@ class Tree:
         for parent, token, probability in best[: self._room()]:
             self._add(parent, token, probability, -1)
 
-    def draw(self, laws: dict[int, Tensor]) -> None:
+    def draw(self, distributions: dict[int, Tensor]) -> None:
         """Adds children that are drawn from the laws (float64 [V]) of their parents as the next level.
 
         How many a parent gets depends on how likely its own path is, and every one of them stays, whatever it is: a choice among them
         by what they are would not be a draw any more.
         """
         self.frontier = []
-        for parent, count in self._shares(list(laws)).items():
-            self.laws.append(laws[parent])
+        for parent, count in self._shares(list(distributions)).items():
+            self.distributions.append(distributions[parent])
             first = self.stream_id + len(self.tokens)
             for rank, token in enumerate(
-                random_streams.children(self.row, laws[parent], range(first, first + count), self.repeats)
+                random_streams.children(
+                    self.row, distributions[parent], range(first, first + count), self.repeats
+                )
             ):
-                self._add(parent, token, DRAWN[rank], len(self.laws) - 1)
+                self._add(parent, token, DRAWN[rank], len(self.distributions) - 1)
 
-    def plan(self, plan: StepInput) -> None:
+    def add_to(self, step_input: StepInput) -> None:
         """The frontier's rows of the next forward."""
         for node in self.frontier:
             if self.siblings == 1:  # a chain lies in its natural slots and needs no path
-                self.view.chain(plan, self.base + node, [self.tokens[node]])
+                self.view.chain(step_input, self.base + node, [self.tokens[node]])
             else:
-                self.view.node(plan, self.base, self.paths[node], self.tokens[node])
+                self.view.node(step_input, self.base, self.paths[node], self.tokens[node])
 
     def _room(self) -> int:
         return min(self.siblings, self.budget.nodes - len(self.tokens))
@@ -99,12 +103,12 @@ class Tree:
             shares[max(parents, key=lambda parent: self.joint[parent] * DRAWN[shares[parent]])] += 1
         return {parent: count for parent, count in shares.items() if count}
 
-    def _add(self, parent: int, token: int, probability: float, law: int) -> None:
+    def _add(self, parent: int, token: int, probability: float, distribution: int) -> None:
         node = len(self.tokens)
         self.tokens.append(token)
         self.parents.append(parent)
         self.confidence.append(probability)
-        self.probs_of.append(law)
+        self.probs_of.append(distribution)
         self.paths[node] = [*self.paths[parent], node]
         self.joint[node] = self.joint[parent] * probability
         self.frontier.append(node)

@@ -83,7 +83,7 @@ class Call:
     """One forward: which plan, over which pool.  Without a pool it listens: layers are noted, and nothing is stored."""
 
     kernels: Kernels
-    plan: StepInput
+    step_input: StepInput
     layers: list[Layer]
     turn: Tensor
     pool: Pool | None = None
@@ -109,7 +109,7 @@ def attend(
     layer, at = call.layers[call.at], call.at
     call.at += 1
     if layer.query_scales is not None:
-        q = q * layer.query_scales[call.plan.positions.to(q.device), None]
+        q = q * layer.query_scales[call.step_input.positions.to(q.device), None]
     if repeats := layer.kv_heads // k.shape[1] - 1:  # a layer with fewer K/V heads than the pool holds
         k, v = (x.repeat_interleave(repeats + 1, dim=1) for x in (k, v))
     parts = [
@@ -117,9 +117,9 @@ def attend(
         for x in (q, k, v)
     ]
     rows = torch.cat(parts, dim=1).flatten(1)
-    wide = call.kernels.rope_store(rows, layer, call.turn, call.plan, call.pool, at)
+    wide = call.kernels.rope_store(rows, layer, call.turn, call.step_input, call.pool, at)
     out = call.kernels.attend(
-        wide, layer, call.plan, call.pool, at, layer.scale, layer.window, layer.modifier
+        wide, layer, call.step_input, call.pool, at, layer.scale, layer.window, layer.modifier
     )
     return out.view(1, len(rows), layer.heads, layer.head_dim)[..., : layer.out_dim], None
 
@@ -268,7 +268,7 @@ class Fallback:
 
     def forward(
         self,
-        plan: StepInput,
+        step_input: StepInput,
         pool: Pool,
         blocks: Any = None,
         x: Tensor | None = None,
@@ -276,10 +276,10 @@ class Fallback:
     ) -> Tensor:
         """[n, hidden] after the last norm; K/V of these rows is in the pool."""
         assert blocks is None and x is None, "nothing can be left out"
-        before = CALL.set(Call(self.kernels, plan, self.layers, self.turn, pool))
+        before = CALL.set(Call(self.kernels, step_input, self.layers, self.turn, pool))
         try:
             with tapping(self.modules, taps or {}):
-                return self._hidden(plan)
+                return self._hidden(step_input)
         finally:
             CALL.reset(before)
 
@@ -303,22 +303,27 @@ class Fallback:
         return out.float()
 
     def read(
-        self, plan: StepInput, pool: Pool, wanted: list[int], kept: dict[int, Tensor], trees: TreeQueries
+        self,
+        step_input: StepInput,
+        pool: Pool,
+        wanted: list[int],
+        kept: dict[int, Tensor],
+        trees: TreeQueries,
     ) -> Tensor:
-        return in_steps(self, plan, pool, wanted, kept, trees)
+        return in_steps(self, step_input, pool, wanted, kept, trees)
 
     def chain(self, *_: Any) -> None:
         """A drafter goes level by level."""
 
-    def _hidden(self, plan: StepInput) -> Tensor:
-        out: Tensor = self.body(use_cache=False, **self._inputs(plan))[0][0]
+    def _hidden(self, step_input: StepInput) -> Tensor:
+        out: Tensor = self.body(use_cache=False, **self._inputs(step_input))[0][0]
         return out
 
-    def _inputs(self, plan: StepInput) -> dict[str, Tensor]:
+    def _inputs(self, step_input: StepInput) -> dict[str, Tensor]:
         given = (
-            {"input_ids": plan.ids, "position_ids": plan.positions}
+            {"input_ids": step_input.ids, "position_ids": step_input.positions}
             if self.positioned
-            else {"input_ids": plan.ids}
+            else {"input_ids": step_input.ids}
         )
         return {name: tensor.to(self.device)[None] for name, tensor in given.items()}
 
@@ -326,11 +331,11 @@ class Fallback:
         """Runs a few tokens for what can be seen of the layers on the way; packs the weights and steadies the modules, too."""
         if implementation:
             self.head.config._attn_implementation = implementation
-        plan, layers = self._trial(0, 4), list[Layer]()
-        before = CALL.set(Call(self.kernels, plan, layers, self.turn))
+        step_input, layers = self._trial(0, 4), list[Layer]()
+        before = CALL.set(Call(self.kernels, step_input, layers, self.turn))
         try:
             logits = row_invariant.row_invariant(
-                self.head, lambda: self.head(use_cache=False, **self._inputs(plan)).logits
+                self.head, lambda: self.head(use_cache=False, **self._inputs(step_input)).logits
             )
         finally:
             CALL.reset(before)
@@ -363,9 +368,9 @@ class Fallback:
             )
 
     def _trial(self, start: int, end: int) -> StepInput:
-        plan, tokens = StepInput(), [(i * i * 7 + 3) % self.spec.vocabulary for i in range(end)]
-        plan.chain(array("i", range(TRIED)), start, tokens[start:])
-        return plan.build()
+        step_input, tokens = StepInput(), [(i * i * 7 + 3) % self.spec.vocabulary for i in range(end)]
+        step_input.chain(array("i", range(TRIED)), start, tokens[start:])
+        return step_input.build()
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:

@@ -3,7 +3,7 @@
  * in which rows are visited, never the order of the sums inside one.  Bit-exact speculation follows from that alone.
  *
  * Activations are float.  Weights and K/V are float, bfloat16 or integers, each by its `kind`; bfloat16 is widened in
- * registers, so it costs half the memory traffic and no accuracy in the sums; quantised.c has the integers.  Compiled on the
+ * registers, so it costs half the memory traffic and no accuracy in the sums; quantized.c has the integers.  Compiled on the
  * machine that runs it (see cpu.py). */
 #include "row.h"
 #include "stack.h"
@@ -19,7 +19,7 @@ INLINE bf narrow(float x) {                                   /* round to neares
 }
 
 /* ---- linear: y[n,O] (+)= x[n,K] w[O,K]^T + bias.  w is packed [O/64][K][64], or in pairs [O/64][K/2][64][2] for bfloat16;
- * integers are the business of quantised.c. */
+ * integers are the business of quantized.c. */
 INLINE void fetch(const void *p) {                            /* a page ahead: the hardware stops at its border (+15 %) */
     for (int c = 0; c < NV * VL * 4; c += 64) __builtin_prefetch((const char *)p + c + 4096);
 }

@@ -106,14 +106,14 @@ INLINE long bent(const Bend *b, long head, Keys k, long from, float *s, long n) 
     return n;
 }
 
-/* ---- quantised.c, called from kernels.c */
+/* ---- quantized.c, called from kernels.c */
 void linear_quantised(const Weight *w, const float *x, long n, long K, float *y, long O, int add);
 void embed_quantised(const Weight *w, const int64_t *ids, long n, long K, float *y);
 void store_head(const float *x, long D, long Dp, int8_t *to);
 void attend_heads(int size, Keys keys, long from, long n, const float *q, const int8_t *K, const int8_t *V, long Dp, float scale,
                   const Bend *bend, long first, float *s, long room, float *out, long D);
 
-/* ---- sample.c, called from tree.c and whole.c.  top: the highest logit of every block of a row, as `crown` leaves them. */
+/* ---- sample.c, called from tree.c and fused.c.  top: the highest logit of every block of a row, as `crown` leaves them. */
 typedef struct { float temperature; double min_p; long top_k; double top_p; } Law;
 void picks(const float *logits, long n, long V, float temperature, double min_p, long top_k, double top_p, const uint64_t *keys,
            const int32_t *map, long k, int32_t *out, float *prob);
@@ -124,7 +124,7 @@ typedef struct { long at, root, nodes, top_k; double min_p, top_p; uint64_t stre
 _Static_assert(sizeof(Ask) == 72, "picking.py packs them");
 void follow(const float *logits, long wide, long V, float *top, long high, const Ask *asks, long count, int32_t *trees);
 
-/* ---- stop.c, called from whole.c: when no guess is made behind a token.  chain.py mirrors the struct. */
+/* ---- stop.c, called from fused.c: when no guess is made behind a token.  chain.py mirrors the struct. */
 enum { TOP = 4, TRAITS = TOP + 2 };
 typedef struct { double least, most; const float *net; long hidden; } Halt;
 int should_stop(const Halt *h, const float *logits, long V, float temperature, int32_t token, long level, float *traits);
