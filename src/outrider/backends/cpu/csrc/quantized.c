@@ -61,8 +61,9 @@ INLINE int32_t to_bytes(const float *x, long n, float top, int8_t *to) {   /* 12
     vi sum = {0};
     for (long i = 0; i < n; i += VL) {
         const vi v = (vi)(*(const vf *)(x + i) * inverse + 12582912.0f) - 0x4b400000;     /* rounds to even by the magic constant */
-        sum += v;
-        *(vb *)(to + i) = __builtin_convertvector(v, vb);
+        const vb b = __builtin_convertvector(v, vb);
+        sum += __builtin_convertvector(b, vi);               /* not v: where x is no number, v is any number, and sums of it overflow */
+        *(vb *)(to + i) = b;
     }
     int32_t all = 0;
     for (int i = 0; i < VL; i++) all += sum[i];
