@@ -97,7 +97,7 @@ def test_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_c
 def test_two_processes_build_at_once(small: Recipe, cache: Path) -> None:
     program = (
-        "import os, pathlib, sys; from outrider.backends.base import build\n"
+        "import os, pathlib, sys; from outrider.backends.cpu import build\n"
         "made = build.Recipe((pathlib.Path(sys.argv[1]),), ('-shared', '-fPIC'), '0123456789abcdef')\n"
         "assert build.load(made, os.environ).answer() == 42\n"
     )

@@ -20,7 +20,7 @@ from outrider.backends.cpu import threads
 PROGRAM = """
 import os, pathlib, sys
 import torch
-from outrider.backends.base import kernels_for
+from outrider.backends.select import kernels_for
 from outrider.backends.cpu import threads
 threads.quota = lambda *_: float(sys.argv[1])
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 4))
