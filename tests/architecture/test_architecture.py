@@ -52,7 +52,7 @@ ROOMS = [
 
 # Where a method's name may stand outside its own file: what a speculative_config means that names none, and a mix that is shown.
 NAMED = {
-    ("sampling/params.py", "suffix"),  # a parameter of OpenAI's, which is refused
+    ("core/params.py", "suffix"),  # a parameter of OpenAI's, which is refused
     ("config.py", "off"),
     ("draft/__init__.py", "draft_model"),
     ("draft/first.py", "suffix"),
@@ -205,7 +205,7 @@ NEW_METHOD = '''
 """Guesses that the last token comes again."""
 from dataclasses import dataclass
 from outrider.drafting.base import Drafter
-from outrider.core.types import Draft, Guesses
+from outrider.core.types import Draft, DraftTree
 
 class Again(Drafter):
     @dataclass(frozen=True)
@@ -215,7 +215,7 @@ class Again(Drafter):
 
     def propose(self, batch, budgets):
         said = [[row.tokens[-1]] * budget.depth for row, budget in zip(batch.rows, budgets)]
-        return Draft([Guesses.chain(tokens, [self.options.strength] * len(tokens)) for tokens in said])
+        return Draft([DraftTree.chain(tokens, [self.options.strength] * len(tokens)) for tokens in said])
 '''
 
 

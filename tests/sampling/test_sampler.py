@@ -216,7 +216,9 @@ def test_greedy_takes_the_first_of_equals(kernels: str) -> None:
 
 @pytest.mark.parametrize("kernels", [pytest.param("c", marks=needs_c), "torch"])
 @pytest.mark.parametrize(
-    "distribution", [DistributionParams(0.0), DistributionParams(top_p=0.9), DistributionParams(top_k=3)], ids=str
+    "distribution",
+    [DistributionParams(0.0), DistributionParams(top_p=0.9), DistributionParams(top_k=3)],
+    ids=str,
 )
 def test_where_everything_is_forbidden_there_is_nothing_to_pick(
     kernels: str, distribution: DistributionParams
