@@ -227,6 +227,7 @@ class Weights:
     def __init__(
         self, folder: Path, stems: Sequence[str] = ("model.safetensors", "pytorch_model.bin")
     ) -> None:
+        self.folder = folder
         self.loaded: dict[Path, dict[str, Tensor]] = {}
         self.where: dict[str, Path] = dict(self._list(folder, stems))
         for name in filter(NUMBERED_TOO_HIGH.search, self.where):
@@ -317,7 +318,8 @@ class Weights:
         """The tensor of that name as it is.  Raises ModelError naming what is missing."""
         if name not in self.where:
             raise ModelError(
-                f"the checkpoint has no tensor {name!r}; it has {len(self.where)}, e.g. {next(iter(self.where))!r}."
+                f"{self.folder} has no tensor {name!r}, which its config.json asks for; it has {len(self.where)}, "
+                f"e.g. {next(iter(self.where))!r}."
             )
         path = self.where[name]
         with _reading(path, name):

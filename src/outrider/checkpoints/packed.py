@@ -232,7 +232,7 @@ class PackedWeights:
             for bits, group in sorted(self.scheme.sizes)
         )
         raise ModelError(
-            f"{name} of [{outputs}, {inputs}] is not quantised to {sizes}, as the config says: "
+            f"{name} of [{outputs}, {inputs}] is not quantized to {sizes}, as quantization_config (num_bits, group_size) says: "
             f"{self.layout.words} is {words.dtype} {tuple(words.shape)} and {self.layout.scales} {tuple(scales.shape)}, outputs first."
         )
 
