@@ -17,7 +17,7 @@ from outrider import ConfigError
 from outrider.backends.base import Kernels
 from outrider.backends.select import kernels_for
 from outrider.core.stop_rule import NUM_FEATURES, TOP, StopRule, measure, score, should_stop
-from outrider.core.types import Batch, Budget, Commit, Draft, DraftTree, Verdict
+from outrider.core.types import Batch, Budget, Commit, DraftTree, RowStep
 from outrider.draft.draft_model import DraftModel
 from outrider.drafting import disco, stop
 from outrider.drafting.disco import FEATURES, Classifier
@@ -34,11 +34,11 @@ def options(**given: Any) -> Any:
 
 def settle(rules: stop.Stop, row: Any, probabilities: list[float], accepted: int, levels: int) -> None:
     """A round of a chain with these probabilities, of which so many tokens were right."""
-    batch, count = Batch([row], [0], [1], [True]), len(probabilities)
+    count = len(probabilities)
     rules.begin(row, levels)
     rules.note(row, [[p, 0.0, *[p] * TOP] for p in probabilities])
     tree = DraftTree.chain(list(range(count)), [0.5] * count)
-    rules.observe(Commit(batch, [1], [[]], Draft([tree]), Verdict([list(range(accepted))], [[]])))
+    rules.observe(Commit(Batch([RowStep(row, 0, 1, tree=tree, accepted=list(range(accepted)))])))
 
 
 # ---- the traits of a guess
@@ -267,5 +267,5 @@ def test_what_is_refused(given: dict[str, Any], says: str) -> None:
 def test_without_options_there_is_no_rule() -> None:
     rules = stop.Stop(options())
     assert rules.stop_rule is None and not rules.active and not rules.learns
-    budgets = [Budget(4, 4)]
-    assert rules.limit([make_row([1])], budgets) is budgets
+    step = RowStep(make_row([1]), 0, 1, budget=Budget(4, 4))
+    assert rules.limit(step) is step.budget
