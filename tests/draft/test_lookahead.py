@@ -282,7 +282,7 @@ def test_a_window_that_does_not_fit_is_left_out() -> None:
     steps = Steps(drafter, [1, 2])
     steps.propose(Budget(2, 5))
     before = list(drafter.rows[steps.row].window.levels)
-    assert (steps.draft.trees[0].size, steps.draft.trees[0].probes) == (2, 3)
+    assert (steps.batch[0].tree.size, steps.batch[0].tree.probes) == (2, 3)
     assert (steps.propose(Budget(2, 4)).size, steps.propose(Budget(2, 4)).probes) == (2, 0)
     steps.observe()
     assert drafter.rows[steps.row].window.levels == before, "nothing was said after it"

@@ -227,7 +227,7 @@ def run(engine: Engine) -> None:
 def test_a_prompt_is_computed_in_chunks_within_the_budget() -> None:
     engine = Engine(random.Random(0), 20, 2, 7, 0)
     engine.scheduler.add(make_row("a", [1] * 30, 1))
-    chunks = [engine.step().known for _ in range(5)]
+    chunks = [[step.known for step in engine.step()] for _ in range(5)]
     assert chunks == [[7], [7], [7], [7], [2]]
     assert not engine.busy
 
@@ -353,7 +353,7 @@ def test_clip_at_eos_in_the_middle_of_an_accepted_path() -> None:
 
 def test_clip_at_a_stop_token_says_which() -> None:
     params = SamplingParams(max_tokens=10, stop_token_ids=[4])
-    row, _ = stepped(make_row("a", [9, 9], 10), [3, 4, 5], [0, 1], ending=frozenset({4, 7}), params=params)
+    row = stepped(make_row("a", [9, 9], 10), [3, 4, 5], [0, 1], ending=frozenset({4, 7}), params=params).row
     assert row.output == [3, 4] and row.stop_reason == 4
 
 
@@ -363,7 +363,7 @@ def test_clip_at_the_length() -> None:
 
 
 def test_the_last_allowed_token_may_be_the_end() -> None:
-    row, _ = stepped(make_row("a", [9, 9], 2), [3, 7], [0], ending=frozenset({7}))
+    row = stepped(make_row("a", [9, 9], 2), [3, 7], [0], ending=frozenset({7})).row
     assert row.finish_reason == "stop"
 
 
@@ -374,6 +374,6 @@ def test_prompts_beside_decoding_rows_take_no_more_than_their_chunk() -> None:
     )
     for length in (300, 5, 300):
         scheduler.add(make_row("a", list(range(length)), 5))
-    assert scheduler.next().known == [256], "nobody is decoding: the whole budget"
+    assert [step.known for step in scheduler.next()] == [256], "nobody is decoding: the whole budget"
     scheduler.running[0].computed = 299
-    assert scheduler.next().known == [1, 5, 15]
+    assert [step.known for step in scheduler.next()] == [1, 5, 15]
