@@ -196,7 +196,7 @@ def test_a_drafter_is_complete(name: str) -> None:
 def test_a_rule_is_complete(name: str) -> None:
     rule = verify.rule(name)
     assert rule.__module__ == f"outrider.verify.{name}"
-    assert list(inspect.signature(rule()).parameters) == ["draft", "distributions", "batch"]
+    assert list(inspect.signature(rule()).parameters) == ["batch", "picker"]
     assert rule.walk is not Rule.walk
     assert dataclasses.is_dataclass(rule.Options) and inspect.getdoc(importlib.import_module(rule.__module__))
 
@@ -213,8 +213,8 @@ class Again(Drafter):
         """strength: of the belief."""
         strength: float = 0.5
 
-    def propose(self, batch, budgets):
-        said = [[row.tokens[-1]] * budget.depth for row, budget in zip(batch.rows, budgets)]
+    def propose(self, batch):
+        said = [[step.row.tokens[-1]] * step.budget.depth for step in batch]
         return Draft([DraftTree.chain(tokens, [self.options.strength] * len(tokens)) for tokens in said])
 '''
 

@@ -239,7 +239,7 @@ def test_noise_of_the_wrong_position(
     """Greedy texts cannot tell; seeded ones can, and the place is shown."""
 
     def pick(self: ForwardOutput, row: int, node: int, path: Sequence[int]) -> int:
-        return self.sampler.pick(self.batch.rows[row], (), self.logits, self.at(row, node))
+        return self.sampler.pick(self.batch[row].row, (), self.logits, self.at(row, node))
 
     monkeypatch.setattr(ForwardOutput, "pick", pick)
     monkeypatch.setattr(ForwardOutput, "follow", lambda self, row: None)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from outrider import SamplingParams
 from outrider.cache.pages import Cache
 from outrider.control.prefill import FIRST_CHUNK, REFRESH_STEPS, ChunkCost, PrefillBudget, PrefillPacer
-from outrider.core.types import Batch, Budget, Row, Verdict
+from outrider.core.types import Batch, Budget, Row, RowStep
 from outrider.engine.scheduler import Scheduler
 
 
@@ -33,12 +33,13 @@ class Costs:
     def of(self, batch: Batch, rng: random.Random) -> float:
         """Seconds of the step."""
         seconds = chunks = decoding = 0.0
-        for start, known, emits in zip(batch.starts, batch.known, batch.emits):
-            if known == 1 and emits:
+        for step in batch:
+            if step.known == 1 and step.emits:
                 decoding += 1
             else:
                 chunks += 1
-                seconds += known * (self.token + self.growth * (start + known / 2) / 1000)
+                context = step.start + step.known / 2
+                seconds += step.known * (self.token + self.growth * context / 1000)
         seconds += self.fixed if chunks else 0.0
         seconds += self.decode * (self.overhead + (1 - self.overhead) * decoding / 8)
         noisy = seconds * rng.lognormvariate(0, self.noise) if self.noise else seconds
@@ -85,19 +86,22 @@ class Simulation:
 
     def step(self) -> Batch:
         batch = self.scheduler.next()
-        assert batch.rows and sum(batch.known) <= self.tokens
+        known = sum(step.known for step in batch)
+        assert 0 < known <= self.tokens
         self.scheduler.reserve(batch, [Budget()] * len(batch))
-        verdict = Verdict([[] for _ in batch.rows], [[1] if emits else [] for emits in batch.emits])
+        for step in batch:
+            step.emitted = [1] if step.emits else []
         seconds = self.costs.of(batch, self.rng) * self.speed
         self.clock += seconds
-        self.scheduler.clip(batch, verdict)
-        self.scheduler.commit(batch, verdict)
+        self.scheduler.clip(batch)
+        self.scheduler.commit(batch)
         self.pacer.learn(batch, seconds)
-        decoding = sum(k == 1 and e for k, e in zip(batch.known, batch.emits))
-        if decoding and sum(batch.known) > decoding:
+        decoding = sum(step.known == 1 and step.emits for step in batch)
+        if decoding and known > decoding:
             self.gaps.append(seconds)
-        for row, emitted in zip(batch.rows, verdict.tokens):
-            if emitted:
+        for step in batch:
+            row = step.row
+            if step.emitted:
                 self.first.setdefault(row.id, self.clock)
             if row.finish_reason is not None:
                 self.scheduler.retire(row)
@@ -243,11 +247,17 @@ def test_a_machine_that_slows_down_threefold_and_recovers(slowdown: float | None
     assert sorted(units)[int(0.97 * len(units))] <= (slowdown or 2.5) * 1.3
 
 
+def batch_of(*steps: tuple[int, int]) -> Batch:
+    """Rows by (start, known tokens)."""
+    row: Any = None
+    return Batch([RowStep(row, start, known, emits=known == 1) for start, known in steps])
+
+
 def test_one_slow_step_changes_little() -> None:
     pacer = PrefillPacer(512)
     decodes, chunk = (
-        Batch([], [100] * 3, [1] * 3, [True] * 3),
-        Batch([], [100] * 3 + [0], [1] * 3 + [16], [True] * 3 + [False]),
+        batch_of((100, 1), (100, 1), (100, 1)),
+        batch_of((100, 1), (100, 1), (100, 1), (0, 16)),
     )
     for _ in range(20):
         pacer.learn(decodes, 0.01)
@@ -282,8 +292,10 @@ def test_rows_of_different_contexts_share_a_chunk() -> None:
 
 def test_a_chunk_of_one_prompt_token_is_no_decode_step() -> None:
     pacer = PrefillPacer(512)
-    pacer.learn(Batch([], [100, 3], [1, 1], [True, True]), 0.01)
-    pacer.learn(Batch([], [100, 101, 40], [1, 1, 1], [True, True, False]), 0.05)
+    pacer.learn(batch_of((100, 1), (3, 1)), 0.01)
+    batch = batch_of((100, 1), (101, 1), (40, 1))
+    batch[2].emits = False
+    pacer.learn(batch, 0.05)
     assert list(pacer.decode_seconds[2]) == [0.01] and 3 not in pacer.decode_seconds
 
 
@@ -304,5 +316,5 @@ def test_chunks_of_one_size_make_a_line_through_the_origin() -> None:
 
 def test_a_chunk_stays_small_until_its_cost_is_known() -> None:
     pacer = PrefillPacer(512)
-    pacer.learn(Batch([], [100], [1], [True]), 0.01)
+    pacer.learn(batch_of((100, 1)), 0.01)
     assert pacer.chunk(1, 0) == FIRST_CHUNK

@@ -157,8 +157,7 @@ def overheard(drafter: DFlash) -> Iterator[list[Said]]:
     def listening(batch: Batch, rows: Sequence[int], levels: Sequence[int]) -> Tensor:
         logits = look(batch, rows, levels)
         found.extend(
-            Said(list(batch.rows[r].tokens), part.clone())
-            for r, part in zip(rows, logits.split(list(levels)))
+            Said(list(batch[r].row.tokens), part.clone()) for r, part in zip(rows, logits.split(list(levels)))
         )
         return logits
 
@@ -287,7 +286,9 @@ def test_a_shift_by_one_is_seen(toy: LLM, taught: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(
         DFlash,
         "look",
-        lambda self, batch, *rest: look(self, replace(batch, starts=[s - 1 for s in batch.starts]), *rest),
+        lambda self, batch, *rest: look(
+            self, Batch([replace(step, start=step.start - 1) for step in batch]), *rest
+        ),
     )
     assert acceptance(toy.engine.checkpoint.name, {"model": taught}) < right / 1.5
 
@@ -349,8 +350,8 @@ def test_a_markov_head_adds_what_the_token_before_says(prefix: str, toy: LLM, tm
     trees: list[tuple[list[int], list[int]]] = []
     propose = llm.engine.drafter.propose
 
-    def listening(batch: Batch, budgets: Any) -> Any:
-        draft = propose(batch, budgets)
+    def listening(batch: Batch) -> Any:
+        draft = propose(batch)
         trees.extend((list(row.tokens), tree.tokens) for row, tree in zip(batch.rows, draft.trees))
         return draft
 

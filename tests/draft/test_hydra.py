@@ -66,7 +66,10 @@ def test_samples_share_the_prompt(target: str, tmp_path: Path) -> None:
     llm = engine(target, save_head(tmp_path, CONFIG, tensors(), "hydra_lm_head.pt"))
     known: list[int] = []
     observe = llm.engine.drafter.observe
-    llm.engine.drafter.observe = lambda commit: (known.append(sum(commit.batch.known)), observe(commit))  # type: ignore[method-assign]
+    llm.engine.drafter.observe = lambda commit: (
+        known.append(sum(step.known for step in commit.batch)),
+        observe(commit),
+    )  # type: ignore[method-assign]
     llm.generate(prompts(1, 60), SamplingParams(temperature=0.5, seed=1, n=3, max_tokens=4, ignore_eos=True))
     assert known[0] == 60 and max(known[1:]) <= 3
 
@@ -78,9 +81,9 @@ def test_drawn_guesses_say_their_laws(toy: LLM, target: str, tmp_path: Path) -> 
     )
     heard, checked, propose = overhear(llm), 0, llm.engine.drafter.propose
 
-    def proposing(batch: Any, budgets: Any) -> Any:
+    def proposing(batch: Any) -> Any:
         nonlocal checked
-        draft = propose(batch, budgets)
+        draft = propose(batch)
         for row, tree in zip(batch.rows, draft.trees):
             said: list[list[int]] = []
             for i, (token, parent) in enumerate(zip(tree.tokens, tree.parents)):
@@ -126,7 +129,10 @@ def test_the_whole_published_tree_is_guessed(target: str, tmp_path: Path) -> Non
     llm = engine(target, save_head(tmp_path, CONFIG, tensors(), "hydra_lm_head.pt"), nodes=63)
     trees: list[DraftTree] = []
     observe = llm.engine.drafter.observe
-    llm.engine.drafter.observe = lambda commit: (trees.extend(commit.draft.trees), observe(commit))  # type: ignore[method-assign]
+    llm.engine.drafter.observe = lambda commit: (
+        trees.extend(step.tree for step in commit.batch),
+        observe(commit),
+    )  # type: ignore[method-assign]
     llm.generate(prompts(1), SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
     tree = trees[1]
     found, below = ranks_of(tree), list[tuple[int, ...]]()
@@ -193,11 +199,11 @@ def test_a_shift_is_caught(target: str, taught: str, monkeypatch: pytest.MonkeyP
     """The token before the one that was said from the state."""
     propose = Hydra.propose
 
-    def shifted(self: Hydra, batch: Any, budgets: Any) -> Any:
+    def shifted(self: Hydra, batch: Any) -> Any:
         for row in batch.rows:
             row.tokens[-2:] = reversed(row.tokens[-2:])
         try:
-            return propose(self, batch, budgets)
+            return propose(self, batch)
         finally:
             for row in batch.rows:
                 row.tokens[-2:] = reversed(row.tokens[-2:])

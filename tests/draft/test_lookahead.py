@@ -10,11 +10,11 @@ import pytest
 from helpers import settled, walk
 from hypothesis import given
 from hypothesis import strategies as st
-from rows import make, make_row, proper, walked
+from rows import drafted, make, make_row, proper, proposed, walked
 
 from outrider import LLM, ConfigError, SamplingParams
 from outrider.core.step_input import StepInput
-from outrider.core.types import ROOT, Batch, Budget, Commit, DraftTree, Verdict
+from outrider.core.types import ROOT, Budget, Commit, DraftTree
 from outrider.draft import lookahead
 from outrider.draft.lookahead import Lookahead, Pool, Window
 from outrider.engine.runner import add_row
@@ -43,33 +43,29 @@ class Steps:
 
     def propose(self, budget: Budget | None = None) -> DraftTree:
         depth = self.drafter.depth
-        self.batch, budget = (
-            Batch([self.row], [len(self.row.tokens) - 1], [1], [True]),
-            budget or Budget(depth, self.drafter.size(depth)),
-        )
-        self.draft = self.drafter.propose(self.batch, [budget])
-        tree = self.draft.trees[0]
+        budget = budget or Budget(depth, self.drafter.size(depth))
+        self.batch = drafted(self.drafter, self.row, budget)
+        tree = self.batch[0].tree
         proper(only_guesses(tree), budget)
         assert len(tree.tokens) <= budget.nodes
         return tree
 
     def observe(self, mute: int | None = None) -> int:
         """The target speaks after every node but `mute`.  Returns how many were accepted."""
-        tree, before = self.draft.trees[0], tuple(self.row.tokens)
-        best = [
+        tree, before = self.batch[0].tree, tuple(self.row.tokens)
+        step = self.batch[0]
+        step.topk = [
             [answer((*before, *path_of(tree, node)))] if node != mute else []
             for node in range(-1, len(tree.tokens))
         ]
         text = list(before)
         for _ in range(9):
             text.append(answer(tuple(text)))
-        path = walked(only_guesses(tree), text[len(before) :])
-        said = text[len(before) : len(before) + len(path) + 1]
-        self.row.tokens.extend(said)
-        self.drafter.observe(
-            Commit(self.batch, [len(before)], [said], self.draft, Verdict([path], [said]), [best])
-        )
-        return len(path)
+        step.accepted = walked(only_guesses(tree), text[len(before) :])
+        step.emitted = text[len(before) : len(before) + len(step.accepted) + 1]
+        self.row.tokens.extend(step.emitted)
+        self.drafter.observe(Commit(self.batch))
+        return len(step.accepted)
 
 
 # ---- the window
@@ -184,15 +180,16 @@ def test_the_target_says_after_a_probe_what_it_says_after_its_path(
 
     def checking(made: Commit) -> None:
         nonlocal checked
-        tree, row = made.draft.trees[0], made.batch.rows[0]
+        step = made.batch[0]
+        tree, row = step.tree, step.row
         for node in range(tree.size, len(tree.tokens)):
-            seen = [*row.tokens[: made.batch.end(0)], *path_of(tree, node)]
+            seen = [*row.tokens[: step.end], *path_of(tree, node)]
             expected = (
                 plain.generate({"prompt_token_ids": seen}, SamplingParams(temperature=0, max_tokens=1))[0]
                 .outputs[0]
                 .token_ids
             )
-            assert made.topk[0][1 + node] == expected
+            assert step.topk[1 + node] == expected
             checked += 1
         observe(made)
 
@@ -285,7 +282,7 @@ def test_a_window_that_does_not_fit_is_left_out() -> None:
     steps = Steps(drafter, [1, 2])
     steps.propose(Budget(2, 5))
     before = list(drafter.rows[steps.row].window.levels)
-    assert (steps.draft.trees[0].size, steps.draft.trees[0].probes) == (2, 3)
+    assert (steps.batch[0].tree.size, steps.batch[0].tree.probes) == (2, 3)
     assert (steps.propose(Budget(2, 4)).size, steps.propose(Budget(2, 4)).probes) == (2, 0)
     steps.observe()
     assert drafter.rows[steps.row].window.levels == before, "nothing was said after it"
@@ -319,7 +316,7 @@ def test_a_row_that_ends_leaves_nothing_but_the_pool() -> None:
     assert not drafter.rows
     steps.observe()
     assert not drafter.rows
-    assert drafter.propose(steps.batch, [Budget()]).trees[0].tokens == []
+    assert proposed(drafter, steps.row, Budget()).tokens == []
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

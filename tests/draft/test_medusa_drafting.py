@@ -18,7 +18,7 @@ from outrider import LLM, SamplingParams
 from outrider.checkpoints.heads import Head
 from outrider.config import SpeculativeOptions
 from outrider.core.noise import gumbel, key_of
-from outrider.core.types import EMPTY_TREE, FINAL, ROOT, Batch, Budget, Draft, DraftTree, Row
+from outrider.core.types import EMPTY_TREE, FINAL, ROOT, Batch, Draft, DraftTree, Row, RowStep
 from outrider.draft.medusa import Medusa
 from outrider.draft.medusa.layouts import exported
 from outrider.draft.medusa.network import Network
@@ -273,9 +273,7 @@ def test_a_row_has_no_guess_without_a_state(toy: LLM, tmp_path: Path) -> None:
     llm = toy.variant({"model": folder})
     asked: list[Row] = []
     ready = llm.engine.drafter.ready  # type: ignore[attr-defined]
-    llm.engine.drafter.ready = lambda batch, budgets: [
-        asked.append(batch.rows[r]) or r for r in ready(batch, budgets)
-    ]  # type: ignore
+    llm.engine.drafter.ready = lambda batch: [asked.append(batch.rows[r]) or r for r in ready(batch)]  # type: ignore
     prompts = [{"prompt_token_ids": [5, 6, 7]}, {"prompt_token_ids": [8, 9]}]
     params = [SamplingParams(temperature=0, max_tokens=9, speculate=i == 0) for i in range(2)]
     out = llm.generate(prompts, params)
@@ -297,24 +295,22 @@ def test_a_rank_is_credited_with_its_own_guess_in_a_union(toy: LLM, monkeypatch:
 
         depth = 2
 
-        def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
-            ends = [len(row.tokens) for row in batch.rows]
-            return Draft(
-                [
-                    DraftTree.chain(truth[end : end + 2], [1.0] * 2) if b.nodes > 1 else EMPTY_TREE
-                    for end, b in zip(ends, budgets)
-                ]
-            )
+        def propose(self, batch: Batch) -> Draft:
+            return Draft([self._tree(step) for step in batch])
+
+        def _tree(self, step: RowStep) -> DraftTree:
+            end = len(step.row.tokens)
+            return DraftTree.chain(truth[end : end + 2], [1.0] * 2) if step.budget.nodes > 1 else EMPTY_TREE
 
     target = toy.engine.target
     network = Network(HIDDEN, V, heads=1, blocks=1)
     medusa = Medusa(Medusa.Options(nodes=2), target, Head.of("one", network.config(), network.state_dict()))
     guess, end = medusa.propose, 0
 
-    def propose(batch: Batch, budgets: list[Budget]) -> Draft:
+    def propose(batch: Batch) -> Draft:
         nonlocal end
         end = len(batch.rows[0].tokens)
-        return guess(batch, budgets)
+        return guess(batch)
 
     def heads(*_: Any) -> Tensor:
         logits = torch.zeros(1, 1, V)

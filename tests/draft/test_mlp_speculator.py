@@ -22,7 +22,7 @@ from outrider.backends.torch.sampling import pick
 from outrider.checkpoints.heads import Head
 from outrider.core.noise import key_of
 from outrider.core.params import DistributionParams
-from outrider.core.types import ROOT, Batch, Budget, DraftTree, Row
+from outrider.core.types import ROOT, Batch, Budget, DraftTree, Row, RowStep
 from outrider.draft.mlp_speculator import MlpSpeculator
 
 INNER, STEPS = 96, 3
@@ -278,10 +278,8 @@ def told(
     """What it guesses for rows whose last states these are."""
     for row, f in zip(rows, states):
         drafter.last[row] = len(row.tokens) - 1, f[None]
-    n = len(rows)
-    trees = drafter.propose(
-        Batch(list(rows), [len(row.tokens) - 1 for row in rows], [1] * n, [True] * n), list(budgets)
-    ).trees
+    steps = [RowStep(row, len(row.tokens) - 1, 1, budget=budget) for row, budget in zip(rows, budgets)]
+    trees = drafter.propose(Batch(steps)).trees
     for tree, budget in zip(trees, budgets):
         proper(tree, budget)
     return list(trees)
@@ -391,11 +389,11 @@ def test_who_is_not_guessed_for(llm: LLM, tmp_path: Path) -> None:
     f = torch.randn(HIDDEN)
     for row, computed in zip(rows[1:], (1, 3, 3, 3)):
         drafter.last[row] = computed, f[None]
-    batch = Batch(rows, [3, 3, 2, 3, 3], [1, 1, 2, 1, 1], [True] * 5)
-    budgets = [Budget(3, 3)] * 3 + [Budget(), Budget(3, 3)]
-    assert [len(tree.tokens) for tree in drafter.propose(batch, budgets).trees] == [0, 0, 0, 0, 3]
+    batch = Batch([RowStep(row, 3, 1, budget=Budget(3, 3)) for row in rows])
+    batch[2].start, batch[2].known, batch[3].budget = 2, 2, Budget()
+    assert [len(tree.tokens) for tree in drafter.propose(batch).trees] == [0, 0, 0, 0, 3]
     drafter.forget(rows[4], "preempted")
-    assert not any(tree.tokens for tree in drafter.propose(batch, budgets).trees)
+    assert not any(tree.tokens for tree in drafter.propose(batch).trees)
 
 
 # ---- what is refused

@@ -16,7 +16,7 @@ from toys import HIDDEN, LAYERS, V, acceptance, samples, save_head, teach, toy_t
 
 from outrider import LLM, SamplingParams
 from outrider.core.step_input import StepInput
-from outrider.core.types import FINAL, ROOT, Batch, Budget, Draft, DraftTree
+from outrider.core.types import FINAL, ROOT, Batch, Draft, DraftTree
 from outrider.draft import detect
 from outrider.draft.mtp import Mtp
 from outrider.draft.mtp.layouts import exported
@@ -84,8 +84,8 @@ def listened(llm: LLM) -> list[tuple[list[int], DraftTree]]:
     drafter, heard = llm.engine.drafter, list[tuple[list[int], DraftTree]]()
     propose = drafter.propose
 
-    def listening(batch: Batch, budgets: list[Budget]) -> Draft:
-        draft = propose(batch, budgets)
+    def listening(batch: Batch) -> Draft:
+        draft = propose(batch)
         heard.extend((list(row.tokens), tree) for row, tree in zip(batch.rows, draft.trees) if tree.tokens)
         return draft
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rows import drafted, proposed
 
 from outrider import ConfigError, SamplingParams
-from outrider.core.types import Batch, Budget, Commit, Row, Verdict
+from outrider.core.types import Batch, Budget, Commit, Row, RowStep
 from outrider.draft.ngram import ForwardOutput, Ngram
 
 
@@ -20,7 +21,7 @@ def make_row(tokens: list[int]) -> Row:
 
 
 def guess(drafter: Ngram, row: Row, depth: int) -> list[int]:
-    tree = drafter.propose(Batch([row], [0], [1], [True]), [Budget(depth, depth)]).trees[0]
+    tree = drafter.propose(Batch([RowStep(row, 0, 1, budget=Budget(depth, depth))])).trees[0]
     assert tree.parents == list(range(-1, len(tree.tokens) - 1)), "a chain"
     assert all(0 < c < 1 for c in tree.confidence)
     return tree.tokens
@@ -118,12 +119,12 @@ def test_evidence_decides_how_much_is_risked() -> None:
     the longest n-gram counts and one token is guessed; with success full guesses come."""
     row = make_row([1, 2, 3, 4, 9, 9, 1, 2, 3, 4, 8, 1, 2, 3, 4])
     drafter = Ngram(Ngram.Options())
-    batch = Batch([row], [0], [1], [True])
 
     def guess(accepted: int) -> list[int]:
-        draft = drafter.propose(batch, [Budget(5, 5)])
-        drafter.observe(Commit(batch, [0], [[]], draft, Verdict([list(range(accepted))], [[]])))
-        return draft.trees[0].tokens
+        batch = drafted(drafter, row, Budget(5, 5))
+        batch[0].accepted = list(range(accepted))
+        drafter.observe(Commit(batch))
+        return batch[0].tree.tokens
 
     assert guess(0) == [8, 1, 2], "a match of four"
     assert guess(0) == [8], "after a failure"
@@ -135,6 +136,4 @@ def test_evidence_decides_how_much_is_risked() -> None:
         ([5, 3, 4, 9, 9, 5, 3, 4], 2),
     ):  # a match of two, of three
         short = make_row(text)
-        assert (
-            len(drafter.propose(Batch([short], [0], [1], [True]), [Budget(5, 5)]).trees[0].tokens) == guessed
-        )
+        assert len(proposed(drafter, short, Budget(5, 5)).tokens) == guessed

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rows import guess, make, make_row
 
 from outrider import LLM, ConfigError, SamplingParams
-from outrider.core.types import EMPTY_TREE, ROOT, Batch, Commit, Draft, DraftTree, Verdict
+from outrider.core.types import ROOT, Batch, Commit, DraftTree, RowStep
 from outrider.draft.recycle import PATHS, RANKS, Recycle
 
 
@@ -26,11 +26,9 @@ def commit(
     drafter: Recycle, tree: DraftTree, tokens: list[int], accepted: list[int], topk: list[list[int]]
 ) -> None:
     """A step of one row that decodes: it held `tokens`, and emits what it accepted and 999."""
-    batch, said = (
-        Batch([make_row(tokens)], [len(tokens) - 1], [1], [True]),
-        [*(tree.tokens[i] for i in accepted), 999],
-    )
-    drafter.observe(Commit(batch, [len(tokens)], [said], Draft([tree]), Verdict([accepted], [said]), [topk]))
+    step = RowStep(make_row(tokens), len(tokens) - 1, 1, tree=tree, accepted=accepted, topk=topk)
+    step.emitted = [*(tree.tokens[i] for i in accepted), 999]
+    drafter.observe(Commit(Batch([step])))
 
 
 def test_the_tree_is_the_published_one() -> None:
@@ -85,8 +83,7 @@ def test_what_the_target_saw_replaces_what_was_known() -> None:
     tree = DraftTree([7, 8], [-1, -1], [0.5, 0.5])
     commit(drafter, tree, [1, 2], [1], [list(range(10, 18)), list(range(20, 28)), list(range(30, 38))])
     assert [drafter.memory.after(token).tolist()[0] for token in (1, 2, 7, 8)] == [-1, 10, 20, 30]
-    chunk = Batch([make_row([2, 12, 2, 99, 5])], [0], [4], [False])
-    drafter.observe(Commit(chunk, [1], [[12, 2, 99]], Draft([EMPTY_TREE]), Verdict([[]], [[]]), [[]]))
+    drafter.observe(Commit(Batch([RowStep(make_row([2, 12, 2, 99, 5]), 0, 4, emits=False)])))
     assert drafter.memory.after(2).tolist() == [99, 12, 10, 11, 13, 14, 15, 16]
     assert drafter.memory.after(12).tolist() == [2] + [-1] * 7
     assert drafter.memory.after(99).tolist() == [-1] * 8
@@ -159,16 +156,12 @@ def test_the_engine_hands_over_the_best_ids_of_every_node(
 
     def checking(made: Commit) -> None:
         nonlocal checked
-        rows = [ids for row in made.topk for ids in row]
+        rows = [ids for step in made.batch for ids in step.topk]
         assert rows == seen[-1].topk(RANKS).indices.tolist()
-        for r, emits in enumerate(made.batch.emits):
-            assert len(made.topk[r]) == (1 + made.draft.sizes[r] if emits else 0)
-            path = (
-                [made.topk[r][0], *(made.topk[r][1 + node] for node in made.verdict.nodes[r])]
-                if emits
-                else []
-            )
-            assert [ids[0] for ids in path] == made.verdict.tokens[r], "greedy: the best id is what is said"
+        for step in made.batch:
+            assert len(step.topk) == (1 + len(step.tree.tokens) if step.emits else 0)
+            path = [step.topk[1 + node] for node in (ROOT, *step.accepted)] if step.emits else []
+            assert [ids[0] for ids in path] == step.emitted, "greedy: the best id is what is said"
         checked += len(rows)
         observe(made)
 
@@ -184,7 +177,7 @@ def test_a_drafter_that_asks_for_nothing_gets_nothing(tiny: Path, monkeypatch: p
     llm = LLM(str(tiny), speculative_config={"method": "ngram"})
     monkeypatch.setattr(type(llm.engine.sampler), "best", lambda *given: pytest.fail("nobody asked"))
     monkeypatch.setattr(
-        llm.engine.drafter, "observe", lambda made: made.topk == [] or pytest.fail("nobody asked")
+        llm.engine.drafter, "observe", lambda made: not any(step.topk for step in made.batch) or pytest.fail()
     )
     llm.generate({"prompt_token_ids": [1, 2, 3, 1, 2]}, SamplingParams(temperature=0, max_tokens=5))
 

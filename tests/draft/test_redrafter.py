@@ -15,7 +15,7 @@ from toys import HIDDEN, V, save_head, toy_target
 from outrider import LLM, SamplingParams, draft
 from outrider.checkpoints.heads import Head
 from outrider.config import SpeculativeOptions
-from outrider.core.types import EMPTY_TREE, ROOT, Batch, Budget, DraftTree, Row
+from outrider.core.types import EMPTY_TREE, ROOT, Batch, Budget, DraftTree, Row, RowStep
 from outrider.draft.redrafter import ReDrafter
 from outrider.draft.redrafter.network import Network
 
@@ -279,12 +279,13 @@ def test_rows_do_not_see_each_other(llm: LLM) -> None:
     rows = [seen(drafter, greedy([7, 8, i]), state(i)) for i in range(5)]
     del drafter.last[rows[1]]
     budgets = [Budget(4, 16), Budget(4, 16), Budget(2, 5), Budget(0, 0), Budget(1, 4)]
-    together = drafter.propose(Batch(rows, [2] * 5, [1] * 5, [True] * 5), budgets).trees
-    for row, budget, tree in zip(rows, budgets, together):
-        assert tree == drafter.propose(Batch([row], [2], [1], [True]), [budget]).trees[0]
-        proper(tree, budget)
+    steps = [RowStep(row, 2, 1, budget=budget) for row, budget in zip(rows, budgets)]
+    together = drafter.propose(Batch(steps)).trees
+    for step, tree in zip(steps, together):
+        assert tree == drafter.propose(Batch([step])).trees[0]
+        proper(tree, step.budget)
     assert [bool(tree.tokens) for tree in together] == [True, False, True, False, True]
-    stale = drafter.propose(Batch(rows[:1], [1], [1], [True]), budgets[:1]).trees[0]
+    stale = drafter.propose(Batch([RowStep(rows[0], 1, 1, budget=budgets[0])])).trees[0]
     assert stale == EMPTY_TREE
 
 

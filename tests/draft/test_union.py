@@ -14,11 +14,11 @@ import torch
 from helpers import settled
 from hypothesis import given
 from hypothesis import strategies as st
-from rows import AnyTarget, guess, make, make_row, proper, walked
+from rows import AnyTarget, drafted, guess, make, make_row, proper, proposed, walked
 from torch import Tensor
 
 from outrider import LLM, ConfigError, SamplingParams
-from outrider.core.types import EMPTY_TREE, ROOT, Batch, Budget, Commit, Draft, DraftTree, Needs, Row, Verdict
+from outrider.core.types import EMPTY_TREE, ROOT, Batch, Budget, Commit, Draft, DraftTree, Needs, Row
 from outrider.draft import union as union_module
 from outrider.draft.draft_model import DraftModel
 from outrider.draft.first import First
@@ -50,9 +50,9 @@ class Fixed(Drafter):
     def allocate(self, slots: int, pool: Any) -> list[Any]:
         return [(slots, pool)] * (self.slot_bytes > 0)
 
-    def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
-        self.budgets = budgets
-        return Draft([self.tree if budget.nodes else EMPTY_TREE for budget in budgets])
+    def propose(self, batch: Batch) -> Draft:
+        self.budgets = [step.budget for step in batch]
+        return Draft([self.tree if step.budget.nodes else EMPTY_TREE for step in batch])
 
     def observe(self, commit: Commit) -> None:
         self.seen.append(commit)
@@ -129,24 +129,24 @@ def test_each_drafter_sees_its_own_part(
     """What was verified of its nodes, its part of the path, and the best ids at its nodes; the controller cuts, too."""
     drafters = [Fixed(tree, topk=k) for k, tree in enumerate(several)]
     union = together(Union, *drafters)
-    batch = Batch([make_row([5])], [0], [1], [True])
-    before = union.propose(batch, [Budget(4, nodes)]).trees[0]
+    batch = drafted(union, make_row([5]), Budget(4, nodes))
+    step = batch[0]
+    before = step.tree
     cut = data.draw(st.sets(st.sampled_from(range(len(before.tokens))))) if before.tokens else set()
     kept = [i for i in range(len(before.tokens)) if not cut & set(ancestors(before, i))]
     whole = before.only(kept) if cut else before
-    path = walked(whole, text)
+    step.tree, step.kept, step.accepted = whole, kept if cut else None, walked(whole, text)
+    step.emitted = text[: len(step.accepted) + 1]
     names = [(), *paths_of(whole)]
-    best = [[hash(name) % 97, 1, 2, 3] for name in names]
-    draft = Draft([whole], kept=[kept] if cut else None)
-    commit = Commit(batch, [1], [text], draft, Verdict([path], [text[: len(path) + 1]]), [best])
-    union.observe(commit)
+    best = step.topk = [[hash(name) % 97, 1, 2, 3] for name in names]
+    union.observe(Commit(batch))
     for k, (drafter, tree) in enumerate(zip(drafters, several)):
-        mine = drafter.seen[-1]
-        kept = mine.draft.trees[0]
+        mine = drafter.seen[-1].batch[0]
+        kept = mine.tree
         assert paths_of(kept) == {name: c for name, c in paths_of(tree).items() if name in names}
-        assert mine.verdict.nodes[0] == walked(kept, text)
-        assert mine.topk == ([[best[names.index(name)][:k] for name in [(), *paths_of(kept)]]] if k else [])
-        assert (mine.tokens, mine.verdict.tokens) == (commit.tokens, commit.verdict.tokens)
+        assert mine.accepted == walked(kept, text)
+        assert mine.topk == ([best[names.index(name)][:k] for name in [(), *paths_of(kept)]] if k else [])
+        assert (mine.predicted, mine.emitted) == (step.predicted, step.emitted)
 
 
 def ancestors(tree: DraftTree, node: int) -> list[int]:
@@ -162,16 +162,15 @@ def test_probes_come_last_whole_or_not_at_all() -> None:
     assert (merged([one, two], 5).tokens, merged([one, two], 5).probes) == ([1, 2, 8, 9], 2)
     assert (merged([one, two], 3).tokens, merged([one, two], 3).probes) == ([1, 2], 0)
     union = together(Union, mine := Fixed(one, 1), other := Fixed(two, 1))
-    batch = Batch([make_row([5])], [0], [1], [True])
     best = [[i] for i in range(7)]
     for nodes, expected in ((6, [[0], [1], [2], [5], [6]]), (5, [[0], [1], [2]])):
-        draft = union.propose(batch, [Budget(3, nodes)])
-        union.observe(
-            Commit(batch, [1], [[1, 2, 3]], draft, Verdict([[0, 1]], [[1, 2, 3]]), [best[: 1 + nodes]])
-        )
-        assert mine.seen[-1].topk == [[[0], [1], [3], [4]]] and mine.seen[-1].verdict.nodes == [[0]]
-        assert other.seen[-1].topk == [expected] and other.seen[-1].verdict.nodes == [[0, 1]]
-        assert other.seen[-1].draft.trees[0].probes == (2 if nodes == 6 else 0)
+        batch = drafted(union, make_row([5]), Budget(3, nodes))
+        batch[0].accepted, batch[0].emitted, batch[0].topk = [0, 1], [1, 2, 3], best[: 1 + nodes]
+        union.observe(Commit(batch))
+        first, second = mine.seen[-1].batch[0], other.seen[-1].batch[0]
+        assert first.topk == [[0], [1], [3], [4]] and first.accepted == [0]
+        assert second.topk == expected and second.accepted == [0, 1]
+        assert second.tree.probes == (2 if nodes == 6 else 0)
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -188,14 +187,14 @@ def test_siblings_with_one_token_are_told_apart(nested: bool) -> None:
     )
     mine, silent = Fixed(tree), Fixed(EMPTY_TREE)
     union = together(Union, together(Union, mine) if nested else mine, silent)
-    batch = Batch([make_row([5])], [0], [1], [True])
-    before = union.propose(batch, [Budget(4, 9)]).trees[0]
-    assert before == tree
-    cut = Draft([before.only([1, 3])], kept=[[1, 3]])
-    union.observe(Commit(batch, [1], [[3, 4, 6]], cut, Verdict([[0, 1]], [[3, 4, 6]])))
-    seen = mine.seen[-1]
-    assert seen.draft.trees[0] == tree.only([1, 3]) and seen.verdict.nodes == [[0, 1]]
-    assert seen.draft.kept == [[1, 3]] and silent.seen[-1].verdict.nodes == [[]]
+    batch = drafted(union, make_row([5]), Budget(4, 9))
+    step = batch[0]
+    assert step.tree == tree
+    step.tree, step.kept, step.accepted, step.emitted = tree.only([1, 3]), [1, 3], [0, 1], [3, 4, 6]
+    union.observe(Commit(batch))
+    seen = mine.seen[-1].batch[0]
+    assert seen.tree == tree.only([1, 3]) and seen.accepted == [0, 1]
+    assert seen.kept == [1, 3] and silent.seen[-1].batch[0].accepted == []
 
 
 # ---- as a drafter
@@ -245,11 +244,12 @@ def test_the_first_that_knows_something_is_heard() -> None:
     assert first.size(3) == 6
     assert guess(first, make_row([9]), 3).tokens == [1, 2]
     assert spare.budgets == [Budget()], "asked all the same: it may have to keep up"
-    batch = Batch([make_row([9])], [0], [1], [True])
-    draft = first.propose(batch, [Budget(3, 6)])
-    first.observe(Commit(batch, [1], [[1, 5]], draft, Verdict([[0]], [[1, 5]])))
-    assert [drafter.seen[-1].verdict.nodes[0] for drafter in (silent, sure, spare)] == [[], [0], []]
-    assert [len(drafter.seen[-1].draft.trees[0].tokens) for drafter in (silent, sure, spare)] == [0, 2, 0]
+    batch = drafted(first, make_row([9]), Budget(3, 6))
+    batch[0].accepted, batch[0].emitted = [0], [1, 5]
+    first.observe(Commit(batch))
+    steps = [drafter.seen[-1].batch[0] for drafter in (silent, sure, spare)]
+    assert [step.accepted for step in steps] == [[], [0], []]
+    assert [len(step.tree.tokens) for step in steps] == [0, 2, 0]
     assert guess(first, make_row([9]), 0).tokens == []
 
 
@@ -260,7 +260,7 @@ def test_probes_are_nothing_to_say() -> None:
         Fixed(DraftTree.chain([1, 2], [0.5, 0.5])),
     )
     first = together(First, window, sure)
-    tree = first.propose(Batch([make_row([9])], [0], [1], [True]), [Budget(3, 6)]).trees[0]
+    tree = proposed(first, make_row([9]), Budget(3, 6))
     assert (tree.tokens, tree.parents, tree.probes) == ([1, 2, 8, 9], [-1, 0, -1, 2], 2)
     assert sure.budgets == [Budget(3, 4)]
 
@@ -290,16 +290,16 @@ class Drawing(Drafter):
     def size(self, depth: int) -> int:
         return sum(self.siblings**level for level in range(1, depth + 1))
 
-    def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
+    def propose(self, batch: Batch) -> Draft:
         tokens, parents, confidence, distributions, belongs = [], [], [], [], []
         frontier: list[tuple[int, Path_]] = [(ROOT, ())]
-        for _ in range(budgets[0].depth):
+        for _ in range(batch[0].budget.depth):
             below = []
             for parent, path in frontier:
                 distributions.append(probs_of(path, self.salt))
                 first = self.stream_id + len(tokens)
                 for token in random_streams.children(
-                    batch.rows[0], distributions[-1], range(first, first + self.siblings), self.repeats
+                    batch[0].row, distributions[-1], range(first, first + self.siblings), self.repeats
                 ):
                     below.append((len(tokens), (*path, token)))
                     tokens.append(token)
@@ -335,9 +335,9 @@ def chi_square(union: Union, rule: Rule, runs: int, nodes: int) -> float:
     for seed in range(runs):
         row = make_row([5])
         row.seed = seed
-        batch = Batch([row], [0], [1], [True])
-        draft = union.propose(batch, [Budget(2, nodes)])
-        said = rule(draft, Target(row), batch).tokens[0]  # type: ignore[arg-type]
+        batch = drafted(union, row, Budget(2, nodes))
+        rule(batch, Target(row))  # type: ignore[arg-type]
+        said = batch[0].emitted
         if len(said) == 1:
             found[said[0]] += probs_of((said[0],), 0)
         else:
@@ -448,7 +448,7 @@ def test_caches_of_all_are_looked_after() -> None:
 
 def test_laws_of_their_own_are_the_same_draws() -> None:
     """The law of each draw given those before it."""
-    tree = Drawing(1, 3).propose(Batch([make_row([5])], [0], [1], [True]), [Budget(1, 3)]).trees[0]
+    tree = proposed(Drawing(1, 3), make_row([5]), Budget(1, 3))
     apart = independent(tree)
     assert apart.repeats and independent(apart) is apart
     left = probs_of((), 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 
 import pytest
+import torch
 from helpers import walk
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from outrider import SamplingParams
 from outrider.control.fixed import FixedController, Options
 from outrider.core.step_input import StepInput
-from outrider.core.types import EMPTY_TREE, ROOT, Batch, Budget, Draft, DraftTree, Row, Verdict
+from outrider.core.types import ROOT, Batch, Budget, Draft, DraftTree, Resume, Row, RowStep
 from outrider.draft.scripted import tree as scripted_tree
 from outrider.engine.runner import add_row
 from outrider.verify.match import Match
@@ -58,13 +59,19 @@ def controller(size: int = 0, **options: object) -> FixedController:
     return FixedController(Options(**options), 5, lambda depth: size or depth, 1000)  # type: ignore[arg-type]
 
 
+def trimmed(trees: list[DraftTree], budgets: list[Budget]) -> Batch:
+    batch = Batch([RowStep(make_row([1, 2]), 1, 1, budget=budget) for budget in budgets])
+    batch.take(Draft(trees))
+    controller().trim(batch)
+    return batch
+
+
 @given(st.lists(st.tuples(trees(), st.integers(0, 6), st.integers(0, 16)), min_size=1, max_size=4))
 def test_trim_is_ancestor_closed_and_within_the_budget(rows: list[tuple[DraftTree, int, int]]) -> None:
-    budgets = [Budget(depth, nodes) for _, depth, nodes in rows]
-    draft = controller().trim(Draft([draft_tree for draft_tree, _, _ in rows]), budgets)
-    told = draft.kept or [range(len(draft_tree.tokens)) for draft_tree, _, _ in rows]
-    for (before, depth, nodes), after, left in zip(rows, draft.trees, told):
-        assert after == before.only(left)
+    batch = trimmed([tree for tree, _, _ in rows], [Budget(depth, nodes) for _, depth, nodes in rows])
+    for (before, depth, nodes), step in zip(rows, batch):
+        after = step.tree
+        assert after == (before if step.kept is None else before.only(step.kept))
         assert len(after.tokens) <= nodes
         kept = [
             tuple(after.tokens[i] for i in path_to(after.parents, node)) for node in range(len(after.tokens))
@@ -82,8 +89,8 @@ def test_trim_is_ancestor_closed_and_within_the_budget(rows: list[tuple[DraftTre
 
 @given(st.lists(trees(), min_size=1, max_size=3))
 def test_trim_leaves_a_draft_within_its_budget_untouched(rows: list[DraftTree]) -> None:
-    draft = Draft(rows)
-    assert controller().trim(draft, [Budget(20, 20)] * len(rows)) is draft
+    for tree, step in zip(rows, trimmed(rows, [Budget(20, 20)] * len(rows))):
+        assert step.tree is tree and step.kept is None
 
 
 @pytest.mark.parametrize(
@@ -91,8 +98,17 @@ def test_trim_leaves_a_draft_within_its_budget_untouched(rows: list[DraftTree]) 
     [([5, 6], [-1, 1]), ([5, -1], [-1, 0]), ([5, 1 << 40], [-1, 0]), ([5, 6, 6], [-1, 7, 1])],
 )
 def test_trim_drops_what_cannot_be_even_within_the_budget(tokens: list[int], parents: list[int]) -> None:
-    draft = Draft([DraftTree(tokens, parents, [0.5] * len(tokens))])
-    assert controller().trim(draft, [Budget(9, 9)]).trees == [DraftTree([5], [-1], [0.5])]
+    batch = trimmed([DraftTree(tokens, parents, [0.5] * len(tokens))], [Budget(9, 9)])
+    assert batch[0].tree == DraftTree([5], [-1], [0.5]) and batch[0].kept == [0]
+
+
+def test_a_cut_draft_is_verified_from_the_first_layer() -> None:
+    """The drafter's hidden states are those of nodes that may be gone."""
+    for nodes, kept in ((3, True), (2, False)):
+        batch = Batch([RowStep(make_row([1, 2]), 1, 1, budget=Budget(nodes, nodes))])
+        batch.take(Draft([DraftTree.chain([1, 2, 3], [0.5] * 3)], Resume(2, torch.empty(0), [[ROOT]])))
+        controller().trim(batch)
+        assert (batch.resume is not None) == kept
 
 
 def batch_of(*rows: Row, known: int = 1) -> Batch:
@@ -158,13 +174,17 @@ def test_match_walks_the_deepest_path_of_the_targets_own_tokens(draft_tree: Draf
     goal = rng.choice([[], *paths])  # type: ignore[attr-defined]
     tokens = [draft_tree.tokens[i] for i in goal]
     distributions = Said({tuple(tokens[:i]): tokens[i] for i in range(len(tokens))})
-    verdict = Match()(Draft([draft_tree]), distributions, batch_of(make_row([1, 2])))
-    assert verdict == Verdict([goal], [[*tokens, 99]])
+    batch = batch_of(make_row([1, 2]))
+    batch.take(Draft([draft_tree]))
+    Match()(batch, distributions)
+    assert (batch[0].accepted, batch[0].emitted) == (goal, [*tokens, 99])
     assert distributions.asked == [ROOT, *goal], "one question a level, at the nodes of the path"
 
 
 def test_a_prompt_chunk_says_nothing() -> None:
-    assert Match()(Draft([EMPTY_TREE]), Said({}), chunk(make_row([1, 2, 3]), 2)) == Verdict([[]], [[]])
+    batch = chunk(make_row([1, 2, 3]), 2)
+    Match()(batch, Said({}))
+    assert (batch[0].accepted, batch[0].emitted) == ([], [])
 
 
 # ---- the plan

@@ -17,7 +17,7 @@ from outrider import ConfigError
 from outrider.backends.base import Kernels
 from outrider.backends.select import kernels_for
 from outrider.core.stop_rule import NUM_FEATURES, TOP, StopRule, measure, score, should_stop
-from outrider.core.types import Batch, Budget, Commit, Draft, DraftTree, Verdict
+from outrider.core.types import Batch, Budget, Commit, DraftTree, Row, RowStep
 from outrider.draft.draft_model import DraftModel
 from outrider.drafting import disco, stop
 from outrider.drafting.disco import FEATURES, Classifier
@@ -34,11 +34,11 @@ def options(**given: Any) -> Any:
 
 def settle(rules: stop.Stop, row: Any, probabilities: list[float], accepted: int, levels: int) -> None:
     """A round of a chain with these probabilities, of which so many tokens were right."""
-    batch, count = Batch([row], [0], [1], [True]), len(probabilities)
+    count = len(probabilities)
     rules.begin(row, levels)
     rules.note(row, [[p, 0.0, *[p] * TOP] for p in probabilities])
     tree = DraftTree.chain(list(range(count)), [0.5] * count)
-    rules.observe(Commit(batch, [1], [[]], Draft([tree]), Verdict([list(range(accepted))], [[]])))
+    rules.observe(Commit(Batch([RowStep(row, 0, 1, tree=tree, accepted=list(range(accepted)))])))
 
 
 # ---- the traits of a guess
@@ -103,17 +103,20 @@ def test_the_schedule_of_lengths() -> None:
 def test_a_schedule_lasts_or_not(name: str, lasts: bool) -> None:
     rules = stop.Stop(options(num_assistant_tokens_schedule=name, num_assistant_tokens=4))
     row, other = make_row([1, 2]), make_row([3, 4])
-    deep = [Budget(20, 20)]
+
+    def limit(row: Row, nodes: int = 20) -> int:
+        budget = rules.limit(RowStep(row, 0, 1, budget=Budget(nodes, nodes)))
+        assert budget.nodes == nodes
+        return budget.depth
+
     for accepted, after in ((4, 6), (6, 8), (3, 7), (7, 9)):
-        settle(
-            rules, row, [0.5] * rules.limit([row], deep)[0].depth, accepted, rules.limit([row], deep)[0].depth
-        )
-        assert rules.limit([row], deep)[0] == Budget(after, 20)
+        settle(rules, row, [0.5] * limit(row), accepted, limit(row))
+        assert limit(row) == after
     rules.forget(row)
-    assert rules.limit([other], deep)[0].depth == (9 if lasts else 4)
-    assert rules.limit([other], [Budget(3, 3)])[0].depth == 3, "the budget is the ceiling"
+    assert limit(other) == (9 if lasts else 4)
+    assert limit(other, 3) == 3, "the budget is the ceiling"
     settle(rules, other, [0.5] * 3, 3, 3)
-    assert rules.limit([other], deep)[0].depth == (9 if lasts else 4), "so many were never tried"
+    assert limit(other) == (9 if lasts else 4), "so many were never tried"
 
 
 def naive_threshold(history: list[tuple[float, bool]]) -> float:
@@ -267,5 +270,5 @@ def test_what_is_refused(given: dict[str, Any], says: str) -> None:
 def test_without_options_there_is_no_rule() -> None:
     rules = stop.Stop(options())
     assert rules.stop_rule is None and not rules.active and not rules.learns
-    budgets = [Budget(4, 4)]
-    assert rules.limit([make_row([1])], budgets) is budgets
+    step = RowStep(make_row([1]), 0, 1, budget=Budget(4, 4))
+    assert rules.limit(step) is step.budget

@@ -18,7 +18,7 @@ from outrider import SamplingParams
 from outrider.cache.pages import Cache
 from outrider.control.prefill import PrefillBudget, PrefillPacer
 from outrider.core.block_table import PAGE
-from outrider.core.types import Batch, Budget, Row, Verdict
+from outrider.core.types import Batch, Budget, Row, RowStep
 from outrider.engine.scheduler import Scheduler
 
 
@@ -86,11 +86,11 @@ class Engine:
         batch = scheduler.next()
         self.admitted.extend(row for row in batch.rows if row not in self.admitted)
         self.check_batch(batch, decoding)
-        budgets = self.reserve(batch)
-        self.check_budgets(batch, budgets)
-        verdict = self.forward(batch)
-        scheduler.clip(batch, verdict)
-        scheduler.commit(batch, verdict)
+        self.reserve(batch)
+        self.check_budgets(batch)
+        self.forward(batch)
+        scheduler.clip(batch)
+        scheduler.commit(batch)
         self.cache.check()
         for row in batch.rows:
             assert row.finish_reason is not None or len(row.tokens) - row.computed >= 1, (
@@ -99,66 +99,60 @@ class Engine:
             if row.finish_reason is not None:
                 scheduler.retire(row)
         if self.pacer is not None:
-            self.pacer.learn(batch, self.rng.expovariate(1.0) * sum(batch.known))
+            self.pacer.learn(batch, self.rng.expovariate(1.0) * sum(step.known for step in batch))
         return batch
 
     def check_batch(self, batch: Batch, decoding: list[Row]) -> None:
         assert len(set(map(id, batch.rows))) == len(batch) <= self.scheduler.seats
-        assert all(known >= 1 for known in batch.known), "a row computes at least one token"
-        assert sum(batch.known) <= self.tokens, "the budget of a step is exceeded"
-        for r, row in enumerate(batch.rows):
+        assert all(step.known >= 1 for step in batch), "a row computes at least one token"
+        assert sum(step.known for step in batch) <= self.tokens, "the budget of a step is exceeded"
+        for step in batch:
+            row = step.row
             assert row in self.scheduler.running
-            assert batch.starts[r] == row.computed
-            assert batch.end(r) <= len(row.tokens)
-            assert row.table is not None and row.table.room >= batch.end(r)
+            assert step.start == row.computed
+            assert step.end <= len(row.tokens)
+            assert row.table is not None and row.table.room >= step.end
         for row in decoding:
             assert row in batch.rows or row not in self.scheduler.running, "a decode had to wait"
 
-    def reserve(self, batch: Batch) -> list[Budget]:
+    def reserve(self, batch: Batch) -> None:
         before = self.scheduler.preemptions, list(self.scheduler.running)
         wanted = [
-            min(self.rng.randint(0, self.draft_tree), row.remaining - 1) if batch.emits[r] else 0
-            for r, row in enumerate(batch.rows)
+            min(self.rng.randint(0, self.draft_tree), step.row.remaining - 1) if step.emits else 0
+            for step in batch
         ]
-        budgets = self.scheduler.reserve(batch, [Budget(n, n) for n in wanted])
+        self.scheduler.reserve(batch, [Budget(n, n) for n in wanted])
         assert (self.scheduler.preemptions, self.scheduler.running) == before, "guesses preempted a row"
-        assert all(budget.nodes <= n for budget, n in zip(budgets, wanted))
-        return budgets
+        assert all(step.budget.nodes <= n for step, n in zip(batch, wanted))
 
-    def check_budgets(self, batch: Batch, budgets: list[Budget]) -> None:
-        assert batch.nodes == [budget.nodes for budget in budgets]
-        assert all(nodes >= 0 for nodes in batch.nodes)
-        assert sum(batch.known) + sum(batch.nodes) <= self.tokens, "guesses exceed the budget of a step"
-        for r, row in enumerate(batch.rows):
-            assert row.table is not None and row.table.room >= batch.end(r) + batch.nodes[r]
+    def check_budgets(self, batch: Batch) -> None:
+        assert all(step.budget.nodes >= 0 for step in batch)
+        total = sum(step.known + step.budget.nodes for step in batch)
+        assert total <= self.tokens, "draft nodes exceed the budget of a step"
+        for step in batch:
+            assert step.row.table is not None and step.row.table.room >= step.end + step.budget.nodes
 
-    def forward(self, batch: Batch) -> Verdict:
+    def forward(self, batch: Batch) -> None:
         """Writes every slot of the step first, as a real forward does, then looks at what each row sees."""
-        verdict = Verdict([], [])
-        for r, row in enumerate(batch.rows):
+        for step in batch:
+            row, nodes = step.row, step.budget.nodes
             assert row.table is not None
-            for p in range(batch.starts[r], batch.end(r)):
-                self.pool.content[int(row.table.slots[p])] = tuple(row.tokens[: p + 1])
-            path: list[int] = []
-            said: list[int] = []
-            if batch.emits[r]:
-                path = sorted(self.rng.sample(range(batch.nodes[r]), self.rng.randint(0, batch.nodes[r])))
-                said = [self.rng.randint(1, 2) for _ in range(len(path) + 1)]
-            for node in range(batch.nodes[r]):
-                self.pool.content[int(row.table.slots[batch.end(r) + node])] = "wrong guess"
-            for d, node in enumerate(path):
-                self.pool.content[int(row.table.slots[batch.end(r) + node])] = tuple(
-                    row.tokens + said[: d + 1]
-                )
-            verdict.nodes.append(path)
-            verdict.tokens.append(said)
-        for r, row in enumerate(batch.rows):
-            for p in range(batch.end(r)):
+            slots = row.table.slots
+            for p in range(step.start, step.end):
+                self.pool.content[int(slots[p])] = tuple(row.tokens[: p + 1])
+            if step.emits:
+                step.accepted = sorted(self.rng.sample(range(nodes), self.rng.randint(0, nodes)))
+                step.emitted = [self.rng.randint(1, 2) for _ in range(len(step.accepted) + 1)]
+            for node in range(nodes):
+                self.pool.content[int(slots[step.end + node])] = "wrong guess"
+            for d, node in enumerate(step.accepted):
+                self.pool.content[int(slots[step.end + node])] = tuple(row.tokens + step.emitted[: d + 1])
+        for step in batch:
+            row = step.row
+            for p in range(step.end):
                 assert row.table is not None
-                assert self.pool.content[int(row.table.slots[p])] == tuple(row.tokens[: p + 1]), (
-                    "a row sees foreign K/V"
-                )
-        return verdict
+                found = self.pool.content[int(row.table.slots[p])]
+                assert found == tuple(row.tokens[: p + 1]), "a row sees foreign K/V"
 
 
 def arrivals(rng: random.Random, count: int, longest: int) -> list[Row]:
@@ -233,7 +227,7 @@ def run(engine: Engine) -> None:
 def test_a_prompt_is_computed_in_chunks_within_the_budget() -> None:
     engine = Engine(random.Random(0), 20, 2, 7, 0)
     engine.scheduler.add(make_row("a", [1] * 30, 1))
-    chunks = [engine.step().known for _ in range(5)]
+    chunks = [[step.known for step in engine.step()] for _ in range(5)]
     assert chunks == [[7], [7], [7], [7], [2]]
     assert not engine.busy
 
@@ -270,12 +264,9 @@ def test_guesses_take_what_is_free_and_no_more() -> None:
     for row in rows:
         engine.scheduler.add(row)
     batch = engine.scheduler.next()
-    budgets = engine.scheduler.reserve(batch, [Budget(20, 20), Budget(20, 20)])
-    assert [b.nodes for b in budgets] == [
-        17,
-        1,
-    ]  # the last page goes to the first row; the second keeps its own rest
-    assert [b.depth for b in budgets] == [17, 1]
+    engine.scheduler.reserve(batch, [Budget(20, 20), Budget(20, 20)])
+    # the last page goes to the first row; the second keeps its own rest
+    assert [step.budget for step in batch] == [Budget(17, 17), Budget(1, 1)]
     assert engine.scheduler.preemptions == 0
 
 
@@ -284,8 +275,8 @@ def test_the_budget_of_a_step_is_shared_fairly_among_guesses() -> None:
     for i in range(4):
         engine.scheduler.add(make_row(str(i), [i + 1], 30))
     batch = engine.scheduler.next()
-    budgets = engine.scheduler.reserve(batch, [Budget(10, 10)] * 4)
-    assert [b.nodes for b in budgets] == [4, 4, 4, 4]
+    engine.scheduler.reserve(batch, [Budget(10, 10)] * 4)
+    assert [step.budget.nodes for step in batch] == [4, 4, 4, 4]
 
 
 def test_a_chunk_is_never_negative_when_guesses_claim_the_whole_budget() -> None:
@@ -311,7 +302,9 @@ def test_forked_samples_wait_for_the_prompt_and_share_its_pages() -> None:
     engine.scheduler.add(second)
     batches = [engine.step() for _ in range(4)]
     assert [len(batch) for batch in batches] == [1, 1, 1, 2]
-    assert batches[3].known == [1, 1], "the second sample computes only the last token of the prompt"
+    assert [step.known for step in batches[3]] == [1, 1], (
+        "the second sample computes only the last token of the prompt"
+    )
     assert first.table is not None and second.table is not None
     assert first.table.pages[:2] == second.table.pages[:2] and first.table.pages[2] != second.table.pages[2]
     run(engine)
@@ -334,7 +327,7 @@ def test_abort(state: str) -> None:
     assert not engine.cache.tables
 
 
-def stepped(row: Row, said: list[int], nodes: list[int], **given: Any) -> tuple[Row, Verdict]:
+def stepped(row: Row, said: list[int], nodes: list[int], **given: Any) -> RowStep:
     """One step in which `row` computed its whole prompt and the verifier said this."""
     cache = Cache(20, 20 * PAGE)
     cache.pools = [FakePool()]  # type: ignore[list-item]
@@ -344,31 +337,33 @@ def stepped(row: Row, said: list[int], nodes: list[int], **given: Any) -> tuple[
     scheduler.add(row)
     batch = scheduler.next()
     scheduler.reserve(batch, [Budget(len(nodes), len(nodes))])
-    verdict = scheduler.clip(batch, Verdict([nodes], [said]))
-    scheduler.commit(batch, verdict)
-    return row, verdict
+    batch[0].accepted, batch[0].emitted = nodes, said
+    scheduler.clip(batch)
+    scheduler.commit(batch)
+    return batch[0]
 
 
 def test_clip_at_eos_in_the_middle_of_an_accepted_path() -> None:
-    row, verdict = stepped(make_row("a", [9, 9], 10), [3, 7, 4, 5], [0, 1, 2], ending=frozenset({7}))
+    step = stepped(make_row("a", [9, 9], 10), [3, 7, 4, 5], [0, 1, 2], ending=frozenset({7}))
+    row = step.row
     assert row.output == [3, 7] and row.finish_reason == "stop" and row.stop_reason is None
-    assert verdict.tokens == [[3, 7]] and verdict.nodes == [[0]]
+    assert step.emitted == [3, 7] and step.accepted == [0]
     assert row.computed == 3, "nothing past the end is committed"
 
 
 def test_clip_at_a_stop_token_says_which() -> None:
     params = SamplingParams(max_tokens=10, stop_token_ids=[4])
-    row, _ = stepped(make_row("a", [9, 9], 10), [3, 4, 5], [0, 1], ending=frozenset({4, 7}), params=params)
+    row = stepped(make_row("a", [9, 9], 10), [3, 4, 5], [0, 1], ending=frozenset({4, 7}), params=params).row
     assert row.output == [3, 4] and row.stop_reason == 4
 
 
 def test_clip_at_the_length() -> None:
-    row, verdict = stepped(make_row("a", [9, 9], 2), [3, 4, 5, 6], [0, 1, 2])
-    assert row.output == [3, 4] and row.finish_reason == "length" and verdict.nodes == [[0]]
+    step = stepped(make_row("a", [9, 9], 2), [3, 4, 5, 6], [0, 1, 2])
+    assert step.row.output == [3, 4] and step.row.finish_reason == "length" and step.accepted == [0]
 
 
 def test_the_last_allowed_token_may_be_the_end() -> None:
-    row, _ = stepped(make_row("a", [9, 9], 2), [3, 7], [0], ending=frozenset({7}))
+    row = stepped(make_row("a", [9, 9], 2), [3, 7], [0], ending=frozenset({7})).row
     assert row.finish_reason == "stop"
 
 
@@ -379,6 +374,6 @@ def test_prompts_beside_decoding_rows_take_no_more_than_their_chunk() -> None:
     )
     for length in (300, 5, 300):
         scheduler.add(make_row("a", list(range(length)), 5))
-    assert scheduler.next().known == [256], "nobody is decoding: the whole budget"
+    assert [step.known for step in scheduler.next()] == [256], "nobody is decoding: the whole budget"
     scheduler.running[0].computed = 299
-    assert scheduler.next().known == [1, 5, 15]
+    assert [step.known for step in scheduler.next()] == [1, 5, 15]

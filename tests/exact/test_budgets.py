@@ -44,16 +44,16 @@ def squeezed(llm: LLM, budgets: list[tuple[int, int]]) -> Iterator[set[tuple[int
 
     def budget(batch: Batch) -> list[Budget]:
         found = []
-        for row, emits in zip(batch.rows, batch.emits):
-            depth, nodes = next(dealt) if emits else (0, 0)
+        for step in batch:
+            depth, nodes = next(dealt) if step.emits else (0, 0)
             met.add((depth, nodes))
-            found.append(Budget(min(depth, row.remaining - 1), nodes))
+            found.append(Budget(min(depth, step.row.remaining - 1), nodes))
         return found
 
-    def checked(batch: Batch, budgets: list[Budget]) -> Draft:
-        proposed = propose(batch, budgets)
-        for tree, allowed in zip(proposed.trees, budgets):
-            levels = {ROOT: 0}
+    def checked(batch: Batch) -> Draft:
+        proposed = propose(batch)
+        for tree, step in zip(proposed.trees, batch):
+            levels, allowed = {ROOT: 0}, step.budget
             assert len(tree.tokens) <= allowed.nodes
             for i, parent in enumerate(tree.parents):
                 levels[i] = levels[parent] + 1

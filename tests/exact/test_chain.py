@@ -9,7 +9,7 @@ from helpers import answer, tiny_prompts
 
 from outrider import LLM, SamplingParams
 from outrider.backends.cpu.kernels import CpuKernels
-from outrider.core.types import Batch, Budget, Draft
+from outrider.core.types import Batch, Draft
 from outrider.draft.draft_model import DraftModel
 
 LAWS = (
@@ -24,8 +24,8 @@ def listen(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[list[list[int]]]:
     heard: list[list[list[int]]] = []
     propose = DraftModel.propose
 
-    def listening(self: DraftModel, batch: Batch, budgets: list[Budget]) -> Draft:
-        draft = propose(self, batch, budgets)
+    def listening(self: DraftModel, batch: Batch) -> Draft:
+        draft = propose(self, batch)
         heard.append([tree.tokens for tree in draft.trees])
         return draft
 

@@ -335,12 +335,12 @@ def test_more_adapters_than_fit_take_turns(
     begun: list[LoRARequest | None] = []
     forward = engine.runner.forward
 
-    def listening(batch: Any, draft_tree: Any, *needs: Any) -> Any:
+    def listening(batch: Any, needs: Any) -> Any:
         assert engine.adapters is not None
         used = {row.lora.lora_int_id for row in batch.rows if row.lora}
         assert used <= set(engine.adapters.loaded) and len(engine.adapters.loaded) <= 1
-        begun.extend(row.lora for row, start in zip(batch.rows, batch.starts) if start == 0)
-        return forward(batch, draft_tree, *needs)
+        begun.extend(step.row.lora for step in batch if step.start == 0)
+        return forward(batch, needs)
 
     engine.runner.forward = listening  # type: ignore[method-assign]
     outputs = llm.generate(prompts_of(PROMPTS), SAMPLED, lora_request=chosen)

@@ -28,7 +28,7 @@ from helpers import (
 )
 
 from outrider import LLM, RequestOutput, SamplingParams, draft
-from outrider.core.types import Batch, Draft, Picker, Verdict
+from outrider.core.types import Batch, Picker
 
 PROMPTS = tiny_prompts(7)
 SCRIPTS = ("right", "wrong", "wide", "deep", "hidden", "huge", "messy")
@@ -197,10 +197,9 @@ def overheard(llm: LLM) -> Iterator[list[list[int]]]:
     lengths: list[list[int]] = []
     verify = llm.engine.verify
 
-    def listening(draft: Draft, distributions: Picker, batch: Batch) -> Verdict:
-        verdict = verify(draft, distributions, batch)
-        lengths.append([len(tokens) for tokens in verdict.tokens])
-        return verdict
+    def listening(batch: Batch, picker: Picker) -> None:
+        verify(batch, picker)
+        lengths.append([len(step.emitted) for step in batch])
 
     llm.engine.verify = listening
     try:

@@ -21,7 +21,7 @@ from outrider.cache.pool import Pool
 from outrider.core.block_table import PAGE, BlockTable
 from outrider.core.params import DistributionParams
 from outrider.core.step_input import StepInput
-from outrider.core.types import ROOT, Batch, Draft, Picker, Verdict
+from outrider.core.types import ROOT, Batch, Draft, Picker
 from outrider.engine.runner import ForwardOutput
 from outrider.engine.scheduler import Scheduler
 
@@ -125,7 +125,7 @@ def forget_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every node is sampled as if it hung from nothing: noise and processors of the root's position."""
 
     def pick(self: ForwardOutput, row: int, node: int, path: Sequence[int]) -> int:
-        return self.sampler.pick(self.batch.rows[row], (), self.logits, self.roots[row] + 1 + node)
+        return self.sampler.pick(self.batch[row].row, (), self.logits, self.roots[row] + 1 + node)
 
     ask(monkeypatch, pick)
 
@@ -165,7 +165,7 @@ def test_logits_of_the_wrong_node(scene: Setup, monkeypatch: pytest.MonkeyPatch)
     broken = scene()
 
     def pick(self: ForwardOutput, row: int, node: int, path: Sequence[int]) -> int:
-        return self.sampler.pick(self.batch.rows[row], path, self.logits, self.roots[row] + max(node, 0))
+        return self.sampler.pick(self.batch[row].row, path, self.logits, self.roots[row] + max(node, 0))
 
     ask(monkeypatch, pick)
     assert broken.differences() > 0
@@ -191,16 +191,15 @@ def test_a_token_accepted_unseen(scene: Setup, monkeypatch: pytest.MonkeyPatch) 
     broken = scene(GREEDY, "deep")
     verify = broken.llm.engine.verify
 
-    def greedy_walk(draft: Draft, distributions: Picker, batch: Batch) -> Verdict:
-        verdict = verify(draft, distributions, batch)
-        for r, tree in enumerate(draft.trees):
-            last = verdict.nodes[r][-1] if verdict.nodes[r] else ROOT
-            child = next((i for i, parent in enumerate(tree.parents) if parent == last), None)
-            if child is not None and verdict.tokens[r]:
-                verdict.nodes[r].append(child)
-                verdict.tokens[r][-1] = tree.tokens[child]
-                verdict.tokens[r].append(distributions.pick(r, child, verdict.tokens[r]))
-        return verdict
+    def greedy_walk(batch: Batch, picker: Picker) -> None:
+        verify(batch, picker)
+        for r, step in enumerate(batch):
+            last = step.accepted[-1] if step.accepted else ROOT
+            child = next((i for i, parent in enumerate(step.tree.parents) if parent == last), None)
+            if child is not None and step.emitted:
+                step.accepted.append(child)
+                step.emitted[-1] = step.tree.tokens[child]
+                step.emitted.append(picker.pick(r, child, step.emitted))
 
     monkeypatch.setattr(broken.llm.engine, "verify", greedy_walk)
     assert broken.differences() > 0
@@ -210,25 +209,17 @@ def test_a_child_of_someone_else(scene: Setup, monkeypatch: pytest.MonkeyPatch) 
     """The verifier looks for the token anywhere in the tree, whoever its parent is."""
     broken = scene()
 
-    def anywhere(draft: Draft, distributions: Picker, batch: Batch) -> Verdict:
-        verdict = Verdict([], [])
-        for r, tree in enumerate(draft.trees):
-            path: list[int] = []
-            said = [distributions.pick(r, ROOT, ())] if batch.emits[r] else []
-            while (
-                said
-                and (
-                    node := next(
-                        (i for i, t in enumerate(tree.tokens) if t == said[-1] and i not in path), None
-                    )
-                )
-                is not None
-            ):
-                path.append(node)
-                said.append(distributions.pick(r, node, said))
-            verdict.nodes.append(path)
-            verdict.tokens.append(said)
-        return verdict
+    def anywhere(batch: Batch, picker: Picker) -> None:
+        for r, step in enumerate(batch):
+            if not step.emits:
+                continue
+            node: int | None = ROOT
+            while node is not None:
+                step.emitted.append(picker.pick(r, node, step.emitted))
+                same = (i for i, token in enumerate(step.tree.tokens) if token == step.emitted[-1])
+                node = next((i for i in same if i not in step.accepted), None)
+                if node is not None:
+                    step.accepted.append(node)
 
     monkeypatch.setattr(broken.llm.engine, "verify", anywhere)
     assert broken.differences() > 0
@@ -274,12 +265,11 @@ def test_a_token_committed_past_the_end(scene: Setup, plain: LLM, monkeypatch: p
     free.expected = [told(answer(plain, prompt, p)) for prompt, p in zip(PROMPTS, params)]
     free.healthy()
 
-    def blind(self: Scheduler, batch: Batch, verdict: Verdict) -> Verdict:
-        for row, tokens in zip(batch.rows, verdict.tokens):
-            row.tokens.extend(tokens)
-            if tokens:
-                self._ends(row, tokens[-1])
-        return verdict
+    def blind(self: Scheduler, batch: Batch) -> None:
+        for step in batch:
+            step.row.tokens.extend(step.emitted)
+            if step.emitted:
+                self._ends(step.row, step.emitted[-1])
 
     monkeypatch.setattr(Scheduler, "clip", blind)
     assert free.differences() > 0
@@ -339,8 +329,8 @@ def test_nobody_reads_what_was_not_committed(
     engine = unbroken.llm.engine
     commit = engine.scheduler.commit
 
-    def poison(batch: Batch, verdict: Verdict) -> None:
-        commit(batch, verdict)
+    def poison(batch: Batch) -> None:
+        commit(batch)
         committed = {
             slot
             for row in engine.scheduler.running

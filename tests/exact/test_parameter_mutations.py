@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 from helpers import answer
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from outrider import LLM, SamplingParams
 from outrider.core.processor import Ids
-from outrider.core.types import ROOT, Row, Verdict
+from outrider.core.types import ROOT, Batch, Needs, Row
 from outrider.engine.runner import ForwardOutput, Runner
 from outrider.sampling.processors import BadWords, LogitBias, Penalties
 
@@ -79,10 +78,10 @@ def test_a_penalty_moved_on_by_rejected_guesses(scene: Setup, monkeypatch: pytes
     forward, count = Runner.forward, Penalties._count
     guessed: dict[int, list[int]] = {}
 
-    def forwarding(self: Runner, batch: Any, draft: Any, *needs: Any) -> ForwardOutput:
-        for row, tree in zip(batch.rows, draft.trees):
-            guessed.setdefault(id(row.tokens), []).extend(tree.tokens)
-        return forward(self, batch, draft, *needs)
+    def forwarding(self: Runner, batch: Batch, needs: Needs) -> ForwardOutput:
+        for step in batch:
+            guessed.setdefault(id(step.row.tokens), []).extend(step.tree.tokens)
+        return forward(self, batch, needs)
 
     def counting(self: Penalties, tokens: list[int]) -> None:
         count(self, tokens)
@@ -127,20 +126,20 @@ def test_log_probabilities_of_the_wrong_node(
 ) -> None:
     """Those of the root for every token of a path, or those after the token instead of before it."""
     broken = scene(ASKING, script)
-    record, at = ForwardOutput.record, ForwardOutput.at
+    record, at = ForwardOutput.record_logprobs, ForwardOutput.at
 
-    def recording(self: ForwardOutput, verdict: Verdict) -> None:
+    def recording(self: ForwardOutput) -> None:
         def off(seen: ForwardOutput, row: int, node: int) -> int:
-            nodes = [ROOT, *verdict.nodes[row]]
+            nodes = [ROOT, *seen.batch[row].accepted]
             return at(
                 seen, row, ROOT if wrong == "root" else nodes[min(nodes.index(node) + 1, len(nodes) - 1)]
             )
 
         with monkeypatch.context() as patch:
             patch.setattr(ForwardOutput, "at", off)
-            record(self, verdict)
+            record(self)
 
-    monkeypatch.setattr(ForwardOutput, "record", recording)
+    monkeypatch.setattr(ForwardOutput, "record_logprobs", recording)
     assert broken.differences() > 0
 
 

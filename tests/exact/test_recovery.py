@@ -14,7 +14,7 @@ from outrider import LLM, CapacityError, ModelError, RequestError, SamplingParam
 from outrider.checkpoints.spec import Facts, Spec
 from outrider.config import SpeculativeOptions
 from outrider.core.block_table import PAGE
-from outrider.core.types import Batch, Budget, Draft, DraftTree, Row
+from outrider.core.types import Batch, Draft, DraftTree, Row
 from outrider.draft.scripted import Scripted
 from outrider.engine.detokenizer import Detokenizer
 
@@ -153,9 +153,9 @@ def test_a_row_without_a_finite_logit_fails_alone(llm: LLM, monkeypatch: pytest.
 class Careless(Scripted):
     """Guesses ids that do not exist, more nodes than it may, and deeper."""
 
-    def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
+    def propose(self, batch: Batch) -> Draft:
         wild = [10**9, -5, *range(40)]
-        return Draft([DraftTree.chain(wild, [0.5] * len(wild)) for _ in batch.rows])
+        return Draft([DraftTree.chain(wild, [0.5] * len(wild)) for _ in batch])
 
 
 def test_a_careless_drafter_costs_time_and_nothing_else(llm: LLM) -> None:
@@ -175,9 +175,9 @@ def test_a_prompt_is_reused_whoever_computed_it(first: dict[str, Any], llama: st
     said(llm, params=SamplingParams(**{**vars(PARAMS), **first}))
     starts: list[int] = []
     propose = llm.engine.drafter.propose
-    llm.engine.drafter.propose = lambda batch, budgets: (
-        starts.append(batch.starts[0]),
-        propose(batch, budgets),
+    llm.engine.drafter.propose = lambda batch: (
+        starts.append(batch[0].start),
+        propose(batch),
     )[1]  # type: ignore
     said(llm)
     assert starts[0] == (len(PROMPT["prompt_token_ids"]) - 1) // PAGE * PAGE

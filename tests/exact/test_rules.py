@@ -19,7 +19,7 @@ from rows import make_row
 from torch import Tensor
 
 from outrider import verify
-from outrider.core.types import ROOT, Batch, Budget, Draft, DraftTree
+from outrider.core.types import ROOT, Batch, Budget, DraftTree, RowStep
 from outrider.drafting.trees.sampled import Tree
 from outrider.drafting.view import View
 from outrider.sampling import random_streams
@@ -166,6 +166,13 @@ CASES = [(name, case) for name in ("rejection", "traversal") for case in (*CHAIN
 ]
 
 
+def judged(rule: Rule, tree: DraftTree, world: World) -> RowStep:
+    """What the rule makes of the tree of a row."""
+    step = RowStep(make_row([1, 2]), 1, 1, tree=tree)
+    rule(Batch([step]), world)
+    return step
+
+
 def emitted(
     rule: Rule, drafting: Drafting, vocabulary: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[World, dict[Path_, float]]:
@@ -176,12 +183,11 @@ def emitted(
         random_streams, "index", lambda distribution, uniform: choices.choose(distribution.tolist())
     )
     said: dict[Path_, float] = defaultdict(float)
-    batch = Batch([make_row([1, 2])], [1], [1], [True])
     for _ in choices.runs():
-        verdict = rule(Draft([drafting(world)]), world, batch)
-        assert batch.rows[0].error is None
-        assert len(verdict.tokens[0]) == len(verdict.nodes[0]) + 1
-        said[tuple(verdict.tokens[0])] += choices.weight
+        step = judged(rule, drafting(world), world)
+        assert step.row.error is None
+        assert len(step.emitted) == len(step.accepted) + 1
+        said[tuple(step.emitted)] += choices.weight
     return world, said
 
 
@@ -259,11 +265,10 @@ def test_nothing_is_asked_behind_a_guess_that_cannot_be_right(
     monkeypatch.setattr(World, "distribution", picky)
     choices = Choices()
     world = World(3, 0, choices)
-    batch = Batch([make_row([1, 2])], [1], [1], [True])
     for tokens in ([0, 2, 1], [2, 0], [0, 1, 2]):
         for _ in choices.runs():
             tree = DraftTree.chain(tokens, [0.5] * len(tokens))
-            verify.rule(name)()(Draft([tree]), world, batch)
+            judged(verify.rule(name)(), tree, world)
 
 
 def test_traversal_walks_as_deep_as_guesses_go(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,10 +279,8 @@ def test_traversal_walks_as_deep_as_guesses_go(monkeypatch: pytest.MonkeyPatch) 
     choices = Choices()
     tree = DraftTree.chain([0] * 2000, [0.5] * 2000)
     for _ in choices.runs():
-        verdict = verify.rule("traversal")()(
-            Draft([tree]), World(2, 0, choices), Batch([make_row([1, 2])], [1], [1], [True])
-        )
-    assert len(verdict.tokens[0]) == 2001
+        step = judged(verify.rule("traversal")(), tree, World(2, 0, choices))
+    assert len(step.emitted) == 2001
 
 
 def test_block_judges_no_more_than_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 from helpers import END, answer, counted, drive, install, said, settled, tiny_prompts
 
 from outrider import LLM, ConfigError, SamplingParams, draft, verify
-from outrider.core.types import Batch, Budget, Draft
+from outrider.core.types import Batch, Draft
 
 PROMPTS = tiny_prompts(7)
 RULES = [name for name in verify.names() if not verify.rule(name).same]
@@ -91,9 +91,9 @@ def freeze(llm: LLM, memory: Any) -> None:
     llm.engine.scheduler.tokens = 1 << 12
     drafter, propose = llm.engine.drafter, llm.engine.drafter.propose
 
-    def with_memory(batch: Batch, budgets: list[Budget]) -> Draft:
+    def with_memory(batch: Batch) -> Draft:
         drafter.memory = copy.deepcopy(memory)
-        return propose(batch, budgets)
+        return propose(batch)
 
     drafter.propose = with_memory  # type: ignore[method-assign]
 

@@ -13,7 +13,7 @@ from helpers import answer, drive, prompts_of, said, settled, tiny_checkpoint, t
 from outrider import LLM, SamplingParams
 from outrider.backends.cpu.kernels import CpuKernels
 from outrider.core.step_input import StepInput
-from outrider.core.types import Batch, Budget, Commit, Draft, Resume
+from outrider.core.types import Batch, Commit, Draft, Resume
 from outrider.draft.layerskip import LayerSkip
 from outrider.engine.runner import Runner
 
@@ -102,8 +102,8 @@ def heard(
     drafts: list[tuple[list[list[int]], Any]] = []
     propose = LayerSkip.propose
 
-    def listening(self: LayerSkip, batch: Batch, budgets: list[Budget]) -> Draft:
-        draft = propose(self, batch, budgets)
+    def listening(self: LayerSkip, batch: Batch) -> Draft:
+        draft = propose(self, batch)
         resume = draft.resume and (draft.resume.nodes, draft.resume.states.clone())
         drafts.append(([tree.tokens for tree in draft.trees], resume))
         return draft
@@ -207,12 +207,11 @@ def test_keys_of_a_draft_left_in_place_are_caught(
     observe = drafter.observe
 
     def late(commit: Commit) -> None:
-        for r, row in enumerate(commit.batch.rows):
+        for step in commit.batch:
+            row = step.row
             if row.table is not None and row.computed > row.prompt:
                 step_input, end = StepInput(), row.computed
-                step_input.chain(
-                    row.table.slots, commit.batch.end(r) - 1, row.tokens[commit.batch.end(r) - 1 : end]
-                )
+                step_input.chain(row.table.slots, step.end - 1, row.tokens[step.end - 1 : end])
                 blocks = (
                     drafter.blocks if "early_exit" not in config else llm.engine.decoder.without([0], [0])
                 )
@@ -229,18 +228,18 @@ def test_drafting_writes_its_own_slots_only(config: str, llm: LLM, monkeypatch: 
     drafter = use(llm, **{**CONFIGS[config], "exit_threshold": None})
     propose, seen = drafter.propose, 0
 
-    def watched(batch: Batch, budgets: list[Budget]) -> Draft:
+    def watched(batch: Batch) -> Draft:
         nonlocal seen
         before = drafter.pool.data.clone()
-        draft = propose(batch, budgets)
+        draft = propose(batch)
         written = {
             int(slot)
             for slot in (before != drafter.pool.data).any(-1).any(-1).any(0).any(0).nonzero().flatten()
         }
         handed = set()
-        for r, row in enumerate(batch.rows):
-            assert row.table is not None
-            handed |= set(row.table.slots[batch.starts[r] : batch.end(r) + batch.nodes[r]])
+        for step in batch:
+            assert step.row.table is not None
+            handed |= set(step.row.table.slots[step.start : step.end + step.budget.nodes])
         assert written <= handed
         seen += len(written)
         return draft
@@ -255,9 +254,9 @@ def test_a_skipped_attention_has_no_keys_in_the_pool(llm: LLM, monkeypatch: pyte
     drafter = use(llm, skip_attention=[1], skip_mlp=[], **NEVER_STOP)
     propose = drafter.propose
 
-    def watched(batch: Batch, budgets: list[Budget]) -> Draft:
+    def watched(batch: Batch) -> Draft:
         before = drafter.pool.data.clone()
-        draft = propose(batch, budgets)
+        draft = propose(batch)
         changed = [not torch.equal(a, b) for a, b in itertools.islice(zip(before, drafter.pool.data), 4)]
         assert changed[1] is False and (not draft.trees[0].tokens or changed[0])
         return draft

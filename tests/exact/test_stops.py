@@ -53,10 +53,11 @@ def overheard(
     heard: dict[Key, tuple[list[int], list[NodeFeatures]]] = {}
     propose = DraftModel.propose
 
-    def listening(self: DraftModel, batch: Batch, budgets: list[Budget]) -> Draft:
-        draft = propose(self, batch, budgets)
-        for row, tree, budget in zip(batch.rows, draft.trees, budgets):
-            if budget.nodes:
+    def listening(self: DraftModel, batch: Batch) -> Draft:
+        draft = propose(self, batch)
+        for step, tree in zip(batch, draft.trees):
+            row = step.row
+            if step.budget.nodes:
                 features = self.stop.rounds[row].features if row in self.stop.rounds else {}
                 heard[row.seed, len(row.tokens)] = tree.tokens, [features[i] for i in sorted(features)]
         return draft
@@ -147,8 +148,8 @@ def test_a_tree_is_not_grown_behind_what_the_rule_dislikes(
     drafter = use(fast, stranger, siblings=3, assistant_confidence_threshold=0.1)
     trees, propose = [], drafter.propose
 
-    def listening(batch: Batch, budgets: list[Budget]) -> Draft:
-        draft = propose(batch, budgets)
+    def listening(batch: Batch) -> Draft:
+        draft = propose(batch)
         trees.extend(
             (tree, drafter.stop.rounds[row].features)
             for row, tree in zip(batch.rows, draft.trees)

@@ -13,7 +13,7 @@ from vocabularies import byte_level, checkpoint_of, letters, sentencepiece, tiny
 
 from outrider import LLM, ConfigError, SamplingParams, Speculation
 from outrider.core.block_table import PAGE
-from outrider.core.types import Batch, Budget, Draft
+from outrider.core.types import Batch, Draft
 from outrider.draft.draft_model import DraftModel, intersect
 from outrider.draft.draft_model.retokenize import Retokenized
 
@@ -135,8 +135,8 @@ def test_a_shadow_has_the_cache_of_its_text(
     heard: dict[tuple[int, ...], list[int]] = {}
     propose = DraftModel.propose
 
-    def listening(self: Any, batch: Batch, budgets: list[Budget]) -> Draft:
-        guessed = propose(self, batch, budgets)
+    def listening(self: Any, batch: Batch) -> Draft:
+        guessed = propose(self, batch)
         for shadow in self.shadows.values():
             if shadow.row in batch.rows and (tokens := guessed.trees[batch.rows.index(shadow.row)].tokens):
                 assert not shadow.reading.pending, "it would guess in the middle of a character"

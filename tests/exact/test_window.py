@@ -21,7 +21,7 @@ from helpers import (
 
 from outrider import LLM, LoRARequest, RequestOutput, SamplingParams
 from outrider.backends.cpu.kernels import CpuKernels
-from outrider.core.types import Batch, Budget, Draft
+from outrider.core.types import Batch, Draft
 from outrider.draft.draft_model import DraftModel
 
 PROMPTS = [tiny_prompts(1, seed=i, longest=40)[0] * 3 + tiny_prompts(1, seed=9 + i)[0] for i in range(4)]
@@ -50,8 +50,8 @@ def heard(
     draft_tree: list[Any] = []
     propose = DraftModel.propose
 
-    def listening(self: DraftModel, batch: Batch, budgets: list[Budget]) -> Draft:
-        draft = propose(self, batch, budgets)
+    def listening(self: DraftModel, batch: Batch) -> Draft:
+        draft = propose(self, batch)
         draft_tree.append([(tree.tokens, tree.parents) for tree in draft.trees])
         return draft
 
@@ -271,9 +271,9 @@ def test_guesses_are_drawn_where_the_rule_asks_for_laws(
     })  # fmt: skip
     propose, drawn = fast.engine.drafter.propose, 0
 
-    def listening(batch: Batch, budgets: list[Budget]) -> Draft:
+    def listening(batch: Batch) -> Draft:
         nonlocal drawn
-        draft = propose(batch, budgets)
+        draft = propose(batch)
         for row, tree in zip(batch.rows, draft.trees):
             for node, token in enumerate(tree.tokens):
                 distribution = tree.distribution(node)

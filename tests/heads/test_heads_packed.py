@@ -38,12 +38,11 @@ def proposed(llm: LLM, drafter: Drafter) -> list[list[DraftTree]]:
     drafter, trees, propose = llm.engine.drafter, list[list[DraftTree]](), drafter.propose
     depth = drafter.depth
     llm.engine.controller.budget = lambda batch: [  # type: ignore[method-assign]
-        Budget(min(depth, row.remaining - 1) * emits, drafter.size(depth))
-        for row, emits in zip(batch.rows, batch.emits)
+        Budget(min(depth, step.row.remaining - 1) * step.emits, drafter.size(depth)) for step in batch
     ]
 
-    def listening(batch: Batch, budgets: list[Budget]) -> Draft:
-        found = propose(batch, budgets)
+    def listening(batch: Batch) -> Draft:
+        found = propose(batch)
         trees.append(list(found.trees))
         return found
 

@@ -23,7 +23,7 @@ from outrider.cache.pool import Pool
 from outrider.checkpoints.heads import Head
 from outrider.config import SpeculativeOptions
 from outrider.core.step_input import StepInput
-from outrider.core.types import FINAL, Batch, Budget, Draft, Row
+from outrider.core.types import FINAL, Batch, Draft, Row
 from outrider.drafting.base import Target
 from outrider.heads.choose import Chooser
 from outrider.heads.recurrent import Recurrent, RecurrentOptions, Turn
@@ -128,8 +128,8 @@ class Listening(Recurrent):
         key, value = self.pool.read(0, slots, torch.float32)
         self.seen.append((row.tokens[:count], key[:, 0, :2].clone(), value[:, 0].clone()))
 
-    def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
-        draft = super().propose(batch, budgets)
+    def propose(self, batch: Batch) -> Draft:
+        draft = super().propose(batch)
         for row in batch.rows:
             self.look(row, min(row.computed, self.synced[row]))
             self.shared += row.cached is not None and row.cached > 0
@@ -388,9 +388,9 @@ def test_states_of_the_target(family: str, tmp_path: Path) -> None:
     observe = drafter.observe
 
     def listening(commit: Any) -> None:
-        for r, row in enumerate(commit.batch.rows):
+        for r, step in enumerate(commit.batch):
             for i, state in enumerate(commit.states.of(r, wanted)):
-                kept[row][commit.batch.starts[r] + i] = state
+                kept[step.row][step.start + i] = state
         observe(commit)
 
     drafter.observe = listening  # type: ignore[method-assign]

@@ -207,10 +207,10 @@ def test_an_early_exit_beside_a_head(pair: tuple[LLM, LLM], head: str) -> None:
     fast.engine.use(union, SpeculativeOptions.of({"method": "off", "num_speculative_tokens": union.depth}))
     guessed, propose = [0, 0], union.propose
 
-    def counting(batch: Batch, budgets: list[Budget]) -> Draft:
-        out = propose(batch, budgets)
+    def counting(batch: Batch) -> Draft:
+        out = propose(batch)
         for i, own in enumerate(union.drafts):
-            guessed[i] += sum(own.sizes)
+            guessed[i] += sum(len(tree.tokens) for tree in own.trees)
         return out
 
     union.propose = counting  # type: ignore[method-assign]

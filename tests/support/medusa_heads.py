@@ -109,11 +109,11 @@ def listened(llm: LLM, prompt: list[int], **params: Any) -> list[tuple[list[int]
     heard: list[tuple[list[int], DraftTree]] = []
     propose = llm.engine.drafter.propose
 
-    def listening(batch: Any, budgets: Any) -> Any:
-        draft = propose(batch, budgets)
-        for row, tree, budget in zip(batch.rows, draft.trees, budgets):
-            proper(tree, budget)
-            heard.append((list(row.tokens), tree))
+    def listening(batch: Any) -> Any:
+        draft = propose(batch)
+        for step, tree in zip(batch, draft.trees):
+            proper(tree, step.budget)
+            heard.append((list(step.row.tokens), tree))
         return draft
 
     asked = SamplingParams(**{"temperature": 0, "max_tokens": 24, "ignore_eos": True, "seed": 3, **params})

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from outrider import SamplingParams
-from outrider.core.types import ROOT, Batch, Budget, Commit, DraftTree, Row, Verdict
+from outrider.core.types import ROOT, Batch, Budget, Commit, DraftTree, Row, RowStep
 from outrider.drafting.base import Drafter
 
 
@@ -35,9 +35,21 @@ def make_row(tokens: list[int], prompt: int | None = None, limit: int = 10_000) 
 def guess(drafter: Drafter, row: Row, depth: int, nodes: int | None = None) -> DraftTree:
     """The guesses for one row; a proper tree within its budget."""
     budget = Budget(depth, drafter.size(depth) if nodes is None else nodes)
-    tree = drafter.propose(Batch([row], [len(row.tokens) - 1], [1], [True]), [budget]).trees[0]
+    tree = proposed(drafter, row, budget)
     proper(tree, budget)
     return tree
+
+
+def proposed(drafter: Drafter, row: Row, budget: Budget) -> DraftTree:
+    """The tree for one row with one pending token."""
+    return drafter.propose(Batch([RowStep(row, len(row.tokens) - 1, 1, budget=budget)])).trees[0]
+
+
+def drafted(drafter: Drafter, row: Row, budget: Budget) -> Batch:
+    """A step of one row with one pending token, which has its draft tree."""
+    batch = Batch([RowStep(row, len(row.tokens) - 1, 1, budget=budget)])
+    batch.take(drafter.propose(batch))
+    return batch
 
 
 def proper(tree: DraftTree, budget: Budget) -> None:
@@ -66,13 +78,12 @@ def follow(drafter: Drafter, row: Row, text: list[int], depth: int) -> list[int]
     """Lets a row say `text`, with guesses.  Returns how many nodes were guessed in each step."""
     sizes = []
     while text:
-        batch = Batch([row], [len(row.tokens) - 1], [1], [True])
-        draft = drafter.propose(batch, [Budget(depth, drafter.size(depth))])
-        tree = draft.trees[0]
-        path = walked(tree, text)
-        said, text = text[: len(path) + 1], text[len(path) + 1 :]
-        starts = [len(row.tokens)]
-        row.tokens.extend(said)
-        drafter.observe(Commit(batch, starts, [said], draft, Verdict([path[: len(said) - 1]], [said])))
-        sizes.append(len(tree.tokens))
+        batch = drafted(drafter, row, Budget(depth, drafter.size(depth)))
+        step = batch[0]
+        path = walked(step.tree, text)
+        step.emitted, text = text[: len(path) + 1], text[len(path) + 1 :]
+        step.accepted = path[: len(step.emitted) - 1]
+        row.tokens.extend(step.emitted)
+        drafter.observe(Commit(batch))
+        sizes.append(len(step.tree.tokens))
     return sizes

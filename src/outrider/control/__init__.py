@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from outrider.core.clock import Times
-from outrider.core.types import Batch, Budget, Commit, Draft
+from outrider.core.types import Batch, Budget, Commit
 
 
 class Controller(Protocol):
@@ -14,8 +14,8 @@ class Controller(Protocol):
     def budget(self, batch: Batch) -> list[Budget]:
         """An upper bound a row; (0, 0) is plain decoding."""
 
-    def trim(self, draft: Draft, budgets: list[Budget]) -> Draft:
-        """An ancestor-closed part of the draft, within the budgets."""
+    def trim(self, batch: Batch) -> None:
+        """Cut every draft tree to an ancestor-closed part within its budget."""
 
     def nodes(self, rows: int) -> int:
         """The most guesses that one of so many rows may get."""

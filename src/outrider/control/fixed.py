@@ -8,11 +8,10 @@ from itertools import pairwise
 from typing import Any
 
 from outrider.core.clock import Times
-from outrider.core.types import ROOT, Batch, Budget, Commit, Draft, DraftTree
+from outrider.core.types import NO_BUDGET, ROOT, Batch, Budget, Commit, DraftTree
 from outrider.errors import ConfigError
 
 MOST = 1024
-NONE = Budget()
 
 
 def _whole(value: Any, least: int) -> bool:
@@ -82,37 +81,42 @@ class FixedController:
     def budget(self, batch: Batch) -> list[Budget]:
         levels = self.levels(len(batch.rows))
         budgets = []
-        for row, emits in zip(batch.rows, batch.emits):
+        for step in batch:
             # the last token of a row is never a guess: it is emitted by the step that verifies the ones before it
-            depth = min(levels, row.remaining - 1) if levels and emits and row.params.speculate else 0
-            budgets.append(Budget(depth, self.size(depth)) if depth else NONE)
+            depth = (
+                min(levels, step.row.remaining - 1)
+                if levels and step.emits and step.row.params.speculate
+                else 0
+            )
+            budgets.append(Budget(depth, self.size(depth)) if depth else NO_BUDGET)
         return budgets
 
-    def trim(self, draft: Draft, budgets: list[Budget]) -> Draft:
-        kept = [_within(tree, budget, self.vocabulary) for tree, budget in zip(draft.trees, budgets)]
-        if all(len(nodes) == len(tree.tokens) for tree, nodes in zip(draft.trees, kept)):
-            return draft
-        return Draft([tree.only(nodes) for tree, nodes in zip(draft.trees, kept)], kept=kept)
+    def trim(self, batch: Batch) -> None:
+        for step in batch:
+            kept = self.kept(step.tree, step.budget)
+            if len(kept) < len(step.tree.tokens):
+                step.tree, step.kept = step.tree.only(kept), kept
+                batch.resume = None  # its nodes are those of the whole trees
 
     def learn(self, commit: Commit, times: Times) -> None:
         """A fixed length learns nothing."""
 
+    def kept(self, tree: DraftTree, budget: Budget) -> Sequence[int]:
+        """The nodes of a tree that its budget allows, ascending; probes stay while their parents do.
 
-def _within(tree: DraftTree, budget: Budget, vocabulary: int) -> Sequence[int]:
-    """The nodes that are not too deep, nor too many; probes stay while their parents do.  A prefix of the nodes is closed under
-    ancestors, and so is a cut by depth; apart from ids that do not exist, dropping looks at positions only, never at tokens."""
-    tokens = tree.tokens
-    if not tokens:
-        return ()
-    if len(tokens) <= budget.depth and tree.chained and min(tokens) >= 0 and max(tokens) < vocabulary:
-        return range(len(tokens))
-    depth = {ROOT: 0}  # of the nodes that stay
-    for i, parent in enumerate(tree.parents):
-        fits = (
-            len(depth) <= budget.nodes
-            and parent in depth
-            and (depth[parent] < budget.depth or i >= tree.size)
-        )
-        if fits and 0 <= tokens[i] < vocabulary:
-            depth[i] = depth[parent] + 1
-    return [i for i in depth if i != ROOT]
+        A prefix of the nodes is closed under ancestors, and so is a cut by depth.  Apart from ids outside the vocabulary,
+        the choice depends on positions only, never on tokens: rejection rules need that of sampled trees.
+        """
+        tokens, vocabulary = tree.tokens, self.vocabulary
+        if not tokens:
+            return ()
+        if len(tokens) <= budget.depth and tree.chained and min(tokens) >= 0 and max(tokens) < vocabulary:
+            return range(len(tokens))
+        depth = {ROOT: 0}  # of the nodes that stay
+        for node, (token, parent) in enumerate(zip(tokens, tree.parents)):
+            if len(depth) > budget.nodes:
+                break
+            shallow = parent in depth and (depth[parent] < budget.depth or node >= tree.size)
+            if shallow and 0 <= token < vocabulary:
+                depth[node] = depth[parent] + 1
+        return [node for node in depth if node != ROOT]

@@ -179,12 +179,12 @@ class PrefillPacer:
     def learn(self, batch: Batch, seconds: float) -> None:
         """Takes in the duration of a step."""
         decoding = prefill = context = 0
-        for start, known, emits in zip(batch.starts, batch.known, batch.emits):
-            if known == 1 and emits:
+        for step in batch:
+            if step.known == 1 and step.emits:
                 decoding += 1
             else:
-                prefill += known
-                context += known * (start + known // 2)
+                prefill += step.known
+                context += step.known * (step.start + step.known // 2)
         if not prefill:
             if decoding:
                 self.decode_seconds.setdefault(decoding, deque(maxlen=5)).append(seconds)

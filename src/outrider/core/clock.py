@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from outrider.core.types import Commit
+from outrider.core.types import Batch
 
 
 class Times(NamedTuple):
@@ -32,12 +32,12 @@ class Work:
     def times(self) -> Times:
         return Times(self.propose, self.forward, self.rest)
 
-    def add(self, commit: Commit, times: Times) -> None:
+    def add(self, batch: Batch, times: Times) -> None:
         self.steps += 1
-        self.known += sum(commit.batch.known)
-        for tree, said in zip(commit.draft.trees, commit.verdict.tokens):
-            self.guessed += len(tree.tokens)
-            self.emitted += len(said)
+        for step in batch:
+            self.known += step.known
+            self.guessed += len(step.tree.tokens)
+            self.emitted += len(step.emitted)
         propose, forward, rest = times
         self.propose += propose
         self.forward += forward

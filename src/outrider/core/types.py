@@ -6,8 +6,8 @@ p is the target's distribution, q the draft's.  A token tree hangs from the last
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -117,6 +117,14 @@ class Row:
             if self.text is not None:
                 self.text = self.text.again(self.output)
 
+    def count(self, step: RowStep, now: float, lossless: bool) -> None:
+        """Add a step that emitted tokens to the statistics.  now: seconds, on the clock of `arrivals`."""
+        self.steps += 1
+        self.drafted += step.tree.size
+        self.accepted += len(step.accepted)
+        self.lossless = lossless
+        self.arrivals += [now] * len(step.emitted)
+
     @property
     def stats(self) -> Speculation:
         return Speculation(
@@ -133,38 +141,6 @@ class Row:
     @property
     def remaining(self) -> int:
         return self.limit - len(self.tokens)
-
-
-@dataclass(slots=True)
-class Batch:
-    """The rows of one step.  Row r computes tokens starts[r] … starts[r] + known[r] - 1, then nodes[r] guesses at most.
-
-    emits[r]: the chunk reaches the row's last token, so that a new one can be picked.  failed: rows that ended before they began.
-    reading: it computes a part of some row's prompt.
-    """
-
-    rows: list[Row] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    known: list[int] = field(default_factory=list)
-    emits: list[bool] = field(default_factory=list)
-    nodes: list[int] = field(default_factory=list)
-    failed: list[Row] = field(default_factory=list)
-    reading: bool = False
-
-    def add(self, row: Row, known: int) -> None:
-        start = row.computed
-        self.rows.append(row)
-        self.starts.append(start)
-        self.known.append(known)
-        self.emits.append(start + known == len(row.tokens))
-        self.reading |= start + known <= row.prompt
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def end(self, r: int) -> int:
-        """Position of the first guess: how many tokens of the row are known after this step's chunk."""
-        return self.starts[r] + self.known[r]
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,31 +227,91 @@ class Resume(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """The draft trees of one step: trees[r] hangs from the last known token of row r; siblings that were chosen hold distinct tokens.
+    """What a drafter proposes for one step: trees[r] hangs from the last known token of row r of the batch.
 
-    kept: after a cut, the nodes of each row's proposed tree that are left, ascending: node i of trees[r] was node kept[r][i].  None
-    where no tree was cut.
+    Siblings that were chosen hold distinct tokens.
     """
 
     trees: Sequence[DraftTree]
     resume: Resume | None = None
-    kept: Sequence[Sequence[int]] | None = None
 
-    @property
-    def sizes(self) -> list[int]:
-        """Nodes a row."""
-        return [len(tree.tokens) for tree in self.trees]
+
+NO_BUDGET = Budget()
 
 
 @dataclass(slots=True)
-class Verdict:
-    """What the verifier decided: of row r, nodes[r] is the accepted path, tokens[r] what is emitted.
+class RowStep:
+    """One row in one step: what it computes, which draft tokens it gets, and what becomes of them.
 
-    tokens[r] has one token more than nodes[r], or none where the row's chunk did not reach its last token.
+        position   start ... end - 1 | end, end + 1, ...
+                   known tokens      | slots of draft nodes 0, 1, ...
+
+    The scheduler fills in the first five fields, the drafter `tree`, the controller `kept`, the verification rule
+    `accepted` and `emitted`, the forward `topk`.
     """
 
-    nodes: list[list[int]]
-    tokens: list[list[int]]
+    row: Row
+    start: int  # position of the first known token
+    known: int  # number of known tokens
+    emits: bool = True  # the known tokens reach the row's last one, so that a new token can be picked
+    budget: Budget = NO_BUDGET
+    tree: DraftTree = EMPTY_TREE
+    # ascending nodes of the proposed tree that a cut has left: node i of `tree` was node kept[i]; None: all
+    kept: Sequence[int] | None = None
+    accepted: list[int] = field(default_factory=list)  # path of accepted nodes
+    emitted: list[int] = field(default_factory=list)  # their tokens and one more; empty unless `emits`
+    # ids of the largest logits (see Needs.topk), best first, after the root and after each node; empty unless `emits`,
+    # and none at a node without a finite logit
+    topk: list[list[int]] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        """Position of the first draft node: the number of tokens that are known to the forward."""
+        return self.start + self.known
+
+    @property
+    def predicted(self) -> list[int]:
+        """The tokens from position start + 1 on that this step predicted: known ones, then the emitted ones."""
+        return self.row.tokens[self.start + 1 : self.end] + self.emitted
+
+
+@dataclass(slots=True)
+class Batch:
+    """The rows of one step.  failed: rows that ended before they began.  prefill: some row computes a part of its prompt."""
+
+    steps: list[RowStep] = field(default_factory=list)
+    failed: list[Row] = field(default_factory=list)
+    prefill: bool = False
+    resume: Resume | None = None
+
+    def add(self, row: Row, known: int, budget: Budget = NO_BUDGET) -> None:
+        """Let `row` compute its next `known` tokens."""
+        end = row.computed + known
+        self.steps.append(RowStep(row, row.computed, known, end == len(row.tokens), budget))
+        self.prefill |= end <= row.prompt
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __iter__(self) -> Iterator[RowStep]:
+        return iter(self.steps)
+
+    def __getitem__(self, r: int) -> RowStep:
+        return self.steps[r]
+
+    @property
+    def rows(self) -> list[Row]:
+        return [step.row for step in self.steps]
+
+    def within(self, budgets: Sequence[Budget]) -> Batch:
+        """The same rows with other budgets."""
+        return Batch([replace(step, budget=budget) for step, budget in zip(self.steps, budgets)])
+
+    def take(self, draft: Draft) -> None:
+        """Give every row its draft tree."""
+        self.resume = draft.resume
+        for step, tree in zip(self.steps, draft.trees):
+            step.tree = tree
 
 
 FINAL = -1  # the states that the head reads, after the last norm
@@ -302,7 +338,7 @@ class States(NamedTuple):
     """Hidden states of the target where tokens became certain.
 
     kept: what `Needs.states` names -> [n, hidden] for the n rows of the forward.  places[r]: which of these are the positions
-    batch.starts[r], … of row r, its chunk and then the path that was accepted.
+    batch[r].start, … of row r, its chunk and then the path that was accepted.
     """
 
     kept: Mapping[int, Tensor]
@@ -318,21 +354,12 @@ NO_STATES = States({}, [])
 
 
 class Commit(NamedTuple):
-    """What is certain now: the only thing a drafter learns from.
+    """What is certain after a step: the only thing a drafter learns from.  A replay after preemption is recognised by `start`.
 
-    tokens[r] are the row's tokens from position starts[r] on that this step predicted: those of its chunk after the first,
-    then the emitted ones.  A replay after preemption is recognised by starts.
-    topk[r]: the ids that `Needs` asks for, best first, after the root and after each guess of the draft; [] where the row's chunk did
-    not reach its last token, none at a node without a finite logit.
-    states: those that it asks for.
+    states: the hidden states that `Needs.states` names.
     """
 
     batch: Batch
-    starts: list[int]
-    tokens: list[list[int]]
-    draft: Draft
-    verdict: Verdict
-    topk: Sequence[list[list[int]]] = ()
     states: States = NO_STATES
 
 

@@ -30,12 +30,12 @@ class First(Union):
     def size(self, depth: int) -> int:
         return min(max(self._sizes(depth)), self.options.nodes or 1 << 30)
 
-    def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
+    def propose(self, batch: Batch) -> Draft:
         """All are asked in every step, with a budget of nothing where a row has been served: those with K/V must keep up.  Probes
         are no guesses: the next one is asked, too, for the nodes that they leave."""
-        self.drafts, left = [], list(budgets)
+        self.drafts, left = [], [step.budget for step in batch]
         for i in range(len(self.drafters)):
-            self.drafts.append(self._ask(i, batch, left))
+            self.drafts.append(self._ask(i, batch.within(left)))
             for r, tree in enumerate(self.drafts[i].trees):
                 left[r] = Budget() if tree.size else left[r].within(nodes=left[r].nodes - tree.probes)
-        return self._merge(budgets)
+        return self._merge(batch)

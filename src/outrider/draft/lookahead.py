@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from outrider.core.noise import stream_of
-from outrider.core.types import EMPTY_TREE, ROOT, Batch, Budget, Commit, Draft, DraftTree, Needs, Row
+from outrider.core.types import EMPTY_TREE, ROOT, Batch, Budget, Commit, Draft, DraftTree, Needs, Row, RowStep
 from outrider.drafting.base import Drafter, Target
 from outrider.drafting.lookup.matches import Belief
 from outrider.errors import ConfigError
@@ -152,15 +152,11 @@ class Lookahead(Drafter):
         window = max(levels * (self.reach + 2 - levels) - 1 for levels in range(1, self.level))
         return self.draft_tree * min(depth, self.level - 1) + window if depth else 0
 
-    def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
-        return Draft(
-            [
-                self._tree(row, batch.end(r), budget) if budget.nodes else EMPTY_TREE
-                for r, (row, budget) in enumerate(zip(batch.rows, budgets))
-            ]
-        )
+    def propose(self, batch: Batch) -> Draft:
+        return Draft([self._tree(step) if step.budget.nodes else EMPTY_TREE for step in batch])
 
-    def _tree(self, row: Row, end: int, budget: Budget) -> DraftTree:
+    def _tree(self, step: RowStep) -> DraftTree:
+        row, end, budget = step.row, step.end, step.budget
         tree = self._guess(row.tokens[-1], budget)
         window = self._known(row).window
         if len(tree.tokens) + window.size > budget.nodes or end + self.reach > self.target.max_len:
@@ -194,15 +190,15 @@ class Lookahead(Drafter):
         return tree
 
     def observe(self, commit: Commit) -> None:
-        batch, memory = commit.batch, self.memory
-        for r, (row, tree) in enumerate(zip(batch.rows, commit.draft.trees)):
+        for step in commit.batch:
+            row, tree = step.row, step.tree
             if row not in self.rows:
                 continue
-            known, root = self.rows[row], row.tokens[batch.end(r) - 1]
+            known, root = self.rows[row], row.tokens[step.end - 1]
             if tree.size:
-                memory.belief.observe(1, tree, commit.verdict.nodes[r])
-            if commit.topk[r] and tree.probes == known.window.size:
-                self._learn(row, root, tree, commit.topk[r])
+                self.memory.belief.observe(1, tree, step.accepted)
+            if step.topk and tree.probes == known.window.size:
+                self._learn(row, root, tree, step.topk)
             if self.options.pool_from_prompt:
                 self._read(row, known)
 

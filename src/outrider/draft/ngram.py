@@ -86,12 +86,9 @@ class Ngram(Drafter):
         self.shortest, self.longest = options.shortest, options.prompt_lookup_max
         self.seen: dict[Row, ForwardOutput] = {}
 
-    def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
+    def propose(self, batch: Batch) -> Draft:
         return Draft(
-            [
-                self.after(row, (), budget) if budget.nodes else EMPTY_TREE
-                for row, budget in zip(batch.rows, budgets)
-            ]
+            [self.after(step.row, (), step.budget) if step.budget.nodes else EMPTY_TREE for step in batch]
         )
 
     def after(self, row: Row, said: Sequence[int], budget: Budget) -> DraftTree:
@@ -109,10 +106,10 @@ class Ngram(Drafter):
         return _copy(tokens, found + 1, max(1, risk), 1 - 0.5**n)
 
     def observe(self, commit: Commit) -> None:
-        for row, tree, nodes in zip(commit.batch.rows, commit.draft.trees, commit.verdict.nodes):
-            if tree.tokens and row in self.seen:
-                seen = self.seen[row]
-                seen.credit = min(4, seen.credit + len(nodes)) if nodes else max(0, seen.credit - 1)
+        for step in commit.batch:
+            if step.tree.tokens and step.row in self.seen:
+                seen, right = self.seen[step.row], len(step.accepted)
+                seen.credit = min(4, seen.credit + right) if right else max(0, seen.credit - 1)
 
     def forget(self, row: Row, reason: str) -> None:
         self.seen.pop(row, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.core.types import EMPTY_TREE, Batch, Budget, Draft
+from outrider.core.types import EMPTY_TREE, Batch, Draft
 from outrider.drafting.base import Drafter
 
 
@@ -15,5 +15,5 @@ class Off(Drafter):
     class Options:
         pass
 
-    def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
+    def propose(self, batch: Batch) -> Draft:
         return Draft([EMPTY_TREE] * len(batch))

@@ -86,12 +86,12 @@ class Recycle(Drafter):
     def size(self, depth: int) -> int:
         return min(self.nodes, sum(len(path) <= depth for path in PATHS))
 
-    def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
-        order = self._order() if any(budget.nodes for budget in budgets) else []
+    def propose(self, batch: Batch) -> Draft:
+        order = self._order() if any(step.budget.nodes for step in batch) else []
         return Draft(
             [
-                self._guess(row.tokens[-1], order, budget) if budget.nodes else EMPTY_TREE
-                for row, budget in zip(batch.rows, budgets)
+                self._guess(step.row.tokens[-1], order, step.budget) if step.budget.nodes else EMPTY_TREE
+                for step in batch
             ]
         )
 
@@ -126,18 +126,16 @@ class Recycle(Drafter):
         return tree
 
     def observe(self, commit: Commit) -> None:
-        batch, table = commit.batch, self.memory
-        lasts = [row.tokens[batch.end(r) - 1] for r, row in enumerate(batch.rows)]
-        for last, tree, accepted in zip(lasts, commit.draft.trees, commit.verdict.nodes):
-            if tree.tokens:
-                self._judge(last, tree, accepted)
-        for r, tokens in enumerate(commit.tokens):
-            read = [batch.rows[r].tokens[commit.starts[r] - 1], *tokens[: batch.known[r] - 1]]
-            for token, said in itertools.pairwise(read):
+        table = self.memory
+        for step in commit.batch:
+            if step.tree.tokens:
+                self._judge(step.row.tokens[step.end - 1], step.tree, step.accepted)
+        for step in commit.batch:
+            known = step.row.tokens[step.start : step.end]
+            for token, said in itertools.pairwise(known):
                 table.put_first(token, said)
-            if commit.topk[r]:
-                for token, ids in zip([lasts[r], *commit.draft.trees[r].tokens], commit.topk[r]):
-                    table.put(token, ids)
+            for token, ids in zip([known[-1], *step.tree.tokens], step.topk):
+                table.put(token, ids)
 
     def _judge(self, last: int, tree: DraftTree, accepted: list[int]) -> None:
         """Which ranks were guessed along the path that was taken, and which of them were right."""

@@ -48,8 +48,8 @@ class Scripted(Drafter):
     def size(self, depth: int) -> int:
         return self.options.nodes if depth else 0
 
-    def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
-        return Draft([self._tree(row, budget) for row, budget in zip(batch.rows, budgets)])
+    def propose(self, batch: Batch) -> Draft:
+        return Draft([self._tree(step.row, step.budget) for step in batch])
 
     def _tree(self, row: Row, budget: Budget) -> DraftTree:
         """The script's tree.  A script that fails ends its row."""

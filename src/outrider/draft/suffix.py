@@ -111,12 +111,9 @@ class Suffix(Drafter):
         self.memory = Finished(options.suffix_decoding_max_cached_requests)
         self.rows: dict[Row, Known] = {}
 
-    def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
+    def propose(self, batch: Batch) -> Draft:
         return Draft(
-            [
-                self.after(row, (), budget) if budget.nodes else EMPTY_TREE
-                for row, budget in zip(batch.rows, budgets)
-            ]
+            [self.after(step.row, (), step.budget) if step.budget.nodes else EMPTY_TREE for step in batch]
         )
 
     def after(self, row: Row, said: Sequence[int], budget: Budget) -> DraftTree:
@@ -170,9 +167,9 @@ class Suffix(Drafter):
         return min(int(length * self.factor + 1e-6), budget.nodes, self.depth)
 
     def observe(self, commit: Commit) -> None:
-        for row, tree, nodes in zip(commit.batch.rows, commit.draft.trees, commit.verdict.nodes):
-            if tree.tokens and (known := self.rows.get(row)):
-                known.belief.observe(known.length, tree, nodes)
+        for step in commit.batch:
+            if step.tree.tokens and (known := self.rows.get(step.row)):
+                known.belief.observe(known.length, step.tree, step.accepted)
 
     def forget(self, row: Row, reason: str) -> None:
         self.rows.pop(row, None)

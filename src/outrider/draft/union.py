@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import reduce
 from operator import or_
 from typing import Any, ClassVar
@@ -21,7 +21,7 @@ from torch import Tensor
 from outrider import draft
 from outrider.cache.pool import Pool
 from outrider.core.noise import mix
-from outrider.core.types import ROOT, Batch, Budget, Commit, Draft, DraftTree, Needs, Row, Verdict
+from outrider.core.types import ROOT, Batch, Commit, Draft, DraftTree, Needs, Row
 from outrider.drafting.base import Drafter, Target
 from outrider.errors import ConfigError, unknown
 from outrider.sampling.random_streams import without
@@ -149,25 +149,28 @@ class Union(Drafter):
     def _sizes(self, depth: int) -> list[int]:
         return [drafter.size(min(depth, levels)) for drafter, levels in zip(self.drafters, self.levels)]
 
-    def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
-        self.drafts = [self._ask(i, batch, budgets) for i in range(len(self.drafters))]
-        return self._merge(budgets)
+    def propose(self, batch: Batch) -> Draft:
+        self.drafts = [self._ask(i, batch) for i in range(len(self.drafters))]
+        return self._merge(batch)
 
-    def _ask(self, i: int, batch: Batch, budgets: list[Budget]) -> Draft:
+    def _ask(self, i: int, batch: Batch) -> Draft:
         """What drafter i says within its own levels and nodes."""
         drafter, levels = self.drafters[i], self.levels[i]
-        own = [budget.within(depth=levels) for budget in budgets]
-        return drafter.propose(batch, [budget.within(nodes=drafter.size(budget.depth)) for budget in own])
+        own = [step.budget.within(depth=levels) for step in batch]
+        return drafter.propose(
+            batch.within([budget.within(nodes=drafter.size(budget.depth)) for budget in own])
+        )
 
-    def _merge(self, budgets: list[Budget]) -> Draft:
+    def _merge(self, batch: Batch) -> Draft:
         each = zip(*(said.trees for said in self.drafts))
-        self.merged = [merge(trees, budget.nodes) for trees, budget in zip(each, budgets)]
+        self.merged = [merge(trees, step.budget.nodes) for trees, step in zip(each, batch)]
         return Draft([merged.tree for merged in self.merged])
 
     def observe(self, commit: Commit) -> None:
-        cut = commit.draft.kept
-        kept = [range(len(merged.tree.tokens)) for merged in self.merged] if cut is None else cut
-        alive = [{node: now for now, node in enumerate(nodes)} for nodes in kept]
+        alive = []
+        for merged, step in zip(self.merged, commit.batch):
+            kept = range(len(merged.tree.tokens)) if step.kept is None else step.kept
+            alive.append({node: now for now, node in enumerate(kept)})
         for k, drafter in enumerate(self.drafters):
             where = [
                 {i: now[node] for i, node in merged.where[k].items() if node in now}
@@ -319,21 +322,18 @@ def part(commit: Commit, own: Draft, where: Sequence[dict[int, int]], topk: int)
 
     where[r][i]: the node of the verified tree that its node i was; those that are missing were dropped.
     """
-    trees: list[DraftTree] = []
-    kept: list[list[int]] = []
-    accepted: list[list[int]] = []
-    best: list[list[list[int]]] = []
-    for r, (tree, theirs) in enumerate(zip(own.trees, where)):
+    steps = []
+    for step, tree, theirs in zip(commit.batch, own.trees, where):
         keep = sorted(theirs)
-        kept.append(keep)
-        trees.append(tree if len(keep) == len(tree.tokens) else tree.only(keep))
         mine = {theirs[i]: place for place, i in enumerate(keep)}
-        accepted.append([mine[node] for node in commit.verdict.nodes[r] if node in mine])
-        if topk:
-            seen = commit.topk[r]
-            best.append(
-                [seen[1 + node][:topk] for node in (ROOT, *(theirs[i] for i in keep))] if seen else []
+        nodes = [ROOT, *(theirs[i] for i in keep)] if step.topk and topk else []
+        steps.append(
+            replace(
+                step,
+                tree=tree if len(keep) == len(tree.tokens) else tree.only(keep),
+                kept=keep,
+                accepted=[mine[node] for node in step.accepted if node in mine],
+                topk=[step.topk[1 + node][:topk] for node in nodes],
             )
-    return commit._replace(
-        draft=Draft(trees, kept=kept), verdict=Verdict(accepted, commit.verdict.tokens), topk=best
-    )
+        )
+    return commit._replace(batch=Batch(steps, prefill=commit.batch.prefill))

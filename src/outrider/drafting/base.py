@@ -107,8 +107,8 @@ class Drafter:
         """How many nodes a tree of `depth` levels has at most."""
         return depth
 
-    def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
-        """One tree a row, within its budget.  Node i of row r may use slot table.slots[batch.end(r) + i], in this step."""
+    def propose(self, batch: Batch) -> Draft:
+        """One tree a row, within its budget.  Node i of a row may use slot row.table.slots[step.end + i] in this step."""
         raise NotImplementedError
 
     def after(self, row: Row, said: Sequence[int], budget: Budget) -> DraftTree:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from outrider.core.stop_rule import NodeFeatures, StopRule
-from outrider.core.types import ROOT, Budget, Commit, DraftTree, Row
+from outrider.core.types import ROOT, Budget, Commit, DraftTree, Row, RowStep
 from outrider.drafting import disco
 from outrider.drafting.base import refuse_idle
 from outrider.drafting.threshold import adapted
@@ -162,11 +162,11 @@ class Stop:
             most = (1 - self.memory.entropy) ** 2 / self.options.entropy_factor
         return StopRule(self.memory.confidence, most, self.net)
 
-    def limit(self, rows: Sequence[Row], budgets: list[Budget]) -> list[Budget]:
-        """The budgets with as many levels as the schedule allows."""
+    def limit(self, step: RowStep) -> Budget:
+        """The row's budget with as many levels as the schedule allows."""
         if self.options.num_assistant_tokens_schedule == "constant":
-            return budgets
-        return [budget.within(depth=self._length(row)) for row, budget in zip(rows, budgets)]
+            return step.budget
+        return step.budget.within(depth=self._length(step.row))
 
     def _length(self, row: Row) -> int:
         return self.lengths.get(row, self.memory.length)
@@ -194,7 +194,8 @@ class Stop:
         tree.frontier = going
 
     def observe(self, commit: Commit) -> None:
-        for row, tree, accepted in zip(commit.batch.rows, commit.draft.trees, commit.verdict.nodes):
+        for step in commit.batch:
+            row, tree, accepted = step.row, step.tree, step.accepted
             round = self.rounds.pop(row, None)
             if (
                 round is None or not tree.tokens or row.finish_reason is not None

@@ -20,7 +20,7 @@ from outrider.control.fixed import FixedController
 from outrider.control.prefill import PrefillPacer
 from outrider.core.block_table import PAGE
 from outrider.core.clock import Times, Work
-from outrider.core.types import NO_STATES, Batch, Commit, Draft, Row, Verdict
+from outrider.core.types import NO_STATES, Batch, Commit, Row
 from outrider.draft import methods_of
 from outrider.drafting.base import Drafter, Target
 from outrider.engine.adapters import Adapters
@@ -103,7 +103,7 @@ class Engine:
         for own in drafter.caches:
             own.prefix_caching = cache.prefix_caching
         self.drafter, self.rule, self.cache = drafter, speculation.rule, cache
-        self.verify: Callable[[Draft, ForwardOutput, Batch], Verdict] = self.rule
+        self.verify: Callable[[Batch, ForwardOutput], None] = self.rule
         self.controller: Controller = controller
         self.runner = Runner(self.decoder, pool, self.sampler, self.rule.same)
         self.pacer = PrefillPacer(self.options.max_num_batched_tokens, self.options.max_decode_slowdown)
@@ -135,56 +135,46 @@ class Engine:
         """
         began = time.perf_counter()
         batch = self.scheduler.next()
-        if not batch.rows:
+        if not batch.steps:
             assert not self.busy, "rows are waiting and none can run"
             return batch.failed
-        budgets = self.scheduler.reserve(batch, self.controller.budget(batch))
+        self.scheduler.reserve(batch, self.controller.budget(batch))
         propose = time.perf_counter()
-        draft = self.controller.trim(self.drafter.propose(batch, budgets), budgets)
+        batch.take(self.drafter.propose(batch))
+        self.controller.trim(batch)
         forward = time.perf_counter()
-        seen = self.runner.forward(batch, draft, self.drafter.needs)
+        output = self.runner.forward(batch, self.drafter.needs)
         after = time.perf_counter()
-        verdict = self.verify(draft, seen, batch)
-        seen.record(verdict)
-        verdict = self.scheduler.clip(batch, verdict)
-        self.scheduler.commit(batch, verdict)
-        commit = self._commit(batch, draft, verdict, seen)
+        self.verify(batch, output)
+        output.record_logprobs()
+        self.scheduler.clip(batch)
+        self.scheduler.commit(batch)
+        commit = self._commit(batch, output)
         self.drafter.observe(commit)
-        finished = self._finish(commit)
+        finished = self._finish(batch)
         times = Times(forward - propose, after - forward, time.perf_counter() - after + propose - began)
         self.controller.learn(commit, times)
         self.pacer.learn(batch, sum(times))
-        (self.reading if batch.reading else self.decoding).add(commit, times)
+        (self.reading if batch.prefill else self.decoding).add(batch, times)
         return finished
 
-    def _commit(self, batch: Batch, draft: Draft, verdict: Verdict, seen: ForwardOutput) -> Commit:
-        starts, tokens, now, lossless = [], [], time.perf_counter(), self.rule.lossless
-        for row, start, known, tree, nodes, said in zip(
-            batch.rows, batch.starts, batch.known, draft.trees, verdict.nodes, verdict.tokens
-        ):
-            starts.append(start + 1)
-            tokens.append(row.tokens[start + 1 : start + known] + said)
-            if said:
-                row.steps += 1
-                row.drafted += len(tree.tokens) - tree.probes
-                row.accepted += len(nodes)
-                row.lossless = lossless
-                row.arrivals += [now] * len(said)
-        topk = seen.topk(draft) if seen.needs.topk else []
-        return Commit(
-            batch, starts, tokens, draft, verdict, topk, seen.states(verdict) if seen.kept else NO_STATES
-        )
+    def _commit(self, batch: Batch, output: ForwardOutput) -> Commit:
+        now, lossless = time.perf_counter(), self.rule.lossless
+        for step in batch:
+            if step.emitted:
+                step.row.count(step, now, lossless)
+        if output.needs.topk:
+            output.find_topk()
+        return Commit(batch, output.states() if output.kept else NO_STATES)
 
-    def _finish(self, commit: Commit) -> list[Row]:
+    def _finish(self, batch: Batch) -> list[Row]:
         """Rows that emitted or failed; those that ended leave the engine."""
-        for row in commit.batch.rows:
+        for row in batch.rows:
             if row.finish_reason is not None:
                 if row.error is None:
                     self.scheduler.share(row)  # with what the drafter has read since they were entered
                 self.scheduler.retire(row)
-        return commit.batch.failed + [
-            row for row, tokens in zip(commit.batch.rows, commit.verdict.tokens) if tokens or row.error
-        ]
+        return batch.failed + [step.row for step in batch if step.emitted or step.row.error]
 
     def add(self, row: Row) -> None:
         self.scheduler.add(row)

@@ -11,7 +11,7 @@ from outrider.backends.base import Answer, TreeQueries
 from outrider.cache.pool import Pool
 from outrider.core.logprobs import Logprobs
 from outrider.core.step_input import StepInput
-from outrider.core.types import FINAL, ROOT, Batch, Draft, DraftTree, Needs, Resume, Row, States, Verdict
+from outrider.core.types import FINAL, ROOT, Batch, DraftTree, Needs, Resume, Row, RowStep, States
 from outrider.errors import OutriderError
 from outrider.models.base import Model
 from outrider.models.steps import behind
@@ -44,54 +44,51 @@ class ForwardOutput:
         return self.roots[row] + 1 + node
 
     def pick(self, row: int, node: int, path: Sequence[int]) -> int:
-        return self.sampler.pick(self.batch.rows[row], path, self.logits, self.roots[row] + 1 + node)
+        return self.sampler.pick(self.batch[row].row, path, self.logits, self.roots[row] + 1 + node)
 
     def follow(self, row: int) -> Answer | None:
         return self.answers.get(row)
 
     def p(self, row: int, node: int, path: Sequence[int]) -> Tensor:
-        return self.sampler.distribution(self.batch.rows[row], path, self.logits, self.at(row, node))
+        return self.sampler.distribution(self.batch[row].row, path, self.logits, self.at(row, node))
 
     def accept(self, row: int, node: int, probability: float) -> bool:
-        return random_streams.accept(self.batch.rows[row], node, probability)
+        return random_streams.accept(self.batch[row].row, node, probability)
 
     def draw(self, row: int, node: int, distribution: Tensor) -> int:
-        return random_streams.emit(self.batch.rows[row], node, distribution)
+        return random_streams.emit(self.batch[row].row, node, distribution)
 
-    def topk(self, draft: Draft) -> list[list[list[int]]]:
-        """What `Commit.topk` says."""
+    def find_topk(self) -> None:
+        """Set `topk` of every row."""
         best = self.sampler.best(self.logits, self.needs.topk)
-        sizes = draft.sizes
-        return [
-            best[self.at(r, ROOT) : self.at(r, sizes[r])] if r in self.roots else []
-            for r in range(len(self.batch))
+        for r in self.roots:
+            step = self.batch[r]
+            step.topk = best[self.at(r, ROOT) : self.at(r, len(step.tree.tokens))]
+
+    def states(self) -> States:
+        """Hidden states of the known tokens and the accepted nodes of every row."""
+        places = [
+            [*range(first, end), *(end + node for node in step.accepted)]
+            for (first, end), step in zip(self.spans, self.batch)
         ]
+        return States(self.kept, places)
 
-    def states(self, verdict: Verdict) -> States:
-        """What `Commit.states` says."""
-        return States(
-            self.kept,
-            [
-                [*range(first, end), *(end + i for i in nodes)]
-                for (first, end), nodes in zip(self.spans, verdict.nodes)
-            ],
-        )
-
-    def record(self, verdict: Verdict) -> None:
+    def record_logprobs(self) -> None:
         """Log-probabilities of what is emitted, for rows that ask; what the scheduler cuts off later is cut from these, too."""
-        for r, row in enumerate(self.batch.rows):
+        for r, step in enumerate(self.batch):
+            row = step.row
             if row.logprobs is None or row.logprobs.count is None or row.error is not None:
                 continue
             del row.logprobs.sampled[len(row.tokens) - row.prompt :]  # of a step that was interrupted
             try:
-                self._record(r, row, row.logprobs, verdict)
+                self._record(r, step, row.logprobs)
             except OutriderError as error:  # a processor that fails when it is asked again
                 row.error = error
 
-    def _record(self, r: int, row: Row, kept: Logprobs, verdict: Verdict) -> None:
-        for i, (node, token) in enumerate(zip([ROOT, *verdict.nodes[r]], verdict.tokens[r])):
+    def _record(self, r: int, step: RowStep, kept: Logprobs) -> None:
+        for i, (node, token) in enumerate(zip([ROOT, *step.accepted], step.emitted)):
             logits = self.logits[self.at(r, node)]
-            kept.add(token, self.sampler.values(row, verdict.tokens[r][:i], logits, kept.mode))
+            kept.add(token, self.sampler.values(step.row, step.emitted[:i], logits, kept.mode))
 
 
 class Runner:
@@ -100,36 +97,34 @@ class Runner:
     def __init__(self, decoder: Model, pool: Pool, sampler: Sampler, same: bool) -> None:
         self.decoder, self.pool, self.sampler, self.same = decoder, pool, sampler, same
 
-    def forward(self, batch: Batch, draft: Draft, needs: Needs) -> ForwardOutput:
+    def forward(self, batch: Batch, needs: Needs) -> ForwardOutput:
         step_input = StepInput()
         wanted: list[int] = []
         roots: dict[int, int] = {}
         trees = self.decoder.kernels.trees()
         asking: list[tuple[int, int]] = []
         spans: list[tuple[int, int]] = []  # where the tokens of each row begin, and its guesses
-        for r, (row, start, known, draft_tree) in enumerate(
-            zip(batch.rows, batch.starts, batch.known, draft.trees)
-        ):
-            first = step_input.length
-            end = first + known
-            add_row(step_input, row, start, start + known, draft_tree)
+        for r, step in enumerate(batch):
+            row, first = step.row, step_input.length
+            end = first + step.known
+            add_row(step_input, row, step.start, step.end, step.tree)
             spans.append((first, end))
             asked = row.logprobs
             if asked is not None and asked.prompt_count is not None and len(asked.prompt) < row.prompt:
                 asking.append((r, first))
             if row.adapter is not None:
                 step_input.adapt(first, row.adapter)
-            if batch.emits[r]:
+            if step.emits:
                 roots[r] = len(wanted)
                 if self.same:
-                    self.sampler.ask(trees, r, row, draft_tree, roots[r])
+                    self.sampler.ask(trees, r, row, step.tree, roots[r])
                 wanted += range(end - 1, step_input.length)
         kept = dict.fromkeys(needs.states, NONE)
         if asking:
             kept[FINAL] = NONE
-        logits = self._read(step_input.build(), wanted, kept, trees, draft.resume, spans)
+        logits = self._read(step_input.build(), wanted, kept, trees, batch.resume, spans)
         for r, first in asking:
-            self._score(batch.rows[r], kept[FINAL], first, batch.starts[r], batch.end(r))
+            self._score(batch[r].row, kept[FINAL], first, batch[r].start, batch[r].end)
         return ForwardOutput(batch, logits, roots, self.sampler, needs, kept, spans, trees.read())
 
     def _read(

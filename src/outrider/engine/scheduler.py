@@ -10,13 +10,13 @@ nobody starves.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from outrider.cache.pages import Cache
 from outrider.control.prefill import PrefillBudget
 from outrider.core.block_table import PAGE, ROOT
-from outrider.core.types import Batch, Budget, LoRARequest, Row, Verdict
+from outrider.core.types import Batch, Budget, LoRARequest, Row
 from outrider.engine.adapters import Adapters
 from outrider.engine.detokenizer import Detokenizer, find_stop
 from outrider.errors import RequestError
@@ -107,53 +107,53 @@ class Scheduler:
         )  # prefill keeps half
         return self.prefill(decodes, self.tokens - decodes - share)
 
-    def reserve(self, batch: Batch, budgets: list[Budget]) -> list[Budget]:
-        """Slots for guesses.  They take what is free and never a page from a row: the budget shrinks instead."""
-        guessing = 0
-        for budget in budgets:
-            guessing += budget.nodes > 0
-        fair = (self.tokens - sum(batch.known)) // guessing if guessing else 0
-        granted = []
-        for row, start, known, budget in zip(batch.rows, batch.starts, batch.known, budgets):
-            end, nodes = start + known, min(budget.nodes, fair)
-            assert row.table is not None
-            if nodes and not _reaches(row, end + nodes) and not self.cache.reserve(row.table, end + nodes):
-                nodes = min(nodes, row.table.room - end)
-            granted.append(budget.within(nodes=nodes))
-            batch.nodes.append(granted[-1].nodes)
-        return granted
+    def reserve(self, batch: Batch, budgets: Sequence[Budget]) -> None:
+        """Grant budgets, with slots for the draft nodes.
 
-    def clip(self, batch: Batch, verdict: Verdict) -> Verdict:
-        """Ends rows at EOS, stop ids and strings, max_tokens and the context: nothing past the end is committed."""
-        for r, row in enumerate(batch.rows):
+        Draft nodes take free pages and never preempt a row: the budget shrinks instead.
+        """
+        drafting = sum(budget.nodes > 0 for budget in budgets)
+        fair = (self.tokens - sum(step.known for step in batch)) // drafting if drafting else 0
+        for step, budget in zip(batch, budgets):
+            row, nodes = step.row, min(budget.nodes, fair)
+            assert row.table is not None
+            if nodes and not (
+                _reaches(row, step.end + nodes) or self.cache.reserve(row.table, step.end + nodes)
+            ):
+                nodes = min(nodes, row.table.room - step.end)
+            step.budget = budget.within(nodes=nodes)
+
+    def clip(self, batch: Batch) -> None:
+        """End rows at EOS, stop ids and strings, max_tokens and the context, and drop what lies past the end."""
+        for step in batch:
+            row = step.row
             if row.error is not None:
-                row.finish_reason, verdict.tokens[r], verdict.nodes[r] = "error", [], []
-            for count, token in enumerate(verdict.tokens[r], start=1):
+                row.finish_reason, step.emitted, step.accepted = "error", [], []
+            for count, token in enumerate(step.emitted, start=1):
                 row.tokens.append(token)
                 if self._ends(row, token):
-                    verdict.tokens[r] = verdict.tokens[r][:count]
-                    verdict.nodes[r] = verdict.nodes[r][: count - 1]
+                    step.emitted = step.emitted[:count]
+                    step.accepted = step.accepted[: count - 1]
                     break
-        return verdict
 
-    def commit(self, batch: Batch, verdict: Verdict) -> None:
-        """Moves the accepted path of every row to its natural slots, gives back the rest, enters full pages for reuse."""
+    def commit(self, batch: Batch) -> None:
+        """Move the accepted path of every row to its natural slots, free the other pages, index full pages for reuse."""
         sources: list[int] = []
         targets: list[int] = []
-        for row, start, known, nodes in zip(batch.rows, batch.starts, batch.known, verdict.nodes):
-            assert row.table is not None
-            end, slots = start + known, row.table.slots
-            for place, node in enumerate(nodes):
+        for step in batch:
+            assert step.row.table is not None
+            slots = step.row.table.slots
+            for place, node in enumerate(step.accepted):
                 if node != place:
-                    sources.append(slots[end + node])
-                    targets.append(slots[end + place])
+                    sources.append(slots[step.end + node])
+                    targets.append(slots[step.end + place])
         if sources:
             self.cache.pools[0].move(sources, targets)
-        for row, start, known, nodes in zip(batch.rows, batch.starts, batch.known, verdict.nodes):
+        for step in batch:
+            row = step.row
             assert row.table is not None
-            row.computed = (
-                start + known + len(nodes)
-            )  # only now: what a step that is interrupted before has moved is computed again
+            # only now: a step that was interrupted before, even in the middle of `move`, is computed again
+            row.computed = step.end + len(step.accepted)
             length, table = max(len(row.tokens), row.computed), row.table
             if _reaches(row, length + PAGE):
                 self.cache.shrink(table, length)

@@ -2,7 +2,7 @@
 
 Every head reads what the target computed, so it can only guess behind a token whose predecessor's state was seen in this engine:
 
-    position       … e-2   e-1 │ e        e = batch.end(r), known = 1
+    position       … e-2   e-1 │ e        e = step.end, known = 1
     the target said  f_e-2      │          its state after the last token that it computed
     x                      x_e-1│ guess    the pending token, which it said from that state
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from outrider.checkpoints.heads import Head
 from outrider.checkpoints.quantize import bits_of
-from outrider.core.types import FINAL, Batch, Budget, Commit, Needs, Row
+from outrider.core.types import FINAL, Batch, Commit, Needs, Row, RowStep
 from outrider.drafting.base import Drafter, Target, refuse_parallel
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.choose import Chooser
@@ -64,11 +64,10 @@ class HeadDrafter(Drafter):
         self.choose = Chooser(target)
 
     @staticmethod
-    def may_guess(batch: Batch, r: int, budget: Budget) -> bool:
+    def may_guess(step: RowStep) -> bool:
         """Whether a row has said something, and waits for the next token alone.  Not behind a prompt, although its last chunk may be one
         token, too: how prompts are cut into chunks depends on the clock, and what is guessed must not."""
-        row = batch.rows[r]
-        return budget.nodes > 0 and batch.known[r] == 1 and len(row.tokens) > row.prompt
+        return step.budget.nodes > 0 and step.known == 1 and len(step.row.tokens) > step.row.prompt
 
     @classmethod
     def check(cls, head: Head) -> None:
@@ -100,21 +99,21 @@ class StateDrafter(HeadDrafter):
             Row, tuple[int, Tensor]
         ] = {}  # how many tokens the target had computed, and its state [1, hidden] at the last
 
-    def ready(self, batch: Batch, budgets: Sequence[Budget]) -> list[int]:
+    def ready(self, batch: Batch) -> list[int]:
         """The rows of the batch to guess for."""
-        return [
-            r for r, row in enumerate(batch.rows)
-            if self.may_guess(batch, r, budgets[r]) and row in self.last and self.last[row][0] == batch.starts[r]
-        ]  # fmt: skip
+        return [r for r, step in enumerate(batch) if self.may_guess(step) and self._last_seen(step)]
+
+    def _last_seen(self, step: RowStep) -> bool:
+        return step.row in self.last and self.last[step.row][0] == step.start
 
     def states(self, batch: Batch, rows: Sequence[int]) -> Tensor:
         """[len(rows), hidden]: f_e-2 of each."""
-        return torch.cat([self.last[batch.rows[r]][1] for r in rows]).to(self.kernels.activations)
+        return torch.cat([self.last[batch[r].row][1] for r in rows]).to(self.kernels.activations)
 
     def observe(self, commit: Commit) -> None:
-        for r, row in enumerate(commit.batch.rows):
-            if commit.verdict.tokens[r]:
-                self.last[row] = row.computed, commit.states.of(r, (FINAL,), last=True)
+        for r, step in enumerate(commit.batch):
+            if step.emitted:
+                self.last[step.row] = step.row.computed, commit.states.of(r, (FINAL,), last=True)
 
     def forget(self, row: Row, reason: str) -> None:
         self.last.pop(row, None)

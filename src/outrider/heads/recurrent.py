@@ -1,6 +1,6 @@
 """Drafters whose head reads a state and the token that was said from it, and says the next state: EAGLE and its kin.
 
-    position of the target      … e-3     e-2     e-1  │ e        e = batch.end(r), one token pending at e-1
+    position of the target      … e-3     e-2     e-1  │ e        e = step.end, one token pending at e-1
     state of the target         f_e-3   f_e-2          │          seen by `observe`, of every token that became certain
     token                       x_e-3   x_e-2   x_e-1  │ guess
     pair (f_t, x_t+1) at t         (f_e-3, x_e-2)      │
@@ -160,23 +160,24 @@ class Recurrent(HeadDrafter):
         k: int = self.options.top_k
         return max(depth, min(self.nodes, k + (depth - 1) * k * k))
 
-    def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
+    def propose(self, batch: Batch) -> Draft:
         turns, grown = list[Turn](), dict[int, Growing]()
-        for r, (row, budget) in enumerate(zip(batch.rows, budgets)):
-            self.synced.setdefault(row, batch.starts[r] + 1)
+        for r, step in enumerate(batch):
+            row = step.row
+            self.synced.setdefault(row, step.start + 1)
             pending_states = self.pending_by_row.get(row)
             if pending_states is None or not pending_states.count:
                 continue
             draft_tree = (
-                self.may_guess(batch, r, budget)
-                and pending_states.end == batch.starts[r]
+                self.may_guess(step)
+                and pending_states.end == step.start
                 and pending_states.count > self.overlap
             )
             if not (draft_tree or pending_states.count >= PILE):
                 continue
-            turns.append(turn := self._turn(row, batch.end(r) + budget.nodes))
+            turns.append(turn := self._turn(row, step.end + step.budget.nodes))
             if draft_tree:
-                turn.tree = grown[r] = self._growing(row, turn.slots[1:], batch.end(r) - 1, budget)
+                turn.tree = grown[r] = self._growing(row, turn.slots[1:], step.end - 1, step.budget)
         if turns:
             self._levels(self._read(turns), list(grown.values()))
         return Draft([grown[r].draft_tree if r in grown else EMPTY_TREE for r in range(len(batch))])
@@ -250,8 +251,8 @@ class Recurrent(HeadDrafter):
         return self.net.forward(step_input.build(), self.pool, self.net.again(o))
 
     def observe(self, commit: Commit) -> None:
-        for r, row in enumerate(commit.batch.rows):
-            start, states = commit.batch.starts[r], commit.states.of(r, self.net.taps)
+        for r, step in enumerate(commit.batch):
+            row, start, states = step.row, step.start, commit.states.of(r, self.net.taps)
             pending_states = self.pending_by_row.setdefault(row, PendingStates(start))
             pending_states.drop(self.overlap)
             if pending_states.end != start:  # a replay, or the first step after a prefix hit
@@ -262,8 +263,14 @@ class Recurrent(HeadDrafter):
     def _read_prompts(self, batch: Batch) -> None:
         """Chunks are read at once, so that whoever shares the prompt finds its K/V; but for what the first level will be read from."""
         turns = []
-        for row, known in zip(batch.rows, batch.known):
-            if known > 1 and row.error is None and row.table is not None and row.table.room > row.computed:
+        for step in batch:
+            row = step.row
+            if (
+                step.known > 1
+                and row.error is None
+                and row.table is not None
+                and row.table.room > row.computed
+            ):
                 turns.append(
                     self._turn(row, row.computed + 1)
                 )  # the last pair lies beside the pending token, whose slot may be missing

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from outrider.core.types import ROOT, Batch, Draft, DraftTree, Picker, Verdict
+from outrider.core.types import ROOT, Batch, DraftTree, Picker
 from outrider.errors import OutriderError
 from outrider.sampling.random_streams import normal
 
@@ -62,20 +62,14 @@ class Rule:
         """What the emitted tokens are: plain decoding's "tokens", tokens of its "law", or "lossy"."""
         return "lossy" if not self.lossless else "tokens" if self.same else "law"
 
-    def __call__(self, draft: Draft, distributions: Picker, batch: Batch) -> Verdict:
-        """A row that fails is marked, emits nothing and ends (see Scheduler.clip); the others go on."""
-        verdict = Verdict([], [])
-        for r, draft_tree in enumerate(draft.trees):
-            path: list[int] = []
-            said: list[int] = []
-            if batch.emits[r]:
+    def __call__(self, batch: Batch, picker: Picker) -> None:
+        """Set `accepted` and `emitted` of every row.  A row that fails gets its error and ends (see Scheduler.clip)."""
+        for r, step in enumerate(batch):
+            if step.emits:
                 try:
-                    path, said = self.walk(draft_tree, RowPicker(distributions, r))
+                    step.accepted, step.emitted = self.walk(step.tree, RowPicker(picker, r))
                 except OutriderError as error:
-                    batch.rows[r].error = error
-            verdict.nodes.append(path)
-            verdict.tokens.append(said)
-        return verdict
+                    step.row.error = error
 
     def walk(self, tree: DraftTree, target: RowPicker) -> tuple[list[int], list[int]]:
         """The accepted nodes from the root down, and the tokens to emit: theirs and one more."""

@@ -88,12 +88,9 @@ class Datastore(Drafter):
     def size(self, depth: int) -> int:
         return self.nodes if depth else 0
 
-    def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
+    def propose(self, batch: Batch) -> Draft:
         return Draft(
-            [
-                self.after(row, (), budget) if budget.nodes else EMPTY_TREE
-                for row, budget in zip(batch.rows, budgets)
-            ]
+            [self.after(step.row, (), step.budget) if step.budget.nodes else EMPTY_TREE for step in batch]
         )
 
     def after(self, row: Row, said: Sequence[int], budget: Budget) -> DraftTree:
@@ -110,9 +107,9 @@ class Datastore(Drafter):
         return frequent(texts, budget, belief, length, least, self.nodes)[0]
 
     def observe(self, commit: Commit) -> None:
-        for row, tree, nodes in zip(commit.batch.rows, commit.draft.trees, commit.verdict.nodes):
-            if tree.tokens and row in self.lengths:
-                self.memory.observe(self.lengths[row], tree, nodes)
+        for step in commit.batch:
+            if step.tree.tokens and step.row in self.lengths:
+                self.memory.observe(self.lengths[step.row], step.tree, step.accepted)
 
     def forget(self, row: Row, reason: str) -> None:
         self.lengths.pop(row, None)

@@ -3,7 +3,7 @@
 A block is the pending token and masks behind it.  Its rows see each other, and of the text before them what the target computed there:
 in every layer K and V of position t are projections of g_t = norm(fc(taps of the target at t)).
 
-    position            …  e-2  │ e-1     e      e+1  …       e = batch.end(r), known = 1
+    position            …  e-2  │ e-1     e      e+1  …       e = step.end, known = 1
     in our pool         …  g_e-2│  ·      ·       ·           at the target's slots, written when t became certain
     one pass takes              │ x_e-1  mask    mask …       K/V of the block is scratch, in the slots of this step's guesses
     its rows say                │  –      e      e+1  …       from_anchor: e, e+1, e+2 …, each row the token after it
@@ -26,7 +26,7 @@ from torch import Tensor
 from outrider.cache.pool import Pool
 from outrider.checkpoints.heads import Head
 from outrider.core.step_input import StepInput
-from outrider.core.types import EMPTY_TREE, Batch, Budget, Commit, Draft, DraftTree, Needs, Row
+from outrider.core.types import EMPTY_TREE, Batch, Commit, Draft, DraftTree, Needs, Row
 from outrider.draft.dflash import layouts
 from outrider.draft.dflash.network import Network
 from outrider.draft.dflash.tree import Grower, chain
@@ -190,24 +190,23 @@ class DFlash(HeadDrafter):
         self.synced.pop(row, None)
         self.gaps.pop(row, None)
 
-    def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
+    def propose(self, batch: Batch) -> Draft:
         rows, trees = [], [EMPTY_TREE] * len(batch)
-        for r, row in enumerate(batch.rows):
-            if (
-                self.synced.setdefault(row, batch.starts[r]) < batch.starts[r]
-            ):  # of a row that is new: what the prefix cache gave
-                self._bridge(row, batch.starts[r])
-            if self.may_guess(batch, r, budgets[r]):
+        for r, step in enumerate(batch):
+            # of a row that is new: what the prefix cache gave
+            if self.synced.setdefault(step.row, step.start) < step.start:
+                self._bridge(step.row, step.start)
+            if self.may_guess(step):
                 rows.append(r)
         if rows:
-            levels = [min(budgets[r].depth, self.layout.levels) for r in rows]
+            levels = [min(batch[r].budget.depth, self.layout.levels) for r in rows]
             growing = {}
             for r, logits in zip(rows, torch.split(self.look(batch, rows, levels), levels)):
-                row = batch.rows[r]
+                row = batch[r].row
                 paths = (
                     chain(len(logits))
                     if self.memory is None
-                    else self.memory.best(budgets[r].nodes, len(logits))
+                    else self.memory.best(batch[r].budget.nodes, len(logits))
                 )
                 growing[r] = Grower(row, logits, self.choose).grow(
                     paths, self.stream_id if self.draws(row) else None
@@ -250,7 +249,7 @@ class DFlash(HeadDrafter):
         ids: list[int] = []
         wanted: list[int] = []
         for r, deep in zip(rows, levels):
-            row, at = batch.rows[r], batch.starts[r]
+            row, at = batch[r].row, batch[r].start
             assert row.table is not None
             tokens = [row.tokens[at], *[self.layout.mask] * (deep - 1 + skipped)]
             wanted += range(len(ids) + skipped, len(ids) + len(tokens))
@@ -279,12 +278,12 @@ class DFlash(HeadDrafter):
         return logits if self.ids is None else logits[:, self.ids.long().to(logits.device)]
 
     def observe(self, commit: Commit) -> None:
-        batch, step_input, taps, read = commit.batch, StepInput(), list[Tensor](), dict[Row, int]()
-        for r, row in enumerate(batch.rows):
-            start, end = batch.starts[r], row.computed
+        step_input, taps, read = StepInput(), list[Tensor](), dict[Row, int]()
+        for r, step in enumerate(commit.batch):
+            row, start, end = step.row, step.start, step.row.computed
             if self.memory is not None:
-                self.memory.learn(self.trees[r], commit.verdict.tokens[r])
-            if row.error is None and (row.finish_reason is None or batch.known[r] > 1):
+                self.memory.learn(self.trees[r], step.emitted)
+            if row.error is None and (row.finish_reason is None or step.known > 1):
                 assert row.table is not None
                 step_input.chain(row.table.slots, start, row.tokens[start:end])
                 taps.append(self.aligned(commit, r))

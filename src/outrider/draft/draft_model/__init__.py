@@ -3,7 +3,7 @@
 Its K/V lies at the target's slots, in a pool of its own, and covers committed tokens only: every step first catches up
 with what became certain, in the forward that also gives the first level.
 
-    position            … e-2   e-1 │  e    e+1       e = batch.end(r): the known tokens end here
+    position            … e-2   e-1 │  e    e+1       e = step.end: the known tokens end here
     forward 1 takes     known known │                 its last row says the guess for position e
     forward 2 takes                 │ guess           … for e+1; its K/V is scratch in the row's node slots
 

@@ -117,17 +117,17 @@ class ModelDrafter(Drafter):
         siblings: int = self.options.siblings
         return depth * siblings
 
-    def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
+    def propose(self, batch: Batch) -> Draft:
         self.reading.clear()
-        draft = self._proposed(batch, budgets)
+        draft = self._proposed(batch)
         for row, end in self.reading:
             self.synced[row] = end
         return draft
 
-    def _proposed(self, batch: Batch, budgets: list[Budget]) -> Draft:
-        step_input, starts = self._catch_up(batch, self.stop.limit(batch.rows, budgets))
+    def _proposed(self, batch: Batch) -> Draft:
+        step_input, starts = self._catch_up(batch)
         for start in starts if self.stop.active else ():
-            self.stop.begin(batch.rows[start.r], start.budget.depth)
+            self.stop.begin(batch[start.r].row, start.budget.depth)
         trees = [EMPTY_TREE] * len(batch)
         if not step_input.length:
             return Draft(trees)
@@ -139,8 +139,8 @@ class ModelDrafter(Drafter):
         repeats = self.options.sibling_draws == "independent"
         grown = {
             s.r: Tree(
-                batch.rows[s.r],
-                batch.end(s.r),
+                batch[s.r].row,
+                batch[s.r].end,
                 s.budget,
                 self.options.siblings,
                 s.view,
@@ -158,16 +158,16 @@ class ModelDrafter(Drafter):
             trees[r] = tree.draft_tree
         return Draft(trees)
 
-    def _catch_up(self, batch: Batch, budgets: list[Budget]) -> tuple[StepInput, list[Start]]:
+    def _catch_up(self, batch: Batch) -> tuple[StepInput, list[Start]]:
         """The rows of the first forward: everything that became certain since our last look; and where the guesses begin.
         A row that outgrows the draft's own context is not drafted for."""
         step_input = StepInput(self.window.sink)
         starts: list[Start] = []
-        for r, (row, start, known, budget) in enumerate(zip(batch.rows, batch.starts, batch.known, budgets)):
-            end = start + known
+        for r, step in enumerate(batch):
+            row, start, end, budget = step.row, step.start, step.end, self.stop.limit(step)
             done = start if self.itself else min(self.synced.setdefault(row, start), start)  # a step may fail
             depth = min(budget.depth, self.context - end) if budget.nodes else 0
-            if end > self.context or not self._worthwhile(depth, known):
+            if end > self.context or not self._worthwhile(depth, step.known):
                 continue  # a row that does not guess catches up with single tokens when it does
             assert row.table is not None
             adapter = row.adapter if self.itself else None
@@ -190,7 +190,7 @@ class ModelDrafter(Drafter):
         if self.options.siblings > 1 or self.staged is not None:
             return False
         for start in starts:
-            row = batch.rows[start.r]
+            row = batch[start.r].row
             if start.view.adapter or row.processors or self.draws(row):
                 return False
         return True
@@ -201,7 +201,7 @@ class ModelDrafter(Drafter):
         """All levels at once, into `trees`; False, and nothing done, where the kernels cannot."""
         chains = []
         for start in starts:
-            row = batch.rows[start.r]
+            row = batch[start.r].row
             chains.append(
                 Chain(start.at, start.budget.depth, row.distribution, stream_of(row.seed, row.index))
             )
@@ -213,7 +213,7 @@ class ModelDrafter(Drafter):
         for start, tokens in zip(starts, found[0]):
             trees[start.r] = DraftTree.chain(tokens, RANKED[:1] * len(tokens))
         for start, features in zip(starts, found[1]):
-            self.stop.note(batch.rows[start.r], features)
+            self.stop.note(batch[start.r].row, features)
         return True
 
     def _readable(self, tokens: list[int]) -> list[int]:

@@ -19,7 +19,7 @@ from outrider.cache.pages import Cache
 from outrider.cache.pool import Pool
 from outrider.core.block_table import PAGE
 from outrider.core.params import SamplingParams
-from outrider.core.types import EMPTY_TREE, Batch, Budget, Draft, DraftTree, Row
+from outrider.core.types import EMPTY_TREE, NO_BUDGET, Batch, Budget, Draft, DraftTree, Row
 from outrider.draft.draft_model.drafter import ModelDrafter
 from outrider.drafting.base import Target
 from outrider.drafting.trees.sampled import RANKED
@@ -52,28 +52,28 @@ class Retokenized(ModelDrafter):
         self.caches = [self.cache]
         return []
 
-    def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
-        shadows, granted, places = Batch(), list[Budget](), list[int]()
-        for r, (row, budget) in enumerate(zip(batch.rows, budgets)):
-            if not (budget.nodes or (row.params.speculate and not batch.emits[r])):
+    def propose(self, batch: Batch) -> Draft:
+        shadows, places = Batch(), list[int]()
+        for r, step in enumerate(batch):
+            row, budget = step.row, step.budget
+            if not (budget.nodes or (row.params.speculate and not step.emits)):
                 continue  # a row that does not guess catches up when it does
-            known = self._follow(row, batch.end(r), budget.depth)
+            known = self._follow(row, step.end, budget.depth)
             if known:
                 shadow = self.shadows[row]
                 ready = shadow.row.computed + known == len(shadow.reading.ids) and not shadow.reading.pending
-                shadows.add(shadow.row, known)
-                granted.append(Budget(budget.depth, budget.depth) if ready else Budget())
+                shadows.add(shadow.row, known, Budget(budget.depth, budget.depth) if ready else NO_BUDGET)
                 places.append(r)
-        guessed = super().propose(shadows, granted)
+        guessed = super().propose(shadows)
         trees = [EMPTY_TREE] * len(batch)
-        for r, budget, draft_tree in zip(places, granted, guessed.trees):
-            row = batch.rows[r]
+        for r, mine, draft_tree in zip(places, shadows, guessed.trees):
+            row = batch[r].row
             shadow = self.shadows[row]
             assert shadow.row.table is not None
             self.cache.register(
                 shadow.row.table, shadow.reading.ids, min(self.synced[shadow.row], shadow.reading.fixed)
             )
-            trees[r] = self._told(row, batch.end(r), draft_tree.tokens, budget.depth)
+            trees[r] = self._told(row, batch[r].end, draft_tree.tokens, mine.budget.depth)
         return Draft(trees)
 
     def _follow(self, row: Row, end: int, depth: int) -> int:

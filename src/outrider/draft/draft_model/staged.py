@@ -10,7 +10,7 @@ position, and walks on where a guess holds it.  So its chain is the one that it 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from outrider.cache.pool import Pool
 from outrider.control import fixed
 from outrider.core.step_input import StepInput
-from outrider.core.types import EMPTY_TREE, ROOT, Batch, Budget, Commit, Draft, DraftTree, Row, Verdict
+from outrider.core.types import EMPTY_TREE, ROOT, Batch, Budget, Commit, DraftTree, Row, RowStep
 from outrider.drafting.base import Drafter, Target
 from outrider.drafting.trees.sampled import Tree
 from outrider.drafting.view import Window
@@ -130,7 +130,8 @@ class Staged:
         if nodes <= 0:
             return EMPTY_TREE
         budget = Budget(depth, nodes)
-        return self.control.trim(Draft([self.drafter.after(tree.row, said, budget)]), [budget]).trees[0]
+        draft_tree = self.drafter.after(tree.row, said, budget)
+        return draft_tree.only(self.control.kept(draft_tree, budget))
 
     def _walk(self, stage: Stage, logits: Tensor) -> list[int]:
         """Lets the chain grow along the guesses that hold what the draft model says; the nodes of these."""
@@ -170,29 +171,20 @@ class Staged:
         taught = [(stage, path) for stage, path in zip(stages, paths) if not stage.before]
         if not taught:
             return
-        batch, topk = Batch(), []
-        for stage, _ in taught:
-            batch.rows.append(stage.tree.row)
-            batch.starts.append(stage.tree.base - 1)
-            batch.known.append(1)
-            batch.emits.append(True)
+        batch = Batch()
+        for stage, path in taught:
+            step = RowStep(stage.tree.row, stage.tree.base - 1, 1, tree=stage.draft_tree)
+            step.accepted, step.emitted = path, stage.tree.tokens[: len(path) + 1]
             if wanted := self.drafter.needs.topk:
                 seen = [stage.at, *range(stage.first, stage.first + len(stage.draft_tree.tokens))]
-                topk.append(self.host.sampler.best(logits[seen], wanted))
-        said = [stage.tree.tokens[: len(path) + 1] for stage, path in taught]
-        draft, verdict = (
-            Draft([stage.draft_tree for stage, _ in taught]),
-            Verdict([path for _, path in taught], said),
-        )
-        self.drafter.observe(
-            Commit(batch, [stage.tree.base for stage, _ in taught], said, draft, verdict, topk)
-        )
+                step.topk = self.host.sampler.best(logits[seen], wanted)
+            batch.steps.append(step)
+        self.drafter.observe(Commit(batch))
 
     def observe(self, commit: Commit) -> None:
         """What became certain; the trees of the commit are none of its drafter's."""
-        none: list[list[int]] = []
-        blank = Draft([EMPTY_TREE] * len(commit.batch))
-        self.drafter.observe(commit._replace(draft=blank, topk=[none] * len(commit.batch)))
+        blank = [replace(step, tree=EMPTY_TREE, kept=None, accepted=[], topk=[]) for step in commit.batch]
+        self.drafter.observe(commit._replace(batch=Batch(blank)))
 
     def forget(self, row: Row, reason: str) -> None:
         self.drafter.forget(row, reason)

@@ -1,6 +1,6 @@
 """Hydra and Hydra++ (Ankner et al. 2024, arXiv 2402.05109): heads that guess one after the other, each knowing what was guessed before.
 
-    position of the target    …  e-2    e-1   │ e      e+1        e = batch.end(r), one token pending at e-1
+    position of the target    …  e-2    e-1   │ e      e+1        e = step.end, one token pending at e-1
     state of the target          f_e-2        │                   seen by `observe`
     token                               x_e-1 │ c_1    c_2
     head 0 reads              P_e-2, x_e-1    │ says c_1
@@ -149,23 +149,19 @@ class Hydra(HeadDrafter):
         )
         return min(self.nodes, most)
 
-    def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
-        wanted = [r for r, budget in enumerate(budgets) if self.may_guess(batch, r, budget)]
+    def propose(self, batch: Batch) -> Draft:
+        wanted = [step for step in batch if self.may_guess(step)]
         if self.prefix is not None:
-            for row, start in zip(batch.rows, batch.starts):
-                self.pending_by_row.setdefault(row, PendingStates(start))
-            self._read(self.prefix, [batch.rows[r] for r in wanted])
-        ready = [
-            r for r in wanted if batch.rows[r] in self.last and self.last[batch.rows[r]][0] == batch.starts[r]
-        ]
-        grown = {r: self._growing(batch.rows[r], batch.end(r), budgets[r]) for r in ready}
+            for step in batch:
+                self.pending_by_row.setdefault(step.row, PendingStates(step.start))
+            self._read(self.prefix, [step.row for step in wanted])
+        ready = [step for step in wanted if step.row in self.last and self.last[step.row][0] == step.start]
+        grown = {step.row: self._growing(step.row, step.end, step.budget) for step in ready}
         if grown:
-            before = torch.cat([self.last[batch.rows[r]][1] for r in ready])
-            self._levels(
-                torch.cat([before, self._embedded([batch.rows[r].tokens[-1] for r in ready])], dim=-1),
-                list(grown.values()),
-            )
-        self.trees = [grown[r].draft_tree if r in grown else EMPTY_TREE for r in range(len(batch))]
+            before = torch.cat([self.last[step.row][1] for step in ready])
+            last = self._embedded([step.row.tokens[-1] for step in ready])
+            self._levels(torch.cat([before, last], dim=-1), list(grown.values()))
+        self.trees = [grown[row].draft_tree if row in grown else EMPTY_TREE for row in batch.rows]
         return Draft(self.trees)
 
     def _growing(self, row: Row, base: int, budget: Budget) -> Growing:
@@ -214,27 +210,23 @@ class Hydra(HeadDrafter):
     def observe(self, commit: Commit) -> None:
         batch = commit.batch
         if self.memory is not None:
-            for tree, said in zip(self.trees, commit.verdict.tokens):
-                self.memory.learn(tree, said)
+            for tree, step in zip(self.trees, batch):
+                self.memory.learn(tree, step.emitted)
         if self.prefix is None:
-            for r, row in enumerate(batch.rows):
-                if commit.verdict.tokens[r]:
-                    self.last[row] = (
-                        row.computed,
+            for r, step in enumerate(batch):
+                if step.emitted:
+                    self.last[step.row] = (
+                        step.row.computed,
                         commit.states.of(r, (self.state,), last=True).to(self.kernels.activations),
                     )
             return
-        for r, row in enumerate(batch.rows):
-            pending_states = self.pending_by_row[row]
+        for r, step in enumerate(batch):
+            pending_states = self.pending_by_row[step.row]
             if (
-                pending_states.end == batch.starts[r]
+                pending_states.end == step.start
             ):  # after a step that was interrupted there is a gap, and no more guesses
                 pending_states.add(commit.states.of(r, (self.state,)))
-        full = [
-            row
-            for r, row in enumerate(batch.rows)
-            if batch.known[r] > 1 or self.pending_by_row[row].count >= PILE
-        ]
+        full = [step.row for step in batch if step.known > 1 or self.pending_by_row[step.row].count >= PILE]
         self._read(self.prefix, [row for row in full if row.error is None])
 
     def forget(self, row: Row, reason: str) -> None:

@@ -5,7 +5,7 @@ then the model's own norm and head.  SWIFT (arXiv 2410.06916): the set is found 
 
 It computes in the target's own pool, on the slots of this step's guesses, which verification writes again:
 
-    position            … e-2   e-1   │ e      e+1        e = batch.end(r): the pending token is at e-1
+    position            … e-2   e-1   │ e      e+1        e = step.end: the pending token is at e-1
     pass 1 takes                token │                   in its own slot; says the guess for e
     pass 2 takes                      │ guess             in the slot of node 0; says the guess for e+1
 
@@ -27,7 +27,7 @@ from outrider.cache.pool import Pool
 from outrider.core.noise import stream_of
 from outrider.core.step_input import StepInput
 from outrider.core.stop_rule import StopRule
-from outrider.core.types import EMPTY_TREE, ROOT, Batch, Budget, Commit, Draft, DraftTree, Resume, Row
+from outrider.core.types import EMPTY_TREE, ROOT, Batch, Commit, Draft, DraftTree, Resume, Row, RowStep
 from outrider.draft.layerskip.comb import Comb
 from outrider.draft.layerskip.confidence import AUTO, SIBLINGS, Exit, siblings_at
 from outrider.draft.layerskip.search import Search
@@ -180,23 +180,24 @@ class LayerSkip(Drafter):
         )
         return depth * siblings
 
-    def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
+    def propose(self, batch: Batch) -> Draft:
         trees = [EMPTY_TREE] * len(batch)
-        wanted = [(r, budget) for r, budget in enumerate(budgets) if budget.nodes and batch.known[r] == 1]
+        wanted = [r for r, step in enumerate(batch) if step.budget.nodes and step.known == 1]
+        steps = [batch[r] for r in wanted]
         if not wanted:
             return Draft(trees)
         if self.memory is not None:
-            self._look(batch, [r for r, _ in wanted])
-        for r, budget in wanted:
-            self._exit(batch.rows[r]).depth = budget.depth
-        one_call = self.options.siblings == 1 and not any(self._slow(batch.rows[r]) for r, _ in wanted)
-        passed = (self._chains(batch, wanted) if one_call else None) or self._combs(batch, wanted)
-        for (r, _), found in zip(wanted, passed):
+            self._look(steps)
+        for step in steps:
+            self._exit(step.row).depth = step.budget.depth
+        one_call = self.options.siblings == 1 and not any(self._slow(step.row) for step in steps)
+        passed = (self._chains(steps) if one_call else None) or self._combs(steps)
+        for r, found in zip(wanted, passed):
             trees[r] = found.draft_tree
         if not self.options.early_exit:
             return Draft(trees)
         nodes: list[list[int]] = [[]] * len(batch)
-        for (r, _), found in zip(wanted, passed):
+        for r, found in zip(wanted, passed):
             nodes[r] = found.nodes
         return Draft(
             trees, Resume(self.options.early_exit, torch.cat([found.states for found in passed]), nodes)
@@ -213,17 +214,17 @@ class LayerSkip(Drafter):
             self.exits[row] = Exit(threshold, begin is not None and self.options.adapt_threshold)
         return self.exits[row]
 
-    def _chains(self, batch: Batch, wanted: list[tuple[int, Budget]]) -> list[Passed] | None:
+    def _chains(self, steps: Sequence[RowStep]) -> list[Passed] | None:
         """All levels of all rows in one call; None, and nothing done, where the kernels cannot."""
         step_input, chains = StepInput(), []
-        for i, (r, budget) in enumerate(wanted):
-            row = batch.rows[r]
+        for i, step in enumerate(steps):
+            row = step.row
             assert row.table is not None
-            step_input.chain(row.table.slots, batch.end(r) - 1, row.tokens[-1:])
+            step_input.chain(row.table.slots, step.end - 1, row.tokens[-1:])
             chains.append(
                 Chain(
                     i,
-                    budget.depth,
+                    step.budget.depth,
                     row.distribution,
                     stream_of(row.seed, row.index),
                     self._exit(row).threshold,
@@ -246,12 +247,9 @@ class LayerSkip(Drafter):
             passed.append(Passed(draft_tree, nodes, states[i, : len(nodes)] if len(states) else states))
         return passed
 
-    def _combs(self, batch: Batch, wanted: list[tuple[int, Budget]]) -> list[Passed]:
+    def _combs(self, steps: Sequence[RowStep]) -> list[Passed]:
         """Level by level."""
-        combs = [
-            Comb(batch.rows[r], batch.end(r), budget, self._exit(batch.rows[r]).threshold)
-            for r, budget in wanted
-        ]
+        combs = [Comb(step.row, step.end, step.budget, self._exit(step.row).threshold) for step in steps]
         while growing := [comb for comb in combs if comb.growing]:
             step_input = StepInput()
             for comb in growing:
@@ -293,19 +291,19 @@ class LayerSkip(Drafter):
         worth = shares if greedy else [SHARED * 0.3**i for i in range(len(tokens))]
         comb.add(tokens[:count], worth[:count], sure)
 
-    def _look(self, batch: Batch, rows: list[int]) -> None:
+    def _look(self, steps: Sequence[RowStep]) -> None:
         """One step of the search, in the slots that guesses will have."""
         search: Search = self.memory
         if search.best is not self.skip:
             self.skip, self.blocks = search.best, self._blocks(search.best)
         window = self.options.context_window
-        r = next((r for r in rows if batch.end(r) - batch.rows[r].prompt >= window), None)
-        if search.done or r is None:
+        step = next((step for step in steps if step.end - step.row.prompt >= window), None)
+        if search.done or step is None:
             return
         search.steps += 1
         if search.steps % self.options.opt_interval == 0:
             skip = search.suggest()
-            search.learn(skip, self._score(batch.rows[r], batch.end(r), batch.nodes[r], self._blocks(skip)))
+            search.learn(skip, self._score(step.row, step.end, step.budget.nodes, self._blocks(skip)))
 
     def _score(self, row: Row, end: int, nodes: int, blocks: Any) -> float:
         """How many of the row's last tokens the skipped model says; each forward guesses `nodes` of them, as drafting would."""
@@ -325,9 +323,9 @@ class LayerSkip(Drafter):
         return right / window
 
     def observe(self, commit: Commit) -> None:
-        for row, tree, accepted in zip(commit.batch.rows, commit.draft.trees, commit.verdict.nodes):
-            if tree.tokens and row in self.exits:
-                self.exits[row].learn(len(set(tree.parents)), len(accepted))
+        for step in commit.batch:
+            if step.tree.tokens and step.row in self.exits:
+                self.exits[step.row].learn(len(set(step.tree.parents)), len(step.accepted))
 
     def forget(self, row: Row, reason: str) -> None:
         self.exits.pop(row, None)

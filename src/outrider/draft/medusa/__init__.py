@@ -1,6 +1,6 @@
 """Medusa (arXiv 2401.10774): heads beside the target's own say the tokens after the next one, all from the same state.
 
-    position            t        t+1      t+2      t+3             t = e-2, e = batch.end(r)
+    position            t        t+1      t+2      t+3             t = e-2, e = step.end
     state               f_t                                        the target said x_t+1, which is pending, from it
     head i: logits_i = W_i · ResBlock(… ResBlock(f_t))
                                  x_t+1    head 0   head 1 …        guesses for e, e+1 …
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from outrider.checkpoints.heads import Head
-from outrider.core.types import EMPTY_TREE, ROOT, Batch, Budget, Commit, Draft, DraftTree, Row
+from outrider.core.types import EMPTY_TREE, ROOT, Batch, Commit, Draft, DraftTree, Row
 from outrider.draft.medusa.layouts import LAYOUTS, layout_of, opened
 from outrider.draft.medusa.network import Network
 from outrider.draft.medusa.packed import Packed
@@ -115,17 +115,17 @@ class Medusa(StateDrafter):
             possible = sum(len(path) <= depth for path in self.paths)
         return min(self.nodes, possible)
 
-    def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
-        trees, ready = [EMPTY_TREE] * len(batch), self.ready(batch, budgets)
+    def propose(self, batch: Batch) -> Draft:
+        trees, ready = [EMPTY_TREE] * len(batch), self.ready(batch)
         best = {
             budget: self.memory.best(budget.nodes, budget.depth, self.paths)
-            for budget in {budgets[r] for r in ready}
+            for budget in {batch[r].budget for r in ready}
         }
         levels = max((len(path) for order in best.values() for path in order), default=0)
         if levels:
             logits = self.heads(self.states(batch, ready), levels)
             for r, said in zip(ready, logits):
-                trees[r] = self._guess(batch.rows[r], best[budgets[r]], said)
+                trees[r] = self._guess(batch[r].row, best[batch[r].budget], said)
         self.trees = trees
         return Draft(trees)
 
@@ -193,9 +193,9 @@ class Medusa(StateDrafter):
 
     def observe(self, commit: Commit) -> None:
         super().observe(commit)
-        for tree, said in zip(self.trees, commit.verdict.tokens):
+        for tree, step in zip(self.trees, commit.batch):
             if tree.tokens:
-                self.memory.learn(tree, said)
+                self.memory.learn(tree, step.emitted)
 
 
 def _at(ranked: Sequence[Sequence[int]], path: Path) -> int:

@@ -131,16 +131,18 @@ class MlpSpeculator(StateDrafter):
             sum(min(math.prod(self.top_k[: level + 1]), self.candidates) for level in range(depth)),
         )
 
-    def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
+    def propose(self, batch: Batch) -> Draft:
         found: list[DraftTree] = [EMPTY_TREE] * len(batch)
-        rows = self.ready(batch, budgets)
+        rows = self.ready(batch)
         if rows:
-            trees = [self._tree(batch.rows[r], budgets[r]) for r in rows]
+            trees = [self._tree(batch[r].row, batch[r].budget) for r in rows]
             self._grow(trees, self.speculator.begin(self.states(batch, rows)))
             for r, tree in zip(rows, trees):
-                whole = batch.rows[r].distribution.temperature == 0
+                whole = batch[r].row.distribution.temperature == 0
                 found[r] = (
-                    tree.cut(self.candidates, min(self.nodes, budgets[r].nodes)) if whole else tree.draft_tree
+                    tree.cut(self.candidates, min(self.nodes, batch[r].budget.nodes))
+                    if whole
+                    else tree.draft_tree
                 )
         return Draft(found)
 

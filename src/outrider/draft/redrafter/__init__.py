@@ -1,6 +1,6 @@
 """ReDrafter (Cheng et al. 2024, arXiv 2403.09919): a small recurrent network beside the target's last state, and beam search.
 
-    position            … e-2   e-1   │ e       e+1       e = batch.end(r), x_e-1 is pending
+    position            … e-2   e-1   │ e       e+1       e = step.end, x_e-1 is pending
     state of the target   f_e-2       │                   the same for all levels
     token                       x_e-1 │ c_1     c_2
     s_1 = step(0, e(x_e-1))     [f ; s_1] says c_1
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.checkpoints.heads import Head
-from outrider.core.types import EMPTY_TREE, Batch, Budget, Draft
+from outrider.core.types import EMPTY_TREE, Batch, Draft, RowStep
 from outrider.draft.redrafter.beams import Beams
 from outrider.draft.redrafter.layouts import blocks, named, recognised
 from outrider.draft.redrafter.network import Network
@@ -111,18 +111,18 @@ class ReDrafter(StateDrafter):
         width: int = self.options.beam_width
         return min(self.nodes, depth * width)
 
-    def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
-        trees, rows = [EMPTY_TREE] * len(batch), self.ready(batch, budgets)
+    def propose(self, batch: Batch) -> Draft:
+        trees, rows = [EMPTY_TREE] * len(batch), self.ready(batch)
         if rows:
-            grown = [self._beams(batch, r, budgets[r]) for r in rows]
+            grown = [self._beams(batch[r]) for r in rows]
             self._levels(self.states(batch, rows), grown)
             for r, beams in zip(rows, grown):
                 trees[r] = beams.draft_tree
         return Draft(trees)
 
-    def _beams(self, batch: Batch, r: int, budget: Budget) -> Beams:
-        row = batch.rows[r]
-        return Beams(row, budget, self.options.beam_width, self.draws(row), self.stream_id)
+    def _beams(self, step: RowStep) -> Beams:
+        row = step.row
+        return Beams(row, step.budget, self.options.beam_width, self.draws(row), self.stream_id)
 
     def _levels(self, f: Tensor, grown: list[Beams]) -> None:
         """Level after level of the beams of all rows; f [len(grown), hidden]."""
