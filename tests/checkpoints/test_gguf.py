@@ -428,7 +428,7 @@ def test_a_flipped_header_is_an_error_of_ours_or_none(plain: Path, tmp_path: Pat
 
 def changed(plain: Path, tmp_path: Path, old: bytes, new: bytes) -> str:
     whole = plain.read_bytes()
-    assert len(old) == len(new) and fused.count(old) >= 1
+    assert len(old) == len(new) and whole.count(old) >= 1
     (tmp_path / "bad.gguf").write_bytes(whole.replace(old, new, 1))
     return str(tmp_path / "bad.gguf")
 

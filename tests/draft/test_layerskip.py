@@ -145,9 +145,9 @@ def test_a_chain_tells_its_states_and_stops_at_its_floor(checkpoint: Make) -> No
 def test_a_plan_of_some_rows() -> None:
     other, adapter = array("i", range(40, 60)), object()
     whole = StepInput()
-    fused.chain(TABLE, 2, [5, 6])
+    whole.chain(TABLE, 2, [5, 6])
     whole.node(TABLE, 4, [9, 11], 7)
-    fused.chain(other, 0, [1, 2, 3])
+    whole.chain(other, 0, [1, 2, 3])
     whole.adapt(3, adapter)
     whole.build()
     part = whole.only([1, 2, 4]).build()
