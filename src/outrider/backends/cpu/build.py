@@ -32,15 +32,19 @@ from outrider.core.limits import MAX_HEAD_DIM
 from outrider.errors import ConfigError, unknown
 
 SOURCES = (
-    "kernels.c",
+    "attention.c",
+    "attention_int8.c",
+    "decoder.c",
+    "elementwise.c",
+    "fused.c",
+    "linear.c",
+    "linear_int.c",
     "lora.c",
-    "pair.c",
-    "quantized.c",
+    "memory.c",
     "runs.c",
     "sample.c",
     "stop.c",
     "tree.c",
-    "fused.c",
 )
 FLAGS = (
     "-O3",

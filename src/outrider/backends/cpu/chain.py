@@ -16,7 +16,7 @@ CHAIN = struct.Struct(
 
 
 class Rule(ctypes.Structure):
-    """`StopRule` of simd.h; it points into halt.net, which the caller keeps alive."""
+    """`StopRule` of kernels.h; it points into halt.net, which the caller keeps alive."""
 
     _fields_ = [
         *((name, ctypes.c_double) for name in ("least", "most")),

@@ -46,28 +46,11 @@ def declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.embed.argtypes = [w, p, n, n, p]
     lib.rms_norm.argtypes = [p, p, n, n, f, p]
     lib.silu_mul.argtypes = [p, n, n, p]
-    lib.rope_store.argtypes = [p, n, n, n, n, n, p, p, f, p, n, p, p, p, p, i, n, p]
+    lib.rope_store.argtypes = [ctypes.POINTER(structs.Attention), p, p, p]
     lib.attend.argtypes = [
+        ctypes.POINTER(structs.Attention),
         p,
         p,
-        p,
-        i,
-        n,
-        n,
-        n,
-        n,
-        n,
-        n,
-        p,
-        p,
-        p,
-        p,
-        p,
-        n,
-        f,
-        n,
-        n,
-        n,
         ctypes.POINTER(structs.ScoreModifier),
         p,
     ]
@@ -115,7 +98,7 @@ class Ends:
 
 
 class CpuKernels(Picking):
-    """Every row is computed by the same operations in the same order, whatever stands beside it (see kernels.c)."""
+    """Every row is computed by the same operations in the same order, whatever stands beside it (see kernels.h)."""
 
     exact = True
     device, activations = torch.device("cpu"), torch.float32
@@ -169,15 +152,10 @@ class CpuKernels(Picking):
     def rope_store(
         self, qkv: Tensor, spec: AttentionShape, turn: Tensor, step_input: StepInput, pool: Pool, layer: int
     ) -> Tensor:
-        n, wide = qkv.shape[0], pool.width
-        q = torch.empty(n, spec.heads, wide)
-        keys = pool.address + 2 * layer * pool.plane
-        self.lib.rope_store(
-            qkv.data_ptr(), n, spec.heads, spec.kv_heads, spec.head_dim, wide,
-            None if spec.q_norm is None else spec.q_norm.data_ptr(), None if spec.k_norm is None else spec.k_norm.data_ptr(),
-            spec.eps, turn.data_ptr(), turn.shape[1], step_input.positions_at, step_input.slots_at, keys, keys + pool.plane,
-            KINDS[pool.dtype], pool.head, q.data_ptr(),
-        )  # fmt: skip
+        q = torch.empty(qkv.shape[0], spec.heads, pool.width)
+        attention, rows = _attention(spec, pool, layer), structs.rows(step_input)
+        attention.rotary, attention.rotary_dim = turn.data_ptr(), turn.shape[1]
+        self.lib.rope_store(attention, rows.buffer_info()[0], qkv.data_ptr(), q.data_ptr())
         return q
 
     def attend(
@@ -191,9 +169,9 @@ class CpuKernels(Picking):
         window: int,
         modifier: ScoreModifier | None = None,
     ) -> Tensor:
-        n, heads, wide = q.shape
-        keys = pool.address + 2 * layer * pool.plane
-        out = torch.empty(n, heads * spec.head_dim)
+        out = torch.empty(q.shape[0], spec.heads * spec.head_dim)
+        attention, rows = _attention(spec, pool, layer), structs.rows(step_input)
+        attention.scale, attention.window = scale, window
         modified = (
             None
             if modifier is None
@@ -202,11 +180,7 @@ class CpuKernels(Picking):
                 modifier.cap,
             )
         )
-        self.lib.attend(
-            q.data_ptr(), keys, keys + pool.plane, KINDS[pool.dtype], pool.head, n, heads, spec.kv_heads, spec.head_dim, wide,
-            step_input.tables_at, step_input.positions_at, step_input.seen_at, step_input.paths_at, step_input.depths_at, step_input.width, scale, window, step_input.pinned,
-            step_input.longest, modified, out.data_ptr(),
-        )  # fmt: skip
+        self.lib.attend(attention, rows.buffer_info()[0], q.data_ptr(), modified, out.data_ptr())
         return out
 
     def prepare(self, spec: ModelShape, layers: Sequence[DecoderLayer], turn: Tensor) -> Stack:
@@ -296,6 +270,14 @@ class CpuKernels(Picking):
 
     def candidates(self, k: int, wide: int, levels: int) -> tree.Compiled:
         return tree.Compiled(self.lib, k, wide, levels)
+
+
+def _attention(spec: AttentionShape, pool: Pool, layer: int) -> structs.Attention:
+    """`Attention` of kernels.h without what only one of rope_store and attend reads."""
+    keys = pool.address + 2 * layer * pool.plane
+    norms = (None if norm is None else norm.data_ptr() for norm in (spec.q_norm, spec.k_norm))
+    sizes = pool.head, spec.heads, spec.kv_heads, spec.head_dim, pool.width, 0, 0
+    return structs.Attention(keys, keys + pool.plane, *sizes, *norms, None, spec.eps, 0.0, KINDS[pool.dtype])
 
 
 def _taps(shape: structs.Shape, rows: int, kept: dict[int, Tensor]) -> ctypes.Array[ctypes.c_void_p]:

@@ -1,4 +1,4 @@
-"""The weights of linears in the layouts of kernels.c and quantized.c."""
+"""The weights of linears in the layouts of linear.c and linear_int.c."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from outrider.core.quantized import QuantizedWeight
 PANEL, WIDE = (
     64,
     32,
-)  # outputs side by side in a packed weight; the same constants as in kernels.c and quantized.c
+)  # outputs side by side in a packed weight; the same constants as in linear.c and linear_int.c
 KINDS = {
     torch.float32: 0,
     torch.bfloat16: 1,
     torch.int8: 2,
-}  # FLOAT, BFLOAT and INT8 of simd.h; INT4 is for weights only
+}  # FLOAT32, BFLOAT16 and INT8 of kernels.h; INT4 is for weights only
 
 
 @dataclass
 class Packed:
     """[O,K] as panels [O/64][K][64], or [O/64][K/2][64][2] in bfloat16: 64 outputs lie side by side for every input; or in
-    integers as quantized.c describes."""
+    integers as linear_int.c describes."""
 
     data: Tensor
     bias: Tensor | None
@@ -62,7 +62,7 @@ def pack(weight: Tensor | QuantizedWeight, bias: Tensor | None, dtype: torch.dty
 
 
 def _integers(weight: QuantizedWeight, bias: Tensor | None) -> Packed:
-    """The layout of quantized.c; `unit`, a power of two, brings the scales into the range of half precision."""
+    """The layout of linear_int.c; `unit`, a power of two, brings the scales into the range of half precision."""
     (outputs, inputs), group = weight.values.shape, weight.group
     groups, lines = inputs // group, -(-outputs // WIDE)
     pad = (0, 0, 0, lines * WIDE - outputs)

@@ -17,7 +17,7 @@ from outrider.core.stop_rule import NUM_FEATURES, NodeFeatures, StopRule
 
 ASK = struct.Struct(
     "@llll dd QQ f4x"
-)  # Ask of simd.h: at, root, nodes, top_k; min_p, top_p; stream, position; temperature
+)  # TreeQuery of kernels.h: at, root, nodes, top_k; min_p, top_p; stream, position; temperature
 
 
 def declare(lib: ctypes.CDLL) -> None:

@@ -1,4 +1,4 @@
-"""What the C kernels are given: the structs of simd.h and stack.h, as ctypes and packed by hand."""
+"""What the C kernels are given: the structs of kernels.h, as ctypes and packed by hand."""
 
 from __future__ import annotations
 
@@ -39,6 +39,27 @@ class Shape(ctypes.Structure):
     ]
 
 
+class Attention(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("keys", "values")),
+        *(
+            (name, ctypes.c_long)
+            for name in (
+                "head_bytes",
+                "heads",
+                "kv_heads",
+                "head_dim",
+                "padded_dim",
+                "rotary_dim",
+                "window",
+            )
+        ),
+        *((name, ctypes.c_void_p) for name in ("q_norm", "k_norm", "rotary")),
+        *((name, ctypes.c_float) for name in ("eps", "scale")),
+        ("kind", ctypes.c_int),
+    ]
+
+
 class ScoreModifier(ctypes.Structure):
     _fields_ = [("slopes", ctypes.c_void_p), ("sinks", ctypes.c_void_p), ("cap", ctypes.c_float)]
 
@@ -53,7 +74,7 @@ class Ends(ctypes.Structure):
 
 
 def rows(step_input: StepInput, adapted: ctypes.Array[Any] | None = None) -> array[int]:
-    """`Rows` of stack.h, twelve words, which point into the plan and to `lora.rows`."""
+    """`Rows` of kernels.h, twelve words, which point into the plan and to `lora.rows`."""
     runs, at = (0, 0) if adapted is None else (len(adapted), ctypes.addressof(adapted))
     where = (
         step_input.positions_at,

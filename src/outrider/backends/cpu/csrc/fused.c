@@ -1,90 +1,136 @@
-/* A whole decoder in one call: embedding, blocks, head, and the tokens that are picked from its logits.  After a forward has swept the
- * processor's caches, every step outside costs more than a pick itself. */
+/* A whole decoder in one call: embedding, layers, head, and the tokens picked from its logits.  A forward sweeps the processor's
+ * caches; Python that runs after it costs more than a pick.
+ *
+ * Both entry points call the kernels in the same order as separate calls would, so their results have the same bits. */
 #include <time.h>
-#include "row.h"
-#include "stack.h"
+#include "memory.h"
+#include "blocks.h"
 
-double picking;                                               /* seconds that went into picks, for whoever measures one thread */
-static double now(void) { struct timespec t; clock_gettime(CLOCK_MONOTONIC, &t); return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec; }
-INLINE long high_of(long V) { return parts_of((V + BLOCK - 1) / BLOCK) * PART; }
+_Static_assert(sizeof(Chain) == 56, "chain.py packs them");
 
-/* One forward: logits [m,outputs] behind the rows `wanted`, and what `match` says of trees whose logits they are.
- * taps: see `stack`; behind those stands one more, for all rows behind the last norm. */
-void read_model(const Shape *s, const Layer *layers, const Ends *e, const Rows *rows, const int64_t *ids, char *pool, long plane,
-                float *const *taps, const int64_t *wanted, long m, float *logits, const Ask *asks, long count, int32_t *trees) {
-    const long h = s->hidden, n = rows->n, high = high_of(e->outputs);
-    float *x = malloc((size_t)(n * h + m * (h + high)) * 4), *a = x + n * h, *top = a + m * h, *final = taps ? taps[s->layers + 1] : 0;
-    embed(&e->embedding, ids, n, h, x);
-    stack(s, layers, rows, pool, plane, x, 0, 0, taps);
-    if (final) rms_norm(x, e->norm, n, h, s->eps, final);
-    for (long i = 0; i < m; i++) {
-        if (final) memcpy(a + i * h, final + wanted[i] * h, (size_t)h * 4);
-        else rms_norm(x + wanted[i] * h, e->norm, 1, h, s->eps, a + i * h);
+double picking;
+
+static double now(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
+}
+
+void read_model(const ModelShape *s, const Layer *layers, const ModelEnds *ends, const Rows *rows, const int64_t *ids, char *pool,
+                int64_t plane_bytes, float *const *taps, const int64_t *output_rows, int64_t num_outputs, float *logits,
+                const TreeQuery *queries, int64_t num_queries, int32_t *trees) {
+    const int64_t hidden = s->hidden, n = rows->num_rows, blocks = row_blocks(ends->outputs);
+    float *x = allocate((n * hidden + num_outputs * (hidden + blocks)) * 4), *states = x + n * hidden;
+    float *block_max = states + num_outputs * hidden, *final = taps ? taps[s->layers + 1] : 0;
+    embed(&ends->embedding, ids, n, hidden, x);
+    stack(s, layers, rows, pool, plane_bytes, x, 0, 0, taps);
+    if (final) rms_norm(x, ends->norm, n, hidden, s->eps, final);
+    for (int64_t i = 0; i < num_outputs; i++) {
+        float *state = states + i * hidden;
+        if (final) memcpy(state, final + output_rows[i] * hidden, (size_t)hidden * 4);
+        else rms_norm(x + output_rows[i] * hidden, ends->norm, 1, hidden, s->eps, state);
     }
-    if (m) linear_crowned(&e->head, a, m, h, logits, e->outputs, 0, count ? top : 0, high);
+    float *maxima = num_queries ? block_max : 0;
+    if (num_outputs) linear_with_maxima(&ends->head, states, num_outputs, hidden, logits, ends->outputs, 0, maxima, blocks);
     const double began = now();
-    follow(logits, e->outputs, e->outputs, top, high, asks, count, trees);
+    follow(logits, ends->outputs, ends->outputs, maxima, blocks, queries, num_queries, trees);
     picking += now() - began;
     free(x);
 }
 
-/* Chains of guesses: `stack` over the rows, then the best of the first V tokens after row at[i] goes in as the row behind it, and so on.
- * A chain ends at a token that is none (-1), and behind one whose traits `halt` did not like (0: there are no traits; see stop.c) or that is
- * less likely than the chain's floor.
- * out[i * most + level]: its tokens, -1 past its end; states, unless 0: the rows that they were read from. */
-typedef struct { long at, levels, top_k; double min_p, top_p; uint64_t stream; float temperature, floor; } Chain;
-_Static_assert(sizeof(Chain) == 56, "chain.py packs them");
+/* ---- chains of draft tokens */
 
-void chain(const Shape *s, const Layer *layers, const Ends *e, const Rows *first, const int64_t *first_ids, char *pool, long plane,
-           const Chain *chains, long m, long most, long V, const Halt *halt, int32_t *out, float *traits, float *states) {
-    const long h = s->hidden, n = first->n, high = high_of(e->outputs);
-    int64_t at[5][m];                                         /* ids, positions, slots, seen, depths */
-    const int32_t *tables[m];
-    long live[m];                                             /* which chain each row belongs to */
-    float *x = malloc((size_t)(n * h + m * (2 * h + e->outputs + high)) * 4), *y = x + n * h, *a = y + m * h, *logits = a + m * h;
-    float *top = logits + m * e->outputs;
-    embed(&e->embedding, first_ids, n, h, x);
-    stack(s, layers, first, pool, plane, x, 0, 0, 0);
-    for (long i = 0; i < m; i++) {
-        memcpy(y + i * h, x + chains[i].at * h, (size_t)h * 4);
-        at[1][i] = first->positions[chains[i].at];
-        at[3][i] = first->seen[chains[i].at];
-        at[4][i] = 0;
-        tables[i] = first->tables[chains[i].at];
-        live[i] = i;
+/* The rows of the chains that go on, one a chain; they close up when a chain ends. */
+typedef struct {
+    int64_t count, longest;
+    int64_t *ids, *positions, *slots, *table_lengths, *path_lengths, *chain_of;   /* [num_chains]; chain_of: index of the chain */
+    const int32_t **tables;
+    float *x, *normed, *logits, *block_max;                 /* a row: hidden, hidden, outputs, blocks */
+    int64_t blocks;
+} ChainRows;
+
+static ChainRows allocate_chain_rows(int64_t num_chains, int64_t hidden, int64_t outputs) {
+    const int64_t blocks = row_blocks(outputs), pointer_bytes = (int64_t)sizeof(int32_t *);
+    int64_t *ints = allocate(num_chains * (6 * 8 + pointer_bytes + (2 * hidden + outputs + blocks) * 4));
+    ChainRows c = {.count = num_chains, .blocks = blocks};
+    int64_t **arrays[] = {&c.ids, &c.positions, &c.slots, &c.table_lengths, &c.path_lengths, &c.chain_of};
+    for (int i = 0; i < 6; i++) *arrays[i] = ints + i * num_chains;
+    c.tables = (const int32_t **)(ints + 6 * num_chains);
+    c.x = (float *)(c.tables + num_chains);
+    c.normed = c.x + num_chains * hidden;
+    c.logits = c.normed + num_chains * hidden;
+    c.block_max = c.logits + num_chains * outputs;
+    return c;
+}
+
+/* Chain i begins after its row of the first forward, whose states are x [rows,hidden]. */
+static void begin_chains(ChainRows *c, const Chain *chains, const Rows *rows, const float *x, int64_t hidden) {
+    for (int64_t i = 0; i < c->count; i++) {
+        const int64_t row = chains[i].first_row;
+        memcpy(c->x + i * hidden, x + row * hidden, (size_t)hidden * 4);
+        c->positions[i] = rows->positions[row];
+        c->table_lengths[i] = rows->table_lengths[row];
+        c->path_lengths[i] = 0;
+        c->tables[i] = rows->tables[row];
+        c->chain_of[i] = i;
     }
-    memset(out, -1, (size_t)(m * most) * 4);
-    for (long level = 0; ; level++) {
-        long longest = 0, left = 0;
-        rms_norm(y, e->norm, m, h, s->eps, a);
-        linear_crowned(&e->head, a, m, h, logits, e->outputs, 0, top, high);
-        for (long i = 0; i < m; i++) {
-            const Chain *c = chains + live[i];
-            const float *row = logits + i * e->outputs;
-            const long place = live[i] * most + level;
-            const uint64_t key = mix(c->stream + (uint64_t)(at[1][i] + 1));
-            float *seen = halt ? traits + place * TRAITS : 0;
-            if (states) memcpy(states + place * h, y + i * h, (size_t)h * 4);
-            const Law law = {c->temperature, c->min_p, c->top_k, c->top_p};
-            const double began = now();
-            const long found = pick_known(row, V, &law, key, top + i * high, out + place);
-            picking += now() - began;
-            if (!found) continue;
-            if (halt && (should_stop(halt, row, V, c->temperature, out[place], level, seen) || seen[0] < c->floor)) continue;
-            if (level + 1 == c->levels) continue;
-            const long j = left++;                            /* the rows that go on close up */
-            live[j] = live[i];
-            tables[j] = tables[i];
-            at[0][j] = out[place];
-            at[1][j] = at[1][i] + 1;
-            at[2][j] = tables[j][at[3][i]];
-            at[3][j] = at[3][i] + 1;
-            longest = at[3][j] > longest ? at[3][j] : longest;
-        }
-        if (!(m = left)) break;
-        const Rows rows = {m, 0, longest, first->pinned, at[1], at[2], at[3], at[4], tables, 0};
-        embed(&e->embedding, at[0], m, h, y);
-        stack(s, layers, &rows, pool, plane, y, 0, 0, 0);
-    }
+}
+
+/* Row `to` becomes the row of `token` behind row `from` >= to. */
+static void advance_row(ChainRows *c, int64_t from, int64_t to, int32_t token) {
+    c->chain_of[to] = c->chain_of[from];
+    c->tables[to] = c->tables[from];
+    c->ids[to] = token;
+    c->positions[to] = c->positions[from] + 1;
+    c->slots[to] = c->tables[to][c->table_lengths[from]];
+    c->table_lengths[to] = c->table_lengths[from] + 1;
+    if (c->table_lengths[to] > c->longest) c->longest = c->table_lengths[to];
+}
+
+/* Picks the token of row i.  Returns whether the chain goes on behind it.  features: of this token, or null without a rule. */
+static int pick_next(const ChainRows *c, int64_t i, const Chain *chain, int64_t depth, int64_t outputs, int64_t vocab,
+                     const StopRule *rule, int32_t *token, float *features) {
+    const DistributionParams params = {chain->temperature, chain->min_p, chain->top_k, chain->top_p};
+    const uint64_t key = splitmix64(chain->stream + (uint64_t)(c->positions[i] + 1));
+    const float *logits = c->logits + i * outputs;
+    const double began = now();
+    const int64_t found = pick_with_maxima(logits, vocab, &params, key, c->block_max + i * c->blocks, token);
+    picking += now() - began;
+    if (!found) return 0;
+    if (rule && should_stop(rule, logits, vocab, chain->temperature, *token, depth, features)) return 0;
+    if (rule && features[0] < chain->min_prob) return 0;
+    return depth + 1 < chain->max_tokens;
+}
+
+void chain(const ModelShape *s, const Layer *layers, const ModelEnds *ends, const Rows *rows, const int64_t *ids, char *pool,
+           int64_t plane_bytes, const Chain *chains, int64_t num_chains, int64_t stride, int64_t vocab, const StopRule *rule,
+           int32_t *out, float *features, float *states) {
+    const int64_t hidden = s->hidden;
+    ChainRows c = allocate_chain_rows(num_chains, hidden, ends->outputs);
+    float *x = allocate(rows->num_rows * hidden * 4);
+    embed(&ends->embedding, ids, rows->num_rows, hidden, x);
+    stack(s, layers, rows, pool, plane_bytes, x, 0, 0, 0);
+    begin_chains(&c, chains, rows, x, hidden);
     free(x);
+    memset(out, -1, (size_t)(num_chains * stride) * 4);
+    for (int64_t depth = 0;; depth++) {
+        int64_t left = 0;
+        rms_norm(c.x, ends->norm, c.count, hidden, s->eps, c.normed);
+        linear_with_maxima(&ends->head, c.normed, c.count, hidden, c.logits, ends->outputs, 0, c.block_max, c.blocks);
+        c.longest = 0;
+        for (int64_t i = 0; i < c.count; i++) {
+            const int64_t at = c.chain_of[i] * stride + depth;
+            float *of_token = rule ? features + at * NUM_FEATURES : 0;
+            if (states) memcpy(states + at * hidden, c.x + i * hidden, (size_t)hidden * 4);
+            if (pick_next(&c, i, chains + c.chain_of[i], depth, ends->outputs, vocab, rule, out + at, of_token))
+                advance_row(&c, i, left++, out[at]);
+        }
+        if (!(c.count = left)) break;
+        const Rows next = {
+            c.count, 0, c.longest, rows->pinned, c.positions, c.slots, c.table_lengths, c.path_lengths, c.tables, 0, 0, 0,
+        };
+        embed(&ends->embedding, c.ids, c.count, hidden, c.x);
+        stack(s, layers, &next, pool, plane_bytes, c.x, 0, 0, 0);
+    }
+    free(c.ids);
 }

@@ -1,90 +1,124 @@
-/* LoRA: y[rows, part] += scale * b (a x), after a linear of the decoder.  The rule of kernels.c holds: what is computed for a
- * row is a fixed sequence of operations on that row's data and its own adapter.  Everything is float: adapters are small. */
-#include "simd.h"
+/* LoRA: y += scale * b (a x) for the rows that use an adapter, after a linear of the decoder.
+ *
+ * Computed: t = scale * a x, one vector accumulator for each (row, rank), added across lanes by a fixed tree; then y += b t, one
+ * accumulator for each (row, output), ranks in ascending order.
+ * Exact: tiles share loads of a and b between rows and ranks, and never split or reorder a sum.  Adapters are float32: they are small. */
+#include "linear.h"
+#include "memory.h"
 
-enum { PANEL = 64, TILE = 4 };               /* outputs a panel of b; rows, and ranks, that share what was read */
+enum { TILE = 4, INPUT_ALIGN = 16 };                        /* rows, and ranks, that share loads; padding of the inputs in a */
 
-typedef struct { const float *a, *b; long rank, start, outputs; float scale; } Low;   /* a [rank][K up to 16s], b [outputs/64][rank][64] */
-typedef struct { long row, count; const Low *parts; } Run;                            /* rows that use one adapter */
+INLINE int64_t padded_inputs(int64_t inputs) { return divide_up(inputs, INPUT_ALIGN) * INPUT_ALIGN; }
 
-/* t[rows, ranks] = scale * a x, one accumulator a value, whatever the tile */
-INLINE void dots(const int rows, const int ranks, const float *a, const float *x, long K, float scale, float *t, long width) {
-    vf acc[TILE][TILE];
-    const long wide = (K + 15) / 16 * 16;
-    for (int r = 0; r < rows; r++) for (int k = 0; k < ranks; k++) acc[r][k] = (vf){0};
-    long i = 0;
-    for (; i + VL <= K; i += VL) for (int k = 0; k < ranks; k++) {
-        const vf v = *(const vf *)(a + k * wide + i);
-        for (int r = 0; r < rows; r++) acc[r][k] += v * *(const vf *)(x + r * K + i);
-    }
-    if (i < K) for (int r = 0; r < rows; r++) {
-        vf end = {0};
-        memcpy(&end, x + r * K + i, (size_t)(K - i) * 4);
-        for (int k = 0; k < ranks; k++) acc[r][k] += *(const vf *)(a + k * wide + i) * end;
-    }
-    for (int r = 0; r < rows; r++) for (int k = 0; k < ranks; k++) t[r * width + k] = total(acc[r][k]) * scale;
-}
-
-/* y[rows, NV * VL outputs, `left` of them real] += b t */
-INLINE void spread(const int rows, const float *b, long rank, const float *t, long width, float *y, long O, long left) {
-    vf acc[TILE][NV];
-    for (int r = 0; r < rows; r++) for (int c = 0; c < NV; c++) acc[r][c] = (vf){0};
-    for (long k = 0; k < rank; k++, b += PANEL) for (int c = 0; c < NV; c++) {
-        const vf v = *(const vf *)(b + c * VL);
-        for (int r = 0; r < rows; r++) acc[r][c] += v * t[r * width + k];
-    }
-    for (int r = 0; r < rows; r++) {
-        float *to = y + r * O, sum[NV * VL];
-        if (left >= NV * VL) for (int c = 0; c < NV; c++) *(vf *)(to + c * VL) += acc[r][c];
-        else { memcpy(sum, acc[r], sizeof sum); for (long j = 0; j < left; j++) to[j] += sum[j]; }
-    }
-}
-
-static void down(const Run *u, const Low *p, const float *x, long K, float *t, long width) {   /* work of all threads, unsynchronised */
-    const long end = u->row + u->count, wide = (K + 15) / 16 * 16;
-    #pragma omp for collapse(2) schedule(static) nowait
-    for (long from = u->row; from < end; from += TILE) for (long k = 0; k < p->rank; k += TILE) {
-        const float *a = p->a + k * wide;
-        const long ranks = p->rank - k < TILE ? p->rank - k : TILE;
-        if (end - from >= TILE && ranks == TILE) { dots(TILE, TILE, a, x + from * K, K, p->scale, t + from * width + k, width); continue; }
-        for (long r = from; r < end && r < from + TILE; r++) {
-            if (ranks == TILE) { dots(1, TILE, a, x + r * K, K, p->scale, t + r * width + k, width); continue; }
-            for (long i = 0; i < ranks; i++) dots(1, 1, a + i * wide, x + r * K, K, p->scale, t + r * width + k + i, width);
+/* t [rows,ranks] = scale * a x; the rows of t are t_stride apart. */
+INLINE void multiply_a(const int rows, const int ranks, const float *a, const float *x, int64_t inputs, float scale, float *t,
+                       int64_t t_stride) {
+    const int64_t a_stride = padded_inputs(inputs);
+    vfloat sums[TILE][TILE];
+    for (int r = 0; r < rows; r++)
+        for (int k = 0; k < ranks; k++) sums[r][k] = (vfloat){0};
+    int64_t i = 0;
+    for (; i + LANES <= inputs; i += LANES)
+        for (int k = 0; k < ranks; k++) {
+            const vfloat v = load(a + k * a_stride + i);
+            for (int r = 0; r < rows; r++) sums[r][k] += v * load(x + r * inputs + i);
         }
+    for (int r = 0; i < inputs && r < rows; r++) {
+        const vfloat last = load_part(x + r * inputs + i, inputs - i);
+        for (int k = 0; k < ranks; k++) sums[r][k] += load(a + k * a_stride + i) * last;
+    }
+    for (int r = 0; r < rows; r++)
+        for (int k = 0; k < ranks; k++) t[r * t_stride + k] = sum_lanes(sums[r][k]) * scale;
+}
+
+/* y [rows, up to TILE_VECTORS vectors of outputs, `left` of them real] += b t. */
+INLINE void multiply_b(const int rows, const float *b, int64_t rank, const float *t, int64_t t_stride, float *y, int64_t outputs,
+                       int64_t left) {
+    vfloat sums[TILE][TILE_VECTORS];
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < TILE_VECTORS; c++) sums[r][c] = (vfloat){0};
+    for (int64_t k = 0; k < rank; k++, b += PANEL)
+        for (int c = 0; c < TILE_VECTORS; c++) {
+            const vfloat v = load(b + c * LANES);
+            for (int r = 0; r < rows; r++) sums[r][c] += v * t[r * t_stride + k];
+        }
+    for (int r = 0; r < rows; r++) {
+        float *to = y + r * outputs, last[TILE_VECTORS * LANES];
+        if (left >= TILE_VECTORS * LANES) {
+            for (int c = 0; c < TILE_VECTORS; c++) *(vfloat *)(to + c * LANES) += sums[r][c];
+            continue;
+        }
+        memcpy(last, sums[r], sizeof last);
+        for (int64_t j = 0; j < left; j++) to[j] += last[j];
     }
 }
 
-static void up(const Run *u, const Low *p, const float *t, long width, float *y, long O) {
-    const long end = u->row + u->count;
+/* t = scale * a x for one part of a run.  Called by all threads, which share the tiles and do not wait at the end. */
+static void apply_a(const LoraRun *run, const LoraPart *part, const float *x, int64_t inputs, float *t, int64_t t_stride) {
+    const int64_t end = run->first_row + run->num_rows, a_stride = padded_inputs(inputs);
     #pragma omp for collapse(2) schedule(static) nowait
-    for (long from = u->row; from < end; from += TILE) for (long c = 0; c < p->outputs; c += NV * VL) {
-        const float *b = p->b + c / PANEL * p->rank * PANEL + c % PANEL;
-        float *to = y + p->start + c;
-        long r = from;
-        if (end - from >= TILE) { spread(TILE, b, p->rank, t + r * width, width, to + r * O, O, p->outputs - c); continue; }
-        for (; r < end; r++) spread(1, b, p->rank, t + r * width, width, to + r * O, O, p->outputs - c);
-    }
+    for (int64_t first = run->first_row; first < end; first += TILE)
+        for (int64_t k = 0; k < part->rank; k += TILE) {
+            const float *a = part->a + k * a_stride, scale = part->scale;
+            const int64_t ranks = min64(part->rank - k, TILE);
+            if (end - first >= TILE && ranks == TILE) {
+                multiply_a(TILE, TILE, a, x + first * inputs, inputs, scale, t + first * t_stride + k, t_stride);
+                continue;
+            }
+            for (int64_t r = first; r < min64(end, first + TILE); r++) {
+                float *to = t + r * t_stride + k;
+                if (ranks == TILE) multiply_a(1, TILE, a, x + r * inputs, inputs, scale, to, t_stride);
+                else
+                    for (int64_t i = 0; i < ranks; i++)
+                        multiply_a(1, 1, a + i * a_stride, x + r * inputs, inputs, scale, to + i, t_stride);
+            }
+        }
 }
 
-/* `parts` parts of every run's adapter from `part` on: the projections of one fused linear x [.,K] -> y [.,O]. */
-void adapt(const void *given, long count, long part, long parts, const float *x, long K, float *y, long O) {
-    const Run *runs = given, *last = runs + count;
-    long width = 0;                                           /* of t: a row's low-rank values, part after part */
-    for (const Run *u = runs; u < last; u++) {
-        long sum = 0;
-        for (long p = part; p < part + parts; p++) sum += u->parts[p].rank;
-        if (sum > width) width = sum;
+/* y += b t for one part of a run, shared as in apply_a. */
+static void apply_b(const LoraRun *run, const LoraPart *part, const float *t, int64_t t_stride, float *y, int64_t outputs) {
+    const int64_t end = run->first_row + run->num_rows;
+    #pragma omp for collapse(2) schedule(static) nowait
+    for (int64_t first = run->first_row; first < end; first += TILE)
+        for (int64_t c = 0; c < part->outputs; c += TILE_VECTORS * LANES) {
+            const float *b = part->b + c / PANEL * part->rank * PANEL + c % PANEL, *from = t + first * t_stride;
+            const int64_t left = part->outputs - c;
+            float *to = y + first * outputs + part->start + c;
+            if (end - first >= TILE) {
+                multiply_b(TILE, b, part->rank, from, t_stride, to, outputs, left);
+                continue;
+            }
+            for (int64_t r = first; r < end; r++, from += t_stride, to += outputs)
+                multiply_b(1, b, part->rank, from, t_stride, to, outputs, left);
+        }
+}
+
+/* The most ranks that the parts of one run have together. */
+static int64_t max_ranks(const LoraRun *runs, int64_t num_runs, int64_t first_part, int64_t num_parts) {
+    int64_t most = 0;
+    for (const LoraRun *run = runs; run < runs + num_runs; run++) {
+        int64_t sum = 0;
+        for (int64_t p = first_part; p < first_part + num_parts; p++) sum += run->parts[p].rank;
+        most = sum > most ? sum : most;
     }
-    if (!width) return;
-    float *t = malloc((size_t)(last[-1].row + last[-1].count) * (size_t)width * 4);
+    return most;
+}
+
+void add_lora(const LoraRun *runs, int64_t num_runs, int64_t first_part, int64_t num_parts, const float *x, int64_t inputs, float *y,
+              int64_t outputs) {
+    const LoraRun *end = runs + num_runs;
+    const int64_t end_part = first_part + num_parts, stride = max_ranks(runs, num_runs, first_part, num_parts);
+    if (!stride) return;
+    float *t = allocate((end[-1].first_row + end[-1].num_rows) * stride * 4);   /* a row's ranks, part after part */
     #pragma omp parallel
     {
-        for (const Run *u = runs; u < last; u++)
-            for (long p = part, at = 0; p < part + parts; at += u->parts[p++].rank) down(u, u->parts + p, x, K, t + at, width);
+        for (const LoraRun *run = runs; run < end; run++)
+            for (int64_t p = first_part, at = 0; p < end_part; at += run->parts[p++].rank)
+                apply_a(run, run->parts + p, x, inputs, t + at, stride);
         #pragma omp barrier
-        for (const Run *u = runs; u < last; u++)
-            for (long p = part, at = 0; p < part + parts; at += u->parts[p++].rank)
-                if (u->parts[p].rank) up(u, u->parts + p, t + at, width, y, O);
+        for (const LoraRun *run = runs; run < end; run++)
+            for (int64_t p = first_part, at = 0; p < end_part; at += run->parts[p++].rank)
+                if (run->parts[p].rank) apply_b(run, run->parts + p, t + at, stride, y, outputs);
     }
     free(t);
 }

@@ -1,101 +1,105 @@
-/* A row of logits in blocks, and the highest logit of each: what a pick looks at first. */
+/* A row of logits in blocks of 64, and the maximum of each block: what a pick looks at first. */
 #pragma once
-#include "simd.h"
+#include "blocks.h"
 
-enum { BLOCK = 64 };
+/* Complete blocks lie in the row itself; the last one is copied to `tail`, padded with minus infinity. */
+typedef struct {
+    const float *logits;
+    int64_t vocab, full_blocks, blocks;
+    float max, inv_temperature;                             /* the largest logit, once known; 1 at temperature 0 */
+    float tail[BLOCK];
+} Row;
 
-/* The whole blocks lie where the row does, what is left of it in `tail`, filled up with minus infinity.  best: the highest logit, once it
- * is known; cool: 1 / temperature, or 1 where that is 0. */
-typedef struct { const float *l; long n, whole, blocks; float best, cool, tail[BLOCK]; } Row;
-INLINE const float *block_at(const Row *r, long b) { return b < r->whole ? r->l + b * BLOCK : r->tail; }
-/* How far a logit lies below the best, at the temperature: the log of what it weighs.  For vectors and floats alike. */
-#define BELOW(r, logit) (((logit) - (r)->best) * (r)->cool)
-
-static Row row_of(const float *l, long n, float temperature) {
-    Row r = {l, n, n / BLOCK, (n + BLOCK - 1) / BLOCK, 0, temperature > 0 ? 1 / temperature : 1, {0}};
-    for (long j = 0; j < BLOCK; j++) r.tail[j] = r.whole * BLOCK + j < n ? l[r.whole * BLOCK + j] : -INFINITY;
-    return r;
+static Row make_row(const float *logits, int64_t vocab, float temperature) {
+    Row row = {logits, vocab, vocab / BLOCK, divide_up(vocab, BLOCK), 0, temperature > 0 ? 1 / temperature : 1, {0}};
+    const int64_t first = row.full_blocks * BLOCK;
+    for (int64_t j = 0; j < BLOCK; j++) row.tail[j] = first + j < vocab ? logits[first + j] : -INFINITY;
+    return row;
 }
 
-INLINE vf larger(vf a, vf b) { const vi m = a > b; return (vf)(((vi)a & m) | ((vi)b & ~m)); }
-INLINE vf number(vf v) { const vi m = v == v; return (vf)(((vi)v & m) | ((vi)((vf){0} + INFINITY) & ~m)); }      /* NaN is infinity here */
-INLINE vf highest_lanes(const float *block) {
-    vf m = number(*(const vf *)block);
-    for (long j = VL; j < BLOCK; j += VL) m = larger(number(*(const vf *)(block + j)), m);
-    return m;
-}
-INLINE float highest(const float *block) {
-    vf m = highest_lanes(block);
-    for (int n = VL; n > 1; n /= 2) m = larger(PICK(m, m, EVEN), PICK(m, m, ODD));
-    return m[0];
-}
-INLINE vf fold(vf *m) {                                       /* lane i: the largest lane of m[i], of VL vectors */
-    for (int n = VL / 2; n; n /= 2) for (int i = 0; i < n; i++)
-        m[i] = larger(PICK(m[2 * i], m[2 * i + 1], EVEN), PICK(m[2 * i], m[2 * i + 1], ODD));
-    return m[0];
+INLINE const float *block_at(const Row *row, int64_t b) { return b < row->full_blocks ? row->logits + b * BLOCK : row->tail; }
+INLINE int64_t parts_of(const Row *row) { return divide_up(row->blocks, PART); }
+
+/* log(p / p of the best token) = (logit - max) / temperature, which is <= 0. */
+INLINE float below_max(const Row *row, float logit) { return (logit - row->max) * row->inv_temperature; }
+INLINE vfloat below_max_lanes(const Row *row, vfloat logits) { return (logits - row->max) * row->inv_temperature; }
+
+/* Lane i: the largest lane of v[i], for LANES vectors. */
+INLINE vfloat max_each(vfloat *v) {
+    for (int n = LANES / 2; n; n /= 2)
+        for (int i = 0; i < n; i++)
+            v[i] = max_lanes(SHUFFLE(v[2 * i], v[2 * i + 1], EVEN_LANES), SHUFFLE(v[2 * i], v[2 * i + 1], ODD_LANES));
+    return v[0];
 }
 
-enum { PART = 16 };                                           /* blocks that are looked at together, a multiple of VL */
-INLINE long parts_of(long blocks) { return (blocks + PART - 1) / PART; }
-/* The highest logit of every block of a part into `top`, which has room for whole parts; returns the highest of all. */
-static float tops(const Row *r, long from, float *top) {
-    float best = -INFINITY;
-    for (long g = from; g < from + PART; g += VL) {
-        vf m[VL];
-        for (int i = 0; i < VL; i++) {
-            m[i] = (vf){0} - INFINITY;
-            if (g + i < r->blocks) m[i] = highest_lanes(block_at(r, g + i));
+/* Writes the maxima of the blocks of one part, from `first` on, to block_max; returns the largest. */
+static float part_maxima(const Row *row, int64_t first, float *block_max) {
+    float max = -INFINITY;
+    for (int64_t g = first; g < first + PART; g += LANES) {
+        vfloat maxima[LANES];
+        for (int i = 0; i < LANES; i++) {
+            maxima[i] = broadcast(-INFINITY);
+            if (g + i < row->blocks) maxima[i] = block_maxima(block_at(row, g + i));
         }
-        *(vf *)(top + g) = fold(m);
-        for (int i = 0; i < VL; i++) best = top[g + i] > best ? top[g + i] : best;
+        store(block_max + g, max_each(maxima));
+        for (int i = 0; i < LANES; i++) max = block_max[g + i] > max ? block_max[g + i] : max;
     }
-    return best;
+    return max;
 }
 
-/* The highest logit of every block, into `top`, and of all; infinity if there is a NaN. */
-static float survey(const Row *r, float *top, int alone) {
-    const long parts = parts_of(r->blocks);
-    float of[parts], best = -INFINITY;
-    #pragma omp parallel for schedule(static) if (alone)
-    for (long p = 0; p < parts; p++) of[p] = tops(r, p * PART, top);
-    for (long p = 0; p < parts; p++) best = of[p] > best ? of[p] : best;
-    return best;
+/* What one part of a row adds to a result over the row.  Parts are combined in order, so the number of threads changes nothing. */
+typedef struct { float max, mass; } PartResult;
+
+static float max_of_parts(const PartResult *parts, int64_t count) {
+    float max = -INFINITY;
+    for (int64_t p = 0; p < count; p++) max = parts[p].max > max ? parts[p].max : max;
+    return max;
 }
 
-/* The same where the linear that wrote the row has left them in `top` (see `crown`); it may have written more than the row has. */
-static float surveyed(const Row *r, float *top) {
-    float best = -INFINITY;
-    for (long b = r->blocks; b < parts_of(r->blocks) * PART; b++) top[b] = -INFINITY;
-    if (r->whole < r->blocks) top[r->whole] = highest(r->tail);
-    for (long b = 0; b < r->blocks; b++) best = top[b] > best ? top[b] : best;
-    return best;
+/* Writes the maxima of all blocks to block_max [row_blocks(vocab)]; returns the largest, infinity if there is a NaN.
+ * parts: space for parts_of(row). */
+static float row_maxima(const Row *row, float *block_max, PartResult *parts, int use_threads) {
+    const int64_t count = parts_of(row);
+    #pragma omp parallel for schedule(static) if (use_threads)
+    for (int64_t p = 0; p < count; p++) parts[p].max = part_maxima(row, p * PART, block_max);
+    return max_of_parts(parts, count);
 }
 
-INLINE vf softly(vf x) {                                      /* exp(x) for x <= 0, to 7e-6 of it and exact at 0, in half the time of vexp; never less than 1e-38 */
-    const vf least = (vf){0} - 87.0f, magic = (vf){0} + 12582912.0f;
-    x = larger(x, least);
-    const vf n = x * 1.44269504f + magic, f = x * 1.44269504f - (n - magic);
-    vf p = f * 9.6003955171e-3f + 5.5916893825e-2f;
-    p = p * f + 2.4023718463e-1f; p = p * f + 6.9312199484e-1f; p = p * f + 1.0f;
-    return (vf)((vi)p + ((vi)n << 23));
+/* The same if the linear that wrote the row has left the maxima in block_max.  It may have written more than `vocab` logits. */
+static float known_maxima(const Row *row, float *block_max) {
+    float max = -INFINITY;
+    for (int64_t b = row->blocks; b < parts_of(row) * PART; b++) block_max[b] = -INFINITY;
+    if (row->full_blocks < row->blocks) block_max[row->full_blocks] = block_maximum(row->tail);
+    for (int64_t b = 0; b < row->blocks; b++) max = block_max[b] > max ? block_max[b] : max;
+    return max;
 }
 
-/* As `survey`, and in *all what the whole row weighs: the sum of exp(l - highest).  A part is weighed against its own highest while it lies in
- * the cache. */
-static float weigh(const Row *r, float *top, double *all, int alone) {
-    const long parts = parts_of(r->blocks);
-    float of[parts], mass[parts], best = -INFINITY;
-    #pragma omp parallel for schedule(static) if (alone)
-    for (long p = 0; p < parts; p++) {
-        of[p] = tops(r, p * PART, top);
-        const float against = of[p] > -INFINITY ? of[p] : 0;
-        vf sum = {0};
-        for (long b = p * PART; b < (p + 1) * PART && b < r->blocks; b++)
-            for (long j = 0; j < BLOCK; j += VL) sum += softly(*(const vf *)(block_at(r, b) + j) - against);
-        mass[p] = total(sum);
+/* exp(x) for x <= 0, with a relative error of 7e-6, exact at 0 and never below 1e-38, in half the time of vexp.
+ * Splits x / ln 2 into an integer and a rest, and evaluates a polynomial of degree 4 in the rest. */
+INLINE vfloat vexp_fast(vfloat x) {
+    x = max_lanes(x, broadcast(-87.0f));
+    const vfloat n = x * 1.44269504f + ROUND_MAGIC, f = x * 1.44269504f - (n - ROUND_MAGIC);
+    vfloat p = f * 9.6003955171e-3f + 5.5916893825e-2f;
+    p = p * f + 2.4023718463e-1f;
+    p = p * f + 6.9312199484e-1f;
+    p = p * f + 1.0f;
+    return (vfloat)((vint)p + ((vint)n << 23));
+}
+
+/* `row_maxima` that also writes the sum of exp(logit - max) over the row to *mass.  A part is summed against its own maximum
+ * while it is cached. */
+static float row_mass(const Row *row, float *block_max, PartResult *parts, int use_threads, double *mass) {
+    const int64_t count = parts_of(row);
+    #pragma omp parallel for schedule(static) if (use_threads)
+    for (int64_t p = 0; p < count; p++) {
+        const float part_max = part_maxima(row, p * PART, block_max), against = part_max > -INFINITY ? part_max : 0;
+        vfloat sum = {0};
+        for (int64_t b = p * PART; b < min64((p + 1) * PART, row->blocks); b++)
+            for (int64_t j = 0; j < BLOCK; j += LANES) sum += vexp_fast(load(block_at(row, b) + j) - against);
+        parts[p] = (PartResult){part_max, sum_lanes(sum)};
     }
-    for (long p = 0; p < parts; p++) best = of[p] > best ? of[p] : best;
-    *all = 0;
-    for (long p = 0; p < parts; p++) *all += mass[p] * exp((double)of[p] - best);
-    return best;
+    const float max = max_of_parts(parts, count);
+    *mass = 0;
+    for (int64_t p = 0; p < count; p++) *mass += parts[p].mass * exp((double)parts[p].max - max);
+    return max;
 }

@@ -1,94 +1,118 @@
-/* Where the runs of 8, 4, 2 and 1 tokens of a text ended, most recent first, and what followed those that a text ends with now.
- * kernels/runs.py says what is promised and holds the memory; runs_reference.py is the same in Python. */
-#include <stdint.h>
+/* Index of the n-grams of 8, 4, 2 and 1 tokens of a text: where each ended, latest first, and which tokens followed.
+ * drafting/lookup/index_compiled.py holds its memory; index_reference.py is the reference.
+ *
+ * Computed: a hash table for each n-gram size leads to the latest place with a hash; `previous` links a place to the one before it.
+ * Integers only: a result depends on the tokens and on nothing else. */
+#include "kernels.h"
+#include "memory.h"
 #include <string.h>
 
-enum { ORDERS = 4, LONGEST = 8 };                             /* run `o` has LONGEST >> o tokens */
+enum { SIZES = 4, LONGEST = 8 };                            /* n-gram size s has LONGEST >> s tokens */
 
-static const long PLACES[ORDERS] = {4, 16, 16, 16};
+static const int64_t MAX_PLACES[SIZES] = {4, 16, 16, 16};   /* places that a search returns */
 
-/* Places count from 1 in heads and previous, so that memory full of zeros is an empty index. */
-typedef struct {
-    int32_t shift, oldest, length, entered;                   /* places before `oldest` are forgotten, those before `entered` are in */
-    int32_t longest, depth;                                   /* tokens that agree at most; tokens that followed */
-    int32_t *tokens, *previous, *heads;                       /* [capacity], [capacity][ORDERS], [ORDERS][1 << (32 - shift)] */
-} Text;
-
-/* Of the runs that end with tokens[-1], of the n tokens there; a polynomial of the tokens, of which the high bits count. */
-static void places_of(const int32_t *tokens, long n, int32_t shift, uint32_t *hash) {
+/* Hashes of the n-grams that end with tokens[-1], of the n tokens there: the high bits of a polynomial of the tokens. */
+static void hashes_of(const int32_t *tokens, int64_t n, int32_t shift, uint32_t *hashes) {
     uint32_t sum = 0, power = 2654435769u;
-    for (long i = 1, o = ORDERS; i <= LONGEST && i <= n; i++, power *= 2246822507u) {
+    for (int64_t i = 1, s = SIZES; i <= LONGEST && i <= n; i++, power *= 2246822507u) {
         sum += (uint32_t)tokens[-i] * power;
-        if (!(i & (i - 1))) hash[--o] = sum >> shift;
+        const int is_power_of_two = !(i & (i - 1));
+        if (is_power_of_two) hashes[--s] = sum >> shift;
     }
 }
 
-static int32_t *head(const Text *t, long o, uint32_t hash) { return t->heads + (o << (32 - t->shift)) + hash; }
+static int32_t *head_of(const TextIndex *t, int64_t size, uint32_t hash) { return t->heads + (size << (32 - t->shift)) + hash; }
 
-/* Adds n tokens; the runs that end with the last one wait for the next call, so that what a text ends with never finds itself. */
-void runs_extend(Text *t, const int32_t *tokens, long n) {
-    if (n) memcpy(t->tokens + t->length, tokens, (size_t)n * 4);
-    t->length += (int32_t)n;
+/* The n-grams that end with the last token are entered by the next call, so that the end of a text never finds itself. */
+void runs_extend(TextIndex *t, const int32_t *tokens, int64_t count) {
+    if (count) memcpy(t->tokens + t->length, tokens, (size_t)count * 4);
+    t->length += (int32_t)count;
     for (; t->entered < t->length - 1; t->entered++) {
-        uint32_t hash[ORDERS];
-        const long end = t->entered + 1;
-        places_of(t->tokens + end, end, t->shift, hash);
-        for (long o = 0; o < ORDERS; o++) if (end >= LONGEST >> o) {
-            int32_t *last = head(t, o, hash[o]);
-            t->previous[t->entered * ORDERS + o] = *last;
-            *last = (int32_t)end;
+        uint32_t hashes[SIZES];
+        const int64_t end = t->entered + 1;
+        hashes_of(t->tokens + end, end, t->shift, hashes);
+        for (int64_t s = 0; s < SIZES; s++) {
+            if (end < LONGEST >> s) continue;
+            int32_t *head = head_of(t, s, hashes[s]);
+            t->previous[t->entered * SIZES + s] = *head;
+            *head = (int32_t)end;
         }
     }
 }
 
-/* `depth` tokens from `at` on, -1 from the first one on that is below 0 or not there; a text that loops goes on with what it has said */
-static void follow(const Text *t, long at, long depth, int loops, int32_t *out) {
-    const long n = t->length - at;
-    long i = 0;
-    for (long j = 0; i < depth && j < n && t->tokens[at + j] >= 0; i++, j = loops && j + 1 == n ? 0 : j + 1) out[i] = t->tokens[at + j];
+/* out [depth]: the tokens from `at` on, -1 behind the end and from a negative token on.  If `wraps`, the text continues behind its
+ * end with the same tokens again. */
+static void copy_following(const TextIndex *t, int64_t at, int64_t depth, int wraps, int32_t *out) {
+    const int64_t n = t->length - at;
+    int64_t i = 0;
+    for (int64_t j = 0; i < depth && j < n && t->tokens[at + j] >= 0; i++) {
+        out[i] = t->tokens[at + j];
+        j = wraps && j + 1 == n ? 0 : j + 1;
+    }
     for (; i < depth; i++) out[i] = -1;
 }
 
-/* Up to `room` places where the last n tokens before `now`, a run of order o at least, ended.  *row: how often in a row the same was
- * found, how many tokens agree (`most` at most), what followed; it moves on. */
-static long find(const Text *t, const int32_t *now, long n, long o, long most, long room, long depth, int loops, int32_t **row) {
-    const long run = LONGEST >> o, wide = 2 + depth;
-    uint32_t hash[ORDERS];
-    places_of(now, n, t->shift, hash);
-    long found = 0, at = *head(t, o, hash[o]);
-    for (long looked = 0; looked < 2 * PLACES[o] && found < room && at > t->oldest; looked++) {   /* some may be of other runs */
-        long agree = 0;
-        while (agree < most && agree < at && agree < n && t->tokens[at - 1 - agree] == now[-1 - agree]) agree++;
-        if (agree >= run) {
+/* What is looked up: the n tokens before `end`, from the n-grams of one size on. */
+typedef struct {
+    const int32_t *end;
+    int64_t n, size, max_match;                             /* max_match: agreeing tokens are counted up to it */
+    int64_t depth;
+    int wraps;
+} Search;
+
+static int64_t agreeing_tokens(const TextIndex *t, int64_t at, const Search *search) {
+    int64_t n = 0;
+    while (n < search->max_match && n < at && n < search->n && t->tokens[at - 1 - n] == search->end[-1 - n]) n++;
+    return n;
+}
+
+/* Finds up to `max_places` places, latest first, and writes a row for each to *row, which moves on: 1, agreeing tokens, tokens that
+ * followed.  A row equal to the one before it is counted there instead. */
+static int64_t find(const TextIndex *t, const Search *search, int64_t max_places, int32_t **row) {
+    const int64_t size = search->size, width = 2 + search->depth;
+    uint32_t hashes[SIZES];
+    hashes_of(search->end, search->n, t->shift, hashes);
+    int64_t found = 0, at = *head_of(t, size, hashes[size]);
+    for (int64_t visited = 0; visited < 2 * MAX_PLACES[size] && found < max_places && at > t->oldest; visited++) {
+        const int64_t agree = agreeing_tokens(t, at, search);
+        if (agree >= LONGEST >> size) {                     /* otherwise another n-gram with the same hash */
             int32_t *r = *row;
             r[0] = 1;
             r[1] = (int32_t)agree;
-            follow(t, at, depth, loops, r + 2);
-            if (found++ && !memcmp(r + 1, r + 1 - wide, (size_t)(1 + depth) * 4)) r[-wide]++;
-            else *row += wide;
+            copy_following(t, at, search->depth, search->wraps, r + 2);
+            const int repeats = found++ && !memcmp(r + 1, r + 1 - width, (size_t)(1 + search->depth) * 4);
+            if (repeats) r[-width]++;
+            else *row += width;
         }
-        at = t->previous[(at - 1) * ORDERS + o];
+        at = t->previous[(at - 1) * SIZES + size];
     }
     return found;
 }
 
-/* `own` gets the first `fresh` of the given tokens; what it ends with then, with `said` more behind it, is looked up: in itself where
- * there are no `texts`, otherwise in these, the last one first.  out = [ORDERS] how many rows, then of each order [PLACES][2 + depth] */
-void runs_find(Text *own, const int32_t *given, long fresh, long said, Text *const *texts, long count, int32_t *out) {
-    runs_extend(own, given, fresh);
-    const long longest = own->longest, depth = own->depth, wide = 2 + depth;
-    const long later = said < longest ? said : longest, left = longest - later;
-    const long before = own->length < left ? own->length : left, n = before + later;
-    int32_t context[n + 1];
-    memcpy(context, own->tokens + own->length - before, (size_t)before * 4);
-    if (later) memcpy(context + before, given + fresh + said - later, (size_t)later * 4);
-    int32_t *first = out + ORDERS;
-    for (long o = 0; o < ORDERS; first += PLACES[o++] * wide) {
-        const long longer = 2 * (LONGEST >> o), most = o && longer <= longest ? longer - 1 : longest;
+/* The last `longest` tokens of the text followed by pending [num_pending], into context; returns how many there are. */
+static int64_t copy_context(const TextIndex *t, const int32_t *pending, int64_t num_pending, int64_t longest, int32_t *context) {
+    const int64_t behind = num_pending < longest ? num_pending : longest, space = longest - behind;
+    const int64_t before = t->length < space ? t->length : space;
+    memcpy(context, t->tokens + t->length - before, (size_t)before * 4);
+    if (behind) memcpy(context + before, pending + num_pending - behind, (size_t)behind * 4);
+    return before + behind;
+}
+
+void runs_find(TextIndex *own, const int32_t *tokens, int64_t count, int64_t num_pending, TextIndex *const *texts, int64_t num_texts,
+               int32_t *out) {
+    runs_extend(own, tokens, count);
+    const int64_t longest = own->max_match, depth = own->depth, width = 2 + depth;
+    int32_t *context = allocate(longest * 4), *first = out + SIZES;
+    const int64_t n = copy_context(own, tokens + count, num_pending, longest, context);
+    for (int64_t s = 0; s < SIZES; first += MAX_PLACES[s++] * width) {
+        const int64_t next_size = 2 * (LONGEST >> s);       /* longer matches were found as those n-grams */
+        const int64_t max_match = s && next_size <= longest ? next_size - 1 : longest;
+        const Search search = {context + n, n, s, max_match, depth, !texts};
+        int64_t left = n >= LONGEST >> s ? MAX_PLACES[s] : 0;
         int32_t *row = first;
-        if (n >= LONGEST >> o && !texts) find(own, context + n, n, o, most, PLACES[o], depth, 1, &row);
-        long room = n >= LONGEST >> o ? PLACES[o] : 0;
-        for (long i = count - 1; i >= 0 && room > 0; i--) room -= find(texts[i], context + n, n, o, most, room, depth, 0, &row);
-        out[o] = (int32_t)((row - first) / wide);
+        if (left && !texts) find(own, &search, left, &row);
+        for (int64_t i = num_texts - 1; i >= 0 && left > 0; i--) left -= find(texts[i], &search, left, &row);
+        out[s] = (int32_t)((row - first) / width);
     }
+    free(context);
 }

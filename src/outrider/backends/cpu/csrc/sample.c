@@ -1,281 +1,258 @@
-/* The CPU sampler: a few vector passes over a row of logits and no sort of the vocabulary.
- * sampling/reference.py is the same law in torch. */
-#include "cut.h"
+/* Picks from rows of logits: a few vector passes, and no sort of the vocabulary.
+ *
+ * Computed: the k best tokens by logit (temperature 0), or by (logit - max) / temperature + Gumbel noise among those that
+ * min_p, top_k and top_p leave.
+ * Order: maxima of blocks; the k best of all tokens; whether these lie inside the filters.  Only if that does not decide, the
+ * filters are applied to the whole row.
+ * Exact: noise depends on (key, token) alone, and the k best of a set do not depend on the order of the search.
+ * Sums over a row are taken part by part.  backends/torch/sampling.py is the reference. */
+#include "best.h"
+#include "filter.h"
 
-enum { MOST = 64, MORE = 16, SHARED = 8192 };     /* from SHARED logits on threads share a row */
+enum { EXTRA_PICKS = 16, THREADED_VOCAB = 8192 };           /* from so many logits on threads share a row */
 
-typedef uint64_t vl __attribute__((vector_size(VL * 4), aligned(8)));                /* half as many as there are floats in a vector */
-typedef int32_t hi __attribute__((vector_size(VL * 2), aligned(4), may_alias));
-typedef uint32_t hu __attribute__((vector_size(VL * 2), aligned(4), may_alias));
+/* ---- is a token inside the filters? */
 
-#define GOLDEN 0x9e3779b97f4a7c15u
-INLINE vl scatter(vl z) {                                     /* of z = key + (token + 1) * GOLDEN; its upper 24 bits are those of `mix` */
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-    return (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-}
-INLINE hu bits(vl z) { return __builtin_convertvector(scatter(z) >> 40, hu); }
-INLINE vl place(uint64_t key, hi token) { return key + (__builtin_convertvector(token, vl) + 1) * GOLDEN; }
-INLINE float gumbel(uint32_t u) { return (float)-log(-log((u + 0.5) * 0x1p-24)); }
-INLINE vf bound(vu u) {                                       /* -log(-log u) <= -log(1 - u), from the exponent of 1 - u alone, rounded up */
-    const vf rest = __builtin_convertvector((vi)((1u << 24) - u), vf);
-    return 0.6931473f * __builtin_convertvector(25 + 127 - ((vi)rest >> 23), vf);
-}
-static const float REACH = 0.6931473f * 25;                   /* no noise is more */
+/* Sums over the logits of a row, counted below the maximum: the mass from `least` on, the mass above x, and how many are above x. */
+typedef struct { double all, above; int64_t count; } Mass;
 
-/* The best so far: by score, and of equal ones the lower id. */
-typedef struct { long k, n; float score[MOST]; int32_t id[MOST]; } Best;
-INLINE float worst_of(const Best *best) { return best->n < best->k ? -INFINITY : best->score[best->k - 1]; }
-
-static void enter(Best *best, float score, int32_t id) {
-    long at = best->n < best->k ? best->n++ : best->k;
-    for (; at > 0 && (best->score[at - 1] < score || (best->score[at - 1] == score && best->id[at - 1] > id)); at--)
-        if (at < best->k) { best->score[at] = best->score[at - 1]; best->id[at] = best->id[at - 1]; }
-    if (at < best->k) { best->score[at] = score; best->id[at] = id; }
-}
-
-/* Enters what can win of m <= BLOCK logits: entries ids[j] of their row, or first + j.  map: the token of an entry, whose noise it gets.
- * least: nothing below it wins. */
-INLINE void consider(const float *l, long m, const int32_t *ids, int32_t first, const int32_t *map, int noisy, uint64_t key, float least,
-                     Best *best) {
-    uint32_t u[BLOCK];
-    float upper[BLOCK];
-    const float worst = worst_of(best) > least ? worst_of(best) : least;
-    int hits = 0;
-    if (!noisy) memcpy(upper, l, sizeof upper);
-    else {
-        int32_t token[BLOCK] = {0};
-        const long listed = ids || map ? m : VL / 2;          /* otherwise tokens follow each other, and so do their places */
-        for (int32_t j = 0; j < listed; j++) { token[j] = ids ? ids[j] : first + j; if (map) token[j] = map[token[j]]; }
-        vl z = place(key, *(const hi *)token);
-        for (long j = 0; j < BLOCK; j += VL / 2) {
-            *(hu *)(u + j) = bits(z);
-            if (j + VL / 2 < BLOCK) z = ids || map ? place(key, *(const hi *)(token + j + VL / 2)) : z + VL / 2 * GOLDEN;
-        }
-        for (long j = 0; j < BLOCK; j += VL) *(vf *)(upper + j) = *(const vf *)(l + j) + bound(*(const vu *)(u + j));
-    }
-    for (long j = 0; j < BLOCK; j++) hits += upper[j] >= worst;
-    if (hits) for (int32_t j = 0; j < m; j++)                 /* noise is drawn only where it can win */
-        if (upper[j] >= worst && upper[j] >= worst_of(best) && l[j] > -INFINITY)
-            enter(best, noisy ? l[j] + gumbel(u[j]) : l[j], ids ? ids[j] : first + j);
-}
-
-/* Of VL blocks whose highest logits lie `top` below the best: the least noise, in 24 bits, that could lift one to `worst`.  -log(-log u) is
- * that high with a probability below exp(-height), and rounding gets its margin. */
-INLINE void least_noise(vf top, float worst, int32_t *least) {
-    const vi some = __builtin_convertvector(larger(0x1p24f - 2.0f - vexp(top - worst) * (0x1p24f * 1.0001f), (vf){0}), vi);
-    memcpy(least, &some, sizeof some);
-}
-/* Enters what of a block's tokens has that much noise; z: the places of the first ones. */
-INLINE void glance(const Row *r, long first, vl z, uint64_t least, Best *best) {
-    uint64_t word[BLOCK], any = 0;
-    vl hits = {0};
-    for (long j = 0; j < BLOCK; j += VL / 2, z += VL / 2 * GOLDEN) {
-        const vl w = scatter(z);
-        memcpy(word + j, &w, sizeof w);
-        hits |= (vl)(w >= least);
-    }
-    for (int j = 0; j < VL / 2; j++) any |= hits[j];
-    const long m = any ? r->n - first < BLOCK ? r->n - first : BLOCK : 0;
-    for (long j = 0; j < m; j++) if (word[j] >= least && r->l[first + j] > -INFINITY) {
-        const volatile float below = BELOW(r, r->l[first + j]);      /* rounded, as everywhere: not fused with the sum */
-        enter(best, below + gumbel((uint32_t)(word[j] >> 40)), (int32_t)(first + j));
-    }
-}
-
-INLINE void consider_block(const Row *r, long b, const int32_t *map, int noisy, uint64_t key, float least, Best *best) {
-    float score[BLOCK];
-    const float *l = block_at(r, b);
-    for (long j = 0; j < BLOCK; j++) score[j] = noisy ? BELOW(r, l[j]) : l[j];
-    consider(score, r->n - b * BLOCK < BLOCK ? r->n - b * BLOCK : BLOCK, 0, (int32_t)(b * BLOCK), map, noisy, key, least, best);
-}
-
-/* The k best of a row, greedily or by what they weigh and their noise.  First come the blocks that hold its k highest logits; then most
- * of the others cannot win: whatever their noise, or with what they get, of which a glance tells enough. */
-static void choose(const Row *r, const float *top, const int32_t *map, int noisy, uint64_t key, int alone, Best *best) {
-    Best tops = {best->k, 0, {0}, {0}};
-    for (long b = 0; b < r->blocks; b++) if (top[b] > worst_of(&tops)) enter(&tops, top[b], (int32_t)b);
-    const float first = worst_of(&tops);
-    for (long b = 0; b < r->blocks; b++)
-        if (top[b] >= first && top[b] > -INFINITY) consider_block(r, b, map, noisy, key, noisy ? -INFINITY : first, best);
-    if (!noisy) return;
-    const Best known = *best;
-    int32_t token[VL / 2];
-    for (int j = 0; j < VL / 2; j++) token[j] = j;
-    const vl start = place(key, *(const hi *)token);
-    #pragma omp parallel if (alone)
-    {
-        Best own = known;
-        #pragma omp for schedule(static) nowait
-        for (long g = 0; g < r->blocks; g += VL) {
-            int32_t least[VL];
-            const vf below = BELOW(r, *(const vf *)(top + g));
-            least_noise(below, worst_of(&own), least);
-            for (long i = 0; i < VL; i++) {
-                if (top[g + i] >= first || top[g + i] == -INFINITY || below[i] + REACH < worst_of(&own)) continue;
-                if (map) consider_block(r, g + i, map, 1, key, -INFINITY, &own);
-                else glance(r, (g + i) * BLOCK, start + (uint64_t)(g + i) * (BLOCK * GOLDEN), (uint64_t)least[i] << 40, &own);
-            }
-        }
-        #pragma omp critical
-        for (long i = 0; i < own.n; i++) {
-            int there = 0;
-            for (long j = 0; j < known.n; j++) there |= known.id[j] == own.id[i];
-            if (!there) enter(best, own.score[i], own.id[i]);
+INLINE Mass part_mass(const Row *row, int64_t first, int64_t end, float least, float x, const int with_above) {
+    vfloat all = {0}, above = {0};
+    vint count = {0};
+    for (int64_t b = first; b < end; b++) {
+        const float *logits = block_at(row, b);
+        for (int64_t j = 0; j < BLOCK; j += LANES) {
+            const vfloat below = below_max_lanes(row, load(logits + j)), mass = vexp_fast(below);
+            all += (vfloat)((vint)mass & (below >= least));
+            if (!with_above) continue;
+            above += (vfloat)((vint)mass & (below > x));
+            count -= below > x;
         }
     }
-}
-
-/* What the logits weigh that lie from `least` on (below the best, as all here), those of them above x, and how many these are.  Parts of
- * a row are summed apart: so the number of threads changes nothing. */
-typedef struct { double all, above; long count; } Mass;
-INLINE Mass part_of(const Row *r, long from, long to, float least, float x, const int split) {
-    vf all = {0}, above = {0};
-    vi count = {0};
-    for (long b = from; b < to; b++) {
-        const float *l = block_at(r, b);
-        for (long j = 0; j < BLOCK; j += VL) {
-            const vf v = BELOW(r, *(const vf *)(l + j)), m = softly(v);
-            all += (vf)((vi)m & (v >= least));
-            if (split) { above += (vf)((vi)m & (v > x)); count -= v > x; }
-        }
-    }
-    Mass sum = {total(all), total(above), 0};
-    for (int i = 0; i < VL; i++) sum.count += count[i];
-    return sum;
-}
-static Mass mass_of(const Row *r, float least, float x, int alone) {
-    const long parts = parts_of(r->blocks);
-    Mass of[parts], sum = {0};
-    #pragma omp parallel for schedule(static) if (alone)
-    for (long p = 0; p < parts; p++) {
-        const long from = p * PART, to = from + PART < r->blocks ? from + PART : r->blocks;
-        of[p] = x < INFINITY ? part_of(r, from, to, least, x, 1) : part_of(r, from, to, least, x, 0);
-    }
-    for (long p = 0; p < parts; p++) { sum.all += of[p].all; sum.above += of[p].above; sum.count += of[p].count; }
+    Mass sum = {sum_lanes(all), sum_lanes(above), 0};
+    for (int i = 0; i < LANES; i++) sum.count += count[i];
     return sum;
 }
 
-/* Whether the law surely allows the token that lies x below the best; 0 if that takes more than one look.  What it allows is everything
- * from some logit on, so a token is inside unless those above it already are too many.  Saves most rows the search for the border. */
-static int inside(const Row *r, float x, const Law *law, int alone) {
-    const int ranked = law->top_k > 0 && law->top_k < r->n;
-    const float least = law->min_p > 0 ? (float)log(law->min_p) : LEAST;
+/* A row that is picked from, and the memory for it. */
+typedef struct {
+    Row row;
+    const DistributionParams *params;
+    Scoring scoring;
+    int use_threads;
+    int top_k, top_p, any_filter;                           /* which filters are in force */
+    float *block_max;                                       /* [row_blocks(vocab)] */
+    PartResult *part_results;                               /* [parts_of(row)] */
+    Mass *part_masses;                                      /* [parts_of(row)] */
+    Candidates candidates;                                  /* all tokens; arrays of blocks * BLOCK */
+} PickRow;
+
+static Mass mass_above(const PickRow *p, float least, float x) {
+    const Row *row = &p->row;
+    const int64_t parts = parts_of(row);
+    Mass sum = {0};
+    #pragma omp parallel for schedule(static) if (p->use_threads)
+    for (int64_t i = 0; i < parts; i++) {
+        const int64_t first = i * PART, end = min64(first + PART, row->blocks);
+        p->part_masses[i] = x < INFINITY ? part_mass(row, first, end, least, x, 1) : part_mass(row, first, end, least, x, 0);
+    }
+    for (int64_t i = 0; i < parts; i++) {
+        sum.all += p->part_masses[i].all;
+        sum.above += p->part_masses[i].above;
+        sum.count += p->part_masses[i].count;
+    }
+    return sum;
+}
+
+/* Whether the filters surely leave the token that lies x below the maximum; 0 if one pass does not tell.
+ * Filters leave everything from some logit on.  So a token is inside unless those above it are too many already. */
+static int is_inside(const PickRow *p, float x) {
+    const DistributionParams *params = p->params;
+    const float least = params->min_p > 0 ? (float)log(params->min_p) : FORBIDDEN;
     if (x == 0) return 1;
     if (x < least) return 0;
-    if (!ranked && law->top_p >= 1) return 1;
-    const Mass mass = mass_of(r, least, x, alone);
-    if (ranked && mass.count >= law->top_k) return 0;
-    if (law->top_p >= 1) return 1;
-    return mass.above * (1 + 1e-4) < law->top_p * (ranked ? mass.above + exp(x) : mass.all);     /* at least that much; `softly` needs the margin */
+    if (!p->top_k && !p->top_p) return 1;
+    const Mass mass = mass_above(p, least, x);
+    if (p->top_k && mass.count >= params->top_k) return 0;
+    if (!p->top_p) return 1;
+    const double all = p->top_k ? mass.above + exp(x) : mass.all;   /* with top_k: at least that much */
+    return mass.above * (1 + 1e-4) < params->top_p * all;   /* vexp_fast needs the margin */
 }
 
-/* The k best of a row that are inside, of some more that were chosen; 0 if that is not enough.  Only where `inside` is sure of all. */
-static int sift(const Row *r, const Law *law, int alone, Best *found, long k) {
-    float in = INFINITY, out = -INFINITY;                     /* the lowest known to be inside, the highest known not to be */
-    long n = 0;
-    for (long i = 0; i < found->n && n < k; i++) {
-        const float x = BELOW(r, r->l[found->id[i]]);
-        if (x <= out) continue;
-        if (x < in && !inside(r, x, law, alone)) { out = x; continue; }
-        if (x < in) in = x;
-        found->id[n++] = found->id[i];
+/* Reduces the tokens found to the k best inside the filters; 0 if there are fewer.  Only for filters that is_inside decides. */
+static int keep_inside(const PickRow *p, Best *found, int64_t k) {
+    float inside = INFINITY, outside = -INFINITY;           /* the lowest known inside, the highest known outside */
+    int64_t n = 0;
+    for (int64_t i = 0; i < found->count && n < k; i++) {
+        const float x = below_max(&p->row, p->row.logits[found->token[i]]);
+        if (x <= outside) continue;
+        if (x < inside && !is_inside(p, x)) {
+            outside = x;
+            continue;
+        }
+        if (x < inside) inside = x;
+        found->token[n++] = found->token[i];
     }
-    found->n = n;
+    found->count = n;
     return n == k;
 }
 
-/* The k best tokens of `logits` (k <= 64) into out, and their probabilities into prob unless it is 0.  Temperature 0 ranks by
- * logit, otherwise by log p + noise(key, token), where p is the law after min_p, top_k and top_p; equal logits stay or go together.
- * Returns how many there are: fewer than k where the law allows fewer, none where no logit is finite.  alone: threads may share the row.
- * known: the highest logits of its blocks, unless 0 (see `surveyed`). */
-static long pick_mapped(const float *logits, long V, const Law *law, uint64_t key, const int32_t *map, long k, int alone, float *known,
-                        int32_t *out, float *prob) {
-    static _Thread_local float *scratch;
-    static _Thread_local long size;
-    Row r = row_of(logits, V, law->temperature);
-    const long padded = r.blocks * BLOCK, room = 3 * padded + parts_of(r.blocks) * PART;
-    const int noisy = law->temperature != 0, ranked = noisy && law->top_k > 0 && law->top_k < V, nucleus = noisy && law->top_p < 1;
-    const int cut = ranked || nucleus || (noisy && law->min_p > 0);
-    if (size < room) { free(scratch); scratch = malloc((size_t)(size = room) * 4); }
-    Items t = {scratch, scratch + padded, (int32_t *)(scratch + 2 * padded), V};
-    float *top = known ? known : scratch + 3 * padded;
-    alone = alone && V >= SHARED;
-    double all = -1;
-    r.best = known ? surveyed(&r, top) : noisy || !prob ? survey(&r, top, alone) : weigh(&r, top, &all, alone);
-    if (!isfinite(r.best)) return 0;
+/* ---- one pick */
 
-    Best found = {k, 0, {0}, {0}};
-    int done = 0;
-    if (!cut || !prob) {                                      /* the best of all are the best inside, where they are inside */
-        choose(&r, top, map, noisy, key, alone, &found);
-        float x = INFINITY;
-        for (long i = 0; cut && i < found.n; i++) { const float y = BELOW(&r, logits[found.id[i]]); x = y < x ? y : x; }
-        done = !cut || inside(&r, x, law, alone);
-        if (!done && !(ranked && nucleus) && k + MORE <= MOST) {
-            found = (Best){k + MORE, 0, {0}, {0}};
-            choose(&r, top, map, noisy, key, alone, &found);
-            done = sift(&r, law, alone, &found, k);
+/* The k best of all tokens are the k best inside the filters if they are inside.  Returns 0 if that is not certain. */
+static int pick_quickly(const PickRow *p, int64_t k, Best *found) {
+    *found = no_best(k);
+    choose(&p->row, p->block_max, &p->scoring, p->use_threads, found);
+    if (!p->any_filter) return 1;
+    float lowest = INFINITY;
+    for (int64_t i = 0; i < found->count; i++) {
+        const float x = below_max(&p->row, p->row.logits[found->token[i]]);
+        lowest = x < lowest ? x : lowest;
+    }
+    if (is_inside(p, lowest)) return 1;
+    if ((p->top_k && p->top_p) || k + EXTRA_PICKS > MAX_PICKS) return 0;
+    *found = no_best(k + EXTRA_PICKS);
+    choose(&p->row, p->block_max, &p->scoring, p->use_threads, found);
+    return keep_inside(p, found, k);
+}
+
+/* The k best of what the filters leave of the whole row; *mass as in apply_filters. */
+static void pick_filtered(const PickRow *p, int64_t k, int want_mass, double *mass, Best *found) {
+    const Row *row = &p->row;
+    Candidates t = p->candidates;
+    for (int64_t b = 0; b < row->blocks; b++)
+        for (int64_t j = 0; j < BLOCK; j++) t.logit[b * BLOCK + j] = below_max(row, block_at(row, b)[j]);
+    for (int64_t i = 0; i < row->vocab; i++) t.token[i] = (int32_t)i;
+    t = apply_filters(t, row->blocks * BLOCK, p->params, want_mass, mass);
+    *found = no_best(k);
+    for (int64_t i = 0; i < t.count; i += BLOCK) {
+        const LogitBlock block = {t.logit + i, min64(t.count - i, BLOCK), t.token + i, 0};
+        consider(block, &p->scoring, -INFINITY, found);
+    }
+}
+
+/* One call of `pick`. */
+typedef struct {
+    const float *logits;
+    int64_t vocab;
+    const DistributionParams *params;
+    uint64_t key;
+    const int32_t *token_ids;                               /* or null, see Scoring */
+    int64_t k;
+    int may_use_threads;
+    float *block_max;                                       /* known block maxima, or null */
+} PickCall;
+
+/* Lays the arrays of a pick into the scratch memory of the thread. */
+static PickRow make_pick_row(const PickCall *c) {
+    const DistributionParams *params = c->params;
+    const int noisy = params->temperature != 0;
+    PickRow p = {
+        .row = make_row(c->logits, c->vocab, params->temperature), .params = params,
+        .scoring = {c->token_ids, c->key, noisy}, .use_threads = c->may_use_threads && c->vocab >= THREADED_VOCAB,
+        .top_k = noisy && params->top_k > 0 && params->top_k < c->vocab, .top_p = noisy && params->top_p < 1,
+    };
+    p.any_filter = p.top_k || p.top_p || (noisy && params->min_p > 0);
+    const int64_t parts = parts_of(&p.row), padded = p.row.blocks * BLOCK, blocks = row_blocks(c->vocab);
+    const int64_t part_bytes = (int64_t)(sizeof(Mass) + sizeof(PartResult));
+    p.part_masses = scratch_acquire(SCRATCH_SAMPLER, parts * part_bytes + (3 * padded + blocks) * 4);
+    p.part_results = (PartResult *)(p.part_masses + parts);
+    float *floats = (float *)(p.part_results + parts);
+    p.candidates = (Candidates){floats, floats + padded, (int32_t *)(floats + 2 * padded), c->vocab};
+    p.block_max = c->block_max ? c->block_max : floats + 3 * padded;
+    return p;
+}
+
+/* out [k] and prob [k] or null; returns how many there are, see `pick` in kernels.h. */
+static int64_t run_pick(const PickCall *c, int32_t *out, float *prob) {
+    PickRow p = make_pick_row(c);
+    Row *row = &p.row;
+    Best found = no_best(c->k);
+    double mass = -1;                                       /* of all tokens that the filters leave */
+    if (c->block_max) row->max = known_maxima(row, p.block_max);
+    else if (p.scoring.noisy || !prob) row->max = row_maxima(row, p.block_max, p.part_results, p.use_threads);
+    else row->max = row_mass(row, p.block_max, p.part_results, p.use_threads, &mass);
+    if (isfinite(row->max)) {
+        int done = 0;
+        if (!p.any_filter || !prob) {
+            done = pick_quickly(&p, c->k, &found);
+            if (prob && p.scoring.noisy) mass = mass_above(&p, FORBIDDEN, INFINITY).all;
         }
-        if (prob && noisy) all = mass_of(&r, LEAST, INFINITY, alone).all;
+        if (!done) pick_filtered(&p, c->k, prob != 0, &mass, &found);
     }
-    if (!done) {
-        for (long b = 0; b < r.blocks; b++) for (long j = 0; j < BLOCK; j++) t.logit[b * BLOCK + j] = BELOW(&r, block_at(&r, b)[j]);
-        for (long i = 0; i < V; i++) t.id[i] = (int32_t)i;
-        t = allowed(t, padded, law, prob != 0, &all);
-        found = (Best){k, 0, {0}, {0}};
-        for (long i = 0; i < t.n; i += BLOCK) consider(t.logit + i, t.n - i < BLOCK ? t.n - i : BLOCK, t.id + i, 0, map, 1, key, -INFINITY, &found);
+    for (int64_t i = 0; i < found.count; i++) {
+        out[i] = found.token[i];
+        if (prob) prob[i] = (float)(vexp(broadcast(below_max(row, c->logits[out[i]])))[0] / mass);
     }
-    for (long i = 0; i < found.n; i++) {
-        out[i] = found.id[i];
-        if (prob) prob[i] = (float)(vexp((vf){0} + BELOW(&r, logits[out[i]]))[0] / all);
-    }
-    return found.n;
+    scratch_release(SCRATCH_SAMPLER);
+    return found.count;
 }
 
-long pick(const float *logits, long V, float temperature, double min_p, long top_k, double top_p, uint64_t key, long k,
-          int32_t *out, float *prob) {
-    const Law law = {temperature, min_p, top_k, top_p};
-    return pick_mapped(logits, V, &law, key, 0, k, 1, 0, out, prob);
+int64_t pick(const float *logits, int64_t vocab, float temperature, double min_p, int64_t top_k, double top_p, uint64_t key, int64_t k,
+             int32_t *out, float *prob) {
+    const DistributionParams params = {temperature, min_p, top_k, top_p};
+    return run_pick(&(PickCall){logits, vocab, &params, key, 0, k, 1, 0}, out, prob);
 }
 
-long pick_known(const float *logits, long V, const Law *law, uint64_t key, float *top, int32_t *out) {
-    return pick_mapped(logits, V, law, key, 0, 1, 1, top, out, 0);
+int64_t pick_with_maxima(const float *logits, int64_t vocab, const DistributionParams *params, uint64_t key, float *block_max,
+                         int32_t *out) {
+    return run_pick(&(PickCall){logits, vocab, params, key, 0, 1, 1, block_max}, out, 0);
 }
 
-/* What match says of a tree (see verify/match.py): the pick behind its root, then behind the child that holds it, as long as there is one.
- * logits: of the root and of every node, `wide` apart; top: as `known` of a pick, `high` apart.  path gets the accepted nodes, said one token
- * more.  Returns how many were said; -1 where one of the picks finds nothing. */
-static long walk(const float *logits, long wide, long V, float *top, long high, const Ask *ask, const int32_t *tokens, int32_t *path, int32_t *said) {
-    const Law law = {ask->temperature, ask->min_p, ask->top_k, ask->top_p};
-    const int32_t *parents = tokens + ask->nodes;
-    for (long n = 0, node = -1; ; path[n++] = (int32_t)node) {
-        const uint64_t key = mix(ask->stream + ask->position + (uint64_t)n);
-        if (!pick_mapped(logits + (node + 1) * wide, V, &law, key, 0, 1, 1, top ? top + (node + 1) * high : 0, said + n, 0)) return -1;
-        long child = ask->nodes - 1;                          /* of children that hold the same, the last */
-        while (child > node && (parents[child] != node || tokens[child] != said[n])) child--;
-        if (child == node) return n + 1;
-        node = child;
+/* ---- many picks */
+
+static void pick_row(const PickCall *call, int32_t *out, float *prob) {
+    for (int64_t i = run_pick(call, out, prob); i < call->k; i++) {
+        out[i] = -1;
+        if (prob) prob[i] = 0;
     }
 }
 
-void follow(const float *logits, long wide, long V, float *top, long high, const Ask *asks, long count, int32_t *trees) {
-    for (const Ask *k = asks; k < asks + count; k++) {
-        int32_t *tree = trees + k->at, *path = tree + 2 * k->nodes, *said = path + k->nodes;
-        said[k->nodes + 1] = (int32_t)walk(logits + k->root * wide, wide, V, top ? top + k->root * high : 0, high, k, tree, path, said);
+void picks(const float *logits, int64_t rows, int64_t vocab, float temperature, double min_p, int64_t top_k, double top_p,
+           const uint64_t *keys, const int32_t *token_ids, int64_t k, int32_t *out, float *prob) {
+    const DistributionParams params = {temperature, min_p, top_k, top_p};
+    if (rows == 1) {                                        /* threads share the row: a nested region would start new ones */
+        pick_row(&(PickCall){logits, vocab, &params, keys[0], token_ids, k, 1, 0}, out, prob);
+        return;
     }
-}
-
-static void pick_row(const float *logits, long V, const Law *law, uint64_t key, const int32_t *map, long k, int alone,
-                     int32_t *out, float *prob) {
-    for (long i = pick_mapped(logits, V, law, key, map, k, alone, 0, out, prob); i < k; i++) { out[i] = -1; if (prob) prob[i] = 0; }
-}
-
-/* The same for n rows of logits[n,V] at once, each with a key of its own.  map: the token of every entry of a row, 0 where they are
- * the same.  out and, unless it is 0, prob are [n,k]; where there are fewer than k the rest is -1 and 0. */
-void picks(const float *logits, long n, long V, float temperature, double min_p, long top_k, double top_p, const uint64_t *keys,
-           const int32_t *map, long k, int32_t *out, float *prob) {
-    const Law law = {temperature, min_p, top_k, top_p};
-    if (n == 1) { pick_row(logits, V, &law, keys[0], map, k, 1, out, prob); return; }  /* within a region threads would be made anew */
     #pragma omp parallel for schedule(dynamic, 1)
-    for (long r = 0; r < n; r++) pick_row(logits + r * V, V, &law, keys[r], map, k, 0, out + r * k, prob ? prob + r * k : 0);
+    for (int64_t r = 0; r < rows; r++) {
+        const PickCall call = {logits + r * vocab, vocab, &params, keys[r], token_ids, k, 0, 0};
+        pick_row(&call, out + r * k, prob ? prob + r * k : 0);
+    }
+}
+
+/* The last child of `node` that holds the token, or `node` if there is none.  Children follow their parents. */
+static int64_t matching_child(const int32_t *tokens, const int32_t *parents, int64_t nodes, int64_t node, int32_t token) {
+    int64_t child = nodes - 1;
+    while (child > node && (parents[child] != node || tokens[child] != token)) child--;
+    return child;
+}
+
+/* Verifies one tree.  logits, block_max: of the root and of every node; path: accepted nodes; emitted: one token more.
+ * Returns how many tokens are emitted, -1 if a row has no finite logit. */
+static int64_t follow_tree(const TreeQuery *query, const int32_t *tree, const float *logits, int64_t stride, int64_t vocab,
+                           float *block_max, int64_t block_max_stride, int32_t *path, int32_t *emitted) {
+    const DistributionParams params = {query->temperature, query->min_p, query->top_k, query->top_p};
+    int64_t node = -1;
+    for (int64_t n = 0;; n++) {
+        const uint64_t key = splitmix64(query->stream + query->position + (uint64_t)n);
+        float *known = block_max ? block_max + (node + 1) * block_max_stride : 0;
+        if (!pick_with_maxima(logits + (node + 1) * stride, vocab, &params, key, known, emitted + n)) return -1;
+        const int64_t child = matching_child(tree, tree + query->nodes, query->nodes, node, emitted[n]);
+        if (child == node) return n + 1;
+        path[n] = (int32_t)(node = child);
+    }
+}
+
+_Static_assert(sizeof(TreeQuery) == 72, "picking.py packs them");
+
+void follow(const float *logits, int64_t stride, int64_t vocab, float *block_max, int64_t block_max_stride, const TreeQuery *queries,
+            int64_t num_queries, int32_t *trees) {
+    for (const TreeQuery *q = queries; q < queries + num_queries; q++) {
+        int32_t *tree = trees + q->at, *path = tree + 2 * q->nodes, *emitted = path + q->nodes;
+        float *known = block_max ? block_max + q->root_row * block_max_stride : 0;
+        const float *root_logits = logits + q->root_row * stride;
+        emitted[q->nodes + 1] = (int32_t)follow_tree(q, tree, root_logits, stride, vocab, known, block_max_stride, path, emitted);
+    }
 }

@@ -1,60 +1,72 @@
-/* When a chain of guesses ends before its last level: decided from the law that a token was picked from, as it is before any
- * filter, at the temperature of the request (1 where it is greedy).  kernels/chain.py is the same in torch. */
+/* Early end of a chain of draft tokens: decided from the distribution that a token was picked from, before any filter, at the
+ * temperature of the request (1 if it is greedy).  core/stop_rule.py is the reference.
+ *
+ * Computed: the NUM_TOP largest logits in one pass over blocks, then sum of p and of p log p in one pass over vectors.
+ * Exact: one thread, a fixed order of additions; the result depends on the row alone. */
 #include "simd.h"
 
 enum { BLOCK = 64 };
+static const float LOWEST = -100.0f;                        /* replaces minus infinity, so that 0 * log 0 is 0 */
 
-INLINE vf at_least(vf x, float least) {                       /* a forbidden token, at minus infinity, weighs nothing: 0 * inf is no number */
-    const vi in = x > least;
-    return (vf)(((vi)x & in) | ((vi)((vf){0} + least) & ~in));
-}
+INLINE vfloat at_least_lowest(vfloat x) { return select_lanes(x > LOWEST, x, broadcast(LOWEST)); }
 
-/* out = the token's probability, the entropy, the TOP largest probabilities */
-static void measure(const float *l, long V, float temperature, int32_t token, float *out) {
-    const float cold = temperature > 0 ? 1.0f / temperature : 1.0f;
-    float best[TOP];
-    for (int k = 0; k < TOP; k++) best[k] = -INFINITY;
-    for (long i = 0; i < V; i += BLOCK) {
-        const long m = V - i < BLOCK ? V - i : BLOCK;
-        const float worst = best[TOP - 1];
+/* The NUM_TOP largest logits, largest first. */
+static void largest_logits(const float *logits, int64_t vocab, float *top) {
+    for (int k = 0; k < NUM_TOP; k++) top[k] = -INFINITY;
+    for (int64_t i = 0; i < vocab; i += BLOCK) {
+        const int64_t n = min64(vocab - i, BLOCK);
+        const float smallest = top[NUM_TOP - 1];
         int hits = 0;
-        for (long j = 0; j < m; j++) hits += l[i + j] > worst;
-        if (hits) for (long j = i; j < i + m; j++) if (l[j] > best[TOP - 1]) {
-            int at = TOP - 1;
-            for (; at > 0 && best[at - 1] < l[j]; at--) best[at] = best[at - 1];
-            best[at] = l[j];
+        for (int64_t j = 0; j < n; j++) hits += logits[i + j] > smallest;
+        for (int64_t j = i; hits && j < i + n; j++) {
+            if (!(logits[j] > top[NUM_TOP - 1])) continue;
+            int at = NUM_TOP - 1;
+            for (; at > 0 && top[at - 1] < logits[j]; at--) top[at] = top[at - 1];
+            top[at] = logits[j];
         }
     }
-    vf mass = {0}, sum = {0};
-    for (long i = 0; i < V; i += VL) {
-        vf v = (vf){0} - INFINITY;
-        if (i + VL <= V) v = *(const vf *)(l + i); else memcpy(&v, l + i, (size_t)(V - i) * 4);
-        const vf x = at_least((v - best[0]) * cold, -100.0f), p = vexp(x);
-        mass += p; sum += p * x;
-    }
-    const float all = total(mass);
-    vf x = (vf){0} - 100.0f;
-    x[0] = (l[token] - best[0]) * cold;
-    for (int k = 0; k < TOP; k++) x[k + 1] = (best[k] - best[0]) * cold;
-    const vf p = vexp(at_least(x, -100.0f));
-    out[0] = p[0] / all;
-    out[1] = logf(all) - total(sum) / all;
-    for (int k = 0; k < TOP; k++) out[k + 2] = p[k + 1] / all;
 }
 
-/* net = [hidden, TRAITS + 1] weights, [hidden] biases, [hidden] weights, [1] bias: below 0 it says that the token is wrong */
-static int doubts(const Halt *h, const float *traits, long level) {
-    const float *w = h->net, *bias = w + h->hidden * (TRAITS + 1), *last = bias + h->hidden;
-    float sum = last[h->hidden];
-    for (long i = 0; i < h->hidden; i++, w += TRAITS + 1) {
-        float x = bias[i] + w[TRAITS] * (float)level;
-        for (int k = 0; k < TRAITS; k++) x += w[k] * traits[k];
-        if (x > 0) sum += x * last[i];
+/* features: see should_stop in kernels.h. */
+static void measure(const float *logits, int64_t vocab, float temperature, int32_t token, float *features) {
+    const float inv_temperature = temperature > 0 ? 1.0f / temperature : 1.0f;
+    float top[NUM_TOP];
+    largest_logits(logits, vocab, top);
+    vfloat mass = {0}, weighted = {0};                      /* sums of p and p log p, unnormalized */
+    for (int64_t i = 0; i < vocab; i += LANES) {
+        vfloat v = broadcast(-INFINITY);
+        if (i + LANES <= vocab) v = load(logits + i);
+        else memcpy(&v, logits + i, (size_t)(vocab - i) * 4);
+        const vfloat x = at_least_lowest((v - top[0]) * inv_temperature), p = vexp(x);
+        mass += p;
+        weighted += p * x;
     }
-    return sum < 0;
+    const float total = sum_lanes(mass);
+    vfloat x = broadcast(LOWEST);
+    x[0] = (logits[token] - top[0]) * inv_temperature;
+    for (int k = 0; k < NUM_TOP; k++) x[k + 1] = (top[k] - top[0]) * inv_temperature;
+    const vfloat p = vexp(at_least_lowest(x));
+    features[0] = p[0] / total;
+    features[1] = logf(total) - sum_lanes(weighted) / total;
+    for (int k = 0; k < NUM_TOP; k++) features[k + 2] = p[k + 1] / total;
 }
 
-int should_stop(const Halt *h, const float *logits, long V, float temperature, int32_t token, long level, float *traits) {
-    measure(logits, V, temperature, token, traits);
-    return traits[0] < h->least || traits[1] > h->most || (h->net && doubts(h, traits, level));
+/* The score of a network of one ReLU layer.  net: [hidden,NUM_FEATURES+1] weights for features and depth, [hidden] biases,
+ * [hidden] weights, [1] bias. */
+static float net_score(const StopRule *rule, const float *features, int64_t depth) {
+    const float *weights = rule->net, *bias = weights + rule->hidden * (NUM_FEATURES + 1), *last = bias + rule->hidden;
+    float score = last[rule->hidden];
+    for (int64_t i = 0; i < rule->hidden; i++, weights += NUM_FEATURES + 1) {
+        float x = bias[i] + weights[NUM_FEATURES] * (float)depth;
+        for (int k = 0; k < NUM_FEATURES; k++) x += weights[k] * features[k];
+        if (x > 0) score += x * last[i];
+    }
+    return score;
+}
+
+int should_stop(const StopRule *rule, const float *logits, int64_t vocab, float temperature, int32_t token, int64_t depth,
+                float *features) {
+    measure(logits, vocab, temperature, token, features);
+    if (features[0] < rule->min_prob || features[1] > rule->max_entropy) return 1;
+    return rule->net && net_score(rule, features, depth) < 0;
 }

@@ -1,0 +1,63 @@
+/* 8-bit arithmetic of linear_int.c and attention_int8.c. */
+#pragma once
+#include "simd.h"
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
+
+typedef int8_t vbytes __attribute__((vector_size(LANES), aligned(1), may_alias));
+
+/* sum + the four products, unsigned by signed byte, of every lane. */
+INLINE vint dot_bytes(vint sum, vuint u, vint s) {
+#ifdef __AVX512VNNI__
+    return (vint)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)u, (__m512i)s);
+#elif defined __AVX2__ && !defined __AVX512F__
+    const __m256i a = (__m256i)u, b = (__m256i)s, low_bytes = _mm256_set1_epi16(255);
+    const __m256i even_of_b = _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8);
+    const __m256i even = _mm256_madd_epi16(_mm256_and_si256(a, low_bytes), even_of_b);
+    const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(a, 8), _mm256_srai_epi16(b, 8));
+    return sum + (vint)even + (vint)odd;
+#else
+    for (int bit = 0; bit < 32; bit += 8) sum += (vint)(u >> bit & 255) * (s << (24 - bit) >> 24);
+    return sum;
+#endif
+}
+
+/* LANES signed bytes as floats.  The general form compiles to single moves. */
+INLINE vfloat widen_bytes(const int8_t *from) {
+#ifdef __AVX512F__
+    return (vfloat)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
+#elif defined __AVX2__
+    return (vfloat)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from)));
+#else
+    return __builtin_convertvector(*(const vbytes *)from, vfloat);
+#endif
+}
+
+/* The largest magnitude of x [n], or NaN.  The bits of magnitudes order as the magnitudes do.  n: a multiple of LANES. */
+INLINE float max_magnitude(const float *x, int64_t n) {
+    vint largest = {0};
+    for (int64_t i = 0; i < n; i += LANES) {
+        const vint v = *(const vint *)(x + i) & 0x7fffffff, larger = v > largest;
+        largest = (v & larger) | (largest & ~larger);
+    }
+    int32_t bits = 0;
+    for (int i = 0; i < LANES; i++) bits = largest[i] > bits ? largest[i] : bits;
+    float magnitude;
+    memcpy(&magnitude, &bits, 4);
+    return magnitude;
+}
+
+/* to [n] = 127 x / magnitude, rounded to integers; returns their sum. */
+INLINE int32_t quantize(const float *x, int64_t n, float magnitude, int8_t *to) {
+    const float inverse = magnitude > 0 ? 127.0f / magnitude : 0;
+    vint sums = {0};
+    for (int64_t i = 0; i < n; i += LANES) {
+        const vint v = (vint)(load(x + i) * inverse + ROUND_MAGIC) - 0x4b400000;   /* the bits of ROUND_MAGIC */
+        sums += v;
+        *(vbytes *)(to + i) = __builtin_convertvector(v, vbytes);
+    }
+    int32_t sum = 0;
+    for (int i = 0; i < LANES; i++) sum += sums[i];
+    return sum;
+}
