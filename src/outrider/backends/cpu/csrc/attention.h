@@ -1,8 +1,9 @@
-/* What attention.c and attention_int8.c share: the keys of a row, the softmax, and one task of the attention kernels. */
+/* What attention.c and attention_int8.c share: the keys of a row, the softmax, and one task of the attention
+ * kernels. */
 #pragma once
 #include "simd.h"
 
-enum { MAX_GROUP = 4 };                                     /* query heads that are computed together */
+enum { MAX_GROUP = 4 }; /* query heads that are computed together */
 _Static_assert(MAX_HEAD_DIM % 32 == 0 && MAX_HEAD_DIM >= 256, "the sums of a group fill MAX_HEAD_DIM floats");
 
 /* The keys of a row: entries first ... first + count - 1 of its table followed by its path.
@@ -20,22 +21,24 @@ INLINE int64_t key_slot(const KeyList *keys, int64_t j) {
 /* One row and `group` query heads that share a K/V head.  scores: space for [group,scores_stride]. */
 typedef struct {
     KeyList keys;
-    const float *q;                                         /* [group,padded_dim] */
-    const void *key_rows, *value_rows;                      /* of the K/V head */
-    const ScoreModifier *modifier;                          /* or null */
+    const float *q;                    /* [group,padded_dim] */
+    const void *key_rows, *value_rows; /* of the K/V head */
+    const ScoreModifier *modifier;     /* or null */
     int64_t first_head, scores_stride, head_dim;
-    float *scores, *out;                                    /* out [group,head_dim] */
+    float *scores, *out; /* out [group,head_dim] */
     float scale;
 } HeadTask;
 
-/* Applies the score modifier to the scores [count] of one query head; returns how many scores there are, with the sink. */
-INLINE int64_t modify_scores(const ScoreModifier *modifier, int64_t head, const KeyList *keys, float *scores) {
+/* Applies the score modifier to the scores [count] of one query head; returns how many scores there are,
+ * with the sink. */
+INLINE int64_t modify_scores(const ScoreModifier *modifier, int64_t head, const KeyList *keys,
+                             float *scores) {
     int64_t count = keys->count;
     if (!modifier) return count;
     if (modifier->cap > 0)
         for (int64_t j = 0; j < count; j++) scores[j] = modifier->cap * tanhf(scores[j] / modifier->cap);
     if (modifier->slopes)
-        for (int64_t j = 0; j < count; j++) {               /* by distance in the text: the row is at the last key */
+        for (int64_t j = 0; j < count; j++) { /* by distance in the text: the row is at the last key */
             const int64_t left_out = keys->first + j < keys->pinned ? keys->shift : 0;
             scores[j] += modifier->slopes[head] * (float)(j + 1 - count - left_out);
         }
@@ -43,8 +46,10 @@ INLINE int64_t modify_scores(const ScoreModifier *modifier, int64_t head, const 
     return count;
 }
 
-/* scores [count] = exp(scores - maximum), in place; returns 1 / sum.  Needs space for the next multiple of LANES.
- * The padding weighs 0, and the sum is taken lane by lane, then across lanes: its order depends on the number of keys alone. */
+/* scores [count] = exp(scores - maximum), in place; returns 1 / sum.  Needs space for the next multiple of
+ * LANES.
+ * The padding weighs 0, and the sum is taken lane by lane, then across lanes: its order depends on the
+ * number of keys alone. */
 INLINE float softmax(float *scores, int64_t count) {
     const int64_t padded = divide_up(count, LANES) * LANES;
     for (int64_t j = count; j < padded; j++) scores[j] = -INFINITY;

@@ -1,13 +1,15 @@
 /* Attention over an int8 KV pool.  A head is padded_dim bytes, then the float that one step of them counts.
  *
- * Computed: q is rounded to 8 bits per head; scores = integer dot products * both steps * scale; softmax; then the sum of
- * weight * step * v in float32.
- * Order: keys by position.  Scores are computed LANES keys at a time, one key a lane; values one key after the other.
- * Exact: the dot products are integers, so their order does not matter.  Everything else is a fixed sequence for a row and a head. */
+ * Computed: q is rounded to 8 bits per head; scores = integer dot products * both steps * scale; softmax;
+ * then the sum of weight * step * v in float32.
+ * Order: keys by position.  Scores are computed LANES keys at a time, one key a lane; values one key after
+ * the other.
+ * Exact: the dot products are integers, so their order does not matter.  Everything else is a fixed sequence
+ * for a row and a head. */
 #include "attention.h"
 #include "int8.h"
 
-enum { KEYS_AHEAD = 64 };                                   /* how many keys ahead K and V are fetched */
+enum { KEYS_AHEAD = 64 }; /* how many keys ahead K and V are fetched */
 
 void store_head_int8(const float *x, int64_t head_dim, int64_t padded_dim, int8_t *to) {
     float padded[MAX_HEAD_DIM + LANES] = {0};
@@ -37,12 +39,13 @@ INLINE void prefetch_keys(const int64_t padded_dim, const KeyList *keys, int64_t
 /* Query heads in 8 bits, padded with zeros to whole vectors.
  * The dot products take k + 128 as unsigned bytes; `start` takes the 128 off again. */
 typedef struct {
-    int8_t bytes[MAX_GROUP][MAX_HEAD_DIM + 4 * LANES];
+    _Alignas(64) int8_t bytes[MAX_GROUP][MAX_HEAD_DIM + 4 * LANES];
     int32_t start[MAX_GROUP];
-    float step[MAX_GROUP];                                  /* times the attention scale */
+    float step[MAX_GROUP]; /* times the attention scale */
 } QuantizedQueries;
 
-INLINE void quantize_queries(const int64_t padded_dim, const int group, const HeadTask *t, QuantizedQueries *q) {
+INLINE void quantize_queries(const int64_t padded_dim, const int group, const HeadTask *t,
+                             QuantizedQueries *q) {
     for (int g = 0; g < group; g++) {
         const float *x = t->q + g * padded_dim, magnitude = max_magnitude(x, padded_dim);
         memset(q->bytes[g] + padded_dim, 0, 4 * LANES);
@@ -51,7 +54,8 @@ INLINE void quantize_queries(const int64_t padded_dim, const int group, const He
     }
 }
 
-/* scores [group][keys].  Keys are read in whole vectors: what lies past a key meets zeros of q, and the pool has slack at its end. */
+/* scores [group][keys].  Keys are read in whole vectors: what lies past a key meets zeros of q, and the pool
+ * has slack at its end. */
 INLINE void head_scores(const int64_t padded_dim, const int group, const HeadTask *t) {
     const int64_t vectors = (padded_dim + 4 * LANES - 1) / (4 * LANES);
     const int8_t *rows = t->key_rows;
@@ -61,7 +65,7 @@ INLINE void head_scores(const int64_t padded_dim, const int group, const HeadTas
         const int8_t *key[LANES];
         float steps[LANES];
         prefetch_keys(padded_dim, &t->keys, j, rows);
-        for (int i = 0; i < LANES; i++) {                   /* lanes past the end repeat the last key */
+        for (int i = 0; i < LANES; i++) { /* lanes past the end repeat the last key */
             key[i] = rows + key_slot(&t->keys, min64(j + i, t->keys.count - 1)) * (padded_dim + 4);
             memcpy(steps + i, key[i] + padded_dim, 4);
         }
@@ -71,7 +75,7 @@ INLINE void head_scores(const int64_t padded_dim, const int group, const HeadTas
             for (int i = 0; i < LANES; i++) {
                 dots[i] = (vint){0};
                 for (int64_t c = 0; c < vectors; c++) {
-                    const vuint k = *(const vuint *)(key[i] + c * 4 * LANES) ^ 0x80808080u;   /* k + 128 */
+                    const vuint k = *(const vuint *)(key[i] + c * 4 * LANES) ^ 0x80808080u; /* k + 128 */
                     dots[i] = dot_bytes(dots[i], k, *(const vint *)(q.bytes[g] + c * 4 * LANES));
                 }
             }
@@ -82,9 +86,10 @@ INLINE void head_scores(const int64_t padded_dim, const int group, const HeadTas
 }
 
 /* out [group][head_dim] = (sum over keys of weight * step * v) * inverse_sum. */
-INLINE void head_values(const int64_t padded_dim, const int group, const HeadTask *t, const float *inverse_sums) {
+INLINE void head_values(const int64_t padded_dim, const int group, const HeadTask *t,
+                        const float *inverse_sums) {
     const int64_t vectors = padded_dim / LANES;
-    vfloat sums[MAX_HEAD_DIM / LANES];                      /* [group][vectors]; a constant size keeps them in registers */
+    vfloat sums[MAX_HEAD_DIM / LANES]; /* [group][vectors]; a constant size keeps them in registers */
     for (int64_t i = 0; i < group * vectors; i++) sums[i] = (vfloat){0};
     for (int64_t j = 0; j < t->keys.count; j++) {
         const int8_t *value = (const int8_t *)t->value_rows + key_slot(&t->keys, j) * (padded_dim + 4);
@@ -93,18 +98,20 @@ INLINE void head_values(const int64_t padded_dim, const int group, const HeadTas
         memcpy(&step, value + padded_dim, 4);
         for (int64_t c = 0; c < vectors; c++) {
             const vfloat v = widen_bytes(value + c * LANES);
-            for (int g = 0; g < group; g++) sums[g * vectors + c] += v * (t->scores[g * t->scores_stride + j] * step);
+            for (int g = 0; g < group; g++)
+                sums[g * vectors + c] += v * (t->scores[g * t->scores_stride + j] * step);
         }
     }
     for (int g = 0; g < group; g++) {
         float padded[MAX_HEAD_DIM];
-        for (int64_t c = 0; c < vectors; c++) store(padded + c * LANES, sums[g * vectors + c] * inverse_sums[g]);
+        for (int64_t c = 0; c < vectors; c++)
+            store(padded + c * LANES, sums[g * vectors + c] * inverse_sums[g]);
         memcpy(t->out + g * t->head_dim, padded, (size_t)t->head_dim * 4);
     }
 }
 
 INLINE void attend_heads(const int64_t padded_dim, const int group, const HeadTask *task) {
-    const HeadTask t = *task;                               /* a copy that no store can alias */
+    const HeadTask t = *task; /* a copy that no store can alias */
     float inverse_sums[MAX_GROUP];
     head_scores(padded_dim, group, &t);
     for (int g = 0; g < group; g++) {
@@ -125,7 +132,10 @@ INLINE void attend_group(const int64_t padded_dim, int64_t group, const HeadTask
 }
 
 void attend_int8(int64_t group, int64_t padded_dim, const HeadTask *task) {
-    if (padded_dim == 64) attend_group(64, group, task);
-    else if (padded_dim == 128) attend_group(128, group, task);
-    else attend_group(padded_dim, group, task);
+    if (padded_dim == 64)
+        attend_group(64, group, task);
+    else if (padded_dim == 128)
+        attend_group(128, group, task);
+    else
+        attend_group(padded_dim, group, task);
 }

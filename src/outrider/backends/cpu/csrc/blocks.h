@@ -3,7 +3,7 @@
 #include "simd.h"
 
 enum { BLOCK = 64 };
-enum { PART = 16 };                                         /* blocks that are processed together, a multiple of LANES */
+enum { PART = 16 }; /* blocks that are processed together, a multiple of LANES */
 
 /* The blocks of a row, rounded up to whole parts. */
 INLINE int64_t row_blocks(int64_t vocab) { return divide_up(divide_up(vocab, BLOCK), PART) * PART; }

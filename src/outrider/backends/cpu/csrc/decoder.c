@@ -1,44 +1,63 @@
-/* The layers of a decoder in one call: per layer norm, qkv, rotary embedding, attention, output projection, norm, gated MLP.
+/* The layers of a decoder in one call: per layer norm, qkv, rotary embedding, attention, output projection,
+ * norm, gated MLP.
  *
- * Each step is a kernel of its own over all rows, with the LoRA updates of a linear right after it.  Row invariance is that of the
- * kernels: nothing here mixes rows. */
+ * Each step is a kernel of its own over all rows, with the LoRA updates of a linear right after it.  Row
+ * invariance is that of the kernels: nothing here mixes rows. */
 #include "memory.h"
 #include "simd.h"
 
 /* Activations of one layer, in one allocation. */
-typedef struct { float *normed, *projected, *q, *inner; } Buffers;
+typedef struct {
+    float *normed, *projected, *q, *inner;
+} Buffers;
 
 static Buffers allocate_buffers(const ModelShape *s, int64_t rows) {
     const int64_t qkv = (s->heads + 2 * s->kv_heads) * s->head_dim, attended = s->heads * s->head_dim;
-    const int64_t projected = 2 * s->inner > qkv ? 2 * s->inner : qkv, inner = s->inner > attended ? s->inner : attended;
+    const int64_t projected = 2 * s->inner > qkv ? 2 * s->inner : qkv,
+                  inner = s->inner > attended ? s->inner : attended;
     float *normed = allocate(rows * (s->hidden + projected + s->heads * s->padded_dim + inner) * 4);
     float *q = normed + rows * (s->hidden + projected);
     return (Buffers){normed, normed + rows * s->hidden, q, q + rows * s->heads * s->padded_dim};
 }
 
 /* A linear with its LoRA parts, of layer `layer`, for all rows. */
-typedef struct { const Rows *rows; int64_t layer; } LayerRows;
+typedef struct {
+    const Rows *rows;
+    int64_t layer;
+} LayerRows;
 
-static void project(const LayerRows *at, const Weight *weight, int64_t first_part, int64_t num_parts, const float *x, int64_t inputs,
-                    float *y, int64_t outputs, int add) {
+static void project(const LayerRows *at, const Weight *weight, int64_t first_part, int64_t num_parts,
+                    const float *x, int64_t inputs, float *y, int64_t outputs, int add) {
     const Rows *rows = at->rows;
     linear(weight, x, rows->num_rows, inputs, y, outputs, add);
     if (!rows->num_lora_runs) return;
-    add_lora(rows->lora_runs, rows->num_lora_runs, at->layer * LORA_PARTS + first_part, num_parts, x, inputs, y, outputs);
+    add_lora(rows->lora_runs, rows->num_lora_runs, at->layer * LORA_PARTS + first_part, num_parts, x, inputs,
+             y, outputs);
 }
 
 static Attention attention_of(const ModelShape *s, const Layer *layer, char *keys, int64_t plane_bytes) {
     return (Attention){
-        .keys = keys, .values = keys + plane_bytes, .head_bytes = plane_bytes / s->kv_heads, .heads = s->heads,
-        .kv_heads = s->kv_heads, .head_dim = s->head_dim, .padded_dim = s->padded_dim, .rotary_dim = s->rotary_dim,
-        .window = layer->window, .q_norm = layer->q_norm, .k_norm = layer->k_norm, .rotary = s->rotary, .eps = s->eps,
-        .scale = s->scale, .kind = (int)s->kv_kind,
+        .keys = keys,
+        .values = keys + plane_bytes,
+        .head_bytes = plane_bytes / s->kv_heads,
+        .heads = s->heads,
+        .kv_heads = s->kv_heads,
+        .head_dim = s->head_dim,
+        .padded_dim = s->padded_dim,
+        .rotary_dim = s->rotary_dim,
+        .window = layer->window,
+        .q_norm = layer->q_norm,
+        .k_norm = layer->k_norm,
+        .rotary = s->rotary,
+        .eps = s->eps,
+        .scale = s->scale,
+        .kind = (int)s->kv_kind,
     };
 }
 
 /* x += attention of `input` [rows,width]. */
-static void attention_block(const ModelShape *s, const Layer *layer, const LayerRows *at, char *keys, int64_t plane_bytes,
-                            const float *input, int64_t width, Buffers b, float *x) {
+static void attention_block(const ModelShape *s, const Layer *layer, const LayerRows *at, char *keys,
+                            int64_t plane_bytes, const float *input, int64_t width, Buffers b, float *x) {
     const Attention attention = attention_of(s, layer, keys, plane_bytes);
     const int64_t qkv = (s->heads + 2 * s->kv_heads) * s->head_dim;
     project(at, &layer->qkv, LORA_Q, 3, input, width, b.projected, qkv, 0);
@@ -55,8 +74,8 @@ static void mlp_block(const ModelShape *s, const Layer *layer, const LayerRows *
     project(at, &layer->down, LORA_DOWN, 1, b.inner, s->inner, x, s->hidden, 1);
 }
 
-void stack(const ModelShape *s, const Layer *layers, const Rows *rows, char *pool, int64_t plane_bytes, float *x,
-           const float *first_input, int64_t first_width, float *const *taps) {
+void stack(const ModelShape *s, const Layer *layers, const Rows *rows, char *pool, int64_t plane_bytes,
+           float *x, const float *first_input, int64_t first_width, float *const *taps) {
     const int64_t n = rows->num_rows, state_bytes = n * s->hidden * 4;
     const Buffers b = allocate_buffers(s, n);
     for (int64_t i = 0; i < s->layers; i++) {

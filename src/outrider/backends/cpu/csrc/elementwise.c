@@ -1,4 +1,5 @@
-/* RMS norm, gated SiLU, and the input of a draft head.  Threads share rows; within a row the order of operations is fixed. */
+/* RMS norm, gated SiLU, and the input of a draft head.  Threads share rows; within a row the order of
+ * operations is fixed. */
 #include "elementwise.h"
 
 void rms_norm(const float *x, const float *weight, int64_t rows, int64_t width, float eps, float *y) {
@@ -6,7 +7,8 @@ void rms_norm(const float *x, const float *weight, int64_t rows, int64_t width, 
     for (int64_t r = 0; r < rows; r++) rms_norm_row(x + r * width, weight, width, eps, y + r * width);
 }
 
-/* Lane by lane g * sigmoid(g) * u, the last lanes of a row through zero-padded vectors: no operation depends on its lane. */
+/* Lane by lane g * sigmoid(g) * u, the last lanes of a row through zero-padded vectors: no operation depends
+ * on its lane. */
 void silu_mul(const float *x, int64_t rows, int64_t width, float *y) {
     #pragma omp parallel for schedule(static) if (rows > 4)
     for (int64_t r = 0; r < rows; r++) {
@@ -25,14 +27,16 @@ void silu_mul(const float *x, int64_t rows, int64_t width, float *y) {
     }
 }
 
-void pair(const Weight *embedding, const int64_t *ids, int64_t rows, int64_t inputs, const float *states, int64_t width,
-          const float *norm_token, const float *norm_state, float eps, float *y) {
+void pair(const Weight *embedding, const int64_t *ids, int64_t rows, int64_t inputs, const float *states,
+          int64_t width, const float *norm_token, const float *norm_state, float eps, float *y) {
     #pragma omp parallel for schedule(static) if (rows > 8)
     for (int64_t r = 0; r < rows; r++) {
         float *token = y + r * (inputs + width), *state = token + inputs;
         embed(embedding, ids + r, 1, inputs, token);
         if (norm_token) rms_norm(token, norm_token, 1, inputs, eps, token);
-        if (norm_state) rms_norm(states + r * width, norm_state, 1, width, eps, state);
-        else memcpy(state, states + r * width, (size_t)width * 4);
+        if (norm_state)
+            rms_norm(states + r * width, norm_state, 1, width, eps, state);
+        else
+            memcpy(state, states + r * width, (size_t)width * 4);
     }
 }

@@ -1,7 +1,8 @@
 #pragma once
 #include "simd.h"
 
-/* RMS norm of one row.  The squares are summed in LANES partial sums, then across the lanes, then the rest that fills no vector. */
+/* RMS norm of one row.  The squares are summed in LANES partial sums, then across the lanes, then the rest
+ * that fills no vector. */
 INLINE void rms_norm_row(const float *x, const float *weight, int64_t width, float eps, float *y) {
     vfloat squares = {0};
     float rest = 0;

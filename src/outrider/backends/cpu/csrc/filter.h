@@ -1,14 +1,15 @@
-/* min_p, top_k and top_p by a few passes over all candidates of a row.  The slow way: `sample.c` first tries to decide by the best
- * tokens alone.
+/* min_p, top_k and top_p by a few passes over all candidates of a row.  The slow way: `sample.c` first tries
+ * to decide by the best tokens alone.
  *
- * A filter keeps all candidates from some logit on.  That cut is found in two steps, without sorting the vocabulary: a histogram
- * over the logits tells which bin holds it, and only this bin is sorted.  Sums run in the order of the tokens, one thread a row. */
+ * A filter keeps all candidates from some logit on.  That cut is found in two steps, without sorting the
+ * vocabulary: a histogram over the logits tells which bin holds it, and only this bin is sorted.  Sums run
+ * in the order of the tokens, one thread a row. */
 #pragma once
 #include "memory.h"
 #include "row.h"
 
 enum { BINS = 1024 };
-static const float FORBIDDEN = -3.0e38f;                    /* a token below it has no probability */
+static const float FORBIDDEN = -3.0e38f; /* a token below it has no probability */
 
 /* Candidates: how far each lies below the best (see below_max), exp of it, and its token. */
 typedef struct {
@@ -40,7 +41,9 @@ static float coarse_cut(const float *logits, const float *mass, int64_t count, d
     return FORBIDDEN;
 }
 
-typedef struct { float logit, mass; } BinEntry;
+typedef struct {
+    float logit, mass;
+} BinEntry;
 static int by_descending_logit(const void *a, const void *b) {
     const float x = ((const BinEntry *)a)->logit, y = ((const BinEntry *)b)->logit;
     return (x < y) - (x > y);
@@ -68,8 +71,8 @@ static int64_t collect_bin(Candidates t, int counting, float scale, int32_t bin,
     return n;
 }
 
-/* The logit of the last candidate, best first, before which less than `target` has been collected: mass, or candidates if
- * `counting`.  lowest: the lowest logit of all. */
+/* The logit of the last candidate, best first, before which less than `target` has been collected: mass, or
+ * candidates if `counting`.  lowest: the lowest logit of all. */
 static float exact_cut(Candidates t, int counting, float lowest, double target) {
     double sums[BINS] = {0}, before = 0;
     const float scale = (BINS - 1) / (1e-6f - lowest);
@@ -82,7 +85,7 @@ static float exact_cut(Candidates t, int counting, float lowest, double target) 
     BinEntry *entries = allocate((t.count + 1) * (int64_t)sizeof *entries);
     const int64_t n = collect_bin(t, counting, scale, bin, entries);
     qsort(entries, (size_t)n, sizeof *entries, by_descending_logit);
-    float cut = n ? entries[0].logit : lowest;              /* the target may be more than there is */
+    float cut = n ? entries[0].logit : lowest; /* the target may be more than there is */
     for (int64_t i = 0; i < n && before < target; i++) {
         cut = entries[i].logit;
         before += entries[i].mass;
@@ -140,12 +143,14 @@ static double total_mass(Candidates t) {
     return mass;
 }
 
-/* The candidates t that are left after min_p, top_k and top_p, in this order.  padded: t.count rounded up to a multiple of BLOCK,
- * the padding at minus infinity.  If want_mass, mass is set and *mass is the sum of what is left. */
-static Candidates apply_filters(Candidates t, int64_t padded, const DistributionParams *params, int want_mass, double *mass) {
+/* The candidates t that are left after min_p, top_k and top_p, in this order.  padded: t.count rounded up to
+ * a multiple of BLOCK, the padding at minus infinity.  If want_mass, mass is set and *mass is the sum of
+ * what is left. */
+static Candidates apply_filters(Candidates t, int64_t padded, const DistributionParams *params, int want_mass,
+                                double *mass) {
     const int64_t vocab = t.count;
     const int nucleus = params->top_p < 1;
-    *mass = -1;                                             /* not known */
+    *mass = -1; /* not known */
     if (nucleus || want_mass) {
         for (int64_t i = 0; i < padded; i += LANES) store(t.mass + i, vexp(load(t.logit + i)));
         *mass = mass_from(t.logit, t.mass, padded, FORBIDDEN);

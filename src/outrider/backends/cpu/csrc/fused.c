@@ -1,7 +1,8 @@
-/* A whole decoder in one call: embedding, layers, head, and the tokens picked from its logits.  A forward sweeps the processor's
- * caches; Python that runs after it costs more than a pick.
+/* A whole decoder in one call: embedding, layers, head, and the tokens picked from its logits.  A forward
+ * sweeps the processor's caches; Python that runs after it costs more than a pick.
  *
- * Both entry points call the kernels in the same order as separate calls would, so their results have the same bits. */
+ * Both entry points call the kernels in the same order as separate calls would, so their results have the
+ * same bits. */
 #include <time.h>
 #include "memory.h"
 #include "blocks.h"
@@ -16,9 +17,10 @@ static double now(void) {
     return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
 }
 
-void read_model(const ModelShape *s, const Layer *layers, const ModelEnds *ends, const Rows *rows, const int64_t *ids, char *pool,
-                int64_t plane_bytes, float *const *taps, const int64_t *output_rows, int64_t num_outputs, float *logits,
-                const TreeQuery *queries, int64_t num_queries, int32_t *trees) {
+void read_model(const ModelShape *s, const Layer *layers, const ModelEnds *ends, const Rows *rows,
+                const int64_t *ids, char *pool, int64_t plane_bytes, float *const *taps,
+                const int64_t *output_rows, int64_t num_outputs, float *logits, const TreeQuery *queries,
+                int64_t num_queries, int32_t *trees) {
     const int64_t hidden = s->hidden, n = rows->num_rows, blocks = row_blocks(ends->outputs);
     float *x = allocate((n * hidden + num_outputs * (hidden + blocks)) * 4), *states = x + n * hidden;
     float *block_max = states + num_outputs * hidden, *final = taps ? taps[s->layers + 1] : 0;
@@ -27,11 +29,15 @@ void read_model(const ModelShape *s, const Layer *layers, const ModelEnds *ends,
     if (final) rms_norm(x, ends->norm, n, hidden, s->eps, final);
     for (int64_t i = 0; i < num_outputs; i++) {
         float *state = states + i * hidden;
-        if (final) memcpy(state, final + output_rows[i] * hidden, (size_t)hidden * 4);
-        else rms_norm(x + output_rows[i] * hidden, ends->norm, 1, hidden, s->eps, state);
+        if (final)
+            memcpy(state, final + output_rows[i] * hidden, (size_t)hidden * 4);
+        else
+            rms_norm(x + output_rows[i] * hidden, ends->norm, 1, hidden, s->eps, state);
     }
     float *maxima = num_queries ? block_max : 0;
-    if (num_outputs) linear_with_maxima(&ends->head, states, num_outputs, hidden, logits, ends->outputs, 0, maxima, blocks);
+    if (num_outputs)
+        linear_with_maxima(&ends->head, states, num_outputs, hidden, logits, ends->outputs, 0, maxima,
+                           blocks);
     const double began = now();
     follow(logits, ends->outputs, ends->outputs, maxima, blocks, queries, num_queries, trees);
     picking += now() - began;
@@ -43,9 +49,10 @@ void read_model(const ModelShape *s, const Layer *layers, const ModelEnds *ends,
 /* The rows of the chains that go on, one a chain; they close up when a chain ends. */
 typedef struct {
     int64_t count, longest;
-    int64_t *ids, *positions, *slots, *table_lengths, *path_lengths, *chain_of;   /* [num_chains]; chain_of: index of the chain */
+    int64_t *ids, *positions, *slots, *table_lengths, *path_lengths,
+        *chain_of; /* [num_chains]; chain_of: index of the chain */
     const int32_t **tables;
-    float *x, *normed, *logits, *block_max;                 /* a row: hidden, hidden, outputs, blocks */
+    float *x, *normed, *logits, *block_max; /* a row: hidden, hidden, outputs, blocks */
     int64_t blocks;
 } ChainRows;
 
@@ -64,7 +71,8 @@ static ChainRows allocate_chain_rows(int64_t num_chains, int64_t hidden, int64_t
 }
 
 /* Chain i begins after its row of the first forward, whose states are x [rows,hidden]. */
-static void begin_chains(ChainRows *c, const Chain *chains, const Rows *rows, const float *x, int64_t hidden) {
+static void begin_chains(ChainRows *c, const Chain *chains, const Rows *rows, const float *x,
+                         int64_t hidden) {
     for (int64_t i = 0; i < c->count; i++) {
         const int64_t row = chains[i].first_row;
         memcpy(c->x + i * hidden, x + row * hidden, (size_t)hidden * 4);
@@ -87,9 +95,10 @@ static void advance_row(ChainRows *c, int64_t from, int64_t to, int32_t token) {
     if (c->table_lengths[to] > c->longest) c->longest = c->table_lengths[to];
 }
 
-/* Picks the token of row i.  Returns whether the chain goes on behind it.  features: of this token, or null without a rule. */
-static int pick_next(const ChainRows *c, int64_t i, const Chain *chain, int64_t depth, int64_t outputs, int64_t vocab,
-                     const StopRule *rule, int32_t *token, float *features) {
+/* Picks the token of row i.  Returns whether the chain goes on behind it.  features: of this token, or null
+ * without a rule. */
+static int pick_next(const ChainRows *c, int64_t i, const Chain *chain, int64_t depth, int64_t outputs,
+                     int64_t vocab, const StopRule *rule, int32_t *token, float *features) {
     const DistributionParams params = {chain->temperature, chain->min_p, chain->top_k, chain->top_p};
     const uint64_t key = splitmix64(chain->stream + (uint64_t)(c->positions[i] + 1));
     const float *logits = c->logits + i * outputs;
@@ -102,9 +111,10 @@ static int pick_next(const ChainRows *c, int64_t i, const Chain *chain, int64_t 
     return depth + 1 < chain->max_tokens;
 }
 
-void chain(const ModelShape *s, const Layer *layers, const ModelEnds *ends, const Rows *rows, const int64_t *ids, char *pool,
-           int64_t plane_bytes, const Chain *chains, int64_t num_chains, int64_t stride, int64_t vocab, const StopRule *rule,
-           int32_t *out, float *features, float *states) {
+void chain(const ModelShape *s, const Layer *layers, const ModelEnds *ends, const Rows *rows,
+           const int64_t *ids, char *pool, int64_t plane_bytes, const Chain *chains, int64_t num_chains,
+           int64_t stride, int64_t vocab, const StopRule *rule, int32_t *out, float *features,
+           float *states) {
     const int64_t hidden = s->hidden;
     ChainRows c = allocate_chain_rows(num_chains, hidden, ends->outputs);
     float *x = allocate(rows->num_rows * hidden * 4);
@@ -116,18 +126,31 @@ void chain(const ModelShape *s, const Layer *layers, const ModelEnds *ends, cons
     for (int64_t depth = 0;; depth++) {
         int64_t left = 0;
         rms_norm(c.x, ends->norm, c.count, hidden, s->eps, c.normed);
-        linear_with_maxima(&ends->head, c.normed, c.count, hidden, c.logits, ends->outputs, 0, c.block_max, c.blocks);
+        linear_with_maxima(&ends->head, c.normed, c.count, hidden, c.logits, ends->outputs, 0, c.block_max,
+                           c.blocks);
         c.longest = 0;
         for (int64_t i = 0; i < c.count; i++) {
             const int64_t at = c.chain_of[i] * stride + depth;
             float *of_token = rule ? features + at * NUM_FEATURES : 0;
             if (states) memcpy(states + at * hidden, c.x + i * hidden, (size_t)hidden * 4);
-            if (pick_next(&c, i, chains + c.chain_of[i], depth, ends->outputs, vocab, rule, out + at, of_token))
+            if (pick_next(&c, i, chains + c.chain_of[i], depth, ends->outputs, vocab, rule, out + at,
+                          of_token))
                 advance_row(&c, i, left++, out[at]);
         }
         if (!(c.count = left)) break;
         const Rows next = {
-            c.count, 0, c.longest, rows->pinned, c.positions, c.slots, c.table_lengths, c.path_lengths, c.tables, 0, 0, 0,
+            c.count,
+            0,
+            c.longest,
+            rows->pinned,
+            c.positions,
+            c.slots,
+            c.table_lengths,
+            c.path_lengths,
+            c.tables,
+            0,
+            0,
+            0,
         };
         embed(&ends->embedding, c.ids, c.count, hidden, c.x);
         stack(s, layers, &next, pool, plane_bytes, c.x, 0, 0, 0);

@@ -34,7 +34,8 @@ INLINE vfloat widen_bytes(const int8_t *from) {
 #endif
 }
 
-/* The largest magnitude of x [n], or NaN.  The bits of magnitudes order as the magnitudes do.  n: a multiple of LANES. */
+/* The largest magnitude of x [n], or NaN.  The bits of magnitudes order as the magnitudes do.  n: a multiple
+ * of LANES. */
 INLINE float max_magnitude(const float *x, int64_t n) {
     vint largest = {0};
     for (int64_t i = 0; i < n; i += LANES) {
@@ -53,7 +54,7 @@ INLINE int32_t quantize(const float *x, int64_t n, float magnitude, int8_t *to) 
     const float inverse = magnitude > 0 ? 127.0f / magnitude : 0;
     vint sums = {0};
     for (int64_t i = 0; i < n; i += LANES) {
-        const vint v = (vint)(load(x + i) * inverse + ROUND_MAGIC) - 0x4b400000;   /* the bits of ROUND_MAGIC */
+        const vint v = (vint)(load(x + i) * inverse + ROUND_MAGIC) - 0x4b400000; /* the bits of ROUND_MAGIC */
         sums += v;
         *(vbytes *)(to + i) = __builtin_convertvector(v, vbytes);
     }

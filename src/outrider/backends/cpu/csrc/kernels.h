@@ -1,8 +1,10 @@
-/* Entry points of the CPU kernels, and the structs that they take (backends/cpu/structs.py, chain.py, picking.py and lora.py mirror them).
+/* Entry points of the CPU kernels, and the structs that they take (backends/cpu/structs.py, chain.py,
+ * picking.py and lora.py mirror them).
  *
- * Row invariance.  The result of a row is a fixed sequence of operations on that row's own data.  The number of rows in a call, the
- * KV slots of a request and the number of threads change the order in which rows are visited.  They never change the order of the
- * sums inside a row.  Verification by a draft tree therefore reproduces plain decoding bit for bit.
+ * Row invariance.  The result of a row is a fixed sequence of operations on that row's own data.  The number
+ * of rows in a call, the KV slots of a request and the number of threads change the order in which rows are
+ * visited.  They never change the order of the sums inside a row.  Verification by a draft tree therefore
+ * reproduces plain decoding bit for bit.
  *
  * Conventions
  *   [rows,inputs]   dense row-major array; float32 unless a type is given
@@ -17,7 +19,7 @@ _Static_assert(sizeof(long) == sizeof(int64_t), "the bindings pass sizes as c_lo
 
 /* ---- weights: linear.c, linear_int.c */
 
-enum { FLOAT32, BFLOAT16, INT8, INT4 };      /* element type of a weight; the first three also of a KV pool */
+enum { FLOAT32, BFLOAT16, INT8, INT4 }; /* element type of a weight; the first three also of a KV pool */
 
 /* A linear layer [outputs,inputs], packed for the kernels.
  *   float32    [outputs/64][inputs][64]
@@ -26,19 +28,21 @@ enum { FLOAT32, BFLOAT16, INT8, INT4 };      /* element type of a weight; the fi
  * Outputs and, for bfloat16, inputs are padded with zeros. */
 typedef struct {
     const void *data;
-    const float *bias;                       /* [outputs] or null */
-    int kind;                                /* FLOAT32, BFLOAT16, INT8 or INT4 */
-    int group;                               /* integers: inputs that share a scale, 16 or 32 */
-    int has_offsets;                         /* integers: every group also has an offset */
-    float unit;                              /* integers: factor of all scales and offsets, a power of two */
+    const float *bias; /* [outputs] or null */
+    int kind;          /* FLOAT32, BFLOAT16, INT8 or INT4 */
+    int group;         /* integers: inputs that share a scale, 16 or 32 */
+    int has_offsets;   /* integers: every group also has an offset */
+    float unit;        /* integers: factor of all scales and offsets, a power of two */
 } Weight;
 
 /* y [rows,outputs] = x [rows,inputs] * weight^T + bias, plus the former y if `add`. */
-void linear(const Weight *weight, const float *x, int64_t rows, int64_t inputs, float *y, int64_t outputs, int add);
+void linear(const Weight *weight, const float *x, int64_t rows, int64_t inputs, float *y, int64_t outputs,
+            int add);
 
-/* `linear` that also writes the maximum of every 64 outputs of a row to block_max [rows,block_max_stride], unless that is null. */
-void linear_with_maxima(const Weight *weight, const float *x, int64_t rows, int64_t inputs, float *y, int64_t outputs, int add,
-                        float *block_max, int64_t block_max_stride);
+/* `linear` that also writes the maximum of every 64 outputs of a row to block_max [rows,block_max_stride],
+ * unless that is null. */
+void linear_with_maxima(const Weight *weight, const float *x, int64_t rows, int64_t inputs, float *y,
+                        int64_t outputs, int add, float *block_max, int64_t block_max_stride);
 
 /* y [rows,inputs] = the rows `ids` [rows] of the weight, widened to float. */
 void embed(const Weight *weight, const int64_t *ids, int64_t rows, int64_t inputs, float *y);
@@ -51,51 +55,58 @@ void rms_norm(const float *x, const float *weight, int64_t rows, int64_t width, 
 /* y [rows,width] = silu(gate) * up for x [rows,2*width] = [gate | up]. */
 void silu_mul(const float *x, int64_t rows, int64_t width, float *y);
 
-/* y [rows,inputs+width] = [norm(embedding of ids) | norm(states)] for states [rows,width]; a norm that is null is left out. */
-void pair(const Weight *embedding, const int64_t *ids, int64_t rows, int64_t inputs, const float *states, int64_t width,
-          const float *norm_token, const float *norm_state, float eps, float *y);
+/* y [rows,inputs+width] = [norm(embedding of ids) | norm(states)] for states [rows,width]; a norm that is
+ * null is left out. */
+void pair(const Weight *embedding, const int64_t *ids, int64_t rows, int64_t inputs, const float *states,
+          int64_t width, const float *norm_token, const float *norm_state, float eps, float *y);
 
 /* ---- attention: attention.c, attention_int8.c */
 
-/* The rows of one forward.  Row r sees the first table_lengths[r] slots of its request's table and then path_lengths[r] slots of
- * its path.  These are the keys of positions 0, 1, 2 ... in this order, wherever they lie in the pool.
- * In a view, a table that leaves some tokens out, the keys after the first `pinned` have a later position than index. */
+/* The rows of one forward.  Row r sees the first table_lengths[r] slots of its request's table and then
+ * path_lengths[r] slots of its path.  These are the keys of positions 0, 1, 2 ... in this order, wherever
+ * they lie in the pool.
+ * In a view, a table that leaves some tokens out, the keys after the first `pinned` have a later position
+ * than index. */
 typedef struct {
-    int64_t num_rows, path_width, longest, pinned;          /* longest: the most keys that a row sees */
-    const int64_t *positions, *slots, *table_lengths, *path_lengths;   /* [num_rows]; slots: where a row's own K/V is written */
-    const int32_t *const *tables;                           /* [num_rows] addresses of block tables, one slot a token */
-    const int32_t *paths;                                   /* [num_rows,path_width] */
+    int64_t num_rows, path_width, longest, pinned; /* longest: the most keys that a row sees */
+    const int64_t *positions;                      /* [num_rows] */
+    const int64_t *slots;                          /* [num_rows]: where a row's own K/V is written */
+    const int64_t *table_lengths, *path_lengths;   /* [num_rows] */
+    const int32_t *const *tables;                  /* [num_rows] addresses of block tables, one slot a token */
+    const int32_t *paths;                          /* [num_rows,path_width] */
     int64_t num_lora_runs;
-    const void *lora_runs;                                  /* LoraRun [num_lora_runs], see lora.c */
+    const void *lora_runs;                         /* LoraRun [num_lora_runs], see lora.c */
 } Rows;
 
-/* One attention layer and its part of the KV pool.  A pool row is a head of padded_dim elements, zero behind head_dim; an int8 row
- * is followed by the float that one step of it counts. */
+/* One attention layer and its part of the KV pool.  A pool row is a head of padded_dim elements, zero behind
+ * head_dim; an int8 row is followed by the float that one step of it counts. */
 typedef struct {
-    void *keys, *values;                                    /* [kv_heads][slots][pool row] */
-    int64_t head_bytes;                                     /* distance between two heads of the pool */
-    int64_t heads, kv_heads, head_dim, padded_dim;          /* padded_dim: head_dim rounded up to 32 */
-    int64_t rotary_dim;                                     /* leading dimensions of a head that are rotated */
-    int64_t window;                                         /* > 0 sliding window, < 0 chunks of -window, 0 all keys */
-    const float *q_norm, *k_norm;                           /* [head_dim] or null */
-    const float *rotary;                                    /* [positions,rotary_dim]: cosines, then sines */
+    void *keys, *values;                           /* [kv_heads][slots][pool row] */
+    int64_t head_bytes;                            /* distance between two heads of the pool */
+    int64_t heads, kv_heads, head_dim, padded_dim; /* padded_dim: head_dim rounded up to 32 */
+    int64_t rotary_dim;                            /* leading dimensions of a head that are rotated */
+    int64_t window;                                /* > 0 sliding window, < 0 chunks of -window, 0 all keys */
+    const float *q_norm, *k_norm;                  /* [head_dim] or null */
+    const float *rotary;                           /* [positions,rotary_dim]: cosines, then sines */
     float eps, scale;
-    int kind;                                               /* element type of the pool: FLOAT32, BFLOAT16 or INT8 */
+    int kind; /* element type of the pool: FLOAT32, BFLOAT16 or INT8 */
 } Attention;
 
 /* Changes of the scores before the softmax; by query head, null and 0 mean none. */
 typedef struct {
-    const float *slopes;                                    /* ALiBi */
-    const float *sinks;                                     /* score of an extra key without a value */
-    float cap;                                              /* soft cap: cap * tanh(score / cap) */
+    const float *slopes; /* ALiBi */
+    const float *sinks;  /* score of an extra key without a value */
+    float cap;           /* soft cap: cap * tanh(score / cap) */
 } ScoreModifier;
 
-/* Splits qkv [rows,(heads+2*kv_heads)*head_dim], normalizes and rotates q and k, and writes k and v to the slots of the rows.
+/* Splits qkv [rows,(heads+2*kv_heads)*head_dim], normalizes and rotates q and k, and writes k and v to the
+ * slots of the rows.
  * q: [rows,heads,padded_dim], zero behind head_dim. */
 void rope_store(const Attention *attention, const Rows *rows, const float *qkv, float *q);
 
-/* out [rows,heads,head_dim] = softmax(q k^T * scale) v for q [rows,heads,padded_dim]; modifier may be null. */
-void attend(const Attention *attention, const Rows *rows, const float *q, const ScoreModifier *modifier, float *out);
+/* out [rows,heads,head_dim] = softmax(q k^T * scale) v for q [rows,heads,padded_dim]; modifier or null. */
+void attend(const Attention *attention, const Rows *rows, const float *q, const ScoreModifier *modifier,
+            float *out);
 
 /* ---- whole decoders: decoder.c, fused.c */
 
@@ -103,33 +114,39 @@ enum { SKIP_ATTENTION = 1, SKIP_MLP = 2 };
 
 typedef struct {
     Weight qkv, o, gate_up, down;
-    const float *norm_in, *norm_post, *q_norm, *k_norm;     /* the last two may be null */
-    int64_t window;                                         /* as in Attention */
-    int64_t skip;                                           /* SKIP_ATTENTION, SKIP_MLP, both or 0 */
+    const float *norm_in, *norm_post, *q_norm, *k_norm; /* the last two may be null */
+    int64_t window;                                     /* as in Attention */
+    int64_t skip;                                       /* SKIP_ATTENTION, SKIP_MLP, both or 0 */
 } Layer;
 
 typedef struct {
     int64_t layers, hidden, inner, heads, kv_heads, head_dim, padded_dim, rotary_dim;
-    int64_t kv_kind;                                        /* element type of the KV pool */
+    int64_t kv_kind; /* element type of the KV pool */
     float eps, scale;
     const float *rotary;
 } ModelShape;
 
-typedef struct { Weight embedding, head; const float *norm; int64_t outputs; } ModelEnds;
+typedef struct {
+    Weight embedding, head;
+    const float *norm;
+    int64_t outputs;
+} ModelEnds;
 
 /* Runs the decoder layers over x [rows,hidden], in place.
  * pool, plane_bytes: K of layer i is plane 2i of the pool, V plane 2i+1.
- * first_input [rows,first_width] or null: replaces norm(x) as the input of the first layer's attention; it may be x.
- * taps [layers+1] or null: where to copy the input of each layer and the output of the last, each [rows,hidden] or null. */
-void stack(const ModelShape *shape, const Layer *layers, const Rows *rows, char *pool, int64_t plane_bytes, float *x,
-           const float *first_input, int64_t first_width, float *const *taps);
+ * first_input [rows,first_width] or null: replaces norm(x) as the input of the first layer's attention; it
+ * may be x.
+ * taps [layers+1] or null: where to copy the input of each layer and the output of the last, each
+ * [rows,hidden] or null. */
+void stack(const ModelShape *shape, const Layer *layers, const Rows *rows, char *pool, int64_t plane_bytes,
+           float *x, const float *first_input, int64_t first_width, float *const *taps);
 
-/* One draft tree for `follow`.  From trees[at] on lie: tokens [nodes], parents [nodes] (-1: the root), then space for the accepted
- * nodes [nodes], the emitted tokens [nodes+1] and how many those are. */
+/* One draft tree for `follow`.  From trees[at] on lie: tokens [nodes], parents [nodes] (-1: the root), then
+ * space for the accepted nodes [nodes], the emitted tokens [nodes+1] and how many those are. */
 typedef struct {
-    int64_t at, root_row, nodes, top_k;                     /* root_row: row of the root's logits, the nodes' rows follow it */
+    int64_t at, root_row, nodes, top_k; /* root_row: row of the root's logits, the nodes' rows follow it */
     double min_p, top_p;
-    uint64_t stream, position;                              /* random stream; position of the token after the root */
+    uint64_t stream, position; /* random stream; position of the token after the root */
     float temperature;
 } TreeQuery;
 
@@ -137,33 +154,34 @@ typedef struct {
  *   ids [rows->num_rows]; taps as in `stack`, and one more for the states of all rows after the last norm
  *   logits [num_outputs,outputs] of the rows output_rows [num_outputs]
  *   queries [num_queries], trees: as in `follow`, on these logits */
-void read_model(const ModelShape *shape, const Layer *layers, const ModelEnds *ends, const Rows *rows, const int64_t *ids, char *pool,
-                int64_t plane_bytes, float *const *taps, const int64_t *output_rows, int64_t num_outputs, float *logits,
-                const TreeQuery *queries, int64_t num_queries, int32_t *trees);
+void read_model(const ModelShape *shape, const Layer *layers, const ModelEnds *ends, const Rows *rows,
+                const int64_t *ids, char *pool, int64_t plane_bytes, float *const *taps,
+                const int64_t *output_rows, int64_t num_outputs, float *logits, const TreeQuery *queries,
+                int64_t num_queries, int32_t *trees);
 
 /* A chain of draft tokens that begins after row first_row. */
 typedef struct {
     int64_t first_row, max_tokens, top_k;
     double min_p, top_p;
     uint64_t stream;
-    float temperature, min_prob;                            /* the chain ends at a token that is less likely than min_prob */
+    float temperature, min_prob; /* the chain ends at a token that is less likely than min_prob */
 } Chain;
 
 /* When a chain of draft tokens ends early; see stop.c. */
 typedef struct {
     double min_prob, max_entropy;
-    const float *net;                                       /* or null */
+    const float *net; /* or null */
     int64_t hidden;
 } StopRule;
 
-/* Drafts a chain of tokens behind each of num_chains rows: `stack` over the rows, a pick from the first `vocab` logits, one more
- * row for each chain that goes on, and so on.
+/* Drafts a chain of tokens behind each of num_chains rows: `stack` over the rows, a pick from the first
+ * `vocab` logits, one more row for each chain that goes on, and so on.
  *   out [num_chains,stride]: draft tokens, -1 from the end of a chain on
  *   rule or null; features [num_chains,stride,NUM_FEATURES]: see should_stop, only with a rule
  *   states [num_chains,stride,hidden] or null: the state that each token was picked from */
-void chain(const ModelShape *shape, const Layer *layers, const ModelEnds *ends, const Rows *rows, const int64_t *ids, char *pool,
-           int64_t plane_bytes, const Chain *chains, int64_t num_chains, int64_t stride, int64_t vocab, const StopRule *rule,
-           int32_t *out, float *features, float *states);
+void chain(const ModelShape *shape, const Layer *layers, const ModelEnds *ends, const Rows *rows,
+           const int64_t *ids, char *pool, int64_t plane_bytes, const Chain *chains, int64_t num_chains,
+           int64_t stride, int64_t vocab, const StopRule *rule, int32_t *out, float *features, float *states);
 
 /* Seconds spent in picks by read_model and chain; not synchronized, for measurements with one caller. */
 extern double picking;
@@ -172,35 +190,47 @@ extern double picking;
 
 enum { MAX_PICKS = 64 };
 
-typedef struct { float temperature; double min_p; int64_t top_k; double top_p; } DistributionParams;
+typedef struct {
+    float temperature;
+    double min_p;
+    int64_t top_k;
+    double top_p;
+} DistributionParams;
 
-/* The k <= MAX_PICKS best tokens of logits [vocab] into out [k], and their probabilities into prob [k] or null.
- * Temperature 0 ranks by logit.  Otherwise the rank is log p + Gumbel noise(key, token), with p after min_p, top_k and top_p.
+/* The k <= MAX_PICKS best tokens of logits [vocab] into out [k], and their probabilities into prob [k]
+ * or null.
+ * Temperature 0 ranks by logit.  Otherwise the rank is log p + Gumbel noise(key, token), with p after min_p,
+ * top_k and top_p.
  * Returns how many were found: fewer if the filters leave fewer, 0 if no logit is finite. */
-int64_t pick(const float *logits, int64_t vocab, float temperature, double min_p, int64_t top_k, double top_p, uint64_t key, int64_t k,
-             int32_t *out, float *prob);
+int64_t pick(const float *logits, int64_t vocab, float temperature, double min_p, int64_t top_k, double top_p,
+             uint64_t key, int64_t k, int32_t *out, float *prob);
 
-/* `pick` for logits [rows,vocab], keys [rows], out and prob [rows,k]; missing picks are -1 with probability 0.
+/* `pick` for logits [rows,vocab], keys [rows], out and prob [rows,k]; missing picks are -1 with
+ * probability 0.
  * token_ids [vocab] or null: the token of each logit, which selects its noise. */
-void picks(const float *logits, int64_t rows, int64_t vocab, float temperature, double min_p, int64_t top_k, double top_p,
-           const uint64_t *keys, const int32_t *token_ids, int64_t k, int32_t *out, float *prob);
+void picks(const float *logits, int64_t rows, int64_t vocab, float temperature, double min_p, int64_t top_k,
+           double top_p, const uint64_t *keys, const int32_t *token_ids, int64_t k, int32_t *out,
+           float *prob);
 
-/* One pick with known block maxima, as linear_with_maxima leaves them; block_max has space for row_blocks(vocab) floats. */
-int64_t pick_with_maxima(const float *logits, int64_t vocab, const DistributionParams *params, uint64_t key, float *block_max,
-                         int32_t *out);
+/* One pick with known block maxima, as linear_with_maxima leaves them; block_max has space for
+ * row_blocks(vocab) floats. */
+int64_t pick_with_maxima(const float *logits, int64_t vocab, const DistributionParams *params, uint64_t key,
+                         float *block_max, int32_t *out);
 
-/* Verifies draft trees by exact match: the pick at the root, then at the child that holds that token, while there is one.
- *   logits: rows of `stride` floats, of which `vocab` count; block_max: rows of `block_max_stride` floats, or null
+/* Verifies draft trees by exact match: the pick at the root, then at the child that holds that token, while
+ * there is one.
+ *   logits: rows of `stride` floats, of which `vocab` count; block_max: rows of `block_max_stride` floats,
+ *     or null
  *   trees: see TreeQuery; the count of emitted tokens is -1 if a row has no finite logit */
-void follow(const float *logits, int64_t stride, int64_t vocab, float *block_max, int64_t block_max_stride, const TreeQuery *queries,
-            int64_t num_queries, int32_t *trees);
+void follow(const float *logits, int64_t stride, int64_t vocab, float *block_max, int64_t block_max_stride,
+            const TreeQuery *queries, int64_t num_queries, int32_t *trees);
 
 enum { NUM_TOP = 4, NUM_FEATURES = NUM_TOP + 2 };
 
-/* Whether a chain ends behind `token` at this depth.  features [NUM_FEATURES]: the token's probability, the entropy of the
- * distribution before any filter, its NUM_TOP largest probabilities. */
-int should_stop(const StopRule *rule, const float *logits, int64_t vocab, float temperature, int32_t token, int64_t depth,
-                float *features);
+/* Whether a chain ends behind `token` at this depth.  features [NUM_FEATURES]: the token's probability, the
+ * entropy of the distribution before any filter, its NUM_TOP largest probabilities. */
+int should_stop(const StopRule *rule, const float *logits, int64_t vocab, float temperature, int32_t token,
+                int64_t depth, float *features);
 
 /* ---- LoRA: lora.c */
 
@@ -208,28 +238,32 @@ enum { LORA_Q, LORA_K, LORA_V, LORA_O, LORA_GATE, LORA_UP, LORA_DOWN, LORA_PARTS
 
 /* A low-rank update of the outputs [start,start+outputs) of a linear; rank 0 is none. */
 typedef struct {
-    const float *a;                                         /* [rank][inputs rounded up to 16] */
-    const float *b;                                         /* [outputs/64][rank][64] */
+    const float *a; /* [rank][inputs rounded up to 16] */
+    const float *b; /* [outputs/64][rank][64] */
     int64_t rank, start, outputs;
     float scale;
 } LoraPart;
 
 /* Consecutive rows that use one adapter; parts [layers][LORA_PARTS]. */
-typedef struct { int64_t first_row, num_rows; const LoraPart *parts; } LoraRun;
+typedef struct {
+    int64_t first_row, num_rows;
+    const LoraPart *parts;
+} LoraRun;
 
-/* y [rows,outputs] += scale * b (a x) for the parts [first_part,first_part+num_parts) of every run, x [rows,inputs]. */
-void add_lora(const LoraRun *runs, int64_t num_runs, int64_t first_part, int64_t num_parts, const float *x, int64_t inputs, float *y,
-              int64_t outputs);
+/* y [rows,outputs] += scale * b (a x) for the parts [first_part,first_part+num_parts) of every run, x
+ * [rows,inputs]. */
+void add_lora(const LoraRun *runs, int64_t num_runs, int64_t first_part, int64_t num_parts, const float *x,
+              int64_t inputs, float *y, int64_t outputs);
 
 /* ---- candidates of a dynamic draft tree: tree.c.  All candidates are records, depth by depth. */
 typedef struct {
-    int64_t width, num_records, num_rows;                   /* num_rows: nodes that went through the head last */
-    double *scores;                                         /* log of the joint probability of a record */
-    float *probs;                                           /* probability given the parent */
-    int32_t *tokens;                                        /* -1: none */
-    int32_t *parents;                                       /* record of the parent, -1: the root */
-    int32_t *frontier;                                      /* [width]: the records of those num_rows nodes */
-    int32_t *order;                                         /* space for an index a record */
+    int64_t width, num_records, num_rows; /* num_rows: nodes that went through the head last */
+    double *scores;                       /* log of the joint probability of a record */
+    float *probs;                         /* probability given the parent */
+    int32_t *tokens;                      /* -1: none */
+    int32_t *parents;                     /* record of the parent, -1: the root */
+    int32_t *frontier;                    /* [width]: the records of those num_rows nodes */
+    int32_t *order;                       /* space for an index a record */
 } CandidateTree;
 
 /* Adds k records behind every frontier node and makes the best `width` of the new ones the frontier.
@@ -237,36 +271,38 @@ typedef struct {
  *   token_ids or null: the token of each entry; probs_by_rank [k] or null: replaces probs
  *   out [2,width]: for each new frontier node the row of the last forward it follows, and its token
  * Returns the size of the new frontier. */
-int64_t widen(CandidateTree *tree, const int32_t *entries, const float *probs, int64_t k, const int32_t *token_ids,
-              const float *probs_by_rank, int32_t *out);
+int64_t widen(CandidateTree *tree, const int32_t *entries, const float *probs, int64_t k,
+              const int32_t *token_ids, const float *probs_by_rank, int32_t *out);
 
 /* `widen` by the k best picks from logits [num_rows,vocab], with one key for all rows. */
-int64_t grow(CandidateTree *tree, const float *logits, int64_t vocab, float temperature, double min_p, int64_t top_k, double top_p,
-             uint64_t key, const int32_t *token_ids, const float *probs_by_rank, int64_t k, int32_t *out);
+int64_t grow(CandidateTree *tree, const float *logits, int64_t vocab, float temperature, double min_p,
+             int64_t top_k, double top_p, uint64_t key, const int32_t *token_ids, const float *probs_by_rank,
+             int64_t k, int32_t *out);
 
-/* The likeliest `nodes` records, parents first: their tokens, the nodes of their parents (-1: the root) and their probabilities,
- * each [nodes].  Returns how many there are. */
+/* The likeliest `nodes` records, parents first: their tokens, the nodes of their parents (-1: the root) and
+ * their probabilities, each [nodes].  Returns how many there are. */
 int64_t keep(const CandidateTree *tree, int64_t nodes, int32_t *tokens, int32_t *parents, float *probs);
 
 /* ---- index of recurring n-grams: runs.c */
 
-/* A text and the places where its n-grams of 8, 4, 2 and 1 tokens end.  Places count from 1, so zeroed memory is an empty index. */
+/* A text and the places where its n-grams of 8, 4, 2 and 1 tokens end.  Places count from 1, so zeroed
+ * memory is an empty index. */
 typedef struct {
-    int32_t shift;                                          /* 32 - log2 of the buckets of a hash table */
-    int32_t oldest;                                         /* places before it are forgotten */
-    int32_t length, entered;                                /* tokens; places that are in the hash tables */
-    int32_t max_match, depth;                               /* longest match that is counted; tokens returned after a match */
-    int32_t *tokens;                                        /* [capacity] */
-    int32_t *previous;                                      /* [capacity][4]: the place before it with the same hash */
-    int32_t *heads;                                         /* [4][1 << (32 - shift)]: the latest place of a hash */
+    int32_t shift;            /* 32 - log2 of the buckets of a hash table */
+    int32_t oldest;           /* places before it are forgotten */
+    int32_t length, entered;  /* tokens; places that are in the hash tables */
+    int32_t max_match, depth; /* longest match that is counted; tokens returned after a match */
+    int32_t *tokens;          /* [capacity] */
+    int32_t *previous;        /* [capacity][4]: the place before it with the same hash */
+    int32_t *heads;           /* [4][1 << (32 - shift)]: the latest place of a hash */
 } TextIndex;
 
 /* Appends tokens [count]. */
 void runs_extend(TextIndex *index, const int32_t *tokens, int64_t count);
 
-/* Appends the first `count` of `tokens` to `own`, then looks up the end of that text followed by the next `num_pending` tokens: in
- * `own` if `texts` is null, otherwise in texts [num_texts], the last one first.
- * out: [4] numbers of matches, then for n-grams of 8, 4, 2 and 1 tokens [places][2+depth]: repetitions, agreeing tokens, and the
- * tokens that followed. */
-void runs_find(TextIndex *own, const int32_t *tokens, int64_t count, int64_t num_pending, TextIndex *const *texts, int64_t num_texts,
-               int32_t *out);
+/* Appends the first `count` of `tokens` to `own`, then looks up the end of that text followed by the next
+ * `num_pending` tokens: in `own` if `texts` is null, otherwise in texts [num_texts], the last one first.
+ * out: [4] numbers of matches, then for n-grams of 8, 4, 2 and 1 tokens [places][2+depth]: repetitions,
+ * agreeing tokens, and the tokens that followed. */
+void runs_find(TextIndex *own, const int32_t *tokens, int64_t count, int64_t num_pending,
+               TextIndex *const *texts, int64_t num_texts, int32_t *out);

@@ -1,36 +1,43 @@
 /* Linear layers with float32 and bfloat16 weights.
  *
- * Computed: y[r][o] = sum over k of x[r][k] * w[o][k], in one float32 accumulator, k = 0, 1, 2 ...; then the bias, then the old y.
- * Order: panels of 64 outputs (shared by threads) > register tiles of outputs > tiles of up to TILE_ROWS rows > k.
- * Exact: lanes are outputs, so no sum crosses lanes, and the tile sizes never split a sum over k.  How many rows share
- * a tile decides how often a weight is loaded, not what is added.  bfloat16 is widened to float32 without loss. */
+ * Computed: y[r][o] = sum over k of x[r][k] * w[o][k], in one float32 accumulator, k = 0, 1, 2 ...; then the
+ * bias, then the old y.
+ * Order: panels of 64 outputs (shared by threads) > register tiles of outputs > tiles of up to TILE_ROWS
+ * rows > k.
+ * Exact: lanes are outputs, so no sum crosses lanes, and the tile sizes never split a sum over k.  How many
+ * rows share a tile decides how often a weight is loaded, not what is added.  bfloat16 is widened to float32
+ * without loss. */
 #include "linear.h"
 #include "blocks.h"
 
 _Static_assert((int)PANEL == (int)BLOCK, "a panel's maximum is the maximum of a block of logits");
 
-enum { PREFETCH_BYTES = 4096 };                             /* a page ahead: the hardware stops at its border (+15 %) */
+enum { PREFETCH_BYTES = 4096 }; /* a page ahead: the hardware stops at its border (+15 %) */
 
 INLINE vfloat even_bfloat16(vuint pairs) { return (vfloat)(pairs << 16); }
 INLINE vfloat odd_bfloat16(vuint pairs) { return (vfloat)(pairs & 0xffff0000u); }
 
 INLINE void prefetch_weights(const void *weights) {
-    for (int c = 0; c < TILE_VECTORS * LANES * 4; c += 64) __builtin_prefetch((const char *)weights + c + PREFETCH_BYTES);
+    for (int c = 0; c < TILE_VECTORS * LANES * 4; c += 64)
+        __builtin_prefetch((const char *)weights + c + PREFETCH_BYTES);
 }
 
 typedef vfloat Tile[MAX_TILE_ROWS][TILE_VECTORS];
 
 /* sums = x [rows,inputs] * TILE_VECTORS vectors of outputs in a float32 panel. */
-INLINE void multiply_float32(const int rows, const float *weights, const float *x, int64_t inputs, Tile sums) {
+INLINE void multiply_float32(const int rows, const float *weights, const float *x, int64_t inputs,
+                             Tile sums) {
     for (int64_t k = 0; k < inputs; k++, weights += PANEL) {
         prefetch_weights(weights);
         for (int r = 0; r < rows; r++)
-            for (int c = 0; c < TILE_VECTORS; c++) sums[r][c] += load(weights + c * LANES) * x[r * inputs + k];
+            for (int c = 0; c < TILE_VECTORS; c++)
+                sums[r][c] += load(weights + c * LANES) * x[r * inputs + k];
     }
 }
 
 /* The same in a bfloat16 panel, two inputs a step. */
-INLINE void multiply_bfloat16(const int rows, const uint32_t *weights, const float *x, int64_t inputs, Tile sums) {
+INLINE void multiply_bfloat16(const int rows, const uint32_t *weights, const float *x, int64_t inputs,
+                              Tile sums) {
     for (int64_t k = 0; k + 1 < inputs; k += 2, weights += PANEL) {
         vfloat even[TILE_VECTORS], odd[TILE_VECTORS];
         prefetch_weights(weights);
@@ -48,15 +55,16 @@ INLINE void multiply_bfloat16(const int rows, const uint32_t *weights, const flo
     if (inputs & 1)
         for (int r = 0; r < rows; r++)
             for (int c = 0; c < TILE_VECTORS; c++)
-                sums[r][c] += even_bfloat16(*(const vuint *)(weights + c * LANES)) * x[r * inputs + inputs - 1];
+                sums[r][c] +=
+                    even_bfloat16(*(const vuint *)(weights + c * LANES)) * x[r * inputs + inputs - 1];
 }
 
 /* One tile of outputs for a few rows. */
 typedef struct {
-    const void *weights;                                    /* first output of the tile in its panel */
-    const float *bias, *x;                                  /* of the first output, or null; of the first row */
-    float *y;                                               /* of the first row and output */
-    int64_t inputs, outputs, space;                         /* space: outputs from the first one to the end of a row */
+    const void *weights;            /* first output of the tile in its panel */
+    const float *bias, *x;          /* of the first output, or null; of the first row */
+    float *y;                       /* of the first row and output */
+    int64_t inputs, outputs, space; /* space: outputs from the first one to the end of a row */
     int add;
 } TileTask;
 
@@ -64,9 +72,12 @@ INLINE void multiply_rows(const int rows, const int is_bfloat16, TileTask t) {
     Tile sums;
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < TILE_VECTORS; c++) sums[r][c] = (vfloat){0};
-    if (is_bfloat16) multiply_bfloat16(rows, t.weights, t.x, t.inputs, sums);
-    else multiply_float32(rows, t.weights, t.x, t.inputs, sums);
-    for (int r = 0; r < rows; r++) store_outputs(sums[r], TILE_VECTORS, t.bias, t.y + r * t.outputs, t.space, t.add);
+    if (is_bfloat16)
+        multiply_bfloat16(rows, t.weights, t.x, t.inputs, sums);
+    else
+        multiply_float32(rows, t.weights, t.x, t.inputs, sums);
+    for (int r = 0; r < rows; r++)
+        store_outputs(sums[r], TILE_VECTORS, t.bias, t.y + r * t.outputs, t.space, t.add);
 }
 
 /* A constant number of rows keeps the sums in registers. */
@@ -82,7 +93,8 @@ INLINE void multiply_tile(int64_t rows, const int is_bfloat16, TileTask t) {
 }
 
 /* The maximum of a panel's outputs in every row. */
-static void panel_maxima(const float *y, int64_t rows, int64_t outputs, int64_t panel, float *block_max, int64_t stride) {
+static void panel_maxima(const float *y, int64_t rows, int64_t outputs, int64_t panel, float *block_max,
+                         int64_t stride) {
     const int64_t space = outputs - panel * PANEL;
     for (int64_t r = 0; r < rows; r++) {
         float padded[PANEL];
@@ -100,8 +112,8 @@ static int64_t panel_bytes(const Weight *weight, int64_t inputs) {
 }
 
 /* All rows of one panel.  Tiles of rows have equal sizes: 8 rows are 4 + 4, not 6 + 2. */
-static void multiply_panel(const Weight *weight, int64_t panel, const float *x, int64_t rows, int64_t inputs, float *y,
-                           int64_t outputs, int add) {
+static void multiply_panel(const Weight *weight, int64_t panel, const float *x, int64_t rows, int64_t inputs,
+                           float *y, int64_t outputs, int add) {
     const char *weights = (const char *)weight->data + panel * panel_bytes(weight, inputs);
     const int64_t tiles = divide_up(rows, TILE_ROWS);
     for (int64_t c = 0; c < PANEL && panel * PANEL + c < outputs; c += TILE_VECTORS * LANES) {
@@ -110,16 +122,19 @@ static void multiply_panel(const Weight *weight, int64_t panel, const float *x, 
         for (int64_t i = 0; i < tiles; i++) {
             const int64_t r = i * rows / tiles, count = (i + 1) * rows / tiles - r;
             const TileTask t = {
-                weights + c * 4, bias, x + r * inputs, y + r * outputs + first, inputs, outputs, outputs - first, add,
+                weights + c * 4, bias,    x + r * inputs,  y + r * outputs + first,
+                inputs,          outputs, outputs - first, add,
             };
-            if (weight->kind == BFLOAT16) multiply_tile(count, 1, t);
-            else multiply_tile(count, 0, t);
+            if (weight->kind == BFLOAT16)
+                multiply_tile(count, 1, t);
+            else
+                multiply_tile(count, 0, t);
         }
     }
 }
 
-void linear_with_maxima(const Weight *weight, const float *x, int64_t rows, int64_t inputs, float *y, int64_t outputs, int add,
-                        float *block_max, int64_t block_max_stride) {
+void linear_with_maxima(const Weight *weight, const float *x, int64_t rows, int64_t inputs, float *y,
+                        int64_t outputs, int add, float *block_max, int64_t block_max_stride) {
     const int64_t panels = divide_up(outputs, PANEL);
     if (weight->kind >= INT8) {
         linear_int(weight, x, rows, inputs, y, outputs, add);
@@ -131,11 +146,13 @@ void linear_with_maxima(const Weight *weight, const float *x, int64_t rows, int6
     #pragma omp parallel for schedule(static)
     for (int64_t p = 0; p < panels; p++) {
         multiply_panel(weight, p, x, rows, inputs, y, outputs, add);
-        if (block_max) panel_maxima(y, rows, outputs, p, block_max, block_max_stride);   /* while the outputs are cached */
+        if (block_max)
+            panel_maxima(y, rows, outputs, p, block_max, block_max_stride); /* while the outputs are cached */
     }
 }
 
-void linear(const Weight *weight, const float *x, int64_t rows, int64_t inputs, float *y, int64_t outputs, int add) {
+void linear(const Weight *weight, const float *x, int64_t rows, int64_t inputs, float *y, int64_t outputs,
+            int add) {
     linear_with_maxima(weight, x, rows, inputs, y, outputs, add, 0, 0);
 }
 
@@ -152,7 +169,8 @@ void embed(const Weight *weight, const int64_t *ids, int64_t rows, int64_t input
             continue;
         }
         for (int64_t k = 0; k < inputs; k++) {
-            const uint32_t bits = (uint32_t)((const bfloat16 *)panel)[(k / 2 * PANEL + lane) * 2 + k % 2] << 16;
+            const uint32_t bits = (uint32_t)((const bfloat16 *)panel)[(k / 2 * PANEL + lane) * 2 + k % 2]
+                                  << 16;
             memcpy(y + k, &bits, 4);
         }
     }

@@ -3,17 +3,19 @@
 #include "simd.h"
 
 #ifdef __AVX512F__
-enum { TILE_VECTORS = 4, TILE_ROWS = 6 };                   /* vectors and rows of a register tile: 24 of 32 registers */
+enum { TILE_VECTORS = 4, TILE_ROWS = 6 }; /* vectors and rows of a register tile: 24 of 32 registers */
 #else
 enum { TILE_VECTORS = 2, TILE_ROWS = 4 };
 #endif
-enum { PANEL = 64, MAX_TILE_ROWS = 6 };                     /* PANEL: outputs of a packed weight panel */
+enum { PANEL = 64, MAX_TILE_ROWS = 6 }; /* PANEL: outputs of a packed weight panel */
 
-/* Writes `vectors` vectors of outputs: sums + bias (or null) + the former y if `add`.  `space`: floats that y has left. */
-INLINE void store_outputs(const vfloat *sums, const int vectors, const float *bias, float *y, int64_t space, int add) {
+/* Writes `vectors` vectors of outputs: sums + bias (or null) + the former y if `add`.  `space`: floats that
+ * y has left. */
+INLINE void store_outputs(const vfloat *sums, const int vectors, const float *bias, float *y, int64_t space,
+                          int add) {
     float padded_y[TILE_VECTORS * LANES], padded_bias[TILE_VECTORS * LANES], *to = y;
     const size_t left = (size_t)space * 4;
-    if (space < vectors * LANES) {                          /* the last outputs go through full-sized copies */
+    if (space < vectors * LANES) { /* the last outputs go through full-sized copies */
         memset(padded_y, 0, sizeof padded_y);
         memset(padded_bias, 0, sizeof padded_bias);
         if (add) memcpy(padded_y, y, left);
@@ -30,5 +32,6 @@ INLINE void store_outputs(const vfloat *sums, const int vectors, const float *bi
 }
 
 /* linear_int.c: `linear` and `embed` for INT8 and INT4. */
-void linear_int(const Weight *weight, const float *x, int64_t rows, int64_t inputs, float *y, int64_t outputs, int add);
+void linear_int(const Weight *weight, const float *x, int64_t rows, int64_t inputs, float *y, int64_t outputs,
+                int add);
 void embed_int(const Weight *weight, const int64_t *ids, int64_t rows, int64_t inputs, float *y);

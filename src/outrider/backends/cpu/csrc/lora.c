@@ -1,18 +1,19 @@
 /* LoRA: y += scale * b (a x) for the rows that use an adapter, after a linear of the decoder.
  *
- * Computed: t = scale * a x, one vector accumulator for each (row, rank), added across lanes by a fixed tree; then y += b t, one
- * accumulator for each (row, output), ranks in ascending order.
- * Exact: tiles share loads of a and b between rows and ranks, and never split or reorder a sum.  Adapters are float32: they are small. */
+ * Computed: t = scale * a x, one vector accumulator for each (row, rank), added across lanes by a fixed
+ * tree; then y += b t, one accumulator for each (row, output), ranks in ascending order.
+ * Exact: tiles share loads of a and b between rows and ranks, and never split or reorder a sum.  Adapters
+ * are float32: they are small. */
 #include "linear.h"
 #include "memory.h"
 
-enum { TILE = 4, INPUT_ALIGN = 16 };                        /* rows, and ranks, that share loads; padding of the inputs in a */
+enum { TILE = 4, INPUT_ALIGN = 16 }; /* rows, and ranks, that share loads; padding of the inputs in a */
 
 INLINE int64_t padded_inputs(int64_t inputs) { return divide_up(inputs, INPUT_ALIGN) * INPUT_ALIGN; }
 
 /* t [rows,ranks] = scale * a x; the rows of t are t_stride apart. */
-INLINE void multiply_a(const int rows, const int ranks, const float *a, const float *x, int64_t inputs, float scale, float *t,
-                       int64_t t_stride) {
+INLINE void multiply_a(const int rows, const int ranks, const float *a, const float *x, int64_t inputs,
+                       float scale, float *t, int64_t t_stride) {
     const int64_t a_stride = padded_inputs(inputs);
     vfloat sums[TILE][TILE];
     for (int r = 0; r < rows; r++)
@@ -32,8 +33,8 @@ INLINE void multiply_a(const int rows, const int ranks, const float *a, const fl
 }
 
 /* y [rows, up to TILE_VECTORS vectors of outputs, `left` of them real] += b t. */
-INLINE void multiply_b(const int rows, const float *b, int64_t rank, const float *t, int64_t t_stride, float *y, int64_t outputs,
-                       int64_t left) {
+INLINE void multiply_b(const int rows, const float *b, int64_t rank, const float *t, int64_t t_stride,
+                       float *y, int64_t outputs, int64_t left) {
     vfloat sums[TILE][TILE_VECTORS];
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < TILE_VECTORS; c++) sums[r][c] = (vfloat){0};
@@ -53,8 +54,10 @@ INLINE void multiply_b(const int rows, const float *b, int64_t rank, const float
     }
 }
 
-/* t = scale * a x for one part of a run.  Called by all threads, which share the tiles and do not wait at the end. */
-static void apply_a(const LoraRun *run, const LoraPart *part, const float *x, int64_t inputs, float *t, int64_t t_stride) {
+/* t = scale * a x for one part of a run.  Called by all threads, which share the tiles and do not wait at
+ * the end. */
+static void apply_a(const LoraRun *run, const LoraPart *part, const float *x, int64_t inputs, float *t,
+                    int64_t t_stride) {
     const int64_t end = run->first_row + run->num_rows, a_stride = padded_inputs(inputs);
     #pragma omp for collapse(2) schedule(static) nowait
     for (int64_t first = run->first_row; first < end; first += TILE)
@@ -62,12 +65,14 @@ static void apply_a(const LoraRun *run, const LoraPart *part, const float *x, in
             const float *a = part->a + k * a_stride, scale = part->scale;
             const int64_t ranks = min64(part->rank - k, TILE);
             if (end - first >= TILE && ranks == TILE) {
-                multiply_a(TILE, TILE, a, x + first * inputs, inputs, scale, t + first * t_stride + k, t_stride);
+                multiply_a(TILE, TILE, a, x + first * inputs, inputs, scale, t + first * t_stride + k,
+                           t_stride);
                 continue;
             }
             for (int64_t r = first; r < min64(end, first + TILE); r++) {
                 float *to = t + r * t_stride + k;
-                if (ranks == TILE) multiply_a(1, TILE, a, x + r * inputs, inputs, scale, to, t_stride);
+                if (ranks == TILE)
+                    multiply_a(1, TILE, a, x + r * inputs, inputs, scale, to, t_stride);
                 else
                     for (int64_t i = 0; i < ranks; i++)
                         multiply_a(1, 1, a + i * a_stride, x + r * inputs, inputs, scale, to + i, t_stride);
@@ -76,12 +81,14 @@ static void apply_a(const LoraRun *run, const LoraPart *part, const float *x, in
 }
 
 /* y += b t for one part of a run, shared as in apply_a. */
-static void apply_b(const LoraRun *run, const LoraPart *part, const float *t, int64_t t_stride, float *y, int64_t outputs) {
+static void apply_b(const LoraRun *run, const LoraPart *part, const float *t, int64_t t_stride, float *y,
+                    int64_t outputs) {
     const int64_t end = run->first_row + run->num_rows;
     #pragma omp for collapse(2) schedule(static) nowait
     for (int64_t first = run->first_row; first < end; first += TILE)
         for (int64_t c = 0; c < part->outputs; c += TILE_VECTORS * LANES) {
-            const float *b = part->b + c / PANEL * part->rank * PANEL + c % PANEL, *from = t + first * t_stride;
+            const float *b = part->b + c / PANEL * part->rank * PANEL + c % PANEL,
+                        *from = t + first * t_stride;
             const int64_t left = part->outputs - c;
             float *to = y + first * outputs + part->start + c;
             if (end - first >= TILE) {
@@ -104,12 +111,14 @@ static int64_t max_ranks(const LoraRun *runs, int64_t num_runs, int64_t first_pa
     return most;
 }
 
-void add_lora(const LoraRun *runs, int64_t num_runs, int64_t first_part, int64_t num_parts, const float *x, int64_t inputs, float *y,
-              int64_t outputs) {
+void add_lora(const LoraRun *runs, int64_t num_runs, int64_t first_part, int64_t num_parts, const float *x,
+              int64_t inputs, float *y, int64_t outputs) {
     const LoraRun *end = runs + num_runs;
-    const int64_t end_part = first_part + num_parts, stride = max_ranks(runs, num_runs, first_part, num_parts);
+    const int64_t end_part = first_part + num_parts,
+                  stride = max_ranks(runs, num_runs, first_part, num_parts);
     if (!stride) return;
-    float *t = allocate((end[-1].first_row + end[-1].num_rows) * stride * 4);   /* a row's ranks, part after part */
+    float *t =
+        allocate((end[-1].first_row + end[-1].num_rows) * stride * 4); /* a row's ranks, part after part */
     #pragma omp parallel
     {
         for (const LoraRun *run = runs; run < end; run++)

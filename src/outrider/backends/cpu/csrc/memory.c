@@ -5,9 +5,12 @@
 
 enum { KEPT_BYTES = 16 << 20 };
 
-typedef struct { void *data; int64_t bytes; } Scratch;
+typedef struct {
+    void *data;
+    int64_t bytes;
+} Scratch;
 
-static _Thread_local Scratch *thread_scratch;               /* [NUM_SCRATCH], or null before the first use */
+static _Thread_local Scratch *thread_scratch; /* [NUM_SCRATCH], or null before the first use */
 static pthread_key_t key;
 static pthread_once_t key_once = PTHREAD_ONCE_INIT;
 
@@ -27,7 +30,7 @@ static void free_scratch(void *of_thread) {
 }
 
 static void make_key(void) {
-    if (pthread_key_create(&key, free_scratch)) abort();    /* the process has used up its keys */
+    if (pthread_key_create(&key, free_scratch)) abort(); /* the process has used up its keys */
 }
 
 static Scratch *scratch_of_thread(void) {

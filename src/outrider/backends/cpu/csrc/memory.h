@@ -1,4 +1,5 @@
-/* Memory of the kernels.  A failed allocation ends the process with a message: the kernels have no way to report it. */
+/* Memory of the kernels.  A failed allocation ends the process with a message: the kernels have no way to
+ * report it. */
 #pragma once
 #include <stdint.h>
 #include <stdlib.h>
@@ -7,7 +8,8 @@ void *allocate(int64_t bytes);
 
 enum { SCRATCH_ACTIVATIONS, SCRATCH_SAMPLER, NUM_SCRATCH };
 
-/* Scratch memory of the calling thread, one buffer a use.  Buffers of up to 16 MB stay with the thread until it ends, since new
- * pages cost more than the kernels that use them.  Larger ones are freed by scratch_release. */
+/* Scratch memory of the calling thread, one buffer a use.  Buffers of up to 16 MB stay with the thread until
+ * it ends, since new pages cost more than the kernels that use them.  Larger ones are freed by
+ * scratch_release. */
 void *scratch_acquire(int use, int64_t bytes);
 void scratch_release(int use);

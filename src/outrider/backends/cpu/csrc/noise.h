@@ -1,17 +1,21 @@
-/* Gumbel noise of (key, token): a splitmix64 hash, of which the upper 24 bits are the uniform.  core/noise.py computes the same numbers.
+/* Gumbel noise of (key, token): a splitmix64 hash, of which the upper 24 bits are the uniform.
+ * core/noise.py computes the same numbers.
  *
- * The state of a token is key + (token + 1) * GOLDEN.  States of consecutive tokens therefore follow each other by addition. */
+ * The state of a token is key + (token + 1) * GOLDEN.  States of consecutive tokens therefore follow each
+ * other by addition. */
 #pragma once
 #include "simd.h"
 
 #define GOLDEN 0x9e3779b97f4a7c15u
-enum { HASH_LANES = LANES / 2 };                            /* 64-bit numbers in a vector */
+enum { HASH_LANES = LANES / 2 }; /* 64-bit numbers in a vector */
 
 typedef uint64_t vhash __attribute__((vector_size(LANES * 4), aligned(8)));
 typedef int32_t vtoken __attribute__((vector_size(LANES * 2), aligned(4), may_alias));
 typedef uint32_t vuniform __attribute__((vector_size(LANES * 2), aligned(4), may_alias));
 
-INLINE vhash hash_state(uint64_t key, vtoken token) { return key + (__builtin_convertvector(token, vhash) + 1) * GOLDEN; }
+INLINE vhash hash_state(uint64_t key, vtoken token) {
+    return key + (__builtin_convertvector(token, vhash) + 1) * GOLDEN;
+}
 
 /* splitmix64 without its last shift, which leaves the upper 24 bits alone. */
 INLINE vhash hash(vhash state) {
@@ -29,8 +33,8 @@ INLINE vfloat gumbel_bound(vuint uniform) {
 }
 static const float MAX_GUMBEL = 0.6931473f * 25;
 
-/* The smallest uniform whose noise can lift a logit `below` the maximum to the score `needed`.  -log(-log u) is that high with a
- * probability below exp(-height); rounding gets its margin. */
+/* The smallest uniform whose noise can lift a logit `below` the maximum to the score `needed`.  -log(-log u)
+ * is that high with a probability below exp(-height); rounding gets its margin. */
 INLINE void min_uniforms(vfloat below, float needed, int32_t *uniforms) {
     const vfloat bound = 0x1p24f - 2.0f - vexp(below - needed) * (0x1p24f * 1.0001f);
     const vint result = __builtin_convertvector(max_lanes(bound, (vfloat){0}), vint);

@@ -6,29 +6,35 @@
 typedef struct {
     const float *logits;
     int64_t vocab, full_blocks, blocks;
-    float max, inv_temperature;                             /* the largest logit, once known; 1 at temperature 0 */
+    float max, inv_temperature; /* the largest logit, once known; 1 at temperature 0 */
     float tail[BLOCK];
 } Row;
 
 static Row make_row(const float *logits, int64_t vocab, float temperature) {
-    Row row = {logits, vocab, vocab / BLOCK, divide_up(vocab, BLOCK), 0, temperature > 0 ? 1 / temperature : 1, {0}};
+    Row row = {
+        logits, vocab, vocab / BLOCK, divide_up(vocab, BLOCK), 0, temperature > 0 ? 1 / temperature : 1, {0}};
     const int64_t first = row.full_blocks * BLOCK;
     for (int64_t j = 0; j < BLOCK; j++) row.tail[j] = first + j < vocab ? logits[first + j] : -INFINITY;
     return row;
 }
 
-INLINE const float *block_at(const Row *row, int64_t b) { return b < row->full_blocks ? row->logits + b * BLOCK : row->tail; }
+INLINE const float *block_at(const Row *row, int64_t b) {
+    return b < row->full_blocks ? row->logits + b * BLOCK : row->tail;
+}
 INLINE int64_t parts_of(const Row *row) { return divide_up(row->blocks, PART); }
 
 /* log(p / p of the best token) = (logit - max) / temperature, which is <= 0. */
 INLINE float below_max(const Row *row, float logit) { return (logit - row->max) * row->inv_temperature; }
-INLINE vfloat below_max_lanes(const Row *row, vfloat logits) { return (logits - row->max) * row->inv_temperature; }
+INLINE vfloat below_max_lanes(const Row *row, vfloat logits) {
+    return (logits - row->max) * row->inv_temperature;
+}
 
 /* Lane i: the largest lane of v[i], for LANES vectors. */
 INLINE vfloat max_each(vfloat *v) {
     for (int n = LANES / 2; n; n /= 2)
         for (int i = 0; i < n; i++)
-            v[i] = max_lanes(SHUFFLE(v[2 * i], v[2 * i + 1], EVEN_LANES), SHUFFLE(v[2 * i], v[2 * i + 1], ODD_LANES));
+            v[i] = max_lanes(SHUFFLE(v[2 * i], v[2 * i + 1], EVEN_LANES),
+                             SHUFFLE(v[2 * i], v[2 * i + 1], ODD_LANES));
     return v[0];
 }
 
@@ -47,8 +53,11 @@ static float part_maxima(const Row *row, int64_t first, float *block_max) {
     return max;
 }
 
-/* What one part of a row adds to a result over the row.  Parts are combined in order, so the number of threads changes nothing. */
-typedef struct { float max, mass; } PartResult;
+/* What one part of a row adds to a result over the row.  Parts are combined in order, so the number of
+ * threads changes nothing. */
+typedef struct {
+    float max, mass;
+} PartResult;
 
 static float max_of_parts(const PartResult *parts, int64_t count) {
     float max = -INFINITY;
@@ -56,7 +65,8 @@ static float max_of_parts(const PartResult *parts, int64_t count) {
     return max;
 }
 
-/* Writes the maxima of all blocks to block_max [row_blocks(vocab)]; returns the largest, infinity if there is a NaN.
+/* Writes the maxima of all blocks to block_max [row_blocks(vocab)]; returns the largest, infinity if there
+ * is a NaN.
  * parts: space for parts_of(row). */
 static float row_maxima(const Row *row, float *block_max, PartResult *parts, int use_threads) {
     const int64_t count = parts_of(row);
@@ -65,7 +75,8 @@ static float row_maxima(const Row *row, float *block_max, PartResult *parts, int
     return max_of_parts(parts, count);
 }
 
-/* The same if the linear that wrote the row has left the maxima in block_max.  It may have written more than `vocab` logits. */
+/* The same if the linear that wrote the row has left the maxima in block_max.  It may have written more than
+ * `vocab` logits. */
 static float known_maxima(const Row *row, float *block_max) {
     float max = -INFINITY;
     for (int64_t b = row->blocks; b < parts_of(row) * PART; b++) block_max[b] = -INFINITY;
@@ -74,7 +85,8 @@ static float known_maxima(const Row *row, float *block_max) {
     return max;
 }
 
-/* exp(x) for x <= 0, with a relative error of 7e-6, exact at 0 and never below 1e-38, in half the time of vexp.
+/* exp(x) for x <= 0, with a relative error of 7e-6, exact at 0 and never below 1e-38, in half the time of
+ * vexp.
  * Splits x / ln 2 into an integer and a rest, and evaluates a polynomial of degree 4 in the rest. */
 INLINE vfloat vexp_fast(vfloat x) {
     x = max_lanes(x, broadcast(-87.0f));
@@ -86,13 +98,14 @@ INLINE vfloat vexp_fast(vfloat x) {
     return (vfloat)((vint)p + ((vint)n << 23));
 }
 
-/* `row_maxima` that also writes the sum of exp(logit - max) over the row to *mass.  A part is summed against its own maximum
- * while it is cached. */
+/* `row_maxima` that also writes the sum of exp(logit - max) over the row to *mass.  A part is summed against
+ * its own maximum while it is cached. */
 static float row_mass(const Row *row, float *block_max, PartResult *parts, int use_threads, double *mass) {
     const int64_t count = parts_of(row);
     #pragma omp parallel for schedule(static) if (use_threads)
     for (int64_t p = 0; p < count; p++) {
-        const float part_max = part_maxima(row, p * PART, block_max), against = part_max > -INFINITY ? part_max : 0;
+        const float part_max = part_maxima(row, p * PART, block_max),
+                    against = part_max > -INFINITY ? part_max : 0;
         vfloat sum = {0};
         for (int64_t b = p * PART; b < min64((p + 1) * PART, row->blocks); b++)
             for (int64_t j = 0; j < BLOCK; j += LANES) sum += vexp_fast(load(block_at(row, b) + j) - against);

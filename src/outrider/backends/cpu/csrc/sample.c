@@ -1,22 +1,28 @@
 /* Picks from rows of logits: a few vector passes, and no sort of the vocabulary.
  *
- * Computed: the k best tokens by logit (temperature 0), or by (logit - max) / temperature + Gumbel noise among those that
- * min_p, top_k and top_p leave.
- * Order: maxima of blocks; the k best of all tokens; whether these lie inside the filters.  Only if that does not decide, the
- * filters are applied to the whole row.
- * Exact: noise depends on (key, token) alone, and the k best of a set do not depend on the order of the search.
+ * Computed: the k best tokens by logit (temperature 0), or by (logit - max) / temperature + Gumbel noise
+ * among those that min_p, top_k and top_p leave.
+ * Order: maxima of blocks; the k best of all tokens; whether these lie inside the filters.  Only if that
+ * does not decide, the filters are applied to the whole row.
+ * Exact: noise depends on (key, token) alone, and the k best of a set do not depend on the order of the
+ * search.
  * Sums over a row are taken part by part.  backends/torch/sampling.py is the reference. */
 #include "best.h"
 #include "filter.h"
 
-enum { EXTRA_PICKS = 16, THREADED_VOCAB = 8192 };           /* from so many logits on threads share a row */
+enum { EXTRA_PICKS = 16, THREADED_VOCAB = 8192 }; /* from so many logits on threads share a row */
 
 /* ---- is a token inside the filters? */
 
-/* Sums over the logits of a row, counted below the maximum: the mass from `least` on, the mass above x, and how many are above x. */
-typedef struct { double all, above; int64_t count; } Mass;
+/* Sums over the logits of a row, counted below the maximum: the mass from `least` on, the mass above x, and
+ * how many are above x. */
+typedef struct {
+    double all, above;
+    int64_t count;
+} Mass;
 
-INLINE Mass part_mass(const Row *row, int64_t first, int64_t end, float least, float x, const int with_above) {
+INLINE Mass part_mass(const Row *row, int64_t first, int64_t end, float least, float x,
+                      const int with_above) {
     vfloat all = {0}, above = {0};
     vint count = {0};
     for (int64_t b = first; b < end; b++) {
@@ -40,11 +46,11 @@ typedef struct {
     const DistributionParams *params;
     Scoring scoring;
     int use_threads;
-    int top_k, top_p, any_filter;                           /* which filters are in force */
-    float *block_max;                                       /* [row_blocks(vocab)] */
-    PartResult *part_results;                               /* [parts_of(row)] */
-    Mass *part_masses;                                      /* [parts_of(row)] */
-    Candidates candidates;                                  /* all tokens; arrays of blocks * BLOCK */
+    int top_k, top_p, any_filter; /* which filters are in force */
+    float *block_max;             /* [row_blocks(vocab)] */
+    PartResult *part_results;     /* [parts_of(row)] */
+    Mass *part_masses;            /* [parts_of(row)] */
+    Candidates candidates;        /* all tokens; arrays of blocks * BLOCK */
 } PickRow;
 
 static Mass mass_above(const PickRow *p, float least, float x) {
@@ -54,7 +60,8 @@ static Mass mass_above(const PickRow *p, float least, float x) {
     #pragma omp parallel for schedule(static) if (p->use_threads)
     for (int64_t i = 0; i < parts; i++) {
         const int64_t first = i * PART, end = min64(first + PART, row->blocks);
-        p->part_masses[i] = x < INFINITY ? part_mass(row, first, end, least, x, 1) : part_mass(row, first, end, least, x, 0);
+        p->part_masses[i] =
+            x < INFINITY ? part_mass(row, first, end, least, x, 1) : part_mass(row, first, end, least, x, 0);
     }
     for (int64_t i = 0; i < parts; i++) {
         sum.all += p->part_masses[i].all;
@@ -65,7 +72,8 @@ static Mass mass_above(const PickRow *p, float least, float x) {
 }
 
 /* Whether the filters surely leave the token that lies x below the maximum; 0 if one pass does not tell.
- * Filters leave everything from some logit on.  So a token is inside unless those above it are too many already. */
+ * Filters leave everything from some logit on.  So a token is inside unless those above it are too many
+ * already. */
 static int is_inside(const PickRow *p, float x) {
     const DistributionParams *params = p->params;
     const float least = params->min_p > 0 ? (float)log(params->min_p) : FORBIDDEN;
@@ -75,13 +83,14 @@ static int is_inside(const PickRow *p, float x) {
     const Mass mass = mass_above(p, least, x);
     if (p->top_k && mass.count >= params->top_k) return 0;
     if (!p->top_p) return 1;
-    const double all = p->top_k ? mass.above + exp(x) : mass.all;   /* with top_k: at least that much */
-    return mass.above * (1 + 1e-4) < params->top_p * all;   /* vexp_fast needs the margin */
+    const double all = p->top_k ? mass.above + exp(x) : mass.all; /* with top_k: at least that much */
+    return mass.above * (1 + 1e-4) < params->top_p * all;         /* vexp_fast needs the margin */
 }
 
-/* Reduces the tokens found to the k best inside the filters; 0 if there are fewer.  Only for filters that is_inside decides. */
+/* Reduces the tokens found to the k best inside the filters; 0 if there are fewer.  Only for filters that
+ * is_inside decides. */
 static int keep_inside(const PickRow *p, Best *found, int64_t k) {
-    float inside = INFINITY, outside = -INFINITY;           /* the lowest known inside, the highest known outside */
+    float inside = INFINITY, outside = -INFINITY; /* the lowest known inside, the highest known outside */
     int64_t n = 0;
     for (int64_t i = 0; i < found->count && n < k; i++) {
         const float x = below_max(&p->row, p->row.logits[found->token[i]]);
@@ -99,9 +108,10 @@ static int keep_inside(const PickRow *p, Best *found, int64_t k) {
 
 /* ---- one pick */
 
-/* The k best of all tokens are the k best inside the filters if they are inside.  Returns 0 if that is not certain. */
+/* The k best of all tokens are the k best inside the filters if they are inside.  Returns 0 if that is not
+ * certain. */
 static int pick_quickly(const PickRow *p, int64_t k, Best *found) {
-    *found = no_best(k);
+    clear_best(found, k);
     choose(&p->row, p->block_max, &p->scoring, p->use_threads, found);
     if (!p->any_filter) return 1;
     float lowest = INFINITY;
@@ -111,7 +121,7 @@ static int pick_quickly(const PickRow *p, int64_t k, Best *found) {
     }
     if (is_inside(p, lowest)) return 1;
     if ((p->top_k && p->top_p) || k + EXTRA_PICKS > MAX_PICKS) return 0;
-    *found = no_best(k + EXTRA_PICKS);
+    clear_best(found, k + EXTRA_PICKS);
     choose(&p->row, p->block_max, &p->scoring, p->use_threads, found);
     return keep_inside(p, found, k);
 }
@@ -124,7 +134,7 @@ static void pick_filtered(const PickRow *p, int64_t k, int want_mass, double *ma
         for (int64_t j = 0; j < BLOCK; j++) t.logit[b * BLOCK + j] = below_max(row, block_at(row, b)[j]);
     for (int64_t i = 0; i < row->vocab; i++) t.token[i] = (int32_t)i;
     t = apply_filters(t, row->blocks * BLOCK, p->params, want_mass, mass);
-    *found = no_best(k);
+    clear_best(found, k);
     for (int64_t i = 0; i < t.count; i += BLOCK) {
         const LogitBlock block = {t.logit + i, min64(t.count - i, BLOCK), t.token + i, 0};
         consider(block, &p->scoring, -INFINITY, found);
@@ -137,10 +147,10 @@ typedef struct {
     int64_t vocab;
     const DistributionParams *params;
     uint64_t key;
-    const int32_t *token_ids;                               /* or null, see Scoring */
+    const int32_t *token_ids; /* or null, see Scoring */
     int64_t k;
     int may_use_threads;
-    float *block_max;                                       /* known block maxima, or null */
+    float *block_max; /* known block maxima, or null */
 } PickCall;
 
 /* Lays the arrays of a pick into the scratch memory of the thread. */
@@ -148,9 +158,12 @@ static PickRow make_pick_row(const PickCall *c) {
     const DistributionParams *params = c->params;
     const int noisy = params->temperature != 0;
     PickRow p = {
-        .row = make_row(c->logits, c->vocab, params->temperature), .params = params,
-        .scoring = {c->token_ids, c->key, noisy}, .use_threads = c->may_use_threads && c->vocab >= THREADED_VOCAB,
-        .top_k = noisy && params->top_k > 0 && params->top_k < c->vocab, .top_p = noisy && params->top_p < 1,
+        .row = make_row(c->logits, c->vocab, params->temperature),
+        .params = params,
+        .scoring = {c->token_ids, c->key, noisy},
+        .use_threads = c->may_use_threads && c->vocab >= THREADED_VOCAB,
+        .top_k = noisy && params->top_k > 0 && params->top_k < c->vocab,
+        .top_p = noisy && params->top_p < 1,
     };
     p.any_filter = p.top_k || p.top_p || (noisy && params->min_p > 0);
     const int64_t parts = parts_of(&p.row), padded = p.row.blocks * BLOCK, blocks = row_blocks(c->vocab);
@@ -167,11 +180,15 @@ static PickRow make_pick_row(const PickCall *c) {
 static int64_t run_pick(const PickCall *c, int32_t *out, float *prob) {
     PickRow p = make_pick_row(c);
     Row *row = &p.row;
-    Best found = no_best(c->k);
-    double mass = -1;                                       /* of all tokens that the filters leave */
-    if (c->block_max) row->max = known_maxima(row, p.block_max);
-    else if (p.scoring.noisy || !prob) row->max = row_maxima(row, p.block_max, p.part_results, p.use_threads);
-    else row->max = row_mass(row, p.block_max, p.part_results, p.use_threads, &mass);
+    Best found;
+    clear_best(&found, c->k);
+    double mass = -1; /* of all tokens that the filters leave */
+    if (c->block_max)
+        row->max = known_maxima(row, p.block_max);
+    else if (p.scoring.noisy || !prob)
+        row->max = row_maxima(row, p.block_max, p.part_results, p.use_threads);
+    else
+        row->max = row_mass(row, p.block_max, p.part_results, p.use_threads, &mass);
     if (isfinite(row->max)) {
         int done = 0;
         if (!p.any_filter || !prob) {
@@ -188,14 +205,14 @@ static int64_t run_pick(const PickCall *c, int32_t *out, float *prob) {
     return found.count;
 }
 
-int64_t pick(const float *logits, int64_t vocab, float temperature, double min_p, int64_t top_k, double top_p, uint64_t key, int64_t k,
-             int32_t *out, float *prob) {
+int64_t pick(const float *logits, int64_t vocab, float temperature, double min_p, int64_t top_k, double top_p,
+             uint64_t key, int64_t k, int32_t *out, float *prob) {
     const DistributionParams params = {temperature, min_p, top_k, top_p};
     return run_pick(&(PickCall){logits, vocab, &params, key, 0, k, 1, 0}, out, prob);
 }
 
-int64_t pick_with_maxima(const float *logits, int64_t vocab, const DistributionParams *params, uint64_t key, float *block_max,
-                         int32_t *out) {
+int64_t pick_with_maxima(const float *logits, int64_t vocab, const DistributionParams *params, uint64_t key,
+                         float *block_max, int32_t *out) {
     return run_pick(&(PickCall){logits, vocab, params, key, 0, 1, 1, block_max}, out, 0);
 }
 
@@ -208,10 +225,11 @@ static void pick_row(const PickCall *call, int32_t *out, float *prob) {
     }
 }
 
-void picks(const float *logits, int64_t rows, int64_t vocab, float temperature, double min_p, int64_t top_k, double top_p,
-           const uint64_t *keys, const int32_t *token_ids, int64_t k, int32_t *out, float *prob) {
+void picks(const float *logits, int64_t rows, int64_t vocab, float temperature, double min_p, int64_t top_k,
+           double top_p, const uint64_t *keys, const int32_t *token_ids, int64_t k, int32_t *out,
+           float *prob) {
     const DistributionParams params = {temperature, min_p, top_k, top_p};
-    if (rows == 1) {                                        /* threads share the row: a nested region would start new ones */
+    if (rows == 1) { /* threads share the row: a nested region would start new ones */
         pick_row(&(PickCall){logits, vocab, &params, keys[0], token_ids, k, 1, 0}, out, prob);
         return;
     }
@@ -222,23 +240,28 @@ void picks(const float *logits, int64_t rows, int64_t vocab, float temperature, 
     }
 }
 
-/* The last child of `node` that holds the token, or `node` if there is none.  Children follow their parents. */
-static int64_t matching_child(const int32_t *tokens, const int32_t *parents, int64_t nodes, int64_t node, int32_t token) {
+/* The last child of `node` that holds the token, or `node` if there is none.  Children follow their parents.
+ * */
+static int64_t matching_child(const int32_t *tokens, const int32_t *parents, int64_t nodes, int64_t node,
+                              int32_t token) {
     int64_t child = nodes - 1;
     while (child > node && (parents[child] != node || tokens[child] != token)) child--;
     return child;
 }
 
-/* Verifies one tree.  logits, block_max: of the root and of every node; path: accepted nodes; emitted: one token more.
+/* Verifies one tree.  logits, block_max: of the root and of every node; path: accepted nodes; emitted: one
+ * token more.
  * Returns how many tokens are emitted, -1 if a row has no finite logit. */
-static int64_t follow_tree(const TreeQuery *query, const int32_t *tree, const float *logits, int64_t stride, int64_t vocab,
-                           float *block_max, int64_t block_max_stride, int32_t *path, int32_t *emitted) {
+static int64_t follow_tree(const TreeQuery *query, const int32_t *tree, const float *logits, int64_t stride,
+                           int64_t vocab, float *block_max, int64_t block_max_stride, int32_t *path,
+                           int32_t *emitted) {
     const DistributionParams params = {query->temperature, query->min_p, query->top_k, query->top_p};
     int64_t node = -1;
     for (int64_t n = 0;; n++) {
         const uint64_t key = splitmix64(query->stream + query->position + (uint64_t)n);
         float *known = block_max ? block_max + (node + 1) * block_max_stride : 0;
-        if (!pick_with_maxima(logits + (node + 1) * stride, vocab, &params, key, known, emitted + n)) return -1;
+        if (!pick_with_maxima(logits + (node + 1) * stride, vocab, &params, key, known, emitted + n))
+            return -1;
         const int64_t child = matching_child(tree, tree + query->nodes, query->nodes, node, emitted[n]);
         if (child == node) return n + 1;
         path[n] = (int32_t)(node = child);
@@ -247,12 +270,13 @@ static int64_t follow_tree(const TreeQuery *query, const int32_t *tree, const fl
 
 _Static_assert(sizeof(TreeQuery) == 72, "picking.py packs them");
 
-void follow(const float *logits, int64_t stride, int64_t vocab, float *block_max, int64_t block_max_stride, const TreeQuery *queries,
-            int64_t num_queries, int32_t *trees) {
+void follow(const float *logits, int64_t stride, int64_t vocab, float *block_max, int64_t block_max_stride,
+            const TreeQuery *queries, int64_t num_queries, int32_t *trees) {
     for (const TreeQuery *q = queries; q < queries + num_queries; q++) {
         int32_t *tree = trees + q->at, *path = tree + 2 * q->nodes, *emitted = path + q->nodes;
         float *known = block_max ? block_max + q->root_row * block_max_stride : 0;
         const float *root_logits = logits + q->root_row * stride;
-        emitted[q->nodes + 1] = (int32_t)follow_tree(q, tree, root_logits, stride, vocab, known, block_max_stride, path, emitted);
+        emitted[q->nodes + 1] =
+            (int32_t)follow_tree(q, tree, root_logits, stride, vocab, known, block_max_stride, path, emitted);
     }
 }

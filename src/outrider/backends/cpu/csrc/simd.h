@@ -1,4 +1,5 @@
-/* Vectors of LANES numbers in GCC's vector extensions, and the functions on them that several kernels share. */
+/* Vectors of LANES numbers in GCC's vector extensions, and the functions on them that several kernels
+ * share. */
 #pragma once
 #include <math.h>
 #include <stdint.h>
@@ -32,7 +33,7 @@ typedef uint16_t bfloat16;
 #define ODD_LANES 1, 3, 5, 7, 9, 11, 13, 15
 #endif
 
-#define ROUND_MAGIC 12582912.0f                             /* 1.5 * 2^23: x + ROUND_MAGIC rounds x to an integer, ties to even */
+#define ROUND_MAGIC 12582912.0f /* 1.5 * 2^23: x + ROUND_MAGIC rounds x to an integer, ties to even */
 
 INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -49,7 +50,9 @@ INLINE vfloat load_part(const float *from, int64_t count) {
 }
 
 /* Lane by lane: a where the mask is set, otherwise b. */
-INLINE vfloat select_lanes(vint mask, vfloat a, vfloat b) { return (vfloat)(((vint)a & mask) | ((vint)b & ~mask)); }
+INLINE vfloat select_lanes(vint mask, vfloat a, vfloat b) {
+    return (vfloat)(((vint)a & mask) | ((vint)b & ~mask));
+}
 INLINE vfloat max_lanes(vfloat a, vfloat b) { return select_lanes(a > b, a, b); }
 
 /* Sum of all lanes, always by the same tree of additions: halves onto halves. */
@@ -62,7 +65,8 @@ INLINE float sum_lanes(vfloat v) {
     return (q[0][0] + q[0][2]) + (q[0][1] + q[0][3]);
 }
 
-/* exp(x) within 2 ulp; 0 below -87, exp(88) above 88.  Splits x into n ln 2 + r and evaluates a polynomial of degree 6 in r. */
+/* exp(x) within 2 ulp; 0 below -87, exp(88) above 88.  Splits x into n ln 2 + r and evaluates a polynomial
+ * of degree 6 in r. */
 INLINE vfloat vexp(vfloat x) {
     const vint underflow = x < -87.0f, overflow = x > 88.0f;
     x = (vfloat)(((vint)x & ~(underflow | overflow)) | ((vint)broadcast(88.0f) & overflow));

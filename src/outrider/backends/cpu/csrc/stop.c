@@ -1,12 +1,13 @@
-/* Early end of a chain of draft tokens: decided from the distribution that a token was picked from, before any filter, at the
- * temperature of the request (1 if it is greedy).  core/stop_rule.py is the reference.
+/* Early end of a chain of draft tokens: decided from the distribution that a token was picked from, before
+ * any filter, at the temperature of the request (1 if it is greedy).  core/stop_rule.py is the reference.
  *
- * Computed: the NUM_TOP largest logits in one pass over blocks, then sum of p and of p log p in one pass over vectors.
+ * Computed: the NUM_TOP largest logits in one pass over blocks, then sum of p and of p log p in one pass
+ * over vectors.
  * Exact: one thread, a fixed order of additions; the result depends on the row alone. */
 #include "simd.h"
 
 enum { BLOCK = 64 };
-static const float LOWEST = -100.0f;                        /* replaces minus infinity, so that 0 * log 0 is 0 */
+static const float LOWEST = -100.0f; /* replaces minus infinity, so that 0 * log 0 is 0 */
 
 INLINE vfloat at_least_lowest(vfloat x) { return select_lanes(x > LOWEST, x, broadcast(LOWEST)); }
 
@@ -32,11 +33,13 @@ static void measure(const float *logits, int64_t vocab, float temperature, int32
     const float inv_temperature = temperature > 0 ? 1.0f / temperature : 1.0f;
     float top[NUM_TOP];
     largest_logits(logits, vocab, top);
-    vfloat mass = {0}, weighted = {0};                      /* sums of p and p log p, unnormalized */
+    vfloat mass = {0}, weighted = {0}; /* sums of p and p log p, unnormalized */
     for (int64_t i = 0; i < vocab; i += LANES) {
         vfloat v = broadcast(-INFINITY);
-        if (i + LANES <= vocab) v = load(logits + i);
-        else memcpy(&v, logits + i, (size_t)(vocab - i) * 4);
+        if (i + LANES <= vocab)
+            v = load(logits + i);
+        else
+            memcpy(&v, logits + i, (size_t)(vocab - i) * 4);
         const vfloat x = at_least_lowest((v - top[0]) * inv_temperature), p = vexp(x);
         mass += p;
         weighted += p * x;
@@ -51,10 +54,11 @@ static void measure(const float *logits, int64_t vocab, float temperature, int32
     for (int k = 0; k < NUM_TOP; k++) features[k + 2] = p[k + 1] / total;
 }
 
-/* The score of a network of one ReLU layer.  net: [hidden,NUM_FEATURES+1] weights for features and depth, [hidden] biases,
- * [hidden] weights, [1] bias. */
+/* The score of a network of one ReLU layer.  net: [hidden,NUM_FEATURES+1] weights for features and depth,
+ * [hidden] biases, [hidden] weights, [1] bias. */
 static float net_score(const StopRule *rule, const float *features, int64_t depth) {
-    const float *weights = rule->net, *bias = weights + rule->hidden * (NUM_FEATURES + 1), *last = bias + rule->hidden;
+    const float *weights = rule->net, *bias = weights + rule->hidden * (NUM_FEATURES + 1),
+                *last = bias + rule->hidden;
     float score = last[rule->hidden];
     for (int64_t i = 0; i < rule->hidden; i++, weights += NUM_FEATURES + 1) {
         float x = bias[i] + weights[NUM_FEATURES] * (float)depth;
@@ -64,8 +68,8 @@ static float net_score(const StopRule *rule, const float *features, int64_t dept
     return score;
 }
 
-int should_stop(const StopRule *rule, const float *logits, int64_t vocab, float temperature, int32_t token, int64_t depth,
-                float *features) {
+int should_stop(const StopRule *rule, const float *logits, int64_t vocab, float temperature, int32_t token,
+                int64_t depth, float *features) {
     measure(logits, vocab, temperature, token, features);
     if (features[0] < rule->min_prob || features[1] > rule->max_entropy) return 1;
     return rule->net && net_score(rule, features, depth) < 0;
