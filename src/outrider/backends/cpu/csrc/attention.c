@@ -6,7 +6,8 @@
  * accumulator for the even and one for the odd half of a head, added across lanes by a fixed tree.  The sum
  * over v takes one key after the other.
  * Exact: a tree node sees the same keys in the same order as the token that plain decoding computes there.
- * Query heads of a group share the loads of K and V, and nothing else; threads share (row, K/V head) pairs. */
+ * Query heads of a group share the loads of K and V, and nothing else; threads share (row, K/V head)
+ * pairs. */
 #include "attention.h"
 #include "elementwise.h"
 #include "memory.h"

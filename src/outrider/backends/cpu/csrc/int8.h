@@ -55,8 +55,9 @@ INLINE int32_t quantize(const float *x, int64_t n, float magnitude, int8_t *to) 
     vint sums = {0};
     for (int64_t i = 0; i < n; i += LANES) {
         const vint v = (vint)(load(x + i) * inverse + ROUND_MAGIC) - 0x4b400000; /* the bits of ROUND_MAGIC */
-        sums += v;
-        *(vbytes *)(to + i) = __builtin_convertvector(v, vbytes);
+        const vbytes bytes = __builtin_convertvector(v, vbytes);
+        sums += __builtin_convertvector(bytes, vint); /* not v, whose sum can overflow where x is NaN */
+        *(vbytes *)(to + i) = bytes;
     }
     int32_t sum = 0;
     for (int i = 0; i < LANES; i++) sum += sums[i];

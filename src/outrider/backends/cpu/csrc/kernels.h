@@ -72,7 +72,7 @@ typedef struct {
     const int64_t *positions;                      /* [num_rows] */
     const int64_t *slots;                          /* [num_rows]: where a row's own K/V is written */
     const int64_t *table_lengths, *path_lengths;   /* [num_rows] */
-    const int32_t *const *tables;                  /* [num_rows] addresses of block tables, one slot a token */
+    const int32_t *const *tables;                  /* [num_rows] block tables, one slot a token */
     const int32_t *paths;                          /* [num_rows,path_width] */
     int64_t num_lora_runs;
     const void *lora_runs;                         /* LoraRun [num_lora_runs], see lora.c */
