@@ -107,7 +107,7 @@ def overhead_ms(llm: LLM, config: dict[str, Any] | None, params: SamplingParams)
     for decoder in decoders:
         for name in ("read", "chain", "forward", "logits"):
             setattr(decoder, name, timed(getattr(decoder, name)))
-    picking = ctypes.c_double.in_dll(llm.engine.decoder.kernels.lib, "picking")
+    picking = ctypes.c_double.in_dll(llm.engine.decoder.backend.lib, "picking")
     best = float("inf")
     for _ in range(5):
         llm.generate(prompt(PROMPT), params)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from outrider import ConfigError
 from outrider.backends.base import ScoreModifier
-from outrider.backends.select import kernels_for
-from outrider.backends.torch.kernels import TorchKernels
+from outrider.backends.select import backend_for
+from outrider.backends.torch.backend import TorchBackend
 from outrider.cache.pool import Pool
 from outrider.core.step_input import StepInput
 from outrider.draft.draft_model import DraftModel
@@ -158,13 +158,13 @@ def test_all_kernels_look_where_the_view_says(window: int, sloped: bool, dtype: 
         step_input, expected = scene(random.Random(seed), sink=3, recent=9)
         q = torch.randn(step_input.length, 4, 24)
         want = by_definition(q, pool, expected, window, modifier)
-        got: Any = TorchKernels(CPU, torch.float32).attend(
+        got: Any = TorchBackend(CPU, torch.float32).attend(
             q, spec, step_input, pool, 0, 0.25, window, modifier
         )
         torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
         if any(map(shutil.which, ("cc", "gcc", "clang"))):
             wide = torch.nn.functional.pad(q, (0, pool.width - 24)).contiguous()
-            ours = kernels_for(CPU, torch.float32).attend(
+            ours = backend_for(CPU, torch.float32).attend(
                 wide, spec, step_input, pool, 0, 0.25, window, modifier
             )
             torch.testing.assert_close(

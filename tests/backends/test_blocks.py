@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from outrider.backends.select import kernels_for
-from outrider.backends.torch.kernels import TorchKernels
+from outrider.backends.select import backend_for
+from outrider.backends.torch.backend import TorchBackend
 from outrider.cache.pool import Pool
 from outrider.core.step_input import StepInput
 
@@ -20,7 +20,7 @@ HEADS, KV, D, EPS, WIDE, CPU = 4, 2, 24, 1e-5, torch.float64, torch.device("cpu"
 @pytest.mark.parametrize("kind", [torch.float32, torch.int8], ids=str)
 @pytest.mark.parametrize("window", [0, 3, 7])
 def test_rows_of_a_block_see_the_text_and_each_other(window: int, kind: torch.dtype) -> None:
-    compiled, plain = kernels_for(CPU, torch.float32), TorchKernels(CPU, torch.float32)
+    compiled, plain = backend_for(CPU, torch.float32), TorchBackend(CPU, torch.float32)
     if type(compiled) is type(plain):
         pytest.skip("no compiler")
     torch.manual_seed(2)

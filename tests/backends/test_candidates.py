@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.backends.candidates import Candidates, Found, Nodes, Plain
-from outrider.backends.cpu import kernels as cpu
+from outrider.backends.cpu import backend as cpu
 from outrider.backends.cpu.candidates import Compiled
-from outrider.backends.torch.kernels import TorchKernels
+from outrider.backends.torch.backend import TorchBackend
 from outrider.core.params import DistributionParams
 from outrider.drafting.trees.sampled import RANKED
 
 LEAST = 1e-30
-TORCH = TorchKernels(torch.device("cpu"), torch.float32)
+TORCH = TorchBackend(torch.device("cpu"), torch.float32)
 
 
 def kinds(k: int, wide: int, levels: int) -> list[Candidates]:

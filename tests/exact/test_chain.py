@@ -8,7 +8,7 @@ import pytest
 from helpers import answer, tiny_prompts
 
 from outrider import LLM, SamplingParams
-from outrider.backends.cpu.kernels import CpuKernels
+from outrider.backends.cpu.backend import CpuBackend
 from outrider.core.types import Batch, Draft
 from outrider.draft.draft_model import DraftModel
 
@@ -49,7 +49,7 @@ def test_one_call_equals_one_level_after_another(
         with monkeypatch.context() as patch:
             heard = listen(fast, patch)
             if not alone:
-                patch.setattr(CpuKernels, "chain", lambda *_: None)
+                patch.setattr(CpuBackend, "chain", lambda *_: None)
             fast.use({"method": "draft_model", "model": stranger, "num_speculative_tokens": 5})
             for distribution in LAWS if rows == 1 else [{}]:
                 asked = (

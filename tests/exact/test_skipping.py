@@ -11,7 +11,7 @@ import torch
 from helpers import answer, drive, prompts_of, said, settled, tiny_checkpoint, tiny_prompts
 
 from outrider import LLM, SamplingParams
-from outrider.backends.cpu.kernels import CpuKernels
+from outrider.backends.cpu.backend import CpuBackend
 from outrider.core.step_input import StepInput
 from outrider.core.types import Batch, Commit, Draft, Resume
 from outrider.draft.layerskip import LayerSkip
@@ -129,7 +129,7 @@ def test_one_call_equals_one_level_after_another(
         "num_speculative_tokens": 4,
     }
     once = heard(llm, monkeypatch, given, distribution)
-    monkeypatch.setattr(CpuKernels, "chain", lambda *_: None)
+    monkeypatch.setattr(CpuBackend, "chain", lambda *_: None)
     levels = heard(llm, monkeypatch, given, distribution)
     assert [tokens for tokens, _ in once] == [tokens for tokens, _ in levels]
     for (_, mine), (_, theirs) in zip(once, levels, strict=True):

@@ -18,7 +18,7 @@ from rows import make_row, proper
 from torch import Tensor
 
 from outrider import LLM, SamplingParams, draft
-from outrider.backends.select import kernels_for
+from outrider.backends.select import backend_for
 from outrider.config import SpeculativeOptions
 from outrider.core.step_input import StepInput
 from outrider.core.types import ROOT, Batch, Budget, Draft, DraftTree, Row
@@ -41,9 +41,9 @@ def logits_of(seed: int, path: Sequence[int]) -> Tensor:
 
 
 def chooser() -> Chooser:
-    kernels = kernels_for(torch.device("cpu"), torch.float32)
+    backend = backend_for(torch.device("cpu"), torch.float32)
     return Chooser(
-        SimpleNamespace(vocabulary=V, decoder=SimpleNamespace(kernels=kernels), sampler=Sampler(kernels))
+        SimpleNamespace(vocabulary=V, decoder=SimpleNamespace(backend=backend), sampler=Sampler(backend))
     )  # type: ignore[arg-type]
 
 

@@ -1,7 +1,7 @@
 """What a device computes: the handful of operations under the decoder, the attention and the sampler.
 
 `cpu.py` compiles and calls the C kernels, `reference.py` is the same in torch for every other device, for machines
-without a compiler, and for the tests.  Both promise what `Kernels` says.
+without a compiler, and for the tests.  Both promise what `Backend` says.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class ScoreModifier:
     sinks: Tensor | None = None
 
 
-class Kernels(Protocol):
+class Backend(Protocol):
     """Shapes: n rows, h hidden, I inner, H query heads of D, V vocabulary."""
 
     name: str

@@ -7,22 +7,22 @@ import os
 
 import torch
 
-from outrider.backends.base import Kernels
-from outrider.backends.cpu import kernels as cpu
+from outrider.backends.base import Backend
+from outrider.backends.cpu import backend as cpu
 from outrider.backends.cpu import threads
-from outrider.backends.torch import kernels as reference
+from outrider.backends.torch import backend as reference
 
 CPU = torch.device("cpu")
 
 
-def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
+def backend_for(device: torch.device, dtype: torch.dtype) -> Backend:
     """The fastest kernels that run here.  OUTRIDER_KERNELS=torch asks for the reference."""
     if device.type == "cpu":
         threads.limit()
     library = compiled_library(device)
     if library is not None and dtype in (torch.float32, torch.bfloat16):
-        return cpu.CpuKernels(library, dtype)
-    return reference.TorchKernels(device, dtype)
+        return cpu.CpuBackend(library, dtype)
+    return reference.TorchBackend(device, dtype)
 
 
 def fast_bfloat16(device: torch.device) -> bool:

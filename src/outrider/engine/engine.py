@@ -69,10 +69,10 @@ class Engine:
         if not self.exact:
             log.warning(
                 "on %s the same text with and without speculation is likely but not promised bit for bit",
-                self.decoder.kernels.name,
+                self.decoder.backend.name,
             )
         self.adapters = self._adapters() if options.enable_lora else None
-        self.sampler = Sampler(self.decoder.kernels)
+        self.sampler = Sampler(self.decoder.backend)
         self.target = Target(
             self.decoder,
             self.checkpoint,

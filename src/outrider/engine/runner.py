@@ -101,7 +101,7 @@ class Runner:
         step_input = StepInput()
         wanted: list[int] = []
         roots: dict[int, int] = {}
-        trees = self.decoder.kernels.trees()
+        trees = self.decoder.backend.trees()
         asking: list[tuple[int, int]] = []
         spans: list[tuple[int, int]] = []  # where the tokens of each row begin, and its guesses
         for r, step in enumerate(batch):

@@ -36,7 +36,7 @@ class Outer:
     def of(model: Model) -> Outer:
         """Raises nothing for a head with a bias or a cap, which is not a matrix: what it says of the unit vectors is taken."""
         hidden = model.spec.hidden
-        said = model.head_logits(torch.eye(hidden, dtype=model.kernels.activations, device=model.device))
+        said = model.head_logits(torch.eye(hidden, dtype=model.backend.activations, device=model.device))
         return Outer(model.embed(range(model.spec.vocabulary)).float(), said.T.contiguous())
 
 
@@ -50,7 +50,7 @@ def read(model: Model, tokens: Sequence[int], wanted: Sequence[int]) -> Sample:
         step_input.chain(table, first, tokens[first : first + PIECE])
         logits.append(
             model.read(
-                step_input.build(), pool, [*range(step_input.length)], found, model.kernels.trees()
+                step_input.build(), pool, [*range(step_input.length)], found, model.backend.trees()
             ).clone()
         )
         for which in wanted:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from outrider.backends.base import Chain, Kernels, TreeQueries
+from outrider.backends.base import Backend, Chain, TreeQueries
 from outrider.cache.pool import Pool
 from outrider.checkpoints.spec import Facts
 from outrider.core.step_input import StepInput
@@ -19,7 +19,7 @@ from outrider.core.stop_rule import Chained, StopRule
 class Model(Protocol):
     """Weights of one model on one device, without state between calls: K/V lives in the pool that a call is given."""
 
-    kernels: Kernels
+    backend: Backend
     dtype: torch.dtype
     device: torch.device
     max_len: int

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.backends.base import Chain, Kernels, TreeQueries, Weight
-from outrider.backends.select import kernels_for
+from outrider.backends.base import Backend, Chain, TreeQueries, Weight
+from outrider.backends.select import backend_for
 from outrider.cache.pool import Pool, SplitPool, kv_dtype
 from outrider.checkpoints.hub import Checkpoint, Source, first_line
 from outrider.checkpoints.quantize import bits_of, reduced
@@ -59,7 +59,7 @@ class Layer:
 class Part:
     """Neighbouring layers on one device, in the form that its kernels like."""
 
-    kernels: Kernels
+    backend: Backend
     stack: Any
     first: int
     layers: int
@@ -85,34 +85,34 @@ class Decoder:
         where = where or place(spec.layers, device, None)
         self.dtype, self.device, self.max_len = dtype, where.outer, max_len
         self.bits, self.kv_cache_dtype = bits_of(quantization), kv_cache_dtype
-        kernels = {at: kernels_for(at, dtype) for at in {where.outer, *where.layers}}
-        self.split = len(kernels) > 1  # over several devices
-        self.kernels: Kernels = kernels[where.outer]
+        backend = {at: backend_for(at, dtype) for at in {where.outer, *where.layers}}
+        self.split = len(backend) > 1  # over several devices
+        self.backend: Backend = backend[where.outer]
         weights = checkpoint.tensors()
         turn = rotations(checkpoint.config, max_len, 32)  # the self-test computes 24 positions
         self.embedding = self._fused(
-            self.kernels, weights, [("model.embed_tokens", spec.vocabulary)], spec.hidden, outer=True
+            self.backend, weights, [("model.embed_tokens", spec.vocabulary)], spec.hidden, outer=True
         )
-        self.layers = [self._layer(kernels[at], weights, i) for i, at in enumerate(where.layers)]
+        self.layers = [self._layer(backend[at], weights, i) for i, at in enumerate(where.layers)]
         self.parts: list[Part] = []
         for at, group in itertools.groupby(range(spec.layers), lambda i: where.layers[i]):
             numbers = list(group)
             first, count = numbers[0], len(numbers)
-            stack = kernels[at].prepare(spec, self.layers[first : first + count], turn.to(at))
-            self.parts.append(Part(kernels[at], stack, first, count))
+            stack = backend[at].prepare(spec, self.layers[first : first + count], turn.to(at))
+            self.parts.append(Part(backend[at], stack, first, count))
         self.between = lru_cache(maxsize=8)(self._between)
-        self.norm = self._vector(self.kernels, weights, "model.norm", spec.hidden)
+        self.norm = self._vector(self.backend, weights, "model.norm", spec.hidden)
         self.lm_head = self.embedding
         if not spec.tied:
             self.lm_head = self._fused(
-                self.kernels, weights, [("lm_head", spec.vocabulary)], spec.hidden, outer=True
+                self.backend, weights, [("lm_head", spec.vocabulary)], spec.hidden, outer=True
             )
-        self.ends = self.kernels.ends(self.embedding, self.norm, self.lm_head)
+        self.ends = self.backend.ends(self.embedding, self.norm, self.lm_head)
 
     def pool(self, slots: int) -> Pool:
         s, dtype = self.spec, kv_dtype(self.kv_cache_dtype, self.dtype)
         pools = [
-            Pool(part.layers, s.kv_heads, s.head_dim, slots, dtype, part.kernels.device)
+            Pool(part.layers, s.kv_heads, s.head_dim, slots, dtype, part.backend.device)
             for part in self.parts
         ]
         return pools[0] if len(pools) == 1 else SplitPool(pools)
@@ -122,7 +122,7 @@ class Decoder:
         """Bytes of K/V a slot, by device."""
         s, dtype, sizes = self.spec, kv_dtype(self.kv_cache_dtype, self.dtype), Counter[torch.device]()
         for part in self.parts:
-            sizes[part.kernels.device] += Pool.bytes_per_slot(part.layers, s.kv_heads, s.head_dim, dtype)
+            sizes[part.backend.device] += Pool.bytes_per_slot(part.layers, s.kv_heads, s.head_dim, dtype)
         return sizes
 
     @property
@@ -131,7 +131,7 @@ class Decoder:
 
     @property
     def exact(self) -> bool:
-        return all(kernels.exact for kernels in (self.kernels, *(part.kernels for part in self.parts)))
+        return all(backend.exact for backend in (self.backend, *(part.backend for part in self.parts)))
 
     def without(self, attention: Collection[int], mlp: Collection[int]) -> Blocks:
         """The blocks without the attention, or the MLP, of some layers, for `forward` and `chain`."""
@@ -141,7 +141,7 @@ class Decoder:
             here = skips[part.first : part.first + part.layers]
             parts.append(
                 replace(
-                    part, stack=part.kernels.without(part.stack, here), idle=all(skip == 3 for skip in here)
+                    part, stack=part.backend.without(part.stack, here), idle=all(skip == 3 for skip in here)
                 )
             )
         return parts
@@ -166,13 +166,13 @@ class Decoder:
         """
         if taps:
             return self._tapped(step_input, pool, taps)
-        here = self.kernels
+        here = self.backend
         x = here.embed(self.embedding, step_input) if x is None else x
         for i, (part, own) in enumerate(zip(blocks or self.parts, pool.parts)):
             if part.idle:
                 continue
-            if part.kernels is not here:
-                here, x = part.kernels, _carried(x, part.kernels)
+            if part.backend is not here:
+                here, x = part.backend, _carried(x, part.backend)
             x = here.run(
                 part.stack,
                 x,
@@ -180,7 +180,7 @@ class Decoder:
                 own,
                 [(first, count, adapter[i]) for first, count, adapter in step_input.adapted],
             )
-        return x if here is self.kernels else _carried(x, self.kernels)
+        return x if here is self.backend else _carried(x, self.backend)
 
     def _tapped(self, step_input: StepInput, pool: Pool, taps: dict[int, Tensor]) -> Tensor:
         x, at = None, 0
@@ -208,7 +208,7 @@ class Decoder:
             if step_input.adapted
             else ()
         )
-        logits = self.kernels.read(
+        logits = self.backend.read(
             self.parts[0].stack, self.ends, step_input, pool, wanted, kept, trees, runs
         )
         return in_steps(self, step_input, pool, wanted, kept, trees) if logits is None else logits
@@ -216,7 +216,7 @@ class Decoder:
     def adapter(self, layers: Adapted) -> list[Any]:
         """What `StepInput.adapt` wants for a LoRA adapter that has been read: its form for each part."""
         return [
-            part.kernels.adapter(self.spec, layers[part.first : part.first + part.layers])
+            part.backend.adapter(self.spec, layers[part.first : part.first + part.layers])
             for part in self.parts
         ]
 
@@ -225,13 +225,13 @@ class Decoder:
         return self.head_logits(self.final(x if len(rows) == x.shape[0] else x[rows]))
 
     def embed(self, ids: Sequence[int]) -> Tensor:
-        return self.kernels.embed(self.embedding, StepInput.bare(ids))
+        return self.backend.embed(self.embedding, StepInput.bare(ids))
 
     def final(self, x: Tensor) -> Tensor:
-        return self.kernels.rms_norm(x, self.norm, self.spec.eps)
+        return self.backend.rms_norm(x, self.norm, self.spec.eps)
 
     def head_logits(self, x: Tensor) -> Tensor:
-        logits = self.kernels.linear(x, self.lm_head)
+        logits = self.backend.linear(x, self.lm_head)
         return (
             logits if logits.dtype == torch.float32 else logits.float()
         )  # even for nothing it takes 30 µs here
@@ -240,10 +240,10 @@ class Decoder:
         self, step_input: StepInput, pool: Pool, chains: Sequence[Chain], vocabulary: int, stop_rule: StopRule | None = None,
         blocks: Blocks | None = None, states: Tensor | None = None,
     ) -> Chained | None:  # fmt: skip
-        """`forward` over the plan, then a chain of the best tokens behind some of its rows; see `Kernels.chain`."""
+        """`forward` over the plan, then a chain of the best tokens behind some of its rows; see `Backend.chain`."""
         if self.split:
             return None
-        return self.kernels.chain(
+        return self.backend.chain(
             (blocks or self.parts)[0].stack,
             self.ends,
             step_input,
@@ -254,32 +254,32 @@ class Decoder:
             states,
         )
 
-    def _layer(self, kernels: Kernels, weights: Source, i: int) -> Layer:
+    def _layer(self, backend: Backend, weights: Source, i: int) -> Layer:
         s, at = self.spec, f"model.layers.{i}"
         q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
         attention = [(f"{at}.self_attn.{name}_proj", size) for name, size in (("q", q), ("k", kv), ("v", kv))]
         mlp = [(f"{at}.mlp.{name}_proj", s.inner) for name in ("gate", "up")]
         return Layer(
-            norm_in=self._vector(kernels, weights, f"{at}.input_layernorm", s.hidden),
-            qkv=self._fused(kernels, weights, attention, s.hidden),
-            o=self._linear(kernels, weights, f"{at}.self_attn.o_proj", s.hidden, q),
-            norm_post=self._vector(kernels, weights, f"{at}.post_attention_layernorm", s.hidden),
-            gate_up=self._fused(kernels, weights, mlp, s.hidden),
-            down=self._linear(kernels, weights, f"{at}.mlp.down_proj", s.hidden, s.inner),
-            q_norm=self._vector(kernels, weights, f"{at}.self_attn.q_norm", s.head_dim) if s.qk_norm else None,
-            k_norm=self._vector(kernels, weights, f"{at}.self_attn.k_norm", s.head_dim) if s.qk_norm else None,
+            norm_in=self._vector(backend, weights, f"{at}.input_layernorm", s.hidden),
+            qkv=self._fused(backend, weights, attention, s.hidden),
+            o=self._linear(backend, weights, f"{at}.self_attn.o_proj", s.hidden, q),
+            norm_post=self._vector(backend, weights, f"{at}.post_attention_layernorm", s.hidden),
+            gate_up=self._fused(backend, weights, mlp, s.hidden),
+            down=self._linear(backend, weights, f"{at}.mlp.down_proj", s.hidden, s.inner),
+            q_norm=self._vector(backend, weights, f"{at}.self_attn.q_norm", s.head_dim) if s.qk_norm else None,
+            k_norm=self._vector(backend, weights, f"{at}.self_attn.k_norm", s.head_dim) if s.qk_norm else None,
             heads=s.heads, kv_heads=s.kv_heads, head_dim=s.head_dim, eps=s.eps, window=s.windows[i],
         )  # fmt: skip
 
-    def _vector(self, kernels: Kernels, weights: Source, name: str, size: int) -> Tensor:
-        return weights.get(f"{name}.weight", size).float().to(kernels.device).contiguous()
+    def _vector(self, backend: Backend, weights: Source, name: str, size: int) -> Tensor:
+        return weights.get(f"{name}.weight", size).float().to(backend.device).contiguous()
 
-    def _linear(self, kernels: Kernels, weights: Source, name: str, outputs: int, inputs: int) -> Weight:
-        return self._fused(kernels, weights, [(name, outputs)], inputs)
+    def _linear(self, backend: Backend, weights: Source, name: str, outputs: int, inputs: int) -> Weight:
+        return self._fused(backend, weights, [(name, outputs)], inputs)
 
     def _fused(
         self,
-        kernels: Kernels,
+        backend: Backend,
         weights: Source,
         parts: list[tuple[str, int]],
         inputs: int,
@@ -293,11 +293,11 @@ class Decoder:
         bias = (
             torch.cat([weights.get(f"{name}.bias", size).float() for name, size in parts]) if biased else None
         )
-        return kernels.pack(join(read, self.dtype), bias)
+        return backend.pack(join(read, self.dtype), bias)
 
 
-def _carried(x: Tensor, kernels: Kernels) -> Tensor:
-    return x.to(kernels.device, kernels.activations)
+def _carried(x: Tensor, backend: Backend) -> Tensor:
+    return x.to(backend.device, backend.activations)
 
 
 def rotations(config: Any, max_len: int, positions: int = 0) -> Tensor:

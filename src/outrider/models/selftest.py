@@ -43,7 +43,7 @@ def bit_exact(decoder: Model) -> bool:
 
 def _read(decoder: Model, step_input: StepInput, pool: Pool, wanted: list[int]) -> Tensor:
     """As the engine does it."""
-    return decoder.read(step_input, pool, wanted, {}, decoder.kernels.trees()).clone()
+    return decoder.read(step_input, pool, wanted, {}, decoder.backend.trees()).clone()
 
 
 def _chain(table: array[int], start: int, tokens: list[int]) -> StepInput:

@@ -31,5 +31,5 @@ def behind(model: Model, x: Tensor, wanted: list[int], kept: dict[int, Tensor], 
     if FINAL in kept:
         kept[FINAL] = model.final(x)
     logits = model.logits(x, wanted)
-    model.kernels.follow(logits, trees)
+    model.backend.follow(logits, trees)
     return logits

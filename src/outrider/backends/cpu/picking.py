@@ -74,7 +74,7 @@ class TreeQueries:
 
 
 class Picking:
-    """These methods of `Kernels`; logits are float32 on the CPU."""
+    """These methods of `Backend`; logits are float32 on the CPU."""
 
     def __init__(self, lib: ctypes.CDLL) -> None:
         self.lib = lib

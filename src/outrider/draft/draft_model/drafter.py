@@ -97,7 +97,7 @@ class ModelDrafter(Drafter):
         if shared:
             self.vocabulary = target.vocabulary
         self.sampler = (
-            target.sampler if self.decoder.device == target.decoder.device else Sampler(self.decoder.kernels)
+            target.sampler if self.decoder.device == target.decoder.device else Sampler(self.decoder.backend)
         )
         self.slot_bytes = self.decoder.slot_bytes
 

@@ -79,7 +79,7 @@ class Translated:
     def __init__(self, model: Model, words: Common) -> None:
         self.model, self.reads = model, words.reads
         self.ours, self.theirs = words.ours.to(model.device), words.theirs.to(model.device)
-        self.kernels, self.dtype, self.device = model.kernels, model.dtype, model.device
+        self.backend, self.dtype, self.device = model.backend, model.dtype, model.device
         self.max_len, self.kv_cache_dtype, self.spec, self.exact = (
             model.max_len,
             model.kv_cache_dtype,

@@ -27,8 +27,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils import logging as transformers_logging
 
-from outrider.backends.base import Kernels, ScoreModifier, TreeQueries
-from outrider.backends.select import kernels_for
+from outrider.backends.base import Backend, ScoreModifier, TreeQueries
+from outrider.backends.select import backend_for
 from outrider.cache.pool import Pool, kv_dtype
 from outrider.checkpoints.hub import Checkpoint, first_line
 from outrider.checkpoints.spec import FAMILIES
@@ -82,7 +82,7 @@ class Layer:
 class Call:
     """One forward: which plan, over which pool.  Without a pool it listens: layers are noted, and nothing is stored."""
 
-    kernels: Kernels
+    backend: Backend
     step_input: StepInput
     layers: list[Layer]
     turn: Tensor
@@ -117,8 +117,8 @@ def attend(
         for x in (q, k, v)
     ]
     rows = torch.cat(parts, dim=1).flatten(1)
-    wide = call.kernels.rope_store(rows, layer, call.turn, call.step_input, call.pool, at)
-    out = call.kernels.attend(
+    wide = call.backend.rope_store(rows, layer, call.turn, call.step_input, call.pool, at)
+    out = call.backend.attend(
         wide, layer, call.step_input, call.pool, at, layer.scale, layer.window, layer.modifier
     )
     return out.view(1, len(rows), layer.heads, layer.head_dim)[..., : layer.out_dim], None
@@ -158,7 +158,7 @@ def _mask(
     mask_function: Any = None,
     **_: Any,
 ) -> Tensor | None:
-    """In the place of a mask: nothing, or the window [1,1,1,1] as in `Kernels.attend`."""
+    """In the place of a mask: nothing, or the window [1,1,1,1] as in `Backend.attend`."""
     if use_vmap:
         raise ModelError(
             "this model overlays its causal mask with another, which cannot be walked along a tree."
@@ -212,7 +212,7 @@ class Fallback:
     ) -> None:
         self.spec, self.kv_cache_dtype = checkpoint.spec, kv_cache_dtype
         self.dtype, self.device, self.max_len = dtype, device, max_len
-        self.kernels: Kernels = kernels_for(device, dtype)
+        self.backend: Backend = backend_for(device, dtype)
         self.turn = torch.zeros(max(max_len, TRIED + 8), 0)  # the model's own code turns the heads
         self.head = _load(checkpoint).to(device)
         self.body = _body(self.head, self.spec.architecture)
@@ -220,7 +220,7 @@ class Fallback:
         fix_ropes(self.head, max_len)
         tempered.take_over(self.head, len(self.turn), device, lambda: CALL.get(None) is not None)
         routed = not unrouted.route(self.head, attend)
-        row_invariant.enter(self.head, self.kernels, dtype)
+        row_invariant.enter(self.head, self.backend, dtype)
         with self._refusing():
             self.layers = self._listen(LISTENING if routed else None)
             self.modules = layers_of(self.body, self.spec.layers, [layer.module for layer in self.layers])
@@ -244,7 +244,7 @@ class Fallback:
 
     @property
     def exact(self) -> bool:
-        return self.kernels.exact
+        return self.backend.exact
 
     @property
     def footprint(self) -> Counter[torch.device]:
@@ -276,7 +276,7 @@ class Fallback:
     ) -> Tensor:
         """[n, hidden] after the last norm; K/V of these rows is in the pool."""
         assert blocks is None and x is None, "nothing can be left out"
-        before = CALL.set(Call(self.kernels, step_input, self.layers, self.turn, pool))
+        before = CALL.set(Call(self.backend, step_input, self.layers, self.turn, pool))
         try:
             with tapping(self.modules, taps or {}):
                 return self._hidden(step_input)
@@ -332,7 +332,7 @@ class Fallback:
         if implementation:
             self.head.config._attn_implementation = implementation
         step_input, layers = self._trial(0, 4), list[Layer]()
-        before = CALL.set(Call(self.kernels, step_input, layers, self.turn))
+        before = CALL.set(Call(self.backend, step_input, layers, self.turn))
         try:
             logits = row_invariant.row_invariant(
                 self.head, lambda: self.head(use_cache=False, **self._inputs(step_input)).logits

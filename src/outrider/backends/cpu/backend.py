@@ -114,7 +114,7 @@ class Ends:
         self.at, self.outputs = ctypes.addressof(self.c), self.c.outputs
 
 
-class CpuKernels(Picking):
+class CpuBackend(Picking):
     """Every row is computed by the same operations in the same order, whatever stands beside it (see kernels.c)."""
 
     exact = True

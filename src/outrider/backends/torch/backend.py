@@ -19,8 +19,8 @@ from outrider.backends import candidates as tree
 from outrider.backends.base import (
     Answer,
     AttentionShape,
+    Backend,
     DecoderLayer,
-    Kernels,
     ModelShape,
     ScoreModifier,
 )
@@ -64,7 +64,7 @@ class Unanswered:
         return {}
 
 
-class TorchKernels:
+class TorchBackend:
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
         self.activations = dtype
@@ -288,12 +288,12 @@ class TorchKernels:
 
 
 def beside(
-    kernels: Kernels, e: Tensor, g: Tensor, norm_token: Tensor | None, norm_state: Tensor | None, eps: float
+    backend: Backend, e: Tensor, g: Tensor, norm_token: Tensor | None, norm_state: Tensor | None, eps: float
 ) -> Tensor:
-    """`Kernels.pair` of embeddings e [n,h]."""
+    """`Backend.pair` of embeddings e [n,h]."""
     return torch.cat(
         [
-            x if norm is None else kernels.rms_norm(x, norm, eps)
+            x if norm is None else backend.rms_norm(x, norm, eps)
             for x, norm in ((e, norm_token), (g, norm_state))
         ],
         dim=-1,
