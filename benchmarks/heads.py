@@ -126,7 +126,7 @@ class Known(Chooser):
 
     def __init__(self, target: Target, logits: torch.Tensor) -> None:
         super().__init__(target)
-        picks = target.decoder.backend.picks
+        picks = target.decoder.backend.pick_rows
         self.picked = {rows: Found(*picks(logits[:rows], GREEDY, [0] * rows, TOP_K)) for rows in ROWS}
 
     def widen(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from helpers import walk
+from helpers import requests_of, walk
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -73,17 +73,15 @@ def scene(
 
 def checked(step_input: StepInput, expected: list[ForwardOutput]) -> None:
     assert step_input.positions.tolist() == [row.position for row in expected]
-    assert step_input.slots.tolist() == [row.keys[-1][1] for row in expected]
-    assert step_input.longest == max(len(row.keys) for row in expected)
-    for table, first, count in step_input.segments:
-        keys, order = step_input.keys(first, count, table)
-        for i, row in enumerate(expected[first : first + count]):
-            assert (
-                sorted((int(order[i, j]), int(keys[j])) for j in range(len(keys)) if order[i, j] >= 0)
-                == row.keys
-            )
-            assert walk(step_input, table, first + i) == [slot for _, slot in row.keys], (
-                "the C kernels walk the same keys"
+    assert step_input.slot_mapping.tolist() == [row.keys[-1][1] for row in expected]
+    assert step_input.max_seq_len == max(len(row.keys) for row in expected)
+    for table, first, count in requests_of(step_input):
+        for i, row in enumerate(expected[first : first + count], first):
+            shift = step_input.key_shift(i)
+            positions = [j + shift * (j >= step_input.pinned) for j in range(len(row.keys))]
+            assert list(zip(positions, step_input.key_slots(i))) == row.keys
+            assert walk(step_input, table, i) == [slot for _, slot in row.keys], (
+                "the C kernels see the same keys"
             )
 
 
@@ -117,8 +115,7 @@ def test_within_the_budget_nothing_changes(window: Window) -> None:
     step_input, table = StepInput(window.sink), array("i", range(16))
     for start in range(10):
         assert window.read(step_input, table, start, [0] * (10 - start), 4) == View(table)
-    assert all(view is table for view, _, _ in step_input.segments)
-    assert len(step_input.segments) == 1
+    assert len(step_input.slot_tables) == 1 and step_input.slot_tables[0] is table
 
 
 # ---- the kernels

@@ -23,7 +23,10 @@ TORCH = TorchBackend(torch.device("cpu"), torch.float32)
 
 def kinds(k: int, wide: int, levels: int) -> list[Candidates]:
     library = cpu.library()
-    return [Plain(TORCH.picks, k, wide), *([] if library is None else [Compiled(library, k, wide, levels)])]
+    return [
+        Plain(TORCH.pick_rows, k, wide),
+        *([] if library is None else [Compiled(library, k, wide, levels)]),
+    ]
 
 
 class Sorted:
@@ -137,7 +140,7 @@ def test_growing_is_picking_and_widening(
     rows = 1
     for level in range(levels):
         logits, key = torch.randn(rows, 40, generator=random_streams) * 3, seed + level
-        found = Found(*TORCH.picks(logits, distribution, [key] * rows, k, ids), ids, ranked)
+        found = Found(*TORCH.pick_rows(logits, distribution, [key] * rows, k, ids), ids, ranked)
         expected = apart.widen(found)
         assert all(tree.grow(logits, distribution, key, ids, ranked) == expected for tree in trees)
         if not (rows := len(expected[0])):

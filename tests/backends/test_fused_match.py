@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from outrider.core.params import DistributionParams
 from outrider.core.step_input import StepInput
 from outrider.core.types import FINAL, DraftTree
 from outrider.models.decoder import Decoder
-from outrider.models.steps import in_steps
+from outrider.models.steps import forward_parts
 from outrider.sampling.sampler import Sampler
 from outrider.verify.match import Match
 
@@ -58,10 +59,11 @@ def test_following_a_tree_is_picking_node_by_node(
         follow = staticmethod(lambda: None)
         pick = staticmethod(lambda node, path: sampler.pick(row, path, logits, 2 + node))
 
-    trees = sampler.backend.trees()
+    matcher = c_backend().matcher
+    trees = matcher.queries()
     for key in (4, 0, 9):
         sampler.ask(trees, key, row, tree, 1)
-    sampler.backend.follow(logits, trees)
+    matcher.match(logits, trees)
     found = trees.read()
     try:
         expected = Match().walk(tree, Asked)  # type: ignore[arg-type]
@@ -86,13 +88,16 @@ def test_a_model_in_one_call_is_its_parts(
     tree = DraftTree([5, 9, 5, 150], [-1, -1, 0, 2], [0.5] * 4)
 
     def run(one_call: bool, known: list[int], distribution: DistributionParams) -> tuple[Any, ...]:
-        step_input, trees, states = StepInput(), decoder.backend.trees(), dict.fromkeys(kept, torch.empty(0))
+        assert decoder.backend.matcher is not None
+        step_input, states = StepInput(), dict.fromkeys(kept, torch.empty(0))
+        trees = decoder.backend.matcher.queries()
         step_input.chain(table, 0, known)
         at = len(known)
         step_input.nodes(table, at, [[at], [at + 1], [at, at + 2], [at, at + 2, at + 3]], tree.tokens)
         sampler.ask(trees, 7, make_row(known, distribution), tree, 0)
-        read = decoder.read if one_call else lambda *given: in_steps(decoder, *given)
-        logits = read(step_input.build(), decoder.pool(64), [*range(at - 1, at + 4)], states, trees).clone()
+        step_input.logits_rows = [*range(at - 1, at + 4)]
+        forward = decoder.forward_step if one_call else partial(forward_parts, decoder)
+        logits = forward(step_input.build(), decoder.pool(64), states, trees).clone()
         return logits, states, trees.read()
 
     for known, distribution in (

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import walk
+from helpers import requests_of, walk
 from torch import Tensor
 
 from outrider.backends.base import ScoreModifier
@@ -189,7 +189,7 @@ def test_rope_store(heads: int, kv_heads: int, head_dim: int, norms: bool, dtype
     assert (got[..., head_dim:] == 0).all() and (ours.data[..., head_dim:] == 0).all()
     near(ours.data.float(), theirs.data.float(), 1e-5 if dtype == torch.float32 else 1e-2)
     untouched = torch.ones(SLOTS, dtype=torch.bool)
-    untouched[step_input.slots] = False
+    untouched[step_input.on(CPU).slot_mapping] = False
     assert torch.equal(ours.data[:, :, untouched], theirs.data[:, :, untouched])
     assert torch.equal(ours.data[0], theirs.data[0]), "another layer was written to"
 
@@ -249,7 +249,7 @@ def test_bent_scores_are_the_definition(which: int) -> None:
         .attend(q, spec, step_input, pool, 0, 0.25, window, modifier)
         .view(step_input.length, 4, 16)
     )
-    for table, first, count in step_input.segments:
+    for table, first, count in requests_of(step_input):
         for row in range(first, first + count):
             keys = walk(step_input, table, row)[-window:]
             for head in range(4):
@@ -274,7 +274,7 @@ def test_the_reference_attention_is_the_definition() -> None:
         .attend(q, spec, step_input, pool, 0, scale, window)
         .view(step_input.length, 4, 16)
     )
-    for table, first, count in step_input.segments:
+    for table, first, count in requests_of(step_input):
         for row in range(first, first + count):
             keys = walk(step_input, table, row)[-window:]
             for head in range(4):
@@ -434,10 +434,10 @@ def test_the_self_test_passes_here_and_fails_where_rows_depend_on_each_other(
     monkeypatch.setenv("OUTRIDER_KERNELS", backend)
     decoder = Decoder(Checkpoint.open(str(checkpoint())), torch.float32, CPU, 64)
     assert bit_exact(decoder)
-    honest = decoder.read
+    honest = decoder.forward_step
     monkeypatch.setattr(
         decoder,
-        "read",
+        "forward_step",
         lambda step_input, *given: honest(step_input, *given) * (1 + 1e-6 * (step_input.length > 1)),
     )
     assert not bit_exact(decoder)

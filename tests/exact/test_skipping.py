@@ -213,7 +213,9 @@ def test_keys_of_a_draft_left_in_place_are_caught(
                 step_input, end = StepInput(), row.computed
                 step_input.chain(row.table.slots, step.end - 1, row.tokens[step.end - 1 : end])
                 blocks = (
-                    drafter.blocks if "early_exit" not in config else llm.engine.decoder.without([0], [0])
+                    drafter.blocks
+                    if "early_exit" not in config
+                    else llm.engine.decoder.skip_sublayers([0], [0])
                 )
                 llm.engine.decoder.forward(step_input.build(), drafter.pool, blocks)
         observe(commit)

@@ -87,7 +87,7 @@ def test_a_block_reads_what_it_is_given(kind: str, dtype: torch.dtype, reads: st
         heads=HEADS, kv_heads=KV, head_dim=D, eps=EPS, hidden=H, inner=INNER,
     )  # fmt: skip
     turn = torch.randn(SLOTS, D)
-    stack = backend.prepare(layer, [layer], turn)  # type: ignore[arg-type]
+    stack = backend.pack_layers(layer, [layer], turn)  # type: ignore[arg-type]
     ours, theirs = (Pool(3, KV, D, SLOTS, dtype, CPU) for _ in range(2))
     for first, count in ((0, 9), (9, 1), (10, 3)):
         step_input, x = plan_of([0] * count, first), torch.randn(count, H).to(backend.activations)
@@ -98,7 +98,7 @@ def test_a_block_reads_what_it_is_given(kind: str, dtype: torch.dtype, reads: st
             backend.attend(q, layer, step_input, theirs, 2, D**-0.5, layer.window), layer.o, expected
         )
         both = backend.linear(backend.rms_norm(expected, layer.norm_post, EPS), layer.gate_up)
-        found = backend.run(stack, x, step_input, ours, u=u, layer=2)
+        found = backend.run_layers(stack, x, step_input, ours, u=u, layer=2)
         gate, up = both.chunk(2, dim=-1)
         inner = backend.linear((F.silu(gate.float()) * up.float()).to(x.dtype), layer.down, expected)
         loose = 2e-2 if x.dtype == torch.bfloat16 else 1e-5

@@ -193,7 +193,7 @@ def test_picks_through_a_map_of_tokens(
     )
     keys = [key_of(seed, 0, r) for r in range(rows)]
     tokens = torch.arange(KNOWN) if ids is None else ids.long()
-    results = [backend.picks(logits, distribution, keys, k, ids) for backend in both()]
+    results = [backend.pick_rows(logits, distribution, keys, k, ids) for backend in both()]
     for r in range(rows):
         scaled = filtered(logits[r], distribution)
         noise = gumbel(keys[r], V)[tokens] if distribution.temperature > 0 else torch.zeros(KNOWN)

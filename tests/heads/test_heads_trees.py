@@ -64,11 +64,11 @@ def grow(tree: Growing, seed: int, nodes: int) -> DraftTree:
         tips = tree.tips
         assert step_input.length == len(tree.sources) == len(tips)
         at = [tuple(said) for said, _ in tips]
-        assert step_input.ids.tolist() == [path[-1] for path in at]
+        assert step_input.input_ids.tolist() == [path[-1] for path in at]
         assert step_input.positions.tolist() == [BASE + level] * len(at)
         assert [path[:-1] for path in at] == [before[source] for source in tree.sources]
-        assert step_input.slots.tolist() == [slots[-1] for _, slots in tips]
-        fresh = set(step_input.slots.tolist())
+        assert step_input.slot_mapping.tolist() == [slots[-1] for _, slots in tips]
+        fresh = set(step_input.slot_mapping.tolist())
         assert len(fresh) == len(at) and not fresh & used
         used |= fresh
         assert used <= set(TABLE[BASE : BASE + nodes])

@@ -194,7 +194,7 @@ def test_threads_that_share_a_row_change_nothing(distribution: DistributionParam
     """A row of its own is shared among threads; beside others it is not."""
     torch.manual_seed(3)
     backend, logits, keys = c_backend(), torch.randn(6, 20000) * 3, list(range(6))
-    together, shares = backend.picks(logits, distribution, keys, 8)
+    together, shares = backend.pick_rows(logits, distribution, keys, 8)
     for r, key in enumerate(keys):
         with two_threads():
             alone = backend.pick(logits, distribution, key, 8, True, r)

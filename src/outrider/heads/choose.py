@@ -52,7 +52,7 @@ class Chooser:
             }
             keys = [of[len(path)] for path in paths]
         return Found(
-            *self.backend.picks(self._cut(logits), row.distribution, keys, k, self.ids, not noised),
+            *self.backend.pick_rows(self._cut(logits), row.distribution, keys, k, self.ids, not noised),
             self.ids,
             ranked,
         )

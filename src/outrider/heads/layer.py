@@ -131,14 +131,14 @@ class Block:
         )
         self.down = reader.linear(f"{at}.mlp.down_proj", sizes.hidden, sizes.inner)
         self.hidden, self.inner, self.norm_in = sizes.hidden, sizes.inner, norm_in
-        layer: Any = self  # as `run` takes one
-        self.stack = self.backend.prepare(layer, [layer], self.turn)
+        layer: Any = self  # as `pack_layers` takes one
+        self.stack = self.backend.pack_layers(layer, [layer], self.turn)
 
     def __call__(
         self, x: Tensor, step_input: StepInput, pool: Pool, at: int = 0, u: Tensor | None = None
     ) -> Tensor:
         """x [n, hidden] (which it changes and returns) for the rows of the plan, u [n, inputs]; K/V goes to layer `at`."""
-        return self.backend.run(
+        return self.backend.run_layers(
             self.stack, x, step_input, pool, u=x if u is None and self.norm_in is None else u, layer=at
         )
 
@@ -167,7 +167,7 @@ class Pairs:
         if self.embedding is None:
             return beside(
                 self.backend,
-                self.model.embed(step_input.host[: step_input.length]).to(g.dtype),
+                self.model.embed(step_input.input_ids).to(g.dtype),
                 g,
                 *self.norms,
             )

@@ -48,11 +48,8 @@ def read(model: Model, tokens: Sequence[int], wanted: Sequence[int]) -> Sample:
     for first in range(0, len(tokens), PIECE):
         step_input, found = StepInput(), dict.fromkeys(wanted, torch.empty(0))
         step_input.chain(table, first, tokens[first : first + PIECE])
-        logits.append(
-            model.read(
-                step_input.build(), pool, [*range(step_input.length)], found, model.backend.trees()
-            ).clone()
-        )
+        step_input.logits_rows = [*range(step_input.length)]
+        logits.append(model.forward_step(step_input.build(), pool, found).clone())
         for which in wanted:
             kept[which].append(found[which].float())
     return Sample(

@@ -24,14 +24,14 @@ from outrider.cache.pool import Pool, SplitPool, kv_dtype
 from outrider.checkpoints.hub import Checkpoint, Source, first_line
 from outrider.checkpoints.quantize import bits_of, reduced
 from outrider.checkpoints.spec import Spec
-from outrider.core.lora import Adapted
+from outrider.core.lora import Adapted, Runs
 from outrider.core.quantized import join
 from outrider.core.step_input import StepInput
 from outrider.core.stop_rule import Chained, StopRule
 from outrider.errors import CapacityError, ConfigError, ModelError
 from outrider.models.placement import Placement, place
 from outrider.models.rope import fix_rope
-from outrider.models.steps import in_steps
+from outrider.models.steps import forward_parts
 
 MAX_ROTATIONS = 1 << 31  # numbers: 16 million positions of 128 dimensions
 
@@ -85,29 +85,32 @@ class Decoder:
         where = where or place(spec.layers, device, None)
         self.dtype, self.device, self.max_len = dtype, where.outer, max_len
         self.bits, self.kv_cache_dtype = bits_of(quantization), kv_cache_dtype
-        backend = {at: backend_for(at, dtype) for at in {where.outer, *where.layers}}
-        self.split = len(backend) > 1  # over several devices
-        self.backend: Backend = backend[where.outer]
+        backends = {at: backend_for(at, dtype) for at in {where.outer, *where.layers}}
+        self.split = len(backends) > 1  # over several devices
+        self.backend: Backend = backends[where.outer]
         weights = checkpoint.tensors()
         turn = rotations(checkpoint.config, max_len, 32)  # the self-test computes 24 positions
         self.embedding = self._fused(
             self.backend, weights, [("model.embed_tokens", spec.vocabulary)], spec.hidden, outer=True
         )
-        self.layers = [self._layer(backend[at], weights, i) for i, at in enumerate(where.layers)]
+        self.layers = [self._layer(backends[at], weights, i) for i, at in enumerate(where.layers)]
         self.parts: list[Part] = []
         for at, group in itertools.groupby(range(spec.layers), lambda i: where.layers[i]):
             numbers = list(group)
             first, count = numbers[0], len(numbers)
-            stack = backend[at].prepare(spec, self.layers[first : first + count], turn.to(at))
-            self.parts.append(Part(backend[at], stack, first, count))
-        self.between = lru_cache(maxsize=8)(self._between)
+            stack = backends[at].pack_layers(spec, self.layers[first : first + count], turn.to(at))
+            self.parts.append(Part(backends[at], stack, first, count))
+        self.layer_range = lru_cache(maxsize=8)(self._layer_range)
         self.norm = self._vector(self.backend, weights, "model.norm", spec.hidden)
         self.lm_head = self.embedding
         if not spec.tied:
             self.lm_head = self._fused(
                 self.backend, weights, [("lm_head", spec.vocabulary)], spec.hidden, outer=True
             )
-        self.ends = self.backend.ends(self.embedding, self.norm, self.lm_head)
+        self.fused = None if self.split else self.backend.fused
+        self.ends: Any = None
+        if self.fused is not None:
+            self.ends = self.fused.pack_ends(self.embedding, self.norm, self.lm_head)
 
     def pool(self, slots: int) -> Pool:
         s, dtype = self.spec, kv_dtype(self.kv_cache_dtype, self.dtype)
@@ -133,23 +136,19 @@ class Decoder:
     def exact(self) -> bool:
         return all(backend.exact for backend in (self.backend, *(part.backend for part in self.parts)))
 
-    def without(self, attention: Collection[int], mlp: Collection[int]) -> Blocks:
-        """The blocks without the attention, or the MLP, of some layers, for `forward` and `chain`."""
+    def skip_sublayers(self, attention: Collection[int], mlp: Collection[int]) -> Blocks:
+        """The blocks without the attention, or the MLP, of some layers, for `forward` and `draft_chain`."""
         skips = [(i in attention) + 2 * (i in mlp) for i in range(self.spec.layers)]
         parts = []
         for part in self.parts:
-            here = skips[part.first : part.first + part.layers]
-            parts.append(
-                replace(
-                    part, stack=part.backend.without(part.stack, here), idle=all(skip == 3 for skip in here)
-                )
-            )
+            own = skips[part.first : part.first + part.layers]
+            stack = part.backend.skip_sublayers(part.stack, own)
+            parts.append(replace(part, stack=stack, idle=all(skip == 3 for skip in own)))
         return parts
 
-    def _between(self, first: int, last: int) -> Blocks:
-        """Layers first … last - 1 only."""
+    def _layer_range(self, first: int, last: int) -> Blocks:
         rest = {*range(first), *range(last, self.spec.layers)}
-        return self.without(rest, rest)
+        return self.skip_sublayers(rest, rest)
 
     def forward(
         self,
@@ -159,99 +158,80 @@ class Decoder:
         x: Tensor | None = None,
         taps: dict[int, Tensor] | None = None,
     ) -> Tensor:
-        """Residual stream after the last layer, [n, hidden] for the n rows of the plan; K/V of these rows is in the pool.
-
-        blocks: all, unless given.  x: where they begin, the embeddings of the plan unless given; it may be changed.
-        taps: layer -> gets the residual stream that enters it.
-        """
+        """Residual stream [N, hidden] after the last layer."""
         if taps:
             return self._tapped(step_input, pool, taps)
-        here = self.backend
-        x = here.embed(self.embedding, step_input) if x is None else x
-        for i, (part, own) in enumerate(zip(blocks or self.parts, pool.parts)):
+        at = self.backend
+        x = at.embed(self.embedding, step_input) if x is None else x
+        for i, (part, part_pool) in enumerate(zip(blocks or self.parts, pool.parts)):
             if part.idle:
                 continue
-            if part.backend is not here:
-                here, x = part.backend, _carried(x, part.backend)
-            x = here.run(
-                part.stack,
-                x,
-                step_input,
-                own,
-                [(first, count, adapter[i]) for first, count, adapter in step_input.adapted],
-            )
-        return x if here is self.backend else _carried(x, self.backend)
+            if part.backend is not at:
+                at, x = part.backend, _moved(x, part.backend)
+            x = at.run_layers(part.stack, x, step_input, part_pool, _runs(step_input, i))
+        return x if at is self.backend else _moved(x, self.backend)
 
     def _tapped(self, step_input: StepInput, pool: Pool, taps: dict[int, Tensor]) -> Tensor:
         x, at = None, 0
         for layer in sorted(taps):
-            x = self.forward(step_input, pool, self.between(at, layer), x)
+            x = self.forward(step_input, pool, self.layer_range(at, layer), x)
             taps[layer], at = x.clone(), layer  # x is changed in place
-        return (
-            x
-            if x is not None and at == self.spec.layers
-            else self.forward(step_input, pool, self.between(at, self.spec.layers), x)
-        )
+        if x is not None and at == self.spec.layers:
+            return x
+        return self.forward(step_input, pool, self.layer_range(at, self.spec.layers), x)
 
-    def read(
+    def forward_step(
         self,
         step_input: StepInput,
         pool: Pool,
-        wanted: list[int],
-        kept: dict[int, Tensor],
-        trees: TreeQueries,
+        states: dict[int, Tensor],
+        queries: TreeQueries | None = None,
     ) -> Tensor:
-        if self.split:
-            return in_steps(self, step_input, pool, wanted, kept, trees)
-        runs = (
-            [(first, count, adapter[0]) for first, count, adapter in step_input.adapted]
-            if step_input.adapted
-            else ()
-        )
-        logits = self.backend.read(
-            self.parts[0].stack, self.ends, step_input, pool, wanted, kept, trees, runs
-        )
-        return in_steps(self, step_input, pool, wanted, kept, trees) if logits is None else logits
+        if self.fused is None:
+            return forward_parts(self, step_input, pool, states, queries)
+        stack, runs = self.parts[0].stack, _runs(step_input, 0)
+        return self.fused.forward(stack, self.ends, step_input, pool, states, queries, runs)
 
-    def adapter(self, layers: Adapted) -> list[Any]:
-        """What `StepInput.adapt` wants for a LoRA adapter that has been read: its form for each part."""
+    def pack_adapter(self, layers: Adapted) -> list[Any]:
+        """A LoRA adapter that has been read, as `StepInput.adapt` takes it: its form for each part."""
         return [
-            part.backend.adapter(self.spec, layers[part.first : part.first + part.layers])
+            part.backend.pack_adapter(self.spec, layers[part.first : part.first + part.layers])
             for part in self.parts
         ]
 
     def logits(self, x: Tensor, rows: list[int]) -> Tensor:
-        """float32 [len(rows), V] of some rows, in ascending order, of `forward`'s result."""
+        """Logits float32 [len(rows), V] of some rows, ascending, of `forward`'s result."""
         return self.head_logits(self.final(x if len(rows) == x.shape[0] else x[rows]))
 
     def embed(self, ids: Sequence[int]) -> Tensor:
-        return self.backend.embed(self.embedding, StepInput.bare(ids))
+        return self.backend.embed(self.embedding, StepInput.of_ids(ids))
 
     def final(self, x: Tensor) -> Tensor:
         return self.backend.rms_norm(x, self.norm, self.spec.eps)
 
     def head_logits(self, x: Tensor) -> Tensor:
         logits = self.backend.linear(x, self.lm_head)
-        return (
-            logits if logits.dtype == torch.float32 else logits.float()
-        )  # even for nothing it takes 30 µs here
+        # `float` takes 30 µs here even if there is nothing to convert
+        return logits if logits.dtype == torch.float32 else logits.float()
 
-    def chain(
-        self, step_input: StepInput, pool: Pool, chains: Sequence[Chain], vocabulary: int, stop_rule: StopRule | None = None,
-        blocks: Blocks | None = None, states: Tensor | None = None,
-    ) -> Chained | None:  # fmt: skip
-        """`forward` over the plan, then a chain of the best tokens behind some of its rows; see `Backend.chain`."""
-        if self.split:
-            return None
-        return self.backend.chain(
-            (blocks or self.parts)[0].stack,
-            self.ends,
-            step_input,
-            pool,
-            chains,
-            vocabulary,
-            stop_rule,
-            states,
+    @property
+    def fuses_chains(self) -> bool:
+        return self.fused is not None
+
+    def draft_chain(
+        self,
+        step_input: StepInput,
+        pool: Pool,
+        chains: Sequence[Chain],
+        vocabulary: int,
+        stop_rule: StopRule | None = None,
+        blocks: Blocks | None = None,
+        states: Tensor | None = None,
+    ) -> Chained:
+        assert self.fused is not None, "fuses_chains says whether chains are supported"
+        stack = (blocks or self.parts)[0].stack
+        return self.fused.draft_chain(
+            stack, self.ends, step_input, pool, chains, vocabulary, stop_rule, states
         )
 
     def _layer(self, backend: Backend, weights: Source, i: int) -> Layer:
@@ -296,7 +276,12 @@ class Decoder:
         return backend.pack(join(read, self.dtype), bias)
 
 
-def _carried(x: Tensor, backend: Backend) -> Tensor:
+def _runs(step_input: StepInput, part: int) -> Runs:
+    """The rows with adapters, and the adapters in the form of a part."""
+    return [(first, count, adapter[part]) for first, count, adapter in step_input.adapters]
+
+
+def _moved(x: Tensor, backend: Backend) -> Tensor:
     return x.to(backend.device, backend.activations)
 
 

@@ -41,9 +41,10 @@ def bit_exact(decoder: Model) -> bool:
     return torch.equal(torch.cat(one_by_one), _read(decoder, step_input.build(), together, [0, 1, 3, 5]))
 
 
-def _read(decoder: Model, step_input: StepInput, pool: Pool, wanted: list[int]) -> Tensor:
-    """As the engine does it."""
-    return decoder.read(step_input, pool, wanted, {}, decoder.backend.trees()).clone()
+def _read(decoder: Model, step_input: StepInput, pool: Pool, rows: list[int]) -> Tensor:
+    """Logits of some rows, by the forward of the engine."""
+    step_input.logits_rows = rows
+    return decoder.forward_step(step_input, pool, {}).clone()
 
 
 def _chain(table: array[int], start: int, tokens: list[int]) -> StepInput:

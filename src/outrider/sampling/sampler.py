@@ -31,11 +31,11 @@ class Sampler:
             return tokens[0]
         raise self._nothing(row, logits, at)
 
-    def ask(self, trees: TreeQueries, key: int, row: Row, tree: DraftTree, root: int) -> None:
+    def ask(self, queries: TreeQueries, key: int, row: Row, tree: DraftTree, root: int) -> None:
         """What `match` says of a tree whose root has row `root` of the logits.  No question where it has to be asked pick by pick."""
         if not row.processors:
             tokens = tree.tokens[: tree.size] if tree.probes else tree.tokens
-            trees.add(
+            queries.add(
                 key,
                 root,
                 row.distribution,

@@ -1,30 +1,23 @@
-"""The same operations in torch: any device, and the CPU without a compiler.
+"""The operations of a backend in torch: any device, and the CPU without a compiler.
 
 On a CPU the linears are oneDNN's packed ones, never called with one row: from two rows on their results do not depend on
-the number of rows (docs/log.md has the trials).  Attention sums in float64 there, float32 elsewhere.  A quantised weight
-stays in its bits and is widened every time it is used: small, and slow.
+the number of rows (docs/log.md has the trials).  Attention sums in float64 there (see attention.py), in float32 elsewhere.
+A quantized weight keeps its bits and is widened at every use: small, and slow.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.backends import candidates as tree
-from outrider.backends.base import (
-    Answer,
-    AttentionShape,
-    Backend,
-    DecoderLayer,
-    ModelShape,
-    ScoreModifier,
-)
-from outrider.backends.torch import sampling
+from outrider.backends import candidates
+from outrider.backends.base import AttentionShape, Backend, DecoderLayer, ModelShape, ScoreModifier
+from outrider.backends.torch import attention, sampling
+from outrider.backends.torch.attention import Group
 from outrider.cache.pool import Pool
 from outrider.core import lora
 from outrider.core import stop_rule as stop_rules
@@ -36,9 +29,9 @@ from outrider.core.stop_rule import NodeFeatures, StopRule
 
 
 @dataclass
-class Plain:
-    data: Tensor | QuantizedWeight  # [O,K]
-    packed: Tensor | None  # oneDNN's own layout
+class TorchWeight:
+    data: Tensor | QuantizedWeight  # [O, K]
+    packed: Tensor | None  # in oneDNN's own layout
     bias: Tensor | None
     inputs: int
     outputs: int
@@ -47,24 +40,20 @@ class Plain:
 @dataclass
 class Stack:
     layers: Sequence[DecoderLayer]
-    turn: Tensor
+    rotations: Tensor
     skips: Sequence[int]  # of every layer: 1 the attention, 2 the MLP
 
 
-Adapter = list[
-    dict[str, list[tuple[slice, Tensor, Tensor]]]
-]  # of every layer and fused linear: outputs, a^T, scale * b^T
-
-
-class Unanswered:
-    """Questions that nobody answers."""
-
-    def add(self, *_: Any) -> None: ...
-    def read(self) -> dict[int, Answer | None]:
-        return {}
+# of every layer and fused linear: outputs, a^T, scale * b^T
+Adapter = list[dict[str, list[tuple[slice, Tensor, Tensor]]]]
 
 
 class TorchBackend:
+    """`Backend` without fused model and tree matcher."""
+
+    fused = None
+    matcher = None
+
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
         self.activations = dtype
@@ -74,23 +63,19 @@ class TorchBackend:
         self.wide = torch.float64 if device.type == "cpu" else torch.float32
         self.name = f"torch on {device} ({str(dtype).removeprefix('torch.')})"
 
-    def pack(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> Plain:
+    def pack(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> TorchWeight:
         bias = None if bias is None else bias.to(self.device, self.dtype)
         if isinstance(weight, QuantizedWeight):
-            return Plain(
-                weight.mapped(lambda part: part.to(self.device)),
-                None,
-                bias,
-                weight.values.shape[1],
-                weight.values.shape[0],
-            )
+            outputs, inputs = weight.values.shape
+            moved = weight.mapped(lambda part: part.to(self.device))
+            return TorchWeight(moved, None, bias, inputs, outputs)
         data = weight.to(self.device, self.dtype).contiguous()
-        return Plain(data, self._packed(data), bias, weight.shape[1], weight.shape[0])
+        return TorchWeight(data, self._packed(data), bias, weight.shape[1], weight.shape[0])
 
     def _packed(self, data: Tensor) -> Tensor | None:
         return torch.ops.mkldnn._reorder_linear_weight(data) if self.onednn else None
 
-    def linear(self, x: Tensor, weight: Plain, add: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: TorchWeight, add: Tensor | None = None) -> Tensor:
         data, packed = weight.data, weight.packed
         if isinstance(data, QuantizedWeight):
             data = data.dense().to(self.dtype)
@@ -104,15 +89,15 @@ class TorchBackend:
             y = y[:1] if alone else y
         return y if add is None else add.add_(y)
 
-    def embed(self, weight: Plain, step_input: StepInput) -> Tensor:
-        ids = step_input.ids.to(self.device)
+    def embed(self, weight: TorchWeight, step_input: StepInput) -> Tensor:
+        ids = step_input.on(self.device).input_ids
         if isinstance(weight.data, QuantizedWeight):
             return weight.data.mapped(lambda part: part[ids]).dense().to(self.dtype)
         return F.embedding(ids, weight.data)
 
     def pair(
         self,
-        weight: Plain,
+        weight: TorchWeight,
         step_input: StepInput,
         g: Tensor,
         norm_token: Tensor | None,
@@ -129,18 +114,26 @@ class TorchBackend:
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate) * up
 
+    def prepare(self, step_input: StepInput) -> list[Group]:
+        key = (attention.prepare, self.device)
+        return step_input.derived(key, lambda step: attention.prepare(step, self.device))
+
     def rope_store(
-        self, qkv: Tensor, spec: AttentionShape, turn: Tensor, step_input: StepInput, pool: Pool, layer: int
+        self,
+        qkv: Tensor,
+        spec: AttentionShape,
+        rotations: Tensor,
+        step_input: StepInput,
+        pool: Pool,
+        layer: int,
     ) -> Tensor:
-        n, d = qkv.shape[0], spec.head_dim
+        n, d, step = qkv.shape[0], spec.head_dim, step_input.on(self.device)
         q, k, v = torch.split(qkv.view(n, -1, d), [spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
         if spec.q_norm is not None and spec.k_norm is not None:
             q, k = self.rms_norm(q, spec.q_norm, spec.eps), self.rms_norm(k, spec.k_norm, spec.eps)
-        angles = turn.to(self.device)[step_input.positions.to(self.device)][:, None]
-        cos, sin = angles.chunk(2, dim=-1)
-        slots = step_input.slots.to(self.device)
-        pool.write(layer, 0, slots, _rotate(k, cos, sin))
-        pool.write(layer, 1, slots, v)
+        cos, sin = rotations.to(self.device)[step.positions][:, None].chunk(2, dim=-1)
+        pool.write(layer, 0, step.slot_mapping, _rotate(k, cos, sin))
+        pool.write(layer, 1, step.slot_mapping, v)
         return _rotate(q, cos, sin).to(qkv.dtype)
 
     def attend(
@@ -154,56 +147,32 @@ class TorchBackend:
         window: int,
         modifier: ScoreModifier | None = None,
     ) -> Tensor:
-        n, group = q.shape[0], spec.heads // spec.kv_heads
-        out = torch.empty(n, spec.heads, spec.head_dim, dtype=q.dtype, device=q.device)
-        for table, first, count in step_input.segments:
-            slots, order = step_input.keys(first, count, table)
-            slots, order = slots.to(self.device), order.to(self.device)
-            keys, values = pool.read(layer, slots, self.wide).transpose(1, 2)  # [k,m,D]
-            rows = q[first : first + count].to(self.wide).view(count, spec.kv_heads, group, spec.head_dim)
-            hidden = order < 0
-            positions = step_input.positions[first : first + count, None].to(self.device)
-            ahead = order - positions  # 0 at the row itself, -1 before it
-            if window > 0:
-                hidden |= ahead <= -window
-            elif window:
-                hidden |= order < positions // -window * -window
-            scores = torch.einsum("nkgd,kmd->nkgm", rows, keys) * scale
-            if modifier is not None:
-                scores = _modified(scores, modifier, ahead)
-            scores[..., : len(slots)].masked_fill_(hidden[:, None, None], float("-inf"))
-            weights = scores.softmax(-1)[..., : len(slots)]
-            out[first : first + count] = (
-                torch.einsum("nkgm,kmd->nkgd", weights, values).flatten(1, 2).to(q.dtype)
-            )
-        return out.flatten(1)
+        groups = self.prepare(step_input)
+        return attention.attend(groups, q, spec, pool, layer, scale, window, modifier, self.wide)
 
-    def prepare(self, spec: ModelShape, layers: Sequence[DecoderLayer], turn: Tensor) -> Stack:
-        return Stack(layers, turn, [0] * len(layers))
+    def pack_layers(self, spec: ModelShape, layers: Sequence[DecoderLayer], rotations: Tensor) -> Stack:
+        return Stack(layers, rotations, [0] * len(layers))
 
-    def without(self, stack: Stack, skips: Sequence[int]) -> Stack:
-        return Stack(stack.layers, stack.turn, skips)
+    def skip_sublayers(self, stack: Stack, skips: Sequence[int]) -> Stack:
+        return Stack(stack.layers, stack.rotations, skips)
 
-    def adapter(self, spec: LayerSizes, layers: Adapted) -> Adapter:
-        def turned(matrix: Tensor) -> Tensor:
-            return matrix.to(self.device, self.wide).T
+    def pack_adapter(self, spec: LayerSizes, layers: Adapted) -> Adapter:
+        places = lora.places(spec)
 
-        spans = {
-            name: slice(place.start, place.start + place.outputs) for name, place in lora.places(spec).items()
-        }
+        def packed(name: str, low: lora.Low) -> tuple[slice, Tensor, Tensor]:
+            start, outputs = places[name].start, places[name].outputs
+            a, b = (matrix.to(self.device, self.wide).T for matrix in (low.a, low.b))
+            return slice(start, start + outputs), a, b * low.scale
+
         return [
             {
-                fused: [
-                    (spans[name], turned(low.a), turned(low.b) * low.scale)
-                    for name in names
-                    if (low := layer.get(name))
-                ]
+                fused: [packed(name, layer[name]) for name in names if name in layer]
                 for fused, names in lora.FUSED.items()
             }
             for layer in layers
         ]
 
-    def run(
+    def run_layers(
         self,
         stack: Stack,
         x: Tensor,
@@ -214,59 +183,36 @@ class TorchBackend:
         layer: int = 0,
     ) -> Tensor:
         for i, (block, skip) in enumerate(zip(stack.layers, stack.skips)):
-
-            def linear(
-                x: Tensor, name: str, add: Tensor | None = None, i: int = i, block: Any = block
-            ) -> Tensor:
-                y = self.linear(x, getattr(block, name), add)
-                for first, count, adapter in runs:
-                    rows = x[first : first + count].to(self.wide)
-                    for span, a, b in adapter[i][name]:
-                        here = y[first : first + count, span]
-                        here.copy_(here.to(self.wide) + rows @ a @ b)
-                return y
-
+            linear = _AdaptedLayer(self, block, i, runs)
             if not skip & 1:
-                qkv = linear(self.rms_norm(x, block.norm_in, block.eps) if u is None or i else u, "qkv")
-                q = self.rope_store(qkv, block, stack.turn, step_input, pool, layer + i)
-                x = linear(
-                    self.attend(q, block, step_input, pool, layer + i, block.head_dim**-0.5, block.window),
-                    "o",
-                    add=x,
-                )
+                seen = self.rms_norm(x, block.norm_in, block.eps) if u is None or i else u
+                q = self.rope_store(linear("qkv", seen), block, stack.rotations, step_input, pool, layer + i)
+                scale = block.head_dim**-0.5
+                found = self.attend(q, block, step_input, pool, layer + i, scale, block.window)
+                x = linear("o", found, add=x)
             if not skip & 2:
-                x = linear(
-                    self.silu_mul(linear(self.rms_norm(x, block.norm_post, block.eps), "gate_up")),
-                    "down",
-                    add=x,
-                )
+                gate_up = linear("gate_up", self.rms_norm(x, block.norm_post, block.eps))
+                x = linear("down", self.silu_mul(gate_up), add=x)
         return x
 
-    def ends(self, *_: Any) -> None: ...
-    def read(self, *_: Any) -> None:
-        """The parts one by one."""
-
-    def chain(self, *_: Any) -> None:
-        """Nobody is waiting: the drafter goes level by level."""
-
     def should_stop(
-        self, stop_rule: StopRule, logits: Tensor, temperature: float, token: int, level: int, row: int = 0
+        self,
+        stop_rule: StopRule,
+        logits: Tensor,
+        temperature: float,
+        token: int,
+        depth: int,
+        row: int = 0,
     ) -> tuple[bool, NodeFeatures]:
-        features = stop_rules.measure(logits if logits.dim() == 1 else logits[row], temperature, token)
-        return stop_rules.should_stop(stop_rule, features, level), features
+        features = stop_rules.measure(_row(logits, row), temperature, token)
+        return stop_rules.should_stop(stop_rule, features, depth), features
 
     def pick(
         self, logits: Tensor, distribution: DistributionParams, key: int, k: int, probs: bool, row: int = 0
     ) -> tuple[list[int], list[float]]:
-        return sampling.pick(logits if logits.dim() == 1 else logits[row], distribution, key, k)
+        return sampling.pick(_row(logits, row), distribution, key, k)
 
-    def trees(self) -> Unanswered:
-        return Unanswered()
-
-    def follow(self, logits: Tensor, trees: Unanswered) -> None:
-        """The verifier goes pick by pick."""
-
-    def picks(
+    def pick_rows(
         self,
         logits: Tensor,
         distribution: DistributionParams,
@@ -283,39 +229,43 @@ class TorchBackend:
                 prob[r, : len(entries)] = torch.tensor(shares)
         return out, prob
 
-    def candidates(self, k: int, wide: int, levels: int) -> tree.Plain:
-        return tree.Plain(self.picks, k, wide)
+    def candidates(self, k: int, wide: int, levels: int) -> candidates.Plain:
+        return candidates.Plain(self.pick_rows, k, wide)
+
+
+@dataclass
+class _AdaptedLayer:
+    """The linears of one layer, with the updates of LoRA adapters, which are summed in the backend's wide dtype."""
+
+    backend: TorchBackend
+    layer: DecoderLayer
+    index: int
+    runs: Runs
+
+    def __call__(self, name: str, x: Tensor, add: Tensor | None = None) -> Tensor:
+        y = self.backend.linear(x, getattr(self.layer, name), add)
+        for first, count, adapter in self.runs:
+            rows = x[first : first + count].to(self.backend.wide)
+            for outputs, a, b in adapter[self.index][name]:
+                part = y[first : first + count, outputs]
+                part.copy_(part.to(self.backend.wide) + rows @ a @ b)
+        return y
 
 
 def beside(
     backend: Backend, e: Tensor, g: Tensor, norm_token: Tensor | None, norm_state: Tensor | None, eps: float
 ) -> Tensor:
-    """`Backend.pair` of embeddings e [n,h]."""
-    return torch.cat(
-        [
-            x if norm is None else backend.rms_norm(x, norm, eps)
-            for x, norm in ((e, norm_token), (g, norm_state))
-        ],
-        dim=-1,
-    )
+    """`Backend.pair` of embeddings e [N, h]."""
+    parts = ((e, norm_token), (g, norm_state))
+    return torch.cat([x if norm is None else backend.rms_norm(x, norm, eps) for x, norm in parts], dim=-1)
 
 
-def _modified(scores: Tensor, modifier: ScoreModifier, ahead: Tensor) -> Tensor:
-    """scores [n,k,g,m] as `modifier` says; a sink is one column more."""
-    by_head = (1, *scores.shape[1:3], 1)
-    if modifier.cap:
-        scores = modifier.cap * torch.tanh(scores / modifier.cap)
-    if modifier.slopes is not None:
-        scores = scores + modifier.slopes.to(scores).view(by_head) * ahead[:, None, None]
-    if modifier.sinks is not None:
-        scores = torch.cat(
-            [scores, modifier.sinks.to(scores).view(by_head).expand(len(scores), -1, -1, 1)], dim=-1
-        )
-    return scores
+def _row(logits: Tensor, row: int) -> Tensor:
+    return logits if logits.dim() == 1 else logits[row]
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The first 2·cos.shape[-1] dimensions turn in pairs (i, i + half), as transformers lays them out; the rest stays."""
+    """Rotates the first 2·cos.shape[-1] dimensions in pairs (i, i + half), as transformers does; the rest stays."""
     half = cos.shape[-1]
     a, b, rest = x[..., :half].float(), x[..., half : 2 * half].float(), x[..., 2 * half :]
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest.float()], dim=-1)

@@ -240,7 +240,7 @@ class DFlash(HeadDrafter):
         if self.markov is None:
             return None
         first, second = self.markov
-        return self.backend.linear(self.backend.embed(first, StepInput.bare(tokens)), second).float()
+        return self.backend.linear(self.backend.embed(first, StepInput.of_ids(tokens)), second).float()
 
     def look(self, batch: Batch, rows: Sequence[int], levels: Sequence[int]) -> Tensor:
         """float32 [sum of levels, Vd]: for the next positions of each of these rows, so many."""
@@ -268,7 +268,7 @@ class DFlash(HeadDrafter):
 
     def _embed(self, ids: Sequence[int]) -> Tensor:
         if self.embedding is not None:
-            return self.backend.embed(self.embedding, StepInput.bare(ids))
+            return self.backend.embed(self.embedding, StepInput.of_ids(ids))
         return self.target.decoder.embed(ids).to(self.backend.activations)
 
     def _logits(self, x: Tensor) -> Tensor:

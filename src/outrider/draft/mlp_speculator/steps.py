@@ -111,7 +111,7 @@ class Mlp(Speculator):
 
     def __call__(self, step: int, state: State, ids: Sequence[int]) -> tuple[State, Tensor]:
         run, now = self.backend, self.each[step]
-        z = self._through(run.embed(now.table, StepInput.bare(ids)), now.emb)
+        z = self._through(run.embed(now.table, StepInput.of_ids(ids)), now.emb)
         s = self._through(self._through(state[0], now.proj) + now.share * z, now.norm)
         return (s,), run.linear(s, now.head).float()
 
@@ -169,7 +169,7 @@ class Lstm(Speculator):
         return *super().begin(states), states.new_zeros(len(states), self.width)
 
     def __call__(self, step: int, state: State, ids: Sequence[int]) -> tuple[State, Tensor]:
-        run, (s, cell), step_input = self.backend, state, StepInput.bare(ids)
+        run, (s, cell), step_input = self.backend, state, StepInput.of_ids(ids)
         z = torch.cat([run.embed(table, step_input) for table in self.tables], dim=-1)
         z = z if len(self.tables) == len(GATES) else z.repeat(1, len(GATES))
         gates = run.linear(s, self.projs[min(step, 1)]) + self.share * z

@@ -34,12 +34,13 @@ from outrider.checkpoints.hub import Checkpoint, first_line
 from outrider.checkpoints.spec import FAMILIES
 from outrider.core.limits import check_attention
 from outrider.core.step_input import StepInput
+from outrider.core.stop_rule import Chained
 from outrider.errors import ConfigError, ModelError
 from outrider.models.fallback import row_invariant, tempered, unrouted
 from outrider.models.fallback.sizes import check_sizes
 from outrider.models.fallback.taps import layers_of, tapping
 from outrider.models.rope import fix_ropes
-from outrider.models.steps import in_steps
+from outrider.models.steps import forward_parts
 
 OURS, LISTENING = (
     "outrider",
@@ -109,7 +110,7 @@ def attend(
     layer, at = call.layers[call.at], call.at
     call.at += 1
     if layer.query_scales is not None:
-        q = q * layer.query_scales[call.step_input.positions.to(q.device), None]
+        q = q * layer.query_scales[call.step_input.on(q.device).positions, None]
     if repeats := layer.kv_heads // k.shape[1] - 1:  # a layer with fewer K/V heads than the pool holds
         k, v = (x.repeat_interleave(repeats + 1, dim=1) for x in (k, v))
     parts = [
@@ -257,14 +258,14 @@ class Fallback:
             len(self.layers), layer.kv_heads, layer.head_dim, kv_dtype(self.kv_cache_dtype, self.dtype)
         )
 
-    def without(self, attention: Collection[int], mlp: Collection[int]) -> None:
+    def skip_sublayers(self, attention: Collection[int], mlp: Collection[int]) -> None:
         raise ConfigError(
             f"layers can be skipped in {', '.join(FAMILIES)} only: {self.spec.architecture} runs in transformers' own code, which computes "
             "all of them or none."
         )
 
-    def between(self, first: int, last: int) -> None:
-        self.without((), ())
+    def layer_range(self, first: int, last: int) -> None:
+        self.skip_sublayers((), ())
 
     def forward(
         self,
@@ -302,30 +303,32 @@ class Fallback:
         out: Tensor = self.head(input_ids=ids, use_cache=False).logits[0]
         return out.float()
 
-    def read(
+    def forward_step(
         self,
         step_input: StepInput,
         pool: Pool,
-        wanted: list[int],
-        kept: dict[int, Tensor],
-        trees: TreeQueries,
+        states: dict[int, Tensor],
+        queries: TreeQueries | None = None,
     ) -> Tensor:
-        return in_steps(self, step_input, pool, wanted, kept, trees)
+        return forward_parts(self, step_input, pool, states, queries)
 
-    def chain(self, *_: Any) -> None:
-        """A drafter goes level by level."""
+    @property
+    def fuses_chains(self) -> bool:
+        return False
+
+    def draft_chain(self, *_: Any) -> Chained:
+        raise AssertionError("fuses_chains is False")
 
     def _hidden(self, step_input: StepInput) -> Tensor:
         out: Tensor = self.body(use_cache=False, **self._inputs(step_input))[0][0]
         return out
 
     def _inputs(self, step_input: StepInput) -> dict[str, Tensor]:
-        given = (
-            {"input_ids": step_input.ids, "position_ids": step_input.positions}
-            if self.positioned
-            else {"input_ids": step_input.ids}
-        )
-        return {name: tensor.to(self.device)[None] for name, tensor in given.items()}
+        step = step_input.on(self.device)
+        inputs = {"input_ids": step.input_ids[None]}
+        if self.positioned:
+            inputs["position_ids"] = step.positions[None]
+        return inputs
 
     def _listen(self, implementation: str | None) -> list[Layer]:
         """Runs a few tokens for what can be seen of the layers on the way; packs the weights and steadies the modules, too."""
