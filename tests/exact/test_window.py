@@ -20,9 +20,9 @@ from helpers import (
 )
 
 from outrider import LLM, LoRARequest, RequestOutput, SamplingParams
-from outrider.backends.cpu.backend import CpuBackend
 from outrider.core.types import Batch, Draft
 from outrider.draft.draft_model import DraftModel
+from outrider.models.decoder import Decoder
 
 PROMPTS = [tiny_prompts(1, seed=i, longest=40)[0] * 3 + tiny_prompts(1, seed=9 + i)[0] for i in range(4)]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -58,7 +58,7 @@ def heard(
     with monkeypatch.context() as patch:
         patch.setattr(DraftModel, "propose", listening)
         if not one_call:
-            patch.setattr(CpuBackend, "chain", lambda *_: None)
+            patch.setattr(Decoder, "fuses_chains", False)
         llm.use({"method": "draft_model", "num_speculative_tokens": 4, **config})
         llm.generate(prompts_of(prompts), params)
     settled(llm)
