@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def backend_for(device: torch.device, dtype: torch.dtype) -> Backend:
-    """The fastest kernels that run here.  OUTRIDER_KERNELS=torch asks for the reference."""
+    """The fastest backend that runs here.  OUTRIDER_KERNELS=torch asks for the reference."""
     if device.type == "cpu":
         threads.limit()
     library = compiled_library(device)
@@ -26,7 +26,10 @@ def backend_for(device: torch.device, dtype: torch.dtype) -> Backend:
 
 
 def fast_bfloat16(device: torch.device) -> bool:
-    """Whether bfloat16 weights pay: in hardware, or in the C kernels, which widen them at the price of reading half the bytes."""
+    """Whether bfloat16 weights are faster than float32.
+
+    A GPU needs hardware for it.  The C kernels widen them in registers, and read half the bytes.
+    """
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported())  # type: ignore[no-untyped-call]
     hardware = bool(torch.cpu.get_capabilities().get("avx512_bf16"))  # type: ignore[no-untyped-call]
@@ -34,5 +37,7 @@ def fast_bfloat16(device: torch.device) -> bool:
 
 
 def compiled_library(device: torch.device = CPU) -> ctypes.CDLL | None:
-    """The C kernels for a device; None where there are none, or OUTRIDER_KERNELS=torch leaves them out."""
-    return cpu.library() if device.type == "cpu" and os.environ.get("OUTRIDER_KERNELS") != "torch" else None
+    """The C kernels for a device; None if there are none, or if OUTRIDER_KERNELS=torch leaves them out."""
+    if device.type != "cpu" or os.environ.get("OUTRIDER_KERNELS") == "torch":
+        return None
+    return cpu.library()

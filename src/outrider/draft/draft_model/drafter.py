@@ -26,7 +26,7 @@ from outrider.drafting.vocab.mismatch import fits
 from outrider.errors import OutriderError
 from outrider.models import load as models
 from outrider.models.base import Model
-from outrider.models.placement import pick_device, place
+from outrider.models.placement import pick_device, pick_dtype, place
 from outrider.sampling.sampler import Sampler
 
 
@@ -83,7 +83,7 @@ class ModelDrafter(Drafter):
             else pick_device(options.draft_device, "draft_device")
         )
         where = place(checkpoint.spec.layers, device, options.draft_gpu_layers, "draft_gpu_layers")
-        dtype = checkpoint.dtype(options.draft_dtype, device, "draft_dtype")
+        dtype = pick_dtype(options.draft_dtype, checkpoint.stored_dtype, device, "draft_dtype")
         own = models.load(
             checkpoint,
             dtype,
