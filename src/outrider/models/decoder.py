@@ -1,7 +1,7 @@
 """The lean decoder: Llama, Mistral, Qwen2 and Qwen3 as one class with flags.
 
-Pre-norm blocks with fused projections; residual x.  Which rows see which keys is the plan's business, where K/V lies the
-pool's, how it is computed the kernels': this file is the arithmetic of the model and nothing else.
+Pre-norm blocks with fused projections and residual x.  `StepInput` says which keys a row sees, `Pool` holds the K/V, and the
+backend computes; this file is the arithmetic of the model.
 
     x = embed(ids);  per layer:  x += o(attend(rope(qkv(norm(x)))));  x += down(silu(gate) * up)(norm(x));  logits = head(norm(x))
 """
@@ -38,7 +38,7 @@ MAX_ROTATIONS = 1 << 31  # numbers: 16 million positions of 128 dimensions
 
 @dataclass
 class Layer:
-    """The weights of one block, and what `rope_store` must know of its heads."""
+    """Weights of one block (`backends.base.DecoderLayer`)."""
 
     norm_in: Tensor
     qkv: Weight  # [(heads + 2 kv_heads) head_dim, hidden]
@@ -57,29 +57,29 @@ class Layer:
 
 @dataclass
 class Part:
-    """Neighbouring layers on one device, in the form that its kernels like."""
+    """Neighbouring layers on one device, packed by its backend."""
 
     backend: Backend
     stack: Any
     first: int
     layers: int
-    idle: bool = False  # nothing of it runs
+    idle: bool = False  # all its sublayers are skipped
 
 
 Blocks = Sequence[Part]
 
 
 class Decoder:
-    """Weights of one model.  Has no state between calls: K/V lives in the pool that a call is given.
+    """Weights of one model (`Model`).
 
-    device, kernels: where the embedding and the head are; what `forward` and `logits` return is there, wherever the layers lie.
+    device, backend: of the embedding and the head.  Results of `forward` and `logits` are there, wherever the layers are.
     """
 
     def __init__(
         self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, max_len: int,
         quantization: str | None = None, kv_cache_dtype: str = "auto", where: Placement | None = None,
     ) -> None:  # fmt: skip
-        """where: unless all is on `device`."""
+        """where: placement of the layers, by default all on `device`."""
         assert isinstance(checkpoint.spec, Spec)
         self.spec = spec = checkpoint.spec
         where = where or place(spec.layers, device, None)
