@@ -105,9 +105,9 @@ def overhead_ms(llm: LLM, config: dict[str, Any] | None, params: SamplingParams)
         [llm.engine.drafter.decoder] if hasattr(llm.engine.drafter, "decoder") else []
     )
     for decoder in decoders:
-        for name in ("read", "chain", "forward", "logits"):
+        for name in ("forward_step", "draft_chain", "forward", "logits"):
             setattr(decoder, name, timed(getattr(decoder, name)))
-    picking = ctypes.c_double.in_dll(llm.engine.decoder.kernels.lib, "picking")
+    picking = ctypes.c_double.in_dll(llm.engine.decoder.backend.lib, "picking")
     best = float("inf")
     for _ in range(5):
         llm.generate(prompt(PROMPT), params)

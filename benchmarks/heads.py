@@ -104,7 +104,7 @@ def level_ms(
         for i in range(rows):
             step_input.node(table, TEXT, [TEXT + i], 100 + i)
         step_input.build()
-        candidates = drafter.kernels.candidates(TOP_K, rows, 2)
+        candidates = drafter.backend.candidates(TOP_K, rows, 2)
         if rows > 1:
             candidates.grow(torch.randn(1, TOP_K), GREEDY, 0, None, None)  # the level before
 
@@ -126,7 +126,7 @@ class Known(Chooser):
 
     def __init__(self, target: Target, logits: torch.Tensor) -> None:
         super().__init__(target)
-        picks = target.decoder.kernels.picks
+        picks = target.decoder.backend.pick_rows
         self.picked = {rows: Found(*picks(logits[:rows], GREEDY, [0] * rows, TOP_K)) for rows in ROWS}
 
     def widen(
@@ -160,12 +160,12 @@ def tree_ms(drafter: Recurrent, target: Target, repeats: int = 200) -> dict[str,
 
 def run(folder: Path) -> dict[str, Any]:
     llm = LLM(model=str(checkpoint(folder / "llama100m")), speculative_config=None)
-    target, kernels = llm.engine.target, llm.engine.decoder.kernels
-    big, x = kernels.pack(torch.randn(1 << 15, 1 << 12)), torch.randn(1, 1 << 12)
+    target, backend = llm.engine.target, llm.engine.decoder.backend
+    big, x = backend.pack(torch.randn(1 << 15, 1 << 12)), torch.randn(1, 1 << 12)
     found: dict[str, Any] = {}
 
     def sweep() -> None:
-        kernels.linear(x, big)
+        backend.linear(x, big)
 
     sweeps = [milliseconds(sweep) for _ in range(40)]
     found["reading, GB/s"] = round(big.data.nbytes / statistics.median(sweeps) / 1e6, 1)

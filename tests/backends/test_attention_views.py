@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from helpers import walk
+from helpers import requests_of, walk
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from outrider import ConfigError
 from outrider.backends.base import ScoreModifier
-from outrider.backends.select import kernels_for
-from outrider.backends.torch.kernels import TorchKernels
+from outrider.backends.select import backend_for
+from outrider.backends.torch.backend import TorchBackend
 from outrider.cache.pool import Pool
 from outrider.core.step_input import StepInput
 from outrider.draft.draft_model import DraftModel
@@ -73,17 +73,15 @@ def scene(
 
 def checked(step_input: StepInput, expected: list[ForwardOutput]) -> None:
     assert step_input.positions.tolist() == [row.position for row in expected]
-    assert step_input.slots.tolist() == [row.keys[-1][1] for row in expected]
-    assert step_input.longest == max(len(row.keys) for row in expected)
-    for table, first, count in step_input.segments:
-        keys, order = step_input.keys(first, count, table)
-        for i, row in enumerate(expected[first : first + count]):
-            assert (
-                sorted((int(order[i, j]), int(keys[j])) for j in range(len(keys)) if order[i, j] >= 0)
-                == row.keys
-            )
-            assert walk(step_input, table, first + i) == [slot for _, slot in row.keys], (
-                "the C kernels walk the same keys"
+    assert step_input.slot_mapping.tolist() == [row.keys[-1][1] for row in expected]
+    assert step_input.max_seq_len == max(len(row.keys) for row in expected)
+    for table, first, count in requests_of(step_input):
+        for i, row in enumerate(expected[first : first + count], first):
+            shift = step_input.key_shift(i)
+            positions = [j + shift * (j >= step_input.pinned) for j in range(len(row.keys))]
+            assert list(zip(positions, step_input.key_slots(i))) == row.keys
+            assert walk(step_input, table, i) == [slot for _, slot in row.keys], (
+                "the C kernels see the same keys"
             )
 
 
@@ -117,8 +115,7 @@ def test_within_the_budget_nothing_changes(window: Window) -> None:
     step_input, table = StepInput(window.sink), array("i", range(16))
     for start in range(10):
         assert window.read(step_input, table, start, [0] * (10 - start), 4) == View(table)
-    assert all(view is table for view, _, _ in step_input.segments)
-    assert len(step_input.segments) == 1
+    assert len(step_input.slot_tables) == 1 and step_input.slot_tables[0] is table
 
 
 # ---- the kernels
@@ -158,13 +155,13 @@ def test_all_kernels_look_where_the_view_says(window: int, sloped: bool, dtype: 
         step_input, expected = scene(random.Random(seed), sink=3, recent=9)
         q = torch.randn(step_input.length, 4, 24)
         want = by_definition(q, pool, expected, window, modifier)
-        got: Any = TorchKernels(CPU, torch.float32).attend(
+        got: Any = TorchBackend(CPU, torch.float32).attend(
             q, spec, step_input, pool, 0, 0.25, window, modifier
         )
         torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
         if any(map(shutil.which, ("cc", "gcc", "clang"))):
             wide = torch.nn.functional.pad(q, (0, pool.width - 24)).contiguous()
-            ours = kernels_for(CPU, torch.float32).attend(
+            ours = backend_for(CPU, torch.float32).attend(
                 wide, spec, step_input, pool, 0, 0.25, window, modifier
             )
             torch.testing.assert_close(

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from outrider.backends.select import kernels_for
-from outrider.backends.torch.kernels import TorchKernels
+from outrider.backends.select import backend_for
+from outrider.backends.torch.backend import TorchBackend
 from outrider.cache.pool import Pool
 from outrider.core.step_input import StepInput
 
@@ -20,7 +20,7 @@ HEADS, KV, D, EPS, WIDE, CPU = 4, 2, 24, 1e-5, torch.float64, torch.device("cpu"
 @pytest.mark.parametrize("kind", [torch.float32, torch.int8], ids=str)
 @pytest.mark.parametrize("window", [0, 3, 7])
 def test_rows_of_a_block_see_the_text_and_each_other(window: int, kind: torch.dtype) -> None:
-    compiled, plain = kernels_for(CPU, torch.float32), TorchKernels(CPU, torch.float32)
+    compiled, plain = backend_for(CPU, torch.float32), TorchBackend(CPU, torch.float32)
     if type(compiled) is type(plain):
         pytest.skip("no compiler")
     torch.manual_seed(2)
@@ -38,9 +38,9 @@ def test_rows_of_a_block_see_the_text_and_each_other(window: int, kind: torch.dt
         assert run.rope_store(context, alone, turn, before.build(), pool, 0).numel() == 0
         here.block(table, end, table[end : end + block], [0] * block)
         q = run.rope_store(rows, heads, turn, here.build(), pool, 0)
-        assert here.positions.tolist() == list(range(end, end + block)) and here.slots.tolist() == list(
-            table[end : end + block]
-        )
+        assert here.positions.tolist() == list(
+            range(end, end + block)
+        ) and here.slot_mapping.tolist() == list(table[end : end + block])
         out = run.attend(q, heads, here, pool, 0, D**-0.5, window)
         keys, values = pool.read(0, torch.tensor(table[: end + block]), WIDE)
         queries = q[..., :D].to(WIDE)

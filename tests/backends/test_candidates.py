@@ -11,19 +11,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.backends.candidates import Candidates, Found, Nodes, Plain
-from outrider.backends.cpu import kernels as cpu
+from outrider.backends.cpu import backend as cpu
 from outrider.backends.cpu.candidates import Compiled
-from outrider.backends.torch.kernels import TorchKernels
+from outrider.backends.torch.backend import TorchBackend
 from outrider.core.params import DistributionParams
 from outrider.drafting.trees.sampled import RANKED
 
 LEAST = 1e-30
-TORCH = TorchKernels(torch.device("cpu"), torch.float32)
+TORCH = TorchBackend(torch.device("cpu"), torch.float32)
 
 
 def kinds(k: int, wide: int, levels: int) -> list[Candidates]:
     library = cpu.library()
-    return [Plain(TORCH.picks, k, wide), *([] if library is None else [Compiled(library, k, wide, levels)])]
+    return [
+        Plain(TORCH.pick_rows, k, wide),
+        *([] if library is None else [Compiled(library, k, wide, levels)]),
+    ]
 
 
 class Sorted:
@@ -137,7 +140,7 @@ def test_growing_is_picking_and_widening(
     rows = 1
     for level in range(levels):
         logits, key = torch.randn(rows, 40, generator=random_streams) * 3, seed + level
-        found = Found(*TORCH.picks(logits, distribution, [key] * rows, k, ids), ids, ranked)
+        found = Found(*TORCH.pick_rows(logits, distribution, [key] * rows, k, ids), ids, ranked)
         expected = apart.widen(found)
         assert all(tree.grow(logits, distribution, key, ids, ranked) == expected for tree in trees)
         if not (rows := len(expected[0])):

@@ -14,20 +14,20 @@ import pytest
 import torch
 
 from outrider import LLM, SamplingParams
-from outrider.backends.cpu import kernels as cpu
+from outrider.backends.cpu import backend as cpu
 from outrider.backends.cpu import threads
 
 PROGRAM = """
 import os, pathlib, sys
 import torch
-from outrider.backends.select import kernels_for
+from outrider.backends.select import backend_for
 from outrider.backends.cpu import threads
 threads.quota = lambda *_: float(sys.argv[1])
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 4))
-kernels_for(torch.device("cpu"), torch.float32)
+backend_for(torch.device("cpu"), torch.float32)
 lowered = torch.get_num_threads()
 torch.set_num_threads(5)
-kernels_for(torch.device("cpu"), torch.float32)
+backend_for(torch.device("cpu"), torch.float32)
 print(lowered, torch.get_num_threads())
 """
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from array import array
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_sampler import NEVER, c_kernels, make_row, needs_c
+from test_sampler import NEVER, c_backend, make_row, needs_c
 
 from outrider import ModelError
 from outrider.backends.torch import sampling as reference
@@ -19,7 +20,7 @@ from outrider.core.params import DistributionParams
 from outrider.core.step_input import StepInput
 from outrider.core.types import FINAL, DraftTree
 from outrider.models.decoder import Decoder
-from outrider.models.steps import in_steps
+from outrider.models.steps import forward_parts
 from outrider.sampling.sampler import Sampler
 from outrider.verify.match import Match
 
@@ -50,7 +51,7 @@ def test_following_a_tree_is_picking_node_by_node(
         logits[1 + int(torch.randint(len(above), (1,), generator=random_streams)) + 1] = NEVER
     row = make_row([1] * length, distribution, seed, index)
     sampler, tree = (
-        Sampler(c_kernels()),
+        Sampler(c_backend()),
         DraftTree(tokens, parents, [0.5] * len(tokens), probes=min(probes, len(tokens))),
     )
 
@@ -58,10 +59,11 @@ def test_following_a_tree_is_picking_node_by_node(
         follow = staticmethod(lambda: None)
         pick = staticmethod(lambda node, path: sampler.pick(row, path, logits, 2 + node))
 
-    trees = sampler.kernels.trees()
+    matcher = c_backend().matcher
+    trees = matcher.queries()
     for key in (4, 0, 9):
         sampler.ask(trees, key, row, tree, 1)
-    sampler.kernels.follow(logits, trees)
+    matcher.match(logits, trees)
     found = trees.read()
     try:
         expected = Match().walk(tree, Asked)  # type: ignore[arg-type]
@@ -82,17 +84,20 @@ def test_a_model_in_one_call_is_its_parts(
         hidden_size=64, num_hidden_layers=2, vocab_size=200
     )  # the last block of logits is not full
     decoder = Decoder(Checkpoint.open(str(folder)), torch.float32, torch.device("cpu"), 64, quantization)
-    table, sampler = array("i", range(40)), Sampler(decoder.kernels)
+    table, sampler = array("i", range(40)), Sampler(decoder.backend)
     tree = DraftTree([5, 9, 5, 150], [-1, -1, 0, 2], [0.5] * 4)
 
     def run(one_call: bool, known: list[int], distribution: DistributionParams) -> tuple[Any, ...]:
-        step_input, trees, states = StepInput(), decoder.kernels.trees(), dict.fromkeys(kept, torch.empty(0))
+        assert decoder.backend.matcher is not None
+        step_input, states = StepInput(), dict.fromkeys(kept, torch.empty(0))
+        trees = decoder.backend.matcher.queries()
         step_input.chain(table, 0, known)
         at = len(known)
         step_input.nodes(table, at, [[at], [at + 1], [at, at + 2], [at, at + 2, at + 3]], tree.tokens)
         sampler.ask(trees, 7, make_row(known, distribution), tree, 0)
-        read = decoder.read if one_call else lambda *given: in_steps(decoder, *given)
-        logits = read(step_input.build(), decoder.pool(64), [*range(at - 1, at + 4)], states, trees).clone()
+        step_input.logits_rows = [*range(at - 1, at + 4)]
+        forward = decoder.forward_step if one_call else partial(forward_parts, decoder)
+        logits = forward(step_input.build(), decoder.pool(64), states, trees).clone()
         return logits, states, trees.read()
 
     for known, distribution in (
@@ -112,8 +117,8 @@ def test_a_model_in_one_call_is_its_parts(
 @needs_c
 def test_c_rounds_as_torch_does() -> None:
     """Two tokens of different blocks whose scores, logit and noise, lie within a few roundings of each other."""
-    kernels, random_streams, distribution = (
-        c_kernels(),
+    backend, random_streams, distribution = (
+        c_backend(),
         torch.Generator().manual_seed(1),
         DistributionParams(0.7),
     )
@@ -128,6 +133,6 @@ def test_c_rounds_as_torch_does() -> None:
         for _ in range(8):
             logits[second] = near = near.nextafter(torch.tensor(99.0))
             assert (
-                kernels.pick(logits, distribution, key, 2, False)[0]
+                backend.pick(logits, distribution, key, 2, False)[0]
                 == reference.pick(logits, distribution, key, 2)[0]
             )

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import walk
+from helpers import requests_of, walk
 from torch import Tensor
 
 from outrider.backends.base import ScoreModifier
-from outrider.backends.cpu import kernels as cpu
-from outrider.backends.cpu.kernels import CpuKernels
-from outrider.backends.select import kernels_for
-from outrider.backends.torch.kernels import TorchKernels
+from outrider.backends.cpu import backend as cpu
+from outrider.backends.cpu.backend import CpuBackend
+from outrider.backends.select import backend_for
+from outrider.backends.torch.backend import TorchBackend
 from outrider.cache.pool import Pool
 from outrider.checkpoints.hub import Checkpoint
 from outrider.core.step_input import StepInput
@@ -32,7 +32,7 @@ SLOTS = 160
 needs_c = pytest.mark.skipif(cpu.library() is None, reason="no C compiler here")
 
 
-class Ops(CpuKernels):
+class Ops(CpuBackend):
     """The parts of `stack` one by one, as the reference has them."""
 
     def silu_mul(self, x: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ class Ops(CpuKernels):
         return y
 
 
-def c_kernels(dtype: torch.dtype) -> Ops:
+def c_backend(dtype: torch.dtype) -> Ops:
     library = cpu.library()
     assert library is not None
     return Ops(library, dtype)
@@ -86,15 +86,15 @@ SHAPES = [
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
 def test_linear(inputs: int, outputs: int, dtype: torch.dtype) -> None:
-    kernels = c_kernels(dtype)
+    backend = c_backend(dtype)
     weight, bias = torch.randn(outputs, inputs), torch.randn(outputs)
     for n in (1, 2, 5, 6, 7, 8, 13):
         x, base = torch.randn(n, inputs), torch.randn(n, outputs)
         exact = x.double() @ weight.to(dtype).double().T
-        near(kernels.linear(x, kernels.pack(weight)), exact, 1e-4)
-        near(kernels.linear(x, kernels.pack(weight, bias)), exact + bias, 1e-4)
+        near(backend.linear(x, backend.pack(weight)), exact, 1e-4)
+        near(backend.linear(x, backend.pack(weight, bias)), exact + bias, 1e-4)
         added = base.clone()
-        assert kernels.linear(x, kernels.pack(weight, bias), add=added) is added
+        assert backend.linear(x, backend.pack(weight, bias), add=added) is added
         near(added, base + exact + bias, 1e-4)
 
 
@@ -102,10 +102,10 @@ def test_linear(inputs: int, outputs: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_linear_writes_nothing_past_its_outputs(dtype: torch.dtype) -> None:
     """The last panel of odd shapes is computed in full and stored in part."""
-    kernels = c_kernels(dtype)
-    weight = kernels.pack(torch.randn(70, 9))
+    backend = c_backend(dtype)
+    weight = backend.pack(torch.randn(70, 9))
     memory = torch.full((5 * 70 + 64,), 7.0)
-    kernels.linear(torch.randn(5, 9), weight, add=memory[: 5 * 70].view(5, 70))
+    backend.linear(torch.randn(5, 9), weight, add=memory[: 5 * 70].view(5, 70))
     assert (memory[5 * 70 :] == 7).all()
 
 
@@ -113,23 +113,23 @@ def test_linear_writes_nothing_past_its_outputs(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
 def test_embed_reads_rows_of_a_packed_weight(inputs: int, outputs: int, dtype: torch.dtype) -> None:
-    kernels, weight = c_kernels(dtype), torch.randn(outputs, inputs)
+    backend, weight = c_backend(dtype), torch.randn(outputs, inputs)
     ids = torch.randint(outputs, (11,))
     step_input = StepInput()
     step_input.chain(array("i", range(11)), 0, ids.tolist())
-    assert torch.equal(kernels.embed(kernels.pack(weight), step_input.build()), weight.to(dtype).float()[ids])
+    assert torch.equal(backend.embed(backend.pack(weight), step_input.build()), weight.to(dtype).float()[ids])
 
 
 @needs_c
 @pytest.mark.parametrize("width", [1, 15, 16, 17, 64, 100, 384])
 @pytest.mark.parametrize("n", [1, 3, 12])
 def test_small_kernels(n: int, width: int) -> None:
-    kernels, torch_kernels = c_kernels(torch.float32), TorchKernels(CPU, torch.float32)
+    backend, torch_backend = c_backend(torch.float32), TorchBackend(CPU, torch.float32)
     x, weight, both = torch.randn(n, width) * 3, torch.randn(width), torch.randn(n, 2 * width) * 8
-    near(kernels.rms_norm(x, weight, 1e-6), torch_kernels.rms_norm(x, weight, 1e-6))
-    near(kernels.silu_mul(both), torch_kernels.silu_mul(both))
+    near(backend.rms_norm(x, weight, 1e-6), torch_backend.rms_norm(x, weight, 1e-6))
+    near(backend.silu_mul(both), torch_backend.silu_mul(both))
     far = torch.tensor([[-200.0, 200.0, -88.0, 0.0] * width])[:, : 2 * width]
-    near(kernels.silu_mul(far.contiguous()), torch_kernels.silu_mul(far))
+    near(backend.silu_mul(far.contiguous()), torch_backend.silu_mul(far))
 
 
 # ---- attention
@@ -183,13 +183,13 @@ def test_rope_store(heads: int, kv_heads: int, head_dim: int, norms: bool, dtype
     angle = torch.rand(64, head_dim // 2) * 6
     turn = torch.cat([angle.cos(), angle.sin()], dim=-1).contiguous()
     qkv = torch.randn(step_input.length, (heads + 2 * kv_heads) * head_dim)
-    expected = TorchKernels(CPU, torch.float32).rope_store(qkv, spec, turn, step_input, theirs, 1)
-    got = c_kernels(dtype).rope_store(qkv, spec, turn, step_input, ours, 1)
+    expected = TorchBackend(CPU, torch.float32).rope_store(qkv, spec, turn, step_input, theirs, 1)
+    got = c_backend(dtype).rope_store(qkv, spec, turn, step_input, ours, 1)
     near(got[..., :head_dim], expected)
     assert (got[..., head_dim:] == 0).all() and (ours.data[..., head_dim:] == 0).all()
     near(ours.data.float(), theirs.data.float(), 1e-5 if dtype == torch.float32 else 1e-2)
     untouched = torch.ones(SLOTS, dtype=torch.bool)
-    untouched[step_input.slots] = False
+    untouched[step_input.on(CPU).slot_mapping] = False
     assert torch.equal(ours.data[:, :, untouched], theirs.data[:, :, untouched])
     assert torch.equal(ours.data[0], theirs.data[0]), "another layer was written to"
 
@@ -205,10 +205,10 @@ def test_attend(heads: int, kv_heads: int, head_dim: int, window: int, dtype: to
         step_input = random_plan(random.Random(seed))
         q = torch.randn(step_input.length, heads, head_dim) * 2
         wide = torch.nn.functional.pad(q, (0, pool.width - head_dim)).contiguous()
-        expected = TorchKernels(CPU, torch.float32).attend(
+        expected = TorchBackend(CPU, torch.float32).attend(
             q, spec, step_input, pool, 1, head_dim**-0.5, window
         )
-        near(c_kernels(dtype).attend(wide, spec, step_input, pool, 1, head_dim**-0.5, window), expected)
+        near(c_backend(dtype).attend(wide, spec, step_input, pool, 1, head_dim**-0.5, window), expected)
 
 
 def bends() -> list[ScoreModifier]:
@@ -232,10 +232,10 @@ def test_attend_with_bent_scores(which: int, window: int, dtype: torch.dtype) ->
         step_input = random_plan(random.Random(seed))
         q = torch.randn(step_input.length, 4, 24) * 2
         wide = torch.nn.functional.pad(q, (0, pool.width - 24)).contiguous()
-        expected = TorchKernels(CPU, torch.float32).attend(
+        expected = TorchBackend(CPU, torch.float32).attend(
             q, spec, step_input, pool, 1, 0.5, window, modifier
         )
-        near(c_kernels(dtype).attend(wide, spec, step_input, pool, 1, 0.5, window, modifier), expected)
+        near(c_backend(dtype).attend(wide, spec, step_input, pool, 1, 0.5, window, modifier), expected)
 
 
 @pytest.mark.parametrize("which", range(4))
@@ -245,11 +245,11 @@ def test_bent_scores_are_the_definition(which: int) -> None:
     step_input = random_plan(random.Random(5))
     q = torch.randn(step_input.length, 4, 16)
     got = (
-        TorchKernels(CPU, torch.float32)
+        TorchBackend(CPU, torch.float32)
         .attend(q, spec, step_input, pool, 0, 0.25, window, modifier)
         .view(step_input.length, 4, 16)
     )
-    for table, first, count in step_input.segments:
+    for table, first, count in requests_of(step_input):
         for row in range(first, first + count):
             keys = walk(step_input, table, row)[-window:]
             for head in range(4):
@@ -270,11 +270,11 @@ def test_the_reference_attention_is_the_definition() -> None:
     step_input = random_plan(random.Random(5))
     q = torch.randn(step_input.length, 4, 16)
     got = (
-        TorchKernels(CPU, torch.float32)
+        TorchBackend(CPU, torch.float32)
         .attend(q, spec, step_input, pool, 0, scale, window)
         .view(step_input.length, 4, 16)
     )
-    for table, first, count in step_input.segments:
+    for table, first, count in requests_of(step_input):
         for row in range(first, first + count):
             keys = walk(step_input, table, row)[-window:]
             for head in range(4):
@@ -289,29 +289,29 @@ def test_the_reference_attention_is_the_definition() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("inputs", "outputs"), [(65, 63), (384, 200), (1100, 130)])
 def test_linear_rows_are_independent(inputs: int, outputs: int, dtype: torch.dtype) -> None:
-    kernels = c_kernels(dtype)
-    weight = kernels.pack(torch.randn(outputs, inputs), torch.randn(outputs))
+    backend = c_backend(dtype)
+    weight = backend.pack(torch.randn(outputs, inputs), torch.randn(outputs))
     x = torch.randn(40, inputs)
-    alone = torch.cat([kernels.linear(x[i : i + 1], weight) for i in range(40)])
+    alone = torch.cat([backend.linear(x[i : i + 1], weight) for i in range(40)])
     for n in range(1, 41):
-        assert torch.equal(kernels.linear(x[:n], weight), alone[:n]), n
-        assert torch.equal(kernels.linear(x[40 - n :], weight), alone[40 - n :]), n
+        assert torch.equal(backend.linear(x[:n], weight), alone[:n]), n
+        assert torch.equal(backend.linear(x[40 - n :], weight), alone[40 - n :]), n
     with two_threads():
         for n in range(1, 41):
-            assert torch.equal(kernels.linear(x[:n], weight), alone[:n]), n
+            assert torch.equal(backend.linear(x[:n], weight), alone[:n]), n
 
 
 @needs_c
 def test_small_kernels_rows_are_independent() -> None:
-    kernels = c_kernels(torch.float32)
+    backend = c_backend(torch.float32)
     x, weight = torch.randn(40, 390), torch.randn(390)
-    norms = torch.cat([kernels.rms_norm(x[i : i + 1], weight, 1e-6) for i in range(40)])
-    gates = torch.cat([kernels.silu_mul(x[i : i + 1]) for i in range(40)])
+    norms = torch.cat([backend.rms_norm(x[i : i + 1], weight, 1e-6) for i in range(40)])
+    gates = torch.cat([backend.silu_mul(x[i : i + 1]) for i in range(40)])
     for threads in (nullcontext(), two_threads()):
         with threads:
             for n in range(1, 41):
-                assert torch.equal(kernels.rms_norm(x[:n], weight, 1e-6), norms[:n])
-                assert torch.equal(kernels.silu_mul(x[:n]), gates[:n])
+                assert torch.equal(backend.rms_norm(x[:n], weight, 1e-6), norms[:n])
+                assert torch.equal(backend.silu_mul(x[:n]), gates[:n])
 
 
 def forward(decoder: Decoder, pool: Pool, table: array[int], start: int, tokens: list[int]) -> Tensor:
@@ -401,11 +401,11 @@ def test_the_c_kernels_build_where_a_compiler_is() -> None:
 
 def test_the_environment_asks_for_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTRIDER_KERNELS", "torch")
-    assert isinstance(kernels_for(CPU, torch.float32), TorchKernels)
+    assert isinstance(backend_for(CPU, torch.float32), TorchBackend)
 
 
 def test_float16_runs_on_torch() -> None:
-    assert isinstance(kernels_for(CPU, torch.float16), TorchKernels)
+    assert isinstance(backend_for(CPU, torch.float16), TorchBackend)
 
 
 @pytest.mark.parametrize("compiler", [None, "/no/such/compiler", "false"])
@@ -421,23 +421,23 @@ def test_without_a_working_compiler_the_torch_kernels_run(
         monkeypatch.setenv("CC", compiler)
     cpu.library.cache_clear()
     try:
-        assert isinstance(kernels_for(CPU, torch.float32), TorchKernels)
+        assert isinstance(backend_for(CPU, torch.float32), TorchBackend)
         assert "torch kernels are used" in caplog.text
     finally:
         cpu.library.cache_clear()
 
 
-@pytest.mark.parametrize("kernels", ["", "torch"])
+@pytest.mark.parametrize("backend", ["", "torch"])
 def test_the_self_test_passes_here_and_fails_where_rows_depend_on_each_other(
-    kernels: str, checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+    backend: str, checkpoint: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OUTRIDER_KERNELS", kernels)
+    monkeypatch.setenv("OUTRIDER_KERNELS", backend)
     decoder = Decoder(Checkpoint.open(str(checkpoint())), torch.float32, CPU, 64)
     assert bit_exact(decoder)
-    honest = decoder.read
+    honest = decoder.forward_step
     monkeypatch.setattr(
         decoder,
-        "read",
+        "forward_step",
         lambda step_input, *given: honest(step_input, *given) * (1 + 1e-6 * (step_input.length > 1)),
     )
     assert not bit_exact(decoder)

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_kernels import LAYOUTS, SLOTS, c_kernels, heads_of, near, needs_c, pools, random_plan, two_threads
+from test_kernels import LAYOUTS, SLOTS, c_backend, heads_of, near, needs_c, pools, random_plan, two_threads
 from torch import Tensor
 
+from outrider.backends.cpu import backend as cpu
 from outrider.backends.cpu import build, structs
-from outrider.backends.cpu import kernels as cpu
-from outrider.backends.torch.kernels import TorchKernels
+from outrider.backends.torch.backend import TorchBackend
 from outrider.cache.pool import Pool
 from outrider.checkpoints.hub import Checkpoint, Weights
 from outrider.checkpoints.quantize import quantize
@@ -74,15 +74,15 @@ def ids_plan(ids: list[int]) -> StepInput:
 @pytest.mark.parametrize(("bits", "offsets", "group"), FORMS)
 @pytest.mark.parametrize("outputs", [1, 31, 32, 70])
 def test_linear(outputs: int, bits: int, offsets: bool, group: int) -> None:
-    kernels, inputs = c_kernels(torch.bfloat16), 3 * group
+    backend, inputs = c_backend(torch.bfloat16), 3 * group
     weight, bias = some(outputs, inputs, bits, offsets, group), torch.randn(outputs)
-    packed = kernels.pack(weight, bias)
+    packed = backend.pack(weight, bias)
     for n in (1, 2, 5, 6, 7, 8, 13):
         x, base = torch.randn(n, inputs), torch.randn(n, outputs)
         exact = rounded(x, 32 if group % 32 == 0 else 16) @ weight.dense().double().T
-        near(kernels.linear(x, kernels.pack(weight)), exact, 1e-4)
+        near(backend.linear(x, backend.pack(weight)), exact, 1e-4)
         added = base.clone()
-        assert kernels.linear(x, packed, add=added) is added
+        assert backend.linear(x, packed, add=added) is added
         near(added, base + exact + bias, 1e-4)
 
 
@@ -91,12 +91,12 @@ def test_linear(outputs: int, bits: int, offsets: bool, group: int) -> None:
 def test_what_rounding_costs(bits: int, most: float) -> None:
     """Activations in 8 bits add about as much as weights in 8 bits do, and next to nothing to weights in 4."""
     weight, x = torch.randn(200, 384), torch.randn(32, 384)
-    few, kernels = quantize(weight, bits), c_kernels(torch.float32)
+    few, backend = quantize(weight, bits), c_backend(torch.float32)
     exact, kept = (
         x.double() @ weight.double().T,
         few.dense().double() if isinstance(few, QuantizedWeight) else weight,
     )
-    got = kernels.linear(x, kernels.pack(few)).double()
+    got = backend.linear(x, backend.pack(few)).double()
     assert (got - exact).norm() < most * exact.norm()
     assert (got - x.double() @ kept.T).norm() < 0.008 * exact.norm()
 
@@ -104,8 +104,8 @@ def test_what_rounding_costs(bits: int, most: float) -> None:
 @needs_c
 def test_groups_that_the_vectors_cannot_follow_are_widened() -> None:
     weight, x = some(20, 60, 8, True, 12), torch.randn(3, 60)
-    kernels = c_kernels(torch.float32)
-    near(kernels.linear(x, kernels.pack(weight)), x @ weight.dense().T, 1e-4)
+    backend = c_backend(torch.float32)
+    near(backend.linear(x, backend.pack(weight)), x @ weight.dense().T, 1e-4)
 
 
 @needs_c
@@ -114,9 +114,9 @@ def test_scales_of_any_size(size: float) -> None:
     """Half precision alone would lose them below 1e-7 and above 65504."""
     weight, x = some(40, 64), torch.randn(3, 64)
     weight = QuantizedWeight(weight.values, weight.scales * size, None, 8, 32)
-    kernels = c_kernels(torch.float32)
+    backend = c_backend(torch.float32)
     near(
-        kernels.linear(x, kernels.pack(weight)) / size,
+        backend.linear(x, backend.pack(weight)) / size,
         rounded(x, 32) @ (weight.dense().double() / size).T,
         1e-3,
     )
@@ -127,44 +127,44 @@ def test_scales_of_any_size(size: float) -> None:
 def test_embed(bits: int, offsets: bool, group: int) -> None:
     weight, ids = some(70, 2 * group, bits, offsets, group), [0, 69, 33, 33, 5]
     expected = weight.dense()[ids]
-    near(c_kernels(torch.float32).embed(c_kernels(torch.float32).pack(weight), ids_plan(ids)), expected, 1e-6)
-    torch_kernels = TorchKernels(CPU, torch.float32)
-    near(torch_kernels.embed(torch_kernels.pack(weight), ids_plan(ids)), expected, 1e-6)
+    near(c_backend(torch.float32).embed(c_backend(torch.float32).pack(weight), ids_plan(ids)), expected, 1e-6)
+    torch_backend = TorchBackend(CPU, torch.float32)
+    near(torch_backend.embed(torch_backend.pack(weight), ids_plan(ids)), expected, 1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("bits", "offsets", "group"), FORMS[:4])
 def test_the_reference_linear(bits: int, offsets: bool, group: int, dtype: torch.dtype) -> None:
-    kernels, weight, bias = TorchKernels(CPU, dtype), some(40, 96, bits, offsets, group), torch.randn(40)
+    backend, weight, bias = TorchBackend(CPU, dtype), some(40, 96, bits, offsets, group), torch.randn(40)
     x = torch.randn(5, 96).to(dtype)
     expected = x.double() @ weight.dense().to(dtype).double().T + bias
-    near(kernels.linear(x, kernels.pack(weight, bias)), expected, 1e-4 if dtype == torch.float32 else 0.1)
+    near(backend.linear(x, backend.pack(weight, bias)), expected, 1e-4 if dtype == torch.float32 else 0.1)
 
 
 @needs_c
 @pytest.mark.parametrize(("bits", "offsets", "group"), FORMS)
 def test_linear_rows_are_independent(bits: int, offsets: bool, group: int) -> None:
-    kernels, most = c_kernels(torch.bfloat16), 128
-    weight = kernels.pack(some(70, 384, bits, offsets, group), torch.randn(70))
+    backend, most = c_backend(torch.bfloat16), 128
+    weight = backend.pack(some(70, 384, bits, offsets, group), torch.randn(70))
     x = torch.randn(most, 384)
-    alone = torch.cat([kernels.linear(x[i : i + 1], weight) for i in range(most)])
+    alone = torch.cat([backend.linear(x[i : i + 1], weight) for i in range(most)])
     for n in range(1, most + 1):
-        assert torch.equal(kernels.linear(x[:n], weight), alone[:n]), n
-        assert torch.equal(kernels.linear(x[most - n :], weight), alone[most - n :]), n
+        assert torch.equal(backend.linear(x[:n], weight), alone[:n]), n
+        assert torch.equal(backend.linear(x[most - n :], weight), alone[most - n :]), n
     with two_threads():
         for n in (1, 2, 5, 6, 7, 16, 40, most):
-            assert torch.equal(kernels.linear(x[:n], weight), alone[:n]), n
+            assert torch.equal(backend.linear(x[:n], weight), alone[:n]), n
 
 
 @needs_c
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_row_that_is_not_finite_stays_alone(bits: int) -> None:
-    kernels = c_kernels(torch.float32)
-    weight, x = kernels.pack(some(33, 64, bits)), torch.randn(4, 64)
-    whole = kernels.linear(x, weight)
+    backend = c_backend(torch.float32)
+    weight, x = backend.pack(some(33, 64, bits)), torch.randn(4, 64)
+    whole = backend.linear(x, weight)
     for bad in (float("nan"), float("inf")):
         x[2, 40] = bad
-        got = kernels.linear(x, weight)
+        got = backend.linear(x, weight)
         assert not got[2].isfinite().any()
         assert torch.equal(got[[0, 1, 3]], whole[[0, 1, 3]])
 
@@ -172,8 +172,8 @@ def test_a_row_that_is_not_finite_stays_alone(bits: int) -> None:
 @needs_c
 @pytest.mark.parametrize("bits", [8, 4])
 def test_linear_writes_nothing_past_its_outputs(bits: int) -> None:
-    kernels, memory = c_kernels(torch.float32), torch.full((5 * 70 + 64,), 7.0)
-    kernels.linear(torch.randn(5, 64), kernels.pack(some(70, 64, bits)), add=memory[: 5 * 70].view(5, 70))
+    backend, memory = c_backend(torch.float32), torch.full((5 * 70 + 64,), 7.0)
+    backend.linear(torch.randn(5, 64), backend.pack(some(70, 64, bits)), add=memory[: 5 * 70].view(5, 70))
     assert (memory[5 * 70 :] == 7).all()
 
 
@@ -186,7 +186,7 @@ def test_other_processors(march: str, tmp_path: Path) -> None:
     built, sources = tmp_path / "kernels.so", build.recipe({}).sources
     flags = [*build.FLAGS, f"-march={march}", "-O1", "-w"]
     subprocess.run([compiler, *flags, *map(str, sources), "-o", str(built), "-lm"], check=True)
-    ours = c_kernels(torch.float32)
+    ours = c_backend(torch.float32)
     theirs = type(ours)(cpu.declare(ctypes.CDLL(str(built))), torch.float32)
     for bits in (8, 4):
         weight, x = ours.pack(some(70, 96, bits, True)), torch.randn(5, 96)
@@ -210,7 +210,7 @@ def test_other_processors(march: str, tmp_path: Path) -> None:
     ("bits", "offsets", "most"), [(8, False, 1.0625), (4, False, 0.5625), (4, True, 0.625), (8, True, 1.125)]
 )
 def test_memory_of_a_weight(bits: int, offsets: bool, most: float) -> None:
-    packed = c_kernels(torch.bfloat16).pack(some(768, 2048, bits, offsets))
+    packed = c_backend(torch.bfloat16).pack(some(768, 2048, bits, offsets))
     assert packed.data.nbytes == most * 768 * 2048
 
 
@@ -301,14 +301,16 @@ def test_rope_store(heads: int, kv_heads: int, head_dim: int) -> None:
         torch.cat([angle.cos(), angle.sin()], dim=-1).contiguous(),
         torch.randn(step_input.length, (heads + 2 * kv_heads) * head_dim),
     )
-    TorchKernels(CPU, torch.float32).rope_store(qkv, spec, turn, step_input, theirs, 1)
-    c_kernels(torch.float32).rope_store(qkv, spec, turn, step_input, ours, 1)
-    mine, reference = (pool.read(1, step_input.slots, torch.float32) for pool in (ours, theirs))
+    TorchBackend(CPU, torch.float32).rope_store(qkv, spec, turn, step_input, theirs, 1)
+    c_backend(torch.float32).rope_store(qkv, spec, turn, step_input, ours, 1)
+    mine, reference = (
+        pool.read(1, step_input.on(CPU).slot_mapping, torch.float32) for pool in (ours, theirs)
+    )
     assert (mine - reference).abs().max() <= 1.01 / 127 * reference.abs().max(), "more than one step apart"
     assert (mine - reference).abs().mean() < 1e-4
     assert (ours.data[..., head_dim : ours.width] == 0).all()
     untouched = torch.ones(SLOTS, dtype=torch.bool)
-    untouched[step_input.slots] = False
+    untouched[step_input.on(CPU).slot_mapping] = False
     assert torch.equal(ours.data[:, :, untouched], theirs.data[:, :, untouched])
     assert torch.equal(ours.data[0], theirs.data[0]), "another layer was written to"
 
@@ -325,10 +327,10 @@ def test_attend(heads: int, kv_heads: int, head_dim: int, window: int) -> None:
         q = torch.randn(step_input.length, heads, head_dim) * 2
         few = rounded(q.view(-1, head_dim), head_dim).view(q.shape).float()
         wide = torch.nn.functional.pad(q, (0, pool.width - head_dim)).contiguous()
-        got = c_kernels(torch.float32).attend(wide, spec, step_input, pool, 1, head_dim**-0.5, window)
+        got = c_backend(torch.float32).attend(wide, spec, step_input, pool, 1, head_dim**-0.5, window)
         near(
             got,
-            TorchKernels(CPU, torch.float32).attend(few, spec, step_input, pool, 1, head_dim**-0.5, window),
+            TorchBackend(CPU, torch.float32).attend(few, spec, step_input, pool, 1, head_dim**-0.5, window),
             2e-5,
         )
 

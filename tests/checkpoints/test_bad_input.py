@@ -274,12 +274,12 @@ def test_memory_for_not_even_one_request(tiny: Path) -> None:
     assert_well(LLM(str(tiny), kv_cache_memory_bytes=100_000, max_model_len=64))
 
 
-@pytest.mark.parametrize("kernels", ["", "torch"])
+@pytest.mark.parametrize("backend", ["", "torch"])
 @pytest.mark.parametrize("length", [2, 8, 17])
 def test_a_very_short_context_works(
-    tiny: Path, llm: LLM, length: int, kernels: str, monkeypatch: pytest.MonkeyPatch
+    tiny: Path, llm: LLM, length: int, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OUTRIDER_KERNELS", kernels)
+    monkeypatch.setenv("OUTRIDER_KERNELS", backend)
     short = LLM(str(tiny), max_model_len=length, speculative_config={"method": "ngram"})
     assert short.generate({"prompt_token_ids": [5]}, SamplingParams(temperature=0, max_tokens=None))[
         0

@@ -299,7 +299,7 @@ def test_log_probabilities_that_drift(pair: tuple[str, str], monkeypatch: pytest
     def drifting(by: float) -> None:
         def variant(self: LLM, config: Any) -> LLM:
             made = real(self, config)
-            sampler = made.engine.runner.sampler = Sampler(made.engine.decoder.kernels)
+            sampler = made.engine.runner.sampler = Sampler(made.engine.decoder.backend)
             values = sampler.values
             monkeypatch.setattr(sampler, "values", lambda *given: values(*given) + by)
             return made

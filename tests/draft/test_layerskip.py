@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import requests_of
 from safetensors.torch import load_file, save_file
 
 from outrider import LLM, ConfigError
@@ -85,7 +86,7 @@ def test_a_skipped_sublayer_is_the_identity_and_has_no_keys(
     )
     tokens, pool = [5, 9, 11, 250, 3], decoder.pool(32)
     pool.data.fill_(7.0)
-    got = decoder.forward(plan_of(0, tokens), pool, decoder.without(attention, mlp))
+    got = decoder.forward(plan_of(0, tokens), pool, decoder.skip_sublayers(attention, mlp))
     assert torch.equal(got, silent.forward(plan_of(0, tokens), silent.pool(32)))
     for i, part in itertools.product(range(LAYERS), (0, 1)):
         written = pool.data[i, part, TABLE[: len(tokens)]]
@@ -96,7 +97,7 @@ def test_a_skipped_sublayer_is_the_identity_and_has_no_keys(
 
 def test_sets_do_not_change_the_whole_model(decoder: Decoder) -> None:
     before = decoder.forward(plan_of(0, [5, 9, 11]), decoder.pool(32))
-    decoder.without((1,), (0, 2))
+    decoder.skip_sublayers((1,), (0, 2))
     assert torch.equal(decoder.forward(plan_of(0, [5, 9, 11]), decoder.pool(32)), before)
 
 
@@ -105,8 +106,8 @@ def test_two_parts_make_the_whole(layer: int, decoder: Decoder) -> None:
     """Bit for bit: the state behind the first layers, and from there to the end; K/V too."""
     whole, parts = decoder.pool(32), decoder.pool(32)
     expected = decoder.forward(plan_of(0, [5, 9, 11, 8]), whole)
-    x = decoder.forward(plan_of(0, [5, 9, 11, 8]), parts, decoder.between(0, layer))
-    got = decoder.forward(plan_of(0, [5, 9, 11, 8]), parts, decoder.between(layer, LAYERS), x)
+    x = decoder.forward(plan_of(0, [5, 9, 11, 8]), parts, decoder.layer_range(0, layer))
+    got = decoder.forward(plan_of(0, [5, 9, 11, 8]), parts, decoder.layer_range(layer, LAYERS), x)
     assert torch.equal(got, expected) and torch.equal(whole.data, parts.data)
 
 
@@ -116,7 +117,7 @@ def test_a_chain_tells_its_states_and_stops_at_its_floor(checkpoint: Make) -> No
         Checkpoint.open(str(checkpoint(num_hidden_layers=LAYERS))), torch.float32, torch.device("cpu"), 64
     )
     tables = [array("i", range(20 * i, 20 * i + 20)) for i in range(3)]
-    distribution, blocks = DistributionParams(temperature=0.0), decoder.without((1,), (2,))
+    distribution, blocks = DistributionParams(temperature=0.0), decoder.skip_sublayers((1,), (2,))
 
     def run(which: list[int], floors: list[float]) -> tuple[list[list[int]], torch.Tensor]:
         step_input, pool = StepInput(), decoder.pool(64)
@@ -127,8 +128,7 @@ def test_a_chain_tells_its_states_and_stops_at_its_floor(checkpoint: Make) -> No
             Chain(3 * at + 2, 4 - i, distribution, 0, floor)
             for at, (i, floor) in enumerate(zip(which, floors))
         ]
-        found = decoder.chain(step_input.build(), pool, chains, 300, StopRule(), blocks, states)
-        assert found is not None
+        found = decoder.draft_chain(step_input.build(), pool, chains, 300, StopRule(), blocks, states)
         return found[0], states
 
     free, states = run([0, 1, 2], [0.0] * 3)
@@ -151,10 +151,10 @@ def test_a_plan_of_some_rows() -> None:
     whole.adapt(3, adapter)
     whole.build()
     part = whole.only([1, 2, 4]).build()
-    columns = [part.host[i * 3 : i * 3 + 3].tolist() for i in range(6)]
-    assert columns == [[whole.host[i * 6 + row] for row in (1, 2, 4)] for i in range(6)]
-    assert part.segments == [(TABLE, 0, 2), (other, 2, 1)] and part.adapted == [(2, 1, adapter)]
-    assert part.host_paths.tolist() == [0, 0, 9, 11, 0, 0]
+    for name in ("input_ids", "positions", "slot_mapping", "context_lens", "path_lens"):
+        assert getattr(part, name).tolist() == [getattr(whole, name)[row] for row in (1, 2, 4)], name
+    assert requests_of(part) == [(TABLE, 0, 2), (other, 2, 1)] and part.adapters == [(2, 1, adapter)]
+    assert part.path_slots.tolist() == [0, 0, 9, 11, 0, 0]
 
 
 # ---- sets

@@ -159,7 +159,7 @@ def test_an_element_sees_what_the_published_mask_shows_it(window: int, level: in
             ]
             assert walk(step_input, table, planned) == [*table[: end - 1], *sees]
             assert step_input.positions[planned] == end - 1 + depth + j
-            assert step_input.ids[planned] == levels[depth][j - (depth == 0)]
+            assert step_input.input_ids[planned] == levels[depth][j - (depth == 0)]
             planned += 1
         assert planned == step_input.length
         for node in range(tree.size):

@@ -145,7 +145,7 @@ def test_the_engine_hands_over_the_best_ids_of_every_node(
         max_num_batched_tokens=40,
     )
     engine, seen = llm.engine, []
-    read, observe = engine.decoder.read, engine.drafter.observe
+    read, observe = engine.decoder.forward_step, engine.drafter.observe
 
     def reading(*given: Any) -> Any:
         found = read(*given)
@@ -165,7 +165,7 @@ def test_the_engine_hands_over_the_best_ids_of_every_node(
         checked += len(rows)
         observe(made)
 
-    monkeypatch.setattr(engine.decoder, "read", reading)
+    monkeypatch.setattr(engine.decoder, "forward_step", reading)
     monkeypatch.setattr(engine.drafter, "observe", checking)
     prompts = [{"prompt_token_ids": [i + 3 * j for j in range(20 + 15 * i)]} for i in range(1, 4)]
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.backends.cpu import kernels as cpu
+from outrider.backends.cpu import backend as cpu
 from outrider.drafting.lookup.index import index_for
 from outrider.drafting.lookup.index_base import PLACES, RUNS, Index, Places
 from outrider.drafting.lookup.index_compiled import Compiled

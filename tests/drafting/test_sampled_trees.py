@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 import torch
-from helpers import walk
+from helpers import requests_of, walk
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -219,19 +219,17 @@ def test_a_plan_lets_every_row_see_its_own_past_in_order(
                 )
             )
     step_input.build()
-    assert step_input.ids.tolist() == [e[0] for e in expected]
+    assert step_input.input_ids.tolist() == [e[0] for e in expected]
     assert step_input.positions.tolist() == [e[1] for e in expected]
-    assert step_input.slots.tolist() == [e[2][-1] for e in expected], "the last key of a row is its own"
-    assert step_input.longest == max(len(e[2]) for e in expected)
+    assert step_input.slot_mapping.tolist() == [e[2][-1] for e in expected], (
+        "the last key of a row is its own"
+    )
+    assert step_input.max_seq_len == max(len(e[2]) for e in expected)
     covered = 0
-    for table, first, count in step_input.segments:
+    for table, first, count in requests_of(step_input):
         assert first == covered
         covered += count
-        keys, order = step_input.keys(first, count, table)
         for i in range(count):
-            seen = sorted((int(order[i, j]), int(keys[j])) for j in range(len(keys)) if order[i, j] >= 0)
-            assert [at for at, _ in seen] == list(range(len(seen)))
-            assert [slot for _, slot in seen] == expected[first + i][2]
             walked = walk(step_input, table, first + i)
             assert walked == expected[first + i][2], "the C kernels walk the same keys"
     assert covered == step_input.length == len(expected)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from rows import make_row
 
 from outrider import ConfigError
-from outrider.backends.base import Kernels
-from outrider.backends.select import kernels_for
+from outrider.backends.base import Backend
+from outrider.backends.select import backend_for
 from outrider.core.stop_rule import NUM_FEATURES, TOP, StopRule, measure, score, should_stop
 from outrider.core.types import Batch, Budget, Commit, DraftTree, Row, RowStep
 from outrider.draft.draft_model import DraftModel
@@ -24,8 +24,8 @@ from outrider.drafting.disco import FEATURES, Classifier
 
 
 @pytest.fixture(scope="module")
-def kernels() -> Kernels:
-    return kernels_for(torch.device("cpu"), torch.float32)
+def backend() -> Backend:
+    return backend_for(torch.device("cpu"), torch.float32)
 
 
 def options(**given: Any) -> Any:
@@ -46,7 +46,7 @@ def settle(rules: stop.Stop, row: Any, probabilities: list[float], accepted: int
 
 @pytest.mark.parametrize("vocabulary", [3, 7, 64, 300, 4099])
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.7])
-def test_traits_are_those_of_the_law(vocabulary: int, temperature: float, kernels: Kernels) -> None:
+def test_traits_are_those_of_the_law(vocabulary: int, temperature: float, backend: Backend) -> None:
     logits = torch.randn(4, vocabulary, generator=torch.Generator().manual_seed(vocabulary)) * 4
     logits[1, :2] = -math.inf
     for row in range(4):
@@ -54,15 +54,15 @@ def test_traits_are_those_of_the_law(vocabulary: int, temperature: float, kernel
         entropy = -sum(p * math.log(p) for p in distribution.tolist() if p > 0)
         best = [*distribution.sort(descending=True).values[:TOP].tolist(), *[0.0] * TOP][:TOP]
         for features in (
-            kernels.should_stop(StopRule(), logits, temperature, 2, 0, row)[1],
+            backend.should_stop(StopRule(), logits, temperature, 2, 0, row)[1],
             measure(logits[row], temperature, 2),
         ):
             assert features == pytest.approx([float(distribution[2]), entropy, *best], abs=2e-5)
 
 
-def test_each_rule_of_a_halt_counts(kernels: Kernels) -> None:
+def test_each_rule_of_a_halt_counts(backend: Backend) -> None:
     logits = torch.randn(50, generator=torch.Generator().manual_seed(1))
-    p, entropy, *_ = kernels.should_stop(StopRule(), logits, 1.0, 3, 0)[1]
+    p, entropy, *_ = backend.should_stop(StopRule(), logits, 1.0, 3, 0)[1]
     for stop_rule, stops in (
         (StopRule(), False),
         (StopRule(least=p - 1e-6), False),
@@ -71,19 +71,19 @@ def test_each_rule_of_a_halt_counts(kernels: Kernels) -> None:
         (StopRule(most=entropy - 1e-6), True),
     ):
         assert (
-            kernels.should_stop(stop_rule, logits, 1.0, 3, 0)[0]
+            backend.should_stop(stop_rule, logits, 1.0, 3, 0)[0]
             == stops
             == should_stop(stop_rule, measure(logits, 1.0, 3), 0)
         )
 
 
-def test_the_network_is_the_same_in_c(kernels: Kernels) -> None:
+def test_the_network_is_the_same_in_c(backend: Backend) -> None:
     random = torch.Generator().manual_seed(2)
     seen = set()
     for trial in range(40):
         hidden = 1 + trial % 9
         net = torch.randn(hidden * (FEATURES + 2) + 1, generator=random)
-        stops, features = kernels.should_stop(
+        stops, features = backend.should_stop(
             StopRule(net=net), torch.randn(99, generator=random) * 3, 0.8, trial, trial % 7
         )
         assert stops == (score(net, features, trial % 7) < 0)

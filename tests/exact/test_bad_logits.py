@@ -9,10 +9,10 @@ import pytest
 
 PROGRAM = """
 import torch
-from outrider.backends.select import kernels_for
+from outrider.backends.select import backend_for
 from outrider.core.params import Law
 
-kernels = kernels_for(torch.device("cpu"), torch.float32)
+kernels = backend_for(torch.device("cpu"), torch.float32)
 for i in range(2000):
     torch.manual_seed(i)
     logits = torch.randn(300)

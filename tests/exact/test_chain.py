@@ -8,9 +8,9 @@ import pytest
 from helpers import answer, tiny_prompts
 
 from outrider import LLM, SamplingParams
-from outrider.backends.cpu.kernels import CpuKernels
 from outrider.core.types import Batch, Draft
 from outrider.draft.draft_model import DraftModel
+from outrider.models.decoder import Decoder
 
 LAWS = (
     {"temperature": 0.0},
@@ -49,7 +49,7 @@ def test_one_call_equals_one_level_after_another(
         with monkeypatch.context() as patch:
             heard = listen(fast, patch)
             if not alone:
-                patch.setattr(CpuKernels, "chain", lambda *_: None)
+                patch.setattr(Decoder, "fuses_chains", False)
             fast.use({"method": "draft_model", "model": stranger, "num_speculative_tokens": 5})
             for distribution in LAWS if rows == 1 else [{}]:
                 asked = (

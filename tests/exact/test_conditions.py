@@ -462,7 +462,7 @@ def test_torch_kernels(
     """The torch kernels, which every other device uses, alone and in company, chains and trees."""
     monkeypatch.setenv("OUTRIDER_KERNELS", "torch")
     plain, fast = LLM(llama), LLM(llama, max_num_seqs=4)
-    assert plain.engine.decoder.kernels.name.startswith("torch")
+    assert plain.engine.decoder.backend.name.startswith("torch")
     params = params_of(distribution, 4)
     expected, truth = expected_of(plain, PROMPTS[:4], params)
     put_to_work(fast, drafter, truth, stranger)

@@ -35,12 +35,12 @@ def params_of(number: int, temperature: float) -> SamplingParams:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("temperature", LAWS)
-@pytest.mark.parametrize("kernels", ["", "torch"])
+@pytest.mark.parametrize("backend", ["", "torch"])
 def test_tokens(
-    kernels: str, temperature: float, form: str, llama: str, stranger: str, monkeypatch: pytest.MonkeyPatch
+    backend: str, temperature: float, form: str, llama: str, stranger: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each prompt alone against all of them at once, guessed for by n-grams, draft models and trees around the truth."""
-    monkeypatch.setenv("OUTRIDER_KERNELS", kernels)
+    monkeypatch.setenv("OUTRIDER_KERNELS", backend)
     llm = LLM(llama, max_num_seqs=4, **FORMS[form])
     if not llm.engine.exact:
         pytest.skip("not promised on this processor")
@@ -60,7 +60,7 @@ def test_tokens(
         {"method": "draft_model", "model": stranger, "num_speculative_tokens": 3},
         {"method": "scripted", "script": Scripts(truth).hidden, "nodes": 40, "num_speculative_tokens": 6},
     ]
-    for config in configs if not kernels else configs[-1:]:
+    for config in configs if not backend else configs[-1:]:
         llm.use(config)
         got = llm.generate(prompts_of(PROMPTS), params)
         assert [said(output.outputs) for output in got] == [said(output.outputs) for output in expected], (

@@ -14,6 +14,7 @@ from outrider import LLM, ConfigError, Logprob, RequestOutput, SamplingParams
 from outrider.core.block_table import PAGE
 from outrider.core.logprobs import Logprobs
 from outrider.core.processor import Ids
+from outrider.core.step_input import StepInput
 from outrider.engine.runner import SLICE
 from outrider.sampling.sampler import Sampler
 
@@ -297,9 +298,14 @@ def test_who_asks_for_nothing_pays_nothing(
 def count_logits(llm: LLM, scored: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """How many rows of logits are computed at once."""
     decoder = llm.engine.decoder
-    read, head_logits = decoder.read, decoder.head_logits
+    forward_step, head_logits = decoder.forward_step, decoder.head_logits
     monkeypatch.setattr(decoder, "head_logits", lambda x: (scored.append(len(x)), head_logits(x))[1])
-    monkeypatch.setattr(decoder, "read", lambda *given: (scored.append(len(given[2])), read(*given))[1])
+
+    def counting(step_input: StepInput, *given: Any) -> Any:
+        scored.append(len(step_input.logits_rows))
+        return forward_step(step_input, *given)
+
+    monkeypatch.setattr(decoder, "forward_step", counting)
 
 
 def test_the_logits_of_a_prompt_are_never_held(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,14 +101,14 @@ SCALES: dict[str, Callable[[str, int], float]] = {
 }
 
 
-@pytest.mark.parametrize("kernels", ["c", "torch"])
+@pytest.mark.parametrize("backend", ["c", "torch"])
 @pytest.mark.parametrize("kind", ADAPTERS)
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
 def test_merged_weights(
-    family: str, kind: str, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, kind: str, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Greedy tokens of W + scale B A in float32; Qwen2 has biases, Qwen3 norms of queries and keys."""
-    monkeypatch.setenv("OUTRIDER_KERNELS", kernels)
+    monkeypatch.setenv("OUTRIDER_KERNELS", backend)
     model = tiny_checkpoint(tmp_path / "model", family, **(ODD if family == "Llama" else {}))
     matrices = write_adapter(tmp_path / "adapter", model, **ADAPTERS[kind])
     expected = LLM(merged(model, tmp_path / "merged", matrices, SCALES[kind])).generate(

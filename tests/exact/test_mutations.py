@@ -15,7 +15,7 @@ from helpers import answer, prompts_of
 from scene import DEPTH, GREEDY, PROMPTS, SAMPLED, Setup, told
 
 from outrider import LLM, SamplingParams
-from outrider.backends.cpu import kernels as cpu
+from outrider.backends.cpu import backend as cpu
 from outrider.backends.cpu.picking import TreeQueries
 from outrider.cache.pool import Pool
 from outrider.core.block_table import PAGE, BlockTable

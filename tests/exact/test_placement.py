@@ -27,11 +27,11 @@ from helpers import (
 )
 
 from outrider import LLM, CapacityError, ConfigError, LoRARequest, SamplingParams, draft
-from outrider.backends.select import kernels_for
-from outrider.backends.torch.kernels import TorchKernels
+from outrider.backends.select import backend_for
+from outrider.backends.torch.backend import TorchBackend
 from outrider.cache.pool import SplitPool
 from outrider.core.block_table import PAGE
-from outrider.draft import draft_model
+from outrider.draft.draft_model import drafter as draft_model
 from outrider.engine import engine as engines
 from outrider.models import decoder
 from outrider.models.placement import Placement, place
@@ -57,17 +57,17 @@ def split(four: str, monkeypatch: pytest.MonkeyPatch) -> Split:
     def make(layers: str, outer: str, other: str = "same", **given: Any) -> LLM:
         at = {"a": CPU, "b": OTHER}
 
-        def kernels(device: torch.device, dtype: torch.dtype) -> Any:
+        def backend(device: torch.device, dtype: torch.dtype) -> Any:
             made: Any = (
-                TorchKernels(CPU, torch.bfloat16)
+                TorchBackend(CPU, torch.bfloat16)
                 if (device, other) == (OTHER, "bfloat16")
-                else kernels_for(CPU, dtype)
+                else backend_for(CPU, dtype)
             )
             made.device = device
             return made
 
         with monkeypatch.context() as patch:
-            patch.setattr(decoder, "kernels_for", kernels)
+            patch.setattr(decoder, "backend_for", backend)
             patch.setattr(
                 engines, "place", lambda *given: Placement(tuple(at[name] for name in layers), at[outer])
             )
@@ -81,7 +81,7 @@ def split(four: str, monkeypatch: pytest.MonkeyPatch) -> Split:
 # ---- the decoder
 
 
-@pytest.mark.parametrize("kernels", ["c", "torch"])
+@pytest.mark.parametrize("backend", ["c", "torch"])
 @pytest.mark.parametrize(
     ("layers", "outer", "parts"),
     [("aabb", "a", 2), ("abab", "a", 4), ("bbbb", "a", 1), ("aaab", "b", 2), ("bbbb", "b", 1)],
@@ -90,14 +90,14 @@ def test_split_and_unsplit(
     layers: str,
     outer: str,
     parts: int,
-    kernels: str,
+    backend: str,
     split: Split,
     four: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The same kernels on both sides: the same tokens, with and without an adapter, from a tree."""
-    monkeypatch.setenv("OUTRIDER_KERNELS", kernels)
+    monkeypatch.setenv("OUTRIDER_KERNELS", backend)
     write_adapter(tmp_path, four)
     loras = [None, LoRARequest("it", 1, str(tmp_path))] * 3
     whole = LLM(four, max_num_seqs=4, enable_lora=True).generate(
@@ -197,10 +197,10 @@ def test_the_tightest_device_decides(split: Split, monkeypatch: pytest.MonkeyPat
 def test_a_draft_on_another_device(four: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The draft's own kernels compute and sample there; its guesses are nearly always right, the tokens the target's."""
 
-    def kernels(device: torch.device, dtype: torch.dtype) -> Any:
-        return TorchKernels(OTHER, dtype) if device == OTHER else kernels_for(device, dtype)
+    def backend(device: torch.device, dtype: torch.dtype) -> Any:
+        return TorchBackend(OTHER, dtype) if device == OTHER else backend_for(device, dtype)
 
-    monkeypatch.setattr(decoder, "kernels_for", kernels)
+    monkeypatch.setattr(decoder, "backend_for", backend)
     monkeypatch.setattr(draft_model, "pick_device", lambda name, option: {"other": OTHER}[name])
     llm = LLM(four, max_num_seqs=4)
     alone, _ = expected(LLM(four, enable_prefix_caching=False), SAMPLED)
@@ -215,8 +215,8 @@ def test_a_draft_on_another_device(four: str, monkeypatch: pytest.MonkeyPatch) -
             }
         )
         drafter: Any = llm.engine.drafter
-        assert drafter.decoder.device == OTHER and isinstance(drafter.sampler.kernels, TorchKernels)
-        assert llm.engine.decoder.device == CPU and not isinstance(llm.engine.sampler.kernels, TorchKernels)
+        assert drafter.decoder.device == OTHER and isinstance(drafter.sampler.backend, TorchBackend)
+        assert llm.engine.decoder.device == CPU and not isinstance(llm.engine.sampler.backend, TorchBackend)
         outputs = llm.generate(prompts_of(PROMPTS), SAMPLED)
         assert [said(o.outputs) for o in outputs] == alone
         assert sum(o.speculation.accepted for o in outputs) > sum(o.speculation.steps for o in outputs)
@@ -225,7 +225,7 @@ def test_a_draft_on_another_device(four: str, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_draft_in_two_parts(four: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chain goes level by level then, through both parts: the target's own draft is nearly always right."""
-    monkeypatch.setattr(decoder, "kernels_for", lambda device, dtype: kernels_for(CPU, dtype))
+    monkeypatch.setattr(decoder, "backend_for", lambda device, dtype: backend_for(CPU, dtype))
     monkeypatch.setattr(draft_model, "place", lambda layers, *given: Placement((CPU, CPU, OTHER, OTHER), CPU))
     llm = LLM(four, max_num_seqs=4, speculative_config={"model": four, "num_speculative_tokens": 4})
     drafter: Any = llm.engine.drafter
@@ -287,6 +287,6 @@ def test_a_gpu_that_is_there(layers: int | None, four: str) -> None:
         sum(a.outputs[0].token_ids == b.outputs[0].token_ids for a, b in zip(outputs, whole))
         > len(PROMPTS) // 2
     )
-    assert {part.kernels.device.type for part in llm.engine.decoder.parts} == (
+    assert {part.backend.device.type for part in llm.engine.decoder.parts} == (
         {"cpu"} if layers == 0 else {"cpu", "cuda"} if layers in (1, 3) else {"cuda"}
     )

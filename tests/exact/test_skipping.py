@@ -11,11 +11,11 @@ import torch
 from helpers import answer, drive, prompts_of, said, settled, tiny_checkpoint, tiny_prompts
 
 from outrider import LLM, SamplingParams
-from outrider.backends.cpu.kernels import CpuKernels
 from outrider.core.step_input import StepInput
 from outrider.core.types import Batch, Commit, Draft, Resume
 from outrider.draft.layerskip import LayerSkip
 from outrider.engine.runner import Runner
+from outrider.models.decoder import Decoder
 
 PROMPTS = tiny_prompts(5, seed=11)
 LAWS: dict[str, dict[str, Any]] = {
@@ -129,7 +129,7 @@ def test_one_call_equals_one_level_after_another(
         "num_speculative_tokens": 4,
     }
     once = heard(llm, monkeypatch, given, distribution)
-    monkeypatch.setattr(CpuKernels, "chain", lambda *_: None)
+    monkeypatch.setattr(Decoder, "fuses_chains", False)
     levels = heard(llm, monkeypatch, given, distribution)
     assert [tokens for tokens, _ in once] == [tokens for tokens, _ in levels]
     for (_, mine), (_, theirs) in zip(once, levels, strict=True):
@@ -213,7 +213,9 @@ def test_keys_of_a_draft_left_in_place_are_caught(
                 step_input, end = StepInput(), row.computed
                 step_input.chain(row.table.slots, step.end - 1, row.tokens[step.end - 1 : end])
                 blocks = (
-                    drafter.blocks if "early_exit" not in config else llm.engine.decoder.without([0], [0])
+                    drafter.blocks
+                    if "early_exit" not in config
+                    else llm.engine.decoder.skip_sublayers([0], [0])
                 )
                 llm.engine.decoder.forward(step_input.build(), drafter.pool, blocks)
         observe(commit)

@@ -20,9 +20,9 @@ from helpers import (
 )
 
 from outrider import LLM, LoRARequest, RequestOutput, SamplingParams
-from outrider.backends.cpu.kernels import CpuKernels
 from outrider.core.types import Batch, Draft
 from outrider.draft.draft_model import DraftModel
+from outrider.models.decoder import Decoder
 
 PROMPTS = [tiny_prompts(1, seed=i, longest=40)[0] * 3 + tiny_prompts(1, seed=9 + i)[0] for i in range(4)]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -58,7 +58,7 @@ def heard(
     with monkeypatch.context() as patch:
         patch.setattr(DraftModel, "propose", listening)
         if not one_call:
-            patch.setattr(CpuKernels, "chain", lambda *_: None)
+            patch.setattr(Decoder, "fuses_chains", False)
         llm.use({"method": "draft_model", "num_speculative_tokens": 4, **config})
         llm.generate(prompts_of(prompts), params)
     settled(llm)
@@ -97,9 +97,9 @@ def by_definition(
 @pytest.mark.parametrize(
     ("target", "draft", "recent"), [("llama", "stranger", 10), ("llama", "self", 10), ("mistral", "self", 5)]
 )
-@pytest.mark.parametrize("kernels", ["", "torch"])
+@pytest.mark.parametrize("backend", ["", "torch"])
 def test_guesses_are_those_of_the_model_under_a_mask(
-    kernels: str,
+    backend: str,
     target: str,
     draft: str,
     recent: int,
@@ -108,7 +108,7 @@ def test_guesses_are_those_of_the_model_under_a_mask(
 ) -> None:
     """A prompt in one chunk, three times as long as the budget and more, and a chain of four guesses behind it; layers that look back
     eight positions, too, further than the budget shows."""
-    monkeypatch.setenv("OUTRIDER_KERNELS", kernels)
+    monkeypatch.setenv("OUTRIDER_KERNELS", backend)
     itself, llm = draft == "self", LLM(request.getfixturevalue(target))
     folder = request.getfixturevalue(target if itself else draft)
     config = {"model": draft if itself else folder, "draft_kv_budget": 3 + recent, "draft_kv_sink": 3}

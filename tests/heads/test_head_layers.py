@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.backends.base import Kernels
-from outrider.backends.cpu import kernels as cpu
-from outrider.backends.cpu.kernels import CpuKernels
-from outrider.backends.torch.kernels import TorchKernels
+from outrider.backends.base import Backend
+from outrider.backends.cpu import backend as cpu
+from outrider.backends.cpu.backend import CpuBackend
+from outrider.backends.torch.backend import TorchBackend
 from outrider.cache.pool import Pool
 from outrider.checkpoints.quantize import quantize
 from outrider.core.step_input import StepInput
@@ -26,12 +26,12 @@ needs_c = pytest.mark.skipif(cpu.library() is None, reason="no C compiler here")
 KINDS = [pytest.param("c", marks=needs_c), "torch"]
 
 
-def kernels_of(kind: str, dtype: torch.dtype) -> Any:
+def backend_of(kind: str, dtype: torch.dtype) -> Any:
     library = cpu.library()
     if kind == "torch":
-        return TorchKernels(CPU, dtype)
+        return TorchBackend(CPU, dtype)
     assert library is not None
-    return CpuKernels(library, dtype)
+    return CpuBackend(library, dtype)
 
 
 def plan_of(tokens: Sequence[int], first: int = 0) -> StepInput:
@@ -50,25 +50,25 @@ def seeded() -> None:
 @pytest.mark.parametrize("bits", [None, 8])
 @pytest.mark.parametrize("count", [1, 3, 20])
 def test_pairs(kind: str, dtype: torch.dtype, bits: int | None, count: int) -> None:
-    kernels: Kernels = kernels_of(kind, dtype)
+    backend: Backend = backend_of(kind, dtype)
     table = torch.randn(V, 64)
-    weight = kernels.pack(table if bits is None else quantize(table, bits))
+    weight = backend.pack(table if bits is None else quantize(table, bits))
     step_input, g = (
         plan_of(torch.randint(V, (count,)).tolist()),
-        torch.randn(count, H).to(kernels.activations),
+        torch.randn(count, H).to(backend.activations),
     )
     token, state = torch.rand(64) + 0.5, torch.rand(H) + 0.5
-    e = kernels.embed(weight, step_input)
-    normed = kernels.rms_norm(e, token, EPS), kernels.rms_norm(g, state, EPS)
+    e = backend.embed(weight, step_input)
+    normed = backend.rms_norm(e, token, EPS), backend.rms_norm(g, state, EPS)
     before = g.clone()
-    assert torch.equal(kernels.pair(weight, step_input, g, None, None, EPS), torch.cat([e, g], dim=1))
+    assert torch.equal(backend.pair(weight, step_input, g, None, None, EPS), torch.cat([e, g], dim=1))
     assert torch.equal(
-        kernels.pair(weight, step_input, g, token, None, EPS), torch.cat([normed[0], g], dim=1)
+        backend.pair(weight, step_input, g, token, None, EPS), torch.cat([normed[0], g], dim=1)
     )
     assert torch.equal(
-        kernels.pair(weight, step_input, g, None, state, EPS), torch.cat([e, normed[1]], dim=1)
+        backend.pair(weight, step_input, g, None, state, EPS), torch.cat([e, normed[1]], dim=1)
     )
-    assert torch.equal(kernels.pair(weight, step_input, g, token, state, EPS), torch.cat(normed, dim=1))
+    assert torch.equal(backend.pair(weight, step_input, g, token, state, EPS), torch.cat(normed, dim=1))
     assert torch.equal(g, before)
 
 
@@ -76,10 +76,10 @@ def test_pairs(kind: str, dtype: torch.dtype, bits: int | None, count: int) -> N
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("reads", ["its norm", "itself", "something wider"])
 def test_a_block_reads_what_it_is_given(kind: str, dtype: torch.dtype, reads: str) -> None:
-    kernels, wide = kernels_of(kind, dtype), 2 * H if reads == "something wider" else H
+    backend, wide = backend_of(kind, dtype), 2 * H if reads == "something wider" else H
 
     def weight(outputs: int, inputs: int) -> Any:
-        return kernels.pack(torch.randn(outputs, inputs) * inputs**-0.5)
+        return backend.pack(torch.randn(outputs, inputs) * inputs**-0.5)
 
     layer = SimpleNamespace(
         qkv=weight((HEADS + 2 * KV) * D, wide), o=weight(H, HEADS * D), gate_up=weight(2 * INNER, H), down=weight(H, INNER),
@@ -87,20 +87,20 @@ def test_a_block_reads_what_it_is_given(kind: str, dtype: torch.dtype, reads: st
         heads=HEADS, kv_heads=KV, head_dim=D, eps=EPS, hidden=H, inner=INNER,
     )  # fmt: skip
     turn = torch.randn(SLOTS, D)
-    stack = kernels.prepare(layer, [layer], turn)  # type: ignore[arg-type]
+    stack = backend.pack_layers(layer, [layer], turn)  # type: ignore[arg-type]
     ours, theirs = (Pool(3, KV, D, SLOTS, dtype, CPU) for _ in range(2))
     for first, count in ((0, 9), (9, 1), (10, 3)):
-        step_input, x = plan_of([0] * count, first), torch.randn(count, H).to(kernels.activations)
+        step_input, x = plan_of([0] * count, first), torch.randn(count, H).to(backend.activations)
         u: Tensor | None = {"itself": x, "something wider": torch.randn(count, wide).to(x.dtype)}.get(reads)
-        expected, seen = x.clone(), kernels.rms_norm(x, layer.norm_in, EPS) if u is None else u.clone()
-        q = kernels.rope_store(kernels.linear(seen, layer.qkv), layer, turn, step_input, theirs, 2)
-        kernels.linear(
-            kernels.attend(q, layer, step_input, theirs, 2, D**-0.5, layer.window), layer.o, expected
+        expected, seen = x.clone(), backend.rms_norm(x, layer.norm_in, EPS) if u is None else u.clone()
+        q = backend.rope_store(backend.linear(seen, layer.qkv), layer, turn, step_input, theirs, 2)
+        backend.linear(
+            backend.attend(q, layer, step_input, theirs, 2, D**-0.5, layer.window), layer.o, expected
         )
-        both = kernels.linear(kernels.rms_norm(expected, layer.norm_post, EPS), layer.gate_up)
-        found = kernels.run(stack, x, step_input, ours, u=u, layer=2)
+        both = backend.linear(backend.rms_norm(expected, layer.norm_post, EPS), layer.gate_up)
+        found = backend.run_layers(stack, x, step_input, ours, u=u, layer=2)
         gate, up = both.chunk(2, dim=-1)
-        inner = kernels.linear((F.silu(gate.float()) * up.float()).to(x.dtype), layer.down, expected)
+        inner = backend.linear((F.silu(gate.float()) * up.float()).to(x.dtype), layer.down, expected)
         loose = 2e-2 if x.dtype == torch.bfloat16 else 1e-5
         torch.testing.assert_close(found.float(), inner.float(), rtol=loose, atol=loose)
         slots = torch.arange(first + count)

@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from outrider import SamplingParams
-from outrider.backends.base import Kernels
-from outrider.backends.select import kernels_for
-from outrider.backends.torch.kernels import TorchKernels
+from outrider.backends.base import Backend
+from outrider.backends.select import backend_for
+from outrider.backends.torch.backend import TorchBackend
 from outrider.backends.torch.sampling import filtered
 from outrider.checkpoints.heads import Head
 from outrider.core.noise import gumbel, key_of
@@ -152,8 +152,8 @@ def test_fused_linears_with_and_without_bias() -> None:
     x, expected = torch.randn(3, 32), torch.cat([tensors["q.weight"], tensors["k.weight"]])
     full = x @ expected.T + torch.cat([torch.zeros(64), tensors["k.bias"]])
     for bits, error in ((None, 1e-4), (8, 0.2)):
-        reader = Reader(Head.of("h", {}, tensors), kernels_for(CPU, torch.float32), bits)
-        out = reader.kernels.linear(x, reader.fused([("q", 64), ("k", 32)], 32))
+        reader = Reader(Head.of("h", {}, tensors), backend_for(CPU, torch.float32), bits)
+        out = reader.backend.linear(x, reader.fused([("q", 64), ("k", 32)], 32))
         assert torch.allclose(out.float(), full, atol=error)
         assert (out - full).abs().max() > 1e-6 or bits is None
 
@@ -161,8 +161,8 @@ def test_fused_linears_with_and_without_bias() -> None:
 # ---- from logits to guesses
 
 
-def both() -> list[Kernels]:
-    return [kernels_for(CPU, torch.float32), TorchKernels(CPU, torch.float32)]
+def both() -> list[Backend]:
+    return [backend_for(CPU, torch.float32), TorchBackend(CPU, torch.float32)]
 
 
 LAWS = st.builds(
@@ -193,7 +193,7 @@ def test_picks_through_a_map_of_tokens(
     )
     keys = [key_of(seed, 0, r) for r in range(rows)]
     tokens = torch.arange(KNOWN) if ids is None else ids.long()
-    results = [kernels.picks(logits, distribution, keys, k, ids) for kernels in both()]
+    results = [backend.pick_rows(logits, distribution, keys, k, ids) for backend in both()]
     for r in range(rows):
         scaled = filtered(logits[r], distribution)
         noise = gumbel(keys[r], V)[tokens] if distribution.temperature > 0 else torch.zeros(KNOWN)
@@ -207,8 +207,8 @@ def test_picks_through_a_map_of_tokens(
             assert not likely[r, len(expected) :].any()
 
 
-def target_of(kernels: Kernels) -> Any:
-    return SimpleNamespace(vocabulary=V, decoder=SimpleNamespace(kernels=kernels), sampler=Sampler(kernels))
+def target_of(backend: Backend) -> Any:
+    return SimpleNamespace(vocabulary=V, decoder=SimpleNamespace(backend=backend), sampler=Sampler(backend))
 
 
 def row_of(temperature: float, **given: Any) -> Row:
@@ -228,8 +228,8 @@ def test_a_head_with_the_targets_logits_says_the_targets_token(temperature: floa
     """Its best guess is what the sampler picks from the same logits, -inf where the head knows no token, at every path and for every
     processor; its law is the sampler's."""
     ids = torch.arange(0, V, 4, dtype=torch.int32)[:KNOWN] if mapped else None
-    for kernels in both():
-        target = target_of(kernels)
+    for backend in both():
+        target = target_of(backend)
         chooser = Chooser(target, ids)
         for asked in (
             {},
@@ -255,14 +255,14 @@ def test_a_head_with_the_targets_logits_says_the_targets_token(temperature: floa
 
 def test_a_head_that_knows_more_tokens_than_the_target() -> None:
     """Padding of its head is never guessed."""
-    kernels = kernels_for(CPU, torch.float32)
-    chooser, logits = Chooser(target_of(kernels)), torch.randn(2, V + 56)
+    backend = backend_for(CPU, torch.float32)
+    chooser, logits = Chooser(target_of(backend)), torch.randn(2, V + 56)
     logits[:, V:] = 50.0
     tokens, _ = chooser.best(row_of(0.0), [[1], [2]], logits, 3)
     assert tokens.max() < V and chooser.wide(logits).shape == (2, V)
 
 
 def test_a_head_that_knows_fewer_tokens_than_are_asked_for() -> None:
-    chooser = Chooser(target_of(kernels_for(CPU, torch.float32)), torch.tensor([5, 9], dtype=torch.int32))
+    chooser = Chooser(target_of(backend_for(CPU, torch.float32)), torch.tensor([5, 9], dtype=torch.int32))
     tokens, shares = chooser.best(row_of(0.0), [[1]], torch.tensor([[1.0, 2.0]]), 8)
     assert tokens.tolist() == [[9, 5]] and float(shares.sum()) == pytest.approx(1.0)

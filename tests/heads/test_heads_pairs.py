@@ -49,10 +49,10 @@ class Net:
         return o
 
     def forward(self, step_input: StepInput, pool: Pool, g: Tensor) -> Tensor:
-        key = torch.zeros(step_input.length, 1, WIDE)
-        key[:, 0, 0], key[:, 0, 1] = step_input.positions.float(), step_input.ids.float()
-        pool.write(0, 0, step_input.slots, key)
-        pool.write(0, 1, step_input.slots, g[:, None, :WIDE])
+        at, key = step_input.on(torch.device("cpu")), torch.zeros(step_input.length, 1, WIDE)
+        key[:, 0, 0], key[:, 0, 1] = at.positions.float(), at.input_ids.float()
+        pool.write(0, 0, at.slot_mapping, key)
+        pool.write(0, 1, at.slot_mapping, g[:, None, :WIDE])
         return g
 
     def logits(self, o: Tensor) -> Tensor:

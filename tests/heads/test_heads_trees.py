@@ -18,7 +18,7 @@ from rows import make_row, proper
 from torch import Tensor
 
 from outrider import LLM, SamplingParams, draft
-from outrider.backends.select import kernels_for
+from outrider.backends.select import backend_for
 from outrider.config import SpeculativeOptions
 from outrider.core.step_input import StepInput
 from outrider.core.types import ROOT, Batch, Budget, Draft, DraftTree, Row
@@ -41,9 +41,9 @@ def logits_of(seed: int, path: Sequence[int]) -> Tensor:
 
 
 def chooser() -> Chooser:
-    kernels = kernels_for(torch.device("cpu"), torch.float32)
+    backend = backend_for(torch.device("cpu"), torch.float32)
     return Chooser(
-        SimpleNamespace(vocabulary=V, decoder=SimpleNamespace(kernels=kernels), sampler=Sampler(kernels))
+        SimpleNamespace(vocabulary=V, decoder=SimpleNamespace(backend=backend), sampler=Sampler(backend))
     )  # type: ignore[arg-type]
 
 
@@ -64,11 +64,11 @@ def grow(tree: Growing, seed: int, nodes: int) -> DraftTree:
         tips = tree.tips
         assert step_input.length == len(tree.sources) == len(tips)
         at = [tuple(said) for said, _ in tips]
-        assert step_input.ids.tolist() == [path[-1] for path in at]
+        assert step_input.input_ids.tolist() == [path[-1] for path in at]
         assert step_input.positions.tolist() == [BASE + level] * len(at)
         assert [path[:-1] for path in at] == [before[source] for source in tree.sources]
-        assert step_input.slots.tolist() == [slots[-1] for _, slots in tips]
-        fresh = set(step_input.slots.tolist())
+        assert step_input.slot_mapping.tolist() == [slots[-1] for _, slots in tips]
+        fresh = set(step_input.slot_mapping.tolist())
         assert len(fresh) == len(at) and not fresh & used
         used |= fresh
         assert used <= set(TABLE[BASE : BASE + nodes])

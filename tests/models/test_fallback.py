@@ -18,7 +18,7 @@ from helpers import Scripts, Truth, answer, drive, said, settled
 from torch import nn
 
 from outrider import LLM, SamplingParams, models
-from outrider.backends.cpu import kernels as cpu
+from outrider.backends.cpu import backend as cpu
 from outrider.checkpoints.hub import Checkpoint
 from outrider.core.step_input import StepInput
 from outrider.errors import ConfigError, ModelError
@@ -325,12 +325,12 @@ def test_unsteady_functions_go_row_by_row() -> None:
 
 
 def test_a_matrix_is_right_however_it_is_used() -> None:
-    from outrider.backends.select import kernels_for
+    from outrider.backends.select import backend_for
 
-    kernels = kernels_for(torch.device("cpu"), torch.float32)
+    backend = backend_for(torch.device("cpu"), torch.float32)
     weight, x, bias = torch.randn(24, 40), torch.randn(2, 3, 40), torch.randn(24)
     near = {"rtol": 1e-4, "atol": 1e-4}
-    matrix: Any = row_invariant.Matrix(weight, bias, kernels)
+    matrix: Any = row_invariant.Matrix(weight, bias, backend)
     torch.testing.assert_close(F.linear(x, matrix, bias), F.linear(x, weight, bias), **near)
     torch.testing.assert_close(F.linear(x, matrix), F.linear(x, weight), **near)
     torch.testing.assert_close(F.linear(x, matrix, bias * 2), F.linear(x, weight, bias * 2), **near)
@@ -343,7 +343,7 @@ def test_a_matrix_is_right_however_it_is_used() -> None:
     torch.testing.assert_close(
         torch.einsum("abk,ok->abo", x, matrix), torch.einsum("abk,ok->abo", x, weight), **near
     )
-    experts: Any = row_invariant.Matrix(torch.stack([weight, weight * 2]), None, kernels)
+    experts: Any = row_invariant.Matrix(torch.stack([weight, weight * 2]), None, backend)
     torch.testing.assert_close(F.linear(x, experts[torch.tensor(1)]), F.linear(x, weight * 2), **near)
     torch.testing.assert_close(
         torch.bmm(x, experts.transpose(1, 2)),

@@ -138,11 +138,11 @@ def logits(folder: Path, ids: list[int], dtype: torch.dtype, max_len: int = 256)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
-@pytest.mark.parametrize("kernels", ["", "torch"])
+@pytest.mark.parametrize("backend", ["", "torch"])
 def test_float32_logits_are_those_of_transformers(
-    family: str, kernels: str, checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+    family: str, backend: str, checkpoint: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OUTRIDER_KERNELS", kernels)
+    monkeypatch.setenv("OUTRIDER_KERNELS", backend)
     folder, ids = checkpoint(family), prompts()[-1]
     with torch.inference_mode():
         expected = reference(folder)(torch.tensor([ids])).logits[0]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from outrider import RequestError, SamplingParams
-from outrider.backends.torch.kernels import TorchKernels
+from outrider.backends.torch.backend import TorchBackend
 from outrider.core.params import DistributionParams
 from outrider.core.processor import Ids
 from outrider.core.types import Row
@@ -223,7 +223,7 @@ def row_of(tokens: list[int], prompt: int, **given: Any) -> Row:
 
 @pytest.fixture
 def sampler() -> Sampler:
-    return Sampler(TorchKernels(torch.device("cpu"), torch.float32))
+    return Sampler(TorchBackend(torch.device("cpu"), torch.float32))
 
 
 def test_the_order_is_that_of_vllm(sampler: Sampler) -> None:

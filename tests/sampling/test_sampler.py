@@ -14,10 +14,10 @@ from test_kernels import two_threads
 from torch import Tensor
 
 from outrider import ModelError, RequestError, SamplingParams
-from outrider.backends.cpu import kernels as cpu
-from outrider.backends.cpu.kernels import CpuKernels
+from outrider.backends.cpu import backend as cpu
+from outrider.backends.cpu.backend import CpuBackend
 from outrider.backends.torch import sampling as reference
-from outrider.backends.torch.kernels import TorchKernels
+from outrider.backends.torch.backend import TorchBackend
 from outrider.core.noise import GOLDEN, MASK, gumbel, key_of, mix
 from outrider.core.params import DistributionParams
 from outrider.core.types import Row
@@ -28,10 +28,10 @@ NEVER = float("-inf")
 needs_c = pytest.mark.skipif(cpu.library() is None, reason="no C compiler here")
 
 
-def c_kernels() -> CpuKernels:
+def c_backend() -> CpuBackend:
     library = cpu.library()
     assert library is not None
-    return CpuKernels(library, torch.float32)
+    return CpuBackend(library, torch.float32)
 
 
 # ---- noise
@@ -56,7 +56,7 @@ def test_noise_in_torch_is_the_formula(key: int) -> None:
 def test_noise_in_c_is_the_formula(seed: int) -> None:
     """With flat logits the ranking is the noise's own."""
     key = key_of(seed, 0, 7)
-    best, _ = c_kernels().pick(torch.zeros(5000), DistributionParams(), key, 64, False)
+    best, _ = c_backend().pick(torch.zeros(5000), DistributionParams(), key, 64, False)
     noise = [python_gumbel(key, token) for token in range(5000)]
     assert best == sorted(range(5000), key=lambda t: -noise[t])[:64]
 
@@ -110,7 +110,7 @@ def random_law(rng: random.Random, vocabulary: int) -> DistributionParams:
 @needs_c
 @pytest.mark.parametrize(("vocabulary", "trials"), [(1, 100), (5, 600), (100, 600), (8192, 150), (50000, 40)])
 def test_c_picks_what_torch_picks(vocabulary: int, trials: int) -> None:
-    rng, kernels = random.Random(vocabulary), c_kernels()
+    rng, backend = random.Random(vocabulary), c_backend()
     for _ in range(trials):
         logits, distribution, key, k = (
             random_logits(rng, vocabulary),
@@ -119,10 +119,10 @@ def test_c_picks_what_torch_picks(vocabulary: int, trials: int) -> None:
             rng.randint(1, 8),
         )
         tokens, probabilities = reference.pick(logits, distribution, key, k)
-        got, shares = kernels.pick(logits, distribution, key, k, True)
+        got, shares = backend.pick(logits, distribution, key, k, True)
         assert got == tokens, (distribution, key, k)
         assert shares == pytest.approx(probabilities, rel=1e-3, abs=1e-6), (distribution, key, k)
-        assert kernels.pick(logits, distribution, key, 1, False)[0] == tokens[:1], (
+        assert backend.pick(logits, distribution, key, 1, False)[0] == tokens[:1], (
             "one token without probabilities"
         )
 
@@ -148,7 +148,7 @@ def test_c_picks_what_torch_picks_for_any_few_logits(
         logits[0] = 0.0
     distribution = DistributionParams(temperature, min_p, top_k, top_p)
     assert (
-        c_kernels().pick(torch.tensor(logits), distribution, key, 8, False)[0]
+        c_backend().pick(torch.tensor(logits), distribution, key, 8, False)[0]
         == reference.pick(torch.tensor(logits), distribution, key, 8)[0]
     )
 
@@ -175,7 +175,7 @@ def test_c_filters_that_drop_nothing_drop_nothing(
 ) -> None:
     for key in range(20):
         assert (
-            c_kernels().pick(torch.tensor(logits), distribution, key, 8, True)[0]
+            c_backend().pick(torch.tensor(logits), distribution, key, 8, True)[0]
             == reference.pick(torch.tensor(logits), distribution, key, 8)[0]
         )
 
@@ -193,43 +193,43 @@ def test_c_filters_that_drop_nothing_drop_nothing(
 def test_threads_that_share_a_row_change_nothing(distribution: DistributionParams) -> None:
     """A row of its own is shared among threads; beside others it is not."""
     torch.manual_seed(3)
-    kernels, logits, keys = c_kernels(), torch.randn(6, 20000) * 3, list(range(6))
-    together, shares = kernels.picks(logits, distribution, keys, 8)
+    backend, logits, keys = c_backend(), torch.randn(6, 20000) * 3, list(range(6))
+    together, shares = backend.pick_rows(logits, distribution, keys, 8)
     for r, key in enumerate(keys):
         with two_threads():
-            alone = kernels.pick(logits, distribution, key, 8, True, r)
+            alone = backend.pick(logits, distribution, key, 8, True, r)
         assert alone == (
             [token for token in together[r].tolist() if token >= 0],
             shares[r][together[r] >= 0].tolist(),
         )
-        assert kernels.pick(logits, distribution, key, 8, False, r)[0] == alone[0]
+        assert backend.pick(logits, distribution, key, 8, False, r)[0] == alone[0]
 
 
-@pytest.mark.parametrize("kernels", [pytest.param("c", marks=needs_c), "torch"])
-def test_greedy_takes_the_first_of_equals(kernels: str) -> None:
-    made: Any = c_kernels() if kernels == "c" else TorchKernels(torch.device("cpu"), torch.float32)
+@pytest.mark.parametrize("backend", [pytest.param("c", marks=needs_c), "torch"])
+def test_greedy_takes_the_first_of_equals(backend: str) -> None:
+    made: Any = c_backend() if backend == "c" else TorchBackend(torch.device("cpu"), torch.float32)
     logits = torch.zeros(100)
     logits[[20, 70, 90]] = 3.0
     assert made.pick(logits, DistributionParams(0.0), 0, 1, False)[0] == [20]
     assert made.pick(logits, DistributionParams(0.0), 0, 4, True)[0] == [20, 70, 90, 0]
 
 
-@pytest.mark.parametrize("kernels", [pytest.param("c", marks=needs_c), "torch"])
+@pytest.mark.parametrize("backend", [pytest.param("c", marks=needs_c), "torch"])
 @pytest.mark.parametrize(
     "distribution",
     [DistributionParams(0.0), DistributionParams(top_p=0.9), DistributionParams(top_k=3)],
     ids=str,
 )
 def test_where_everything_is_forbidden_there_is_nothing_to_pick(
-    kernels: str, distribution: DistributionParams
+    backend: str, distribution: DistributionParams
 ) -> None:
-    made: Any = c_kernels() if kernels == "c" else TorchKernels(torch.device("cpu"), torch.float32)
+    made: Any = c_backend() if backend == "c" else TorchBackend(torch.device("cpu"), torch.float32)
     assert made.pick(torch.full((50,), NEVER), distribution, 9, 3, True) == ([], [])
 
 
-@pytest.mark.parametrize("kernels", [pytest.param("c", marks=needs_c), "torch"])
-def test_k_best_are_distinct_and_no_more_than_the_law_allows(kernels: str) -> None:
-    made: Any = c_kernels() if kernels == "c" else TorchKernels(torch.device("cpu"), torch.float32)
+@pytest.mark.parametrize("backend", [pytest.param("c", marks=needs_c), "torch"])
+def test_k_best_are_distinct_and_no_more_than_the_law_allows(backend: str) -> None:
+    made: Any = c_backend() if backend == "c" else TorchBackend(torch.device("cpu"), torch.float32)
     logits = torch.arange(50.0) / 10
     tokens, shares = made.pick(logits, DistributionParams(top_k=3), 9, 8, True)
     assert sorted(tokens) == [47, 48, 49]
@@ -294,7 +294,7 @@ def test_the_parameters_by_hand() -> None:
     assert kept(top_k=3, top_p=0.5) == [0], "top_p counts what top_k left: 0.5 of 0.875"
 
 
-@pytest.mark.parametrize("kernels", [pytest.param("c", marks=needs_c), "torch"])
+@pytest.mark.parametrize("backend", [pytest.param("c", marks=needs_c), "torch"])
 @pytest.mark.parametrize(
     "distribution",
     [
@@ -303,9 +303,9 @@ def test_the_parameters_by_hand() -> None:
         DistributionParams(temperature=1.5, min_p=0.1, top_k=6),
     ],
 )
-def test_choices_follow_the_law(kernels: str, distribution: DistributionParams) -> None:
+def test_choices_follow_the_law(backend: str, distribution: DistributionParams) -> None:
     """Chi-square over fixed seeds: 6,000 positions of several requests and samples.  The bound is the 1 - 1e-4 quantile."""
-    made: Any = c_kernels() if kernels == "c" else TorchKernels(torch.device("cpu"), torch.float32)
+    made: Any = c_backend() if backend == "c" else TorchBackend(torch.device("cpu"), torch.float32)
     torch.manual_seed(3)
     logits = torch.randn(12) * 1.5
     expected = reference.probabilities(logits, distribution)
@@ -337,7 +337,7 @@ def make_row(
 
 @pytest.fixture
 def sampler() -> Sampler:
-    return Sampler(TorchKernels(torch.device("cpu"), torch.float32))
+    return Sampler(TorchBackend(torch.device("cpu"), torch.float32))
 
 
 def test_the_choice_depends_on_seed_sample_and_position_only(sampler: Sampler) -> None:
@@ -397,7 +397,7 @@ def test_nothing_finite_is_an_error_in_c_too() -> None:
             DistributionParams(top_k=3, top_p=0.5),
         ):
             with pytest.raises(ModelError, match="finite"):
-                Sampler(c_kernels()).pick(make_row([1], distribution), [], torch.full((40,), bad))
+                Sampler(c_backend()).pick(make_row([1], distribution), [], torch.full((40,), bad))
 
 
 # ---- parameters

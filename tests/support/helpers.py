@@ -8,12 +8,14 @@ import random
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from ctypes import c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from outrider import LLM, CompletionOutput, RequestOutput, SamplingParams
+from outrider.backends.cpu import structs
 from outrider.backends.cpu.structs import LINEARS, VECTORS
 from outrider.config import SpeculativeOptions
 from outrider.core.step_input import StepInput
@@ -304,10 +306,20 @@ class Scripts:
 
 
 def walk(step_input: StepInput, table: array[int], row: int) -> list[int]:
-    """The slots that the C kernels walk for one row of a built plan."""
-    _, _, _, seen, depth, address = step_input.host[row :: step_input.length]
-    assert address == table.buffer_info()[0]
-    return [*table[:seen], *step_input.host_paths[row * step_input.width : row * step_input.width + depth]]
+    """The slots that the C kernels visit for one row of a built step, read at the addresses that they get."""
+    rows = structs.view(step_input).rows
+    assert (c_void_p * step_input.length).from_address(rows.tables)[row] == table.buffer_info()[0]
+    context, depth = ((c_int64 * step_input.length).from_address(at)[row] for at in (rows.seen, rows.depths))
+    paths = (c_int32 * (step_input.length * rows.path)).from_address(rows.paths or 0)
+    slots = [*table[:context], *paths[row * rows.path : row * rows.path + depth]]
+    assert slots == step_input.key_slots(row)
+    return slots
+
+
+def requests_of(step_input: StepInput) -> list[tuple[array[int], int, int]]:
+    """(slot table, first row, rows) of every request of a step."""
+    bounds = zip(step_input.slot_tables, step_input.query_start, step_input.query_start[1:])
+    return [(table, first, end - first) for table, first, end in bounds]
 
 
 # ---- LoRA adapters

@@ -1,7 +1,9 @@
-"""What a device computes: the handful of operations under the decoder, the attention and the sampler.
+"""Interface of a backend: the operations under the decoder, the attention and the sampler, for one device.
 
-`cpu.py` compiles and calls the C kernels, `reference.py` is the same in torch for every other device, for machines
-without a compiler, and for the tests.  Both promise what `Kernels` says.
+`backends/cpu` calls compiled C kernels.  `backends/torch` is the reference: every other device, machines without a compiler,
+and the tests.  What a backend may leave out is declared: `Backend.fused` and `Backend.matcher` are None if it has none.
+
+Shapes: N rows of a step, h hidden, I inner, H query heads, k K/V heads, D head dimensions, V vocabulary, M rows with logits.
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ from outrider.core.quantized import QuantizedWeight
 from outrider.core.step_input import StepInput
 from outrider.core.stop_rule import Chained, NodeFeatures, StopRule
 
+Answer = tuple[list[int], list[int]]  # accepted nodes of a tree, and the tokens to emit
+
 
 class Weight(Protocol):
-    """A packed linear layer, as one set of kernels likes it."""
+    """A linear layer's weight in the layout of its backend."""
 
     inputs: int
     outputs: int
@@ -36,93 +40,54 @@ class ModelShape(LayerSizes, Protocol):
     def eps(self) -> float: ...
 
 
-class DecoderLayer(Protocol):
+class AttentionShape(Protocol):
+    """Heads of a layer, and the norms of its queries and keys, if any."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    eps: float
+
+
+class DecoderLayer(AttentionShape, Protocol):
     """Weights of one decoder block, packed by the backend that runs it.  window: of its attention, in tokens, 0 for all."""
 
-    norm_in: Any  # Tensor; None where the caller gives what the first linear reads
+    norm_in: Any  # Tensor; None if the caller computes the input of `qkv`
     qkv: Any
     o: Any
     norm_post: Tensor
     gate_up: Any
     down: Any
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    heads: int
-    kv_heads: int
-    head_dim: int
-    eps: float
     window: int
-
-
-Answer = tuple[list[int], list[int]]  # accepted nodes of a tree, and the tokens to emit
-
-
-class Chain(NamedTuple):
-    """A chain of guesses that begins behind row `at` of a plan; where there is a `StopRule`, it ends after one less likely than `floor`."""
-
-    at: int
-    levels: int
-    distribution: DistributionParams
-    stream: int  # of the sample's noise
-    floor: float = 0.0
-
-
-class TreeQueries(Protocol):
-    """Questions what `match` says of some trees, and room for the answers."""
-
-    def add(
-        self,
-        key: int,
-        root: int,
-        distribution: DistributionParams,
-        stream: int,
-        position: int,
-        tokens: Sequence[int],
-        parents: Sequence[int],
-    ) -> None:
-        """The root has row `root` of the logits, node i row root + 1 + i; `position` is that of the token after the root."""
-
-    def read(self) -> Mapping[int, Answer | None]:
-        """By key: the accepted nodes and what is said.  None where a pick finds nothing; no keys where no loop is at hand."""
-
-
-class AttentionShape(Protocol):
-    """What `rope_store` and `attend` must know of a layer."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    eps: float
 
 
 @dataclass(frozen=True)
 class ScoreModifier:
-    """What some families do to scores before the softmax: cap · tanh(score / cap), a slope by head for the distance (ALiBi), and
-    a sink by head, which takes its share of the softmax and has no value.  float32 [H]; None and 0 mean no."""
+    """Changes to attention scores before the softmax.  0 and None mean no change.
+
+    cap:    soft cap, score <- cap · tanh(score / cap)
+    slopes: float32 [H], ALiBi slopes, times the distance in positions
+    sinks:  float32 [H], attention sinks: one more score, which has no value
+    """
 
     cap: float = 0.0
     slopes: Tensor | None = None
     sinks: Tensor | None = None
 
 
-class Kernels(Protocol):
-    """Shapes: n rows, h hidden, I inner, H query heads of D, V vocabulary."""
-
-    name: str
-    exact: bool  # a row's result does not depend on the rows beside it, bit for bit
-    device: torch.device
-    activations: torch.dtype
+class LinearOps(Protocol):
+    """Linear layers, embeddings and norms."""
 
     def pack(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> Weight:
-        """[O,K] in the layout that the others like; a quantised one stays in its bits."""
+        """[O, K] in the layout of the other operations.  A quantized weight keeps its bits."""
 
     def linear(self, x: Tensor, weight: Any, add: Tensor | None = None) -> Tensor:
-        """x [n,K] -> [n,O]; with `add` the result is added into it and it is returned."""
+        """x [n, K] -> [n, O].  With `add` [n, O] the result is added into it, and it is returned."""
 
     def embed(self, weight: Any, step_input: StepInput) -> Tensor:
-        """The embeddings [n,h] of the plan's ids."""
+        """Embeddings [N, h] of the step's ids."""
 
     def pair(
         self,
@@ -133,13 +98,35 @@ class Kernels(Protocol):
         norm_state: Tensor | None,
         eps: float,
     ) -> Tensor:
-        """[norm(e); norm(g)], [n,2h]: the embeddings e of the plan's ids beside the states g [n,h]; a norm that is None is none."""
+        """[norm(e); norm(g)], [N, 2h], of the embeddings e of the step's ids and states g [N, h].  None: no norm."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+
+class AttentionOps(Protocol):
+    """Attention over the paged K/V of a pool."""
+
+    def prepare(self, step_input: StepInput) -> Any:
+        """Derives from a step what attention reads in every layer.
+
+        Called once a step and kept in `StepInput.derived`; `attend` calls it if nobody has.  With graphs it is the part
+        that runs before the replay.
+        """
+
     def rope_store(
-        self, qkv: Tensor, spec: AttentionShape, turn: Tensor, step_input: StepInput, pool: Pool, layer: int
+        self,
+        qkv: Tensor,
+        spec: AttentionShape,
+        rotations: Tensor,
+        step_input: StepInput,
+        pool: Pool,
+        layer: int,
     ) -> Tensor:
-        """qkv [n,(H+2k)D]: turns the heads by `turn` (no columns: not at all), K and V go to the pool; q in the form of `attend`."""
+        """Rotates the heads of qkv [N, (H + 2k) D] and writes K and V to the step's slots.
+
+        rotations: float32 [positions, rot], cos then sin; without columns nothing is rotated.
+        Returns q in the form that `attend` takes.
+        """
 
     def attend(
         self,
@@ -152,25 +139,29 @@ class Kernels(Protocol):
         window: int,
         modifier: ScoreModifier | None = None,
     ) -> Tensor:
-        """[n,H·D]: every row of the plan over the keys that it sees.
+        """Attention of every row over the keys that it sees, [N, H·D].
 
-        window > 0: only the keys of the latest `window` positions.  window < 0: only those of the row's own
-        chunk, positions being cut into chunks of -window.  0: all.
+        window > 0: keys of the latest `window` positions.  window < 0: keys of the row's own chunk, if positions are cut
+        into chunks of -window.  0: all keys.
         """
 
-    def prepare(self, spec: ModelShape, layers: Sequence[DecoderLayer], turn: Tensor) -> Any:
-        """The blocks of a decoder in the form that `run` likes; turn [positions, rot] = cos, then sin."""
 
-    def without(self, stack: Any, skips: Sequence[int]) -> Any:
-        """The same blocks, for `run` and `chain`, without some sublayers: of every layer 1 the attention, 2 the MLP, 3 both, 0 none.
+class LayerOps(Protocol):
+    """Decoder blocks: x += o(attend(rope(qkv(norm(x)))));  x += down(silu(gate) * up)(norm(x))."""
 
-        What is skipped is the identity: no norm, and a skipped attention neither reads nor writes K/V.
+    def pack_layers(self, spec: ModelShape, layers: Sequence[DecoderLayer], rotations: Tensor) -> Any:
+        """The blocks of a decoder as `run_layers` takes them; rotations as in `rope_store`."""
+
+    def skip_sublayers(self, stack: Any, skips: Sequence[int]) -> Any:
+        """The same blocks without some sublayers; skips[i] is 1 for the attention of layer i, 2 for its MLP, 3 for both.
+
+        A skipped sublayer is the identity, its norm included.  A skipped attention neither reads nor writes K/V.
         """
 
-    def adapter(self, spec: LayerSizes, layers: Adapted) -> Any:
-        """A LoRA adapter in the form that `run` likes."""
+    def pack_adapter(self, spec: LayerSizes, layers: Adapted) -> Any:
+        """A LoRA adapter as `run_layers` takes it."""
 
-    def run(
+    def run_layers(
         self,
         stack: Any,
         x: Tensor,
@@ -180,50 +171,26 @@ class Kernels(Protocol):
         u: Tensor | None = None,
         layer: int = 0,
     ) -> Tensor:
-        """x [n,h] through all blocks: x += o(attend(rope(qkv(norm(x)))));  x += down(silu(gate) * up)(norm(x)).
+        """x [N, h] through all blocks.  It may be changed, and is returned.
 
-        The linears of the rows in `runs` add what their adapters say.  u [n,K]: what the first qkv reads in place of norm(x); it may
-        be x.  layer: where the K/V of the first block lies in the pool.
+        runs:  rows whose linears add the updates of an adapter
+        u:     [N, K], what the first `qkv` reads instead of norm(x); it may be x
+        layer: layer of the pool that holds the K/V of the first block
         """
 
-    def ends(self, embedding: Any, norm: Tensor, head: Any) -> Any:
-        """What stands around the blocks of a model, in the form that `read` and `chain` like."""
 
-    def read(
-        self, stack: Any, ends: Any, step_input: StepInput, pool: Pool, wanted: Sequence[int], kept: dict[int, Tensor], trees: Any,
-        runs: Runs = (),
-    ) -> Tensor | None:  # fmt: skip
-        """A whole model in one call: see `Model.read`, and `run` for `runs`.  None, and nothing done, where that is no gain.
-        The logits are there until the next call."""
-
-    def chain(
-        self, stack: Any, ends: Any, step_input: StepInput, pool: Pool, chains: Sequence[Chain], vocabulary: int, stop_rule: StopRule | None = None,
-        states: Tensor | None = None,
-    ) -> Chained | None:  # fmt: skip
-        """`embed` and `run` over the plan, then for each chain the best of the first `vocabulary` tokens, which goes in as its next
-        row, `levels` times, or until `stop_rule` says so; a chain may end early.  None, and nothing done, where no loop is at hand.
-
-        states [chains, most levels, h] gets the residual stream that each token was read from.
-        """
-
-    def should_stop(
-        self, stop_rule: StopRule, logits: Tensor, temperature: float, token: int, level: int, row: int = 0
-    ) -> tuple[bool, NodeFeatures]:
-        """Whether no guess should be made behind `token`, which was picked from one row, [V] or `row` of [M,V]; and its traits."""
+class TokenPicker(Protocol):
+    """Choice of tokens from logits under a sampling distribution and the noise of a key."""
 
     def pick(
         self, logits: Tensor, distribution: DistributionParams, key: int, k: int, probs: bool, row: int = 0
     ) -> tuple[list[int], list[float]]:
-        """The k best tokens of one row, [V] or `row` of [M,V], under `distribution` with the noise of `key`, best first (fewer if the law
-        allows fewer)."""
+        """The k best tokens of one row and their probabilities, best first; fewer if fewer are allowed.
 
-    def trees(self) -> TreeQueries:
-        """For `follow` and `read`."""
+        logits: [V], or [M, V] of which `row` counts.
+        """
 
-    def follow(self, logits: Tensor, trees: Any) -> None:
-        """Answers them, of logits [M,V]."""
-
-    def picks(
+    def pick_rows(
         self,
         logits: Tensor,
         distribution: DistributionParams,
@@ -232,11 +199,118 @@ class Kernels(Protocol):
         ids: Tensor | None = None,
         probs: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        """`pick` for every row of [n,V], k <= 64, each with a key of its own: int32 and float32 [n,k], -1 and 0 where there are fewer, and
-        no probabilities, all 0, unless they are asked for.
+        """`pick` for every row of [n, V], k <= 64, each with its own key: int32 and float32 [n, k], padded with -1 and 0.
 
-        ids: int32 [V], the token that each entry of a row stands for, whose noise it gets; what is returned are entries.
+        ids:   int32 [V], the token that each entry of a row stands for, whose noise it gets; entries are returned
+        probs: False leaves all probabilities 0
         """
 
+    def should_stop(
+        self,
+        stop_rule: StopRule,
+        logits: Tensor,
+        temperature: float,
+        token: int,
+        depth: int,
+        row: int = 0,
+    ) -> tuple[bool, NodeFeatures]:
+        """Whether no draft token follows `token`, which was picked from `row` of the logits; and its features."""
+
     def candidates(self, k: int, wide: int, levels: int) -> Candidates:
-        """Of a dynamic tree that begins: at most k <= 64 behind a node, `wide` nodes of a level that go on, so many levels."""
+        """An empty dynamic tree: at most k <= 64 children a node, `wide` nodes of a level expanded, `levels` levels."""
+
+
+class TreeQueries(Protocol):
+    """Trees for match verification, and room for the results."""
+
+    def add(
+        self,
+        key: int,
+        root: int,
+        distribution: DistributionParams,
+        stream: int,
+        position: int,
+        tokens: Sequence[int],
+        parents: Sequence[int],
+    ) -> None:
+        """Adds the tree of `key`.
+
+        root:     row of the logits behind the root; those behind node i are in row root + 1 + i
+        stream:   RNG stream of the sample
+        position: position of the token after the root
+        """
+
+    def read(self) -> Mapping[int, Answer | None]:
+        """By key: accepted nodes and tokens to emit.  None if a token could not be picked (logits not finite)."""
+
+
+class TreeMatcher(Protocol):
+    """Match verification of whole trees in one call."""
+
+    def queries(self) -> TreeQueries: ...
+    def match(self, logits: Tensor, queries: Any) -> None:
+        """Answers the queries from logits [M, V]."""
+
+
+class Chain(NamedTuple):
+    """A chain of draft tokens that begins behind row `at` of a step."""
+
+    at: int
+    levels: int
+    distribution: DistributionParams
+    stream: int  # RNG stream of the sample
+    floor: float = 0.0  # with a `StopRule`: the chain ends after a token of lower probability
+
+
+class FusedModel(Protocol):
+    """A whole model in one call.  After a forward has swept the processor's caches, steps outside cost more than inside."""
+
+    def pack_ends(self, embedding: Any, norm: Tensor, head: Any) -> Any:
+        """What stands around the blocks of a model."""
+
+    def forward(
+        self,
+        stack: Any,
+        ends: Any,
+        step_input: StepInput,
+        pool: Pool,
+        states: dict[int, Tensor],
+        queries: Any,
+        runs: Runs = (),
+    ) -> Tensor:
+        """Logits float32 [M, V] of the step's `logits_rows`.  The next call may overwrite them.
+
+        states:  see `Model.read`
+        queries: from `Backend.matcher`, answered; None for none
+        """
+
+    def draft_chain(
+        self,
+        stack: Any,
+        ends: Any,
+        step_input: StepInput,
+        pool: Pool,
+        chains: Sequence[Chain],
+        vocabulary: int,
+        stop_rule: StopRule | None = None,
+        states: Tensor | None = None,
+    ) -> Chained:
+        """Blocks over the step, then chains: the best of the first `vocabulary` tokens is the next row, and so on.
+
+        A chain ends after `levels` tokens, by `stop_rule`, or if no token can be picked.
+        states: [chains, most levels, h], gets the residual stream that each token was picked from.
+        """
+
+
+class Backend(LinearOps, AttentionOps, LayerOps, TokenPicker, Protocol):
+    """Operations of one device in one dtype of weights."""
+
+    name: str
+    exact: bool  # a row's result does not depend on the other rows, bit for bit
+    device: torch.device
+    activations: torch.dtype
+
+    @property
+    def fused(self) -> FusedModel | None: ...
+    @property
+    def matcher(self) -> TreeMatcher | None: ...

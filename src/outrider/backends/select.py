@@ -7,26 +7,29 @@ import os
 
 import torch
 
-from outrider.backends.base import Kernels
-from outrider.backends.cpu import kernels as cpu
+from outrider.backends.base import Backend
+from outrider.backends.cpu import backend as cpu
 from outrider.backends.cpu import threads
-from outrider.backends.torch import kernels as reference
+from outrider.backends.torch import backend as reference
 
 CPU = torch.device("cpu")
 
 
-def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
-    """The fastest kernels that run here.  OUTRIDER_KERNELS=torch asks for the reference."""
+def backend_for(device: torch.device, dtype: torch.dtype) -> Backend:
+    """The fastest backend that runs here.  OUTRIDER_KERNELS=torch asks for the reference."""
     if device.type == "cpu":
         threads.limit()
     library = compiled_library(device)
     if library is not None and dtype in (torch.float32, torch.bfloat16):
-        return cpu.CpuKernels(library, dtype)
-    return reference.TorchKernels(device, dtype)
+        return cpu.CpuBackend(library, dtype)
+    return reference.TorchBackend(device, dtype)
 
 
 def fast_bfloat16(device: torch.device) -> bool:
-    """Whether bfloat16 weights pay: in hardware, or in the C kernels, which widen them at the price of reading half the bytes."""
+    """Whether bfloat16 weights are faster than float32.
+
+    A GPU needs hardware for it.  The C kernels widen them in registers, and read half the bytes.
+    """
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported())  # type: ignore[no-untyped-call]
     hardware = bool(torch.cpu.get_capabilities().get("avx512_bf16"))  # type: ignore[no-untyped-call]
@@ -34,5 +37,7 @@ def fast_bfloat16(device: torch.device) -> bool:
 
 
 def compiled_library(device: torch.device = CPU) -> ctypes.CDLL | None:
-    """The C kernels for a device; None where there are none, or OUTRIDER_KERNELS=torch leaves them out."""
-    return cpu.library() if device.type == "cpu" and os.environ.get("OUTRIDER_KERNELS") != "torch" else None
+    """The C kernels for a device; None if there are none, or if OUTRIDER_KERNELS=torch leaves them out."""
+    if device.type != "cpu" or os.environ.get("OUTRIDER_KERNELS") == "torch":
+        return None
+    return cpu.library()

@@ -21,7 +21,7 @@ def demo(tokens: int, repeats: int, console: Console) -> bool:
     prompts = [(prompt.kind, rendered(prompt, llm.tokenizer)) for prompt in PROMPTS]
     configs = demonstrations()
     console.print(
-        f"[bold]Outrider[/] on {llm.engine.decoder.kernels.name}; {len(prompts)} prompts, at most {tokens} new tokens each."
+        f"[bold]Outrider[/] on {llm.engine.decoder.backend.name}; {len(prompts)} prompts, at most {tokens} new tokens each."
     )
     _show_answers(llm, prompts, console)
     good = True

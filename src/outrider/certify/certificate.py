@@ -30,7 +30,7 @@ def about(llm: LLM, config: Mapping[str, Any], made: Certificate) -> dict[str, s
     decoder, options = llm.engine.decoder, llm.engine.options
     bits = f", weights in {options.quantization}" if options.quantization else ""
     cache = f", K/V in {options.kv_cache_dtype}" if options.kv_cache_dtype != "auto" else ""
-    kernels = (
+    promise = (
         "exact: rows do not touch each other" if made.exact else "not exact: rounding depends on the batch"
     )
     return {
@@ -38,7 +38,7 @@ def about(llm: LLM, config: Mapping[str, Any], made: Certificate) -> dict[str, s
         "method": json.dumps(dict(config), default=repr),
         "rule": f"{config.get('verification', 'match')}, which promises {PROMISES[made.promise]}",
         "dtype": str(decoder.dtype).removeprefix("torch.") + bits + cache,
-        "kernels": f"{decoder.kernels.name} ({kernels})",
+        "kernels": f"{decoder.backend.name} ({promise})",
     }
 
 

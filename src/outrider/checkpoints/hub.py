@@ -16,7 +16,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from outrider.backends.select import fast_bfloat16
 from outrider.checkpoints import gguf
 from outrider.checkpoints import gguf_tokenizer as gguf_text
 from outrider.checkpoints.fields import CONFIG, GENERATION
@@ -24,11 +23,10 @@ from outrider.checkpoints.packed import PackedWeights, Scheme
 from outrider.checkpoints.spec import LIKE, Facts, Spec
 from outrider.checkpoints.validate import read_json
 from outrider.core.quantized import QuantizedWeight
-from outrider.errors import ConfigError, ModelError, nearest
+from outrider.errors import ModelError, nearest
 
 BUILTIN = {"builtin": "target", "builtin-draft": "draft"}
 BODY = "model."  # prefix of the tensors of a body under its head
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SAFE = ".safetensors"  # all others are pickles, of which only weights are read
 TRAINING = [
     "*optimizer*",
@@ -152,18 +150,11 @@ class Checkpoint:
         given = self.config.eos_token_id if given is None else given
         return frozenset(() if given is None else given if isinstance(given, list) else [given])
 
-    def dtype(self, wanted: str, device: torch.device, option: str = "dtype") -> torch.dtype:
-        """`auto`: bfloat16 where the device is fast at it, else float32; a checkpoint in float32 stays what it is."""
-        if wanted == "auto":
-            own = getattr(self.config, "dtype", None)
-            return (
-                torch.bfloat16
-                if own not in (None, torch.float32) and fast_bfloat16(device)
-                else torch.float32
-            )
-        if not isinstance(wanted, str) or wanted not in DTYPES:
-            raise ConfigError(f"{option} must be auto or one of {', '.join(DTYPES)}, got {wanted!r}.")
-        return DTYPES[wanted]
+    @property
+    def stored_dtype(self) -> torch.dtype | None:
+        """The dtype that the config names."""
+        dtype: torch.dtype | None = getattr(self.config, "dtype", None)
+        return dtype
 
     def tensors(self) -> Source:
         if self.gguf is not None:

@@ -1,4 +1,4 @@
-"""LoRA updates of a decoder's linears: the form that adapter files are read into and every backend packs."""
+"""LoRA updates of a decoder's linears, between the reader of adapter files and the backends."""
 
 from __future__ import annotations
 
@@ -8,16 +8,12 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-FUSED = {
-    "qkv": ("q", "k", "v"),
-    "o": ("o",),
-    "gate_up": ("gate", "up"),
-    "down": ("down",),
-}  # what the decoder computes as one
+# fused linear of the decoder -> its projections
+FUSED = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
 
 
 class LayerSizes(Protocol):
-    """Sizes of a decoder layer: what the shapes of its projections follow from."""
+    """Sizes of a decoder layer, which give the shapes of its projections."""
 
     @property
     def hidden(self) -> int: ...
@@ -33,7 +29,7 @@ class LayerSizes(Protocol):
 
 @dataclass(frozen=True)
 class Low:
-    """y[rows, place] += scale * b (a x): a [rank, inputs], b [outputs, rank]."""
+    """Update of one projection: y += scale * b (a x), with a [rank, inputs] and b [outputs, rank]."""
 
     a: Tensor
     b: Tensor
@@ -41,7 +37,7 @@ class Low:
 
 
 class Place(NamedTuple):
-    """Where the outputs of a projection stand in its fused linear."""
+    """Inputs of a projection, and its range of outputs within the fused linear."""
 
     inputs: int
     start: int
@@ -49,7 +45,7 @@ class Place(NamedTuple):
 
 
 def places(spec: LayerSizes) -> dict[str, Place]:
-    """Of every projection that can be adapted, in the order of FUSED."""
+    """The place of every projection that can be adapted, in the order of FUSED."""
     q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     return {
         "q": Place(spec.hidden, 0, q),
@@ -62,7 +58,6 @@ def places(spec: LayerSizes) -> dict[str, Place]:
     }
 
 
-Adapted = Sequence[Mapping[str, Low]]  # of every layer: projection -> what is added to it
-Runs = Sequence[
-    tuple[int, int, Any]
-]  # first row, rows, adapter as the kernels packed it; ascending, rows without one left out
+Adapted = Sequence[Mapping[str, Low]]  # of every layer: projection -> its update
+# (first row, number of rows, packed adapter), ascending; rows without an adapter are left out
+Runs = Sequence[tuple[int, int, Any]]

@@ -1,4 +1,4 @@
-"""A linear's weight in few bits, in the one form that every format is unpacked into and every set of kernels packs from."""
+"""A quantized weight: the one form that every checkpoint format is read into and every backend packs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from torch import Tensor
 class QuantizedWeight:
     """w[o, k] = scales[o, k // group] * values[o, k] + offsets[o, k // group].
 
-    values int8 [O, K], one a byte whatever `bits` says: -128 … 127 (8 bits) or -8 … 7 (4 bits); scales and offsets float32
-    [O, K // group], offsets None where they are all 0; `group` divides K.  Only one layer at a time stands in this form.
+    values:  int8 [O, K], one a byte: -128 … 127 (8 bits) or -8 … 7 (4 bits)
+    scales:  float32 [O, K // group]; `group` divides K
+    offsets: float32 [O, K // group], None if all are 0
+
+    Only one layer at a time is held in this form.
     """
 
     values: Tensor
@@ -31,18 +34,18 @@ class QuantizedWeight:
         assert self.offsets is None or self.offsets.shape == self.scales.shape
 
     def dense(self) -> Tensor:
-        """float32 [O, K]: what the numbers mean."""
+        """The weight as float32 [O, K]."""
         scales = self.scales.repeat_interleave(self.group, dim=1)
-        whole = self.values.float() * scales
-        return whole if self.offsets is None else whole + self.offsets.repeat_interleave(self.group, dim=1)
+        dense = self.values.float() * scales
+        return dense if self.offsets is None else dense + self.offsets.repeat_interleave(self.group, dim=1)
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> QuantizedWeight:
-        """`change` applied to every tensor: another device, some of the outputs."""
+        """A copy with `change` applied to every tensor, to move it or to select outputs."""
         offsets = None if self.offsets is None else change(self.offsets)
         return QuantizedWeight(change(self.values), change(self.scales), offsets, self.bits, self.group)
 
     def regrouped(self, size: int) -> QuantizedWeight:
-        """The same numbers in smaller groups; `size` divides `group`."""
+        """The same weight in groups of `size`, which divides `group`."""
         scales, offsets = (
             None if part is None else part.repeat_interleave(self.group // size, dim=1)
             for part in (self.scales, self.offsets)
@@ -52,10 +55,10 @@ class QuantizedWeight:
 
 
 def join(parts: Sequence[Tensor | QuantizedWeight], dtype: torch.dtype) -> Tensor | QuantizedWeight:
-    """Weights of the same input as one, their outputs side by side.
+    """Concatenates weights of the same input along their outputs.
 
-    Quantised ones stay so: in the most bits and the smallest group of any of them, which changes no number.  Beside a weight
-    that is not quantised they become numbers of `dtype`.
+    Quantized weights take the largest bits and the common group of all, which changes no number.  Together with a weight
+    that is not quantized they become `dtype`.
     """
     if len(parts) == 1 and isinstance(parts[0], QuantizedWeight):
         return parts[0]

@@ -1,199 +1,231 @@
-"""Which keys each row of one forward sees, and where its own key goes.
+"""Input of one forward as flat arrays: tokens, positions, cache slots, and which keys each row sees.
 
-Every row sees the first `seen` slots of its request's table, then the slots of its own path: the keys of positions
-0, 1, 2, …, in that order, wherever they lie.  A known token and a chain need no path; a node of a tree names its
-ancestors and itself.  The plan is built once a step and shared by all layers.
+A row is one token of the ragged batch.  It sees the first `context_lens` slots of its request's slot table, then the slots
+of its own path.  These are the keys of positions 0, 1, 2, … in that order, wherever they lie.  A known token and a chain
+have no path.  A node of a tree has its ancestors and itself.
 
-        table of the request     0 1 2 3 4 5 6 │ node slots
-        known token at 6         ■ ■ ■ ■ ■ ■ ■ │               seen 7, path ()
-        node 2, child of node 0  ■ ■ ■ ■ ■ ■ ■ │ ■ · ■         seen 7, path (node 0, node 2): position 7 + 2 - 1 = 8
+        slot table of the request  0 1 2 3 4 5 6 │ node slots
+        known token at 6           ■ ■ ■ ■ ■ ■ ■ │               context 7, path ()
+        node 2, child of node 0    ■ ■ ■ ■ ■ ■ ■ │ ■ · ■         context 7, path (node 0, node 2): position 7 + 2 - 1 = 8
 
-A *view* is a table that leaves some of a request's slots out: the first `pinned` of it are the request's first, the others stand
-`shift` further on in the text than in the view, without gaps.  Positions are always those of the text, so rotations, sliding
-windows and slopes are, too.  A plan has one `pinned`; where nothing is left out it does not matter.
+Paths are slots and not bit masks over the rows of the step: when a draft tree grows level by level, the ancestors of a node
+were computed by earlier forwards and are no rows of this one.
 
-        view, pinned 2, shift 3  0 1 · · · 5 6 │               known token at 6: seen 4, position 3 + 3 = 6
+A *view* is a slot table that leaves out some of a request's slots.  Its first `pinned` entries are the first of the request.
+The others stand `shift` positions further on in the text than in the view, without gaps.  Positions are always those of the
+text: rotations, sliding windows and ALiBi slopes follow them.  All views of a step have the same `pinned`.
+
+        view, pinned 2, shift 3    0 1 · · · 5 6 │               known token at 6: context 4, position 3 + 3 = 6
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+T = TypeVar("T")
+
+
+class AdapterRows(NamedTuple):
+    """Neighbouring rows that use one LoRA adapter."""
+
+    first: int
+    num_rows: int
+    adapter: Any
+
+
+class StepTensors(NamedTuple):
+    """The arrays of a step on a device, int64 [N]."""
+
+    input_ids: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+
 
 class StepInput:
-    """Rows in the order in which they were added; `build` freezes them.
+    """N rows of B requests, added in order; `build` makes the arrays.  The rows of a request are neighbours.
 
-    After `build`: ids, positions, slots, seen, depths, tables int64 [n] (depths: how long a path; tables: addresses) one
-    after the other in `host`, paths int32 [n, width] in `host_paths`; `segments` = (table, first row, rows) of each request,
-    `adapted` = (first row, rows, adapter) of those that use a LoRA adapter.
-    The `…_at` are addresses of the same, for the C kernels; tensors are only made where somebody asks, and plain arrays
-    hold the numbers: right after a forward that swept the processor's caches, numpy and torch cost tens of microseconds a call.
+    input_ids, positions, slot_mapping: int64 [N]; slot_mapping is where the K/V of a row goes
+    context_lens, path_lens:            int64 [N]
+    path_slots:                         int32 [N, max_path_len], row by row, 0 behind the end of a path
+    query_start:                        [B + 1], first row of every request, then N
+    slot_tables:                        [B], int32, the slot of each position; of a view, of each position that it holds
+    max_seq_len:                        the most keys that a row sees
+    adapters:                           the rows that use a LoRA adapter, ascending
+    logits_rows:                        [M], ascending: rows whose logits are computed
+
+    The arrays are plain `array` objects.  Right after a forward has swept the processor's caches, a call of numpy or torch
+    takes tens of microseconds.  Tensors are made on request (`on`), and once.
     """
 
     __slots__ = (
-        "_ids", "_paths", "_positions", "_seen", "_slots", "_tables", "adapted", "depths_at", "host", "host_paths", "ids_at", "length",
-        "longest", "paths_at", "pinned", "positions_at", "seen_at", "segments", "slots_at", "tables_at", "width",
-    )  # fmt: skip
+        "_derived",
+        "_paths",
+        "adapters",
+        "context_lens",
+        "input_ids",
+        "length",
+        "logits_rows",
+        "max_path_len",
+        "max_seq_len",
+        "path_lens",
+        "path_slots",
+        "pinned",
+        "positions",
+        "query_start",
+        "slot_mapping",
+        "slot_tables",
+    )
 
     def __init__(self, pinned: int = 0) -> None:
         self.pinned = pinned
-        self.segments: list[tuple[array[int], int, int]] = []
-        self.adapted: list[tuple[int, int, Any]] = []
-        self.length = self.longest = self.width = 0
-        self._ids: list[int] = []
-        self._positions: list[int] = []
-        self._slots: list[int] = []
-        self._seen: list[int] = []
-        self._tables: list[int] = []
+        self.length = self.max_seq_len = self.max_path_len = 0
+        self.input_ids, self.positions, self.slot_mapping = array("q"), array("q"), array("q")
+        self.context_lens, self.path_lens = array("q"), array("q")
+        self.path_slots = array("i")
+        self.slot_tables: list[array[int]] = []
+        self.query_start = [0]
+        self.adapters: list[AdapterRows] = []
+        self.logits_rows: list[int] = []
         self._paths: list[Sequence[int]] = []
+        self._derived: dict[object, Any] = {}
 
     @staticmethod
-    def bare(ids: Sequence[int]) -> StepInput:
-        """Built, of tokens that stand nowhere: for whoever only reads `ids`."""
+    def of_ids(ids: Sequence[int]) -> StepInput:
+        """A built step of tokens without context, for embeddings alone."""
         step_input = StepInput()
         step_input.chain(array("i", range(len(ids))), 0, ids)
         return step_input.build()
 
+    # ---- adding rows
+
     def chain(self, table: array[int], start: int, tokens: Sequence[int], shift: int = 0) -> None:
-        """Known tokens at positions start … of a request whose slots are `table` (32-bit, one a position), or at start … of a view."""
+        """Tokens at positions start, start + 1, … of the request whose slots are `table`; with `shift`, of a view."""
         n, end = len(tokens), start + len(tokens)
-        self._segment(table, n, end)
-        self._ids += tokens
-        self._positions += range(start + shift, end + shift)
-        self._slots += table[start:end]
-        self._seen += range(start + 1, end + 1)
+        self._add(table, n, end)
+        self.input_ids.extend([*tokens])
+        self.positions.extend(range(start + shift, end + shift))
+        self.slot_mapping.extend(table[start:end].tolist())
+        self.context_lens.extend(range(start + 1, end + 1))
         self._paths += [()] * n
 
-    def node(self, table: array[int], seen: int, path: Sequence[int], token: int, shift: int = 0) -> None:
-        """A guess that sees `seen` tokens and then the slots of its ancestors; the last slot of `path` is its own."""
-        self.nodes(table, seen, [path], [token], shift)
+    def node(self, table: array[int], context: int, path: Sequence[int], token: int, shift: int = 0) -> None:
+        """One node of a tree: it sees `context` slots of the table, then `path`, whose last slot is its own."""
+        self.nodes(table, context, [path], [token], shift)
 
     def nodes(
         self,
         table: array[int],
-        seen: int,
+        context: int,
         paths: Sequence[Sequence[int]],
         tokens: Sequence[int],
         shift: int = 0,
     ) -> None:
-        """Guesses of one tree, each with a path of its own."""
-        n, depths, first = len(paths), [*map(len, paths)], seen - 1 + shift
+        """Nodes of one tree, each with its own path."""
+        n, depths, root = len(paths), [*map(len, paths)], context - 1 + shift
         deepest = max(depths)
-        if deepest > self.width:
-            self.width = deepest
-        self._segment(table, n, seen + deepest)
-        self._ids += tokens
-        self._positions += [first + depth for depth in depths]
-        self._slots += [path[-1] for path in paths]
-        self._seen += [seen] * n
+        self.max_path_len = max(self.max_path_len, deepest)
+        self._add(table, n, context + deepest)
+        self.input_ids.extend([*tokens])
+        self.positions.extend([root + depth for depth in depths])
+        self.slot_mapping.extend([path[-1] for path in paths])
+        self.context_lens.extend([context] * n)
         self._paths += paths
 
-    def block(self, table: array[int], seen: int, slots: Sequence[int], tokens: Sequence[int]) -> None:
-        """Tokens side by side at positions seen …, each of which sees `seen` tokens and then all slots of the block."""
+    def block(self, table: array[int], context: int, slots: Sequence[int], tokens: Sequence[int]) -> None:
+        """Tokens at positions context, context + 1, …; each sees `context` slots, then all slots of the block."""
         first, n = self.length, len(tokens)
-        self.nodes(table, seen, [slots] * n, tokens)
-        self._positions[first:], self._slots[first:] = range(seen, seen + n), slots
-
-    def only(self, rows: Collection[int]) -> StepInput:
-        """A plan of some of its rows, in the same order."""
-        part, rows = StepInput(self.pinned), set(rows)
-        for table, first, count in self.segments:
-            for i in (i for i in range(first, first + count) if i in rows):
-                if self._paths[i]:
-                    part.node(table, self._seen[i], self._paths[i], self._ids[i])
-                else:
-                    assert self._seen[i] == self._positions[i] + 1, "rows of a view are never taken apart"
-                    part.chain(table, self._positions[i], self._ids[i : i + 1])
-        for first, count, adapter in self.adapted:
-            before, after = (sum(i < end for i in rows) for end in (first, first + count))
-            if after > before:
-                part.adapted.append((before, after - before, adapter))
-        return part
+        self.nodes(table, context, [slots] * n, tokens)
+        self.positions[first:] = array("q", range(context, context + n))
+        self.slot_mapping[first:] = array("q", slots)
 
     def adapt(self, first: int, adapter: Any) -> None:
-        """The rows from `first` on belong to a request that uses `adapter`."""
-        if self.adapted and self.adapted[-1][2] is adapter and sum(self.adapted[-1][:2]) == first:
-            first = self.adapted.pop()[0]
-        self.adapted.append((first, self.length - first, adapter))
+        """Marks the rows from `first` on as rows of a request with `adapter`."""
+        if self.adapters:
+            last = self.adapters[-1]
+            if last.adapter is adapter and last.first + last.num_rows == first:
+                first = self.adapters.pop().first
+        self.adapters.append(AdapterRows(first, self.length - first, adapter))
 
-    def _segment(self, table: array[int], n: int, sees: int) -> None:
-        if self.segments and self.segments[-1][0] is table:
-            table, first, count = self.segments[-1]
-            self.segments[-1] = (table, first, count + n)
-            self._tables += self._tables[-1:] * n
-        else:
-            self.segments.append((table, self.length, n))
-            self._tables += [table.buffer_info()[0]] * n
+    def _add(self, table: array[int], n: int, keys: int) -> None:
+        """Counts n rows of a request, which see at most `keys` keys."""
+        if not self.slot_tables or self.slot_tables[-1] is not table:
+            self.slot_tables.append(table)
+            self.query_start.append(self.length)
         self.length += n
-        if sees > self.longest:
-            self.longest = sees
+        self.query_start[-1] = self.length
+        self.max_seq_len = max(self.max_seq_len, keys)
+
+    def only(self, rows: Collection[int]) -> StepInput:
+        """Some of the rows, in the same order, not yet built.  Rows of a view cannot be taken."""
+        part, rows = StepInput(self.pinned), set(rows)
+        for request, table in enumerate(self.slot_tables):
+            for i in range(*self.query_start[request : request + 2]):
+                if i not in rows:
+                    continue
+                if self._paths[i]:
+                    part.node(table, self.context_lens[i], self._paths[i], self.input_ids[i])
+                else:
+                    assert self.context_lens[i] == self.positions[i] + 1, (
+                        "rows of a view are never taken apart"
+                    )
+                    part.chain(table, self.positions[i], self.input_ids[i : i + 1])
+        for first, count, adapter in self.adapters:
+            before, after = (sum(i < end for i in rows) for end in (first, first + count))
+            if after > before:
+                part.adapters.append(AdapterRows(before, after - before, adapter))
+        return part
+
+    # ---- reading a built step
 
     def build(self) -> StepInput:
-        depths = [*map(len, self._paths)] if self.width else [0] * self.length
-        self.host = array(
-            "q", [*self._ids, *self._positions, *self._slots, *self._seen, *depths, *self._tables]
-        )
-        first, step = self.host.buffer_info()[0], self.length * 8
-        self.ids_at, self.positions_at, self.slots_at, self.seen_at, self.depths_at, self.tables_at = range(
-            first, first + 6 * step, step
-        )
-        self.host_paths = array("i", self._flat(depths) if self.width else ())
-        self.paths_at = self.host_paths.buffer_info()[0]
+        """Completes the arrays.  No row may be added afterwards."""
+        if not self.max_path_len:
+            self.path_lens = array("q", bytes(8 * self.length))
+            return self
+        lengths = [*map(len, self._paths)]
+        self.path_lens = array("q", lengths)
+        if min(lengths) == self.max_path_len:  # a level of a tree
+            self.path_slots = array("i", chain.from_iterable(self._paths))
+            return self
+        flat, blank = list[int](), [0] * self.max_path_len
+        for path, length in zip(self._paths, lengths):
+            flat += path
+            flat += blank[length:]
+        self.path_slots = array("i", flat)
         return self
 
-    def _flat(self, depths: list[int]) -> list[int]:
-        """All paths, each as long as the longest."""
-        if min(depths) == self.width:  # a level of a tree
-            return [*chain.from_iterable(self._paths)]
-        flat, blank = list[int](), [0] * self.width
-        for path, depth in zip(self._paths, depths):
-            flat += path
-            flat += blank[depth:]
-        return flat
-
     def translate(self, ids: Sequence[int]) -> None:
-        """Of a built plan: every id becomes ids[id]."""
-        self.host[: self.length] = array("q", [ids[i] for i in self.host[: self.length]])
+        """Replaces every id of a built step by ids[id]."""
+        self.input_ids = array("q", [ids[i] for i in self.input_ids])
+        self._derived.clear()
 
-    @property
-    def ids(self) -> Tensor:
-        return self._column(0)
+    def key_slots(self, row: int, first: int = 0) -> list[int]:
+        """Slots of the keys that a row sees, in the order of their positions, from key `first` on."""
+        request = next(i for i, end in enumerate(self.query_start[1:]) if row < end)
+        slots = self.slot_tables[request][first : self.context_lens[row]].tolist()
+        return [*slots, *self._paths[row][max(0, first - self.context_lens[row]) :]]
 
-    @property
-    def positions(self) -> Tensor:
-        return self._column(1)
+    def key_shift(self, row: int) -> int:
+        """How far the keys behind the pinned ones stand further on in the text.  0 in a block, which has keys ahead."""
+        return max(0, self.positions[row] + 1 - self.context_lens[row] - self.path_lens[row])
 
-    @property
-    def slots(self) -> Tensor:
-        return self._column(2)
+    def on(self, device: torch.device) -> StepTensors:
+        """The arrays as tensors on a device."""
+        return self.derived(device, lambda step: step._tensors(device))
 
-    def _column(self, i: int) -> Tensor:
-        return torch.frombuffer(self.host, dtype=torch.int64)[i * self.length : (i + 1) * self.length]
+    def derived(self, key: object, make: Callable[[StepInput], T]) -> T:
+        """What `make` computes from a built step, kept under `key`: computed once and shared by all layers."""
+        if key not in self._derived:
+            self._derived[key] = make(self)
+        made: T = self._derived[key]
+        return made
 
-    def keys(self, first: int, count: int, table: array[int]) -> tuple[Tensor, Tensor]:
-        """(slots [m], position of each in the text or -1 where a row must not look [count, m]) of one segment.
-
-        What the C kernel does by walking; the reference kernels need it spelled out.
-        """
-        rows = range(first, first + count)
-        common = max(self._seen[r] for r in rows)
-        extra = sorted({slot for r in rows for slot in self._paths[r]})
-        slots = torch.tensor([*table[:common], *extra])
-        order = torch.full((count, len(slots)), -1)
-        at = {slot: common + i for i, slot in enumerate(extra)}
-        for i, r in enumerate(rows):
-            seen, path = self._seen[r], self._paths[r]
-            shift = max(
-                0, self._positions[r] + 1 - seen - len(path)
-            )  # within a block some of the path lies ahead
-            order[i, :seen] = torch.arange(seen)
-            order[i, self.pinned : seen] += shift
-            for d, slot in enumerate(path):
-                order[i, at[slot]] = seen + shift + d
-        return slots, order
+    def _tensors(self, device: torch.device) -> StepTensors:
+        columns = (self.input_ids, self.positions, self.slot_mapping)
+        return StepTensors(*(torch.frombuffer(column, dtype=torch.int64).to(device) for column in columns))

@@ -1,4 +1,4 @@
-"""Stop rules: when a chain of draft tokens ends before its last level, as every backend decides it."""
+"""Stop rules: when a chain of draft tokens ends early, as every backend decides it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from torch import Tensor
 TOP = 4
 NUM_FEATURES = TOP + 2
 
-NodeFeatures = list[
-    float
-]  # of a guess: its probability, the entropy of its law, the TOP largest probabilities there
-Chained = tuple[
-    list[list[int]], list[list[NodeFeatures]]
-]  # the tokens of each chain, and their traits where something may halt it
+# of a draft token: its probability, the entropy of its distribution, the TOP largest probabilities
+NodeFeatures = list[float]
+# the tokens of each chain; with a stop rule, their features
+Chained = tuple[list[list[int]], list[list[NodeFeatures]]]
 
 
 class StopRule(NamedTuple):
-    """No guess is made behind one that is less likely than `least`, whose law has more entropy than `most`, or that `net` doubts.
+    """Thresholds behind which a chain ends.
 
-    net: float32, flat: [hidden, TRAITS + 1] weights (for the traits and the level, which counts from 0), [hidden] biases, then
-    ReLU, [hidden] weights, [1] bias; below 0 it doubts.
+    least: a draft token of lower probability ends its chain
+    most:  so does one whose distribution has a higher entropy
+    net:   so does one that this network scores below 0.  float32, flat: weights [hidden, NUM_FEATURES + 1] for the features
+           and the depth (from 0), biases [hidden], ReLU, weights [hidden], bias [1].
     """
 
     least: float = 0.0
@@ -31,11 +31,12 @@ class StopRule(NamedTuple):
 
 
 def hidden_of(net: Tensor) -> int:
+    """Hidden units of a network in the layout of `StopRule.net`."""
     return (net.numel() - 1) // (NUM_FEATURES + 3)
 
 
 def measure(logits: Tensor, temperature: float, token: int) -> NodeFeatures:
-    """Of the law softmax(logits [V] / temperature), 1 where that is 0."""
+    """Features of `token` under softmax(logits [V] / temperature); temperature 0 counts as 1."""
     distribution = (logits.double() / (temperature or 1.0)).softmax(-1)
     best = distribution.topk(min(TOP, distribution.numel())).values.tolist()
     entropy = -float((distribution * distribution.clamp_min(1e-300).log()).sum())
@@ -43,6 +44,7 @@ def measure(logits: Tensor, temperature: float, token: int) -> NodeFeatures:
 
 
 def should_stop(stop_rule: StopRule, features: NodeFeatures, level: int) -> bool:
+    """Whether a chain ends behind a token with these features at depth `level`, from 0."""
     return (
         features[0] < stop_rule.least
         or features[1] > stop_rule.most
@@ -51,7 +53,7 @@ def should_stop(stop_rule: StopRule, features: NodeFeatures, level: int) -> bool
 
 
 def score(net: Tensor, features: NodeFeatures, level: int) -> float:
-    """What the network says of a guess."""
+    """Output of the network for one draft token."""
     hidden = hidden_of(net)
     weights, rest = net[: hidden * (NUM_FEATURES + 1)].view(hidden, -1), net[hidden * (NUM_FEATURES + 1) :]
     inner = weights @ net.new_tensor([*features, level]) + rest[:hidden]

@@ -47,7 +47,7 @@ class Adapters:
                     return None
                 del self.loaded[idle]
             try:
-                self.loaded[key] = self.decoder.adapter(self.known[key][1].read())
+                self.loaded[key] = self.decoder.pack_adapter(self.known[key][1].read())
             except ModelError as error:
                 raise _told(wanted, error) from error
         self.loaded.move_to_end(key)

@@ -30,7 +30,7 @@ from outrider.engine.turn import Turn, in_turn
 from outrider.errors import CapacityError, ConfigError
 from outrider.models import load as models
 from outrider.models.decoder import Decoder
-from outrider.models.placement import pick_device, place
+from outrider.models.placement import pick_device, pick_dtype, place
 from outrider.models.selftest import bit_exact
 from outrider.sampling.sampler import Sampler
 from outrider.verify import rules
@@ -54,7 +54,7 @@ class Engine:
         )  # read now: a corrupt file is found while loading, not while answering
         self.device = pick_device(options.device)
         self.max_len = self._length(options)
-        dtype = self.checkpoint.dtype(options.dtype, self.device)
+        dtype = pick_dtype(options.dtype, self.checkpoint.stored_dtype, self.device)
         where = place(self.checkpoint.spec.layers, self.device, options.gpu_layers)
         self.decoder = models.load(
             self.checkpoint,
@@ -69,10 +69,10 @@ class Engine:
         if not self.exact:
             log.warning(
                 "on %s the same text with and without speculation is likely but not promised bit for bit",
-                self.decoder.kernels.name,
+                self.decoder.backend.name,
             )
         self.adapters = self._adapters() if options.enable_lora else None
-        self.sampler = Sampler(self.decoder.kernels)
+        self.sampler = Sampler(self.decoder.backend)
         self.target = Target(
             self.decoder,
             self.checkpoint,

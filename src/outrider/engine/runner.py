@@ -14,7 +14,7 @@ from outrider.core.step_input import StepInput
 from outrider.core.types import FINAL, ROOT, Batch, DraftTree, Needs, Resume, Row, RowStep, States
 from outrider.errors import OutriderError
 from outrider.models.base import Model
-from outrider.models.steps import behind
+from outrider.models.steps import finish_step
 from outrider.sampling import random_streams
 from outrider.sampling.sampler import Sampler
 
@@ -99,9 +99,9 @@ class Runner:
 
     def forward(self, batch: Batch, needs: Needs) -> ForwardOutput:
         step_input = StepInput()
-        wanted: list[int] = []
         roots: dict[int, int] = {}
-        trees = self.decoder.kernels.trees()
+        matcher = self.decoder.backend.matcher if self.same else None
+        queries = None if matcher is None else matcher.queries()
         asking: list[tuple[int, int]] = []
         spans: list[tuple[int, int]] = []  # where the tokens of each row begin, and its guesses
         for r, step in enumerate(batch):
@@ -115,32 +115,33 @@ class Runner:
             if row.adapter is not None:
                 step_input.adapt(first, row.adapter)
             if step.emits:
-                roots[r] = len(wanted)
-                if self.same:
-                    self.sampler.ask(trees, r, row, step.tree, roots[r])
-                wanted += range(end - 1, step_input.length)
+                roots[r] = len(step_input.logits_rows)
+                if queries is not None:
+                    self.sampler.ask(queries, r, row, step.tree, roots[r])
+                step_input.logits_rows += range(end - 1, step_input.length)
         kept = dict.fromkeys(needs.states, NONE)
         if asking:
             kept[FINAL] = NONE
-        logits = self._read(step_input.build(), wanted, kept, trees, batch.resume, spans)
+        logits = self._forward(step_input.build(), kept, queries, batch.resume, spans)
         for r, first in asking:
             self._score(batch[r].row, kept[FINAL], first, batch[r].start, batch[r].end)
-        return ForwardOutput(batch, logits, roots, self.sampler, needs, kept, spans, trees.read())
+        answers = {} if queries is None else queries.read()
+        return ForwardOutput(batch, logits, roots, self.sampler, needs, kept, spans, answers)
 
-    def _read(
+    def _forward(
         self,
         step_input: StepInput,
-        wanted: list[int],
         kept: dict[int, Tensor],
-        trees: TreeQueries,
+        queries: TreeQueries | None,
         resume: Resume | None,
         spans: list[tuple[int, int]],
     ) -> Tensor:
         """Where a drafter has computed the lower layers of some rows, only the others go through these, unless somebody wants to see what
         enters a layer."""
         if resume is None or kept.keys() - {FINAL}:
-            return self.decoder.read(step_input, self.pool, wanted, kept, trees)
-        return behind(self.decoder, self._resumed(step_input, resume, spans), wanted, kept, trees)
+            return self.decoder.forward_step(step_input, self.pool, kept, queries)
+        x = self._resumed(step_input, resume, spans)
+        return finish_step(self.decoder, step_input, x, kept, queries)
 
     def _resumed(self, step_input: StepInput, resume: Resume, spans: list[tuple[int, int]]) -> Tensor:
         done = [end + node for (_, end), nodes in zip(spans, resume.nodes) for node in nodes]
@@ -149,10 +150,10 @@ class Runner:
         x[done] = resume.states
         if rest:
             x[rest] = self.decoder.forward(
-                step_input.only(rest).build(), self.pool, self.decoder.between(0, resume.layer)
+                step_input.only(rest).build(), self.pool, self.decoder.layer_range(0, resume.layer)
             )
         return self.decoder.forward(
-            step_input, self.pool, self.decoder.between(resume.layer, self.decoder.spec.layers), x
+            step_input, self.pool, self.decoder.layer_range(resume.layer, self.decoder.spec.layers), x
         )
 
     def _score(self, row: Row, states: Tensor, first: int, start: int, end: int) -> None:

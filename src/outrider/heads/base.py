@@ -57,10 +57,10 @@ class HeadDrafter(Drafter):
         super().__init__(options, target)
         if head is None and not options.model:
             raise ConfigError("the method needs 'model': the folder or hub id of a trained head.")
-        self.kernels, self.hidden = target.decoder.kernels, target.decoder.spec.hidden
+        self.backend, self.hidden = target.decoder.backend, target.decoder.spec.hidden
         self.head = head or self._opened(options)
         check_size(self.head, target.vocabulary)
-        self.reader = Reader(self.head, self.kernels, bits_of(options.quantization))
+        self.reader = Reader(self.head, self.backend, bits_of(options.quantization))
         self.choose = Chooser(target)
 
     @staticmethod
@@ -108,7 +108,7 @@ class StateDrafter(HeadDrafter):
 
     def states(self, batch: Batch, rows: Sequence[int]) -> Tensor:
         """[len(rows), hidden]: f_e-2 of each."""
-        return torch.cat([self.last[batch[r].row][1] for r in rows]).to(self.kernels.activations)
+        return torch.cat([self.last[batch[r].row][1] for r in rows]).to(self.backend.activations)
 
     def observe(self, commit: Commit) -> None:
         for r, step in enumerate(commit.batch):

@@ -23,10 +23,10 @@ class Chooser:
     """ids: int32 [Vd], the target's token of each of the head's; None where they are the same."""
 
     def __init__(self, target: Target, ids: Tensor | None = None) -> None:
-        self.sampler, self.vocabulary, self.kernels = (
+        self.sampler, self.vocabulary, self.backend = (
             target.sampler,
             target.vocabulary,
-            target.decoder.kernels,
+            target.decoder.backend,
         )
         self.ids = None if ids is None else ids.to(torch.int32).contiguous()
         self.ranked = torch.tensor(RANKED)
@@ -52,7 +52,7 @@ class Chooser:
             }
             keys = [of[len(path)] for path in paths]
         return Found(
-            *self.kernels.picks(self._cut(logits), row.distribution, keys, k, self.ids, not noised),
+            *self.backend.pick_rows(self._cut(logits), row.distribution, keys, k, self.ids, not noised),
             self.ids,
             ranked,
         )

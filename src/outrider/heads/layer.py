@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from outrider.backends.base import Kernels, Weight
-from outrider.backends.torch.kernels import beside
+from outrider.backends.base import Backend, Weight
+from outrider.backends.torch.backend import beside
 from outrider.cache.pool import Pool, kv_dtype
 from outrider.checkpoints.heads import Head
 from outrider.checkpoints.hub import first_line
@@ -59,7 +59,7 @@ class Sizes:
             self.head_dim,
             slots,
             kv_dtype(model.kv_cache_dtype, model.dtype),
-            model.kernels.device,
+            model.backend.device,
         )
 
     def slot_bytes(self, layers: int, model: Model) -> int:
@@ -109,14 +109,14 @@ class Block:
             raise ModelError(
                 f"{reader.head.name!r} has hidden_act {act!r}; the layers of heads are supported with 'silu' only."
             )
-        self.kernels: Kernels = reader.kernels
+        self.backend: Backend = reader.backend
         self.heads, self.kv_heads, self.head_dim, self.eps = (
             sizes.heads,
             sizes.kv_heads,
             sizes.head_dim,
             sizes.eps,
         )
-        self.turn, self.window = turn.to(self.kernels.device), window
+        self.turn, self.window = turn.to(self.backend.device), window
         q, kv = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
         normed = f"{at}.self_attn.q_norm.weight" in reader.head
         self.q_norm = reader.vector(f"{at}.self_attn.q_norm.weight", sizes.head_dim) if normed else None
@@ -131,14 +131,14 @@ class Block:
         )
         self.down = reader.linear(f"{at}.mlp.down_proj", sizes.hidden, sizes.inner)
         self.hidden, self.inner, self.norm_in = sizes.hidden, sizes.inner, norm_in
-        layer: Any = self  # as `run` takes one
-        self.stack = self.kernels.prepare(layer, [layer], self.turn)
+        layer: Any = self  # as `pack_layers` takes one
+        self.stack = self.backend.pack_layers(layer, [layer], self.turn)
 
     def __call__(
         self, x: Tensor, step_input: StepInput, pool: Pool, at: int = 0, u: Tensor | None = None
     ) -> Tensor:
         """x [n, hidden] (which it changes and returns) for the rows of the plan, u [n, inputs]; K/V goes to layer `at`."""
-        return self.kernels.run(
+        return self.backend.run_layers(
             self.stack, x, step_input, pool, u=x if u is None and self.norm_in is None else u, layer=at
         )
 
@@ -155,9 +155,9 @@ class Pairs:
         embedding: Weight | None = None,
     ) -> None:
         """embedding: the head's own; the target's unless given."""
-        self.model, self.kernels, self.embedding = (
+        self.model, self.backend, self.embedding = (
             model,
-            model.kernels,
+            model.backend,
             model.embedding if embedding is None else embedding,
         )
         self.norms = norm_token, norm_state, eps
@@ -166,9 +166,9 @@ class Pairs:
         """[n, 2h] of the plan's tokens and the states g [n, h]."""
         if self.embedding is None:
             return beside(
-                self.kernels,
-                self.model.embed(step_input.host[: step_input.length]).to(g.dtype),
+                self.backend,
+                self.model.embed(step_input.input_ids).to(g.dtype),
                 g,
                 *self.norms,
             )
-        return self.kernels.pair(self.embedding, step_input, g, *self.norms)
+        return self.backend.pair(self.embedding, step_input, g, *self.norms)

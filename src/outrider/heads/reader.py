@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.backends.base import Kernels
+from outrider.backends.base import Backend
 from outrider.checkpoints.heads import Head
 from outrider.checkpoints.quantize import reduced
 from outrider.core.quantized import QuantizedWeight, join
@@ -20,11 +20,11 @@ class Reader:
     """Packs the weights of a head for the target's kernels; bits: in so many, unless as they are."""
 
     head: Head
-    kernels: Kernels
+    backend: Backend
     bits: int | None = None
 
     def vector(self, name: str, size: int) -> Tensor:
-        return self.head.get(name, size).float().to(self.kernels.device).contiguous()
+        return self.head.get(name, size).float().to(self.backend.device).contiguous()
 
     def linear(self, name: str, outputs: int, inputs: int) -> Any:
         """`name`.weight, and `name`.bias if the file has one."""
@@ -45,7 +45,7 @@ class Reader:
             for name, outputs in parts
         ]
         biased = any(f"{name}.bias" in self.head for name, _ in parts)
-        return self.kernels.pack(join(weights, torch.float32), torch.cat(biases) if biased else None)
+        return self.backend.pack(join(weights, torch.float32), torch.cat(biases) if biased else None)
 
     def some(self, name: str, ids: Tensor, inputs: int) -> Any:
         """An lm head that knows the tokens `ids`; of a file that holds a row for each of the target's, these."""
@@ -56,4 +56,4 @@ class Reader:
         rows = (
             weight.mapped(lambda part: part[which]) if isinstance(weight, QuantizedWeight) else weight[which]
         )
-        return self.kernels.pack(join([reduced(rows, outer.bits)], torch.float32), None)
+        return self.backend.pack(join([reduced(rows, outer.bits)], torch.float32), None)

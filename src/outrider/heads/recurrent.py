@@ -227,7 +227,7 @@ class Recurrent(HeadDrafter):
 
     def _states(self, turns: Sequence[Turn]) -> Tensor:
         return torch.cat([states for turn in turns for states in turn.pending_states.states]).to(
-            self.kernels.activations
+            self.backend.activations
         )
 
     def _levels(self, o: Tensor, grown: list[Growing]) -> None:

@@ -36,7 +36,7 @@ class Outer:
     def of(model: Model) -> Outer:
         """Raises nothing for a head with a bias or a cap, which is not a matrix: what it says of the unit vectors is taken."""
         hidden = model.spec.hidden
-        said = model.head_logits(torch.eye(hidden, dtype=model.kernels.activations, device=model.device))
+        said = model.head_logits(torch.eye(hidden, dtype=model.backend.activations, device=model.device))
         return Outer(model.embed(range(model.spec.vocabulary)).float(), said.T.contiguous())
 
 
@@ -48,11 +48,8 @@ def read(model: Model, tokens: Sequence[int], wanted: Sequence[int]) -> Sample:
     for first in range(0, len(tokens), PIECE):
         step_input, found = StepInput(), dict.fromkeys(wanted, torch.empty(0))
         step_input.chain(table, first, tokens[first : first + PIECE])
-        logits.append(
-            model.read(
-                step_input.build(), pool, [*range(step_input.length)], found, model.kernels.trees()
-            ).clone()
-        )
+        step_input.logits_rows = [*range(step_input.length)]
+        logits.append(model.forward_step(step_input.build(), pool, found).clone())
         for which in wanted:
             kept[which].append(found[which].float())
     return Sample(

@@ -84,7 +84,7 @@ class Dynamic:
 
     def take(self, choose: Chooser, logits: Tensor) -> None:
         if self.candidates is None:
-            self.candidates = choose.kernels.candidates(self.k, self.wide, self.budget.depth)
+            self.candidates = choose.backend.candidates(self.k, self.wide, self.budget.depth)
         self.sources, said = choose.widen(self.candidates, self.row, self.tokens, logits)
         self.levels += 1
         if self.levels == self.budget.depth:

@@ -27,7 +27,7 @@ from outrider.draft.datastore.store import BUILTIN as STORES
 from outrider.engine.engine import free_memory
 from outrider.errors import ModelError
 from outrider.models.load import needs_fallback
-from outrider.models.placement import pick_device
+from outrider.models.placement import pick_device, pick_dtype
 
 NAMES = {  # what safetensors calls them
     "F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64", "I64": "int64", "I32": "int32", "BOOL": "bool",
@@ -151,7 +151,8 @@ def _opened(options: EngineOptions) -> tuple[Checkpoint | None, Any, str | None]
 
 def _memory(options: EngineOptions, checkpoint: Checkpoint, stored: list[Stored]) -> dict[str, Any]:
     device = pick_device(options.device)
-    spec, dtype, few = checkpoint.spec, checkpoint.dtype(options.dtype, device), bits_of(options.quantization)
+    dtype = pick_dtype(options.dtype, checkpoint.stored_dtype, device)
+    spec, few = checkpoint.spec, bits_of(options.quantization)
 
     fallback = needs_fallback(checkpoint)
     together: dict[str, list[float | None]] = {}

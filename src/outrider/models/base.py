@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from outrider.backends.base import Chain, Kernels, TreeQueries
+from outrider.backends.base import Backend, Chain, TreeQueries
 from outrider.cache.pool import Pool
 from outrider.checkpoints.spec import Facts
 from outrider.core.step_input import StepInput
@@ -17,36 +17,38 @@ from outrider.core.stop_rule import Chained, StopRule
 
 
 class Model(Protocol):
-    """Weights of one model on one device, without state between calls: K/V lives in the pool that a call is given."""
+    """Weights of one model.  There is no state between calls: K/V is in the pool that a call gets."""
 
-    kernels: Kernels
+    backend: Backend
     dtype: torch.dtype
     device: torch.device
     max_len: int
     kv_cache_dtype: str
-    embedding: Any  # packed for `kernels`; None where only `embed` knows it
+    embedding: Any  # packed for `backend`; None if only `embed` can compute it
 
     @property
     def spec(self) -> Facts: ...
     @property
     def exact(self) -> bool:
-        """Whether its kernels promise that a row's numbers do not depend on the rows beside it."""
+        """Whether a row's result does not depend on the other rows, bit for bit."""
 
     @property
     def footprint(self) -> Counter[torch.device]:
-        """Bytes of K/V a token, by device."""
+        """Bytes of K/V per token, by device."""
 
     @property
     def slot_bytes(self) -> int:
-        """The same, all together."""
+        """Bytes of K/V per token on all devices."""
 
     def pool(self, slots: int) -> Pool: ...
-    def without(self, attention: Collection[int], mlp: Collection[int]) -> Any:
-        """Its blocks without the attention, or the MLP, of some layers, for `forward` and `chain`: what is skipped is the identity,
-        and a skipped attention has no K/V.  Raises ConfigError where it cannot be skipped."""
+    def skip_sublayers(self, attention: Collection[int], mlp: Collection[int]) -> Any:
+        """Blocks for `forward` and `draft_chain` without the attention, or the MLP, of some layers.
 
-    def between(self, first: int, last: int) -> Any:
-        """The same for layers first … last - 1 only."""
+        A skipped sublayer is the identity, and a skipped attention has no K/V.  Raises ConfigError if it cannot be skipped.
+        """
+
+    def layer_range(self, first: int, last: int) -> Any:
+        """Blocks of the layers first, …, last - 1 only."""
 
     def forward(
         self,
@@ -56,43 +58,54 @@ class Model(Protocol):
         x: Tensor | None = None,
         taps: dict[int, Tensor] | None = None,
     ) -> Tensor:
-        """[n, hidden] for the n rows of the plan: what `logits` takes; K/V of these rows is in the pool.
+        """Hidden states [N, hidden] of the rows of a step, as `logits` takes them.  Writes their K/V to the pool.
 
-        blocks: those that run, all unless given.  x: where they begin, the embeddings unless given; it may be changed.
-        taps: layer -> gets the residual stream [n, hidden] that enters it; the number of layers: what leaves the last one.
+        blocks: those that run, by default all
+        x:      input of the first block, by default the embeddings; it may be changed
+        taps:   layer -> receives the residual stream [N, hidden] before that layer; the number of layers: after the last
         """
 
     def embed(self, ids: Sequence[int]) -> Tensor:
-        """[n, hidden]: the rows of the embedding, as they are."""
+        """Rows [n, hidden] of the embedding, without scaling."""
 
     def final(self, x: Tensor) -> Tensor:
-        """[n, hidden] of `forward`'s result: after the last norm, what the head reads."""
+        """`forward`'s result [n, hidden] after the last norm: the input of the head."""
 
     def head_logits(self, x: Tensor) -> Tensor:
-        """float32 [n, V]: the logits of states [n, hidden] that the head may read."""
+        """Logits float32 [n, V] of states [n, hidden] after the last norm."""
 
     def logits(self, x: Tensor, rows: list[int]) -> Tensor:
-        """float32 [len(rows), V] of some rows, in ascending order, of `forward`'s result."""
+        """Logits float32 [len(rows), V] of some rows, ascending, of `forward`'s result."""
 
-    def read(
+    def forward_step(
         self,
         step_input: StepInput,
         pool: Pool,
-        wanted: list[int],
-        kept: dict[int, Tensor],
-        trees: TreeQueries,
+        states: dict[int, Tensor],
+        queries: TreeQueries | None = None,
     ) -> Tensor:
-        """What the engine does in every step: `forward`, and float32 [len(wanted), V], the logits behind these rows, which are there until
-        the next call.  Answers the questions in `trees`.
+        """The forward of an engine step: logits float32 [M, V] of the step's `logits_rows`.
 
-        kept: what `taps` are in `forward`, and FINAL, which gets `final` of all rows.
+        The logits are valid until the next call: a backend may use their memory again.
+        states:  its keys are layers as in `taps` of `forward`, and FINAL; receives their states [N, hidden]
+        queries: from the backend's `matcher`; answered from the logits
         """
 
-    def chain(
-        self, step_input: StepInput, pool: Pool, chains: Sequence[Chain], vocabulary: int, stop_rule: StopRule | None = None,
-        blocks: Any = None, states: Tensor | None = None,
-    ) -> Chained | None:  # fmt: skip
-        """`forward` over the plan, then a chain of the best tokens behind some of its rows; None where it does not pay.
+    @property
+    def fuses_chains(self) -> bool:
+        """Whether `draft_chain` is supported."""
 
-        states [chains, most levels, hidden] gets what `logits` read for each of them.
+    def draft_chain(
+        self,
+        step_input: StepInput,
+        pool: Pool,
+        chains: Sequence[Chain],
+        vocabulary: int,
+        stop_rule: StopRule | None = None,
+        blocks: Any = None,
+        states: Tensor | None = None,
+    ) -> Chained:
+        """`forward` over the step, then chains of the best tokens behind some of its rows, in one call.
+
+        states: [chains, most levels, hidden], receives the hidden state that each token was picked from
         """

@@ -1,7 +1,7 @@
 """The lean decoder: Llama, Mistral, Qwen2 and Qwen3 as one class with flags.
 
-Pre-norm blocks with fused projections; residual x.  Which rows see which keys is the plan's business, where K/V lies the
-pool's, how it is computed the kernels': this file is the arithmetic of the model and nothing else.
+Pre-norm blocks with fused projections and residual x.  `StepInput` says which keys a row sees, `Pool` holds the K/V, and the
+backend computes; this file is the arithmetic of the model.
 
     x = embed(ids);  per layer:  x += o(attend(rope(qkv(norm(x)))));  x += down(silu(gate) * up)(norm(x));  logits = head(norm(x))
 """
@@ -18,27 +18,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.backends.base import Chain, Kernels, TreeQueries, Weight
-from outrider.backends.select import kernels_for
+from outrider.backends.base import Backend, Chain, TreeQueries, Weight
+from outrider.backends.select import backend_for
 from outrider.cache.pool import Pool, SplitPool, kv_dtype
 from outrider.checkpoints.hub import Checkpoint, Source, first_line
 from outrider.checkpoints.quantize import bits_of, reduced
 from outrider.checkpoints.spec import Spec
-from outrider.core.lora import Adapted
+from outrider.core.lora import Adapted, Runs
 from outrider.core.quantized import join
 from outrider.core.step_input import StepInput
 from outrider.core.stop_rule import Chained, StopRule
 from outrider.errors import CapacityError, ConfigError, ModelError
 from outrider.models.placement import Placement, place
 from outrider.models.rope import fix_rope
-from outrider.models.steps import in_steps
+from outrider.models.steps import forward_parts
 
 MAX_ROTATIONS = 1 << 31  # numbers: 16 million positions of 128 dimensions
 
 
 @dataclass
 class Layer:
-    """The weights of one block, and what `rope_store` must know of its heads."""
+    """Weights of one block (`backends.base.DecoderLayer`)."""
 
     norm_in: Tensor
     qkv: Weight  # [(heads + 2 kv_heads) head_dim, hidden]
@@ -57,62 +57,65 @@ class Layer:
 
 @dataclass
 class Part:
-    """Neighbouring layers on one device, in the form that its kernels like."""
+    """Neighbouring layers on one device, packed by its backend."""
 
-    kernels: Kernels
+    backend: Backend
     stack: Any
     first: int
     layers: int
-    idle: bool = False  # nothing of it runs
+    idle: bool = False  # all its sublayers are skipped
 
 
 Blocks = Sequence[Part]
 
 
 class Decoder:
-    """Weights of one model.  Has no state between calls: K/V lives in the pool that a call is given.
+    """Weights of one model (`Model`).
 
-    device, kernels: where the embedding and the head are; what `forward` and `logits` return is there, wherever the layers lie.
+    device, backend: of the embedding and the head.  Results of `forward` and `logits` are there, wherever the layers are.
     """
 
     def __init__(
         self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, max_len: int,
         quantization: str | None = None, kv_cache_dtype: str = "auto", where: Placement | None = None,
     ) -> None:  # fmt: skip
-        """where: unless all is on `device`."""
+        """where: placement of the layers, by default all on `device`."""
         assert isinstance(checkpoint.spec, Spec)
         self.spec = spec = checkpoint.spec
         where = where or place(spec.layers, device, None)
         self.dtype, self.device, self.max_len = dtype, where.outer, max_len
         self.bits, self.kv_cache_dtype = bits_of(quantization), kv_cache_dtype
-        kernels = {at: kernels_for(at, dtype) for at in {where.outer, *where.layers}}
-        self.split = len(kernels) > 1  # over several devices
-        self.kernels: Kernels = kernels[where.outer]
+        backends = {at: backend_for(at, dtype) for at in {where.outer, *where.layers}}
+        self.split = len(backends) > 1  # over several devices
+        self.backend: Backend = backends[where.outer]
         weights = checkpoint.tensors()
         turn = rotations(checkpoint.config, max_len, 32)  # the self-test computes 24 positions
         self.embedding = self._fused(
-            self.kernels, weights, [("model.embed_tokens", spec.vocabulary)], spec.hidden, outer=True
+            self.backend, weights, [("model.embed_tokens", spec.vocabulary)], spec.hidden, outer=True
         )
-        self.layers = [self._layer(kernels[at], weights, i) for i, at in enumerate(where.layers)]
+        self.layers = [self._layer(backends[at], weights, i) for i, at in enumerate(where.layers)]
         self.parts: list[Part] = []
         for at, group in itertools.groupby(range(spec.layers), lambda i: where.layers[i]):
             numbers = list(group)
             first, count = numbers[0], len(numbers)
-            stack = kernels[at].prepare(spec, self.layers[first : first + count], turn.to(at))
-            self.parts.append(Part(kernels[at], stack, first, count))
-        self.between = lru_cache(maxsize=8)(self._between)
-        self.norm = self._vector(self.kernels, weights, "model.norm", spec.hidden)
+            stack = backends[at].pack_layers(spec, self.layers[first : first + count], turn.to(at))
+            self.parts.append(Part(backends[at], stack, first, count))
+        self.layer_range = lru_cache(maxsize=8)(self._layer_range)
+        self.norm = self._vector(self.backend, weights, "model.norm", spec.hidden)
         self.lm_head = self.embedding
         if not spec.tied:
             self.lm_head = self._fused(
-                self.kernels, weights, [("lm_head", spec.vocabulary)], spec.hidden, outer=True
+                self.backend, weights, [("lm_head", spec.vocabulary)], spec.hidden, outer=True
             )
-        self.ends = self.kernels.ends(self.embedding, self.norm, self.lm_head)
+        self.fused = None if self.split else self.backend.fused
+        self.ends: Any = None
+        if self.fused is not None:
+            self.ends = self.fused.pack_ends(self.embedding, self.norm, self.lm_head)
 
     def pool(self, slots: int) -> Pool:
         s, dtype = self.spec, kv_dtype(self.kv_cache_dtype, self.dtype)
         pools = [
-            Pool(part.layers, s.kv_heads, s.head_dim, slots, dtype, part.kernels.device)
+            Pool(part.layers, s.kv_heads, s.head_dim, slots, dtype, part.backend.device)
             for part in self.parts
         ]
         return pools[0] if len(pools) == 1 else SplitPool(pools)
@@ -122,7 +125,7 @@ class Decoder:
         """Bytes of K/V a slot, by device."""
         s, dtype, sizes = self.spec, kv_dtype(self.kv_cache_dtype, self.dtype), Counter[torch.device]()
         for part in self.parts:
-            sizes[part.kernels.device] += Pool.bytes_per_slot(part.layers, s.kv_heads, s.head_dim, dtype)
+            sizes[part.backend.device] += Pool.bytes_per_slot(part.layers, s.kv_heads, s.head_dim, dtype)
         return sizes
 
     @property
@@ -131,25 +134,21 @@ class Decoder:
 
     @property
     def exact(self) -> bool:
-        return all(kernels.exact for kernels in (self.kernels, *(part.kernels for part in self.parts)))
+        return all(backend.exact for backend in (self.backend, *(part.backend for part in self.parts)))
 
-    def without(self, attention: Collection[int], mlp: Collection[int]) -> Blocks:
-        """The blocks without the attention, or the MLP, of some layers, for `forward` and `chain`."""
+    def skip_sublayers(self, attention: Collection[int], mlp: Collection[int]) -> Blocks:
+        """The blocks without the attention, or the MLP, of some layers, for `forward` and `draft_chain`."""
         skips = [(i in attention) + 2 * (i in mlp) for i in range(self.spec.layers)]
         parts = []
         for part in self.parts:
-            here = skips[part.first : part.first + part.layers]
-            parts.append(
-                replace(
-                    part, stack=part.kernels.without(part.stack, here), idle=all(skip == 3 for skip in here)
-                )
-            )
+            own = skips[part.first : part.first + part.layers]
+            stack = part.backend.skip_sublayers(part.stack, own)
+            parts.append(replace(part, stack=stack, idle=all(skip == 3 for skip in own)))
         return parts
 
-    def _between(self, first: int, last: int) -> Blocks:
-        """Layers first … last - 1 only."""
+    def _layer_range(self, first: int, last: int) -> Blocks:
         rest = {*range(first), *range(last, self.spec.layers)}
-        return self.without(rest, rest)
+        return self.skip_sublayers(rest, rest)
 
     def forward(
         self,
@@ -159,127 +158,108 @@ class Decoder:
         x: Tensor | None = None,
         taps: dict[int, Tensor] | None = None,
     ) -> Tensor:
-        """Residual stream after the last layer, [n, hidden] for the n rows of the plan; K/V of these rows is in the pool.
-
-        blocks: all, unless given.  x: where they begin, the embeddings of the plan unless given; it may be changed.
-        taps: layer -> gets the residual stream that enters it.
-        """
+        """Residual stream [N, hidden] after the last layer."""
         if taps:
             return self._tapped(step_input, pool, taps)
-        here = self.kernels
-        x = here.embed(self.embedding, step_input) if x is None else x
-        for i, (part, own) in enumerate(zip(blocks or self.parts, pool.parts)):
+        at = self.backend
+        x = at.embed(self.embedding, step_input) if x is None else x
+        for i, (part, part_pool) in enumerate(zip(blocks or self.parts, pool.parts)):
             if part.idle:
                 continue
-            if part.kernels is not here:
-                here, x = part.kernels, _carried(x, part.kernels)
-            x = here.run(
-                part.stack,
-                x,
-                step_input,
-                own,
-                [(first, count, adapter[i]) for first, count, adapter in step_input.adapted],
-            )
-        return x if here is self.kernels else _carried(x, self.kernels)
+            if part.backend is not at:
+                at, x = part.backend, _moved(x, part.backend)
+            x = at.run_layers(part.stack, x, step_input, part_pool, _runs(step_input, i))
+        return x if at is self.backend else _moved(x, self.backend)
 
     def _tapped(self, step_input: StepInput, pool: Pool, taps: dict[int, Tensor]) -> Tensor:
         x, at = None, 0
         for layer in sorted(taps):
-            x = self.forward(step_input, pool, self.between(at, layer), x)
+            x = self.forward(step_input, pool, self.layer_range(at, layer), x)
             taps[layer], at = x.clone(), layer  # x is changed in place
-        return (
-            x
-            if x is not None and at == self.spec.layers
-            else self.forward(step_input, pool, self.between(at, self.spec.layers), x)
-        )
+        if x is not None and at == self.spec.layers:
+            return x
+        return self.forward(step_input, pool, self.layer_range(at, self.spec.layers), x)
 
-    def read(
+    def forward_step(
         self,
         step_input: StepInput,
         pool: Pool,
-        wanted: list[int],
-        kept: dict[int, Tensor],
-        trees: TreeQueries,
+        states: dict[int, Tensor],
+        queries: TreeQueries | None = None,
     ) -> Tensor:
-        if self.split:
-            return in_steps(self, step_input, pool, wanted, kept, trees)
-        runs = (
-            [(first, count, adapter[0]) for first, count, adapter in step_input.adapted]
-            if step_input.adapted
-            else ()
-        )
-        logits = self.kernels.read(
-            self.parts[0].stack, self.ends, step_input, pool, wanted, kept, trees, runs
-        )
-        return in_steps(self, step_input, pool, wanted, kept, trees) if logits is None else logits
+        if self.fused is None:
+            return forward_parts(self, step_input, pool, states, queries)
+        stack, runs = self.parts[0].stack, _runs(step_input, 0)
+        return self.fused.forward(stack, self.ends, step_input, pool, states, queries, runs)
 
-    def adapter(self, layers: Adapted) -> list[Any]:
-        """What `StepInput.adapt` wants for a LoRA adapter that has been read: its form for each part."""
+    def pack_adapter(self, layers: Adapted) -> list[Any]:
+        """A LoRA adapter that has been read, as `StepInput.adapt` takes it: its form for each part."""
         return [
-            part.kernels.adapter(self.spec, layers[part.first : part.first + part.layers])
+            part.backend.pack_adapter(self.spec, layers[part.first : part.first + part.layers])
             for part in self.parts
         ]
 
     def logits(self, x: Tensor, rows: list[int]) -> Tensor:
-        """float32 [len(rows), V] of some rows, in ascending order, of `forward`'s result."""
+        """Logits float32 [len(rows), V] of some rows, ascending, of `forward`'s result."""
         return self.head_logits(self.final(x if len(rows) == x.shape[0] else x[rows]))
 
     def embed(self, ids: Sequence[int]) -> Tensor:
-        return self.kernels.embed(self.embedding, StepInput.bare(ids))
+        return self.backend.embed(self.embedding, StepInput.of_ids(ids))
 
     def final(self, x: Tensor) -> Tensor:
-        return self.kernels.rms_norm(x, self.norm, self.spec.eps)
+        return self.backend.rms_norm(x, self.norm, self.spec.eps)
 
     def head_logits(self, x: Tensor) -> Tensor:
-        logits = self.kernels.linear(x, self.lm_head)
-        return (
-            logits if logits.dtype == torch.float32 else logits.float()
-        )  # even for nothing it takes 30 µs here
+        logits = self.backend.linear(x, self.lm_head)
+        # `float` takes 30 µs here even if there is nothing to convert
+        return logits if logits.dtype == torch.float32 else logits.float()
 
-    def chain(
-        self, step_input: StepInput, pool: Pool, chains: Sequence[Chain], vocabulary: int, stop_rule: StopRule | None = None,
-        blocks: Blocks | None = None, states: Tensor | None = None,
-    ) -> Chained | None:  # fmt: skip
-        """`forward` over the plan, then a chain of the best tokens behind some of its rows; see `Kernels.chain`."""
-        if self.split:
-            return None
-        return self.kernels.chain(
-            (blocks or self.parts)[0].stack,
-            self.ends,
-            step_input,
-            pool,
-            chains,
-            vocabulary,
-            stop_rule,
-            states,
+    @property
+    def fuses_chains(self) -> bool:
+        return self.fused is not None
+
+    def draft_chain(
+        self,
+        step_input: StepInput,
+        pool: Pool,
+        chains: Sequence[Chain],
+        vocabulary: int,
+        stop_rule: StopRule | None = None,
+        blocks: Blocks | None = None,
+        states: Tensor | None = None,
+    ) -> Chained:
+        assert self.fused is not None, "fuses_chains says whether chains are supported"
+        stack = (blocks or self.parts)[0].stack
+        return self.fused.draft_chain(
+            stack, self.ends, step_input, pool, chains, vocabulary, stop_rule, states
         )
 
-    def _layer(self, kernels: Kernels, weights: Source, i: int) -> Layer:
+    def _layer(self, backend: Backend, weights: Source, i: int) -> Layer:
         s, at = self.spec, f"model.layers.{i}"
         q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
         attention = [(f"{at}.self_attn.{name}_proj", size) for name, size in (("q", q), ("k", kv), ("v", kv))]
         mlp = [(f"{at}.mlp.{name}_proj", s.inner) for name in ("gate", "up")]
         return Layer(
-            norm_in=self._vector(kernels, weights, f"{at}.input_layernorm", s.hidden),
-            qkv=self._fused(kernels, weights, attention, s.hidden),
-            o=self._linear(kernels, weights, f"{at}.self_attn.o_proj", s.hidden, q),
-            norm_post=self._vector(kernels, weights, f"{at}.post_attention_layernorm", s.hidden),
-            gate_up=self._fused(kernels, weights, mlp, s.hidden),
-            down=self._linear(kernels, weights, f"{at}.mlp.down_proj", s.hidden, s.inner),
-            q_norm=self._vector(kernels, weights, f"{at}.self_attn.q_norm", s.head_dim) if s.qk_norm else None,
-            k_norm=self._vector(kernels, weights, f"{at}.self_attn.k_norm", s.head_dim) if s.qk_norm else None,
+            norm_in=self._vector(backend, weights, f"{at}.input_layernorm", s.hidden),
+            qkv=self._fused(backend, weights, attention, s.hidden),
+            o=self._linear(backend, weights, f"{at}.self_attn.o_proj", s.hidden, q),
+            norm_post=self._vector(backend, weights, f"{at}.post_attention_layernorm", s.hidden),
+            gate_up=self._fused(backend, weights, mlp, s.hidden),
+            down=self._linear(backend, weights, f"{at}.mlp.down_proj", s.hidden, s.inner),
+            q_norm=self._vector(backend, weights, f"{at}.self_attn.q_norm", s.head_dim) if s.qk_norm else None,
+            k_norm=self._vector(backend, weights, f"{at}.self_attn.k_norm", s.head_dim) if s.qk_norm else None,
             heads=s.heads, kv_heads=s.kv_heads, head_dim=s.head_dim, eps=s.eps, window=s.windows[i],
         )  # fmt: skip
 
-    def _vector(self, kernels: Kernels, weights: Source, name: str, size: int) -> Tensor:
-        return weights.get(f"{name}.weight", size).float().to(kernels.device).contiguous()
+    def _vector(self, backend: Backend, weights: Source, name: str, size: int) -> Tensor:
+        return weights.get(f"{name}.weight", size).float().to(backend.device).contiguous()
 
-    def _linear(self, kernels: Kernels, weights: Source, name: str, outputs: int, inputs: int) -> Weight:
-        return self._fused(kernels, weights, [(name, outputs)], inputs)
+    def _linear(self, backend: Backend, weights: Source, name: str, outputs: int, inputs: int) -> Weight:
+        return self._fused(backend, weights, [(name, outputs)], inputs)
 
     def _fused(
         self,
-        kernels: Kernels,
+        backend: Backend,
         weights: Source,
         parts: list[tuple[str, int]],
         inputs: int,
@@ -293,11 +273,16 @@ class Decoder:
         bias = (
             torch.cat([weights.get(f"{name}.bias", size).float() for name, size in parts]) if biased else None
         )
-        return kernels.pack(join(read, self.dtype), bias)
+        return backend.pack(join(read, self.dtype), bias)
 
 
-def _carried(x: Tensor, kernels: Kernels) -> Tensor:
-    return x.to(kernels.device, kernels.activations)
+def _runs(step_input: StepInput, part: int) -> Runs:
+    """The rows with adapters, and the adapters in the form of a part."""
+    return [(first, count, adapter[part]) for first, count, adapter in step_input.adapters]
+
+
+def _moved(x: Tensor, backend: Backend) -> Tensor:
+    return x.to(backend.device, backend.activations)
 
 
 def rotations(config: Any, max_len: int, positions: int = 0) -> Tensor:

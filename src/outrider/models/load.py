@@ -1,4 +1,4 @@
-"""Choice of who runs a checkpoint: the lean decoder, or transformers' own code."""
+"""Choice between the lean decoder and transformers' own code for a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ def load(
     checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, max_len: int, quantization: str | None, kv_cache_dtype: str,
     where: Placement | None = None,
 ) -> Model:  # fmt: skip
-    """where: unless all is on `device`.  Raises ModelError naming what is missing, of another shape or beyond us."""
+    """Loads a model; where: its placement, by default all on `device`.
+
+    Raises ModelError for tensors that are missing or of another shape, and for what is not supported.
+    """
     split = where is not None and set(where.layers) != {device}
     if not needs_fallback(checkpoint, quantization, split):
         return Decoder(checkpoint, dtype, device, max_len, quantization, kv_cache_dtype, where)

@@ -1,4 +1,4 @@
-"""Which device computes which layer: one for all, or a GPU for the last ones and the CPU for the rest, as llama.cpp's -ngl has it."""
+"""Devices and dtype of a model: all layers on one device, or the last ones on a GPU and the rest on the CPU (llama.cpp's -ngl)."""
 
 from __future__ import annotations
 
@@ -6,21 +6,28 @@ from typing import NamedTuple
 
 import torch
 
+from outrider.backends.select import fast_bfloat16
 from outrider.errors import ConfigError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Placement(NamedTuple):
-    """A layer's K/V lies beside its weights.  outer: where the embedding and the head are, and what leaves the decoder."""
+    """The device of every layer's weights and K/V, and that of embedding, head and logits."""
 
     layers: tuple[torch.device, ...]
     outer: torch.device
 
 
 def place(layers: int, device: torch.device, gpu_layers: int | None, option: str = "gpu_layers") -> Placement:
-    """None: all on `device`.  n: the last n layers there, the rest on the CPU; more than there are layers: embedding and head, too."""
+    """The last `gpu_layers` layers on `device` and the rest on the CPU; None: all layers on `device`.
+
+    Embedding and head are on `device` if gpu_layers exceeds the number of layers.
+    """
     if gpu_layers and device.type == "cpu":
         raise ConfigError(
-            f"{option} = {gpu_layers} needs a GPU, and this model's device is 'cpu': name one (cuda, mps), or leave it out."
+            f"{option} = {gpu_layers} needs a GPU, and this model's device is 'cpu': "
+            "name one (cuda, mps), or leave it out."
         )
     if gpu_layers is None or gpu_layers > layers:
         return Placement((device,) * layers, device)
@@ -29,7 +36,7 @@ def place(layers: int, device: torch.device, gpu_layers: int | None, option: str
 
 
 def pick_device(name: str, option: str = "device") -> torch.device:
-    """`auto` is the GPU where there is one.  Raises ConfigError for a device that is not there."""
+    """`auto` is the GPU if there is one.  Raises ConfigError for a device that does not exist."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -38,8 +45,24 @@ def pick_device(name: str, option: str = "device") -> torch.device:
         raise ConfigError(f"{option} {name!r} cannot be used: {str(error).splitlines()[0]}") from error
 
 
+def pick_dtype(
+    name: str, stored: torch.dtype | None, device: torch.device, option: str = "dtype"
+) -> torch.dtype:
+    """`auto` is bfloat16 if the device is fast at it and the checkpoint is not float32, else float32.
+
+    stored: the dtype of the checkpoint.  Raises ConfigError for an unknown name.
+    """
+    if name == "auto":
+        narrow = stored not in (None, torch.float32) and fast_bfloat16(device)
+        return torch.bfloat16 if narrow else torch.float32
+    if not isinstance(name, str) or name not in DTYPES:
+        raise ConfigError(f"{option} must be auto or one of {', '.join(DTYPES)}, got {name!r}.")
+    return DTYPES[name]
+
+
 def check_gpu_layers(value: object, option: str) -> None:
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
         raise ConfigError(
-            f"{option} must be a whole number of at least 0, or None for all layers on one device, got {value!r}."
+            f"{option} must be a whole number of at least 0, or None for all layers on one device, "
+            f"got {value!r}."
         )

@@ -1,7 +1,7 @@
-"""Bit-exactness, tried out at start-up: does a token compute the same numbers alone, in a chunk and in a tree?
+"""Start-up test of bit-exactness: a token must get the same logits alone, in a chunk and in a tree.
 
-The C kernels promise it by construction and oneDNN's packed linears have kept it in every trial, but a processor that
-nobody has tried may break an assumption; then the engine says so instead of promising.
+The C kernels give that by construction.  oneDNN's packed linears gave it in every trial, but another processor may break an
+assumption.  If the test fails, the engine warns instead of promising.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from outrider.models.base import Model
 
 
 def bit_exact(decoder: Model) -> bool:
-    """Four tokens one by one against the same four in one forward, with a sibling beside each of the last two."""
+    """Compares four tokens one by one with the same four in one forward, where the last two have siblings."""
     vocabulary = decoder.spec.vocabulary
     tokens = [(i * i * 7 + 3) % vocabulary for i in range(24)]
     table = array("i", range(len(tokens) + 8))
@@ -29,11 +29,13 @@ def bit_exact(decoder: Model) -> bool:
     for i in range(start, len(tokens)):
         one_by_one.append(_read(decoder, _chain(table, i, tokens[i : i + 1]), alone, [0]))
 
-    decoder.forward(_chain(table, 0, tokens[: start // 2]), together)  # another split of the prompt, too
+    decoder.forward(_chain(table, 0, tokens[: start // 2]), together)  # splits the prompt differently
     decoder.forward(_chain(table, start // 2, tokens[start // 2 : start]), together)
     step_input, root = StepInput(), start + 2
     step_input.chain(table, start, tokens[start:root])
-    step_input.node(table, root, [root], 1)  # a sibling, in the slot where the true token would have gone
+    step_input.node(
+        table, root, [root], 1
+    )  # a sibling, in the slot that the true token has in plain decoding
     path = [root + 1]
     step_input.node(table, root, path, tokens[root])
     step_input.node(table, root, [*path, root + 2], 2)
@@ -41,9 +43,10 @@ def bit_exact(decoder: Model) -> bool:
     return torch.equal(torch.cat(one_by_one), _read(decoder, step_input.build(), together, [0, 1, 3, 5]))
 
 
-def _read(decoder: Model, step_input: StepInput, pool: Pool, wanted: list[int]) -> Tensor:
-    """As the engine does it."""
-    return decoder.read(step_input, pool, wanted, {}, decoder.kernels.trees()).clone()
+def _read(decoder: Model, step_input: StepInput, pool: Pool, rows: list[int]) -> Tensor:
+    """Logits of some rows, by the forward of the engine."""
+    step_input.logits_rows = rows
+    return decoder.forward_step(step_input, pool, {}).clone()
 
 
 def _chain(table: array[int], start: int, tokens: list[int]) -> StepInput:

@@ -1,4 +1,4 @@
-"""A forward part by part: `Model.read` where no one call does it all."""
+"""`Model.forward_step` by the other methods of a model, for backends without a fused model."""
 
 from __future__ import annotations
 
@@ -11,25 +11,28 @@ from outrider.core.types import FINAL
 from outrider.models.base import Model
 
 
-def in_steps(
+def forward_parts(
     model: Model,
     step_input: StepInput,
     pool: Pool,
-    wanted: list[int],
-    kept: dict[int, Tensor],
-    trees: TreeQueries,
+    states: dict[int, Tensor],
+    queries: TreeQueries | None = None,
 ) -> Tensor:
-    """`Model.read` by the other methods."""
-    taps = {layer: state for layer, state in kept.items() if layer != FINAL}
+    """`Model.forward_step` as `forward`, `final` and `logits`."""
+    taps = {layer: state for layer, state in states.items() if layer != FINAL}
     x = model.forward(step_input, pool, taps=taps)
-    kept.update(taps)
-    return behind(model, x, wanted, kept, trees)
+    states.update(taps)
+    return finish_step(model, step_input, x, states, queries)
 
 
-def behind(model: Model, x: Tensor, wanted: list[int], kept: dict[int, Tensor], trees: TreeQueries) -> Tensor:
-    """What `Model.read` does behind the last layer; x: what `forward` returned."""
-    if FINAL in kept:
-        kept[FINAL] = model.final(x)
-    logits = model.logits(x, wanted)
-    model.kernels.follow(logits, trees)
+def finish_step(
+    model: Model, step_input: StepInput, x: Tensor, states: dict[int, Tensor], queries: TreeQueries | None
+) -> Tensor:
+    """The part of `Model.forward_step` behind the last layer; x: the result of `forward`."""
+    if FINAL in states:
+        states[FINAL] = model.final(x)
+    logits = model.logits(x, step_input.logits_rows)
+    if queries is not None:
+        assert model.backend.matcher is not None, "queries come from the backend's matcher"
+        model.backend.matcher.match(logits, queries)
     return logits

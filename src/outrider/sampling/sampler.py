@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from outrider.backends.base import Kernels, TreeQueries
+from outrider.backends.base import Backend, TreeQueries
 from outrider.backends.torch.sampling import filtered, probabilities
 from outrider.core.noise import key_of, stream_of
 from outrider.core.params import DistributionParams
@@ -21,8 +21,8 @@ GREEDY = DistributionParams(temperature=0.0)
 class Sampler:
     """Applies a request's processors, its law and the noise of the position.  Has no state."""
 
-    def __init__(self, kernels: Kernels) -> None:
-        self.kernels = kernels
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
 
     def pick(self, row: Row, path: Sequence[int], logits: Tensor, at: int = 0) -> int:
         """The token after the row's tokens and `path`; logits float32 [V], or [M,V] of which row `at` counts."""
@@ -31,11 +31,11 @@ class Sampler:
             return tokens[0]
         raise self._nothing(row, logits, at)
 
-    def ask(self, trees: TreeQueries, key: int, row: Row, tree: DraftTree, root: int) -> None:
+    def ask(self, queries: TreeQueries, key: int, row: Row, tree: DraftTree, root: int) -> None:
         """What `match` says of a tree whose root has row `root` of the logits.  No question where it has to be asked pick by pick."""
         if not row.processors:
             tokens = tree.tokens[: tree.size] if tree.probes else tree.tokens
-            trees.add(
+            queries.add(
                 key,
                 root,
                 row.distribution,
@@ -79,7 +79,7 @@ class Sampler:
     def best(self, logits: Tensor, k: int) -> list[list[int]]:
         """The k <= 64 ids with the largest logits in each row of [M,V], best first: of the model as it is, whatever requests ask for."""
         if logits.device.type == "cpu":  # a third of what topk takes there
-            return [self.kernels.pick(logits, GREEDY, 0, k, False, at)[0] for at in range(len(logits))]
+            return [self.backend.pick(logits, GREEDY, 0, k, False, at)[0] for at in range(len(logits))]
         ids: list[list[int]] = logits.topk(min(k, logits.shape[1])).indices.tolist()
         return ids
 
@@ -98,7 +98,7 @@ class Sampler:
             logits, at = self._said(row, path, logits, at)
         except RequestError:  # as in `top`
             return True, [0.0] * NUM_FEATURES
-        return self.kernels.should_stop(stop_rule, logits, row.distribution.temperature, token, len(path), at)
+        return self.backend.should_stop(stop_rule, logits, row.distribution.temperature, token, len(path), at)
 
     def _pick(
         self, row: Row, path: Sequence[int], logits: Tensor, at: int, k: int, probs: bool
@@ -107,7 +107,7 @@ class Sampler:
             logits, at = self._said(row, path, logits, at)
         distribution = row.distribution
         key = key_of(row.seed, row.index, len(row.tokens) + len(path)) if distribution.temperature else 0
-        return self.kernels.pick(logits, distribution, key, k, probs, at)
+        return self.backend.pick(logits, distribution, key, k, probs, at)
 
     def _said(self, row: Row, path: Sequence[int], logits: Tensor, at: int) -> tuple[Tensor, int]:
         """The logits and the row of them that counts, edited where a processor has something to do."""

@@ -1,4 +1,4 @@
-"""Choosing tokens from logits by the C kernels (sample.c, stop.c)."""
+"""Choice of tokens from logits by the C kernels (sample.c, stop.c).  Logits are float32 on the CPU."""
 
 from __future__ import annotations
 
@@ -11,40 +11,29 @@ import torch
 from torch import Tensor
 
 from outrider.backends.base import Answer
-from outrider.backends.cpu import chain
+from outrider.backends.cpu import structs
+from outrider.backends.cpu.structs import address
 from outrider.core.params import DistributionParams
 from outrider.core.stop_rule import NUM_FEATURES, NodeFeatures, StopRule
 
-ASK = struct.Struct(
-    "@llll dd QQ f4x"
-)  # TreeQuery of kernels.h: at, root, nodes, top_k; min_p, top_p; stream, position; temperature
-
-
-def declare(lib: ctypes.CDLL) -> None:
-    p, n, i, f, d, u = (
-        ctypes.c_void_p,
-        ctypes.c_long,
-        ctypes.c_int,
-        ctypes.c_float,
-        ctypes.c_double,
-        ctypes.c_uint64,
-    )
-    lib.pick.argtypes = [p, n, f, d, n, d, u, n, p, p]
-    lib.pick.restype = n
-    lib.picks.argtypes = [p, n, n, f, d, n, d, p, p, n, p, p]
-    lib.picks.restype = None
-    lib.follow.argtypes, lib.follow.restype = [p, n, n, p, n, p, n, p], None
-    lib.should_stop.argtypes = [ctypes.POINTER(chain.Rule), p, n, f, i, n, p]
+MAX_K = 64  # tokens a pick
+# TreeQuery of kernels.h: at, root_row, nodes, top_k; min_p, top_p; stream, position; temperature, padding
+QUERY = struct.Struct("@llll dd QQ f4x")
 
 
 class TreeQueries:
-    """What `follow` in sample.c is asked, and where it puts what it finds."""
+    """Trees for `follow` of sample.c.
 
-    __slots__ = ("asks", "held", "sizes")
+    The numbers of all trees lie in one array.  For a tree of n nodes, from its `at` on:
+
+        tokens [n] | parents [n] | accepted nodes [n] | tokens to emit [n + 1] | how many, -1 for none
+    """
+
+    __slots__ = ("data", "queries", "sizes")
 
     def __init__(self) -> None:
-        self.asks, self.held = b"", array("i")
-        self.sizes: dict[int, int] = {}
+        self.queries, self.data = b"", array("i")
+        self.sizes: dict[int, int] = {}  # key -> nodes
 
     def add(
         self,
@@ -57,69 +46,64 @@ class TreeQueries:
         parents: Sequence[int],
     ) -> None:
         temperature, min_p, top_k, top_p = distribution
-        size = self.sizes[key] = len(tokens)
-        self.asks += ASK.pack(len(self.held), root, size, top_k, min_p, top_p, stream, position, temperature)
-        self.held.extend([*tokens, *parents[:size], *[0] * (2 * size + 2)])
+        n = self.sizes[key] = len(tokens)
+        self.queries += QUERY.pack(
+            len(self.data), root, n, top_k, min_p, top_p, stream, position, temperature
+        )
+        self.data.extend([*tokens, *parents[:n], *[0] * (2 * n + 2)])
 
     def read(self) -> dict[int, Answer | None]:
-        found: dict[int, Answer | None] = {}
-        ints, path = self.held.tolist(), 0
-        for key, size in self.sizes.items():
-            path += 2 * size
-            said = path + size
-            count = ints[said + size + 1]
-            found[key] = None if count < 0 else (ints[path : path + count - 1], ints[said : said + count])
-            path = said + size + 2
-        return found
+        answers: dict[int, Answer | None] = {}
+        data, at = self.data.tolist(), 0
+        for key, n in self.sizes.items():
+            accepted, emitted, num_emitted = at + 2 * n, at + 3 * n, at + 4 * n + 1
+            count, at = data[num_emitted], num_emitted + 1
+            answers[key] = None
+            if count >= 0:
+                answers[key] = data[accepted : accepted + count - 1], data[emitted : emitted + count]
+        return answers
 
 
-class Picking:
-    """These methods of `Kernels`; logits are float32 on the CPU."""
+class TreeMatcher:
+    """Match verification by sample.c."""
 
     def __init__(self, lib: ctypes.CDLL) -> None:
         self.lib = lib
-        self._out = (ctypes.c_int32 * 64)()
-        self._prob = (ctypes.c_float * 64)()
 
-    def should_stop(
-        self, stop_rule: StopRule, logits: Tensor, temperature: float, token: int, level: int, row: int = 0
-    ) -> tuple[bool, NodeFeatures]:
-        at = logits.data_ptr() + (row * logits.stride(0) * 4 if row else 0)
-        features = (ctypes.c_float * NUM_FEATURES)()
-        return bool(
-            self.lib.should_stop(
-                chain.Rule.of(stop_rule), at, logits.shape[-1], temperature, token, level, features
-            )
-        ), features[:]
-
-    def pick(
-        self, logits: Tensor, distribution: DistributionParams, key: int, k: int, probs: bool, row: int = 0
-    ) -> tuple[list[int], list[float]]:
-        at = logits.data_ptr() + (
-            row * logits.stride(0) * 4 if row else 0
-        )  # the address: indexing a tensor costs far more
-        count = self.lib.pick(
-            at, logits.shape[-1], distribution.temperature, distribution.min_p, distribution.top_k, distribution.top_p, key, min(k, 64),
-            self._out, self._prob if probs else None,
-        )  # fmt: skip
-        return self._out[:count], self._prob[:count] if probs else []
-
-    def trees(self) -> TreeQueries:
+    def queries(self) -> TreeQueries:
         return TreeQueries()
 
-    def follow(self, logits: Tensor, trees: TreeQueries) -> None:
+    def match(self, logits: Tensor, queries: TreeQueries) -> None:
         self.lib.follow(
             logits.data_ptr(),
             logits.stride(0),
             logits.shape[1],
             None,
             0,
-            trees.asks,
-            len(trees.sizes),
-            trees.held.buffer_info()[0],
+            queries.queries,
+            len(queries.sizes),
+            queries.data.buffer_info()[0],
         )
 
-    def picks(
+
+class Picking:
+    """The `TokenPicker` part of the backend."""
+
+    def __init__(self, lib: ctypes.CDLL) -> None:
+        self.lib = lib
+        self._tokens = (ctypes.c_int32 * MAX_K)()
+        self._probs = (ctypes.c_float * MAX_K)()
+
+    def pick(
+        self, logits: Tensor, distribution: DistributionParams, key: int, k: int, probs: bool, row: int = 0
+    ) -> tuple[list[int], list[float]]:
+        shares = self._probs if probs else None
+        count = self.lib.pick(
+            _row(logits, row), logits.shape[-1], *distribution, key, min(k, MAX_K), self._tokens, shares
+        )
+        return self._tokens[:count], self._probs[:count] if probs else []
+
+    def pick_rows(
         self,
         logits: Tensor,
         distribution: DistributionParams,
@@ -128,11 +112,37 @@ class Picking:
         ids: Tensor | None = None,
         probs: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        assert k <= 64
-        (rows, size), held, logits = logits.shape, array("Q", keys), logits.contiguous()
-        out, prob = torch.empty(rows, k, dtype=torch.int32), torch.zeros(rows, k)
+        assert k <= MAX_K
+        (n, vocabulary), keys, logits = logits.shape, array("Q", keys), logits.contiguous()
+        entries, shares = torch.empty(n, k, dtype=torch.int32), torch.zeros(n, k)
         self.lib.picks(
-            logits.data_ptr(), rows, size, distribution.temperature, distribution.min_p, distribution.top_k, distribution.top_p, held.buffer_info()[0],
-            None if ids is None else ids.data_ptr(), k, out.data_ptr(), prob.data_ptr() if probs else None,
-        )  # fmt: skip
-        return out, prob
+            logits.data_ptr(),
+            n,
+            vocabulary,
+            *distribution,
+            keys.buffer_info()[0],
+            address(ids),
+            k,
+            entries.data_ptr(),
+            shares.data_ptr() if probs else None,
+        )
+        return entries, shares
+
+    def should_stop(
+        self,
+        stop_rule: StopRule,
+        logits: Tensor,
+        temperature: float,
+        token: int,
+        depth: int,
+        row: int = 0,
+    ) -> tuple[bool, NodeFeatures]:
+        rule, features = structs.StopRule.of(stop_rule), (ctypes.c_float * NUM_FEATURES)()
+        at, vocabulary = _row(logits, row), logits.shape[-1]
+        stops = self.lib.should_stop(rule, at, vocabulary, temperature, token, depth, features)
+        return bool(stops), features[:]
+
+
+def _row(logits: Tensor, row: int) -> int:
+    """Address of a row of [V] or [M, V].  Indexing the tensor costs far more."""
+    return logits.data_ptr() + (row * logits.stride(0) * 4 if row else 0)

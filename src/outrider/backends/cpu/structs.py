@@ -1,12 +1,17 @@
-"""What the C kernels are given: the structs of kernels.h, as ctypes and packed by hand."""
+"""The structs of kernels.h."""
 
 from __future__ import annotations
 
 import ctypes
 from array import array
+from ctypes import c_double, c_float, c_int, c_long, c_uint64, c_void_p
 from typing import Any
 
+from torch import Tensor
+
 from outrider.core.step_input import StepInput
+from outrider.core.stop_rule import StopRule as StopRuleOptions
+from outrider.core.stop_rule import hidden_of
 
 LINEARS = ("qkv", "o", "gate_up", "down")
 VECTORS = ("norm_in", "norm_post", "q_norm", "k_norm")
@@ -14,76 +19,147 @@ VECTORS = ("norm_in", "norm_post", "q_norm", "k_norm")
 
 class Weight(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("data", "bias")),
-        *((name, ctypes.c_int) for name in ("kind", "group", "offsets")),
-        ("unit", ctypes.c_float),
+        ("data", c_void_p),
+        ("bias", c_void_p),
+        ("kind", c_int),
+        ("group", c_int),
+        ("offsets", c_int),
+        ("unit", c_float),
     ]
 
 
 class Layer(ctypes.Structure):
     _fields_ = [
         *((name, Weight) for name in LINEARS),
-        *((name, ctypes.c_void_p) for name in VECTORS),
-        *((name, ctypes.c_long) for name in ("window", "skip")),
+        *((name, c_void_p) for name in VECTORS),
+        ("window", c_long),
+        ("skip", c_long),
     ]
 
 
 class Shape(ctypes.Structure):
     _fields_ = [
-        *(
-            (name, ctypes.c_long)
-            for name in ("layers", "hidden", "inner", "heads", "kv_heads", "head_dim", "width", "rot", "kv")
-        ),
-        *((name, ctypes.c_float) for name in ("eps", "scale")),
-        ("turn", ctypes.c_void_p),
+        ("layers", c_long),
+        ("hidden", c_long),
+        ("inner", c_long),
+        ("heads", c_long),
+        ("kv_heads", c_long),
+        ("head_dim", c_long),
+        ("width", c_long),
+        ("rot", c_long),
+        ("kv", c_long),
+        ("eps", c_float),
+        ("scale", c_float),
+        ("turn", c_void_p),
     ]
 
 
 class Attention(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("keys", "values")),
-        *(
-            (name, ctypes.c_long)
-            for name in (
-                "head_bytes",
-                "heads",
-                "kv_heads",
-                "head_dim",
-                "padded_dim",
-                "rotary_dim",
-                "window",
-            )
-        ),
-        *((name, ctypes.c_void_p) for name in ("q_norm", "k_norm", "rotary")),
-        *((name, ctypes.c_float) for name in ("eps", "scale")),
-        ("kind", ctypes.c_int),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("head_bytes", c_long),
+        ("heads", c_long),
+        ("kv_heads", c_long),
+        ("head_dim", c_long),
+        ("padded_dim", c_long),
+        ("rotary_dim", c_long),
+        ("window", c_long),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("rotary", c_void_p),
+        ("eps", c_float),
+        ("scale", c_float),
+        ("kind", c_int),
     ]
 
 
 class ScoreModifier(ctypes.Structure):
-    _fields_ = [("slopes", ctypes.c_void_p), ("sinks", ctypes.c_void_p), ("cap", ctypes.c_float)]
+    _fields_ = [("slopes", c_void_p), ("sinks", c_void_p), ("cap", c_float)]
 
 
 class Ends(ctypes.Structure):
+    _fields_ = [("embedding", Weight), ("head", Weight), ("norm", c_void_p), ("outputs", c_long)]
+
+
+class Rows(ctypes.Structure):
     _fields_ = [
-        ("embedding", Weight),
-        ("head", Weight),
-        ("norm", ctypes.c_void_p),
-        ("outputs", ctypes.c_long),
+        ("n", c_long),
+        ("path", c_long),
+        ("longest", c_long),
+        ("pinned", c_long),
+        ("positions", c_void_p),
+        ("slots", c_void_p),
+        ("seen", c_void_p),
+        ("depths", c_void_p),
+        ("tables", c_void_p),
+        ("paths", c_void_p),
+        ("runs", c_long),
+        ("adapted", c_void_p),
     ]
 
 
-def rows(step_input: StepInput, adapted: ctypes.Array[Any] | None = None) -> array[int]:
-    """`Rows` of kernels.h, twelve words, which point into the plan and to `lora.rows`."""
-    runs, at = (0, 0) if adapted is None else (len(adapted), ctypes.addressof(adapted))
-    where = (
-        step_input.positions_at,
-        step_input.slots_at,
-        step_input.seen_at,
-        step_input.depths_at,
-        step_input.tables_at,
-        step_input.paths_at,
-    )
-    return array(
-        "q", (step_input.length, step_input.width, step_input.longest, step_input.pinned, *where, runs, at)
-    )
+class StopRule(ctypes.Structure):
+    """`StopRule` of kernels.h.  It points into the network, which the caller keeps alive."""
+
+    _fields_ = [("least", c_double), ("most", c_double), ("net", c_void_p), ("hidden", c_long)]
+
+    @classmethod
+    def of(cls, rule: StopRuleOptions) -> StopRule:
+        hidden = 0 if rule.net is None else hidden_of(rule.net)
+        return cls(rule.least, rule.most, address(rule.net), hidden)
+
+
+class Chain(ctypes.Structure):
+    _fields_ = [
+        ("at", c_long),
+        ("levels", c_long),
+        ("top_k", c_long),
+        ("min_p", c_double),
+        ("top_p", c_double),
+        ("stream", c_uint64),
+        ("temperature", c_float),
+        ("floor", c_float),
+    ]
+
+
+class StepView:
+    """Addresses of a built step's arrays.  It is kept by the step, whose arrays and slot tables it points into."""
+
+    def __init__(self, step_input: StepInput) -> None:
+        bounds = zip(step_input.slot_tables, step_input.query_start, step_input.query_start[1:])
+        tables = [table.buffer_info()[0] for table, first, end in bounds for _ in range(first, end)]
+        self.tables = array("q", tables)  # the address of every row's slot table
+        self.input_ids = step_input.input_ids.buffer_info()[0]
+        columns = (
+            step_input.positions,
+            step_input.slot_mapping,
+            step_input.context_lens,
+            step_input.path_lens,
+            self.tables,
+            step_input.path_slots,
+        )
+        self.rows = Rows(
+            step_input.length,
+            step_input.max_path_len,
+            step_input.max_seq_len,
+            step_input.pinned,
+            *(column.buffer_info()[0] for column in columns),
+            0,
+            None,
+        )
+
+    def with_adapters(self, runs: ctypes.Array[Any] | None) -> Rows:
+        """The rows, with these runs of LoRA adapters (see lora.py), which the caller keeps alive during the call."""
+        self.rows.runs = 0 if runs is None else len(runs)
+        self.rows.adapted = None if runs is None else ctypes.addressof(runs)
+        return self.rows
+
+
+def view(step_input: StepInput) -> StepView:
+    """The C view of a built step, made once."""
+    return step_input.derived(StepView, StepView)
+
+
+def address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

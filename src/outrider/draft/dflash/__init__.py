@@ -240,7 +240,7 @@ class DFlash(HeadDrafter):
         if self.markov is None:
             return None
         first, second = self.markov
-        return self.kernels.linear(self.kernels.embed(first, StepInput.bare(tokens)), second).float()
+        return self.backend.linear(self.backend.embed(first, StepInput.of_ids(tokens)), second).float()
 
     def look(self, batch: Batch, rows: Sequence[int], levels: Sequence[int]) -> Tensor:
         """float32 [sum of levels, Vd]: for the next positions of each of these rows, so many."""
@@ -261,19 +261,19 @@ class DFlash(HeadDrafter):
                     step_input.block(row.table.slots, at, row.table.slots[at : at + len(tokens)], tokens)
         for step_input in plans.values():
             step_input.build()
-        x, run = self._embed(ids), self.kernels
+        x, run = self._embed(ids), self.backend
         for i, layer in enumerate(self.layers):
             x = layer.block(x, plans[layer.causal], self.pool, i)
         return self._logits(run.rms_norm(x[wanted], self.norm, self.sizes.eps))
 
     def _embed(self, ids: Sequence[int]) -> Tensor:
         if self.embedding is not None:
-            return self.kernels.embed(self.embedding, StepInput.bare(ids))
-        return self.target.decoder.embed(ids).to(self.kernels.activations)
+            return self.backend.embed(self.embedding, StepInput.of_ids(ids))
+        return self.target.decoder.embed(ids).to(self.backend.activations)
 
     def _logits(self, x: Tensor) -> Tensor:
         if self.lm_head is not None:
-            return self.kernels.linear(x, self.lm_head).float()
+            return self.backend.linear(x, self.lm_head).float()
         logits = self.target.decoder.head_logits(x)
         return logits if self.ids is None else logits[:, self.ids.long().to(logits.device)]
 
@@ -298,7 +298,7 @@ class DFlash(HeadDrafter):
         step_input, start = StepInput(), self.synced[row]
         step_input.chain(row.table.slots, start, row.tokens[start:end])
         self._remember(
-            torch.zeros(end - start, len(self.layout.taps) * self.hidden, device=self.kernels.device),
+            torch.zeros(end - start, len(self.layout.taps) * self.hidden, device=self.backend.device),
             step_input.build(),
         )
         self.gaps.setdefault(row, start)
@@ -310,7 +310,7 @@ class DFlash(HeadDrafter):
 
     def _remember(self, taps: Tensor, step_input: StepInput) -> None:
         """K and V of these positions, in every layer."""
-        run = self.kernels
+        run = self.backend
         context = run.rms_norm(
             run.linear(taps.to(run.activations), self.fc), self.hidden_norm, self.sizes.eps
         )

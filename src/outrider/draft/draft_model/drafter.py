@@ -26,7 +26,7 @@ from outrider.drafting.vocab.mismatch import fits
 from outrider.errors import OutriderError
 from outrider.models import load as models
 from outrider.models.base import Model
-from outrider.models.placement import pick_device, place
+from outrider.models.placement import pick_device, pick_dtype, place
 from outrider.sampling.sampler import Sampler
 
 
@@ -83,7 +83,7 @@ class ModelDrafter(Drafter):
             else pick_device(options.draft_device, "draft_device")
         )
         where = place(checkpoint.spec.layers, device, options.draft_gpu_layers, "draft_gpu_layers")
-        dtype = checkpoint.dtype(options.draft_dtype, device, "draft_dtype")
+        dtype = pick_dtype(options.draft_dtype, checkpoint.stored_dtype, device, "draft_dtype")
         own = models.load(
             checkpoint,
             dtype,
@@ -97,7 +97,7 @@ class ModelDrafter(Drafter):
         if shared:
             self.vocabulary = target.vocabulary
         self.sampler = (
-            target.sampler if self.decoder.device == target.decoder.device else Sampler(self.decoder.kernels)
+            target.sampler if self.decoder.device == target.decoder.device else Sampler(self.decoder.backend)
         )
         self.slot_bytes = self.decoder.slot_bytes
 
@@ -134,7 +134,8 @@ class ModelDrafter(Drafter):
         if not starts:
             self.decoder.forward(step_input.build(), self.pool)
             return Draft(trees)
-        if self._in_one_call(batch, starts) and self._chains(step_input, batch, starts, trees):
+        if self._in_one_call(batch, starts):
+            self._chains(step_input, batch, starts, trees)
             return Draft(trees)
         repeats = self.options.sibling_draws == "independent"
         grown = {
@@ -186,8 +187,8 @@ class ModelDrafter(Drafter):
         return known == 1 and depth > 0 if self.itself else known > 1 or depth > 0
 
     def _in_one_call(self, batch: Batch, starts: list[Start]) -> bool:
-        """Whether there is one guess a level that is chosen, and neither processor nor adapter to ask in between."""
-        if self.options.siblings > 1 or self.staged is not None:
+        """Whether one call can draft all chains: one chosen token a level, no processors, no adapters."""
+        if not self.decoder.fuses_chains or self.options.siblings > 1 or self.staged is not None:
             return False
         for start in starts:
             row = batch[start.r].row
@@ -197,24 +198,21 @@ class ModelDrafter(Drafter):
 
     def _chains(
         self, step_input: StepInput, batch: Batch, starts: list[Start], trees: list[DraftTree]
-    ) -> bool:
-        """All levels at once, into `trees`; False, and nothing done, where the kernels cannot."""
+    ) -> None:
+        """All levels in one call, into `trees`."""
         chains = []
         for start in starts:
             row = batch[start.r].row
             chains.append(
                 Chain(start.at, start.budget.depth, row.distribution, stream_of(row.seed, row.index))
             )
-        found = self.decoder.chain(
+        found = self.decoder.draft_chain(
             step_input.build(), self.pool, chains, self.vocabulary, self.stop.stop_rule
         )
-        if found is None:
-            return False
         for start, tokens in zip(starts, found[0]):
             trees[start.r] = DraftTree.chain(tokens, RANKED[:1] * len(tokens))
         for start, features in zip(starts, found[1]):
             self.stop.note(batch[start.r].row, features)
-        return True
 
     def _readable(self, tokens: list[int]) -> list[int]:
         """Ids that only the target has are read as id 0: a guess may be bad, never out of bounds."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from outrider.cache.pool import Pool
 from outrider.checkpoints.hub import Checkpoint
 from outrider.core.step_input import StepInput
+from outrider.core.stop_rule import Chained
 from outrider.drafting.vocab.spelling import pieces, special_ids, tokenizer_of
 from outrider.errors import ConfigError
 from outrider.models.base import Model
@@ -79,7 +80,7 @@ class Translated:
     def __init__(self, model: Model, words: Common) -> None:
         self.model, self.reads = model, words.reads
         self.ours, self.theirs = words.ours.to(model.device), words.theirs.to(model.device)
-        self.kernels, self.dtype, self.device = model.kernels, model.dtype, model.device
+        self.backend, self.dtype, self.device = model.backend, model.dtype, model.device
         self.max_len, self.kv_cache_dtype, self.spec, self.exact = (
             model.max_len,
             model.kv_cache_dtype,
@@ -87,7 +88,7 @@ class Translated:
             model.exact,
         )
         self.footprint, self.slot_bytes, self.pool = model.footprint, model.slot_bytes, model.pool
-        self.without, self.between = model.without, model.between
+        self.skip_sublayers, self.layer_range = model.skip_sublayers, model.layer_range
 
     def forward(
         self, step_input: StepInput, pool: Pool, blocks: Any = None, x: Tensor | None = None
@@ -101,14 +102,7 @@ class Translated:
             1, self.theirs, own.index_select(1, self.ours)
         )
 
-    def chain(
-        self,
-        step_input: StepInput,
-        pool: Pool,
-        chains: Any,
-        vocabulary: int,
-        stop_rule: Any = None,
-        blocks: Any = None,
-        states: Any = None,
-    ) -> None:
-        """The kernels' loop picks among the model's own ids."""
+    fuses_chains = False  # a fused chain would pick among the model's own ids
+
+    def draft_chain(self, *_: Any) -> Chained:
+        raise AssertionError("fuses_chains is False")

@@ -42,7 +42,7 @@ class Packed:
             raise ModelError(
                 f"{head.name!r} reads embeddings as wide as the target's states, {model.spec.hidden}, and the target's are {wide}."
             )
-        self.model, self.kernels, hidden = model, reader.kernels, model.spec.hidden
+        self.model, self.backend, hidden = model, reader.backend, model.spec.hidden
         self.fc = reader.linear("fc", hidden, 2 * hidden)
         count = sum(name.endswith(".self_attn.q_proj.weight") for name in head)
         self.sizes = Sizes.of(head, "layers.0", hidden)
@@ -82,17 +82,17 @@ class Packed:
         return o
 
     def forward(self, step_input: StepInput, pool: Pool, g: Tensor) -> Tensor:
-        x: Tensor = self.kernels.linear(self.pairs(step_input, g), self.fc)
+        x: Tensor = self.backend.linear(self.pairs(step_input, g), self.fc)
         for i, block in enumerate(self.blocks):
             x = block(x, step_input, pool, i)
         return x
 
     def logits(self, o: Tensor) -> Tensor:
-        o = o if self.norm_out is None else self.kernels.rms_norm(o, self.norm_out, self.sizes.eps)
+        o = o if self.norm_out is None else self.backend.rms_norm(o, self.norm_out, self.sizes.eps)
         return (
             self.model.head_logits(o)
             if self.lm_head is None
-            else self.kernels.linear(o, self.lm_head).float()
+            else self.backend.linear(o, self.lm_head).float()
         )
 
 
@@ -129,4 +129,4 @@ class Eagle(Recurrent):
             raise ModelError(
                 f"{self.head.name!r} does not fit the target: its fc is {fc}, and the target's hidden size needs {(hidden, 2 * hidden)}."
             )
-        return Packed(Reader(self.head, self.kernels, self.reader.bits), self.target)
+        return Packed(Reader(self.head, self.backend, self.reader.bits), self.target)

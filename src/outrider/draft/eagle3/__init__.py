@@ -51,7 +51,7 @@ class Eagle3(Recurrent):
 
     def network(self) -> Net:
         head, asked = layouts.understood(self.head), self.options
-        self.reader = Reader(head, self.kernels, self.reader.bits)
+        self.reader = Reader(head, self.backend, self.reader.bits)
         layers = self.target.decoder.spec.layers
         facts = layouts.Facts.of(head, layers, asked.eagle_aux_hidden_state_layer_ids, asked.tap_offset)
         return Packed(self.reader, self.target, facts)

@@ -31,7 +31,7 @@ class Packed:
     def __init__(self, reader: Reader, target: Target, facts: Facts) -> None:
         """reader: of a head under our names.  Raises ModelError where it does not fit the target, or something is missing."""
         head, h = reader.head, facts.hidden
-        self.model, self.kernels, self.facts, self.reader = target.decoder, reader.kernels, facts, reader
+        self.model, self.backend, self.facts, self.reader = target.decoder, reader.backend, facts, reader
         self.taps, self.ids = facts.taps, target_ids(head, target.vocabulary)
         self._read_states(facts.taps, target.decoder.spec.hidden)
         sizes = Sizes.of(head, "midlayer", h)
@@ -51,7 +51,7 @@ class Packed:
 
     def enter(self, states: Tensor) -> Tensor:
         """[n, h] of the target's states [n, taps * hidden]."""
-        run, eps = self.kernels, self.facts.eps
+        run, eps = self.backend, self.facts.eps
         x = states.contiguous()
         if self.norm_taps is not None:
             each, together = self.norm_taps
@@ -78,13 +78,13 @@ class Packed:
         out = (
             self.model.head_logits(x)
             if self.lm_head is None
-            else self.kernels.linear(x, self.lm_head).float()
+            else self.backend.linear(x, self.lm_head).float()
         )
         return out if self.facts.scale == 1.0 else out * self.facts.scale
 
     def _normed(self, x: Tensor) -> Tensor:
         assert self.norm is not None
-        return self.kernels.rms_norm(x.contiguous(), self.norm, self.facts.eps)
+        return self.backend.rms_norm(x.contiguous(), self.norm, self.facts.eps)
 
     def _layer(self, at: str, first: Sizes, turn: Tensor) -> Block:
         """An ordinary one."""
@@ -127,7 +127,7 @@ class Packed:
                 f"{head.name!r} does not fit the target: it embeds {rows} tokens, and the target has {target.vocabulary}."
             )
         weight = head.get("embed_tokens.weight", rows, h)
-        return None if width == h and _same(weight, target) else self.kernels.pack(weight)
+        return None if width == h and _same(weight, target) else self.backend.pack(weight)
 
     def _lm_head(self, target: Target) -> Any:
         """None where it is the target's own."""

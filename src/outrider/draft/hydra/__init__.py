@@ -68,7 +68,7 @@ class Hydra(HeadDrafter):
     def __init__(self, options: Options, target: Target, head: Head | None = None) -> None:
         super().__init__(options, target, head)
         self.head = named(self.head, target)
-        reader = Reader(self.head, self.kernels, self.reader.bits)
+        reader = Reader(self.head, self.backend, self.reader.bits)
         embedded = self._embedded([0]).shape[1]
         self.steps = steps(reader, embedded, target.vocabulary, target.decoder)
         self.depth = len(self.steps)
@@ -188,7 +188,7 @@ class Hydra(HeadDrafter):
             z = torch.cat([z[sources], self._embedded(said)], dim=-1)
 
     def _embedded(self, ids: Sequence[int]) -> Tensor:
-        return self.target.decoder.embed(ids).to(self.kernels.activations)
+        return self.target.decoder.embed(ids).to(self.backend.activations)
 
     def _read(self, prefix: Prefix, rows: Sequence[Row]) -> None:
         """The states that piled up for these rows, through the prefix layer."""
@@ -201,7 +201,7 @@ class Hydra(HeadDrafter):
             states += pending_states.states
             ends.append(step_input.length - 1)
         if rows:
-            said = prefix(torch.cat(states).to(self.kernels.activations), step_input.build(), self.pool, ends)
+            said = prefix(torch.cat(states).to(self.backend.activations), step_input.build(), self.pool, ends)
             for i, row in enumerate(rows):
                 self.pending_by_row[row].read = len(self.pending_by_row[row].states)
                 self.pending_by_row[row].drop()
@@ -217,7 +217,7 @@ class Hydra(HeadDrafter):
                 if step.emitted:
                     self.last[step.row] = (
                         step.row.computed,
-                        commit.states.of(r, (self.state,), last=True).to(self.kernels.activations),
+                        commit.states.of(r, (self.state,), last=True).to(self.backend.activations),
                     )
             return
         for r, step in enumerate(batch):

@@ -24,7 +24,7 @@ class Prefix:
     """One Llama block and a norm over the target's states f_0 … f_t: P_t, which the heads read in place of f_t."""
 
     def __init__(self, reader: Reader, target: Target) -> None:
-        self.kernels, self.model, at = reader.kernels, target.decoder, f"{PREFIX}.layers.0"
+        self.backend, self.model, at = reader.backend, target.decoder, f"{PREFIX}.layers.0"
         hidden = self.model.spec.hidden
         self.sizes = Sizes.of(reader.head, at, hidden)
         norm_in = reader.vector(f"{at}.input_layernorm.weight", hidden)
@@ -47,7 +47,7 @@ class Prefix:
 
     def __call__(self, states: Tensor, step_input: StepInput, pool: Pool, wanted: list[int]) -> Tensor:
         """P [len(wanted), hidden] of these rows of the plan; states [n, hidden] of all, which it changes.  K/V goes to the pool."""
-        return self.kernels.rms_norm(
+        return self.backend.rms_norm(
             self.block(states, step_input, pool)[wanted], self.norm_out, self.sizes.eps
         )
 
@@ -60,7 +60,7 @@ class Step:
     """
 
     def __init__(self, reader: Reader, i: int, embedded: int, vocabulary: int, model: Model) -> None:
-        self.kernels, self.model, at, hidden = reader.kernels, model, f"hydra_mlp.{i}", model.spec.hidden
+        self.backend, self.model, at, hidden = reader.backend, model, f"hydra_mlp.{i}", model.spec.hidden
         self.first = _fused(
             reader, [f"{at}.0.linear", f"{at}.0.res_connection"], hidden, hidden + (i + 1) * embedded
         )
@@ -70,11 +70,11 @@ class Step:
 
     def __call__(self, z: Tensor) -> Tensor:
         """float32 [n, V]."""
-        modified, straight = self.kernels.linear(z, self.first).chunk(2, dim=-1)
+        modified, straight = self.backend.linear(z, self.first).chunk(2, dim=-1)
         x = straight + by_rows(F.silu, modified.contiguous())
         for block in self.rest:
-            x = x + by_rows(F.silu, self.kernels.linear(x, block))
-        return self.model.head_logits(x) if self.out is None else self.kernels.linear(x, self.out).float()
+            x = x + by_rows(F.silu, self.backend.linear(x, block))
+        return self.model.head_logits(x) if self.out is None else self.backend.linear(x, self.out).float()
 
 
 def steps(reader: Reader, embedded: int, vocabulary: int, model: Model) -> list[Step]:

@@ -154,7 +154,7 @@ class LayerSkip(Drafter):
         return named(name, layers, what) if name else Skip.alternating(layers)
 
     def _blocks(self, skip: Skip) -> Any:
-        return self.decoder.without(skip.attention, skip.mlp)
+        return self.decoder.skip_sublayers(skip.attention, skip.mlp)
 
     def _search(self) -> Search:
         given, layers = self.options, self.decoder.spec.layers
@@ -190,8 +190,9 @@ class LayerSkip(Drafter):
             self._look(steps)
         for step in steps:
             self._exit(step.row).depth = step.budget.depth
-        one_call = self.options.siblings == 1 and not any(self._slow(step.row) for step in steps)
-        passed = (self._chains(steps) if one_call else None) or self._combs(steps)
+        one_call = self.decoder.fuses_chains and self.options.siblings == 1
+        one_call = one_call and not any(self._slow(step.row) for step in steps)
+        passed = self._chains(steps) if one_call else self._combs(steps)
         for r, found in zip(wanted, passed):
             trees[r] = found.draft_tree
         if not self.options.early_exit:
@@ -214,8 +215,8 @@ class LayerSkip(Drafter):
             self.exits[row] = Exit(threshold, begin is not None and self.options.adapt_threshold)
         return self.exits[row]
 
-    def _chains(self, steps: Sequence[RowStep]) -> list[Passed] | None:
-        """All levels of all rows in one call; None, and nothing done, where the kernels cannot."""
+    def _chains(self, steps: Sequence[RowStep]) -> list[Passed]:
+        """All levels of all rows in one call."""
         step_input, chains = StepInput(), []
         for i, step in enumerate(steps):
             row = step.row
@@ -235,11 +236,9 @@ class LayerSkip(Drafter):
             states = torch.empty(len(chains), max(chain.levels for chain in chains), self.decoder.spec.hidden)
         asked = states if len(states) else None
         stop_rule = StopRule() if any(chain.floor for chain in chains) else None
-        found = self.decoder.chain(
+        found = self.decoder.draft_chain(
             step_input.build(), self.pool, chains, self.target.vocabulary, stop_rule, self.blocks, asked
         )
-        if found is None:
-            return None
         passed = []
         for i, tokens in enumerate(found[0]):
             nodes = list(range(ROOT, max(1, len(tokens)) - 1))  # nothing was read from the last guess

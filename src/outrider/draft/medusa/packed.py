@@ -19,7 +19,7 @@ class Packed:
 
     def __init__(self, reader: Reader, target: Target) -> None:
         """reader: of a head under our names.  Raises ModelError where it does not fit the target."""
-        self.head, self.reader, self.kernels = reader.head, reader, reader.kernels
+        self.head, self.reader, self.backend = reader.head, reader, reader.backend
         self.model, self.hidden = target.decoder, target.decoder.spec.hidden
         self.heads, blocks = counts(self.head)
         self.blocks = [self._blocks(i, blocks) for i in range(self.heads)]
@@ -44,19 +44,19 @@ class Packed:
         through = [self._through(states, blocks) for blocks in self.blocks[:levels]]
         if len(self.lm_heads) == self.heads:
             said = torch.stack(
-                [self.kernels.linear(x, weight) for x, weight in zip(through, self.lm_heads)], dim=1
+                [self.backend.linear(x, weight) for x, weight in zip(through, self.lm_heads)], dim=1
             )
         else:  # one for all of them, whose weights are read once
             rows = torch.cat(through)
             logits = (
-                self.kernels.linear(rows, self.lm_heads[0]) if self.lm_heads else self.model.head_logits(rows)
+                self.backend.linear(rows, self.lm_heads[0]) if self.lm_heads else self.model.head_logits(rows)
             )
             said = logits.view(levels, len(states), -1).transpose(0, 1)
         return said.float() if self.scale == 1 else said.float() * self.scale
 
     def _through(self, x: Tensor, blocks: list[object]) -> Tensor:
         for block in blocks:
-            x = x + by_rows(F.silu, self.kernels.linear(x, block))
+            x = x + by_rows(F.silu, self.backend.linear(x, block))
         return x
 
     def _blocks(self, i: int, count: int) -> list[object]:

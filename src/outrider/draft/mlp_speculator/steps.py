@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.backends.base import Kernels
+from outrider.backends.base import Backend
 from outrider.core.step_input import StepInput
 from outrider.draft.mlp_speculator.layouts import GATES, KINDS, LSTM, Layout
 from outrider.errors import ModelError
@@ -39,10 +39,10 @@ class Norm:
 
     @staticmethod
     def read(reader: Reader, name: str, size: int) -> Norm:
-        bias = reader.vector(f"{name}.bias", size).to(reader.kernels.activations)
+        bias = reader.vector(f"{name}.bias", size).to(reader.backend.activations)
         return Norm(reader.vector(f"{name}.weight", size), bias)
 
-    def __call__(self, x: Tensor, run: Kernels) -> Tensor:
+    def __call__(self, x: Tensor, run: Backend) -> Tensor:
         return by_rows(F.gelu, run.rms_norm(x, self.weight, EPS) + self.bias)
 
 
@@ -62,15 +62,15 @@ class Speculator:
     """hidden, vocabulary: the target's."""
 
     def __init__(self, reader: Reader, layout: Layout, hidden: int) -> None:
-        self.kernels, self.steps = reader.kernels, layout.steps
+        self.backend, self.steps = reader.backend, layout.steps
         self.reader = replace(reader, head=layout.head)
         self.outer = self.reader.outer
         scaled = layout.head.config.get("scale_input") is True
-        self.scale = torch.full((hidden,), 0.5**0.5, device=self.kernels.device) if scaled else None
+        self.scale = torch.full((hidden,), 0.5**0.5, device=self.backend.device) if scaled else None
 
     def begin(self, states: Tensor) -> State:
         """Of the target's states [n, hidden]."""
-        return (states if self.scale is None else self.kernels.rms_norm(states, self.scale, EPS),)
+        return (states if self.scale is None else self.backend.rms_norm(states, self.scale, EPS),)
 
     def __call__(self, step: int, state: State, ids: Sequence[int]) -> tuple[State, Tensor]:
         """The state behind tokens `ids`, and the logits float32 [n, V] of what follows."""
@@ -110,14 +110,14 @@ class Mlp(Speculator):
             )
 
     def __call__(self, step: int, state: State, ids: Sequence[int]) -> tuple[State, Tensor]:
-        run, now = self.kernels, self.each[step]
-        z = self._through(run.embed(now.table, StepInput.bare(ids)), now.emb)
+        run, now = self.backend, self.each[step]
+        z = self._through(run.embed(now.table, StepInput.of_ids(ids)), now.emb)
         s = self._through(self._through(state[0], now.proj) + now.share * z, now.norm)
         return (s,), run.linear(s, now.head).float()
 
     def _through(self, x: Tensor, row: Sequence[Any]) -> Tensor:
         for module in row:
-            x = module(x, self.kernels) if isinstance(module, Norm) else self.kernels.linear(x, module)
+            x = module(x, self.backend) if isinstance(module, Norm) else self.backend.linear(x, module)
         return x
 
 
@@ -169,7 +169,7 @@ class Lstm(Speculator):
         return *super().begin(states), states.new_zeros(len(states), self.width)
 
     def __call__(self, step: int, state: State, ids: Sequence[int]) -> tuple[State, Tensor]:
-        run, (s, cell), step_input = self.kernels, state, StepInput.bare(ids)
+        run, (s, cell), step_input = self.backend, state, StepInput.of_ids(ids)
         z = torch.cat([run.embed(table, step_input) for table in self.tables], dim=-1)
         z = z if len(self.tables) == len(GATES) else z.repeat(1, len(GATES))
         gates = run.linear(s, self.projs[min(step, 1)]) + self.share * z

@@ -104,7 +104,7 @@ class Mtp(Recurrent):
             )
         self.head = head
         prenorm = layout.prenorm if self.options.prenorm is None else self.options.prenorm
-        return Packed(Reader(head, self.kernels, self.reader.bits), self.target, prenorm)
+        return Packed(Reader(head, self.backend, self.reader.bits), self.target, prenorm)
 
     def _catch_up(self, turns: Sequence[Turn]) -> Tensor:
         """Layer after layer; each ends one pair before the one below it, whose token is not known."""

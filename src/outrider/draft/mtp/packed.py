@@ -23,7 +23,7 @@ class Layer:
     ) -> None:
         """last: the norm behind it, where it brings none."""
         hidden = sizes.hidden
-        self.kernels, self.eps = reader.kernels, sizes.eps
+        self.backend, self.eps = reader.backend, sizes.eps
         enorm, hnorm, norm_in = (
             reader.vector(f"{at}.{name}.weight", hidden) for name in ("enorm", "hnorm", "input_layernorm")
         )
@@ -33,10 +33,10 @@ class Layer:
         self.norm = reader.vector(f"{at}.norm.weight", hidden) if last is None else last
 
     def __call__(self, g: Tensor, step_input: StepInput, pool: Pool, at: int) -> Tensor:
-        return self.block(self.kernels.linear(self.pairs(step_input, g), self.eh_proj), step_input, pool, at)
+        return self.block(self.backend.linear(self.pairs(step_input, g), self.eh_proj), step_input, pool, at)
 
     def normed(self, o: Tensor) -> Tensor:
-        return self.kernels.rms_norm(o, self.norm, self.eps)
+        return self.backend.rms_norm(o, self.norm, self.eps)
 
 
 class Packed:
@@ -46,7 +46,7 @@ class Packed:
 
     def __init__(self, reader: Reader, target: Target, prenorm: bool) -> None:
         """prenorm: states are those before the last norm, the target's and what the layers say."""
-        head, self.model, self.kernels, self.prenorm = reader.head, target.decoder, reader.kernels, prenorm
+        head, self.model, self.backend, self.prenorm = reader.head, target.decoder, reader.backend, prenorm
         spec = self.model.spec
         self.taps: tuple[int, ...] = (spec.layers,) if prenorm else (FINAL,)
         count = sum(name.endswith(".eh_proj.weight") for name in head)
@@ -61,7 +61,7 @@ class Packed:
                 target.checkpoint.tensors()
                 .get("model.norm.weight", spec.hidden)
                 .float()
-                .to(self.kernels.device)
+                .to(self.backend.device)
                 .contiguous()
             )
         self.slot_bytes = self.sizes.slot_bytes(count, self.model)

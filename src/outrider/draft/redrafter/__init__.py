@@ -137,14 +137,14 @@ class ReDrafter(StateDrafter):
         embedded = self.target.decoder.embed(tokens).to(s)
         if self.rnn_u is None:
             return s + embedded
-        return by_rows(F.silu, self.kernels.linear(s, self.rnn_u, self.kernels.linear(embedded, self.rnn_w)))
+        return by_rows(F.silu, self.backend.linear(s, self.rnn_u, self.backend.linear(embedded, self.rnn_w)))
 
     def _logits(self, f: Tensor, s: Tensor) -> Tensor:
         """float32 [n, V]; -inf but for the TOP highest, as the reference cuts them before it takes the softmax."""
         x = torch.cat([f, s], dim=1)
-        x = x if self.input_proj is None else self.kernels.linear(x, self.input_proj)
+        x = x if self.input_proj is None else self.backend.linear(x, self.input_proj)
         for block in self.blocks:
-            x = x + by_rows(F.silu, self.kernels.linear(x, block))
-        logits = self.kernels.linear(x, self.lm_head).float()
+            x = x + by_rows(F.silu, self.backend.linear(x, block))
+        logits = self.backend.linear(x, self.lm_head).float()
         lowest = logits.topk(min(TOP, logits.shape[1])).values[:, -1:]
         return logits.masked_fill(logits < lowest, float("-inf"))

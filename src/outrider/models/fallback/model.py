@@ -27,19 +27,20 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils import logging as transformers_logging
 
-from outrider.backends.base import Kernels, ScoreModifier, TreeQueries
-from outrider.backends.select import kernels_for
+from outrider.backends.base import Backend, ScoreModifier, TreeQueries
+from outrider.backends.select import backend_for
 from outrider.cache.pool import Pool, kv_dtype
 from outrider.checkpoints.hub import Checkpoint, first_line
 from outrider.checkpoints.spec import FAMILIES
 from outrider.core.limits import check_attention
 from outrider.core.step_input import StepInput
+from outrider.core.stop_rule import Chained
 from outrider.errors import ConfigError, ModelError
 from outrider.models.fallback import row_invariant, tempered, unrouted
 from outrider.models.fallback.sizes import check_sizes
 from outrider.models.fallback.taps import layers_of, tapping
 from outrider.models.rope import fix_ropes
-from outrider.models.steps import in_steps
+from outrider.models.steps import forward_parts
 
 OURS, LISTENING = (
     "outrider",
@@ -82,7 +83,7 @@ class Layer:
 class Call:
     """One forward: which plan, over which pool.  Without a pool it listens: layers are noted, and nothing is stored."""
 
-    kernels: Kernels
+    backend: Backend
     step_input: StepInput
     layers: list[Layer]
     turn: Tensor
@@ -109,7 +110,7 @@ def attend(
     layer, at = call.layers[call.at], call.at
     call.at += 1
     if layer.query_scales is not None:
-        q = q * layer.query_scales[call.step_input.positions.to(q.device), None]
+        q = q * layer.query_scales[call.step_input.on(q.device).positions, None]
     if repeats := layer.kv_heads // k.shape[1] - 1:  # a layer with fewer K/V heads than the pool holds
         k, v = (x.repeat_interleave(repeats + 1, dim=1) for x in (k, v))
     parts = [
@@ -117,8 +118,8 @@ def attend(
         for x in (q, k, v)
     ]
     rows = torch.cat(parts, dim=1).flatten(1)
-    wide = call.kernels.rope_store(rows, layer, call.turn, call.step_input, call.pool, at)
-    out = call.kernels.attend(
+    wide = call.backend.rope_store(rows, layer, call.turn, call.step_input, call.pool, at)
+    out = call.backend.attend(
         wide, layer, call.step_input, call.pool, at, layer.scale, layer.window, layer.modifier
     )
     return out.view(1, len(rows), layer.heads, layer.head_dim)[..., : layer.out_dim], None
@@ -158,7 +159,7 @@ def _mask(
     mask_function: Any = None,
     **_: Any,
 ) -> Tensor | None:
-    """In the place of a mask: nothing, or the window [1,1,1,1] as in `Kernels.attend`."""
+    """In the place of a mask: nothing, or the window [1,1,1,1] as in `Backend.attend`."""
     if use_vmap:
         raise ModelError(
             "this model overlays its causal mask with another, which cannot be walked along a tree."
@@ -212,7 +213,7 @@ class Fallback:
     ) -> None:
         self.spec, self.kv_cache_dtype = checkpoint.spec, kv_cache_dtype
         self.dtype, self.device, self.max_len = dtype, device, max_len
-        self.kernels: Kernels = kernels_for(device, dtype)
+        self.backend: Backend = backend_for(device, dtype)
         self.turn = torch.zeros(max(max_len, TRIED + 8), 0)  # the model's own code turns the heads
         self.head = _load(checkpoint).to(device)
         self.body = _body(self.head, self.spec.architecture)
@@ -220,7 +221,7 @@ class Fallback:
         fix_ropes(self.head, max_len)
         tempered.take_over(self.head, len(self.turn), device, lambda: CALL.get(None) is not None)
         routed = not unrouted.route(self.head, attend)
-        row_invariant.enter(self.head, self.kernels, dtype)
+        row_invariant.enter(self.head, self.backend, dtype)
         with self._refusing():
             self.layers = self._listen(LISTENING if routed else None)
             self.modules = layers_of(self.body, self.spec.layers, [layer.module for layer in self.layers])
@@ -244,7 +245,7 @@ class Fallback:
 
     @property
     def exact(self) -> bool:
-        return self.kernels.exact
+        return self.backend.exact
 
     @property
     def footprint(self) -> Counter[torch.device]:
@@ -257,14 +258,14 @@ class Fallback:
             len(self.layers), layer.kv_heads, layer.head_dim, kv_dtype(self.kv_cache_dtype, self.dtype)
         )
 
-    def without(self, attention: Collection[int], mlp: Collection[int]) -> None:
+    def skip_sublayers(self, attention: Collection[int], mlp: Collection[int]) -> None:
         raise ConfigError(
             f"layers can be skipped in {', '.join(FAMILIES)} only: {self.spec.architecture} runs in transformers' own code, which computes "
             "all of them or none."
         )
 
-    def between(self, first: int, last: int) -> None:
-        self.without((), ())
+    def layer_range(self, first: int, last: int) -> None:
+        self.skip_sublayers((), ())
 
     def forward(
         self,
@@ -276,7 +277,7 @@ class Fallback:
     ) -> Tensor:
         """[n, hidden] after the last norm; K/V of these rows is in the pool."""
         assert blocks is None and x is None, "nothing can be left out"
-        before = CALL.set(Call(self.kernels, step_input, self.layers, self.turn, pool))
+        before = CALL.set(Call(self.backend, step_input, self.layers, self.turn, pool))
         try:
             with tapping(self.modules, taps or {}):
                 return self._hidden(step_input)
@@ -302,37 +303,39 @@ class Fallback:
         out: Tensor = self.head(input_ids=ids, use_cache=False).logits[0]
         return out.float()
 
-    def read(
+    def forward_step(
         self,
         step_input: StepInput,
         pool: Pool,
-        wanted: list[int],
-        kept: dict[int, Tensor],
-        trees: TreeQueries,
+        states: dict[int, Tensor],
+        queries: TreeQueries | None = None,
     ) -> Tensor:
-        return in_steps(self, step_input, pool, wanted, kept, trees)
+        return forward_parts(self, step_input, pool, states, queries)
 
-    def chain(self, *_: Any) -> None:
-        """A drafter goes level by level."""
+    @property
+    def fuses_chains(self) -> bool:
+        return False
+
+    def draft_chain(self, *_: Any) -> Chained:
+        raise AssertionError("fuses_chains is False")
 
     def _hidden(self, step_input: StepInput) -> Tensor:
         out: Tensor = self.body(use_cache=False, **self._inputs(step_input))[0][0]
         return out
 
     def _inputs(self, step_input: StepInput) -> dict[str, Tensor]:
-        given = (
-            {"input_ids": step_input.ids, "position_ids": step_input.positions}
-            if self.positioned
-            else {"input_ids": step_input.ids}
-        )
-        return {name: tensor.to(self.device)[None] for name, tensor in given.items()}
+        step = step_input.on(self.device)
+        inputs = {"input_ids": step.input_ids[None]}
+        if self.positioned:
+            inputs["position_ids"] = step.positions[None]
+        return inputs
 
     def _listen(self, implementation: str | None) -> list[Layer]:
         """Runs a few tokens for what can be seen of the layers on the way; packs the weights and steadies the modules, too."""
         if implementation:
             self.head.config._attn_implementation = implementation
         step_input, layers = self._trial(0, 4), list[Layer]()
-        before = CALL.set(Call(self.kernels, step_input, layers, self.turn))
+        before = CALL.set(Call(self.backend, step_input, layers, self.turn))
         try:
             logits = row_invariant.row_invariant(
                 self.head, lambda: self.head(use_cache=False, **self._inputs(step_input)).logits

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
-from outrider.backends.base import Kernels, Weight
+from outrider.backends.base import Backend, Weight
 
 T = TypeVar("T")
 
 
 @dataclasses.dataclass
 class Ids:
-    """What `Kernels.embed` reads of a plan."""
+    """What `Backend.embed` reads of a plan."""
 
     ids: Tensor
 
@@ -39,29 +39,29 @@ class Matrix:
     Whatever else the modelling code does with it happens to a dense copy: right, but slow.
     """
 
-    def __init__(self, dense: Tensor, bias: Tensor | None, kernels: Kernels) -> None:
+    def __init__(self, dense: Tensor, bias: Tensor | None, backend: Backend) -> None:
         self.shape, self.device, self.dtype, self.requires_grad = (
             dense.shape,
             dense.device,
-            kernels.activations,
+            backend.activations,
             False,
         )
         self._dense: Tensor | None = dense
-        self._bias, self._kernels = bias, kernels
+        self._bias, self._backend = bias, backend
         self._packed: dict[tuple[bool, bool], Weight] = {}  # by (is [K,O], with the bias)
-        self._experts = [Matrix(part, None, kernels) for part in dense] if dense.dim() == 3 else []
+        self._experts = [Matrix(part, None, backend) for part in dense] if dense.dim() == 3 else []
 
     def linear(self, x: Tensor, across: bool = False, bias: Tensor | None = None) -> Tensor:
         """x [...,K] times the matrix, which is [K,O] if `across`, and [O,K] otherwise."""
         fused = bias is not None and bias is self._bias
         weight = self._packed.get((across, fused)) or self._pack(across, fused)
         flat = x.view(-1, weight.inputs) if x.is_contiguous() else x.reshape(-1, weight.inputs).contiguous()
-        y = self._kernels.linear(flat, weight)
+        y = self._backend.linear(flat, weight)
         return (y if fused or bias is None else y + bias).view(*x.shape[:-1], weight.outputs)
 
     def _pack(self, across: bool, fused: bool) -> Weight:
         dense = self.dense(self.dtype) if self._dense is None else self._dense
-        weight = self._kernels.pack(dense.T.contiguous() if across else dense, self._bias if fused else None)
+        weight = self._backend.pack(dense.T.contiguous() if across else dense, self._bias if fused else None)
         self._packed[across, fused] = weight
         self._dense = None
         return weight
@@ -74,7 +74,7 @@ class Matrix:
         if across[0]:
             return F.embedding(ids, self.dense(self.dtype))
         ours: Any = Ids(ids.reshape(-1).contiguous())
-        return self._kernels.embed(self._packed[across], ours).view(*ids.shape, -1)
+        return self._backend.embed(self._packed[across], ours).view(*ids.shape, -1)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         if self._experts:
@@ -83,7 +83,7 @@ class Matrix:
             return self._dense.to(dtype)
         (across, _), weight = next(iter(self._packed.items()))
         ours: Any = Ids(torch.arange(weight.outputs))
-        whole = self._kernels.embed(weight, ours).to(dtype)
+        whole = self._backend.embed(weight, ours).to(dtype)
         return whole.T if across else whole
 
     def __getitem__(self, at: Any) -> Any:
@@ -172,7 +172,7 @@ USES: dict[Any, Callable[..., Tensor | None]] = {
 }  # fmt: skip
 
 
-def enter(model: nn.Module, kernels: Kernels, dtype: torch.dtype) -> None:
+def enter(model: nn.Module, backend: Backend, dtype: torch.dtype) -> None:
     """Puts a `Matrix` in the place of every weight of two dimensions or three; one that two modules share stays shared.
 
     What is left (norms, biases) and every buffer of floats becomes as wide as the activations.
@@ -186,7 +186,7 @@ def enter(model: nn.Module, kernels: Kernels, dtype: torch.dtype) -> None:
             if weight.dim() in (2, 3):
                 if id(weight) not in made:
                     bias = module._parameters.get("bias") if name == "weight" else None
-                    made[id(weight)] = Matrix(weight.detach().to(dtype), bias, kernels)
+                    made[id(weight)] = Matrix(weight.detach().to(dtype), bias, backend)
                 del module._parameters[name]
                 object.__setattr__(module, name, made[id(weight)])
                 if type(module) in (nn.Linear, Conv1D):  # no need to go by way of torch
@@ -195,12 +195,12 @@ def enter(model: nn.Module, kernels: Kernels, dtype: torch.dtype) -> None:
                     )
             else:
                 weight.requires_grad_(False)
-                weight.data = weight.data.to(kernels.activations)
+                weight.data = weight.data.to(backend.activations)
         if type(module) in (nn.Dropout,):
             module.forward = _same
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point() and buffer.dtype != torch.float32:
-                module._buffers[name] = buffer.to(kernels.activations)
+                module._buffers[name] = buffer.to(backend.activations)
 
 
 def _same(x: Tensor) -> Tensor:

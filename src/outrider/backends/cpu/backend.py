@@ -1,0 +1,211 @@
+"""The C kernels, called through ctypes (build.py compiles them for this processor on first use).
+
+torch is imported first on purpose: the library then shares torch's OpenMP threads instead of starting a second pool.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from outrider.backends.base import AttentionShape, DecoderLayer, ModelShape, ScoreModifier
+from outrider.backends.cpu import build, candidates, lora, signatures, structs, threads
+from outrider.backends.cpu.fused import CpuFusedModel, Stack
+from outrider.backends.cpu.lora import Adapter
+from outrider.backends.cpu.packing import KINDS, Packed, pack
+from outrider.backends.cpu.picking import Picking, TreeMatcher
+from outrider.backends.cpu.structs import StepView, address
+from outrider.cache.pool import Pool
+from outrider.core.limits import check_attention
+from outrider.core.lora import Adapted, LayerSizes, Runs
+from outrider.core.quantized import QuantizedWeight
+from outrider.core.step_input import StepInput
+
+
+@lru_cache(maxsize=1)
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels.  None, with one warning, if there are none and they cannot be built."""
+    loaded = build.load(build.recipe(os.environ), os.environ)
+    return None if loaded is None else declare(loaded)
+
+
+def declare(lib: ctypes.CDLL) -> ctypes.CDLL:
+    """Sets the signatures of all functions."""
+    candidates.declare(lib)
+    return signatures.declare(lib)
+
+
+class CpuBackend(Picking):
+    """Every row is computed by the same operations in the same order, whatever other rows there are (see kernels.h)."""
+
+    exact = True
+    device, activations = torch.device("cpu"), torch.float32
+
+    def __init__(self, lib: ctypes.CDLL, dtype: torch.dtype) -> None:
+        super().__init__(lib)
+        self.dtype = dtype
+        self.name = f"C ({str(dtype).removeprefix('torch.')} weights, float32 sums)"
+        self.fused, self.matcher = CpuFusedModel(lib), TreeMatcher(lib)
+
+    def pack(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> Packed:
+        return pack(weight, bias, self.dtype)
+
+    def linear(self, x: Tensor, weight: Packed, add: Tensor | None = None) -> Tensor:
+        n, k, o = x.shape[0], weight.inputs, weight.outputs
+        y = torch.empty(n, o) if add is None else add
+        self.lib.linear(weight.c, x.data_ptr(), n, k, y.data_ptr(), o, add is not None)
+        return y
+
+    def embed(self, weight: Packed, step_input: StepInput) -> Tensor:
+        n, h = step_input.length, weight.inputs
+        y = torch.empty(n, h)
+        self.lib.embed(weight.c, structs.view(step_input).input_ids, n, h, y.data_ptr())
+        return y
+
+    def pair(
+        self,
+        weight: Packed,
+        step_input: StepInput,
+        g: Tensor,
+        norm_token: Tensor | None,
+        norm_state: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        n, h = g.shape
+        y = torch.empty(n, weight.inputs + h)
+        self.lib.pair(
+            weight.c,
+            structs.view(step_input).input_ids,
+            n,
+            weight.inputs,
+            g.data_ptr(),
+            h,
+            address(norm_token),
+            address(norm_state),
+            eps,
+            y.data_ptr(),
+        )
+        return y
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        y = torch.empty_like(x)
+        self.lib.rms_norm(x.data_ptr(), weight.data_ptr(), x.shape[0], x.shape[1], eps, y.data_ptr())
+        return y
+
+    def prepare(self, step_input: StepInput) -> StepView:
+        return structs.view(step_input)
+
+    def rope_store(
+        self,
+        qkv: Tensor,
+        spec: AttentionShape,
+        rotations: Tensor,
+        step_input: StepInput,
+        pool: Pool,
+        layer: int,
+    ) -> Tensor:
+        q = torch.empty(qkv.shape[0], spec.heads, pool.width)
+        attention = _attention(spec, pool, layer)
+        attention.rotary, attention.rotary_dim = rotations.data_ptr(), rotations.shape[1]
+        self.lib.rope_store(attention, structs.view(step_input).rows, qkv.data_ptr(), q.data_ptr())
+        return q
+
+    def attend(
+        self,
+        q: Tensor,
+        spec: AttentionShape,
+        step_input: StepInput,
+        pool: Pool,
+        layer: int,
+        scale: float,
+        window: int,
+        modifier: ScoreModifier | None = None,
+    ) -> Tensor:
+        out = torch.empty(q.shape[0], spec.heads * spec.head_dim)
+        attention, rows = _attention(spec, pool, layer), structs.view(step_input).rows
+        attention.scale, attention.window = scale, window
+        self.lib.attend(attention, rows, q.data_ptr(), _modifier(modifier), out.data_ptr())
+        return out
+
+    def pack_layers(self, spec: ModelShape, layers: Sequence[DecoderLayer], rotations: Tensor) -> Stack:
+        """The layers as C structs.  They point into tensors that the result keeps alive."""
+        packed = (structs.Layer * len(layers))()
+        for to, layer in zip(packed, layers):
+            check_attention(
+                "the model", spec.heads, spec.kv_heads, spec.head_dim, rotations.shape[1], layer.window
+            )
+            for name in structs.LINEARS:
+                setattr(to, name, getattr(layer, name).c)
+            for name in structs.VECTORS:
+                setattr(to, name, address(getattr(layer, name)))
+            to.window = layer.window
+        shape = structs.Shape(
+            layers=len(layers),
+            hidden=spec.hidden,
+            inner=spec.inner,
+            heads=spec.heads,
+            kv_heads=spec.kv_heads,
+            head_dim=spec.head_dim,
+            width=Pool.wide(spec.head_dim),
+            rot=rotations.shape[1],
+            eps=spec.eps,
+            scale=spec.head_dim**-0.5,
+            turn=rotations.data_ptr(),
+        )
+        return Stack(packed, shape, (layers, rotations))
+
+    def skip_sublayers(self, stack: Stack, skips: Sequence[int]) -> Stack:
+        layers = (structs.Layer * len(skips)).from_buffer_copy(stack.layers)
+        for layer, skip in zip(layers, skips):
+            layer.skip = skip
+        return Stack(layers, stack.shape, stack.alive)
+
+    def pack_adapter(self, spec: LayerSizes, layers: Adapted) -> Adapter:
+        return lora.pack(spec, layers)
+
+    def run_layers(
+        self,
+        stack: Stack,
+        x: Tensor,
+        step_input: StepInput,
+        pool: Pool,
+        runs: Runs = (),
+        u: Tensor | None = None,
+        layer: int = 0,
+    ) -> Tensor:
+        threads.adopt()
+        stack.shape.kv, adapters = KINDS[pool.dtype], lora.rows(runs)
+        self.lib.stack(
+            stack.shape,
+            stack.layers,
+            structs.view(step_input).with_adapters(adapters),
+            pool.address + 2 * layer * pool.plane,
+            pool.plane,
+            x.data_ptr(),
+            address(u),
+            0 if u is None else u.shape[1],
+            None,
+        )
+        return x
+
+    def candidates(self, k: int, wide: int, levels: int) -> candidates.Compiled:
+        return candidates.Compiled(self.lib, k, wide, levels)
+
+
+def _modifier(modifier: ScoreModifier | None) -> structs.ScoreModifier | None:
+    if modifier is None:
+        return None
+    return structs.ScoreModifier(address(modifier.slopes), address(modifier.sinks), modifier.cap)
+
+
+def _attention(spec: AttentionShape, pool: Pool, layer: int) -> structs.Attention:
+    """`Attention` of kernels.h, without the rotations, the scale and the window of a call."""
+    keys = pool.address + 2 * layer * pool.plane
+    norms = address(spec.q_norm), address(spec.k_norm)
+    sizes = pool.head, spec.heads, spec.kv_heads, spec.head_dim, pool.width, 0, 0
+    return structs.Attention(keys, keys + pool.plane, *sizes, *norms, None, spec.eps, 0.0, KINDS[pool.dtype])

@@ -1,0 +1,160 @@
+"""A whole model in one C call (fused.c)."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.backends import base
+from outrider.backends.cpu import lora, structs, threads
+from outrider.backends.cpu.packing import KINDS, Packed
+from outrider.backends.cpu.picking import TreeQueries
+from outrider.backends.cpu.structs import address
+from outrider.cache.pool import Pool
+from outrider.core.lora import Runs
+from outrider.core.step_input import StepInput
+from outrider.core.stop_rule import NUM_FEATURES, Chained, NodeFeatures, StopRule
+
+KEPT_LOGITS = 1 << 24  # bytes
+
+
+@dataclass
+class Stack:
+    """Blocks as C structs, and the tensors that these point into."""
+
+    layers: ctypes.Array[structs.Layer]
+    shape: structs.Shape
+    alive: object
+
+
+@dataclass
+class Ends:
+    """Embedding, last norm and head as a C struct, and the tensors that it points into."""
+
+    c: structs.Ends
+    alive: object
+
+
+class CpuFusedModel:
+    """`FusedModel` by fused.c."""
+
+    def __init__(self, lib: ctypes.CDLL) -> None:
+        self.lib = lib
+        self._logits = torch.empty(0, 0)  # of the last call, used again for the same shape
+
+    def pack_ends(self, embedding: Packed, norm: Tensor, head: Packed) -> Ends:
+        c = structs.Ends(embedding.c, head.c, norm.data_ptr(), head.outputs)
+        return Ends(c, (embedding, norm, head))
+
+    def forward(
+        self,
+        stack: Stack,
+        ends: Ends,
+        step_input: StepInput,
+        pool: Pool,
+        states: dict[int, Tensor],
+        queries: TreeQueries | None,
+        runs: Runs = (),
+    ) -> Tensor:
+        threads.adopt()
+        stack.shape.kv, adapters, view = KINDS[pool.dtype], lora.rows(runs), structs.view(step_input)
+        rows = array("q", step_input.logits_rows)
+        taps = _taps(stack.shape, step_input.length, states) if states else None
+        queries = TreeQueries() if queries is None else queries
+        logits = self._room(len(rows), ends.c.outputs)
+        self.lib.read_model(
+            stack.shape,
+            stack.layers,
+            ends.c,
+            view.with_adapters(adapters),
+            view.input_ids,
+            pool.address,
+            pool.plane,
+            taps,
+            rows.buffer_info()[0],
+            len(rows),
+            logits.data_ptr(),
+            queries.queries,
+            len(queries.sizes),
+            queries.data.buffer_info()[0],
+        )
+        return logits
+
+    def _room(self, rows: int, outputs: int) -> Tensor:
+        """Memory for logits, that of the last call if possible: to allocate it takes 40 µs right after a forward."""
+        if self._logits.shape == (rows, outputs):
+            return self._logits
+        logits = torch.empty(rows, outputs)
+        if logits.nbytes <= KEPT_LOGITS:
+            self._logits = logits
+        return logits
+
+    def draft_chain(
+        self,
+        stack: Stack,
+        ends: Ends,
+        step_input: StepInput,
+        pool: Pool,
+        chains: Sequence[base.Chain],
+        vocabulary: int,
+        stop_rule: StopRule | None = None,
+        states: Tensor | None = None,
+    ) -> Chained:
+        threads.adopt()
+        stack.shape.kv, view = KINDS[pool.dtype], structs.view(step_input)
+        levels = max(chain.levels for chain in chains)
+        tokens = array("i", bytes(4 * levels * len(chains)))
+        features = array("f", bytes(0 if stop_rule is None else 4 * NUM_FEATURES * len(tokens)))
+        self.lib.chain(
+            stack.shape,
+            stack.layers,
+            ends.c,
+            view.with_adapters(None),
+            view.input_ids,
+            pool.address,
+            pool.plane,
+            _chains(chains),
+            len(chains),
+            levels,
+            vocabulary,
+            None if stop_rule is None else structs.StopRule.of(stop_rule),
+            tokens.buffer_info()[0],
+            features.buffer_info()[0],
+            address(states),
+        )
+        return _chained(tokens, features, levels)
+
+
+def _chains(chains: Sequence[base.Chain]) -> ctypes.Array[structs.Chain]:
+    packed = (structs.Chain * len(chains))()
+    for to, (at, levels, (temperature, min_p, top_k, top_p), stream, floor) in zip(packed, chains):
+        to.at, to.levels, to.stream, to.floor = at, levels, stream, floor
+        to.temperature, to.min_p, to.top_k, to.top_p = temperature, min_p, top_k, top_p
+    return packed
+
+
+def _chained(tokens: array[int], features: array[float], levels: int) -> Chained:
+    """tokens [chains, levels], -1 behind the end of a chain; features [chains, levels, NUM_FEATURES] or empty."""
+    chains: list[list[int]] = []
+    found: list[list[NodeFeatures]] = []
+    for first in range(0, len(tokens), levels):
+        chain = tokens[first : first + levels].tolist()
+        chains.append(chain[: chain.index(-1)] if chain[-1] < 0 else chain)
+        if features:
+            nodes = range(first, first + len(chains[-1]))
+            found.append([features[n * NUM_FEATURES : (n + 1) * NUM_FEATURES].tolist() for n in nodes])
+    return chains, found
+
+
+def _taps(shape: structs.Shape, rows: int, states: dict[int, Tensor]) -> ctypes.Array[ctypes.c_void_p]:
+    """Allocates `states`, [rows, h] each; the addresses by layer, that of the last norm (FINAL, -1) at the end."""
+    taps: ctypes.Array[ctypes.c_void_p] = (ctypes.c_void_p * (shape.layers + 2))()
+    for layer in states:
+        states[layer] = torch.empty(rows, shape.hidden)
+        taps[layer] = states[layer].data_ptr()
+    return taps

@@ -1,0 +1,227 @@
+"""Attention of a whole step in torch, batched over requests.
+
+The result of a row must not depend on the other rows or on padding, whether its keys lie in the slot table or in the path
+of a tree node.  Three rules give that on a CPU:
+
+  - The keys of a row are counted 0, 1, 2, … in the order of their positions.  Products of weights and values are taken per
+    128 keys, at multiples of 128, and added one block after the other.  A padded block adds exact zeros.
+  - All products have the same inner shapes: a multiple of 8 rows, blocks of 128 keys.  BLAS chooses its kernel by the shape.
+  - Sums are float64 and rounded once, so that a kernel with another order still gives the same float32 or bfloat16.
+
+Rows are collected into groups of the same padded size, so that a long prompt does not pad the decode rows beside it:
+
+        table part    keys that the rows of a request share, [B, S] slots of its table
+        path part     for tree nodes: from the last multiple of 128 on, each row gathers its own keys, [B, Q, T] slots
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outrider.backends.base import AttentionShape, ScoreModifier
+from outrider.cache.pool import Pool
+from outrider.core.step_input import StepInput
+
+BLOCK = 128  # keys a product of weights and values
+TILE = 8  # the rows of a product are a multiple
+MAX_ROWS = 128  # rows of one request that are computed together; bounds the scores that are held
+
+
+@dataclass
+class Group:
+    """B pieces of requests, at most Q rows each, padded with row N.  int64."""
+
+    rows: Tensor  # [B, Q] rows of the step
+    positions: Tensor  # [B, Q]
+    num_keys: Tensor  # [B, Q]
+    shift: Tensor  # [B, Q] how far the keys behind the pinned ones stand further on
+    table_slots: Tensor  # [B, S]
+    path_slots: Tensor  # [B, Q, T]; T is 0 if no row has a path
+    keys: Tensor  # [B, S + T] the number of each key; the path part counts on from the end of the table part
+    pinned: int
+
+
+@dataclass
+class _Piece:
+    """Rows of one request, on the host."""
+
+    rows: list[int]
+    table_slots: list[int]
+    path_slots: list[list[int]]  # of each row
+
+    @property
+    def path_len(self) -> int:
+        return max(map(len, self.path_slots))
+
+
+def prepare(step_input: StepInput, device: torch.device) -> list[Group]:
+    """The groups of a step."""
+    by_size: dict[tuple[int, int, int], list[_Piece]] = defaultdict(list)
+    for piece in _pieces(step_input):
+        size = _rounded(len(piece.rows)), _blocks(len(piece.table_slots)), _blocks(piece.path_len)
+        by_size[size].append(piece)
+    return [_group(step_input, pieces, *size, device) for size, pieces in by_size.items()]
+
+
+def _pieces(step_input: StepInput) -> list[_Piece]:
+    pieces = []
+    for request, table in enumerate(step_input.slot_tables):
+        rows = range(*step_input.query_start[request : request + 2])
+        known = [row for row in rows if not step_input.path_lens[row]]
+        nodes = [row for row in rows if step_input.path_lens[row]]
+        for part in (known[at : at + MAX_ROWS] for at in range(0, len(known), MAX_ROWS)):
+            seen = max(step_input.context_lens[row] for row in part)
+            pieces.append(_Piece(part, table[:seen].tolist(), [[]] * len(part)))
+        for part in (nodes[at : at + MAX_ROWS] for at in range(0, len(nodes), MAX_ROWS)):
+            shared = min(step_input.context_lens[row] for row in part) // BLOCK * BLOCK
+            own = [step_input.key_slots(row, shared) for row in part]
+            pieces.append(_Piece(part, table[:shared].tolist(), own))
+    return pieces
+
+
+def _rounded(n: int) -> int:
+    """n rounded up: to a power of two up to 8, then by at most a fourth."""
+    step = 1 << max(0, (n - 1).bit_length() - 3) if n > 8 else n
+    return -(-n // step) * step if n > 8 else 1 << (n - 1).bit_length()
+
+
+def _blocks(keys: int) -> int:
+    return _rounded(-(-keys // BLOCK)) * BLOCK if keys else 0
+
+
+def _group(
+    step_input: StepInput, pieces: list[_Piece], q: int, s: int, t: int, device: torch.device
+) -> Group:
+    rows, positions, num_keys, shifts, tables, paths, splits = [], [], [], [], [], [], []
+    for piece in pieces:
+        fill = q - len(piece.rows)
+        keys = [step_input.context_lens[row] + step_input.path_lens[row] for row in piece.rows]
+        rows.append([*piece.rows, *[step_input.length] * fill])
+        positions.append([*(step_input.positions[row] for row in piece.rows), *[0] * fill])
+        num_keys.append([*keys, *[1] * fill])
+        shifts.append([*map(step_input.key_shift, piece.rows), *[0] * fill])
+        own = piece.table_slots or piece.path_slots[0]
+        tables.append(_padded(piece.table_slots, s, own[0]))
+        paths.append([_padded(slots, t, own[0]) for slots in (*piece.path_slots, *[[]] * fill)])
+        splits.append([len(piece.table_slots)])
+    split = torch.tensor(splits)
+    of_table, of_path = torch.arange(s).expand(len(pieces), -1), split + torch.arange(t)
+    # padding of the table part has numbers that no row sees
+    of_table = of_table.masked_fill(of_table >= split, torch.iinfo(torch.int64).max // 2)
+    return Group(
+        rows=torch.tensor(rows, device=device),
+        positions=torch.tensor(positions, device=device),
+        num_keys=torch.tensor(num_keys, device=device),
+        shift=torch.tensor(shifts, device=device),
+        table_slots=torch.tensor(tables, dtype=torch.int64, device=device),
+        path_slots=torch.tensor(paths, dtype=torch.int64, device=device).view(len(pieces), q, t),
+        keys=torch.cat([of_table, of_path], dim=1).to(device),
+        pinned=step_input.pinned,
+    )
+
+
+def _padded(slots: Sequence[int], size: int, slot: int) -> list[int]:
+    """Padding repeats a slot of the request itself: values that are not finite stay within it."""
+    return [*slots, *[slot] * (size - len(slots))]
+
+
+def attend(
+    groups: list[Group],
+    q: Tensor,
+    spec: AttentionShape,
+    pool: Pool,
+    layer: int,
+    scale: float,
+    window: int,
+    modifier: ScoreModifier | None,
+    wide: torch.dtype,
+) -> Tensor:
+    """`Backend.attend` of q [N, H, D] with sums in the dtype `wide`; [N, H·D]."""
+    n, d, kv = len(q), spec.head_dim, spec.kv_heads
+    padded = F.pad(q.view(n, spec.heads, d), (0, 0, 0, 0, 0, 1))
+    out = torch.empty(n + 1, spec.heads, d, dtype=q.dtype, device=q.device)
+    for group in groups:
+        b, width = group.rows.shape
+        heads = padded[group.rows].to(wide).view(b, width, kv, -1, d).transpose(1, 2)  # [B, k, Q, G, D]
+        table, path = (
+            pool.read(layer, part.flatten(), wide) for part in (group.table_slots, group.path_slots)
+        )
+        table = table.reshape(2, *group.table_slots.shape, kv, d).transpose(2, 3)  # [2, B, k, S, D]
+        path = path.reshape(2, *group.path_slots.shape, kv, d).permute(0, 1, 4, 2, 3, 5)  # [2, B, k, Q, T, D]
+        scores = torch.cat([_scores(heads, table[0]), _own_scores(heads, path[0])], dim=-1) * scale
+        weights, extra = _weights(scores, group, window, modifier)
+        split = table.shape[3]
+        summed = _weighted(weights[..., :split], table[1])
+        summed = _add_own(summed, weights[..., split:], path[1])
+        found = summed[..., :d] / (summed[..., d:] + extra)
+        out[group.rows] = found.transpose(1, 2).flatten(2, 3).to(q.dtype)
+    return out[:n].flatten(1)
+
+
+def _scores(heads: Tensor, keys: Tensor) -> Tensor:
+    """heads [B, k, Q, G, D], keys [B, k, S, D] -> [B, k, Q, G, S]."""
+    rows = heads.flatten(2, 3)
+    return (_tiled(rows) @ keys.transpose(-1, -2))[:, :, : rows.shape[2]].view(*heads.shape[:4], -1)
+
+
+def _own_scores(heads: Tensor, keys: Tensor) -> Tensor:
+    """The same with keys [B, k, Q, T, D] of each row."""
+    return (_tiled(heads) @ keys.transpose(-1, -2))[..., : heads.shape[3], :]
+
+
+def _tiled(x: Tensor) -> Tensor:
+    """x [..., n, m] with n filled up to a multiple of TILE."""
+    return F.pad(x, (0, 0, 0, -x.shape[-2] % TILE))
+
+
+def _weights(
+    scores: Tensor, group: Group, window: int, modifier: ScoreModifier | None
+) -> tuple[Tensor, Tensor | float]:
+    """exp(score - highest) of scores [B, k, Q, G, S + T], 0 if a row does not see a key; and what a sink adds to their sum."""
+    keys, last = group.keys[:, None], group.positions[..., None]  # [B, 1, S + T], [B, Q, 1]
+    at = keys + (keys >= group.pinned) * group.shift[..., None]  # the position of each key
+    hidden = keys >= group.num_keys[..., None]
+    if window > 0:
+        hidden |= at <= last - window
+    elif window:
+        hidden |= at < last // -window * -window
+    sinks = None
+    if modifier is not None:
+        by_head = (1, scores.shape[1], 1, scores.shape[3], 1)
+        if modifier.cap:
+            scores = modifier.cap * torch.tanh(scores / modifier.cap)
+        if modifier.slopes is not None:
+            scores = scores + modifier.slopes.to(scores).view(by_head) * (at - last)[:, None, :, None]
+        if modifier.sinks is not None:
+            sinks = modifier.sinks.to(scores).view(by_head)
+    scores = scores.masked_fill(hidden[:, None, :, None], float("-inf"))
+    highest = scores.amax(-1, keepdim=True)
+    if sinks is None:
+        return (scores - highest).exp_(), 0.0
+    highest = torch.maximum(highest, sinks)
+    return (scores - highest).exp_(), (sinks - highest).exp()
+
+
+def _weighted(weights: Tensor, values: Tensor) -> Tensor:
+    """Sums of weights [B, k, Q, G, S] and values [B, k, S, D], and of the weights alone: [B, k, Q, G, D + 1]."""
+    values, rows = F.pad(values, (0, 1), value=1.0), weights.flatten(2, 3)
+    summed = weights.new_zeros(*rows.shape[:3], values.shape[-1])
+    for at in range(0, values.shape[2], BLOCK):
+        product = _tiled(rows[..., at : at + BLOCK]) @ values[:, :, at : at + BLOCK]
+        summed += product[:, :, : rows.shape[2]]
+    return summed.view(*weights.shape[:4], -1)
+
+
+def _add_own(summed: Tensor, weights: Tensor, values: Tensor) -> Tensor:
+    """Adds the sums of weights [B, k, Q, G, T] and values [B, k, Q, T, D] of each row."""
+    values = F.pad(values, (0, 1), value=1.0)
+    for at in range(0, values.shape[3], BLOCK):
+        product = _tiled(weights[..., at : at + BLOCK]) @ values[:, :, :, at : at + BLOCK]
+        summed = summed + product[..., : weights.shape[3], :]
+    return summed

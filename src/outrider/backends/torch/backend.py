@@ -1,0 +1,271 @@
+"""The operations of a backend in torch: any device, and the CPU without a compiler.
+
+On a CPU the linears are oneDNN's packed ones, never called with one row: from two rows on their results do not depend on
+the number of rows (docs/log.md has the trials).  Attention sums in float64 there (see attention.py), in float32 elsewhere.
+A quantized weight keeps its bits and is widened at every use: small, and slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outrider.backends import candidates
+from outrider.backends.base import AttentionShape, Backend, DecoderLayer, ModelShape, ScoreModifier
+from outrider.backends.torch import attention, sampling
+from outrider.backends.torch.attention import Group
+from outrider.cache.pool import Pool
+from outrider.core import lora
+from outrider.core import stop_rule as stop_rules
+from outrider.core.lora import Adapted, LayerSizes, Runs
+from outrider.core.params import DistributionParams
+from outrider.core.quantized import QuantizedWeight
+from outrider.core.step_input import StepInput
+from outrider.core.stop_rule import NodeFeatures, StopRule
+
+
+@dataclass
+class TorchWeight:
+    data: Tensor | QuantizedWeight  # [O, K]
+    packed: Tensor | None  # in oneDNN's own layout
+    bias: Tensor | None
+    inputs: int
+    outputs: int
+
+
+@dataclass
+class Stack:
+    layers: Sequence[DecoderLayer]
+    rotations: Tensor
+    skips: Sequence[int]  # of every layer: 1 the attention, 2 the MLP
+
+
+# of every layer and fused linear: outputs, a^T, scale * b^T
+Adapter = list[dict[str, list[tuple[slice, Tensor, Tensor]]]]
+
+
+class TorchBackend:
+    """`Backend` without fused model and tree matcher."""
+
+    fused = None
+    matcher = None
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+        self.activations = dtype
+        onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        self.onednn = onednn and device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
+        self.exact = self.onednn
+        self.wide = torch.float64 if device.type == "cpu" else torch.float32
+        self.name = f"torch on {device} ({str(dtype).removeprefix('torch.')})"
+
+    def pack(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> TorchWeight:
+        bias = None if bias is None else bias.to(self.device, self.dtype)
+        if isinstance(weight, QuantizedWeight):
+            outputs, inputs = weight.values.shape
+            moved = weight.mapped(lambda part: part.to(self.device))
+            return TorchWeight(moved, None, bias, inputs, outputs)
+        data = weight.to(self.device, self.dtype).contiguous()
+        return TorchWeight(data, self._packed(data), bias, weight.shape[1], weight.shape[0])
+
+    def _packed(self, data: Tensor) -> Tensor | None:
+        return torch.ops.mkldnn._reorder_linear_weight(data) if self.onednn else None
+
+    def linear(self, x: Tensor, weight: TorchWeight, add: Tensor | None = None) -> Tensor:
+        data, packed = weight.data, weight.packed
+        if isinstance(data, QuantizedWeight):
+            data = data.dense().to(self.dtype)
+            packed = self._packed(data)
+        if packed is None:
+            y = F.linear(x, data, weight.bias)
+        else:
+            alone = x.shape[0] == 1
+            rows = F.pad(x, (0, 0, 0, 1)) if alone else x  # the two-row rule
+            y = torch.ops.mkldnn._linear_pointwise(rows.contiguous(), packed, weight.bias, "none", [], "")
+            y = y[:1] if alone else y
+        return y if add is None else add.add_(y)
+
+    def embed(self, weight: TorchWeight, step_input: StepInput) -> Tensor:
+        ids = step_input.on(self.device).input_ids
+        if isinstance(weight.data, QuantizedWeight):
+            return weight.data.mapped(lambda part: part[ids]).dense().to(self.dtype)
+        return F.embedding(ids, weight.data)
+
+    def pair(
+        self,
+        weight: TorchWeight,
+        step_input: StepInput,
+        g: Tensor,
+        norm_token: Tensor | None,
+        norm_state: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        return beside(self, self.embed(weight, step_input).to(g.dtype), g, norm_token, norm_state, eps)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight.to(x)
+
+    def silu_mul(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def prepare(self, step_input: StepInput) -> list[Group]:
+        key = (attention.prepare, self.device)
+        return step_input.derived(key, lambda step: attention.prepare(step, self.device))
+
+    def rope_store(
+        self,
+        qkv: Tensor,
+        spec: AttentionShape,
+        rotations: Tensor,
+        step_input: StepInput,
+        pool: Pool,
+        layer: int,
+    ) -> Tensor:
+        n, d, step = qkv.shape[0], spec.head_dim, step_input.on(self.device)
+        q, k, v = torch.split(qkv.view(n, -1, d), [spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
+        if spec.q_norm is not None and spec.k_norm is not None:
+            q, k = self.rms_norm(q, spec.q_norm, spec.eps), self.rms_norm(k, spec.k_norm, spec.eps)
+        cos, sin = rotations.to(self.device)[step.positions][:, None].chunk(2, dim=-1)
+        pool.write(layer, 0, step.slot_mapping, _rotate(k, cos, sin))
+        pool.write(layer, 1, step.slot_mapping, v)
+        return _rotate(q, cos, sin).to(qkv.dtype)
+
+    def attend(
+        self,
+        q: Tensor,
+        spec: AttentionShape,
+        step_input: StepInput,
+        pool: Pool,
+        layer: int,
+        scale: float,
+        window: int,
+        modifier: ScoreModifier | None = None,
+    ) -> Tensor:
+        groups = self.prepare(step_input)
+        return attention.attend(groups, q, spec, pool, layer, scale, window, modifier, self.wide)
+
+    def pack_layers(self, spec: ModelShape, layers: Sequence[DecoderLayer], rotations: Tensor) -> Stack:
+        return Stack(layers, rotations, [0] * len(layers))
+
+    def skip_sublayers(self, stack: Stack, skips: Sequence[int]) -> Stack:
+        return Stack(stack.layers, stack.rotations, skips)
+
+    def pack_adapter(self, spec: LayerSizes, layers: Adapted) -> Adapter:
+        places = lora.places(spec)
+
+        def packed(name: str, low: lora.Low) -> tuple[slice, Tensor, Tensor]:
+            start, outputs = places[name].start, places[name].outputs
+            a, b = (matrix.to(self.device, self.wide).T for matrix in (low.a, low.b))
+            return slice(start, start + outputs), a, b * low.scale
+
+        return [
+            {
+                fused: [packed(name, layer[name]) for name in names if name in layer]
+                for fused, names in lora.FUSED.items()
+            }
+            for layer in layers
+        ]
+
+    def run_layers(
+        self,
+        stack: Stack,
+        x: Tensor,
+        step_input: StepInput,
+        pool: Pool,
+        runs: Runs = (),
+        u: Tensor | None = None,
+        layer: int = 0,
+    ) -> Tensor:
+        for i, (block, skip) in enumerate(zip(stack.layers, stack.skips)):
+            linear = _AdaptedLayer(self, block, i, runs)
+            if not skip & 1:
+                seen = self.rms_norm(x, block.norm_in, block.eps) if u is None or i else u
+                q = self.rope_store(linear("qkv", seen), block, stack.rotations, step_input, pool, layer + i)
+                scale = block.head_dim**-0.5
+                found = self.attend(q, block, step_input, pool, layer + i, scale, block.window)
+                x = linear("o", found, add=x)
+            if not skip & 2:
+                gate_up = linear("gate_up", self.rms_norm(x, block.norm_post, block.eps))
+                x = linear("down", self.silu_mul(gate_up), add=x)
+        return x
+
+    def should_stop(
+        self,
+        stop_rule: StopRule,
+        logits: Tensor,
+        temperature: float,
+        token: int,
+        depth: int,
+        row: int = 0,
+    ) -> tuple[bool, NodeFeatures]:
+        features = stop_rules.measure(_row(logits, row), temperature, token)
+        return stop_rules.should_stop(stop_rule, features, depth), features
+
+    def pick(
+        self, logits: Tensor, distribution: DistributionParams, key: int, k: int, probs: bool, row: int = 0
+    ) -> tuple[list[int], list[float]]:
+        return sampling.pick(_row(logits, row), distribution, key, k)
+
+    def pick_rows(
+        self,
+        logits: Tensor,
+        distribution: DistributionParams,
+        keys: Sequence[int],
+        k: int,
+        ids: Tensor | None = None,
+        probs: bool = True,
+    ) -> tuple[Tensor, Tensor]:
+        out, prob = torch.full((len(keys), k), -1, dtype=torch.int32), torch.zeros(len(keys), k)
+        for r, key in enumerate(keys):
+            entries, shares = sampling.pick(logits[r], distribution, key, k, ids)
+            out[r, : len(entries)] = torch.tensor(entries, dtype=torch.int32)
+            if probs:
+                prob[r, : len(entries)] = torch.tensor(shares)
+        return out, prob
+
+    def candidates(self, k: int, wide: int, levels: int) -> candidates.Plain:
+        return candidates.Plain(self.pick_rows, k, wide)
+
+
+@dataclass
+class _AdaptedLayer:
+    """The linears of one layer, with the updates of LoRA adapters, which are summed in the backend's wide dtype."""
+
+    backend: TorchBackend
+    layer: DecoderLayer
+    index: int
+    runs: Runs
+
+    def __call__(self, name: str, x: Tensor, add: Tensor | None = None) -> Tensor:
+        y = self.backend.linear(x, getattr(self.layer, name), add)
+        for first, count, adapter in self.runs:
+            rows = x[first : first + count].to(self.backend.wide)
+            for outputs, a, b in adapter[self.index][name]:
+                part = y[first : first + count, outputs]
+                part.copy_(part.to(self.backend.wide) + rows @ a @ b)
+        return y
+
+
+def beside(
+    backend: Backend, e: Tensor, g: Tensor, norm_token: Tensor | None, norm_state: Tensor | None, eps: float
+) -> Tensor:
+    """`Backend.pair` of embeddings e [N, h]."""
+    parts = ((e, norm_token), (g, norm_state))
+    return torch.cat([x if norm is None else backend.rms_norm(x, norm, eps) for x, norm in parts], dim=-1)
+
+
+def _row(logits: Tensor, row: int) -> Tensor:
+    return logits if logits.dim() == 1 else logits[row]
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates the first 2·cos.shape[-1] dimensions in pairs (i, i + half), as transformers does; the rest stays."""
+    half = cos.shape[-1]
+    a, b, rest = x[..., :half].float(), x[..., half : 2 * half].float(), x[..., 2 * half :]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest.float()], dim=-1)

@@ -1,0 +1,93 @@
+"""Batched attention of the torch backend: the result of a row in any company, bit for bit."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.backends.base import ScoreModifier
+from outrider.backends.torch import attention
+from outrider.cache.pool import Pool
+from outrider.core.step_input import StepInput
+
+CPU, SLOTS = torch.device("cpu"), 2048
+
+
+class Case(NamedTuple):
+    """One request: its slots, its number of known tokens, and the paths of its nodes as slots."""
+
+    table: array[int]
+    length: int
+    paths: list[list[int]]
+
+
+def requests(rng: random.Random) -> list[Case]:
+    """Requests of 1 to 300 tokens with trees of up to 12 nodes over scattered slots."""
+    slots, cases = rng.sample(range(SLOTS), SLOTS), []
+    for length in (1, rng.randint(2, 100), rng.choice([127, 128, 129]), rng.randint(200, 300)):
+        nodes = rng.randint(0, 12)
+        table = array("i", [slots.pop() for _ in range(length + nodes)])
+        paths: list[list[int]] = []
+        for node in range(nodes):
+            parent = rng.randint(-1, node - 1)
+            paths.append([*(paths[parent] if parent >= 0 else []), table[length + node]])
+        cases.append(Case(table, length, paths))
+    return cases
+
+
+def attend(
+    step_input: StepInput, q: Tensor, pool: Pool, spec: Any, window: int, modifier: ScoreModifier | None
+) -> Tensor:
+    groups = attention.prepare(step_input.build(), CPU)
+    return attention.attend(groups, q, spec, pool, 0, 0.25, window, modifier, torch.float64)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("window", [0, 40, -50])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 16), (6, 1, 24), (3, 3, 40)])
+def test_batched_rows_equal_the_same_rows_alone(
+    heads: int, kv_heads: int, head_dim: int, window: int, kv_dtype: torch.dtype
+) -> None:
+    """Every row of a batch of prompts and trees against the row alone, with all its keys in one slot table.
+
+    q is float64 and the result is not rounded: the sums themselves must agree.
+    """
+    rng = random.Random(heads + window)
+    spec: Any = SimpleNamespace(heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    modifiers = [None, ScoreModifier(5.0, torch.rand(heads), torch.randn(heads))]
+    for modifier in modifiers:
+        pool = Pool(1, kv_heads, head_dim, SLOTS, kv_dtype, CPU)
+        for part in (0, 1):
+            pool.write(0, part, torch.arange(SLOTS), torch.randn(SLOTS, kv_heads, head_dim))
+        together, cases = StepInput(), requests(rng)
+        for table, length, paths in cases:
+            start = rng.choice([0, length - 1])
+            together.chain(table, start, [0] * (length - start))
+            if paths:
+                together.nodes(table, length, paths, [0] * len(paths))
+        q = torch.randn(together.length, heads, head_dim, dtype=torch.float64)
+        found = attend(together, q, pool, spec, window, modifier)
+        for row in range(together.length):
+            alone, slots = StepInput(), array("i", together.key_slots(row))
+            alone.chain(slots, len(slots) - 1, [0])
+            expected = attend(alone, q[row : row + 1], pool, spec, window, modifier)
+            assert torch.equal(found[row : row + 1], expected), row
+
+
+def test_values_that_are_not_finite_stay_within_their_request() -> None:
+    spec: Any = SimpleNamespace(heads=2, kv_heads=1, head_dim=16)
+    pool = Pool(1, 1, 16, SLOTS, torch.float32, CPU)
+    bad, good = array("i", range(10)), array("i", range(20, 30))
+    pool.write(0, 0, torch.arange(SLOTS), torch.randn(SLOTS, 1, 16))
+    pool.write(0, 1, torch.arange(10), torch.full((10, 1, 16), float("nan")))
+    step_input = StepInput()
+    for table, tokens in ((bad, 10), (good, 1), (good, 10)):
+        step_input.chain(table, 10 - tokens, [0] * tokens)
+    found = attend(step_input, torch.randn(21, 2, 16), pool, spec, 0, None)
+    assert found[:10].isnan().all() and found[10:].isfinite().all()
