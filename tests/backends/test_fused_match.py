@@ -16,8 +16,9 @@ from outrider.backends.torch import sampling as reference
 from outrider.checkpoints.hub import Checkpoint
 from outrider.core.noise import MASK, gumbel
 from outrider.core.params import DistributionParams
+from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
-from outrider.core.types import FINAL, DraftTree
+from outrider.core.tree import DraftTree
 from outrider.models.decoder import Decoder
 from outrider.models.steps import in_steps
 from outrider.sampling.sampler import Sampler

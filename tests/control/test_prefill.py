@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from outrider import SamplingParams
 from outrider.cache.pages import Cache
 from outrider.control.prefill import FIRST_CHUNK, REFRESH_STEPS, ChunkCost, PrefillBudget, PrefillPacer
-from outrider.core.types import Batch, Budget, Row, RowStep
+from outrider.core.row import Row
+from outrider.core.step import Batch, RowStep
+from outrider.core.tree import Budget
 from outrider.engine.scheduler import Scheduler
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from toys import HIDDEN, V, acceptance, samples, save_head, teach, toy_target
 
 from outrider import LLM, SamplingParams
-from outrider.core.types import Batch
+from outrider.core.step import Batch
 from outrider.draft import detect
 from outrider.draft.dflash import DFlash
 from outrider.draft.dflash.layouts import exported

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from rows import drafted, make, make_row, proper, proposed, walked
 
 from outrider import LLM, ConfigError, SamplingParams
+from outrider.core.step import Commit
 from outrider.core.step_input import StepInput
-from outrider.core.types import ROOT, Budget, Commit, DraftTree
+from outrider.core.tree import ROOT, Budget, DraftTree
 from outrider.draft import lookahead
 from outrider.draft.lookahead import Lookahead, Pool, Window
 from outrider.engine.runner import add_row

@@ -13,7 +13,8 @@ from torch import Tensor
 from toys import HIDDEN, V, acceptance, save_head, teach, toy_target
 
 from outrider import LLM, ConfigError, ModelError, SamplingParams
-from outrider.core.types import FINAL, ROOT
+from outrider.core.step import FINAL
+from outrider.core.tree import ROOT
 from outrider.draft.redrafter import ReDrafter
 from outrider.draft.redrafter.beams import Beams
 from outrider.draft.redrafter.network import Network

@@ -18,7 +18,9 @@ from rows import AnyTarget, drafted, guess, make, make_row, proper, proposed, wa
 from torch import Tensor
 
 from outrider import LLM, ConfigError, SamplingParams
-from outrider.core.types import EMPTY_TREE, ROOT, Batch, Budget, Commit, Draft, DraftTree, Needs, Row
+from outrider.core.row import Row
+from outrider.core.step import Batch, Commit, Needs
+from outrider.core.tree import EMPTY_TREE, ROOT, Budget, Draft, DraftTree
 from outrider.draft import union as union_module
 from outrider.draft.draft_model import DraftModel
 from outrider.draft.first import First

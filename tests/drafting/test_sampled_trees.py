@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from outrider import SamplingParams
 from outrider.control.fixed import FixedController, Options
+from outrider.core.row import Row
+from outrider.core.step import Batch, RowStep
 from outrider.core.step_input import StepInput
-from outrider.core.types import ROOT, Batch, Budget, Draft, DraftTree, Resume, Row, RowStep
+from outrider.core.tree import ROOT, Budget, Draft, DraftTree, Resume
 from outrider.draft.scripted import tree as scripted_tree
 from outrider.engine.runner import add_row
 from outrider.verify.match import Match

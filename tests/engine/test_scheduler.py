@@ -18,7 +18,9 @@ from outrider import SamplingParams
 from outrider.cache.pages import Cache
 from outrider.control.prefill import PrefillBudget, PrefillPacer
 from outrider.core.block_table import PAGE
-from outrider.core.types import Batch, Budget, Row, RowStep
+from outrider.core.row import Row
+from outrider.core.step import Batch, RowStep
+from outrider.core.tree import Budget
 from outrider.engine.scheduler import Scheduler
 
 

@@ -9,7 +9,8 @@ from helpers import answer, tiny_prompts
 
 from outrider import LLM, SamplingParams
 from outrider.backends.cpu.kernels import CpuKernels
-from outrider.core.types import Batch, Draft
+from outrider.core.step import Batch
+from outrider.core.tree import Draft
 from outrider.draft.draft_model import DraftModel
 
 LAWS = (

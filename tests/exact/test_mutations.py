@@ -20,10 +20,12 @@ from outrider.backends.cpu.picking import TreeQueries
 from outrider.cache.pool import Pool
 from outrider.core.block_table import PAGE, BlockTable
 from outrider.core.params import DistributionParams
+from outrider.core.step import Batch
 from outrider.core.step_input import StepInput
-from outrider.core.types import ROOT, Batch, Draft, Picker
+from outrider.core.tree import ROOT, Draft
 from outrider.engine.runner import ForwardOutput
 from outrider.engine.scheduler import Scheduler
+from outrider.verify.base import Picker
 
 # ---- masks and positions
 

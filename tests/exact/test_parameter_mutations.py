@@ -11,7 +11,9 @@ from torch import Tensor
 
 from outrider import LLM, SamplingParams
 from outrider.core.processor import Ids
-from outrider.core.types import ROOT, Batch, Needs, Row
+from outrider.core.row import Row
+from outrider.core.step import Batch, Needs
+from outrider.core.tree import ROOT
 from outrider.engine.runner import ForwardOutput, Runner
 from outrider.sampling.processors import BadWords, LogitBias, Penalties
 

@@ -14,7 +14,9 @@ from outrider import LLM, CapacityError, ModelError, RequestError, SamplingParam
 from outrider.checkpoints.spec import Facts, Spec
 from outrider.config import SpeculativeOptions
 from outrider.core.block_table import PAGE
-from outrider.core.types import Batch, Draft, DraftTree, Row
+from outrider.core.row import Row
+from outrider.core.step import Batch
+from outrider.core.tree import Draft, DraftTree
 from outrider.draft.scripted import Scripted
 from outrider.engine.detokenizer import Detokenizer
 

@@ -19,7 +19,8 @@ from rows import make_row
 from torch import Tensor
 
 from outrider import verify
-from outrider.core.types import ROOT, Batch, Budget, DraftTree, RowStep
+from outrider.core.step import Batch, RowStep
+from outrider.core.tree import ROOT, Budget, DraftTree
 from outrider.drafting.trees.sampled import Tree
 from outrider.drafting.view import View
 from outrider.sampling import random_streams

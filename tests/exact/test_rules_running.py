@@ -12,7 +12,8 @@ import pytest
 from helpers import END, answer, counted, drive, install, said, settled, tiny_prompts
 
 from outrider import LLM, ConfigError, SamplingParams, draft, verify
-from outrider.core.types import Batch, Draft
+from outrider.core.step import Batch
+from outrider.core.tree import Draft
 
 PROMPTS = tiny_prompts(7)
 RULES = [name for name in verify.names() if not verify.rule(name).same]

@@ -12,8 +12,9 @@ from helpers import answer, drive, prompts_of, said, settled, tiny_checkpoint, t
 
 from outrider import LLM, SamplingParams
 from outrider.backends.cpu.kernels import CpuKernels
+from outrider.core.step import Batch, Commit
 from outrider.core.step_input import StepInput
-from outrider.core.types import Batch, Commit, Draft, Resume
+from outrider.core.tree import Draft, Resume
 from outrider.draft.layerskip import LayerSkip
 from outrider.engine.runner import Runner
 

@@ -21,7 +21,8 @@ from helpers import (
 
 from outrider import LLM, LoRARequest, RequestOutput, SamplingParams
 from outrider.backends.cpu.kernels import CpuKernels
-from outrider.core.types import Batch, Draft
+from outrider.core.step import Batch
+from outrider.core.tree import Draft
 from outrider.draft.draft_model import DraftModel
 
 PROMPTS = [tiny_prompts(1, seed=i, longest=40)[0] * 3 + tiny_prompts(1, seed=9 + i)[0] for i in range(4)]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from outrider.core.clock import Times
-from outrider.core.types import Batch, Budget, Commit
+from outrider.core.step import Batch, Commit
+from outrider.core.tree import Budget
 
 
 class Controller(Protocol):

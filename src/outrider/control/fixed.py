@@ -8,7 +8,8 @@ from itertools import pairwise
 from typing import Any
 
 from outrider.core.clock import Times
-from outrider.core.types import NO_BUDGET, ROOT, Batch, Budget, Commit, DraftTree
+from outrider.core.step import Batch, Commit
+from outrider.core.tree import NO_BUDGET, ROOT, Budget, DraftTree
 from outrider.errors import ConfigError
 
 MOST = 1024

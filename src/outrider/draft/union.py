@@ -21,7 +21,9 @@ from torch import Tensor
 from outrider import draft
 from outrider.cache.pool import Pool
 from outrider.core.noise import mix
-from outrider.core.types import ROOT, Batch, Commit, Draft, DraftTree, Needs, Row
+from outrider.core.row import Row
+from outrider.core.step import Batch, Commit, Needs
+from outrider.core.tree import ROOT, Draft, DraftTree
 from outrider.drafting.base import Drafter, Target
 from outrider.errors import ConfigError, unknown
 from outrider.sampling.random_streams import without

@@ -13,7 +13,9 @@ from outrider.cache.pages import Cache
 from outrider.cache.pool import Pool
 from outrider.checkpoints.heads import Head
 from outrider.checkpoints.hub import Checkpoint
-from outrider.core.types import Batch, Budget, Commit, Draft, DraftTree, Needs, Row
+from outrider.core.row import Row
+from outrider.core.step import Batch, Commit, Needs
+from outrider.core.tree import Budget, Draft, DraftTree
 from outrider.errors import ConfigError
 from outrider.models.base import Model
 from outrider.sampling.sampler import Sampler

@@ -20,7 +20,8 @@ from outrider.control.fixed import FixedController
 from outrider.control.prefill import PrefillPacer
 from outrider.core.block_table import PAGE
 from outrider.core.clock import Times, Work
-from outrider.core.types import NO_STATES, Batch, Commit, Row
+from outrider.core.row import Row
+from outrider.core.step import NO_STATES, Batch, Commit
 from outrider.draft import methods_of
 from outrider.drafting.base import Drafter, Target
 from outrider.engine.adapters import Adapters
@@ -162,7 +163,7 @@ class Engine:
         now, lossless = time.perf_counter(), self.rule.lossless
         for step in batch:
             if step.emitted:
-                step.row.count(step, now, lossless)
+                step.count(now, lossless)
         if output.needs.topk:
             output.find_topk()
         return Commit(batch, output.states() if output.kept else NO_STATES)

@@ -10,8 +10,10 @@ from torch import Tensor
 from outrider.backends.base import Answer, TreeQueries
 from outrider.cache.pool import Pool
 from outrider.core.logprobs import Logprobs
+from outrider.core.row import Row
+from outrider.core.step import FINAL, Batch, Needs, RowStep, States
 from outrider.core.step_input import StepInput
-from outrider.core.types import FINAL, ROOT, Batch, DraftTree, Needs, Resume, Row, RowStep, States
+from outrider.core.tree import ROOT, DraftTree, Resume
 from outrider.errors import OutriderError
 from outrider.models.base import Model
 from outrider.models.steps import behind

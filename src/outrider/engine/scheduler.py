@@ -16,7 +16,9 @@ from contextlib import suppress
 from outrider.cache.pages import Cache
 from outrider.control.prefill import PrefillBudget
 from outrider.core.block_table import PAGE, ROOT
-from outrider.core.types import Batch, Budget, LoRARequest, Row
+from outrider.core.row import LoRARequest, Row
+from outrider.core.step import Batch
+from outrider.core.tree import Budget
 from outrider.engine.adapters import Adapters
 from outrider.engine.detokenizer import Detokenizer, find_stop
 from outrider.errors import RequestError

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outrider.core.noise import ACCEPT, DRAW, EMIT, stream_of, uniform
-from outrider.core.types import Row
+from outrider.core.row import Row
 
 
 def accept(row: Row, node: int, probability: float) -> bool:

@@ -11,8 +11,9 @@ from outrider.backends.torch.sampling import filtered, probabilities
 from outrider.core.noise import key_of, stream_of
 from outrider.core.params import DistributionParams
 from outrider.core.processor import Ids
+from outrider.core.row import Row
 from outrider.core.stop_rule import NUM_FEATURES, NodeFeatures, StopRule
-from outrider.core.types import DraftTree, Row
+from outrider.core.tree import DraftTree
 from outrider.errors import ModelError, OutriderError, RequestError
 
 GREEDY = DistributionParams(temperature=0.0)

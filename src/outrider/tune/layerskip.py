@@ -15,7 +15,7 @@ from typing import Any
 
 from outrider.bench.measure import PLAIN, Configs, Measured, Prompts
 from outrider.core.params import SamplingParams
-from outrider.core.types import Speculation
+from outrider.core.row import Speculation
 from outrider.draft.layerskip.sets import Skip
 from outrider.errors import ConfigError
 from outrider.llm import LLM

@@ -4,13 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
-from outrider.core.types import ROOT, Batch, DraftTree, Picker
+from outrider.core.step import Batch
+from outrider.core.tree import ROOT, DraftTree
 from outrider.errors import OutriderError
 from outrider.sampling.random_streams import normal
+
+
+class Picker(Protocol):
+    """The target's answers and the dice, asked lazily.  `path`: the tokens from the root to `node` (-1 = the root) of a batch row.
+
+    What raises an OutriderError ends its row.  The three streams of random numbers (drawing guesses, accepting, drawing tokens) are
+    functions of (seed, sample, length of the row, node), and independent of each other and of the noise that `pick` adds.
+    """
+
+    def pick(self, row: int, node: int, path: Sequence[int]) -> int:
+        """The target's own token after `path`: what plain decoding says there."""
+
+    def follow(self, row: int) -> tuple[list[int], list[int]] | None:
+        """What `match` says of the row's tree, accepted nodes and tokens; None where it has to ask pick by pick."""
+
+    def p(self, row: int, node: int, path: Sequence[int]) -> Tensor:
+        """The target's law after `path`, float64 [V]: processors, temperature, top_k, top_p and min_p included."""
+
+    def accept(self, row: int, node: int, probability: float) -> bool:
+        """True with this probability; asked at most once a node."""
+
+    def draw(self, row: int, node: int, distribution: Tensor) -> int:
+        """A token from `distribution`, to be emitted after `node`."""
 
 
 class RowPicker:

@@ -7,7 +7,7 @@ before it, and that pick is a function of (logits, request seed, position) alone
 
 from __future__ import annotations
 
-from outrider.core.types import ROOT, DraftTree
+from outrider.core.tree import ROOT, DraftTree
 from outrider.verify.base import RowPicker, Rule
 
 

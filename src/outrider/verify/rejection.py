@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from outrider.core.types import ROOT, DraftTree
+from outrider.core.tree import ROOT, DraftTree
 from outrider.sampling.random_streams import without
 from outrider.verify.base import RowPicker, Rule, below, surplus
 

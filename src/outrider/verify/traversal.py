@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.core.types import ROOT, DraftTree
+from outrider.core.tree import ROOT, DraftTree
 from outrider.sampling.random_streams import without
 from outrider.verify.base import RowPicker, Rule, below, surplus
 

@@ -17,8 +17,10 @@ from torch import Tensor
 
 from outrider.cache.pool import Pool
 from outrider.control import fixed
+from outrider.core.row import Row
+from outrider.core.step import Batch, Commit, RowStep
 from outrider.core.step_input import StepInput
-from outrider.core.types import EMPTY_TREE, ROOT, Batch, Budget, Commit, DraftTree, Row, RowStep
+from outrider.core.tree import EMPTY_TREE, ROOT, Budget, DraftTree
 from outrider.drafting.base import Drafter, Target
 from outrider.drafting.trees.sampled import Tree
 from outrider.drafting.view import Window
