@@ -56,12 +56,11 @@ def test_following_a_tree_is_picking_node_by_node(
     )
 
     class Asked:
-        follow = staticmethod(lambda: None)
         pick = staticmethod(lambda node, path: sampler.pick(row, path, logits, 2 + node))
 
     trees = sampler.kernels.trees()
     for key in (4, 0, 9):
-        sampler.ask(trees, key, row, tree, 1)
+        sampler.add_query(trees, key, row, tree, 1)
     sampler.kernels.follow(logits, trees)
     found = trees.read()
     try:
@@ -91,7 +90,7 @@ def test_a_model_in_one_call_is_its_parts(
         step_input.chain(table, 0, known)
         at = len(known)
         step_input.nodes(table, at, [[at], [at + 1], [at, at + 2], [at, at + 2, at + 3]], tree.tokens)
-        sampler.ask(trees, 7, make_row(known, distribution), tree, 0)
+        sampler.add_query(trees, 7, make_row(known, distribution), tree, 0)
         read = decoder.read if one_call else lambda *given: in_steps(decoder, *given)
         logits = read(step_input.build(), decoder.pool(64), [*range(at - 1, at + 4)], states, trees).clone()
         return logits, states, trees.read()

@@ -17,7 +17,7 @@ from outrider.control.prefill import FIRST_CHUNK, REFRESH_STEPS, ChunkCost, Pref
 from outrider.core.row import Row
 from outrider.core.step import Batch, RowStep
 from outrider.core.tree import Budget
-from outrider.engine.scheduler import Scheduler
+from outrider.engine.scheduler import Hooks, Limits, Scheduler
 
 
 @dataclass(frozen=True)
@@ -68,15 +68,8 @@ class Simulation:
         self.pacer = PrefillPacer(self.tokens, self.slowdown)
         cache = Cache(40_000, 200_000, False)
         cache.pools = []
-        self.scheduler = Scheduler(
-            cache,
-            self.seats,
-            self.tokens,
-            lambda rows: 0,
-            lambda row: row.computed,
-            lambda row, reason: None,
-            self.pacer.budget,
-        )
+        limits = Limits(self.seats, self.tokens)
+        self.scheduler = Scheduler(cache, limits, Hooks(prefill=self.pacer.budget))
 
     def add(self, name: str, prompt: int, new: int = 1) -> None:
         params = SamplingParams(max_tokens=new)

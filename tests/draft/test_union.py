@@ -219,7 +219,7 @@ def test_all_are_asked_within_their_own_levels() -> None:
     assert union.memory == [0, 4]
     union.memory = [5, 6]
     assert (one.memory, two.memory) == (5, 6)
-    union.drawn = True
+    union.draft_by_sampling(True)
     assert one.drawn and two.drawn and union.drawn
     nested = together(Union, together(Union, one, two), Fixed(EMPTY_TREE))
     lots = {one.stream_id, two.stream_id, *(drafter.stream_id for drafter in nested.drafters)}
@@ -320,9 +320,6 @@ class Target:
 
     def p(self, row: int, node: int, path: Sequence[int]) -> Tensor:
         return probs_of(tuple(path), 0)
-
-    def follow(self, row: int) -> None:
-        """Pick by pick."""
 
     def accept(self, row: int, node: int, probability: float) -> bool:
         return random_streams.accept(self.row, node, probability)

@@ -419,9 +419,6 @@ class Dice:
     def p(self, row: int, node: int, path: Sequence[int]) -> Tensor:
         return self.distribution
 
-    def follow(self, row: int) -> None:
-        """Pick by pick."""
-
     def accept(self, row: int, node: int, probability: float) -> bool:
         return random_streams.accept(self.row, node, probability)  # type: ignore[arg-type]
 

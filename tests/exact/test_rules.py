@@ -85,9 +85,6 @@ class World:
     def pick(self, row: int, node: int, path: Sequence[int]) -> int:
         return self.choices.choose(self.distribution("p", path).tolist())
 
-    def follow(self, row: int) -> None:
-        """Pick by pick."""
-
     def accept(self, row: int, node: int, probability: float) -> bool:
         chance = min(1.0, max(0.0, probability))
         return self.choices.choose([chance, 1 - chance]) == 0

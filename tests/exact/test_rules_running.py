@@ -6,6 +6,7 @@ That a sampled request has the target's law is the business of test_rules.py and
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -89,7 +90,8 @@ def test_a_sampled_text_is_a_function_of_its_seed(rule: str, drafter: str, fast:
 
 def freeze(llm: LLM, memory: Any) -> None:
     """From now on the drafter guesses with this memory in every step, whatever it learns, and nobody's guesses take room from others'."""
-    llm.engine.scheduler.tokens = 1 << 12
+    scheduler = llm.engine.scheduler
+    scheduler.limits = replace(scheduler.limits, max_num_batched_tokens=1 << 12)
     drafter, propose = llm.engine.drafter, llm.engine.drafter.propose
 
     def with_memory(batch: Batch) -> Draft:

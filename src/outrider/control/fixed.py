@@ -62,8 +62,8 @@ class FixedController:
         self.vocabulary = vocabulary
 
     @property
-    def most(self) -> int:
-        """The most levels that any batch size may ask for."""
+    def max_depth(self) -> int:
+        """The largest depth for any batch size."""
         return max(
             [self.depth, *(entry[2] for entry in self.options.num_speculative_tokens_per_batch_size or ())]
         )

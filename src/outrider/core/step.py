@@ -32,6 +32,9 @@ class RowStep:
     tree: DraftTree = EMPTY_TREE
     # ascending nodes of the proposed tree that a cut has left: node i of `tree` was node kept[i]; None: all
     kept: Sequence[int] | None = None
+    verified: bool = (
+        False  # the next two are known already: the kernels compared picks with the tree (Rule.fused_match)
+    )
     accepted: list[int] = field(default_factory=list)  # path of accepted nodes
     emitted: list[int] = field(default_factory=list)  # their tokens and one more; empty unless `emits`
     # ids of the largest logits (see Needs.topk), best first, after the root and after each node; empty unless `emits`,

@@ -117,14 +117,10 @@ class Union(Drafter):
         for drafter, value in zip(self.drafters, values):
             drafter.memory = value
 
-    @property
-    def drawn(self) -> bool:  # type: ignore[override]
-        return self.drafters[0].drawn
-
-    @drawn.setter
-    def drawn(self, value: bool) -> None:
+    def draft_by_sampling(self, on: bool) -> None:
+        super().draft_by_sampling(on)
         for drafter in self.drafters:
-            drafter.drawn = value
+            drafter.draft_by_sampling(on)
 
     @property
     def stream_id(self) -> int:  # type: ignore[override]

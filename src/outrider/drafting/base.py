@@ -93,6 +93,10 @@ class Drafter:
     def check(cls, head: Head) -> None:
         """Raises ModelError for a file of this method that no target can use: its config and the names in it are looked at."""
 
+    def draft_by_sampling(self, on: bool) -> None:
+        """Called once, by the engine: whether the verification rule judges draft tokens by the q they were sampled from."""
+        self.drawn = on
+
     def draws(self, row: Row) -> bool:
         """Whether guesses for this row should be drawn, and say from what; a greedy law leaves nothing to draw."""
         return self.drawn and row.distribution.temperature > 0

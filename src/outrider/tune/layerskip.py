@@ -130,7 +130,7 @@ class Tuner:
         engine.forget_prefixes()
         engine.reset()
         outputs = [self.llm.generate([prompt], self.params)[0] for _, prompt in self.prompts]
-        times = engine.decoding.times
+        times = engine.decode.times
         return (
             sum((output.speculation for output in outputs), Speculation()),
             times.propose,

@@ -14,17 +14,16 @@ from outrider.verify.base import RowPicker, Rule
 class Match(Rule):
     same = True
     drawn = False
+    fused_match = True
 
     def walk(self, tree: DraftTree, target: RowPicker) -> tuple[list[int], list[int]]:
-        if (found := target.follow()) is not None:
-            return found
         child = dict(zip(zip(tree.parents, tree.tokens), range(tree.size)))
-        path: list[int] = []
-        said: list[int] = []
+        accepted: list[int] = []
+        emitted: list[int] = []
         node = ROOT
         while True:
-            said.append(target.pick(node, said))
-            if (node, said[-1]) not in child:
-                return path, said
-            node = child[node, said[-1]]
-            path.append(node)
+            emitted.append(target.pick(node, emitted))
+            if (node, emitted[-1]) not in child:
+                return accepted, emitted
+            node = child[node, emitted[-1]]
+            accepted.append(node)
