@@ -147,7 +147,7 @@ def test_the_batch_size_decides() -> None:
         disable_by_batch_size=6,
         num_speculative_tokens_per_batch_size=[[1, 1, 7], [2, 3, 2]],
     )
-    assert [table.levels(n) for n in (1, 2, 3, 4, 6, 7)] == [7, 2, 2, 4, 4, 0]
+    assert [table.depth_for(n) for n in (1, 2, 3, 4, 6, 7)] == [7, 2, 2, 4, 4, 0]
     assert table.max_depth == 7
     assert controller(num_speculative_tokens=0).max_depth == 0
 

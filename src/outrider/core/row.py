@@ -11,6 +11,7 @@ from outrider.core.block_table import BlockTable
 from outrider.core.logprobs import Logprobs
 from outrider.core.params import DistributionParams, SamplingParams
 from outrider.core.processor import Processor
+from outrider.core.validate import TEXT, check_fields, whole
 from outrider.errors import RequestError
 
 
@@ -48,14 +49,7 @@ class LoRARequest:
     lora_path: str
 
     def __post_init__(self) -> None:
-        for name, kind in (("lora_name", str), ("lora_int_id", int), ("lora_path", str)):
-            value = getattr(self, name)
-            if not isinstance(value, kind) or not value or isinstance(value, bool):
-                raise RequestError(
-                    f"{name} must be {'a whole number of at least 1' if kind is int else 'a string'}, got {value!r}."
-                )
-        if self.lora_int_id < 1:
-            raise RequestError(f"lora_int_id must be a whole number of at least 1, got {self.lora_int_id}.")
+        check_fields(self, {"lora_name": TEXT, "lora_int_id": whole(1), "lora_path": TEXT}, RequestError)
 
 
 @dataclass(eq=False, slots=True)

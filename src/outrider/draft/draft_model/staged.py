@@ -127,7 +127,7 @@ class Staged:
     def _guess(self, tree: Tree, rows: int) -> DraftTree:
         """One level less than there is room for: behind the last guess the draft model picks a token itself."""
         said = tree.tokens
-        depth = min(tree.budget.depth - len(said) - 1, self.control.levels(rows))
+        depth = min(tree.budget.depth - len(said) - 1, self.control.depth_for(rows))
         nodes = min(tree.budget.nodes - len(said), self.control.size(depth)) if depth > 0 else 0
         if nodes <= 0:
             return EMPTY_TREE
