@@ -30,8 +30,9 @@ from outrider import LLM, SamplingParams
 from outrider.backends.candidates import Candidates, Found
 from outrider.bench.conditions import conditions
 from outrider.checkpoints.heads import Head
+from outrider.core.row import Row
 from outrider.core.step_input import StepInput
-from outrider.core.types import Budget, Row
+from outrider.core.tree import Budget
 from outrider.draft.eagle import Eagle
 from outrider.draft.eagle.network import Network as EagleNetwork
 from outrider.draft.eagle3 import Eagle3

@@ -24,7 +24,7 @@ from rich.table import Table
 from outrider import LLM, SamplingParams
 from outrider.bench.conditions import conditions
 from outrider.bench.prompts import PROMPTS, rendered
-from outrider.core.types import Speculation
+from outrider.core.row import Speculation
 
 TEMPERATURES = (0.5, 0.8, 1.0)
 DRAFTS = {"chain of 4": {}, "tree, 4 levels of 3": {"siblings": 3}}

@@ -36,7 +36,7 @@ from outrider.bench.conditions import conditions
 from outrider.bench.measure import PLAIN, Measured, Run, demonstrations, once
 from outrider.bench.questions import Question, read
 from outrider.core.clock import Times
-from outrider.core.types import Speculation
+from outrider.core.row import Speculation
 from outrider.engine.chat_template import render
 from outrider.errors import OutriderError
 from outrider.outputs import CompletionOutput

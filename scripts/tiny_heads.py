@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from outrider import LLM, SamplingParams
 from outrider.checkpoints.heads import BUILTIN
-from outrider.core.types import FINAL
+from outrider.core.step import FINAL
 from outrider.draft.dflash.network import Network as DFlash
 from outrider.draft.dflash.network import Shape
 from outrider.draft.eagle.network import Network as Eagle

@@ -11,7 +11,7 @@ from outrider.version import VERSION
 if TYPE_CHECKING:
     from outrider.core.logprobs import Logprob
     from outrider.core.params import SamplingParams
-    from outrider.core.types import LoRARequest, Speculation
+    from outrider.core.row import LoRARequest, Speculation
     from outrider.llm import LLM
     from outrider.outputs import CompletionOutput, RequestOutput
 
@@ -36,11 +36,11 @@ __all__ = [
 _HOMES = {
     "LLM": "outrider.llm",
     "CompletionOutput": "outrider.outputs",
-    "LoRARequest": "outrider.core.types",
+    "LoRARequest": "outrider.core.row",
     "Logprob": "outrider.core.logprobs",
     "RequestOutput": "outrider.outputs",
     "SamplingParams": "outrider.core.params",
-    "Speculation": "outrider.core.types",
+    "Speculation": "outrider.core.row",
 }
 
 

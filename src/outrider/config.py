@@ -14,6 +14,7 @@ from outrider.cache.pool import kv_dtype
 from outrider.checkpoints.quantize import bits_of
 from outrider.control import fixed
 from outrider.core.logprobs import MODES
+from outrider.core.validate import FLAG, TEXT, Kind, check_fields, optional, real, whole
 from outrider.drafting.base import Drafter
 from outrider.errors import ConfigError, unknown
 from outrider.models.placement import check_gpu_layers
@@ -32,23 +33,49 @@ RENAMED = {  # keys of speculative_config as other programs, or earlier versions
 }  # fmt: skip
 
 
+_COUNT = whole(1)
+ENGINE_OPTIONS = {
+    "model": Kind("a folder, a .gguf file, a hub id or a built-in name", TEXT.accepts),
+    "tokenizer": optional(TEXT),
+    "revision": optional(TEXT),
+    "max_model_len": optional(_COUNT),
+    "max_num_seqs": _COUNT,
+    "max_num_batched_tokens": _COUNT,
+    "max_decode_slowdown": optional(real("a number above 1", lambda value: value > 1)),
+    "kv_cache_memory_bytes": optional(_COUNT),
+    "gpu_memory_utilization": real("in (0, 1]", lambda value: 0 < value <= 1),
+    "seed": optional(whole()),
+    "max_loras": _COUNT,
+    "max_lora_rank": _COUNT,
+    "enable_prefix_caching": FLAG,
+    "trust_remote_code": FLAG,
+    "enable_lora": FLAG,
+}
+
+
 @dataclass(frozen=True)
 class EngineOptions:
-    """dtype: auto, float32, bfloat16 or float16.  quantization: int8 or int4 quantises the weights while loading (None: as they
-    are).  kv_cache_dtype: auto or int8, for target and draft.  device: auto, cpu, cuda, cuda:1 or mps.  gpu_layers: so many of the
-    last layers lie on that GPU and the rest on the CPU, as llama.cpp's -ngl has it (None: all; more than the model has: embedding and head,
-    too).  max_model_len: tokens a request may have, prompt included (None: what the model was made for; with
-    longrope and dynamic RoPE scaling, what it does not scale).  max_num_seqs: rows that run at once.
-    max_num_batched_tokens: prompt tokens, decodes and guesses of one step.  max_decode_slowdown:
-    how many times longer a decode step may take with prompt tokens in it, such as 1.5 (None: the least
-    slowdown under which a first token comes within 3 times what its prompt takes alone).
-    kv_cache_memory_bytes: memory for K/V of target and draft together (None: what max_num_seqs full requests
-    need, but at most a quarter of the free memory on a CPU, gpu_memory_utilization of a GPU).  seed: requests
-    without a seed of their own derive theirs from it.  logprobs_mode: what log-probabilities are: of the
-    model as it is (raw_logprobs) or after everything that the request does to them (processed_logprobs), or
-    the logits themselves (raw_logits, processed_logits); those of a prompt are always raw.  enable_lora:
-    requests may name LoRA adapters, of at most max_lora_rank; max_loras of them are in memory (and in use) at
-    once.
+    """Options of `LLM`, each with its unit and the meaning of None.
+
+    dtype                   auto, float32, bfloat16 or float16
+    quantization            int8 or int4: quantize the weights while loading
+    kv_cache_dtype          auto or int8, for target and draft
+    device                  auto, cpu, cuda, cuda:1 or mps
+    gpu_layers              number of last layers on that GPU, the rest on the CPU (llama.cpp's -ngl); more than the
+                            model has: embedding and head, too; None: all
+    max_model_len           tokens of a request, prompt included; None: the context the model was made for, without
+                            what longrope and dynamic RoPE scaling add
+    max_num_seqs            requests that run at once
+    max_num_batched_tokens  prompt tokens, decodes and draft tokens of one step
+    max_decode_slowdown     largest ratio of a decode step with prompt tokens to one without, such as 1.5; None: the least
+                            that keeps the time to first token within 3 times that of the prompt alone
+    kv_cache_memory_bytes   memory for K/V of target and draft together; None: what max_num_seqs full requests need, at
+                            most a quarter of the free memory on a CPU, gpu_memory_utilization of a GPU
+    seed                    requests without a seed derive theirs from it
+    logprobs_mode           raw_logprobs, processed_logprobs (after all sampling parameters), raw_logits or
+                            processed_logits; those of a prompt are always raw
+    enable_lora             requests may name LoRA adapters of rank max_lora_rank at most; max_loras of them are in
+                            memory, and in use, at once
     """
 
     model: str
@@ -75,51 +102,16 @@ class EngineOptions:
     max_lora_rank: int = 16
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, str) or not self.model:
-            raise ConfigError(
-                f"model must be a folder, a .gguf file, a hub id or a built-in name, got {self.model!r}."
-            )
-        for name in ("tokenizer", "revision"):
-            if (text := getattr(self, name)) is not None and not (isinstance(text, str) and text):
-                raise ConfigError(f"{name} must be a string or None, got {text!r}.")
-        for name in (
-            "max_model_len",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "kv_cache_memory_bytes",
-            "max_loras",
-            "max_lora_rank",
-        ):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}.")
+        check_fields(self, ENGINE_OPTIONS)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs ({self.max_num_seqs}): "
                 "every running request needs one token a step."
             )
-        slowdown = self.max_decode_slowdown
-        if slowdown is not None and (
-            not isinstance(slowdown, (int, float)) or isinstance(slowdown, bool) or not slowdown > 1
-        ):
-            raise ConfigError(
-                f"max_decode_slowdown must be a number above 1 or None, got {slowdown!r}: a decode step "
-                "with prompt tokens takes longer than one without."
-            )
         bits_of(self.quantization)
         kv_dtype(self.kv_cache_dtype, torch.float32)
-        share = self.gpu_memory_utilization
-        if not isinstance(share, (int, float)) or not 0 < share <= 1:
-            raise ConfigError(
-                f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}."
-            )
-        if self.seed is not None and (not isinstance(self.seed, int) or isinstance(self.seed, bool)):
-            raise ConfigError(f"seed must be a whole number or None, got {self.seed!r}.")
         if self.logprobs_mode not in MODES:
             raise ConfigError(unknown("logprobs_mode", self.logprobs_mode, MODES))
-        for name in ("enable_prefix_caching", "trust_remote_code", "enable_lora"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         check_gpu_layers(self.gpu_layers, "gpu_layers")
         if self.tensor_parallel_size != 1:
             raise ConfigError(
@@ -154,11 +146,10 @@ class SpeculativeOptions:
         method, judge = draft.method(name), given.pop("verification", "match")
         rule = verify.rule(judge)
         lossless = given.pop("lossless", True)
-        if not isinstance(lossless, bool):
-            raise ConfigError(f"lossless must be True or False, got {lossless!r}.")
+        FLAG.check(lossless, "lossless")
         if lossless and not rule.lossless:
             raise ConfigError(
-                f'verification {judge!r} changes what the model says: ask for it together with "lossless": False.'
+                f'verification {judge!r} changes the distribution of the output: set "lossless": False with it.'
             )
         parts = [
             {key: given.pop(key) for key in list(given) if key in _names(kind)}

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from outrider.checkpoints.hub import read_tokenizer
 from outrider.config import EngineOptions, SpeculativeOptions, options
 from outrider.core.params import SamplingParams, whole
-from outrider.core.types import LoRARequest
+from outrider.core.row import LoRARequest
 from outrider.engine.chat_template import Messages, conversations
 from outrider.engine.engine import Engine
 from outrider.engine.loop import EngineLoop, Ticket

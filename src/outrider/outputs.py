@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from outrider.core.logprobs import Entry
-from outrider.core.types import Speculation
+from outrider.core.row import Speculation
 
 
 @dataclass

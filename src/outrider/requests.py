@@ -11,7 +11,7 @@ from typing import Any
 from outrider.core.logprobs import Logprobs
 from outrider.core.noise import mix
 from outrider.core.params import SamplingParams, whole
-from outrider.core.types import LoRARequest, Row
+from outrider.core.row import LoRARequest, Row
 from outrider.engine.chat_template import render
 from outrider.engine.detokenizer import Detokenizer, shown
 from outrider.engine.engine import Engine

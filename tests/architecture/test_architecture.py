@@ -205,7 +205,7 @@ NEW_METHOD = '''
 """Guesses that the last token comes again."""
 from dataclasses import dataclass
 from outrider.drafting.base import Drafter
-from outrider.core.types import Draft, DraftTree
+from outrider.core.tree import Draft, DraftTree
 
 class Again(Drafter):
     @dataclass(frozen=True)

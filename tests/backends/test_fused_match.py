@@ -17,8 +17,9 @@ from outrider.backends.torch import sampling as reference
 from outrider.checkpoints.hub import Checkpoint
 from outrider.core.noise import MASK, gumbel
 from outrider.core.params import DistributionParams
+from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
-from outrider.core.types import FINAL, DraftTree
+from outrider.core.tree import DraftTree
 from outrider.models.decoder import Decoder
 from outrider.models.steps import forward_parts
 from outrider.sampling.sampler import Sampler
@@ -56,13 +57,12 @@ def test_following_a_tree_is_picking_node_by_node(
     )
 
     class Asked:
-        follow = staticmethod(lambda: None)
         pick = staticmethod(lambda node, path: sampler.pick(row, path, logits, 2 + node))
 
     matcher = c_backend().matcher
     trees = matcher.queries()
     for key in (4, 0, 9):
-        sampler.ask(trees, key, row, tree, 1)
+        sampler.add_query(trees, key, row, tree, 1)
     matcher.match(logits, trees)
     found = trees.read()
     try:
@@ -94,7 +94,7 @@ def test_a_model_in_one_call_is_its_parts(
         step_input.chain(table, 0, known)
         at = len(known)
         step_input.nodes(table, at, [[at], [at + 1], [at, at + 2], [at, at + 2, at + 3]], tree.tokens)
-        sampler.ask(trees, 7, make_row(known, distribution), tree, 0)
+        sampler.add_query(trees, 7, make_row(known, distribution), tree, 0)
         step_input.logits_rows = [*range(at - 1, at + 4)]
         forward = decoder.forward_step if one_call else partial(forward_parts, decoder)
         logits = forward(step_input.build(), decoder.pool(64), states, trees).clone()

@@ -168,7 +168,7 @@ def test_a_closed_prefix_is_found_again() -> None:
 
 
 def test_match_leaves_one_token_to_compute() -> None:
-    """The last token must be computed even if its page is cached: its logits are wanted."""
+    """The last token must be computed even if its page is cached: its logits are needed."""
     cache = Cache(8, 8 * PAGE)
     tokens = list(range(2 * PAGE))
     cache.close(filled(cache, tokens))

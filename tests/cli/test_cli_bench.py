@@ -15,7 +15,7 @@ from outrider.bench.measure import Run as Group
 from outrider.bench.questions import prompts_of, read
 from outrider.bench.report import figures, remarks, within_noise
 from outrider.core.clock import Times
-from outrider.core.types import Speculation
+from outrider.core.row import Speculation
 from outrider.outputs import CompletionOutput
 
 FAST = ("-n", 8, "--method", "ngram", "--draft", 2)

@@ -11,7 +11,7 @@ from commands import Run
 from helpers import tiny_checkpoint
 
 from outrider import LLM
-from outrider.core.types import Speculation
+from outrider.core.row import Speculation
 from outrider.draft.layerskip.sets import Skip
 from outrider.tune.layerskip import Costs, Tuner
 

@@ -20,7 +20,7 @@ from outrider.certify.certify import Certificate, Effort, certify
 from outrider.certify.passages import Passages
 from outrider.certify.ties import Gap
 from outrider.draft.draft_model import DraftModel
-from outrider.engine.runner import ForwardOutput
+from outrider.engine.runner import ForwardOutput, Runner
 from outrider.sampling.sampler import Sampler
 from outrider.verify import match, rejection
 
@@ -242,7 +242,7 @@ def test_noise_of_the_wrong_position(
         return self.sampler.pick(self.batch[row].row, (), self.logits, self.at(row, node))
 
     monkeypatch.setattr(ForwardOutput, "pick", pick)
-    monkeypatch.setattr(ForwardOutput, "follow", lambda self, row: None)
+    monkeypatch.setattr(Runner, "_set_verified", lambda self, batch, queries: None)
     result = run(
         "verify", "-m", pair[0], *SHORT, "--speculative-config", config((pair[0], pair[0])), "--json", "-"
     )

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from outrider import SamplingParams
 from outrider.cache.pages import Cache
 from outrider.control.prefill import FIRST_CHUNK, REFRESH_STEPS, ChunkCost, PrefillBudget, PrefillPacer
-from outrider.core.types import Batch, Budget, Row, RowStep
-from outrider.engine.scheduler import Scheduler
+from outrider.core.row import Row
+from outrider.core.step import Batch, RowStep
+from outrider.core.tree import Budget
+from outrider.engine.scheduler import Hooks, Limits, Scheduler
 
 
 @dataclass(frozen=True)
@@ -66,15 +68,8 @@ class Simulation:
         self.pacer = PrefillPacer(self.tokens, self.slowdown)
         cache = Cache(40_000, 200_000, False)
         cache.pools = []
-        self.scheduler = Scheduler(
-            cache,
-            self.seats,
-            self.tokens,
-            lambda rows: 0,
-            lambda row: row.computed,
-            lambda row, reason: None,
-            self.pacer.budget,
-        )
+        limits = Limits(self.seats, self.tokens)
+        self.scheduler = Scheduler(cache, limits, Hooks(prefill=self.pacer.budget))
 
     def add(self, name: str, prompt: int, new: int = 1) -> None:
         params = SamplingParams(max_tokens=new)

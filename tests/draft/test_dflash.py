@@ -17,7 +17,7 @@ from torch import Tensor
 from toys import HIDDEN, V, acceptance, samples, save_head, teach, toy_target
 
 from outrider import LLM, SamplingParams
-from outrider.core.types import Batch
+from outrider.core.step import Batch
 from outrider.draft import detect
 from outrider.draft.dflash import DFlash
 from outrider.draft.dflash.layouts import exported
@@ -378,11 +378,9 @@ def test_drawn_chains_and_trees_say_their_laws(toy: LLM, taught: str) -> None:
         llm = toy.variant({"model": taught, "verification": rule, **config})
         trees, verify = [], llm.engine.verify
 
-        def listening(
-            draft: Any, distributions: Any, batch: Any, verify: Any = verify, trees: Any = trees
-        ) -> Any:
-            trees.extend(draft.trees)
-            return verify(draft, distributions, batch)
+        def listening(batch: Batch, picker: Any, verify: Any = verify, trees: Any = trees) -> None:
+            trees.extend(step.tree for step in batch)
+            verify(batch, picker)
 
         llm.engine.verify = listening
         llm.generate(

@@ -14,8 +14,8 @@ from torch import Tensor
 from toys import HIDDEN, V, acceptance, samples, save_head, teach, toy_target
 
 from outrider import LLM
+from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
-from outrider.core.types import FINAL
 from outrider.draft import detect
 from outrider.draft.eagle import Eagle
 from outrider.draft.eagle.layouts import exported

@@ -12,7 +12,8 @@ from hydras import CONFIG, engine, judged, naive, overhear, prompts, tensors, to
 from toys import LAYERS, acceptance, samples, save_head, teach
 
 from outrider import LLM, SamplingParams
-from outrider.core.types import FINAL, DraftTree
+from outrider.core.step import FINAL
+from outrider.core.tree import DraftTree
 from outrider.draft.hydra import PILE, Hydra
 from outrider.draft.hydra.network import Network
 from outrider.heads.ranks import ranks_of

@@ -186,6 +186,6 @@ def test_options_are_checked(target: str, tmp_path: Path) -> None:
     assert (
         LLM(
             target, speculative_config={"model": folder, "num_speculative_tokens": 2}
-        ).engine.controller.levels(1)
+        ).engine.controller.depth_for(1)
         == 2
     )

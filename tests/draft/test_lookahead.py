@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from rows import drafted, make, make_row, proper, proposed, walked
 
 from outrider import LLM, ConfigError, SamplingParams
+from outrider.core.step import Commit, RowStep
 from outrider.core.step_input import StepInput
-from outrider.core.types import ROOT, Budget, Commit, DraftTree
+from outrider.core.tree import ROOT, Budget, DraftTree
 from outrider.draft import lookahead
 from outrider.draft.lookahead import Lookahead, Pool, Window
 from outrider.engine.runner import add_row
@@ -142,7 +143,7 @@ def test_an_element_sees_what_the_published_mask_shows_it(window: int, level: in
         table = array("i", [(7 * i + 3) % 211 for i in range(end + len(tree.tokens))])
         row.table = type("Table", (), {"slots": table})()
         step_input = StepInput()
-        add_row(step_input, row, end - 1, end, tree)
+        add_row(step_input, RowStep(row, end - 1, 1, tree=tree))
         step_input.build()
         at = end + tree.size  # in the table: level 0 without the root, then the other levels
         slot_of = {(0, 0): table[end - 1]}

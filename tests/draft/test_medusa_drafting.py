@@ -18,7 +18,9 @@ from outrider import LLM, SamplingParams
 from outrider.checkpoints.heads import Head
 from outrider.config import SpeculativeOptions
 from outrider.core.noise import gumbel, key_of
-from outrider.core.types import EMPTY_TREE, FINAL, ROOT, Batch, Draft, DraftTree, Row, RowStep
+from outrider.core.row import Row
+from outrider.core.step import FINAL, Batch, RowStep
+from outrider.core.tree import EMPTY_TREE, ROOT, Draft, DraftTree
 from outrider.draft.medusa import Medusa
 from outrider.draft.medusa.layouts import exported
 from outrider.draft.medusa.network import Network

@@ -22,7 +22,9 @@ from outrider.backends.torch.sampling import pick
 from outrider.checkpoints.heads import Head
 from outrider.core.noise import key_of
 from outrider.core.params import DistributionParams
-from outrider.core.types import ROOT, Batch, Budget, DraftTree, Row, RowStep
+from outrider.core.row import Row
+from outrider.core.step import Batch, RowStep
+from outrider.core.tree import ROOT, Budget, DraftTree
 from outrider.draft.mlp_speculator import MlpSpeculator
 
 INNER, STEPS = 96, 3

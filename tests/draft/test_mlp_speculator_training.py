@@ -13,7 +13,8 @@ from toys import HIDDEN, V, acceptance, samples, save_head, teach, toy_target
 
 from outrider import LLM, ConfigError, SamplingParams
 from outrider.checkpoints.heads import Head
-from outrider.core.types import FINAL, ROOT
+from outrider.core.step import FINAL
+from outrider.core.tree import ROOT
 from outrider.draft.mlp_speculator import MlpSpeculator
 from outrider.draft.mlp_speculator.layouts import exported
 from outrider.draft.mlp_speculator.network import Lstm, Network, Rnn, Speculator

@@ -15,8 +15,9 @@ from torch import Tensor
 from toys import HIDDEN, LAYERS, V, acceptance, samples, save_head, teach, toy_target
 
 from outrider import LLM, SamplingParams
+from outrider.core.step import FINAL, Batch
 from outrider.core.step_input import StepInput
-from outrider.core.types import FINAL, ROOT, Batch, Draft, DraftTree
+from outrider.core.tree import ROOT, Draft, DraftTree
 from outrider.draft import detect
 from outrider.draft.mtp import Mtp
 from outrider.draft.mtp.layouts import exported

@@ -10,7 +10,7 @@ from layers import stored, tensors
 from toys import LAYERS, save_head, toy_target
 
 from outrider import LLM
-from outrider.core.types import FINAL
+from outrider.core.step import FINAL
 from outrider.draft import detect
 from outrider.draft.mtp import Mtp
 from outrider.errors import ConfigError, ModelError

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from rows import drafted, proposed
 
 from outrider import ConfigError, SamplingParams
-from outrider.core.types import Batch, Budget, Commit, Row, RowStep
+from outrider.core.row import Row
+from outrider.core.step import Batch, Commit, RowStep
+from outrider.core.tree import Budget
 from outrider.draft.ngram import ForwardOutput, Ngram
 
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from rows import guess, make, make_row
 
 from outrider import LLM, ConfigError, SamplingParams
-from outrider.core.types import ROOT, Batch, Commit, DraftTree, RowStep
+from outrider.core.step import Batch, Commit, RowStep
+from outrider.core.tree import ROOT, DraftTree
 from outrider.draft.recycle import PATHS, RANKS, Recycle
 
 

@@ -15,7 +15,9 @@ from toys import HIDDEN, V, save_head, toy_target
 from outrider import LLM, SamplingParams, draft
 from outrider.checkpoints.heads import Head
 from outrider.config import SpeculativeOptions
-from outrider.core.types import EMPTY_TREE, ROOT, Batch, Budget, DraftTree, Row, RowStep
+from outrider.core.row import Row
+from outrider.core.step import Batch, RowStep
+from outrider.core.tree import EMPTY_TREE, ROOT, Budget, DraftTree
 from outrider.draft.redrafter import ReDrafter
 from outrider.draft.redrafter.network import Network
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from toys import HIDDEN, V, acceptance, save_head, teach, toy_target
 
 from outrider import LLM, ConfigError, ModelError, SamplingParams
-from outrider.core.types import FINAL, ROOT
+from outrider.core.step import FINAL
+from outrider.core.tree import ROOT
 from outrider.draft.redrafter import ReDrafter
 from outrider.draft.redrafter.beams import Beams
 from outrider.draft.redrafter.network import Network
@@ -110,11 +111,11 @@ def test_options_are_refused_by_name(options: dict[str, Any], says: str, llm: LL
 def test_beam_length_counts_the_token_it_begins_with(llm: LLM, learned: str) -> None:
     """The reference's ten beams of four: three guesses deep."""
     llm.use({"method": "redrafter", "model": learned})
-    assert llm.engine.controller.most == 3 and llm.engine.drafter.options.beam_width == 10
+    assert llm.engine.controller.max_depth == 3 and llm.engine.drafter.options.beam_width == 10
     llm.use({"method": "redrafter", "model": learned, "beam_length": 3, "beam_width": 2})
-    assert llm.engine.controller.most == 2 and llm.engine.drafter.size(2) == 4
+    assert llm.engine.controller.max_depth == 2 and llm.engine.drafter.size(2) == 4
     llm.use({"model": learned, "beam_length": 3, "num_speculative_tokens": 6})
-    assert llm.engine.controller.most == 6 and llm.engine.drafter.size(6) == 8
+    assert llm.engine.controller.max_depth == 6 and llm.engine.drafter.size(6) == 8
     with pytest.raises(ConfigError, match="judges chains"):
         llm.use({"model": learned, "verification": "block"})
     llm.use({"model": learned, "verification": "block", "beam_width": 1})

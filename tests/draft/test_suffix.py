@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rows import follow, guess, make, make_row, proper
 
 from outrider import ConfigError
-from outrider.core.types import ROOT, Budget, DraftTree
+from outrider.core.tree import ROOT, Budget, DraftTree
 from outrider.draft import suffix
 from outrider.draft.suffix import Suffix
 from outrider.drafting.lookup.matches import Belief, frequent

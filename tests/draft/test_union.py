@@ -18,7 +18,9 @@ from rows import AnyTarget, drafted, guess, make, make_row, proper, proposed, wa
 from torch import Tensor
 
 from outrider import LLM, ConfigError, SamplingParams
-from outrider.core.types import EMPTY_TREE, ROOT, Batch, Budget, Commit, Draft, DraftTree, Needs, Row
+from outrider.core.row import Row
+from outrider.core.step import Batch, Commit, Needs
+from outrider.core.tree import EMPTY_TREE, ROOT, Budget, Draft, DraftTree
 from outrider.draft import union as union_module
 from outrider.draft.draft_model import DraftModel
 from outrider.draft.first import First
@@ -217,7 +219,7 @@ def test_all_are_asked_within_their_own_levels() -> None:
     assert union.memory == [0, 4]
     union.memory = [5, 6]
     assert (one.memory, two.memory) == (5, 6)
-    union.drawn = True
+    union.draft_by_sampling(True)
     assert one.drawn and two.drawn and union.drawn
     nested = together(Union, together(Union, one, two), Fixed(EMPTY_TREE))
     lots = {one.stream_id, two.stream_id, *(drafter.stream_id for drafter in nested.drafters)}
@@ -318,9 +320,6 @@ class Target:
 
     def p(self, row: int, node: int, path: Sequence[int]) -> Tensor:
         return probs_of(tuple(path), 0)
-
-    def follow(self, row: int) -> None:
-        """Pick by pick."""
 
     def accept(self, row: int, node: int, probability: float) -> bool:
         return random_streams.accept(self.row, node, probability)

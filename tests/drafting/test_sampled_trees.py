@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from outrider import SamplingParams
 from outrider.control.fixed import FixedController, Options
+from outrider.core.row import Row
+from outrider.core.step import Batch, RowStep
 from outrider.core.step_input import StepInput
-from outrider.core.types import ROOT, Batch, Budget, Draft, DraftTree, Resume, Row, RowStep
+from outrider.core.tree import ROOT, Budget, Draft, DraftTree, Resume
 from outrider.draft.scripted import tree as scripted_tree
 from outrider.engine.runner import add_row
 from outrider.verify.match import Match
@@ -145,9 +147,9 @@ def test_the_batch_size_decides() -> None:
         disable_by_batch_size=6,
         num_speculative_tokens_per_batch_size=[[1, 1, 7], [2, 3, 2]],
     )
-    assert [table.levels(n) for n in (1, 2, 3, 4, 6, 7)] == [7, 2, 2, 4, 4, 0]
-    assert table.most == 7
-    assert controller(num_speculative_tokens=0).most == 0
+    assert [table.depth_for(n) for n in (1, 2, 3, 4, 6, 7)] == [7, 2, 2, 4, 4, 0]
+    assert table.max_depth == 7
+    assert controller(num_speculative_tokens=0).max_depth == 0
 
 
 # ---- match
@@ -159,9 +161,6 @@ class Said:
     def __init__(self, answers: dict[tuple[int, ...], int], default: int = 99) -> None:
         self.answers, self.default = answers, default
         self.asked: list[int] = []
-
-    def follow(self, row: int) -> None:
-        """Pick by pick."""
 
     def pick(self, row: int, node: int, path: list[int]) -> int:
         self.asked.append(node)
@@ -206,7 +205,7 @@ def test_a_plan_lets_every_row_see_its_own_past_in_order(
         row = make_row([rng.randint(0, 30) for _ in range(length)])  # type: ignore[attr-defined]
         table = array("i", [slots.pop() for _ in range(length + len(draft_tree.tokens))])
         row.table = type("Table", (), {"slots": table})()
-        add_row(step_input, row, start, length, draft_tree)
+        add_row(step_input, RowStep(row, start, length - start, tree=draft_tree))
         for p in range(start, length):
             expected.append((row.tokens[p], p, table[: p + 1].tolist()))
         for node, token in enumerate(draft_tree.tokens):

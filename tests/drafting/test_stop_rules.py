@@ -16,8 +16,10 @@ from rows import make_row
 from outrider import ConfigError
 from outrider.backends.base import Backend
 from outrider.backends.select import backend_for
+from outrider.core.row import Row
+from outrider.core.step import Batch, Commit, RowStep
 from outrider.core.stop_rule import NUM_FEATURES, TOP, StopRule, measure, score, should_stop
-from outrider.core.types import Batch, Budget, Commit, DraftTree, Row, RowStep
+from outrider.core.tree import Budget, DraftTree
 from outrider.draft.draft_model import DraftModel
 from outrider.drafting import disco, stop
 from outrider.drafting.disco import FEATURES, Classifier

@@ -168,7 +168,7 @@ def test_the_clock_tells_prompts_from_decoding() -> None:
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     llm.engine.reset()
     (output,) = llm.generate({"prompt_token_ids": list(range(100, 140))}, params)
-    reading, decoding, total = llm.engine.reading, llm.engine.decoding, output.speculation
+    reading, decoding, total = llm.engine.prefill, llm.engine.decode, output.speculation
     assert (reading.known, reading.steps) == (40, 3), "16 + 16 + 8"
     assert decoding.known == decoding.steps == total.steps - 1, "the last chunk of the prompt emits, too"
     assert reading.guessed + decoding.guessed == total.drafted

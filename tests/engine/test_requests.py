@@ -12,7 +12,8 @@ import torch
 from outrider import LLM, ConfigError, RequestError, SamplingParams
 from outrider.core.noise import mix
 from outrider.core.processor import Ids
-from outrider.core.types import Budget, DraftTree, Row
+from outrider.core.row import Row
+from outrider.core.tree import Budget, DraftTree
 from outrider.errors import shortened
 from outrider.sampling.processors import BadWords
 

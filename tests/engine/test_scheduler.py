@@ -18,8 +18,10 @@ from outrider import SamplingParams
 from outrider.cache.pages import Cache
 from outrider.control.prefill import PrefillBudget, PrefillPacer
 from outrider.core.block_table import PAGE
-from outrider.core.types import Batch, Budget, Row, RowStep
-from outrider.engine.scheduler import Scheduler
+from outrider.core.row import Row
+from outrider.core.step import Batch, RowStep
+from outrider.core.tree import Budget
+from outrider.engine.scheduler import Hooks, Limits, Scheduler
 
 
 def unpaced(decoding: int, tokens: int) -> PrefillBudget:
@@ -64,15 +66,10 @@ class Engine:
         self.pool, self.cache = FakePool(), Cache(pages, pages * PAGE + draft_tree + PAGE)
         self.cache.pools = [self.pool]  # type: ignore[list-item]
         self.forgotten: list[Row] = []
-        self.scheduler = Scheduler(
-            self.cache,
-            seats,
-            tokens,
-            lambda rows: draft_tree,
-            lambda row: row.computed,
-            lambda row, _: self.forgotten.append(row),
-            pacer.budget if pacer else unpaced,
-        )
+        hooks = Hooks(lambda rows: draft_tree, forget=lambda row, _: self.forgotten.append(row))
+        if pacer is not None:
+            hooks.prefill = pacer.budget
+        self.scheduler = Scheduler(self.cache, Limits(seats, tokens), hooks)
         self.admitted: list[Row] = []
         self.steps = 0
 
@@ -103,7 +100,7 @@ class Engine:
         return batch
 
     def check_batch(self, batch: Batch, decoding: list[Row]) -> None:
-        assert len(set(map(id, batch.rows))) == len(batch) <= self.scheduler.seats
+        assert len(set(map(id, batch.rows))) == len(batch) <= self.scheduler.limits.max_num_seqs
         assert all(step.known >= 1 for step in batch), "a row computes at least one token"
         assert sum(step.known for step in batch) <= self.tokens, "the budget of a step is exceeded"
         for step in batch:
@@ -331,7 +328,7 @@ def stepped(row: Row, said: list[int], nodes: list[int], **given: Any) -> RowSte
     """One step in which `row` computed its whole prompt and the verifier said this."""
     cache = Cache(20, 20 * PAGE)
     cache.pools = [FakePool()]  # type: ignore[list-item]
-    scheduler = Scheduler(cache, 4, 64, lambda rows: 8, lambda r: r.computed, lambda r, reason: None, unpaced)
+    scheduler = Scheduler(cache, Limits(4, 64), Hooks(lambda rows: 8))
     for name, value in given.items():
         setattr(row, name, value)
     scheduler.add(row)
@@ -369,9 +366,7 @@ def test_the_last_allowed_token_may_be_the_end() -> None:
 
 def test_prompts_beside_decoding_rows_take_no_more_than_their_chunk() -> None:
     cache = Cache(64, 600, False)
-    scheduler = Scheduler(
-        cache, 4, 256, lambda rows: 0, lambda r: r.computed, lambda r, reason: None, paced(20)
-    )
+    scheduler = Scheduler(cache, Limits(4, 256), Hooks(prefill=paced(20)))
     for length in (300, 5, 300):
         scheduler.add(make_row("a", list(range(length)), 5))
     assert [step.known for step in scheduler.next()] == [256], "nobody is decoding: the whole budget"

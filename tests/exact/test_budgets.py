@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from outrider import LLM, RequestOutput, SamplingParams, draft
 from outrider.config import SpeculativeOptions
-from outrider.core.types import ROOT, Batch, Budget, Draft
+from outrider.core.step import Batch
+from outrider.core.tree import ROOT, Budget, Draft
 from outrider.draft.first import First
 from outrider.draft.lookahead import Lookahead
 from outrider.draft.union import Union

@@ -8,7 +8,8 @@ import pytest
 from helpers import answer, tiny_prompts
 
 from outrider import LLM, SamplingParams
-from outrider.core.types import Batch, Draft
+from outrider.core.step import Batch
+from outrider.core.tree import Draft
 from outrider.draft.draft_model import DraftModel
 from outrider.models.decoder import Decoder
 

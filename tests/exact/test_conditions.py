@@ -21,6 +21,7 @@ from helpers import (
 )
 
 from outrider import LLM, SamplingParams
+from outrider.control.prefill import PrefillBudget
 from outrider.core.block_table import PAGE
 
 PROMPTS = tiny_prompts(6, seed=1)
@@ -151,7 +152,7 @@ def test_preemption(
     tight = LLM(llama, max_num_seqs=4, max_model_len=128)
     put_to_work(tight, drafter, truth, stranger)
     engine = tight.engine
-    one = -(-(engine.max_len + engine.scheduler.draft_tree(1)) // PAGE)
+    one = -(-(engine.max_len + engine.scheduler.hooks.draft_nodes(1)) // PAGE)
     slot = engine.decoder.slot_bytes + engine.drafter.slot_bytes
     small = LLM(llama, max_num_seqs=4, max_model_len=128, kv_cache_memory_bytes=one * PAGE * slot)
     put_to_work(small, drafter, truth, stranger)
@@ -257,9 +258,8 @@ def test_switching_with_the_batch(
     ]
     expected, truth = expected_of(plain, PROMPTS, params)
     put_to_work(fast, drafter, truth, stranger, **options)
-    fast.engine.scheduler.chunk = lambda: (
-        1 << 20
-    )  # prompts at once, so that the batch fills up however slow the machine is
+    # whole prompts, so that the batch fills up however slow the machine is
+    fast.engine.scheduler.hooks.prefill = lambda decoding, tokens: PrefillBudget(tokens)
     asked: list[tuple[int, bool]] = []
     budget = fast.engine.controller.budget
 

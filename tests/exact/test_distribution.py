@@ -28,8 +28,9 @@ from torch import Tensor
 from outrider import LLM, SamplingParams
 from outrider.certify.chances import tail
 from outrider.core.noise import ACCEPT, DRAW, stream_of, uniform
+from outrider.core.row import Row
 from outrider.core.step_input import StepInput
-from outrider.core.types import Budget, Draft, DraftTree, Row
+from outrider.core.tree import Budget, Draft, DraftTree
 from outrider.sampling import random_streams
 from outrider.verify import block, rejection, rule, traversal
 from outrider.verify.base import RowPicker
@@ -417,9 +418,6 @@ class Dice:
 
     def p(self, row: int, node: int, path: Sequence[int]) -> Tensor:
         return self.distribution
-
-    def follow(self, row: int) -> None:
-        """Pick by pick."""
 
     def accept(self, row: int, node: int, probability: float) -> bool:
         return random_streams.accept(self.row, node, probability)  # type: ignore[arg-type]

@@ -27,8 +27,8 @@ from safetensors.torch import load_file, save_file
 from outrider import LLM, LoRARequest, RequestError, SamplingParams, draft
 from outrider.cache.pages import Cache
 from outrider.core.block_table import PAGE, ROOT
+from outrider.core.row import Row
 from outrider.core.step_input import StepInput
-from outrider.core.types import Row
 
 PROMPTS = tiny_prompts(6, seed=6)
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)

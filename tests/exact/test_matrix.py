@@ -28,7 +28,8 @@ from helpers import (
 )
 
 from outrider import LLM, RequestOutput, SamplingParams, draft
-from outrider.core.types import Batch, Picker
+from outrider.core.step import Batch
+from outrider.verify.base import Picker
 
 PROMPTS = tiny_prompts(7)
 SCRIPTS = ("right", "wrong", "wide", "deep", "hidden", "huge", "messy")

@@ -20,10 +20,12 @@ from outrider.backends.cpu.picking import TreeQueries
 from outrider.cache.pool import Pool
 from outrider.core.block_table import PAGE, BlockTable
 from outrider.core.params import DistributionParams
+from outrider.core.step import Batch
 from outrider.core.step_input import StepInput
-from outrider.core.types import ROOT, Batch, Draft, Picker
-from outrider.engine.runner import ForwardOutput
+from outrider.core.tree import ROOT, Draft
+from outrider.engine.runner import ForwardOutput, Runner
 from outrider.engine.scheduler import Scheduler
+from outrider.verify.base import Picker
 
 # ---- masks and positions
 
@@ -99,7 +101,7 @@ def ask(
 ) -> None:
     """The verifier asks pick by pick."""
     monkeypatch.setattr(ForwardOutput, "pick", pick)
-    monkeypatch.setattr(ForwardOutput, "follow", lambda self, row: None)
+    monkeypatch.setattr(Runner, "_set_verified", lambda self, batch, queries: None)
 
 
 def ask_with(monkeypatch: pytest.MonkeyPatch, edit: Callable[[int, int], tuple[int, int]]) -> None:
@@ -213,6 +215,7 @@ def test_a_child_of_someone_else(scene: Setup, monkeypatch: pytest.MonkeyPatch) 
         for r, step in enumerate(batch):
             if not step.emits:
                 continue
+            step.accepted, step.emitted = [], []
             node: int | None = ROOT
             while node is not None:
                 step.emitted.append(picker.pick(r, node, step.emitted))

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from outrider import LLM, SamplingParams
 from outrider.core.processor import Ids
-from outrider.core.types import ROOT, Batch, Needs, Row
+from outrider.core.row import Row
+from outrider.core.step import Batch, Needs
+from outrider.core.tree import ROOT
 from outrider.engine.runner import ForwardOutput, Runner
 from outrider.sampling.processors import BadWords, LogitBias, Penalties
 
@@ -145,11 +147,11 @@ def test_log_probabilities_of_the_wrong_node(
 
 def test_log_probabilities_of_the_prompt_one_off(scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = scene(ASKING)
-    score = Runner._score
+    score = Runner._score_prompt
     monkeypatch.setattr(
         Runner,
-        "_score",
-        lambda self, row, x, first, start, end: score(self, row, x, max(0, first - 1), start, end),
+        "_score_prompt",
+        lambda self, step, x, first: score(self, step, x, max(0, first - 1)),
     )
     assert broken.differences() > 0
 
@@ -159,5 +161,5 @@ def test_a_prefix_hit_that_hides_the_prompt(scene: Setup, monkeypatch: pytest.Mo
     broken = scene(ASKING)
     monkeypatch.setattr(Row, "reusable", property(lambda row: len(row.tokens) - 1))
     assert broken.differences() == 0, "the cache is empty"
-    with pytest.raises(AssertionError, match="logits are wanted"):
+    with pytest.raises(AssertionError, match="logits are needed"):
         broken.differences()

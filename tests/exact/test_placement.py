@@ -33,6 +33,7 @@ from outrider.cache.pool import SplitPool
 from outrider.core.block_table import PAGE
 from outrider.draft.draft_model import drafter as draft_model
 from outrider.engine import engine as engines
+from outrider.engine import memory
 from outrider.models import decoder
 from outrider.models.placement import Placement, place
 
@@ -180,7 +181,7 @@ def test_the_tightest_device_decides(split: Split, monkeypatch: pytest.MonkeyPat
     one = llm.engine.decoder.slot_bytes // 4
     assert llm.engine.decoder.footprint == Counter({CPU: 3 * one, OTHER: one})
     free = {CPU: 7 * one * PAGE * 40, OTHER: one * PAGE * 20}
-    monkeypatch.setattr(engines, "free_memory", lambda device, share: free[device])
+    monkeypatch.setattr(memory, "free_memory", lambda device, share: free[device])
     llm.use({"method": "draft_model", "model": llm.engine.checkpoint.name})
     assert llm.engine.cache.pages == 20
     free[CPU] = 7 * one * PAGE * 18

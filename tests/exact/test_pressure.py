@@ -21,7 +21,7 @@ CHUNK, POSITIONS = 24, 128
 
 def unpaced(llm: LLM) -> None:
     """Turns prefill pacing off: which rows share a step does not depend on measured times."""
-    llm.engine.scheduler.prefill = lambda decoding, tokens: PrefillBudget(tokens)
+    llm.engine.scheduler.hooks.prefill = lambda decoding, tokens: PrefillBudget(tokens)
 
 
 @pytest.mark.parametrize("distribution", LAWS, ids=["greedy", "sampled"])

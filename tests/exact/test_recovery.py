@@ -14,7 +14,9 @@ from outrider import LLM, CapacityError, ModelError, RequestError, SamplingParam
 from outrider.checkpoints.spec import Facts, Spec
 from outrider.config import SpeculativeOptions
 from outrider.core.block_table import PAGE
-from outrider.core.types import Batch, Draft, DraftTree, Row
+from outrider.core.row import Row
+from outrider.core.step import Batch
+from outrider.core.tree import Draft, DraftTree
 from outrider.draft.scripted import Scripted
 from outrider.engine.detokenizer import Detokenizer
 
@@ -139,7 +141,7 @@ def test_a_row_without_a_finite_logit_fails_alone(llm: LLM, monkeypatch: pytest.
         )
 
     monkeypatch.setattr(llm.engine.sampler, "pick", broken)
-    monkeypatch.setattr(llm.engine.sampler, "ask", lambda *asked: None)
+    monkeypatch.setattr(llm.engine.sampler, "add_query", lambda *asked: None)
     fine, bad = llm.generate([PROMPT, {"prompt_token_ids": [7] * 20}], PARAMS)
     assert fine.outputs[0].token_ids == good and fine.error is None
     assert (

@@ -19,7 +19,8 @@ from rows import make_row
 from torch import Tensor
 
 from outrider import verify
-from outrider.core.types import ROOT, Batch, Budget, DraftTree, RowStep
+from outrider.core.step import Batch, RowStep
+from outrider.core.tree import ROOT, Budget, DraftTree
 from outrider.drafting.trees.sampled import Tree
 from outrider.drafting.view import View
 from outrider.sampling import random_streams
@@ -83,9 +84,6 @@ class World:
 
     def pick(self, row: int, node: int, path: Sequence[int]) -> int:
         return self.choices.choose(self.distribution("p", path).tolist())
-
-    def follow(self, row: int) -> None:
-        """Pick by pick."""
 
     def accept(self, row: int, node: int, probability: float) -> bool:
         chance = min(1.0, max(0.0, probability))

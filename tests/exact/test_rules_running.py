@@ -6,13 +6,15 @@ That a sampled request has the target's law is the business of test_rules.py and
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from helpers import END, answer, counted, drive, install, said, settled, tiny_prompts
 
 from outrider import LLM, ConfigError, SamplingParams, draft, verify
-from outrider.core.types import Batch, Draft
+from outrider.core.step import Batch
+from outrider.core.tree import Draft
 
 PROMPTS = tiny_prompts(7)
 RULES = [name for name in verify.names() if not verify.rule(name).same]
@@ -88,7 +90,8 @@ def test_a_sampled_text_is_a_function_of_its_seed(rule: str, drafter: str, fast:
 
 def freeze(llm: LLM, memory: Any) -> None:
     """From now on the drafter guesses with this memory in every step, whatever it learns, and nobody's guesses take room from others'."""
-    llm.engine.scheduler.tokens = 1 << 12
+    scheduler = llm.engine.scheduler
+    scheduler.limits = replace(scheduler.limits, max_num_batched_tokens=1 << 12)
     drafter, propose = llm.engine.drafter, llm.engine.drafter.propose
 
     def with_memory(batch: Batch) -> Draft:

@@ -11,8 +11,9 @@ import torch
 from helpers import answer, drive, prompts_of, said, settled, tiny_checkpoint, tiny_prompts
 
 from outrider import LLM, SamplingParams
+from outrider.core.step import Batch, Commit
 from outrider.core.step_input import StepInput
-from outrider.core.types import Batch, Commit, Draft, Resume
+from outrider.core.tree import Draft, Resume
 from outrider.draft.layerskip import LayerSkip
 from outrider.engine.runner import Runner
 from outrider.models.decoder import Decoder

@@ -15,9 +15,11 @@ from rows import make_row
 
 from outrider import LLM, ConfigError, SamplingParams
 from outrider.cache.pool import Pool
+from outrider.core.row import Row
+from outrider.core.step import Batch
 from outrider.core.step_input import StepInput
 from outrider.core.stop_rule import NodeFeatures, StopRule, should_stop
-from outrider.core.types import Batch, Budget, Draft, Row
+from outrider.core.tree import Budget, Draft
 from outrider.draft import method, methods
 from outrider.draft.draft_model import DraftModel
 from outrider.drafting import disco

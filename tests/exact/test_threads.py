@@ -18,7 +18,7 @@ from helpers import answer, settled, tiny_prompts
 from torch import Tensor
 
 from outrider import LLM, ConfigError, EngineError, RequestError, SamplingParams
-from outrider.core.types import Row
+from outrider.core.row import Row
 from outrider.errors import OutriderError
 
 PROMPTS = tiny_prompts(12, seed=4)

@@ -13,7 +13,8 @@ from vocabularies import byte_level, checkpoint_of, letters, sentencepiece, tiny
 
 from outrider import LLM, ConfigError, SamplingParams, Speculation
 from outrider.core.block_table import PAGE
-from outrider.core.types import Batch, Draft
+from outrider.core.step import Batch
+from outrider.core.tree import Draft
 from outrider.draft.draft_model import DraftModel, intersect
 from outrider.draft.draft_model.retokenize import Retokenized
 

@@ -20,7 +20,8 @@ from helpers import (
 )
 
 from outrider import LLM, LoRARequest, RequestOutput, SamplingParams
-from outrider.core.types import Batch, Draft
+from outrider.core.step import Batch
+from outrider.core.tree import Draft
 from outrider.draft.draft_model import DraftModel
 from outrider.models.decoder import Decoder
 

@@ -23,7 +23,7 @@ from outrider.backends.torch.sampling import filtered
 from outrider.checkpoints.heads import Head
 from outrider.core.noise import gumbel, key_of
 from outrider.core.params import DistributionParams
-from outrider.core.types import Row
+from outrider.core.row import Row
 from outrider.errors import ModelError
 from outrider.heads.choose import Chooser
 from outrider.heads.reader import Reader

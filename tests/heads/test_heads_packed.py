@@ -14,7 +14,8 @@ from outrider import LLM, ModelError, SamplingParams, draft
 from outrider.checkpoints.heads import Head, builtin
 from outrider.config import SpeculativeOptions
 from outrider.core.quantized import QuantizedWeight
-from outrider.core.types import Batch, Budget, Draft, DraftTree
+from outrider.core.step import Batch
+from outrider.core.tree import Budget, Draft, DraftTree
 from outrider.draft.hydra import Hydra
 from outrider.draft.hydra.network import Network
 from outrider.drafting.base import Drafter

@@ -22,8 +22,10 @@ from outrider.backends.candidates import Candidates, Found
 from outrider.cache.pool import Pool
 from outrider.checkpoints.heads import Head
 from outrider.config import SpeculativeOptions
+from outrider.core.row import Row
+from outrider.core.step import FINAL, Batch
 from outrider.core.step_input import StepInput
-from outrider.core.types import FINAL, Batch, Draft, Row
+from outrider.core.tree import Draft
 from outrider.drafting.base import Target
 from outrider.heads.choose import Chooser
 from outrider.heads.recurrent import Recurrent, RecurrentOptions, Turn

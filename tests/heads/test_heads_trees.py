@@ -20,8 +20,10 @@ from torch import Tensor
 from outrider import LLM, SamplingParams, draft
 from outrider.backends.select import backend_for
 from outrider.config import SpeculativeOptions
+from outrider.core.row import Row
+from outrider.core.step import Batch
 from outrider.core.step_input import StepInput
-from outrider.core.types import ROOT, Batch, Budget, Draft, DraftTree, Row
+from outrider.core.tree import ROOT, Budget, Draft, DraftTree
 from outrider.draft.layerskip import LayerSkip
 from outrider.draft.union import Union
 from outrider.heads.base import HeadDrafter

@@ -15,7 +15,7 @@ from outrider import RequestError, SamplingParams
 from outrider.backends.torch.backend import TorchBackend
 from outrider.core.params import DistributionParams
 from outrider.core.processor import Ids
-from outrider.core.types import Row
+from outrider.core.row import Row
 from outrider.sampling.processors import (
     AllowedTokens,
     BadWords,

@@ -20,7 +20,7 @@ from outrider.backends.torch import sampling as reference
 from outrider.backends.torch.backend import TorchBackend
 from outrider.core.noise import GOLDEN, MASK, gumbel, key_of, mix
 from outrider.core.params import DistributionParams
-from outrider.core.types import Row
+from outrider.core.row import Row
 from outrider.sampling.processors import min_tokens
 from outrider.sampling.sampler import Sampler
 

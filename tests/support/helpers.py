@@ -18,8 +18,9 @@ from outrider import LLM, CompletionOutput, RequestOutput, SamplingParams
 from outrider.backends.cpu import structs
 from outrider.backends.cpu.structs import LINEARS, VECTORS
 from outrider.config import SpeculativeOptions
+from outrider.core.row import Row
 from outrider.core.step_input import StepInput
-from outrider.core.types import Budget, DraftTree, Row
+from outrider.core.tree import Budget, DraftTree
 from outrider.draft import method
 
 VOCABULARY = 300

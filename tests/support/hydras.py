@@ -12,7 +12,7 @@ from torch import Tensor
 from toys import HIDDEN, V, toy_target
 
 from outrider import LLM
-from outrider.core.types import FINAL
+from outrider.core.step import FINAL
 from outrider.heads.sample import Outer, read
 
 HEADS, BLOCKS, Q, KV, D, INNER, EPS, THETA = (

@@ -13,7 +13,7 @@ from torch import Tensor
 from toys import HIDDEN, V
 
 from outrider import LLM, SamplingParams
-from outrider.core.types import DraftTree
+from outrider.core.tree import DraftTree
 from outrider.draft.medusa import Medusa
 
 Parts = list[

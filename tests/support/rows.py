@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from outrider import SamplingParams
-from outrider.core.types import ROOT, Batch, Budget, Commit, DraftTree, Row, RowStep
+from outrider.core.row import Row
+from outrider.core.step import Batch, Commit, RowStep
+from outrider.core.tree import ROOT, Budget, DraftTree
 from outrider.drafting.base import Drafter
 
 

@@ -23,7 +23,7 @@ from outrider.outputs import RequestOutput
 
 def figures(engine: Engine, output: RequestOutput, load_seconds: float, total_seconds: float) -> str:
     """The engine must have run this request alone since its clock was reset."""
-    prefill, decoding, total = engine.reading, engine.decoding, output.speculation
+    prefill, decoding, total = engine.prefill, engine.decode, output.speculation
     prompt, drafts = prefill.known, engine.controller.nodes(1)
     lines = [_phase("encoded", prompt, prefill), _phase("decoded", decoding.emitted, decoding), ""]
     if drafts:

@@ -14,7 +14,7 @@ from typing import Any
 from outrider import draft
 from outrider.core.clock import Times
 from outrider.core.params import SamplingParams
-from outrider.core.types import Speculation
+from outrider.core.row import Speculation
 from outrider.llm import LLM
 from outrider.outputs import CompletionOutput
 

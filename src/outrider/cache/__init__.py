@@ -1,1 +1,1 @@
-"""Where K/V lives: `slots.py` owns pages and tables, `pool.py` the tensors of one model."""
+"""K/V cache: `pages.py` allocates pages, `pool.py` holds the tensors of one model."""

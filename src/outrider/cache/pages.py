@@ -1,9 +1,9 @@
-"""Pages, tables and prefix reuse: who owns which slot.
+"""Page allocator with a prefix index.
 
-A page is `PAGE` neighbouring slots.  A sequence holds a table of pages; position p of the sequence lies in slot
-table.slots[p], and the guesses of a step take the positions after its last known token.  A full page enters the prefix
-index under (the page before it, its tokens); sequences that share it count as owners.  A page without owners stays in
-the index, oldest out first, until somebody needs it.
+A page is `PAGE` consecutive slots.  A sequence has a block table: its position p lies in slot table.slots[p], and the
+draft nodes of a step take the positions after the last known token.  A full page is indexed by (the page before it, its
+tokens) and may be shared; an owner count says by how many sequences.  A page without owners stays in the index until it
+is needed elsewhere (LRU eviction).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from outrider.core.block_table import PAGE, ROOT, BlockTable
 
 
 class Cache:
-    """One allocator of `pages` pages.  Nothing here touches a tensor, except that a fork copies a page in every pool."""
+    """Allocator of `pages` pages.  Touches no tensor, except that `fork` copies a page in every pool."""
 
     def __init__(self, pages: int, capacity: int, prefix_caching: bool = True) -> None:
         self.pages, self.capacity, self.prefix_caching = pages, capacity, prefix_caching
@@ -36,17 +36,17 @@ class Cache:
 
     @property
     def available(self) -> int:
-        """Pages that can be had without taking any from a sequence."""
+        """Pages that no sequence holds."""
         return len(self.free) + len(self.idle)
 
     def open(self, root: int = ROOT) -> BlockTable:
-        """An empty table; it shares pages with tables of the same root only."""
+        """Create an empty table.  It shares pages with tables of the same root only."""
         table = BlockTable(array("i", bytes(4 * self.capacity)), root=root)
         self.tables.add(table)
         return table
 
     def reserve(self, table: BlockTable, length: int) -> bool:
-        """Makes `table` reach `length` positions.  False, and nothing changed, where the pages do not suffice."""
+        """Grow `table` to `length` positions.  Returns False, without effect, if there are too few pages."""
         need = -(-length // PAGE) - len(table.pages)
         if need > 0 and need > self.available:
             return False
@@ -55,21 +55,21 @@ class Cache:
         return True
 
     def shrink(self, table: BlockTable, length: int) -> None:
-        """Gives back the pages past `length` positions."""
+        """Free the pages past `length` positions."""
         keep = -(-length // PAGE)
         while len(table.pages) > keep:
             self._drop(table.pages.pop())
         assert len(table.nodes) <= keep, "an indexed page was cut off"
 
     def close(self, table: BlockTable) -> None:
-        """The sequence is gone; its last pages are the first to be evicted, so that prefixes outlive what follows them."""
+        """Free all pages, the last ones first, so that a prefix is evicted after its continuation."""
         for page in reversed(table.pages):
             self._drop(page)
         table.pages.clear()
         self.tables.discard(table)
 
     def match(self, table: BlockTable, tokens: Sequence[int], limit: int) -> int:
-        """Hangs the cached pages of the longest indexed prefix (at most `limit` tokens) into an empty table; its length."""
+        """Share the pages of the longest indexed prefix, `limit` tokens at most, with an empty table.  Returns its length."""
         while self.prefix_caching and table.room + PAGE <= limit:
             found = self.index.get(table.key(tokens))
             if found is None:
@@ -80,7 +80,7 @@ class Cache:
         return table.room
 
     def register(self, table: BlockTable, tokens: Sequence[int], filled: int) -> None:
-        """Enters the pages that are full in every pool (`filled` positions are) into the prefix index."""
+        """Index the full pages among the first `filled` positions, which every pool has written."""
         while self.prefix_caching and (len(table.nodes) + 1) * PAGE <= filled:
             page, key = table.pages[len(table.nodes)], table.key(tokens)
             if key not in self.index:
@@ -92,7 +92,7 @@ class Cache:
             )  # a twin page that another sequence entered first serves as well
 
     def fork(self, source: BlockTable, target: BlockTable, length: int) -> bool:
-        """`target` (empty) gets the first `length` positions of `source`: full pages shared, the last one copied."""
+        """Give `target` (empty) the first `length` positions of `source`: share full pages, copy the last one."""
         full, rest = divmod(length, PAGE)
         if rest and not self.available:
             return False
@@ -107,14 +107,14 @@ class Cache:
         return True
 
     def forget(self) -> None:
-        """Empties the prefix index; pages that sequences hold stay theirs."""
+        """Empty the prefix index.  Sequences keep their pages."""
         self.free.extend(self.idle)
         self.idle.clear()
         self.index.clear()
         self.entry.clear()
 
     def clear(self) -> None:
-        """Takes every page from every table, and empties the prefix index."""
+        """Free every page of every table, and empty the prefix index."""
         for table in self.tables:
             table.pages.clear()
             table.nodes.clear()
@@ -126,7 +126,7 @@ class Cache:
         self.owners = [0] * self.pages
 
     def check(self) -> None:
-        """Proves that every page is owned as often as tables hold it, or is idle, or is free, and exactly one of these."""
+        """Assert that every page is either free, or idle, or owned as often as tables hold it."""
         held = [0] * self.pages
         for table in self.tables:
             for i, page in enumerate(table.pages):

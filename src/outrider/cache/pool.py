@@ -1,4 +1,4 @@
-"""The K/V tensors of one model, addressed by slot.  Which slot belongs to whom is the business of `slots.py`."""
+"""The K/V tensors of one model, addressed by slot.  `pages.py` allocates the slots."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outrider.errors import ConfigError
 
 
 def kv_dtype(name: str, own: torch.dtype) -> torch.dtype:
-    """What `kv_cache_dtype` means for a model that computes in `own`."""
+    """The dtype that `kv_cache_dtype` names, for a model that computes in `own`."""
     if name == "auto":
         return own
     if name == "int8":
@@ -63,7 +63,7 @@ class Pool:
         return (self,)
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copies slots; reads all before it writes."""
+        """Copy slots.  Reads all before it writes any."""
         device = self.data.device
         source, target = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
         self.data[:, :, target] = self.data[:, :, source]

@@ -15,7 +15,7 @@ from outrider.certify.distributions import ALARM, CANDIDATES, FIRST, LawTest
 from outrider.certify.passages import Passages
 from outrider.certify.texts import GREEDY, SEEDED, Difference, Tally, Texts
 from outrider.certify.ties import both, look, tolerance
-from outrider.core.types import Row
+from outrider.core.row import Row
 from outrider.llm import LLM
 
 FEW = 1000  # tokens: fewer say little

@@ -11,7 +11,6 @@ from outrider.checkpoints.validate import (
     ANY,
     FLAG,
     BlockTable,
-    Kind,
     Section,
     each,
     one_or_more,
@@ -19,6 +18,7 @@ from outrider.checkpoints.validate import (
     text,
     whole,
 )
+from outrider.core.validate import Kind
 
 MOST_LAYERS = 10_000
 MOST_STEPS = 256  # heads of a drafter, layers of one of them, steps

@@ -8,8 +8,9 @@ from typing import Any
 
 from outrider.checkpoints.context import Context
 from outrider.checkpoints.fields import EPSILON, HEAD_COUNT, LAYER_COUNT, LENGTH, WIDTH, WINDOW
-from outrider.checkpoints.validate import Kind, whole
+from outrider.checkpoints.validate import whole
 from outrider.core.limits import MAX_HEAD_DIM, check_attention
+from outrider.core.validate import Kind
 from outrider.errors import ModelError
 
 FAMILIES = {
@@ -120,7 +121,7 @@ class Spec(Facts):
 def _size(config: Any, key: str, kind: Kind) -> Any:
     """A number that every model has.  Raises ModelError where the config lacks it, or has something else."""
     value = getattr(config, key, None)
-    kind.check(value, f"{key} of {architecture(config)}")
+    kind.check(value, f"{key} of {architecture(config)}", ModelError)
     return value
 
 

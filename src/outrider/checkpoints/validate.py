@@ -9,29 +9,17 @@ from __future__ import annotations
 import json
 import math
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outrider.core.validate import Kind
 from outrider.errors import ModelError
 
 MAX_BYTES = 1 << 26  # of a JSON file: the index of the largest published models takes 10 MB
 MAX_DEPTH = 32
 UNBOUNDED = {"time_step_limit"}  # state-space models write an infinity here; they are refused by name
-
-
-@dataclass(frozen=True)
-class Kind:
-    """The values that a key may have.  `text` completes the sentence "must be …"."""
-
-    text: str
-    accepts: Callable[[Any], bool]
-
-    def check(self, value: Any, where: str) -> None:
-        """Raises ModelError; `where` names the file and the key."""
-        if not self.accepts(value):
-            raise ModelError(f"{where} must be {self.text}, got {reprlib.repr(value)}.")
 
 
 @dataclass(frozen=True)
@@ -91,7 +79,7 @@ def check(given: Mapping[str, Any], table: BlockTable, where: object) -> None:
             continue
         at = f"{where}: {key}"
         if isinstance(kind, Kind):
-            kind.check(value, at)
+            kind.check(value, at, ModelError)
         elif isinstance(value, Mapping):
             check(value, kind.table, at)
         elif kind.strict:

@@ -64,7 +64,7 @@ class Talk:
     def __init__(
         self, llm: LLM, params: SamplingParams, system: str | None = None, template: str | None = None
     ) -> None:
-        from outrider.core.types import Speculation
+        from outrider.core.row import Speculation
         from outrider.engine.chat_template import render
 
         self.llm, self.params, self.template = llm, params, template

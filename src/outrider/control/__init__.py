@@ -1,23 +1,25 @@
-"""How much to guess."""
+"""How many tokens to draft, and how many prompt tokens to compute beside decoding rows."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
 from outrider.core.clock import Times
-from outrider.core.types import Batch, Budget, Commit
+from outrider.core.step import Batch, Commit
+from outrider.core.tree import Budget
 
 
 class Controller(Protocol):
-    """Pure bookkeeping, testable without a model."""
+    """Decides draft budgets.  Has no access to a model."""
 
     def budget(self, batch: Batch) -> list[Budget]:
-        """An upper bound a row; (0, 0) is plain decoding."""
+        """An upper bound for every row; (0, 0) is plain decoding."""
 
     def trim(self, batch: Batch) -> None:
         """Cut every draft tree to an ancestor-closed part within its budget."""
 
     def nodes(self, rows: int) -> int:
-        """The most guesses that one of so many rows may get."""
+        """The largest number of draft nodes that one of so many rows may get."""
 
-    def learn(self, commit: Commit, times: Times) -> None: ...
+    def learn(self, commit: Commit, times: Times) -> None:
+        """Take in the outcome and the seconds of a step."""

@@ -1,27 +1,31 @@
-"""A fixed number of guesses, or one that a table gives for the size of the batch (vLLM's names)."""
+"""A fixed number of draft tokens, or one from a table by batch size (vLLM's names)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 from outrider.core.clock import Times
-from outrider.core.types import NO_BUDGET, ROOT, Batch, Budget, Commit, DraftTree
+from outrider.core.step import Batch, Commit
+from outrider.core.tree import NO_BUDGET, ROOT, Budget, DraftTree
+from outrider.core.validate import check_fields, is_whole, optional, whole
 from outrider.errors import ConfigError
 
-MOST = 1024
-
-
-def _whole(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+MAX_DEPTH = 1024
+OPTIONS = {
+    "num_speculative_tokens": optional(whole(0, MAX_DEPTH)),
+    "disable_by_batch_size": optional(whole(1, MAX_DEPTH)),
+}
 
 
 @dataclass(frozen=True)
 class Options:
-    """num_speculative_tokens: levels to guess (None: the method's own default).  disable_by_batch_size: no guesses while
-    more rows than this run.  num_speculative_tokens_per_batch_size: [[smallest, largest, levels], …], before the other two.
+    """Keys of speculative_config that say how much to draft.
+
+    num_speculative_tokens                 depth of the tree; None: the method's default
+    disable_by_batch_size                  draft nothing while more rows than this run
+    num_speculative_tokens_per_batch_size  [[smallest, largest, depth], ...]; takes precedence over the other two
     """
 
     num_speculative_tokens: int | None = None
@@ -29,19 +33,11 @@ class Options:
     num_speculative_tokens_per_batch_size: list[list[int]] | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("num_speculative_tokens", 0), ("disable_by_batch_size", 1)):
-            value = getattr(self, name)
-            if value is not None and not (_whole(value, least) and value <= MOST):
-                raise ConfigError(f"{name} must be a whole number in {least} … {MOST}, got {value!r}.")
+        check_fields(self, OPTIONS)
         table = self.num_speculative_tokens_per_batch_size
         for entry in table if isinstance(table, (list, tuple)) else [] if table is None else [table]:
-            good = (
-                isinstance(entry, (list, tuple))
-                and len(entry) == 3
-                and all(_whole(x, 0) for x in entry)
-                and entry[2] <= MOST
-            )
-            if not (good and 1 <= entry[0] <= entry[1]):
+            triple = isinstance(entry, (list, tuple)) and len(entry) == 3
+            if not (triple and all(is_whole(x, 0, MAX_DEPTH) for x in entry[2:]) and _is_range(*entry[:2])):
                 raise ConfigError(
                     "num_speculative_tokens_per_batch_size must be a list of [smallest, largest, levels] with "
                     f"1 <= smallest <= largest, got {entry!r}."
@@ -53,41 +49,47 @@ class Options:
                 )
 
 
+def _is_range(smallest: object, largest: object) -> bool:
+    return is_whole(smallest, 1) and is_whole(largest, 1) and smallest <= largest  # type: ignore[operator]
+
+
 class FixedController:
+    """Controller with a depth from the options.
+
+    depth: the method's default.  size: the method's node count for a depth.  vocabulary: size of the target's; draft
+    tokens beyond it are cut.
+    """
+
     def __init__(self, options: Options, depth: int, size: Callable[[int], int], vocabulary: int) -> None:
-        """`depth` is the method's default, `size` its node count for a depth, `vocabulary` the target's: nothing else can be right."""
         given = options.num_speculative_tokens
         self.options, self.depth, self.size = options, depth if given is None else given, size
         self.vocabulary = vocabulary
 
     @property
-    def most(self) -> int:
-        """The most levels that any batch size may ask for."""
+    def max_depth(self) -> int:
+        """The largest depth for any batch size."""
         return max(
             [self.depth, *(entry[2] for entry in self.options.num_speculative_tokens_per_batch_size or ())]
         )
 
     def nodes(self, rows: int) -> int:
-        """The most guesses that one of so many rows may get."""
-        return self.size(self.levels(rows))
+        """The largest number of draft nodes that one of so many rows may get."""
+        return self.size(self.depth_for(rows))
 
-    def levels(self, rows: int) -> int:
-        for smallest, largest, levels in self.options.num_speculative_tokens_per_batch_size or ():
+    def depth_for(self, rows: int) -> int:
+        for smallest, largest, depth in self.options.num_speculative_tokens_per_batch_size or ():
             if smallest <= rows <= largest:
-                return levels
+                return depth
         limit = self.options.disable_by_batch_size
         return 0 if limit is not None and rows > limit else self.depth
 
     def budget(self, batch: Batch) -> list[Budget]:
-        levels = self.levels(len(batch.rows))
+        most = self.depth_for(len(batch))
         budgets = []
         for step in batch:
-            # the last token of a row is never a guess: it is emitted by the step that verifies the ones before it
-            depth = (
-                min(levels, step.row.remaining - 1)
-                if levels and step.emits and step.row.params.speculate
-                else 0
-            )
+            # the last token of a row is never drafted: the step that verifies the ones before it emits it
+            drafts = step.emits and step.row.params.speculate
+            depth = min(most, step.row.remaining - 1) if drafts else 0
             budgets.append(Budget(depth, self.size(depth)) if depth else NO_BUDGET)
         return budgets
 
@@ -99,7 +101,7 @@ class FixedController:
                 batch.resume = None  # its nodes are those of the whole trees
 
     def learn(self, commit: Commit, times: Times) -> None:
-        """A fixed length learns nothing."""
+        """Does nothing: the depth is fixed."""
 
     def kept(self, tree: DraftTree, budget: Budget) -> Sequence[int]:
         """The nodes of a tree that its budget allows, ascending; probes stay while their parents do.

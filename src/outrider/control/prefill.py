@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import median_low
 
-from outrider.core.types import Batch
+from outrider.core.step import Batch
 
 TTFT_TARGET = (
     2.0  # aim of the default; what it promises is 3, with room for noise, halved chunks and refreshes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from outrider.core.types import Batch
+from outrider.core.step import Batch
 
 
 class Times(NamedTuple):

@@ -36,6 +36,10 @@ class Logprobs:
     sampled: list[Entry] = field(default_factory=list)
     prompt: list[Entry | None] = field(default_factory=lambda: [None])
 
+    def prompt_pending(self, length: int) -> bool:
+        """Whether a prompt of `length` tokens still needs entries."""
+        return self.prompt_count is not None and len(self.prompt) < length
+
     def add(self, token: int, values: Tensor) -> None:
         """Of the next token of the output; values float [V], by `mode`."""
         assert self.count is not None

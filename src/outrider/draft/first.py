@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from outrider.core.types import Batch, Budget, Draft
+from outrider.core.step import Batch
+from outrider.core.tree import Budget, Draft
 from outrider.draft.draft_model import DraftModel
 from outrider.draft.ngram import Ngram
 from outrider.draft.union import Union

@@ -21,7 +21,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from outrider.core.noise import stream_of
-from outrider.core.types import EMPTY_TREE, ROOT, Batch, Budget, Commit, Draft, DraftTree, Needs, Row, RowStep
+from outrider.core.row import Row
+from outrider.core.step import Batch, Commit, Needs, RowStep
+from outrider.core.tree import EMPTY_TREE, ROOT, Budget, Draft, DraftTree
 from outrider.drafting.base import Drafter, Target
 from outrider.drafting.lookup.matches import Belief
 from outrider.errors import ConfigError

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from outrider.core.types import EMPTY_TREE, Batch, Budget, Commit, Draft, DraftTree, Row
+from outrider.core.row import Row
+from outrider.core.step import Batch, Commit
+from outrider.core.tree import EMPTY_TREE, Budget, Draft, DraftTree
 from outrider.drafting.base import Drafter
 from outrider.errors import ConfigError
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.core.types import EMPTY_TREE, Batch, Draft
+from outrider.core.step import Batch
+from outrider.core.tree import EMPTY_TREE, Draft
 from outrider.drafting.base import Drafter
 
 

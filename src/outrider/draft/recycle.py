@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from outrider.core.types import EMPTY_TREE, ROOT, Batch, Budget, Commit, Draft, DraftTree, Needs, Row
+from outrider.core.row import Row
+from outrider.core.step import Batch, Commit, Needs
+from outrider.core.tree import EMPTY_TREE, ROOT, Budget, Draft, DraftTree
 from outrider.drafting.base import Drafter, Target
 from outrider.errors import ConfigError
 from outrider.heads.templates import Path, paths

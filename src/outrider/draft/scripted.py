@@ -6,7 +6,9 @@ import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from outrider.core.types import EMPTY_TREE, Batch, Budget, Draft, DraftTree, Row
+from outrider.core.row import Row
+from outrider.core.step import Batch
+from outrider.core.tree import EMPTY_TREE, Budget, Draft, DraftTree
 from outrider.drafting.base import Drafter, Target
 from outrider.errors import ConfigError
 

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from outrider.core.types import EMPTY_TREE, Batch, Budget, Commit, Draft, DraftTree, Row
+from outrider.core.row import Row
+from outrider.core.step import Batch, Commit
+from outrider.core.tree import EMPTY_TREE, Budget, Draft, DraftTree
 from outrider.drafting.base import Drafter, Target
 from outrider.drafting.lookup.index import index_for
 from outrider.drafting.lookup.index_base import RUNS, Index

@@ -21,7 +21,9 @@ from torch import Tensor
 from outrider import draft
 from outrider.cache.pool import Pool
 from outrider.core.noise import mix
-from outrider.core.types import ROOT, Batch, Commit, Draft, DraftTree, Needs, Row
+from outrider.core.row import Row
+from outrider.core.step import Batch, Commit, Needs
+from outrider.core.tree import ROOT, Draft, DraftTree
 from outrider.drafting.base import Drafter, Target
 from outrider.errors import ConfigError, unknown
 from outrider.sampling.random_streams import without
@@ -115,14 +117,10 @@ class Union(Drafter):
         for drafter, value in zip(self.drafters, values):
             drafter.memory = value
 
-    @property
-    def drawn(self) -> bool:  # type: ignore[override]
-        return self.drafters[0].drawn
-
-    @drawn.setter
-    def drawn(self, value: bool) -> None:
+    def draft_by_sampling(self, on: bool) -> None:
+        super().draft_by_sampling(on)
         for drafter in self.drafters:
-            drafter.drawn = value
+            drafter.draft_by_sampling(on)
 
     @property
     def stream_id(self) -> int:  # type: ignore[override]

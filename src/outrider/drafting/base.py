@@ -13,7 +13,9 @@ from outrider.cache.pages import Cache
 from outrider.cache.pool import Pool
 from outrider.checkpoints.heads import Head
 from outrider.checkpoints.hub import Checkpoint
-from outrider.core.types import Batch, Budget, Commit, Draft, DraftTree, Needs, Row
+from outrider.core.row import Row
+from outrider.core.step import Batch, Commit, Needs
+from outrider.core.tree import Budget, Draft, DraftTree
 from outrider.errors import ConfigError
 from outrider.models.base import Model
 from outrider.sampling.sampler import Sampler
@@ -90,6 +92,10 @@ class Drafter:
     @classmethod
     def check(cls, head: Head) -> None:
         """Raises ModelError for a file of this method that no target can use: its config and the names in it are looked at."""
+
+    def draft_by_sampling(self, on: bool) -> None:
+        """Called once, by the engine: whether the verification rule judges draft tokens by the q they were sampled from."""
+        self.drawn = on
 
     def draws(self, row: Row) -> bool:
         """Whether guesses for this row should be drawn, and say from what; a greedy law leaves nothing to draw."""

@@ -14,8 +14,10 @@ from typing import Any
 
 from torch import Tensor
 
+from outrider.core.row import Row
+from outrider.core.step import Commit, RowStep
 from outrider.core.stop_rule import NodeFeatures, StopRule
-from outrider.core.types import ROOT, Budget, Commit, DraftTree, Row, RowStep
+from outrider.core.tree import ROOT, Budget, DraftTree
 from outrider.drafting import disco
 from outrider.drafting.base import refuse_idle
 from outrider.drafting.threshold import adapted

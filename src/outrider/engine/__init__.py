@@ -1,1 +1,1 @@
-"""Who runs and when: `engine.py` has the step, `scheduler.py` the queue, `runner.py` the target's forward."""
+"""The step (`engine.py`), the queue (`scheduler.py`) and the target's forward (`runner.py`)."""

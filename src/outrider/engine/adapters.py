@@ -7,7 +7,7 @@ from collections.abc import Set
 from typing import Any
 
 from outrider.checkpoints.peft import PeftAdapter
-from outrider.core.types import LoRARequest
+from outrider.core.row import LoRARequest
 from outrider.errors import ModelError, RequestError
 from outrider.models.decoder import Decoder
 

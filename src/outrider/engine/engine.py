@@ -1,15 +1,10 @@
-"""The engine: one step, for prefill, decoding and verification, for every method alike."""
+"""The engine: one step for prefill, decode and verification, for every drafting method."""
 
 from __future__ import annotations
 
 import logging
-import os
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
-
-import torch
 
 from outrider.cache.pages import Cache
 from outrider.checkpoints.hub import Checkpoint
@@ -20,15 +15,18 @@ from outrider.control.fixed import FixedController
 from outrider.control.prefill import PrefillPacer
 from outrider.core.block_table import PAGE
 from outrider.core.clock import Times, Work
-from outrider.core.types import NO_STATES, Batch, Commit, Row
+from outrider.core.row import Row
+from outrider.core.step import NO_STATES, Batch, Commit
 from outrider.draft import methods_of
 from outrider.drafting.base import Drafter, Target
 from outrider.engine.adapters import Adapters
+from outrider.engine.memory import plan_pages
 from outrider.engine.runner import ForwardOutput, Runner
-from outrider.engine.scheduler import Scheduler
+from outrider.engine.scheduler import Hooks, Limits, Scheduler
 from outrider.engine.turn import Turn, in_turn
-from outrider.errors import CapacityError, ConfigError
+from outrider.errors import ConfigError
 from outrider.models import load as models
+from outrider.models.base import Model
 from outrider.models.decoder import Decoder
 from outrider.models.placement import pick_device, pick_dtype, place
 from outrider.models.selftest import bit_exact
@@ -39,32 +37,20 @@ log = logging.getLogger("outrider")
 
 
 class Engine:
-    """Loads a target and a drafter, and steps.  Rows go in by `add`, come out of `step` when they emitted something.
+    """A target and a drafter that step together.  Rows enter by `add`; `step` returns those that emitted tokens.
 
-    reading, decoding: what the steps that computed prompts did, and the others.
-    `exact`: the numbers of a token do not depend on what is computed beside it, so that match gives the same text bit for bit.
+    prefill, decode: statistics of the steps that computed prompt tokens, and of the others.
+    exact: a token's logits do not depend on what is computed beside it, bit for bit, so match keeps the text.
     """
 
     def __init__(self, options: EngineOptions, speculation: SpeculativeOptions) -> None:
         self.options = options
         self.turn = Turn()
         self.checkpoint = Checkpoint.open(options.model, options.revision, options.trust_remote_code)
-        self.ending = (
-            self.checkpoint.ending
-        )  # read now: a corrupt file is found while loading, not while answering
+        self.ending = self.checkpoint.ending  # read now: loading reports a corrupt file
         self.device = pick_device(options.device)
         self.max_len = self._length(options)
-        dtype = pick_dtype(options.dtype, self.checkpoint.stored_dtype, self.device)
-        where = place(self.checkpoint.spec.layers, self.device, options.gpu_layers)
-        self.decoder = models.load(
-            self.checkpoint,
-            dtype,
-            self.device,
-            self.max_len,
-            options.quantization,
-            options.kv_cache_dtype,
-            where,
-        )
+        self.decoder = self._load_target(options)
         self.exact = self.decoder.exact and bit_exact(self.decoder)
         if not self.exact:
             log.warning(
@@ -73,52 +59,60 @@ class Engine:
             )
         self.adapters = self._adapters() if options.enable_lora else None
         self.sampler = Sampler(self.decoder.backend)
+        vocabulary = self.checkpoint.spec.vocabulary
         self.target = Target(
-            self.decoder,
-            self.checkpoint,
-            self.sampler,
-            self.checkpoint.spec.vocabulary,
-            self.max_len,
-            methods_of,
+            self.decoder, self.checkpoint, self.sampler, vocabulary, self.max_len, methods_of
         )
         self.use(speculation.method.create(speculation.options, self.target), speculation)
 
+    def _load_target(self, options: EngineOptions) -> Model:
+        dtype = pick_dtype(options.dtype, self.checkpoint.stored_dtype, self.device)
+        where = place(self.checkpoint.spec.layers, self.device, options.gpu_layers)
+        bits, kv_dtype = options.quantization, options.kv_cache_dtype
+        return models.load(self.checkpoint, dtype, self.device, self.max_len, bits, kv_dtype, where)
+
     def use(self, drafter: Drafter, speculation: SpeculativeOptions) -> None:
-        """Puts a drafter to work, with a fresh cache.  No row may be in flight.  Where it raises, all stays as it was."""
+        """Install a drafter and a verification rule, with a fresh cache.
+
+        No row may be in flight.  Leaves the engine as it was where it raises.
+        """
         controller = FixedController(speculation.control, drafter.depth, drafter.size, self.target.vocabulary)
-        most = drafter.size(controller.most)
-        if most > controller.most and not speculation.rule.branches:
+        max_nodes = drafter.size(controller.max_depth)
+        if max_nodes > controller.max_depth and not speculation.rule.branches:
             trees = ", ".join(name for name, rule in rules().items() if rule.branches and rule.lossless)
-            rule, method = (
-                type(thing).__module__.rpartition(".")[2] for thing in (speculation.rule, drafter)
-            )
+            rule, method = (module_name(thing) for thing in (speculation.rule, drafter))
             raise ConfigError(
-                f'verification "{rule}" judges chains, and "{method}" guesses trees here: choose one of {trees}.'
+                f'verification "{rule}" judges chains, and "{method}" drafts trees here: choose one of {trees}.'
             )
-        drafter.drawn = speculation.rule.drawn
-        pages = self._pages(self.decoder.footprint + drafter.footprint(self.decoder.device), most)
-        cache = Cache(pages, self.max_len + most + PAGE, self.options.enable_prefix_caching)
-        pool = self.decoder.pool(pages * PAGE)
-        cache.pools = [pool, *drafter.allocate(pages * PAGE, pool)]
-        for own in drafter.caches:
-            own.prefix_caching = cache.prefix_caching
+        drafter.draft_by_sampling(speculation.rule.drawn)
+        cache = self.build_cache(drafter, max_nodes)
         self.drafter, self.rule, self.cache = drafter, speculation.rule, cache
         self.verify: Callable[[Batch, ForwardOutput], None] = self.rule
         self.controller: Controller = controller
-        self.runner = Runner(self.decoder, pool, self.sampler, self.rule.same)
+        self.runner = Runner(self.decoder, cache.pools[0], self.sampler, self.rule.fused_match)
         self.pacer = PrefillPacer(self.options.max_num_batched_tokens, self.options.max_decode_slowdown)
-        self.scheduler = Scheduler(
-            cache,
-            self.options.max_num_seqs,
-            self.options.max_num_batched_tokens,
-            controller.nodes,
-            drafter.filled,
-            drafter.forget,
-            self.pacer.budget,
-            self.adapters,
-            drafter.needs.lookbehind,
-        )
+        self.scheduler = self.build_scheduler()
         self.reset()
+
+    def build_cache(self, drafter: Drafter, max_nodes: int) -> Cache:
+        """The page allocator with the pools of target and drafter.  max_nodes: of the largest draft tree."""
+        options, target = self.options, self.decoder
+        num_pages = plan_pages(
+            target.footprint + drafter.footprint(target.device), self.max_len, max_nodes, options
+        )
+        cache = Cache(num_pages, self.max_len + max_nodes + PAGE, options.enable_prefix_caching)
+        pool = target.pool(num_pages * PAGE)
+        cache.pools = [pool, *drafter.allocate(num_pages * PAGE, pool)]
+        for own in drafter.caches:
+            own.prefix_caching = cache.prefix_caching
+        return cache
+
+    def build_scheduler(self) -> Scheduler:
+        """A scheduler for the drafter, controller and pacer in use."""
+        drafter, options = self.drafter, self.options
+        limits = Limits(options.max_num_seqs, options.max_num_batched_tokens, drafter.needs.lookbehind)
+        hooks = Hooks(self.controller.nodes, self.pacer.budget, drafter.filled, drafter.forget)
+        return Scheduler(self.cache, limits, hooks, self.adapters)
 
     def _adapters(self) -> Adapters:
         if not isinstance(self.decoder, Decoder):
@@ -131,7 +125,7 @@ class Engine:
     def step(self) -> list[Row]:
         """One forward of the target for every row that can run.  Returns the rows that emitted tokens or failed.
 
-        Raises RequestError where it is called from inside a step.
+        Raises RequestError if called from inside a step.
         """
         began = time.perf_counter()
         batch = self.scheduler.next()
@@ -155,14 +149,14 @@ class Engine:
         times = Times(forward - propose, after - forward, time.perf_counter() - after + propose - began)
         self.controller.learn(commit, times)
         self.pacer.learn(batch, sum(times))
-        (self.reading if batch.prefill else self.decoding).add(batch, times)
+        (self.prefill if batch.prefill else self.decode).add(batch, times)
         return finished
 
     def _commit(self, batch: Batch, output: ForwardOutput) -> Commit:
         now, lossless = time.perf_counter(), self.rule.lossless
         for step in batch:
             if step.emitted:
-                step.row.count(step, now, lossless)
+                step.count(now, lossless)
         if output.needs.topk:
             output.find_topk()
         return Commit(batch, output.states() if output.kept else NO_STATES)
@@ -172,7 +166,7 @@ class Engine:
         for row in batch.rows:
             if row.finish_reason is not None:
                 if row.error is None:
-                    self.scheduler.share(row)  # with what the drafter has read since they were entered
+                    self.scheduler.share(row)  # the drafter may have filled more pages since the last commit
                 self.scheduler.retire(row)
         return batch.failed + [step.row for step in batch if step.emitted or step.row.error]
 
@@ -180,7 +174,7 @@ class Engine:
         self.scheduler.add(row)
 
     def restart(self, rows: Sequence[Row]) -> None:
-        """Undo a step that raised: queues and caches are empty, and `rows` as before it, to be added again."""
+        """Undo a step that raised: empty queues and caches, and reset `rows` so that they can be added again."""
         for row in rows:
             row.undo()
         self.scheduler.clear(rows)
@@ -188,24 +182,24 @@ class Engine:
             cache.clear()
 
     def reset(self) -> None:
-        """Starts the clock anew."""
-        self.reading, self.decoding = Work(), Work()
+        """Clear the statistics."""
+        self.prefill, self.decode = Work(), Work()
 
     @property
     def times(self) -> Times:
-        return Times(*map(sum, zip(self.reading.times, self.decoding.times)))
+        return Times(*map(sum, zip(self.prefill.times, self.decode.times)))
 
     @property
     def steps(self) -> int:
-        return self.reading.steps + self.decoding.steps
+        return self.prefill.steps + self.decode.steps
 
     @property
     def caches(self) -> list[Cache]:
-        """Every allocator: the target's, and what the drafter has of its own."""
+        """Every page allocator: the target's, then those that only the drafter uses."""
         return [self.cache, *self.drafter.caches]
 
     def forget_prefixes(self) -> None:
-        """Empties the prefix index, so that a measurement starts cold."""
+        """Empty the prefix index, so that a measurement starts cold."""
         for cache in self.caches:
             cache.forget()
 
@@ -214,7 +208,7 @@ class Engine:
         return bool(self.scheduler.waiting or self.scheduler.running)
 
     def check(self) -> None:
-        """Proves that no slot is lost or owned twice; with nothing in flight, that none is owned at all."""
+        """Assert that no page is lost or owned twice, and that none is owned while nothing runs."""
         for cache in self.caches:
             cache.check()
             assert self.busy or (not cache.tables and cache.available == cache.pages), (
@@ -222,54 +216,26 @@ class Engine:
             )
 
     def _length(self, options: EngineOptions) -> int:
-        """Tokens a request may have.  Raises ConfigError beyond the model's context."""
-        spec, wanted = self.checkpoint.spec, options.max_model_len
-        if wanted is None:
+        """The longest sequence, in tokens.  Raises ConfigError beyond the model's context."""
+        spec, length = self.checkpoint.spec, options.max_model_len
+        if length is None:
             return spec.unscaled
-        if wanted > spec.context:
+        if length > spec.context:
             raise ConfigError(
-                f"max_model_len {wanted} exceeds the {spec.context} positions of {options.model!r}: "
+                f"max_model_len {length} exceeds the {spec.context} positions of {options.model!r}: "
                 f"give at most {spec.context}."
             )
-        if wanted > spec.unscaled:
+        if length > spec.unscaled:
             log.warning(
                 "RoPE of %s is scaled for texts of %d tokens, whatever the length of a request; transformers "
                 "does not scale up to %d tokens. For its short texts set max_model_len to at most that.",
                 options.model,
-                wanted,
+                length,
                 spec.unscaled,
             )
-        return wanted
-
-    def _pages(self, memory: Counter[torch.device], draft_tree: int) -> int:
-        """How many pages the K/V memory holds.  Raises CapacityError if not even one full request fits."""
-        one = -(-self.max_len // PAGE)  # guesses take what is free: they need no room of their own
-        wanted = -(-(self.max_len + draft_tree) // PAGE) * self.options.max_num_seqs
-        given, share = self.options.kv_cache_memory_bytes, self.options.gpu_memory_utilization
-        rooms = (
-            [(given, memory.total())]
-            if given
-            else [(free_memory(device, share), size) for device, size in memory.items()]
-        )
-        limit, slot_bytes = min(rooms, key=lambda room: room[0] / room[1])
-        pages = limit // (slot_bytes * PAGE)
-        if given is None:
-            pages = min(pages, wanted)
-        if pages < one:
-            raise CapacityError(
-                f"K/V memory of {limit:,} bytes holds {pages * PAGE} tokens, one request of max_model_len {self.max_len} needs "
-                f"{one * PAGE} ({one * PAGE * slot_bytes:,} bytes): raise kv_cache_memory_bytes or lower max_model_len."
-            )
-        return pages
+        return length
 
 
-def free_memory(device: torch.device, share: float) -> int:
-    """Bytes that K/V may take by default: a quarter of what is free on a CPU, `share` of the GPU less what is in use."""
-    if device.type == "cuda":
-        free, whole = torch.cuda.mem_get_info(device)
-        return max(0, int(free - (1 - share) * whole))
-    try:
-        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        return int(lines["MemAvailable"].split()[0]) * 1024 // 4
-    except (OSError, KeyError):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 8
+def module_name(thing: object) -> str:
+    """The name under which a method or rule is registered."""
+    return type(thing).__module__.rpartition(".")[2]

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from outrider.core.types import Row
+from outrider.core.row import Row
 from outrider.engine.engine import Engine
 from outrider.errors import ConfigError, EngineError, RequestError
 

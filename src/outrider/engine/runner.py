@@ -1,4 +1,4 @@
-"""The target's forward: known tokens and guesses of all rows at once, and the laws at the nodes that were asked for."""
+"""The target's forward over the known tokens and draft trees of all rows."""
 
 from __future__ import annotations
 
@@ -7,47 +7,51 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from outrider.backends.base import Answer, TreeQueries
+from outrider.backends.base import TreeQueries
 from outrider.cache.pool import Pool
 from outrider.core.logprobs import Logprobs
+from outrider.core.step import FINAL, Batch, Needs, RowStep, States
 from outrider.core.step_input import StepInput
-from outrider.core.types import FINAL, ROOT, Batch, DraftTree, Needs, Resume, Row, RowStep, States
+from outrider.core.tree import ROOT, Resume
 from outrider.errors import OutriderError
 from outrider.models.base import Model
 from outrider.models.steps import finish_step
 from outrider.sampling import random_streams
 from outrider.sampling.sampler import Sampler
 
-NONE = torch.empty(0)  # where a state will be
-SLICE = 16  # rows of prompt logits that are held at once
+UNSET = torch.empty(0)  # placeholder for hidden states that the forward fills in
+SLICE = 16  # rows of prompt logits in memory at once
 
 
 class ForwardOutput:
-    """What a forward saw.  Laws are evaluated when the verifier asks: along the path, level by level."""
+    """Logits and hidden states of a forward.  The `Picker` of the step: evaluates nodes when the rule asks for them.
 
-    __slots__ = ("answers", "batch", "kept", "logits", "needs", "roots", "sampler", "spans")
+    logits  float32 [M, V]: after the root of row r in row roots[r], after its node i in row roots[r] + 1 + i
+    kept    the hidden states that `needs` names, of all rows of the forward
+    spans   spans[r]: forward rows of the first known token and of draft node 0 of row r
+    """
+
+    __slots__ = ("batch", "kept", "logits", "needs", "roots", "sampler", "spans")
 
     def __init__(
-        self, batch: Batch, logits: Tensor, roots: dict[int, int], sampler: Sampler, needs: Needs,
-        kept: Mapping[int, Tensor], spans: list[tuple[int, int]], answers: Mapping[int, Answer | None],
-    ) -> None:  # fmt: skip
-        """logits float32 [M, V]; the law after the root of row r is in row roots[r], that after node i in roots[r] + 1 + i.
-
-        kept: the states that `needs` names, of all rows of the forward; spans[r]: where the tokens of row r begin, and its guesses.
-        answers: what `match` says, of rows where that is known.
-        """
+        self,
+        batch: Batch,
+        logits: Tensor,
+        roots: dict[int, int],
+        sampler: Sampler,
+        needs: Needs,
+        kept: Mapping[int, Tensor],
+        spans: list[tuple[int, int]],
+    ) -> None:
         self.batch, self.logits, self.roots, self.sampler, self.needs = batch, logits, roots, sampler, needs
-        self.kept, self.spans, self.answers = kept, spans, answers
+        self.kept, self.spans = kept, spans
 
     def at(self, row: int, node: int) -> int:
-        """Where the logits after `node` of row `row` stand."""
+        """The row of `logits` after `node` of row `row`."""
         return self.roots[row] + 1 + node
 
     def pick(self, row: int, node: int, path: Sequence[int]) -> int:
-        return self.sampler.pick(self.batch[row].row, path, self.logits, self.roots[row] + 1 + node)
-
-    def follow(self, row: int) -> Answer | None:
-        return self.answers.get(row)
+        return self.sampler.pick(self.batch[row].row, path, self.logits, self.at(row, node))
 
     def p(self, row: int, node: int, path: Sequence[int]) -> Tensor:
         return self.sampler.distribution(self.batch[row].row, path, self.logits, self.at(row, node))
@@ -74,7 +78,7 @@ class ForwardOutput:
         return States(self.kept, places)
 
     def record_logprobs(self) -> None:
-        """Log-probabilities of what is emitted, for rows that ask; what the scheduler cuts off later is cut from these, too."""
+        """Append log-probabilities of the emitted tokens, for rows that ask.  `clip` cuts them together with the tokens."""
         for r, step in enumerate(self.batch):
             row = step.row
             if row.logprobs is None or row.logprobs.count is None or row.error is not None:
@@ -82,53 +86,59 @@ class ForwardOutput:
             del row.logprobs.sampled[len(row.tokens) - row.prompt :]  # of a step that was interrupted
             try:
                 self._record(r, step, row.logprobs)
-            except OutriderError as error:  # a processor that fails when it is asked again
+            except OutriderError as error:  # a logits processor that fails in its second call
                 row.error = error
 
-    def _record(self, r: int, step: RowStep, kept: Logprobs) -> None:
+    def _record(self, r: int, step: RowStep, logprobs: Logprobs) -> None:
         for i, (node, token) in enumerate(zip([ROOT, *step.accepted], step.emitted)):
             logits = self.logits[self.at(r, node)]
-            kept.add(token, self.sampler.values(step.row, step.emitted[:i], logits, kept.mode))
+            logprobs.add(token, self.sampler.values(step.row, step.emitted[:i], logits, logprobs.mode))
 
 
 class Runner:
-    """same: the verification rule is `match`, so that its answers can be found in the forward."""
+    """Runs the target.  fused_match: verify trees within the forward where the kernels can (see Rule.fused_match)."""
 
-    def __init__(self, decoder: Model, pool: Pool, sampler: Sampler, same: bool) -> None:
-        self.decoder, self.pool, self.sampler, self.same = decoder, pool, sampler, same
+    def __init__(self, decoder: Model, pool: Pool, sampler: Sampler, fused_match: bool) -> None:
+        self.decoder, self.pool, self.sampler, self.fused_match = decoder, pool, sampler, fused_match
 
     def forward(self, batch: Batch, needs: Needs) -> ForwardOutput:
         step_input = StepInput()
-        roots: dict[int, int] = {}
-        matcher = self.decoder.backend.matcher if self.same else None
+        matcher = self.decoder.backend.matcher if self.fused_match else None
         queries = None if matcher is None else matcher.queries()
-        asking: list[tuple[int, int]] = []
-        spans: list[tuple[int, int]] = []  # where the tokens of each row begin, and its guesses
+        roots: dict[int, int] = {}
+        scored: list[tuple[RowStep, int]] = []  # rows with prompt_logprobs, and their first forward row
+        spans: list[tuple[int, int]] = []
         for r, step in enumerate(batch):
             row, first = step.row, step_input.length
-            end = first + step.known
-            add_row(step_input, row, step.start, step.end, step.tree)
-            spans.append((first, end))
-            asked = row.logprobs
-            if asked is not None and asked.prompt_count is not None and len(asked.prompt) < row.prompt:
-                asking.append((r, first))
+            add_row(step_input, step)
+            spans.append((first, first + step.known))
+            if row.logprobs is not None and row.logprobs.prompt_pending(row.prompt):
+                scored.append((step, first))
             if row.adapter is not None:
                 step_input.adapt(first, row.adapter)
             if step.emits:
                 roots[r] = len(step_input.logits_rows)
                 if queries is not None:
-                    self.sampler.ask(queries, r, row, step.tree, roots[r])
-                step_input.logits_rows += range(end - 1, step_input.length)
-        kept = dict.fromkeys(needs.states, NONE)
-        if asking:
-            kept[FINAL] = NONE
-        logits = self._forward(step_input.build(), kept, queries, batch.resume, spans)
-        for r, first in asking:
-            self._score(batch[r].row, kept[FINAL], first, batch[r].start, batch[r].end)
-        answers = {} if queries is None else queries.read()
-        return ForwardOutput(batch, logits, roots, self.sampler, needs, kept, spans, answers)
+                    self.sampler.add_query(queries, r, row, step.tree, roots[r])
+                step_input.logits_rows += range(first + step.known - 1, step_input.length)
+        kept = dict.fromkeys(needs.states, UNSET)
+        if scored:
+            kept[FINAL] = UNSET
+        logits = self._run(step_input.build(), kept, queries, batch.resume, spans)
+        for step, first in scored:
+            self._score_prompt(step, kept[FINAL], first)
+        if queries is not None:
+            self._set_verified(batch, queries)
+        return ForwardOutput(batch, logits, roots, self.sampler, needs, kept, spans)
 
-    def _forward(
+    def _set_verified(self, batch: Batch, queries: TreeQueries) -> None:
+        """Store what the backend has verified.  Other rows are left to the rule, which also finds out why a pick failed."""
+        for r, found in queries.read().items():
+            if found is not None:
+                batch[r].accepted, batch[r].emitted = found
+                batch[r].verified = True
+
+    def _run(
         self,
         step_input: StepInput,
         kept: dict[int, Tensor],
@@ -136,54 +146,55 @@ class Runner:
         resume: Resume | None,
         spans: list[tuple[int, int]],
     ) -> Tensor:
-        """Where a drafter has computed the lower layers of some rows, only the others go through these, unless somebody wants to see what
-        enters a layer."""
+        """Logits of some forward rows.  Fills `kept`.
+
+        Rows that a drafter has computed up to a layer resume there, unless hidden states of inner layers are needed.
+        """
         if resume is None or kept.keys() - {FINAL}:
             return self.decoder.forward_step(step_input, self.pool, kept, queries)
         x = self._resumed(step_input, resume, spans)
         return finish_step(self.decoder, step_input, x, kept, queries)
 
     def _resumed(self, step_input: StepInput, resume: Resume, spans: list[tuple[int, int]]) -> Tensor:
+        """Hidden states [n, hidden] after the last layer."""
         done = [end + node for (_, end), nodes in zip(spans, resume.nodes) for node in nodes]
         rest = sorted({*range(step_input.length)}.difference(done))
+        lower = self.decoder.layer_range(0, resume.layer)
+        upper = self.decoder.layer_range(resume.layer, self.decoder.spec.layers)
         x = resume.states.new_empty(step_input.length, resume.states.shape[1])
         x[done] = resume.states
         if rest:
-            x[rest] = self.decoder.forward(
-                step_input.only(rest).build(), self.pool, self.decoder.layer_range(0, resume.layer)
-            )
-        return self.decoder.forward(
-            step_input, self.pool, self.decoder.layer_range(resume.layer, self.decoder.spec.layers), x
-        )
+            x[rest] = self.decoder.forward(step_input.only(rest).build(), self.pool, lower)
+        return self.decoder.forward(step_input, self.pool, upper, x)
 
-    def _score(self, row: Row, states: Tensor, first: int, start: int, end: int) -> None:
-        """Log-probabilities of the prompt's tokens that its positions start … end - 1 predict; that of `start` is row `first` of what the
-        head reads.
+    def _score_prompt(self, step: RowStep, states: Tensor, first: int) -> None:
+        """Append log-probabilities of the prompt tokens that the known tokens of this step predict.
 
-        A replay after preemption scores nothing twice.  The logits are read a few rows at a time: those of a prompt are never held.
+        states: what the head reads, of all forward rows; `first` is the row's first one.  A replay after preemption
+        scores nothing twice.  Logits are computed a few rows at a time.
         """
-        kept = row.logprobs
-        assert kept is not None
-        todo = range(len(kept.prompt) - 1, min(end, row.prompt - 1))
-        assert not todo or todo.start >= start, "positions whose logits are wanted were not computed"
+        row, logprobs = step.row, step.row.logprobs
+        assert logprobs is not None
+        todo = range(len(logprobs.prompt) - 1, min(step.end, row.prompt - 1))
+        assert not todo or todo.start >= step.start, "positions whose logits are needed were not computed"
+        mode = logprobs.mode.replace("processed", "raw")
         for places in (todo[i : i + SLICE] for i in range(0, len(todo), SLICE)):
-            for p, logits in zip(
-                places,
-                self.decoder.head_logits(states[first + places.start - start : first + places.stop - start]),
-            ):
-                values = self.sampler.values(row, (), logits, kept.mode.replace("processed", "raw"))
-                kept.add_prompt(row.tokens[p + 1], values)
+            offset = first - step.start
+            rows = self.decoder.head_logits(states[offset + places.start : offset + places.stop])
+            for position, logits in zip(places, rows):
+                logprobs.add_prompt(row.tokens[position + 1], self.sampler.values(row, (), logits, mode))
 
 
-def add_row(step_input: StepInput, row: Row, start: int, end: int, draft_tree: DraftTree) -> None:
-    """The known tokens start … end - 1 of a row and the tree that hangs from the last of them; node i lies in slot end + i."""
+def add_row(step_input: StepInput, step: RowStep) -> None:
+    """Add the known tokens of a row and its tree; draft node i lies in slot `step.end` + i of the row."""
+    row, tree, end = step.row, step.tree, step.end
     assert row.table is not None
-    slots, known = row.table.slots, row.tokens[start:end]
-    if draft_tree.chained:  # a chain lies in its natural slots
-        step_input.chain(slots, start, known + draft_tree.tokens)
+    slots, known = row.table.slots, row.tokens[step.start : end]
+    if tree.chained:  # the slots of a chain are in position order
+        step_input.chain(slots, step.start, known + tree.tokens)
         return
-    step_input.chain(slots, start, known)
+    step_input.chain(slots, step.start, known)
     paths: list[list[int]] = []
-    for slot, parent in zip(slots[end : end + len(draft_tree.parents)], draft_tree.parents):
+    for slot, parent in zip(slots[end : end + len(tree.parents)], tree.parents):
         paths.append([*paths[parent], slot] if parent >= 0 else [slot])
-    step_input.nodes(slots, end, paths, draft_tree.tokens)
+    step_input.nodes(slots, end, paths, tree.tokens)

@@ -1,10 +1,9 @@
-"""Who runs in this step, with how many tokens.
+"""Which rows run in a step, with how many tokens.
 
-Running rows are ordered by arrival.  Decodes come first, then the guesses' share, then chunks of prompts, then admissions:
-one budget of tokens for all.  Beside decoding rows, prefill pacing (control/prefill.py) bounds the chunks
-further.  Where pages run out the youngest row is preempted; it keeps its tokens and computes them again.
-Waiting rows are admitted strictly in order of arrival, when all their tokens and their LoRA adapter fit, so
-nobody starves.
+Running rows are ordered by arrival.  One token budget is shared by decodes, then draft nodes, then prompt chunks, then
+admissions.  Beside decoding rows, prefill pacing (control/prefill.py) bounds the chunks further.  Out of pages, the
+youngest row is preempted: it keeps its tokens and computes them again.  Waiting rows are admitted strictly in order of
+arrival, when all their tokens and their LoRA adapter fit, so no row starves.
 """
 
 from __future__ import annotations
@@ -12,42 +11,52 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 from outrider.cache.pages import Cache
 from outrider.control.prefill import PrefillBudget
 from outrider.core.block_table import PAGE, ROOT
-from outrider.core.types import Batch, Budget, LoRARequest, Row
+from outrider.core.row import LoRARequest, Row
+from outrider.core.step import Batch
+from outrider.core.tree import Budget
 from outrider.engine.adapters import Adapters
 from outrider.engine.detokenizer import Detokenizer, find_stop
 from outrider.errors import RequestError
 
 
+@dataclass(frozen=True)
+class Limits:
+    """max_num_seqs: rows that run at once.  max_num_batched_tokens: token budget of a step.
+
+    lookbehind: tokens with K/V that an admitted row computes again, because a drafter needs their hidden states.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    lookbehind: int = 0
+
+
+@dataclass
+class Hooks:
+    """What the scheduler asks of controller, pacer and drafter.  The defaults are those of plain decoding.
+
+    draft_nodes  (running rows) -> draft nodes that one of them may ask for
+    prefill      (decoding rows, tokens left of the step) -> prompt tokens that the step may compute
+    filled       see Drafter.filled
+    forget       see Drafter.forget
+    """
+
+    draft_nodes: Callable[[int], int] = lambda rows: 0
+    prefill: Callable[[int, int], PrefillBudget] = lambda decoding, tokens: PrefillBudget(tokens)
+    filled: Callable[[Row], int] = lambda row: row.computed
+    forget: Callable[[Row, str], None] = lambda row, reason: None
+
+
 class Scheduler:
-    def __init__(
-        self,
-        cache: Cache,
-        seats: int,
-        tokens: int,
-        draft_tree: Callable[[int], int],
-        filled: Callable[[Row], int],
-        forget: Callable[[Row, str], None],
-        prefill: Callable[[int, int], PrefillBudget],
-        adapters: Adapters | None = None,
-        lookbehind: int = 0,
-    ) -> None:
-        """seats: rows at once.  tokens: budget of a step.  guesses: how many nodes a row of such a batch asks for.
-        prefill: (decoding rows, tokens that are left of the step) -> the prompt tokens that it may compute
-        (prefill pacing).  lookbehind: tokens with K/V that an admitted row computes again (to the same
-        numbers), because their states are wanted."""
-        self.adapters, self.lookbehind = adapters, lookbehind
-        self.cache, self.seats, self.tokens, self.draft_tree, self.prefill = (
-            cache,
-            seats,
-            tokens,
-            draft_tree,
-            prefill,
-        )
-        self.filled, self.forget = filled, forget
+    """Queue of rows.  Owns the pages of every running row."""
+
+    def __init__(self, cache: Cache, limits: Limits, hooks: Hooks, adapters: Adapters | None = None) -> None:
+        self.cache, self.limits, self.hooks, self.adapters = cache, limits, hooks, adapters
         self.waiting: deque[Row] = deque()
         self.running: list[Row] = []
         self.preemptions = 0
@@ -62,34 +71,34 @@ class Scheduler:
         self.retire(row)
 
     def clear(self, rows: Iterable[Row]) -> None:
-        """Empty the queues; these rows and all queued ones lose what they hold.  The caller clears the caches."""
+        """Empty the queues; `rows` and all queued rows lose their pages.  The caller clears the caches."""
         for row in {*rows, *self.running, *self.waiting}:
             if row.table is not None:
-                with suppress(Exception):  # the drafter may be what failed
-                    self.forget(row, "preempted")
+                with suppress(Exception):  # the drafter may have caused the failure
+                    self.hooks.forget(row, "preempted")
             row.table = row.adapter = None
             row.computed = 0
         self.running.clear()
         self.waiting.clear()
 
     def next(self) -> Batch:
-        """The rows of this step; their known tokens have slots."""
-        batch, decodes, guessing = Batch(), 0, 0
+        """The rows of the next step, with slots for their known tokens."""
+        batch, decodes, drafting = Batch(), 0, 0
         for row in list(self.running):
             if row.finish_reason is not None:
                 self.retire(row)  # only after a step that was interrupted
             elif len(row.tokens) - row.computed == 1:
                 decodes += 1
-                guessing += row.params.speculate
+                drafting += row.params.speculate
         prefilling = self.waiting or decodes < len(self.running)
-        budget = self._prefill_budget(decodes, guessing) if prefilling else PrefillBudget(0)
+        budget = self._prefill_budget(decodes, drafting) if prefilling else PrefillBudget(0)
         for row in list(self.running):
             known = len(row.tokens) - row.computed
-            if known > 1 and row.table is not None:  # otherwise it has just been preempted for another
+            if known > 1 and row.table is not None:  # without a table, it has just been preempted
                 known = budget.take(known, row.computed)
             if known and (_reaches(row, row.computed + known) or self._room(row, row.computed + known)):
                 batch.add(row, known)
-        while self.waiting and len(self.running) < self.seats and not budget.exhausted:
+        while self.waiting and len(self.running) < self.limits.max_num_seqs and not budget.exhausted:
             if not self._admit(self.waiting[0]):
                 break
             row = self.waiting.popleft()
@@ -100,12 +109,11 @@ class Scheduler:
             batch.add(row, budget.take(len(row.tokens) - row.computed, row.computed))
         return batch
 
-    def _prefill_budget(self, decodes: int, guessing: int) -> PrefillBudget:
-        """Prompt tokens of a step with so many decoding rows, some of which get draft tokens."""
-        share = min(
-            guessing * self.draft_tree(len(self.running)), (self.tokens - decodes) // 2
-        )  # prefill keeps half
-        return self.prefill(decodes, self.tokens - decodes - share)
+    def _prefill_budget(self, decodes: int, drafting: int) -> PrefillBudget:
+        """Prompt tokens of a step with so many decoding rows, `drafting` of which get draft nodes."""
+        left = self.limits.max_num_batched_tokens - decodes
+        draft_nodes = drafting * self.hooks.draft_nodes(len(self.running))
+        return self.hooks.prefill(decodes, left - min(draft_nodes, left // 2))  # prefill keeps half
 
     def reserve(self, batch: Batch, budgets: Sequence[Budget]) -> None:
         """Grant budgets, with slots for the draft nodes.
@@ -113,7 +121,11 @@ class Scheduler:
         Draft nodes take free pages and never preempt a row: the budget shrinks instead.
         """
         drafting = sum(budget.nodes > 0 for budget in budgets)
-        fair = (self.tokens - sum(step.known for step in batch)) // drafting if drafting else 0
+        fair = (
+            (self.limits.max_num_batched_tokens - sum(step.known for step in batch)) // drafting
+            if drafting
+            else 0
+        )
         for step, budget in zip(batch, budgets):
             row, nodes = step.row, min(budget.nodes, fair)
             assert row.table is not None
@@ -161,12 +173,12 @@ class Scheduler:
                 self.share(row)
 
     def share(self, row: Row) -> None:
-        """Enters its full pages for reuse, as far as target and drafter have filled them."""
+        """Index its full pages for reuse, as far as target and drafter have filled them."""
         assert row.table is not None
-        self.cache.register(row.table, row.tokens, min(row.computed, self.filled(row)))
+        self.cache.register(row.table, row.tokens, min(row.computed, self.hooks.filled(row)))
 
     def retire(self, row: Row) -> None:
-        """Frees everything that the row holds."""
+        """Free everything that the row holds."""
         if row in self.running:
             self.running.remove(row)
         self._release(row, "finished")
@@ -178,12 +190,12 @@ class Scheduler:
             if row.text is not None and row.params.include_stop_str_in_output:
                 row.text.feed(token)
         elif row.text is not None:  # a token that ends the text is not part of it
-            self._read(row, row.text, token)
+            self._detokenize(row, row.text, token)
         if row.finish_reason is None and len(row.tokens) >= row.limit:
             row.finish_reason = "length"
         return row.finish_reason is not None
 
-    def _read(self, row: Row, text: Detokenizer, token: int) -> None:
+    def _detokenize(self, row: Row, text: Detokenizer, token: int) -> None:
         fresh = text.feed(token)
         if fresh and row.params.stop and len(row.tokens) - row.prompt >= row.params.min_tokens:
             found = find_stop(text.text, len(fresh), tuple(row.params.stop))
@@ -194,7 +206,7 @@ class Scheduler:
                 row.finish_reason, row.stop_reason = "stop", found[1]
 
     def _room(self, row: Row, length: int) -> bool:
-        """Pages for a running row, taken from the youngest if need be.  False if the row itself had to go."""
+        """Reserve pages for a running row, preempting the youngest as needed.  False if the row itself was preempted."""
         while row in self.running:
             assert row.table is not None
             if self.cache.reserve(row.table, length):
@@ -211,12 +223,12 @@ class Scheduler:
 
     def _release(self, row: Row, reason: str) -> None:
         if row.table is not None:
-            self.forget(row, reason)
+            self.hooks.forget(row, reason)
             self.cache.close(row.table)
             row.table = row.adapter = None
 
     def _admit(self, row: Row) -> bool:
-        """Opens a table for a waiting row, with what can be reused; False, and nothing kept, if its tokens do not fit."""
+        """Open a block table for a waiting row, with reusable pages.  False, and no effect, if its tokens do not fit."""
         source = row.source
         forking = source is not None and source.table is not None
         if forking and source is not None and source.computed < row.prompt:
@@ -225,11 +237,11 @@ class Scheduler:
             return row.error is not None
         row.table = self.cache.open(-row.lora.lora_int_id if row.lora else ROOT)
         if forking and source is not None and source.table is not None:
-            row.computed = min(row.prompt - 1, self.filled(source))
+            row.computed = min(row.prompt - 1, self.hooks.filled(source))
             fits = self.cache.fork(source.table, row.table, row.computed)
         else:
             row.computed, fits = self.cache.match(row.table, row.tokens, row.reusable), True
-        row.computed = max(0, row.computed - self.lookbehind)
+        row.computed = max(0, row.computed - self.limits.lookbehind)
         if not (fits and self.cache.reserve(row.table, len(row.tokens))):
             self.cache.close(row.table)
             row.table, row.adapter, row.computed = None, None, 0
@@ -238,7 +250,7 @@ class Scheduler:
         return row.table is not None
 
     def _adapt(self, row: Row, lora: LoRARequest) -> bool:
-        """Gives the row its adapter.  False where too many others are in use, or, with an error, where it cannot be read."""
+        """Load the row's LoRA adapter.  False while too many others are in use, or if loading failed (see Row.error)."""
         assert self.adapters is not None
         try:
             row.adapter = self.adapters.take(
@@ -250,5 +262,5 @@ class Scheduler:
 
 
 def _reaches(row: Row, length: int) -> bool:
-    """Whether its pages hold so many positions, as they do in most steps."""
+    """Whether its pages hold `length` positions.  True in most steps."""
     return row.table is not None and len(row.table.pages) * PAGE >= length

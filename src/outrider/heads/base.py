@@ -19,7 +19,8 @@ from torch import Tensor
 
 from outrider.checkpoints.heads import Head
 from outrider.checkpoints.quantize import bits_of
-from outrider.core.types import FINAL, Batch, Commit, Needs, Row, RowStep
+from outrider.core.row import Row
+from outrider.core.step import FINAL, Batch, Commit, Needs, RowStep
 from outrider.drafting.base import Drafter, Target, refuse_parallel
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.choose import Chooser

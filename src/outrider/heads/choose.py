@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outrider.backends.candidates import Candidates, Found
 from outrider.core.noise import key_of
-from outrider.core.types import Row
+from outrider.core.row import Row
 from outrider.drafting.base import Target
 from outrider.drafting.trees.sampled import RANKED
 from outrider.errors import OutriderError

@@ -10,7 +10,7 @@ import heapq
 from collections import Counter
 from collections.abc import Collection, Sequence
 
-from outrider.core.types import ROOT, DraftTree
+from outrider.core.tree import ROOT, DraftTree
 from outrider.heads.templates import Path
 
 LEARN = 0.02

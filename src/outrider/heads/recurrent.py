@@ -28,8 +28,10 @@ from torch import Tensor
 
 from outrider.cache.pool import Pool
 from outrider.checkpoints.heads import Head
+from outrider.core.row import Row
+from outrider.core.step import Batch, Commit, Needs
 from outrider.core.step_input import StepInput
-from outrider.core.types import EMPTY_TREE, Batch, Budget, Commit, Draft, Needs, Row
+from outrider.core.tree import EMPTY_TREE, Budget, Draft
 from outrider.drafting.base import Target, refuse_idle
 from outrider.errors import ConfigError, unknown
 from outrider.heads.base import HeadDrafter, HeadOptions

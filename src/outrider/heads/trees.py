@@ -13,8 +13,9 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from outrider.backends.candidates import Candidates
+from outrider.core.row import Row
 from outrider.core.step_input import StepInput
-from outrider.core.types import ROOT, Budget, DraftTree, Row
+from outrider.core.tree import ROOT, Budget, DraftTree
 from outrider.drafting.trees.sampled import Tree
 from outrider.drafting.view import View
 from outrider.heads.choose import Chooser

@@ -24,7 +24,7 @@ from outrider.config import EngineOptions
 from outrider.core.block_table import PAGE
 from outrider.core.quantized import QuantizedWeight
 from outrider.draft.datastore.store import BUILTIN as STORES
-from outrider.engine.engine import free_memory
+from outrider.engine.memory import free_memory
 from outrider.errors import ModelError
 from outrider.models.load import needs_fallback
 from outrider.models.placement import pick_device, pick_dtype

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from outrider.backends.base import TreeQueries
 from outrider.cache.pool import Pool
+from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
-from outrider.core.types import FINAL
 from outrider.models.base import Model
 
 

@@ -1,1 +1,1 @@
-"""Which token follows: parameters, path-aware processors, counter-based noise, and the sampler that applies them."""
+"""Sampling: logits processors, random streams, and the sampler that applies them."""

@@ -1,7 +1,7 @@
-"""Random choices that are functions of (seed, sample, step, node): what drafters draw guesses with and rules decide with.
+"""Random choices of drafters and verification rules, as functions of (seed, sample, step, node).
 
-Three streams that share nothing: drawing guesses, accepting them, drawing what is emitted instead.  Sharing one between the
-two sides biases what is emitted (block verification with shared draws: a chi-square of 905 on 80 degrees of freedom).
+Three independent streams: sampling draft tokens, accepting them, and sampling the token emitted instead.  Sharing one
+biases the output (block verification with shared draws: chi-square 905 on 80 degrees of freedom).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outrider.core.noise import ACCEPT, DRAW, EMIT, stream_of, uniform
-from outrider.core.types import Row
+from outrider.core.row import Row
 
 
 def accept(row: Row, node: int, probability: float) -> bool:
@@ -24,7 +24,7 @@ def emit(row: Row, node: int, distribution: Tensor) -> int:
 
 
 def children(row: Row, distribution: Tensor, nodes: range, repeats: bool = False) -> list[int]:
-    """A token for each of the nodes, siblings, drawn from `distribution`; fewer where it runs out of tokens that were not drawn before."""
+    """Sample a token for each of these sibling nodes.  repeats: independent draws; otherwise distinct, and possibly fewer."""
     stream, drawn = stream_of(row.seed, row.index), []
     for node in nodes:
         if not distribution.sum() > 0:
@@ -36,7 +36,7 @@ def children(row: Row, distribution: Tensor, nodes: range, repeats: bool = False
 
 
 def index(distribution: Tensor, uniform: float) -> int:
-    """The token where the cumulated law, float64 [V] of any positive sum, passes `uniform`."""
+    """Inverse transform sampling from `distribution`, float64 [V] of any positive sum."""
     sums = distribution.cumsum(0)
     token = int(torch.searchsorted(sums, sums[-1] * uniform, right=True))
     return (
@@ -47,7 +47,7 @@ def index(distribution: Tensor, uniform: float) -> int:
 
 
 def without(distribution: Tensor, token: int) -> Tensor:
-    """The law given that it is not `token`; zeros if there is nothing else."""
+    """`distribution` given that it is not `token`; zeros if no other token has mass."""
     rest = distribution.clone()
     rest[token] = 0.0
     return normal(rest)

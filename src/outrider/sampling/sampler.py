@@ -11,8 +11,9 @@ from outrider.backends.torch.sampling import filtered, probabilities
 from outrider.core.noise import key_of, stream_of
 from outrider.core.params import DistributionParams
 from outrider.core.processor import Ids
+from outrider.core.row import Row
 from outrider.core.stop_rule import NUM_FEATURES, NodeFeatures, StopRule
-from outrider.core.types import DraftTree, Row
+from outrider.core.tree import DraftTree
 from outrider.errors import ModelError, OutriderError, RequestError
 
 GREEDY = DistributionParams(temperature=0.0)
@@ -31,19 +32,13 @@ class Sampler:
             return tokens[0]
         raise self._nothing(row, logits, at)
 
-    def ask(self, queries: TreeQueries, key: int, row: Row, tree: DraftTree, root: int) -> None:
-        """What `match` says of a tree whose root has row `root` of the logits.  No question where it has to be asked pick by pick."""
-        if not row.processors:
-            tokens = tree.tokens[: tree.size] if tree.probes else tree.tokens
-            queries.add(
-                key,
-                root,
-                row.distribution,
-                stream_of(row.seed, row.index),
-                len(row.tokens),
-                tokens,
-                tree.parents,
-            )
+    def add_query(self, queries: TreeQueries, key: int, row: Row, tree: DraftTree, root: int) -> None:
+        """Let the kernels verify a tree whose root has row `root` of the logits.  Rows with processors are left out."""
+        if row.processors:
+            return
+        tokens = tree.tokens[: tree.size] if tree.probes else tree.tokens
+        stream = stream_of(row.seed, row.index)
+        queries.add(key, root, row.distribution, stream, len(row.tokens), tokens, tree.parents)
 
     def distribution(self, row: Row, path: Sequence[int], logits: Tensor, at: int = 0) -> Tensor:
         """The distribution of that token, float64 [V] on the CPU."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from outrider.bench.measure import PLAIN, Configs, Measured, Prompts
 from outrider.core.params import SamplingParams
-from outrider.core.types import Speculation
+from outrider.core.row import Speculation
 from outrider.draft.layerskip.sets import Skip
 from outrider.errors import ConfigError
 from outrider.llm import LLM
@@ -130,7 +130,7 @@ class Tuner:
         engine.forget_prefixes()
         engine.reset()
         outputs = [self.llm.generate([prompt], self.params)[0] for _, prompt in self.prompts]
-        times = engine.decoding.times
+        times = engine.decode.times
         return (
             sum((output.speculation for output in outputs), Speculation()),
             times.propose,

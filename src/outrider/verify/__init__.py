@@ -1,4 +1,4 @@
-"""What may be emitted.  This folder is the registry: a module here that defines a `Rule` is the rule of its name."""
+"""Verification rules.  This folder is the registry: a module that defines a `Rule` is the rule of its name."""
 
 from __future__ import annotations
 

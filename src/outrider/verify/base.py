@@ -1,48 +1,72 @@
-"""What a verification rule is."""
+"""Base class of verification rules."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
-from outrider.core.types import ROOT, Batch, DraftTree, Picker
+from outrider.core.step import Batch
+from outrider.core.tree import ROOT, DraftTree
 from outrider.errors import OutriderError
 from outrider.sampling.random_streams import normal
+
+
+class Picker(Protocol):
+    """The target's picks and distributions at the nodes of a batch, evaluated lazily, and the uniforms of a step.
+
+    path: the tokens from the root to `node` (-1 = the root) of row `row` of the batch.  An OutriderError ends its row.
+    The random streams (drawing draft tokens, accepting, emitting) are functions of (seed, sample, length of the row, node).
+    They are independent of each other and of the noise that `pick` adds.
+    """
+
+    def pick(self, row: int, node: int, path: Sequence[int]) -> int:
+        """The target's own token after `path`, as in plain decoding."""
+
+    def p(self, row: int, node: int, path: Sequence[int]) -> Tensor:
+        """The target's distribution after `path`, float64 [V], with all sampling parameters applied."""
+
+    def accept(self, row: int, node: int, probability: float) -> bool:
+        """True with this probability; called at most once a node."""
+
+    def draw(self, row: int, node: int, distribution: Tensor) -> int:
+        """A token from `distribution`, to be emitted after `node`."""
 
 
 class RowPicker:
     """`Picker` of one row."""
 
-    __slots__ = ("distributions", "row")
+    __slots__ = ("picker", "row")
 
-    def __init__(self, distributions: Picker, row: int) -> None:
-        self.distributions, self.row = distributions, row
+    def __init__(self, picker: Picker, row: int) -> None:
+        self.picker, self.row = picker, row
 
     def pick(self, node: int, path: Sequence[int]) -> int:
-        return self.distributions.pick(self.row, node, path)
-
-    def follow(self) -> tuple[list[int], list[int]] | None:
-        return self.distributions.follow(self.row)
+        return self.picker.pick(self.row, node, path)
 
     def p(self, node: int, path: Sequence[int]) -> Tensor:
-        return self.distributions.p(self.row, node, path)
+        return self.picker.p(self.row, node, path)
 
     def accept(self, node: int, probability: float) -> bool:
-        return self.distributions.accept(self.row, node, probability)
+        return self.picker.accept(self.row, node, probability)
 
     def draw(self, node: int, distribution: Tensor) -> int:
-        return self.distributions.draw(self.row, node, distribution)
+        return self.picker.draw(self.row, node, distribution)
 
 
 class Rule:
-    """Decides what is emitted.  A subclass is one file in this folder, named after the rule.
+    """Verification rule: decides which draft tokens are accepted and what is emitted.
 
-    Options: a frozen dataclass of the rule's keys in speculative_config.  lossless: what is emitted has the target's law.  same: it is
-    token for token what plain decoding says.  drawn: guesses are judged by the laws that they were drawn from, so drafters that
-    have one should draw, and say it; the others choose.  branches: it can judge siblings.
+    A subclass is one file in this folder, named after the rule.
+
+    Options      frozen dataclass of the rule's keys in speculative_config
+    lossless     the emitted tokens have the target's distribution
+    same         the emitted tokens are those of plain decoding, token for token
+    drawn        draft tokens are judged by the distribution q that they were sampled from: drafters should sample, and report q
+    branches     can judge siblings
+    fused_match  is decided by the target's picks alone, so that the kernels may verify a tree within the forward
     """
 
     @dataclass(frozen=True)
@@ -53,19 +77,20 @@ class Rule:
     same: ClassVar[bool] = False
     drawn: ClassVar[bool] = True
     branches: ClassVar[bool] = True
+    fused_match: ClassVar[bool] = False
 
     def __init__(self, options: Any = None) -> None:
         self.options: Any = options or self.Options()
 
     @property
     def promise(self) -> str:
-        """What the emitted tokens are: plain decoding's "tokens", tokens of its "law", or "lossy"."""
+        """How the emitted tokens relate to plain decoding: the same "tokens", the same "law" (distribution), or "lossy"."""
         return "lossy" if not self.lossless else "tokens" if self.same else "law"
 
     def __call__(self, batch: Batch, picker: Picker) -> None:
         """Set `accepted` and `emitted` of every row.  A row that fails gets its error and ends (see Scheduler.clip)."""
         for r, step in enumerate(batch):
-            if step.emits:
+            if step.emits and not step.verified:
                 try:
                     step.accepted, step.emitted = self.walk(step.tree, RowPicker(picker, r))
                 except OutriderError as error:
@@ -85,7 +110,7 @@ def below(tree: DraftTree) -> dict[int, list[int]]:
 
 
 def surplus(p: Tensor, q: Tensor, scale: float = 1.0) -> tuple[Tensor, float]:
-    """(The law of [scale·p - q]₊, its mass); p itself where rounding leaves no mass, which has probability zero."""
+    """(Normalized [scale·p - q]₊, its mass).  Returns p where rounding leaves no mass, which has probability zero."""
     rest = (scale * p - q).clamp_min(0.0)
     mass = float(rest.sum())
     return (normal(rest), mass) if mass > 0 else (p, 0.0)

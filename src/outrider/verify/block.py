@@ -1,4 +1,6 @@
-"""Block verification (Sun et al. 2024, arXiv 2403.10444): a chain is judged as a whole, which accepts more than token by token.
+"""Block verification (Sun et al. 2024, arXiv 2403.10444).
+
+Judges a chain as a whole, which accepts more than token by token.
 
 With p_0 = 1 and p_i = min(1, p_{i-1} p(x_i)/q(x_i)), the first i tokens are accepted with probability
 h_i = S_i / (S_i + 1 - p_i), S_i = Σ [p_i p(·|x_1…x_i) - q(·|x_1…x_i)]₊, the longest first; h of the whole chain is p_γ.
@@ -9,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from outrider.core.types import ROOT, DraftTree
+from outrider.core.tree import ROOT, DraftTree
 from outrider.verify.base import RowPicker, Rule, surplus
 
 
@@ -17,16 +19,15 @@ class Block(Rule):
     branches = False
 
     def walk(self, tree: DraftTree, target: RowPicker) -> tuple[list[int], list[int]]:
-        length = next(
-            (i for i in range(tree.size) if tree.parents[i] != i - 1), tree.size
-        )  # what hangs from elsewhere is not judged
+        # the chain from the root; other branches are not judged
+        length = next((i for i in range(tree.size) if tree.parents[i] != i - 1), tree.size)
         distributions, so_far = [target.p(ROOT, [])], [1.0]
         for i, token in enumerate(tree.tokens[:length]):
             so_far.append(
                 min(1.0, so_far[i] * float(distributions[i][token] / _q(tree, i, distributions[i])[token]))
             )
             if not so_far[-1]:
-                break  # never accepted: nothing behind it is asked for
+                break  # rejected for certain: deeper nodes are not evaluated
             distributions.append(target.p(i, tree.tokens[: i + 1]))
         for end in reversed(range(len(distributions) - 1)):  # whether `end + 1` tokens are accepted
             rest, share = distributions[end + 1], so_far[end + 1]

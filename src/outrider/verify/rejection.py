@@ -1,8 +1,11 @@
-"""Rejection sampling: a guess is accepted with probability min(1, p/q), and what follows a rejection has the law [p - q]₊.
+"""Rejection sampling: accept a draft token with probability min(1, p/q); after a rejection sample from [p - q]₊.
 
-Chains: Leviathan et al. 2023 (arXiv 2211.17192), Chen et al. 2023 (2302.01318).  Siblings are judged in the order in which they
-were drawn, each against what is left of p after the ones before it: independent draws as in SpecInfer (2305.09781), draws
-without replacement as in EAGLE (2401.15077) and Sequoia (2402.12374), chosen ones as draws from a point mass.
+Chains: Leviathan et al. 2023 (arXiv 2211.17192), Chen et al. 2023 (2302.01318).
+Trees: siblings are judged in the order in which they were drawn, each against the residual p of those before it.
+
+- independent draws: SpecInfer (2305.09781)
+- draws without replacement: EAGLE (2401.15077) and Sequoia (2402.12374)
+- chosen siblings: draws from a point mass
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from outrider.core.types import ROOT, DraftTree
+from outrider.core.tree import ROOT, DraftTree
 from outrider.sampling.random_streams import without
 from outrider.verify.base import RowPicker, Rule, below, surplus
 
@@ -19,24 +22,24 @@ from outrider.verify.base import RowPicker, Rule, below, surplus
 class Rejection(Rule):
     def walk(self, tree: DraftTree, target: RowPicker) -> tuple[list[int], list[int]]:
         children = below(tree)
-        path: list[int] = []
-        said: list[int] = []
+        accepted: list[int] = []
+        emitted: list[int] = []
         node: int | None = ROOT
         while node is not None:
-            at, p = node, target.p(node, said)
+            at, p = node, target.p(node, emitted)
             node, p = self._among(children.get(at, ()), tree, p, target)
             if node is None:
-                said.append(target.draw(at, p))
+                emitted.append(target.draw(at, p))
             else:
-                path.append(node)
-                said.append(tree.tokens[node])
-        return path, said
+                accepted.append(node)
+                emitted.append(tree.tokens[node])
+        return accepted, emitted
 
     def _among(
         self, siblings: Iterable[int], tree: DraftTree, p: Tensor, target: RowPicker
     ) -> tuple[int | None, Tensor]:
-        """The sibling that is accepted, or None and the law of the token that is emitted instead."""
-        left: dict[int, Tensor] = {}  # law -> what it is without the siblings that were drawn from it
+        """The accepted sibling, or None and the distribution of the token to emit instead."""
+        left: dict[int, Tensor] = {}  # index of q -> q without the siblings drawn from it
         for node in siblings:
             token, distribution = tree.tokens[node], tree.distribution(node)
             if distribution is None:

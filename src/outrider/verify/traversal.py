@@ -1,9 +1,11 @@
-"""Traversal verification (Weng et al. 2025, arXiv 2505.12398): a tree is judged from its leaves up, which accepts more than from
-the root down; on a chain it is block verification.
+"""Traversal verification (Weng et al. 2025, arXiv 2505.12398).
 
-r(root) = 1, r(v) = min(1, r(parent) p(v)/q(v)).  The first leaf v, depth first, is accepted with all its ancestors with probability
-r(v).  Otherwise it is taken away, and its parent w becomes what is left of it: S = Σ [r(w) p - q]₊, p = [r(w) p - q]₊ / S,
-r(w) = S / (S + 1 - r(w)), q without v.
+Judges a tree from its leaves up, which accepts more than from the root down.  On a chain it is block verification.
+
+- r(root) = 1, r(v) = min(1, r(parent) p(v)/q(v)).
+- The first leaf v, depth first, is accepted with all its ancestors with probability r(v).
+- Otherwise v is removed, and its parent w gets its residual: S = Σ [r(w) p - q]₊, p = [r(w) p - q]₊ / S,
+  r(w) = S / (S + 1 - r(w)), q without v.
 """
 
 from __future__ import annotations
@@ -14,14 +16,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.core.types import ROOT, DraftTree
+from outrider.core.tree import ROOT, DraftTree
 from outrider.sampling.random_streams import without
 from outrider.verify.base import RowPicker, Rule, below, surplus
 
 
 @dataclass
 class _Open:
-    """A node whose children are being judged: what is left of its law and of the chance to accept it.  q: what it was drawn from."""
+    """A node whose children are being judged.  p, r: its residual distribution and acceptance probability; q: what it was drawn from."""
 
     node: int
     token: int
@@ -51,8 +53,8 @@ class Traversal(Rule):
                     path.append(opened(child, token, q, ratio))
                     continue
             elif tip.node == ROOT or target.accept(tip.node, tip.r):
-                said = [at.token for at in path[1:]]
-                return [at.node for at in path[1:]], [*said, target.draw(tip.node, tip.p)]
+                emitted = [at.token for at in path[1:]]
+                return [at.node for at in path[1:]], [*emitted, target.draw(tip.node, tip.p)]
             else:
                 assert tip.q is not None
                 q, tip = tip.q, path[-2]
@@ -62,7 +64,7 @@ class Traversal(Rule):
 
 
 def _drawn(tree: DraftTree, children: Sequence[int], p: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """The children in order, each with the law that it was drawn from, given those before it."""
+    """The children in order, each with the distribution that it was drawn from, given those before it."""
     left: dict[int, Tensor] = {}
     for child in children:
         token, distribution = tree.tokens[child], tree.distribution(child)

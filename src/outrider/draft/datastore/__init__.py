@@ -13,7 +13,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from outrider.core.types import EMPTY_TREE, Batch, Budget, Commit, Draft, DraftTree, Row
+from outrider.core.row import Row
+from outrider.core.step import Batch, Commit
+from outrider.core.tree import EMPTY_TREE, Budget, Draft, DraftTree
 from outrider.draft.datastore.corpus import build
 from outrider.draft.datastore.store import SPAN, Store, fingerprint
 from outrider.drafting.base import Drafter, Target

@@ -25,8 +25,10 @@ from torch import Tensor
 
 from outrider.cache.pool import Pool
 from outrider.checkpoints.heads import Head
+from outrider.core.row import Row
+from outrider.core.step import Batch, Commit, Needs
 from outrider.core.step_input import StepInput
-from outrider.core.types import EMPTY_TREE, Batch, Commit, Draft, DraftTree, Needs, Row
+from outrider.core.tree import EMPTY_TREE, Draft, DraftTree
 from outrider.draft.dflash import layouts
 from outrider.draft.dflash.network import Network
 from outrider.draft.dflash.tree import Grower, chain

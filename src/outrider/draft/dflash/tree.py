@@ -11,7 +11,8 @@ from collections.abc import Generator, Sequence
 
 from torch import Tensor
 
-from outrider.core.types import ROOT, DraftTree, Row
+from outrider.core.row import Row
+from outrider.core.tree import ROOT, DraftTree
 from outrider.drafting.trees.sampled import DRAWN
 from outrider.heads.choose import Chooser
 from outrider.heads.templates import Path

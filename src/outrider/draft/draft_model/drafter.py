@@ -13,8 +13,10 @@ from outrider.backends.base import Chain
 from outrider.cache.pool import Pool
 from outrider.checkpoints.hub import Checkpoint
 from outrider.core.noise import stream_of
+from outrider.core.row import Row
+from outrider.core.step import Batch, Commit
 from outrider.core.step_input import StepInput
-from outrider.core.types import EMPTY_TREE, ROOT, Batch, Budget, Commit, Draft, DraftTree, Row
+from outrider.core.tree import EMPTY_TREE, ROOT, Budget, Draft, DraftTree
 from outrider.draft.draft_model.intersect import Translated, common
 from outrider.draft.draft_model.options import DraftModelOptions
 from outrider.draft.draft_model.staged import Staged

@@ -19,7 +19,9 @@ from outrider.cache.pages import Cache
 from outrider.cache.pool import Pool
 from outrider.core.block_table import PAGE
 from outrider.core.params import SamplingParams
-from outrider.core.types import EMPTY_TREE, NO_BUDGET, Batch, Budget, Draft, DraftTree, Row
+from outrider.core.row import Row
+from outrider.core.step import Batch
+from outrider.core.tree import EMPTY_TREE, NO_BUDGET, Budget, Draft, DraftTree
 from outrider.draft.draft_model.drafter import ModelDrafter
 from outrider.drafting.base import Target
 from outrider.drafting.trees.sampled import RANKED

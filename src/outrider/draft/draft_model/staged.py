@@ -17,8 +17,10 @@ from torch import Tensor
 
 from outrider.cache.pool import Pool
 from outrider.control import fixed
+from outrider.core.row import Row
+from outrider.core.step import Batch, Commit, RowStep
 from outrider.core.step_input import StepInput
-from outrider.core.types import EMPTY_TREE, ROOT, Batch, Budget, Commit, DraftTree, Row, RowStep
+from outrider.core.tree import EMPTY_TREE, ROOT, Budget, DraftTree
 from outrider.drafting.base import Drafter, Target
 from outrider.drafting.trees.sampled import Tree
 from outrider.drafting.view import Window
@@ -125,7 +127,7 @@ class Staged:
     def _guess(self, tree: Tree, rows: int) -> DraftTree:
         """One level less than there is room for: behind the last guess the draft model picks a token itself."""
         said = tree.tokens
-        depth = min(tree.budget.depth - len(said) - 1, self.control.levels(rows))
+        depth = min(tree.budget.depth - len(said) - 1, self.control.depth_for(rows))
         nodes = min(tree.budget.nodes - len(said), self.control.size(depth)) if depth > 0 else 0
         if nodes <= 0:
             return EMPTY_TREE

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from outrider.cache.pool import Pool
 from outrider.checkpoints.heads import Head
+from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
-from outrider.core.types import FINAL
 from outrider.draft.eagle.layouts import recognised, understood
 from outrider.draft.eagle.network import Network
 from outrider.drafting.base import Drafter, Target

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from outrider.checkpoints.heads import Head
-from outrider.core.types import FINAL
+from outrider.core.step import FINAL
 from outrider.errors import ConfigError, ModelError, unknown
 from outrider.heads.recurrent import config_flag
 

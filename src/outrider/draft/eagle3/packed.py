@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from outrider.cache.pool import Pool
+from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
-from outrider.core.types import FINAL
 from outrider.draft.eagle3.layouts import Facts
 from outrider.drafting.base import Target
 from outrider.drafting.vocab.mismatch import PADDING

@@ -23,8 +23,10 @@ from torch import Tensor
 
 from outrider.cache.pool import Pool
 from outrider.checkpoints.heads import Head
+from outrider.core.row import Row
+from outrider.core.step import FINAL, Batch, Commit, Needs
 from outrider.core.step_input import StepInput
-from outrider.core.types import EMPTY_TREE, FINAL, Batch, Budget, Commit, Draft, DraftTree, Needs, Row
+from outrider.core.tree import EMPTY_TREE, Budget, Draft, DraftTree
 from outrider.draft.hydra.layouts import check_kind, named, prefixed, recognised
 from outrider.draft.hydra.network import Network
 from outrider.draft.hydra.parts import Prefix, steps

@@ -25,9 +25,11 @@ from torch import Tensor
 from outrider.backends.base import Chain
 from outrider.cache.pool import Pool
 from outrider.core.noise import stream_of
+from outrider.core.row import Row
+from outrider.core.step import Batch, Commit, RowStep
 from outrider.core.step_input import StepInput
 from outrider.core.stop_rule import StopRule
-from outrider.core.types import EMPTY_TREE, ROOT, Batch, Commit, Draft, DraftTree, Resume, Row, RowStep
+from outrider.core.tree import EMPTY_TREE, ROOT, Draft, DraftTree, Resume
 from outrider.draft.layerskip.comb import Comb
 from outrider.draft.layerskip.confidence import AUTO, SIBLINGS, Exit, siblings_at
 from outrider.draft.layerskip.search import Search

@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 
 from outrider.checkpoints.heads import Head
-from outrider.core.types import EMPTY_TREE, ROOT, Batch, Commit, Draft, DraftTree, Row
+from outrider.core.row import Row
+from outrider.core.step import Batch, Commit
+from outrider.core.tree import EMPTY_TREE, ROOT, Draft, DraftTree
 from outrider.draft.medusa.layouts import LAYOUTS, layout_of, opened
 from outrider.draft.medusa.network import Network
 from outrider.draft.medusa.packed import Packed

@@ -21,7 +21,9 @@ from typing import Any, ClassVar
 import torch
 
 from outrider.checkpoints.heads import Head
-from outrider.core.types import EMPTY_TREE, ROOT, Batch, Budget, Draft, DraftTree, Row
+from outrider.core.row import Row
+from outrider.core.step import Batch
+from outrider.core.tree import EMPTY_TREE, ROOT, Budget, Draft, DraftTree
 from outrider.draft.mlp_speculator import layouts, steps
 from outrider.draft.mlp_speculator.tree import Tree, likely, product
 from outrider.drafting.base import Drafter, Target, refuse_idle

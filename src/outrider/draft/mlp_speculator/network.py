@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outrider.core.types import FINAL
+from outrider.core.step import FINAL
 from outrider.draft.mlp_speculator.layouts import GATES, LSTM, RNN
 from outrider.drafting.base import Target
 from outrider.heads.sample import Outer, Sample

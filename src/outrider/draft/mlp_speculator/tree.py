@@ -14,7 +14,8 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from outrider.core.types import ROOT, DraftTree, Row
+from outrider.core.row import Row
+from outrider.core.tree import ROOT, DraftTree
 from outrider.drafting.trees.sampled import DRAWN, RANKED
 from outrider.heads.choose import Chooser
 from outrider.sampling import random_streams

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outrider.core.types import FINAL
+from outrider.core.step import FINAL
 from outrider.drafting.base import Target
 from outrider.heads.sample import Outer, Sample
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from outrider.cache.pool import Pool
+from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
-from outrider.core.types import FINAL
 from outrider.drafting.base import Target
 from outrider.heads.layer import Block, Pairs, Sizes, turn_of
 from outrider.heads.reader import Reader

@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.checkpoints.heads import Head
-from outrider.core.types import EMPTY_TREE, Batch, Draft, RowStep
+from outrider.core.step import Batch, RowStep
+from outrider.core.tree import EMPTY_TREE, Draft
 from outrider.draft.redrafter.beams import Beams
 from outrider.draft.redrafter.layouts import blocks, named, recognised
 from outrider.draft.redrafter.network import Network

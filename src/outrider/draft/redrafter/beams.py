@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from outrider.core.types import Budget, DraftTree, Row
+from outrider.core.row import Row
+from outrider.core.tree import Budget, DraftTree
 from outrider.drafting.trees.sampled import Tree
 from outrider.drafting.view import View
 from outrider.heads.choose import Chooser

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outrider.core.types import FINAL
+from outrider.core.step import FINAL
 from outrider.draft.redrafter.layouts import KIND
 from outrider.heads.sample import Outer, Sample
 

@@ -6,7 +6,7 @@ import heapq
 from collections import Counter
 from collections.abc import Sequence
 
-from outrider.core.types import ROOT, Budget, DraftTree
+from outrider.core.tree import ROOT, Budget, DraftTree
 
 Counted = tuple[tuple[int, ...], int]  # a text, and how often it occurs
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from outrider.core.row import Row
 from outrider.core.step_input import StepInput
-from outrider.core.types import ROOT, Budget, DraftTree, Row
+from outrider.core.tree import ROOT, Budget, DraftTree
 from outrider.drafting.view import View
 from outrider.sampling import random_streams
 

@@ -1,0 +1,63 @@
+"""Declarative checks of values that come from outside: options, requests and files.
+
+OPTIONS = {"num_pages": whole(1), "share": real(0, 1), "device": optional(TEXT)}
+check_fields(self, OPTIONS)             # in __post_init__ of a frozen dataclass
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.errors import ConfigError, OutriderError, shortened
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The values that are allowed.  `text` completes the sentence "must be ..."."""
+
+    text: str
+    accepts: Callable[[Any], bool]
+
+    def check(self, value: Any, name: str, error: type[OutriderError] = ConfigError) -> None:
+        if not self.accepts(value):
+            raise error(f"{name} must be {self.text}, got {shortened(value)}.")
+
+
+def is_whole(value: Any, least: float = -math.inf, most: float = math.inf) -> bool:
+    """Whether this is an int (True and False are not) of a range."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def is_real(value: Any) -> bool:
+    """Whether this is an int or a float, NaN excluded."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
+
+
+def whole(least: int | None = None, most: int | None = None) -> Kind:
+    """An integer of a range; None sets no bound."""
+    bounds = "" if least is None else f" of at least {least}" if most is None else f" in {least} … {most}"
+    low, high = -math.inf if least is None else least, math.inf if most is None else most
+    return Kind("a whole number" + bounds, lambda value: is_whole(value, low, high))
+
+
+def real(text: str, accepts: Callable[[float], bool]) -> Kind:
+    """A number; `text` names the range, such as "a number in (0, 1]"."""
+    return Kind(text, lambda value: is_real(value) and accepts(value))
+
+
+def optional(kind: Kind) -> Kind:
+    """None, or a value of a kind."""
+    return Kind(f"{kind.text} or None", lambda value: value is None or kind.accepts(value))
+
+
+FLAG = Kind("True or False", lambda value: isinstance(value, bool))
+TEXT = Kind("a string", lambda value: isinstance(value, str) and bool(value))
+
+
+def check_fields(options: Any, table: Mapping[str, Kind], error: type[OutriderError] = ConfigError) -> None:
+    """Check attributes of `options`.  Raises `error` naming the first bad one."""
+    for name, kind in table.items():
+        kind.check(getattr(options, name), name, error)

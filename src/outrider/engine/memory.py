@@ -1,0 +1,55 @@
+"""Size of the K/V cache."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from outrider.config import EngineOptions
+from outrider.core.block_table import PAGE
+from outrider.errors import CapacityError
+
+
+def plan_pages(
+    slot_bytes: Counter[torch.device], max_len: int, max_nodes: int, options: EngineOptions
+) -> int:
+    """Number of pages that the K/V memory holds, and at most as many as max_num_seqs full requests need.
+
+    slot_bytes: bytes of one token position, by device.  max_nodes: draft nodes of a row; they take pages that happen to
+    be free, so the minimum does not count them.  Raises CapacityError if not even one full request fits.
+    """
+    minimum = -(-max_len // PAGE)
+    enough = -(-(max_len + max_nodes) // PAGE) * options.max_num_seqs
+    limit, size = options.kv_cache_memory_bytes, slot_bytes.total()
+    if limit:
+        pages = limit // (size * PAGE)
+    else:
+        rooms = [
+            (free_memory(device, options.gpu_memory_utilization), each) for device, each in slot_bytes.items()
+        ]
+        limit, size = min(rooms, key=lambda room: room[0] / room[1])
+        pages = min(limit // (size * PAGE), enough)
+    if pages < minimum:
+        raise CapacityError(
+            f"K/V memory of {limit:,} bytes holds {pages * PAGE} tokens, one request of max_model_len {max_len} needs "
+            f"{minimum * PAGE} ({minimum * PAGE * size:,} bytes): raise kv_cache_memory_bytes or lower max_model_len."
+        )
+    return pages
+
+
+def free_memory(device: torch.device, share: float) -> int:
+    """Bytes that K/V may take by default.
+
+    On a CPU a quarter of the free memory; on a GPU `share` of its memory, less what is in use.
+    """
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return max(0, int(free - (1 - share) * total))
+    try:
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        return int(lines["MemAvailable"].split()[0]) * 1024 // 4
+    except (OSError, KeyError):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 8
