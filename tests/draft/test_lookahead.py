@@ -16,7 +16,7 @@ from outrider import LLM, ConfigError, SamplingParams
 from outrider.core.step_input import StepInput
 from outrider.core.types import ROOT, Budget, Commit, DraftTree
 from outrider.draft import lookahead
-from outrider.draft.lookahead import Lookahead, Pool, Window
+from outrider.draft.lookahead import Lookahead, NgramPool, Window
 from outrider.engine.runner import add_row
 
 SHAPES = [(1, 2), (1, 4), (2, 3), (4, 2), (3, 5), (5, 4)]
@@ -107,7 +107,7 @@ class Published:
 
 
 def known(drafter: Lookahead) -> dict[int, list[tuple[int, ...]]]:
-    return {token: list(grams) for token, grams in drafter.memory.pool.known.items()}
+    return {token: list(grams) for token, grams in drafter.memory.pool.grams.items()}
 
 
 @pytest.mark.parametrize(("window", "level"), SHAPES)
@@ -207,8 +207,8 @@ def test_the_target_says_after_a_probe_what_it_says_after_its_path(
 @given(st.lists(st.tuples(st.integers(0, 4), st.tuples(st.integers(0, 2), st.integers(0, 1))), max_size=60))
 def test_the_pool_equals_a_list(adds: list[tuple[int, tuple[int, ...]]]) -> None:
     """Of the last n-grams, of the last tokens."""
-    pool, naive = Pool(2), []
-    before, lookahead.TOKENS = lookahead.TOKENS, 3
+    pool, naive = NgramPool(2), []
+    before, lookahead.MAX_TOKENS = lookahead.MAX_TOKENS, 3
     try:
         for token, rest in adds:
             pool.add(token, rest)
@@ -219,7 +219,7 @@ def test_the_pool_equals_a_list(adds: list[tuple[int, tuple[int, ...]]]) -> None
             alive = list(dict.fromkeys(t for t, _ in reversed(naive)))[:3]
             naive = [entry for entry in naive if entry[0] in alive]
     finally:
-        lookahead.TOKENS = before
+        lookahead.MAX_TOKENS = before
     for token in range(5):
         assert list(pool.after(token)) == [rest for t, rest in reversed(naive) if t == token]
 

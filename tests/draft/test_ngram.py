@@ -9,7 +9,7 @@ from rows import drafted, proposed
 
 from outrider import ConfigError, SamplingParams
 from outrider.core.types import Batch, Budget, Commit, Row, RowStep
-from outrider.draft.ngram import ForwardOutput, Ngram
+from outrider.draft.ngram import Ngram, NgramIndex
 
 
 def make_row(tokens: list[int]) -> Row:
@@ -45,7 +45,7 @@ def drafter(low: int = 2, high: int = 4) -> Ngram:
 
 def trust(method: Ngram, row: Row) -> None:
     """As if guesses for this row had been right before."""
-    method.seen.setdefault(row, ForwardOutput([-1] * (method.shortest - 1))).credit = 4
+    method.indexes.setdefault(row, NgramIndex([-1] * (method.shortest - 1))).credit = 4
 
 
 def test_the_longest_match_wins() -> None:
@@ -105,7 +105,7 @@ def test_rows_do_not_see_each_other_and_are_forgotten() -> None:
     for row in (a, b):
         method.forget(row, "finished")
     method.forget(a, "finished")  # unknown rows are no error
-    assert not method.seen
+    assert not method.indexes
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 4), (5, 4), (-1, -1)])

@@ -4,7 +4,8 @@ drawn stays a draw."""
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,13 @@ from torch import Tensor
 
 from outrider import LLM, ConfigError, SamplingParams
 from outrider.core.types import EMPTY_TREE, ROOT, Batch, Budget, Commit, Draft, DraftTree, Needs, Row
-from outrider.draft import union as union_module
 from outrider.draft.draft_model import DraftModel
 from outrider.draft.first import First
 from outrider.draft.ngram import Ngram
 from outrider.draft.suffix import Suffix
-from outrider.draft.union import Union, independent, merge
-from outrider.drafting.base import Drafter
+from outrider.draft.union import Union
+from outrider.draft.union.merge import Merger, independent, merge
+from outrider.drafting.base import Drafter, Storage, Target
 from outrider.sampling import random_streams
 from outrider.verify.base import Rule
 from outrider.verify.rejection import Rejection
@@ -35,7 +36,7 @@ Paths = dict[tuple[int, ...], float]
 
 
 class Fixed(Drafter):
-    """Says what it is told, and keeps what it sees."""
+    """Proposes one tree, and records what it is given."""
 
     def __init__(self, tree: DraftTree, topk: int = 0, depth: int = 3) -> None:
         self.tree, self.needs, self.depth = tree, Needs(topk), depth
@@ -47,8 +48,11 @@ class Fixed(Drafter):
     def size(self, depth: int) -> int:
         return 2 * depth
 
-    def allocate(self, slots: int, pool: Any) -> list[Any]:
-        return [(slots, pool)] * (self.slot_bytes > 0)
+    def footprint(self, device: torch.device) -> Counter[torch.device]:
+        return Counter({device: self.slot_bytes})
+
+    def allocate(self, slots: int, pool: Any) -> Storage:
+        return Storage([(slots, pool)] * (self.slot_bytes > 0))  # type: ignore[list-item]
 
     def propose(self, batch: Batch) -> Draft:
         self.budgets = [step.budget for step in batch]
@@ -64,8 +68,19 @@ class Fixed(Drafter):
         return self.slot_bytes
 
 
-def together(method: type[Union], *drafters: Drafter) -> Union:
-    return method(method.Options(), AnyTarget(), drafters)  # type: ignore[arg-type]
+def factory(drafter: Drafter) -> Callable[[Target], Drafter]:
+    """Returns the drafter, with the target that it is given."""
+
+    def make(target: Target) -> Drafter:
+        drafter.target = target
+        return drafter
+
+    return make
+
+
+def together(method: type[Union], *drafters: Drafter, target: Any = None, nodes: int | None = None) -> Union:
+    factories = [factory(drafter) for drafter in drafters]
+    return method(method.Options(nodes=nodes), target or AnyTarget(), factories)
 
 
 def paths_of(tree: DraftTree) -> Paths:
@@ -206,7 +221,7 @@ def test_all_are_asked_within_their_own_levels() -> None:
     union = together(Union, one, two)
     assert (union.depth, union.size(3), union.size(1), union.needs.topk) == (3, 8, 4, 4)
     assert union.footprint(torch.device("cpu")) == {torch.device("cpu"): 40}
-    assert (union.slot_bytes, union.allocate(7, "pool")) == (40, [(7, "pool")])
+    assert union.allocate(7, "pool") == Storage([(7, "pool")], [])  # type: ignore[arg-type, list-item]
     tree = guess(union, make_row([9]), 3)
     assert (tree.tokens, tree.parents) == ([1, 2, 4, 3], [-1, 0, -1, 1])
     assert (one.budgets, two.budgets) == ([Budget(3, 6)], [Budget(1, 2)])
@@ -217,11 +232,14 @@ def test_all_are_asked_within_their_own_levels() -> None:
     assert union.memory == [0, 4]
     union.memory = [5, 6]
     assert (one.memory, two.memory) == (5, 6)
-    union.drawn = True
-    assert one.drawn and two.drawn and union.drawn
-    nested = together(Union, together(Union, one, two), Fixed(EMPTY_TREE))
-    lots = {one.stream_id, two.stream_id, *(drafter.stream_id for drafter in nested.drafters)}
-    assert len(lots) == 4, "everybody has dice of their own"
+    nested = Union(
+        Union.Options(),
+        AnyTarget(needs_probs=True),  # type: ignore[arg-type]
+        [lambda target: together(Union, one, two, target=target), factory(Fixed(EMPTY_TREE))],
+    )
+    targets = [one.target, two.target, *(drafter.target for drafter in nested.drafters)]
+    assert all(target.needs_probs for target in targets)
+    assert len({target.stream_id for target in targets}) == 4, "every drafter has random streams of its own"
 
 
 def test_nodes_are_capped() -> None:
@@ -229,7 +247,7 @@ def test_nodes_are_capped() -> None:
         Fixed(DraftTree.chain([1, 2, 3], [0.9, 0.8, 0.7])),
         Fixed(DraftTree([1, 4], [-1, -1], [0.5, 0.95])),
     )
-    union = Union(Union.Options(nodes=2), AnyTarget(), [one, two])  # type: ignore[arg-type]
+    union = together(Union, one, two, nodes=2)
     assert union.size(3) == 2
     assert guess(union, make_row([9]), 3).tokens == [4, 1]
 
@@ -286,6 +304,7 @@ class Drawing(Drafter):
 
     def __init__(self, salt: int, siblings: int = 2, repeats: bool = False) -> None:
         self.salt, self.siblings, self.repeats = salt, siblings, repeats
+        self.target = AnyTarget()  # type: ignore[assignment]
 
     def size(self, depth: int) -> int:
         return sum(self.siblings**level for level in range(1, depth + 1))
@@ -297,7 +316,7 @@ class Drawing(Drafter):
             below = []
             for parent, path in frontier:
                 distributions.append(probs_of(path, self.salt))
-                first = self.stream_id + len(tokens)
+                first = self.target.stream_id + len(tokens)
                 for token in random_streams.children(
                     batch[0].row, distributions[-1], range(first, first + self.siblings), self.repeats
                 ):
@@ -310,8 +329,8 @@ class Drawing(Drafter):
         return Draft([DraftTree(tokens, parents, confidence, distributions, belongs, self.repeats)])
 
 
-class Target:
-    """The laws of a target, and the real dice."""
+class EnumeratedTarget:
+    """A picker with enumerated distributions and the real random streams."""
 
     def __init__(self, row: Row) -> None:
         self.row = row
@@ -336,7 +355,7 @@ def chi_square(union: Union, rule: Rule, runs: int, nodes: int) -> float:
         row = make_row([5])
         row.seed = seed
         batch = drafted(union, row, Budget(2, nodes))
-        rule(batch, Target(row))  # type: ignore[arg-type]
+        rule(batch, EnumeratedTarget(row))  # type: ignore[arg-type]
         said = batch[0].emitted
         if len(said) == 1:
             found[said[0]] += probs_of((said[0],), 0)
@@ -369,20 +388,20 @@ def test_the_law_test_sees_what_must_not_be(broken: str, monkeypatch: pytest.Mon
     if broken == "same dice":
         members = [Drawing(137, 1), Drawing(137, 1)]
     union = together(Union, *members)
-    take = union_module._Merging.take
+    add = Merger.add
     if broken == "same dice":
-        union.drafters[0].stream_id = union.drafters[1].stream_id
+        union.drafters[0].target = union.drafters[1].target
 
     def by_token(self: Any, tree: DraftTree) -> None:
         """A draw is as likely to stay as its own token is likely."""
-        take(self, tree)
+        add(self, tree)
         for node in every(self.root):
             if node.distribution >= 0:
                 node.confidence = float(self.distributions[node.distribution][node.token])
 
     def unique(self: Any, tree: DraftTree) -> None:
         """A draw is dropped where a sibling holds its token."""
-        take(self, tree)
+        add(self, tree)
         for node in [self.root, *every(self.root)]:
             node.children = list({child.token: child for child in reversed(node.children)}.values())[::-1]
 
@@ -392,11 +411,11 @@ def test_the_law_test_sees_what_must_not_be(broken: str, monkeypatch: pytest.Mon
         distribution = [
             -1 if pair in chosen else at for pair, at in zip(zip(tree.parents, tree.tokens), tree.probs_of)
         ]
-        take(self, tree._replace(probs_of=distribution))
+        add(self, tree._replace(probs_of=distribution))
 
     changes = {"confidence": by_token, "dropped": unique, "merged": as_chosen}
     if broken in changes:
-        monkeypatch.setattr(union_module._Merging, "take", changes[broken])
+        monkeypatch.setattr(Merger, "add", changes[broken])
     assert chi_square(union, Rejection(), 1500, 2) > LIMIT
 
 
@@ -439,7 +458,7 @@ def test_caches_of_all_are_looked_after() -> None:
     draft = {"method": "draft_model", "model": "builtin-draft", "vocab_mismatch": "retokenize"}
     config = {"method": "union", "drafters": [{"method": "ngram"}, draft]}
     llm = LLM("builtin", speculative_config=config, enable_prefix_caching=False, max_model_len=128)
-    (own,) = llm.engine.drafter.caches
+    _, own = llm.engine.caches
     assert own.prefix_caching is False
     llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=20))
     llm.engine.check()
@@ -479,7 +498,7 @@ def test_drafters_are_described_as_alone() -> None:
     union = make(Union, drafters=LOOK_UPS)
     assert [type(drafter) for drafter in union.drafters] == [Ngram, Suffix]
     assert union.drafters[0].options.prompt_lookup_min == 3
-    assert union.levels == [5, 2] and union.depth == 5
+    assert union.depths == [5, 2] and union.depth == 5
     nested = make(First, drafters=[{"method": "union", "drafters": LOOK_UPS}, {"method": "recycle"}])
     assert nested.needs.topk == 8 and nested.depth == 6
 
@@ -563,7 +582,9 @@ def test_the_text_is_that_of_plain_decoding(
     drafter: Any = llm.engine.drafter
     models_in = [one for one in drafter.drafters if hasattr(one, "decoder")]
     assert llm.engine.cache.pools[1:] == [one.pool for one in models_in]
-    assert drafter.slot_bytes == sum(one.slot_bytes for one in models_in) > 0
+    device = llm.engine.device
+    assert drafter.footprint(device) == sum((one.footprint(device) for one in models_in), Counter())
+    assert drafter.footprint(device).total() > 0
     for _ in range(2):
         outputs = llm.generate(prompts, params)
         assert [output.outputs[0].token_ids for output in outputs] == [

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from outrider.backends.cpu import kernels as cpu
 from outrider.drafting.lookup.index import index_for
 from outrider.drafting.lookup.index_base import PLACES, RUNS, Index, Places
-from outrider.drafting.lookup.index_compiled import Compiled
-from outrider.drafting.lookup.index_reference import Plain
+from outrider.drafting.lookup.index_compiled import CompiledIndex
+from outrider.drafting.lookup.index_reference import ReferenceIndex
 
 Make = Callable[..., Index]
 
 LIBRARY = cpu.library()
-KINDS: list[Make] = [Plain] if LIBRARY is None else [Plain, partial(Compiled, LIBRARY)]
+KINDS: list[Make] = [ReferenceIndex] if LIBRARY is None else [ReferenceIndex, partial(CompiledIndex, LIBRARY)]
 needs_c = pytest.mark.skipif(LIBRARY is None, reason="no C compiler here")
 both = pytest.mark.parametrize("make", KINDS, ids=["python", "c"][: len(KINDS)])
 
@@ -153,7 +153,7 @@ def test_runs_that_share_a_hash_do_not_stand_for_each_other() -> None:
 @pytest.mark.parametrize("capacity", [1, 63, 64, 100, 4095, 4096, 20_000])
 def test_the_memory_is_linear_in_the_text(capacity: int) -> None:
     """36 bytes a token, beside 64 places at least, also where all tokens are the same, the worst case of trees and automata."""
-    index = Compiled(LIBRARY, capacity)
+    index = CompiledIndex(LIBRARY, capacity)
     index.extend([7] * capacity)
     assert index.memory.nbytes <= 36 * max(capacity, 64)
 
@@ -182,6 +182,6 @@ def test_a_copy_is_of_its_own(make: Make) -> None:
 
 def test_the_environment_asks_for_python(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTRIDER_KERNELS", "torch")
-    assert isinstance(index_for(10), Plain)
+    assert isinstance(index_for(10), ReferenceIndex)
     monkeypatch.delenv("OUTRIDER_KERNELS")
-    assert isinstance(index_for(10), Plain if LIBRARY is None else Compiled)
+    assert isinstance(index_for(10), ReferenceIndex if LIBRARY is None else CompiledIndex)

@@ -287,7 +287,7 @@ def test_a_threshold_shortens_drafts_and_moves(llm: LLM) -> None:
 
     def watched(commit: Commit) -> None:
         observe(commit)
-        moved.update(exit.threshold for exit in drafter.exits.values())
+        moved.update(threshold.value for threshold in drafter.thresholds.values())
 
     drafter.observe = watched  # type: ignore[method-assign]
     answer(llm, PROMPTS[2], params)

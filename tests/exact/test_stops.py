@@ -21,7 +21,7 @@ from outrider.core.types import Batch, Budget, Draft, Row
 from outrider.draft import method, methods
 from outrider.draft.draft_model import DraftModel
 from outrider.drafting import disco
-from outrider.drafting.base import Drafter
+from outrider.drafting.base import TextDrafter
 from outrider.drafting.disco import FEATURES, Classifier
 from outrider.models.decoder import Decoder
 
@@ -309,7 +309,7 @@ def test_inner_drafters_that_cannot_be(inner: dict[str, Any], says: str, fast: L
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, kind in methods().items() if kind.after is not Drafter.after]
+    "name", [name for name, kind in methods().items() if issubclass(kind, TextDrafter)]
 )
 def test_guesses_behind_what_is_not_said_are_those_behind_what_is(name: str, fast: LLM) -> None:
     """`after` a beginning equals `after` nothing where the row has said it, for drafters without a memory of the row; nothing is kept."""

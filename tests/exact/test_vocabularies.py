@@ -92,21 +92,20 @@ def test_shuffled_ids_guess_what_the_targets_own_do(
     assert results[1][1].tokens_per_step > 3
 
 
-@pytest.mark.parametrize("which", ["ours", "reads"])
+@pytest.mark.parametrize("which", ["output", "input"])
 def test_a_shift_by_one_is_noticed(
     which: str, fast: LLM, twins: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the test above would say if guesses, or what the draft reads, were one id off."""
-    common = intersect.common
+    """The test above fails if the draft's logits, or the ids that it is fed, are off by one."""
+    shared_tokens = intersect.shared_tokens
 
-    def shifted(*given: Any) -> intersect.Common:
-        words = common(*given)
-        off = (
-            {"ours": words.ours.roll(1)} if which == "ours" else {"reads": words.reads[1:] + words.reads[:1]}
-        )
-        return words._replace(**off)  # type: ignore[arg-type]
+    def shifted(*given: Any) -> intersect.SharedTokens:
+        shared = shared_tokens(*given)
+        if which == "output":
+            return shared._replace(draft_ids=shared.draft_ids.roll(1))
+        return shared._replace(draft_id_of=shared.draft_id_of[1:] + shared.draft_id_of[:1])
 
-    monkeypatch.setattr("outrider.draft.draft_model.common", shifted)
+    monkeypatch.setattr("outrider.draft.draft_model.drafter.shared_tokens", shifted)
     fast.use(draft(twins(byte_level), "intersect"))
     outputs = drive(fast, PROMPTS, params_of({"temperature": 0.0}))
     assert together(outputs).acceptance < 0.2
@@ -139,8 +138,8 @@ def test_a_shadow_has_the_cache_of_its_text(
         guessed = propose(self, batch)
         for shadow in self.shadows.values():
             if shadow.row in batch.rows and (tokens := guessed.trees[batch.rows.index(shadow.row)].tokens):
-                assert not shadow.reading.pending, "it would guess in the middle of a character"
-                heard[tuple(shadow.reading.ids)] = tokens
+                assert not shadow.text.within_character, "it would guess in the middle of a character"
+                heard[tuple(shadow.text.ids)] = tokens
         return guessed
 
     monkeypatch.setattr(DraftModel, "propose", listening)
@@ -306,9 +305,9 @@ def test_a_draft_that_ends_the_text_ends_it(spellers: tuple[LLM, str]) -> None:
     llm.use(draft(model, "retokenize"))
     drafter: Any = llm.engine.drafter
     row = llm._request("abc", SamplingParams(), False).rows[0]
-    (end,) = drafter.ours.ending
-    d, e = (drafter.ours.pieces.index(letter) for letter in (b"d", b"e"))
-    draft_tree = drafter._told(row, len(row.tokens), [d, end, e], 4)
+    (end,) = drafter.draft_codec.ending
+    d, e = (drafter.draft_codec.pieces.index(letter) for letter in (b"d", b"e"))
+    draft_tree = drafter._translate(row, len(row.tokens), [d, end, e], 4)
     assert draft_tree.tokens == [letters()[0].index(b"d"), 1]
 
 

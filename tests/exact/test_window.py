@@ -189,7 +189,7 @@ def test_itself_is_right_as_far_as_it_sees(model: str, siblings: int, request: p
 def test_itself_takes_no_memory(llama: str) -> None:
     config = {"method": "draft_model", "model": "self", "draft_kv_budget": 16}
     plain, guessing = LLM(llama), LLM(llama, speculative_config=config)
-    assert guessing.engine.drafter.slot_bytes == 0
+    assert guessing.engine.drafter.footprint(guessing.engine.device).total() == 0
     assert len(guessing.engine.cache.pools) == 1
     assert guessing.engine.drafter.decoder is guessing.engine.decoder  # type: ignore[attr-defined]
     assert guessing.engine.cache.pages >= plain.engine.cache.pages

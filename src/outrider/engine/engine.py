@@ -7,6 +7,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -81,7 +82,14 @@ class Engine:
             self.max_len,
             methods_of,
         )
-        self.use(speculation.method.create(speculation.options, self.target), speculation)
+        self.use(self.new_drafter(speculation), speculation)
+
+    def target_for(self, speculation: SpeculativeOptions) -> Target:
+        """The target as a drafter sees it under the verification rule of `speculation`."""
+        return replace(self.target, needs_probs=speculation.rule.drawn)
+
+    def new_drafter(self, speculation: SpeculativeOptions) -> Drafter:
+        return speculation.method.create(speculation.options, self.target_for(speculation))
 
     def use(self, drafter: Drafter, speculation: SpeculativeOptions) -> None:
         """Puts a drafter to work, with a fresh cache.  No row may be in flight.  Where it raises, all stays as it was."""
@@ -95,14 +103,15 @@ class Engine:
             raise ConfigError(
                 f'verification "{rule}" judges chains, and "{method}" guesses trees here: choose one of {trees}.'
             )
-        drafter.drawn = speculation.rule.drawn
         pages = self._pages(self.decoder.footprint + drafter.footprint(self.decoder.device), most)
         cache = Cache(pages, self.max_len + most + PAGE, self.options.enable_prefix_caching)
         pool = self.decoder.pool(pages * PAGE)
-        cache.pools = [pool, *drafter.allocate(pages * PAGE, pool)]
-        for own in drafter.caches:
+        storage = drafter.allocate(pages * PAGE, pool)
+        cache.pools = [pool, *storage.pools]
+        for own in storage.caches:
             own.prefix_caching = cache.prefix_caching
         self.drafter, self.rule, self.cache = drafter, speculation.rule, cache
+        self.drafter_caches = storage.caches
         self.verify: Callable[[Batch, ForwardOutput], None] = self.rule
         self.controller: Controller = controller
         self.runner = Runner(self.decoder, pool, self.sampler, self.rule.same)
@@ -202,7 +211,7 @@ class Engine:
     @property
     def caches(self) -> list[Cache]:
         """Every allocator: the target's, and what the drafter has of its own."""
-        return [self.cache, *self.drafter.caches]
+        return [self.cache, *self.drafter_caches]
 
     def forget_prefixes(self) -> None:
         """Empties the prefix index, so that a measurement starts cold."""

@@ -30,7 +30,8 @@ from outrider.cache.pool import Pool
 from outrider.checkpoints.heads import Head
 from outrider.core.step_input import StepInput
 from outrider.core.types import EMPTY_TREE, Batch, Budget, Commit, Draft, Needs, Row
-from outrider.drafting.base import Target, refuse_idle
+from outrider.drafting.base import Storage, Target
+from outrider.drafting.options import refuse_idle
 from outrider.errors import ConfigError, unknown
 from outrider.heads.base import HeadDrafter, HeadOptions
 from outrider.heads.choose import Chooser
@@ -148,9 +149,9 @@ class Recurrent(HeadDrafter):
     def network(self) -> Net:
         raise NotImplementedError
 
-    def allocate(self, slots: int, pool: Pool) -> list[Pool]:
+    def allocate(self, slots: int, pool: Pool) -> Storage:
         self.pool = self.net.pool(slots)
-        return [self.pool]
+        return Storage([self.pool])
 
     def size(self, depth: int) -> int:
         if self.paths:
@@ -201,9 +202,9 @@ class Recurrent(HeadDrafter):
 
     def _growing(self, row: Row, table: array[int], base: int, budget: Budget) -> Growing:
         k = 1 if self.options.tree == CHAIN else self.options.top_k
-        if self.draws(row):
+        if self.samples(row):
             return Drawn(
-                row, table, base, budget, min(k, max(1, budget.nodes // budget.depth)), self.stream_id
+                row, table, base, budget, min(k, max(1, budget.nodes // budget.depth)), self.target.stream_id
             )
         return (
             Static(row, table, base, budget, self.paths)

@@ -61,6 +61,6 @@ def fit(recorded: list[Pairs], seed: int = 0) -> Fitted:
             f"{len(seen)} draft tokens were judged, and a stop classifier needs {LEAST} or more: give more --prompts, or raise -n."
         )
     classifier = disco.fit(seen, seed=seed)
-    hits = sum(classifier.right(features) == good for features, good in held)
+    hits = sum(classifier.accepts(features) == good for features, good in held)
     good = sum(good for _, good in held)
     return Fitted(classifier, len(seen), len(held), hits, max(good, len(held) - good))
