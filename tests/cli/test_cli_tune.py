@@ -74,7 +74,7 @@ def test_where_nothing_can_be_written(run: Run, tmp_path: Path) -> None:
 
 
 def test_the_costs_say_what_a_guess_costs() -> None:
-    costs = Costs(step=10.0, row=1.0, whole=8.0, attention=1.0, mlp=1.5)
+    costs = Costs(step=10.0, row=1.0, full=8.0, attention=1.0, mlp=1.5)
     assert costs.speed(Skip((1, 2), (3,)), Speculation(4, 6, 3, 7)) == 7 / (4 * 10 + 6 * (1 + 8 - 2 - 1.5))
 
 
@@ -88,7 +88,7 @@ def test_the_optimiser_finds_what_the_costs_make_worth_while(tmp_path: Path) -> 
         "dear": Costs(1.0, 0.0, 6.0, 0.99, 0.99),
     }.items():
         tuner = Tuner(llm, prompts, depth=3, tokens=12)
-        tuner._costs = lambda costs=costs: costs  # type: ignore[method-assign, misc]
+        tuner._measure_costs = lambda costs=costs: costs  # type: ignore[method-assign, misc]
         best[name] = tuner.run(0.02, lambda tried, speed: None)
         assert best[name].speed == max(trial.speed for trial in tuner.trials)
     free, dear = (len(best[name].skip.attention) + len(best[name].skip.mlp) for name in ("free", "dear"))
