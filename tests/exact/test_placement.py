@@ -31,7 +31,7 @@ from outrider.backends.select import kernels_for
 from outrider.backends.torch.kernels import TorchKernels
 from outrider.cache.pool import SplitPool
 from outrider.core.block_table import PAGE
-from outrider.draft import draft_model
+from outrider.draft.draft_model import drafter as draft_model
 from outrider.engine import engine as engines
 from outrider.models import decoder
 from outrider.models.placement import Placement, place

@@ -296,7 +296,7 @@ def test_repetitive_text_takes_fewer_forwards(
 @pytest.mark.parametrize(
     ("inner", "says"),
     [
-        ({"method": "draft_model"}, "does not guess from the text alone"),
+        ({"method": "draft_model"}, "does not draft from the text alone"),
         ({"method": "ngarm"}, "Did you mean 'ngram'"),
         ({}, "drafter needs a 'method'"),
         ({"method": "ngram", "prompt_lookup_maxx": 3}, "Did you mean 'prompt_lookup_max'"),

@@ -14,7 +14,8 @@ from vocabularies import byte_level, checkpoint_of, letters, sentencepiece, tiny
 from outrider import LLM, ConfigError, SamplingParams, Speculation
 from outrider.core.block_table import PAGE
 from outrider.core.types import Batch, Draft
-from outrider.draft.draft_model import DraftModel, intersect
+from outrider.draft.draft_model import intersect
+from outrider.draft.draft_model.drafter import ModelDrafter
 from outrider.draft.draft_model.retokenize import Retokenized
 
 PROMPTS = tiny_prompts(7)
@@ -132,7 +133,7 @@ def test_a_shadow_has_the_cache_of_its_text(
 ) -> None:
     """What is guessed after all the cutting back and sharing of pages is what the draft says to the same tokens alone."""
     heard: dict[tuple[int, ...], list[int]] = {}
-    propose = DraftModel.propose
+    propose = ModelDrafter.propose
 
     def listening(self: Any, batch: Batch) -> Draft:
         guessed = propose(self, batch)
@@ -142,7 +143,7 @@ def test_a_shadow_has_the_cache_of_its_text(
                 heard[tuple(shadow.text.ids)] = tokens
         return guessed
 
-    monkeypatch.setattr(DraftModel, "propose", listening)
+    monkeypatch.setattr(ModelDrafter, "propose", listening)
     model = twins(kind, 0.5)
     fast.use(draft(model, "retokenize", assistant_lookbehind=lookbehind))
     whole = tiny_prompts(1, seed=9, longest=40)[0] * 4
