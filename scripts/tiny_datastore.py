@@ -2,9 +2,9 @@
 
     python scripts/tiny_datastore.py --answers 2800
 
-The prompts are made from the words and sentences below, in the forms that the target was trained on.  None is one of the
-demo's.  Answers are sampled at temperature 0.8.  Those that repeat themselves are left out.  A document is an answer behind
-the last tokens of its prompt.
+The prompts are made from the words and sentences below, in the forms that the target was trained on.  None is
+one of the demo's.  Answers are sampled at temperature 0.8.  Those that repeat themselves are left out.  A
+document is an answer behind the last tokens of its prompt.
 """
 
 from __future__ import annotations
@@ -160,7 +160,8 @@ def study(rng: random.Random) -> str:
     )
     return (
         f"In this trial {rng.randint(20, 400)} {people} were given {cure} for {rng.randint(2, 24)} weeks; "
-        f"as many others were not. The treated group had {effect} ({rng.randint(21, 70)} % against {rng.randint(5, 20)} %), but not {other}. More trials are needed."
+        f"as many others were not. The treated group had {effect} ({rng.randint(21, 70)} % against "
+        f"{rng.randint(5, 20)} %), but not {other}. More trials are needed."
     )
 
 
@@ -168,8 +169,10 @@ def town(rng: random.Random) -> tuple[str, str]:
     """A text, and a question about it."""
     name, (event, reason) = rng.choice(TOWNS), rng.choice(EVENTS)
     text = (
-        f"{name} stands {rng.choice(LANDS)}. Its people have lived on {rng.choice(WORKS)} for a long time. In the year "
-        f"{rng.randint(1650, 1950)} {event}, because {reason}. Today about {rng.randint(2, 90)}00 people live there, "
+        f"{name} stands {rng.choice(LANDS)}. Its people have lived on {rng.choice(WORKS)} for a long time. "
+        f"In the year "
+        f"{rng.randint(1650, 1950)} {event}, because {reason}. Today about {rng.randint(2, 90)}00 people "
+        f"live there, "
         f"and most of them work in {rng.choice(WORKS)}."
     )
     return text, rng.choice(
@@ -303,7 +306,10 @@ KINDS: tuple[Callable[[random.Random], list[str]], ...] = (
 
 
 def prompts(count: int) -> list[tuple[str, list[str]]]:
-    """(kind, turns) of `count` prompts, equally many of each kind.  Prompts may be equal: answers are sampled."""
+    """(kind, turns) of `count` prompts, equally many of each kind.
+
+    Prompts may be equal: answers are sampled.
+    """
     rng, taken = random.Random(0), {prompt.turns for prompt in PROMPTS}
     found: list[tuple[str, list[str]]] = []
     while len(found) < count:
@@ -359,5 +365,6 @@ if __name__ == "__main__":
         table.add_row(kind, str(number), str(len(sizes)), f"{sum(sizes):,}")
     console.print(table)
     console.print(
-        f"{args.output}: {sum(len(answer) for _, _, answer in kept):,} tokens of answers, {args.output.stat().st_size:,} bytes"
+        f"{args.output}: {sum(len(answer) for _, _, answer in kept):,} tokens of answers, "
+        f"{args.output.stat().st_size:,} bytes"
     )

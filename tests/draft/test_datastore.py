@@ -1,4 +1,6 @@
-"""The datastore: its order equals sorting, a look-up equals a search through the corpus, and files that do not fit are refused."""
+"""The datastore: its order equals sorting, a look-up equals a search through the corpus, and files that do
+not fit are refused.
+"""
 
 from __future__ import annotations
 

@@ -111,7 +111,9 @@ def test_two_parts_make_the_whole(layer: int, decoder: Decoder) -> None:
 
 
 def test_a_chain_tells_its_states_and_stops_at_its_floor(checkpoint: Make) -> None:
-    """Chains of three rows, one of which stops after its first guess: the others go on, and say what they say alone."""
+    """Chains of three rows, one of which stops after its first guess: the others go on, and say what they say
+    alone.
+    """
     decoder = Decoder(
         Checkpoint.open(str(checkpoint(num_hidden_layers=LAYERS))), torch.float32, torch.device("cpu"), 64
     )

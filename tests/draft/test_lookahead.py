@@ -72,7 +72,9 @@ class Steps:
 
 
 class Published:
-    """The updates of the published code, with its arrays: past[0] lacks the current token, past[l] is None until filled."""
+    """The updates of the published code, with its arrays: past[0] lacks the current token, past[l] is None
+    until filled.
+    """
 
     def __init__(self, first: list[int], window: int, level: int, most: int) -> None:
         self.past: list[list[int] | None] = [list(first), *[None] * (level - 2)]
@@ -80,7 +82,9 @@ class Published:
         self.filled = 0
 
     def speak(self, text: tuple[int, ...]) -> list[int]:
-        """What the target says after the elements of the last filled level: each sees level 0 up to its column, then its column down."""
+        """What the target says after the elements of the last filled level: each sees level 0 up to its
+        column, then its column down.
+        """
         zero, rows = [text[-1], *self.past[0]], self.past[1 : self.filled + 1]
         return [answer((*text[:-1], *zero[: j + 1], *(row[j] for row in rows))) for j in range(len(zero))]
 
@@ -132,7 +136,9 @@ def test_window_and_pool_move_as_published(window: int, level: int) -> None:
 
 @pytest.mark.parametrize(("window", "level"), SHAPES)
 def test_an_element_sees_what_the_published_mask_shows_it(window: int, level: int) -> None:
-    """The plan's own keys and positions, and those that the C kernels walk, in every step of a window that grows and moves."""
+    """The plan's own keys and positions, and those that the C kernels walk, in every step of a window that
+    grows and moves.
+    """
     drafter = make(Lookahead, window_size=window, level=level)
     steps = Steps(drafter, [3, 1, 4, 1, 5])
     for _ in range(12):

@@ -115,8 +115,10 @@ def test_ranges(low: int, high: int) -> None:
 
 
 def test_evidence_decides_how_much_is_risked() -> None:
-    """A row that was never right guesses behind matches of three and more, one token less than its match is long; after a failure only
-    the longest n-gram counts and one token is guessed; with success full guesses come."""
+    """A row that was never right guesses behind matches of three and more, one token less than its match is
+    long; after a failure only the longest n-gram counts and one token is guessed; with success full guesses
+    come.
+    """
     row = make_row([1, 2, 3, 4, 9, 9, 1, 2, 3, 4, 8, 1, 2, 3, 4])
     drafter = Ngram(Ngram.Options())
 

@@ -1,4 +1,6 @@
-"""Token recycling: the published tree, a table that equals a dictionary, and what the engine hands over of the logits."""
+"""Token recycling: the published tree, a table that equals a dictionary, and what the engine hands over of
+the logits.
+"""
 
 from __future__ import annotations
 

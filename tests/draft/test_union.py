@@ -1,5 +1,6 @@
-"""Several drafters as one: the merged tree holds the likeliest nodes of all, each drafter learns as if it were alone, and what was
-drawn stays a draw."""
+"""Several drafters as one: the merged tree holds the likeliest nodes of all, each drafter learns as if it
+were alone, and what was drawn stays a draw.
+"""
 
 from __future__ import annotations
 
@@ -141,7 +142,9 @@ def test_the_merged_tree_holds_the_likeliest_nodes_of_all(several: list[DraftTre
 def test_each_drafter_sees_its_own_part(
     several: list[DraftTree], nodes: int, text: list[int], data: st.DataObject
 ) -> None:
-    """What was verified of its nodes, its part of the path, and the best ids at its nodes; the controller cuts, too."""
+    """What was verified of its nodes, its part of the path, and the best ids at its nodes; the controller
+    cuts, too.
+    """
     drafters = [Fixed(tree, topk=k) for k, tree in enumerate(several)]
     union = together(Union, *drafters)
     batch = drafted(union, make_row([5]), Budget(4, nodes))
@@ -190,7 +193,9 @@ def test_probes_come_last_whole_or_not_at_all() -> None:
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_siblings_with_one_token_are_told_apart(nested: bool) -> None:
-    """Two independent draws of one token: a cut that leaves the second leaves what hangs from it, whoever drew the first."""
+    """Two independent draws of one token: a cut that leaves the second leaves what hangs from it, whoever
+    drew the first.
+    """
     distribution = torch.ones(9, dtype=torch.float64) / 9
     tree = DraftTree(
         [3, 3, 4, 4],
@@ -298,7 +303,9 @@ def probs_of(path: Path_, salt: int) -> Tensor:
 
 
 class Drawing(Drafter):
-    """Draws `siblings` children below each node of two levels, as a draft model does; the confidence is that of the token."""
+    """Draws `siblings` children below each node of two levels, as a draft model does; the confidence is that
+    of the token.
+    """
 
     depth = 2
 
@@ -477,7 +484,9 @@ def test_laws_of_their_own_are_the_same_draws() -> None:
 
 
 def test_parents_that_share_a_law_draw_from_it_each_for_itself() -> None:
-    """Heads that do not know each other have one law for a whole level; both children hold the same token here."""
+    """Heads that do not know each other have one law for a whole level; both children hold the same token
+    here.
+    """
     first, second = torch.tensor([0.5, 0.3, 0.2]).double(), torch.tensor([0.6, 0.3, 0.1]).double()
     tree = DraftTree([0, 1, 0, 0], [ROOT, ROOT, 0, 1], [0.5] * 4, [first, second], [0, 0, 1, 1])
     apart = independent(tree)
@@ -567,7 +576,9 @@ MEMBERS: list[dict[str, Any]] = [
 def test_the_text_is_that_of_plain_decoding(
     method: str, temperature: float, tiny: Path, checkpoint: Any
 ) -> None:
-    """With two models, a table and a window that want logits, and a look-up; some of it is accepted, and all ends with the rows."""
+    """With two models, a table and a window that want logits, and a look-up; some of it is accepted, and all
+    ends with the rows.
+    """
     models = iter([str(checkpoint(num_hidden_layers=1)), str(tiny)])
     members = [
         {**member, "model": next(models)} if member["method"] == "draft_model" else member
@@ -619,7 +630,9 @@ def test_the_next_one_is_heard_where_the_first_is_silent(tiny: Path) -> None:
 
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])
 def test_the_engine_judges_a_mix_by_its_laws(rule: str, tiny: Path, checkpoint: Any) -> None:
-    """Two models that draw, of which one is the target: nearly all that it draws is accepted; and the same seed says the same."""
+    """Two models that draw, of which one is the target: nearly all that it draws is accepted; and the same
+    seed says the same.
+    """
     members = [
         {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3}
         for model in (tiny, checkpoint(seed=1))

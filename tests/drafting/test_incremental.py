@@ -40,7 +40,9 @@ def test_what_tokens_say(kind: Any) -> None:
 @KINDS
 @pytest.mark.parametrize("seed", range(4))
 def test_a_text_that_grows_is_tokenised_as_if_it_had_been_there(kind: Any, seed: int) -> None:
-    """In bits of every size: at each of them the ids are those of the whole text so far, and a step looks at the end of it only."""
+    """In bits of every size: at each of them the ids are those of the whole text so far, and a step looks at
+    the end of it only.
+    """
     random_streams, spoken = random.Random(seed), language(kind)
     reading, at, looked = IncrementalTokens(spoken, 6), 0, []
     tokens = spoken.tokens
@@ -76,7 +78,9 @@ def test_half_a_character_waits_for_the_other() -> None:
 
 @KINDS
 def test_tokens_behind_a_context(kind: Any) -> None:
-    """A text from the middle of another gets no space put before it, and shares no token with what precedes it."""
+    """A text from the middle of another gets no space put before it, and shares no token with what precedes
+    it.
+    """
     spoken = language(kind)
 
     def told(text: str, *contexts: str) -> bytes:

@@ -1,4 +1,6 @@
-"""Where runs of tokens ended: what is found equals a search through the text, in C and in Python, and both agree about everything."""
+"""Where runs of tokens ended: what is found equals a search through the text, in C and in Python, and both
+agree about everything.
+"""
 
 from __future__ import annotations
 
@@ -132,7 +134,9 @@ def test_c_and_python_agree(
 
 
 def test_runs_that_share_a_hash_do_not_stand_for_each_other() -> None:
-    """2,000 runs in 1,024 places: what is found agrees, whatever lies in the same list; and C and Python give up at the same places."""
+    """2,000 runs in 1,024 places: what is found agrees, whatever lies in the same list; and C and Python give
+    up at the same places.
+    """
     random_streams = random.Random(0)
     text = [random_streams.randrange(500) for _ in range(2000)]
     indexes, missed = [make(2047, 9, 3) for make in KINDS], 0
@@ -152,7 +156,9 @@ def test_runs_that_share_a_hash_do_not_stand_for_each_other() -> None:
 @needs_c
 @pytest.mark.parametrize("capacity", [1, 63, 64, 100, 4095, 4096, 20_000])
 def test_the_memory_is_linear_in_the_text(capacity: int) -> None:
-    """36 bytes a token, beside 64 places at least, also where all tokens are the same, the worst case of trees and automata."""
+    """36 bytes a token, beside 64 places at least, also where all tokens are the same, the worst case of
+    trees and automata.
+    """
     index = CompiledIndex(LIBRARY, capacity)
     index.extend([7] * capacity)
     assert index.memory.nbytes <= 36 * max(capacity, 64)

@@ -1,4 +1,6 @@
-"""Drafts with another vocabulary: the same text, and guesses as good as those of the same network with the target's own."""
+"""Drafts with another vocabulary: the same text, and guesses as good as those of the same network with the
+target's own.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,9 @@ def test_shuffled_ids_guess_what_the_targets_own_do(
     llama: str,
     twins: Callable[..., str],
 ) -> None:
-    """Under "intersect" ids and spellings make no difference at all: neither to what is guessed nor to the laws it is drawn from."""
+    """Under "intersect" ids and spellings make no difference at all: neither to what is guessed nor to the
+    laws it is drawn from.
+    """
     results = []
     for model, mismatch in ((llama, "refuse"), (twins(kind), "intersect")):
         fast.use(draft(model, mismatch, siblings=siblings, verification=verification))
@@ -113,7 +117,9 @@ def test_a_shift_by_one_is_noticed(
 
 
 def test_the_same_network_guesses_the_same_text(spellers: tuple[LLM, str]) -> None:
-    """Under "retokenize", where every text has one tokenisation: all that greedy decoding says is guessed right."""
+    """Under "retokenize", where every text has one tokenisation: all that greedy decoding says is guessed
+    right.
+    """
     llm, model = spellers
     prompts = ["It was late, and", "a", "2 + 2 =", "   so  what?\n\nNothing", "x" * 90, "He said: no ", "\n"]
     params = params_of({"temperature": 0.0}, max_tokens=40)
@@ -131,7 +137,9 @@ def test_the_same_network_guesses_the_same_text(spellers: tuple[LLM, str]) -> No
 def test_a_shadow_has_the_cache_of_its_text(
     lookbehind: int, kind: Any, fast: LLM, twins: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is guessed after all the cutting back and sharing of pages is what the draft says to the same tokens alone."""
+    """What is guessed after all the cutting back and sharing of pages is what the draft says to the same
+    tokens alone.
+    """
     heard: dict[tuple[int, ...], list[int]] = {}
     propose = ModelDrafter.propose
 
@@ -177,7 +185,9 @@ def test_in_company(
     plain: LLM,
     twins: Callable[..., str],
 ) -> None:
-    """Alone, then seven ragged prompts for four seats that join and abort midway, of which one asks for three samples."""
+    """Alone, then seven ragged prompts for four seats that join and abort midway, of which one asks for three
+    samples.
+    """
     params = params_of(distribution)
     params[3] = SamplingParams(**{**vars(params[3]), "n": 3})
     expected = [said(answer(plain, prompt, p).outputs) for prompt, p in zip(PROMPTS, params)]
@@ -245,7 +255,9 @@ def _hits(llm: LLM) -> list[int]:
 def test_little_memory(
     mismatch: str, distribution: dict[str, Any], llama: str, plain: LLM, twins: Callable[..., str]
 ) -> None:
-    """Memory for one request, of target and draft together: rows lose their cache and compute it again, or are not drafted for."""
+    """Memory for one request, of target and draft together: rows lose their cache and compute it again, or
+    are not drafted for.
+    """
     params = params_of(distribution, max_tokens=60)
     expected = [said(answer(plain, prompt, p).outputs) for prompt, p in zip(PROMPTS, params)]
     config = draft(twins(sentencepiece), mismatch)

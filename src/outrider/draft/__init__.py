@@ -1,4 +1,6 @@
-"""The registry of drafting methods: a module of this folder that defines a `Drafter` is the method of its name."""
+"""The registry of drafting methods: a module of this folder that defines a `Drafter` is the method of its
+name.
+"""
 
 from __future__ import annotations
 
@@ -44,10 +46,11 @@ def methods_of(head: Head) -> list[str]:
 
 
 def detect(model: str, revision: str | None = None) -> str:
-    """Return the method that a draft `model` is for: by its tensors, else by its config, else a language model.
+    """Return the method that a draft `model` is for: by its tensors, else by its config, else a language
+    model.
 
-    Raises ConfigError if `model` is no name.  Raises ModelError if it does not exist, if two methods claim it equally, or
-    if it is known to be something else.
+    Raises ConfigError if `model` is no name.  Raises ModelError if it does not exist, if two methods claim it
+    equally, or if it is known to be something else.
     """
     if not isinstance(model, str) or not model:
         raise ConfigError(f"model must be a folder or a hub id, got {model!r}.")
@@ -82,7 +85,8 @@ def _refuse(head: Head) -> None:
     stop_layers = [name for name in head if re.fullmatch(r"model\.\d+\.weight", name)]
     if "model.0.linear.weight" in head and any(head.shape(name)[:1] == (2,) for name in stop_layers):
         raise ModelError(
-            f"{head.name!r} is a head of SpecDec++, which judges draft tokens and makes none, and is not supported.  "
+            f"{head.name!r} is a head of SpecDec++, which judges draft tokens and makes none, and is not "
+            f"supported.  "
             "To stop a draft model in time give it a stop_classifier: `outrider tune disco` makes one."
         )
 

@@ -33,8 +33,8 @@ class First(Union):
     def propose(self, batch: Batch) -> Draft:
         """Ask all drafters in every step, since those with K/V must keep up.
 
-        A row that has draft tokens has no budget left.  Probes are not draft tokens: the next drafter is asked for the
-        nodes that they leave.
+        A row that has draft tokens has no budget left.  Probes are not draft tokens: the next drafter is
+        asked for the nodes that they leave.
         """
         self.drafts, left = [], [step.budget for step in batch]
         for i in range(len(self.drafters)):

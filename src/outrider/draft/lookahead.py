@@ -1,16 +1,20 @@
-"""Lookahead decoding (Fu et al. 2024, arXiv 2402.02057): the target itself produces n-grams several tokens ahead.
+"""Lookahead decoding (Fu et al. 2024, arXiv 2402.02057): the target itself produces n-grams several tokens
+ahead.
 
-A window of W columns and N - 1 levels is part of every forward, as probes.  It is solved by Jacobi iteration: each step
-the target predicts the token after the last level of each column, and the window advances by one position.  A column read
-downwards is an n-gram that the target produced.  A pool keeps the last G n-grams that begin with each token.  Draft tokens
-are those that follow the last committed token in its n-grams.
+A window of W columns and N - 1 levels is part of every forward, as probes.  It is solved by Jacobi iteration:
+each step the target predicts the token after the last level of each column, and the window advances by one
+position.  A column read downwards is an n-gram that the target produced.  A pool keeps the last G n-grams
+that begin with each token.  Draft tokens are those that follow the last committed token in its n-grams.
 
     column        0     1     2         parent of level 0, column j:  level 0, column j - 1
     level 0     root ─ 0,1 ─ 0,2        parent of level l, column j:  level l - 1, column j
                  │      │     │
-    level 1     1,0    1,1   1,2        An element sees level 0 up to its column, and its column down to itself:
-                 │      │     │         the published mask.  Its position is that of the root + column + level:
-    level 2     2,0    2,1   2,2        the published position.
+    level 1     1,0    1,1   1,2
+                 │      │     │
+    level 2     2,0    2,1   2,2
+
+An element sees level 0 up to its column, and its column down to itself: the published mask.  Its position is
+that of the root + column + level: the published position.
 """
 
 from __future__ import annotations
@@ -85,7 +89,10 @@ class Window:
         return nodes[0][:-1] + [node for level in nodes[:-1] for node in level]
 
     def ngrams(self, root: int, predicted: list[int]) -> Iterable[tuple[int, tuple[int, ...]]]:
-        """(first token, the rest) of each column; `predicted` is below the last level.  None while the window grows."""
+        """(first token, the rest) of each column; `predicted` is below the last level.
+
+        None while the window grows.
+        """
         if not self.full:
             return ()
         columns = zip(*([root, *self.levels[0]], *self.levels[1:], predicted))
@@ -119,10 +126,11 @@ class Lookahead(Drafter):
 
     @dataclass(frozen=True)
     class Options:
-        """window_size, level, guess_set_size: W, N and G of the paper.  pool_from_prompt: also pool n-grams of the text.
+        """window_size, level, guess_set_size: W, N and G of the paper.  pool_from_prompt: also pool n-grams
+        of the text.
 
-        The names are those of the published code.  None means the published 15, 5 and 15, but 2, 3 and 1 on a CPU, where
-        every node costs time.
+        The names are those of the published code.  None means the published 15, 5 and 15, but 2, 3 and 1 on a
+        CPU, where every node costs time.
         """
 
         window_size: int | None = None
@@ -209,7 +217,10 @@ class Lookahead(Drafter):
                 self._pool_text(row, state)
 
     def _advance(self, row: Row, root: int, tree: DraftTree, topk: list[list[int]]) -> None:
-        """Pool the window's n-grams and advance it.  Restart it if the target had no finite logit below some column."""
+        """Pool the window's n-grams and advance it.
+
+        Restart it if the target had no finite logit below some column.
+        """
         window = self.rows[row].window
         best = [topk[1 + node] for node in window.nodes(tree.size)[-1]]
         if not all(best):

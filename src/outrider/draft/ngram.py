@@ -1,6 +1,8 @@
-"""Prompt lookup: propose what followed the last time these tokens occurred in this request (Saxena 2023; arXiv 2304.04487).
+"""Prompt lookup: propose what followed the last time these tokens occurred in this request (Saxena 2023;
+arXiv 2304.04487).
 
-The longest match wins, and of equally long ones the most recent.  Without a match nothing is proposed, at no cost.
+The longest match wins, and of equally long ones the most recent.  Without a match nothing is proposed, at no
+cost.
 
 An n-gram row starts unproven, because a short answer never earns back a long step that was rejected:
 
@@ -31,8 +33,8 @@ MAX_CREDIT = 4
 class NgramIndex:
     """Positions of a row's shortest n-grams.
 
-    ends: n-gram -> the last position where it ended.  before[i]: where the n-gram that ends at i ended the time before,
-    -1 for never.  The last token is not indexed, so that a suffix never matches itself.
+    ends: n-gram -> the last position where it ended.  before[i]: where the n-gram that ends at i ended the
+    time before, -1 for never.  The last token is not indexed, so that a suffix never matches itself.
     """
 
     before: list[int]

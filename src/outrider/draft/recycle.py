@@ -1,8 +1,8 @@
 """Token recycling (Luo et al. 2024, arXiv 2408.08696): draft from the target's own runners-up.
 
-A table keeps, for every token, the ids with the largest logits when the target last predicted what follows it.  Rejected
-nodes and all requests contribute.  The published tree of 80 nodes says which ranks may become nodes; the measured
-acceptance of each rank orders them.
+A table keeps, for every token, the ids with the largest logits when the target last predicted what follows
+it.  Rejected nodes and all requests contribute.  The published tree of 80 nodes says which ranks may become
+nodes; the measured acceptance of each rank orders them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ RANKS = 8
 RATE = 0.02  # of the moving average of a rank's acceptance
 # The published tree: "01:3" means that the node reached by ranks 0 and 1 has children of ranks 0 to 2.
 TREE = (
-    "root:8 0:8 1:4 2:3 3:2 4:1 5:1 6:1 7:1 00:8 01:3 02:2 03:1 04:1 05:1 06:1 07:1 10:2 11:1 20:1 30:1 40:1 50:1 "
+    "root:8 0:8 1:4 2:3 3:2 4:1 5:1 6:1 7:1 00:8 01:3 02:2 03:1 04:1 05:1 06:1 07:1 10:2 11:1 20:1 30:1 40:1 "
+    "50:1 "
     "000:5 001:2 002:1 003:1 004:1 010:1 020:1 100:1 200:1 300:1 "
     "0000:3 0001:1 0002:1 0010:1 0100:1 1000:1 00000:2 00010:1"
 )
@@ -31,7 +32,10 @@ PATHS = paths(TREE)
 
 @dataclass
 class SuccessorTable:
-    """next: RANKS ids for every token of the vocabulary, best first, -1 if unknown.  acceptance: of each rank."""
+    """next: RANKS ids for every token of the vocabulary, best first, -1 if unknown.
+
+    acceptance: of each rank.
+    """
 
     next: array[int]
     acceptance: list[float] = field(default_factory=lambda: [0.4, 0.15, 0.08, 0.05, 0.04, 0.03, 0.025, 0.02])
@@ -59,7 +63,8 @@ class Recycle(TextDrafter):
 
     @dataclass(frozen=True)
     class Options:
-        """nodes: maximum size of a tree; None means the published 80, or 8 on a CPU, where every node costs time.
+        """nodes: maximum size of a tree; None means the published 80, or 8 on a CPU, where every node costs
+            time.
         min_token_prob: minimum joint probability of a node.
         """
 

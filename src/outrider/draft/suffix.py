@@ -1,8 +1,10 @@
-"""Suffix decoding (Oliaro et al. 2024, arXiv 2411.04975): propose what followed the last tokens earlier, here or in finished requests.
+"""Suffix decoding (Oliaro et al. 2024, arXiv 2411.04975): propose what followed the last tokens earlier, here
+or in finished requests.
 
-Every text has an index of the places where its runs of 1, 2, 4 and 8 tokens ended (drafting/lookup/index.py).  A match of
-n tokens is looked up in the list of the longest run <= n.  The most recent places give the frequencies of what follows.
-Longer matches earn more draft tokens.  The match with the highest expected number of accepted tokens is used.
+Every text has an index of the places where its runs of 1, 2, 4 and 8 tokens ended (drafting/lookup/index.py).
+A match of n tokens is looked up in the list of the longest run <= n.  The most recent places give the
+frequencies of what follows.  Longer matches earn more draft tokens.  The match with the highest expected
+number of accepted tokens is used.
 """
 
 from __future__ import annotations
@@ -25,7 +27,10 @@ ROUNDING = 1e-9
 
 
 class FinishedTexts:
-    """The texts of the last `max_requests` finished requests, in segments.  A segment goes when all of it is outdated."""
+    """The texts of the last `max_requests` finished requests, in segments.
+
+    A segment goes when all of it is outdated.
+    """
 
     def __init__(self, max_requests: int) -> None:
         self.max_requests = max_requests
@@ -155,7 +160,9 @@ class Suffix(TextDrafter):
         return best
 
     def _bound(self, acceptance: MatchAcceptance, shortest: int, longest: int, budget: Budget) -> float:
-        """Upper bound of the expected number of accepted tokens after a match of a length in [shortest, longest]."""
+        """Upper bound of the expected number of accepted tokens after a match of a length in [shortest,
+        longest].
+        """
         # From the longest run on, all lengths share one estimate.
         lengths = range(shortest, longest + 1) if shortest < RUNS[0] else (longest,)
         return max([acceptance.expected_tokens(n, self._nodes(n, budget)) for n in lengths])

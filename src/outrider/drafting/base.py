@@ -38,7 +38,8 @@ class Target:
 class Storage(NamedTuple):
     """K/V storage that a drafter has allocated.
 
-    pools: at the slots of the target's pool.  caches: page allocators of K/V that cannot use the target's slots.
+    pools: at the slots of the target's pool.  caches: page allocators of K/V that cannot use the target's
+    slots.
     """
 
     pools: Sequence[Pool] = ()
@@ -48,10 +49,10 @@ class Storage(NamedTuple):
 class Drafter:
     """Proposes draft tokens.  Bad ones cost time and never change the output.
 
-    A subclass is one file in `outrider/draft`.  `Options` is a frozen dataclass; its fields are the method's keys in
-    speculative_config.  `depth` is the default of num_speculative_tokens.  `demo` maps labels to keys of
-    speculative_config that `outrider demo` runs with the built-in models.  `memory` holds what outlives a request:
-    a benchmark copies it and restores it before it repeats a prompt.
+    A subclass is one file in `outrider/draft`.  `Options` is a frozen dataclass; its fields are the method's
+    keys in speculative_config.  `depth` is the default of num_speculative_tokens.  `demo` maps labels to keys
+    of speculative_config that `outrider demo` runs with the built-in models.  `memory` holds what outlives a
+    request: a benchmark copies it and restores it before it repeats a prompt.
     """
 
     Options: ClassVar[type[Any]]
@@ -74,7 +75,10 @@ class Drafter:
         return cls(cls.Options(), target)
 
     def samples(self, row: Row) -> bool:
-        """Whether draft tokens of this row should be sampled from q, and q be kept in the tree.  Greedy rows need no q."""
+        """Whether draft tokens of this row should be sampled from q, and q be kept in the tree.
+
+        Greedy rows need no q.
+        """
         return self.target.needs_probs and row.distribution.temperature > 0
 
     def footprint(self, device: torch.device) -> Counter[torch.device]:
@@ -111,7 +115,10 @@ class TextDrafter(Drafter):
     """A drafter that proposes from the text alone.  A draft model can use one to speed itself up."""
 
     def after(self, row: Row, ahead: Sequence[int], budget: Budget) -> DraftTree:
-        """Return draft tokens behind the row's tokens and `ahead`, which may never be emitted.  Keeps nothing of it."""
+        """Return draft tokens behind the row's tokens and `ahead`, which may never be emitted.
+
+        Keeps nothing of it.
+        """
         raise NotImplementedError
 
     def propose(self, batch: Batch) -> Draft:

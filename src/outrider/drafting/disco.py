@@ -1,7 +1,8 @@
-"""The stop classifier of DISCO (Mamou et al. 2024, arXiv 2405.04304): a network that says when to stop drafting.
+"""The stop classifier of DISCO (Mamou et al. 2024, arXiv 2405.04304): a network that says when to stop
+drafting.
 
-It has one hidden layer.  Its inputs are a node's probability, the entropy of q, the largest probabilities of q, and the
-node's depth.  It is fitted to nodes that a target has accepted or rejected.
+It has one hidden layer.  Its inputs are a node's probability, the entropy of q, the largest probabilities of
+q, and the node's depth.  It is fitted to nodes that a target has accepted or rejected.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ def _shapes(width: int) -> tuple[tuple[int, ...], ...]:
 
 @dataclass(frozen=True)
 class Classifier:
-    """float32: hidden [H, FEATURES] and [H], output [1, H] and [1].  The output is the logit of acceptance."""
+    """float32: hidden [H, FEATURES] and [H], output [1, H] and [1].
+
+    The output is the logit of acceptance.
+    """
 
     hidden: Tensor
     hidden_bias: Tensor
@@ -46,7 +50,9 @@ class Classifier:
         return bool(self(torch.tensor([features])) >= 0)
 
     def flat(self, threshold: float) -> Tensor:
-        """The weights as `StopRule.net`: its output is below 0 if the probability of acceptance is below `threshold`."""
+        """The weights as `StopRule.net`: its output is below 0 if the probability of acceptance is below
+        `threshold`.
+        """
         share = min(max(threshold, 1e-6), 1 - 1e-6)
         bias = self.output_bias - math.log(share / (1 - share))
         parts = [self.hidden.flatten(), self.hidden_bias, self.output.flatten(), bias]
@@ -74,7 +80,8 @@ def load(file: str) -> Classifier:
     width = shapes.get(NAMES[0], (0,))[0]
     if not width or shapes != dict(zip(NAMES, _shapes(width))):
         raise ConfigError(
-            f"stop_classifier {file!r} is no such network: it needs {', '.join(NAMES)} with {FEATURES} inputs, "
+            f"stop_classifier {file!r} is no such network: it needs {', '.join(NAMES)} with {FEATURES} "
+            f"inputs, "
             f"has {shapes}."
         )
     return Classifier(*(tensors[name].float() for name in NAMES))
@@ -91,7 +98,8 @@ def fit(
     y = torch.tensor([float(accepted) for _, accepted in pairs])
     if not len(y) or not 0 < y.sum() < len(y):
         raise ConfigError(
-            f"{len(y)} draft tokens, {int(y.sum())} of them right, teach nothing: right and wrong ones are needed."
+            f"{len(y)} draft tokens, {int(y.sum())} of them right, teach nothing: right and wrong ones are "
+            f"needed."
         )
     mean, scale = x.mean(0), x.std(0).clamp_min(1e-3)
     generator = torch.Generator().manual_seed(seed)

@@ -25,11 +25,14 @@ def require(options: Any, name: str, valid: bool, expected: str) -> None:
 
 
 def refuse_idle(options: Any, on: bool, switch: str, *names: str) -> None:
-    """Raise ConfigError if one of the options `names` is set although `switch`, which they modify, is not `on`."""
+    """Raise ConfigError if one of the options `names` is set although `switch`, which they modify, is not
+    `on`.
+    """
     for name in names:
         if not on and getattr(options, name) != getattr(type(options), name):
             raise ConfigError(
-                f"{name} = {getattr(options, name)!r} has no effect without {switch}: set that too, or leave it out."
+                f"{name} = {getattr(options, name)!r} has no effect without {switch}: set that too, or leave "
+                f"it out."
             )
 
 

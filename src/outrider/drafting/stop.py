@@ -1,7 +1,8 @@
 """Rules that stop a draft model early: by what it has drafted in this step, and by how earlier steps went.
 
-A rule judges a node by its features (its probability, the entropy of q, …).  The node stays, but nothing is drafted behind
-it.  The rules do not look at the target's answer of this step, so they work with every verification rule.
+A rule judges a node by its features (its probability, the entropy of q, …).  The node stays, but nothing is
+drafted behind it.  The rules do not look at the target's answer of this step, so they work with every
+verification rule.
 """
 
 from __future__ import annotations
@@ -31,15 +32,18 @@ HISTORY = 256  # judged nodes that a threshold is fitted to
 
 @dataclass(frozen=True)
 class Options:
-    """Options for stopping a draft early.  Names and rules are those of transformers, unless a paper is given.
+    """Options for stopping a draft early.  Names and rules are those of transformers, unless a paper is
+    given.
 
-    num_assistant_tokens_schedule: "constant", "heuristic" or "heuristic_transient".  The depth of "heuristic" grows by two
-        after a step whose tokens were all accepted and shrinks by one after any other.  It starts at num_assistant_tokens
-        (default 5) and ends at num_speculative_tokens.  "heuristic_transient" starts anew with every request.
+    num_assistant_tokens_schedule: "constant", "heuristic" or "heuristic_transient".  The depth of "heuristic"
+        grows by two after a step whose tokens were all accepted and shrinks by one after any other.  It
+        starts at num_assistant_tokens (default 5) and ends at num_speculative_tokens.  "heuristic_transient"
+        starts anew with every request.
     assistant_confidence_threshold: stop behind a node that is less probable.
-    assistant_confidence_schedule: "refit" moves the threshold to the least cost of false alarms + 3 · misses so far.
-    entropy_threshold: λ of AdaEDL: stop behind a node whose q has an entropy H with 1 - √(entropy_factor · H) < λ.  λ moves
-        so that a share of entropy_target of the draft tokens is accepted.
+    assistant_confidence_schedule: "refit" moves the threshold to the least cost of false alarms + 3 · misses
+        so far.
+    entropy_threshold: λ of AdaEDL: stop behind a node whose q has an entropy H with 1 - √(entropy_factor · H)
+        < λ.  λ moves so that a share of entropy_target of the draft tokens is accepted.
     stop_classifier: a file of `outrider tune disco`; stop where its network gives a node less than
         stop_classifier_threshold.
     """
@@ -104,7 +108,8 @@ class Options:
 class Learned:
     """What outlives a request.
 
-    length: depth of the next draft.  confidence, entropy: the thresholds.  accepted: smoothed share of accepted tokens.
+    length: depth of the next draft.  confidence, entropy: the thresholds.  accepted: smoothed share of
+        accepted tokens.
     judged: (probability, whether it was accepted) of the last nodes that the target judged.
     """
 
@@ -126,7 +131,8 @@ class Round:
 class Stop:
     """The stop rules of one drafter.
 
-    pairs: if set to a list, (features and depth, whether it was accepted) of every judged node is appended to it.
+    pairs: if set to a list, (features and depth, whether it was accepted) of every judged node is appended to
+    it.
     """
 
     def __init__(self, options: Any) -> None:
@@ -244,7 +250,9 @@ def scheduled(length: int, all_accepted: bool) -> int:
 def judged(
     tree: DraftTree, accepted: Sequence[int], features: dict[int, NodeFeatures]
 ) -> Iterator[tuple[NodeFeatures, int, bool]]:
-    """(features, depth, whether it was accepted) of the nodes that the target judged: the children of the accepted path."""
+    """(features, depth, whether it was accepted) of the nodes that the target judged: the children of the
+    accepted path.
+    """
     for depth, node in enumerate([ROOT, *accepted]):
         for child, parent in enumerate(tree.parents):
             if parent == node and child in features:
@@ -252,9 +260,11 @@ def judged(
 
 
 def fitted(history: Sequence[tuple[float, bool]] | deque[tuple[float, bool]], before: float) -> float:
-    """The threshold with the least false positive rate + 3 · false negative rate; the highest of equally good ones.
+    """The threshold with the least false positive rate + 3 · false negative rate; the highest of equally good
+    ones.
 
-    history: (probability, whether it was accepted).  Returns `before` while there are five or fewer, or all are alike.
+    history: (probability, whether it was accepted).  Returns `before` while there are five or fewer, or all
+    are alike.
     """
     right = sum(good for _, good in history)
     wrong = len(history) - right

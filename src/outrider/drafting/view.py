@@ -1,16 +1,16 @@
 """The draft's window on a request (MagicDec, arXiv 2408.11049), and the target as its own draft.
 
-With a KV budget a draft attends to the first tokens of a request and the most recent ones, as StreamingLLM does (arXiv
-2309.17453), but at their true positions.  K/V is used where it is, and nothing is computed again.
+With a KV budget a draft attends to the first tokens of a request and the most recent ones, as StreamingLLM
+does (arXiv 2309.17453), but at their true positions.  K/V is used where it is, and nothing is computed again.
 
-    budget 6, sink 2     0 1 · · · 5 6 7 8 │ nodes      a row at 8 attends to 0 1 5 6 7 8, its nodes to these and themselves
+    budget 6, sink 2     0 1 · · · 5 6 7 8 │ nodes      a row at 8 attends to 0 1 5 6 7 8, and so do its nodes
 
-A prompt is computed in pieces of `recent` tokens, so its cost grows linearly with its length.  All tokens of a piece
-attend to what its first one may, and to each other.
+A prompt is computed in pieces of `recent` tokens, so its cost grows linearly with its length.  All tokens of
+a piece attend to what its first one may, and to each other.
 
-As its own draft ("self"), the target reads its own pool through such a view.  All known tokens but the pending one have
-their K/V there.  The pending token and the draft nodes write to slots that this step reserved for them, and verification
-overwrites these.
+As its own draft ("self"), the target reads its own pool through such a view.  All known tokens but the
+pending one have their K/V there.  The pending token and the draft nodes write to slots that this step
+reserved for them, and verification overwrites these.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ SELF = "self"
 class View(NamedTuple):
     """The slots of a request that its draft attends to.
 
-    Position p of the text is at slots[p - shift], except for the first `sink` positions, which are not shifted.
+    Position p of the text is at slots[p - shift], except for the first `sink` positions, which are not
+    shifted.
     adapter: the request's LoRA adapter, if the target is its own draft.
     """
 
@@ -47,7 +48,10 @@ class View(NamedTuple):
             step_input.adapt(first, self.adapter)
 
     def node(self, step_input: StepInput, base: int, path: Sequence[int], token: int) -> None:
-        """Append a node of a tree whose root is at position base - 1.  path: the nodes from the root to it."""
+        """Append a node of a tree whose root is at position base - 1.
+
+        path: the nodes from the root to it.
+        """
         first, at = step_input.length, base - self.shift
         step_input.node(self.slots, at, [self.slots[at + i] for i in path], token, self.shift)
         if self.adapter is not None:
@@ -108,7 +112,9 @@ OWN_WEIGHTS = (
 
 
 def check(options: Any) -> None:
-    """Raise ConfigError for a KV budget without room, and for options of a model's weights if the model is "self"."""
+    """Raise ConfigError for a KV budget without room, and for options of a model's weights if the model is
+    "self".
+    """
     budget, sink = options.draft_kv_budget, options.draft_kv_sink
     require(options, "draft_kv_sink", is_int(sink, 0), "a whole number of at least 0")
     if budget is not None and not is_int(budget, sink + 1):
@@ -120,11 +126,13 @@ def check(options: Any) -> None:
         return
     if budget is None:
         raise ConfigError(
-            'model "self" needs a draft_kv_budget: with all of the context the target would do its own work twice.'
+            'model "self" needs a draft_kv_budget: with all of the context the target would do its own work '
+            "twice."
         )
     for name in OWN_WEIGHTS:
         if (value := getattr(options, name)) != getattr(type(options), name):
             raise ConfigError(
-                f'{name} = {value!r} is about a draft with weights of its own, and model "self" has the target\'s: '
+                f'{name} = {value!r} is about a draft with weights of its own, and model "self" has the '
+                f"target's: "
                 "leave it out."
             )

@@ -1,4 +1,6 @@
-"""Fitting a stop classifier to a pair of models: collect draft tokens that the target judged, then fit the network."""
+"""Fitting a stop classifier to a pair of models: collect draft tokens that the target judged, then fit the
+network.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ Pairs = list[tuple[list[float], bool]]  # (features of a node, whether it was ac
 class Fitted(NamedTuple):
     """fitted, held_out: numbers of draft tokens.
 
-    right: held-out ones that the network judged rightly.  majority: the same for the more frequent answer alone.
+    right: held-out ones that the network judged rightly.  majority: the same for the more frequent answer
+    alone.
     """
 
     classifier: disco.Classifier
@@ -54,7 +57,10 @@ def record(
 
 
 def fit(recorded: list[Pairs], seed: int = 0) -> Fitted:
-    """Fit a classifier to all but every HOLD_OUT-th prompt.  Raises ConfigError for fewer than MIN_TOKENS draft tokens."""
+    """Fit a classifier to all but every HOLD_OUT-th prompt.
+
+    Raises ConfigError for fewer than MIN_TOKENS draft tokens.
+    """
     held_out = [pair for pairs in recorded[HOLD_OUT - 1 :: HOLD_OUT] for pair in pairs]
     train = [pair for i, pairs in enumerate(recorded) if i % HOLD_OUT != HOLD_OUT - 1 for pair in pairs]
     if len(train) < MIN_TOKENS:

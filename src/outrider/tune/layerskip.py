@@ -1,9 +1,9 @@
-"""`outrider tune layerskip`: find the sublayers of a model to skip by Bayesian optimization of its decoding speed
-(arXiv 2309.08168).
+"""`outrider tune layerskip`: find the sublayers of a model to skip by Bayesian optimization of its decoding
+speed (arXiv 2309.08168).
 
-Trials are not timed, because noise would hide the differences on a small model.  A trial decodes the prompts greedily and
-counts steps and draft tokens, which are the same on every machine.  The cost of a step and of a draft token is measured
-once, as a sum over sublayers and rows.
+Trials are not timed, because noise would hide the differences on a small model.  A trial decodes the prompts
+greedily and counts steps and draft tokens, which are the same on every machine.  The cost of a step and of a
+draft token is measured once, as a sum over sublayers and rows.
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ class Costs:
 
 
 class Decoded(NamedTuple):
-    """All prompts decoded with one config: the counts, and seconds of drafting and of everything else while decoding."""
+    """All prompts decoded with one config: the counts, and seconds of drafting and of everything else while
+    decoding.
+    """
 
     counts: Speculation
     drafting: float
@@ -113,7 +115,10 @@ class Tuner:
         self.params = SamplingParams(temperature=0, max_tokens=self.tokens)
 
     def run(self, minutes: float, tick: Tick) -> Trial:
-        """Search for this time and return the best trial.  `tick` gets the number of trials and the best speed so far."""
+        """Search for this time and return the best trial.
+
+        `tick` gets the number of trials and the best speed so far.
+        """
         optuna = import_optuna()
         self.costs = self._measure_costs()
         sampler = optuna.samplers.TPESampler(seed=self.seed, multivariate=True, n_startup_trials=20)
@@ -183,7 +188,8 @@ class Tuner:
         steps = [count.steps - len(self.prompts) for count in counts]  # the first token comes with the prompt
         if not steps[0] or not all(count.drafted for count in counts[1:]):
             raise ConfigError(
-                "the answers are too short to measure a draft token: ask for more tokens, or with other prompts."
+                "the answers are too short to measure a draft token: ask for more tokens, or with other "
+                "prompts."
             )
         step, speculative = other[0] / steps[0], range(1, len(configs))
         row = min(max(0.0, other[i] - step * steps[i]) / counts[i].drafted for i in speculative)
@@ -211,7 +217,10 @@ def gain(results: Sequence[Measured]) -> float:
 
 
 def save(best: Trial, layers: int, model: str, tried: int, measured: float, to: Path) -> None:
-    """Write the file that `"layers": FILE` reads, and how it was found.  measured: the speed-up over plain decoding."""
+    """Write the file that `"layers": FILE` reads, and how it was found.
+
+    measured: the speed-up over plain decoding.
+    """
     found = {
         "layers": layers,
         "skip_attention": list(best.skip.attention),

@@ -1,6 +1,8 @@
-"""Retrieval from a corpus (REST, He et al. 2023, arXiv 2311.08252): propose what followed the last tokens in a datastore.
+"""Retrieval from a corpus (REST, He et al. 2023, arXiv 2311.08252): propose what followed the last tokens in
+a datastore.
 
-`outrider datastore build` makes a datastore.  The longest match counts; its most frequent continuations become a tree.
+`outrider datastore build` makes a datastore.  The longest match counts; its most frequent continuations
+become a tree.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from outrider.drafting.lookup.matches import MatchAcceptance, TreeLimits, freque
 from outrider.drafting.options import is_int, is_number, require
 from outrider.errors import ConfigError
 
-# Places of a match that are looked at, evenly spaced.  REST looks at 5000, but a continuation with a share of 0.1, the
-# default minimum, is missing from 64 places in 0.1% of all cases only.
+# Places of a match that are looked at, evenly spaced.  REST looks at 5000, but a continuation with a share of
+# 0.1, the default minimum, is missing from 64 places in 0.1% of all cases only.
 PLACES = 64
 
 
@@ -61,7 +63,8 @@ class Datastore(TextDrafter):
         super().__init__(options, target)
         if options.datastore is None:
             raise ConfigError(
-                "the method needs a 'datastore': `outrider datastore build` makes one; the built-in target has "
+                "the method needs a 'datastore': `outrider datastore build` makes one; the built-in target "
+                "has "
                 "'builtin-datastore'."
             )
         self.store = Store(options.datastore)
@@ -106,15 +109,20 @@ class Datastore(TextDrafter):
 
 
 def _check_vocabulary(store: Store, name: str, target: Target) -> None:
-    """Raise ConfigError if the ids mean something else.  Sizes may be padded, so they decide only without a tokenizer."""
+    """Raise ConfigError if the ids mean something else.
+
+    Sizes may be padded, so they decide only without a tokenizer.
+    """
     own, header = fingerprint(target.checkpoint.tokenizer), store.header
     if header.tokenizer and own:
         if header.tokenizer != own:
             raise ConfigError(
-                f"the datastore {name!r} was made with another tokenizer than the target's: build it again with the target."
+                f"the datastore {name!r} was made with another tokenizer than the target's: build it again "
+                f"with the target."
             )
     elif header.vocabulary != target.vocabulary:
         raise ConfigError(
-            f"the datastore {name!r} has a vocabulary of {header.vocabulary}, the target one of {target.vocabulary}: "
+            f"the datastore {name!r} has a vocabulary of {header.vocabulary}, the target one of "
+            f"{target.vocabulary}: "
             "build it again."
         )

@@ -29,8 +29,8 @@ def build(
 ) -> Header:
     """Write the datastore of all `inputs` to `output`.
 
-    inputs: .txt, .md and .py files, .jsonl with a "text" or "token_ids" in each line, .npy with one row of token ids, or
-    folders of these.  Raises ConfigError that names the file and the line.
+    inputs: .txt, .md and .py files, .jsonl with a "text" or "token_ids" in each line, .npy with one row of
+    token ids, or folders of these.  Raises ConfigError that names the file and the line.
     """
     files, target = _files(inputs), Path(output).expanduser()
     width = 2 if vocabulary <= end_mark(2) else 4
@@ -86,7 +86,8 @@ def _spool(
         for ids, last, at in _ids(file, tokenizer):
             if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
                 raise ConfigError(
-                    f"{file} holds the id {int(ids.min() if ids.min() < 0 else ids.max())}: the ids are 0 … {vocabulary - 1}."
+                    f"{file} holds the id {int(ids.min() if ids.min() < 0 else ids.max())}: the ids are 0 … "
+                    f"{vocabulary - 1}."
                 )
             sink.write(ids.astype(f"=u{width}").tobytes())
             if last:
@@ -133,7 +134,10 @@ def _tokenized(
 
 
 def _pieces(file: Path) -> Iterator[tuple[str | list[int], bool, int]]:
-    """Yield (text or ids, whether a document ends there, bytes).  A line of .jsonl is a document, any other file is one."""
+    """Yield (text or ids, whether a document ends there, bytes).
+
+    A line of .jsonl is a document, any other file is one.
+    """
     with open(file, encoding="utf-8", errors="replace") as lines:
         if file.suffix == ".jsonl":
             for number, line in enumerate(lines, start=1):
@@ -173,11 +177,12 @@ def _write_shard(tokens: Ids, sink: BinaryIO) -> None:
 
 
 def order(text: Ids, count: int) -> Ids:
-    """The places 0 … count - 1 of `text`, uint32, sorted by the SPAN tokens from there on; behind its end come end marks.
+    """The places 0 … count - 1 of `text`, uint32, sorted by the SPAN tokens from there on; behind its end
+    come end marks.
 
-    Prefix doubling (Manber and Myers 1993).  `places` is sorted by the first h tokens, and `rank[i]` is where the group of
-    places that agree with i begins in that order.  The pair (rank[i], rank[i + h]) then sorts by 2h tokens.  Only groups of
-    several places, `open_groups`, are sorted again.
+    Prefix doubling (Manber and Myers 1993).  `places` is sorted by the first h tokens, and `rank[i]` is where
+    the group of places that agree with i begins in that order.  The pair (rank[i], rank[i + h]) then sorts by
+    2h tokens.  Only groups of several places, `open_groups`, are sorted again.
     """
     size, width, last = len(text), text.dtype.itemsize, len(text) - 1
     h = 8 // width  # tokens in a 64-bit key

@@ -1,12 +1,14 @@
-"""The file of a datastore: the tokens of a corpus, sorted so that the longest match of a text is found in a few reads.
+"""The file of a datastore: the tokens of a corpus, sorted so that the longest match of a text is found in a
+few reads.
 
     header     one line of JSON, padded with spaces to HEADER bytes: the fields of `Header`
     shard      its tokens in reverse order, big-endian, then SPAN end marks; padded to 8 bytes
                the places of these tokens, uint32, sorted by the SPAN tokens from there on; padded to 8 bytes
     shard      …
 
-In reverse order, texts with a common suffix have a common prefix, so their places are adjacent.  Big-endian tokens compare
-as their bytes do.  So a look-up is a bisection over slices of a memory map, and reads only the pages that it touches.
+In reverse order, texts with a common suffix have a common prefix, so their places are adjacent.  Big-endian
+tokens compare as their bytes do.  So a look-up is a bisection over slices of a memory map, and reads only the
+pages that it touches.
 """
 
 from __future__ import annotations
@@ -32,7 +34,10 @@ BUILTIN = {"builtin-datastore": Path(__file__).parents[2] / "builtin" / "datasto
 
 @dataclass(frozen=True)
 class Header:
-    """width: bytes of a token, 2 or 4; the largest such number marks the end of a document.  shards: tokens of each."""
+    """width: bytes of a token, 2 or 4; the largest such number marks the end of a document.
+
+    shards: tokens of each.
+    """
 
     vocabulary: int
     tokenizer: str | None
@@ -65,7 +70,10 @@ class Header:
 
     @staticmethod
     def read(path: Path) -> Header:
-        """Read and check the header.  Raises ConfigError for another kind of file, and for an incomplete one."""
+        """Read and check the header.
+
+        Raises ConfigError for another kind of file, and for an incomplete one.
+        """
         try:
             with open(path, "rb") as file:
                 line, size = file.read(HEADER), path.stat().st_size
@@ -81,12 +89,14 @@ class Header:
             raise ConfigError(f"{str(path)!r} is not a datastore: make one with `outrider datastore build`.")
         if entries.get("version") != VERSION or set(entries) != {f.name for f in fields(Header)}:
             raise ConfigError(
-                f"the datastore {str(path)!r} has format version {entries.get('version')!r}, this is version {VERSION}: build it again."
+                f"the datastore {str(path)!r} has format version {entries.get('version')!r}, this is version "
+                f"{VERSION}: build it again."
             )
         header = Header(**entries)
         if size != header.file_size:
             raise ConfigError(
-                f"the datastore {str(path)!r} has {size:,} bytes and should have {header.file_size:,}: build it again."
+                f"the datastore {str(path)!r} has {size:,} bytes and should have {header.file_size:,}: build "
+                f"it again."
             )
         return header
 
@@ -107,10 +117,11 @@ class Store:
     def find(
         self, context: Sequence[int], low: int, high: int, places: int, depth: int
     ) -> tuple[int, list[list[int]]]:
-        """Return the length of the longest match of the end of `context`, of low … high tokens, and what followed it.
+        """Return the length of the longest match of the end of `context`, of low … high tokens, and what
+        followed it.
 
-        At most about `places` occurrences are looked at, evenly spaced.  Each gives `depth` tokens, -1 after the end of
-        its document.
+        At most about `places` occurrences are looked at, evenly spaced.  Each gives `depth` tokens, -1 after
+        the end of its document.
         """
         width = self.header.width
         suffix = np.array(context[: -high - 1 : -1]).astype(f">u{width}").tobytes()
@@ -143,7 +154,9 @@ class _Shard:
         return lambda i: map[(at := text + width * places[i]) : at + length]
 
     def nearest(self, suffix: bytes) -> tuple[int, int]:
-        """Return (length of the longest common prefix of `suffix` and any place, in tokens; an index in the order that has it)."""
+        """Return (length of the longest common prefix of `suffix` and any place, in tokens; an index in the
+        order that has it).
+        """
         slices = self._slices(len(suffix))
         place, best = bisect_left(range(self.size), suffix, key=slices), (0, 0)
         for at in (place - 1, place):

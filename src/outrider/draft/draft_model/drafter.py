@@ -1,4 +1,6 @@
-"""A draft model at the target's slots: catch-up, then one call for chains or one forward for each depth of trees."""
+"""A draft model at the target's slots: catch-up, then one call for chains or one forward for each depth of
+trees.
+"""
 
 from __future__ import annotations
 
@@ -128,10 +130,11 @@ class ModelDrafter(Drafter):
     # ---- catch-up
 
     def _catch_up(self, batch: Batch) -> FirstForward:
-        """Collect the tokens that were committed since the last forward, of the rows that take part in this one.
+        """Collect the tokens that were committed since the last forward, of the rows that take part in this
+        one.
 
-        A row that outgrows the draft model's context is not drafted for.  One that is not drafted for catches up with
-        single tokens later.
+        A row that outgrows the draft model's context is not drafted for.  One that is not drafted for catches
+        up with single tokens later.
         """
         first = FirstForward(StepInput(self.window.sink), [], {})
         for r, step in enumerate(batch):
@@ -176,7 +179,9 @@ class ModelDrafter(Drafter):
         return self._trees(batch, first) if chains is None else chains
 
     def _chains_only(self, batch: Batch, starts: list[Start]) -> bool:
-        """Whether all drafts are chains of chosen tokens, with no processor or adapter to apply between forwards."""
+        """Whether all drafts are chains of chosen tokens, with no processor or adapter to apply between
+        forwards.
+        """
         if self.options.siblings > 1 or self.staged is not None:
             return False
         for start in starts:
@@ -262,7 +267,9 @@ class ModelDrafter(Drafter):
         return [(node, token, p) for token, p in zip(tokens, RANKED if by_rank else probs)]
 
     def _distribution(self, tree: Tree, node: int, logits: Tensor, at: int) -> Tensor | None:
-        """q behind a node, float64 [target's vocabulary], with the request's own parameters; None if it is invalid."""
+        """q behind a node, float64 [target's vocabulary], with the request's own parameters; None if it is
+        invalid.
+        """
         try:
             distribution = self.sampler.distribution(tree.row, tree.path_tokens(node), logits, at)
         except OutriderError:  # the target's own distribution will raise the same

@@ -1,13 +1,13 @@
-"""Drafting among the tokens that draft and target share ("vocab_mismatch": "intersect"), after Timor et al. 2025
-(arXiv 2502.05202): token-level intersection.
+"""Drafting among the tokens that draft and target share ("vocab_mismatch": "intersect"), after Timor et al.
+2025 (arXiv 2502.05202): token-level intersection.
 
-The draft model is wrapped so that it takes and gives the target's ids.  Its logits are in the target's order, -inf where
-it has no such token.  So q is a distribution over the target's vocabulary, the noise is that of the target's ids, and
-nothing else in this package knows of two vocabularies.
+The draft model is wrapped so that it takes and gives the target's ids.  Its logits are in the target's order,
+-inf where it has no such token.  So q is a distribution over the target's vocabulary, the noise is that of
+the target's ids, and nothing else in this package knows of two vocabularies.
 
-K/V stays at the target's slots, position for position, so one target token must be one draft token.  A target token that
-the draft does not have is replaced by its longest suffix that is a draft token ("tokenization" by "ization"), because the
-next token depends on the end most.
+K/V stays at the target's slots, position for position, so one target token must be one draft token.  A target
+token that the draft does not have is replaced by its longest suffix that is a draft token ("tokenization" by
+"ization"), because the next token depends on the end most.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ ROLES = ("eos_token_id", "bos_token_id", "unk_token_id", "pad_token_id")
 
 
 class SharedTokens(NamedTuple):
-    """draft_id_of: target id -> the draft id that replaces it.  draft_ids, target_ids: int64 [n], the shared tokens in both."""
+    """draft_id_of: target id -> the draft id that replaces it.
+
+    draft_ids, target_ids: int64 [n], the shared tokens in both.
+    """
 
     draft_id_of: list[int]
     draft_ids: Tensor
@@ -53,7 +56,8 @@ def shared_tokens(draft: Checkpoint, target: Checkpoint) -> SharedTokens:
     known = sum(map(bool, target_keys))
     if len(pairs) < MIN_SHARED * known:
         raise ConfigError(
-            f"the draft {draft.name!r} has only {len(pairs)} of the {known} tokens of the target {target.name!r}, "
+            f"the draft {draft.name!r} has only {len(pairs)} of the {known} tokens of the target "
+            f"{target.name!r}, "
             f"fewer than {MIN_SHARED:.0%}: too few to draft with.  Choose another draft, or set "
             '"vocab_mismatch": "retokenize".'
         )

@@ -23,15 +23,15 @@ class DraftModelOptions(stop.Options):
     quantization: of the draft's weights, int8 or int4; the target's is an engine option.
     siblings: candidates at each depth; 1 drafts a chain.
     sibling_draws: siblings sampled "without" replacement or "independent", if the verification rule needs q.
-    vocab_mismatch: what to do if the vocabularies differ:
-        "refuse";
-        "intersect": draft among the tokens that both have, whatever their ids;
-        "retokenize": draft text and tokenize it again;
-        "allow": draft among the ids that both have.
-    target_lookbehind, assistant_lookbehind: tokens of target and draft that "retokenize" reads again behind new ones.
+    vocab_mismatch: what to do if the vocabularies differ: "refuse"; "intersect": draft among the tokens that
+        both have, whatever their ids; "retokenize": draft text and tokenize it again; "allow": draft among
+        the ids that both have.
+    target_lookbehind, assistant_lookbehind: tokens of target and draft that "retokenize" reads again behind
+        new ones.
     draft_device: "auto" (that of the target's embedding and head), cpu, cuda, cuda:1 or mps.
     draft_gpu_layers: as the engine's gpu_layers.
-    draft_kv_budget: tokens of a request that the draft sees: the first draft_kv_sink and the most recent.  None: all.
+    draft_kv_budget: tokens of a request that the draft sees: the first draft_kv_sink and the most recent.
+        None: all.
     drafter: the speculative_config of a cheaper drafter that drafts for the draft model (staged.py).
     """
 

@@ -1,17 +1,19 @@
-"""Drafts as text, for a draft model with any tokenizer ("vocab_mismatch": "retokenize"): universal assisted decoding.
+"""Drafts as text, for a draft model with any tokenizer ("vocab_mismatch": "retokenize"): universal assisted
+decoding.
 
     row's tokens ──bytes──▶ text ──draft's tokenizer──▶ draft's tokens
                                                              │ chain
     draft tokens ◀──target's tokenizer── text ◀──bytes── draft's tokens
 
-The draft model computes a shadow of every row: a row of its own tokens, with K/V in pages of its own.  When the target's
-text grows, the shadow's last tokens may change; K/V of those that did not is kept.  A step tokenizes the end of a text
-only: `assistant_lookbehind` draft tokens (twice as many at most) on the way in, `target_lookbehind` target tokens on the
-way out.
+The draft model computes a shadow of every row: a row of its own tokens, with K/V in pages of its own.  When
+the target's text grows, the shadow's last tokens may change; K/V of those that did not is kept.  A step
+tokenizes the end of a text
+only: `assistant_lookbehind` draft tokens (twice as many at most) on the way in, `target_lookbehind` target
+    tokens on the way out.
 
-The draft is greedy at any temperature.  Its tokens are not the target's, so both cannot share noise, and without shared
-noise the most probable token is accepted more often than a sampled one.  The request's logits processors do not apply,
-because they are about target ids.
+The draft is greedy at any temperature.  Its tokens are not the target's, so both cannot share noise, and
+without shared noise the most probable token is accepted more often than a sampled one.  The request's logits
+processors do not apply, because they are about target ids.
 """
 
 from __future__ import annotations
@@ -52,7 +54,10 @@ class Retokenized(ModelDrafter):
         self.shadows: dict[Row, Shadow] = {}
 
     def allocate(self, slots: int, pool: Pool) -> Storage:
-        """Allocate as many slots as the target has.  A row for which they do not suffice is not drafted for."""
+        """Allocate as many slots as the target has.
+
+        A row for which they do not suffice is not drafted for.
+        """
         super().allocate(slots, pool)
         self.cache = Cache(slots // PAGE, self.context + PAGE)
         return Storage(caches=[self.cache])
@@ -68,7 +73,8 @@ class Retokenized(ModelDrafter):
         return Draft(trees)
 
     def _shadow_batch(self, batch: Batch) -> tuple[list[int], Batch]:
-        """Bring the shadows up to date.  Returns the batch of those that compute tokens, and the rows that they shadow.
+        """Bring the shadows up to date.  Returns the batch of those that compute tokens, and the rows that
+        they shadow.
 
         A row that is not drafted for, and computes no prompt, waits until it is.
         """
@@ -107,7 +113,10 @@ class Retokenized(ModelDrafter):
         return known if fits else 0
 
     def _extend_text(self, text: IncrementalTokens, tokens: list[int], end: int) -> int:
-        """Append the row's tokens up to `end` to the shadow's text.  Returns how many of the shadow's tokens stayed."""
+        """Append the row's tokens up to `end` to the shadow's text.
+
+        Returns how many of the shadow's tokens stayed.
+        """
         fresh = self.target_codec.bytes(tokens[text.consumed : end])
         if text.empty and self.target_codec.adds_space:
             fresh = fresh.removeprefix(b" ")

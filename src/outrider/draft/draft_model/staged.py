@@ -1,8 +1,8 @@
 """A cheaper drafter for the draft model: staged speculation (Spector and Ré 2023, arXiv 2308.04623).
 
-The draft model computes the cheaper drafter's tokens in the forward that it needs anyway.  It picks its own token behind
-each, with the noise of that position, and continues along the nodes that hold its picks.  So its chain is the one that it
-would have drafted alone, in fewer forwards.
+The draft model computes the cheaper drafter's tokens in the forward that it needs anyway.  It picks its own
+token behind each, with the noise of that position, and continues along the nodes that hold its picks.  So its
+chain is the one that it would have drafted alone, in fewer forwards.
 
     forward 1    known known │ a  b  c  d        tokens of the cheaper drafter; the draft model picks a b x
     forward 2                │       x  y  z     … and continues behind x, with new ones
@@ -29,7 +29,10 @@ from outrider.sampling.sampler import Sampler
 
 
 def create(config: Mapping[str, Any], target: Target) -> tuple[TextDrafter, fixed.Options]:
-    """Create the drafter of `config`, a speculative_config of its own, and the limits of its trees.  Raises ConfigError."""
+    """Create the drafter of `config`, a speculative_config of its own, and the limits of its trees.
+
+    Raises ConfigError.
+    """
     rest = dict(config)
     able = ", ".join(name for name, kind in sorted(draft.methods().items()) if issubclass(kind, TextDrafter))
     if "method" not in rest:
@@ -37,7 +40,8 @@ def create(config: Mapping[str, Any], target: Target) -> tuple[TextDrafter, fixe
     method = draft.method(rest.pop("method"))
     if not issubclass(method, TextDrafter):
         raise ConfigError(
-            f"drafter {config['method']!r} cannot speed up a draft model: it does not draft from the text alone.  "
+            f"drafter {config['method']!r} cannot speed up a draft model: it does not draft from the text "
+            f"alone.  "
             f"Choose one of {able}."
         )
     control_names, own_names = ({f.name for f in fields(kind)} for kind in (fixed.Options, method.Options))
@@ -71,7 +75,8 @@ class Stage:
 
     tree: the draft model's chain.  length: its number of tokens before this forward.
     draft_tree: the cheaper drafter's tree behind it.
-    row: row of the logits behind the chain.  first_row: that behind node 0 of `draft_tree`, the others follow.
+    row: row of the logits behind the chain.  first_row: that behind node 0 of `draft_tree`, the others
+        follow.
     """
 
     tree: Tree
@@ -90,7 +95,10 @@ class Staged:
         self.control = fixed.FixedController(options, self.drafter.depth, self.drafter.size, host.vocabulary)
 
     def grow(self, step_input: StepInput, tips: Sequence[tuple[Tree, int]]) -> None:
-        """Grow chains to their full length.  tips: each chain, and the row of the forward that it continues from."""
+        """Grow chains to their full length.
+
+        tips: each chain, and the row of the forward that it continues from.
+        """
         while tips:
             stages, rows = self._stages(step_input, tips)
             logits = self.host.logits_after(step_input, rows)
@@ -109,7 +117,8 @@ class Staged:
     ) -> tuple[list[Stage], list[int]]:
         """Append the cheaper drafter's nodes behind each tip to the forward.
 
-        Returns the stages, and the rows of the forward whose logits they need: those of all tips, then those of the nodes.
+        Returns the stages, and the rows of the forward whose logits they need: those of all tips, then those
+        of the nodes.
         """
         stages, rows = [], [row for _, row in tips]
         for i, (tree, _) in enumerate(tips):
@@ -124,7 +133,9 @@ class Staged:
         return stages, rows
 
     def _propose(self, tree: Tree, rows: int) -> DraftTree:
-        """The cheaper drafter's tree, one shallower than the room: behind its last node the draft model picks a token."""
+        """The cheaper drafter's tree, one shallower than the room: behind its last node the draft model picks
+        a token.
+        """
         length = len(tree.tokens)
         depth = min(tree.budget.depth - length - 1, self.control.levels(rows))
         nodes = min(tree.budget.nodes - length, self.control.size(depth)) if depth > 0 else 0
@@ -135,7 +146,10 @@ class Staged:
         return draft_tree.only(self.control.kept(draft_tree, budget))
 
     def _walk(self, stage: Stage, logits: Tensor) -> list[int]:
-        """Extend the chain by the draft model's picks.  Returns the nodes that hold them, up to the first pick without one."""
+        """Extend the chain by the draft model's picks.
+
+        Returns the nodes that hold them, up to the first pick without one.
+        """
         tree, draft_tree, row = stage.tree, stage.draft_tree, stage.row
         child = {pair: node for node, pair in enumerate(zip(draft_tree.parents, draft_tree.tokens))}
         path: list[int] = []
@@ -166,7 +180,9 @@ class Staged:
             self.host.pool.move(sources, targets)
 
     def _observe_stages(self, stages: Sequence[Stage], paths: Sequence[list[int]], logits: Tensor) -> None:
-        """Report the draft model's picks to the cheaper drafter, for the trees directly behind committed tokens."""
+        """Report the draft model's picks to the cheaper drafter, for the trees directly behind committed
+        tokens.
+        """
         first = [(stage, path) for stage, path in zip(stages, paths) if not stage.length]
         if not first:
             return

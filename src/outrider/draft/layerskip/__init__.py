@@ -1,17 +1,19 @@
 """The target drafts with some of its own sublayers left out.  No weights and no K/V beyond the target's.
 
-Draft & Verify (arXiv 2309.08168): a set of attentions and a set of MLPs is skipped.  LayerSkip (arXiv 2404.16710): the
-first layers, then the model's own norm and head.  SWIFT (arXiv 2410.06916): the set is found while serving.
+Draft & Verify (arXiv 2309.08168): a set of attentions and a set of MLPs is skipped.  LayerSkip (arXiv
+2404.16710): the first layers, then the model's own norm and head.  SWIFT (arXiv 2410.06916): the set is found
+while serving.
 
-Draft passes compute in the target's own pool, in the slots of this step's nodes, which verification overwrites:
+Draft passes compute in the target's own pool, in the slots of this step's nodes, which verification
+overwrites:
 
     position             … e-2   e-1   │ e      e+1        e = step.end: the pending token is at e-1
     pass 1 computes              token │                   in its own slot; gives the draft token for e
     pass 2 computes                    │ draft token       in the slot of node 0; gives the one for e+1
 
-Verified K/V before e-1 is the target's, so there is nothing to catch up with.  A row that still computes its prompt is not
-drafted for.  After an early exit the first layers have computed these tokens already: verification resumes behind them
-(`Resume`).
+Verified K/V before e-1 is the target's, so there is nothing to catch up with.  A row that still computes its
+prompt is not drafted for.  After an early exit the first layers have computed these tokens already:
+verification resumes behind them (`Resume`).
 """
 
 from __future__ import annotations
@@ -43,7 +45,10 @@ SHARED_NOISE = 0.7
 
 
 class Drafted(NamedTuple):
-    """The draft of one row.  states [m, hidden]: of `nodes` (ROOT included), which went through the draft passes."""
+    """The draft of one row.
+
+    states [m, hidden]: of `nodes` (ROOT included), which went through the draft passes.
+    """
 
     draft_tree: DraftTree
     nodes: list[int]
@@ -97,8 +102,10 @@ class LayerSkip(Drafter):
         size = round(options.skip_ratio * 2 * (layers - 2))
         if size < 1:
             raise ConfigError(
-                f"search skips none of the {2 * max(0, layers - 2)} sublayers between first and last layer at skip_ratio "
-                f"{options.skip_ratio}: {self.target.checkpoint.name!r} is too shallow, or the ratio too small."
+                f"search skips none of the {2 * max(0, layers - 2)} sublayers between first and last layer "
+                f"at skip_ratio "
+                f"{options.skip_ratio}: {self.target.checkpoint.name!r} is too shallow, or the ratio too "
+                f"small."
             )
         return Search(
             layers=layers,

@@ -59,7 +59,8 @@ class SiblingChain:
         probability: float = 0.0,
         distribution: Tensor | None = None,
     ) -> None:
-        """Add a depth and continue its first token if `probability`, that of the first token, is not below the floor.
+        """Add a depth and continue its first token if `probability`, that of the first token, is not below
+        the floor.
 
         distribution: q, if the tokens were sampled from it.
         """

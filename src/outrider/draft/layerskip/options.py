@@ -13,20 +13,21 @@ from outrider.errors import ConfigError
 class LayerSkipOptions:
     """Options of layer skipping.
 
-    At most one of these says what to skip.  Without any, it is the published set of this very model if there is one,
-    otherwise every second layer between the first and the last.
+    At most one of these says what to skip.  Without any, it is the published set of this very model if there
+    is one, otherwise every second layer between the first and the last.
 
     skip_attention, skip_mlp: numbers of layers, from 0.
     layers: the name of a published set, or a file of `outrider tune layerskip`.
     early_exit: draft with the first so many layers only.
 
-    exit_threshold: stop behind a token less probable than this.  "auto" starts at 0.8 for greedy rows and 0.5 for
-        others.  None never stops.
+    exit_threshold: stop behind a token less probable than this.  "auto" starts at 0.8 for greedy rows and 0.5
+        for others.  None never stops.
     adapt_threshold: move the threshold with the share of accepted tokens.
-    siblings: tokens at each depth, of which the best is continued; "confidence": more, the less sure the draft is.
+    siblings: tokens at each depth, of which the best is continued; "confidence": more, the less sure the
+        draft is.
 
-    search: find the set while serving, from the last context_window tokens of a request.  It starts with the given set,
-        or with every second layer.
+    search: find the set while serving, from the last context_window tokens of a request.  It starts with the
+        given set, or with every second layer.
     skip_ratio: share of the sublayers between the first and the last layer that the search skips.
     opt_interval: steps from one candidate set to the next.
     bayes_interval: every so many candidates, one is chosen by Bayesian optimization, the others at random.

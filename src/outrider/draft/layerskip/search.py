@@ -1,7 +1,8 @@
-"""Search for the sublayers to skip while serving (SWIFT, arXiv 2410.06916): candidates are scored on recent output.
+"""Search for the sublayers to skip while serving (SWIFT, arXiv 2410.06916): candidates are scored on recent
+output.
 
-The Gaussian process is written out here.  All candidates skip the same number of sublayers, a constraint that optuna's
-samplers cannot express, and serving needs no package of the tuner.
+The Gaussian process is written out here.  All candidates skip the same number of sublayers, a constraint that
+optuna's samplers cannot express, and serving needs no package of the tuner.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ HISTORY = 512  # trials that it is based on
 
 @dataclass
 class Search:
-    """The best set so far, and the trials.  Candidates skip `size` sublayers between the first and the last layer.
+    """The best set so far, and the trials.  Candidates skip `size` sublayers between the first and the last
+    layer.
 
     score: of the best set.  idle: trials since the best one.  steps: decode steps during the search.
     """
@@ -46,7 +48,9 @@ class Search:
         return good_enough or self.idle >= self.max_tolerance_iter or len(self.scores) >= self.max_opt_iter
 
     def suggest(self) -> Skip:
-        """The next candidate: the initial set first, then random ones, each bayes_interval-th by the Gaussian process."""
+        """The next candidate: the initial set first, then random ones, each bayes_interval-th by the Gaussian
+        process.
+        """
         count = len(self.scores)
         if not count:
             return self.best

@@ -17,8 +17,8 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split()))
 
 
-# name -> (layers of the model, skipped attentions, skipped MLPs).  Sets of Draft & Verify (arXiv 2309.08168) have the
-# model's name, those of SWIFT (arXiv 2410.06916) also the data that they were found on.
+# name -> (layers of the model, skipped attentions, skipped MLPs).  Sets of Draft & Verify (arXiv 2309.08168)
+# have the model's name, those of SWIFT (arXiv 2410.06916) also the data that they were found on.
 PUBLISHED = {
     "llama-2-13b": (
         40,
@@ -74,7 +74,10 @@ PUBLISHED = {
 
 @dataclass(frozen=True)
 class Skip:
-    """Layers, ascending, whose attention or MLP is left out.  depth: the number of draft tokens that the set was tuned for."""
+    """Layers, ascending, whose attention or MLP is left out.
+
+    depth: the number of draft tokens that the set was tuned for.
+    """
 
     attention: tuple[int, ...]
     mlp: tuple[int, ...]
@@ -89,24 +92,32 @@ class Skip:
             for number in numbers if is_list else [numbers]:
                 if not is_list or not is_int(number, 0, layers - 1):
                     raise ConfigError(
-                        f"{name} must be a list of layers, and {model} has layers 0 … {layers - 1}: got {number!r}."
+                        f"{name} must be a list of layers, and {model} has layers 0 … {layers - 1}: got "
+                        f"{number!r}."
                     )
             parts.append(tuple(sorted(set(numbers))))
         if sum(map(len, parts)) == 2 * layers:
             raise ConfigError(
-                f"every attention and every MLP of {model} would be skipped: leave some of its {layers} layers."
+                f"every attention and every MLP of {model} would be skipped: leave some of its {layers} "
+                f"layers."
             )
         return Skip(parts[0], parts[1], depth)
 
     @staticmethod
     def alternating(layers: int) -> Skip:
-        """Every second layer between the first and the last one: SWIFT's initial set.  Of two layers the second."""
+        """Every second layer between the first and the last one: SWIFT's initial set.
+
+        Of two layers the second.
+        """
         odd = tuple(range(1, layers - 1, 2)) or (layers - 1,)
         return Skip.of(odd, odd, layers, "a model of one layer" if layers == 1 else "the model")
 
 
 def known(name: str, layers: int) -> str | None:
-    """The name of the set for a checkpoint: a built-in one, a folder or a hub id.  None if there is no set for it."""
+    """The name of the set for a checkpoint: a built-in one, a folder or a hub id.
+
+    None if there is no set for it.
+    """
     if name in TUNED:
         return name
     short = name.rstrip("/").rsplit("/", 1)[-1].lower().removesuffix("-hf")
@@ -114,7 +125,10 @@ def known(name: str, layers: int) -> str | None:
 
 
 def named(name: str, layers: int, model: str) -> Skip:
-    """A published set, or one from a file of the tuner.  Raises ConfigError if it is unknown or for another model."""
+    """A published set, or one from a file of the tuner.
+
+    Raises ConfigError if it is unknown or for another model.
+    """
     if name in PUBLISHED:
         size, attention, mlp = PUBLISHED[name]
         _check(size, layers, name, model)

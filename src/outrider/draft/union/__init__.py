@@ -1,6 +1,7 @@
 """Several drafters at once: their trees are merged into one, and the most probable nodes of all are kept.
 
-Each drafter is asked within its own depth and size, and observes its own part of the tree as if it had drafted alone.
+Each drafter is asked within its own depth and size, and observes its own part of the tree as if it had
+drafted alone.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ Factory = Callable[[Target], Drafter]
 
 
 class Member(NamedTuple):
-    """One of `drafters`: its method, the method's options, and the maximum depth of its trees (None: its own default)."""
+    """One of `drafters`: its method, the method's options, and the maximum depth of its trees (None: its own
+    default).
+    """
 
     method: type[Drafter]
     options: Any

@@ -1,8 +1,9 @@
 """Merging draft trees into one.
 
-Chosen nodes that hold the same token after the same path become one node.  Nodes that were sampled from q keep their
-distribution and are never merged, because a verification rule compares p with it.  Whether a sampled node is kept depends
-on its rank among its siblings, never on its token: otherwise it would not be a sample of q any more.
+Chosen nodes that hold the same token after the same path become one node.  Nodes that were sampled from q
+keep their distribution and are never merged, because a verification rule compares p with it.  Whether a
+sampled node is kept depends on its rank among its siblings, never on its token: otherwise it would not be a
+sample of q any more.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from outrider.core.types import ROOT, DraftTree
 from outrider.drafting.best_first import BestFirst
 from outrider.sampling.random_streams import without
 
-# Assumed acceptance of the first of several sampled siblings, and the ratio of each further one to the one before.
+# Assumed acceptance of the first of several sampled siblings, and the ratio of each further one to the one
+# before.
 FIRST_SAMPLE, NEXT_SAMPLE = 0.7, 0.3
 CHOSEN = -1  # in place of the number of a distribution: the node was not sampled
 
@@ -32,7 +34,9 @@ class Merged:
 
 
 def merge(trees: Sequence[DraftTree], nodes: int) -> Merged:
-    """Merge trees into one of at most `nodes` nodes: the most probable ones, then the probes of each tree that fit as a whole."""
+    """Merge trees into one of at most `nodes` nodes: the most probable ones, then the probes of each tree
+    that fit as a whole.
+    """
     proposing = [k for k, tree in enumerate(trees) if tree.tokens]
     if len(proposing) == 1 and len(trees[proposing[0]].tokens) <= nodes:
         tree = trees[proposing[0]]
@@ -51,7 +55,10 @@ def merge(trees: Sequence[DraftTree], nodes: int) -> Merged:
 
 @dataclass
 class Node:
-    """A candidate node.  distribution: the number of its q, or CHOSEN.  origins: the (tree, node) pairs that it stands for."""
+    """A candidate node.
+
+    distribution: the number of its q, or CHOSEN.  origins: the (tree, node) pairs that it stands for.
+    """
 
     token: int
     confidence: float
@@ -131,7 +138,9 @@ class Merger:
             )
 
     def add_probes(self, k: int, tree: DraftTree, nodes: int) -> None:
-        """Append the probes of tree k, all or none: none if they do not fit or if a node above them was dropped."""
+        """Append the probes of tree k, all or none: none if they do not fit or if a node above them was
+        dropped.
+        """
         merged, node_of, probes = self.tree, self.node_of[k], range(tree.size, len(tree.tokens))
         above = {parent for parent in tree.parents[tree.size :] if ROOT < parent < tree.size}
         if not probes or not above <= node_of.keys() or len(merged.tokens) + len(probes) > nodes:
@@ -146,12 +155,15 @@ class Merger:
 
 
 def independent(tree: DraftTree) -> DraftTree:
-    """The same tree with a distribution for every sample, so that it can be merged with one of independent samples."""
+    """The same tree with a distribution for every sample, so that it can be merged with one of independent
+    samples.
+    """
     if tree.repeats or not tree.distributions:
         return tree
     distributions: list[Tensor] = []
     probs_of: list[int] = []
-    # (parent, distribution) -> what is left of it: several parents may share one, and each samples from all of it.
+    # (parent, distribution) -> what is left of it: several parents may share one, and each samples from all
+    # of it.
     left: dict[tuple[int, int], Tensor] = {}
     for token, parent, distribution in zip(tree.tokens, tree.parents, tree.probs_of):
         if distribution == CHOSEN:

@@ -1,7 +1,7 @@
 """Interface of the run index, and the constants of its implementations.
 
-A run is a piece of the text of 8, 4, 2 or 1 tokens.  A match of n tokens is found through the list of the longest run
-<= n.  The order of a run is its index in RUNS.
+A run is a piece of the text of 8, 4, 2 or 1 tokens.  A match of n tokens is found through the list of the
+longest run <= n.  The order of a run is its index in RUNS.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ Places = Callable[[int], list[tuple[int, list[int]]]]
 
 
 class Index(Protocol):
-    """A text that grows to at most `capacity` tokens, and the places where each of its runs ended: 36 bytes a token.
+    """A text that grows to at most `capacity` tokens, and the places where each of its runs ended: 36 bytes a
+    token.
 
-    The places of runs that share a hash form one list, most recent first.  A look-up compares tokens at up to twice PLACES
-    of them.  The text's last token is indexed only when more follows, so that the text never finds its own end.
-    `longest` and `depth` of the constructor are parameters of `find`.
+    The places of runs that share a hash form one list, most recent first.  A look-up compares tokens at up to
+    twice PLACES of them.  The text's last token is indexed only when more follows, so that the text never
+    finds its own end.  `longest` and `depth` of the constructor are parameters of `find`.
     """
 
     capacity: int
@@ -38,14 +39,15 @@ class Index(Protocol):
     def extend(self, tokens: Sequence[int]) -> None: ...
 
     def find(self, tokens: Sequence[int], ahead: Sequence[int], texts: Sequence[Any]) -> Places:
-        """Append `tokens`, then find the most recent places of each order that match the text's end followed by `ahead`.
+        """Append `tokens`, then find the most recent places of each order that match the text's end followed
+        by `ahead`.
 
-        The places are those of the text itself if `texts` is empty, otherwise those of `texts`, the last text first.  The
-        number of agreeing tokens is capped at `longest` and at one less than the next longer run.
+        The places are those of the text itself if `texts` is empty, otherwise those of `texts`, the last text
+        first.  The number of agreeing tokens is capped at `longest` and at one less than the next longer run.
 
-        Each place gives the `depth` tokens that followed it.  The text itself repeats from that place when it ends, as a
-        loop would.  Other texts give -1 from their end, or from a negative token, on.  The result is valid until the next
-        call with, or without, `texts`.
+        Each place gives the `depth` tokens that followed it.  The text itself repeats from that place when it
+        ends, as a loop would.  Other texts give -1 from their end, or from a negative token, on.  The result
+        is valid until the next call with, or without, `texts`.
         """
 
 

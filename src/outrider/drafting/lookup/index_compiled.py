@@ -39,7 +39,9 @@ class CompiledIndex:
 
     The result buffer of a look-up, one for the text itself and one for other texts:
 
-        number of rows [len(RUNS)] │ rows [sum(PLACES), 2 + depth]: how many places, tokens that agree, what followed
+        number of rows [len(RUNS)] │ rows [sum(PLACES), 2 + depth]
+
+    A row holds a number of equal places, how many tokens agree there, and the tokens that followed.
     """
 
     def __init__(self, lib: ctypes.CDLL, capacity: int, longest: int = 1, depth: int = 0) -> None:

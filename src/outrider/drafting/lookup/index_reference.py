@@ -13,7 +13,8 @@ FIRST, NEXT, WORD = 2654435769, 2246822507, 0xFFFFFFFF  # the polynomial hash of
 class ReferenceIndex:
     """`Index` in Python.
 
-    heads[order][hash]: the last place where a run of this hash ended.  previous[order][place]: the one before it.  -1: none.
+    heads[order][hash]: the last place where a run of this hash ended.  previous[order][place]: the one before
+    it.  -1: none.
     """
 
     def __init__(self, capacity: int, longest: int = 1, depth: int = 0) -> None:
@@ -41,7 +42,10 @@ class ReferenceIndex:
                 heads[key] = place
 
     def _hashes(self, tokens: Sequence[int]) -> list[list[int]]:
-        """Hashes of all runs, by order, in the order of their ends.  A run's hash is made from those of its halves."""
+        """Hashes of all runs, by order, in the order of their ends.
+
+        A run's hash is made from those of its halves.
+        """
         sums, power = [[token * FIRST & WORD for token in tokens]], NEXT
         for run in reversed(RUNS[1:]):
             sums.append([last + first * power & WORD for first, last in zip(sums[-1], sums[-1][run:])])

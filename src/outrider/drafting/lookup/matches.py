@@ -15,8 +15,9 @@ Continuation = tuple[tuple[int, ...], int]  # the tokens that followed a match, 
 class MatchAcceptance:
     """Estimated acceptance of the token after a match of 1, 2, … `longest` or more tokens.
 
-    The estimate starts at 1 - 2^-length.  A judged draft token moves it by the share `rate` towards 1 or 0.  A skipped
-    opportunity moves it by rate / 10 towards its start, so that a length that keeps failing is tried again later.
+    The estimate starts at 1 - 2^-length.  A judged draft token moves it by the share `rate` towards 1 or 0.
+    A skipped opportunity moves it by rate / 10 towards its start, so that a length that keeps failing is
+    tried again later.
     """
 
     def __init__(self, longest: int, rate: float = 0.2) -> None:
@@ -30,7 +31,9 @@ class MatchAcceptance:
         return max(self.values[shortest : longest + 1])
 
     def expected_tokens(self, length: int, depth: int) -> float:
-        """Expected number of accepted tokens of a chain of `depth` tokens after a match that had one continuation."""
+        """Expected number of accepted tokens of a chain of `depth` tokens after a match that had one
+        continuation.
+        """
         joint, expected, last = 1.0, 0.0, len(self.values) - 1
         for n in range(length, length + depth):
             joint *= self.values[n if n < last else last]
@@ -57,7 +60,10 @@ class MatchAcceptance:
 
 
 class TreeLimits(NamedTuple):
-    """nodes, depth: of the tree.  siblings: children of a node.  min_prob: joint probability of a node, from the root."""
+    """Limits of a tree.
+
+    depth, nodes: of the tree.  siblings: children of a node.  min_prob: joint probability of a node.
+    """
 
     depth: int
     nodes: int
@@ -70,8 +76,8 @@ def frequent(
 ) -> tuple[DraftTree, float]:
     """Return the most probable continuations as a tree, and the expected number of its accepted nodes.
 
-    texts: what followed a match of `length` tokens, most recent first; an id below 0 ends one.  A token's probability
-    is its share of the texts that agree so far, times the acceptance of a match so long.
+    texts: what followed a match of `length` tokens, most recent first; an id below 0 ends one.  A token's
+    probability is its share of the texts that agree so far, times the acceptance of a match so long.
     """
     builder = _Builder(acceptance, length, limits)
     if texts and texts.count(texts[0]) == len(texts):  # the usual case needs neither counts nor a queue
@@ -83,7 +89,10 @@ def frequent(
 
 
 class _Candidate(NamedTuple):
-    """A token that may become a node at `depth` (0 below the root).  probability: given its parent.  texts: those through it."""
+    """A token that may become a node at `depth` (0 below the root).
+
+    probability: given its parent.  texts: those through it.
+    """
 
     parent: int
     depth: int
@@ -115,7 +124,9 @@ class _Builder:
     def _push_children(
         self, queue: BestFirst[_Candidate], parent: int, depth: int, joint: float, texts: list[Continuation]
     ) -> None:
-        """Push the most frequent tokens at `depth` of the texts through `parent`; of equally frequent ones the most recent."""
+        """Push the most frequent tokens at `depth` of the texts through `parent`; of equally frequent ones
+        the most recent.
+        """
         groups: dict[int, list[Continuation]] = {}
         for text in texts:
             if len(text[0]) > depth and text[0][depth] >= 0:
@@ -129,7 +140,10 @@ class _Builder:
                 queue.push(joint * probability, _Candidate(parent, depth, token, probability, groups[token]))
 
     def append_chain(self, text: Sequence[int], depth: int, joint: float) -> None:
-        """Append text[depth:] below the last node, as far as the limits allow.  joint: probability of that node."""
+        """Append text[depth:] below the last node, as far as the limits allow.
+
+        joint: probability of that node.
+        """
         values, last = self.acceptance.values, len(self.acceptance.values) - 1
         for n in range(depth, min(len(text), depth + self.limits.nodes - len(self.tree.tokens))):
             probability = values[min(self.length + n, last)]

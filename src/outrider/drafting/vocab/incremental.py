@@ -1,4 +1,7 @@
-"""Incremental tokenization: the tokens of a text that grows.  Only the end of the text is ever tokenized again."""
+"""Incremental tokenization: the tokens of a text that grows.
+
+Only the end of the text is ever tokenized again.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,8 @@ class TextCodec:
         tokenizer = tokenizer_of(checkpoint, whose)
         if not tokenizer.is_fast:
             raise ConfigError(
-                f"the tokenizer of the {whose} {checkpoint.name!r} does not say which characters a token stands for: "
+                f"the tokenizer of the {whose} {checkpoint.name!r} does not say which characters a token "
+                f"stands for: "
                 'it needs a tokenizer.json where "vocab_mismatch" is "retokenize".'
             )
         self.pieces = pieces(tokenizer, checkpoint.spec.vocabulary)
@@ -69,7 +73,8 @@ class IncrementalTokens:
 
         ids     [ ...............fixed ][ tokens of `tail` ]
 
-    ids[:fixed] cannot change any more.  The tokens of `tail` may, when more text follows ("spec" + "ulation").
+    ids[:fixed] cannot change any more.  The tokens of `tail` may, when more text follows ("spec" +
+    "ulation").
     consumed: number of tokens of the source row whose bytes are in the text.
     """
 
@@ -106,7 +111,8 @@ class IncrementalTokens:
         return unchanged
 
     def _fix(self, starts: Sequence[int]) -> None:
-        """Fix all but the last `lookbehind` tokens, or up to twice as many, so that the tail begins with a word.
+        """Fix all but the last `lookbehind` tokens, or up to twice as many, so that the tail begins with a
+        word.
 
         starts: the offset in the tail at which each of its tokens begins.
         """

@@ -13,7 +13,8 @@ PADDING = 512
 MISMATCH = ("refuse", "allow", "intersect", "retokenize")
 
 _CURE = (
-    'Choose a draft of the same family, or set "vocab_mismatch": "intersect" to draft among the tokens that both have, '
+    'Choose a draft of the same family, or set "vocab_mismatch": "intersect" to draft among the tokens that '
+    "both have, "
     '"retokenize" to draft text, or "allow" if both mean the same by an id.'
 )
 
@@ -31,14 +32,21 @@ def check_mismatch(vocab_mismatch: str, siblings: int, needs_shared: bool) -> No
         )
     if vocab_mismatch == "retokenize" and needs_shared:
         raise ConfigError(
-            'early stops and a drafter for the draft need common tokens: leave them out, or choose "intersect".'
+            "early stops and a drafter for the draft need common tokens: leave them out, or choose "
+            '"intersect".'
         )
 
 
 def fits(draft: Checkpoint, target: Checkpoint) -> None:
-    """Raise ConfigError for a draft with another vocabulary.  Sizes may differ by padding if the tokens agree."""
+    """Raise ConfigError for a draft with another vocabulary.
+
+    Sizes may differ by padding if the tokens agree.
+    """
     sizes = draft.spec.vocabulary, target.spec.vocabulary
-    what = f"the draft {draft.name!r} has a vocabulary of {sizes[0]}, the target {target.name!r} one of {sizes[1]}"
+    what = (
+        f"the draft {draft.name!r} has a vocabulary of {sizes[0]}, "
+        f"the target {target.name!r} one of {sizes[1]}"
+    )
     if abs(sizes[0] - sizes[1]) >= PADDING:
         raise ConfigError(f"{what}: they do not share a tokenizer.  {_CURE}")
     if draft.tokenizer is not None and target.tokenizer is not None:

@@ -15,7 +15,8 @@ def tokenizer_of(checkpoint: Checkpoint, whose: str) -> Any:
     """The tokenizer of a checkpoint.  Raises ConfigError if it ships none."""
     if checkpoint.tokenizer is None:
         raise ConfigError(
-            f"the {whose} {checkpoint.name!r} ships no tokenizer, so its tokens cannot be translated: add one, or set "
+            f"the {whose} {checkpoint.name!r} ships no tokenizer, so its tokens cannot be translated: add "
+            f"one, or set "
             '"vocab_mismatch": "allow" if both models mean the same by an id.'
         )
     return checkpoint.tokenizer
