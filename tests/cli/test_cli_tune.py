@@ -56,7 +56,7 @@ def test_a_set_that_measured_slower_says_so(
 def test_missing_optuna_is_named(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
     refused = run("tune", "layerskip", tmp_path / "never loaded", "-o", tmp_path / "set.json")
-    assert refused.status == 1 and "pip install 'outrider[tune]'" in refused.err
+    assert refused.status == 2 and "pip install 'outrider[tune]'" in refused.err
 
 
 def test_a_stop_classifier_needs_enough_to_learn_from(run: Run, tmp_path: Path) -> None:
