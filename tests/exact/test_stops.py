@@ -308,9 +308,7 @@ def test_inner_drafters_that_cannot_be(inner: dict[str, Any], says: str, fast: L
         use(fast, stranger, drafter=inner)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, kind in methods().items() if issubclass(kind, TextDrafter)]
-)
+@pytest.mark.parametrize("name", [name for name, kind in methods().items() if issubclass(kind, TextDrafter)])
 def test_guesses_behind_what_is_not_said_are_those_behind_what_is(name: str, fast: LLM) -> None:
     """`after` a beginning equals `after` nothing where the row has said it, for drafters without a memory of the row; nothing is kept."""
     drafter = method(name).example(fast.engine.target)
