@@ -1,10 +1,10 @@
-"""Makes the small datastore that stands beside the built-in target: what the target itself says to many prompts.
+"""Build the small datastore of the built-in target, from the target's own answers to many prompts.
 
     python scripts/tiny_datastore.py --answers 2800
 
-The prompts are made here, from the words and sentences below, in the forms that the target knows; none is one of the demo's.  Answers
-are drawn at T = 0.8; those that go round in circles are left out: they would only teach it to.  A document is an answer behind the last
-tokens of its prompt.
+The prompts are made from the words and sentences below, in the forms that the target was trained on.  None is
+one of the demo's.  Answers are sampled at temperature 0.8.  Those that repeat themselves are left out.  A
+document is an answer behind the last tokens of its prompt.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from outrider.bench.prompts import PROMPTS
 from outrider.draft.datastore.corpus import build
 from outrider.draft.datastore.store import BUILTIN, SPAN
 
-LENGTH, CIRCLES = 160, 0.3  # tokens of an answer; of 4-grams, so many may have occurred before in it
+MAX_TOKENS = 160  # of an answer
+MAX_REPEATED = 0.3  # share of an answer's 4-grams that occurred before in it
 
 
 def listed(text: str) -> list[str]:
@@ -37,87 +38,102 @@ def paired(text: str) -> list[list[str]]:
 
 
 NAMES = listed(
-    "Tom, Lena, Omar, Ruth, Felix, Nora, Hugo, Mia, Leo, Clara, Samuel, Ida, Jonas, Emma, Paul, Grace, Victor, Alice, Martin, Julia"
+    "Tom, Lena, Omar, Ruth, Felix, Nora, Hugo, Mia, Leo, Clara, Samuel, Ida, Jonas, Emma, Paul, Grace, "
+    "Victor, Alice, Martin, Julia"
 )
 THINGS = listed(
-    "pencils, stamps, marbles, cookies, books, stickers, shells, coins, eggs, balloons, oranges, flowers, cards, bottles, tickets, chairs"
+    "pencils, stamps, marbles, cookies, books, stickers, shells, coins, eggs, balloons, oranges, "
+    "flowers, cards, bottles, tickets, chairs"
 )
 ANIMALS = listed(
-    "cats, wolves, elephants, bees, snakes, owls, whales, frogs, horses, spiders, penguins, sheep, rabbits, bears, goats, ants"
+    "cats, wolves, elephants, bees, snakes, owls, whales, frogs, horses, spiders, penguins, sheep, "
+    "rabbits, bears, goats, ants"
 )
 OBJECTS = listed(
-    "a bridge, a candle, a mirror, a kettle, a ladder, a clock, a blanket, a compass, a wheel, a map, a hammer, a boat, a bell, a lamp, a "
-    "piano, a telescope, a bucket, an umbrella, a saw, a coat"
+    "a bridge, a candle, a mirror, a kettle, a ladder, a clock, a blanket, a compass, a wheel, a map, "
+    "a hammer, a boat, a bell, a lamp, a piano, a telescope, a bucket, an umbrella, a saw, a coat"
 )
 PLACES = listed(
-    "kitchen, school, library, forest, desert, hospital, farm, market, harbour, museum, garage, park, office, theatre, station, bakery"
+    "kitchen, school, library, forest, desert, hospital, farm, market, harbour, museum, garage, park, "
+    "office, theatre, station, bakery"
 )
 TOPICS = listed(
-    "music, football, films, dogs, gardening, painting, trains, the sea, mountains, coffee, old books, photography, dancing, bread, "
-    "winter, board games, camping, cycling, languages, the stars"
+    "music, football, films, dogs, gardening, painting, trains, the sea, mountains, coffee, old books, "
+    "photography, dancing, bread, winter, board games, camping, cycling, languages, the stars"
 )
 DONE = listed(
-    "started a new job, moved to a small town, adopted a kitten, finished a long book, baked a cake, been to a concert, planted some "
-    "trees, bought an old bicycle, visited my grandmother, learned to swim, painted my room, seen a film, joined a choir, missed my train"
+    "started a new job, moved to a small town, adopted a kitten, finished a long book, baked a cake, "
+    "been to a concert, planted some trees, bought an old bicycle, visited my grandmother, learned to "
+    "swim, painted my room, seen a film, joined a choir, missed my train"
 )
 SUBJECTS = paired(
-    "My brother = Mein Bruder, My sister = Meine Schwester, The teacher = Der Lehrer, The child = Das Kind, Tom = Tom, Our neighbour = "
-    "Unser Nachbar, The old woman = Die alte Frau, Mary = Maria, The doctor = Der Arzt, He = Er, My father = Mein Vater, She = Sie"
+    "My brother = Mein Bruder, My sister = Meine Schwester, The teacher = Der Lehrer, The child = Das "
+    "Kind, Tom = Tom, Our neighbour = Unser Nachbar, The old woman = Die alte Frau, Mary = Maria, The "
+    "doctor = Der Arzt, He = Er, My father = Mein Vater, She = Sie"
 )
 TIMES = paired(
-    "yesterday = gestern, this morning = heute Morgen, last week = letzte Woche, in the evening = am Abend, on Sunday = am Sonntag, in "
-    "the summer = im Sommer, two days ago = vor zwei Tagen, in Berlin = in Berlin"
+    "yesterday = gestern, this morning = heute Morgen, last week = letzte Woche, in the evening = am "
+    "Abend, on Sunday = am Sonntag, in the summer = im Sommer, two days ago = vor zwei Tagen, in "
+    "Berlin = in Berlin"
 )
 DEEDS = paired(
-    "bought a bicycle = ein Fahrrad gekauft, written a long letter = einen langen Brief geschrieben, lost the key = den Schlüssel "
-    "verloren, opened the window = das Fenster geöffnet, drunk a cup of coffee = eine Tasse Kaffee getrunken, asked a question = eine "
-    "Frage gestellt, sold the car = das Auto verkauft, told a story = eine Geschichte erzählt, seen a film = einen Film gesehen, helped "
-    "the children = den Kindern geholfen, found a dog = einen Hund gefunden, made a mistake = einen Fehler gemacht, learned German = "
-    "Deutsch gelernt, heard the news = die Nachricht gehört, repaired the door = die Tür repariert, played the piano = Klavier gespielt"
+    "bought a bicycle = ein Fahrrad gekauft, written a long letter = einen langen Brief geschrieben, "
+    "lost the key = den Schlüssel verloren, opened the window = das Fenster geöffnet, drunk a cup of "
+    "coffee = eine Tasse Kaffee getrunken, asked a question = eine Frage gestellt, sold the car = das "
+    "Auto verkauft, told a story = eine Geschichte erzählt, seen a film = einen Film gesehen, helped "
+    "the children = den Kindern geholfen, found a dog = einen Hund gefunden, made a mistake = einen "
+    "Fehler gemacht, learned German = Deutsch gelernt, heard the news = die Nachricht gehört, repaired "
+    "the door = die Tür repariert, played the piano = Klavier gespielt"
 )
 PATIENTS = listed(
-    "children with asthma, nurses, women with anaemia, men with high blood pressure, patients with diabetes, runners with a sore knee, "
-    "people with migraine, students with poor sleep"
+    "children with asthma, nurses, women with anaemia, men with high blood pressure, patients with "
+    "diabetes, runners with a sore knee, people with migraine, students with poor sleep"
 )
 CURES = listed(
-    "a daily dose of vitamin D, a breathing exercise, a low-salt diet, a new tablet, warm baths, ten minutes of stretching, green tea, "
-    "weekly advice by telephone"
+    "a daily dose of vitamin D, a breathing exercise, a low-salt diet, a new tablet, warm baths, ten "
+    "minutes of stretching, green tea, weekly advice by telephone"
 )
 EFFECTS = listed(
-    "fewer headaches, lower blood pressure, better sleep, less pain, more energy, fewer visits to a doctor, a higher level of iron, less "
-    "stress"
+    "fewer headaches, lower blood pressure, better sleep, less pain, more energy, fewer visits to a "
+    "doctor, a higher level of iron, less stress"
 )
 TOWNS = listed("Velden, Marrow, Port Ister, Quill, Sandby, Orrin, Thale, Lower Wick, Castell, Brune")
 LANDS = listed(
-    "on a steep hill above the sea, at the edge of a wide plain, beside a lake, in a narrow valley, on an island of rock, near an old mine"
+    "on a steep hill above the sea, at the edge of a wide plain, beside a lake, in a narrow valley, on "
+    "an island of rock, near an old mine"
 )
 WORKS = listed("salt, wool, glass, apples, fish, paper, honey, timber")
 EVENTS = paired(
-    "the bridge fell into the water = a ship had struck it, the market was closed = the well had run dry, the bell was sold = the roof "
-    "had to be paid for, a wall was built = wolves came down in winter, the mill was moved = the stream had changed its bed, the road was "
-    "made wider = two carts could not pass, a lighthouse was put up = three boats were lost in fog, the baker left = nobody had flour to "
-    "sell"
+    "the bridge fell into the water = a ship had struck it, the market was closed = the well had run "
+    "dry, the bell was sold = the roof had to be paid for, a wall was built = wolves came down in "
+    "winter, the mill was moved = the stream had changed its bed, the road was made wider = two carts "
+    "could not pass, a lighthouse was put up = three boats were lost in fog, the baker left = nobody "
+    "had flour to sell"
 )
 TASKS = listed(
-    "count the vowels in {}, reverse {}, check whether {} is empty, remove duplicates from {}, sort {} by length, find the shortest word "
-    "in {}, split {} into two halves, sum the even numbers in {}, merge two dictionaries into {}, convert {} to upper case, rotate {} by "
-    "n places, find the second smallest number in {}, check if {} is a palindrome, multiply all numbers in {}, find the missing number in "
-    "{}, count how often each item is in {}"
+    "count the vowels in {}, reverse {}, check whether {} is empty, remove duplicates from {}, sort {} "
+    "by length, find the shortest word in {}, split {} into two halves, sum the even numbers in {}, "
+    "merge two dictionaries into {}, convert {} to upper case, rotate {} by n places, find the second "
+    "smallest number in {}, check if {} is a palindrome, multiply all numbers in {}, find the missing "
+    "number in {}, count how often each item is in {}"
 )
 VALUES = listed(
-    "a list, a string, a given tuple, a list of lists, an array, a sentence, the given list, a list of strings"
+    "a list, a string, a given tuple, a list of lists, an array, a sentence, the given list, a list of "
+    "strings"
 )
 FOLDERS = listed(
     "maths, strings, graphs, searches, matrix, geometry, ciphers, conversions, queues, trees, physics"
 )
 FILES = listed(
-    "average, binary_search, caesar_cipher, circle_area, count_words, depth_first_search, digit_sum, distance, factorial, fibonacci, gcd, "
-    "is_prime, linked_list, mean_square, palindrome, power_of_two, queue_with_list, rotate, shortest_path, square_root, stack, transpose, "
+    "average, binary_search, caesar_cipher, circle_area, count_words, depth_first_search, digit_sum, "
+    "distance, factorial, fibonacci, gcd, is_prime, linked_list, mean_square, palindrome, "
+    "power_of_two, queue_with_list, rotate, shortest_path, square_root, stack, transpose, "
     "volume_of_cube"
 )
 FACTS = listed("Capital, Climate, Terrain, Natural resources, Languages, Population, Exports, Borders")
 COUNTRIES = listed(
-    "Norway, Peru, Kenya, Japan, Chile, Egypt, Iceland, Vietnam, Portugal, Ghana, Mongolia, Austria, Cuba, Jordan, Fiji, Poland"
+    "Norway, Peru, Kenya, Japan, Chile, Egypt, Iceland, Vietnam, Portugal, Ghana, Mongolia, Austria, "
+    "Cuba, Jordan, Fiji, Poland"
 )
 SPEAKERS = ("Project Manager", "Marketing", "Professor", "Designer")
 OPINIONS = (
@@ -135,41 +151,42 @@ OPINIONS = (
     "We have no money for a second model .",
 )
 
-Dice = random.Random
 
-
-def study(random_streams: Dice) -> str:
+def study(rng: random.Random) -> str:
     people, cure, effect, other = (
-        random_streams.choice(PATIENTS),
-        random_streams.choice(CURES),
-        *random_streams.sample(EFFECTS, 2),
+        rng.choice(PATIENTS),
+        rng.choice(CURES),
+        *rng.sample(EFFECTS, 2),
     )
     return (
-        f"In this trial {random_streams.randint(20, 400)} {people} were given {cure} for {random_streams.randint(2, 24)} weeks; as many others were not. The "
-        f"treated group had {effect} ({random_streams.randint(21, 70)} % against {random_streams.randint(5, 20)} %), but not {other}. More trials are needed."
+        f"In this trial {rng.randint(20, 400)} {people} were given {cure} for {rng.randint(2, 24)} weeks; "
+        f"as many others were not. The treated group had {effect} ({rng.randint(21, 70)} % against "
+        f"{rng.randint(5, 20)} %), but not {other}. More trials are needed."
     )
 
 
-def town(random_streams: Dice) -> tuple[str, str]:
+def town(rng: random.Random) -> tuple[str, str]:
     """A text, and a question about it."""
-    name, (event, reason) = random_streams.choice(TOWNS), random_streams.choice(EVENTS)
+    name, (event, reason) = rng.choice(TOWNS), rng.choice(EVENTS)
     text = (
-        f"{name} stands {random_streams.choice(LANDS)}. Its people have lived on {random_streams.choice(WORKS)} for a long time. In the year "
-        f"{random_streams.randint(1650, 1950)} {event}, because {reason}. Today about {random_streams.randint(2, 90)}00 people live there, "
-        f"and most of them work in {random_streams.choice(WORKS)}."
+        f"{name} stands {rng.choice(LANDS)}. Its people have lived on {rng.choice(WORKS)} for a long time. "
+        f"In the year "
+        f"{rng.randint(1650, 1950)} {event}, because {reason}. Today about {rng.randint(2, 90)}00 people "
+        f"live there, "
+        f"and most of them work in {rng.choice(WORKS)}."
     )
-    return text, random_streams.choice(
+    return text, rng.choice(
         [f"Why was it that {event}?", f"Where does {name} stand?", f"How many people live in {name}?"]
     )
 
 
-def chat(random_streams: Dice) -> list[str]:
+def chat(rng: random.Random) -> list[str]:
     topic, done, name = (
-        random_streams.choice(TOPICS),
-        random_streams.choice(DONE),
-        random_streams.choice(NAMES),
+        rng.choice(TOPICS),
+        rng.choice(DONE),
+        rng.choice(NAMES),
     )
-    return random_streams.choice(
+    return rng.choice(
         [
             [f"Hello, I am {name}. I like {topic}."],
             [f"Hi! I have {done}."],
@@ -188,13 +205,13 @@ def chat(random_streams: Dice) -> list[str]:
     )
 
 
-def translation(random_streams: Dice) -> list[str]:
+def translation(rng: random.Random) -> list[str]:
     (who, wer), (when, wann), (deed, tat) = (
-        random_streams.choice(SUBJECTS),
-        random_streams.choice(TIMES),
-        random_streams.choice(DEEDS),
+        rng.choice(SUBJECTS),
+        rng.choice(TIMES),
+        rng.choice(DEEDS),
     )
-    return random_streams.choice(
+    return rng.choice(
         [
             [f"Translate English to German: {who} had {deed} {when}."],
             [f"Translate German to English: {wer} hat {wann} {tat}."],
@@ -202,24 +219,22 @@ def translation(random_streams: Dice) -> list[str]:
     )
 
 
-def summary(random_streams: Dice) -> list[str]:
-    said = "\n".join(
-        f"{random_streams.choice(SPEAKERS)}: {line}" for line in random_streams.sample(OPINIONS, 4)
-    )
-    return random_streams.choice(
+def summary(rng: random.Random) -> list[str]:
+    meeting = "\n".join(f"{rng.choice(SPEAKERS)}: {line}" for line in rng.sample(OPINIONS, 4))
+    return rng.choice(
         [
-            [f"Summarize: {study(random_streams)}"],
-            [f"Summarize what was said. {town(random_streams)[0]}"],
-            [f"Summarize what was said.\n{said}"],
+            [f"Summarize: {study(rng)}"],
+            [f"Summarize what was said. {town(rng)[0]}"],
+            [f"Summarize what was said.\n{meeting}"],
         ]
     )
 
 
-def question(random_streams: Dice) -> list[str]:
+def question(rng: random.Random) -> list[str]:
     animals, other, thing, place = (
-        *random_streams.sample(ANIMALS, 2),
-        random_streams.choice(OBJECTS),
-        random_streams.choice(PLACES),
+        *rng.sample(ANIMALS, 2),
+        rng.choice(OBJECTS),
+        rng.choice(PLACES),
     )
     forms = (
         f"What do {animals} eat?",
@@ -229,54 +244,57 @@ def question(random_streams: Dice) -> list[str]:
         f"What is {thing} made of?",
         f"Where do {animals} sleep?",
         f"Are {animals} afraid of {other}?",
-        f"{random_streams.choice(FACTS)} of {random_streams.choice(COUNTRIES)}?",
+        f"{rng.choice(FACTS)} of {rng.choice(COUNTRIES)}?",
         f"What could {animals} do in a {place}?",
         f"Could {thing} be older than a {place}?",
     )
-    return [random_streams.choice(forms)]
+    return [rng.choice(forms)]
 
 
-def arithmetic(random_streams: Dice) -> list[str]:
+def arithmetic(rng: random.Random) -> list[str]:
     (name, other), things, place = (
-        random_streams.sample(NAMES, 2),
-        random_streams.choice(THINGS),
-        random_streams.choice(PLACES),
+        rng.sample(NAMES, 2),
+        rng.choice(THINGS),
+        rng.choice(PLACES),
     )
-    a, b, c = random_streams.randint(20, 90), random_streams.randint(2, 19), random_streams.randint(2, 12)
+    a, b, c = rng.randint(20, 90), rng.randint(2, 19), rng.randint(2, 12)
     forms = (
         f"{name} has {a} {things} and loses {b} of them. How many {things} are left?",
         f"A box holds {b} {things}. How many {things} are in {c} boxes?",
-        f"{name} has {a} {things}, {other} has {b} more than {name}. How many {things} do they have together?",
-        f"{name} buys {c} {things} for {b} dollars each and pays with {b * c + a} dollars. How much money does {name} get back?",
+        f"{name} has {a} {things}, {other} has {b} more than {name}. "
+        f"How many {things} do they have together?",
+        f"{name} buys {c} {things} for {b} dollars each and pays with {b * c + a} dollars. "
+        f"How much money does {name} get back?",
         f"{name} reads {b} pages a day. How many pages does {name} read in {c} weeks?",
         f"{b * c} {things} are shared equally among {c} children. How many {things} does each child get?",
-        f"In a {place} there are {a} {things}. {name} brings {b} and {other} takes {c}. How many {things} are there now?",
+        f"In a {place} there are {a} {things}. {name} brings {b} and {other} takes {c}. "
+        f"How many {things} are there now?",
     )
-    return [random_streams.choice(forms)]
+    return [rng.choice(forms)]
 
 
-def retrieval(random_streams: Dice) -> list[str]:
-    text, asked = town(random_streams)
-    trial = study(random_streams)
+def retrieval(rng: random.Random) -> list[str]:
+    text, asked = town(rng)
+    trial = study(rng)
     cure, people = (
         next(cure for cure in CURES if cure in trial),
         next(people for people in PATIENTS if people in trial),
     )
-    known = random_streams.choice([(text, asked), (trial, f"Does {cure} help {people}?")])
+    known = rng.choice([(text, asked), (trial, f"Does {cure} help {people}?")])
     return [f"Answer from the context.\nContext: {known[0]}\nQuestion: {known[1]}"]
 
 
-def code(random_streams: Dice) -> list[str]:
-    task = random_streams.choice(TASKS).format(random_streams.choice(VALUES))
-    return random_streams.choice(
+def code(rng: random.Random) -> list[str]:
+    task = rng.choice(TASKS).format(rng.choice(VALUES))
+    return rng.choice(
         [
             [f"Write a function to {task}."],
-            [f"Write the Python file {random_streams.choice(FOLDERS)}/{random_streams.choice(FILES)}.py"],
+            [f"Write the Python file {rng.choice(FOLDERS)}/{rng.choice(FILES)}.py"],
         ]
     )
 
 
-KINDS: tuple[Callable[[Dice], list[str]], ...] = (
+KINDS: tuple[Callable[[random.Random], list[str]], ...] = (
     chat,
     translation,
     summary,
@@ -288,36 +306,39 @@ KINDS: tuple[Callable[[Dice], list[str]], ...] = (
 
 
 def prompts(count: int) -> list[tuple[str, list[str]]]:
-    """(kind, turns), as many of each kind as can be.  Some come twice, since every answer is drawn; none is one of the demo's."""
-    random_streams, taken = Dice(0), {prompt.turns for prompt in PROMPTS}
+    """(kind, turns) of `count` prompts, equally many of each kind.
+
+    Prompts may be equal: answers are sampled.
+    """
+    rng, taken = random.Random(0), {prompt.turns for prompt in PROMPTS}
     found: list[tuple[str, list[str]]] = []
     while len(found) < count:
         kind = KINDS[len(found) % len(KINDS)]
-        turns = kind(random_streams)
+        turns = kind(rng)
         if tuple(turns) not in taken:
             found.append((kind.__name__, turns))
     return found
 
 
-def circles(tokens: list[int]) -> float:
+def repeated(tokens: list[int]) -> float:
     """Share of the 4-grams that occurred before."""
     grams = [tuple(tokens[i : i + 4]) for i in range(len(tokens) - 3)]
     return 1 - len(set(grams)) / max(1, len(grams))
 
 
 def answers(llm: LLM, asked: list[tuple[str, list[str]]]) -> list[tuple[str, list[int], list[int]]]:
-    """(kind, prompt, answer) of those that do not go round in circles."""
+    """(kind, token ids of the prompt, token ids of the answer) of the answers that do not repeat themselves."""
     talks = [
         [{"role": "assistant" if i % 2 else "user", "content": text} for i, text in enumerate(turns)]
         for _, turns in asked
     ]
-    params = [SamplingParams(temperature=0.8, max_tokens=LENGTH, seed=i) for i in range(len(talks))]
+    params = [SamplingParams(temperature=0.8, max_tokens=MAX_TOKENS, seed=i) for i in range(len(talks))]
     outputs = zip(asked, llm.chat(talks, params, use_tqdm=True))
-    said = [
+    answered = [
         (kind, list(output.prompt_token_ids), list(output.outputs[0].token_ids))
         for (kind, _), output in outputs
     ]
-    return [one for one in said if circles(one[2]) <= CIRCLES]
+    return [one for one in answered if repeated(one[2]) <= MAX_REPEATED]
 
 
 if __name__ == "__main__":
@@ -326,21 +347,24 @@ if __name__ == "__main__":
     )
     parser.add_argument("--answers", type=int, default=2800)
     parser.add_argument("--output", type=Path, default=BUILTIN["builtin-datastore"])
-    given = parser.parse_args()
-    console, llm, asked = Console(), LLM(model="builtin", max_num_seqs=32), prompts(given.answers)
+    args = parser.parse_args()
+    console, llm, asked = Console(), LLM(model="builtin", max_num_seqs=32), prompts(args.answers)
     kept = answers(llm, asked)
-    given.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         corpus = Path(folder) / "answers.jsonl"
         corpus.write_text(
-            "".join(json.dumps({"token_ids": [*prompt[-SPAN:], *said]}) + "\n" for _, prompt, said in kept)
+            "".join(
+                json.dumps({"token_ids": [*prompt[-SPAN:], *answer]}) + "\n" for _, prompt, answer in kept
+            )
         )
-        build([str(corpus)], str(given.output), llm.tokenizer, llm.engine.target.vocabulary)
+        build([str(corpus)], str(args.output), llm.tokenizer, llm.engine.target.vocabulary)
     table = Table("kind", "prompts", "answers kept", "tokens")
     for kind, number in Counter(kind for kind, _ in asked).items():
-        sizes = [len(said) for of, _, said in kept if of == kind]
+        sizes = [len(answer) for of, _, answer in kept if of == kind]
         table.add_row(kind, str(number), str(len(sizes)), f"{sum(sizes):,}")
     console.print(table)
     console.print(
-        f"{given.output}: {sum(len(said) for _, _, said in kept):,} tokens of answers, {given.output.stat().st_size:,} bytes"
+        f"{args.output}: {sum(len(answer) for _, _, answer in kept):,} tokens of answers, "
+        f"{args.output.stat().st_size:,} bytes"
     )

@@ -215,7 +215,7 @@ class LLM:
         twin = copy.copy(self)
         with self.engine.turn.taken():
             twin.engine, twin._ids = copy.copy(self.engine), itertools.count()
-            twin.engine.use(speculation.method.create(speculation.options, self.engine.target), speculation)
+            twin.engine.use(twin.engine.new_drafter(speculation), speculation)
         twin._loop = EngineLoop(twin.engine)
         twin._reader = replace(self._reader, engine=twin.engine)
         return twin
@@ -227,7 +227,7 @@ class LLM:
         """
         with self._loop.idle():
             speculation = SpeculativeOptions.of(speculative_config)
-            self.engine.use(speculation.method.create(speculation.options, self.engine.target), speculation)
+            self.engine.use(self.engine.new_drafter(speculation), speculation)
 
 
 def _is_ids(prompts: Any) -> bool:

@@ -57,8 +57,8 @@ NAMED = {
     ("draft/__init__.py", "draft_model"),
     ("draft/first.py", "suffix"),
     ("draft/first.py", "recycle"),
-    ("draft/union.py", "ngram"),
-    ("draft/union.py", "recycle"),
+    ("draft/union/__init__.py", "ngram"),
+    ("draft/union/__init__.py", "recycle"),
 }
 FREE = {
     "bench",

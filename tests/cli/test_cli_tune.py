@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,12 @@ def test_a_set_that_measured_slower_says_so(
         assert ("slower than plain decoding: 0.71×" in tuned.out) == (measured < 1)
 
 
+def test_missing_optuna_is_named(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    refused = run("tune", "layerskip", tmp_path / "never loaded", "-o", tmp_path / "set.json")
+    assert refused.status == 2 and "pip install 'outrider[tune]'" in refused.err
+
+
 def test_a_stop_classifier_needs_enough_to_learn_from(run: Run, tmp_path: Path) -> None:
     asked, out = tmp_path / "asked.txt", tmp_path / "stop.safetensors"
     asked.write_text("What do plants need?\nWhere is the sea?\n")
@@ -74,12 +81,14 @@ def test_where_nothing_can_be_written(run: Run, tmp_path: Path) -> None:
 
 
 def test_the_costs_say_what_a_guess_costs() -> None:
-    costs = Costs(step=10.0, row=1.0, whole=8.0, attention=1.0, mlp=1.5)
+    costs = Costs(step=10.0, row=1.0, full=8.0, attention=1.0, mlp=1.5)
     assert costs.speed(Skip((1, 2), (3,)), Speculation(4, 6, 3, 7)) == 7 / (4 * 10 + 6 * (1 + 8 - 2 - 1.5))
 
 
 def test_the_optimiser_finds_what_the_costs_make_worth_while(tmp_path: Path) -> None:
-    """Guesses that cost all of a step are never worth it, those that cost nothing always: the best trial skips accordingly."""
+    """Guesses that cost all of a step are never worth it, those that cost nothing always: the best trial
+    skips accordingly.
+    """
     llm = LLM(tiny_checkpoint(tmp_path / "model", num_hidden_layers=3))
     prompts = [("ids", {"prompt_token_ids": [5, 6, 7]})]
     best = {}
@@ -88,7 +97,7 @@ def test_the_optimiser_finds_what_the_costs_make_worth_while(tmp_path: Path) -> 
         "dear": Costs(1.0, 0.0, 6.0, 0.99, 0.99),
     }.items():
         tuner = Tuner(llm, prompts, depth=3, tokens=12)
-        tuner._costs = lambda costs=costs: costs  # type: ignore[method-assign, misc]
+        tuner._measure_costs = lambda costs=costs: costs  # type: ignore[method-assign, misc]
         best[name] = tuner.run(0.02, lambda tried, speed: None)
         assert best[name].speed == max(trial.speed for trial in tuner.trials)
     free, dear = (len(best[name].skip.attention) + len(best[name].skip.mlp) for name in ("free", "dear"))

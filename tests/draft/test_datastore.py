@@ -1,4 +1,6 @@
-"""The datastore: its order equals sorting, a look-up equals a search through the corpus, and files that do not fit are refused."""
+"""The datastore: its order equals sorting, a look-up equals a search through the corpus, and files that do
+not fit are refused.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +40,7 @@ def made(
 
 
 def drafter(file: str, **options: Any) -> Datastore:
-    target = AnyTarget()
-    target.checkpoint = SimpleNamespace(tokenizer=None)  # type: ignore[attr-defined]
-    return Datastore(Datastore.Options(datastore=file, **options), target)  # type: ignore[arg-type]
+    return Datastore(Datastore.Options(datastore=file, **options), AnyTarget())  # type: ignore[arg-type]
 
 
 # ---- order and look-up
@@ -257,7 +257,9 @@ def test_a_damaged_datastore(change: str, tmp_path: Path) -> None:
 def test_a_datastore_of_another_vocabulary_or_tokenizer(tmp_path: Path) -> None:
     def target(vocabulary: int, tokenizer: Any) -> Target:
         return SimpleNamespace(
-            decoder=AnyTarget.decoder, vocabulary=vocabulary, checkpoint=SimpleNamespace(tokenizer=tokenizer)
+            decoder=AnyTarget().decoder,
+            vocabulary=vocabulary,
+            checkpoint=SimpleNamespace(tokenizer=tokenizer),
         )  # type: ignore[return-value]
 
     tokenizer = tiny_tokenizer()
@@ -286,7 +288,7 @@ def test_a_datastore_must_be_named() -> None:
 def test_the_built_in_datastore_is_for_the_built_in_target() -> None:
     tokenizer = read_tokenizer(str(locate("builtin")))
     target = SimpleNamespace(
-        decoder=AnyTarget.decoder, vocabulary=8192, checkpoint=SimpleNamespace(tokenizer=tokenizer)
+        decoder=AnyTarget().decoder, vocabulary=8192, checkpoint=SimpleNamespace(tokenizer=tokenizer)
     )
     options = Datastore.Options(**Datastore.demo["REST"])
     assert Datastore(options, target).store.header.tokenizer == fingerprint(tokenizer)  # type: ignore[arg-type]

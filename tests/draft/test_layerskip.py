@@ -23,7 +23,7 @@ from outrider.checkpoints.hub import Checkpoint
 from outrider.core.params import DistributionParams
 from outrider.core.step_input import StepInput
 from outrider.core.stop_rule import StopRule
-from outrider.draft.layerskip.confidence import Exit, siblings_at
+from outrider.draft.layerskip.confidence import ExitThreshold, siblings_at
 from outrider.draft.layerskip.search import Search
 from outrider.draft.layerskip.sets import PUBLISHED, Skip, known, named
 from outrider.models.decoder import Decoder
@@ -112,7 +112,9 @@ def test_two_parts_make_the_whole(layer: int, decoder: Decoder) -> None:
 
 
 def test_a_chain_tells_its_states_and_stops_at_its_floor(checkpoint: Make) -> None:
-    """Chains of three rows, one of which stops after its first guess: the others go on, and say what they say alone."""
+    """Chains of three rows, one of which stops after its first guess: the others go on, and say what they say
+    alone.
+    """
     decoder = Decoder(
         Checkpoint.open(str(checkpoint(num_hidden_layers=LAYERS))), torch.float32, torch.device("cpu"), 64
     )
@@ -264,17 +266,17 @@ def test_files_of_the_tuner(tmp_path: Path) -> None:
 
 
 def test_a_threshold_moves_as_published() -> None:
-    row = Exit(0.5, True, depth=4)
+    row = ExitThreshold(0.5, True, depth=4)
     row.learn(drafted=2, accepted=1)  # m = 0.25 < 0.9: wanted 0.51
-    assert row.right == 0.25 and row.threshold == pytest.approx(0.9 * 0.5 + 0.1 * 0.51)
-    row.right, before = 1.0, row.threshold
+    assert row.accepted == 0.25 and row.value == pytest.approx(0.9 * 0.5 + 0.1 * 0.51)
+    row.accepted, before = 1.0, row.value
     row.learn(4, 4)  # right, and at its longest: it stays
-    assert row.threshold == pytest.approx(before)
+    assert row.value == pytest.approx(before)
     row.learn(2, 2)  # right, and stopped early: less strict
-    assert row.threshold == pytest.approx(0.9 * before + 0.1 * (before - 0.01))
-    fixed = Exit(0.5, False, depth=4)
+    assert row.value == pytest.approx(0.9 * before + 0.1 * (before - 0.01))
+    fixed = ExitThreshold(0.5, False, depth=4)
     fixed.learn(2, 0)
-    assert fixed.threshold == 0.5
+    assert fixed.value == 0.5
 
 
 def test_the_less_sure_the_more_siblings() -> None:
@@ -317,7 +319,7 @@ def test_past_trials_make_better_suggestions_than_chance() -> None:
     for _ in range(60):
         skip = search.suggest()
         search.learn(skip, worth(search, skip, value))
-    suggested = sorted(worth(search, search._likely(), value) for _ in range(9))[4]
+    suggested = sorted(worth(search, search._bayesian(), value) for _ in range(9))[4]
     assert sum(score < suggested for score in search.scores) > 50
 
 

@@ -17,7 +17,7 @@ from outrider.core.step import Commit, RowStep
 from outrider.core.step_input import StepInput
 from outrider.core.tree import ROOT, Budget, DraftTree
 from outrider.draft import lookahead
-from outrider.draft.lookahead import Lookahead, Pool, Window
+from outrider.draft.lookahead import Lookahead, NgramPool, Window
 from outrider.engine.runner import add_row
 
 SHAPES = [(1, 2), (1, 4), (2, 3), (4, 2), (3, 5), (5, 4)]
@@ -73,7 +73,9 @@ class Steps:
 
 
 class Published:
-    """The updates of the published code, with its arrays: past[0] lacks the current token, past[l] is None until filled."""
+    """The updates of the published code, with its arrays: past[0] lacks the current token, past[l] is None
+    until filled.
+    """
 
     def __init__(self, first: list[int], window: int, level: int, most: int) -> None:
         self.past: list[list[int] | None] = [list(first), *[None] * (level - 2)]
@@ -81,7 +83,9 @@ class Published:
         self.filled = 0
 
     def speak(self, text: tuple[int, ...]) -> list[int]:
-        """What the target says after the elements of the last filled level: each sees level 0 up to its column, then its column down."""
+        """What the target says after the elements of the last filled level: each sees level 0 up to its
+        column, then its column down.
+        """
         zero, rows = [text[-1], *self.past[0]], self.past[1 : self.filled + 1]
         return [answer((*text[:-1], *zero[: j + 1], *(row[j] for row in rows))) for j in range(len(zero))]
 
@@ -108,7 +112,7 @@ class Published:
 
 
 def known(drafter: Lookahead) -> dict[int, list[tuple[int, ...]]]:
-    return {token: list(grams) for token, grams in drafter.memory.pool.known.items()}
+    return {token: list(grams) for token, grams in drafter.memory.pool.grams.items()}
 
 
 @pytest.mark.parametrize(("window", "level"), SHAPES)
@@ -133,7 +137,9 @@ def test_window_and_pool_move_as_published(window: int, level: int) -> None:
 
 @pytest.mark.parametrize(("window", "level"), SHAPES)
 def test_an_element_sees_what_the_published_mask_shows_it(window: int, level: int) -> None:
-    """The plan's own keys and positions, and those that the C kernels walk, in every step of a window that grows and moves."""
+    """The plan's own keys and positions, and those that the C kernels walk, in every step of a window that
+    grows and moves.
+    """
     drafter = make(Lookahead, window_size=window, level=level)
     steps = Steps(drafter, [3, 1, 4, 1, 5])
     for _ in range(12):
@@ -208,8 +214,8 @@ def test_the_target_says_after_a_probe_what_it_says_after_its_path(
 @given(st.lists(st.tuples(st.integers(0, 4), st.tuples(st.integers(0, 2), st.integers(0, 1))), max_size=60))
 def test_the_pool_equals_a_list(adds: list[tuple[int, tuple[int, ...]]]) -> None:
     """Of the last n-grams, of the last tokens."""
-    pool, naive = Pool(2), []
-    before, lookahead.TOKENS = lookahead.TOKENS, 3
+    pool, naive = NgramPool(2), []
+    before, lookahead.MAX_TOKENS = lookahead.MAX_TOKENS, 3
     try:
         for token, rest in adds:
             pool.add(token, rest)
@@ -220,7 +226,7 @@ def test_the_pool_equals_a_list(adds: list[tuple[int, tuple[int, ...]]]) -> None
             alive = list(dict.fromkeys(t for t, _ in reversed(naive)))[:3]
             naive = [entry for entry in naive if entry[0] in alive]
     finally:
-        lookahead.TOKENS = before
+        lookahead.MAX_TOKENS = before
     for token in range(5):
         assert list(pool.after(token)) == [rest for t, rest in reversed(naive) if t == token]
 

@@ -323,7 +323,7 @@ def test_a_rank_is_credited_with_its_own_guess_in_a_union(toy: LLM, monkeypatch:
     monkeypatch.setattr(type(medusa.heads), "__call__", heads)
     before = [list(level) for level in medusa.memory.worth]
     llm = toy.variant(None)
-    union = Union(Union.Options(nodes=2), target, [medusa, Hopeful(None, target)])
+    union = Union(Union.Options(nodes=2), target, [lambda _: medusa, lambda target: Hopeful(None, target)])
     llm.engine.use(union, SpeculativeOptions.of({"method": "union", "drafters": [{"method": "ngram"}]}))
     out = llm.generate(prompt, params)[0].outputs[0]
     assert out.token_ids == truth[3:-3] and out.speculation.accepted > 10

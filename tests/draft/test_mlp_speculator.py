@@ -369,7 +369,7 @@ def test_drawn_guesses_say_their_laws(llm: LLM, tmp_path: Path) -> None:
     """The law of a step given the path; siblings are drawn without replacement, and the places hang on no token."""
     case, f = CASES["lstm"], torch.randn(HIDDEN)
     drafter = opened(llm, case, tmp_path, top_k_tokens_per_head=list(TOP_K), n_candidates=KEPT, nodes=60)
-    drafter.drawn = True
+    drafter.target = replace(drafter.target, needs_probs=True)
     shapes, texts = set(), set()
     for seed in range(6):
         row = row_at(1.0, seed=seed)

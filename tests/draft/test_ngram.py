@@ -11,7 +11,7 @@ from outrider import ConfigError, SamplingParams
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, RowStep
 from outrider.core.tree import Budget
-from outrider.draft.ngram import ForwardOutput, Ngram
+from outrider.draft.ngram import Ngram, NgramIndex
 
 
 def make_row(tokens: list[int]) -> Row:
@@ -47,7 +47,7 @@ def drafter(low: int = 2, high: int = 4) -> Ngram:
 
 def trust(method: Ngram, row: Row) -> None:
     """As if guesses for this row had been right before."""
-    method.seen.setdefault(row, ForwardOutput([-1] * (method.shortest - 1))).credit = 4
+    method.indexes.setdefault(row, NgramIndex([-1] * (method.shortest - 1))).credit = 4
 
 
 def test_the_longest_match_wins() -> None:
@@ -107,7 +107,7 @@ def test_rows_do_not_see_each_other_and_are_forgotten() -> None:
     for row in (a, b):
         method.forget(row, "finished")
     method.forget(a, "finished")  # unknown rows are no error
-    assert not method.seen
+    assert not method.indexes
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 4), (5, 4), (-1, -1)])
@@ -117,8 +117,10 @@ def test_ranges(low: int, high: int) -> None:
 
 
 def test_evidence_decides_how_much_is_risked() -> None:
-    """A row that was never right guesses behind matches of three and more, one token less than its match is long; after a failure only
-    the longest n-gram counts and one token is guessed; with success full guesses come."""
+    """A row that was never right guesses behind matches of three and more, one token less than its match is
+    long; after a failure only the longest n-gram counts and one token is guessed; with success full guesses
+    come.
+    """
     row = make_row([1, 2, 3, 4, 9, 9, 1, 2, 3, 4, 8, 1, 2, 3, 4])
     drafter = Ngram(Ngram.Options())
 

@@ -1,4 +1,6 @@
-"""Token recycling: the published tree, a table that equals a dictionary, and what the engine hands over of the logits."""
+"""Token recycling: the published tree, a table that equals a dictionary, and what the engine hands over of
+the logits.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ def test_the_whole_tree_is_filled_from_the_table() -> None:
     for i, (token, parent) in enumerate(zip(tree.tokens, tree.parents)):
         ranks[i] = (*ranks[parent], token - 8 * tokens[parent] - 1)
         tokens[i] = token
-        assert tree.confidence[i] == drafter.memory.worth[ranks[i][-1]]
+        assert tree.confidence[i] == drafter.memory.acceptance[ranks[i][-1]]
     reachable = {path for path in PATHS if all(inner(path[:n]) < 124 for n in range(len(path)))}
     assert set(ranks.values()) - {()} == reachable
     assert len(reachable) > 60
@@ -115,11 +117,11 @@ def test_ranks_are_judged_along_the_path_only() -> None:
     drafter = taught(
         make(Recycle, nodes=20, min_token_prob=0.0), {x: list(range(x + 10, x + 18)) for x in (1, 11, 12)}
     )
-    before = list(drafter.memory.worth)
+    before = list(drafter.memory.acceptance)
     tree = guess(drafter, make_row([1]), 2)
     second = tree.tokens.index(12)
     commit(drafter, tree, [1], [second], [[0] * 8 for _ in range(len(tree.tokens) + 1)])
-    after = drafter.memory.worth
+    after = drafter.memory.acceptance
     below = sum(parent == second for parent in tree.parents)
     assert below >= 1
     assert after[1] > before[1], "guessed at the root and right"

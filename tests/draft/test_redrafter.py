@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -294,7 +295,7 @@ def test_rows_do_not_see_each_other(llm: LLM) -> None:
 def test_drawn_guesses_say_their_laws(llm: LLM) -> None:
     """Every law is the head's own behind the path; a small tree still reaches its levels."""
     drafter = drafter_of(llm, beam_width=4, nodes=8)
-    drafter.drawn = True
+    drafter.target = replace(drafter.target, needs_probs=True)
     row = seen(drafter, greedy(TEXT), state())
     row.distribution = SamplingParams(temperature=0.7).distribution
     tree = guess(drafter, row, 4)

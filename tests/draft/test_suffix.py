@@ -14,7 +14,7 @@ from outrider import ConfigError
 from outrider.core.tree import ROOT, Budget, DraftTree
 from outrider.draft import suffix
 from outrider.draft.suffix import Suffix
-from outrider.drafting.lookup.matches import Belief, frequent
+from outrider.drafting.lookup.matches import MatchAcceptance, TreeLimits, frequent
 
 # ---- the tree
 
@@ -30,8 +30,8 @@ from outrider.drafting.lookup.matches import Belief, frequent
 def test_the_tree_equals_counting(
     texts: list[list[int]], nodes: int, depth: int, length: int, least: float, siblings: int
 ) -> None:
-    belief = Belief(6)
-    tree, score = frequent(texts, Budget(depth, nodes), belief, length, least, siblings)
+    acceptance = MatchAcceptance(6)
+    tree, score = frequent(texts, acceptance, length, TreeLimits(depth, nodes, siblings, least))
     proper(tree, Budget(depth, nodes))
     texts = [text[: text.index(-1)] if -1 in text else text for text in texts]
     paths: dict[int, tuple[int, ...]] = {ROOT: ()}
@@ -41,18 +41,18 @@ def test_the_tree_equals_counting(
         level = len(paths[parent])
         agree = [text for text in texts if tuple(text[:level]) == paths[parent] and len(text) > level]
         said = Counter(text[level] for text in agree)
-        assert confidence == pytest.approx(said[token] / len(agree) * belief(length + level))
+        assert confidence == pytest.approx(said[token] / len(agree) * acceptance(length + level))
         joint[i] = joint[parent] * confidence
         assert joint[i] >= least * (1 - 1e-9)
         if siblings == 1:
             assert said[token] == max(said.values())
     assert score == pytest.approx(sum(joint.values()) - 1)
-    best = all_joints(texts, depth, belief, length, least, siblings)
+    best = all_joints(texts, depth, acceptance, length, least, siblings)
     assert sorted(list(joint.values())[1:], reverse=True) == pytest.approx(best[:nodes])
 
 
 def all_joints(
-    texts: list[list[int]], depth: int, belief: Belief, length: int, least: float, siblings: int
+    texts: list[list[int]], depth: int, acceptance: MatchAcceptance, length: int, least: float, siblings: int
 ) -> list[float]:
     """Of every path that is likely enough (with one sibling: of the chain), best first."""
     found, open_paths = [], [((), 1.0)]
@@ -63,7 +63,7 @@ def all_joints(
             continue
         said = Counter(text[len(path)] for text in agree)
         for token, count in said.most_common(siblings):
-            share = joint * count / len(agree) * belief(length + len(path))
+            share = joint * count / len(agree) * acceptance(length + len(path))
             if share >= least:
                 found.append(share)
                 open_paths.append(((*path, token), share))
@@ -170,19 +170,21 @@ def test_a_row_whose_guesses_keep_failing_is_guessed_less() -> None:
 
 
 def test_a_length_that_failed_is_tried_again_some_time_later() -> None:
-    belief = Belief(4)
+    acceptance = MatchAcceptance(4)
     for _ in range(20):
-        belief.observe(1, DraftTree([7], [-1], [0.5]), [])
-    assert belief(1) < 0.01 and belief(2) == 0.75
+        acceptance.observe(1, DraftTree([7], [-1], [0.5]), [])
+    assert acceptance(1) < 0.01 and acceptance(2) == 0.75
     for _ in range(20):
-        belief.passed(1, 1)
-    assert 0.1 < belief(1) < 0.5
+        acceptance.skip(1, 1)
+    assert 0.1 < acceptance(1) < 0.5
 
 
 def test_each_level_of_a_tree_is_learned_from() -> None:
-    belief = Belief(4)
-    belief.observe(2, DraftTree.chain([5, 6, 7], [0.5] * 3), [0])
-    assert belief(2) > 0.75 and belief(3) < 0.875 and belief(4) == 0.9375, "right, wrong, and not known"
+    acceptance = MatchAcceptance(4)
+    acceptance.observe(2, DraftTree.chain([5, 6, 7], [0.5] * 3), [0])
+    assert acceptance(2) > 0.75 and acceptance(3) < 0.875 and acceptance(4) == 0.9375, (
+        "right, wrong, and not known"
+    )
 
 
 def test_a_row_that_begins_to_repeat_itself_is_guessed_again() -> None:

@@ -1,10 +1,12 @@
-"""Several drafters as one: the merged tree holds the likeliest nodes of all, each drafter learns as if it were alone, and what was
-drawn stays a draw."""
+"""Several drafters as one: the merged tree holds the likeliest nodes of all, each drafter learns as if it
+were alone, and what was drawn stays a draw.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,13 +23,13 @@ from outrider import LLM, ConfigError, SamplingParams
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, Needs
 from outrider.core.tree import EMPTY_TREE, ROOT, Budget, Draft, DraftTree
-from outrider.draft import union as union_module
 from outrider.draft.draft_model import DraftModel
 from outrider.draft.first import First
 from outrider.draft.ngram import Ngram
 from outrider.draft.suffix import Suffix
-from outrider.draft.union import Union, independent, merge
-from outrider.drafting.base import Drafter
+from outrider.draft.union import Union
+from outrider.draft.union.merge import Merger, independent, merge
+from outrider.drafting.base import Drafter, Storage, Target
 from outrider.sampling import random_streams
 from outrider.verify.base import Rule
 from outrider.verify.rejection import Rejection
@@ -37,7 +39,7 @@ Paths = dict[tuple[int, ...], float]
 
 
 class Fixed(Drafter):
-    """Says what it is told, and keeps what it sees."""
+    """Proposes one tree, and records what it is given."""
 
     def __init__(self, tree: DraftTree, topk: int = 0, depth: int = 3) -> None:
         self.tree, self.needs, self.depth = tree, Needs(topk), depth
@@ -49,8 +51,11 @@ class Fixed(Drafter):
     def size(self, depth: int) -> int:
         return 2 * depth
 
-    def allocate(self, slots: int, pool: Any) -> list[Any]:
-        return [(slots, pool)] * (self.slot_bytes > 0)
+    def footprint(self, device: torch.device) -> Counter[torch.device]:
+        return Counter({device: self.slot_bytes})
+
+    def allocate(self, slots: int, pool: Any) -> Storage:
+        return Storage([(slots, pool)] * (self.slot_bytes > 0))  # type: ignore[list-item]
 
     def propose(self, batch: Batch) -> Draft:
         self.budgets = [step.budget for step in batch]
@@ -66,8 +71,19 @@ class Fixed(Drafter):
         return self.slot_bytes
 
 
-def together(method: type[Union], *drafters: Drafter) -> Union:
-    return method(method.Options(), AnyTarget(), drafters)  # type: ignore[arg-type]
+def factory(drafter: Drafter) -> Callable[[Target], Drafter]:
+    """Returns the drafter, with the target that it is given."""
+
+    def make(target: Target) -> Drafter:
+        drafter.target = target
+        return drafter
+
+    return make
+
+
+def together(method: type[Union], *drafters: Drafter, target: Any = None, nodes: int | None = None) -> Union:
+    factories = [factory(drafter) for drafter in drafters]
+    return method(method.Options(nodes=nodes), target or AnyTarget(), factories)
 
 
 def paths_of(tree: DraftTree) -> Paths:
@@ -128,7 +144,9 @@ def test_the_merged_tree_holds_the_likeliest_nodes_of_all(several: list[DraftTre
 def test_each_drafter_sees_its_own_part(
     several: list[DraftTree], nodes: int, text: list[int], data: st.DataObject
 ) -> None:
-    """What was verified of its nodes, its part of the path, and the best ids at its nodes; the controller cuts, too."""
+    """What was verified of its nodes, its part of the path, and the best ids at its nodes; the controller
+    cuts, too.
+    """
     drafters = [Fixed(tree, topk=k) for k, tree in enumerate(several)]
     union = together(Union, *drafters)
     batch = drafted(union, make_row([5]), Budget(4, nodes))
@@ -177,7 +195,9 @@ def test_probes_come_last_whole_or_not_at_all() -> None:
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_siblings_with_one_token_are_told_apart(nested: bool) -> None:
-    """Two independent draws of one token: a cut that leaves the second leaves what hangs from it, whoever drew the first."""
+    """Two independent draws of one token: a cut that leaves the second leaves what hangs from it, whoever
+    drew the first.
+    """
     distribution = torch.ones(9, dtype=torch.float64) / 9
     tree = DraftTree(
         [3, 3, 4, 4],
@@ -208,7 +228,7 @@ def test_all_are_asked_within_their_own_levels() -> None:
     union = together(Union, one, two)
     assert (union.depth, union.size(3), union.size(1), union.needs.topk) == (3, 8, 4, 4)
     assert union.footprint(torch.device("cpu")) == {torch.device("cpu"): 40}
-    assert (union.slot_bytes, union.allocate(7, "pool")) == (40, [(7, "pool")])
+    assert union.allocate(7, "pool") == Storage([(7, "pool")], [])  # type: ignore[arg-type, list-item]
     tree = guess(union, make_row([9]), 3)
     assert (tree.tokens, tree.parents) == ([1, 2, 4, 3], [-1, 0, -1, 1])
     assert (one.budgets, two.budgets) == ([Budget(3, 6)], [Budget(1, 2)])
@@ -219,11 +239,14 @@ def test_all_are_asked_within_their_own_levels() -> None:
     assert union.memory == [0, 4]
     union.memory = [5, 6]
     assert (one.memory, two.memory) == (5, 6)
-    union.draft_by_sampling(True)
-    assert one.drawn and two.drawn and union.drawn
-    nested = together(Union, together(Union, one, two), Fixed(EMPTY_TREE))
-    lots = {one.stream_id, two.stream_id, *(drafter.stream_id for drafter in nested.drafters)}
-    assert len(lots) == 4, "everybody has dice of their own"
+    nested = Union(
+        Union.Options(),
+        AnyTarget(needs_probs=True),  # type: ignore[arg-type]
+        [lambda target: together(Union, one, two, target=target), factory(Fixed(EMPTY_TREE))],
+    )
+    targets = [one.target, two.target, *(drafter.target for drafter in nested.drafters)]
+    assert all(target.needs_probs for target in targets)
+    assert len({target.stream_id for target in targets}) == 4, "every drafter has random streams of its own"
 
 
 def test_nodes_are_capped() -> None:
@@ -231,7 +254,7 @@ def test_nodes_are_capped() -> None:
         Fixed(DraftTree.chain([1, 2, 3], [0.9, 0.8, 0.7])),
         Fixed(DraftTree([1, 4], [-1, -1], [0.5, 0.95])),
     )
-    union = Union(Union.Options(nodes=2), AnyTarget(), [one, two])  # type: ignore[arg-type]
+    union = together(Union, one, two, nodes=2)
     assert union.size(3) == 2
     assert guess(union, make_row([9]), 3).tokens == [4, 1]
 
@@ -282,12 +305,15 @@ def probs_of(path: Path_, salt: int) -> Tensor:
 
 
 class Drawing(Drafter):
-    """Draws `siblings` children below each node of two levels, as a draft model does; the confidence is that of the token."""
+    """Draws `siblings` children below each node of two levels, as a draft model does; the confidence is that
+    of the token.
+    """
 
     depth = 2
 
     def __init__(self, salt: int, siblings: int = 2, repeats: bool = False) -> None:
         self.salt, self.siblings, self.repeats = salt, siblings, repeats
+        self.target = AnyTarget()  # type: ignore[assignment]
 
     def size(self, depth: int) -> int:
         return sum(self.siblings**level for level in range(1, depth + 1))
@@ -299,7 +325,7 @@ class Drawing(Drafter):
             below = []
             for parent, path in frontier:
                 distributions.append(probs_of(path, self.salt))
-                first = self.stream_id + len(tokens)
+                first = self.target.stream_id + len(tokens)
                 for token in random_streams.children(
                     batch[0].row, distributions[-1], range(first, first + self.siblings), self.repeats
                 ):
@@ -312,8 +338,8 @@ class Drawing(Drafter):
         return Draft([DraftTree(tokens, parents, confidence, distributions, belongs, self.repeats)])
 
 
-class Target:
-    """The laws of a target, and the real dice."""
+class EnumeratedTarget:
+    """A picker with enumerated distributions and the real random streams."""
 
     def __init__(self, row: Row) -> None:
         self.row = row
@@ -335,7 +361,7 @@ def chi_square(union: Union, rule: Rule, runs: int, nodes: int) -> float:
         row = make_row([5])
         row.seed = seed
         batch = drafted(union, row, Budget(2, nodes))
-        rule(batch, Target(row))  # type: ignore[arg-type]
+        rule(batch, EnumeratedTarget(row))  # type: ignore[arg-type]
         said = batch[0].emitted
         if len(said) == 1:
             found[said[0]] += probs_of((said[0],), 0)
@@ -368,20 +394,20 @@ def test_the_law_test_sees_what_must_not_be(broken: str, monkeypatch: pytest.Mon
     if broken == "same dice":
         members = [Drawing(137, 1), Drawing(137, 1)]
     union = together(Union, *members)
-    take = union_module._Merging.take
+    add = Merger.add
     if broken == "same dice":
-        union.drafters[0].stream_id = union.drafters[1].stream_id
+        union.drafters[0].target = union.drafters[1].target
 
     def by_token(self: Any, tree: DraftTree) -> None:
         """A draw is as likely to stay as its own token is likely."""
-        take(self, tree)
+        add(self, tree)
         for node in every(self.root):
             if node.distribution >= 0:
                 node.confidence = float(self.distributions[node.distribution][node.token])
 
     def unique(self: Any, tree: DraftTree) -> None:
         """A draw is dropped where a sibling holds its token."""
-        take(self, tree)
+        add(self, tree)
         for node in [self.root, *every(self.root)]:
             node.children = list({child.token: child for child in reversed(node.children)}.values())[::-1]
 
@@ -391,11 +417,11 @@ def test_the_law_test_sees_what_must_not_be(broken: str, monkeypatch: pytest.Mon
         distribution = [
             -1 if pair in chosen else at for pair, at in zip(zip(tree.parents, tree.tokens), tree.probs_of)
         ]
-        take(self, tree._replace(probs_of=distribution))
+        add(self, tree._replace(probs_of=distribution))
 
     changes = {"confidence": by_token, "dropped": unique, "merged": as_chosen}
     if broken in changes:
-        monkeypatch.setattr(union_module._Merging, "take", changes[broken])
+        monkeypatch.setattr(Merger, "add", changes[broken])
     assert chi_square(union, Rejection(), 1500, 2) > LIMIT
 
 
@@ -438,7 +464,7 @@ def test_caches_of_all_are_looked_after() -> None:
     draft = {"method": "draft_model", "model": "builtin-draft", "vocab_mismatch": "retokenize"}
     config = {"method": "union", "drafters": [{"method": "ngram"}, draft]}
     llm = LLM("builtin", speculative_config=config, enable_prefix_caching=False, max_model_len=128)
-    (own,) = llm.engine.drafter.caches
+    _, own = llm.engine.caches
     assert own.prefix_caching is False
     llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=20))
     llm.engine.check()
@@ -457,7 +483,9 @@ def test_laws_of_their_own_are_the_same_draws() -> None:
 
 
 def test_parents_that_share_a_law_draw_from_it_each_for_itself() -> None:
-    """Heads that do not know each other have one law for a whole level; both children hold the same token here."""
+    """Heads that do not know each other have one law for a whole level; both children hold the same token
+    here.
+    """
     first, second = torch.tensor([0.5, 0.3, 0.2]).double(), torch.tensor([0.6, 0.3, 0.1]).double()
     tree = DraftTree([0, 1, 0, 0], [ROOT, ROOT, 0, 1], [0.5] * 4, [first, second], [0, 0, 1, 1])
     apart = independent(tree)
@@ -478,7 +506,7 @@ def test_drafters_are_described_as_alone() -> None:
     union = make(Union, drafters=LOOK_UPS)
     assert [type(drafter) for drafter in union.drafters] == [Ngram, Suffix]
     assert union.drafters[0].options.prompt_lookup_min == 3
-    assert union.levels == [5, 2] and union.depth == 5
+    assert union.depths == [5, 2] and union.depth == 5
     nested = make(First, drafters=[{"method": "union", "drafters": LOOK_UPS}, {"method": "recycle"}])
     assert nested.needs.topk == 8 and nested.depth == 6
 
@@ -547,7 +575,9 @@ MEMBERS: list[dict[str, Any]] = [
 def test_the_text_is_that_of_plain_decoding(
     method: str, temperature: float, tiny: Path, checkpoint: Any
 ) -> None:
-    """With two models, a table and a window that want logits, and a look-up; some of it is accepted, and all ends with the rows."""
+    """With two models, a table and a window that want logits, and a look-up; some of it is accepted, and all
+    ends with the rows.
+    """
     models = iter([str(checkpoint(num_hidden_layers=1)), str(tiny)])
     members = [
         {**member, "model": next(models)} if member["method"] == "draft_model" else member
@@ -562,7 +592,9 @@ def test_the_text_is_that_of_plain_decoding(
     drafter: Any = llm.engine.drafter
     models_in = [one for one in drafter.drafters if hasattr(one, "decoder")]
     assert llm.engine.cache.pools[1:] == [one.pool for one in models_in]
-    assert drafter.slot_bytes == sum(one.slot_bytes for one in models_in) > 0
+    device = llm.engine.device
+    assert drafter.footprint(device) == sum((one.footprint(device) for one in models_in), Counter())
+    assert drafter.footprint(device).total() > 0
     for _ in range(2):
         outputs = llm.generate(prompts, params)
         assert [output.outputs[0].token_ids for output in outputs] == [
@@ -597,7 +629,9 @@ def test_the_next_one_is_heard_where_the_first_is_silent(tiny: Path) -> None:
 
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])
 def test_the_engine_judges_a_mix_by_its_laws(rule: str, tiny: Path, checkpoint: Any) -> None:
-    """Two models that draw, of which one is the target: nearly all that it draws is accepted; and the same seed says the same."""
+    """Two models that draw, of which one is the target: nearly all that it draws is accepted; and the same
+    seed says the same.
+    """
     members = [
         {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3}
         for model in (tiny, checkpoint(seed=1))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from vocabularies import byte_level, letters, sentencepiece, tiny_words
 
-from outrider.drafting.vocab.incremental import NEUTRAL, Language, Reading
+from outrider.drafting.vocab.incremental import NEUTRAL, IncrementalTokens, TextCodec
 from outrider.drafting.vocab.spelling import pieces
 
 KINDS = pytest.mark.parametrize("kind", [byte_level, sentencepiece], ids=["byte_level", "sentencepiece"])
@@ -23,9 +23,9 @@ class Shipped:
         self.vocabulary = size
 
 
-def language(kind: Any, words: Any = None) -> Language:
+def language(kind: Any, words: Any = None) -> TextCodec:
     words, merges = words or tiny_words()
-    return Language(Shipped(kind(words, merges), len(words)), "draft")  # type: ignore[arg-type]
+    return TextCodec(Shipped(kind(words, merges), len(words)), "draft")  # type: ignore[arg-type]
 
 
 @KINDS
@@ -40,9 +40,11 @@ def test_what_tokens_say(kind: Any) -> None:
 @KINDS
 @pytest.mark.parametrize("seed", range(4))
 def test_a_text_that_grows_is_tokenised_as_if_it_had_been_there(kind: Any, seed: int) -> None:
-    """In bits of every size: at each of them the ids are those of the whole text so far, and a step looks at the end of it only."""
+    """In bits of every size: at each of them the ids are those of the whole text so far, and a step looks at
+    the end of it only.
+    """
     random_streams, spoken = random.Random(seed), language(kind)
-    reading, at, looked = Reading(spoken, 6), 0, []
+    reading, at, looked = IncrementalTokens(spoken, 6), 0, []
     tokens = spoken.tokens
     spoken.tokens = lambda text, *contexts: looked.append(len(text)) or tokens(text, *contexts)  # type: ignore[method-assign, func-returns-value]
     while at < len(TEXT):
@@ -50,7 +52,7 @@ def test_a_text_that_grows_is_tokenised_as_if_it_had_been_there(kind: Any, seed:
         before, fixed = list(reading.ids), reading.fixed
         kept = reading.extend(TEXT[at : at + size].encode(), 1)
         at += size
-        assert reading.ids == spoken.begins + tokens(TEXT[:at])[0]
+        assert reading.ids == spoken.prefix + tokens(TEXT[:at])[0]
         assert reading.ids[:kept] == before[:kept] and kept >= fixed
         assert spoken.bytes(reading.ids).decode().strip() == TEXT[:at].strip()
     assert max(looked) < 120, "the window should not grow with the text"
@@ -59,24 +61,26 @@ def test_a_text_that_grows_is_tokenised_as_if_it_had_been_there(kind: Any, seed:
 
 def test_what_was_computed_is_kept_up_to_the_first_difference() -> None:
     spoken = language(byte_level)
-    reading = Reading(spoken, 6)
+    reading = IncrementalTokens(spoken, 6)
     assert reading.extend(b"xt", 1) == 0
     assert reading.extend(b"h", 1) == 1, '"t" became "th"'
     assert reading.extend(b"h", 1) == 2
-    assert reading.read == 3
+    assert reading.consumed == 3
 
 
 def test_half_a_character_waits_for_the_other() -> None:
-    reading = Reading(language(byte_level), 6)
+    reading = IncrementalTokens(language(byte_level), 6)
     assert reading.extend(b"a\xc3", 2) == 0
-    assert reading.pending and reading.tail == "a"
+    assert reading.within_character and reading.tail == "a"
     reading.extend(b"\x81", 1)
-    assert not reading.pending and reading.tail == "a\u00c1"
+    assert not reading.within_character and reading.tail == "a\u00c1"
 
 
 @KINDS
 def test_tokens_behind_a_context(kind: Any) -> None:
-    """A text from the middle of another gets no space put before it, and shares no token with what precedes it."""
+    """A text from the middle of another gets no space put before it, and shares no token with what precedes
+    it.
+    """
     spoken = language(kind)
 
     def told(text: str, *contexts: str) -> bytes:
@@ -96,9 +100,9 @@ def test_a_token_begins_with_its_space() -> None:
 
     tokenizer = byte_level(*tiny_words())
     tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
-    assert Language(Shipped(tokenizer, 300), "draft").tokens("b a")[1] == [0, 1]  # type: ignore[arg-type]
+    assert TextCodec(Shipped(tokenizer, 300), "draft").tokens("b a")[1] == [0, 1]  # type: ignore[arg-type]
 
 
 def test_what_stands_before_a_text() -> None:
-    assert language(byte_level).begins == []
-    assert language(sentencepiece, letters()).begins == [0]
+    assert language(byte_level).prefix == []
+    assert language(sentencepiece, letters()).prefix == [0]

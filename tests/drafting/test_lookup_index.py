@@ -1,4 +1,6 @@
-"""Where runs of tokens ended: what is found equals a search through the text, in C and in Python, and both agree about everything."""
+"""Where runs of tokens ended: what is found equals a search through the text, in C and in Python, and both
+agree about everything.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,13 @@ from hypothesis import strategies as st
 from outrider.backends.cpu import backend as cpu
 from outrider.drafting.lookup.index import index_for
 from outrider.drafting.lookup.index_base import PLACES, RUNS, Index, Places
-from outrider.drafting.lookup.index_compiled import Compiled
-from outrider.drafting.lookup.index_reference import Plain
+from outrider.drafting.lookup.index_compiled import CompiledIndex
+from outrider.drafting.lookup.index_reference import ReferenceIndex
 
 Make = Callable[..., Index]
 
 LIBRARY = cpu.library()
-KINDS: list[Make] = [Plain] if LIBRARY is None else [Plain, partial(Compiled, LIBRARY)]
+KINDS: list[Make] = [ReferenceIndex] if LIBRARY is None else [ReferenceIndex, partial(CompiledIndex, LIBRARY)]
 needs_c = pytest.mark.skipif(LIBRARY is None, reason="no C compiler here")
 both = pytest.mark.parametrize("make", KINDS, ids=["python", "c"][: len(KINDS)])
 
@@ -132,7 +134,9 @@ def test_c_and_python_agree(
 
 
 def test_runs_that_share_a_hash_do_not_stand_for_each_other() -> None:
-    """2,000 runs in 1,024 places: what is found agrees, whatever lies in the same list; and C and Python give up at the same places."""
+    """2,000 runs in 1,024 places: what is found agrees, whatever lies in the same list; and C and Python give
+    up at the same places.
+    """
     random_streams = random.Random(0)
     text = [random_streams.randrange(500) for _ in range(2000)]
     indexes, missed = [make(2047, 9, 3) for make in KINDS], 0
@@ -152,8 +156,10 @@ def test_runs_that_share_a_hash_do_not_stand_for_each_other() -> None:
 @needs_c
 @pytest.mark.parametrize("capacity", [1, 63, 64, 100, 4095, 4096, 20_000])
 def test_the_memory_is_linear_in_the_text(capacity: int) -> None:
-    """36 bytes a token, beside 64 places at least, also where all tokens are the same, the worst case of trees and automata."""
-    index = Compiled(LIBRARY, capacity)
+    """36 bytes a token, beside 64 places at least, also where all tokens are the same, the worst case of
+    trees and automata.
+    """
+    index = CompiledIndex(LIBRARY, capacity)
     index.extend([7] * capacity)
     assert index.memory.nbytes <= 36 * max(capacity, 64)
 
@@ -182,6 +188,6 @@ def test_a_copy_is_of_its_own(make: Make) -> None:
 
 def test_the_environment_asks_for_python(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTRIDER_KERNELS", "torch")
-    assert isinstance(index_for(10), Plain)
+    assert isinstance(index_for(10), ReferenceIndex)
     monkeypatch.delenv("OUTRIDER_KERNELS")
-    assert isinstance(index_for(10), Plain if LIBRARY is None else Compiled)
+    assert isinstance(index_for(10), ReferenceIndex if LIBRARY is None else CompiledIndex)

@@ -196,7 +196,9 @@ def test_a_prompt_chunk_says_nothing() -> None:
 def test_a_plan_lets_every_row_see_its_own_past_in_order(
     rows: list[tuple[int, int, DraftTree]], rng: object
 ) -> None:
-    """By the definition: a known token at p sees positions 0 … p; node i sees all known tokens, its ancestors and itself."""
+    """By the definition: a known token at p sees positions 0 … p; node i sees all known tokens, its ancestors
+    and itself.
+    """
     step_input, expected = StepInput(), []  # of each row: (id, position, slots of its keys in order)
     slots = list(range(200))
     rng.shuffle(slots)  # type: ignore[attr-defined]

@@ -174,7 +174,9 @@ def test_lambda_follows_the_share_that_was_right() -> None:
         mean = 0.5 * mean + 0.5 * accepted / drafted
         wanted = threshold + 0.01 if mean < 0.8 else threshold if drafted == levels else threshold - 0.01
         threshold = 0.9 * threshold + 0.1 * wanted
-        assert rules.memory.entropy == pytest.approx(threshold) and rules.memory.right == pytest.approx(mean)
+        assert rules.memory.entropy == pytest.approx(threshold) and rules.memory.accepted == pytest.approx(
+            mean
+        )
     stop_rule = rules.stop_rule
     assert stop_rule is not None
     for entropy in (0.0, 0.3, 0.6, 0.9, 1.2, 3.0):
@@ -202,7 +204,7 @@ def separable(count: int) -> list[tuple[list[float], bool]]:
 def test_a_network_learns_and_comes_back_from_its_file(tmp_path: Path) -> None:
     made = disco.fit(separable(600))
     held = separable(900)[600:]
-    assert sum(made.right(features) == good for features, good in held) > 0.93 * len(held)
+    assert sum(made.accepts(features) == good for features, good in held) > 0.93 * len(held)
     file = str(tmp_path / "folder" / "stop.safetensors")
     made.save(file)
     read = disco.load(file)

@@ -11,7 +11,7 @@ from outrider import ConfigError, OutriderError, draft, verify
 from outrider.config import EngineOptions, SpeculativeOptions, options
 from outrider.control import fixed
 from outrider.draft.draft_model import DraftModel
-from outrider.draft.union import read
+from outrider.draft.union import parse
 from outrider.errors import unknown
 
 NAMES = sorted(f.name for f in fields(EngineOptions))
@@ -149,10 +149,10 @@ def test_a_value_out_of_range_is_named(config: Any, named: str) -> None:
 
 def test_the_target_drafts_for_itself_in_a_mix_too() -> None:
     config = {"model": "self", "draft_kv_budget": 64}
-    assert SpeculativeOptions.of(config).method is read(config)[0] is DraftModel
+    assert SpeculativeOptions.of(config).method is parse(config).method is DraftModel
     for wrong in ("", 5, None):
         with pytest.raises(ConfigError, match=f"model must be a folder or a hub id, got {wrong!r}"):
-            read({"model": wrong})
+            parse({"model": wrong})
 
 
 def test_ranges_that_only_touch_are_fine() -> None:

@@ -245,8 +245,8 @@ def returning(made: Any) -> Any:
     ("script", "said"),
     [
         (raising, "ZeroDivisionError: of the script"),
-        (returning(None), "must return Guesses, got NoneType"),
-        (returning([5, 6]), "must return Guesses, got list"),
+        (returning(None), "must return a DraftTree, got NoneType"),
+        (returning([5, 6]), "must return a DraftTree, got list"),
         (returning(DraftTree([5, 6], [-1], [0.5])), r"equally long, got \(2, 1, 1\)"),
         (returning(DraftTree([5.5], [-1], [0.5])), "TypeError"),  # type: ignore[list-item]
         (returning(DraftTree([5], ["a"], [0.5])), "TypeError"),  # type: ignore[list-item]

@@ -153,7 +153,7 @@ def test_preemption(
     put_to_work(tight, drafter, truth, stranger)
     engine = tight.engine
     one = -(-(engine.max_len + engine.scheduler.hooks.draft_nodes(1)) // PAGE)
-    slot = engine.decoder.slot_bytes + engine.drafter.slot_bytes
+    slot = engine.decoder.slot_bytes + engine.drafter.footprint(engine.device).total()
     small = LLM(llama, max_num_seqs=4, max_model_len=128, kv_cache_memory_bytes=one * PAGE * slot)
     put_to_work(small, drafter, truth, stranger)
     assert small.engine.cache.pages == one

@@ -173,7 +173,7 @@ def test_preemption(drafter: str, llama: str, plain: LLM, stranger: str) -> None
     expected = answers(plain, params)
     tight = LLM(llama, max_num_seqs=4, max_model_len=192)
     put_to_work(tight, drafter, expected, stranger)
-    slot = tight.engine.decoder.slot_bytes + tight.engine.drafter.slot_bytes
+    slot = tight.engine.decoder.slot_bytes + tight.engine.drafter.footprint(tight.engine.device).total()
     small = LLM(
         llama, max_num_seqs=4, max_model_len=192, max_num_batched_tokens=16, kv_cache_memory_bytes=192 * slot
     )

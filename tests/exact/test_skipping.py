@@ -1,4 +1,6 @@
-"""Guessing with a part of the target, in the target's own pool, changes no token; and it shows where the engine is broken on purpose."""
+"""Guessing with a part of the target, in the target's own pool, changes no token; and it shows where the
+engine is broken on purpose.
+"""
 
 from __future__ import annotations
 
@@ -202,7 +204,9 @@ def test_resuming_wrongly_is_caught(edit: str, alone: LLM, llm: LLM, monkeypatch
 def test_keys_of_a_draft_left_in_place_are_caught(
     config: dict[str, Any], alone: LLM, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Draft passes run over what has been verified: K/V of the skipped model stays where the target's should be."""
+    """Draft passes run over what has been verified: K/V of the skipped model stays where the target's should
+    be.
+    """
     drafter = use(llm, **config, **NEVER_STOP)
     assert differences(alone, llm) == 0
     observe = drafter.observe
@@ -290,7 +294,7 @@ def test_a_threshold_shortens_drafts_and_moves(llm: LLM) -> None:
 
     def watched(commit: Commit) -> None:
         observe(commit)
-        moved.update(exit.threshold for exit in drafter.exits.values())
+        moved.update(threshold.value for threshold in drafter.thresholds.values())
 
     drafter.observe = watched  # type: ignore[method-assign]
     answer(llm, PROMPTS[2], params)
@@ -317,7 +321,9 @@ def test_the_search_finds_and_keeps_a_set(llm: LLM) -> None:
 
 
 def test_a_score_is_what_the_skipped_model_would_guess(llm: LLM, alone: LLM) -> None:
-    """Agreement on the last tokens, each forward from verified keys on: with nothing skipped everything agrees."""
+    """Agreement on the last tokens, each forward from verified keys on: with nothing skipped everything
+    agrees.
+    """
     drafter = use(llm, search=True, context_window=8, num_speculative_tokens=3)
     scores = []
     score = drafter._score

@@ -23,7 +23,7 @@ from outrider.core.tree import Budget, Draft
 from outrider.draft import method, methods
 from outrider.draft.draft_model import DraftModel
 from outrider.drafting import disco
-from outrider.drafting.base import Drafter
+from outrider.drafting.base import TextDrafter
 from outrider.drafting.disco import FEATURES, Classifier
 from outrider.models.decoder import Decoder
 
@@ -298,7 +298,7 @@ def test_repetitive_text_takes_fewer_forwards(
 @pytest.mark.parametrize(
     ("inner", "says"),
     [
-        ({"method": "draft_model"}, "does not guess from the text alone"),
+        ({"method": "draft_model"}, "does not draft from the text alone"),
         ({"method": "ngarm"}, "Did you mean 'ngram'"),
         ({}, "drafter needs a 'method'"),
         ({"method": "ngram", "prompt_lookup_maxx": 3}, "Did you mean 'prompt_lookup_max'"),
@@ -310,9 +310,7 @@ def test_inner_drafters_that_cannot_be(inner: dict[str, Any], says: str, fast: L
         use(fast, stranger, drafter=inner)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, kind in methods().items() if kind.after is not Drafter.after]
-)
+@pytest.mark.parametrize("name", [name for name, kind in methods().items() if issubclass(kind, TextDrafter)])
 def test_guesses_behind_what_is_not_said_are_those_behind_what_is(name: str, fast: LLM) -> None:
     """`after` a beginning equals `after` nothing where the row has said it, for drafters without a memory of the row; nothing is kept."""
     drafter = method(name).example(fast.engine.target)

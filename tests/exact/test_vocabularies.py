@@ -1,4 +1,6 @@
-"""Drafts with another vocabulary: the same text, and guesses as good as those of the same network with the target's own."""
+"""Drafts with another vocabulary: the same text, and guesses as good as those of the same network with the
+target's own.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from outrider import LLM, ConfigError, SamplingParams, Speculation
 from outrider.core.block_table import PAGE
 from outrider.core.step import Batch
 from outrider.core.tree import Draft
-from outrider.draft.draft_model import DraftModel, intersect
+from outrider.draft.draft_model import intersect
+from outrider.draft.draft_model.drafter import ModelDrafter
 from outrider.draft.draft_model.retokenize import Retokenized
 
 PROMPTS = tiny_prompts(7)
@@ -82,7 +85,9 @@ def test_shuffled_ids_guess_what_the_targets_own_do(
     llama: str,
     twins: Callable[..., str],
 ) -> None:
-    """Under "intersect" ids and spellings make no difference at all: neither to what is guessed nor to the laws it is drawn from."""
+    """Under "intersect" ids and spellings make no difference at all: neither to what is guessed nor to the
+    laws it is drawn from.
+    """
     results = []
     for model, mismatch in ((llama, "refuse"), (twins(kind), "intersect")):
         fast.use(draft(model, mismatch, siblings=siblings, verification=verification))
@@ -93,28 +98,29 @@ def test_shuffled_ids_guess_what_the_targets_own_do(
     assert results[1][1].tokens_per_step > 3
 
 
-@pytest.mark.parametrize("which", ["ours", "reads"])
+@pytest.mark.parametrize("which", ["output", "input"])
 def test_a_shift_by_one_is_noticed(
     which: str, fast: LLM, twins: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the test above would say if guesses, or what the draft reads, were one id off."""
-    common = intersect.common
+    """The test above fails if the draft's logits, or the ids that it is fed, are off by one."""
+    shared_tokens = intersect.shared_tokens
 
-    def shifted(*given: Any) -> intersect.Common:
-        words = common(*given)
-        off = (
-            {"ours": words.ours.roll(1)} if which == "ours" else {"reads": words.reads[1:] + words.reads[:1]}
-        )
-        return words._replace(**off)  # type: ignore[arg-type]
+    def shifted(*given: Any) -> intersect.SharedTokens:
+        shared = shared_tokens(*given)
+        if which == "output":
+            return shared._replace(draft_ids=shared.draft_ids.roll(1))
+        return shared._replace(draft_id_of=shared.draft_id_of[1:] + shared.draft_id_of[:1])
 
-    monkeypatch.setattr("outrider.draft.draft_model.common", shifted)
+    monkeypatch.setattr("outrider.draft.draft_model.drafter.shared_tokens", shifted)
     fast.use(draft(twins(byte_level), "intersect"))
     outputs = drive(fast, PROMPTS, params_of({"temperature": 0.0}))
     assert together(outputs).acceptance < 0.2
 
 
 def test_the_same_network_guesses_the_same_text(spellers: tuple[LLM, str]) -> None:
-    """Under "retokenize", where every text has one tokenisation: all that greedy decoding says is guessed right."""
+    """Under "retokenize", where every text has one tokenisation: all that greedy decoding says is guessed
+    right.
+    """
     llm, model = spellers
     prompts = ["It was late, and", "a", "2 + 2 =", "   so  what?\n\nNothing", "x" * 90, "He said: no ", "\n"]
     params = params_of({"temperature": 0.0}, max_tokens=40)
@@ -132,19 +138,21 @@ def test_the_same_network_guesses_the_same_text(spellers: tuple[LLM, str]) -> No
 def test_a_shadow_has_the_cache_of_its_text(
     lookbehind: int, kind: Any, fast: LLM, twins: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is guessed after all the cutting back and sharing of pages is what the draft says to the same tokens alone."""
+    """What is guessed after all the cutting back and sharing of pages is what the draft says to the same
+    tokens alone.
+    """
     heard: dict[tuple[int, ...], list[int]] = {}
-    propose = DraftModel.propose
+    propose = ModelDrafter.propose
 
     def listening(self: Any, batch: Batch) -> Draft:
         guessed = propose(self, batch)
         for shadow in self.shadows.values():
             if shadow.row in batch.rows and (tokens := guessed.trees[batch.rows.index(shadow.row)].tokens):
-                assert not shadow.reading.pending, "it would guess in the middle of a character"
-                heard[tuple(shadow.reading.ids)] = tokens
+                assert not shadow.text.within_character, "it would guess in the middle of a character"
+                heard[tuple(shadow.text.ids)] = tokens
         return guessed
 
-    monkeypatch.setattr(DraftModel, "propose", listening)
+    monkeypatch.setattr(ModelDrafter, "propose", listening)
     model = twins(kind, 0.5)
     fast.use(draft(model, "retokenize", assistant_lookbehind=lookbehind))
     whole = tiny_prompts(1, seed=9, longest=40)[0] * 4
@@ -178,7 +186,9 @@ def test_in_company(
     plain: LLM,
     twins: Callable[..., str],
 ) -> None:
-    """Alone, then seven ragged prompts for four seats that join and abort midway, of which one asks for three samples."""
+    """Alone, then seven ragged prompts for four seats that join and abort midway, of which one asks for three
+    samples.
+    """
     params = params_of(distribution)
     params[3] = SamplingParams(**{**vars(params[3]), "n": 3})
     expected = [said(answer(plain, prompt, p).outputs) for prompt, p in zip(PROMPTS, params)]
@@ -246,7 +256,9 @@ def _hits(llm: LLM) -> list[int]:
 def test_little_memory(
     mismatch: str, distribution: dict[str, Any], llama: str, plain: LLM, twins: Callable[..., str]
 ) -> None:
-    """Memory for one request, of target and draft together: rows lose their cache and compute it again, or are not drafted for."""
+    """Memory for one request, of target and draft together: rows lose their cache and compute it again, or
+    are not drafted for.
+    """
     params = params_of(distribution, max_tokens=60)
     expected = [said(answer(plain, prompt, p).outputs) for prompt, p in zip(PROMPTS, params)]
     config = draft(twins(sentencepiece), mismatch)
@@ -307,9 +319,9 @@ def test_a_draft_that_ends_the_text_ends_it(spellers: tuple[LLM, str]) -> None:
     llm.use(draft(model, "retokenize"))
     drafter: Any = llm.engine.drafter
     row = llm._request("abc", SamplingParams(), False).rows[0]
-    (end,) = drafter.ours.ending
-    d, e = (drafter.ours.pieces.index(letter) for letter in (b"d", b"e"))
-    draft_tree = drafter._told(row, len(row.tokens), [d, end, e], 4)
+    (end,) = drafter.draft_codec.ending
+    d, e = (drafter.draft_codec.pieces.index(letter) for letter in (b"d", b"e"))
+    draft_tree = drafter._translate(row, len(row.tokens), [d, end, e], 4)
     assert draft_tree.tokens == [letters()[0].index(b"d"), 1]
 
 

@@ -1,4 +1,6 @@
-"""A draft with a K/V budget, and the target as its own draft: what they guess, that nothing they write stays, and the same text."""
+"""A draft with a K/V budget, and the target as its own draft: what they guess, that nothing they write stays,
+and the same text.
+"""
 
 from __future__ import annotations
 
@@ -72,9 +74,10 @@ def heard(
 def by_definition(
     folder: str, tokens: list[int], sink: int, recent: int, depth: int, itself: bool
 ) -> list[int]:
-    """The best tokens of transformers' own model under a mask: the last known token and the guesses see the first tokens, the recent
-    ones and each other; what came before does, too, in pieces, or sees everything where it is the target's.  A sliding window is one
-    of positions."""
+    """The best tokens of transformers' own model under a mask: the last known token and the guesses see the
+    first tokens, the recent ones and each other; what came before does, too, in pieces, or sees everything
+    where it is the target's.  A sliding window is one of positions.
+    """
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
@@ -107,8 +110,9 @@ def test_guesses_are_those_of_the_model_under_a_mask(
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A prompt in one chunk, three times as long as the budget and more, and a chain of four guesses behind it; layers that look back
-    eight positions, too, further than the budget shows."""
+    """A prompt in one chunk, three times as long as the budget and more, and a chain of four guesses behind
+    it; layers that look back eight positions, too, further than the budget shows.
+    """
     monkeypatch.setenv("OUTRIDER_KERNELS", backend)
     itself, llm = draft == "self", LLM(request.getfixturevalue(target))
     folder = request.getfixturevalue(target if itself else draft)
@@ -169,8 +173,10 @@ def always_right(output: RequestOutput) -> bool:
 @pytest.mark.parametrize("siblings", [1, 3])
 @pytest.mark.parametrize("model", ["llama", "mistral", "gemma2"])
 def test_itself_is_right_as_far_as_it_sees(model: str, siblings: int, request: pytest.FixtureRequest) -> None:
-    """With everything in sight it guesses its own words, sampled ones, too.  So it does where its layers look back eight positions
-    and the budget shows ten: the first tokens, which the view shows as well, are too far away for them."""
+    """With everything in sight it guesses its own words, sampled ones, too.  So it does where its layers look
+    back eight positions and the budget shows ten: the first tokens, which the view shows as well, are too far
+    away for them.
+    """
     folder = request.getfixturevalue(model)
     budget = {"mistral": 14}.get(model, 256)
     llm = LLM(folder, max_num_seqs=4, speculative_config={
@@ -190,7 +196,7 @@ def test_itself_is_right_as_far_as_it_sees(model: str, siblings: int, request: p
 def test_itself_takes_no_memory(llama: str) -> None:
     config = {"method": "draft_model", "model": "self", "draft_kv_budget": 16}
     plain, guessing = LLM(llama), LLM(llama, speculative_config=config)
-    assert guessing.engine.drafter.slot_bytes == 0
+    assert guessing.engine.drafter.footprint(guessing.engine.device).total() == 0
     assert len(guessing.engine.cache.pools) == 1
     assert guessing.engine.drafter.decoder is guessing.engine.decoder  # type: ignore[attr-defined]
     assert guessing.engine.cache.pages >= plain.engine.cache.pages
@@ -236,7 +242,9 @@ def test_what_itself_wrote_does_not_stay(siblings: int, llama: str) -> None:
 
 @pytest.mark.parametrize("siblings", [1, 2])
 def test_itself_with_adapters(siblings: int, llama: str, tmp_path: Path) -> None:
-    """A request's adapter guesses as well: with everything in sight all guesses are right, beside a request that has none."""
+    """A request's adapter guesses as well: with everything in sight all guesses are right, beside a request
+    that has none.
+    """
     llm = LLM(llama, max_num_seqs=4, enable_lora=True, max_loras=2)
     for i in (1, 2):
         write_adapter(tmp_path / str(i), llama, i)
@@ -263,7 +271,10 @@ def test_itself_with_adapters(siblings: int, llama: str, tmp_path: Path) -> None
 def test_guesses_are_drawn_where_the_rule_asks_for_laws(
     rule: str, model: str, fast: LLM, request: pytest.FixtureRequest
 ) -> None:
-    """Every node says what it was drawn from: a law that holds it.  The target with everything in sight is never rejected."""
+    """Every node says what it was drawn from: a law that holds it.
+
+    The target with everything in sight is never rejected.
+    """
     folder, budget = (model, 256) if model == "self" else (request.getfixturevalue(model), 12)
     siblings = 2 if rule == "traversal" else 1
     fast.use({

@@ -26,6 +26,7 @@ from outrider.core.step_input import StepInput
 from outrider.core.tree import ROOT, Budget, Draft, DraftTree
 from outrider.draft.layerskip import LayerSkip
 from outrider.draft.union import Union
+from outrider.drafting.base import Target
 from outrider.heads.base import HeadDrafter
 from outrider.heads.choose import Chooser
 from outrider.heads.templates import EAGLE, MEDUSA, paths
@@ -201,11 +202,13 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[LLM, LLM]:
 def test_an_early_exit_beside_a_head(pair: tuple[LLM, LLM], head: str) -> None:
     """A union of the target's own first layers, which hand their states to verification, and a head that wants to see some."""
     plain, fast = pair
-    early = LayerSkip(LayerSkip.Options(early_exit=2, exit_threshold=None), fast.engine.target)
-    early.depth = 3
-    union = Union(
-        Union.Options(), fast.engine.target, [early, draft.method(head).example(fast.engine.target)]
-    )
+
+    def early(target: Target) -> LayerSkip:
+        drafter = LayerSkip(LayerSkip.Options(early_exit=2, exit_threshold=None), target)
+        drafter.depth = 3
+        return drafter
+
+    union = Union(Union.Options(), fast.engine.target, [early, draft.method(head).example])
     fast.engine.use(union, SpeculativeOptions.of({"method": "off", "num_speculative_tokens": union.depth}))
     guessed, propose = [0, 0], union.propose
 

@@ -84,7 +84,7 @@ def tiny_prompts(count: int, seed: int = 0, longest: int = 40) -> list[list[int]
 def install(llm: LLM, name: str, **options: Any) -> None:
     """The example drafter of a method, under the given keys of speculative_config that every method has."""
     speculation = SpeculativeOptions.of({"method": name, **options})
-    llm.engine.use(method(name).example(llm.engine.target), speculation)
+    llm.engine.use(method(name).example(llm.engine.target_for(speculation)), speculation)
 
 
 def settled(llm: LLM) -> None:

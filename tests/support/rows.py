@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,12 +15,16 @@ from outrider.core.tree import ROOT, Budget, DraftTree
 from outrider.drafting.base import Drafter
 
 
+@dataclass(frozen=True)
 class AnyTarget:
-    """As much of a target as a drafter without weights looks at."""
+    """The attributes of a target that a drafter without weights reads."""
 
-    vocabulary = 1000
-    max_len = 10_000
-    decoder = SimpleNamespace(device=torch.device("cpu"))
+    vocabulary: int = 1000
+    max_len: int = 10_000
+    decoder: Any = field(default_factory=lambda: SimpleNamespace(device=torch.device("cpu")))
+    checkpoint: Any = field(default_factory=lambda: SimpleNamespace(tokenizer=None))
+    needs_probs: bool = False
+    stream_id: int = 0
 
 
 def make(method: type[Drafter], **options: Any) -> Any:

@@ -38,7 +38,7 @@ def figures(engine: Engine, output: RequestOutput, load_seconds: float, total_se
         if not total.lossless:
             lines.append("lossless  = no: the verification rule changes what the model says")
         read = (
-            prompt if engine.drafter.slot_bytes else 0
+            prompt if engine.drafter.footprint(engine.device).total() else 0
         )  # a method without weights of its own reads no prompt
         lines += ["", "draft:", "", _line("prompt eval time", prefill.times.propose, read + prefill.guessed)]
         lines.append(_line("eval time", decoding.times.propose, decoding.guessed))

@@ -61,8 +61,9 @@ def layerskip(
     from outrider.bench.measure import measure
     from outrider.bench.questions import prompts_for, read
     from outrider.core.params import SamplingParams
-    from outrider.tune.layerskip import Tuner, compared, gain, save
+    from outrider.tune.layerskip import Tuner, compared, gain, import_optuna, save
 
+    import_optuna()  # before anything slow
     engine = named(engine, target)
     if not out.expanduser().parent.is_dir():
         raise ConfigError(f"there is no folder {str(out.parent)!r} for the file of the set.")
@@ -105,7 +106,7 @@ def told(
     console.print(table(title, results), "")
     console.print(
         f"{len(tuner.trials)} sets tried.  A step takes {1e3 * costs.step:.2f} ms, {1e3 * costs.row:.2f} ms more a draft token; "
-        f"drafting one with all layers {1e3 * costs.whole:.2f} ms, less {1e3 * costs.attention:.3f} for every attention and "
+        f"drafting one with all layers {1e3 * costs.full:.2f} ms, less {1e3 * costs.attention:.3f} for every attention and "
         f"{1e3 * costs.mlp:.3f} for every MLP that is skipped."
     )
     console.print(
@@ -146,7 +147,7 @@ def disco(
 
     from outrider.bench.questions import prompts_for, read
     from outrider.core.params import SamplingParams
-    from outrider.tune.disco import APART, fit, record
+    from outrider.tune.disco import HOLD_OUT, fit, record
 
     if draft and second:
         raise ConfigError(
@@ -166,14 +167,14 @@ def disco(
     found = fit(recorded, seed)
     found.classifier.save(str(out))
     console = Console()
-    console.print(f"{out}: fitted to {found.seen:,} draft tokens.")
+    console.print(f"{out}: fitted to {found.fitted:,} draft tokens.")
     if found.held_out:
         console.print(
             f"Of {found.held_out:,} others it judged {found.right / found.held_out:.0%} rightly, "
-            f"the more frequent answer alone {found.most / found.held_out:.0%}."
+            f"the more frequent answer alone {found.majority / found.held_out:.0%}."
         )
     else:
-        console.print(f"It was not tested on others: that takes {APART} prompts.")
+        console.print(f"It was not tested on others: that takes {HOLD_OUT} prompts.")
     console.print(
         f'Use it: --model-draft {draft} --speculative-config \'{{"stop_classifier": "{out}"}}\'',
         soft_wrap=True,

@@ -1,4 +1,6 @@
-"""How to guess.  This folder is the registry: a module here that defines a `Drafter` is the method of its name."""
+"""The registry of drafting methods: a module of this folder that defines a `Drafter` is the method of its
+name.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +8,26 @@ import re
 from functools import lru_cache
 from pathlib import Path
 
-from outrider.checkpoints.heads import Head
+from outrider.checkpoints.heads import Head, builtin
 from outrider.checkpoints.hub import BUILTIN, on_hub
 from outrider.core.registry import classes
 from outrider.drafting.base import Drafter
+from outrider.drafting.view import SELF
 from outrider.errors import ConfigError, ModelError, nearest, unknown
+from outrider.heads.base import HeadDrafter
 
 PLAIN_MODEL = "draft_model"
 
 
 @lru_cache(maxsize=1)
 def methods() -> dict[str, type[Drafter]]:
-    """Method name -> its class, found by looking into the folder."""
+    """Method name -> its class."""
     return classes(__name__, __path__, Drafter)
+
+
+def head_methods() -> dict[str, type[HeadDrafter]]:
+    """The methods that use a trained head."""
+    return {name: method for name, method in methods().items() if issubclass(method, HeadDrafter)}
 
 
 def names() -> list[str]:
@@ -33,18 +42,16 @@ def method(name: str) -> type[Drafter]:
 
 def methods_of(head: Head) -> list[str]:
     """The methods that the tensors of a file name."""
-    return [name for name, method in methods().items() if method.claims(head) == 2]
+    return [name for name, method in head_methods().items() if method.claims(head) == 2]
 
 
 def detect(model: str, revision: str | None = None) -> str:
-    """The method that a draft `model` is for: what its tensors say, then what its config says; a language model of its own otherwise.
+    """Return the method that a draft `model` is for: by its tensors, else by its config, else a language
+    model.
 
-    Raises ConfigError where `model` is no name, ModelError where there is nothing to look at, two methods claim it alike, or it guesses
-    nothing.
+    Raises ConfigError if `model` is no name.  Raises ModelError if it does not exist, if two methods claim it
+    equally, or if it is known to be something else.
     """
-    from outrider.checkpoints.heads import Head, builtin
-    from outrider.drafting.view import SELF
-
     if not isinstance(model, str) or not model:
         raise ConfigError(f"model must be a folder or a hub id, got {model!r}.")
     folder = Path(model).expanduser()
@@ -52,31 +59,35 @@ def detect(model: str, revision: str | None = None) -> str:
         return PLAIN_MODEL
     known = [*BUILTIN, *builtin()]
     if model not in known and not folder.is_dir() and not on_hub(model):
-        given = ", ".join(["a folder", "a .gguf file", "a hub id (owner/name)", *known])
-        raise ModelError(f"there is no draft model or head {model!r}.{nearest(model, known)} Give {given}.")
+        accepted = ", ".join(["a folder", "a .gguf file", "a hub id (owner/name)", *known])
+        raise ModelError(
+            f"there is no draft model or head {model!r}.{nearest(model, known)} Give {accepted}."
+        )
     head = Head.open(model, revision)
-    claims = {name: method.claims(head) for name, method in methods().items()}
-    best = max(claims.values())
-    found = [name for name, claim in claims.items() if claim == best]
-    if best and len(found) > 1:
-        raise ModelError(f"{model!r} could be for {' or '.join(found)}: say which as 'method'.")
-    if not best:
+    claims = {name: method.claims(head) for name, method in head_methods().items()}
+    strongest = max(claims.values())
+    found = [name for name, claim in claims.items() if claim == strongest]
+    if not strongest:
         _refuse(head)
-    return found[0] if best else PLAIN_MODEL
+        return PLAIN_MODEL
+    if len(found) > 1:
+        raise ModelError(f"{model!r} could be for {' or '.join(found)}: say which as 'method'.")
+    return found[0]
 
 
 def _refuse(head: Head) -> None:
-    """Raises ModelError for a file that no method claims, and that is no language model, either."""
+    """Raise ModelError for a file that no method claims if it is known to be no language model."""
     if (kind := head.config.get("speculators_model_type")) and "model_type" not in head.config:
         cure = ": give the draft model itself" if kind == "independent" else ""
         raise ModelError(
             f"{head.name!r} is of the type {kind!r} of speculators, which no method reads{cure}."
         )
-    judging = [name for name in head if re.fullmatch(r"model\.\d+\.weight", name)]
-    if "model.0.linear.weight" in head and any(head.shape(name)[:1] == (2,) for name in judging):
+    stop_layers = [name for name in head if re.fullmatch(r"model\.\d+\.weight", name)]
+    if "model.0.linear.weight" in head and any(head.shape(name)[:1] == (2,) for name in stop_layers):
         raise ModelError(
-            f"{head.name!r} is a head of SpecDec++, which judges guesses and makes none, and is not read.  To stop a draft model in time "
-            "give it a stop_classifier: `outrider tune disco` makes one."
+            f"{head.name!r} is a head of SpecDec++, which judges draft tokens and makes none, and is not "
+            f"supported.  "
+            "To stop a draft model in time give it a stop_classifier: `outrider tune disco` makes one."
         )
 
 

@@ -1,6 +1,6 @@
-"""Several methods, one after the other: a row is guessed for by the first that has something to say.
+"""Several drafters in order of trust: a row gets the draft tokens of the first one that proposes any.
 
-The cheap and certain ones stand in front (a look-up), the one that always knows something at the end (a model, a table).
+Cheap and precise drafters (look-ups) come first, those that always propose (a model, a table) last.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from outrider.core.step import Batch
-from outrider.core.tree import Budget, Draft
+from outrider.core.tree import NO_BUDGET, Draft
 from outrider.draft.draft_model import DraftModel
 from outrider.draft.ngram import Ngram
 from outrider.draft.union import Union
@@ -21,22 +21,25 @@ class First(Union):
 
     @dataclass(frozen=True)
     class Options(Union.Options):
-        """drafters, nodes: as in `union`, the most trusted first."""
+        """drafters, nodes: as in `union`, the most trusted drafter first."""
 
     @classmethod
     def example(cls, target: Target) -> Drafter:
-        """One that is mostly silent, and one that is mostly right."""
-        return cls(cls.Options(), target, [Ngram.example(target), DraftModel.example(target)])
+        """A drafter that rarely proposes before one that is mostly right."""
+        return cls(cls.Options(), target, [Ngram.example, DraftModel.example])
 
     def size(self, depth: int) -> int:
-        return min(max(self._sizes(depth)), self.options.nodes or 1 << 30)
+        return self._capped(max(self._sizes(depth)))
 
     def propose(self, batch: Batch) -> Draft:
-        """All are asked in every step, with a budget of nothing where a row has been served: those with K/V must keep up.  Probes
-        are no guesses: the next one is asked, too, for the nodes that they leave."""
+        """Ask all drafters in every step, since those with K/V must keep up.
+
+        A row that has draft tokens has no budget left.  Probes are not draft tokens: the next drafter is
+        asked for the nodes that they leave.
+        """
         self.drafts, left = [], [step.budget for step in batch]
         for i in range(len(self.drafters)):
             self.drafts.append(self._ask(i, batch.within(left)))
             for r, tree in enumerate(self.drafts[i].trees):
-                left[r] = Budget() if tree.size else left[r].within(nodes=left[r].nodes - tree.probes)
+                left[r] = NO_BUDGET if tree.size else left[r].within(nodes=left[r].nodes - tree.probes)
         return self._merge(batch)

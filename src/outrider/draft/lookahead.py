@@ -1,15 +1,20 @@
-"""Lookahead decoding (Fu et al. 2024, arXiv 2402.02057): the target guesses for itself, several tokens ahead at once.
+"""Lookahead decoding (Fu et al. 2024, arXiv 2402.02057): the target itself produces n-grams several tokens
+ahead.
 
-A window of W columns and N - 1 levels rides in every forward.  It is solved as Jacobi iteration solves equations: each step the
-target says what follows the last level, and the window moves on by one.  A column read downwards is an n-gram that the target said;
-a pool keeps the last G that began with each token, and what followed the last certain token in them is guessed.
+A window of W columns and N - 1 levels is part of every forward, as probes.  It is solved by Jacobi iteration:
+each step the target predicts the token after the last level of each column, and the window advances by one
+position.  A column read downwards is an n-gram that the target produced.  A pool keeps the last G n-grams
+that begin with each token.  Draft tokens are those that follow the last committed token in its n-grams.
 
     column        0     1     2         parent of level 0, column j:  level 0, column j - 1
     level 0     root ─ 0,1 ─ 0,2        parent of level l, column j:  level l - 1, column j
                  │      │     │
-    level 1     1,0    1,1   1,2        so an element sees level 0 up to its column, and its column down to itself: the published
-                 │      │     │         mask; and its position is the root's + column + level: the published one
+    level 1     1,0    1,1   1,2
+                 │      │     │
     level 2     2,0    2,1   2,2
+
+An element sees level 0 up to its column, and its column down to itself: the published mask.  Its position is
+that of the root + column + level: the published position.
 """
 
 from __future__ import annotations
@@ -25,86 +30,96 @@ from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, Needs, RowStep
 from outrider.core.tree import EMPTY_TREE, ROOT, Budget, Draft, DraftTree
 from outrider.drafting.base import Drafter, Target
-from outrider.drafting.lookup.matches import Belief
-from outrider.errors import ConfigError
+from outrider.drafting.lookup.matches import MatchAcceptance
+from outrider.drafting.options import is_int, require
 
-TOKENS = 1 << 16  # that a pool knows n-grams of; the one that was not heard of for longest goes first
+MAX_TOKENS = 1 << 16  # first tokens whose n-grams are kept; the least recently used one is evicted
 
 
-class Pool:
-    """The last `most` distinct n-grams that began with each token, without that token; oldest first."""
+class NgramPool:
+    """The last `max_grams` distinct n-grams that begin with each token, without that token; oldest first."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self.known: OrderedDict[int, dict[tuple[int, ...], None]] = OrderedDict()
+    def __init__(self, max_grams: int) -> None:
+        self.max_grams = max_grams
+        self.grams: OrderedDict[int, dict[tuple[int, ...], None]] = OrderedDict()
 
     def add(self, token: int, rest: tuple[int, ...]) -> None:
-        grams = self.known.setdefault(token, {})
+        grams = self.grams.setdefault(token, {})
         grams.pop(rest, None)
         grams[rest] = None
-        if len(grams) > self.most:
+        if len(grams) > self.max_grams:
             del grams[next(iter(grams))]
-        self.known.move_to_end(token)
-        if len(self.known) > TOKENS:
-            self.known.popitem(last=False)
+        self.grams.move_to_end(token)
+        if len(self.grams) > MAX_TOKENS:
+            self.grams.popitem(last=False)
 
     def after(self, token: int) -> Iterable[tuple[int, ...]]:
-        """Most recent first."""
-        return reversed(self.known.get(token, {}))
+        """The n-grams that begin with `token`, most recent first."""
+        return reversed(self.grams.get(token, {}))
 
 
 @dataclass
 class Window:
-    """levels[0]: columns 1 …, since column 0 is the root; levels[1:]: columns 0 ….  Complete with `whole` levels."""
+    """The tokens of the window, by level.
+
+    levels[0] holds columns 1, 2, … because column 0 is the root.  The other levels hold columns 0, 1, ….
+    The window starts with one level and grows to `full_depth` levels.
+    """
 
     levels: list[list[int]]
-    whole: int
+    full_depth: int
 
     @property
     def size(self) -> int:
         return sum(map(len, self.levels))
 
-    def places(self, first: int) -> list[list[int]]:
-        """The nodes of each level, the root as column 0 of the first, if the window begins at node `first`."""
-        made, at = [], first
+    @property
+    def full(self) -> bool:
+        return len(self.levels) == self.full_depth
+
+    def nodes(self, first: int) -> list[list[int]]:
+        """Node numbers by level, if the window begins at node `first`; the root is column 0 of level 0."""
+        numbered, at = [], first
         for level in self.levels:
-            made.append(list(range(at, at + len(level))))
+            numbered.append(list(range(at, at + len(level))))
             at += len(level)
-        made[0].insert(0, ROOT)
-        return made
+        numbered[0].insert(0, ROOT)
+        return numbered
 
     def parents(self, first: int) -> list[int]:
-        places = self.places(first)
-        return places[0][:-1] + [node for level in places[:-1] for node in level]
+        nodes = self.nodes(first)
+        return nodes[0][:-1] + [node for level in nodes[:-1] for node in level]
 
-    def ngrams(self, root: int, said: list[int]) -> Iterable[tuple[int, tuple[int, ...]]]:
-        """(its first token, the rest) of each column, `said` being what follows the last level; none while the window grows."""
-        if len(self.levels) < self.whole:
+    def ngrams(self, root: int, predicted: list[int]) -> Iterable[tuple[int, tuple[int, ...]]]:
+        """(first token, the rest) of each column; `predicted` is below the last level.
+
+        None while the window grows.
+        """
+        if not self.full:
             return ()
-        columns = zip(*([root, *self.levels[0]], *self.levels[1:], said))
+        columns = zip(*([root, *self.levels[0]], *self.levels[1:], predicted))
         return ((column[0], column[1:]) for column in columns)
 
-    def move(self, said: list[int]) -> None:
-        """One position on: a whole window drops its first level, one that grows its last column."""
-        if len(self.levels) < self.whole:
-            self.levels = [level[1:] for level in (*self.levels, said)]
-        else:
-            first, *rest = [*self.levels[1:], said]
-            self.levels = [first[1:], *rest]
+    def advance(self, predicted: list[int]) -> None:
+        """Move by one position: a full window drops its first level, a growing one loses a column."""
+        levels = [*self.levels, predicted]
+        self.levels = [levels[1][1:], *levels[2:]] if self.full else [level[1:] for level in levels]
 
 
 @dataclass
-class Known:
-    """What is kept for a row.  read: how many of its tokens are in the pool."""
+class RowState:
+    """pooled: number of the row's tokens whose n-grams are in the pool."""
 
     window: Window
-    read: int = 0
+    pooled: int = 0
 
 
 @dataclass
 class Memory:
-    pool: Pool
-    belief: Belief  # how often a level of guesses was right
+    """acceptance: of draft tokens, by depth."""
+
+    pool: NgramPool
+    acceptance: MatchAcceptance
 
 
 class Lookahead(Drafter):
@@ -113,8 +128,11 @@ class Lookahead(Drafter):
 
     @dataclass(frozen=True)
     class Options:
-        """window_size, level, guess_set_size: the W, N and G of the paper (None: its 15, 5 and 15, but 2, 3 and 1 on a CPU, where every
-        node costs time).  pool_from_prompt: the n-grams of the text are in the pool, too (the published code's names).
+        """window_size, level, guess_set_size: W, N and G of the paper.  pool_from_prompt: also pool n-grams
+        of the text.
+
+        The names are those of the published code.  None means the published 15, 5 and 15, but 2, 3 and 1 on a
+        CPU, where every node costs time.
         """
 
         window_size: int | None = None
@@ -123,44 +141,40 @@ class Lookahead(Drafter):
         pool_from_prompt: bool = True
 
         def __post_init__(self) -> None:
-            for name, least in (("window_size", 1), ("level", 2), ("guess_set_size", 1)):
+            for name, low in (("window_size", 1), ("level", 2), ("guess_set_size", 1)):
                 value = getattr(self, name)
-                if value is not None and (
-                    not isinstance(value, int) or isinstance(value, bool) or not least <= value <= 64
-                ):
-                    raise ConfigError(f"{name} must be a whole number in {least} … 64, got {value!r}.")
-            if not isinstance(self.pool_from_prompt, bool):
-                raise ConfigError(f"pool_from_prompt must be True or False, got {self.pool_from_prompt!r}.")
+                require(self, name, value is None or is_int(value, low, 64), f"a whole number in {low} … 64")
+            require(self, "pool_from_prompt", isinstance(self.pool_from_prompt, bool), "True or False")
 
     def __init__(self, options: Options, target: Target) -> None:
         super().__init__(options, target)
-        window, level, draft_tree = (2, 3, 1) if target.decoder.device.type == "cpu" else (15, 5, 15)
+        window, level, grams = (2, 3, 1) if target.decoder.device.type == "cpu" else (15, 5, 15)
         self.window, self.level = options.window_size or window, options.level or level
-        self.draft_tree = options.guess_set_size or draft_tree
+        self.max_grams = options.guess_set_size or grams
         self.depth = self.level - 1
-        self.reach = (
-            self.window + self.level - 3
-        )  # levels of the deepest probe, which is as many as a new window has tokens
-        self.memory = Memory(Pool(self.draft_tree), Belief(self.level))
-        self.rows: dict[Row, Known] = {}
+        # Depth of the deepest probe, which is also the number of tokens in a new window.
+        self.reach = self.window + self.level - 3
+        self.memory = Memory(NgramPool(self.max_grams), MatchAcceptance(self.level))
+        self.rows: dict[Row, RowState] = {}
 
     @classmethod
     def example(cls, target: Target) -> Drafter:
-        """A wide window, and all that it has found."""
+        """A wide window, with all the n-grams that it finds."""
         return cls(cls.Options(window_size=8, level=4, guess_set_size=8), target)
 
     def size(self, depth: int) -> int:
-        """While a window grows it may have more nodes than in the end."""
+        """Maximum number of nodes, probes included.  A growing window may have more nodes than a full one."""
         window = max(levels * (self.reach + 2 - levels) - 1 for levels in range(1, self.level))
-        return self.draft_tree * min(depth, self.level - 1) + window if depth else 0
+        return self.max_grams * min(depth, self.level - 1) + window if depth else 0
 
     def propose(self, batch: Batch) -> Draft:
         return Draft([self._tree(step) if step.budget.nodes else EMPTY_TREE for step in batch])
 
     def _tree(self, step: RowStep) -> DraftTree:
+        """The draft tokens, then the window as probes if the budget and the model's length have room for it."""
         row, end, budget = step.row, step.end, step.budget
-        tree = self._guess(row.tokens[-1], budget)
-        window = self._known(row).window
+        tree = self._draft_tokens(row.tokens[-1], budget)
+        window = self._state(row).window
         if len(tree.tokens) + window.size > budget.nodes or end + self.reach > self.target.max_len:
             return tree
         tree.parents.extend(window.parents(len(tree.tokens)))
@@ -169,25 +183,25 @@ class Lookahead(Drafter):
         tree.confidence.extend([0.0] * window.size)
         return tree._replace(probes=window.size)
 
-    def _known(self, row: Row) -> Known:
+    def _state(self, row: Row) -> RowState:
         if row not in self.rows:
             start = random.Random(stream_of(row.seed, row.index)).choices(row.tokens, k=self.reach)
-            self.rows[row] = Known(Window([start], self.level - 1))
+            self.rows[row] = RowState(Window([start], self.level - 1))
         return self.rows[row]
 
-    def _guess(self, last: int, budget: Budget) -> DraftTree:
-        """The n-grams after `last`, most recent first, with shared beginnings once."""
-        tree, node_of = DraftTree([], [], []), {}
+    def _draft_tokens(self, last: int, budget: Budget) -> DraftTree:
+        """The n-grams after `last`, most recent first, as a tree with shared prefixes."""
+        tree, node_of = DraftTree([], [], []), dict[tuple[int, int], int]()
         for gram in self.memory.pool.after(last):
             parent = ROOT
-            for level, token in enumerate(gram[: budget.depth]):
+            for depth, token in enumerate(gram[: budget.depth], start=1):
                 if (parent, token) not in node_of:
                     if len(tree.tokens) == budget.nodes:
                         break
                     node_of[parent, token] = len(tree.tokens)
                     tree.tokens.append(token)
                     tree.parents.append(parent)
-                    tree.confidence.append(self.memory.belief(level + 1))
+                    tree.confidence.append(self.memory.acceptance(depth))
                 parent = node_of[parent, token]
         return tree
 
@@ -196,32 +210,35 @@ class Lookahead(Drafter):
             row, tree = step.row, step.tree
             if row not in self.rows:
                 continue
-            known, root = self.rows[row], row.tokens[step.end - 1]
+            state, root = self.rows[row], row.tokens[step.end - 1]
             if tree.size:
-                self.memory.belief.observe(1, tree, step.accepted)
-            if step.topk and tree.probes == known.window.size:
-                self._learn(row, root, tree, step.topk)
+                self.memory.acceptance.observe(1, tree, step.accepted)
+            if step.topk and tree.probes == state.window.size:
+                self._advance(row, root, tree, step.topk)
             if self.options.pool_from_prompt:
-                self._read(row, known)
+                self._pool_text(row, state)
 
-    def _learn(self, row: Row, root: int, tree: DraftTree, best: list[list[int]]) -> None:
-        """What the target said after the last level; a window in which it could say nothing begins anew."""
+    def _advance(self, row: Row, root: int, tree: DraftTree, topk: list[list[int]]) -> None:
+        """Pool the window's n-grams and advance it.
+
+        Restart it if the target had no finite logit below some column.
+        """
         window = self.rows[row].window
-        said = [best[1 + node] for node in window.places(tree.size)[-1]]
-        if not all(said):
+        best = [topk[1 + node] for node in window.nodes(tree.size)[-1]]
+        if not all(best):
             del self.rows[row]
             return
-        tokens = [ids[0] for ids in said]
-        for token, rest in window.ngrams(root, tokens):
+        predicted = [ids[0] for ids in best]
+        for token, rest in window.ngrams(root, predicted):
             self.memory.pool.add(token, rest)
-        window.move(tokens)
+        window.advance(predicted)
 
-    def _read(self, row: Row, known: Known) -> None:
-        """Puts the n-grams of the text into the pool."""
+    def _pool_text(self, row: Row, state: RowState) -> None:
+        """Pool the n-grams of the text that are not pooled yet."""
         n, tokens = self.level, row.tokens
-        for at in range(known.read, len(tokens) - n + 1):
+        for at in range(state.pooled, len(tokens) - n + 1):
             self.memory.pool.add(tokens[at], tuple(tokens[at + 1 : at + n]))
-        known.read = max(known.read, len(tokens) - n + 1)
+        state.pooled = max(state.pooled, len(tokens) - n + 1)
 
     def forget(self, row: Row, reason: str) -> None:
         self.rows.pop(row, None)

@@ -1,4 +1,4 @@
-"""No guesses: plain decoding."""
+"""No draft tokens: plain decoding."""
 
 from __future__ import annotations
 

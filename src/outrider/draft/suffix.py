@@ -1,8 +1,10 @@
-"""Suffix decoding (Oliaro et al. 2024, arXiv 2411.04975): what followed the last tokens earlier, in this request or in finished ones.
+"""Suffix decoding (Oliaro et al. 2024, arXiv 2411.04975): propose what followed the last tokens earlier, here
+or in finished requests.
 
-Every text has an index of where its runs of 1, 2, 4 and 8 tokens ended (kernels/runs.py).  A match of n tokens is looked up in the
-list of the longest run <= n; the most recent places where it continued give the frequencies.  The longer the match, the more is
-guessed; the match that promises most wins.
+Every text has an index of the places where its runs of 1, 2, 4 and 8 tokens ended (drafting/lookup/index.py).
+A match of n tokens is looked up in the list of the longest run <= n.  The most recent places give the
+frequencies of what follows.  Longer matches earn more draft tokens.  The match with the highest expected
+number of accepted tokens is used.
 """
 
 from __future__ import annotations
@@ -10,74 +12,78 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from outrider.core.row import Row
-from outrider.core.step import Batch, Commit
-from outrider.core.tree import EMPTY_TREE, Budget, Draft, DraftTree
-from outrider.drafting.base import Drafter, Target
+from outrider.core.step import Commit
+from outrider.core.tree import EMPTY_TREE, Budget, DraftTree
+from outrider.drafting.base import Target, TextDrafter
 from outrider.drafting.lookup.index import index_for
 from outrider.drafting.lookup.index_base import RUNS, Index
-from outrider.drafting.lookup.matches import Belief, frequent
-from outrider.errors import ConfigError
+from outrider.drafting.lookup.matches import MatchAcceptance, TreeLimits, frequent
+from outrider.drafting.options import is_int, is_number, require
 
-SEGMENT = 1 << 18  # tokens of finished requests that share one index
-END = -1  # between two requests
+SEGMENT = 1 << 18  # tokens of finished requests in one index
+SEPARATOR = -1  # token id between two requests
 ROUNDING = 1e-9
 
 
-class Finished:
-    """The texts of the last `most` requests that ended, in segments: the oldest go first, a segment when all of it is old."""
+class FinishedTexts:
+    """The texts of the last `max_requests` finished requests, in segments.
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    A segment goes when all of it is outdated.
+    """
+
+    def __init__(self, max_requests: int) -> None:
+        self.max_requests = max_requests
         self.segments: deque[Index] = deque()
-        self.ends: deque[tuple[Index, int]] = deque()  # of each request, oldest first
+        self.ends: deque[tuple[Index, int]] = deque()  # where each request ends, oldest first
 
     def add(self, tokens: list[int]) -> None:
-        if not self.most:
+        if not self.max_requests:
             return
         length = len(tokens) + 1
         if not self.segments or self.segments[-1].length + length > self.segments[-1].capacity:
             self.segments.append(index_for(max(SEGMENT, length)))
         last = self.segments[-1]
-        last.extend([*tokens, END])
+        last.extend([*tokens, SEPARATOR])
         self.ends.append((last, last.length))
-        if len(self.ends) > self.most:
+        if len(self.ends) > self.max_requests:
             index, end = self.ends.popleft()
             index.first = end
-            while (
-                self.segments[0] is not self.segments[-1]
-                and self.segments[0].first == self.segments[0].length
-            ):
+            while len(self.segments) > 1 and self.segments[0].first == self.segments[0].length:
                 self.segments.popleft()
 
 
 @dataclass
-class Known:
-    """What is kept for a row."""
+class RowState:
+    """Per-row state.  length: of the match that the last draft tokens came from."""
 
     index: Index
-    belief: Belief
-    length: int = 0  # of the match that the last guesses came from
-
-
-class Best(NamedTuple):
-    """The guesses that promise most, the sum of their probabilities, the length of the match that they come from."""
-
-    tree: DraftTree = EMPTY_TREE
-    score: float = 0.0
+    acceptance: MatchAcceptance
     length: int = 0
 
 
-class Suffix(Drafter):
+class Proposal(NamedTuple):
+    """A tree, the expected number of its accepted nodes, and the length of the match that it comes from."""
+
+    tree: DraftTree = EMPTY_TREE
+    expected: float = 0.0
+    length: int = 0
+
+
+class Suffix(TextDrafter):
     demo: ClassVar = {"suffix decoding": {}}
 
     @dataclass(frozen=True)
     class Options:
-        """suffix_decoding_max_tree_depth: tokens of a match and of the guesses after it, together.  …_max_cached_requests:
-        finished requests that are kept (0: none).  …_max_spec_factor: guesses a token of the match.  …_min_token_prob: paths less
-        likely are not guessed.  …_use_tree_spec: guess trees, with the same number of nodes (vLLM's and Arctic Inference's names).
+        """Options under the names of vLLM and Arctic Inference, each behind suffix_decoding_.
+
+        max_tree_depth: tokens of a match and of the draft behind it, together.
+        max_cached_requests: finished requests that are kept; 0 for none.
+        max_spec_factor: draft tokens for each token of the match.
+        min_token_prob: minimum joint probability of a node.
+        use_tree_spec: propose trees instead of chains, with the same number of nodes.
         """
 
         suffix_decoding_max_tree_depth: int = 24
@@ -87,91 +93,90 @@ class Suffix(Drafter):
         suffix_decoding_use_tree_spec: bool = False
 
         def __post_init__(self) -> None:
-            def need(name: str, kinds: type | tuple[type, ...], good: Any, what: str) -> None:
-                value = getattr(self, f"suffix_decoding_{name}")
-                if (
-                    not isinstance(value, kinds)
-                    or (isinstance(value, bool) and kinds is not bool)
-                    or not good(value)
-                ):
-                    raise ConfigError(f"suffix_decoding_{name} must be {what}, got {value!r}.")
+            def check(name: str, valid: bool, expected: str) -> None:
+                require(self, f"suffix_decoding_{name}", valid, expected)
 
-            need("max_tree_depth", int, lambda x: 2 <= x <= 1024, "a whole number in 2 … 1024")
-            need("max_cached_requests", int, lambda x: x >= 0, "a whole number of at least 0")
-            need("max_spec_factor", (int, float), lambda x: 0 < x <= 64, "a number in (0, 64]")
-            need("min_token_prob", (int, float), lambda x: 0 <= x <= 1, "a number in [0, 1]")
-            need("use_tree_spec", bool, lambda x: True, "True or False")
+            factor = self.suffix_decoding_max_spec_factor
+            depth, requests = self.suffix_decoding_max_tree_depth, self.suffix_decoding_max_cached_requests
+            check("max_tree_depth", is_int(depth, 2, 1024), "a whole number in 2 … 1024")
+            check("max_cached_requests", is_int(requests, 0), "a whole number of at least 0")
+            check("max_spec_factor", is_number(factor, 0, 64) and factor > 0, "a number in (0, 64]")
+            check(
+                "min_token_prob", is_number(self.suffix_decoding_min_token_prob, 0, 1), "a number in [0, 1]"
+            )
+            check("use_tree_spec", isinstance(self.suffix_decoding_use_tree_spec, bool), "True or False")
 
     def __init__(self, options: Options, target: Target) -> None:
         super().__init__(options, target)
-        whole, self.factor = options.suffix_decoding_max_tree_depth, options.suffix_decoding_max_spec_factor
-        self.depth = max(
-            1, int(whole * self.factor / (1 + self.factor))
-        )  # as many guesses as a match that long would earn
-        self.longest = whole - 1
+        total, self.factor = options.suffix_decoding_max_tree_depth, options.suffix_decoding_max_spec_factor
+        # The longest draft: the match that earns it and the draft itself make up `total` tokens.
+        self.depth = max(1, int(total * self.factor / (1 + self.factor)))
+        self.longest = total - 1
         self.siblings = 64 if options.suffix_decoding_use_tree_spec else 1
-        self.memory = Finished(options.suffix_decoding_max_cached_requests)
-        self.rows: dict[Row, Known] = {}
+        self.min_prob = options.suffix_decoding_min_token_prob
+        self.memory = FinishedTexts(options.suffix_decoding_max_cached_requests)
+        self.rows: dict[Row, RowState] = {}
 
-    def propose(self, batch: Batch) -> Draft:
-        return Draft(
-            [self.after(step.row, (), step.budget) if step.budget.nodes else EMPTY_TREE for step in batch]
-        )
-
-    def after(self, row: Row, said: Sequence[int], budget: Budget) -> DraftTree:
-        known = self.rows.get(row)
-        if known is None:
-            known = self.rows[row] = Known(index_for(row.limit, self.longest, self.depth), Belief(RUNS[0]))
-        own, belief, least = known.index, known.belief, self.options.suffix_decoding_min_token_prob
-        here = own.find(row.tokens[own.length :], said, ())
-        finished = None
-        best = Best()
+    def after(self, row: Row, ahead: Sequence[int], budget: Budget) -> DraftTree:
+        state = self.rows.get(row)
+        if state is None:
+            index = index_for(row.limit, self.longest, self.depth)
+            state = self.rows[row] = RowState(index, MatchAcceptance(RUNS[0]))
+        own, acceptance = state.index, state.acceptance
+        places = own.find(row.tokens[own.length :], ahead, ())
+        finished_places = None
+        best = Proposal()
         for order, run in enumerate(RUNS):
             longest = min(self.longest, RUNS[order - 1] - 1) if order else self.longest
             if run > longest:
                 continue
-            if self._nodes(longest, budget) <= best.score:
-                break  # no shorter match can promise more
-            if (hope := self._hope(belief, run, longest, budget)) <= best.score + ROUNDING:
+            if self._nodes(longest, budget) <= best.expected:
+                break  # shorter matches earn even fewer nodes
+            bound = self._bound(acceptance, run, longest, budget)
+            if bound <= best.expected + ROUNDING:
                 continue
-            if belief.best(run, longest) < least:
-                belief.passed(run, longest)
+            if acceptance.highest(run, longest) < self.min_prob:
+                acceptance.skip(run, longest)
                 continue
-            best = self._better(best, here(order), belief, budget)
-            if self.memory.segments and hope > best.score + ROUNDING:
-                finished = finished or own.find((), said, self.memory.segments)
-                best = self._better(best, finished(order), belief, budget)
-        known.length = best.length or known.length
+            best = self._better(best, places(order), acceptance, budget)
+            if self.memory.segments and bound > best.expected + ROUNDING:
+                finished_places = finished_places or own.find((), ahead, self.memory.segments)
+                best = self._better(best, finished_places(order), acceptance, budget)
+        state.length = best.length or state.length
         return best.tree
 
-    def _better(self, best: Best, texts: list[tuple[int, list[int]]], belief: Belief, budget: Budget) -> Best:
-        """The best of what these say, (length of the match, what followed it), and of what was found before."""
+    def _better(
+        self, best: Proposal, texts: list[tuple[int, list[int]]], acceptance: MatchAcceptance, budget: Budget
+    ) -> Proposal:
+        """Return the best proposal from `texts`, pairs (length of the match, what followed it), or `best`."""
         for length in sorted({agreed for agreed, _ in texts}, reverse=True):
             nodes = self._nodes(length, budget)
-            if best.score and belief.promise(length, nodes) <= best.score + ROUNDING:
+            if best.expected and acceptance.expected_tokens(length, nodes) <= best.expected + ROUNDING:
                 continue
             agreeing = [text for agreed, text in texts if agreed >= length]
             room = budget.within(nodes=nodes)
-            tree, score = frequent(
-                agreeing, room, belief, length, self.options.suffix_decoding_min_token_prob, self.siblings
-            )
-            if score > best.score:
-                best = Best(tree, score, length)
+            limits = TreeLimits(room.depth, room.nodes, self.siblings, self.min_prob)
+            tree, expected = frequent(agreeing, acceptance, length, limits)
+            if expected > best.expected:
+                best = Proposal(tree, expected, length)
         return best
 
-    def _hope(self, belief: Belief, shortest: int, longest: int, budget: Budget) -> float:
-        """What a match of a length between these is worth at most; all lengths from the longest run on are believed alike."""
+    def _bound(self, acceptance: MatchAcceptance, shortest: int, longest: int, budget: Budget) -> float:
+        """Upper bound of the expected number of accepted tokens after a match of a length in [shortest,
+        longest].
+        """
+        # From the longest run on, all lengths share one estimate.
         lengths = range(shortest, longest + 1) if shortest < RUNS[0] else (longest,)
-        return max([belief.promise(n, self._nodes(n, budget)) for n in lengths])
+        return max([acceptance.expected_tokens(n, self._nodes(n, budget)) for n in lengths])
 
     def _nodes(self, length: int, budget: Budget) -> int:
-        """How many guesses a match of `length` tokens earns."""
+        """Number of draft tokens that a match of `length` tokens earns."""
         return min(int(length * self.factor + 1e-6), budget.nodes, self.depth)
 
     def observe(self, commit: Commit) -> None:
         for step in commit.batch:
-            if step.tree.tokens and (known := self.rows.get(step.row)):
-                known.belief.observe(known.length, step.tree, step.accepted)
+            if step.tree.tokens and (state := self.rows.get(step.row)):
+                state.acceptance.observe(state.length, step.tree, step.accepted)
 
     def forget(self, row: Row, reason: str) -> None:
         self.rows.pop(row, None)

@@ -1,11 +1,11 @@
-"""What a drafter is.  docs/add-a-drafter.md walks through one."""
+"""The interface of a drafter.  docs/add-a-drafter.md walks through one."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -15,119 +15,115 @@ from outrider.checkpoints.heads import Head
 from outrider.checkpoints.hub import Checkpoint
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, Needs
-from outrider.core.tree import Budget, Draft, DraftTree
-from outrider.errors import ConfigError
+from outrider.core.tree import EMPTY_TREE, Budget, Draft, DraftTree
 from outrider.models.base import Model
 from outrider.sampling.sampler import Sampler
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a drafter may know of the model that it rides ahead of."""
+    """What a drafter gets to know of the model that verifies its draft tokens, and of the verification rule."""
 
     decoder: Model
     checkpoint: Checkpoint
     sampler: Sampler
     vocabulary: int
     max_len: int
-    methods_of: Callable[[Head], Sequence[str]] = lambda head: ()  # methods that a file's tensors name
+    # The methods that the tensors of a file name.
+    methods_of: Callable[[Head], Sequence[str]] = lambda head: ()
+    # Whether the verification rule compares p with the distribution q that a draft token was sampled from.
+    needs_probs: bool = False
+    # Offset of the random streams of sampled nodes.  Drafters that share a tree must not share streams.
+    stream_id: int = 0
 
 
-def refuse_idle(options: Any, on: bool, switch: str, *names: str) -> None:
-    """Raises ConfigError where one of these options is set although what it is about is not `on`."""
-    for name in names:
-        if not on and getattr(options, name) != getattr(type(options), name):
-            raise ConfigError(
-                f"{name} = {getattr(options, name)!r} has no effect without {switch}: set that too, or leave it out."
-            )
+class Storage(NamedTuple):
+    """K/V storage that a drafter has allocated.
 
+    pools: at the slots of the target's pool.  caches: page allocators of K/V that cannot use the target's
+    slots.
+    """
 
-def refuse_parallel(size: Any) -> None:
-    """vLLM's draft_tensor_parallel_size, which its users write.  Raises ConfigError for more than one device."""
-    if size != 1:
-        raise ConfigError(f"draft_tensor_parallel_size must be 1, got {size!r}: one device runs the draft.")
+    pools: Sequence[Pool] = ()
+    caches: Sequence[Cache] = ()
 
 
 class Drafter:
-    """Guesses what the target will say.  Guesses can be arbitrarily bad: they cost time, never a token.
+    """Proposes draft tokens.  Bad ones cost time and never change the output.
 
-    A subclass is one file in this folder.  Class attributes: `Options`, a frozen dataclass whose fields are the method's
-    keys in speculative_config; `depth`, the default of num_speculative_tokens.
+    A subclass is one file in `outrider/draft`.  `Options` is a frozen dataclass; its fields are the method's
+    keys in speculative_config.  `depth` is the default of num_speculative_tokens.  `demo` maps labels to keys
+    of speculative_config that `outrider demo` runs with the built-in models.  `memory` holds what outlives a
+    request: a benchmark copies it and restores it before it repeats a prompt.
     """
 
     Options: ClassVar[type[Any]]
+    demo: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     depth: int = 5
-    demo: ClassVar[
-        Mapping[str, Mapping[str, Any]]
-    ] = {}  # label -> keys: what `outrider demo` shows on the built-in pair
     needs: Needs = Needs()
-    memory: Any = (
-        None  # what it keeps from request to request: a measurement puts it back before it repeats a prompt
-    )
-    drawn: bool = False  # the verification rule judges guesses by the laws they were drawn from: draw them, and say those (see Guesses)
-    stream_id: int = 0  # added to the numbers of the nodes that it draws: several drafters of one tree must not share their dice
-    slot_bytes: int = 0  # K/V that the drafter keeps for every slot of the target's cache
-    caches: Sequence[
-        Cache
-    ] = ()  # allocators of its own, after `allocate`, where its K/V does not lie at the target's slots
+    memory: Any = None
 
     def __init__(self, options: Any, target: Target) -> None:
         self.options, self.target = options, target
 
     @classmethod
     def create(cls, options: Any, target: Target) -> Drafter:
-        """The drafter for these options: this class, unless a method has several."""
+        """Return the drafter for these options: of this class, unless a method has several classes."""
         return cls(options, target)
 
     @classmethod
     def example(cls, target: Target) -> Drafter:
-        """A tiny, possibly random drafter for `target`: the exactness suite runs every method through it."""
+        """Return a tiny, possibly random drafter.  The exactness tests run every method through it."""
         return cls(cls.Options(), target)
 
-    @classmethod
-    def claims(cls, head: Head) -> int:
-        """Whether a file is for this method: 2 its tensors say so, 1 its config does, 0 no.  For speculative_config without a method."""
-        return 0
+    def samples(self, row: Row) -> bool:
+        """Whether draft tokens of this row should be sampled from q, and q be kept in the tree.
 
-    @classmethod
-    def check(cls, head: Head) -> None:
-        """Raises ModelError for a file of this method that no target can use: its config and the names in it are looked at."""
-
-    def draft_by_sampling(self, on: bool) -> None:
-        """Called once, by the engine: whether the verification rule judges draft tokens by the q they were sampled from."""
-        self.drawn = on
-
-    def draws(self, row: Row) -> bool:
-        """Whether guesses for this row should be drawn, and say from what; a greedy law leaves nothing to draw."""
-        return self.drawn and row.distribution.temperature > 0
+        Greedy rows need no q.
+        """
+        return self.target.needs_probs and row.distribution.temperature > 0
 
     def footprint(self, device: torch.device) -> Counter[torch.device]:
-        """`slot_bytes`, by the device where they lie; `device` is the target's."""
-        return Counter({device: self.slot_bytes})
+        """Bytes of K/V for every slot of the target's cache, by device.  `device` is the target's."""
+        return Counter()
 
-    def allocate(self, slots: int, pool: Pool) -> list[Pool]:
-        """Called once, when the number of slots is known.  Returns the drafter's own pools, at the slots of `pool`, the target's."""
-        return []
+    def allocate(self, slots: int, pool: Pool) -> Storage:
+        """Allocate K/V storage for `slots` slots.  Called once.  `pool` is the target's."""
+        return Storage()
 
     def size(self, depth: int) -> int:
-        """How many nodes a tree of `depth` levels has at most."""
+        """Maximum number of nodes in a tree of this depth."""
         return depth
 
     def propose(self, batch: Batch) -> Draft:
-        """One tree a row, within its budget.  Node i of a row may use slot row.table.slots[step.end + i] in this step."""
-        raise NotImplementedError
+        """Return one tree a row, within its budget.
 
-    def after(self, row: Row, said: Sequence[int], budget: Budget) -> DraftTree:
-        """Guesses behind `said`, which the row has not said yet and may never say: nothing of it is kept.  For a drafter that guesses
-        from the text alone, so that it can speed up another one."""
+        During this step node i of a row may use slot row.table.slots[step.end + i].
+        """
         raise NotImplementedError
 
     def observe(self, commit: Commit) -> None:
-        """Learns what became certain."""
+        """Take in the tokens that the step committed."""
 
     def forget(self, row: Row, reason: str) -> None:
-        """The row ended ("finished") or lost its cache ("preempted"): drop what is kept for it."""
+        """Drop the state of a row that ended ("finished") or lost its cache ("preempted")."""
 
     def filled(self, row: Row) -> int:
-        """How many of the row's positions have all the K/V that this drafter needs; such pages can be shared."""
+        """Number of leading positions whose K/V this drafter has computed.  Pages below it may be shared."""
         return row.computed
+
+
+class TextDrafter(Drafter):
+    """A drafter that proposes from the text alone.  A draft model can use one to speed itself up."""
+
+    def after(self, row: Row, ahead: Sequence[int], budget: Budget) -> DraftTree:
+        """Return draft tokens behind the row's tokens and `ahead`, which may never be emitted.
+
+        Keeps nothing of it.
+        """
+        raise NotImplementedError
+
+    def propose(self, batch: Batch) -> Draft:
+        return Draft(
+            [self.after(step.row, (), step.budget) if step.budget.nodes else EMPTY_TREE for step in batch]
+        )

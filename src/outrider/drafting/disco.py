@@ -1,7 +1,8 @@
-"""A small network that says when to stop guessing (DISCO, Mamou et al. 2024, arXiv 2405.04304).
+"""The stop classifier of DISCO (Mamou et al. 2024, arXiv 2405.04304): a network that says when to stop
+drafting.
 
-It sees a guess's probability, the entropy of the law it came from, the largest probabilities there and its level, has one hidden
-layer and was fitted to guesses of which the target had said whether they are right.
+It has one hidden layer.  Its inputs are a node's probability, the entropy of q, the largest probabilities of
+q, and the node's depth.  It is fitted to nodes that a target has accepted or rejected.
 """
 
 from __future__ import annotations
@@ -23,9 +24,17 @@ FEATURES = NUM_FEATURES + 1
 NAMES = ("hidden.weight", "hidden.bias", "output.weight", "output.bias")
 
 
+def _shapes(width: int) -> tuple[tuple[int, ...], ...]:
+    """Shapes of the tensors NAMES, with a hidden layer of this width."""
+    return (width, FEATURES), (width,), (1, width), (1,)
+
+
 @dataclass(frozen=True)
 class Classifier:
-    """float32: hidden [H, FEATURES] and [H], output [1, H] and [1]: the logit of the guess being right."""
+    """float32: hidden [H, FEATURES] and [H], output [1, H] and [1].
+
+    The output is the logit of acceptance.
+    """
 
     hidden: Tensor
     hidden_bias: Tensor
@@ -34,33 +43,33 @@ class Classifier:
 
     def __call__(self, features: Tensor) -> Tensor:
         """[n, FEATURES] -> logits [n]."""
-        return ((features @ self.hidden.T + self.hidden_bias).relu() @ self.output.T + self.output_bias)[:, 0]
+        hidden = (features @ self.hidden.T + self.hidden_bias).relu()
+        return (hidden @ self.output.T + self.output_bias)[:, 0]
 
-    def right(self, features: Sequence[float]) -> bool:
+    def accepts(self, features: Sequence[float]) -> bool:
         return bool(self(torch.tensor([features])) >= 0)
 
     def flat(self, threshold: float) -> Tensor:
-        """As `StopRule.net`: below 0 where the guess is right with less than `threshold`."""
+        """The weights as `StopRule.net`: its output is below 0 if the probability of acceptance is below
+        `threshold`.
+        """
         share = min(max(threshold, 1e-6), 1 - 1e-6)
         bias = self.output_bias - math.log(share / (1 - share))
-        return (
-            torch.cat([self.hidden.flatten(), self.hidden_bias, self.output.flatten(), bias])
-            .float()
-            .contiguous()
-        )
+        parts = [self.hidden.flatten(), self.hidden_bias, self.output.flatten(), bias]
+        return torch.cat(parts).float().contiguous()
 
     def save(self, file: str) -> None:
         tensors = (self.hidden, self.hidden_bias, self.output, self.output_bias)
+        named = {name: tensor.contiguous() for name, tensor in zip(NAMES, tensors)}
         try:
             Path(file).parent.mkdir(parents=True, exist_ok=True)
-            save_file(
-                {name: tensor.contiguous() for name, tensor in zip(NAMES, tensors)}, file, {"format": "pt"}
-            )
+            save_file(named, file, {"format": "pt"})
         except OSError as error:
             raise ConfigError(f"the stop classifier {file!r} cannot be written: {error}.") from error
 
 
 def load(file: str) -> Classifier:
+    """Read a file of `Classifier.save`.  Raises ConfigError."""
     try:
         tensors = load_file(Path(file).expanduser())
     except (OSError, SafetensorError) as error:
@@ -69,9 +78,11 @@ def load(file: str) -> Classifier:
         ) from error
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     width = shapes.get(NAMES[0], (0,))[0]
-    if shapes != dict(zip(NAMES, ((width, FEATURES), (width,), (1, width), (1,)))) or not width:
+    if not width or shapes != dict(zip(NAMES, _shapes(width))):
         raise ConfigError(
-            f"stop_classifier {file!r} is no such network: it needs {', '.join(NAMES)} with {FEATURES} inputs, has {shapes}."
+            f"stop_classifier {file!r} is no such network: it needs {', '.join(NAMES)} with {FEATURES} "
+            f"inputs, "
+            f"has {shapes}."
         )
     return Classifier(*(tensors[name].float() for name in NAMES))
 
@@ -79,30 +90,30 @@ def load(file: str) -> Classifier:
 def fit(
     pairs: Sequence[tuple[Sequence[float], bool]], hidden: int = 16, steps: int = 400, seed: int = 0
 ) -> Classifier:
-    """A network fitted to (features, whether the guess was right), both kinds among them, by full-batch Adam on the cross entropy."""
-    x, y = (
-        torch.tensor([features for features, _ in pairs]),
-        torch.tensor([float(right) for _, right in pairs]),
-    )
+    """Fit a network to (features, whether the node was accepted) by full-batch Adam on the cross entropy.
+
+    Raises ConfigError unless there are both accepted and rejected nodes.
+    """
+    x = torch.tensor([features for features, _ in pairs])
+    y = torch.tensor([float(accepted) for _, accepted in pairs])
     if not len(y) or not 0 < y.sum() < len(y):
         raise ConfigError(
-            f"{len(y)} guesses, {int(y.sum())} of them right, teach nothing: right and wrong ones are needed."
+            f"{len(y)} draft tokens, {int(y.sum())} of them right, teach nothing: right and wrong ones are "
+            f"needed."
         )
     mean, scale = x.mean(0), x.std(0).clamp_min(1e-3)
     generator = torch.Generator().manual_seed(seed)
-    shapes = ((hidden, FEATURES), (hidden,), (1, hidden), (1,))
-    parts = [
-        torch.randn(shape, generator=generator) * (shape[-1] ** -0.5 if len(shape) == 2 else 0.0)
-        for shape in shapes
-    ]
-    weights = [part.requires_grad_() for part in parts]
-    optimiser = torch.optim.Adam(weights, lr=0.02, weight_decay=1e-4)
-    standard = (x - mean) / scale
+    weights = []
+    for shape in _shapes(hidden):
+        spread = shape[-1] ** -0.5 if len(shape) == 2 else 0.0
+        weights.append((torch.randn(shape, generator=generator) * spread).requires_grad_())
+    optimizer = torch.optim.Adam(weights, lr=0.02, weight_decay=1e-4)
+    normalized = (x - mean) / scale
     for _ in range(steps):
-        optimiser.zero_grad()
-        loss = torch.nn.functional.binary_cross_entropy_with_logits(Classifier(*weights)(standard), y)
+        optimizer.zero_grad()
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(Classifier(*weights)(normalized), y)
         torch.autograd.backward(loss)
-        optimiser.step()
-    first, bias, output, last = (weight.detach() for weight in weights)
-    first = first / scale  # so that it takes features as they are
-    return Classifier(first, bias - first @ mean, output, last)
+        optimizer.step()
+    weight, bias, output, output_bias = (tensor.detach() for tensor in weights)
+    weight = weight / scale  # fold the normalization into the first layer
+    return Classifier(weight, bias - weight @ mean, output, output_bias)

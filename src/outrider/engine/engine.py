@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from outrider.cache.pages import Cache
 from outrider.checkpoints.hub import Checkpoint
@@ -63,7 +64,14 @@ class Engine:
         self.target = Target(
             self.decoder, self.checkpoint, self.sampler, vocabulary, self.max_len, methods_of
         )
-        self.use(speculation.method.create(speculation.options, self.target), speculation)
+        self.use(self.new_drafter(speculation), speculation)
+
+    def target_for(self, speculation: SpeculativeOptions) -> Target:
+        """The target as a drafter sees it under the verification rule of `speculation`."""
+        return replace(self.target, needs_probs=speculation.rule.drawn)
+
+    def new_drafter(self, speculation: SpeculativeOptions) -> Drafter:
+        return speculation.method.create(speculation.options, self.target_for(speculation))
 
     def _load_target(self, options: EngineOptions) -> Model:
         dtype = pick_dtype(options.dtype, self.checkpoint.stored_dtype, self.device)
@@ -84,8 +92,7 @@ class Engine:
             raise ConfigError(
                 f'verification "{rule}" judges chains, and "{method}" drafts trees here: choose one of {trees}.'
             )
-        drafter.draft_by_sampling(speculation.rule.drawn)
-        cache = self.build_cache(drafter, max_nodes)
+        cache, self.drafter_caches = self.build_cache(drafter, max_nodes)
         self.drafter, self.rule, self.cache = drafter, speculation.rule, cache
         self.verify: Callable[[Batch, ForwardOutput], None] = self.rule
         self.controller: Controller = controller
@@ -94,18 +101,22 @@ class Engine:
         self.scheduler = self.build_scheduler()
         self.reset()
 
-    def build_cache(self, drafter: Drafter, max_nodes: int) -> Cache:
-        """The page allocator with the pools of target and drafter.  max_nodes: of the largest draft tree."""
+    def build_cache(self, drafter: Drafter, max_nodes: int) -> tuple[Cache, Sequence[Cache]]:
+        """The page allocator with the pools of target and drafter, and the drafter's own allocators.
+
+        max_nodes: of the largest draft tree.
+        """
         options, target = self.options, self.decoder
         num_pages = plan_pages(
             target.footprint + drafter.footprint(target.device), self.max_len, max_nodes, options
         )
         cache = Cache(num_pages, self.max_len + max_nodes + PAGE, options.enable_prefix_caching)
         pool = target.pool(num_pages * PAGE)
-        cache.pools = [pool, *drafter.allocate(num_pages * PAGE, pool)]
-        for own in drafter.caches:
+        storage = drafter.allocate(num_pages * PAGE, pool)
+        cache.pools = [pool, *storage.pools]
+        for own in storage.caches:
             own.prefix_caching = cache.prefix_caching
-        return cache
+        return cache, storage.caches
 
     def build_scheduler(self) -> Scheduler:
         """A scheduler for the drafter, controller and pacer in use."""
@@ -196,7 +207,7 @@ class Engine:
     @property
     def caches(self) -> list[Cache]:
         """Every page allocator: the target's, then those that only the drafter uses."""
-        return [self.cache, *self.drafter.caches]
+        return [self.cache, *self.drafter_caches]
 
     def forget_prefixes(self) -> None:
         """Empty the prefix index, so that a measurement starts cold."""

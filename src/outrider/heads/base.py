@@ -10,6 +10,7 @@ Every head reads what the target computed, so it can only guess behind a token w
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -21,7 +22,8 @@ from outrider.checkpoints.heads import Head
 from outrider.checkpoints.quantize import bits_of
 from outrider.core.row import Row
 from outrider.core.step import FINAL, Batch, Commit, Needs, RowStep
-from outrider.drafting.base import Drafter, Target, refuse_parallel
+from outrider.drafting.base import Drafter, Target
+from outrider.drafting.options import refuse_parallel
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.choose import Chooser
 from outrider.heads.reader import Reader
@@ -53,6 +55,7 @@ class HeadDrafter(Drafter):
 
     demo: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     needs = Needs(states=(FINAL,))
+    slot_bytes: int = 0  # bytes of K/V for every slot of the target's cache
 
     def __init__(self, options: Any, target: Target, head: Head | None = None) -> None:
         super().__init__(options, target)
@@ -71,7 +74,16 @@ class HeadDrafter(Drafter):
         return step.budget.nodes > 0 and step.known == 1 and len(step.row.tokens) > step.row.prompt
 
     @classmethod
+    def claims(cls, head: Head) -> int:
+        """Whether a file is for this method: 2 by its tensors, 1 by its config, 0 no."""
+        return 0
+
+    def footprint(self, device: torch.device) -> Counter[torch.device]:
+        return Counter({device: self.slot_bytes})
+
+    @classmethod
     def check(cls, head: Head) -> None:
+        """Raise ModelError for a file of this method that no target can use, by its config and tensor names."""
         few = next((name for name in head if QUANTISED.search(name)), None)
         if few and "model.norm.weight" not in head:  # the rest of a target may be what it likes
             raise ModelError(

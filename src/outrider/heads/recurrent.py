@@ -32,7 +32,8 @@ from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, Needs
 from outrider.core.step_input import StepInput
 from outrider.core.tree import EMPTY_TREE, Budget, Draft
-from outrider.drafting.base import Target, refuse_idle
+from outrider.drafting.base import Storage, Target
+from outrider.drafting.options import refuse_idle
 from outrider.errors import ConfigError, unknown
 from outrider.heads.base import HeadDrafter, HeadOptions
 from outrider.heads.choose import Chooser
@@ -150,9 +151,9 @@ class Recurrent(HeadDrafter):
     def network(self) -> Net:
         raise NotImplementedError
 
-    def allocate(self, slots: int, pool: Pool) -> list[Pool]:
+    def allocate(self, slots: int, pool: Pool) -> Storage:
         self.pool = self.net.pool(slots)
-        return [self.pool]
+        return Storage([self.pool])
 
     def size(self, depth: int) -> int:
         if self.paths:
@@ -203,9 +204,9 @@ class Recurrent(HeadDrafter):
 
     def _growing(self, row: Row, table: array[int], base: int, budget: Budget) -> Growing:
         k = 1 if self.options.tree == CHAIN else self.options.top_k
-        if self.draws(row):
+        if self.samples(row):
             return Drawn(
-                row, table, base, budget, min(k, max(1, budget.nodes // budget.depth)), self.stream_id
+                row, table, base, budget, min(k, max(1, budget.nodes // budget.depth)), self.target.stream_id
             )
         return (
             Static(row, table, base, budget, self.paths)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from outrider.checkpoints.heads import Head, Packed
 from outrider.checkpoints.hub import Weights
-from outrider.draft import PLAIN_MODEL, detect, methods
+from outrider.draft import PLAIN_MODEL, detect, head_methods
 from outrider.draft.dflash.layouts import from_anchor
 from outrider.errors import ModelError
 from outrider.inspect.card import count, headers
@@ -142,7 +142,7 @@ def _stored(head: Head) -> Iterator[tuple[str, tuple[int, ...], str]]:
 
 def _refused(head: Head, method: str) -> str | None:
     try:
-        methods()[method].check(head)
+        head_methods()[method].check(head)
     except ModelError as error:
         return str(error)
     return None

@@ -1,1 +1,1 @@
-"""What fits a method to a model and a machine."""
+"""Fitting a method to a model and a machine."""

@@ -1,4 +1,6 @@
-"""A stop classifier for a pair of models: guesses that the target has judged, on prompts of the user's, and a network fitted to them."""
+"""Fitting a stop classifier to a pair of models: collect draft tokens that the target judged, then fit the
+network.
+"""
 
 from __future__ import annotations
 
@@ -12,55 +14,61 @@ from outrider.drafting import disco
 from outrider.errors import ConfigError
 from outrider.llm import LLM
 
-LEAST = 200  # draft tokens, fewer than which teach a network of some 130 weights nothing
-APART = 5  # every so manieth prompt is held out
+MIN_TOKENS = 200  # draft tokens that a network of some 130 weights needs
+HOLD_OUT = 5  # every so many prompts, one is held out
 
-Pairs = list[tuple[list[float], bool]]  # (features of a guess, whether it was right)
+Pairs = list[tuple[list[float], bool]]  # (features of a node, whether it was accepted)
 
 
 class Fitted(NamedTuple):
-    """The network, how many guesses it was fitted to, how many were held out, and for how many of those it or the more frequent answer
-    was right."""
+    """fitted, held_out: numbers of draft tokens.
+
+    right: held-out ones that the network judged rightly.  majority: the same for the more frequent answer
+    alone.
+    """
 
     classifier: disco.Classifier
-    seen: int
+    fitted: int
     held_out: int
     right: int
-    most: int
+    majority: int
 
 
 def record(
-    llm: LLM, draft: str, prompts: Prompts, params: SamplingParams, levels: int, tick: Callable[[], None]
+    llm: LLM, draft: str, prompts: Prompts, params: SamplingParams, depth: int, tick: Callable[[], None]
 ) -> list[Pairs]:
-    """What became of the guesses of `draft`, chains of so many levels, prompt by prompt."""
-    asked = {
+    """Draft chains of `depth` tokens with the model `draft`.  Returns the judged nodes of each prompt."""
+    config = {
         "method": "draft_model",
         "model": draft,
-        "num_speculative_tokens": levels,
+        "num_speculative_tokens": depth,
         "assistant_confidence_threshold": 0.0,
     }
-    twin = llm.variant(asked)
-    drafter = twin.engine.drafter
+    variant = llm.variant(config)
+    drafter = variant.engine.drafter
     assert isinstance(drafter, DraftModel)
-    found: list[Pairs] = []
+    recorded: list[Pairs] = []
     for _, prompt in prompts:
-        pairs: Pairs = []
-        drafter.stop.pairs = pairs
-        twin.generate(prompt, params)
-        found.append(pairs)
+        drafter.stop.pairs = []
+        variant.generate(prompt, params)
+        recorded.append(drafter.stop.pairs)
         tick()
-    return found
+    return recorded
 
 
 def fit(recorded: list[Pairs], seed: int = 0) -> Fitted:
-    """The held-out prompts are every APARTth, none where there are fewer.  Raises ConfigError for fewer than LEAST draft tokens."""
-    held = [pair for pairs in recorded[APART - 1 :: APART] for pair in pairs]
-    seen = [pair for i, pairs in enumerate(recorded) if i % APART != APART - 1 for pair in pairs]
-    if len(seen) < LEAST:
+    """Fit a classifier to all but every HOLD_OUT-th prompt.
+
+    Raises ConfigError for fewer than MIN_TOKENS draft tokens.
+    """
+    held_out = [pair for pairs in recorded[HOLD_OUT - 1 :: HOLD_OUT] for pair in pairs]
+    train = [pair for i, pairs in enumerate(recorded) if i % HOLD_OUT != HOLD_OUT - 1 for pair in pairs]
+    if len(train) < MIN_TOKENS:
         raise ConfigError(
-            f"{len(seen)} draft tokens were judged, and a stop classifier needs {LEAST} or more: give more --prompts, or raise -n."
+            f"{len(train)} draft tokens were judged, and a stop classifier needs {MIN_TOKENS} or more: "
+            "give more --prompts, or raise -n."
         )
-    classifier = disco.fit(seen, seed=seed)
-    hits = sum(classifier.right(features) == good for features, good in held)
-    good = sum(good for _, good in held)
-    return Fitted(classifier, len(seen), len(held), hits, max(good, len(held) - good))
+    classifier = disco.fit(train, seed=seed)
+    right = sum(classifier.accepts(features) == accepted for features, accepted in held_out)
+    accepted = sum(accepted for _, accepted in held_out)
+    return Fitted(classifier, len(train), len(held_out), right, max(accepted, len(held_out) - accepted))

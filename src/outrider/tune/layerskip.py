@@ -1,7 +1,9 @@
-"""`outrider tune layerskip`: which sublayers of a model to skip, by Bayesian optimisation of its decoding speed (arXiv 2309.08168).
+"""`outrider tune layerskip`: find the sublayers of a model to skip by Bayesian optimization of its decoding
+speed (arXiv 2309.08168).
 
-Speed is not timed trial by trial, which would be noise on a small model.  A trial decodes the prompts greedily and counts steps and
-guesses, which are the same on every machine; what a step and a guess cost is measured once, as a sum over sublayers and rows.
+Trials are not timed, because noise would hide the differences on a small model.  A trial decodes the prompts
+greedily and counts steps and draft tokens, which are the same on every machine.  The cost of a step and of a
+draft token is measured once, as a sum over sublayers and rows.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from outrider.bench.measure import PLAIN, Configs, Measured, Prompts
 from outrider.core.params import SamplingParams
@@ -22,15 +24,29 @@ from outrider.llm import LLM
 
 METHOD = "layerskip"
 THRESHOLDS = "tuned, with thresholds"
-TURNS = 4  # in which the costs are measured; the best of each counts
+ROUNDS = 4  # of cost measurements; the fastest of each counts
 Tick = Callable[[int, float], None]
+
+
+def import_optuna() -> Any:
+    """Return the module optuna.  Raises ConfigError if it is not installed."""
+    try:
+        import optuna
+    except ImportError as error:
+        raise ConfigError(
+            "`outrider tune layerskip` needs optuna: install it with  pip install 'outrider[tune]'."
+        ) from error
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna
 
 
 @dataclass(frozen=True)
 class Trial:
+    """speed: tokens/s, by the measured costs."""
+
     skip: Skip
     depth: int
-    speed: float  # tokens/s, by the costs
+    speed: float
     counts: Speculation
 
     @property
@@ -40,36 +56,55 @@ class Trial:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds.  step: of one that guesses nothing.  row: more, for every guess that it verifies.  whole: of a guess with all layers.
-    attention, mlp: less, for every one that is skipped.  least: of a guess with hardly more than embedding and head."""
+    """Seconds.
+
+    step: a step that drafts nothing.  row: each draft token that a step verifies, in addition.
+    full: drafting a token with all layers.  attention, mlp: what one skipped sublayer saves of it.
+    floor: drafting a token with hardly more than embedding and head.
+    """
 
     step: float
     row: float
-    whole: float
+    full: float
     attention: float
     mlp: float
-    least: float = 0.0
+    floor: float = 0.0
 
     def speed(self, skip: Skip, counts: Speculation) -> float:
-        guess = self.whole - len(skip.attention) * self.attention - len(skip.mlp) * self.mlp
-        return counts.emitted / (
-            counts.steps * self.step + counts.drafted * (self.row + max(guess, self.least))
-        )
+        """Tokens/s of decoding with a set."""
+        draft = self.full - len(skip.attention) * self.attention - len(skip.mlp) * self.mlp
+        drafting = counts.drafted * (self.row + max(draft, self.floor))
+        return counts.emitted / (counts.steps * self.step + drafting)
+
+
+class Decoded(NamedTuple):
+    """All prompts decoded with one config: the counts, and seconds of drafting and of everything else while
+    decoding.
+    """
+
+    counts: Speculation
+    drafting: float
+    other: float
 
 
 def config_of(skip: Skip, depth: int) -> dict[str, Any]:
     return {
-        "method": METHOD, "skip_attention": list(skip.attention), "skip_mlp": list(skip.mlp), "exit_threshold": None,
+        "method": METHOD,
+        "skip_attention": list(skip.attention),
+        "skip_mlp": list(skip.mlp),
+        "exit_threshold": None,
         "num_speculative_tokens": depth,
-    }  # fmt: skip
+    }
 
 
 @dataclass
 class Tuner:
+    """depth: draft tokens of a step, at most.  tokens: new tokens of a prompt, at most."""
+
     llm: LLM
     prompts: Prompts
-    depth: int  # guesses at most
-    tokens: int  # new ones a prompt, at most
+    depth: int
+    tokens: int
     seed: int = 0
     trials: list[Trial] = field(default_factory=list)
 
@@ -80,114 +115,124 @@ class Tuner:
         self.params = SamplingParams(temperature=0, max_tokens=self.tokens)
 
     def run(self, minutes: float, tick: Tick) -> Trial:
-        """The best set that was found in this time.  `tick` gets how many sets were tried, and the best speed so far."""
-        import optuna
+        """Search for this time and return the best trial.
 
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self.costs = self._costs()
+        `tick` gets the number of trials and the best speed so far.
+        """
+        optuna = import_optuna()
+        self.costs = self._measure_costs()
         sampler = optuna.samplers.TPESampler(seed=self.seed, multivariate=True, n_startup_trials=20)
         study = optuna.create_study(direction="maximize", sampler=sampler)
-        for skip in self._probes():
-            study.enqueue_trial({**self._named(skip), "depth": self.depth})
+        for skip in self._initial_sets():
+            study.enqueue_trial({**self._switches(skip), "depth": self.depth})
+        names = list(self._switches(Skip((), ())))
         end = time.monotonic() + 60 * minutes
         while not self.trials or time.monotonic() < end:
-            asked = study.ask()
-            switches = [
-                bool(asked.suggest_categorical(name, [False, True])) for name in self._named(Skip((), ()))
-            ]
-            study.tell(asked, self._try(switches, asked.suggest_int("depth", 1, self.depth)).speed)
+            trial = study.ask()
+            switches = [bool(trial.suggest_categorical(name, [False, True])) for name in names]
+            study.tell(trial, self._try(switches, trial.suggest_int("depth", 1, self.depth)).speed)
             tick(len(self.trials), max(trial.speed for trial in self.trials))
         return max(self.trials, key=lambda trial: trial.speed)
 
-    def _named(self, skip: Skip) -> dict[str, bool]:
-        """The switches as the optimiser knows them."""
+    def _switches(self, skip: Skip) -> dict[str, bool]:
+        """A set as optuna's parameters: name of a sublayer -> whether it is skipped, all attentions first."""
         parts = (("attention", skip.attention), ("mlp", skip.mlp))
         return {f"{kind} {i}": i in part for kind, part in parts for i in range(self.layers)}
 
-    def _probes(self) -> list[Skip]:
-        """Sensible beginnings: every second layer, the middle half, its attentions, and each sublayer by itself."""
+    def _initial_sets(self) -> list[Skip]:
+        """Every second layer, the middle half, its attentions, and each sublayer by itself."""
         middle = tuple(range(self.layers // 4, self.layers - max(1, self.layers // 4)))
-        ones = [part for i in range(1, self.layers) for part in (Skip((i,), ()), Skip((), (i,)))]
-        return [Skip.alternating(self.layers), Skip(middle, middle), Skip(middle, ()), *ones]
+        single = [part for i in range(1, self.layers) for part in (Skip((i,), ()), Skip((), (i,)))]
+        return [Skip.alternating(self.layers), Skip(middle, middle), Skip(middle, ()), *single]
 
     def _try(self, switches: Sequence[bool], depth: int) -> Trial:
-        attention, mlp = (
-            tuple(i for i, on in enumerate(part) if on) for part in (switches[: self.layers], switches[self.layers :])
-        )  # fmt: skip
-        skip = Skip(attention, mlp)
-        counts = next(
-            (trial.counts for trial in self.trials if trial.skip == skip and trial.depth == depth), None
+        """Run a trial, or take the counts of an equal one."""
+        attention, mlp = switches[: self.layers], switches[self.layers :]
+        skip = Skip(
+            tuple(i for i, skipped in enumerate(attention) if skipped),
+            tuple(i for i, skipped in enumerate(mlp) if skipped),
         )
-        if counts is None:  # nothing but embedding and head is no set
-            counts = Speculation(1) if all(switches) else self._decode(config_of(skip, depth))[0]
+        equal = (trial for trial in self.trials if trial.skip == skip and trial.depth == depth)
+        if (earlier := next(equal, None)) is not None:
+            counts = earlier.counts
+        elif all(switches):  # without any sublayer there is no model left
+            counts = Speculation(1)
+        else:
+            counts = self._decode(config_of(skip, depth)).counts
         self.trials.append(Trial(skip, depth, self.costs.speed(skip, counts), counts))
         return self.trials[-1]
 
-    def _decode(self, config: dict[str, Any] | None) -> tuple[Speculation, float, float]:
-        """All prompts, one at a time: what was counted, and the seconds of guessing and of everything else while decoding."""
+    def _decode(self, config: dict[str, Any] | None) -> Decoded:
+        """Decode all prompts, one at a time, from an empty prefix cache."""
         self.llm.use(config)
         engine = self.llm.engine
         engine.forget_prefixes()
         engine.reset()
         outputs = [self.llm.generate([prompt], self.params)[0] for _, prompt in self.prompts]
+        counts = sum((output.speculation for output in outputs), Speculation())
         times = engine.decode.times
-        return (
-            sum((output.speculation for output in outputs), Speculation()),
-            times.propose,
-            times.forward + times.rest,
-        )
+        return Decoded(counts, times.propose, times.forward + times.rest)
 
-    def _costs(self) -> Costs:
-        """From plain decoding and four sets that guess as far ahead as they may, in turns: a slow moment slows all of them."""
+    def _measure_costs(self) -> Costs:
+        """Measure plain decoding and four sets: all layers, no MLPs, no attentions, and almost none.
+
+        They are measured in turns, so that a slow moment of the machine slows down all of them.
+        """
         every = tuple(range(self.layers))
-        sets = [
-            Skip(attention, mlp)
-            for attention in ((), every)
-            for mlp in ((), every[1:] if attention else every)
-        ]
+        sets = [Skip((), ()), Skip((), every), Skip(every, ()), Skip(every, every[1:])]
         configs = [None, *(config_of(skip, self.depth) for skip in sets)]
-        turns = [[self._decode(config) for config in configs] for _ in range(TURNS)]
-        counts = [counted for counted, _, _ in turns[0]]
-        guessing = [min(turn[i][1] for turn in turns) for i in range(len(configs))]
-        other = [min(turn[i][2] for turn in turns) for i in range(len(configs))]
+        rounds = [[self._decode(config) for config in configs] for _ in range(ROUNDS)]
+        counts = [decoded.counts for decoded in rounds[0]]
+        drafting = [min(decoded.drafting for decoded in same) for same in zip(*rounds)]
+        other = [min(decoded.other for decoded in same) for same in zip(*rounds)]
         steps = [count.steps - len(self.prompts) for count in counts]  # the first token comes with the prompt
         if not steps[0] or not all(count.drafted for count in counts[1:]):
             raise ConfigError(
-                "the answers are too short to measure a guess: ask for more tokens, or with other prompts."
+                "the answers are too short to measure a draft token: ask for more tokens, or with other "
+                "prompts."
             )
-        step = other[0] / steps[0]
-        row = min(max(0.0, other[i] - step * steps[i]) / counts[i].drafted for i in range(1, len(configs)))
-        whole, no_mlp, no_attention, least = (guessing[i] / counts[i].drafted for i in range(1, len(configs)))
-        attention = max(0.0, whole - no_attention) / self.layers
-        return Costs(step, row, whole, attention, max(0.0, whole - no_mlp) / self.layers, least)
+        step, speculative = other[0] / steps[0], range(1, len(configs))
+        row = min(max(0.0, other[i] - step * steps[i]) / counts[i].drafted for i in speculative)
+        full, no_mlp, no_attention, floor = (drafting[i] / counts[i].drafted for i in speculative)
+        attention, mlp = (max(0.0, full - less) / self.layers for less in (no_attention, no_mlp))
+        return Costs(step, row, full, attention, mlp, floor)
 
 
 def compared(best: Trial, layers: int) -> Configs:
-    """What the end of the tuning measures: the set that was found against plain decoding and what needs no tuning."""
+    """The configs that are measured at the end: the best set, plain decoding, and sets that need no tuning."""
+    first = layers - max(1, layers // 4)
+    early_exit = {"method": METHOD, "early_exit": first, "exit_threshold": None}
     return {
         PLAIN: None,
         "every second layer": config_of(Skip.alternating(layers), best.depth),
-        f"the first {layers - max(1, layers // 4)} layers": {
-            "method": METHOD, "early_exit": layers - max(1, layers // 4), "exit_threshold": None, "num_speculative_tokens": best.depth,
-        },
+        f"the first {first} layers": {**early_exit, "num_speculative_tokens": best.depth},
         "tuned": best.config,
         THRESHOLDS: {**best.config, "exit_threshold": "auto"},
-    }  # fmt: skip
+    }
 
 
 def gain(results: Sequence[Measured]) -> float:
-    """The speed-up that was measured for the set as a file of it is used: with its thresholds."""
+    """The measured speed-up of the set as a file of it is used: with thresholds."""
     return next(result for result in results if result.method == THRESHOLDS).speed_up(results[0])
 
 
 def save(best: Trial, layers: int, model: str, tried: int, measured: float, to: Path) -> None:
-    """What `"layers": FILE` reads; the rest says where it comes from.  measured: the speed-up over plain decoding."""
+    """Write the file that `"layers": FILE` reads, and how it was found.
+
+    measured: the speed-up over plain decoding.
+    """
     found = {
-        "layers": layers, "skip_attention": list(best.skip.attention), "skip_mlp": list(best.skip.mlp),
-        "num_speculative_tokens": best.depth, "model": model, "tried": tried, "estimated tokens/s": round(best.speed, 1),
-        "tokens per step": round(best.counts.tokens_per_step, 3), "acceptance": round(best.counts.acceptance, 3),
+        "layers": layers,
+        "skip_attention": list(best.skip.attention),
+        "skip_mlp": list(best.skip.mlp),
+        "num_speculative_tokens": best.depth,
+        "model": model,
+        "tried": tried,
+        "estimated tokens/s": round(best.speed, 1),
+        "tokens per step": round(best.counts.tokens_per_step, 3),
+        "acceptance": round(best.counts.acceptance, 3),
         "measured speed-up": round(measured, 3),
-    }  # fmt: skip
+    }
     try:
         to.write_text(json.dumps(found, indent=1) + "\n")
     except OSError as error:

@@ -1,4 +1,4 @@
-"""From a corpus to a datastore: read, tokenise, sort.  Memory is bounded by a shard, whatever the size of the corpus."""
+"""Building a datastore from a corpus: read, tokenize, sort.  Memory is bounded by the size of a shard."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from outrider.draft.datastore.store import SPAN, Header, end_mark, fingerprint
 from outrider.errors import ConfigError
 
 SHARD = 1 << 25  # tokens that are sorted at once: about 1.5 GB of memory
-PIECE = 1 << 15  # characters that are tokenised as one, cut at the end of a line
+PIECE = 1 << 15  # characters that are tokenized at once, cut at the end of a line
 BATCH = 128  # pieces a call of the tokenizer
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".npy")
 
-Progress = Callable[[str, int, int], None]  # what is done, how much of it, of how much
+Progress = Callable[[str, int, int], None]  # name of the phase, amount done, total
 Ids = NDArray[Any]
 
 
 def build(
     inputs: Sequence[str], output: str, tokenizer: Any, vocabulary: int, progress: Progress = lambda *_: None
 ) -> Header:
-    """Writes the datastore of all `inputs` to `output`: .txt, .md and .py files, .jsonl with a "text" or "token_ids" a line, .npy
-    with a row of token ids, or folders of such.  Raises ConfigError naming the file and the line.
+    """Write the datastore of all `inputs` to `output`.
+
+    inputs: .txt, .md and .py files, .jsonl with a "text" or "token_ids" in each line, .npy with one row of
+    token ids, or folders of these.  Raises ConfigError that names the file and the line.
     """
     files, target = _files(inputs), Path(output).expanduser()
     width = 2 if vocabulary <= end_mark(2) else 4
@@ -77,14 +79,15 @@ def _files(inputs: Sequence[str]) -> list[Path]:
 def _spool(
     files: list[Path], sink: BinaryIO, tokenizer: Any, vocabulary: int, width: int, progress: Progress
 ) -> None:
-    """Writes the ids of all documents, an end mark after each."""
+    """Write the ids of all documents, with an end mark after each."""
     total, done = sum(file.stat().st_size for file in files), 0
     end = np.array([end_mark(width)], f"=u{width}").tobytes()
     for file in files:
         for ids, last, at in _ids(file, tokenizer):
             if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
                 raise ConfigError(
-                    f"{file} holds the id {int(ids.min() if ids.min() < 0 else ids.max())}: the ids are 0 … {vocabulary - 1}."
+                    f"{file} holds the id {int(ids.min() if ids.min() < 0 else ids.max())}: the ids are 0 … "
+                    f"{vocabulary - 1}."
                 )
             sink.write(ids.astype(f"=u{width}").tobytes())
             if last:
@@ -95,7 +98,7 @@ def _spool(
 
 
 def _ids(file: Path, tokenizer: Any) -> Iterator[tuple[Ids, bool, int]]:
-    """(ids, whether a document ends there, bytes of the file that were read so far)."""
+    """Yield (ids, whether a document ends there, bytes of the file that were read so far)."""
     if file.suffix == ".npy":
         try:
             ids = np.load(file, mmap_mode="r")
@@ -114,24 +117,27 @@ def _ids(file: Path, tokenizer: Any) -> Iterator[tuple[Ids, bool, int]]:
         batch.append((piece, last))
         at += size
         if len(batch) == BATCH:
-            yield from ((ids, last, at) for ids, last in _tokenised(batch, tokenizer, file))
+            yield from ((ids, last, at) for ids, last in _tokenized(batch, tokenizer, file))
             batch = []
-    yield from ((ids, last, at) for ids, last in _tokenised(batch, tokenizer, file))
+    yield from ((ids, last, at) for ids, last in _tokenized(batch, tokenizer, file))
 
 
-def _tokenised(
+def _tokenized(
     batch: list[tuple[str | list[int], bool]], tokenizer: Any, file: Path
 ) -> Iterator[tuple[Ids, bool]]:
     texts = [piece for piece, _ in batch if isinstance(piece, str)]
     if texts and tokenizer is None:
         raise ConfigError(f"{file} holds text, and the model has no tokenizer: give token ids.")
-    said = iter(tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else ())
+    tokenized = iter(tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else ())
     for piece, last in batch:
-        yield np.array(next(said) if isinstance(piece, str) else piece, dtype=np.int64), last
+        yield np.array(next(tokenized) if isinstance(piece, str) else piece, dtype=np.int64), last
 
 
 def _pieces(file: Path) -> Iterator[tuple[str | list[int], bool, int]]:
-    """(text or ids, whether a document ends there, bytes): a line of .jsonl is a document, any other file is one."""
+    """Yield (text or ids, whether a document ends there, bytes).
+
+    A line of .jsonl is a document, any other file is one.
+    """
     with open(file, encoding="utf-8", errors="replace") as lines:
         if file.suffix == ".jsonl":
             for number, line in enumerate(lines, start=1):
@@ -151,11 +157,11 @@ def _pieces(file: Path) -> Iterator[tuple[str | list[int], bool, int]]:
 
 def _document(line: str, file: Path, number: int) -> str | list[int]:
     try:
-        given = json.loads(line)
+        entry = json.loads(line)
     except ValueError as error:
         raise ConfigError(f"{file}, line {number}: no JSON ({error}).") from error
     for key, kind in (("text", str), ("token_ids", list)):
-        value = given.get(key) if isinstance(given, dict) else None
+        value = entry.get(key) if isinstance(entry, dict) else None
         if isinstance(value, kind) and (kind is str or all(type(token) is int for token in value)):
             found: str | list[int] = value
             return found
@@ -171,32 +177,33 @@ def _write_shard(tokens: Ids, sink: BinaryIO) -> None:
 
 
 def order(text: Ids, count: int) -> Ids:
-    """The places 0 … count - 1 of `text`, uint32, sorted by the SPAN tokens from there on; past its end come end marks.
+    """The places 0 … count - 1 of `text`, uint32, sorted by the SPAN tokens from there on; behind its end
+    come end marks.
 
-    Prefix doubling (Manber and Myers 1993): with places ranked by their first h tokens, the pair of ranks at i and i + h ranks
-    them by 2h.  A rank is where its group begins in the order, so only groups of several are sorted again.
+    Prefix doubling (Manber and Myers 1993).  `places` is sorted by the first h tokens, and `rank[i]` is where
+    the group of places that agree with i begins in that order.  The pair (rank[i], rank[i + h]) then sorts by
+    2h tokens.  Only groups of several places, `open_groups`, are sorted again.
     """
     size, width, last = len(text), text.dtype.itemsize, len(text) - 1
-    h = 8 // width  # so many tokens make a number of 64 bits
-    longer = np.concatenate([text, np.full(h, end_mark(width), text.dtype)])
+    h = 8 // width  # tokens in a 64-bit key
+    padded = np.concatenate([text, np.full(h, end_mark(width), text.dtype)])
     key = np.zeros(size, np.uint64)
     for i in range(h):
-        key = key << np.uint64(8 * width) | longer[i : i + size]
+        key = key << np.uint64(8 * width) | padded[i : i + size]
     places = np.argsort(key).astype(np.uint32)
-    open_, rank = np.arange(size, dtype=np.uint32), np.empty(size, np.uint32)
     key = key[places]
+    open_groups, rank = np.arange(size, dtype=np.uint32), np.empty(size, np.uint32)
     while True:
-        first = np.concatenate([[True], key[1:] != key[:-1]])  # of its group, within `open_`
-        group = np.maximum.accumulate(np.where(first, np.arange(len(open_)), 0))
-        rank[places[open_]] = open_[group]
-        several = ~(first & np.concatenate([first[1:], [True]]))
-        open_ = open_[several]
-        if h >= SPAN or not len(open_):
+        is_first = np.concatenate([[True], key[1:] != key[:-1]])  # of its group
+        group_start = np.maximum.accumulate(np.where(is_first, np.arange(len(open_groups)), 0))
+        rank[places[open_groups]] = open_groups[group_start]
+        is_single = is_first & np.concatenate([is_first[1:], [True]])
+        open_groups = open_groups[~is_single]
+        if h >= SPAN or not len(open_groups):
             return places[places < count]
-        here = places[open_]
-        key = (
-            rank[here].astype(np.uint64) << np.uint64(32) | rank[np.minimum(here.astype(np.int64) + h, last)]
-        )
-        sorted_ = np.argsort(key)
-        places[open_], key = here[sorted_], key[sorted_]
+        here = places[open_groups]
+        behind = np.minimum(here.astype(np.int64) + h, last)
+        key = rank[here].astype(np.uint64) << np.uint64(32) | rank[behind]
+        resorted = np.argsort(key)
+        places[open_groups], key = here[resorted], key[resorted]
         h *= 2

@@ -1,12 +1,14 @@
-"""The file of a datastore: the tokens of a corpus, in an order that finds the longest end of a text in a few reads.
+"""The file of a datastore: the tokens of a corpus, sorted so that the longest match of a text is found in a
+few reads.
 
     header     one line of JSON, padded with spaces to HEADER bytes: the fields of `Header`
-    shard      its tokens *from the last to the first*, big-endian, then SPAN times the end mark; padded to 8 bytes
+    shard      its tokens in reverse order, big-endian, then SPAN end marks; padded to 8 bytes
                the places of these tokens, uint32, sorted by the SPAN tokens from there on; padded to 8 bytes
     shard      …
 
-Backwards, what ends with the same tokens begins with them: all places that share an end lie side by side.  Big-endian, tokens
-compare as their bytes do: a look-up is bisection over slices of a memory map, and reads only the pages that it touches.
+In reverse order, texts with a common suffix have a common prefix, so their places are adjacent.  Big-endian
+tokens compare as their bytes do.  So a look-up is a bisection over slices of a memory map, and reads only the
+pages that it touches.
 """
 
 from __future__ import annotations
@@ -26,13 +28,16 @@ import numpy as np
 from outrider.errors import ConfigError
 
 FORMAT, VERSION, HEADER = "outrider-datastore", 1, 16384
-SPAN = 16  # tokens that places are sorted by: the longest match
+SPAN = 16  # number of tokens that places are sorted by, and of the longest match
 BUILTIN = {"builtin-datastore": Path(__file__).parents[2] / "builtin" / "datastore" / "answers.store"}
 
 
 @dataclass(frozen=True)
 class Header:
-    """width: bytes a token, 2 or 4; the largest number so wide marks the end of a document.  shards: tokens of each."""
+    """width: bytes of a token, 2 or 4; the largest such number marks the end of a document.
+
+    shards: tokens of each.
+    """
 
     vocabulary: int
     tokenizer: str | None
@@ -43,7 +48,7 @@ class Header:
 
     @property
     def sections(self) -> list[tuple[int, int, int]]:
-        """(tokens, where the text begins, where the places begin) of each shard."""
+        """(number of tokens, byte offset of the text, byte offset of the places) of each shard."""
         found, at = [], HEADER
         for tokens in self.shards:
             places = at + _padded((tokens + SPAN) * self.width)
@@ -65,7 +70,10 @@ class Header:
 
     @staticmethod
     def read(path: Path) -> Header:
-        """Raises ConfigError where the file is not what it should be, or not all of it."""
+        """Read and check the header.
+
+        Raises ConfigError for another kind of file, and for an incomplete one.
+        """
         try:
             with open(path, "rb") as file:
                 line, size = file.read(HEADER), path.stat().st_size
@@ -74,19 +82,21 @@ class Header:
                 f"the datastore {str(path)!r} cannot be read: {getattr(error, 'strerror', None) or error}."
             ) from error
         try:
-            given = json.loads(line)
+            entries = json.loads(line)
         except ValueError:
-            given = None
-        if not isinstance(given, dict) or given.get("format") != FORMAT:
+            entries = None
+        if not isinstance(entries, dict) or entries.get("format") != FORMAT:
             raise ConfigError(f"{str(path)!r} is not a datastore: make one with `outrider datastore build`.")
-        if given.get("version") != VERSION or set(given) != {f.name for f in fields(Header)}:
+        if entries.get("version") != VERSION or set(entries) != {f.name for f in fields(Header)}:
             raise ConfigError(
-                f"the datastore {str(path)!r} has format version {given.get('version')!r}, this is version {VERSION}: build it again."
+                f"the datastore {str(path)!r} has format version {entries.get('version')!r}, this is version "
+                f"{VERSION}: build it again."
             )
-        header = Header(**given)
+        header = Header(**entries)
         if size != header.file_size:
             raise ConfigError(
-                f"the datastore {str(path)!r} has {size:,} bytes and should have {header.file_size:,}: build it again."
+                f"the datastore {str(path)!r} has {size:,} bytes and should have {header.file_size:,}: build "
+                f"it again."
             )
         return header
 
@@ -107,18 +117,20 @@ class Store:
     def find(
         self, context: Sequence[int], low: int, high: int, places: int, depth: int
     ) -> tuple[int, list[list[int]]]:
-        """The longest end of `context` with low … high tokens that the corpus has, and what followed it.
+        """Return the length of the longest match of the end of `context`, of low … high tokens, and what
+        followed it.
 
-        Of many places, `places` are looked at, evenly spread; `depth` tokens each, -1 after the end of the document.
+        At most about `places` occurrences are looked at, evenly spaced.  Each gives `depth` tokens, -1 after
+        the end of its document.
         """
         width = self.header.width
-        wanted = np.array(context[: -high - 1 : -1]).astype(f">u{width}").tobytes()
-        nearest = [shard.nearest(wanted) for shard in self.shards]
+        suffix = np.array(context[: -high - 1 : -1]).astype(f">u{width}").tobytes()
+        nearest = [shard.nearest(suffix) for shard in self.shards]
         length = max((agreed for agreed, _ in nearest), default=0)
         if length < low:
             return 0, []
         best = [(shard, at) for shard, (agreed, at) in zip(self.shards, nearest) if agreed == length]
-        parts = [(shard, shard.part(wanted[: length * width], at)) for shard, at in best]
+        parts = [(shard, shard.part(suffix[: length * width], at)) for shard, at in best]
         step = max(1, -(-sum(len(part) for _, part in parts) // places))
         chosen = [(shard.first, shard.first + shard.places[i]) for shard, part in parts for i in part[::step]]
         first, at = np.array(chosen).T[:, :, None]
@@ -130,37 +142,40 @@ class Store:
 
 
 class _Shard:
-    """first: where its text begins, in tokens from the beginning of the file."""
+    """first: offset of its text in the file, in tokens."""
 
     def __init__(self, map: mmap.mmap, width: int, size: int, text: int, places: int) -> None:
         self.map, self.width, self.size, self.text, self.first = map, width, size, text, text // width
         self.places = memoryview(map)[places : places + 4 * size].cast("I")
 
     def _slices(self, length: int) -> Callable[[int], bytes]:
-        """i -> the first `length` bytes at place i of the order."""
+        """Return a function: index in the order -> the first `length` bytes at that place."""
         map, places, text, width = self.map, self.places, self.text, self.width
         return lambda i: map[(at := text + width * places[i]) : at + length]
 
-    def nearest(self, wanted: bytes) -> tuple[int, int]:
-        """(how many tokens of `wanted` any place begins with, at most; where in the order): a neighbour of where it would stand."""
-        slices = self._slices(len(wanted))
-        stands, best = bisect_left(range(self.size), wanted, key=slices), (0, 0)
-        for at in (stands - 1, stands):
+    def nearest(self, suffix: bytes) -> tuple[int, int]:
+        """Return (length of the longest common prefix of `suffix` and any place, in tokens; an index in the
+        order that has it).
+        """
+        slices = self._slices(len(suffix))
+        place, best = bisect_left(range(self.size), suffix, key=slices), (0, 0)
+        for at in (place - 1, place):
             if 0 <= at < self.size:
-                same = next((j for j, (a, b) in enumerate(zip(slices(at), wanted)) if a != b), len(wanted))
+                same = next((j for j, (a, b) in enumerate(zip(slices(at), suffix)) if a != b), len(suffix))
                 best = max(best, (same // self.width, at))
         return best
 
-    def part(self, wanted: bytes, at: int) -> range:
-        """The part of the order that begins with `wanted`; `at` is in it."""
-        slices, whole = self._slices(len(wanted)), range(self.size)
+    def part(self, suffix: bytes, at: int) -> range:
+        """The part of the order whose places begin with `suffix`.  Index `at` is in it."""
+        slices, all_places = self._slices(len(suffix)), range(self.size)
         return range(
-            bisect_left(whole, wanted, hi=at, key=slices), bisect_right(whole, wanted, lo=at, key=slices)
+            bisect_left(all_places, suffix, hi=at, key=slices),
+            bisect_right(all_places, suffix, lo=at, key=slices),
         )
 
 
 def path_of(name: str) -> Path:
-    """Of a built-in datastore or a file."""
+    """The path of a built-in datastore or a file."""
     return BUILTIN.get(name) or Path(os.path.expanduser(name))
 
 
@@ -169,7 +184,7 @@ def end_mark(width: int) -> int:
 
 
 def fingerprint(tokenizer: Any) -> str | None:
-    """A name for what the ids mean."""
+    """A hash of the vocabulary; None without a tokenizer."""
     if tokenizer is None:
         return None
     return sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()[:16]

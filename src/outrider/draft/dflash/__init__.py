@@ -32,7 +32,7 @@ from outrider.core.tree import EMPTY_TREE, Draft, DraftTree
 from outrider.draft.dflash import layouts
 from outrider.draft.dflash.network import Network
 from outrider.draft.dflash.tree import Grower, chain
-from outrider.drafting.base import Drafter, Target
+from outrider.drafting.base import Drafter, Storage, Target
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.base import HeadDrafter, HeadOptions
 from outrider.heads.choose import Chooser
@@ -173,9 +173,9 @@ class DFlash(HeadDrafter):
             )
         return cls(cls.Options(nodes=8), target, Head.of("example", network.config(), network.state_dict()))
 
-    def allocate(self, slots: int, pool: Pool) -> list[Pool]:
+    def allocate(self, slots: int, pool: Pool) -> Storage:
         self.pool = self.sizes.pool(len(self.layers), slots, self.target.decoder)
-        return [self.pool]
+        return Storage([self.pool])
 
     def size(self, depth: int) -> int:
         depth = min(depth, self.layout.levels)
@@ -211,7 +211,7 @@ class DFlash(HeadDrafter):
                     else self.memory.best(batch[r].budget.nodes, len(logits))
                 )
                 growing[r] = Grower(row, logits, self.choose).grow(
-                    paths, self.stream_id if self.draws(row) else None
+                    paths, self.target.stream_id if self.samples(row) else None
                 )
             for r, tree in self._grown(growing):
                 trees[r] = tree

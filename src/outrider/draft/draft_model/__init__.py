@@ -1,14 +1,16 @@
-"""A smaller language model guesses (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318).
+"""A smaller language model drafts (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv
+2302.01318).
 
-Its K/V lies at the target's slots, in a pool of its own, and covers committed tokens only: every step first catches up
-with what became certain, in the forward that also gives the first level.
+Its K/V lies at the target's slots, in a pool of its own, and covers committed tokens only.  Every step first
+catches up with the tokens that were committed since, in the forward that also gives the first draft token.
 
-    position            … e-2   e-1 │  e    e+1       e = step.end: the known tokens end here
-    forward 1 takes     known known │                 its last row says the guess for position e
-    forward 2 takes                 │ guess           … for e+1; its K/V is scratch in the row's node slots
+    position            … e-2   e-1 │  e    e+1          e = step.end, the number of known tokens
+    forward 1 computes  known known │                    the logits of its last row give the draft token for e
+    forward 2 computes              │ draft token        … for e+1; its K/V is scratch in the row's node slots
 
-With `siblings` = k, a level keeps the k best of all children of the level before, by the product of estimates; under a rule that
-judges guesses by their laws, k children are drawn from the draft's law instead (see tree.py).
+With `siblings` = k, each depth keeps the k best children of all nodes of the depth before, by the product of
+their probabilities.  If the verification rule needs q, k children are sampled from it instead
+(drafting/trees/sampled.py).
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ class DraftModel(ModelDrafter):
 
     @classmethod
     def create(cls, options: DraftModelOptions, target: Target) -> Drafter:
-        """A drafter in the draft's own tokens where `options` ask for it."""
+        """A drafter in the draft model's own tokens if `vocab_mismatch` is "retokenize"."""
         if options.vocab_mismatch == "retokenize" and options.model != SELF:
             return Retokenized(options, target)
         return cls(options, target)

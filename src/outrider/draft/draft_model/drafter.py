@@ -1,9 +1,11 @@
-"""A draft model at the slots of the target: catching up, one call for chains, level by level for trees."""
+"""A draft model at the target's slots: catch-up, then one call for chains or one forward for each depth of
+trees.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -17,11 +19,11 @@ from outrider.core.row import Row
 from outrider.core.step import Batch, Commit
 from outrider.core.step_input import StepInput
 from outrider.core.tree import EMPTY_TREE, ROOT, Budget, Draft, DraftTree
-from outrider.draft.draft_model.intersect import Translated, common
+from outrider.draft.draft_model.intersect import Translated, shared_tokens
 from outrider.draft.draft_model.options import DraftModelOptions
 from outrider.draft.draft_model.staged import Staged
 from outrider.drafting import stop
-from outrider.drafting.base import Drafter, Target
+from outrider.drafting.base import Drafter, Storage, Target
 from outrider.drafting.trees.sampled import RANKED, Tree
 from outrider.drafting.view import SELF, View, Window
 from outrider.drafting.vocab.mismatch import fits
@@ -33,263 +35,262 @@ from outrider.sampling.sampler import Sampler
 
 
 class Start(NamedTuple):
-    """Where the guesses of one row begin."""
+    """Where the draft of batch row r begins: behind row `at` of the first forward."""
 
-    r: int  # of the batch
+    r: int
     budget: Budget
-    at: int  # row of the plan
+    at: int
     view: View
 
 
+class FirstForward(NamedTuple):
+    """The forward that catches up with committed tokens.
+
+    starts: the rows to draft for.  synced: row -> its number of positions with K/V, once the forward is done.
+    """
+
+    step_input: StepInput
+    starts: list[Start]
+    synced: dict[Row, int]
+
+
 class ModelDrafter(Drafter):
+    """synced: row -> number of its leading positions that have K/V in the draft model's own pool.
+
+    max_expansion: draft tokens for one target token, at most.
+    """
+
     demo: ClassVar = {
         "draft model, chain": {"num_speculative_tokens": 2},
         "draft model, tree": {"num_speculative_tokens": 2, "siblings": 2},
     }
-
     Options = DraftModelOptions
     decoder: Model | Translated
-    stretch = 1  # tokens of ours for one of the target's, at most
+    max_expansion = 1
 
     def __init__(self, options: DraftModelOptions, target: Target) -> None:
         super().__init__(options, target)
         self.window = Window.of(options.draft_kv_budget, options.draft_kv_sink)
         self.itself = options.model == SELF
-        self.synced: dict[Row, int] = {}  # positions of a row that have K/V in a pool of our own
-        self.reading: list[tuple[Row, int]] = []  # and will have when the forwards of this step are done
+        self.synced: dict[Row, int] = {}
         if self.itself:
-            self.decoder, self.sampler, self.vocabulary, self.context = (
-                target.decoder,
-                target.sampler,
-                target.vocabulary,
-                target.max_len,
-            )
+            self.decoder, self.sampler = target.decoder, target.sampler
+            self.vocabulary, self.context = target.vocabulary, target.max_len
         else:
             self._load(options, target)
         self.stop = stop.Stop(options)
-        self.depth = stop.DEEPEST if self.stop.active else self.depth
+        self.depth = stop.MAX_DEPTH if self.stop.active else self.depth
         self.staged = None if options.drafter is None else Staged(options.drafter, self)
 
     def _load(self, options: DraftModelOptions, target: Target) -> None:
-        checkpoint = self.checkpoint = Checkpoint.open(
-            options.model, options.revision, target.checkpoint.trust_remote_code
-        )
+        """Load the weights, check the vocabularies, and set vocabulary, context, decoder and sampler."""
+        trust = target.checkpoint.trust_remote_code
+        checkpoint = self.checkpoint = Checkpoint.open(options.model, options.revision, trust)
         if options.vocab_mismatch == "refuse":
             fits(checkpoint, target.checkpoint)
-        shared = common(checkpoint, target.checkpoint) if options.vocab_mismatch == "intersect" else None
-        self.vocabulary = min(checkpoint.spec.vocabulary, target.vocabulary)
-        self.context = min(checkpoint.spec.context, self.stretch * target.max_len)
-        device = (
-            target.decoder.device
-            if options.draft_device == "auto"
-            else pick_device(options.draft_device, "draft_device")
-        )
-        where = place(checkpoint.spec.layers, device, options.draft_gpu_layers, "draft_gpu_layers")
+        spec, device = checkpoint.spec, target.decoder.device
+        self.context = min(spec.context, self.max_expansion * target.max_len)
+        if options.draft_device != "auto":
+            device = pick_device(options.draft_device, "draft_device")
+        layers = place(spec.layers, device, options.draft_gpu_layers, "draft_gpu_layers")
         dtype = pick_dtype(options.draft_dtype, checkpoint.stored_dtype, device, "draft_dtype")
-        own = models.load(
-            checkpoint,
-            dtype,
-            device,
-            self.context,
-            options.quantization,
-            target.decoder.kv_cache_dtype,
-            where,
+        cache_dtype = target.decoder.kv_cache_dtype
+        model = models.load(
+            checkpoint, dtype, device, self.context, options.quantization, cache_dtype, layers
         )
-        self.decoder = own if shared is None else Translated(own, shared)
-        if shared:
+        if options.vocab_mismatch == "intersect":
+            self.decoder = Translated(model, shared_tokens(checkpoint, target.checkpoint))
             self.vocabulary = target.vocabulary
-        self.sampler = (
-            target.sampler if self.decoder.device == target.decoder.device else Sampler(self.decoder.backend)
-        )
-        self.slot_bytes = self.decoder.slot_bytes
+        else:
+            self.decoder = model
+            self.vocabulary = min(spec.vocabulary, target.vocabulary)
+        same_device = self.decoder.device == target.decoder.device
+        self.sampler = target.sampler if same_device else Sampler(self.decoder.backend)
+
+    @classmethod
+    def example(cls, target: Target) -> Drafter:
+        """The target as its own draft model, with two siblings: right often enough to walk deep into trees."""
+        return cls(cls.Options(model=target.checkpoint.name, siblings=2), target)
 
     def footprint(self, device: torch.device) -> Counter[torch.device]:
         return Counter() if self.itself else self.decoder.footprint
 
-    @classmethod
-    def example(cls, target: Target) -> Drafter:
-        """The target drafts for itself, two siblings a level: right often enough to walk deep into trees."""
-        return cls(cls.Options(model=target.checkpoint.name, siblings=2), target)
-
-    def allocate(self, slots: int, pool: Pool) -> list[Pool]:
+    def allocate(self, slots: int, pool: Pool) -> Storage:
         self.pool = pool if self.itself else self.decoder.pool(slots)
-        return [] if self.itself else [self.pool]
+        return Storage() if self.itself else Storage([self.pool])
 
     def size(self, depth: int) -> int:
         siblings: int = self.options.siblings
         return depth * siblings
 
     def propose(self, batch: Batch) -> Draft:
-        self.reading.clear()
-        draft = self._proposed(batch)
-        for row, end in self.reading:
-            self.synced[row] = end
-        return draft
+        first = self._catch_up(batch)
+        trees = self._draft(batch, first) if first.step_input.length else {}
+        self.synced.update(first.synced)  # only now: a step that raises has to catch up again
+        return Draft([trees.get(r, EMPTY_TREE) for r in range(len(batch))])
 
-    def _proposed(self, batch: Batch) -> Draft:
-        step_input, starts = self._catch_up(batch)
-        for start in starts if self.stop.active else ():
-            self.stop.begin(batch[start.r].row, start.budget.depth)
-        trees = [EMPTY_TREE] * len(batch)
-        if not step_input.length:
-            return Draft(trees)
-        if not starts:
-            self.decoder.forward(step_input.build(), self.pool)
-            return Draft(trees)
-        if self._in_one_call(batch, starts):
-            self._chains(step_input, batch, starts, trees)
-            return Draft(trees)
-        repeats = self.options.sibling_draws == "independent"
-        grown = {
-            s.r: Tree(
-                batch[s.r].row,
-                batch[s.r].end,
-                s.budget,
-                self.options.siblings,
-                s.view,
-                repeats,
-                self.stream_id,
-            )
-            for s in starts
-        }
-        tips = [(tree, start.at) for tree, start in zip(grown.values(), starts)]
-        if self.staged is not None:
-            self.staged.grow(step_input, tips)
-        else:
-            self._levels(step_input, tips)
-        for r, tree in grown.items():
-            trees[r] = tree.draft_tree
-        return Draft(trees)
+    # ---- catch-up
 
-    def _catch_up(self, batch: Batch) -> tuple[StepInput, list[Start]]:
-        """The rows of the first forward: everything that became certain since our last look; and where the guesses begin.
-        A row that outgrows the draft's own context is not drafted for."""
-        step_input = StepInput(self.window.sink)
-        starts: list[Start] = []
+    def _catch_up(self, batch: Batch) -> FirstForward:
+        """Collect the tokens that were committed since the last forward, of the rows that take part in this
+        one.
+
+        A row that outgrows the draft model's context is not drafted for.  One that is not drafted for catches
+        up with single tokens later.
+        """
+        first = FirstForward(StepInput(self.window.sink), [], {})
         for r, step in enumerate(batch):
             row, start, end, budget = step.row, step.start, step.end, self.stop.limit(step)
-            done = start if self.itself else min(self.synced.setdefault(row, start), start)  # a step may fail
+            done = start if self.itself else min(self.synced.setdefault(row, start), start)
             depth = min(budget.depth, self.context - end) if budget.nodes else 0
-            if end > self.context or not self._worthwhile(depth, step.known):
-                continue  # a row that does not guess catches up with single tokens when it does
+            if end > self.context or not self._takes_part(depth, step.known):
+                continue
             assert row.table is not None
-            adapter = row.adapter if self.itself else None
-            view = self.window.read(
-                step_input, row.table.slots, done, self._readable(row.tokens[done:end]), budget.nodes, adapter
-            )
+            tokens, adapter = self._in_vocabulary(row.tokens[done:end]), row.adapter if self.itself else None
+            view = self.window.read(first.step_input, row.table.slots, done, tokens, budget.nodes, adapter)
             if not self.itself:
-                self.reading.append((row, end))
+                first.synced[row] = end
             if depth > 0:
-                starts.append(Start(r, budget.within(depth=depth), step_input.length - 1, view))
-        return step_input, starts
+                first.starts.append(Start(r, budget.within(depth=depth), first.step_input.length - 1, view))
+        return first
 
-    def _worthwhile(self, depth: int, known: int) -> bool:
-        """Whether a row takes part.  The chunk of a prompt does, even if nothing is guessed, unless the target is about to compute it
-        in the pool where the draft would look."""
+    def _takes_part(self, depth: int, known: int) -> bool:
+        """Whether a row is in the first forward: if it is drafted for, or computes a chunk of its prompt.
+
+        The target as its own draft has nothing to catch up with, so it skips prompts.
+        """
         return known == 1 and depth > 0 if self.itself else known > 1 or depth > 0
 
-    def _in_one_call(self, batch: Batch, starts: list[Start]) -> bool:
-        """Whether one call can draft all chains: one chosen token a level, no processors, no adapters."""
-        if not self.decoder.fuses_chains or self.options.siblings > 1 or self.staged is not None:
-            return False
-        for start in starts:
-            row = batch[start.r].row
-            if start.view.adapter or row.processors or self.draws(row):
-                return False
-        return True
-
-    def _chains(
-        self, step_input: StepInput, batch: Batch, starts: list[Start], trees: list[DraftTree]
-    ) -> None:
-        """All levels in one call, into `trees`."""
-        chains = []
-        for start in starts:
-            row = batch[start.r].row
-            chains.append(
-                Chain(start.at, start.budget.depth, row.distribution, stream_of(row.seed, row.index))
-            )
-        found = self.decoder.draft_chain(
-            step_input.build(), self.pool, chains, self.vocabulary, self.stop.stop_rule
-        )
-        for start, tokens in zip(starts, found[0]):
-            trees[start.r] = DraftTree.chain(tokens, RANKED[:1] * len(tokens))
-        for start, features in zip(starts, found[1]):
-            self.stop.note(batch[start.r].row, features)
-
-    def _readable(self, tokens: list[int]) -> list[int]:
-        """Ids that only the target has are read as id 0: a guess may be bad, never out of bounds."""
+    def _in_vocabulary(self, tokens: list[int]) -> list[int]:
+        """The tokens with id 0 for those that only the target has."""
         if self.vocabulary == self.target.vocabulary:
             return tokens
         return [token if token < self.vocabulary else 0 for token in tokens]
 
-    def _levels(self, step_input: StepInput, tips: Sequence[tuple[Tree, int]]) -> None:
-        """Level after level, as long as one of the trees grows; each hangs from a row of the plan."""
-        at: Sequence[int] = [row for _, row in tips]
-        frontier = [(tree, ROOT) for tree, _ in tips]
-        while True:
-            logits = self.look(step_input, at)
-            nodes: dict[int, tuple[Tree, list[tuple[int, int]]]] = {}
-            for i, (tree, node) in enumerate(frontier):
-                nodes.setdefault(id(tree), (tree, []))[1].append((node, i))
-            for tree, places in nodes.values():
-                self.extend(tree, places, logits)
-            step_input, frontier = StepInput(self.window.sink), []
-            for tree, _ in nodes.values():
-                if tree.growing:
-                    tree.add_to(step_input)
-                    frontier += [(tree, node) for node in tree.frontier]
-            if not frontier:
-                return
-            at = range(len(frontier))
+    # ---- drafting
 
-    def look(self, step_input: StepInput, rows: Sequence[int]) -> Tensor:
-        """One forward; the logits [len(rows), vocabulary] behind these of its rows."""
+    def _draft(self, batch: Batch, first: FirstForward) -> Mapping[int, DraftTree]:
+        """Run the first forward and all that follow.  Returns batch row -> its tree."""
+        if self.stop.active:
+            for start in first.starts:
+                self.stop.begin(batch[start.r].row, start.budget.depth)
+        if not first.starts:
+            self.decoder.forward(first.step_input.build(), self.pool)
+            return {}
+        chains = self._chains(batch, first) if self._chains_only(batch, first.starts) else None
+        return self._trees(batch, first) if chains is None else chains
+
+    def _chains_only(self, batch: Batch, starts: list[Start]) -> bool:
+        """Whether all drafts are chains of chosen tokens, with no processor or adapter to apply between
+        forwards.
+        """
+        if not self.decoder.fuses_chains or self.options.siblings > 1 or self.staged is not None:
+            return False
+        for start in starts:
+            row = batch[start.r].row
+            if start.view.adapter or row.processors or self.samples(row):
+                return False
+        return True
+
+    def _chains(self, batch: Batch, first: FirstForward) -> Mapping[int, DraftTree]:
+        """Draft all chains in one call of the backend."""
+        chains = []
+        for start in first.starts:
+            row = batch[start.r].row
+            stream = stream_of(row.seed, row.index)
+            chains.append(Chain(start.at, start.budget.depth, row.distribution, stream))
+        step_input = first.step_input.build()
+        found = self.decoder.draft_chain(step_input, self.pool, chains, self.vocabulary, self.stop.stop_rule)
+        tokens_of, features_of = found[0], found[1]
+        for start, features in zip(first.starts, features_of):
+            self.stop.note(batch[start.r].row, features)
+        return {
+            start.r: DraftTree.chain(tokens, RANKED[:1] * len(tokens))
+            for start, tokens in zip(first.starts, tokens_of)
+        }
+
+    def _trees(self, batch: Batch, first: FirstForward) -> Mapping[int, DraftTree]:
+        """Draft with one forward for each depth, or with those of the staged drafter."""
+        siblings, repeats = self.options.siblings, self.options.sibling_draws == "independent"
+        trees: dict[int, Tree] = {}
+        for start in first.starts:
+            row, end, stream = batch[start.r].row, batch[start.r].end, self.target.stream_id
+            trees[start.r] = Tree(row, end, start.budget, siblings, start.view, repeats, stream)
+        tips = [(tree, start.at) for tree, start in zip(trees.values(), first.starts)]
+        if self.staged is not None:
+            self.staged.grow(first.step_input, tips)
+        else:
+            self._grow(first.step_input, tips)
+        return {r: tree.draft_tree for r, tree in trees.items()}
+
+    def _grow(self, step_input: StepInput, tips: Sequence[tuple[Tree, int]]) -> None:
+        """Grow the trees by one depth a forward until none grows any more.
+
+        tips: each tree, and the row of the first forward behind which it begins.
+        """
+        rows: Sequence[int] = [row for _, row in tips]
+        # For each growing tree: (node, row of `logits` behind it) of every node of its frontier.
+        growing = [(tree, [(ROOT, i)]) for i, (tree, _) in enumerate(tips)]
+        while growing:
+            logits = self.logits_after(step_input, rows)
+            for tree, frontier in growing:
+                self.extend(tree, frontier, logits)
+            step_input, still_growing = StepInput(self.window.sink), []
+            for tree, _ in growing:
+                if tree.growing:
+                    first = step_input.length
+                    tree.add_to(step_input)
+                    still_growing.append((tree, [(node, first + i) for i, node in enumerate(tree.frontier)]))
+            growing, rows = still_growing, range(step_input.length)
+
+    def logits_after(self, step_input: StepInput, rows: Sequence[int]) -> Tensor:
+        """Run one forward and return the logits behind some of its rows, [len(rows), vocabulary]."""
         x = self.decoder.forward(step_input.build(), self.pool)
         logits = self.decoder.logits(x, list(rows))
         return logits[:, : self.vocabulary] if logits.shape[1] > self.vocabulary else logits
 
-    def extend(self, tree: Tree, places: list[tuple[int, int]], logits: Tensor) -> None:
-        """The next level of a tree: children of (node, row of the logits behind it)."""
-        if self.draws(tree.row):
-            tree.draw(
-                {
-                    node: distribution
-                    for node, i in places
-                    if (distribution := self._distribution(tree, node, logits, i)) is not None
-                }
-            )
+    def extend(self, tree: Tree, frontier: list[tuple[int, int]], logits: Tensor) -> None:
+        """Add the next depth of a tree: children of each (node, row of the logits behind it)."""
+        if self.samples(tree.row):
+            found = {node: self._distribution(tree, node, logits, at) for node, at in frontier}
+            tree.draw({node: q for node, q in found.items() if q is not None})
         else:
-            tree.choose([child for node, i in places for child in self._best(tree, node, logits, i)])
-        self.stop.prune(tree, dict(places), self.sampler, logits)
+            tree.choose([child for node, at in frontier for child in self._top(tree, node, logits, at)])
+        self.stop.prune(tree, dict(frontier), self.sampler, logits)
 
-    def _best(self, tree: Tree, node: int, logits: Tensor, at: int) -> list[tuple[int, int, float]]:
-        """The best (node, token, probability) after a node."""
-        ranked = tree.row.distribution.temperature > 0 or tree.siblings == 1
-        tokens, shares = self.sampler.top(
-            tree.row, tree.path_tokens(node), logits, tree.siblings, not ranked, at
-        )
-        return [(node, token, p) for token, p in zip(tokens, RANKED if ranked else shares)]
+    def _top(self, tree: Tree, node: int, logits: Tensor, at: int) -> list[tuple[int, int, float]]:
+        """The top (node, token, probability) behind a node."""
+        # Under noise the rank says more about acceptance than q does.
+        by_rank = tree.row.distribution.temperature > 0 or tree.siblings == 1
+        path = tree.path_tokens(node)
+        tokens, probs = self.sampler.top(tree.row, path, logits, tree.siblings, not by_rank, at)
+        return [(node, token, p) for token, p in zip(tokens, RANKED if by_rank else probs)]
 
     def _distribution(self, tree: Tree, node: int, logits: Tensor, at: int) -> Tensor | None:
-        """q after a node, over the target's vocabulary, with the request's own parameters; None where it fails."""
+        """q behind a node, float64 [target's vocabulary], with the request's own parameters; None if it is
+        invalid.
+        """
         try:
             distribution = self.sampler.distribution(tree.row, tree.path_tokens(node), logits, at)
-        except OutriderError:  # the target's own law will say why
+        except OutriderError:  # the target's own distribution will raise the same
             return None
         return torch.nn.functional.pad(distribution, (0, self.target.vocabulary - len(distribution)))
 
+    # ---- state
+
     @property
     def memory(self) -> Any:
-        kept = self.stop.memory if self.stop.learns else None, self.staged and self.staged.drafter.memory
-        return kept if kept != (None, None) else None
+        """What the stop rules have learned, and the memory of the staged drafter; None if there is neither."""
+        parts = self.stop.memory if self.stop.learns else None, self.staged and self.staged.drafter.memory
+        return parts if parts != (None, None) else None
 
     @memory.setter
-    def memory(self, kept: Any) -> None:
-        learned, inner = kept or (None, None)
+    def memory(self, parts: Any) -> None:
+        learned, staged = parts or (None, None)
         if learned is not None:
             self.stop.memory = learned
         if self.staged is not None:
-            self.staged.drafter.memory = inner
+            self.staged.drafter.memory = staged
 
     def observe(self, commit: Commit) -> None:
         if self.stop.active:

@@ -1,11 +1,13 @@
-"""Guesses among the tokens that draft and target both have ("vocab_mismatch": "intersect"), after Timor et al. 2025
-(arXiv 2502.05202): token-level intersection.
+"""Drafting among the tokens that draft and target share ("vocab_mismatch": "intersect"), after Timor et al.
+2025 (arXiv 2502.05202): token-level intersection.
 
-The draft is made to speak the target's ids: it is fed them, and its logits stand in the target's order, -inf where it has no such token.
-So its law is a law over the target's vocabulary, the noise is that of the target's ids, and nothing else here knows of two vocabularies.
+The draft model is wrapped so that it takes and gives the target's ids.  Its logits are in the target's order,
+-inf where it has no such token.  So q is a distribution over the target's vocabulary, the noise is that of
+the target's ids, and nothing else in this package knows of two vocabularies.
 
-K/V stays position for position at the target's slots, so a target token must be one draft token.  What the draft has no token for is
-read as the longest end of it that is one ("tokenization" as "ization"): what follows depends on the end most.
+K/V stays at the target's slots, position for position, so one target token must be one draft token.  A target
+token that the draft does not have is replaced by its longest suffix that is a draft token ("tokenization" by
+"ization"), because the next token depends on the end most.
 """
 
 from __future__ import annotations
@@ -24,43 +26,52 @@ from outrider.errors import ConfigError
 from outrider.models.base import Model
 from outrider.sampling.processors import NEVER
 
-LEAST = 0.02  # of the target's tokens: with fewer a draft can hardly say a word
+MIN_SHARED = 0.02  # of the target's tokens; a draft with fewer can hardly form words
 ROLES = ("eos_token_id", "bos_token_id", "unk_token_id", "pad_token_id")
 
 
-class Common(NamedTuple):
-    """What two vocabularies share."""
+class SharedTokens(NamedTuple):
+    """draft_id_of: target id -> the draft id that replaces it.
 
-    reads: list[int]  # target id -> the draft id that it is read as
-    ours: Tensor  # draft ids of the common tokens, int64 [n], each once
-    theirs: Tensor  # target ids of the same
+    draft_ids, target_ids: int64 [n], the shared tokens in both.
+    """
+
+    draft_id_of: list[int]
+    draft_ids: Tensor
+    target_ids: Tensor
 
 
-def common(draft: Checkpoint, target: Checkpoint) -> Common:
-    """Raises ConfigError where a tokenizer is missing, or where too little is common."""
-    ours, theirs = tokenizer_of(draft, "draft"), tokenizer_of(target, "target")
-    mine, own = _keys(ours, draft.spec.vocabulary), _keys(theirs, target.spec.vocabulary)
-    ids = {
-        key: i for i, key in enumerate(mine) if key
-    }  # of two tokens for one text the later: SentencePiece's bytes come first
-    pairs = {t: ids[key] for key, t in {key: t for t, key in enumerate(own) if key}.items() if key in ids}
+def shared_tokens(draft: Checkpoint, target: Checkpoint) -> SharedTokens:
+    """Raises ConfigError if a tokenizer is missing or too few tokens are shared."""
+    draft_tokenizer, target_tokenizer = tokenizer_of(draft, "draft"), tokenizer_of(target, "target")
+    draft_keys = _keys(draft_tokenizer, draft.spec.vocabulary)
+    target_keys = _keys(target_tokenizer, target.spec.vocabulary)
+    # Of two tokens for one text the later one: SentencePiece's byte tokens come first.
+    draft_id = {key: i for i, key in enumerate(draft_keys) if key}
+    target_id = {key: i for i, key in enumerate(target_keys) if key}
+    pairs = {i: draft_id[key] for key, i in target_id.items() if key in draft_id}
     for role in ROLES:
-        a, b = getattr(ours, role, None), getattr(theirs, role, None)
+        a, b = getattr(draft_tokenizer, role, None), getattr(target_tokenizer, role, None)
         if a is not None and b is not None and b not in pairs and a not in pairs.values():
             pairs[b] = a
-    known = sum(map(bool, own))
-    if len(pairs) < LEAST * known:
+    known = sum(map(bool, target_keys))
+    if len(pairs) < MIN_SHARED * known:
         raise ConfigError(
-            f"the draft {draft.name!r} has only {len(pairs)} of the {known} tokens of the target {target.name!r}, fewer than {LEAST:.0%}: "
-            'too few to guess among.  Choose another draft, or set "vocab_mismatch": "retokenize".'
+            f"the draft {draft.name!r} has only {len(pairs)} of the {known} tokens of the target "
+            f"{target.name!r}, "
+            f"fewer than {MIN_SHARED:.0%}: too few to draft with.  Choose another draft, or set "
+            '"vocab_mismatch": "retokenize".'
         )
-    blank = next((i for role in ("bos_token_id", *ROLES) if (i := getattr(ours, role, None)) is not None), 0)
-    reads = [pairs[t] if t in pairs else _nearest(key, ids, blank) for t, key in enumerate(own)]
-    return Common(reads, torch.tensor(list(pairs.values())), torch.tensor(list(pairs)))
+    roles = (getattr(draft_tokenizer, role, None) for role in ("bos_token_id", *ROLES))
+    blank = next((i for i in roles if i is not None), 0)
+    draft_id_of = [
+        pairs[i] if i in pairs else _nearest(key, draft_id, blank) for i, key in enumerate(target_keys)
+    ]
+    return SharedTokens(draft_id_of, torch.tensor(list(pairs.values())), torch.tensor(list(pairs)))
 
 
 def _keys(tokenizer: Any, size: int) -> list[bytes | str]:
-    """Token id -> what makes it the same in another vocabulary: its text, or of a special token its name (a str)."""
+    """Token id -> what identifies it across vocabularies: its bytes, or the name (a str) of a special token."""
     keys: list[bytes | str] = list(pieces(tokenizer, size))
     for i in special_ids(tokenizer):
         if i < size:
@@ -68,39 +79,37 @@ def _keys(tokenizer: Any, size: int) -> list[bytes | str]:
     return keys
 
 
-def _nearest(key: bytes | str, ids: dict[bytes | str, int], blank: int) -> int:
-    """The draft id for a target token that is not common; `blank` for one that has no text."""
-    ends = (key[i:] for i in range(len(key))) if isinstance(key, bytes) else ()
-    return next((ids[end] for end in ends if end in ids), blank)
+def _nearest(key: bytes | str, draft_id: dict[bytes | str, int], blank: int) -> int:
+    """The draft id of the longest suffix that is a draft token; `blank` if there is none."""
+    suffixes = (key[i:] for i in range(len(key))) if isinstance(key, bytes) else ()
+    return next((draft_id[suffix] for suffix in suffixes if suffix in draft_id), blank)
 
 
 class Translated:
-    """A model as one that speaks another's ids."""
+    """A model that takes and gives the ids of another vocabulary."""
 
-    def __init__(self, model: Model, words: Common) -> None:
-        self.model, self.reads = model, words.reads
-        self.ours, self.theirs = words.ours.to(model.device), words.theirs.to(model.device)
-        self.backend, self.dtype, self.device = model.backend, model.dtype, model.device
-        self.max_len, self.kv_cache_dtype, self.spec, self.exact = (
-            model.max_len,
-            model.kv_cache_dtype,
-            model.spec,
-            model.exact,
+    def __init__(self, model: Model, shared: SharedTokens) -> None:
+        self.model, self.draft_id_of = model, shared.draft_id_of
+        self.draft_ids, self.target_ids = (
+            shared.draft_ids.to(model.device),
+            shared.target_ids.to(model.device),
         )
+        self.backend, self.dtype, self.device = model.backend, model.dtype, model.device
+        self.max_len, self.kv_cache_dtype = model.max_len, model.kv_cache_dtype
+        self.spec, self.exact = model.spec, model.exact
         self.footprint, self.slot_bytes, self.pool = model.footprint, model.slot_bytes, model.pool
         self.skip_sublayers, self.layer_range = model.skip_sublayers, model.layer_range
 
     def forward(
         self, step_input: StepInput, pool: Pool, blocks: Any = None, x: Tensor | None = None
     ) -> Tensor:
-        step_input.translate(self.reads)
+        step_input.translate(self.draft_id_of)
         return self.model.forward(step_input, pool, blocks, x)
 
     def logits(self, x: Tensor, rows: list[int]) -> Tensor:
         own = self.model.logits(x, rows)
-        return own.new_full((len(rows), len(self.reads)), NEVER).index_copy_(
-            1, self.theirs, own.index_select(1, self.ours)
-        )
+        logits = own.new_full((len(rows), len(self.draft_id_of)), NEVER)
+        return logits.index_copy_(1, self.target_ids, own.index_select(1, self.draft_ids))
 
     fuses_chains = False  # a fused chain would pick among the model's own ids
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.checkpoints.quantize import bits_of
-from outrider.drafting import stop
-from outrider.drafting.base import refuse_idle, refuse_parallel
-from outrider.drafting.view import check
+from outrider.drafting import stop, view
+from outrider.drafting.options import is_int, refuse_idle, refuse_parallel, require
 from outrider.drafting.vocab.mismatch import check_mismatch
 from outrider.errors import ConfigError
 from outrider.models.placement import check_gpu_layers
@@ -17,17 +16,23 @@ from outrider.models.placement import check_gpu_layers
 
 @dataclass(frozen=True)
 class DraftModelOptions(stop.Options):
-    """model: folder, .gguf file or hub id, or "self" (see window.py).  draft_dtype: auto, or as the engine's dtype.
-    quantization: of the draft's weights, int8 or int4; the target's is an engine option.  siblings: candidates a level (1: a
-    chain).  sibling_draws: "without" replacement or "independent", under rules that judge guesses by their laws.
-    vocab_mismatch: what to do where the two have different tokens: "refuse"; "intersect", guess among the tokens that both have,
-    whatever their ids; "retokenize", guess text and tokenise that; "allow", guess among the ids that both have.
-    target_lookbehind, assistant_lookbehind: tokens of target and draft that "retokenize" looks at again behind the new ones.
-    draft_device: auto (where the target's embedding and head are), cpu, cuda, cuda:1 or mps.  draft_gpu_layers: as the engine's
-    gpu_layers.
-    draft_kv_budget: how many tokens of a request the draft sees (None: all): the first draft_kv_sink and the most recent.
-    drafter: the speculative_config of something cheaper that guesses ahead of the draft model (see staged.py).  When to stop
-    guessing: see stop.py.
+    """Options of a draft model; drafting/stop.py adds those for stopping a draft early.
+
+    model: folder, .gguf file or hub id, or "self" (drafting/view.py).
+    draft_dtype: "auto", or as the engine's dtype.
+    quantization: of the draft's weights, int8 or int4; the target's is an engine option.
+    siblings: candidates at each depth; 1 drafts a chain.
+    sibling_draws: siblings sampled "without" replacement or "independent", if the verification rule needs q.
+    vocab_mismatch: what to do if the vocabularies differ: "refuse"; "intersect": draft among the tokens that
+        both have, whatever their ids; "retokenize": draft text and tokenize it again; "allow": draft among
+        the ids that both have.
+    target_lookbehind, assistant_lookbehind: tokens of target and draft that "retokenize" reads again behind
+        new ones.
+    draft_device: "auto" (that of the target's embedding and head), cpu, cuda, cuda:1 or mps.
+    draft_gpu_layers: as the engine's gpu_layers.
+    draft_kv_budget: tokens of a request that the draft sees: the first draft_kv_sink and the most recent.
+        None: all.
+    drafter: the speculative_config of a cheaper drafter that drafts for the draft model (staged.py).
     """
 
     model: str = "builtin-draft"
@@ -48,36 +53,22 @@ class DraftModelOptions(stop.Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.model, str) or not self.model:
-            raise ConfigError(f"model must be a folder or a hub id, got {self.model!r}.")
-        if (
-            not isinstance(self.siblings, int)
-            or isinstance(self.siblings, bool)
-            or not 1 <= self.siblings <= 64
-        ):
-            raise ConfigError(f"siblings must be a whole number in 1 … 64, got {self.siblings!r}.")
-        if self.sibling_draws not in ("without", "independent"):
-            raise ConfigError(
-                f'sibling_draws must be "without" or "independent", got {self.sibling_draws!r}.'
-            )
+        require(self, "model", isinstance(self.model, str) and self.model != "", "a folder or a hub id")
+        require(self, "siblings", is_int(self.siblings, 1, 64), "a whole number in 1 … 64")
+        valid = self.sibling_draws in ("without", "independent")
+        require(self, "sibling_draws", valid, '"without" or "independent"')
         bits_of(self.quantization, "quantization of the draft")
-        looks = {
-            "target_lookbehind": self.target_lookbehind,
-            "assistant_lookbehind": self.assistant_lookbehind,
-        }
+        lookbehind = ("target_lookbehind", "assistant_lookbehind")
         refuse_idle(self, self.siblings > 1, "siblings > 1", "sibling_draws")
         refuse_idle(self, self.draft_kv_budget is not None, "draft_kv_budget", "draft_kv_sink")
-        retokenized = self.vocab_mismatch == "retokenize"
-        refuse_idle(
-            self, retokenized, 'vocab_mismatch "retokenize"', "target_lookbehind", "assistant_lookbehind"
-        )
-        check_mismatch(self.vocab_mismatch, self.siblings, self.stops or self.drafter is not None, **looks)
+        refuse_idle(self, self.vocab_mismatch == "retokenize", 'vocab_mismatch "retokenize"', *lookbehind)
+        check_mismatch(self.vocab_mismatch, self.siblings, self.stops or self.drafter is not None)
+        for name in lookbehind:
+            require(self, name, is_int(getattr(self, name), 1), "a whole number of at least 1")
         check_gpu_layers(self.draft_gpu_layers, "draft_gpu_layers")
-        check(self)
-        if self.drafter is not None and not isinstance(self.drafter, Mapping):
-            raise ConfigError(
-                f"drafter must be a speculative_config such as {{'method': …}}, got {self.drafter!r}."
-            )
+        view.check(self)
+        valid = self.drafter is None or isinstance(self.drafter, Mapping)
+        require(self, "drafter", valid, "a speculative_config such as {'method': …}")
         if self.drafter is not None and self.siblings > 1:
             raise ConfigError(
                 f"a drafter speeds up a chain, and siblings is {self.siblings}: leave one of them out."

@@ -1,13 +1,19 @@
-"""Guesses as text, for a draft with any tokenizer ("vocab_mismatch": "retokenize"): transformers' universal assisted decoding.
+"""Drafts as text, for a draft model with any tokenizer ("vocab_mismatch": "retokenize"): universal assisted
+decoding.
 
-    the row's tokens ──bytes──▶ text ──draft's tokenizer──▶ draft tokens ──chain──▶ text ──target's tokenizer──▶ guesses
+    row's tokens ──bytes──▶ text ──draft's tokenizer──▶ draft's tokens
+                                                             │ chain
+    draft tokens ◀──target's tokenizer── text ◀──bytes── draft's tokens
 
-To the draft every row has a shadow: a row of its own tokens, whose K/V lies in pages of its own.  When the target's text grows, the
-shadow's last tokens may come out differently; K/V of those that stayed is kept.  A step tokenises the end of a text only:
-`assistant_lookbehind` draft tokens (twice as many at most) on the way in, `target_lookbehind` target tokens on the way out.
+The draft model computes a shadow of every row: a row of its own tokens, with K/V in pages of its own.  When
+the target's text grows, the shadow's last tokens may change; K/V of those that did not is kept.  A step
+tokenizes the end of a text
+only: `assistant_lookbehind` draft tokens (twice as many at most) on the way in, `target_lookbehind` target
+    tokens on the way out.
 
-The draft is greedy at any temperature: its tokens are not the target's, so there is no noise that both could share, and
-without it the likeliest guess is right more often than a drawn one.  Nor do the request's processors apply: they speak of target ids.
+The draft is greedy at any temperature.  Its tokens are not the target's, so both cannot share noise, and
+without shared noise the most probable token is accepted more often than a sampled one.  The request's logits
+processors do not apply, because they are about target ids.
 """
 
 from __future__ import annotations
@@ -23,101 +29,136 @@ from outrider.core.row import Row
 from outrider.core.step import Batch
 from outrider.core.tree import EMPTY_TREE, NO_BUDGET, Budget, Draft, DraftTree
 from outrider.draft.draft_model.drafter import ModelDrafter
-from outrider.drafting.base import Target
+from outrider.drafting.base import Storage, Target
 from outrider.drafting.trees.sampled import RANKED
-from outrider.drafting.vocab.incremental import NEUTRAL, Language, Reading
+from outrider.drafting.vocab.incremental import NEUTRAL, IncrementalTokens, TextCodec
 from outrider.sampling.sampler import GREEDY
 
-CHUNK = 512  # tokens that a shadow catches up in one step
+CHUNK = 512  # tokens of a shadow that one step computes at most
 
 
 @dataclass
 class Shadow:
+    """row: a row in the draft model's tokens.  text: what these tokens are made from."""
+
     row: Row
-    reading: Reading
+    text: IncrementalTokens
 
 
 class Retokenized(ModelDrafter):
-    stretch = 2  # a text may have more tokens in the draft's vocabulary than in the target's
+    max_expansion = 2  # a text may have more tokens in the draft's vocabulary than in the target's
 
     def __init__(self, options: Any, target: Target) -> None:
-        self.theirs = Language(target.checkpoint, "target")
+        self.target_codec = TextCodec(target.checkpoint, "target")
         super().__init__(options, target)
-        self.ours = Language(self.checkpoint, "draft")
+        self.draft_codec = TextCodec(self.checkpoint, "draft")
         self.vocabulary = self.checkpoint.spec.vocabulary
         self.shadows: dict[Row, Shadow] = {}
 
-    def allocate(self, slots: int, pool: Pool) -> list[Pool]:
-        """As many slots as the target has.  A row for which they do not suffice is not drafted for."""
+    def allocate(self, slots: int, pool: Pool) -> Storage:
+        """Allocate as many slots as the target has.
+
+        A row for which they do not suffice is not drafted for.
+        """
         super().allocate(slots, pool)
         self.cache = Cache(slots // PAGE, self.context + PAGE)
-        self.caches = [self.cache]
-        return []
+        return Storage(caches=[self.cache])
 
     def propose(self, batch: Batch) -> Draft:
-        shadows, places = Batch(), list[int]()
+        places, shadows = self._shadow_batch(batch)
+        drafted = super().propose(shadows)
+        trees = [EMPTY_TREE] * len(batch)
+        for r, step, tree in zip(places, shadows, drafted.trees):
+            row, end = batch[r].row, batch[r].end
+            self._register(self.shadows[row])
+            trees[r] = self._translate(row, end, tree.tokens, step.budget.depth)
+        return Draft(trees)
+
+    def _shadow_batch(self, batch: Batch) -> tuple[list[int], Batch]:
+        """Bring the shadows up to date.  Returns the batch of those that compute tokens, and the rows that
+        they shadow.
+
+        A row that is not drafted for, and computes no prompt, waits until it is.
+        """
+        places, shadows = [], Batch()
         for r, step in enumerate(batch):
             row, budget = step.row, step.budget
             if not (budget.nodes or (row.params.speculate and not step.emits)):
-                continue  # a row that does not guess catches up when it does
-            known = self._follow(row, step.end, budget.depth)
+                continue
+            known = self._update(row, step.end, budget.depth)
             if known:
                 shadow = self.shadows[row]
-                ready = shadow.row.computed + known == len(shadow.reading.ids) and not shadow.reading.pending
+                reached_end = shadow.row.computed + known == len(shadow.text.ids)
+                ready = reached_end and not shadow.text.within_character
                 shadows.add(shadow.row, known, Budget(budget.depth, budget.depth) if ready else NO_BUDGET)
                 places.append(r)
-        guessed = super().propose(shadows)
-        trees = [EMPTY_TREE] * len(batch)
-        for r, mine, draft_tree in zip(places, shadows, guessed.trees):
-            row = batch[r].row
-            shadow = self.shadows[row]
-            assert shadow.row.table is not None
-            self.cache.register(
-                shadow.row.table, shadow.reading.ids, min(self.synced[shadow.row], shadow.reading.fixed)
-            )
-            trees[r] = self._told(row, batch[r].end, draft_tree.tokens, mine.budget.depth)
-        return Draft(trees)
+        return places, shadows
 
-    def _follow(self, row: Row, end: int, depth: int) -> int:
-        """Brings a row's shadow up to `end` of its tokens; how many of the shadow's are to be computed now, 0 where there is no room."""
+    def _update(self, row: Row, end: int, depth: int) -> int:
+        """Extend a row's shadow to the row's first `end` tokens, and reserve its slots.
+
+        Returns how many tokens of the shadow to compute in this step; 0 if there is no room.
+        """
         shadow = self.shadows.get(row) or self._open(row)
-        mine, reading = shadow.row, shadow.reading
-        said = self.theirs.bytes(row.tokens[reading.read : end])
-        if reading.empty and self.theirs.spaced:
-            said = said.removeprefix(b" ")
-        same = reading.extend(said, end - reading.read)
-        if mine.table is None:
-            mine.table = self.cache.open()
-            done = self.cache.match(mine.table, reading.ids, reading.fixed)
+        own, text = shadow.row, shadow.text
+        unchanged = self._extend_text(text, row.tokens, end)
+        if own.table is None:
+            own.table = self.cache.open()
+            done = self.cache.match(own.table, text.ids, text.fixed)
         else:
-            done = min(self.synced.get(mine, mine.computed), same)
-        mine.computed = self.synced[mine] = max(
-            0, min(done, len(reading.ids) - 1)
-        )  # the last one says what follows
-        known = min(len(reading.ids) - mine.computed, CHUNK)
-        reach = mine.computed + known
-        fits = reach <= self.context and self.cache.reserve(mine.table, min(reach + depth, self.context))
+            done = min(self.synced.get(own, own.computed), unchanged)
+        # The last token is always computed, for its logits.
+        own.computed = self.synced[own] = max(0, min(done, len(text.ids) - 1))
+        known = min(len(text.ids) - own.computed, CHUNK)
+        reach = own.computed + known
+        fits = reach <= self.context and self.cache.reserve(own.table, min(reach + depth, self.context))
         return known if fits else 0
 
+    def _extend_text(self, text: IncrementalTokens, tokens: list[int], end: int) -> int:
+        """Append the row's tokens up to `end` to the shadow's text.
+
+        Returns how many of the shadow's tokens stayed.
+        """
+        fresh = self.target_codec.bytes(tokens[text.consumed : end])
+        if text.empty and self.target_codec.adds_space:
+            fresh = fresh.removeprefix(b" ")
+        return text.extend(fresh, end - text.consumed)
+
     def _open(self, row: Row) -> Shadow:
-        reading = Reading(self.ours, self.options.assistant_lookbehind)
+        text = IncrementalTokens(self.draft_codec, self.options.assistant_lookbehind)
         own = Row(
-            row.id, row.index, reading.ids, 0, SamplingParams(temperature=0), GREEDY, row.seed, (), self.context, frozenset()
-        )  # fmt: skip
-        self.shadows[row] = Shadow(own, reading)
+            id=row.id,
+            index=row.index,
+            tokens=text.ids,
+            prompt=0,
+            params=SamplingParams(temperature=0),
+            distribution=GREEDY,
+            seed=row.seed,
+            processors=(),
+            limit=self.context,
+            ending=frozenset(),
+        )
+        self.shadows[row] = Shadow(own, text)
         return self.shadows[row]
 
-    def _told(self, row: Row, end: int, ids: list[int], depth: int) -> DraftTree:
-        """The guesses of a shadow as guesses for its row."""
-        ends = next((i for i, token in enumerate(ids) if token in self.ours.ending), len(ids))
-        text = self.ours.text(ids[:ends])
-        before = self.theirs.bytes(row.tokens[max(0, end - self.options.target_lookbehind) : end]).decode(
-            "utf-8", "replace"
-        )
-        tokens = self.theirs.tokens(text, before, NEUTRAL)[0] if text else []
-        if ends < len(ids) and self.theirs.eos is not None:
-            tokens.append(self.theirs.eos)
-        return DraftTree.chain(tokens[:depth], RANKED[:1] * len(tokens[:depth]))
+    def _register(self, shadow: Shadow) -> None:
+        """Enter full pages into the prefix index, up to the first token that may still change."""
+        own, text = shadow.row, shadow.text
+        assert own.table is not None
+        self.cache.register(own.table, text.ids, min(self.synced[own], text.fixed))
+
+    def _translate(self, row: Row, end: int, ids: list[int], depth: int) -> DraftTree:
+        """Translate a shadow's draft into draft tokens for its row, in the context of the row's last tokens."""
+        draft_codec, target_codec = self.draft_codec, self.target_codec
+        stop = next((i for i, token in enumerate(ids) if token in draft_codec.ending), len(ids))
+        text = draft_codec.text(ids[:stop])
+        before = target_codec.bytes(row.tokens[max(0, end - self.options.target_lookbehind) : end])
+        context = before.decode("utf-8", "replace")
+        tokens = target_codec.tokens(text, context, NEUTRAL)[0] if text else []
+        if stop < len(ids) and target_codec.eos is not None:
+            tokens.append(target_codec.eos)
+        tokens = tokens[:depth]
+        return DraftTree.chain(tokens, RANKED[:1] * len(tokens))
 
     def forget(self, row: Row, reason: str) -> None:
         shadow = self.shadows.pop(row, None)
@@ -127,5 +168,5 @@ class Retokenized(ModelDrafter):
                 self.cache.close(shadow.row.table)
 
     def filled(self, row: Row) -> int:
-        """The target's pages hold nothing of ours."""
+        """All of the row: the target's pages hold none of this drafter's K/V."""
         return row.computed

@@ -1,10 +1,11 @@
-"""A draft model that is sped up itself: something cheaper guesses ahead of it (staged speculation, Spector and Ré 2023, arXiv 2308.04623).
+"""A cheaper drafter for the draft model: staged speculation (Spector and Ré 2023, arXiv 2308.04623).
 
-The draft model looks at the cheaper guesses in the forward that it needs anyway, picks its own token at each, with the noise of that
-position, and walks on where a guess holds it.  So its chain is the one that it would have made alone, in fewer forwards.
+The draft model computes the cheaper drafter's tokens in the forward that it needs anyway.  It picks its own
+token behind each, with the noise of that position, and continues along the nodes that hold its picks.  So its
+chain is the one that it would have drafted alone, in fewer forwards.
 
-    forward 1    known known │ a  b  c  d        guesses of the cheaper drafter; the draft model says a b x
-    forward 2                │       x  y  z     … and looks further behind x, with new guesses
+    forward 1    known known │ a  b  c  d        tokens of the cheaper drafter; the draft model picks a b x
+    forward 2                │       x  y  z     … and continues behind x, with new ones
 """
 
 from __future__ import annotations
@@ -15,48 +16,50 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from outrider import draft
 from outrider.cache.pool import Pool
 from outrider.control import fixed
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, RowStep
 from outrider.core.step_input import StepInput
 from outrider.core.tree import EMPTY_TREE, ROOT, Budget, DraftTree
-from outrider.drafting.base import Drafter, Target
+from outrider.drafting.base import Target, TextDrafter
 from outrider.drafting.trees.sampled import Tree
 from outrider.drafting.view import Window
 from outrider.errors import ConfigError, unknown
 from outrider.sampling.sampler import Sampler
 
 
-def opened(config: Mapping[str, Any], target: Target) -> tuple[Drafter, fixed.Options]:
-    """The drafter that `config`, a speculative_config of its own, asks for, and how much it may guess."""
-    from outrider import draft
+def create(config: Mapping[str, Any], target: Target) -> tuple[TextDrafter, fixed.Options]:
+    """Create the drafter of `config`, a speculative_config of its own, and the limits of its trees.
 
-    given = dict(config)
-    able = ", ".join(
-        name for name, kind in sorted(draft.methods().items()) if kind.after is not Drafter.after
-    )
-    if "method" not in given:
-        raise ConfigError(f"drafter needs a 'method', one of {able}: got {given!r}.")
-    method = draft.method(given.pop("method"))
-    if method.after is Drafter.after:
+    Raises ConfigError.
+    """
+    rest = dict(config)
+    able = ", ".join(name for name, kind in sorted(draft.methods().items()) if issubclass(kind, TextDrafter))
+    if "method" not in rest:
+        raise ConfigError(f"drafter needs a 'method', one of {able}: got {rest!r}.")
+    method = draft.method(rest.pop("method"))
+    if not issubclass(method, TextDrafter):
         raise ConfigError(
-            f"drafter {config['method']!r} cannot speed up a draft model: it does not guess from the text alone.  Choose one of {able}."
+            f"drafter {config['method']!r} cannot speed up a draft model: it does not draft from the text "
+            f"alone.  "
+            f"Choose one of {able}."
         )
-    parts = []
-    for kind in (fixed.Options, method.Options):
-        names = {f.name for f in fields(kind)}
-        parts.append(kind(**{key: given.pop(key) for key in list(given) if key in names}))
-    for key in given:
-        known = {"method"}.union(
-            *({f.name for f in fields(kind)} for kind in (fixed.Options, method.Options))
-        )
-        raise ConfigError(unknown("key", key, known, f"'drafter', method {config['method']!r}"))
-    return method.create(parts[1], target), parts[0]
+    control_names, own_names = ({f.name for f in fields(kind)} for kind in (fixed.Options, method.Options))
+    for key in rest:
+        if key not in control_names | own_names:
+            valid = {"method", *control_names, *own_names}
+            raise ConfigError(unknown("key", key, valid, f"'drafter', method {config['method']!r}"))
+    control = fixed.Options(**{key: value for key, value in rest.items() if key in control_names})
+    own = method.Options(**{key: value for key, value in rest.items() if key in own_names})
+    drafter = method.create(own, target)
+    assert isinstance(drafter, TextDrafter)
+    return drafter, control
 
 
 class StagedHost(Protocol):
-    """What a draft model offers to the stage below it."""
+    """What the draft model offers to its staged drafter."""
 
     target: Target
     vocabulary: int
@@ -64,103 +67,113 @@ class StagedHost(Protocol):
     sampler: Sampler
     window: Window
 
-    def look(self, step_input: StepInput, rows: Sequence[int]) -> Tensor: ...
-    def extend(self, tree: Tree, places: list[tuple[int, int]], logits: Tensor) -> None: ...
+    def logits_after(self, step_input: StepInput, rows: Sequence[int]) -> Tensor: ...
+    def extend(self, tree: Tree, frontier: list[tuple[int, int]], logits: Tensor) -> None: ...
 
 
 @dataclass
 class Stage:
-    """A chain in one forward.  The logits behind it are in row `at`, those behind guess i of `draft_tree` in row first + i; it had
-    `before` tokens."""
+    """One chain in one forward.
+
+    tree: the draft model's chain.  length: its number of tokens before this forward.
+    draft_tree: the cheaper drafter's tree behind it.
+    row: row of the logits behind the chain.  first_row: that behind node 0 of `draft_tree`, the others
+        follow.
+    """
 
     tree: Tree
-    at: int
+    length: int
     draft_tree: DraftTree
-    first: int
-    before: int
+    row: int
+    first_row: int
 
 
 class Staged:
-    """forwards: of the draft model, so far."""
+    """forwards: number of forwards of the draft model, so far."""
 
     def __init__(self, config: Mapping[str, Any], host: StagedHost) -> None:
-        self.drafter, options = opened(config, host.target)
+        self.drafter, options = create(config, host.target)
         self.host, self.forwards = host, 0
         self.control = fixed.FixedController(options, self.drafter.depth, self.drafter.size, host.vocabulary)
 
     def grow(self, step_input: StepInput, tips: Sequence[tuple[Tree, int]]) -> None:
-        """Makes the chains of `tips` as long as they may be; the tip of each is a row of the plan."""
+        """Grow chains to their full length.
+
+        tips: each chain, and the row of the forward that it continues from.
+        """
         while tips:
-            stages = self._stages(step_input, tips)
-            rows = [at for _, at in tips]
-            for stage in stages:
-                count = len(stage.draft_tree.tokens)
-                rows.extend(range(stage.first, stage.first + count))
-                stage.first = len(rows) - count
-            logits = self.host.look(step_input, rows)
+            stages, rows = self._stages(step_input, tips)
+            logits = self.host.logits_after(step_input, rows)
             self.forwards += 1
             paths = [self._walk(stage, logits) for stage in stages]
-            self._settle(stages, paths)
-            self._teach(stages, paths, logits)
-            step_input, growing = (
-                StepInput(self.host.window.sink),
-                [stage.tree for stage in stages if stage.tree.growing],
-            )
-            tips = []
-            for tree in growing:
-                tree.add_to(step_input)
-                tips.append((tree, step_input.length - 1))
+            self._move(stages, paths)
+            self._observe_stages(stages, paths, logits)
+            step_input, tips = StepInput(self.host.window.sink), []
+            for stage in stages:
+                if stage.tree.growing:
+                    stage.tree.add_to(step_input)
+                    tips.append((stage.tree, step_input.length - 1))
 
-    def _stages(self, step_input: StepInput, tips: Sequence[tuple[Tree, int]]) -> list[Stage]:
-        """The guesses behind each tip, put into the plan behind all tips; `first` is a row of the plan yet."""
-        stages = []
+    def _stages(
+        self, step_input: StepInput, tips: Sequence[tuple[Tree, int]]
+    ) -> tuple[list[Stage], list[int]]:
+        """Append the cheaper drafter's nodes behind each tip to the forward.
+
+        Returns the stages, and the rows of the forward whose logits they need: those of all tips, then those
+        of the nodes.
+        """
+        stages, rows = [], [row for _, row in tips]
         for i, (tree, _) in enumerate(tips):
+            draft_tree = self._propose(tree, len(tips))
+            stages.append(Stage(tree, len(tree.tokens), draft_tree, i, len(rows)))
             base = tree.base + len(tree.tokens)
-            draft_tree, first = self._guess(tree, len(tips)), step_input.length
             paths: dict[int, list[int]] = {ROOT: []}
             for node, (token, parent) in enumerate(zip(draft_tree.tokens, draft_tree.parents)):
                 paths[node] = [*paths[parent], node]
+                rows.append(step_input.length)
                 tree.view.node(step_input, base, paths[node], token)
-            stages.append(Stage(tree, i, draft_tree, first, len(tree.tokens)))
-        return stages
+        return stages, rows
 
-    def _guess(self, tree: Tree, rows: int) -> DraftTree:
-        """One level less than there is room for: behind the last guess the draft model picks a token itself."""
-        said = tree.tokens
-        depth = min(tree.budget.depth - len(said) - 1, self.control.depth_for(rows))
-        nodes = min(tree.budget.nodes - len(said), self.control.size(depth)) if depth > 0 else 0
+    def _propose(self, tree: Tree, rows: int) -> DraftTree:
+        """The cheaper drafter's tree, one shallower than the room: behind its last node the draft model picks
+        a token.
+        """
+        length = len(tree.tokens)
+        depth = min(tree.budget.depth - length - 1, self.control.depth_for(rows))
+        nodes = min(tree.budget.nodes - length, self.control.size(depth)) if depth > 0 else 0
         if nodes <= 0:
             return EMPTY_TREE
         budget = Budget(depth, nodes)
-        draft_tree = self.drafter.after(tree.row, said, budget)
+        draft_tree = self.drafter.after(tree.row, tree.tokens, budget)
         return draft_tree.only(self.control.kept(draft_tree, budget))
 
     def _walk(self, stage: Stage, logits: Tensor) -> list[int]:
-        """Lets the chain grow along the guesses that hold what the draft model says; the nodes of these."""
-        tree, draft_tree, at = stage.tree, stage.draft_tree, stage.at
+        """Extend the chain by the draft model's picks.
+
+        Returns the nodes that hold them, up to the first pick without one.
+        """
+        tree, draft_tree, row = stage.tree, stage.draft_tree, stage.row
         child = {pair: node for node, pair in enumerate(zip(draft_tree.parents, draft_tree.tokens))}
         path: list[int] = []
         while True:
-            before = len(tree.tokens)
-            self.host.extend(tree, [(tree.frontier[0], at)], logits)
-            held = (
-                child.get((path[-1] if path else ROOT, tree.tokens[-1]))
-                if len(tree.tokens) > before
-                else None
-            )
-            if held is None:
+            length = len(tree.tokens)
+            self.host.extend(tree, [(tree.frontier[0], row)], logits)
+            if len(tree.tokens) == length:
                 return path
-            path.append(held)
-            at = stage.first + held
+            node = child.get((path[-1] if path else ROOT, tree.tokens[-1]))
+            if node is None:
+                return path
+            path.append(node)
+            row = stage.first_row + node
             if not tree.growing:
                 return path
 
-    def _settle(self, stages: Sequence[Stage], paths: Sequence[list[int]]) -> None:
-        """Moves the K/V of the guesses that were right to where the chain's own would be."""
+    def _move(self, stages: Sequence[Stage], paths: Sequence[list[int]]) -> None:
+        """Move K/V of the nodes on the paths to the slots of the chain."""
         sources, targets = [], []
         for stage, path in zip(stages, paths):
             view = stage.tree.view
-            slots, base = view.slots, stage.tree.base + stage.before - view.shift
+            slots, base = view.slots, stage.tree.base + stage.length - view.shift
             for place, node in enumerate(path):
                 if node != place:
                     sources.append(slots[base + node])
@@ -168,25 +181,27 @@ class Staged:
         if sources:
             self.host.pool.move(sources, targets)
 
-    def _teach(self, stages: Sequence[Stage], paths: Sequence[list[int]], logits: Tensor) -> None:
-        """What became of the guesses that stood directly behind what is certain."""
-        taught = [(stage, path) for stage, path in zip(stages, paths) if not stage.before]
-        if not taught:
+    def _observe_stages(self, stages: Sequence[Stage], paths: Sequence[list[int]], logits: Tensor) -> None:
+        """Report the draft model's picks to the cheaper drafter, for the trees directly behind committed
+        tokens.
+        """
+        first = [(stage, path) for stage, path in zip(stages, paths) if not stage.length]
+        if not first:
             return
         batch = Batch()
-        for stage, path in taught:
+        for stage, path in first:
             step = RowStep(stage.tree.row, stage.tree.base - 1, 1, tree=stage.draft_tree)
             step.accepted, step.emitted = path, stage.tree.tokens[: len(path) + 1]
-            if wanted := self.drafter.needs.topk:
-                seen = [stage.at, *range(stage.first, stage.first + len(stage.draft_tree.tokens))]
-                step.topk = self.host.sampler.best(logits[seen], wanted)
+            if k := self.drafter.needs.topk:
+                nodes = range(stage.first_row, stage.first_row + len(stage.draft_tree.tokens))
+                step.topk = self.host.sampler.best(logits[[stage.row, *nodes]], k)
             batch.steps.append(step)
         self.drafter.observe(Commit(batch))
 
     def observe(self, commit: Commit) -> None:
-        """What became certain; the trees of the commit are none of its drafter's."""
-        blank = [replace(step, tree=EMPTY_TREE, kept=None, accepted=[], topk=[]) for step in commit.batch]
-        self.drafter.observe(commit._replace(batch=Batch(blank)))
+        """Pass on what was committed, without its trees, which are not the cheaper drafter's."""
+        steps = [replace(step, tree=EMPTY_TREE, kept=None, accepted=[], topk=[]) for step in commit.batch]
+        self.drafter.observe(commit._replace(batch=Batch(steps)))
 
     def forget(self, row: Row, reason: str) -> None:
         self.drafter.forget(row, reason)

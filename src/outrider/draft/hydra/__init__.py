@@ -30,7 +30,7 @@ from outrider.core.tree import EMPTY_TREE, Budget, Draft, DraftTree
 from outrider.draft.hydra.layouts import check_kind, named, prefixed, recognised
 from outrider.draft.hydra.network import Network
 from outrider.draft.hydra.parts import Prefix, steps
-from outrider.drafting.base import Drafter, Target
+from outrider.drafting.base import Drafter, Storage, Target
 from outrider.errors import ConfigError, ModelError, unknown
 from outrider.heads.base import HeadDrafter, HeadOptions
 from outrider.heads.ranks import Worth
@@ -131,11 +131,11 @@ class Hydra(HeadDrafter):
             else set(paths(MEDUSA[self.options.tree]))
         )
 
-    def allocate(self, slots: int, pool: Pool) -> list[Pool]:
+    def allocate(self, slots: int, pool: Pool) -> Storage:
         if self.prefix is None:
-            return []
+            return Storage()
         self.pool = self.prefix.pool(slots)
-        return [self.pool]
+        return Storage([self.pool])
 
     def size(self, depth: int) -> int:
         if depth > self.depth:
@@ -169,14 +169,14 @@ class Hydra(HeadDrafter):
     def _growing(self, row: Row, base: int, budget: Budget) -> Growing:
         assert row.table is not None
         slots = row.table.slots
-        if self.draws(row):
+        if self.samples(row):
             return Drawn(
                 row,
                 slots,
                 base,
                 budget,
                 1 if self.options.tree == CHAIN else max(1, budget.nodes // budget.depth),
-                self.stream_id,
+                self.target.stream_id,
             )
         return Static(row, slots, base, budget, self.paths, self.memory)
 

@@ -1,4 +1,4 @@
-"""When to stop guessing, and how many siblings to keep: what Draft & Verify and SWIFT read from the confidence of a draft."""
+"""When to stop, and how many siblings to keep, by the confidence of the draft (Draft & Verify, SWIFT)."""
 
 from __future__ import annotations
 
@@ -6,28 +6,31 @@ from dataclasses import dataclass
 
 from outrider.drafting.threshold import adapted
 
-AUTO = {True: 0.8, False: 0.5}  # where a threshold begins: greedy, sampled
-SIBLINGS = {True: (3, 5, 8, 10), False: (1, 3, 5, 10)}  # by confidence: above 0.95, 0.8, 0.5, and below
-STEPS = (0.95, 0.8, 0.5)
+# By whether the row is greedy.
+AUTO = {True: 0.8, False: 0.5}  # initial threshold
+SIBLINGS = {True: (3, 5, 8, 10), False: (1, 3, 5, 10)}  # for a confidence above each of BOUNDS, and below all
+BOUNDS = (0.95, 0.8, 0.5)
 TARGET = 0.9  # Draft & Verify's α
 
 
 @dataclass
-class Exit:
-    """A row stops after a guess less likely than `threshold`, which moves so that the share of right guesses is about TARGET."""
+class ExitThreshold:
+    """A row's exit threshold.  It adapts so that the share of accepted tokens is about TARGET.
 
-    threshold: float
+    accepted: that share, smoothed.  depth: the depth that this step's draft may have.
+    """
+
+    value: float
     adapts: bool
-    right: float = 0.0  # smoothed share of guesses that were right
-    depth: int = 0  # levels that this step might have had
+    accepted: float = 0.0
+    depth: int = 0
 
     def learn(self, drafted: int, accepted: int) -> None:
         if self.adapts:
-            self.threshold, self.right = adapted(
-                self.threshold, self.right, accepted / drafted, drafted >= self.depth, TARGET
-            )
+            full, share = drafted >= self.depth, accepted / drafted
+            self.value, self.accepted = adapted(self.value, self.accepted, share, full, TARGET)
 
 
 def siblings_at(confidence: float, greedy: bool) -> int:
-    """How many guesses a level keeps, by how likely its best one is."""
-    return SIBLINGS[greedy][next((i for i, step in enumerate(STEPS) if confidence > step), len(STEPS))]
+    """Number of siblings to keep for the probability of the best token."""
+    return SIBLINGS[greedy][next((i for i, bound in enumerate(BOUNDS) if confidence > bound), len(BOUNDS))]

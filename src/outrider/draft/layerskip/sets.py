@@ -1,4 +1,4 @@
-"""Which sublayers a draft pass leaves out: published sets, files of the tuner, and what to do where nothing is known."""
+"""Sets of sublayers to skip: published ones, files of the tuner, and a default."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outrider.drafting.options import is_int
 from outrider.errors import ConfigError, unknown
 
 TUNED = {"builtin": Path(__file__).with_name("builtin.json")}
@@ -16,8 +17,8 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split()))
 
 
-# name -> (layers of the model, attention, MLP).  Those of Draft & Verify (arXiv 2309.08168) carry the model's name, those of SWIFT
-# (arXiv 2410.06916) also the data that they were found on.
+# name -> (layers of the model, skipped attentions, skipped MLPs).  Sets of Draft & Verify (arXiv 2309.08168)
+# have the model's name, those of SWIFT (arXiv 2410.06916) also the data that they were found on.
 PUBLISHED = {
     "llama-2-13b": (
         40,
@@ -36,9 +37,10 @@ PUBLISHED = {
     ),
     "llama-2-70b": (
         80,
-        "10 11 13 14 16 18 19 20 21 22 25 27 28 29 30 31 35 41 43 45 46 47 48 49 50 51 52 53 54 55 56 57 58 60 61 62 63 65 66 67 68 69 70 "
-        "74 75 78 79",
-        "2 4 9 10 13 14 16 20 21 22 24 25 26 27 28 29 31 34 37 41 47 48 49 50 53 54 55 57 58 60 62 63 66 67 68 70 76",
+        "10 11 13 14 16 18 19 20 21 22 25 27 28 29 30 31 35 41 43 45 46 47 48 49 50 51 52 53 54 55 56 "
+        "57 58 60 61 62 63 65 66 67 68 69 70 74 75 78 79",
+        "2 4 9 10 13 14 16 20 21 22 24 25 26 27 28 29 31 34 37 41 47 48 49 50 53 54 55 57 58 60 62 63 "
+        "66 67 68 70 76",
     ),
     "llama-2-13b_cnndm": (
         40,
@@ -57,8 +59,10 @@ PUBLISHED = {
     ),
     "llama-2-70b_cnndm": (
         80,
-        "8 9 14 15 17 18 19 21 22 25 26 27 28 29 30 31 32 35 36 38 39 43 45 48 51 53 54 56 57 61 62 63 65 66 69 70 71 73 74 77 78",
-        "3 9 12 13 14 15 16 18 22 26 27 29 30 39 41 42 44 46 49 50 51 52 53 54 55 56 57 60 62 63 64 66 69 71 72 75 76",
+        "8 9 14 15 17 18 19 21 22 25 26 27 28 29 30 31 32 35 36 38 39 43 45 48 51 53 54 56 57 61 62 "
+        "63 65 66 69 70 71 73 74 77 78",
+        "3 9 12 13 14 15 16 18 22 26 27 29 30 39 41 42 44 46 49 50 51 52 53 54 55 56 57 60 62 63 64 "
+        "66 69 71 72 75 76",
     ),
     "codellama-34b_humaneval": (
         48,
@@ -70,49 +74,65 @@ PUBLISHED = {
 
 @dataclass(frozen=True)
 class Skip:
-    """Numbers of layers, ascending, whose attention or MLP is left out; how far ahead it was tuned to guess, if it was."""
+    """Layers, ascending, whose attention or MLP is left out.
+
+    depth: the number of draft tokens that the set was tuned for.
+    """
 
     attention: tuple[int, ...]
     mlp: tuple[int, ...]
     depth: int | None = None
 
     @staticmethod
-    def of(attention: Any, mlp: Any, layers: int, what: str, depth: int | None = None) -> Skip:
-        """Raises ConfigError where a number is none of `what`'s layers, or nothing would be left."""
-        made: list[tuple[int, ...]] = []
-        for name, given in (("skip_attention", attention), ("skip_mlp", mlp)):
-            for number in given if isinstance(given, (list, tuple, range)) else [given]:
-                inside = isinstance(number, int) and not isinstance(number, bool) and 0 <= number < layers
-                if number is given or not inside:
+    def of(attention: Any, mlp: Any, layers: int, model: str, depth: int | None = None) -> Skip:
+        """Raises ConfigError for a number that is no layer of `model`, or if nothing would be left."""
+        parts: list[tuple[int, ...]] = []
+        for name, numbers in (("skip_attention", attention), ("skip_mlp", mlp)):
+            is_list = isinstance(numbers, (list, tuple, range))
+            for number in numbers if is_list else [numbers]:
+                if not is_list or not is_int(number, 0, layers - 1):
                     raise ConfigError(
-                        f"{name} must be a list of layers, and {what} has layers 0 … {layers - 1}: got {number!r}."
+                        f"{name} must be a list of layers, and {model} has layers 0 … {layers - 1}: got "
+                        f"{number!r}."
                     )
-            made.append(tuple(sorted(set(given))))
-        if sum(map(len, made)) == 2 * layers:
+            parts.append(tuple(sorted(set(numbers))))
+        if sum(map(len, parts)) == 2 * layers:
             raise ConfigError(
-                f"every attention and every MLP of {what} would be skipped: leave some of its {layers} layers."
+                f"every attention and every MLP of {model} would be skipped: leave some of its {layers} "
+                f"layers."
             )
-        return Skip(made[0], made[1], depth)
+        return Skip(parts[0], parts[1], depth)
 
     @staticmethod
     def alternating(layers: int) -> Skip:
-        """Every second layer, the first and the last one aside: SWIFT's beginning.  Of two layers the second."""
+        """Every second layer between the first and the last one: SWIFT's initial set.
+
+        Of two layers the second.
+        """
         odd = tuple(range(1, layers - 1, 2)) or (layers - 1,)
         return Skip.of(odd, odd, layers, "a model of one layer" if layers == 1 else "the model")
 
 
 def known(name: str, layers: int) -> str | None:
-    """The name of the set that belongs to a checkpoint: a built-in one, a folder or a hub id."""
+    """The name of the set for a checkpoint: a built-in one, a folder or a hub id.
+
+    None if there is no set for it.
+    """
+    if name in TUNED:
+        return name
     short = name.rstrip("/").rsplit("/", 1)[-1].lower().removesuffix("-hf")
-    return name if name in TUNED else short if short in PUBLISHED and PUBLISHED[short][0] == layers else None
+    return short if short in PUBLISHED and PUBLISHED[short][0] == layers else None
 
 
-def named(name: str, layers: int, what: str) -> Skip:
-    """A published set, or one that the tuner saved to a file.  Raises ConfigError where there is none, or it is for another model."""
+def named(name: str, layers: int, model: str) -> Skip:
+    """A published set, or one from a file of the tuner.
+
+    Raises ConfigError if it is unknown or for another model.
+    """
     if name in PUBLISHED:
         size, attention, mlp = PUBLISHED[name]
-        _check(size, layers, name, what)
-        return Skip.of(_numbers(attention), _numbers(mlp), layers, what)
+        _check(size, layers, name, model)
+        return Skip.of(_numbers(attention), _numbers(mlp), layers, model)
     path = TUNED[name] if name in TUNED else Path(name).expanduser()
     if not path.is_file():
         raise ConfigError(
@@ -120,9 +140,8 @@ def named(name: str, layers: int, what: str) -> Skip:
         )
     try:
         found = json.loads(path.read_text())
-        size, attention, mlp, depth = (
-            found[key] for key in ("layers", "skip_attention", "skip_mlp", "num_speculative_tokens")
-        )
+        keys = ("layers", "skip_attention", "skip_mlp", "num_speculative_tokens")
+        size, attention, mlp, depth = (found[key] for key in keys)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"layers {name!r} is no file of `outrider tune`: {type(error).__name__}: {error}."
@@ -131,12 +150,12 @@ def named(name: str, layers: int, what: str) -> Skip:
         raise ConfigError(
             f"num_speculative_tokens in {name!r} must be a whole number of at least 1, got {depth!r}."
         )
-    _check(size, layers, name, what)
-    return Skip.of(attention, mlp, layers, what, depth)
+    _check(size, layers, name, model)
+    return Skip.of(attention, mlp, layers, model, depth)
 
 
-def _check(size: Any, layers: int, name: str, what: str) -> None:
+def _check(size: Any, layers: int, name: str, model: str) -> None:
     if size != layers:
         raise ConfigError(
-            f"the set of layers {name!r} is for a model of {size} layers, and {what} has {layers}."
+            f"the set of layers {name!r} is for a model of {size} layers, and {model} has {layers}."
         )

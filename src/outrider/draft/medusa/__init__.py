@@ -134,7 +134,7 @@ class Medusa(StateDrafter):
     def _guess(self, row: Row, order: Sequence[Path], logits: Tensor) -> DraftTree:
         """The nodes of these paths, a parent before its children; logits [levels, Vd] of the heads."""
         logits = logits[: max(map(len, order))]
-        if not self.draws(row):
+        if not self.samples(row):
             ranked = self._ranked(row, logits, 1 + max(path[-1] for path in order))
             return self._filled(
                 order, {path: token for path in order if (token := _at(ranked, path)) >= 0}, []
@@ -170,7 +170,7 @@ class Medusa(StateDrafter):
 
     def _drawn(self, row: Row, order: Sequence[Path], distributions: Sequence[Tensor]) -> dict[Path, int]:
         """A token for each path; how many children a node gets was decided before any was drawn."""
-        tokens, number = dict[Path, int](), self.stream_id
+        tokens, number = dict[Path, int](), self.target.stream_id
         for parent, count in Counter(path[:-1] for path in order if len(path) <= len(distributions)).items():
             for rank, token in enumerate(
                 random_streams.children(row, distributions[len(parent)], range(number, number + count))

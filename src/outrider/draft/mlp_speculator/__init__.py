@@ -26,7 +26,8 @@ from outrider.core.step import Batch
 from outrider.core.tree import EMPTY_TREE, ROOT, Budget, Draft, DraftTree
 from outrider.draft.mlp_speculator import layouts, steps
 from outrider.draft.mlp_speculator.tree import Tree, likely, product
-from outrider.drafting.base import Drafter, Target, refuse_idle
+from outrider.drafting.base import Drafter, Target
+from outrider.drafting.options import refuse_idle
 from outrider.errors import ConfigError
 from outrider.heads.base import HeadOptions, StateDrafter
 
@@ -152,9 +153,12 @@ class MlpSpeculator(StateDrafter):
         top_k = self.top_k[: budget.depth]
         if row.distribution.temperature == 0:
             return Tree(row, product(top_k))
-        drawn = self.draws(row)
+        drawn = self.samples(row)
         return Tree(
-            row, likely(top_k, self.candidates, min(self.nodes, budget.nodes), drawn), drawn, self.stream_id
+            row,
+            likely(top_k, self.candidates, min(self.nodes, budget.nodes), drawn),
+            drawn,
+            self.target.stream_id,
         )
 
     def _grow(self, trees: Sequence[Tree], state: steps.State) -> None:

@@ -122,8 +122,8 @@ class ReDrafter(StateDrafter):
         return Draft(trees)
 
     def _beams(self, step: RowStep) -> Beams:
-        row = step.row
-        return Beams(row, step.budget, self.options.beam_width, self.draws(row), self.stream_id)
+        row, stream_id = step.row, self.target.stream_id
+        return Beams(row, step.budget, self.options.beam_width, self.samples(row), stream_id)
 
     def _levels(self, f: Tensor, grown: list[Beams]) -> None:
         """Level after level of the beams of all rows; f [len(grown), hidden]."""

@@ -1,1 +1,1 @@
-"""Indexes of text that was seen, and how far a match is trusted."""
+"""Text look-up: the run index, and the tree of what followed a match."""

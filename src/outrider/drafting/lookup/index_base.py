@@ -1,49 +1,56 @@
-"""Index of the runs of a text: the interface, and the constants of its implementations."""
+"""Interface of the run index, and the constants of its implementations.
+
+A run is a piece of the text of 8, 4, 2 or 1 tokens.  A match of n tokens is found through the list of the
+longest run <= n.  The order of a run is its index in RUNS.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-RUNS = (8, 4, 2, 1)  # tokens of a run, by its order; these constants are those of runs.c
-PLACES = (
-    4,
-    16,
-    16,
-    16,
-)  # most recent ones of a run that are looked at; after long ones the same follows, as a rule
-FRONT = (0, 4, 20, 36)  # those of longer runs
-Places = Callable[
-    [int], list[tuple[int, list[int]]]
-]  # order -> of each place how many tokens agree, and what followed
+# These constants are also in runs.c.
+RUNS = (8, 4, 2, 1)
+# The number of most recent places of a run that are looked at, by order: what follows long runs varies least.
+PLACES = (4, 16, 16, 16)
+# The sum of PLACES of all lower orders.
+FRONT = (0, 4, 20, 36)
+
+# Order -> (number of tokens that agree, the tokens that followed) of each place, most recent first.
+Places = Callable[[int], list[tuple[int, list[int]]]]
 
 
 class Index(Protocol):
-    """A text that grows up to `capacity` tokens, and where each run of it ended: 36 bytes a token, whatever the tokens are.
+    """A text that grows to at most `capacity` tokens, and the places where each of its runs ended: 36 bytes a
+    token.
 
-    The places of runs that share a hash are one list, most recent first; the tokens themselves are compared, at twice as many places as
-    are wanted.  What the text ends with is not in the index before more follows: it never finds itself.  `longest` and `depth`,
-    given when it is made, are for `find`.
+    The places of runs that share a hash form one list, most recent first.  A look-up compares tokens at up to
+    twice PLACES of them.  The text's last token is indexed only when more follows, so that the text never
+    finds its own end.  `longest` and `depth` of the constructor are parameters of `find`.
     """
 
     capacity: int
-    first: int  # places before this one are forgotten
+    first: int  # places before this one are ignored
 
     @property
     def length(self) -> int:
-        """Tokens, so far."""
+        """Number of tokens so far."""
 
     def extend(self, tokens: Sequence[int]) -> None: ...
 
-    def find(self, tokens: Sequence[int], said: Sequence[int], texts: Sequence[Any]) -> Places:
-        """Extends the text; then, of each order, the most recent places (see PLACES) where its last tokens ended, with `said` behind them.
+    def find(self, tokens: Sequence[int], ahead: Sequence[int], texts: Sequence[Any]) -> Places:
+        """Append `tokens`, then find the most recent places of each order that match the text's end followed
+        by `ahead`.
 
-        Looked up in the text itself where there are no `texts`, otherwise in these, the last one first.  What agrees in more tokens
-        than `longest`, or in a longer run, counts as agreeing in less.  `depth` tokens that followed: the text itself goes on with
-        what it has said, as a loop would; the others end with -1, also from a token below 0 on.  Good until the next look-up of its kind.
+        The places are those of the text itself if `texts` is empty, otherwise those of `texts`, the last text
+        first.  The number of agreeing tokens is capped at `longest` and at one less than the next longer run.
+
+        Each place gives the `depth` tokens that followed it.  The text itself repeats from that place when it
+        ends, as a loop would.  Other texts give -1 from their end, or from a negative token, on.  The result
+        is valid until the next call with, or without, `texts`.
         """
 
 
-def width(capacity: int) -> int:
-    """Bits of a hash: not more of them than tokens."""
+def hash_bits(capacity: int) -> int:
+    """Bits of a hash: at most one value for every token."""
     return max(capacity, 64).bit_length() - 1

@@ -1,4 +1,4 @@
-"""Index of the runs of a text by runs.c."""
+"""The run index in C (runs.c)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from functools import lru_cache
 
 import numpy as np
 
-from outrider.drafting.lookup.index_base import FRONT, PLACES, RUNS, Places, width
+from outrider.drafting.lookup.index_base import FRONT, PLACES, RUNS, Places, hash_bits
 
 
 @lru_cache(maxsize=2)
 def declare(lib: ctypes.CDLL) -> None:
-    """Argument types of runs.c."""
+    """Declare the argument types of runs.c."""
     p, n = ctypes.c_void_p, ctypes.c_long
     lib.runs_extend.argtypes = [p, p, n]
     lib.runs_find.argtypes = [p, p, n, n, p, n, p]
@@ -22,36 +22,46 @@ def declare(lib: ctypes.CDLL) -> None:
 
 
 class _Text(ctypes.Structure):
+    """`struct text` of runs.c."""
+
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("shift", "oldest", "length", "entered", "longest", "depth")),
         *((name, ctypes.c_void_p) for name in ("tokens", "previous", "heads")),
     ]
 
 
-class Compiled:
-    """`Index` in C.  Its memory is that of numpy, which the system gives as it is written."""
+class CompiledIndex:
+    """`Index` in C.
+
+    One int32 array holds everything; untouched parts of it take no physical memory:
+
+        tokens [capacity] │ previous [len(RUNS), capacity] │ heads [len(RUNS), 2^hash_bits]
+
+    The result buffer of a look-up, one for the text itself and one for other texts:
+
+        number of rows [len(RUNS)] │ rows [sum(PLACES), 2 + depth]
+
+    A row holds a number of equal places, how many tokens agree there, and the tokens that followed.
+    """
 
     def __init__(self, lib: ctypes.CDLL, capacity: int, longest: int = 1, depth: int = 0) -> None:
         declare(lib)
-        self.lib, self.capacity, self.width = lib, capacity, 2 + depth
-        self.memory = np.zeros(capacity * (1 + len(RUNS)) + (len(RUNS) << width(capacity)), np.int32)
-        at = self.memory.ctypes.data
-        after = at + 4 * capacity, at + 4 * capacity * (1 + len(RUNS))
-        self.text = _Text(32 - width(capacity), 0, 0, 0, longest, depth, at, *after)
-        self.at = ctypes.addressof(self.text)
-        self.found = [
-            array("i", bytes(4 * (len(RUNS) + sum(PLACES) * self.width))) for _ in range(2)
-        ]  # in itself, in others
+        self.lib, self.capacity, self.row_size = lib, capacity, 2 + depth
+        bits, orders = hash_bits(capacity), len(RUNS)
+        self.memory = np.zeros(capacity * (1 + orders) + (orders << bits), np.int32)
+        tokens = self.memory.ctypes.data
+        previous, heads = tokens + 4 * capacity, tokens + 4 * capacity * (1 + orders)
+        self.text = _Text(32 - bits, 0, 0, 0, longest, depth, tokens, previous, heads)
+        self.address = ctypes.addressof(self.text)
+        size = orders + sum(PLACES) * self.row_size
+        self.found_here, self.found_elsewhere = array("i", bytes(4 * size)), array("i", bytes(4 * size))
 
-    def __deepcopy__(self, memo: object) -> Compiled:
-        made = Compiled(self.lib, self.capacity, self.text.longest, self.text.depth)
-        made.memory[:] = self.memory
-        made.text.oldest, made.text.length, made.text.entered = (
-            self.text.oldest,
-            self.text.length,
-            self.text.entered,
-        )
-        return made
+    def __deepcopy__(self, memo: object) -> CompiledIndex:
+        copied = CompiledIndex(self.lib, self.capacity, self.text.longest, self.text.depth)
+        copied.memory[:] = self.memory
+        for name in ("oldest", "length", "entered"):
+            setattr(copied.text, name, getattr(self.text, name))
+        return copied
 
     @property
     def first(self) -> int:
@@ -65,30 +75,36 @@ class Compiled:
     def length(self) -> int:
         return int(self.text.length)
 
-    def _fits(self, tokens: Sequence[int]) -> None:
-        assert self.length + len(tokens) <= self.capacity, (
-            f"{self.length + len(tokens)} tokens in an index of {self.capacity}"
-        )
+    def _check_room(self, tokens: Sequence[int]) -> None:
+        length = self.length + len(tokens)
+        assert length <= self.capacity, f"{length} tokens in an index of {self.capacity}"
 
     def extend(self, tokens: Sequence[int]) -> None:
-        self._fits(tokens)
-        given = array("i", tokens)  # named, so that it lives until C has read it
-        self.lib.runs_extend(self.at, given.buffer_info()[0], len(given))
+        self._check_room(tokens)
+        buffer = array("i", tokens)  # must stay alive during the call
+        self.lib.runs_extend(self.address, buffer.buffer_info()[0], len(buffer))
 
-    def find(self, tokens: Sequence[int], said: Sequence[int], texts: Sequence[Compiled]) -> Places:
-        self._fits(tokens)
-        given, out, row = array("i", [*tokens, *said]), self.found[len(texts) > 0], self.width
-        among = array("Q", [text.at for text in texts]) if texts else None
+    def find(self, tokens: Sequence[int], ahead: Sequence[int], texts: Sequence[CompiledIndex]) -> Places:
+        self._check_room(tokens)
+        buffer, addresses = array("i", [*tokens, *ahead]), array("Q", [text.address for text in texts])
+        out, row_size = self.found_elsewhere if texts else self.found_here, self.row_size
+        others = addresses.buffer_info()[0] if texts else None
         self.lib.runs_find(
-            self.at, given.buffer_info()[0], len(tokens), len(said), among.buffer_info()[0] if among else None, len(texts),
+            self.address,
+            buffer.buffer_info()[0],
+            len(tokens),
+            len(ahead),
+            others,
+            len(texts),
             out.buffer_info()[0],
-        )  # fmt: skip
+        )
 
         def places(order: int) -> list[tuple[int, list[int]]]:
-            begin = len(RUNS) + FRONT[order] * row
-            rows, found = out[begin : begin + out[order] * row].tolist(), []
-            for i in range(0, len(rows), row):
-                found += [(rows[i + 1], rows[i + 2 : i + row])] * rows[i]
+            begin, found = len(RUNS) + FRONT[order] * row_size, []
+            rows = out[begin : begin + out[order] * row_size].tolist()
+            for i in range(0, len(rows), row_size):
+                count, length, followed = rows[i], rows[i + 1], rows[i + 2 : i + row_size]
+                found += [(length, followed)] * count
             return found
 
         return places

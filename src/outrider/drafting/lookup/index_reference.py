@@ -1,23 +1,28 @@
-"""`Index` of runs.py in Python: what runs.c does, where no C compiler is, and for the tests."""
+"""The run index in Python: without a C compiler, and as the reference of runs.c in tests."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
 
-from outrider.drafting.lookup.index_base import PLACES, RUNS, Places, width
+from outrider.drafting.lookup.index_base import PLACES, RUNS, Places, hash_bits
 
-FIRST, NEXT, WORD = 2654435769, 2246822507, 0xFFFFFFFF  # the polynomial of runs.c
+FIRST, NEXT, WORD = 2654435769, 2246822507, 0xFFFFFFFF  # the polynomial hash of runs.c, modulo 2^32
 
 
-class Plain:
-    """heads[order][hash] is the last place of such a run, previous[order][place] the one before it, -1 none."""
+class ReferenceIndex:
+    """`Index` in Python.
+
+    heads[order][hash]: the last place where a run of this hash ended.  previous[order][place]: the one before
+    it.  -1: none.
+    """
 
     def __init__(self, capacity: int, longest: int = 1, depth: int = 0) -> None:
+        bits = hash_bits(capacity)
         self.longest, self.depth = longest, depth
-        self.capacity, self.length, self.first, self.shift = capacity, 0, 0, 32 - width(capacity)
+        self.capacity, self.length, self.first, self.shift = capacity, 0, 0, 32 - bits
         self.tokens = array("i")
-        self.heads = [array("i", [-1]) * (1 << width(capacity)) for _ in RUNS]
+        self.heads = [array("i", [-1]) * (1 << bits) for _ in RUNS]
         self.previous = [array("i") for _ in RUNS]
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -37,55 +42,56 @@ class Plain:
                 heads[key] = place
 
     def _hashes(self, tokens: Sequence[int]) -> list[list[int]]:
-        """Of each order those of all its runs, the one that ends first in front: a run is twice the next shorter one."""
+        """Hashes of all runs, by order, in the order of their ends.
+
+        A run's hash is made from those of its halves.
+        """
         sums, power = [[token * FIRST & WORD for token in tokens]], NEXT
         for run in reversed(RUNS[1:]):
             sums.append([last + first * power & WORD for first, last in zip(sums[-1], sums[-1][run:])])
             power = power * power & WORD
         return [[value >> self.shift for value in values] for values in reversed(sums)]
 
-    def find(self, tokens: Sequence[int], said: Sequence[int], texts: Sequence[Plain]) -> Places:
+    def find(self, tokens: Sequence[int], ahead: Sequence[int], texts: Sequence[ReferenceIndex]) -> Places:
         longest, depth = self.longest, self.depth
         self.extend(tokens)
-        context = array("i", [*self.tokens[-longest:], *said][-longest:])
+        context = array("i", [*self.tokens[-longest:], *ahead][-longest:])
 
         def places(order: int) -> list[tuple[int, list[int]]]:
-            most = min(longest, RUNS[order - 1] - 1) if order else longest
-            found = [
-                (text, *place)
-                for text in reversed(texts or [self])
-                for place in text._places(context, order, most)
-            ]
-            return [
-                (length, text._after(at, depth, not texts)) for text, length, at in found[: PLACES[order]]
-            ]
+            cap = min(longest, RUNS[order - 1] - 1) if order else longest
+            found: list[tuple[int, list[int]]] = []
+            for text in reversed(texts or [self]):
+                for length, place in text._places(context, order, cap):
+                    found.append((length, text._after(place, depth, repeat=not texts)))
+            return found[: PLACES[order]]
 
         return places
 
-    def _places(self, context: array[int], order: int, most: int) -> list[tuple[int, int]]:
-        """How many tokens agree, and where."""
+    def _places(self, context: array[int], order: int, cap: int) -> list[tuple[int, int]]:
+        """(number of agreeing tokens, at most `cap`; place) of the most recent places."""
         run = RUNS[order]
         found: list[tuple[int, int]] = []
         if len(context) < run:
             return []
-        at = self.heads[order][self._hashes(context[-run:])[order][0]]
+        place = self.heads[order][self._hashes(context[-run:])[order][0]]
         for _ in range(2 * PLACES[order]):
-            if at < self.first or len(found) == PLACES[order]:
+            if place < self.first or len(found) == PLACES[order]:
                 break
-            length = self._agreement(context, at, most)
+            length = self._agreement(context, place, cap)
             if length >= run:
-                found.append((length, at))
-            at = self.previous[order][at]
+                found.append((length, place))
+            place = self.previous[order][place]
         return found
 
-    def _agreement(self, context: array[int], at: int, most: int) -> int:
-        """How many tokens up to place `at` are the last ones of `context`."""
-        most = min(len(context), at + 1, most)
-        return next((back for back in range(most) if self.tokens[at - back] != context[-1 - back]), most)
+    def _agreement(self, context: array[int], place: int, cap: int) -> int:
+        """How many tokens up to `place` equal the last ones of `context`."""
+        cap = min(len(context), place + 1, cap)
+        return next((back for back in range(cap) if self.tokens[place - back] != context[-1 - back]), cap)
 
-    def _after(self, at: int, depth: int, loops: bool) -> list[int]:
-        text = self.tokens[at + 1 : at + 1 + depth].tolist()
-        if loops:
+    def _after(self, place: int, depth: int, repeat: bool) -> list[int]:
+        """The `depth` tokens after a place; at the end of the text the first ones again, or -1."""
+        text = self.tokens[place + 1 : place + 1 + depth].tolist()
+        if repeat:
             return [text[i % len(text)] for i in range(depth)]
-        known = next((i for i, token in enumerate(text) if token < 0), len(text))
-        return text[:known] + [-1] * (depth - known)
+        valid = next((i for i, token in enumerate(text) if token < 0), len(text))
+        return text[:valid] + [-1] * (depth - valid)

@@ -1,120 +1,159 @@
-"""What the methods that look text up have in common: how far a match is trusted, and a tree of what followed it."""
+"""Shared by the methods that look text up: how far a match is trusted, and the tree of what followed it."""
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from outrider.core.tree import ROOT, Budget, DraftTree
+from outrider.core.tree import ROOT, DraftTree
+from outrider.drafting.best_first import BestFirst
 
-Counted = tuple[tuple[int, ...], int]  # a text, and how often it occurs
+Continuation = tuple[tuple[int, ...], int]  # the tokens that followed a match, and how often they did
 
 
-class Belief:
-    """How often the token after a match of 1, 2, … `longest` or more tokens was guessed right.
+class MatchAcceptance:
+    """Estimated acceptance of the token after a match of 1, 2, … `longest` or more tokens.
 
-    Starts at 1 - 2^-length.  A guess moves it by the share `learn` towards what happened, an opportunity that was let pass by a
-    tenth of that back to where it began: a length that keeps failing is not guessed from, and tried again some time later.
+    The estimate starts at 1 - 2^-length.  A judged draft token moves it by the share `rate` towards 1 or 0.
+    A skipped opportunity moves it by rate / 10 towards its start, so that a length that keeps failing is
+    tried again later.
     """
 
-    def __init__(self, longest: int, learn: float = 0.2) -> None:
+    def __init__(self, longest: int, rate: float = 0.2) -> None:
         self.start = [1 - 0.5**n for n in range(longest + 1)]
-        self.values, self.learn = list(self.start), learn
+        self.values, self.rate = list(self.start), rate
 
     def __call__(self, length: int) -> float:
         return self.values[min(length, len(self.values) - 1)]
 
-    def best(self, shortest: int, longest: int) -> float:
+    def highest(self, shortest: int, longest: int) -> float:
         return max(self.values[shortest : longest + 1])
 
-    def promise(self, length: int, levels: int) -> float:
-        """What so many levels after a match are worth at most: the sum of the probabilities of a chain that nothing else followed."""
-        joint, whole, most = 1.0, 0.0, len(self.values) - 1
-        for n in range(length, length + levels):
-            joint *= self.values[n if n < most else most]
-            whole += joint
-        return whole
+    def expected_tokens(self, length: int, depth: int) -> float:
+        """Expected number of accepted tokens of a chain of `depth` tokens after a match that had one
+        continuation.
+        """
+        joint, expected, last = 1.0, 0.0, len(self.values) - 1
+        for n in range(length, length + depth):
+            joint *= self.values[n if n < last else last]
+            expected += joint
+        return expected
 
-    def passed(self, shortest: int, longest: int) -> None:
+    def skip(self, shortest: int, longest: int) -> None:
+        """Record that matches of these lengths were not drafted from."""
         for n in range(shortest, min(longest, len(self.values) - 1) + 1):
-            self.values[n] += self.learn / 10 * (self.start[n] - self.values[n])
+            self.values[n] += self.rate / 10 * (self.start[n] - self.values[n])
 
     def observe(self, length: int, tree: DraftTree, accepted: Sequence[int]) -> None:
-        """What became of a tree after a match of `length` tokens.
+        """Learn from the accepted path of a tree after a match of `length` tokens.
 
-        A level was right if one of its nodes was; the level after it stands for a match one token longer.
+        Depth d stands for a match of length + d tokens.  It counts as right if one of its nodes was accepted.
         """
-        values, most, learn, right = self.values, len(self.values) - 1, self.learn, len(accepted)
+        values, last, rate, right = self.values, len(self.values) - 1, self.rate, len(accepted)
         for n in range(length, length + right):
-            at = n if n < most else most
-            values[at] += learn * (1 - values[at])
+            at = n if n < last else last
+            values[at] += rate * (1 - values[at])
         if (accepted[-1] if accepted else ROOT) in tree.parents[: tree.size]:
-            at = min(length + right, most)
-            values[at] -= learn * values[at]
+            at = min(length + right, last)
+            values[at] -= rate * values[at]
+
+
+class TreeLimits(NamedTuple):
+    """Limits of a tree.
+
+    depth, nodes: of the tree.  siblings: children of a node.  min_prob: joint probability of a node.
+    """
+
+    depth: int
+    nodes: int
+    siblings: int
+    min_prob: float
 
 
 def frequent(
-    texts: Sequence[Sequence[int]], budget: Budget, belief: Belief, length: int, least: float, siblings: int
+    texts: Sequence[Sequence[int]], acceptance: MatchAcceptance, length: int, limits: TreeLimits
 ) -> tuple[DraftTree, float]:
-    """The likeliest continuations as a tree, and the sum of the probabilities of its nodes: how many are expected to be right.
+    """Return the most probable continuations as a tree, and the expected number of its accepted nodes.
 
-    texts: what followed a match of `length` tokens, most recent first; ids below 0 end one.  A token is as likely as its share of the
-    texts that agree so far, times the belief in a match so long.  Nodes are taken best first, `siblings` below each at most, none
-    that is less likely than `least` from the root on.
+    texts: what followed a match of `length` tokens, most recent first; an id below 0 ends one.  A token's
+    probability is its share of the texts that agree so far, times the acceptance of a match so long.
     """
-    tree = DraftTree([], [], [])
-    if texts and texts.count(texts[0]) == len(texts):  # as a rule: no counting, no choice
-        return tree, _copied(tree, texts[0][: budget.depth], budget.nodes, belief, length, 1.0, least)
-    waiting: list[tuple[float, int, int, int, int, float, list[Counted]]] = []
-    score, made = 0.0, 0
-
-    def open_children(parent: int, level: int, joint: float, texts: list[Counted]) -> None:
-        nonlocal made
-        groups: dict[int, list[Counted]] = {}
-        for counted in texts:
-            text = counted[0]
-            if len(text) > level and text[level] >= 0:
-                groups.setdefault(text[level], []).append(counted)
-        sizes = [(sum([count for _, count in group]), token, group) for token, group in groups.items()]
-        total, believed = sum([size for size, _, _ in sizes]), belief(length + level)
-        if len(sizes) > 1:
-            sizes.sort(key=lambda item: -item[0])
-        for size, token, group in sizes[:siblings]:
-            share = believed * size / total
-            if joint * share >= least:
-                made += 1  # of equal ones the first, which is the most recent
-                heapq.heappush(waiting, (-joint * share, made, parent, token, level, share, group))
-
-    open_children(
-        ROOT, 0, 1.0, list(Counter(map(tuple, texts)).items())
-    )  # a text that repeats itself followed itself many times
-    while waiting and len(tree.tokens) < budget.nodes:
-        joint, _, parent, token, level, share, group = heapq.heappop(waiting)
-        tree.tokens.append(token)
-        tree.parents.append(parent)
-        tree.confidence.append(share)
-        score -= joint
-        if len(group) == 1 and not waiting:
-            rest, most = group[0][0][level + 1 : budget.depth], budget.nodes
-            return tree, score + _copied(tree, rest, most, belief, length + level + 1, -joint, least)
-        if level + 1 < budget.depth:
-            open_children(len(tree.tokens) - 1, level + 1, -joint, group)
-    return tree, score
+    builder = _Builder(acceptance, length, limits)
+    if texts and texts.count(texts[0]) == len(texts):  # the usual case needs neither counts nor a queue
+        builder.append_chain(texts[0][: limits.depth], 0, 1.0)
+    else:
+        # A text that repeats itself yields equal continuations many times.
+        builder.grow(list(Counter(map(tuple, texts)).items()))
+    return builder.tree, builder.expected
 
 
-def _copied(
-    tree: DraftTree, text: Sequence[int], nodes: int, belief: Belief, length: int, joint: float, least: float
-) -> float:
-    """The rest of a tree of which only one text is left: a chain below its last node.  Returns what it adds to the score."""
-    score, values, most = 0.0, belief.values, len(belief.values) - 1
-    for token in text[: nodes - len(tree.tokens)]:
-        share = values[length if length < most else most]
-        joint *= share
-        if token < 0 or joint < least:
-            break
-        tree.parents.append(len(tree.tokens) - 1)
-        tree.tokens.append(token)
-        tree.confidence.append(share)
-        score, length = score + joint, length + 1
-    return score
+class _Candidate(NamedTuple):
+    """A token that may become a node at `depth` (0 below the root).
+
+    probability: given its parent.  texts: those through it.
+    """
+
+    parent: int
+    depth: int
+    token: int
+    probability: float
+    texts: list[Continuation]
+
+
+class _Builder:
+    """A tree while it grows, and the expected number of its accepted nodes."""
+
+    def __init__(self, acceptance: MatchAcceptance, length: int, limits: TreeLimits) -> None:
+        self.acceptance, self.length, self.limits = acceptance, length, limits
+        self.tree, self.expected = DraftTree([], [], []), 0.0
+
+    def grow(self, texts: list[Continuation]) -> None:
+        """Append the most probable candidate until the nodes are used up."""
+        queue, limits = BestFirst[_Candidate](), self.limits
+        self._push_children(queue, ROOT, 0, 1.0, texts)
+        while queue and len(self.tree.tokens) < limits.nodes:
+            joint, node = queue.pop()
+            self._append(node.parent, node.token, node.probability, joint)
+            if len(node.texts) == 1 and not queue:
+                self.append_chain(node.texts[0][0][: limits.depth], node.depth + 1, joint)
+                return
+            if node.depth + 1 < limits.depth:
+                self._push_children(queue, len(self.tree.tokens) - 1, node.depth + 1, joint, node.texts)
+
+    def _push_children(
+        self, queue: BestFirst[_Candidate], parent: int, depth: int, joint: float, texts: list[Continuation]
+    ) -> None:
+        """Push the most frequent tokens at `depth` of the texts through `parent`; of equally frequent ones
+        the most recent.
+        """
+        groups: dict[int, list[Continuation]] = {}
+        for text in texts:
+            if len(text[0]) > depth and text[0][depth] >= 0:
+                groups.setdefault(text[0][depth], []).append(text)
+        counts = {token: sum([count for _, count in group]) for token, group in groups.items()}
+        total, accepted = sum(counts.values()), self.acceptance(self.length + depth)
+        ranked = sorted(groups, key=lambda token: -counts[token]) if len(groups) > 1 else list(groups)
+        for token in ranked[: self.limits.siblings]:
+            probability = accepted * counts[token] / total
+            if joint * probability >= self.limits.min_prob:
+                queue.push(joint * probability, _Candidate(parent, depth, token, probability, groups[token]))
+
+    def append_chain(self, text: Sequence[int], depth: int, joint: float) -> None:
+        """Append text[depth:] below the last node, as far as the limits allow.
+
+        joint: probability of that node.
+        """
+        values, last = self.acceptance.values, len(self.acceptance.values) - 1
+        for n in range(depth, min(len(text), depth + self.limits.nodes - len(self.tree.tokens))):
+            probability = values[min(self.length + n, last)]
+            joint *= probability
+            if text[n] < 0 or joint < self.limits.min_prob:
+                return
+            self._append(len(self.tree.tokens) - 1, text[n], probability, joint)
+
+    def _append(self, parent: int, token: int, probability: float, joint: float) -> None:
+        self.tree.tokens.append(token)
+        self.tree.parents.append(parent)
+        self.tree.confidence.append(probability)
+        self.expected += joint

@@ -1,1 +1,1 @@
-"""Drafts whose vocabulary is not the target's."""
+"""Drafts whose vocabulary differs from the target's."""

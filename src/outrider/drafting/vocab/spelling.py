@@ -1,4 +1,4 @@
-"""What the tokens of a tokenizer say, as bytes: " the" is one text, whether it is spelled "Ġthe" or "▁the"."""
+"""The bytes of a tokenizer's tokens: " the" is one text, whether it is spelled "Ġthe" or "▁the"."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # SentencePiece's spelling of a byte
 
 
 def tokenizer_of(checkpoint: Checkpoint, whose: str) -> Any:
+    """The tokenizer of a checkpoint.  Raises ConfigError if it ships none."""
     if checkpoint.tokenizer is None:
         raise ConfigError(
-            f'the {whose} {checkpoint.name!r} ships no tokenizer, so its tokens cannot be translated: add one, or set "vocab_mismatch": '
-            '"allow" if both models mean the same by an id.'
+            f"the {whose} {checkpoint.name!r} ships no tokenizer, so its tokens cannot be translated: add "
+            f"one, or set "
+            '"vocab_mismatch": "allow" if both models mean the same by an id.'
         )
     return checkpoint.tokenizer
 
 
 def special_ids(tokenizer: Any) -> frozenset[int]:
     """Ids that stand for no text."""
-    return frozenset(tokenizer.all_special_ids) | {
-        i for i, token in tokenizer.added_tokens_decoder.items() if token.special
-    }
+    added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return frozenset(tokenizer.all_special_ids) | added
 
 
 def pieces(tokenizer: Any, size: int) -> list[bytes]:
-    """Token id -> the bytes that it adds to a text; none for special tokens and for ids without a token."""
+    """Token id -> the bytes that it adds to a text; b"" for special tokens and for ids without a token."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    octets = {letter: byte for byte, letter in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
+    byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
     words, special = tokenizer.get_vocab(), special_ids(tokenizer)
     added = tokenizer.added_tokens_decoder
     byte_level = sum(word.startswith("Ġ") for word in words) > sum(word.startswith("▁") for word in words)
@@ -41,8 +42,8 @@ def pieces(tokenizer: Any, size: int) -> list[bytes]:
             continue
         if i in added:
             found[i] = added[i].content.encode()
-        elif byte_level and all(letter in octets for letter in word):
-            found[i] = bytes(octets[letter] for letter in word)
+        elif byte_level and all(letter in byte_of for letter in word):
+            found[i] = bytes(byte_of[letter] for letter in word)
         elif not byte_level and (byte := BYTE.fullmatch(word)):
             found[i] = bytes([int(byte[1], 16)])
         else:

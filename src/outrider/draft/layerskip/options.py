@@ -1,0 +1,81 @@
+"""Options of layer skipping."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outrider.drafting.options import is_int, is_number, require
+from outrider.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class LayerSkipOptions:
+    """Options of layer skipping.
+
+    At most one of these says what to skip.  Without any, it is the published set of this very model if there
+    is one, otherwise every second layer between the first and the last.
+
+    skip_attention, skip_mlp: numbers of layers, from 0.
+    layers: the name of a published set, or a file of `outrider tune layerskip`.
+    early_exit: draft with the first so many layers only.
+
+    exit_threshold: stop behind a token less probable than this.  "auto" starts at 0.8 for greedy rows and 0.5
+        for others.  None never stops.
+    adapt_threshold: move the threshold with the share of accepted tokens.
+    siblings: tokens at each depth, of which the best is continued; "confidence": more, the less sure the
+        draft is.
+
+    search: find the set while serving, from the last context_window tokens of a request.  It starts with the
+        given set, or with every second layer.
+    skip_ratio: share of the sublayers between the first and the last layer that the search skips.
+    opt_interval: steps from one candidate set to the next.
+    bayes_interval: every so many candidates, one is chosen by Bayesian optimization, the others at random.
+    max_score, max_tolerance_iter, max_opt_iter: the search ends when a set scores above max_score, after
+        max_tolerance_iter candidates without improvement, or after max_opt_iter candidates.
+    """
+
+    skip_attention: Sequence[int] | None = None
+    skip_mlp: Sequence[int] | None = None
+    layers: str | None = None
+    early_exit: int | None = None
+    exit_threshold: float | str | None = "auto"
+    adapt_threshold: bool = True
+    siblings: int | str = 1
+    search: bool = False
+    skip_ratio: float = 0.45
+    context_window: int = 32
+    opt_interval: int = 1
+    bayes_interval: int = 25
+    max_opt_iter: int = 1000
+    max_tolerance_iter: int = 300
+    max_score: float = 0.95
+
+    def __post_init__(self) -> None:
+        self._check_set()
+        for name in ("adapt_threshold", "search"):
+            require(self, name, isinstance(getattr(self, name), bool), "True or False")
+        counts = ("context_window", "opt_interval", "bayes_interval", "max_opt_iter", "max_tolerance_iter")
+        for name in counts:
+            require(self, name, is_int(getattr(self, name), 1), "a whole number of at least 1")
+        for name in ("skip_ratio", "max_score"):
+            require(self, name, is_number(getattr(self, name), 0, 1), "a number in [0, 1]")
+        threshold = self.exit_threshold
+        valid = threshold in (None, "auto") or is_number(threshold, 0, 1)
+        require(self, "exit_threshold", valid, 'a number in [0, 1], "auto" or None')
+        valid = self.siblings == "confidence" or is_int(self.siblings, 1, 64)
+        require(self, "siblings", valid, 'a whole number in 1 … 64 or "confidence"')
+
+    def _check_set(self) -> None:
+        given = {
+            "skip_attention and skip_mlp": self.skip_attention is not None or self.skip_mlp is not None,
+            "layers": self.layers is not None,
+            "early_exit": self.early_exit is not None,
+        }
+        if sum(given.values()) > 1:
+            names = " / ".join(name for name, is_given in given.items() if is_given)
+            raise ConfigError(f"{names}: give one of these.")
+        if self.search and given["early_exit"]:
+            raise ConfigError("search looks for sublayers to skip: give it no early_exit.")
+        valid = self.layers is None or isinstance(self.layers, str)
+        require(self, "layers", valid, "the name of a set or a file")

@@ -1,0 +1,188 @@
+"""Several drafters at once: their trees are merged into one, and the most probable nodes of all are kept.
+
+Each drafter is asked within its own depth and size, and observes its own part of the tree as if it had
+drafted alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial, reduce
+from operator import or_
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from outrider import draft
+from outrider.cache.pool import Pool
+from outrider.core.noise import mix
+from outrider.core.row import Row
+from outrider.core.step import Batch, Commit, Needs, RowStep
+from outrider.core.tree import ROOT, Draft, DraftTree
+from outrider.draft.union.merge import Merged, merge
+from outrider.drafting.base import Drafter, Storage, Target
+from outrider.drafting.options import is_int, require
+from outrider.errors import ConfigError, unknown
+
+DEPTH = "num_speculative_tokens"
+Factory = Callable[[Target], Drafter]
+
+
+class Member(NamedTuple):
+    """One of `drafters`: its method, the method's options, and the maximum depth of its trees (None: its own
+    default).
+    """
+
+    method: type[Drafter]
+    options: Any
+    depth: int | None
+
+
+def parse(config: Any) -> Member:
+    """Parse one of `drafters`.  Raises ConfigError."""
+    if not isinstance(config, Mapping) or not {"method", "model"} & config.keys():
+        raise ConfigError(
+            f"each of 'drafters' must be a dict with a 'method' or a draft 'model', got {config!r}."
+        )
+    rest = dict(config)
+    name, depth = rest.pop("method", None), rest.pop(DEPTH, None)
+    name = draft.detect(rest["model"], rest.get("revision")) if name is None else name
+    method = draft.method(name)
+    valid = {option.name for option in fields(method.Options)}
+    for key in rest:
+        if key not in valid:
+            raise ConfigError(unknown("key", key, {"method", DEPTH, *valid}, f"'drafters', method {name!r}"))
+    if depth is not None and not is_int(depth, 1):
+        raise ConfigError(f"{DEPTH} must be a whole number of at least 1, got {depth!r}.")
+    return Member(method, method.Options(**rest), depth)
+
+
+class Union(Drafter):
+    demo: ClassVar = {
+        "n-gram with recycling": {"drafters": [{"method": "ngram"}, {"method": "recycle"}], "nodes": 8}
+    }
+
+    @dataclass(frozen=True)
+    class Options:
+        """drafters: dicts with "method", "num_speculative_tokens" and the method's own keys.
+        nodes: maximum size of the merged tree; None means no limit but those of the drafters.
+        """
+
+        drafters: Sequence[Mapping[str, Any]] = ()
+        nodes: int | None = None
+
+        def __post_init__(self) -> None:
+            valid = isinstance(self.drafters, (list, tuple))
+            require(self, "drafters", valid, "a list of dicts with a 'method'")
+            for config in self.drafters:
+                parse(config)
+            require(
+                self, "nodes", self.nodes is None or is_int(self.nodes, 1), "a whole number of at least 1"
+            )
+
+    def __init__(self, options: Any, target: Target, factories: Sequence[Factory] = ()) -> None:
+        """Make the drafters of `factories`, then those of the options, each with random streams of its own."""
+        super().__init__(options, target)
+        self.drafters: list[Drafter] = []
+        self.depths: list[int] = []
+        for factory in factories:
+            self._add(factory)
+        for method, own, depth in map(parse, options.drafters):
+            self._add(partial(method.create, own), depth)
+        if not self.drafters:
+            raise ConfigError("the method needs 'drafters', a list of dicts with a 'method'.")
+        self.depth = max(self.depths)
+        self.needs = reduce(or_, (drafter.needs for drafter in self.drafters), Needs())
+        self.drafts: list[Draft] = []  # of this step, by drafter
+        self.merged: list[Merged] = []  # of this step, by row
+
+    def _add(self, factory: Factory, depth: int | None = None) -> None:
+        """Add a drafter.  Mixing the number keeps the streams of nested drafters apart, too."""
+        stream_id = mix(self.target.stream_id + len(self.drafters) + 1)
+        self.drafters.append(factory(replace(self.target, stream_id=stream_id)))
+        self.depths.append(depth or self.drafters[-1].depth)
+
+    @classmethod
+    def example(cls, target: Target) -> Drafter:
+        """All methods that are no mixes themselves."""
+        single = [method for _, method in sorted(draft.methods().items()) if not issubclass(method, Union)]
+        return cls(cls.Options(), target, [method.example for method in single])
+
+    @property
+    def memory(self) -> list[Any]:  # type: ignore[override]
+        return [drafter.memory for drafter in self.drafters]
+
+    @memory.setter
+    def memory(self, values: list[Any]) -> None:
+        for drafter, value in zip(self.drafters, values):
+            drafter.memory = value
+
+    def footprint(self, device: torch.device) -> Counter[torch.device]:
+        return sum((drafter.footprint(device) for drafter in self.drafters), Counter())
+
+    def allocate(self, slots: int, pool: Pool) -> Storage:
+        parts = [drafter.allocate(slots, pool) for drafter in self.drafters]
+        return Storage(
+            [own for part in parts for own in part.pools], [own for part in parts for own in part.caches]
+        )
+
+    def size(self, depth: int) -> int:
+        return self._capped(sum(self._sizes(depth)))
+
+    def _capped(self, nodes: int) -> int:
+        return nodes if self.options.nodes is None else min(nodes, self.options.nodes)
+
+    def _sizes(self, depth: int) -> list[int]:
+        return [drafter.size(min(depth, own)) for drafter, own in zip(self.drafters, self.depths)]
+
+    def propose(self, batch: Batch) -> Draft:
+        self.drafts = [self._ask(i, batch) for i in range(len(self.drafters))]
+        return self._merge(batch)
+
+    def _ask(self, i: int, batch: Batch) -> Draft:
+        """The draft of drafter i, within its own depth and size."""
+        drafter, depth = self.drafters[i], self.depths[i]
+        own = [step.budget.within(depth=depth) for step in batch]
+        budgets = [budget.within(nodes=drafter.size(budget.depth)) for budget in own]
+        return drafter.propose(batch.within(budgets))
+
+    def _merge(self, batch: Batch) -> Draft:
+        trees_of_rows = zip(*(own.trees for own in self.drafts))
+        self.merged = [merge(trees, step.budget.nodes) for trees, step in zip(trees_of_rows, batch)]
+        return Draft([merged.tree for merged in self.merged])
+
+    def observe(self, commit: Commit) -> None:
+        for k, drafter in enumerate(self.drafters):
+            steps = []
+            for step, merged, tree in zip(commit.batch, self.merged, self.drafts[k].trees):
+                kept = range(len(merged.tree.tokens)) if step.kept is None else step.kept
+                after_trim = {node: now for now, node in enumerate(kept)}
+                verified = {i: after_trim[n] for i, n in merged.node_of[k].items() if n in after_trim}
+                steps.append(part(step, tree, verified, drafter.needs.topk))
+            drafter.observe(commit._replace(batch=Batch(steps, prefill=commit.batch.prefill)))
+
+    def forget(self, row: Row, reason: str) -> None:
+        for drafter in self.drafters:
+            drafter.forget(row, reason)
+
+    def filled(self, row: Row) -> int:
+        return min(drafter.filled(row) for drafter in self.drafters)
+
+
+def part(step: RowStep, tree: DraftTree, verified: Mapping[int, int], topk: int) -> RowStep:
+    """A row's step as the drafter of `tree` sees it, in its own node numbers.
+
+    verified: node of `tree` -> node of the verified tree, for those that were neither dropped nor trimmed.
+    """
+    kept = sorted(verified)
+    own_number = {verified[i]: place for place, i in enumerate(kept)}
+    nodes = [ROOT, *(verified[i] for i in kept)] if step.topk and topk else []
+    return replace(
+        step,
+        tree=tree if len(kept) == len(tree.tokens) else tree.only(kept),
+        kept=kept,
+        accepted=[own_number[node] for node in step.accepted if node in own_number],
+        topk=[step.topk[1 + node][:topk] for node in nodes],
+    )

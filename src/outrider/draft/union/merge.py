@@ -1,0 +1,175 @@
+"""Merging draft trees into one.
+
+Chosen nodes that hold the same token after the same path become one node.  Nodes that were sampled from q
+keep their distribution and are never merged, because a verification rule compares p with it.  Whether a
+sampled node is kept depends on its rank among its siblings, never on its token: otherwise it would not be a
+sample of q any more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+
+from outrider.core.tree import ROOT, DraftTree
+from outrider.drafting.best_first import BestFirst
+from outrider.sampling.random_streams import without
+
+# Assumed acceptance of the first of several sampled siblings, and the ratio of each further one to the one
+# before.
+FIRST_SAMPLE, NEXT_SAMPLE = 0.7, 0.3
+CHOSEN = -1  # in place of the number of a distribution: the node was not sampled
+
+
+@dataclass
+class Merged:
+    """One tree made of several.  node_of[k][i]: the node that node i of tree k has become, if it was kept."""
+
+    tree: DraftTree
+    node_of: list[dict[int, int]]
+
+
+def merge(trees: Sequence[DraftTree], nodes: int) -> Merged:
+    """Merge trees into one of at most `nodes` nodes: the most probable ones, then the probes of each tree
+    that fit as a whole.
+    """
+    proposing = [k for k, tree in enumerate(trees) if tree.tokens]
+    if len(proposing) == 1 and len(trees[proposing[0]].tokens) <= nodes:
+        tree = trees[proposing[0]]
+        unchanged = {i: i for i in range(len(tree.tokens))}
+        return Merged(tree, [unchanged if k in proposing else {} for k in range(len(trees))])
+    if len({tree.repeats for tree in trees if tree.distributions}) > 1:
+        trees = [independent(tree) for tree in trees]
+    merger = Merger()
+    for tree in trees:
+        merger.add(tree)
+    merger.select(nodes)
+    for k, tree in enumerate(trees):
+        merger.add_probes(k, tree, nodes)
+    return Merged(merger.tree, merger.node_of)
+
+
+@dataclass
+class Node:
+    """A candidate node.
+
+    distribution: the number of its q, or CHOSEN.  origins: the (tree, node) pairs that it stands for.
+    """
+
+    token: int
+    confidence: float
+    distribution: int
+    origins: list[tuple[int, int]] = field(default_factory=list)
+    children: list[Node] = field(default_factory=list)
+    # Those of `children` that were chosen, by token.
+    chosen: dict[int, Node] = field(default_factory=dict)
+    # Number of a distribution -> how many of `children` were sampled from it.
+    samples: Counter[int] = field(default_factory=Counter)
+
+
+class Candidate(NamedTuple):
+    """A node whose parent is in the merged tree."""
+
+    parent: int
+    node: Node
+
+
+class Merger:
+    """tree: the merged tree.  node_of: as in `Merged`."""
+
+    def __init__(self) -> None:
+        self.root = Node(ROOT, 1.0, CHOSEN)
+        self.distributions: list[Tensor] = []
+        self.repeats = False
+        self.tree = DraftTree([], [], [])
+        self.node_of: list[dict[int, int]] = []
+
+    def add(self, tree: DraftTree) -> None:
+        """Add the nodes of a tree, without its probes."""
+        nodes = {ROOT: self.root}
+        for i in range(tree.size):
+            sampled = tree.distribution(i) is not None
+            distribution = tree.probs_of[i] + len(self.distributions) if sampled else CHOSEN
+            nodes[i] = self._child(nodes[tree.parents[i]], tree.tokens[i], tree.confidence[i], distribution)
+            nodes[i].origins.append((len(self.node_of), i))
+        self.distributions.extend(tree.distributions)
+        self.repeats |= tree.repeats
+        self.node_of.append({})
+
+    def _child(self, parent: Node, token: int, confidence: float, distribution: int) -> Node:
+        """Add a child, or find the chosen one that holds the token; it takes the highest confidence of all."""
+        if distribution != CHOSEN:
+            confidence = FIRST_SAMPLE * NEXT_SAMPLE ** parent.samples[distribution]
+            parent.samples[distribution] += 1
+        elif token in parent.chosen:
+            node = parent.chosen[token]
+            node.confidence = max(node.confidence, confidence)
+            return node
+        node = Node(token, confidence, distribution)
+        parent.children.append(node)
+        if distribution == CHOSEN:
+            parent.chosen[token] = node
+        return node
+
+    def select(self, nodes: int) -> None:
+        """Build the tree of the most probable nodes; siblings sampled from one distribution stay in order."""
+        probs_of: list[int] = []
+        queue = BestFirst[Candidate]()
+        for child in self.root.children:
+            queue.push(child.confidence, Candidate(ROOT, child))
+        while queue and len(probs_of) < nodes:
+            joint, (parent, node) = queue.pop()
+            number = len(probs_of)
+            self.tree.tokens.append(node.token)
+            self.tree.parents.append(parent)
+            self.tree.confidence.append(node.confidence)
+            probs_of.append(node.distribution)
+            for k, i in node.origins:
+                self.node_of[k][i] = number
+            for child in node.children:
+                queue.push(joint * child.confidence, Candidate(number, child))
+        if self.distributions:
+            self.tree = self.tree._replace(
+                distributions=self.distributions, probs_of=probs_of, repeats=self.repeats
+            )
+
+    def add_probes(self, k: int, tree: DraftTree, nodes: int) -> None:
+        """Append the probes of tree k, all or none: none if they do not fit or if a node above them was
+        dropped.
+        """
+        merged, node_of, probes = self.tree, self.node_of[k], range(tree.size, len(tree.tokens))
+        above = {parent for parent in tree.parents[tree.size :] if ROOT < parent < tree.size}
+        if not probes or not above <= node_of.keys() or len(merged.tokens) + len(probes) > nodes:
+            return
+        for i in probes:
+            node_of[i] = len(merged.tokens)
+            merged.tokens.append(tree.tokens[i])
+            merged.parents.append(node_of.get(tree.parents[i], ROOT))
+            merged.confidence.append(tree.confidence[i])
+        probs_of = [*merged.probs_of, *[CHOSEN] * len(probes)] if merged.probs_of else ()
+        self.tree = merged._replace(probs_of=probs_of, probes=merged.probes + len(probes))
+
+
+def independent(tree: DraftTree) -> DraftTree:
+    """The same tree with a distribution for every sample, so that it can be merged with one of independent
+    samples.
+    """
+    if tree.repeats or not tree.distributions:
+        return tree
+    distributions: list[Tensor] = []
+    probs_of: list[int] = []
+    # (parent, distribution) -> what is left of it: several parents may share one, and each samples from all
+    # of it.
+    left: dict[tuple[int, int], Tensor] = {}
+    for token, parent, distribution in zip(tree.tokens, tree.parents, tree.probs_of):
+        if distribution == CHOSEN:
+            probs_of.append(CHOSEN)
+            continue
+        probs_of.append(len(distributions))
+        distributions.append(left.get((parent, distribution), tree.distributions[distribution]))
+        left[parent, distribution] = without(distributions[-1], token)
+    return tree._replace(distributions=distributions, probs_of=probs_of, repeats=True)
