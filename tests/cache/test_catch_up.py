@@ -69,7 +69,9 @@ class Steps(RuleBasedStateMachine):
             return
         cursor.drop_written(self.overlap)
         keep = sorted(self.unconfirmed)[-self.overlap :] if self.overlap else []
-        self.pending = [position for position in self.pending if position not in self.unconfirmed or position in keep]
+        self.pending = [
+            position for position in self.pending if position not in self.unconfirmed or position in keep
+        ]
         self.unconfirmed = set()
         cursor.append(start, states_of(start, computed))
         if self.pending and self.pending[-1] + 1 != start:
@@ -88,7 +90,9 @@ class Steps(RuleBasedStateMachine):
     def same_as_the_model(self) -> None:
         if not hasattr(self, "row"):
             return
-        contiguous = next(position for position in range(len(self.written) + 1) if position not in self.written)
+        contiguous = next(
+            position for position in range(len(self.written) + 1) if position not in self.written
+        )
         if self.row in self.catch_up.cursors:
             cursor = self.catch_up.cursors[self.row]
             assert list(range(cursor.first, cursor.end)) == self.pending

@@ -152,16 +152,16 @@ class Said(NamedTuple):
 @contextmanager
 def overheard(drafter: DFlash) -> Iterator[list[Said]]:
     found: list[Said] = []
-    look = drafter.look
+    block_logits = drafter.block_logits
 
     def listening(batch: Batch, rows: Sequence[int], levels: Sequence[int]) -> Tensor:
-        logits = look(batch, rows, levels)
+        logits = block_logits(batch, rows, levels)
         found.extend(
             Said(list(batch[r].row.tokens), part.clone()) for r, part in zip(rows, logits.split(list(levels)))
         )
         return logits
 
-    drafter.look = listening  # type: ignore[method-assign]
+    drafter.block_logits = listening  # type: ignore[method-assign]
     yield found
 
 
@@ -282,11 +282,11 @@ def test_a_taught_head_is_often_right(nodes: int | None, toy: LLM, taught: str) 
 def test_a_shift_by_one_is_seen(toy: LLM, taught: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that begin one token too early say what is known already.  (That the taps are those of their positions, the naive blocks
     say: a toy that goes by its last token hardly needs them.)"""
-    right, look = acceptance(toy.engine.checkpoint.name, {"model": taught}), DFlash.look
+    right, block_logits = acceptance(toy.engine.checkpoint.name, {"model": taught}), DFlash.block_logits
     monkeypatch.setattr(
         DFlash,
-        "look",
-        lambda self, batch, *rest: look(
+        "block_logits",
+        lambda self, batch, *rest: block_logits(
             self, Batch([replace(step, start=step.start - 1) for step in batch]), *rest
         ),
     )

@@ -120,7 +120,7 @@ def ours(llm: LLM, folder: str, ids: list[int], f: Tensor) -> tuple[Tensor, Tens
     drafter.allocate(64, drafter.net.pool(1))
     step_input = StepInput()
     step_input.chain(array("i", range(1, 40)), 0, ids)
-    out = drafter.net.forward(step_input.build(), drafter.pool, drafter.net.enter(f))
+    out = drafter.net.forward(step_input.build(), drafter.pool, drafter.net.from_states(f))
     return out, drafter.net.logits(out[-1:])
 
 

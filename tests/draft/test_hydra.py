@@ -12,8 +12,9 @@ from hydras import CONFIG, engine, judged, naive, overhear, prompts, tensors, to
 from toys import LAYERS, acceptance, samples, save_head, teach
 
 from outrider import LLM, SamplingParams
+from outrider.cache.catch_up import MAX_PENDING
 from outrider.core.types import FINAL, DraftTree
-from outrider.draft.hydra import PILE, Hydra
+from outrider.draft.hydra import Hydra
 from outrider.draft.hydra.network import Network
 from outrider.heads.ranks import ranks_of
 from outrider.heads.sample import Outer, read
@@ -58,7 +59,7 @@ def test_alignment_holds_under_every_condition(toy: LLM, target: str, tmp_path: 
     assert again[0].num_cached_tokens
     judged(toy, w, heard, 48)
     drafter: Any = llm.engine.drafter
-    assert not drafter.last and not drafter.pending_by_row, "finished rows should be forgotten"
+    assert not drafter.last_states and not drafter.catch_up.cursors, "finished rows should be forgotten"
 
 
 def test_samples_share_the_prompt(target: str, tmp_path: Path) -> None:
@@ -150,24 +151,24 @@ def test_states_do_not_pile_up(target: str, tmp_path: Path) -> None:
     def observing(commit: Any) -> None:
         nonlocal most
         observe(commit)
-        most = max([most, *(pending_states.count for pending_states in drafter.pending_by_row.values())])
+        most = max([most, *(cursor.count for cursor in drafter.catch_up.cursors.values())])
 
     drafter.observe = observing
     (out,) = llm.generate(
         prompts(1), SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, speculate=False)
     )
-    assert out.speculation.drafted == 0 and most == PILE - 1
+    assert out.speculation.drafted == 0 and most == MAX_PENDING - 1
     whole = {"prompt_token_ids": out.prompt_token_ids + list(out.outputs[0].token_ids)[:-1]}
     (again,) = llm.generate(whole, SamplingParams(temperature=0, max_tokens=1))
-    assert (again.num_cached_tokens or 0) >= 30 + 200 - PILE - 32
+    assert (again.num_cached_tokens or 0) >= 30 + 200 - MAX_PENDING - 32
 
 
 def test_its_own_tree_follows_what_was_right(target: str, tmp_path: Path) -> None:
     """A random head is hardly ever right, and what it learns is put back with `memory`."""
     llm = engine(target, save_head(tmp_path, CONFIG, tensors(), "hydra_lm_head.pt"), tree="own", nodes=6)
-    before = llm.engine.drafter.memory.worth[0][0]
+    before = llm.engine.drafter.memory.accuracy[0][0]
     llm.generate(prompts(1), SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
-    assert llm.engine.drafter.memory.worth[0][0] < 0.6 * before
+    assert llm.engine.drafter.memory.accuracy[0][0] < 0.6 * before
     assert engine(target, str(tmp_path), nodes=6).engine.drafter.memory is None
 
 

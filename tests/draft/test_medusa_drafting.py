@@ -160,28 +160,28 @@ def test_a_smaller_budget_takes_what_is_worth_most(toy: LLM, tmp_path: Path) -> 
         toy, save_head(tmp_path, CONFIG, reference(parts_of(3)), PT), tree="mc_sim_7b_63", nodes=5
     )
     assert [drafter.size(depth) for depth in range(4)] == [0, 5, 5, 5] and drafter.depth == 3
-    for level, worth in enumerate(drafter.memory.worth):
+    for level, worth in enumerate(drafter.memory.accuracy):
         worth[:] = [0.1 if level == 0 else 0.01] * len(worth)
-    assert drafter.memory.best(5, 3, drafter.paths) == [(i,) for i in range(5)]
+    assert drafter.memory.best_paths(5, 3, drafter.paths) == [(i,) for i in range(5)]
 
 
 def test_own_tree_follows_what_is_right(toy: LLM, tmp_path: Path) -> None:
     """Where the best guess of each head is always right, the tree grows deep; what is never right loses its worth."""
     drafter = drafter_of(toy, save_head(tmp_path, CONFIG, reference(parts_of(3)), PT), nodes=8)
     chain = [(0,), (0, 0), (0, 0, 0)]
-    assert drafter.memory.best(8, 3, None)[:3] != chain
+    assert drafter.memory.best_paths(8, 3, None)[:3] != chain
     for _ in range(150):
-        order = drafter.memory.best(8, 3, None)
+        order = drafter.memory.best_paths(8, 3, None)
         tree = DraftTree(
             list(range(len(order))),
             [order.index(p[:-1]) if len(p) > 1 else ROOT for p in order],
             [0.5] * len(order),
         )
         right = [order.index(path) for path in chain if path in order]
-        drafter.memory.learn(tree, [tree.tokens[node] for node in right])
-    assert drafter.memory.best(8, 3, None)[:3] == chain
-    assert all(drafter.memory.worth[level][0] > 0.9 for level in range(3))
-    assert drafter.memory.worth[0][1] < 0.05
+        drafter.memory.update(tree, [tree.tokens[node] for node in right])
+    assert drafter.memory.best_paths(8, 3, None)[:3] == chain
+    assert all(drafter.memory.accuracy[level][0] > 0.9 for level in range(3))
+    assert drafter.memory.accuracy[0][1] < 0.05
 
 
 def test_grown_trees_are_the_best() -> None:
@@ -279,7 +279,7 @@ def test_a_row_has_no_guess_without_a_state(toy: LLM, tmp_path: Path) -> None:
     out = llm.generate(prompts, params)
     assert out[0].speculation.drafted > 0 and out[1].speculation.drafted == 0
     assert {row.prompt for row in asked} == {3} and all(len(row.tokens) > 3 for row in asked)
-    assert not llm.engine.drafter.last  # type: ignore[attr-defined]
+    assert not llm.engine.drafter.last_states  # type: ignore[attr-defined]
 
 
 def test_a_rank_is_credited_with_its_own_guess_in_a_union(toy: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,10 +319,10 @@ def test_a_rank_is_credited_with_its_own_guess_in_a_union(toy: LLM, monkeypatch:
 
     medusa.propose = propose  # type: ignore[method-assign]
     monkeypatch.setattr(type(medusa.heads), "__call__", heads)
-    before = [list(level) for level in medusa.memory.worth]
+    before = [list(level) for level in medusa.memory.accuracy]
     llm = toy.variant(None)
     union = Union(Union.Options(nodes=2), target, [medusa, Hopeful(None, target)])
     llm.engine.use(union, SpeculativeOptions.of({"method": "union", "drafters": [{"method": "ngram"}]}))
     out = llm.generate(prompt, params)[0].outputs[0]
     assert out.token_ids == truth[3:-3] and out.speculation.accepted > 10
-    assert medusa.memory.worth[0][0] < before[0][0] and medusa.memory.worth[0][1] > before[0][1]
+    assert medusa.memory.accuracy[0][0] < before[0][0] and medusa.memory.accuracy[0][1] > before[0][1]

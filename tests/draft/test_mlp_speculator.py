@@ -277,7 +277,7 @@ def told(
 ) -> list[DraftTree]:
     """What it guesses for rows whose last states these are."""
     for row, f in zip(rows, states):
-        drafter.last[row] = len(row.tokens) - 1, f[None]
+        drafter.last_states[row] = len(row.tokens) - 1, f[None]
     steps = [RowStep(row, len(row.tokens) - 1, 1, budget=budget) for row, budget in zip(rows, budgets)]
     trees = drafter.propose(Batch(steps)).trees
     for tree, budget in zip(trees, budgets):
@@ -388,7 +388,7 @@ def test_who_is_not_guessed_for(llm: LLM, tmp_path: Path) -> None:
     drafter, rows = opened(llm, CASES["ibm"], tmp_path), [row_at(0.0) for _ in range(5)]
     f = torch.randn(HIDDEN)
     for row, computed in zip(rows[1:], (1, 3, 3, 3)):
-        drafter.last[row] = computed, f[None]
+        drafter.last_states[row] = computed, f[None]
     batch = Batch([RowStep(row, 3, 1, budget=Budget(3, 3)) for row in rows])
     batch[2].start, batch[2].known, batch[3].budget = 2, 2, Budget()
     assert [len(tree.tokens) for tree in drafter.propose(batch).trees] == [0, 0, 0, 0, 3]
@@ -497,7 +497,7 @@ def test_a_text_is_a_function_of_its_seed(judge: str, llm: LLM, tmp_path: Path) 
     assert [out.token_ids for out in together] == [out.token_ids for out in alone]
     assert all(out.speculation.drafted > 0 for out in together)
     llm.engine.check()
-    assert not llm.engine.drafter.last
+    assert not llm.engine.drafter.last_states
 
 
 def test_every_example_is_of_its_targets_shape(llm: LLM) -> None:

@@ -42,7 +42,7 @@ def test_every_layout_is_the_same_layer(toy: LLM, tmp_path: Path, kind: str, fil
     ids, f, outer = [5, 9, 400, 3, 77, 12, 8], torch.randn(7, HIDDEN), Outer.of(toy.engine.decoder)
     step_input, pool = StepInput(), drafter.net.pool(64)
     step_input.chain(array("i", range(1, 40)), 0, ids)
-    out = drafter.net.forward(step_input.build(), pool, drafter.net.enter(f))
+    out = drafter.net.forward(step_input.build(), pool, drafter.net.from_states(f))
     expected = naive(w, 0, outer.embedding[ids], f, paired=kind == "ernie")
     assert torch.allclose(out.double(), expected, atol=1e-4)
     last = toy.engine.decoder.norm if kind == "ernie" else w["layers.0.norm.weight"]  # type: ignore[attr-defined]
@@ -51,7 +51,7 @@ def test_every_layout_is_the_same_layer(toy: LLM, tmp_path: Path, kind: str, fil
     )
     assert drafter.net.taps == ((LAYERS,) if kind in ("mimo", "ernie") else (FINAL,))
     again = expected if kind in ("mimo", "ernie") else norm(expected, last.double())
-    assert torch.allclose(drafter.net.again(out).double(), again, atol=1e-4)
+    assert torch.allclose(drafter.net.from_output(out).double(), again, atol=1e-4)
 
 
 # ---- level by level
@@ -240,7 +240,7 @@ def test_an_export_is_read_back(toy: LLM, tmp_path: Path, layout: str) -> None:
     with torch.no_grad():
         again, normed = network(Outer.of(toy.engine.decoder).embedding[ids], f)
     o = drafter.net.forward(step_input.build(), drafter.net.pool(64), f)
-    assert torch.allclose(drafter.net.again(o), again, atol=1e-4) and torch.allclose(
+    assert torch.allclose(drafter.net.from_output(o), again, atol=1e-4) and torch.allclose(
         drafter.net.layers[0].normed(o), normed, atol=1e-4
     )
 

@@ -96,7 +96,7 @@ def state(seed: int = 0) -> Tensor:
 
 
 def seen(drafter: ReDrafter, row: Row, f: Tensor) -> Row:
-    drafter.last[row] = len(row.tokens) - 1, f
+    drafter.last_states[row] = len(row.tokens) - 1, f
     return row
 
 
@@ -277,7 +277,7 @@ def test_rows_do_not_see_each_other(llm: LLM) -> None:
     """Different budgets, a row without a state, one that may not guess: each gets what it gets alone."""
     drafter = drafter_of(llm, beam_width=4, nodes=20)
     rows = [seen(drafter, greedy([7, 8, i]), state(i)) for i in range(5)]
-    del drafter.last[rows[1]]
+    del drafter.last_states[rows[1]]
     budgets = [Budget(4, 16), Budget(4, 16), Budget(2, 5), Budget(0, 0), Budget(1, 4)]
     steps = [RowStep(row, 2, 1, budget=budget) for row, budget in zip(rows, budgets)]
     together = drafter.propose(Batch(steps)).trees

@@ -54,12 +54,12 @@ def test_what_it_learned_is_accepted(target: str, learned: str, monkeypatch: pyt
     assert right > 0.6
     tree = {"model": learned, "beam_width": 6, "nodes": 24, "num_speculative_tokens": 4}
     assert acceptance(target, tree) * 24 >= right * 4
-    said = Beams.said.fget  # type: ignore[attr-defined]
+    frontier_tokens = Beams.frontier_tokens.fget  # type: ignore[attr-defined]
 
     def early(self: Beams) -> list[int]:
-        return [self.row.tokens[-2]] if self.tree.frontier == [ROOT] else said(self)
+        return [self.row.tokens[-2]] if self.frontier == [ROOT] else frontier_tokens(self)
 
-    monkeypatch.setattr(Beams, "said", property(early))
+    monkeypatch.setattr(Beams, "frontier_tokens", property(early))
     assert acceptance(target, chain) < 0.3 * right
 
 

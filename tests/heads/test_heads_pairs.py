@@ -26,7 +26,7 @@ from outrider.core.step_input import StepInput
 from outrider.core.types import FINAL, Batch, Draft, Row
 from outrider.drafting.base import Target
 from outrider.heads.choose import Chooser
-from outrider.heads.recurrent import Recurrent, RecurrentOptions, Turn
+from outrider.heads.recurrent import Forwards, Recurrent, RecurrentOptions
 from outrider.heads.sample import read
 
 WIDE = 32  # of a pair in the pool
@@ -42,10 +42,10 @@ class Net:
     def pool(self, slots: int) -> Pool:
         return Pool(1, 1, WIDE, slots, torch.float32, torch.device("cpu"))
 
-    def enter(self, states: Tensor) -> Tensor:
+    def from_states(self, states: Tensor) -> Tensor:
         return states
 
-    def again(self, o: Tensor) -> Tensor:
+    def from_output(self, o: Tensor) -> Tensor:
         return o
 
     def forward(self, step_input: StepInput, pool: Pool, g: Tensor) -> Tensor:
@@ -85,9 +85,9 @@ class Oracle(Chooser):
 
 @dataclass
 class Log:
-    """turns: of every row what went in, (life, position, token, state); a row lives again after a preemption."""
+    """pairs: of every row what went in, (life, position, token, state); a preemption begins another life."""
 
-    turns: dict[Row, list[tuple[int, int, int, Tensor]]] = field(default_factory=lambda: defaultdict(list))
+    pairs: dict[Row, list[tuple[int, int, int, Tensor]]] = field(default_factory=lambda: defaultdict(list))
     lives: dict[Row, int] = field(default_factory=lambda: defaultdict(int))
 
 
@@ -101,23 +101,24 @@ class Listening(Recurrent):
         self.choose = Oracle(target, truth)
         self.log = Log()
         self.seen: list[tuple[list[int], Tensor, Tensor]] = []
-        self.guessed = self.shared = 0
-        self.whole = True  # all that a guess sees should be there
+        self.drafted = self.shared = 0
+        self.complete = True  # whether K/V of all positions before a draft token must be there
 
     def network(self) -> Any:
         return Net()
 
-    def _catch_up(self, turns: Sequence[Turn]) -> Tensor:
-        for turn in turns:
-            row, pending_states, states = turn.row, turn.pending_states, torch.cat(turn.pending_states.states)
-            for i, t in enumerate(range(pending_states.first, pending_states.end)):
-                self.log.turns[row].append((self.log.lives[row], t, row.tokens[t + 1], states[i]))
-        out = super()._catch_up(turns)
-        for turn in turns:
-            if turn.tree is not None:
-                self.guessed += 1
-                if self.whole:
-                    self.look(turn.row, turn.pending_states.end + 1)
+    def _catch_up(self, forwards: Forwards) -> Tensor:
+        for reading in forwards.readings:
+            row, cursor = reading.row, reading.cursor
+            states = torch.cat(cursor.states)
+            for i, t in enumerate(range(cursor.first, cursor.end)):
+                self.log.pairs[row].append((self.log.lives[row], t, row.tokens[t + 1], states[i]))
+        out = super()._catch_up(forwards)
+        for reading in forwards.readings:
+            if reading.tree is not None:
+                self.drafted += 1
+                if self.complete:
+                    self.look(reading.row, reading.cursor.end + 1)
         return out
 
     def look(self, row: Row, count: int) -> None:
@@ -131,7 +132,7 @@ class Listening(Recurrent):
     def propose(self, batch: Batch) -> Draft:
         draft = super().propose(batch)
         for row in batch.rows:
-            self.look(row, min(row.computed, self.synced[row]))
+            self.look(row, self.filled(row))
             self.shared += row.cached is not None and row.cached > 0
         return draft
 
@@ -180,7 +181,7 @@ def check(llm: LLM, drafter: Listening, once: bool = True) -> None:
             truth[key] = read(llm.engine.decoder, tokens, (FINAL,)).states[FINAL]
         return truth[key]
 
-    for row, records in drafter.log.turns.items():
+    for row, records in drafter.log.pairs.items():
         of_row = states(row.tokens)
         for life in {record[0] for record in records}:
             positions = [t for own, t, *_ in records if own == life]
@@ -204,7 +205,7 @@ def check(llm: LLM, drafter: Listening, once: bool = True) -> None:
         assert key[:, 0].tolist() == list(range(count)), "a pair lies beside another token than its own"
         assert key[:, 1].tolist() == tokens[1:]
         assert torch.equal(value, states(whole[tuple(tokens)])[:count, :WIDE])
-    assert drafter.guessed > 0
+    assert drafter.drafted > 0
     settled(llm)
 
 
@@ -234,7 +235,7 @@ def test_after_prefix_hits(checkpoint: str, plain: LLM) -> None:
     llm, drafter = put_to_work(checkpoint, plain, prompts, params, max_num_seqs=2)
     run(llm, prompts, params)
     assert drafter.shared > 0
-    first = {row: records[0][1] for row, records in drafter.log.turns.items()}
+    first = {row: records[0][1] for row, records in drafter.log.pairs.items()}
     assert any(start > 0 and (start + 1) % 16 == 0 for start in first.values()), "no page was shared"
     check(llm, drafter)
 
@@ -243,7 +244,7 @@ def test_two_samples_of_one_prompt(checkpoint: str, plain: LLM) -> None:
     prompts, params = tiny_prompts(3, seed=6, longest=50), [distribution(2 * i + 1, n=2) for i in range(3)]
     llm, drafter = put_to_work(checkpoint, plain, prompts, params)
     run(llm, prompts, params)
-    assert len(drafter.log.turns) == 6
+    assert len(drafter.log.pairs) == 6
     check(llm, drafter)
 
 
@@ -255,7 +256,7 @@ def test_after_preemption(checkpoint: str, plain: LLM) -> None:
     )
     run(llm, prompts, params)
     assert llm.engine.scheduler.preemptions > 0
-    assert any(len({life for life, *_ in records}) > 1 for records in drafter.log.turns.values())
+    assert any(len({life for life, *_ in records}) > 1 for records in drafter.log.pairs.values())
     check(llm, drafter)
 
 
@@ -271,11 +272,11 @@ def test_rows_that_do_not_guess(checkpoint: str, plain: LLM) -> None:
     def counting(commit: Any) -> None:
         nonlocal most
         observe(commit)
-        most = max(most, *(pending_states.count for pending_states in drafter.pending_by_row.values()))
+        most = max(most, *(cursor.count for cursor in drafter.catch_up.cursors.values()))
 
     drafter.observe = counting  # type: ignore[method-assign]
     run(llm, prompts, params)
-    silent = next(records for row, records in drafter.log.turns.items() if not row.params.speculate)
+    silent = next(records for row, records in drafter.log.pairs.items() if not row.params.speculate)
     assert len(silent) >= 64 and most <= 64 + 4
     check(llm, drafter)
 
@@ -290,12 +291,12 @@ def test_a_pair_whose_slot_is_not_there_waits(checkpoint: str, plain: LLM) -> No
     llm, drafter = put_to_work(checkpoint, plain, prompts, params)
     catch_up = drafter._catch_up
 
-    def watched(turns: Sequence[Turn]) -> Tensor:
-        for turn in turns:
-            assert turn.row.table is not None and turn.row.table.room > turn.pending_states.end, (
+    def watched(forwards: Forwards) -> Tensor:
+        for reading in forwards.readings:
+            assert reading.row.table is not None and reading.row.table.room > reading.cursor.end, (
                 "a pair beside a token that has no slot"
             )
-        return catch_up(turns)
+        return catch_up(forwards)
 
     drafter._catch_up = watched  # type: ignore[method-assign]
     run(llm, prompts, params)
@@ -336,7 +337,7 @@ def test_after_a_step_that_was_interrupted(
     """Ctrl-C before the head saw what became certain: those pairs are lost, later ones right, and the gap never counts as filled."""
     prompts, params = tiny_prompts(2, seed=3), [distribution(0, max_tokens=40), distribution(1)]
     llm, drafter = put_to_work(checkpoint, plain, prompts, params)
-    drafter.whole = False
+    drafter.complete = False
     stream, observe, left = llm.stream({"prompt_token_ids": prompts[0]}, params[0]), drafter.observe, [3]
     next(stream)
 
@@ -349,11 +350,11 @@ def test_after_a_step_that_was_interrupted(
     monkeypatch.setattr(drafter, "observe", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(llm, prompts[1:], params[1:])
-    before = drafter.guessed
+    before = drafter.drafted
     for last in stream:  # noqa: B007 - the last one is looked at
         pass
     assert last.outputs[0].token_ids == answer(plain, prompts[0], params[0]).outputs[0].token_ids
-    assert drafter.guessed > before + 2
+    assert drafter.drafted > before + 2
     check(llm, drafter, once=False)
 
 

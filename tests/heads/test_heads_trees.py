@@ -26,8 +26,9 @@ from outrider.draft.layerskip import LayerSkip
 from outrider.draft.union import Union
 from outrider.heads.base import HeadDrafter
 from outrider.heads.choose import Chooser
+from outrider.heads.ranks import RankAccuracy
 from outrider.heads.templates import EAGLE, MEDUSA, paths
-from outrider.heads.trees import Drawn, Dynamic, Growing, Static
+from outrider.heads.trees import DynamicTree, KVTree, RankTree, SampledTree
 from outrider.sampling.sampler import Sampler
 
 V = 7
@@ -50,24 +51,24 @@ def chooser() -> Chooser:
 CHOOSE = chooser()
 
 
-def grow(tree: Growing, seed: int, nodes: int) -> DraftTree:
+def grow(tree: KVTree, seed: int, nodes: int) -> DraftTree:
     """As a drafter does; every row that goes through the head sits in a guess's slot, below its parent, and no slot is used twice."""
     at: list[tuple[int, ...]] = [()]  # token paths of the rows of the last forward
     used: set[int] = set()
     for level in itertools.count():
-        tree.take(CHOOSE, torch.stack([logits_of(seed, path) for path in at]))
+        tree.add_level(CHOOSE, torch.stack([logits_of(seed, path) for path in at]))
         if not tree.sources:
             return tree.draft_tree
         step_input, before = StepInput(), at
         tree.add_to(step_input)
         step_input.build()
-        tips = tree.tips
-        assert step_input.length == len(tree.sources) == len(tips)
-        at = [tuple(said) for said, _ in tips]
+        paths_of_rows = tree.frontier_paths
+        assert step_input.length == len(tree.sources) == len(paths_of_rows)
+        at = [tuple(said) for said, _ in paths_of_rows]
         assert step_input.ids.tolist() == [path[-1] for path in at]
         assert step_input.positions.tolist() == [BASE + level] * len(at)
         assert [path[:-1] for path in at] == [before[source] for source in tree.sources]
-        assert step_input.slots.tolist() == [slots[-1] for _, slots in tips]
+        assert step_input.slots.tolist() == [slots[-1] for _, slots in paths_of_rows]
         fresh = set(step_input.slots.tolist())
         assert len(fresh) == len(at) and not fresh & used
         used |= fresh
@@ -96,7 +97,7 @@ BUDGETS = st.integers(1, 4).flatmap(lambda depth: st.tuples(st.just(depth), st.i
 @given(budget=BUDGETS, k=st.integers(1, 5), seed=st.integers(0, 999), temperature=st.sampled_from([0.0, 0.9]))
 def test_dynamic_trees_are_proper(budget: tuple[int, int], k: int, seed: int, temperature: float) -> None:
     row = row_at(temperature)
-    tree = grow(Dynamic(row, TABLE, BASE, Budget(*budget), k), seed, budget[1])
+    tree = grow(DynamicTree(row, TABLE, BASE, Budget(*budget), k), seed, budget[1])
     proper(tree, Budget(*budget))
     assert tree.tokens
 
@@ -110,12 +111,12 @@ def joint(seed: int, path: Sequence[int]) -> float:
 def test_a_dynamic_tree_is_the_likeliest_of_all(seed: int, nodes: int, depth: int) -> None:
     """Where no level is cut (k and all that goes on suffice), against every set of nodes that is closed under parents."""
     k, row = 2, row_at(0.0)
-    growing = Dynamic(row, TABLE, BASE, Budget(depth, max(nodes, depth)), k)
-    growing.wide = k**depth  # nothing is left behind
+    growing = DynamicTree(row, TABLE, BASE, Budget(depth, max(nodes, depth)), k)
+    growing.width = k**depth  # nothing is left behind
     at: list[tuple[int, ...]] = [()]
     while growing.sources:
-        growing.take(CHOOSE, torch.stack([logits_of(seed, path) for path in at]))
-        at = [tuple(path) for path, _ in growing.tips]
+        growing.add_level(CHOOSE, torch.stack([logits_of(seed, path) for path in at]))
+        at = [tuple(path) for path, _ in growing.frontier_paths]
     tree = growing.draft_tree
     candidates: list[tuple[int, ...]] = []
     layer: list[tuple[int, ...]] = [()]
@@ -148,7 +149,8 @@ def test_static_trees_are_proper(seed: int, nodes: int, depth: int, name: str) -
     """Never a node that the published tree does not have; at full budget all of it that the vocabulary allows."""
     published = set(paths({**EAGLE, **MEDUSA}[name]))
     budget = Budget(min(depth, nodes), nodes)
-    growing = Static(row_at(0.0), TABLE, BASE, budget, published)
+    shape = RankAccuracy.prior(budget.depth, 10).best_paths(budget.nodes, budget.depth, published)
+    growing = RankTree(row_at(0.0), shape, BASE, TABLE)
     tree = grow(growing, seed, nodes)
     proper(tree, budget)
     ranks = {
@@ -167,7 +169,7 @@ def test_static_trees_are_proper(seed: int, nodes: int, depth: int, name: str) -
 @given(budget=BUDGETS, k=st.integers(1, 4), seed=st.integers(0, 999))
 def test_drawn_trees_say_their_laws(budget: tuple[int, int], k: int, seed: int) -> None:
     row = row_at(0.9)
-    tree = grow(Drawn(row, TABLE, BASE, Budget(*budget), k, 0), seed, budget[1])
+    tree = grow(SampledTree(row, TABLE, BASE, Budget(*budget), k, 0), seed, budget[1])
     proper(tree, Budget(*budget))
     for i, path in enumerate(said(tree)):
         distribution = tree.distribution(i)
@@ -182,7 +184,7 @@ def test_nothing_likely_is_left_out_when_the_budget_grows() -> None:
     for seed in range(20):
         sums = []
         for nodes in range(3, 15):
-            tree = grow(Dynamic(row_at(0.0), TABLE, BASE, Budget(3, nodes), 5), seed, nodes)
+            tree = grow(DynamicTree(row_at(0.0), TABLE, BASE, Budget(3, nodes), 5), seed, nodes)
             sums.append(sum(joint(seed, path) for path in said(tree)))
         assert sums == sorted(sums)
 

@@ -1,4 +1,5 @@
-"""Catch-up of a drafter's KV pool: which positions of a request have K/V there, and which hidden states are pending.
+"""Catch-up of a drafter's KV pool: which positions of a request have K/V there, and which hidden states
+are pending.
 
 A drafter sees the target's hidden states one step after the tokens, so its pool lags behind the target's:
 
@@ -7,11 +8,11 @@ A drafter sees the target's hidden states one step after the tokens, so its pool
                     first …   end │
                     pending states│
 
-`filled` never exceeds `end`.  States stay pending after their K/V is written, until the step is known to have succeeded:
-a step that fails is repeated, and reads them again.
+`filled` never exceeds `end`.  States stay pending after their K/V is written, until the step is known to
+have succeeded: a step that fails is repeated, and reads them again.
 
-Positions whose states were lost (`start` > `end` in `append`) leave a gap.  Later positions are still read, but `filled`
-stays in front of the gap, so that no page behind it is shared.
+Positions whose states were lost (`start` > `end` in `append`) leave a gap.  Later positions are still
+read, but `filled` stays in front of the gap, so that no page behind it is shared.
 """
 
 from __future__ import annotations
@@ -23,10 +24,14 @@ from torch import Tensor
 
 from outrider.core.types import Row
 
+MAX_PENDING = 64  # states of a row without drafts that may be pending; then they are read all the same
+
 
 @dataclass(slots=True)
 class Cursor:
-    """Progress of one request: K/V of positions 0 … filled - 1 is complete; states of `first` … `end` - 1 are pending."""
+    """Progress of one request: K/V of positions 0 … filled - 1 is complete; states of `first` … `end` - 1
+    are pending.
+    """
 
     filled: int
     first: int
@@ -39,7 +44,9 @@ class Cursor:
         return self.first + self.count
 
     def append(self, start: int, states: Tensor) -> None:
-        """Add the states [n, width] of positions start, start + 1, …  Anything but `end` as start drops what is pending."""
+        """Add the states [n, width] of positions start, start + 1, …  Anything but `end` as start drops
+        what is pending.
+        """
         if start != self.end:
             self.first, self.count, self.num_written = start, 0, 0
             self.states.clear()
@@ -73,7 +80,9 @@ class CatchUp:
         self.cursors: dict[Row, Cursor] = {}
 
     def cursor(self, row: Row, start: int) -> Cursor:
-        """The cursor of a row.  A row that is new begins at `start`: its first positions came with shared pages."""
+        """The cursor of a row.  A row that is new begins at `start`: its first positions came with shared
+        pages.
+        """
         if row not in self.cursors:
             self.cursors[row] = Cursor(start, start)
         return self.cursors[row]

@@ -1,4 +1,6 @@
-"""A head's vocabulary: whether it is that of the target, and of a smaller one which token of the target each of its entries is."""
+"""A head's vocabulary: whether it is that of the target, and of a smaller one which token of the target
+each of its entries is.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ NESTED = ("model", "transformer_layer_config", "text_config")  # where configs h
 
 
 def check_size(head: Head, vocabulary: int) -> None:
-    """Raises ModelError for a head whose target had another number of tokens, but for padding: its tensors know, or else its config."""
+    """Raises ModelError for a head whose target had another number of tokens, but for padding: its tensors
+    know, or else its config.
+    """
     configs = [part for part in (head.config, *map(head.config.get, NESTED)) if isinstance(part, Mapping)]
     said = next(
         (part["vocab_size"] for part in configs if isinstance(part.get("vocab_size"), int)), vocabulary
@@ -37,9 +41,9 @@ def check_size(head: Head, vocabulary: int) -> None:
 def target_ids(head: Head, vocabulary: int) -> Tensor | None:
     """int32 [Vd], ascending: the target's token of each of the head's; None where it knows them all.
 
-    `d2t` int64 [Vd] says it, as an offset: entry i is token i + d2t[i].  Some files hold the token itself.  `t2d` bool [V], which tokens
-    the head knows, tells the two apart.  Without it a list that ascends from entry to entry holds tokens: offsets repeat wherever the head
-    knows neighbours.
+    `d2t` int64 [Vd] says it, as an offset: entry i is token i + d2t[i].  Some files hold the token itself.
+    `t2d` bool [V], which tokens the head knows, tells the two apart.  Without it a list that ascends from
+    entry to entry holds tokens: offsets repeat wherever the head knows neighbours.
     Raises ModelError where the two contradict each other, or the target has no such tokens.
     """
     if "d2t" not in head and "t2d" not in head:
@@ -55,7 +59,9 @@ def target_ids(head: Head, vocabulary: int) -> Tensor | None:
 
 
 def listed_ids(head: Head, name: str, vocabulary: int) -> Tensor:
-    """int32 [Vd] of a tensor that lists the target's tokens in any order.  Raises ModelError where the target has no such tokens."""
+    """int32 [Vd] of a tensor that lists the target's tokens in any order.  Raises ModelError where the
+    target has no such tokens.
+    """
     ids = _column(head, name).long()
     if not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
         raise ModelError(

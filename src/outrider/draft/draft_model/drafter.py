@@ -20,7 +20,8 @@ from outrider.draft.draft_model.options import DraftModelOptions
 from outrider.draft.draft_model.staged import Staged
 from outrider.drafting import stop
 from outrider.drafting.base import Drafter, Target
-from outrider.drafting.trees.sampled import RANKED, Tree
+from outrider.drafting.trees.builder import RANK_CONFIDENCE
+from outrider.drafting.trees.sampled import Tree
 from outrider.drafting.view import SELF, View, Window
 from outrider.drafting.vocab.mismatch import fits
 from outrider.errors import OutriderError
@@ -211,7 +212,7 @@ class ModelDrafter(Drafter):
         if found is None:
             return False
         for start, tokens in zip(starts, found[0]):
-            trees[start.r] = DraftTree.chain(tokens, RANKED[:1] * len(tokens))
+            trees[start.r] = DraftTree.chain(tokens, RANK_CONFIDENCE[:1] * len(tokens))
         for start, features in zip(starts, found[1]):
             self.stop.note(batch[start.r].row, features)
         return True
@@ -268,7 +269,7 @@ class ModelDrafter(Drafter):
         tokens, shares = self.sampler.top(
             tree.row, tree.path_tokens(node), logits, tree.siblings, not ranked, at
         )
-        return [(node, token, p) for token, p in zip(tokens, RANKED if ranked else shares)]
+        return [(node, token, p) for token, p in zip(tokens, RANK_CONFIDENCE if ranked else shares)]
 
     def _distribution(self, tree: Tree, node: int, logits: Tensor, at: int) -> Tensor | None:
         """q after a node, over the target's vocabulary, with the request's own parameters; None where it fails."""

@@ -22,7 +22,7 @@ from outrider.core.params import SamplingParams
 from outrider.core.types import EMPTY_TREE, NO_BUDGET, Batch, Budget, Draft, DraftTree, Row
 from outrider.draft.draft_model.drafter import ModelDrafter
 from outrider.drafting.base import Target
-from outrider.drafting.trees.sampled import RANKED
+from outrider.drafting.trees.builder import RANK_CONFIDENCE
 from outrider.drafting.vocab.incremental import NEUTRAL, Language, Reading
 from outrider.sampling.sampler import GREEDY
 
@@ -115,7 +115,7 @@ class Retokenized(ModelDrafter):
         tokens = self.theirs.tokens(text, before, NEUTRAL)[0] if text else []
         if ends < len(ids) and self.theirs.eos is not None:
             tokens.append(self.theirs.eos)
-        return DraftTree.chain(tokens[:depth], RANKED[:1] * len(tokens[:depth]))
+        return DraftTree.chain(tokens[:depth], RANK_CONFIDENCE[:1] * len(tokens[:depth]))
 
     def forget(self, row: Row, reason: str) -> None:
         shadow = self.shadows.pop(row, None)

@@ -1,10 +1,11 @@
-"""EAGLE-1 and EAGLE-2 (arXiv 2401.15077, 2406.16858): one transformer layer continues the target's last states.
+"""EAGLE-1 and EAGLE-2 (arXiv 2401.15077, 2406.16858): one transformer layer continues the target's last
+states.
 
     position of the target      t         t+1
     state that its head reads   f_t                     the target said x_t+1 from it
     token                                 x_t+1
-    g_t = fc [e(x_t+1); f_t],  o_t = layer(g_t)         o_t stands for f_t+1: the target's own head says x_t+2 from it
-    next step                             (o_t, x_t+2 as guessed)
+    g_t = fc [e(x_t+1); f_t],  o_t = layer(g_t)         o_t stands for f_t+1: the target's own head says
+    x_t+2 from it next step                             (o_t, x_t+2 as guessed)
 
 The two differ in the tree only; "dynamic" is EAGLE-2's.  Positions and K/V: see heads/recurrent.py.
 """
@@ -75,10 +76,10 @@ class Packed:
     def pool(self, slots: int) -> Pool:
         return self.sizes.pool(len(self.blocks), slots, self.model)
 
-    def enter(self, states: Tensor) -> Tensor:
+    def from_states(self, states: Tensor) -> Tensor:
         return states
 
-    def again(self, o: Tensor) -> Tensor:
+    def from_output(self, o: Tensor) -> Tensor:
         return o
 
     def forward(self, step_input: StepInput, pool: Pool, g: Tensor) -> Tensor:

@@ -1,7 +1,9 @@
-"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840): a head of one layer that reads what enters three layers of the target.
+"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840): a head of one layer that reads what enters three layers of
+the target.
 
-It says x_t+2 from the states at t and the token x_t+1, over a vocabulary of its own; what it computed stands for the next state, so that
-it goes on from its own guesses (see heads/recurrent.py for where K/V lies, heads/dynamic.py for the trees).
+It says x_t+2 from the states at t and the token x_t+1, over a vocabulary of its own; what it computed
+stands for the next state, so that it goes on from its own guesses (see heads/recurrent.py for where K/V
+lies, heads/dynamic.py for the trees).
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ class Eagle3(Recurrent):
 
     @dataclass(frozen=True)
     class Options(RecurrentOptions):
-        """eagle_aux_hidden_state_layer_ids: which layers' inputs the head reads, as vLLM counts; tap_offset: added to what the file says
-        (SpecForge and SGLang count what leaves a layer, offset 1).  None for both: as the file's producer counts, which is worth a look
-        where acceptance is low."""
+        """eagle_aux_hidden_state_layer_ids: which layers' inputs the head reads, as vLLM counts;
+        tap_offset: added to what the file says (SpecForge and SGLang count what leaves a layer, offset 1).
+        None for both: as the file's producer counts, which is worth a look where acceptance is low."""
 
         eagle_aux_hidden_state_layer_ids: Sequence[int] | None = None
         tap_offset: int | None = None

@@ -1,8 +1,8 @@
 """The network of an EAGLE-3 head on the target's kernels.
 
 g = fc(states of the target)                       or what recurs
-x = g + attend(qkv([norm(e); norm(g)]));  x += mlp(norm(x))      e: embedding of the token that followed, first
-logits = lm_head(norm(x)) over the head's own tokens;            x recurs, before `norm`
+x = g + attend(qkv([norm(e); norm(g)]));  x += mlp(norm(x))      e: embedding of the token that followed,
+first logits = lm_head(norm(x)) over the head's own tokens;            x recurs, before `norm`
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ PIECE = 4096  # tokens whose embeddings are compared at once
 
 class Packed:
     def __init__(self, reader: Reader, target: Target, facts: Facts) -> None:
-        """reader: of a head under our names.  Raises ModelError where it does not fit the target, or something is missing."""
+        """reader: of a head under our names.  Raises ModelError where it does not fit the target, or
+        something is missing.
+        """
         head, h = reader.head, facts.hidden
         self.model, self.kernels, self.facts, self.reader = target.decoder, reader.kernels, facts, reader
         self.taps, self.ids = facts.taps, target_ids(head, target.vocabulary)
@@ -49,7 +51,7 @@ class Packed:
     def pool(self, slots: int) -> Pool:
         return self.sizes.pool(self.facts.layers, slots, self.model)
 
-    def enter(self, states: Tensor) -> Tensor:
+    def from_states(self, states: Tensor) -> Tensor:
         """[n, h] of the target's states [n, taps * hidden]."""
         run, eps = self.kernels, self.facts.eps
         x = states.contiguous()
@@ -70,7 +72,7 @@ class Packed:
             x = block(x, step_input, pool, layer)
         return x
 
-    def again(self, o: Tensor) -> Tensor:
+    def from_output(self, o: Tensor) -> Tensor:
         return self._normed(o) if self.facts.output_normed else o
 
     def logits(self, o: Tensor) -> Tensor:

@@ -15,7 +15,9 @@ from outrider.models.fallback.row_invariant import by_rows
 
 
 class Packed:
-    """ids: int32 [Vd], the target's token of each that the heads know; None where they know all.  outputs: Vd."""
+    """ids: int32 [Vd], the target's token of each that the heads know; None where they know all.  outputs:
+    Vd.
+    """
 
     def __init__(self, reader: Reader, target: Target) -> None:
         """reader: of a head under our names.  Raises ModelError where it does not fit the target."""
@@ -77,7 +79,9 @@ class Packed:
 
 
 def token_map(head: Head, vocabulary: int) -> Tensor | None:
-    """int32 [Vd]: the target's token of each of the head's.  Raises ModelError where the target has no such tokens."""
+    """int32 [Vd]: the target's token of each of the head's.  Raises ModelError where the target has no such
+    tokens.
+    """
     if "token_map" not in head:
         return None
     ids = head.raw("token_map")

@@ -70,13 +70,13 @@ class Packed:
     def pool(self, slots: int) -> Pool:
         return self.sizes.pool(len(self.layers), slots, self.model)
 
-    def enter(self, states: Tensor) -> Tensor:
+    def from_states(self, states: Tensor) -> Tensor:
         return states
 
     def forward(self, step_input: StepInput, pool: Pool, g: Tensor, layer: int = 0) -> Tensor:
         return self.layers[layer](g, step_input, pool, layer)
 
-    def again(self, o: Tensor, layer: int = 0) -> Tensor:
+    def from_output(self, o: Tensor, layer: int = 0) -> Tensor:
         return o if self.prenorm else self.layers[layer].normed(o)
 
     def logits(self, o: Tensor, layer: int = 0) -> Tensor:
