@@ -41,7 +41,8 @@ class Packed:
         head, model = reader.head, target.decoder
         if (wide := model.embed([0]).shape[1]) != model.spec.hidden:
             raise ModelError(
-                f"{head.name!r} reads embeddings as wide as the target's states, {model.spec.hidden}, and the target's are {wide}."
+                f"{head.name!r} reads embeddings as wide as the target's states, {model.spec.hidden}, and the target's "
+                f"are {wide}."
             )
         self.model, self.kernels, hidden = model, reader.kernels, model.spec.hidden
         self.fc = reader.linear("fc", hidden, 2 * hidden)
@@ -58,16 +59,13 @@ class Packed:
         )
         self.pairs = Pairs(model, norm_token, norm_state, self.sizes.eps)
         self.ids = self.lm_head = None
-        if "token_map" in head:  # it knows some of the tokens only, and has a head for these
+        if "token_map" in head:  # a reduced vocabulary with an lm head of its own
             self.ids = listed_ids(head, "token_map", target.vocabulary)
             self.lm_head = reader.some("lm_head", self.ids, hidden)
 
     def _norm(self, reader: Reader, name: str) -> Tensor | None:
-        return (
-            reader.vector(f"{name}.weight", self.model.spec.hidden)
-            if f"{name}.weight" in reader.head
-            else None
-        )
+        name = f"{name}.weight"
+        return reader.vector(name, self.model.spec.hidden) if name in reader.head else None
 
     @property
     def slot_bytes(self) -> int:
@@ -90,11 +88,9 @@ class Packed:
 
     def logits(self, o: Tensor) -> Tensor:
         o = o if self.norm_out is None else self.kernels.rms_norm(o, self.norm_out, self.sizes.eps)
-        return (
-            self.model.head_logits(o)
-            if self.lm_head is None
-            else self.kernels.linear(o, self.lm_head).float()
-        )
+        if self.lm_head is None:
+            return self.model.head_logits(o)
+        return self.kernels.linear(o, self.lm_head).float()
 
 
 class Eagle(Recurrent):
@@ -102,7 +98,7 @@ class Eagle(Recurrent):
 
     @dataclass(frozen=True)
     class Options(RecurrentOptions):
-        """As all heads that recur; a published tree by name is EAGLE-1's."""
+        """As of all recurrent heads; a published tree by name is EAGLE-1's."""
 
     @classmethod
     def claims(cls, head: Head) -> int:
@@ -115,19 +111,19 @@ class Eagle(Recurrent):
 
     @classmethod
     def example(cls, target: Target) -> Drafter:
-        """A random head, and a tree that is wide and deep."""
+        """A random head, and a wide and deep tree."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             network = Network.like(target)
-        return cls(
-            cls.Options(nodes=24, top_k=4), target, Head.of("example", network.config(), network.state_dict())
-        )
+        head = Head.of("example", network.config(), network.state_dict())
+        return cls(cls.Options(nodes=24, top_k=4), target, head)
 
     def network(self) -> Net:
         self.head = understood(self.head)
         fc, hidden = self.head.shape("fc.weight"), self.hidden
         if fc != (hidden, 2 * hidden):
             raise ModelError(
-                f"{self.head.name!r} does not fit the target: its fc is {fc}, and the target's hidden size needs {(hidden, 2 * hidden)}."
+                f"{self.head.name!r} does not fit the target: its fc is {fc}, and the target's hidden size needs "
+                f"{(hidden, 2 * hidden)}."
             )
         return Packed(Reader(self.head, self.kernels, self.reader.bits), self.target)

@@ -35,27 +35,21 @@ class Eagle3(Recurrent):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            given, offset = self.eagle_aux_hidden_state_layer_ids, self.tap_offset
-            listed = given is None or (
-                isinstance(given, Sequence)
-                and not isinstance(given, str)
-                and all(map(_whole, given))
-                and given
-            )
-            if not listed:
-                raise ConfigError(f"{layouts.TAPS} must be a list of layer numbers, got {given!r}.")
+            layers, offset = self.eagle_aux_hidden_state_layer_ids, self.tap_offset
+            if layers is not None and not _layer_numbers(layers):
+                raise ConfigError(f"{layouts.TAPS} must be a list of layer numbers, got {layers!r}.")
             if offset is not None and not _whole(offset):
                 raise ConfigError(f"tap_offset must be a whole number, got {offset!r}.")
-            if given is not None and offset is not None:
+            if layers is not None and offset is not None:
                 raise ConfigError(
                     f"tap_offset moves what the file says, and {layouts.TAPS} replaces it: leave one of them out."
                 )
 
     def network(self) -> Net:
-        head, asked = layouts.understood(self.head), self.options
+        head, options = layouts.understood(self.head), self.options
         self.reader = Reader(head, self.kernels, self.reader.bits)
         layers = self.target.decoder.spec.layers
-        facts = layouts.Facts.of(head, layers, asked.eagle_aux_hidden_state_layer_ids, asked.tap_offset)
+        facts = layouts.Facts.of(head, layers, options.eagle_aux_hidden_state_layer_ids, options.tap_offset)
         return Packed(self.reader, self.target, facts)
 
     @classmethod
@@ -69,7 +63,7 @@ class Eagle3(Recurrent):
 
     @classmethod
     def example(cls, target: Target) -> Drafter:
-        """A random network of the right shape, which knows two thirds of the tokens."""
+        """A random network over two thirds of the tokens."""
         from outrider.draft.eagle3.network import Network, Settings
 
         network = Network.random(Settings.fitting(target))
@@ -78,3 +72,8 @@ class Eagle3(Recurrent):
 
 def _whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _layer_numbers(value: Any) -> bool:
+    listed = isinstance(value, Sequence) and not isinstance(value, str)
+    return listed and len(value) > 0 and all(map(_whole, value))
