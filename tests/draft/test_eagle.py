@@ -246,7 +246,7 @@ def taught(toy: LLM, tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_head(folder, *exported(network.config(), network.state_dict(), "reference"))
 
 
-def test_a_taught_head_is_mostly_right(toy: LLM, taught: str) -> None:
+def test_a_trained_head_is_mostly_right(toy: LLM, taught: str) -> None:
     """Chance is 1/512.  The exported file is detected; a chain, and trees, of 8 nodes of which one a level can be right."""
     target = toy.engine.options.model
     assert acceptance(target, {"model": taught, "tree": "chain", "num_speculative_tokens": 1}) > 0.2

@@ -42,7 +42,7 @@ def chained(toy: LLM, tmp_path: Path) -> tuple[LLM, Beside]:
     return toy.variant({"model": folder, "tree": "chain"}), Beside(toy, parts)
 
 
-def test_a_head_guesses_for_its_own_position(chained: tuple[LLM, Beside]) -> None:
+def test_each_head_drafts_for_its_own_position(chained: tuple[LLM, Beside]) -> None:
     llm, beside = chained
     heard = listened(llm, [5, 6, 7])
     assert len(heard) > 10
@@ -52,7 +52,7 @@ def test_a_head_guesses_for_its_own_position(chained: tuple[LLM, Beside]) -> Non
     assert max(len(tree.tokens) for _, tree in heard) == 4
 
 
-def test_guesses_have_the_noise_of_their_position(chained: tuple[LLM, Beside]) -> None:
+def test_drafts_use_the_noise_of_their_position(chained: tuple[LLM, Beside]) -> None:
     llm, beside = chained
     heard, differ = listened(llm, [5, 6, 7], temperature=0.9, seed=11), 0
     for tokens, tree in heard:
@@ -63,7 +63,7 @@ def test_guesses_have_the_noise_of_their_position(chained: tuple[LLM, Beside]) -
     assert len(heard) > 10 and differ > 5
 
 
-def test_processors_see_the_positions_of_guesses(chained: tuple[LLM, Beside]) -> None:
+def test_processors_see_the_positions_of_drafts(chained: tuple[LLM, Beside]) -> None:
     """A token that ends the text may not be said before its time, and a processor sees the guesses before."""
     llm, beside = chained
     favourite = int(beside([5, 6, 7, 9])[1].argmax())
@@ -85,7 +85,7 @@ def test_processors_see_the_positions_of_guesses(chained: tuple[LLM, Beside]) ->
         assert favourite in [tokens[-1], *tree.tokens][:2]
 
 
-def test_a_level_has_one_law(toy: LLM, tmp_path: Path) -> None:
+def test_a_level_has_one_distribution(toy: LLM, tmp_path: Path) -> None:
     """Guesses that are drawn say from what: the law of the level's head, whichever node they hang from."""
     parts = parts_of(3)
     folder = save_head(tmp_path, CONFIG, reference(parts), PT)
@@ -104,7 +104,7 @@ def test_a_level_has_one_law(toy: LLM, tmp_path: Path) -> None:
     assert first != [int(beside(tokens)[0].argmax()) for tokens, _ in heard], "drawn, not chosen"
 
 
-def test_drawn_guesses_have_the_law(toy: LLM, tmp_path: Path) -> None:
+def test_sampled_drafts_follow_their_distribution(toy: LLM, tmp_path: Path) -> None:
     """Over many seeds that said the same first token, a draw is as likely as its law says, and the next level's owes nothing to it."""
     parts = [(blocks, lm_head * 0.3) for blocks, lm_head in parts_of(2) if lm_head is not None]
     llm = toy.variant(
@@ -143,7 +143,7 @@ def test_drawn_guesses_have_the_law(toy: LLM, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", MEDUSA)
-def test_published_trees_are_guessed_whole(name: str, toy: LLM, tmp_path: Path) -> None:
+def test_published_trees_are_drafted_completely(name: str, toy: LLM, tmp_path: Path) -> None:
     parts = parts_of(5)
     folder = save_head(tmp_path, CONFIG, reference(parts), PT)
     llm = toy.variant({"model": folder, "tree": name})
@@ -155,7 +155,7 @@ def test_published_trees_are_guessed_whole(name: str, toy: LLM, tmp_path: Path) 
     assert sorted(found.values())[1:] == sorted(paths(MEDUSA[name])) and len(tree.tokens) == 63
 
 
-def test_a_smaller_budget_takes_what_is_worth_most(toy: LLM, tmp_path: Path) -> None:
+def test_a_smaller_budget_takes_the_most_accurate_paths(toy: LLM, tmp_path: Path) -> None:
     drafter = drafter_of(
         toy, save_head(tmp_path, CONFIG, reference(parts_of(3)), PT), tree="mc_sim_7b_63", nodes=5
     )
@@ -165,7 +165,7 @@ def test_a_smaller_budget_takes_what_is_worth_most(toy: LLM, tmp_path: Path) -> 
     assert drafter.memory.best_paths(5, 3, drafter.paths) == [(i,) for i in range(5)]
 
 
-def test_own_tree_follows_what_is_right(toy: LLM, tmp_path: Path) -> None:
+def test_own_tree_follows_accuracy(toy: LLM, tmp_path: Path) -> None:
     """Where the best guess of each head is always right, the tree grows deep; what is never right loses its worth."""
     drafter = drafter_of(toy, save_head(tmp_path, CONFIG, reference(parts_of(3)), PT), nodes=8)
     chain = [(0,), (0, 0), (0, 0, 0)]
@@ -247,7 +247,7 @@ def taught(toy: LLM, tmp_path_factory: pytest.TempPathFactory) -> str:
     )
 
 
-def test_a_taught_head_is_mostly_right(toy: LLM, taught: str) -> None:
+def test_a_trained_head_is_mostly_right(toy: LLM, taught: str) -> None:
     """Chance is 1/512.  Sampled texts: every guess is about a token that depends on one that was drawn."""
     target = toy.engine.options.model
     assert acceptance(target, {"model": taught, "tree": "chain", "num_speculative_tokens": 1}) > 0.5
@@ -267,7 +267,7 @@ def test_a_shift_is_caught(toy: LLM, taught: str, monkeypatch: pytest.MonkeyPatc
     )
 
 
-def test_a_row_has_no_guess_without_a_state(toy: LLM, tmp_path: Path) -> None:
+def test_a_row_without_a_state_gets_no_drafts(toy: LLM, tmp_path: Path) -> None:
     """Neither in the step that reads its prompt nor when it asked for none; and nothing of it is kept."""
     folder = save_head(tmp_path, CONFIG, reference(parts_of(3)), PT)
     llm = toy.variant({"model": folder})
@@ -282,7 +282,7 @@ def test_a_row_has_no_guess_without_a_state(toy: LLM, tmp_path: Path) -> None:
     assert not llm.engine.drafter.last_states  # type: ignore[attr-defined]
 
 
-def test_a_rank_is_credited_with_its_own_guess_in_a_union(toy: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_union_updates_the_accuracy_of_the_right_rank(toy: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 is always right, and the only one of the head's that the merged tree keeps."""
     prompt, params = (
         {"prompt_token_ids": [1, 2, 3]},

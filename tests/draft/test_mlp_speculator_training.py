@@ -53,7 +53,7 @@ def loaded(llm: LLM, config: dict[str, Any], tensors: dict[str, Tensor]) -> MlpS
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_what_is_trained_is_what_guesses(name: str, llm: LLM) -> None:
+def test_training_network_equals_the_drafter(name: str, llm: LLM) -> None:
     """`forward` says what the drafter says of the file that is saved, of every export, too."""
     torch.manual_seed(1)
     network = NETWORKS[name]()
@@ -165,7 +165,7 @@ def test_sizes_of_published_files(
 
 
 @pytest.mark.parametrize(("name", "steps"), [("mlp", 300), ("lstm", 150)])
-def test_what_is_learnt_is_accepted(
+def test_drafts_of_a_trained_network_are_accepted(
     name: str,
     steps: int,
     target: str,

@@ -95,7 +95,7 @@ def listened(llm: LLM) -> list[tuple[list[int], DraftTree]]:
 
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("tree", ["chain", "dynamic", "mc_sim_7b_63"])
-def test_guesses_are_what_the_layers_say(toy: LLM, tmp_path: Path, layers: int, tree: str) -> None:
+def test_drafts_equal_those_of_naive_layers(toy: LLM, tmp_path: Path, layers: int, tree: str) -> None:
     """Chunks of 5 tokens, two samples of one prompt, a second prompt that shares its beginning, and one of two tokens; one level more
     than there are layers."""
     w = tensors(layers)
@@ -202,7 +202,7 @@ def taught(request: pytest.FixtureRequest, toy: LLM, tmp_path_factory: pytest.Te
     return save_head(tmp_path_factory.mktemp("taught"), *exports)
 
 
-def test_taught_layers_are_mostly_right(toy: LLM, taught: str) -> None:
+def test_trained_layers_are_mostly_right(toy: LLM, taught: str) -> None:
     """Of two levels.  Chance is 1/512, and layers that were not taught, which pass the token's embedding on, reach 0.08."""
     assert (
         acceptance(toy.engine.options.model, {"model": taught, "tree": "chain", "num_speculative_tokens": 2})

@@ -149,7 +149,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Any, str]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_says_what_a_naive_network_says(layout: str, llm: LLM, tmp_path: Path) -> None:
+def test_logits_of_every_layout_equal_a_naive_network(layout: str, llm: LLM, tmp_path: Path) -> None:
     given, rename, file = LAYOUTS[layout]
     net = network(**given)
     tensors = {name: tensor.detach() for name, tensor in net.state_dict().items()}
@@ -273,7 +273,7 @@ def test_noise_ranks_the_beams(llm: LLM) -> None:
     assert guess(drafter, seen(drafter, row, state()), 1).tokens == best
 
 
-def test_rows_do_not_see_each_other(llm: LLM) -> None:
+def test_rows_are_independent(llm: LLM) -> None:
     """Different budgets, a row without a state, one that may not guess: each gets what it gets alone."""
     drafter = drafter_of(llm, beam_width=4, nodes=20)
     rows = [seen(drafter, greedy([7, 8, i]), state(i)) for i in range(5)]
@@ -289,7 +289,7 @@ def test_rows_do_not_see_each_other(llm: LLM) -> None:
     assert stale == EMPTY_TREE
 
 
-def test_drawn_guesses_say_their_laws(llm: LLM) -> None:
+def test_sampled_drafts_carry_their_distributions(llm: LLM) -> None:
     """Every law is the head's own behind the path; a small tree still reaches its levels."""
     drafter = drafter_of(llm, beam_width=4, nodes=8)
     drafter.drawn = True

@@ -198,7 +198,7 @@ def test_what_else_is_in_a_file_of_a_target_may_be_quantised() -> None:
 
 
 @pytest.mark.parametrize("method", ["medusa", "hydra", "dflash"])
-def test_only_trees_that_were_chosen_teach_ranks(method: str, toy: LLM) -> None:
+def test_only_chosen_trees_update_the_accuracy(method: str, toy: LLM) -> None:
     """The first of several draws is no better than the last."""
     target = toy.engine.target
     drafter = draft.method(method).example(target)

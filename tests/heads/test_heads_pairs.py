@@ -216,7 +216,7 @@ def distribution(i: int, **more: Any) -> SamplingParams:
 
 
 @pytest.mark.parametrize("tree", ["chain", "dynamic", "mc_sim_7b_63"])
-def test_ragged_prompts_in_chunks(checkpoint: str, plain: LLM, tree: str) -> None:
+def test_chunked_prompts_of_different_lengths(checkpoint: str, plain: LLM, tree: str) -> None:
     prompts = tiny_prompts(6, seed=4, longest=60)
     params = [distribution(i) for i in range(6)]
     llm, drafter = put_to_work(
@@ -260,7 +260,7 @@ def test_after_preemption(checkpoint: str, plain: LLM) -> None:
     check(llm, drafter)
 
 
-def test_rows_that_do_not_guess(checkpoint: str, plain: LLM) -> None:
+def test_rows_without_drafts_are_read_before_many_states_are_pending(checkpoint: str, plain: LLM) -> None:
     """Their states are read now and then, so that they do not pile up and their pages can be shared."""
     prompts, params = (
         tiny_prompts(2, seed=8),
@@ -281,7 +281,7 @@ def test_rows_that_do_not_guess(checkpoint: str, plain: LLM) -> None:
     check(llm, drafter)
 
 
-def test_a_pair_whose_slot_is_not_there_waits(checkpoint: str, plain: LLM) -> None:
+def test_a_pair_without_a_slot_is_not_read(checkpoint: str, plain: LLM) -> None:
     """A prompt that fills its page, and no guesses that would have brought the next one: slot 0 is another row's."""
     prompts = [
         tiny_prompts(1, seed=9, longest=40)[0][:3] * 12,
@@ -303,7 +303,7 @@ def test_a_pair_whose_slot_is_not_there_waits(checkpoint: str, plain: LLM) -> No
     check(llm, drafter)
 
 
-def test_after_a_forward_that_was_interrupted(
+def test_an_interrupted_forward_is_repeated(
     checkpoint: str, plain: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was read before the target was interrupted is read once more, to the same numbers; nothing is left out."""
@@ -331,7 +331,7 @@ def test_after_a_forward_that_was_interrupted(
     check(llm, drafter, once=False)
 
 
-def test_after_a_step_that_was_interrupted(
+def test_lost_states_leave_a_gap_that_is_not_shared(
     checkpoint: str, plain: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C before the head saw what became certain: those pairs are lost, later ones right, and the gap never counts as filled."""
@@ -358,7 +358,7 @@ def test_after_a_step_that_was_interrupted(
     check(llm, drafter, once=False)
 
 
-def test_a_shift_would_be_seen(checkpoint: str, plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shifted_pair_is_detected(checkpoint: str, plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """This very test, on a drafter that pairs each state with the token before."""
     prompts, params = tiny_prompts(2, seed=3), [distribution(0), distribution(1)]
     llm, drafter = put_to_work(checkpoint, plain, prompts, params)
@@ -374,7 +374,7 @@ def test_a_shift_would_be_seen(checkpoint: str, plain: LLM, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("family", ["Llama", "GPTNeoX"])
-def test_states_of_the_target(family: str, tmp_path: Path) -> None:
+def test_committed_states_equal_those_of_transformers(family: str, tmp_path: Path) -> None:
     """Commit.states against transformers' own hidden states, along accepted paths and chunks."""
     import transformers
 

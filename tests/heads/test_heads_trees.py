@@ -167,7 +167,7 @@ def test_static_trees_are_proper(seed: int, nodes: int, depth: int, name: str) -
 
 @settings(max_examples=60, deadline=None)
 @given(budget=BUDGETS, k=st.integers(1, 4), seed=st.integers(0, 999))
-def test_drawn_trees_say_their_laws(budget: tuple[int, int], k: int, seed: int) -> None:
+def test_sampled_trees_carry_their_distributions(budget: tuple[int, int], k: int, seed: int) -> None:
     row = row_at(0.9)
     tree = grow(SampledTree(row, TABLE, BASE, Budget(*budget), k, 0), seed, budget[1])
     proper(tree, Budget(*budget))
@@ -179,7 +179,7 @@ def test_drawn_trees_say_their_laws(budget: tuple[int, int], k: int, seed: int) 
         assert distribution[path[-1]] > 0
 
 
-def test_nothing_likely_is_left_out_when_the_budget_grows() -> None:
+def test_a_larger_budget_is_at_least_as_likely() -> None:
     """A larger budget of the same depth finds a tree that is at least as likely."""
     for seed in range(20):
         sums = []
@@ -198,7 +198,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[LLM, LLM]:
 @pytest.mark.parametrize(
     "head", [name for name, method in draft.methods().items() if issubclass(method, HeadDrafter)]
 )
-def test_an_early_exit_beside_a_head(pair: tuple[LLM, LLM], head: str) -> None:
+def test_union_of_an_early_exit_and_a_head(pair: tuple[LLM, LLM], head: str) -> None:
     """A union of the target's own first layers, which hand their states to verification, and a head that wants to see some."""
     plain, fast = pair
     early = LayerSkip(LayerSkip.Options(early_exit=2, exit_threshold=None), fast.engine.target)

@@ -88,8 +88,8 @@ class HeadDrafter(Drafter):
             quantized and "model.norm.weight" not in head
         ):  # a whole target may hold any tensors besides the head's
             raise ModelError(
-                f"{head.name!r} is quantised ({quantized}): load the unquantised head, or one in compressed-tensors "
-                "(pack-quantized); 'quantization' quantises it while loading."
+                f"{head.name!r} is quantised ({quantized}): load the unquantised head, or one in "
+                "compressed-tensors (pack-quantized); 'quantization' quantises it while loading."
             )
 
     def _open(self, options: Any) -> Head:

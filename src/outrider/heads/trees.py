@@ -280,5 +280,5 @@ def sample_children(tree: Tree, choose: Chooser, logits: Tensor) -> None:
 
 
 def sources_of(tree: Tree, parents: Sequence[int]) -> list[int]:
-    """For every node of the frontier, which of `parents` it hangs from; empty if the tree does not grow on."""
+    """For every node of the frontier, which of `parents` is its own; empty if the tree is complete."""
     return [parents.index(tree.parents[node]) for node in tree.frontier] if tree.growing else []

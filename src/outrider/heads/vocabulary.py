@@ -54,8 +54,8 @@ def target_ids(head: Head, vocabulary: int) -> Tensor | None:
     assert ids is not None
     if not _valid(ids, vocabulary):
         raise ModelError(
-            f"{head.name!r} does not fit the target: its vocabulary reaches token {_last(ids)}, the target has "
-            f"{vocabulary}."
+            f"{head.name!r} does not fit the target: its vocabulary reaches token {_last(ids)}, the target "
+            f"has {vocabulary}."
         )
     return None if len(ids) == vocabulary else ids.to(torch.int32)
 
@@ -79,15 +79,15 @@ def _read(head: Head, known: Tensor | None, vocabulary: int) -> Tensor:
     if known is not None:
         if not (torch.equal(offset, known) or torch.equal(table, known)):
             raise ModelError(
-                f"d2t and t2d of {head.name!r} contradict each other: {len(table)} and {len(known)} tokens, not the "
-                "same ones."
+                f"d2t and t2d of {head.name!r} contradict each other: {len(table)} and {len(known)} "
+                "tokens, not the same ones."
             )
         return known
     ids = table if bool((table.diff() > 0).all()) else offset
     if not _valid(ids, vocabulary):
         raise ModelError(
-            f"d2t of {head.name!r} is neither an offset nor a list of ascending ids below {vocabulary}, the target's "
-            "vocabulary."
+            f"d2t of {head.name!r} is neither an offset nor a list of ascending ids below {vocabulary}, "
+            "the target's vocabulary."
         )
     return ids
 
@@ -96,7 +96,8 @@ def _column(head: Head, name: str) -> Tensor:
     column = head.raw(name)
     if column.dim() != 1 or column.is_floating_point():
         raise ModelError(
-            f"{name} of {head.name!r} is {column.dtype} {tuple(column.shape)}; a list of whole numbers is needed."
+            f"{name} of {head.name!r} is {column.dtype} {tuple(column.shape)}; a list of whole numbers is "
+            "needed."
         )
     return column
 

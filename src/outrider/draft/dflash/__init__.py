@@ -95,8 +95,8 @@ class DFlash(HeadDrafter):
         self.depth, self.needs = layout.levels, Needs(states=tuple(sorted(set(layout.taps))))
         if layout.mask >= target.vocabulary:
             raise ModelError(
-                f"{head.name!r} does not fit the target: its mask_token_id is {layout.mask}, of {target.vocabulary} "
-                "tokens."
+                f"{head.name!r} does not fit the target: its mask_token_id is {layout.mask}, of "
+                f"{target.vocabulary} tokens."
             )
         self.width = head.shape("fc.weight")[0]
         if self.width != self.hidden and not ("embed_tokens.weight" in head and "lm_head.weight" in head):

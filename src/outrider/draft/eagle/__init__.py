@@ -1,11 +1,10 @@
-"""EAGLE-1 and EAGLE-2 (arXiv 2401.15077, 2406.16858): one transformer layer continues the target's last
-states.
+"""EAGLE-1 and EAGLE-2 (arXiv 2401.15077, 2406.16858): one transformer layer continues the target's states.
 
     position of the target      t         t+1
-    state that its head reads   f_t                     the target said x_t+1 from it
+    state, after the last norm  f_t                     the target emitted x_t+1 from it
     token                                 x_t+1
-    g_t = fc [e(x_t+1); f_t],  o_t = layer(g_t)         o_t stands for f_t+1: the target's own head says
-    x_t+2 from it next step                             (o_t, x_t+2 as guessed)
+    g_t = fc [e(x_t+1); f_t],  o_t = layer(g_t)         o_t stands for f_t+1: the target's lm head gives x_t+2
+    next level                            (o_t, draft of x_t+2)
 
 The two differ in the tree only; "dynamic" is EAGLE-2's.  Positions and K/V: see heads/recurrent.py.
 """
@@ -41,8 +40,8 @@ class Packed:
         head, model = reader.head, target.decoder
         if (wide := model.embed([0]).shape[1]) != model.spec.hidden:
             raise ModelError(
-                f"{head.name!r} reads embeddings as wide as the target's states, {model.spec.hidden}, and the target's "
-                f"are {wide}."
+                f"{head.name!r} reads embeddings as wide as the target's states, {model.spec.hidden}, and "
+                f"the target's are {wide}."
             )
         self.model, self.kernels, hidden = model, reader.kernels, model.spec.hidden
         self.fc = reader.linear("fc", hidden, 2 * hidden)
@@ -123,7 +122,7 @@ class Eagle(Recurrent):
         fc, hidden = self.head.shape("fc.weight"), self.hidden
         if fc != (hidden, 2 * hidden):
             raise ModelError(
-                f"{self.head.name!r} does not fit the target: its fc is {fc}, and the target's hidden size needs "
-                f"{(hidden, 2 * hidden)}."
+                f"{self.head.name!r} does not fit the target: its fc is {fc}, and the target's hidden size "
+                f"needs {(hidden, 2 * hidden)}."
             )
         return Packed(Reader(self.head, self.kernels, self.reader.bits), self.target)

@@ -1,9 +1,8 @@
-"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840): a head of one layer that reads what enters three layers of
-the target.
+"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840): one layer on the inputs of three layers of the target.
 
-It says x_t+2 from the states at t and the token x_t+1, over a vocabulary of its own; what it computed
-stands for the next state, so that it goes on from its own guesses (see heads/recurrent.py for where K/V
-lies, heads/dynamic.py for the trees).
+It predicts x_t+2 from the states at t and the token x_t+1, over a vocabulary of its own.  Its output
+stands for the next state, and so continues from its own drafts.  K/V: see heads/recurrent.py;
+trees: heads/trees.py.
 """
 
 from __future__ import annotations
@@ -26,9 +25,11 @@ class Eagle3(Recurrent):
 
     @dataclass(frozen=True)
     class Options(RecurrentOptions):
-        """eagle_aux_hidden_state_layer_ids: which layers' inputs the head reads, as vLLM counts;
-        tap_offset: added to what the file says (SpecForge and SGLang count what leaves a layer, offset 1).
-        None for both: as the file's producer counts, which is worth a look where acceptance is low."""
+        """eagle_aux_hidden_state_layer_ids: the layers whose inputs the head reads, numbered as in vLLM.
+
+        tap_offset: added to the file's layer numbers (SpecForge and SGLang number outputs, offset 1).
+        None for both: as the file's producer numbers them; check this first if acceptance is low.
+        """
 
         eagle_aux_hidden_state_layer_ids: Sequence[int] | None = None
         tap_offset: int | None = None
@@ -42,7 +43,8 @@ class Eagle3(Recurrent):
                 raise ConfigError(f"tap_offset must be a whole number, got {offset!r}.")
             if layers is not None and offset is not None:
                 raise ConfigError(
-                    f"tap_offset moves what the file says, and {layouts.TAPS} replaces it: leave one of them out."
+                    f"tap_offset moves what the file says, and {layouts.TAPS} replaces it: leave one of "
+                    "them out."
                 )
 
     def network(self) -> Net:

@@ -1,8 +1,8 @@
 """The network of an EAGLE-3 head on the target's kernels.
 
-g = fc(states of the target)                       or its own last output
-x = g + attend(qkv([norm(e); norm(g)]));  x += mlp(norm(x))      e: embedding of the token that followed,
-first logits = lm_head(norm(x)) over the head's own tokens;            output: x, before `norm`
+g = fc(states of the target), or its own last output
+x = g + attend(qkv([norm(e); norm(g)]));  x += mlp(norm(x))      e: embedding of the next token, comes first
+logits = lm_head(norm(x)) over the head's own tokens;            output: x, before `norm`
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ CHUNK = 4096  # tokens whose embeddings are compared at once
 
 class Packed:
     def __init__(self, reader: Reader, target: Target, facts: Facts) -> None:
-        """reader: of a head under our names.  Raises ModelError where it does not fit the target, or
-        something is missing.
-        """
+        """reader: of a head with normalized names.  Raises ModelError where a tensor does not fit."""
         head, h = reader.head, facts.hidden
         self.model, self.kernels, self.facts, self.reader = target.decoder, reader.kernels, facts, reader
         self.taps, self.ids = facts.taps, target_ids(head, target.vocabulary)
@@ -103,8 +101,8 @@ class Packed:
         self.fc = None if taps == (FINAL,) else reader.linear("fc", self.facts.hidden, wide)
         if self.fc is None and width != self.facts.hidden:
             raise ModelError(
-                f"{head.name!r} does not fit the target: it has no fc, a width of {self.facts.hidden}, and the "
-                f"target {width}."
+                f"{head.name!r} does not fit the target: it has no fc, a width of {self.facts.hidden}, and "
+                f"the target {width}."
             )
         asked = bool(head.config.get("fc_norm")) or "fc_norm.0.weight" in head
         self.norm_taps = None

@@ -130,8 +130,8 @@ class Hydra(StateDrafter):
     def size(self, depth: int) -> int:
         if depth > self.depth:
             raise ConfigError(
-                f"num_speculative_tokens {depth} exceeds the {self.depth} heads of {self.head.name!r}: ask for "
-                f"{self.depth} at most."
+                f"num_speculative_tokens {depth} exceeds the {self.depth} heads of {self.head.name!r}: ask "
+                f"for {self.depth} at most."
             )
         if self.options.tree == CHAIN:
             return depth

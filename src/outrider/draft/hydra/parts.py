@@ -21,8 +21,9 @@ from outrider.models.fallback.row_invariant import by_rows
 
 
 class Prefix:
-    """One Llama block and a norm over the target's states f_0 … f_t: P_t, which the heads read in place of
-    f_t.
+    """A Llama block and a norm over the target's states f_0 … f_t.
+
+    Its output P_t replaces f_t as input of the heads.
     """
 
     def __init__(self, reader: Reader, target: Target) -> None:
@@ -48,8 +49,9 @@ class Prefix:
         return self.sizes.pool(1, slots, self.model)
 
     def __call__(self, states: Tensor, step_input: StepInput, pool: Pool, rows: list[int]) -> Tensor:
-        """P [len(wanted), hidden] of these rows of the plan; states [n, hidden] of all, which it changes.
-        K/V goes to the pool.
+        """P [len(rows), hidden] of these rows of `step_input`.
+
+        states [n, hidden] of all rows are changed.  K/V goes to the pool.
         """
         outputs = self.block(states, step_input, pool)
         return self.kernels.rms_norm(outputs[rows], self.norm_out, self.sizes.eps)
@@ -59,7 +61,7 @@ class Step:
     """Head i: z = [P_t; e(x_t+1); e(c_1); …; e(c_i)] -> the logits of the token behind them.
 
     x = res(z) + silu(linear(z)), then x += silu(linear(x)) for every further block, then the head's own lm
-    head, or the target's in a file that has none.
+    head, or the target's if the file has none.
     """
 
     def __init__(self, reader: Reader, i: int, embedded: int, vocabulary: int, model: Model) -> None:
@@ -89,9 +91,7 @@ def steps(reader: Reader, embedded: int, vocabulary: int, model: Model) -> list[
 
 
 def _further(reader: Reader, at: str, hidden: int) -> list[Any]:
-    """The blocks after the first.  One that the file holds several times, or once for all of them, is
-    packed once.
-    """
+    """The blocks after the first.  Equal blocks, or one that the file holds for all, are packed once."""
     head, blocks = reader.head, list[Any]()
     for j in takewhile(lambda j: f"{at}.{j}.linear.weight" in head, count(1)):
         name, before = f"{at}.{j}.linear", f"{at}.{j - 1}.linear"

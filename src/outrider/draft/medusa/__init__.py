@@ -58,7 +58,8 @@ class Medusa(StateDrafter):
                 check_whole("nodes", self.nodes, 1, 1024)
             if self.nodes is not None and self.tree == CHAIN:
                 raise ConfigError(
-                    f'nodes = {self.nodes} has no effect with tree "chain", which has one a level: leave it out.'
+                    f'nodes = {self.nodes} has no effect with tree "chain", which has one a level: '
+                    "leave it out."
                 )
 
     def __init__(self, options: Options, target: Target, head: Head | None = None) -> None:
@@ -104,8 +105,8 @@ class Medusa(StateDrafter):
     def size(self, depth: int) -> int:
         if depth > self.heads.heads:
             raise ConfigError(
-                f"num_speculative_tokens is {depth}, and {self.head.name!r} has {self.heads.heads} heads: one for each "
-                "level."
+                f"num_speculative_tokens is {depth}, and {self.head.name!r} has {self.heads.heads} heads: "
+                "one for each level."
             )
         if self.paths is None:
             possible: int = sum(self.ranks**level for level in range(1, depth + 1))

@@ -15,9 +15,7 @@ from outrider.models.fallback.row_invariant import by_rows
 
 
 class Packed:
-    """ids: int32 [Vd], the target's token of each that the heads know; None where they know all.  outputs:
-    Vd.
-    """
+    """ids: int32 [Vd], the target's token of each of the heads'; None if they know all.  outputs: Vd."""
 
     def __init__(self, reader: Reader, target: Target) -> None:
         """reader: of a head with normalized names.  Raises ModelError where it does not fit the target."""
@@ -80,9 +78,7 @@ class Packed:
 
 
 def token_map(head: Head, vocabulary: int) -> Tensor | None:
-    """int32 [Vd]: the target's token of each of the head's.  Raises ModelError where the target has no such
-    tokens.
-    """
+    """int32 [Vd]: the target's token of each of the head's.  Raises ModelError for unknown ids."""
     if "token_map" not in head:
         return None
     ids = head.raw("token_map")
@@ -92,7 +88,8 @@ def token_map(head: Head, vocabulary: int) -> Tensor | None:
         )
     if int(ids.min()) < 0 or int(ids.max()) >= vocabulary or len(set(ids.tolist())) < len(ids):
         raise ModelError(
-            f"{head.name!r} does not fit the target: its token_map names {len(ids)} tokens in {int(ids.min())} … "
-            f"{int(ids.max())}, and the target has {vocabulary} (each may be named once)."
+            f"{head.name!r} does not fit the target: its token_map names {len(ids)} tokens in "
+            f"{int(ids.min())} … {int(ids.max())}, and the target has {vocabulary} (each may be named "
+            "once)."
         )
     return ids.to(torch.int32)

@@ -22,8 +22,8 @@ def check_tree(tree: Any) -> None:
         return
     if not isinstance(tree, (list, tuple)) or not tree or not all(map(_is_path, tree)):
         raise ConfigError(
-            f"tree must be a name or a list of paths such as [0], [0, 0], [1], of ranks in 0 … {MAX_RANKS - 1}, "
-            f"got {tree!r}."
+            "tree must be a name or a list of paths such as [0], [0, 0], [1], of ranks in 0 … "
+            f"{MAX_RANKS - 1}, got {tree!r}."
         )
     listed = {(), *map(tuple, tree)}
     for path in map(tuple, tree):
@@ -31,7 +31,8 @@ def check_tree(tree: Any) -> None:
         for needed in (path[:-1], sibling_before):
             if needed not in listed:
                 raise ConfigError(
-                    f"tree has the path {list(path)} and not {list(needed)}, without which it cannot be reached."
+                    f"tree has the path {list(path)} and not {list(needed)}, without which it cannot be "
+                    "reached."
                 )
 
 

@@ -43,7 +43,8 @@ def _check(top_k: Any, where: str = "") -> tuple[int, ...]:
     """Raise ConfigError unless it lists a number of children for each step."""
     if not isinstance(top_k, (list, tuple)) or not top_k or not all(_whole(k, 64) for k in top_k):
         raise ConfigError(
-            f'top_k_tokens_per_head{where} must be a list of whole numbers in 1 … 64, or "config", got {top_k!r}.'
+            f'top_k_tokens_per_head{where} must be a list of whole numbers in 1 … 64, or "config", '
+            f"got {top_k!r}."
         )
     if (nodes := sum(math.prod(top_k[:level]) for level in range(1, len(top_k) + 1))) > MAX_NODES:
         raise ConfigError(

@@ -1,8 +1,8 @@
 """The MLP speculator's network, step by step, on the target's kernels.
 
-sw = 0.5^(0.5 / n_predict), ew = sqrt((1 - sw²) d / 2)            n_predict of the file, however many steps
-are guessed mlp     s' = GELU(norm(proj(s) + ew/sw · emb(token)))             the norm is an RMS norm with
-a shift lstm    f, i, o, g = proj(s) + ew/sw · emb(token)
+sw = 0.5^(0.5 / n_predict), ew = sqrt((1 - sw²) d / 2)            n_predict of the file, not of the drafts
+mlp     s' = GELU(norm(proj(s) + ew/sw · emb(token)))             the norm is an RMS norm with a shift
+lstm    f, i, o, g = proj(s) + ew/sw · emb(token)
         c' = c σ(f) + GELU(norm(g)) σ(i);   s' = GELU(norm(c')) σ(o)
 logits = head(s')
 """

@@ -182,8 +182,8 @@ class Mtp(Recurrent):
         shape, needed = head.shape("layers.0.eh_proj.weight"), (self.hidden, 2 * self.hidden)
         if shape != needed:
             raise ModelError(
-                f"{head.name!r} does not fit the target: its eh_proj is {shape}, and the target's hidden size "
-                f"needs {needed}."
+                f"{head.name!r} does not fit the target: its eh_proj is {shape}, and the target's hidden "
+                f"size needs {needed}."
             )
         self.head = head
         prenorm = layout.prenorm if self.options.prenorm is None else self.options.prenorm
@@ -195,7 +195,7 @@ def _own(target: Target) -> Head:
     checkpoint = target.checkpoint
     if checkpoint.gguf is not None:
         raise ModelError(
-            f"{checkpoint.name!r} is a GGUF file, whose prediction layers are not read: give a folder with them as "
-            "'model'."
+            f"{checkpoint.name!r} is a GGUF file, whose prediction layers are not read: give a folder with "
+            "them as 'model'."
         )
     return replace(Head.open(str(checkpoint.folder)), name=checkpoint.name)

@@ -88,8 +88,8 @@ class ReDrafter(StateDrafter):
         self.lm_head = reader.outer.linear(f"lm_head.{count}", vocabulary, width)
         if (wide := self.target.decoder.embed([0]).shape[1]) != hidden:
             raise ModelError(
-                f"{self.head.name!r} reads embeddings as wide as the target's states, {hidden}, and the target's are "
-                f"{wide}."
+                f"{self.head.name!r} reads embeddings as wide as the target's states, {hidden}, and the "
+                f"target's are {wide}."
             )
 
     @classmethod
