@@ -378,11 +378,9 @@ def test_sampled_chains_and_trees_carry_their_distributions(toy: LLM, taught: st
         llm = toy.variant({"model": taught, "verification": rule, **config})
         trees, verify = [], llm.engine.verify
 
-        def listening(
-            draft: Any, distributions: Any, batch: Any, verify: Any = verify, trees: Any = trees
-        ) -> Any:
-            trees.extend(draft.trees)
-            return verify(draft, distributions, batch)
+        def listening(batch: Batch, output: Any, verify: Any = verify, trees: Any = trees) -> Any:
+            trees.extend(step.tree for step in batch)
+            return verify(batch, output)
 
         llm.engine.verify = listening
         llm.generate(

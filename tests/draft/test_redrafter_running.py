@@ -47,7 +47,9 @@ def learned(llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_head(tmp_path_factory.mktemp("learned"), net.config(), dict(net.state_dict()))
 
 
-def test_drafts_of_a_trained_head_are_accepted(target: str, learned: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_of_a_trained_head_are_accepted(
+    target: str, learned: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A chain of 4 far above chance, which is 1/512; trees give more tokens a step; and one token too early nothing fits."""
     chain = {"model": learned, "beam_width": 1, "num_speculative_tokens": 4}
     right = acceptance(target, chain)

@@ -1,7 +1,7 @@
-"""Every pair of a state and the token that was said from it goes into a recurring head, at its position, beside its token.
+"""Every (state, next token) pair enters a recurrent head once, at its position and in the slot of its token.
 
-The head under test computes nothing: its K/V of a pair is the pair itself (position, token, state), so that what a guess would see can
-be read back from the pool and compared with what the target computes of the whole text.
+The head under test computes nothing.  Its K/V of a pair is the pair itself (position, token, state), so that the
+keys a draft token attends to can be read back from the pool and compared with the target's states of the text.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from outrider.heads.sample import read
 
 WIDE = 32  # of a pair in the pool
 SMALL: dict[str, dict[str, Any]] = {"dynamic": {"top_k": 2, "nodes": 6}, "chain": {}}  # options of a tree
-LONG = 90  # more tokens than a row that does not guess keeps states of
+LONG = 90  # more tokens than a row without drafts may have pending states of
 
 
 class Net:
-    """Says the state itself; K of a pair is its position and token, V the beginning of the state."""
+    """Returns the state itself.  K of a pair is its position and token, V the first numbers of the state."""
 
     taps, ids, slot_bytes = (FINAL,), None, Pool.bytes_per_slot(1, 1, WIDE, torch.float32)
 
@@ -60,7 +60,7 @@ class Net:
 
 
 class Oracle(Chooser):
-    """Guesses from what plain decoding said: right in two of three places."""
+    """Drafts from the known text of plain decoding: right in two of three positions."""
 
     def __init__(self, target: Target, truth: Truth) -> None:
         super().__init__(target)
@@ -92,7 +92,7 @@ class Log:
 
 
 class Listening(Recurrent):
-    """seen: (tokens, K, V) behind a row when it was guessed for, or when its slots were said to be filled."""
+    """seen: (tokens, K, V) of a row whenever it was drafted for or counted as filled."""
 
     def __init__(self, target: Target, truth: Truth, tree: str = "dynamic") -> None:
         super().__init__(
@@ -173,7 +173,7 @@ def run(llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams]
 
 
 def check(llm: LLM, drafter: Listening, once: bool = True) -> None:
-    """What went in and what can be seen is what the target computes of these texts."""
+    """Compare pairs and K/V with the states that the target computes for the whole text."""
     truth: dict[tuple[int, ...], Tensor] = {}
 
     def states(tokens: Sequence[int]) -> Tensor:
@@ -261,7 +261,7 @@ def test_after_preemption(checkpoint: str, plain: LLM) -> None:
 
 
 def test_rows_without_drafts_are_read_before_many_states_are_pending(checkpoint: str, plain: LLM) -> None:
-    """Their states are read now and then, so that they do not pile up and their pages can be shared."""
+    """The number of pending states is bounded, and the pages can be shared."""
     prompts, params = (
         tiny_prompts(2, seed=8),
         [distribution(0, max_tokens=LONG, speculate=False), distribution(1, max_tokens=LONG)],
@@ -282,7 +282,7 @@ def test_rows_without_drafts_are_read_before_many_states_are_pending(checkpoint:
 
 
 def test_a_pair_without_a_slot_is_not_read(checkpoint: str, plain: LLM) -> None:
-    """A prompt that fills its page, and no guesses that would have brought the next one: slot 0 is another row's."""
+    """A prompt fills its page, and without drafts the next page is missing: slot 0 belongs to another row."""
     prompts = [
         tiny_prompts(1, seed=9, longest=40)[0][:3] * 12,
         (tiny_prompts(1, seed=10, longest=40)[0] * 16)[:16],
@@ -306,7 +306,7 @@ def test_a_pair_without_a_slot_is_not_read(checkpoint: str, plain: LLM) -> None:
 def test_an_interrupted_forward_is_repeated(
     checkpoint: str, plain: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was read before the target was interrupted is read once more, to the same numbers; nothing is left out."""
+    """Pairs read before the interrupt are read again, with the same states; none is left out."""
     prompts, params = tiny_prompts(2, seed=3), [distribution(0), distribution(1)]
     llm, drafter = put_to_work(checkpoint, plain, prompts, params)
     stream, forward, left = (
@@ -334,7 +334,7 @@ def test_an_interrupted_forward_is_repeated(
 def test_lost_states_leave_a_gap_that_is_not_shared(
     checkpoint: str, plain: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C before the head saw what became certain: those pairs are lost, later ones right, and the gap never counts as filled."""
+    """Ctrl-C before `observe`: those pairs are lost, later ones are right, and the gap never counts as filled."""
     prompts, params = tiny_prompts(2, seed=3), [distribution(0, max_tokens=40), distribution(1)]
     llm, drafter = put_to_work(checkpoint, plain, prompts, params)
     drafter.complete = False
@@ -359,7 +359,7 @@ def test_lost_states_leave_a_gap_that_is_not_shared(
 
 
 def test_a_shifted_pair_is_detected(checkpoint: str, plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This very test, on a drafter that pairs each state with the token before."""
+    """The check fails for a drafter that pairs each state with the token before."""
     prompts, params = tiny_prompts(2, seed=3), [distribution(0), distribution(1)]
     llm, drafter = put_to_work(checkpoint, plain, prompts, params)
     forward = drafter.net.forward

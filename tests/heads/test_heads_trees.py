@@ -1,4 +1,4 @@
-"""Trees that heads grow: proper, within their budget, and the likeliest of all that could have been grown."""
+"""Trees of heads: well-formed, within their budget, and the likeliest possible."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BASE = 30
 
 
 def logits_of(seed: int, path: Sequence[int]) -> Tensor:
-    """A law that hangs on the path alone."""
+    """Logits that depend on the path alone."""
     return torch.randn(V, generator=torch.Generator().manual_seed(hash((seed, *path)) & 0xFFFFFFF)) * 2
 
 
@@ -52,7 +52,7 @@ CHOOSE = chooser()
 
 
 def grow(tree: KVTree, seed: int, nodes: int) -> DraftTree:
-    """As a drafter does; every row that goes through the head sits in a guess's slot, below its parent, and no slot is used twice."""
+    """Grow as a drafter does.  Every row lies in a draft slot, one position below its parent; no slot is used twice."""
     at: list[tuple[int, ...]] = [()]  # token paths of the rows of the last forward
     used: set[int] = set()
     for level in itertools.count():
@@ -109,10 +109,10 @@ def joint(seed: int, path: Sequence[int]) -> float:
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 9999), nodes=st.integers(2, 6), depth=st.integers(1, 3))
 def test_a_dynamic_tree_is_the_likeliest_of_all(seed: int, nodes: int, depth: int) -> None:
-    """Where no level is cut (k and all that goes on suffice), against every set of nodes that is closed under parents."""
+    """Without a cut of levels, against every set of nodes that is closed under parents."""
     k, row = 2, row_at(0.0)
     growing = DynamicTree(row, TABLE, BASE, Budget(depth, max(nodes, depth)), k)
-    growing.width = k**depth  # nothing is left behind
+    growing.width = k**depth  # no node is cut
     at: list[tuple[int, ...]] = [()]
     while growing.sources:
         growing.add_level(CHOOSE, torch.stack([logits_of(seed, path) for path in at]))
@@ -146,7 +146,7 @@ def test_a_dynamic_tree_is_the_likeliest_of_all(seed: int, nodes: int, depth: in
     name=st.sampled_from([*EAGLE, *MEDUSA]),
 )
 def test_static_trees_are_proper(seed: int, nodes: int, depth: int, name: str) -> None:
-    """Never a node that the published tree does not have; at full budget all of it that the vocabulary allows."""
+    """No node outside the published tree; at full budget all of it that the vocabulary allows."""
     published = set(paths({**EAGLE, **MEDUSA}[name]))
     budget = Budget(min(depth, nodes), nodes)
     shape = RankAccuracy.prior(budget.depth, 10).best_paths(budget.nodes, budget.depth, published)
@@ -199,7 +199,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[LLM, LLM]:
     "head", [name for name, method in draft.methods().items() if issubclass(method, HeadDrafter)]
 )
 def test_union_of_an_early_exit_and_a_head(pair: tuple[LLM, LLM], head: str) -> None:
-    """A union of the target's own first layers, which hand their states to verification, and a head that wants to see some."""
+    """The target's first layers, whose states verification resumes from, beside a head that reads states."""
     plain, fast = pair
     early = LayerSkip(LayerSkip.Options(early_exit=2, exit_threshold=None), fast.engine.target)
     early.depth = 3
