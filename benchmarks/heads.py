@@ -41,7 +41,7 @@ from outrider.draft.eagle3.network import Settings
 from outrider.drafting.base import Target
 from outrider.heads.choose import Chooser
 from outrider.heads.recurrent import Recurrent
-from outrider.heads.trees import Dynamic
+from outrider.heads.trees import DynamicTree
 from outrider.sampling.sampler import GREEDY
 
 TEXT, ROWS, DEPTH, NODES, TOP_K = 64, (1, 10), 6, 60, 10
@@ -144,9 +144,9 @@ def tree_ms(drafter: Recurrent, target: Target, repeats: int = 200) -> dict[str,
     known = Known(target, ready)
 
     def build(choose: Chooser) -> None:
-        tree = Dynamic(row, table, TEXT, Budget(DEPTH, NODES), TOP_K)
+        tree = DynamicTree(row, table, TEXT, Budget(DEPTH, NODES), TOP_K)
         while tree.sources:
-            tree.take(choose, ready[: len(tree.sources)])
+            tree.add_level(choose, ready[: len(tree.sources)])
             if tree.sources:
                 step_input = StepInput()
                 tree.add_to(step_input)

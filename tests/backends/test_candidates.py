@@ -15,7 +15,7 @@ from outrider.backends.cpu import backend as cpu
 from outrider.backends.cpu.candidates import Compiled
 from outrider.backends.torch.backend import TorchBackend
 from outrider.core.params import DistributionParams
-from outrider.drafting.trees.sampled import RANKED
+from outrider.drafting.trees.builder import RANK_CONFIDENCE
 
 LEAST = 1e-30
 TORCH = TorchBackend(torch.device("cpu"), torch.float32)
@@ -103,7 +103,7 @@ def test_the_likeliest_are_kept(
         )
         entries[:, some:], shares[:, some:] = -1, 0.0
         ids = torch.arange(100, 150, dtype=torch.int32) if listed else None
-        found = Found(entries, shares, ids, torch.tensor(RANKED) if ranked else None)
+        found = Found(entries, shares, ids, torch.tensor(RANK_CONFIDENCE) if ranked else None)
         first, *others = [tree.widen(found) for tree in trees]
         assert all(other == first for other in others)
         if not (rows := len(first[0])):
@@ -136,7 +136,7 @@ def test_growing_is_picking_and_widening(
     trees = kinds(k, wide, levels)
     apart = Sorted(wide)
     ids = torch.arange(100, 140, dtype=torch.int32) if listed else None
-    ranked = torch.tensor(RANKED) if distribution.temperature else None
+    ranked = torch.tensor(RANK_CONFIDENCE) if distribution.temperature else None
     rows = 1
     for level in range(levels):
         logits, key = torch.randn(rows, 40, generator=random_streams) * 3, seed + level

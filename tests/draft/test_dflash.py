@@ -152,16 +152,16 @@ class Said(NamedTuple):
 @contextmanager
 def overheard(drafter: DFlash) -> Iterator[list[Said]]:
     found: list[Said] = []
-    look = drafter.look
+    block_logits = drafter.block_logits
 
     def listening(batch: Batch, rows: Sequence[int], levels: Sequence[int]) -> Tensor:
-        logits = look(batch, rows, levels)
+        logits = block_logits(batch, rows, levels)
         found.extend(
             Said(list(batch[r].row.tokens), part.clone()) for r, part in zip(rows, logits.split(list(levels)))
         )
         return logits
 
-    drafter.look = listening  # type: ignore[method-assign]
+    drafter.block_logits = listening  # type: ignore[method-assign]
     yield found
 
 
@@ -180,7 +180,7 @@ def check(llm: LLM, case: Case, blocks: Sequence[Said]) -> None:
 
 
 @pytest.mark.parametrize("layout", cases())
-def test_every_layout_says_what_a_naive_block_says(layout: str, toy: LLM, tmp_path: Path) -> None:
+def test_logits_of_every_layout_equal_a_naive_block(layout: str, toy: LLM, tmp_path: Path) -> None:
     """In the engine: prompts in chunks, rows of different lengths side by side, full blocks and cut ones."""
     case = cases()[layout]
     folder = save_head(tmp_path, case.config, case.tensors, case.file)
@@ -197,7 +197,7 @@ def test_every_layout_says_what_a_naive_block_says(layout: str, toy: LLM, tmp_pa
     )
 
 
-def test_what_the_prefix_cache_gives_is_built_on(toy: LLM, tmp_path: Path) -> None:
+def test_blocks_behind_a_prefix_hit(toy: LLM, tmp_path: Path) -> None:
     """A prompt that is cached but for its last token guesses as soon as something was said."""
     case = cases()["speculators"]
     llm = toy.variant({"model": save_head(tmp_path, case.config, case.tensors)})
@@ -222,7 +222,7 @@ def test_pages_of_a_request_that_ends_at_once_have_context(toy: LLM, tmp_path: P
     check(llm, case, blocks[:2])
 
 
-def test_a_row_guesses_on_after_a_step_that_was_interrupted(
+def test_a_row_drafts_on_after_an_interrupted_step(
     toy: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tokens of that step are the row's, and nobody saw their states; pages with them are not shared."""
@@ -272,21 +272,21 @@ def taught(toy: LLM, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("nodes", [None, 6])
-def test_a_taught_head_is_often_right(nodes: int | None, toy: LLM, taught: str) -> None:
+def test_a_trained_head_is_often_right(nodes: int | None, toy: LLM, taught: str) -> None:
     """Chance is 1 in 512, and a tree has guesses beside the best one."""
     assert acceptance(toy.engine.checkpoint.name, {"model": taught, "nodes": nodes}) > (
         0.05 if nodes is None else 0.03
     )
 
 
-def test_a_shift_by_one_is_seen(toy: LLM, taught: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shift_by_one_is_detected(toy: LLM, taught: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that begin one token too early say what is known already.  (That the taps are those of their positions, the naive blocks
     say: a toy that goes by its last token hardly needs them.)"""
-    right, look = acceptance(toy.engine.checkpoint.name, {"model": taught}), DFlash.look
+    right, block_logits = acceptance(toy.engine.checkpoint.name, {"model": taught}), DFlash.block_logits
     monkeypatch.setattr(
         DFlash,
-        "look",
-        lambda self, batch, *rest: look(
+        "block_logits",
+        lambda self, batch, *rest: block_logits(
             self, Batch([replace(step, start=step.start - 1) for step in batch]), *rest
         ),
     )
@@ -294,7 +294,7 @@ def test_a_shift_by_one_is_seen(toy: LLM, taught: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("markov", [0, 6])
-def test_the_network_says_what_the_drafter_says(markov: int, toy: LLM, tmp_path: Path) -> None:
+def test_training_network_equals_the_drafter(markov: int, toy: LLM, tmp_path: Path) -> None:
     """The plain torch that is trained, and what runs in the engine."""
     torch.manual_seed(6)
     ids = tuple(IDS)
@@ -338,7 +338,7 @@ def test_the_network_says_what_the_drafter_says(markov: int, toy: LLM, tmp_path:
 
 
 @pytest.mark.parametrize("prefix", ["", "markov_head."])
-def test_a_markov_head_adds_what_the_token_before_says(prefix: str, toy: LLM, tmp_path: Path) -> None:
+def test_a_markov_head_adds_the_bias_of_the_previous_token(prefix: str, toy: LLM, tmp_path: Path) -> None:
     """DSpark, two rows at once, one of them with a processor: a guess is the best of its level and the guess before it."""
     table = {f"{prefix}markov_w1.weight": torch.randn(V, 5), f"{prefix}markov_w2.weight": torch.randn(V, 5)}
     case = Case(
@@ -372,15 +372,15 @@ def test_a_markov_head_adds_what_the_token_before_says(prefix: str, toy: LLM, tm
             assert best[guess] > best.max() - 0.02
 
 
-def test_drawn_chains_and_trees_say_their_laws(toy: LLM, taught: str) -> None:
+def test_sampled_chains_and_trees_carry_their_distributions(toy: LLM, taught: str) -> None:
     """The law of a level is the same behind every node of it, and all that is drawn is possible under it."""
     for config, rule in (({"nodes": 7}, "traversal"), ({}, "block")):
         llm = toy.variant({"model": taught, "verification": rule, **config})
         trees, verify = [], llm.engine.verify
 
-        def listening(batch: Batch, picker: Any, verify: Any = verify, trees: Any = trees) -> None:
+        def listening(batch: Batch, output: Any, verify: Any = verify, trees: Any = trees) -> Any:
             trees.extend(step.tree for step in batch)
-            verify(batch, picker)
+            return verify(batch, output)
 
         llm.engine.verify = listening
         llm.generate(

@@ -120,7 +120,7 @@ def ours(llm: LLM, folder: str, ids: list[int], f: Tensor) -> tuple[Tensor, Tens
     drafter.allocate(64, drafter.net.pool(1))
     step_input = StepInput()
     step_input.chain(array("i", range(1, 40)), 0, ids)
-    out = drafter.net.forward(step_input.build(), drafter.pool, drafter.net.enter(f))
+    out = drafter.net.forward(step_input.build(), drafter.pool, drafter.net.from_states(f))
     return out, drafter.net.logits(out[-1:])
 
 
@@ -246,7 +246,7 @@ def taught(toy: LLM, tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_head(folder, *exported(network.config(), network.state_dict(), "reference"))
 
 
-def test_a_taught_head_is_mostly_right(toy: LLM, taught: str) -> None:
+def test_a_trained_head_is_mostly_right(toy: LLM, taught: str) -> None:
     """Chance is 1/512.  The exported file is detected; a chain, and trees, of 8 nodes of which one a level can be right."""
     target = toy.engine.options.model
     assert acceptance(target, {"model": taught, "tree": "chain", "num_speculative_tokens": 1}) > 0.2

@@ -46,7 +46,7 @@ def head(target: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_head(tmp_path_factory.mktemp("head"), network.config(), network.state_dict())
 
 
-def test_a_head_that_learnt_is_believed(target: str, head: str) -> None:
+def test_drafts_of_a_trained_head_are_accepted(target: str, head: str) -> None:
     """Chance is 1/512 a guess; in a tree most guesses cannot be right."""
     config = {"method": "eagle3", "model": head}
     assert acceptance(target, {**config, "tree": "chain", "num_speculative_tokens": 1}) > 0.15

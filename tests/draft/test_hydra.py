@@ -12,9 +12,10 @@ from hydras import CONFIG, engine, judged, naive, overhear, prompts, tensors, to
 from toys import LAYERS, acceptance, samples, save_head, teach
 
 from outrider import LLM, SamplingParams
+from outrider.cache.catch_up import MAX_PENDING
 from outrider.core.step import FINAL
 from outrider.core.tree import DraftTree
-from outrider.draft.hydra import PILE, Hydra
+from outrider.draft.hydra import Hydra
 from outrider.draft.hydra.network import Network
 from outrider.heads.ranks import ranks_of
 from outrider.heads.sample import Outer, read
@@ -59,7 +60,7 @@ def test_alignment_holds_under_every_condition(toy: LLM, target: str, tmp_path: 
     assert again[0].num_cached_tokens
     judged(toy, w, heard, 48)
     drafter: Any = llm.engine.drafter
-    assert not drafter.last and not drafter.pending_by_row, "finished rows should be forgotten"
+    assert not drafter.last_states and not drafter.catch_up.cursors, "finished rows should be forgotten"
 
 
 def test_samples_share_the_prompt(target: str, tmp_path: Path) -> None:
@@ -75,7 +76,7 @@ def test_samples_share_the_prompt(target: str, tmp_path: Path) -> None:
     assert known[0] == 60 and max(known[1:]) <= 3
 
 
-def test_drawn_guesses_say_their_laws(toy: LLM, target: str, tmp_path: Path) -> None:
+def test_sampled_drafts_carry_their_distributions(toy: LLM, target: str, tmp_path: Path) -> None:
     w = tensors()
     llm = engine(
         target, save_head(tmp_path, CONFIG, w, "hydra_lm_head.pt"), verification="traversal", nodes=16
@@ -114,7 +115,7 @@ def test_states_of_an_earlier_layer(toy: LLM, target: str, tmp_path: Path) -> No
     judged(toy, w, heard, state=LAYERS - 2)
 
 
-def test_few_bits_say_nearly_the_same(toy: LLM, target: str, tmp_path: Path) -> None:
+def test_quantized_heads_have_nearly_the_same_logits(toy: LLM, target: str, tmp_path: Path) -> None:
     """int8: logits of the first head within a tenth of their spread."""
     w = tensors()
     llm = engine(target, save_head(tmp_path, CONFIG, w, "hydra_lm_head.pt"), quantization="int8")
@@ -126,7 +127,7 @@ def test_few_bits_say_nearly_the_same(toy: LLM, target: str, tmp_path: Path) -> 
     assert 0 < (said - expected).pow(2).mean().sqrt() < 0.1 * expected.std()
 
 
-def test_the_whole_published_tree_is_guessed(target: str, tmp_path: Path) -> None:
+def test_a_published_tree_is_drafted_completely(target: str, tmp_path: Path) -> None:
     llm = engine(target, save_head(tmp_path, CONFIG, tensors(), "hydra_lm_head.pt"), nodes=63)
     trees: list[DraftTree] = []
     observe = llm.engine.drafter.observe
@@ -142,7 +143,7 @@ def test_the_whole_published_tree_is_guessed(target: str, tmp_path: Path) -> Non
     assert sorted(below) == sorted(paths(MEDUSA["mc_sim_7b_63"])) and len(below) == 63
 
 
-def test_states_do_not_pile_up(target: str, tmp_path: Path) -> None:
+def test_pending_states_are_read_in_time(target: str, tmp_path: Path) -> None:
     """A row that declines to guess reads them now and then, so that its pages can be shared."""
     llm = engine(target, save_head(tmp_path, CONFIG, tensors(), "hydra_lm_head.pt"))
     drafter: Any = llm.engine.drafter
@@ -151,24 +152,24 @@ def test_states_do_not_pile_up(target: str, tmp_path: Path) -> None:
     def observing(commit: Any) -> None:
         nonlocal most
         observe(commit)
-        most = max([most, *(pending_states.count for pending_states in drafter.pending_by_row.values())])
+        most = max([most, *(cursor.count for cursor in drafter.catch_up.cursors.values())])
 
     drafter.observe = observing
     (out,) = llm.generate(
         prompts(1), SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, speculate=False)
     )
-    assert out.speculation.drafted == 0 and most == PILE - 1
+    assert out.speculation.drafted == 0 and most == MAX_PENDING - 1
     whole = {"prompt_token_ids": out.prompt_token_ids + list(out.outputs[0].token_ids)[:-1]}
     (again,) = llm.generate(whole, SamplingParams(temperature=0, max_tokens=1))
-    assert (again.num_cached_tokens or 0) >= 30 + 200 - PILE - 32
+    assert (again.num_cached_tokens or 0) >= 30 + 200 - MAX_PENDING - 32
 
 
-def test_its_own_tree_follows_what_was_right(target: str, tmp_path: Path) -> None:
+def test_own_tree_follows_the_measured_accuracy(target: str, tmp_path: Path) -> None:
     """A random head is hardly ever right, and what it learns is put back with `memory`."""
     llm = engine(target, save_head(tmp_path, CONFIG, tensors(), "hydra_lm_head.pt"), tree="own", nodes=6)
-    before = llm.engine.drafter.memory.worth[0][0]
+    before = llm.engine.drafter.memory.accuracy[0][0]
     llm.generate(prompts(1), SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
-    assert llm.engine.drafter.memory.worth[0][0] < 0.6 * before
+    assert llm.engine.drafter.memory.accuracy[0][0] < 0.6 * before
     assert engine(target, str(tmp_path), nodes=6).engine.drafter.memory is None
 
 
@@ -189,7 +190,7 @@ def taught(request: pytest.FixtureRequest, toy: LLM, tmp_path_factory: pytest.Te
     )
 
 
-def test_a_taught_head_is_mostly_right(target: str, taught: str) -> None:
+def test_a_trained_head_is_mostly_right(target: str, taught: str) -> None:
     """Chance is 1/512.  A chain of two, and trees of eight nodes, of which two can be right."""
     assert acceptance(target, {"model": taught, "tree": "chain"}) > 0.4
     for tree in ("mc_sim_7b_63", "own"):

@@ -44,7 +44,7 @@ def chained(toy: LLM, tmp_path: Path) -> tuple[LLM, Beside]:
     return toy.variant({"model": folder, "tree": "chain"}), Beside(toy, parts)
 
 
-def test_a_head_guesses_for_its_own_position(chained: tuple[LLM, Beside]) -> None:
+def test_each_head_drafts_for_its_own_position(chained: tuple[LLM, Beside]) -> None:
     llm, beside = chained
     heard = listened(llm, [5, 6, 7])
     assert len(heard) > 10
@@ -54,7 +54,7 @@ def test_a_head_guesses_for_its_own_position(chained: tuple[LLM, Beside]) -> Non
     assert max(len(tree.tokens) for _, tree in heard) == 4
 
 
-def test_guesses_have_the_noise_of_their_position(chained: tuple[LLM, Beside]) -> None:
+def test_drafts_use_the_noise_of_their_position(chained: tuple[LLM, Beside]) -> None:
     llm, beside = chained
     heard, differ = listened(llm, [5, 6, 7], temperature=0.9, seed=11), 0
     for tokens, tree in heard:
@@ -65,7 +65,7 @@ def test_guesses_have_the_noise_of_their_position(chained: tuple[LLM, Beside]) -
     assert len(heard) > 10 and differ > 5
 
 
-def test_processors_see_the_positions_of_guesses(chained: tuple[LLM, Beside]) -> None:
+def test_processors_see_the_positions_of_drafts(chained: tuple[LLM, Beside]) -> None:
     """A token that ends the text may not be said before its time, and a processor sees the guesses before."""
     llm, beside = chained
     favourite = int(beside([5, 6, 7, 9])[1].argmax())
@@ -87,7 +87,7 @@ def test_processors_see_the_positions_of_guesses(chained: tuple[LLM, Beside]) ->
         assert favourite in [tokens[-1], *tree.tokens][:2]
 
 
-def test_a_level_has_one_law(toy: LLM, tmp_path: Path) -> None:
+def test_a_level_has_one_distribution(toy: LLM, tmp_path: Path) -> None:
     """Guesses that are drawn say from what: the law of the level's head, whichever node they hang from."""
     parts = parts_of(3)
     folder = save_head(tmp_path, CONFIG, reference(parts), PT)
@@ -106,7 +106,7 @@ def test_a_level_has_one_law(toy: LLM, tmp_path: Path) -> None:
     assert first != [int(beside(tokens)[0].argmax()) for tokens, _ in heard], "drawn, not chosen"
 
 
-def test_drawn_guesses_have_the_law(toy: LLM, tmp_path: Path) -> None:
+def test_sampled_drafts_follow_their_distribution(toy: LLM, tmp_path: Path) -> None:
     """Over many seeds that said the same first token, a draw is as likely as its law says, and the next level's owes nothing to it."""
     parts = [(blocks, lm_head * 0.3) for blocks, lm_head in parts_of(2) if lm_head is not None]
     llm = toy.variant(
@@ -145,7 +145,7 @@ def test_drawn_guesses_have_the_law(toy: LLM, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", MEDUSA)
-def test_published_trees_are_guessed_whole(name: str, toy: LLM, tmp_path: Path) -> None:
+def test_published_trees_are_drafted_completely(name: str, toy: LLM, tmp_path: Path) -> None:
     parts = parts_of(5)
     folder = save_head(tmp_path, CONFIG, reference(parts), PT)
     llm = toy.variant({"model": folder, "tree": name})
@@ -157,33 +157,33 @@ def test_published_trees_are_guessed_whole(name: str, toy: LLM, tmp_path: Path) 
     assert sorted(found.values())[1:] == sorted(paths(MEDUSA[name])) and len(tree.tokens) == 63
 
 
-def test_a_smaller_budget_takes_what_is_worth_most(toy: LLM, tmp_path: Path) -> None:
+def test_a_smaller_budget_takes_the_most_accurate_paths(toy: LLM, tmp_path: Path) -> None:
     drafter = drafter_of(
         toy, save_head(tmp_path, CONFIG, reference(parts_of(3)), PT), tree="mc_sim_7b_63", nodes=5
     )
     assert [drafter.size(depth) for depth in range(4)] == [0, 5, 5, 5] and drafter.depth == 3
-    for level, worth in enumerate(drafter.memory.worth):
+    for level, worth in enumerate(drafter.memory.accuracy):
         worth[:] = [0.1 if level == 0 else 0.01] * len(worth)
-    assert drafter.memory.best(5, 3, drafter.paths) == [(i,) for i in range(5)]
+    assert drafter.memory.best_paths(5, 3, drafter.paths) == [(i,) for i in range(5)]
 
 
-def test_own_tree_follows_what_is_right(toy: LLM, tmp_path: Path) -> None:
+def test_own_tree_follows_accuracy(toy: LLM, tmp_path: Path) -> None:
     """Where the best guess of each head is always right, the tree grows deep; what is never right loses its worth."""
     drafter = drafter_of(toy, save_head(tmp_path, CONFIG, reference(parts_of(3)), PT), nodes=8)
     chain = [(0,), (0, 0), (0, 0, 0)]
-    assert drafter.memory.best(8, 3, None)[:3] != chain
+    assert drafter.memory.best_paths(8, 3, None)[:3] != chain
     for _ in range(150):
-        order = drafter.memory.best(8, 3, None)
+        order = drafter.memory.best_paths(8, 3, None)
         tree = DraftTree(
             list(range(len(order))),
             [order.index(p[:-1]) if len(p) > 1 else ROOT for p in order],
             [0.5] * len(order),
         )
         right = [order.index(path) for path in chain if path in order]
-        drafter.memory.learn(tree, [tree.tokens[node] for node in right])
-    assert drafter.memory.best(8, 3, None)[:3] == chain
-    assert all(drafter.memory.worth[level][0] > 0.9 for level in range(3))
-    assert drafter.memory.worth[0][1] < 0.05
+        drafter.memory.update(tree, [tree.tokens[node] for node in right])
+    assert drafter.memory.best_paths(8, 3, None)[:3] == chain
+    assert all(drafter.memory.accuracy[level][0] > 0.9 for level in range(3))
+    assert drafter.memory.accuracy[0][1] < 0.05
 
 
 def test_grown_trees_are_the_best() -> None:
@@ -249,7 +249,7 @@ def taught(toy: LLM, tmp_path_factory: pytest.TempPathFactory) -> str:
     )
 
 
-def test_a_taught_head_is_mostly_right(toy: LLM, taught: str) -> None:
+def test_a_trained_head_is_mostly_right(toy: LLM, taught: str) -> None:
     """Chance is 1/512.  Sampled texts: every guess is about a token that depends on one that was drawn."""
     target = toy.engine.options.model
     assert acceptance(target, {"model": taught, "tree": "chain", "num_speculative_tokens": 1}) > 0.5
@@ -269,7 +269,7 @@ def test_a_shift_is_caught(toy: LLM, taught: str, monkeypatch: pytest.MonkeyPatc
     )
 
 
-def test_a_row_has_no_guess_without_a_state(toy: LLM, tmp_path: Path) -> None:
+def test_a_row_without_a_state_gets_no_drafts(toy: LLM, tmp_path: Path) -> None:
     """Neither in the step that reads its prompt nor when it asked for none; and nothing of it is kept."""
     folder = save_head(tmp_path, CONFIG, reference(parts_of(3)), PT)
     llm = toy.variant({"model": folder})
@@ -281,10 +281,10 @@ def test_a_row_has_no_guess_without_a_state(toy: LLM, tmp_path: Path) -> None:
     out = llm.generate(prompts, params)
     assert out[0].speculation.drafted > 0 and out[1].speculation.drafted == 0
     assert {row.prompt for row in asked} == {3} and all(len(row.tokens) > 3 for row in asked)
-    assert not llm.engine.drafter.last  # type: ignore[attr-defined]
+    assert not llm.engine.drafter.last_states  # type: ignore[attr-defined]
 
 
-def test_a_rank_is_credited_with_its_own_guess_in_a_union(toy: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_union_updates_the_accuracy_of_the_right_rank(toy: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 is always right, and the only one of the head's that the merged tree keeps."""
     prompt, params = (
         {"prompt_token_ids": [1, 2, 3]},
@@ -321,10 +321,10 @@ def test_a_rank_is_credited_with_its_own_guess_in_a_union(toy: LLM, monkeypatch:
 
     medusa.propose = propose  # type: ignore[method-assign]
     monkeypatch.setattr(type(medusa.heads), "__call__", heads)
-    before = [list(level) for level in medusa.memory.worth]
+    before = [list(level) for level in medusa.memory.accuracy]
     llm = toy.variant(None)
     union = Union(Union.Options(nodes=2), target, [lambda _: medusa, lambda target: Hopeful(None, target)])
     llm.engine.use(union, SpeculativeOptions.of({"method": "union", "drafters": [{"method": "ngram"}]}))
     out = llm.generate(prompt, params)[0].outputs[0]
     assert out.token_ids == truth[3:-3] and out.speculation.accepted > 10
-    assert medusa.memory.worth[0][0] < before[0][0] and medusa.memory.worth[0][1] > before[0][1]
+    assert medusa.memory.accuracy[0][0] < before[0][0] and medusa.memory.accuracy[0][1] > before[0][1]

@@ -279,7 +279,7 @@ def told(
 ) -> list[DraftTree]:
     """What it guesses for rows whose last states these are."""
     for row, f in zip(rows, states):
-        drafter.last[row] = len(row.tokens) - 1, f[None]
+        drafter.last_states[row] = len(row.tokens) - 1, f[None]
     steps = [RowStep(row, len(row.tokens) - 1, 1, budget=budget) for row, budget in zip(rows, budgets)]
     trees = drafter.propose(Batch(steps)).trees
     for tree, budget in zip(trees, budgets):
@@ -345,14 +345,14 @@ def test_a_greedy_tree(kept: int, nodes: int, levels: int, llm: LLM, tmp_path: P
         assert set(paths_of(tree)) == expected and len(tree.tokens) == len(expected)
 
 
-def test_what_the_checkpoint_says_of_the_tree(llm: LLM, tmp_path: Path) -> None:
+def test_the_tree_of_the_checkpoint_config(llm: LLM, tmp_path: Path) -> None:
     drafter = opened(llm, CASES["ibm"], tmp_path, top_k_tokens_per_head="config")
     assert (drafter.top_k, drafter.candidates, drafter.nodes) == (TOP_K, KEPT, 8)
     assert opened(llm, CASES["ibm"], tmp_path).top_k == (1, 1, 1)
 
 
 @pytest.mark.parametrize("name", ["ibm", "lstm, joined"])
-def test_sampled_guesses_share_the_noise(name: str, llm: LLM, tmp_path: Path) -> None:
+def test_drafts_at_a_temperature_share_the_noise(name: str, llm: LLM, tmp_path: Path) -> None:
     """At every node the children are the best of its logits under the noise of the position; their places are known beforehand."""
     case, f, row = CASES[name], torch.randn(HIDDEN), row_at(0.7, seed=5)
     drafter = opened(llm, case, tmp_path, top_k_tokens_per_head=list(TOP_K), n_candidates=KEPT, nodes=60)
@@ -365,7 +365,7 @@ def test_sampled_guesses_share_the_noise(name: str, llm: LLM, tmp_path: Path) ->
         assert children == pick(case.logits(f, [9, *path]).float(), row.distribution, key, len(children))[0]
 
 
-def test_drawn_guesses_say_their_laws(llm: LLM, tmp_path: Path) -> None:
+def test_sampled_drafts_carry_their_distributions(llm: LLM, tmp_path: Path) -> None:
     """The law of a step given the path; siblings are drawn without replacement, and the places hang on no token."""
     case, f = CASES["lstm"], torch.randn(HIDDEN)
     drafter = opened(llm, case, tmp_path, top_k_tokens_per_head=list(TOP_K), n_candidates=KEPT, nodes=60)
@@ -385,12 +385,12 @@ def test_drawn_guesses_say_their_laws(llm: LLM, tmp_path: Path) -> None:
     assert not tree.distributions, "a greedy law leaves nothing to draw"
 
 
-def test_who_is_not_guessed_for(llm: LLM, tmp_path: Path) -> None:
+def test_rows_that_get_no_drafts(llm: LLM, tmp_path: Path) -> None:
     """A row whose state is unknown or old, one that reads its prompt, and one without a budget, beside one that is guessed for."""
     drafter, rows = opened(llm, CASES["ibm"], tmp_path), [row_at(0.0) for _ in range(5)]
     f = torch.randn(HIDDEN)
     for row, computed in zip(rows[1:], (1, 3, 3, 3)):
-        drafter.last[row] = computed, f[None]
+        drafter.last_states[row] = computed, f[None]
     batch = Batch([RowStep(row, 3, 1, budget=Budget(3, 3)) for row in rows])
     batch[2].start, batch[2].known, batch[3].budget = 2, 2, Budget()
     assert [len(tree.tokens) for tree in drafter.propose(batch).trees] == [0, 0, 0, 0, 3]
@@ -499,7 +499,7 @@ def test_a_text_is_a_function_of_its_seed(judge: str, llm: LLM, tmp_path: Path) 
     assert [out.token_ids for out in together] == [out.token_ids for out in alone]
     assert all(out.speculation.drafted > 0 for out in together)
     llm.engine.check()
-    assert not llm.engine.drafter.last
+    assert not llm.engine.drafter.last_states
 
 
 def test_every_example_is_of_its_targets_shape(llm: LLM) -> None:

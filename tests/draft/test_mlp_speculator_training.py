@@ -18,8 +18,8 @@ from outrider.core.tree import ROOT
 from outrider.draft.mlp_speculator import MlpSpeculator
 from outrider.draft.mlp_speculator.layouts import exported
 from outrider.draft.mlp_speculator.network import Lstm, Network, Rnn, Speculator
-from outrider.draft.mlp_speculator.tree import Tree
 from outrider.heads.sample import Outer, Sample, read
+from outrider.heads.trees import RankTree
 
 INNER = 64
 GATES = ("forget", "input", "output", "cell")
@@ -54,7 +54,7 @@ def loaded(llm: LLM, config: dict[str, Any], tensors: dict[str, Tensor]) -> MlpS
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_what_is_trained_is_what_guesses(name: str, llm: LLM) -> None:
+def test_training_network_equals_the_drafter(name: str, llm: LLM) -> None:
     """`forward` says what the drafter says of the file that is saved, of every export, too."""
     torch.manual_seed(1)
     network = NETWORKS[name]()
@@ -166,7 +166,7 @@ def test_sizes_of_published_files(
 
 
 @pytest.mark.parametrize(("name", "steps"), [("mlp", 300), ("lstm", 150)])
-def test_what_is_learnt_is_accepted(
+def test_drafts_of_a_trained_network_are_accepted(
     name: str,
     steps: int,
     target: str,
@@ -186,7 +186,7 @@ def test_what_is_learnt_is_accepted(
     assert acceptance(target, speculation) > learnt / 3, "the later steps are right at times, too"
     with monkeypatch.context() as shifted:
         shifted.setattr(
-            Tree, "token", lambda tree, node: tree.row.tokens[-2] if node == ROOT else tree.tokens[node]
+            RankTree, "token", lambda tree, node: tree.row.tokens[-2] if node == ROOT else tree.tokens[node]
         )
         assert acceptance(target, {**speculation, "num_speculative_tokens": 1}) < learnt / 3
     states_are_of_the_last_computed_token(llm, speculation)
@@ -204,13 +204,13 @@ def states_are_of_the_last_computed_token(llm: LLM, speculation: dict[str, Any])
     llm._admit(requests)
     for _ in range(14):
         llm.engine.step()
-        for row, (computed, state) in drafter.last.items():
+        for row, (computed, state) in drafter.last_states.items():
             assert computed == row.computed == len(row.tokens) - 1
             assert torch.equal(
                 state[0], read(llm.engine.decoder, row.tokens, (FINAL,)).states[FINAL][computed - 1]
             )
     assert sum(llm._leave(request).outputs[0].speculation.accepted for request in requests) > 0
-    assert not drafter.last
+    assert not drafter.last_states
 
 
 def test_the_loss_is_that_of_every_step(lessons: tuple[list[Sample], Outer]) -> None:

@@ -43,7 +43,7 @@ def test_every_layout_is_the_same_layer(toy: LLM, tmp_path: Path, kind: str, fil
     ids, f, outer = [5, 9, 400, 3, 77, 12, 8], torch.randn(7, HIDDEN), Outer.of(toy.engine.decoder)
     step_input, pool = StepInput(), drafter.net.pool(64)
     step_input.chain(array("i", range(1, 40)), 0, ids)
-    out = drafter.net.forward(step_input.build(), pool, drafter.net.enter(f))
+    out = drafter.net.forward(step_input.build(), pool, drafter.net.from_states(f))
     expected = naive(w, 0, outer.embedding[ids], f, paired=kind == "ernie")
     assert torch.allclose(out.double(), expected, atol=1e-4)
     last = toy.engine.decoder.norm if kind == "ernie" else w["layers.0.norm.weight"]  # type: ignore[attr-defined]
@@ -52,7 +52,7 @@ def test_every_layout_is_the_same_layer(toy: LLM, tmp_path: Path, kind: str, fil
     )
     assert drafter.net.taps == ((LAYERS,) if kind in ("mimo", "ernie") else (FINAL,))
     again = expected if kind in ("mimo", "ernie") else norm(expected, last.double())
-    assert torch.allclose(drafter.net.again(out).double(), again, atol=1e-4)
+    assert torch.allclose(drafter.net.from_output(out).double(), again, atol=1e-4)
 
 
 # ---- level by level
@@ -96,7 +96,7 @@ def listened(llm: LLM) -> list[tuple[list[int], DraftTree]]:
 
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("tree", ["chain", "dynamic", "mc_sim_7b_63"])
-def test_guesses_are_what_the_layers_say(toy: LLM, tmp_path: Path, layers: int, tree: str) -> None:
+def test_drafts_equal_those_of_naive_layers(toy: LLM, tmp_path: Path, layers: int, tree: str) -> None:
     """Chunks of 5 tokens, two samples of one prompt, a second prompt that shares its beginning, and one of two tokens; one level more
     than there are layers."""
     w = tensors(layers)
@@ -203,7 +203,7 @@ def taught(request: pytest.FixtureRequest, toy: LLM, tmp_path_factory: pytest.Te
     return save_head(tmp_path_factory.mktemp("taught"), *exports)
 
 
-def test_taught_layers_are_mostly_right(toy: LLM, taught: str) -> None:
+def test_trained_layers_are_mostly_right(toy: LLM, taught: str) -> None:
     """Of two levels.  Chance is 1/512, and layers that were not taught, which pass the token's embedding on, reach 0.08."""
     assert (
         acceptance(toy.engine.options.model, {"model": taught, "tree": "chain", "num_speculative_tokens": 2})
@@ -241,7 +241,7 @@ def test_an_export_is_read_back(toy: LLM, tmp_path: Path, layout: str) -> None:
     with torch.no_grad():
         again, normed = network(Outer.of(toy.engine.decoder).embedding[ids], f)
     o = drafter.net.forward(step_input.build(), drafter.net.pool(64), f)
-    assert torch.allclose(drafter.net.again(o), again, atol=1e-4) and torch.allclose(
+    assert torch.allclose(drafter.net.from_output(o), again, atol=1e-4) and torch.allclose(
         drafter.net.layers[0].normed(o), normed, atol=1e-4
     )
 

@@ -99,7 +99,7 @@ def state(seed: int = 0) -> Tensor:
 
 
 def seen(drafter: ReDrafter, row: Row, f: Tensor) -> Row:
-    drafter.last[row] = len(row.tokens) - 1, f
+    drafter.last_states[row] = len(row.tokens) - 1, f
     return row
 
 
@@ -152,7 +152,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Any, str]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_says_what_a_naive_network_says(layout: str, llm: LLM, tmp_path: Path) -> None:
+def test_logits_of_every_layout_equal_a_naive_network(layout: str, llm: LLM, tmp_path: Path) -> None:
     given, rename, file = LAYOUTS[layout]
     net = network(**given)
     tensors = {name: tensor.detach() for name, tensor in net.state_dict().items()}
@@ -276,11 +276,11 @@ def test_noise_ranks_the_beams(llm: LLM) -> None:
     assert guess(drafter, seen(drafter, row, state()), 1).tokens == best
 
 
-def test_rows_do_not_see_each_other(llm: LLM) -> None:
+def test_rows_are_independent(llm: LLM) -> None:
     """Different budgets, a row without a state, one that may not guess: each gets what it gets alone."""
     drafter = drafter_of(llm, beam_width=4, nodes=20)
     rows = [seen(drafter, greedy([7, 8, i]), state(i)) for i in range(5)]
-    del drafter.last[rows[1]]
+    del drafter.last_states[rows[1]]
     budgets = [Budget(4, 16), Budget(4, 16), Budget(2, 5), Budget(0, 0), Budget(1, 4)]
     steps = [RowStep(row, 2, 1, budget=budget) for row, budget in zip(rows, budgets)]
     together = drafter.propose(Batch(steps)).trees
@@ -292,7 +292,7 @@ def test_rows_do_not_see_each_other(llm: LLM) -> None:
     assert stale == EMPTY_TREE
 
 
-def test_drawn_guesses_say_their_laws(llm: LLM) -> None:
+def test_sampled_drafts_carry_their_distributions(llm: LLM) -> None:
     """Every law is the head's own behind the path; a small tree still reaches its levels."""
     drafter = drafter_of(llm, beam_width=4, nodes=8)
     drafter.target = replace(drafter.target, needs_probs=True)

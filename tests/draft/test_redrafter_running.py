@@ -48,23 +48,25 @@ def learned(llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_head(tmp_path_factory.mktemp("learned"), net.config(), dict(net.state_dict()))
 
 
-def test_what_it_learned_is_accepted(target: str, learned: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_of_a_trained_head_are_accepted(
+    target: str, learned: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A chain of 4 far above chance, which is 1/512; trees give more tokens a step; and one token too early nothing fits."""
     chain = {"model": learned, "beam_width": 1, "num_speculative_tokens": 4}
     right = acceptance(target, chain)
     assert right > 0.6
     tree = {"model": learned, "beam_width": 6, "nodes": 24, "num_speculative_tokens": 4}
     assert acceptance(target, tree) * 24 >= right * 4
-    said = Beams.said.fget  # type: ignore[attr-defined]
+    frontier_tokens = Beams.frontier_tokens.fget  # type: ignore[attr-defined]
 
     def early(self: Beams) -> list[int]:
-        return [self.row.tokens[-2]] if self.tree.frontier == [ROOT] else said(self)
+        return [self.row.tokens[-2]] if self.frontier == [ROOT] else frontier_tokens(self)
 
-    monkeypatch.setattr(Beams, "said", property(early))
+    monkeypatch.setattr(Beams, "frontier_tokens", property(early))
     assert acceptance(target, chain) < 0.3 * right
 
 
-def test_the_state_is_that_from_which_the_pending_token_was_said(
+def test_drafts_use_the_state_that_gave_the_pending_token(
     llm: LLM, learned: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever was accepted, and however the prompt was cut; compared with the target reading the text alone."""

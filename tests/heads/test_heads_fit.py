@@ -198,7 +198,7 @@ def test_what_else_is_in_a_file_of_a_target_may_be_quantised() -> None:
 
 
 @pytest.mark.parametrize("method", ["medusa", "hydra", "dflash"])
-def test_only_trees_that_were_chosen_teach_ranks(method: str, toy: LLM) -> None:
+def test_only_chosen_trees_update_the_accuracy(method: str, toy: LLM) -> None:
     """The first of several draws is no better than the last."""
     target = toy.engine.target
     drafter = draft.method(method).example(target)
@@ -212,7 +212,7 @@ def test_only_trees_that_were_chosen_teach_ranks(method: str, toy: LLM) -> None:
         SamplingParams(temperature=0.8, seed=1, max_tokens=16, ignore_eos=True),
     )
     for verification, taught in (("rejection", False), ("match", True)):
-        before = [list(level) for level in drafter.memory.worth]
+        before = [list(level) for level in drafter.memory.accuracy]
         llm = toy.variant(None)
         llm.engine.use(
             drafter,
@@ -220,7 +220,7 @@ def test_only_trees_that_were_chosen_teach_ranks(method: str, toy: LLM) -> None:
         )
         out = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
         assert out.speculation.drafted > 0
-        assert (drafter.memory.worth != before) == taught
+        assert (drafter.memory.accuracy != before) == taught
 
 
 # ---- options

@@ -1,7 +1,7 @@
-"""Every pair of a state and the token that was said from it goes into a recurring head, at its position, beside its token.
+"""Every (state, next token) pair enters a recurrent head once, at its position and in the slot of its token.
 
-The head under test computes nothing: its K/V of a pair is the pair itself (position, token, state), so that what a guess would see can
-be read back from the pool and compared with what the target computes of the whole text.
+The head under test computes nothing.  Its K/V of a pair is the pair itself (position, token, state), so that the
+keys a draft token attends to can be read back from the pool and compared with the target's states of the text.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from outrider.core.step_input import StepInput
 from outrider.core.tree import Draft
 from outrider.drafting.base import Target
 from outrider.heads.choose import Chooser
-from outrider.heads.recurrent import Recurrent, RecurrentOptions, Turn
+from outrider.heads.recurrent import Forwards, Recurrent, RecurrentOptions
 from outrider.heads.sample import read
 
 WIDE = 32  # of a pair in the pool
 SMALL: dict[str, dict[str, Any]] = {"dynamic": {"top_k": 2, "nodes": 6}, "chain": {}}  # options of a tree
-LONG = 90  # more tokens than a row that does not guess keeps states of
+LONG = 90  # more tokens than a row without drafts may have pending states of
 
 
 class Net:
-    """Says the state itself; K of a pair is its position and token, V the beginning of the state."""
+    """Returns the state itself.  K of a pair is its position and token, V the first numbers of the state."""
 
     taps, ids, slot_bytes = (FINAL,), None, Pool.bytes_per_slot(1, 1, WIDE, torch.float32)
 
     def pool(self, slots: int) -> Pool:
         return Pool(1, 1, WIDE, slots, torch.float32, torch.device("cpu"))
 
-    def enter(self, states: Tensor) -> Tensor:
+    def from_states(self, states: Tensor) -> Tensor:
         return states
 
-    def again(self, o: Tensor) -> Tensor:
+    def from_output(self, o: Tensor) -> Tensor:
         return o
 
     def forward(self, step_input: StepInput, pool: Pool, g: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class Net:
 
 
 class Oracle(Chooser):
-    """Guesses from what plain decoding said: right in two of three places."""
+    """Drafts from the known text of plain decoding: right in two of three positions."""
 
     def __init__(self, target: Target, truth: Truth) -> None:
         super().__init__(target)
@@ -87,14 +87,14 @@ class Oracle(Chooser):
 
 @dataclass
 class Log:
-    """turns: of every row what went in, (life, position, token, state); a row lives again after a preemption."""
+    """pairs: of every row what went in, (life, position, token, state); a preemption begins another life."""
 
-    turns: dict[Row, list[tuple[int, int, int, Tensor]]] = field(default_factory=lambda: defaultdict(list))
+    pairs: dict[Row, list[tuple[int, int, int, Tensor]]] = field(default_factory=lambda: defaultdict(list))
     lives: dict[Row, int] = field(default_factory=lambda: defaultdict(int))
 
 
 class Listening(Recurrent):
-    """seen: (tokens, K, V) behind a row when it was guessed for, or when its slots were said to be filled."""
+    """seen: (tokens, K, V) of a row whenever it was drafted for or counted as filled."""
 
     def __init__(self, target: Target, truth: Truth, tree: str = "dynamic") -> None:
         super().__init__(
@@ -103,23 +103,24 @@ class Listening(Recurrent):
         self.choose = Oracle(target, truth)
         self.log = Log()
         self.seen: list[tuple[list[int], Tensor, Tensor]] = []
-        self.guessed = self.shared = 0
-        self.whole = True  # all that a guess sees should be there
+        self.drafted = self.shared = 0
+        self.complete = True  # whether K/V of all positions before a draft token must be there
 
     def network(self) -> Any:
         return Net()
 
-    def _catch_up(self, turns: Sequence[Turn]) -> Tensor:
-        for turn in turns:
-            row, pending_states, states = turn.row, turn.pending_states, torch.cat(turn.pending_states.states)
-            for i, t in enumerate(range(pending_states.first, pending_states.end)):
-                self.log.turns[row].append((self.log.lives[row], t, row.tokens[t + 1], states[i]))
-        out = super()._catch_up(turns)
-        for turn in turns:
-            if turn.tree is not None:
-                self.guessed += 1
-                if self.whole:
-                    self.look(turn.row, turn.pending_states.end + 1)
+    def _catch_up(self, forwards: Forwards) -> Tensor:
+        for reading in forwards.readings:
+            row, cursor = reading.row, reading.cursor
+            states = torch.cat(cursor.states)
+            for i, t in enumerate(range(cursor.first, cursor.end)):
+                self.log.pairs[row].append((self.log.lives[row], t, row.tokens[t + 1], states[i]))
+        out = super()._catch_up(forwards)
+        for reading in forwards.readings:
+            if reading.tree is not None:
+                self.drafted += 1
+                if self.complete:
+                    self.look(reading.row, reading.cursor.end + 1)
         return out
 
     def look(self, row: Row, count: int) -> None:
@@ -133,7 +134,7 @@ class Listening(Recurrent):
     def propose(self, batch: Batch) -> Draft:
         draft = super().propose(batch)
         for row in batch.rows:
-            self.look(row, min(row.computed, self.synced[row]))
+            self.look(row, self.filled(row))
             self.shared += row.cached is not None and row.cached > 0
         return draft
 
@@ -174,7 +175,7 @@ def run(llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams]
 
 
 def check(llm: LLM, drafter: Listening, once: bool = True) -> None:
-    """What went in and what can be seen is what the target computes of these texts."""
+    """Compare pairs and K/V with the states that the target computes for the whole text."""
     truth: dict[tuple[int, ...], Tensor] = {}
 
     def states(tokens: Sequence[int]) -> Tensor:
@@ -182,7 +183,7 @@ def check(llm: LLM, drafter: Listening, once: bool = True) -> None:
             truth[key] = read(llm.engine.decoder, tokens, (FINAL,)).states[FINAL]
         return truth[key]
 
-    for row, records in drafter.log.turns.items():
+    for row, records in drafter.log.pairs.items():
         of_row = states(row.tokens)
         for life in {record[0] for record in records}:
             positions = [t for own, t, *_ in records if own == life]
@@ -206,7 +207,7 @@ def check(llm: LLM, drafter: Listening, once: bool = True) -> None:
         assert key[:, 0].tolist() == list(range(count)), "a pair lies beside another token than its own"
         assert key[:, 1].tolist() == tokens[1:]
         assert torch.equal(value, states(whole[tuple(tokens)])[:count, :WIDE])
-    assert drafter.guessed > 0
+    assert drafter.drafted > 0
     settled(llm)
 
 
@@ -217,7 +218,7 @@ def distribution(i: int, **more: Any) -> SamplingParams:
 
 
 @pytest.mark.parametrize("tree", ["chain", "dynamic", "mc_sim_7b_63"])
-def test_ragged_prompts_in_chunks(checkpoint: str, plain: LLM, tree: str) -> None:
+def test_chunked_prompts_of_different_lengths(checkpoint: str, plain: LLM, tree: str) -> None:
     prompts = tiny_prompts(6, seed=4, longest=60)
     params = [distribution(i) for i in range(6)]
     llm, drafter = put_to_work(
@@ -236,7 +237,7 @@ def test_after_prefix_hits(checkpoint: str, plain: LLM) -> None:
     llm, drafter = put_to_work(checkpoint, plain, prompts, params, max_num_seqs=2)
     run(llm, prompts, params)
     assert drafter.shared > 0
-    first = {row: records[0][1] for row, records in drafter.log.turns.items()}
+    first = {row: records[0][1] for row, records in drafter.log.pairs.items()}
     assert any(start > 0 and (start + 1) % 16 == 0 for start in first.values()), "no page was shared"
     check(llm, drafter)
 
@@ -245,7 +246,7 @@ def test_two_samples_of_one_prompt(checkpoint: str, plain: LLM) -> None:
     prompts, params = tiny_prompts(3, seed=6, longest=50), [distribution(2 * i + 1, n=2) for i in range(3)]
     llm, drafter = put_to_work(checkpoint, plain, prompts, params)
     run(llm, prompts, params)
-    assert len(drafter.log.turns) == 6
+    assert len(drafter.log.pairs) == 6
     check(llm, drafter)
 
 
@@ -257,12 +258,12 @@ def test_after_preemption(checkpoint: str, plain: LLM) -> None:
     )
     run(llm, prompts, params)
     assert llm.engine.scheduler.preemptions > 0
-    assert any(len({life for life, *_ in records}) > 1 for records in drafter.log.turns.values())
+    assert any(len({life for life, *_ in records}) > 1 for records in drafter.log.pairs.values())
     check(llm, drafter)
 
 
-def test_rows_that_do_not_guess(checkpoint: str, plain: LLM) -> None:
-    """Their states are read now and then, so that they do not pile up and their pages can be shared."""
+def test_rows_without_drafts_are_read_before_many_states_are_pending(checkpoint: str, plain: LLM) -> None:
+    """The number of pending states is bounded, and the pages can be shared."""
     prompts, params = (
         tiny_prompts(2, seed=8),
         [distribution(0, max_tokens=LONG, speculate=False), distribution(1, max_tokens=LONG)],
@@ -273,17 +274,17 @@ def test_rows_that_do_not_guess(checkpoint: str, plain: LLM) -> None:
     def counting(commit: Any) -> None:
         nonlocal most
         observe(commit)
-        most = max(most, *(pending_states.count for pending_states in drafter.pending_by_row.values()))
+        most = max(most, *(cursor.count for cursor in drafter.catch_up.cursors.values()))
 
     drafter.observe = counting  # type: ignore[method-assign]
     run(llm, prompts, params)
-    silent = next(records for row, records in drafter.log.turns.items() if not row.params.speculate)
+    silent = next(records for row, records in drafter.log.pairs.items() if not row.params.speculate)
     assert len(silent) >= 64 and most <= 64 + 4
     check(llm, drafter)
 
 
-def test_a_pair_whose_slot_is_not_there_waits(checkpoint: str, plain: LLM) -> None:
-    """A prompt that fills its page, and no guesses that would have brought the next one: slot 0 is another row's."""
+def test_a_pair_without_a_slot_is_not_read(checkpoint: str, plain: LLM) -> None:
+    """A prompt fills its page, and without drafts the next page is missing: slot 0 belongs to another row."""
     prompts = [
         tiny_prompts(1, seed=9, longest=40)[0][:3] * 12,
         (tiny_prompts(1, seed=10, longest=40)[0] * 16)[:16],
@@ -292,22 +293,22 @@ def test_a_pair_whose_slot_is_not_there_waits(checkpoint: str, plain: LLM) -> No
     llm, drafter = put_to_work(checkpoint, plain, prompts, params)
     catch_up = drafter._catch_up
 
-    def watched(turns: Sequence[Turn]) -> Tensor:
-        for turn in turns:
-            assert turn.row.table is not None and turn.row.table.room > turn.pending_states.end, (
+    def watched(forwards: Forwards) -> Tensor:
+        for reading in forwards.readings:
+            assert reading.row.table is not None and reading.row.table.room > reading.cursor.end, (
                 "a pair beside a token that has no slot"
             )
-        return catch_up(turns)
+        return catch_up(forwards)
 
     drafter._catch_up = watched  # type: ignore[method-assign]
     run(llm, prompts, params)
     check(llm, drafter)
 
 
-def test_after_a_forward_that_was_interrupted(
+def test_an_interrupted_forward_is_repeated(
     checkpoint: str, plain: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was read before the target was interrupted is read once more, to the same numbers; nothing is left out."""
+    """Pairs read before the interrupt are read again, with the same states; none is left out."""
     prompts, params = tiny_prompts(2, seed=3), [distribution(0), distribution(1)]
     llm, drafter = put_to_work(checkpoint, plain, prompts, params)
     stream, forward, left = (
@@ -332,13 +333,13 @@ def test_after_a_forward_that_was_interrupted(
     check(llm, drafter, once=False)
 
 
-def test_after_a_step_that_was_interrupted(
+def test_lost_states_leave_a_gap_that_is_not_shared(
     checkpoint: str, plain: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C before the head saw what became certain: those pairs are lost, later ones right, and the gap never counts as filled."""
+    """Ctrl-C before `observe`: those pairs are lost, later ones are right, and the gap never counts as filled."""
     prompts, params = tiny_prompts(2, seed=3), [distribution(0, max_tokens=40), distribution(1)]
     llm, drafter = put_to_work(checkpoint, plain, prompts, params)
-    drafter.whole = False
+    drafter.complete = False
     stream, observe, left = llm.stream({"prompt_token_ids": prompts[0]}, params[0]), drafter.observe, [3]
     next(stream)
 
@@ -351,16 +352,16 @@ def test_after_a_step_that_was_interrupted(
     monkeypatch.setattr(drafter, "observe", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(llm, prompts[1:], params[1:])
-    before = drafter.guessed
+    before = drafter.drafted
     for last in stream:  # noqa: B007 - the last one is looked at
         pass
     assert last.outputs[0].token_ids == answer(plain, prompts[0], params[0]).outputs[0].token_ids
-    assert drafter.guessed > before + 2
+    assert drafter.drafted > before + 2
     check(llm, drafter, once=False)
 
 
-def test_a_shift_would_be_seen(checkpoint: str, plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This very test, on a drafter that pairs each state with the token before."""
+def test_a_shifted_pair_is_detected(checkpoint: str, plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check fails for a drafter that pairs each state with the token before."""
     prompts, params = tiny_prompts(2, seed=3), [distribution(0), distribution(1)]
     llm, drafter = put_to_work(checkpoint, plain, prompts, params)
     forward = drafter.net.forward
@@ -375,7 +376,7 @@ def test_a_shift_would_be_seen(checkpoint: str, plain: LLM, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("family", ["Llama", "GPTNeoX"])
-def test_states_of_the_target(family: str, tmp_path: Path) -> None:
+def test_committed_states_equal_those_of_transformers(family: str, tmp_path: Path) -> None:
     """Commit.states against transformers' own hidden states, along accepted paths and chunks."""
     import transformers
 

@@ -1,4 +1,4 @@
-"""Trees that heads grow: proper, within their budget, and the likeliest of all that could have been grown."""
+"""Trees of heads: well-formed, within their budget, and the likeliest possible."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from outrider.core.step_input import StepInput
 from outrider.core.tree import ROOT, Budget, Draft, DraftTree
 from outrider.draft.layerskip import LayerSkip
 from outrider.draft.union import Union
-from outrider.drafting.base import Target
 from outrider.heads.base import HeadDrafter
 from outrider.heads.choose import Chooser
+from outrider.heads.ranks import RankAccuracy
 from outrider.heads.templates import EAGLE, MEDUSA, paths
-from outrider.heads.trees import Drawn, Dynamic, Growing, Static
+from outrider.heads.trees import DynamicTree, KVTree, RankTree, SampledTree
 from outrider.sampling.sampler import Sampler
 
 V = 7
@@ -39,38 +39,38 @@ BASE = 30
 
 
 def logits_of(seed: int, path: Sequence[int]) -> Tensor:
-    """A law that hangs on the path alone."""
+    """Logits that depend on the path alone."""
     return torch.randn(V, generator=torch.Generator().manual_seed(hash((seed, *path)) & 0xFFFFFFF)) * 2
 
 
 def chooser() -> Chooser:
-    backend = backend_for(torch.device("cpu"), torch.float32)
+    kernels = backend_for(torch.device("cpu"), torch.float32)
     return Chooser(
-        SimpleNamespace(vocabulary=V, decoder=SimpleNamespace(backend=backend), sampler=Sampler(backend))
+        SimpleNamespace(vocabulary=V, decoder=SimpleNamespace(kernels=kernels), sampler=Sampler(kernels))
     )  # type: ignore[arg-type]
 
 
 CHOOSE = chooser()
 
 
-def grow(tree: Growing, seed: int, nodes: int) -> DraftTree:
-    """As a drafter does; every row that goes through the head sits in a guess's slot, below its parent, and no slot is used twice."""
+def grow(tree: KVTree, seed: int, nodes: int) -> DraftTree:
+    """Grow as a drafter does.  Every row lies in a draft slot, one position below its parent; no slot is used twice."""
     at: list[tuple[int, ...]] = [()]  # token paths of the rows of the last forward
     used: set[int] = set()
     for level in itertools.count():
-        tree.take(CHOOSE, torch.stack([logits_of(seed, path) for path in at]))
+        tree.add_level(CHOOSE, torch.stack([logits_of(seed, path) for path in at]))
         if not tree.sources:
             return tree.draft_tree
         step_input, before = StepInput(), at
         tree.add_to(step_input)
         step_input.build()
-        tips = tree.tips
-        assert step_input.length == len(tree.sources) == len(tips)
-        at = [tuple(said) for said, _ in tips]
+        paths_of_rows = tree.frontier_paths
+        assert step_input.length == len(tree.sources) == len(paths_of_rows)
+        at = [tuple(said) for said, _ in paths_of_rows]
         assert step_input.input_ids.tolist() == [path[-1] for path in at]
         assert step_input.positions.tolist() == [BASE + level] * len(at)
         assert [path[:-1] for path in at] == [before[source] for source in tree.sources]
-        assert step_input.slot_mapping.tolist() == [slots[-1] for _, slots in tips]
+        assert step_input.slot_mapping.tolist() == [slots[-1] for _, slots in paths_of_rows]
         fresh = set(step_input.slot_mapping.tolist())
         assert len(fresh) == len(at) and not fresh & used
         used |= fresh
@@ -99,7 +99,7 @@ BUDGETS = st.integers(1, 4).flatmap(lambda depth: st.tuples(st.just(depth), st.i
 @given(budget=BUDGETS, k=st.integers(1, 5), seed=st.integers(0, 999), temperature=st.sampled_from([0.0, 0.9]))
 def test_dynamic_trees_are_proper(budget: tuple[int, int], k: int, seed: int, temperature: float) -> None:
     row = row_at(temperature)
-    tree = grow(Dynamic(row, TABLE, BASE, Budget(*budget), k), seed, budget[1])
+    tree = grow(DynamicTree(row, TABLE, BASE, Budget(*budget), k), seed, budget[1])
     proper(tree, Budget(*budget))
     assert tree.tokens
 
@@ -111,14 +111,14 @@ def joint(seed: int, path: Sequence[int]) -> float:
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 9999), nodes=st.integers(2, 6), depth=st.integers(1, 3))
 def test_a_dynamic_tree_is_the_likeliest_of_all(seed: int, nodes: int, depth: int) -> None:
-    """Where no level is cut (k and all that goes on suffice), against every set of nodes that is closed under parents."""
+    """Without a cut of levels, against every set of nodes that is closed under parents."""
     k, row = 2, row_at(0.0)
-    growing = Dynamic(row, TABLE, BASE, Budget(depth, max(nodes, depth)), k)
-    growing.wide = k**depth  # nothing is left behind
+    growing = DynamicTree(row, TABLE, BASE, Budget(depth, max(nodes, depth)), k)
+    growing.width = k**depth  # no node is cut
     at: list[tuple[int, ...]] = [()]
     while growing.sources:
-        growing.take(CHOOSE, torch.stack([logits_of(seed, path) for path in at]))
-        at = [tuple(path) for path, _ in growing.tips]
+        growing.add_level(CHOOSE, torch.stack([logits_of(seed, path) for path in at]))
+        at = [tuple(path) for path, _ in growing.frontier_paths]
     tree = growing.draft_tree
     candidates: list[tuple[int, ...]] = []
     layer: list[tuple[int, ...]] = [()]
@@ -148,10 +148,11 @@ def test_a_dynamic_tree_is_the_likeliest_of_all(seed: int, nodes: int, depth: in
     name=st.sampled_from([*EAGLE, *MEDUSA]),
 )
 def test_static_trees_are_proper(seed: int, nodes: int, depth: int, name: str) -> None:
-    """Never a node that the published tree does not have; at full budget all of it that the vocabulary allows."""
+    """No node outside the published tree; at full budget all of it that the vocabulary allows."""
     published = set(paths({**EAGLE, **MEDUSA}[name]))
     budget = Budget(min(depth, nodes), nodes)
-    growing = Static(row_at(0.0), TABLE, BASE, budget, published)
+    shape = RankAccuracy.prior(budget.depth, 10).best_paths(budget.nodes, budget.depth, published)
+    growing = RankTree(row_at(0.0), shape, BASE, TABLE)
     tree = grow(growing, seed, nodes)
     proper(tree, budget)
     ranks = {
@@ -168,9 +169,9 @@ def test_static_trees_are_proper(seed: int, nodes: int, depth: int, name: str) -
 
 @settings(max_examples=60, deadline=None)
 @given(budget=BUDGETS, k=st.integers(1, 4), seed=st.integers(0, 999))
-def test_drawn_trees_say_their_laws(budget: tuple[int, int], k: int, seed: int) -> None:
+def test_sampled_trees_carry_their_distributions(budget: tuple[int, int], k: int, seed: int) -> None:
     row = row_at(0.9)
-    tree = grow(Drawn(row, TABLE, BASE, Budget(*budget), k, 0), seed, budget[1])
+    tree = grow(SampledTree(row, TABLE, BASE, Budget(*budget), k, 0), seed, budget[1])
     proper(tree, Budget(*budget))
     for i, path in enumerate(said(tree)):
         distribution = tree.distribution(i)
@@ -180,12 +181,12 @@ def test_drawn_trees_say_their_laws(budget: tuple[int, int], k: int, seed: int) 
         assert distribution[path[-1]] > 0
 
 
-def test_nothing_likely_is_left_out_when_the_budget_grows() -> None:
+def test_a_larger_budget_is_at_least_as_likely() -> None:
     """A larger budget of the same depth finds a tree that is at least as likely."""
     for seed in range(20):
         sums = []
         for nodes in range(3, 15):
-            tree = grow(Dynamic(row_at(0.0), TABLE, BASE, Budget(3, nodes), 5), seed, nodes)
+            tree = grow(DynamicTree(row_at(0.0), TABLE, BASE, Budget(3, nodes), 5), seed, nodes)
             sums.append(sum(joint(seed, path) for path in said(tree)))
         assert sums == sorted(sums)
 
@@ -199,16 +200,14 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[LLM, LLM]:
 @pytest.mark.parametrize(
     "head", [name for name, method in draft.methods().items() if issubclass(method, HeadDrafter)]
 )
-def test_an_early_exit_beside_a_head(pair: tuple[LLM, LLM], head: str) -> None:
-    """A union of the target's own first layers, which hand their states to verification, and a head that wants to see some."""
+def test_union_of_an_early_exit_and_a_head(pair: tuple[LLM, LLM], head: str) -> None:
+    """The target's first layers, whose states verification resumes from, beside a head that reads states."""
     plain, fast = pair
-
-    def early(target: Target) -> LayerSkip:
-        drafter = LayerSkip(LayerSkip.Options(early_exit=2, exit_threshold=None), target)
-        drafter.depth = 3
-        return drafter
-
-    union = Union(Union.Options(), fast.engine.target, [early, draft.method(head).example])
+    early = LayerSkip(LayerSkip.Options(early_exit=2, exit_threshold=None), fast.engine.target)
+    early.depth = 3
+    union = Union(
+        Union.Options(), fast.engine.target, [early, draft.method(head).example(fast.engine.target)]
+    )
     fast.engine.use(union, SpeculativeOptions.of({"method": "off", "num_speculative_tokens": union.depth}))
     guessed, propose = [0, 0], union.propose
 

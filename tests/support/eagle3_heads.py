@@ -119,12 +119,12 @@ def packed(llm: LLM, folder: str, states: Tensor, **options: Any) -> tuple[Any, 
     net: Any = Eagle3(Eagle3.Options(model=folder, **options), llm.engine.target).net
     pool, table, step_input = net.pool(16), array("i", range(1, 16)), StepInput()
     step_input.chain(table, 0, TEXT[1 : PAIRS + 1])
-    o = net.forward(step_input.build(), pool, net.enter(states.clone()))[-1:]
+    o = net.forward(step_input.build(), pool, net.from_states(states.clone()))[-1:]
     said = [net.logits(o)]
     for at, token in enumerate(TEXT[PAIRS + 1 :], PAIRS):
         step_input = StepInput()
         step_input.chain(table, at, [token])
-        o = net.forward(step_input.build(), pool, net.again(o.clone()))
+        o = net.forward(step_input.build(), pool, net.from_output(o.clone()))
         said.append(net.logits(o))
     return net, torch.cat(said)
 

@@ -1,10 +1,11 @@
-"""A drafter with a trained head: which file, and what the target's last state is.
+"""Base classes of drafters with a trained head: opening its file, and the target's last hidden state of
+every row.
 
-Every head reads what the target computed, so it can only guess behind a token whose predecessor's state was seen in this engine:
+A head drafts behind a token whose predecessor's state was computed in this engine:
 
-    position       … e-2   e-1 │ e        e = step.end, known = 1
-    the target said  f_e-2      │          its state after the last token that it computed
-    x                      x_e-1│ guess    the pending token, which it said from that state
+    position            …  e-2   e-1 │ e        e = step.end, known = 1
+    state of the target   f_e-2      │          of the last token that the target computed
+    token                      x_e-1 │ draft    x_e-1 is pending; the target emitted it from f_e-2
 """
 
 from __future__ import annotations
@@ -29,14 +30,13 @@ from outrider.heads.choose import Chooser
 from outrider.heads.reader import Reader
 from outrider.heads.vocabulary import check_size
 
-QUANTISED = re.compile(
-    r"\.(weight_(scale(_inv)?|packed|zero_point)|qweight|scales)$"
-)  # names of what stands beside, or for, such weights
+# Names of tensors that stand beside, or in place of, quantized weights.
+QUANTIZED = re.compile(r"\.(weight_(scale(_inv)?|packed|zero_point)|qweight|scales)$")
 
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """model: the head's folder or hub id.  quantization: of its weights, int8 or int4."""
+    """model: folder or hub id of the head.  quantization: of its weights while loading, int8 or int4."""
 
     model: str = ""
     revision: str | None = None
@@ -50,8 +50,17 @@ class HeadOptions:
         refuse_parallel(self.draft_tensor_parallel_size)
 
 
+def check_whole(name: str, value: Any, least: int, most: int | None = None) -> None:
+    """Raise ConfigError unless an option is a whole number in least … most; a bool is none."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if whole and value >= least and (most is None or value <= most):
+        return
+    allowed = f"of at least {least}" if most is None else f"in {least} … {most}"
+    raise ConfigError(f"{name} must be a whole number {allowed}, got {value!r}.")
+
+
 class HeadDrafter(Drafter):
-    """head: the opened file; `reader` packs its tensors, `choose` makes tokens of logits."""
+    """head: the opened file.  reader: packs its tensors.  choose: draft tokens from logits."""
 
     demo: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     needs = Needs(states=(FINAL,))
@@ -62,36 +71,41 @@ class HeadDrafter(Drafter):
         if head is None and not options.model:
             raise ConfigError("the method needs 'model': the folder or hub id of a trained head.")
         self.backend, self.hidden = target.decoder.backend, target.decoder.spec.hidden
-        self.head = head or self._opened(options)
+        self.head = head or self._open(options)
         check_size(self.head, target.vocabulary)
         self.reader = Reader(self.head, self.backend, bits_of(options.quantization))
         self.choose = Chooser(target)
 
     @staticmethod
-    def may_guess(step: RowStep) -> bool:
-        """Whether a row has said something, and waits for the next token alone.  Not behind a prompt, although its last chunk may be one
-        token, too: how prompts are cut into chunks depends on the clock, and what is guessed must not."""
+    def can_draft(step: RowStep) -> bool:
+        """Whether the row has emitted a token, and only the pending one is unknown to the target.
+
+        Never right behind a prompt, even if its last chunk has one token: chunks depend on the clock,
+        drafts must not.
+        """
         return step.budget.nodes > 0 and step.known == 1 and len(step.row.tokens) > step.row.prompt
+
+    def footprint(self, device: torch.device) -> Counter[torch.device]:
+        return Counter({device: self.slot_bytes})
 
     @classmethod
     def claims(cls, head: Head) -> int:
         """Whether a file is for this method: 2 by its tensors, 1 by its config, 0 no."""
         return 0
 
-    def footprint(self, device: torch.device) -> Counter[torch.device]:
-        return Counter({device: self.slot_bytes})
-
     @classmethod
     def check(cls, head: Head) -> None:
         """Raise ModelError for a file of this method that no target can use, by its config and tensor names."""
-        few = next((name for name in head if QUANTISED.search(name)), None)
-        if few and "model.norm.weight" not in head:  # the rest of a target may be what it likes
+        quantized = next((name for name in head if QUANTIZED.search(name)), None)
+        if (
+            quantized and "model.norm.weight" not in head
+        ):  # a whole target may hold any tensors besides the head's
             raise ModelError(
-                f"{head.name!r} is quantised ({few}): load the unquantised head, or one in compressed-tensors (pack-quantized); "
-                "'quantization' quantises it while loading."
+                f"{head.name!r} is quantised ({quantized}): load the unquantised head, or one in "
+                "compressed-tensors (pack-quantized); 'quantization' quantises it while loading."
             )
 
-    def _opened(self, options: Any) -> Head:
+    def _open(self, options: Any) -> Head:
         """Raises ModelError for a file of another method, or one that cannot be used."""
         head = Head.open(options.model, options.revision)
         if not self.claims(head):
@@ -104,29 +118,35 @@ class HeadDrafter(Drafter):
 
 
 class StateDrafter(HeadDrafter):
-    """For heads that guess from the last state alone, and keep nothing else of a row."""
+    """Base of heads that draft from one state, that of the last computed token.  tap: which state of the
+    target.
+    """
+
+    tap = FINAL
 
     def __init__(self, options: Any, target: Target, head: Head | None = None) -> None:
         super().__init__(options, target, head)
-        self.last: dict[
-            Row, tuple[int, Tensor]
-        ] = {}  # how many tokens the target had computed, and its state [1, hidden] at the last
+        # Tokens that the target had computed, and its state [1, hidden] at the last of them.
+        self.last_states: dict[Row, tuple[int, Tensor]] = {}
 
     def ready(self, batch: Batch) -> list[int]:
-        """The rows of the batch to guess for."""
-        return [r for r, step in enumerate(batch) if self.may_guess(step) and self._last_seen(step)]
+        """The rows of the batch to draft for: allowed to, and with the state of the token before the
+        pending one.
+        """
+        return [r for r, step in enumerate(batch) if self.can_draft(step) and self._current(step)]
 
-    def _last_seen(self, step: RowStep) -> bool:
-        return step.row in self.last and self.last[step.row][0] == step.start
+    def _current(self, step: RowStep) -> bool:
+        computed, _ = self.last_states.get(step.row, (None, None))
+        return computed == step.start
 
     def states(self, batch: Batch, rows: Sequence[int]) -> Tensor:
         """[len(rows), hidden]: f_e-2 of each."""
-        return torch.cat([self.last[batch[r].row][1] for r in rows]).to(self.backend.activations)
+        return torch.cat([self.last_states[batch[r].row][1] for r in rows]).to(self.backend.activations)
 
     def observe(self, commit: Commit) -> None:
         for r, step in enumerate(commit.batch):
             if step.emitted:
-                self.last[step.row] = step.row.computed, commit.states.of(r, (FINAL,), last=True)
+                self.last_states[step.row] = step.row.computed, commit.states.of(r, (self.tap,), last=True)
 
     def forget(self, row: Row, reason: str) -> None:
-        self.last.pop(row, None)
+        self.last_states.pop(row, None)

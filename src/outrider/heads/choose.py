@@ -1,7 +1,9 @@
-"""From a head's logits to guesses, with the request's own parameters and the noise of the position.
+"""Draft tokens from a head's logits, under the request's own sampling parameters and the noise of the
+position.
 
-Where the rule judges guesses by their laws they are drawn; otherwise the best are taken under the noise that the target's own pick
-will have there, so that a head near the target's law says the target's token (arXiv 2408.07978).
+Under verification rules that compare p with q, draft tokens are sampled from `distribution`.  Otherwise
+they are the best tokens after adding the noise that the target's own pick will have there: a head close to
+the target then proposes the target's token (arXiv 2408.07978).
 """
 
 from __future__ import annotations
@@ -15,69 +17,80 @@ from outrider.backends.candidates import Candidates, Found
 from outrider.core.noise import key_of
 from outrider.core.row import Row
 from outrider.drafting.base import Target
-from outrider.drafting.trees.sampled import RANKED
+from outrider.drafting.trees.builder import RANK_CONFIDENCE
 from outrider.errors import OutriderError
 
 
 class Chooser:
-    """ids: int32 [Vd], the target's token of each of the head's; None where they are the same."""
+    """ids: int32 [Vd], the target's token of each entry of the head's vocabulary; None where they are the
+    same.
+    """
 
     def __init__(self, target: Target, ids: Tensor | None = None) -> None:
-        self.sampler, self.vocabulary, self.backend = (
-            target.sampler,
-            target.vocabulary,
-            target.decoder.backend,
-        )
+        self.sampler, self.vocabulary = target.sampler, target.vocabulary
+        self.backend = target.decoder.backend
         self.ids = None if ids is None else ids.to(torch.int32).contiguous()
-        self.ranked = torch.tensor(RANKED)
+        self.rank_confidence = torch.tensor(RANK_CONFIDENCE)
 
     def best(self, row: Row, paths: Sequence[Sequence[int]], logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The k <= 64 best tokens behind each path (token ids from the root on), best first: int64 [n, k], -1 where there are fewer, and
-        how likely each is: float32 [n, k], 0 there.  logits float32 [n, Vd].
+        """The k <= 64 best tokens behind each path, best first, and their probabilities.
 
-        At a temperature the rank says more than the draft's own probability, because the noise is shared.
+        paths: token ids from the root on.  logits: float32 [n, Vd].  Returns int64 [n, k], -1 where there
+        are fewer, and float32 [n, k], 0 there.  At a temperature the noise is shared with the target, so
+        the rank gives the probability.
         """
         return self.found(row, paths, logits, k).read()
 
+    def ranked(
+        self, row: Row, paths: Sequence[Sequence[int]], logits: Tensor, k: int
+    ) -> list[list[tuple[int, float]]]:
+        """`best` as lists of (token, probability), one a path."""
+        tokens, shares = self.best(row, paths, logits, k)
+        return [
+            [(token, share) for token, share in zip(*path) if token >= 0]
+            for path in zip(tokens.tolist(), shares.tolist())
+        ]
+
     def found(self, row: Row, paths: Sequence[Sequence[int]], logits: Tensor, k: int) -> Found:
-        """The same, as entries of the head's vocabulary."""
+        """`best` as entries of the head's vocabulary."""
         k, noised = min(k, logits.shape[1]), row.distribution.temperature > 0
-        ranked = self.ranked if noised else None
+        ranked = self.rank_confidence if noised else None
         if row.processors:
-            return Found(*self._one_by_one(row, paths, self.wide(logits), k), ranked=ranked)
+            return Found(*self._path_by_path(row, paths, self.wide(logits), k), ranked=ranked)
         keys = [0] * len(paths)
         if noised:
-            of = {
-                depth: key_of(row.seed, row.index, len(row.tokens) + depth) for depth in set(map(len, paths))
-            }
-            keys = [of[len(path)] for path in paths]
-        return Found(
-            *self.backend.pick_rows(self._cut(logits), row.distribution, keys, k, self.ids, not noised),
-            self.ids,
-            ranked,
-        )
+            keys_by_depth = {depth: self._key(row, depth) for depth in set(map(len, paths))}
+            keys = [keys_by_depth[len(path)] for path in paths]
+        picks = self.backend.pick_rows(self._cut(logits), row.distribution, keys, k, self.ids, not noised)
+        return Found(*picks, self.ids, ranked)
 
     def widen(
         self, candidates: Candidates, row: Row, paths: Sequence[Sequence[int]], logits: Tensor
     ) -> tuple[list[int], list[int]]:
-        """The next level of a dynamic tree, whose paths are equally long: what `Candidates.widen` makes of what is found behind them."""
+        """The next level of a dynamic tree: the parents' rows and the tokens, from `Candidates.widen`.
+
+        All paths have the same length.
+        """
         if row.processors:
             return candidates.widen(self.found(row, paths, logits, candidates.k))
         noised = row.distribution.temperature > 0
-        key = key_of(row.seed, row.index, len(row.tokens) + len(paths[0])) if noised else 0
-        return candidates.grow(
-            self._cut(logits), row.distribution, key, self.ids, self.ranked if noised else None
-        )
+        key = self._key(row, len(paths[0])) if noised else 0
+        ranked = self.rank_confidence if noised else None
+        return candidates.grow(self._cut(logits), row.distribution, key, self.ids, ranked)
 
     def distribution(self, row: Row, path: Sequence[int], logits: Tensor) -> Tensor | None:
-        """q behind a path, float64 [V] over the target's tokens; None where it fails.  logits float32 [Vd]."""
+        """q behind a path, float64 [V] over the target's tokens, from float32 [Vd]; None where it cannot be
+        computed.
+        """
         try:
             return self.sampler.distribution(row, path, self.wide(logits[None])[0])
-        except OutriderError:  # the target's own law will say why
+        except (
+            OutriderError
+        ):  # verification computes the same from the target's logits, and reports the error
             return None
 
     def wide(self, logits: Tensor) -> Tensor:
-        """[n, Vd] over the target's tokens, [n, V]: -inf where the head knows none."""
+        """[n, V] over the target's tokens: -inf for those that the head does not know."""
         if self.ids is None and logits.shape[1] >= self.vocabulary:
             return self._cut(logits)
         out = logits.new_full((len(logits), self.vocabulary), float("-inf"))
@@ -87,20 +100,23 @@ class Chooser:
             out[:, self.ids.long().to(out.device)] = logits
         return out
 
-    def _cut(self, logits: Tensor) -> Tensor:
-        return (
-            logits[:, : self.vocabulary] if self.ids is None and logits.shape[1] > self.vocabulary else logits
-        )
+    @staticmethod
+    def _key(row: Row, depth: int) -> int:
+        """The noise key of the position behind a path of this length."""
+        return key_of(row.seed, row.index, len(row.tokens) + depth)
 
-    def _one_by_one(
+    def _cut(self, logits: Tensor) -> Tensor:
+        """Logits without the padding of the vocabulary."""
+        padded = self.ids is None and logits.shape[1] > self.vocabulary
+        return logits[:, : self.vocabulary] if padded else logits
+
+    def _path_by_path(
         self, row: Row, paths: Sequence[Sequence[int]], logits: Tensor, k: int
     ) -> tuple[Tensor, Tensor]:
-        """Where processors look at the text before each."""
+        """The best tokens where logits processors need the text before each."""
         tokens, shares = torch.full((len(paths), k), -1, dtype=torch.int32), torch.zeros(len(paths), k)
         for i, path in enumerate(paths):
-            found, probable = self.sampler.top(row, path, logits, k, True, i)
-            tokens[i, : len(found)], shares[i, : len(found)] = (
-                torch.tensor(found, dtype=torch.int32),
-                torch.tensor(probable),
-            )
+            best, probs = self.sampler.top(row, path, logits, k, True, i)
+            tokens[i, : len(best)] = torch.tensor(best, dtype=torch.int32)
+            shares[i, : len(best)] = torch.tensor(probs)
         return tokens, shares

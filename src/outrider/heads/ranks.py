@@ -1,7 +1,8 @@
-"""A tree by ranks: which ranks of which level are worth a node, by how often each was right.
+"""Shapes of trees by rank: how often a draft token of each rank was right decides which nodes a tree gets.
 
-The expected number of accepted tokens of a tree is the sum over its nodes of the product of the accuracies along their paths, so the
-best tree of n nodes has the n largest products (Medusa, arXiv 2401.10774): it is found by taking the best node that is left.
+The expected number of accepted tokens is the sum over all nodes of the product of the accuracies along
+their paths.  So the best tree of n nodes has the n largest products (Medusa, arXiv 2401.10774), found best
+first.
 """
 
 from __future__ import annotations
@@ -13,71 +14,76 @@ from collections.abc import Collection, Sequence
 from outrider.core.tree import ROOT, DraftTree
 from outrider.heads.templates import Path
 
-LEARN = 0.02
+RATE = 0.02  # of the exponential moving average
 
 
-class Worth:
-    """worth[level][rank]: how often the guess of that rank was right where its parent was."""
+class RankAccuracy:
+    """accuracy[level][rank]: how often the node of that rank was right where its parent was, a moving
+    average.
+    """
 
-    def __init__(self, worth: Sequence[Sequence[float]]) -> None:
-        self.worth = [list(level) for level in worth]
+    def __init__(self, accuracy: Sequence[Sequence[float]]) -> None:
+        self.accuracy = [list(level) for level in accuracy]
 
     @staticmethod
-    def fading(
-        levels: int, ranks: int, first: float = 0.5, by_level: float = 0.85, by_rank: float = 0.4
-    ) -> Worth:
-        """Before anything was seen."""
-        return Worth(
-            [[first * by_level**level * by_rank**rank for rank in range(ranks)] for level in range(levels)]
+    def prior(levels: int, ranks: int) -> RankAccuracy:
+        """Estimates before any measurement."""
+        return RankAccuracy(
+            [[0.5 * 0.85**level * 0.4**rank for rank in range(ranks)] for level in range(levels)]
         )
 
-    def best(
-        self, nodes: int, depth: int, allowed: Collection[Path] | None = None, least: float = 0.0
-    ) -> list[Path]:
-        """The paths of the best tree of at most so many nodes and levels, best first, a parent before its children.
+    def best_paths(self, nodes: int, depth: int, allowed: Collection[Path] | None = None) -> list[Path]:
+        """Paths of ranks of the best tree with at most this many nodes and levels, best first, parents
+        before children.
 
-        allowed: only these (a published tree); every parent of one is among them.  least: no path that is less likely to be right.
+        allowed: choose among these only; it is closed under parents and smaller siblings.
         """
-        depth, found = min(depth, len(self.worth)), list[Path]()
-        waiting: list[tuple[float, int, Path]] = []
+        depth, found = min(depth, len(self.accuracy)), list[Path]()
+        heap: list[tuple[float, int, Path]] = []
 
-        def offer(path: Path, above: float) -> None:
+        def push(path: Path, parent_joint: float) -> None:
             level = len(path) - 1
-            if level < depth and path[-1] < len(self.worth[level]) and (allowed is None or path in allowed):
-                joint = above * self.worth[level][path[-1]]
-                if joint >= least:
-                    heapq.heappush(waiting, (-joint, len(path), path))
+            if (
+                level < depth
+                and path[-1] < len(self.accuracy[level])
+                and (allowed is None or path in allowed)
+            ):
+                heapq.heappush(heap, (-parent_joint * self.accuracy[level][path[-1]], len(path), path))
 
-        offer((0,), 1.0)
-        while waiting and len(found) < nodes:
-            joint, _, path = heapq.heappop(waiting)
+        push((0,), 1.0)
+        while heap and len(found) < nodes:
+            negative, _, path = heapq.heappop(heap)
             found.append(path)
-            offer((*path, 0), -joint)
-            worth = self.worth[len(path) - 1][path[-1]]
-            offer((*path[:-1], path[-1] + 1), -joint / worth if worth else 0.0)
+            push((*path, 0), -negative)
+            own = self.accuracy[len(path) - 1][path[-1]]
+            push((*path[:-1], path[-1] + 1), -negative / own if own else 0.0)
         return found
 
-    def learn(self, tree: DraftTree, said: Sequence[int]) -> None:
-        """tree: as the head proposed it, siblings by rank, whatever of it was verified.  said: the tokens that followed.  Along their path
-        every guess was right or not.  Siblings that were drawn stand in the order of the draws, which says nothing of ranks."""
+    def update(self, tree: DraftTree, emitted: Sequence[int]) -> None:
+        """Count the nodes along the path of the emitted tokens as right, and their siblings as wrong.
+
+        tree: as proposed, siblings in the order of their ranks, whether or not all of it was verified.
+        Sampled siblings are in the order of their samples, which says nothing about ranks: such a tree is
+        ignored.
+        """
         if tree.distributions:
             return
         node, ranks = ROOT, ranks_of(tree)
-        for row, token in zip(self.worth, said):
+        for accuracy, token in zip(self.accuracy, emitted):
             children = [child for child, parent in enumerate(tree.parents) if parent == node]
             right = next((child for child in children if tree.tokens[child] == token), None)
             for child in children:
-                if ranks[child] < len(row):
-                    row[ranks[child]] += LEARN * ((child == right) - row[ranks[child]])
+                if ranks[child] < len(accuracy):
+                    accuracy[ranks[child]] += RATE * ((child == right) - accuracy[ranks[child]])
             if right is None:
                 return
             node = right
 
 
 def ranks_of(tree: DraftTree) -> list[int]:
-    """Of every node among its siblings."""
-    seen, found = Counter[int](), list[int]()
+    """The rank of every node among its siblings, in the order of the nodes."""
+    counts, ranks = Counter[int](), list[int]()
     for parent in tree.parents:
-        found.append(seen[parent])
-        seen[parent] += 1
-    return found
+        ranks.append(counts[parent])
+        counts[parent] += 1
+    return ranks

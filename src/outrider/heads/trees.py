@@ -1,12 +1,18 @@
-"""Trees that a head grows level by level: EAGLE-2's dynamic one (arXiv 2406.16858), a published static one, and one of drawn guesses.
+"""Trees that a head grows level by level.
 
-All of them number the nodes that go through the head, in the order in which they do, and these lie in the slots of this step's guesses.
-The row's table begins one slot later than the target's (see recurrent.py), so that node i lies at table[base + i].
+    DynamicTree   the likeliest nodes of all levels (EAGLE-2, arXiv 2406.16858)
+    RankTree      a shape fixed in advance, as paths of ranks (Medusa, arXiv 2401.10774; EAGLE-1, Hydra)
+    BlockTree     the same, where one forward gave the logits of all levels (heads without a recurrence)
+    SampledTree   children sampled from q, for verification rules that compare p with q
+
+The K/V of node i lies in slot table[base + i], a slot of this step's draft tokens.  The table of a head
+that reads (state, token) pairs begins one slot later than the target's, see recurrent.py.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Protocol, TypeVar
 
@@ -16,93 +22,100 @@ from outrider.backends.candidates import Candidates
 from outrider.core.row import Row
 from outrider.core.step_input import StepInput
 from outrider.core.tree import ROOT, Budget, DraftTree
+from outrider.drafting.trees.builder import NO_VIEW, LevelBuilder
 from outrider.drafting.trees.sampled import Tree
 from outrider.drafting.view import View
 from outrider.heads.choose import Chooser
-from outrider.heads.ranks import Worth
 from outrider.heads.templates import Path
 
 
-class Levelled(Protocol):
-    """A tree that grows level by level.  sources: for every row of the next forward, which row of the one before its parent was (of those
-    of this tree)."""
+class LevelTree(Protocol):
+    """A tree that grows level by level.
+
+    sources: for every row of this tree in the next forward, which of its rows in the last one is the
+    parent.  Empty once the tree is complete.
+    """
 
     sources: Sequence[int]
 
-    def take(self, choose: Chooser, logits: Tensor) -> None:
-        """The next level, from float32 [rows of the last forward, Vd]; `sources` is empty where it was the last."""
+    def add_level(self, choose: Chooser, logits: Tensor) -> None:
+        """Add the next level, from float32 [rows of the last forward, Vd]."""
 
 
-T = TypeVar("T", bound=Levelled)
+T = TypeVar("T", bound=LevelTree)
 
 
-def level_of(trees: Sequence[T], choose: Chooser, logits: Tensor) -> tuple[list[T], list[int]]:
-    """Gives every tree its rows of a forward, float32 [rows of all, Vd]: the trees that go on, and for every row of the next forward
-    which row of this one its parent was."""
-    following, sources, first = list[T](), list[int](), 0
+def grow_level(trees: Sequence[T], choose: Chooser, logits: Tensor) -> tuple[list[T], list[int]]:
+    """Add a level to every tree, from float32 [rows of all trees, Vd].
+
+    Returns the trees that go on, and for every row of the next forward the row of this one that is its
+    parent.
+    """
+    growing, sources, first = list[T](), list[int](), 0
     for tree in trees:
         count = len(tree.sources)
-        tree.take(choose, logits[first : first + count])
+        tree.add_level(choose, logits[first : first + count])
         if tree.sources:
             sources += [first + source for source in tree.sources]
-            following.append(tree)
+            growing.append(tree)
         first += count
-    return following, sources
+    return growing, sources
 
 
-class Growing(Levelled, Protocol):
-    """One whose nodes go through a head with K/V."""
+class KVTree(LevelTree, Protocol):
+    """A tree whose nodes have K/V in a head's pool."""
 
-    row: Row
-    table: array[int]
     base: int
 
     @property
-    def tips(self) -> list[tuple[list[int], list[int]]]:
-        """Of every node that goes through the head next: tokens and slots from the root to it."""
+    def table(self) -> array[int]: ...
+    @property
+    def frontier_paths(self) -> list[tuple[list[int], list[int]]]:
+        """Tokens and slots from the root to every node of the next forward."""
 
     def add_to(self, step_input: StepInput) -> None: ...
     @property
     def draft_tree(self) -> DraftTree: ...
 
 
-class Dynamic:
-    """Every level asks for the k best behind each of its nodes and goes on with the likeliest of all of them; in the end the
-    likeliest nodes of all levels stay.  A node is no likelier than its parent, so that parents stay with their children."""
+class DynamicTree:
+    """Each level looks for the k best tokens behind each of its nodes, and goes on with the likeliest of
+    them.
+
+    At the end the likeliest nodes of all levels are kept.  No node is likelier than its parent, so parents
+    are kept with their children.
+    """
 
     def __init__(self, row: Row, table: array[int], base: int, budget: Budget, k: int) -> None:
         self.row, self.table, self.base, self.budget, self.k = row, table, base, budget, min(k, budget.nodes)
-        self.wide = max(
-            1, min(self.k, budget.nodes // max(1, budget.depth - 1))
-        )  # all nodes that go on have a slot of a guess
-        self.levels, self.used = 0, 0
+        # Nodes of a level that go on: every one needs the slot of a draft token.
+        self.width = max(1, min(self.k, budget.nodes // max(1, budget.depth - 1)))
+        self.depth, self.used_slots = 0, 0
         self.candidates: Candidates | None = None
-        self.tokens: list[list[int]] = [
-            []
-        ]  # from the root to each of the nodes that went through the head last
+        self.tokens: list[list[int]] = [[]]  # from the root to each node of the frontier
         self.slots: list[list[int]] = [[]]
         self.sources: Sequence[int] = [0]
 
-    def take(self, choose: Chooser, logits: Tensor) -> None:
+    def add_level(self, choose: Chooser, logits: Tensor) -> None:
         if self.candidates is None:
-            self.candidates = choose.backend.candidates(self.k, self.wide, self.budget.depth)
-        self.sources, said = choose.widen(self.candidates, self.row, self.tokens, logits)
-        self.levels += 1
-        if self.levels == self.budget.depth:
+            self.candidates = choose.backend.candidates(self.k, self.width, self.budget.depth)
+        self.sources, tokens = choose.widen(self.candidates, self.row, self.tokens, logits)
+        self.depth += 1
+        if self.depth == self.budget.depth:
             self.sources = ()
             return
-        first = self.base + self.used
-        own = self.table[first : first + len(said)]
-        self.used += len(said)
-        self.tokens = [[*self.tokens[above], token] for above, token in zip(self.sources, said)]
-        self.slots = [[*self.slots[above], slot] for above, slot in zip(self.sources, own)]
+        first = self.base + self.used_slots
+        slots = self.table[first : first + len(tokens)]
+        self.used_slots += len(tokens)
+        self.tokens = [[*self.tokens[parent], token] for parent, token in zip(self.sources, tokens)]
+        self.slots = [[*self.slots[parent], slot] for parent, slot in zip(self.sources, slots)]
 
     @property
-    def tips(self) -> list[tuple[list[int], list[int]]]:
+    def frontier_paths(self) -> list[tuple[list[int], list[int]]]:
         return list(zip(self.tokens, self.slots))
 
     def add_to(self, step_input: StepInput) -> None:
-        step_input.nodes(self.table, self.base, self.slots, [said[-1] for said in self.tokens])
+        step_input.nodes(self.table, self.base, self.slots, [path[-1] for path in self.tokens])
 
     @property
     def draft_tree(self) -> DraftTree:
@@ -110,110 +123,163 @@ class Dynamic:
         return DraftTree(*self.candidates.keep(self.budget.nodes))
 
 
-class Static:
-    """A published tree: which ranks behind which get a node is fixed.  Where the budget is smaller, what is likeliest of it stays.
+class RankTree(LevelBuilder):
+    """A tree of given paths of ranks: (0, 2) is the third child of the first child of the root.
 
-    paths: None for any.  worth: how likely they are, if somebody knows.
+    paths: closed under parents and smaller siblings.  sampled: the children of a node are sampled from q,
+    in place of its best tokens; their number does not depend on any token.  table: None for a head without
+    K/V.
     """
 
     def __init__(
         self,
         row: Row,
-        table: array[int],
-        base: int,
-        budget: Budget,
-        paths: Collection[Path] | None,
-        worth: Worth | None = None,
+        paths: Collection[Path],
+        base: int = 0,
+        table: array[int] | None = None,
+        sampled: bool = False,
+        stream_id: int = 0,
     ) -> None:
-        self.row, self.table, self.base = row, table, base
-        nodes = (worth or Worth.fading(budget.depth, 10)).best(budget.nodes, budget.depth, paths)
-        self.children: dict[Path, int] = {}
-        for path in nodes:
-            self.children[path[:-1]] = self.children.get(path[:-1], 0) + 1
-        self.at: dict[Path, tuple[int, list[int], list[int]]] = {
-            (): (ROOT, [], [])
-        }  # path -> node, and tokens and slots down to it
-        self.tokens: list[int] = []
-        self.parents: list[int] = []
-        self.confidence: list[float] = []
-        self.frontier: list[Path] = [()]
+        budget = Budget(max(map(len, paths), default=0), len(paths))
+        super().__init__(row, base, budget, NO_VIEW if table is None else View(table), stream_id)
+        self.sampled = sampled
+        self.children = Counter(path[:-1] for path in paths)
+        self.ranks: dict[int, Path] = {ROOT: ()}  # of every node
         self.sources: Sequence[int] = [0]
 
-    def take(self, choose: Chooser, logits: Tensor) -> None:
-        found, likely = choose.best(
-            self.row,
-            [self.at[path][1] for path in self.frontier],
-            logits,
-            max(map(self._count, self.frontier)),
-        )
-        following, sources = list[Path](), list[int]()
-        for i, (path, tokens, shares) in enumerate(zip(self.frontier, found.tolist(), likely.tolist())):
-            parent, said, slots = self.at[path]
-            for rank in range(min(self._count(path), len(tokens))):
-                if tokens[rank] < 0:
-                    break
-                node, below = len(self.tokens), (*path, rank)
-                self.at[below] = node, [*said, tokens[rank]], [*slots, self.table[self.base + node]]
-                self.tokens.append(tokens[rank])
-                self.parents.append(parent)
-                self.confidence.append(shares[rank])
-                if below in self.children:
-                    following.append(below)
+    def add_level(self, choose: Chooser, logits: Tensor) -> None:
+        parents = self.frontier
+        counts = [self.children[self.ranks[node]] for node in parents]
+        added = (self._sample if self.sampled else self._choose)(choose, logits, counts)
+        sources: list[int] = []
+        self.frontier, self.sources = [], sources
+        for i, (parent, nodes) in enumerate(zip(parents, added)):
+            for rank, node in enumerate(nodes):
+                path = self.ranks[node] = (*self.ranks[parent], rank)
+                if path in self.children:
+                    self.frontier.append(node)
                     sources.append(i)
-        self.frontier, self.sources = following, sources
 
-    def _count(self, path: Path) -> int:
-        return self.children.get(path, 0)
+    def _choose(self, choose: Chooser, logits: Tensor, counts: Sequence[int]) -> list[list[int]]:
+        """Add the best tokens behind every node of the frontier; the new nodes of each."""
+        ranked = self._rankings(choose, logits, max(counts))
+        return [
+            [self.add(parent, token, confidence) for token, confidence in best[:count]]
+            for parent, count, best in zip(self.frontier, counts, ranked)
+        ]
 
-    @property
-    def tips(self) -> list[tuple[list[int], list[int]]]:
-        return [self.at[path][1:] for path in self.frontier]
+    def _sample(self, choose: Chooser, logits: Tensor, counts: Sequence[int]) -> list[list[int]]:
+        """Add samples from q behind every node of the frontier; the new nodes of each."""
+        return [
+            [] if distribution is None else self.add_samples(parent, distribution, count)
+            for parent, count, distribution in zip(self.frontier, counts, self._distributions(choose, logits))
+        ]
 
-    def add_to(self, step_input: StepInput) -> None:
-        for said, slots in self.tips:
-            step_input.node(self.table, self.base, slots, said[-1])
+    def _rankings(self, choose: Chooser, logits: Tensor, k: int) -> list[list[tuple[int, float]]]:
+        """The k best (token, confidence) behind every node of the frontier, fewer where there are fewer."""
+        return choose.ranked(self.row, [self.path_tokens(node) for node in self.frontier], logits, k)
 
-    @property
-    def draft_tree(self) -> DraftTree:
-        return DraftTree(self.tokens, self.parents, self.confidence)
+    def _distributions(self, choose: Chooser, logits: Tensor) -> Sequence[int | None]:
+        """The index of q behind every node of the frontier, None where it cannot be computed."""
+        probs = [
+            choose.distribution(self.row, self.path_tokens(node), row)
+            for node, row in zip(self.frontier, logits)
+        ]
+        return [None if q is None else self.add_distribution(q) for q in probs]
 
 
-class Drawn:
-    """For rules that judge guesses by their laws: children are drawn, without replacement, and all that are drawn stay."""
+class BlockTree(RankTree):
+    """A RankTree whose logits [levels, Vd] are known for all levels, whatever the tokens before.
+
+    Nodes of one level have the same best tokens and the same q.  Logits processors see the best token of
+    every level before.  accuracy[level][rank]: confidence of a chosen node (None: as estimated from the
+    logits).
+    """
+
+    def __init__(
+        self,
+        row: Row,
+        logits: Tensor,
+        paths: Collection[Path],
+        sampled: bool = False,
+        stream_id: int = 0,
+        accuracy: Sequence[Sequence[float]] | None = None,
+    ) -> None:
+        super().__init__(row, paths, sampled=sampled, stream_id=stream_id)
+        self.logits, self.accuracy = logits[: self.budget.depth], accuracy
+        self.biased = False
+        self.level = 0
+        self.level_rankings: list[list[tuple[int, float]]] = []
+
+    def add_biased_level(self, choose: Chooser, bias: Tensor | None) -> None:
+        """Add the next level.  bias: float32 [frontier, Vd], what each node of the frontier adds to the
+        level's logits.
+        """
+        logits, self.biased = self.logits[self.level].expand(len(self.frontier), -1), bias is not None
+        self.add_level(choose, logits if bias is None else logits + bias)
+        self.level += 1
+
+    def grow(self, choose: Chooser) -> DraftTree:
+        """Add all levels, without bias."""
+        while self.frontier:
+            self.add_biased_level(choose, None)
+        return self.draft_tree
+
+    def _rankings(self, choose: Chooser, logits: Tensor, k: int) -> list[list[tuple[int, float]]]:
+        if self.biased:
+            return super()._rankings(choose, logits, k)
+        if not self.level_rankings:
+            self.level_rankings = self._rank_levels(choose)
+        best = self.level_rankings[self.level] if self.level < len(self.level_rankings) else []
+        if self.accuracy is not None:
+            best = [(token, share) for (token, _), share in zip(best, self.accuracy[self.level])]
+        return [best] * len(self.frontier)
+
+    def _rank_levels(self, choose: Chooser) -> list[list[tuple[int, float]]]:
+        """The best tokens of every level; in one call, unless processors need the path."""
+        k, levels = max(self.children.values()), len(self.logits)
+        if not self.row.processors:
+            return choose.ranked(self.row, [[0] * level for level in range(levels)], self.logits, k)
+        path, found = list[int](), list[list[tuple[int, float]]]()
+        for level in range(levels):
+            found += choose.ranked(self.row, [path], self.logits[level : level + 1], k)
+            if not found[-1]:
+                break
+            path = [*path, found[-1][0][0]]
+        return found
+
+    def _distributions(self, choose: Chooser, logits: Tensor) -> Sequence[int | None]:
+        if self.biased:
+            return super()._distributions(choose, logits)
+        path = [int(probs.argmax()) for probs in self.distributions]
+        probs = choose.distribution(self.row, path, self.logits[self.level])
+        return [None if probs is None else self.add_distribution(probs)] * len(self.frontier)
+
+
+class SampledTree(Tree):
+    """Children are sampled without replacement, at most k a level, and all samples stay."""
 
     def __init__(
         self, row: Row, table: array[int], base: int, budget: Budget, k: int, stream_id: int
     ) -> None:
-        self.row, self.table, self.base, self.tree = (
-            row,
-            table,
-            base,
-            Tree(row, base, budget, k, View(table), stream_id=stream_id),
-        )
+        super().__init__(row, base, budget, k, View(table), stream_id=stream_id)
         self.sources: Sequence[int] = [0]
 
-    def take(self, choose: Chooser, logits: Tensor) -> None:
-        tree, above = self.tree, list(self.tree.frontier)
-        distributions = {
-            node: choose.distribution(self.row, tree.path_tokens(node), logits[i])
-            for i, node in enumerate(above)
-        }
-        tree.draw(
-            {node: distribution for node, distribution in distributions.items() if distribution is not None}
-        )
-        self.sources = [above.index(tree.parents[node]) for node in tree.frontier] if tree.growing else ()
+    def add_level(self, choose: Chooser, logits: Tensor) -> None:
+        parents = self.frontier
+        sample_children(self, choose, logits)
+        self.sources = sources_of(self, parents)
 
-    @property
-    def tips(self) -> list[tuple[list[int], list[int]]]:
-        tree = self.tree
-        return [
-            (tree.path_tokens(node), [self.table[self.base + i] for i in tree.paths[node]])
-            for node in tree.frontier
-        ]
 
-    def add_to(self, step_input: StepInput) -> None:
-        self.tree.add_to(step_input)
+def sample_children(tree: Tree, choose: Chooser, logits: Tensor) -> None:
+    """Add samples behind the frontier of a tree; logits float32 [frontier, Vd]."""
+    probs = {
+        node: choose.distribution(tree.row, tree.path_tokens(node), row)
+        for node, row in zip(tree.frontier, logits)
+    }
+    tree.draw({node: q for node, q in probs.items() if q is not None})
 
-    @property
-    def draft_tree(self) -> DraftTree:
-        return self.tree.draft_tree
+
+def sources_of(tree: Tree, parents: Sequence[int]) -> list[int]:
+    """For every node of the frontier, which of `parents` is its own; empty if the tree is complete."""
+    return [parents.index(tree.parents[node]) for node in tree.frontier] if tree.growing else []

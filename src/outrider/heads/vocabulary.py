@@ -1,4 +1,4 @@
-"""A head's vocabulary: whether it is that of the target, and of a smaller one which token of the target each of its entries is."""
+"""A head's vocabulary: its size, and the target's token of each of its entries."""
 
 from __future__ import annotations
 
@@ -12,35 +12,40 @@ from outrider.checkpoints.heads import Head
 from outrider.drafting.vocab.mismatch import PADDING
 from outrider.errors import ModelError
 
-ROWS = re.compile(
+# Tensors with a row for each token.
+TOKEN_ROWS = re.compile(
     r"((draft_)?model\.|(mtp_)?layers\.\d+\.)*(embed_tokens\.weight|t2d)|input_embed_fn\.weight"
-)  # one for each token
-NESTED = ("model", "transformer_layer_config", "text_config")  # where configs hide what the layers are
+)
+NESTED = ("model", "transformer_layer_config", "text_config")  # keys of nested configs
 
 
 def check_size(head: Head, vocabulary: int) -> None:
-    """Raises ModelError for a head whose target had another number of tokens, but for padding: its tensors know, or else its config."""
+    """Raise ModelError for a head of a target with another number of tokens, padding aside.
+
+    The number comes from the tensors, or else from the config.
+    """
     configs = [part for part in (head.config, *map(head.config.get, NESTED)) if isinstance(part, Mapping)]
-    said = next(
+    size_in_config = next(
         (part["vocab_size"] for part in configs if isinstance(part.get("vocab_size"), int)), vocabulary
     )
-    sizes = {name: (head.shape(name) or (0,))[0] for name in head if ROWS.fullmatch(name)} or {
-        "vocab_size": said
+    sizes = {name: (head.shape(name) or (0,))[0] for name in head if TOKEN_ROWS.fullmatch(name)} or {
+        "vocab_size": size_in_config
     }
     for name, size in sizes.items():
         if abs(size - vocabulary) >= PADDING:
             raise ModelError(
-                f"{head.name!r} does not fit the target: its {name} is for {size} tokens, and the target has {vocabulary}."
+                f"{head.name!r} does not fit the target: its {name} is for {size} tokens, and the target has "
+                f"{vocabulary}."
             )
 
 
 def target_ids(head: Head, vocabulary: int) -> Tensor | None:
-    """int32 [Vd], ascending: the target's token of each of the head's; None where it knows them all.
+    """int32 [Vd], ascending: the target's token of each of the head's; None if the head knows all tokens.
 
-    `d2t` int64 [Vd] says it, as an offset: entry i is token i + d2t[i].  Some files hold the token itself.  `t2d` bool [V], which tokens
-    the head knows, tells the two apart.  Without it a list that ascends from entry to entry holds tokens: offsets repeat wherever the head
-    knows neighbours.
-    Raises ModelError where the two contradict each other, or the target has no such tokens.
+    `d2t` int64 [Vd] holds offsets: entry i is token i + d2t[i].  In some files it holds the tokens
+    themselves.  `t2d` bool [V], which tokens the head knows, tells the two apart.  Without it, a list that
+    ascends from entry to entry holds tokens: offsets repeat wherever the head knows neighbours.
+    Raises ModelError where d2t and t2d contradict each other, or the target has no such tokens.
     """
     if "d2t" not in head and "t2d" not in head:
         return None
@@ -49,17 +54,21 @@ def target_ids(head: Head, vocabulary: int) -> Tensor | None:
     assert ids is not None
     if not _valid(ids, vocabulary):
         raise ModelError(
-            f"{head.name!r} does not fit the target: its vocabulary reaches token {_last(ids)}, the target has {vocabulary}."
+            f"{head.name!r} does not fit the target: its vocabulary reaches token {_last(ids)}, the target "
+            f"has {vocabulary}."
         )
     return None if len(ids) == vocabulary else ids.to(torch.int32)
 
 
 def listed_ids(head: Head, name: str, vocabulary: int) -> Tensor:
-    """int32 [Vd] of a tensor that lists the target's tokens in any order.  Raises ModelError where the target has no such tokens."""
+    """int32 [Vd] of a tensor that lists the target's tokens in any order.  Raises ModelError for ids beyond
+    the target's.
+    """
     ids = _column(head, name).long()
     if not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
         raise ModelError(
-            f"{head.name!r} does not fit the target: its {name} reaches token {_last(ids)}, the target has {vocabulary}."
+            f"{head.name!r} does not fit the target: its {name} reaches token {_last(ids)}, the target has "
+            f"{vocabulary}."
         )
     return ids.to(torch.int32)
 
@@ -70,13 +79,15 @@ def _read(head: Head, known: Tensor | None, vocabulary: int) -> Tensor:
     if known is not None:
         if not (torch.equal(offset, known) or torch.equal(table, known)):
             raise ModelError(
-                f"d2t and t2d of {head.name!r} contradict each other: {len(table)} and {len(known)} tokens, not the same ones."
+                f"d2t and t2d of {head.name!r} contradict each other: {len(table)} and {len(known)} "
+                "tokens, not the same ones."
             )
         return known
     ids = table if bool((table.diff() > 0).all()) else offset
     if not _valid(ids, vocabulary):
         raise ModelError(
-            f"d2t of {head.name!r} is neither an offset nor a list of ascending ids below {vocabulary}, the target's vocabulary."
+            f"d2t of {head.name!r} is neither an offset nor a list of ascending ids below {vocabulary}, "
+            "the target's vocabulary."
         )
     return ids
 
@@ -85,7 +96,8 @@ def _column(head: Head, name: str) -> Tensor:
     column = head.raw(name)
     if column.dim() != 1 or column.is_floating_point():
         raise ModelError(
-            f"{name} of {head.name!r} is {column.dtype} {tuple(column.shape)}; a list of whole numbers is needed."
+            f"{name} of {head.name!r} is {column.dtype} {tuple(column.shape)}; a list of whole numbers is "
+            "needed."
         )
     return column
 

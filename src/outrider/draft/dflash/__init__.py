@@ -1,51 +1,54 @@
-"""Block-parallel drafting: one pass of a few layers guesses a whole block (DFlash, arXiv 2602.06036).
+"""Block-parallel drafting: one pass of a few layers drafts a whole block (DFlash, arXiv 2602.06036).
 
-A block is the pending token and masks behind it.  Its rows see each other, and of the text before them what the target computed there:
-in every layer K and V of position t are projections of g_t = norm(fc(taps of the target at t)).
+A block is the pending token followed by masks.  Its rows attend to each other, and to K/V made from the
+target's states at all positions before: in every layer, K and V of position t are projections of g_t =
+norm(fc(taps of the target at t)).
 
     position            …  e-2  │ e-1     e      e+1  …       e = step.end, known = 1
-    in our pool         …  g_e-2│  ·      ·       ·           at the target's slots, written when t became certain
-    one pass takes              │ x_e-1  mask    mask …       K/V of the block is scratch, in the slots of this step's guesses
-    its rows say                │  –      e      e+1  …       from_anchor: e, e+1, e+2 …, each row the token after it
+    in the pool         …  g_e-2│  ·      ·       ·           at the target's slots, written by `observe`
+    input of one pass           │ x_e-1  mask    mask …       its K/V is scratch, in the slots of draft tokens
+    its logits are for          │  –      e      e+1  …       from_anchor: e, e+1, e+2 …, the token after each
 
-DSpark's heads are blocks, too: there, the token before each guess adds a row of a low-rank table to its logits, so that a block is read in
-one pass and chosen from left to right.
+DSpark heads are blocks, too.  There the token before each draft token adds a row of a low-rank table to
+its logits, so a block is one pass, and its tokens are chosen from left to right.
 
-All that a position needs is the target's states at that position, so whatever the prefix cache gives can be built on.
+A position needs the target's states at that position only, so any prefix hit can be built on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from outrider.cache.catch_up import CatchUp, Cursor
 from outrider.cache.pool import Pool
 from outrider.checkpoints.heads import Head
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, Needs
 from outrider.core.step_input import StepInput
-from outrider.core.tree import EMPTY_TREE, Draft, DraftTree
+from outrider.core.tree import EMPTY_TREE, Budget, Draft, DraftTree
 from outrider.draft.dflash import layouts
 from outrider.draft.dflash.network import Network
-from outrider.draft.dflash.tree import Grower, chain
 from outrider.drafting.base import Drafter, Storage, Target
 from outrider.errors import ConfigError, ModelError
-from outrider.heads.base import HeadDrafter, HeadOptions
+from outrider.heads.base import HeadDrafter, HeadOptions, check_whole
 from outrider.heads.choose import Chooser
 from outrider.heads.layer import Block, Sizes, turn_of
-from outrider.heads.ranks import Worth
+from outrider.heads.ranks import RankAccuracy
+from outrider.heads.templates import chain_paths
+from outrider.heads.trees import BlockTree
 from outrider.heads.vocabulary import target_ids
 
-RANKS, MOST = 8, 1024
+RANKS, MAX_NODES = 8, 1024
 
 
 @dataclass
 class Keys:
-    """What `rope_store` must know of a layer to store K and V alone."""
+    """The arguments of `rope_store` for K and V without Q."""
 
     kv_heads: int
     head_dim: int
@@ -67,10 +70,10 @@ class DFlash(HeadDrafter):
 
     @dataclass(frozen=True)
     class Options(HeadOptions):
-        """nodes: of a tree (None: a chain), by how often which rank of which level was right.  tap_offset: what to add to the file's
-        numbers of layers to get the layer that a tapped state enters (None: 1 for dflash_config.target_layer_ids, 0 for
-        aux_hidden_state_layer_ids).  With num_speculative_tokens below what the file's block guesses the block is shorter, as in vLLM;
-        above it, it is as long as the file's.
+        """nodes: of a tree of the ranks that were right most often (None: a chain).  tap_offset: added to
+        the file's layer numbers to get the layer that a tapped state enters (None: 1 for
+        dflash_config.target_layer_ids, 0 for aux_hidden_state_layer_ids).  num_speculative_tokens shortens
+        the file's block, as in vLLM, and never extends it.
         """
 
         nodes: int | None = None
@@ -79,10 +82,8 @@ class DFlash(HeadDrafter):
         def __post_init__(self) -> None:
             super().__post_init__()
             nodes, offset = self.nodes, self.tap_offset
-            if nodes is not None and (
-                not isinstance(nodes, int) or isinstance(nodes, bool) or not 1 <= nodes <= MOST
-            ):
-                raise ConfigError(f"nodes must be a whole number in 1 … {MOST}, got {nodes!r}.")
+            if nodes is not None:
+                check_whole("nodes", nodes, 1, MAX_NODES)
             if offset is not None and (isinstance(offset, bool) or offset not in (0, 1)):
                 raise ConfigError(
                     f"tap_offset must be 0 (the input of a layer) or 1 (its output), got {offset!r}."
@@ -96,7 +97,8 @@ class DFlash(HeadDrafter):
         self.depth, self.needs = layout.levels, Needs(states=tuple(sorted(set(layout.taps))))
         if layout.mask >= target.vocabulary:
             raise ModelError(
-                f"{head.name!r} does not fit the target: its mask_token_id is {layout.mask}, of {target.vocabulary} tokens."
+                f"{head.name!r} does not fit the target: its mask_token_id is {layout.mask}, of "
+                f"{target.vocabulary} tokens."
             )
         self.width = head.shape("fc.weight")[0]
         if self.width != self.hidden and not ("embed_tokens.weight" in head and "lm_head.weight" in head):
@@ -111,13 +113,10 @@ class DFlash(HeadDrafter):
         self.layers = self._layers()
         self._outer()
         self.slot_bytes = self.sizes.slot_bytes(len(self.layers), target.decoder)
-        self.synced: dict[Row, int] = {}  # how many positions of a row have K/V in our pool
-        self.gaps: dict[Row, int] = {}  # the first of them whose states nobody saw
-        self.trees: Sequence[
-            DraftTree
-        ] = ()  # of this step, as proposed: what is verified may be a part of them
+        self.catch_up = CatchUp()
+        self.trees: Sequence[DraftTree] = ()  # of this step as proposed; only a part may be verified
         if options.nodes is not None:
-            self.memory = Worth.fading(layout.levels, RANKS)
+            self.memory = RankAccuracy.prior(layout.levels, RANKS)
 
     def _layers(self) -> list[Layer]:
         reader, sizes, layout = self.reader, self.sizes, self.layout
@@ -130,28 +129,27 @@ class DFlash(HeadDrafter):
             found.append(Layer(block, keys, causal))
         kv = sizes.kv_heads * sizes.head_dim
         parts = [(f"layers.{i}.self_attn.{name}_proj", kv) for i in range(len(found)) for name in "kv"]
-        self.kv = reader.fused(parts, self.width)  # of all layers at once: they read the same
+        self.kv = reader.fused(parts, self.width)  # of all layers at once: they have the same input
         return found
 
     def _outer(self) -> None:
-        """Embedding, head and table: the file's own, or None, which means the target's."""
+        """Pack the embedding, the lm head and the Markov table of the file; None stands for the target's."""
         self.ids = target_ids(self.head, self.target.vocabulary)
         self.choose = Chooser(self.target, self.ids)
-        self.embedding, self.lm_head = (
-            self._own("embed_tokens", self.width, False),
-            self._own("lm_head", self.width, True),
-        )
+        self.embedding = self._own("embed_tokens", self.width)
+        self.lm_head = self._own("lm_head", self.width, output=True)
         self.markov: tuple[Any, Any] | None = None
         if "markov_w1.weight" in self.head:
             rank = self.head.shape("markov_w2.weight")[1]
-            self.markov = self._own("markov_w1", rank, False), self._own("markov_w2", rank, True)
+            self.markov = self._own("markov_w1", rank), self._own("markov_w2", rank, output=True)
 
-    def _own(self, name: str, inputs: int, says: bool) -> Any:
-        """A row for each of the target's tokens, or for each of those that the head says; padding may follow.  None where it is missing."""
+    def _own(self, name: str, inputs: int, output: bool = False) -> Any:
+        """A table with a row for every token of the target, or of the head's vocabulary if `output`;
+        padding may follow. None if the file lacks it."""
         if f"{name}.weight" not in self.head:
             return None
         stored = self.head.shape(f"{name}.weight")[0]
-        rows = len(self.ids) if says and self.ids is not None else max(self.target.vocabulary, stored)
+        rows = len(self.ids) if output and self.ids is not None else max(self.target.vocabulary, stored)
         return self.reader.outer.linear(name, rows, inputs)
 
     @classmethod
@@ -165,7 +163,7 @@ class DFlash(HeadDrafter):
 
     @classmethod
     def example(cls, target: Target) -> Drafter:
-        """A random tree of 8, of two layers, one of them with a window; it reads the first and the last states that there are."""
+        """Two random layers, one with a window, on the first and the last states; a tree of 8."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             network = Network.like(
@@ -181,92 +179,79 @@ class DFlash(HeadDrafter):
         depth = min(depth, self.layout.levels)
         if self.options.nodes is None or depth == 0:
             return depth
-        most: int = self.options.nodes
-        return min(most, RANKS) if depth == 1 else most
+        nodes: int = self.options.nodes
+        return min(nodes, RANKS) if depth == 1 else nodes
 
     def filled(self, row: Row) -> int:
-        done = self.synced.get(row, row.computed)
-        return self.gaps.get(row, done)
+        return self.catch_up.filled(row)
 
     def forget(self, row: Row, reason: str) -> None:
-        self.synced.pop(row, None)
-        self.gaps.pop(row, None)
+        self.catch_up.forget(row)
 
     def propose(self, batch: Batch) -> Draft:
-        rows, trees = [], [EMPTY_TREE] * len(batch)
+        rows, trees = list[int](), [EMPTY_TREE] * len(batch)
         for r, step in enumerate(batch):
-            # of a row that is new: what the prefix cache gave
-            if self.synced.setdefault(step.row, step.start) < step.start:
-                self._bridge(step.row, step.start)
-            if self.may_guess(step):
+            self.catch_up.cursor(step.row, step.start)
+            if self.can_draft(step):
                 rows.append(r)
         if rows:
             levels = [min(batch[r].budget.depth, self.layout.levels) for r in rows]
-            growing = {}
-            for r, logits in zip(rows, torch.split(self.look(batch, rows, levels), levels)):
-                row = batch[r].row
-                paths = (
-                    chain(len(logits))
-                    if self.memory is None
-                    else self.memory.best(batch[r].budget.nodes, len(logits))
-                )
-                growing[r] = Grower(row, logits, self.choose).grow(
-                    paths, self.target.stream_id if self.samples(row) else None
-                )
-            for r, tree in self._grown(growing):
-                trees[r] = tree
+            logits = torch.split(self.block_logits(batch, rows, levels), levels)
+            grown = [self._tree(batch[r].row, part, batch[r].budget) for r, part in zip(rows, logits)]
+            self._grow(grown)
+            for r, tree in zip(rows, grown):
+                trees[r] = tree.draft_tree
         self.trees = trees
         return Draft(trees)
 
-    def _grown(
-        self, growing: dict[int, Generator[list[int], Tensor | None, DraftTree]]
-    ) -> Iterator[tuple[int, DraftTree]]:
-        """All trees at once, level by level."""
-        behind = {r: next(tree) for r, tree in growing.items()}
-        while behind:
-            added = self._markov([token for tokens in behind.values() for token in tokens])
-            parts: Sequence[Tensor | None] = (
-                [None] * len(behind)
-                if added is None
-                else torch.split(added, [len(tokens) for tokens in behind.values()])
-            )
-            for r, part in zip(list(behind), parts):
-                try:
-                    behind[r] = growing[r].send(part)
-                except StopIteration as end:
-                    del behind[r]
-                    yield r, end.value
+    def _tree(self, row: Row, logits: Tensor, budget: Budget) -> BlockTree:
+        """The empty tree of a row; logits [levels, Vd]."""
+        levels = len(logits)
+        shape = chain_paths(levels) if self.memory is None else self.memory.best_paths(budget.nodes, levels)
+        return BlockTree(row, logits, shape, self.samples(row), self.target.stream_id)
 
-    def _markov(self, tokens: Sequence[int]) -> Tensor | None:
-        """float32 [n, Vd]: what each token adds to the logits of what follows it."""
-        if self.markov is None:
-            return None
-        first, second = self.markov
-        return self.backend.linear(self.backend.embed(first, StepInput.of_ids(tokens)), second).float()
+    def _grow(self, trees: Sequence[BlockTree]) -> None:
+        """Grow all trees together, level by level."""
+        while trees:
+            counts = [len(tree.frontier) for tree in trees]
+            biases: Sequence[Tensor | None] = [None] * len(trees)
+            if self.markov is not None:
+                tokens = [tree.token(node) for tree in trees for node in tree.frontier]
+                biases = torch.split(self._markov_bias(tokens, *self.markov), counts)
+            for tree, bias in zip(trees, biases):
+                tree.add_biased_level(self.choose, bias)
+            trees = [tree for tree in trees if tree.frontier]
 
-    def look(self, batch: Batch, rows: Sequence[int], levels: Sequence[int]) -> Tensor:
-        """float32 [sum of levels, Vd]: for the next positions of each of these rows, so many."""
-        skipped = 0 if self.layout.from_anchor else 1
-        plans = {kind: StepInput() for kind in {layer.causal for layer in self.layers}}
+    def _markov_bias(self, tokens: Sequence[int], embedding: Any, head: Any) -> Tensor:
+        """float32 [n, Vd]: what each token adds to the logits of the next."""
+        return self.backend.linear(self.backend.embed(embedding, StepInput.of_ids(tokens)), head).float()
+
+    def block_logits(self, batch: Batch, rows: Sequence[int], levels: Sequence[int]) -> Tensor:
+        """One pass over the blocks of these rows; float32 [sum of levels, Vd], the next `levels[i]`
+        positions of each.
+        """
+        skipped = 0 if self.layout.from_anchor else 1  # rows of a block without logits
+        inputs = {causal: StepInput() for causal in {layer.causal for layer in self.layers}}
         ids: list[int] = []
-        wanted: list[int] = []
-        for r, deep in zip(rows, levels):
-            row, at = batch[r].row, batch[r].start
+        kept: list[int] = []
+        for r, depth in zip(rows, levels):
+            row, start = batch[r].row, batch[r].start
             assert row.table is not None
-            tokens = [row.tokens[at], *[self.layout.mask] * (deep - 1 + skipped)]
-            wanted += range(len(ids) + skipped, len(ids) + len(tokens))
+            slots = row.table.slots
+            tokens = [row.tokens[start], *[self.layout.mask] * (depth - 1 + skipped)]
+            kept += range(len(ids) + skipped, len(ids) + len(tokens))
             ids += tokens
-            for causal, step_input in plans.items():
+            for causal, step_input in inputs.items():
                 if causal:
-                    step_input.chain(row.table.slots, at, tokens)
+                    step_input.chain(slots, start, tokens)
                 else:
-                    step_input.block(row.table.slots, at, row.table.slots[at : at + len(tokens)], tokens)
-        for step_input in plans.values():
+                    step_input.block(slots, start, slots[start : start + len(tokens)], tokens)
+        for step_input in inputs.values():
             step_input.build()
-        x, run = self._embed(ids), self.backend
+        x = self._embed(ids)
         for i, layer in enumerate(self.layers):
-            x = layer.block(x, plans[layer.causal], self.pool, i)
-        return self._logits(run.rms_norm(x[wanted], self.norm, self.sizes.eps))
+            x = layer.block(x, inputs[layer.causal], self.pool, i)
+        return self._logits(self.backend.rms_norm(x[kept], self.norm, self.sizes.eps))
 
     def _embed(self, ids: Sequence[int]) -> Tensor:
         if self.embedding is not None:
@@ -280,43 +265,26 @@ class DFlash(HeadDrafter):
         return logits if self.ids is None else logits[:, self.ids.long().to(logits.device)]
 
     def observe(self, commit: Commit) -> None:
-        step_input, taps, read = StepInput(), list[Tensor](), dict[Row, int]()
+        step_input, cursors = StepInput(), list[Cursor]()
         for r, step in enumerate(commit.batch):
-            row, start, end = step.row, step.start, step.row.computed
+            row, start = step.row, step.start
             if self.memory is not None:
-                self.memory.learn(self.trees[r], step.emitted)
+                self.memory.update(self.trees[r], step.emitted)
             if row.error is None and (row.finish_reason is None or step.known > 1):
                 assert row.table is not None
-                step_input.chain(row.table.slots, start, row.tokens[start:end])
-                taps.append(self.aligned(commit, r))
-                read[row] = end
-        if taps:
-            self._remember(torch.cat(taps), step_input.build())
-            self.synced.update(read)
+                step_input.chain(row.table.slots, start, row.tokens[start : row.computed])
+                cursors.append(cursor := self.catch_up.cursor(row, start))
+                cursor.append(start, commit.states.of(r, self.layout.taps))
+        if cursors:
+            self._store(torch.cat([part for cursor in cursors for part in cursor.states]), step_input.build())
+            for cursor in cursors:
+                cursor.mark_written()
+                cursor.drop_written()
 
-    def _bridge(self, row: Row, end: int) -> None:
-        """After a step that was interrupted, whose states nobody saw: zeros stand for them, and what follows is not shared."""
-        assert row.table is not None
-        step_input, start = StepInput(), self.synced[row]
-        step_input.chain(row.table.slots, start, row.tokens[start:end])
-        self._remember(
-            torch.zeros(end - start, len(self.layout.taps) * self.hidden, device=self.backend.device),
-            step_input.build(),
-        )
-        self.gaps.setdefault(row, start)
-        self.synced[row] = end
-
-    def aligned(self, commit: Commit, r: int) -> Tensor:
-        """[positions, taps * hidden]: what the target computed at the positions of row r that became certain."""
-        return commit.states.of(r, self.layout.taps)
-
-    def _remember(self, taps: Tensor, step_input: StepInput) -> None:
-        """K and V of these positions, in every layer."""
+    def _store(self, states: Tensor, step_input: StepInput) -> None:
+        """Write K and V of these positions in every layer; states [n, taps * hidden]."""
         run = self.backend
-        context = run.rms_norm(
-            run.linear(taps.to(run.activations), self.fc), self.hidden_norm, self.sizes.eps
-        )
-        for i, (layer, kv) in enumerate(
-            zip(self.layers, run.linear(context, self.kv).chunk(len(self.layers), dim=-1))
-        ):
-            run.rope_store(kv.contiguous(), layer.keys, layer.block.turn, step_input, self.pool, i)
+        g = run.linear(states.to(run.activations), self.fc)
+        kv = run.linear(run.rms_norm(g, self.hidden_norm, self.sizes.eps), self.kv)
+        for i, (layer, part) in enumerate(zip(self.layers, kv.chunk(len(self.layers), dim=-1))):
+            run.rope_store(part.contiguous(), layer.keys, layer.block.turn, step_input, self.pool, i)

@@ -24,7 +24,8 @@ from outrider.draft.draft_model.options import DraftModelOptions
 from outrider.draft.draft_model.staged import Staged
 from outrider.drafting import stop
 from outrider.drafting.base import Drafter, Storage, Target
-from outrider.drafting.trees.sampled import RANKED, Tree
+from outrider.drafting.trees.builder import RANK_CONFIDENCE
+from outrider.drafting.trees.sampled import Tree
 from outrider.drafting.view import SELF, View, Window
 from outrider.drafting.vocab.mismatch import fits
 from outrider.errors import OutriderError
@@ -205,7 +206,7 @@ class ModelDrafter(Drafter):
         for start, features in zip(first.starts, features_of):
             self.stop.note(batch[start.r].row, features)
         return {
-            start.r: DraftTree.chain(tokens, RANKED[:1] * len(tokens))
+            start.r: DraftTree.chain(tokens, RANK_CONFIDENCE[:1] * len(tokens))
             for start, tokens in zip(first.starts, tokens_of)
         }
 
@@ -264,7 +265,7 @@ class ModelDrafter(Drafter):
         by_rank = tree.row.distribution.temperature > 0 or tree.siblings == 1
         path = tree.path_tokens(node)
         tokens, probs = self.sampler.top(tree.row, path, logits, tree.siblings, not by_rank, at)
-        return [(node, token, p) for token, p in zip(tokens, RANKED if by_rank else probs)]
+        return [(node, token, p) for token, p in zip(tokens, RANK_CONFIDENCE if by_rank else probs)]
 
     def _distribution(self, tree: Tree, node: int, logits: Tensor, at: int) -> Tensor | None:
         """q behind a node, float64 [target's vocabulary], with the request's own parameters; None if it is

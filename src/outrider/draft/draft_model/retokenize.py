@@ -30,7 +30,7 @@ from outrider.core.step import Batch
 from outrider.core.tree import EMPTY_TREE, NO_BUDGET, Budget, Draft, DraftTree
 from outrider.draft.draft_model.drafter import ModelDrafter
 from outrider.drafting.base import Storage, Target
-from outrider.drafting.trees.sampled import RANKED
+from outrider.drafting.trees.builder import RANK_CONFIDENCE
 from outrider.drafting.vocab.incremental import NEUTRAL, IncrementalTokens, TextCodec
 from outrider.sampling.sampler import GREEDY
 
@@ -158,7 +158,7 @@ class Retokenized(ModelDrafter):
         if stop < len(ids) and target_codec.eos is not None:
             tokens.append(target_codec.eos)
         tokens = tokens[:depth]
-        return DraftTree.chain(tokens, RANKED[:1] * len(tokens))
+        return DraftTree.chain(tokens, RANK_CONFIDENCE[:1] * len(tokens))
 
     def forget(self, row: Row, reason: str) -> None:
         shadow = self.shadows.pop(row, None)

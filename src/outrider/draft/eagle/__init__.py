@@ -1,10 +1,10 @@
-"""EAGLE-1 and EAGLE-2 (arXiv 2401.15077, 2406.16858): one transformer layer continues the target's last states.
+"""EAGLE-1 and EAGLE-2 (arXiv 2401.15077, 2406.16858): one transformer layer continues the target's states.
 
     position of the target      t         t+1
-    state that its head reads   f_t                     the target said x_t+1 from it
+    state, after the last norm  f_t                     the target emitted x_t+1 from it
     token                                 x_t+1
-    g_t = fc [e(x_t+1); f_t],  o_t = layer(g_t)         o_t stands for f_t+1: the target's own head says x_t+2 from it
-    next step                             (o_t, x_t+2 as guessed)
+    g_t = fc [e(x_t+1); f_t],  o_t = layer(g_t)         o_t stands for f_t+1: the target's lm head gives x_t+2
+    next level                            (o_t, draft of x_t+2)
 
 The two differ in the tree only; "dynamic" is EAGLE-2's.  Positions and K/V: see heads/recurrent.py.
 """
@@ -40,7 +40,8 @@ class Packed:
         head, model = reader.head, target.decoder
         if (wide := model.embed([0]).shape[1]) != model.spec.hidden:
             raise ModelError(
-                f"{head.name!r} reads embeddings as wide as the target's states, {model.spec.hidden}, and the target's are {wide}."
+                f"{head.name!r} reads embeddings as wide as the target's states, {model.spec.hidden}, and "
+                f"the target's are {wide}."
             )
         self.model, self.backend, hidden = model, reader.backend, model.spec.hidden
         self.fc = reader.linear("fc", hidden, 2 * hidden)
@@ -57,16 +58,13 @@ class Packed:
         )
         self.pairs = Pairs(model, norm_token, norm_state, self.sizes.eps)
         self.ids = self.lm_head = None
-        if "token_map" in head:  # it knows some of the tokens only, and has a head for these
+        if "token_map" in head:  # a reduced vocabulary with an lm head of its own
             self.ids = listed_ids(head, "token_map", target.vocabulary)
             self.lm_head = reader.some("lm_head", self.ids, hidden)
 
     def _norm(self, reader: Reader, name: str) -> Tensor | None:
-        return (
-            reader.vector(f"{name}.weight", self.model.spec.hidden)
-            if f"{name}.weight" in reader.head
-            else None
-        )
+        name = f"{name}.weight"
+        return reader.vector(name, self.model.spec.hidden) if name in reader.head else None
 
     @property
     def slot_bytes(self) -> int:
@@ -75,10 +73,10 @@ class Packed:
     def pool(self, slots: int) -> Pool:
         return self.sizes.pool(len(self.blocks), slots, self.model)
 
-    def enter(self, states: Tensor) -> Tensor:
+    def from_states(self, states: Tensor) -> Tensor:
         return states
 
-    def again(self, o: Tensor) -> Tensor:
+    def from_output(self, o: Tensor) -> Tensor:
         return o
 
     def forward(self, step_input: StepInput, pool: Pool, g: Tensor) -> Tensor:
@@ -89,11 +87,9 @@ class Packed:
 
     def logits(self, o: Tensor) -> Tensor:
         o = o if self.norm_out is None else self.backend.rms_norm(o, self.norm_out, self.sizes.eps)
-        return (
-            self.model.head_logits(o)
-            if self.lm_head is None
-            else self.backend.linear(o, self.lm_head).float()
-        )
+        if self.lm_head is None:
+            return self.model.head_logits(o)
+        return self.backend.linear(o, self.lm_head).float()
 
 
 class Eagle(Recurrent):
@@ -101,7 +97,7 @@ class Eagle(Recurrent):
 
     @dataclass(frozen=True)
     class Options(RecurrentOptions):
-        """As all heads that recur; a published tree by name is EAGLE-1's."""
+        """As of all recurrent heads; a published tree by name is EAGLE-1's."""
 
     @classmethod
     def claims(cls, head: Head) -> int:
@@ -114,19 +110,19 @@ class Eagle(Recurrent):
 
     @classmethod
     def example(cls, target: Target) -> Drafter:
-        """A random head, and a tree that is wide and deep."""
+        """A random head, and a wide and deep tree."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             network = Network.like(target)
-        return cls(
-            cls.Options(nodes=24, top_k=4), target, Head.of("example", network.config(), network.state_dict())
-        )
+        head = Head.of("example", network.config(), network.state_dict())
+        return cls(cls.Options(nodes=24, top_k=4), target, head)
 
     def network(self) -> Net:
         self.head = understood(self.head)
         fc, hidden = self.head.shape("fc.weight"), self.hidden
         if fc != (hidden, 2 * hidden):
             raise ModelError(
-                f"{self.head.name!r} does not fit the target: its fc is {fc}, and the target's hidden size needs {(hidden, 2 * hidden)}."
+                f"{self.head.name!r} does not fit the target: its fc is {fc}, and the target's hidden size "
+                f"needs {(hidden, 2 * hidden)}."
             )
         return Packed(Reader(self.head, self.backend, self.reader.bits), self.target)

@@ -1,7 +1,8 @@
-"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840): a head of one layer that reads what enters three layers of the target.
+"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840): one layer on the inputs of three layers of the target.
 
-It says x_t+2 from the states at t and the token x_t+1, over a vocabulary of its own; what it computed stands for the next state, so that
-it goes on from its own guesses (see heads/recurrent.py for where K/V lies, heads/dynamic.py for the trees).
+It predicts x_t+2 from the states at t and the token x_t+1, over a vocabulary of its own.  Its output
+stands for the next state, and so continues from its own drafts.  K/V: see heads/recurrent.py;
+trees: heads/trees.py.
 """
 
 from __future__ import annotations
@@ -24,36 +25,33 @@ class Eagle3(Recurrent):
 
     @dataclass(frozen=True)
     class Options(RecurrentOptions):
-        """eagle_aux_hidden_state_layer_ids: which layers' inputs the head reads, as vLLM counts; tap_offset: added to what the file says
-        (SpecForge and SGLang count what leaves a layer, offset 1).  None for both: as the file's producer counts, which is worth a look
-        where acceptance is low."""
+        """eagle_aux_hidden_state_layer_ids: the layers whose inputs the head reads, numbered as in vLLM.
+
+        tap_offset: added to the file's layer numbers (SpecForge and SGLang number outputs, offset 1).
+        None for both: as the file's producer numbers them; check this first if acceptance is low.
+        """
 
         eagle_aux_hidden_state_layer_ids: Sequence[int] | None = None
         tap_offset: int | None = None
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            given, offset = self.eagle_aux_hidden_state_layer_ids, self.tap_offset
-            listed = given is None or (
-                isinstance(given, Sequence)
-                and not isinstance(given, str)
-                and all(map(_whole, given))
-                and given
-            )
-            if not listed:
-                raise ConfigError(f"{layouts.TAPS} must be a list of layer numbers, got {given!r}.")
+            layers, offset = self.eagle_aux_hidden_state_layer_ids, self.tap_offset
+            if layers is not None and not _layer_numbers(layers):
+                raise ConfigError(f"{layouts.TAPS} must be a list of layer numbers, got {layers!r}.")
             if offset is not None and not _whole(offset):
                 raise ConfigError(f"tap_offset must be a whole number, got {offset!r}.")
-            if given is not None and offset is not None:
+            if layers is not None and offset is not None:
                 raise ConfigError(
-                    f"tap_offset moves what the file says, and {layouts.TAPS} replaces it: leave one of them out."
+                    f"tap_offset moves what the file says, and {layouts.TAPS} replaces it: leave one of "
+                    "them out."
                 )
 
     def network(self) -> Net:
-        head, asked = layouts.understood(self.head), self.options
+        head, options = layouts.understood(self.head), self.options
         self.reader = Reader(head, self.backend, self.reader.bits)
         layers = self.target.decoder.spec.layers
-        facts = layouts.Facts.of(head, layers, asked.eagle_aux_hidden_state_layer_ids, asked.tap_offset)
+        facts = layouts.Facts.of(head, layers, options.eagle_aux_hidden_state_layer_ids, options.tap_offset)
         return Packed(self.reader, self.target, facts)
 
     @classmethod
@@ -67,7 +65,7 @@ class Eagle3(Recurrent):
 
     @classmethod
     def example(cls, target: Target) -> Drafter:
-        """A random network of the right shape, which knows two thirds of the tokens."""
+        """A random network over two thirds of the tokens."""
         from outrider.draft.eagle3.network import Network, Settings
 
         network = Network.random(Settings.fitting(target))
@@ -76,3 +74,8 @@ class Eagle3(Recurrent):
 
 def _whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _layer_numbers(value: Any) -> bool:
+    listed = isinstance(value, Sequence) and not isinstance(value, str)
+    return listed and len(value) > 0 and all(map(_whole, value))

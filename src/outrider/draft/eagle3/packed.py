@@ -1,8 +1,8 @@
 """The network of an EAGLE-3 head on the target's kernels.
 
-g = fc(states of the target)                       or what recurs
-x = g + attend(qkv([norm(e); norm(g)]));  x += mlp(norm(x))      e: embedding of the token that followed, first
-logits = lm_head(norm(x)) over the head's own tokens;            x recurs, before `norm`
+g = fc(states of the target), or its own last output
+x = g + attend(qkv([norm(e); norm(g)]));  x += mlp(norm(x))      e: embedding of the next token, comes first
+logits = lm_head(norm(x)) over the head's own tokens;            output: x, before `norm`
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from outrider.heads.reader import Reader
 from outrider.heads.recurrent import config_flag
 from outrider.heads.vocabulary import target_ids
 
-PIECE = 4096  # tokens whose embeddings are compared at once
+CHUNK = 4096  # tokens whose embeddings are compared at once
 
 
 class Packed:
     def __init__(self, reader: Reader, target: Target, facts: Facts) -> None:
-        """reader: of a head under our names.  Raises ModelError where it does not fit the target, or something is missing."""
+        """reader: of a head with normalized names.  Raises ModelError where a tensor does not fit."""
         head, h = reader.head, facts.hidden
         self.model, self.backend, self.facts, self.reader = target.decoder, reader.backend, facts, reader
         self.taps, self.ids = facts.taps, target_ids(head, target.vocabulary)
@@ -49,8 +49,8 @@ class Packed:
     def pool(self, slots: int) -> Pool:
         return self.sizes.pool(self.facts.layers, slots, self.model)
 
-    def enter(self, states: Tensor) -> Tensor:
-        """[n, h] of the target's states [n, taps * hidden]."""
+    def from_states(self, states: Tensor) -> Tensor:
+        """g [n, h] of the target's states [n, taps * hidden]."""
         run, eps = self.backend, self.facts.eps
         x = states.contiguous()
         if self.norm_taps is not None:
@@ -61,7 +61,7 @@ class Packed:
         return x if self.fc is None else run.linear(x, self.fc)
 
     def forward(self, step_input: StepInput, pool: Pool, g: Tensor) -> Tensor:
-        """[n, h]; g may be changed."""
+        """x [n, h]; g may be changed."""
         u = self.pairs(step_input, g)
         x = self.first(
             u[:, self.facts.hidden :].clone() if self.facts.residual_normed else g, step_input, pool, 0, u
@@ -70,16 +70,15 @@ class Packed:
             x = block(x, step_input, pool, layer)
         return x
 
-    def again(self, o: Tensor) -> Tensor:
+    def from_output(self, o: Tensor) -> Tensor:
         return self._normed(o) if self.facts.output_normed else o
 
     def logits(self, o: Tensor) -> Tensor:
         x = self._normed(o) if self.facts.head_normed else o.contiguous()
-        out = (
-            self.model.head_logits(x)
-            if self.lm_head is None
-            else self.backend.linear(x, self.lm_head).float()
-        )
+        if self.lm_head is None:
+            out = self.model.head_logits(x)
+        else:
+            out = self.backend.linear(x, self.lm_head).float()
         return out if self.facts.scale == 1.0 else out * self.facts.scale
 
     def _normed(self, x: Tensor) -> Tensor:
@@ -87,11 +86,12 @@ class Packed:
         return self.backend.rms_norm(x.contiguous(), self.norm, self.facts.eps)
 
     def _layer(self, at: str, first: Sizes, turn: Tensor) -> Block:
-        """An ordinary one."""
+        """A further layer: an ordinary block."""
         sizes = Sizes.of(self.reader.head, at, first.hidden)
         if (sizes.kv_heads, sizes.head_dim) != (first.kv_heads, first.head_dim):
             raise ModelError(
-                f"{self.reader.head.name!r}: {at} has other K/V heads than its first layer, which is not supported."
+                f"{self.reader.head.name!r}: {at} has other K/V heads than its first layer, which is not "
+                "supported."
             )
         norm = self.reader.vector(f"{at}.input_layernorm.weight", first.hidden)
         return Block(self.reader, at, sizes, first.hidden, turn, norm_in=norm)
@@ -101,7 +101,8 @@ class Packed:
         self.fc = None if taps == (FINAL,) else reader.linear("fc", self.facts.hidden, wide)
         if self.fc is None and width != self.facts.hidden:
             raise ModelError(
-                f"{head.name!r} does not fit the target: it has no fc, a width of {self.facts.hidden}, and the target {width}."
+                f"{head.name!r} does not fit the target: it has no fc, a width of {self.facts.hidden}, and "
+                f"the target {width}."
             )
         asked = bool(head.config.get("fc_norm")) or "fc_norm.0.weight" in head
         self.norm_taps = None
@@ -112,25 +113,27 @@ class Packed:
         self.norm_fc = reader.vector("input_norm.weight", wide) if before else None
 
     def _embedding(self, target: Target) -> Any:
-        """None where it is the target's own."""
+        """None for the target's own."""
         head, h = self.reader.head, self.facts.hidden
         width = target.decoder.embed([0]).shape[1]
         if "embed_tokens.weight" not in head:
             if width != h:
                 raise ModelError(
-                    f"{head.name!r} does not fit the target: it has no embed_tokens, a width of {h}, and the target embeds in {width}."
+                    f"{head.name!r} does not fit the target: it has no embed_tokens, a width of {h}, and the "
+                    f"target embeds in {width}."
                 )
             return None
         rows = head.shape("embed_tokens.weight")[0]
         if rows < target.vocabulary:
             raise ModelError(
-                f"{head.name!r} does not fit the target: it embeds {rows} tokens, and the target has {target.vocabulary}."
+                f"{head.name!r} does not fit the target: it embeds {rows} tokens, and the target has "
+                f"{target.vocabulary}."
             )
         weight = head.get("embed_tokens.weight", rows, h)
         return None if width == h and _same(weight, target) else self.backend.pack(weight)
 
     def _lm_head(self, target: Target) -> Any:
-        """None where it is the target's own."""
+        """None for the target's own."""
         head, h = self.reader.head, self.facts.hidden
         if "lm_head.weight" in head or self.ids is not None:
             rows = head.shape("lm_head.weight")[0]
@@ -138,23 +141,25 @@ class Packed:
             if rows + PADDING <= target.vocabulary if listed is None else rows != listed:
                 tokens = "no d2t" if listed is None else f"a list of {listed}"
                 raise ModelError(
-                    f"{head.name!r} does not fit the target: an lm_head of {rows} tokens, {tokens}; V is {target.vocabulary}."
+                    f"{head.name!r} does not fit the target: an lm_head of {rows} tokens, {tokens}; V is "
+                    f"{target.vocabulary}."
                 )
             return self.reader.outer.linear("lm_head", rows, h)
         if config_flag(head.config, "tie_word_embeddings", False) and "embed_tokens.weight" in head:
             return self.reader.outer.linear("embed_tokens", head.shape("embed_tokens.weight")[0], h)
         if target.decoder.spec.hidden != h:
             raise ModelError(
-                f"{head.name!r} does not fit the target: no lm_head, a width of {h}; the target's {target.decoder.spec.hidden}."
+                f"{head.name!r} does not fit the target: no lm_head, a width of {h}; the target's "
+                f"{target.decoder.spec.hidden}."
             )
         return None
 
 
 def _same(weight: Tensor, target: Target) -> bool:
-    """Whether it is a copy of the target's embedding, as it often is: that need not be kept twice."""
+    """Whether a head's embedding is a copy of the target's, which need not be kept twice."""
     model = target.decoder
-    for first in range(0, target.vocabulary, PIECE):
-        theirs = model.embed(range(first, min(first + PIECE, target.vocabulary)))
-        if not torch.equal(theirs.float().cpu(), weight[first : first + len(theirs)].to(model.dtype).float()):
+    for first in range(0, target.vocabulary, CHUNK):
+        rows = model.embed(range(first, min(first + CHUNK, target.vocabulary)))
+        if not torch.equal(rows.float().cpu(), weight[first : first + len(rows)].to(model.dtype).float()):
             return False
     return True

@@ -1,15 +1,17 @@
-"""Hydra and Hydra++ (Ankner et al. 2024, arXiv 2402.05109): heads that guess one after the other, each knowing what was guessed before.
+"""Hydra and Hydra++ (Ankner et al. 2024, arXiv 2402.05109): heads in sequence, each knowing the drafts
+before it.
 
-    position of the target    …  e-2    e-1   │ e      e+1        e = step.end, one token pending at e-1
-    state of the target          f_e-2        │                   seen by `observe`
+    position of the target    …  e-2    e-1   │ e      e+1        e = step.end, the token at e-1 is
+    pending state of the target          f_e-2        │                   given to `observe`
     token                               x_e-1 │ c_1    c_2
-    head 0 reads              P_e-2, x_e-1    │ says c_1
-    head 1 reads              P_e-2, x_e-1,     c_1 │  says c_2, and so on
+    head 0 reads              P_e-2, x_e-1    │ gives c_1
+    head 1 reads              P_e-2, x_e-1,     c_1 │  gives c_2, and so on
 
-P_t is f_t itself (`mlp`), or what a Llama block of its own makes of f_0 … f_t (`prefix-mlp`: Hydra++).  That block's K/V of position t
-lies in the target's slot t and hangs on nothing after t, so whatever shares the target's pages shares it.
+P_t is f_t itself (`mlp`), or the output of a Llama block for f_0 … f_t (`prefix-mlp`: Hydra++).  That
+block's K/V of position t lies in the target's slot t and depends on nothing behind t, so it is shared with
+the target's pages.
 
-The tree is static: which ranks of which level are worth a node is known before, so that a level is one pass over all of its nodes.
+The shape of the tree is known in advance, so that a level is one pass over all of its nodes.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from outrider.cache.catch_up import MAX_PENDING, CatchUp
 from outrider.cache.pool import Pool
 from outrider.checkpoints.heads import Head
 from outrider.core.row import Row
@@ -32,27 +35,28 @@ from outrider.draft.hydra.network import Network
 from outrider.draft.hydra.parts import Prefix, steps
 from outrider.drafting.base import Drafter, Storage, Target
 from outrider.errors import ConfigError, ModelError, unknown
-from outrider.heads.base import HeadDrafter, HeadOptions
-from outrider.heads.ranks import Worth
+from outrider.heads.base import HeadOptions, StateDrafter, check_whole
+from outrider.heads.ranks import RankAccuracy
 from outrider.heads.reader import Reader
-from outrider.heads.recurrent import PILE, PendingStates
-from outrider.heads.templates import MEDUSA, Path, paths
-from outrider.heads.trees import Drawn, Growing, Static, level_of
+from outrider.heads.templates import MEDUSA, Path, chain_paths, paths
+from outrider.heads.trees import RankTree, SampledTree, grow_level
 
 OWN, CHAIN = "own", "chain"
 RANKS = 10  # children of a node at most
 
 
-class Hydra(HeadDrafter):
+class Hydra(StateDrafter):
     demo: ClassVar = {
         "Hydra, one head": {"model": "builtin-hydra", "tree": "chain", "num_speculative_tokens": 1}
     }
 
     @dataclass(frozen=True)
     class Options(HeadOptions):
-        """tree: a published one by name, "chain", or "own": the ranks that were right most often so far.  nodes: of a tree at most
-        (None: 63, as published; 8 on a CPU, where every node costs time); of a published tree the likeliest stay.  Where guesses are drawn
-        for the verification rule, every level gets the same share of them.
+        """tree: the name of a published one, "chain", or "own": the ranks that were right most often so far.
+
+        nodes: of a tree at most (None: 63, as published; 8 on a CPU, where every node costs time); of a
+        published tree the likeliest.  Where the verification rule needs sampled drafts, every level gets
+        the same share of the nodes.
         """
 
         tree: str = OWN
@@ -62,34 +66,25 @@ class Hydra(HeadDrafter):
             super().__post_init__()
             if self.tree not in (OWN, CHAIN, *MEDUSA):
                 raise ConfigError(unknown("tree", self.tree, (OWN, CHAIN, *MEDUSA)))
-            if self.nodes is not None and (
-                not isinstance(self.nodes, int) or isinstance(self.nodes, bool) or self.nodes < 1
-            ):
-                raise ConfigError(f"nodes must be a whole number of at least 1, got {self.nodes!r}.")
+            if self.nodes is not None:
+                check_whole("nodes", self.nodes, 1)
 
     def __init__(self, options: Options, target: Target, head: Head | None = None) -> None:
         super().__init__(options, target, head)
         self.head = named(self.head, target)
         reader = Reader(self.head, self.backend, self.reader.bits)
-        embedded = self._embedded([0]).shape[1]
+        embedded = self._embed([0]).shape[1]
         self.steps = steps(reader, embedded, target.vocabulary, target.decoder)
         self.depth = len(self.steps)
-        self.state = self._state()
-        self.needs = Needs(states=(self.state,))
+        self.tap = self._tap()
+        self.needs = Needs(states=(self.tap,))
         self.prefix = Prefix(reader, target) if prefixed(self.head) else None
         self.slot_bytes = self.prefix.slot_bytes if self.prefix else 0
-        self.nodes = options.nodes or (8 if target.decoder.device.type == "cpu" else 63)
+        self.nodes: int = options.nodes or (8 if target.decoder.device.type == "cpu" else 63)
         self.paths = self._paths()
-        self.memory = Worth.fading(self.depth, RANKS) if self.paths is None else None
-        self.trees: Sequence[
-            DraftTree
-        ] = ()  # of this step, as proposed: what is verified may be a part of them
-        self.last: dict[
-            Row, tuple[int, Tensor]
-        ] = {}  # how many tokens the target had computed, and P [1, hidden] of the last of them
-        self.pending_by_row: dict[
-            Row, PendingStates
-        ] = {}  # states that the prefix layer has not read; it has K/V of all positions before them
+        self.memory = RankAccuracy.prior(self.depth, RANKS) if self.paths is None else None
+        self.trees: Sequence[DraftTree] = ()  # of this step as proposed; only a part may be verified
+        self.catch_up = CatchUp()  # of the prefix layer; `last_states` holds its outputs P [1, hidden]
 
     @classmethod
     def claims(cls, head: Head) -> int:
@@ -102,17 +97,16 @@ class Hydra(HeadDrafter):
 
     @classmethod
     def example(cls, target: Target) -> Drafter:
-        """Random heads over a prefix layer, and a part of the published tree that reaches into the last level."""
+        """Random heads over a prefix layer, and a part of the published tree that reaches into the last
+        level.
+        """
         with torch.random.fork_rng():
-            torch.manual_seed(0)  # the same every time
+            torch.manual_seed(0)
             network = Network.like(target, heads=3, layers=3)
-        return cls(
-            cls.Options(tree="mc_sim_7b_63", nodes=20),
-            target,
-            Head.of("example", network.config(), network.state_dict()),
-        )
+        head = Head.of("example", network.config(), network.state_dict())
+        return cls(cls.Options(tree="mc_sim_7b_63", nodes=20), target, head)
 
-    def _state(self) -> int:
+    def _tap(self) -> int:
         """Which of the target's states the head reads."""
         layers, offset = self.target.decoder.spec.layers, self.head.config.get("hidden_state_offset", 0)
         if not isinstance(offset, int) or not 0 <= offset <= layers:
@@ -125,10 +119,8 @@ class Hydra(HeadDrafter):
         """The nodes that a tree may have; None: any."""
         if self.options.tree == OWN:
             return None
-        return (
-            {(0,) * (level + 1) for level in range(self.depth)}
-            if self.options.tree == CHAIN
-            else set(paths(MEDUSA[self.options.tree]))
+        return set(
+            chain_paths(self.depth) if self.options.tree == CHAIN else paths(MEDUSA[self.options.tree])
         )
 
     def allocate(self, slots: int, pool: Pool) -> Storage:
@@ -140,102 +132,87 @@ class Hydra(HeadDrafter):
     def size(self, depth: int) -> int:
         if depth > self.depth:
             raise ConfigError(
-                f"num_speculative_tokens {depth} exceeds the {self.depth} heads of {self.head.name!r}: ask for {self.depth} at most."
+                f"num_speculative_tokens {depth} exceeds the {self.depth} heads of {self.head.name!r}: ask "
+                f"for {self.depth} at most."
             )
         if self.options.tree == CHAIN:
             return depth
-        most = (
-            sum(RANKS ** (level + 1) for level in range(depth))
-            if self.paths is None
-            else sum(len(path) <= depth for path in self.paths)
-        )
-        return min(self.nodes, most)
+        if self.paths is None:
+            possible: int = sum(RANKS**level for level in range(1, depth + 1))
+        else:
+            possible = sum(len(path) <= depth for path in self.paths)
+        return min(self.nodes, possible)
 
     def propose(self, batch: Batch) -> Draft:
-        wanted = [step for step in batch if self.may_guess(step)]
         if self.prefix is not None:
             for step in batch:
-                self.pending_by_row.setdefault(step.row, PendingStates(step.start))
-            self._read(self.prefix, [step.row for step in wanted])
-        ready = [step for step in wanted if step.row in self.last and self.last[step.row][0] == step.start]
-        grown = {step.row: self._growing(step.row, step.end, step.budget) for step in ready}
+                self.catch_up.cursor(step.row, step.start)
+            self._catch_up(self.prefix, [step.row for step in batch if self.can_draft(step)])
+        rows = self.ready(batch)
+        grown = {r: self._tree(batch[r].row, batch[r].end, batch[r].budget) for r in rows}
         if grown:
-            before = torch.cat([self.last[step.row][1] for step in ready])
-            last = self._embedded([step.row.tokens[-1] for step in ready])
-            self._levels(torch.cat([before, last], dim=-1), list(grown.values()))
-        self.trees = [grown[row].draft_tree if row in grown else EMPTY_TREE for row in batch.rows]
+            embedded = self._embed([batch[r].row.tokens[-1] for r in rows])
+            self._grow(torch.cat([self.states(batch, rows), embedded], dim=-1), list(grown.values()))
+        self.trees = [grown[r].draft_tree if r in grown else EMPTY_TREE for r in range(len(batch))]
         return Draft(self.trees)
 
-    def _growing(self, row: Row, base: int, budget: Budget) -> Growing:
-        assert row.table is not None
-        slots = row.table.slots
+    def _tree(self, row: Row, base: int, budget: Budget) -> RankTree | SampledTree:
         if self.samples(row):
-            return Drawn(
-                row,
-                slots,
-                base,
-                budget,
-                1 if self.options.tree == CHAIN else max(1, budget.nodes // budget.depth),
-                self.target.stream_id,
-            )
-        return Static(row, slots, base, budget, self.paths, self.memory)
+            assert row.table is not None
+            siblings = 1 if self.options.tree == CHAIN else max(1, budget.nodes // budget.depth)
+            return SampledTree(row, row.table.slots, base, budget, siblings, self.target.stream_id)
+        accuracy = self.memory or RankAccuracy.prior(budget.depth, RANKS)
+        return RankTree(row, accuracy.best_paths(budget.nodes, budget.depth, self.paths))
 
-    def _levels(self, z: Tensor, grown: list[Growing]) -> None:
-        """Level after level of all trees, one head each, over the nodes that have children; z [n, inputs] of the roots."""
+    def _grow(self, z: Tensor, trees: Sequence[RankTree | SampledTree]) -> None:
+        """Grow all trees, one head a level; z [n, inputs]: the head's input at their frontiers."""
         for step in self.steps:
-            grown, sources = level_of(grown, self.choose, step(z))
-            if not grown:
+            trees, sources = grow_level(trees, self.choose, step(z))
+            if not trees:
                 return
-            said = [path[-1] for tree in grown for path, _ in tree.tips]
-            z = torch.cat([z[sources], self._embedded(said)], dim=-1)
+            tokens = [tree.token(node) for tree in trees for node in tree.frontier]
+            z = torch.cat([z[sources], self._embed(tokens)], dim=-1)
 
-    def _embedded(self, ids: Sequence[int]) -> Tensor:
+    def _embed(self, ids: Sequence[int]) -> Tensor:
         return self.target.decoder.embed(ids).to(self.backend.activations)
 
-    def _read(self, prefix: Prefix, rows: Sequence[Row]) -> None:
-        """The states that piled up for these rows, through the prefix layer."""
-        step_input, states, ends = StepInput(), list[Tensor](), list[int]()
-        rows = [row for row in rows if self.pending_by_row[row].count]
+    def _catch_up(self, prefix: Prefix, rows: Sequence[Row]) -> None:
+        """Pass the pending states of these rows through the prefix layer."""
+        step_input, states, last = StepInput(), list[Tensor](), list[int]()
+        rows = [row for row in rows if self.catch_up.cursors[row].count]
         for row in rows:
-            pending_states = self.pending_by_row[row]
+            cursor = self.catch_up.cursors[row]
             assert row.table is not None
-            step_input.chain(row.table.slots, pending_states.first, [0] * pending_states.count)
-            states += pending_states.states
-            ends.append(step_input.length - 1)
-        if rows:
-            said = prefix(torch.cat(states).to(self.backend.activations), step_input.build(), self.pool, ends)
-            for i, row in enumerate(rows):
-                self.pending_by_row[row].read = len(self.pending_by_row[row].states)
-                self.pending_by_row[row].drop()
-                self.last[row] = self.pending_by_row[row].first, said[i : i + 1]
+            step_input.chain(row.table.slots, cursor.first, [0] * cursor.count)
+            states += cursor.states
+            last.append(step_input.length - 1)
+        if not rows:
+            return
+        outputs = prefix(torch.cat(states).to(self.backend.activations), step_input.build(), self.pool, last)
+        for i, row in enumerate(rows):
+            cursor = self.catch_up.cursors[row]
+            cursor.mark_written()
+            cursor.drop_written()
+            self.last_states[row] = cursor.end, outputs[i : i + 1]
 
     def observe(self, commit: Commit) -> None:
-        batch = commit.batch
         if self.memory is not None:
-            for tree, step in zip(self.trees, batch):
-                self.memory.learn(tree, step.emitted)
+            for tree, step in zip(self.trees, commit.batch):
+                self.memory.update(tree, step.emitted)
         if self.prefix is None:
-            for r, step in enumerate(batch):
-                if step.emitted:
-                    self.last[step.row] = (
-                        step.row.computed,
-                        commit.states.of(r, (self.state,), last=True).to(self.backend.activations),
-                    )
+            super().observe(commit)
             return
-        for r, step in enumerate(batch):
-            pending_states = self.pending_by_row[step.row]
-            if (
-                pending_states.end == step.start
-            ):  # after a step that was interrupted there is a gap, and no more guesses
-                pending_states.add(commit.states.of(r, (self.state,)))
-        full = [step.row for step in batch if step.known > 1 or self.pending_by_row[step.row].count >= PILE]
-        self._read(self.prefix, [row for row in full if row.error is None])
+        full: list[Row] = []
+        for r, step in enumerate(commit.batch):
+            cursor = self.catch_up.cursor(step.row, step.start)
+            cursor.append(step.start, commit.states.of(r, (self.tap,)))
+            if step.row.error is None and (step.known > 1 or cursor.count >= MAX_PENDING):
+                full.append(step.row)
+        self._catch_up(self.prefix, full)
 
     def forget(self, row: Row, reason: str) -> None:
-        self.last.pop(row, None)
-        self.pending_by_row.pop(row, None)
+        super().forget(row, reason)
+        self.catch_up.forget(row)
 
     def filled(self, row: Row) -> int:
-        return (
-            min(row.computed, self.pending_by_row[row].first) if row in self.pending_by_row else row.computed
-        )
+        return self.catch_up.filled(row)

@@ -1,4 +1,4 @@
-"""Hydra's networks, packed for the target's kernels."""
+"""Hydra's networks on the target's kernels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from outrider.models.fallback.row_invariant import by_rows
 
 
 class Prefix:
-    """One Llama block and a norm over the target's states f_0 … f_t: P_t, which the heads read in place of f_t."""
+    """A Llama block and a norm over the target's states f_0 … f_t.
+
+    Its output P_t replaces f_t as input of the heads.
+    """
 
     def __init__(self, reader: Reader, target: Target) -> None:
         self.backend, self.model, at = reader.backend, target.decoder, f"{PREFIX}.layers.0"
@@ -45,18 +48,20 @@ class Prefix:
     def pool(self, slots: int) -> Pool:
         return self.sizes.pool(1, slots, self.model)
 
-    def __call__(self, states: Tensor, step_input: StepInput, pool: Pool, wanted: list[int]) -> Tensor:
-        """P [len(wanted), hidden] of these rows of the plan; states [n, hidden] of all, which it changes.  K/V goes to the pool."""
-        return self.backend.rms_norm(
-            self.block(states, step_input, pool)[wanted], self.norm_out, self.sizes.eps
-        )
+    def __call__(self, states: Tensor, step_input: StepInput, pool: Pool, rows: list[int]) -> Tensor:
+        """P [len(rows), hidden] of these rows of `step_input`.
+
+        states [n, hidden] of all rows are changed.  K/V goes to the pool.
+        """
+        outputs = self.block(states, step_input, pool)
+        return self.backend.rms_norm(outputs[rows], self.norm_out, self.sizes.eps)
 
 
 class Step:
     """Head i: z = [P_t; e(x_t+1); e(c_1); …; e(c_i)] -> the logits of the token behind them.
 
-    x = res(z) + silu(linear(z)), then x += silu(linear(x)) for every further block, then the head's own lm head, or the target's in
-    a file that has none.
+    x = res(z) + silu(linear(z)), then x += silu(linear(x)) for every further block, then the head's own lm
+    head, or the target's if the file has none.
     """
 
     def __init__(self, reader: Reader, i: int, embedded: int, vocabulary: int, model: Model) -> None:
@@ -78,7 +83,7 @@ class Step:
 
 
 def steps(reader: Reader, embedded: int, vocabulary: int, model: Model) -> list[Step]:
-    """All heads of the file.  Raises ModelError where one of them does not fit."""
+    """All heads of the file.  Raises ModelError for one that does not fit."""
     heads = {
         int(name.split(".")[1]) for name in reader.head if name.startswith(("hydra_mlp.", "hydra_lm_head."))
     }
@@ -86,21 +91,23 @@ def steps(reader: Reader, embedded: int, vocabulary: int, model: Model) -> list[
 
 
 def _further(reader: Reader, at: str, hidden: int) -> list[Any]:
-    """The blocks after the first.  One that the file holds several times, or once for all of them, is packed once."""
-    head, made = reader.head, list[Any]()
+    """The blocks after the first.  Equal blocks, or one that the file holds for all, are packed once."""
+    head, blocks = reader.head, list[Any]()
     for j in takewhile(lambda j: f"{at}.{j}.linear.weight" in head, count(1)):
         name, before = f"{at}.{j}.linear", f"{at}.{j - 1}.linear"
         same = j > 1 and all(
             torch.equal(head.raw(f"{name}.{part}"), head.raw(f"{before}.{part}"))
             for part in ("weight", "bias")
         )
-        made.append(made[-1] if same else _fused(reader, [name], hidden, hidden))
+        blocks.append(blocks[-1] if same else _fused(reader, [name], hidden, hidden))
     layers = head.config.get("hydra_num_layers")
-    return made * (layers - 1) if len(made) == 1 and isinstance(layers, int) and layers > 2 else made
+    if not isinstance(layers, int) or len(blocks) != 1:
+        return blocks
+    return blocks * max(1, layers - 1)
 
 
 def _fused(reader: Reader, names: Sequence[str], outputs: int, inputs: int) -> Any:
-    """Linears with biases."""
+    """Linears with biases, their outputs side by side."""
     for name in names:
         reader.head.get(f"{name}.bias", outputs)
     return reader.fused([(name, outputs) for name in names], inputs)

@@ -1,42 +1,41 @@
-"""Medusa (arXiv 2401.10774): heads beside the target's own say the tokens after the next one, all from the same state.
+"""Medusa (arXiv 2401.10774): further heads beside the target's own predict the tokens after the next, from
+one state.
 
     position            t        t+1      t+2      t+3             t = e-2, e = step.end
-    state               f_t                                        the target said x_t+1, which is pending, from it
-    head i: logits_i = W_i · ResBlock(… ResBlock(f_t))
-                                 x_t+1    head 0   head 1 …        guesses for e, e+1 …
+    state               f_t                                        the target emitted x_t+1, the pending
+    token, from it head i: logits_i = W_i · ResBlock(… ResBlock(f_t))
+                                 x_t+1    head 0   head 1 …        drafts for e, e+1 …
 
-A head does not know what the heads before it guessed, so all nodes of a level have the same candidates, and a tree is about ranks
-only: how often rank j of head i was right decides which paths are worth a node.  Medusa-1 trains the heads alone, Medusa-2 the target
-with them; to us they differ in their files (see layouts.py).
+A head does not know the drafts of the heads before it.  All nodes of a level have the same candidates, and
+a tree is a set of paths of ranks: how often rank j of head i was right decides which paths get a node.
+Medusa-1 trains the heads alone, Medusa-2 the target with them; here they differ only in their files (see
+layouts.py).
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from outrider.checkpoints.heads import Head
-from outrider.core.row import Row
 from outrider.core.step import Batch, Commit
-from outrider.core.tree import EMPTY_TREE, ROOT, Draft, DraftTree
+from outrider.core.tree import EMPTY_TREE, Draft, DraftTree
 from outrider.draft.medusa.layouts import LAYOUTS, layout_of, opened
 from outrider.draft.medusa.network import Network
 from outrider.draft.medusa.packed import Packed
 from outrider.draft.medusa.trees import CHAIN, RANKS, allowed, check_tree
 from outrider.drafting.base import Drafter, Target
 from outrider.errors import ConfigError
-from outrider.heads.base import HeadOptions, StateDrafter
+from outrider.heads.base import HeadOptions, StateDrafter, check_whole
 from outrider.heads.choose import Chooser
-from outrider.heads.ranks import Worth
-from outrider.heads.templates import Path
-from outrider.sampling import random_streams
+from outrider.heads.ranks import RankAccuracy
+from outrider.heads.trees import BlockTree
 
-PUBLISHED, FEW = 63, 8  # nodes of the published trees; what pays on a CPU, where every node costs time
+PUBLISHED_NODES = 63
+CPU_NODES = 8  # on a CPU every node costs time
 
 
 class Medusa(StateDrafter):
@@ -44,9 +43,10 @@ class Medusa(StateDrafter):
 
     @dataclass(frozen=True)
     class Options(HeadOptions):
-        """tree: "own" (the paths that turn out to be worth most), "chain" (vLLM's: the best of each head), a published one by name, or a
-        list of paths of ranks, as Medusa's medusa_choices (`trees.grown` makes one from accuracies).  nodes: of a tree at most (None:
-        all of one that is named or listed; of "own" as many as the published have, but 8 on a CPU).
+        """tree: "own" (the paths that are right most often), "chain" (vLLM: the best token of each head),
+        the name of a published tree, or a list of paths of ranks, as Medusa's medusa_choices
+        (`trees.grown` makes one from accuracies). nodes: of a tree at most (None: all of a named or listed
+        tree; of "own" as many as published, but 8 on a CPU).
         """
 
         tree: str | Sequence[Sequence[int]] = "own"
@@ -55,13 +55,12 @@ class Medusa(StateDrafter):
         def __post_init__(self) -> None:
             super().__post_init__()
             check_tree(self.tree)
-            if self.nodes is not None and (
-                not isinstance(self.nodes, int) or isinstance(self.nodes, bool) or not 1 <= self.nodes <= 1024
-            ):
-                raise ConfigError(f"nodes must be a whole number in 1 … 1024, got {self.nodes!r}.")
+            if self.nodes is not None:
+                check_whole("nodes", self.nodes, 1, 1024)
             if self.nodes is not None and self.tree == CHAIN:
                 raise ConfigError(
-                    f'nodes = {self.nodes} has no effect with tree "chain", which has one a level: leave it out.'
+                    f'nodes = {self.nodes} has no effect with tree "chain", which has one a level: '
+                    "leave it out."
                 )
 
     def __init__(self, options: Options, target: Target, head: Head | None = None) -> None:
@@ -74,19 +73,17 @@ class Medusa(StateDrafter):
         ranks = RANKS if self.paths is None else 1 + max(path[-1] for path in self.paths)
         self.ranks = min(ranks, self.heads.outputs)
         on_cpu = target.decoder.device.type == "cpu"
-        self.nodes: int = options.nodes or (
-            len(self.paths) if self.paths is not None else FEW if on_cpu else PUBLISHED
-        )
-        self.memory = Worth.fading(self.heads.heads, self.ranks)
-        self.trees: Sequence[
-            DraftTree
-        ] = ()  # of this step, as proposed: what is verified may be a part of them
+        own_nodes = CPU_NODES if on_cpu else PUBLISHED_NODES
+        self.nodes: int = options.nodes or (own_nodes if self.paths is None else len(self.paths))
+        self.memory = RankAccuracy.prior(self.heads.heads, self.ranks)
+        self.trees: Sequence[DraftTree] = ()  # of this step as proposed; only a part may be verified
 
     @classmethod
     def claims(cls, head: Head) -> int:
+        layout = layout_of(head)
         if (
-            layout := layout_of(head)
-        ) is not None:  # bare numbers are no signature where the config says something else
+            layout is not None
+        ):  # names that are bare numbers are no signature if the config has another model_type
             return 1 if layout is LAYOUTS[0] and head.config.get("model_type") not in (None, "medusa") else 2
         return int(
             head.config.get("model_type") == "medusa"
@@ -100,7 +97,7 @@ class Medusa(StateDrafter):
 
     @classmethod
     def example(cls, target: Target) -> Drafter:
-        """Four random heads of two blocks, and a tree that is wide and deep."""
+        """Four random heads of two blocks, and a wide and deep tree."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             network = Network(target.decoder.spec.hidden, target.vocabulary, heads=4, blocks=2)
@@ -109,7 +106,8 @@ class Medusa(StateDrafter):
     def size(self, depth: int) -> int:
         if depth > self.heads.heads:
             raise ConfigError(
-                f"num_speculative_tokens is {depth}, and {self.head.name!r} has {self.heads.heads} heads: one for each level."
+                f"num_speculative_tokens is {depth}, and {self.head.name!r} has {self.heads.heads} heads: "
+                "one for each level."
             )
         if self.paths is None:
             possible: int = sum(self.ranks**level for level in range(1, depth + 1))
@@ -118,87 +116,24 @@ class Medusa(StateDrafter):
         return min(self.nodes, possible)
 
     def propose(self, batch: Batch) -> Draft:
-        trees, ready = [EMPTY_TREE] * len(batch), self.ready(batch)
-        best = {
-            budget: self.memory.best(budget.nodes, budget.depth, self.paths)
-            for budget in {batch[r].budget for r in ready}
+        trees, rows = [EMPTY_TREE] * len(batch), self.ready(batch)
+        shapes = {
+            budget: self.memory.best_paths(budget.nodes, budget.depth, self.paths)
+            for budget in {batch[r].budget for r in rows}
         }
-        levels = max((len(path) for order in best.values() for path in order), default=0)
+        levels = max((len(path) for shape in shapes.values() for path in shape), default=0)
         if levels:
-            logits = self.heads(self.states(batch, ready), levels)
-            for r, said in zip(ready, logits):
-                trees[r] = self._guess(batch[r].row, best[batch[r].budget], said)
+            for r, logits in zip(rows, self.heads(self.states(batch, rows), levels)):
+                row, shape = batch[r].row, shapes[batch[r].budget]
+                tree = BlockTree(
+                    row, logits, shape, self.samples(row), self.target.stream_id, self.memory.accuracy
+                )
+                trees[r] = tree.grow(self.choose)
         self.trees = trees
         return Draft(trees)
-
-    def _guess(self, row: Row, order: Sequence[Path], logits: Tensor) -> DraftTree:
-        """The nodes of these paths, a parent before its children; logits [levels, Vd] of the heads."""
-        logits = logits[: max(map(len, order))]
-        if not self.samples(row):
-            ranked = self._ranked(row, logits, 1 + max(path[-1] for path in order))
-            return self._filled(
-                order, {path: token for path in order if (token := _at(ranked, path)) >= 0}, []
-            )
-        distributions = self._distributions(row, logits)
-        return self._filled(order, self._drawn(row, order, distributions), distributions)
-
-    def _ranked(self, row: Row, logits: Tensor, k: int) -> list[list[int]]:
-        """The k best tokens of each head, -1 where there are fewer.  Processors look at the best of the levels before."""
-        if not row.processors:
-            tokens: list[list[int]] = self.choose.best(
-                row, [[0] * level for level in range(len(logits))], logits, k
-            )[0].tolist()
-            return tokens
-        path, found = list[int](), list[list[int]]()
-        for level in range(len(logits)):
-            found += self.choose.best(row, [path], logits[level : level + 1], k)[0].tolist()
-            if found[-1][0] < 0:
-                break
-            path = [*path, found[-1][0]]
-        return found
-
-    def _distributions(self, row: Row, logits: Tensor) -> list[Tensor]:
-        """q of each head, behind all nodes of its level: processors look at the likeliest tokens, whatever is drawn."""
-        path, distributions = list[int](), list[Tensor]()
-        for said in logits:
-            distribution = self.choose.distribution(row, path, said)
-            if distribution is None:
-                break
-            distributions.append(distribution)
-            path = [*path, int(distribution.argmax())]
-        return distributions
-
-    def _drawn(self, row: Row, order: Sequence[Path], distributions: Sequence[Tensor]) -> dict[Path, int]:
-        """A token for each path; how many children a node gets was decided before any was drawn."""
-        tokens, number = dict[Path, int](), self.target.stream_id
-        for parent, count in Counter(path[:-1] for path in order if len(path) <= len(distributions)).items():
-            for rank, token in enumerate(
-                random_streams.children(row, distributions[len(parent)], range(number, number + count))
-            ):
-                tokens[(*parent, rank)] = token
-            number += count
-        return tokens
-
-    def _filled(
-        self, order: Sequence[Path], tokens: Mapping[Path, int], distributions: Sequence[Tensor]
-    ) -> DraftTree:
-        place: dict[Path, int] = {(): ROOT}
-        tree, levels = DraftTree([], [], []), list[int]()
-        for path in order:
-            if path in tokens and path[:-1] in place:
-                place[path] = len(tree.tokens)
-                tree.tokens.append(tokens[path])
-                tree.parents.append(place[path[:-1]])
-                tree.confidence.append(self.memory.worth[len(path) - 1][path[-1]])
-                levels.append(len(path) - 1)
-        return tree._replace(distributions=distributions, probs_of=levels) if distributions else tree
 
     def observe(self, commit: Commit) -> None:
         super().observe(commit)
         for tree, step in zip(self.trees, commit.batch):
             if tree.tokens:
-                self.memory.learn(tree, step.emitted)
-
-
-def _at(ranked: Sequence[Sequence[int]], path: Path) -> int:
-    return ranked[len(path) - 1][path[-1]] if len(path) <= len(ranked) else -1
+                self.memory.update(tree, step.emitted)

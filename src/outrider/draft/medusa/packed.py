@@ -1,4 +1,4 @@
-"""The heads on the target's kernels."""
+"""Medusa's heads on the target's kernels."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from outrider.models.fallback.row_invariant import by_rows
 
 
 class Packed:
-    """ids: int32 [Vd], the target's token of each that the heads know; None where they know all.  outputs: Vd."""
+    """ids: int32 [Vd], the target's token of each of the heads'; None if they know all.  outputs: Vd."""
 
     def __init__(self, reader: Reader, target: Target) -> None:
-        """reader: of a head under our names.  Raises ModelError where it does not fit the target."""
+        """reader: of a head with normalized names.  Raises ModelError where it does not fit the target."""
         self.head, self.reader, self.backend = reader.head, reader, reader.backend
         self.model, self.hidden = target.decoder, target.decoder.spec.hidden
         self.heads, blocks = counts(self.head)
@@ -30,7 +30,7 @@ class Packed:
         ]
         self.ids = (
             token_map(self.head, target.vocabulary) if own else None
-        )  # the target's head knows all tokens
+        )  # the target's lm head knows all tokens
         self.outputs = target.vocabulary if self.ids is None else len(self.ids)
         self.lm_heads = [self._lm_head(name) for name in own]
         self.scale = (
@@ -40,19 +40,19 @@ class Packed:
         )
 
     def __call__(self, states: Tensor, levels: int) -> Tensor:
-        """float32 [n, levels, Vd]: what the first heads say behind states [n, hidden]."""
-        through = [self._through(states, blocks) for blocks in self.blocks[:levels]]
+        """float32 [n, levels, Vd]: logits of the first heads for states [n, hidden]."""
+        outputs = [self._through(states, blocks) for blocks in self.blocks[:levels]]
         if len(self.lm_heads) == self.heads:
-            said = torch.stack(
-                [self.backend.linear(x, weight) for x, weight in zip(through, self.lm_heads)], dim=1
-            )
-        else:  # one for all of them, whose weights are read once
-            rows = torch.cat(through)
-            logits = (
-                self.backend.linear(rows, self.lm_heads[0]) if self.lm_heads else self.model.head_logits(rows)
-            )
-            said = logits.view(levels, len(states), -1).transpose(0, 1)
-        return said.float() if self.scale == 1 else said.float() * self.scale
+            each = [self.backend.linear(x, weight) for x, weight in zip(outputs, self.lm_heads)]
+            logits = torch.stack(each, dim=1)
+        else:  # one lm head for all of them: its weights are read once
+            rows = torch.cat(outputs)
+            if self.lm_heads:
+                logits = self.backend.linear(rows, self.lm_heads[0])
+            else:
+                logits = self.model.head_logits(rows)
+            logits = logits.view(levels, len(states), -1).transpose(0, 1)
+        return logits.float() if self.scale == 1 else logits.float() * self.scale
 
     def _through(self, x: Tensor, blocks: list[object]) -> Tensor:
         for block in blocks:
@@ -60,14 +60,15 @@ class Packed:
         return x
 
     def _blocks(self, i: int, count: int) -> list[object]:
-        """A block that is the same as the first is kept once."""
+        """Pack the blocks of a head; one that equals the first is kept once."""
         first, packed = f"{i}.0.linear", list[object]()
         for name in (f"{i}.{j}.linear" for j in range(count)):
-            again = packed and all(
-                torch.equal(self.head.raw(f"{first}.{kind}"), self.head.raw(f"{name}.{kind}"))
-                for kind in ("weight", "bias") if f"{first}.{kind}" in self.head
-            )  # fmt: skip
-            packed.append(packed[0] if again else self.reader.linear(name, self.hidden, self.hidden))
+            parts = [part for part in ("weight", "bias") if f"{first}.{part}" in self.head]
+            same = packed and all(
+                torch.equal(self.head.raw(f"{first}.{part}"), self.head.raw(f"{name}.{part}"))
+                for part in parts
+            )
+            packed.append(packed[0] if same else self.reader.linear(name, self.hidden, self.hidden))
         return packed
 
     def _lm_head(self, name: str) -> object:
@@ -77,7 +78,7 @@ class Packed:
 
 
 def token_map(head: Head, vocabulary: int) -> Tensor | None:
-    """int32 [Vd]: the target's token of each of the head's.  Raises ModelError where the target has no such tokens."""
+    """int32 [Vd]: the target's token of each of the head's.  Raises ModelError for unknown ids."""
     if "token_map" not in head:
         return None
     ids = head.raw("token_map")
@@ -87,7 +88,8 @@ def token_map(head: Head, vocabulary: int) -> Tensor | None:
         )
     if int(ids.min()) < 0 or int(ids.max()) >= vocabulary or len(set(ids.tolist())) < len(ids):
         raise ModelError(
-            f"{head.name!r} does not fit the target: its token_map names {len(ids)} tokens in {int(ids.min())} … {int(ids.max())}, "
-            f"and the target has {vocabulary} (each may be named once)."
+            f"{head.name!r} does not fit the target: its token_map names {len(ids)} tokens in "
+            f"{int(ids.min())} … {int(ids.max())}, and the target has {vocabulary} (each may be named "
+            "once)."
         )
     return ids.to(torch.int32)

@@ -1,13 +1,16 @@
 """IBM's MLP speculator (Wertheimer et al. 2024, arXiv 2404.19124), and Arctic's variants of it.
 
-A small recurrent network with embeddings and heads of its own.  It begins with the state from which the target said the pending token:
+A small recurrent network with its own embeddings and heads, started from the state that gave the pending
+token:
 
-    position   … e-2     e-1 │  e      e+1        e: the first guess
+    position   … e-2     e-1 │  e      e+1        e: the first draft token
     target     f_e-2         │                    its last state
-    token            x_e-1   │  g_e    g_e+1      x: said, g: guessed
-    step 0 reads f_e-2 and x_e-1, and guesses g_e;  step 1 reads the state of step 0 and g_e, and guesses g_e+1;  …
+    token            x_e-1   │  d_e    d_e+1      x: emitted, d: draft
+    step 0 reads f_e-2 and x_e-1, its logits give d_e;  step 1 reads the state of step 0 and d_e, and gives
+    d_e+1;  …
 
-A chain by default, as in vLLM; `top_k_tokens_per_head` makes it IBM's tree.  Each level is one pass over all nodes of all rows.
+A chain by default, as in vLLM; `top_k_tokens_per_head` makes it IBM's tree.  A level is one pass over all
+nodes of all rows.
 """
 
 from __future__ import annotations
@@ -23,15 +26,16 @@ import torch
 from outrider.checkpoints.heads import Head
 from outrider.core.row import Row
 from outrider.core.step import Batch
-from outrider.core.tree import EMPTY_TREE, ROOT, Budget, Draft, DraftTree
+from outrider.core.tree import EMPTY_TREE, Budget, Draft, DraftTree
 from outrider.draft.mlp_speculator import layouts, steps
-from outrider.draft.mlp_speculator.tree import Tree, likely, product
+from outrider.draft.mlp_speculator.tree import best_nodes, likeliest, product
 from outrider.drafting.base import Drafter, Target
 from outrider.drafting.options import refuse_idle
 from outrider.errors import ConfigError
-from outrider.heads.base import HeadOptions, StateDrafter
+from outrider.heads.base import HeadOptions, StateDrafter, check_whole
+from outrider.heads.trees import RankTree, grow_level
 
-MOST = 1024  # nodes of a product
+MAX_NODES = 1024  # of a product
 
 
 def _whole(value: Any, most: int) -> bool:
@@ -39,14 +43,16 @@ def _whole(value: Any, most: int) -> bool:
 
 
 def _check(top_k: Any, where: str = "") -> tuple[int, ...]:
-    """Raises ConfigError unless it is a whole number of children for each step."""
+    """Raise ConfigError unless it lists a number of children for each step."""
     if not isinstance(top_k, (list, tuple)) or not top_k or not all(_whole(k, 64) for k in top_k):
         raise ConfigError(
-            f'top_k_tokens_per_head{where} must be a list of whole numbers in 1 … 64, or "config", got {top_k!r}.'
+            f'top_k_tokens_per_head{where} must be a list of whole numbers in 1 … 64, or "config", '
+            f"got {top_k!r}."
         )
-    if (nodes := sum(math.prod(top_k[:level]) for level in range(1, len(top_k) + 1))) > MOST:
+    if (nodes := sum(math.prod(top_k[:level]) for level in range(1, len(top_k) + 1))) > MAX_NODES:
         raise ConfigError(
-            f"top_k_tokens_per_head{where} {list(top_k)} makes {nodes} nodes, at most {MOST} are grown: choose less."
+            f"top_k_tokens_per_head{where} {list(top_k)} makes {nodes} nodes, at most {MAX_NODES} are grown: "
+            "choose less."
         )
     return tuple(top_k)
 
@@ -56,9 +62,10 @@ class MlpSpeculator(StateDrafter):
 
     @dataclass(frozen=True)
     class Options(HeadOptions):
-        """top_k_tokens_per_head: how many children a node has, step by step, such as [4, 3, 2, 2]; "config" for what the checkpoint
-        says (None: one, a chain).  n_candidates: how many paths of that tree are kept (None: what the checkpoint says, or all).
-        nodes: of a tree at most (None: all, but 8 on a CPU, where every node costs time).
+        """top_k_tokens_per_head: children of a node, step by step, such as [4, 3, 2, 2]; "config" for the
+        checkpoint's value (None: one, a chain).  n_candidates: paths of that tree to keep (None: the
+        checkpoint's value, or all). nodes: of a tree at most (None: all, but 8 on a CPU, where every node
+        costs time).
         """
 
         top_k_tokens_per_head: Sequence[int] | str | None = None
@@ -71,8 +78,8 @@ class MlpSpeculator(StateDrafter):
                 _check(self.top_k_tokens_per_head)
             for name in ("n_candidates", "nodes"):
                 value = getattr(self, name)
-                if value is not None and not _whole(value, MOST):
-                    raise ConfigError(f"{name} must be a whole number in 1 … {MOST}, got {value!r}.")
+                if value is not None:
+                    check_whole(name, value, 1, MAX_NODES)
             refuse_idle(
                 self, self.top_k_tokens_per_head is not None, "top_k_tokens_per_head", "n_candidates", "nodes"
             )
@@ -85,11 +92,13 @@ class MlpSpeculator(StateDrafter):
         self.top_k, self.candidates = self._branches(options)
         chain = options.top_k_tokens_per_head is None
         self.nodes = (
-            self.depth if chain else options.nodes or (8 if target.decoder.device.type == "cpu" else MOST)
+            self.depth
+            if chain
+            else options.nodes or (8 if target.decoder.device.type == "cpu" else MAX_NODES)
         )
 
     def _branches(self, options: Options) -> tuple[tuple[int, ...], int]:
-        """(children of a node, level by level; how many paths are kept)."""
+        """(children of a node, level by level; number of paths to keep)."""
         asked, config = options.top_k_tokens_per_head, self.head.config
         if asked is None:
             return (1,) * self.depth, 1
@@ -99,10 +108,11 @@ class MlpSpeculator(StateDrafter):
         )
         if len(top_k) != self.depth:
             raise ConfigError(
-                f"top_k_tokens_per_head {list(top_k)} is for {len(top_k)} steps, and {self.head.name!r} has {self.depth}."
+                f"top_k_tokens_per_head {list(top_k)} is for {len(top_k)} steps, and {self.head.name!r} has "
+                f"{self.depth}."
             )
         kept: Any = options.n_candidates or config.get("n_candidates")
-        return top_k, kept if _whole(kept, MOST) else math.prod(top_k)
+        return top_k, kept if _whole(kept, MAX_NODES) else math.prod(top_k)
 
     @classmethod
     def example(cls, target: Target) -> Drafter:
@@ -124,10 +134,11 @@ class MlpSpeculator(StateDrafter):
         return 2 if layouts.method_of(head) else int(layouts.announced(head))
 
     def size(self, depth: int) -> int:
-        """Raises ConfigError for more levels than the network was made for."""
+        """Raises ConfigError for more levels than the network has steps."""
         if depth > self.depth:
             raise ConfigError(
-                f"num_speculative_tokens {depth} is more than the {self.depth} steps (n_predict) of {self.head.name!r}."
+                f"num_speculative_tokens {depth} is more than the {self.depth} steps (n_predict) of "
+                f"{self.head.name!r}."
             )
         return min(
             self.nodes,
@@ -135,49 +146,41 @@ class MlpSpeculator(StateDrafter):
         )
 
     def propose(self, batch: Batch) -> Draft:
-        found: list[DraftTree] = [EMPTY_TREE] * len(batch)
+        trees: list[DraftTree] = [EMPTY_TREE] * len(batch)
         rows = self.ready(batch)
         if rows:
-            trees = [self._tree(batch[r].row, batch[r].budget) for r in rows]
-            self._grow(trees, self.speculator.begin(self.states(batch, rows)))
-            for r, tree in zip(rows, trees):
-                whole = batch[r].row.distribution.temperature == 0
-                found[r] = (
-                    tree.cut(self.candidates, min(self.nodes, batch[r].budget.nodes))
-                    if whole
-                    else tree.draft_tree
-                )
-        return Draft(found)
+            grown = [self._tree(batch[r].row, batch[r].budget) for r in rows]
+            self._grow(grown, self.speculator.begin(self.states(batch, rows)))
+            for r, tree in zip(rows, grown):
+                trees[r] = self._cut(tree, batch[r].budget) if _greedy(tree.row) else tree.draft_tree
+        return Draft(trees)
 
-    def _tree(self, row: Row, budget: Budget) -> Tree:
+    def _tree(self, row: Row, budget: Budget) -> RankTree:
         top_k = self.top_k[: budget.depth]
-        if row.distribution.temperature == 0:
-            return Tree(row, product(top_k))
-        drawn = self.samples(row)
-        return Tree(
-            row,
-            likely(top_k, self.candidates, min(self.nodes, budget.nodes), drawn),
-            drawn,
-            self.target.stream_id,
-        )
+        if _greedy(row):
+            return RankTree(row, product(top_k))
+        sampled = self.samples(row)
+        shape = likeliest(top_k, self.candidates, min(self.nodes, budget.nodes), sampled)
+        return RankTree(row, shape, sampled=sampled, stream_id=self.target.stream_id)
 
-    def _grow(self, trees: Sequence[Tree], state: steps.State) -> None:
-        """Level by level; the row of `state` behind each tip (number of the tree, node)."""
-        tips = [(t, ROOT) for t in range(len(trees))]
+    def _grow(self, trees: list[RankTree], state: steps.State) -> None:
+        """Grow all trees, one step of the network a level.  state: a row for every node of the frontiers'
+        parents.
+        """
         for step in itertools.count():
-            state, logits = self.speculator(step, state, [trees[t].token(node) for t, node in tips])
-            at, last = 0, [len(tree.tokens) for tree in trees]
-            for t, group in itertools.groupby(tips, key=lambda tip: tip[0]):
-                level = [node for _, node in group]
-                trees[t].grow(level, logits[at : at + len(level)], self.choose)
-                at += len(level)
-            behind = {tip: i for i, tip in enumerate(tips)}
-            tips = [
-                (t, node)
-                for t, tree in enumerate(trees)
-                for node in range(last[t], len(tree.tokens))
-                if tree.open(node)
-            ]
-            if not tips:
+            tokens = [tree.token(node) for tree in trees for node in tree.frontier]
+            state, logits = self.speculator(step, state, tokens)
+            trees, sources = grow_level(trees, self.choose, logits)
+            if not trees:
                 return
-            state = tuple(part[[behind[t, trees[t].parents[node]] for t, node in tips]] for part in state)
+            state = tuple(part[sources] for part in state)
+
+    def _cut(self, tree: RankTree, budget: Budget) -> DraftTree:
+        """The likeliest paths of a whole product, by the network's probabilities."""
+        nodes = min(self.nodes, budget.nodes)
+        joint = [tree.joint[node] for node in range(len(tree.tokens))]
+        return tree.draft_tree.only(best_nodes(tree.parents, joint, self.candidates, nodes))
+
+
+def _greedy(row: Row) -> bool:
+    return row.distribution.temperature == 0

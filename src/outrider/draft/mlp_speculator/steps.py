@@ -1,6 +1,6 @@
-"""The network, step by step, on the target's kernels.
+"""The MLP speculator's network, step by step, on the target's kernels.
 
-sw = 0.5^(0.5 / n_predict), ew = sqrt((1 - sw²) d / 2)            n_predict of the file, however many steps are guessed
+sw = 0.5^(0.5 / n_predict), ew = sqrt((1 - sw²) d / 2)            n_predict of the file, not of the drafts
 mlp     s' = GELU(norm(proj(s) + ew/sw · emb(token)))             the norm is an RMS norm with a shift
 lstm    f, i, o, g = proj(s) + ew/sw · emb(token)
         c' = c σ(f) + GELU(norm(g)) σ(i);   s' = GELU(norm(c')) σ(o)
@@ -27,7 +27,7 @@ from outrider.heads.reader import Reader
 from outrider.models.fallback.row_invariant import by_rows
 
 EPS = 1e-6
-State = tuple[Tensor, ...]  # what a step hands to the next, [n, …] each
+State = tuple[Tensor, ...]  # recurrent state, [n, …] each
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,9 @@ class Norm:
 
 @dataclass(frozen=True)
 class Step:
-    """table: the embedding; emb, proj, norm: modules in a row; share: of the token beside the state."""
+    """table: the embedding.  emb, proj, norm: modules in sequence.  share: weight of the token beside the
+    state.
+    """
 
     table: Any
     emb: Sequence[Any]
@@ -69,11 +71,11 @@ class Speculator:
         self.scale = torch.full((hidden,), 0.5**0.5, device=self.backend.device) if scaled else None
 
     def begin(self, states: Tensor) -> State:
-        """Of the target's states [n, hidden]."""
+        """The initial state, of the target's states [n, hidden]."""
         return (states if self.scale is None else self.backend.rms_norm(states, self.scale, EPS),)
 
     def __call__(self, step: int, state: State, ids: Sequence[int]) -> tuple[State, Tensor]:
-        """The state behind tokens `ids`, and the logits float32 [n, V] of what follows."""
+        """The state after tokens `ids`, and the logits float32 [n, V] of the next token."""
         raise NotImplementedError
 
     def _share(self, width: int) -> float:
@@ -88,23 +90,22 @@ def load(reader: Reader, layout: Layout, hidden: int, vocabulary: int) -> Specul
 class Mlp(Speculator):
     def __init__(self, reader: Reader, layout: Layout, hidden: int, vocabulary: int) -> None:
         super().__init__(reader, layout, hidden)
-        row, outer = (
-            lru_cache(None)(partial(_row, self.reader)),
-            lru_cache(None)(self.outer.linear),
-        )  # what steps share is read once
+        # Modules that several steps share are packed once.
+        modules, outer = lru_cache(None)(partial(_modules, self.reader)), lru_cache(None)(self.outer.linear)
         self.each: list[Step] = []
         width = hidden
         for i in range(layout.steps):
             emb, proj, ln, head = (f"{kind}.{layout.place(kind, i)}" for kind in KINDS)
             wide = layout.head.shape(f"{emb}.0.weight")[-1]
             table = outer(f"{emb}.0", vocabulary, wide)
-            after, wide = row(emb, wide, 1)
-            projected, given = row(proj, width, 0)
-            if given != wide:
+            after, wide = modules(emb, wide, 1)
+            projected, proj_width = modules(proj, width, 0)
+            if proj_width != wide:
                 raise ModelError(
-                    f"{layout.head.name!r} adds {proj} of {given} numbers to {emb} of {wide}: the two must be alike."
+                    f"{layout.head.name!r} adds {proj} of {proj_width} numbers to {emb} of {wide}: the two "
+                    "must be alike."
                 )
-            normed, width = row(ln, wide, 0)
+            normed, width = modules(ln, wide, 0)
             self.each.append(
                 Step(table, after, projected, normed, outer(head, vocabulary, width), self._share(wide))
             )
@@ -115,14 +116,14 @@ class Mlp(Speculator):
         s = self._through(self._through(state[0], now.proj) + now.share * z, now.norm)
         return (s,), run.linear(s, now.head).float()
 
-    def _through(self, x: Tensor, row: Sequence[Any]) -> Tensor:
-        for module in row:
+    def _through(self, x: Tensor, modules: Sequence[Any]) -> Tensor:
+        for module in modules:
             x = module(x, self.backend) if isinstance(module, Norm) else self.backend.linear(x, module)
         return x
 
 
-def _row(reader: Reader, at: str, width: int, first: int) -> tuple[list[Any], int]:
-    """The modules at.first … for an input so wide, and how wide the output is."""
+def _modules(reader: Reader, at: str, width: int, first: int) -> tuple[list[Any], int]:
+    """The modules at.first … for an input of this width, and the width of their output."""
     numbers = {
         int(name.split(".")[2])
         for name in reader.head

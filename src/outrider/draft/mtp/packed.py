@@ -1,4 +1,4 @@
-"""Prediction layers on the target's kernels."""
+"""Multi-token prediction layers on the target's kernels."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from outrider.models.base import Model
 
 
 class Layer:
-    """x = eh_proj [enorm(e); hnorm(g)], then an ordinary block."""
+    """x = eh_proj [enorm(e); hnorm(g)], then a transformer block."""
 
     def __init__(
         self, reader: Reader, model: Model, at: str, sizes: Sizes, turn: Tensor, last: Tensor | None
     ) -> None:
-        """last: the norm behind it, where it brings none."""
+        """last: the norm behind it, for a layer without its own."""
         hidden = sizes.hidden
         self.backend, self.eps = reader.backend, sizes.eps
         enorm, hnorm, norm_in = (
@@ -40,43 +40,36 @@ class Layer:
 
 
 class Packed:
-    """A `Net` of one or several layers; what they say is [n, hidden], before their last norm."""
+    """A `Net` of one or several layers; their outputs are [n, hidden], before the last norm."""
 
     ids: Tensor | None = None
 
     def __init__(self, reader: Reader, target: Target, prenorm: bool) -> None:
-        """prenorm: states are those before the last norm, the target's and what the layers say."""
+        """prenorm: states are taken before the last norm, the target's and the layers' own."""
         head, self.model, self.backend, self.prenorm = reader.head, target.decoder, reader.backend, prenorm
         spec = self.model.spec
         self.taps: tuple[int, ...] = (spec.layers,) if prenorm else (FINAL,)
         count = sum(name.endswith(".eh_proj.weight") for name in head)
         self.sizes = Sizes.of(head, "layers.0", spec.hidden)
-        turned = int(
-            self.sizes.head_dim * (head.config.get("partial_rotary_factor") or 1)
-        )  # dimensions of a head, the others stay
-        turn = turn_of(head.config, replace(self.sizes, head_dim=turned), target.max_len)
+        rotary_dim = int(self.sizes.head_dim * (head.config.get("partial_rotary_factor") or 1))
+        turn = turn_of(head.config, replace(self.sizes, head_dim=rotary_dim), target.max_len)
         last = None
         if "layers.0.norm.weight" not in head:
-            last = (
-                target.checkpoint.tensors()
-                .get("model.norm.weight", spec.hidden)
-                .float()
-                .to(self.backend.device)
-                .contiguous()
-            )
+            last = target.checkpoint.tensors().get("model.norm.weight", spec.hidden)
+            last = last.float().to(self.backend.device).contiguous()
         self.slot_bytes = self.sizes.slot_bytes(count, self.model)
         self.layers = [Layer(reader, self.model, f"layers.{i}", self.sizes, turn, last) for i in range(count)]
 
     def pool(self, slots: int) -> Pool:
         return self.sizes.pool(len(self.layers), slots, self.model)
 
-    def enter(self, states: Tensor) -> Tensor:
+    def from_states(self, states: Tensor) -> Tensor:
         return states
 
     def forward(self, step_input: StepInput, pool: Pool, g: Tensor, layer: int = 0) -> Tensor:
         return self.layers[layer](g, step_input, pool, layer)
 
-    def again(self, o: Tensor, layer: int = 0) -> Tensor:
+    def from_output(self, o: Tensor, layer: int = 0) -> Tensor:
         return o if self.prenorm else self.layers[layer].normed(o)
 
     def logits(self, o: Tensor, layer: int = 0) -> Tensor:

@@ -1,14 +1,16 @@
-"""ReDrafter (Cheng et al. 2024, arXiv 2403.09919): a small recurrent network beside the target's last state, and beam search.
+"""ReDrafter (Cheng et al. 2024, arXiv 2403.09919): a small recurrent network beside the target's last
+state, and beam search.
 
     position            … e-2   e-1   │ e       e+1       e = step.end, x_e-1 is pending
     state of the target   f_e-2       │                   the same for all levels
     token                       x_e-1 │ c_1     c_2
-    s_1 = step(0, e(x_e-1))     [f ; s_1] says c_1
-    s_2 = step(s_1, e(c_1))             [f ; s_2] says c_2 …
+    s_1 = step(0, e(x_e-1))     [f ; s_1] gives c_1
+    s_2 = step(s_1, e(c_1))             [f ; s_2] gives c_2 …
 
-A beam is a path of guesses.  A forward takes the beams of all rows one token further, each with one of its 50 likeliest tokens.  At a temperature the request's noise ranks them,
-as it will rank the target's own picks; rules that judge guesses by their laws get children that are drawn, because a beam that won
-against others is no draw.
+A beam is a path of draft tokens.  A forward extends the beams of all rows by one token each, one of the 50
+likeliest.  At a temperature the request's noise ranks them, as it will rank the target's own picks.
+Verification rules that compare p with q get sampled children instead: a beam that won against others is no
+sample.
 """
 
 from __future__ import annotations
@@ -28,13 +30,13 @@ from outrider.draft.redrafter.beams import Beams
 from outrider.draft.redrafter.layouts import blocks, named, recognised
 from outrider.draft.redrafter.network import Network
 from outrider.drafting.base import Drafter, Target
-from outrider.errors import ConfigError, ModelError
-from outrider.heads.base import HeadOptions, StateDrafter
-from outrider.heads.trees import level_of
+from outrider.errors import ModelError
+from outrider.heads.base import HeadOptions, StateDrafter, check_whole
+from outrider.heads.trees import grow_level
 from outrider.models.fallback.row_invariant import by_rows
 
-WIDEST, LONGEST = 64, 1025
-TOP = 50  # tokens that a beam may go on with; equal ones beside the last of them too
+MAX_WIDTH, MAX_LENGTH = 64, 1025
+TOP = 50  # continuations of a beam, and all that equal the last of them
 
 
 class ReDrafter(StateDrafter):
@@ -44,10 +46,11 @@ class ReDrafter(StateDrafter):
 
     @dataclass(frozen=True)
     class Options(HeadOptions):
-        """beam_width: beams that a level goes on with (TensorRT-LLM: redrafter_num_beams).  beam_length: of a beam with the token that it
-        begins with, which the target said, so that there are beam_length - 1 levels (redrafter_draft_len_per_beam), unless
-        num_speculative_tokens says another number; both as in the reference.  nodes: of a tree at most (None: all prefixes of beams, but 8
-        on a CPU, where every node costs time); the likeliest stay.
+        """beam_width: beams that a level goes on with (TensorRT-LLM: redrafter_num_beams).  beam_length:
+        tokens of a beam with the pending token, so that there are beam_length - 1 levels
+        (redrafter_draft_len_per_beam) unless num_speculative_tokens is given; both as in the reference.
+        nodes: of a tree at most, the likeliest (None: all prefixes of beams, but 8 on a CPU, where every
+        node costs time).
         """
 
         beam_width: int = 10
@@ -56,25 +59,19 @@ class ReDrafter(StateDrafter):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            for name, least, most in (
-                ("beam_width", 1, WIDEST),
-                ("beam_length", 2, LONGEST),
-                ("nodes", 1, WIDEST * LONGEST),
-            ):
-                value = getattr(self, name)
-                if value is None and name == "nodes":
-                    continue
-                if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-                    raise ConfigError(f"{name} must be a whole number in {least} … {most}, got {value!r}.")
+            check_whole("beam_width", self.beam_width, 1, MAX_WIDTH)
+            check_whole("beam_length", self.beam_length, 2, MAX_LENGTH)
+            if self.nodes is not None:
+                check_whole("nodes", self.nodes, 1, MAX_WIDTH * MAX_LENGTH)
 
     def __init__(self, options: Options, target: Target, head: Head | None = None) -> None:
         super().__init__(options, target, head)
         self.depth = options.beam_length - 1
-        self.nodes = options.nodes or (8 if target.decoder.device.type == "cpu" else WIDEST * LONGEST)
-        self._read(named(self.head), target.vocabulary)
+        self.nodes = options.nodes or (8 if target.decoder.device.type == "cpu" else MAX_WIDTH * MAX_LENGTH)
+        self._pack(named(self.head), target.vocabulary)
 
-    def _read(self, head: Head, vocabulary: int) -> None:
-        """Raises ModelError where something is missing or does not fit the target."""
+    def _pack(self, head: Head, vocabulary: int) -> None:
+        """Pack the tensors.  Raises ModelError where one is missing or does not fit the target."""
         reader, hidden = replace(self.reader, head=head), self.hidden
         count = blocks(head)
         rnn = bool(head.config.get("rnn")) or "rnn_u.weight" in head or "rnn_w.weight" in head
@@ -92,7 +89,8 @@ class ReDrafter(StateDrafter):
         self.lm_head = reader.outer.linear(f"lm_head.{count}", vocabulary, width)
         if (wide := self.target.decoder.embed([0]).shape[1]) != hidden:
             raise ModelError(
-                f"{self.head.name!r} reads embeddings as wide as the target's states, {hidden}, and the target's are {wide}."
+                f"{self.head.name!r} reads embeddings as wide as the target's states, {hidden}, and the "
+                f"target's are {wide}."
             )
 
     @classmethod
@@ -101,7 +99,7 @@ class ReDrafter(StateDrafter):
 
     @classmethod
     def example(cls, target: Target) -> Drafter:
-        """A random network: nearly always wrong."""
+        """A random network, which is nearly always wrong."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             network = Network(target.decoder.spec.hidden, target.vocabulary)
@@ -126,22 +124,22 @@ class ReDrafter(StateDrafter):
         return Beams(row, step.budget, self.options.beam_width, self.samples(row), stream_id)
 
     def _levels(self, f: Tensor, grown: list[Beams]) -> None:
-        """Level after level of the beams of all rows; f [len(grown), hidden]."""
+        """Grow the beams of all rows, one forward a level; f [len(grown), hidden]: the target's states."""
         s = torch.zeros_like(f)
         while grown:
-            s = self._step(s, [token for beams in grown for token in beams.said])
-            grown, sources = level_of(grown, self.choose, self._logits(f, s))
+            s = self._step(s, [token for beams in grown for token in beams.frontier_tokens])
+            grown, sources = grow_level(grown, self.choose, self._logits(f, s))
             f, s = f[sources], s[sources]
 
     def _step(self, s: Tensor, tokens: Sequence[int]) -> Tensor:
-        """[n, hidden]: the states after these tokens."""
+        """The recurrent states [n, hidden] after these tokens."""
         embedded = self.target.decoder.embed(tokens).to(s)
         if self.rnn_u is None:
             return s + embedded
         return by_rows(F.silu, self.backend.linear(s, self.rnn_u, self.backend.linear(embedded, self.rnn_w)))
 
     def _logits(self, f: Tensor, s: Tensor) -> Tensor:
-        """float32 [n, V]; -inf but for the TOP highest, as the reference cuts them before it takes the softmax."""
+        """float32 [n, V]; -inf except the TOP highest, which the reference selects before its softmax."""
         x = torch.cat([f, s], dim=1)
         x = x if self.input_proj is None else self.backend.linear(x, self.input_proj)
         for block in self.blocks:

@@ -1,0 +1,96 @@
+"""Catch-up of a drafter's KV pool: which positions of a request have K/V there, and which hidden states
+are pending.
+
+A drafter sees the target's hidden states one step after the tokens, so its pool lags behind the target's:
+
+    position    0 …        filled │ end
+                K/V in the pool   │ not computed by the target yet
+                    first …   end │
+                    pending states│
+
+`filled` never exceeds `end`.  States stay pending after their K/V is written, until the step is known to
+have succeeded: a step that fails is repeated, and reads them again.
+
+Positions whose states were lost (`start` > `end` in `append`) leave a gap.  Later positions are still
+read, but `filled` stays in front of the gap, so that no page behind it is shared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from outrider.core.row import Row
+
+MAX_PENDING = 64  # states of a row without drafts that may be pending; then they are read all the same
+
+
+@dataclass(slots=True)
+class Cursor:
+    """Progress of one request: K/V of positions 0 … filled - 1 is complete; states of `first` … `end` - 1
+    are pending.
+    """
+
+    filled: int
+    first: int
+    states: list[Tensor] = field(default_factory=list)  # [n, width] each
+    count: int = 0  # rows of all `states`
+    num_written: int = 0  # tensors in `states` whose K/V was written by a step that may still fail
+
+    @property
+    def end(self) -> int:
+        return self.first + self.count
+
+    def append(self, start: int, states: Tensor) -> None:
+        """Add the states [n, width] of positions start, start + 1, …  Anything but `end` as start drops
+        what is pending.
+        """
+        if start != self.end:
+            self.first, self.count, self.num_written = start, 0, 0
+            self.states.clear()
+            self.filled = min(self.filled, start)
+        self.states.append(states)
+        self.count += len(states)
+
+    def mark_written(self) -> None:
+        """Record that K/V of all pending states is in the pool."""
+        self.num_written = len(self.states)
+        if self.first <= self.filled:
+            self.filled = self.end
+
+    def drop_written(self, keep: int = 0) -> None:
+        """Forget the states whose K/V was written, except the last `keep` rows."""
+        written = self.states[: self.num_written]
+        kept: list[Tensor] = []
+        if written and keep:  # a copy: a view would keep the whole chunk alive
+            kept = [torch.cat([states[-keep:] for states in written])[-keep:].clone()]
+        dropped = sum(map(len, written)) - sum(map(len, kept))
+        self.first, self.count = self.first + dropped, self.count - dropped
+        self.states[: self.num_written] = kept
+        self.num_written = 0
+
+
+class CatchUp:
+    """Cursors of all requests.  offset: K/V of position t lies in slot t + offset."""
+
+    def __init__(self, offset: int = 0) -> None:
+        self.offset = offset
+        self.cursors: dict[Row, Cursor] = {}
+
+    def cursor(self, row: Row, start: int) -> Cursor:
+        """The cursor of a row.  A row that is new begins at `start`: its first positions came with shared
+        pages.
+        """
+        if row not in self.cursors:
+            self.cursors[row] = Cursor(start, start)
+        return self.cursors[row]
+
+    def filled(self, row: Row) -> int:
+        """Number of slots of a row that hold complete K/V; pages of these can be shared."""
+        cursor = self.cursors.get(row)
+        return row.computed if cursor is None else min(row.computed, cursor.filled + self.offset)
+
+    def forget(self, row: Row) -> None:
+        self.cursors.pop(row, None)

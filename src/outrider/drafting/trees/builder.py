@@ -1,0 +1,147 @@
+"""Draft trees under construction: nodes in the order of their addition, every parent before its children."""
+
+from __future__ import annotations
+
+from array import array
+
+from torch import Tensor
+
+from outrider.core.row import Row
+from outrider.core.step_input import StepInput
+from outrider.core.tree import ROOT, Budget, DraftTree
+from outrider.drafting.view import View
+from outrider.sampling import random_streams
+
+# Estimated probability that the first, second … token by noised draft logit is the target's pick.  The
+# noise is shared, so the rank says more than q: 4 levels of 3 siblings on the built-in pair at T = 0.8
+# gave 2.70 tokens a step with these, 2.40 with q.
+RANK_CONFIDENCE = [0.7, 0.15, 0.06, 0.03] + [0.02 * 0.8**i for i in range(60)]
+# Estimated probability that the first, second … sample from q is accepted.  The token hardly matters: p/q
+# is as likely to be large at any.  The same tree under rejection: 3.03 tokens a step with these, 2.79 with q.
+SAMPLE_CONFIDENCE = [0.6, 0.25, 0.1, 0.05] + [0.02 * 0.8**i for i in range(60)]
+
+
+class TreeBuilder:
+    """The draft tree of one row within a budget.
+
+    paths[node]: the nodes from the root to `node`, which is the last of them.  joint[node]: product of the
+    confidences along it.  stream_id: added to the node's number to get the number of its random stream.
+    repeats: siblings are independent samples; otherwise they are sampled without replacement.
+    """
+
+    def __init__(self, row: Row, budget: Budget, stream_id: int = 0, repeats: bool = False) -> None:
+        self.row, self.budget, self.stream_id, self.repeats = row, budget, stream_id, repeats
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.confidence: list[float] = []
+        self.distributions: list[Tensor] = []
+        self.probs_of: list[int] = []
+        self.paths: dict[int, list[int]] = {ROOT: []}
+        self.joint: dict[int, float] = {ROOT: 1.0}
+        self._chosen: set[tuple[int, int]] = set()  # (parent, token) of the nodes that were not sampled
+
+    def add(self, parent: int, token: int, confidence: float, distribution: int = -1) -> int:
+        """Add a child of `parent` (ROOT or a node) and return its number.
+
+        distribution: index in `distributions` of what the token was sampled from, -1 for a chosen one.  A
+        chosen token must differ from its siblings.
+        """
+        node, path = len(self.tokens), self.paths[parent]
+        assert node < self.budget.nodes and len(path) < self.budget.depth, "a node beyond the budget"
+        if distribution < 0:
+            assert (parent, token) not in self._chosen, "two siblings with one token"
+            self._chosen.add((parent, token))
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.confidence.append(confidence)
+        self.probs_of.append(distribution)
+        self.paths[node] = [*path, node]
+        self.joint[node] = self.joint[parent] * confidence
+        return node
+
+    def add_distribution(self, probs: Tensor) -> int:
+        """Keep probs, float64 [V], for children to be sampled from; its index."""
+        self.distributions.append(probs)
+        return len(self.distributions) - 1
+
+    def add_samples(self, parent: int, distribution: int, count: int) -> list[int]:
+        """Add children sampled from distributions[distribution]: `count`, or fewer if it runs out of
+        tokens; their numbers.
+
+        The count must not depend on any sampled token.  Otherwise the nodes are no samples of q.
+        """
+        first = self.stream_id + len(self.tokens)
+        streams = range(first, first + count)
+        tokens = random_streams.children(self.row, self.distributions[distribution], streams, self.repeats)
+        return [
+            self.add(parent, token, confidence, distribution)
+            for token, confidence in zip(tokens, SAMPLE_CONFIDENCE)
+        ]
+
+    @property
+    def room(self) -> int:
+        """Nodes that the budget has left."""
+        return self.budget.nodes - len(self.tokens)
+
+    def token(self, node: int) -> int:
+        """The token of a node; of the root, the row's pending token."""
+        return self.row.tokens[-1] if node == ROOT else self.tokens[node]
+
+    def path_tokens(self, node: int) -> list[int]:
+        """The tokens from the root to a node."""
+        return [self.tokens[i] for i in self.paths[node]]
+
+    @property
+    def draft_tree(self) -> DraftTree:
+        tree = DraftTree(self.tokens, self.parents, self.confidence)
+        if not self.distributions:
+            return tree
+        return tree._replace(distributions=self.distributions, probs_of=self.probs_of, repeats=self.repeats)
+
+
+NO_VIEW = View(array("i"))  # of a drafter whose nodes have no K/V
+
+
+class LevelBuilder(TreeBuilder):
+    """A tree that grows level by level.  frontier: the nodes whose children come next, all of one depth.
+
+    view: the slots of the row and of its draft tokens, of which node i has number base + i; NO_VIEW for a
+    drafter whose nodes have no K/V.  base: position of the first draft token.
+    """
+
+    def __init__(
+        self,
+        row: Row,
+        base: int,
+        budget: Budget,
+        view: View = NO_VIEW,
+        stream_id: int = 0,
+        repeats: bool = False,
+    ) -> None:
+        super().__init__(row, budget, stream_id, repeats)
+        self.base, self.view = base, view
+        self.frontier = [ROOT]
+
+    @property
+    def growing(self) -> bool:
+        """Whether another level fits the budget."""
+        depth = len(self.paths[self.frontier[0]]) if self.frontier else self.budget.depth
+        return depth < self.budget.depth and self.room > 0
+
+    @property
+    def table(self) -> array[int]:
+        """The slots of the view."""
+        return self.view.slots
+
+    @property
+    def frontier_paths(self) -> list[tuple[list[int], list[int]]]:
+        """Tokens and slots from the root to every node of the frontier.  For views that leave no slot out."""
+        return [
+            (self.path_tokens(node), [self.table[self.base + i] for i in self.paths[node]])
+            for node in self.frontier
+        ]
+
+    def add_to(self, step_input: StepInput) -> None:
+        """Add the frontier as rows of the next forward."""
+        for node in self.frontier:
+            self.view.node(step_input, self.base, self.paths[node], self.tokens[node])
