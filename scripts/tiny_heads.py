@@ -38,7 +38,7 @@ from outrider.draft.medusa.network import Network as Medusa
 from outrider.draft.mlp_speculator.network import Network as Mlp
 from outrider.draft.mtp.network import Network as Mtp
 from outrider.draft.redrafter.network import Network as ReDrafter
-from outrider.heads.sample import Outer, read
+from outrider.heads.sample import TargetWeights, read
 from outrider.models.export import packed, scheme
 
 TEXTS, LENGTH, BATCH, RATE, KNOWN = 700, 160, 8, 1.5e-3, 2048
@@ -91,7 +91,7 @@ def train(
     console: Console,
 ) -> dict[str, float]:
     """Adam for each; the rate falls linearly with the time.  Returns the mean loss of the last steps of each."""
-    model, random_streams, outer = llm.engine.decoder, random.Random(0), Outer.of(llm.engine.decoder)
+    model, random_streams, outer = llm.engine.decoder, random.Random(0), TargetWeights.of(llm.engine.decoder)
     taps = sorted({tap for _, wanted in networks.values() for tap in wanted})
     adams = {
         name: torch.optim.AdamW(network.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)

@@ -16,7 +16,7 @@ from outrider import LLM
 from outrider.checkpoints.heads import Head
 from outrider.draft import detect
 from outrider.draft.dflash import DFlash
-from outrider.draft.dflash.layouts import exported, named, read, spread
+from outrider.draft.dflash.layouts import BlockLayout, exported, spread, translate
 from outrider.draft.dflash.network import Network, Shape
 from outrider.errors import ConfigError, ModelError
 
@@ -104,7 +104,7 @@ def test_options_are_checked(toy: LLM) -> None:
 
 def test_numbers_of_layers_are_read_as_the_file_means_them(toy: LLM, tmp_path: Path) -> None:
     def taps(config: dict[str, Any], offset: int | None = None) -> tuple[int, ...]:
-        return read(named(Head.of("head", config, tensors())), 8, offset).taps
+        return BlockLayout.of(translate(Head.of("head", config, tensors())), 8, offset).taps
 
     assert taps(speculators()) == taps(zlab()) == TAPS
     assert taps(speculators(), 1 - 1) == TAPS and taps(zlab(), 0) == (1, 3, 7)

@@ -16,7 +16,7 @@ from toys import HIDDEN, V, save_head, toy_target
 from outrider import LLM, ConfigError, ModelError, draft
 from outrider.checkpoints.heads import Head
 from outrider.draft.eagle3 import Eagle3
-from outrider.draft.eagle3.layouts import TAPS, exported, taps_of, understood
+from outrider.draft.eagle3.layouts import TAPS, exported, taps_of, translate
 from outrider.draft.eagle3.network import Network, Settings
 
 
@@ -249,7 +249,7 @@ SGLANG, SPEC = (
     ],
 )
 def test_both_ways_to_count_layers(config: Config, layers: int, taps: tuple[int, ...]) -> None:
-    head = understood(Head.of("a head", config, {}))
+    head = translate(Head.of("a head", config, {}))
     assert taps_of(head, layers) == taps
     assert taps_of(head, layers, given=[0, 1]) == (0, 1)
     if listed := head.config.get(TAPS):

@@ -18,7 +18,7 @@ from outrider.draft.mlp_speculator import MlpSpeculator
 from outrider.draft.mlp_speculator.layouts import exported
 from outrider.draft.mlp_speculator.network import Lstm, Network, Rnn, Speculator
 from outrider.draft.mlp_speculator.tree import Tree
-from outrider.heads.sample import Outer, Sample, read
+from outrider.heads.sample import TargetWeights, Sample, read
 
 INNER = 64
 GATES = ("forget", "input", "output", "cell")
@@ -44,8 +44,8 @@ def llm(target: str) -> LLM:
 
 
 @pytest.fixture(scope="module")
-def lessons(llm: LLM) -> tuple[list[Sample], Outer]:
-    return samples(llm, (FINAL,), count=400), Outer.of(llm.engine.decoder)
+def lessons(llm: LLM) -> tuple[list[Sample], TargetWeights]:
+    return samples(llm, (FINAL,), count=400), TargetWeights.of(llm.engine.decoder)
 
 
 def loaded(llm: LLM, config: dict[str, Any], tensors: dict[str, Tensor]) -> MlpSpeculator:
@@ -170,7 +170,7 @@ def test_what_is_learnt_is_accepted(
     steps: int,
     target: str,
     llm: LLM,
-    lessons: tuple[list[Sample], Outer],
+    lessons: tuple[list[Sample], TargetWeights],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -212,7 +212,7 @@ def states_are_of_the_last_computed_token(llm: LLM, speculation: dict[str, Any])
     assert not drafter.last
 
 
-def test_the_loss_is_that_of_every_step(lessons: tuple[list[Sample], Outer]) -> None:
+def test_the_loss_is_that_of_every_step(lessons: tuple[list[Sample], TargetWeights]) -> None:
     """Summed over the steps, each a mean over the same positions; by hand for one text."""
     network, sample, outer = NETWORKS["mlp, tied, scaled"](), lessons[0][0], lessons[1]
     tokens, total = sample.tokens.tolist(), 0.0

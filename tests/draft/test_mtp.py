@@ -22,7 +22,7 @@ from outrider.draft.mtp import Mtp
 from outrider.draft.mtp.layouts import exported
 from outrider.draft.mtp.network import Network
 from outrider.errors import ModelError
-from outrider.heads.sample import Outer, read
+from outrider.heads.sample import TargetWeights, read
 
 STEPS = 60  # of training
 
@@ -39,7 +39,7 @@ def test_every_layout_is_the_same_layer(toy: LLM, tmp_path: Path, kind: str, fil
     folder = save_head(tmp_path, *stored(w, kind), file)
     assert detect(folder) == "mtp"
     drafter = Mtp(Mtp.Options(model=folder), toy.engine.target)
-    ids, f, outer = [5, 9, 400, 3, 77, 12, 8], torch.randn(7, HIDDEN), Outer.of(toy.engine.decoder)
+    ids, f, outer = [5, 9, 400, 3, 77, 12, 8], torch.randn(7, HIDDEN), TargetWeights.of(toy.engine.decoder)
     step_input, pool = StepInput(), drafter.net.pool(64)
     step_input.chain(array("i", range(1, 40)), 0, ids)
     out = drafter.net.forward(step_input.build(), pool, drafter.net.enter(f))
@@ -64,7 +64,7 @@ def told(toy: LLM, w: dict[str, Tensor], text: list[int], path: list[int]) -> Te
     """
     decoder, outer, layers = (
         toy.engine.decoder,
-        Outer.of(toy.engine.decoder),
+        TargetWeights.of(toy.engine.decoder),
         len({name.split(".")[1] for name in w}),
     )
     known = [*text, *path]
@@ -197,7 +197,7 @@ def taught(request: pytest.FixtureRequest, toy: LLM, tmp_path_factory: pytest.Te
     network = Network.like(
         toy.engine.target, **({"steps": 2} if alone else {"layers": 2, "prenorm": True})
     ).train()
-    teach(network, network.loss, samples(toy, network.taps), Outer.of(toy.engine.decoder), steps=STEPS)
+    teach(network, network.loss, samples(toy, network.taps), TargetWeights.of(toy.engine.decoder), steps=STEPS)
     exports = exported(network.config(), network.state_dict(), "deepseek" if alone else "mimo")
     return save_head(tmp_path_factory.mktemp("taught"), *exports)
 
@@ -238,7 +238,7 @@ def test_an_export_is_read_back(toy: LLM, tmp_path: Path, layout: str) -> None:
     step_input = StepInput()
     step_input.chain(array("i", range(1, 40)), 0, ids)
     with torch.no_grad():
-        again, normed = network(Outer.of(toy.engine.decoder).embedding[ids], f)
+        again, normed = network(TargetWeights.of(toy.engine.decoder).embedding[ids], f)
     o = drafter.net.forward(step_input.build(), drafter.net.pool(64), f)
     assert torch.allclose(drafter.net.again(o), again, atol=1e-4) and torch.allclose(
         drafter.net.layers[0].normed(o), normed, atol=1e-4

@@ -68,7 +68,7 @@ class Sizes:
         )
 
 
-def turn_of(config: Mapping[str, Any], sizes: Sizes, positions: int) -> Tensor:
+def rotary_table(config: Mapping[str, Any], sizes: Sizes, positions: int) -> Tensor:
     """cos and sin as `rope_store` wants them, [positions, head_dim].  A head has its own theta: 10000 unless its config says another."""
     from transformers import LlamaConfig
 

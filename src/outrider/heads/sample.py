@@ -26,18 +26,18 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Outer:
+class TargetWeights:
     """The target's embedding and head, which heads read and do not change: float32 [V, hidden] each."""
 
     embedding: Tensor
     lm_head: Tensor
 
     @staticmethod
-    def of(model: Model) -> Outer:
+    def of(model: Model) -> TargetWeights:
         """Raises nothing for a head with a bias or a cap, which is not a matrix: what it says of the unit vectors is taken."""
         hidden = model.spec.hidden
         said = model.head_logits(torch.eye(hidden, dtype=model.kernels.activations, device=model.device))
-        return Outer(model.embed(range(model.spec.vocabulary)).float(), said.T.contiguous())
+        return TargetWeights(model.embed(range(model.spec.vocabulary)).float(), said.T.contiguous())
 
 
 def read(model: Model, tokens: Sequence[int], wanted: Sequence[int]) -> Sample:

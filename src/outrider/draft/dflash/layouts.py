@@ -62,7 +62,7 @@ class Layout:
         return self.block if self.from_anchor else self.block - 1
 
 
-def named(head: Head) -> Head:
+def translate(head: Head) -> Head:
     """Under our names, its config flat.  Raises ModelError where there are tensors whose meaning is not known here."""
 
     def change(name: str) -> str | None:
@@ -90,7 +90,7 @@ def named(head: Head) -> Head:
     return found
 
 
-def claims(head: Head) -> int:
+def claims_of(head: Head) -> int:
     """As `Drafter.claims`: the norm over the taps stands beside the layers, and the heads of these are normed."""
     names = {re.sub(r"^(model|draft_model)\.", "", name) for name in head}
     if {
@@ -104,7 +104,7 @@ def claims(head: Head) -> int:
 
 
 def read(head: Head, target_layers: int, tap_offset: int | None = None) -> Layout:
-    """head: as `named` gives it.  tap_offset: instead of what the file's own convention adds to its numbers of layers."""
+    """head: as `translate` gives it.  tap_offset: instead of what the file's own convention adds to its numbers of layers."""
     config, own = head.config, head.config.get("dflash_config") or {}
     layers = len({name.split(".")[1] for name in head if name.startswith("layers.")})
     if not config.get("is_neox_style", True):

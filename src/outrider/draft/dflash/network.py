@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from outrider.draft.dflash.layouts import ARCHITECTURE, SLIDING, SPARK, THETA, TYPE
 from outrider.drafting.base import Target
-from outrider.heads.layer import Sizes, turn_of
-from outrider.heads.sample import Outer, Sample
+from outrider.heads.layer import Sizes, rotary_table
+from outrider.heads.sample import TargetWeights, Sample
 
 ANCHORS = 64  # of a text, at most, in one loss
 DECAY = 4.0  # the tokens of a block count less the further they are from the anchor: a wrong one makes all behind it worthless
@@ -207,14 +207,14 @@ class Network(nn.Module):
             },
         }  # fmt: skip
 
-    def forward(self, taps: Tensor, tokens: Tensor, anchors: Tensor, outer: Outer) -> Tensor:
+    def forward(self, taps: Tensor, tokens: Tensor, anchors: Tensor, outer: TargetWeights) -> Tensor:
         """taps [T, len(taps) * hidden], tokens [T], anchors [A]: positions in the text -> logits [A, block, Vd] behind each row, given
         that the text is what stands before it."""
         s = self.shape
         context = self.hidden_norm(self.fc(taps))
         ids = torch.full((len(anchors), s.block), s.mask)
         ids[:, 0] = tokens[anchors]
-        turn = turn_of(self.config()["transformer_layer_config"], s.sizes, len(tokens) + s.block)
+        turn = rotary_table(self.config()["transformer_layer_config"], s.sizes, len(tokens) + s.block)
         x = outer.embedding[ids]
         for layer in self.layers:
             x = layer(x, context, anchors, turn)
@@ -225,7 +225,7 @@ class Network(nn.Module):
         first, second = self.markov_head["markov_w1"], self.markov_head["markov_w2"]
         return logits + second(first(tokens[before.clamp(0, len(tokens) - 1)]))  # type: ignore[no-any-return]
 
-    def loss(self, sample: Sample, outer: Outer) -> Tensor:
+    def loss(self, sample: Sample, outer: TargetWeights) -> Tensor:
         """Cross entropy of the text's own tokens, over the rows that guess, weighted by exp(-level / DECAY)."""
         s, tokens = self.shape, sample.tokens
         anchors = torch.randperm(len(tokens) - 1)[:ANCHORS]

@@ -52,7 +52,7 @@ def _name(name: str) -> str | None:
     return None if name.startswith("embed_tokens.") or "rotary_emb" in name else name
 
 
-def understood(head: Head) -> Head:
+def translate(head: Head) -> Head:
     """As `named`.  Raises ModelError where there are tensors whose meaning is not known here."""
     found = named(head)
     if strange := sorted(found.stored[name] for name in found if not KNOWN.fullmatch(name)):
@@ -62,7 +62,7 @@ def understood(head: Head) -> Head:
     return found
 
 
-def recognised(head: Head) -> int:
+def claims_of(head: Head) -> int:
     """2: the layer reads a state, not a state beside a token, behind an fc of two inputs."""
     ours, q = named(head), "layers.0.self_attn.q_proj.weight"
     if "fc.weight" in ours and q in ours:

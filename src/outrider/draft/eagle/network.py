@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from outrider.core.types import FINAL
 from outrider.drafting.base import Target
-from outrider.heads.sample import Outer, Sample
+from outrider.heads.sample import TargetWeights, Sample
 
 NOISE = 0.2  # uniform, on the states that it reads while training: its own guesses will not be exact, either
 TOKENS = 0.1  # weight of the cross entropy beside the states'
@@ -68,7 +68,7 @@ class Network(nn.Module):
         out: Tensor = x[0]
         return out
 
-    def loss(self, sample: Sample, outer: Outer) -> Tensor:
+    def loss(self, sample: Sample, outer: TargetWeights) -> Tensor:
         """Smooth L1 of the states and, at a tenth, the cross entropy of the tokens that the target's head reads off them.
 
         tokens    x_0   x_1   x_2 … x_T            pair t is (f_t, x_t+1); o_t should be f_t+1, and say p_t+1

@@ -50,7 +50,7 @@ class Eagle3(Recurrent):
                 )
 
     def network(self) -> Net:
-        head, asked = layouts.understood(self.head), self.options
+        head, asked = layouts.translate(self.head), self.options
         self.reader = Reader(head, self.kernels, self.reader.bits)
         layers = self.target.decoder.spec.layers
         facts = layouts.Facts.of(head, layers, asked.eagle_aux_hidden_state_layer_ids, asked.tap_offset)
@@ -58,12 +58,12 @@ class Eagle3(Recurrent):
 
     @classmethod
     def claims(cls, head: Head) -> int:
-        return layouts.claimed(head)
+        return layouts.claims_of(head)
 
     @classmethod
     def check(cls, head: Head) -> None:
         super().check(head)
-        layouts.understood(head)
+        layouts.translate(head)
 
     @classmethod
     def example(cls, target: Target) -> Drafter:

@@ -50,7 +50,7 @@ def flat(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**eagle, **both} if isinstance(eagle, Mapping) else both
 
 
-def understood(head: Head) -> Head:
+def translate(head: Head) -> Head:
     """Under our names.  Raises ModelError for what is no EAGLE-3 head, or one that cannot be run."""
     config, head = flat(head.config), head.renamed(named)
     if "mask_hidden" in head or config.get("speculators_model_type") == "peagle":
@@ -60,7 +60,7 @@ def understood(head: Head) -> Head:
     return replace(head, config=config)
 
 
-def claimed(head: Head) -> int:
+def claims_of(head: Head) -> int:
     """2 where the tensors are those of an EAGLE-3 head (the first layer has two norms and reads twice the width that it writes)."""
     ours, config = head.renamed(named), flat(head.config)
     names = [f"midlayer.{name}.weight" for name in ("hidden_norm", "self_attn.q_proj", "self_attn.o_proj")]
@@ -88,7 +88,7 @@ class Facts:
 
     @staticmethod
     def of(head: Head, layers: int, given: Sequence[int] | None, offset: int | None) -> Facts:
-        """head: `understood`; layers: of the target; given, offset: what the user says of the taps."""
+        """head: `translate`; layers: of the target; given, offset: what the user says of the taps."""
         config = head.config
         forge = SPECFORGE in config.get(
             "architectures", ()

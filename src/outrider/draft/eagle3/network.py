@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from outrider.draft.eagle3.layouts import TAPS
 from outrider.drafting.base import Target
-from outrider.heads.sample import Outer, Sample
+from outrider.heads.sample import TargetWeights, Sample
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ class Network(nn.Module):
             g = self.norm(o) if s.output_normed else o
         return said
 
-    def loss(self, sample: Sample, outer: Outer) -> Tensor:
+    def loss(self, sample: Sample, outer: TargetWeights) -> Tensor:
         """Soft cross-entropy against the target's law over the tokens that the head knows, where the target's best is one of them."""
         states = torch.cat([sample.states[tap] for tap in self.settings.taps], dim=-1)
         t2d: Any = self.t2d

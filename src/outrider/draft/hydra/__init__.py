@@ -25,7 +25,7 @@ from outrider.cache.pool import Pool
 from outrider.checkpoints.heads import Head
 from outrider.core.step_input import StepInput
 from outrider.core.types import EMPTY_TREE, FINAL, Batch, Budget, Commit, Draft, DraftTree, Needs, Row
-from outrider.draft.hydra.layouts import check_kind, named, prefixed, recognised
+from outrider.draft.hydra.layouts import check_kind, translate, prefixed, claims_of
 from outrider.draft.hydra.network import Network
 from outrider.draft.hydra.parts import Prefix, steps
 from outrider.drafting.base import Drafter, Target
@@ -67,7 +67,7 @@ class Hydra(HeadDrafter):
 
     def __init__(self, options: Options, target: Target, head: Head | None = None) -> None:
         super().__init__(options, target, head)
-        self.head = named(self.head, target)
+        self.head = translate(self.head, target)
         reader = Reader(self.head, self.kernels, self.reader.bits)
         embedded = self._embedded([0]).shape[1]
         self.steps = steps(reader, embedded, target.vocabulary, target.decoder)
@@ -91,7 +91,7 @@ class Hydra(HeadDrafter):
 
     @classmethod
     def claims(cls, head: Head) -> int:
-        return recognised(head)
+        return claims_of(head)
 
     @classmethod
     def check(cls, head: Head) -> None:

@@ -30,7 +30,7 @@ BORROWED = (
 )  # fmt: skip
 
 
-def named(head: Head, target: Target) -> Head:
+def translate(head: Head, target: Target) -> Head:
     """Under our names.  What the prefix layer is the config does not say, because it is a layer of the target: the target's does.
 
     Raises ModelError for a kind of head that is not supported.
@@ -79,7 +79,7 @@ def prefixed(head: Head) -> bool:
     return head.config.get("hydra_head_arch") == "prefix-mlp" or any(name.startswith(PREFIX) for name in head)
 
 
-def recognised(head: Head) -> int:
+def claims_of(head: Head) -> int:
     return 2 if _slots(head) else int("hydra_head_arch" in head.config)
 
 

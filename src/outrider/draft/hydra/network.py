@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from outrider.core.types import FINAL
 from outrider.drafting.base import Target
-from outrider.heads.sample import Outer, Sample
+from outrider.heads.sample import TargetWeights, Sample
 
 
 class ResBlock(nn.Module):
@@ -97,7 +97,7 @@ class Network(nn.Module):
         }  # fmt: skip
         return cls(spec.hidden, spec.vocabulary, prefix=prefix if arch == "prefix-mlp" else None, **given)
 
-    def start(self, outer: Outer) -> None:
+    def start(self, outer: TargetWeights) -> None:
         """As the reference begins: every head says what the target's own would."""
         for out in self.hydra_lm_head:
             linear: Any = out[-1] if isinstance(out, nn.Sequential) else out
@@ -124,7 +124,7 @@ class Network(nn.Module):
                 logits.append(mlp(z) @ lm_head.T)
         return logits
 
-    def loss(self, sample: Sample, outer: Outer) -> Tensor:
+    def loss(self, sample: Sample, outer: TargetWeights) -> Tensor:
         """The teacher loss: of every head the cross entropy with the target's own law at the token that it guesses.
 
         position          t          t+1        t+2        t+3

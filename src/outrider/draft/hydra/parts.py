@@ -14,7 +14,7 @@ from outrider.cache.pool import Pool
 from outrider.core.step_input import StepInput
 from outrider.draft.hydra.layouts import PREFIX
 from outrider.drafting.base import Target
-from outrider.heads.layer import Block, Sizes, turn_of
+from outrider.heads.layer import Block, Sizes, rotary_table
 from outrider.heads.reader import Reader
 from outrider.models.base import Model
 from outrider.models.fallback.row_invariant import by_rows
@@ -34,7 +34,7 @@ class Prefix:
             at,
             self.sizes,
             hidden,
-            turn_of(reader.head.config, self.sizes, target.max_len),
+            rotary_table(reader.head.config, self.sizes, target.max_len),
             norm_in=norm_in,
         )
 

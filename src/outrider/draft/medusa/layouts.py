@@ -53,7 +53,7 @@ def layout_of(head: Head) -> dict[str, str] | None:
     return None
 
 
-def opened(head: Head) -> Head:
+def translate(head: Head) -> Head:
     """Under our names, every block under its own.  Raises ModelError where the file is of no layout, or lacks a tensor."""
     layout = layout_of(head)
     if layout is None:
@@ -125,7 +125,7 @@ def exported(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: str
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Config and tensors of heads, of whichever layout, as others read them: "reference" (and TGI), or "vllm"."""
-    head = opened(Head.of("the head", config, tensors))
+    head = translate(Head.of("the head", config, tensors))
     heads, blocks = counts(head)
     if layout == "reference":
         return _reference(head, heads, blocks)

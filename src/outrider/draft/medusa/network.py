@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.core.types import FINAL
-from outrider.heads.sample import Outer, Sample
+from outrider.heads.sample import TargetWeights, Sample
 
 DECAY = 0.8  # of a head's part in the loss, by its number
 
@@ -39,7 +39,7 @@ class Network(nn.ModuleList):
         self.blocks, self.own = blocks, own
 
     @classmethod
-    def beside(cls, outer: Outer, heads: int = 5, blocks: int = 1, own: bool = True) -> Network:
+    def beside(cls, outer: TargetWeights, heads: int = 5, blocks: int = 1, own: bool = True) -> Network:
         """As training begins: every head says what the target's does."""
         vocabulary, hidden = outer.lm_head.shape
         network = cls(hidden, vocabulary, heads, blocks, own)
@@ -65,7 +65,7 @@ class Network(nn.ModuleList):
         assert lm_head is not None
         return [x @ lm_head.T for x in said]
 
-    def loss(self, sample: Sample, outer: Outer) -> Tensor:
+    def loss(self, sample: Sample, outer: TargetWeights) -> Tensor:
         """Cross entropy of each head, a later one counting less.
 
         position              t        t+1      t+2      t+3

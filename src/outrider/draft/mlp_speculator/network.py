@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from outrider.core.types import FINAL
 from outrider.draft.mlp_speculator.layouts import GATES, LSTM, RNN
 from outrider.drafting.base import Target
-from outrider.heads.sample import Outer, Sample
+from outrider.heads.sample import TargetWeights, Sample
 
 EPS = 1e-6
 
@@ -68,7 +68,7 @@ class Speculator(nn.Module):
             if isinstance(module, (nn.Embedding, nn.Linear)):
                 nn.init.trunc_normal_(module.weight, std=self.inner**-0.5)
 
-    def adopt(self, outer: Outer) -> None:
+    def adopt(self, outer: TargetWeights) -> None:
         """Begins with the target's own embedding and head (Arctic's "from_model"); only where `inner` is the target's hidden size."""
         with torch.no_grad():
             for module in self.modules():
@@ -90,7 +90,7 @@ class Speculator(nn.Module):
             said.append(self.head[i](s))
         return torch.stack(said)
 
-    def loss(self, sample: Sample, outer: Outer) -> Tensor:
+    def loss(self, sample: Sample, outer: TargetWeights) -> Tensor:
         """Cross entropy on what the text says, summed over the steps (IBM's first stage).
 
         position    t     t+1     t+2     t+3          states[t]: from which the target says tokens[t + 1]

@@ -99,7 +99,7 @@ def layout_of(head: Head) -> str | None:
     return next((name for name, layout in LAYOUTS.items() if _numbers(head, layout)), None)
 
 
-def recognised(head: Head) -> int:
+def claims_of(head: Head) -> int:
     """2: it has such layers, and is not a whole language model, which would be a draft by itself."""
     if "model.norm.weight" in head:
         return 0
@@ -109,7 +109,7 @@ def recognised(head: Head) -> int:
     return int("mtp" in kinds)
 
 
-def named(head: Head) -> tuple[Head, Layout]:
+def translate(head: Head) -> tuple[Head, Layout]:
     """Under our names, with a flat config.  Raises ModelError where there is no such layer, or one that is not built."""
     kind = layout_of(head)
     if kind is None:
@@ -188,7 +188,7 @@ def exported(
     Raises ModelError where that layout's readers would give the layers other states than they were trained on.
     """
     wanted = LAYOUTS[layout]
-    head, made = named(Head.of("the trained network", config, tensors))
+    head, made = translate(Head.of("the trained network", config, tensors))
     if made.prenorm != wanted.prenorm:
         raise ModelError(
             f"layers trained on states {_side(made)} cannot be written as {layout!r}, whose readers give those {_side(wanted)}."

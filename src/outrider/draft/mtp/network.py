@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from outrider.core.types import FINAL
 from outrider.drafting.base import Target
-from outrider.heads.sample import Outer, Sample
+from outrider.heads.sample import TargetWeights, Sample
 
 DECAY = 0.6  # FastMTP's: of the loss of each further level that the last layer does again
 
@@ -92,7 +92,7 @@ class Network(nn.Module):
         normed = layer.shared_head.norm(x)
         return (x if self.prenorm else normed), normed
 
-    def loss(self, sample: Sample, outer: Outer) -> Tensor:
+    def loss(self, sample: Sample, outer: TargetWeights) -> Tensor:
         """Cross entropy with the target's law, tokens as they were said, the mean of all levels.
 
         tokens      x_0   x_1   x_2   x_3 … x_T         pair t of level k is (state t, x_t+k+1), and says p_t+k+1

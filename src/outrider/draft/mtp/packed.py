@@ -10,7 +10,7 @@ from outrider.cache.pool import Pool
 from outrider.core.step_input import StepInput
 from outrider.core.types import FINAL
 from outrider.drafting.base import Target
-from outrider.heads.layer import Block, Pairs, Sizes, turn_of
+from outrider.heads.layer import Block, Pairs, Sizes, rotary_table
 from outrider.heads.reader import Reader
 from outrider.models.base import Model
 
@@ -54,7 +54,7 @@ class Packed:
         turned = int(
             self.sizes.head_dim * (head.config.get("partial_rotary_factor") or 1)
         )  # dimensions of a head, the others stay
-        turn = turn_of(head.config, replace(self.sizes, head_dim=turned), target.max_len)
+        turn = rotary_table(head.config, replace(self.sizes, head_dim=turned), target.max_len)
         last = None
         if "layers.0.norm.weight" not in head:
             last = (

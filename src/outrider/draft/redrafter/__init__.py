@@ -24,7 +24,7 @@ from torch import Tensor
 from outrider.checkpoints.heads import Head
 from outrider.core.types import EMPTY_TREE, Batch, Draft, RowStep
 from outrider.draft.redrafter.beams import Beams
-from outrider.draft.redrafter.layouts import blocks, named, recognised
+from outrider.draft.redrafter.layouts import blocks, translate, claims_of
 from outrider.draft.redrafter.network import Network
 from outrider.drafting.base import Drafter, Target
 from outrider.errors import ConfigError, ModelError
@@ -70,7 +70,7 @@ class ReDrafter(StateDrafter):
         super().__init__(options, target, head)
         self.depth = options.beam_length - 1
         self.nodes = options.nodes or (8 if target.decoder.device.type == "cpu" else WIDEST * LONGEST)
-        self._read(named(self.head), target.vocabulary)
+        self._read(translate(self.head), target.vocabulary)
 
     def _read(self, head: Head, vocabulary: int) -> None:
         """Raises ModelError where something is missing or does not fit the target."""
@@ -96,7 +96,7 @@ class ReDrafter(StateDrafter):
 
     @classmethod
     def claims(cls, head: Head) -> int:
-        return recognised(head)
+        return claims_of(head)
 
     @classmethod
     def example(cls, target: Target) -> Drafter:

@@ -29,7 +29,7 @@ CONVERTED = (  # by TensorRT-LLM; {n}: how many blocks there are
 SIGNS = re.compile(rf"{AROUND}(lm_heads?\.\d+\.linear|rnn_[uw])\.weight|drafter\.layers\.\d+\.linear\.weight")
 
 
-def recognised(head: Head) -> int:
+def claims_of(head: Head) -> int:
     """As `Drafter.claims`."""
     if any(SIGNS.fullmatch(name) for name in head):
         return 2
@@ -38,7 +38,7 @@ def recognised(head: Head) -> int:
     return 2 if any(re.fullmatch(pattern, name) for pattern, _ in NUMBERED for name in head) else 1
 
 
-def named(head: Head) -> Head:
+def translate(head: Head) -> Head:
     """The head under the reference's names, without what is not of it."""
     count = sum(bool(re.fullmatch(r"drafter\.layers\.\d+\.linear\.weight", name)) for name in head)
 

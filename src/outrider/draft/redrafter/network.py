@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from outrider.core.types import FINAL
 from outrider.draft.redrafter.layouts import KIND
-from outrider.heads.sample import Outer, Sample
+from outrider.heads.sample import TargetWeights, Sample
 
 STEPS = 5  # that it learns to predict
 
@@ -73,7 +73,7 @@ class Network(nn.Module):
         logits: Tensor = self.lm_head(x if self.input_proj is None else self.input_proj(x))
         return logits
 
-    def loss(self, sample: Sample, outer: Outer) -> Tensor:
+    def loss(self, sample: Sample, outer: TargetWeights) -> Tensor:
         """The sum over the steps of the mean cross entropy of each."""
         f, tokens = sample.states[FINAL], sample.tokens
         embedded, s = F.embedding(tokens, outer.embedding), torch.zeros_like(f)
