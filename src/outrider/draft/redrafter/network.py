@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.core.types import FINAL
-from outrider.draft.redrafter.layouts import KIND
+from outrider.draft.redrafter.layouts import MODEL_TYPE
 from outrider.heads.sample import TargetWeights, Sample
 
 STEPS = 5  # that it learns to predict
@@ -57,7 +57,7 @@ class Network(nn.Module):
 
     def config(self) -> dict[str, Any]:
         return {
-            "model_type": KIND, "vocab_size": self.vocabulary, "hidden_size": self.hidden, "exit_dim": self.exit_dim,
+            "model_type": MODEL_TYPE, "vocab_size": self.vocabulary, "hidden_size": self.hidden, "exit_dim": self.exit_dim,
             "num_draft_layers": self.layers, "rnn": self.rnn_u is not None,
         }  # fmt: skip
 
