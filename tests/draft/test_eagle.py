@@ -359,7 +359,9 @@ def test_what_sglang_reads(toy: LLM, tmp_path: Path, bias: bool) -> None:
     ids, f = [5, 9, 400], torch.randn(3, HIDDEN)
     with torch.no_grad():
         assert torch.allclose(
-            ours(toy, folder, ids, f)[0], network(TargetWeights.of(toy.engine.decoder).embedding[ids], f), atol=1e-4
+            ours(toy, folder, ids, f)[0],
+            network(TargetWeights.of(toy.engine.decoder).embedding[ids], f),
+            atol=1e-4,
         )
 
 

@@ -218,7 +218,10 @@ def test_the_loss_is_the_teachers(toy: LLM) -> None:
     network = Network.like(toy.engine.target, heads=2, layers=2).eval()
     for parameter in network.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
-    sample, outer = read(toy.engine.decoder, [5, 9, 400, 3, 77, 12], (FINAL,)), TargetWeights.of(toy.engine.decoder)
+    sample, outer = (
+        read(toy.engine.decoder, [5, 9, 400, 3, 77, 12], (FINAL,)),
+        TargetWeights.of(toy.engine.decoder),
+    )
     p = network.prefix_embeding_layer(sample.states[FINAL])
     total = 0.0
     for i in range(2):

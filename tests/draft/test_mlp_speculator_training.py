@@ -18,7 +18,7 @@ from outrider.draft.mlp_speculator import MlpSpeculator
 from outrider.draft.mlp_speculator.layouts import exported
 from outrider.draft.mlp_speculator.network import Lstm, Network, Rnn, Speculator
 from outrider.draft.mlp_speculator.tree import Tree
-from outrider.heads.sample import TargetWeights, Sample, read
+from outrider.heads.sample import Sample, TargetWeights, read
 
 INNER = 64
 GATES = ("forget", "input", "output", "cell")

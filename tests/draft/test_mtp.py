@@ -197,7 +197,9 @@ def taught(request: pytest.FixtureRequest, toy: LLM, tmp_path_factory: pytest.Te
     network = Network.like(
         toy.engine.target, **({"steps": 2} if alone else {"layers": 2, "prenorm": True})
     ).train()
-    teach(network, network.loss, samples(toy, network.taps), TargetWeights.of(toy.engine.decoder), steps=STEPS)
+    teach(
+        network, network.loss, samples(toy, network.taps), TargetWeights.of(toy.engine.decoder), steps=STEPS
+    )
     exports = exported(network.config(), network.state_dict(), "deepseek" if alone else "mimo")
     return save_head(tmp_path_factory.mktemp("taught"), *exports)
 

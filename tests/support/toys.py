@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from outrider import LLM, SamplingParams
-from outrider.heads.sample import TargetWeights, Sample, read
+from outrider.heads.sample import Sample, TargetWeights, read
 from outrider.models.base import Model
 
 V, HIDDEN, LAYERS = 512, 64, 8  # large enough for three different taps

@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 from outrider.checkpoints.heads import Head
 
@@ -27,7 +27,7 @@ FIELD_TEXT = {"kind": "weight|bias", "rest": ".+"}  # every other field is a num
 Rows = tuple[tuple[str, str | None], ...]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _compile(pattern: str) -> re.Pattern[str]:
     expression, end = "", 0
     for field in FIELD.finditer(pattern):
@@ -67,8 +67,12 @@ def matching(head: Head, *patterns: str) -> Iterator[str]:
     return (name for name in head if any(_compile(pattern).fullmatch(name) for pattern in patterns))
 
 
-def always(_: Head) -> bool:
+def _always(_: Head) -> bool:
     return True
+
+
+def _no_numbers(_: Head) -> dict[str, int]:
+    return {}
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,7 @@ class Layout:
     rows: (published pattern, our pattern); the first that matches counts.  None drops the tensor.
     prefixes: optional beginnings of published names.  They are removed, repeatedly, before the rows apply.
     applies: a further condition, where names alone are ambiguous.
+    numbers: values of fields that a head's names have only together, such as `first`.
     beside_target: such files hold a whole target as well.
     """
 
@@ -87,7 +92,8 @@ class Layout:
     sign: tuple[str, ...]
     rows: Rows
     prefixes: tuple[str, ...] = ()
-    applies: Callable[[Head], bool] = always
+    applies: Callable[[Head], bool] = _always
+    numbers: Callable[[Head], dict[str, int]] = _no_numbers
     beside_target: bool = False
 
     def found_in(self, head: Head) -> bool:
@@ -111,8 +117,9 @@ class Layout:
                 return fill(published, values)
         raise AssertionError(f"the layout {self.publisher!r} has no name for {name!r}")
 
-    def translate(self, head: Head, **numbers: int) -> Head:
+    def translate(self, head: Head) -> Head:
         """The head under our names."""
+        numbers = self.numbers(head)
         return head.renamed(lambda name: self.ours(name, **numbers))
 
     def _bare(self, name: str) -> str:
@@ -143,6 +150,6 @@ class HeadFormat:
         """The first layout that a head, under its published names, has."""
         return next((layout for layout in self.layouts if layout.found_in(head)), None)
 
-    def translate(self, head: Head, **numbers: int) -> Head:
+    def translate(self, head: Head) -> Head:
         """The head under our names.  A head of no known layout is read as one of the last."""
-        return (self.layout_of(head) or self.layouts[-1]).translate(head, **numbers)
+        return (self.layout_of(head) or self.layouts[-1]).translate(head)

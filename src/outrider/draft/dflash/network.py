@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outrider.draft.dflash.layouts import ARCHITECTURE, SLIDING, SPARK, THETA, TYPE
+from outrider.draft.dflash.layouts import ARCHITECTURE, DEFAULT_THETA, SLIDING, SPARK, TYPE
 from outrider.drafting.base import Target
 from outrider.heads.layer import Sizes, rotary_table
-from outrider.heads.sample import TargetWeights, Sample
+from outrider.heads.sample import Sample, TargetWeights
 
 ANCHORS = 64  # of a text, at most, in one loss
 DECAY = 4.0  # the tokens of a block count less the further they are from the anchor: a wrong one makes all behind it worthless
@@ -44,7 +44,7 @@ class Shape:
     block: int
     mask: int
     eps: float = 1e-6
-    theta: float = THETA
+    theta: float = DEFAULT_THETA
     from_anchor: bool = False
     ids: tuple[int, ...] = ()
     window: int = 0

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from outrider.core.types import FINAL
 from outrider.drafting.base import Target
-from outrider.heads.sample import TargetWeights, Sample
+from outrider.heads.sample import Sample, TargetWeights
 
 NOISE = 0.2  # uniform, on the states that it reads while training: its own guesses will not be exact, either
 TOKENS = 0.1  # weight of the cross entropy beside the states'

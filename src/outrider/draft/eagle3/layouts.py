@@ -1,10 +1,10 @@
 """Published files of EAGLE-3 heads, the meaning of their configs, and export.
 
-    ours, as the reference (SafeAILab, SpecForge)       speculators, vLLM       SGLang
-    fc, norm, lm_head, d2t, t2d, embed_tokens           the same                the same
-    midlayer.…                                          layers.0.…              the same
-    layers.1.…, layers.2.… (ordinary layers)            the same                additional_layers.0.…, 1.…
-    fc_norm.0, …, input_norm (variants)                 the same                not supported
+ours, as the reference (SafeAILab, SpecForge)       speculators, vLLM       SGLang
+fc, norm, lm_head, d2t, t2d, embed_tokens           the same                the same
+midlayer.…                                          layers.0.…              the same
+layers.1.…, layers.2.… (ordinary layers)            the same                additional_layers.0.…, 1.…
+fc_norm.0, …, input_norm (variants)                 the same                not supported
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ def translate(head: Head) -> Head:
 def claims_of(head: Head) -> int:
     """2: the first layer has two norms and reads twice the width that it writes; 1: by its config; 0: not an EAGLE-3 head."""
     ours, config = FORMAT.translate(head), flat(head.config)
-    norm, q, o = (f"midlayer.{name}.weight" for name in ("hidden_norm", "self_attn.q_proj", "self_attn.o_proj"))
+    norm, q, o = (
+        f"midlayer.{name}.weight" for name in ("hidden_norm", "self_attn.q_proj", "self_attn.o_proj")
+    )
     if norm in ours and q in ours and o in ours and ours.shape(q)[-1] == 2 * ours.shape(o)[0]:
         return 2
     named = any("Eagle3" in str(name) for name in config.get("architectures", ()))
@@ -217,7 +219,9 @@ def _speculators(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sglang(config: dict[str, Any]) -> dict[str, Any]:
-    flags = [flag for flag in ("norm_before_residual", "norm_before_fc", "norm_output") if config.pop(flag, False)]
+    flags = [
+        flag for flag in ("norm_before_residual", "norm_before_fc", "norm_output") if config.pop(flag, False)
+    ]
     if flags:
         raise ConfigError(f"SGLang cannot run a head with {' and '.join(flags)}: export it for vllm.")
     taps = [tap - 1 for tap in config.pop(TAPS)]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from outrider.draft.eagle3.layouts import TAPS
 from outrider.drafting.base import Target
-from outrider.heads.sample import TargetWeights, Sample
+from outrider.heads.sample import Sample, TargetWeights
 
 
 @dataclass(frozen=True)

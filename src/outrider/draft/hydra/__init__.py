@@ -25,7 +25,7 @@ from outrider.cache.pool import Pool
 from outrider.checkpoints.heads import Head
 from outrider.core.step_input import StepInput
 from outrider.core.types import EMPTY_TREE, FINAL, Batch, Budget, Commit, Draft, DraftTree, Needs, Row
-from outrider.draft.hydra.layouts import check_kind, translate, prefixed, claims_of
+from outrider.draft.hydra.layouts import check_kind, claims_of, prefixed, translate
 from outrider.draft.hydra.network import Network
 from outrider.draft.hydra.parts import Prefix, steps
 from outrider.drafting.base import Drafter, Target

@@ -78,7 +78,9 @@ def check_kind(head: Head) -> None:
     what = f"{head.name!r} cannot be used as a Hydra head:"
     if architecture not in ARCHITECTURES:
         supported = " and ".join(ARCHITECTURES)
-        raise ModelError(f"{what} its hydra_head_arch is {architecture!r}, and only {supported} are supported.")
+        raise ModelError(
+            f"{what} its hydra_head_arch is {architecture!r}, and only {supported} are supported."
+        )
     if not _slots(head):
         raise ModelError(f"{what} it has no tensor hydra_mlp.*, but {', '.join(sorted(head)[:4])} …")
     if not any(".res_connection." in name for name in head):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from outrider.core.types import FINAL
 from outrider.drafting.base import Target
-from outrider.heads.sample import TargetWeights, Sample
+from outrider.heads.sample import Sample, TargetWeights
 
 
 class ResBlock(nn.Module):

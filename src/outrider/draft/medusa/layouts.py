@@ -158,9 +158,9 @@ def _vllm(head: Head, heads: int, blocks: int) -> tuple[dict[str, Any], dict[str
             "vLLM does not read heads without an lm_head of their own, and these use the target's."
         )
     outputs, hidden = head.shape("lm_head.weight" if shared else "0.lm_head.weight")
-    known, vocabulary = outputs, outputs
-    if "token_map" in head:
-        known, vocabulary = head.shape("token_map")[0], head.config.get("vocab_size")
+    truncated = "token_map" in head
+    known = head.shape("token_map")[0] if truncated else outputs
+    vocabulary = head.config.get("vocab_size") if truncated else outputs
     if vocabulary is None:
         raise ConfigError(
             "heads with a token_map need vocab_size, the number of the target's tokens, in their config."

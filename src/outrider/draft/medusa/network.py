@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.core.types import FINAL
-from outrider.heads.sample import TargetWeights, Sample
+from outrider.heads.sample import Sample, TargetWeights
 
 DECAY = 0.8  # of a head's part in the loss, by its number
 

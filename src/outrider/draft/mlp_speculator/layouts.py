@@ -109,9 +109,7 @@ def _steps(head: Head, method: str, found: Mapping[str, set[int]]) -> tuple[int,
     """(number of steps, whether they share weights).  The config decides only if the file holds one set of weights."""
     stored = 1 + max((i for steps in found.values() for i in steps), default=-1)
     if stored > MOST_STEPS:
-        raise ModelError(
-            f"{head.name!r} has tensors of {stored} steps; at most {MOST_STEPS} are supported."
-        )
+        raise ModelError(f"{head.name!r} has tensors of {stored} steps; at most {MOST_STEPS} are supported.")
     whole = all(steps == set(range(stored)) for steps in found.values())
     once = method == RNN and found["emb"] == found["ln"] == {0} and found["proj"] == {0, 1}
     tied = method == LSTM or once or head.config.get("tie_weights") is True

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from outrider.core.types import FINAL
 from outrider.draft.mlp_speculator.layouts import GATES, LSTM, RNN
 from outrider.drafting.base import Target
-from outrider.heads.sample import TargetWeights, Sample
+from outrider.heads.sample import Sample, TargetWeights
 
 EPS = 1e-6
 

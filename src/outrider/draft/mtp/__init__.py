@@ -33,7 +33,7 @@ from torch import Tensor
 
 from outrider.checkpoints.heads import Head
 from outrider.core.step_input import StepInput
-from outrider.draft.mtp.layouts import translate, claims_of
+from outrider.draft.mtp.layouts import claims_of, translate
 from outrider.draft.mtp.network import Network
 from outrider.draft.mtp.packed import Packed
 from outrider.drafting.base import Drafter, Target

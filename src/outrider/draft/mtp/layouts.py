@@ -57,9 +57,20 @@ MIMO = {
     "final_layernorm": "norm",
 }
 ERNIE = {"emb_norm": "enorm", "hidden_norm": "hnorm", "linear_proj": "eh_proj"}
+
+
+def _first_layer(head: Head) -> dict[str, int]:
+    """The number of the first prediction layer, which is the number of layers of the target."""
+    found = (parse("model.layers.{i}.eh_proj.weight", name) for name in head)
+    return {"first": min(int(values["i"]) for values in found if values)}
+
+
 LAYOUTS = {
     "deepseek": LayerLayout(
-        "DeepSeek", ("model.layers.{i}.eh_proj.weight",), _rows("model.layers.{i+first}", DEEPSEEK)
+        "DeepSeek",
+        ("model.layers.{i}.eh_proj.weight",),
+        _rows("model.layers.{i+first}", DEEPSEEK),
+        numbers=_first_layer,
     ),
     "mimo": LayerLayout(
         "MiMo",
@@ -72,7 +83,10 @@ LAYOUTS = {
         "Ernie",
         ("model.mtp_linear_proj.{i}.weight",),
         (
-            *((f"model.mtp_{theirs}.{{i}}.{{kind}}", f"layers.{{i}}.{ours}.{{kind}}") for theirs, ours in ERNIE.items()),
+            *(
+                (f"model.mtp_{theirs}.{{i}}.{{kind}}", f"layers.{{i}}.{ours}.{{kind}}")
+                for theirs, ours in ERNIE.items()
+            ),
             *_rows("model.mtp_block.{i}", {}),
         ),
         prenorm=True,
@@ -152,9 +166,7 @@ def translate(head: Head) -> tuple[Head, LayerLayout]:
     assert isinstance(layout, LayerLayout)
     config = {**head.config, **(head.config.get("transformer_layer_config") or {})}
     layout = replace(layout, prenorm=bool(config.get("prenorm", layout.prenorm)))
-    (sign,) = layout.sign
-    numbers = [int(values["i"]) for name in head if (values := parse(sign, name))]
-    ours = layout.translate(head, first=min(numbers))
+    ours = layout.translate(head)
     _check_dense(ours)
     changes: dict[str, Callable[[Tensor], Tensor]] = {}
     for name, stored in ours.stored.items():

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from outrider.core.types import FINAL
 from outrider.drafting.base import Target
-from outrider.heads.sample import TargetWeights, Sample
+from outrider.heads.sample import Sample, TargetWeights
 
 DECAY = 0.6  # FastMTP's: of the loss of each further level that the last layer does again
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from outrider.checkpoints.heads import Head
 from outrider.core.types import EMPTY_TREE, Batch, Draft, RowStep
 from outrider.draft.redrafter.beams import Beams
-from outrider.draft.redrafter.layouts import blocks, translate, claims_of
+from outrider.draft.redrafter.layouts import blocks, claims_of, translate
 from outrider.draft.redrafter.network import Network
 from outrider.drafting.base import Drafter, Target
 from outrider.errors import ConfigError, ModelError

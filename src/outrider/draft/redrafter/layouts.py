@@ -26,6 +26,10 @@ def _is_redrafter(head: Head) -> bool:
     return head.config.get("model_type") == MODEL_TYPE
 
 
+def _block_count(head: Head) -> dict[str, int]:
+    return {"blocks": sum(1 for _ in matching(head, "drafter.layers.{i}.linear.weight"))}
+
+
 CONVERTED = Layout(
     "TensorRT-LLM",
     ("drafter.layers.{i}.linear.weight",),
@@ -35,6 +39,7 @@ CONVERTED = Layout(
         *SHARED,
     ),
     ("drafter.",),
+    numbers=_block_count,
     beside_target=True,
 )
 NUMBERED = Layout(  # Medusa's names are the same
@@ -72,8 +77,7 @@ def claims_of(head: Head) -> int:
 
 def translate(head: Head) -> Head:
     """The head under the reference's names; other tensors are dropped."""
-    count = sum(1 for _ in matching(head, "drafter.layers.{i}.linear.weight"))
-    return FORMAT.translate(head, blocks=count)
+    return FORMAT.translate(head)
 
 
 def blocks(head: Head) -> int:

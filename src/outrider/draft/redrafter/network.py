@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from outrider.core.types import FINAL
 from outrider.draft.redrafter.layouts import MODEL_TYPE
-from outrider.heads.sample import TargetWeights, Sample
+from outrider.heads.sample import Sample, TargetWeights
 
 STEPS = 5  # that it learns to predict
 
