@@ -38,6 +38,7 @@ from outrider.draft.medusa.network import Network as Medusa
 from outrider.draft.mlp_speculator.network import Network as Mlp
 from outrider.draft.mtp.network import Network as Mtp
 from outrider.draft.redrafter.network import Network as ReDrafter
+from outrider.heads.layer import Sizes
 from outrider.heads.sample import TargetWeights, read
 from outrider.models.export import packed, scheme
 
@@ -50,7 +51,7 @@ def made(hidden: int, vocabulary: int, known: tuple[int, ...]) -> dict[str, tupl
     """Every head, and what it reads; small, so that all of them together weigh less than the draft model."""
     block = {"heads": 6, "kv_heads": 2, "head_dim": 64, "inner": 512}
     return {
-        "eagle": (Eagle(hidden, 512, 6, 2, 64, vocabulary, bias=False), (FINAL,)),
+        "eagle": (Eagle(Sizes(hidden, **block), vocabulary, bias=False), (FINAL,)),
         "eagle3": (
             Eagle3(Settings(vocabulary, hidden, target_hidden=hidden, taps=TAPS, drafted=known, **block)),
             TAPS,
@@ -66,7 +67,7 @@ def made(hidden: int, vocabulary: int, known: tuple[int, ...]) -> dict[str, tupl
             DFlash(Shape(hidden, layers=1, vocabulary=vocabulary, taps=TAPS, block=4, mask=2, **block)),
             TAPS,
         ),
-        "mtp": (Mtp(hidden, 512, 6, 2, 64, vocabulary, first=8, steps=3), (FINAL,)),
+        "mtp": (Mtp(Sizes(hidden, **block), vocabulary, first=8, steps=3), (FINAL,)),
     }
 
 

@@ -21,6 +21,7 @@ from outrider.draft.eagle import Eagle
 from outrider.draft.eagle.layouts import exported
 from outrider.draft.eagle.network import Network
 from outrider.errors import ConfigError, ModelError
+from outrider.heads.layer import Sizes
 from outrider.heads.sample import TargetWeights
 from outrider.heads.templates import EAGLE, paths
 
@@ -226,7 +227,7 @@ def test_a_head_of_all_tokens_is_cut_to_those_that_it_says(
 def test_the_published_bytes() -> None:
     """EAGLE-LLaMA3-Instruct-8B: 1.55 GB, so the embedding is in the file and the head is not; our names and shapes add up to it."""
     with torch.device("meta"):
-        network = Network(4096, 14336, 32, 8, 128, 128256, bias=False)
+        network = Network(Sizes(4096, 14336, 32, 8, 128), 128256, bias=False)
         total = sum(tensor.numel() for tensor in network.state_dict().values()) + 128256 * 4096
     assert round(2 * total / 1e9, 2) == 1.55
 

@@ -130,8 +130,8 @@ def test_published_names() -> None:
     assert Rnn(8, 8, 10, layers=2).config()["inner_dim"] == "8.8"
 
 
-def test_exports_that_nobody_reads() -> None:
-    with pytest.raises(ConfigError, match="vLLM does not read the method 'sum_lstm'"):
+def test_unsupported_exports_are_refused() -> None:
+    with pytest.raises(ConfigError, match="vLLM does not support the method 'sum_lstm'"):
         exported(Lstm(8, 8, 10).config(), {}, "vllm")
     with pytest.raises(ConfigError, match=r"unknown layout 'vlm'\. Did you mean 'vllm'"):
         exported({}, {}, "vlm")

@@ -22,6 +22,7 @@ from outrider.draft.mtp import Mtp
 from outrider.draft.mtp.layouts import exported
 from outrider.draft.mtp.network import Network
 from outrider.errors import ModelError
+from outrider.heads.layer import Sizes
 from outrider.heads.sample import TargetWeights, read
 
 STEPS = 60  # of training
@@ -256,6 +257,6 @@ def test_an_export_for_other_states_is_refused(toy: LLM) -> None:
 def test_the_bytes_of_a_layer() -> None:
     """MiMo-7B's layer: an input projection, attention of 32 heads over 8, and a SwiGLU of 11008."""
     with torch.device("meta"):
-        network = Network(4096, 11008, 32, 8, 128, 151680, first=36)
+        network = Network(Sizes(4096, 11008, 32, 8, 128), 151680, first=36)
     total = sum(tensor.numel() for tensor in network.state_dict().values())
     assert total == 2 * 4096**2 + 2 * 4096**2 + 2 * 1024 * 4096 + 3 * 4096 * 11008 + 5 * 4096

@@ -31,7 +31,7 @@ class Sizes:
     heads: int
     kv_heads: int
     head_dim: int
-    eps: float
+    eps: float = 1e-6
 
     @staticmethod
     def of(head: Head, at: str, hidden: int) -> Sizes:
