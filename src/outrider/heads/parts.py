@@ -117,7 +117,7 @@ class Attention(nn.Module):
         return self.attend(self.queries(u, angles), self.keys(u, angles), self.values(u), mask)
 
     def _split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(0, 1)
+        return x.view(len(x), -1, self.head_dim).transpose(0, 1)
 
 
 class Layer(nn.Module):

@@ -214,7 +214,7 @@ class Network(nn.Module):
             assert isinstance(layer, BlockLayer)
             x = layer.read(x, context, anchors)
         logits = F.linear(self.norm(x), self.lm_head.weight if s.ids else outer.lm_head)
-        logits = logits.unflatten(0, ids.shape)
+        logits = logits.view(*ids.shape, -1)
         if not s.markov:
             return logits
         before = anchors[:, None] + torch.arange(s.block) - s.skipped
