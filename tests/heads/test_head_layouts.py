@@ -97,7 +97,8 @@ def test_published_names_translate_both_ways(case: tuple[str, str, str, dict[str
 
 @pytest.mark.parametrize("method", HEADS)
 def test_every_head_has_a_table(method: str) -> None:
-    """The built-in head, which is our own export, has one of its layouts, and `outrider models` finds its sizes."""
+    """The built-in head, which is our own export, has one of its layouts, and `outrider models` finds its
+    sizes."""
     head, head_format = Head.open(f"builtin-{method}"), format_of(method)
     layout = head_format.layout_of(head)
     assert layout is not None and layout.publisher

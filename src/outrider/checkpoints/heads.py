@@ -1,4 +1,7 @@
-"""Files of trained heads: a folder or hub id with tensors and, as a rule, a config.  Where shapes and config disagree, shapes count."""
+"""Files of trained heads: a folder or hub id with tensors and, as a rule, a config.
+
+Where shapes and config disagree, shapes count.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +99,10 @@ class PackedTensors:
 
 
 def open_tensors(folder: Path, config: Mapping[str, Any]) -> Weights | PackedTensors:
-    """The tensors of a folder.  Unsupported quantization is not an error here: the method's `check` refuses it by name."""
+    """The tensors of a folder.
+
+    Unsupported quantization is not an error here: the method's `check` refuses it by name.
+    """
     weights = Weights(folder, file_names(folder))
     quantization = config.get("quantization_config")
     if not isinstance(quantization, dict) or quantization.get("quant_method") != "compressed-tensors":
@@ -131,7 +137,10 @@ class Head:
         return Head(name, config, source, {stored: stored for stored in source})
 
     def renamed(self, rename: Callable[[str], str | None]) -> Head:
-        """The head under other names.  None drops a tensor.  Of several tensors with one name the first stays: aliases are shared."""
+        """The head under other names.
+
+        None drops a tensor.  Of several tensors with one name the first stays: aliases are shared.
+        """
         stored: dict[str, str] = {}
         for name, own in self.stored.items():
             if (new := rename(name)) is not None:
@@ -204,7 +213,8 @@ def folder_of(name: str, revision: str | None = None) -> Path:
 
 
 def file_names(folder: Path) -> list[str]:
-    """Names of files that may hold tensors: the usual ones, then all others, without what trainers leave behind."""
+    """Names of files that may hold tensors: the usual ones, then all others, without what trainers leave
+    behind."""
     others = [path.name for path in folder.iterdir() if path.suffix in SUFFIXES]
     return [*FILE_NAMES, *sorted(name for name in others if not _left_by_trainer(name))]
 

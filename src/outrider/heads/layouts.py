@@ -38,7 +38,8 @@ def _compile(pattern: str) -> re.Pattern[str]:
 
 
 def parse(pattern: str, name: str, **numbers: int) -> dict[str, str] | None:
-    """The values of the fields of a name, and `numbers`; None if the name does not match, or a number is negative."""
+    """The values of the fields of a name, and `numbers`; None if the name does not match, or a number is
+    negative."""
     match = _compile(pattern).fullmatch(name)
     if match is None:
         return None

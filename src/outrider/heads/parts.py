@@ -1,6 +1,7 @@
 """Parts of heads' networks in torch, for training and export.  Their modules have the published names.
 
-A text is [n, hidden], without a batch dimension.  Masks are bool [n, keys], True where a row attends to a key.
+A text is [n, hidden], without a batch dimension.  Masks are bool [n, keys], True where a row attends to a
+key.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ def causal_mask(n: int) -> Tensor:
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions.
 
-    inputs: width of what it reads, `hidden` unless given.  bias: of queries, keys and values.  qk_norm: an RMS norm of every head.
+    inputs: width of what it reads, `hidden` unless given.  bias: of queries, keys and values.  qk_norm: an
+    RMS norm of every head.
     """
 
     def __init__(
@@ -167,7 +169,8 @@ def sizes_config(sizes: Sizes) -> dict[str, Any]:
 
 
 def register_vocabulary(module: nn.Module, ids: Tensor, vocabulary: int) -> None:
-    """Buffers of a head that knows the target's tokens `ids` [Vd], ascending: d2t [Vd], offsets, and t2d [vocabulary], flags."""
+    """Buffers of a head that knows the target's tokens `ids` [Vd], ascending: d2t [Vd], offsets, and t2d
+    [vocabulary], flags."""
     module.register_buffer("d2t", ids - torch.arange(len(ids)))
     module.register_buffer("t2d", torch.zeros(vocabulary, dtype=torch.bool).index_fill(0, ids, True))
 

@@ -48,7 +48,10 @@ class HeadCard:
 
 
 def head_card(name: str, revision: str | None = None) -> HeadCard | None:
-    """None for a language model, or if there is nothing of this name.  Raises ModelError for a folder that cannot be read."""
+    """None for a language model, or if there is nothing of this name.
+
+    Raises ModelError for a folder that cannot be read.
+    """
     try:
         method = detect(name, revision)
     except ModelError:

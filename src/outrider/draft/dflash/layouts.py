@@ -95,7 +95,8 @@ class BlockLayout:
     taps: as `Needs.states` numbers them.
     block: number of tokens, the anchor included.
     mask: token id of the others.
-    from_anchor: every row, the anchor's included, predicts the next token; otherwise each mask predicts its own.
+    from_anchor: every row, the anchor's included, predicts the next token; otherwise each mask predicts its
+    own.
     windows: attention window of every layer in tokens, 0 for none.
     causal: for every layer, whether the rows of a block attend only up to themselves.
     """
@@ -138,7 +139,10 @@ class BlockLayout:
 
 
 def translate(head: Head) -> Head:
-    """The head under our names, with a flat config.  Raises ModelError if it has tensors of unknown meaning."""
+    """The head under our names, with a flat config.
+
+    Raises ModelError if it has tensors of unknown meaning.
+    """
     config = {"rope_theta": None, **(head.config.get("transformer_layer_config") or {}), **head.config}
     if not (config["rope_theta"] or config.get("rope_parameters")):
         config["rope_theta"] = DEFAULT_THETA
@@ -158,7 +162,8 @@ def translate(head: Head) -> Head:
 
 
 def claims_of(head: Head) -> int:
-    """2: a norm over the taps beside the layers, and normed attention heads; 1: by its config; 0: another kind of head."""
+    """2: a norm over the taps beside the layers, and normed attention heads; 1: by its config; 0: another
+    kind of head."""
     ours = FORMAT.translate(head)
     signs = ("hidden_norm.weight", "fc.weight", "layers.0.self_attn.q_norm.weight")
     if all(name in ours for name in signs) and "layers.0.hidden_norm.weight" not in ours:
@@ -168,7 +173,10 @@ def claims_of(head: Head) -> int:
 
 
 def from_anchor(head: Head) -> bool:
-    """Whether the anchor's row predicts, too, so that each row predicts the token after it.  DSpark's do unless the config says no."""
+    """Whether the anchor's row predicts, too, so that each row predicts the token after it.
+
+    DSpark's do unless the config says no.
+    """
     config, own = head.config, head.config.get("dflash_config") or {}
     named = SPARK in (config.get("speculators_model_type"), own.get("projector_type"))
     spark = named or any(name.endswith("markov_w1.weight") for name in head)
@@ -235,8 +243,8 @@ def exported(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Config and tensors for vLLM ("speculators") or SGLang and SpecForge ("z-lab").
 
-    config: of `Network.config`, which is in the format of speculators.  verifier: the target's name.  Raises ConfigError for a head
-    that a layout cannot express.
+    config: of `Network.config`, which is in the format of speculators.  verifier: the target's name.  Raises
+    ConfigError for a head that a layout cannot express.
     """
     if layout not in EXPORTED:
         raise ConfigError(unknown("layout", layout, EXPORTED))

@@ -7,7 +7,8 @@ For every anchor a of a text, the positions, what the block attends to, and what
     the block                        │ x_a    mask   mask   mask     the pending token, and three unknown ones
     predicts                         │  –    x_a+1  x_a+2  x_a+3     from_anchor: x_a+1 … x_a+4, each row the token after it
 
-Every row of the block attends to g_0 … g_a-1 and, in layers that are not causal, to the whole block; no row attends to another block.
+Every row of the block attends to g_0 … g_a-1 and, in layers that are not causal, to the whole block; no row
+attends to another block.
 """
 
 from __future__ import annotations
@@ -110,8 +111,8 @@ class Network(nn.Module):
     def like(target: Target, **options: Any) -> Network:
         """A small one for this target, with random weights and three taps, spread as the published ones are.
 
-        options: of `Shape`.  Attention copies values at first (o_proj = v_proj^T, orthogonal): a mask needs the anchor unchanged,
-        and learns that slowly from noise.
+        options: of `Shape`.  Attention copies values at first (o_proj = v_proj^T, orthogonal): a mask needs
+        the anchor unchanged, and learns that slowly from noise.
         """
         spec = target.decoder.spec
         first, last = min(2, spec.layers), max(1, spec.layers - 2)

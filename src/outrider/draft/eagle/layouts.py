@@ -6,8 +6,8 @@
     vLLM, as it reads              embedding_layernorm, hidden_states_layernorm (HASS with add_para_norm)
     speculators v0.1               fusion_fc.*, transformer.*, embedding_layernorm, pre_lm_head_layernorm
 
-The file, not the config, decides whether fc has a bias.  The reference's has one unless the config says otherwise, SGLang's always.
-vLLM reads the reference's files without it.
+The file, not the config, decides whether fc has a bias.  The reference's has one unless the config says
+otherwise, SGLang's always. vLLM reads the reference's files without it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,10 @@ def _renamed(head: Head) -> Head:
 
 
 def translate(head: Head) -> Head:
-    """The head under our names, with a flat config.  Raises ModelError if it has tensors of unknown meaning."""
+    """The head under our names, with a flat config.
+
+    Raises ModelError if it has tensors of unknown meaning.
+    """
     ours = _renamed(head)
     if strange := sorted(ours.stored[name] for name in ours if not OURS.fullmatch(name)):
         raise ModelError(
@@ -87,7 +90,8 @@ def translate(head: Head) -> Head:
 
 
 def claims_of(head: Head) -> int:
-    """2: fc has two inputs, and the layer behind it reads one state; 1: by its config; 0: not an EAGLE head."""
+    """2: fc has two inputs, and the layer behind it reads one state; 1: by its config; 0: not an EAGLE
+    head."""
     ours, q = _renamed(head), "layers.0.self_attn.q_proj.weight"
     # A norm over the taps belongs to a block-parallel head.
     other = "hidden_norm.weight" in ours or any("mtp." in name for name in head)
@@ -101,7 +105,10 @@ def claims_of(head: Head) -> int:
 def exported(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: str
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Config and tensors of a trained network for another engine.  Raises ConfigError for what that engine would misread."""
+    """Config and tensors of a trained network for another engine.
+
+    Raises ConfigError for what that engine would misread.
+    """
     if layout not in EXPORTED:
         raise ConfigError(unknown("layout", layout, EXPORTED))
     if layout == "vllm" and "fc.bias" in tensors:

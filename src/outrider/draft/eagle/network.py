@@ -59,7 +59,8 @@ class Network(nn.Module):
         }
 
     def forward(self, tokens: Tensor, states: Tensor) -> Tensor:
-        """Predicted states f_1 … f_T of the embeddings e(x_1) … e(x_T) and the states f_0 … f_T-1, each [T, hidden]."""
+        """Predicted states f_1 … f_T of the embeddings e(x_1) … e(x_T) and the states f_0 … f_T-1, each
+        [T, hidden]."""
         x: Tensor = self.fc(torch.cat([tokens, states], dim=-1))
         angles = rotary_angles(torch.arange(len(x)), self.sizes.head_dim, self.theta)
         for layer in self.layers:

@@ -72,7 +72,10 @@ def flat(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def translate(head: Head) -> Head:
-    """The head under our names, with a flat config.  Raises ModelError for a kind of head that is not supported."""
+    """The head under our names, with a flat config.
+
+    Raises ModelError for a kind of head that is not supported.
+    """
     ours, config = FORMAT.translate(head), flat(head.config)
     if "mask_hidden" in ours or config.get("speculators_model_type") == "peagle":
         raise ModelError(
@@ -83,7 +86,8 @@ def translate(head: Head) -> Head:
 
 
 def claims_of(head: Head) -> int:
-    """2: the first layer has two norms and reads twice the width that it writes; 1: by its config; 0: not an EAGLE-3 head."""
+    """2: the first layer has two norms and reads twice the width that it writes; 1: by its config; 0: not
+    an EAGLE-3 head."""
     ours, config = FORMAT.translate(head), flat(head.config)
     norm, q, o = (
         f"midlayer.{name}.weight" for name in ("hidden_norm", "self_attn.q_proj", "self_attn.o_proj")
@@ -137,8 +141,8 @@ def taps_of(
 ) -> tuple[int, ...]:
     """The states of the target that a head reads: tap j is the input of layer j.
 
-    vLLM and speculators count in this way.  In SpecForge's and SGLang's files i is the output of layer i.  Both use the same key, so
-    the file's producer decides, unless the user does.
+    vLLM and speculators count in this way.  In SpecForge's and SGLang's files i is the output of layer i.
+    Both use the same key, so the file's producer decides, unless the user does.
 
     layers: of the target.  given: the taps, counted as vLLM does.  offset: added to the file's numbers.
     """
@@ -182,7 +186,10 @@ OWN_KEYS = (
 def exported(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: str
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A head under our names, for "vllm" (the format of speculators) or "sglang".  Raises ConfigError for unsupported variants."""
+    """A head under our names, for "vllm" (the format of speculators) or "sglang".
+
+    Raises ConfigError for unsupported variants.
+    """
     if layout not in ("vllm", "sglang"):
         raise ConfigError(unknown("layout", layout, ("vllm", "sglang")))
     stored = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}

@@ -7,7 +7,8 @@ Step 0 reads the target's states, step s the output of step s - 1, as in draftin
     step 1                 (o_0, x_2) (o_1, x_3) (o_2, x_4)      at position t + 1, o of step 0; predicts x_t+3
     step s                        (o_t, x_t+s+1)                 at position t + s; predicts x_t+s+2
 
-Step s at place t attends to step 0 at places 0 … t and to steps 1 … s at place t: the committed text and its own path.
+Step s at place t attends to step 0 at places 0 … t and to steps 1 … s at place t: the committed text and its
+own path.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ class PathLayer(Layer):
             self.hidden_norm = RmsNorm(sizes.hidden, sizes.eps)
 
     def step(self, u: Tensor, residual: Tensor, angles: Tensor, keys: Keys) -> Tensor:
-        """x [n, hidden]: residual + attend(u), through the MLP; adds this step's keys and values to `keys`."""
+        """x [n, hidden]: residual + attend(u), through the MLP; adds this step's keys and values to
+        `keys`."""
         attention, n = self.self_attn, len(u)
         keys.append((attention.keys(u, angles), attention.values(u)))
         k, v = (torch.cat(steps, dim=1) for steps in zip(*keys))
@@ -102,7 +104,10 @@ class PathLayer(Layer):
 
 
 class Network(nn.Module):
-    """steps: steps in the loss (the reference 7, speculators 3).  decay: weight of a step relative to the one before it."""
+    """steps: steps in the loss (the reference 7, speculators 3).
+
+    decay: weight of a step relative to the one before it.
+    """
 
     steps, decay = 3, 1.0
 
@@ -179,7 +184,10 @@ class Network(nn.Module):
         return self.lm_head(self.norm(o))  # type: ignore[no-any-return]
 
     def step(self, g: Tensor, embedded: Tensor, keys: Sequence[Keys]) -> Tensor:
-        """o [n, hidden] of g and the embeddings of the tokens that follow, [n, hidden] both.  keys: of every layer."""
+        """o [n, hidden] of g and the embeddings of the tokens that follow, [n, hidden] both.
+
+        keys: of every layer.
+        """
         s, first = self.settings, self.midlayer
         angles = rotary_angles(torch.arange(len(g)) + len(keys[0]), s.head_dim, s.theta)
         normed: Tensor = first.hidden_norm(g)
@@ -191,7 +199,10 @@ class Network(nn.Module):
         return x
 
     def forward(self, states: Tensor, tokens: Tensor, embedding: Tensor, steps: int = 1) -> list[Tensor]:
-        """Logits [n, Vd] of every step.  Place t of n = len(tokens) - steps reads states[t] and tokens[t + 1 + step]."""
+        """Logits [n, Vd] of every step.
+
+        Place t of n = len(tokens) - steps reads states[t] and tokens[t + 1 + step].
+        """
         s, n = self.settings, len(tokens) - steps
         keys: list[Keys] = [[] for _ in range(s.layers)]
         g, logits = self.enter(states[:n]), []

@@ -5,8 +5,8 @@
     prefix_embeding_layer     the prefix layer (the misspelling is the file's)
     input_embed_fn            a copy of the target's embedding, not read
 
-The blocks of a head after the first are one module.  Pickles hold it under several names; files without aliases hold it once,
-or several times.
+The blocks of a head after the first are one module.  Pickles hold it under several names; files without
+aliases hold it once, or several times.
 """
 
 from __future__ import annotations

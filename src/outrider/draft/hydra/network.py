@@ -1,6 +1,7 @@
 """Hydra's network for training, with the names and config of the reference's files.
 
-The reference also saves two copies of the target's embedding (input_embed_fn and the prefix layer's own).  No reader needs them.
+The reference also saves two copies of the target's embedding (input_embed_fn and the prefix layer's own).  No
+reader needs them.
 """
 
 from __future__ import annotations
@@ -89,7 +90,8 @@ class Network(nn.Module):
             linear.weight.data.copy_(outer.lm_head)
 
     def config(self) -> dict[str, Any]:
-        """The reference's keys, and the sizes of the prefix layer, which the reference takes from the target."""
+        """The reference's keys, and the sizes of the prefix layer, which the reference takes from the
+        target."""
         return {
             "hydra_head_arch": "prefix-mlp" if self.prefix else "mlp",
             "hydra_num_heads": len(self.hydra_mlp),

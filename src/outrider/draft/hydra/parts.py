@@ -1,4 +1,4 @@
-"""Hydra's networks, packed for the target's kernels."""
+"""Hydra's networks on the target's kernels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from outrider.models.fallback.row_invariant import by_rows
 
 
 class Prefix:
-    """One Llama block and a norm over the target's states f_0 … f_t: P_t, which the heads read in place of f_t."""
+    """A Llama block and a norm over the states f_0 … f_t.  Its output P_t replaces f_t as the heads' input."""
 
     def __init__(self, reader: Reader, target: Target) -> None:
         self.kernels, self.model, at = reader.kernels, target.decoder, f"{PREFIX}.layers.0"
@@ -29,14 +29,8 @@ class Prefix:
         self.sizes = Sizes.of(reader.head, at, hidden)
         norm_in = reader.vector(f"{at}.input_layernorm.weight", hidden)
         self.norm_out = reader.vector(f"{PREFIX}.norm.weight", hidden)
-        self.block = Block(
-            reader,
-            at,
-            self.sizes,
-            hidden,
-            rotary_table(reader.head.config, self.sizes, target.max_len),
-            norm_in=norm_in,
-        )
+        rotary = rotary_table(reader.head.config, self.sizes, target.max_len)
+        self.block = Block(reader, at, self.sizes, hidden, rotary, norm_in=norm_in)
 
     @property
     def slot_bytes(self) -> int:
@@ -46,17 +40,16 @@ class Prefix:
         return self.sizes.pool(1, slots, self.model)
 
     def __call__(self, states: Tensor, step_input: StepInput, pool: Pool, wanted: list[int]) -> Tensor:
-        """P [len(wanted), hidden] of these rows of the plan; states [n, hidden] of all, which it changes.  K/V goes to the pool."""
-        return self.kernels.rms_norm(
-            self.block(states, step_input, pool)[wanted], self.norm_out, self.sizes.eps
-        )
+        """P [len(wanted), hidden] of these rows; states [n, hidden] of all rows are overwritten, K/V is stored."""
+        x = self.block(states, step_input, pool)[wanted]
+        return self.kernels.rms_norm(x, self.norm_out, self.sizes.eps)
 
 
 class Step:
-    """Head i: z = [P_t; e(x_t+1); e(c_1); …; e(c_i)] -> the logits of the token behind them.
+    """Head i: z = [P_t; e(x_t+1); e(c_1); …; e(c_i)] -> the logits of the next token.
 
-    x = res(z) + silu(linear(z)), then x += silu(linear(x)) for every further block, then the head's own lm head, or the target's in
-    a file that has none.
+    x = res(z) + silu(linear(z)), then x += silu(linear(x)) for every further block, then the head's own lm_head.
+    The target's lm_head serves a file without one.
     """
 
     def __init__(self, reader: Reader, i: int, embedded: int, vocabulary: int, model: Model) -> None:
@@ -86,17 +79,19 @@ def steps(reader: Reader, embedded: int, vocabulary: int, model: Model) -> list[
 
 
 def _further(reader: Reader, at: str, hidden: int) -> list[Any]:
-    """The blocks after the first.  One that the file holds several times, or once for all of them, is packed once."""
-    head, made = reader.head, list[Any]()
+    """The blocks after the first.  A block that the file repeats, or holds once for all, is packed once."""
+    head, packed = reader.head, list[Any]()
     for j in takewhile(lambda j: f"{at}.{j}.linear.weight" in head, count(1)):
         name, before = f"{at}.{j}.linear", f"{at}.{j - 1}.linear"
         same = j > 1 and all(
             torch.equal(head.raw(f"{name}.{part}"), head.raw(f"{before}.{part}"))
             for part in ("weight", "bias")
         )
-        made.append(made[-1] if same else _fused(reader, [name], hidden, hidden))
+        packed.append(packed[-1] if same else _fused(reader, [name], hidden, hidden))
     layers = head.config.get("hydra_num_layers")
-    return made * (layers - 1) if len(made) == 1 and isinstance(layers, int) and layers > 2 else made
+    if len(packed) == 1 and isinstance(layers, int) and layers > 2:
+        return packed * (layers - 1)
+    return packed
 
 
 def _fused(reader: Reader, names: Sequence[str], outputs: int, inputs: int) -> Any:

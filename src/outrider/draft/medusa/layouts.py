@@ -7,8 +7,9 @@
     vLLM                                blocks.{i}.layers.{j}.…           lm_heads.{i}.weight, or one for all; token_map
     ours, while loading                 {i}.{j}.linear.…                  {i}.lm_head.weight, or lm_head.weight; token_map
 
-The tensors, not the config, say how many heads there are: a published config says 2 of a file with 5.  The reference repeats one module
-as the blocks of a head.  Its files hold this block under n names, or under one of them if the writer drops aliases.
+The tensors, not the config, say how many heads there are: a published config says 2 of a file with 5.  The
+reference repeats one module as the blocks of a head.  Its files hold this block under n names, or under one
+of them if the writer drops aliases.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ FORMAT = HeadFormat(
 
 
 def claims_of(head: Head) -> int:
-    """2: by its tensors; 1: by its config, or by bare numbers that its config contradicts; 0: not a Medusa head."""
+    """2: by its tensors; 1: by its config, or by bare numbers that its config contradicts; 0: not a Medusa
+    head."""
     layout, model_type = FORMAT.layout_of(head), head.config.get("model_type")
     if layout is not None:
         return 1 if layout is REFERENCE and model_type not in (None, "medusa") else 2
@@ -61,7 +63,10 @@ def claims_of(head: Head) -> int:
 
 
 def translate(head: Head) -> Head:
-    """The head under our names, every block under its own.  Raises ModelError for an unknown layout or a missing tensor."""
+    """The head under our names, every block under its own.
+
+    Raises ModelError for an unknown layout or a missing tensor.
+    """
     layout = FORMAT.layout_of(head)
     if layout is None:
         raise ModelError(
@@ -97,7 +102,8 @@ def counts(head: Head) -> tuple[int, int]:
 
 
 def _blocks_per_head(head: Head, ours: Head) -> int:
-    """The number that the matrix to the vocabulary has; without one, the number of blocks in the file, or what the config says of one."""
+    """The number that the matrix to the vocabulary has; without one, the number of blocks in the file, or
+    what the config says of one."""
     matrices = ("{i}.{blocks}.weight", "medusa_head.{i}.{blocks}.weight")
     numbers = {int(match["blocks"]) for name in head for one in matrices if (match := parse(one, name))}
     stored = counts(ours)[1]
@@ -126,7 +132,10 @@ def _check_complete(head: Head) -> None:
 def exported(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: str
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Config and tensors of heads of any layout, as "reference" (and TGI) or "vllm".  Raises ConfigError for what it cannot express."""
+    """Config and tensors of heads of any layout, as "reference" (and TGI) or "vllm".
+
+    Raises ConfigError for what it cannot express.
+    """
     head = translate(Head.of("the head", config, tensors))
     heads, blocks = counts(head)
     if layout == "reference":

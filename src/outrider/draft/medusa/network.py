@@ -16,7 +16,10 @@ DECAY = 0.8  # weight of a head's loss relative to the head before it
 
 
 class Network(nn.ModuleList):
-    """Each head repeats one residual block `blocks` times.  A linear follows; with own=False the target's lm_head serves all heads."""
+    """Each head repeats one residual block `blocks` times.
+
+    A linear follows; with own=False the target's lm_head serves all heads.
+    """
 
     def __init__(
         self, hidden: int, vocabulary: int, heads: int = 5, blocks: int = 1, own: bool = True
@@ -46,7 +49,10 @@ class Network(nn.ModuleList):
         return config if self.own else {**config, "version": "2"}
 
     def forward(self, states: Tensor, lm_head: Tensor | None = None) -> list[Tensor]:
-        """Logits [T, V] of each head for states [T, hidden].  lm_head: the target's, for heads without one."""
+        """Logits [T, V] of each head for states [T, hidden].
+
+        lm_head: the target's, for heads without one.
+        """
         outputs = [head(states) for head in self]
         if self.own:
             return outputs

@@ -3,7 +3,8 @@
     IBM, Arctic MLP   emb.{i} proj.{i} ln.{i} head.{i}, with or without "speculator." in front
     Arctic sum_rnn    emb.{i}.{j} proj.{i}.{j} ln.{i}.{j} head.{i}: norms (a GELU follows each) and linears in a row
     Arctic sum_lstm   forget_emb.0 input_emb.0 output_emb.0 cell_emb.0, forget_proj.{0,1} … cell_proj.{0,1},
-                      cell_ln.0 state_ln.0 head.{i}; or projs.{0,1}, the four side by side, as ArcticInference runs them
+                      cell_ln.0 state_ln.0 head.{i}; or projs.{0,1}, the four side by side, as ArcticInference
+                      runs them
 
 i is the step.  Where steps share their weights, the file holds them once or under all names.
 """
@@ -51,7 +52,8 @@ FORMAT = HeadFormat(
 
 
 def method_of(head: Head) -> str | None:
-    """The method, "sum_rnn" (of which IBM's is a case) or "sum_lstm", by the tensors; None for another kind of head."""
+    """The method, "sum_rnn" (of which IBM's is a case) or "sum_lstm", by the tensors; None for another
+    kind of head."""
     names = set(FORMAT.translate(head))
     if "forget_emb.0.weight" in names:
         return LSTM
@@ -66,7 +68,10 @@ def claims_of(head: Head) -> int:
 
 @dataclass(frozen=True)
 class SpeculatorLayout:
-    """head: under our names.  steps: n_predict, the number of steps trained.  tied: the steps share their weights."""
+    """head: under our names.
+
+    steps: n_predict, the number of steps trained.  tied: the steps share their weights.
+    """
 
     head: Head
     method: str
@@ -100,13 +105,19 @@ class SpeculatorLayout:
         return SpeculatorLayout(head, method, steps, tied, found)
 
     def place(self, kind: str, step: int) -> int:
-        """The number of the weights of a step.  The first projection is never shared: the target's states may be wider."""
+        """The number of the weights of a step.
+
+        The first projection is never shared: the target's states may be wider.
+        """
         first = min(step, 1) if kind == "proj" else 0
         return min((i for i in self.found[kind] if i >= first), default=first) if self.tied else step
 
 
 def _steps(head: Head, method: str, found: Mapping[str, set[int]]) -> tuple[int, bool]:
-    """(number of steps, whether they share weights).  The config decides only if the file holds one set of weights."""
+    """(number of steps, whether they share weights).
+
+    The config decides only if the file holds one set of weights.
+    """
     stored = 1 + max((i for steps in found.values() for i in steps), default=-1)
     if stored > MOST_STEPS:
         raise ModelError(f"{head.name!r} has tensors of {stored} steps; at most {MOST_STEPS} are supported.")

@@ -61,7 +61,10 @@ class Speculator(nn.Module):
                 nn.init.trunc_normal_(module.weight, std=self.inner**-0.5)
 
     def adopt(self, outer: TargetWeights) -> None:
-        """Copies the target's embedding and lm_head (Arctic's "from_model").  Requires `inner` to be the target's hidden size."""
+        """Copies the target's embedding and lm_head (Arctic's "from_model").
+
+        Requires `inner` to be the target's hidden size.
+        """
         with torch.no_grad():
             for module in self.modules():
                 if isinstance(module, nn.Embedding):
@@ -73,7 +76,10 @@ class Speculator(nn.Module):
         raise NotImplementedError
 
     def forward(self, states: Tensor, tokens: Tensor) -> Tensor:
-        """Logits [n_predict, T, V].  states [T, hidden]; tokens [T + n_predict - 1], each after the token of its state."""
+        """Logits [n_predict, T, V].
+
+        states [T, hidden]; tokens [T + n_predict - 1], each after the token of its state.
+        """
         count = len(states)
         s, cell = states, states.new_zeros(count, self.inner)
         if self.scale_input:

@@ -6,9 +6,10 @@
     ernie         model.mtp_{emb_norm,hidden_norm,…}.{i}, mtp_block  [embedding; state]       before it; the target's norm follows
     speculators   mtp_layers.{i}.{token_layernorm,…}                 [embedding; state]       after it
 
-Ours: layers.{i}.{enorm,hnorm,eh_proj,norm} and those of an ordinary block; eh_proj reads [embedding; state].  Embedding and lm_head are
-the target's; copies of them in the file are not read.  The output of a layer is before or after its last norm, as the states that it
-reads are.  Engines disagree which: our config says it ("prenorm").
+Ours: layers.{i}.{enorm,hnorm,eh_proj,norm} and those of an ordinary block; eh_proj reads [embedding; state].
+Embedding and lm_head are the target's; copies of them in the file are not read.  The output of a layer is
+before or after its last norm, as the states that it reads are.  Engines disagree which: our config says it
+("prenorm").
 """
 
 from __future__ import annotations
@@ -114,7 +115,10 @@ UNSUPPORTED = (
 
 
 class Changed:
-    """Tensors, some of which are changed while they are read.  `changes`: stored name -> function that keeps the shape."""
+    """Tensors, some of which are changed while they are read.
+
+    `changes`: stored name -> function that keeps the shape.
+    """
 
     def __init__(self, tensors: Tensors, changes: Mapping[str, Callable[[Tensor], Tensor]]) -> None:
         self.tensors, self.changes = tensors, changes
@@ -133,7 +137,10 @@ class Changed:
         return self.changes[name](tensor) if name in self.changes else tensor
 
     def weight(self, name: str) -> Tensor | QuantizedWeight:
-        """The changes move rows or halves of the inputs.  Scales move alike if no group crosses the middle."""
+        """The changes move rows or halves of the inputs.
+
+        Scales move alike if no group crosses the middle.
+        """
         weight = self.tensors.weight(name)
         if name not in self.changes:
             return weight
@@ -154,7 +161,10 @@ def claims_of(head: Head) -> int:
 
 
 def translate(head: Head) -> tuple[Head, LayerLayout]:
-    """The head under our names, with a flat config.  Raises ModelError without prediction layers, or for an unsupported kind."""
+    """The head under our names, with a flat config.
+
+    Raises ModelError without prediction layers, or for an unsupported kind.
+    """
     layout = FORMAT.layout_of(head)
     if layout is None:
         qwen = "mtp.fc.weight" in head
@@ -207,7 +217,8 @@ def exported(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Config and tensors of a trained network as "deepseek", "mimo" (vLLM and SGLang, a Qwen2 block) or "speculators".
 
-    Raises ModelError where readers of that layout would feed the layers other states than they were trained on.
+    Raises ModelError where readers of that layout would feed the layers other states than they were trained
+    on.
     """
     wanted = LAYOUTS[layout]
     head, trained = translate(Head.of("the trained network", config, tensors))

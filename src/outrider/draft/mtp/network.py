@@ -80,7 +80,8 @@ class Network(nn.Module):
         }
 
     def forward(self, tokens: Tensor, states: Tensor, depth: int = 0) -> tuple[Tensor, Tensor]:
-        """(states for the next depth, input of the lm_head) of the embeddings and states of one depth, [T, hidden] each."""
+        """(states for the next depth, input of the lm_head) of the embeddings and states of one depth, [T,
+        hidden] each."""
         layer, count = self.layers[min(depth, len(self.layers) - 1)], len(tokens)
         x = layer.eh_proj(torch.cat([layer.enorm(tokens), layer.hnorm(states)], dim=-1))
         angles = rotary_angles(torch.arange(count), self.sizes.head_dim, self.theta)

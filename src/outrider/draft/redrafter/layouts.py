@@ -5,7 +5,8 @@
     lm_head.{n}          the matrix to the vocabulary
     rnn_u, rnn_w         the recurrence
 
-The reference's trainer saves the head beside its target.  vLLM and SGLang do not read such heads; TensorRT-LLM converts them.
+The reference's trainer saves the head beside its target.  vLLM and SGLang do not read such heads;
+TensorRT-LLM converts them.
 """
 
 from __future__ import annotations

@@ -27,7 +27,10 @@ STEPS = 5  # in the loss
 
 
 class Network(nn.Module):
-    """layers: residual blocks.  exit_dim: their width, 2 * hidden unless given.  rnn: otherwise states are sums of embeddings."""
+    """layers: residual blocks.
+
+    exit_dim: their width, 2 * hidden unless given.  rnn: otherwise states are sums of embeddings.
+    """
 
     def __init__(
         self, hidden: int, vocabulary: int, layers: int = 2, exit_dim: int | None = None, rnn: bool = True
