@@ -72,7 +72,7 @@ def without(name: str) -> dict[str, Tensor]:
         (speculators({"head_dim": 7}), tensors(), "no heads of head_dim 7"),
     ],
 )
-def test_a_file_that_cannot_be_right_is_refused(
+def test_contradictory_files_are_refused(
     config: dict[str, Any], w: dict[str, Tensor], says: str, toy: LLM, tmp_path: Path
 ) -> None:
     with pytest.raises(ModelError, match=says):
@@ -102,7 +102,7 @@ def test_options_are_checked(toy: LLM) -> None:
         toy.variant({"method": "dflash"})
 
 
-def test_numbers_of_layers_are_read_as_the_file_means_them(toy: LLM, tmp_path: Path) -> None:
+def test_layer_numbers_follow_the_files_convention(toy: LLM, tmp_path: Path) -> None:
     def taps(config: dict[str, Any], offset: int | None = None) -> tuple[int, ...]:
         return BlockLayout.of(translate(Head.of("head", config, tensors())), 8, offset).taps
 
@@ -134,7 +134,7 @@ def test_dspark_in_a_flat_config_samples_from_the_anchor(toy: LLM, tmp_path: Pat
         opened(toy, tmp_path, *dspark(markov_head_type="gated"))
 
 
-def test_more_tokens_than_the_block_has_are_not_guessed(toy: LLM, tmp_path: Path) -> None:
+def test_depth_is_bounded_by_the_block(toy: LLM, tmp_path: Path) -> None:
     drafter = opened(toy, tmp_path, zlab(), tensors())
     assert (drafter.size(0), drafter.size(3), drafter.size(50)) == (0, 3, BLOCK - 1)
     tree = DFlash(DFlash.Options(model=str(tmp_path / "head"), nodes=20), toy.engine.target)

@@ -131,7 +131,7 @@ def test_a_missing_tensor_is_named(toy: LLM, tmp_path: Path, name: str) -> None:
     assert ".".join(name.split(".")[:2]) in refused(toy, tmp_path, CONFIG, w)
 
 
-def test_a_prefix_layer_that_is_missing_is_not_left_out(toy: LLM, tmp_path: Path) -> None:
+def test_missing_prefix_layer_is_refused(toy: LLM, tmp_path: Path) -> None:
     w = {name: tensor for name, tensor in tensors().items() if not name.startswith(AT)}
     assert "q_proj" in refused(toy, tmp_path, CONFIG, w)
 

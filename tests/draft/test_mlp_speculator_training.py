@@ -53,7 +53,7 @@ def loaded(llm: LLM, config: dict[str, Any], tensors: dict[str, Tensor]) -> MlpS
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_what_is_trained_is_what_guesses(name: str, llm: LLM) -> None:
+def test_trained_network_equals_the_drafter(name: str, llm: LLM) -> None:
     """`forward` says what the drafter says of the file that is saved, of every export, too."""
     torch.manual_seed(1)
     network = NETWORKS[name]()
@@ -165,7 +165,7 @@ def test_sizes_of_published_files(
 
 
 @pytest.mark.parametrize(("name", "steps"), [("mlp", 300), ("lstm", 150)])
-def test_what_is_learnt_is_accepted(
+def test_trained_speculator_is_accepted(
     name: str,
     steps: int,
     target: str,
@@ -212,7 +212,7 @@ def states_are_of_the_last_computed_token(llm: LLM, speculation: dict[str, Any])
     assert not drafter.last
 
 
-def test_the_loss_is_that_of_every_step(lessons: tuple[list[Sample], TargetWeights]) -> None:
+def test_loss_sums_the_cross_entropy_of_every_step(lessons: tuple[list[Sample], TargetWeights]) -> None:
     """Summed over the steps, each a mean over the same positions; by hand for one text."""
     network, sample, outer = NETWORKS["mlp, tied, scaled"](), lessons[0][0], lessons[1]
     tokens, total = sample.tokens.tolist(), 0.0

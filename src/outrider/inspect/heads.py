@@ -1,4 +1,4 @@
-"""What a trained head is, from its config and the headers of its tensors.  No weights are loaded."""
+"""Trained heads for `outrider models`, from their configs and headers of tensors.  No weights are loaded."""
 
 from __future__ import annotations
 
