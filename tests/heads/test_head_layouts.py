@@ -32,7 +32,7 @@ PUBLISHED = [
     ("eagle", "transformer.mlp.up_proj.weight", "layers.0.mlp.up_proj.weight", {}),
     ("eagle3", "layers.0.self_attn.q_proj.weight", "midlayer.self_attn.q_proj.weight", {}),
     ("eagle3", "additional_layers.1.hidden_norm.weight", "layers.2.input_layernorm.weight", {}),
-    ("mtp", "model.layers.61.shared_head.norm.weight", "layers.0.norm.weight", {"first": 61}),
+    ("mtp", "model.layers.61.shared_head.norm.weight", "layers.0.norm.weight", {"target_layers": 61}),
     ("mtp", "model.mtp_layers.1.input_proj.weight", "layers.1.eh_proj.weight", {}),
     ("mtp", "model.mtp_emb_norm.0.weight", "layers.0.enorm.weight", {}),
     ("redrafter", "lm_head.weight", "lm_head.2.weight", {"blocks": 2}),
@@ -89,7 +89,7 @@ def test_published_names_translate_both_ways(case: tuple[str, str, str, dict[str
     both = [
         layout
         for layout in layouts
-        if layout.ours(published, **{"first": 0, "blocks": 0, **numbers}) == ours
+        if layout.ours(published, **{"target_layers": 0, "blocks": 0, **numbers}) == ours
         and layout.published(ours, **{"blocks": 0, **numbers}) == published
     ]
     assert both, f"no layout of {method} has this pair"

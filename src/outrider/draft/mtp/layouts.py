@@ -63,14 +63,14 @@ ERNIE = {"emb_norm": "enorm", "hidden_norm": "hnorm", "linear_proj": "eh_proj"}
 def _first_layer(head: Head) -> dict[str, int]:
     """The number of the first prediction layer, which is the number of layers of the target."""
     found = (parse("model.layers.{i}.eh_proj.weight", name) for name in head)
-    return {"first": min(int(values["i"]) for values in found if values)}
+    return {"target_layers": min(int(values["i"]) for values in found if values)}
 
 
 LAYOUTS = {
     "deepseek": LayerLayout(
         "DeepSeek",
         ("model.layers.{i}.eh_proj.weight",),
-        _rows("model.layers.{i+first}", DEEPSEEK),
+        _rows("model.layers.{i+target_layers}", DEEPSEEK),
         numbers=_first_layer,
     ),
     "mimo": LayerLayout(
@@ -230,7 +230,7 @@ def exported(
     out: dict[str, Tensor] = {}
     for name in head:
         swap = wanted.state_first and name.endswith(".eh_proj.weight")
-        published = wanted.published(name, first=int(config["num_hidden_layers"]))
+        published = wanted.published(name, target_layers=int(config["num_hidden_layers"]))
         out[published] = _swap_inputs(head.raw(name)) if swap else head.raw(name)
     if layout == "mimo":  # a Qwen2 block has biases
         for name in list(matching(head, *(f"layers.{{i}}.self_attn.{one}_proj.weight" for one in "qkv"))):
