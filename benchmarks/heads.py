@@ -40,6 +40,7 @@ from outrider.draft.eagle3.network import Network as Eagle3Network
 from outrider.draft.eagle3.network import Settings
 from outrider.drafting.base import Target
 from outrider.heads.choose import Chooser
+from outrider.heads.layer import Sizes
 from outrider.heads.recurrent import Recurrent
 from outrider.heads.trees import DynamicTree
 from outrider.sampling.sampler import GREEDY
@@ -54,7 +55,7 @@ def drafters(target: Target) -> dict[str, Recurrent]:
     sizes = (s.hidden, s.inner, s.heads, s.kv_heads, s.head_dim)
     taps = (2, s.layers // 2, s.layers - 3)
     eagle, eagle3 = (
-        EagleNetwork(*sizes, s.vocabulary),
+        EagleNetwork(Sizes(*sizes), s.vocabulary),
         Eagle3Network.random(Settings(s.vocabulary, *sizes, s.hidden, taps)),
     )
     options = {"nodes": NODES, "top_k": TOP_K}

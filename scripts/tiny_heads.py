@@ -1,10 +1,10 @@
-"""Trains the small heads that stand beside the built-in target, on what it says itself.
+"""Trains the small built-in heads on text of the built-in target.
 
     python scripts/tiny_heads.py --prompts prompts.jsonl --minutes 15
 
-prompts.jsonl: one {"prompt": text in the chat format} a line.  Every head learns from the same texts, read once by the target; the loss of
-each is its method's own.  They are sketches, so that each method can be tried without a download: a tenth of the text that a
-published head sees would already make them much better.
+prompts.jsonl: one {"prompt": text in the chat format} a line.  The target reads every text once for all heads; each
+head has its method's own loss.  The heads let users try a method without a download.  They are weak: published heads
+see far more text.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from outrider.draft.medusa.network import Network as Medusa
 from outrider.draft.mlp_speculator.network import Network as Mlp
 from outrider.draft.mtp.network import Network as Mtp
 from outrider.draft.redrafter.network import Network as ReDrafter
-from outrider.heads.sample import Outer, read
+from outrider.heads.layer import Sizes
+from outrider.heads.sample import TargetWeights, read
 from outrider.models.export import packed, scheme
 
 TEXTS, LENGTH, BATCH, RATE, KNOWN = 700, 160, 8, 1.5e-3, 2048
@@ -46,11 +47,11 @@ BITS = 8
 TAPS = (2, 4, 5)  # of the target's 8 layers, as EAGLE-3 takes them
 
 
-def made(hidden: int, vocabulary: int, known: tuple[int, ...]) -> dict[str, tuple[Any, tuple[int, ...]]]:
-    """Every head, and what it reads; small, so that all of them together weigh less than the draft model."""
+def heads_for(hidden: int, vocabulary: int, known: tuple[int, ...]) -> dict[str, tuple[Any, tuple[int, ...]]]:
+    """Every head and the states it reads.  All of them together are smaller than the draft model."""
     block = {"heads": 6, "kv_heads": 2, "head_dim": 64, "inner": 512}
     return {
-        "eagle": (Eagle(hidden, 512, 6, 2, 64, vocabulary, bias=False), (FINAL,)),
+        "eagle": (Eagle(Sizes(hidden, **block), vocabulary, bias=False), (FINAL,)),
         "eagle3": (
             Eagle3(Settings(vocabulary, hidden, target_hidden=hidden, taps=TAPS, drafted=known, **block)),
             TAPS,
@@ -66,21 +67,19 @@ def made(hidden: int, vocabulary: int, known: tuple[int, ...]) -> dict[str, tupl
             DFlash(Shape(hidden, layers=1, vocabulary=vocabulary, taps=TAPS, block=4, mask=2, **block)),
             TAPS,
         ),
-        "mtp": (Mtp(hidden, 512, 6, 2, 64, vocabulary, first=8, steps=3), (FINAL,)),
+        "mtp": (Mtp(Sizes(hidden, **block), vocabulary, first=8, steps=3), (FINAL,)),
     }
 
 
 def texts(llm: LLM, prompts: list[str], console: Console) -> list[list[int]]:
-    """Half greedy, half at T = 0.8, so that a head sees what it will be asked to continue."""
+    """Outputs of the target, half of them greedy, half at temperature 0.8."""
     params = [
         SamplingParams(temperature=0.8 * (i % 2), max_tokens=LENGTH, seed=i) for i in range(len(prompts))
     ]
-    asked = [
-        {"prompt_token_ids": llm.tokenizer.encode(prompt, add_special_tokens=False)} for prompt in prompts
-    ]
-    with console.status(f"{len(prompts)} answers of the built-in target"):
-        said = llm.generate(asked, params)
-    return [(out.prompt_token_ids + list(out.outputs[0].token_ids))[-2 * LENGTH :] for out in said]
+    encoded = [llm.tokenizer.encode(prompt, add_special_tokens=False) for prompt in prompts]
+    with console.status(f"{len(prompts)} outputs of the built-in target"):
+        outputs = llm.generate([{"prompt_token_ids": ids} for ids in encoded], params)
+    return [(out.prompt_token_ids + list(out.outputs[0].token_ids))[-2 * LENGTH :] for out in outputs]
 
 
 def train(
@@ -90,8 +89,8 @@ def train(
     minutes: float,
     console: Console,
 ) -> dict[str, float]:
-    """Adam for each; the rate falls linearly with the time.  Returns the mean loss of the last steps of each."""
-    model, random_streams, outer = llm.engine.decoder, random.Random(0), Outer.of(llm.engine.decoder)
+    """AdamW for each, with a rate that falls linearly to zero.  Returns the mean loss of the last ten steps."""
+    model, random_streams, outer = llm.engine.decoder, random.Random(0), TargetWeights.of(llm.engine.decoder)
     taps = sorted({tap for _, wanted in networks.values() for tap in wanted})
     adams = {
         name: torch.optim.AdamW(network.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
@@ -117,7 +116,7 @@ def train(
 
 
 def save(name: str, network: Any) -> int:
-    """In 8 bits; returns the bytes of the weights."""
+    """Write a network in 8 bits; returns the bytes of the weights."""
     folder = BUILTIN / name
     folder.mkdir(parents=True, exist_ok=True)
     config = {**network.config(), "torch_dtype": "bfloat16", "quantization_config": scheme(BITS)}
@@ -125,7 +124,7 @@ def save(name: str, network: Any) -> int:
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
     for key, tensor in network.state_dict().items():
-        if tensor.data_ptr() not in seen:  # what is tied is written once
+        if tensor.data_ptr() not in seen:  # tied tensors are written once
             seen.add(tensor.data_ptr())
             tensors[key] = (
                 tensor.detach()
@@ -150,11 +149,10 @@ if __name__ == "__main__":
     data = texts(llm, random.Random(0).sample(lines, min(TEXTS, len(lines))), console)
     counted = Counter(token for text in data for token in text)
     known = tuple(sorted(token for token, _ in counted.most_common(KNOWN)))
-    networks = made(llm.engine.decoder.spec.hidden, llm.engine.target.vocabulary, known)
+    networks = heads_for(llm.engine.decoder.spec.hidden, llm.engine.target.vocabulary, known)
     networks = {name: of for name, of in networks.items() if not given.heads or name in given.heads}
-    console.print(
-        f"{sum(map(len, data)):,} tokens; a uniform guess has a loss of {math.log(llm.engine.target.vocabulary):.2f}"
-    )
+    uniform = math.log(llm.engine.target.vocabulary)
+    console.print(f"{sum(map(len, data)):,} tokens; the loss of a uniform q is {uniform:.2f}")
     ended = train(llm, networks, data, given.minutes, console)
     table = Table("head", "weights", "bytes", "loss")
     for name, (network, _) in networks.items():

@@ -1,4 +1,4 @@
-"""`outrider models` of trained heads: what the headers of their files say, and no more is read."""
+"""`outrider models` of trained heads, which reads the headers of their files only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ H, V = 64, 512
 Shapes = dict[str, tuple[int, ...]]
 
 
-def test_a_head_by_its_headers(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_card_of_a_head_reads_only_headers(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     net = Network(H, V, exit_dim=96).to(torch.bfloat16)
     folder = save_head(tmp_path / "head", net.config(), dict(net.state_dict()))
 
@@ -32,7 +32,7 @@ def test_a_head_by_its_headers(run: Run, tmp_path: Path, monkeypatch: pytest.Mon
     (line,) = run("models", folder, "--json").out.splitlines()
     weights = sum(p.numel() for p in net.parameters())
     assert json.loads(line) == {
-        "name": folder, "method": "redrafter", "layout": "ReDrafter's", "inside": False, "levels": None, "hidden": H, "vocabulary": V,
+        "name": folder, "method": "redrafter", "layout": "reference", "inside": False, "levels": None, "hidden": H, "vocabulary": V,
         "parameters": weights, "stored_as": {"bfloat16": weights}, "bytes": 2 * weights, "refused": None,
     }  # fmt: skip
     sheet = run("models", folder, "builtin")
@@ -48,7 +48,7 @@ def test_a_head_by_its_headers(run: Run, tmp_path: Path, monkeypatch: pytest.Mon
         assert words in sheet.out
 
 
-def test_aliases_of_a_pickle_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_aliases_in_a_pickle_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heads, "detect", lambda *_: "medusa")
     shared, head = torch.zeros(H, H), torch.zeros(V, H)
     folder = save_head(
@@ -101,31 +101,31 @@ def eagle(prefix: str = "") -> Shapes:
 
 
 KNOWN: dict[str, tuple[Shapes, dict[str, Any], str, int | None, int, int | None]] = {
-    "medusa": (medusa(""), {"medusa_num_heads": 2}, "Medusa's", 3, H, V),
-    "medusa, blocks only": ({"0.0.linear.weight": (H, H), "1.0.linear.weight": (H, H)}, {}, "Medusa's", 2, H, None),
-    "medusa, vLLM": (vllm_medusa(), {}, "vLLM's of Medusa", 5, H, 128),
-    "medusa, vLLM, prefixed": ({f"medusa_heads.{n}": s for n, s in vllm_medusa().items()}, {}, "vLLM's of Medusa", 5, H, 128),
-    "hydra": (hydra(), {"hydra_num_heads": 4}, "Hydra's", 4, H, V),
-    "mlp": (mlp("speculator.", 4), {"n_predict": 4}, "MLP speculator", 4, H, V),
-    "mlp, tied": (mlp("", 1), {"n_predict": 5}, "MLP speculator", 5, H, V),
-    "eagle-3": (eagle3("midlayer"), {"vocab_size": V}, "EAGLE-3's", None, H, 128),
-    "eagle-3, vLLM": (eagle3("layers.0"), {}, "EAGLE-3's, as vLLM or speculators do", None, H, 128),
+    "medusa": (medusa(""), {"medusa_num_heads": 2}, "reference", 3, H, V),
+    "medusa, blocks only": ({"0.0.linear.weight": (H, H), "1.0.linear.weight": (H, H)}, {}, "reference", 2, H, None),
+    "medusa, vLLM": (vllm_medusa(), {}, "vLLM", 5, H, 128),
+    "medusa, vLLM, prefixed": ({f"medusa_heads.{n}": s for n, s in vllm_medusa().items()}, {}, "vLLM", 5, H, 128),
+    "hydra": (hydra(), {"hydra_num_heads": 4}, "reference", 4, H, V),
+    "mlp": (mlp("speculator.", 4), {"n_predict": 4}, "IBM", 4, H, V),
+    "mlp, tied": (mlp("", 1), {"n_predict": 5}, "IBM", 5, H, V),
+    "eagle-3": (eagle3("midlayer"), {"vocab_size": V}, "reference", None, H, 128),
+    "eagle-3, vLLM": (eagle3("layers.0"), {}, "speculators, vLLM", None, H, 128),
     "eagle-3, one tap": (
-        {**eagle3("midlayer"), "fc.weight": (H, H)}, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [7]}}, "EAGLE-3's", None, H, 128,
+        {**eagle3("midlayer"), "fc.weight": (H, H)}, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [7]}}, "reference", None, H, 128,
     ),
-    "eagle": (eagle(), {}, "EAGLE's", None, H, V),
-    "eagle, vLLM": (eagle("model."), {}, "EAGLE's", None, H, V),
-    "speculators": ({"fusion_fc.weight": (H, 2 * H)}, {"transformer_layer_config": {"vocab_size": V}}, "speculators v0.1", None, H, V),
+    "eagle": (eagle(), {}, "reference", None, H, V),
+    "eagle, vLLM": (eagle("model."), {}, "vLLM", None, H, V),
+    "speculators": ({"fusion_fc.weight": (H, 2 * H)}, {"transformer_layer_config": {"vocab_size": V}}, "speculators", None, H, V),
     "dflash, DSpark": (
         {"hidden_norm.weight": (H,), "fc.weight": (H, 2 * H), "markov_head.markov_w1.weight": (V, 8)},
-        {"block_size": 7, "dflash_config": {"projector_type": "dspark", "target_layer_ids": [1, 2]}}, "DFlash's", 7, H, None,
+        {"block_size": 7, "dflash_config": {"projector_type": "dspark", "target_layer_ids": [1, 2]}}, "z-lab, SpecForge", 7, H, None,
     ),
     "dflash": (
         {"hidden_norm.weight": (H,), "fc.weight": (H, 5 * H)}, {"block_size": 8, "dflash_config": {"target_layer_ids": [1, 2, 3, 4, 5]}},
-        "DFlash's", 7, H, None,
+        "z-lab, SpecForge", 7, H, None,
     ),
     "redrafter, plural": (
-        {"lm_heads.0.linear.weight": (96, 96), "lm_heads.1.weight": (V, 96)}, {"hidden_size": H}, "ReDrafter's", None, H, V,
+        {"lm_heads.0.linear.weight": (96, 96), "lm_heads.1.weight": (V, 96)}, {"hidden_size": H}, "reference", None, H, V,
     ),
 }  # fmt: skip
 
@@ -134,7 +134,7 @@ METHODS = {"mlp": "mlp_speculator", "eagle-3": "eagle3", "speculators": "eagle"}
 
 
 @pytest.mark.parametrize("case", KNOWN)
-def test_layouts_are_known_by_their_tensors(
+def test_layouts_are_recognized_by_their_tensors(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = case.split(",")[0]
@@ -157,7 +157,7 @@ def test_layouts_are_known_by_their_tensors(
     assert card.bytes == sum(tensor.nbytes for tensor in tensors.values())
 
 
-def test_a_head_inside_its_target_is_a_second_card(
+def test_head_inside_its_target_gets_a_second_card(
     run: Run, checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: Any
 ) -> None:
     from safetensors.torch import load_file
@@ -191,7 +191,7 @@ REFUSED: dict[str, tuple[str, Shapes, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_loading_would_refuse_is_said(case: str, run: Run, tmp_path: Path) -> None:
+def test_card_gives_the_reason_for_which_loading_fails(case: str, run: Run, tmp_path: Path) -> None:
     method, shapes, config, reason = REFUSED[case]
     folder = save_head(tmp_path, config, {name: torch.zeros(shape) for name, shape in shapes.items()})
     (line,) = run("models", folder, "--json").out.splitlines()
@@ -201,7 +201,7 @@ def test_what_loading_would_refuse_is_said(case: str, run: Run, tmp_path: Path) 
     assert "nothing:" in sheet and "for method" not in sheet
 
 
-def test_a_pickle_of_other_things_is_refused_in_one_line(run: Run, tmp_path: Path) -> None:
+def test_pickle_without_tensors_is_refused_in_one_line(run: Run, tmp_path: Path) -> None:
     folder = save_head(
         tmp_path, {}, {"state_dict": {"0.0.linear.weight": torch.zeros(H, H)}}, "medusa_lm_head.pt"
     )  # type: ignore[dict-item]
@@ -209,7 +209,7 @@ def test_a_pickle_of_other_things_is_refused_in_one_line(run: Run, tmp_path: Pat
     assert (result.status, result.out, result.err.count("\n")) == (2, "", 1) and "'state_dict'" in result.err
 
 
-def test_what_is_no_head_is_refused_as_before(run: Run, tmp_path: Path) -> None:
+def test_folder_without_a_head_is_refused_in_one_line(run: Run, tmp_path: Path) -> None:
     save_head(tmp_path / "odd", {}, {"strange.weight": torch.zeros(2, 2)})
     (tmp_path / "empty").mkdir()
     for path in (tmp_path / "odd", tmp_path / "empty", "/no/head"):

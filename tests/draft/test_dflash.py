@@ -23,7 +23,7 @@ from outrider.draft.dflash import DFlash
 from outrider.draft.dflash.layouts import exported
 from outrider.draft.dflash.network import Network
 from outrider.heads import sample
-from outrider.heads.sample import Outer
+from outrider.heads.sample import TargetWeights
 
 WIDE = torch.float64
 
@@ -95,7 +95,7 @@ def turned(x: Tensor, t: int) -> Tensor:
     return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()])
 
 
-def naive(case: Case, outer: Outer, taps: Tensor, anchor: int, count: int) -> Tensor:
+def naive(case: Case, outer: TargetWeights, taps: Tensor, anchor: int, count: int) -> Tensor:
     """Logits [count, Vd] of a block behind taps [T, 3 * hidden]: row by row, head by head."""
     w = {name.removeprefix("model."): tensor.to(WIDE) for name, tensor in case.tensors.items()}
     embedding, head = (
@@ -171,7 +171,7 @@ def close(got: Tensor, expected: Tensor) -> bool:
 
 def check(llm: LLM, case: Case, blocks: Sequence[Said]) -> None:
     """Each block against the naive one, on the states that the target has when it reads the text alone."""
-    outer, from_anchor = Outer.of(llm.engine.decoder), case.config.get("sample_from_anchor", False)
+    outer, from_anchor = TargetWeights.of(llm.engine.decoder), case.config.get("sample_from_anchor", False)
     for known, logits in blocks:
         states = sample.read(llm.engine.decoder, known[:-1], TAPS).states
         count = len(logits) + (not from_anchor)
@@ -263,7 +263,7 @@ def taught(toy: LLM, tmp_path_factory: pytest.TempPathFactory) -> str:
     torch.manual_seed(4)
     network, outer = (
         Network.like(toy.engine.target, layers=1, block=3, mask=MASK),
-        Outer.of(toy.engine.decoder),
+        TargetWeights.of(toy.engine.decoder),
     )
     teach(network, network.loss, samples(toy, network.shape.taps), outer, steps=160, rate=6e-3)
     return save_head(
@@ -314,7 +314,7 @@ def test_training_network_equals_the_drafter(markov: int, toy: LLM, tmp_path: Pa
     folder = save_head(
         tmp_path, *exported(network.config(), network.state_dict(), "speculators", "some/target")
     )
-    llm, outer = toy.variant({"model": folder}), Outer.of(toy.engine.decoder)
+    llm, outer = toy.variant({"model": folder}), TargetWeights.of(toy.engine.decoder)
     with overheard(llm.engine.drafter) as blocks:  # type: ignore[arg-type]
         llm.generate(
             {"prompt_token_ids": [5, 9, 77, 3]},

@@ -16,7 +16,7 @@ from outrider import LLM
 from outrider.checkpoints.heads import Head
 from outrider.draft import detect
 from outrider.draft.dflash import DFlash
-from outrider.draft.dflash.layouts import exported, named, read, spread
+from outrider.draft.dflash.layouts import BlockLayout, exported, spread, translate
 from outrider.draft.dflash.network import Network, Shape
 from outrider.errors import ConfigError, ModelError
 
@@ -66,13 +66,13 @@ def without(name: str) -> dict[str, Tensor]:
         (speculators(mask_token_id=V), tensors(), "mask_token_id is 512, of 512"),
         (speculators(mask_token_id=None), tensors(), "mask_token_id .* whole number"),
         (speculators(block_size="8"), tensors(), "block_size .* whole number"),
-        (speculators(block_size=1), tensors(), "guesses nothing"),
+        (speculators(block_size=1), tensors(), "drafts nothing"),
         (speculators({"layer_types": ["sliding_attention"] * 2}), tensors(), "sliding_window"),
         (speculators({"hidden_act": "gelu"}), tensors(), "silu"),
         (speculators({"head_dim": 7}), tensors(), "no heads of head_dim 7"),
     ],
 )
-def test_a_file_that_cannot_be_right_is_refused(
+def test_contradictory_files_are_refused(
     config: dict[str, Any], w: dict[str, Tensor], says: str, toy: LLM, tmp_path: Path
 ) -> None:
     with pytest.raises(ModelError, match=says):
@@ -102,9 +102,9 @@ def test_options_are_checked(toy: LLM) -> None:
         toy.variant({"method": "dflash"})
 
 
-def test_numbers_of_layers_are_read_as_the_file_means_them(toy: LLM, tmp_path: Path) -> None:
+def test_layer_numbers_follow_the_files_convention(toy: LLM, tmp_path: Path) -> None:
     def taps(config: dict[str, Any], offset: int | None = None) -> tuple[int, ...]:
-        return read(named(Head.of("head", config, tensors())), 8, offset).taps
+        return BlockLayout.of(translate(Head.of("head", config, tensors())), 8, offset).taps
 
     assert taps(speculators()) == taps(zlab()) == TAPS
     assert taps(speculators(), 1 - 1) == TAPS and taps(zlab(), 0) == (1, 3, 7)
@@ -134,7 +134,7 @@ def test_dspark_in_a_flat_config_samples_from_the_anchor(toy: LLM, tmp_path: Pat
         opened(toy, tmp_path, *dspark(markov_head_type="gated"))
 
 
-def test_more_tokens_than_the_block_has_are_not_guessed(toy: LLM, tmp_path: Path) -> None:
+def test_depth_is_bounded_by_the_block(toy: LLM, tmp_path: Path) -> None:
     drafter = opened(toy, tmp_path, zlab(), tensors())
     assert (drafter.size(0), drafter.size(3), drafter.size(50)) == (0, 3, BLOCK - 1)
     tree = DFlash(DFlash.Options(model=str(tmp_path / "head"), nodes=20), toy.engine.target)

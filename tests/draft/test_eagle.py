@@ -21,7 +21,8 @@ from outrider.draft.eagle import Eagle
 from outrider.draft.eagle.layouts import exported
 from outrider.draft.eagle.network import Network
 from outrider.errors import ConfigError, ModelError
-from outrider.heads.sample import Outer
+from outrider.heads.layer import Sizes
+from outrider.heads.sample import TargetWeights
 from outrider.heads.templates import EAGLE, paths
 
 HEADS, KV, D, INNER, EPS = 4, 2, 24, 96, 1e-5  # head_dim is not hidden / heads
@@ -165,7 +166,7 @@ def test_every_layout_is_the_same_network(
     folder = save_head(tmp_path, config, stored, file)
     assert detect(folder) == "eagle"
     ids, f = [5, 9, 400, 3, 77, 12, 8], torch.randn(7, HIDDEN)
-    outer = Outer.of(toy.engine.decoder)
+    outer = TargetWeights.of(toy.engine.decoder)
     out, logits = ours(toy, folder, ids, f)
     expected = naive(w, outer.embedding[ids], f)
     assert torch.allclose(out.double(), expected, atol=1e-4)
@@ -181,7 +182,7 @@ def test_norms_of_other_trainers(toy: LLM, tmp_path: Path) -> None:
         torch.rand(HIDDEN) + 0.5,
     )
     folder = save_head(tmp_path, {"model_type": "eagle", "model": CONFIG}, w)
-    ids, f, outer = [5, 9, 400], torch.randn(3, HIDDEN), Outer.of(toy.engine.decoder)
+    ids, f, outer = [5, 9, 400], torch.randn(3, HIDDEN), TargetWeights.of(toy.engine.decoder)
     out, logits = ours(toy, folder, ids, f)
     expected = naive(w, outer.embedding[ids], f)
     assert torch.allclose(out.double(), expected, atol=1e-4)
@@ -226,7 +227,7 @@ def test_a_head_of_all_tokens_is_cut_to_those_that_it_says(
 def test_the_published_bytes() -> None:
     """EAGLE-LLaMA3-Instruct-8B: 1.55 GB, so the embedding is in the file and the head is not; our names and shapes add up to it."""
     with torch.device("meta"):
-        network = Network(4096, 14336, 32, 8, 128, 128256, bias=False)
+        network = Network(Sizes(4096, 14336, 32, 8, 128), 128256, bias=False)
         total = sum(tensor.numel() for tensor in network.state_dict().values()) + 128256 * 4096
     assert round(2 * total / 1e9, 2) == 1.55
 
@@ -240,7 +241,7 @@ def test_the_published_static_tree() -> None:
 def taught(toy: LLM, tmp_path_factory: pytest.TempPathFactory) -> str:
     torch.manual_seed(1)
     network = Network.like(toy.engine.target).train()
-    data, outer = samples(toy, (FINAL,)), Outer.of(toy.engine.decoder)
+    data, outer = samples(toy, (FINAL,)), TargetWeights.of(toy.engine.decoder)
     teach(network, network.loss, data, outer, steps=250)
     folder = tmp_path_factory.mktemp("taught")
     return save_head(folder, *exported(network.config(), network.state_dict(), "reference"))
@@ -359,7 +360,9 @@ def test_what_sglang_reads(toy: LLM, tmp_path: Path, bias: bool) -> None:
     ids, f = [5, 9, 400], torch.randn(3, HIDDEN)
     with torch.no_grad():
         assert torch.allclose(
-            ours(toy, folder, ids, f)[0], network(Outer.of(toy.engine.decoder).embedding[ids], f), atol=1e-4
+            ours(toy, folder, ids, f)[0],
+            network(TargetWeights.of(toy.engine.decoder).embedding[ids], f),
+            atol=1e-4,
         )
 
 
@@ -385,4 +388,4 @@ def test_speculators_export_is_read_back(toy: LLM, tmp_path: Path) -> None:
     ids, f = [5, 9, 400], torch.randn(3, HIDDEN)
     out, _ = ours(toy, folder, ids, f)
     with torch.no_grad():
-        assert torch.allclose(out, network(Outer.of(toy.engine.decoder).embedding[ids], f), atol=1e-4)
+        assert torch.allclose(out, network(TargetWeights.of(toy.engine.decoder).embedding[ids], f), atol=1e-4)

@@ -20,7 +20,7 @@ from outrider.core.step_input import StepInput
 from outrider.draft.eagle3 import Eagle3
 from outrider.draft.eagle3.network import Network, Settings
 from outrider.heads import recurrent
-from outrider.heads.sample import Outer, read
+from outrider.heads.sample import TargetWeights, read
 
 TAPS = (2, LAYERS // 2, LAYERS - 3)
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -35,7 +35,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
 def head(target: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A head that learnt what the target says, about the 256 tokens that it says most."""
     llm = LLM(target, dtype="float32", speculative_config=None)
-    data, outer = samples(llm, TAPS), Outer.of(llm.engine.decoder)
+    data, outer = samples(llm, TAPS), TargetWeights.of(llm.engine.decoder)
     common = Counter(token for sample in data for token in sample.tokens[6:].tolist())
     drafted = tuple(sorted(token for token, _ in common.most_common(256)))
     torch.manual_seed(0)

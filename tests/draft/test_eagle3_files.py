@@ -16,7 +16,7 @@ from toys import HIDDEN, V, save_head, toy_target
 from outrider import LLM, ConfigError, ModelError, draft
 from outrider.checkpoints.heads import Head
 from outrider.draft.eagle3 import Eagle3
-from outrider.draft.eagle3.layouts import TAPS, exported, taps_of, understood
+from outrider.draft.eagle3.layouts import TAPS, exported, taps_of, translate
 from outrider.draft.eagle3.network import Network, Settings
 
 
@@ -81,7 +81,7 @@ LAYOUTS: dict[str, Callable[[Config, Tensors], tuple[Config, Tensors]]] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
-def test_every_layout(layout: str, file: str, llm: LLM, tmp_path: Path) -> None:
+def test_every_layout_computes_the_naive_logits(layout: str, file: str, llm: LLM, tmp_path: Path) -> None:
     config, tensors = official()
     if layout == "embedding":
         tensors["embed_tokens.weight"] = torch.randn(V, H)
@@ -93,7 +93,7 @@ def test_every_layout(layout: str, file: str, llm: LLM, tmp_path: Path) -> None:
     assert (net.pairs.embedding is not net.model.embedding) == (layout == "embedding")
 
 
-def test_aliased_storages_of_a_pickle(llm: LLM, tmp_path: Path) -> None:
+def test_aliased_storages_of_a_pickle_are_read(llm: LLM, tmp_path: Path) -> None:
     """Tensors that are views into one block, and two that share their storage, as torch.save keeps them."""
     config, tensors = official()
     block = torch.cat([t.flatten() for t in tensors.values() if t.is_floating_point()])
@@ -174,7 +174,7 @@ VARIANTS = (
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_every_variant(name: str, llm: LLM, tmp_path: Path) -> None:
+def test_every_variant_computes_the_naive_logits(name: str, llm: LLM, tmp_path: Path) -> None:
     config, tensors, *ours, how = variant(name)
     agree(llm, save_head(tmp_path, config, tensors), (ours[0], ours[1]), **how)
 
@@ -192,7 +192,7 @@ def test_a_head_narrower_than_the_target(llm: LLM, tmp_path: Path) -> None:
         packed(llm, save_head(tmp_path / "bare", *head), torch.zeros(PAIRS, 3 * HIDDEN))
 
 
-def test_without_an_lm_head_the_targets_own_speaks(llm: LLM, tmp_path: Path) -> None:
+def test_head_without_an_lm_head_uses_the_targets(llm: LLM, tmp_path: Path) -> None:
     config, tensors = official(draft_vocab_size=None)
     for name in ("lm_head.weight", "d2t", "t2d"):
         del tensors[name]
@@ -216,7 +216,7 @@ def test_no_fc_reads_the_last_state(llm: LLM, tmp_path: Path) -> None:
     assert agree(llm, save_head(tmp_path, config, tensors), (config, tensors), taps=1).taps == (-1,)
 
 
-def test_quantised_while_loading(llm: LLM, tmp_path: Path) -> None:
+def test_head_is_quantized_while_loading(llm: LLM, tmp_path: Path) -> None:
     config, tensors = official()
     folder, states = save_head(tmp_path, config, tensors), torch.randn(PAIRS, 3 * HIDDEN)
     (_, whole), (_, few) = packed(llm, folder, states), packed(llm, folder, states, quantization="int8")
@@ -248,8 +248,8 @@ SGLANG, SPEC = (
         ({}, 1, (0, 0, 1)),
     ],
 )
-def test_both_ways_to_count_layers(config: Config, layers: int, taps: tuple[int, ...]) -> None:
-    head = understood(Head.of("a head", config, {}))
+def test_both_conventions_of_layer_numbers(config: Config, layers: int, taps: tuple[int, ...]) -> None:
+    head = translate(Head.of("a head", config, {}))
     assert taps_of(head, layers) == taps
     assert taps_of(head, layers, given=[0, 1]) == (0, 1)
     if listed := head.config.get(TAPS):
@@ -258,7 +258,7 @@ def test_both_ways_to_count_layers(config: Config, layers: int, taps: tuple[int,
         ]
 
 
-def test_taps_that_the_user_gives(llm: LLM, tmp_path: Path) -> None:
+def test_taps_of_the_user_override_the_file(llm: LLM, tmp_path: Path) -> None:
     config, tensors = official(**{TAPS: [1, 3, 4]})
     folder, target = save_head(tmp_path, config, tensors), llm.engine.target
     assert Eagle3(Eagle3.Options(model=folder), target).needs.states == (1, 3, 4)
@@ -346,7 +346,7 @@ def test_options_that_are_refused(options: dict[str, Any], said: str) -> None:
 # ---- for other engines
 
 
-def test_export(llm: LLM, tmp_path: Path) -> None:
+def test_exports_are_read_back(llm: LLM, tmp_path: Path) -> None:
     """Both layouts have the names of the format and are read back as the same network."""
     layered = Settings(
         V,
@@ -395,7 +395,7 @@ def test_export(llm: LLM, tmp_path: Path) -> None:
     ]
 
 
-def test_what_cannot_be_exported() -> None:
+def test_unsupported_exports_are_refused() -> None:
     normed = Network.random(Settings(V, H, INNER, HEADS, KV, D, HIDDEN, (0, 4, 5), residual_normed=True))
     with pytest.raises(ConfigError, match="norm_before_residual"):
         exported(normed.config(), normed.state_dict(), "sglang")

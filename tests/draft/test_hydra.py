@@ -18,7 +18,7 @@ from outrider.core.tree import DraftTree
 from outrider.draft.hydra import Hydra
 from outrider.draft.hydra.network import Network
 from outrider.heads.ranks import ranks_of
-from outrider.heads.sample import Outer, read
+from outrider.heads.sample import TargetWeights, read
 from outrider.heads.templates import MEDUSA, paths
 
 
@@ -119,7 +119,7 @@ def test_quantized_heads_have_nearly_the_same_logits(toy: LLM, target: str, tmp_
     """int8: logits of the first head within a tenth of their spread."""
     w = tensors()
     llm = engine(target, save_head(tmp_path, CONFIG, w, "hydra_lm_head.pt"), quantization="int8")
-    heard, outer = overhear(llm), Outer.of(toy.engine.decoder)
+    heard, outer = overhear(llm), TargetWeights.of(toy.engine.decoder)
     llm.generate(prompts(1), SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
     tokens = next(tokens for tokens, path in heard if not path)
     f = read(toy.engine.decoder, tokens, (FINAL,)).states[FINAL][:-1]
@@ -181,7 +181,7 @@ def taught(request: pytest.FixtureRequest, toy: LLM, tmp_path_factory: pytest.Te
     torch.manual_seed(0)
     network, outer = (
         Network.like(toy.engine.target, request.param, heads=2, layers=1, dropout=0.0),
-        Outer.of(toy.engine.decoder),
+        TargetWeights.of(toy.engine.decoder),
     )
     network.start(outer)
     teach(network.train(), network.loss, samples(toy, (FINAL,), count=96), outer, steps=200, rate=1e-2)
@@ -220,7 +220,10 @@ def test_the_loss_is_the_teachers(toy: LLM) -> None:
     network = Network.like(toy.engine.target, heads=2, layers=2).eval()
     for parameter in network.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
-    sample, outer = read(toy.engine.decoder, [5, 9, 400, 3, 77, 12], (FINAL,)), Outer.of(toy.engine.decoder)
+    sample, outer = (
+        read(toy.engine.decoder, [5, 9, 400, 3, 77, 12], (FINAL,)),
+        TargetWeights.of(toy.engine.decoder),
+    )
     p = network.prefix_embeding_layer(sample.states[FINAL])
     total = 0.0
     for i in range(2):

@@ -32,6 +32,7 @@ from outrider import LLM, ConfigError, ModelError, SamplingParams
 from outrider.draft import detect
 from outrider.draft.hydra import Hydra
 from outrider.draft.hydra.network import Network
+from outrider.heads.layer import Sizes
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +79,7 @@ def test_every_layout_is_the_same_network(toy: LLM, target: str, tmp_path: Path,
 @pytest.mark.parametrize("arch", ["prefix-mlp", "mlp"])
 def test_the_published_names_and_bytes(arch: str) -> None:
     """Hydra's names; of a head for Vicuna 13B the bytes that its shapes give, on the meta device."""
-    prefix = {"intermediate_size": INNER, "num_attention_heads": Q, "num_key_value_heads": KV, "head_dim": D}
+    prefix = Sizes(HIDDEN, INNER, Q, KV, D)
     network = Network(HIDDEN, V, HEADS, BLOCKS, prefix if arch == "prefix-mlp" else None)
     unread = ("embed_tokens", "input_embed_fn", "rotary_emb")
     assert {name: tensor.shape for name, tensor in network.state_dict().items()} == {
@@ -88,7 +89,7 @@ def test_the_published_names_and_bytes(arch: str) -> None:
     }
     h, inner, v = 5120, 13824, 32000
     with torch.device("meta"):
-        wide = {"intermediate_size": inner, "num_attention_heads": 40, "num_key_value_heads": 40}
+        wide = Sizes(h, inner, 40, 40, h // 40)
         large = Network(h, v, HEADS, BLOCKS, wide if arch == "prefix-mlp" else None)
     mlps = sum(2 * (h * (i + 2) * h + h) + h * h + h for i in range(HEADS))  # a shared block counts once
     layer = 4 * h * h + 3 * h * inner + 3 * h
@@ -130,7 +131,7 @@ def test_a_missing_tensor_is_named(toy: LLM, tmp_path: Path, name: str) -> None:
     assert ".".join(name.split(".")[:2]) in refused(toy, tmp_path, CONFIG, w)
 
 
-def test_a_prefix_layer_that_is_missing_is_not_left_out(toy: LLM, tmp_path: Path) -> None:
+def test_missing_prefix_layer_is_refused(toy: LLM, tmp_path: Path) -> None:
     w = {name: tensor for name, tensor in tensors().items() if not name.startswith(AT)}
     assert "q_proj" in refused(toy, tmp_path, CONFIG, w)
 

@@ -34,7 +34,7 @@ from outrider.draft.medusa import Medusa
 from outrider.draft.medusa.layouts import exported
 from outrider.draft.medusa.network import Network
 from outrider.errors import ConfigError, ModelError
-from outrider.heads.sample import Outer
+from outrider.heads.sample import TargetWeights
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_every_layout_is_the_same_network(layout: str, toy: LLM, tmp_path: Path)
     drafter = drafter_of(toy, folder)
     assert drafter.depth == len(parts), "the tensors count the heads, whatever the config says"
     states = torch.randn(5, HIDDEN)
-    expected = naive(parts, states, Outer.of(toy.engine.decoder).lm_head)
+    expected = naive(parts, states, TargetWeights.of(toy.engine.decoder).lm_head)
     assert torch.allclose(drafter.heads(states, len(parts)).double(), expected, atol=1e-3)
     assert torch.allclose(drafter.heads(states[:1], 2).double(), expected[:1, :2], atol=1e-3)
 
@@ -232,7 +232,7 @@ def test_other_targets(checkpoint: Callable[..., Path]) -> None:
         parts = parts_of(2, own=False)
         drafter = Medusa(Medusa.Options(nodes=12), llm.engine.target, Head.of("two", {}, reference(parts)))
         states = torch.randn(3, HIDDEN)
-        expected = naive(parts, states, Outer.of(llm.engine.decoder).lm_head)
+        expected = naive(parts, states, TargetWeights.of(llm.engine.decoder).lm_head)
         if given.get("family") is None:  # Phi's head has a bias
             assert torch.allclose(drafter.heads(states, 2).double(), expected, atol=1e-3)
         twin = llm.variant(None)

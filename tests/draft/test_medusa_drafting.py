@@ -28,7 +28,7 @@ from outrider.draft.medusa.packed import Packed
 from outrider.draft.medusa.trees import grown
 from outrider.draft.union import Union
 from outrider.drafting.base import Drafter
-from outrider.heads.sample import Outer, Sample, read
+from outrider.heads.sample import Sample, TargetWeights, read
 from outrider.heads.templates import MEDUSA, paths
 
 
@@ -217,7 +217,7 @@ def test_the_loss_is_the_published_one(toy: LLM) -> None:
     torch.manual_seed(1)
     network = Network(HIDDEN, V, heads=3)
     tokens, states = torch.randint(V, (7,)), torch.randn(7, HIDDEN)
-    outer = Outer.of(toy.engine.decoder)
+    outer = TargetWeights.of(toy.engine.decoder)
     with torch.no_grad():
         loss = network.loss(Sample(tokens, {FINAL: states}, torch.empty(0)), outer)
         expected = 0.0
@@ -240,7 +240,10 @@ def taught(toy: LLM, tmp_path_factory: pytest.TempPathFactory) -> str:
     prompts = [{"prompt_token_ids": [rng.randrange(V) for _ in range(6)]} for _ in range(8)]
     params = [SamplingParams(temperature=0.7, max_tokens=48, ignore_eos=True, seed=i) for i in range(8)]
     said = [out.prompt_token_ids + list(out.outputs[0].token_ids) for out in toy.generate(prompts, params)]
-    data, outer = [read(toy.engine.decoder, text, (FINAL,)) for text in said], Outer.of(toy.engine.decoder)
+    data, outer = (
+        [read(toy.engine.decoder, text, (FINAL,)) for text in said],
+        TargetWeights.of(toy.engine.decoder),
+    )
     torch.manual_seed(0)
     network = Network.beside(outer, heads=2)
     teach(network, network.loss, data, outer, steps=200)

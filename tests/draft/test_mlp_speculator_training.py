@@ -18,7 +18,7 @@ from outrider.core.tree import ROOT
 from outrider.draft.mlp_speculator import MlpSpeculator
 from outrider.draft.mlp_speculator.layouts import exported
 from outrider.draft.mlp_speculator.network import Lstm, Network, Rnn, Speculator
-from outrider.heads.sample import Outer, Sample, read
+from outrider.heads.sample import Sample, TargetWeights, read
 from outrider.heads.trees import RankTree
 
 INNER = 64
@@ -45,8 +45,8 @@ def llm(target: str) -> LLM:
 
 
 @pytest.fixture(scope="module")
-def lessons(llm: LLM) -> tuple[list[Sample], Outer]:
-    return samples(llm, (FINAL,), count=400), Outer.of(llm.engine.decoder)
+def lessons(llm: LLM) -> tuple[list[Sample], TargetWeights]:
+    return samples(llm, (FINAL,), count=400), TargetWeights.of(llm.engine.decoder)
 
 
 def loaded(llm: LLM, config: dict[str, Any], tensors: dict[str, Tensor]) -> MlpSpeculator:
@@ -54,7 +54,7 @@ def loaded(llm: LLM, config: dict[str, Any], tensors: dict[str, Tensor]) -> MlpS
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_training_network_equals_the_drafter(name: str, llm: LLM) -> None:
+def test_trained_network_equals_the_drafter(name: str, llm: LLM) -> None:
     """`forward` says what the drafter says of the file that is saved, of every export, too."""
     torch.manual_seed(1)
     network = NETWORKS[name]()
@@ -131,8 +131,8 @@ def test_published_names() -> None:
     assert Rnn(8, 8, 10, layers=2).config()["inner_dim"] == "8.8"
 
 
-def test_exports_that_nobody_reads() -> None:
-    with pytest.raises(ConfigError, match="vLLM does not read the method 'sum_lstm'"):
+def test_unsupported_exports_are_refused() -> None:
+    with pytest.raises(ConfigError, match="vLLM does not support the method 'sum_lstm'"):
         exported(Lstm(8, 8, 10).config(), {}, "vllm")
     with pytest.raises(ConfigError, match=r"unknown layout 'vlm'\. Did you mean 'vllm'"):
         exported({}, {}, "vlm")
@@ -166,12 +166,12 @@ def test_sizes_of_published_files(
 
 
 @pytest.mark.parametrize(("name", "steps"), [("mlp", 300), ("lstm", 150)])
-def test_drafts_of_a_trained_network_are_accepted(
+def test_trained_speculator_is_accepted(
     name: str,
     steps: int,
     target: str,
     llm: LLM,
-    lessons: tuple[list[Sample], Outer],
+    lessons: tuple[list[Sample], TargetWeights],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -213,7 +213,7 @@ def states_are_of_the_last_computed_token(llm: LLM, speculation: dict[str, Any])
     assert not drafter.last_states
 
 
-def test_the_loss_is_that_of_every_step(lessons: tuple[list[Sample], Outer]) -> None:
+def test_loss_sums_the_cross_entropy_of_every_step(lessons: tuple[list[Sample], TargetWeights]) -> None:
     """Summed over the steps, each a mean over the same positions; by hand for one text."""
     network, sample, outer = NETWORKS["mlp, tied, scaled"](), lessons[0][0], lessons[1]
     tokens, total = sample.tokens.tolist(), 0.0

@@ -23,7 +23,8 @@ from outrider.draft.mtp import Mtp
 from outrider.draft.mtp.layouts import exported
 from outrider.draft.mtp.network import Network
 from outrider.errors import ModelError
-from outrider.heads.sample import Outer, read
+from outrider.heads.layer import Sizes
+from outrider.heads.sample import TargetWeights, read
 
 STEPS = 60  # of training
 
@@ -40,7 +41,7 @@ def test_every_layout_is_the_same_layer(toy: LLM, tmp_path: Path, kind: str, fil
     folder = save_head(tmp_path, *stored(w, kind), file)
     assert detect(folder) == "mtp"
     drafter = Mtp(Mtp.Options(model=folder), toy.engine.target)
-    ids, f, outer = [5, 9, 400, 3, 77, 12, 8], torch.randn(7, HIDDEN), Outer.of(toy.engine.decoder)
+    ids, f, outer = [5, 9, 400, 3, 77, 12, 8], torch.randn(7, HIDDEN), TargetWeights.of(toy.engine.decoder)
     step_input, pool = StepInput(), drafter.net.pool(64)
     step_input.chain(array("i", range(1, 40)), 0, ids)
     out = drafter.net.forward(step_input.build(), pool, drafter.net.from_states(f))
@@ -65,7 +66,7 @@ def told(toy: LLM, w: dict[str, Tensor], text: list[int], path: list[int]) -> Te
     """
     decoder, outer, layers = (
         toy.engine.decoder,
-        Outer.of(toy.engine.decoder),
+        TargetWeights.of(toy.engine.decoder),
         len({name.split(".")[1] for name in w}),
     )
     known = [*text, *path]
@@ -198,7 +199,9 @@ def taught(request: pytest.FixtureRequest, toy: LLM, tmp_path_factory: pytest.Te
     network = Network.like(
         toy.engine.target, **({"steps": 2} if alone else {"layers": 2, "prenorm": True})
     ).train()
-    teach(network, network.loss, samples(toy, network.taps), Outer.of(toy.engine.decoder), steps=STEPS)
+    teach(
+        network, network.loss, samples(toy, network.taps), TargetWeights.of(toy.engine.decoder), steps=STEPS
+    )
     exports = exported(network.config(), network.state_dict(), "deepseek" if alone else "mimo")
     return save_head(tmp_path_factory.mktemp("taught"), *exports)
 
@@ -239,7 +242,7 @@ def test_an_export_is_read_back(toy: LLM, tmp_path: Path, layout: str) -> None:
     step_input = StepInput()
     step_input.chain(array("i", range(1, 40)), 0, ids)
     with torch.no_grad():
-        again, normed = network(Outer.of(toy.engine.decoder).embedding[ids], f)
+        again, normed = network(TargetWeights.of(toy.engine.decoder).embedding[ids], f)
     o = drafter.net.forward(step_input.build(), drafter.net.pool(64), f)
     assert torch.allclose(drafter.net.from_output(o), again, atol=1e-4) and torch.allclose(
         drafter.net.layers[0].normed(o), normed, atol=1e-4
@@ -255,6 +258,6 @@ def test_an_export_for_other_states_is_refused(toy: LLM) -> None:
 def test_the_bytes_of_a_layer() -> None:
     """MiMo-7B's layer: an input projection, attention of 32 heads over 8, and a SwiGLU of 11008."""
     with torch.device("meta"):
-        network = Network(4096, 11008, 32, 8, 128, 151680, first=36)
+        network = Network(Sizes(4096, 11008, 32, 8, 128), 151680, first=36)
     total = sum(tensor.numel() for tensor in network.state_dict().values())
     assert total == 2 * 4096**2 + 2 * 4096**2 + 2 * 1024 * 4096 + 3 * 4096 * 11008 + 5 * 4096

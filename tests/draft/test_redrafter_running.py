@@ -18,7 +18,7 @@ from outrider.core.tree import ROOT
 from outrider.draft.redrafter import ReDrafter
 from outrider.draft.redrafter.beams import Beams
 from outrider.draft.redrafter.network import Network
-from outrider.heads.sample import Outer, read
+from outrider.heads.sample import TargetWeights, read
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def learned(llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> str:
     ]
     torch.manual_seed(0)
     net = Network(HIDDEN, V, layers=1)
-    assert teach(net, net.loss, data, Outer.of(llm.engine.decoder), steps=120) < 2.0
+    assert teach(net, net.loss, data, TargetWeights.of(llm.engine.decoder), steps=120) < 2.0
     return save_head(tmp_path_factory.mktemp("learned"), net.config(), dict(net.state_dict()))
 
 

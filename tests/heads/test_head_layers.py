@@ -1,4 +1,4 @@
-"""What a head computes in one call: the same bits as step by step."""
+"""Fused calls of heads: the same bits as step by step."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ def seeded() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bits", [None, 8])
 @pytest.mark.parametrize("count", [1, 3, 20])
-def test_pairs(kind: str, dtype: torch.dtype, bits: int | None, count: int) -> None:
+def test_pairs_equal_embedding_norms_and_concatenation(
+    kind: str, dtype: torch.dtype, bits: int | None, count: int
+) -> None:
     backend: Backend = backend_of(kind, dtype)
     table = torch.randn(V, 64)
     weight = backend.pack(table if bits is None else quantize(table, bits))
@@ -75,7 +77,7 @@ def test_pairs(kind: str, dtype: torch.dtype, bits: int | None, count: int) -> N
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("reads", ["its norm", "itself", "something wider"])
-def test_a_block_reads_what_it_is_given(kind: str, dtype: torch.dtype, reads: str) -> None:
+def test_block_attends_over_its_given_input(kind: str, dtype: torch.dtype, reads: str) -> None:
     backend, wide = backend_of(kind, dtype), 2 * H if reads == "something wider" else H
 
     def weight(outputs: int, inputs: int) -> Any:

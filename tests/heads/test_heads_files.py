@@ -46,7 +46,7 @@ def saved(folder: Path, tensors: dict[str, Tensor], file: str) -> Path:
 # ---- files
 
 
-def test_a_head_beside_a_model_is_the_head(tmp_path: Path) -> None:
+def test_head_beside_a_model_is_found(tmp_path: Path) -> None:
     saved(tmp_path, {"model.norm.weight": torch.ones(8)}, "model.safetensors")
     saved(tmp_path, {"0.0.linear.weight": torch.ones(8, 8)}, "medusa_lm_head.safetensors")
     assert set(Head.open(str(tmp_path))) == {"0.0.linear.weight"}
@@ -78,7 +78,7 @@ def test_a_pickle_that_holds_more_than_tensors_is_refused(tmp_path: Path) -> Non
             Head.open(str(tmp_path))
 
 
-def test_folders_without_tensors(tmp_path: Path) -> None:
+def test_folders_without_tensors_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     torch.save({}, tmp_path / "training_args.bin")
     with pytest.raises(ModelError, match="no weights"):
@@ -106,7 +106,7 @@ def test_the_reference_looks_for_names_in_order(tmp_path: Path) -> None:
     assert list(Head.open(str(tmp_path))) == ["safe"]
 
 
-def test_shards(tmp_path: Path) -> None:
+def test_sharded_files_are_read(tmp_path: Path) -> None:
     for i in (1, 2):
         saved(tmp_path, {f"t{i}": torch.full((2,), float(i))}, f"model-{i}.safetensors")
     index = tmp_path / "model.safetensors.index.json"
@@ -118,7 +118,7 @@ def test_shards(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
-def test_what_does_not_fit_is_named(tmp_path: Path, file: str) -> None:
+def test_tensor_of_another_shape_is_named(tmp_path: Path, file: str) -> None:
     saved(tmp_path, {"w": torch.ones(4, 2), "ids": torch.ones(4, dtype=torch.int64)}, file)
     head = Head.open(str(tmp_path)).renamed(lambda name: f"new.{name}")
     with pytest.raises(ModelError, match=r"its w is \(4, 2\), and \(2, 4\) is needed"):
@@ -130,7 +130,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path, file: str) -> None:
             ask("new.other")
 
 
-def test_names_change_and_aliases_stay_one(tmp_path: Path) -> None:
+def test_renamed_drops_tensors_and_keeps_first_alias(tmp_path: Path) -> None:
     """A shared module is saved under each of its names; of several the first counts, and None drops a tensor."""
     weight = torch.randn(4, 2)
     saved(
@@ -182,7 +182,7 @@ LAWS = st.builds(
     k=st.integers(1, 12),
     rows=st.integers(1, 4),
 )
-def test_picks_through_a_map_of_tokens(
+def test_chooser_maps_the_heads_vocabulary(
     distribution: DistributionParams, seed: int, mapped: bool, k: int, rows: int
 ) -> None:
     """The C kernels, the kernels in torch, and the definition: best of log p plus the noise of the *target's* token."""
@@ -224,7 +224,7 @@ def row_of(temperature: float, **given: Any) -> Row:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("mapped", [False, True])
-def test_a_head_with_the_targets_logits_says_the_targets_token(temperature: float, mapped: bool) -> None:
+def test_head_with_the_targets_logits_drafts_the_targets_token(temperature: float, mapped: bool) -> None:
     """Its best guess is what the sampler picks from the same logits, -inf where the head knows no token, at every path and for every
     processor; its law is the sampler's."""
     ids = torch.arange(0, V, 4, dtype=torch.int32)[:KNOWN] if mapped else None

@@ -74,7 +74,7 @@ def test_a_head_for_other_tokens_is_refused(method: str, toy: LLM, monkeypatch: 
         ({"model": {"vocab_size": V + 512}}, {}),
     ],
 )
-def test_where_the_number_of_tokens_stands(
+def test_vocabulary_size_is_found_in_config_or_tensors(
     config: dict[str, Any], tensors: dict[str, tuple[int, ...]]
 ) -> None:
     """Up to 511 more or fewer are padding."""
@@ -92,7 +92,7 @@ def test_where_the_number_of_tokens_stands(
             check_size(head, V + 1024)
 
 
-def test_what_says_nothing_of_tokens_fits() -> None:
+def test_head_without_a_vocabulary_size_fits() -> None:
     said = {"vocab_size": None, "model": "llama", "draft_vocab_size": 9, "vision_config": {"vocab_size": 7}}
     unread = {
         "prefix_embeding_layer.embed_tokens.weight": torch.zeros(4, 2),
@@ -105,7 +105,7 @@ def test_what_says_nothing_of_tokens_fits() -> None:
 # ---- files that guess nothing
 
 
-def test_what_speculators_calls_independent(toy: LLM, tmp_path: Path) -> None:
+def test_independent_speculators_model_is_refused(toy: LLM, tmp_path: Path) -> None:
     """A draft model with a note beside it; where the model itself is not there, the note says so."""
     note = {
         "speculators_model_type": "independent",
@@ -130,7 +130,7 @@ def test_what_speculators_calls_independent(toy: LLM, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("blocks", [1, 3])
-def test_a_head_that_judges_guesses(blocks: int, tmp_path: Path) -> None:
+def test_specdecpp_classifier_is_refused(blocks: int, tmp_path: Path) -> None:
     """SpecDec++'s."""
     stored = {
         f"model.{i}.linear.{kind}": torch.zeros((4, 4) if kind == "weight" else (4,))
@@ -147,7 +147,7 @@ def test_a_head_that_judges_guesses(blocks: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("method", HEADS)
-def test_weights_of_eight_bits_are_no_numbers_by_themselves(
+def test_int8_and_fp8_weights_without_scales_are_refused(
     method: str, kind: torch.dtype, toy: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their scales stand elsewhere."""
@@ -175,7 +175,7 @@ def test_a_quantised_head_is_refused_by_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("method", HEADS)
-def test_a_file_is_checked_as_it_is_opened(
+def test_file_is_checked_when_opened(
     method: str, toy: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = save_head(tmp_path, {}, {"fc.weight": torch.zeros(2, 4), "fc.weight_scale": torch.zeros(2)})
@@ -184,7 +184,7 @@ def test_a_file_is_checked_as_it_is_opened(
         kind(kind.Options(model=folder), toy.engine.target)
 
 
-def test_what_else_is_in_a_file_of_a_target_may_be_quantised() -> None:
+def test_quantized_target_around_a_head_is_accepted() -> None:
     names = [
         "model.norm.weight",
         "model.layers.0.mlp.up_proj.qweight",
@@ -198,7 +198,7 @@ def test_what_else_is_in_a_file_of_a_target_may_be_quantised() -> None:
 
 
 @pytest.mark.parametrize("method", ["medusa", "hydra", "dflash"])
-def test_only_chosen_trees_update_the_accuracy(method: str, toy: LLM) -> None:
+def test_only_ranked_trees_update_acceptance_by_rank(method: str, toy: LLM) -> None:
     """The first of several draws is no better than the last."""
     target = toy.engine.target
     drafter = draft.method(method).example(target)
@@ -227,7 +227,7 @@ def test_only_chosen_trees_update_the_accuracy(method: str, toy: LLM) -> None:
 
 
 @pytest.mark.parametrize("method", [*HEADS, draft.PLAIN_MODEL])
-def test_one_device_runs_the_draft(method: str) -> None:
+def test_draft_tensor_parallel_size_above_one_is_refused(method: str) -> None:
     """As in vLLM's documentation."""
     config = {
         "method": method,

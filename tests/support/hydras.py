@@ -13,7 +13,7 @@ from toys import HIDDEN, V, toy_target
 
 from outrider import LLM
 from outrider.core.step import FINAL
-from outrider.heads.sample import Outer, read
+from outrider.heads.sample import TargetWeights, read
 
 HEADS, BLOCKS, Q, KV, D, INNER, EPS, THETA = (
     4,
@@ -167,7 +167,7 @@ def overhear(llm: LLM) -> Heard:
 
 def judged(toy: LLM, w: dict[str, Tensor], heard: Heard, most: int = 24, state: int = FINAL) -> None:
     """What was said is what the naive forward says, over states that the target computes anew."""
-    model, outer = toy.engine.decoder, Outer.of(toy.engine.decoder)
+    model, outer = toy.engine.decoder, TargetWeights.of(toy.engine.decoder)
     keys = sorted(heard, key=lambda key: (len(key[1]), key))
     for tokens, path in keys[:: max(1, len(keys) // most)]:
         f = read(model, tokens, (state,)).states[state][:-1]

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from outrider import LLM, SamplingParams
-from outrider.heads.sample import Outer, Sample, read
+from outrider.heads.sample import Sample, TargetWeights, read
 from outrider.models.base import Model
 
 V, HIDDEN, LAYERS = 512, 64, 8  # large enough for three different taps
@@ -55,9 +55,9 @@ def samples(llm: LLM, wanted: Sequence[int], **given: Any) -> list[Sample]:
 
 def teach(
     network: nn.Module,
-    loss: Callable[[Sample, Outer], Tensor],
+    loss: Callable[[Sample, TargetWeights], Tensor],
     data: Sequence[Sample],
-    outer: Outer,
+    outer: TargetWeights,
     steps: int = 300,
     rate: float = 3e-3,
 ) -> float:

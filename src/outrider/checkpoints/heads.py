@@ -1,4 +1,7 @@
-"""The files of a trained head: a folder or hub id with tensors and, as a rule, a config that must not be trusted where shapes can tell."""
+"""Files of trained heads: a folder or hub id with tensors and, as a rule, a config.
+
+Where shapes and config disagree, shapes count.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,13 @@ from outrider.core.quantized import QuantizedWeight
 from outrider.errors import ModelError
 
 BUILTIN = Path(__file__).parent.parent / "builtin" / "heads"
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # in others a scale is needed, too
-# Those whose name says what they are come first: a model may lie beside them.
-STEMS = (
-    "medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.safetensors", "hydra_lm_head.pt", "model.safetensors",
-    "pytorch_model.bin", "consolidated.safetensors", "model.pt", "pytorch_model.pt",
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # other types need a scale
+# Names of heads come first: a model may lie beside them.
+FILE_NAMES = (
+    "medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.safetensors", "hydra_lm_head.pt",
+    "model.safetensors", "pytorch_model.bin", "consolidated.safetensors", "model.pt", "pytorch_model.pt",
 )  # fmt: skip
+SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 
 
 class Tensors(Protocol):
@@ -35,11 +39,11 @@ class Tensors(Protocol):
     def shape(self, name: str) -> tuple[int, ...]: ...
     def raw(self, name: str) -> Tensor: ...
     def weight(self, name: str) -> Tensor | QuantizedWeight:
-        """The same; in few bits if it is stored so."""
+        """As `raw`, or the quantized weight if it is stored so."""
 
 
-class Held:
-    """Tensors in memory."""
+class TensorsInMemory:
+    """Tensors that are already loaded."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.tensors = tensors
@@ -60,51 +64,58 @@ class Held:
         return self.tensors[name]
 
 
-class Packed:
-    """The tensors of a compressed-tensors file; a layer in few bits has one tensor, its weight."""
+class PackedTensors:
+    """The tensors of a compressed-tensors file.  A quantized layer appears as one tensor, its weight.
+
+    layer_of: name of such a weight -> name of its layer.
+    """
 
     def __init__(self, tensors: Weights, scheme: Scheme) -> None:
         self.tensors, self.layers = tensors, PackedWeights(tensors, scheme)
         words = f".{self.layers.layout.words}"
-        few = [name.removesuffix(words) for name in tensors if name.endswith(words)]
-        self.few = {f"{layer}.weight": layer for layer in few}
-        self.names = [*self.few, *(name for name in tensors if not self.layers.belongs(name))]
+        packed = [name.removesuffix(words) for name in tensors if name.endswith(words)]
+        self.layer_of = {f"{layer}.weight": layer for layer in packed}
+        self.names = [*self.layer_of, *(name for name in tensors if not self.layers.belongs(name))]
 
     def __contains__(self, name: str) -> bool:
-        return name in self.few or (name in self.tensors and not self.layers.belongs(name))
+        return name in self.layer_of or (name in self.tensors and not self.layers.belongs(name))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self.layers.shape(self.few[name]) if name in self.few else self.tensors.shape(name)
+        layer = self.layer_of.get(name)
+        return self.tensors.shape(name) if layer is None else self.layers.shape(layer)
 
     def raw(self, name: str) -> Tensor:
         weight = self.weight(name)
         return weight.dense() if isinstance(weight, QuantizedWeight) else weight
 
     def weight(self, name: str) -> Tensor | QuantizedWeight:
-        if name not in self.few:
-            return self.tensors.raw(name)
-        return self.layers.linear(self.few[name], *self.layers.shape(self.few[name]))
+        layer = self.layer_of.get(name)
+        return (
+            self.tensors.raw(name) if layer is None else self.layers.linear(layer, *self.layers.shape(layer))
+        )
 
 
-def opened(folder: Path, config: Mapping[str, Any]) -> Weights | Packed:
-    """The tensors of a folder.  A form of quantisation that cannot be read is left to the method's `check`, which refuses it by name if
-    the head's own tensors have it."""
-    weights = Weights(folder, stems(folder))
-    given = config.get("quantization_config")
-    if not isinstance(given, dict) or given.get("quant_method") != "compressed-tensors":
+def open_tensors(folder: Path, config: Mapping[str, Any]) -> Weights | PackedTensors:
+    """The tensors of a folder.
+
+    Unsupported quantization is not an error here: the method's `check` refuses it by name.
+    """
+    weights = Weights(folder, file_names(folder))
+    quantization = config.get("quantization_config")
+    if not isinstance(quantization, dict) or quantization.get("quant_method") != "compressed-tensors":
         return weights
     try:
-        return Packed(weights, Scheme.read(given))
+        return PackedTensors(weights, Scheme.read(quantization))
     except ModelError:
         return weights
 
 
 @dataclass(frozen=True)
 class Head:
-    """config: what config.json says, {} without one.  stored: our name of a tensor -> the file's."""
+    """A head's file.  config: of config.json, {} without one.  stored: our name of a tensor -> the file's."""
 
     name: str
     config: Mapping[str, Any]
@@ -113,23 +124,26 @@ class Head:
 
     @staticmethod
     def open(name: str, revision: str | None = None) -> Head:
-        """Raises ModelError where there is no such folder, or nothing in it that holds tensors."""
+        """Raises ModelError without such a folder, or without a file of tensors in it."""
         folder = folder_of(name, revision)
         path = folder / "config.json"
         config = read_json(path, HEAD) if path.is_file() else {}
-        return Head.of(name, config, opened(folder, config))
+        return Head.of(name, config, open_tensors(folder, config))
 
     @staticmethod
     def of(name: str, config: Mapping[str, Any], tensors: Tensors | Mapping[str, Tensor]) -> Head:
         check(config, HEAD, f"config of {name!r}")
-        kept = Held(tensors) if isinstance(tensors, Mapping) else tensors
-        return Head(name, config, kept, {one: one for one in kept})
+        source = TensorsInMemory(tensors) if isinstance(tensors, Mapping) else tensors
+        return Head(name, config, source, {stored: stored for stored in source})
 
-    def renamed(self, change: Callable[[str], str | None]) -> Head:
-        """Under other names; None drops a tensor.  Of several with one name the first stays: aliases of a shared module."""
+    def renamed(self, rename: Callable[[str], str | None]) -> Head:
+        """The head under other names.
+
+        None drops a tensor.  Of several tensors with one name the first stays: aliases are shared.
+        """
         stored: dict[str, str] = {}
         for name, own in self.stored.items():
-            if (new := change(name)) is not None:
+            if (new := rename(name)) is not None:
                 stored.setdefault(new, own)
         return replace(self, stored=stored)
 
@@ -140,44 +154,45 @@ class Head:
         return iter(self.stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Raises ModelError naming what is missing."""
+        """Raises ModelError naming a missing tensor."""
         return self.tensors.shape(self._stored(name))
 
     def raw(self, name: str) -> Tensor:
         return self.tensors.raw(self._stored(name))
 
     def get(self, name: str, *shape: int) -> Tensor:
-        """A tensor of this shape.  Raises ModelError naming what is missing, no plain number, or of another shape, which is what a head
-        for another target looks like."""
-        self._fits(name, shape)
-        return self._checked(name, self.raw(name))
+        """A tensor of this shape.  Raises ModelError naming a tensor that is missing, not floating point, or of another shape.
+
+        Another shape means a head for another target.
+        """
+        self._check_shape(name, shape)
+        return self._as_float(name, self.raw(name))
 
     def weight(self, name: str, outputs: int, inputs: int) -> Tensor | QuantizedWeight:
-        """The weight of a linear or an embedding; in few bits if the file has it so.  Raises as `get` does."""
+        """The weight of a linear or an embedding, quantized if the file has it so.  Raises as `get` does."""
         full = f"{name}.weight"
-        self._fits(full, (outputs, inputs))
-        found = self.tensors.weight(self._stored(full))
-        return found if isinstance(found, QuantizedWeight) else self._checked(full, found)
+        self._check_shape(full, (outputs, inputs))
+        weight = self.tensors.weight(self._stored(full))
+        return weight if isinstance(weight, QuantizedWeight) else self._as_float(full, weight)
 
-    def _fits(self, name: str, shape: tuple[int, ...]) -> None:
+    def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
         if (found := self.shape(name)) != shape:
             raise ModelError(
                 f"{self.name!r} does not fit the target: its {self._stored(name)} is {found}, and {shape} is needed."
             )
 
-    def _checked(self, name: str, tensor: Tensor) -> Tensor:
+    def _as_float(self, name: str, tensor: Tensor) -> Tensor:
         if tensor.dtype not in FLOATS:
-            kinds = "float16, bfloat16, float32 and float64"
             raise ModelError(
-                f"{self._stored(name)} of {self.name!r} is {tensor.dtype}; only {kinds} are supported."
+                f"{self._stored(name)} of {self.name!r} is {tensor.dtype}; only float16, bfloat16, float32 and "
+                "float64 are supported."
             )
         return tensor.detach()
 
     def _stored(self, name: str) -> str:
         if name not in self.stored:
-            raise ModelError(
-                f"{self.name!r} has no tensor {name!r}; it has {len(self.stored)}: {', '.join(sorted(self.stored)[:6])} …"
-            )
+            some = ", ".join(sorted(self.stored)[:6])
+            raise ModelError(f"{self.name!r} has no tensor {name!r}; it has {len(self.stored)}: {some} …")
         return self.stored[name]
 
 
@@ -187,7 +202,7 @@ def builtin() -> dict[str, Path]:
 
 
 def folder_of(name: str, revision: str | None = None) -> Path:
-    """Raises ModelError where there is none, or the hub does not give it."""
+    """The folder of a head, downloaded if `name` is a hub id.  Raises ModelError if there is none."""
     folder = builtin().get(name) or Path(name).expanduser()
     if folder.is_dir():
         return folder
@@ -197,16 +212,12 @@ def folder_of(name: str, revision: str | None = None) -> Path:
     return download(name, revision, ["*.pt"])
 
 
-def stems(folder: Path) -> list[str]:
-    """What `Weights` should look for: the usual names, then whatever else holds tensors."""
-    others = sorted(
-        p.name
-        for p in folder.iterdir()
-        if p.suffix in (".safetensors", ".pt", ".pth", ".bin") and not left_over(p.name)
-    )
-    return [*STEMS, *others]
+def file_names(folder: Path) -> list[str]:
+    """Names of files that may hold tensors: the usual ones, then all others, without what trainers leave
+    behind."""
+    others = [path.name for path in folder.iterdir() if path.suffix in SUFFIXES]
+    return [*FILE_NAMES, *sorted(name for name in others if not _left_by_trainer(name))]
 
 
-def left_over(name: str) -> bool:
-    """Whether a file is one that trainers leave beside what they have trained."""
+def _left_by_trainer(name: str) -> bool:
     return any(fnmatch(name, pattern) for pattern in TRAINING)

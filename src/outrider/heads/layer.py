@@ -1,5 +1,4 @@
-"""What heads with a transformer block are made of, on the target's kernels: pairs of a token and a state, and the block itself, whose
-attention may read something wider than the residual stream."""
+"""Transformer blocks of heads on the target's kernels, and the pairs of a token and a state that they read."""
 
 from __future__ import annotations
 
@@ -24,23 +23,21 @@ from outrider.models.decoder import rotations
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a block, by its tensors; the config only says what these cannot."""
+    """Sizes of a block, from its tensors; the config gives what these cannot."""
 
     hidden: int
     inner: int
     heads: int
     kv_heads: int
     head_dim: int
-    eps: float
+    eps: float = 1e-6
 
     @staticmethod
     def of(head: Head, at: str, hidden: int) -> Sizes:
-        """at: what the names of the block begin with, such as "layers.0".  Raises ModelError where the heads do not divide."""
-        config, q, kv = (
-            head.config,
-            head.shape(f"{at}.self_attn.q_proj.weight")[0],
-            head.shape(f"{at}.self_attn.k_proj.weight")[0],
-        )
+        """at: prefix of the block's names, such as "layers.0".  Raises ModelError if the heads do not divide."""
+        config = head.config
+        q = head.shape(f"{at}.self_attn.q_proj.weight")[0]
+        kv = head.shape(f"{at}.self_attn.k_proj.weight")[0]
         heads = config.get("num_attention_heads")
         width = config.get("head_dim") or (q // heads if heads else 0)
         if not width or not kv or q % width or kv % width or (q // width) % (kv // width):
@@ -53,45 +50,40 @@ class Sizes:
         return Sizes(hidden, inner, q // width, kv // width, width, float(config.get("rms_norm_eps") or 1e-6))
 
     def pool(self, layers: int, slots: int, model: Model) -> Pool:
-        return Pool(
-            layers,
-            self.kv_heads,
-            self.head_dim,
-            slots,
-            kv_dtype(model.kv_cache_dtype, model.dtype),
-            model.backend.device,
-        )
+        dtype = kv_dtype(model.kv_cache_dtype, model.dtype)
+        return Pool(layers, self.kv_heads, self.head_dim, slots, dtype, model.backend.device)
 
     def slot_bytes(self, layers: int, model: Model) -> int:
-        return Pool.bytes_per_slot(
-            layers, self.kv_heads, self.head_dim, kv_dtype(model.kv_cache_dtype, model.dtype)
-        )
+        dtype = kv_dtype(model.kv_cache_dtype, model.dtype)
+        return Pool.bytes_per_slot(layers, self.kv_heads, self.head_dim, dtype)
 
 
-def turn_of(config: Mapping[str, Any], sizes: Sizes, positions: int) -> Tensor:
-    """cos and sin as `rope_store` wants them, [positions, head_dim].  A head has its own theta: 10000 unless its config says another."""
+def rotary_table(config: Mapping[str, Any], sizes: Sizes, positions: int) -> Tensor:
+    """cos and sin for `rope_store`, [positions, head_dim].  theta is the head's own, 10000 by default."""
     from transformers import LlamaConfig
 
-    known = {
-        key: config[key]
-        for key in ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
-        if config.get(key)
-    }
+    keys = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
+    rope = {key: config[key] for key in keys if config.get(key)}
     try:
-        made = LlamaConfig(
-            hidden_size=sizes.heads * sizes.head_dim, num_attention_heads=sizes.heads, num_key_value_heads=sizes.kv_heads,
-            head_dim=sizes.head_dim, **known,
-        )  # fmt: skip
+        llama = LlamaConfig(
+            hidden_size=sizes.heads * sizes.head_dim,
+            num_attention_heads=sizes.heads,
+            num_key_value_heads=sizes.kv_heads,
+            head_dim=sizes.head_dim,
+            **rope,
+        )
     except Exception as error:  # transformers validates, and raises errors of several kinds
         raise ModelError(
-            f"the rope of a head ({', '.join(known)}) cannot be computed: {first_line(error)}"
+            f"the rope of a head ({', '.join(rope)}) cannot be computed: {first_line(error)}"
         ) from error
-    return rotations(made, positions, 32)
+    return rotations(llama, positions, 32)
 
 
 class Block:
-    """x += o(attend(qkv(u)));  x += down(silu(gate) * up)(norm(x)).  u is norm_in(x), x itself where it has no norm_in, or something
-    wider that it is given.  window: of its attention, in tokens, 0 for all."""
+    """x += o(attend(qkv(u)));  x += down(silu(gate) * up)(norm(x)).
+
+    u is norm_in(x), or x itself without norm_in, or a wider input that the caller gives.
+    """
 
     def __init__(
         self,
@@ -103,48 +95,44 @@ class Block:
         window: int = 0,
         norm_in: Tensor | None = None,
     ) -> None:
-        """inputs: width of u.  Raises ModelError for a config whose layers have another activation."""
+        """inputs: width of u.  turn: a `rotary_table`.  window: of attention, in tokens, 0 for all.
+
+        Raises ModelError for a config with another activation.
+        """
         act = reader.head.config.get("hidden_act") or reader.head.config.get("hidden_activation") or "silu"
         if act not in ("silu", "swish"):
             raise ModelError(
                 f"{reader.head.name!r} has hidden_act {act!r}; the layers of heads are supported with 'silu' only."
             )
         self.backend: Backend = reader.backend
-        self.heads, self.kv_heads, self.head_dim, self.eps = (
-            sizes.heads,
-            sizes.kv_heads,
-            sizes.head_dim,
-            sizes.eps,
-        )
+        self.heads, self.kv_heads, self.head_dim = sizes.heads, sizes.kv_heads, sizes.head_dim
+        self.hidden, self.inner, self.eps, self.norm_in = sizes.hidden, sizes.inner, sizes.eps, norm_in
         self.turn, self.window = turn.to(self.backend.device), window
         q, kv = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
         normed = f"{at}.self_attn.q_norm.weight" in reader.head
         self.q_norm = reader.vector(f"{at}.self_attn.q_norm.weight", sizes.head_dim) if normed else None
         self.k_norm = reader.vector(f"{at}.self_attn.k_norm.weight", sizes.head_dim) if normed else None
-        self.qkv = reader.fused(
-            [(f"{at}.self_attn.{name}_proj", size) for name, size in (("q", q), ("k", kv), ("v", kv))], inputs
-        )
+        projections = [(f"{at}.self_attn.{name}_proj", size) for name, size in zip("qkv", (q, kv, kv))]
+        self.qkv = reader.fused(projections, inputs)
         self.o = reader.linear(f"{at}.self_attn.o_proj", sizes.hidden, q)
         self.norm_post = reader.vector(f"{at}.post_attention_layernorm.weight", sizes.hidden)
-        self.gate_up = reader.fused(
-            [(f"{at}.mlp.{name}_proj", sizes.inner) for name in ("gate", "up")], sizes.hidden
-        )
+        gate_up = [(f"{at}.mlp.{name}_proj", sizes.inner) for name in ("gate", "up")]
+        self.gate_up = reader.fused(gate_up, sizes.hidden)
         self.down = reader.linear(f"{at}.mlp.down_proj", sizes.hidden, sizes.inner)
-        self.hidden, self.inner, self.norm_in = sizes.hidden, sizes.inner, norm_in
-        layer: Any = self  # as `pack_layers` takes one
+        layer: Any = self  # has the attributes of a model's layer
         self.stack = self.backend.pack_layers(layer, [layer], self.turn)
 
     def __call__(
         self, x: Tensor, step_input: StepInput, pool: Pool, at: int = 0, u: Tensor | None = None
     ) -> Tensor:
-        """x [n, hidden] (which it changes and returns) for the rows of the plan, u [n, inputs]; K/V goes to layer `at`."""
-        return self.backend.run_layers(
-            self.stack, x, step_input, pool, u=x if u is None and self.norm_in is None else u, layer=at
-        )
+        """The block's output, in place of x [n, hidden]; u [n, inputs].  K/V goes to layer `at` of the pool."""
+        if u is None and self.norm_in is None:
+            u = x
+        return self.backend.run_layers(self.stack, x, step_input, pool, u=u, layer=at)
 
 
 class Pairs:
-    """[norm(e(token)); norm(state)], what a head that recurs begins with; a norm that is None is none."""
+    """[norm(e(token)); norm(state)], the input of recurrent heads.  A norm of None is the identity."""
 
     def __init__(
         self,
@@ -155,20 +143,13 @@ class Pairs:
         embedding: Weight | None = None,
     ) -> None:
         """embedding: the head's own; the target's unless given."""
-        self.model, self.backend, self.embedding = (
-            model,
-            model.backend,
-            model.embedding if embedding is None else embedding,
-        )
+        self.model, self.backend = model, model.backend
+        self.embedding = model.embedding if embedding is None else embedding
         self.norms = norm_token, norm_state, eps
 
     def __call__(self, step_input: StepInput, g: Tensor) -> Tensor:
-        """[n, 2h] of the plan's tokens and the states g [n, h]."""
+        """[n, 2h] of the step's tokens and the states g [n, h]."""
         if self.embedding is None:
-            return beside(
-                self.backend,
-                self.model.embed(step_input.input_ids).to(g.dtype),
-                g,
-                *self.norms,
-            )
+            embedded = self.model.embed(step_input.input_ids).to(g.dtype)
+            return beside(self.backend, embedded, g, *self.norms)
         return self.backend.pair(self.embedding, step_input, g, *self.norms)

@@ -17,7 +17,7 @@ from outrider.core.quantized import QuantizedWeight, join
 
 @dataclass(frozen=True)
 class Reader:
-    """Packs the weights of a head for the target's kernels; bits: in so many, unless as they are."""
+    """Packs the weights of a head for the target's kernels.  bits: quantized to 8 or 4, None to keep them."""
 
     head: Head
     backend: Backend
@@ -32,11 +32,11 @@ class Reader:
 
     @property
     def outer(self) -> Reader:
-        """For embeddings and lm heads, which keep 8 bits where the others get fewer: they decide the tokens."""
+        """The reader for embeddings and lm_heads, which get at least 8 bits: they decide the tokens."""
         return replace(self, bits=self.bits and 8)
 
     def fused(self, parts: Sequence[tuple[str, int]], inputs: int) -> Any:
-        """Several linears (name, outputs) of one input, their outputs side by side."""
+        """Several linears (name, outputs) of one input as one, their outputs side by side."""
         weights = [reduced(self.head.weight(name, outputs, inputs), self.bits) for name, outputs in parts]
         biases = [
             self.head.get(f"{name}.bias", outputs).float()
@@ -48,7 +48,7 @@ class Reader:
         return self.backend.pack(join(weights, torch.float32), torch.cat(biases) if biased else None)
 
     def some(self, name: str, ids: Tensor, inputs: int) -> Any:
-        """An lm head that knows the tokens `ids`; of a file that holds a row for each of the target's, these."""
+        """An lm_head for the tokens `ids`.  A file with a row for every token of the target is cut to these."""
         stored, outer = self.head.shape(f"{name}.weight")[0], self.outer
         if stored == len(ids) or stored <= int(ids.max()):
             return outer.linear(name, len(ids), inputs)

@@ -1,4 +1,4 @@
-"""What a head learns from: texts as the target reads them."""
+"""Training samples of heads: texts with the states and logits of the target."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ from torch import Tensor
 from outrider.core.step_input import StepInput
 from outrider.models.base import Model
 
-PIECE = 256  # tokens that go through the target at once
+CHUNK = 256  # tokens in one forward
 
 
 @dataclass(frozen=True)
 class Sample:
-    """tokens int64 [T]; states: FINAL or layer -> float32 [T, hidden], as `Needs.states` names them; logits float32 [T, V] of the target,
-    logits[t] for the token after tokens[t]."""
+    """One text of T tokens.
+
+    tokens: int64 [T].
+    states: FINAL or a layer -> float32 [T, hidden], as `Needs.states` names them.
+    logits: float32 [T, V] of the target; logits[t] are for the token after tokens[t].
+    """
 
     tokens: Tensor
     states: dict[int, Tensor]
@@ -26,32 +30,32 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Outer:
-    """The target's embedding and head, which heads read and do not change: float32 [V, hidden] each."""
+class TargetWeights:
+    """The target's embedding and lm_head, float32 [V, hidden] each.  Heads read them and do not train them."""
 
     embedding: Tensor
     lm_head: Tensor
 
     @staticmethod
-    def of(model: Model) -> Outer:
-        """Raises nothing for a head with a bias or a cap, which is not a matrix: what it says of the unit vectors is taken."""
+    def of(model: Model) -> TargetWeights:
+        """An lm_head with a bias or a soft cap is replaced by its logits of the unit vectors."""
         hidden = model.spec.hidden
-        said = model.head_logits(torch.eye(hidden, dtype=model.backend.activations, device=model.device))
-        return Outer(model.embed(range(model.spec.vocabulary)).float(), said.T.contiguous())
+        unit_vectors = torch.eye(hidden, dtype=model.backend.activations, device=model.device)
+        lm_head = model.head_logits(unit_vectors).T.contiguous()
+        return TargetWeights(model.embed(range(model.spec.vocabulary)).float(), lm_head)
 
 
 def read(model: Model, tokens: Sequence[int], wanted: Sequence[int]) -> Sample:
-    """One text through the target, piece by piece; `wanted` as in `Needs.states`."""
+    """The sample of one text.  wanted: the states, as in `Needs.states`."""
     pool, table = model.pool(len(tokens)), array("i", range(len(tokens)))
-    kept: dict[int, list[Tensor]] = {which: [] for which in wanted}
+    states: dict[int, list[Tensor]] = {which: [] for which in wanted}
     logits = []
-    for first in range(0, len(tokens), PIECE):
+    for first in range(0, len(tokens), CHUNK):
         step_input, found = StepInput(), dict.fromkeys(wanted, torch.empty(0))
-        step_input.chain(table, first, tokens[first : first + PIECE])
+        step_input.chain(table, first, tokens[first : first + CHUNK])
         step_input.logits_rows = [*range(step_input.length)]
-        logits.append(model.forward_step(step_input.build(), pool, found).clone())
+        logits.append(model.forward_step(step_input.build(), pool, found).clone())  # the buffer is reused
         for which in wanted:
-            kept[which].append(found[which].float())
-    return Sample(
-        torch.tensor(tokens), {which: torch.cat(parts) for which, parts in kept.items()}, torch.cat(logits)
-    )
+            states[which].append(found[which].float())
+    joined = {which: torch.cat(parts) for which, parts in states.items()}
+    return Sample(torch.tensor(tokens), joined, torch.cat(logits))

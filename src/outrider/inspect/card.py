@@ -1,4 +1,4 @@
-"""What a checkpoint is, what will run it and how much memory that takes, from its config and the headers of its tensors.
+"""Models for `outrider models`: architecture, backend and memory, from configs and headers of tensors.
 
 No weights are loaded.
 """
@@ -29,15 +29,16 @@ from outrider.errors import ModelError
 from outrider.models.load import needs_fallback
 from outrider.models.placement import pick_device, pick_dtype
 
-NAMES = {  # what safetensors calls them
-    "F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64", "I64": "int64", "I32": "int32", "BOOL": "bool",
+NAMES = {  # safetensors -> torch
+    "F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64", "I64": "int64", "I32": "int32",
+    "BOOL": "bool",
 }  # fmt: skip
 OUTER = ("model.embed_tokens.weight", "lm_head.weight")  # these keep 8 bits where the others get fewer
 
 
 @dataclass(frozen=True)
 class Card:
-    """Sizes in tokens, weights and bytes.  refused: why nothing here runs it; then the memory is 0."""
+    """Sizes in tokens, weights and bytes.  refused: the reason why no backend runs it; the memory is 0 then."""
 
     name: str
     architecture: str
@@ -70,7 +71,7 @@ class Card:
 
 
 class Stored(NamedTuple):
-    """One tensor.  bits: of each weight in memory, its share of the scales included; None where the dtype decides."""
+    """One tensor.  bits: of a weight in memory with its share of the scales, None for those of the dtype."""
 
     name: str
     weights: int
@@ -80,7 +81,7 @@ class Stored(NamedTuple):
 
 
 def card_of(options: EngineOptions) -> Card:
-    """The card of options.model as `LLM(**options)` would run it.  Raises ModelError where there is no such checkpoint."""
+    """The card of options.model as `LLM(**options)` would run it.  Raises ModelError for a missing checkpoint."""
     checkpoint, config, refused = _opened(options)
     heads = getattr(config, "num_attention_heads", 0)
     stored = [
@@ -237,12 +238,12 @@ def _fused(name: str) -> str:
 
 
 def _few(bits: int, group: int, offsets: bool) -> float:
-    """Bits a weight with its share of a scale, and perhaps an offset, of 16 bits: in memory a group is never larger than 32."""
+    """Bits of a weight with its share of the 16-bit scale and offset.  Groups in memory hold at most 32."""
     return bits + (1 + offsets) * 16 / (16 if group % 32 else 32)
 
 
 def headers(weights: Weights) -> Iterator[tuple[str, tuple[int, ...], str]]:
-    """(name, shape, dtype) of every tensor; of several names for one tensor of a pickle the first."""
+    """(name, shape, dtype) of every tensor.  Of aliases in a pickle only the first is given."""
     from safetensors import safe_open
 
     for path in sorted(set(weights.where.values())):

@@ -1,4 +1,4 @@
-"""What a datastore is, from its header."""
+"""Datastores for `outrider models`, from their headers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from outrider.errors import ConfigError
 
 @dataclass(frozen=True)
 class StoreCard:
-    """tokenizer: a fingerprint of that of the targets which it fits, None where only the vocabulary is known."""
+    """tokenizer: fingerprint of the tokenizer of fitting targets, None if only the vocabulary is known."""
 
     name: str
     tokens: int
@@ -20,7 +20,7 @@ class StoreCard:
 
 
 def store_card(name: str) -> StoreCard | None:
-    """None where `name` is no datastore."""
+    """None if `name` is not a datastore."""
     try:
         header = Header.read(path_of(name))
     except ConfigError:

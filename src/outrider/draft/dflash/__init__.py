@@ -37,7 +37,7 @@ from outrider.drafting.base import Drafter, Storage, Target
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.base import HeadDrafter, HeadOptions, check_whole
 from outrider.heads.choose import Chooser
-from outrider.heads.layer import Block, Sizes, turn_of
+from outrider.heads.layer import Block, Sizes, rotary_table
 from outrider.heads.ranks import RankAccuracy
 from outrider.heads.templates import chain_paths
 from outrider.heads.trees import BlockTree
@@ -91,9 +91,9 @@ class DFlash(HeadDrafter):
 
     def __init__(self, options: Options, target: Target, head: Head | None = None) -> None:
         super().__init__(options, target, head)
-        head = self.head = layouts.named(self.head)
+        head = self.head = layouts.translate(self.head)
         self.reader = replace(self.reader, head=head)
-        self.layout = layout = layouts.read(head, target.decoder.spec.layers, options.tap_offset)
+        self.layout = layout = layouts.BlockLayout.of(head, target.decoder.spec.layers, options.tap_offset)
         self.depth, self.needs = layout.levels, Needs(states=tuple(sorted(set(layout.taps))))
         if layout.mask >= target.vocabulary:
             raise ModelError(
@@ -120,7 +120,7 @@ class DFlash(HeadDrafter):
 
     def _layers(self) -> list[Layer]:
         reader, sizes, layout = self.reader, self.sizes, self.layout
-        turn = turn_of(self.head.config, sizes, self.target.max_len + layout.block)
+        turn = rotary_table(self.head.config, sizes, self.target.max_len + layout.block)
         found = []
         for i, (window, causal) in enumerate(zip(layout.windows, layout.causal)):
             norm = reader.vector(f"layers.{i}.input_layernorm.weight", self.width)
@@ -154,12 +154,12 @@ class DFlash(HeadDrafter):
 
     @classmethod
     def claims(cls, head: Head) -> int:
-        return layouts.claims(head)
+        return layouts.claims_of(head)
 
     @classmethod
     def check(cls, head: Head) -> None:
         super().check(head)
-        layouts.named(head)
+        layouts.translate(head)
 
     @classmethod
     def example(cls, target: Target) -> Drafter:

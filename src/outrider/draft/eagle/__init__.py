@@ -21,11 +21,11 @@ from outrider.cache.pool import Pool
 from outrider.checkpoints.heads import Head
 from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
-from outrider.draft.eagle.layouts import recognised, understood
+from outrider.draft.eagle.layouts import claims_of, translate
 from outrider.draft.eagle.network import Network
 from outrider.drafting.base import Drafter, Target
 from outrider.errors import ModelError
-from outrider.heads.layer import Block, Pairs, Sizes, turn_of
+from outrider.heads.layer import Block, Pairs, Sizes, rotary_table
 from outrider.heads.reader import Reader
 from outrider.heads.recurrent import Net, Recurrent, RecurrentOptions
 from outrider.heads.vocabulary import listed_ids
@@ -47,7 +47,7 @@ class Packed:
         self.fc = reader.linear("fc", hidden, 2 * hidden)
         count = sum(name.endswith(".self_attn.q_proj.weight") for name in head)
         self.sizes = Sizes.of(head, "layers.0", hidden)
-        turn = turn_of(head.config, self.sizes, target.max_len)
+        turn = rotary_table(head.config, self.sizes, target.max_len)
         norms = [self._norm(reader, f"layers.{i}.input_layernorm") for i in range(count)]
         self.blocks = [
             Block(reader, f"layers.{i}", self.sizes, hidden, turn, norm_in=norm)
@@ -101,12 +101,12 @@ class Eagle(Recurrent):
 
     @classmethod
     def claims(cls, head: Head) -> int:
-        return recognised(head)
+        return claims_of(head)
 
     @classmethod
     def check(cls, head: Head) -> None:
         super().check(head)
-        understood(head)
+        translate(head)
 
     @classmethod
     def example(cls, target: Target) -> Drafter:
@@ -118,7 +118,7 @@ class Eagle(Recurrent):
         return cls(cls.Options(nodes=24, top_k=4), target, head)
 
     def network(self) -> Net:
-        self.head = understood(self.head)
+        self.head = translate(self.head)
         fc, hidden = self.head.shape("fc.weight"), self.hidden
         if fc != (hidden, 2 * hidden):
             raise ModelError(

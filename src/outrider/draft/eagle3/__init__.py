@@ -48,7 +48,7 @@ class Eagle3(Recurrent):
                 )
 
     def network(self) -> Net:
-        head, options = layouts.understood(self.head), self.options
+        head, options = layouts.translate(self.head), self.options
         self.reader = Reader(head, self.backend, self.reader.bits)
         layers = self.target.decoder.spec.layers
         facts = layouts.Facts.of(head, layers, options.eagle_aux_hidden_state_layer_ids, options.tap_offset)
@@ -56,12 +56,12 @@ class Eagle3(Recurrent):
 
     @classmethod
     def claims(cls, head: Head) -> int:
-        return layouts.claimed(head)
+        return layouts.claims_of(head)
 
     @classmethod
     def check(cls, head: Head) -> None:
         super().check(head)
-        layouts.understood(head)
+        layouts.translate(head)
 
     @classmethod
     def example(cls, target: Target) -> Drafter:

@@ -1,12 +1,14 @@
-"""Under which names EAGLE-3 heads are published, what their configs mean, and how ours are written for other engines.
+"""Published files of EAGLE-3 heads, the meaning of their configs, and export.
 
-Ours are the reference's (SafeAILab, SpecForge): `fc`, `midlayer.…`, `norm`, `lm_head`, `d2t`, `t2d`, `embed_tokens`, and `layers.1.…`,
-`layers.2.…` for ordinary layers above the first.  The variants, `fc_norm.0`, … and `input_norm`, have one name everywhere.
+ours, as the reference (SafeAILab, SpecForge)       speculators, vLLM       SGLang
+fc, norm, lm_head, d2t, t2d, embed_tokens           the same                the same
+midlayer.…                                          layers.0.…              the same
+layers.1.…, layers.2.… (ordinary layers)            the same                additional_layers.0.…, 1.…
+fc_norm.0, …, input_norm (variants)                 the same                not supported
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,26 +18,45 @@ from torch import Tensor
 from outrider.checkpoints.heads import Head
 from outrider.core.step import FINAL
 from outrider.errors import ConfigError, ModelError, unknown
+from outrider.heads.layouts import HeadFormat, Layout, parse
 from outrider.heads.recurrent import config_flag
 
-SPECFORGE = "LlamaForCausalLMEagle3"  # the architecture of SpecForge's and SGLang's files
+ARCHITECTURE = "LlamaForCausalLMEagle3"  # of SpecForge's and SGLang's files
 TAPS = "eagle_aux_hidden_state_layer_ids"
-DROPPED = re.compile(
-    r"verifier_|.*rotary_emb\.inv_freq$|layers\.[1-9]\d*\.hidden_norm\."
-)  # vLLM gives every layer a norm that only the first uses
+DROPPED = (
+    ("{rest}.rotary_emb.inv_freq", None),
+    ("rotary_emb.inv_freq", None),
+    ("verifier_{rest}", None),
+    ("layers.{i}.hidden_norm.weight", None),  # vLLM gives every layer a norm that only the first uses
+)
+REST = (("d2t", "d2t"), ("draft_id_to_target_id", "d2t"), *DROPPED, ("{rest}", "{rest}"))
+FIRST = ("midlayer.{rest}", "midlayer.{rest}")
+FIRST_NUMBERED = ("layers.0.{rest}", "midlayer.{rest}")
+VLLM = Layout("speculators, vLLM", ("layers.0.hidden_norm.weight",), (FIRST_NUMBERED, *REST), ("model.",))
+SGLANG = Layout(
+    "SGLang",
+    ("additional_layers.{i}.{rest}",),
+    (
+        ("additional_layers.{i}.hidden_norm.{rest}", "layers.{i+1}.input_layernorm.{rest}"),
+        ("additional_layers.{i}.{rest}", "layers.{i+1}.{rest}"),
+        FIRST,
+        FIRST_NUMBERED,
+        *REST,
+    ),
+    ("model.",),
+)
+REFERENCE = Layout("reference", ("midlayer.hidden_norm.weight",), (FIRST, FIRST_NUMBERED, *REST), ("model.",))
 
 
-def named(name: str) -> str | None:
-    """Our name of a published one: official, speculators', vLLM's with its prefix, SGLang's."""
-    name = name.removeprefix("model.")
-    if name == "draft_id_to_target_id":
-        return "d2t"
-    if above := re.match(r"additional_layers\.(\d+)\.(.+)", name):
-        layer, rest = int(above[1]) + 1, above[2].replace("hidden_norm", "input_layernorm")
-        return f"layers.{layer}.{rest}"
-    if DROPPED.match(name):
-        return None
-    return re.sub(r"^layers\.0\.", "midlayer.", name)
+def _tap_count(head: Head) -> int:
+    """The number of the target's states that `fc` reads: three unless the config lists them."""
+    listed = flat(head.config).get(TAPS)
+    return len(listed) if isinstance(listed, list) else 3
+
+
+FORMAT = HeadFormat(
+    (SGLANG, VLLM, REFERENCE), hidden=(("fc.weight", 1),), vocabulary=("lm_head.weight",), taps=_tap_count
+)
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -50,32 +71,43 @@ def flat(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**eagle, **both} if isinstance(eagle, Mapping) else both
 
 
-def understood(head: Head) -> Head:
-    """Under our names.  Raises ModelError for what is no EAGLE-3 head, or one that cannot be run."""
-    config, head = flat(head.config), head.renamed(named)
-    if "mask_hidden" in head or config.get("speculators_model_type") == "peagle":
+def translate(head: Head) -> Head:
+    """The head under our names, with a flat config.
+
+    Raises ModelError for a kind of head that is not supported.
+    """
+    ours, config = FORMAT.translate(head), flat(head.config)
+    if "mask_hidden" in ours or config.get("speculators_model_type") == "peagle":
         raise ModelError(
-            f"{head.name!r} is a P-EAGLE head (parallel drafting, mask_hidden), which is not supported: take an EAGLE-3 head."
+            f"{head.name!r} is a P-EAGLE head (parallel drafting, mask_hidden), which is not supported: "
+            "take an EAGLE-3 head."
         )
-    return replace(head, config=config)
+    return replace(ours, config=config)
 
 
-def claimed(head: Head) -> int:
-    """2 where the tensors are those of an EAGLE-3 head (the first layer has two norms and reads twice the width that it writes)."""
-    ours, config = head.renamed(named), flat(head.config)
-    names = [f"midlayer.{name}.weight" for name in ("hidden_norm", "self_attn.q_proj", "self_attn.o_proj")]
-    if all(name in ours for name in names) and ours.shape(names[1])[-1] == 2 * ours.shape(names[2])[0]:
-        return 2
-    return int(
-        config.get("speculators_model_type") == "eagle3"
-        or any("Eagle3" in str(name) for name in config.get("architectures", ()))
+def claims_of(head: Head) -> int:
+    """2: the first layer has two norms and reads twice the width that it writes; 1: by its config; 0: not
+    an EAGLE-3 head."""
+    ours, config = FORMAT.translate(head), flat(head.config)
+    norm, q, o = (
+        f"midlayer.{name}.weight" for name in ("hidden_norm", "self_attn.q_proj", "self_attn.o_proj")
     )
+    if norm in ours and q in ours and o in ours and ours.shape(q)[-1] == 2 * ours.shape(o)[0]:
+        return 2
+    named = any("Eagle3" in str(name) for name in config.get("architectures", ()))
+    return int(named or config.get("speculators_model_type") == "eagle3")
 
 
 @dataclass(frozen=True)
 class Facts:
-    """taps: the target's states that `fc` reads.  residual_normed: the first layer adds to the normed state.  output_normed: what recurs
-    went through `norm`; head_normed: what `lm_head` reads did.  scale: of the logits."""
+    """What a head computes, by its tensors and config.
+
+    taps: the target's states that `fc` reads.
+    residual_normed: the first layer adds its output to the normed state.
+    output_normed: the recurrent state has passed `norm`.
+    head_normed: the input of `lm_head` has passed `norm`.
+    scale: factor of the logits.
+    """
 
     hidden: int
     taps: tuple[int, ...]
@@ -88,15 +120,14 @@ class Facts:
 
     @staticmethod
     def of(head: Head, layers: int, given: Sequence[int] | None, offset: int | None) -> Facts:
-        """head: `understood`; layers: of the target; given, offset: what the user says of the taps."""
+        """head: as `translate` returns it.  layers: of the target.  given, offset: as in `taps_of`."""
         config = head.config
-        forge = SPECFORGE in config.get(
-            "architectures", ()
-        )  # whose norm_output says whether there is a norm before the lm_head
+        forge = ARCHITECTURE in config.get("architectures", ())  # whose norm_output concerns only the lm_head
+        above = {values["i"] for name in head if (values := parse("layers.{i}.{rest}", name))}
         return Facts(
             hidden=head.shape("midlayer.self_attn.o_proj.weight")[0],
             taps=taps_of(head, layers, given, offset),
-            layers=1 + len({match[1] for name in head if (match := re.match(r"layers\.(\d+)\.", name))}),
+            layers=1 + len(above),
             eps=float(config.get("rms_norm_eps") or 1e-6),
             residual_normed=config_flag(config, "norm_before_residual", False),
             output_normed=not forge and config_flag(config, "norm_output", False),
@@ -108,10 +139,12 @@ class Facts:
 def taps_of(
     head: Head, layers: int, given: Sequence[int] | None = None, offset: int | None = None
 ) -> tuple[int, ...]:
-    """Which states of the target a head reads: j is what enters layer j.
+    """The states of the target that a head reads: tap j is the input of layer j.
 
-    vLLM and speculators count so; in SpecForge's and SGLang's files i is what leaves layer i.  One key means both, so the producer decides
-    unless the user does: `given` counts as vLLM does, `offset` is added to what the file says.
+    vLLM and speculators count in this way.  In SpecForge's and SGLang's files i is the output of layer i.
+    Both use the same key, so the file's producer decides, unless the user does.
+
+    layers: of the target.  given: the taps, counted as vLLM does.  offset: added to the file's numbers.
     """
     if given is not None:
         return _inside(head, given, layers)
@@ -120,96 +153,88 @@ def taps_of(
     listed = head.config.get(TAPS)
     if listed is None and offset is not None:
         raise ConfigError(
-            f"tap_offset {offset} moves what a file lists, and {head.name!r} lists nothing: give {TAPS} instead."
+            f"tap_offset {offset} applies to layer numbers in the file, and {head.name!r} lists none: give {TAPS}."
         )
     if listed is None:
         return tuple(sorted(min(max(tap, 0), layers) for tap in (2, layers // 2, layers - 3)))
-    if (
-        not isinstance(listed, Sequence)
-        or isinstance(listed, str)
-        or not all(isinstance(tap, int) for tap in listed)
-    ):
+    numbers = isinstance(listed, Sequence) and not isinstance(listed, str)
+    if not numbers or not all(isinstance(tap, int) for tap in listed):
         raise ModelError(f"{TAPS} of {head.name!r} must be a list of layer numbers, got {listed!r}.")
     if offset is None:
-        offset = int(
-            "speculators_model_type" not in head.config and SPECFORGE in head.config.get("architectures", ())
-        )
+        forge = ARCHITECTURE in head.config.get("architectures", ())
+        offset = int(forge and "speculators_model_type" not in head.config)
     return _inside(head, [tap + offset for tap in listed], layers)
 
 
 def _inside(head: Head, taps: Sequence[int], layers: int) -> tuple[int, ...]:
     if not taps or not all(0 <= tap <= layers for tap in taps):
         raise ModelError(
-            f"{head.name!r} reads what enters the layers {list(taps)}; the target has 0 … {layers} ({TAPS}, tap_offset)."
+            f"{head.name!r} reads the inputs of the layers {list(taps)}; the target has 0 … {layers} "
+            f"({TAPS}, tap_offset)."
         )
     return tuple(taps)
 
 
-# ---- for other engines
+# ---- export
+
+OWN_KEYS = (
+    "draft_vocab_size", "target_hidden_size", TAPS, "norm_before_residual", "norm_before_fc", "fc_norm",
+    "norm_output",
+)  # fmt: skip
 
 
 def exported(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: str
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A head under our names, for "vllm" (the format of speculators) or "sglang".  Raises ConfigError for what they cannot run."""
+    """A head under our names, for "vllm" (the format of speculators) or "sglang".
+
+    Raises ConfigError for unsupported variants.
+    """
     if layout not in ("vllm", "sglang"):
         raise ConfigError(unknown("layout", layout, ("vllm", "sglang")))
-    given = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-    return _speculators(dict(config), given) if layout == "vllm" else _sglang(dict(config), given)
+    stored = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    if layout == "vllm":
+        return _speculators(config), {VLLM.published(name): tensor for name, tensor in stored.items()}
+    if "input_norm.weight" in stored:
+        raise ConfigError("SGLang cannot run a head with input_norm: export it for vllm.")
+    return _sglang(dict(config)), {SGLANG.published(name): tensor for name, tensor in stored.items()}
 
 
-def _speculators(
-    config: dict[str, Any], tensors: dict[str, Tensor]
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    own = (
-        "draft_vocab_size",
-        "target_hidden_size",
-        TAPS,
-        "norm_before_residual",
-        "norm_before_fc",
-        "fc_norm",
-        "norm_output",
-    )
-    layer = {key: value for key, value in config.items() if key not in (*own, "architectures")}
+def _speculators(config: Mapping[str, Any]) -> dict[str, Any]:
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": 5,
         "verifier_accept_k": 1,
         "accept_tolerance": 0.0,
     }
-    outer = {
-        "architectures": ["Eagle3DraftModel"], "speculators_model_type": "eagle3", "speculators_version": "0.3.0",
-        "transformer_layer_config": layer, **{key: config[key] for key in own if key in config},
+    return {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.3.0",
+        "transformer_layer_config": {
+            key: value for key, value in config.items() if key not in (*OWN_KEYS, "architectures")
+        },
+        "norm_before_residual": False,  # its default depends on the reader
+        **{key: config[key] for key in OWN_KEYS if key in config},
         "speculators_config": {
-            "algorithm": "eagle3", "default_proposal_method": "greedy", "proposal_methods": [proposal],
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
             "verifier": {"name_or_path": None, "architectures": []},
         },
-    }  # fmt: skip
-    outer.setdefault("norm_before_residual", False)  # what its absence means depends on who reads it
-    return outer, {re.sub(r"^midlayer\.", "layers.0.", name): tensor for name, tensor in tensors.items()}
+    }
 
 
-def _sglang(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _sglang(config: dict[str, Any]) -> dict[str, Any]:
     flags = [
-        name for name in ("norm_before_residual", "norm_before_fc", "norm_output") if config.pop(name, False)
+        flag for flag in ("norm_before_residual", "norm_before_fc", "norm_output") if config.pop(flag, False)
     ]
-    if flags or "input_norm.weight" in tensors:
-        raise ConfigError(
-            f"SGLang cannot run a head with {' and '.join(flags or ['input_norm'])}: export it for vllm."
-        )
+    if flags:
+        raise ConfigError(f"SGLang cannot run a head with {' and '.join(flags)}: export it for vllm.")
     taps = [tap - 1 for tap in config.pop(TAPS)]
     if min(taps) < 0:
         raise ConfigError(
-            "SGLang cannot run a head that reads what enters layer 0: it counts what leaves a layer."
+            "SGLang cannot run a head that reads the input of layer 0: it counts the outputs of layers."
         )
-    config |= {"architectures": [SPECFORGE], "eagle_config": {TAPS: taps, "use_aux_hidden_state": True}}
-
-    def theirs(name: str) -> str:
-        match = re.match(r"layers\.(\d+)\.(.+)", name)
-        return (
-            name
-            if match is None
-            else f"additional_layers.{int(match[1]) - 1}.{match[2].replace('input_layernorm', 'hidden_norm')}"
-        )
-
-    return config, {theirs(name): tensor for name, tensor in tensors.items()}
+    eagle_config = {TAPS: taps, "use_aux_hidden_state": True}
+    return {**config, "architectures": [ARCHITECTURE], "eagle_config": eagle_config}

@@ -19,7 +19,7 @@ from outrider.draft.eagle3.layouts import Facts
 from outrider.drafting.base import Target
 from outrider.drafting.vocab.mismatch import PADDING
 from outrider.errors import ModelError
-from outrider.heads.layer import Block, Pairs, Sizes, turn_of
+from outrider.heads.layer import Block, Pairs, Sizes, rotary_table
 from outrider.heads.reader import Reader
 from outrider.heads.recurrent import config_flag
 from outrider.heads.vocabulary import target_ids
@@ -35,7 +35,7 @@ class Packed:
         self.taps, self.ids = facts.taps, target_ids(head, target.vocabulary)
         self._read_states(facts.taps, target.decoder.spec.hidden)
         sizes = Sizes.of(head, "midlayer", h)
-        turn = turn_of(head.config, sizes, target.max_len)
+        turn = rotary_table(head.config, sizes, target.max_len)
         token, state = (
             reader.vector(f"midlayer.{name}.weight", h) for name in ("input_layernorm", "hidden_norm")
         )

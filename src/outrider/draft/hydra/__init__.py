@@ -30,7 +30,7 @@ from outrider.core.row import Row
 from outrider.core.step import FINAL, Batch, Commit, Needs
 from outrider.core.step_input import StepInput
 from outrider.core.tree import EMPTY_TREE, Budget, Draft, DraftTree
-from outrider.draft.hydra.layouts import check_kind, named, prefixed, recognised
+from outrider.draft.hydra.layouts import check_kind, claims_of, prefixed, translate
 from outrider.draft.hydra.network import Network
 from outrider.draft.hydra.parts import Prefix, steps
 from outrider.drafting.base import Drafter, Storage, Target
@@ -71,7 +71,7 @@ class Hydra(StateDrafter):
 
     def __init__(self, options: Options, target: Target, head: Head | None = None) -> None:
         super().__init__(options, target, head)
-        self.head = named(self.head, target)
+        self.head = translate(self.head, target)
         reader = Reader(self.head, self.backend, self.reader.bits)
         embedded = self._embed([0]).shape[1]
         self.steps = steps(reader, embedded, target.vocabulary, target.decoder)
@@ -88,7 +88,7 @@ class Hydra(StateDrafter):
 
     @classmethod
     def claims(cls, head: Head) -> int:
-        return recognised(head)
+        return claims_of(head)
 
     @classmethod
     def check(cls, head: Head) -> None:

@@ -1,7 +1,7 @@
-"""Hydra's network as it is trained: names and config are those of the reference's files.
+"""Hydra's network for training, with the names and config of the reference's files.
 
-The reference saves two copies of the target's embedding beside it (input_embed_fn and the prefix layer's own, which is not used).  No
-reader needs them, and they are left out here.
+The reference also saves two copies of the target's embedding (input_embed_fn and the prefix layer's own).  No
+reader needs them.
 """
 
 from __future__ import annotations
@@ -9,56 +9,47 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.core.step import FINAL
 from outrider.drafting.base import Target
-from outrider.heads.sample import Outer, Sample
+from outrider.heads.layer import Sizes
+from outrider.heads.parts import (
+    Layer,
+    ResidualBlock,
+    RmsNorm,
+    causal_mask,
+    rotary_angles,
+    sizes_config,
+    small_sizes,
+    soft_cross_entropy,
+)
+from outrider.heads.sample import Sample, TargetWeights
 
-
-class ResBlock(nn.Module):
-    def __init__(self, inputs: int, hidden: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(inputs, hidden)
-        self.res_connection: nn.Module = nn.Linear(inputs, hidden) if inputs != hidden else nn.Identity()
-        nn.init.zeros_(self.linear.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        residual: Tensor = self.res_connection(x)
-        return residual + F.silu(self.linear(x))
+THETA = 10000.0
 
 
 class PrefixLayer(nn.Module):
-    """One Llama block and a norm, over a whole text at once."""
+    """One Llama block and a norm, over a whole text."""
 
-    def __init__(self, settings: Any) -> None:
-        from transformers.models.llama.modeling_llama import (
-            LlamaDecoderLayer,
-            LlamaRMSNorm,
-            LlamaRotaryEmbedding,
-        )
-
+    def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([LlamaDecoderLayer(settings, 0)])
-        self.norm = LlamaRMSNorm(settings.hidden_size, settings.rms_norm_eps)
-        self.rotary = LlamaRotaryEmbedding(settings)
+        self.head_dim = sizes.head_dim
+        self.layers = nn.ModuleList([Layer(sizes)])
+        self.norm = RmsNorm(sizes.hidden, sizes.eps)
 
     def forward(self, states: Tensor) -> Tensor:
         """P_0 … of f_0 …, [T, hidden] both."""
-        x, count = states[None], len(states)
-        at = torch.arange(count)[None]
-        mask = torch.full((count, count), float("-inf")).triu(1)[None, None]
+        x, angles = states, rotary_angles(torch.arange(len(states)), self.head_dim, THETA)
         for layer in self.layers:
-            x = layer(x, attention_mask=mask, position_ids=at, position_embeddings=self.rotary(x, at))
-        out: Tensor = self.norm(x)[0]
-        return out
+            x = layer(x, angles, causal_mask(len(x)))
+        normed: Tensor = self.norm(x)
+        return normed
 
 
 class Network(nn.Module):
-    """prefix: the sizes of the prefix layer of a `prefix-mlp` head, as LlamaConfig names them; None for a plain `mlp` head.
-    own: an lm head for each; without, all of them use the target's.
-    """
+    """prefix: sizes of the prefix layer of a `prefix-mlp` head, None for a plain `mlp` head.
+    own: every head has an lm_head; otherwise they use the target's."""
 
     def __init__(
         self,
@@ -66,54 +57,56 @@ class Network(nn.Module):
         vocabulary: int,
         heads: int = 4,
         layers: int = 4,
-        prefix: dict[str, Any] | None = None,
+        prefix: Sizes | None = None,
         dropout: float = 0.2,
         own: bool = True,
     ) -> None:
         super().__init__()
-        self.hidden, self.layers, self.prefix, self.own = hidden, layers, prefix, own
-        drop = [nn.Dropout(dropout)] if prefix is not None else []
-        if prefix is not None:
-            from transformers import LlamaConfig
-
-            self.prefix_embeding_layer = PrefixLayer(
-                LlamaConfig(**{"hidden_size": hidden, "attn_implementation": "eager", **prefix})
-            )
-        self.hydra_mlp = nn.ModuleList([
-            nn.Sequential(*drop, ResBlock((i + 2) * hidden, hidden), *([*drop, ResBlock(hidden, hidden)] * (layers - 1)))
-            for i in range(heads)
-        ])  # fmt: skip
-        outs = [nn.Linear(hidden, vocabulary) for _ in range(heads if own else 0)]
-        self.hydra_lm_head = nn.ModuleList([nn.Sequential(*drop, out) if drop else out for out in outs])
+        self.layers, self.prefix, self.own = layers, prefix, own
+        drop = [nn.Dropout(dropout)] if prefix else []
+        if prefix:
+            self.prefix_embeding_layer = PrefixLayer(prefix)
+        self.hydra_mlp, self.hydra_lm_head = nn.ModuleList(), nn.ModuleList()
+        for i in range(heads):
+            first, again = ResidualBlock((i + 2) * hidden, hidden), ResidualBlock(hidden, hidden)
+            for block in (first, again):
+                nn.init.zeros_(block.linear.weight)
+            self.hydra_mlp.append(nn.Sequential(*drop, first, *([*drop, again] * (layers - 1))))
+        for _ in range(heads if own else 0):
+            out = nn.Linear(hidden, vocabulary)
+            self.hydra_lm_head.append(nn.Sequential(*drop, out) if drop else out)
 
     @classmethod
-    def like(cls, target: Target, arch: str = "prefix-mlp", **given: Any) -> Network:
-        """Of a size that suits the target, with random weights."""
+    def like(cls, target: Target, arch: str = "prefix-mlp", **options: Any) -> Network:
+        """A small one for this target, with random weights."""
         spec = target.decoder.spec
-        width = min(spec.head_dim, 128)
-        prefix = {
-            "intermediate_size": 2 * spec.hidden, "num_attention_heads": max(1, spec.hidden // width), "num_key_value_heads": 1,
-            "head_dim": width, "rms_norm_eps": 1e-6, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        }  # fmt: skip
-        return cls(spec.hidden, spec.vocabulary, prefix=prefix if arch == "prefix-mlp" else None, **given)
+        prefix = small_sizes(spec) if arch == "prefix-mlp" else None
+        return cls(spec.hidden, spec.vocabulary, prefix=prefix, **options)
 
-    def start(self, outer: Outer) -> None:
-        """As the reference begins: every head says what the target's own would."""
+    def start(self, outer: TargetWeights) -> None:
+        """The reference's initial weights: every head predicts what the target's lm_head does."""
         for out in self.hydra_lm_head:
             linear: Any = out[-1] if isinstance(out, nn.Sequential) else out
             linear.weight.data.copy_(outer.lm_head)
 
     def config(self) -> dict[str, Any]:
-        """The reference's keys; and what the prefix layer is, which the reference reads off the target."""
+        """The reference's keys, and the sizes of the prefix layer, which the reference takes from the
+        target."""
         return {
-            "hydra_head_arch": "mlp" if self.prefix is None else "prefix-mlp", "hydra_num_heads": len(self.hydra_mlp),
-            "hydra_num_layers": self.layers, "grounded_heads": True, "hidden_state_offset": 0, **(self.prefix or {}),
-        }  # fmt: skip
+            "hydra_head_arch": "prefix-mlp" if self.prefix else "mlp",
+            "hydra_num_heads": len(self.hydra_mlp),
+            "hydra_num_layers": self.layers,
+            "grounded_heads": True,
+            "hidden_state_offset": 0,
+            **({**sizes_config(self.prefix), "rope_theta": THETA} if self.prefix else {}),
+        }
 
     def forward(self, states: Tensor, embedded: Tensor, lm_head: Tensor | None = None) -> list[Tensor]:
-        """Of each head the logits [T - 1 - i, V] for t = 0, 1, …; states f_0 … and embeddings e(x_0) …, [T, hidden] both.
-        lm_head [V, hidden]: the target's, for heads without one."""
-        z: Tensor = states if self.prefix is None else self.prefix_embeding_layer(states)
+        """Logits [T - 1 - i, V] of each head i for t = 0, 1, …; states f_0 … and embeddings e(x_0) …, [T, hidden] both.
+
+        lm_head [V, hidden]: the target's, for heads without one.
+        """
+        z: Tensor = self.prefix_embeding_layer(states) if self.prefix else states
         logits = []
         for i, mlp in enumerate(self.hydra_mlp):
             z = torch.cat([z[:-1], embedded[i + 1 :]], dim=-1)
@@ -124,17 +117,19 @@ class Network(nn.Module):
                 logits.append(mlp(z) @ lm_head.T)
         return logits
 
-    def loss(self, sample: Sample, outer: Outer) -> Tensor:
-        """The teacher loss: of every head the cross entropy with the target's own law at the token that it guesses.
+    def loss(self, sample: Sample, outer: TargetWeights) -> Tensor:
+        """The teacher loss: for every head the cross entropy with the target's distribution of the token that it predicts.
 
         position          t          t+1        t+2        t+3
         token             x_t        x_t+1      x_t+2      x_t+3
         state             f_t  ─►  P_t, over f_0 … f_t
-        head 0 reads      P_t        e(x_t+1)                       says x_t+2, taught by logits[t+1]
-        head 1 reads      P_t        e(x_t+1)   e(x_t+2)            says x_t+3, taught by logits[t+2]
+        head 0 reads      P_t        e(x_t+1)                       predicts x_t+2, taught by logits[t+1]
+        head 1 reads      P_t        e(x_t+1)   e(x_t+2)            predicts x_t+3, taught by logits[t+2]
         """
-        distributions = sample.logits.softmax(-1)
-        said = self(sample.states[FINAL], outer.embedding[sample.tokens], outer.lm_head)
-        return torch.stack(
-            [F.cross_entropy(logits, distributions[i + 1 :]) for i, logits in enumerate(said) if len(logits)]
-        ).sum()
+        heads = self(sample.states[FINAL], outer.embedding[sample.tokens], outer.lm_head)
+        losses = [
+            soft_cross_entropy(logits, sample.logits[i + 1 :]).mean()
+            for i, logits in enumerate(heads)
+            if len(logits)
+        ]
+        return torch.stack(losses).sum()

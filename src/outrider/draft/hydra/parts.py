@@ -14,7 +14,7 @@ from outrider.cache.pool import Pool
 from outrider.core.step_input import StepInput
 from outrider.draft.hydra.layouts import PREFIX
 from outrider.drafting.base import Target
-from outrider.heads.layer import Block, Sizes, turn_of
+from outrider.heads.layer import Block, Sizes, rotary_table
 from outrider.heads.reader import Reader
 from outrider.models.base import Model
 from outrider.models.fallback.row_invariant import by_rows
@@ -32,14 +32,8 @@ class Prefix:
         self.sizes = Sizes.of(reader.head, at, hidden)
         norm_in = reader.vector(f"{at}.input_layernorm.weight", hidden)
         self.norm_out = reader.vector(f"{PREFIX}.norm.weight", hidden)
-        self.block = Block(
-            reader,
-            at,
-            self.sizes,
-            hidden,
-            turn_of(reader.head.config, self.sizes, target.max_len),
-            norm_in=norm_in,
-        )
+        rotary = rotary_table(reader.head.config, self.sizes, target.max_len)
+        self.block = Block(reader, at, self.sizes, hidden, rotary, norm_in=norm_in)
 
     @property
     def slot_bytes(self) -> int:
@@ -58,7 +52,7 @@ class Prefix:
 
 
 class Step:
-    """Head i: z = [P_t; e(x_t+1); e(c_1); …; e(c_i)] -> the logits of the token behind them.
+    """Head i: z = [P_t; e(x_t+1); e(c_1); …; e(c_i)] -> the logits of the next token.
 
     x = res(z) + silu(linear(z)), then x += silu(linear(x)) for every further block, then the head's own lm
     head, or the target's if the file has none.
@@ -92,18 +86,18 @@ def steps(reader: Reader, embedded: int, vocabulary: int, model: Model) -> list[
 
 def _further(reader: Reader, at: str, hidden: int) -> list[Any]:
     """The blocks after the first.  Equal blocks, or one that the file holds for all, are packed once."""
-    head, blocks = reader.head, list[Any]()
+    head, packed = reader.head, list[Any]()
     for j in takewhile(lambda j: f"{at}.{j}.linear.weight" in head, count(1)):
         name, before = f"{at}.{j}.linear", f"{at}.{j - 1}.linear"
         same = j > 1 and all(
             torch.equal(head.raw(f"{name}.{part}"), head.raw(f"{before}.{part}"))
             for part in ("weight", "bias")
         )
-        blocks.append(blocks[-1] if same else _fused(reader, [name], hidden, hidden))
+        packed.append(packed[-1] if same else _fused(reader, [name], hidden, hidden))
     layers = head.config.get("hydra_num_layers")
-    if not isinstance(layers, int) or len(blocks) != 1:
-        return blocks
-    return blocks * max(1, layers - 1)
+    if len(packed) == 1 and isinstance(layers, int) and layers > 2:
+        return packed * (layers - 1)
+    return packed
 
 
 def _fused(reader: Reader, names: Sequence[str], outputs: int, inputs: int) -> Any:

@@ -23,7 +23,7 @@ import torch
 from outrider.checkpoints.heads import Head
 from outrider.core.step import Batch, Commit
 from outrider.core.tree import EMPTY_TREE, Draft, DraftTree
-from outrider.draft.medusa.layouts import LAYOUTS, layout_of, opened
+from outrider.draft.medusa.layouts import claims_of, translate
 from outrider.draft.medusa.network import Network
 from outrider.draft.medusa.packed import Packed
 from outrider.draft.medusa.trees import CHAIN, RANKS, allowed, check_tree
@@ -65,7 +65,7 @@ class Medusa(StateDrafter):
 
     def __init__(self, options: Options, target: Target, head: Head | None = None) -> None:
         super().__init__(options, target, head)
-        self.head = opened(self.head)
+        self.head = translate(self.head)
         self.heads = Packed(replace(self.reader, head=self.head), target)
         self.choose = Chooser(target, self.heads.ids)
         self.paths = allowed(options.tree, self.heads.heads)
@@ -80,20 +80,12 @@ class Medusa(StateDrafter):
 
     @classmethod
     def claims(cls, head: Head) -> int:
-        layout = layout_of(head)
-        if (
-            layout is not None
-        ):  # names that are bare numbers are no signature if the config has another model_type
-            return 1 if layout is LAYOUTS[0] and head.config.get("model_type") not in (None, "medusa") else 2
-        return int(
-            head.config.get("model_type") == "medusa"
-            or any(key.startswith("medusa_num") for key in head.config)
-        )
+        return claims_of(head)
 
     @classmethod
     def check(cls, head: Head) -> None:
         super().check(head)
-        opened(head)
+        translate(head)
 
     @classmethod
     def example(cls, target: Target) -> Drafter:

@@ -1,20 +1,20 @@
-"""The published files of heads.
+"""Published files of Medusa heads.
 
-    layout                              block j of head i                 what it says
+    layout                              block j of head i                 its matrix to the vocabulary
     reference v0.1; TGI                 {i}.{j}.linear.weight, .bias      {i}.{n}.weight, n the number of blocks
-    "version 2" heads; TGI's V2         the same                          nothing: the target's own head says it
+    "version 2" heads; TGI's V2         the same                          none: the target's lm_head serves all heads
     Medusa-1.0, Medusa-2                medusa_head.{i}.{j}.linear.…      medusa_head.{i}.{n}.weight, beside a whole model
     vLLM                                blocks.{i}.layers.{j}.…           lm_heads.{i}.weight, or one for all; token_map
     ours, while loading                 {i}.{j}.linear.…                  {i}.lm_head.weight, or lm_head.weight; token_map
 
-How many heads there are the tensors say: a published config says 2 of a file with 5.  The reference builds the blocks of a head by
-repeating one module, so its files hold one block under n names, or, where a writer drops what it has written, under one of them.
+The tensors, not the config, say how many heads there are: a published config says 2 of a file with 5.  The
+reference repeats one module as the blocks of a head.  Its files hold this block under n names, or under one
+of them if the writer drops aliases.
 """
 
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -24,108 +24,119 @@ from torch import Tensor
 from outrider.checkpoints.fields import MOST_STEPS
 from outrider.checkpoints.heads import Head
 from outrider.errors import ConfigError, ModelError
+from outrider.heads.layouts import HeadFormat, Layout, matching, parse
 
-BLOCK, LM_HEAD = r"\1.\2.linear.\3", r"\1.lm_head.weight"
-LAYOUTS: tuple[dict[str, str], ...] = (  # the first name of each tells it
-    {r"(\d+)\.(\d+)\.linear\.(weight|bias)": BLOCK, r"(\d+)\.(\d+)\.weight": LM_HEAD},
-    {
-        r"medusa_head\.(\d+)\.(\d+)\.linear\.(weight|bias)": BLOCK,
-        r"medusa_head\.(\d+)\.(\d+)\.weight": LM_HEAD,
-    },
-    {
-        r"(?:medusa_heads\.)?blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)": BLOCK,
-        r"(?:medusa_heads\.)?lm_heads\.(\d+)\.weight": LM_HEAD,
-        r"(?:medusa_heads\.)?lm_head\.weight": "lm_head.weight",
-        r"(?:medusa_heads\.)?token_map": "token_map",
-    },
+BLOCK, LM_HEAD = "{i}.{j}.linear.{kind}", "{i}.lm_head.weight"
+REFERENCE = Layout("reference", (BLOCK,), ((BLOCK, BLOCK), ("{i}.{blocks}.weight", LM_HEAD)))
+WITH_TARGET = Layout(
+    "Medusa-1.0",
+    (f"medusa_head.{BLOCK}",),
+    ((f"medusa_head.{BLOCK}", BLOCK), ("medusa_head.{i}.{blocks}.weight", LM_HEAD)),
+    beside_target=True,
 )
-NUMBERED = re.compile(
-    r"(?:medusa_head\.)?\d+\.(\d+)\.weight"
-)  # an lm_head whose number is that of the blocks before it
+VLLM = Layout(
+    "vLLM",
+    ("blocks.{i}.layers.{j}.{kind}",),
+    (
+        ("blocks.{i}.layers.{j}.{kind}", BLOCK),
+        ("lm_heads.{i}.weight", LM_HEAD),
+        ("lm_head.weight", "lm_head.weight"),
+        ("token_map", "token_map"),
+    ),
+    ("medusa_heads.",),
+)
+FORMAT = HeadFormat(
+    (REFERENCE, WITH_TARGET, VLLM),
+    hidden=((BLOCK.replace("{kind}", "weight"), 1),),
+    vocabulary=(LM_HEAD, "lm_head.weight"),
+    numbered=("{i}.{rest}",),
+)
 
 
-def layout_of(head: Head) -> dict[str, str] | None:
-    """The names of a file, where they are of one of the layouts."""
-    for layout in LAYOUTS:
-        first = re.compile(next(iter(layout)))
-        if any(first.fullmatch(name) for name in head):
-            return layout
-    return None
+def claims_of(head: Head) -> int:
+    """2: by its tensors; 1: by its config, or by bare numbers that its config contradicts; 0: not a Medusa
+    head."""
+    layout, model_type = FORMAT.layout_of(head), head.config.get("model_type")
+    if layout is not None:
+        return 1 if layout is REFERENCE and model_type not in (None, "medusa") else 2
+    return int(model_type == "medusa" or any(key.startswith("medusa_num") for key in head.config))
 
 
-def opened(head: Head) -> Head:
-    """Under our names, every block under its own.  Raises ModelError where the file is of no layout, or lacks a tensor."""
-    layout = layout_of(head)
+def translate(head: Head) -> Head:
+    """The head under our names, every block under its own.
+
+    Raises ModelError for an unknown layout or a missing tensor.
+    """
+    layout = FORMAT.layout_of(head)
     if layout is None:
         raise ModelError(
-            f"{head.name!r} holds no such heads: there is neither 0.0.linear.weight nor medusa_head.0.0.linear.weight nor "
-            f"blocks.0.layers.0.weight among its {len(head.stored)} tensors, {', '.join(sorted(head)[:4])} …"
+            f"{head.name!r} holds no Medusa heads: there is neither 0.0.linear.weight nor "
+            f"medusa_head.0.0.linear.weight nor blocks.0.layers.0.weight among its {len(head.stored)} tensors, "
+            f"{', '.join(sorted(head)[:4])} …"
         )
-    ours = head.renamed(lambda name: _renamed(layout, name))
-    stored, (heads, blocks) = dict(ours.stored), (counts(ours)[0], _depth(head, ours))
-    there = {
-        match[1] for name in ours if (match := re.fullmatch(r"\d+\.(\d+)\.linear\.(?:weight|bias)", name))
-    }
-    if len(there) == 1:  # aliases were dropped, if there were any
+    ours = layout.translate(head)
+    stored, heads, blocks = dict(ours.stored), counts(ours)[0], _blocks_per_head(head, ours)
+    numbers = {match["j"] for name in ours if (match := parse(BLOCK, name))}
+    if len(numbers) == 1:  # aliases were dropped, if there were any
+        only = numbers.pop()
         for i, j, kind in itertools.product(range(heads), range(blocks), ("weight", "bias")):
-            if (only := ours.stored.get(f"{i}.{min(there)}.linear.{kind}")) is not None:
-                stored[f"{i}.{j}.linear.{kind}"] = only
+            if (tensor := ours.stored.get(f"{i}.{only}.linear.{kind}")) is not None:
+                stored[f"{i}.{j}.linear.{kind}"] = tensor
     if head.config.get("original_lm_head") and "0.lm_head.weight" in stored:
         stored["lm_head.weight"] = stored["0.lm_head.weight"]
         stored = {name: own for name, own in stored.items() if not name.endswith(".lm_head.weight")}
     found = replace(ours, stored=stored)
-    _complete(found)
+    _check_complete(found)
     return found
 
 
 def counts(head: Head) -> tuple[int, int]:
-    """How many heads, and how many blocks each, by our names."""
-    at = [match for name in head if (match := re.fullmatch(r"(\d+)\.(\d+)\.linear\.(?:weight|bias)", name))]
-    heads, blocks = 1 + max(int(m[1]) for m in at), 1 + max(int(m[2]) for m in at)
+    """The number of heads, and of blocks of each, by our names."""
+    numbers = [match for name in head if (match := parse(BLOCK, name))]
+    heads, blocks = (1 + max(int(match[field]) for match in numbers) for field in "ij")
     if max(heads, blocks) > MOST_STEPS:
         raise ModelError(
-            f"{head.name!r} has tensors of {heads} heads of {blocks} blocks; {MOST_STEPS} are read."
+            f"{head.name!r} has tensors of {heads} heads of {blocks} blocks; at most {MOST_STEPS} are supported."
         )
     return heads, blocks
 
 
-def _renamed(layout: Mapping[str, str], name: str) -> str | None:
-    for pattern, ours in layout.items():
-        if match := re.fullmatch(pattern, name):
-            return match.expand(ours)
-    return None
-
-
-def _depth(head: Head, ours: Head) -> int:
-    """How many blocks a head has: what its lm_head is numbered; without one, what is there, unless that is a single block."""
-    numbers = {int(match[1]) for name in head if (match := NUMBERED.fullmatch(name))}
-    seen = counts(ours)[1]
+def _blocks_per_head(head: Head, ours: Head) -> int:
+    """The number that the matrix to the vocabulary has; without one, the number of blocks in the file, or
+    what the config says of one."""
+    matrices = ("{i}.{blocks}.weight", "medusa_head.{i}.{blocks}.weight")
+    numbers = {int(match["blocks"]) for name in head for one in matrices if (match := parse(one, name))}
+    stored = counts(ours)[1]
     if not numbers:
-        told = head.config.get("medusa_num_layers", 1)
-        return told if seen == 1 and isinstance(told, int) and told > 1 else seen
-    if len(numbers) > 1 or not seen <= min(numbers) <= MOST_STEPS:
-        raise ModelError(
-            f"{head.name!r} has heads of {seen} blocks whose last layer is number {', '.join(map(str, sorted(numbers)))}."
-        )
+        announced = head.config.get("medusa_num_layers", 1)
+        return announced if stored == 1 and isinstance(announced, int) and announced > 1 else stored
+    if len(numbers) > 1 or not stored <= min(numbers) <= MOST_STEPS:
+        last = ", ".join(map(str, sorted(numbers)))
+        raise ModelError(f"{head.name!r} has heads of {stored} blocks whose last layer is number {last}.")
     return min(numbers)
 
 
-def _complete(head: Head) -> None:
+def _check_complete(head: Head) -> None:
+    """Raises ModelError for the first missing tensor."""
     heads, blocks = counts(head)
-    names = [f"{i}.{j}.linear" for i in range(heads) for j in range(blocks)]
-    kinds = ["weight", *(["bias"] if any(f"{name}.bias" in head for name in names) else [])]
-    wanted = [f"{name}.{kind}" for name in names for kind in kinds]
-    if any(f"{i}.lm_head.weight" in head for i in range(heads)):
-        wanted += [f"{i}.lm_head.weight" for i in range(heads)]
-    for name in wanted:
-        head.shape(name)  # raises where it is missing
+    linears = [f"{i}.{j}.linear" for i in range(heads) for j in range(blocks)]
+    names = [f"{linear}.weight" for linear in linears]
+    if any(matching(head, "{i}.{j}.linear.bias")):
+        names += [f"{linear}.bias" for linear in linears]
+    if any(matching(head, LM_HEAD)):
+        names += [f"{i}.lm_head.weight" for i in range(heads)]
+    for name in names:
+        head.shape(name)
 
 
 def exported(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: str
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Config and tensors of heads, of whichever layout, as others read them: "reference" (and TGI), or "vllm"."""
-    head = opened(Head.of("the head", config, tensors))
+    """Config and tensors of heads of any layout, as "reference" (and TGI) or "vllm".
+
+    Raises ConfigError for what it cannot express.
+    """
+    head = translate(Head.of("the head", config, tensors))
     heads, blocks = counts(head)
     if layout == "reference":
         return _reference(head, heads, blocks)
@@ -139,35 +150,42 @@ def _reference(head: Head, heads: int, blocks: int) -> tuple[dict[str, Any], dic
         raise ConfigError(
             'heads with a token_map, or one lm_head for all, can only be written in the layout "vllm".'
         )
-    own = "0.lm_head.weight" in head
-    said = {
+    config = {
         "medusa_num_heads": heads,
         "medusa_num_layers": blocks,
         "base_model_name_or_path": head.config.get("base_model_name_or_path", ""),
     }
-    return said if own else {**said, "version": "2"}, {
-        re.sub(r"lm_head\.weight$", f"{blocks}.weight", name): head.raw(name) for name in head
-    }
+    if "0.lm_head.weight" not in head:
+        config["version"] = "2"
+    return config, {REFERENCE.published(name, blocks=blocks): head.raw(name) for name in head}
 
 
 def _vllm(head: Head, heads: int, blocks: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
     shared = "lm_head.weight" in head
     if not shared and "0.lm_head.weight" not in head:
         raise ConfigError(
-            "vLLM reads no heads without an lm_head of their own, and these say what they mean through the target's."
+            "vLLM does not read heads without an lm_head of their own, and these use the target's."
         )
     outputs, hidden = head.shape("lm_head.weight" if shared else "0.lm_head.weight")
-    known = head.shape("token_map")[0] if "token_map" in head else outputs
-    whole = head.config.get("vocab_size") if "token_map" in head else outputs
-    if whole is None:
+    truncated = "token_map" in head
+    known = head.shape("token_map")[0] if truncated else outputs
+    vocabulary = head.config.get("vocab_size") if truncated else outputs
+    if vocabulary is None:
         raise ConfigError(
             "heads with a token_map need vocab_size, the number of the target's tokens, in their config."
         )
-    names = {name: re.sub(r"^(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2.", name) for name in head}
-    names = {name: re.sub(r"^(\d+)\.lm_head\.", r"lm_heads.\1.", new) for name, new in names.items()}
-    names = {name: "lm_heads.0.weight" if new == "lm_head.weight" else new for name, new in names.items()}
-    return {
-        "model_type": "medusa", "architectures": ["MedusaModel"], "hidden_size": hidden, "vocab_size": whole, "num_heads": heads,
-        "num_hidden_layers": blocks, "max_paths": 64, "topk": 10, "truncated_vocab_size": known, "original_lm_head": shared,
+    config = {
+        "model_type": "medusa",
+        "architectures": ["MedusaModel"],
+        "hidden_size": hidden,
+        "vocab_size": vocabulary,
+        "num_heads": heads,
+        "num_hidden_layers": blocks,
+        "max_paths": 64,
+        "topk": 10,
+        "truncated_vocab_size": known,
+        "original_lm_head": shared,
         "medusa_fc_bias": "0.0.linear.bias" in head,
-    }, {new: head.raw(name) for name, new in names.items()}  # fmt: skip
+    }
+    first = {"lm_head.weight": "0.lm_head.weight"}  # one for all is written as the first head's
+    return config, {VLLM.published(first.get(name, name)): head.raw(name) for name in head}

@@ -86,7 +86,7 @@ class MlpSpeculator(StateDrafter):
 
     def __init__(self, options: Options, target: Target, head: Head | None = None) -> None:
         super().__init__(options, target, head)
-        layout = layouts.Layout.of(self.head)
+        layout = layouts.SpeculatorLayout.of(self.head)
         self.speculator = steps.load(self.reader, layout, self.hidden, target.vocabulary)
         self.depth = layout.steps
         self.top_k, self.candidates = self._branches(options)
@@ -127,11 +127,11 @@ class MlpSpeculator(StateDrafter):
     @classmethod
     def check(cls, head: Head) -> None:
         super().check(head)
-        layouts.Layout.of(head)
+        layouts.SpeculatorLayout.of(head)
 
     @classmethod
     def claims(cls, head: Head) -> int:
-        return 2 if layouts.method_of(head) else int(layouts.announced(head))
+        return layouts.claims_of(head)
 
     def size(self, depth: int) -> int:
         """Raises ConfigError for more levels than the network has steps."""

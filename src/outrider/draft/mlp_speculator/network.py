@@ -1,4 +1,4 @@
-"""The network as its authors publish it, to be trained: the names of `state_dict` and `config` are theirs."""
+"""MLP speculators for training, with the names and config of their authors' files."""
 
 from __future__ import annotations
 
@@ -13,26 +13,18 @@ from torch import Tensor, nn
 from outrider.core.step import FINAL
 from outrider.draft.mlp_speculator.layouts import GATES, LSTM, RNN
 from outrider.drafting.base import Target
-from outrider.heads.sample import Outer, Sample
+from outrider.heads.parts import RmsNorm, rms_normalize
+from outrider.heads.sample import Sample, TargetWeights
 
 EPS = 1e-6
 
 
-def rms(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
-
-
-class Norm(nn.Module):
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.ones(size)), nn.Parameter(torch.zeros(size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms(x) * self.weight + self.bias
+def norm(size: int) -> RmsNorm:
+    return RmsNorm(size, EPS, shift=True)
 
 
 class Speculator(nn.Module):
-    """What the variants have in common: the heads, the way through the steps, and the loss."""
+    """Common to all variants: the lm_heads, the loop over the steps, and the loss."""
 
     def __init__(
         self,
@@ -51,10 +43,10 @@ class Speculator(nn.Module):
         self.head = self.each(lambda _: nn.Linear(inner, vocabulary, bias=False))
 
     @classmethod
-    def like(cls, target: Target, inner: int | None = None, **given: Any) -> Self:
-        """Of a size that suits the target, with random weights."""
+    def like(cls, target: Target, inner: int | None = None, **options: Any) -> Self:
+        """A small one for this target, with random weights."""
         spec = target.decoder.spec
-        return cls(spec.hidden, inner or spec.hidden, spec.vocabulary, **given)
+        return cls(spec.hidden, inner or spec.hidden, spec.vocabulary, **options)
 
     def each(self, make: Callable[[int], nn.Module], apart: int = 0) -> nn.ModuleList:
         """A module for each step; tied, one for all but the first `apart`."""
@@ -68,8 +60,11 @@ class Speculator(nn.Module):
             if isinstance(module, (nn.Embedding, nn.Linear)):
                 nn.init.trunc_normal_(module.weight, std=self.inner**-0.5)
 
-    def adopt(self, outer: Outer) -> None:
-        """Begins with the target's own embedding and head (Arctic's "from_model"); only where `inner` is the target's hidden size."""
+    def adopt(self, outer: TargetWeights) -> None:
+        """Copies the target's embedding and lm_head (Arctic's "from_model").
+
+        Requires `inner` to be the target's hidden size.
+        """
         with torch.no_grad():
             for module in self.modules():
                 if isinstance(module, nn.Embedding):
@@ -81,45 +76,52 @@ class Speculator(nn.Module):
         raise NotImplementedError
 
     def forward(self, states: Tensor, tokens: Tensor) -> Tensor:
-        """states [T, hidden] and what was said from each, tokens [T + n_predict - 1] -> logits [n_predict, T, V]."""
+        """Logits [n_predict, T, V].
+
+        states [T, hidden]; tokens [T + n_predict - 1], each after the token of its state.
+        """
         count = len(states)
-        s, cell = rms(states) * 0.5**0.5 if self.scale_input else states, states.new_zeros(count, self.inner)
-        said = []
+        s, cell = states, states.new_zeros(count, self.inner)
+        if self.scale_input:
+            s = rms_normalize(states, EPS) * 0.5**0.5
+        logits = []
         for i in range(self.n_predict):
             s, cell = self.step(i, s, cell, tokens[i : i + count])
-            said.append(self.head[i](s))
-        return torch.stack(said)
+            logits.append(self.head[i](s))
+        return torch.stack(logits)
 
-    def loss(self, sample: Sample, outer: Outer) -> Tensor:
-        """Cross entropy on what the text says, summed over the steps (IBM's first stage).
+    def loss(self, sample: Sample, outer: TargetWeights) -> Tensor:
+        """Cross entropy with the text, summed over the steps (IBM's first stage).
 
-        position    t     t+1     t+2     t+3          states[t]: from which the target says tokens[t + 1]
+        position    t     t+1     t+2     t+3
         states      f_t
         tokens            x_t+1   x_t+2   x_t+3
-        step 0 reads f_t and x_t+1, and should say x_t+2;  step 1 reads x_t+2 and should say x_t+3;  …
+        step 0 reads f_t and x_t+1, and predicts x_t+2;  step 1 reads x_t+2 and predicts x_t+3;  …
         """
         tokens, count = sample.tokens, len(sample.tokens) - self.n_predict - 1
-        assert count > 0, "a text must be longer than the steps that are learnt from it"
-        said = self(sample.states[FINAL][:count], tokens[1:])
-        return torch.stack(
-            [F.cross_entropy(logits, tokens[i + 2 : i + 2 + count]) for i, logits in enumerate(said)]
-        ).sum()
+        assert count > 0, "a text must be longer than the number of steps"
+        steps = self(sample.states[FINAL][:count], tokens[1:])
+        losses = [F.cross_entropy(logits, tokens[i + 2 : i + 2 + count]) for i, logits in enumerate(steps)]
+        return torch.stack(losses).sum()
 
     def config(self) -> dict[str, Any]:
         return {
-            "model_type": "mlp_speculator", "vocab_size": self.vocabulary, "n_predict": self.n_predict, "tie_weights": self.tie_weights,
+            "model_type": "mlp_speculator",
+            "vocab_size": self.vocabulary,
+            "n_predict": self.n_predict,
+            "tie_weights": self.tie_weights,
             "scale_input": self.scale_input,
-        }  # fmt: skip
+        }
 
 
 class Network(Speculator):
     """IBM's, and Arctic's MLP."""
 
-    def __init__(self, hidden: int, inner: int, vocabulary: int, *given: Any, **named: Any) -> None:
-        super().__init__(hidden, inner, vocabulary, *given, **named)
+    def __init__(self, hidden: int, inner: int, vocabulary: int, *args: Any, **options: Any) -> None:
+        super().__init__(hidden, inner, vocabulary, *args, **options)
         self.emb = self.each(lambda _: nn.Embedding(vocabulary, inner))
         self.proj = self.each(lambda i: nn.Linear(inner if i else hidden, inner, bias=False), apart=1)
-        self.ln = self.each(lambda _: Norm(inner))
+        self.ln = self.each(lambda _: norm(inner))
         self.reset()
 
     def step(self, i: int, s: Tensor, cell: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,7 +139,7 @@ class Network(Speculator):
 
 
 class Arctic(Speculator):
-    """What Arctic's recurrent variants have in common.  layers: how many linears stand in a row ("a.b" in the config)."""
+    """Common to Arctic's recurrent variants.  layers: linears in a row, written "a.b" in the config."""
 
     method: str
     layers = 1
@@ -159,29 +161,26 @@ class Rnn(Arctic):
     method = RNN
 
     def __init__(
-        self, hidden: int, inner: int, vocabulary: int, *given: Any, layers: int = 1, **named: Any
+        self, hidden: int, inner: int, vocabulary: int, *args: Any, layers: int = 1, **options: Any
     ) -> None:
-        super().__init__(hidden, inner, vocabulary, *given, **named)
+        super().__init__(hidden, inner, vocabulary, *args, **options)
         self.layers = layers
 
         def row(first: nn.Module, *more: Callable[[], nn.Module]) -> nn.Sequential:
             return nn.Sequential(first, *(make() for _ in range(layers - 1) for make in more))
 
-        def linear() -> nn.Module:
-            return nn.Linear(inner, inner, bias=False)
+        def linear(inputs: int = inner) -> nn.Module:
+            return nn.Linear(inputs, inner, bias=False)
 
-        def norm() -> nn.Module:
-            return Norm(inner)
+        def own_norm() -> nn.Module:
+            return norm(inner)
 
-        once = 1 if self.tie_weights else self.n_predict
-        self.emb = nn.ModuleList(
-            row(nn.Embedding(vocabulary, inner), norm, nn.GELU, linear) for _ in range(once)
-        )
-        self.proj = nn.ModuleList(
-            row(nn.Linear(inner if i else hidden, inner, bias=False), norm, nn.GELU, linear)
-            for i in range(max(once, min(2, self.n_predict)))
-        )
-        self.ln = nn.ModuleList(row(Norm(inner), nn.GELU, linear, norm) for _ in range(once))
+        stored = 1 if self.tie_weights else self.n_predict
+        projected = [hidden, *[inner] * (max(stored, min(2, self.n_predict)) - 1)]
+        tables = [nn.Embedding(vocabulary, inner) for _ in range(stored)]
+        self.emb = nn.ModuleList(row(table, own_norm, nn.GELU, linear) for table in tables)
+        self.proj = nn.ModuleList(row(linear(inputs), own_norm, nn.GELU, linear) for inputs in projected)
+        self.ln = nn.ModuleList(row(own_norm(), nn.GELU, linear, own_norm) for _ in range(stored))
         self.reset()
 
     def step(self, i: int, s: Tensor, cell: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -190,7 +189,7 @@ class Rnn(Arctic):
 
 
 class Lstm(Arctic):
-    """Its steps always share their weights."""
+    """All steps share their weights."""
 
     method = LSTM
 
@@ -205,18 +204,14 @@ class Lstm(Arctic):
     ) -> None:
         super().__init__(hidden, inner, vocabulary, n_predict, True, scale_input)
         self.tie_lstm_embs = tie_lstm_embs
-        embedding = nn.ModuleList([nn.Embedding(vocabulary, inner)])
+        shared = nn.ModuleList([nn.Embedding(vocabulary, inner)])
         for i, gate in enumerate(GATES):
-            own = i and not tie_lstm_embs
-            setattr(
-                self, f"{gate}_emb", nn.ModuleList([nn.Embedding(vocabulary, inner)]) if own else embedding
-            )
-            setattr(
-                self,
-                f"{gate}_proj",
-                nn.ModuleList(nn.Linear(inputs, inner, bias=False) for inputs in (hidden, inner)),
-            )
-        self.cell_ln, self.state_ln = nn.ModuleList([Norm(inner)]), nn.ModuleList([Norm(inner)])
+            own = i > 0 and not tie_lstm_embs
+            table = nn.ModuleList([nn.Embedding(vocabulary, inner)]) if own else shared
+            projections = [nn.Linear(inputs, inner, bias=False) for inputs in (hidden, inner)]
+            self.add_module(f"{gate}_emb", table)
+            self.add_module(f"{gate}_proj", nn.ModuleList(projections))
+        self.cell_ln, self.state_ln = nn.ModuleList([norm(inner)]), nn.ModuleList([norm(inner)])
         self.reset()
 
     def step(self, i: int, s: Tensor, cell: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from outrider.backends.base import Backend
 from outrider.core.step_input import StepInput
-from outrider.draft.mlp_speculator.layouts import GATES, KINDS, LSTM, Layout
+from outrider.draft.mlp_speculator.layouts import GATES, KINDS, LSTM, SpeculatorLayout
 from outrider.errors import ModelError
 from outrider.heads.reader import Reader
 from outrider.models.fallback.row_invariant import by_rows
@@ -63,7 +63,7 @@ class Step:
 class Speculator:
     """hidden, vocabulary: the target's."""
 
-    def __init__(self, reader: Reader, layout: Layout, hidden: int) -> None:
+    def __init__(self, reader: Reader, layout: SpeculatorLayout, hidden: int) -> None:
         self.backend, self.steps = reader.backend, layout.steps
         self.reader = replace(reader, head=layout.head)
         self.outer = self.reader.outer
@@ -83,12 +83,12 @@ class Speculator:
         return math.sqrt((1 - sw**2) * width / 2) / sw
 
 
-def load(reader: Reader, layout: Layout, hidden: int, vocabulary: int) -> Speculator:
+def load(reader: Reader, layout: SpeculatorLayout, hidden: int, vocabulary: int) -> Speculator:
     return (Lstm if layout.method == LSTM else Mlp)(reader, layout, hidden, vocabulary)
 
 
 class Mlp(Speculator):
-    def __init__(self, reader: Reader, layout: Layout, hidden: int, vocabulary: int) -> None:
+    def __init__(self, reader: Reader, layout: SpeculatorLayout, hidden: int, vocabulary: int) -> None:
         super().__init__(reader, layout, hidden)
         # Modules that several steps share are packed once.
         modules, outer = lru_cache(None)(partial(_modules, self.reader)), lru_cache(None)(self.outer.linear)
@@ -141,7 +141,7 @@ def _modules(reader: Reader, at: str, width: int, first: int) -> tuple[list[Any]
 
 
 class Lstm(Speculator):
-    def __init__(self, reader: Reader, layout: Layout, hidden: int, vocabulary: int) -> None:
+    def __init__(self, reader: Reader, layout: SpeculatorLayout, hidden: int, vocabulary: int) -> None:
         super().__init__(reader, layout, hidden)
         head = layout.head
         self.width = width = head.shape("forget_emb.0.weight")[-1]

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from outrider.checkpoints.heads import Head
 from outrider.core.step_input import StepInput
-from outrider.draft.mtp.layouts import named, recognised
+from outrider.draft.mtp.layouts import claims_of, translate
 from outrider.draft.mtp.network import Network
 from outrider.draft.mtp.packed import Packed
 from outrider.drafting.base import Drafter, Target
@@ -158,12 +158,12 @@ class Mtp(Recurrent):
 
     @classmethod
     def claims(cls, head: Head) -> int:
-        return recognised(head)
+        return claims_of(head)
 
     @classmethod
     def check(cls, head: Head) -> None:
         super().check(head)
-        named(head)
+        translate(head)
 
     @classmethod
     def example(cls, target: Target) -> Drafter:
@@ -178,7 +178,7 @@ class Mtp(Recurrent):
         return drafter
 
     def network(self) -> Net:
-        head, layout = named(self.head)
+        head, layout = translate(self.head)
         shape, needed = head.shape("layers.0.eh_proj.weight"), (self.hidden, 2 * self.hidden)
         if shape != needed:
             raise ModelError(

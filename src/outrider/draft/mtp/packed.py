@@ -10,7 +10,7 @@ from outrider.cache.pool import Pool
 from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
 from outrider.drafting.base import Target
-from outrider.heads.layer import Block, Pairs, Sizes, turn_of
+from outrider.heads.layer import Block, Pairs, Sizes, rotary_table
 from outrider.heads.reader import Reader
 from outrider.models.base import Model
 
@@ -52,7 +52,7 @@ class Packed:
         count = sum(name.endswith(".eh_proj.weight") for name in head)
         self.sizes = Sizes.of(head, "layers.0", spec.hidden)
         rotary_dim = int(self.sizes.head_dim * (head.config.get("partial_rotary_factor") or 1))
-        turn = turn_of(head.config, replace(self.sizes, head_dim=rotary_dim), target.max_len)
+        turn = rotary_table(head.config, replace(self.sizes, head_dim=rotary_dim), target.max_len)
         last = None
         if "layers.0.norm.weight" not in head:
             last = target.checkpoint.tensors().get("model.norm.weight", spec.hidden)

@@ -27,7 +27,7 @@ from outrider.checkpoints.heads import Head
 from outrider.core.step import Batch, RowStep
 from outrider.core.tree import EMPTY_TREE, Draft
 from outrider.draft.redrafter.beams import Beams
-from outrider.draft.redrafter.layouts import blocks, named, recognised
+from outrider.draft.redrafter.layouts import blocks, claims_of, translate
 from outrider.draft.redrafter.network import Network
 from outrider.drafting.base import Drafter, Target
 from outrider.errors import ModelError
@@ -68,7 +68,7 @@ class ReDrafter(StateDrafter):
         super().__init__(options, target, head)
         self.depth = options.beam_length - 1
         self.nodes = options.nodes or (8 if target.decoder.device.type == "cpu" else MAX_WIDTH * MAX_LENGTH)
-        self._pack(named(self.head), target.vocabulary)
+        self._pack(translate(self.head), target.vocabulary)
 
     def _pack(self, head: Head, vocabulary: int) -> None:
         """Pack the tensors.  Raises ModelError where one is missing or does not fit the target."""
@@ -95,7 +95,7 @@ class ReDrafter(StateDrafter):
 
     @classmethod
     def claims(cls, head: Head) -> int:
-        return recognised(head)
+        return claims_of(head)
 
     @classmethod
     def example(cls, target: Target) -> Drafter:

@@ -1,57 +1,87 @@
-"""The names under which ReDrafter heads were published, as the reference's own.
+"""Published names of ReDrafter heads.  Ours are the reference's, without what may stand in front.
 
-There: `input_proj` (where the head is not as wide as its input), `lm_head.0 … n-1` the blocks, `lm_head.n` the matrix to the
-vocabulary, `rnn_u` and `rnn_w`.  Neither vLLM nor SGLang reads such heads; TensorRT-LLM reads the reference's names.
+    input_proj           where the head is not as wide as its input
+    lm_head.{i}.linear   residual block i of n
+    lm_head.{n}          the matrix to the vocabulary
+    rnn_u, rnn_w         the recurrence
+
+The reference's trainer saves the head beside its target.  vLLM and SGLang do not read such heads;
+TensorRT-LLM converts them.
 """
 
 from __future__ import annotations
 
-import re
-
 from outrider.checkpoints.heads import Head
+from outrider.heads.layouts import HeadFormat, Layout, matching
 
-KIND = "recurrent_drafting_drafter"  # model_type of the reference's config
-AROUND = r"(?:module\.)?(?:drafter\.)?"  # the reference's trainer keeps the head beside its target, in checkpoints of both
-OWN = (
-    (rf"{AROUND}(?:lm_head|lm_heads)\.(\d+)\.linear\.(weight|bias)", r"lm_head.\1.linear.\2"),
-    (rf"{AROUND}(?:lm_head|lm_heads)\.(\d+)\.weight", r"lm_head.\1.weight"),
-    (rf"{AROUND}input_projs?\.(weight|bias)", r"input_proj.\1"),
-    (rf"{AROUND}rnn_([uw])\.(weight|bias)", r"rnn_\1.\2"),
+MODEL_TYPE = "recurrent_drafting_drafter"  # of the reference's config
+SHARED = (
+    ("input_proj.{kind}", "input_proj.{kind}"),
+    ("input_projs.{kind}", "input_proj.{kind}"),
+    ("rnn_u.{kind}", "rnn_u.{kind}"),
+    ("rnn_w.{kind}", "rnn_w.{kind}"),
 )
-NUMBERED = (  # Medusa's look the same
-    (r"0\.(\d+)\.linear\.(weight|bias)", r"lm_head.\1.linear.\2"),
-    (r"0\.(\d+)\.weight", r"lm_head.\1.weight"),
+
+
+def _is_redrafter(head: Head) -> bool:
+    return head.config.get("model_type") == MODEL_TYPE
+
+
+def _block_count(head: Head) -> dict[str, int]:
+    return {"blocks": sum(1 for _ in matching(head, "drafter.layers.{i}.linear.weight"))}
+
+
+CONVERTED = Layout(
+    "TensorRT-LLM",
+    ("drafter.layers.{i}.linear.weight",),
+    (
+        ("layers.{i}.linear.{kind}", "lm_head.{i}.linear.{kind}"),
+        ("lm_head.weight", "lm_head.{blocks}.weight"),
+        *SHARED,
+    ),
+    ("drafter.",),
+    numbers=_block_count,
+    beside_target=True,
 )
-CONVERTED = (  # by TensorRT-LLM; {n}: how many blocks there are
-    (r"drafter\.layers\.(\d+)\.linear\.(weight|bias)", r"lm_head.\1.linear.\2"),
-    (r"drafter\.lm_head\.weight", r"lm_head.{n}.weight"),
+NUMBERED = Layout(  # Medusa's names are the same
+    "reference, numbered",
+    ("0.{i}.linear.weight", "0.{i}.weight"),
+    (
+        ("0.{i}.linear.{kind}", "lm_head.{i}.linear.{kind}"),
+        ("0.{i}.weight", "lm_head.{i}.weight"),
+        *SHARED,
+    ),
+    applies=_is_redrafter,
 )
-SIGNS = re.compile(rf"{AROUND}(lm_heads?\.\d+\.linear|rnn_[uw])\.weight|drafter\.layers\.\d+\.linear\.weight")
+REFERENCE = Layout(
+    "reference",
+    ("lm_head.{i}.linear.weight", "lm_heads.{i}.linear.weight", "rnn_u.weight", "rnn_w.weight"),
+    (
+        ("lm_head.{i}.linear.{kind}", "lm_head.{i}.linear.{kind}"),
+        ("lm_heads.{i}.linear.{kind}", "lm_head.{i}.linear.{kind}"),
+        ("lm_head.{i}.weight", "lm_head.{i}.weight"),
+        ("lm_heads.{i}.weight", "lm_head.{i}.weight"),
+        *SHARED,
+    ),
+    ("module.", "drafter."),
+    beside_target=True,
+)
+FORMAT = HeadFormat(
+    (CONVERTED, NUMBERED, REFERENCE), hidden=(("rnn_u.weight", 1),), vocabulary=("lm_head.{i}.weight",)
+)
 
 
-def recognised(head: Head) -> int:
-    """As `Drafter.claims`."""
-    if any(SIGNS.fullmatch(name) for name in head):
-        return 2
-    if head.config.get("model_type") != KIND:
-        return 0
-    return 2 if any(re.fullmatch(pattern, name) for pattern, _ in NUMBERED for name in head) else 1
+def claims_of(head: Head) -> int:
+    """2: by its tensors; 1: by its config; 0: not a ReDrafter head."""
+    return 2 if FORMAT.layout_of(head) else int(_is_redrafter(head))
 
 
-def named(head: Head) -> Head:
-    """The head under the reference's names, without what is not of it."""
-    count = sum(bool(re.fullmatch(r"drafter\.layers\.\d+\.linear\.weight", name)) for name in head)
-
-    def change(name: str) -> str | None:
-        for pattern, own in (*OWN, *NUMBERED, *CONVERTED):
-            if found := re.fullmatch(pattern, name):
-                return found.expand(own.replace("{n}", str(count)))
-        return None
-
-    return head.renamed(change)
+def translate(head: Head) -> Head:
+    """The head under the reference's names; other tensors are dropped."""
+    return FORMAT.translate(head)
 
 
 def blocks(head: Head) -> int:
-    """How many there are before the matrix to the vocabulary."""
-    last = [int(name.split(".")[1]) for name in head if re.fullmatch(r"lm_head\.\d+\.weight", name)]
+    """The number of residual blocks."""
+    last = [int(name.split(".")[1]) for name in matching(head, "lm_head.{i}.weight")]
     return max(last, default=sum(name.endswith(".linear.weight") for name in head))

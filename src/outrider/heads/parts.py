@@ -1,0 +1,180 @@
+"""Parts of heads' networks in torch, for training and export.  Their modules have the published names.
+
+A text is [n, hidden], without a batch dimension.  Masks are bool [n, keys], True where a row attends to a
+key.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from outrider.checkpoints.spec import Facts
+from outrider.heads.layer import Sizes
+
+
+class RmsNorm(nn.Module):
+    """x / rms(x) · weight, plus a bias with `shift`."""
+
+    def __init__(self, size: int, eps: float, shift: bool = False) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+        self.bias = nn.Parameter(torch.zeros(size)) if shift else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = rms_normalize(x, self.eps) * self.weight
+        return normed if self.bias is None else normed + self.bias
+
+
+def rms_normalize(x: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+class ResidualBlock(nn.Module):
+    """res(x) + silu(linear(x)); res is the identity, or a linear where the widths differ."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(inputs, outputs)
+        self.res_connection = nn.Linear(inputs, outputs) if inputs != outputs else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        residual: Tensor = self.res_connection(x)
+        return residual + F.silu(self.linear(x))
+
+
+class GatedMlp(nn.Module):
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, inner, bias=False)
+        self.up_proj = nn.Linear(hidden, inner, bias=False)
+        self.down_proj = nn.Linear(inner, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+def rotary_angles(positions: Tensor, head_dim: int, theta: float) -> Tensor:
+    """[n, head_dim / 2] of the positions [n]."""
+    return positions[:, None] * theta ** -(torch.arange(0, head_dim, 2) / head_dim)
+
+
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """x [heads, n, head_dim] with the pairs (i, i + half) rotated by angles [n, head_dim / 2]."""
+    a, b = x.chunk(2, dim=-1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+def causal_mask(n: int) -> Tensor:
+    """bool [n, n]: row i attends to 0 … i."""
+    return torch.ones(n, n, dtype=torch.bool).tril()
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions.
+
+    inputs: width of what it reads, `hidden` unless given.  bias: of queries, keys and values.  qk_norm: an
+    RMS norm of every head.
+    """
+
+    def __init__(
+        self, sizes: Sizes, inputs: int | None = None, bias: bool = False, qk_norm: bool = False
+    ) -> None:
+        super().__init__()
+        inputs, q, kv = inputs or sizes.hidden, sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+        self.head_dim = sizes.head_dim
+        self.q_proj = nn.Linear(inputs, q, bias=bias)
+        self.k_proj = nn.Linear(inputs, kv, bias=bias)
+        self.v_proj = nn.Linear(inputs, kv, bias=bias)
+        self.o_proj = nn.Linear(q, sizes.hidden, bias=False)
+        self.q_norm = RmsNorm(sizes.head_dim, sizes.eps) if qk_norm else None
+        self.k_norm = RmsNorm(sizes.head_dim, sizes.eps) if qk_norm else None
+
+    def queries(self, u: Tensor, angles: Tensor) -> Tensor:
+        """[heads, n, head_dim] of u [n, inputs]."""
+        q = self._split(self.q_proj(u))
+        return rotate(q if self.q_norm is None else self.q_norm(q), angles)
+
+    def keys(self, u: Tensor, angles: Tensor) -> Tensor:
+        """[kv_heads, n, head_dim]."""
+        k = self._split(self.k_proj(u))
+        return rotate(k if self.k_norm is None else self.k_norm(k), angles)
+
+    def values(self, u: Tensor) -> Tensor:
+        """[kv_heads, n, head_dim]."""
+        return self._split(self.v_proj(u))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        """[n, hidden]."""
+        out = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask, enable_gqa=True)[0]
+        projected: Tensor = self.o_proj(out.transpose(0, 1).flatten(1))
+        return projected
+
+    def forward(self, u: Tensor, angles: Tensor, mask: Tensor) -> Tensor:
+        return self.attend(self.queries(u, angles), self.keys(u, angles), self.values(u), mask)
+
+    def _split(self, x: Tensor) -> Tensor:
+        return x.view(len(x), -1, self.head_dim).transpose(0, 1)
+
+
+class Layer(nn.Module):
+    """A transformer layer: x += attend(norm(x)); x += mlp(norm(x)).
+
+    norm_in: False for a layer that reads x as it is.  The rest as in `Attention`.
+    """
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        inputs: int | None = None,
+        bias: bool = False,
+        qk_norm: bool = False,
+        norm_in: bool = True,
+    ) -> None:
+        super().__init__()
+        self.self_attn = Attention(sizes, inputs, bias, qk_norm)
+        self.mlp = GatedMlp(sizes.hidden, sizes.inner)
+        self.input_layernorm = RmsNorm(sizes.hidden, sizes.eps) if norm_in else nn.Identity()
+        self.post_attention_layernorm = RmsNorm(sizes.hidden, sizes.eps)
+
+    def forward(self, x: Tensor, angles: Tensor, mask: Tensor) -> Tensor:
+        return self.feed_forward(x + self.self_attn(self.input_layernorm(x), angles, mask))
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+def small_sizes(spec: Facts) -> Sizes:
+    """Of a layer that suits a target."""
+    head_dim = min(spec.head_dim, 128)
+    return Sizes(spec.hidden, 2 * spec.hidden, max(1, spec.hidden // head_dim), 1, head_dim, 1e-6)
+
+
+def sizes_config(sizes: Sizes) -> dict[str, Any]:
+    """The sizes under the keys of a transformers config."""
+    return {
+        "hidden_size": sizes.hidden,
+        "intermediate_size": sizes.inner,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.kv_heads,
+        "head_dim": sizes.head_dim,
+        "rms_norm_eps": sizes.eps,
+    }
+
+
+def register_vocabulary(module: nn.Module, ids: Tensor, vocabulary: int) -> None:
+    """Buffers of a head that knows the target's tokens `ids` [Vd], ascending: d2t [Vd], offsets, and t2d
+    [vocabulary], flags."""
+    module.register_buffer("d2t", ids - torch.arange(len(ids)))
+    module.register_buffer("t2d", torch.zeros(vocabulary, dtype=torch.bool).index_fill(0, ids, True))
+
+
+def soft_cross_entropy(logits: Tensor, target_logits: Tensor) -> Tensor:
+    """[n]: cross entropy of every row with the target's distribution; logits [n, V] both."""
+    return -(target_logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
