@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from outrider.checkpoints.heads import Head, Packed
-from outrider.checkpoints.hub import Weights
+from outrider.checkpoints.weights import Weights
 from outrider.draft import PLAIN_MODEL, detect, methods
 from outrider.draft.dflash.layouts import from_anchor
 from outrider.errors import ModelError

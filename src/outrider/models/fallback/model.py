@@ -30,11 +30,11 @@ from transformers.utils import logging as transformers_logging
 from outrider.backends.base import Kernels, ScoreModifier, TreeQueries
 from outrider.backends.select import kernels_for
 from outrider.cache.pool import Pool, kv_dtype
-from outrider.checkpoints.hub import Checkpoint, first_line
+from outrider.checkpoints.hub import Checkpoint
 from outrider.checkpoints.spec import FAMILIES
 from outrider.core.limits import check_attention
 from outrider.core.step_input import StepInput
-from outrider.errors import ConfigError, ModelError
+from outrider.errors import ConfigError, ModelError, first_line
 from outrider.models.fallback import row_invariant, tempered, unrouted
 from outrider.models.fallback.sizes import check_sizes
 from outrider.models.fallback.taps import layers_of, tapping

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from outrider.checkpoints.hub import Checkpoint, Weights
+from outrider.checkpoints.hub import Checkpoint
+from outrider.checkpoints.weights import Weights
 from outrider.errors import ModelError
 
 SLACK = 1 << 22  # weights that a model may have beyond a byte each in its files
