@@ -132,7 +132,7 @@ class PackedWeights:
             for bits, group in sorted(self.scheme.sizes)
         )
         raise ModelError(
-            f"{name} of [{outputs}, {inputs}] is not quantised to {sizes}, as the config says: "
+            f"{name} of [{outputs}, {inputs}] is not quantised to {sizes}, as quantization_config says: "
             f"{self.layout.words} is "
             f"{words.dtype} {tuple(words.shape)} and {self.layout.scales} {tuple(scales.shape)}, outputs "
             "first."

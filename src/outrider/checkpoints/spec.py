@@ -24,11 +24,24 @@ FAMILIES = {
 LIKE: dict[str, tuple[str, dict[str, str]]] = {
     "mimo": ("qwen2", {}),
     "stablelm_epoch": ("stablelm", {"norm_eps": "layer_norm_eps", "rope_pct": "partial_rotary_factor"}),
-}  # model types unknown to transformers: the known one of the same decoder, and keys that it names otherwise
-BY_TYPE = ("MedusaModel", "StableLMEpoch")  # beginnings of class names that say no more than the model_type
-STATEFUL = (  # prefixes of the model types with a recurrent state
-    "mamba rwkv jamba recurrent_gemma recurrentgemma xlstm zamba falcon_h1 falcon_mamba bamba nemotron_h kimi_linear zaya"
-).split()
+}  # model types unknown to transformers -> the known one with the same decoder, and its names of some keys
+BY_TYPE = ("MedusaModel", "StableLMEpoch")  # class name prefixes for which the model_type decides
+# Prefixes of the model types with a recurrent state.
+STATEFUL = (
+    "mamba",
+    "rwkv",
+    "jamba",
+    "recurrent_gemma",
+    "recurrentgemma",
+    "xlstm",
+    "zamba",
+    "falcon_h1",
+    "falcon_mamba",
+    "bamba",
+    "nemotron_h",
+    "kimi_linear",
+    "zaya",
+)
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 VOCABULARY, INNER = whole(1, 1 << 26), whole(1, 1 << 24)
 
