@@ -132,10 +132,9 @@ class PackedWeights:
             for bits, group in sorted(self.scheme.sizes)
         )
         raise ModelError(
-            f"{name} of [{outputs}, {inputs}] is not quantised to {sizes}, as quantization_config says: "
-            f"{self.layout.words} is "
-            f"{words.dtype} {tuple(words.shape)} and {self.layout.scales} {tuple(scales.shape)}, outputs "
-            "first."
+            f"{name} of [{outputs}, {inputs}] is not quantised to {sizes}, as quantization_config (num_bits, group_size) "
+            f"says: {self.layout.words} is {words.dtype} {tuple(words.shape)} "
+            f"and {self.layout.scales} {tuple(scales.shape)}, outputs first."
         )
 
     def _unpack_values(self, words: Tensor, bits: int, outputs: int, inputs: int) -> Tensor:
@@ -149,12 +148,8 @@ class PackedWeights:
     def _zero_points(self, name: str, bits: int, outputs: int, groups: int) -> Tensor | None:
         """Zero points, uint8 [outputs, groups]; None if the checkpoint has none, which means the midpoint."""
         full_name = f"{name}.{self.layout.zeros}"
-        if full_name not in self.files:
-            if self.scheme.symmetric:
-                return None
-            raise ModelError(
-                f"the checkpoint has no tensor {full_name!r}, and quantization_config says that it has zero points."
-            )
+        if self.scheme.symmetric and full_name not in self.files:
+            return None
         words = self.files.raw(full_name)
         words = words.T if self.scheme.method == "compressed-tensors" else words
         if words.dtype != torch.int32 or words.shape != (groups, -(-outputs * bits // 32)):
