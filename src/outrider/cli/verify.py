@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Option
@@ -64,13 +64,8 @@ def verify(
     from outrider.certify.report import figures, panel
     from outrider.certify.run import Effort
     from outrider.checkpoints.hub import Checkpoint
-    from outrider.config import SpeculativeOptions
 
-    config = config_of(speculation)
-    if config is None:
-        raise ConfigError("nothing to verify: give --speculative-config JSON, --method NAME or -md MODEL.")
-    if SpeculativeOptions.of(config).rule.lossless and expect_lossy:
-        raise ConfigError("--expect-lossy is for rules that are not lossless, and this one is: leave it out.")
+    config = _config(speculation, expect_lossy)
     questions = read(asked["file"], raw=asked["raw"]) if "file" in asked else None
     sink = opened(out)
     engine.setdefault(
@@ -90,6 +85,18 @@ def verify(
         print(json.dumps(figures(llm, config, made, settings), default=repr), file=sink, flush=True)
     if not made.passed:
         raise typer.Exit(1)
+
+
+def _config(speculation: Given, expect_lossy: bool) -> dict[str, Any]:
+    """speculative_config from the options.  Raises ConfigError if there is none, or if its rule does not fit."""
+    from outrider.config import SpeculativeOptions
+
+    config = config_of(speculation)
+    if config is None:
+        raise ConfigError("nothing to verify: give --speculative-config JSON, --method NAME or -md MODEL.")
+    if SpeculativeOptions.of(config).rule.lossless and expect_lossy:
+        raise ConfigError("--expect-lossy is for rules that are not lossless, and this one is: leave it out.")
+    return config
 
 
 def first_prompts(
