@@ -54,8 +54,7 @@ def verify(
     batch.  Rules that promise only the distribution are tested by chi-square.  The exit status is 0 if
     nothing was found, otherwise 1.
 
-    Example:  outrider verify -m builtin --speculative-config '{"model": "builtin-draft", "verification":
-    "rejection"}'
+    Example:  outrider verify --speculative-config '{"model": "builtin-draft", "verification": "rejection"}'
     """
     from rich.console import Console
 
