@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from outrider.checkpoints import export
+from outrider.models import export
 
 LAYERS, MLP = 24, 3200
 SPREAD = 0.02  # standard deviation of the added weights, as Llama starts with

@@ -76,3 +76,9 @@ def nearest(name: object, valid: Iterable[str]) -> str:
         if len(str(name)) >= SHORTEST and (full.startswith(str(name)) or full.endswith(f"_{name}"))
     ]
     return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message; a line that ends with a colon is joined with the next one."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

@@ -20,8 +20,9 @@ from outrider.backends.cpu import backend as cpu
 from outrider.backends.cpu import build, structs
 from outrider.backends.torch.backend import TorchBackend
 from outrider.cache.pool import Pool
-from outrider.checkpoints.hub import Checkpoint, Weights
+from outrider.checkpoints.hub import Checkpoint
 from outrider.checkpoints.quantize import quantize
+from outrider.checkpoints.weights import Weights
 from outrider.core.quantized import QuantizedWeight, join
 from outrider.core.step_input import StepInput
 from outrider.models.decoder import Decoder

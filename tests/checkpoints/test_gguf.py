@@ -28,7 +28,7 @@ from helpers import (
 from safetensors.torch import load_file, save_file
 
 from outrider import LLM, ModelError, OutriderError, SamplingParams
-from outrider.checkpoints import ggml
+from outrider.checkpoints.gguf import blocks
 from outrider.checkpoints.hub import Checkpoint
 from outrider.config import EngineOptions
 from outrider.core.quantized import QuantizedWeight
@@ -76,7 +76,7 @@ def random_blocks(kind: str, shape: tuple[int, int], seed: int, size: float = 1.
 @pytest.mark.parametrize("kind", SCALED)
 def test_blocks_mean_what_the_gguf_package_reads(kind: str) -> None:
     rows = random_blocks(kind, (6, 768), 1)
-    found = ggml.unpack(kind, rows, gguf.GGML_QUANT_SIZES[Kind[kind]][1])
+    found = blocks.unpack(kind, rows, gguf.GGML_QUANT_SIZES[Kind[kind]][1])
     if kind in BITS:
         assert isinstance(found, QuantizedWeight) and found.bits == BITS[kind]
         assert found.bits == 8 or (found.values.min() >= -8 and found.values.max() <= 7)
@@ -442,7 +442,7 @@ def number(key: bytes, kind: int, value: bytes) -> bytes:
     [
         (b"GGUF\x03", b"GGUF\x07", "version 2 or 3"),
         (b"GGUF\x03\0\0\0", b"GGUF\0\0\0\x03", "little-endian"),
-        (b"GGUF", b"GGML", "no little-endian GGUF file"),
+        (b"GGUF", b"GGML", "not a little-endian GGUF file"),
         (
             b"\x05\0\0\0\0\0\0\0llama",
             b"\x05\0\0\0\0\0\0\0mamba",

@@ -12,8 +12,8 @@ import pytest
 from helpers import tiny_tokenizer
 
 from outrider import ModelError
-from outrider.checkpoints.gguf import File
-from outrider.checkpoints.gguf_tokenizer import ending_of, tokenizer_of
+from outrider.checkpoints.gguf.file import GgufFile
+from outrider.checkpoints.gguf.tokenizer import read_end_tokens, read_tokenizer
 from outrider.engine.detokenizer import Detokenizer
 
 TEXTS = [
@@ -22,7 +22,7 @@ TEXTS = [
 ]  # fmt: skip
 
 
-def file_of(path: Path, **fields: Any) -> File:
+def file_of(path: Path, **fields: Any) -> GgufFile:
     """A GGUF file with nothing but tokenizer metadata; keys without the leading 'tokenizer.ggml.'."""
     writer = gguf.GGUFWriter(path, "llama")
     for key, value in fields.items():
@@ -40,7 +40,7 @@ def file_of(path: Path, **fields: Any) -> File:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return File(path)
+    return GgufFile(path)
 
 
 # ---- byte-level BPE
@@ -112,7 +112,7 @@ def published(pre: str) -> tuple[Any, Any]:
 @pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "tekken", "qwen2"])
 def test_byte_level_ids_and_texts(pre: str, tmp_path: Path) -> None:
     source = trained(*published(pre))
-    ours = tokenizer_of(file_of(tmp_path / "m.gguf", pre=pre, add_bos_token=False, **fields_of(source)))
+    ours = read_tokenizer(file_of(tmp_path / "m.gguf", pre=pre, add_bos_token=False, **fields_of(source)))
     for text in TEXTS:
         ids = source.encode(text)
         assert ours.encode(text) == ids
@@ -136,7 +136,7 @@ def test_bos_is_put_before_a_prompt_where_the_file_says_so(
     pre: str, given: dict[str, Any], bos: bool, tmp_path: Path
 ) -> None:
     fields = fields_of(trained(published(pre)[0]))
-    ours = tokenizer_of(file_of(tmp_path / "m.gguf", pre=pre, **given, **fields))
+    ours = read_tokenizer(file_of(tmp_path / "m.gguf", pre=pre, **given, **fields))
     ids = ours.encode("hello")
     assert (ids[0] == fields["bos_token_id"]) == bos
     assert ours.decode(ids, skip_special_tokens=True) == "hello"
@@ -151,7 +151,7 @@ def test_a_word_that_is_a_token_may_be_taken_whole(pre: str, whole: bool, tmp_pa
     fields = fields_of(trained(published(pre)[0]))
     fields["tokens"] += ["zqzq"]
     fields["token_type"] += [1]
-    ours = tokenizer_of(file_of(tmp_path / "m.gguf", pre=pre, add_bos_token=False, **fields))
+    ours = read_tokenizer(file_of(tmp_path / "m.gguf", pre=pre, add_bos_token=False, **fields))
     assert (ours.encode("zqzq") == [len(fields["tokens"]) - 1]) == whole
 
 
@@ -211,7 +211,7 @@ def naive(text: str, fields: dict[str, Any]) -> list[int]:
 
 def test_sentencepiece_ids_and_texts(tmp_path: Path) -> None:
     fields = sentencepiece_fields()
-    ours = tokenizer_of(file_of(tmp_path / "m.gguf", **fields))
+    ours = read_tokenizer(file_of(tmp_path / "m.gguf", **fields))
     for text in ["hello world", "hello", "worldhello ab", "  ab  ba", "héllo 漢", "lolollo", "a\nb"]:
         ids = ours.encode(text)
         assert ids == [1, *naive(text, fields)], text
@@ -226,7 +226,7 @@ def test_sentencepiece_ids_and_texts(tmp_path: Path) -> None:
 
 
 def test_a_file_may_ask_for_no_space_and_no_bos(tmp_path: Path) -> None:
-    ours = tokenizer_of(
+    ours = read_tokenizer(
         file_of(tmp_path / "m.gguf", **sentencepiece_fields(), add_space_prefix=False, add_bos_token=False)
     )
     tokens = sentencepiece_fields()["tokens"]
@@ -247,17 +247,17 @@ def test_ending_ids_come_from_the_metadata_and_from_well_known_control_tokens(tm
         "eos_token_id": 2,
         "eot_token_id": 3,
     }
-    assert ending_of(file_of(tmp_path / "m.gguf", **common)) == {
+    assert read_end_tokens(file_of(tmp_path / "m.gguf", **common)) == {
         2,
         3,
         5,
         6,
     }  # "<|eot_id|>" is an ordinary word here
-    assert ending_of(file_of(tmp_path / "n.gguf", model="none")) == frozenset()
+    assert read_end_tokens(file_of(tmp_path / "n.gguf", model="none")) == frozenset()
 
 
 def test_a_file_without_a_vocabulary_has_no_tokenizer(tmp_path: Path) -> None:
-    assert tokenizer_of(file_of(tmp_path / "m.gguf")) is None
+    assert read_tokenizer(file_of(tmp_path / "m.gguf")) is None
 
 
 @pytest.mark.parametrize(("given", "said"), [({"model": "t5"}, "'t5'"), ({"pre": "nobody-9"}, "'nobody-9'")])
@@ -266,4 +266,4 @@ def test_an_unknown_tokenizer_is_named_with_the_cure(
 ) -> None:
     file = file_of(tmp_path / "m.gguf", **{**fields_of(tiny_tokenizer()), **given})
     with pytest.raises(ModelError, match=rf'{said}.*LLM\(tokenizer="a folder"\)'):
-        tokenizer_of(file)
+        read_tokenizer(file)

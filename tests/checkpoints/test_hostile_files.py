@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 from outrider import LLM, CapacityError, ConfigError, LoRARequest, ModelError, RequestError, SamplingParams
-from outrider.checkpoints import gguf
+from outrider.checkpoints.gguf.file import GgufFile
 from outrider.checkpoints.heads import builtin
 from outrider.checkpoints.validate import MAX_DEPTH, read_json
 from outrider.core.limits import MAX_HEAD_DIM
@@ -301,7 +301,7 @@ def test_every_key_of_a_gguf_file(key: str, tmp_path: Path) -> None:
 def test_gguf_headers_that_reach_beyond_the_file(whole: bytes, tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(whole)
     with pytest.raises(ModelError, match=r"model\.gguf"):
-        gguf.File(tmp_path / "model.gguf")
+        GgufFile(tmp_path / "model.gguf")
 
 
 # ---- what crashed the process: in a process of its own
@@ -336,15 +336,18 @@ def edited(folder: Path, **changes: Any) -> str:
 
 
 def resized(folder: Path, heads: int, kv_heads: int, head_dim: int) -> str:
-    """A model or head whose files agree on this shape of its attention."""
+    """A model or head whose files agree on this shape of its attention; its attention is not quantised."""
     file = next(folder.glob("*.safetensors"))
     tensors = load_file(file)
     rows = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim, "o": heads * head_dim}
-    for name, tensor in tensors.items():
-        if found := re.search(r"self_attn\.(.)_proj\.weight", name):
-            own = rows[found[1]]
-            shape = (len(tensor), own) if found[1] == "o" else (own, tensor.shape[1])
-            tensors[name] = torch.randn(*shape).to(tensor.dtype)
+    for name in list(tensors):
+        if found := re.fullmatch(r"(.*self_attn\.(.)_proj)\.weight(_shape)?", name):
+            layer, own, tensor = found[1], rows[found[2]], tensors[name]
+            outputs, inputs = tensor.tolist() if found[3] else tensor.shape
+            for part in ("", "_packed", "_scale", "_shape"):
+                tensors.pop(f"{layer}.weight{part}", None)
+            shape = (outputs, own) if found[2] == "o" else (own, inputs)
+            tensors[f"{layer}.weight"] = torch.randn(*shape).to(torch.bfloat16)
     save_file(tensors, file)
     return edited(folder, head_dim=head_dim, num_attention_heads=heads, num_key_value_heads=kv_heads)
 

@@ -60,7 +60,9 @@ def test_stats_tell_what_was_accepted_and_found(run: Run) -> None:
         2,
         stdin="What do plants need to grow?\nAnd trees?\n/stats\n",
     )
-    assert "2 turns" in result.out and "tokens per step" in result.out and "guesses accepted" in result.out
+    assert (
+        "2 turns" in result.out and "tokens per step" in result.out and "draft tokens accepted" in result.out
+    )
     found, asked = (
         int(word) for word in result.out.split("prefix cache: ")[1].split(" prompt")[0].split(" of ")
     )
@@ -77,7 +79,7 @@ def test_stats_tell_what_is_not_lossless(run: Run, lossless: bool) -> None:
 def test_help_and_what_is_no_command(run: Run) -> None:
     result = run("chat", stdin="/help\n/nosuch\n/exit\n")
     assert result.status == 0
-    assert "no /nosuch" in result.out and result.out.count("/stats") == 2
+    assert "no command /nosuch" in result.out and result.out.count("/stats") == 2
 
 
 def test_a_template_from_a_file(run: Run, tmp_path: Path, mute: str) -> None:

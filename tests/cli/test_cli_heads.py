@@ -12,7 +12,7 @@ import torch
 from commands import Run
 from toys import save_head
 
-from outrider.checkpoints.hub import Weights
+from outrider.checkpoints.weights import Weights
 from outrider.draft.redrafter.network import Network
 from outrider.inspect import heads
 from outrider.inspect.heads import head_card

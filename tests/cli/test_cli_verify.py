@@ -15,9 +15,10 @@ from helpers import tiny_checkpoint
 from safetensors.torch import load_file, save_file
 
 from outrider import LLM
-from outrider.certify import certify as certifying
-from outrider.certify.certify import Certificate, Effort, certify
-from outrider.certify.passages import Passages
+from outrider.certify import run as certify_run
+from outrider.certify.certificate import Certificate
+from outrider.certify.prompts import PromptSource
+from outrider.certify.run import Effort, certify
 from outrider.certify.ties import Gap
 from outrider.draft.draft_model import DraftModel
 from outrider.engine.runner import ForwardOutput, Runner
@@ -73,7 +74,7 @@ def test_a_healthy_engine_passes(
     compared = [check["figures"] for check in found["checks"] if "texts" in check["figures"]]
     texts, tokens = (sum(figures[name] for figures in compared) for name in ("texts", "tokens"))
     assert found["verdict"].startswith(
-        f"Lossless: {texts:,} texts, {tokens:,} tokens, are those of plain decoding."
+        f"Lossless: {texts:,} texts of {tokens:,} tokens equal those of plain decoding."
     )
     assert ("That is little" in found["verdict"]) == (tokens < 1000)
     assert found["passed"] and found["exact"] and found["dtype"] == "float32" and found["differences"] == []
@@ -84,25 +85,23 @@ def test_a_healthy_engine_passes(
     checks = {check["name"]: check for check in found["checks"]}
     same_text = "verification" not in keys
     assert found["promise"] == ("tokens" if same_text else "law")
-    assert ("the law" in checks) != same_text and ("T = 0.8, top_p 0.95, in company" in checks) == same_text
+    assert ("distribution" in checks) != same_text and ("T = 0.8, top_p 0.95, batched" in checks) == same_text
     assert (
-        checks["greedy, alone"]["figures"]["tokens"]
-        == checks["greedy, in company"]["figures"]["tokens"]
-        >= 16
+        checks["greedy, alone"]["figures"]["tokens"] == checks["greedy, batched"]["figures"]["tokens"] >= 16
     )
     assert (
         checks["log-probabilities"]["figures"]["largest difference"] == 0
         and checks["leaks"]["result"] == "none"
     )
     if not same_text:
-        distribution = checks["the law"]["figures"]
+        distribution = checks["distribution"]["figures"]
         assert (
             distribution["p"] >= distribution["level"] == pytest.approx(distribution["alarm"] / 7)
             and len(distribution["tests"]) == 6
         )
         assert (
             all(test["samples"][0] == test["samples"][1] > 0 for test in distribution["tests"])
-            and distribution["all as one"]["visible"] < 1
+            and distribution["combined"]["minimum_detectable"] < 1
         )
 
 
@@ -121,7 +120,9 @@ def test_kernels_whose_rounding_depends_on_the_batch(
     )
     (about,) = [check["figures"] for check in found["checks"] if check["name"] == "log-probabilities"]
     assert about["largest difference"] < about["limit"] and 1e-4 < about["limit"] < 1
-    assert found["verdict"].startswith("No loss found: ") and "other texts may differ" in found["verdict"]
+    assert (
+        found["verdict"].startswith("No deviation found: ") and "other texts may differ" in found["verdict"]
+    )
     assert "Lossless" not in found["verdict"] and "That is little" in found["verdict"]
 
 
@@ -146,21 +147,21 @@ def test_many_prompts_join_and_grow_longer(run: Run, pair: tuple[str, str], tmp_
     )
     assert result.status == 0 and "Lossless" in result.err
     checks = {check["name"]: check["figures"] for check in json.loads(result.out)["checks"]}
-    for name in ("greedy, in company", "T = 0.8, in company", "T = 0.8, top_p 0.95, in company"):
+    for name in ("greedy, batched", "T = 0.8, batched", "T = 0.8, top_p 0.95, batched"):
         assert checks[name]["texts"] == 17 and checks[name]["joined"] == 1 + 3 + 3 + 1 - 1
         assert checks[name]["tokens"] > 17 * 8, "longer than in the first round"
 
 
-def test_passages_are_the_models_own_words() -> None:
-    passages = Passages([[1, 2, 3], [4, 5, 6, 7, 8]], room=4, own=True, seed=0)
-    assert passages.take(2) == [[1, 2, 3], [5, 6, 7, 8]], "a prompt that is too long loses its beginning"
-    assert passages.take(1) == []
-    passages.heard(list(range(100, 160)))
-    cut = passages.take(20)
+def test_prompts_are_the_models_own_words() -> None:
+    prompts = PromptSource([[1, 2, 3], [4, 5, 6, 7, 8]], max_tokens=4, extend=True, seed=0)
+    assert prompts.take(2) == [[1, 2, 3], [5, 6, 7, 8]], "a prompt that is too long loses its beginning"
+    assert prompts.take(1) == []
+    prompts.add_text(list(range(100, 160)))
+    cut = prompts.take(20)
     assert len(cut) == 20 and {len(ids) for ids in cut} == {2, 3, 4}
     assert all(ids == list(range(ids[0], ids[0] + len(ids))) and ids[0] >= 100 for ids in cut)
-    assert all(len(a) <= len(b) for a, b in zip(passages.short(5), passages.short(5)[1:]))
-    assert Passages([[1]], 4, False, 0).take(3) == [[1]]
+    assert all(len(a) <= len(b) for a, b in zip(prompts.shortest(5), prompts.shortest(5)[1:]))
+    assert PromptSource([[1]], 4, False, 0).take(3) == [[1]]
 
 
 def test_prompts_of_ones_own(run: Run, questions: Path, tmp_path: Path) -> None:
@@ -179,9 +180,13 @@ def test_a_rule_that_loses_is_measured_and_fails_unless_expected(run: Run, pair:
     )
     arguments = ("verify", "-m", pair[0], *SHORT, "--speculative-config", lossy)
     result = run(*arguments)
-    assert result.status == 1 and "not lossless, and says so" in result.out and "laws differ" in result.out
+    assert (
+        result.status == 1
+        and "not lossless, and says so" in result.out
+        and "distributions differ" in result.out
+    )
     expected = run(*arguments, "--expect-lossy")
-    assert expected.status == 0 and "not lossless, as was expected" in expected.out
+    assert expected.status == 0 and "not lossless, as expected" in expected.out
     assert expected.out.count("✓") == 1, "nothing leaked; of the rest nothing was promised"
 
 
@@ -189,7 +194,7 @@ def test_a_rule_that_loses_is_measured_and_fails_unless_expected(run: Run, pair:
     ("arguments", "said"),
     [
         (("-m", "/no/model", "--method", "ngram"), "/no/model"),
-        ((), "say what to verify"),
+        ((), "nothing to verify"),
         (("--method", "ngarm"), "Did you mean 'ngram'"),
         (("--speculative-config", "{"), "no JSON"),
         (("--speculative-config", '{"method": "ngram", "verification": "matsch"}'), "Did you mean 'match'"),
@@ -215,7 +220,7 @@ def verdict(
     llm = LLM(pair[0], max_num_seqs=8, dtype="float32")
     llm.engine.exact = exact
     prompts = [[5 + 7 * i % 90, 20 + i, 40 + i % 3] for i in range(16)]
-    return certify(llm, llm.variant(config), Passages(prompts, 200, False, 0), Effort(0, 16, samples))
+    return certify(llm, llm.variant(config), PromptSource(prompts, 200, False, 0), Effort(0, 16, samples))
 
 
 def guessing(model: str, **more: Any) -> dict[str, Any]:
@@ -248,7 +253,7 @@ def test_noise_of_the_wrong_position(
     )
     said = flat(result.err)
     assert result.status == 1 and "✗" in said
-    for words in ("plain decoding says", "this one is a bug", "On these kernels every difference is a bug"):
+    for words in ("plain decoding emits", "this one is a bug", "On these kernels every difference is a bug"):
         assert words in said
     found = json.loads(result.out)
     wrong = {check["name"] for check in found["checks"] if not check["passed"]}
@@ -257,7 +262,7 @@ def test_noise_of_the_wrong_position(
     )
     first = found["differences"][0]
     assert first["position"] == len(first["prompt"]) + len(first["text"]) and not first["explained"]
-    assert first["plain"] != first["said"] and first["gap"] > 0 and first["best"][0] == first["plain"]
+    assert first["plain"] != first["speculative"] and first["gap"] > 0 and first["best"][0] == first["plain"]
     assert f"Position {first['position']}" in said
 
 
@@ -274,7 +279,7 @@ def test_a_token_accepted_unseen(pair: tuple[str, str], monkeypatch: pytest.Monk
 
     monkeypatch.setattr(match.Match, "walk", careless)
     made = verdict(guessing(pair[1]), pair)
-    assert {"greedy, alone", "greedy, in company"} <= failed(made) and made.differences[0].gap is not None
+    assert {"greedy, alone", "greedy, batched"} <= failed(made) and made.differences[0].gap is not None
     assert "not proven" in made.verdict.lower()
     made = verdict(guessing(pair[1]), pair, exact=False)
     assert not made.passed, "rounding does not explain everything, whatever the kernels"
@@ -287,8 +292,8 @@ def test_a_wrong_residual(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
     """After a rejection the token comes from p instead of what is left of it: only the law can tell."""
     monkeypatch.setattr(rejection, "surplus", lambda p, q, scale=1.0: (p, 1.0))
     made = verdict(guessing(pair[1], verification="rejection"), pair, samples=400)
-    assert failed(made) == {"the law"} and "laws differ" in next(
-        c.result for c in made.checks if c.name == "the law"
+    assert failed(made) == {"distribution"} and "distributions differ" in next(
+        c.result for c in made.checks if c.name == "distribution"
     )
 
 
@@ -327,7 +332,7 @@ def test_ties_within_rounding_are_reported_and_pass(
         return Gap((1, 2), 1e-4, 1e-4, 2e-4, False)
 
     monkeypatch.setattr(match.Match, "walk", other)
-    monkeypatch.setattr(certifying, "look", tie)
+    monkeypatch.setattr(certify_run, "look", tie)
     made = verdict(guessing(pair[1]), pair, exact=False)
     assert (
         made.passed

@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy.stats import chi2
 from torch import Tensor
 
 from outrider import LLM, SamplingParams
-from outrider.certify.chances import tail
 from outrider.core.noise import ACCEPT, DRAW, stream_of, uniform
 from outrider.core.row import Row
 from outrider.core.step_input import StepInput
@@ -175,7 +175,9 @@ def p_values(lots: Sequence[Lot]) -> list[float]:
     """Of each lot in both ways, and last of all of them as one."""
     found = [stream_id.by_outcome() for stream_id in lots]
     whole = (sum(statistic for statistic, _ in found), sum(freedom for _, freedom in found))
-    return [tail(*one) for one in (*found, *(stream_id.by_likelihood() for stream_id in lots), whole)]
+    return [
+        float(chi2.sf(*one)) for one in (*found, *(stream_id.by_likelihood() for stream_id in lots), whole)
+    ]
 
 
 def sampled(

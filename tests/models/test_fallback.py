@@ -17,13 +17,14 @@ from families import FAMILIES, write
 from helpers import Scripts, Truth, answer, drive, said, settled
 from torch import nn
 
-from outrider import LLM, SamplingParams, models
+from outrider import LLM, SamplingParams
 from outrider.backends.cpu import backend as cpu
 from outrider.checkpoints.hub import Checkpoint
 from outrider.core.step_input import StepInput
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.sample import read
-from outrider.models.fallback import row_invariant
+from outrider.models.fallback import attention, row_invariant
+from outrider.models.fallback import model as fallback_model
 from outrider.models.fallback.model import Fallback
 
 NEW, TIE = 32, 2e-3
@@ -136,7 +137,7 @@ def test_states_between_the_layers_are_those_of_transformers(case: Case) -> None
 
 def test_other_lists_are_not_taken_for_the_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many towers, experts and norms as layers, in front of them and in them."""
-    theirs, tokens, load = write("gpt-neox", tmp_path), prompts()[-1], models.fallback._load
+    theirs, tokens, load = write("gpt-neox", tmp_path), prompts()[-1], fallback_model.load_model
 
     def crowded(checkpoint: Checkpoint) -> Any:
         model = load(checkpoint)
@@ -149,7 +150,7 @@ def test_other_lists_are_not_taken_for_the_layers(tmp_path: Path, monkeypatch: p
             layer.experts = nn.ModuleList(nn.Identity() for _ in layers)
         return model
 
-    monkeypatch.setattr(models.fallback, "_load", crowded)
+    monkeypatch.setattr(fallback_model, "load_model", crowded)
     model = fallback(tmp_path, torch.float32)
     with torch.inference_mode():
         expected = theirs(torch.tensor([tokens]), output_hidden_states=True).hidden_states[1][0]
@@ -405,16 +406,14 @@ def test_what_our_attention_cannot_do_is_refused_with_the_reason(
 def test_a_model_that_we_would_get_wrong_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the attention did not do what transformers' does, loading would find out."""
     write("gemma2", tmp_path)
-    from outrider.models.fallback import model as module
-
-    right = module._layer_of
+    right = attention._layer_of
 
     def wrong(*args: Any, **given: Any) -> Any:
         layer = right(*args, **given)
         layer.scale *= 3
         return layer
 
-    monkeypatch.setattr(module, "_layer_of", wrong)
+    monkeypatch.setattr(attention, "_layer_of", wrong)
     assert "not those of transformers" in refused(tmp_path)
 
 

@@ -15,7 +15,7 @@ SETTINGS = (("greedy", {"temperature": 0.0}), ("T = 0.8, top_p 0.95", {"temperat
 
 
 def demo(tokens: int, repeats: int, console: Console) -> bool:
-    """Runs it and prints the tables.  True if every method said the same tokens as plain decoding."""
+    """Runs it and prints the tables.  True if every method emitted the same tokens as plain decoding."""
     with console.status("Loading the built-in model"):
         llm = LLM(model="builtin")
     prompts = [(prompt.kind, rendered(prompt, llm.tokenizer)) for prompt in PROMPTS]
@@ -31,7 +31,7 @@ def demo(tokens: int, repeats: int, console: Console) -> bool:
         console.print(table(title, results))
         good &= not any(result.differs(results[0]) for result in results)
     console.print(
-        "Every method said exactly what plain decoding says."
+        "Every method emitted the same tokens as plain decoding."
         if good
         else "[bold red]Tokens differ: this is a bug.[/]"
     )

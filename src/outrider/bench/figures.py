@@ -36,7 +36,7 @@ def figures(engine: Engine, output: RequestOutput, load_seconds: float, total_se
             f"accept    = {total.acceptance:.3%}",
         ]
         if not total.lossless:
-            lines.append("lossless  = no: the verification rule changes what the model says")
+            lines.append("lossless  = no: the verification rule changes the output")
         read = (
             prompt if engine.drafter.footprint(engine.device).total() else 0
         )  # a method without weights of its own reads no prompt

@@ -50,7 +50,7 @@ class Measured:
         return Measured(self.method, [run for run in self.runs if run.kind == kind], self.promise)
 
     def differs(self, plain: Measured) -> bool:
-        """Whether it said other tokens than plain decoding although it must not."""
+        """Whether it emitted other tokens than plain decoding although it promises the same."""
         return self.promise == "tokens" and self.tokens != plain.tokens
 
     @property
@@ -100,7 +100,7 @@ class Measured:
 
     @property
     def drafting(self) -> float:
-        """Share of the engine's time that went into guessing."""
+        """Share of the engine's time spent on drafting."""
         return sum(run.times.propose for run in self.runs) / (sum(sum(run.times) for run in self.runs) or 1)
 
     @property

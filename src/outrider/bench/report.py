@@ -73,7 +73,7 @@ def remarks(results: Sequence[Measured]) -> list[str]:
 def _kept(result: Measured, plain: Measured) -> str:
     if result.promise == "tokens":
         return "[bold red]✗[/]" if result.differs(plain) else "[green]✓[/]"
-    return {"law": "law", "lossy": "[bold red]lossy[/]"}.get(result.promise, "–")
+    return {"law": "dist.", "lossy": "[bold red]lossy[/]"}.get(result.promise, "–")
 
 
 def latencies(results: Sequence[Measured]) -> Table:

@@ -1,137 +1,201 @@
-"""A certificate for people, and as JSON."""
+"""The certificate of `outrider verify`: its checks, each with a result and whether it passed, and the
+verdict.
+"""
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from rich.console import Group
-from rich.panel import Panel
-from rich.table import Table
-from rich.text import Text
-
-from outrider.bench.conditions import conditions
-from outrider.certify.certify import SHOWN, Certificate
-from outrider.certify.texts import Difference
+from outrider.certify.chi_square import ChiSquareResult
+from outrider.certify.distributions import COMPARED_TOKENS, FALSE_ALARM, DistributionTest
+from outrider.certify.texts import Difference, Tally
+from outrider.core.row import Row
 from outrider.llm import LLM
 
-BEFORE = 12  # tokens of the text that are shown before a difference
-
-PROMISES = {
-    "tokens": "the same text for a seed as plain decoding",
-    "law": "the same text where greedy, the same law where sampled",
-    "lossy": "nothing: what the model says may change",
-}
+FEW_TOKENS = 1000
 
 
-def about(llm: LLM, config: Mapping[str, Any], made: Certificate) -> dict[str, str]:
-    decoder, options = llm.engine.decoder, llm.engine.options
-    bits = f", weights in {options.quantization}" if options.quantization else ""
-    cache = f", K/V in {options.kv_cache_dtype}" if options.kv_cache_dtype != "auto" else ""
-    promise = (
-        "exact: rows do not touch each other" if made.exact else "not exact: rounding depends on the batch"
-    )
-    return {
-        "model": f"{options.model} ({llm.engine.checkpoint.spec.architecture})",
-        "method": json.dumps(dict(config), default=repr),
-        "rule": f"{config.get('verification', 'match')}, which promises {PROMISES[made.promise]}",
-        "dtype": str(decoder.dtype).removeprefix("torch.") + bits + cache,
-        "kernels": f"{decoder.backend.name} ({promise})",
+@dataclass
+class Check:
+    """One line of the certificate.  figures: the result in numbers.  judged:
+
+    False for a rule that is not lossless.
+    """
+
+    name: str
+    tested: str
+    result: str
+    passed: bool
+    figures: dict[str, Any] = field(default_factory=dict)
+    judged: bool = True
+
+
+@dataclass
+class Certificate:
+    """exact: the kernels are row-invariant.  promise: of the verification rule, see Rule.promise."""
+
+    exact: bool
+    promise: str
+    checks: list[Check] = field(default_factory=list)
+    differences: list[Difference] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        return all(check.passed for check in self.checks)
+
+    @property
+    def ties(self) -> int:
+        return sum(difference.explained for difference in self.differences)
+
+    @property
+    def verdict(self) -> str:
+        if not self.passed:
+            failed = ", ".join(check.name for check in self.checks if not check.passed)
+            bug = self.exact and self.promise != "lossy" and self.differences
+            return f"Not proven lossless: {failed}." + (
+                " On these kernels every difference is a bug." if bug else ""
+            )
+        if self.promise == "lossy":
+            return "This rule is not lossless, as expected: its deviation was measured, and nothing else is wrong."
+        text = "Lossless" if self.exact else "No deviation found"
+        ties = f", except for {self.ties} ties within rounding" if self.ties else ""
+        text += f": {self.texts:,} texts of {self.tokens:,} tokens equal those of plain decoding{ties}."
+        if self.promise == "law":
+            text += f" {self.samples:,} sampled texts show no difference from its distribution."
+        if not self.exact:
+            text += " On these kernels rounding depends on the batch: other texts may differ."
+        if self.tokens < FEW_TOKENS:
+            text += " That is little: give it more --minutes."
+        return text
+
+    def _sum(self, figure: str) -> int:
+        """A figure summed over all checks that compare texts."""
+        return sum(check.figures[figure] for check in self.checks if "ties" in check.figures)
+
+    @property
+    def texts(self) -> int:
+        return self._sum("texts")
+
+    @property
+    def tokens(self) -> int:
+        return self._sum("tokens")
+
+    @property
+    def samples(self) -> int:
+        """Texts whose distribution was tested."""
+        return sum(check.figures.get("samples", 0) for check in self.checks)
+
+
+def text_check(tally: Tally, lossless: bool) -> Check:
+    """Texts of one set of sampling parameters, compared token by token."""
+    wrong = sum(not difference.explained for difference in tally.differences)
+    ties = len(tally.differences) - wrong
+    settings = ", ".join(f"{name} {value:g}" for name, value in tally.sampling.items() if value) or "greedy"
+    settings = settings.replace("temperature", "T =")
+    batch = f"in a batch, {tally.joined} of them joining later" if tally.batched else "one at a time"
+    result = f"{wrong} texts differ" if wrong else f"same except for {ties} ties" if ties else "same tokens"
+    figures = {
+        "texts": tally.texts,
+        "tokens": tally.tokens,
+        "joined": tally.joined,
+        "different": wrong,
+        "ties": ties,
     }
+    name = f"{settings}, {'batched' if tally.batched else 'alone'}"
+    tested = f"{tally.texts} texts, {tally.tokens:,} tokens, {batch}"
+    return Check(name, tested, result, not (wrong and lossless), figures)
 
 
-def panel(llm: LLM, config: Mapping[str, Any], made: Certificate, left_out: int = 0) -> Panel:
-    facts = Table.grid(padding=(0, 2))
-    for name, value in about(llm, config, made).items():
-        facts.add_row(Text(name, style="bold"), Text(value))
-    table = Table(show_edge=False, pad_edge=False)
-    for name in ("test", "what was compared", "result", ""):
-        table.add_column(name)
-    for check in made.checks:
-        mark = "[bold red]✗[/]" if not check.passed else "[green]✓[/]" if check.judged else "–"
-        table.add_row(check.name, check.tested, check.result, mark)
-    parts: list[Any] = [facts, "", table, ""]
-    if left_out:
-        parts += [f"Left out, as they and their answers exceed the context: {left_out} prompts.", ""]
-    for difference in sorted(made.differences, key=lambda d: d.explained)[:SHOWN]:
-        parts += [Text(told(llm, difference, made.exact)), ""]
-    if len(made.differences) > SHOWN:
-        parts += [f"… and {len(made.differences) - SHOWN} differences more.", ""]
-    parts.append(Text(made.verdict, style="bold green" if made.passed else "bold red"))
-    return Panel(Group(*parts), title="Outrider: is speculation lossless?", title_align="left")
+def logprob_check(tallies: Sequence[Tally], limit: float, lossless: bool) -> Check:
+    """Log-probabilities of the tokens that both texts have.  limit: the largest difference that
+    rounding explains.
+    """
+    difference = max(tally.logprob_difference for tally in tallies)
+    tokens = sum(tally.tokens - len(tally.differences) for tally in tallies)
+    result = "equal"
+    if difference:
+        result = f"largest difference {difference:.2g} (rounding explains {limit:.2g})"
+    figures = {"largest difference": difference, "limit": limit}
+    passed = difference <= limit or not lossless
+    return Check("log-probabilities", f"{tokens:,} chosen tokens", result, passed, figures)
 
 
-def told(llm: LLM, difference: Difference, exact: bool) -> str:
-    """One difference in words: where, which tokens, how near, and why."""
-    text = _speller(llm)
-    params, where = difference.params, len(difference.prompt) + len(difference.before)
-    before = "".join(map(text, difference.before[-BEFORE:]))
-    start = "".join(map(text, difference.prompt[-BEFORE:]))
-    plain, said = (
-        repr(text(token)) if token is not None else "nothing: it ended"
-        for token in (difference.plain, difference.said)
+def distribution_check(test: DistributionTest, lossless: bool) -> Check:
+    """Chi-square tests of the first tokens of sampled texts."""
+    *cases, combined = results = test.results()
+    p = min(result.p for result in results)
+    tested = (
+        f"{test.num_samples:,} texts: the first {COMPARED_TOKENS} tokens of {len(cases)} prompts and "
+        "temperatures"
     )
-    asked = (
-        f"T = {params.temperature:g}"
-        + f", top_p {params.top_p:g}" * (params.top_p < 1)
-        + f", seed {params.seed}" * (params.temperature > 0)
-    )
-    lines = [
-        f"Position {where} of …{start!r} → …{before!r} ({asked}): plain decoding says {plain}, speculation {said}."
-    ]
-    gap = difference.gap
-    if gap is not None:
-        best = " and ".join(repr(text(token)) for token in gap.best)
-        lines.append(
-            f"  Plain decoding's two best there, {best}, are {gap.gap:.3g} apart; what was said is {gap.lead:.3g} behind."
-        )
-    if difference.explained and gap is not None:
-        seen = "; with many rows in a forward the model chooses it by itself" if gap.shown else ""
-        lines.append(f"  A tie: rounding moves a score by up to {gap.tolerance:.2g} here{seen}.")
-    elif exact:
-        lines.append(
-            "  These kernels compute every row alone, bit for bit: no difference is rounding, this one is a bug."
-        )
-    elif gap is not None:
-        lines.append(
-            f"  Rounding moves a score by no more than {gap.tolerance:.2g} here: it does not explain this."
-        )
-    return "\n".join(lines)
-
-
-def figures(
-    llm: LLM, config: Mapping[str, Any], made: Certificate, settings: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Everything, for JSON."""
-    text = _speller(llm)
-    return {
-        "conditions": conditions(), **about(llm, config, made), "exact": made.exact, "promise": made.promise, "settings": dict(settings),
-        "checks": [
-            {"name": c.name, "tested": c.tested, "result": c.result, "passed": c.passed, "figures": c.figures} for c in made.checks
+    figures: dict[str, Any] = {
+        "alarm": FALSE_ALARM,
+        "level": test.level,
+        "p": p,
+        "samples": test.num_samples,
+        "combined": combined._asdict(),
+        "tests": [
+            {
+                "prompt": case.prompt,
+                "temperature": case.temperature,
+                "samples": [case.plain.total(), case.speculative.total()],
+                **result._asdict(),
+            }
+            for case, result in zip(test.cases, cases)
         ],
-        "differences": [_difference(difference, text) for difference in made.differences],
-        "verdict": made.verdict, "passed": made.passed,
-    }  # fmt: skip
+    }
+    passed = combined.degrees_of_freedom > 0 and (p >= test.level or not lossless)
+    return Check("distribution", tested, _chi_square_text(cases, combined, p, test.level), passed, figures)
 
 
-def _difference(difference: Difference, text: Callable[[int], str]) -> dict[str, Any]:
-    params, gap = difference.params, difference.gap
-    found: dict[str, Any] = {
-        "prompt": difference.prompt, "text": difference.before, "position": len(difference.prompt) + len(difference.before),
-        "plain": difference.plain, "said": difference.said, "temperature": params.temperature, "top_p": params.top_p, "seed": params.seed,
-        "tokens": [None if token is None else text(token) for token in (difference.plain, difference.said)],
-        "explained": difference.explained,
-    }  # fmt: skip
-    if gap is not None:
-        found |= {
-            "best": gap.best, "gap": gap.gap if math.isfinite(gap.gap) else None, "tolerance": gap.tolerance,
-            "behind": gap.lead if math.isfinite(gap.lead) else None,
-        }  # fmt: skip
-    return found
+def _chi_square_text(
+    cases: Sequence[ChiSquareResult], combined: ChiSquareResult, p: float, level: float
+) -> str:
+    if not combined.degrees_of_freedom:
+        return "too few samples for a test: give it more --minutes"
+    worst = max(cases, key=lambda result: result.distance - result.expected_distance)
+    detectable = max(result.minimum_detectable for result in cases)
+    return (
+        f"{'distributions differ' if p < level else 'no difference'}: smallest p = {p:.2g} of "
+        f"{len(cases) + 1} "
+        f"chi-square tests (alarm below {level:.2g}). Largest deviation {worst.distance:.1%}, where chance "
+        "makes "
+        f"{worst.expected_distance:.1%}. Minimum detectable deviation (9 times of 10): "
+        f"{combined.minimum_detectable:.1%} if it is in all cases, "
+        f"{f'{detectable:.1%}' if detectable < 1 else 'none'} if it is in one"
+    )
 
 
-def _speller(llm: LLM) -> Callable[[int], str]:
-    """Token id -> its text; the id itself where there is no tokenizer."""
-    return lambda token: f"<{token}>" if llm.tokenizer is None else str(llm.tokenizer.decode([token]))
+def leak_check(llms: Sequence[LLM]) -> Check:
+    """Pages lost or owned twice, requests still in the engine, finished requests that a drafter still
+    holds.
+    """
+    wrong = []
+    for llm in llms:
+        try:
+            llm.engine.check()
+        except AssertionError as error:
+            wrong.append(str(error) or "a slot is lost or owned twice")
+        if llm.engine.busy:
+            wrong.append("a request is still running")
+        for name, value in _attributes(llm.engine.drafter):
+            if isinstance(value, Mapping) and any(isinstance(key, Row) for key in value):
+                wrong.append(f"the drafter still holds a finished request in {name!r}")
+    tested = "cache, queue and drafter, after all tests"
+    return Check("leaks", tested, "; ".join(wrong) or "none", not wrong)
+
+
+def _attributes(thing: Any, seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
+    """(name, value) of the attributes of a drafter and of the objects of outrider.draft that it
+    consists of.
+    """
+    seen = seen or set()
+    seen.add(id(thing))
+    for name, value in vars(thing).items():
+        yield name, value
+        for part in value if isinstance(value, list) else [value]:
+            ours = type(part).__module__.startswith("outrider.draft") and hasattr(part, "__dict__")
+            if ours and id(part) not in seen:
+                yield from _attributes(part, seen)

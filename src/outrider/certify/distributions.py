@@ -1,4 +1,4 @@
-"""The law of sampled texts: many seeds of a few prompts, speculatively and plainly, and whether their first tokens have one law."""
+"""Test of the distribution of sampled texts: many seeds of a few prompts, with speculation and without."""
 
 from __future__ import annotations
 
@@ -6,80 +6,86 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from outrider.certify.chances import Chance, combined, compare
+from outrider.certify.chi_square import ChiSquareResult, combine, compare
 from outrider.core.params import SamplingParams
 from outrider.llm import LLM
 
 TEMPERATURES = (0.7, 1.0)
-FIRST = 3  # tokens whose joint law is compared
-ALARM = 0.001  # the chance that a healthy engine fails, all tests together
-LONGEST = 16  # tokens that a text may have: a drafter guesses deeper than what is compared
-CANDIDATES, PILOT, CHOSEN = 6, 16, 3  # prompts that are tried, with how many texts, and those that are tested
+COMPARED_TOKENS = 3  # whose joint distribution is tested
+MAX_TOKENS = 16  # of a text: more than compared, so that a drafter may draft deeper
+FALSE_ALARM = 0.001  # probability that a correct engine fails, all tests together
+CANDIDATES, PILOT_TEXTS, CHOSEN = 6, 16, 3  # prompts tried, texts for each of them, prompts tested
 
-Start = tuple[int, ...]
+Beginning = tuple[int, ...]
 
 
 @dataclass
-class Sampled:
-    """The first tokens of texts of one prompt."""
+class Samples:
+    """First tokens of the texts of one prompt at one temperature, by engine."""
 
     prompt: list[int]
     temperature: float
-    plain: Counter[Start] = field(default_factory=Counter)
-    fast: Counter[Start] = field(default_factory=Counter)
+    plain: Counter[Beginning] = field(default_factory=Counter)
+    speculative: Counter[Beginning] = field(default_factory=Counter)
 
 
-class LawTest:
-    """Both engines draw from seeds of their own, so that the lots are independent."""
+class DistributionTest:
+    """The two engines use different seeds, so that their samples are independent."""
 
-    def __init__(self, plain: LLM, fast: LLM, prompts: Sequence[list[int]], seed: int) -> None:
-        self.plain, self.fast, self.seed = plain, fast, 1_000_000 * (2 * seed + 1)
-        self.cells = [
-            Sampled(prompt, temperature) for prompt in self._varied(prompts) for temperature in TEMPERATURES
-        ]
+    def __init__(self, plain: LLM, speculative: LLM, prompts: Sequence[list[int]], seed: int) -> None:
+        self.plain, self.speculative, self.seed = plain, speculative, 1_000_000 * (2 * seed + 1)
+        chosen = self._choose_prompts(prompts)
+        self.cases = [Samples(prompt, temperature) for prompt in chosen for temperature in TEMPERATURES]
 
     @property
     def level(self) -> float:
-        """Of one test: Bonferroni's share of the alarm, with one for all of them as one."""
-        return ALARM / (len(self.cells) + 1)
+        """False alarm probability of one test: Bonferroni's share, counting the combined test."""
+        return FALSE_ALARM / (len(self.cases) + 1)
 
     @property
-    def each(self) -> int:
-        """Samples of each lot, as far as all have them."""
-        return min(cell.fast.total() for cell in self.cells)
+    def samples_per_case(self) -> int:
+        """Texts of each engine, in the case that has the fewest."""
+        return min(case.speculative.total() for case in self.cases)
 
     @property
-    def samples(self) -> int:
-        return sum(cell.plain.total() + cell.fast.total() for cell in self.cells)
+    def num_samples(self) -> int:
+        return sum(case.plain.total() + case.speculative.total() for case in self.cases)
 
-    def chances(self) -> list[Chance]:
-        """Of every prompt and temperature, and last of all of them as one."""
-        found = [compare(cell.plain, cell.fast, self.level) for cell in self.cells]
-        return [*found, combined(found, self.cells[0].plain.total(), self.cells[0].fast.total(), self.level)]
+    def results(self) -> list[ChiSquareResult]:
+        """One result per case, and the combined one last."""
+        results = [compare(case.plain, case.speculative, self.level) for case in self.cases]
+        first = self.cases[0]
+        return [*results, combine(results, first.plain.total(), first.speculative.total(), self.level)]
 
     def round(self, count: int) -> Iterator[None]:
-        """So many texts more of every prompt and temperature, in each lot."""
-        for cell in self.cells:
-            for llm, stream_id in ((self.plain, cell.plain), (self.fast, cell.fast)):
-                stream_id.update(starts(llm, cell.prompt, cell.temperature, self._seeds(count)))
+        """Sample `count` more texts of every case from each engine."""
+        for case in self.cases:
+            for llm, counter in ((self.plain, case.plain), (self.speculative, case.speculative)):
+                counter.update(sample_beginnings(llm, case.prompt, case.temperature, self._seeds(count)))
                 yield
 
     def _seeds(self, count: int) -> range:
         self.seed += count
         return range(self.seed - count, self.seed)
 
-    def _varied(self, prompts: Sequence[list[int]]) -> list[list[int]]:
-        """Those after which the model says different things, some of them often: elsewhere every law looks alike, or takes too many
-        samples to be told from another."""
-        said = [len(set(starts(self.plain, ids, max(TEMPERATURES), self._seeds(PILOT)))) for ids in prompts]
-        order = sorted(range(len(prompts)), key=lambda i: abs(said[i] - PILOT / 2))
+    def _choose_prompts(self, prompts: Sequence[list[int]]) -> list[list[int]]:
+        """The prompts whose texts are moderately varied.
+
+        Nearly constant texts reveal no deviation, and nearly all different ones take too many samples.
+        """
+        temperature = max(TEMPERATURES)
+        distinct = [
+            len(set(sample_beginnings(self.plain, ids, temperature, self._seeds(PILOT_TEXTS))))
+            for ids in prompts
+        ]
+        order = sorted(range(len(prompts)), key=lambda i: abs(distinct[i] - PILOT_TEXTS / 2))
         return [prompts[i] for i in sorted(order[:CHOSEN])]
 
 
-def starts(llm: LLM, prompt: list[int], temperature: float, seeds: range) -> list[Start]:
-    """The first tokens for each seed; what would come after them is not computed."""
+def sample_beginnings(llm: LLM, prompt: list[int], temperature: float, seeds: range) -> list[Beginning]:
+    """The first tokens for each seed; a text is aborted once it has them."""
     params = [
-        SamplingParams(temperature=temperature, seed=seed, max_tokens=LONGEST, detokenize=False)
+        SamplingParams(temperature=temperature, seed=seed, max_tokens=MAX_TOKENS, detokenize=False)
         for seed in seeds
     ]
     found = []
@@ -87,7 +93,7 @@ def starts(llm: LLM, prompt: list[int], temperature: float, seeds: range) -> lis
         if output.error is not None:
             raise output.error
         if output.finished:
-            found.append(tuple(output.outputs[0].token_ids[:FIRST]))
-        elif len(output.outputs[0].token_ids) >= FIRST:
+            found.append(tuple(output.outputs[0].token_ids[:COMPARED_TOKENS]))
+        elif len(output.outputs[0].token_ids) >= COMPARED_TOKENS:
             llm.abort(output.request_id)
     return found

@@ -1,4 +1,6 @@
-"""Token for token: speculative texts against those of plain decoding, one at a time and in company."""
+"""Comparison of speculative texts with those of plain decoding, token by token: one at a time and in a
+batch.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,17 @@ SEEDED: tuple[Mapping[str, Any], ...] = ({"temperature": 0.8}, {"temperature": 0
 
 @dataclass
 class Difference:
-    """Where two texts part.  said, plain: the two tokens, None where a text had ended.  gap: filled in when it has been looked at."""
+    """The first position at which two texts differ.
+
+    before: tokens that both have.  plain, speculative: the next token, None if the text has ended.
+    gap: scores at this position, once it has been examined.
+    """
 
     prompt: list[int]
     params: SamplingParams
-    before: list[int]  # the tokens that both said
+    before: list[int]
     plain: int | None
-    said: int | None
+    speculative: int | None
     gap: Gap | None = None
 
     @property
@@ -34,14 +40,18 @@ class Difference:
 
 @dataclass
 class Tally:
-    """What was compared under one set of parameters.  apart: the largest difference of the log-probabilities of equal tokens."""
+    """What was compared under one set of parameters.
+
+    joined: texts that started while others were running.
+    logprob_difference: the largest one, over tokens that both texts have.
+    """
 
     sampling: Mapping[str, Any]
-    together: bool
+    batched: bool
     texts: int = 0
     tokens: int = 0
-    joined: int = 0  # texts that began beside others that were running
-    apart: float = 0.0
+    joined: int = 0
+    logprob_difference: float = 0.0
     differences: list[Difference] = field(default_factory=list)
 
     def add(
@@ -55,45 +65,53 @@ class Tally:
             )
         )
         self.tokens += common
-        for token, mine, theirs in zip(plain.token_ids[:common], plain.logprobs or (), fast.logprobs or ()):
-            self.apart = max(self.apart, abs(mine[token].logprob - theirs[token].logprob))
+        for token, a, b in zip(plain.token_ids[:common], plain.logprobs or (), fast.logprobs or ()):
+            self.logprob_difference = max(self.logprob_difference, abs(a[token].logprob - b[token].logprob))
         if (plain.token_ids, plain.finish_reason) != (fast.token_ids, fast.finish_reason):
-            self.tokens += 1  # the one that differs was compared, too
-            a, b = (out.token_ids[common] if common < len(out.token_ids) else None for out in (plain, fast))
-            self.differences.append(Difference(prompt, params, plain.token_ids[:common], a, b))
+            self.tokens += 1  # the one that differs
+            first, second = (
+                out.token_ids[common] if common < len(out.token_ids) else None for out in (plain, fast)
+            )
+            self.differences.append(Difference(prompt, params, plain.token_ids[:common], first, second))
 
 
-class Texts:
-    """Plain decoding runs every prompt alone, from an empty prefix cache; the other engine alone, then all of a round at once."""
+class TextComparison:
+    """Plain decoding answers every prompt alone, from an empty prefix cache.  The speculative engine answers
+    each alone, then all of a round in a batch.
+    """
 
-    def __init__(self, plain: LLM, fast: LLM, settings: Sequence[Mapping[str, Any]], seed: int) -> None:
-        self.plain, self.fast, self.settings = plain, fast, settings
-        self.tallies = [Tally(sampling, together) for sampling in settings for together in (False, True)]
+    def __init__(
+        self, plain: LLM, speculative: LLM, settings: Sequence[Mapping[str, Any]], seed: int
+    ) -> None:
+        self.plain, self.speculative, self.settings = plain, speculative, settings
+        self.tallies = [Tally(sampling, batched) for sampling in settings for batched in (False, True)]
         self.seeds = itertools.count(1000 * seed)
         self.rounds = 0
 
     def round(self, prompts: Sequence[list[int]], tokens: int) -> Iterator[list[int]]:
-        """Compares answers of about so many tokens; yields prompt and answer of plain decoding as they come."""
-        for sampling, alone, together in zip(self.settings, self.tallies[::2], self.tallies[1::2]):
+        """Compare answers of about `tokens` tokens; yields prompt and answer of plain decoding, as one
+        list.
+        """
+        for sampling, alone, batched in zip(self.settings, self.tallies[::2], self.tallies[1::2]):
             params = [self._params(i, tokens, sampling) for i in range(len(prompts))]
-            said = []
+            expected: list[CompletionOutput] = []
             for prompt, p in zip(prompts, params):
                 self.plain.engine.forget_prefixes()
-                said += answers(self.plain, [prompt], [p])
-                yield prompt + said[-1].token_ids
-                alone.add(prompt, p, said[-1], *answers(self.fast, [prompt], [p]))
+                expected += answers(self.plain, [prompt], [p])
+                yield prompt + expected[-1].token_ids
+                alone.add(prompt, p, expected[-1], *answers(self.speculative, [prompt], [p]))
             if self.rounds % 2 == 0:
-                self.fast.engine.forget_prefixes()  # every other round takes what the texts alone have left there
-            for given in zip(prompts, params, said, answers(self.fast, prompts, params)):
-                together.add(*given)
-            together.joined += max(0, len(prompts) - self.fast.engine.options.max_num_seqs)
+                self.speculative.engine.forget_prefixes()  # other rounds find the prefixes of the texts alone
+            for case in zip(prompts, params, expected, answers(self.speculative, prompts, params)):
+                batched.add(*case)
+            batched.joined += max(0, len(prompts) - self.speculative.engine.options.max_num_seqs)
         self.rounds += 1
 
     def _params(self, i: int, tokens: int, sampling: Mapping[str, Any]) -> SamplingParams:
-        """Of uneven lengths, so that texts end beside others that go on; every other one goes on past the end-of-sequence token."""
-        most = max(1, tokens - i % 4 * tokens // 6)
+        """Lengths differ, so that texts end while others in the batch go on; every other text ignores EOS."""
+        max_tokens = max(1, tokens - i % 4 * tokens // 6)
         return SamplingParams(
-            seed=next(self.seeds), max_tokens=most, ignore_eos=i % 2 == 1, logprobs=0, **sampling
+            seed=next(self.seeds), max_tokens=max_tokens, ignore_eos=i % 2 == 1, logprobs=0, **sampling
         )
 
 

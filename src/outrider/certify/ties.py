@@ -1,4 +1,6 @@
-"""Where two texts part: how near plain decoding was to saying the other token, and whether rounding explains it."""
+"""Examination of a difference: how close the two tokens' scores are, and whether rounding explains the
+difference.
+"""
 
 from __future__ import annotations
 
@@ -17,69 +19,78 @@ from outrider.core.step_input import StepInput
 from outrider.engine.engine import Engine
 from outrider.models.base import Model
 
-SAFETY = 4  # one look at a few logits sees a small part of how far rounding can reach
-ROUNDINGS, SHARE = (
-    8,
-    1e-3,
-)  # of the largest logit, whichever is more: what is further apart was computed wrongly, whatever many rows say
+SAFETY = 4  # factor on the measured rounding: it is measured at one position only
+# Upper bound of rounding, as units in the last place and as a share of the largest logit, whichever is more.
+MAX_ROUNDINGS, MAX_SHARE = 8, 1e-3
 
 
 @dataclass(frozen=True)
 class Gap:
-    """best: the two tokens with the largest scores (logits / T plus noise) that plain decoding sees.  gap: between these two.
-    lead: how far the best is ahead of the token that was said instead.  tolerance: what rounding may move a score by; most: at most.
-    shown: computed in one forward, with many rows, the scores choose that other token."""
+    """Scores (logits / T plus noise) of plain decoding at one position.
+
+    best: the two tokens with the highest scores.  gap: their distance.
+    lead: distance of the best token from the token of the speculative text.
+    tolerance: how far rounding moves a score, as measured.  limit: upper bound of it.
+    reproduced: in one forward over all rows, the scores select the speculative token.
+    """
 
     best: tuple[int, int]
     gap: float
     lead: float
     tolerance: float
-    shown: bool
-    most: float = math.inf
+    reproduced: bool
+    limit: float = math.inf
 
     @property
     def explained(self) -> bool:
-        return self.tolerance > 0 and self.lead <= (self.most if self.shown else self.tolerance)
+        return self.tolerance > 0 and self.lead <= (self.limit if self.reproduced else self.tolerance)
 
 
 def look(
-    engine: Engine, prompt: Sequence[int], params: SamplingParams, before: Sequence[int], said: int
+    engine: Engine, prompt: Sequence[int], params: SamplingParams, before: Sequence[int], token: int
 ) -> Gap:
-    """At the position after prompt and `before`, where plain decoding did not say `said`."""
-    alone, together = both(engine.decoder, prompt, before)
+    """The position after prompt and `before`, where plain decoding did not emit `token`."""
+    alone, together = reference_logits(engine.decoder, prompt, before)
     a, b = (_scores(logits, params, len(prompt) + len(before)) for logits in (alone, together))
     values, best = a.topk(2)
-    hot = params.temperature or 1.0
-    reach = 0.0 if engine.exact else tolerance(alone, together, engine.decoder.dtype) / hot
-    most = furthest(alone, engine.decoder.dtype) / hot
+    temperature = params.temperature or 1.0
+    moved = 0.0 if engine.exact else tolerance(alone, together, engine.decoder.dtype) / temperature
+    limit = max_rounding(alone, engine.decoder.dtype) / temperature
     first, second = best.tolist()
     return Gap(
         (first, second),
         float(values[0] - values[1]),
-        float(values[0] - a[said]),
-        reach,
-        int(b.argmax()) == said,
-        most,
+        float(values[0] - a[token]),
+        moved,
+        int(b.argmax()) == token,
+        limit,
     )
 
 
-def both(decoder: Model, prompt: Sequence[int], said: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """The logits [V] after prompt and text: as plain decoding computes them, a token at a time, and all rows in one forward."""
-    ids = [*prompt, *said]
-    return _last(decoder, ids, [len(prompt), *[1] * len(said)]), _last(decoder, ids, [len(ids)])
+def reference_logits(decoder: Model, prompt: Sequence[int], text: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Logits [V] after prompt and text, twice: computed a token at a time, and with all rows in one
+    forward.
+    """
+    ids = [*prompt, *text]
+    return _last(decoder, ids, [len(prompt), *[1] * len(text)]), _last(decoder, ids, [len(ids)])
 
 
 def tolerance(alone: Tensor, together: Tensor, dtype: torch.dtype) -> float:
-    """How far rounding may move a logit: SAFETY times what it was seen to do, at least one rounding of the largest logit."""
-    seen = max(
+    """How far rounding may move a logit:
+
+    SAFETY times the measured difference, at least one ulp of the largest logit.
+    """
+    measured = max(
         SAFETY * float((alone - together).abs().max()), torch.finfo(dtype).eps * float(alone.abs().max())
     )
-    return min(seen, furthest(alone, dtype))
+    return min(measured, max_rounding(alone, dtype))
 
 
-def furthest(logits: Tensor, dtype: torch.dtype) -> float:
-    """The most that is put down to rounding, whatever was seen: a forward that computes something else must not excuse itself."""
-    return max(ROUNDINGS * torch.finfo(dtype).eps, SHARE) * float(logits.abs().max())
+def max_rounding(logits: Tensor, dtype: torch.dtype) -> float:
+    """Upper bound of what counts as rounding: a wrong forward must not raise its own tolerance without
+    limit.
+    """
+    return max(MAX_ROUNDINGS * torch.finfo(dtype).eps, MAX_SHARE) * float(logits.abs().max())
 
 
 def _last(decoder: Model, ids: list[int], pieces: list[int]) -> Tensor:

@@ -1,8 +1,8 @@
 """Tokens that a request may have, by a model's config: its positions, stretched by RoPE scaling as in vLLM.
 
 Two scalings depend on the length of a text.  When a growing text changes the factors, transformers keeps K/V
-of the old ones in its cache.  K/V here is shared between requests, so an engine has one set of factors, chosen
-by its max_model_len:
+of the old ones in its cache.  K/V here is shared between requests, so an engine has one set of factors,
+chosen by its max_model_len:
 
     scaling     max_model_len up to `unscaled`      beyond it, up to `tokens`
     longrope    short factors, as transformers      long factors, as transformers for a text beyond `unscaled`

@@ -1,6 +1,8 @@
-"""The keys of configuration files that Outrider or transformers computes with, and the values that they may have.
+"""The keys of configuration files that Outrider or transformers computes with, and the values that they may
+have.
 
-The limits lie far beyond every published model.  Their purpose is that a corrupt file fails by name before memory is asked for.
+The limits lie far beyond every published model.  Their purpose is that a corrupt file fails by name before
+memory is asked for.
 """
 
 from __future__ import annotations
@@ -120,8 +122,10 @@ HEAD: dict[str, Kind | Section] = {
     **_alike(LAYER_LIST, "target_layer_ids aux_hidden_state_layer_ids eagle_aux_hidden_state_layer_ids"),
     **_alike(
         FLAG,
-        "norm_before_residual norm_before_fc norm_output fc_norm use_aux_hidden_state is_causal causal sliding_window_non_causal "
-        "sample_from_anchor use_swa is_neox_style prenorm tie_weights scale_input tie_lstm_embs original_lm_head rnn",
+        "norm_before_residual norm_before_fc norm_output fc_norm use_aux_hidden_state is_causal causal "
+        "sliding_window_non_causal "
+        "sample_from_anchor use_swa is_neox_style prenorm tie_weights scale_input tie_lstm_embs "
+        "original_lm_head rnn",
     ),
     **_alike(NAME, "speculators_model_type hydra_head_arch method markov_head_type projector_type"),
 }

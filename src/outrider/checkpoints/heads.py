@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from outrider.checkpoints.fields import HEAD
-from outrider.checkpoints.hub import TRAINING, Weights, download
-from outrider.checkpoints.packed import PackedWeights, Scheme
+from outrider.checkpoints.hub import NOT_DOWNLOADED, download
+from outrider.checkpoints.packed import PackedWeights
+from outrider.checkpoints.packed_scheme import Scheme
 from outrider.checkpoints.validate import check, read_json
+from outrider.checkpoints.weights import Weights
 from outrider.core.quantized import QuantizedWeight
 from outrider.errors import ModelError
 
@@ -220,4 +222,4 @@ def file_names(folder: Path) -> list[str]:
 
 
 def _left_by_trainer(name: str) -> bool:
-    return any(fnmatch(name, pattern) for pattern in TRAINING)
+    return any(fnmatch(name, pattern) for pattern in NOT_DOWNLOADED)

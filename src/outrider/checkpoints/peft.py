@@ -1,6 +1,7 @@
 """LoRA adapters in PEFT's form: a folder with adapter_config.json and adapter_model.safetensors (or .bin).
 
-Hu et al. 2021 (arXiv 2106.09685): y = W x + scale B (A x).  Which projections are adapted is what the file holds.
+Hu et al. 2021 (arXiv 2106.09685): y = W x + scale B (A x).  Which projections are adapted is what the file
+holds.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from outrider.checkpoints.fields import ALPHA, PEFT, RANK
-from outrider.checkpoints.hub import Weights, download
+from outrider.checkpoints.hub import download
 from outrider.checkpoints.spec import Spec
 from outrider.checkpoints.validate import read_json
+from outrider.checkpoints.weights import Weights
 from outrider.core.lora import Adapted, Low, places
 from outrider.errors import ModelError
 
@@ -84,7 +86,8 @@ class PeftAdapter:
         for part, name, shape in found._shapes():
             if weights.shape(name) != shape:
                 raise ModelError(
-                    f"{name} has shape {weights.shape(name)}, rank {part.rank} and this model ask for {shape}: was the adapter made "
+                    f"{name} has shape {weights.shape(name)}, rank {part.rank} and this model ask for "
+                    f"{shape}: was the adapter made "
                     f"for another base model?  It says {base!r}."
                 )
         return found
@@ -131,7 +134,8 @@ def _refuse(config: Mapping[str, Any]) -> None:
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.startswith(REBASED):
         raise ModelError(
-            f"init_lora_weights = {start!r} is not supported: the adapter belongs to changed base weights; save it with "
+            f"init_lora_weights = {start!r} is not supported: the adapter belongs to changed base weights; "
+            "save it with "
             "path_initial_model_for_weight_conversion."
         )
 
@@ -143,7 +147,8 @@ def _modules(weights: Weights) -> dict[str, dict[str, str]]:
         match = TENSOR.fullmatch(name)
         if match is None:
             raise ModelError(
-                f"{name} is not supported: only the q, k, v, o, gate, up and down projections of the layers are adapted."
+                f"{name} is not supported: only the q, k, v, o, gate, up and down projections of the layers "
+                "are adapted."
             )
         found.setdefault(match[1], {})[match[4]] = name
     for module, tensors in found.items():

@@ -1,7 +1,7 @@
-"""Weights into few bits while a checkpoint is loaded: `quantization="int8"` or `"int4"`.
+"""Quantisation of weights while a checkpoint is loaded: `quantization="int8"` or `"int4"`.
 
-In groups of 32 inputs, each with a scale (8.5 and 4.5 bits a weight).  Embedding and head stay at 8 bits in both: they decide
-the tokens, and a tied one is both.  Norms and biases stay what they are.
+In groups of 32 inputs, each with a scale (8.5 and 4.5 bits a weight).  Embedding and head stay at 8 bits in
+both: they decide the tokens, and a tied one is both.  Norms and biases stay what they are.
 """
 
 from __future__ import annotations
@@ -14,51 +14,59 @@ from outrider.errors import ConfigError
 
 GROUP = 32
 BITS = {"int8": 8, "int4": 4}
-TRIED = torch.linspace(0.8, 1.15, 15).tolist()  # scales around the one that just reaches the largest weight
+SCALE_FACTORS = torch.linspace(
+    0.8, 1.15, 15
+).tolist()  # relative to the scale that just reaches the largest weight
 
 
 def bits_of(quantization: str | None, option: str = "quantization") -> int | None:
-    """Raises ConfigError for a form that weights cannot be brought into."""
+    """Bits per weight, or None for unquantised weights.  Raises ConfigError for an unknown value."""
     if quantization is None:
         return None
     if quantization not in BITS:
         raise ConfigError(
-            f"{option} must be {' or '.join(map(repr, BITS))}, or None for the weights as they are, got {quantization!r}."
+            f"{option} must be {' or '.join(map(repr, BITS))}, or None for the weights as they are, got "
+            f"{quantization!r}."
         )
     return BITS[quantization]
 
 
 def reduced(weight: Tensor | QuantizedWeight, bits: int | None) -> Tensor | QuantizedWeight:
-    """In at most so many bits (None: any): a weight that a checkpoint stores in no more stays as it is."""
+    """The weight in at most `bits` bits (None: any); one that a checkpoint stores in fewer is unchanged."""
     if bits is None or (isinstance(weight, QuantizedWeight) and weight.bits <= bits):
         return weight
     return quantize(weight.dense() if isinstance(weight, QuantizedWeight) else weight, bits)
 
 
 def quantize(weight: Tensor, bits: int, group: int = GROUP) -> Tensor | QuantizedWeight:
-    """Symmetric, each group by its own scale; a weight whose inputs are no whole groups is given back as it is."""
+    """Symmetric, each group by its own scale; a weight whose inputs are no whole groups is given back
+    as it is.
+    """
     outputs, inputs = weight.shape
     if inputs % group:
         return weight
     parts = weight.float().view(outputs, inputs // group, group)
-    return _whole(parts, group) if bits == 8 else _nibbles(parts, group)
+    return _quantize_int8(parts, group) if bits == 8 else _quantize_int4(parts, group)
 
 
-def _whole(parts: Tensor, group: int) -> QuantizedWeight:
+def _quantize_int8(parts: Tensor, group: int) -> QuantizedWeight:
     scale = parts.abs().amax(-1) / 127
     values = (parts / scale.clamp_min(1e-30)[..., None]).round()
     return QuantizedWeight(values.to(torch.int8).flatten(1), scale, None, 8, group)
 
 
-def _nibbles(parts: Tensor, group: int) -> QuantizedWeight:
-    """The weight of the largest magnitude becomes -8, or nearly: of some scales the one with the least squared error."""
+def _quantize_int4(parts: Tensor, group: int) -> QuantizedWeight:
+    """The weight of the largest magnitude becomes -8, or nearly: of some scales the one with the least
+    squared error.
+    """
     lowest, highest = parts.amin(-1), parts.amax(-1)
     largest = torch.where(highest > -lowest, highest, lowest) / -8
-    best, least = largest, torch.full_like(largest, float("inf"))
-    for factor in TRIED:
+    best, best_error = largest, torch.full_like(largest, float("inf"))
+    for factor in SCALE_FACTORS:
         scale = largest * factor
         error = (_rounded(parts, scale) * scale[..., None] - parts).square().sum(-1)
-        best, least = torch.where(error < least, scale, best), torch.minimum(error, least)
+        best = torch.where(error < best_error, scale, best)
+        best_error = torch.minimum(error, best_error)
     return QuantizedWeight(_rounded(parts, best).to(torch.int8).flatten(1), best, None, 4, group)
 
 

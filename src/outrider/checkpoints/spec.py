@@ -1,5 +1,7 @@
-"""What Outrider must know of a model, read from its config: the facts of any, the flags of those that the lean decoder
-runs.  A model that nothing here can run is refused by name."""
+"""Sizes and flags of a model, from its config: `Facts` of any model, `Spec` of those that the lean decoder runs.
+
+An unsupported model raises a ModelError with the reason.
+"""
 
 from __future__ import annotations
 
@@ -23,22 +25,34 @@ FAMILIES = {
 LIKE: dict[str, tuple[str, dict[str, str]]] = {
     "mimo": ("qwen2", {}),
     "stablelm_epoch": ("stablelm", {"norm_eps": "layer_norm_eps", "rope_pct": "partial_rotary_factor"}),
-}  # model types unknown to transformers: the known one of the same decoder, and keys that it names otherwise
-BY_TYPE = ("MedusaModel", "StableLMEpoch")  # beginnings of class names that say no more than the model_type
+}  # model types unknown to transformers -> the known one with the same decoder, and its names of some keys
+BY_TYPE = ("MedusaModel", "StableLMEpoch")  # class name prefixes for which the model_type decides
+# Prefixes of the model types with a recurrent state.
 STATEFUL = (
-    "mamba", "rwkv", "jamba", "recurrent_gemma", "recurrentgemma", "xlstm", "zamba", "falcon_h1", "falcon_mamba", "bamba", "nemotron_h",
-    "kimi_linear", "zaya",
-)  # fmt: skip
-KINDS = {"full_attention", "sliding_attention", "chunked_attention"}  # of layers
+    "mamba",
+    "rwkv",
+    "jamba",
+    "recurrent_gemma",
+    "recurrentgemma",
+    "xlstm",
+    "zamba",
+    "falcon_h1",
+    "falcon_mamba",
+    "bamba",
+    "nemotron_h",
+    "kimi_linear",
+    "zaya",
+)
+LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 VOCABULARY, INNER = whole(1, 1 << 26), whole(1, 1 << 24)
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What must be known of any model.  kv_heads and head_dim are what its config says; the fallback looks at its tensors.
+    """Sizes of any model.
 
-    context: tokens a request may have.  unscaled: those of the default, fewer where RoPE scaling depends on
-    the length of a text (context.py).
+    context: maximum tokens of a request.  unscaled: the default maximum, smaller where RoPE scaling depends on the
+    length of a text (context.py).  kv_heads, head_dim: as in the config; the fallback takes its own from the tensors.
     """
 
     architecture: str
@@ -52,7 +66,7 @@ class Facts:
 
     @staticmethod
     def of(config: Any) -> Facts:
-        """`config` is a transformers config.  A `Spec` where the lean decoder runs the model.  Raises ModelError where nothing does."""
+        """From a transformers config; a `Spec` if the lean decoder runs the model.  Raises ModelError if nothing does."""
         refuse(config)
         if lean(config):
             return Spec.of(config)
@@ -71,7 +85,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Spec(Facts):
-    """Sizes and flags for the lean decoder.  windows[i] is the sliding window of layer i in tokens, 0 for full attention."""
+    """Sizes and flags for the lean decoder.  windows[i]: sliding window of layer i in tokens, 0 for full attention."""
 
     inner: int
     heads: int
@@ -119,14 +133,14 @@ class Spec(Facts):
 
 
 def _size(config: Any, key: str, kind: Kind) -> Any:
-    """A number that every model has.  Raises ModelError where the config lacks it, or has something else."""
+    """A size that every config has.  Raises ModelError if it is missing or not of this kind."""
     value = getattr(config, key, None)
     kind.check(value, f"{key} of {architecture(config)}", ModelError)
     return value
 
 
 def _heads(config: Any) -> tuple[int, int]:
-    """How many heads K/V has, and their dimensions."""
+    """(K/V heads, dimensions of a head)."""
     heads = _size(config, "num_attention_heads", HEAD_COUNT)
     width = (
         getattr(config, "qk_head_dim", None)
@@ -141,10 +155,10 @@ def _heads(config: Any) -> tuple[int, int]:
 
 
 def architecture(config: Any) -> str:
-    """The class that runs a config, by its `model_type` as in transformers.
+    """The model class of a config, by its `model_type` as in transformers.
 
-    `architectures` may be missing, name the body without its head, be written in other letters, or name the
-    Medusa model around it.  Other names stay: those of other tasks and of heads without target.
+    `architectures` may be missing, differ in case, or name the body without its head or the Medusa model around it.
+    Names of other tasks and of heads without a target are returned unchanged.
     """
     names, known = getattr(config, "architectures", None) or [], causal(config)
     given = names[0] if names else None
@@ -157,7 +171,7 @@ def architecture(config: Any) -> str:
 
 
 def lean(config: Any) -> bool:
-    """Whether the lean decoder computes this model; transformers' own code runs in the fallback otherwise."""
+    """Whether the lean decoder supports this model; otherwise the fallback runs transformers' own code."""
     heads = _size(config, "num_attention_heads", HEAD_COUNT)
     width = getattr(config, "head_dim", None) or _size(config, "hidden_size", WIDTH) // heads
     return (
@@ -168,7 +182,7 @@ def lean(config: Any) -> bool:
 
 
 def refuse(config: Any) -> None:
-    """Raises ModelError with the reason for every model that cannot run here."""
+    """Raises ModelError with the reason for a model that is not supported."""
     name, kind = architecture(config), getattr(config, "model_type", "?")
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{name} is an encoder-decoder model; Outrider runs decoder-only language models.")
@@ -178,28 +192,29 @@ def refuse(config: Any) -> None:
         )
     if any(kind.startswith(prefix) for prefix in STATEFUL):
         raise ModelError(
-            f"{name} keeps a recurrent state instead of K/V (a state-space model), which cannot be verified as a tree."
+            f"{name} keeps a recurrent state instead of K/V (a state-space model), "
+            "which cannot be verified as a tree."
         )
-    if strange := set(getattr(config, "layer_types", None) or ()) - KINDS:
+    if strange := set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES:
         raise ModelError(
-            f"{name} has layers of the kind {', '.join(sorted(strange))}: Outrider verifies trees "
-            "in full, sliding-window and chunked attention only (a recurrent state has no K/V that could be kept "
-            "for each node of a tree)."
+            f"{name} has layers of the kind {', '.join(sorted(strange))}: Outrider verifies trees in full, sliding-window "
+            "and chunked attention only (a recurrent state has no K/V that could be kept for each node of a tree)."
         )
     if name not in FAMILIES and name not in causal(config):
         raise ModelError(
-            f"{name} is not supported: Outrider runs causal language models, and for model_type {kind!r} transformers has "
+            f"{name} is not supported: Outrider runs causal language models, "
+            f"and for model_type {kind!r} transformers has "
             f"{' or '.join(causal(config)) or 'none'}."
         )
 
 
 def causal(config: Any) -> list[str]:
-    """The classes of causal language models for this config: transformers' own, and one that the checkpoint brings along."""
+    """Causal language model classes for this config: transformers' own, and one in the checkpoint's own code."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     own = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(getattr(config, "model_type", "?"))
-    brought = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
-    return [name for name in (own, brought and brought.split(".")[-1]) if name]
+    custom = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
+    return [name for name in (own, custom and custom.split(".")[-1]) if name]
 
 
 def _bodies(config: Any) -> tuple[str, ...]:

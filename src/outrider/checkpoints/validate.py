@@ -1,7 +1,8 @@
 """Validation of configuration files: types and ranges of every number that decides about memory.
 
-`read_json` reads a file, a table of `fields.py` says what its keys may hold, and `check` applies the table.  All of it runs before
-anything is computed or allocated from a file.  Every fault is a `ModelError` that names the file and the key.
+`read_json` reads a file, a table of `fields.py` says what its keys may hold, and `check` applies the table.
+All of it runs before anything is computed or allocated from a file.  Every fault is a `ModelError` that
+names the file and the key.
 """
 
 from __future__ import annotations
@@ -72,7 +73,10 @@ FLAG = Kind("true or false", lambda v: isinstance(v, bool))
 
 
 def check(given: Mapping[str, Any], table: BlockTable, where: object) -> None:
-    """Raises ModelError for the first key whose value the table does not allow.  A null is as good as a missing key."""
+    """Raises ModelError for the first key whose value the table does not allow.
+
+    A null is as good as a missing key.
+    """
     for key, value in given.items():
         kind = table.get(key, table.get(ANY))
         if kind is None or value is None:
@@ -89,8 +93,8 @@ def check(given: Mapping[str, Any], table: BlockTable, where: object) -> None:
 def read_json(path: Path, table: BlockTable | None = None) -> dict[str, Any]:
     """The object in a JSON file, checked against a table.
 
-    Raises ModelError for a file that cannot be read, is too large or nested too deeply, holds no object, a key twice, or a number that is
-    not finite.
+    Raises ModelError for a file that cannot be read, is too large or nested too deeply, holds no object, a
+    key twice, or a number that is not finite.
     """
     try:
         if (size := path.stat().st_size) > MAX_BYTES:
@@ -118,7 +122,10 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_values(found: Any) -> None:
-    """Raises RecursionError or ValueError.  Walks level by level: recursion itself would end in a RecursionError."""
+    """Raises RecursionError or ValueError.
+
+    Walks level by level: recursion itself would end in a RecursionError.
+    """
     level: list[tuple[str, Any]] = [("", found)]
     for _ in range(MAX_DEPTH):
         below: list[tuple[str, Any]] = []

@@ -1,4 +1,7 @@
-"""The command line: thin, everything it does can be done from Python.  One file a command; `flags.py` has what they share."""
+"""The command line: thin, everything it does can be done from Python.
+
+One file a command; `flags.py` has what they share.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,8 @@ def root(
         bool, Option("--version", "-V", help="Print the version.", callback=print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Speculative decoding that changes no token: something cheap drafts, the real model verifies many tokens at once.
+    """Lossless speculative decoding: a cheap drafter proposes tokens, the model verifies many of them at
+    once.
 
     Try  [bold]outrider demo[/], or  [bold]outrider chat -m builtin -md builtin-draft[/].
     """
@@ -67,10 +71,12 @@ def version() -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Exit status: 0, 1 where a check failed, 2 for anything wrong with what was asked (one line says what), 130 for Ctrl-C."""
+    """Exit status: 0; 1 if a check failed; 2 for a usage error, with one line on standard error; 130
+    for Ctrl-C.
+    """
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     given = completed(sys.argv[1:] if arguments is None else arguments)
-    # INFO: says so when it compiles the kernels, which takes seconds
+    # INFO: reports the compilation of the kernels, which takes seconds
     logging.getLogger("outrider").setLevel(logging.INFO)
     try:
         status = app(given, prog_name="outrider", standalone_mode=False)
@@ -88,7 +94,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def completed(words: list[str]) -> list[str]:
-    """With the value that older versions of llama.cpp did not ask of -fa."""
+    """Insert the value of -fa, which older versions of llama.cpp do not require."""
     made: list[str] = []
     for word, after in zip(words, [*words[1:], ""]):
         made += [word, "on"] if word == "-fa" and after not in ("on", "off", "auto", "0", "1") else [word]
@@ -96,18 +102,18 @@ def completed(words: list[str]) -> list[str]:
 
 
 def usage(error: Exception, given: list[str]) -> NoReturn:
-    """A flag or a value that no command takes; without any argument the help is the answer."""
-    context, said = getattr(error, "ctx", None), error.format_message()  # type: ignore[attr-defined]
+    """Report a usage error; without any argument print the help."""
+    context, message = getattr(error, "ctx", None), error.format_message()  # type: ignore[attr-defined]
     if type(error).__name__ == "NoArgsIsHelpError":
-        typer.echo(said, err=True)
+        typer.echo(message, err=True)
         raise SystemExit(2) from error
     path = context.command_path if context is not None else "outrider"
     names = getattr(getattr(error, "param", None), "opts", ())
     wrong = next(
-        (after for word, after in pairwise(given) if word in names and repr(after) not in said), None
+        (after for word, after in pairwise(given) if word in names and repr(after) not in message), None
     )
     got = "" if wrong is None else f", got {wrong!r}"
-    fail(f"{' '.join(said.split()).rstrip('.')}{got}. `{path} --help` lists what there is.", error)
+    fail(f"{' '.join(message.split()).rstrip('.')}{got}. See `{path} --help`.", error)
 
 
 def fail(text: str, error: BaseException) -> NoReturn:

@@ -1,4 +1,4 @@
-"""`outrider bench`."""
+"""`outrider bench`: measure methods against plain decoding."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from outrider.core.params import SamplingParams
     from outrider.llm import LLM
 
-LOG = "Append everything as one line of JSON to this file; - prints it."
+LOG = "Append the results as one line of JSON to this file; - is standard output."
 
 
 @shared
@@ -30,20 +30,21 @@ def bench(
     asked: Given,
     measured: Given,
     compared: Given,
-    file: Annotated[Path | None, typer.Argument(metavar="[PROMPTS]", help="As --prompts.")] = None,
-    batch_size: Annotated[int, Option("-b", "--batch-size", min=1, help="Requests at once.")] = 1,
+    file: Annotated[Path | None, typer.Argument(metavar="[PROMPTS]", help="The same as --prompts.")] = None,
+    batch_size: Annotated[int, Option("-b", "--batch-size", min=1, help="Requests in a batch.")] = 1,
     turns: Annotated[
-        bool, Option("--all-turns", help="Ask every turn, with the answers before it, not only the first.")
+        bool, Option("--all-turns", help="Ask every turn of a conversation, not only the first.")
     ] = False,
-    limit: Annotated[int | None, Option("--limit", min=1, help="Prompts of each category, at most.")] = None,
+    limit: Annotated[int | None, Option("--limit", min=1, help="Maximum prompts of each category.")] = None,
     repeats: Annotated[
-        int, Option("--repeats", min=1, help="Repeats, of two runs each, in which the methods take turns.")
+        int, Option("--repeats", min=1, help="Rounds of two runs each; methods alternate within a round.")
     ] = 3,
     out: Annotated[str | None, Option(*OUT, "--json", help=LOG)] = None,
 ) -> None:
     """Measure methods against plain decoding, by category, with the same prompts and seeds.
 
-    Times include the prompts, from an empty prefix cache.  The status is 1 if a method changed a token that it promises to keep.
+    Times include prefill, from an empty prefix cache.  The exit status is 1 if a method that promises the
+    same tokens changed one.
     """
     from rich.console import Console
 
@@ -53,9 +54,7 @@ def bench(
 
     params = SamplingParams(**measured)
     if measured["max_tokens"] < 2:
-        raise ConfigError(
-            "-n must be at least 2: the first token comes with the prompt, whatever the method."
-        )
+        raise ConfigError("-n must be at least 2: the first token comes from prefill, whatever the method.")
     file, raw = one_file(asked, file), asked["raw"]
     peers, draft, levels = compared.get("peers") or [], compared.get("draft"), compared.get("levels")
     for name in peers:
@@ -82,7 +81,7 @@ def bench(
 
 
 def one_file(asked: Given, file: Path | None) -> Path | None:
-    """The prompts, given by their place or by --prompts."""
+    """The file of prompts, from the argument or from --prompts."""
     flag: Path | None = asked.get("file")
     if file and flag:
         raise ConfigError(
@@ -95,15 +94,15 @@ def record(sink: IO[str], llm: LLM, about: dict[str, Any], results: Sequence[Mea
     from outrider.bench.conditions import conditions
     from outrider.bench.report import figures
 
-    told = figures(results) if results[0].runs else {}
-    found = {"conditions": conditions(), "model": llm.engine.options.model, **about, "results": told}
-    print(json.dumps(found), file=sink, flush=True)
+    measured = figures(results) if results[0].runs else {}
+    line = {"conditions": conditions(), "model": llm.engine.options.model, **about, "results": measured}
+    print(json.dumps(line), file=sink, flush=True)
 
 
 def configs_of(
     methods: Sequence[str], configs: Sequence[str], draft: str | None, depth: int | None
 ) -> dict[str, dict[str, Any] | None]:
-    """Label -> speculative_config, plain decoding first; each is checked before anything is loaded."""
+    """Label -> speculative_config, plain decoding first.  Raises ConfigError before anything is loaded."""
     from outrider.bench.measure import PLAIN
     from outrider.config import SpeculativeOptions
 
@@ -133,7 +132,7 @@ def run(
     depth: int,
     console: Console,
 ) -> tuple[list[Measured], int]:
-    """What was measured, and how many groups of prompts were left out as their answers have one token."""
+    """Results, and the number of groups of prompts left out because their answers have one token."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from outrider.bench.measure import grouped, measure, too_short
@@ -173,16 +172,19 @@ def show(results: Sequence[Measured], left_out: int, short: int, console: Consol
     if short:
         what = "Every answer has" if not kinds else f"Left out: {short} whose answers have"
         console.print(
-            f"{what} one token, which comes with the prompt: there is nothing to speed up. "
-            "Ask other prompts, or go on past the end of the text with --ignore-eos."
+            f"{what} one token, which comes from prefill: there is nothing to speed up. "
+            "Use other prompts, or --ignore-eos."
         )
     if left_out:
-        console.print(f"Left out, as they and their answers exceed the context: {left_out}.")
+        console.print(f"Left out, as prompt and answer exceed the context: {left_out}.")
 
 
 def opened(out: str | None) -> IO[str] | None:
-    """Where the JSON goes: a file that cannot be written is found before anything is measured."""
+    """The open file for the JSON, before anything is measured.
+
+    Raises ConfigError if it cannot be written.
+    """
     try:
         return None if out is None else sys.stdout if out == "-" else open(out, "a")
     except OSError as error:
-        raise ConfigError(f"the figures cannot be written to {out!r}: {error}") from error
+        raise ConfigError(f"the results cannot be written to {out!r}: {error}") from error

@@ -12,7 +12,7 @@ import typer
 from typer import Option
 
 from outrider.cli.flags import Given, config_of, load, params_of, shared
-from outrider.cli.generate import say
+from outrider.cli.generate import print_answer
 from outrider.errors import RequestError
 
 if TYPE_CHECKING:
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from outrider.llm import LLM
     from outrider.outputs import RequestOutput
 
-HELP = """/stats         what speculation and the prefix cache brought so far
-/system TEXT   change the system message (without TEXT: none) and start again
-/reset         forget the conversation
+HELP = """/stats         acceptance, speed and prefix cache hits so far
+/system TEXT   set the system message (without TEXT: none) and restart
+/reset         clear the conversation
 /help          this list
-/exit          leave (Ctrl-D does too); Ctrl-C ends an answer"""
+/exit          leave (or Ctrl-D); Ctrl-C ends an answer"""
 
 
 @shared
@@ -37,7 +37,7 @@ def chat(
         Path | None, Option("--chat-template-file", help="A Jinja template instead of the model's own.")
     ] = None,
 ) -> None:
-    """Talk to a model.  The whole conversation is the prompt of every turn; the prefix cache makes that cheap.
+    """Chat with a model.  The whole conversation is the prompt of every turn, and mostly in the prefix cache.
 
     In the conversation: /stats, /system TEXT, /reset, /help, /exit.
     """
@@ -49,7 +49,7 @@ def chat(
     talk = Talk(load(engine, config_of(speculation)), params, system, written)
     interactive = sys.stdin.isatty()
     if interactive:
-        typer.echo("Say something; /help lists the commands.", err=True)
+        typer.echo("Type a message; /help lists the commands.", err=True)
     for line in lines(interactive):
         if line.startswith("/"):
             if not command(talk, line):
@@ -71,16 +71,14 @@ class Talk:
         self.cached = self.prompt = self.turns = 0
         self.speculation = Speculation()
         self.start(system)
-        render(
-            llm.tokenizer, self.asked("Hello")
-        )  # a model without a chat template is refused before anybody waits
+        render(llm.tokenizer, self.asked("Hello"))  # raises an error for a model without a chat template
 
     def start(self, system: str | None) -> None:
         self.system = system
         self.history: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
 
     def asked(self, question: str) -> dict[str, Any]:
-        """The prompt that puts a question after all that was said."""
+        """The prompt of a question that follows the conversation."""
         return {
             "messages": [*self.history, {"role": "user", "content": question}],
             "chat_template": self.template,
@@ -98,23 +96,25 @@ class Talk:
 
     def stats(self) -> str:
         total, times, share = self.speculation, self.llm.engine.times, self.cached / max(1, self.prompt)
-        loss = "" if total.lossless else "\nnot lossless: the verification rule changes what the model says"
+        loss = "" if total.lossless else "\nnot lossless: the verification rule changes the output"
         return (
-            f"{self.turns} turns, {total.emitted} tokens in {sum(times):.2f} s ({total.emitted / (sum(times) or 1):.1f} tokens/s)\n"
-            f"speculation: {total.tokens_per_step:.2f} tokens per step, {total.accepted} of {total.drafted} guesses accepted "
+            f"{self.turns} turns, {total.emitted} tokens in {sum(times):.2f} s "
+            f"({total.emitted / (sum(times) or 1):.1f} tokens/s)\n"
+            f"speculation: {total.tokens_per_step:.2f} tokens per step, {total.accepted} of {total.drafted} "
+            "draft tokens accepted "
             f"({total.acceptance:.0%}){loss}\n"
-            f"prefix cache: {self.cached} of {self.prompt} prompt tokens were there already ({share:.0%})"
+            f"prefix cache: {self.cached} of {self.prompt} prompt tokens hit ({share:.0%})"
         )
 
 
 def answer(talk: Talk, question: str, interactive: bool) -> None:
-    """One turn.  Ctrl-C ends the answer: what was said stays in the conversation of a terminal, and ends a piped one."""
+    """One turn.  After Ctrl-C an interactive conversation keeps the partial answer; a piped one ends."""
     try:
-        output, interrupted = say(talk.llm, talk.asked(question), talk.params)
+        output, interrupted = print_answer(talk.llm, talk.asked(question), talk.params)
     except RequestError as error:
         if not interactive:
             raise
-        typer.echo(f"{error}  (/reset starts again)", err=True)
+        typer.echo(f"{error}  (/reset clears the conversation)", err=True)
         return
     if output is not None:
         talk.add(question, output)
@@ -138,12 +138,12 @@ def command(talk: Talk, line: str) -> bool:
         case "/help":
             typer.echo(HELP)
         case _:
-            typer.echo(f"There is no {name}.\n{HELP}")
+            typer.echo(f"There is no command {name}.\n{HELP}")
     return True
 
 
 def lines(interactive: bool) -> Iterator[str]:
-    """What the user types, or the lines of standard input."""
+    """Typed lines, or the lines of standard input."""
     if not interactive:
         yield from (line.rstrip("\n") for line in sys.stdin)
         return

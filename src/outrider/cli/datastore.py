@@ -1,4 +1,4 @@
-"""`outrider datastore build`."""
+"""`outrider datastore build`: index a corpus for the method datastore."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ import typer
 
 from outrider.cli.flags import MODEL, MODEL_HELP, OUT
 
-CORPORA = ".txt, .md, .py, .jsonl (a text or ids a line), .npy (ids), or folders of such."
+CORPORA = ".txt, .md, .py, .jsonl (one text or list of ids per line), .npy (ids), or folders of such."
 
 app = typer.Typer(
-    no_args_is_help=True, help="Corpora to guess from, for the method that looks its guesses up there."
+    no_args_is_help=True,
+    help="Corpora for the method datastore, which drafts by looking up what followed the same tokens there.",
 )
 
 
 @app.callback()
 def root() -> None:
-    """So that `build` is a command of its own."""
+    """Makes `build` a subcommand."""
 
 
 @app.command()
 def build(
     inputs: Annotated[list[str], typer.Argument(help=CORPORA)],
-    output: Annotated[str, typer.Option(*OUT, help="The file to write.")],
+    output: Annotated[str, typer.Option(*OUT, help="Output file.")],
     model: Annotated[
-        str, typer.Option(*MODEL, help=f"Whose tokenizer and vocabulary. {MODEL_HELP}")
+        str, typer.Option(*MODEL, help=f"Model of the tokenizer and vocabulary. {MODEL_HELP}")
     ] = "builtin",
 ) -> None:
-    """Put a corpus in the order of its suffixes, so that what followed a text is found at once."""
+    """Build a suffix array of a corpus."""
     from rich.console import Console
     from rich.progress import Progress
 

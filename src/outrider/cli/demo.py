@@ -1,4 +1,4 @@
-"""`outrider demo`."""
+"""`outrider demo`: all methods on the built-in model."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from outrider.cli.flags import MAX_TOKENS
 
 def demo(
     tokens: Annotated[
-        int, Option(*MAX_TOKENS, "--tokens", min=1, max=512, help="New tokens a prompt, at most.")
+        int, Option(*MAX_TOKENS, "--tokens", min=1, max=512, help="Maximum new tokens per prompt.")
     ] = 64,
-    repeats: Annotated[int, Option(min=1, max=20, help="Best of so many turns, two runs each.")] = 1,
+    repeats: Annotated[int, Option(min=1, max=20, help="Rounds of two runs each; the best one counts.")] = 1,
 ) -> None:
-    """Decode our prompts with the built-in model, plainly and with every method, and compare."""
+    """Compare plain decoding and every method on the built-in model and prompts."""
     from rich.console import Console
 
     from outrider.bench.demo import demo as run

@@ -1,8 +1,8 @@
-"""The flags that commands share.
+"""Options that commands share.
 
-A flag that is a field of EngineOptions or SamplingParams, or a key of speculative_config, is one line of a group here.  A flag that is not
-given leaves the field to its own default.  What only some commands have is spelled here, too, so that all of them spell it alike.
-Modules of the engine are imported where they are used: `--help` must not wait for torch.
+A field of EngineOptions or SamplingParams, or a key of speculative_config, is one line of a group.  An
+option that is not given leaves the field at its default.  Modules that import torch are imported inside
+functions: `--help` must be fast.
 """
 
 from __future__ import annotations
@@ -36,13 +36,15 @@ PROMPTS = ("--prompts",)
 RAW = ("--raw",)
 
 MODEL_HELP = "Folder, .gguf file, hub id, builtin or builtin-draft."
-PROMPTS_HELP = "question.jsonl of Spec-Bench or MT-bench, or text with one prompt a line; without it our own."
-RAW_HELP = "Give the prompts to the model as they stand, without its chat template."
+PROMPTS_HELP = (
+    "question.jsonl of Spec-Bench or MT-bench, or text with one prompt per line; default: built-in prompts."
+)
+RAW_HELP = "Do not apply the chat template to the prompts."
 
 
 @dataclass(frozen=True)
 class Flag:
-    """names: as on the command line, the first one a long name.  read: what the field gets for the value that was typed."""
+    """names: on the command line, the first one is long.  read: typed value -> value of the field."""
 
     field: str
     kind: Any
@@ -96,43 +98,43 @@ def _names(*names: str) -> str:
 
 ENGINE = (
     Flag("model", str, _names(*MODEL), MODEL_HELP, "builtin"),
-    Flag("max_model_len", int, "--ctx-size -c", "Tokens of prompt and answer together; 0: what the model was made for.",
+    Flag("max_model_len", int, "--ctx-size -c", "Maximum tokens of prompt and answer; 0: the context of the model.",
          read=lambda n: n or None),
     Flag("dtype", str, "--dtype", "auto, float32, bfloat16 or float16."),
-    Flag("quantization", str, "--quantization", "int8 or int4: quantise the weights while loading."),
-    Flag("kv_cache_dtype", str, "--kv-cache-dtype", "auto or int8, for target and draft."),
+    Flag("quantization", str, "--quantization", "Quantise the weights while loading: int8 or int4."),
+    Flag("kv_cache_dtype", str, "--kv-cache-dtype", "dtype of the KV cache, of target and draft: auto or int8."),
     Flag("device", str, "--device -dev", "auto, cpu, cuda, cuda:1 or mps."),
     Flag("gpu_layers", str, "--gpu-layers -ngl --n-gpu-layers",
-         "So many of the last layers on the GPU, the rest on the CPU; without it all on the device.", read=_layers),
-    Flag("tokenizer", str, "--tokenizer", "Folder or hub id, where the model has no tokenizer of its own."),
+         "Number of last layers on the GPU, the others on the CPU; default: all on the device.", read=_layers),
+    Flag("tokenizer", str, "--tokenizer", "Folder or hub id of the tokenizer, if the model has none."),
     Flag("revision", str, "--revision", "Branch, tag or commit on the hub."),
-    Flag("threads", int, "--threads -t", "Threads on the CPU; without it OMP_NUM_THREADS, or one for each core."),
+    Flag("threads", int, "--threads -t", "CPU threads; default: OMP_NUM_THREADS, or one per core."),
 )  # fmt: skip
 SPECULATION = (
-    Flag("model", str, _names(*MODEL_DRAFT), "A smaller model that drafts: folder, .gguf file or hub id."),
+    Flag("model", str, _names(*MODEL_DRAFT), "Draft model: folder, .gguf file or hub id."),
     Flag("draft_dtype", str, "--dtype-draft --draft-dtype", "As --dtype."),
     Flag("quantization", str, "--quantization-draft --draft-quantization", "As --quantization."),
     Flag("draft_device", str, "--device-draft -devd --draft-device --spec-draft-device", "As --device; auto is the target's."),
     Flag("draft_gpu_layers", str, "--gpu-layers-draft -ngld --n-gpu-layers-draft --spec-draft-ngl", "As --gpu-layers.", read=_layers),
-    Flag("num_speculative_tokens", int, _names(*LEVELS), "Tokens to draft ahead."),
+    Flag("num_speculative_tokens", int, _names(*LEVELS), "Draft tokens per step."),
     Flag("assistant_confidence_threshold", float, "--draft-p-min --spec-draft-p-min",
-         "Stop drafting after a token that the draft model finds less likely than this."),
-    Flag("method", str, "--method", "What drafts: ngram, suffix, draft_model …"),
-    Flag("config", str, "--speculative-config", "All keys of speculative_config as JSON, or @FILE; the flags above change it."),
+         "Stop drafting after a token with a draft probability below this."),
+    Flag("method", str, "--method", "Drafting method: ngram, suffix, draft_model …"),
+    Flag("config", str, "--speculative-config", "speculative_config as JSON, or @FILE; the options above override its keys."),
 )  # fmt: skip
 SAMPLING = (
-    Flag("max_tokens", int, _names(*MAX_TOKENS), "New tokens at most; -1: until the model ends or the context is full.", -1,
+    Flag("max_tokens", int, _names(*MAX_TOKENS), "Maximum new tokens; -1: until EOS or the end of the context.", -1,
          _unless_negative),
-    Flag("seed", int, _names(*SEED), "The text is a function of it; -1: another text each time.", -1, _unless_negative),
+    Flag("seed", int, _names(*SEED), "Random seed; -1: a different one for every run.", -1, _unless_negative),
     Flag("temperature", float, _names(*TEMPERATURE), "0 is greedy.", 0.8),
     Flag("top_k", int, "--top-k", "Keep the K most likely tokens; 0: all.", 40),
-    Flag("top_p", float, "--top-p", "Keep the most likely tokens that have so much probability together.", 0.95),
-    Flag("min_p", float, "--min-p", "Keep tokens at least so likely, relative to the most likely one.", 0.05),
-    Flag("repetition_penalty", float, "--repeat-penalty", "Divides the logits of tokens that were there already (1: does nothing)."),
-    Flag("presence_penalty", float, "--presence-penalty", "Taken off the logits of tokens that the answer has."),
-    Flag("frequency_penalty", float, "--frequency-penalty", "The same for each time that the answer has it."),
-    Flag("ignore_eos", bool, "--ignore-eos", "Go on past the end-of-sequence token.", False),
-    Flag("stop", list[str], "--reverse-prompt -r", "Stop at this text; may be given several times.", read=lambda texts: texts or None),
+    Flag("top_p", float, "--top-p", "Keep the most likely tokens up to this cumulative probability.", 0.95),
+    Flag("min_p", float, "--min-p", "Minimum probability relative to the most likely token.", 0.05),
+    Flag("repetition_penalty", float, "--repeat-penalty", "Penalty factor on the logits of tokens in prompt and answer; 1: off."),
+    Flag("presence_penalty", float, "--presence-penalty", "Subtracted from the logits of tokens in the answer."),
+    Flag("frequency_penalty", float, "--frequency-penalty", "Subtracted once per occurrence in the answer."),
+    Flag("ignore_eos", bool, "--ignore-eos", "Ignore the end-of-sequence token.", False),
+    Flag("stop", list[str], "--reverse-prompt -r", "Stop string; may be given several times.", read=lambda texts: texts or None),
 )  # fmt: skip
 
 _ONE_POOL = "drafts run on the threads of -t"
@@ -173,15 +175,15 @@ COMPARED = (
     Flag("configs", list[str], "--speculative-config",
          "Measure this JSON or @FILE, or LABEL=JSON or LABEL=@FILE; may be given several times."),
     Flag("draft", str, _names(*MODEL_DRAFT), "Measure this model as the draft."),
-    Flag("levels", int, _names(*LEVELS), "Tokens that --method and -md draft ahead."),
-    Flag("peers", list[str], "--peer", "Measure this engine too, one request at a time: transformers."),
+    Flag("levels", int, _names(*LEVELS), "Draft tokens per step of --method and -md."),
+    Flag("peers", list[str], "--peer", "Also measure this engine, one request at a time: transformers."),
 )  # fmt: skip
 MEASURED = (
-    Flag("max_tokens", int, _names(*MAX_TOKENS), "New tokens a prompt, at most.", 128),
+    Flag("max_tokens", int, _names(*MAX_TOKENS), "Maximum new tokens per prompt.", 128),
     Flag("temperature", float, _names(*TEMPERATURE), "0 is greedy.", 0.0),
     Flag("top_p", float, "--top-p", "As in generate.", 1.0),
-    Flag("seed", int, _names(*SEED), "Of every request.", 7),
-    Flag("ignore_eos", bool, "--ignore-eos", "Always write all tokens.", False),
+    Flag("seed", int, _names(*SEED), "Seed of every request.", 7),
+    Flag("ignore_eos", bool, "--ignore-eos", "Ignore the end-of-sequence token.", False),
 )
 FORM = tuple(
     flag for flag in ENGINE if flag.field not in ("model", "tokenizer", "threads", "gpu_layers")
@@ -198,7 +200,8 @@ GROUPS = {
 
 
 def shared(function: Callable[..., None]) -> Callable[..., None]:
-    """Spreads a command's parameters that are named like a group (`engine`, `sampling` …) into the flags of that group.
+    """Spreads a command's parameters that are named like a group (`engine`, `sampling` …) into the flags of
+    that group.
 
     A command that samples also accepts what llama.cpp has and Outrider has no use for, with a note.
     """
@@ -232,7 +235,10 @@ def note(text: str) -> None:
 
 
 def named(engine: Given, model: str | None) -> Given:
-    """`engine` with the model that was given by its place instead of by -m.  Raises ConfigError for two of them."""
+    """`engine` with the model that was given by its place instead of by -m.
+
+    Raises ConfigError for two of them.
+    """
     if model is None:
         return engine
     if engine["model"] not in (model, "builtin"):
@@ -263,7 +269,10 @@ def load(engine: Given, speculative_config: Mapping[str, Any] | None = None, **m
 
 
 def clipped(engine: Given, config: Mapping[str, Any] | None) -> tuple[Given, Mapping[str, Any] | None]:
-    """What was asked for, less what model and machine do not have: a longer context, layers on a GPU.  A note says so."""
+    """What was asked for, less what model and machine do not have: a longer context, layers on a GPU.
+
+    A note says so.
+    """
     from outrider.checkpoints.hub import Checkpoint
     from outrider.models.placement import pick_device
 
@@ -272,13 +281,15 @@ def clipped(engine: Given, config: Mapping[str, Any] | None) -> tuple[Given, Map
         context = Checkpoint.open(engine["model"], engine.get("revision")).spec.context
         if wanted > context:
             note(
-                f"-c {wanted} is more than the {context} tokens that {engine['model']} was made for: it gets {context}."
+                f"-c {wanted} is more than the {context} tokens that {engine['model']} was made for: it "
+                f"gets {context}."
             )
             engine["max_model_len"] = context
     device = engine.get("device") or "auto"
     if engine.get("gpu_layers") and pick_device(device).type == "cpu":
         note(
-            f"-ngl {engine.pop('gpu_layers')} does nothing here: the device is a CPU, and all layers are there."
+            f"-ngl {engine.pop('gpu_layers')} does nothing here: the device is a CPU, and all layers are "
+            "there."
         )
     config = None if config is None else dict(config)
     own = (config or {}).get("draft_device") or "auto"
@@ -288,7 +299,8 @@ def clipped(engine: Given, config: Mapping[str, Any] | None) -> tuple[Given, Map
         and pick_device(device if own == "auto" else own).type == "cpu"
     ):
         note(
-            f"-ngld {config.pop('draft_gpu_layers')} does nothing here: the draft's device is a CPU, and all its layers are there."
+            f"-ngld {config.pop('draft_gpu_layers')} does nothing here: the draft's device is a CPU, and "
+            "all its layers are there."
         )
     return engine, config
 

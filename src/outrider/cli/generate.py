@@ -1,4 +1,4 @@
-"""`outrider generate`: one prompt, in llama.cpp's habits."""
+"""`outrider generate`: one prompt, with llama.cpp's options and output."""
 
 from __future__ import annotations
 
@@ -31,15 +31,17 @@ def generate(
     engine: Given,
     speculation: Given,
     sampling: Given,
-    prompt: Annotated[str | None, Option("-p", "--prompt", help="The text to go on with.")] = None,
+    prompt: Annotated[str | None, Option("-p", "--prompt", help="The text to continue.")] = None,
     file: Annotated[
         str | None, Option("-f", "--file", help="Read the prompt from a file; - is standard input.")
     ] = None,
-    escape: Annotated[bool, Option("-e", "--escape", help=r"Read \n, \t, \xHH … in the prompt.")] = False,
+    escape: Annotated[
+        bool, Option("-e", "--escape", help=r"Interpret \n, \t, \xHH … in the prompt.")
+    ] = False,
     display_prompt: Annotated[bool, Option(" /--no-display-prompt", help="Do not print the prompt.")] = True,
-    perf: Annotated[bool, Option(" /--no-perf", help="Do not print the figures.")] = True,
+    perf: Annotated[bool, Option(" /--no-perf", help="Do not print timings.")] = True,
 ) -> None:
-    """Go on with a text.  The text goes to standard output as it comes, the figures to standard error.
+    """Continue a text.  The text is streamed to standard output, timings go to standard error.
 
     Example:  outrider generate -m builtin -md builtin-draft --draft 3 -p "The future of AI is" -n 64 -s 1
     """
@@ -51,7 +53,7 @@ def generate(
     llm = load(engine, config_of(speculation))
     loaded = time.perf_counter()
     llm.engine.reset()
-    last, interrupted = say(llm, text, params, text if display_prompt else "")
+    last, interrupted = print_answer(llm, text, params, text if display_prompt else "")
     if perf and last is not None:
         total = time.perf_counter() - began
         typer.echo(f"\n{figures(llm.engine, last, loaded - began, total)}", err=True)
@@ -73,7 +75,7 @@ def read_prompt(prompt: str | None, file: str | None, escape: bool) -> str:
 
 
 def unescaped(text: str) -> str:
-    r"""With \n, \r, \t, \', \", \\ and \xHH read as in C; any other backslash stands for itself."""
+    r"""`text` with \n, \r, \t, \', \", \\ and \xHH read as in C; any other backslash stands for itself."""
 
     def read(found: re.Match[str]) -> str:
         sign, code = found.group(1), found.group(2)
@@ -84,7 +86,9 @@ def unescaped(text: str) -> str:
 
 @contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """Turns Ctrl-C into a question that a loop asks between steps, so that none is cut in half; a second one cuts."""
+    """Yields a function that says whether Ctrl-C was pressed, to be asked between steps; a second
+    Ctrl-C interrupts.
+    """
     pressed: list[bool] = []
 
     def press(*_: object) -> None:
@@ -99,10 +103,10 @@ def interruptible() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-def say(
+def print_answer(
     llm: LLM, prompt: Prompt, params: SamplingParams, shown: str = ""
 ) -> tuple[RequestOutput | None, bool]:
-    """Prints `shown`, then the answer as it comes.  Returns the last output and whether Ctrl-C ended it."""
+    """Print `shown`, then stream the answer.  Returns the last output, and whether Ctrl-C ended it."""
     last: RequestOutput | None = None
     done = 0
     with interruptible() as interrupted:

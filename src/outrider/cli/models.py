@@ -1,4 +1,4 @@
-"""`outrider models`."""
+"""`outrider models`: what models are, and the memory that they take."""
 
 from __future__ import annotations
 
@@ -27,15 +27,18 @@ def models(
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[NAME|FOLDER|FILE]…", help="Without any: the built-in ones and the hub's cache."
+            metavar="[NAME|FOLDER|FILE]…", help="Default: the built-in models and the hub's cache."
         ),
     ] = None,
-    more: Annotated[list[str] | None, Option(*MODEL, help="The same, with a flag.")] = None,
-    max_num_seqs: Annotated[int, Option("--max-num-seqs", help="Requests at once.")] = 16,
-    as_json: Annotated[bool, Option("--json", help="Print one JSON object a model.")] = False,
+    more: Annotated[list[str] | None, Option(*MODEL, help="The same, as an option.")] = None,
+    max_num_seqs: Annotated[int, Option("--max-num-seqs", help="Requests in a batch.")] = 16,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object per model.")] = False,
 ) -> None:
-    """Say what a model is, what will run it, and the memory that it takes: before it runs, without loading it.  Of a trained draft head
-    the method that it is for, and which target it fits; of a datastore its size, and which vocabulary it fits."""
+    """Describe models without loading them: architecture, decoder and memory.
+
+    Of a trained draft head: its method and the targets that it fits.  Of a datastore: its size and
+    vocabulary.
+    """
     from rich.console import Console
 
     from outrider.config import EngineOptions
@@ -131,7 +134,8 @@ def sheet(card: Card) -> Table:
         rows |= {
             "memory: weights": _bytes(card.weight_bytes),
             "K/V of one token": _bytes(card.token_bytes),
-            f"K/V of {card.requests} × {card.request_tokens:,} tokens": f"{_bytes(card.cache_bytes)} ({_bytes(card.free_bytes)} at most)",
+            f"K/V of {card.requests} × {card.request_tokens:,} tokens": f"{_bytes(card.cache_bytes)} "
+            f"({_bytes(card.free_bytes)} at most)",
             "together": f"[bold]{_bytes(card.total_bytes)}[/]",
         }
     for name, value in rows.items():

@@ -1,4 +1,4 @@
-"""`outrider quantize`."""
+"""`outrider quantize`: write a checkpoint in few bits."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ from rich.console import Console
 
 def quantize(
     source: Annotated[str, typer.Argument(help="Folder, hub id, builtin or builtin-draft.")],
-    folder: Annotated[Path, typer.Argument(help="The folder to write; new or empty.")],
+    folder: Annotated[Path, typer.Argument(help="Output folder; new or empty.")],
     bits: Annotated[
         int,
-        typer.Option(
-            "--bits", "-b", help="8 or 4; 16 or 32: bfloat16 or float32 of a checkpoint in few bits."
-        ),
+        typer.Option("--bits", "-b", help="8 or 4; 16 or 32 dequantise to bfloat16 or float32."),
     ] = 8,
-    revision: Annotated[str | None, typer.Option(help="Of a hub id.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")] = None,
 ) -> None:
-    """Write a checkpoint in few bits, as compressed-tensors (pack-quantized, weights only), or back in plain numbers.
+    """Quantise a checkpoint to compressed-tensors (pack-quantized, weights only), or dequantise one.
 
-    The numbers are those that --quantization makes while loading, but the file is half or a quarter of the size.
+    The weights are those of --quantization, but the files have half or a quarter of the size.
     """
     from outrider.models.export import write
 

@@ -1,4 +1,4 @@
-"""`outrider tune …`: fits a method to a model and a machine before it is used."""
+"""`outrider tune …`: fit a method to a model and a machine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ app = typer.Typer(no_args_is_help=True, help="Fit a method to a model and a mach
 
 @app.callback()
 def root() -> None:
-    """So that every method is a command of its own."""
+    """Makes every method a subcommand."""
 
 
 @app.command()
@@ -46,15 +46,15 @@ def layerskip(
     target: Annotated[
         str | None, typer.Argument(metavar="[MODEL]", help="The same as -m.", show_default=False)
     ] = None,
-    minutes: Annotated[float, Option("--minutes", min=0.01, help="Time for trying sets.")] = 5.0,
-    out: Annotated[Path, Option(*OUT, help="The file to write.")] = Path("layers.json"),
-    depth: Annotated[int, Option(*LEVELS, min=1, max=25, help="Tokens to draft ahead, at most.")] = 6,
-    tokens: Annotated[int, Option(*MAX_TOKENS, min=2, help="New tokens a prompt, at most.")] = 48,
-    seed: Annotated[int, Option(*SEED, help="Of the optimiser.")] = 0,
+    minutes: Annotated[float, Option("--minutes", min=0.01, help="Time for the search.")] = 5.0,
+    out: Annotated[Path, Option(*OUT, help="Output file.")] = Path("layers.json"),
+    depth: Annotated[int, Option(*LEVELS, min=1, max=25, help="Maximum draft tokens per step.")] = 6,
+    tokens: Annotated[int, Option(*MAX_TOKENS, min=2, help="Maximum new tokens per prompt.")] = 48,
+    seed: Annotated[int, Option(*SEED, help="Seed of the optimiser.")] = 0,
 ) -> None:
     """Find the sublayers of a model to skip while drafting, by Bayesian optimisation of its decoding speed.
 
-    Trials count what the model accepts; what a step and a draft token cost on this machine is measured at the beginning.
+    Times of a step and a draft token are measured first; each trial then measures acceptance.
     """
     from rich.console import Console
 
@@ -98,23 +98,27 @@ def searched(tuner: Tuner, minutes: float, console: Console) -> Trial:
 def told(
     tuner: Tuner, best: Trial, results: Sequence[Measured], title: str, out: Path, console: Console
 ) -> None:
-    """What was found and measured, and whether it is worth using."""
+    """Print the best set, its speed and whether it is faster than plain decoding."""
     from outrider.bench.report import table
     from outrider.tune.layerskip import gain
 
     costs, measured = tuner.costs, gain(results)
     console.print(table(title, results), "")
     console.print(
-        f"{len(tuner.trials)} sets tried.  A step takes {1e3 * costs.step:.2f} ms, {1e3 * costs.row:.2f} ms more a draft token; "
-        f"drafting one with all layers {1e3 * costs.full:.2f} ms, less {1e3 * costs.attention:.3f} for every attention and "
+        f"{len(tuner.trials)} sets tried.  A step takes {1e3 * costs.step:.2f} ms, {1e3 * costs.row:.2f} ms "
+        "more a draft token; "
+        f"drafting one with all layers {1e3 * costs.full:.2f} ms, less {1e3 * costs.attention:.3f} for "
+        "every attention and "
         f"{1e3 * costs.mlp:.3f} for every MLP that is skipped."
     )
     console.print(
-        f"Skipped: attention {list(best.skip.attention)}, MLP {list(best.skip.mlp)}; {best.depth} draft tokens a step."
+        f"Skipped: attention {list(best.skip.attention)}, MLP {list(best.skip.mlp)}; {best.depth} draft "
+        "tokens a step."
     )
     if measured <= 1:
         console.print(
-            f"This set is slower than plain decoding: {measured:.2f}×. {out} was written and says so; using it does not pay here. "
+            f"This set is slower than plain decoding: {measured:.2f}×. {out} was written and says so; using "
+            "it does not pay here. "
             "More --minutes or other --prompts may find a better one.",
             style="bold red",
         )
@@ -133,15 +137,15 @@ def disco(
     target: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="The same as -m.")] = None,
     second: Annotated[str | None, typer.Argument(metavar="[DRAFT]", help="The same as -md.")] = None,
     draft: Annotated[str | None, Option(*MODEL_DRAFT, help="The model that drafts.")] = None,
-    out: Annotated[Path, Option(*OUT, help="The .safetensors file to write.")] = Path("disco.safetensors"),
-    tokens: Annotated[int, Option(*MAX_TOKENS, min=1, help="New tokens a prompt.")] = 64,
+    out: Annotated[Path, Option(*OUT, help="Output file (.safetensors).")] = Path("disco.safetensors"),
+    tokens: Annotated[int, Option(*MAX_TOKENS, min=1, help="New tokens per prompt.")] = 64,
     temperature: Annotated[
-        float, Option(*TEMPERATURE, help="0 is greedy; fit at the temperature that is used.")
+        float, Option(*TEMPERATURE, help="0 is greedy; use the temperature of the later runs.")
     ] = 0.0,
-    levels: Annotated[int, Option(*LEVELS, min=1, max=64, help="Tokens to draft ahead.")] = 8,
-    seed: Annotated[int, Option(*SEED, help="Of the sampled texts and of the fit.")] = 0,
+    levels: Annotated[int, Option(*LEVELS, min=1, max=64, help="Draft tokens per step.")] = 8,
+    seed: Annotated[int, Option(*SEED, help="Seed of the sampled texts and of the fit.")] = 0,
 ) -> None:
-    """Fit the network that says when a draft model should stop drafting (DISCO)."""
+    """Fit the classifier that stops a draft model early (DISCO)."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -155,7 +159,7 @@ def disco(
         )
     draft = draft or second
     if draft is None:
-        raise ConfigError("name the model that drafts: -md MODEL.")
+        raise ConfigError("no draft model is given: -md MODEL.")
     questions = read(asked["file"], raw=asked["raw"]) if "file" in asked else None
     llm = load(named(engine, target))
     params = SamplingParams(temperature=temperature, max_tokens=tokens, seed=seed)

@@ -12,10 +12,9 @@ from outrider.backends.base import Backend, Weight
 from outrider.backends.torch.backend import beside
 from outrider.cache.pool import Pool, kv_dtype
 from outrider.checkpoints.heads import Head
-from outrider.checkpoints.hub import first_line
 from outrider.core.limits import check_attention
 from outrider.core.step_input import StepInput
-from outrider.errors import ModelError
+from outrider.errors import ModelError, first_line
 from outrider.heads.reader import Reader
 from outrider.models.base import Model
 from outrider.models.decoder import rotations

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 import torch
 
 from outrider.cache.pool import Pool, kv_dtype
-from outrider.checkpoints import ggml
+from outrider.checkpoints.gguf import blocks
 from outrider.checkpoints.heads import builtin
-from outrider.checkpoints.hub import BUILTIN, SAFE, Checkpoint, Weights, locate
+from outrider.checkpoints.hub import BUILTIN, Checkpoint, locate
 from outrider.checkpoints.packed import LAYOUTS, PackedWeights
 from outrider.checkpoints.quantize import GROUP, bits_of
+from outrider.checkpoints.weights import SAFE, Weights
 from outrider.config import EngineOptions
 from outrider.core.block_table import PAGE
 from outrider.core.quantized import QuantizedWeight
@@ -205,13 +206,13 @@ def _parts(options: EngineOptions, checkpoint: Checkpoint | None, config: Any) -
     """Every tensor that holds weights."""
     if checkpoint is not None and checkpoint.gguf is not None:
         for name, entry in checkpoint.gguf.tensors.items():
-            sample = ggml.unpack(entry.kind, entry.rows[:1], entry.block)
+            sample = blocks.unpack(entry.ggml_type, entry.rows[:1], entry.block_bytes)
             few = (
                 _few(sample.bits, sample.group, sample.offsets is not None)
                 if isinstance(sample, QuantizedWeight)
                 else None
             )
-            yield Stored(name, count(entry.shape), entry.kind, len(entry.shape) == 1, few)
+            yield Stored(name, count(entry.shape), entry.ggml_type, len(entry.shape) == 1, few)
         return
     scheme = checkpoint.scheme if checkpoint else None
     layout = LAYOUTS[scheme.method] if scheme else None
@@ -226,7 +227,7 @@ def _parts(options: EngineOptions, checkpoint: Checkpoint | None, config: Any) -
             yield Stored(
                 name, count(shape) * 32 // bits, kind, False, _few(bits, group, not scheme.symmetric)
             )
-        elif not (layout and last in (layout.zeros, layout.scales, layout.index, "weight_shape")):
+        elif not (layout and last in (layout.zeros, layout.scales, layout.group_index, "weight_shape")):
             yield Stored(name, count(shape), kind, len(shape) == 1)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.checkpoints.heads import Head, PackedTensors
-from outrider.checkpoints.hub import Weights
+from outrider.checkpoints.weights import Weights
 from outrider.draft import PLAIN_MODEL, detect, head_methods
 from outrider.errors import ModelError
 from outrider.heads.layouts import HeadFormat, Layout, matching, parse

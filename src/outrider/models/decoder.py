@@ -21,14 +21,15 @@ from torch import Tensor
 from outrider.backends.base import Backend, Chain, TreeQueries, Weight
 from outrider.backends.select import backend_for
 from outrider.cache.pool import Pool, SplitPool, kv_dtype
-from outrider.checkpoints.hub import Checkpoint, Source, first_line
+from outrider.checkpoints.hub import Checkpoint
 from outrider.checkpoints.quantize import bits_of, reduced
 from outrider.checkpoints.spec import Spec
+from outrider.checkpoints.weights import Source
 from outrider.core.lora import Adapted, Runs
 from outrider.core.quantized import join
 from outrider.core.step_input import StepInput
 from outrider.core.stop_rule import Chained, StopRule
-from outrider.errors import CapacityError, ConfigError, ModelError
+from outrider.errors import CapacityError, ConfigError, ModelError, first_line
 from outrider.models.placement import Placement, place
 from outrider.models.rope import fix_rope
 from outrider.models.steps import forward_parts

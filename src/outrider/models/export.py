@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.checkpoints.hub import SAFE, Checkpoint, Weights
-from outrider.checkpoints.packed import MIDDLE, PackedWeights
+from outrider.checkpoints.hub import Checkpoint
+from outrider.checkpoints.packed import MIDPOINT, PackedWeights
 from outrider.checkpoints.quantize import GROUP, quantize
 from outrider.checkpoints.validate import read_json
+from outrider.checkpoints.weights import SAFE, Weights
 from outrider.core.quantized import QuantizedWeight
 from outrider.errors import ConfigError, ModelError
 from outrider.models.load import needs_fallback
@@ -106,7 +107,7 @@ def _dense(weights: PackedWeights, names: Iterable[str]) -> dict[str, Tensor]:
             weight = weights.linear(layer, *weights.shape(layer))
             tensors[f"{layer}.weight"] = weight.dense() if isinstance(weight, QuantizedWeight) else weight
         elif not weights.belongs(name):
-            tensors[name] = weights.named.raw(name)
+            tensors[name] = weights.files.raw(name)
     return tensors
 
 
@@ -154,7 +155,7 @@ def scheme(bits: int, plain: Iterable[str] = ()) -> dict[str, Any]:
 
 def _words(weight: QuantizedWeight) -> Tensor:
     """int32 [O, K * bits / 32]."""
-    numbers = (weight.values.short() + MIDDLE[weight.bits]).to(torch.uint8)
+    numbers = (weight.values.short() + MIDPOINT[weight.bits]).to(torch.uint8)
     if weight.bits == 4:
         numbers = numbers[:, ::2] | numbers[:, 1::2] << 4
     return numbers.contiguous().view(torch.int32)

@@ -12,9 +12,11 @@ from outrider.errors import ModelError
 
 
 def layers_of(body: nn.Module, count: int, attended: Sequence[nn.Module]) -> nn.ModuleList | None:
-    """The list of a body's layers: it has `count` members, and these hold the modules that attended, in this order, each at least one.
+    """The list of a body's layers: it has `count` members, and these hold the modules that attended, in this
+    order, each at least one.
 
-    So no list of experts, norms or attentions is taken for it, nor the layers of a tower for images, which no text goes through.
+    So no list of experts, norms or attentions is taken for it, nor the layers of a tower for images, which
+    no text goes through.
     """
 
     def holds_them(found: nn.ModuleList) -> bool:
@@ -30,14 +32,16 @@ def layers_of(body: nn.Module, count: int, attended: Sequence[nn.Module]) -> nn.
 
 @contextmanager
 def tapping(layers: nn.ModuleList | None, taps: dict[int, Tensor]) -> Iterator[None]:
-    """While it lasts, a forward of [1, n, hidden] puts into taps[j] the states [n, hidden] that enter layer j; j = their number: those
-    that leave the last one.  Raises ModelError where the layers are not known."""
+    """While it lasts, a forward of [1, n, hidden] puts into taps[j] the states [n, hidden] that enter layer
+    j; j = their number: those that leave the last one.  Raises ModelError where the layers are not known.
+    """
     if not taps:
         yield
         return
     if layers is None:
         raise ModelError(
-            "which modules are the layers of this model cannot be told: the states between them cannot be seen."
+            "which modules are the layers of this model cannot be told: the states between them cannot be "
+            "seen."
         )
 
     def entering(layer: int) -> Any:

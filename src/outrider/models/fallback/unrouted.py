@@ -1,7 +1,7 @@
 """Families whose modelling code computes its attention itself, made to call ours.
 
-GPT-J, CodeGen and GPT-Neo have a method for it, which is replaced; in BLOOM, MPT and Falcon it is woven into `forward`, whose
-projections are repeated here.  Each function takes the attention module first.
+GPT-J, CodeGen and GPT-Neo have a method for it, which is replaced; in BLOOM, MPT and Falcon it is woven into
+`forward`, whose projections are repeated here.  Each function takes the attention module first.
 """
 
 from __future__ import annotations

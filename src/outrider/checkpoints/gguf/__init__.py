@@ -1,0 +1,1 @@
+"""GGUF files: header and metadata (file), weights (weights, blocks), config and tokenizer."""

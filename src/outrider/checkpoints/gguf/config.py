@@ -1,0 +1,138 @@
+"""The transformers config of a GGUF file, from its metadata."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from outrider.checkpoints.fields import CONFIG
+from outrider.checkpoints.gguf import blocks
+from outrider.checkpoints.gguf.file import GgufFile
+from outrider.checkpoints.gguf.names import ROPE_FACTORS
+from outrider.checkpoints.validate import check
+from outrider.core.quantized import QuantizedWeight
+from outrider.errors import ModelError
+
+FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def read_config(file: GgufFile) -> Any:
+    """A transformers config.  Raises ModelError for an unsupported architecture and for corrupt metadata."""
+    import transformers
+
+    family = FAMILIES.get(file.architecture)
+    if family is None:
+        raise ModelError(
+            f"{file.path} holds architecture {file.architecture!r}, which is not supported.  "
+            f"Supported: {', '.join(FAMILIES)}."
+        )
+    settings = _settings(file, family)
+    check(settings, CONFIG, file.path)
+    try:
+        config = getattr(transformers, f"{family}Config")(**settings)
+    except Exception as error:  # transformers raises errors of several kinds
+        reason = (str(error).splitlines() or [type(error).__name__])[-1].strip()
+        raise ModelError(
+            f"{file.path} is corrupt: its metadata do not describe a {family} model: {reason}"
+        ) from error
+    if window := file.integer("attention.sliding_window", 0):
+        config.sliding_window = window
+        config.layer_types = ["sliding_attention"] * config.num_hidden_layers
+    return config
+
+
+def _settings(file: GgufFile, family: str) -> dict[str, Any]:
+    """Arguments of the config's class."""
+    if EMBEDDING not in file.tensors:
+        raise ModelError(
+            f"{file.path} has no tensor 'token_embd.weight': it is not a complete language model."
+        )
+    heads, hidden = file.integer("attention.head_count"), file.integer("embedding_length")
+    context, layers = file.integer("context_length"), file.integer("block_count")
+    if f"model.layers.{layers}.input_layernorm.weight" in file.tensors:
+        raise ModelError(f"{file.path} is corrupt: it has more layers than block_count {layers}.")
+    head_dim = _head_dim(file, heads, hidden)
+    dense = all(entry.ggml_type == "F32" for entry in file.tensors.values())
+    return {
+        "architectures": [f"{family}ForCausalLM"],
+        "vocab_size": file.tensors[EMBEDDING].shape[0],
+        "hidden_size": hidden,
+        "intermediate_size": file.integer("feed_forward_length"),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": file.integer("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": file.number("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": context,
+        "tie_word_embeddings": "lm_head.weight" not in file.tensors,
+        "rope_parameters": _rope_parameters(file, context, head_dim),
+        "dtype": "float32" if dense else "bfloat16",
+        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
+    }
+
+
+def _head_dim(file: GgufFile, heads: int, hidden: int) -> int:
+    """Dimensions of a head: equal for keys, values and RoPE, or a ModelError."""
+    if not heads:
+        raise ModelError(f"{file.path} is corrupt: attention.head_count is 0.")
+    head_dim = file.integer("attention.key_length", hidden // heads)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if (other := file.integer(key, head_dim)) != head_dim:
+            raise ModelError(
+                f"{file.path}: {key} {other} differs from the {head_dim} dimensions of a head, which is not "
+                "supported."
+            )
+    return head_dim
+
+
+def _rope_parameters(file: GgufFile, context: int, head_dim: int) -> dict[str, Any]:
+    """RoPE settings in transformers' terms: default, linear, yarn, or longrope for a factor per
+    frequency (Llama 3).
+    """
+    scaling = str(file.metadata.get(f"{file.architecture}.rope.scaling.type", "linear"))
+    per_frequency = ROPE_FACTORS in file.tensors
+    if scaling not in ("none", "linear", "yarn") or (scaling == "yarn" and per_frequency):
+        together = f" with {ROPE_FACTORS}" if scaling == "yarn" else ""
+        raise ModelError(f"{file.path}: rope.scaling.type {scaling!r} is not supported{together}.")
+    stored = file.number("rope.scaling.factor", file.number("rope.scale_linear", 0.0))
+    factor = 1.0 if scaling == "none" else stored or 1.0
+    rope: dict[str, Any] = {"rope_theta": file.number("rope.freq_base", 10000.0)}
+    if per_frequency:
+        return rope | _longrope(file, context, head_dim, factor)
+    if scaling == "yarn":
+        return rope | _yarn(file, context, factor)
+    return rope | ({"rope_type": "default"} if factor == 1.0 else {"rope_type": "linear", "factor": factor})
+
+
+def _longrope(file: GgufFile, context: int, head_dim: int, factor: float) -> dict[str, Any]:
+    entry = file.tensors[ROPE_FACTORS]
+    factors = blocks.unpack(entry.ggml_type, entry.rows, entry.block_bytes)
+    if entry.shape != (head_dim // 2,) or isinstance(factors, QuantizedWeight):
+        raise ModelError(
+            f"{file.path} is corrupt: {ROPE_FACTORS} is {entry.ggml_type} {entry.shape}, not F32 "
+            f"{(head_dim // 2,)}."
+        )
+    scaled = (factors.flatten().float() * factor).tolist()
+    return {
+        "rope_type": "longrope",
+        "short_factor": scaled,
+        "long_factor": scaled,
+        "factor": 1.0,
+        "attention_factor": 1.0,
+        "original_max_position_embeddings": context,
+    }
+
+
+def _yarn(file: GgufFile, context: int, factor: float) -> dict[str, Any]:
+    original = file.integer("rope.scaling.original_context_length", context)
+    rope: dict[str, Any] = {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": original,
+    }
+    names = {"attn_factor": "attention_factor", "beta_fast": "beta_fast", "beta_slow": "beta_slow"}
+    for key, name in names.items():
+        if f"{file.architecture}.rope.scaling.yarn_{key}" in file.metadata:
+            rope[name] = file.number(f"rope.scaling.yarn_{key}")
+    return rope

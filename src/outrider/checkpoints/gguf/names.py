@@ -1,0 +1,44 @@
+"""Tensor names of GGUF files, and the names that the same tensors have in a safetensors checkpoint."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from outrider.errors import ModelError
+
+MODEL_TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+BLOCK_TENSORS = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+ROPE_FACTORS = "rope_freqs.weight"  # one factor per frequency; no counterpart in a safetensors checkpoint
+
+
+def checkpoint_name(name: str, path: Path) -> str:
+    """The name in a safetensors checkpoint.
+
+    Raises ModelError for a tensor that the lean decoder does not use.
+    """
+    if name == ROPE_FACTORS:
+        return name
+    stem, _, suffix = name.rpartition(".")
+    if suffix in ("weight", "bias"):
+        if stem in MODEL_TENSORS:
+            return f"{MODEL_TENSORS[stem]}.{suffix}"
+        block = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
+        if block and block[2] in BLOCK_TENSORS:
+            return f"model.layers.{block[1]}.{BLOCK_TENSORS[block[2]]}.{suffix}"
+    raise ModelError(
+        f"{path} has a tensor {name!r}, which the lean decoder does not compute: the architecture is not "
+        "supported."
+    )

@@ -1,0 +1,65 @@
+"""Weights of a GGUF file under the names and in the layout of a safetensors checkpoint."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from outrider.checkpoints.gguf import blocks
+from outrider.checkpoints.gguf.file import GgufFile
+from outrider.checkpoints.spec import Spec
+from outrider.core.quantized import QuantizedWeight
+from outrider.errors import ModelError
+
+log = logging.getLogger("outrider")
+
+
+class GgufWeights:
+    """The `Source` of a GGUF file."""
+
+    def __init__(self, file: GgufFile, spec: Spec) -> None:
+        self.file, self.spec = file, spec
+        present = {entry.ggml_type for entry in file.tensors.values()}
+        if expanded := present - blocks.FORMATS.keys() - blocks.DENSE.keys():
+            names = ", ".join(sorted(expanded))
+            log.warning("%s: tensors of type %s are expanded, which takes more memory", file.path, names)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.file.tensors
+
+    def get(self, name: str, *shape: int) -> Tensor:
+        """The dense tensor.  Raises ModelError if it is missing or has another shape."""
+        weight = self._unpack(name, shape)
+        return weight.dense() if isinstance(weight, QuantizedWeight) else weight
+
+    def linear(self, name: str, outputs: int, inputs: int) -> Tensor | QuantizedWeight:
+        return self._unpack(f"{name}.weight", (outputs, inputs))
+
+    def _unpack(self, name: str, shape: tuple[int, ...]) -> Tensor | QuantizedWeight:
+        entry = self.file.tensors.get(name)
+        if entry is None:
+            raise ModelError(
+                f"{self.file.path} has no tensor {name!r} (GGUF has its own names, see "
+                "checkpoints/gguf/names.py)."
+            )
+        if entry.shape != shape:
+            raise ModelError(f"{name} has shape {entry.shape}, the metadata asks for {shape}.")
+        rows = entry.rows
+        if self.file.architecture == "llama" and re.search(r"\.[qk]_proj\.", name):
+            if len(shape) == 1:
+                rows = rows.reshape(shape[0], -1)  # a bias is stored as one row
+            rows = rows[self._half_split_order(shape[0])]
+        weight = blocks.unpack(entry.ggml_type, rows, entry.block_bytes)
+        return weight if isinstance(weight, QuantizedWeight) else weight.view(shape)
+
+    def _half_split_order(self, outputs: int) -> np.ndarray[Any, Any]:
+        """Row order of Q and K for RoPE on dimensions (i, i + head_dim / 2).
+
+        Llama files are stored for llama.cpp's RoPE, which rotates dimensions (2 i, 2 i + 1).
+        """
+        pairs = np.arange(outputs).reshape(-1, self.spec.head_dim // 2, 2)
+        return pairs.swapaxes(1, 2).reshape(-1)

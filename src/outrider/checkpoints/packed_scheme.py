@@ -1,0 +1,126 @@
+"""quantization_config of AWQ, GPTQ and compressed-tensors checkpoints, as one record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.checkpoints.fields import QUANTIZATION
+from outrider.checkpoints.validate import check
+from outrider.errors import ModelError
+
+CURE = "load the unquantised checkpoint, or one in GGUF, AWQ (gemm), GPTQ or compressed-tensors (pack-quantized)."
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How the layers of a checkpoint are quantised.
+
+    sizes: the (bits, group) that may occur; group 0 means one group per row.
+    symmetric: zero points may be missing.  zero_shift: is added to a stored zero point.
+    """
+
+    method: str
+    sizes: frozenset[tuple[int, int]]
+    symmetric: bool
+    zero_shift: int = 0
+
+    @staticmethod
+    def of(config: Any) -> Scheme | None:
+        """The scheme of a transformers config; None for an unquantised model.
+
+        Raises ModelError for an unsupported one.
+        """
+        settings = getattr(config, "quantization_config", None)
+        if not settings:
+            return None
+        return Scheme.read(settings if isinstance(settings, dict) else settings.to_dict())
+
+    @staticmethod
+    def read(settings: dict[str, Any]) -> Scheme:
+        """The scheme in a quantization_config."""
+        check(settings, QUANTIZATION, "quantization_config")
+        method = settings.get("quant_method", "unknown")
+        if method not in READERS:
+            raise ModelError(f"the checkpoint is quantised by {method!r}, which is not supported: {CURE}")
+        return READERS[method](settings)
+
+
+def _awq(settings: dict[str, Any]) -> Scheme:
+    version = str(settings.get("version", "gemm")).lower()
+    if version != "gemm":
+        raise ModelError(
+            f"the checkpoint is quantised by AWQ in version {version!r}, only 'gemm' can be read: {CURE}"
+        )
+    size = _size(settings.get("bits"), settings.get("group_size", 128), (4,))
+    return Scheme("awq", frozenset({size}), settings.get("zero_point") is False)
+
+
+def _gptq(settings: dict[str, Any]) -> Scheme:
+    format = settings.get("checkpoint_format") or "gptq"
+    if format not in ("gptq", "gptq_v2"):
+        raise ModelError(
+            f"the checkpoint is quantised by GPTQ in the format {format!r}, "
+            f"only 'gptq' and 'gptq_v2' can be read: {CURE}"
+        )
+    if any(not pattern.startswith("-:") for pattern in settings.get("dynamic") or ()):
+        raise ModelError(
+            f"the checkpoint is quantised by GPTQ with settings that differ by layer ('dynamic'): {CURE}"
+        )
+    size = _size(settings.get("bits"), settings.get("group_size", 128), (4, 8))
+    return Scheme("gptq", frozenset({size}), settings.get("sym") is not False, int(format == "gptq"))
+
+
+def _compressed_tensors(settings: dict[str, Any]) -> Scheme:
+    format = settings.get("format")
+    if format != "pack-quantized":
+        raise ModelError(
+            f"the checkpoint is in the compressed-tensors format {format!r}, "
+            f"only 'pack-quantized' can be read: {CURE}"
+        )
+    if settings.get("transform_config"):
+        raise ModelError(
+            "the checkpoint's activations must be transformed (transform_config), which is not supported: "
+            f"{CURE}"
+        )
+    groups = settings.get("config_groups") or {}
+    if not groups:
+        raise ModelError(
+            "the checkpoint's quantization_config has no config_groups: it does not say how its weights are "
+            "packed."
+        )
+    schemes = [_config_group(name, group or {}) for name, group in groups.items()]
+    sizes, symmetric = zip(*schemes)
+    return Scheme("compressed-tensors", frozenset(sizes), all(symmetric))
+
+
+def _config_group(name: str, group: dict[str, Any]) -> tuple[tuple[int, int], bool]:
+    """((bits, group), symmetric) of one entry of config_groups."""
+    weights = group.get("weights") or {}
+    if group.get("input_activations") or weights.get("type", "int") != "int":
+        raise ModelError(
+            f"the checkpoint quantises activations, or to something else than integers ({name} of "
+            f"config_groups): {CURE}"
+        )
+    group_size = -1 if weights.get("strategy") == "channel" else weights.get("group_size")
+    return _size(weights.get("num_bits"), group_size, (4, 8)), weights.get("symmetric") is not False
+
+
+def _size(bits: Any, group: Any, supported: tuple[int, ...]) -> tuple[int, int]:
+    if type(bits) is not int or bits not in supported:
+        raise ModelError(
+            f"the checkpoint is quantised to {bits} bits; supported: {' and '.join(map(str, supported))}."
+        )
+    if type(group) is not int or (group < 1 and group != -1):
+        raise ModelError(
+            f"the checkpoint's group_size must be a whole number, or -1 for whole rows, got {group!r}."
+        )
+    return bits, max(group, 0)
+
+
+READERS: dict[str, Callable[[dict[str, Any]], Scheme]] = {
+    "awq": _awq,
+    "gptq": _gptq,
+    "compressed-tensors": _compressed_tensors,
+}

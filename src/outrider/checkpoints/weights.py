@@ -1,0 +1,209 @@
+"""Weights of a checkpoint folder: safetensors files, or `.bin` files of which only tensors are loaded;
+whole or in shards.
+"""
+
+from __future__ import annotations
+
+import re
+import reprlib
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from outrider.checkpoints.validate import read_json
+from outrider.core.quantized import QuantizedWeight
+from outrider.errors import ModelError, first_line
+
+SAFE = ".safetensors"  # all other weight files are pickles
+BODY_PREFIX = "model."  # of the tensors of a body inside the model with its head
+MAX_NUMBER_DIGITS = re.compile(r"(^|\.)\d{5,}(\.|$)")  # a larger number in a name belongs to no layer or head
+
+
+class Source(Protocol):
+    """The tensors of a checkpoint, read one at a time, so that memory never holds a second copy of the
+    model.
+    """
+
+    def __contains__(self, name: str) -> bool: ...
+    def get(self, name: str, *shape: int) -> Tensor:
+        """The dense tensor.  Raises ModelError if it is missing or has another shape."""
+
+    def linear(self, name: str, outputs: int, inputs: int) -> Tensor | QuantizedWeight:
+        """The weight [outputs, inputs] of a linear layer."""
+
+
+class Weights:
+    """The tensors of a checkpoint folder; `where` maps their names to files."""
+
+    def __init__(
+        self, folder: Path, stems: Sequence[str] = ("model.safetensors", "pytorch_model.bin")
+    ) -> None:
+        self.folder = folder
+        self.loaded: dict[Path, dict[str, Tensor]] = {}  # contents of the .bin files that were opened
+        self.where: dict[str, Path] = dict(self._list(folder, stems))
+        for name in filter(MAX_NUMBER_DIGITS.search, self.where):
+            raise ModelError(
+                f"{self.where[name]} has a tensor {name[:80]!r}: no module has such a high number."
+            )
+        if not self.where:
+            raise ModelError(
+                f"{folder} has no weights: expected {' or '.join(stems)}, or their shards with an index."
+            )
+
+    def _list(self, folder: Path, stems: Sequence[str]) -> Iterator[tuple[str, Path]]:
+        """(name, file) of every tensor, from the first stem that exists."""
+        for stem in stems:
+            index, whole = folder / f"{stem}.index.json", folder / stem
+            if index.is_file():
+                yield from _read_index(folder, index)
+                return
+            if whole.is_file():
+                yield from ((name, whole) for name in self._names(whole))
+                return
+
+    def _names(self, path: Path) -> list[str]:
+        if path.suffix != SAFE:
+            return list(self._load_bin(path))
+        with _open_safetensors(path) as file:
+            return list(file.keys())
+
+    def _load_bin(self, path: Path) -> dict[str, Tensor]:
+        """The tensors of a .bin file, memory-mapped where its format allows it."""
+        if path not in self.loaded:
+            try:
+                loaded = torch.load(
+                    path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
+                )
+            except Exception as error:
+                raise ModelError(
+                    f"{path} is corrupt or not a weights-only file: {first_line(error)}"
+                ) from error
+            _check_bin(path, loaded)
+            self.loaded[path] = loaded
+        return self.loaded[path]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.where
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.where)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor; a safetensors file is not read for it."""
+        path = self.where[name]
+        if path.suffix != SAFE:
+            return tuple(self._load_bin(path)[name].shape)
+        with _open_safetensors(path) as file, _naming(path, name):
+            return tuple(file.get_slice(name).get_shape())
+
+    def get(self, name: str, *shape: int) -> Tensor:
+        tensor = self.raw(name)
+        if tuple(tensor.shape) != shape:
+            raise ModelError(f"{name} has shape {tuple(tensor.shape)}, the config asks for {shape}.")
+        if not tensor.is_floating_point():
+            raise ModelError(f"{name} is {tensor.dtype}; only floating-point weights are supported.")
+        return tensor.detach()
+
+    def linear(self, name: str, outputs: int, inputs: int) -> Tensor:
+        return self.get(f"{name}.weight", outputs, inputs)
+
+    def weight(self, name: str) -> Tensor | QuantizedWeight:
+        return self.raw(name)
+
+    def raw(self, name: str) -> Tensor:
+        """The tensor as stored.  Raises ModelError if it is missing."""
+        if name not in self.where:
+            raise ModelError(
+                f"{self.folder} has no tensor {name!r}, which its config.json asks for; it has {len(self.where)}, "
+                f"e.g. {next(iter(self.where))!r}."
+            )
+        path = self.where[name]
+        with _naming(path, name):
+            if path.suffix != SAFE:
+                return self._load_bin(path)[name]
+            with _open_safetensors(path) as file:
+                tensor: Tensor = file.get_tensor(name)
+                return tensor
+
+
+class BodyWeights(Weights):
+    """The tensors of a body that was saved without its head, under the names that they have in the
+    whole model.
+    """
+
+    def __contains__(self, name: str) -> bool:
+        return super().__contains__(name.removeprefix(BODY_PREFIX))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return super().shape(name.removeprefix(BODY_PREFIX))
+
+    def raw(self, name: str) -> Tensor:
+        return super().raw(name.removeprefix(BODY_PREFIX))
+
+
+def open_weights(folder: Path) -> Weights:
+    """The weights of a language model, whether it was saved with its head or without."""
+    weights = Weights(folder)
+    without_head = f"{BODY_PREFIX}embed_tokens.weight" not in weights and "embed_tokens.weight" in weights
+    return BodyWeights(folder) if without_head else weights
+
+
+def _read_index(folder: Path, index: Path) -> Iterator[tuple[str, Path]]:
+    """(name, shard) of every tensor.  Raises ModelError for a shard that is not a file inside the folder."""
+    shards = read_json(index).get("weight_map")
+    if not isinstance(shards, dict):
+        raise ModelError(f"{index} is corrupt: it has no weight_map.")
+    for name, shard in shards.items():
+        if not isinstance(shard, str) or "\0" in shard or _leaves_folder(Path(shard)):
+            raise ModelError(
+                f"{index}: weight_map names {reprlib.repr(shard)} for {name!r}, which is not a file in this "
+                "folder."
+            )
+    for shard in sorted(set(shards.values())):
+        if len(shard) > 255 or not (folder / shard).is_file():
+            raise ModelError(f"{index}: weight_map names {shard[:80]!r}, which is missing in {folder}.")
+    return ((name, folder / shard) for name, shard in shards.items())
+
+
+def _leaves_folder(path: Path) -> bool:
+    return path.is_absolute() or ".." in path.parts
+
+
+def _check_bin(path: Path, loaded: object) -> None:
+    """Raises ModelError unless `loaded` is a dict of tensors that lie within their storage."""
+    if not isinstance(loaded, dict):
+        raise ModelError(f"{path} holds no named tensors but a {type(loaded).__name__}.")
+    for name, value in loaded.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            raise ModelError(
+                f"{path} holds more than named tensors: {name!r} in it is a {type(value).__name__}."
+            )
+        if value.nbytes > value.untyped_storage().nbytes():
+            raise ModelError(f"{path} is corrupt: {name!r} has more elements than the file holds of it.")
+
+
+@contextmanager
+def _naming(path: Path, name: str) -> Iterator[None]:
+    """Turn any error while a tensor is read into a ModelError that names it: safetensors, torch and
+    numpy raise their own.
+    """
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(f"{path} should hold {name!r} but does not: {first_line(error)}") from error
+
+
+def _open_safetensors(path: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path} is corrupt or truncated: {error}") from error
