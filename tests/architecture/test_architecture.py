@@ -42,6 +42,7 @@ ROOMS = [
     "requests",
     "llm",
     "",
+    "testing",
     "bench",
     "inspect",
     "certify",

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rows import drafted, proposed
 
 from outrider import ConfigError, SamplingParams
 from outrider.core.types import Batch, Budget, Commit, Row, RowStep
 from outrider.draft.ngram import ForwardOutput, Ngram
+from outrider.testing import drafted_batch, proposed_tree
 
 
 def make_row(tokens: list[int]) -> Row:
@@ -121,7 +121,7 @@ def test_evidence_decides_how_much_is_risked() -> None:
     drafter = Ngram(Ngram.Options())
 
     def guess(accepted: int) -> list[int]:
-        batch = drafted(drafter, row, Budget(5, 5))
+        batch = drafted_batch(drafter, row, Budget(5, 5))
         batch[0].accepted = list(range(accepted))
         drafter.observe(Commit(batch))
         return batch[0].tree.tokens
@@ -136,4 +136,4 @@ def test_evidence_decides_how_much_is_risked() -> None:
         ([5, 3, 4, 9, 9, 5, 3, 4], 2),
     ):  # a match of two, of three
         short = make_row(text)
-        assert len(proposed(drafter, short, Budget(5, 5)).tokens) == guessed
+        assert len(proposed_tree(drafter, short, Budget(5, 5)).tokens) == guessed

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import prompts_of, tiny_prompts
+from helpers import token_prompts
 from torch import Tensor
 from toys import HIDDEN, V, acceptance, save_head, teach, toy_target
 
@@ -18,6 +18,7 @@ from outrider.draft.redrafter import ReDrafter
 from outrider.draft.redrafter.beams import Beams
 from outrider.draft.redrafter.network import Network
 from outrider.heads.sample import Outer, read
+from outrider.testing import random_prompts
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +77,7 @@ def test_the_state_is_that_from_which_the_pending_token_was_said(
     monkeypatch.setattr(ReDrafter, "_levels", watched)
     llm.use({"model": learned})
     llm.generate(
-        prompts_of(tiny_prompts(4)),
+        token_prompts(random_prompts(4)),
         SamplingParams(temperature=0.7, seed=1, max_tokens=12, ignore_eos=True),
         use_tqdm=False,
     )

@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 import torch
-from helpers import walk
+from helpers import attended_slots
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -232,7 +232,7 @@ def test_a_plan_lets_every_row_see_its_own_past_in_order(
             seen = sorted((int(order[i, j]), int(keys[j])) for j in range(len(keys)) if order[i, j] >= 0)
             assert [at for at, _ in seen] == list(range(len(seen)))
             assert [slot for _, slot in seen] == expected[first + i][2]
-            walked = walk(step_input, table, first + i)
+            walked = attended_slots(step_input, table, first + i)
             assert walked == expected[first + i][2], "the C kernels walk the same keys"
     assert covered == step_input.length == len(expected)
 

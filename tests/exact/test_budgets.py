@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from helpers import drive, said, tiny_prompts
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,8 +17,9 @@ from outrider.draft.first import First
 from outrider.draft.lookahead import Lookahead
 from outrider.draft.union import Union
 from outrider.drafting.base import Drafter
+from outrider.testing import random_prompts, run_staggered, visible_parts
 
-PROMPTS = tiny_prompts(5, seed=4, longest=20)
+PROMPTS = random_prompts(5, seed=4, longest=20)
 PARAMS = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=14, ignore_eos=True) for i in range(5)]
 SMALL = list(itertools.product(range(4), range(4)))
 WIDER = list(itertools.product(range(4), range(8)))  # with 0 … 3 nodes left beside a window of 2, 3 or 4
@@ -80,9 +80,9 @@ def same_text(
 ) -> None:
     llm.engine.use(drafter, SpeculativeOptions.of({"method": "off"}))
     with squeezed(llm, budgets) as met:
-        got = drive(llm, PROMPTS, PARAMS)
+        got = run_staggered(llm, PROMPTS, PARAMS)
     assert met >= set(budgets)
-    assert [said(one.outputs) for one in got] == [said(one.outputs) for one in expected]
+    assert [visible_parts(one.outputs) for one in got] == [visible_parts(one.outputs) for one in expected]
 
 
 @given(st.integers(-2, 9), st.integers(-2, 9), st.integers(-2, 9))

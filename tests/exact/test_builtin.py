@@ -20,13 +20,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Scripts, Truth, prompts_of, settled
+from helpers import token_prompts
 from torch import Tensor
 
 from outrider import LLM, SamplingParams
 from outrider.cache.pool import Pool
 from outrider.core.step_input import StepInput
 from outrider.models.decoder import Decoder
+from outrider.testing import KnownTexts, Scripts, check_idle
 
 FULL = os.environ.get("OUTRIDER_FULL") == "1"
 TOKENS = 128
@@ -131,12 +132,12 @@ class Plain:
         self.llm = LLM("builtin", max_num_seqs=1 if FULL else 8, enable_prefix_caching=False)
         self.prompts = prompts
         self.known: dict[tuple[int, str], list[int]] = {}
-        self.truth = {distribution: Truth() for distribution in LAWS}
+        self.truth = {distribution: KnownTexts() for distribution in LAWS}
 
     def __call__(self, numbers: Sequence[int], distribution: str) -> list[list[int]]:
         new = [i for i in numbers if (i, distribution) not in self.known]
         outputs = self.llm.generate(
-            prompts_of([self.prompts[i] for i in new]), [params_of(i, distribution) for i in new]
+            token_prompts([self.prompts[i] for i in new]), [params_of(i, distribution) for i in new]
         )
         for i, output in zip(new, outputs):
             self.known[i, distribution] = output.outputs[0].token_ids
@@ -174,14 +175,14 @@ def test_tokens(
         config = {**config, "script": lambda row, budget: scripts.hidden(row, budget, 24)}
     llm.use(config)
     outputs = llm.generate(
-        prompts_of([prompts[i] for i in numbers]), [params_of(i, distribution) for i in numbers]
+        token_prompts([prompts[i] for i in numbers]), [params_of(i, distribution) for i in numbers]
     )
     wrong = [
         i for i, output, tokens in zip(numbers, outputs, expected) if output.outputs[0].token_ids != tokens
     ]
     assert not wrong, f"prompts {wrong} came out differently"
     assert sum(output.speculation.accepted for output in outputs) > (1000 if drafter == "script_tree" else 50)
-    settled(llm)
+    check_idle(llm)
 
 
 @pytest.mark.parametrize("distribution", LAWS)
@@ -194,7 +195,7 @@ def test_plain_decoding_alone_and_in_company(
     llm = engines[8 if FULL else 1]
     llm.use(None)
     outputs = llm.generate(
-        prompts_of([prompts[i] for i in numbers]), [params_of(i, distribution) for i in numbers]
+        token_prompts([prompts[i] for i in numbers]), [params_of(i, distribution) for i in numbers]
     )
     assert [output.outputs[0].token_ids for output in outputs] == expected
 

@@ -6,24 +6,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import (
-    Scripts,
-    Truth,
-    answer,
-    counted,
-    drive,
-    install,
-    prompts_of,
-    said,
-    settled,
-    tiny_checkpoint,
-    tiny_prompts,
-)
+from helpers import answer, token_prompts
 
 from outrider import LLM, SamplingParams
 from outrider.core.block_table import PAGE
+from outrider.testing import (
+    EngineDriver,
+    KnownTexts,
+    Scripts,
+    check_idle,
+    check_statistics,
+    random_prompts,
+    run_staggered,
+    tiny_checkpoint,
+    use_example,
+    visible_parts,
+)
 
-PROMPTS = tiny_prompts(6, seed=1)
+PROMPTS = random_prompts(6, seed=1)
 LAWS: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.95}]
 DRAFTERS = ("ngram", "draft_model", "tree", "stranger", "window", "self")
 
@@ -35,7 +35,7 @@ def params_of(distribution: dict[str, Any], count: int = len(PROMPTS), **more: A
     ]
 
 
-def put_to_work(llm: LLM, drafter: str, truth: Truth, stranger: str, **options: Any) -> None:
+def put_to_work(llm: LLM, drafter: str, truth: KnownTexts, stranger: str, **options: Any) -> None:
     """ngram; a copy of the target as draft; a bush that hides the truth; a draft model that is always wrong, with all of the context and
     with little of it; the target as its own draft within a budget."""
     if drafter == "tree":
@@ -75,18 +75,18 @@ def put_to_work(llm: LLM, drafter: str, truth: Truth, stranger: str, **options: 
             }
         )
     else:
-        install(llm, drafter, **options)
+        use_example(llm, drafter, **options)
 
 
 def expected_of(
     plain: LLM, prompts: list[list[int]], params: list[SamplingParams]
-) -> tuple[list[Any], Truth]:
+) -> tuple[list[Any], KnownTexts]:
     """What plain decoding says to each prompt alone, and the same as a truth for scripts."""
-    truth, out = Truth(), []
+    truth, out = KnownTexts(), []
     for prompt, p in zip(prompts, params):
         outputs = answer(plain, prompt, p).outputs
         truth.learn(prompt, p.seed or 0, outputs)
-        out.append(said(outputs))
+        out.append(visible_parts(outputs))
     return out, truth
 
 
@@ -109,7 +109,7 @@ def test_prefix_cache(
 ) -> None:
     """Asking twice, then for continuations that share a beginning: same tokens, computed again or taken from the cache."""
     llm = LLM(llama, max_num_seqs=4, enable_prefix_caching=caching)
-    common = tiny_prompts(1, seed=2, longest=40)[0] * 3
+    common = random_prompts(1, seed=2, longest=40)[0] * 3
     prompts = [[*common, *tail] for tail in PROMPTS]
     params = params_of(distribution, len(prompts))
     expected, truth = expected_of(plain, prompts, params)
@@ -124,8 +124,8 @@ def test_prefix_cache(
     llm.engine.cache.match = listening  # type: ignore[method-assign]
     for _ in range(2):
         hits.clear()
-        assert [said(o.outputs) for o in drive(llm, prompts, params)] == expected
-        settled(llm)
+        assert [visible_parts(o.outputs) for o in run_staggered(llm, prompts, params)] == expected
+        check_idle(llm)
         assert len(hits) >= len(prompts)
     if caching:
         assert min(hits) >= len(common) // PAGE * PAGE, (
@@ -156,13 +156,13 @@ def test_preemption(
     small = LLM(llama, max_num_seqs=4, max_model_len=128, kv_cache_memory_bytes=one * PAGE * slot)
     put_to_work(small, drafter, truth, stranger)
     assert small.engine.cache.pages == one
-    outputs = drive(small, PROMPTS, params)
-    assert [said(o.outputs) for o in outputs] == expected
-    counted([sample for o in outputs for sample in o.outputs])
+    outputs = run_staggered(small, PROMPTS, params)
+    assert [visible_parts(o.outputs) for o in outputs] == expected
+    check_statistics([sample for o in outputs for sample in o.outputs])
     assert small.engine.scheduler.preemptions > 0
     if drafter in ("draft_model", "tree", "self"):
         assert accepted(outputs) > 0
-    settled(small)
+    check_idle(small)
 
 
 # ---- chunks of prompts and the step's budget
@@ -179,8 +179,8 @@ def test_chunks(
     params = params_of(distribution)
     expected, truth = expected_of(plain, PROMPTS, params)
     put_to_work(llm, drafter, truth, stranger)
-    assert [said(o.outputs) for o in drive(llm, PROMPTS, params)] == expected
-    settled(llm)
+    assert [visible_parts(o.outputs) for o in run_staggered(llm, PROMPTS, params)] == expected
+    check_idle(llm)
 
 
 @probs_of
@@ -190,12 +190,12 @@ def test_every_seat_taken(
 ) -> None:
     """As many seats as a step has tokens: decodes and their share of guesses leave nothing for the chunks of a long prompt."""
     llm = LLM(llama, max_num_seqs=8, max_num_batched_tokens=8)
-    prompts = [*([i] for i in range(10, 17)), *tiny_prompts(5, seed=3, longest=30)]
+    prompts = [*([i] for i in range(10, 17)), *random_prompts(5, seed=3, longest=30)]
     params = params_of(distribution, len(prompts))
     expected, truth = expected_of(plain, prompts, params)
     put_to_work(llm, drafter, truth, stranger)
-    assert [said(o.outputs) for o in llm.generate(prompts_of(prompts), params)] == expected
-    settled(llm)
+    assert [visible_parts(o.outputs) for o in llm.generate(token_prompts(prompts), params)] == expected
+    check_idle(llm)
 
 
 @probs_of
@@ -213,8 +213,8 @@ def test_up_to_the_last_position(
         for prompt, samples in zip(prompts, expected)
     )
     put_to_work(llm, drafter, truth, stranger)
-    assert [said(o.outputs) for o in drive(llm, prompts, params)] == expected
-    settled(llm)
+    assert [visible_parts(o.outputs) for o in run_staggered(llm, prompts, params)] == expected
+    check_idle(llm)
 
 
 # ---- who speculates, and when
@@ -231,11 +231,11 @@ def test_speculate_false(
     ]
     expected, truth = expected_of(plain, PROMPTS, params)
     put_to_work(fast, drafter, truth, stranger)
-    outputs = drive(fast, PROMPTS, params)
-    assert [said(o.outputs) for o in outputs] == expected
+    outputs = run_staggered(fast, PROMPTS, params)
+    assert [visible_parts(o.outputs) for o in outputs] == expected
     assert all(o.speculation.drafted == 0 for o in outputs[::2])
     assert drafter == "ngram" or all(o.speculation.drafted > 0 for o in outputs[1::2])
-    settled(fast)
+    check_idle(fast)
 
 
 @probs_of
@@ -269,8 +269,8 @@ def test_switching_with_the_batch(
         return granted
 
     fast.engine.controller.budget = listening  # type: ignore[method-assign]
-    assert [said(o.outputs) for o in drive(fast, PROMPTS, params)] == expected
-    settled(fast)
+    assert [visible_parts(o.outputs) for o in run_staggered(fast, PROMPTS, params)] == expected
+    check_idle(fast)
     decisions = [guessing for rows, guessing in asked]
     assert True in decisions[decisions.index(False) :], "guessing should have stopped and begun again"
     assert not any(guessing for rows, guessing in asked if rows > 3)
@@ -288,18 +288,18 @@ def test_stream_equals_generate(
     params = params_of(distribution)
     expected, truth = expected_of(plain, PROMPTS, params)
     put_to_work(fast, drafter, truth, stranger)
-    outputs = fast.generate(prompts_of(PROMPTS), params)
-    assert [said(o.outputs) for o in outputs] == expected
+    outputs = fast.generate(token_prompts(PROMPTS), params)
+    assert [visible_parts(o.outputs) for o in outputs] == expected
     last: dict[str, Any] = {}
-    for output in fast.stream(prompts_of(PROMPTS), params):
+    for output in fast.stream(token_prompts(PROMPTS), params):
         if output.request_id in last:
             before, now = last[output.request_id].outputs[0], output.outputs[0]
             assert now.token_ids[: len(before.token_ids)] == before.token_ids
             assert now.text.startswith(before.text)
         last[output.request_id] = output
-    assert [said(last[key].outputs) for key in sorted(last, key=int)] == expected
+    assert [visible_parts(last[key].outputs) for key in sorted(last, key=int)] == expected
     assert all(output.finished for output in last.values())
-    settled(fast)
+    check_idle(fast)
 
 
 @drafter_of
@@ -310,22 +310,22 @@ def test_samples(drafter: str, fast: LLM, plain: LLM, stranger: str) -> None:
     expected, truth = expected_of(plain, PROMPTS, params)
     assert all(len({str(sample) for sample in samples}) == 4 for samples in expected), "samples should differ"
     put_to_work(fast, drafter, truth, stranger)
-    assert [said(o.outputs) for o in drive(fast, PROMPTS, params)] == expected
-    assert [said(o.outputs) for o in drive(fast, PROMPTS, params_of(distribution))] == [
+    assert [visible_parts(o.outputs) for o in run_staggered(fast, PROMPTS, params)] == expected
+    assert [visible_parts(o.outputs) for o in run_staggered(fast, PROMPTS, params_of(distribution))] == [
         samples[:1] for samples in expected
     ]
-    assert [said(o.outputs) for o in drive(fast, PROMPTS, params_of(distribution, n=2))] == [
+    assert [visible_parts(o.outputs) for o in run_staggered(fast, PROMPTS, params_of(distribution, n=2))] == [
         samples[:2] for samples in expected
     ]
+    driver = EngineDriver(fast)
     for number in range(3):  # sample 3 as a lone row, which shares no prompt
-        lone: Any = fast._request({"prompt_token_ids": PROMPTS[number]}, params[number], streaming=False)
-        row = lone.rows[3]
+        row = driver.make_request(PROMPTS[number], params[number]).rows[3]
         row.source = None
         fast.engine.add(row)
         while row.finish_reason is None:
             fast.engine.step()
         assert row.output == expected[number][3][0]
-    settled(fast)
+    check_idle(fast)
 
 
 @drafter_of
@@ -333,13 +333,13 @@ def test_seed_of_the_engine(drafter: str, llama: str, stranger: str) -> None:
     """Requests without a seed take theirs from the engine's, in the order in which they came: speculation changes nothing."""
     params = SamplingParams(temperature=0.8, max_tokens=24, ignore_eos=True)
     same, other = (
-        [o.outputs[0].token_ids for o in LLM(llama, seed=s).generate(prompts_of(PROMPTS), params)]
+        [o.outputs[0].token_ids for o in LLM(llama, seed=s).generate(token_prompts(PROMPTS), params)]
         for s in (11, 12)
     )
     assert same != other
     llm = LLM(llama, max_num_seqs=4, seed=11)
-    put_to_work(llm, drafter, Truth(), stranger)
-    assert [o.outputs[0].token_ids for o in llm.generate(prompts_of(PROMPTS), params)] == same
+    put_to_work(llm, drafter, KnownTexts(), stranger)
+    assert [o.outputs[0].token_ids for o in llm.generate(token_prompts(PROMPTS), params)] == same
 
 
 @drafter_of
@@ -351,8 +351,8 @@ def test_text_and_ids_are_the_same_prompt(drafter: str, fast: LLM, plain: LLM, s
     expected, truth = expected_of(plain, [ids], params)
     put_to_work(fast, drafter, truth, stranger)
     for prompt in (text, {"prompt": text}, {"prompt_token_ids": ids}):
-        assert said(fast.generate(prompt, params)[0].outputs) == expected[0]
-    settled(fast)
+        assert visible_parts(fast.generate(prompt, params)[0].outputs) == expected[0]
+    check_idle(fast)
 
 
 @drafter_of
@@ -362,21 +362,21 @@ def test_abort_leaks_nothing(step: int, drafter: str, fast: LLM, plain: LLM, str
     params = params_of(LAWS[1], n=2)
     expected, truth = expected_of(plain, PROMPTS, params)
     put_to_work(fast, drafter, truth, stranger)
-    requests: list[Any] = [fast._request(prompt, p, False) for prompt, p in zip(prompts_of(PROMPTS), params)]
-    fast._admit(requests)
+    driver = EngineDriver(fast)
+    requests = [driver.add_request(prompt, p) for prompt, p in zip(PROMPTS, params)]
     for _ in range(step):
-        fast.engine.step()
+        driver.step()
     for request in requests[1:]:
-        fast.abort(request.id)
+        driver.abort_request(request)
         fast.engine.check()
     for request, samples in zip(requests[1:], expected[1:]):
-        for mine, theirs in zip(fast._leave(request).outputs, samples):
+        for mine, theirs in zip(driver.finish(request).outputs, samples):
             assert mine.finish_reason == "abort" or step == 5
             assert mine.token_ids == theirs[0][: len(mine.token_ids)]
     while not requests[0].finished:
-        fast.engine.step()
-    assert said(fast._leave(requests[0]).outputs) == expected[0]
-    settled(fast)
+        driver.step()
+    assert visible_parts(driver.finish(requests[0]).outputs) == expected[0]
+    check_idle(fast)
 
 
 def test_closing_a_stream_aborts(fast: LLM, plain: LLM, stranger: str) -> None:
@@ -384,12 +384,12 @@ def test_closing_a_stream_aborts(fast: LLM, plain: LLM, stranger: str) -> None:
     params = params_of(LAWS[0])
     expected, truth = expected_of(plain, PROMPTS, params)
     put_to_work(fast, "tree", truth, stranger)
-    stream = fast.stream(prompts_of(PROMPTS), params)
+    stream = fast.stream(token_prompts(PROMPTS), params)
     next(stream)
     assert fast.engine.busy
     stream.close()
-    settled(fast)
-    assert [said(o.outputs) for o in fast.generate(prompts_of(PROMPTS), params)] == expected
+    check_idle(fast)
+    assert [visible_parts(o.outputs) for o in fast.generate(token_prompts(PROMPTS), params)] == expected
 
 
 # ---- other models
@@ -412,13 +412,13 @@ def test_other_models(
     params = params_of(distribution)
     expected, truth = expected_of(plain, PROMPTS, params)
     put_to_work(fast, drafter, truth, stranger)
-    outputs = drive(fast, PROMPTS, params)
-    assert [said(o.outputs) for o in outputs] == expected
+    outputs = run_staggered(fast, PROMPTS, params)
+    assert [visible_parts(o.outputs) for o in outputs] == expected
     if drafter in ("draft_model", "tree", "self"):
         assert accepted(outputs) > 0
     if model == "mistral":
         assert set(fast.engine.decoder.spec.windows) == {window}
-    settled(fast)
+    check_idle(fast)
 
 
 @probs_of
@@ -445,10 +445,10 @@ def test_drafts_that_fit_badly(
         "method": "draft_model", "model": tiny_checkpoint(folder, seed=2, **config), "siblings": siblings, "vocab_mismatch": "allow",
         "num_speculative_tokens": 4,
     })  # fmt: skip
-    outputs = drive(fast, PROMPTS, params)
-    assert [said(o.outputs) for o in outputs] == expected
+    outputs = run_staggered(fast, PROMPTS, params)
+    assert [visible_parts(o.outputs) for o in outputs] == expected
     assert sum(o.speculation.drafted for o in outputs) > 0
-    settled(fast)
+    check_idle(fast)
 
 
 # ---- without a compiler
@@ -466,8 +466,8 @@ def test_torch_kernels(
     params = params_of(distribution, 4)
     expected, truth = expected_of(plain, PROMPTS[:4], params)
     put_to_work(fast, drafter, truth, stranger)
-    outputs = drive(fast, PROMPTS[:4], params)
-    assert [said(o.outputs) for o in outputs] == expected
+    outputs = run_staggered(fast, PROMPTS[:4], params)
+    assert [visible_parts(o.outputs) for o in outputs] == expected
     if drafter in ("draft_model", "tree", "self"):
         assert accepted(outputs) > 0
-    settled(fast)
+    check_idle(fast)

@@ -13,24 +13,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from helpers import (
-    END,
-    Scripts,
-    Truth,
-    answer,
-    counted,
-    drive,
-    ending_at,
-    install,
-    said,
-    settled,
-    tiny_prompts,
-)
+from helpers import answer, eos_replaced
 
 from outrider import LLM, RequestOutput, SamplingParams, draft
 from outrider.core.types import Batch, Picker
+from outrider.testing import (
+    KnownTexts,
+    Scripts,
+    check_idle,
+    check_statistics,
+    random_prompts,
+    run_staggered,
+    use_example,
+    visible_parts,
+)
+from outrider.testing.checkpoints import EOS
 
-PROMPTS = tiny_prompts(7)
+PROMPTS = random_prompts(7)
 SCRIPTS = ("right", "wrong", "wide", "deep", "hidden", "huge", "messy")
 LUCKY = {f"scripted:{name}" for name in SCRIPTS if name != "wrong"} | {
     "draft_model",
@@ -83,7 +82,7 @@ class Ask:
 
     params: SamplingParams
     free: SamplingParams
-    eos: tuple[int, ...] = (END,)
+    eos: tuple[int, ...] = (EOS,)
 
 
 def _free(number: int, distribution: dict[str, Any], tokens: int = 32) -> SamplingParams:
@@ -141,7 +140,7 @@ def eos(reference: Plain, number: int, distribution: dict[str, Any]) -> Ask:
     return Ask(
         SamplingParams(**{**vars(free), "ignore_eos": False}),
         free,
-        (END, _early(reference, 0, _free(0, distribution))),
+        (EOS, _early(reference, 0, _free(0, distribution))),
     )
 
 
@@ -173,7 +172,7 @@ INSIDE = (stop_string, stop_id, eos)  # end in the middle of an accepted path, i
 # ---- drafters
 
 
-def put_to_work(llm: LLM, drafter: str, truth: Truth, checkpoint: str) -> None:
+def put_to_work(llm: LLM, drafter: str, truth: KnownTexts, checkpoint: str) -> None:
     name, _, kind = drafter.partition(":")
     if name == "scripted" and kind:
         script = getattr(Scripts(truth), kind)
@@ -188,7 +187,7 @@ def put_to_work(llm: LLM, drafter: str, truth: Truth, checkpoint: str) -> None:
     elif kind:
         llm.use({"method": name, "model": checkpoint, "num_speculative_tokens": 4, **KINDS[kind]})
     else:
-        install(llm, name)
+        use_example(llm, name)
 
 
 @contextmanager
@@ -217,15 +216,15 @@ def test_alone(
     """One prompt; and what should have been accepted was, up to the very token that ends the text inside a path."""
     distribution, number = {"temperature": temperature}, 0
     want = ask(reference, number, distribution)
-    truth = Truth()
+    truth = KnownTexts()
     truth.learn(PROMPTS[number], 100 + number, reference(PROMPTS[number], want.free).outputs)
     put_to_work(fast, drafter, truth, stranger)
-    with ending_at([fast, reference.llm], want.eos), overheard(fast) as steps:
+    with eos_replaced([fast, reference.llm], want.eos), overheard(fast) as steps:
         expected = reference(PROMPTS[number], want.params)
         got = answer(fast, PROMPTS[number], want.params)
-    assert said(got.outputs) == said(expected.outputs)
-    counted(got.outputs)
-    settled(fast)
+    assert visible_parts(got.outputs) == visible_parts(expected.outputs)
+    check_statistics(got.outputs)
+    check_idle(fast)
     if drafter in LUCKY:
         assert got.speculation.accepted > 0
     if drafter in ("scripted:wrong", "off"):
@@ -234,7 +233,7 @@ def test_alone(
         kept = got.speculation.emitted - sum(sum(step) for step in steps[:-1])
         assert 1 < kept < steps[-1][0], "the end should have been in the middle of an accepted path"
     if ask is min_tokens:
-        assert said(expected.outputs) != said(
+        assert visible_parts(expected.outputs) != visible_parts(
             reference(PROMPTS[number], _free(number, distribution)).outputs
         ), "nothing was forbidden"
 
@@ -248,22 +247,22 @@ def test_in_company(
     """Seven prompts for four seats; one joins every other step, two are aborted.  What an aborted one has said is a beginning."""
     distribution = {"temperature": temperature}
     wants = [ask(reference, i, distribution) for i in range(len(PROMPTS))]
-    truth = Truth()
+    truth = KnownTexts()
     for i, want in enumerate(wants):
         truth.learn(PROMPTS[i], 100 + i, reference(PROMPTS[i], want.free).outputs)
     put_to_work(fast, drafter, truth, stranger)
-    with ending_at([fast, reference.llm], wants[0].eos):
+    with eos_replaced([fast, reference.llm], wants[0].eos):
         expected = [reference(prompt, want.params) for prompt, want in zip(PROMPTS, wants)]
-        got = drive(fast, PROMPTS, [want.params for want in wants], aborts={2: 3, 5: 6})
-    settled(fast)
+        got = run_staggered(fast, PROMPTS, [want.params for want in wants], aborts={2: 3, 5: 6})
+    check_idle(fast)
     aborted = 0
     for one, other in zip(got, expected):
-        counted(one.outputs)
+        check_statistics(one.outputs)
         for mine, theirs in zip(one.outputs, other.outputs, strict=True):
             if mine.finish_reason == "abort":
                 aborted += 1
                 assert mine.token_ids == theirs.token_ids[: len(mine.token_ids)]
             else:
-                assert said([mine]) == said([theirs])
+                assert visible_parts([mine]) == visible_parts([theirs])
     if drafter == "off":
         assert aborted >= 2

@@ -13,14 +13,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from helpers import VOCABULARY, Truth, drive, settled, tiny_prompts
 from scene import told
 from test_matrix import DEPTH, DRAFTERS, Plain, put_to_work
 from torch import Tensor
 
 from outrider import LLM, RequestOutput, SamplingParams
+from outrider.testing import KnownTexts, check_idle, random_prompts, run_staggered
+from outrider.testing.checkpoints import VOCABULARY
 
-PROMPTS = tiny_prompts(4, seed=12)
+PROMPTS = random_prompts(4, seed=12)
 TEMPERATURES = (0.0, 0.8)
 
 
@@ -151,7 +152,7 @@ def asked(reference: Plain, names: tuple[str, ...], number: int, temperature: fl
 def run(case: Case, reference: Plain, fast: LLM, stranger: str) -> list[RequestOutput]:
     """The prompts in ragged traffic; returns what plain decoding said to each alone, once that was found to be the same."""
     drafter, temperature, names = case
-    truth = Truth()
+    truth = KnownTexts()
     params = [asked(reference, names, i, temperature) for i in range(len(PROMPTS))]
     for prompt, p in zip(PROMPTS, params):  # what would have been said had nothing ended the text
         future = reference(
@@ -160,8 +161,8 @@ def run(case: Case, reference: Plain, fast: LLM, stranger: str) -> list[RequestO
         truth.learn(future.prompt_token_ids, p.seed or 0, future.outputs)
     put_to_work(fast, drafter, truth, stranger)
     expected = [reference(prompt, p) for prompt, p in zip(PROMPTS, params)]
-    got = drive(fast, PROMPTS, params)
-    settled(fast)
+    got = run_staggered(fast, PROMPTS, params)
+    check_idle(fast)
     for mine, theirs in zip(got, expected):
         assert mine.error is None and theirs.error is None
         assert told(mine) == told(theirs)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Truth, answer, settled, tiny_checkpoint, tiny_prompts
+from helpers import answer
 from torch import Tensor
 
 from outrider import LLM, SamplingParams
@@ -28,6 +28,7 @@ from outrider.drafting.base import Target
 from outrider.heads.choose import Chooser
 from outrider.heads.recurrent import Recurrent, RecurrentOptions, Turn
 from outrider.heads.sample import read
+from outrider.testing import KnownTexts, check_idle, random_prompts, tiny_checkpoint
 
 WIDE = 32  # of a pair in the pool
 SMALL: dict[str, dict[str, Any]] = {"dynamic": {"top_k": 2, "nodes": 6}, "chain": {}}  # options of a tree
@@ -62,14 +63,14 @@ class Net:
 class Oracle(Chooser):
     """Guesses from what plain decoding said: right in two of three places."""
 
-    def __init__(self, target: Target, truth: Truth) -> None:
+    def __init__(self, target: Target, truth: KnownTexts) -> None:
         super().__init__(target)
         self.truth = truth
 
     def found(self, row: Row, paths: Sequence[Sequence[int]], logits: Tensor, k: int) -> Found:
         found = torch.zeros(len(paths), k, dtype=torch.int32)
         for i, path in enumerate(paths):
-            ahead = self.truth.ahead(row, len(path) + 1)
+            ahead = self.truth.continuation(row, len(path) + 1)
             right = ahead[len(path)] if len(ahead) > len(path) and ahead[: len(path)] == list(path) else 5
             place = (len(row.tokens) + len(path)) % 3  # third: not among two
             found[i] = torch.tensor(
@@ -94,7 +95,7 @@ class Log:
 class Listening(Recurrent):
     """seen: (tokens, K, V) behind a row when it was guessed for, or when its slots were said to be filled."""
 
-    def __init__(self, target: Target, truth: Truth, tree: str = "dynamic") -> None:
+    def __init__(self, target: Target, truth: KnownTexts, tree: str = "dynamic") -> None:
         super().__init__(
             RecurrentOptions(tree=tree, **SMALL.get(tree, {"nodes": 6})), target, Head.of("pairs", {}, {})
         )
@@ -157,7 +158,7 @@ def put_to_work(
     params: Sequence[SamplingParams],
     **options: Any,
 ) -> tuple[LLM, Any]:
-    tree, truth = options.pop("tree", "dynamic"), Truth()
+    tree, truth = options.pop("tree", "dynamic"), KnownTexts()
     for prompt, p in zip(prompts, params):
         truth.learn(prompt, p.seed or 0, answer(plain, prompt, p).outputs)
     llm = LLM(checkpoint, dtype="float32", **options)
@@ -205,7 +206,7 @@ def check(llm: LLM, drafter: Listening, once: bool = True) -> None:
         assert key[:, 1].tolist() == tokens[1:]
         assert torch.equal(value, states(whole[tuple(tokens)])[:count, :WIDE])
     assert drafter.guessed > 0
-    settled(llm)
+    check_idle(llm)
 
 
 def distribution(i: int, **more: Any) -> SamplingParams:
@@ -216,7 +217,7 @@ def distribution(i: int, **more: Any) -> SamplingParams:
 
 @pytest.mark.parametrize("tree", ["chain", "dynamic", "mc_sim_7b_63"])
 def test_ragged_prompts_in_chunks(checkpoint: str, plain: LLM, tree: str) -> None:
-    prompts = tiny_prompts(6, seed=4, longest=60)
+    prompts = random_prompts(6, seed=4, longest=60)
     params = [distribution(i) for i in range(6)]
     llm, drafter = put_to_work(
         checkpoint, plain, prompts, params, max_num_batched_tokens=24, max_num_seqs=3, tree=tree
@@ -228,8 +229,8 @@ def test_ragged_prompts_in_chunks(checkpoint: str, plain: LLM, tree: str) -> Non
 
 def test_after_prefix_hits(checkpoint: str, plain: LLM) -> None:
     """The pair at the border is computed once more, from a state that the target computes again."""
-    common = tiny_prompts(1, seed=9, longest=40)[0] * 3
-    prompts = [[*common, *tail] for tail in tiny_prompts(4, seed=5)] + [common[:33], common[:32]]
+    common = random_prompts(1, seed=9, longest=40)[0] * 3
+    prompts = [[*common, *tail] for tail in random_prompts(4, seed=5)] + [common[:33], common[:32]]
     params = [distribution(i) for i in range(6)]
     llm, drafter = put_to_work(checkpoint, plain, prompts, params, max_num_seqs=2)
     run(llm, prompts, params)
@@ -240,7 +241,7 @@ def test_after_prefix_hits(checkpoint: str, plain: LLM) -> None:
 
 
 def test_two_samples_of_one_prompt(checkpoint: str, plain: LLM) -> None:
-    prompts, params = tiny_prompts(3, seed=6, longest=50), [distribution(2 * i + 1, n=2) for i in range(3)]
+    prompts, params = random_prompts(3, seed=6, longest=50), [distribution(2 * i + 1, n=2) for i in range(3)]
     llm, drafter = put_to_work(checkpoint, plain, prompts, params)
     run(llm, prompts, params)
     assert len(drafter.log.turns) == 6
@@ -248,7 +249,10 @@ def test_two_samples_of_one_prompt(checkpoint: str, plain: LLM) -> None:
 
 
 def test_after_preemption(checkpoint: str, plain: LLM) -> None:
-    prompts, params = tiny_prompts(5, seed=7, longest=40), [distribution(i, max_tokens=60) for i in range(5)]
+    prompts, params = (
+        random_prompts(5, seed=7, longest=40),
+        [distribution(i, max_tokens=60) for i in range(5)],
+    )
     memory = 10 * 16 * (plain.engine.decoder.slot_bytes + Net.slot_bytes)
     llm, drafter = put_to_work(
         checkpoint, plain, prompts, params, kv_cache_memory_bytes=memory, max_model_len=128
@@ -262,7 +266,7 @@ def test_after_preemption(checkpoint: str, plain: LLM) -> None:
 def test_rows_that_do_not_guess(checkpoint: str, plain: LLM) -> None:
     """Their states are read now and then, so that they do not pile up and their pages can be shared."""
     prompts, params = (
-        tiny_prompts(2, seed=8),
+        random_prompts(2, seed=8),
         [distribution(0, max_tokens=LONG, speculate=False), distribution(1, max_tokens=LONG)],
     )
     llm, drafter = put_to_work(checkpoint, plain, prompts, params)
@@ -283,8 +287,8 @@ def test_rows_that_do_not_guess(checkpoint: str, plain: LLM) -> None:
 def test_a_pair_whose_slot_is_not_there_waits(checkpoint: str, plain: LLM) -> None:
     """A prompt that fills its page, and no guesses that would have brought the next one: slot 0 is another row's."""
     prompts = [
-        tiny_prompts(1, seed=9, longest=40)[0][:3] * 12,
-        (tiny_prompts(1, seed=10, longest=40)[0] * 16)[:16],
+        random_prompts(1, seed=9, longest=40)[0][:3] * 12,
+        (random_prompts(1, seed=10, longest=40)[0] * 16)[:16],
     ]
     params = [distribution(0), distribution(1, speculate=False)]
     llm, drafter = put_to_work(checkpoint, plain, prompts, params)
@@ -306,7 +310,7 @@ def test_after_a_forward_that_was_interrupted(
     checkpoint: str, plain: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was read before the target was interrupted is read once more, to the same numbers; nothing is left out."""
-    prompts, params = tiny_prompts(2, seed=3), [distribution(0), distribution(1)]
+    prompts, params = random_prompts(2, seed=3), [distribution(0), distribution(1)]
     llm, drafter = put_to_work(checkpoint, plain, prompts, params)
     stream, forward, left = (
         llm.stream({"prompt_token_ids": prompts[0]}, params[0]),
@@ -334,7 +338,7 @@ def test_after_a_step_that_was_interrupted(
     checkpoint: str, plain: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C before the head saw what became certain: those pairs are lost, later ones right, and the gap never counts as filled."""
-    prompts, params = tiny_prompts(2, seed=3), [distribution(0, max_tokens=40), distribution(1)]
+    prompts, params = random_prompts(2, seed=3), [distribution(0, max_tokens=40), distribution(1)]
     llm, drafter = put_to_work(checkpoint, plain, prompts, params)
     drafter.whole = False
     stream, observe, left = llm.stream({"prompt_token_ids": prompts[0]}, params[0]), drafter.observe, [3]
@@ -359,7 +363,7 @@ def test_after_a_step_that_was_interrupted(
 
 def test_a_shift_would_be_seen(checkpoint: str, plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """This very test, on a drafter that pairs each state with the token before."""
-    prompts, params = tiny_prompts(2, seed=3), [distribution(0), distribution(1)]
+    prompts, params = random_prompts(2, seed=3), [distribution(0), distribution(1)]
     llm, drafter = put_to_work(checkpoint, plain, prompts, params)
     forward = drafter.net.forward
 
@@ -380,7 +384,7 @@ def test_states_of_the_target(family: str, tmp_path: Path) -> None:
     folder = tiny_checkpoint(tmp_path / family, family)
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     plain = LLM(folder, dtype="float32", enable_prefix_caching=False)
-    prompts, params = tiny_prompts(3, seed=2, longest=50), [distribution(i) for i in range(3)]
+    prompts, params = random_prompts(3, seed=2, longest=50), [distribution(i) for i in range(3)]
     llm, drafter = put_to_work(folder, plain, prompts, params, max_num_batched_tokens=24, max_num_seqs=3)
     kept: dict[Row, dict[int, Tensor]] = defaultdict(dict)
     wanted = (0, 1, 2, FINAL)

@@ -10,11 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import answer, prompts_of, settled, tiny_checkpoint, tiny_prompts
-from helpers import said as all_of
+from helpers import answer, token_prompts
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rows import make_row, proper
 from torch import Tensor
 
 from outrider import LLM, SamplingParams, draft
@@ -29,6 +27,7 @@ from outrider.heads.choose import Chooser
 from outrider.heads.templates import EAGLE, MEDUSA, paths
 from outrider.heads.trees import Drawn, Dynamic, Growing, Static
 from outrider.sampling.sampler import Sampler
+from outrider.testing import check_idle, check_tree, make_row, random_prompts, tiny_checkpoint, visible_parts
 
 V = 7
 TABLE = array("i", range(1000, 1400))  # slots are no positions
@@ -97,7 +96,7 @@ BUDGETS = st.integers(1, 4).flatmap(lambda depth: st.tuples(st.just(depth), st.i
 def test_dynamic_trees_are_proper(budget: tuple[int, int], k: int, seed: int, temperature: float) -> None:
     row = row_at(temperature)
     tree = grow(Dynamic(row, TABLE, BASE, Budget(*budget), k), seed, budget[1])
-    proper(tree, Budget(*budget))
+    check_tree(tree, Budget(*budget))
     assert tree.tokens
 
 
@@ -150,7 +149,7 @@ def test_static_trees_are_proper(seed: int, nodes: int, depth: int, name: str) -
     budget = Budget(min(depth, nodes), nodes)
     growing = Static(row_at(0.0), TABLE, BASE, budget, published)
     tree = grow(growing, seed, nodes)
-    proper(tree, budget)
+    check_tree(tree, budget)
     ranks = {
         tuple(
             logits_of(seed, path[:i]).argsort(descending=True).tolist().index(path[i])
@@ -168,7 +167,7 @@ def test_static_trees_are_proper(seed: int, nodes: int, depth: int, name: str) -
 def test_drawn_trees_say_their_laws(budget: tuple[int, int], k: int, seed: int) -> None:
     row = row_at(0.9)
     tree = grow(Drawn(row, TABLE, BASE, Budget(*budget), k, 0), seed, budget[1])
-    proper(tree, Budget(*budget))
+    check_tree(tree, Budget(*budget))
     for i, path in enumerate(said(tree)):
         distribution = tree.distribution(i)
         assert distribution is not None and torch.equal(
@@ -217,10 +216,10 @@ def test_an_early_exit_beside_a_head(pair: tuple[LLM, LLM], head: str) -> None:
     params = [
         SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=24, ignore_eos=True) for i in range(4)
     ]
-    prompts = tiny_prompts(4, seed=12)
-    outputs = fast.generate(prompts_of(prompts), params, use_tqdm=False)
-    assert [all_of(o.outputs) for o in outputs] == [
-        all_of(answer(plain, ids, p).outputs) for ids, p in zip(prompts, params)
+    prompts = random_prompts(4, seed=12)
+    outputs = fast.generate(token_prompts(prompts), params, use_tqdm=False)
+    assert [visible_parts(o.outputs) for o in outputs] == [
+        visible_parts(answer(plain, ids, p).outputs) for ids, p in zip(prompts, params)
     ]
     assert guessed[0] > 0 and guessed[1] > 0 and sum(o.speculation.accepted for o in outputs) > 0
-    settled(fast)
+    check_idle(fast)
