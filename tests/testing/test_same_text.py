@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from outrider import LLM, ConfigError, RequestError, SamplingParams
-from outrider.core.types import ROOT, Budget, DraftTree
-from outrider.draft import method
+from outrider.core.types import ROOT, Batch, Budget, Draft, DraftTree
+from outrider.drafting.base import Drafter
 from outrider.testing import (
     EngineDriver,
     KnownTexts,
@@ -58,14 +59,14 @@ def test_a_changed_token_is_found(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> 
 
     call = Match.__call__
 
-    def accept_first_node(self, draft, distributions, batch):  # type: ignore[no-untyped-def]
+    def change_first_token(self, draft, distributions, batch):  # type: ignore[no-untyped-def]
         verdict = call(self, draft, distributions, batch)
         for r, tree in enumerate(draft.trees):
             if tree.tokens and verdict.tokens[r]:
                 verdict.tokens[r][0] = (verdict.tokens[r][0] + 1) % 300
         return verdict
 
-    monkeypatch.setattr(Match, "__call__", accept_first_node)
+    monkeypatch.setattr(Match, "__call__", change_first_token)
     with pytest.raises(AssertionError, match="prompt"):
         assert_same_text(llm, {"method": "recycle", "min_token_prob": 0.0})
     check_idle(llm)
@@ -129,11 +130,27 @@ def test_check_idle_finds_an_open_request(llm: LLM) -> None:
 # ---- rows and trees
 
 
+class Repeat(Drafter):
+    """Proposes the last token again, as a chain."""
+
+    @dataclass(frozen=True)
+    class Options:
+        pass
+
+    def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
+        chains = [row.tokens[-1:] * budget.depth for row, budget in zip(batch.rows, budgets)]
+        return Draft([DraftTree.chain(tokens, [0.5] * len(tokens)) for tokens in chains])
+
+
+class TooDeep(Repeat):
+    def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
+        return super().propose(batch, [Budget(b.depth + 1, b.nodes + 1) for b in budgets])
+
+
 def test_replay_reports_draft_tokens_of_each_step() -> None:
-    drafter = make_drafter(method("ngram"), prompt_lookup_min=1)
-    row = make_row([1, 2, 3, 4, 1, 2])
-    sizes = replay(drafter, row, [3, 4, 1, 2, 9], depth=3)
-    assert row.output == [3, 4, 1, 2, 9] and sizes[0] == 3 and len(sizes) < 5
+    row = make_row([1, 2])
+    assert replay(make_drafter(Repeat), row, [2, 2, 3, 3, 3, 3, 3], depth=3) == [3, 3]
+    assert row.output == [2, 2, 3, 3, 3, 3, 3]
 
 
 @pytest.mark.parametrize(
@@ -153,8 +170,9 @@ def test_malformed_tree_is_reported(tree: DraftTree, message: str) -> None:
 
 
 def test_proposed_tree_is_checked() -> None:
-    drafter = make_drafter(method("ngram"), prompt_lookup_min=1)
-    assert propose_tree(drafter, make_row([1, 2, 3, 1, 2]), depth=1).tokens == [3]
+    assert propose_tree(make_drafter(Repeat), make_row([1, 2]), depth=2).tokens == [2, 2]
+    with pytest.raises(AssertionError, match="3 nodes in a budget of 2"):
+        propose_tree(make_drafter(TooDeep), make_row([1, 2]), depth=2)
 
 
 # ---- checkpoints
