@@ -16,9 +16,8 @@ from outrider.testing import bare_checkpoint
 
 # One thread unless asked: the models are tiny, and a second thread costs more than it gives.
 torch.set_num_threads(int(os.environ.get("OUTRIDER_TEST_THREADS", "1")))
-settings.register_profile(
-    "steady", deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)  # a busy machine is no failure
+# No deadlines: a busy machine is no failure.
+settings.register_profile("steady", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("steady")
 
 
@@ -28,6 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(trylast=True)  # after -m has deselected
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     every, seen = config.getoption("every"), Counter[Path]()
     chosen: list[pytest.Item] = []
