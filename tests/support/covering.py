@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import pytest
 
+Named = tuple[str, Any]  # test id, value
 TRIES = 40  # random candidates for each new row
 
 
@@ -44,22 +45,38 @@ def covering_array(factors: Sequence[Sequence[Any]], seed: int = 0) -> list[tupl
     return rows
 
 
-def pairwise(**factors: Sequence[Any]) -> pytest.MarkDecorator:
-    """Parametrize a test over all combinations; those outside a covering array are marked `full`."""
-    values = [list(values) for values in factors.values()]
-    return parametrized(factors, covering_array(values))
+def pairwise(**factors: Sequence[Any] | Mapping[str, Any]) -> pytest.MarkDecorator:
+    """Parametrize a test over all combinations; those outside a covering array are marked `full`.
+
+    A factor is a sequence of values, or a mapping of test id -> value.
+    """
+    named = [_named(values) for values in factors.values()]
+    return _parametrized(tuple(factors), named, covering_array(named))
 
 
 def parametrized(
-    factors: dict[str, Sequence[Any]], selected: Collection[tuple[Any, ...]]
+    factors: Mapping[str, Sequence[Any]], selected: Collection[tuple[Any, ...]]
 ) -> pytest.MarkDecorator:
     """Parametrize a test over all combinations of `factors`; those not in `selected` are marked `full`."""
-    cases = [
-        pytest.param(*row, marks=() if row in selected else pytest.mark.full, id="-".join(map(_name, row)))
-        for row in itertools.product(*factors.values())
-    ]
-    return pytest.mark.parametrize(tuple(factors), cases)
+    rows = [tuple((_id(value), value) for value in row) for row in selected]
+    return _parametrized(tuple(factors), [_named(values) for values in factors.values()], rows)
 
 
-def _name(value: Any) -> str:
+def _parametrized(
+    names: tuple[str, ...], factors: Sequence[Sequence[Named]], selected: Collection[tuple[Any, ...]]
+) -> pytest.MarkDecorator:
+    cases = []
+    for row in itertools.product(*factors):
+        marks = () if row in selected else pytest.mark.full
+        cases.append(
+            pytest.param(*(value for _, value in row), marks=marks, id="-".join(id for id, _ in row))
+        )
+    return pytest.mark.parametrize(names, cases)
+
+
+def _named(values: Sequence[Any] | Mapping[str, Any]) -> list[Named]:
+    return [*values.items()] if isinstance(values, Mapping) else [(_id(value), value) for value in values]
+
+
+def _id(value: Any) -> str:
     return str(getattr(value, "__name__", value)).replace(" ", "")

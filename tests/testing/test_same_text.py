@@ -59,12 +59,11 @@ def test_a_changed_token_is_found(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> 
 
     call = Match.__call__
 
-    def change_first_token(self, draft, distributions, batch):  # type: ignore[no-untyped-def]
-        verdict = call(self, draft, distributions, batch)
-        for r, tree in enumerate(draft.trees):
-            if tree.tokens and verdict.tokens[r]:
-                verdict.tokens[r][0] = (verdict.tokens[r][0] + 1) % 300
-        return verdict
+    def change_first_token(self, batch, picker):  # type: ignore[no-untyped-def]
+        call(self, batch, picker)
+        for step in batch:
+            if step.tree.tokens and step.emitted:
+                step.emitted[0] = (step.emitted[0] + 1) % 300
 
     monkeypatch.setattr(Match, "__call__", change_first_token)
     with pytest.raises(AssertionError, match="prompt"):
@@ -137,14 +136,21 @@ class Repeat(Drafter):
     class Options:
         pass
 
-    def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
-        chains = [row.tokens[-1:] * budget.depth for row, budget in zip(batch.rows, budgets)]
+    def propose(self, batch: Batch) -> Draft:
+        chains = [step.row.tokens[-1:] * step.budget.depth for step in batch]
         return Draft([DraftTree.chain(tokens, [0.5] * len(tokens)) for tokens in chains])
 
 
 class TooDeep(Repeat):
-    def propose(self, batch: Batch, budgets: list[Budget]) -> Draft:
-        return super().propose(batch, [Budget(b.depth + 1, b.nodes + 1) for b in budgets])
+    """Proposes one token more than the budget allows."""
+
+    def propose(self, batch: Batch) -> Draft:
+        return Draft(
+            [
+                DraftTree.chain([9] * (step.budget.depth + 1), [0.5] * (step.budget.depth + 1))
+                for step in batch
+            ]
+        )
 
 
 def test_replay_reports_draft_tokens_of_each_step() -> None:
