@@ -141,6 +141,7 @@ def enumerate_rule(
     """
     models = RandomModels(vocabulary, seed) if models is None else models
     probabilities: dict[Tokens, float] = defaultdict(float)
+
     def enumerated_index(distribution: Tensor, uniform: float) -> int:
         return models.choices.choose(distribution.tolist())
 
