@@ -35,7 +35,7 @@ PRIVATE_WORDS = (
     r"\bout of the way\b",
 )
 PATTERN = re.compile("|".join(PRIVATE_WORDS), re.IGNORECASE)
-MAX_LONG_LINES = 1400
+MAX_LONG_LINES = 1392
 MAX_PRIVATE_WORDS = 527
 
 

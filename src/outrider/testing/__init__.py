@@ -1,4 +1,4 @@
-"""Helpers for tests of a drafter or a verification rule: tiny models, scripts, a step driver, exact enumeration.
+"""Helpers for tests of a drafter or a rule: tiny models, scripts, a step driver, exact enumeration.
 
 docs/testing.md shows them at work.
 """

@@ -1,7 +1,7 @@
 """Exact output distribution of a verification rule, by enumeration of every random choice.
 
-The rule and the code that draws draft tokens run unchanged. Only the random streams are replaced: each choice is taken
-every way, weighted by its probability. Vocabularies of 4 and depths of 3 take well under a second.
+The rule and the code that draws draft tokens run unchanged. Only the random streams are replaced: each choice
+is taken every way, weighted by its probability. Vocabularies of 4 and depths of 3 take well under a second.
 
     emissions = enumerate_rule(rule("rejection")(), lambda models: DraftTree.chain([0, 2], [0.5, 0.5]))
     assert emissions.error() < 1e-12
@@ -65,8 +65,8 @@ class Choices:
 class RandomModels:
     """A random target "p" and random drafts over a vocabulary: distributions as functions of the path.
 
-    Implements `Picker` for one row, with every random choice made by `choices`. A third of the distributions has a
-    token of probability zero, as top-p sampling makes them. Override `distribution` for given models.
+    Implements `Picker` for one row, with every random choice made by `choices`. A third of the distributions
+    has a token of probability zero, as top-p sampling makes them. Override `distribution` for given models.
     """
 
     def __init__(self, vocabulary: int, seed: int = 0) -> None:
@@ -114,7 +114,7 @@ class Emissions:
         return sum(len(tokens) * weight for tokens, weight in self.probabilities.items())
 
     def error(self) -> float:
-        """Largest difference in the probability of a text, between this step followed by plain decoding and plain
+        """Largest difference in the probability of a text between this step followed by plain decoding, and plain
         decoding alone. A lossless rule has rounding errors only."""
         depth = max(map(len, self.probabilities))
         worst = abs(sum(self.probabilities.values()) - 1)
@@ -136,8 +136,8 @@ def enumerate_rule(
 ) -> Emissions:
     """All that a step with this rule may emit, with probabilities.
 
-    propose: builds the draft tree. It may draw tokens with `random_streams.children` or a drafter's own code; these
-    draws are enumerated, too. models: instead of random ones of this vocabulary and seed.
+    propose: builds the draft tree. It may draw tokens with `random_streams.children` or a drafter's own code;
+    these draws are enumerated, too. models: instead of random ones of this vocabulary and seed.
     """
     models = RandomModels(vocabulary, seed) if models is None else models
     probabilities: dict[Tokens, float] = defaultdict(float)

@@ -29,7 +29,7 @@ def make_drafter(method: type[Drafter], **options: Any) -> Any:
 def make_row(tokens: Sequence[int], prompt: int | None = None, **fields: Any) -> Row:
     """A row with these tokens, whose first `prompt` are the prompt (all by default).
 
-    fields: further fields of `Row`. By default the row is greedy, without processors, and may grow to 10,000 tokens.
+    fields: further fields of `Row`. The default is greedy, without processors, with a limit of 10,000 tokens.
     """
     params = SamplingParams(max_tokens=1000)
     defaults: dict[str, Any] = {

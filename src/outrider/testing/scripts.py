@@ -1,4 +1,4 @@
-"""Scripts for the scripted drafter: trees built around a known continuation, to test verification and caching."""
+"""Scripts for the scripted drafter: trees around a known continuation, to test verification and caching."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Script = Callable[[Row, Budget], DraftTree]
 
 
 class KnownTexts:
-    """Outputs of plain decoding by (prompt, seed, sample), in which scripts look up the continuation of a row."""
+    """Outputs of plain decoding by (prompt, seed, sample); scripts look up the continuation of a row here."""
 
     def __init__(self) -> None:
         self.texts: dict[tuple[tuple[int, ...], int, int], list[int]] = {}
@@ -103,7 +103,7 @@ class Scripts:
         return self.hidden(row, budget, 100)
 
     def messy(self, row: Row, budget: Budget) -> DraftTree:
-        """The correct chain among repeated siblings, ids outside the vocabulary and parents that come too late."""
+        """The correct chain among repeated siblings, invalid ids and parents that come too late."""
         tokens, parents, tip = [-5, self.vocabulary, 7, 7], [-1, -1, 0, 90], -1
         for token in self.known.continuation(row, budget.depth):
             tokens += [token, token, self.vocabulary + 3, self._other(token)]
