@@ -157,6 +157,10 @@ class LLM:
         """Ends a request; its output so far is returned with finish_reason "abort".  Unknown ids are ignored."""
         self._loop.abort(request_id)
 
+    def has_unfinished_requests(self) -> bool:
+        """Whether a request is queued or running, in whichever thread."""
+        return bool(self._loop.tickets) or self.engine.busy
+
     def _admit(
         self, requests: Iterable[Request], listener: Callable[[Request], None] | None = None
     ) -> list[Ticket]:

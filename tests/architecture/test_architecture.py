@@ -1,4 +1,4 @@
-"""The shape of the code: imports go one way, a method is one file, and nothing grows too long to be read."""
+"""The structure of the package: imports go down, a method is one file, files and functions are short."""
 
 from __future__ import annotations
 
@@ -8,18 +8,29 @@ import importlib
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from sources import FILES, KERNELS, SRC, docstring_nodes, functions, line_count, named, parsed
 
 import outrider
-from outrider import LLM, SamplingParams, draft, verify
+from outrider import LLM, SamplingParams, draft, testing, verify
 from outrider.verify.base import Rule
 
-SRC = Path(outrider.__file__).parent
-FILES = sorted(SRC.rglob("*.py"))
-KERNELS = sorted(SRC.rglob("*.[ch]"))
-LONGEST_FILE, LONGEST_FUNCTION, LONGEST_STEP = 350, 60, 30
+LONGEST_FILE, LONGEST_FUNCTION, LONGEST_STEP = 350, 50, 30
+# Files and functions that are still to be split, and files that still import for type checking. Only remove entries.
+LONG_FILES = {"checkpoints/gguf.py", "checkpoints/hub.py", "core/types.py", "models/fallback/model.py"}
+LONG_FUNCTIONS = {
+    ("backends/cpu/kernels.py", "declare"),
+    ("checkpoints/gguf.py", "config_of"),
+    ("cli/bench.py", "bench"),
+    ("cli/tune.py", "disco"),
+    ("cli/verify.py", "verify"),
+    ("config.py", "__post_init__"),
+}
+TYPE_CHECKING = {
+    "__init__.py",
+    *(f"cli/{name}.py" for name in ["bench", "chat", "flags", "generate", "models", "tune", "verify"]),
+}
 
 # Rooms from the bottom up: a file imports from its own room and from those above it in this list.
 ROOMS = [
@@ -42,6 +53,7 @@ ROOMS = [
     "requests",
     "llm",
     "",
+    "testing",
     "bench",
     "inspect",
     "certify",
@@ -50,7 +62,7 @@ ROOMS = [
     "__main__",
 ]
 
-# Where a method's name may stand outside its own file: what a speculative_config means that names none, and a mix that is shown.
+# Where a method's name may occur outside its own file: defaults of speculative_config, and parts of a mix.
 NAMED = {
     ("core/params.py", "suffix"),  # a parameter of OpenAI's, which is refused
     ("config.py", "off"),
@@ -60,15 +72,8 @@ NAMED = {
     ("draft/union/__init__.py", "ngram"),
     ("draft/union/__init__.py", "recycle"),
 }
-FREE = {
-    "bench",
-    "certify",
-    "inspect",
-    "tune",
-    "cli",
-    "serve",
-    "train",
-}  # they offer methods to people, by name
+# Rooms that offer methods to users, by name.
+FREE = {"bench", "certify", "inspect", "tune", "cli", "serve", "train"}
 
 
 def module_of(path: Path) -> str:
@@ -107,19 +112,26 @@ def cycles(needs: dict[str, set[str]]) -> dict[str, set[str]]:
     return left
 
 
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+def test_imports_go_down() -> None:
+    wrong = [
+        f"{named(path)} imports {name}, a room above it"
+        for path in FILES
+        for name in imports(parsed(path))
+        if ROOMS.index(room_of(short(name))) > ROOMS.index(room_of(module_of(path)))
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
-def named(path: Path) -> str:
-    return str(path.relative_to(SRC))
-
-
-@pytest.mark.parametrize("path", FILES, ids=named)
-def test_imports_go_down(path: Path) -> None:
-    here = ROOMS.index(room_of(module_of(path)))
-    for name in imports(parsed(path)):
-        assert ROOMS.index(room_of(short(name))) <= here, f"{named(path)} imports {name}, a room above it"
+def test_only_the_package_itself_imports_for_type_checking() -> None:
+    """Its public names load when they are first used; elsewhere such an import would hide a circle."""
+    wrong = [
+        f"{named(path)}:{node.lineno}"
+        for path in FILES
+        if named(path) not in TYPE_CHECKING
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Name) and node.id == "TYPE_CHECKING"
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_no_files_import_each_other() -> None:
@@ -127,15 +139,14 @@ def test_no_files_import_each_other() -> None:
     assert not left, f"these import each other: {left}"
 
 
-def test_hidden_imports_count() -> None:
+def test_imports_inside_functions_and_for_type_checking_count() -> None:
     inside = "def f():\n    from outrider.engine.engine import Engine\n    import outrider.llm"
     assert list(imports(ast.parse(inside))) == ["outrider.engine.engine", "outrider.llm"]
     for_types = "if TYPE_CHECKING:\n    from outrider.llm import LLM"
     assert list(imports(ast.parse(for_types))) == ["outrider.llm"]
 
 
-def test_a_circle_is_found() -> None:
-    """The layout that this one replaced: kernels and models, heads and draft, types and cache imported each other."""
+def test_circular_imports_are_found() -> None:
     old = {
         "types": {"cache"},
         "cache": {"types"},
@@ -150,30 +161,25 @@ def test_a_circle_is_found() -> None:
 # ---- one file a method
 
 
-def docstrings(tree: ast.Module) -> set[int]:
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
-    first = [node.body[0] for node in ast.walk(tree) if isinstance(node, kinds) and node.body]
-    return {id(node.value) for node in first if isinstance(node, ast.Expr)}
-
-
-@pytest.mark.parametrize("path", FILES, ids=named)
-def test_no_method_is_named_outside_its_own_file(path: Path) -> None:
+def test_no_method_is_named_outside_its_own_file() -> None:
     """Neither drafters nor verification rules: the folder is the registry."""
+    wrong = [f"{named(path)} names {name!r}" for path in FILES for name in sorted(named_methods(path))]
+    assert not wrong, "\n".join(wrong)
+
+
+def named_methods(path: Path) -> set[str]:
+    """Names of methods in the strings of a file, other than its own, docstrings and `NAMED`."""
     where = path.relative_to(SRC)
     if where.parts[0] in FREE:
-        return
-    tree = parsed(path)
-    skip = docstrings(tree)
+        return set()
     own = {where.stem, where.parts[1]} if where.parts[0] == "draft" and len(where.parts) > 1 else set()
-    said = {
+    docstrings = {id(node) for node in docstring_nodes(parsed(path))}
+    strings = {
         node.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in skip
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings
     }
-    wrong = {
-        name for name in said & set(draft.names()) if name not in own and (str(where), name) not in NAMED
-    }
-    assert not wrong, f"{where} knows {wrong}"
+    return {name for name in strings & {*draft.names()} - own if (named(path), name) not in NAMED}
 
 
 def test_every_exception_is_in_use() -> None:
@@ -202,7 +208,7 @@ def test_a_rule_is_complete(name: str) -> None:
 
 
 NEW_METHOD = '''
-"""Guesses that the last token comes again."""
+"""Drafts the last token again."""
 from dataclasses import dataclass
 from outrider.drafting.base import Drafter
 from outrider.core.tree import Draft, DraftTree
@@ -210,17 +216,17 @@ from outrider.core.tree import Draft, DraftTree
 class Again(Drafter):
     @dataclass(frozen=True)
     class Options:
-        """strength: of the belief."""
+        """strength: the confidence of every draft token."""
         strength: float = 0.5
 
     def propose(self, batch):
-        said = [[step.row.tokens[-1]] * step.budget.depth for step in batch]
-        return Draft([DraftTree.chain(tokens, [self.options.strength] * len(tokens)) for tokens in said])
+        chains = [[step.row.tokens[-1]] * step.budget.depth for step in batch]
+        return Draft([DraftTree.chain(tokens, [self.options.strength] * len(tokens)) for tokens in chains])
 '''
 
 
 def test_a_new_method_is_one_file(tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put into the folder, it has a name, keys of its own and the same text as plain decoding, without another line."""
+    """A file in the folder is a method: it has a name and keys of its own, and emits the plain output."""
     (tmp_path / "again.py").write_text(NEW_METHOD)
     monkeypatch.setattr(draft, "__path__", [*draft.__path__, str(tmp_path)])
     draft.methods.cache_clear()
@@ -248,36 +254,25 @@ def test_a_new_method_is_one_file(tmp_path: Path, tiny: Path, monkeypatch: pytes
 # ---- short enough to be read
 
 
-def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    yield from (node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+def test_files_are_short() -> None:
+    sizes = {named(path): len(path.read_text().splitlines()) for path in [*FILES, *KERNELS]}
+    long = {name: size for name, size in sizes.items() if size > LONGEST_FILE and name not in LONG_FILES}
+    assert not long, long
 
 
-def lines(node: Any) -> int:
-    return int(node.end_lineno) - int(node.lineno) + 1
-
-
-@pytest.mark.parametrize("path", [*FILES, *KERNELS], ids=named)
-def test_files_are_short(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= LONGEST_FILE
-
-
-@pytest.mark.parametrize("path", FILES, ids=named)
-def test_functions_are_short(path: Path) -> None:
+def test_functions_are_short() -> None:
     long = {
-        f"{node.name}: {lines(node)}" for node in functions(parsed(path)) if lines(node) > LONGEST_FUNCTION
+        (named(path), node.name)
+        for path in FILES
+        for node in functions(parsed(path))
+        if line_count(node) > LONGEST_FUNCTION
     }
-    assert not long
+    assert long <= LONG_FUNCTIONS, sorted(long - LONG_FUNCTIONS)
 
 
 def test_the_step_fits_on_a_screen() -> None:
     (step,) = (node for node in functions(parsed(SRC / "engine" / "engine.py")) if node.name == "step")
-    assert lines(step) <= LONGEST_STEP
-
-
-@pytest.mark.parametrize("path", FILES, ids=named)
-def test_every_file_says_what_it_is_for(path: Path) -> None:
-    tree = parsed(path)
-    assert not tree.body or ast.get_docstring(tree) or path.name == "version.py"
+    assert line_count(step) <= LONGEST_STEP
 
 
 # ---- what users see
@@ -291,6 +286,11 @@ def test_public_names_exist_and_are_explained() -> None:
         assert thing.__doc__ and not thing.__doc__.startswith(f"{name}("), (
             f"{name} has only what dataclass wrote"
         )
+
+
+def test_every_name_of_outrider_testing_has_a_docstring() -> None:
+    for name in testing.__all__:
+        assert name == "Script" or inspect.getdoc(getattr(testing, name)), name
 
 
 def test_public_methods_are_explained() -> None:

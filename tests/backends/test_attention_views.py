@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from helpers import requests_of, walk
+from helpers import attended_slots, requests_of
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -80,7 +80,7 @@ def checked(step_input: StepInput, expected: list[ForwardOutput]) -> None:
             shift = step_input.key_shift(i)
             positions = [j + shift * (j >= step_input.pinned) for j in range(len(row.keys))]
             assert list(zip(positions, step_input.key_slots(i))) == row.keys
-            assert walk(step_input, table, i) == [slot for _, slot in row.keys], (
+            assert attended_slots(step_input, table, i) == [slot for _, slot in row.keys], (
                 "the C kernels see the same keys"
             )
 
@@ -101,7 +101,7 @@ def test_a_budget_of_six_with_two_sinks() -> None:
     view = Window.of(6, 2).read(step_input, table, 8, [7], 3)
     view.chain(step_input, 9, [1, 2])
     step_input.build()
-    assert [walk(step_input, view.slots, row) for row in range(3)] == [
+    assert [attended_slots(step_input, view.slots, row) for row in range(3)] == [
         [100, 101, 105, 106, 107, 108],
         [100, 101, 105, 106, 107, 108, 109],
         [100, 101, 105, 106, 107, 108, 109, 110],

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_sampler import NEVER, c_backend, make_row, needs_c
+from kernel_cases import c_backend, needs_c, sampled_row
 
 from outrider import ModelError
 from outrider.backends.torch import sampling as reference
@@ -24,6 +24,8 @@ from outrider.models.decoder import Decoder
 from outrider.models.steps import forward_parts
 from outrider.sampling.sampler import Sampler
 from outrider.verify.match import Match
+
+NEVER = float("-inf")
 
 
 @needs_c
@@ -50,7 +52,7 @@ def test_following_a_tree_is_picking_node_by_node(
     tokens = torch.randint(5, (len(above),), generator=random_streams).tolist()
     if bad and above:
         logits[1 + int(torch.randint(len(above), (1,), generator=random_streams)) + 1] = NEVER
-    row = make_row([1] * length, distribution, seed, index)
+    row = sampled_row([1] * length, distribution, seed, index)
     sampler, tree = (
         Sampler(c_backend()),
         DraftTree(tokens, parents, [0.5] * len(tokens), probes=min(probes, len(tokens))),
@@ -94,7 +96,7 @@ def test_a_model_in_one_call_is_its_parts(
         step_input.chain(table, 0, known)
         at = len(known)
         step_input.nodes(table, at, [[at], [at + 1], [at, at + 2], [at, at + 2, at + 3]], tree.tokens)
-        sampler.add_query(trees, 7, make_row(known, distribution), tree, 0)
+        sampler.add_query(trees, 7, sampled_row(known, distribution), tree, 0)
         step_input.logits_rows = [*range(at - 1, at + 4)]
         forward = decoder.forward_step if one_call else partial(forward_parts, decoder)
         logits = forward(step_input.build(), decoder.pool(64), states, trees).clone()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_kernels import LAYOUTS, SLOTS, c_backend, heads_of, near, needs_c, pools, random_plan, two_threads
+from kernel_cases import LAYOUTS, SLOTS, c_backend, heads_of, near, needs_c, pools, random_plan, two_threads
 from torch import Tensor
 
 from outrider.backends.cpu import backend as cpu

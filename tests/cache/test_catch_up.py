@@ -8,10 +8,10 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from rows import make_row
 from torch import Tensor
 
 from outrider.cache.catch_up import CatchUp, Cursor
+from outrider.testing import make_row
 
 
 def states_of(start: int, count: int) -> Tensor:

@@ -497,7 +497,7 @@ def test_a_bin_file_that_holds_no_tensors(broken: Path) -> None:
 
 
 def test_a_missing_shard_is_named(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(checkpoint(shard="50KB"), tmp_path / "sharded"))
+    folder = Path(shutil.copytree(checkpoint(max_shard_size="50KB"), tmp_path / "sharded"))
     gone = sorted(folder.glob("model-*.safetensors"))[1]
     gone.unlink()
     assert gone.name in refused(folder)
@@ -505,14 +505,14 @@ def test_a_missing_shard_is_named(checkpoint: Callable[..., Path], tmp_path: Pat
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": 5}'])
 def test_a_corrupt_index_is_named(checkpoint: Callable[..., Path], tmp_path: Path, text: str) -> None:
-    folder = Path(shutil.copytree(checkpoint(shard="50KB"), tmp_path / "sharded"))
+    folder = Path(shutil.copytree(checkpoint(max_shard_size="50KB"), tmp_path / "sharded"))
     (folder / "model.safetensors.index.json").write_text(text)
     assert "model.safetensors.index.json" in refused(folder)
 
 
 def test_an_index_that_promises_too_much(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """The index sends us to a shard that does not hold the tensor."""
-    folder = Path(shutil.copytree(checkpoint(shard="50KB"), tmp_path / "sharded"))
+    folder = Path(shutil.copytree(checkpoint(max_shard_size="50KB"), tmp_path / "sharded"))
     index = folder / "model.safetensors.index.json"
     content = json.loads(index.read_text())
     where = content["weight_map"]

@@ -14,17 +14,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from helpers import (
-    Scripts,
-    Truth,
-    answer,
-    in_memory,
-    install,
-    settled,
-    tiny_checkpoint,
-    tiny_prompts,
-    tiny_tokenizer,
-)
+from helpers import answer, weight_bytes
 from safetensors.torch import load_file, save_file
 
 from outrider import LLM, ModelError, OutriderError, SamplingParams
@@ -35,10 +25,19 @@ from outrider.core.quantized import QuantizedWeight
 from outrider.core.step_input import StepInput
 from outrider.inspect.card import card_of
 from outrider.models.decoder import Decoder
+from outrider.testing import (
+    KnownTexts,
+    Scripts,
+    check_idle,
+    random_prompts,
+    tiny_checkpoint,
+    tiny_tokenizer,
+    use_example,
+)
 
 Kind = gguf.GGMLQuantizationType
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-PROMPTS = tiny_prompts(3)
+PROMPTS = random_prompts(3)
 SCALED = {  # where in a block the float16 scales lie
     "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2],
     "Q5_K": [0, 2], "Q6_K": [208], "IQ4_NL": [0], "IQ4_XS": [0], "IQ3_S": [0], "IQ2_XS": [0], "TQ2_0": [64],
@@ -306,7 +305,7 @@ def test_every_type_says_what_its_numbers_say(
 def test_the_card_says_what_it_takes_in_memory(kind: str, wide: str, tmp_path: Path) -> None:
     file = write(tmp_path / "model.gguf", shutil.copytree(wide, tmp_path / "source"), mixed(kind))
     card = card_of(EngineOptions(str(file)))
-    assert card.weight_bytes == pytest.approx(in_memory(LLM(str(file))), rel=0.06), (
+    assert card.weight_bytes == pytest.approx(weight_bytes(LLM(str(file))), rel=0.06), (
         "up to the padding of 300 tokens to 320"
     )
     assert card.parameters == card_of(EngineOptions(wide)).parameters and kind in card.stored_as
@@ -317,12 +316,12 @@ def test_speculation_changes_nothing(kind: str, wide: str, tmp_path: Path) -> No
     file = write(tmp_path / "model.gguf", shutil.copytree(wide, tmp_path / "source"), mixed(kind))
     plain, fast = LLM(str(file), enable_prefix_caching=False), LLM(str(file))
     assert fast.engine.exact
-    truth = Truth()
+    truth = KnownTexts()
     for distribution in ({"temperature": 0}, {"temperature": 0.8}):
         params = SamplingParams(seed=3, max_tokens=24, ignore_eos=True, **distribution)
         for prompt in PROMPTS:
             truth.learn(prompt, 3, answer(plain, prompt, params).outputs)
-        install(fast, "ngram", num_speculative_tokens=4)
+        use_example(fast, "ngram", num_speculative_tokens=4)
         check_same(fast, params, truth)
         fast.use(
             {"method": "scripted", "script": Scripts(truth).hidden, "nodes": 40, "num_speculative_tokens": 6}
@@ -330,12 +329,12 @@ def test_speculation_changes_nothing(kind: str, wide: str, tmp_path: Path) -> No
         assert check_same(fast, params, truth) > 0
 
 
-def check_same(llm: LLM, params: SamplingParams, truth: Truth) -> int:
+def check_same(llm: LLM, params: SamplingParams, truth: KnownTexts) -> int:
     """How many guesses were accepted."""
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params)
     for prompt, output in zip(PROMPTS, outputs):
-        assert [*prompt, *output.outputs[0].token_ids] == truth.known[tuple(prompt), 3, 0]
-    settled(llm)
+        assert [*prompt, *output.outputs[0].token_ids] == truth.texts[tuple(prompt), 3, 0]
+    check_idle(llm)
     return sum(output.speculation.accepted for output in outputs)
 
 
@@ -399,8 +398,8 @@ def test_auto_dtype_and_quantization_follow_the_file(plain: Path, wide: str, tmp
     file = write(tmp_path / "model.gguf", shutil.copytree(wide, tmp_path / "source"), lambda name: "Q8_0")
     assert Checkpoint.open(str(file)).config.dtype == torch.bfloat16
     many, few = LLM(str(file)), LLM(str(file), quantization="int4")
-    assert in_memory(LLM(str(file), quantization="int8")) == in_memory(many)
-    assert in_memory(few) < 0.8 * in_memory(many)
+    assert weight_bytes(LLM(str(file), quantization="int8")) == weight_bytes(many)
+    assert weight_bytes(few) < 0.8 * weight_bytes(many)
 
 
 # ---- what is wrong with a file

@@ -9,12 +9,12 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from helpers import tiny_tokenizer
 
 from outrider import ModelError
 from outrider.checkpoints.gguf.file import GgufFile
 from outrider.checkpoints.gguf.tokenizer import read_end_tokens, read_tokenizer
 from outrider.engine.detokenizer import Detokenizer
+from outrider.testing import tiny_tokenizer
 
 TEXTS = [
     "hello world", "  two  spaces\n\n\tand tabs ", "I'll say: it's 12345 o'clock, isn't IT?", "naïve café — “quotes” … 🦙🦙 漢字 កាន់",

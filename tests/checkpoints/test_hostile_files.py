@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import tiny_checkpoint, write_adapter
+from helpers import write_adapter
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
@@ -26,6 +26,7 @@ from outrider.checkpoints.heads import builtin
 from outrider.checkpoints.validate import MAX_DEPTH, read_json
 from outrider.core.limits import MAX_HEAD_DIM
 from outrider.models.decoder import rotations
+from outrider.testing import tiny_checkpoint
 
 DEEP = "<nested too deeply>"
 NASTY: list[Any] = [

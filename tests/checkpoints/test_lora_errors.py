@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import answer, said, write_adapter
+from helpers import answer, write_adapter
 from safetensors.torch import load_file, save_file
 
 from outrider import LLM, ConfigError, LoRARequest, RequestError, SamplingParams
+from outrider.testing import visible_parts
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 PROMPT = {"prompt_token_ids": [5, 6, 7]}
@@ -97,7 +98,9 @@ def test_a_broken_adapter(kind: str, llm: LLM, tiny: Path, tmp_path: Path) -> No
     assert [o.error is None for o in outputs] == [True, False, True]
     assert all(len(outputs[i].outputs[0].token_ids) == 6 for i in (0, 2))
     write_adapter(bad, str(tiny))
-    assert said(llm.generate(PROMPT, GREEDY, lora_request=wrong)[0].outputs) == said(outputs[0].outputs)
+    assert visible_parts(llm.generate(PROMPT, GREEDY, lora_request=wrong)[0].outputs) == visible_parts(
+        outputs[0].outputs
+    )
 
 
 def test_no_such_folder(llm: LLM) -> None:
@@ -143,6 +146,6 @@ def test_options(option: str, value: Any, tiny: Path) -> None:
 
 def test_the_engine_is_well_after_all_this(llm: LLM, tiny: Path) -> None:
     llm.engine.check()
-    assert said(answer(llm, [5, 6, 7], GREEDY).outputs) == said(
+    assert visible_parts(answer(llm, [5, 6, 7], GREEDY).outputs) == visible_parts(
         answer(LLM(str(tiny)), [5, 6, 7], GREEDY).outputs
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Scripts, Truth, answer, in_memory, install, settled, tiny_checkpoint, tiny_prompts
+from helpers import answer, weight_bytes
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -23,8 +23,9 @@ from outrider.core.quantized import QuantizedWeight
 from outrider.core.step_input import StepInput
 from outrider.inspect.card import card_of
 from outrider.models.decoder import Decoder
+from outrider.testing import KnownTexts, Scripts, check_idle, random_prompts, tiny_checkpoint, use_example
 
-PROMPTS = tiny_prompts(3)
+PROMPTS = random_prompts(3)
 ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # AutoAWQ: the i-th four bits of a word are output 8 * word + ORDER[i]
 
 Layer = dict[str, Tensor]
@@ -270,7 +271,7 @@ def test_numbers_and_text_are_those_of_the_plain_weights(
 def test_the_card_says_what_it_takes_in_memory(name: str, make: Any) -> None:
     packed, plain = make(name)
     card = card_of(EngineOptions(str(packed)))
-    assert card.weight_bytes == pytest.approx(in_memory(LLM(str(packed))), rel=0.07), (
+    assert card.weight_bytes == pytest.approx(weight_bytes(LLM(str(packed))), rel=0.07), (
         "up to the padding of 300 tokens to 320"
     )
     assert card.parameters == card_of(EngineOptions(str(plain))).parameters
@@ -279,20 +280,20 @@ def test_the_card_says_what_it_takes_in_memory(name: str, make: Any) -> None:
 @pytest.mark.parametrize("name", ["awq", "gptq-8", "gptq-act-order", "compressed-asymmetric"])
 def test_speculation_changes_nothing(name: str, make: Any) -> None:
     folder = str(make(name)[0])
-    plain, fast, truth = LLM(folder, enable_prefix_caching=False), LLM(folder), Truth()
+    plain, fast, truth = LLM(folder, enable_prefix_caching=False), LLM(folder), KnownTexts()
     assert fast.engine.exact
     for distribution in ({"temperature": 0}, {"temperature": 0.8}):
         params = SamplingParams(seed=3, max_tokens=24, ignore_eos=True, **distribution)
         for prompt in PROMPTS:
             truth.learn(prompt, 3, answer(plain, prompt, params).outputs)
-        install(fast, "ngram", num_speculative_tokens=4)
+        use_example(fast, "ngram", num_speculative_tokens=4)
         for script in (None, Scripts(truth).hidden):
             if script is not None:
                 fast.use({"method": "scripted", "script": script, "nodes": 40, "num_speculative_tokens": 6})
             outputs = fast.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params)
             for prompt, output in zip(PROMPTS, outputs):
-                assert [*prompt, *output.outputs[0].token_ids] == truth.known[tuple(prompt), 3, 0]
-            settled(fast)
+                assert [*prompt, *output.outputs[0].token_ids] == truth.texts[tuple(prompt), 3, 0]
+            check_idle(fast)
         assert sum(output.speculation.accepted for output in outputs) > 0
 
 

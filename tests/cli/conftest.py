@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from commands import Result, Run
-from helpers import tiny_checkpoint
 
 from outrider.cli import main
+from outrider.testing import tiny_checkpoint
 
 
 @pytest.fixture

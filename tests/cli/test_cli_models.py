@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from commands import Run
-from helpers import in_memory
+from helpers import weight_bytes
 
 from outrider import LLM
 from outrider.checkpoints.hub import locate, read_tokenizer
@@ -34,7 +34,7 @@ def test_memory_equals_the_engines(options: dict[str, Any]) -> None:
     assert card.cache_bytes == sum(pool.data.nbytes for pool in llm.engine.cache.pools)
     assert card.token_bytes == llm.engine.decoder.slot_bytes
     assert card.dtype == str(llm.engine.decoder.dtype).removeprefix("torch.")
-    assert card.weight_bytes == in_memory(llm)
+    assert card.weight_bytes == weight_bytes(llm)
     assert card.request_tokens == llm.engine.max_len and card.refused is None and card.chat_template
 
 
@@ -43,7 +43,7 @@ def test_every_weight_is_counted_once(checkpoint: Any, tmp_path: Path) -> None:
 
     whole = checkpoint("Qwen3", tie_word_embeddings=True, dtype=torch.bfloat16)
     parameters = transformers.AutoModelForCausalLM.from_pretrained(whole).num_parameters()
-    shards = checkpoint("Qwen3", tie_word_embeddings=True, dtype=torch.bfloat16, shard="40KB")
+    shards = checkpoint("Qwen3", tie_word_embeddings=True, dtype=torch.bfloat16, max_shard_size="40KB")
     assert len(list(shards.glob("*.safetensors"))) > 1
     pickled = tmp_path / "bin"
     shutil.copytree(whole, pickled)

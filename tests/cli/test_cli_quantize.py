@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from commands import Run
-from helpers import answer, tiny_checkpoint, tiny_prompts
+from helpers import answer
 
 from outrider import LLM, SamplingParams
 from outrider.checkpoints.hub import Checkpoint
+from outrider.testing import random_prompts, tiny_checkpoint
 
-PROMPT = tiny_prompts(1, seed=3)[0]
+PROMPT = random_prompts(1, seed=3)[0]
 
 
 def test_a_quantised_copy_answers_and_drafts(run: Run, tmp_path: Path) -> None:

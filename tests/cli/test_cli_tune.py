@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from commands import Run
-from helpers import tiny_checkpoint
 
 from outrider import LLM
 from outrider.core.row import Speculation
 from outrider.draft.layerskip.sets import Skip
+from outrider.testing import tiny_checkpoint
 from outrider.tune.layerskip import Costs, Tuner
 
 

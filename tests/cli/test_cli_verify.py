@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from commands import Run
-from helpers import tiny_checkpoint
 from safetensors.torch import load_file, save_file
 
 from outrider import LLM
@@ -23,6 +22,7 @@ from outrider.certify.ties import Gap
 from outrider.draft.draft_model import DraftModel
 from outrider.engine.runner import ForwardOutput, Runner
 from outrider.sampling.sampler import Sampler
+from outrider.testing import tiny_checkpoint
 from outrider.verify import match, rejection
 
 SHORT = ("--minutes", 0, "--samples", 60, "-b", 8, "-n", 24, "--dtype", "float32")

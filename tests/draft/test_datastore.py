@@ -12,10 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import tiny_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rows import AnyTarget, follow, guess, make_row
 
 from outrider import ConfigError
 from outrider.bench.prompts import PROMPTS, rendered
@@ -25,6 +23,7 @@ from outrider.draft.datastore import corpus as building
 from outrider.draft.datastore.corpus import build, order
 from outrider.draft.datastore.store import HEADER, SPAN, Store, end_mark, fingerprint, path_of
 from outrider.drafting.base import Target
+from outrider.testing import FakeTarget, make_row, propose_tree, replay, tiny_tokenizer
 
 VOCABULARY = 1000
 
@@ -40,7 +39,7 @@ def made(
 
 
 def drafter(file: str, **options: Any) -> Datastore:
-    return Datastore(Datastore.Options(datastore=file, **options), AnyTarget())  # type: ignore[arg-type]
+    return Datastore(Datastore.Options(datastore=file, **options), FakeTarget())  # type: ignore[arg-type]
 
 
 # ---- order and look-up
@@ -121,27 +120,27 @@ def test_of_many_places_some_are_looked_at_evenly(tmp_path: Path) -> None:
 
 def test_the_most_frequent_continuations_are_guessed(tmp_path: Path) -> None:
     file = made(tmp_path, [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6], [7, 2, 8]])
-    tree = guess(drafter(file), make_row([9, 1, 2]), 10)
+    tree = propose_tree(drafter(file), make_row([9, 1, 2]), 10)
     assert (tree.tokens, tree.parents) == ([3, 4, 6, 5], [-1, 0, -1, 0])
     assert tree.confidence == pytest.approx([0.75 * 3 / 4, 0.875 * 2 / 3, 0.75 / 4, 0.875 / 3])
-    assert guess(drafter(file, num_draft=2), make_row([9, 1, 2]), 10).tokens == [3, 4]
-    assert guess(drafter(file, min_token_prob=0.4), make_row([9, 1, 2]), 10).tokens == [3]
-    assert guess(drafter(file), make_row([9, 1, 2]), 1).tokens == [3, 6]
+    assert propose_tree(drafter(file, num_draft=2), make_row([9, 1, 2]), 10).tokens == [3, 4]
+    assert propose_tree(drafter(file, min_token_prob=0.4), make_row([9, 1, 2]), 10).tokens == [3]
+    assert propose_tree(drafter(file), make_row([9, 1, 2]), 1).tokens == [3, 6]
 
 
 def test_no_match_is_no_guess(tmp_path: Path) -> None:
     file = made(tmp_path, [[1, 2, 3, 4]])
     for tokens in ([2], [5, 5], [4, 2], [3, 4]):
-        assert guess(drafter(file), make_row(tokens), 10).tokens == []
-    assert guess(drafter(file, min_token_span=1), make_row([9, 2]), 10).tokens == [3, 4]
-    assert guess(drafter(file), make_row([1, 2]), 0).tokens == []
+        assert propose_tree(drafter(file), make_row(tokens), 10).tokens == []
+    assert propose_tree(drafter(file, min_token_span=1), make_row([9, 2]), 10).tokens == [3, 4]
+    assert propose_tree(drafter(file), make_row([1, 2]), 0).tokens == []
 
 
 def test_a_corpus_that_misleads_is_not_believed(tmp_path: Path) -> None:
     random_streams = np.random.default_rng(0)
     corpus, text = (random_streams.integers(0, 20, 4000).tolist() for _ in range(2))
     method, row = drafter(made(tmp_path, [corpus])), make_row(text[:10])
-    sizes = follow(method, row, text[10:900], 10)
+    sizes = replay(method, row, text[10:900], 10)
     assert sum(sizes[:10]) > 10
     assert sum(sizes[400:]) < 0.7 * len(sizes[400:])
     method.forget(row, "finished")
@@ -257,7 +256,7 @@ def test_a_damaged_datastore(change: str, tmp_path: Path) -> None:
 def test_a_datastore_of_another_vocabulary_or_tokenizer(tmp_path: Path) -> None:
     def target(vocabulary: int, tokenizer: Any) -> Target:
         return SimpleNamespace(
-            decoder=AnyTarget().decoder,
+            decoder=FakeTarget().decoder,
             vocabulary=vocabulary,
             checkpoint=SimpleNamespace(tokenizer=tokenizer),
         )  # type: ignore[return-value]
@@ -279,7 +278,7 @@ def test_a_datastore_of_another_vocabulary_or_tokenizer(tmp_path: Path) -> None:
 
 def test_a_datastore_must_be_named() -> None:
     with pytest.raises(ConfigError, match="outrider datastore build"):
-        Datastore(Datastore.Options(), AnyTarget())  # type: ignore[arg-type]
+        Datastore(Datastore.Options(), FakeTarget())  # type: ignore[arg-type]
 
 
 # ---- the built-in one
@@ -288,7 +287,7 @@ def test_a_datastore_must_be_named() -> None:
 def test_the_built_in_datastore_is_for_the_built_in_target() -> None:
     tokenizer = read_tokenizer(str(locate("builtin")))
     target = SimpleNamespace(
-        decoder=AnyTarget().decoder, vocabulary=8192, checkpoint=SimpleNamespace(tokenizer=tokenizer)
+        decoder=FakeTarget().decoder, vocabulary=8192, checkpoint=SimpleNamespace(tokenizer=tokenizer)
     )
     options = Datastore.Options(**Datastore.demo["REST"])
     assert Datastore(options, target).store.header.tokenizer == fingerprint(tokenizer)  # type: ignore[arg-type]

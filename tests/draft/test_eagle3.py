@@ -11,7 +11,6 @@ import pytest
 import torch
 from eagle3_heads import naive, official
 from families import write
-from helpers import install
 from torch import Tensor
 from toys import HIDDEN, LAYERS, V, acceptance, samples, save_head, teach, toy_target
 
@@ -21,6 +20,7 @@ from outrider.draft.eagle3 import Eagle3
 from outrider.draft.eagle3.network import Network, Settings
 from outrider.heads import recurrent
 from outrider.heads.sample import TargetWeights, read
+from outrider.testing import use_example
 
 TAPS = (2, LAYERS // 2, LAYERS - 3)
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -148,7 +148,7 @@ def test_the_text_of_a_fallback_target(other: tuple[LLM, Any]) -> None:
     ]
     llm.use(None)
     plain = [out.outputs[0].token_ids for out in llm.generate(prompts, params)]
-    install(llm, "eagle3")
+    use_example(llm, "eagle3")
     fast = llm.generate(prompts, params)
     assert [out.outputs[0].token_ids for out in fast] == plain
     assert sum(out.speculation.drafted for out in fast) > 0

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import settled, walk
+from helpers import attended_slots
 from hypothesis import given
 from hypothesis import strategies as st
-from rows import drafted, make, make_row, proper, proposed, walked
 
 from outrider import LLM, ConfigError, SamplingParams
 from outrider.core.step import Commit, RowStep
@@ -19,6 +18,15 @@ from outrider.core.tree import ROOT, Budget, DraftTree
 from outrider.draft import lookahead
 from outrider.draft.lookahead import Lookahead, NgramPool, Window
 from outrider.engine.runner import add_row
+from outrider.testing import (
+    accepted_path,
+    check_idle,
+    check_tree,
+    drafted_batch,
+    make_drafter,
+    make_row,
+    proposed_tree,
+)
 
 SHAPES = [(1, 2), (1, 4), (2, 3), (4, 2), (3, 5), (5, 4)]
 
@@ -45,9 +53,9 @@ class Steps:
     def propose(self, budget: Budget | None = None) -> DraftTree:
         depth = self.drafter.depth
         budget = budget or Budget(depth, self.drafter.size(depth))
-        self.batch = drafted(self.drafter, self.row, budget)
+        self.batch = drafted_batch(self.drafter, self.row, budget)
         tree = self.batch[0].tree
-        proper(only_guesses(tree), budget)
+        check_tree(only_guesses(tree), budget)
         assert len(tree.tokens) <= budget.nodes
         return tree
 
@@ -62,7 +70,7 @@ class Steps:
         text = list(before)
         for _ in range(9):
             text.append(answer(tuple(text)))
-        step.accepted = walked(only_guesses(tree), text[len(before) :])
+        step.accepted = accepted_path(only_guesses(tree), text[len(before) :])
         step.emitted = text[len(before) : len(before) + len(step.accepted) + 1]
         self.row.tokens.extend(step.emitted)
         self.drafter.observe(Commit(self.batch))
@@ -117,7 +125,9 @@ def known(drafter: Lookahead) -> dict[int, list[tuple[int, ...]]]:
 
 @pytest.mark.parametrize(("window", "level"), SHAPES)
 def test_window_and_pool_move_as_published(window: int, level: int) -> None:
-    drafter = make(Lookahead, window_size=window, level=level, guess_set_size=3, pool_from_prompt=False)
+    drafter = make_drafter(
+        Lookahead, window_size=window, level=level, guess_set_size=3, pool_from_prompt=False
+    )
     steps = Steps(drafter, [3, 1, 4, 1, 5])
     steps.propose()
     first = list(drafter.rows[steps.row].window.levels[0])
@@ -140,7 +150,7 @@ def test_an_element_sees_what_the_published_mask_shows_it(window: int, level: in
     """The plan's own keys and positions, and those that the C kernels walk, in every step of a window that
     grows and moves.
     """
-    drafter = make(Lookahead, window_size=window, level=level)
+    drafter = make_drafter(Lookahead, window_size=window, level=level)
     steps = Steps(drafter, [3, 1, 4, 1, 5])
     for _ in range(12):
         tree = steps.propose()
@@ -164,7 +174,7 @@ def test_an_element_sees_what_the_published_mask_shows_it(window: int, level: in
             sees = [slot_of[0, c] for c in range(j + 1)] + [
                 slot_of[below, j] for below in range(1, depth + 1)
             ]
-            assert walk(step_input, table, planned) == [*table[: end - 1], *sees]
+            assert attended_slots(step_input, table, planned) == [*table[: end - 1], *sees]
             assert step_input.positions[planned] == end - 1 + depth + j
             assert step_input.input_ids[planned] == levels[depth][j - (depth == 0)]
             planned += 1
@@ -232,7 +242,7 @@ def test_the_pool_equals_a_list(adds: list[tuple[int, tuple[int, ...]]]) -> None
 
 
 def test_the_last_ngrams_are_guessed_with_shared_beginnings() -> None:
-    drafter = make(Lookahead, window_size=1, level=4, guess_set_size=3)
+    drafter = make_drafter(Lookahead, window_size=1, level=4, guess_set_size=3)
     for rest in ((1, 2, 3), (4, 5, 6), (1, 2, 7), (1, 8, 9)):
         drafter.memory.pool.add(30, rest)
     tree = Steps(drafter, [30]).propose()
@@ -252,7 +262,7 @@ def test_the_last_ngrams_are_guessed_with_shared_beginnings() -> None:
 
 def test_the_text_is_in_the_pool_where_asked() -> None:
     for asked in (True, False):
-        drafter = make(Lookahead, window_size=2, level=3, guess_set_size=5, pool_from_prompt=asked)
+        drafter = make_drafter(Lookahead, window_size=2, level=3, guess_set_size=5, pool_from_prompt=asked)
         steps = Steps(drafter, [40, 41, 42, 43, 40])
         steps.propose()
         steps.observe()
@@ -268,7 +278,7 @@ def test_the_text_is_in_the_pool_where_asked() -> None:
 
 @pytest.mark.parametrize(("window", "level"), SHAPES)
 def test_no_window_is_larger_than_announced(window: int, level: int) -> None:
-    drafter = make(Lookahead, window_size=window, level=level, guess_set_size=1)
+    drafter = make_drafter(Lookahead, window_size=window, level=level, guess_set_size=1)
     steps, sizes = Steps(drafter, [1, 2, 3]), []
     for _ in range(level + 2):
         tree = steps.propose()
@@ -284,7 +294,7 @@ def test_no_window_is_larger_than_announced(window: int, level: int) -> None:
 
 
 def test_a_window_that_does_not_fit_is_left_out() -> None:
-    drafter = make(Lookahead, window_size=3, level=3, pool_from_prompt=False)
+    drafter = make_drafter(Lookahead, window_size=3, level=3, pool_from_prompt=False)
     drafter.memory.pool.add(2, (5, 6))
     steps = Steps(drafter, [1, 2])
     steps.propose(Budget(2, 5))
@@ -298,12 +308,12 @@ def test_a_window_that_does_not_fit_is_left_out() -> None:
 @pytest.mark.parametrize(("tokens", "probes"), [(9_997, 3), (9_998, 0), (9_999, 0)])
 def test_no_probe_stands_past_the_last_position(tokens: int, probes: int) -> None:
     """Three tokens in a row from the root: the last of them at position 9,999 of 10,000."""
-    drafter = make(Lookahead, window_size=3, level=3, pool_from_prompt=False)
+    drafter = make_drafter(Lookahead, window_size=3, level=3, pool_from_prompt=False)
     assert Steps(drafter, [1] * tokens).propose().probes == probes
 
 
 def test_a_window_in_which_nothing_can_be_said_begins_anew() -> None:
-    drafter = make(Lookahead, window_size=3, level=3)
+    drafter = make_drafter(Lookahead, window_size=3, level=3)
     steps = Steps(drafter, [1, 2, 3])
     for _ in range(4):
         steps.propose()
@@ -315,7 +325,7 @@ def test_a_window_in_which_nothing_can_be_said_begins_anew() -> None:
 
 
 def test_a_row_that_ends_leaves_nothing_but_the_pool() -> None:
-    drafter = make(Lookahead)
+    drafter = make_drafter(Lookahead)
     steps = Steps(drafter, [1, 2, 3])
     steps.propose()
     assert drafter.rows
@@ -323,7 +333,7 @@ def test_a_row_that_ends_leaves_nothing_but_the_pool() -> None:
     assert not drafter.rows
     steps.observe()
     assert not drafter.rows
-    assert proposed(drafter, steps.row, Budget()).tokens == []
+    assert proposed_tree(drafter, steps.row, Budget()).tokens == []
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -339,7 +349,7 @@ def test_up_to_the_end_of_the_context(temperature: float, tiny: Path) -> None:
     outputs = llm.generate(prompts, params)
     assert [output.outputs[0].token_ids for output in outputs] == expected
     assert sum(output.speculation.accepted for output in outputs) > 0
-    settled(llm)
+    check_idle(llm)
 
 
 @pytest.mark.parametrize(

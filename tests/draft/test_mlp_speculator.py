@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from rows import make_row, proper
 from safetensors.torch import save_file
 from torch import Tensor
 from toys import HIDDEN, V, save_head, toy_target
@@ -26,6 +25,7 @@ from outrider.core.row import Row
 from outrider.core.step import Batch, RowStep
 from outrider.core.tree import ROOT, Budget, DraftTree
 from outrider.draft.mlp_speculator import MlpSpeculator
+from outrider.testing import check_tree, make_row
 
 INNER, STEPS = 96, 3
 GATES = ("forget", "input", "output", "cell")
@@ -283,7 +283,7 @@ def told(
     steps = [RowStep(row, len(row.tokens) - 1, 1, budget=budget) for row, budget in zip(rows, budgets)]
     trees = drafter.propose(Batch(steps)).trees
     for tree, budget in zip(trees, budgets):
-        proper(tree, budget)
+        check_tree(tree, budget)
     return list(trees)
 
 

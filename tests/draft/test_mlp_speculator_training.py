@@ -20,6 +20,7 @@ from outrider.draft.mlp_speculator.layouts import exported
 from outrider.draft.mlp_speculator.network import Lstm, Network, Rnn, Speculator
 from outrider.heads.sample import Sample, TargetWeights, read
 from outrider.heads.trees import RankTree
+from outrider.testing import EngineDriver
 
 INNER = 64
 GATES = ("forget", "input", "output", "cell")
@@ -198,10 +199,8 @@ def states_are_of_the_last_computed_token(llm: LLM, speculation: dict[str, Any])
     drafter = llm.engine.drafter
     assert isinstance(drafter, MlpSpeculator)
     params = SamplingParams(temperature=0.7, seed=1, max_tokens=40, ignore_eos=True)
-    requests: list[Any] = [
-        llm._request({"prompt_token_ids": list(range(i, i + 9))}, params, streaming=False) for i in range(4)
-    ]
-    llm._admit(requests)
+    driver = EngineDriver(llm)
+    requests = [driver.add_request(list(range(i, i + 9)), params) for i in range(4)]
     for _ in range(14):
         llm.engine.step()
         for row, (computed, state) in drafter.last_states.items():

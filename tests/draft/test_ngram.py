@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rows import drafted, proposed
 
 from outrider import ConfigError, SamplingParams
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, RowStep
 from outrider.core.tree import Budget
 from outrider.draft.ngram import Ngram, NgramIndex
+from outrider.testing import drafted_batch, proposed_tree
 
 
 def make_row(tokens: list[int]) -> Row:
@@ -22,7 +22,7 @@ def make_row(tokens: list[int]) -> Row:
     )  # fmt: skip
 
 
-def guess(drafter: Ngram, row: Row, depth: int) -> list[int]:
+def propose_tree(drafter: Ngram, row: Row, depth: int) -> list[int]:
     tree = drafter.propose(Batch([RowStep(row, 0, 1, budget=Budget(depth, depth))])).trees[0]
     assert tree.parents == list(range(-1, len(tree.tokens) - 1)), "a chain"
     assert all(0 < c < 1 for c in tree.confidence)
@@ -52,18 +52,18 @@ def trust(method: Ngram, row: Row) -> None:
 
 def test_the_longest_match_wins() -> None:
     """[2, 3] was last followed by 9, but [1, 2, 3] by 7."""
-    assert guess(drafter(), make_row([1, 2, 3, 7, 5, 2, 3, 9, 4, 1, 2, 3]), 1) == [7]
+    assert propose_tree(drafter(), make_row([1, 2, 3, 7, 5, 2, 3, 9, 4, 1, 2, 3]), 1) == [7]
 
 
 def test_of_equally_long_matches_the_most_recent_wins() -> None:
     method, row = drafter(), make_row([2, 3, 7, 8, 2, 3, 9, 9, 2, 3])
     trust(method, row)
-    assert guess(method, row, 2) == [9, 9]
+    assert propose_tree(method, row, 2) == [9, 9]
 
 
 @pytest.mark.parametrize("tokens", [[1], [1, 2], [1, 2, 3, 4, 5], [1, 2, 3, 1]])
 def test_no_match_is_no_guess(tokens: list[int]) -> None:
-    assert guess(drafter(), make_row(tokens), 5) == []
+    assert propose_tree(drafter(), make_row(tokens), 5) == []
 
 
 def test_a_copy_that_reaches_the_end_goes_on_as_the_loop_would() -> None:
@@ -73,11 +73,11 @@ def test_a_copy_that_reaches_the_end_goes_on_as_the_loop_would() -> None:
     ):
         row = make_row(tokens)
         trust(method, row)
-        assert guess(method, row, len(expected)) == expected
+        assert propose_tree(method, row, len(expected)) == expected
 
 
 def test_no_budget_is_no_guess() -> None:
-    assert guess(drafter(), make_row([1, 2, 1, 2]), 0) == []
+    assert propose_tree(drafter(), make_row([1, 2, 1, 2]), 0) == []
 
 
 @given(
@@ -94,16 +94,16 @@ def test_the_growing_index_equals_a_search(
     trust(method, row)
     for tokens in [[], *grown]:
         row.tokens.extend(tokens)
-        assert guess(method, row, depth) == naive(row.tokens, low, low + more, depth)
+        assert propose_tree(method, row, depth) == naive(row.tokens, low, low + more, depth)
 
 
 def test_rows_do_not_see_each_other_and_are_forgotten() -> None:
     method = drafter()
     a, b = make_row([1, 2, 4, 3, 1, 2, 4]), make_row([9, 1, 2, 4])
-    assert guess(method, a, 1) == [3]
-    assert guess(method, b, 1) == []
+    assert propose_tree(method, a, 1) == [3]
+    assert propose_tree(method, b, 1) == []
     method.forget(a, "preempted")
-    assert guess(method, a, 1) == [3], "a preempted row is indexed anew"
+    assert propose_tree(method, a, 1) == [3], "a preempted row is indexed anew"
     for row in (a, b):
         method.forget(row, "finished")
     method.forget(a, "finished")  # unknown rows are no error
@@ -124,20 +124,20 @@ def test_evidence_decides_how_much_is_risked() -> None:
     row = make_row([1, 2, 3, 4, 9, 9, 1, 2, 3, 4, 8, 1, 2, 3, 4])
     drafter = Ngram(Ngram.Options())
 
-    def guess(accepted: int) -> list[int]:
-        batch = drafted(drafter, row, Budget(5, 5))
+    def propose_tree(accepted: int) -> list[int]:
+        batch = drafted_batch(drafter, row, Budget(5, 5))
         batch[0].accepted = list(range(accepted))
         drafter.observe(Commit(batch))
         return batch[0].tree.tokens
 
-    assert guess(0) == [8, 1, 2], "a match of four"
-    assert guess(0) == [8], "after a failure"
-    assert guess(1) == [8]
-    assert guess(2) == [8, 1, 2], "one success was one more chance"
-    assert len(guess(0)) == 5, "proven"
+    assert propose_tree(0) == [8, 1, 2], "a match of four"
+    assert propose_tree(0) == [8], "after a failure"
+    assert propose_tree(1) == [8]
+    assert propose_tree(2) == [8, 1, 2], "one success was one more chance"
+    assert len(propose_tree(0)) == 5, "proven"
     for text, guessed in (
         ([5, 3, 4, 9, 9, 6, 3, 4], 0),
         ([5, 3, 4, 9, 9, 5, 3, 4], 2),
     ):  # a match of two, of three
         short = make_row(text)
-        assert len(proposed(drafter, short, Budget(5, 5)).tokens) == guessed
+        assert len(proposed_tree(drafter, short, Budget(5, 5)).tokens) == guessed

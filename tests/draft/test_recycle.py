@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rows import guess, make, make_row
 
 from outrider import LLM, ConfigError, SamplingParams
 from outrider.core.step import Batch, Commit, RowStep
 from outrider.core.tree import ROOT, DraftTree
 from outrider.draft.recycle import PATHS, RANKS, Recycle
+from outrider.testing import make_drafter, make_row, propose_tree
 
 
 def taught(drafter: Recycle, following: dict[int, list[int]]) -> Recycle:
@@ -45,10 +45,10 @@ def test_the_tree_is_the_published_one() -> None:
 def test_the_whole_tree_is_filled_from_the_table() -> None:
     """A table in which the child of rank j of token x is 8 x + j + 1, so that a token tells its path."""
     drafter = taught(
-        make(Recycle, nodes=80, min_token_prob=0.0),
+        make_drafter(Recycle, nodes=80, min_token_prob=0.0),
         {x: [8 * x + j + 1 for j in range(8)] for x in range(124)},
     )
-    tree = guess(drafter, make_row([5, 0]), 6)
+    tree = propose_tree(drafter, make_row([5, 0]), 6)
     ranks: dict[int, tuple[int, ...]] = {ROOT: ()}
     tokens = {ROOT: 0}
     for i, (token, parent) in enumerate(zip(tree.tokens, tree.parents)):
@@ -58,7 +58,7 @@ def test_the_whole_tree_is_filled_from_the_table() -> None:
     reachable = {path for path in PATHS if all(inner(path[:n]) < 124 for n in range(len(path)))}
     assert set(ranks.values()) - {()} == reachable
     assert len(reachable) > 60
-    small = guess(drafter, make_row([0]), 2, 9)
+    small = propose_tree(drafter, make_row([0]), 2, 9)
     assert len(small.tokens) == 9 and small.tokens[0] == 1
 
 
@@ -70,19 +70,19 @@ def inner(path: tuple[int, ...]) -> int:
 
 
 def test_unknown_tokens_and_unlikely_paths_are_not_guessed() -> None:
-    drafter = make(Recycle)
-    assert guess(drafter, make_row([1]), 6).tokens == []
+    drafter = make_drafter(Recycle)
+    assert propose_tree(drafter, make_row([1]), 6).tokens == []
     taught(drafter, {1: [2, 3, 4, 5, 6, 7, 8, 9]})
-    tree = guess(drafter, make_row([1]), 6)
+    tree = propose_tree(drafter, make_row([1]), 6)
     assert tree.tokens == [2, 3, 4, 5] and set(tree.parents) == {ROOT}
-    assert guess(make(Recycle), make_row([1]), 0).tokens == []
-    taught(strict := make(Recycle, min_token_prob=0.3), {1: [2, 3, 4, 5, 6, 7, 8, 9]})
-    assert guess(strict, make_row([1]), 6).tokens == [2]
+    assert propose_tree(make_drafter(Recycle), make_row([1]), 0).tokens == []
+    taught(strict := make_drafter(Recycle, min_token_prob=0.3), {1: [2, 3, 4, 5, 6, 7, 8, 9]})
+    assert propose_tree(strict, make_row([1]), 6).tokens == [2]
 
 
 def test_what_the_target_saw_replaces_what_was_known() -> None:
     """At every node, accepted or not; and prompts put what they say first."""
-    drafter = make(Recycle)
+    drafter = make_drafter(Recycle)
     tree = DraftTree([7, 8], [-1, -1], [0.5, 0.5])
     commit(drafter, tree, [1, 2], [1], [list(range(10, 18)), list(range(20, 28)), list(range(30, 38))])
     assert [drafter.memory.after(token).tolist()[0] for token in (1, 2, 7, 8)] == [-1, 10, 20, 30]
@@ -98,7 +98,7 @@ def test_what_the_target_saw_replaces_what_was_known() -> None:
     )
 )
 def test_the_table_equals_a_dictionary_of_lists(puts: list[tuple[int, Any]]) -> None:
-    table = make(Recycle).memory
+    table = make_drafter(Recycle).memory
     naive: dict[int, list[int]] = {}
     for token, what in puts:
         if isinstance(what, int):
@@ -115,10 +115,11 @@ def test_the_table_equals_a_dictionary_of_lists(puts: list[tuple[int, Any]]) -> 
 
 def test_ranks_are_judged_along_the_path_only() -> None:
     drafter = taught(
-        make(Recycle, nodes=20, min_token_prob=0.0), {x: list(range(x + 10, x + 18)) for x in (1, 11, 12)}
+        make_drafter(Recycle, nodes=20, min_token_prob=0.0),
+        {x: list(range(x + 10, x + 18)) for x in (1, 11, 12)},
     )
     before = list(drafter.memory.acceptance)
-    tree = guess(drafter, make_row([1]), 2)
+    tree = propose_tree(drafter, make_row([1]), 2)
     second = tree.tokens.index(12)
     commit(drafter, tree, [1], [second], [[0] * 8 for _ in range(len(tree.tokens) + 1)])
     after = drafter.memory.acceptance
@@ -130,9 +131,9 @@ def test_ranks_are_judged_along_the_path_only() -> None:
 
 
 def test_ranks_that_are_never_right_are_guessed_no_more() -> None:
-    drafter = taught(make(Recycle), {1: list(range(2, 10))})
+    drafter = taught(make_drafter(Recycle), {1: list(range(2, 10))})
     for _ in range(300):
-        tree = guess(drafter, make_row([1]), 6)
+        tree = propose_tree(drafter, make_row([1]), 6)
         if not tree.tokens:
             break
         commit(drafter, tree, [1], [], [list(range(2, 10))] * (len(tree.tokens) + 1))

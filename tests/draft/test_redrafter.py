@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from rows import guess, make_row, proper
 from torch import Tensor
 from toys import HIDDEN, V, save_head, toy_target
 
@@ -21,6 +20,7 @@ from outrider.core.step import Batch, RowStep
 from outrider.core.tree import EMPTY_TREE, ROOT, Budget, DraftTree
 from outrider.draft.redrafter import ReDrafter
 from outrider.draft.redrafter.network import Network
+from outrider.testing import check_tree, make_row, propose_tree
 
 Tensors = dict[str, Tensor]
 TEXT = [3, 1, 4, 1, 5]
@@ -115,7 +115,7 @@ def prefixes(tree: DraftTree) -> dict[tuple[int, ...], float]:
 def check(drafter: ReDrafter, tensors: Tensors, levels: int = 4) -> None:
     """The drafter's tree is what the naive beam search meets, with its probabilities."""
     naive = Naive(tensors, drafter.target.decoder.embed(range(V)), state()[0])
-    tree = guess(drafter, seen(drafter, greedy(TEXT), state()), levels)
+    tree = propose_tree(drafter, seen(drafter, greedy(TEXT), state()), levels)
     found, expected = prefixes(tree), naive.beams(TEXT[-1], drafter.options.beam_width, levels)
     assert found.keys() == expected.keys()
     for path, score in expected.items():
@@ -184,7 +184,7 @@ def test_more_beams_than_tokens_are_left(llm: LLM) -> None:
     for temperature in (0.0, 0.8):
         row = seen(drafter, greedy(TEXT), state())
         row.distribution = SamplingParams(temperature=temperature).distribution
-        tree = guess(drafter, row, 1)
+        tree = propose_tree(drafter, row, 1)
         assert len(tree.tokens) == 50
     others = sorted({*range(V)} - {*tree.tokens})
     prompt = {"prompt_token_ids": TEXT}
@@ -212,7 +212,7 @@ def test_heads_in_few_bits_are_near(llm: LLM) -> None:
     net = network()
     head = Head.of("head", net.config(), net.state_dict())
     many, few = (
-        guess(made, seen(made, greedy(TEXT), state()), 1)
+        propose_tree(made, seen(made, greedy(TEXT), state()), 1)
         for made in (
             ReDrafter(ReDrafter.Options(quantization=bits), llm.engine.target, head)
             for bits in (None, "int8")
@@ -253,7 +253,7 @@ def test_a_limit_keeps_the_likeliest_prefixes(temperature: float, llm: LLM) -> N
     row = make_row(TEXT, len(TEXT) - 1)
     row.distribution = SamplingParams(temperature=temperature).distribution
     whole, small = (drafter_of(llm, beam_width=6, nodes=nodes) for nodes in (99, 7))
-    every, some = (guess(made, seen(made, row, state()), 4) for made in (whole, small))
+    every, some = (propose_tree(made, seen(made, row, state()), 4) for made in (whole, small))
     scores = prefixes(every)
     assert len(every.tokens) == 24 and len(some.tokens) == 7
     assert sorted(prefixes(some).values()) == pytest.approx(sorted(scores.values())[-7:])
@@ -273,7 +273,7 @@ def test_noise_ranks_the_beams(llm: LLM) -> None:
         / 0.8
     )
     best = (logits + gumbel(key_of(row.seed, row.index, len(TEXT)), V)).topk(5).indices.tolist()
-    assert guess(drafter, seen(drafter, row, state()), 1).tokens == best
+    assert propose_tree(drafter, seen(drafter, row, state()), 1).tokens == best
 
 
 def test_rows_are_independent(llm: LLM) -> None:
@@ -286,7 +286,7 @@ def test_rows_are_independent(llm: LLM) -> None:
     together = drafter.propose(Batch(steps)).trees
     for step, tree in zip(steps, together):
         assert tree == drafter.propose(Batch([step])).trees[0]
-        proper(tree, step.budget)
+        check_tree(tree, step.budget)
     assert [bool(tree.tokens) for tree in together] == [True, False, True, False, True]
     stale = drafter.propose(Batch([RowStep(rows[0], 1, 1, budget=budgets[0])])).trees[0]
     assert stale == EMPTY_TREE
@@ -298,7 +298,7 @@ def test_sampled_drafts_carry_their_distributions(llm: LLM) -> None:
     drafter.target = replace(drafter.target, needs_probs=True)
     row = seen(drafter, greedy(TEXT), state())
     row.distribution = SamplingParams(temperature=0.7).distribution
-    tree = guess(drafter, row, 4)
+    tree = propose_tree(drafter, row, 4)
     naive = Naive(dict(network().state_dict()), llm.engine.decoder.embed(range(V)), state()[0])
     paths = dict(zip(range(len(tree.tokens)), prefixes(tree)))
     assert len(tree.tokens) == 8 and max(map(len, paths.values())) == 4

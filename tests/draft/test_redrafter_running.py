@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import prompts_of, tiny_prompts
+from helpers import token_prompts
 from torch import Tensor
 from toys import HIDDEN, V, acceptance, save_head, teach, toy_target
 
@@ -19,6 +19,7 @@ from outrider.draft.redrafter import ReDrafter
 from outrider.draft.redrafter.beams import Beams
 from outrider.draft.redrafter.network import Network
 from outrider.heads.sample import TargetWeights, read
+from outrider.testing import random_prompts
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +80,7 @@ def test_drafts_use_the_state_that_gave_the_pending_token(
     monkeypatch.setattr(ReDrafter, "_levels", watched)
     llm.use({"model": learned})
     llm.generate(
-        prompts_of(tiny_prompts(4)),
+        token_prompts(random_prompts(4)),
         SamplingParams(temperature=0.7, seed=1, max_tokens=12, ignore_eos=True),
         use_tqdm=False,
     )

@@ -8,13 +8,13 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rows import follow, guess, make, make_row, proper
 
 from outrider import ConfigError
 from outrider.core.tree import ROOT, Budget, DraftTree
 from outrider.draft import suffix
 from outrider.draft.suffix import Suffix
 from outrider.drafting.lookup.matches import MatchAcceptance, TreeLimits, frequent
+from outrider.testing import check_tree, make_drafter, make_row, propose_tree, replay
 
 # ---- the tree
 
@@ -32,7 +32,7 @@ def test_the_tree_equals_counting(
 ) -> None:
     acceptance = MatchAcceptance(6)
     tree, score = frequent(texts, acceptance, length, TreeLimits(depth, nodes, siblings, least))
-    proper(tree, Budget(depth, nodes))
+    check_tree(tree, Budget(depth, nodes))
     texts = [text[: text.index(-1)] if -1 in text else text for text in texts]
     paths: dict[int, tuple[int, ...]] = {ROOT: ()}
     joint = {ROOT: 1.0}
@@ -78,37 +78,49 @@ def test_a_longer_match_earns_more_guesses() -> None:
     for length in (1, 2, 3, 5, 9):
         common = list(range(length))
         row = make_row([next(new), *common, *range(100, 130), next(new), *common])
-        assert guess(make(Suffix), row, 12).tokens == list(range(100, 100 + length))
-        assert guess(make(Suffix, suffix_decoding_max_spec_factor=2), row, 16).tokens == list(
+        assert propose_tree(make_drafter(Suffix), row, 12).tokens == list(range(100, 100 + length))
+        assert propose_tree(make_drafter(Suffix, suffix_decoding_max_spec_factor=2), row, 16).tokens == list(
             range(100, 100 + min(16, 2 * length))
         )
 
 
 def test_match_and_guesses_together_are_no_deeper_than_the_tree() -> None:
     text = list(range(100))
-    assert make(Suffix).depth == 12
-    assert len(guess(make(Suffix), make_row(text + text[:60]), 24).tokens) == 12
+    assert make_drafter(Suffix).depth == 12
+    assert len(propose_tree(make_drafter(Suffix), make_row(text + text[:60]), 24).tokens) == 12
     assert (
-        len(guess(make(Suffix, suffix_decoding_max_tree_depth=64), make_row(text + text[:60]), 64).tokens)
+        len(
+            propose_tree(
+                make_drafter(Suffix, suffix_decoding_max_tree_depth=64), make_row(text + text[:60]), 64
+            ).tokens
+        )
         == 32
     )
 
 
 def test_no_match_and_no_budget_are_no_guess() -> None:
-    assert guess(make(Suffix), make_row([1, 2, 3, 4, 5]), 12).tokens == []
-    assert guess(make(Suffix), make_row([1]), 12).tokens == []
-    assert guess(make(Suffix), make_row([1, 2, 1, 2]), 0).tokens == []
+    assert propose_tree(make_drafter(Suffix), make_row([1, 2, 3, 4, 5]), 12).tokens == []
+    assert propose_tree(make_drafter(Suffix), make_row([1]), 12).tokens == []
+    assert propose_tree(make_drafter(Suffix), make_row([1, 2, 1, 2]), 0).tokens == []
 
 
 def test_a_loop_goes_on() -> None:
-    assert guess(make(Suffix), make_row([5, 6, 7] * 3 + [5]), 12).tokens == [6, 7, 5, 6, 7, 5, 6]
+    assert propose_tree(make_drafter(Suffix), make_row([5, 6, 7] * 3 + [5]), 12).tokens == [
+        6,
+        7,
+        5,
+        6,
+        7,
+        5,
+        6,
+    ]
 
 
 def test_what_followed_most_often_is_guessed() -> None:
     """3 came after 1 2 twice, and 4 once and last; a tree holds both."""
     tokens = [1, 2, 3, 9, 1, 2, 3, 8, 1, 2, 4, 7, 1, 2]
-    assert guess(make(Suffix), make_row(tokens), 12).tokens[0] == 3
-    tree = guess(make(Suffix, suffix_decoding_use_tree_spec=True), make_row(tokens), 12)
+    assert propose_tree(make_drafter(Suffix), make_row(tokens), 12).tokens[0] == 3
+    tree = propose_tree(make_drafter(Suffix, suffix_decoding_use_tree_spec=True), make_row(tokens), 12)
     assert tree.tokens == [3, 4] and tree.parents == [-1, -1]
     assert tree.confidence == pytest.approx([0.5, 0.25]), (
         "two thirds and one third, of the three quarters that two tokens are worth"
@@ -117,32 +129,39 @@ def test_what_followed_most_often_is_guessed() -> None:
 
 def test_unlikely_paths_are_not_guessed() -> None:
     tokens = [1, 2, 3, 9, 1, 2, 3, 8, 1, 2, 4, 7, 1, 2]
-    assert guess(make(Suffix, suffix_decoding_min_token_prob=0.6), make_row(tokens), 12).tokens == []
+    assert (
+        propose_tree(make_drafter(Suffix, suffix_decoding_min_token_prob=0.6), make_row(tokens), 12).tokens
+        == []
+    )
 
 
 def test_finished_requests_are_remembered_and_the_oldest_forgotten() -> None:
-    drafter = make(Suffix, suffix_decoding_max_cached_requests=2)
+    drafter = make_drafter(Suffix, suffix_decoding_max_cached_requests=2)
     for base in (100, 200, 300):
         row = make_row([50, 51, *range(base, base + 40)], prompt=2)
         drafter.forget(row, "finished")
-    assert guess(drafter, make_row([1, *range(100, 108)]), 12).tokens == []
-    assert guess(drafter, make_row([1, *range(200, 208)]), 12).tokens == list(range(208, 216))
-    assert guess(drafter, make_row([1, *range(334, 339)]), 12).tokens == [339], "a text ends where it ended"
-    assert guess(drafter, make_row([50, 51]), 12).tokens == [300, 301], "the end of the prompt belongs to it"
+    assert propose_tree(drafter, make_row([1, *range(100, 108)]), 12).tokens == []
+    assert propose_tree(drafter, make_row([1, *range(200, 208)]), 12).tokens == list(range(208, 216))
+    assert propose_tree(drafter, make_row([1, *range(334, 339)]), 12).tokens == [339], (
+        "a text ends where it ended"
+    )
+    assert propose_tree(drafter, make_row([50, 51]), 12).tokens == [300, 301], (
+        "the end of the prompt belongs to it"
+    )
 
 
 def test_only_what_finished_is_remembered() -> None:
-    drafter = make(Suffix)
+    drafter = make_drafter(Suffix)
     drafter.forget(make_row(list(range(40)), prompt=0), "preempted")
-    assert guess(drafter, make_row(list(range(10))), 12).tokens == []
-    nothing = make(Suffix, suffix_decoding_max_cached_requests=0)
+    assert propose_tree(drafter, make_row(list(range(10))), 12).tokens == []
+    nothing = make_drafter(Suffix, suffix_decoding_max_cached_requests=0)
     nothing.forget(make_row(list(range(40)), prompt=0), "finished")
-    assert guess(nothing, make_row(list(range(10))), 12).tokens == []
+    assert propose_tree(nothing, make_row(list(range(10))), 12).tokens == []
 
 
 def test_whole_segments_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suffix, "SEGMENT", 1000)
-    drafter = make(Suffix, suffix_decoding_max_cached_requests=3)
+    drafter = make_drafter(Suffix, suffix_decoding_max_cached_requests=3)
     for i in range(6):
         drafter.forget(make_row([i] * (499), prompt=0), "finished")
     assert len(drafter.memory.segments) == 2
@@ -153,18 +172,18 @@ def test_whole_segments_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_text_grows_with_the_row() -> None:
     """Guesses are those of a fresh drafter that sees the whole row."""
     random_streams = random.Random(3)
-    drafter, row = make(Suffix), make_row([1])
+    drafter, row = make_drafter(Suffix), make_row([1])
     for _ in range(60):
         row.tokens.extend(random_streams.randrange(4) for _ in range(random_streams.randint(1, 5)))
-        assert guess(drafter, row, 12) == guess(make(Suffix), row, 12)
+        assert propose_tree(drafter, row, 12) == propose_tree(make_drafter(Suffix), row, 12)
 
 
 def test_a_row_whose_guesses_keep_failing_is_guessed_less() -> None:
     """Random text of few tokens: there is always a match, and it is nearly never right."""
     random_streams = random.Random(0)
     text = [random_streams.randrange(25) for _ in range(1500)]
-    drafter = make(Suffix)
-    sizes = follow(drafter, make_row(text[:300]), text[300:], 12)
+    drafter = make_drafter(Suffix)
+    sizes = replay(drafter, make_row(text[:300]), text[300:], 12)
     assert sum(sizes[:20]) > 10
     assert sum(sizes[200:]) < 0.4 * len(sizes[200:])
 
@@ -191,16 +210,16 @@ def test_a_row_that_begins_to_repeat_itself_is_guessed_again() -> None:
     random_streams = random.Random(0)
     text = [random_streams.randrange(25) for _ in range(1000)]
     loop = [random_streams.randrange(25) for _ in range(20)] * 20
-    sizes = follow(make(Suffix), make_row(text[:300]), text[300:] + loop, 12)
+    sizes = replay(make_drafter(Suffix), make_row(text[:300]), text[300:] + loop, 12)
     assert sizes[-5] == 12
 
 
 def test_rows_are_forgotten() -> None:
-    drafter, row = make(Suffix), make_row([1, 2, 1, 2])
-    guess(drafter, row, 4)
+    drafter, row = make_drafter(Suffix), make_row([1, 2, 1, 2])
+    propose_tree(drafter, row, 4)
     drafter.forget(row, "preempted")
     assert not drafter.rows
-    assert guess(drafter, row, 4).tokens == [1, 2]
+    assert propose_tree(drafter, row, 4).tokens == [1, 2]
     drafter.forget(row, "finished")
     drafter.forget(row, "finished")
     assert not drafter.rows
@@ -228,8 +247,8 @@ def test_bad_values_are_named(name: str, value: object) -> None:
 @pytest.mark.parametrize("deep", [2, 3, 4, 8, 9])
 def test_shallow_trees_are_guessed(deep: int) -> None:
     """Runs that are longer than a match may be are never looked up."""
-    drafter = make(Suffix, suffix_decoding_max_tree_depth=deep)
+    drafter = make_drafter(Suffix, suffix_decoding_max_tree_depth=deep)
     row = make_row([1, 2, 3, 4, 5, 6, 7, 8, 9] * 3)
-    tree = guess(drafter, row, 6)
+    tree = propose_tree(drafter, row, 6)
     assert tree.tokens and tree.tokens == [1, 2, 3, 4, 5, 6][: len(tree.tokens)]
     assert len(tree.tokens) <= deep - 1

@@ -13,10 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import settled
 from hypothesis import given
 from hypothesis import strategies as st
-from rows import AnyTarget, drafted, guess, make, make_row, proper, proposed, walked
 from torch import Tensor
 
 from outrider import LLM, ConfigError, SamplingParams
@@ -31,6 +29,17 @@ from outrider.draft.union import Union
 from outrider.draft.union.merge import Merger, independent, merge
 from outrider.drafting.base import Drafter, Storage, Target
 from outrider.sampling import random_streams
+from outrider.testing import (
+    FakeTarget,
+    accepted_path,
+    check_idle,
+    check_tree,
+    drafted_batch,
+    make_drafter,
+    make_row,
+    propose_tree,
+    proposed_tree,
+)
 from outrider.verify.base import Rule
 from outrider.verify.rejection import Rejection
 from outrider.verify.traversal import Traversal
@@ -83,7 +92,7 @@ def factory(drafter: Drafter) -> Callable[[Target], Drafter]:
 
 def together(method: type[Union], *drafters: Drafter, target: Any = None, nodes: int | None = None) -> Union:
     factories = [factory(drafter) for drafter in drafters]
-    return method(method.Options(nodes=nodes), target or AnyTarget(), factories)
+    return method(method.Options(nodes=nodes), target or FakeTarget(), factories)
 
 
 def paths_of(tree: DraftTree) -> Paths:
@@ -121,7 +130,7 @@ def merged(trees: Sequence[DraftTree], nodes: int) -> DraftTree:
 @given(st.lists(trees(), min_size=1, max_size=3), st.integers(1, 12))
 def test_the_merged_tree_holds_the_likeliest_nodes_of_all(several: list[DraftTree], nodes: int) -> None:
     tree = merged(several, nodes)
-    proper(tree, Budget(4, nodes))
+    check_tree(tree, Budget(4, nodes))
     every: Paths = {}
     for one in several:
         for path, confidence in paths_of(one).items():
@@ -149,13 +158,13 @@ def test_each_drafter_sees_its_own_part(
     """
     drafters = [Fixed(tree, topk=k) for k, tree in enumerate(several)]
     union = together(Union, *drafters)
-    batch = drafted(union, make_row([5]), Budget(4, nodes))
+    batch = drafted_batch(union, make_row([5]), Budget(4, nodes))
     step = batch[0]
     before = step.tree
     cut = data.draw(st.sets(st.sampled_from(range(len(before.tokens))))) if before.tokens else set()
     kept = [i for i in range(len(before.tokens)) if not cut & set(ancestors(before, i))]
     whole = before.only(kept) if cut else before
-    step.tree, step.kept, step.accepted = whole, kept if cut else None, walked(whole, text)
+    step.tree, step.kept, step.accepted = whole, kept if cut else None, accepted_path(whole, text)
     step.emitted = text[: len(step.accepted) + 1]
     names = [(), *paths_of(whole)]
     best = step.topk = [[hash(name) % 97, 1, 2, 3] for name in names]
@@ -164,7 +173,7 @@ def test_each_drafter_sees_its_own_part(
         mine = drafter.seen[-1].batch[0]
         kept = mine.tree
         assert paths_of(kept) == {name: c for name, c in paths_of(tree).items() if name in names}
-        assert mine.accepted == walked(kept, text)
+        assert mine.accepted == accepted_path(kept, text)
         assert mine.topk == ([best[names.index(name)][:k] for name in [(), *paths_of(kept)]] if k else [])
         assert (mine.predicted, mine.emitted) == (step.predicted, step.emitted)
 
@@ -184,7 +193,7 @@ def test_probes_come_last_whole_or_not_at_all() -> None:
     union = together(Union, mine := Fixed(one, 1), other := Fixed(two, 1))
     best = [[i] for i in range(7)]
     for nodes, expected in ((6, [[0], [1], [2], [5], [6]]), (5, [[0], [1], [2]])):
-        batch = drafted(union, make_row([5]), Budget(3, nodes))
+        batch = drafted_batch(union, make_row([5]), Budget(3, nodes))
         batch[0].accepted, batch[0].emitted, batch[0].topk = [0, 1], [1, 2, 3], best[: 1 + nodes]
         union.observe(Commit(batch))
         first, second = mine.seen[-1].batch[0], other.seen[-1].batch[0]
@@ -209,7 +218,7 @@ def test_siblings_with_one_token_are_told_apart(nested: bool) -> None:
     )
     mine, silent = Fixed(tree), Fixed(EMPTY_TREE)
     union = together(Union, together(Union, mine) if nested else mine, silent)
-    batch = drafted(union, make_row([5]), Budget(4, 9))
+    batch = drafted_batch(union, make_row([5]), Budget(4, 9))
     step = batch[0]
     assert step.tree == tree
     step.tree, step.kept, step.accepted, step.emitted = tree.only([1, 3]), [1, 3], [0, 1], [3, 4, 6]
@@ -229,7 +238,7 @@ def test_all_are_asked_within_their_own_levels() -> None:
     assert (union.depth, union.size(3), union.size(1), union.needs.topk) == (3, 8, 4, 4)
     assert union.footprint(torch.device("cpu")) == {torch.device("cpu"): 40}
     assert union.allocate(7, "pool") == Storage([(7, "pool")], [])  # type: ignore[arg-type, list-item]
-    tree = guess(union, make_row([9]), 3)
+    tree = propose_tree(union, make_row([9]), 3)
     assert (tree.tokens, tree.parents) == ([1, 2, 4, 3], [-1, 0, -1, 1])
     assert (one.budgets, two.budgets) == ([Budget(3, 6)], [Budget(1, 2)])
     row = make_row([9])
@@ -241,7 +250,7 @@ def test_all_are_asked_within_their_own_levels() -> None:
     assert (one.memory, two.memory) == (5, 6)
     nested = Union(
         Union.Options(),
-        AnyTarget(needs_probs=True),  # type: ignore[arg-type]
+        FakeTarget(needs_probs=True),  # type: ignore[arg-type]
         [lambda target: together(Union, one, two, target=target), factory(Fixed(EMPTY_TREE))],
     )
     targets = [one.target, two.target, *(drafter.target for drafter in nested.drafters)]
@@ -256,7 +265,7 @@ def test_nodes_are_capped() -> None:
     )
     union = together(Union, one, two, nodes=2)
     assert union.size(3) == 2
-    assert guess(union, make_row([9]), 3).tokens == [4, 1]
+    assert propose_tree(union, make_row([9]), 3).tokens == [4, 1]
 
 
 def test_the_first_that_knows_something_is_heard() -> None:
@@ -267,15 +276,15 @@ def test_the_first_that_knows_something_is_heard() -> None:
     )
     first = together(First, silent, sure, spare)
     assert first.size(3) == 6
-    assert guess(first, make_row([9]), 3).tokens == [1, 2]
+    assert propose_tree(first, make_row([9]), 3).tokens == [1, 2]
     assert spare.budgets == [Budget()], "asked all the same: it may have to keep up"
-    batch = drafted(first, make_row([9]), Budget(3, 6))
+    batch = drafted_batch(first, make_row([9]), Budget(3, 6))
     batch[0].accepted, batch[0].emitted = [0], [1, 5]
     first.observe(Commit(batch))
     steps = [drafter.seen[-1].batch[0] for drafter in (silent, sure, spare)]
     assert [step.accepted for step in steps] == [[], [0], []]
     assert [len(step.tree.tokens) for step in steps] == [0, 2, 0]
-    assert guess(first, make_row([9]), 0).tokens == []
+    assert propose_tree(first, make_row([9]), 0).tokens == []
 
 
 def test_probes_are_nothing_to_say() -> None:
@@ -285,7 +294,7 @@ def test_probes_are_nothing_to_say() -> None:
         Fixed(DraftTree.chain([1, 2], [0.5, 0.5])),
     )
     first = together(First, window, sure)
-    tree = proposed(first, make_row([9]), Budget(3, 6))
+    tree = proposed_tree(first, make_row([9]), Budget(3, 6))
     assert (tree.tokens, tree.parents, tree.probes) == ([1, 2, 8, 9], [-1, 0, -1, 2], 2)
     assert sure.budgets == [Budget(3, 4)]
 
@@ -313,7 +322,7 @@ class Drawing(Drafter):
 
     def __init__(self, salt: int, siblings: int = 2, repeats: bool = False) -> None:
         self.salt, self.siblings, self.repeats = salt, siblings, repeats
-        self.target = AnyTarget()  # type: ignore[assignment]
+        self.target = FakeTarget()  # type: ignore[assignment]
 
     def size(self, depth: int) -> int:
         return sum(self.siblings**level for level in range(1, depth + 1))
@@ -360,7 +369,7 @@ def chi_square(union: Union, rule: Rule, runs: int, nodes: int) -> float:
     for seed in range(runs):
         row = make_row([5])
         row.seed = seed
-        batch = drafted(union, row, Budget(2, nodes))
+        batch = drafted_batch(union, row, Budget(2, nodes))
         rule(batch, EnumeratedTarget(row))  # type: ignore[arg-type]
         said = batch[0].emitted
         if len(said) == 1:
@@ -473,7 +482,7 @@ def test_caches_of_all_are_looked_after() -> None:
 
 def test_laws_of_their_own_are_the_same_draws() -> None:
     """The law of each draw given those before it."""
-    tree = proposed(Drawing(1, 3), make_row([5]), Budget(1, 3))
+    tree = proposed_tree(Drawing(1, 3), make_row([5]), Budget(1, 3))
     apart = independent(tree)
     assert apart.repeats and independent(apart) is apart
     left = probs_of((), 1)
@@ -503,11 +512,11 @@ LOOK_UPS: list[dict[str, Any]] = [
 
 
 def test_drafters_are_described_as_alone() -> None:
-    union = make(Union, drafters=LOOK_UPS)
+    union = make_drafter(Union, drafters=LOOK_UPS)
     assert [type(drafter) for drafter in union.drafters] == [Ngram, Suffix]
     assert union.drafters[0].options.prompt_lookup_min == 3
     assert union.depths == [5, 2] and union.depth == 5
-    nested = make(First, drafters=[{"method": "union", "drafters": LOOK_UPS}, {"method": "recycle"}])
+    nested = make_drafter(First, drafters=[{"method": "union", "drafters": LOOK_UPS}, {"method": "recycle"}])
     assert nested.needs.topk == 8 and nested.depth == 6
 
 
@@ -558,7 +567,7 @@ def test_bad_caps_are_named(nodes: Any) -> None:
 
 def test_there_must_be_drafters() -> None:
     with pytest.raises(ConfigError, match="needs 'drafters'"):
-        make(Union)
+        make_drafter(Union)
 
 
 MEMBERS: list[dict[str, Any]] = [
@@ -605,7 +614,7 @@ def test_the_text_is_that_of_plain_decoding(
                 "one of the models is the target"
             )
         llm.engine.forget_prefixes()
-    settled(llm)
+    check_idle(llm)
     for one in drafter.drafters:
         for name, value in vars(one).items():
             assert not (isinstance(value, dict) and any(isinstance(key, Row) for key in value)), (
@@ -642,4 +651,4 @@ def test_the_engine_judges_a_mix_by_its_laws(rule: str, tiny: Path, checkpoint: 
     outputs = [llm.generate([{"prompt_token_ids": [i, 1, 2]} for i in range(3)], params) for _ in range(2)]
     assert [o.outputs[0].token_ids for o in outputs[0]] == [o.outputs[0].token_ids for o in outputs[1]]
     assert sum(output.speculation.accepted for output in outputs[0]) > 60
-    settled(llm)
+    check_idle(llm)

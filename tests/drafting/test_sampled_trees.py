@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 import torch
-from helpers import requests_of, walk
+from helpers import attended_slots, requests_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -231,7 +231,7 @@ def test_a_plan_lets_every_row_see_its_own_past_in_order(
         assert first == covered
         covered += count
         for i in range(count):
-            walked = walk(step_input, table, first + i)
+            walked = attended_slots(step_input, table, first + i)
             assert walked == expected[first + i][2], "the C kernels walk the same keys"
     assert covered == step_input.length == len(expected)
 

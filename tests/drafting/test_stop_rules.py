@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from rows import make_row
 
 from outrider import ConfigError
 from outrider.backends.base import Backend
@@ -23,6 +22,7 @@ from outrider.core.tree import Budget, DraftTree
 from outrider.draft.draft_model import DraftModel
 from outrider.drafting import disco, stop
 from outrider.drafting.disco import FEATURES, Classifier
+from outrider.testing import make_row
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import tiny_checkpoint
 from tokenizers.processors import TemplateProcessing
 
 from outrider import LLM, RequestError, SamplingParams
 from outrider.engine.chat_template import render
+from outrider.testing import tiny_checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 TEMPLATE = (

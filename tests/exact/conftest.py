@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from helpers import tiny_checkpoint
 from scene import GREEDY, Scene, Setup
 
 from outrider import LLM, SamplingParams
+from outrider.testing import tiny_checkpoint
 
 
 @pytest.fixture(scope="session")

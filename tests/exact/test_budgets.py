@@ -1,4 +1,4 @@
-"""Every drafter, alone and in every mix of two, keeps to every small budget and changes no token."""
+"""Every drafter, alone and in mixes of two, keeps to every small budget and leaves the tokens unchanged."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from helpers import drive, said, tiny_prompts
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,17 +18,18 @@ from outrider.draft.first import First
 from outrider.draft.lookahead import Lookahead
 from outrider.draft.union import Union
 from outrider.drafting.base import Drafter
+from outrider.testing import random_prompts, run_staggered, visible_parts
 
-PROMPTS = tiny_prompts(5, seed=4, longest=20)
+PROMPTS = random_prompts(5, seed=4, longest=20)
 PARAMS = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=14, ignore_eos=True) for i in range(5)]
-SMALL = list(itertools.product(range(4), range(4)))
-WIDER = list(itertools.product(range(4), range(8)))  # with 0 … 3 nodes left beside a window of 2, 3 or 4
+SMALL = list(itertools.product(range(4), range(4)))  # (depth, nodes)
+WIDER = list(itertools.product(range(4), range(8)))  # leaves 0 to 3 nodes beside a window of 2, 3 or 4
 MIXES = {name for name in draft.names() if issubclass(draft.method(name), Union)}
-METHODS = sorted({*draft.names()} - MIXES - {"scripted"})  # whose scripts may propose what they like
+METHODS = sorted({*draft.names()} - MIXES - {"scripted"})  # a script may exceed its budget
 
 
 def example(name: str, llm: LLM) -> Drafter:
-    """The method's own example; lookahead with so small a window that it fits into a small budget."""
+    """The method's example; for lookahead one whose window fits into a small budget."""
     target = llm.engine.target
     if name == "lookahead":
         return Lookahead(Lookahead.Options(window_size=2, level=3, guess_set_size=2), target)
@@ -37,34 +37,34 @@ def example(name: str, llm: LLM) -> Drafter:
 
 
 @contextmanager
-def squeezed(llm: LLM, budgets: list[tuple[int, int]]) -> Iterator[set[tuple[int, int]]]:
-    """Deals out `budgets` (depth, nodes) in turn, and checks the trees.  Yields those that trees were proposed for."""
-    controller, drafter, met = llm.engine.controller, llm.engine.drafter, set[tuple[int, int]]()
-    dealt = itertools.cycle(budgets)
+def granting(llm: LLM, budgets: list[tuple[int, int]]) -> Iterator[set[tuple[int, int]]]:
+    """Grant `budgets` (depth, nodes) in turn and check each tree against its own. Yields the set of granted ones."""
+    controller, drafter, granted = llm.engine.controller, llm.engine.drafter, set[tuple[int, int]]()
+    turns = itertools.cycle(budgets)
     propose = drafter.propose
 
     def budget(batch: Batch) -> list[Budget]:
         found = []
         for step in batch:
-            depth, nodes = next(dealt) if step.emits else (0, 0)
-            met.add((depth, nodes))
+            depth, nodes = next(turns) if step.emits else (0, 0)
+            granted.add((depth, nodes))
             found.append(Budget(min(depth, step.row.remaining - 1), nodes))
         return found
 
     def checked(batch: Batch) -> Draft:
         proposed = propose(batch)
         for tree, step in zip(proposed.trees, batch):
-            levels, allowed = {ROOT: 0}, step.budget
+            depths, allowed = {ROOT: 0}, step.budget
             assert len(tree.tokens) <= allowed.nodes
             for i, parent in enumerate(tree.parents):
-                levels[i] = levels[parent] + 1
-                assert levels[i] <= allowed.depth or i >= tree.size
+                depths[i] = depths[parent] + 1
+                assert depths[i] <= allowed.depth or i >= tree.size
         return proposed
 
     llm.engine.controller.budget = budget  # type: ignore[method-assign]
     drafter.propose = checked  # type: ignore[method-assign]
     try:
-        yield met
+        yield granted
     finally:
         llm.engine.controller, drafter.propose = controller, propose  # type: ignore[method-assign]
 
@@ -76,14 +76,14 @@ def expected(plain: LLM) -> list[RequestOutput]:
     ]
 
 
-def same_text(
+def assert_plain_output(
     llm: LLM, drafter: Drafter, budgets: list[tuple[int, int]], expected: list[RequestOutput]
 ) -> None:
     llm.engine.use(drafter, SpeculativeOptions.of({"method": "off"}))
-    with squeezed(llm, budgets) as met:
-        got = drive(llm, PROMPTS, PARAMS)
-    assert met >= set(budgets)
-    assert [said(one.outputs) for one in got] == [said(one.outputs) for one in expected]
+    with granting(llm, budgets) as granted:
+        outputs = run_staggered(llm, PROMPTS, PARAMS)
+    assert granted >= set(budgets)
+    assert [visible_parts(o.outputs) for o in outputs] == [visible_parts(o.outputs) for o in expected]
 
 
 @given(st.integers(-2, 9), st.integers(-2, 9), st.integers(-2, 9))
@@ -98,16 +98,36 @@ def test_depth_never_exceeds_nodes(depth: int, nodes: int, fewer: int) -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_alone(name: str, fast: LLM, expected: list[RequestOutput]) -> None:
-    same_text(fast, example(name, fast), SMALL, expected)
+def test_a_drafter_alone_keeps_to_its_budget(name: str, fast: LLM, expected: list[RequestOutput]) -> None:
+    assert_plain_output(fast, example(name, fast), SMALL, expected)
 
 
+def pairs_with(name: str, number: int, fast: LLM) -> list[list[Drafter]]:
+    """The examples of a method and, behind it, of every second other method."""
+    at = METHODS.index(name) + number
+    return [[example(name, fast), example(other, fast)] for other in METHODS[at % 2 :: 2]]
+
+
+@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize("name", METHODS)
+def test_a_mix_of_two_keeps_to_its_budget(
+    name: str, number: int, fast: LLM, expected: list[RequestOutput]
+) -> None:
+    """Every ordered pair of methods, as `first` or as `union`.
+
+    The window of lookahead takes nodes; what follows it in `first` gets the few that are left.
+    """
+    for i, pair in enumerate(pairs_with(name, number, fast)):
+        mix = (First, Union)[(i + number) % 2]
+        assert_plain_output(fast, mix(mix.Options(), fast.engine.target, pair), WIDER, expected)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("mix", [First, Union], ids=["first", "union"])
 @pytest.mark.parametrize("name", METHODS)
-def test_in_front_of_every_other(
+def test_every_mix_of_two_keeps_to_its_budget(
     name: str, mix: type[Union], fast: LLM, expected: list[RequestOutput]
 ) -> None:
-    """Lookahead's window takes nodes, and what stands behind it in `first` gets the few that are left."""
-    for other in METHODS:
-        pair = [example(name, fast), example(other, fast)]
-        same_text(fast, mix(mix.Options(), fast.engine.target, pair), WIDER, expected)
+    for number in range(2):
+        for pair in pairs_with(name, number, fast):
+            assert_plain_output(fast, mix(mix.Options(), fast.engine.target, pair), WIDER, expected)

@@ -1,18 +1,15 @@
-"""The shipped model as it loads by default (bfloat16 where that pays): 200 prompts × 128 new tokens, and the numbers behind
-the tokens, bit for bit.
+"""The built-in model as it loads by default: tokens, logits and K/V of plain decoding, bit for bit.
 
-By default each prompt runs in one of 16 modes (4 drafters × greedy or sampled × 1 or 8 seats), in rotation, and the plain
-tokens that they are compared with are decoded eight prompts at a time; a further test shows on some that this is the same as
-one at a time.  About a minute and a half on two cores.
+Each of 96 prompts runs in one of 16 modes, in rotation, with 128 new tokens: 4 drafters, greedy or sampled, 1 or
+8 seats. Plain decoding runs eight prompts at a time; one test shows that this equals one at a time.
 
-With OUTRIDER_FULL=1 in the environment every prompt runs in every mode (3,200 texts, 409,600 tokens), and plain decoding runs
-every prompt alone, greedy and sampled.  About twelve minutes on two cores.
+With `-m full` each of 200 prompts runs in every mode (3,200 texts, 409,600 tokens), and plain decoding runs each
+alone. About twelve minutes on two cores.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 import random
 from array import array
 from collections.abc import Sequence
@@ -20,15 +17,16 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Scripts, Truth, prompts_of, settled
+from helpers import token_prompts
 from torch import Tensor
 
 from outrider import LLM, SamplingParams
 from outrider.cache.pool import Pool
 from outrider.core.step_input import StepInput
 from outrider.models.decoder import Decoder
+from outrider.testing import KnownTexts, Scripts, check_idle
 
-FULL = os.environ.get("OUTRIDER_FULL") == "1"
+SAMPLE = 96  # prompts that run by default
 TOKENS = 128
 TEMPLATES = (
     "{name} has {n} apples and buys {m} more. How many apples does {name} have?",
@@ -125,18 +123,18 @@ def params_of(number: int, distribution: str) -> SamplingParams:
 
 
 class Plain:
-    """Plain decoding of some prompts, remembered."""
+    """Plain decoding of prompts by number, so many at a time; remembered."""
 
-    def __init__(self, prompts: list[list[int]]) -> None:
-        self.llm = LLM("builtin", max_num_seqs=1 if FULL else 8, enable_prefix_caching=False)
+    def __init__(self, prompts: list[list[int]], seats: int) -> None:
+        self.llm = LLM("builtin", max_num_seqs=seats, enable_prefix_caching=False)
         self.prompts = prompts
         self.known: dict[tuple[int, str], list[int]] = {}
-        self.truth = {distribution: Truth() for distribution in LAWS}
+        self.truth = {distribution: KnownTexts() for distribution in LAWS}
 
     def __call__(self, numbers: Sequence[int], distribution: str) -> list[list[int]]:
         new = [i for i in numbers if (i, distribution) not in self.known]
         outputs = self.llm.generate(
-            prompts_of([self.prompts[i] for i in new]), [params_of(i, distribution) for i in new]
+            token_prompts([self.prompts[i] for i in new]), [params_of(i, distribution) for i in new]
         )
         for i, output in zip(new, outputs):
             self.known[i, distribution] = output.outputs[0].token_ids
@@ -146,55 +144,65 @@ class Plain:
 
 @pytest.fixture(scope="module")
 def plain(prompts: list[list[int]]) -> Plain:
-    return Plain(prompts)
+    return Plain(prompts, seats=8)
 
 
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize(
-    ("mode", "drafter", "distribution", "seats"),
-    [(i, *mode) for i, mode in enumerate(MODES)],
-    ids=lambda value: str(value),
-)
-def test_tokens(
-    mode: int,
-    drafter: str,
-    distribution: str,
-    seats: int,
-    engines: dict[int, LLM],
-    prompts: list[list[int]],
-    plain: Plain,
+def assert_plain_tokens(
+    numbers: Sequence[int], drafter: str, distribution: str, llm: LLM, prompts: list[list[int]], plain: Plain
 ) -> None:
-    """128 tokens of every prompt of this mode are those of plain decoding; and speculation really took part."""
-    numbers = range(len(prompts)) if FULL else range(mode, len(prompts), len(MODES))
+    """Compare 128 tokens of these prompts with plain decoding; many draft tokens must have been accepted."""
     expected = plain(numbers, distribution)
     assert all(len(tokens) == TOKENS for tokens in expected)
-    llm, config = engines[seats], DRAFTERS[drafter]
+    config = DRAFTERS[drafter]
     if drafter == "script_tree":
         scripts = Scripts(plain.truth[distribution], llm.engine.target.vocabulary)
         config = {**config, "script": lambda row, budget: scripts.hidden(row, budget, 24)}
     llm.use(config)
-    outputs = llm.generate(
-        prompts_of([prompts[i] for i in numbers]), [params_of(i, distribution) for i in numbers]
-    )
-    wrong = [
-        i for i, output, tokens in zip(numbers, outputs, expected) if output.outputs[0].token_ids != tokens
-    ]
-    assert not wrong, f"prompts {wrong} came out differently"
-    assert sum(output.speculation.accepted for output in outputs) > (1000 if drafter == "script_tree" else 50)
-    settled(llm)
+    params = [params_of(i, distribution) for i in numbers]
+    outputs = llm.generate(token_prompts([prompts[i] for i in numbers]), params)
+    emitted = [output.outputs[0].token_ids for output in outputs]
+    wrong = [i for i, ours, theirs in zip(numbers, emitted, expected) if ours != theirs]
+    assert not wrong, f"the tokens of prompts {wrong} differ"
+    accepted = sum(output.speculation.accepted for output in outputs)
+    assert accepted > (80 if drafter == "script_tree" else 4) * len(numbers)
+    check_idle(llm)
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("mode", range(len(MODES)), ids=["-".join(map(str, mode)) for mode in MODES])
+def test_tokens_are_those_of_plain_decoding(
+    mode: int, engines: dict[int, LLM], prompts: list[list[int]], plain: Plain
+) -> None:
+    drafter, distribution, seats = MODES[mode]
+    numbers = range(mode, SAMPLE, len(MODES))
+    assert_plain_tokens(numbers, drafter, distribution, engines[seats], prompts, plain)
+
+
+@pytest.fixture(scope="module")
+def plain_alone(prompts: list[list[int]]) -> Plain:
+    return Plain(prompts, seats=1)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("mode", MODES, ids=["-".join(map(str, mode)) for mode in MODES])
+def test_tokens_of_every_prompt_in_every_mode(
+    mode: tuple[str, str, int], engines: dict[int, LLM], prompts: list[list[int]], plain_alone: Plain
+) -> None:
+    drafter, distribution, seats = mode
+    assert_plain_tokens(range(len(prompts)), drafter, distribution, engines[seats], prompts, plain_alone)
 
 
 @pytest.mark.parametrize("distribution", LAWS)
-def test_plain_decoding_alone_and_in_company(
+def test_plain_decoding_is_the_same_alone_and_among_eight(
     distribution: str, engines: dict[int, LLM], prompts: list[list[int]], plain: Plain
 ) -> None:
-    """Plain decoding itself says the same alone and among eight."""
-    numbers = range(0, len(prompts), 20)
+    numbers = range(0, SAMPLE, 12)
     expected = plain(numbers, distribution)
-    llm = engines[8 if FULL else 1]
+    llm = engines[1]
     llm.use(None)
     outputs = llm.generate(
-        prompts_of([prompts[i] for i in numbers]), [params_of(i, distribution) for i in numbers]
+        token_prompts([prompts[i] for i in numbers]), [params_of(i, distribution) for i in numbers]
     )
     assert [output.outputs[0].token_ids for output in outputs] == expected
 

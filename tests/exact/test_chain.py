@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from helpers import answer, tiny_prompts
+from helpers import answer
 
 from outrider import LLM, SamplingParams
 from outrider.core.step import Batch
 from outrider.core.tree import Draft
 from outrider.draft.draft_model import DraftModel
 from outrider.models.decoder import Decoder
+from outrider.testing import random_prompts
 
 LAWS = (
     {"temperature": 0.0},
@@ -40,7 +41,7 @@ def test_one_call_equals_one_level_after_another(
 ) -> None:
     """Rows of different laws and lengths, so that chains of different depths end at different levels; as many as have seats, since how
     large a chunk is that joins rows which decode depends on the clock."""
-    prompts = tiny_prompts(rows)
+    prompts = random_prompts(rows)
     params = [
         SamplingParams(max_tokens=9 + 4 * i, seed=i, ignore_eos=True, **distribution)
         for i, distribution in zip(range(rows), itertools.cycle(LAWS))
@@ -68,7 +69,7 @@ def test_a_draft_without_numbers_guesses_nothing(fast: LLM, stranger: str) -> No
     fast.use({"method": "draft_model", "model": stranger, "num_speculative_tokens": 3})
     fast.engine.drafter.decoder.norm.fill_(float("nan"))  # type: ignore[attr-defined]
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-    broken = answer(fast, tiny_prompts(1)[0], params)
+    broken = answer(fast, random_prompts(1)[0], params)
     fast.use(None)
-    assert broken.outputs[0].token_ids == answer(fast, tiny_prompts(1)[0], params).outputs[0].token_ids
+    assert broken.outputs[0].token_ids == answer(fast, random_prompts(1)[0], params).outputs[0].token_ids
     assert broken.speculation.drafted == 0

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from helpers import Scripts, Truth, answer, prompts_of, settled, tiny_prompts
+from helpers import answer, token_prompts
 
 from outrider import LLM, SamplingParams
+from outrider.testing import KnownTexts, Scripts, check_idle, random_prompts
 
-PROMPTS = tiny_prompts(4, seed=6)
+PROMPTS = random_prompts(4, seed=6)
 FREE = SamplingParams(temperature=0, seed=5, max_tokens=24, ignore_eos=True)
 
 
@@ -21,7 +22,7 @@ def told(plain: LLM) -> list[list[int]]:
 @pytest.fixture(params=["off", "right"])
 def llm(request: pytest.FixtureRequest, fast: LLM, plain: LLM) -> LLM:
     """Without guesses, and with a drafter that is always right."""
-    truth = Truth()
+    truth = KnownTexts()
     for prompt in PROMPTS:
         truth.learn(prompt, 5, answer(plain, prompt, FREE).outputs)
     fast.use(
@@ -38,7 +39,7 @@ def test_a_token_that_ends_the_text_is_not_part_of_it(
 ) -> None:
     """A stop token is among token_ids, but its text is not in the text: as with EOS, and as in vLLM."""
     params = [SamplingParams(**{**vars(FREE), "stop_token_ids": [tokens[10]]}) for tokens in told]
-    prompts: Any = prompts_of(PROMPTS)
+    prompts: Any = token_prompts(PROMPTS)
     outputs = (
         [o for o in llm.stream(prompts, params) if o.finished] if streaming else llm.generate(prompts, params)
     )
@@ -46,7 +47,7 @@ def test_a_token_that_ends_the_text_is_not_part_of_it(
         sample = output.outputs[0]
         assert sample.finish_reason == "stop"
         assert sample.text == llm.get_tokenizer().decode(sample.token_ids[:-1], skip_special_tokens=True)
-    settled(llm)
+    check_idle(llm)
 
 
 def test_a_stream_takes_nothing_back(llm: LLM, told: list[list[int]]) -> None:
@@ -56,16 +57,16 @@ def test_a_stream_takes_nothing_back(llm: LLM, told: list[list[int]]) -> None:
         text = llm.get_tokenizer().decode(tokens, skip_special_tokens=True)
         params.append(SamplingParams(**{**vars(FREE), "stop": [text[8:14]]}))
     shown: dict[str, str] = {}
-    for output in llm.stream(prompts_of(PROMPTS), params):
+    for output in llm.stream(token_prompts(PROMPTS), params):
         text = output.outputs[0].text
         assert text.startswith(shown.get(output.request_id, ""))
         shown[output.request_id] = text
-    settled(llm)
+    check_idle(llm)
 
 
 def texts(llm: LLM, streaming: bool, params: list[SamplingParams]) -> list[str]:
     """The final texts; a stream may not take back what it has shown on the way."""
-    prompts: Any = prompts_of(PROMPTS)
+    prompts: Any = token_prompts(PROMPTS)
     if not streaming:
         return [output.outputs[0].text for output in llm.generate(prompts, params)]
     shown: dict[str, str] = {}
@@ -95,7 +96,7 @@ def test_what_ended_the_text_can_stay_in_it(streaming: bool, llm: LLM, told: lis
     ]
     said = [tokens[: tokens.index(tokens[10]) + 1] for tokens in told]
     assert texts(llm, streaming, ids) == [decode(tokens, skip_special_tokens=True) for tokens in said]
-    settled(llm)
+    check_idle(llm)
 
 
 @both
@@ -109,7 +110,7 @@ def test_special_tokens_can_be_shown(streaming: bool, fast: LLM) -> None:
     }
     fast.use({"method": "ngram"})
     decode = fast.get_tokenizer().decode
-    free = fast.generate(prompts_of(PROMPTS), SamplingParams(**forced))
+    free = fast.generate(token_prompts(PROMPTS), SamplingParams(**forced))
     for output, text in zip(
         free, texts(fast, streaming, [SamplingParams(**forced)] * len(PROMPTS)), strict=True
     ):
@@ -122,11 +123,11 @@ def test_special_tokens_can_be_shown(streaming: bool, fast: LLM) -> None:
         ended = SamplingParams(**{**forced, "stop_token_ids": [2], "include_stop_str_in_output": keep})
         for text in texts(fast, streaming, [ended] * len(PROMPTS)):
             assert text.count("<|pad|>") == keep and text.endswith("<|pad|>") == keep
-    settled(fast)
+    check_idle(fast)
 
 
 @both
 def test_no_text_where_none_is_wanted(streaming: bool, llm: LLM, told: list[list[int]]) -> None:
     params = [SamplingParams(**{**vars(FREE), "detokenize": False})] * len(PROMPTS)
     assert texts(llm, streaming, params) == [""] * len(PROMPTS)
-    assert [output.outputs[0].token_ids for output in llm.generate(prompts_of(PROMPTS), params)] == told
+    assert [output.outputs[0].token_ids for output in llm.generate(token_prompts(PROMPTS), params)] == told

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Scripts, Truth, answer, prompts_of, said, settled, tiny_prompts
+from helpers import answer, token_prompts
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -18,6 +18,7 @@ from outrider.checkpoints.quantize import quantize
 from outrider.core.quantized import QuantizedWeight
 from outrider.core.step_input import StepInput
 from outrider.models.export import write
+from outrider.testing import KnownTexts, Scripts, check_idle, random_prompts, visible_parts
 
 FORMS: dict[str, dict[str, Any]] = {
     "int8": {"quantization": "int8"},
@@ -25,7 +26,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "K/V": {"kv_cache_dtype": "int8"},
     "int4, K/V": {"quantization": "int4", "kv_cache_dtype": "int8"},
 }
-PROMPTS = tiny_prompts(5, seed=2)
+PROMPTS = random_prompts(5, seed=2)
 LAWS = [0.0, 0.8]
 
 
@@ -44,7 +45,7 @@ def test_tokens(
     llm = LLM(llama, max_num_seqs=4, **FORMS[form])
     if not llm.engine.exact:
         pytest.skip("not promised on this processor")
-    params, truth = [params_of(i, temperature) for i in range(len(PROMPTS))], Truth()
+    params, truth = [params_of(i, temperature) for i in range(len(PROMPTS))], KnownTexts()
     expected = [answer(llm, prompt, p) for prompt, p in zip(PROMPTS, params)]
     for i, (prompt, output) in enumerate(zip(PROMPTS, expected)):
         truth.learn(prompt, i, output.outputs)
@@ -62,11 +63,11 @@ def test_tokens(
     ]
     for config in configs if not backend else configs[-1:]:
         llm.use(config)
-        got = llm.generate(prompts_of(PROMPTS), params)
-        assert [said(output.outputs) for output in got] == [said(output.outputs) for output in expected], (
-            config
-        )
-        settled(llm)
+        got = llm.generate(token_prompts(PROMPTS), params)
+        assert [visible_parts(output.outputs) for output in got] == [
+            visible_parts(output.outputs) for output in expected
+        ], config
+        check_idle(llm)
     assert sum(output.speculation.accepted for output in got) > 20
 
 
@@ -78,9 +79,11 @@ def test_tokens_of_the_built_in_pair(temperature: float, form: str) -> None:
     expected = [llm.generate(prompt, params)[0] for prompt in prompts]
     llm.use({"model": "builtin-draft", "num_speculative_tokens": 4, "siblings": 2, "quantization": "int8"})
     got = llm.generate(prompts, params)
-    assert [said(output.outputs) for output in got] == [said(output.outputs) for output in expected]
+    assert [visible_parts(output.outputs) for output in got] == [
+        visible_parts(output.outputs) for output in expected
+    ]
     assert sum(output.speculation.accepted for output in got) > 5
-    settled(llm)
+    check_idle(llm)
 
 
 def test_the_pools_of_target_and_draft_follow_the_option(llama: str) -> None:
@@ -99,7 +102,7 @@ def test_more_tokens_fit_into_the_same_memory() -> None:
 
 def test_a_path_moved_without_its_scales(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison notices K/V whose values moved to the slots of their positions and whose scales did not."""
-    llm, truth = LLM(llama, max_num_seqs=4, kv_cache_dtype="int8"), Truth()
+    llm, truth = LLM(llama, max_num_seqs=4, kv_cache_dtype="int8"), KnownTexts()
     expected = [answer(llm, prompt, params_of(i, 0)) for i, prompt in enumerate(PROMPTS)]
     for i, (prompt, output) in enumerate(zip(PROMPTS, expected)):
         truth.learn(prompt, i, output.outputs)
@@ -109,8 +112,10 @@ def test_a_path_moved_without_its_scales(llama: str, monkeypatch: pytest.MonkeyP
         self.data[:, :, list(targets), :, : self.width] = self.data[:, :, list(sources), :, : self.width]
 
     monkeypatch.setattr(Pool, "move", move)
-    got = llm.generate(prompts_of(PROMPTS), [params_of(i, 0) for i in range(len(PROMPTS))])
-    assert [said(output.outputs) for output in got] != [said(output.outputs) for output in expected]
+    got = llm.generate(token_prompts(PROMPTS), [params_of(i, 0) for i in range(len(PROMPTS))])
+    assert [visible_parts(output.outputs) for output in got] != [
+        visible_parts(output.outputs) for output in expected
+    ]
 
 
 # ---- how near

@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from helpers import answer, install, prompts_of, said, settled, tiny_checkpoint, tiny_prompts
+from helpers import answer, token_prompts
 
 from outrider import LLM, SamplingParams, draft
 from outrider.core.block_table import PAGE
 from outrider.heads.base import HeadDrafter
+from outrider.testing import check_idle, random_prompts, tiny_checkpoint, use_example, visible_parts
 
 HEADS = [name for name, method in draft.methods().items() if issubclass(method, HeadDrafter)]
-PROMPTS = tiny_prompts(5, seed=11)
+PROMPTS = random_prompts(5, seed=11)
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.8, seed=5, max_tokens=24, ignore_eos=True)
 
@@ -27,21 +28,21 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize("method", HEADS)
 def test_over_transformers_own_code(pair: tuple[LLM, LLM], method: str) -> None:
     plain, fast = pair
-    install(fast, method)
+    use_example(fast, method)
     for params in (GREEDY, SAMPLED):
-        outputs = fast.generate(prompts_of(PROMPTS), params, use_tqdm=False)
-        assert [said(output.outputs) for output in outputs] == [
-            said(answer(plain, prompt, params).outputs) for prompt in PROMPTS
+        outputs = fast.generate(token_prompts(PROMPTS), params, use_tqdm=False)
+        assert [visible_parts(output.outputs) for output in outputs] == [
+            visible_parts(answer(plain, prompt, params).outputs) for prompt in PROMPTS
         ]
         assert sum(output.speculation.drafted for output in outputs) > 0
-    settled(fast)
+    check_idle(fast)
 
 
 @pytest.mark.parametrize("method", HEADS)
 def test_the_prompt_of_a_request_that_ends_at_once_is_shared(method: str, tmp_path: Path) -> None:
     llm = LLM(tiny_checkpoint(tmp_path), dtype="float32")
-    install(llm, method)
-    prompt = {"prompt_token_ids": tiny_prompts(1, seed=3, longest=41)[0] * 3}
+    use_example(llm, method)
+    prompt = {"prompt_token_ids": random_prompts(1, seed=3, longest=41)[0] * 3}
     once = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     first, again = (llm.generate([prompt], params, use_tqdm=False)[0] for params in (once, GREEDY))
     room = (len(prompt["prompt_token_ids"]) - 1) // PAGE * PAGE
@@ -50,20 +51,20 @@ def test_the_prompt_of_a_request_that_ends_at_once_is_shared(method: str, tmp_pa
     )
     llm.engine.forget_prefixes()
     alone = llm.generate([prompt], GREEDY, use_tqdm=False)[0]
-    assert said(again.outputs) == said(alone.outputs)
+    assert visible_parts(again.outputs) == visible_parts(alone.outputs)
     assert again.speculation.accepted == alone.speculation.accepted, "what is shared is what would be read"
-    settled(llm)
+    check_idle(llm)
 
 
 @pytest.mark.parametrize("method", HEADS)
 def test_states_come_back_after_a_prefix_hit(method: str, tmp_path: Path) -> None:
     """The second time the prompt is cached; guesses are made all the same, and are the same."""
     llm = LLM(tiny_checkpoint(tmp_path), dtype="float32")
-    install(llm, method)
-    prompt = {"prompt_token_ids": tiny_prompts(1, seed=3, longest=41)[0] * 3}
+    use_example(llm, method)
+    prompt = {"prompt_token_ids": random_prompts(1, seed=3, longest=41)[0] * 3}
     first = llm.generate([prompt], GREEDY, use_tqdm=False)[0]
     again = llm.generate([prompt], GREEDY, use_tqdm=False)[0]
-    assert said(first.outputs) == said(again.outputs)
+    assert visible_parts(first.outputs) == visible_parts(again.outputs)
     assert again.num_cached_tokens
     assert again.speculation.drafted > 0 and again.speculation.accepted == first.speculation.accepted
-    settled(llm)
+    check_idle(llm)

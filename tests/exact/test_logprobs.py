@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Scripts, Truth, answer, drive, install, prompts_of, settled, tiny_prompts
+from helpers import answer, token_prompts
 from scene import told
 from torch import Tensor
 
@@ -17,8 +17,17 @@ from outrider.core.processor import Ids
 from outrider.core.step_input import StepInput
 from outrider.engine.runner import SLICE
 from outrider.sampling.sampler import Sampler
+from outrider.testing import (
+    EngineDriver,
+    KnownTexts,
+    Scripts,
+    check_idle,
+    random_prompts,
+    run_staggered,
+    use_example,
+)
 
-PROMPTS = [*tiny_prompts(5, seed=8), tiny_prompts(1, seed=9, longest=40)[0] * 3]
+PROMPTS = [*random_prompts(5, seed=8), random_prompts(1, seed=9, longest=40)[0] * 3]
 SAMPLED = {"temperature": 0.8, "top_p": 0.95, "max_tokens": 20, "ignore_eos": True}
 DRAFTERS = ("ngram", "draft_model", "tree", "stranger")
 
@@ -31,7 +40,7 @@ def asking(count: int = len(PROMPTS), **more: Any) -> list[SamplingParams]:
 
 
 def put_to_work(llm: LLM, drafter: str, expected: list[RequestOutput], stranger: str) -> None:
-    truth = Truth()
+    truth = KnownTexts()
     for seed, output in enumerate(expected):
         truth.learn(output.prompt_token_ids, seed, output.outputs)
     if drafter == "tree":
@@ -41,7 +50,7 @@ def put_to_work(llm: LLM, drafter: str, expected: list[RequestOutput], stranger:
     elif drafter == "stranger":
         llm.use({"method": "draft_model", "model": stranger, "siblings": 2, "num_speculative_tokens": 3})
     else:
-        install(llm, drafter)
+        use_example(llm, drafter)
 
 
 def answers(llm: LLM, params: list[SamplingParams]) -> list[RequestOutput]:
@@ -131,12 +140,12 @@ def test_speculation_changes_none(drafter: str, fast: LLM, plain: LLM, stranger:
     expected = answers(plain, params)
     assert expected[1].prompt_logprobs is None and expected[1].outputs[0].cumulative_logprob is None
     put_to_work(fast, drafter, expected, stranger)
-    got = drive(fast, PROMPTS, params)
+    got = run_staggered(fast, PROMPTS, params)
     assert list(map(told, got)) == list(map(told, expected))
     assert [[s.cumulative_logprob for s in o.outputs] for o in got] == [
         [s.cumulative_logprob for s in o.outputs] for o in expected
     ]
-    settled(fast)
+    check_idle(fast)
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -146,8 +155,8 @@ def test_the_prefix_cache_hides_no_prompt(drafter: str, llama: str, plain: LLM, 
     expected = answers(plain, asking())
     put_to_work(llm, drafter, expected, stranger)
     for _ in range(2):
-        assert list(map(told, drive(llm, PROMPTS, asking()))) == list(map(told, expected))
-        settled(llm)
+        assert list(map(told, run_staggered(llm, PROMPTS, asking()))) == list(map(told, expected))
+        check_idle(llm)
     hits: list[int] = []
     match = llm.engine.cache.match
     llm.engine.cache.match = lambda *given: (hits.append(match(*given)), hits[-1])[1]  # type: ignore[method-assign]
@@ -162,8 +171,8 @@ def test_chunks(chunk: int, drafter: str, llama: str, plain: LLM, stranger: str)
     llm = LLM(llama, max_num_seqs=4, max_num_batched_tokens=chunk)
     expected = answers(plain, asking())
     put_to_work(llm, drafter, expected, stranger)
-    assert list(map(told, drive(llm, PROMPTS, asking()))) == list(map(told, expected))
-    settled(llm)
+    assert list(map(told, run_staggered(llm, PROMPTS, asking()))) == list(map(told, expected))
+    check_idle(llm)
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -178,9 +187,9 @@ def test_preemption(drafter: str, llama: str, plain: LLM, stranger: str) -> None
         llama, max_num_seqs=4, max_model_len=192, max_num_batched_tokens=16, kv_cache_memory_bytes=192 * slot
     )
     put_to_work(small, drafter, expected, stranger)
-    assert list(map(told, drive(small, PROMPTS, params))) == list(map(told, expected))
+    assert list(map(told, run_staggered(small, PROMPTS, params))) == list(map(told, expected))
     assert small.engine.scheduler.preemptions > 0
-    settled(small)
+    check_idle(small)
 
 
 def test_preempted_amid_the_prompt(llama: str, plain: LLM) -> None:
@@ -189,16 +198,16 @@ def test_preempted_amid_the_prompt(llama: str, plain: LLM) -> None:
     expected = told(answer(plain, prompt, params))
     for when in range(1, 9):
         llm = LLM(llama, max_num_seqs=2, max_num_batched_tokens=16)
-        request: Any = llm._request({"prompt_token_ids": prompt}, params, False)
-        llm._admit([request])
+        driver = EngineDriver(llm)
+        request = driver.add_request(prompt, params)
         for _ in range(when):
-            llm.engine.step()
+            driver.step()
         llm.engine.scheduler._preempt(request.rows[0])
         assert llm.engine.cache.index, "there are pages to be reused"
         while not request.finished:
-            llm.engine.step()
-        assert told(llm._leave(request)) == expected
-        settled(llm)
+            driver.step()
+        assert told(driver.finish(request)) == expected
+        check_idle(llm)
 
 
 def test_an_end_inside_a_path(fast: LLM, plain: LLM, stranger: str) -> None:
@@ -207,12 +216,12 @@ def test_an_end_inside_a_path(fast: LLM, plain: LLM, stranger: str) -> None:
     params = asking(prompt_logprobs=None)
     for i, output in enumerate(free):
         params[i] = SamplingParams(**{**vars(params[i]), "stop_token_ids": [output.outputs[0].token_ids[9]]})
-    truth = Truth()
+    truth = KnownTexts()
     for seed, output in enumerate(free):
         truth.learn(output.prompt_token_ids, seed, output.outputs)
     fast.use({"method": "scripted", "script": Scripts(truth).right, "num_speculative_tokens": 8})
     expected = answers(plain, params)
-    got = fast.generate(prompts_of(PROMPTS), params)
+    got = fast.generate(token_prompts(PROMPTS), params)
     assert list(map(told, got)) == list(map(told, expected))
     for output in got:
         sample = output.outputs[0]
@@ -226,7 +235,7 @@ def test_a_stream_shows_them_as_they_come(fast: LLM, plain: LLM, stranger: str) 
     expected = answers(plain, asking())
     put_to_work(fast, "tree", expected, stranger)
     last: dict[str, RequestOutput] = {}
-    for output in fast.stream(prompts_of(PROMPTS), asking()):
+    for output in fast.stream(token_prompts(PROMPTS), asking()):
         for sample in output.outputs:
             assert sample.logprobs is not None and len(sample.logprobs) == len(sample.token_ids)
         last[output.request_id] = output
@@ -244,7 +253,7 @@ def test_modes(mode: str, llama: str, stranger: str) -> None:
     expected = answers(plain, params)
     llm = LLM(llama, max_num_seqs=4, logprobs_mode=mode)
     put_to_work(llm, "tree", expected, stranger)
-    assert list(map(told, drive(llm, PROMPTS, params))) == list(map(told, expected))
+    assert list(map(told, run_staggered(llm, PROMPTS, params))) == list(map(told, expected))
     output = expected[0]
     assert output.outputs[0].logprobs is not None and output.prompt_logprobs is not None
     first, scored = output.outputs[0].logprobs[0], output.prompt_logprobs[1]
@@ -290,7 +299,7 @@ def test_who_asks_for_nothing_pays_nothing(
     monkeypatch.setattr(Logprobs, "__init__", never)
     monkeypatch.setattr(Ids, "__init__", never)
     steps = fast.engine.steps
-    got = drive(fast, PROMPTS, params)
+    got = run_staggered(fast, PROMPTS, params)
     assert list(map(told, got)) == list(map(told, expected))
     assert len(scored) == fast.engine.steps - steps and max(scored) < 40
 
@@ -313,6 +322,6 @@ def test_the_logits_of_a_prompt_are_never_held(plain: LLM, monkeypatch: pytest.M
     scored: list[int] = []
     count_logits(plain, scored, monkeypatch)
     asks, silent = asking()[-1], SamplingParams(**SAMPLED)
-    plain.generate(prompts_of([PROMPTS[-1], PROMPTS[-1]]), [asks, silent])
+    plain.generate(token_prompts([PROMPTS[-1], PROMPTS[-1]]), [asks, silent])
     assert max(scored) <= SLICE
     assert sum(scored) == len(PROMPTS[-1]) - 1 + 2 * 20

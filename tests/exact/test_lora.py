@@ -10,18 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import (
-    Scripts,
-    Truth,
-    answer,
-    install,
-    prompts_of,
-    said,
-    settled,
-    tiny_checkpoint,
-    tiny_prompts,
-    write_adapter,
-)
+from helpers import answer, token_prompts, write_adapter
 from safetensors.torch import load_file, save_file
 
 from outrider import LLM, LoRARequest, RequestError, SamplingParams, draft
@@ -29,8 +18,17 @@ from outrider.cache.pages import Cache
 from outrider.core.block_table import PAGE, ROOT
 from outrider.core.row import Row
 from outrider.core.step_input import StepInput
+from outrider.testing import (
+    KnownTexts,
+    Scripts,
+    check_idle,
+    random_prompts,
+    tiny_checkpoint,
+    use_example,
+    visible_parts,
+)
 
-PROMPTS = tiny_prompts(6, seed=6)
+PROMPTS = random_prompts(6, seed=6)
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.8, seed=5, max_tokens=20, ignore_eos=True)
 
@@ -112,17 +110,18 @@ def test_merged_weights(
     model = tiny_checkpoint(tmp_path / "model", family, **(ODD if family == "Llama" else {}))
     matrices = write_adapter(tmp_path / "adapter", model, **ADAPTERS[kind])
     expected = LLM(merged(model, tmp_path / "merged", matrices, SCALES[kind])).generate(
-        prompts_of(PROMPTS), GREEDY
+        token_prompts(PROMPTS), GREEDY
     )
     llm = LLM(model, enable_lora=True)
     got = llm.generate(
-        prompts_of(PROMPTS), GREEDY, lora_request=LoRARequest("it", 1, str(tmp_path / "adapter"))
+        token_prompts(PROMPTS), GREEDY, lora_request=LoRARequest("it", 1, str(tmp_path / "adapter"))
     )
-    assert [said(o.outputs) for o in got] == [said(o.outputs) for o in expected]
-    base = llm.generate(prompts_of(PROMPTS), GREEDY)
-    assert sum(said(a.outputs) != said(b.outputs) for a, b in zip(got, base)) > len(PROMPTS) // 2, (
-        "the adapter says nothing new"
-    )
+    assert [visible_parts(o.outputs) for o in got] == [visible_parts(o.outputs) for o in expected]
+    base = llm.generate(token_prompts(PROMPTS), GREEDY)
+    assert (
+        sum(visible_parts(a.outputs) != visible_parts(b.outputs) for a, b in zip(got, base))
+        > len(PROMPTS) // 2
+    ), "the adapter says nothing new"
 
 
 # ---- company
@@ -177,25 +176,25 @@ def test_every_drafter(
 ) -> None:
     """Six prompts with three adapters and none, more than there are seats; twice, so that the second time hits the prefix cache."""
     chosen = [loras[0], None, loras[1], loras[2], loras[0], None]
-    expected, truth = [], Truth()
+    expected, truth = [], KnownTexts()
     for prompt, lora in zip(PROMPTS, chosen):
         outputs = alone(prompt, params, lora)
         truth.learn(prompt, params.seed or 0, outputs)
-        expected.append(said(outputs))
+        expected.append(visible_parts(outputs))
     if drafter == "tree":
-        known = truth.ahead
-        truth.ahead = lambda row, count: known(_seeded(row, params), count)  # type: ignore[method-assign]
+        known = truth.continuation
+        truth.continuation = lambda row, count: known(_seeded(row, params), count)  # type: ignore[method-assign]
         llm.use(
             {"method": "scripted", "script": Scripts(truth).hidden, "nodes": 40, "num_speculative_tokens": 6}
         )
     elif drafter == "chain":
         llm.use({"method": "draft_model", "model": llama, "num_speculative_tokens": 3})
     else:
-        install(llm, drafter)
+        use_example(llm, drafter)
     for _ in range(2):
-        outputs = llm.generate(prompts_of(PROMPTS), params, lora_request=chosen)
-        assert [said(o.outputs) for o in outputs] == expected
-        settled(llm)
+        outputs = llm.generate(token_prompts(PROMPTS), params, lora_request=chosen)
+        assert [visible_parts(o.outputs) for o in outputs] == expected
+        check_idle(llm)
     if drafter in ("tree", "chain"):
         assert sum(o.speculation.accepted for o in outputs) > 0
 
@@ -209,9 +208,9 @@ def _seeded(row: Row, params: SamplingParams) -> Row:
 def test_without_an_adapter_nothing_changes(llm: LLM, plain: LLM, loras: list[LoRARequest]) -> None:
     """Prompts without adapter beside prompts with one say what an engine without LoRA says."""
     llm.use(None)
-    outputs = llm.generate(prompts_of(PROMPTS), SAMPLED, lora_request=[loras[0], None] * 3)
+    outputs = llm.generate(token_prompts(PROMPTS), SAMPLED, lora_request=[loras[0], None] * 3)
     for prompt, output in list(zip(PROMPTS, outputs))[1::2]:
-        assert said(output.outputs) == said(answer(plain, prompt, SAMPLED).outputs)
+        assert visible_parts(output.outputs) == visible_parts(answer(plain, prompt, SAMPLED).outputs)
 
 
 def test_on_weights_of_few_bits(llama: str, loras: list[LoRARequest]) -> None:
@@ -221,7 +220,7 @@ def test_on_weights_of_few_bits(llama: str, loras: list[LoRARequest]) -> None:
     plain = LLM(llama, enable_lora=True, max_loras=3, enable_prefix_caching=False, **bits)
     expected = [
         plain.generate(prompt, SAMPLED, lora_request=lora)[0]
-        for prompt, lora in zip(prompts_of(PROMPTS), chosen)
+        for prompt, lora in zip(token_prompts(PROMPTS), chosen)
     ]
     llm = LLM(
         llama,
@@ -231,8 +230,8 @@ def test_on_weights_of_few_bits(llama: str, loras: list[LoRARequest]) -> None:
         speculative_config={"model": llama, "siblings": 2},
         **bits,
     )
-    outputs = llm.generate(prompts_of(PROMPTS), SAMPLED, lora_request=chosen)
-    assert [said(o.outputs) for o in outputs] == [said(o.outputs) for o in expected]
+    outputs = llm.generate(token_prompts(PROMPTS), SAMPLED, lora_request=chosen)
+    assert [visible_parts(o.outputs) for o in outputs] == [visible_parts(o.outputs) for o in expected]
 
 
 def test_samples_and_streams(llm: LLM, loras: list[LoRARequest], alone: Callable[..., Any]) -> None:
@@ -240,12 +239,12 @@ def test_samples_and_streams(llm: LLM, loras: list[LoRARequest], alone: Callable
     llm.use({"method": "ngram"})
     params = SamplingParams(**{**vars(SAMPLED), "n": 3})
     streamed = {}
-    for output in llm.stream(prompts_of(PROMPTS), params, lora_request=loras[1]):
+    for output in llm.stream(token_prompts(PROMPTS), params, lora_request=loras[1]):
         if output.finished:
             streamed[tuple(output.prompt_token_ids)] = output.outputs
     for prompt in PROMPTS:
-        assert said(streamed[tuple(prompt)]) == said(alone(prompt, params, loras[1]))
-    settled(llm)
+        assert visible_parts(streamed[tuple(prompt)]) == visible_parts(alone(prompt, params, loras[1]))
+    check_idle(llm)
 
 
 def test_chat(llm: LLM, loras: list[LoRARequest]) -> None:
@@ -255,8 +254,11 @@ def test_chat(llm: LLM, loras: list[LoRARequest]) -> None:
     adapted, plain, both = (
         llm.chat(talks, SAMPLED, **given, lora_request=lora) for lora in (loras[0], None, [loras[0], None])
     )
-    assert [said(o.outputs) for o in both] == [said(adapted[0].outputs), said(plain[1].outputs)]
-    assert said(adapted[0].outputs) != said(plain[0].outputs)
+    assert [visible_parts(o.outputs) for o in both] == [
+        visible_parts(adapted[0].outputs),
+        visible_parts(plain[1].outputs),
+    ]
+    assert visible_parts(adapted[0].outputs) != visible_parts(plain[0].outputs)
 
 
 def test_preemption(llama: str, loras: list[LoRARequest], alone: Callable[..., Any]) -> None:
@@ -272,11 +274,11 @@ def test_preemption(llama: str, loras: list[LoRARequest], alone: Callable[..., A
         max_loras=2,
     )
     chosen = [loras[i % 3] for i in range(len(PROMPTS))]
-    outputs = small.generate(prompts_of(PROMPTS), params, lora_request=chosen)
+    outputs = small.generate(token_prompts(PROMPTS), params, lora_request=chosen)
     assert small.engine.scheduler.preemptions > 0
     for prompt, lora, output in zip(PROMPTS, chosen, outputs):
-        assert said(output.outputs) == said(alone(prompt, params, lora))
-    settled(small)
+        assert visible_parts(output.outputs) == visible_parts(alone(prompt, params, lora))
+    check_idle(small)
 
 
 # ---- the prefix cache
@@ -290,7 +292,7 @@ def differences(
     for prompt in prompts:
         for lora in [*loras, None, *loras]:
             got = llm.generate({"prompt_token_ids": prompt}, GREEDY, lora_request=lora)[0]
-            wrong += said(got.outputs) != said(alone(prompt, GREEDY, lora))
+            wrong += visible_parts(got.outputs) != visible_parts(alone(prompt, GREEDY, lora))
     return wrong
 
 
@@ -298,7 +300,7 @@ def test_prefixes_are_shared_within_an_adapter_only(
     llama: str, loras: list[LoRARequest], alone: Callable[..., Any]
 ) -> None:
     llm = LLM(llama, enable_lora=True, max_loras=1)
-    long = [[*tiny_prompts(1, seed=8, longest=40)[0] * 3, 7]]
+    long = [[*random_prompts(1, seed=8, longest=40)[0] * 3, 7]]
     hits, match = [], llm.engine.cache.match
 
     def listening(*given: Any) -> int:
@@ -318,7 +320,7 @@ def test_a_shared_prefix_index_is_noticed(
 ) -> None:
     open_table = Cache.open
     monkeypatch.setattr(Cache, "open", lambda self, root=ROOT: open_table(self))
-    long = [[*tiny_prompts(1, seed=8, longest=40)[0] * 3, 7]]
+    long = [[*random_prompts(1, seed=8, longest=40)[0] * 3, 7]]
     assert differences(LLM(llama, enable_lora=True), long, loras, alone) > 0
 
 
@@ -343,10 +345,10 @@ def test_more_adapters_than_fit_take_turns(
         return forward(batch, needs)
 
     engine.runner.forward = listening  # type: ignore[method-assign]
-    outputs = llm.generate(prompts_of(PROMPTS), SAMPLED, lora_request=chosen)
+    outputs = llm.generate(token_prompts(PROMPTS), SAMPLED, lora_request=chosen)
     assert begun == chosen
     for prompt, lora, output in zip(PROMPTS, chosen, outputs):
-        assert said(output.outputs) == said(alone(prompt, SAMPLED, lora))
+        assert visible_parts(output.outputs) == visible_parts(alone(prompt, SAMPLED, lora))
 
 
 def test_the_adapter_unused_for_longest_goes(llm: LLM, llama: str, loras: list[LoRARequest]) -> None:
@@ -364,14 +366,14 @@ def test_an_adapter_that_vanishes_fails_its_own_rows_only(
     llm = LLM(llama, enable_lora=True, max_loras=2)
     gone = tmp_path / "gone"
     shutil.copytree(loras[0].lora_path, gone)
-    llm.generate(prompts_of(PROMPTS[:1]), GREEDY, lora_request=LoRARequest("gone", 9, str(gone)))
+    llm.generate(token_prompts(PROMPTS[:1]), GREEDY, lora_request=LoRARequest("gone", 9, str(gone)))
     for lora in loras[:2]:
-        llm.generate(prompts_of(PROMPTS[:1]), GREEDY, lora_request=lora)
+        llm.generate(token_prompts(PROMPTS[:1]), GREEDY, lora_request=lora)
     shutil.rmtree(gone)
     asked = [None, LoRARequest("gone", 9, str(gone)), loras[0]]
-    outputs = llm.generate(prompts_of(PROMPTS[:3]), GREEDY, lora_request=asked)
+    outputs = llm.generate(token_prompts(PROMPTS[:3]), GREEDY, lora_request=asked)
     assert isinstance(outputs[1].error, RequestError) and "gone" in str(outputs[1].error)
     assert [o.outputs[0].finish_reason for o in outputs] == ["length", "error", "length"]
-    streamed = list(llm.stream(prompts_of(PROMPTS[:1]), GREEDY, lora_request=asked[1]))
+    streamed = list(llm.stream(token_prompts(PROMPTS[:1]), GREEDY, lora_request=asked[1]))
     assert len(streamed) == 1 and streamed[0].error is not None
-    settled(llm)
+    check_idle(llm)

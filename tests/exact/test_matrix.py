@@ -1,8 +1,9 @@
-"""Every drafter, and scripts that are out to confuse, say token for token what plain decoding says.
+"""Every drafter and every adversarial script emits the tokens of plain decoding.
 
-Drafter × temperature × what the request asks for × one prompt alone or seven ragged ones that join and abort midway.
-Compared are tokens, text, finish_reason and stop_reason with those of an engine without drafter that ran each prompt
-alone.  A method in draft/ is covered the moment it exists, through its `example`.
+Factors: drafter, temperature, what a request asks for, and one prompt alone or seven that arrive one after another with
+some aborted. Every pair of values occurs by default, every combination with `-m full`. Tokens, text, finish_reason and
+stop_reason are compared with an engine without drafter that ran each prompt alone. A new method in draft/ is covered
+through its `example`.
 """
 
 from __future__ import annotations
@@ -13,148 +14,105 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from helpers import (
-    END,
-    Scripts,
-    Truth,
-    answer,
-    counted,
-    drive,
-    ending_at,
-    install,
-    said,
-    settled,
-    tiny_prompts,
-)
+from covering import covering_array, parametrized
+from drafter_cases import DEPTH, DRAFTERS, SCRIPTS, PlainOutputs, use_drafter
+from helpers import answer, eos_replaced
 
-from outrider import LLM, RequestOutput, SamplingParams, draft
+from outrider import LLM, SamplingParams
 from outrider.core.step import Batch
+from outrider.testing import (
+    KnownTexts,
+    check_idle,
+    check_statistics,
+    random_prompts,
+    run_staggered,
+    visible_parts,
+)
+from outrider.testing.checkpoints import EOS
 from outrider.verify.base import Picker
 
-PROMPTS = tiny_prompts(7)
-SCRIPTS = ("right", "wrong", "wide", "deep", "hidden", "huge", "messy")
-LUCKY = {f"scripted:{name}" for name in SCRIPTS if name != "wrong"} | {
-    "draft_model",
-    "first",
-    "union",
-}  # cannot be always wrong
-KINDS: dict[str, dict[str, Any]] = {
-    "chain": {},
-    "siblings": {"siblings": 3},
-    "window": {"draft_kv_budget": 6, "draft_kv_sink": 2},
-    "self": {"model": "self", "draft_kv_budget": 12},
-    "stops": {
-        "siblings": 2, "assistant_confidence_threshold": 0.2, "assistant_confidence_schedule": "refit", "entropy_threshold": 0.3,
-        "num_assistant_tokens_schedule": "heuristic_transient", "num_assistant_tokens": 3,
-    },
-    "staged": {"drafter": {"method": "recycle", "min_token_prob": 0.0}},
-}  # fmt: skip
-DRAFTERS = [
-    *draft.names(),
-    *(f"scripted:{name}" for name in SCRIPTS),
-    *(f"draft_model:{kind}" for kind in KINDS),
-]
-DEPTH = 6
+PROMPTS = random_prompts(7)
+TEMPERATURES = (0.0, 0.8)
+# These always have some accepted tokens here; the others may be wrong throughout.
+ACCEPTING = {f"scripted:{name}" for name in SCRIPTS if name != "wrong"} | {"draft_model", "first", "union"}
 
 
-class Plain:
-    """Answers of plain decoding, each prompt alone; remembered."""
-
-    def __init__(self, llm: LLM) -> None:
-        self.llm, self.known = llm, {}
-
-    def __call__(self, prompt: list[int], params: SamplingParams) -> RequestOutput:
-        key = tuple(prompt), params, self.llm.engine.ending
-        if key not in self.known:
-            self.known[key] = answer(self.llm, prompt, params)
-        return self.known[key]
-
-
-@pytest.fixture(scope="module")
-def reference(plain: LLM) -> Plain:
-    return Plain(plain)
-
-
-# ---- what a request may ask for: (reference, prompt, its number, law) -> (params, the params that tell its future, EOS ids)
+# ---- what a request asks for: (plain outputs, number of the prompt, sampling parameters) -> Ask
 
 
 @dataclass(frozen=True)
 class Ask:
-    """`free` are params under which plain decoding says what would come, had the text not ended."""
+    """Parameters of a request. `endless`: the same without an end, under which scripts learn the continuation."""
 
     params: SamplingParams
-    free: SamplingParams
-    eos: tuple[int, ...] = (END,)
+    endless: SamplingParams
+    eos: tuple[int, ...] = (EOS,)
 
 
-def _free(number: int, distribution: dict[str, Any], tokens: int = 32) -> SamplingParams:
-    return SamplingParams(seed=100 + number, max_tokens=tokens, ignore_eos=True, **distribution)
+def _endless(number: int, sampling: dict[str, Any], tokens: int = 32) -> SamplingParams:
+    return SamplingParams(seed=100 + number, max_tokens=tokens, ignore_eos=True, **sampling)
 
 
-def basic(reference: Plain, number: int, distribution: dict[str, Any]) -> Ask:
-    return Ask(SamplingParams(seed=100 + number, max_tokens=24, **distribution), _free(number, distribution))
+def basic(plain: PlainOutputs, number: int, sampling: dict[str, Any]) -> Ask:
+    params = SamplingParams(seed=100 + number, max_tokens=24, **sampling)
+    return Ask(params, _endless(number, sampling))
 
 
-def nucleus(reference: Plain, number: int, distribution: dict[str, Any]) -> Ask:
-    return basic(reference, number, {**distribution, "top_p": 0.9, "min_p": 0.05})
+def nucleus(plain: PlainOutputs, number: int, sampling: dict[str, Any]) -> Ask:
+    return basic(plain, number, {**sampling, "top_p": 0.9, "min_p": 0.05})
 
 
-def top_k(reference: Plain, number: int, distribution: dict[str, Any]) -> Ask:
-    return basic(reference, number, {**distribution, "top_k": 5})
+def top_k(plain: PlainOutputs, number: int, sampling: dict[str, Any]) -> Ask:
+    return basic(plain, number, {**sampling, "top_k": 5})
 
 
-def max_tokens(reference: Plain, number: int, distribution: dict[str, Any]) -> Ask:
-    """Ends in the second step of a drafter that is right, before its path would."""
-    return Ask(_free(number, distribution, DEPTH + 4 - number % 4), _free(number, distribution))
+def max_tokens(plain: PlainOutputs, number: int, sampling: dict[str, Any]) -> Ask:
+    """Ends in the second step of a correct drafter, inside its accepted path."""
+    return Ask(_endless(number, sampling, DEPTH + 4 - number % 4), _endless(number, sampling))
 
 
-def samples(reference: Plain, number: int, distribution: dict[str, Any]) -> Ask:
-    return basic(reference, number, {**distribution, "n": 3})
+def samples(plain: PlainOutputs, number: int, sampling: dict[str, Any]) -> Ask:
+    return basic(plain, number, {**sampling, "n": 3})
 
 
-def stop_string(reference: Plain, number: int, distribution: dict[str, Any]) -> Ask:
-    """A string across two tokens, the first of its kind, that a path of the second step walks over."""
-    free = _free(number, distribution)
-    tokens, decode = reference(PROMPTS[number], free).outputs[0].token_ids, reference.llm.tokenizer.decode
+def stop_string(plain: PlainOutputs, number: int, sampling: dict[str, Any]) -> Ask:
+    """A string across two tokens, at its first occurrence inside the path of the second step."""
+    endless, decode = _endless(number, sampling), plain.llm.tokenizer.decode
+    tokens = plain(PROMPTS[number], endless).outputs[0].token_ids
     for end in range(DEPTH + 3, 2 * DEPTH + 1):
-        stop, text = (
-            decode(part, skip_special_tokens=True) for part in (tokens[end - 1 : end + 1], tokens[: end + 1])
-        )
+        stop = decode(tokens[end - 1 : end + 1], skip_special_tokens=True)
+        text = decode(tokens[: end + 1], skip_special_tokens=True)
         if len(stop) > 1 and stop.isascii() and text.find(stop) == len(text) - len(stop):
-            return Ask(SamplingParams(**{**vars(free), "stop": [stop, "never said"]}), free)
+            return Ask(SamplingParams(**{**vars(endless), "stop": [stop, "never emitted"]}), endless)
     raise AssertionError("this text has no string to stop at: choose other prompts")
 
 
-def _early(reference: Plain, number: int, free: SamplingParams) -> int:
-    """A token that is first said in the middle of the second step of a drafter that is right."""
-    tokens = reference(PROMPTS[number], free).outputs[0].token_ids
+def _token_in_second_step(plain: PlainOutputs, number: int, endless: SamplingParams) -> int:
+    """A token that first occurs in the middle of the second step of a correct drafter."""
+    tokens = plain(PROMPTS[number], endless).outputs[0].token_ids
     return next(t for i, t in enumerate(tokens) if i > DEPTH + 1 and t not in tokens[:i])
 
 
-def stop_id(reference: Plain, number: int, distribution: dict[str, Any]) -> Ask:
-    free = _free(number, distribution)
-    return Ask(SamplingParams(**{**vars(free), "stop_token_ids": [_early(reference, number, free)]}), free)
+def stop_id(plain: PlainOutputs, number: int, sampling: dict[str, Any]) -> Ask:
+    endless = _endless(number, sampling)
+    token = _token_in_second_step(plain, number, endless)
+    return Ask(SamplingParams(**{**vars(endless), "stop_token_ids": [token]}), endless)
 
 
-def eos(reference: Plain, number: int, distribution: dict[str, Any]) -> Ask:
-    """The first prompt's text decides which token is the model's EOS."""
-    free = _free(number, distribution)
-    return Ask(
-        SamplingParams(**{**vars(free), "ignore_eos": False}),
-        free,
-        (END, _early(reference, 0, _free(0, distribution))),
-    )
+def eos(plain: PlainOutputs, number: int, sampling: dict[str, Any]) -> Ask:
+    """The model's EOS is a token of the first prompt's text."""
+    endless = _endless(number, sampling)
+    token = _token_in_second_step(plain, 0, _endless(0, sampling))
+    return Ask(SamplingParams(**{**vars(endless), "ignore_eos": False}), endless, (EOS, token))
 
 
-def min_tokens(reference: Plain, number: int, distribution: dict[str, Any]) -> Ask:
-    """Tokens that want to be said early end the text, and may only from the tenth token on, in the middle of a path."""
-    tokens = reference(PROMPTS[number], _free(number, distribution)).outputs[0].token_ids
-    params = {
-        **vars(_free(number, distribution)),
-        "min_tokens": 10,
-        "stop_token_ids": [tokens[2], tokens[5], tokens[8]],
-    }
-    return Ask(SamplingParams(**params), SamplingParams(**params))
+def min_tokens(plain: PlainOutputs, number: int, sampling: dict[str, Any]) -> Ask:
+    """Stop ids that would end the text early are suppressed up to the tenth token, in the middle of a path."""
+    endless = _endless(number, sampling)
+    tokens = plain(PROMPTS[number], endless).outputs[0].token_ids
+    keys = {"min_tokens": 10, "stop_token_ids": [tokens[2], tokens[5], tokens[8]]}
+    params = SamplingParams(**{**vars(endless), **keys})
+    return Ask(params, params)
 
 
 ASKS: tuple[Callable[..., Ask], ...] = (
@@ -168,103 +126,97 @@ ASKS: tuple[Callable[..., Ask], ...] = (
     eos,
     min_tokens,
 )
-INSIDE = (stop_string, stop_id, eos)  # end in the middle of an accepted path, if the drafter is right
+ENDS_INSIDE_A_PATH = (stop_string, stop_id, eos)  # with a correct drafter
+
+FACTORS: dict[str, Any] = {"drafter": DRAFTERS, "temperature": TEMPERATURES, "ask": ASKS}
+ROWS = covering_array([*FACTORS.values(), ("alone", "staggered")])
+ENDS = {("scripted:right", temperature, ask) for temperature in TEMPERATURES for ask in ENDS_INSIDE_A_PATH}
+alone = parametrized(FACTORS, ENDS | {row[:3] for row in ROWS if row[3] == "alone"})
+staggered = parametrized(FACTORS, {row[:3] for row in ROWS if row[3] == "staggered"})
 
 
-# ---- drafters
-
-
-def put_to_work(llm: LLM, drafter: str, truth: Truth, checkpoint: str) -> None:
-    name, _, kind = drafter.partition(":")
-    if name == "scripted" and kind:
-        script = getattr(Scripts(truth), kind)
-        llm.use(
-            {
-                "method": name,
-                "script": script,
-                "nodes": 110,
-                "num_speculative_tokens": 20 if kind == "deep" else DEPTH,
-            }
-        )
-    elif kind:
-        llm.use({"method": name, "model": checkpoint, "num_speculative_tokens": 4, **KINDS[kind]})
-    else:
-        install(llm, name)
+@pytest.fixture(scope="module")
+def outputs_of(plain: LLM) -> PlainOutputs:
+    return PlainOutputs(plain)
 
 
 @contextmanager
-def overheard(llm: LLM) -> Iterator[list[list[int]]]:
-    """How many tokens each step's verifier gave the first row, before the scheduler cut what lies past the end."""
+def emitted_counts(llm: LLM) -> Iterator[list[list[int]]]:
+    """Tokens that the verifier emits in each step for each row, before the scheduler cuts those past the end."""
     lengths: list[list[int]] = []
     verify = llm.engine.verify
 
-    def listening(batch: Batch, picker: Picker) -> None:
+    def recording(batch: Batch, picker: Picker) -> None:
         verify(batch, picker)
         lengths.append([len(step.emitted) for step in batch])
 
-    llm.engine.verify = listening
+    llm.engine.verify = recording
     try:
         yield lengths
     finally:
         llm.engine.verify = verify
 
 
-@pytest.mark.parametrize("ask", ASKS, ids=lambda ask: ask.__name__)
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_alone(
-    drafter: str, temperature: float, ask: Callable[..., Ask], reference: Plain, fast: LLM, stranger: str
+@alone
+def test_one_prompt_has_the_plain_output(
+    drafter: str,
+    temperature: float,
+    ask: Callable[..., Ask],
+    outputs_of: PlainOutputs,
+    fast: LLM,
+    stranger: str,
 ) -> None:
-    """One prompt; and what should have been accepted was, up to the very token that ends the text inside a path."""
-    distribution, number = {"temperature": temperature}, 0
-    want = ask(reference, number, distribution)
-    truth = Truth()
-    truth.learn(PROMPTS[number], 100 + number, reference(PROMPTS[number], want.free).outputs)
-    put_to_work(fast, drafter, truth, stranger)
-    with ending_at([fast, reference.llm], want.eos), overheard(fast) as steps:
-        expected = reference(PROMPTS[number], want.params)
-        got = answer(fast, PROMPTS[number], want.params)
-    assert said(got.outputs) == said(expected.outputs)
-    counted(got.outputs)
-    settled(fast)
-    if drafter in LUCKY:
-        assert got.speculation.accepted > 0
+    """Correct draft tokens are accepted, up to the token that ends the text inside a path."""
+    sampling, prompt = {"temperature": temperature}, PROMPTS[0]
+    wanted = ask(outputs_of, 0, sampling)
+    known = KnownTexts()
+    known.learn(prompt, 100, outputs_of(prompt, wanted.endless).outputs)
+    use_drafter(fast, drafter, known, stranger)
+    with eos_replaced([fast, outputs_of.llm], wanted.eos), emitted_counts(fast) as steps:
+        expected = outputs_of(prompt, wanted.params)
+        output = answer(fast, prompt, wanted.params)
+    assert visible_parts(output.outputs) == visible_parts(expected.outputs)
+    check_statistics(output.outputs)
+    check_idle(fast)
+    if drafter in ACCEPTING:
+        assert output.speculation.accepted > 0
     if drafter in ("scripted:wrong", "off"):
-        assert got.speculation.accepted == 0
-    if drafter == "scripted:right" and ask in INSIDE:
-        kept = got.speculation.emitted - sum(sum(step) for step in steps[:-1])
+        assert output.speculation.accepted == 0
+    if drafter == "scripted:right" and ask in ENDS_INSIDE_A_PATH:
+        kept = output.speculation.emitted - sum(sum(step) for step in steps[:-1])
         assert 1 < kept < steps[-1][0], "the end should have been in the middle of an accepted path"
     if ask is min_tokens:
-        assert said(expected.outputs) != said(
-            reference(PROMPTS[number], _free(number, distribution)).outputs
-        ), "nothing was forbidden"
+        endless = outputs_of(prompt, _endless(0, sampling))
+        assert visible_parts(expected.outputs) != visible_parts(endless.outputs), "nothing was suppressed"
 
 
-@pytest.mark.parametrize("ask", ASKS, ids=lambda ask: ask.__name__)
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_in_company(
-    drafter: str, temperature: float, ask: Callable[..., Ask], reference: Plain, fast: LLM, stranger: str
+@staggered
+def test_staggered_prompts_have_the_plain_output(
+    drafter: str,
+    temperature: float,
+    ask: Callable[..., Ask],
+    outputs_of: PlainOutputs,
+    fast: LLM,
+    stranger: str,
 ) -> None:
-    """Seven prompts for four seats; one joins every other step, two are aborted.  What an aborted one has said is a beginning."""
-    distribution = {"temperature": temperature}
-    wants = [ask(reference, i, distribution) for i in range(len(PROMPTS))]
-    truth = Truth()
-    for i, want in enumerate(wants):
-        truth.learn(PROMPTS[i], 100 + i, reference(PROMPTS[i], want.free).outputs)
-    put_to_work(fast, drafter, truth, stranger)
-    with ending_at([fast, reference.llm], wants[0].eos):
-        expected = [reference(prompt, want.params) for prompt, want in zip(PROMPTS, wants)]
-        got = drive(fast, PROMPTS, [want.params for want in wants], aborts={2: 3, 5: 6})
-    settled(fast)
+    """Seven prompts for four seats, two of them aborted; an aborted output is a prefix of the plain one."""
+    asks = [ask(outputs_of, i, {"temperature": temperature}) for i in range(len(PROMPTS))]
+    known = KnownTexts()
+    for i, wanted in enumerate(asks):
+        known.learn(PROMPTS[i], 100 + i, outputs_of(PROMPTS[i], wanted.endless).outputs)
+    use_drafter(fast, drafter, known, stranger)
+    with eos_replaced([fast, outputs_of.llm], asks[0].eos):
+        expected = [outputs_of(prompt, wanted.params) for prompt, wanted in zip(PROMPTS, asks)]
+        outputs = run_staggered(fast, PROMPTS, [wanted.params for wanted in asks], aborts={2: 3, 5: 6})
+    check_idle(fast)
     aborted = 0
-    for one, other in zip(got, expected):
-        counted(one.outputs)
+    for one, other in zip(outputs, expected):
+        check_statistics(one.outputs)
         for mine, theirs in zip(one.outputs, other.outputs, strict=True):
             if mine.finish_reason == "abort":
                 aborted += 1
                 assert mine.token_ids == theirs.token_ids[: len(mine.token_ids)]
             else:
-                assert said([mine]) == said([theirs])
+                assert visible_parts([mine]) == visible_parts([theirs])
     if drafter == "off":
         assert aborted >= 2

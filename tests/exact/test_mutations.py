@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from helpers import answer, prompts_of
+from helpers import answer, token_prompts
 from scene import DEPTH, GREEDY, PROMPTS, SAMPLED, Setup, told
 
 from outrider import LLM, SamplingParams
@@ -306,7 +306,7 @@ def test_nonsense_in_the_drafts_cache_changes_no_token(
     """Noise in the K/V of a draft model: fewer guesses are right, every token stays."""
     expected = [answer(plain, prompt, SAMPLED).outputs[0].token_ids for prompt in PROMPTS]
     fast.use({"method": "draft_model", "model": llama, "siblings": 2, "num_speculative_tokens": 4})
-    before = fast.generate(prompts_of(PROMPTS), SAMPLED)
+    before = fast.generate(token_prompts(PROMPTS), SAMPLED)
     drafter: Any = fast.engine.drafter
     propose = drafter.propose
 
@@ -316,7 +316,7 @@ def test_nonsense_in_the_drafts_cache_changes_no_token(
         return draft
 
     monkeypatch.setattr(drafter, "propose", spoilt)
-    after = fast.generate(prompts_of(PROMPTS), SAMPLED)
+    after = fast.generate(token_prompts(PROMPTS), SAMPLED)
     assert [o.outputs[0].token_ids for o in before] == expected
     assert [o.outputs[0].token_ids for o in after] == expected
     accepted = [sum(o.speculation.accepted for o in outputs) for outputs in (before, after)]

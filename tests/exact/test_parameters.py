@@ -1,40 +1,40 @@
-"""Every parameter, with every drafter: the same tokens, text and log-probabilities as plain decoding, at any temperature.
+"""Every sampling parameter with every drafter: tokens, text and log-probabilities of plain decoding.
 
-Each parameter stands alone once; then a covering set of combinations has every pair of (drafter, temperature, parameters)
-somewhere.  OUTRIDER_FULL=1 runs every drafter at every temperature with every parameter and every pair of them.
+Each parameter occurs alone. Then a covering array has every pair of (drafter, temperature, each parameter on or off).
+With `-m full` every drafter runs at every temperature with every parameter and every pair of them.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
-import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from helpers import VOCABULARY, Truth, drive, settled, tiny_prompts
+from covering import covering_array, pairwise
+from drafter_cases import DEPTH, DRAFTERS, PlainOutputs, use_drafter
 from scene import told
-from test_matrix import DEPTH, DRAFTERS, Plain, put_to_work
 from torch import Tensor
 
 from outrider import LLM, RequestOutput, SamplingParams
+from outrider.testing import KnownTexts, check_idle, random_prompts, run_staggered
+from outrider.testing.checkpoints import VOCABULARY
 
-PROMPTS = tiny_prompts(4, seed=12)
+PROMPTS = random_prompts(4, seed=12)
 TEMPERATURES = (0.0, 0.8)
 
 
 @pytest.fixture(scope="module")
-def reference(plain: LLM) -> Plain:
-    return Plain(plain)
+def outputs_of(plain: LLM) -> PlainOutputs:
+    return PlainOutputs(plain)
 
 
-# ---- parameters: (reference, what plain decoding says without them) -> the keys of SamplingParams
+# ---- parameters: (plain outputs, the tokens of plain decoding without them) -> keys of SamplingParams
 
 
-def bad_words(reference: Plain, tokens: list[int]) -> dict[str, Any]:
-    """Pairs of tokens that would be said, as far as their text is read as these very tokens, and one token alone."""
-    decode, encode = reference.llm.tokenizer.decode, reference.llm.tokenizer.encode
+def bad_words(plain: PlainOutputs, tokens: list[int]) -> dict[str, Any]:
+    """Pairs of tokens of the plain output whose text encodes to the same tokens, and one token alone."""
+    decode, encode = plain.llm.tokenizer.decode, plain.llm.tokenizer.encode
     pairs = [tokens[i : i + 2] for i in range(2, 20)]
     words = [
         decode(pair)
@@ -44,12 +44,12 @@ def bad_words(reference: Plain, tokens: list[int]) -> dict[str, Any]:
     return {"bad_words": [*words, decode(tokens[5:6])] if decode(tokens[5:6]).strip() else words}
 
 
-def logit_bias(reference: Plain, tokens: list[int]) -> dict[str, Any]:
+def logit_bias(plain: PlainOutputs, tokens: list[int]) -> dict[str, Any]:
     return {"logit_bias": {tokens[4]: -100, tokens[9]: -3.5, 30: 6, 31: 5}}
 
 
 def hop(output: list[int], logits: Tensor) -> Tensor:
-    """What may follow depends on the last token and on how many there are."""
+    """A processor that depends on the last token and on the number of tokens."""
     logits[(output[-1] * 7 + 1 if output else 3) % VOCABULARY :: 3] -= 5
     logits[len(output) * 11 % VOCABULARY] += 4
     return logits
@@ -60,19 +60,19 @@ def echo(prompt: list[int], output: list[int], logits: Tensor) -> Tensor:
     return logits
 
 
-def stop_kept(reference: Plain, tokens: list[int]) -> dict[str, Any]:
-    decode = reference.llm.tokenizer.decode
+def stop_kept(plain: PlainOutputs, tokens: list[int]) -> dict[str, Any]:
+    decode = plain.llm.tokenizer.decode
     return {
         "include_stop_str_in_output": True,
         "stop": [t for t in (decode(tokens[i : i + 2]) for i in range(9, 16)) if t.strip()],
     }
 
 
-def fixed(**keys: Any) -> Callable[[Plain, list[int]], dict[str, Any]]:
-    return lambda reference, tokens: keys
+def fixed(**keys: Any) -> Callable[[PlainOutputs, list[int]], dict[str, Any]]:
+    return lambda plain, tokens: keys
 
 
-PARAMETERS: dict[str, Callable[[Plain, list[int]], dict[str, Any]]] = {
+PARAMETERS: dict[str, Callable[[PlainOutputs, list[int]], dict[str, Any]]] = {
     "repetition_penalty": fixed(repetition_penalty=1.6),
     "repetition_wanted": fixed(repetition_penalty=0.6),
     "presence_penalty": fixed(presence_penalty=2.0),
@@ -101,105 +101,85 @@ SHOWN = {
 
 # ---- combinations
 
-Case = tuple[str, float, tuple[str, ...]]
+Case = tuple[str, float, tuple[str, ...]]  # drafter, temperature, names of parameters
 
 
-def covering() -> list[Case]:
-    """Cases in which every pair of values of (drafter, temperature, each parameter on or off) occurs; greedy, from a fixed seed."""
-    axes: list[tuple[Any, ...]] = [tuple(DRAFTERS), TEMPERATURES, *[(False, True)] * len(PARAMETERS)]
-    random_streams = random.Random(0)
-    missing = {
-        (i, a, j, b) for i, j in itertools.combinations(range(len(axes)), 2) for a in axes[i] for b in axes[j]
-    }
-    cases: list[Case] = []
-    while missing:
-        i, a, j, b = min(missing, key=str)  # so that every case is good for something
-        tries = [[random_streams.choice(values) for values in axes] for _ in range(60)]
-        for row in tries:
-            row[i], row[j] = a, b
-        best = max(
-            tries,
-            key=lambda row: sum(
-                (i, row[i], j, row[j]) in missing for i, j in itertools.combinations(range(len(axes)), 2)
-            ),
-        )
-        missing -= {(i, best[i], j, best[j]) for i, j in itertools.combinations(range(len(axes)), 2)}
-        cases.append((best[0], best[1], tuple(name for name, on in zip(PARAMETERS, best[2:]) if on)))
-    return cases
+def covering_cases() -> list[Case]:
+    """Every pair of values of (drafter, temperature, each parameter on or off)."""
+    rows = covering_array([DRAFTERS, TEMPERATURES, *[(False, True)] * len(PARAMETERS)])
+    return [(row[0], row[1], tuple(itertools.compress(PARAMETERS, row[2:]))) for row in rows]
 
 
-def full() -> list[Case]:
-    names = [*((name,) for name in PARAMETERS), *itertools.combinations(PARAMETERS, 2)]
-    return list(itertools.product(DRAFTERS, TEMPERATURES, names))
-
-
-def named(case: Case) -> str:
+def case_id(case: Case) -> str:
     return f"{case[0]}-{case[1]}-{'+'.join(case[2])}"
 
 
-def asked(reference: Plain, names: tuple[str, ...], number: int, temperature: float) -> SamplingParams:
-    free = SamplingParams(temperature=temperature, seed=100 + number, max_tokens=24)
-    tokens = (
-        reference(PROMPTS[number], SamplingParams(**{**vars(free), "ignore_eos": True})).outputs[0].token_ids
-    )
-    keys: dict[str, Any] = {}
+def params_of(plain: PlainOutputs, names: tuple[str, ...], number: int, temperature: float) -> SamplingParams:
+    """Sampling parameters of a prompt with the named ones set."""
+    basic = {"temperature": temperature, "seed": 100 + number, "max_tokens": 24}
+    endless = SamplingParams(**basic, ignore_eos=True)
+    tokens, keys = plain(PROMPTS[number], endless).outputs[0].token_ids, dict[str, Any]()
     for name in names:
-        keys.update(PARAMETERS[name](reference, tokens))
-    return SamplingParams(**{**vars(free), **keys})
+        keys.update(PARAMETERS[name](plain, tokens))
+    return SamplingParams(**basic, **keys)
 
 
-def run(case: Case, reference: Plain, fast: LLM, stranger: str) -> list[RequestOutput]:
-    """The prompts in ragged traffic; returns what plain decoding said to each alone, once that was found to be the same."""
+def run(case: Case, plain: PlainOutputs, fast: LLM, stranger: str) -> list[RequestOutput]:
+    """Compare the staggered prompts of a case with plain decoding of each alone; return the latter."""
     drafter, temperature, names = case
-    truth = Truth()
-    params = [asked(reference, names, i, temperature) for i in range(len(PROMPTS))]
-    for prompt, p in zip(PROMPTS, params):  # what would have been said had nothing ended the text
-        future = reference(
-            prompt, SamplingParams(**{**vars(p), "stop": None, "logprobs": None, "prompt_logprobs": None})
-        )
-        truth.learn(future.prompt_token_ids, p.seed or 0, future.outputs)
-    put_to_work(fast, drafter, truth, stranger)
-    expected = [reference(prompt, p) for prompt, p in zip(PROMPTS, params)]
-    got = drive(fast, PROMPTS, params)
-    settled(fast)
-    for mine, theirs in zip(got, expected):
+    known = KnownTexts()
+    params = [params_of(plain, names, i, temperature) for i in range(len(PROMPTS))]
+    unbounded = {"stop": None, "logprobs": None, "prompt_logprobs": None}
+    for prompt, p in zip(PROMPTS, params):
+        future = plain(prompt, SamplingParams(**{**vars(p), **unbounded}))
+        known.learn(future.prompt_token_ids, p.seed or 0, future.outputs)
+    use_drafter(fast, drafter, known, stranger)
+    expected = [plain(prompt, p) for prompt, p in zip(PROMPTS, params)]
+    outputs = run_staggered(fast, PROMPTS, params)
+    check_idle(fast)
+    for mine, theirs in zip(outputs, expected):
         assert mine.error is None and theirs.error is None
         assert told(mine) == told(theirs)
         assert mine.prompt_token_ids == theirs.prompt_token_ids
         for one, other in zip(mine.outputs, theirs.outputs, strict=True):
-            assert (one.text, one.finish_reason, one.stop_reason) == (
-                other.text,
-                other.finish_reason,
-                other.stop_reason,
-            )
+            assert one.text == other.text
+            assert (one.finish_reason, one.stop_reason) == (other.finish_reason, other.stop_reason)
             assert one.cumulative_logprob == other.cumulative_logprob
     if drafter == "scripted:right":
-        assert sum(output.speculation.accepted for output in got) >= DEPTH
+        assert sum(output.speculation.accepted for output in outputs) >= DEPTH
     return expected
 
 
-@pytest.mark.parametrize("temperature", TEMPERATURES)
-@pytest.mark.parametrize("name", PARAMETERS)
-@pytest.mark.parametrize("drafter", ["scripted:right", "scripted:hidden", "draft_model:siblings"])
-def test_each(
-    drafter: str, name: str, temperature: float, reference: Plain, fast: LLM, stranger: str
+@pairwise(
+    drafter=["scripted:right", "scripted:hidden", "draft_model:siblings"],
+    name=list(PARAMETERS),
+    temperature=TEMPERATURES,
+)
+def test_one_parameter_has_the_plain_output_and_an_effect(
+    drafter: str, name: str, temperature: float, outputs_of: PlainOutputs, fast: LLM, stranger: str
 ) -> None:
-    """And each has an effect: on the tokens, or on what is shown of them."""
-    expected = run((drafter, temperature, (name,)), reference, fast, stranger)
-    nothing = [reference(prompt, asked(reference, (), i, temperature)) for i, prompt in enumerate(PROMPTS)]
-    changed = sum(a.outputs[0].token_ids != b.outputs[0].token_ids for a, b in zip(expected, nothing))
+    """The effect is on the tokens, or on what is returned with them."""
+    expected = run((drafter, temperature, (name,)), outputs_of, fast, stranger)
+    without = [
+        outputs_of(prompt, params_of(outputs_of, (), i, temperature)) for i, prompt in enumerate(PROMPTS)
+    ]
+    changed = sum(a.outputs[0].token_ids != b.outputs[0].token_ids for a, b in zip(expected, without))
     assert name in SHOWN or changed > 0, "this parameter does nothing here"
 
 
-@pytest.mark.parametrize("case", full() if os.environ.get("OUTRIDER_FULL") == "1" else covering(), ids=named)
-def test_together(case: Case, reference: Plain, fast: LLM, stranger: str) -> None:
-    run(case, reference, fast, stranger)
+@pytest.mark.parametrize("case", covering_cases(), ids=case_id)
+def test_combined_parameters_have_the_plain_output(
+    case: Case, outputs_of: PlainOutputs, fast: LLM, stranger: str
+) -> None:
+    run(case, outputs_of, fast, stranger)
 
 
-def test_every_pair_is_covered() -> None:
-    cases = covering()
-    assert {(case[0], case[1]) for case in cases} == set(itertools.product(DRAFTERS, TEMPERATURES))
-    for one, other in itertools.combinations(PARAMETERS, 2):
-        assert {(one in case[2], other in case[2]) for case in cases} == set(
-            itertools.product((False, True), repeat=2)
-        )
+@pytest.mark.full
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_every_pair_of_parameters_has_the_plain_output(
+    drafter: str, temperature: float, outputs_of: PlainOutputs, fast: LLM, stranger: str
+) -> None:
+    names = [*((name,) for name in PARAMETERS), *itertools.combinations(PARAMETERS, 2)]
+    for pair in names:
+        run((drafter, temperature, pair), outputs_of, fast, stranger)

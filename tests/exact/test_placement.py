@@ -13,18 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import (
-    Scripts,
-    Truth,
-    answer,
-    install,
-    prompts_of,
-    said,
-    settled,
-    tiny_checkpoint,
-    tiny_prompts,
-    write_adapter,
-)
+from helpers import answer, token_prompts, write_adapter
 
 from outrider import LLM, CapacityError, ConfigError, LoRARequest, SamplingParams, draft
 from outrider.backends.select import backend_for
@@ -36,9 +25,18 @@ from outrider.engine import engine as engines
 from outrider.engine import memory
 from outrider.models import decoder
 from outrider.models.placement import Placement, place
+from outrider.testing import (
+    KnownTexts,
+    Scripts,
+    check_idle,
+    random_prompts,
+    tiny_checkpoint,
+    use_example,
+    visible_parts,
+)
 
 CPU, OTHER, GPU = torch.device("cpu"), torch.device("cpu:1"), torch.device("cuda:0")
-PROMPTS = tiny_prompts(6, seed=9)
+PROMPTS = random_prompts(6, seed=9)
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.8, seed=5, max_tokens=20, ignore_eos=True)
 needs_none = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -102,27 +100,27 @@ def test_split_and_unsplit(
     write_adapter(tmp_path, four)
     loras = [None, LoRARequest("it", 1, str(tmp_path))] * 3
     whole = LLM(four, max_num_seqs=4, enable_lora=True).generate(
-        prompts_of(PROMPTS), SAMPLED, lora_request=loras
+        token_prompts(PROMPTS), SAMPLED, lora_request=loras
     )
     llm = split(layers, outer, enable_lora=True)
     assert len(llm.engine.decoder.parts) == len(llm.engine.cache.pools[0].parts) == parts
     assert llm.engine.exact
-    truth = Truth()
+    truth = KnownTexts()
     for prompt, output in zip(PROMPTS, whole):
         truth.learn(prompt, 5, output.outputs)
     llm.use({"method": "scripted", "script": Scripts(truth).hidden, "nodes": 40, "num_speculative_tokens": 6})
-    outputs = llm.generate(prompts_of(PROMPTS), SAMPLED, lora_request=loras)
-    assert [said(o.outputs) for o in outputs] == [said(o.outputs) for o in whole]
+    outputs = llm.generate(token_prompts(PROMPTS), SAMPLED, lora_request=loras)
+    assert [visible_parts(o.outputs) for o in outputs] == [visible_parts(o.outputs) for o in whole]
     assert sum(o.speculation.accepted for o in outputs) > 0
-    settled(llm)
+    check_idle(llm)
 
 
-def expected(plain: LLM, params: SamplingParams) -> tuple[list[Any], Truth]:
-    truth, said_alone = Truth(), []
+def expected(plain: LLM, params: SamplingParams) -> tuple[list[Any], KnownTexts]:
+    truth, said_alone = KnownTexts(), []
     for prompt in PROMPTS:
         outputs = answer(plain, prompt, params).outputs
         truth.learn(prompt, params.seed or 0, outputs)
-        said_alone.append(said(outputs))
+        said_alone.append(visible_parts(outputs))
     return said_alone, truth
 
 
@@ -137,10 +135,10 @@ def test_speculation_on_two_kinds_of_kernels(layers: str, drafter: str, split: S
             {"method": "scripted", "script": Scripts(truth).hidden, "nodes": 40, "num_speculative_tokens": 6}
         )
     else:
-        install(llm, drafter)
+        use_example(llm, drafter)
     for _ in range(2):
-        assert [said(o.outputs) for o in llm.generate(prompts_of(PROMPTS), SAMPLED)] == alone
-        settled(llm)
+        assert [visible_parts(o.outputs) for o in llm.generate(token_prompts(PROMPTS), SAMPLED)] == alone
+        check_idle(llm)
 
 
 def test_few_bits_on_two_devices(split: Split) -> None:
@@ -149,15 +147,17 @@ def test_few_bits_on_two_devices(split: Split) -> None:
     alone, truth = expected(split("aabb", "a", "bfloat16", enable_prefix_caching=False, **bits), SAMPLED)
     llm = split("aabb", "a", "bfloat16", **bits)
     llm.use({"method": "scripted", "script": Scripts(truth).hidden, "nodes": 40, "num_speculative_tokens": 6})
-    outputs = llm.generate(prompts_of(PROMPTS), SAMPLED)
-    assert [said(o.outputs) for o in outputs] == alone
+    outputs = llm.generate(token_prompts(PROMPTS), SAMPLED)
+    assert [visible_parts(o.outputs) for o in outputs] == alone
     assert sum(o.speculation.accepted for o in outputs) > 0
 
 
 def test_samples_fork_in_every_pool(split: Split) -> None:
     params = SamplingParams(**{**vars(SAMPLED), "n": 3})
     alone, _ = expected(split("aabb", "a", enable_prefix_caching=False), params)
-    assert [said(o.outputs) for o in split("aabb", "a").generate(prompts_of(PROMPTS), params)] == alone
+    assert [
+        visible_parts(o.outputs) for o in split("aabb", "a").generate(token_prompts(PROMPTS), params)
+    ] == alone
 
 
 def test_a_path_that_moves_in_one_pool_only_is_noticed(split: Split, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +169,7 @@ def test_a_path_that_moves_in_one_pool_only_is_noticed(split: Split, monkeypatch
         self.parts[0].move(sources, targets)
 
     monkeypatch.setattr(SplitPool, "move", careless)
-    assert [said(o.outputs) for o in llm.generate(prompts_of(PROMPTS), SAMPLED)] != alone
+    assert [visible_parts(o.outputs) for o in llm.generate(token_prompts(PROMPTS), SAMPLED)] != alone
 
 
 # ---- memory
@@ -218,10 +218,10 @@ def test_a_draft_on_another_device(four: str, monkeypatch: pytest.MonkeyPatch) -
         drafter: Any = llm.engine.drafter
         assert drafter.decoder.device == OTHER and isinstance(drafter.sampler.backend, TorchBackend)
         assert llm.engine.decoder.device == CPU and not isinstance(llm.engine.sampler.backend, TorchBackend)
-        outputs = llm.generate(prompts_of(PROMPTS), SAMPLED)
-        assert [said(o.outputs) for o in outputs] == alone
+        outputs = llm.generate(token_prompts(PROMPTS), SAMPLED)
+        assert [visible_parts(o.outputs) for o in outputs] == alone
         assert sum(o.speculation.accepted for o in outputs) > sum(o.speculation.steps for o in outputs)
-        settled(llm)
+        check_idle(llm)
 
 
 def test_a_draft_in_two_parts(four: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,8 +232,8 @@ def test_a_draft_in_two_parts(four: str, monkeypatch: pytest.MonkeyPatch) -> Non
     drafter: Any = llm.engine.drafter
     assert len(drafter.decoder.parts) == len(drafter.pool.parts) == 2
     alone, _ = expected(LLM(four, enable_prefix_caching=False), SAMPLED)
-    outputs = llm.generate(prompts_of(PROMPTS), SAMPLED)
-    assert [said(o.outputs) for o in outputs] == alone
+    outputs = llm.generate(token_prompts(PROMPTS), SAMPLED)
+    assert [visible_parts(o.outputs) for o in outputs] == alone
     assert sum(o.speculation.accepted for o in outputs) > sum(o.speculation.steps for o in outputs)
 
 
@@ -264,7 +264,7 @@ def test_layers_on_a_gpu_that_is_not_there(four: str) -> None:
         LLM(four, gpu_layers=2)
     with pytest.raises(ConfigError, match="draft_gpu_layers = 2 needs a GPU"):
         LLM(four, speculative_config={"model": four, "draft_gpu_layers": 2})
-    assert LLM(four, gpu_layers=0).generate(prompts_of(PROMPTS[:1]), GREEDY)
+    assert LLM(four, gpu_layers=0).generate(token_prompts(PROMPTS[:1]), GREEDY)
 
 
 @needs_none
@@ -282,8 +282,8 @@ def test_a_gpu_that_is_there(layers: int | None, four: str) -> None:
     llm = LLM(
         four, device="cuda", gpu_layers=layers, speculative_config={"model": four, "draft_device": "cpu"}
     )
-    whole = LLM(four, device="cpu").generate(prompts_of(PROMPTS), GREEDY)
-    outputs = llm.generate(prompts_of(PROMPTS), GREEDY)
+    whole = LLM(four, device="cpu").generate(token_prompts(PROMPTS), GREEDY)
+    outputs = llm.generate(token_prompts(PROMPTS), GREEDY)
     assert (
         sum(a.outputs[0].token_ids == b.outputs[0].token_ids for a, b in zip(outputs, whole))
         > len(PROMPTS) // 2

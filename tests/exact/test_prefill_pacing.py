@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 
 import pytest
-from helpers import answer, said
+from helpers import answer
 
 from outrider import LLM, SamplingParams
+from outrider.testing import EngineDriver, visible_parts
 
 LONG = {"prompt_token_ids": [i % 40 + 3 for i in range(100)]}
 
@@ -27,19 +28,19 @@ def test_a_long_prompt_beside_decoding_rows(slowdown: float | None, llama: str, 
     stream = llm.stream(others, SamplingParams(temperature=0, max_tokens=120, ignore_eos=True))
     for _ in range(30):
         next(stream)
-    (request,) = llm._enter([LONG], params, None)
-    llm._admit([request])  # type: ignore[list-item]
+    driver = EngineDriver(llm)
+    request = driver.add_request(LONG, params)
     began, waited = time.perf_counter(), 0.0
     for _ in stream:
-        if not waited and request.rows[0].arrivals:  # type: ignore[union-attr]
+        if not waited and request.rows[0].arrivals:
             waited = time.perf_counter() - began
-    while not request.finished:  # type: ignore[union-attr]
-        llm.engine.step()
-    output = llm._leave(request)  # type: ignore[arg-type]
+    while not request.finished:
+        driver.step()
+    output = driver.finish(request)
     assert (
-        said(output.outputs)
-        == said(alone.outputs)
-        == said(answer(plain, LONG["prompt_token_ids"], params).outputs)
+        visible_parts(output.outputs)
+        == visible_parts(alone.outputs)
+        == visible_parts(answer(plain, LONG["prompt_token_ids"], params).outputs)
     )
     assert slowdown == 1.01 or 0 < waited < 30 * reference + 5, "the prompt came last"
     llm.engine.check()

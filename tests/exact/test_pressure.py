@@ -5,16 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from helpers import answer, counted, drive, install, said, settled, tiny_prompts
+from helpers import answer
 
 from outrider import LLM, SamplingParams, draft
 from outrider.control.prefill import PrefillBudget
 from outrider.core.block_table import PAGE
+from outrider.testing import (
+    check_idle,
+    check_statistics,
+    random_prompts,
+    run_staggered,
+    use_example,
+    visible_parts,
+)
 
 LAWS: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.95}]
-COMMON = tiny_prompts(1, seed=2, longest=40)[0][:34]
+COMMON = random_prompts(1, seed=2, longest=40)[0][:34]
 PROMPTS = [
-    [*COMMON[: 34 if i % 2 else 0], *tail] for i, tail in enumerate(tiny_prompts(5, seed=4, longest=30))
+    [*COMMON[: 34 if i % 2 else 0], *tail] for i, tail in enumerate(random_prompts(5, seed=4, longest=30))
 ]
 CHUNK, POSITIONS = 24, 128
 
@@ -32,9 +40,9 @@ def test_every_method_under_pressure(name: str, distribution: dict[str, Any], ll
     params = [
         SamplingParams(seed=i, max_tokens=40, ignore_eos=True, **distribution) for i in range(len(PROMPTS))
     ]
-    expected = [said(answer(plain, prompt, p).outputs) for prompt, p in zip(PROMPTS, params)]
+    expected = [visible_parts(answer(plain, prompt, p).outputs) for prompt, p in zip(PROMPTS, params)]
     roomy = LLM(llama, max_num_seqs=4, max_model_len=POSITIONS)
-    install(roomy, name)
+    use_example(roomy, name)
     engine = roomy.engine
     slot = (engine.decoder.footprint + engine.drafter.footprint(engine.device)).total()
     pages = engine.max_len // PAGE + 3
@@ -43,15 +51,15 @@ def test_every_method_under_pressure(name: str, distribution: dict[str, Any], ll
             llama, max_num_seqs=4, max_model_len=POSITIONS, max_num_batched_tokens=CHUNK, kv_cache_memory_bytes=pages * PAGE * slot,
             enable_prefix_caching=caching,
         )  # fmt: skip
-        install(tight, name)
+        use_example(tight, name)
         unpaced(tight)
         for _ in range(1 + caching):
-            outputs = drive(tight, PROMPTS, params)
-            assert [said(output.outputs) for output in outputs] == expected
-            counted([sample for output in outputs for sample in output.outputs])
+            outputs = run_staggered(tight, PROMPTS, params)
+            assert [visible_parts(output.outputs) for output in outputs] == expected
+            check_statistics([sample for output in outputs for sample in output.outputs])
         assert tight.engine.scheduler.preemptions > 0
         alone = [
-            drive(tight, PROMPTS[1:2], params[1:2])[0].num_cached_tokens for _ in range(2)
+            run_staggered(tight, PROMPTS[1:2], params[1:2])[0].num_cached_tokens for _ in range(2)
         ]  # among others its pages may be evicted
         assert bool(alone[1]) == caching
-        settled(tight)
+        check_idle(tight)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import pytest
-from helpers import Scripts, Truth, answer, settled
+from helpers import answer
 from torch import Tensor
 from transformers import Qwen2Config
 
@@ -19,6 +19,7 @@ from outrider.core.step import Batch
 from outrider.core.tree import Draft, DraftTree
 from outrider.draft.scripted import Scripted
 from outrider.engine.detokenizer import Detokenizer
+from outrider.testing import KnownTexts, Scripts, check_idle
 
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPT = {"prompt_token_ids": list(range(20, 60))}
@@ -41,7 +42,7 @@ def test_a_drafter_that_does_not_fit_leaves_the_old_one_at_work(llama: str) -> N
     with pytest.raises(CapacityError):
         tight.use({"model": llama})
     assert said(tight) == before
-    settled(tight)
+    check_idle(tight)
 
 
 def test_a_prompt_that_the_tokenizer_cannot_read_fails_alone(
@@ -58,7 +59,7 @@ def test_a_prompt_that_the_tokenizer_cannot_read_fails_alone(
     good, bad = llm.generate(["abc", "bad"], PARAMS)
     assert good.outputs[0].token_ids == before
     assert isinstance(bad.error, RequestError) and bad.prompt == "bad"
-    settled(llm)
+    check_idle(llm)
 
 
 @pytest.mark.parametrize("at", range(6))
@@ -66,7 +67,7 @@ def test_nothing_is_shared_of_a_path_that_was_not_moved(
     at: int, llm: LLM, plain: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Interrupted between the verdict and the moving of an accepted path, whose K/V is then not where it should be."""
-    truth, params = Truth(), SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, seed=0)
+    truth, params = KnownTexts(), SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, seed=0)
     answered = answer(plain, PROMPT["prompt_token_ids"][:7], params).outputs
     truth.learn(PROMPT["prompt_token_ids"][:7], 0, answered)
     whole = PROMPT["prompt_token_ids"][:7] + answered[0].token_ids
@@ -85,7 +86,7 @@ def test_nothing_is_shared_of_a_path_that_was_not_moved(
         llm.generate({"prompt_token_ids": PROMPT["prompt_token_ids"][:7]}, params)
     monkeypatch.undo()
     assert said(llm, {"prompt_token_ids": whole}) == said(plain, {"prompt_token_ids": whole})
-    settled(llm)
+    check_idle(llm)
 
 
 def test_an_interrupted_step_leaks_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +103,7 @@ def test_an_interrupted_step_leaks_nothing(llm: LLM, monkeypatch: pytest.MonkeyP
         patch.setattr(llm.engine.drafter, "observe", interrupted)
         with pytest.raises(KeyboardInterrupt):
             said(llm)
-    settled(llm)
+    check_idle(llm)
     assert said(llm) == before
 
 
@@ -128,7 +129,7 @@ def test_a_step_interrupted_in_the_target_is_drafted_anew(
     for last in stream:  # noqa: B007 - the last one is looked at
         pass
     assert last.outputs[0].token_ids == plain[0]
-    settled(fast)
+    check_idle(fast)
 
 
 def test_a_row_without_a_finite_logit_fails_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +150,7 @@ def test_a_row_without_a_finite_logit_fails_alone(llm: LLM, monkeypatch: pytest.
         and bad.outputs[0].finish_reason == "error"
         and len(bad.outputs[0].token_ids) == 3
     )
-    settled(llm)
+    check_idle(llm)
 
 
 class Careless(Scripted):
@@ -165,7 +166,7 @@ def test_a_careless_drafter_costs_time_and_nothing_else(llm: LLM) -> None:
     config = SpeculativeOptions.of({"method": "scripted", "num_speculative_tokens": 4})
     llm.engine.use(Careless(Careless.Options(), llm.engine.target), config)
     assert said(llm) == before
-    settled(llm)
+    check_idle(llm)
 
 
 @pytest.mark.parametrize(

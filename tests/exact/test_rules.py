@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from rows import make_row
 from torch import Tensor
 
 from outrider import verify
@@ -25,6 +24,7 @@ from outrider.drafting.trees.sampled import Tree
 from outrider.drafting.view import View
 from outrider.sampling import random_streams
 from outrider.sampling.random_streams import normal
+from outrider.testing import make_row
 from outrider.verify import rejection, traversal
 from outrider.verify.base import Rule
 

@@ -10,25 +10,34 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from helpers import END, answer, counted, drive, install, said, settled, tiny_prompts
+from helpers import answer
 
 from outrider import LLM, ConfigError, SamplingParams, draft, verify
 from outrider.core.step import Batch
 from outrider.core.tree import Draft
+from outrider.testing import (
+    check_idle,
+    check_statistics,
+    random_prompts,
+    run_staggered,
+    use_example,
+    visible_parts,
+)
+from outrider.testing.checkpoints import EOS
 
-PROMPTS = tiny_prompts(7)
+PROMPTS = random_prompts(7)
 RULES = [name for name in verify.names() if not verify.rule(name).same]
 
 
-def put_to_work(llm: LLM, drafter: str, rule: str) -> None:
+def use_drafter(llm: LLM, drafter: str, rule: str) -> None:
     lossless = verify.rule(rule).lossless
-    install(llm, drafter, verification=rule, lossless=lossless)
+    use_example(llm, drafter, verification=rule, lossless=lossless)
 
 
 def served(llm: LLM, drafter: str, rule: str) -> bool:
     """False where the rule judges chains and the method guesses trees, which must be refused."""
     try:
-        put_to_work(llm, drafter, rule)
+        use_drafter(llm, drafter, rule)
     except ConfigError as error:
         assert "judges chains" in str(error) and "traversal" in str(error)
         assert not verify.rule(rule).branches
@@ -45,11 +54,11 @@ def test_a_greedy_request_says_what_plain_decoding_says(
         return
     params = SamplingParams(temperature=0, max_tokens=24, repetition_penalty=1.1)
     expected = [answer(plain, prompt, params) for prompt in PROMPTS]
-    got = drive(fast, PROMPTS, params)
-    settled(fast)
+    got = run_staggered(fast, PROMPTS, params)
+    check_idle(fast)
     for one, other in zip(got, expected):
-        counted(one.outputs)
-        assert said(one.outputs) == said(other.outputs)
+        check_statistics(one.outputs)
+        assert visible_parts(one.outputs) == visible_parts(other.outputs)
         assert one.speculation.lossless == verify.rule(rule).lossless
 
 
@@ -68,23 +77,23 @@ def test_a_sampled_text_is_a_function_of_its_seed(rule: str, drafter: str, fast:
     ]
     learns = fast.engine.drafter.memory is not None
     if learns:
-        drive(fast, PROMPTS[:3], each[:3])
+        run_staggered(fast, PROMPTS[:3], each[:3])
     learned = copy.deepcopy(fast.engine.drafter.memory)
     alone = []
     for prompt, params in zip(PROMPTS, each):
-        put_to_work(fast, drafter, rule)
+        use_drafter(fast, drafter, rule)
         freeze(fast, learned)
         alone.append(answer(fast, prompt, params))
-    put_to_work(fast, drafter, rule)
+    use_drafter(fast, drafter, rule)
     freeze(fast, learned)
-    together = drive(fast, PROMPTS, each)
-    settled(fast)
+    together = run_staggered(fast, PROMPTS, each)
+    check_idle(fast)
     for one, other in zip(together, alone):
-        counted(one.outputs)
+        check_statistics(one.outputs)
         if (
             drafter != "union"
         ):  # there, when a second sample is admitted decides which of a dozen drafters knows something first
-            assert said(one.outputs) == said(other.outputs)
+            assert visible_parts(one.outputs) == visible_parts(other.outputs)
     assert not learns or any(one.speculation.drafted for one in together)
 
 
@@ -102,7 +111,7 @@ def freeze(llm: LLM, memory: Any) -> None:
 
 
 def test_a_row_that_fails_leaves_the_others_alone(fast: LLM) -> None:
-    put_to_work(fast, "draft_model", "rejection")
+    use_drafter(fast, "draft_model", "rejection")
 
     def never(ids: list[int], logits: object) -> object:
         return logits * float("-inf") if len(ids) == 3 else logits  # type: ignore[operator]
@@ -110,9 +119,9 @@ def test_a_row_that_fails_leaves_the_others_alone(fast: LLM) -> None:
     bad = SamplingParams(temperature=0.8, seed=1, max_tokens=9, logits_processors=[never])
     good = SamplingParams(temperature=0.8, seed=1, max_tokens=9)
     outputs = fast.generate([{"prompt_token_ids": p} for p in PROMPTS[:3]], [good, bad, good])
-    settled(fast)
+    check_idle(fast)
     assert outputs[1].error is not None and outputs[0].error is None and outputs[2].error is None
-    assert len(outputs[0].outputs[0].token_ids) == 9 or outputs[0].outputs[0].token_ids[-1] == END
+    assert len(outputs[0].outputs[0].token_ids) == 9 or outputs[0].outputs[0].token_ids[-1] == EOS
 
 
 @pytest.mark.parametrize(

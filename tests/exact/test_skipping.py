@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import answer, drive, prompts_of, said, settled, tiny_checkpoint, tiny_prompts
+from helpers import answer, token_prompts
 
 from outrider import LLM, SamplingParams
 from outrider.core.step import Batch, Commit
@@ -19,8 +19,9 @@ from outrider.core.tree import Draft, Resume
 from outrider.draft.layerskip import LayerSkip
 from outrider.engine.runner import Runner
 from outrider.models.decoder import Decoder
+from outrider.testing import check_idle, random_prompts, run_staggered, tiny_checkpoint, visible_parts
 
-PROMPTS = tiny_prompts(5, seed=11)
+PROMPTS = random_prompts(5, seed=11)
 LAWS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 0.8, "top_p": 0.95},
@@ -74,13 +75,13 @@ def test_the_same_tokens(config: str, distribution: str, alone: LLM, llm: LLM) -
     """Alone and in ragged company."""
     params = params_of(distribution)
     use(llm, **CONFIGS[config])
-    expected = [said(answer(alone, prompt, p).outputs) for prompt, p in zip(PROMPTS, params)]
+    expected = [visible_parts(answer(alone, prompt, p).outputs) for prompt, p in zip(PROMPTS, params)]
     first = answer(llm, PROMPTS[0], params[0])
-    assert said(first.outputs) == expected[0] and first.speculation.drafted > 0
-    got = drive(llm, PROMPTS, params)
-    assert [said(output.outputs) for output in got] == expected
+    assert visible_parts(first.outputs) == expected[0] and first.speculation.drafted > 0
+    got = run_staggered(llm, PROMPTS, params)
+    assert [visible_parts(output.outputs) for output in got] == expected
     assert sum(output.speculation.accepted for output in got) > 0
-    settled(llm)
+    check_idle(llm)
 
 
 @pytest.mark.parametrize("config", ["sets", "exit", "exit with siblings"])
@@ -91,8 +92,10 @@ def test_eight_bit_keys(config: str, deep: str) -> None:
     )
     use(fast, **CONFIGS[config])
     for params in (params_of("greedy"), params_of("sampled")):
-        expected, got = (llm.generate(prompts_of(PROMPTS), params) for llm in (plain, fast))
-        assert [said(output.outputs) for output in got] == [said(output.outputs) for output in expected]
+        expected, got = (llm.generate(token_prompts(PROMPTS), params) for llm in (plain, fast))
+        assert [visible_parts(output.outputs) for output in got] == [
+            visible_parts(output.outputs) for output in expected
+        ]
 
 
 # ---- one call, or level by level
@@ -114,7 +117,7 @@ def heard(
     with monkeypatch.context() as patch:
         patch.setattr(LayerSkip, "propose", listening)
         use(llm, **config)
-        llm.generate(prompts_of(PROMPTS[:4]), params_of(distribution)[:4])
+        llm.generate(token_prompts(PROMPTS[:4]), params_of(distribution)[:4])
     return drafts
 
 
@@ -163,10 +166,10 @@ def test_verification_computes_no_first_layer_twice(llm: LLM, monkeypatch: pytes
 
 def differences(alone: LLM, llm: LLM) -> int:
     params = params_of("greedy")
-    outputs = drive(llm, PROMPTS, params)
+    outputs = run_staggered(llm, PROMPTS, params)
     llm.engine.forget_prefixes()
     return sum(
-        said(output.outputs) != said(answer(alone, prompt, p).outputs)
+        visible_parts(output.outputs) != visible_parts(answer(alone, prompt, p).outputs)
         for output, prompt, p in zip(outputs, PROMPTS, params)
     )
 
@@ -252,9 +255,9 @@ def test_drafting_writes_its_own_slots_only(config: str, llm: LLM, monkeypatch: 
         return draft
 
     monkeypatch.setattr(drafter, "propose", watched)
-    drive(llm, PROMPTS, params_of("sampled"))
+    run_staggered(llm, PROMPTS, params_of("sampled"))
     assert seen > 0
-    settled(llm)
+    check_idle(llm)
 
 
 def test_a_skipped_attention_has_no_keys_in_the_pool(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

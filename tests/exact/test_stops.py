@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import answer, drive, prompts_of, said, settled, tiny_prompts
-from rows import make_row
+from helpers import answer, token_prompts
 
 from outrider import LLM, ConfigError, SamplingParams
 from outrider.cache.pool import Pool
@@ -26,6 +25,7 @@ from outrider.drafting import disco
 from outrider.drafting.base import TextDrafter
 from outrider.drafting.disco import FEATURES, Classifier
 from outrider.models.decoder import Decoder
+from outrider.testing import check_idle, make_row, random_prompts, run_staggered, visible_parts
 
 LAWS = (
     {"temperature": 0.0},
@@ -112,10 +112,10 @@ def test_a_draft_ends_behind_the_first_guess_that_the_rule_dislikes(
 ) -> None:
     """In one call and level by level, alone and in company.  The chain without the rule says where that is."""
     monkeypatch.setattr("outrider.drafting.threshold.STEP", 0.0)  # a threshold that does not move
-    prompts, each = tiny_prompts(5, seed=2), params(distribution)
+    prompts, each = random_prompts(5, seed=2), params(distribution)
     with overheard(fast, monkeypatch) as whole:
         use(fast, stranger, **FREE)
-        drive(fast, prompts, each)
+        run_staggered(fast, prompts, each)
     entropies = sorted(t[1] for _, features in whole.values() for t in features)
     given, stop_rule = rule(kind, classifier, entropies[len(entropies) // 2] + 1e-3)
     seen = []
@@ -128,9 +128,9 @@ def test_a_draft_ends_behind_the_first_guess_that_the_rule_dislikes(
                 for group in (
                     [list(zip(prompts, each))] if together else [[pair] for pair in zip(prompts, each)]
                 ):
-                    drive(fast, [prompt for prompt, _ in group], [p for _, p in group])
+                    run_staggered(fast, [prompt for prompt, _ in group], [p for _, p in group])
                 empty(fast.engine.drafter)
-                settled(fast)
+                check_idle(fast)
             seen.append(heard)
     assert all(heard == seen[0] for heard in seen), "not the same guesses in every way"
     shorter = 0
@@ -160,7 +160,7 @@ def test_a_tree_is_not_grown_behind_what_the_rule_dislikes(
         return draft
 
     drafter.propose = listening
-    fast.generate(prompts_of(tiny_prompts(3)), params({"temperature": temperature}, 3))
+    fast.generate(token_prompts(random_prompts(3)), params({"temperature": temperature}, 3))
     ended = 0
     for tree, features in trees:
         assert sorted(features) == list(range(len(tree.tokens)))
@@ -174,14 +174,14 @@ def test_a_tree_is_not_grown_behind_what_the_rule_dislikes(
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_a_drawn_guess_stays(rule: str, fast: LLM, stranger: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it is; only nothing is drawn behind it."""
-    prompts, each = tiny_prompts(4), params({"temperature": 0.9}, 4)
+    prompts, each = random_prompts(4), params({"temperature": 0.9}, 4)
     with overheard(fast, monkeypatch) as whole:
         use(fast, stranger, verification=rule, **FREE)
-        drive(fast, prompts, each)
+        run_staggered(fast, prompts, each)
     with overheard(fast, monkeypatch) as heard:
         use(fast, stranger, verification=rule, assistant_confidence_threshold=0.1)
-        drive(fast, prompts, each)
-    settled(fast)
+        run_staggered(fast, prompts, each)
+    check_idle(fast)
     for key in [(i, len(prompt)) for i, prompt in enumerate(prompts)]:  # before the texts part
         tokens, features = whole[key]
         end = next((i + 1 for i, t in enumerate(features) if t[0] < 0.1), len(tokens))
@@ -193,7 +193,7 @@ def test_a_schedule_decides_how_deep(
     fast: LLM, llama: str, stranger: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The target guesses for itself: always right, two more each round up to the ceiling.  A stranger is always wrong."""
-    prompt, asked = tiny_prompts(1)[0], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    prompt, asked = random_prompts(1)[0], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     for checkpoint, expected in ((llama, [2, 4, 6, 8, 9, 9]), (stranger, [2, 1, 1, 1])):
         with overheard(fast, monkeypatch) as heard:
             use(
@@ -212,7 +212,7 @@ def test_rows_that_opt_out_are_left_alone(fast: LLM, stranger: str) -> None:
     drafter = use(fast, stranger, entropy_threshold=0.4, drafter={"method": "ngram"})
     kept = copy.deepcopy(drafter.memory)
     outputs = fast.generate(
-        prompts_of(tiny_prompts(2)), [SamplingParams(speculate=False, max_tokens=9, seed=1)] * 2
+        token_prompts(random_prompts(2)), [SamplingParams(speculate=False, max_tokens=9, seed=1)] * 2
     )
     assert all(output.outputs[0].speculation.drafted == 0 for output in outputs)
     assert drafter.memory == kept and drafter.staged.forwards == 0
@@ -222,11 +222,11 @@ def test_rows_that_opt_out_are_left_alone(fast: LLM, stranger: str) -> None:
 def test_what_was_learned_can_be_put_back(fast: LLM, stranger: str) -> None:
     drafter = use(fast, stranger, entropy_threshold=0.4, drafter={"method": "recycle"})
     kept, asked = copy.deepcopy(drafter.memory), SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-    first = answer(fast, tiny_prompts(1)[0], asked).outputs[0].speculation
+    first = answer(fast, random_prompts(1)[0], asked).outputs[0].speculation
     assert drafter.memory != kept
     drafter.memory = kept
     fast.engine.forget_prefixes()
-    assert answer(fast, tiny_prompts(1)[0], asked).outputs[0].speculation == first
+    assert answer(fast, random_prompts(1)[0], asked).outputs[0].speculation == first
     assert use(fast, stranger, **FREE).memory is None, "nothing is learned"
 
 
@@ -266,16 +266,16 @@ INNER = (
 def test_a_staged_chain_is_the_same_chain(
     more: dict[str, Any], inner: dict[str, Any], fast: LLM, stranger: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompts = [*tiny_prompts(3), [7, 8, 9, 10] * 6]
+    prompts = [*random_prompts(3), [7, 8, 9, 10] * 6]
     for distribution in LAWS:
         seen = []
         for drafter in (None, inner):
             with overheard(fast, monkeypatch) as heard:
                 use(fast, stranger, drafter=drafter, **more)
-                outputs = drive(fast, prompts, params(distribution, len(prompts), 30))
-            settled(fast)
+                outputs = run_staggered(fast, prompts, params(distribution, len(prompts), 30))
+            check_idle(fast)
             empty(fast.engine.drafter)
-            seen.append((heard, [said(output.outputs) for output in outputs]))
+            seen.append((heard, [visible_parts(output.outputs) for output in outputs]))
         assert seen[0] == seen[1]
 
 

@@ -14,14 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import answer, settled, tiny_prompts
+from helpers import answer
 from torch import Tensor
 
 from outrider import LLM, ConfigError, EngineError, RequestError, SamplingParams
 from outrider.core.row import Row
+from outrider.engine.loop import EngineLoop
 from outrider.errors import OutriderError
+from outrider.testing import EngineDriver, check_idle, random_prompts
 
-PROMPTS = tiny_prompts(12, seed=4)
+PROMPTS = random_prompts(12, seed=4)
 METHODS = ["off", "ngram", "suffix", "draft_model"]
 
 
@@ -108,7 +110,7 @@ def test_texts_do_not_depend_on_other_threads(
 ) -> None:
     llm.use(config(method, llama))
     together(*(caller(llm, texts, seed) for seed in range(6)))
-    settled(llm)
+    check_idle(llm)
 
 
 def test_twins_in_two_threads_each(llm: LLM, texts: list[list[int]], llama: str) -> None:
@@ -116,7 +118,7 @@ def test_twins_in_two_threads_each(llm: LLM, texts: list[list[int]], llama: str)
     twins = [llm.variant(config(method, llama)) for method in METHODS[1:]]
     together(*(caller(twin, texts, seed) for seed in range(2) for twin in twins))
     for twin in twins:
-        settled(twin)
+        check_idle(twin)
 
 
 def test_twins_of_a_model_in_the_code_of_transformers(tmp_path: Path) -> None:
@@ -128,7 +130,7 @@ def test_twins_of_a_model_in_the_code_of_transformers(tmp_path: Path) -> None:
     twins = [llm, llm.variant({"method": "ngram"})]
     together(*(caller(twin, texts, seed, rounds=3) for seed in range(2) for twin in twins))
     for twin in twins:
-        settled(twin)
+        check_idle(twin)
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model", "suffix"])
@@ -149,7 +151,7 @@ def test_the_builtin_model_answers_threads(method: str) -> None:
         return run
 
     together(*(task(i) for i in range(len(prompts))))
-    settled(llm)
+    check_idle(llm)
 
 
 def test_calls_of_several_threads_share_steps(llm: LLM) -> None:
@@ -169,7 +171,7 @@ def test_calls_of_several_threads_share_steps(llm: LLM) -> None:
 
     together(run, run, run)
     assert max(batches) > 1
-    settled(llm)
+    check_idle(llm)
 
 
 # ---- changing the drafter
@@ -196,7 +198,7 @@ def test_the_drafter_stays_while_another_thread_runs(llm: LLM, texts: list[list[
             go_on.set()
 
     together(run, change)
-    settled(llm)
+    check_idle(llm)
 
 
 # ---- steps that fail
@@ -238,7 +240,7 @@ def test_a_failed_step_ends_every_open_request(
     assert sum(isinstance(error, MemoryError) for error in seen) == 1 and len(seen) >= 1
     for error in seen:
         assert "no room" in str(error) and (isinstance(error, MemoryError) or error.__cause__ is not None)
-    settled(llm)
+    check_idle(llm)
     assert answer(llm, PROMPTS[0], PARAMS[0]).outputs[0].token_ids == texts[0]
 
 
@@ -253,7 +255,7 @@ def test_a_stream_ends_with_the_step_that_another_caller_drove(llm: LLM) -> None
     next(broken, None)
     with pytest.raises(EngineError, match="MemoryError: no room"):
         next(stream)
-    settled(llm)
+    check_idle(llm)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -281,7 +283,7 @@ def test_an_interrupt_ends_the_requests_of_its_caller_only(
     last = {output.request_id: output for output in stream}
     assert sorted(output.outputs[0].token_ids for output in last.values()) == sorted([texts[1], texts[2]])
     assert all(len(o.outputs[0].token_times) == len(o.outputs[0].token_ids) for o in last.values())
-    settled(llm)
+    check_idle(llm)
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="needs signals")
@@ -328,7 +330,7 @@ def test_interrupts_at_any_moment(method: str, llm: LLM, texts: list[list[int]],
         others.join(60)
         signal.signal(signal.SIGUSR1, before)
     assert not others.is_alive() and interrupts[0] > 3 and not wrong
-    settled(llm)
+    check_idle(llm)
     assert answer(llm, PROMPTS[0], PARAMS[0]).outputs[0].token_ids == texts[0]
 
 
@@ -370,8 +372,8 @@ def test_a_processor_cannot_call_the_engine(
         assert ("running" if name == "use" else "inside its own step") in str(outputs[1].error), name
         ids = outputs[1].outputs[0].token_ids
         assert len(ids) <= 2 and ids == texts[3][: len(ids)]
-        settled(llm)
-        settled(twin)
+        check_idle(llm)
+        check_idle(twin)
 
 
 def test_a_processor_aborts(llm: LLM, texts: list[list[int]]) -> None:
@@ -388,7 +390,7 @@ def test_a_processor_aborts(llm: LLM, texts: list[list[int]]) -> None:
     (last,) = stream
     ids = last.outputs[0].token_ids
     assert last.outputs[0].finish_reason == "abort" and ids == texts[0][: len(ids)]
-    settled(llm)
+    check_idle(llm)
 
 
 def test_the_consumer_of_a_stream_calls_the_engine(llm: LLM, texts: list[list[int]]) -> None:
@@ -397,7 +399,7 @@ def test_the_consumer_of_a_stream_calls_the_engine(llm: LLM, texts: list[list[in
         assert answer(llm, PROMPTS[1], PARAMS[1]).outputs[0].token_ids == texts[1]
         ids = output.outputs[0].token_ids
         assert ids == texts[0] or not output.finished
-    settled(llm)
+    check_idle(llm)
 
 
 # ---- what a server builds on
@@ -406,7 +408,12 @@ def test_the_consumer_of_a_stream_calls_the_engine(llm: LLM, texts: list[list[in
 def test_one_thread_drives_for_all(llm: LLM, texts: list[list[int]]) -> None:
     """The driver sleeps while there is nothing to do; requests have ids of any kind and tell of their progress."""
     llm.use({"method": "ngram"})
-    loop, closed, lock = llm._loop, threading.Event(), threading.Lock()
+    driver, loop, closed, lock = (
+        EngineDriver(llm),
+        EngineLoop(llm.engine),
+        threading.Event(),
+        threading.Lock(),
+    )
     lengths: dict[str, list[int]] = {}
 
     def listener(rows: list[Row]) -> Callable[[], None]:
@@ -423,9 +430,7 @@ def test_one_thread_drives_for_all(llm: LLM, texts: list[list[int]]) -> None:
     def task() -> None:
         try:
             for i in range(6):
-                request: Any = llm._reader.request(
-                    f"chat-é {i}", {"prompt_token_ids": PROMPTS[i]}, PARAMS[i], False
-                )
+                request = driver.make_request(PROMPTS[i], PARAMS[i], request_id=f"chat-é {i}")
                 ticket = loop.submit(request.rows, listener(request.rows))
                 if i == 3:
                     with pytest.raises(RequestError, match="belongs to a request"):
@@ -439,7 +444,7 @@ def test_one_thread_drives_for_all(llm: LLM, texts: list[list[int]]) -> None:
             close()
 
     together(lambda: loop.run_until(closed.is_set), task)
-    settled(llm)
+    check_idle(llm)
 
 
 def test_a_listener_that_fails_ends_its_request_alone(llm: LLM, texts: list[list[int]]) -> None:
@@ -448,11 +453,14 @@ def test_a_listener_that_fails_ends_its_request_alone(llm: LLM, texts: list[list
     def gone() -> None:
         raise ConnectionError("gone")
 
-    request: Any = llm._reader.request("one", {"prompt_token_ids": PROMPTS[0]}, PARAMS[0], False)
-    llm._loop.submit(request.rows, gone)
-    assert answer(llm, PROMPTS[1], PARAMS[1]).outputs[0].token_ids == texts[1]
-    assert request.rows[0].finish_reason == "abort"
-    settled(llm)
+    driver, loop = EngineDriver(llm), EngineLoop(llm.engine)
+    first, second = (driver.make_request(PROMPTS[i], PARAMS[i]) for i in range(2))
+    loop.submit(first.rows, gone)
+    ticket = loop.submit(second.rows)
+    loop.run_until(lambda: ticket.finished)
+    assert second.output().outputs[0].token_ids == texts[1]
+    assert first.rows[0].finish_reason == "abort"
+    check_idle(llm)
 
 
 def test_errors_have_one_root() -> None:

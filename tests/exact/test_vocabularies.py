@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import answer, counted, drive, prompts_of, said, settled, tiny_prompts
+from helpers import answer, token_prompts
 from safetensors.torch import load_file, save_file
 from vocabularies import byte_level, checkpoint_of, letters, sentencepiece, tiny_words, twin
 
@@ -20,8 +20,15 @@ from outrider.core.tree import Draft
 from outrider.draft.draft_model import intersect
 from outrider.draft.draft_model.drafter import ModelDrafter
 from outrider.draft.draft_model.retokenize import Retokenized
+from outrider.testing import (
+    check_idle,
+    check_statistics,
+    random_prompts,
+    run_staggered,
+    visible_parts,
+)
 
-PROMPTS = tiny_prompts(7)
+PROMPTS = random_prompts(7)
 LAWS: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.8}]
 probs_of = pytest.mark.parametrize("distribution", LAWS, ids=["greedy", "sampled"])
 kind_of = pytest.mark.parametrize("kind", [byte_level, sentencepiece], ids=["byte_level", "sentencepiece"])
@@ -91,9 +98,9 @@ def test_shuffled_ids_guess_what_the_targets_own_do(
     results = []
     for model, mismatch in ((llama, "refuse"), (twins(kind), "intersect")):
         fast.use(draft(model, mismatch, siblings=siblings, verification=verification))
-        outputs = drive(fast, PROMPTS, params_of(distribution))
-        settled(fast)
-        results.append(([said(o.outputs) for o in outputs], together(outputs)))
+        outputs = run_staggered(fast, PROMPTS, params_of(distribution))
+        check_idle(fast)
+        results.append(([visible_parts(o.outputs) for o in outputs], together(outputs)))
     assert results[0] == results[1]
     assert results[1][1].tokens_per_step > 3
 
@@ -113,7 +120,7 @@ def test_a_shift_by_one_is_noticed(
 
     monkeypatch.setattr("outrider.draft.draft_model.drafter.shared_tokens", shifted)
     fast.use(draft(twins(byte_level), "intersect"))
-    outputs = drive(fast, PROMPTS, params_of({"temperature": 0.0}))
+    outputs = run_staggered(fast, PROMPTS, params_of({"temperature": 0.0}))
     assert together(outputs).acceptance < 0.2
 
 
@@ -125,12 +132,12 @@ def test_the_same_network_guesses_the_same_text(spellers: tuple[LLM, str]) -> No
     prompts = ["It was late, and", "a", "2 + 2 =", "   so  what?\n\nNothing", "x" * 90, "He said: no ", "\n"]
     params = params_of({"temperature": 0.0}, max_tokens=40)
     llm.use(None)
-    expected = [said(llm.generate(prompt, p)[0].outputs) for prompt, p in zip(prompts, params)]
+    expected = [visible_parts(llm.generate(prompt, p)[0].outputs) for prompt, p in zip(prompts, params)]
     llm.use(draft(model, "retokenize"))
     outputs = llm.generate(prompts, params)
-    assert [said(o.outputs) for o in outputs] == expected
+    assert [visible_parts(o.outputs) for o in outputs] == expected
     assert together(outputs).acceptance > 0.98
-    settled(llm)
+    check_idle(llm)
 
 
 @kind_of
@@ -155,12 +162,12 @@ def test_a_shadow_has_the_cache_of_its_text(
     monkeypatch.setattr(ModelDrafter, "propose", listening)
     model = twins(kind, 0.5)
     fast.use(draft(model, "retokenize", assistant_lookbehind=lookbehind))
-    whole = tiny_prompts(1, seed=9, longest=40)[0] * 4
+    whole = random_prompts(1, seed=9, longest=40)[0] * 4
     prompts = [*PROMPTS, *(whole[:length] for length in range(40, 70, 3))]
     for _ in range(2):
-        drive(fast, prompts, params_of({"temperature": 0.8}, len(prompts), n=2))
+        run_staggered(fast, prompts, params_of({"temperature": 0.8}, len(prompts), n=2))
     alone, params = LLM(model), SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-    outputs = alone.generate(prompts_of(list(heard)), params)
+    outputs = alone.generate(token_prompts(list(heard)), params)
     wrong = [
         ids
         for ids, output in zip(heard, outputs)
@@ -191,17 +198,17 @@ def test_in_company(
     """
     params = params_of(distribution)
     params[3] = SamplingParams(**{**vars(params[3]), "n": 3})
-    expected = [said(answer(plain, prompt, p).outputs) for prompt, p in zip(PROMPTS, params)]
+    expected = [visible_parts(answer(plain, prompt, p).outputs) for prompt, p in zip(PROMPTS, params)]
     fast.use(draft(twins(kind, keep), mismatch))
     alone = answer(fast, PROMPTS[0], params[0])
-    assert said(alone.outputs) == expected[0]
-    outputs = drive(fast, PROMPTS, params, aborts={2: 3, 5: 6})
-    settled(fast)
-    counted([sample for o in outputs for sample in o.outputs])
+    assert visible_parts(alone.outputs) == expected[0]
+    outputs = run_staggered(fast, PROMPTS, params, aborts={2: 3, 5: 6})
+    check_idle(fast)
+    check_statistics([sample for o in outputs for sample in o.outputs])
     assert together(outputs).drafted > 100
     for output, others in zip(outputs, expected):
         for mine, theirs in zip(output.outputs, others):
-            whole = said([mine])[0]
+            whole = visible_parts([mine])[0]
             assert whole == theirs or (
                 mine.finish_reason == "abort" and mine.token_ids == theirs[0][: len(mine.token_ids)]
             )
@@ -228,11 +235,11 @@ def test_prefix_cache(
     common = [*PROMPTS[0], *PROMPTS[1]] * 2
     prompts = [[*common, *tail] for tail in PROMPTS]
     params = params_of(distribution)
-    expected = [said(answer(plain, prompt, p).outputs) for prompt, p in zip(prompts, params)]
+    expected = [visible_parts(answer(plain, prompt, p).outputs) for prompt, p in zip(prompts, params)]
     for _ in range(2):
         hits = _hits(llm)
-        assert [said(o.outputs) for o in drive(llm, prompts, params)] == expected
-        settled(llm)
+        assert [visible_parts(o.outputs) for o in run_staggered(llm, prompts, params)] == expected
+        check_idle(llm)
     assert (min(hits) >= 3 * PAGE) if caching else (max(hits) == 0)
     llm.engine.forget_prefixes()
     assert not any(cache.index for cache in llm.engine.caches)
@@ -260,7 +267,7 @@ def test_little_memory(
     are not drafted for.
     """
     params = params_of(distribution, max_tokens=60)
-    expected = [said(answer(plain, prompt, p).outputs) for prompt, p in zip(PROMPTS, params)]
+    expected = [visible_parts(answer(plain, prompt, p).outputs) for prompt, p in zip(PROMPTS, params)]
     config = draft(twins(sentencepiece), mismatch)
     slot = 2 * plain.engine.decoder.slot_bytes  # the draft is the target's network
     llm = LLM(
@@ -271,11 +278,11 @@ def test_little_memory(
         speculative_config=config,
     )
     assert [cache.pages for cache in llm.engine.caches] == [9] * len(llm.engine.caches)
-    outputs = drive(llm, PROMPTS, params)
-    assert [said(o.outputs) for o in outputs] == expected
+    outputs = run_staggered(llm, PROMPTS, params)
+    assert [visible_parts(o.outputs) for o in outputs] == expected
     assert llm.engine.scheduler.preemptions > 0
     assert together(outputs).drafted > 0
-    settled(llm)
+    check_idle(llm)
 
 
 @probs_of
@@ -295,12 +302,12 @@ def test_rows_that_fall_behind_catch_up(
     params = [
         SamplingParams(**{**vars(p), "max_tokens": 8 + 12 * i}) for i, p in enumerate(params_of(distribution))
     ]
-    expected = [said(answer(plain, prompt, p).outputs) for prompt, p in zip(PROMPTS, params)]
+    expected = [visible_parts(answer(plain, prompt, p).outputs) for prompt, p in zip(PROMPTS, params)]
     fast.use(draft(twins(byte_level, 0.5), "retokenize", **options))
-    outputs = drive(fast, PROMPTS, params)
-    assert [said(o.outputs) for o in outputs] == expected
+    outputs = run_staggered(fast, PROMPTS, params)
+    assert [visible_parts(o.outputs) for o in outputs] == expected
     assert together(outputs).drafted > 50
-    settled(fast)
+    check_idle(fast)
 
 
 def test_a_page_that_the_drafter_keeps_is_noticed(
@@ -308,7 +315,7 @@ def test_a_page_that_the_drafter_keeps_is_noticed(
 ) -> None:
     monkeypatch.setattr(Retokenized, "forget", lambda *_: None)
     fast.use(draft(twins(byte_level), "retokenize"))
-    fast.generate(prompts_of(PROMPTS[:1]), params_of(LAWS[0], 1))
+    fast.generate(token_prompts(PROMPTS[:1]), params_of(LAWS[0], 1))
     with pytest.raises(AssertionError, match="still holds pages"):
         fast.engine.check()
     fast.use(None)

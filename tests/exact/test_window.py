@@ -9,25 +9,23 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import (
-    answer,
-    counted,
-    drive,
-    prompts_of,
-    said,
-    settled,
-    tiny_checkpoint,
-    tiny_prompts,
-    write_adapter,
-)
+from helpers import answer, token_prompts, write_adapter
 
 from outrider import LLM, LoRARequest, RequestOutput, SamplingParams
 from outrider.core.step import Batch
 from outrider.core.tree import Draft
 from outrider.draft.draft_model import DraftModel
 from outrider.models.decoder import Decoder
+from outrider.testing import (
+    check_idle,
+    check_statistics,
+    random_prompts,
+    run_staggered,
+    tiny_checkpoint,
+    visible_parts,
+)
 
-PROMPTS = [tiny_prompts(1, seed=i, longest=40)[0] * 3 + tiny_prompts(1, seed=9 + i)[0] for i in range(4)]
+PROMPTS = [random_prompts(1, seed=i, longest=40)[0] * 3 + random_prompts(1, seed=9 + i)[0] for i in range(4)]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 LAWS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -63,8 +61,8 @@ def heard(
         if not one_call:
             patch.setattr(Decoder, "fuses_chains", False)
         llm.use({"method": "draft_model", "num_speculative_tokens": 4, **config})
-        llm.generate(prompts_of(prompts), params)
-    settled(llm)
+        llm.generate(token_prompts(prompts), params)
+    check_idle(llm)
     return draft_tree
 
 
@@ -82,9 +80,9 @@ def by_definition(
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     near = getattr(model.config, "sliding_window", None) or 1000
-    end, said = len(tokens), list(tokens)
-    while len(said) < end + depth:
-        n = len(said)
+    end, text = len(tokens), list(tokens)
+    while len(text) < end + depth:
+        n = len(text)
         sees = torch.ones(n, n, dtype=torch.bool).tril().triu(1 - near)
         for p in range(end - 1 if itself else 0, n):
             first = end - 1 if itself else min(p, end - 1) // recent * recent
@@ -92,10 +90,10 @@ def by_definition(
         mask = torch.zeros(1, 1, n, n).masked_fill(~sees, float("-inf"))
         with torch.no_grad():
             logits = model(
-                torch.tensor([said]), attention_mask=mask, position_ids=torch.arange(n)[None]
+                torch.tensor([text]), attention_mask=mask, position_ids=torch.arange(n)[None]
             ).logits
-        said.append(int(logits[0, -1].argmax()))
-    return said[end:]
+        text.append(int(logits[0, -1].argmax()))
+    return text[end:]
 
 
 @pytest.mark.parametrize(
@@ -182,15 +180,15 @@ def test_itself_is_right_as_far_as_it_sees(model: str, siblings: int, request: p
     llm = LLM(folder, max_num_seqs=4, speculative_config={
         "method": "draft_model", "model": "self", "draft_kv_budget": budget, "num_speculative_tokens": 3, "siblings": siblings,
     })  # fmt: skip
-    outputs = drive(llm, PROMPTS, MIXED)
-    assert [said(o.outputs) for o in outputs] == [
-        said(answer(LLM(folder), p, distribution).outputs) for p, distribution in zip(PROMPTS, MIXED)
+    outputs = run_staggered(llm, PROMPTS, MIXED)
+    assert [visible_parts(o.outputs) for o in outputs] == [
+        visible_parts(answer(LLM(folder), p, distribution).outputs) for p, distribution in zip(PROMPTS, MIXED)
     ]
-    counted([sample for o in outputs for sample in o.outputs])
+    check_statistics([sample for o in outputs for sample in o.outputs])
     assert all(always_right(o) for o in outputs[siblings > 1 :]), (
         "a greedy tree keeps what is likely, not only what is best"
     )
-    settled(llm)
+    check_idle(llm)
 
 
 def test_itself_takes_no_memory(llama: str) -> None:
@@ -224,7 +222,7 @@ def test_what_itself_wrote_does_not_stay(siblings: int, llama: str) -> None:
         }
 
     expected: dict[tuple[str, int], torch.Tensor] = {}
-    drive(plain, PROMPTS, MIXED, on_step=lambda: expected.update(held(plain.engine)))
+    run_staggered(plain, PROMPTS, MIXED, on_step=lambda: expected.update(held(plain.engine)))
     compared = 0
 
     def compare() -> None:
@@ -233,7 +231,7 @@ def test_what_itself_wrote_does_not_stay(siblings: int, llama: str) -> None:
             assert torch.equal(kv, expected[key]), key
             compared += 1
 
-    outputs = drive(llm, PROMPTS, MIXED, on_step=compare)
+    outputs = run_staggered(llm, PROMPTS, MIXED, on_step=compare)
     assert compared > 500
     assert any(0 < o.speculation.accepted < o.speculation.drafted for o in outputs), (
         "some guesses should be right and some wrong"
@@ -250,7 +248,9 @@ def test_itself_with_adapters(siblings: int, llama: str, tmp_path: Path) -> None
         write_adapter(tmp_path / str(i), llama, i)
     one, other = (LoRARequest(str(i), i, str(tmp_path / str(i))) for i in (1, 2))
     chosen = [one, None, other, None]
-    expected = [said(o.outputs) for o in llm.generate(prompts_of(PROMPTS), MIXED, lora_request=chosen)]
+    expected = [
+        visible_parts(o.outputs) for o in llm.generate(token_prompts(PROMPTS), MIXED, lora_request=chosen)
+    ]
     llm.use(
         {
             "method": "draft_model",
@@ -260,10 +260,10 @@ def test_itself_with_adapters(siblings: int, llama: str, tmp_path: Path) -> None
             "siblings": siblings,
         }
     )
-    outputs = llm.generate(prompts_of(PROMPTS), MIXED, lora_request=chosen)
-    assert [said(o.outputs) for o in outputs] == expected
+    outputs = llm.generate(token_prompts(PROMPTS), MIXED, lora_request=chosen)
+    assert [visible_parts(o.outputs) for o in outputs] == expected
     assert all(always_right(o) for o in outputs[siblings > 1 :])
-    settled(llm)
+    check_idle(llm)
 
 
 @pytest.mark.parametrize("model", ["stranger", "self"])
@@ -294,8 +294,8 @@ def test_guesses_are_drawn_where_the_rule_asks_for_laws(
         return draft
 
     fast.engine.drafter.propose = listening  # type: ignore[method-assign]
-    outputs = drive(fast, PROMPTS, MIXED)
+    outputs = run_staggered(fast, PROMPTS, MIXED)
     assert drawn > 50
     if model == "self" and siblings == 1:
         assert all(map(always_right, outputs))
-    settled(fast)
+    check_idle(fast)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rows import make_row
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -29,6 +28,7 @@ from outrider.heads.choose import Chooser
 from outrider.heads.reader import Reader
 from outrider.sampling.processors import processors_of
 from outrider.sampling.sampler import Sampler
+from outrider.testing import make_row
 
 CPU = torch.device("cpu")
 V, KNOWN = 200, 48  # tokens of the target, and of a head that knows some of them

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Truth, answer, settled, tiny_checkpoint, tiny_prompts
+from helpers import answer
 from torch import Tensor
 
 from outrider import LLM, SamplingParams
@@ -30,6 +30,7 @@ from outrider.drafting.base import Target
 from outrider.heads.choose import Chooser
 from outrider.heads.recurrent import Forwards, Recurrent, RecurrentOptions
 from outrider.heads.sample import read
+from outrider.testing import KnownTexts, check_idle, random_prompts, tiny_checkpoint
 
 WIDE = 32  # of a pair in the pool
 SMALL: dict[str, dict[str, Any]] = {"dynamic": {"top_k": 2, "nodes": 6}, "chain": {}}  # options of a tree
@@ -64,14 +65,14 @@ class Net:
 class Oracle(Chooser):
     """Drafts from the known text of plain decoding: right in two of three positions."""
 
-    def __init__(self, target: Target, truth: Truth) -> None:
+    def __init__(self, target: Target, truth: KnownTexts) -> None:
         super().__init__(target)
         self.truth = truth
 
     def found(self, row: Row, paths: Sequence[Sequence[int]], logits: Tensor, k: int) -> Found:
         found = torch.zeros(len(paths), k, dtype=torch.int32)
         for i, path in enumerate(paths):
-            ahead = self.truth.ahead(row, len(path) + 1)
+            ahead = self.truth.continuation(row, len(path) + 1)
             right = ahead[len(path)] if len(ahead) > len(path) and ahead[: len(path)] == list(path) else 5
             place = (len(row.tokens) + len(path)) % 3  # third: not among two
             found[i] = torch.tensor(
@@ -96,7 +97,7 @@ class Log:
 class Listening(Recurrent):
     """seen: (tokens, K, V) of a row whenever it was drafted for or counted as filled."""
 
-    def __init__(self, target: Target, truth: Truth, tree: str = "dynamic") -> None:
+    def __init__(self, target: Target, truth: KnownTexts, tree: str = "dynamic") -> None:
         super().__init__(
             RecurrentOptions(tree=tree, **SMALL.get(tree, {"nodes": 6})), target, Head.of("pairs", {}, {})
         )
@@ -153,14 +154,14 @@ def plain(checkpoint: str) -> LLM:
     return LLM(checkpoint, dtype="float32", enable_prefix_caching=False)
 
 
-def put_to_work(
+def use_drafter(
     checkpoint: str,
     plain: LLM,
     prompts: Sequence[list[int]],
     params: Sequence[SamplingParams],
     **options: Any,
 ) -> tuple[LLM, Any]:
-    tree, truth = options.pop("tree", "dynamic"), Truth()
+    tree, truth = options.pop("tree", "dynamic"), KnownTexts()
     for prompt, p in zip(prompts, params):
         truth.learn(prompt, p.seed or 0, answer(plain, prompt, p).outputs)
     llm = LLM(checkpoint, dtype="float32", **options)
@@ -208,7 +209,7 @@ def check(llm: LLM, drafter: Listening, once: bool = True) -> None:
         assert key[:, 1].tolist() == tokens[1:]
         assert torch.equal(value, states(whole[tuple(tokens)])[:count, :WIDE])
     assert drafter.drafted > 0
-    settled(llm)
+    check_idle(llm)
 
 
 def distribution(i: int, **more: Any) -> SamplingParams:
@@ -219,9 +220,9 @@ def distribution(i: int, **more: Any) -> SamplingParams:
 
 @pytest.mark.parametrize("tree", ["chain", "dynamic", "mc_sim_7b_63"])
 def test_chunked_prompts_of_different_lengths(checkpoint: str, plain: LLM, tree: str) -> None:
-    prompts = tiny_prompts(6, seed=4, longest=60)
+    prompts = random_prompts(6, seed=4, longest=60)
     params = [distribution(i) for i in range(6)]
-    llm, drafter = put_to_work(
+    llm, drafter = use_drafter(
         checkpoint, plain, prompts, params, max_num_batched_tokens=24, max_num_seqs=3, tree=tree
     )
     outputs = run(llm, prompts, params)
@@ -231,10 +232,10 @@ def test_chunked_prompts_of_different_lengths(checkpoint: str, plain: LLM, tree:
 
 def test_after_prefix_hits(checkpoint: str, plain: LLM) -> None:
     """The pair at the border is computed once more, from a state that the target computes again."""
-    common = tiny_prompts(1, seed=9, longest=40)[0] * 3
-    prompts = [[*common, *tail] for tail in tiny_prompts(4, seed=5)] + [common[:33], common[:32]]
+    common = random_prompts(1, seed=9, longest=40)[0] * 3
+    prompts = [[*common, *tail] for tail in random_prompts(4, seed=5)] + [common[:33], common[:32]]
     params = [distribution(i) for i in range(6)]
-    llm, drafter = put_to_work(checkpoint, plain, prompts, params, max_num_seqs=2)
+    llm, drafter = use_drafter(checkpoint, plain, prompts, params, max_num_seqs=2)
     run(llm, prompts, params)
     assert drafter.shared > 0
     first = {row: records[0][1] for row, records in drafter.log.pairs.items()}
@@ -243,17 +244,20 @@ def test_after_prefix_hits(checkpoint: str, plain: LLM) -> None:
 
 
 def test_two_samples_of_one_prompt(checkpoint: str, plain: LLM) -> None:
-    prompts, params = tiny_prompts(3, seed=6, longest=50), [distribution(2 * i + 1, n=2) for i in range(3)]
-    llm, drafter = put_to_work(checkpoint, plain, prompts, params)
+    prompts, params = random_prompts(3, seed=6, longest=50), [distribution(2 * i + 1, n=2) for i in range(3)]
+    llm, drafter = use_drafter(checkpoint, plain, prompts, params)
     run(llm, prompts, params)
     assert len(drafter.log.pairs) == 6
     check(llm, drafter)
 
 
 def test_after_preemption(checkpoint: str, plain: LLM) -> None:
-    prompts, params = tiny_prompts(5, seed=7, longest=40), [distribution(i, max_tokens=60) for i in range(5)]
+    prompts, params = (
+        random_prompts(5, seed=7, longest=40),
+        [distribution(i, max_tokens=60) for i in range(5)],
+    )
     memory = 10 * 16 * (plain.engine.decoder.slot_bytes + Net.slot_bytes)
-    llm, drafter = put_to_work(
+    llm, drafter = use_drafter(
         checkpoint, plain, prompts, params, kv_cache_memory_bytes=memory, max_model_len=128
     )
     run(llm, prompts, params)
@@ -265,10 +269,10 @@ def test_after_preemption(checkpoint: str, plain: LLM) -> None:
 def test_rows_without_drafts_are_read_before_many_states_are_pending(checkpoint: str, plain: LLM) -> None:
     """The number of pending states is bounded, and the pages can be shared."""
     prompts, params = (
-        tiny_prompts(2, seed=8),
+        random_prompts(2, seed=8),
         [distribution(0, max_tokens=LONG, speculate=False), distribution(1, max_tokens=LONG)],
     )
-    llm, drafter = put_to_work(checkpoint, plain, prompts, params)
+    llm, drafter = use_drafter(checkpoint, plain, prompts, params)
     most, observe = 0, drafter.observe
 
     def counting(commit: Any) -> None:
@@ -286,11 +290,11 @@ def test_rows_without_drafts_are_read_before_many_states_are_pending(checkpoint:
 def test_a_pair_without_a_slot_is_not_read(checkpoint: str, plain: LLM) -> None:
     """A prompt fills its page, and without drafts the next page is missing: slot 0 belongs to another row."""
     prompts = [
-        tiny_prompts(1, seed=9, longest=40)[0][:3] * 12,
-        (tiny_prompts(1, seed=10, longest=40)[0] * 16)[:16],
+        random_prompts(1, seed=9, longest=40)[0][:3] * 12,
+        (random_prompts(1, seed=10, longest=40)[0] * 16)[:16],
     ]
     params = [distribution(0), distribution(1, speculate=False)]
-    llm, drafter = put_to_work(checkpoint, plain, prompts, params)
+    llm, drafter = use_drafter(checkpoint, plain, prompts, params)
     catch_up = drafter._catch_up
 
     def watched(forwards: Forwards) -> Tensor:
@@ -309,8 +313,8 @@ def test_an_interrupted_forward_is_repeated(
     checkpoint: str, plain: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pairs read before the interrupt are read again, with the same states; none is left out."""
-    prompts, params = tiny_prompts(2, seed=3), [distribution(0), distribution(1)]
-    llm, drafter = put_to_work(checkpoint, plain, prompts, params)
+    prompts, params = random_prompts(2, seed=3), [distribution(0), distribution(1)]
+    llm, drafter = use_drafter(checkpoint, plain, prompts, params)
     stream, forward, left = (
         llm.stream({"prompt_token_ids": prompts[0]}, params[0]),
         llm.engine.runner.forward,
@@ -337,8 +341,8 @@ def test_lost_states_leave_a_gap_that_is_not_shared(
     checkpoint: str, plain: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C before `observe`: those pairs are lost, later ones are right, and the gap never counts as filled."""
-    prompts, params = tiny_prompts(2, seed=3), [distribution(0, max_tokens=40), distribution(1)]
-    llm, drafter = put_to_work(checkpoint, plain, prompts, params)
+    prompts, params = random_prompts(2, seed=3), [distribution(0, max_tokens=40), distribution(1)]
+    llm, drafter = use_drafter(checkpoint, plain, prompts, params)
     drafter.complete = False
     stream, observe, left = llm.stream({"prompt_token_ids": prompts[0]}, params[0]), drafter.observe, [3]
     next(stream)
@@ -362,8 +366,8 @@ def test_lost_states_leave_a_gap_that_is_not_shared(
 
 def test_a_shifted_pair_is_detected(checkpoint: str, plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check fails for a drafter that pairs each state with the token before."""
-    prompts, params = tiny_prompts(2, seed=3), [distribution(0), distribution(1)]
-    llm, drafter = put_to_work(checkpoint, plain, prompts, params)
+    prompts, params = random_prompts(2, seed=3), [distribution(0), distribution(1)]
+    llm, drafter = use_drafter(checkpoint, plain, prompts, params)
     forward = drafter.net.forward
 
     def shifted(step_input: StepInput, pool: Pool, g: Tensor) -> Tensor:
@@ -383,8 +387,8 @@ def test_committed_states_equal_those_of_transformers(family: str, tmp_path: Pat
     folder = tiny_checkpoint(tmp_path / family, family)
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     plain = LLM(folder, dtype="float32", enable_prefix_caching=False)
-    prompts, params = tiny_prompts(3, seed=2, longest=50), [distribution(i) for i in range(3)]
-    llm, drafter = put_to_work(folder, plain, prompts, params, max_num_batched_tokens=24, max_num_seqs=3)
+    prompts, params = random_prompts(3, seed=2, longest=50), [distribution(i) for i in range(3)]
+    llm, drafter = use_drafter(folder, plain, prompts, params, max_num_batched_tokens=24, max_num_seqs=3)
     kept: dict[Row, dict[int, Tensor]] = defaultdict(dict)
     wanted = (0, 1, 2, FINAL)
     drafter.needs = drafter.needs._replace(states=wanted)

@@ -10,11 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import answer, prompts_of, settled, tiny_checkpoint, tiny_prompts
-from helpers import said as all_of
+from helpers import answer, token_prompts
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rows import make_row, proper
 from torch import Tensor
 
 from outrider import LLM, SamplingParams, draft
@@ -32,6 +30,7 @@ from outrider.heads.ranks import RankAccuracy
 from outrider.heads.templates import EAGLE, MEDUSA, paths
 from outrider.heads.trees import DynamicTree, KVTree, RankTree, SampledTree
 from outrider.sampling.sampler import Sampler
+from outrider.testing import check_idle, check_tree, make_row, random_prompts, tiny_checkpoint, visible_parts
 
 V = 7
 TABLE = array("i", range(1000, 1400))  # slots are no positions
@@ -46,7 +45,7 @@ def logits_of(seed: int, path: Sequence[int]) -> Tensor:
 def chooser() -> Chooser:
     kernels = backend_for(torch.device("cpu"), torch.float32)
     return Chooser(
-        SimpleNamespace(vocabulary=V, decoder=SimpleNamespace(kernels=kernels), sampler=Sampler(kernels))
+        SimpleNamespace(vocabulary=V, decoder=SimpleNamespace(backend=kernels), sampler=Sampler(kernels))
     )  # type: ignore[arg-type]
 
 
@@ -85,7 +84,7 @@ def row_at(temperature: float) -> Row:
     return row
 
 
-def said(tree: DraftTree) -> list[tuple[int, ...]]:
+def node_paths(tree: DraftTree) -> list[tuple[int, ...]]:
     found: list[tuple[int, ...]] = []
     for token, parent in zip(tree.tokens, tree.parents):
         found.append((*(found[parent] if parent != ROOT else ()), token))
@@ -100,7 +99,7 @@ BUDGETS = st.integers(1, 4).flatmap(lambda depth: st.tuples(st.just(depth), st.i
 def test_dynamic_trees_are_proper(budget: tuple[int, int], k: int, seed: int, temperature: float) -> None:
     row = row_at(temperature)
     tree = grow(DynamicTree(row, TABLE, BASE, Budget(*budget), k), seed, budget[1])
-    proper(tree, Budget(*budget))
+    check_tree(tree, Budget(*budget))
     assert tree.tokens
 
 
@@ -133,8 +132,8 @@ def test_a_dynamic_tree_is_the_likeliest_of_all(seed: int, nodes: int, depth: in
         if all(path[:-1] in chosen or len(path) == 1 for path in chosen)
     )
     assert len(tree.tokens) == count
-    assert sum(worth[path] for path in said(tree)) == pytest.approx(best, rel=1e-6)
-    for path, confidence in zip(said(tree), tree.confidence):
+    assert sum(worth[path] for path in node_paths(tree)) == pytest.approx(best, rel=1e-6)
+    for path, confidence in zip(node_paths(tree), tree.confidence):
         assert confidence == pytest.approx(
             float(logits_of(seed, path[:-1]).double().softmax(-1)[path[-1]]), rel=1e-4
         )
@@ -154,13 +153,13 @@ def test_static_trees_are_proper(seed: int, nodes: int, depth: int, name: str) -
     shape = RankAccuracy.prior(budget.depth, 10).best_paths(budget.nodes, budget.depth, published)
     growing = RankTree(row_at(0.0), shape, BASE, TABLE)
     tree = grow(growing, seed, nodes)
-    proper(tree, budget)
+    check_tree(tree, budget)
     ranks = {
         tuple(
             logits_of(seed, path[:i]).argsort(descending=True).tolist().index(path[i])
             for i in range(len(path))
         )
-        for path in said(tree)
+        for path in node_paths(tree)
     }
     assert ranks <= published
     fits = {path for path in published if len(path) <= budget.depth and max(path) < V}
@@ -172,8 +171,8 @@ def test_static_trees_are_proper(seed: int, nodes: int, depth: int, name: str) -
 def test_sampled_trees_carry_their_distributions(budget: tuple[int, int], k: int, seed: int) -> None:
     row = row_at(0.9)
     tree = grow(SampledTree(row, TABLE, BASE, Budget(*budget), k, 0), seed, budget[1])
-    proper(tree, Budget(*budget))
-    for i, path in enumerate(said(tree)):
+    check_tree(tree, Budget(*budget))
+    for i, path in enumerate(node_paths(tree)):
         distribution = tree.distribution(i)
         assert distribution is not None and torch.equal(
             distribution, CHOOSE.distribution(row, path[:-1], logits_of(seed, path[:-1]))
@@ -187,7 +186,7 @@ def test_a_larger_budget_is_at_least_as_likely() -> None:
         sums = []
         for nodes in range(3, 15):
             tree = grow(DynamicTree(row_at(0.0), TABLE, BASE, Budget(3, nodes), 5), seed, nodes)
-            sums.append(sum(joint(seed, path) for path in said(tree)))
+            sums.append(sum(joint(seed, path) for path in node_paths(tree)))
         assert sums == sorted(sums)
 
 
@@ -221,10 +220,10 @@ def test_union_of_an_early_exit_and_a_head(pair: tuple[LLM, LLM], head: str) -> 
     params = [
         SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=24, ignore_eos=True) for i in range(4)
     ]
-    prompts = tiny_prompts(4, seed=12)
-    outputs = fast.generate(prompts_of(prompts), params, use_tqdm=False)
-    assert [all_of(o.outputs) for o in outputs] == [
-        all_of(answer(plain, ids, p).outputs) for ids, p in zip(prompts, params)
+    prompts = random_prompts(4, seed=12)
+    outputs = fast.generate(token_prompts(prompts), params, use_tqdm=False)
+    assert [visible_parts(o.outputs) for o in outputs] == [
+        visible_parts(answer(plain, ids, p).outputs) for ids, p in zip(prompts, params)
     ]
     assert guessed[0] > 0 and guessed[1] > 0 and sum(o.speculation.accepted for o in outputs) > 0
-    settled(fast)
+    check_idle(fast)

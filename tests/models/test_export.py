@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import tiny_checkpoint, tiny_prompts
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -20,8 +19,9 @@ from outrider.core.quantized import QuantizedWeight
 from outrider.core.step_input import StepInput
 from outrider.inspect.card import card_of
 from outrider.models.export import write
+from outrider.testing import random_prompts, tiny_checkpoint
 
-PROMPT = tiny_prompts(1, seed=3)[0]
+PROMPT = random_prompts(1, seed=3)[0]
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {}, "Llama, tied": {"tie_word_embeddings": True}, "Qwen2": {}, "Qwen3": {},
     "Mistral": {"sliding_window": 8}, "Llama, odd": {"intermediate_size": 88},

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from families import FAMILIES, write
-from helpers import Scripts, Truth, answer, drive, said, settled
+from helpers import answer
 from torch import nn
 
 from outrider import LLM, SamplingParams
@@ -26,6 +26,7 @@ from outrider.heads.sample import read
 from outrider.models.fallback import attention, row_invariant
 from outrider.models.fallback import model as fallback_model
 from outrider.models.fallback.model import Fallback
+from outrider.testing import KnownTexts, Scripts, check_idle, run_staggered, visible_parts
 
 NEW, TIE = 32, 2e-3
 LENGTHS = (1, 9, 9, 30, 30)
@@ -83,7 +84,7 @@ def test_greedy_text_is_that_of_transformers(case: Case) -> None:
     assert sum(len(set(text)) for text in expected) > 5 * len(expected), (
         "texts that repeat a token are not worth comparing"
     )
-    got = [output.outputs[0].token_ids for output in drive(case.llm, prompts(), GREEDY)]
+    got = [output.outputs[0].token_ids for output in run_staggered(case.llm, prompts(), GREEDY)]
     parted = 0
     for prompt, a, b in zip(prompts(), expected, got):
         at = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), None)
@@ -99,7 +100,7 @@ def test_greedy_text_is_that_of_transformers(case: Case) -> None:
 @pytest.mark.parametrize(("kind", "temperature"), [("right", 0.8), ("hidden", 0.0)])
 def test_speculation_changes_nothing(case: Case, kind: str, temperature: float) -> None:
     """A chain, and a bush around the truth, in ragged company, against plain decoding of each prompt alone."""
-    llm, truth, expected = case.llm, Truth(), []
+    llm, truth, expected = case.llm, KnownTexts(), []
     assert llm.engine.exact
     params = [
         SamplingParams(temperature=temperature, seed=i, max_tokens=24, ignore_eos=True)
@@ -109,7 +110,7 @@ def test_speculation_changes_nothing(case: Case, kind: str, temperature: float) 
     for prompt, p in zip(prompts(), params):
         outputs = answer(llm, prompt, p).outputs
         truth.learn(prompt, p.seed or 0, outputs)
-        expected.append(said(outputs))
+        expected.append(visible_parts(outputs))
     llm.use(
         {
             "method": "scripted",
@@ -118,10 +119,10 @@ def test_speculation_changes_nothing(case: Case, kind: str, temperature: float) 
             "num_speculative_tokens": 6,
         }
     )
-    outputs = drive(llm, prompts(), params)
-    assert [said(output.outputs) for output in outputs] == expected
+    outputs = run_staggered(llm, prompts(), params)
+    assert [visible_parts(output.outputs) for output in outputs] == expected
     assert sum(output.speculation.accepted for output in outputs) > 50
-    settled(llm)
+    check_idle(llm)
 
 
 @torch.inference_mode()
@@ -171,9 +172,9 @@ def test_a_draft_model_may_be_of_any_family(siblings: int, tmp_path: Path) -> No
         llm = LLM(
             str(tmp_path / "target"), seed=0, speculative_config={"model": str(tmp_path / draft), **config}
         )
-        outputs = drive(llm, prompts(), params)
-        assert [said(output.outputs) for output in outputs] == [
-            said(answer(plain, prompt, params).outputs) for prompt in prompts()
+        outputs = run_staggered(llm, prompts(), params)
+        assert [visible_parts(output.outputs) for output in outputs] == [
+            visible_parts(answer(plain, prompt, params).outputs) for prompt in prompts()
         ]
         assert draft == "draft" or sum(output.speculation.accepted for output in outputs) > 50
 
@@ -371,8 +372,8 @@ def test_missing_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
     bad = dict(tensors)
     bad["model.decoder.layers.1.fc1.weight"] = torch.zeros(7, 7)
     save_file(bad, file, {"format": "pt"})
-    said = refused(tmp_path)
-    assert "model.decoder.layers.1.fc1.weight" in said and "(7, 7)" in said and "(96, 64)" in said
+    message = refused(tmp_path)
+    assert "model.decoder.layers.1.fc1.weight" in message and "(7, 7)" in message and "(96, 64)" in message
     del tensors["model.decoder.layers.0.self_attn.k_proj.bias"]
     save_file(tensors, file, {"format": "pt"})
     assert "model.decoder.layers.0.self_attn.k_proj.bias" in refused(tmp_path)
@@ -396,11 +397,13 @@ def test_missing_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
 def test_what_our_attention_cannot_do_is_refused_with_the_reason(
     family: str, config: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
-    from families import IDS, random_model
+    from families import IDS
+
+    from outrider.testing import random_model
 
     random_model(family, IDS | config).save_pretrained(tmp_path)
-    said = refused(tmp_path)
-    assert family in said and reason in said
+    message = refused(tmp_path)
+    assert family in message and reason in message
 
 
 def test_a_model_that_we_would_get_wrong_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -212,7 +212,7 @@ def as_bin(source: Path, target: Path, shards: int) -> Path:
 
 
 def test_every_file_layout_loads_equal(checkpoint: Any, tmp_path: Path) -> None:
-    whole, sharded = checkpoint(), checkpoint(shard="50KB")
+    whole, sharded = checkpoint(), checkpoint(max_shard_size="50KB")
     assert len(list(sharded.glob("*.safetensors"))) > 2
     (tmp_path / "one").mkdir()
     (tmp_path / "many").mkdir()

@@ -10,29 +10,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_kernels import two_threads
+from kernel_cases import c_backend, needs_c, sampled_row, two_threads
 from torch import Tensor
 
 from outrider import ModelError, RequestError, SamplingParams
-from outrider.backends.cpu import backend as cpu
-from outrider.backends.cpu.backend import CpuBackend
 from outrider.backends.torch import sampling as reference
 from outrider.backends.torch.backend import TorchBackend
 from outrider.core.noise import GOLDEN, MASK, gumbel, key_of, mix
 from outrider.core.params import DistributionParams
-from outrider.core.row import Row
 from outrider.sampling.processors import min_tokens
 from outrider.sampling.sampler import Sampler
 
 NEVER = float("-inf")
-needs_c = pytest.mark.skipif(cpu.library() is None, reason="no C compiler here")
-
-
-def c_backend() -> CpuBackend:
-    library = cpu.library()
-    assert library is not None
-    return CpuBackend(library, torch.float32)
-
 
 # ---- noise
 
@@ -325,16 +314,6 @@ def test_choices_follow_the_law(backend: str, distribution: DistributionParams) 
 # ---- the sampler: requests, paths, processors
 
 
-def make_row(
-    tokens: list[int], distribution: DistributionParams, seed: int = 5, index: int = 0, processors: Any = ()
-) -> Row:
-    params = SamplingParams()
-    return Row(
-        id="0", index=index, tokens=list(tokens), prompt=len(tokens), params=params, distribution=distribution, seed=seed, processors=processors,
-        limit=100, ending=frozenset(),
-    )  # fmt: skip
-
-
 @pytest.fixture
 def sampler() -> Sampler:
     return Sampler(TorchBackend(torch.device("cpu"), torch.float32))
@@ -343,13 +322,13 @@ def sampler() -> Sampler:
 def test_the_choice_depends_on_seed_sample_and_position_only(sampler: Sampler) -> None:
     """A token of the path counts as one of the row, so a tree's node picks what plain decoding picks there."""
     logits, distribution = torch.zeros(1000), DistributionParams()
-    there = sampler.pick(make_row([1, 2, 3, 4], distribution), [], logits)
-    assert sampler.pick(make_row([1, 2], distribution), [7, 8], logits) == there
-    assert sampler.pick(make_row([9, 9, 9, 9], distribution), [], logits) == there
+    there = sampler.pick(sampled_row([1, 2, 3, 4], distribution), [], logits)
+    assert sampler.pick(sampled_row([1, 2], distribution), [7, 8], logits) == there
+    assert sampler.pick(sampled_row([9, 9, 9, 9], distribution), [], logits) == there
     others = [
-        sampler.pick(make_row([1, 2, 3], distribution), [], logits),
-        sampler.pick(make_row([1, 2, 3, 4], distribution, seed=6), [], logits),
-        sampler.pick(make_row([1, 2, 3, 4], distribution, index=1), [], logits),
+        sampler.pick(sampled_row([1, 2, 3], distribution), [], logits),
+        sampler.pick(sampled_row([1, 2, 3, 4], distribution, seed=6), [], logits),
+        sampler.pick(sampled_row([1, 2, 3, 4], distribution, index=1), [], logits),
     ]
     assert there not in others and len(set(others)) == 3
 
@@ -358,7 +337,7 @@ def test_min_tokens_follows_the_path_of_the_node(sampler: Sampler) -> None:
     """Two tokens at least: EOS is forbidden at the root and after one node, and free after two."""
     logits = torch.zeros(10)
     logits[3] = 5.0
-    row = make_row([1, 1], DistributionParams(0.0), processors=min_tokens(2, 2, [3, 8]))
+    row = sampled_row([1, 1], DistributionParams(0.0), processors=min_tokens(2, 2, [3, 8]))
     assert [sampler.pick(row, path, logits) for path in ([], [4], [4, 4], [4, 4, 4])] == [0, 0, 3, 3]
     assert logits[3] == 5.0, "the logits belong to the forward"
     assert sampler.top(row, [], logits, 9)[0] == [0, 1, 2, 4, 5, 6, 7, 9]
@@ -370,7 +349,7 @@ def test_min_tokens_ignores_tokens_that_do_not_exist(sampler: Sampler) -> None:
     logits[9] = 1.0
     assert (
         sampler.pick(
-            make_row([1, 1], DistributionParams(0.0), processors=min_tokens(2, 2, [-1, 10, 10**9])),
+            sampled_row([1, 1], DistributionParams(0.0), processors=min_tokens(2, 2, [-1, 10, 10**9])),
             [],
             logits,
         )
@@ -385,7 +364,7 @@ def test_no_minimum_is_no_processor() -> None:
 def test_nothing_finite_is_an_error_with_a_reason(sampler: Sampler) -> None:
     for bad in (float("nan"), NEVER):
         with pytest.raises(ModelError, match="finite"):
-            sampler.pick(make_row([1], DistributionParams(0.0)), [], torch.full((10,), bad))
+            sampler.pick(sampled_row([1], DistributionParams(0.0)), [], torch.full((10,), bad))
 
 
 @needs_c
@@ -397,7 +376,7 @@ def test_nothing_finite_is_an_error_in_c_too() -> None:
             DistributionParams(top_k=3, top_p=0.5),
         ):
             with pytest.raises(ModelError, match="finite"):
-                Sampler(c_backend()).pick(make_row([1], distribution), [], torch.full((40,), bad))
+                Sampler(c_backend()).pick(sampled_row([1], distribution), [], torch.full((40,), bad))
 
 
 # ---- parameters

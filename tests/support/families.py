@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
+from outrider.testing import random_model
+from outrider.testing.checkpoints import TINY
+
 IDS: dict[str, Any] = {
-    "vocab_size": 300,
+    "vocab_size": TINY["vocab_size"],
     "bos_token_id": None,
     "eos_token_id": None,
     "pad_token_id": None,
     "tie_word_embeddings": False,
 }
-NEW: dict[str, Any] = {
-    **IDS, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 256, "initializer_range": 0.25,
-}  # fmt: skip
+NEW: dict[str, Any] = {**TINY, **IDS, "initializer_range": 0.25}
 OLD: dict[str, Any] = {
     **IDS,
     "n_embd": 64,
@@ -100,22 +100,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def random_model(family: str, config: dict[str, Any], seed: int = 0) -> Any:
-    """Norms and biases are random too: a fresh model has them at 1 and 0, where forgetting one would go unnoticed."""
-    import transformers
-
-    settings = getattr(transformers, f"{family}Config")(**config)
-    torch.manual_seed(seed)
-    kind = "sdpa" if config.get("alibi") else "eager"  # Falcon's eager attention adds its ALiBi biases twice
-    model = transformers.AutoModelForCausalLM.from_config(settings, attn_implementation=kind).eval()
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            parameter.data.add_(torch.randn_like(parameter) * 0.2)
-    return model
-
-
 def write(name: str, folder: Path, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
-    """Saves the family's random checkpoint, and gives the model itself."""
+    """Save the random checkpoint of a family; return the transformers model. more: further keys of its config."""
     family, config = FAMILIES[name]
     model = random_model(family, config | more)
     model.to(dtype).save_pretrained(folder)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rows import proper
 from safetensors.torch import load_file
 from torch import Tensor
 from toys import HIDDEN, V
@@ -15,6 +14,7 @@ from toys import HIDDEN, V
 from outrider import LLM, SamplingParams
 from outrider.core.tree import DraftTree
 from outrider.draft.medusa import Medusa
+from outrider.testing import check_tree
 
 Parts = list[
     tuple[list[tuple[Tensor, Tensor | None]], Tensor | None]
@@ -112,7 +112,7 @@ def listened(llm: LLM, prompt: list[int], **params: Any) -> list[tuple[list[int]
     def listening(batch: Any) -> Any:
         draft = propose(batch)
         for step, tree in zip(batch, draft.trees):
-            proper(tree, step.budget)
+            check_tree(tree, step.budget)
             heard.append((list(step.row.tokens), tree))
         return draft
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from helpers import Scripts, Truth, answer, prompts_of, settled, tiny_prompts
+from helpers import answer, token_prompts
 
 from outrider import LLM, RequestOutput, SamplingParams
+from outrider.testing import KnownTexts, Scripts, check_idle, random_prompts
 
-PROMPTS = tiny_prompts(4, seed=4)
+PROMPTS = random_prompts(4, seed=4)
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.8, seed=5, max_tokens=30, ignore_eos=True)
 DEPTH = 6
@@ -30,13 +31,13 @@ class Scene:
             fast,
             [params] * len(PROMPTS) if isinstance(params, SamplingParams) else list(params),
         )
-        truth = Truth()
+        truth = KnownTexts()
         outputs = [answer(plain, prompt, p) for prompt, p in zip(PROMPTS, self.params)]
         for prompt, output in zip(PROMPTS, outputs):
             truth.learn(prompt, 5, output.outputs)
         self.expected = [told(output) for output in outputs]
-        ahead = truth.ahead
-        truth.ahead = lambda row, count: ahead(row, count) if row.seed == 5 else []  # type: ignore[method-assign]
+        ahead = truth.continuation
+        truth.continuation = lambda row, count: ahead(row, count) if row.seed == 5 else []  # type: ignore[method-assign]
         fast.use(
             {
                 "method": "scripted",
@@ -48,12 +49,12 @@ class Scene:
 
     def differences(self) -> int:
         """How many prompts come out differently."""
-        outputs = self.llm.generate(prompts_of(PROMPTS), self.params)
+        outputs = self.llm.generate(token_prompts(PROMPTS), self.params)
         return sum(told(output) != e for output, e in zip(outputs, self.expected))
 
     def healthy(self) -> None:
         assert self.differences() == 0
-        settled(self.llm)
+        check_idle(self.llm)
         self.llm.engine.forget_prefixes()
 
 

@@ -15,21 +15,20 @@ from torch import Tensor, nn
 from outrider import LLM, SamplingParams
 from outrider.heads.sample import Sample, TargetWeights, read
 from outrider.models.base import Model
+from outrider.testing import random_model
+from outrider.testing.checkpoints import TINY
 
-V, HIDDEN, LAYERS = 512, 64, 8  # large enough for three different taps
+V, HIDDEN, LAYERS = 512, TINY["hidden_size"], 8  # large enough for three different taps
 
 
 def toy_target(folder: Path, **config: Any) -> str:
-    """A random Llama of 8 layers, which say little beside the embedding: its next token hangs mostly on the last one."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    """Save a random Llama of 8 layers whose next token depends mostly on the last one; return the folder.
 
-    sizes = {
-        "vocab_size": V, "hidden_size": HIDDEN, "intermediate_size": 96, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "initializer_range": 0.1, "tie_word_embeddings": False,
-        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-    }  # fmt: skip
-    torch.manual_seed(7)
-    model = LlamaForCausalLM(LlamaConfig(**{**sizes, **config})).float()
+    The layers add little to the scaled embedding.
+    """
+    sizes = {"vocab_size": V, "num_hidden_layers": LAYERS, "head_dim": 16, "initializer_range": 0.1}
+    special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    model = random_model("Llama", TINY | sizes | special | config, seed=7, vector_noise=0)
     model.model.embed_tokens.weight.data.mul_(10.0)
     model.lm_head.weight.data.mul_(4.0)
     model.save_pretrained(folder)

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from helpers import tiny_checkpoint, tiny_tokenizer
 from safetensors.torch import load_file, save_file
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from outrider.testing import tiny_checkpoint, tiny_tokenizer
 
 LETTER = bytes_to_unicode()
 OCTET = {letter: byte for byte, letter in LETTER.items()}
