@@ -17,7 +17,7 @@ PROMPT = random_prompts(1, seed=3)[0]
 def test_a_quantised_copy_answers_and_drafts(run: Run, tmp_path: Path) -> None:
     """It has the tokenizer, and what ends a text."""
     source = tiny_checkpoint(tmp_path / "source", eos=(1, 7))
-    done = run("quantize", source, tmp_path / "few")
+    done = run("quantize", "-m", source, "-o", tmp_path / "few")
     assert done.status == 0 and "in 8 bits" in done.out
     checkpoint = Checkpoint.open(str(tmp_path / "few"))
     assert checkpoint.tokenizer is not None and checkpoint.ending == {1, 7}
@@ -34,5 +34,5 @@ def test_a_quantised_copy_answers_and_drafts(run: Run, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_written_is_one_line(run: Run, tmp_path: Path) -> None:
-    done = run("quantize", "builtin", tmp_path / "new", "--bits", 5)
+    done = run("quantize", "-m", "builtin", "--out", tmp_path / "new", "--bits", 5)
     assert done.status == 2 and "bits must be one of 8, 4, 16, 32, got 5" in done.err

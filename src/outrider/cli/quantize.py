@@ -1,4 +1,4 @@
-"""`outrider quantize`: write a checkpoint in few bits."""
+"""`outrider quantize`: a copy of a checkpoint in other bits."""
 
 from __future__ import annotations
 
@@ -6,23 +6,22 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
+from typer import Option
+
+from outrider.cli.flags import MODEL, OUT
 
 
 def quantize(
-    source: Annotated[str, typer.Argument(help="Folder, hub id, builtin or builtin-draft.")],
-    folder: Annotated[Path, typer.Argument(help="Output folder; new or empty.")],
-    bits: Annotated[
-        int,
-        typer.Option("--bits", "-b", help="8 or 4; 16 or 32 dequantise to bfloat16 or float32."),
-    ] = 8,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")] = None,
+    model: Annotated[str, Option(*MODEL, help="Folder, hub id, builtin or builtin-draft.")],
+    out: Annotated[Path, Option(*OUT, help="Folder to write; new or empty.")],
+    bits: Annotated[int, Option("--bits", help="8 or 4; 16 or 32 turn a quantized checkpoint back.")] = 8,
+    revision: Annotated[str | None, Option("--revision", help="Branch, tag or commit on the hub.")] = None,
 ) -> None:
-    """Quantise a checkpoint to compressed-tensors (pack-quantized, weights only), or dequantise one.
+    """Write a checkpoint in few bits as compressed-tensors (pack-quantized, weights only), or back in 16 or 32 bits.
 
-    The weights are those of --quantization, but the files have half or a quarter of the size.
+    The numbers are those of --quantization while loading; the file is half or a quarter of the size.
     """
     from outrider.models.export import write
 
-    size = write(source, folder.expanduser(), bits, revision)
-    Console().print(f"{folder}: {size:,} bytes of weights in {bits} bits", soft_wrap=True)
+    size = write(model, out.expanduser(), bits, revision)
+    typer.echo(f"{out}: {size:,} bytes of weights in {bits} bits")
