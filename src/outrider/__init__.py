@@ -1,4 +1,4 @@
-"""Outrider makes a language model answer sooner without changing one token: speculative decoding, exact and complete."""
+"""Lossless speculative decoding for language models."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
     "Speculation",
 ]
 
-# Imported when first asked for: they bring torch, which takes seconds, and `outrider --help` needs none of it.
+# Imported on first access: importing torch takes seconds, and `outrider --help` does not need it.
 _HOMES = {
     "LLM": "outrider.llm",
     "CompletionOutput": "outrider.outputs",

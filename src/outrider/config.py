@@ -1,5 +1,8 @@
-"""Engine options, in vLLM's names.  The keys of speculative_config belong to those who use them: the method's own
-`Options` (draft/<method>.py) and the controller's (control/fixed.py)."""
+"""Engine options and parsing of speculative_config, with vLLM's names.
+
+The keys of speculative_config are defined by the `Options` of the method (draft/<method>.py), of the
+verification rule (verify/<rule>.py) and of the controller (control/fixed.py).
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,10 @@ T = TypeVar("T")
 _LEVELS = "Did you mean 'num_speculative_tokens'?"
 _MODEL = "Did you mean 'model'?"
 _RULE = "Did you mean 'verification'?"
-RENAMED = {  # keys of speculative_config as other programs, or earlier versions of vLLM, call them
+RENAMED = {  # keys of other programs or of earlier versions of vLLM -> hint
     "speculative_model": _MODEL, "assistant_model": _MODEL, "num_draft_tokens": _LEVELS,
-    "num_assistant_tokens": _LEVELS, "prompt_lookup_num_tokens": _LEVELS, "max_draft_len": _LEVELS, "verify": _RULE,
+    "num_assistant_tokens": _LEVELS, "prompt_lookup_num_tokens": _LEVELS, "max_draft_len": _LEVELS,
+    "verify": _RULE,
     "acceptance_method": _RULE, "spec_decoding_acceptance_method": _RULE, "rejection_sample_method": _RULE,
     "controller": "How much is drafted: num_speculative_tokens, or num_speculative_tokens_per_batch_size.",
 }  # fmt: skip
@@ -61,21 +65,23 @@ class EngineOptions:
     quantization            int8 or int4: quantize the weights while loading
     kv_cache_dtype          auto or int8, for target and draft
     device                  auto, cpu, cuda, cuda:1 or mps
-    gpu_layers              number of last layers on that GPU, the rest on the CPU (llama.cpp's -ngl); more than the
-                            model has: embedding and head, too; None: all
-    max_model_len           tokens of a request, prompt included; None: the context the model was made for, without
-                            what longrope and dynamic RoPE scaling add
+    gpu_layers              number of last layers on that GPU, the rest on the CPU (llama.cpp's -ngl); if it
+                            exceeds the number of layers: embedding and head, too; None: all
+    max_model_len           tokens of a request, prompt included; None: the context the model was made for,
+                            without what longrope and dynamic RoPE scaling add
     max_num_seqs            requests that run at once
     max_num_batched_tokens  prompt tokens, decodes and draft tokens of one step
-    max_decode_slowdown     largest ratio of a decode step with prompt tokens to one without, such as 1.5; None: the least
-                            that keeps the time to first token within 3 times that of the prompt alone
-    kv_cache_memory_bytes   memory for K/V of target and draft together; None: what max_num_seqs full requests need, at
-                            most a quarter of the free memory on a CPU, gpu_memory_utilization of a GPU
+    max_decode_slowdown     largest ratio of a decode step with prompt tokens to one without, such as 1.5;
+                            None: the least that keeps the time to first token within 3 times that of the
+                            prompt alone
+    kv_cache_memory_bytes   memory for K/V of target and draft together; None: enough for max_num_seqs full
+                            requests, at most a quarter of the free memory on a CPU, gpu_memory_utilization of
+                            a GPU
     seed                    requests without a seed derive theirs from it
     logprobs_mode           raw_logprobs, processed_logprobs (after all sampling parameters), raw_logits or
                             processed_logits; those of a prompt are always raw
-    enable_lora             requests may name LoRA adapters of rank max_lora_rank at most; max_loras of them are in
-                            memory, and in use, at once
+    enable_lora             requests may name LoRA adapters of rank max_lora_rank at most; max_loras of them
+                            are in memory, and in use, at once
     """
 
     model: str
@@ -105,8 +111,8 @@ class EngineOptions:
         check_fields(self, ENGINE_OPTIONS)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs ({self.max_num_seqs}): "
-                "every running request needs one token a step."
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}): every running request needs one token a step."
             )
         bits_of(self.quantization)
         kv_dtype(self.kv_cache_dtype, torch.float32)
@@ -115,13 +121,14 @@ class EngineOptions:
         check_gpu_layers(self.gpu_layers, "gpu_layers")
         if self.tensor_parallel_size != 1:
             raise ConfigError(
-                f"tensor_parallel_size must be 1, got {self.tensor_parallel_size!r}: one device runs the model; leave it out."
+                f"tensor_parallel_size must be 1, got {self.tensor_parallel_size!r}: "
+                "one device runs the model; leave it out."
             )
 
 
 @dataclass(frozen=True)
 class SpeculativeOptions:
-    """speculative_config, taken apart."""
+    """Parsed speculative_config: drafting method with its options, controller options, verification rule."""
 
     method: type[Drafter]
     options: Any
@@ -130,7 +137,10 @@ class SpeculativeOptions:
 
     @staticmethod
     def of(config: Mapping[str, Any] | None) -> SpeculativeOptions:
-        """Raises ConfigError naming the key or value and the nearest valid one."""
+        """Parse a speculative_config; None disables speculation.
+
+        Raises ConfigError naming the invalid key or value and the nearest valid one.
+        """
         if config is not None and not isinstance(config, Mapping):
             raise ConfigError(
                 f"speculative_config must be a dict such as {{'method': 'ngram'}}, got {config!r}."
@@ -149,7 +159,8 @@ class SpeculativeOptions:
         FLAG.check(lossless, "lossless")
         if lossless and not rule.lossless:
             raise ConfigError(
-                f'verification {judge!r} changes the distribution of the output: set "lossless": False with it.'
+                f"verification {judge!r} changes the distribution of the output: "
+                'set "lossless": False with it.'
             )
         parts = [
             {key: given.pop(key) for key in list(given) if key in _names(kind)}
@@ -171,7 +182,10 @@ def _names(kind: Any) -> set[str]:
 
 
 def options(kind: type[T], given: Mapping[str, Any], what: str) -> T:
-    """`kind(**given)`, refusing unknown names with the nearest valid one."""
+    """Construct `kind(**given)`.
+
+    Raises ConfigError for an unknown name, suggesting the nearest valid one.
+    """
     names = [f.name for f in fields(kind)]  # type: ignore[arg-type]
     for name in given:
         if name not in names:

@@ -1,11 +1,11 @@
-"""What can go wrong, as one tree.
+"""Exception hierarchy and helpers for error messages.
 
 OutriderError
 ├── ConfigError      an engine option or a key of speculative_config      (also a ValueError)
 ├── RequestError     a prompt or a sampling parameter of one request      (also a ValueError)
 ├── ModelError       a checkpoint that is missing, corrupt or unsupported
-├── CapacityError    memory limits that cannot hold what is asked
-└── EngineError      a step that failed, for every request that was in it; its cause is what went wrong
+├── CapacityError    memory limits that are too small
+└── EngineError      a failed step, for every request in it; __cause__ is the original error
 """
 
 from __future__ import annotations
@@ -13,40 +13,41 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 
-NEAR = 0.65  # of difflib: below it, what is suggested has little to do with what was typed
-SHORTEST = 3  # letters of a name that say which one is meant
+NEAR = 0.65  # difflib cutoff of a suggestion
+SHORTEST = 3  # fewest letters that are matched as a prefix or suffix of a name
 
 
 class OutriderError(Exception):
-    """Base class: catching it catches everything that Outrider raises on purpose."""
+    """Base class of all exceptions that Outrider raises deliberately."""
 
 
 class ConfigError(OutriderError, ValueError):
-    """An option that does not exist, or a value that it cannot take."""
+    """Unknown option, or invalid value of an option."""
 
 
 class RequestError(OutriderError, ValueError):
-    """A request that cannot be served as it stands."""
+    """Invalid prompt or parameter of a request."""
 
 
 class ModelError(OutriderError):
-    """A checkpoint that cannot be loaded or run."""
+    """Checkpoint that cannot be loaded or run."""
 
 
 class CapacityError(OutriderError):
-    """Something does not fit into the memory that the engine was given."""
+    """Memory limit of the engine that is too small for its configuration."""
 
 
 class EngineError(OutriderError):
-    """A step of the engine failed, and this request ended with it.  Later requests are served."""
+    """Failure of an engine step, which ended this request.  The engine remains usable."""
 
 
 def unknown(
     kind: str, name: object, valid: Iterable[str], where: str = "", elsewhere: Mapping[str, str] | None = None
 ) -> str:
-    """The sentence that refuses `name`, with the nearest valid one and the whole list.
+    """Error message for an unknown `name`, with the nearest valid name and the list of all.
 
-    where: what has no such name, as in "speculative_config of method 'ngram'".  elsewhere: for names of other programs, what to do here.
+    where: context of the name, such as "speculative_config of method 'ngram'".
+    elsewhere: hints for names of other programs.
     """
     valid = sorted(valid)
     cure = (
@@ -58,16 +59,19 @@ def unknown(
 
 
 def shortened(value: object, most: int = 200) -> str:
-    """repr of a value, for an error that names it: of a length that can be read, whatever the value is."""
+    """repr of a value for an error message, truncated to `most` characters."""
     try:
         text = repr(value)
-    except Exception:  # of a whole number with more digits than Python prints, for instance
+    except Exception:  # for instance an integer with more digits than Python prints
         return f"<{type(value).__name__} that cannot be shown>"
     return text if len(text) <= most else f"{text[:most]}…"
 
 
 def nearest(name: object, valid: Iterable[str]) -> str:
-    """The question for what was meant, after a blank; "" where nothing is near: neither a few letters apart nor a part of one."""
+    """Suggestion " Did you mean …?" with the nearest valid name.
+
+    Matches names within the difflib cutoff, or by prefix or suffix.  Returns "" if no name is near.
+    """
     valid = list(valid)
     near = difflib.get_close_matches(str(name), valid, n=1, cutoff=NEAR)
     near = near or [
@@ -79,6 +83,6 @@ def nearest(name: object, valid: Iterable[str]) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's message; a line that ends with a colon is joined with the next one."""
+    """First line of an error's message.  A line that ends with a colon is joined with the next one."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

@@ -1,4 +1,4 @@
-"""The offline API: `LLM(model, speculative_config=…).generate(prompts, sampling_params)`, in vLLM's names."""
+"""Offline API with vLLM's names: `LLM(model, speculative_config=…).generate(prompts, sampling_params)`."""
 
 from __future__ import annotations
 
@@ -28,11 +28,13 @@ Loras = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class LLM:
-    """A model, ready to answer.
+    """Loaded model with an engine for offline generation.
 
-    model: a folder, a .gguf file, a hub id, or "builtin".  speculative_config: {"method": …, "model": …,
-    "num_speculative_tokens": …} as in vLLM; None decodes plainly.  Every other keyword is a field of `EngineOptions`.
-    Raises ConfigError, ModelError or CapacityError, each naming the value and the cure.
+    model: a folder, a .gguf file, a hub id, or "builtin".
+    speculative_config: {"method": …, "model": …, "num_speculative_tokens": …} as in vLLM.  None disables
+    speculation.
+    engine: fields of `EngineOptions`.
+    Raises ConfigError, ModelError or CapacityError, each naming the value and a remedy.
     """
 
     def __init__(
@@ -60,14 +62,18 @@ class LLM:
         use_tqdm: bool = False,
         lora_request: Loras = None,
     ) -> list[RequestOutput]:
-        """Answers all prompts, batched as the engine sees fit; outputs stand in the order of the prompts.
+        """Generate outputs for all prompts in one continuous batch.
 
-        A prompt is a text, a list of token ids, or a dict (see `requests.Prompt`).
+        Returns them in the order of the prompts.
 
-        A single bad prompt raises (a RequestError, as a rule); among several the bad one comes back with `.error`, and the
-        others are answered.
-        Calls from several threads join one batch; each returns when its own prompts are answered.
-        use_tqdm shows a progress bar.  lora_request: an adapter for all prompts, or one (or None) for each.
+        prompts: a text, a list of token ids or a dict (see `requests.Prompt`), or a list of these.
+        sampling_params: one for all prompts, or one for each.
+        use_tqdm: show a progress bar.
+        lora_request: an adapter for all prompts, or one (or None) for each.
+
+        A single invalid prompt raises, usually RequestError.  Among several, its output has `.error` set.
+        Thread-safe: calls from several threads share one batch.  Each returns when its own prompts are
+        finished.
         """
         requests = self._enter(prompts, sampling_params, lora_request)
         live = [request for request in requests if isinstance(request, Request)]
@@ -99,10 +105,12 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         lora_request: Loras = None,
     ) -> list[RequestOutput]:
-        """Answers a conversation, or each of a list of them, through the tokenizer's chat template (or `chat_template`).
+        """Generate replies to a conversation or a list of conversations, rendered by a chat template.
 
-        messages: [{"role": "user", "content": "…"}, …].  continue_final_message lets the answer go on with the last message
-        (with add_generation_prompt=False).  Bad messages are treated as bad prompts are by `generate`.
+        messages: [{"role": "user", "content": "…"}, …], or a list of these.
+        chat_template: replaces the template of the tokenizer.
+        continue_final_message: continue the last message; requires add_generation_prompt=False.
+        Errors are handled as in `generate`.
         """
         several = conversations(messages)
         given = {
@@ -130,9 +138,10 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         lora_request: Loras = None,
     ) -> Iterator[RequestOutput]:
-        """Yields a request's output so far whenever it grew; the last one of each has `finished`.
+        """Yield the partial output of a request after each step that extended it.
 
-        Closing the iterator aborts what still runs.  Bad prompts are yielded first, with `.error`.
+        The last output of each request has `finished` set.  Invalid prompts are yielded first, with `.error`
+        set.  Closing the iterator aborts the unfinished requests.
         """
         requests = self._enter(prompts, sampling_params, lora_request, streaming=True)
         live = {request.id: request for request in requests if isinstance(request, Request)}
@@ -154,17 +163,17 @@ class LLM:
                 self.abort(id)
 
     def abort(self, request_id: str) -> None:
-        """Ends a request; its output so far is returned with finish_reason "abort".  Unknown ids are ignored."""
+        """End a request with finish_reason "abort", keeping its output so far.  Unknown ids are ignored."""
         self._loop.abort(request_id)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether a request is queued or running, in whichever thread."""
+        """Whether any thread has a request queued or running."""
         return bool(self._loop.tickets) or self.engine.busy
 
     def _admit(
         self, requests: Iterable[Request], listener: Callable[[Request], None] | None = None
     ) -> list[Ticket]:
-        """Queue requests; `listener` is called with a request whenever it grew or ended."""
+        """Queue requests.  `listener` is called with a request after each step that extended or ended it."""
         return [
             self._loop.submit(request.rows, None if listener is None else partial(listener, request))
             for request in requests
@@ -191,12 +200,14 @@ class LLM:
             raise RequestError(f"sampling_params must be SamplingParams or a list of them, got {given!r}.")
         if len(params) != len(several):
             raise RequestError(
-                f"got {len(several)} prompts and {len(params)} SamplingParams: give one for all, or one for each."
+                f"got {len(several)} prompts and {len(params)} SamplingParams: "
+                "give one for all, or one for each."
             )
         loras = list(lora_request) if isinstance(lora_request, Sequence) else [lora_request] * len(several)
         if len(loras) != len(several):
             raise RequestError(
-                f"got {len(several)} prompts and {len(loras)} LoRARequests: give one for all, or one for each."
+                f"got {len(several)} prompts and {len(loras)} LoRARequests: "
+                "give one for all, or one for each."
             )
         return [self._request(prompt, p, streaming, lora) for prompt, p, lora in zip(several, params, loras)]
 
@@ -206,14 +217,15 @@ class LLM:
         return self._reader.request(str(next(self._ids)), prompt, params, streaming, lora)
 
     def _leave(self, request: Request) -> RequestOutput:
-        """The final output; whatever still runs is aborted."""
+        """Abort the request if unfinished, and return its output."""
         self.abort(request.id)
         return request.output()
 
     def variant(self, speculative_config: Mapping[str, Any] | None) -> LLM:
-        """Another LLM on the same weights, with a drafter, a cache and a queue of its own: to compare methods side by side.
+        """Create an LLM on the same weights with its own drafter, KV cache and queue, to compare methods.
 
-        Requests without a seed draw the same ones in the same order.  Each variant takes its own kv_cache_memory_bytes.
+        Requests without a seed get the same seeds in the same order.  Each variant allocates
+        kv_cache_memory_bytes.
         """
         speculation = SpeculativeOptions.of(speculative_config)
         twin = copy.copy(self)
@@ -225,9 +237,9 @@ class LLM:
         return twin
 
     def use(self, speculative_config: Mapping[str, Any] | None) -> None:
-        """Changes the drafter of a loaded model; the weights of the target stay.
+        """Replace the drafter of a loaded model and keep the weights of the target.
 
-        Raises ConfigError while requests are running, in whichever thread.
+        Raises ConfigError while any thread has a request running.
         """
         with self._loop.idle():
             speculation = SpeculativeOptions.of(speculative_config)
@@ -235,7 +247,7 @@ class LLM:
 
 
 def _is_ids(prompts: Any) -> bool:
-    """Whether this is one prompt of token ids, not several prompts; as in vLLM."""
+    """Whether this is one prompt of token ids, not several prompts (as in vLLM)."""
     return (
         isinstance(prompts, (list, tuple))
         and len(prompts) > 0
@@ -245,7 +257,7 @@ def _is_ids(prompts: Any) -> bool:
 
 @contextmanager
 def _progress(tickets: Sequence[Ticket]) -> Iterator[Callable[[], None]]:
-    """A progress bar over requests, and what brings it up to date."""
+    """Show a progress bar over requests.  Yields the function that updates it."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, transient=True) as bar:
         task = bar.add_task("Answering", total=len(tickets))

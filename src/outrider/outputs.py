@@ -1,4 +1,4 @@
-"""What a user gets back."""
+"""Outputs of requests."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from outrider.core.row import Speculation
 
 @dataclass
 class CompletionOutput:
-    """One sample.  finish_reason: "stop", "length", "abort", or None while it runs.  stop_reason: the stop string or id.
+    """Output of one sample.
 
-    token_times: seconds from the request's arrival until each token was there, once it has ended.
-    logprobs: for each token {id: Logprob} of itself and of the best ones, and cumulative_logprob their sum, where asked for.
+    finish_reason       "stop", "length", "abort" or "error"; None while it runs
+    stop_reason         the stop string or stop token id that ended the text
+    token_times         seconds from the arrival of the request to each token; empty until the sample ends
+    logprobs            for each token {id: Logprob} of itself and of the best ones; None unless requested
+    cumulative_logprob  sum of the log-probabilities of the tokens; None unless requested
     """
 
     index: int
@@ -29,10 +32,11 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """What became of one prompt.  `error` is set where the request could not be served, or not to its end.
+    """Output of one prompt.
 
-    num_cached_tokens: how many of its tokens an earlier request had computed (None before it ran).
-    prompt_logprobs: as `CompletionOutput.logprobs`, with None for the first token, which nothing predicts.
+    error              set if the request was invalid or failed before its end
+    num_cached_tokens  prompt tokens taken from the prefix cache; None before admission
+    prompt_logprobs    as `CompletionOutput.logprobs`, with None for the first token, which has no prediction
     """
 
     request_id: str
@@ -46,5 +50,5 @@ class RequestOutput:
 
     @property
     def speculation(self) -> Speculation:
-        """Of all samples together."""
+        """Speculation statistics summed over all samples."""
         return sum((output.speculation for output in self.outputs), Speculation())

@@ -1,4 +1,4 @@
-"""From a prompt and its parameters to rows, and from rows to an output."""
+"""Conversion of a prompt and its parameters to rows, and of rows to an output."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from outrider.errors import RequestError, shortened, unknown
 from outrider.outputs import CompletionOutput, RequestOutput
 from outrider.sampling.processors import processors_of
 
-# "text", {"prompt": "text"}, {"prompt_token_ids": [1, 2, 3]} or {"messages": […]}; where there are ids, a text beside them is only shown.
-# A list of ids is a prompt as well.
+# "text", [1, 2, 3], {"prompt": "text"}, {"prompt_token_ids": [1, 2, 3]} or {"messages": […]}.
+# If a dict has both ids and a text, the ids are used, and the text is only copied to the output.
 Prompt = str | Mapping[str, Any] | Sequence[int]
 KEYS = ("prompt", "prompt_token_ids", "messages")
 
 
 @dataclass
 class Request:
-    """One prompt on its way: a row for each of its n samples."""
+    """A prompt being served, with one row for each of its n samples."""
 
     id: str
     prompt: str | None
@@ -55,16 +55,18 @@ class Request:
         if row.finish_reason is not None:
             made.token_times = [time - row.entered for time in row.arrivals]
         if row.logprobs is not None and row.logprobs.count is not None:
-            made.logprobs = row.logprobs.sampled[
-                : len(made.token_ids)
-            ]  # the last step may have said more than the text holds
+            # The last step may have emitted tokens past the end of the text.
+            made.logprobs = row.logprobs.sampled[: len(made.token_ids)]
             made.cumulative_logprob = sum(
                 entry[token].logprob for entry, token in zip(made.logprobs, made.token_ids)
             )
         return made
 
     def _text(self, row: Row) -> str:
-        """Token ids that end the text are not part of it, nor is a stop string, unless the request wants them in."""
+        """Text of the output.
+
+        Excludes the stop string or final token unless include_stop_str_in_output is set.
+        """
         params = row.params
         if self.tokenizer is None or not params.detokenize:
             return ""
@@ -85,7 +87,7 @@ class Request:
 
 
 def number_of(id: str) -> int:
-    """What distinguishes the seed of a request: its number where its id is one, otherwise a hash of the id."""
+    """Number mixed into the seed of a request: its id if decimal, otherwise a 64-bit hash of the id."""
     if id.isascii() and id.isdecimal() and len(id) < 20:
         return int(id)
     return int.from_bytes(hashlib.blake2b(id.encode(errors="surrogatepass"), digest_size=8).digest(), "big")
@@ -93,13 +95,16 @@ def number_of(id: str) -> int:
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads prompts and parameters for one engine.  Every method raises RequestError naming what cannot be served."""
+    """Parser of prompts and parameters for one engine.
+
+    Every method raises RequestError naming the invalid value.
+    """
 
     engine: Engine
     tokenizer: Any
-    seed: int  # where requests without a seed of their own get theirs from
-    pieces: dict[int, str] = field(default_factory=dict)  # texts of single tokens, as far as somebody asked
-    # Tokenizers, and what is known of adapters, are for one thread at a time.
+    seed: int  # base from which requests without a seed derive theirs
+    pieces: dict[int, str] = field(default_factory=dict)  # memoized texts of single tokens
+    # The tokenizer and the adapter registry are not thread-safe.
     lock: Lock = field(default_factory=Lock)
 
     def request(
@@ -110,7 +115,7 @@ class Reader:
         streaming: bool,
         lora: LoRARequest | None = None,
     ) -> Request | RequestOutput:
-        """A request that can be run, or the output that says why it cannot."""
+        """Build a Request, or a finished RequestOutput with `error` set if the input is invalid."""
         text = (
             prompt
             if isinstance(prompt, str)
@@ -132,7 +137,7 @@ class Reader:
             return Request(id, text, ids, params, rows, self.tokenizer)
         except RequestError as error:
             return RequestOutput(id, text, [], finished=True, error=error)
-        except Exception as error:  # of a tokenizer, or of an object that somebody gave for a number
+        except Exception as error:  # raised by a tokenizer, or by an object passed as a number
             told = RequestError(f"the request cannot be read: {type(error).__name__}: {error}")
             told.__cause__ = error
             return RequestOutput(id, text, [], finished=True, error=told)
@@ -145,7 +150,7 @@ class Reader:
         self.engine.adapters.check(lora)
 
     def _ids(self, prompt: Prompt, text: str | None) -> list[int]:
-        """The ids of a prompt, checked: there are some, and they exist."""
+        """Token ids of a prompt: at least one, and all within the vocabulary."""
         for name in prompt if isinstance(prompt, Mapping) else ():
             if name not in KEYS:
                 raise RequestError(unknown("key of a prompt", name, KEYS))
@@ -154,7 +159,8 @@ class Reader:
             ids = prompt
         if text is None and ids is None:
             raise RequestError(
-                f'a prompt must be a string, a list of token ids, {{"prompt": …}} or {{"prompt_token_ids": […]}}, got {shortened(prompt)}.'
+                'a prompt must be a string, a list of token ids, {"prompt": …} or '
+                f'{{"prompt_token_ids": […]}}, got {shortened(prompt)}.'
             )
         if ids is None:
             if self.tokenizer is None:
@@ -162,8 +168,8 @@ class Reader:
             if not isinstance(text, str):
                 raise RequestError(f"a text prompt must be a string, got {text!r}.")
             try:
-                ids = self.tokenizer.encode(text, verbose=False)  # of its length the engine speaks
-            except Exception as error:  # tokenizers raise what they like, over a lone surrogate for instance
+                ids = self.tokenizer.encode(text, verbose=False)  # `_truncated` checks the length
+            except Exception as error:  # tokenizers raise any type, for a lone surrogate for instance
                 raise RequestError(f"the tokenizer cannot read the prompt {text!r}: {error}") from error
         if not isinstance(ids, (list, tuple)):
             cure = ": pass .tolist()" if hasattr(ids, "tolist") else ""
@@ -173,7 +179,10 @@ class Reader:
         return self._exist("token id", ids)
 
     def _exist(self, name: str, ids: Iterable[Any]) -> list[int]:
-        """The ids as plain numbers; numpy's are welcome."""
+        """Convert ids to ints, numpy integers included.
+
+        Raises RequestError for ids outside the vocabulary.
+        """
         vocabulary = self.engine.checkpoint.spec.vocabulary
         numbers = []
         for token in ids:
@@ -187,7 +196,10 @@ class Reader:
         return numbers
 
     def _truncated(self, ids: list[int], params: SamplingParams) -> list[int]:
-        """The end of the prompt that truncate_prompt_tokens leaves; the context must have room for an answer."""
+        """Last tokens of the prompt, as truncate_prompt_tokens requires.
+
+        Raises RequestError if the context has no room for one output token.
+        """
         longest, keep = self.engine.max_len, params.truncate_prompt_tokens
         if keep == -1:
             keep = max(1, longest - (params.max_tokens or 1))
@@ -195,8 +207,8 @@ class Reader:
         if len(ids) >= longest:
             cure = " or raise max_model_len" if longest < self.engine.checkpoint.spec.context else ""
             raise RequestError(
-                f"the prompt has {len(ids)} tokens, the context holds {longest} and one must be left for the answer: shorten it, set "
-                f"truncate_prompt_tokens (at most {longest - 1}){cure}."
+                f"the prompt has {len(ids)} tokens, the context holds {longest} and one must be left for the "
+                f"answer: shorten it, set truncate_prompt_tokens (at most {longest - 1}){cure}."
             )
         return ids
 
@@ -224,16 +236,26 @@ class Reader:
         for index in range(params.n):
             rows.append(
                 Row(
-                    id=id, index=index, tokens=list(ids), prompt=len(ids), params=params, distribution=params.distribution, seed=seed,
-                    processors=processors_of(params, len(ids), limit, ending, bad_words), limit=limit, ending=ending,
-                    source=rows[0] if rows else None, lora=lora, logprobs=self._logprobs(params, index),
+                    id=id,
+                    index=index,
+                    tokens=list(ids),
+                    prompt=len(ids),
+                    params=params,
+                    distribution=params.distribution,
+                    seed=seed,
+                    processors=processors_of(params, len(ids), limit, ending, bad_words),
+                    limit=limit,
+                    ending=ending,
+                    source=rows[0] if rows else None,
+                    lora=lora,
+                    logprobs=self._logprobs(params, index),
                     text=Detokenizer(self.tokenizer, params.skip_special_tokens) if reads else None,
                 )
-            )  # fmt: skip
+            )
         return rows
 
     def _logprobs(self, params: SamplingParams, index: int) -> Logprobs | None:
-        """The first sample keeps the prompt's for all of them."""
+        """Log-probability store of a sample, or None.  Only the first sample stores those of the prompt."""
         prompt = params.prompt_logprobs if index == 0 else None
         if params.logprobs is None and prompt is None:
             return None
@@ -241,18 +263,22 @@ class Reader:
         return Logprobs(self.engine.options.logprobs_mode, params.logprobs, prompt, decode)
 
     def piece(self, token: int) -> str:
-        """The text of one token."""
+        """Decode one token, memoized."""
         if token not in self.pieces:
             self.pieces[token] = self.tokenizer.decode([token])
         return self.pieces[token]
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
-        """Token ids of every bad word, and of the same with a space before it where that begins with another token (as vLLM)."""
+        """Token ids of every bad word.
+
+        As in vLLM, the word with a leading space is added if it has another first token and the same length.
+        """
         if not params.bad_words:
             return []
         if self.tokenizer is None:
             raise RequestError(
-                "bad_words need a tokenizer, and the checkpoint has none: use logit_bias or logits_processors."
+                "bad_words need a tokenizer, and the checkpoint has none: use logit_bias or "
+                "logits_processors."
             )
         found: list[list[int]] = []
         for word in params.bad_words:

@@ -73,7 +73,7 @@ class Cursor:
 
 
 class CatchUp:
-    """Cursors of all requests.  offset: K/V of position t lies in slot t + offset."""
+    """Cursors of all requests.  offset: slot of position t is t + offset."""
 
     def __init__(self, offset: int = 0) -> None:
         self.offset = offset

@@ -1,9 +1,10 @@
 """Page allocator with a prefix index.
 
-A page is `PAGE` consecutive slots.  A sequence has a block table: its position p lies in slot table.slots[p], and the
-draft nodes of a step take the positions after the last known token.  A full page is indexed by (the page before it, its
-tokens) and may be shared; an owner count says by how many sequences.  A page without owners stays in the index until it
-is needed elsewhere (LRU eviction).
+A page is `PAGE` consecutive slots.  The block table of a sequence maps position p to slot table.slots[p].
+The draft nodes of a step take the positions after the last known token.
+
+A full page is indexed by (the page before it, its tokens) and may be shared; `owners` counts the sequences
+that use it.  A page without owners stays indexed until LRU eviction.
 """
 
 from __future__ import annotations
@@ -69,7 +70,10 @@ class Cache:
         self.tables.discard(table)
 
     def match(self, table: BlockTable, tokens: Sequence[int], limit: int) -> int:
-        """Share the pages of the longest indexed prefix, `limit` tokens at most, with an empty table.  Returns its length."""
+        """Share the longest indexed prefix, at most `limit` tokens, with an empty table.
+
+        Returns its length.
+        """
         while self.prefix_caching and table.room + PAGE <= limit:
             found = self.index.get(table.key(tokens))
             if found is None:
@@ -87,12 +91,10 @@ class Cache:
                 self.last_node += 1
                 self.index[key] = (self.last_node, page)
                 self.entry[page] = key
-            table.nodes.append(
-                self.index[key][0]
-            )  # a twin page that another sequence entered first serves as well
+            table.nodes.append(self.index[key][0])  # possibly of an equal page that was indexed earlier
 
     def fork(self, source: BlockTable, target: BlockTable, length: int) -> bool:
-        """Give `target` (empty) the first `length` positions of `source`: share full pages, copy the last one."""
+        """Give `target` (empty) the first `length` positions of `source`: share full pages, copy the rest."""
         full, rest = divmod(length, PAGE)
         if rest and not self.available:
             return False

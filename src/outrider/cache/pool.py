@@ -25,10 +25,12 @@ def kv_dtype(name: str, own: torch.dtype) -> torch.dtype:
 
 
 class Pool:
-    """data [layers, 2, slots, kv_heads, row]: K and V of a head.  A row is the head, rounded up to 32 and zero past it, in the
-    pool's dtype; in int8 four bytes more, the float that one of its steps counts.  In memory the slots of one head lie together.
+    """K/V cache of a model: data [layers, 2, slots, kv_heads, row].
 
-    Several pools may share one allocator: a draft model's pool lies at the target's slots.
+    A row is one head in the pool's dtype, zero-padded to a multiple of 32.  In int8 it has four more bytes,
+    the float32 scale.  In memory the slots of one head are contiguous.
+
+    Several pools may share one allocator: the pool of a draft model uses the target's slots.
     """
 
     SLACK = 64  # bytes past the end that a kernel may read, and does not use
@@ -69,7 +71,7 @@ class Pool:
         self.data[:, :, target] = self.data[:, :, source]
 
     def write(self, layer: int, part: int, slots: Tensor, heads: Tensor) -> None:
-        """K (part 0) or V (1) of these slots, [m, kv_heads, head_dim].  The C kernels write for themselves."""
+        """Write K (part 0) or V (1) of these slots, [m, kv_heads, head_dim].  Not used by the C kernels."""
         if self.dtype != torch.int8:
             self.data[layer, part, slots, :, : self.head_dim] = heads.to(self.dtype)
             return
@@ -91,7 +93,7 @@ class Pool:
 
 
 class SplitPool(Pool):
-    """K/V of a model whose layers lie on several devices: a pool for each, at the same slots."""
+    """K/V cache of a model with layers on several devices: one pool per device, with the same slots."""
 
     def __init__(self, parts: Sequence[Pool]) -> None:
         self._parts = parts

@@ -21,11 +21,11 @@ OPTIONS = {
 
 @dataclass(frozen=True)
 class Options:
-    """Keys of speculative_config that say how much to draft.
+    """Keys of speculative_config for the number of draft tokens.
 
     num_speculative_tokens                 depth of the tree; None: the method's default
     disable_by_batch_size                  draft nothing while more rows than this run
-    num_speculative_tokens_per_batch_size  [[smallest, largest, depth], ...]; takes precedence over the other two
+    num_speculative_tokens_per_batch_size  [[smallest, largest, depth], ...]; overrides the other two
     """
 
     num_speculative_tokens: int | None = None
@@ -39,13 +39,14 @@ class Options:
             triple = isinstance(entry, (list, tuple)) and len(entry) == 3
             if not (triple and all(is_whole(x, 0, MAX_DEPTH) for x in entry[2:]) and _is_range(*entry[:2])):
                 raise ConfigError(
-                    "num_speculative_tokens_per_batch_size must be a list of [smallest, largest, levels] with "
-                    f"1 <= smallest <= largest, got {entry!r}."
+                    "num_speculative_tokens_per_batch_size must be a list of [smallest, largest, levels] "
+                    f"with 1 <= smallest <= largest, got {entry!r}."
                 )
         for entry, after in pairwise(sorted(map(list, table or ()))):
             if after[0] <= entry[1]:
                 raise ConfigError(
-                    f"num_speculative_tokens_per_batch_size must have ranges that do not overlap, got {entry!r} and {after!r}."
+                    "num_speculative_tokens_per_batch_size must have ranges that do not overlap, "
+                    f"got {entry!r} and {after!r}."
                 )
 
 
@@ -56,8 +57,8 @@ def _is_range(smallest: object, largest: object) -> bool:
 class FixedController:
     """Controller with a depth from the options.
 
-    depth: the method's default.  size: the method's node count for a depth.  vocabulary: size of the target's; draft
-    tokens beyond it are cut.
+    depth: the method's default.  size: the method's node count for a depth.
+    vocabulary: size of the target's vocabulary; draft tokens beyond it are trimmed.
     """
 
     def __init__(self, options: Options, depth: int, size: Callable[[int], int], vocabulary: int) -> None:
@@ -104,10 +105,11 @@ class FixedController:
         """Does nothing: the depth is fixed."""
 
     def kept(self, tree: DraftTree, budget: Budget) -> Sequence[int]:
-        """The nodes of a tree that its budget allows, ascending; probes stay while their parents do.
+        """Nodes of a tree within its budget, ascending.  Probes are kept if their parents are.
 
-        A prefix of the nodes is closed under ancestors, and so is a cut by depth.  Apart from ids outside the vocabulary,
-        the choice depends on positions only, never on tokens: rejection rules need that of sampled trees.
+        A prefix of the nodes is closed under ancestors, and so is a cut by depth.  Apart from ids outside the
+        vocabulary, the choice depends on positions only, not on tokens: rejection rules require that of
+        sampled trees.
         """
         tokens, vocabulary = tree.tokens, self.vocabulary
         if not tokens:

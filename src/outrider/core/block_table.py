@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 PAGE = 16
-ROOT = 0  # what the first page of every sequence hangs from; one whose K/V is not the plain model's has a negative root of its own
+ROOT = 0  # parent of the first page of a sequence; sequences with a LoRA adapter have a negative root
 
 
 @dataclass(eq=False)
@@ -16,9 +16,7 @@ class BlockTable:
 
     slots: array[int]  # 32-bit [capacity]
     pages: list[int] = field(default_factory=list)
-    nodes: list[int] = field(
-        default_factory=list
-    )  # index node of each page, from the front, that was entered
+    nodes: list[int] = field(default_factory=list)  # index node of each indexed page, from the first
     root: int = ROOT
 
     @property
@@ -26,6 +24,6 @@ class BlockTable:
         return len(self.pages) * PAGE
 
     def key(self, tokens: Sequence[int]) -> tuple[int, tuple[int, ...]]:
-        """Under which the next page to be entered stands in the index."""
+        """Key of the next page to be indexed."""
         at = len(self.nodes) * PAGE
         return self.nodes[-1] if self.nodes else self.root, tuple(tokens[at : at + PAGE])

@@ -1,4 +1,4 @@
-"""What steps did, and the seconds that they took."""
+"""Work and times of steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Times(NamedTuple):
 
 @dataclass(slots=True)
 class Work:
-    """What some steps did: known tokens and guesses that the target computed, tokens that were emitted, and the seconds."""
+    """Sums over steps: known, draft (`guessed`) and emitted tokens, and seconds by phase."""
 
     steps: int = 0
     known: int = 0

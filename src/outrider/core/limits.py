@@ -10,14 +10,14 @@ MAX_HEAD_DIM = 512  # dimensions of an attention head; the C kernels are compile
 def check_attention(
     where: str, heads: int, kv_heads: int, head_dim: int, rotated: int = 0, window: int = 0
 ) -> None:
-    """Raises ModelError for an attention layer whose shape the kernels cannot compute, or would read beyond their arrays.
+    """Check the shape of an attention layer.  Raises ModelError if the kernels do not support it.
 
-    rotated: how many dimensions of a head are rotated.  window: of the layer, in tokens, 0 for none.
+    rotated: number of rotated dimensions of a head.  window: sliding window in tokens; 0: none.
     """
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
         raise ModelError(
-            f"{where} has {heads} attention heads (num_attention_heads) and {kv_heads} K/V heads (num_key_value_heads): the first must be a "
-            "multiple of the second."
+            f"{where} has {heads} attention heads (num_attention_heads) and {kv_heads} K/V heads "
+            "(num_key_value_heads): the first must be a multiple of the second."
         )
     if not 1 <= head_dim <= MAX_HEAD_DIM:
         raise ModelError(
@@ -25,8 +25,8 @@ def check_attention(
         )
     if rotated > head_dim or rotated % 2:
         raise ModelError(
-            f"{where} has heads of {head_dim} dimensions (head_dim), of which {rotated} would be rotated: an even number of at most "
-            "all of them is needed."
+            f"{where} has heads of {head_dim} dimensions (head_dim), of which {rotated} would be rotated: "
+            "an even number of at most all of them is needed."
         )
     if window < 0:
         raise ModelError(f"{where} has a sliding_window of {window}; 0 is none, and less is no window.")

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, for the rows that ask: the token's own, and those of the best beside it."""
+"""Log-probabilities of sampled tokens, prompt tokens and their best alternatives."""
 
 from __future__ import annotations
 
@@ -12,21 +12,29 @@ MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """rank: 1 is the most likely token.  decoded_token: its text, None without a tokenizer."""
+    """Log-probability of one token.
+
+    logprob: value as selected by `MODES`.  rank: from 1, the most likely token.
+    decoded_token: text of the token; None without a tokenizer.
+    """
 
     logprob: float
     rank: int
     decoded_token: str | None
 
 
-Entry = dict[int, Logprob]  # the token itself first, then the best ones, best first
+Entry = dict[int, Logprob]  # by token id: the token itself first, then the best ones in descending order
 
 
 @dataclass(eq=False)
 class Logprobs:
-    """What one row keeps: entries for its output (`sampled`) and its prompt (`prompt`; None stands for the first token).
+    """Log-probabilities of one row.
 
-    count, prompt_count: how many of the best stand beside a token, -1: the whole vocabulary, None: not asked for.
+    mode: one of `MODES`.
+    count, prompt_count: best tokens per entry of output and prompt; -1: all of them; None: not requested.
+    decode: text of a token id.
+    sampled: entries of the output.
+    prompt: entries of the prompt; None for the first token, which has no prediction.
     """
 
     mode: str
@@ -41,12 +49,12 @@ class Logprobs:
         return self.prompt_count is not None and len(self.prompt) < length
 
     def add(self, token: int, values: Tensor) -> None:
-        """Of the next token of the output; values float [V], by `mode`."""
+        """Append the entry of the next output token; values float [V], by `mode`."""
         assert self.count is not None
         self.sampled.append(self._entry(token, values, self.count))
 
     def add_prompt(self, token: int, values: Tensor) -> None:
-        """Of the next token of the prompt."""
+        """Append the entry of the next prompt token; values float [V]."""
         assert self.prompt_count is not None
         self.prompt.append(self._entry(token, values, self.prompt_count))
 

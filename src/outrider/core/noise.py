@@ -1,7 +1,8 @@
-"""Counter-based noise: the Gumbel noise of a token is a pure function of (seed, sample index, position, token id).
+"""Counter-based noise: Gumbel noise as a pure function of (seed, sample index, position, token id).
 
-So the text at temperature > 0 is a function of the seed alone: the batch, the tree and the method cannot change it.
-`kernels/sample.c` computes the same numbers; the logarithms are taken in float64 and rounded, so that devices agree.
+At temperature > 0 the noise depends on the seed, not on the batch, the tree or the method.
+`kernels/sample.c` computes the same numbers.  Logarithms are computed in float64 and rounded, so devices
+agree.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-DRAW, ACCEPT, EMIT = 1, 2, 3  # what a coin is for
+DRAW, ACCEPT, EMIT = 1, 2, 3  # purposes of `uniform`, one random stream each
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
 
 
 def mix(z: int) -> int:
-    """splitmix64's finaliser (Steele, Lea and Flood 2014): a bijection of 64-bit words that scatters them well."""
+    """Finalizer of splitmix64 (Steele, Lea and Flood 2014), a bijective mixing of 64-bit words."""
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
     return z ^ (z >> 31)
@@ -30,12 +31,16 @@ def key_of(seed: int, index: int, position: int) -> int:
 
 @lru_cache(maxsize=4096)
 def stream_of(seed: int, index: int) -> int:
-    """What the keys of one sample have in common."""
+    """64-bit stream id of one sample, from which its keys derive."""
     return mix(mix((seed + GOLDEN) & MASK) + index & MASK)
 
 
 def uniform(stream: int, purpose: int, step: int, node: int) -> float:
-    """Uniform in [0, 1), 53 bits: a pure function of a sample's stream, what it is for, the step's position and a node of its tree."""
+    """Uniform in [0, 1) of 53 bits, a pure function of its arguments.
+
+    stream: of the sample.  purpose: DRAW, ACCEPT or EMIT.  step: position of the step.  node: of the draft
+    tree.
+    """
     key = mix(mix(stream ^ mix(purpose * GOLDEN & MASK)) + step & MASK)
     return (mix(key + (node + 2) * GOLDEN & MASK) >> 11) * 2.0**-53
 

@@ -1,4 +1,4 @@
-"""What a request asks of the sampler, in vLLM's names and with vLLM's meanings."""
+"""Sampling parameters of a request, with vLLM's names and semantics."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import numpy as np
 
 from outrider.errors import RequestError, shortened, unknown
 
-ALL = (1 << 31) - 1  # more tokens than any vocabulary has: a larger top_k means the same
-MOST_SAMPLES = 16384  # of one prompt, as in vLLM
+ALL = (1 << 31) - 1  # upper bound of top_k, above any vocabulary size
+MOST_SAMPLES = 16384  # samples per prompt, as in vLLM
 
 
 _BEAMS = "Beam search is not supported: sample, or decode greedily with temperature 0."
 _FORMS = "Constrained output is not supported: ask for the form in the prompt, and check the answer."
-ELSEWHERE = {  # names of other programs, or of earlier versions of vLLM, and what serves here
+ELSEWHERE = {  # parameter names of other programs or of earlier versions of vLLM -> replacement
     "best_of": "Ask for n samples with logprobs=0, and keep the one with the highest cumulative_logprob.",
     "suffix": "Text is only continued, not filled in: put everything before it into the prompt.",
     "echo": "The prompt is in the output, as 'prompt' and 'prompt_token_ids'.",
@@ -28,16 +28,21 @@ ELSEWHERE = {  # names of other programs, or of earlier versions of vLLM, and wh
     "repeat_penalty": "Did you mean 'repetition_penalty'?",
     "stop_strings": "Did you mean 'stop'?",
     "max_length": "It counted the prompt, too: use max_tokens, which counts new tokens.",
-    **dict.fromkeys(("use_beam_search", "num_beams", "beam_width", "length_penalty", "early_stopping"), _BEAMS),
     **dict.fromkeys(
-        ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding", "structured_outputs",
-         "response_format", "grammar", "json_schema"), _FORMS,
+        ("use_beam_search", "num_beams", "beam_width", "length_penalty", "early_stopping"), _BEAMS,
+    ),
+    **dict.fromkeys(
+        ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding",
+         "structured_outputs", "response_format", "grammar", "json_schema"), _FORMS,
     ),
 }  # fmt: skip
 
 
 class DistributionParams(NamedTuple):
-    """The part that shapes the distribution of one token.  Defaults change nothing."""
+    """Parameters of the sampling distribution of one token.
+
+    The defaults leave the model's distribution unchanged.
+    """
 
     temperature: float = 1.0
     min_p: float = 0.0
@@ -75,24 +80,39 @@ class _Fields:
 
 
 class SamplingParams(_Fields):
-    """How to sample one request.
+    """Sampling parameters of one request.
 
-    n: samples a prompt.  temperature: 0 is greedy.  top_p in (0, 1], top_k (0 or -1: all), min_p in [0, 1].
-    seed: the text is a function of it; without one, every request draws its own.
-    repetition_penalty > 0: divides positive and multiplies negative logits of tokens in prompt or output.  frequency_penalty,
-    presence_penalty in [-2, 2]: taken off the logit of a token for each time, or once, that the output has it.
-    logit_bias: {token id: added to its logit, clamped to [-100, 100]}.  allowed_token_ids: no others.  bad_words: strings whose
-    last token is forbidden where it would complete them.  logits_processors: functions (output ids, logits) or
-    (prompt ids, output ids, logits) -> logits; they must be pure, as they are asked about guesses as well.
-    stop: strings that end the text and are cut off.  stop_token_ids: tokens that end it.  include_stop_str_in_output: leaves
-    what ended the text in it.  ignore_eos: go on past the end-of-sequence token.
-    max_tokens: new tokens at most (None: as many as the context holds).  min_tokens: before this many, neither EOS nor a
-    stop token can be sampled.  truncate_prompt_tokens: only the last so many tokens of the prompt (-1: as many as leave room
-    for max_tokens).
-    logprobs, prompt_logprobs: log-probabilities of each token of output or prompt and of so many best ones (-1: of all).
-    detokenize: False gives no text.  skip_special_tokens: leaves them out of the text.
-    speculate: False decodes this request plainly.
-    Raises RequestError naming the parameter, its value and what it may be.
+    n                           samples per prompt
+    temperature                 0 is greedy
+    top_p                       in (0, 1]
+    top_k                       0 or -1: all tokens
+    min_p                       in [0, 1]
+    seed                        fixes the output; None: each request gets its own seed
+    repetition_penalty          > 0; divides positive and multiplies negative logits of tokens in prompt or
+                                output
+    frequency_penalty           in [-2, 2]; subtracted from a logit once per occurrence of the token in the
+                                output
+    presence_penalty            in [-2, 2]; subtracted once from the logit of each token in the output
+    logit_bias                  {token id: value added to its logit}, clamped to [-100, 100]
+    allowed_token_ids           masks all other tokens
+    bad_words                   strings; masks the last token of one wherever it would complete it
+    logits_processors           functions (output ids, logits) or (prompt ids, output ids, logits) -> logits;
+                                must be pure, because they are also evaluated at draft nodes
+    stop                        strings that end the text and are removed from it
+    stop_token_ids              tokens that end the text
+    include_stop_str_in_output  keep the stop string or stop token in the text
+    ignore_eos                  continue past the end-of-sequence token
+    max_tokens                  maximum number of new tokens; None: up to the context length
+    min_tokens                  masks EOS and stop tokens until the output has this many tokens
+    truncate_prompt_tokens      keep only this many last tokens of the prompt; -1: as many as leave room for
+                                max_tokens
+    logprobs, prompt_logprobs   number of best tokens whose log-probabilities are returned beside each token
+                                of output or prompt; -1: the whole vocabulary
+    detokenize                  False: return no text
+    skip_special_tokens         omit special tokens from the text
+    speculate                   False: decode this request without speculation
+
+    Raises RequestError naming the parameter, its value and the valid range.
     """
 
     def __init__(self, *unnamed: Any, **given: Any) -> None:
@@ -116,9 +136,7 @@ class SamplingParams(_Fields):
                 isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, Set))
             ):
                 raise RequestError(f"{name} must be a list, got {shortened(value)}.")
-            empty = (
-                None if name == "allowed_token_ids" else ()
-            )  # an empty list of allowed tokens means something
+            empty = None if name == "allowed_token_ids" else ()  # `_check` rejects an empty allowed_token_ids
             value = empty if value is None else tuple(value)
             if name in ("stop_token_ids", "allowed_token_ids") and value is not None:
                 value = _plain(value)
@@ -221,22 +239,22 @@ class SamplingParams(_Fields):
 
 
 def whole(value: Any) -> int | None:
-    """A whole number of any kind (numpy's, for instance) as an int; None for what is none."""
+    """Convert an integer of any type, such as numpy's, to int.  Returns None for any other value."""
     if isinstance(value, (bool, np.bool_)):
         return None
     try:
         return operator.index(value)
-    except Exception:  # tensors raise what they like
+    except Exception:  # tensors raise various types
         return None
 
 
 def _plain(ids: Sequence[Any]) -> tuple[Any, ...]:
-    """The ids as ints; what is no whole number is left for `_check` to name."""
+    """Convert ids to ints.  Other values are kept; `_check` rejects them by name."""
     return tuple(token if (number := whole(token)) is None else number for token in ids)
 
 
 def _number(value: Any) -> bool:
-    """Whether this is a number that a float can hold."""
+    """Whether the value is a finite number within the range of a float."""
     try:
         return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:
@@ -248,7 +266,7 @@ def _whole(value: Any, least: float = -math.inf) -> bool:
 
 
 def _bias(given: Any) -> dict[int, float]:
-    """{token id: bias} with the biases in [-100, 100]; ids may be digits, as in JSON."""
+    """Parse {token id: bias}, clamping biases to [-100, 100].  Ids may be decimal strings, as in JSON."""
     if not isinstance(given, Mapping):
         raise RequestError(f"logit_bias must be a dict {{token id: bias}}, got {shortened(given)}.")
     bias = {}

@@ -1,4 +1,4 @@
-"""Logits processors: what they are given, and what they are."""
+"""Interface of logits processors and their view of the token ids."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Ids:
-    """The tokens before a node, without a copy: those that are certain (prompt and output; this list only grows), then the path."""
+    """Tokens up to and including a node, without a copy.
+
+    tokens: prompt and output; the list is append-only.  path: draft tokens from the root to the node.
+    """
 
     tokens: list[int]
     path: Sequence[int] = ()
@@ -28,7 +31,7 @@ class Ids:
 
 class Processor(Protocol):
     def active(self, length: int) -> bool:
-        """Whether a row at which `length` tokens are known (prompt, output and path) needs an edit; if not, it is not called."""
+        """Whether to edit the logits after `length` tokens (prompt, output and path)."""
 
     def __call__(self, ids: Ids, logits: Tensor) -> Tensor:
-        """logits [V], not to be written to.  Returns logits [V]."""
+        """Return edited logits [V].  The input logits [V] are read-only."""

@@ -1,4 +1,4 @@
-"""A quantized weight: the one form that every checkpoint format is read into and every backend packs."""
+"""Quantized weight: the common form between checkpoint formats and backend packing."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ class QuantizedWeight:
 
 
 def join(parts: Sequence[Tensor | QuantizedWeight], dtype: torch.dtype) -> Tensor | QuantizedWeight:
-    """Concatenates weights of the same input along their outputs.
+    """Concatenate weights of the same input along their outputs.
 
-    Quantized weights take the largest bits and the common group of all, which changes no number.  Together with a weight
-    that is not quantized they become `dtype`.
+    Quantized weights take the largest bits and the common group of all, which is exact.  If any weight is not
+    quantized, the result is a dense tensor of `dtype`.
     """
     if len(parts) == 1 and isinstance(parts[0], QuantizedWeight):
         return parts[0]

@@ -1,4 +1,4 @@
-"""Rows: the samples of requests, and what speculation did for them."""
+"""Rows (the samples of requests) and their speculation statistics."""
 
 from __future__ import annotations
 
@@ -16,9 +16,15 @@ from outrider.errors import RequestError
 
 
 class Speculation(NamedTuple):
-    """What speculation did for one sample: tokens per step = emitted / target forwards that emitted (plain decoding: 1.0);
-    acceptance = accepted / drafted, probes aside.
-    lossless: False where the verification rule changes what the target says.
+    """Speculation statistics of one sample.
+
+    steps     target forwards that emitted tokens
+    drafted   draft tokens, without probes
+    accepted  accepted draft tokens
+    emitted   emitted tokens
+    lossless  False if the verification rule changes the output distribution
+
+    tokens_per_step is emitted / steps, 1.0 without speculation.  acceptance is accepted / drafted.
     """
 
     steps: int = 0
@@ -42,7 +48,10 @@ class Speculation(NamedTuple):
 
 @dataclass(frozen=True)
 class LoRARequest:
-    """A LoRA adapter for one request: a name for people, an id of at least 1 that belongs to it alone, a PEFT folder or hub id."""
+    """LoRA adapter of one request.
+
+    lora_name: used in messages.  lora_int_id: unique id, at least 1.  lora_path: a PEFT folder or hub id.
+    """
 
     lora_name: str
     lora_int_id: int
@@ -54,10 +63,10 @@ class LoRARequest:
 
 @dataclass(eq=False, slots=True)
 class Row:
-    """One sample of one request: what the scheduler moves and a drafter sees.
+    """Scheduling state of one sample of one request.
 
-    tokens: prompt and output; `computed` of them have K/V in the target's cache.  The rest are known tokens: a chunk of the
-    prompt, or the one pending token that the last step emitted.
+    tokens: prompt and output.  The first `computed` have K/V in the target's cache.  The rest are the
+    uncomputed part of the prompt, or the one pending token that the last step emitted.
     """
 
     id: str
@@ -72,23 +81,21 @@ class Row:
     ending: frozenset[int]  # token ids that end the text
     source: Row | None = None  # the sample whose prompt this one shares
     lora: LoRARequest | None = None
-    adapter: Any = None  # its weights, while the row runs
+    adapter: Any = None  # packed weights of `lora`, while the row runs
     table: BlockTable | None = None
     computed: int = 0
-    cached: int | None = None  # tokens whose K/V was there when it was first admitted
+    cached: int | None = None  # tokens with cached K/V at first admission
     finish_reason: str | None = None  # "stop", "length", "abort", "error"
     stop_reason: int | str | None = None
-    error: Exception | None = None  # why it could not go on (finish_reason "error")
-    steps: int = 0  # target forwards that emitted, what was guessed for these, and what of it was accepted
+    error: Exception | None = None  # cause of finish_reason "error"
+    steps: int = 0  # target forwards that emitted tokens
     drafted: int = 0
     accepted: int = 0
-    lossless: bool = True  # as the verification rule says
-    text: Any = None  # the incremental detokeniser
-    logprobs: Logprobs | None = None  # kept where the request asks for log-probabilities
+    lossless: bool = True  # False if the verification rule changes the output distribution
+    text: Any = None  # incremental detokenizer
+    logprobs: Logprobs | None = None  # None unless requested
     entered: float = field(default_factory=time.perf_counter)
-    arrivals: list[float] = field(
-        default_factory=list
-    )  # when each token of the output was there, on the same clock
+    arrivals: list[float] = field(default_factory=list)  # of each output token, on the clock of `entered`
 
     @property
     def output(self) -> list[int]:
@@ -111,7 +118,10 @@ class Row:
 
     @property
     def reusable(self) -> int:
-        """How many tokens may come from the prefix cache: the last one is always computed, as is what prompt_logprobs still needs."""
+        """Maximum number of tokens taken from the prefix cache.
+
+        Excludes the last token, and the tokens whose logits prompt_logprobs still needs.
+        """
         asked = self.logprobs
         scored = self.prompt if asked is None or asked.prompt_count is None else len(asked.prompt)
         return (len(self.tokens) if scored == self.prompt else scored) - 1

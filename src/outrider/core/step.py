@@ -1,4 +1,4 @@
-"""Records of one step: its rows, and what a drafter learns from it."""
+"""Records of one step: its rows, their draft trees, and the hidden states that a drafter uses."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from outrider.core.tree import EMPTY_TREE, NO_BUDGET, Budget, Draft, DraftTree, 
 
 @dataclass(slots=True)
 class RowStep:
-    """One row in one step: what it computes, which draft tokens it gets, and what becomes of them.
+    """One row in one step: its known tokens, its draft tree, and the accepted and emitted tokens.
 
         position   start ... end - 1 | end, end + 1, ...
                    known tokens      | slots of draft nodes 0, 1, ...
 
-    The scheduler fills in the first five fields, the drafter `tree`, the controller `kept`, the verification rule
-    `accepted` and `emitted`, the forward `topk`.
+    Fields are set by the scheduler (first five), the drafter (`tree`), the controller (`kept`), the
+    verification rule (`accepted`, `emitted`) and the forward (`topk`).
     """
 
     row: Row
@@ -30,15 +30,13 @@ class RowStep:
     emits: bool = True  # the known tokens reach the row's last one, so that a new token can be picked
     budget: Budget = NO_BUDGET
     tree: DraftTree = EMPTY_TREE
-    # ascending nodes of the proposed tree that a cut has left: node i of `tree` was node kept[i]; None: all
+    # nodes of the proposed tree left after trimming, ascending: node i of `tree` was node kept[i]; None: all
     kept: Sequence[int] | None = None
-    verified: bool = (
-        False  # the next two are known already: the kernels compared picks with the tree (Rule.fused_match)
-    )
+    verified: bool = False  # the kernels have set the next two fields (Rule.fused_match)
     accepted: list[int] = field(default_factory=list)  # path of accepted nodes
     emitted: list[int] = field(default_factory=list)  # their tokens and one more; empty unless `emits`
-    # ids of the largest logits (see Needs.topk), best first, after the root and after each node; empty unless `emits`,
-    # and none at a node without a finite logit
+    # ids of the largest logits (see Needs.topk), best first, after the root and after each node;
+    # empty unless `emits`, with an empty entry at a node without a finite logit
     topk: list[list[int]] = field(default_factory=list)
 
     @property
@@ -48,11 +46,14 @@ class RowStep:
 
     @property
     def predicted(self) -> list[int]:
-        """The tokens from position start + 1 on that this step predicted: known ones, then the emitted ones."""
+        """Tokens that this step predicted, from position start + 1: the known ones, then the emitted ones."""
         return self.row.tokens[self.start + 1 : self.end] + self.emitted
 
     def count(self, now: float, lossless: bool) -> None:
-        """Add a step that emitted tokens to the row's statistics.  now: seconds, on the clock of `Row.arrivals`."""
+        """Add a step that emitted tokens to the row's statistics.
+
+        now: seconds on the clock of `Row.arrivals`.
+        """
         row = self.row
         row.steps += 1
         row.drafted += self.tree.size
@@ -63,7 +64,10 @@ class RowStep:
 
 @dataclass(slots=True)
 class Batch:
-    """The rows of one step.  failed: rows that ended before they began.  prefill: some row computes a part of its prompt."""
+    """The rows of one step.
+
+    failed: rows that ended before their first step.  prefill: some row computes a part of its prompt.
+    """
 
     steps: list[RowStep] = field(default_factory=list)
     failed: list[Row] = field(default_factory=list)
@@ -71,7 +75,7 @@ class Batch:
     resume: Resume | None = None
 
     def add(self, row: Row, known: int, budget: Budget = NO_BUDGET) -> None:
-        """Let `row` compute its next `known` tokens."""
+        """Add a row with its next `known` tokens."""
         end = row.computed + known
         self.steps.append(RowStep(row, row.computed, known, end == len(row.tokens), budget))
         self.prefill |= end <= row.prompt
@@ -94,21 +98,21 @@ class Batch:
         return Batch([replace(step, budget=budget) for step, budget in zip(self.steps, budgets)])
 
     def take(self, draft: Draft) -> None:
-        """Give every row its draft tree."""
+        """Assign the draft trees to the rows."""
         self.resume = draft.resume
         for step, tree in zip(self.steps, draft.trees):
             step.tree = tree
 
 
-FINAL = -1  # the states that the head reads, after the last norm
+FINAL = -1  # states after the last norm, the input of the language model head
 
 
 class Needs(NamedTuple):
-    """What a drafter wants to see of the target's forward.
+    """Outputs of the target's forward that a drafter needs.
 
-    topk: so many ids with the largest logits (64 at most), at the root and at every guess.
-    states: hidden states, at every token that becomes certain: FINAL, or the number of the layer that they enter.
-    lookbehind: how many of the tokens that the prefix cache, or another sample, gives are computed again, for their states.
+    topk        number of ids with the largest logits at the root and at every draft node, at most 64
+    states      hidden states of known and accepted tokens: FINAL, or the number of the layer that they enter
+    lookbehind  number of cached prefix tokens that are recomputed for their hidden states
     """
 
     topk: int = 0
@@ -121,17 +125,21 @@ class Needs(NamedTuple):
 
 
 class States(NamedTuple):
-    """Hidden states of the target where tokens became certain.
+    """Hidden states of the target at known and accepted tokens.
 
-    kept: what `Needs.states` names -> [n, hidden] for the n rows of the forward.  places[r]: which of these are the positions
-    batch[r].start, … of row r, its chunk and then the path that was accepted.
+    kept: entry of `Needs.states` -> [n, hidden] for the n rows of the forward.
+    places[r]: forward rows of the positions batch[r].start, … of row r: its known tokens, then the accepted
+    path.
     """
 
     kept: Mapping[int, Tensor]
     places: list[list[int]]
 
     def of(self, r: int, wanted: Sequence[int], last: bool = False) -> Tensor:
-        """[positions, len(wanted) * hidden]: side by side, in this order; of the last position only, if asked for."""
+        """Concatenate the wanted states of row r to [positions, len(wanted) * hidden].
+
+        last: only the last position.
+        """
         places = self.places[r][-1:] if last else self.places[r]
         return torch.cat([self.kept[which][places] for which in wanted], dim=-1)
 
@@ -140,9 +148,9 @@ NO_STATES = States({}, [])
 
 
 class Commit(NamedTuple):
-    """What is certain after a step: the only thing a drafter learns from.  A replay after preemption is recognised by `start`.
+    """Result of a step as passed to the drafter: the known and accepted tokens.
 
-    states: the hidden states that `Needs.states` names.
+    states: the hidden states that `Needs.states` names.  A replay after preemption is recognised by `start`.
     """
 
     batch: Batch

@@ -1,21 +1,23 @@
-"""Input of one forward as flat arrays: tokens, positions, cache slots, and which keys each row sees.
+"""Input of one forward as flat arrays: tokens, positions, cache slots, and the visible keys of each row.
 
-A row is one token of the ragged batch.  It sees the first `context_lens` slots of its request's slot table, then the slots
-of its own path.  These are the keys of positions 0, 1, 2, … in that order, wherever they lie.  A known token and a chain
-have no path.  A node of a tree has its ancestors and itself.
+A row is one token of the ragged batch.  It attends to the first `context_lens` slots of its request's slot
+table, then to the slots of its own path.  These are the keys of positions 0, 1, 2, … in that order.  Known
+tokens and chains have an empty path.  The path of a tree node is its ancestors and itself.
 
         slot table of the request  0 1 2 3 4 5 6 │ node slots
         known token at 6           ■ ■ ■ ■ ■ ■ ■ │               context 7, path ()
-        node 2, child of node 0    ■ ■ ■ ■ ■ ■ ■ │ ■ · ■         context 7, path (node 0, node 2): position 7 + 2 - 1 = 8
+        node 2, child of node 0    ■ ■ ■ ■ ■ ■ ■ │ ■ · ■         context 7, path (node 0, node 2)
+                                                                 position 7 + 2 - 1 = 8
 
-Paths are slots and not bit masks over the rows of the step: when a draft tree grows level by level, the ancestors of a node
-were computed by earlier forwards and are no rows of this one.
+Paths are slots, not bit masks over the rows of the step.  When a draft tree grows level by level, earlier
+forwards have computed the ancestors of a node, so they are not rows of this one.
 
-A *view* is a slot table that leaves out some of a request's slots.  Its first `pinned` entries are the first of the request.
-The others stand `shift` positions further on in the text than in the view, without gaps.  Positions are always those of the
-text: rotations, sliding windows and ALiBi slopes follow them.  All views of a step have the same `pinned`.
+A *view* is a slot table that omits some of a request's slots.  Its first `pinned` entries are the first of
+the request.  The text position of each other entry is its index in the view plus `shift`.  Positions are
+always those of the text: rotations, sliding windows and ALiBi slopes follow them.  All views of a step have
+the same `pinned`.
 
-        view, pinned 2, shift 3    0 1 · · · 5 6 │               known token at 6: context 4, position 3 + 3 = 6
+        view, pinned 2, shift 3    0 1 · · · 5 6 │               context 4, known token at position 3 + 3 = 6
 """
 
 from __future__ import annotations
@@ -50,17 +52,17 @@ class StepTensors(NamedTuple):
 class StepInput:
     """N rows of B requests, added in order; `build` makes the arrays.  The rows of a request are neighbours.
 
-    input_ids, positions, slot_mapping: int64 [N]; slot_mapping is where the K/V of a row goes
+    input_ids, positions, slot_mapping: int64 [N]; slot_mapping is the slot for the K/V of a row
     context_lens, path_lens:            int64 [N]
-    path_slots:                         int32 [N, max_path_len], row by row, 0 behind the end of a path
+    path_slots:                         int32 [N, max_path_len], row by row, 0 after the end of a path
     query_start:                        [B + 1], first row of every request, then N
-    slot_tables:                        [B], int32, the slot of each position; of a view, of each position that it holds
-    max_seq_len:                        the most keys that a row sees
+    slot_tables:                        [B], int32, the slot of each position, or of each entry of a view
+    max_seq_len:                        largest number of keys of a row
     adapters:                           the rows that use a LoRA adapter, ascending
     logits_rows:                        [M], ascending: rows whose logits are computed
 
-    The arrays are plain `array` objects.  Right after a forward has swept the processor's caches, a call of numpy or torch
-    takes tens of microseconds.  Tensors are made on request (`on`), and once.
+    The arrays are `array` objects: with cold CPU caches after a forward, a numpy or torch call takes tens of
+    microseconds.  `on` creates the tensors lazily, once per device.
     """
 
     __slots__ = (
@@ -105,7 +107,10 @@ class StepInput:
     # ---- adding rows
 
     def chain(self, table: array[int], start: int, tokens: Sequence[int], shift: int = 0) -> None:
-        """Tokens at positions start, start + 1, … of the request whose slots are `table`; with `shift`, of a view."""
+        """Add tokens at positions start, start + 1, … of the request with slots `table`.
+
+        shift: that of the view, if `table` is one.
+        """
         n, end = len(tokens), start + len(tokens)
         self._add(table, n, end)
         self.input_ids.extend([*tokens])
@@ -115,7 +120,10 @@ class StepInput:
         self._paths += [()] * n
 
     def node(self, table: array[int], context: int, path: Sequence[int], token: int, shift: int = 0) -> None:
-        """One node of a tree: it sees `context` slots of the table, then `path`, whose last slot is its own."""
+        """Add one tree node.
+
+        It attends to `context` slots of the table, then `path`; its own slot is the last.
+        """
         self.nodes(table, context, [path], [token], shift)
 
     def nodes(
@@ -138,7 +146,10 @@ class StepInput:
         self._paths += paths
 
     def block(self, table: array[int], context: int, slots: Sequence[int], tokens: Sequence[int]) -> None:
-        """Tokens at positions context, context + 1, …; each sees `context` slots, then all slots of the block."""
+        """Add tokens at positions context, context + 1, …
+
+        Each attends to `context` slots, then the whole block.
+        """
         first, n = self.length, len(tokens)
         self.nodes(table, context, [slots] * n, tokens)
         self.positions[first:] = array("q", range(context, context + n))
@@ -212,7 +223,7 @@ class StepInput:
         return [*slots, *self._paths[row][max(0, first - self.context_lens[row]) :]]
 
     def key_shift(self, row: int) -> int:
-        """How far the keys behind the pinned ones stand further on in the text.  0 in a block, which has keys ahead."""
+        """Shift of the keys after the pinned ones.  0 in a block, whose rows attend to later keys."""
         return max(0, self.positions[row] + 1 - self.context_lens[row] - self.path_lens[row])
 
     def on(self, device: torch.device) -> StepTensors:
@@ -220,7 +231,7 @@ class StepInput:
         return self.derived(device, lambda step: step._tensors(device))
 
     def derived(self, key: object, make: Callable[[StepInput], T]) -> T:
-        """What `make` computes from a built step, kept under `key`: computed once and shared by all layers."""
+        """Value of `make` for a built step, memoized under `key` and shared by all layers."""
         if key not in self._derived:
             self._derived[key] = make(self)
         made: T = self._derived[key]

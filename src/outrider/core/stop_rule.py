@@ -1,4 +1,4 @@
-"""Stop rules: when a chain of draft tokens ends early, as every backend decides it."""
+"""Stop rules (early draft exit): reference implementation for all backends."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ Chained = tuple[list[list[int]], list[list[NodeFeatures]]]
 
 
 class StopRule(NamedTuple):
-    """Thresholds behind which a chain ends.
+    """Thresholds for the early exit of a draft chain.
 
-    least: a draft token of lower probability ends its chain
-    most:  so does one whose distribution has a higher entropy
-    net:   so does one that this network scores below 0.  float32, flat: weights [hidden, NUM_FEATURES + 1] for the features
-           and the depth (from 0), biases [hidden], ReLU, weights [hidden], bias [1].
+    least  end after a draft token of lower probability
+    most   end after a draft token whose distribution has a higher entropy, in nats
+    net    end after a draft token that this network scores below 0; None: no network.  float32, flat:
+           weights [hidden, NUM_FEATURES + 1] for the features and the depth (from 0), biases [hidden], ReLU,
+           weights [hidden], bias [1]
     """
 
     least: float = 0.0
@@ -44,7 +45,7 @@ def measure(logits: Tensor, temperature: float, token: int) -> NodeFeatures:
 
 
 def should_stop(stop_rule: StopRule, features: NodeFeatures, level: int) -> bool:
-    """Whether a chain ends behind a token with these features at depth `level`, from 0."""
+    """Whether a chain ends after a token with these features at depth `level`, from 0."""
     return (
         features[0] < stop_rule.least
         or features[1] > stop_rule.most

@@ -1,6 +1,6 @@
 """Draft trees.
 
-A token tree hangs from the last certain token of a row, the *root* (node -1).  p is the target's distribution, q the
+The *root* (node -1) of a tree is the last known token of its row.  p is the target's distribution, q the
 drafter's.
 """
 
@@ -17,9 +17,9 @@ ROOT = -1
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Draft tokens that one row may get in a step: levels of the tree, and nodes.
+    """Maximum depth and number of nodes of a row's draft tree in one step.
 
-    0 <= depth <= nodes always holds, and both are 0 if either is: a depth that the nodes cannot fill is cut.
+    Invariant: 0 <= depth <= nodes, and both are 0 if either is.  A depth above `nodes` is reduced to it.
     """
 
     depth: int = 0
@@ -32,7 +32,7 @@ class Budget:
             object.__setattr__(self, "nodes", self.nodes if depth else 0)
 
     def within(self, depth: int | None = None, nodes: int | None = None) -> Budget:
-        """The same with at most this depth and so many nodes; None sets no limit."""
+        """Budget reduced to this depth and number of nodes; None sets no limit."""
         deepest = self.depth if depth is None else min(self.depth, depth)
         return Budget(deepest, self.nodes if nodes is None else min(self.nodes, nodes))
 
@@ -41,11 +41,15 @@ NO_BUDGET = Budget()
 
 
 class DraftTree(NamedTuple):
-    """The tree of one row, as lists: parents[i] < i, -1 = root.
+    """Draft tree of one row, as parallel lists over its nodes.
 
-    laws, law_of: node i was drawn from the distribution laws[law_of[i]] (float64 [V]) at its parent; -1 means it was chosen, and an
-    empty law_of that all were.  repeats: siblings of one law are independent draws; otherwise each is drawn from what is left of the
-    law without those before it.  probes: the last so many nodes are there for what the target says after them, not to be accepted.
+    tokens         token id of each node
+    parents        parent of each node, parents[i] < i; -1 is the root
+    confidence     drafter's confidence in each node
+    distributions  distributions q that nodes were sampled from, float64 [V] each
+    probs_of       index into `distributions` for each node; -1: chosen deterministically; empty: all were
+    repeats        True: siblings are independent samples from q; False: sampled from q without replacement
+    probes         number of last nodes that are evaluated but never accepted
     """
 
     tokens: list[int]
@@ -62,16 +66,16 @@ class DraftTree(NamedTuple):
 
     @property
     def chained(self) -> bool:
-        """Whether every node hangs from the one before it."""
+        """Whether the tree is a chain: the parent of every node is the node before it."""
         return self.parents == [*range(ROOT, len(self.parents) - 1)]
 
     @property
     def size(self) -> int:
-        """How many nodes may be accepted."""
+        """Number of nodes that may be accepted."""
         return len(self.tokens) - self.probes
 
     def only(self, keep: Sequence[int]) -> DraftTree:
-        """These nodes, ascending; the parents of all are among them."""
+        """Subtree of the nodes `keep`, ascending and closed under parents."""
         place = {ROOT: ROOT, **{node: at for at, node in enumerate(keep)}}
         return self._replace(
             tokens=[self.tokens[i] for i in keep],
@@ -82,7 +86,7 @@ class DraftTree(NamedTuple):
         )
 
     def distribution(self, node: int) -> Tensor | None:
-        """What `node` was drawn from, before any of its siblings; None if it was chosen."""
+        """Distribution q that `node` was sampled from, before removal of siblings; None if chosen."""
         return self.distributions[self.probs_of[node]] if self.probs_of and self.probs_of[node] >= 0 else None
 
 
@@ -90,10 +94,14 @@ EMPTY_TREE = DraftTree([], [], [])
 
 
 class Resume(NamedTuple):
-    """What the drafter has computed of the target's own forward, in the slots that this step gave it: verification begins there.
+    """Partial target forward computed by the drafter; verification resumes at layer `layer`.
 
-    states [m, hidden]: the residual stream before layer `layer`, of nodes[r] (ascending; ROOT is the last known token) of row 0, 1 …;
-    K/V of the layers below is in the slots of these nodes.  Bit for bit what the target itself would compute.
+    layer   first layer that is still to be computed
+    states  [m, hidden], the residual stream before that layer, for the nodes of row 0, 1, … in order
+    nodes   nodes[r] of row r, ascending; ROOT is the last known token
+
+    K/V of the layers below is in the step's slots of these nodes.  All values equal the target's own bit for
+    bit.
     """
 
     layer: int
@@ -102,9 +110,9 @@ class Resume(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """What a drafter proposes for one step: trees[r] hangs from the last known token of row r of the batch.
+    """Proposal of a drafter for one step: trees[r] is rooted at the last known token of row r of the batch.
 
-    Siblings that were chosen hold distinct tokens.
+    Deterministically chosen siblings hold distinct tokens.
     """
 
     trees: Sequence[DraftTree]

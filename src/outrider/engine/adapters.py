@@ -1,4 +1,4 @@
-"""The LoRA adapters of an engine: known by their ids, read when a row first needs them, at most `max_loras` in memory."""
+"""LRU cache of the LoRA adapters of an engine: loaded on first use, at most `max_loras` in memory."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ from outrider.models.decoder import Decoder
 
 
 class Adapters:
+    """Registry and LRU cache of adapters, by lora_int_id.
+
+    most: adapters in memory at once.  max_rank: largest accepted rank.
+    """
+
     def __init__(self, decoder: Decoder, most: int, max_rank: int) -> None:
         self.decoder, self.most, self.max_rank = decoder, most, max_rank
-        self.known: dict[
-            int, tuple[LoRARequest, PeftAdapter]
-        ] = {}  # for good: the prefix index knows adapters by their ids
-        self.loaded: OrderedDict[int, Any] = (
-            OrderedDict()
-        )  # id -> its weights as the kernels packed them, oldest use first
+        # Never evicted: keys of the prefix index contain adapter ids.
+        self.known: dict[int, tuple[LoRARequest, PeftAdapter]] = {}
+        self.loaded: OrderedDict[int, Any] = OrderedDict()  # id -> packed weights, least recently used first
 
     def check(self, wanted: LoRARequest) -> None:
-        """Raises RequestError where the adapter does not fit this model, or its id stands for another one."""
+        """Register an adapter.  Raises RequestError if it does not fit this model or its id is taken."""
         before, _ = self.known.get(wanted.lora_int_id, (wanted, None))
         if before.lora_path != wanted.lora_path:
             raise RequestError(
-                f"lora_int_id {wanted.lora_int_id} is {before.lora_path!r} already, and now {wanted.lora_path!r}: give every adapter "
-                "an id of its own."
+                f"lora_int_id {wanted.lora_int_id} is {before.lora_path!r} already, and now "
+                f"{wanted.lora_path!r}: give every adapter an id of its own."
             )
         if wanted.lora_int_id not in self.known:
             try:
@@ -38,7 +40,11 @@ class Adapters:
             self.known[wanted.lora_int_id] = wanted, found
 
     def take(self, wanted: LoRARequest, busy: Set[int]) -> Any | None:
-        """The weights of an adapter that was checked, for `StepInput.adapt`.  None while all the memory is taken by `busy` ids."""
+        """Load a checked adapter and return its packed weights, for `StepInput.adapt`.
+
+        Evicts the least recently used adapter that is not in `busy`.  Returns None if all loaded ones are
+        busy.  Raises RequestError if the weights cannot be read.
+        """
         key = wanted.lora_int_id
         if key not in self.loaded:
             if len(self.loaded) >= self.most:

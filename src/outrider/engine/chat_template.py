@@ -1,4 +1,4 @@
-"""From messages to token ids, through a chat template."""
+"""Rendering of chat messages to token ids through a chat template."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Messages = Sequence[Mapping[str, Any]]  # [{"role": "user", "content": "…"}, �
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a prompt of messages may hold, in vLLM's names."""
+    """Keys of a prompt of messages, with vLLM's names."""
 
     messages: Messages
     chat_template: str | None = None
@@ -25,7 +25,7 @@ class Conversation:
 
 
 def conversations(messages: Messages | Sequence[Messages]) -> Sequence[Messages]:
-    """One conversation or a list of them, as a list."""
+    """Wrap a single conversation in a list.  Returns a list of conversations unchanged."""
     several = (
         isinstance(messages, Sequence)
         and messages
@@ -35,9 +35,10 @@ def conversations(messages: Messages | Sequence[Messages]) -> Sequence[Messages]
 
 
 def render(tokenizer: Any, prompt: Mapping[str, Any]) -> dict[str, Any]:
-    """{"messages": […], …} as {"prompt": text, "prompt_token_ids": ids}.  The template writes all special tokens.
+    """Render {"messages": […], …} to {"prompt": text, "prompt_token_ids": ids}.
 
-    Raises RequestError where there is no template, or the messages are not what it takes.
+    The template writes all special tokens, so the tokenizer adds none.
+    Raises RequestError if the tokenizer has no template, or the template rejects the messages.
     """
     names = [f.name for f in fields(Conversation)]
     for name in prompt:
@@ -48,7 +49,8 @@ def render(tokenizer: Any, prompt: Mapping[str, Any]) -> dict[str, Any]:
         raise RequestError("messages need a tokenizer, and the checkpoint has none: pass LLM(tokenizer=…).")
     if given.chat_template is None and not getattr(tokenizer, "chat_template", None):
         raise RequestError(
-            "the tokenizer has no chat template: pass chat_template=…, or write the prompt yourself and use generate."
+            "the tokenizer has no chat template: pass chat_template=…, or write the prompt yourself and use "
+            "generate."
         )
     if given.add_generation_prompt and given.continue_final_message:
         raise RequestError(
@@ -69,7 +71,7 @@ def render(tokenizer: Any, prompt: Mapping[str, Any]) -> dict[str, Any]:
             "prompt": text,
             "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False, verbose=False),
         }
-    except Exception as error:  # a template is a program: it can raise anything
+    except Exception as error:  # a template is a program and raises any type
         raise RequestError(f"the chat template cannot take these messages: {error}") from error
 
 
@@ -84,7 +86,7 @@ def _count(messages: Messages) -> int:
 
 
 def _message(messages: Messages, i: int) -> dict[str, Any]:
-    """Message i as templates like it: content a string, the arguments of tool calls objects."""
+    """Normalize message i: content as a string, arguments of tool calls as objects.  Raises RequestError."""
     given = messages[i]
     if not isinstance(given, Mapping):
         raise RequestError(f'message {i} must be {{"role": …, "content": …}}, got {given!r}.')
@@ -100,7 +102,7 @@ def _message(messages: Messages, i: int) -> dict[str, Any]:
 
 
 def _content(given: Any, i: int, optional: bool) -> str | None:
-    """A string, or text parts, which are joined by newlines."""
+    """Content as a string; text parts are joined by newlines.  None only if `optional`."""
     if isinstance(given, str) or (given is None and optional):
         return given
     parts = given if isinstance(given, (list, tuple)) else [given]
@@ -110,7 +112,8 @@ def _content(given: Any, i: int, optional: bool) -> str | None:
     ]
     if not texts or not all(isinstance(text, str) for text in texts):
         raise RequestError(
-            f'the content of message {i} must be a string or a list of {{"type": "text", "text": …}}, got {given!r}.'
+            f"the content of message {i} must be a string or a list of "
+            f'{{"type": "text", "text": …}}, got {given!r}.'
         )
     return "\n".join(texts)
 

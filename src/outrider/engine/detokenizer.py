@@ -1,4 +1,4 @@
-"""From token ids to text, one token at a time."""
+"""Incremental detokenization: from token ids to text, one token at a time."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 
 class Detokenizer:
-    """Grows `text` as tokens arrive; holds back bytes that are not yet a character.
+    """Incremental detokenizer: extends `text` by each token, withholding incomplete UTF-8 characters.
 
-    Decoding a short window instead of the whole output keeps a step's cost flat, and starting the window one piece early
-    keeps the spaces that tokenizers put between pieces.
+    Each step decodes a short window, so its cost does not depend on the length of the output.  The window
+    starts one piece early, to keep the space that tokenizers put between pieces.
     """
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
@@ -21,7 +21,7 @@ class Detokenizer:
         self.special = frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
 
     def feed(self, token: int) -> str:
-        """The text that `token` completes, often one word, sometimes nothing."""
+        """Append a token.  Returns the new text, "" while a character is incomplete."""
         if self.skip and token in self.special:
             return ""  # no text; in the window it would hide the space before the next piece
         self.ids.append(token)
@@ -31,11 +31,11 @@ class Detokenizer:
         return self._accept(new)
 
     def flush(self) -> str:
-        """What was held back, once no more tokens will come."""
+        """Append and return the withheld text, after the last token."""
         return self._accept(self._pending())
 
     def again(self, ids: Sequence[int]) -> Detokenizer:
-        """A fresh one that was fed `ids`."""
+        """Create a detokenizer with the same settings and feed it `ids`."""
         made = Detokenizer(self.tokenizer, self.skip)
         for token in ids:
             made.feed(token)
@@ -55,7 +55,7 @@ class Detokenizer:
 
 
 def shown(text: str, stops: Sequence[str]) -> str:
-    """`text` without an end that may turn out to be the beginning of a stop string."""
+    """`text` without its longest suffix that is a prefix of a stop string."""
     for held in range(min(len(text), max(map(len, stops), default=1) - 1), 0, -1):
         if any(stop.startswith(text[-held:]) for stop in stops):
             return text[:-held]
@@ -63,7 +63,10 @@ def shown(text: str, stops: Sequence[str]) -> str:
 
 
 def find_stop(text: str, fresh: int, stops: Sequence[str]) -> tuple[int, str] | None:
-    """(where, which) of the stop string that begins first, given that only the last `fresh` characters are new."""
+    """(index, stop string) of the earliest match in `text`, or None.
+
+    Only the last `fresh` characters are new.
+    """
     found = [
         (at, stop)
         for stop in stops

@@ -38,10 +38,11 @@ log = logging.getLogger("outrider")
 
 
 class Engine:
-    """A target and a drafter that step together.  Rows enter by `add`; `step` returns those that emitted tokens.
+    """Target, drafter, scheduler and cache.  `add` queues a row; `step` returns the rows that emitted tokens.
 
-    prefill, decode: statistics of the steps that computed prompt tokens, and of the others.
-    exact: a token's logits do not depend on what is computed beside it, bit for bit, so match keeps the text.
+    prefill, decode: statistics of the steps with prompt tokens, and of the others.
+    exact: the target is row-invariant (bit for bit), so match verification reproduces decoding without
+    speculation.
     """
 
     def __init__(self, options: EngineOptions, speculation: SpeculativeOptions) -> None:
@@ -90,7 +91,8 @@ class Engine:
             trees = ", ".join(name for name, rule in rules().items() if rule.branches and rule.lossless)
             rule, method = (module_name(thing) for thing in (speculation.rule, drafter))
             raise ConfigError(
-                f'verification "{rule}" judges chains, and "{method}" drafts trees here: choose one of {trees}.'
+                f'verification "{rule}" judges chains, and "{method}" drafts trees here: '
+                f"choose one of {trees}."
             )
         cache, self.drafter_caches = self.build_cache(drafter, max_nodes)
         self.drafter, self.rule, self.cache = drafter, speculation.rule, cache
@@ -128,13 +130,14 @@ class Engine:
     def _adapters(self) -> Adapters:
         if not isinstance(self.decoder, Decoder):
             raise ConfigError(
-                f"enable_lora is for {', '.join(FAMILIES)}, not for {self.checkpoint.spec.architecture}: leave it out."
+                f"enable_lora is for {', '.join(FAMILIES)}, not for {self.checkpoint.spec.architecture}: "
+                "leave it out."
             )
         return Adapters(self.decoder, self.options.max_loras, self.options.max_lora_rank)
 
     @in_turn
     def step(self) -> list[Row]:
-        """One forward of the target for every row that can run.  Returns the rows that emitted tokens or failed.
+        """Run one forward for every row that can run.  Returns the rows that emitted tokens or failed.
 
         Raises RequestError if called from inside a step.
         """
@@ -185,7 +188,7 @@ class Engine:
         self.scheduler.add(row)
 
     def restart(self, rows: Sequence[Row]) -> None:
-        """Undo a step that raised: empty queues and caches, and reset `rows` so that they can be added again."""
+        """Undo a step that raised: empty queues and caches, and reset `rows` for another `add`."""
         for row in rows:
             row.undo()
         self.scheduler.clear(rows)

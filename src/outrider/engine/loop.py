@@ -1,14 +1,14 @@
-"""One engine for several threads: their requests form one continuous batch.
+"""Engine loop shared by several threads, whose requests form one continuous batch.
 
-There is no background thread.  One of the waiting threads, the driver, steps for all of them until its own condition
-holds.  Then the next one drives.
+The loop has no background thread.  One of the waiting threads, the driver, runs the steps for all of them
+until its own condition holds.  Then the next thread becomes the driver.
 
     thread A   submit  run_until [step step step] -> returns
     thread B     submit  run_until (waits ........ [step step] -> returns
     thread C                 abort: takes effect before the next step
 
-A server drives from one thread with `run_until(closed)`, which sleeps while no request is open.  It learns of progress
-through the `on_news` that it passes to `submit`.
+A server drives from one thread with `run_until(closed)`, which sleeps while no request is open.  Progress
+arrives through the `on_news` callback of `submit`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from outrider.core.row import Row
 from outrider.engine.engine import Engine
 from outrider.errors import ConfigError, EngineError, RequestError
 
-PATIENCE = 1.0  # seconds until a waiting thread looks for itself: an interrupt elsewhere can lose its wake-up
+PATIENCE = 1.0  # timeout of a waiting thread, in seconds: an interrupt in another thread can lose its wake-up
 log = logging.getLogger("outrider")
 
 
@@ -34,7 +34,7 @@ class Ticket:
         self.finished = False
 
     def fail(self, error: Exception) -> None:
-        """End the rows that still run with this error."""
+        """End the unfinished rows with this error."""
         for row in self.rows:
             if row.finish_reason is None:
                 row.error, row.finish_reason = error, "error"
@@ -43,8 +43,8 @@ class Ticket:
 class EngineLoop:
     """Owner of an engine.  Every method may be called from any thread.
 
-    Invariant: only the driver touches the engine and the rows of open tickets.  While there is none, the holder of
-    the lock may.
+    Invariant: only the driver accesses the engine and the rows of open tickets.  Without a driver, the holder
+    of the lock may.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -59,9 +59,9 @@ class EngineLoop:
     def submit(self, rows: Sequence[Row], on_news: Callable[[], None] | None = None) -> Ticket:
         """Queue the rows of a request, which carry its id.
 
-        on_news: called by the driver, between steps, whenever the rows grew or ended.  It must be quick, and may
-        call nothing here but `abort`.
-        Raises RequestError where the id belongs to an open request, or the caller is inside a step.
+        on_news: called by the driver, between steps, after the rows grew or ended.  It must be quick.
+        `abort` is the only method that it may call.
+        Raises RequestError if the id belongs to an open request or the caller is inside a step.
         """
         self.engine.turn.refuse_reentry()
         ticket = Ticket(rows, on_news)
@@ -76,17 +76,22 @@ class EngineLoop:
         return ticket
 
     def abort(self, id: str) -> None:
-        """End a request before the next step, with finish_reason "abort".  Ids that are not open are ignored."""
+        """End a request before the next step, with finish_reason "abort".
+
+        Ids that are not open are ignored.
+        """
         with self._lock:
             if (ticket := self.tickets.get(id)) is not None:
                 self._aborted.append(ticket)
                 self._between_steps()
 
     def run_until(self, done: Callable[[], bool]) -> None:
-        """Return once `done()`, which is asked under the lock: at once, and after steps that had news.
+        """Return once `done()` is true.
 
-        Raises whatever a step raises, in the thread that drove it.  An Exception also ends every request that was in
-        the engine, with an EngineError.  A KeyboardInterrupt undoes the step, and the other threads go on.
+        It is evaluated under the lock, at first and after each step with news.
+
+        Errors of a step are raised in the thread that drove it.  An Exception also ends every request in the
+        engine with an EngineError.  A KeyboardInterrupt undoes the step, and the other threads continue.
         """
         me = threading.get_ident()
         self.engine.turn.refuse_reentry()
@@ -101,13 +106,13 @@ class EngineLoop:
             self._leave(me)  # again: an interrupt may have come in the first call
 
     def wake(self) -> None:
-        """Ask every `done()` again."""
+        """Evaluate every `done()` again."""
         with self._lock:
             self._notify()
 
     @contextmanager
     def idle(self) -> Iterator[None]:
-        """Keep every request out meanwhile, to change the engine.  Raises ConfigError while requests are open."""
+        """Exclude all requests while the engine is changed.  Raises ConfigError while requests are open."""
         if self.tickets or self.engine.busy:
             raise ConfigError("the drafter cannot be changed while requests are running.")
         with self.engine.turn.taken(), self._lock:
@@ -127,16 +132,16 @@ class EngineLoop:
                 waiter.acquire(timeout=PATIENCE)
 
     def _leave(self, me: int) -> None:
-        """Give up driving."""
+        """Release the role of driver."""
         with self._lock:
             if self._driver == me:
-                self._tell(list(self.tickets.values()))  # ends whose news an interrupt took
+                self._tell(list(self.tickets.values()))  # notifications that an interrupt prevented
                 self._settle()
                 self._driver = None
             self._notify()
 
     def _drive_or_wait(self, me: int) -> threading.Lock | None:
-        """Return None if this thread drives now, otherwise a lock that is released at the next news."""
+        """Become the driver and return None, or return a lock that is released at the next news."""
         if self._driver in (None, me) and (self._arriving or self._aborted or self.engine.busy):
             self._driver = me
             self._settle()
@@ -147,12 +152,12 @@ class EngineLoop:
         return waiter
 
     def _notify(self) -> None:
-        """Wake every thread that waits."""
+        """Wake every waiting thread."""
         while self._waiters:
             self._waiters.pop().release()
 
     def _step(self) -> None:
-        """One step of the engine and its news.  Called by the driver."""
+        """Run one step of the engine and notify its listeners.  Called by the driver."""
         if not self.engine.busy:
             return
         try:
@@ -166,7 +171,7 @@ class EngineLoop:
             self._tell([self.tickets[id] for id in grown if id in self.tickets], grown=True)
 
     def _between_steps(self) -> None:
-        """Settle at once where nobody drives; otherwise the driver will."""
+        """Settle now if no thread drives; otherwise leave it to the driver."""
         if self._driver is None:
             self._settle()
         self._notify()
@@ -190,19 +195,21 @@ class EngineLoop:
             if ticket.on_news is not None and (grown or ended):
                 try:
                     ticket.on_news()
-                except Exception:  # a listener that is gone is no reason to stop the others
+                except Exception:  # a failed listener must not stop the other requests
                     log.exception("on_news of request %r failed", ticket.id)
                     ticket.on_news = None
                     self._aborted.append(ticket)
                 self._notify()
             if ended:
                 self._notify()
-                self.tickets.pop(
-                    ticket.id, None
-                )  # last: what an interrupt cuts short here, `_leave` does again
+                # Last statement: if an interrupt comes earlier, `_leave` repeats the notification.
+                self.tickets.pop(ticket.id, None)
 
     def _recover(self, error: BaseException) -> None:
-        """Undo a step that raised.  End all requests in the engine after an Exception, requeue them after an interrupt."""
+        """Undo a step that raised.
+
+        An Exception ends all requests in the engine; an interrupt requeues them.
+        """
         open_ = [ticket for ticket in self.tickets.values() if ticket not in self._arriving]
         self.engine.restart([row for ticket in open_ for row in ticket.rows])
         if isinstance(error, Exception):

@@ -16,10 +16,11 @@ from outrider.errors import CapacityError
 def plan_pages(
     slot_bytes: Counter[torch.device], max_len: int, max_nodes: int, options: EngineOptions
 ) -> int:
-    """Number of pages that the K/V memory holds, and at most as many as max_num_seqs full requests need.
+    """Number of pages that the K/V memory holds, at most the number that max_num_seqs full requests need.
 
-    slot_bytes: bytes of one token position, by device.  max_nodes: draft nodes of a row; they take pages that happen to
-    be free, so the minimum does not count them.  Raises CapacityError if not even one full request fits.
+    slot_bytes: bytes of one token position, by device.
+    max_nodes: draft nodes of a row; they use free pages only, so the minimum does not count them.
+    Raises CapacityError if one full request does not fit.
     """
     minimum = -(-max_len // PAGE)
     enough = -(-(max_len + max_nodes) // PAGE) * options.max_num_seqs
@@ -34,8 +35,9 @@ def plan_pages(
         pages = min(limit // (size * PAGE), enough)
     if pages < minimum:
         raise CapacityError(
-            f"K/V memory of {limit:,} bytes holds {pages * PAGE} tokens, one request of max_model_len {max_len} needs "
-            f"{minimum * PAGE} ({minimum * PAGE * size:,} bytes): raise kv_cache_memory_bytes or lower max_model_len."
+            f"K/V memory of {limit:,} bytes holds {pages * PAGE} tokens, one request of max_model_len "
+            f"{max_len} needs {minimum * PAGE} ({minimum * PAGE * size:,} bytes): "
+            "raise kv_cache_memory_bytes or lower max_model_len."
         )
     return pages
 

@@ -24,7 +24,7 @@ SLICE = 16  # rows of prompt logits in memory at once
 
 
 class ForwardOutput:
-    """Logits and hidden states of a forward.  The `Picker` of the step: evaluates nodes when the rule asks for them.
+    """Logits and hidden states of a forward.  Implements `Picker`: evaluates nodes lazily.
 
     logits  float32 [M, V]: after the root of row r in row roots[r], after its node i in row roots[r] + 1 + i
     kept    the hidden states that `needs` names, of all rows of the forward
@@ -78,12 +78,12 @@ class ForwardOutput:
         return States(self.kept, places)
 
     def record_logprobs(self) -> None:
-        """Append log-probabilities of the emitted tokens, for rows that ask.  `clip` cuts them together with the tokens."""
+        """Append log-probabilities of the emitted tokens for the rows that request them."""
         for r, step in enumerate(self.batch):
             row = step.row
             if row.logprobs is None or row.logprobs.count is None or row.error is not None:
                 continue
-            del row.logprobs.sampled[len(row.tokens) - row.prompt :]  # of a step that was interrupted
+            del row.logprobs.sampled[len(row.tokens) - row.prompt :]  # entries of an interrupted step
             try:
                 self._record(r, step, row.logprobs)
             except OutriderError as error:  # a logits processor that fails in its second call
@@ -96,7 +96,10 @@ class ForwardOutput:
 
 
 class Runner:
-    """Runs the target.  fused_match: verify trees within the forward where the kernels can (see Rule.fused_match)."""
+    """Runner of the target's forward.
+
+    fused_match: verify trees within the forward if the backend supports it (see Rule.fused_match).
+    """
 
     def __init__(self, decoder: Model, pool: Pool, sampler: Sampler, fused_match: bool) -> None:
         self.decoder, self.pool, self.sampler, self.fused_match = decoder, pool, sampler, fused_match
@@ -132,7 +135,10 @@ class Runner:
         return ForwardOutput(batch, logits, roots, self.sampler, needs, kept, spans)
 
     def _set_verified(self, batch: Batch, queries: TreeQueries) -> None:
-        """Store what the backend has verified.  Other rows are left to the rule, which also finds out why a pick failed."""
+        """Store the paths that the backend has verified.
+
+        The rule verifies the other rows, and raises the error of a failed pick.
+        """
         for r, found in queries.read().items():
             if found is not None:
                 batch[r].accepted, batch[r].emitted = found
@@ -148,7 +154,7 @@ class Runner:
     ) -> Tensor:
         """Logits of some forward rows.  Fills `kept`.
 
-        Rows that a drafter has computed up to a layer resume there, unless hidden states of inner layers are needed.
+        Rows in `resume` start at its layer, unless hidden states of inner layers are needed.
         """
         if resume is None or kept.keys() - {FINAL}:
             return self.decoder.forward_step(step_input, self.pool, kept, queries)
@@ -170,8 +176,8 @@ class Runner:
     def _score_prompt(self, step: RowStep, states: Tensor, first: int) -> None:
         """Append log-probabilities of the prompt tokens that the known tokens of this step predict.
 
-        states: what the head reads, of all forward rows; `first` is the row's first one.  A replay after preemption
-        scores nothing twice.  Logits are computed a few rows at a time.
+        states: FINAL hidden states of all forward rows.  first: the first forward row of this row.
+        A replay after preemption appends no entry twice.  Logits are computed for `SLICE` rows at a time.
         """
         row, logprobs = step.row, step.row.logprobs
         assert logprobs is not None
@@ -186,7 +192,7 @@ class Runner:
 
 
 def add_row(step_input: StepInput, step: RowStep) -> None:
-    """Add the known tokens of a row and its tree; draft node i lies in slot `step.end` + i of the row."""
+    """Add the known tokens of a row and its tree; draft node i takes slot `step.end` + i of the row."""
     row, tree, end = step.row, step.tree, step.end
     assert row.table is not None
     slots, known = row.table.slots, row.tokens[step.start : end]

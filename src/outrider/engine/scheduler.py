@@ -1,9 +1,11 @@
-"""Which rows run in a step, with how many tokens.
+"""Scheduler: selects the rows of a step and their numbers of tokens.
 
-Running rows are ordered by arrival.  One token budget is shared by decodes, then draft nodes, then prompt chunks, then
-admissions.  Beside decoding rows, prefill pacing (control/prefill.py) bounds the chunks further.  Out of pages, the
-youngest row is preempted: it keeps its tokens and computes them again.  Waiting rows are admitted strictly in order of
-arrival, when all their tokens and their LoRA adapter fit, so no row starves.
+- Running rows are ordered by arrival.
+- One token budget is shared by decodes, then draft nodes, then prompt chunks, then admissions.
+- Beside decoding rows, prefill pacing (control/prefill.py) limits the chunks further.
+- Without a free page, the youngest row is preempted.  It keeps its tokens and recomputes their K/V.
+- Waiting rows are admitted strictly in order of arrival, when all their tokens and their LoRA adapter fit.
+  So no row starves.
 """
 
 from __future__ import annotations
@@ -26,9 +28,10 @@ from outrider.errors import RequestError
 
 @dataclass(frozen=True)
 class Limits:
-    """max_num_seqs: rows that run at once.  max_num_batched_tokens: token budget of a step.
+    """Limits of a step.
 
-    lookbehind: tokens with K/V that an admitted row computes again, because a drafter needs their hidden states.
+    max_num_seqs: rows that run at once.  max_num_batched_tokens: token budget of a step.
+    lookbehind: cached tokens that an admitted row recomputes for their hidden states (see Needs).
     """
 
     max_num_seqs: int
@@ -136,7 +139,10 @@ class Scheduler:
             step.budget = budget.within(nodes=nodes)
 
     def clip(self, batch: Batch) -> None:
-        """End rows at EOS, stop ids and strings, max_tokens and the context, and drop what lies past the end."""
+        """End rows at EOS, stop ids, stop strings, max_tokens and the context limit.
+
+        Drop tokens past the end.
+        """
         for step in batch:
             row = step.row
             if row.error is not None:
@@ -149,7 +155,7 @@ class Scheduler:
                     break
 
     def commit(self, batch: Batch) -> None:
-        """Move the accepted path of every row to its natural slots, free the other pages, index full pages for reuse."""
+        """Move accepted paths to consecutive slots, free the other draft pages, and index full pages."""
         sources: list[int] = []
         targets: list[int] = []
         for step in batch:
@@ -206,7 +212,10 @@ class Scheduler:
                 row.finish_reason, row.stop_reason = "stop", found[1]
 
     def _room(self, row: Row, length: int) -> bool:
-        """Reserve pages for a running row, preempting the youngest as needed.  False if the row itself was preempted."""
+        """Reserve pages for a running row, preempting the youngest as needed.
+
+        Returns False if the row itself was preempted.
+        """
         while row in self.running:
             assert row.table is not None
             if self.cache.reserve(row.table, length):
@@ -228,7 +237,10 @@ class Scheduler:
             row.table = row.adapter = None
 
     def _admit(self, row: Row) -> bool:
-        """Open a block table for a waiting row, with reusable pages.  False, and no effect, if its tokens do not fit."""
+        """Open a block table for a waiting row, with reusable pages.
+
+        Returns False, without effect, if its tokens do not fit.
+        """
         source = row.source
         forking = source is not None and source.table is not None
         if forking and source is not None and source.computed < row.prompt:
@@ -250,7 +262,10 @@ class Scheduler:
         return row.table is not None
 
     def _adapt(self, row: Row, lora: LoRARequest) -> bool:
-        """Load the row's LoRA adapter.  False while too many others are in use, or if loading failed (see Row.error)."""
+        """Load the row's LoRA adapter.
+
+        Returns False while too many others are in use, or if loading failed (see Row.error).
+        """
         assert self.adapters is not None
         try:
             row.adapter = self.adapters.take(

@@ -12,10 +12,11 @@ from outrider.errors import RequestError
 
 
 class Turn:
-    """Lock around everything that computes with one target, shared by the engines on it (`LLM.variant`).
+    """Lock around all computation with one target, shared by the engines on it (`LLM.variant`).
 
-    These engines share kernel objects.  Their scratch (logits of the last forward, picked tokens, states of a fallback
-    model) belongs to one forward at a time, so whole steps take turns.  Scratch inside the C kernels is per thread.
+    These engines share kernel objects.  Their scratch buffers (logits of the last forward, picked tokens,
+    states of a fallback model) serve one forward at a time.  The lock therefore covers whole steps.  Scratch
+    inside the C kernels is per thread.
     """
 
     def __init__(self) -> None:
@@ -23,18 +24,17 @@ class Turn:
         self.owner: int | None = None
 
     def refuse_reentry(self) -> None:
-        """Raise RequestError in a thread that is inside a step already."""
-        if (
-            self.owner == threading.get_ident() and self.lock.locked()
-        ):  # an interrupt may leave an owner behind
+        """Raise RequestError if the calling thread is inside a step."""
+        # An interrupt may leave `owner` set without the lock.
+        if self.owner == threading.get_ident() and self.lock.locked():
             raise RequestError(
-                "the engine cannot be called from inside its own step (for instance from a logits processor): only "
-                "abort can; call it between steps."
+                "the engine cannot be called from inside its own step (for instance from a logits "
+                "processor): only abort can; call it between steps."
             )
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Wait until no other thread computes, and keep others out.  Raises RequestError on re-entry."""
+        """Hold the lock for the duration of the block.  Raises RequestError on re-entry."""
         self.refuse_reentry()
         with self.lock:
             self.owner = threading.get_ident()
@@ -53,7 +53,10 @@ T = TypeVar("T")
 
 
 def in_turn(method: Callable[[E], T]) -> Callable[[E], T]:
-    """Run the method in `self.turn`.  No context manager of our own: an interrupt could come between lock and body."""
+    """Decorate a method to run under `self.turn`.
+
+    Does not use `taken`: an interrupt could come between its lock and the body.
+    """
 
     @wraps(method)
     def run(self: E) -> T:

@@ -1,7 +1,7 @@
-"""Edits of the logits that depend on what came before: pure functions of (ids, logits), so every node of a tree is right.
+"""Logits processors: pure functions of (ids, logits), valid at every node of a draft tree.
 
-A processor sees the tokens of its request *and the path of the node*, never a state that another node moved on.  Each
-touches the few logits that it changes; the order is vLLM's (see `processors_of`).
+A processor gets the tokens of its request and the path of the node.  It keeps no state that depends on other
+nodes.  The order of application is vLLM's (see `processors_of`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ NEVER = float("-inf")
 
 
 class _Some:
-    """Some token ids, and a value of each, as tensors on the logits' device, without those that a row of logits does not have: a
-    draft may have fewer tokens than its target."""
+    """Token ids and a value for each, as tensors.
+
+    `at` moves them to the device of the logits and drops ids beyond the row: a draft vocabulary may be
+    smaller.
+    """
 
     def __init__(self, ids: Iterable[int], values: Iterable[float] = ()) -> None:
         self.ids, self.values = torch.tensor(list(ids)), torch.tensor(list(values), dtype=torch.float32)
@@ -43,7 +46,7 @@ def _there(logits: Tensor, largest: int, ids: Tensor, values: Tensor) -> tuple[T
 
 
 class AllowedTokens:
-    """Forbids every other token."""
+    """Mask every token that is not in `allowed`."""
 
     def __init__(self, allowed: Iterable[int]) -> None:
         self.allowed = _Some(sorted(set(allowed)))
@@ -57,13 +60,12 @@ class AllowedTokens:
 
 
 class BadWords:
-    """Forbids the token that would complete one of these sequences in the output."""
+    """Mask the tokens that would complete one of these sequences in the output."""
 
     def __init__(self, prompt: int, words: Iterable[Sequence[int]]) -> None:
         self.prompt = prompt
-        self.last: dict[
-            int, dict[tuple[int, ...], list[int]]
-        ] = {}  # length of the beginning -> beginning -> last tokens
+        # length of the prefix -> prefix -> last tokens
+        self.last: dict[int, dict[tuple[int, ...], list[int]]] = {}
         for *beginning, last in words:
             self.last.setdefault(len(beginning), {}).setdefault(tuple(beginning), []).append(last)
 
@@ -79,7 +81,7 @@ class BadWords:
 
 
 class MinTokens:
-    """Forbids the tokens that would end the text before position `until`."""
+    """Mask the tokens that would end the text before position `until`."""
 
     def __init__(self, until: int, ending: Iterable[int]) -> None:
         self.until, self.ending = until, _Some(ending)
@@ -92,12 +94,12 @@ class MinTokens:
 
 
 def min_tokens(prompt: int, minimum: int, ending: Iterable[int]) -> list[Processor]:
-    banned = sorted(token for token in ending if token >= 0)  # as an index, -1 would mean another token
+    banned = sorted(token for token in ending if token >= 0)  # as an index, -1 would select the last token
     return [MinTokens(prompt + minimum, banned)] if minimum and banned else []
 
 
 class LogitBias:
-    """Adds to some logits."""
+    """Add a bias to the logits of given tokens."""
 
     def __init__(self, bias: Mapping[int, float]) -> None:
         self.bias = _Some(bias, bias.values())
@@ -110,7 +112,11 @@ class LogitBias:
 
 
 class UserProcessor:
-    """A function of the user's: f(output ids, logits) or f(prompt ids, output ids, logits) -> logits.  It may write to its logits."""
+    """Function of the user: f(output ids, logits) or f(prompt ids, output ids, logits) -> logits.
+
+    It gets a copy of the logits [V] and may modify it.  Raises RequestError if it fails or returns invalid
+    logits.
+    """
 
     def __init__(self, prompt: int, function: Callable[..., Tensor]) -> None:
         self.prompt, self.function = prompt, function
@@ -133,14 +139,17 @@ class UserProcessor:
             raise RequestError(f"logits_processors: {name} raised {type(error).__name__}: {error}") from error
         try:
             return _edited(edited, logits)
-        except Exception as error:  # some tensors cannot even be looked at
+        except Exception as error:  # some tensors raise on inspection
             raise RequestError(
                 f"logits_processors: {name} must return logits of shape {tuple(logits.shape)}, {error}"
             ) from error
 
 
 def _edited(given: Any, logits: Tensor) -> Tensor:
-    """The result of a user's function as logits, in dtype and device of `logits`.  Raises ValueError if it is none."""
+    """Convert the result of a user function to dtype and device of `logits`.
+
+    Raises ValueError if invalid.
+    """
     if not isinstance(given, Tensor):
         raise ValueError(f"got {type(given).__name__}.")
     if given.shape != logits.shape:
@@ -152,7 +161,7 @@ def _edited(given: Any, logits: Tensor) -> Tensor:
         )
     edited = given.detach().to(logits).contiguous()
     best = float(edited.amax())
-    if not best < math.inf and bool(logits.amax().isfinite()):  # otherwise the model is to blame
+    if not best < math.inf and bool(logits.amax().isfinite()):  # otherwise the model's own logits overflow
         raise ValueError(
             f"got {best} among them: return finite numbers, and -inf for tokens that are forbidden."
         )
@@ -160,22 +169,22 @@ def _edited(given: Any, logits: Tensor) -> Tensor:
 
 
 class Penalties:
-    """repetition_penalty for what prompt and output said, then frequency_penalty and presence_penalty for what the output said.
+    """Apply repetition_penalty (prompt and output), then frequency_penalty and presence_penalty (output).
 
-    The certain tokens are counted once, as they come; a node adds those of its path and edits the tokens said so far.  The
-    count is of the list `ids.tokens` alone, so no node can move it on, and a token of a path gets bit for bit what it gets
-    once it is certain.
+    Counts of the list `ids.tokens` are kept incrementally.  Each call adds the counts of the node's path
+    without storing them, so calls for different nodes are independent.  A draft token gets bit for bit the
+    penalty that it gets as an output token.
     """
 
     def __init__(self, prompt: int, limit: int, params: SamplingParams) -> None:
         self.prompt, self.repetition = prompt, params.repetition_penalty
         self.frequency, self.presence = params.frequency_penalty, params.presence_penalty
-        self.tokens: list[int] | None = None  # the list that was counted, up to `upto`
+        self.tokens: list[int] | None = None  # the counted list, up to `upto`
         self.upto = self.largest = 0
-        self.counts: dict[int, int] = {}  # how often the output said a token; 0 if only the prompt did
-        self.place: dict[int, int] = {}  # where a token stands in the next two
-        self.said = np.empty(limit, np.int64)
-        self.taken = np.empty(limit, np.float32)  # what is taken off its logit
+        self.counts: dict[int, int] = {}  # occurrences in the output; 0 for tokens of the prompt only
+        self.place: dict[int, int] = {}  # token id -> index into the next two arrays
+        self.said = np.empty(limit, np.int64)  # distinct token ids
+        self.taken = np.empty(limit, np.float32)  # value subtracted from the logit of each
 
     def active(self, length: int) -> bool:
         return self.repetition != 1 or length > self.prompt
@@ -201,7 +210,10 @@ class Penalties:
         return self.frequency * count + (self.presence if count else 0.0)
 
     def _count(self, tokens: list[int]) -> None:
-        """Counts what was added to the list since the last look; another list from its beginning."""
+        """Count the tokens appended since the last call.
+
+        Restart if the list is another one or has shrunk.
+        """
         if tokens is not self.tokens or len(tokens) < self.upto:
             self.tokens, self.upto, self.largest = tokens, 0 if self.repetition != 1 else self.prompt, 0
             self.counts.clear()
@@ -218,7 +230,10 @@ class Penalties:
 def processors_of(
     params: SamplingParams, prompt: int, limit: int, ending: Iterable[int], bad_words: Sequence[Sequence[int]]
 ) -> list[Processor]:
-    """The edits that a request of `prompt` tokens (`limit` with its output) asks for, in the order in which they are applied."""
+    """Logits processors of a request, in the order of application.
+
+    prompt: number of prompt tokens.  limit: maximum number of tokens of prompt and output.
+    """
     made: list[Processor] = []
     if params.allowed_token_ids is not None:
         made.append(AllowedTokens(params.allowed_token_ids))

@@ -1,7 +1,7 @@
-"""Random choices of drafters and verification rules, as functions of (seed, sample, step, node).
+"""Random streams of drafters and verification rules, as functions of (seed, sample, step, node).
 
-Three independent streams: sampling draft tokens, accepting them, and sampling the token emitted instead.  Sharing one
-biases the output (block verification with shared draws: chi-square 905 on 80 degrees of freedom).
+Three independent streams: sampling draft tokens, accepting them, and sampling the token emitted instead.
+Sharing one biases the output (block verification with shared draws: chi-square 905 on 80 degrees of freedom).
 """
 
 from __future__ import annotations
@@ -14,17 +14,20 @@ from outrider.core.row import Row
 
 
 def accept(row: Row, node: int, probability: float) -> bool:
-    """True with this probability.  The row's tokens are those before the step."""
+    """Return True with this probability.  row.tokens must be those before the step."""
     return uniform(stream_of(row.seed, row.index), ACCEPT, len(row.tokens), node) < probability
 
 
 def emit(row: Row, node: int, distribution: Tensor) -> int:
-    """A token from `distribution`, float64 [V], after `node`."""
+    """Sample the token emitted after `node` from `distribution`, float64 [V]."""
     return index(distribution, uniform(stream_of(row.seed, row.index), EMIT, len(row.tokens), node))
 
 
 def children(row: Row, distribution: Tensor, nodes: range, repeats: bool = False) -> list[int]:
-    """Sample a token for each of these sibling nodes.  repeats: independent draws; otherwise distinct, and possibly fewer."""
+    """Sample a token for each of these sibling nodes from `distribution`, float64 [V].
+
+    repeats: sample independently; otherwise without replacement, possibly fewer tokens than nodes.
+    """
     stream, drawn = stream_of(row.seed, row.index), []
     for node in nodes:
         if not distribution.sum() > 0:
@@ -47,13 +50,13 @@ def index(distribution: Tensor, uniform: float) -> int:
 
 
 def without(distribution: Tensor, token: int) -> Tensor:
-    """`distribution` given that it is not `token`; zeros if no other token has mass."""
+    """Condition `distribution` on not being `token`.  Returns zeros if no other token has mass."""
     rest = distribution.clone()
     rest[token] = 0.0
     return normal(rest)
 
 
 def normal(mass: Tensor) -> Tensor:
-    """mass [V] >= 0 as a distribution; zeros stay zeros."""
+    """Normalize mass [V] >= 0 to sum 1.  Returns zeros unchanged."""
     total = mass.sum()
     return mass / total if total > 0 else mass

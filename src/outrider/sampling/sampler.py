@@ -1,4 +1,4 @@
-"""The sampler: one row of logits at one node becomes a token.  Plain decoding, verification and drafting all come here."""
+"""Sampler of decoding, verification and drafting: picks a token from a row of logits."""
 
 from __future__ import annotations
 
@@ -20,20 +20,27 @@ GREEDY = DistributionParams(temperature=0.0)
 
 
 class Sampler:
-    """Applies a request's processors, its law and the noise of the position.  Has no state."""
+    """Stateless application of a request's logits processors, sampling distribution and noise."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
 
     def pick(self, row: Row, path: Sequence[int], logits: Tensor, at: int = 0) -> int:
-        """The token after the row's tokens and `path`; logits float32 [V], or [M,V] of which row `at` counts."""
+        """Pick the token after the row's tokens and `path`.
+
+        logits: float32 [V], or [M, V] of which row `at` is used.
+        Raises RequestError if the request masks every token, ModelError if no logit is finite.
+        """
         tokens = self._pick(row, path, logits, at, 1, False)[0]
         if tokens:
             return tokens[0]
         raise self._nothing(row, logits, at)
 
     def add_query(self, queries: TreeQueries, key: int, row: Row, tree: DraftTree, root: int) -> None:
-        """Let the kernels verify a tree whose root has row `root` of the logits.  Rows with processors are left out."""
+        """Queue a tree for verification by the kernels.  Skips rows with logits processors.
+
+        root: row of the logits that belongs to the root of the tree.
+        """
         if row.processors:
             return
         tokens = tree.tokens[: tree.size] if tree.probes else tree.tokens
@@ -41,46 +48,52 @@ class Sampler:
         queries.add(key, root, row.distribution, stream, len(row.tokens), tokens, tree.parents)
 
     def distribution(self, row: Row, path: Sequence[int], logits: Tensor, at: int = 0) -> Tensor:
-        """The distribution of that token, float64 [V] on the CPU."""
+        """Sampling distribution of the token that `pick` returns, float64 [V] on the CPU.
+
+        Raises as `pick` does.
+        """
         edited = self._edited(row, path, logits, at)
         if not edited.amax().isfinite():
             raise self._nothing(row, logits, at)
         return probabilities(edited.cpu(), row.distribution)
 
     def _nothing(self, row: Row, logits: Tensor, at: int) -> OutriderError:
-        """Why no token can be said."""
+        """Error for a position without a valid token."""
         if row.processors and _one(logits, at).isfinite().any():
             return RequestError(
-                "the request forbids every token: see its allowed_token_ids, bad_words, logit_bias, min_tokens and logits_processors."
+                "the request forbids every token: see its allowed_token_ids, bad_words, logit_bias, "
+                "min_tokens and logits_processors."
             )
         return ModelError(
-            "no token has a finite logit: the weights or the activations of the model overflow (try another dtype)."
+            "no token has a finite logit: the weights or the activations of the model overflow "
+            "(try another dtype)."
         )
 
     def top(
         self, row: Row, path: Sequence[int], logits: Tensor, k: int, probs: bool = True, at: int = 0
     ) -> tuple[list[int], list[float]]:
-        """The k <= 64 best tokens there, best first, and (if asked for) their probabilities: what a drafter guesses with logits of its own.
+        """The k <= 64 best tokens of draft logits, best first, and their probabilities if `probs`.
 
-        With the request's own noise, so that a draft law near the target's law picks the target's token (arXiv 2408.07978).
+        Uses the request's own noise, so a draft distribution near the target's picks the target's token
+        (arXiv 2408.07978).  Returns empty lists if a user processor fails.
         """
         try:
             return self._pick(row, path, logits, at, k, probs)
-        except (
-            RequestError
-        ):  # a processor of the user's failed: no guess here, and the target's own pick will say why
+        except RequestError:  # a user processor failed; the target's own pick will raise the same error
             return [], []
 
     def best(self, logits: Tensor, k: int) -> list[list[int]]:
-        """The k <= 64 ids with the largest logits in each row of [M,V], best first: of the model as it is, whatever requests ask for."""
-        if logits.device.type == "cpu":  # a third of what topk takes there
+        """The k <= 64 ids with the largest raw logits in each row of [M, V], best first."""
+        if logits.device.type == "cpu":  # takes a third of the time of topk
             return [self.backend.pick(logits, GREEDY, 0, k, False, at)[0] for at in range(len(logits))]
         ids: list[list[int]] = logits.topk(min(k, logits.shape[1])).indices.tolist()
         return ids
 
     def values(self, row: Row, path: Sequence[int], logits: Tensor, mode: str) -> Tensor:
-        """What log-probabilities are read from, float32 [V]: raw logits [V] or those that the token was picked from, as they are or
-        as their log-softmax (see `logprobs.MODES`)."""
+        """Values reported as log-probabilities, float32 [V], from raw logits [V].
+
+        mode: raw or processed logits, or the log-softmax of either (see `logprobs.MODES`).
+        """
         if mode.startswith("processed"):
             logits = filtered(self._edited(row, path, logits, 0), row.distribution)
         return logits.log_softmax(-1) if mode.endswith("logprobs") else logits
@@ -88,7 +101,10 @@ class Sampler:
     def should_stop(
         self, row: Row, path: Sequence[int], logits: Tensor, token: int, stop_rule: StopRule, at: int = 0
     ) -> tuple[bool, NodeFeatures]:
-        """Whether a drafter should guess nothing behind `token`, which stands after `path`; and what is known of it."""
+        """Decide the early draft exit after `token`, the child of `path`.
+
+        Returns (stop, features of the node).
+        """
         try:
             logits, at = self._said(row, path, logits, at)
         except RequestError:  # as in `top`
@@ -105,13 +121,13 @@ class Sampler:
         return self.backend.pick(logits, distribution, key, k, probs, at)
 
     def _said(self, row: Row, path: Sequence[int], logits: Tensor, at: int) -> tuple[Tensor, int]:
-        """The logits and the row of them that counts, edited where a processor has something to do."""
+        """Logits and the row of them to use, edited if a processor is active."""
         if any(processor.active(len(row.tokens) + len(path)) for processor in row.processors):
             return self._edited(row, path, logits, at), 0
         return logits, at
 
     def _edited(self, row: Row, path: Sequence[int], logits: Tensor, at: int) -> Tensor:
-        """float32 [V]: what the request's processors make of the logits there."""
+        """Logits of row `at` after all active processors, float32 [V]."""
         logits, ids = _one(logits, at), Ids(row.tokens, path)
         for processor in row.processors:
             if processor.active(len(ids)):

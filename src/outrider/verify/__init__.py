@@ -1,4 +1,4 @@
-"""Verification rules.  This folder is the registry: a module that defines a `Rule` is the rule of its name."""
+"""Verification rules.  This folder is the registry: a module that defines a `Rule` registers its name."""
 
 from __future__ import annotations
 

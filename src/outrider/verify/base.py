@@ -15,11 +15,13 @@ from outrider.sampling.random_streams import normal
 
 
 class Picker(Protocol):
-    """The target's picks and distributions at the nodes of a batch, evaluated lazily, and the uniforms of a step.
+    """Lazily evaluated picks and distributions of the target at the nodes of a batch, and random choices.
 
-    path: the tokens from the root to `node` (-1 = the root) of row `row` of the batch.  An OutriderError ends its row.
-    The random streams (drawing draft tokens, accepting, emitting) are functions of (seed, sample, length of the row, node).
-    They are independent of each other and of the noise that `pick` adds.
+    path: tokens from the root to `node` (-1 = the root) of row `row` of the batch.  An OutriderError ends its
+    row.
+
+    The random streams (sampling draft tokens, accepting, emitting) are functions of (seed, sample, row
+    length, node).  They are independent of each other and of the noise that `pick` adds.
     """
 
     def pick(self, row: int, node: int, path: Sequence[int]) -> int:
@@ -64,9 +66,9 @@ class Rule:
     Options      frozen dataclass of the rule's keys in speculative_config
     lossless     the emitted tokens have the target's distribution
     same         the emitted tokens are those of plain decoding, token for token
-    drawn        draft tokens are judged by the distribution q that they were sampled from: drafters should sample, and report q
+    drawn        uses the distribution q of draft tokens: drafters should sample from q and report it
     branches     can judge siblings
-    fused_match  is decided by the target's picks alone, so that the kernels may verify a tree within the forward
+    fused_match  depends on the target's picks alone: the kernels may verify a tree within the forward
     """
 
     @dataclass(frozen=True)
@@ -84,11 +86,14 @@ class Rule:
 
     @property
     def promise(self) -> str:
-        """How the emitted tokens relate to plain decoding: the same "tokens", the same "law" (distribution), or "lossy"."""
+        """Guarantee relative to decoding without speculation.
+
+        "tokens": the same tokens.  "law": the same output distribution.  "lossy": neither.
+        """
         return "lossy" if not self.lossless else "tokens" if self.same else "law"
 
     def __call__(self, batch: Batch, picker: Picker) -> None:
-        """Set `accepted` and `emitted` of every row.  A row that fails gets its error and ends (see Scheduler.clip)."""
+        """Set `accepted` and `emitted` of every row, or `error` of a row that fails (see Scheduler.clip)."""
         for r, step in enumerate(batch):
             if step.emits and not step.verified:
                 try:
@@ -110,7 +115,7 @@ def below(tree: DraftTree) -> dict[int, list[int]]:
 
 
 def surplus(p: Tensor, q: Tensor, scale: float = 1.0) -> tuple[Tensor, float]:
-    """(Normalized [scale·p - q]₊, its mass).  Returns p where rounding leaves no mass, which has probability zero."""
+    """(Normalized [scale·p - q]₊, its mass).  Returns (p, 0) if rounding leaves no mass."""
     rest = (scale * p - q).clamp_min(0.0)
     mass = float(rest.sum())
     return (normal(rest), mass) if mass > 0 else (p, 0.0)

@@ -3,7 +3,8 @@
 Judges a chain as a whole, which accepts more than token by token.
 
 With p_0 = 1 and p_i = min(1, p_{i-1} p(x_i)/q(x_i)), the first i tokens are accepted with probability
-h_i = S_i / (S_i + 1 - p_i), S_i = Σ [p_i p(·|x_1…x_i) - q(·|x_1…x_i)]₊, the longest first; h of the whole chain is p_γ.
+h_i = S_i / (S_i + 1 - p_i), S_i = Σ [p_i p(·|x_1…x_i) - q(·|x_1…x_i)]₊.
+Longer prefixes are tried first; h of the whole chain is p_γ.
 """
 
 from __future__ import annotations

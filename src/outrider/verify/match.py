@@ -1,10 +1,10 @@
 """Match: accept the child that holds the target's own pick.
 
-At each node on the path the target picks a token with the sampler of plain decoding.  A child with that token is
+At each node on the path the target picks a token with the ordinary sampler.  A child with that token is
 accepted; without one, the token is emitted and the step ends.
 
-Lossless for any drafter, without draft probabilities: every emitted token is the target's own pick given the tokens
-before it, and that pick is a function of (logits, request seed, position) alone.
+Lossless for any drafter, without draft probabilities.  Every emitted token is the target's own pick given the
+tokens before it.  That pick is a function of (logits, request seed, position) alone.
 """
 
 from __future__ import annotations

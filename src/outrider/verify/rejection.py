@@ -1,7 +1,7 @@
-"""Rejection sampling: accept a draft token with probability min(1, p/q); after a rejection sample from [p - q]₊.
+"""Rejection sampling: accept a draft token with probability min(1, p/q), else sample from [p - q]₊.
 
 Chains: Leviathan et al. 2023 (arXiv 2211.17192), Chen et al. 2023 (2302.01318).
-Trees: siblings are judged in the order in which they were drawn, each against the residual p of those before it.
+Trees: siblings are verified in sampling order, each against the residual p of those before it.
 
 - independent draws: SpecInfer (2305.09781)
 - draws without replacement: EAGLE (2401.15077) and Sequoia (2402.12374)

@@ -1,6 +1,7 @@
 """Traversal verification (Weng et al. 2025, arXiv 2505.12398).
 
-Judges a tree from its leaves up, which accepts more than from the root down.  On a chain it is block verification.
+Verifies a tree from its leaves to the root, which accepts more than the reverse.  On a chain it is block
+verification.
 
 - r(root) = 1, r(v) = min(1, r(parent) p(v)/q(v)).
 - The first leaf v, depth first, is accepted with all its ancestors with probability r(v).
@@ -23,7 +24,10 @@ from outrider.verify.base import RowPicker, Rule, below, surplus
 
 @dataclass
 class _Open:
-    """A node whose children are being judged.  p, r: its residual distribution and acceptance probability; q: what it was drawn from."""
+    """A node whose children are being verified.
+
+    p, r: its residual distribution and acceptance probability.  q: the distribution it was sampled from.
+    """
 
     node: int
     token: int

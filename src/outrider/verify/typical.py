@@ -1,8 +1,8 @@
 """Typical acceptance (Medusa: Cai et al. 2024, arXiv 2401.10774): NOT lossless.
 
-A draft token is accepted if p(x) > min(posterior_threshold, posterior_alpha · exp(-H(p))).  The longest path of such
-tokens wins, and the likelier one of equally long paths.  Then a token is sampled from the target's distribution.
-Greedy requests stay greedy.
+A draft token is accepted if p(x) > min(posterior_threshold, posterior_alpha · exp(-H(p))).  The longest path
+of such tokens is emitted; ties go to the likelier path.  Then a token is sampled from the target's
+distribution.  Greedy requests stay greedy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Typical(Rule):
 
     @dataclass(frozen=True)
     class Options:
-        """posterior_threshold, posterior_alpha: the epsilon and delta of the rule (Medusa's names and defaults)."""
+        """Epsilon (posterior_threshold) and delta (posterior_alpha), with Medusa's names and defaults."""
 
         posterior_threshold: float = 0.09
         posterior_alpha: float = 0.3
