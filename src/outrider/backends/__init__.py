@@ -1,1 +1,1 @@
-"""How it is computed: the interface in `base.py`, and one folder a backend."""
+"""Backends: the interface in `base.py`, and one folder per backend."""

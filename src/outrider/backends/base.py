@@ -1,9 +1,11 @@
 """Interface of a backend: the operations under the decoder, the attention and the sampler, for one device.
 
-`backends/cpu` calls compiled C kernels.  `backends/torch` is the reference: every other device, machines without a compiler,
-and the tests.  What a backend may leave out is declared: `Backend.fused` and `Backend.matcher` are None if it has none.
+`backends/cpu` calls compiled C kernels.  `backends/torch` is the reference.  It serves every other device,
+machines without a compiler, and the tests.  Optional parts are declared: `Backend.fused` and
+`Backend.matcher` are None if a backend has none.
 
-Shapes: N rows of a step, h hidden, I inner, H query heads, k K/V heads, D head dimensions, V vocabulary, M rows with logits.
+Shapes: N rows of a step, h hidden, I inner, H query heads, k K/V heads, D head dimensions, V vocabulary,
+M rows with logits.
 """
 
 from __future__ import annotations
@@ -52,7 +54,10 @@ class AttentionShape(Protocol):
 
 
 class DecoderLayer(AttentionShape, Protocol):
-    """Weights of one decoder block, packed by the backend that runs it.  window: of its attention, in tokens, 0 for all."""
+    """Weights of one decoder block, packed by the backend that runs it.
+
+    window: attention window in tokens, 0 for all keys
+    """
 
     norm_in: Any  # Tensor; None if the caller computes the input of `qkv`
     qkv: Any
@@ -81,10 +86,10 @@ class LinearOps(Protocol):
     """Linear layers, embeddings and norms."""
 
     def pack(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> Weight:
-        """[O, K] in the layout of the other operations.  A quantized weight keeps its bits."""
+        """Pack [O, K] in the layout of the other operations.  A quantized weight keeps its bits."""
 
     def linear(self, x: Tensor, weight: Any, add: Tensor | None = None) -> Tensor:
-        """x [n, K] -> [n, O].  With `add` [n, O] the result is added into it, and it is returned."""
+        """Product x [n, K] -> [n, O].  With `add` [n, O], accumulates into `add` and returns it."""
 
     def embed(self, weight: Any, step_input: StepInput) -> Tensor:
         """Embeddings [N, h] of the step's ids."""
@@ -98,7 +103,10 @@ class LinearOps(Protocol):
         norm_state: Tensor | None,
         eps: float,
     ) -> Tensor:
-        """[norm(e); norm(g)], [N, 2h], of the embeddings e of the step's ids and states g [N, h].  None: no norm."""
+        """Concatenation [norm(e); norm(g)], [N, 2h], of embeddings e of the ids and states g [N, h].
+
+        A norm that is None is left out.
+        """
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 
@@ -107,10 +115,10 @@ class AttentionOps(Protocol):
     """Attention over the paged K/V of a pool."""
 
     def prepare(self, step_input: StepInput) -> Any:
-        """Derives from a step what attention reads in every layer.
+        """Derive from a step the data that attention reads in every layer.
 
-        Called once a step and kept in `StepInput.derived`; `attend` calls it if nobody has.  With graphs it is the part
-        that runs before the replay.
+        Called once per step; the result is kept in `StepInput.derived`.  `attend` calls it if it has not
+        been called.  With CUDA graphs it runs before the replay.
         """
 
     def rope_store(
@@ -122,9 +130,9 @@ class AttentionOps(Protocol):
         pool: Pool,
         layer: int,
     ) -> Tensor:
-        """Rotates the heads of qkv [N, (H + 2k) D] and writes K and V to the step's slots.
+        """Rotate the heads of qkv [N, (H + 2k) D] and write K and V to the step's slots.
 
-        rotations: float32 [positions, rot], cos then sin; without columns nothing is rotated.
+        rotations: float32 [positions, rot], cos then sin; no rotation if rot is 0.
         Returns q in the form that `attend` takes.
         """
 
@@ -139,10 +147,11 @@ class AttentionOps(Protocol):
         window: int,
         modifier: ScoreModifier | None = None,
     ) -> Tensor:
-        """Attention of every row over the keys that it sees, [N, H·D].
+        """Attention output [N, H·D] of every row over its visible keys.
 
-        window > 0: keys of the latest `window` positions.  window < 0: keys of the row's own chunk, if positions are cut
-        into chunks of -window.  0: all keys.
+        window > 0: keys of the latest `window` positions
+        window < 0: keys of the row's own chunk, for positions cut into chunks of -window
+        window = 0: all keys
         """
 
 
@@ -153,9 +162,10 @@ class LayerOps(Protocol):
         """The blocks of a decoder as `run_layers` takes them; rotations as in `rope_store`."""
 
     def skip_sublayers(self, stack: Any, skips: Sequence[int]) -> Any:
-        """The same blocks without some sublayers; skips[i] is 1 for the attention of layer i, 2 for its MLP, 3 for both.
+        """The same blocks without some sublayers.
 
-        A skipped sublayer is the identity, its norm included.  A skipped attention neither reads nor writes K/V.
+        skips: for layer i, 1 skips its attention, 2 its MLP, 3 both.  A skipped sublayer is the identity,
+        its norm included.  A skipped attention neither reads nor writes K/V.
         """
 
     def pack_adapter(self, spec: LayerSizes, layers: Adapted) -> Any:
@@ -171,23 +181,23 @@ class LayerOps(Protocol):
         u: Tensor | None = None,
         layer: int = 0,
     ) -> Tensor:
-        """x [N, h] through all blocks.  It may be changed, and is returned.
+        """Residual stream [N, h] after all blocks.  `x` [N, h] may be overwritten, and may be the result.
 
         runs:  rows whose linears add the updates of an adapter
-        u:     [N, K], what the first `qkv` reads instead of norm(x); it may be x
+        u:     [N, K], input of the first `qkv` in place of norm(x); it may be x
         layer: layer of the pool that holds the K/V of the first block
         """
 
 
 class TokenPicker(Protocol):
-    """Choice of tokens from logits under a sampling distribution and the noise of a key."""
+    """Choice of tokens from logits, under a sampling distribution and the noise of an RNG key."""
 
     def pick(
         self, logits: Tensor, distribution: DistributionParams, key: int, k: int, probs: bool, row: int = 0
     ) -> tuple[list[int], list[float]]:
         """The k best tokens of one row and their probabilities, best first; fewer if fewer are allowed.
 
-        logits: [V], or [M, V] of which `row` counts.
+        logits: [V], or [M, V] of which row `row` is used
         """
 
     def pick_rows(
@@ -199,10 +209,11 @@ class TokenPicker(Protocol):
         ids: Tensor | None = None,
         probs: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        """`pick` for every row of [n, V], k <= 64, each with its own key: int32 and float32 [n, k], padded with -1 and 0.
+        """`pick` for every row of [n, V], k <= 64, each row with its own key.
 
-        ids:   int32 [V], the token that each entry of a row stands for, whose noise it gets; entries are returned
+        ids:   int32 [V], token of each column of the logits; its noise is used.  The result holds columns.
         probs: False leaves all probabilities 0
+        Returns int32 and float32 [n, k], padded with -1 and 0.
         """
 
     def should_stop(
@@ -214,14 +225,18 @@ class TokenPicker(Protocol):
         depth: int,
         row: int = 0,
     ) -> tuple[bool, NodeFeatures]:
-        """Whether no draft token follows `token`, which was picked from `row` of the logits; and its features."""
+        """Whether the draft ends after `token`, picked from `row` of the logits; and its features."""
 
     def candidates(self, k: int, wide: int, levels: int) -> Candidates:
-        """An empty dynamic tree: at most k <= 64 children a node, `wide` nodes of a level expanded, `levels` levels."""
+        """An empty dynamic tree of `levels` levels.
+
+        k:    maximum children per node, at most 64
+        wide: nodes expanded per level
+        """
 
 
 class TreeQueries(Protocol):
-    """Trees for match verification, and room for the results."""
+    """Trees for match verification, and buffers for the results."""
 
     def add(
         self,
@@ -233,15 +248,18 @@ class TreeQueries(Protocol):
         tokens: Sequence[int],
         parents: Sequence[int],
     ) -> None:
-        """Adds the tree of `key`.
+        """Add the tree of `key`.
 
-        root:     row of the logits behind the root; those behind node i are in row root + 1 + i
+        root:     row of the logits after the root; node i has row root + 1 + i
         stream:   RNG stream of the sample
         position: position of the token after the root
         """
 
     def read(self) -> Mapping[int, Answer | None]:
-        """By key: accepted nodes and tokens to emit.  None if a token could not be picked (logits not finite)."""
+        """By key: accepted nodes and emitted tokens.
+
+        None if a token could not be picked, because the logits are not finite.
+        """
 
 
 class TreeMatcher(Protocol):
@@ -249,11 +267,11 @@ class TreeMatcher(Protocol):
 
     def queries(self) -> TreeQueries: ...
     def match(self, logits: Tensor, queries: Any) -> None:
-        """Answers the queries from logits [M, V]."""
+        """Answer the queries from logits [M, V]."""
 
 
 class Chain(NamedTuple):
-    """A chain of draft tokens that begins behind row `at` of a step."""
+    """A chain of draft tokens that begins after row `at` of a step."""
 
     at: int
     levels: int
@@ -263,10 +281,13 @@ class Chain(NamedTuple):
 
 
 class FusedModel(Protocol):
-    """A whole model in one call.  After a forward has swept the processor's caches, steps outside cost more than inside."""
+    """A whole model in one call.
+
+    A forward evicts the processor's caches.  Operations in a separate call after it are therefore slower.
+    """
 
     def pack_ends(self, embedding: Any, norm: Tensor, head: Any) -> Any:
-        """What stands around the blocks of a model."""
+        """Pack the embedding, last norm and head of a model."""
 
     def forward(
         self,
@@ -280,8 +301,8 @@ class FusedModel(Protocol):
     ) -> Tensor:
         """Logits float32 [M, V] of the step's `logits_rows`.  The next call may overwrite them.
 
-        states:  see `Model.read`
-        queries: from `Backend.matcher`, answered; None for none
+        states:  see `Model.forward_step`
+        queries: trees from `Backend.matcher`, answered by this call; None for none
         """
 
     def draft_chain(
@@ -295,10 +316,10 @@ class FusedModel(Protocol):
         stop_rule: StopRule | None = None,
         states: Tensor | None = None,
     ) -> Chained:
-        """Blocks over the step, then chains: the best of the first `vocabulary` tokens is the next row, and so on.
+        """Run the blocks over the step, then extend chains by the best of the first `vocabulary` tokens.
 
         A chain ends after `levels` tokens, by `stop_rule`, or if no token can be picked.
-        states: [chains, most levels, h], gets the residual stream that each token was picked from.
+        states: [chains, most levels, h], receives the residual stream that each token was picked from.
         """
 
 

@@ -1,4 +1,4 @@
-"""Candidates of a dynamic draft tree while it grows: the interface, and the reference in Python."""
+"""Candidate nodes of a growing dynamic draft tree: the interface, and the reference in Python."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ TINY = 1e-30
 Picks = Callable[..., tuple[Tensor, Tensor]]
 Nodes = tuple[
     list[int], list[int], list[float]
-]  # tokens, the nodes of their parents (-1 behind the root), shares
+]  # tokens, the nodes of their parents (-1 after the root), shares
 
 
 class Found(NamedTuple):
-    """The best entries behind some paths, int32 [n, k], best first, -1 where there are fewer, and how likely each is, float32 [n, k].
+    """The best entries after n paths, int32 [n, k], best first, padded with -1; and float32 [n, k] scores.
 
-    ids: int32, the token of each entry, None where they are the same.  ranked: float32, what counts as a share by rank, if not `shares`.
+    ids:    int32, token of each entry; None if the entries are tokens
+    ranked: float32, confidence by rank, in place of `shares`
     """
 
     entries: Tensor
@@ -30,7 +31,7 @@ class Found(NamedTuple):
     ranked: Tensor | None = None
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """int64 [n, k] tokens, and shares, 0 where there is none."""
+        """Tokens int64 [n, k], and confidences, 0 for padding."""
         none = self.entries < 0
         tokens = (
             self.entries.long()
@@ -46,13 +47,16 @@ class Found(NamedTuple):
 
 
 class Candidates(Protocol):
-    """Of one tree: a record for everything that was ever found.  k: so many are looked for behind a node."""
+    """All candidate nodes found for one tree.  k: candidates per node."""
 
     k: int
 
     def widen(self, found: Found) -> tuple[list[int], list[int]]:
-        """What was found behind the nodes that went through the head last, at first behind the root.  The likeliest of it goes on: which
-        of these nodes each hangs from, and its token; the likeliest by joint probability, of equals the first."""
+        """Record the candidates after the nodes of the last forward (first: the root), and expand the best.
+
+        Returns the parent, as an index into those nodes, and the token of every node to expand.  Nodes are
+        ordered by joint probability; of equals the first is taken.
+        """
 
     def grow(
         self,
@@ -62,15 +66,17 @@ class Candidates(Protocol):
         ids: Tensor | None,
         ranked: Tensor | None,
     ) -> tuple[list[int], list[int]]:
-        """The same of the best that `Backend.picks` finds in logits, float32 [n, V], where all have the same key.  ids, ranked: as in
-        `Found`."""
+        """`widen` by the best entries of logits float32 [n, V], as `Backend.pick_rows` finds them.
+
+        All rows have the same key.  ids, ranked: as in `Found`.
+        """
 
     def keep(self, nodes: int) -> Nodes:
-        """The likeliest of all records, parents first."""
+        """The likeliest of all recorded nodes, parents first."""
 
 
 class Plain:
-    """The same in Python.  picks: the kernels'."""
+    """Reference implementation in Python.  picks: the backend's picker."""
 
     def __init__(self, picks: Picks, k: int, wide: int) -> None:
         self.picks, self.k, self.wide = picks, k, wide

@@ -1,4 +1,4 @@
-"""Under which conditions a figure was measured: what has to stand beside it."""
+"""Conditions of a measurement, reported beside its figures."""
 
 from __future__ import annotations
 
@@ -29,18 +29,25 @@ def conditions() -> dict[str, Any]:
         platform.processor(),
     )
     made = {
-        "date": time.strftime("%Y-%m-%d"), "outrider": VERSION, "commit": _commit(), "cpu": cpu, "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(), "bf16 in hardware": "avx512_bf16" in info, "torch": torch.__version__,
-        "transformers": transformers.__version__, "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d"),
+        "outrider": VERSION,
+        "commit": _commit(),
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "bf16 in hardware": "avx512_bf16" in info,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
         "command": shlex.join(["outrider" if name == "__main__.py" else name, *sys.argv[1:]]),
-    }  # fmt: skip
+    }
     if torch.cuda.is_available():
         made["gpu"] = torch.cuda.get_device_name()
     return made
 
 
 def _commit() -> str | None:
-    """Of the source tree that this file lies in; None in an installed copy."""
+    """Commit of the source tree that contains this file; None in an installed copy."""
     try:
         told = subprocess.run(
             ["git", "describe", "--always", "--dirty"],

@@ -1,4 +1,4 @@
-"""`outrider demo`: the built-in model answers our prompts plainly and with every method; a table says what it brought."""
+"""`outrider demo`: the built-in model with plain decoding and with every method, compared in a table."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ SETTINGS = (("greedy", {"temperature": 0.0}), ("T = 0.8, top_p 0.95", {"temperat
 
 
 def demo(tokens: int, repeats: int, console: Console) -> bool:
-    """Runs it and prints the tables.  True if every method emitted the same tokens as plain decoding."""
+    """Run the demo and print its tables.  True if every method emitted the tokens of plain decoding."""
     with console.status("Loading the built-in model"):
         llm = LLM(model="builtin")
     prompts = [(prompt.kind, rendered(prompt, llm.tokenizer)) for prompt in PROMPTS]
     configs = demonstrations()
     console.print(
-        f"[bold]Outrider[/] on {llm.engine.decoder.backend.name}; {len(prompts)} prompts, at most {tokens} new tokens each."
+        f"[bold]Outrider[/] on {llm.engine.decoder.backend.name}; {len(prompts)} prompts, "
+        f"at most {tokens} new tokens each."
     )
     _show_answers(llm, prompts, console)
     good = True
@@ -61,7 +62,7 @@ def _measured(
 
 
 def _show_answers(llm: LLM, prompts: Prompts, console: Console) -> None:
-    """A few answers, so that one sees that a language model is at work."""
+    """Print a few answers."""
     chosen = [2, 8, 12]
     outputs = llm.generate([prompts[i][1] for i in chosen], SamplingParams(temperature=0, max_tokens=40))
     for i, output in zip(chosen, outputs):

@@ -1,17 +1,17 @@
-"""What one request cost, in the form that llama.cpp's `speculative` prints.
+"""Timings of one request, in the form that llama.cpp's `speculative` prints.
 
-    encoded   25 tokens in    0.319 seconds, speed:   78.298 t/s      the steps that computed the prompt
-    decoded  471 tokens in   19.278 seconds, speed:   24.432 t/s      all other steps, and what these emitted
+    encoded   25 tokens in    0.319 seconds, speed:   78.298 t/s    prefill steps
+    decoded  471 tokens in   19.278 seconds, speed:   24.432 t/s    all other steps and their output
 
-| line | what it times |
+| line | measured time |
 |---|---|
-| prompt eval time | a model's forwards in the steps that computed the prompt |
-| eval time | a model's forwards in all other steps: of the target known and draft tokens, of the draft its own |
-| sample time | the rest of all steps: verification, sampling, bookkeeping (a greedy pick inside a fused forward is in eval time) |
-| load time | loading target and draft, together |
+| prompt eval time | forwards of a model in the prefill steps |
+| eval time | forwards in all other steps: of the target over known and draft tokens, of the draft model |
+| sample time | verification, sampling and bookkeeping; greedy sampling in a fused forward is in eval time |
+| load time | loading target and draft model together |
 | total time | loading and the request |
 
-The last step of a prompt drafts already: a draft model has a few tokens more than the prompt in its first line.
+The last prefill step also drafts.  So a draft model has a few tokens more than the prompt in its first line.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from outrider.outputs import RequestOutput
 
 
 def figures(engine: Engine, output: RequestOutput, load_seconds: float, total_seconds: float) -> str:
-    """The engine must have run this request alone since its clock was reset."""
+    """Timings as text.  The engine must have run this request alone since its clock was reset."""
     prefill, decoding, total = engine.prefill, engine.decode, output.speculation
     prompt, drafts = prefill.known, engine.controller.nodes(1)
     lines = [_phase("encoded", prompt, prefill), _phase("decoded", decoding.emitted, decoding), ""]
@@ -39,7 +39,7 @@ def figures(engine: Engine, output: RequestOutput, load_seconds: float, total_se
             lines.append("lossless  = no: the verification rule changes the output")
         read = (
             prompt if engine.drafter.footprint(engine.device).total() else 0
-        )  # a method without weights of its own reads no prompt
+        )  # a method without a model has no prefill
         lines += ["", "draft:", "", _line("prompt eval time", prefill.times.propose, read + prefill.guessed)]
         lines.append(_line("eval time", decoding.times.propose, decoding.guessed))
     lines += [
@@ -47,7 +47,12 @@ def figures(engine: Engine, output: RequestOutput, load_seconds: float, total_se
         f"{'load time':>16} = {1e3 * load_seconds:9.2f} ms",
         _line("sample time", prefill.times.rest + decoding.times.rest, total.emitted),
         _line("prompt eval time", prefill.times.forward, prompt + prefill.guessed),
-        _line("eval time", decoding.times.forward, decoding.known + decoding.guessed, f" in {decoding.steps} runs"),
+        _line(
+            "eval time",
+            decoding.times.forward,
+            decoding.known + decoding.guessed,
+            f" in {decoding.steps} runs",
+        ),
         f"{'total time':>16} = {1e3 * total_seconds:9.2f} ms / {prompt + total.emitted:5d} tokens",
     ]  # fmt: skip
     return "\n".join(lines)
@@ -61,7 +66,10 @@ def _phase(name: str, tokens: int, work: Work) -> str:
 def _line(name: str, seconds: float, tokens: int, runs: str = "") -> str:
     ms = seconds * 1e3
     each = ms / tokens if tokens else 0.0
-    return f"{name:>16} = {ms:9.2f} ms / {tokens:5d} tokens{runs} ({each:8.2f} ms per token, {_rate(tokens, seconds):9.2f} tokens per second)"
+    return (
+        f"{name:>16} = {ms:9.2f} ms / {tokens:5d} tokens{runs} "
+        f"({each:8.2f} ms per token, {_rate(tokens, seconds):9.2f} tokens per second)"
+    )
 
 
 def _rate(tokens: int, seconds: float) -> float:

@@ -1,4 +1,4 @@
-"""Methods against plain decoding: the same prompts, the same seeds, one after the other, and whether the tokens agree."""
+"""Comparison of methods with plain decoding: the same prompts and seeds, in turns; speed and equal tokens."""
 
 from __future__ import annotations
 
@@ -20,13 +20,17 @@ from outrider.outputs import CompletionOutput
 
 PLAIN = "plain decoding"
 Configs = Mapping[str, Mapping[str, Any] | None]  # label -> speculative_config
-Prompts = Sequence[tuple[str, Any]]  # (kind, what LLM.generate takes)
+Prompts = Sequence[tuple[str, Any]]  # (kind, prompt for LLM.generate)
 
 
 @dataclass
 class Run:
-    """Some requests of one kind, answered at once.  seconds: wall clock, the prompts included.  times: the engine's.  turns: the seconds
-    of each repeat, if there were some."""
+    """Requests of one kind, run as one batch.
+
+    seconds: wall clock, prefill included
+    times:   the engine's clock
+    turns:   seconds of each repeat, if there are several
+    """
 
     kind: str
     seconds: float
@@ -37,9 +41,11 @@ class Run:
 
 @dataclass
 class Measured:
-    """One method over some prompts.  Tokens are new tokens; times count from the moment that a group of requests is handed in.
+    """Results of one method over all prompts.
 
-    promise: "tokens" of plain decoding, its "law", "lossy" where the rule promises neither, "" for another engine.
+    Tokens are new tokens.  Times count from the submission of a batch.
+    promise: "tokens" if they must equal those of plain decoding, "law" if the distribution must, "lossy"
+             if neither, "" for another engine
     """
 
     method: str
@@ -50,7 +56,7 @@ class Measured:
         return Measured(self.method, [run for run in self.runs if run.kind == kind], self.promise)
 
     def differs(self, plain: Measured) -> bool:
-        """Whether it emitted other tokens than plain decoding although it promises the same."""
+        """Whether it emitted other tokens than plain decoding although it promises the same tokens."""
         return self.promise == "tokens" and self.tokens != plain.tokens
 
     @property
@@ -67,11 +73,11 @@ class Measured:
 
     @property
     def speed(self) -> float:
-        """New tokens a second."""
+        """New tokens per second."""
         return sum(map(len, self.tokens)) / sum(run.seconds for run in self.runs)
 
     def speed_ups(self, plain: Measured) -> list[float]:
-        """Over plain decoding, of each repeat, in which the two took turns; of the best times where one has no repeats."""
+        """Speed-up over plain decoding in each repeat, or of the best times if there are no repeats."""
         ours, theirs = (
             [sum(turn) for turn in zip(*(run.turns for run in result.runs))] for result in (self, plain)
         )
@@ -81,16 +87,16 @@ class Measured:
         return [tokens * their / our for our, their in zip(ours, theirs, strict=True)]
 
     def speed_up(self, plain: Measured) -> float:
-        """The median of the repeats: the pace of a machine changes."""
+        """Median speed-up of the repeats; the clock rate of a machine varies."""
         return float(statistics.median(self.speed_ups(plain)))
 
     def noise(self, plain: Measured) -> float | None:
-        """Half of what lies between the repeats' highest and lowest speed-up; None for a single repeat."""
+        """Half the range of the repeats' speed-ups; None for a single repeat."""
         gains = self.speed_ups(plain)
         return (max(gains) - min(gains)) / 2 if len(gains) > 1 else None
 
     def without(self, runs: Collection[int]) -> Measured:
-        """The same, less the runs of these indices."""
+        """The same results without the runs of these indices."""
         kept = [run for i, run in enumerate(self.runs) if i not in runs]
         return Measured(self.method, kept, self.promise)
 
@@ -105,32 +111,32 @@ class Measured:
 
     @property
     def repeated(self) -> float:
-        """Share of 4-grams that occurred before in the same text: loops flatter every method that copies."""
+        """Share of 4-grams that occurred before in the same text.  Loops favour every method that copies."""
         grams = [[tuple(t[i : i + 4]) for i in range(len(t) - 3)] for t in self.tokens]
         return 1 - sum(len(set(g)) for g in grams) / max(1, sum(map(len, grams)))
 
     @property
     def first_token(self) -> list[float]:
-        """Seconds to the first token, of each answer."""
+        """Seconds to the first token of each answer."""
         return [answer.token_times[0] for answer in self.answers if answer.token_times]
 
     @property
     def stalls(self) -> list[float]:
-        """Seconds without a new token: between one step that emitted some and the next, of all answers."""
+        """Seconds between consecutive steps that emitted tokens, of all answers."""
         pairs = [pair for answer in self.answers for pair in itertools.pairwise(answer.token_times)]
         return [after - before for before, after in pairs if after > before]
 
     @property
     def per_token(self) -> list[float]:
-        """Seconds a token after the first one, of each answer that has more than one."""
+        """Seconds per token after the first, of each answer with more than one."""
         times = [answer.token_times for answer in self.answers if len(answer.token_times) > 1]
         return [(t[-1] - t[0]) / (len(t) - 1) for t in times]
 
 
 def too_short(results: Sequence[Measured]) -> set[int]:
-    """Indices of the runs whose answers have one token at most, which comes with the prompt: speculation has no part in them.
+    """Indices of the runs whose answers have at most one token.
 
-    A run in which a method changed a token is never among them.
+    That token comes from prefill, without speculation.  Runs in which a method changed a token are excluded.
     """
     plain, *others = results
     held = [other for other in others if other.promise == "tokens"]
@@ -147,7 +153,7 @@ def too_short(results: Sequence[Measured]) -> set[int]:
 
 
 def demonstrations() -> dict[str, Mapping[str, Any] | None]:
-    """Label -> speculative_config of everything that the methods want shown on the built-in pair; plain decoding first."""
+    """Label -> speculative_config of all demonstrations on the built-in pair, plain decoding first."""
     shown: dict[str, Mapping[str, Any] | None] = {PLAIN: None}
     for name, method in sorted(draft.methods().items()):
         for label, config in method.demo.items():
@@ -156,7 +162,7 @@ def demonstrations() -> dict[str, Mapping[str, Any] | None]:
 
 
 def grouped(prompts: Prompts, size: int) -> list[tuple[str, list[Any]]]:
-    """The prompts of each kind, `size` together at most."""
+    """The prompts of each kind, in groups of at most `size`."""
     kinds = dict.fromkeys(kind for kind, _ in prompts)
     members = {kind: [prompt for k, prompt in prompts if k == kind] for kind in kinds}
     return [
@@ -173,12 +179,13 @@ def measure(
     tick: Callable[[str], None] = lambda label: None,
     batch_size: int = 1,
 ) -> list[Measured]:
-    """Every config over every (kind, prompt), `batch_size` of a kind at once; the best of `repeats` turns, and the seconds of each.
+    """Run every config over every (kind, prompt), `batch_size` prompts of a kind at once.
 
-    Methods take turns at each group, another one first each time, so that a machine that slows down for a while slows all of them; each
-    turn runs twice, since a method that follows one with weights of its own finds the processor's caches cold.  What a method has
-    learned from the groups before stays with it, but no group finds what its own last run has left.  Every repeat begins with fresh
-    caches of its own: where they happen to lie in memory makes steps some per cent faster or slower.
+    Returns the best of `repeats`, and the seconds of each.
+    - Methods alternate within each group, in rotating order.  So a temporary slowdown affects all of them.
+    - Each method runs twice per group, since a method after one with its own weights finds cold caches.
+    - A method keeps what it learned from earlier groups, but not from its own previous run of a group.
+    - Every repeat allocates new caches: their addresses change the time of a step by some per cent.
     """
     groups, seconds_of = grouped(prompts, batch_size), attrgetter("seconds")
     best: dict[tuple[str, int], Run] = {}
@@ -208,7 +215,10 @@ def measure(
 
 
 def once(llm: LLM, kind: str, prompts: list[Any], params: SamplingParams, memory: Any = None) -> Run:
-    """From an empty prefix cache, and with a copy of `memory` in the drafter.  Raises the error of a prompt that was not answered."""
+    """Run a group with an empty prefix cache and a copy of `memory` in the drafter.
+
+    Raises the error of the first failed prompt.
+    """
     llm.engine.forget_prefixes()
     llm.engine.drafter.memory = copy.deepcopy(memory)
     llm.engine.reset()

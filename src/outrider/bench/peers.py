@@ -1,4 +1,4 @@
-"""Other engines on the same prompts, for comparison: what is installed beside Outrider, one request at a time."""
+"""Other installed engines on the same prompts, one request at a time, for comparison."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Answer = Callable[[list[int]], CompletionOutput]
 
 
 class _Clock:
-    """A transformers streamer that notes when tokens came; the first call brings the prompt."""
+    """A transformers streamer that records the arrival of tokens; its first call carries the prompt."""
 
     def __init__(self) -> None:
         self.began, self.times, self.prompt = time.perf_counter(), [0.0] * 0, True
@@ -39,7 +39,7 @@ class _Clock:
 
 @contextmanager
 def readable(name: str) -> Iterator[Path]:
-    """The folder of a checkpoint; of one in compressed-tensors a copy in plain numbers, which any engine can read."""
+    """Folder of a checkpoint.  A compressed-tensors one is copied unquantised, as any engine can read it."""
     scheme = Checkpoint.open(name).scheme
     if scheme is None or scheme.method != "compressed-tensors":
         yield locate(name)
@@ -52,7 +52,7 @@ def readable(name: str) -> Iterator[Path]:
 def _transformers(
     llm: LLM, params: SamplingParams, draft: str | None, draft_tree: int
 ) -> Iterator[tuple[str, Answer]]:
-    """Plain, with prompt look-up, and with the draft model as assistant where there is one; in the dtype that we run."""
+    """Modes of transformers in our dtype: plain, prompt look-up, and assisted by the draft model, if any."""
     from transformers import AutoModelForCausalLM, logging
 
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
@@ -103,7 +103,7 @@ PEERS = {"transformers": _transformers}
 
 
 def peer(name: str) -> Callable[[LLM, SamplingParams, str | None, int], Iterator[tuple[str, Answer]]]:
-    """Raises ConfigError for an engine that we cannot call."""
+    """The modes of an engine.  Raises ConfigError for an unknown one."""
     if name not in PEERS:
         raise ConfigError(unknown("peer", name, PEERS))
     return PEERS[name]
@@ -119,7 +119,7 @@ def measure_peer(
     repeats: int = 1,
     tick: Callable[[str], None] = lambda label: None,
 ) -> list[Measured]:
-    """Every mode of a peer over the prompts, which are token ids; the best of 2 × `repeats` runs each, as we take ours."""
+    """Run every mode of an engine over the prompts (token ids); the best of 2 × `repeats`, as for ours."""
     results = []
     for label, answer in peer(name)(llm, params, draft, draft_tree):
         result = Measured(label, promise="")

@@ -1,4 +1,4 @@
-"""Our own prompts, by kind: conversations as lists of turns (user, assistant, user …), for the demo, tests and examples."""
+"""Our own prompts by kind, as lists of turns (user, assistant, user …), for the demo, tests and examples."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ class Prompt(NamedTuple):
 
 
 _RAIN = (
-    "The village of Arlen lies between two rivers. In spring the northern river floods the lower fields, and the farmers wait until "
-    "the water is gone before they plant beans and maize. The southern river is deep and slow; children swim in it in summer, and a "
-    "ferry crosses it twice a day. In the year of the great rain both rivers rose together, and the school was moved to the hill, "
+    "The village of Arlen lies between two rivers. In spring the northern river floods the lower fields, "
+    "and the farmers wait until the water is gone before they plant beans and maize. The southern river is "
+    "deep and slow; children swim in it in summer, and a ferry crosses it twice a day. In the year of the "
+    "great rain both rivers rose together, and the school was moved to the hill, "
     "where it still stands."
 )
 _STUDY = (
-    "We asked 120 adults with chronic back pain to walk for thirty minutes a day, and compared them with 118 adults who kept their habits. "
-    "After twelve weeks the walking group reported less pain and slept longer. There was no difference in the use of medicine between the "
+    "We asked 120 adults with chronic back pain to walk for thirty minutes a day, and compared them with "
+    "118 adults who kept their habits. After twelve weeks the walking group reported less pain and slept "
+    "longer. There was no difference in the use of medicine between the "
     "groups. Two people in the walking group stopped because of pain in the knee."
 )
 
@@ -55,7 +57,8 @@ PROMPTS = (
     Prompt(
         "retrieval",
         (
-            f"Answer from the context.\nContext: {_STUDY}\nQuestion: Does walking help adults with chronic back pain?",
+            f"Answer from the context.\nContext: {_STUDY}\n"
+            "Question: Does walking help adults with chronic back pain?",
         ),
     ),
     Prompt(
@@ -69,8 +72,10 @@ KINDS = tuple(dict.fromkeys(prompt.kind for prompt in PROMPTS))
 
 
 def rendered(prompt: Prompt, tokenizer: Any, raw: bool = False) -> dict[str, list[int]]:
-    """The token ids that `LLM.generate` takes, through the tokenizer's chat template; of the last turn as it stands where `raw`, or where
-    there is no template."""
+    """Token ids for `LLM.generate`, through the tokenizer's chat template.
+
+    raw: encode the last turn unchanged, as is done without a template
+    """
     if tokenizer is None:
         raise RequestError("prompts need a tokenizer, and the checkpoint has none: name one.")
     if raw or not getattr(tokenizer, "chat_template", None):

@@ -1,4 +1,4 @@
-"""Prompts from files: Spec-Bench's and MT-bench's `question.jsonl`, or a text file with one prompt a line."""
+"""Prompts from files: `question.jsonl` of Spec-Bench and MT-bench, or a text file with a prompt per line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outrider.llm import LLM
 
 
 class Question(NamedTuple):
-    """turns: what the user says, one after the other; a single text to go on with where `raw`."""
+    """turns: user messages in order; if `raw`, a single text to continue."""
 
     category: str
     turns: tuple[str, ...]
@@ -24,7 +24,10 @@ class Question(NamedTuple):
 
 
 def read(path: Path, limit: int | None = None, raw: bool = False) -> list[Question]:
-    """At most `limit` questions of each category.  raw: without a chat template.  Raises RequestError naming file and line."""
+    """Read at most `limit` questions of each category.
+
+    raw: without a chat template.  Raises RequestError naming file and line.
+    """
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -61,11 +64,11 @@ def _question(line: str, where: str) -> Question:
 def prompts_of(
     llm: LLM, questions: Sequence[Question], params: SamplingParams, all_turns: bool = False
 ) -> tuple[Prompts, int]:
-    """(category, token ids) of every question, and how many were left out because they and the answer exceed the context.
+    """(category, token ids) of every question, and the number left out because they exceed the context.
 
-    A question is asked by its first turn, or by all turns, each with the questions and answers before it.  It goes through the
-    chat template, unless it is raw or the tokenizer has none: then only a first turn can be asked, as it stands.  The answers of earlier
-    turns are those of plain decoding, computed here, so that every method gets the same prompts.
+    A question yields a prompt for its first turn, or for all turns, each after the previous turns and
+    answers.  The answers are those of plain decoding, so every method gets the same prompts.  Prompts go
+    through the chat template.  Raw ones, or all without a template, are a first turn only, unchanged.
     """
     if llm.tokenizer is None:
         raise RequestError("prompts need a tokenizer, and the checkpoint has none: name one.")
@@ -94,7 +97,7 @@ def prompts_for(
     raw: bool = False,
     all_turns: bool = False,
 ) -> tuple[Prompts, int]:
-    """As `prompts_of`; where there are no questions, our own prompts."""
+    """`prompts_of`; our own prompts if there are no questions."""
     if questions is None:
         return [(prompt.kind, rendered(prompt, llm.tokenizer, raw)) for prompt in PROMPTS], 0
     return prompts_of(llm, questions, params, all_turns)

@@ -1,4 +1,4 @@
-"""Tables and JSON of what was measured.  The first result is plain decoding, to which the others are compared."""
+"""Tables and JSON of results.  The others are compared with the first result, plain decoding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ALL = "all"
 
 
 def table(title: str, results: Sequence[Measured]) -> Table:
-    """What speculation brought.  tok/s: of the best repeat; speed-up: the median of the repeats, ± half of what lies between them.
+    """Speed-ups as a table.  tok/s: of the best repeat; speed-up: median of the repeats ± half their range.
 
     Tokens of another engine are not compared: its rounding differs.
     """
@@ -49,13 +49,13 @@ def _speed_up(result: Measured, plain: Measured) -> str:
 
 
 def within_noise(result: Measured, plain: Measured) -> bool:
-    """Whether the repeats differ by more than the method does from plain decoding."""
+    """Whether the difference from plain decoding is smaller than that between repeats."""
     noise = result.noise(plain)
     return result is not plain and noise is not None and noise >= abs(result.speed_up(plain) - 1)
 
 
 def remarks(results: Sequence[Measured]) -> list[str]:
-    """What a reader of the speed-ups must know."""
+    """Caveats for the reader of the speed-ups."""
     plain, *others = results
     if not others:
         return []
@@ -95,7 +95,7 @@ def latencies(results: Sequence[Measured]) -> Table:
 
 
 def figures(results: Sequence[Measured]) -> dict[str, Any]:
-    """method -> category -> figures, for JSON; the category "all" is everything together."""
+    """Method -> category -> figures, for JSON; the category "all" holds all prompts."""
     return {
         result.method: {
             kind: _figures(

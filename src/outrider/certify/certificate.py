@@ -58,7 +58,10 @@ class Certificate:
                 " On these kernels every difference is a bug." if bug else ""
             )
         if self.promise == "lossy":
-            return "This rule is not lossless, as expected: its deviation was measured, and nothing else is wrong."
+            return (
+                "This rule is not lossless, as expected: "
+                "its deviation was measured, and nothing else is wrong."
+            )
         text = "Lossless" if self.exact else "No deviation found"
         ties = f", except for {self.ties} ties within rounding" if self.ties else ""
         text += f": {self.texts:,} texts of {self.tokens:,} tokens equal those of plain decoding{ties}."

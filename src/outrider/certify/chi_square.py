@@ -45,12 +45,14 @@ def pool_cells(
     """Counts (first, second) in cells of at least `min_count` samples.
 
     Rare outcomes are merged with their neighbours in sort order, so that texts with a common beginning stay
-    together. Cells depend on the sums of both samples only, which say nothing about their difference.
+    together. Cells depend on the sums of both samples only, not on their difference.
     """
     total = first + second
     cells = [(first[outcome], second[outcome]) for outcome in total if total[outcome] >= min_count]
     a = b = 0
-    for outcome in sorted(outcome for outcome in total if total[outcome] < min_count):  # type: ignore[type-var]
+    for outcome in sorted(  # type: ignore[type-var]
+        outcome for outcome in total if total[outcome] < min_count
+    ):
         a, b = a + first[outcome], b + second[outcome]
         if a + b >= min_count:
             cells.append((a, b))
@@ -93,8 +95,8 @@ def combine(results: Sequence[ChiSquareResult], n: int, m: int, level: float) ->
 
 
 def minimum_detectable(n: int, m: int, degrees_of_freedom: int, level: float) -> float:
-    """Total variation distance that samples of n and m reveal with probability POWER, whatever its shape; 1:
-    none.
+    """Total variation distance that samples of n and m detect with probability POWER, for deviations of any
+    shape; 1 if there is none.
 
     A distance D over the cells means a noncentrality of at least 4 D² nm / (n + m).  Deviations within a
     pooled cell are not detected.

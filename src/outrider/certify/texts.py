@@ -40,7 +40,7 @@ class Difference:
 
 @dataclass
 class Tally:
-    """What was compared under one set of parameters.
+    """Comparison under one set of parameters.
 
     joined: texts that started while others were running.
     logprob_difference: the largest one, over tokens that both texts have.
@@ -118,7 +118,7 @@ class TextComparison:
 def answers(
     llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams]
 ) -> list[CompletionOutput]:
-    """Raises the error of a prompt that was not answered."""
+    """Raise the error of a prompt that was not answered."""
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
     for output in outputs:
         if output.error is not None:

@@ -1,1 +1,1 @@
-"""What is on disk: configs, safetensors, GGUF, quantized layouts, LoRA adapters."""
+"""Checkpoints on disk: configs, safetensors, GGUF, quantized layouts, LoRA adapters."""

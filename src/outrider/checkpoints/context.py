@@ -1,15 +1,15 @@
-"""Tokens that a request may have, by a model's config: its positions, stretched by RoPE scaling as in vLLM.
+"""Context length of a model from its config: its positions, extended by RoPE scaling as in vLLM.
 
 Two scalings depend on the length of a text.  When a growing text changes the factors, transformers keeps K/V
-of the old ones in its cache.  K/V here is shared between requests, so an engine has one set of factors,
-chosen by its max_model_len:
+of the old factors in its cache.  Here K/V is shared between requests, so an engine has one set of factors.
+It is chosen by max_model_len:
 
     scaling     max_model_len up to `unscaled`      beyond it, up to `tokens`
     longrope    short factors, as transformers      long factors, as transformers for a text beyond `unscaled`
     dynamic     not scaled, as transformers         as transformers for a text of max_model_len tokens
 
-`unscaled` is the default of max_model_len, so that no text differs from transformers' unless a longer context
-is asked for.
+The default of max_model_len is `unscaled`.  So output differs from transformers' only if a longer context is
+requested.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ LENGTHS = (
     "max_seq_len",
     "seq_length",
     "n_ctx",
-)  # what families call their context
-PRESCALED = ("gemma3",)  # model types whose max_position_embeddings counts the scaling already
-ALREADY = ("su", "longrope", "llama3")  # scalings for which it always does
+)  # names of the context length
+PRESCALED = ("gemma3",)  # model types whose max_position_embeddings includes the scaling
+ALREADY = ("su", "longrope", "llama3")  # scalings for which max_position_embeddings always includes it
 
 
 @dataclass(frozen=True)
 class Context:
-    """tokens: the most that a request may have.
+    """Context length of a model.
 
-    unscaled: as many, or fewer where the scaling depends on the length of a text.
+    tokens:   maximum tokens of a request
+    unscaled: the same, or fewer where the scaling depends on the length of a text
     """
 
     tokens: int
@@ -41,7 +42,7 @@ class Context:
 
     @staticmethod
     def of(config: Any) -> Context:
-        """`config` is a transformers config."""
+        """Context length from a transformers config."""
         length = next((found for name in LENGTHS if (found := getattr(config, name, None))), 2048)
         tokens = unscaled = length
         for rope in _ropes(config):
@@ -56,7 +57,7 @@ class Context:
 
 
 def _ropes(config: Any) -> list[Mapping[str, Any]]:
-    """The RoPE parameters: one set, or one for each kind of layer."""
+    """RoPE parameters: one set, or one per kind of layer."""
     given = getattr(config, "rope_parameters", None) or {}
     nested = [rope for rope in given.values() if isinstance(rope, Mapping)]
     return nested or [given]

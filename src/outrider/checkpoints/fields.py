@@ -1,8 +1,7 @@
-"""The keys of configuration files that Outrider or transformers computes with, and the values that they may
-have.
+"""Keys of configuration files that Outrider or transformers uses in computations, and their allowed values.
 
-The limits lie far beyond every published model.  Their purpose is that a corrupt file fails by name before
-memory is asked for.
+The limits are far above every published model.  A corrupt file is rejected with the key's name before memory
+is allocated.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from outrider.checkpoints.validate import (
 from outrider.core.validate import Kind
 
 MOST_LAYERS = 10_000
-MOST_STEPS = 256  # heads of a drafter, layers of one of them, steps
+MOST_STEPS = 256  # heads of a drafter, layers of a head, draft steps
 INT32 = (1 << 31) - 1
 NAME = text(4096)
 LAYER_COUNT, WIDTH, HEAD_COUNT = whole(1, MOST_LAYERS), whole(1, 1 << 20), whole(1, 1 << 16)
 LENGTH, EPSILON = whole(1, 1 << 24), real(0, 1)
 WINDOW = whole(0, INT32)
 POSITIVE, SHARE, SCALE = real(0, 1e6, above=True), real(0, 1), real(-1e9, 1e9)
-TOKEN = whole(-1, INT32)  # -1: there is none
+TOKEN = whole(-1, INT32)  # -1: none
 RANK, ALPHA = whole(1, 1 << 20), real(-1e9, 1e9)
 
 
@@ -47,7 +46,7 @@ ROPE: dict[str, Kind | Section] = {
     "partial_rotary_factor": SHARE,
     "original_max_position_embeddings": real(1, 1 << 24),
 }
-ROPE |= dict.fromkeys(("full_attention", "sliding_attention"), Section(ROPE))  # one for each kind of layers
+ROPE |= dict.fromkeys(("full_attention", "sliding_attention"), Section(ROPE))  # one per kind of layer
 
 _WEIGHTS: BlockTable = {
     "num_bits": whole(1, 64),
@@ -66,7 +65,7 @@ QUANTIZATION: BlockTable = {
 
 GENERATION: BlockTable = _alike(one_or_more(TOKEN, 1 << 16), "bos_token_id eos_token_id pad_token_id")
 
-# Of a language model.  Families have several names for the same size.
+# Sizes of a language model.  Families have different names for the same size.
 CONFIG: dict[str, Kind | Section] = {
     **GENERATION,
     **_alike(LAYER_COUNT, "num_hidden_layers n_layer n_layers num_layers"),
@@ -138,7 +137,7 @@ PEFT: BlockTable = {
     **dict.fromkeys(("rank_pattern", "alpha_pattern"), Section({})),
 }
 
-_PIECES = 1 << 22  # tokens and merges of a vocabulary
+_PIECES = 1 << 22  # tokens and merges in a vocabulary
 GGUF: BlockTable = {
     "general.architecture": NAME,
     "general.alignment": whole(1, 1 << 20),

@@ -126,7 +126,7 @@ class Head:
 
     @staticmethod
     def open(name: str, revision: str | None = None) -> Head:
-        """Raises ModelError without such a folder, or without a file of tensors in it."""
+        """Raise ModelError without such a folder, or without a file of tensors in it."""
         folder = folder_of(name, revision)
         path = folder / "config.json"
         config = read_json(path, HEAD) if path.is_file() else {}
@@ -156,14 +156,16 @@ class Head:
         return iter(self.stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Raises ModelError naming a missing tensor."""
+        """Raise ModelError naming a missing tensor."""
         return self.tensors.shape(self._stored(name))
 
     def raw(self, name: str) -> Tensor:
         return self.tensors.raw(self._stored(name))
 
     def get(self, name: str, *shape: int) -> Tensor:
-        """A tensor of this shape.  Raises ModelError naming a tensor that is missing, not floating point, or of another shape.
+        """A tensor of this shape.
+
+        Raises ModelError for a tensor that is missing, not floating point, or of another shape.
 
         Another shape means a head for another target.
         """
@@ -180,13 +182,15 @@ class Head:
     def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
         if (found := self.shape(name)) != shape:
             raise ModelError(
-                f"{self.name!r} does not fit the target: its {self._stored(name)} is {found}, and {shape} is needed."
+                f"{self.name!r} does not fit the target: its {self._stored(name)} is {found}, "
+                f"and {shape} is needed."
             )
 
     def _as_float(self, name: str, tensor: Tensor) -> Tensor:
         if tensor.dtype not in FLOATS:
             raise ModelError(
-                f"{self._stored(name)} of {self.name!r} is {tensor.dtype}; only float16, bfloat16, float32 and "
+                f"{self._stored(name)} of {self.name!r} is {tensor.dtype}; "
+                "only float16, bfloat16, float32 and "
                 "float64 are supported."
             )
         return tensor.detach()
@@ -216,7 +220,7 @@ def folder_of(name: str, revision: str | None = None) -> Path:
 
 def file_names(folder: Path) -> list[str]:
     """Names of files that may hold tensors: the usual ones, then all others, without what trainers leave
-    behind."""
+    after."""
     others = [path.name for path in folder.iterdir() if path.suffix in SUFFIXES]
     return [*FILE_NAMES, *sorted(name for name in others if not _left_by_trainer(name))]
 

@@ -94,7 +94,7 @@ class Checkpoint:
 
     @staticmethod
     def open(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Checkpoint:
-        """Raises ModelError if there is no such checkpoint, or if it cannot be run."""
+        """Raise ModelError if there is no such checkpoint, or if it cannot be run."""
         path = locate(name, revision)
         if path.suffix == ".gguf" and path.is_file():
             file = GgufFile(path)
@@ -154,7 +154,7 @@ class Checkpoint:
 
 
 def _spec_and_scheme(name: str, config: Any) -> tuple[Facts, Scheme | None]:
-    """Raises ModelError, which names the checkpoint, if the model or its quantisation is not supported."""
+    """Raise ModelError, which names the checkpoint, if the model or its quantisation is not supported."""
     try:
         return Facts.of(config), Scheme.of(config)
     except ModelError as error:

@@ -22,7 +22,7 @@ from outrider.checkpoints.packed_scheme import Scheme
 from outrider.core.quantized import QuantizedWeight
 from outrider.errors import ModelError
 
-MIDPOINT = {4: 8, 8: 128}  # of the unsigned values of so many bits
+MIDPOINT = {4: 8, 8: 128}  # of the unsigned values, by number of bits
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # the output that a word's first, second … four bits belong to
 log = logging.getLogger("outrider")
 
@@ -132,7 +132,8 @@ class PackedWeights:
             for bits, group in sorted(self.scheme.sizes)
         )
         raise ModelError(
-            f"{name} of [{outputs}, {inputs}] is not quantised to {sizes}, as quantization_config (num_bits, group_size) "
+            f"{name} of [{outputs}, {inputs}] is not quantised to {sizes}, "
+            "as quantization_config (num_bits, group_size) "
             f"says: {self.layout.words} is {words.dtype} {tuple(words.shape)} "
             f"and {self.layout.scales} {tuple(scales.shape)}, outputs first."
         )

@@ -10,7 +10,10 @@ from outrider.checkpoints.fields import QUANTIZATION
 from outrider.checkpoints.validate import check
 from outrider.errors import ModelError
 
-CURE = "load the unquantised checkpoint, or one in GGUF, AWQ (gemm), GPTQ or compressed-tensors (pack-quantized)."
+CURE = (
+    "load the unquantised checkpoint, or one in GGUF, AWQ (gemm), GPTQ "
+    "or compressed-tensors (pack-quantized)."
+)
 
 
 @dataclass(frozen=True)

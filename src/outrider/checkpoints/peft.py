@@ -1,7 +1,7 @@
-"""LoRA adapters in PEFT's form: a folder with adapter_config.json and adapter_model.safetensors (or .bin).
+"""LoRA adapters in PEFT's format: a folder with adapter_config.json and adapter_model.safetensors (or .bin).
 
-Hu et al. 2021 (arXiv 2106.09685): y = W x + scale B (A x).  Which projections are adapted is what the file
-holds.
+Hu et al. 2021 (arXiv 2106.09685): y = W x + scale B (A x).  The tensors in the file determine which
+projections are adapted.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from outrider.core.lora import Adapted, Low, places
 from outrider.errors import ModelError
 
 TENSOR = re.compile(
-    r"(?:base_model\.model\.)?(model\.layers\.(\d+)\.(?:self_attn|mlp)\.(q|k|v|o|gate|up|down)_proj)\.lora_([AB])\.weight"
+    r"(?:base_model\.model\.)?"
+    r"(model\.layers\.(\d+)\.(?:self_attn|mlp)\.(q|k|v|o|gate|up|down)_proj)\.lora_([AB])\.weight"
 )
-REFUSED = {  # settings that change more than a sum of two small products can say
+REFUSED = {  # settings whose effect is not a low-rank update
     "use_dora": "DoRA scales every weight anew; merge the adapter into the model instead",
     "modules_to_save": "it replaces whole modules; merge the adapter into the model instead",
     "lora_bias": "biases are not adapted",
@@ -40,12 +41,12 @@ REBASED = (
     "loftq",
     "corda",
     "lora_ga",
-)  # ways to start that leave the base model with other weights
+)  # initialisations that change the weights of the base model
 
 
 @dataclass(frozen=True)
 class Part:
-    """One adapted projection: where its matrices are in the file, and their shapes."""
+    """One adapted projection: names of its matrices in the file, and their shapes."""
 
     layer: int
     name: str
@@ -57,7 +58,7 @@ class Part:
 
 @dataclass(frozen=True)
 class PeftAdapter:
-    """An adapter whose settings, names and shapes fit the model; its matrices are still on the disk."""
+    """An adapter whose settings, names and shapes fit the model.  Its matrices are not loaded yet."""
 
     spec: Spec
     weights: Weights
@@ -65,7 +66,7 @@ class PeftAdapter:
 
     @staticmethod
     def open(path: str, spec: Spec, max_rank: int) -> PeftAdapter:
-        """Raises ModelError naming what is missing, does not fit or is not supported."""
+        """Open and check an adapter.  Raises ModelError for anything missing, misfitting or unsupported."""
         folder = _locate(path)
         config = read_json(folder / "adapter_config.json", PEFT)
         _refuse(config)
@@ -93,7 +94,7 @@ class PeftAdapter:
         return found
 
     def read(self) -> Adapted:
-        """The matrices, by layer and projection."""
+        """Load the matrices, by layer and projection."""
         tensors = {name: self.weights.get(name, *shape) for _, name, shape in self._shapes()}
         layers: list[dict[str, Low]] = [{} for _ in range(self.spec.layers)]
         for part in self.parts:
@@ -176,7 +177,7 @@ def _part(
 
 
 def _setting(config: Mapping[str, Any], key: str, module: str, default: Any) -> Any:
-    """The first pattern that matches the end of a module's name decides, as in PEFT."""
+    """Value of a setting for a module; the first pattern that matches the end of its name, as in PEFT."""
     try:
         patterns = (config.get(key) or {}).items()
         return next(

@@ -1,4 +1,4 @@
-"""Sizes and flags of a model, from its config: `Facts` of any model, `Spec` of those that the lean decoder runs.
+"""Sizes and flags of a model from its config: `Facts` of any model, `Spec` for the lean decoder.
 
 An unsupported model raises a ModelError with the reason.
 """
@@ -51,8 +51,9 @@ VOCABULARY, INNER = whole(1, 1 << 26), whole(1, 1 << 24)
 class Facts:
     """Sizes of any model.
 
-    context: maximum tokens of a request.  unscaled: the default maximum, smaller where RoPE scaling depends on the
-    length of a text (context.py).  kv_heads, head_dim: as in the config; the fallback takes its own from the tensors.
+    context: maximum tokens of a request
+    unscaled: the default maximum, smaller where RoPE scaling depends on the length of a text (context.py)
+    kv_heads, head_dim: as in the config; the fallback takes them from the tensors
     """
 
     architecture: str
@@ -66,7 +67,10 @@ class Facts:
 
     @staticmethod
     def of(config: Any) -> Facts:
-        """From a transformers config; a `Spec` if the lean decoder runs the model.  Raises ModelError if nothing does."""
+        """Facts from a transformers config; a `Spec` if the lean decoder supports the model.
+
+        Raises ModelError for an unsupported model.
+        """
         refuse(config)
         if lean(config):
             return Spec.of(config)
@@ -85,7 +89,10 @@ class Facts:
 
 @dataclass(frozen=True)
 class Spec(Facts):
-    """Sizes and flags for the lean decoder.  windows[i]: sliding window of layer i in tokens, 0 for full attention."""
+    """Sizes and flags for the lean decoder.
+
+    windows[i]: sliding window of layer i in tokens, 0 for full attention.
+    """
 
     inner: int
     heads: int
@@ -157,7 +164,8 @@ def _heads(config: Any) -> tuple[int, int]:
 def architecture(config: Any) -> str:
     """The model class of a config, by its `model_type` as in transformers.
 
-    `architectures` may be missing, differ in case, or name the body without its head or the Medusa model around it.
+    `architectures` may be missing or differ in case.  It may also name the body without its head, or the
+    Medusa model around it.
     Names of other tasks and of heads without a target are returned unchanged.
     """
     names, known = getattr(config, "architectures", None) or [], causal(config)
@@ -182,7 +190,7 @@ def lean(config: Any) -> bool:
 
 
 def refuse(config: Any) -> None:
-    """Raises ModelError with the reason for a model that is not supported."""
+    """Raise ModelError with the reason for a model that is not supported."""
     name, kind = architecture(config), getattr(config, "model_type", "?")
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{name} is an encoder-decoder model; Outrider runs decoder-only language models.")
@@ -197,8 +205,9 @@ def refuse(config: Any) -> None:
         )
     if strange := set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES:
         raise ModelError(
-            f"{name} has layers of the kind {', '.join(sorted(strange))}: Outrider verifies trees in full, sliding-window "
-            "and chunked attention only (a recurrent state has no K/V that could be kept for each node of a tree)."
+            f"{name} has layers of the kind {', '.join(sorted(strange))}: Outrider verifies trees in full, "
+            "sliding-window and chunked attention only "
+            "(a recurrent state has no K/V that could be kept for each node of a tree)."
         )
     if name not in FAMILIES and name not in causal(config):
         raise ModelError(
@@ -209,7 +218,7 @@ def refuse(config: Any) -> None:
 
 
 def causal(config: Any) -> list[str]:
-    """Causal language model classes for this config: transformers' own, and one in the checkpoint's own code."""
+    """Causal language model classes for this config: of transformers, and of the checkpoint's own code."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     own = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(getattr(config, "model_type", "?"))

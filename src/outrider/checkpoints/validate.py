@@ -1,8 +1,8 @@
-"""Validation of configuration files: types and ranges of every number that decides about memory.
+"""Validation of configuration files: types and ranges of every number that determines memory use.
 
-`read_json` reads a file, a table of `fields.py` says what its keys may hold, and `check` applies the table.
-All of it runs before anything is computed or allocated from a file.  Every fault is a `ModelError` that
-names the file and the key.
+`read_json` reads a file.  A table of `fields.py` lists the values that its keys may have, and `check` applies
+the table.  Both run before anything is computed or allocated.  Every fault is a `ModelError` that names the
+file and the key.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from typing import Any
 from outrider.core.validate import Kind
 from outrider.errors import ModelError
 
-MAX_BYTES = 1 << 26  # of a JSON file: the index of the largest published models takes 10 MB
+MAX_BYTES = 1 << 26  # size of a JSON file: the index of the largest published models has 10 MB
 MAX_DEPTH = 32
-UNBOUNDED = {"time_step_limit"}  # state-space models write an infinity here; they are refused by name
+UNBOUNDED = {"time_step_limit"}  # infinite in state-space models, which are rejected by name
 
 
 @dataclass(frozen=True)
 class Section:
-    """A nested object with a table of its own.  strict: whether other values than objects are errors."""
+    """A nested object with its own table.  strict: values other than objects are errors."""
 
     table: Mapping[str, Any]
     strict: bool = True
 
 
 BlockTable = Mapping[str, Kind | Section]
-ANY = "*"  # the key of a table that stands for every key without an entry
+ANY = "*"  # matches every key without an entry of its own
 
 
 def whole(least: int, most: int) -> Kind:
-    """An integer of a range."""
+    """An integer from `least` to `most`."""
     return Kind(f"a whole number from {least:,} to {most:,}", lambda v: type(v) is int and least <= v <= most)
 
 
 def real(least: float, most: float, above: bool = False) -> Kind:
-    """An integer or float of a range; above: `least` itself is excluded."""
+    """An integer or float from `least` to `most`.  above: `least` itself is excluded."""
 
     def accepts(value: Any) -> bool:
         return type(value) in (int, float) and least <= value <= most and not (above and value == least)
@@ -50,7 +50,7 @@ def real(least: float, most: float, above: bool = False) -> Kind:
 
 
 def text(most: int) -> Kind:
-    """A string of at most so many characters."""
+    """A string of at most `most` characters."""
     return Kind(f"a text of at most {most:,} characters", lambda v: isinstance(v, str) and len(v) <= most)
 
 
@@ -73,9 +73,9 @@ FLAG = Kind("true or false", lambda v: isinstance(v, bool))
 
 
 def check(given: Mapping[str, Any], table: BlockTable, where: object) -> None:
-    """Raises ModelError for the first key whose value the table does not allow.
+    """Raise ModelError for the first key whose value the table does not allow.
 
-    A null is as good as a missing key.
+    null is the same as a missing key.
     """
     for key, value in given.items():
         kind = table.get(key, table.get(ANY))
@@ -91,10 +91,10 @@ def check(given: Mapping[str, Any], table: BlockTable, where: object) -> None:
 
 
 def read_json(path: Path, table: BlockTable | None = None) -> dict[str, Any]:
-    """The object in a JSON file, checked against a table.
+    """Read the object in a JSON file and check it against a table.
 
-    Raises ModelError for a file that cannot be read, is too large or nested too deeply, holds no object, a
-    key twice, or a number that is not finite.
+    Raises ModelError for a file that cannot be read, is too large, is nested too deeply, or is no object.
+    Also for duplicate keys and numbers that are not finite.
     """
     try:
         if (size := path.stat().st_size) > MAX_BYTES:
@@ -116,15 +116,19 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        twice = next(
+            key
+            for key, _ in pairs
+            if key in seen or seen.add(key)  # type: ignore[func-returns-value]
+        )
         raise ValueError(f"the key {twice!r} occurs twice")
     return found
 
 
 def _check_values(found: Any) -> None:
-    """Raises RecursionError or ValueError.
+    """Raise RecursionError for deep nesting, ValueError for numbers that are not finite.
 
-    Walks level by level: recursion itself would end in a RecursionError.
+    Iterates level by level, since a recursive walk could itself exceed the recursion limit.
     """
     level: list[tuple[str, Any]] = [("", found)]
     for _ in range(MAX_DEPTH):

@@ -119,7 +119,8 @@ class Weights:
         """The tensor as stored.  Raises ModelError if it is missing."""
         if name not in self.where:
             raise ModelError(
-                f"{self.folder} has no tensor {name!r}, which its config.json asks for; it has {len(self.where)}, "
+                f"{self.folder} has no tensor {name!r}, which its config.json asks for; "
+                f"it has {len(self.where)}, "
                 f"e.g. {next(iter(self.where))!r}."
             )
         path = self.where[name]
@@ -175,7 +176,7 @@ def _leaves_folder(path: Path) -> bool:
 
 
 def _check_bin(path: Path, loaded: object) -> None:
-    """Raises ModelError unless `loaded` is a dict of tensors that lie within their storage."""
+    """Raise ModelError unless `loaded` is a dict of tensors that lie within their storage."""
     if not isinstance(loaded, dict):
         raise ModelError(f"{path} holds no named tensors but a {type(loaded).__name__}.")
     for name, value in loaded.items():

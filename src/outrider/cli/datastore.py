@@ -19,7 +19,7 @@ app = typer.Typer(
 
 @app.callback()
 def root() -> None:
-    """Makes `build` a subcommand."""
+    """Make `build` a subcommand."""
 
 
 @app.command()

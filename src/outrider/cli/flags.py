@@ -98,14 +98,17 @@ def _names(*names: str) -> str:
 
 ENGINE = (
     Flag("model", str, _names(*MODEL), MODEL_HELP, "builtin"),
-    Flag("max_model_len", int, "--ctx-size -c", "Maximum tokens of prompt and answer; 0: the context of the model.",
+    Flag("max_model_len", int, "--ctx-size -c",
+         "Maximum tokens of prompt and answer; 0: the context of the model.",
          read=lambda n: n or None),
     Flag("dtype", str, "--dtype", "auto, float32, bfloat16 or float16."),
     Flag("quantization", str, "--quantization", "Quantise the weights while loading: int8 or int4."),
-    Flag("kv_cache_dtype", str, "--kv-cache-dtype", "dtype of the KV cache, of target and draft: auto or int8."),
+    Flag("kv_cache_dtype", str, "--kv-cache-dtype",
+         "dtype of the KV cache, of target and draft: auto or int8."),
     Flag("device", str, "--device -dev", "auto, cpu, cuda, cuda:1 or mps."),
     Flag("gpu_layers", str, "--gpu-layers -ngl --n-gpu-layers",
-         "Number of last layers on the GPU, the others on the CPU; default: all on the device.", read=_layers),
+         "Number of last layers on the GPU, the others on the CPU; default: all on the device.",
+         read=_layers),
     Flag("tokenizer", str, "--tokenizer", "Folder or hub id of the tokenizer, if the model has none."),
     Flag("revision", str, "--revision", "Branch, tag or commit on the hub."),
     Flag("threads", int, "--threads -t", "CPU threads; default: OMP_NUM_THREADS, or one per core."),
@@ -114,27 +117,33 @@ SPECULATION = (
     Flag("model", str, _names(*MODEL_DRAFT), "Draft model: folder, .gguf file or hub id."),
     Flag("draft_dtype", str, "--dtype-draft --draft-dtype", "As --dtype."),
     Flag("quantization", str, "--quantization-draft --draft-quantization", "As --quantization."),
-    Flag("draft_device", str, "--device-draft -devd --draft-device --spec-draft-device", "As --device; auto is the target's."),
-    Flag("draft_gpu_layers", str, "--gpu-layers-draft -ngld --n-gpu-layers-draft --spec-draft-ngl", "As --gpu-layers.", read=_layers),
+    Flag("draft_device", str, "--device-draft -devd --draft-device --spec-draft-device",
+         "As --device; auto is the target's."),
+    Flag("draft_gpu_layers", str, "--gpu-layers-draft -ngld --n-gpu-layers-draft --spec-draft-ngl",
+         "As --gpu-layers.", read=_layers),
     Flag("num_speculative_tokens", int, _names(*LEVELS), "Draft tokens per step."),
     Flag("assistant_confidence_threshold", float, "--draft-p-min --spec-draft-p-min",
          "Stop drafting after a token with a draft probability below this."),
     Flag("method", str, "--method", "Drafting method: ngram, suffix, draft_model …"),
-    Flag("config", str, "--speculative-config", "speculative_config as JSON, or @FILE; the options above override its keys."),
+    Flag("config", str, "--speculative-config",
+         "speculative_config as JSON, or @FILE; the options above override its keys."),
 )  # fmt: skip
 SAMPLING = (
-    Flag("max_tokens", int, _names(*MAX_TOKENS), "Maximum new tokens; -1: until EOS or the end of the context.", -1,
-         _unless_negative),
+    Flag("max_tokens", int, _names(*MAX_TOKENS),
+         "Maximum new tokens; -1: until EOS or the end of the context.", -1, _unless_negative),
     Flag("seed", int, _names(*SEED), "Random seed; -1: a different one for every run.", -1, _unless_negative),
     Flag("temperature", float, _names(*TEMPERATURE), "0 is greedy.", 0.8),
     Flag("top_k", int, "--top-k", "Keep the K most likely tokens; 0: all.", 40),
     Flag("top_p", float, "--top-p", "Keep the most likely tokens up to this cumulative probability.", 0.95),
     Flag("min_p", float, "--min-p", "Minimum probability relative to the most likely token.", 0.05),
-    Flag("repetition_penalty", float, "--repeat-penalty", "Penalty factor on the logits of tokens in prompt and answer; 1: off."),
-    Flag("presence_penalty", float, "--presence-penalty", "Subtracted from the logits of tokens in the answer."),
+    Flag("repetition_penalty", float, "--repeat-penalty",
+         "Penalty factor on the logits of tokens in prompt and answer; 1: off."),
+    Flag("presence_penalty", float, "--presence-penalty",
+         "Subtracted from the logits of tokens in the answer."),
     Flag("frequency_penalty", float, "--frequency-penalty", "Subtracted once per occurrence in the answer."),
     Flag("ignore_eos", bool, "--ignore-eos", "Ignore the end-of-sequence token.", False),
-    Flag("stop", list[str], "--reverse-prompt -r", "Stop string; may be given several times.", read=lambda texts: texts or None),
+    Flag("stop", list[str], "--reverse-prompt -r", "Stop string; may be given several times.",
+         read=lambda texts: texts or None),
 )  # fmt: skip
 
 _ONE_POOL = "drafts run on the threads of -t"
@@ -142,7 +151,7 @@ _KV = "K/V has one type for keys, values and the draft: use --kv-cache-dtype"
 _STEP = "the engine sizes its steps itself"
 _MEMORY = "weights are read from the file once and stay in memory"
 _LOOK = "the terminal is left as it is"
-_LLAMA_CPP = (  # of llama.cpp, without effect here; `field` says why
+_LLAMA_CPP = (  # of llama.cpp, without effect here; `field` is the reason
     Flag(_ONE_POOL, str, "--threads-draft -td --spec-draft-threads", ""),
     Flag("prompts are computed on the threads of -t", str, "--threads-batch -tb", ""),
     Flag(_ONE_POOL, str, "--threads-batch-draft -tbd", ""),
@@ -269,9 +278,9 @@ def load(engine: Given, speculative_config: Mapping[str, Any] | None = None, **m
 
 
 def clipped(engine: Given, config: Mapping[str, Any] | None) -> tuple[Given, Mapping[str, Any] | None]:
-    """What was asked for, less what model and machine do not have: a longer context, layers on a GPU.
+    """The given options without those that model and machine do not support: a longer context, GPU layers.
 
-    A note says so.
+    Prints a note for each change.
     """
     from outrider.checkpoints.hub import Checkpoint
     from outrider.models.placement import pick_device

@@ -75,7 +75,7 @@ def read_prompt(prompt: str | None, file: str | None, escape: bool) -> str:
 
 
 def unescaped(text: str) -> str:
-    r"""`text` with \n, \r, \t, \', \", \\ and \xHH read as in C; any other backslash stands for itself."""
+    r"""`text` with \n, \r, \t, \', \", \\ and \xHH read as in C; any other backslash is literal."""
 
     def read(found: re.Match[str]) -> str:
         sign, code = found.group(1), found.group(2)
@@ -86,8 +86,9 @@ def unescaped(text: str) -> str:
 
 @contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """Yields a function that says whether Ctrl-C was pressed, to be asked between steps; a second
-    Ctrl-C interrupts.
+    """Yield a function that returns whether Ctrl-C was pressed, to be called between steps.
+
+    A second Ctrl-C interrupts.
     """
     pressed: list[bool] = []
 

@@ -125,7 +125,9 @@ def sheet(card: Card) -> Table:
         if card.refused
         else f"[green]{card.runs_on}[/], in {card.dtype}",
         "weights": f"{_count(card.parameters)} (stored: {_stored(card)})",
-        "shape": f"{card.layers} layers of {card.hidden}, {card.heads} heads, {card.kv_heads} of keys and values",
+        "shape": (
+            f"{card.layers} layers of {card.hidden}, {card.heads} heads, {card.kv_heads} of keys and values"
+        ),
         "vocabulary": f"{card.vocabulary:,}",
         "context": f"{card.context:,} tokens",
         "chat template": "yes" if card.chat_template else "no",

@@ -17,7 +17,7 @@ def quantize(
     bits: Annotated[int, Option("--bits", help="8 or 4; 16 or 32 turn a quantized checkpoint back.")] = 8,
     revision: Annotated[str | None, Option("--revision", help="Branch, tag or commit on the hub.")] = None,
 ) -> None:
-    """Write a checkpoint in few bits as compressed-tensors (pack-quantized, weights only), or back in 16 or 32 bits.
+    """Write a checkpoint in 4 or 8 bits as compressed-tensors (pack-quantized), or back in 16 or 32 bits.
 
     The numbers are those of --quantization while loading; the file is half or a quarter of the size.
     """

@@ -35,7 +35,7 @@ app = typer.Typer(no_args_is_help=True, help="Fit a method to a model and a mach
 
 @app.callback()
 def root() -> None:
-    """Makes every method a subcommand."""
+    """Make every method a subcommand."""
 
 
 @app.command()

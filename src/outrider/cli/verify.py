@@ -87,7 +87,7 @@ def verify(
 
 
 def _config(speculation: Given, expect_lossy: bool) -> dict[str, Any]:
-    """speculative_config from the options.  Raises ConfigError if there is none, or if its rule does not fit."""
+    """speculative_config from the options.  Raises ConfigError if there is none or its rule does not fit."""
     from outrider.config import SpeculativeOptions
 
     config = config_of(speculation)

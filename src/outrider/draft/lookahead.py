@@ -171,7 +171,7 @@ class Lookahead(Drafter):
         return Draft([self._tree(step) if step.budget.nodes else EMPTY_TREE for step in batch])
 
     def _tree(self, step: RowStep) -> DraftTree:
-        """The draft tokens, then the window as probes if the budget and the model's length have room for it."""
+        """The draft tokens, then the window as probes if budget and model length have room for it."""
         row, end, budget = step.row, step.end, step.budget
         tree = self._draft_tokens(row.tokens[-1], budget)
         window = self._state(row).window

@@ -128,7 +128,7 @@ class Ngram(TextDrafter):
 
 
 def _copy(tokens: list[int], start: int, depth: int) -> list[int]:
-    """Return `depth` tokens from `start` on; at the end of the text the copy repeats itself, as a loop would."""
+    """The `depth` tokens from `start` on; at the end of the text the copied tokens repeat."""
     copied = tokens[start : start + depth]
     while len(copied) < depth:
         copied += copied[: depth - len(copied)]

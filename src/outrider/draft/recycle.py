@@ -1,8 +1,8 @@
 """Token recycling (Luo et al. 2024, arXiv 2408.08696): draft from the target's own runners-up.
 
 A table keeps, for every token, the ids with the largest logits when the target last predicted what follows
-it.  Rejected nodes and all requests contribute.  The published tree of 80 nodes says which ranks may become
-nodes; the measured acceptance of each rank orders them.
+it.  Rejected nodes and all requests contribute.  The published tree of 80 nodes lists the ranks that may
+become nodes; the measured acceptance of each rank orders them.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Recycle(TextDrafter):
         return sorted(probable, key=lambda path: -joint[path])
 
     def _tree(self, last: int, order: list[Path], budget: Budget) -> DraftTree:
-        """The tree behind token `last`.  A rank without a known token has no node."""
+        """The tree after token `last`.  A rank without a known token has no node."""
         table: SuccessorTable = self.memory
         tree = DraftTree([], [], [])
         # path -> (its node, the successors of that node's token)

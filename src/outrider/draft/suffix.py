@@ -77,9 +77,9 @@ class Suffix(TextDrafter):
 
     @dataclass(frozen=True)
     class Options:
-        """Options under the names of vLLM and Arctic Inference, each behind suffix_decoding_.
+        """Options under the names of vLLM and Arctic Inference, each after suffix_decoding_.
 
-        max_tree_depth: tokens of a match and of the draft behind it, together.
+        max_tree_depth: tokens of a match and of the draft after it, together.
         max_cached_requests: finished requests that are kept; 0 for none.
         max_spec_factor: draft tokens for each token of the match.
         min_token_prob: minimum joint probability of a node.

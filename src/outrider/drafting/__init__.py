@@ -1,1 +1,1 @@
-"""What drafters are built from: the base class, trees, lookup indexes, vocabulary maps, stop rules."""
+"""Building blocks of drafters: the base class, trees, lookup indexes, vocabulary maps, stop rules."""

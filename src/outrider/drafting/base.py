@@ -22,7 +22,7 @@ from outrider.sampling.sampler import Sampler
 
 @dataclass(frozen=True)
 class Target:
-    """What a drafter gets to know of the model that verifies its draft tokens, and of the verification rule."""
+    """Properties of the target and of the verification rule that a drafter may use."""
 
     decoder: Model
     checkpoint: Checkpoint
@@ -117,7 +117,7 @@ class TextDrafter(Drafter):
     """A drafter that proposes from the text alone.  A draft model can use one to speed itself up."""
 
     def after(self, row: Row, ahead: Sequence[int], budget: Budget) -> DraftTree:
-        """Return draft tokens behind the row's tokens and `ahead`, which may never be emitted.
+        """Return draft tokens after the row's tokens and `ahead`, which may never be emitted.
 
         Keeps nothing of it.
         """

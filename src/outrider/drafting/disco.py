@@ -1,4 +1,4 @@
-"""The stop classifier of DISCO (Mamou et al. 2024, arXiv 2405.04304): a network that says when to stop
+"""The stop classifier of DISCO (Mamou et al. 2024, arXiv 2405.04304): a network that decides when to stop
 drafting.
 
 It has one hidden layer.  Its inputs are a node's probability, the entropy of q, the largest probabilities of

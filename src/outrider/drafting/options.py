@@ -1,4 +1,4 @@
-"""Checks of option values that several methods share."""
+"""Check of option values that several methods share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def is_number(value: Any, low: float = -math.inf, high: float = math.inf) -> boo
 
 
 def require(options: Any, name: str, valid: bool, expected: str) -> None:
-    """Raise ConfigError unless the option `name` is valid; the message says what was expected and what it is."""
+    """Raise ConfigError if the option `name` is not valid; the message has expected and actual value."""
     if not valid:
         raise ConfigError(f"{name} must be {expected}, got {getattr(options, name)!r}.")
 

@@ -1,7 +1,7 @@
 """Rules that stop a draft model early: by what it has drafted in this step, and by how earlier steps went.
 
 A rule judges a node by its features (its probability, the entropy of q, …).  The node stays, but nothing is
-drafted behind it.  The rules do not look at the target's answer of this step, so they work with every
+drafted after it.  The rules do not look at the target's answer of this step, so they work with every
 verification rule.
 """
 
@@ -41,10 +41,10 @@ class Options:
         grows by two after a step whose tokens were all accepted and shrinks by one after any other.  It
         starts at num_assistant_tokens (default 5) and ends at num_speculative_tokens.  "heuristic_transient"
         starts anew with every request.
-    assistant_confidence_threshold: stop behind a node that is less probable.
+    assistant_confidence_threshold: stop after a node that is less probable.
     assistant_confidence_schedule: "refit" moves the threshold to the least cost of false alarms + 3 · misses
         so far.
-    entropy_threshold: λ of AdaEDL: stop behind a node whose q has an entropy H with 1 - √(entropy_factor · H)
+    entropy_threshold: λ of AdaEDL: stop after a node whose q has an entropy H with 1 - √(entropy_factor · H)
         < λ.  λ moves so that a share of entropy_target of the draft tokens is accepted.
     stop_classifier: a file of `outrider tune disco`; stop where its network gives a node less than
         stop_classifier_threshold.
@@ -108,7 +108,7 @@ class Options:
 
 @dataclass
 class Learned:
-    """What outlives a request.
+    """State kept between requests.
 
     length: depth of the next draft.  confidence, entropy: the thresholds.  accepted: smoothed share of
         accepted tokens.
@@ -181,9 +181,9 @@ class Stop:
         self.rounds[row].features = dict(enumerate(features))
 
     def prune(self, tree: Tree, rows: dict[int, int], sampler: Sampler, logits: Tensor) -> None:
-        """Keep those nodes on the tree's frontier behind which drafting goes on.
+        """Keep those nodes on the tree's frontier after which drafting goes on.
 
-        rows: parent -> the row of the logits behind it.
+        rows: parent -> the row of the logits after it.
         """
         stop_rule = self.stop_rule
         if stop_rule is None:
@@ -213,7 +213,7 @@ class Stop:
         options, memory, drafted = self.options, self.memory, depth_of(tree)
         if options.num_assistant_tokens_schedule != "constant":
             length = self._length(row)
-            # A draft that another limit cut short says nothing about a greater depth.
+            # A draft that another limit cut short is no evidence about a greater depth.
             if len(accepted) < drafted or round.depth >= length:
                 length = scheduled(length, len(accepted) == drafted)
             if options.num_assistant_tokens_schedule == "heuristic":

@@ -1,2 +1,4 @@
-"""What trained heads share: their files, the step from their logits to guesses, and the trees that they fill.  A method itself is in
-draft/."""
+"""Shared parts of trained heads: files, sampling of draft tokens from logits, and draft trees.
+
+The drafting methods themselves are in draft/.
+"""

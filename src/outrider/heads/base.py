@@ -1,7 +1,7 @@
 """Base classes of drafters with a trained head: opening its file, and the target's last hidden state of
 every row.
 
-A head drafts behind a token whose predecessor's state was computed in this engine:
+A head drafts after a token whose predecessor's state was computed in this engine:
 
     position            …  e-2   e-1 │ e        e = step.end, known = 1
     state of the target   f_e-2      │          of the last token that the target computed
@@ -80,7 +80,7 @@ class HeadDrafter(Drafter):
     def can_draft(step: RowStep) -> bool:
         """Whether the row has emitted a token, and only the pending one is unknown to the target.
 
-        Never right behind a prompt, even if its last chunk has one token: chunks depend on the clock,
+        Never right after a prompt, even if its last chunk has one token: chunks depend on the clock,
         drafts must not.
         """
         return step.budget.nodes > 0 and step.known == 1 and len(step.row.tokens) > step.row.prompt
@@ -95,7 +95,7 @@ class HeadDrafter(Drafter):
 
     @classmethod
     def check(cls, head: Head) -> None:
-        """Raise ModelError for a file of this method that no target can use, by its config and tensor names."""
+        """Raise ModelError for a file that fits no target, judged by its config and tensor names."""
         quantized = next((name for name in head if QUANTIZED.search(name)), None)
         if (
             quantized and "model.norm.weight" not in head
@@ -106,7 +106,7 @@ class HeadDrafter(Drafter):
             )
 
     def _open(self, options: Any) -> Head:
-        """Raises ModelError for a file of another method, or one that cannot be used."""
+        """Raise ModelError for a file of another method, or one that cannot be used."""
         head = Head.open(options.model, options.revision)
         if not self.claims(head):
             for name in self.target.methods_of(head):

@@ -33,7 +33,7 @@ class Chooser:
         self.rank_confidence = torch.tensor(RANK_CONFIDENCE)
 
     def best(self, row: Row, paths: Sequence[Sequence[int]], logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The k <= 64 best tokens behind each path, best first, and their probabilities.
+        """The k <= 64 best tokens after each path, best first, and their probabilities.
 
         paths: token ids from the root on.  logits: float32 [n, Vd].  Returns int64 [n, k], -1 where there
         are fewer, and float32 [n, k], 0 there.  At a temperature the noise is shared with the target, so
@@ -79,7 +79,7 @@ class Chooser:
         return candidates.grow(self._cut(logits), row.distribution, key, self.ids, ranked)
 
     def distribution(self, row: Row, path: Sequence[int], logits: Tensor) -> Tensor | None:
-        """q behind a path, float64 [V] over the target's tokens, from float32 [Vd]; None where it cannot be
+        """q after a path, float64 [V] over the target's tokens, from float32 [Vd]; None where it cannot be
         computed.
         """
         try:
@@ -90,7 +90,7 @@ class Chooser:
             return None
 
     def wide(self, logits: Tensor) -> Tensor:
-        """[n, V] over the target's tokens: -inf for those that the head does not know."""
+        """[n, V] over the target's tokens: -inf for those outside the head's vocabulary."""
         if self.ids is None and logits.shape[1] >= self.vocabulary:
             return self._cut(logits)
         out = logits.new_full((len(logits), self.vocabulary), float("-inf"))
@@ -102,7 +102,7 @@ class Chooser:
 
     @staticmethod
     def _key(row: Row, depth: int) -> int:
-        """The noise key of the position behind a path of this length."""
+        """The noise key of the position after a path of this length."""
         return key_of(row.seed, row.index, len(row.tokens) + depth)
 
     def _cut(self, logits: Tensor) -> Tensor:

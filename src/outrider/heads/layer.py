@@ -1,4 +1,4 @@
-"""Transformer blocks of heads on the target's kernels, and the pairs of a token and a state that they read."""
+"""Transformer blocks of heads on the target's kernels, and their inputs: pairs of a token and a state."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ class Sizes:
 
     @staticmethod
     def of(head: Head, at: str, hidden: int) -> Sizes:
-        """at: prefix of the block's names, such as "layers.0".  Raises ModelError if the heads do not divide."""
+        """Load one block.
+
+        at: prefix of the block's names, such as "layers.0".  Raises ModelError if the heads do not divide.
+        """
         config = head.config
         q = head.shape(f"{at}.self_attn.q_proj.weight")[0]
         kv = head.shape(f"{at}.self_attn.k_proj.weight")[0]
@@ -101,7 +104,8 @@ class Block:
         act = reader.head.config.get("hidden_act") or reader.head.config.get("hidden_activation") or "silu"
         if act not in ("silu", "swish"):
             raise ModelError(
-                f"{reader.head.name!r} has hidden_act {act!r}; the layers of heads are supported with 'silu' only."
+                f"{reader.head.name!r} has hidden_act {act!r}; "
+                "the layers of heads are supported with 'silu' only."
             )
         self.backend: Backend = reader.backend
         self.heads, self.kv_heads, self.head_dim = sizes.heads, sizes.kv_heads, sizes.head_dim
@@ -124,7 +128,10 @@ class Block:
     def __call__(
         self, x: Tensor, step_input: StepInput, pool: Pool, at: int = 0, u: Tensor | None = None
     ) -> Tensor:
-        """The block's output, in place of x [n, hidden]; u [n, inputs].  K/V goes to layer `at` of the pool."""
+        """The block's output, in place of x [n, hidden].
+
+        u: [n, inputs].  K/V is written to layer `at` of the pool.
+        """
         if u is None and self.norm_in is None:
             u = x
         return self.backend.run_layers(self.stack, x, step_input, pool, u=u, layer=at)

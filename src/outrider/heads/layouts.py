@@ -8,9 +8,11 @@ A pattern is a tensor's name with fields in braces:
     {kind}       weight or bias
     {rest}       one or more characters
 
-    published                               ours                               read, and written
-    medusa_head.{i}.{j}.linear.{kind}       {i}.{j}.linear.{kind}              medusa_head.3.0.linear.bias ⇄ 3.0.linear.bias
-    additional_layers.{i}.{rest}            layers.{i+1}.{rest}                additional_layers.0.norm.weight ⇄ layers.1.norm.weight
+    published                           ours                           example
+    medusa_head.{i}.{j}.linear.{kind}   {i}.{j}.linear.{kind}          medusa_head.3.0.linear.bias
+                                                                       ⇄ 3.0.linear.bias
+    additional_layers.{i}.{rest}        layers.{i+1}.{rest}            additional_layers.0.norm.weight
+                                                                       ⇄ layers.1.norm.weight
 """
 
 from __future__ import annotations
@@ -38,8 +40,10 @@ def _compile(pattern: str) -> re.Pattern[str]:
 
 
 def parse(pattern: str, name: str, **numbers: int) -> dict[str, str] | None:
-    """The values of the fields of a name, and `numbers`; None if the name does not match, or a number is
-    negative."""
+    """Values of the fields of a name, and `numbers`.
+
+    Returns None if the name does not match or a number is negative.
+    """
     match = _compile(pattern).fullmatch(name)
     if match is None:
         return None
@@ -80,13 +84,13 @@ def _no_numbers(_: Head) -> dict[str, int]:
 class Layout:
     """One published set of names.
 
-    publisher: the format's name, as `outrider models` shows it.
-    sign: patterns of published names; a file has this layout if one of its tensors matches.
-    rows: (published pattern, our pattern); the first that matches counts.  None drops the tensor.
-    prefixes: optional beginnings of published names.  They are removed, repeatedly, before the rows apply.
-    applies: a further condition, where names alone are ambiguous.
-    numbers: values of fields that a head's names have only together, such as `first`.
-    beside_target: such files hold a whole target as well.
+    publisher:     the format's name in `outrider models`
+    sign:          patterns of published names; a file has this layout if one of its tensors matches
+    rows:          (published pattern, our pattern); the first match counts, None drops the tensor
+    prefixes:      optional prefixes of published names, removed repeatedly before the rows apply
+    applies:       a further condition, where names alone are ambiguous
+    numbers:       values of fields that depend on all names of a head, such as `first`
+    beside_target: such files also hold a whole target
     """
 
     publisher: str
@@ -104,7 +108,7 @@ class Layout:
         )
 
     def ours(self, name: str, **numbers: int) -> str | None:
-        """Our name of a published one; None for a tensor that is not read."""
+        """Our name for a published one; None for a tensor that is not read."""
         bare = self._bare(name)
         for published, ours in self.rows:
             if (values := parse(published, bare, **numbers)) is not None:
@@ -112,7 +116,7 @@ class Layout:
         return None
 
     def published(self, name: str, **numbers: int) -> str:
-        """The published name of one of ours, without an optional prefix."""
+        """The published name for one of ours, without an optional prefix."""
         for published, ours in self.rows:
             if ours is not None and (values := parse(ours, name, **numbers)) is not None:
                 return fill(published, values)
@@ -131,13 +135,13 @@ class Layout:
 
 @dataclass(frozen=True)
 class HeadFormat:
-    """All layouts of a method, and what our names say of a file.
+    """All layouts of a method, and the properties that our names encode.
 
-    hidden: (pattern, axis) of tensors of which one axis is as wide as the target's states.
-    taps: the number of states that this axis holds side by side.
-    vocabulary: patterns of tensors with one row for each token that the head knows.
-    numbered: patterns whose field {i} numbers the draft positions; without any the head is recurrent.
-    depth: the number of draft positions, where the config says it.
+    hidden:     (pattern, axis) of tensors with one axis of the width of the target's states
+    taps:       number of states concatenated along this axis
+    vocabulary: patterns of tensors with one row per known token
+    numbered:   patterns whose field {i} numbers the draft positions; a head without any is recurrent
+    depth:      number of draft positions, where the config states it
     """
 
     layouts: tuple[Layout, ...]
@@ -148,9 +152,9 @@ class HeadFormat:
     depth: Callable[[Head], int | None] = lambda _: None
 
     def layout_of(self, head: Head) -> Layout | None:
-        """The first layout that a head, under its published names, has."""
+        """The first layout that matches a head under its published names; None without a match."""
         return next((layout for layout in self.layouts if layout.found_in(head)), None)
 
     def translate(self, head: Head) -> Head:
-        """The head under our names.  A head of no known layout is read as one of the last."""
+        """The head under our names.  A head without a match is read in the last layout."""
         return (self.layout_of(head) or self.layouts[-1]).translate(head)

@@ -169,7 +169,7 @@ def sizes_config(sizes: Sizes) -> dict[str, Any]:
 
 
 def register_vocabulary(module: nn.Module, ids: Tensor, vocabulary: int) -> None:
-    """Buffers of a head that knows the target's tokens `ids` [Vd], ascending: d2t [Vd], offsets, and t2d
+    """Buffers of a head with the target's tokens `ids` [Vd], ascending: d2t [Vd], offsets, and t2d
     [vocabulary], flags."""
     module.register_buffer("d2t", ids - torch.arange(len(ids)))
     module.register_buffer("t2d", torch.zeros(vocabulary, dtype=torch.bool).index_fill(0, ids, True))

@@ -63,7 +63,7 @@ class RankAccuracy:
         """Count the nodes along the path of the emitted tokens as right, and their siblings as wrong.
 
         tree: as proposed, siblings in the order of their ranks, whether or not all of it was verified.
-        Sampled siblings are in the order of their samples, which says nothing about ranks: such a tree is
+        Sampled siblings are in the order of their samples, which is independent of ranks: such a tree is
         ignored.
         """
         if tree.distributions:

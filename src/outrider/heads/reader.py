@@ -48,7 +48,7 @@ class Reader:
         return self.backend.pack(join(weights, torch.float32), torch.cat(biases) if biased else None)
 
     def some(self, name: str, ids: Tensor, inputs: int) -> Any:
-        """An lm_head for the tokens `ids`.  A file with a row for every token of the target is cut to these."""
+        """An lm_head for the tokens `ids`.  Files with a row for every target token are cut to these."""
         stored, outer = self.head.shape(f"{name}.weight")[0], self.outer
         if stored == len(ids) or stored <= int(ids.max()):
             return outer.linear(name, len(ids), inputs)

@@ -8,7 +8,7 @@
                                               (o, draft)         …
 
 A pair has position t, as in the reference.  Its K/V lies in the target's slot t + 1, beside its token, so
-that a shared page depends on nothing behind it.  The row's table, begun one slot later, has pair t at
+that a shared page depends on nothing after it.  The row's table, begun one slot later, has pair t at
 index t.
 
 The target's states arrive one step after its tokens.  Each step first catches up: the pairs of all
@@ -77,7 +77,7 @@ class Net(Protocol):
 class RecurrentOptions(HeadOptions):
     """tree: "dynamic" (EAGLE-2), "chain", or the name of a published static tree.
 
-    top_k: candidates behind a node of a dynamic tree, and nodes of a level that go on.  nodes: of a tree
+    top_k: candidates after a node of a dynamic tree, and nodes of a level that go on.  nodes: of a tree
     at most, but never fewer than levels (None: 59, EAGLE-2's total_token of 60 without the root; 8 on a
     CPU, where every node costs time, for published trees too).
     """
@@ -99,7 +99,7 @@ class RecurrentOptions(HeadOptions):
 
 @dataclass
 class Reading:
-    """A row whose pending states are read in this step, and the tree that grows behind it, if any.
+    """A row whose pending states are read in this step, and the tree that grows after it, if any.
 
     table: the row's slots and those of its draft tokens.
     """

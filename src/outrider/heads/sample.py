@@ -31,7 +31,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class TargetWeights:
-    """The target's embedding and lm_head, float32 [V, hidden] each.  Heads read them and do not train them."""
+    """Embedding and lm_head of the target, float32 [V, hidden] each.  Heads do not train them."""
 
     embedding: Tensor
     lm_head: Tensor

@@ -1,7 +1,7 @@
-"""Static trees published with Medusa and EAGLE, as the number of children of each node.
+"""Static trees published with Medusa and EAGLE, as numbers of children per node.
 
-A node is its path of ranks; the children of a node have the ranks 0, 1, …  So "root:2 0:1" has the nodes
-(0,), (1,) and (0, 0).
+A node is its path of ranks.  The children of a node have the ranks 0, 1, …  For example, "root:2 0:1" has the
+nodes (0,), (1,) and (0, 0).
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ MEDUSA = {
         "root:10 0:10 1:6 2:4 3:2 4:2 5:1 6:1 7:1 00:10 01:4 02:2 03:1 04:1 05:1 10:2 11:1 20:1 000:2 001:1"
     ),
 }
-# 25 nodes, whatever its name says.
+# 25 nodes, despite its name.
 EAGLE = {"mc_sim_7b_63": "root:4 0:3 1:2 2:2 3:1 00:3 01:2 02:2 10:1 000:3 0000:2"}
 
 
 def chain_paths(levels: int) -> list[Path]:
-    """The tree with one node a level."""
+    """A chain, as a tree with one node per level."""
     return [(0,) * level for level in range(1, levels + 1)]
 
 
 def paths(text: str) -> list[Path]:
-    """The nodes of a published tree, breadth first."""
+    """Nodes of a published tree, breadth first."""
     found: list[Path] = []
     for entry in text.split():
         path, _, children = entry.partition(":")

@@ -1,12 +1,12 @@
-"""Trees that a head grows level by level.
+"""Draft trees that a head grows level by level.
 
     DynamicTree   the likeliest nodes of all levels (EAGLE-2, arXiv 2406.16858)
     RankTree      a shape fixed in advance, as paths of ranks (Medusa, arXiv 2401.10774; EAGLE-1, Hydra)
-    BlockTree     the same, where one forward gave the logits of all levels (heads without a recurrence)
+    BlockTree     the same, if one forward gave the logits of all levels (heads without a recurrence)
     SampledTree   children sampled from q, for verification rules that compare p with q
 
-The K/V of node i lies in slot table[base + i], a slot of this step's draft tokens.  The table of a head
-that reads (state, token) pairs begins one slot later than the target's, see recurrent.py.
+The K/V of node i is in slot table[base + i], a slot of this step's draft tokens.  For heads over (state,
+token) pairs the table begins one slot later than the target's (recurrent.py).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from outrider.heads.templates import Path
 class LevelTree(Protocol):
     """A tree that grows level by level.
 
-    sources: for every row of this tree in the next forward, which of its rows in the last one is the
-    parent.  Empty once the tree is complete.
+    sources: for every row of this tree in the next forward, the row of its parent in the last one.  Empty
+    once the tree is complete.
     """
 
     sources: Sequence[int]
@@ -48,8 +48,7 @@ T = TypeVar("T", bound=LevelTree)
 def grow_level(trees: Sequence[T], choose: Chooser, logits: Tensor) -> tuple[list[T], list[int]]:
     """Add a level to every tree, from float32 [rows of all trees, Vd].
 
-    Returns the trees that go on, and for every row of the next forward the row of this one that is its
-    parent.
+    Returns the incomplete trees, and for every row of the next forward the row of its parent in this one.
     """
     growing, sources, first = list[T](), list[int](), 0
     for tree in trees:
@@ -79,16 +78,16 @@ class KVTree(LevelTree, Protocol):
 
 
 class DynamicTree:
-    """Each level looks for the k best tokens behind each of its nodes, and goes on with the likeliest of
-    them.
+    """Tree of the likeliest nodes.
 
-    At the end the likeliest nodes of all levels are kept.  No node is likelier than its parent, so parents
-    are kept with their children.
+    Each level finds the k best tokens after each of its nodes, and expands the likeliest of them.  At the end
+    the likeliest nodes of all levels are kept.  No node is likelier than its parent, so every parent of a
+    kept node is kept.
     """
 
     def __init__(self, row: Row, table: array[int], base: int, budget: Budget, k: int) -> None:
         self.row, self.table, self.base, self.budget, self.k = row, table, base, budget, min(k, budget.nodes)
-        # Nodes of a level that go on: every one needs the slot of a draft token.
+        # Expanded nodes per level: each needs the slot of a draft token.
         self.width = max(1, min(self.k, budget.nodes // max(1, budget.depth - 1)))
         self.depth, self.used_slots = 0, 0
         self.candidates: Candidates | None = None
@@ -124,11 +123,11 @@ class DynamicTree:
 
 
 class RankTree(LevelBuilder):
-    """A tree of given paths of ranks: (0, 2) is the third child of the first child of the root.
+    """Tree of given paths of ranks: (0, 2) is the third child of the first child of the root.
 
-    paths: closed under parents and smaller siblings.  sampled: the children of a node are sampled from q,
-    in place of its best tokens; their number does not depend on any token.  table: None for a head without
-    K/V.
+    paths:   closed under parents and smaller siblings
+    sampled: children are sampled from q instead of its best tokens; their number depends on no token
+    table:   None for a head without K/V
     """
 
     def __init__(
@@ -161,7 +160,7 @@ class RankTree(LevelBuilder):
                     sources.append(i)
 
     def _choose(self, choose: Chooser, logits: Tensor, counts: Sequence[int]) -> list[list[int]]:
-        """Add the best tokens behind every node of the frontier; the new nodes of each."""
+        """Add the best tokens after every node of the frontier; returns the new nodes of each."""
         ranked = self._rankings(choose, logits, max(counts))
         return [
             [self.add(parent, token, confidence) for token, confidence in best[:count]]
@@ -169,18 +168,18 @@ class RankTree(LevelBuilder):
         ]
 
     def _sample(self, choose: Chooser, logits: Tensor, counts: Sequence[int]) -> list[list[int]]:
-        """Add samples from q behind every node of the frontier; the new nodes of each."""
+        """Add samples from q after every node of the frontier; returns the new nodes of each."""
         return [
             [] if distribution is None else self.add_samples(parent, distribution, count)
             for parent, count, distribution in zip(self.frontier, counts, self._distributions(choose, logits))
         ]
 
     def _rankings(self, choose: Chooser, logits: Tensor, k: int) -> list[list[tuple[int, float]]]:
-        """The k best (token, confidence) behind every node of the frontier, fewer where there are fewer."""
+        """The k best (token, confidence) after every node of the frontier; fewer if fewer exist."""
         return choose.ranked(self.row, [self.path_tokens(node) for node in self.frontier], logits, k)
 
     def _distributions(self, choose: Chooser, logits: Tensor) -> Sequence[int | None]:
-        """The index of q behind every node of the frontier, None where it cannot be computed."""
+        """Index of q after every node of the frontier; None where q cannot be computed."""
         probs = [
             choose.distribution(self.row, self.path_tokens(node), row)
             for node, row in zip(self.frontier, logits)
@@ -189,11 +188,11 @@ class RankTree(LevelBuilder):
 
 
 class BlockTree(RankTree):
-    """A RankTree whose logits [levels, Vd] are known for all levels, whatever the tokens before.
+    """A RankTree whose logits [levels, Vd] do not depend on the draft tokens before a level.
 
     Nodes of one level have the same best tokens and the same q.  Logits processors see the best token of
-    every level before.  accuracy[level][rank]: confidence of a chosen node (None: as estimated from the
-    logits).
+    every earlier level.
+    accuracy[level][rank]: confidence of a node; None: estimated from the logits
     """
 
     def __init__(
@@ -212,8 +211,9 @@ class BlockTree(RankTree):
         self.level_rankings: list[list[tuple[int, float]]] = []
 
     def add_biased_level(self, choose: Chooser, bias: Tensor | None) -> None:
-        """Add the next level.  bias: float32 [frontier, Vd], what each node of the frontier adds to the
-        level's logits.
+        """Add the next level.
+
+        bias: float32 [frontier, Vd], added to the level's logits for each node of the frontier.
         """
         logits, self.biased = self.logits[self.level].expand(len(self.frontier), -1), bias is not None
         self.add_level(choose, logits if bias is None else logits + bias)
@@ -236,7 +236,7 @@ class BlockTree(RankTree):
         return [best] * len(self.frontier)
 
     def _rank_levels(self, choose: Chooser) -> list[list[tuple[int, float]]]:
-        """The best tokens of every level; in one call, unless processors need the path."""
+        """The best tokens of every level, in one call unless logits processors need the path."""
         k, levels = max(self.children.values()), len(self.logits)
         if not self.row.processors:
             return choose.ranked(self.row, [[0] * level for level in range(levels)], self.logits, k)
@@ -257,7 +257,7 @@ class BlockTree(RankTree):
 
 
 class SampledTree(Tree):
-    """Children are sampled without replacement, at most k a level, and all samples stay."""
+    """Tree of samples without replacement, at most k per level; all samples are kept."""
 
     def __init__(
         self, row: Row, table: array[int], base: int, budget: Budget, k: int, stream_id: int
@@ -272,7 +272,7 @@ class SampledTree(Tree):
 
 
 def sample_children(tree: Tree, choose: Chooser, logits: Tensor) -> None:
-    """Add samples behind the frontier of a tree; logits float32 [frontier, Vd]."""
+    """Add samples after the frontier of a tree; logits float32 [frontier, Vd]."""
     probs = {
         node: choose.distribution(tree.row, tree.path_tokens(node), row)
         for node, row in zip(tree.frontier, logits)
@@ -281,5 +281,5 @@ def sample_children(tree: Tree, choose: Chooser, logits: Tensor) -> None:
 
 
 def sources_of(tree: Tree, parents: Sequence[int]) -> list[int]:
-    """For every node of the frontier, which of `parents` is its own; empty if the tree is complete."""
+    """Index in `parents` of the parent of every frontier node; empty if the tree is complete."""
     return [parents.index(tree.parents[node]) for node in tree.frontier] if tree.growing else []

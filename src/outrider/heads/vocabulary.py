@@ -40,11 +40,11 @@ def check_size(head: Head, vocabulary: int) -> None:
 
 
 def target_ids(head: Head, vocabulary: int) -> Tensor | None:
-    """int32 [Vd], ascending: the target's token of each of the head's; None if the head knows all tokens.
+    """int32 [Vd], ascending: the target's token of each of the head's; None if it has all tokens.
 
     `d2t` int64 [Vd] holds offsets: entry i is token i + d2t[i].  In some files it holds the tokens
-    themselves.  `t2d` bool [V], which tokens the head knows, tells the two apart.  Without it, a list that
-    ascends from entry to entry holds tokens: offsets repeat wherever the head knows neighbours.
+    themselves.  `t2d` bool [V], a mask of the head's tokens, distinguishes the two.  Without it, a list that
+    ascends from entry to entry holds tokens: offsets repeat wherever the head has neighbours.
     Raises ModelError where d2t and t2d contradict each other, or the target has no such tokens.
     """
     if "d2t" not in head and "t2d" not in head:

@@ -1,1 +1,1 @@
-"""What a file is, from its config and headers."""
+"""Description of checkpoint files, from their configs and headers."""

@@ -39,7 +39,10 @@ OUTER = ("model.embed_tokens.weight", "lm_head.weight")  # these keep 8 bits whe
 
 @dataclass(frozen=True)
 class Card:
-    """Sizes in tokens, weights and bytes.  refused: the reason why no backend runs it; the memory is 0 then."""
+    """Sizes in tokens, weights and bytes.
+
+    refused: reason why no backend supports the model; the memory is then 0
+    """
 
     name: str
     architecture: str
@@ -54,12 +57,12 @@ class Card:
     parameters: int
     stored_as: dict[str, int]  # type -> weights
     chat_template: bool
-    dtype: str = ""  # in which it runs
+    dtype: str = ""  # of the computation
     weight_bytes: int = 0
     token_bytes: int = 0  # K/V of one token
     requests: int = 0  # max_num_seqs
     request_tokens: int = 0  # max_model_len
-    free_bytes: int = 0  # what K/V may take by default
+    free_bytes: int = 0  # available to K/V by default
 
     @property
     def cache_bytes(self) -> int:
@@ -82,7 +85,7 @@ class Stored(NamedTuple):
 
 
 def card_of(options: EngineOptions) -> Card:
-    """The card of options.model as `LLM(**options)` would run it.  Raises ModelError for a missing checkpoint."""
+    """Card of options.model, as `LLM(**options)` runs it.  Raises ModelError for a missing checkpoint."""
     checkpoint, config, refused = _opened(options)
     heads = getattr(config, "num_attention_heads", 0)
     stored = [
@@ -130,7 +133,7 @@ def card_of(options: EngineOptions) -> Card:
 
 
 def _opened(options: EngineOptions) -> tuple[Checkpoint | None, Any, str | None]:
-    """The checkpoint, or its config and why it cannot run."""
+    """The checkpoint, or its config and the reason why it is not supported."""
     from transformers import AutoConfig
 
     try:
@@ -182,7 +185,7 @@ def _memory(options: EngineOptions, checkpoint: Checkpoint, stored: list[Stored]
 
 
 def known() -> list[str]:
-    """What is built in, and the models in the hub's cache that have a config and weights."""
+    """Built-in models, and the models in the hub's cache that have a config and weights."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -221,7 +224,7 @@ def _parts(options: EngineOptions, checkpoint: Checkpoint | None, config: Any) -
         layer, _, last = name.rpartition(".")
         if scheme and layout and last == layout.words:
             bits, group = min(scheme.sizes)
-            if len(scheme.sizes) > 1:  # only compressed-tensors has layers that differ
+            if len(scheme.sizes) > 1:  # only compressed-tensors has layers of different bits
                 bits = 32 * count(shape) // count(PackedWeights(weights, scheme).shape(layer))
             kind = f"{scheme.method} in {bits} bits"
             yield Stored(
@@ -232,7 +235,7 @@ def _parts(options: EngineOptions, checkpoint: Checkpoint | None, config: Any) -
 
 
 def _fused(name: str) -> str:
-    """The linear that it becomes a part of: there the part with the most bits decides."""
+    """Name of the fused linear that contains a tensor.  It has the bits of its widest part."""
     return re.sub(
         r"\b(q|k|v|gate|up)_proj", lambda part: "qkv" if part.group(1) in "qkv" else "gate_up", name
     )

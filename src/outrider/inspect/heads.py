@@ -18,7 +18,7 @@ from outrider.heads.layouts import HeadFormat, Layout, matching, parse
 from outrider.inspect.card import count, headers
 
 PACKED = "compressed-tensors"  # type of a quantized weight
-WEIGHTS = ("float", "bfloat", "F8", PACKED)  # what the types of weights begin with
+WEIGHTS = ("float", "bfloat", "F8", PACKED)  # prefixes of the types of weights
 TARGET_NORM = "model.norm.weight"  # only a language model has it
 
 
@@ -28,8 +28,8 @@ class HeadCard:
 
     layout: the publisher's format.
     levels: the number of draft positions, None for a recurrent head.
-    hidden: width of the target's states that it reads, None if the headers do not say it.
-    vocabulary: number of tokens that it knows, None if the headers do not say it.
+    hidden: width of the target's states that it reads, None if the headers do not contain it.
+    vocabulary: number of tokens in its vocabulary, None if the headers do not contain it.
     stored_as: type -> number of values.
     refused: why no target can use it.
     """
@@ -48,7 +48,7 @@ class HeadCard:
 
 
 def head_card(name: str, revision: str | None = None) -> HeadCard | None:
-    """None for a language model, or if there is nothing of this name.
+    """Card of a trained head; None for a language model, or if nothing has this name.
 
     Raises ModelError for a folder that cannot be read.
     """

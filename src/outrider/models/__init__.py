@@ -1,1 +1,1 @@
-"""What is computed: `spec.py` reads a config, `hub.py` finds and loads a checkpoint, `model.py` chooses who runs it."""
+"""Models: the lean decoder, the fallback to transformers' modelling code, and their interface."""

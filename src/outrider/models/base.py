@@ -44,7 +44,8 @@ class Model(Protocol):
     def skip_sublayers(self, attention: Collection[int], mlp: Collection[int]) -> Any:
         """Blocks for `forward` and `draft_chain` without the attention, or the MLP, of some layers.
 
-        A skipped sublayer is the identity, and a skipped attention has no K/V.  Raises ConfigError if it cannot be skipped.
+        A skipped sublayer is the identity, and a skipped attention has no K/V.
+        Raises ConfigError if a sublayer cannot be skipped.
         """
 
     def layer_range(self, first: int, last: int) -> Any:
@@ -58,11 +59,12 @@ class Model(Protocol):
         x: Tensor | None = None,
         taps: dict[int, Tensor] | None = None,
     ) -> Tensor:
-        """Hidden states [N, hidden] of the rows of a step, as `logits` takes them.  Writes their K/V to the pool.
+        """Hidden states [N, hidden] of the rows of a step, as `logits` takes them.  Writes K/V to the pool.
 
-        blocks: those that run, by default all
-        x:      input of the first block, by default the embeddings; it may be changed
-        taps:   layer -> receives the residual stream [N, hidden] before that layer; the number of layers: after the last
+        blocks: blocks to run, by default all
+        x:      input of the first block, by default the embeddings; it may be overwritten
+        taps:   layer -> receives the residual stream [N, hidden] before that layer;
+                the number of layers: after the last
         """
 
     def embed(self, ids: Sequence[int]) -> Tensor:
@@ -86,9 +88,9 @@ class Model(Protocol):
     ) -> Tensor:
         """The forward of an engine step: logits float32 [M, V] of the step's `logits_rows`.
 
-        The logits are valid until the next call: a backend may use their memory again.
+        The logits are valid until the next call: a backend may reuse their memory.
         states:  its keys are layers as in `taps` of `forward`, and FINAL; receives their states [N, hidden]
-        queries: from the backend's `matcher`; answered from the logits
+        queries: trees from the backend's `matcher`, answered from the logits
         """
 
     @property
@@ -105,7 +107,7 @@ class Model(Protocol):
         blocks: Any = None,
         states: Tensor | None = None,
     ) -> Chained:
-        """`forward` over the step, then chains of the best tokens behind some of its rows, in one call.
+        """Run `forward` over the step, then extend chains of the best tokens after some rows, in one call.
 
         states: [chains, most levels, hidden], receives the hidden state that each token was picked from
         """

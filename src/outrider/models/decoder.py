@@ -1,9 +1,11 @@
 """The lean decoder: Llama, Mistral, Qwen2 and Qwen3 as one class with flags.
 
-Pre-norm blocks with fused projections and residual x.  `StepInput` says which keys a row sees, `Pool` holds the K/V, and the
-backend computes; this file is the arithmetic of the model.
+Pre-norm blocks with fused projections and residual stream x.  `StepInput` holds the rows and their visible
+keys, `Pool` the K/V.  The backend provides the operations.
 
-    x = embed(ids);  per layer:  x += o(attend(rope(qkv(norm(x)))));  x += down(silu(gate) * up)(norm(x));  logits = head(norm(x))
+    x = embed(ids)
+    per layer:  x += o(attend(rope(qkv(norm(x)))));  x += down(silu(gate) * up)(norm(x))
+    logits = head(norm(x))
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ class Layer:
 
 @dataclass
 class Part:
-    """Neighbouring layers on one device, packed by its backend."""
+    """Consecutive layers on one device, packed by its backend."""
 
     backend: Backend
     stack: Any
@@ -73,7 +75,8 @@ Blocks = Sequence[Part]
 class Decoder:
     """Weights of one model (`Model`).
 
-    device, backend: of the embedding and the head.  Results of `forward` and `logits` are there, wherever the layers are.
+    device, backend: those of the embedding and the head.  Results of `forward` and `logits` are on this
+    device, wherever the layers are.
     """
 
     def __init__(
@@ -123,7 +126,7 @@ class Decoder:
 
     @property
     def footprint(self) -> Counter[torch.device]:
-        """Bytes of K/V a slot, by device."""
+        """Bytes of K/V per slot, by device."""
         s, dtype, sizes = self.spec, kv_dtype(self.kv_cache_dtype, self.dtype), Counter[torch.device]()
         for part in self.parts:
             sizes[part.backend.device] += Pool.bytes_per_slot(part.layers, s.kv_heads, s.head_dim, dtype)
@@ -194,7 +197,7 @@ class Decoder:
         return self.fused.forward(stack, self.ends, step_input, pool, states, queries, runs)
 
     def pack_adapter(self, layers: Adapted) -> list[Any]:
-        """A LoRA adapter that has been read, as `StepInput.adapt` takes it: its form for each part."""
+        """An adapter's weights as `StepInput.adapt` takes them: packed for each part."""
         return [
             part.backend.pack_adapter(self.spec, layers[part.first : part.first + part.layers])
             for part in self.parts
@@ -247,8 +250,12 @@ class Decoder:
             norm_post=self._vector(backend, weights, f"{at}.post_attention_layernorm", s.hidden),
             gate_up=self._fused(backend, weights, mlp, s.hidden),
             down=self._linear(backend, weights, f"{at}.mlp.down_proj", s.hidden, s.inner),
-            q_norm=self._vector(backend, weights, f"{at}.self_attn.q_norm", s.head_dim) if s.qk_norm else None,
-            k_norm=self._vector(backend, weights, f"{at}.self_attn.k_norm", s.head_dim) if s.qk_norm else None,
+            q_norm=(
+                self._vector(backend, weights, f"{at}.self_attn.q_norm", s.head_dim) if s.qk_norm else None
+            ),
+            k_norm=(
+                self._vector(backend, weights, f"{at}.self_attn.k_norm", s.head_dim) if s.qk_norm else None
+            ),
             heads=s.heads, kv_heads=s.kv_heads, head_dim=s.head_dim, eps=s.eps, window=s.windows[i],
         )  # fmt: skip
 
@@ -266,8 +273,10 @@ class Decoder:
         inputs: int,
         outer: bool = False,
     ) -> Weight:
-        """Several linears of the same input as one, their outputs side by side; a bias counts where the file has one.
-        outer: the embedding or the head."""
+        """Linears of the same input as one, outputs concatenated; biases are used where the file has them.
+
+        outer: whether this is the embedding or the head.
+        """
         bits = 8 if outer and self.bits else self.bits
         read = [reduced(weights.linear(name, size, inputs), bits) for name, size in parts]
         biased = any(f"{name}.bias" in weights for name, _ in parts)
@@ -278,7 +287,7 @@ class Decoder:
 
 
 def _runs(step_input: StepInput, part: int) -> Runs:
-    """The rows with adapters, and the adapters in the form of a part."""
+    """The rows with adapters, and their adapters as packed for a part."""
     return [(first, count, adapter[part]) for first, count, adapter in step_input.adapters]
 
 
@@ -287,18 +296,21 @@ def _moved(x: Tensor, backend: Backend) -> Tensor:
 
 
 def rotations(config: Any, max_len: int, positions: int = 0) -> Tensor:
-    """float32 [positions, head_dim]: cos, then sin, of the first half of the head.
+    """RoPE table, float32 [positions, head_dim]: cos, then sin, of the first half of the head.
 
-    Every scaling that transformers knows.  max_len: tokens of the longest text.  A scaling that depends on the
-    length of a text (longrope, dynamic) is computed for this length.
-    positions: max_len unless more are given.
+    Supports every scaling in transformers.  Scalings that depend on the text's length (longrope, dynamic) are
+    computed for `max_len` tokens.
+
+    max_len:   maximum tokens of a text
+    positions: rows of the table, at least max_len
     """
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if (size := max(max_len, positions) * width) > MAX_ROTATIONS:
         raise CapacityError(
-            f"the rotations of {max(max_len, positions):,} positions (max_position_embeddings) are {size:,} numbers; at most {MAX_ROTATIONS:,} are held: "
+            f"the rotations of {max(max_len, positions):,} positions (max_position_embeddings) are "
+            f"{size:,} numbers; at most {MAX_ROTATIONS:,} are held: "
             "lower max_model_len."
         )
     try:

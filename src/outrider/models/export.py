@@ -1,10 +1,11 @@
-"""Writes checkpoints in few bits: compressed-tensors ("pack-quantized"), weights only, as W8A16 or W4A16.
+"""Export of quantised checkpoints: compressed-tensors ("pack-quantized"), weights only, W8A16 or W4A16.
 
     name.weight [O, K]  ->  name.weight_packed  int32 [O, K * bits / 32]   unsigned, the lowest bits first
                             name.weight_scale   float32 [O, K / GROUP]
                             name.weight_shape   int64 [2]: O, K
 
-`packed.py` reads them back to the numbers that `quantization` makes while loading.  Embedding and head keep 8 bits beside 4.
+`packed.py` reads back the values that `quantization` gives while loading.  In W4A16, embedding and head keep
+8 bits.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ CHOICES = (8, 4, *PLAIN)
 
 
 def write(source: str, folder: Path, bits: int, revision: str | None = None) -> int:
-    """Writes the checkpoint `source` to `folder` in so many bits and returns the bytes of its weights.
+    """Write the checkpoint `source` to `folder` with `bits` bits a weight; returns the bytes of its weights.
 
-    16 bits make plain bfloat16 of a compressed-tensors checkpoint, 32 bits float32, which keeps the very numbers.  Raises ModelError for a checkpoint that is no folder, that the lean
-    decoder cannot run, or that is quantised already; ConfigError for other bits or a folder that is not empty.
+    16 bits dequantise a compressed-tensors checkpoint to bfloat16, 32 bits to float32, which is exact.
+    Raises ModelError for a checkpoint that is no folder, is not supported by the lean decoder, or is
+    quantised already.  Raises ConfigError for other bits, or for a folder that is not empty.
     """
     if bits not in CHOICES:
         raise ConfigError(f"bits must be one of {', '.join(map(str, CHOICES))}, got {bits!r}.")
@@ -69,12 +71,13 @@ def _check(checkpoint: Checkpoint, bits: int) -> None:
         raise ModelError(f"{checkpoint.name!r} is quantised already: write it with 16 bits first.")
     elif checkpoint.scheme.method != "compressed-tensors":
         raise ModelError(
-            f"{checkpoint.name!r} is quantised by {checkpoint.scheme.method}; only compressed-tensors can be written with {bits} bits."
+            f"{checkpoint.name!r} is quantised by {checkpoint.scheme.method}; "
+            f"only compressed-tensors can be written with {bits} bits."
         )
 
 
 def _write_weights(weights: Weights, checkpoint: Checkpoint, folder: Path, bits: int) -> int:
-    """File by file, so that no more than one of them is in memory."""
+    """Write the weights file by file, so that at most one file is in memory."""
     from safetensors.torch import save_file
 
     files: dict[Path, list[str]] = {}
@@ -112,7 +115,7 @@ def _dense(weights: PackedWeights, names: Iterable[str]) -> dict[str, Tensor]:
 
 
 def _copy_rest(checkpoint: Checkpoint, folder: Path) -> None:
-    """Tokenizer, templates and generation settings."""
+    """Copy tokenizer, templates and generation settings."""
     shared = checkpoint.tokenizer_folder
     for path in (*shared.glob("*token*"), *shared.glob("*.jinja"), *checkpoint.folder.iterdir()):
         weights = path.suffix in (SAFE, ".bin", ".pt", ".pth") or path.name.endswith(".index.json")
@@ -121,7 +124,10 @@ def _copy_rest(checkpoint: Checkpoint, folder: Path) -> None:
 
 
 def packed(tensors: Iterable[tuple[str, Tensor]], bits: int) -> dict[str, Tensor]:
-    """The tensors of a file with every matrix in so many bits; one whose inputs are no whole groups stays as it is."""
+    """Tensors of a file with every matrix quantised to `bits` bits.
+
+    A matrix whose number of inputs is not a multiple of the group size is left unchanged.
+    """
     made: dict[str, Tensor] = {}
     for name, tensor in tensors:
         weight = quantize(tensor, _bits(name, bits)) if _matrix(name, tensor) else tensor
@@ -136,12 +142,17 @@ def packed(tensors: Iterable[tuple[str, Tensor]], bits: int) -> dict[str, Tensor
 
 
 def scheme(bits: int, plain: Iterable[str] = ()) -> dict[str, Any]:
-    """The quantization_config of such a file; plain: matrices that are not quantised."""
+    """The quantization_config of an exported file.  plain: matrices that are not quantised."""
 
     def group(targets: list[str], bits: int) -> dict[str, Any]:
         weights = {
-            "num_bits": bits, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP, "dynamic": False,
-        }  # fmt: skip
+            "num_bits": bits,
+            "type": "int",
+            "symmetric": True,
+            "strategy": "group",
+            "group_size": GROUP,
+            "dynamic": False,
+        }
         return {"targets": targets, "weights": weights, "input_activations": None, "output_activations": None}
 
     groups: Mapping[str, Any] = {"group_0": group(["Linear", "Embedding"] if bits == 8 else ["Linear"], bits)}
@@ -154,7 +165,7 @@ def scheme(bits: int, plain: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def _words(weight: QuantizedWeight) -> Tensor:
-    """int32 [O, K * bits / 32]."""
+    """Packed words, int32 [O, K * bits / 32]."""
     numbers = (weight.values.short() + MIDPOINT[weight.bits]).to(torch.uint8)
     if weight.bits == 4:
         numbers = numbers[:, ::2] | numbers[:, 1::2] << 4

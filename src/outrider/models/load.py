@@ -13,12 +13,18 @@ from outrider.models.placement import Placement
 
 
 def load(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, max_len: int, quantization: str | None, kv_cache_dtype: str,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_len: int,
+    quantization: str | None,
+    kv_cache_dtype: str,
     where: Placement | None = None,
-) -> Model:  # fmt: skip
-    """Loads a model; where: its placement, by default all on `device`.
+) -> Model:
+    """Load a model.
 
-    Raises ModelError for tensors that are missing or of another shape, and for what is not supported.
+    where: placement of the layers, by default all on `device`.
+    Raises ModelError for tensors that are missing or misshapen, and for unsupported checkpoints.
     """
     split = where is not None and set(where.layers) != {device}
     if not needs_fallback(checkpoint, quantization, split):
@@ -29,13 +35,17 @@ def load(
 
 
 def needs_fallback(checkpoint: Checkpoint, quantization: str | None = None, split: bool = False) -> bool:
-    """Whether transformers' own code runs a checkpoint.  Raises ConfigError or ModelError for what only the lean decoder can do."""
+    """Whether a checkpoint needs transformers' modelling code.
+
+    Raises ConfigError or ModelError for options that only the lean decoder supports.
+    """
     name = checkpoint.spec.architecture
     if isinstance(checkpoint.spec, Spec):
         return False
     if quantization is not None:
         raise ConfigError(
-            f"quantization {quantization!r} is for {', '.join(FAMILIES)}; {name} runs in its own numbers: leave it out."
+            f"quantization {quantization!r} is for {', '.join(FAMILIES)}; "
+            f"{name} runs in its own numbers: leave it out."
         )
     if split:
         raise ConfigError(
@@ -43,6 +53,7 @@ def needs_fallback(checkpoint: Checkpoint, quantization: str | None = None, spli
         )
     if checkpoint.scheme or checkpoint.gguf:
         raise ModelError(
-            f"{name} cannot be run from a quantised checkpoint; only {', '.join(FAMILIES)} can: load an unquantised one."
+            f"{name} cannot be run from a quantised checkpoint; "
+            f"only {', '.join(FAMILIES)} can: load an unquantised one."
         )
     return True

@@ -1,4 +1,4 @@
-"""Devices and dtype of a model: all layers on one device, or the last ones on a GPU and the rest on the CPU (llama.cpp's -ngl)."""
+"""Devices and dtype of a model: all layers on one device, or the last ones on a GPU (llama.cpp's -ngl)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class Placement(NamedTuple):
-    """The device of every layer's weights and K/V, and that of embedding, head and logits."""
+    """Devices: of every layer's weights and K/V, and of embedding, head and logits."""
 
     layers: tuple[torch.device, ...]
     outer: torch.device
 
 
 def place(layers: int, device: torch.device, gpu_layers: int | None, option: str = "gpu_layers") -> Placement:
-    """The last `gpu_layers` layers on `device` and the rest on the CPU; None: all layers on `device`.
+    """Put the last `gpu_layers` layers on `device` and the rest on the CPU; None: all on `device`.
 
     Embedding and head are on `device` if gpu_layers exceeds the number of layers.
     """

@@ -1,7 +1,7 @@
 """Start-up test of bit-exactness: a token must get the same logits alone, in a chunk and in a tree.
 
-The C kernels give that by construction.  oneDNN's packed linears gave it in every trial, but another processor may break an
-assumption.  If the test fails, the engine warns instead of promising.
+The C kernels satisfy this by construction.  oneDNN's packed linears satisfied it in every trial, but may not
+on another processor.  If the test fails, the engine warns that its output may differ from plain decoding.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from outrider.models.base import Model
 
 
 def bit_exact(decoder: Model) -> bool:
-    """Compares four tokens one by one with the same four in one forward, where the last two have siblings."""
+    """Compare the logits of four tokens one by one with one forward where the last two have siblings."""
     vocabulary = decoder.spec.vocabulary
     tokens = [(i * i * 7 + 3) % vocabulary for i in range(24)]
     table = array("i", range(len(tokens) + 8))
@@ -29,7 +29,7 @@ def bit_exact(decoder: Model) -> bool:
     for i in range(start, len(tokens)):
         one_by_one.append(_read(decoder, _chain(table, i, tokens[i : i + 1]), alone, [0]))
 
-    decoder.forward(_chain(table, 0, tokens[: start // 2]), together)  # splits the prompt differently
+    decoder.forward(_chain(table, 0, tokens[: start // 2]), together)  # prefill in different chunks
     decoder.forward(_chain(table, start // 2, tokens[start // 2 : start]), together)
     step_input, root = StepInput(), start + 2
     step_input.chain(table, start, tokens[start:root])
@@ -44,7 +44,7 @@ def bit_exact(decoder: Model) -> bool:
 
 
 def _read(decoder: Model, step_input: StepInput, pool: Pool, rows: list[int]) -> Tensor:
-    """Logits of some rows, by the forward of the engine."""
+    """Logits of some rows, by the forward that the engine uses."""
     step_input.logits_rows = rows
     return decoder.forward_step(step_input, pool, {}).clone()
 

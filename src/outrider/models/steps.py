@@ -1,4 +1,4 @@
-"""`Model.forward_step` by the other methods of a model, for backends without a fused model."""
+"""`Model.forward_step` in terms of a model's other methods, for backends without a fused model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def forward_parts(
 def finish_step(
     model: Model, step_input: StepInput, x: Tensor, states: dict[int, Tensor], queries: TreeQueries | None
 ) -> Tensor:
-    """The part of `Model.forward_step` behind the last layer; x: the result of `forward`."""
+    """The part of `Model.forward_step` after the last layer; x: the result of `forward`."""
     if FINAL in states:
         states[FINAL] = model.final(x)
     logits = model.logits(x, step_input.logits_rows)

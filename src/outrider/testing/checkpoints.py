@@ -50,8 +50,8 @@ def random_model(family: str, config: dict[str, Any], seed: int = 0, vector_nois
     """A transformers model of a family ("Llama", "Qwen3", "GPT2", ...) with random float32 weights.
 
     config: every key of the family's config that matters.
-    vector_noise: standard deviation added to biases and norm weights. A fresh model has them at 0 and 1, where
-    code that forgets one of them still passes a test.
+    vector_noise: standard deviation added to biases and norm weights. A fresh model has them at 0 and 1, so
+    code that omits one of them would still pass a test.
     """
     import transformers
 

@@ -115,8 +115,11 @@ class Emissions:
         return sum(len(tokens) * weight for tokens, weight in self.probabilities.items())
 
     def error(self) -> float:
-        """Largest difference in the probability of a text between this step followed by plain decoding, and plain
-        decoding alone. A lossless rule has rounding errors only."""
+        """Largest error in the probability of a text.
+
+        Compares this step followed by plain decoding with plain decoding alone. A lossless rule has rounding
+        errors only.
+        """
         depth = max(map(len, self.probabilities))
         worst = abs(sum(self.probabilities.values()) - 1)
         for text in itertools.product(range(self.models.vocabulary), repeat=depth):
@@ -135,7 +138,7 @@ def enumerate_rule(
     seed: int = 0,
     models: RandomModels | None = None,
 ) -> Emissions:
-    """All that a step with this rule may emit, with probabilities.
+    """All possible outputs of a step with this rule, with probabilities.
 
     propose: builds the draft tree. It may draw tokens with `random_streams.children` or a drafter's own code;
     these draws are enumerated, too. models: instead of random ones of this vocabulary and seed.

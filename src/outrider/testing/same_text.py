@@ -34,9 +34,10 @@ def assert_same_text(
 ) -> int:
     """Raise AssertionError unless speculation leaves every token and text of `llm` unchanged.
 
-    Prompts (random ones by default) are answered one by one without a drafter. Then they arrive one after another
-    with the drafter of `speculative_config`, all of them under each of `params`, which need a seed. Tokens, text,
-    finish_reason and stop_reason must be equal. No page may be lost. `llm` has no drafter in the end.
+    Prompts (random ones by default) are answered one by one without a drafter. Then they arrive one after
+    another with the drafter of `speculative_config`, all of them under each of `params`, which need a seed.
+    Tokens, text, finish_reason and stop_reason must be equal. No page may be lost. `llm` has no drafter in
+    the end.
 
     Returns the number of accepted draft tokens: 0 means that this run exercised rejection only.
     """

@@ -15,7 +15,7 @@ from outrider.errors import ConfigError
 from outrider.llm import LLM
 
 MIN_TOKENS = 200  # draft tokens that a network of some 130 weights needs
-HOLD_OUT = 5  # every so many prompts, one is held out
+HOLD_OUT = 5  # one prompt in this many is held out
 
 Pairs = list[tuple[list[float], bool]]  # (features of a node, whether it was accepted)
 

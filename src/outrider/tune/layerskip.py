@@ -199,7 +199,7 @@ class Tuner:
 
 
 def compared(best: Trial, layers: int) -> Configs:
-    """The configs that are measured at the end: the best set, plain decoding, and sets that need no tuning."""
+    """Configs measured at the end: the best set, plain decoding, and sets that need no tuning."""
     first = layers - max(1, layers // 4)
     early_exit = {"method": METHOD, "early_exit": first, "exit_threshold": None}
     return {

@@ -1,6 +1,7 @@
 """The C kernels, called through ctypes (build.py compiles them for this processor on first use).
 
-torch is imported first on purpose: the library then shares torch's OpenMP threads instead of starting a second pool.
+torch is imported first on purpose.  The library then shares torch's OpenMP threads instead of starting a
+second pool.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ def library() -> ctypes.CDLL | None:
 
 
 def declare(lib: ctypes.CDLL) -> ctypes.CDLL:
-    """Sets the signatures of all functions."""
+    """Set the signatures of all functions."""
     candidates.declare(lib)
     return signatures.declare(lib)
 
 
 class CpuBackend(Picking):
-    """Every row is computed by the same operations in the same order, whatever other rows there are (see kernels.h)."""
+    """Row-invariant: every row is computed by the same operations in the same order (see kernels.h)."""
 
     exact = True
     device, activations = torch.device("cpu"), torch.float32

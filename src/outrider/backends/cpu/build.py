@@ -6,8 +6,9 @@ A kept library is one file, `kernels-<key>-<compiler>-<content>.so`:
     compiler  hash of the command and its version, so that another compiler builds its own
     content   hash of the file itself, checked before the library is loaded
 
-Loading a library runs its code. So the folder and the file must belong to this user (or to root), and only their owner may
-write there. Where the cache cannot be used, the library is built in a private temporary folder for this process alone.
+Loading a library runs its code.  So folder and file must belong to this user or to root, and be writable
+by the owner only.  If the cache cannot be used, the library is built in a private temporary folder for
+this process alone.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ FLAGS = (
 
 
 class Target(NamedTuple):
-    """An instruction set: the compiler flag, and what /proc/cpuinfo must list."""
+    """An instruction set: its compiler flag, and the features that /proc/cpuinfo must list."""
 
     march: str
     needs: frozenset[str] = frozenset()
@@ -75,11 +76,11 @@ log = logging.getLogger("outrider")
 
 
 class BuildError(Exception):
-    """Why there is no library."""
+    """The library could not be built; the message is the reason."""
 
 
 class Recipe(NamedTuple):
-    """What a library is made of, and its hash."""
+    """Sources, flags and processor of a library, and their hash."""
 
     sources: tuple[Path, ...]
     flags: tuple[str, ...]
@@ -87,14 +88,14 @@ class Recipe(NamedTuple):
 
 
 class Compiler(NamedTuple):
-    """A command, and the hash of it and of its version."""
+    """A compiler command, and the hash of the command and its version."""
 
     command: tuple[str, ...]
     id: str
 
 
 def load(made: Recipe, environment: Mapping[str, str]) -> ctypes.CDLL | None:
-    """The compiled kernels. None, with one warning that says why, if they can neither be found nor built."""
+    """The compiled kernels.  Returns None after one warning if they can neither be found nor built."""
     if os.name != "posix":
         log.warning(SLOW, "the C kernels need Linux or macOS")
         return None
@@ -113,13 +114,13 @@ def load(made: Recipe, environment: Mapping[str, str]) -> ctypes.CDLL | None:
         return kept
 
 
-# ---- what is built
+# ---- sources and flags
 
 
 def recipe(environment: Mapping[str, str]) -> Recipe:
-    """The kernels for the instruction set that OUTRIDER_ISA names; OUTRIDER_CFLAGS stands behind our flags.
+    """The kernels for the instruction set in OUTRIDER_ISA; OUTRIDER_CFLAGS is appended to our flags.
 
-    Raises ConfigError for a name that is unknown or a set that this processor lacks.
+    Raises ConfigError for an unknown name, or for a set that this processor lacks.
     """
     name, features = environment.get("OUTRIDER_ISA") or "native", processor()
     if name not in TARGETS:
@@ -134,7 +135,7 @@ def recipe(environment: Mapping[str, str]) -> Recipe:
 
 
 def processor() -> str:
-    """The features of this processor, separated by blanks; its name where the system does not list them."""
+    """Features of this processor, separated by blanks; its name where the system does not list them."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith(("flags", "Features")):
@@ -150,7 +151,7 @@ def _hash(data: bytes, digits: int = 16) -> str:
 
 
 def find_compiler(environment: Mapping[str, str]) -> Compiler:
-    """The compiler that CC names, otherwise the first of cc, gcc and clang."""
+    """The compiler in CC, otherwise the first of cc, gcc and clang that is installed."""
     try:
         command = shlex.split(environment.get("CC", ""))
     except ValueError as error:
@@ -177,7 +178,7 @@ def _run(command: Sequence[str]) -> str:
 
 
 def build(made: Recipe, compiler: Compiler, folder: Path | None) -> ctypes.CDLL:
-    """Compiles the library, keeps it in `folder` if that is possible, and loads it."""
+    """Compile the library, keep it in `folder` if possible, and load it."""
     log.info("building the C kernels with %s (once, takes some seconds)", shlex.join(compiler.command))
     began = time.perf_counter()
     try:
@@ -197,9 +198,9 @@ def build(made: Recipe, compiler: Compiler, folder: Path | None) -> ctypes.CDLL:
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:
-    """OUTRIDER_CACHE, otherwise `outrider` in the user's cache folder; made, private, if it is not there.
+    """OUTRIDER_CACHE, otherwise `outrider` in the user's cache folder; created with mode 700 if missing.
 
-    Raises BuildError if it cannot be made or is not safe to load from.
+    Raises BuildError if it cannot be created or is not safe to load from.
     """
     given, base = environment.get("OUTRIDER_CACHE"), environment.get("XDG_CACHE_HOME", "")
     try:
@@ -220,7 +221,7 @@ def cache_folder(environment: Mapping[str, str]) -> Path:
 
 
 def untrusted(status: os.stat_result) -> str | None:
-    """Why others could change a file or folder; None if only its owner can, who is this user or root."""
+    """Why users other than this one or root could change a file or folder; None if they cannot."""
     if status.st_uid not in (os.geteuid(), 0):
         return f"belongs to another user ({status.st_uid})"
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -229,7 +230,7 @@ def untrusted(status: os.stat_result) -> str | None:
 
 
 def opened(folder: Path | None, key: str, compiler: str = "*") -> ctypes.CDLL | None:
-    """A kept library of this key, from one compiler or from any; None if there is none that is whole and safe."""
+    """Load a kept library of this key, by default from any compiler; None if no intact, safe one exists."""
     if folder is None:
         return None
     for path in sound(folder, f"kernels-{key}-{compiler}"):
@@ -241,7 +242,7 @@ def opened(folder: Path | None, key: str, compiler: str = "*") -> ctypes.CDLL | 
 
 
 def sound(folder: Path, stem: str) -> Iterator[Path]:
-    """The files `<stem>-<content>.so` that are regular, safe to load, and hold what their name says."""
+    """Regular files `<stem>-<content>.so` that are safe to load and match the hash in their name."""
     for path in sorted(folder.glob(f"{stem}-*.so")):
         try:
             with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
@@ -257,7 +258,7 @@ def sound(folder: Path, stem: str) -> Iterator[Path]:
 
 
 def _kept_or(library: Path, folder: Path, stem: str) -> Path:
-    """The library's place in the cache; where it is now if it cannot be kept."""
+    """Path of the library in the cache; its present path if it cannot be kept."""
     try:
         return keep(library.read_bytes(), folder, stem)
     except OSError as error:
@@ -271,7 +272,7 @@ def _kept_or(library: Path, folder: Path, stem: str) -> Path:
 
 
 def keep(data: bytes, folder: Path, stem: str) -> Path:
-    """Writes a library to the cache: whole or not at all, also for other processes and after a crash."""
+    """Write a library to the cache atomically, for other processes and across crashes."""
     target = folder / f"{stem}-{_hash(data)}.so"
     descriptor, name = tempfile.mkstemp(dir=folder, prefix=".kernels-")  # mode 600
     try:

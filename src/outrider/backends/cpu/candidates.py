@@ -31,7 +31,7 @@ class Tree(ctypes.Structure):
 
 
 def declare(lib: ctypes.CDLL) -> None:
-    """Sets the signatures of tree.c."""
+    """Set the signatures of tree.c."""
     tree: dict[str, Any] = {"tree": POINTER(Tree)}
     by_entry = {"ids": c_void_p, "ranked": c_void_p}
     sampling = {"temperature": c_float, "min_p": c_double, "top_k": c_long, "top_p": c_double}

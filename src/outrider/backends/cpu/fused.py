@@ -86,7 +86,10 @@ class CpuFusedModel:
         return logits
 
     def _room(self, rows: int, outputs: int) -> Tensor:
-        """Memory for logits, that of the last call if possible: to allocate it takes 40 µs right after a forward."""
+        """Buffer for logits, that of the last call if possible.
+
+        Allocating one takes 40 µs right after a forward.
+        """
         if self._logits.shape == (rows, outputs):
             return self._logits
         logits = torch.empty(rows, outputs)
@@ -139,7 +142,10 @@ def _chains(chains: Sequence[base.Chain]) -> ctypes.Array[structs.Chain]:
 
 
 def _chained(tokens: array[int], features: array[float], levels: int) -> Chained:
-    """tokens [chains, levels], -1 behind the end of a chain; features [chains, levels, NUM_FEATURES] or empty."""
+    """Tokens [chains, levels], -1 after the end of a chain; features [chains, levels, NUM_FEATURES].
+
+    The features may be empty.
+    """
     chains: list[list[int]] = []
     found: list[list[NodeFeatures]] = []
     for first in range(0, len(tokens), levels):
@@ -152,7 +158,10 @@ def _chained(tokens: array[int], features: array[float], levels: int) -> Chained
 
 
 def _taps(shape: structs.Shape, rows: int, states: dict[int, Tensor]) -> ctypes.Array[ctypes.c_void_p]:
-    """Allocates `states`, [rows, h] each; the addresses by layer, that of the last norm (FINAL, -1) at the end."""
+    """Allocate `states`, [rows, h] each; returns their addresses by layer.
+
+    The address of the last norm (FINAL, -1) is at the end.
+    """
     taps: ctypes.Array[ctypes.c_void_p] = (ctypes.c_void_p * (shape.layers + 2))()
     for layer in states:
         states[layer] = torch.empty(rows, shape.hidden)

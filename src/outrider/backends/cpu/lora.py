@@ -1,4 +1,4 @@
-"""LoRA adapters in the form of lora.c."""
+"""LoRA adapters in the layout of lora.c."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class _Run(ctypes.Structure):
 
 @dataclass
 class Adapter:
-    """For lora.c."""
+    """An adapter as lora.c reads it."""
 
-    parts: ctypes.Array[_Low]  # of every layer: q, k, v, o, gate, up, down; rank 0 where nothing is added
+    parts: ctypes.Array[_Low]  # per layer: q, k, v, o, gate, up, down; rank 0 where nothing is added
     alive: object
 
 
@@ -47,7 +47,7 @@ def pack(spec: LayerSizes, layers: Adapted) -> Adapter:
 
 
 def rows(runs: Runs) -> ctypes.Array[_Run] | None:
-    """The runs for lora.c, if there are any."""
+    """The runs as lora.c reads them; None if there are none."""
     return (
         (_Run * len(runs))(*(_Run(first, count, adapter.parts) for first, count, adapter in runs))
         if runs

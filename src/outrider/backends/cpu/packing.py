@@ -1,4 +1,4 @@
-"""The weights of linears in the layouts of linear.c and linear_int.c."""
+"""Weights of linear layers in the layouts of linear.c and linear_int.c."""
 
 from __future__ import annotations
 
@@ -24,8 +24,12 @@ KINDS = {
 
 @dataclass
 class Packed:
-    """[O,K] as panels [O/64][K][64], or [O/64][K/2][64][2] in bfloat16: 64 outputs lie side by side for every input; or in
-    integers as linear_int.c describes."""
+    """A weight [O, K] as panels of 64 outputs.
+
+    float32:  [O/64][K][64]
+    bfloat16: [O/64][K/2][64][2]
+    integers: see linear_int.c
+    """
 
     data: Tensor
     bias: Tensor | None
@@ -42,12 +46,12 @@ class Packed:
 
 
 def pack(weight: Tensor | QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> Packed:
-    """[O,K] in floats of `dtype`; a quantised one stays in its bits."""
+    """Pack [O, K] as floats of `dtype`; a quantised weight keeps its bits."""
     bias = None if bias is None else bias.float().contiguous()
     if isinstance(weight, QuantizedWeight):
         if weight.group % 16 == 0:
             return _integers(weight.regrouped(32 if weight.group % 32 == 0 else 16), bias)
-        weight = weight.dense()  # the vectors cannot follow such groups
+        weight = weight.dense()  # groups that the vector kernels do not support
     outputs, inputs = weight.shape
     half = dtype == torch.bfloat16
     wide, deep = -(-outputs // PANEL) * PANEL, inputs + inputs % 2 if half else inputs
@@ -62,7 +66,10 @@ def pack(weight: Tensor | QuantizedWeight, bias: Tensor | None, dtype: torch.dty
 
 
 def _integers(weight: QuantizedWeight, bias: Tensor | None) -> Packed:
-    """The layout of linear_int.c; `unit`, a power of two, brings the scales into the range of half precision."""
+    """Pack in the layout of linear_int.c.
+
+    `unit`, a power of two, scales the scales into the range of half precision.
+    """
     (outputs, inputs), group = weight.values.shape, weight.group
     groups, lines = inputs // group, -(-outputs // WIDE)
     pad = (0, 0, 0, lines * WIDE - outputs)

@@ -84,7 +84,7 @@ SIGNATURES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def declare(library: ctypes.CDLL) -> ctypes.CDLL:
-    """Sets the argument and result types of all functions of `SIGNATURES`."""
+    """Set the argument and result types of all functions of `SIGNATURES`."""
     for name, (result, arguments) in SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = [*arguments.values()], result

@@ -124,7 +124,7 @@ class Chain(ctypes.Structure):
 
 
 class StepView:
-    """Addresses of a built step's arrays.  It is kept by the step, whose arrays and slot tables it points into."""
+    """Addresses of a built step's arrays.  The step owns it, as it points into its arrays and slot tables."""
 
     def __init__(self, step_input: StepInput) -> None:
         bounds = zip(step_input.slot_tables, step_input.query_start, step_input.query_start[1:])
@@ -150,7 +150,7 @@ class StepView:
         )
 
     def with_adapters(self, runs: ctypes.Array[Any] | None) -> Rows:
-        """The rows, with these runs of LoRA adapters (see lora.py), which the caller keeps alive during the call."""
+        """The rows, with these runs of LoRA adapters (see lora.py).  The caller keeps the runs alive."""
         self.rows.runs = 0 if runs is None else len(runs)
         self.rows.adapted = None if runs is None else ctypes.addressof(runs)
         return self.rows

@@ -1,7 +1,7 @@
-"""How many threads the CPU kernels use: OMP_NUM_THREADS, torch.set_num_threads, and no more processors than there are.
+"""Number of threads of the CPU kernels: OMP_NUM_THREADS, torch.set_num_threads, limited by the quota.
 
-torch counts the processors that the affinity mask allows. It does not know the quota of a container (`docker --cpus=2`), where
-more threads than that only make each other wait.
+torch counts the processors in the affinity mask.  It ignores the quota of a container (`docker --cpus=2`).
+More threads than the quota wait for each other.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ GROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 @lru_cache(maxsize=1)
 def limit() -> None:
-    """Lowers torch's threads, once a process, to the processors of its control group, unless OMP_NUM_THREADS is set.
+    """Lower torch's number of threads, once per process, to the processors of its control group.
 
-    A later torch.set_num_threads is left as it is.
+    Has no effect if OMP_NUM_THREADS is set.  A later torch.set_num_threads is respected.
     """
     allowed = quota(GROUPS, OWN)
     if allowed is not None and not os.environ.get("OMP_NUM_THREADS"):
@@ -30,14 +30,19 @@ def limit() -> None:
 
 
 def adopt() -> None:
-    """Gives the calling thread torch's number of threads: OpenMP has one for each, and a new thread begins with all processors."""
+    """Give the calling thread torch's number of threads.
+
+    OpenMP keeps one number per thread, and a new thread begins with all processors.
+    """
     torch.get_num_threads()  # sets it on a thread's first call
 
 
 def quota(groups: Path, own: Path) -> float | None:
-    """The processors, often a fraction, that a process's control group and those above it allow; None if there is no quota.
+    """Processors, often a fraction, allowed by a process's control group and its parents.
 
-    groups: where the control groups are mounted, as version 1 or 2; own: the list of the process's groups.
+    groups: mount point of the control groups, version 1 or 2
+    own:    file that lists the process's groups
+    Returns None without a quota.
     """
     return min(_quotas(groups, own), default=None)
 

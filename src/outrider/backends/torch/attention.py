@@ -1,17 +1,18 @@
 """Attention of a whole step in torch, batched over requests.
 
-The result of a row must not depend on the other rows or on padding, whether its keys lie in the slot table or in the path
-of a tree node.  Three rules give that on a CPU:
+The result of a row must not depend on the other rows or on padding.  Nor may it depend on whether its keys
+lie in the slot table or in the path of a tree node.  Three rules ensure that on a CPU:
 
-  - The keys of a row are counted 0, 1, 2, … in the order of their positions.  Products of weights and values are taken per
-    128 keys, at multiples of 128, and added one block after the other.  A padded block adds exact zeros.
-  - All products have the same inner shapes: a multiple of 8 rows, blocks of 128 keys.  BLAS chooses its kernel by the shape.
-  - Sums are float64 and rounded once, so that a kernel with another order still gives the same float32 or bfloat16.
+  - The keys of a row are counted 0, 1, 2, … in the order of their positions.  Products of weights and values
+    are taken per 128 keys, at multiples of 128, and added in order.  Padding adds exact zeros.
+  - All products have the same inner shapes: a multiple of 8 rows, 128 keys.  BLAS picks its kernel by shape.
+  - Sums are float64 and rounded once.  A kernel with another order still gives the same float32 or bfloat16.
 
-Rows are collected into groups of the same padded size, so that a long prompt does not pad the decode rows beside it:
+Rows are collected into groups of the same padded size.  So a long prompt does not pad the decode rows:
 
         table part    keys that the rows of a request share, [B, S] slots of its table
-        path part     for tree nodes: from the last multiple of 128 on, each row gathers its own keys, [B, Q, T] slots
+        path part     for tree nodes: from the last multiple of 128 on, each row gathers its own keys,
+                      [B, Q, T] slots
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Group:
     rows: Tensor  # [B, Q] rows of the step
     positions: Tensor  # [B, Q]
     num_keys: Tensor  # [B, Q]
-    shift: Tensor  # [B, Q] how far the keys behind the pinned ones stand further on
+    shift: Tensor  # [B, Q] position offset of the keys after the pinned ones
     table_slots: Tensor  # [B, S]
     path_slots: Tensor  # [B, Q, T]; T is 0 if no row has a path
     keys: Tensor  # [B, S + T] the number of each key; the path part counts on from the end of the table part
@@ -183,7 +184,10 @@ def _tiled(x: Tensor) -> Tensor:
 def _weights(
     scores: Tensor, group: Group, window: int, modifier: ScoreModifier | None
 ) -> tuple[Tensor, Tensor | float]:
-    """exp(score - highest) of scores [B, k, Q, G, S + T], 0 if a row does not see a key; and what a sink adds to their sum."""
+    """exp(score - highest) of scores [B, k, Q, G, S + T], and the sink's addition to their sum.
+
+    Weights of keys that a row does not attend to are 0.
+    """
     keys, last = group.keys[:, None], group.positions[..., None]  # [B, 1, S + T], [B, Q, 1]
     at = keys + (keys >= group.pinned) * group.shift[..., None]  # the position of each key
     hidden = keys >= group.num_keys[..., None]
@@ -209,7 +213,7 @@ def _weights(
 
 
 def _weighted(weights: Tensor, values: Tensor) -> Tensor:
-    """Sums of weights [B, k, Q, G, S] and values [B, k, S, D], and of the weights alone: [B, k, Q, G, D + 1]."""
+    """Sums [B, k, Q, G, D + 1]: of weights [B, k, Q, G, S] times values [B, k, S, D], and of the weights."""
     values, rows = F.pad(values, (0, 1), value=1.0), weights.flatten(2, 3)
     summed = weights.new_zeros(*rows.shape[:3], values.shape[-1])
     for at in range(0, values.shape[2], BLOCK):
@@ -219,7 +223,7 @@ def _weighted(weights: Tensor, values: Tensor) -> Tensor:
 
 
 def _add_own(summed: Tensor, weights: Tensor, values: Tensor) -> Tensor:
-    """Adds the sums of weights [B, k, Q, G, T] and values [B, k, Q, T, D] of each row."""
+    """Add the sums of weights [B, k, Q, G, T] and values [B, k, Q, T, D] of each row."""
     values = F.pad(values, (0, 1), value=1.0)
     for at in range(0, values.shape[3], BLOCK):
         product = _tiled(weights[..., at : at + BLOCK]) @ values[:, :, :, at : at + BLOCK]

@@ -1,8 +1,9 @@
 """The operations of a backend in torch: any device, and the CPU without a compiler.
 
-On a CPU the linears are oneDNN's packed ones, never called with one row: from two rows on their results do not depend on
-the number of rows (docs/log.md has the trials).  Attention sums in float64 there (see attention.py), in float32 elsewhere.
-A quantized weight keeps its bits and is widened at every use: small, and slow.
+On a CPU the linears are oneDNN's packed ones, never called with one row.  From two rows on, their results
+do not depend on the number of rows (docs/log.md has the trials).  Attention sums in float64 on a CPU (see
+attention.py), in float32 elsewhere.  A quantized weight keeps its bits and is widened at every use.  That
+saves memory and is slow.
 """
 
 from __future__ import annotations
@@ -235,7 +236,7 @@ class TorchBackend:
 
 @dataclass
 class _AdaptedLayer:
-    """The linears of one layer, with the updates of LoRA adapters, which are summed in the backend's wide dtype."""
+    """Linears of one layer with the updates of LoRA adapters, summed in the backend's wide dtype."""
 
     backend: TorchBackend
     layer: DecoderLayer
@@ -265,7 +266,7 @@ def _row(logits: Tensor, row: int) -> Tensor:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the first 2·cos.shape[-1] dimensions in pairs (i, i + half), as transformers does; the rest stays."""
+    """Rotate the first 2·cos.shape[-1] dimensions in pairs (i, i + half), as transformers does."""
     half = cos.shape[-1]
     a, b, rest = x[..., :half].float(), x[..., half : 2 * half].float(), x[..., 2 * half :]
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest.float()], dim=-1)

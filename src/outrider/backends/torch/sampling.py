@@ -1,6 +1,7 @@
-"""The law of a request and the choice from it, in torch.  `kernels/sample.c` is tested equal to this.
+"""Sampling distribution of a request and the choice of tokens from it, in torch.
 
-Order as in vLLM: temperature, min_p, top_k, top_p.  Equal logits stay or go together.
+`sample.c` is tested equal to this.  Order as in vLLM: temperature, min_p, top_k, top_p.  Tokens with equal
+logits are kept or removed together.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from outrider.core.params import DistributionParams
 
 
 def below(logits: Tensor, distribution: DistributionParams) -> Tensor:
-    """How far each of the logits [V] lies below the best at the temperature, -inf where the law forbids a token.
+    """Distance of each of the logits [V] from the best, at temperature; -inf where a filter removes a token.
 
-    The numbers that are compared and sampled from: in float32 they depend on the rounding, so the C kernels compute the same.
+    Filters compare these numbers and samples are drawn from them.  In float32 they depend on the rounding,
+    so the C kernels compute the same numbers.
     """
     logits = logits.float()
     low = (logits - logits.max()) * torch.tensor(distribution.temperature).reciprocal().to(logits.device)
@@ -38,7 +40,7 @@ def below(logits: Tensor, distribution: DistributionParams) -> Tensor:
 
 
 def filtered(logits: Tensor, distribution: DistributionParams) -> Tensor:
-    """Logits [V] at temperature, -inf where the law forbids a token; greedy laws forbid nothing."""
+    """Logits [V] at temperature, -inf where a filter removes a token.  Greedy decoding removes none."""
     if distribution.temperature == 0:
         return logits.float()
     if distribution == DistributionParams(distribution.temperature):
@@ -49,7 +51,7 @@ def filtered(logits: Tensor, distribution: DistributionParams) -> Tensor:
 
 
 def probabilities(logits: Tensor, distribution: DistributionParams) -> Tensor:
-    """The law itself, float64 [V]; a greedy law is the one-hot of its argmax."""
+    """Sampling distribution, float64 [V]; the one-hot of the argmax if greedy."""
     if distribution.temperature == 0:
         return torch.nn.functional.one_hot(logits.argmax(), logits.numel()).double()
     return filtered(logits, distribution).double().softmax(-1)
@@ -58,9 +60,10 @@ def probabilities(logits: Tensor, distribution: DistributionParams) -> Tensor:
 def pick(
     logits: Tensor, distribution: DistributionParams, key: int, k: int, ids: Tensor | None = None
 ) -> tuple[list[int], list[float]]:
-    """The k best of log p + noise (of the logits where greedy) and their probabilities; fewer where the law allows fewer.
+    """The k best tokens by log p + noise (by logits if greedy), and their probabilities.
 
-    ids: the token that each entry stands for, if it is another; its noise counts.
+    Returns fewer where filters leave fewer.
+    ids: token of each entry, if the entries are not the tokens themselves; its noise is used.
     """
     if not logits.amax().isfinite():
         return [], []

@@ -35,7 +35,7 @@ PATTERNS = {name: patterns for patterns, names in MODELS.items() for name in nam
 # Pre-tokenizers under which a word that is itself a token is not split by merges, and that add BOS by
 # default.
 WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "tekken")
-# Control tokens that end a text, whatever the metadata call EOS.
+# Control tokens that end a text, regardless of the metadata's EOS.
 END_TOKENS = [
     "<|eot_id|>",
     "<|eom_id|>",
@@ -115,7 +115,7 @@ def _add_special_tokens(core: Any, fields: dict[str, Any]) -> None:
 
 
 def _add_template(core: Any, fields: dict[str, Any], model: str, special: dict[str, str]) -> None:
-    """BOS before every text and EOS behind it, where the metadata or the defaults ask for them."""
+    """BOS before every text and EOS after it, where the metadata or the defaults ask for them."""
     from tokenizers import processors
 
     adds_bos = fields.get("add_bos_token", model == "llama" or fields.get("pre") in WHOLE_WORDS)

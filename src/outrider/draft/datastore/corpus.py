@@ -177,7 +177,7 @@ def _write_shard(tokens: Ids, sink: BinaryIO) -> None:
 
 
 def order(text: Ids, count: int) -> Ids:
-    """The places 0 … count - 1 of `text`, uint32, sorted by the SPAN tokens from there on; behind its end
+    """The places 0 … count - 1 of `text`, uint32, sorted by the SPAN tokens from there on; after its end
     come end marks.
 
     Prefix doubling (Manber and Myers 1993).  `places` is sorted by the first h tokens, and `rank[i]` is where

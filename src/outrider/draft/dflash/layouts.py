@@ -5,14 +5,15 @@ All of them have Qwen3 blocks `layers.{i}`, `fc`, `hidden_norm` and `norm`; thei
                           speculators (vLLM)               z-lab, SpecForge (SGLang, vLLM)
     sizes of a block      in transformer_layer_config      flat
     taps                  aux_hidden_state_layer_ids:      dflash_config.target_layer_ids:
-                          inputs of layers                 outputs of layers; output i is the input of layer i + 1
+                          inputs of layers                 outputs of layers: i is the input of i + 1
     mask                  mask_token_id                    dflash_config.mask_token_id
     block                 block_size                       block_size
     a window's rows see   the block, if                    the block up to themselves, unless
                           sliding_window_non_causal        dflash_config.causal is false
     the rest              d2t, t2d, lm_head, sample_from_anchor
     DSpark                markov_w1 [V, rank], markov_w2 [Vd, rank]; it samples from the anchor by default
-                          markov_head_type                 dflash_config.markov_head_type, projector_type "dspark"
+                          markov_head_type                 dflash_config.markov_head_type,
+                                                           projector_type "dspark"
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ ARCHITECTURE, TYPE, SPARK = "DFlashDraftModel", "dflash", "dspark"
 SLIDING = "sliding_attention"
 EXPORTED = ("speculators", "z-lab")
 OURS = re.compile(
-    r"(fc|hidden_norm|norm|lm_head|embed_tokens|markov_w[12]|layers\.\d+\.(input_layernorm|post_attention_layernorm|"
+    r"(fc|hidden_norm|norm|lm_head|embed_tokens|markov_w[12]|"
+    r"layers\.\d+\.(input_layernorm|post_attention_layernorm|"
     r"self_attn\.([qkvo]_proj|[qk]_norm)|mlp\.(gate|up|down)_proj))\.(weight|bias)|d2t|t2d"
 )
 UNSUPPORTED = {
@@ -70,7 +72,7 @@ def _tap_count(head: Head) -> int:
 
 
 def _block_depth(head: Head) -> int | None:
-    """The number of draft tokens of a block, None if the config does not say its size."""
+    """The number of draft tokens of a block, None if the config does not contain it."""
     own = head.config.get("dflash_config") or {}
     block = head.config.get("block_size", own.get("block_size"))
     return block - (not from_anchor(head)) if isinstance(block, int) else None
@@ -90,7 +92,7 @@ FORMAT = HeadFormat(
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """What the config says of a block.
+    """Settings of a block from the config.
 
     taps: as `Needs.states` numbers them.
     block: number of tokens, the anchor included.
@@ -115,14 +117,18 @@ class BlockLayout:
 
     @staticmethod
     def of(head: Head, target_layers: int, tap_offset: int | None = None) -> BlockLayout:
-        """head: as `translate` returns it.  tap_offset: added to the file's layer numbers; None follows the file's convention.
+        """Layout from a config.
+
+        head:       as `translate` returns it
+        tap_offset: added to the file's layer numbers; None follows the file's convention
 
         Raises ModelError for a config that does not fit the tensors or the target.
         """
         config, own = head.config, head.config.get("dflash_config") or {}
         if not config.get("is_neox_style", True):
             raise ModelError(
-                f"{head.name!r} rotates its heads in neighbouring pairs (is_neox_style false), which is not supported."
+                f"{head.name!r} rotates its heads in neighbouring pairs (is_neox_style false), "
+                "which is not supported."
             )
         taps = _taps(head, target_layers, tap_offset)
         block = _number(head, "block_size", config.get("block_size", own.get("block_size")), least=1)
@@ -175,7 +181,7 @@ def claims_of(head: Head) -> int:
 def from_anchor(head: Head) -> bool:
     """Whether the anchor's row predicts, too, so that each row predicts the token after it.
 
-    DSpark's do unless the config says no.
+    DSpark's do unless the config disables it.
     """
     config, own = head.config, head.config.get("dflash_config") or {}
     named = SPARK in (config.get("speculators_model_type"), own.get("projector_type"))
@@ -219,7 +225,8 @@ def _taps(head: Head, target_layers: int, offset: int | None) -> tuple[int, ...]
     taps = tuple(one + (convention if offset is None else offset) for one in ids)
     if not taps or not all(isinstance(tap, int) and 0 <= tap <= target_layers for tap in taps):
         raise ModelError(
-            f"{head.name!r} does not fit the target: it reads the inputs of the layers {list(taps)}, and the target "
+            f"{head.name!r} does not fit the target: it reads the inputs of the layers {list(taps)}, "
+            "and the target "
             f"has {target_layers} ({target_layers} is the output of the last one); the file says {list(ids)}."
         )
     return taps
@@ -254,7 +261,8 @@ def exported(
         return {**config, "speculators_config": named}, dict(tensors)
     if "d2t" in tensors or config["sample_from_anchor"] or config["speculators_model_type"] == SPARK:
         raise ConfigError(
-            "a head with a vocabulary or a Markov head, or one that samples from the anchor, can be written as "
+            "a head with a vocabulary or a Markov head, or one that samples from the anchor, "
+            "can be written as "
             '"speculators" only.'
         )
     taps = [tap - 1 for tap in config["aux_hidden_state_layer_ids"]]

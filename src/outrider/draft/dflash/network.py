@@ -1,11 +1,11 @@
 """The network of a block-parallel head for training, in float32.
 
-For every anchor a of a text, the positions, what the block attends to, and what its rows predict (block = 4):
+For every anchor a of a text: the positions, what the block attends to, and its predictions (block = 4):
 
     position       0    1    …   a-1 │  a     a+1    a+2    a+3
-    taps           g_0  g_1  …  g_a-1│  ·      ·      ·      ·       g_t: of the target's states at t, known before a is
+    taps           g_0  g_1  …  g_a-1│  ·      ·      ·      ·       g_t: target's states at t, known before a
     the block                        │ x_a    mask   mask   mask     the pending token, and three unknown ones
-    predicts                         │  –    x_a+1  x_a+2  x_a+3     from_anchor: x_a+1 … x_a+4, each row the token after it
+    predicts                         │  –    x_a+1  x_a+2  x_a+3     from_anchor: x_a+1 … x_a+4, one later
 
 Every row of the block attends to g_0 … g_a-1 and, in layers that are not causal, to the whole block; no row
 attends to another block.
@@ -27,7 +27,7 @@ from outrider.heads.parts import Layer, RmsNorm, register_vocabulary, rotary_ang
 from outrider.heads.sample import Sample, TargetWeights
 
 ANCHORS = 64  # of a text, at most, in one loss
-DECAY = 4.0  # of the weights of a block's tokens, in tokens: a wrong one makes all behind it worthless
+DECAY = 4.0  # of the weights of a block's tokens, in tokens: a wrong one makes all after it worthless
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Shape:
     """Sizes and variants of a head.
 
     taps: as `Needs.states` numbers them.
-    ids: the target's tokens that the head knows, ascending; empty for all.
+    ids: the target's tokens in the head's vocabulary, ascending; empty for all.
     sliding: the layers that have the window.
     markov: rank of DSpark's table, 0 without one.
     """
@@ -70,7 +70,7 @@ class Shape:
 
 
 def block_mask(anchors: Tensor, block: int, context: int, window: int, causal: bool) -> Tensor:
-    """bool [R, context + R]: the positions of the context, then the rows of all blocks, to which each row attends.
+    """Attention mask, bool [R, context + R]: columns are the context, then the rows of all blocks.
 
     R = A · block rows; anchors [A]: the position of each block's first row.  window: in tokens, 0 for none.
     """

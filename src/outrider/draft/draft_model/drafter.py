@@ -36,7 +36,7 @@ from outrider.sampling.sampler import Sampler
 
 
 class Start(NamedTuple):
-    """Where the draft of batch row r begins: behind row `at` of the first forward."""
+    """Start of the draft of batch row r: after row `at` of the first forward."""
 
     r: int
     budget: Budget
@@ -110,7 +110,7 @@ class ModelDrafter(Drafter):
 
     @classmethod
     def example(cls, target: Target) -> Drafter:
-        """The target as its own draft model, with two siblings: right often enough to walk deep into trees."""
+        """The target as its own draft model, with two siblings; accepted often enough for deep trees."""
         return cls(cls.Options(model=target.checkpoint.name, siblings=2), target)
 
     def footprint(self, device: torch.device) -> Counter[torch.device]:
@@ -227,10 +227,10 @@ class ModelDrafter(Drafter):
     def _grow(self, step_input: StepInput, tips: Sequence[tuple[Tree, int]]) -> None:
         """Grow the trees by one depth a forward until none grows any more.
 
-        tips: each tree, and the row of the first forward behind which it begins.
+        tips: each tree, and the row of the first forward after which it begins.
         """
         rows: Sequence[int] = [row for _, row in tips]
-        # For each growing tree: (node, row of `logits` behind it) of every node of its frontier.
+        # For each growing tree: (node, row of `logits` after it) of every node of its frontier.
         growing = [(tree, [(ROOT, i)]) for i, (tree, _) in enumerate(tips)]
         while growing:
             logits = self.logits_after(step_input, rows)
@@ -245,13 +245,13 @@ class ModelDrafter(Drafter):
             growing, rows = still_growing, range(step_input.length)
 
     def logits_after(self, step_input: StepInput, rows: Sequence[int]) -> Tensor:
-        """Run one forward and return the logits behind some of its rows, [len(rows), vocabulary]."""
+        """Run one forward and return the logits after some of its rows, [len(rows), vocabulary]."""
         x = self.decoder.forward(step_input.build(), self.pool)
         logits = self.decoder.logits(x, list(rows))
         return logits[:, : self.vocabulary] if logits.shape[1] > self.vocabulary else logits
 
     def extend(self, tree: Tree, frontier: list[tuple[int, int]], logits: Tensor) -> None:
-        """Add the next depth of a tree: children of each (node, row of the logits behind it)."""
+        """Add the next depth of a tree: children of each (node, row of the logits after it)."""
         if self.samples(tree.row):
             found = {node: self._distribution(tree, node, logits, at) for node, at in frontier}
             tree.draw({node: q for node, q in found.items() if q is not None})
@@ -260,15 +260,15 @@ class ModelDrafter(Drafter):
         self.stop.prune(tree, dict(frontier), self.sampler, logits)
 
     def _top(self, tree: Tree, node: int, logits: Tensor, at: int) -> list[tuple[int, int, float]]:
-        """The top (node, token, probability) behind a node."""
-        # Under noise the rank says more about acceptance than q does.
+        """The top (node, token, probability) after a node."""
+        # Under noise the rank predicts acceptance better than q does.
         by_rank = tree.row.distribution.temperature > 0 or tree.siblings == 1
         path = tree.path_tokens(node)
         tokens, probs = self.sampler.top(tree.row, path, logits, tree.siblings, not by_rank, at)
         return [(node, token, p) for token, p in zip(tokens, RANK_CONFIDENCE if by_rank else probs)]
 
     def _distribution(self, tree: Tree, node: int, logits: Tensor, at: int) -> Tensor | None:
-        """q behind a node, float64 [target's vocabulary], with the request's own parameters; None if it is
+        """q after a node, float64 [target's vocabulary], with the request's own parameters; None if it is
         invalid.
         """
         try:
@@ -281,7 +281,7 @@ class ModelDrafter(Drafter):
 
     @property
     def memory(self) -> Any:
-        """What the stop rules have learned, and the memory of the staged drafter; None if there is neither."""
+        """Learned state of the stop rules, and memory of the staged drafter; None if there is neither."""
         parts = self.stop.memory if self.stop.learns else None, self.staged and self.staged.drafter.memory
         return parts if parts != (None, None) else None
 

@@ -3,7 +3,7 @@
 
 The draft model is wrapped so that it takes and gives the target's ids.  Its logits are in the target's order,
 -inf where it has no such token.  So q is a distribution over the target's vocabulary, the noise is that of
-the target's ids, and nothing else in this package knows of two vocabularies.
+the target's ids, and no other module of this package handles two vocabularies.
 
 K/V stays at the target's slots, position for position, so one target token must be one draft token.  A target
 token that the draft does not have is replaced by its longest suffix that is a draft token ("tokenization" by
@@ -42,7 +42,7 @@ class SharedTokens(NamedTuple):
 
 
 def shared_tokens(draft: Checkpoint, target: Checkpoint) -> SharedTokens:
-    """Raises ConfigError if a tokenizer is missing or too few tokens are shared."""
+    """Raise ConfigError if a tokenizer is missing or too few tokens are shared."""
     draft_tokenizer, target_tokenizer = tokenizer_of(draft, "draft"), tokenizer_of(target, "target")
     draft_keys = _keys(draft_tokenizer, draft.spec.vocabulary)
     target_keys = _keys(target_tokenizer, target.spec.vocabulary)
@@ -71,7 +71,7 @@ def shared_tokens(draft: Checkpoint, target: Checkpoint) -> SharedTokens:
 
 
 def _keys(tokenizer: Any, size: int) -> list[bytes | str]:
-    """Token id -> what identifies it across vocabularies: its bytes, or the name (a str) of a special token."""
+    """Token id -> identity across vocabularies: its bytes, or the name (a str) of a special token."""
     keys: list[bytes | str] = list(pieces(tokenizer, size))
     for i in special_ids(tokenizer):
         if i < size:

@@ -24,9 +24,9 @@ class DraftModelOptions(stop.Options):
     siblings: candidates at each depth; 1 drafts a chain.
     sibling_draws: siblings sampled "without" replacement or "independent", if the verification rule needs q.
     vocab_mismatch: what to do if the vocabularies differ: "refuse"; "intersect": draft among the tokens that
-        both have, whatever their ids; "retokenize": draft text and tokenize it again; "allow": draft among
+        both have, under any ids; "retokenize": draft text and tokenize it again; "allow": draft among
         the ids that both have.
-    target_lookbehind, assistant_lookbehind: tokens of target and draft that "retokenize" reads again behind
+    target_lookbehind, assistant_lookbehind: tokens of target and draft that "retokenize" reads again after
         new ones.
     draft_device: "auto" (that of the target's embedding and head), cpu, cuda, cuda:1 or mps.
     draft_gpu_layers: as the engine's gpu_layers.

@@ -148,7 +148,7 @@ class Retokenized(ModelDrafter):
         self.cache.register(own.table, text.ids, min(self.synced[own], text.fixed))
 
     def _translate(self, row: Row, end: int, ids: list[int], depth: int) -> DraftTree:
-        """Translate a shadow's draft into draft tokens for its row, in the context of the row's last tokens."""
+        """Translate a shadow's draft into draft tokens for its row, after the row's last tokens."""
         draft_codec, target_codec = self.draft_codec, self.target_codec
         stop = next((i for i, token in enumerate(ids) if token in draft_codec.ending), len(ids))
         text = draft_codec.text(ids[:stop])

@@ -1,11 +1,11 @@
 """A cheaper drafter for the draft model: staged speculation (Spector and Ré 2023, arXiv 2308.04623).
 
 The draft model computes the cheaper drafter's tokens in the forward that it needs anyway.  It picks its own
-token behind each, with the noise of that position, and continues along the nodes that hold its picks.  So its
+token after each, with the noise of that position, and continues along the nodes that hold its picks.  So its
 chain is the one that it would have drafted alone, in fewer forwards.
 
     forward 1    known known │ a  b  c  d        tokens of the cheaper drafter; the draft model picks a b x
-    forward 2                │       x  y  z     … and continues behind x, with new ones
+    forward 2                │       x  y  z     … and continues after x, with new ones
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def create(config: Mapping[str, Any], target: Target) -> tuple[TextDrafter, fixe
 
 
 class StagedHost(Protocol):
-    """What the draft model offers to its staged drafter."""
+    """Interface of the draft model to its staged drafter."""
 
     target: Target
     vocabulary: int
@@ -76,8 +76,8 @@ class Stage:
     """One chain in one forward.
 
     tree: the draft model's chain.  length: its number of tokens before this forward.
-    draft_tree: the cheaper drafter's tree behind it.
-    row: row of the logits behind the chain.  first_row: that behind node 0 of `draft_tree`, the others
+    draft_tree: the cheaper drafter's tree after it.
+    row: row of the logits after the chain.  first_row: that after node 0 of `draft_tree`, the others
         follow.
     """
 
@@ -117,7 +117,7 @@ class Staged:
     def _stages(
         self, step_input: StepInput, tips: Sequence[tuple[Tree, int]]
     ) -> tuple[list[Stage], list[int]]:
-        """Append the cheaper drafter's nodes behind each tip to the forward.
+        """Append the cheaper drafter's nodes after each tip to the forward.
 
         Returns the stages, and the rows of the forward whose logits they need: those of all tips, then those
         of the nodes.
@@ -135,7 +135,7 @@ class Staged:
         return stages, rows
 
     def _propose(self, tree: Tree, rows: int) -> DraftTree:
-        """The cheaper drafter's tree, one shallower than the room: behind its last node the draft model picks
+        """The cheaper drafter's tree, one shallower than the room: after its last node the draft model picks
         a token.
         """
         length = len(tree.tokens)
@@ -182,7 +182,7 @@ class Staged:
             self.host.pool.move(sources, targets)
 
     def _observe_stages(self, stages: Sequence[Stage], paths: Sequence[list[int]], logits: Tensor) -> None:
-        """Report the draft model's picks to the cheaper drafter, for the trees directly behind committed
+        """Report the draft model's picks to the cheaper drafter, for the trees directly after committed
         tokens.
         """
         first = [(stage, path) for stage, path in zip(stages, paths) if not stage.length]

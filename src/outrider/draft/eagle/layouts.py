@@ -2,7 +2,8 @@
 
     layout                         names
     reference, .bin or safetensors fc.*, layers.0.*, embed_tokens.weight (a copy of the target's, not read)
-    vLLM, converted                model.* or model.model.*, lm_head.weight (a copy), enorm, hnorm, token_map (a smaller vocabulary)
+    vLLM, converted                model.* or model.model.*, lm_head.weight (a copy), enorm, hnorm,
+                                   token_map (a smaller vocabulary)
     vLLM, as it reads              embedding_layernorm, hidden_states_layernorm (HASS with add_para_norm)
     speculators v0.1               fusion_fc.*, transformer.*, embedding_layernorm, pre_lm_head_layernorm
 
@@ -90,7 +91,7 @@ def translate(head: Head) -> Head:
 
 
 def claims_of(head: Head) -> int:
-    """2: fc has two inputs, and the layer behind it reads one state; 1: by its config; 0: not an EAGLE
+    """2: fc has two inputs, and the layer after it reads one state; 1: by its config; 0: not an EAGLE
     head."""
     ours, q = _renamed(head), "layers.0.self_attn.q_proj.weight"
     # A norm over the taps belongs to a block-parallel head.

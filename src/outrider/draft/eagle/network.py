@@ -68,7 +68,7 @@ class Network(nn.Module):
         return x
 
     def loss(self, sample: Sample, outer: TargetWeights) -> Tensor:
-        """Smooth L1 of the states and, at a tenth, cross entropy with the target's distribution through its lm_head.
+        """Smooth L1 of the states plus a tenth of the cross entropy with the target's distribution.
 
         tokens    x_0   x_1   x_2 … x_T            pair t is (f_t, x_t+1); its output o_t approximates f_t+1
         states    f_0   f_1   f_2 … f_T

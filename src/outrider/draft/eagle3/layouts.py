@@ -153,7 +153,8 @@ def taps_of(
     listed = head.config.get(TAPS)
     if listed is None and offset is not None:
         raise ConfigError(
-            f"tap_offset {offset} applies to layer numbers in the file, and {head.name!r} lists none: give {TAPS}."
+            f"tap_offset {offset} applies to layer numbers in the file, "
+            f"and {head.name!r} lists none: give {TAPS}."
         )
     if listed is None:
         return tuple(sorted(min(max(tap, 0), layers) for tap in (2, layers // 2, layers - 3)))

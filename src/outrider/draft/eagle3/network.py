@@ -1,10 +1,10 @@
-"""The network of an EAGLE-3 head for training, with the reference's names, and its loss: the training-time test.
+"""The network of an EAGLE-3 head for training, with the reference's names, and its training-time-test loss.
 
 Step 0 reads the target's states, step s the output of step s - 1, as in drafting; the tokens are the text's.
 
     place t                   0          1          2
     step 0 reads pair      (f_0, x_1) (f_1, x_2) (f_2, x_3)      at position t; predicts x_t+2
-    step 1                 (o_0, x_2) (o_1, x_3) (o_2, x_4)      at position t + 1, o of step 0; predicts x_t+3
+    step 1                 (o_0, x_2) (o_1, x_3) (o_2, x_4)      at t + 1, o of step 0; predicts x_t+3
     step s                        (o_t, x_t+s+1)                 at position t + s; predicts x_t+s+2
 
 Step s at place t attends to step 0 at places 0 … t and to steps 1 … s at place t: the committed text and its
@@ -42,7 +42,7 @@ class Settings:
     """Sizes and variants of a head.
 
     taps: as `Needs.states` counts.
-    drafted: ids of the tokens that the head knows, ascending; None for all.
+    drafted: ids of the tokens in the head's vocabulary, ascending; None for all.
     embeds: it has an embedding of its own.
     residual_normed, output_normed, tap_normed, input_normed: see layouts.py.
     """
@@ -72,7 +72,7 @@ class Settings:
 
     @staticmethod
     def fitting(target: Target) -> Settings:
-        """Small, for this target; it knows two tokens of three."""
+        """Small, for this target; its vocabulary has two tokens of three."""
         spec, drafted = target.decoder.spec, tuple(i for i in range(target.vocabulary) if i % 3 < 2)
         layers, hidden = spec.layers, spec.hidden
         taps = tuple(sorted(min(max(tap, 0), layers) for tap in (2, layers // 2, layers - 3)))
@@ -142,7 +142,7 @@ class Network(nn.Module):
 
     @property
     def ids(self) -> Tensor:
-        """int64 [Vd]: the target's tokens that the head knows."""
+        """int64 [Vd]: the target's tokens in the head's vocabulary."""
         d2t: Any = self.d2t
         return torch.arange(len(d2t)) + d2t  # type: ignore[no-any-return]
 
@@ -214,8 +214,10 @@ class Network(nn.Module):
         return logits
 
     def loss(self, sample: Sample, outer: TargetWeights) -> Tensor:
-        """Cross entropy with the target's distribution over the tokens that the head knows, at places where the target's
-        likeliest token is one of them."""
+        """Cross entropy with the target's distribution over the head's tokens.
+
+        Counts the places where the target's likeliest token is one of them.
+        """
         states = torch.cat([sample.states[tap] for tap in self.settings.taps], dim=-1)
         t2d: Any = self.t2d
         total = states.new_zeros(())

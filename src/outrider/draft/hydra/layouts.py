@@ -52,7 +52,9 @@ def claims_of(head: Head) -> int:
 
 
 def translate(head: Head, target: Target) -> Head:
-    """The head under our names.  The prefix layer is a layer of the target, whose config describes it where the head's does not.
+    """The head under our names.
+
+    The prefix layer is a layer of the target.  The target's config describes it where the head's does not.
 
     Raises ModelError for a kind of head that is not supported.
     """
@@ -73,7 +75,7 @@ def translate(head: Head, target: Target) -> Head:
 
 
 def check_kind(head: Head) -> None:
-    """Raises ModelError for a kind of head that is not supported."""
+    """Raise ModelError for a kind of head that is not supported."""
     architecture = head.config.get("hydra_head_arch", ARCHITECTURES[0])
     what = f"{head.name!r} cannot be used as a Hydra head:"
     if architecture not in ARCHITECTURES:

@@ -102,7 +102,9 @@ class Network(nn.Module):
         }
 
     def forward(self, states: Tensor, embedded: Tensor, lm_head: Tensor | None = None) -> list[Tensor]:
-        """Logits [T - 1 - i, V] of each head i for t = 0, 1, …; states f_0 … and embeddings e(x_0) …, [T, hidden] both.
+        """Logits [T - 1 - i, V] of each head i for t = 0, 1, …
+
+        states f_0 … and embeddings e(x_0) …: [T, hidden] both
 
         lm_head [V, hidden]: the target's, for heads without one.
         """
@@ -118,7 +120,7 @@ class Network(nn.Module):
         return logits
 
     def loss(self, sample: Sample, outer: TargetWeights) -> Tensor:
-        """The teacher loss: for every head the cross entropy with the target's distribution of the token that it predicts.
+        """Teacher loss: each head's cross entropy with the target's distribution of its predicted token.
 
         position          t          t+1        t+2        t+3
         token             x_t        x_t+1      x_t+2      x_t+3

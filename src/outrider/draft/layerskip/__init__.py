@@ -13,7 +13,7 @@ overwrites:
 
 Verified K/V before e-1 is the target's, so there is nothing to catch up with.  A row that still computes its
 prompt is not drafted for.  After an early exit the first layers have computed these tokens already:
-verification resumes behind them (`Resume`).
+verification resumes after them (`Resume`).
 """
 
 from __future__ import annotations

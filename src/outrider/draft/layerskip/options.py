@@ -18,9 +18,9 @@ class LayerSkipOptions:
 
     skip_attention, skip_mlp: numbers of layers, from 0.
     layers: the name of a published set, or a file of `outrider tune layerskip`.
-    early_exit: draft with the first so many layers only.
+    early_exit: draft with this many first layers only.
 
-    exit_threshold: stop behind a token less probable than this.  "auto" starts at 0.8 for greedy rows and 0.5
+    exit_threshold: stop after a token less probable than this.  "auto" starts at 0.8 for greedy rows and 0.5
         for others.  None never stops.
     adapt_threshold: move the threshold with the share of accepted tokens.
     siblings: tokens at each depth, of which the best is continued; "confidence": more, the less sure the
@@ -30,7 +30,7 @@ class LayerSkipOptions:
         given set, or with every second layer.
     skip_ratio: share of the sublayers between the first and the last layer that the search skips.
     opt_interval: steps from one candidate set to the next.
-    bayes_interval: every so many candidates, one is chosen by Bayesian optimization, the others at random.
+    bayes_interval: one candidate in this many is chosen by Bayesian optimization, the others at random.
     max_score, max_tolerance_iter, max_opt_iter: the search ends when a set scores above max_score, after
         max_tolerance_iter candidates without improvement, or after max_opt_iter candidates.
     """

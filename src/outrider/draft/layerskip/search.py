@@ -71,7 +71,7 @@ class Search:
         return Skip(tuple(attention), tuple(mlp))
 
     def _bayesian(self) -> Skip:
-        """The random set with the highest upper confidence bound under a Gaussian process over past trials."""
+        """The random set with the highest upper confidence bound of a Gaussian process over past trials."""
         candidates = [self._random() for _ in range(CANDIDATES)]
         tried = np.array([self._switches(skip) for skip in self.tried[-HISTORY:]])
         new = np.array([self._switches(skip) for skip in candidates])

@@ -1,4 +1,4 @@
-"""Sets of sublayers to skip: published ones, files of the tuner, and a default."""
+"""Set of sublayers to skip: published ones, files of the tuner, and a default."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Skip:
 
     @staticmethod
     def of(attention: Any, mlp: Any, layers: int, model: str, depth: int | None = None) -> Skip:
-        """Raises ConfigError for a number that is no layer of `model`, or if nothing would be left."""
+        """Raise ConfigError for a number that is no layer of `model`, or if nothing would be left."""
         parts: list[tuple[int, ...]] = []
         for name, numbers in (("skip_attention", attention), ("skip_mlp", mlp)):
             is_list = isinstance(numbers, (list, tuple, range))

@@ -6,7 +6,7 @@ one state.
     token, from it head i: logits_i = W_i · ResBlock(… ResBlock(f_t))
                                  x_t+1    head 0   head 1 …        drafts for e, e+1 …
 
-A head does not know the drafts of the heads before it.  All nodes of a level have the same candidates, and
+A head does not read the drafts of the heads before it.  All nodes of a level have the same candidates, and
 a tree is a set of paths of ranks: how often rank j of head i was right decides which paths get a node.
 Medusa-1 trains the heads alone, Medusa-2 the target with them; here they differ only in their files (see
 layouts.py).

@@ -1,13 +1,13 @@
 """Published files of Medusa heads.
 
-    layout                              block j of head i                 its matrix to the vocabulary
-    reference v0.1; TGI                 {i}.{j}.linear.weight, .bias      {i}.{n}.weight, n the number of blocks
-    "version 2" heads; TGI's V2         the same                          none: the target's lm_head serves all heads
-    Medusa-1.0, Medusa-2                medusa_head.{i}.{j}.linear.…      medusa_head.{i}.{n}.weight, beside a whole model
-    vLLM                                blocks.{i}.layers.{j}.…           lm_heads.{i}.weight, or one for all; token_map
-    ours, while loading                 {i}.{j}.linear.…                  {i}.lm_head.weight, or lm_head.weight; token_map
+    layout                        block j of head i                 its matrix to the vocabulary
+    reference v0.1; TGI           {i}.{j}.linear.weight, .bias      {i}.{n}.weight, n the number of blocks
+    "version 2" heads; TGI's V2   the same                          none: the target's lm_head for all heads
+    Medusa-1.0, Medusa-2          medusa_head.{i}.{j}.linear.…      medusa_head.{i}.{n}.weight, a whole model
+    vLLM                          blocks.{i}.layers.{j}.…           lm_heads.{i}.weight, or one; token_map
+    ours, while loading           {i}.{j}.linear.…                  {i}.lm_head.weight, or one; token_map
 
-The tensors, not the config, say how many heads there are: a published config says 2 of a file with 5.  The
+The tensors, not the config, give the number of heads: a published config has 2 for a file with 5.  The
 reference repeats one module as the blocks of a head.  Its files hold this block under n names, or under one
 of them if the writer drops aliases.
 """
@@ -71,7 +71,8 @@ def translate(head: Head) -> Head:
     if layout is None:
         raise ModelError(
             f"{head.name!r} holds no Medusa heads: there is neither 0.0.linear.weight nor "
-            f"medusa_head.0.0.linear.weight nor blocks.0.layers.0.weight among its {len(head.stored)} tensors, "
+            "medusa_head.0.0.linear.weight nor blocks.0.layers.0.weight "
+            f"among its {len(head.stored)} tensors, "
             f"{', '.join(sorted(head)[:4])} …"
         )
     ours = layout.translate(head)
@@ -96,14 +97,15 @@ def counts(head: Head) -> tuple[int, int]:
     heads, blocks = (1 + max(int(match[field]) for match in numbers) for field in "ij")
     if max(heads, blocks) > MOST_STEPS:
         raise ModelError(
-            f"{head.name!r} has tensors of {heads} heads of {blocks} blocks; at most {MOST_STEPS} are supported."
+            f"{head.name!r} has tensors of {heads} heads of {blocks} blocks; "
+            f"at most {MOST_STEPS} are supported."
         )
     return heads, blocks
 
 
 def _blocks_per_head(head: Head, ours: Head) -> int:
     """The number that the matrix to the vocabulary has; without one, the number of blocks in the file, or
-    what the config says of one."""
+    the config's settings of one."""
     matrices = ("{i}.{blocks}.weight", "medusa_head.{i}.{blocks}.weight")
     numbers = {int(match["blocks"]) for name in head for one in matrices if (match := parse(one, name))}
     stored = counts(ours)[1]
@@ -117,7 +119,7 @@ def _blocks_per_head(head: Head, ours: Head) -> int:
 
 
 def _check_complete(head: Head) -> None:
-    """Raises ModelError for the first missing tensor."""
+    """Raise ModelError for the first missing tensor."""
     heads, blocks = counts(head)
     linears = [f"{i}.{j}.linear" for i in range(heads) for j in range(blocks)]
     names = [f"{linear}.weight" for linear in linears]

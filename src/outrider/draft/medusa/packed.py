@@ -15,7 +15,7 @@ from outrider.models.fallback.row_invariant import by_rows
 
 
 class Packed:
-    """ids: int32 [Vd], the target's token of each of the heads'; None if they know all.  outputs: Vd."""
+    """ids: int32 [Vd], the target's token of each of the heads'; None if they have all.  outputs: Vd."""
 
     def __init__(self, reader: Reader, target: Target) -> None:
         """reader: of a head with normalized names.  Raises ModelError where it does not fit the target."""
@@ -30,7 +30,7 @@ class Packed:
         ]
         self.ids = (
             token_map(self.head, target.vocabulary) if own else None
-        )  # the target's lm head knows all tokens
+        )  # the target's lm head has all tokens
         self.outputs = target.vocabulary if self.ids is None else len(self.ids)
         self.lm_heads = [self._lm_head(name) for name in own]
         self.scale = (

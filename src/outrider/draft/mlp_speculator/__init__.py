@@ -134,7 +134,7 @@ class MlpSpeculator(StateDrafter):
         return layouts.claims_of(head)
 
     def size(self, depth: int) -> int:
-        """Raises ConfigError for more levels than the network has steps."""
+        """Raise ConfigError for more levels than the network has steps."""
         if depth > self.depth:
             raise ConfigError(
                 f"num_speculative_tokens {depth} is more than the {self.depth} steps (n_predict) of "

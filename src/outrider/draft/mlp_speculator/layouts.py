@@ -1,7 +1,7 @@
 """Published files of MLP speculators.  Ours number modules in a row, whether there are several or one.
 
     IBM, Arctic MLP   emb.{i} proj.{i} ln.{i} head.{i}, with or without "speculator." in front
-    Arctic sum_rnn    emb.{i}.{j} proj.{i}.{j} ln.{i}.{j} head.{i}: norms (a GELU follows each) and linears in a row
+    Arctic sum_rnn    emb.{i}.{j} proj.{i}.{j} ln.{i}.{j} head.{i}: norms (each before a GELU) and linears
     Arctic sum_lstm   forget_emb.0 input_emb.0 output_emb.0 cell_emb.0, forget_proj.{0,1} … cell_proj.{0,1},
                       cell_ln.0 state_ln.0 head.{i}; or projs.{0,1}, the four side by side, as ArcticInference
                       runs them
@@ -81,10 +81,11 @@ class SpeculatorLayout:
 
     @staticmethod
     def of(head: Head) -> SpeculatorLayout:
-        """Raises ModelError for an incomplete file, or another kind of head."""
+        """Raise ModelError for an incomplete file, or another kind of head."""
         if head.config.get("speculators_model_type") == "mlp":
             raise ModelError(
-                f"{head.name!r} is of the type 'mlp' of speculators 0.1, which is not supported: give one with IBM's names."
+                f"{head.name!r} is of the type 'mlp' of speculators 0.1, which is not supported: "
+                "give one with IBM's names."
             )
         method, announced = method_of(head), head.config.get("method")
         if method is None:
@@ -132,7 +133,8 @@ def _steps(head: Head, method: str, found: Mapping[str, set[int]]) -> tuple[int,
     announced = head.config.get("n_predict")
     if not isinstance(announced, int) or isinstance(announced, bool) or announced < 1:
         raise ModelError(
-            f"{head.name!r} holds one set of weights for all steps, and its n_predict does not say for how many: "
+            f"{head.name!r} holds one set of weights for all steps, "
+            "and its n_predict does not say for how many: "
             f"{announced!r}."
         )
     return announced, tied
@@ -141,7 +143,7 @@ def _steps(head: Head, method: str, found: Mapping[str, set[int]]) -> tuple[int,
 def exported(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: str
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Config and tensors of a network as its authors publish it ("reference"), or for "vllm" or "arctic" (ArcticInference).
+    """Config and tensors of a network in the layout "reference" (the authors'), "vllm" or "arctic".
 
     ArcticInference also needs the architecture of the target in the config: `base_model_archs`.
     """
@@ -153,6 +155,7 @@ def exported(
         return {**config, "architectures": names}, dict(tensors)
     if arctic:
         raise ConfigError(
-            f"vLLM does not support the method {config['method']!r}; ArcticInference does: choose the layout 'arctic'."
+            f"vLLM does not support the method {config['method']!r}; "
+            "ArcticInference does: choose the layout 'arctic'."
         )
     return dict(config), {f"{PREFIX}{name}": tensor for name, tensor in tensors.items()}

@@ -9,7 +9,7 @@ shipped with a target.
 
 Layer k reads the output of layer k-1 at the same t, beside a token one position further on.  Its K/V lies
 in the slot of that token, as in heads/recurrent.py, in a table that begins k + 1 slots later than the
-target's.  Behind the pending token e-1, the first pairs of layer k that read a draft token are at e-1-k …
+target's.  After the pending token e-1, the first pairs of layer k that read a draft token are at e-1-k …
 e-2.  All nodes of the tree down to level k go through it, each with the output of layer k-1 at its parent.
 Only the last states differ from certain ones, so the last k states are read twice.
 
@@ -18,7 +18,7 @@ Only the last states differ from certain ones, so the last k states are read twi
     layer 1                     (a_e-3, x_e-1)  (a_e-2, d1)                → draft 2
     layer 2                     (b_e-4, x_e-1)  (b_e-3, d1)  (b_e-2, d2)   → draft 3
 
-Behind the last layer that one recurs, as does the only layer of a file with one (FastMTP, arXiv
+After the last layer that one recurs, as does the only layer of a file with one (FastMTP, arXiv
 2509.18362): (o, draft) at t+1.
 
 Other engines zero the embedding at position 0, because they place pairs at their tokens and no state

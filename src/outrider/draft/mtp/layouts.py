@@ -1,14 +1,16 @@
 """Published files of multi-token prediction layers.
 
-    layout        names                                              the layer reads          state
-    deepseek      model.layers.{L+i}.{enorm,hnorm,eh_proj,…}         [embedding; state]       after the target's last norm
-    mimo          model.mtp_layers.{i}.{token_layernorm,…}           [state; embedding]       before it
-    ernie         model.mtp_{emb_norm,hidden_norm,…}.{i}, mtp_block  [embedding; state]       before it; the target's norm follows
-    speculators   mtp_layers.{i}.{token_layernorm,…}                 [embedding; state]       after it
+    layout        names                                              the layer reads       state
+    deepseek      model.layers.{L+i}.{enorm,hnorm,eh_proj,…}         [embedding; state]    after the last norm
+    mimo          model.mtp_layers.{i}.{token_layernorm,…}           [state; embedding]    before it
+    ernie         model.mtp_{emb_norm,hidden_norm,…}.{i}, mtp_block  [embedding; state]    before it; (*)
+    speculators   mtp_layers.{i}.{token_layernorm,…}                 [embedding; state]    after it
+
+The last norm is the target's.  (*): the target's norm follows.
 
 Ours: layers.{i}.{enorm,hnorm,eh_proj,norm} and those of an ordinary block; eh_proj reads [embedding; state].
 Embedding and lm_head are the target's; copies of them in the file are not read.  The output of a layer is
-before or after its last norm, as the states that it reads are.  Engines disagree which: our config says it
+before or after its last norm, as the states that it reads are.  Engines disagree which: our config states it
 ("prenorm").
 """
 
@@ -103,7 +105,8 @@ FORMAT = HeadFormat(
     vocabulary=("embed_tokens.weight", "lm_head.weight"),
 )
 OURS = re.compile(
-    r"(embed_tokens|lm_head)\.weight|layers\.\d+\.(enorm|hnorm|eh_proj|norm|input_layernorm|post_attention_layernorm|"
+    r"(embed_tokens|lm_head)\.weight|"
+    r"layers\.\d+\.(enorm|hnorm|eh_proj|norm|input_layernorm|post_attention_layernorm|"
     r"self_attn\.([qkvo]_proj|[qk]_norm)|mlp\.(gate|up|down)_proj)\.(weight|bias)"
 )
 UNSUPPORTED = (
@@ -192,7 +195,8 @@ def _check_dense(head: Head) -> None:
         if not OURS.fullmatch(name):
             why = next(reason for pattern, reason in UNSUPPORTED if re.search(pattern, name))
             raise ModelError(
-                f"the prediction layers of {head.name!r} have {why} ({head.stored[name]}), and only dense ones "
+                f"the prediction layers of {head.name!r} have {why} ({head.stored[name]}), "
+                "and only dense ones "
                 "are supported."
             )
 
@@ -215,7 +219,7 @@ def _unpair(tensor: Tensor, head_dim: int) -> Tensor:
 def exported(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: str
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Config and tensors of a trained network as "deepseek", "mimo" (vLLM and SGLang, a Qwen2 block) or "speculators".
+    """Config and tensors of a network as "deepseek", "mimo" (vLLM, SGLang; a Qwen2 block) or "speculators".
 
     Raises ModelError where readers of that layout would feed the layers other states than they were trained
     on.
@@ -224,7 +228,8 @@ def exported(
     head, trained = translate(Head.of("the trained network", config, tensors))
     if trained.prenorm != wanted.prenorm:
         raise ModelError(
-            f"layers trained on states {_side(trained)} cannot be written as {layout!r}, whose readers give those "
+            f"layers trained on states {_side(trained)} cannot be written as {layout!r}, "
+            "whose readers give those "
             f"{_side(wanted)}."
         )
     out: dict[str, Tensor] = {}

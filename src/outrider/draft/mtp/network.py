@@ -37,8 +37,13 @@ class PredictionLayer(Layer):
 
 
 class Network(nn.Module):
-    """first: number of layers of the target.  layers: prediction layers.  steps: depths in the loss, as many as layers unless given.
-    prenorm: the layers read states before the target's last norm."""
+    """Prediction layers for training.
+
+    first:   number of layers of the target
+    layers:  number of prediction layers
+    steps:   depths in the loss, by default one per layer
+    prenorm: the layers read states before the target's last norm
+    """
 
     def __init__(
         self,
@@ -90,9 +95,9 @@ class Network(nn.Module):
         return (x if self.prenorm else normed), normed
 
     def loss(self, sample: Sample, outer: TargetWeights) -> Tensor:
-        """Cross entropy with the target's distribution, given the text's own tokens: the weighted mean of all depths.
+        """Cross entropy with the target's distribution, on the text's tokens: weighted mean of all depths.
 
-        tokens      x_0   x_1   x_2   x_3 … x_T         pair t of depth k is (state t, x_t+k+1); it predicts p_t+k+1
+        tokens      x_0   x_1   x_2   x_3 … x_T         pair t of depth k: (state t, x_t+k+1) → p_t+k+1
         states      f_0   f_1   f_2   f_3 … f_T
         depth 0   (f_0    x_1)→ p_1
         depth 1   (h_0          x_2)→ p_2               h_t: output of depth 0 at t

@@ -21,7 +21,7 @@ class Layer:
     def __init__(
         self, reader: Reader, model: Model, at: str, sizes: Sizes, turn: Tensor, last: Tensor | None
     ) -> None:
-        """last: the norm behind it, for a layer without its own."""
+        """last: the norm after it, for a layer without its own."""
         hidden = sizes.hidden
         self.backend, self.eps = reader.backend, sizes.eps
         enorm, hnorm, norm_in = (

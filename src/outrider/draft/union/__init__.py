@@ -83,7 +83,7 @@ class Union(Drafter):
             )
 
     def __init__(self, options: Any, target: Target, factories: Sequence[Factory] = ()) -> None:
-        """Make the drafters of `factories`, then those of the options, each with random streams of its own."""
+        """Make the drafters of `factories`, then those of the options, each with its own RNG streams."""
         super().__init__(options, target)
         self.drafters: list[Drafter] = []
         self.depths: list[int] = []

@@ -101,7 +101,7 @@ class Merger:
         self.node_of.append({})
 
     def _child(self, parent: Node, token: int, confidence: float, distribution: int) -> Node:
-        """Add a child, or find the chosen one that holds the token; it takes the highest confidence of all."""
+        """Add a child, or find the chosen one with this token; its confidence is the maximum of all."""
         if distribution != CHOSEN:
             confidence = FIRST_SAMPLE * NEXT_SAMPLE ** parent.samples[distribution]
             parent.samples[distribution] += 1

@@ -37,8 +37,8 @@ class Tree(LevelBuilder):
     def draw(self, distributions: dict[int, Tensor]) -> None:
         """Add children sampled from the distributions, float64 [V], of their parents as the next level.
 
-        How many a parent gets depends on how likely its own path is.  All of them stay, whatever their
-        tokens: a choice among samples by their tokens would not be a sample of q.
+        The number of samples of a parent depends on the probability of its own path.  All samples are kept:
+        a choice among them by their tokens would not be a sample of q.
         """
         self.frontier = []
         for parent, count in self._shares(list(distributions)).items():

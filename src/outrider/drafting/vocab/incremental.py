@@ -51,7 +51,7 @@ class TextCodec:
     def tokens(self, text: str, *contexts: str) -> tuple[list[int], list[int]]:
         """Return the tokens of a text, and the offset in it at which each begins.
 
-        The text is tokenized behind the first context that shares no token with it, or behind nothing.
+        The text is tokenized after the first context that shares no token with it, or after nothing.
         """
         for before in (*contexts, ""):
             found, at = self.core.encode(before + text, add_special_tokens=False), len(before)

@@ -80,7 +80,7 @@ _CALL: ContextVar[ForwardCall] = ContextVar("call")
 
 @contextmanager
 def intercepting(call: ForwardCall) -> Iterator[None]:
-    """While it lasts, attention in this thread belongs to `call`."""
+    """Send attention in this thread to `call`, within the context."""
     before = _CALL.set(call)
     try:
         yield

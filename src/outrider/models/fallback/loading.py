@@ -1,4 +1,4 @@
-"""Loading of a model with transformers' own code, and the attribute of it that holds its body."""
+"""Loading of a model with transformers, and the name of the attribute that holds its body."""
 
 from __future__ import annotations
 

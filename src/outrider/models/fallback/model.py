@@ -60,7 +60,7 @@ class BodyOutput(MoeModelOutputWithPast):
 
 
 class BodyStub(nn.Module):
-    """Stands in for the body under the head: returns `hidden`, so that the head alone can be run."""
+    """Replacement of the body below the head: returns `hidden`, so that the head can be run alone."""
 
     def __init__(self) -> None:
         super().__init__()

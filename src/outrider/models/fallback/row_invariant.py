@@ -111,7 +111,7 @@ class Matrix:
 
 @dataclasses.dataclass
 class Transposed:
-    """`weight.T` as an operand of `x @ weight.T`."""
+    """`weight.T`, as the operand of `x @ weight.T`."""
 
     matrix: Matrix
 
@@ -262,7 +262,7 @@ class RowwiseMode(TorchFunctionMode):
 
 
 class RecordingMode(RowwiseMode):
-    """Records the classes of the modules whose own forward calls a batch-dependent function."""
+    """Record the classes of the modules whose own forward calls a batch-dependent function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -298,7 +298,7 @@ def row_invariant(model: nn.Module, run: Callable[[], T]) -> T:
 
 
 def _discard(_: object) -> None:
-    """Returns None: a hook that returns something would replace the result."""
+    """Return None: a hook that returns something would replace the result."""
 
 
 def _rowwise(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Comparison of the weights that a config asks for with the files of its checkpoint."""
+"""Comparison of a config's number of weights with the size of the checkpoint's files."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from outrider.checkpoints.hub import Checkpoint
 from outrider.checkpoints.weights import Weights
 from outrider.errors import ModelError
 
-SLACK = 1 << 22  # weights that a model may have beyond a byte each in its files
+SLACK = 1 << 22  # weights allowed beyond one per byte of the files
 
 
 def check_sizes(checkpoint: Checkpoint) -> None:
-    """Raises ModelError for a config that asks for far more weights than the files hold.
+    """Raise ModelError for a config with far more weights than the files can hold.
 
-    transformers allocates what the config asks for, also where the files have another shape.  On the meta
-    device the model costs nothing.
+    transformers allocates the sizes of the config before it compares them with the files.  The model is
+    counted on the meta device, which allocates nothing.
     """
     if not any(path.suffix in (".safetensors", ".bin") for path in checkpoint.folder.iterdir()):
-        return  # transformers says which files it looks for
+        return  # transformers raises an error that lists the files it looks for
     where = Weights(checkpoint.folder).where
     if checkpoint.spec.layers > len(where):
         raise ModelError(
@@ -36,7 +36,7 @@ def check_sizes(checkpoint: Checkpoint) -> None:
             model = loader.from_config(
                 copy.deepcopy(checkpoint.config), trust_remote_code=checkpoint.trust_remote_code
             )
-    except Exception:  # loading fails in the same way, and gives the reason
+    except Exception:  # loading fails in the same way and reports the reason
         return
     held = sum(path.stat().st_size for path in set(where.values()))
     if (wanted := sum(parameter.numel() for parameter in model.parameters())) > held + SLACK:

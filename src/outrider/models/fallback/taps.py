@@ -1,4 +1,4 @@
-"""What enters the layers of somebody else's model, kept on the way."""
+"""Hidden states at the inputs of the layers of a transformers model."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from outrider.errors import ModelError
 
 
 def layers_of(body: nn.Module, count: int, attended: Sequence[nn.Module]) -> nn.ModuleList | None:
-    """The list of a body's layers: it has `count` members, and these hold the modules that attended, in this
-    order, each at least one.
+    """The list of a body's decoder layers; None if it is not found.
 
-    So no list of experts, norms or attentions is taken for it, nor the layers of a tower for images, which
-    no text goes through.
+    count:    number of layers
+    attended: modules that ran attention, in order; every layer must contain at least one
+    This excludes lists of experts, norms or attentions, and the layers of a vision tower.
     """
 
     def holds_them(found: nn.ModuleList) -> bool:
@@ -32,8 +32,10 @@ def layers_of(body: nn.Module, count: int, attended: Sequence[nn.Module]) -> nn.
 
 @contextmanager
 def tapping(layers: nn.ModuleList | None, taps: dict[int, Tensor]) -> Iterator[None]:
-    """While it lasts, a forward of [1, n, hidden] puts into taps[j] the states [n, hidden] that enter layer
-    j; j = their number: those that leave the last one.  Raises ModelError where the layers are not known.
+    """Copy the layer inputs of a forward of [1, n, hidden] into `taps`, within the context.
+
+    taps: layer j -> states [n, hidden] at its input; the number of layers: output of the last one.
+    Raises ModelError if `layers` is None.
     """
     if not taps:
         yield

@@ -1,9 +1,9 @@
-"""Queries that are scaled by position (Llama 4's attention temperature, https://arxiv.org/abs/2501.19399).
+"""Position-dependent scaling of queries (Llama 4's attention temperature, arXiv 2501.19399).
 
     scale(position) = 1 + attn_scale * log(1 + floor((position + 1) / floor_scale)),   in layers without RoPE
 
-Transformers counts positions from the first row of a call.  The rows of a plan have any positions, so
-`attend` scales them, by a table.
+Transformers counts positions from the first row of a call.  The rows of a step have arbitrary positions, so
+`attend` scales them by a table.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 
 def take_over(model: nn.Module, positions: int, device: torch.device, ours: Callable[[], bool]) -> None:
-    """Gives every attention that scales its queries the table `query_scales` [positions].
+    """Attach the table `query_scales` [positions] to every attention module that scales its queries.
 
-    Its own scaling is off while `ours()`.
+    The module's own scaling is off while `ours()` is true.
     """
     module: Any
     for module in model.modules():

@@ -1,7 +1,7 @@
-"""Families whose modelling code computes its attention itself, made to call ours.
+"""Model families that do not use transformers' attention interface, patched to call our attention.
 
-GPT-J, CodeGen and GPT-Neo have a method for it, which is replaced; in BLOOM, MPT and Falcon it is woven into
-`forward`, whose projections are repeated here.  Each function takes the attention module first.
+In GPT-J, CodeGen and GPT-Neo a method is replaced.  In BLOOM, MPT and Falcon attention is part of `forward`,
+so the projections are repeated here.  The first argument of each function is the attention module.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Attend = Callable[
 ]  # (module, q, k, v, mask, scaling=…, window=…, slopes=…) -> ([1,n,H,D], None)
 
 
-SHORTEST = 64  # positions of a table: loading tries a few tokens, however short the context
+SHORTEST = 64  # minimum positions of a table: loading runs a few tokens, however short the context
 
 
 def gptj(
@@ -31,7 +31,7 @@ def gptj(
 def gpt_neo(
     attend: Attend, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any = None
 ) -> tuple[Tensor, None]:
-    """Its scores are not scaled; every other layer is local."""
+    """GPT-Neo: scores are not scaled, and every other layer has local attention."""
     window = module.config.window_size if module.attention_type == "local" else None
     return attend(module, q, k, v, None, scaling=1.0, window=window)[0].transpose(1, 2), None
 
@@ -60,9 +60,7 @@ def mpt(attend: Attend, module: Any, x: Tensor, position_bias: Any, **_: Any) ->
     q, k, v = (
         part.unflatten(2, (module.n_heads, module.head_dim)).transpose(1, 2) for part in qkv.chunk(3, dim=2)
     )
-    slopes = (
-        None if position_bias is None else position_bias[:, 0, -2] * -1.0
-    )  # the bias at a distance of one
+    slopes = None if position_bias is None else position_bias[:, 0, -2] * -1.0  # the bias at distance one
     return module.out_proj(
         attend(module, q, k, v, None, scaling=module.softmax_scale, slopes=slopes)[0].flatten(2)
     ), None
@@ -70,7 +68,7 @@ def mpt(attend: Attend, module: Any, x: Tensor, position_bias: Any, **_: Any) ->
 
 @functools.cache
 def falcon_biases(heads: int, positions: int, device: torch.device) -> Tensor:
-    """[heads, positions]: the bias of a key by its position, which Falcon rounds to bfloat16."""
+    """ALiBi bias of each key position [heads, positions], rounded to bfloat16 as in Falcon."""
     from transformers.models.falcon.modeling_falcon import build_alibi_tensor
 
     biases: Tensor = build_alibi_tensor(torch.ones(1, positions, dtype=torch.int64), heads, torch.float32)
@@ -78,9 +76,10 @@ def falcon_biases(heads: int, positions: int, device: torch.device) -> Tensor:
 
 
 def falcon_alibi(attend: Attend, module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
-    """The bias is one more dimension of a key, where the query is 1: (q·k + bias) · scale, as in SDPA.
+    """Attention with the bias as an extra dimension of the keys; the query is 1 there.
 
-    So it keeps its rounding, which slopes by distance would not have.  Every query head has a key of its own.
+    The score is (q·k + bias) · scale, as in SDPA.  This keeps the bfloat16 rounding of the bias, unlike ALiBi
+    slopes.  Every query head has its own keys.
     """
     heads = module.num_heads
     k, v = (part.repeat_interleave(heads // part.shape[1], dim=1) for part in (k, v))
@@ -104,9 +103,7 @@ def falcon(
     q, k, v = (part.transpose(1, 2) for part in module._split_heads(module.query_key_value(x)))
     if alibi is not None:
         return module.dense(falcon_alibi(attend, module, q, k, v, position_ids).flatten(2)), None
-    k, v = (
-        part[:, :: part.shape[1] // module.num_kv_heads] for part in (k, v)
-    )  # of several equal ones it needs one
+    k, v = (part[:, :: part.shape[1] // module.num_kv_heads] for part in (k, v))  # one of several equal rows
     rotate: Any = theirs.apply_rotary_pos_emb
     q, k = rotate(q, k, *position_embeddings)
     return module.dense(
@@ -125,7 +122,7 @@ FAMILIES: dict[str, tuple[str, Callable[..., Any]]] = {
 
 
 def route(model: nn.Module, attend: Attend) -> bool:
-    """Puts `attend` into a model of these families; False for all others."""
+    """Patch a model of these families to use `attend`; returns False for all others."""
     found = [module for module in model.modules() if type(module).__name__ in FAMILIES]
     for module in found:
         name, function = FAMILIES[type(module).__name__]
