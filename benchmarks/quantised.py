@@ -21,7 +21,7 @@ from core import NEW, PROMPT, checkpoint, conditions, decode_speed, first_token,
 from rich.console import Console
 
 from outrider import LLM, SamplingParams
-from outrider.backends.cpu.backend import LINEARS
+from outrider.backends.cpu.structs import LINEARS
 from outrider.bench.prompts import PROMPTS, rendered
 from outrider.checkpoints.hub import Checkpoint
 from outrider.core.step_input import StepInput
