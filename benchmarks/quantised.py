@@ -70,7 +70,12 @@ def long_step_ms(model: Path, form: str, kv: str) -> float:
     source = Checkpoint.open(str(model))
     device = torch.device("cpu")
     decoder = Decoder(
-        source, pick_dtype("auto", source.stored_dtype, device), device, CONTEXT + 1, FORMS[form].get("quantization"), kv
+        source,
+        pick_dtype("auto", source.stored_dtype, device),
+        device,
+        CONTEXT + 1,
+        FORMS[form].get("quantization"),
+        kv,
     )
     pool, slots, spec = decoder.pool(CONTEXT + 16), torch.arange(CONTEXT), source.spec
     for layer in range(spec.layers):
