@@ -280,7 +280,7 @@ class FusedModel(Protocol):
     ) -> Tensor:
         """Logits float32 [M, V] of the step's `logits_rows`.  The next call may overwrite them.
 
-        states:  see `Model.read`
+        states:  see `Model.forward_step`
         queries: from `Backend.matcher`, answered; None for none
         """
 

@@ -62,7 +62,7 @@ class Candidates(Protocol):
         ids: Tensor | None,
         ranked: Tensor | None,
     ) -> tuple[list[int], list[int]]:
-        """The same of the best that `Backend.picks` finds in logits, float32 [n, V], where all have the same key.  ids, ranked: as in
+        """The same of the best that `Backend.pick_rows` finds in logits, float32 [n, V], where all have the same key.  ids, ranked: as in
         `Found`."""
 
     def keep(self, nodes: int) -> Nodes:

@@ -1,7 +1,7 @@
 """Counter-based noise: the Gumbel noise of a token is a pure function of (seed, sample index, position, token id).
 
 So the text at temperature > 0 is a function of the seed alone: the batch, the tree and the method cannot change it.
-`kernels/sample.c` computes the same numbers; the logarithms are taken in float64 and rounded, so that devices agree.
+`backends/cpu/csrc/sample.c` computes the same numbers; the logarithms are taken in float64 and rounded, so that devices agree.
 """
 
 from __future__ import annotations

@@ -43,9 +43,10 @@ NO_BUDGET = Budget()
 class DraftTree(NamedTuple):
     """The tree of one row, as lists: parents[i] < i, -1 = root.
 
-    laws, law_of: node i was drawn from the distribution laws[law_of[i]] (float64 [V]) at its parent; -1 means it was chosen, and an
-    empty law_of that all were.  repeats: siblings of one law are independent draws; otherwise each is drawn from what is left of the
-    law without those before it.  probes: the last so many nodes are there for what the target says after them, not to be accepted.
+    distributions, probs_of: node i was drawn from distributions[probs_of[i]] (float64 [V]) at its parent; -1 means it was
+    chosen, and an empty probs_of that all were.  repeats: siblings of one distribution are independent draws; otherwise each
+    is drawn from what is left of it without those before.  probes: the last so many nodes are there for what the target says
+    after them, not to be accepted.
     """
 
     tokens: list[int]

@@ -1,4 +1,4 @@
-"""The law of a request and the choice from it, in torch.  `kernels/sample.c` is tested equal to this.
+"""The law of a request and the choice from it, in torch.  `backends/cpu/csrc/sample.c` is tested equal to this.
 
 Order as in vLLM: temperature, min_p, top_k, top_p.  Equal logits stay or go together.
 """
