@@ -116,7 +116,7 @@ def overhead_ms(llm: LLM, config: dict[str, Any] | None, params: SamplingParams)
         total = seconds(lambda: llm.generate(prompt(PROMPT), params))
         best = min(best, (total - inside[0] + picking.value) / llm.engine.steps * 1e3)
     for decoder in decoders:
-        del decoder.read, decoder.chain, decoder.forward, decoder.logits
+        del decoder.forward_step, decoder.draft_chain, decoder.forward, decoder.logits
     return best
 
 

@@ -21,11 +21,12 @@ from core import NEW, PROMPT, checkpoint, conditions, decode_speed, first_token,
 from rich.console import Console
 
 from outrider import LLM, SamplingParams
-from outrider.backends.cpu.backend import LINEARS
+from outrider.backends.cpu.structs import LINEARS
 from outrider.bench.prompts import PROMPTS, rendered
 from outrider.checkpoints.hub import Checkpoint
 from outrider.core.step_input import StepInput
 from outrider.models.decoder import Decoder
+from outrider.models.placement import pick_dtype
 
 FORMS: dict[str, dict[str, Any]] = {
     "bfloat16": {},
@@ -69,7 +70,12 @@ def long_step_ms(model: Path, form: str, kv: str) -> float:
     source = Checkpoint.open(str(model))
     device = torch.device("cpu")
     decoder = Decoder(
-        source, source.dtype("auto", device), device, CONTEXT + 1, FORMS[form].get("quantization"), kv
+        source,
+        pick_dtype("auto", source.stored_dtype, device),
+        device,
+        CONTEXT + 1,
+        FORMS[form].get("quantization"),
+        kv,
     )
     pool, slots, spec = decoder.pool(CONTEXT + 16), torch.arange(CONTEXT), source.spec
     for layer in range(spec.layers):

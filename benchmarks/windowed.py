@@ -48,7 +48,7 @@ def steps(llm: LLM, temperature: float, speculate: bool) -> dict[str, float]:
     llm.generate(prompt(LENGTH), SamplingParams(temperature=0, max_tokens=1))  # the prompt is in the cache
     llm.engine.reset()
     (output,) = llm.generate(prompt(LENGTH), params)
-    work, stats = llm.engine.decoding, output.speculation
+    work, stats = llm.engine.decode, output.speculation
     ms = {name: round(value / work.steps * 1e3, 1) for name, value in work.times._asdict().items()}
     return {
         "tokens/s": round(work.emitted / sum(work.times), 1), "tokens per step": round((stats.emitted - ROWS) / (stats.steps - ROWS), 2),

@@ -202,13 +202,13 @@ def states_are_of_the_last_computed_token(llm: LLM, speculation: dict[str, Any])
     driver = EngineDriver(llm)
     requests = [driver.add_request(list(range(i, i + 9)), params) for i in range(4)]
     for _ in range(14):
-        llm.engine.step()
+        driver.step()
         for row, (computed, state) in drafter.last_states.items():
             assert computed == row.computed == len(row.tokens) - 1
             assert torch.equal(
                 state[0], read(llm.engine.decoder, row.tokens, (FINAL,)).states[FINAL][computed - 1]
             )
-    assert sum(llm._leave(request).outputs[0].speculation.accepted for request in requests) > 0
+    assert sum(driver.finish(request).outputs[0].speculation.accepted for request in requests) > 0
     assert not drafter.last_states
 
 

@@ -10,14 +10,14 @@ import pytest
 PROGRAM = """
 import torch
 from outrider.backends.select import backend_for
-from outrider.core.params import Law
+from outrider.core.params import DistributionParams
 
 kernels = backend_for(torch.device("cpu"), torch.float32)
 for i in range(2000):
     torch.manual_seed(i)
     logits = torch.randn(300)
     logits[i % 300] = float("nan")
-    tokens, _ = kernels.pick(logits, Law(0.8, {min_p}, {top_k}, {top_p}), 12345, 1, False)
+    tokens, _ = kernels.pick(logits, DistributionParams(0.8, {min_p}, {top_k}, {top_p}), 12345, 1, False)
     assert all(0 <= token < 300 for token in tokens)
 """
 

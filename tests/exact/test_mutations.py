@@ -76,7 +76,7 @@ def test_a_node_that_misses_a_known_token(scene: Setup, monkeypatch: pytest.Monk
     broken = scene()
 
     def edit(step_input: StepInput, row: int, table: array[int], seen: int, path: list[int]) -> None:
-        step_input._seen[row] -= 1
+        step_input.context_lens[row] -= 1
 
     edit_nodes(monkeypatch, edit)
     assert broken.differences() > 0
@@ -87,7 +87,7 @@ def test_a_node_one_position_too_far(scene: Setup, monkeypatch: pytest.MonkeyPat
     broken = scene()
 
     def edit(step_input: StepInput, row: int, table: array[int], seen: int, path: list[int]) -> None:
-        step_input._positions[row] += 1
+        step_input.positions[row] += 1
 
     edit_nodes(monkeypatch, edit)
     assert broken.differences() > 0

@@ -123,7 +123,7 @@ def test_a_draft_ends_behind_the_first_guess_that_the_rule_dislikes(
         for one_call in (True, False):
             with overheard(fast, monkeypatch) as heard, monkeypatch.context() as patch:
                 if not one_call:
-                    patch.setattr(Decoder, "chain", lambda *_: None)
+                    patch.setattr(Decoder, "fuses_chains", False)
                 use(fast, stranger, **given)
                 for group in (
                     [list(zip(prompts, each))] if together else [[pair] for pair in zip(prompts, each)]
@@ -245,7 +245,7 @@ def forwards(llm: LLM, drafter: Any, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
     with monkeypatch.context() as patch:
         patch.setattr(drafter.decoder, "forward", counting)
-        patch.setattr(drafter.decoder, "chain", lambda *_: None)
+        patch.setattr(type(drafter.decoder), "fuses_chains", False)
         yield count
 
 

@@ -123,7 +123,7 @@ def test_twins_in_two_threads_each(llm: LLM, texts: list[list[int]], llama: str)
 
 def test_twins_of_a_model_in_the_code_of_transformers(tmp_path: Path) -> None:
     """Their forwards go through one module, which holds state during a forward."""
-    from helpers import tiny_checkpoint
+    from outrider.testing import tiny_checkpoint
 
     llm = LLM(tiny_checkpoint(tmp_path, "GPTNeoX"), dtype="float32", seed=0)
     texts = [answer(llm, prompt, p).outputs[0].token_ids for prompt, p in zip(PROMPTS, PARAMS)]

@@ -214,10 +214,11 @@ def test_only_ranked_trees_update_acceptance_by_rank(method: str, toy: LLM) -> N
     for verification, taught in (("rejection", False), ("match", True)):
         before = [list(level) for level in drafter.memory.accuracy]
         llm = toy.variant(None)
-        llm.engine.use(
-            drafter,
-            SpeculativeOptions.of({"method": method, "model": "a head", "verification": verification}),
+        speculation = SpeculativeOptions.of(
+            {"method": method, "model": "a head", "verification": verification}
         )
+        drafter.target = llm.engine.target_for(speculation)
+        llm.engine.use(drafter, speculation)
         out = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
         assert out.speculation.drafted > 0
         assert (drafter.memory.accuracy != before) == taught

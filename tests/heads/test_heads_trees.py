@@ -24,6 +24,7 @@ from outrider.core.step_input import StepInput
 from outrider.core.tree import ROOT, Budget, Draft, DraftTree
 from outrider.draft.layerskip import LayerSkip
 from outrider.draft.union import Union
+from outrider.drafting.base import Drafter, Target
 from outrider.heads.base import HeadDrafter
 from outrider.heads.choose import Chooser
 from outrider.heads.ranks import RankAccuracy
@@ -202,11 +203,13 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[LLM, LLM]:
 def test_union_of_an_early_exit_and_a_head(pair: tuple[LLM, LLM], head: str) -> None:
     """The target's first layers, whose states verification resumes from, beside a head that reads states."""
     plain, fast = pair
-    early = LayerSkip(LayerSkip.Options(early_exit=2, exit_threshold=None), fast.engine.target)
-    early.depth = 3
-    union = Union(
-        Union.Options(), fast.engine.target, [early, draft.method(head).example(fast.engine.target)]
-    )
+
+    def early(target: Target) -> Drafter:
+        drafter = LayerSkip(LayerSkip.Options(early_exit=2, exit_threshold=None), target)
+        drafter.depth = 3
+        return drafter
+
+    union = Union(Union.Options(), fast.engine.target, [early, draft.method(head).example])
     fast.engine.use(union, SpeculativeOptions.of({"method": "off", "num_speculative_tokens": union.depth}))
     guessed, propose = [0, 0], union.propose
 

@@ -15,6 +15,8 @@ from outrider.core.row import Row
 from outrider.llm import LLM
 
 FEW_TOKENS = 1000
+# Modules of the objects that a drafter consists of.
+OWN_MODULES = ("outrider.draft", "outrider.drafting", "outrider.cache")
 
 
 @dataclass
@@ -191,14 +193,14 @@ def leak_check(llms: Sequence[LLM]) -> Check:
 
 
 def _attributes(thing: Any, seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
-    """(name, value) of the attributes of a drafter and of the objects of outrider.draft that it
-    consists of.
+    """(name, value) of the attributes of a drafter and of the objects of outrider.draft, .drafting and
+    .cache that it consists of.
     """
     seen = seen or set()
     seen.add(id(thing))
     for name, value in vars(thing).items():
         yield name, value
         for part in value if isinstance(value, list) else [value]:
-            ours = type(part).__module__.startswith("outrider.draft") and hasattr(part, "__dict__")
+            ours = type(part).__module__.startswith(OWN_MODULES) and hasattr(part, "__dict__")
             if ours and id(part) not in seen:
                 yield from _attributes(part, seen)

@@ -168,8 +168,8 @@ def _part(
         raise ModelError(f"{module} is layer {layer} of a model that has {spec.layers}: {stranger}.")
     rank = _setting(config, "rank_pattern", module, config.get("r", 8))
     alpha = _setting(config, "alpha_pattern", module, config.get("lora_alpha", 8))
-    RANK.check(rank, f"the rank of {module} (r, rank_pattern)")
-    ALPHA.check(alpha, f"the lora_alpha of {module} (alpha_pattern)")
+    RANK.check(rank, f"the rank of {module} (r, rank_pattern)", ModelError)
+    ALPHA.check(alpha, f"the lora_alpha of {module} (alpha_pattern)", ModelError)
     if rank > max_rank:
         raise ModelError(f"{module} has rank {rank}, max_lora_rank is {max_rank}: raise max_lora_rank.")
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

@@ -75,7 +75,7 @@ class Facts:
         if lean(config):
             return Spec.of(config)
         length = Context.of(config)
-        LENGTH.check(length.tokens, f"the context of {architecture(config)}")
+        LENGTH.check(length.tokens, f"the context of {architecture(config)}", ModelError)
         return Facts(
             architecture(config),
             _size(config, "num_hidden_layers", LAYER_COUNT),
@@ -106,12 +106,14 @@ class Spec(Facts):
         name, heads = architecture(config), _size(config, "num_attention_heads", HEAD_COUNT)
         layers, hidden = _size(config, "num_hidden_layers", LAYER_COUNT), _size(config, "hidden_size", WIDTH)
         length = Context.of(config)
-        LENGTH.check(length.tokens, f"the context of {name} (max_position_embeddings and rope_parameters)")
+        LENGTH.check(
+            length.tokens, f"the context of {name} (max_position_embeddings and rope_parameters)", ModelError
+        )
         window = getattr(config, "sliding_window", None) or 0
-        WINDOW.check(window, f"sliding_window of {name}")
+        WINDOW.check(window, f"sliding_window of {name}", ModelError)
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         head_dim = getattr(config, "head_dim", None) or hidden // heads
-        HEAD_COUNT.check(kv_heads, f"num_key_value_heads of {name}")
+        HEAD_COUNT.check(kv_heads, f"num_key_value_heads of {name}", ModelError)
         check_attention(name, heads, kv_heads, head_dim)
         kinds = (
             getattr(config, "layer_types", None)
@@ -157,7 +159,7 @@ def _heads(config: Any) -> tuple[int, int]:
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
         return 1, width
     kv_heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or heads
-    HEAD_COUNT.check(kv_heads, f"num_key_value_heads of {architecture(config)}")
+    HEAD_COUNT.check(kv_heads, f"num_key_value_heads of {architecture(config)}", ModelError)
     return kv_heads, width
 
 

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from outrider.cache.catch_up import CatchUp
 from outrider.config import SpeculativeOptions
 from outrider.core.params import SamplingParams
 from outrider.core.row import LoRARequest, Row
@@ -120,14 +121,16 @@ def use_example(llm: LLM, name: str, **options: Any) -> None:
     options: keys of speculative_config that every method has, e.g. num_speculative_tokens.
     """
     speculation = SpeculativeOptions.of({"method": name, **options})
-    llm.engine.use(method(name).example(llm.engine.target), speculation)
+    llm.engine.use(method(name).example(llm.engine.target_for(speculation)), speculation)
 
 
 def check_idle(llm: LLM) -> None:
     """Raise AssertionError unless no request is open, no page is lost and the drafter holds no row."""
     llm.engine.check()
     assert not llm.has_unfinished_requests(), "a finished request is still known"
-    for name, value in vars(llm.engine.drafter).items():
+    drafter = llm.engine.drafter
+    parts = [drafter, *(value for value in vars(drafter).values() if isinstance(value, CatchUp))]
+    for name, value in (pair for part in parts for pair in vars(part).items()):
         if isinstance(value, Mapping):
             kept = any(isinstance(key, Row) for key in value)
             assert not kept, f"the drafter keeps a finished row in {name!r}"

@@ -20,18 +20,9 @@ from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
 from outrider.backends.base import Backend, Weight
+from outrider.core.step_input import StepInput
 
 T = TypeVar("T")
-
-
-@dataclasses.dataclass
-class Ids:
-    """The part of a StepInput that `Backend.embed` reads."""
-
-    ids: Tensor
-
-    def __post_init__(self) -> None:
-        self.ids_at, self.length = self.ids.data_ptr(), len(self.ids)
 
 
 class Matrix:
@@ -72,7 +63,7 @@ class Matrix:
         (transposed, _), weight = next(iter(self._packed.items()))
         if transposed:
             return F.embedding(ids, self.dense(self.dtype))
-        flat: Any = Ids(ids.reshape(-1).contiguous())
+        flat = StepInput.of_ids(ids.reshape(-1).tolist())
         return self._backend.embed(weight, flat).view(*ids.shape, -1)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
@@ -81,7 +72,7 @@ class Matrix:
         if self._dense is not None:
             return self._dense.to(dtype)
         (transposed, _), weight = next(iter(self._packed.items()))
-        all_rows: Any = Ids(torch.arange(weight.outputs))
+        all_rows = StepInput.of_ids(range(weight.outputs))
         whole = self._backend.embed(weight, all_rows).to(dtype)
         return whole.T if transposed else whole
 
