@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -17,7 +18,7 @@ from outrider.core.tree import ROOT, Budget, Draft
 from outrider.draft.first import First
 from outrider.draft.lookahead import Lookahead
 from outrider.draft.union import Union
-from outrider.drafting.base import Drafter
+from outrider.drafting.base import Drafter, Target
 from outrider.testing import random_prompts, run_staggered, visible_parts
 
 PROMPTS = random_prompts(5, seed=4, longest=20)
@@ -28,9 +29,8 @@ MIXES = {name for name in draft.names() if issubclass(draft.method(name), Union)
 METHODS = sorted({*draft.names()} - MIXES - {"scripted"})  # a script may exceed its budget
 
 
-def example(name: str, llm: LLM) -> Drafter:
+def example(name: str, target: Target) -> Drafter:
     """The method's example; for lookahead one whose window fits into a small budget."""
-    target = llm.engine.target
     if name == "lookahead":
         return Lookahead(Lookahead.Options(window_size=2, level=3, guess_set_size=2), target)
     return draft.method(name).example(target)
@@ -99,13 +99,13 @@ def test_depth_never_exceeds_nodes(depth: int, nodes: int, fewer: int) -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_drafter_alone_keeps_to_its_budget(name: str, fast: LLM, expected: list[RequestOutput]) -> None:
-    assert_plain_output(fast, example(name, fast), SMALL, expected)
+    assert_plain_output(fast, example(name, fast.engine.target), SMALL, expected)
 
 
-def pairs_with(name: str, number: int, fast: LLM) -> list[list[Drafter]]:
-    """The examples of a method and, behind it, of every second other method."""
+def pairs_with(name: str, number: int) -> list[list[Callable[[Target], Drafter]]]:
+    """Makers of the examples of a method and, after it, of every second other method."""
     at = METHODS.index(name) + number
-    return [[example(name, fast), example(other, fast)] for other in METHODS[at % 2 :: 2]]
+    return [[partial(example, name), partial(example, other)] for other in METHODS[at % 2 :: 2]]
 
 
 @pytest.mark.parametrize("number", range(2))
@@ -117,7 +117,7 @@ def test_a_mix_of_two_keeps_to_its_budget(
 
     The window of lookahead takes nodes; what follows it in `first` gets the few that are left.
     """
-    for i, pair in enumerate(pairs_with(name, number, fast)):
+    for i, pair in enumerate(pairs_with(name, number)):
         mix = (First, Union)[(i + number) % 2]
         assert_plain_output(fast, mix(mix.Options(), fast.engine.target, pair), WIDER, expected)
 
@@ -129,5 +129,5 @@ def test_every_mix_of_two_keeps_to_its_budget(
     name: str, mix: type[Union], fast: LLM, expected: list[RequestOutput]
 ) -> None:
     for number in range(2):
-        for pair in pairs_with(name, number, fast):
+        for pair in pairs_with(name, number):
             assert_plain_output(fast, mix(mix.Options(), fast.engine.target, pair), WIDER, expected)
