@@ -1,6 +1,6 @@
 """Weights and K/V in few bits: speed against llama.cpp at the same bits, memory, and how far the answers move.
 
-    python benchmarks/quantised.py --folder DIR [--q8 FILE.gguf] [--q4 FILE.gguf] [--json OUT]
+    python benchmarks/quantized.py --folder DIR [--q8 FILE.gguf] [--q4 FILE.gguf] [--json OUT]
 
 DIR gets (or holds) the checkpoint of core.py; the GGUF files are the same weights through llama-quantize, Q8_0 and Q4_0.
 """
