@@ -1,4 +1,7 @@
-"""A conversation from Python: the history is the prompt, the prefix cache remembers it.  Run it: python examples/chat.py"""
+"""A conversation from Python: the history is the prompt, and the prefix cache holds its K/V.
+
+python examples/chat.py
+"""
 
 from __future__ import annotations
 

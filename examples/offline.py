@@ -1,4 +1,7 @@
-"""The offline API: plain, with a draft model, with n-gram look-up, and streaming.  Run it: python examples/offline.py"""
+"""The offline API: plain, with a draft model, with n-gram look-up, and streaming.
+
+python examples/offline.py
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,9 @@ def main() -> None:
         llm = LLM(model="builtin", tensor_parallel_size=1, speculative_config=config)
         for output in llm.generate(prompts, sampling_params):
             print(f"Prompt: {output.prompt!r}, Generated text: {output.outputs[0].text!r}")
+            speculation = output.speculation
             print(
-                f"  {output.speculation.tokens_per_step:.2f} tokens per step, {output.speculation.acceptance:.0%} accepted"
+                f"  {speculation.tokens_per_step:.2f} tokens per step, {speculation.acceptance:.0%} accepted"
             )
 
     shown = 0

@@ -64,7 +64,7 @@ void pair(const Weight *embedding, const int64_t *ids, int64_t rows, int64_t inp
 
 /* The rows of one forward.  Row r sees the first table_lengths[r] slots of its request's table and then
  * path_lengths[r] slots of its path.  These are the keys of positions 0, 1, 2 ... in this order, wherever
- * they lie in the pool.
+ * their slots are in the pool.
  * In a view, a table that leaves some tokens out, the keys after the first `pinned` have a later position
  * than index. */
 typedef struct {
