@@ -71,9 +71,9 @@ class EngineOptions:
                             without what longrope and dynamic RoPE scaling add
     max_num_seqs            requests that run at once
     max_num_batched_tokens  prompt tokens, decodes and draft tokens of one step
-    max_decode_slowdown     aim for the largest ratio of a decode step with prompt tokens to one without, such
-                            as 1.5; None: the least that keeps the time to first token within 3 times that of the
-                            prompt alone
+    max_decode_slowdown     aim for the largest ratio of a decode step with prompt tokens to one without,
+                            such as 1.5; None: the least that keeps the time to first token within 3 times
+                            that of the prompt alone
     kv_cache_memory_bytes   memory for K/V of target and draft together; None: enough for max_num_seqs full
                             requests, at most a quarter of the free memory on a CPU, gpu_memory_utilization of
                             a GPU
