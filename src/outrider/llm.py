@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from outrider.checkpoints.hub import read_tokenizer
 from outrider.config import EngineOptions, SpeculativeOptions, options
-from outrider.core.params import SamplingParams, whole
+from outrider.core.params import SamplingParams, to_int
 from outrider.core.row import LoRARequest
 from outrider.engine.chat_template import Messages, conversations
 from outrider.engine.engine import Engine
@@ -251,7 +251,7 @@ def _is_ids(prompts: Any) -> bool:
     return (
         isinstance(prompts, (list, tuple))
         and len(prompts) > 0
-        and all(whole(token) is not None for token in prompts)
+        and all(to_int(token) is not None for token in prompts)
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from outrider.core.logprobs import Logprobs
 from outrider.core.noise import mix
-from outrider.core.params import SamplingParams, whole
+from outrider.core.params import SamplingParams, to_int
 from outrider.core.row import LoRARequest, Row
 from outrider.engine.chat_template import render
 from outrider.engine.detokenizer import Detokenizer, shown
@@ -186,7 +186,7 @@ class Reader:
         vocabulary = self.engine.checkpoint.spec.vocabulary
         numbers = []
         for token in ids:
-            number = whole(token)
+            number = to_int(token)
             if number is None or not 0 <= number < vocabulary:
                 shown = shortened(token if number is None else number)
                 raise RequestError(

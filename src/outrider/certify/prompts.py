@@ -16,14 +16,8 @@ def initial_prompts(llm: LLM, seed: int, raw: bool = False) -> list[list[int]]:
     """Built-in prompts, through the chat template if there is one; random ids if there is no tokenizer."""
     tokenizer: Any = llm.tokenizer
     if tokenizer is None:
-        random_streams = random.Random(seed)
-        return [
-            [
-                random_streams.randrange(llm.engine.checkpoint.spec.vocabulary)
-                for _ in range(random_streams.randint(3, 40))
-            ]
-            for _ in range(len(PROMPTS))
-        ]
+        rng, vocabulary = random.Random(seed), llm.engine.checkpoint.spec.vocabulary
+        return [[rng.randrange(vocabulary) for _ in range(rng.randint(3, 40))] for _ in PROMPTS]
     return [rendered(prompt, tokenizer, raw)["prompt_token_ids"] for prompt in PROMPTS]
 
 
@@ -36,7 +30,7 @@ class PromptSource:
 
     def __init__(self, prompts: Sequence[list[int]], max_tokens: int, extend: bool, seed: int) -> None:
         self.prompts = [ids[-max_tokens:] for ids in prompts]
-        self.max_tokens, self.extend, self.random_streams = max_tokens, extend, random.Random(seed)
+        self.max_tokens, self.extend, self.rng = max_tokens, extend, random.Random(seed)
         self.texts: list[list[int]] = []
         self.next = 0
 
@@ -56,9 +50,7 @@ class PromptSource:
         return sorted((list(ids) for ids in dict.fromkeys(map(tuple, self.prompts))), key=len)[:count]
 
     def _passage(self) -> list[int]:
-        text = self.random_streams.choice(self.texts)
-        size = self.random_streams.randint(
-            min(MIN_PASSAGE, len(text)), min(MAX_PASSAGE, len(text), self.max_tokens)
-        )
-        start = self.random_streams.randint(0, len(text) - size)
+        text = self.rng.choice(self.texts)
+        size = self.rng.randint(min(MIN_PASSAGE, len(text)), min(MAX_PASSAGE, len(text), self.max_tokens))
+        start = self.rng.randint(0, len(text) - size)
         return text[start : start + size]

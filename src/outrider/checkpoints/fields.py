@@ -8,18 +8,8 @@ from __future__ import annotations
 
 import math
 
-from outrider.checkpoints.validate import (
-    ANY,
-    FLAG,
-    BlockTable,
-    Section,
-    each,
-    one_or_more,
-    real,
-    text,
-    whole,
-)
-from outrider.core.validate import Kind
+from outrider.checkpoints.validate import ANY, Table, Section, each, one_or_more, real, text
+from outrider.core.validate import FLAG, Kind, whole
 
 MOST_LAYERS = 10_000
 MOST_STEPS = 256  # heads of a drafter, layers of a head, draft steps
@@ -48,13 +38,13 @@ ROPE: dict[str, Kind | Section] = {
 }
 ROPE |= dict.fromkeys(("full_attention", "sliding_attention"), Section(ROPE))  # one per kind of layer
 
-_WEIGHTS: BlockTable = {
+_WEIGHTS: Table = {
     "num_bits": whole(1, 64),
     "group_size": whole(-1, 1 << 24),
     "symmetric": FLAG,
     **_alike(NAME, "type strategy"),
 }
-QUANTIZATION: BlockTable = {
+QUANTIZATION: Table = {
     "bits": whole(1, 64),
     "group_size": whole(-1, 1 << 24),
     **_alike(FLAG, "zero_point sym desc_act"),
@@ -63,7 +53,7 @@ QUANTIZATION: BlockTable = {
     "dynamic": Section({}),
 }
 
-GENERATION: BlockTable = _alike(one_or_more(TOKEN, 1 << 16), "bos_token_id eos_token_id pad_token_id")
+GENERATION: Table = _alike(one_or_more(TOKEN, 1 << 16), "bos_token_id eos_token_id pad_token_id")
 
 # Sizes of a language model.  Families have different names for the same size.
 CONFIG: dict[str, Kind | Section] = {
@@ -131,14 +121,14 @@ HEAD: dict[str, Kind | Section] = {
 HEAD |= dict.fromkeys(("transformer_layer_config", "dflash_config", "eagle_config"), Section(HEAD))
 HEAD |= {"model": Section(HEAD, strict=False), "text_config": Section(HEAD)}
 
-PEFT: BlockTable = {
+PEFT: Table = {
     "use_rslora": FLAG,
     **_alike(NAME, "peft_type base_model_name_or_path"),
     **dict.fromkeys(("rank_pattern", "alpha_pattern"), Section({})),
 }
 
 _PIECES = 1 << 22  # tokens and merges in a vocabulary
-GGUF: BlockTable = {
+GGUF: Table = {
     "general.architecture": NAME,
     "general.alignment": whole(1, 1 << 20),
     "split.count": whole(0, 99_999),  # five digits in the names of the shards

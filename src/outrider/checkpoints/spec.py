@@ -10,9 +10,8 @@ from typing import Any
 
 from outrider.checkpoints.context import Context
 from outrider.checkpoints.fields import EPSILON, HEAD_COUNT, LAYER_COUNT, LENGTH, WIDTH, WINDOW
-from outrider.checkpoints.validate import whole
 from outrider.core.limits import MAX_HEAD_DIM, check_attention
-from outrider.core.validate import Kind
+from outrider.core.validate import Kind, whole
 from outrider.errors import ModelError
 
 FAMILIES = {

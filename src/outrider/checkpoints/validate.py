@@ -31,13 +31,8 @@ class Section:
     strict: bool = True
 
 
-BlockTable = Mapping[str, Kind | Section]
+Table = Mapping[str, Kind | Section]
 ANY = "*"  # matches every key without an entry of its own
-
-
-def whole(least: int, most: int) -> Kind:
-    """An integer from `least` to `most`."""
-    return Kind(f"a whole number from {least:,} to {most:,}", lambda v: type(v) is int and least <= v <= most)
 
 
 def real(least: float, most: float, above: bool = False) -> Kind:
@@ -69,10 +64,7 @@ def one_or_more(kind: Kind, most: int) -> Kind:
     return Kind(f"{kind.text}, or a list of such", lambda v: kind.accepts(v) or several.accepts(v))
 
 
-FLAG = Kind("true or false", lambda v: isinstance(v, bool))
-
-
-def check(given: Mapping[str, Any], table: BlockTable, where: object) -> None:
+def check(given: Mapping[str, Any], table: Table, where: object) -> None:
     """Raise ModelError for the first key whose value the table does not allow.
 
     null is the same as a missing key.
@@ -90,7 +82,7 @@ def check(given: Mapping[str, Any], table: BlockTable, where: object) -> None:
             raise ModelError(f"{at} must be an object, got {reprlib.repr(value)}.")
 
 
-def read_json(path: Path, table: BlockTable | None = None) -> dict[str, Any]:
+def read_json(path: Path, table: Table | None = None) -> dict[str, Any]:
     """Read the object in a JSON file and check it against a table.
 
     Raises ModelError for a file that cannot be read, is too large, is nested too deeply, or is no object.

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import operator
+import sys
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from outrider.core.validate import FLAG, Kind, check_fields, is_real, is_whole, optional, real, whole
 from outrider.errors import RequestError, shortened, unknown
 
 ALL = (1 << 31) - 1  # upper bound of top_k, above any vocabulary size
 MOST_SAMPLES = 16384  # samples per prompt, as in vLLM
-
+LARGEST = sys.float_info.max
 
 _BEAMS = "Beam search is not supported: sample, or decode greedily with temperature 0."
 _FORMS = "Constrained output is not supported: ask for the form in the prompt, and check the answer."
@@ -36,6 +37,48 @@ ELSEWHERE = {  # parameter names of other programs or of earlier versions of vLL
          "structured_outputs", "response_format", "grammar", "json_schema"), _FORMS,
     ),
 }  # fmt: skip
+
+
+def _texts(values: Sequence[Any]) -> bool:
+    return all(isinstance(value, str) and value for value in values)
+
+
+def _ids(values: Sequence[Any]) -> bool:
+    return all(map(is_whole, values))
+
+
+FIELDS = {
+    "n": whole(1, MOST_SAMPLES),
+    "temperature": real(
+        "0 (greedy) or a finite number of at least 0.01", lambda t: t == 0 or 0.01 <= t <= LARGEST
+    ),
+    "top_p": real("in (0, 1]", lambda p: 0 < p <= 1),
+    "top_k": Kind("a positive whole number, or 0 or -1 for all tokens", whole(0).accepts),
+    "min_p": real("in [0, 1]", lambda p: 0 <= p <= 1),
+    "seed": optional(whole()),
+    "repetition_penalty": real("a finite number above 0", lambda factor: 0 < factor <= LARGEST),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), real("in [-2, 2]", lambda x: -2 <= x <= 2)),
+    "allowed_token_ids": Kind(
+        "a list of at least one token id", lambda ids: ids is None or (len(ids) > 0 and _ids(ids))
+    ),
+    "bad_words": Kind("a list of strings that are not empty", _texts),
+    "logits_processors": Kind("a list of functions", lambda functions: all(map(callable, functions))),
+    "stop": Kind("a string that is not empty, or a list of such", _texts),
+    "stop_token_ids": Kind("a list of token ids", _ids),
+    "max_tokens": optional(whole(1)),
+    "min_tokens": whole(0),
+    "truncate_prompt_tokens": Kind(
+        "at least 1, or -1 for what the context holds, or None",
+        lambda n: n is None or n == -1 or is_whole(n, 1),
+    ),
+    **dict.fromkeys(
+        ("logprobs", "prompt_logprobs"),
+        Kind("at least 0, or -1 for all tokens, or None", optional(whole(-1)).accepts),
+    ),
+    **dict.fromkeys(
+        ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens", "speculate"), FLAG
+    ),
+}
 
 
 class DistributionParams(NamedTuple):
@@ -149,87 +192,13 @@ class SamplingParams(_Fields):
             object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
         self._check()
 
-    def _need(self, name: str, good: bool, what: str) -> None:
-        if not good:
-            raise RequestError(f"{name} must be {what}, got {shortened(getattr(self, name))}.")
-
     def _check(self) -> None:
-        self._check_law()
-        self._check_lists()
-        self._check_lengths()
-
-    def _check_law(self) -> None:
-        need = self._need
-        need(
-            "n",
-            _whole(self.n, 1) and self.n <= MOST_SAMPLES,
-            f"a whole number of at least 1, and at most {MOST_SAMPLES}",
-        )
-        need(
-            "temperature",
-            _number(self.temperature) and self.temperature >= 0,
-            "a finite number of at least 0",
-        )
-        need("temperature", self.temperature == 0 or self.temperature >= 0.01, "0 (greedy) or at least 0.01")
-        need("top_p", _number(self.top_p) and 0 < self.top_p <= 1, "in (0, 1]")
-        need("top_k", _whole(self.top_k, 0), "a positive whole number, or 0 or -1 for all tokens")
-        need("min_p", _number(self.min_p) and 0 <= self.min_p <= 1, "in [0, 1]")
-        need("seed", self.seed is None or _whole(self.seed), "a whole number or None")
-        need(
-            "repetition_penalty",
-            _number(self.repetition_penalty) and self.repetition_penalty > 0,
-            "a finite number above 0",
-        )
-        for name in ("presence_penalty", "frequency_penalty"):
-            need(name, _number(getattr(self, name)) and -2 <= getattr(self, name) <= 2, "in [-2, 2]")
-
-    def _check_lists(self) -> None:
-        need, allowed = self._need, self.allowed_token_ids
-        need(
-            "allowed_token_ids",
-            allowed is None or (len(allowed) > 0 and all(map(_whole, allowed))),
-            "a list of at least one token id",
-        )
-        need(
-            "bad_words",
-            all(isinstance(s, str) and s for s in self.bad_words or ()),
-            "a list of strings that are not empty",
-        )
-        need("logits_processors", all(map(callable, self.logits_processors or ())), "a list of functions")
-        need(
-            "stop",
-            all(isinstance(s, str) and s for s in self.stop or ()),
-            "a string that is not empty, or a list of such",
-        )
-        need("stop_token_ids", all(map(_whole, self.stop_token_ids or ())), "a list of token ids")
-
-    def _check_lengths(self) -> None:
-        need = self._need
-        need("max_tokens", self.max_tokens is None or _whole(self.max_tokens, 1), "at least 1, or None")
-        need("min_tokens", _whole(self.min_tokens, 0), "a whole number of at least 0")
-        limit = self.max_tokens
-        need("min_tokens", limit is None or self.min_tokens <= limit, f"at most max_tokens ({limit})")
-        cut = self.truncate_prompt_tokens
-        need(
-            "truncate_prompt_tokens",
-            cut is None or cut == -1 or _whole(cut, 1),
-            "at least 1, or -1 for what the context holds, or None",
-        )
-        for name in ("logprobs", "prompt_logprobs"):
-            need(
-                name,
-                getattr(self, name) is None or _whole(getattr(self, name), -1),
-                "at least 0, or -1 for all tokens, or None",
-            )
-        for name in (
-            "include_stop_str_in_output",
-            "ignore_eos",
-            "detokenize",
-            "skip_special_tokens",
-            "speculate",
-        ):
-            need(name, isinstance(getattr(self, name), bool), "True or False")
-        need("detokenize", self.detokenize or not self.stop, "True where there are stop strings")
+        check_fields(self, FIELDS, RequestError)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            got = shortened(self.min_tokens)
+            raise RequestError(f"min_tokens must be at most max_tokens ({self.max_tokens}), got {got}.")
+        if self.stop and not self.detokenize:
+            raise RequestError("detokenize must be True where there are stop strings, got False.")
 
     @property
     def distribution(self) -> DistributionParams:
@@ -238,7 +207,7 @@ class SamplingParams(_Fields):
         )
 
 
-def whole(value: Any) -> int | None:
+def to_int(value: Any) -> int | None:
     """Convert an integer of any type, such as numpy's, to int.  Returns None for any other value."""
     if isinstance(value, (bool, np.bool_)):
         return None
@@ -250,19 +219,7 @@ def whole(value: Any) -> int | None:
 
 def _plain(ids: Sequence[Any]) -> tuple[Any, ...]:
     """Convert ids to ints.  Other values are kept; `_check` rejects them by name."""
-    return tuple(token if (number := whole(token)) is None else number for token in ids)
-
-
-def _number(value: Any) -> bool:
-    """Whether the value is a finite number within the range of a float."""
-    try:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:
-        return False
-
-
-def _whole(value: Any, least: float = -math.inf) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    return tuple(token if (number := to_int(token)) is None else number for token in ids)
 
 
 def _bias(given: Any) -> dict[int, float]:
@@ -272,11 +229,11 @@ def _bias(given: Any) -> dict[int, float]:
     bias = {}
     for token, value in given.items():
         digits = isinstance(token, str) and token.isdecimal() and len(token) < 20
-        number = int(token) if digits else whole(token)
+        number = int(token) if digits else to_int(token)
         if number is None:
             raise RequestError(f"logit_bias must have token ids as keys, got {shortened(token)}.")
         value = value.item() if isinstance(value, np.generic) else value
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or value != value:
+        if not is_real(value):
             raise RequestError(f"logit_bias must have numbers as values, got {shortened(value)}.")
         bias[number] = float(min(100.0, max(-100.0, value)))
     return bias
