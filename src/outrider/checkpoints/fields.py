@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from outrider.checkpoints.validate import ANY, Table, Section, each, one_or_more, real, text
+from outrider.checkpoints.validate import ANY, Section, Table, each, one_or_more, real, text
 from outrider.core.validate import FLAG, Kind, whole
 
 MOST_LAYERS = 10_000
