@@ -9,6 +9,7 @@ from outrider.errors import CapacityError, ConfigError, EngineError, ModelError,
 from outrider.version import VERSION
 
 if TYPE_CHECKING:
+    from outrider.async_llm import AsyncLLM
     from outrider.core.logprobs import Logprob
     from outrider.core.params import SamplingParams
     from outrider.core.row import LoRARequest, Speculation
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 __version__ = VERSION
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CapacityError",
     "CompletionOutput",
     "ConfigError",
@@ -35,6 +37,7 @@ __all__ = [
 # Imported on first access: importing torch takes seconds, and `outrider --help` does not need it.
 _HOMES = {
     "LLM": "outrider.llm",
+    "AsyncLLM": "outrider.async_llm",
     "CompletionOutput": "outrider.outputs",
     "LoRARequest": "outrider.core.row",
     "Logprob": "outrider.core.logprobs",

@@ -22,7 +22,8 @@ from outrider.engine.engine import Engine
 from outrider.engine.loop import EngineLoop, Ticket
 from outrider.errors import EngineError, RequestError
 from outrider.outputs import RequestOutput
-from outrider.requests import Prompt, Reader, Request
+from outrider.progress import Request, RowState
+from outrider.requests import Prompt, Reader
 
 Loras = LoRARequest | Sequence[LoRARequest | None] | None
 
@@ -48,9 +49,9 @@ class LLM:
             self.tokenizer: Any = read_tokenizer(given.tokenizer, given.trust_remote_code)
         else:
             self.tokenizer = checkpoint.tokenizer
-        self._reader = Reader(self.engine, self.tokenizer, self.seed)
+        self.reader = Reader(self.engine, self.tokenizer, self.seed)
         self._ids = itertools.count()
-        self._loop = EngineLoop(self.engine)
+        self.loop = EngineLoop(self.engine)
 
     def get_tokenizer(self) -> Any:
         return self.tokenizer
@@ -130,7 +131,7 @@ class LLM:
                 tick()
                 return ticket.finished
 
-            self._loop.run_until(done)
+            self.loop.run_until(done)
 
     def stream(
         self,
@@ -145,14 +146,14 @@ class LLM:
         """
         requests = self._enter(prompts, sampling_params, lora_request, streaming=True)
         live = {request.id: request for request in requests if isinstance(request, Request)}
-        news: dict[str, RequestOutput] = {}  # the newest output of each request, until it is yielded
+        news: dict[str, list[RowState]] = {}  # the newest of each request, until its output is yielded
         try:
-            self._admit(live.values(), lambda request: news.update({request.id: request.output()}))
+            self._admit(live.values(), lambda request: news.update({request.id: request.states()}))
             yield from (request for request in requests if isinstance(request, RequestOutput))
             while live:
-                self._loop.run_until(lambda: bool(news))
+                self.loop.run_until(lambda: bool(news))
                 for id in [id for id in live if id in news]:
-                    output = news.pop(id)
+                    output = live[id].output(news.pop(id))
                     if output.finished:
                         del live[id]
                     if isinstance(output.error, EngineError):
@@ -164,18 +165,18 @@ class LLM:
 
     def abort(self, request_id: str) -> None:
         """End a request with finish_reason "abort", keeping its output so far.  Unknown ids are ignored."""
-        self._loop.abort(request_id)
+        self.loop.abort(request_id)
 
     def has_unfinished_requests(self) -> bool:
         """Whether any thread has a request queued or running."""
-        return bool(self._loop.tickets) or self.engine.busy
+        return bool(self.loop.tickets) or self.engine.busy
 
     def _admit(
         self, requests: Iterable[Request], listener: Callable[[Request], None] | None = None
     ) -> list[Ticket]:
         """Queue requests.  `listener` is called with a request after each step that extended or ended it."""
         return [
-            self._loop.submit(request.rows, None if listener is None else partial(listener, request))
+            self.loop.submit(request.rows, None if listener is None else partial(listener, request))
             for request in requests
         ]
 
@@ -214,7 +215,7 @@ class LLM:
     def _request(
         self, prompt: Prompt, params: SamplingParams, streaming: bool, lora: LoRARequest | None = None
     ) -> Request | RequestOutput:
-        return self._reader.request(str(next(self._ids)), prompt, params, streaming, lora)
+        return self.reader.request(str(next(self._ids)), prompt, params, streaming, lora)
 
     def _leave(self, request: Request) -> RequestOutput:
         """Abort the request if unfinished, and return its output."""
@@ -232,8 +233,8 @@ class LLM:
         with self.engine.turn.taken():
             twin.engine, twin._ids = copy.copy(self.engine), itertools.count()
             twin.engine.use(twin.engine.new_drafter(speculation), speculation)
-        twin._loop = EngineLoop(twin.engine)
-        twin._reader = replace(self._reader, engine=twin.engine)
+        twin.loop = EngineLoop(twin.engine)
+        twin.reader = replace(self.reader, engine=twin.engine)
         return twin
 
     def use(self, speculative_config: Mapping[str, Any] | None) -> None:
@@ -241,7 +242,7 @@ class LLM:
 
         Raises ConfigError while any thread has a request running.
         """
-        with self._loop.idle():
+        with self.loop.idle():
             speculation = SpeculativeOptions.of(speculative_config)
             self.engine.use(self.engine.new_drafter(speculation), speculation)
 

@@ -36,6 +36,7 @@ class RequestOutput:
 
     error              set if the request was invalid or failed before its end
     num_cached_tokens  prompt tokens taken from the prefix cache; None before admission
+    queued_seconds     time until the request was admitted; None before
     prompt_logprobs    as `CompletionOutput.logprobs`, with None for the first token, which has no prediction
     """
 
@@ -47,6 +48,7 @@ class RequestOutput:
     error: Exception | None = None
     prompt_logprobs: list[Entry | None] | None = None
     num_cached_tokens: int | None = None
+    queued_seconds: float | None = None
 
     @property
     def speculation(self) -> Speculation:

@@ -1,4 +1,4 @@
-"""Conversion of a prompt and its parameters to rows, and of rows to an output."""
+"""Conversion of a prompt and its parameters to a request with rows."""
 
 from __future__ import annotations
 
@@ -13,77 +13,17 @@ from outrider.core.noise import mix
 from outrider.core.params import SamplingParams, to_int
 from outrider.core.row import LoRARequest, Row
 from outrider.engine.chat_template import render
-from outrider.engine.detokenizer import Detokenizer, shown
+from outrider.engine.detokenizer import Detokenizer
 from outrider.engine.engine import Engine
 from outrider.errors import RequestError, shortened, unknown
-from outrider.outputs import CompletionOutput, RequestOutput
+from outrider.outputs import RequestOutput
+from outrider.progress import Request
 from outrider.sampling.processors import processors_of
 
 # "text", [1, 2, 3], {"prompt": "text"}, {"prompt_token_ids": [1, 2, 3]} or {"messages": […]}.
 # If a dict has both ids and a text, the ids are used, and the text is only copied to the output.
 Prompt = str | Mapping[str, Any] | Sequence[int]
 KEYS = ("prompt", "prompt_token_ids", "messages")
-
-
-@dataclass
-class Request:
-    """A prompt being served, with one row for each of its n samples."""
-
-    id: str
-    prompt: str | None
-    ids: list[int]
-    params: SamplingParams
-    rows: list[Row]
-    tokenizer: Any
-
-    @property
-    def finished(self) -> bool:
-        return all(row.finish_reason is not None for row in self.rows)
-
-    def output(self) -> RequestOutput:
-        """The output so far."""
-        error = next((row.error for row in self.rows if row.error), None)
-        asked = self.rows[0].logprobs if self.params.prompt_logprobs is not None else None
-        prompt = None if asked is None else list(asked.prompt)
-        samples, cached = [self._sample(row) for row in self.rows], self.rows[0].cached
-        return RequestOutput(self.id, self.prompt, self.ids, samples, self.finished, error, prompt, cached)
-
-    def _sample(self, row: Row) -> CompletionOutput:
-        made = CompletionOutput(
-            row.index, self._text(row), row.output, row.finish_reason, row.stop_reason, row.stats
-        )
-        if row.finish_reason is not None:
-            made.token_times = [time - row.entered for time in row.arrivals]
-        if row.logprobs is not None and row.logprobs.count is not None:
-            # The last step may have emitted tokens past the end of the text.
-            made.logprobs = row.logprobs.sampled[: len(made.token_ids)]
-            made.cumulative_logprob = sum(
-                entry[token].logprob for entry, token in zip(made.logprobs, made.token_ids)
-            )
-        return made
-
-    def _text(self, row: Row) -> str:
-        """Text of the output.
-
-        Excludes the stop string or final token unless include_stop_str_in_output is set.
-        """
-        params = row.params
-        if self.tokenizer is None or not params.detokenize:
-            return ""
-        if row.text is not None:
-            if row.finish_reason is None:
-                return shown(
-                    row.text.text, () if params.include_stop_str_in_output else tuple(params.stop or ())
-                )
-            if not isinstance(row.stop_reason, str):
-                row.text.flush()
-            text: str = row.text.text
-            return text
-        cut = row.finish_reason == "stop" and not params.include_stop_str_in_output
-        decoded: str = self.tokenizer.decode(
-            row.output[:-1] if cut else row.output, skip_special_tokens=params.skip_special_tokens
-        )
-        return decoded
 
 
 def number_of(id: str) -> int:
@@ -114,6 +54,7 @@ class Reader:
         params: SamplingParams,
         streaming: bool,
         lora: LoRARequest | None = None,
+        priority: int = 0,
     ) -> Request | RequestOutput:
         """Build a Request, or a finished RequestOutput with `error` set if the input is invalid."""
         text = (
@@ -133,8 +74,10 @@ class Reader:
                 ids = self._truncated(self._ids(prompt, text), params)
                 if lora is not None:
                     self._known(lora)
-                rows = self._rows(id, ids, params, streaming, lora)
-            return Request(id, text, ids, params, rows, self.tokenizer)
+                rows = self._rows(id, ids, params, lora)
+            for row in rows:
+                row.priority = priority
+            return Request(id, text, ids, params, rows, self.tokenizer, streaming)
         except RequestError as error:
             return RequestOutput(id, text, [], finished=True, error=error)
         except Exception as error:  # raised by a tokenizer, or by an object passed as a number
@@ -212,9 +155,7 @@ class Reader:
             )
         return ids
 
-    def _rows(
-        self, id: str, ids: list[int], params: SamplingParams, streaming: bool, lora: LoRARequest | None
-    ) -> list[Row]:
+    def _rows(self, id: str, ids: list[int], params: SamplingParams, lora: LoRARequest | None) -> list[Row]:
         self._exist("allowed_token_ids: token id", params.allowed_token_ids or ())
         self._exist("stop_token_ids: token id", params.stop_token_ids or ())
         self._exist("logit_bias: token id", params.logit_bias or ())
@@ -231,7 +172,7 @@ class Reader:
         limit = min(self.engine.max_len, len(ids) + (params.max_tokens or self.engine.max_len))
         seed = params.seed if params.seed is not None else mix(self.seed + number_of(id))
         bad_words = self._bad_words(params)
-        reads = self.tokenizer is not None and params.detokenize and (bool(params.stop) or streaming)
+        reads = self.tokenizer is not None and params.detokenize and bool(params.stop)
         rows: list[Row] = []
         for index in range(params.n):
             rows.append(

@@ -220,7 +220,7 @@ def test_ids_of_requests_are_any_string(llm: LLM) -> None:
     params = SamplingParams(max_tokens=4)
 
     def seed(id: str) -> int:
-        request: Any = llm._reader.request(id, GOOD, params, False)
+        request: Any = llm.reader.request(id, GOOD, params, False)
         return int(request.rows[0].seed)
 
     assert seed("7") == mix(llm.seed + 7)
@@ -308,7 +308,7 @@ def test_parameters_without_a_name_are_refused() -> None:
 
 
 def sequences(llm: LLM, words: list[str]) -> list[list[int]]:
-    return llm._reader._bad_words(SamplingParams(bad_words=words))
+    return llm.reader._bad_words(SamplingParams(bad_words=words))
 
 
 def test_bad_words_are_read_as_vllm_reads_them(speaking: LLM) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from outrider.core.block_table import BlockTable
@@ -23,6 +24,7 @@ class Speculation(NamedTuple):
     accepted  accepted draft tokens
     emitted   emitted tokens
     lossless  False if the verification rule changes the output distribution
+    accepted_lengths  entry k: drafts of which k tokens were accepted
 
     tokens_per_step is emitted / steps, 1.0 without speculation.  acceptance is accepted / drafted.
     """
@@ -32,6 +34,17 @@ class Speculation(NamedTuple):
     accepted: int = 0
     emitted: int = 0
     lossless: bool = True
+    accepted_lengths: tuple[int, ...] = ()
+
+    @property
+    def drafts(self) -> int:
+        """Steps with draft tokens."""
+        return sum(self.accepted_lengths)
+
+    @property
+    def accepted_at(self) -> list[int]:
+        """Accepted draft tokens by depth, from 1."""
+        return [sum(self.accepted_lengths[depth:]) for depth in range(1, len(self.accepted_lengths))]
 
     @property
     def tokens_per_step(self) -> float:
@@ -43,7 +56,10 @@ class Speculation(NamedTuple):
 
     def __add__(self, other: Speculation) -> Speculation:  # type: ignore[override]
         steps, drafted, accepted, emitted = map(sum, zip(self[:4], other[:4]))
-        return Speculation(steps, drafted, accepted, emitted, self.lossless and other.lossless)
+        lengths = zip_longest(self.accepted_lengths, other.accepted_lengths, fillvalue=0)
+        return Speculation(
+            steps, drafted, accepted, emitted, self.lossless and other.lossless, tuple(map(sum, lengths))
+        )
 
 
 @dataclass(frozen=True)
@@ -80,17 +96,20 @@ class Row:
     limit: int  # tokens at most, prompt included
     ending: frozenset[int]  # token ids that end the text
     source: Row | None = None  # the sample whose prompt this one shares
+    priority: int = 0  # rows of a smaller one come first
     lora: LoRARequest | None = None
     adapter: Any = None  # packed weights of `lora`, while the row runs
     table: BlockTable | None = None
     computed: int = 0
     cached: int | None = None  # tokens with cached K/V at first admission
+    queued: float | None = None  # seconds until first admission
     finish_reason: str | None = None  # "stop", "length", "abort", "error"
     stop_reason: int | str | None = None
     error: Exception | None = None  # cause of finish_reason "error"
     steps: int = 0  # target forwards that emitted tokens
     drafted: int = 0
     accepted: int = 0
+    accepted_lengths: list[int] = field(default_factory=list)  # entry k: drafts of which k were accepted
     lossless: bool = True  # False if the verification rule changes the output distribution
     text: Any = None  # incremental detokenizer
     logprobs: Logprobs | None = None  # None unless requested
@@ -112,9 +131,15 @@ class Row:
 
     @property
     def stats(self) -> Speculation:
-        return Speculation(
-            self.steps, self.drafted, self.accepted, len(self.tokens) - self.prompt, self.lossless
-        )
+        emitted, lengths = len(self.tokens) - self.prompt, tuple(self.accepted_lengths)
+        return Speculation(self.steps, self.drafted, self.accepted, emitted, self.lossless, lengths)
+
+    def count_draft(self, accepted: int) -> None:
+        """Record a draft of which so many tokens were accepted."""
+        lengths = self.accepted_lengths
+        if accepted >= len(lengths):
+            lengths.extend([0] * (accepted + 1 - len(lengths)))
+        lengths[accepted] += 1
 
     @property
     def reusable(self) -> int:

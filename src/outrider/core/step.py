@@ -58,6 +58,8 @@ class RowStep:
         row.steps += 1
         row.drafted += self.tree.size
         row.accepted += len(self.accepted)
+        if self.tree.size:
+            row.count_draft(len(self.accepted))
         row.lossless = lossless
         row.arrivals += [now] * len(self.emitted)
 

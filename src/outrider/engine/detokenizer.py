@@ -16,12 +16,14 @@ class Detokenizer:
     def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
         self.tokenizer, self.skip = tokenizer, skip_special_tokens
         self.text = ""
+        self.count = 0  # tokens that were fed
         self.start = self.done = 0  # the window starts at `start`; ids before `done` are in `text`
         self.ids: list[int] = []
         self.special = frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
 
     def feed(self, token: int) -> str:
         """Append a token.  Returns the new text, "" while a character is incomplete."""
+        self.count += 1
         if self.skip and token in self.special:
             return ""  # no text; in the window it would hide the space before the next piece
         self.ids.append(token)

@@ -55,17 +55,21 @@ class EngineLoop:
         self._driver: int | None = None
         self._arriving: list[Ticket] = []  # not in the engine yet
         self._aborted: list[Ticket] = []
+        self._stopped: Exception | None = None
 
     def submit(self, rows: Sequence[Row], on_news: Callable[[], None] | None = None) -> Ticket:
         """Queue the rows of a request, which carry its id.
 
         on_news: called by the driver, between steps, after the rows grew or ended.  It must be quick.
         `abort` is the only method that it may call.
-        Raises RequestError if the id belongs to an open request or the caller is inside a step.
+        Raises RequestError if the id belongs to an open request or the caller is inside a step, and the error
+        of `stop` after it.
         """
         self.engine.turn.refuse_reentry()
         ticket = Ticket(rows, on_news)
         with self._lock:
+            if self._stopped is not None:
+                raise self._stopped
             if ticket.id in self.tickets:
                 raise RequestError(
                     f"request id {ticket.id!r} belongs to a request that still runs: give each its own."
@@ -84,6 +88,15 @@ class EngineLoop:
             if (ticket := self.tickets.get(id)) is not None:
                 self._aborted.append(ticket)
                 self._between_steps()
+
+    def stop(self, error: Exception) -> None:
+        """End every open request with this error before the next step, and refuse those that follow."""
+        with self._lock:
+            self._stopped = error
+            for ticket in self.tickets.values():
+                ticket.fail(error)
+            self._aborted += self.tickets.values()
+            self._between_steps()
 
     def run_until(self, done: Callable[[], bool]) -> None:
         """Return once `done()` is true.

@@ -1,15 +1,17 @@
 """Scheduler: selects the rows of a step and their numbers of tokens.
 
-- Running rows are ordered by arrival.
+- Rows are ordered by priority, then by arrival.
 - One token budget is shared by decodes, then draft nodes, then prompt chunks, then admissions.
 - Beside decoding rows, prefill pacing (control/prefill.py) limits the chunks further.
-- Without a free page, the youngest row is preempted.  It keeps its tokens and recomputes their K/V.
-- Waiting rows are admitted strictly in order of arrival, when all their tokens and their LoRA adapter fit.
-  So no row starves.
+- Without a free page, the last row is preempted.  It keeps its tokens and recomputes their K/V.
+- Waiting rows are admitted strictly in order, when all their tokens and their LoRA adapter fit.  So no row
+  starves among those of its priority.
 """
 
 from __future__ import annotations
 
+import time
+from bisect import insort_left, insort_right
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -65,7 +67,8 @@ class Scheduler:
         self.preemptions = 0
 
     def add(self, row: Row) -> None:
-        self.waiting.append(row)
+        """Queue a row behind those of its priority."""
+        insort_right(self.waiting, row, key=_priority)
 
     def abort(self, row: Row) -> None:
         if row in self.waiting:
@@ -108,7 +111,7 @@ class Scheduler:
             if row.error is not None:
                 batch.failed.append(row)
                 continue
-            self.running.append(row)
+            insort_right(self.running, row, key=_priority)
             batch.add(row, budget.take(len(row.tokens) - row.computed, row.computed))
         return batch
 
@@ -212,7 +215,7 @@ class Scheduler:
                 row.finish_reason, row.stop_reason = "stop", found[1]
 
     def _room(self, row: Row, length: int) -> bool:
-        """Reserve pages for a running row, preempting the youngest as needed.
+        """Reserve pages for a running row, preempting the last ones as needed.
 
         Returns False if the row itself was preempted.
         """
@@ -227,7 +230,7 @@ class Scheduler:
         self.running.remove(row)
         self._release(row, "preempted")
         row.computed = 0
-        self.waiting.appendleft(row)
+        insort_left(self.waiting, row, key=_priority)
         self.preemptions += 1
 
     def _release(self, row: Row, reason: str) -> None:
@@ -258,7 +261,7 @@ class Scheduler:
             self.cache.close(row.table)
             row.table, row.adapter, row.computed = None, None, 0
         elif row.cached is None:
-            row.cached = row.computed
+            row.cached, row.queued = row.computed, time.perf_counter() - row.entered
         return row.table is not None
 
     def _adapt(self, row: Row, lora: LoRARequest) -> bool:
@@ -274,6 +277,10 @@ class Scheduler:
         except RequestError as error:
             row.error, row.finish_reason = error, "error"
         return row.adapter is not None
+
+
+def _priority(row: Row) -> int:
+    return row.priority
 
 
 def _reaches(row: Row, length: int) -> bool:

@@ -14,7 +14,8 @@ from outrider.draft import method
 from outrider.engine.loop import EngineLoop
 from outrider.llm import LLM
 from outrider.outputs import CompletionOutput, RequestOutput
-from outrider.requests import Prompt, Reader, Request
+from outrider.progress import Request
+from outrider.requests import Prompt, Reader
 
 
 class EngineDriver:

@@ -1,0 +1,199 @@
+"""Asynchronous API with vLLM's names: `async for output in AsyncLLM(model).generate(prompt, params)`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import threading
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from functools import partial
+from typing import Any
+from uuid import uuid4
+
+from outrider.core.params import SamplingParams
+from outrider.core.row import LoRARequest
+from outrider.errors import EngineError
+from outrider.llm import LLM
+from outrider.outputs import RequestOutput
+from outrider.progress import Request, RowState
+from outrider.requests import Prompt
+
+# Longest time in seconds that another thread keeps the interpreter while the engine's thread wants it.
+# Python's default of 5 ms is longer than a step of a small model.
+SWITCH_INTERVAL = 0.0005
+log = logging.getLogger("outrider")
+
+
+class _Reader:
+    """Receiver of one request's news in an event loop.  Keeps the newest states only."""
+
+    def __init__(self, request: Request, final: bool) -> None:
+        self.request, self.final = request, final
+        self.loop, self.event = asyncio.get_running_loop(), asyncio.Event()
+        self.states: Sequence[RowState] = ()
+        self.told = False  # a call that sets the event is on its way
+
+
+class AsyncLLM:
+    """Loaded model whose engine runs in a thread of its own, for callers in asyncio.
+
+    model, speculative_config, engine: as for `LLM`.
+    restart_on_error: go on after a step that failed.  Its requests end with an EngineError in any case.
+    Without, every later request does, too.
+
+    All requests form one continuous batch.  Between two steps, the engine's thread leaves the newest state
+    of each request; a reader that is slower than the engine misses states and holds no memory for them.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        speculative_config: Mapping[str, Any] | None = None,
+        restart_on_error: bool = False,
+        **engine: Any,
+    ) -> None:
+        self.llm = LLM(model, speculative_config=speculative_config, **engine)
+        self.restart_on_error, self.restarts = restart_on_error, 0
+        self.error: Exception | None = None  # what stopped the engine
+        self._news: list[_Reader] = []  # readers with news, since the last step
+        self._closed = False
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL))
+        self._thread = threading.Thread(target=self._drive, name="outrider-engine", daemon=True)
+        self._thread.start()
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput]:
+        """Yield the output so far, each time that steps have extended it.  The last one has `finished` set.
+
+        prompt, sampling_params, lora_request: as in `LLM.generate`, for one prompt.
+        request_id: unique among open requests; None: a random one.
+        priority: requests with a smaller number are admitted first, and preempted last.
+
+        Raises RequestError for invalid input, and EngineError if a step failed.  Closing the generator, or
+        cancelling the task that reads it, ends the request before the next step.
+        """
+        outputs = self._outputs(prompt, sampling_params, request_id, lora_request, priority, final=False)
+        async with aclosing(outputs):
+            async for output in outputs:
+                yield output
+
+    async def complete(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+        priority: int = 0,
+    ) -> RequestOutput:
+        """Return the finished output of a prompt.  Arguments and errors are those of `generate`."""
+        outputs = self._outputs(prompt, sampling_params, request_id, lora_request, priority, final=True)
+        async with aclosing(outputs):
+            return await anext(outputs)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request before the next step.  Its last output has finish_reason "abort"."""
+        self.llm.abort(request_id)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are accepted."""
+        return not self._closed and self.error is None and self._thread.is_alive()
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that are queued or running."""
+        return len(self.llm.loop.tickets)
+
+    async def check_health(self) -> None:
+        """Raise EngineError unless requests are accepted."""
+        if not self.is_running:
+            raise self.error or EngineError("the engine has been shut down.")
+
+    def shutdown(self, timeout: float = 10.0) -> None:
+        """End all requests with an EngineError, and the engine's thread within `timeout` seconds."""
+        self._closed = True
+        self.llm.loop.stop(EngineError("the engine has been shut down."))
+        self._thread.join(timeout)
+        self._between_steps()  # for requests that ended after the thread
+
+    async def _outputs(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        id: str | None,
+        lora: LoRARequest | None,
+        priority: int,
+        final: bool,
+    ) -> AsyncGenerator[RequestOutput]:
+        read = self.llm.reader.request
+        params = SamplingParams() if params is None else params
+        request = await asyncio.to_thread(read, id or uuid4().hex, prompt, params, not final, lora, priority)
+        if isinstance(request, RequestOutput):
+            assert request.error is not None
+            raise request.error
+        reader = _Reader(request, final)
+        self.llm.loop.submit(request.rows, partial(self._note, reader))
+        try:
+            finished = False
+            while not finished:
+                await reader.event.wait()
+                reader.event.clear()
+                output = request.output(reader.states)
+                if output.error is not None:
+                    raise output.error
+                finished = output.finished
+                yield output
+        finally:
+            self.llm.abort(request.id)
+
+    def _note(self, reader: _Reader) -> None:
+        """Take the states of a request's rows.  Called by the thread that steps, between steps."""
+        if reader.final and not reader.request.finished:
+            return
+        reader.states = reader.request.states()
+        if not reader.told:
+            reader.told = True
+            self._news.append(reader)
+
+    def _drive(self) -> None:
+        while not self._closed:
+            try:
+                self.llm.loop.run_until(self._between_steps)
+            except Exception as error:  # the loop has ended the requests of the step
+                log.exception("a step of the engine failed")
+                if self.restart_on_error:
+                    self.restarts += 1
+                else:
+                    self.error = EngineError(f"the engine has stopped: {type(error).__name__}: {error}")
+                    self.llm.loop.stop(self.error)
+                    self._closed = True
+            self._between_steps()
+
+    def _between_steps(self) -> bool:
+        """Wake the readers of requests with news, once per event loop.  Returns whether to stop."""
+        news, self._news = self._news, []
+        for loop in {reader.loop for reader in news}:
+            readers = [reader for reader in news if reader.loop is loop]
+            try:
+                loop.call_soon_threadsafe(_wake, readers)
+            except RuntimeError:  # the event loop is closed: no task reads
+                for reader in readers:
+                    self.llm.abort(reader.request.id)
+        return self._closed
+
+
+def _wake(readers: Sequence[_Reader]) -> None:
+    for reader in readers:
+        reader.told = False
+        reader.event.set()

@@ -1,0 +1,123 @@
+"""Outputs of a request, as far as its rows are committed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from outrider.core.params import SamplingParams
+from outrider.core.row import Row, Speculation
+from outrider.engine.detokenizer import Detokenizer, shown
+from outrider.outputs import CompletionOutput, RequestOutput
+
+
+class RowState(NamedTuple):
+    """Committed state of one row, taken between two steps.
+
+    num_tokens: of the output.  text: that of the row's detokenizer, which exists if there are stop strings.
+    """
+
+    num_tokens: int
+    text: str | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    stats: Speculation
+
+    @staticmethod
+    def of(row: Row) -> RowState:
+        text = None if row.text is None else row.text.text
+        return RowState(len(row.arrivals), text, row.finish_reason, row.stop_reason, row.stats)
+
+
+@dataclass
+class Request:
+    """A prompt being served, with one row for each of its n samples.
+
+    The thread that steps the engine takes `states()` between steps.  Any other thread builds outputs from
+    it: they read only tokens that are committed.  Partial texts are detokenized there, outside the step.
+    """
+
+    id: str
+    prompt: str | None
+    ids: list[int]
+    params: SamplingParams
+    rows: list[Row]
+    tokenizer: Any
+    streaming: bool = False
+    texts: dict[int, Detokenizer] = field(default_factory=dict)  # sample -> its text, as far as it was read
+
+    @property
+    def finished(self) -> bool:
+        return all(row.finish_reason is not None for row in self.rows)
+
+    def states(self) -> list[RowState]:
+        return [RowState.of(row) for row in self.rows]
+
+    def output(self, states: Sequence[RowState] | None = None) -> RequestOutput:
+        """The output as of `states`; by default the output so far, to be read between steps."""
+        states = states or self.states()
+        error = next((row.error for row in self.rows if row.error), None)
+        asked = self.rows[0].logprobs if self.params.prompt_logprobs is not None else None
+        prompt = None if asked is None else list(asked.prompt)
+        samples = [self._sample(row, so_far) for row, so_far in zip(self.rows, states)]
+        finished, cached = all(so_far.finish_reason for so_far in states), self.rows[0].cached
+        return RequestOutput(
+            self.id, self.prompt, self.ids, samples, finished, error, prompt, cached, self.rows[0].queued
+        )
+
+    def _sample(self, row: Row, so_far: RowState) -> CompletionOutput:
+        ids = row.tokens[row.prompt : row.prompt + so_far.num_tokens]
+        made = CompletionOutput(
+            row.index,
+            self._text(row, ids, so_far),
+            ids,
+            so_far.finish_reason,
+            so_far.stop_reason,
+            so_far.stats,
+        )
+        if so_far.finish_reason is not None:
+            made.token_times = [time - row.entered for time in row.arrivals]
+        if row.logprobs is not None and row.logprobs.count is not None:
+            # The last step may have emitted tokens past the end of the text.
+            made.logprobs = row.logprobs.sampled[: len(made.token_ids)]
+            made.cumulative_logprob = sum(
+                entry[token].logprob for entry, token in zip(made.logprobs, made.token_ids)
+            )
+        return made
+
+    def _text(self, row: Row, ids: list[int], so_far: RowState) -> str:
+        """Text of the output.
+
+        Excludes the stop string or final token unless include_stop_str_in_output is set.
+        """
+        params, ended = row.params, so_far.finish_reason is not None
+        if self.tokenizer is None or not params.detokenize:
+            return ""
+        if so_far.text is not None:
+            if not ended:
+                return shown(
+                    so_far.text, () if params.include_stop_str_in_output else tuple(params.stop or ())
+                )
+            if not isinstance(so_far.stop_reason, str):
+                row.text.flush()
+            text: str = row.text.text
+            return text
+        if so_far.finish_reason == "stop" and not params.include_stop_str_in_output:
+            ids = ids[:-1]
+        return self._streamed(row.index, ids, ended) if self.streaming else self._decoded(ids)
+
+    def _decoded(self, ids: list[int]) -> str:
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=self.params.skip_special_tokens)
+        return text
+
+    def _streamed(self, index: int, ids: list[int], ended: bool) -> str:
+        """Text of a sample, whose new tokens alone are decoded."""
+        if index not in self.texts:
+            self.texts[index] = Detokenizer(self.tokenizer, self.params.skip_special_tokens)
+        text = self.texts[index]
+        for token in ids[text.count :]:
+            text.feed(token)
+        if ended:
+            text.flush()
+        return text.text

@@ -1,0 +1,208 @@
+"""Many tasks of an event loop on one engine: the texts are those of LLM, and what ends a request ends it at once."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider import LLM, AsyncLLM, EngineError, RequestError, SamplingParams
+from outrider.testing import check_idle, random_prompts
+
+PROMPTS = [{"prompt_token_ids": ids} for ids in random_prompts(8, seed=4)]
+
+
+def params_of(i: int, **given: Any) -> SamplingParams:
+    return SamplingParams(
+        **{"temperature": 0.8 * (i % 2), "seed": i, "max_tokens": 8 + i, "ignore_eos": True, **given}
+    )
+
+
+@pytest.fixture(scope="module")
+def engine(tiny: Path) -> Iterator[AsyncLLM]:
+    made = AsyncLLM(
+        str(tiny), dtype="float32", seed=0, max_num_seqs=3, speculative_config={"method": "ngram"}
+    )
+    yield made
+    made.shutdown()
+    assert not made.is_running and threading.active_count() < 50
+
+
+@pytest.fixture(scope="module")
+def texts(tiny: Path) -> list[list[int]]:
+    llm = LLM(str(tiny), dtype="float32", seed=0)
+    outputs = llm.generate(PROMPTS, [params_of(i) for i in range(len(PROMPTS))])
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def running(engine: AsyncLLM, task: Callable[[], Awaitable[None]]) -> None:
+    """Run a task in a new event loop, and check that it leaves nothing in the engine."""
+
+    async def limited() -> None:
+        await asyncio.wait_for(task(), 60)
+        while engine.llm.has_unfinished_requests():
+            await asyncio.sleep(0.001)
+
+    asyncio.run(limited())
+    check_idle(engine.llm)
+
+
+async def ids_of(engine: AsyncLLM, i: int) -> list[int]:
+    ids: list[int] = []
+    async for output in engine.generate(PROMPTS[i], params_of(i)):
+        assert output.outputs[0].token_ids[: len(ids)] == ids
+        ids = output.outputs[0].token_ids
+    assert output.finished
+    return ids
+
+
+def test_tasks_share_a_batch_and_get_the_texts_of_llm(engine: AsyncLLM, texts: list[list[int]]) -> None:
+    async def task() -> None:
+        assert list(await asyncio.gather(*(ids_of(engine, i) for i in range(len(PROMPTS))))) == texts
+        finals = await asyncio.gather(*(engine.complete(p, params_of(i)) for i, p in enumerate(PROMPTS)))
+        assert [output.outputs[0].token_ids for output in finals] == texts
+
+    running(engine, task)
+
+
+@pytest.mark.parametrize("how", ["abort", "close", "cancel"])
+def test_an_ended_request_leaves_before_the_next_step(how: str, engine: AsyncLLM) -> None:
+    async def read(started: asyncio.Event) -> str | None:
+        outputs = engine.generate(PROMPTS[0], params_of(0, max_tokens=200), "mine")
+        async with aclosing(outputs):
+            async for output in outputs:  # noqa: B007
+                started.set()
+                if how == "close":
+                    return None
+        return output.outputs[0].finish_reason
+
+    async def task() -> None:
+        started = asyncio.Event()
+        reader = asyncio.create_task(read(started))
+        await started.wait()
+        steps = engine.llm.engine.steps
+        if how == "abort":
+            await engine.abort("mine")
+            assert await reader == "abort"
+        elif how == "cancel":
+            reader.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await reader
+        else:
+            await reader
+        while engine.num_requests:
+            await asyncio.sleep(0)
+        assert engine.llm.engine.steps < steps + 150  # of 200
+
+    running(engine, task)
+
+
+def test_a_slow_reader_gets_the_newest_output_and_no_queue_of_old_ones(engine: AsyncLLM) -> None:
+    async def task() -> None:
+        counts = []
+        async for output in engine.generate(PROMPTS[1], params_of(1, max_tokens=100)):
+            counts.append(len(output.outputs[0].token_ids))
+            if len(counts) == 1:
+                while engine.num_requests:
+                    await asyncio.sleep(0.001)
+        assert counts[-1] == 100 and len(counts) <= 3
+
+    running(engine, task)
+
+
+def test_invalid_input_and_used_ids_are_refused(engine: AsyncLLM) -> None:
+    async def task() -> None:
+        with pytest.raises(RequestError, match="token id 999"):
+            await engine.complete([999])
+        outputs = engine.generate(PROMPTS[0], params_of(0, max_tokens=200), "same")
+        async with aclosing(outputs):
+            await anext(outputs)
+            with pytest.raises(RequestError, match="'same'"):
+                await engine.complete(PROMPTS[0], params_of(0), "same")
+
+    running(engine, task)
+
+
+def test_a_smaller_priority_comes_first(engine: AsyncLLM) -> None:
+    async def task() -> None:
+        ended: list[int] = []
+
+        async def one(priority: int) -> None:
+            params = params_of(2, max_tokens=20)
+            await engine.complete(PROMPTS[2], params, priority=priority)
+            ended.append(priority)
+
+        priorities = [-1, 5, 4, 3, 2, 1, 0]
+        with engine.llm.engine.turn.lock:  # no step runs
+            tasks = []
+            for priority in priorities:
+                tasks.append(asyncio.create_task(one(priority)))
+                while engine.num_requests < len(tasks):
+                    await asyncio.sleep(0)
+        await asyncio.gather(*tasks)
+        assert sorted(ended[:3]) == [-1, 0, 1] and sorted(ended[3:6]) == [2, 3, 4]
+
+    running(engine, task)
+
+
+def failing(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the next step fail."""
+
+    def fail(*_: object) -> None:
+        monkeypatch.undo()
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(engine.llm.engine.runner, "forward", fail)
+
+
+def test_a_failed_step_ends_its_requests_and_the_engine_restarts(
+    engine: AsyncLLM, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def task() -> None:
+        engine.restart_on_error = True
+        failing(engine, monkeypatch)
+        for result in await asyncio.gather(*(ids_of(engine, i) for i in range(3)), return_exceptions=True):
+            assert isinstance(result, EngineError) or result in texts
+        assert engine.restarts and engine.is_running
+        assert await ids_of(engine, 0) == texts[0]
+
+    running(engine, task)
+
+
+def test_a_failed_step_stops_an_engine_that_must_not_restart(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = AsyncLLM(str(tiny), dtype="float32")
+
+    async def task() -> None:
+        await own.check_health()
+        failing(own, monkeypatch)
+        results = await asyncio.gather(*(ids_of(own, i) for i in range(5)), return_exceptions=True)
+        assert all(isinstance(result, EngineError) for result in results)
+        with pytest.raises(EngineError, match="ZeroDivisionError: a defect"):
+            await own.check_health()
+        with pytest.raises(EngineError, match="a defect"):
+            await own.complete(PROMPTS[0])
+
+    running(own, task)
+
+
+def test_shutdown_ends_open_requests(tiny: Path) -> None:
+    own = AsyncLLM(str(tiny), dtype="float32")
+
+    async def task() -> None:
+        readers = [
+            asyncio.create_task(own.complete(prompt, params_of(0, max_tokens=200))) for prompt in PROMPTS
+        ]
+        while own.num_requests < len(PROMPTS):
+            await asyncio.sleep(0)
+        await asyncio.to_thread(own.shutdown)
+        results = await asyncio.gather(*readers, return_exceptions=True)
+        assert any(isinstance(result, EngineError) for result in results)
+
+    running(own, task)
