@@ -17,7 +17,7 @@ from kernel_cases import LAYOUTS, SLOTS, c_backend, heads_of, near, needs_c, poo
 from torch import Tensor
 
 from outrider.backends.cpu import backend as cpu
-from outrider.backends.cpu import build, structs
+from outrider.backends.cpu import bindings, build, structs
 from outrider.backends.torch.backend import TorchBackend
 from outrider.cache.pool import Pool
 from outrider.checkpoints.hub import Checkpoint
@@ -188,7 +188,7 @@ def test_other_processors(march: str, tmp_path: Path) -> None:
     flags = [*build.FLAGS, f"-march={march}", "-O1", "-w"]
     subprocess.run([compiler, *flags, *map(str, sources), "-o", str(built), "-lm"], check=True)
     ours = c_backend(torch.float32)
-    theirs = type(ours)(cpu.declare(ctypes.CDLL(str(built))), torch.float32)
+    theirs = type(ours)(bindings.declare(ctypes.CDLL(str(built))), torch.float32)
     for bits in (8, 4):
         weight, x = ours.pack(some(70, 96, bits, True)), torch.randn(5, 96)
         near(theirs.linear(x, weight), ours.linear(x, weight), 1e-5)

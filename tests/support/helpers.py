@@ -69,9 +69,11 @@ def attended_slots(step_input: StepInput, table: array[int], row: int) -> list[i
     """The cache slots that the C kernels attend to for one row of a step input, read at the addresses they get."""
     rows = structs.view(step_input).rows
     assert (c_void_p * step_input.length).from_address(rows.tables)[row] == table.buffer_info()[0]
-    context, depth = ((c_int64 * step_input.length).from_address(at)[row] for at in (rows.seen, rows.depths))
-    paths = (c_int32 * (step_input.length * rows.path)).from_address(rows.paths or 0)
-    slots = [*table[:context], *paths[row * rows.path : row * rows.path + depth]]
+    context, depth = (
+        (c_int64 * step_input.length).from_address(at)[row] for at in (rows.table_lengths, rows.path_lengths)
+    )
+    paths = (c_int32 * (step_input.length * rows.path_width)).from_address(rows.paths or 0)
+    slots = [*table[:context], *paths[row * rows.path_width : row * rows.path_width + depth]]
     assert slots == step_input.key_slots(row)
     return slots
 

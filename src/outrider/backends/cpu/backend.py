@@ -10,12 +10,14 @@ import ctypes
 import os
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from outrider.backends.base import AttentionShape, DecoderLayer, ModelShape, ScoreModifier
-from outrider.backends.cpu import build, candidates, lora, signatures, structs, threads
+from outrider.backends.cpu import build, candidates, lora, structs, threads
+from outrider.backends.cpu.bindings import STRUCTS, declare
 from outrider.backends.cpu.fused import CpuFusedModel, Stack
 from outrider.backends.cpu.lora import Adapter
 from outrider.backends.cpu.packing import KINDS, Packed, pack
@@ -33,12 +35,6 @@ def library() -> ctypes.CDLL | None:
     """The compiled kernels.  None, with one warning, if there are none and they cannot be built."""
     loaded = build.load(build.recipe(os.environ), os.environ)
     return None if loaded is None else declare(loaded)
-
-
-def declare(lib: ctypes.CDLL) -> ctypes.CDLL:
-    """Set the signatures of all functions."""
-    candidates.declare(lib)
-    return signatures.declare(lib)
 
 
 class CpuBackend(Picking):
@@ -135,7 +131,7 @@ class CpuBackend(Picking):
 
     def pack_layers(self, spec: ModelShape, layers: Sequence[DecoderLayer], rotations: Tensor) -> Stack:
         """The layers as C structs.  They point into tensors that the result keeps alive."""
-        packed = (structs.Layer * len(layers))()
+        packed = (STRUCTS["Layer"] * len(layers))()
         for to, layer in zip(packed, layers):
             check_attention(
                 "the model", spec.heads, spec.kv_heads, spec.head_dim, rotations.shape[1], layer.window
@@ -145,23 +141,23 @@ class CpuBackend(Picking):
             for name in structs.VECTORS:
                 setattr(to, name, address(getattr(layer, name)))
             to.window = layer.window
-        shape = structs.Shape(
+        shape = STRUCTS["ModelShape"](
             layers=len(layers),
             hidden=spec.hidden,
             inner=spec.inner,
             heads=spec.heads,
             kv_heads=spec.kv_heads,
             head_dim=spec.head_dim,
-            width=Pool.wide(spec.head_dim),
-            rot=rotations.shape[1],
+            padded_dim=Pool.wide(spec.head_dim),
+            rotary_dim=rotations.shape[1],
             eps=spec.eps,
             scale=spec.head_dim**-0.5,
-            turn=rotations.data_ptr(),
+            rotary=rotations.data_ptr(),
         )
         return Stack(packed, shape, (layers, rotations))
 
     def skip_sublayers(self, stack: Stack, skips: Sequence[int]) -> Stack:
-        layers = (structs.Layer * len(skips)).from_buffer_copy(stack.layers)
+        layers = (STRUCTS["Layer"] * len(skips)).from_buffer_copy(stack.layers)
         for layer, skip in zip(layers, skips):
             layer.skip = skip
         return Stack(layers, stack.shape, stack.alive)
@@ -180,7 +176,7 @@ class CpuBackend(Picking):
         layer: int = 0,
     ) -> Tensor:
         threads.adopt()
-        stack.shape.kv, adapters = KINDS[pool.dtype], lora.rows(runs)
+        stack.shape.kv_kind, adapters = KINDS[pool.dtype], lora.rows(runs)
         self.lib.stack(
             stack.shape,
             stack.layers,
@@ -198,15 +194,16 @@ class CpuBackend(Picking):
         return candidates.Compiled(self.lib, k, wide, levels)
 
 
-def _modifier(modifier: ScoreModifier | None) -> structs.ScoreModifier | None:
+def _modifier(modifier: ScoreModifier | None) -> Any:
     if modifier is None:
         return None
-    return structs.ScoreModifier(address(modifier.slopes), address(modifier.sinks), modifier.cap)
+    return STRUCTS["ScoreModifier"](address(modifier.slopes), address(modifier.sinks), modifier.cap)
 
 
-def _attention(spec: AttentionShape, pool: Pool, layer: int) -> structs.Attention:
+def _attention(spec: AttentionShape, pool: Pool, layer: int) -> Any:
     """`Attention` of kernels.h, without the rotations, the scale and the window of a call."""
     keys = pool.address + 2 * layer * pool.plane
     norms = address(spec.q_norm), address(spec.k_norm)
     sizes = pool.head, spec.heads, spec.kv_heads, spec.head_dim, pool.width, 0, 0
-    return structs.Attention(keys, keys + pool.plane, *sizes, *norms, None, spec.eps, 0.0, KINDS[pool.dtype])
+    ends = None, spec.eps, 0.0, KINDS[pool.dtype]
+    return STRUCTS["Attention"](keys, keys + pool.plane, *sizes, *norms, *ends)

@@ -4,43 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from ctypes import POINTER, c_double, c_float, c_long, c_uint64, c_void_p
 from typing import Any
 
 from torch import Tensor
 
 from outrider.backends.candidates import Found, Nodes
+from outrider.backends.cpu.bindings import STRUCTS
 from outrider.backends.cpu.structs import address
 from outrider.core.params import DistributionParams
-
-
-class Tree(ctypes.Structure):
-    """`Tree` of tree.c."""
-
-    _fields_ = [
-        ("wide", c_long),
-        ("records", c_long),
-        ("rows", c_long),
-        ("scores", c_void_p),
-        ("shares", c_void_p),
-        ("tokens", c_void_p),
-        ("above", c_void_p),
-        ("front", c_void_p),
-        ("order", c_void_p),
-    ]
-
-
-def declare(lib: ctypes.CDLL) -> None:
-    """Set the signatures of tree.c."""
-    tree: dict[str, Any] = {"tree": POINTER(Tree)}
-    by_entry = {"ids": c_void_p, "ranked": c_void_p}
-    sampling = {"temperature": c_float, "min_p": c_double, "top_k": c_long, "top_p": c_double}
-    widen = tree | {"entries": c_void_p, "shares": c_void_p, "k": c_long} | by_entry | {"out": c_void_p}
-    grow = tree | {"logits": c_void_p, "vocabulary": c_long} | sampling | {"key": c_uint64}
-    grow |= by_entry | {"k": c_long, "out": c_void_p}
-    keep = tree | {"nodes": c_long, "tokens": c_void_p, "parents": c_void_p, "shares": c_void_p}
-    for function, arguments in ((lib.widen, widen), (lib.grow, grow), (lib.keep, keep)):
-        function.argtypes, function.restype = [*arguments.values()], c_long
 
 
 class Compiled:
@@ -63,7 +34,7 @@ class Compiled:
             self.front,
             self.order,
         )
-        self.tree = Tree(wide, 0, 1, *map(_address, fields))
+        self.tree = STRUCTS["CandidateTree"](wide, 0, 1, *map(_address, fields))
 
     def widen(self, found: Found) -> tuple[list[int], list[int]]:
         entries, shares, ids, ranked = found

@@ -6,12 +6,14 @@ import ctypes
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from outrider.backends import base
 from outrider.backends.cpu import lora, structs, threads
+from outrider.backends.cpu.bindings import STRUCTS
 from outrider.backends.cpu.packing import KINDS, Packed
 from outrider.backends.cpu.picking import TreeQueries
 from outrider.backends.cpu.structs import address
@@ -27,8 +29,8 @@ KEPT_LOGITS = 1 << 24  # bytes
 class Stack:
     """Blocks as C structs, and the tensors that these point into."""
 
-    layers: ctypes.Array[structs.Layer]
-    shape: structs.Shape
+    layers: ctypes.Array[Any]  # Layer of kernels.h
+    shape: Any  # ModelShape
     alive: object
 
 
@@ -36,7 +38,7 @@ class Stack:
 class Ends:
     """Embedding, last norm and head as a C struct, and the tensors that it points into."""
 
-    c: structs.Ends
+    c: Any  # ModelEnds of kernels.h
     alive: object
 
 
@@ -48,7 +50,7 @@ class CpuFusedModel:
         self._logits = torch.empty(0, 0)  # of the last call, used again for the same shape
 
     def pack_ends(self, embedding: Packed, norm: Tensor, head: Packed) -> Ends:
-        c = structs.Ends(embedding.c, head.c, norm.data_ptr(), head.outputs)
+        c = STRUCTS["ModelEnds"](embedding.c, head.c, norm.data_ptr(), head.outputs)
         return Ends(c, (embedding, norm, head))
 
     def forward(
@@ -62,7 +64,7 @@ class CpuFusedModel:
         runs: Runs = (),
     ) -> Tensor:
         threads.adopt()
-        stack.shape.kv, adapters, view = KINDS[pool.dtype], lora.rows(runs), structs.view(step_input)
+        stack.shape.kv_kind, adapters, view = KINDS[pool.dtype], lora.rows(runs), structs.view(step_input)
         rows = array("q", step_input.logits_rows)
         taps = _taps(stack.shape, step_input.length, states) if states else None
         queries = TreeQueries() if queries is None else queries
@@ -79,7 +81,7 @@ class CpuFusedModel:
             rows.buffer_info()[0],
             len(rows),
             logits.data_ptr(),
-            queries.queries,
+            queries.records(),
             len(queries.sizes),
             queries.data.buffer_info()[0],
         )
@@ -109,7 +111,7 @@ class CpuFusedModel:
         states: Tensor | None = None,
     ) -> Chained:
         threads.adopt()
-        stack.shape.kv, view = KINDS[pool.dtype], structs.view(step_input)
+        stack.shape.kv_kind, view = KINDS[pool.dtype], structs.view(step_input)
         levels = max(chain.levels for chain in chains)
         tokens = array("i", bytes(4 * levels * len(chains)))
         features = array("f", bytes(0 if stop_rule is None else 4 * NUM_FEATURES * len(tokens)))
@@ -125,7 +127,7 @@ class CpuFusedModel:
             len(chains),
             levels,
             vocabulary,
-            None if stop_rule is None else structs.StopRule.of(stop_rule),
+            structs.stop_rule(stop_rule),
             tokens.buffer_info()[0],
             features.buffer_info()[0],
             address(states),
@@ -133,10 +135,10 @@ class CpuFusedModel:
         return _chained(tokens, features, levels)
 
 
-def _chains(chains: Sequence[base.Chain]) -> ctypes.Array[structs.Chain]:
-    packed = (structs.Chain * len(chains))()
+def _chains(chains: Sequence[base.Chain]) -> ctypes.Array[Any]:
+    packed: ctypes.Array[Any] = (STRUCTS["Chain"] * len(chains))()
     for to, (at, levels, (temperature, min_p, top_k, top_p), stream, floor) in zip(packed, chains):
-        to.at, to.levels, to.stream, to.floor = at, levels, stream, floor
+        to.first_row, to.max_tokens, to.stream, to.min_prob = at, levels, stream, floor
         to.temperature, to.min_p, to.top_k, to.top_p = temperature, min_p, top_k, top_p
     return packed
 
@@ -157,7 +159,7 @@ def _chained(tokens: array[int], features: array[float], levels: int) -> Chained
     return chains, found
 
 
-def _taps(shape: structs.Shape, rows: int, states: dict[int, Tensor]) -> ctypes.Array[ctypes.c_void_p]:
+def _taps(shape: Any, rows: int, states: dict[int, Tensor]) -> ctypes.Array[ctypes.c_void_p]:
     """Allocate `states`, [rows, h] each; returns their addresses by layer.
 
     The address of the last norm (FINAL, -1) is at the end.

@@ -5,36 +5,26 @@ from __future__ import annotations
 import ctypes
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 from torch.nn.functional import pad
 
+from outrider.backends.cpu.bindings import STRUCTS
 from outrider.core.lora import Adapted, LayerSizes, Runs, places
 
 PANEL = 64  # outputs side by side; the same constant as in lora.c
-
-
-class _Low(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("a", "b")),
-        *((name, ctypes.c_long) for name in ("rank", "start", "outputs")),
-        ("scale", ctypes.c_float),
-    ]
-
-
-class _Run(ctypes.Structure):
-    _fields_ = [("row", ctypes.c_long), ("count", ctypes.c_long), ("parts", ctypes.POINTER(_Low))]
 
 
 @dataclass
 class Adapter:
     """An adapter as lora.c reads it."""
 
-    parts: ctypes.Array[_Low]  # per layer: q, k, v, o, gate, up, down; rank 0 where nothing is added
+    parts: ctypes.Array[Any]  # LoraPart, per layer: q, k, v, o, gate, up, down; rank 0 where nothing is added
     alive: object
 
 
 def pack(spec: LayerSizes, layers: Adapted) -> Adapter:
-    made, alive = (_Low * (len(layers) * len(places(spec))))(), []
+    made, alive = (STRUCTS["LoraPart"] * (len(layers) * len(places(spec))))(), []
     for to, (layer, (name, place)) in zip(made, itertools.product(layers, places(spec).items())):
         if low := layer.get(name):
             a = pad(low.a.float(), (0, -place.inputs % 16)).contiguous()
@@ -46,10 +36,11 @@ def pack(spec: LayerSizes, layers: Adapted) -> Adapter:
     return Adapter(made, alive)
 
 
-def rows(runs: Runs) -> ctypes.Array[_Run] | None:
+def rows(runs: Runs) -> ctypes.Array[Any] | None:
     """The runs as lora.c reads them; None if there are none."""
-    return (
-        (_Run * len(runs))(*(_Run(first, count, adapter.parts) for first, count, adapter in runs))
-        if runs
-        else None
-    )
+    if not runs:
+        return None
+    made: ctypes.Array[Any] = (STRUCTS["LoraRun"] * len(runs))()
+    for run, (first, count, adapter) in zip(made, runs):
+        run.first_row, run.num_rows, run.parts = first, count, ctypes.addressof(adapter.parts)
+    return made

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.backends.cpu import structs
+from outrider.backends.cpu.bindings import STRUCTS
 from outrider.core.quantized import QuantizedWeight
 
 PANEL, WIDE = (
@@ -42,7 +42,8 @@ class Packed:
 
     def __post_init__(self) -> None:
         bias = None if self.bias is None else self.bias.data_ptr()
-        self.c = structs.Weight(self.data.data_ptr(), bias, self.kind, self.group, self.offsets, self.unit)
+        fields = self.data.data_ptr(), bias, self.kind, self.group, self.offsets, self.unit
+        self.c = STRUCTS["Weight"](*fields)
 
 
 def pack(weight: Tensor | QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> Packed:

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import ctypes
-import struct
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from outrider.backends.base import Answer
 from outrider.backends.cpu import structs
+from outrider.backends.cpu.bindings import STRUCTS
 from outrider.backends.cpu.structs import address
 from outrider.core.params import DistributionParams
 from outrider.core.stop_rule import NUM_FEATURES, NodeFeatures, StopRule
 
 MAX_K = 64  # tokens a pick
-# TreeQuery of kernels.h: at, root_row, nodes, top_k; min_p, top_p; stream, position; temperature, padding
-QUERY = struct.Struct("@llll dd QQ f4x")
+QUERY = STRUCTS["TreeQuery"]
 
 
 class TreeQueries:
@@ -32,7 +32,8 @@ class TreeQueries:
     __slots__ = ("data", "queries", "sizes")
 
     def __init__(self) -> None:
-        self.queries, self.data = b"", array("i")
+        self.queries: list[Any] = []
+        self.data = array("i")
         self.sizes: dict[int, int] = {}  # key -> nodes
 
     def add(
@@ -47,10 +48,13 @@ class TreeQueries:
     ) -> None:
         temperature, min_p, top_k, top_p = distribution
         n = self.sizes[key] = len(tokens)
-        self.queries += QUERY.pack(
-            len(self.data), root, n, top_k, min_p, top_p, stream, position, temperature
-        )
+        query = QUERY(len(self.data), root, n, top_k, min_p, top_p, stream, position, temperature)
+        self.queries.append(query)
         self.data.extend([*tokens, *parents[:n], *[0] * (2 * n + 2)])
+
+    def records(self) -> ctypes.Array[Any]:
+        records: ctypes.Array[Any] = (QUERY * len(self.queries))(*self.queries)
+        return records
 
     def read(self) -> dict[int, Answer | None]:
         answers: dict[int, Answer | None] = {}
@@ -80,7 +84,7 @@ class TreeMatcher:
             logits.shape[1],
             None,
             0,
-            queries.queries,
+            queries.records(),
             len(queries.sizes),
             queries.data.buffer_info()[0],
         )
@@ -137,7 +141,7 @@ class Picking:
         depth: int,
         row: int = 0,
     ) -> tuple[bool, NodeFeatures]:
-        rule, features = structs.StopRule.of(stop_rule), (ctypes.c_float * NUM_FEATURES)()
+        rule, features = structs.stop_rule(stop_rule), (ctypes.c_float * NUM_FEATURES)()
         at, vocabulary = _row(logits, row), logits.shape[-1]
         stops = self.lib.should_stop(rule, at, vocabulary, temperature, token, depth, features)
         return bool(stops), features[:]

@@ -5,29 +5,11 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
-from functools import lru_cache
 
 import numpy as np
 
+from outrider.backends.cpu.bindings import STRUCTS
 from outrider.drafting.lookup.index_base import FRONT, PLACES, RUNS, Places, hash_bits
-
-
-@lru_cache(maxsize=2)
-def declare(lib: ctypes.CDLL) -> None:
-    """Declare the argument types of runs.c."""
-    p, n = ctypes.c_void_p, ctypes.c_long
-    lib.runs_extend.argtypes = [p, p, n]
-    lib.runs_find.argtypes = [p, p, n, n, p, n, p]
-    lib.runs_extend.restype = lib.runs_find.restype = None
-
-
-class _Text(ctypes.Structure):
-    """`struct text` of runs.c."""
-
-    _fields_ = [
-        *((name, ctypes.c_int32) for name in ("shift", "oldest", "length", "entered", "longest", "depth")),
-        *((name, ctypes.c_void_p) for name in ("tokens", "previous", "heads")),
-    ]
 
 
 class CompiledIndex:
@@ -45,19 +27,18 @@ class CompiledIndex:
     """
 
     def __init__(self, lib: ctypes.CDLL, capacity: int, longest: int = 1, depth: int = 0) -> None:
-        declare(lib)
         self.lib, self.capacity, self.row_size = lib, capacity, 2 + depth
         bits, orders = hash_bits(capacity), len(RUNS)
         self.memory = np.zeros(capacity * (1 + orders) + (orders << bits), np.int32)
         tokens = self.memory.ctypes.data
         previous, heads = tokens + 4 * capacity, tokens + 4 * capacity * (1 + orders)
-        self.text = _Text(32 - bits, 0, 0, 0, longest, depth, tokens, previous, heads)
+        self.text = STRUCTS["TextIndex"](32 - bits, 0, 0, 0, longest, depth, tokens, previous, heads)
         self.address = ctypes.addressof(self.text)
         size = orders + sum(PLACES) * self.row_size
         self.found_here, self.found_elsewhere = array("i", bytes(4 * size)), array("i", bytes(4 * size))
 
     def __deepcopy__(self, memo: object) -> CompiledIndex:
-        copied = CompiledIndex(self.lib, self.capacity, self.text.longest, self.text.depth)
+        copied = CompiledIndex(self.lib, self.capacity, self.text.max_match, self.text.depth)
         copied.memory[:] = self.memory
         for name in ("oldest", "length", "entered"):
             setattr(copied.text, name, getattr(self.text, name))
@@ -82,7 +63,7 @@ class CompiledIndex:
     def extend(self, tokens: Sequence[int]) -> None:
         self._check_room(tokens)
         buffer = array("i", tokens)  # must stay alive during the call
-        self.lib.runs_extend(self.address, buffer.buffer_info()[0], len(buffer))
+        self.lib.runs_extend(self.text, buffer.buffer_info()[0], len(buffer))
 
     def find(self, tokens: Sequence[int], ahead: Sequence[int], texts: Sequence[CompiledIndex]) -> Places:
         self._check_room(tokens)
@@ -90,7 +71,7 @@ class CompiledIndex:
         out, row_size = self.found_elsewhere if texts else self.found_here, self.row_size
         others = addresses.buffer_info()[0] if texts else None
         self.lib.runs_find(
-            self.address,
+            self.text,
             buffer.buffer_info()[0],
             len(tokens),
             len(ahead),

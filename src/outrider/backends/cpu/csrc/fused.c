@@ -7,8 +7,6 @@
 #include "memory.h"
 #include "blocks.h"
 
-_Static_assert(sizeof(Chain) == 56, "chain.py packs them");
-
 double picking;
 
 static double now(void) {

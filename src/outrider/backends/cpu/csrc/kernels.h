@@ -1,5 +1,5 @@
-/* Entry points of the CPU kernels, and the structs that they take (backends/cpu/structs.py, chain.py,
- * picking.py and lora.py mirror them).
+/* Entry points of the CPU kernels, and the structs that they take.  bindings.py reads them here: it knows
+ * the types below, pointers, and the form in which structs and functions are declared.
  *
  * Row invariance.  The result of a row is a fixed sequence of operations on that row's own data.  The number
  * of rows in a call, the KV slots of a request and the number of threads change the order in which rows are
@@ -9,13 +9,11 @@
  * Conventions
  *   [rows,inputs]   dense row-major array; float32 unless a type is given
  *   or null         the argument may be 0
- *   sizes           int64_t; the bindings pass ctypes.c_long, which has 64 bits on every supported platform
+ *   sizes           int64_t
  *   memory          belongs to the caller, scratch memory to memory.c; nothing is kept between calls
  */
 #pragma once
 #include <stdint.h>
-
-_Static_assert(sizeof(long) == sizeof(int64_t), "the bindings pass sizes as c_long");
 
 /* ---- weights: linear.c, linear_int.c */
 

@@ -1,0 +1,49 @@
+"""Bindings made from kernels.h: the layout of its structs and the types of its functions."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from outrider.backends.cpu import bindings
+
+COMPILER = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C compiler here")
+def test_structs_lie_in_memory_as_the_compiler_lays_them_out(tmp_path: Path) -> None:
+    checks = [
+        f'_Static_assert(sizeof({n}) == {ctypes.sizeof(s)}, "{n}");' for n, s in bindings.STRUCTS.items()
+    ]
+    for name, made in bindings.STRUCTS.items():
+        for field, _ in made._fields_:
+            at = getattr(made, field).offset
+            checks.append(f'_Static_assert(offsetof({name}, {field}) == {at}, "{name}.{field}");')
+    source = tmp_path / "layout.c"
+    source.write_text("\n".join([f'#include "{bindings.HEADER}"', "#include <stddef.h>", *checks]))
+    subprocess.run([str(COMPILER), "-fsyntax-only", str(source)], check=True)
+    assert len(checks) > 80
+
+
+def test_every_struct_and_function_of_the_header_is_bound() -> None:
+    text = re.sub(r"/\*.*?\*/", "", bindings.HEADER.read_text(), flags=re.DOTALL)
+    assert set(re.findall(r"\} (\w+);", text)) == set(bindings.STRUCTS)
+    assert set(re.findall(r"(\w+)\(", text)) == set(bindings.FUNCTIONS)
+
+
+def test_types_of_a_function() -> None:
+    result, arguments = bindings.FUNCTIONS["follow"]
+    assert result is None and arguments["vocab"] is ctypes.c_int64
+    assert arguments["queries"] is ctypes.POINTER(bindings.STRUCTS["TreeQuery"])
+    assert arguments["logits"] is ctypes.c_void_p
+    assert bindings.FUNCTIONS["pick"][0] is ctypes.c_int64
+
+
+def test_a_type_without_a_binding_is_named() -> None:
+    with pytest.raises(AssertionError, match="no binding of 'short x'"):
+        bindings._parse("void f(short x);")
