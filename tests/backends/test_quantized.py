@@ -16,7 +16,6 @@ import torch
 from kernel_cases import LAYOUTS, SLOTS, c_backend, heads_of, near, needs_c, pools, random_plan, two_threads
 from torch import Tensor
 
-from outrider.backends.cpu import backend as cpu
 from outrider.backends.cpu import bindings, build, structs
 from outrider.backends.torch.backend import TorchBackend
 from outrider.cache.pool import Pool

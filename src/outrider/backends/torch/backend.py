@@ -45,6 +45,12 @@ class Stack:
     skips: Sequence[int]  # of every layer: 1 the attention, 2 the MLP
 
 
+def _onednn_has_bfloat16() -> bool:
+    """Whether this processor has the AVX-512 instructions that oneDNN's bfloat16 linears need."""
+    supported: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return supported
+
+
 # of every layer and fused linear: outputs, a^T, scale * b^T
 Adapter = list[dict[str, list[tuple[slice, Tensor, Tensor]]]]
 
@@ -59,7 +65,8 @@ class TorchBackend:
         self.device, self.dtype = device, dtype
         self.activations = dtype
         onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        self.onednn = onednn and device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
+        onednn &= dtype == torch.float32 or (dtype == torch.bfloat16 and _onednn_has_bfloat16())
+        self.onednn = onednn and device.type == "cpu"
         self.exact = self.onednn
         self.wide = torch.float64 if device.type == "cpu" else torch.float32
         self.name = f"torch on {device} ({str(dtype).removeprefix('torch.')})"
