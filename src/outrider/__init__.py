@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from outrider.core.logprobs import Logprob
     from outrider.core.params import SamplingParams
     from outrider.core.row import LoRARequest, Speculation
+    from outrider.core.structured import StructuredOutputs
     from outrider.llm import LLM
     from outrider.outputs import CompletionOutput, RequestOutput
 
@@ -32,6 +33,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "Speculation",
+    "StructuredOutputs",
 ]
 
 # Imported on first access: importing torch takes seconds, and `outrider --help` does not need it.
@@ -44,6 +46,7 @@ _HOMES = {
     "RequestOutput": "outrider.outputs",
     "SamplingParams": "outrider.core.params",
     "Speculation": "outrider.core.row",
+    "StructuredOutputs": "outrider.core.structured",
 }
 
 

@@ -12,12 +12,15 @@ from outrider.core.logprobs import Logprobs
 from outrider.core.noise import mix
 from outrider.core.params import SamplingParams, to_int
 from outrider.core.row import LoRARequest, Row
+from outrider.core.structured import StructuredOutputs
 from outrider.engine.chat_template import render
 from outrider.engine.detokenizer import Detokenizer
 from outrider.engine.engine import Engine
 from outrider.errors import RequestError, shortened, unknown
 from outrider.outputs import RequestOutput
 from outrider.progress import Request
+from outrider.sampling.grammar.compiler import GrammarCompiler
+from outrider.sampling.grammar.state import GrammarMask, GrammarState
 from outrider.sampling.processors import processors_of
 
 # "text", [1, 2, 3], {"prompt": "text"}, {"prompt_token_ids": [1, 2, 3]} or {"messages": […]}.
@@ -44,6 +47,7 @@ class Reader:
     tokenizer: Any
     seed: int  # base from which requests without a seed derive theirs
     pieces: dict[int, str] = field(default_factory=dict)  # memoized texts of single tokens
+    compilers: list[GrammarCompiler] = field(default_factory=list)  # one, after the first constrained request
     # The tokenizer and the adapter registry are not thread-safe.
     lock: Lock = field(default_factory=Lock)
 
@@ -175,6 +179,10 @@ class Reader:
         reads = self.tokenizer is not None and params.detokenize and bool(params.stop)
         rows: list[Row] = []
         for index in range(params.n):
+            processors = processors_of(params, len(ids), limit, ending, bad_words)
+            grammar = self._grammar(params, len(ids))
+            if grammar is not None:
+                processors.append(GrammarMask(grammar))  # the last: no other one can allow what it forbids
             rows.append(
                 Row(
                     id=id,
@@ -184,9 +192,10 @@ class Reader:
                     params=params,
                     distribution=params.distribution,
                     seed=seed,
-                    processors=processors_of(params, len(ids), limit, ending, bad_words),
+                    processors=processors,
                     limit=limit,
                     ending=ending,
+                    grammar=grammar,
                     source=rows[0] if rows else None,
                     lora=lora,
                     logprobs=self._logprobs(params, index),
@@ -194,6 +203,17 @@ class Reader:
                 )
             )
         return rows
+
+    def _grammar(self, params: SamplingParams, prompt: int) -> GrammarState | None:
+        """Position of a new row in the grammar of structured_outputs, if the request has one."""
+        form = params.structured_outputs
+        if not isinstance(form, StructuredOutputs):
+            return None
+        if not self.compilers:
+            engine = self.engine
+            vocabulary = engine.checkpoint.spec.vocabulary
+            self.compilers.append(GrammarCompiler(self.tokenizer, vocabulary, engine.ending))
+        return self.compilers[0].state(form, prompt, params.stop_token_ids or ())
 
     def _logprobs(self, params: SamplingParams, index: int) -> Logprobs | None:
         """Log-probability store of a sample, or None.  Only the first sample stores those of the prompt."""

@@ -416,7 +416,7 @@ def test_an_unknown_parameter_is_refused_with_the_nearest(wrong: str, right: str
 
 @pytest.mark.parametrize(
     ("wrong", "cure"),
-    [("best_of", "n samples"), ("suffix", "not filled in"), ("guided_json", "not supported"), ("use_beam_search", "Beam search")],
+    [("best_of", "n samples"), ("suffix", "not filled in"), ("guided_json", "structured_outputs"), ("use_beam_search", "Beam search")],
 )  # fmt: skip
 def test_a_parameter_of_another_program_is_refused_with_what_serves_here(wrong: str, cure: str) -> None:
     with pytest.raises(RequestError) as caught:

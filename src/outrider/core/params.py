@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from outrider.core.structured import StructuredOutputs
 from outrider.core.validate import FLAG, Kind, check_fields, is_real, is_whole, optional, real, whole
 from outrider.errors import RequestError, shortened, unknown
 
@@ -18,7 +19,7 @@ MOST_SAMPLES = 16384  # samples per prompt, as in vLLM
 LARGEST = sys.float_info.max
 
 _BEAMS = "Beam search is not supported: sample, or decode greedily with temperature 0."
-_FORMS = "Constrained output is not supported: ask for the form in the prompt, and check the answer."
+_FORMS = "Use 'structured_outputs', a dict with json, regex, choice, grammar or json_object."
 ELSEWHERE = {  # parameter names of other programs or of earlier versions of vLLM -> replacement
     "best_of": "Ask for n samples with logprobs=0, and keep the one with the highest cumulative_logprob.",
     "suffix": "Text is only continued, not filled in: put everything before it into the prompt.",
@@ -34,7 +35,7 @@ ELSEWHERE = {  # parameter names of other programs or of earlier versions of vLL
     ),
     **dict.fromkeys(
         ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding",
-         "structured_outputs", "response_format", "grammar", "json_schema"), _FORMS,
+         "response_format", "grammar", "json_schema", "json", "regex", "choice"), _FORMS,
     ),
 }  # fmt: skip
 
@@ -120,6 +121,7 @@ class _Fields:
     detokenize: bool = True
     skip_special_tokens: bool = True
     speculate: bool = True
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | None = field(default=None, hash=False)
 
 
 class SamplingParams(_Fields):
@@ -154,6 +156,7 @@ class SamplingParams(_Fields):
     detokenize                  False: return no text
     skip_special_tokens         omit special tokens from the text
     speculate                   False: decode this request without speculation
+    structured_outputs          StructuredOutputs, or a dict of its fields: the form that the output must have
 
     Raises RequestError naming the parameter, its value and the valid range.
     """
@@ -190,6 +193,7 @@ class SamplingParams(_Fields):
                 object.__setattr__(self, name, 1)
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
+        object.__setattr__(self, "structured_outputs", StructuredOutputs.of(self.structured_outputs))
         self._check()
 
     def _check(self) -> None:

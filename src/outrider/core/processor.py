@@ -8,6 +8,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from outrider.core.tree import DraftTree
+
 
 @dataclass(frozen=True, slots=True)
 class Ids:
@@ -35,3 +37,13 @@ class Processor(Protocol):
 
     def __call__(self, ids: Ids, logits: Tensor) -> Tensor:
         """Return edited logits [V].  The input logits [V] are read-only."""
+
+
+class Grammar(Protocol):
+    """Constraint on the output of a row."""
+
+    def forced(self, ids: Ids) -> list[int]:
+        """The tokens of the text that alone can follow, as the tokenizer writes it; may be empty."""
+
+    def allowed(self, ids: Ids, tree: DraftTree) -> Sequence[int]:
+        """Nodes of a tree that the grammar allows, ascending and closed under parents."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from outrider.core.block_table import BlockTable
 from outrider.core.logprobs import Logprobs
 from outrider.core.params import DistributionParams, SamplingParams
-from outrider.core.processor import Processor
+from outrider.core.processor import Grammar, Processor
 from outrider.core.validate import TEXT, check_fields, whole
 from outrider.errors import RequestError
 
@@ -95,6 +95,7 @@ class Row:
     processors: Sequence[Processor]
     limit: int  # tokens at most, prompt included
     ending: frozenset[int]  # token ids that end the text
+    grammar: Grammar | None = None  # of structured_outputs; its mask is one of `processors`
     source: Row | None = None  # the sample whose prompt this one shares
     priority: int = 0  # rows of a smaller one come first
     lora: LoRARequest | None = None

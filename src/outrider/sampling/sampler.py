@@ -62,7 +62,7 @@ class Sampler:
         if row.processors and _one(logits, at).isfinite().any():
             return RequestError(
                 "the request forbids every token: see its allowed_token_ids, bad_words, logit_bias, "
-                "min_tokens and logits_processors."
+                "min_tokens, logits_processors and structured_outputs."
             )
         return ModelError(
             "no token has a finite logit: the weights or the activations of the model overflow "

@@ -1,0 +1,108 @@
+"""The form that an output must have, with vLLM's names."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from outrider.core.validate import FLAG, TEXT, Kind, optional
+from outrider.errors import RequestError, shortened, unknown
+
+WHERE = "structured_outputs"
+FORMS = ("json", "regex", "choice", "grammar", "json_object")
+_TAGS = "Tagged parts are not supported: write the whole output as a 'grammar'."
+_ONE = "There is one grammar library: leave it out."
+ELSEWHERE = {  # keys of vLLM or llama.cpp that are refused -> replacement
+    "structural_tag": _TAGS,
+    "backend": _ONE,
+    "_backend": _ONE,
+    "disable_fallback": _ONE,
+    "disable_additional_properties": 'Write "additionalProperties": false into the schema.',
+    "schema": "Did you mean 'json'?",
+    "json_schema": "Did you mean 'json'?",
+    "lark": "Did you mean 'grammar'?",
+    "gbnf": "Did you mean 'grammar'?",
+    "ebnf": "Did you mean 'grammar'?",
+}
+
+FIELDS = {
+    "json": optional(Kind("a JSON schema: a dict, or its text", lambda value: isinstance(value, Mapping))),
+    "regex": optional(Kind("a text that is not empty", TEXT.accepts)),
+    "choice": optional(
+        Kind(
+            "a list of texts that are not empty",
+            lambda value: isinstance(value, (list, tuple)) and bool(value) and all(map(TEXT.accepts, value)),
+        )
+    ),
+    "grammar": optional(Kind("a text that is not empty", TEXT.accepts)),
+    "json_object": Kind("True or False", lambda value: value is None or value is True),
+    "whitespace_pattern": optional(Kind("a regular expression", TEXT.accepts)),
+    "disable_any_whitespace": FLAG,
+}
+
+
+@dataclass(frozen=True)
+class StructuredOutputs:
+    """Constraint on the output of a request: exactly one of the first five fields.
+
+    json                    a JSON schema, as a dict or as text
+    regex                   a regular expression that matches the whole output (Rust's syntax)
+    choice                  a list of texts, one of which is the output
+    grammar                 a Lark grammar (rule `start`), or a GBNF one (rule `root`, `::=`)
+    json_object             True: any JSON object
+    whitespace_pattern      regular expression of the whitespace between JSON tokens; None: at most a line
+                            break and 24 spaces
+    disable_any_whitespace  True: only ", " and ": ", as Python's json.dumps writes
+
+    Raises RequestError naming the field and its value.
+    """
+
+    json: Mapping[str, Any] | str | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool = False
+
+    def __post_init__(self) -> None:
+        if self.json_object is False:
+            object.__setattr__(self, "json_object", None)
+        given = [name for name in FORMS if getattr(self, name) is not None]
+        if len(given) != 1:
+            found = " and ".join(given) or "none"
+            raise RequestError(f"{WHERE} needs exactly one of {', '.join(FORMS)}, got {found}.")
+        object.__setattr__(self, "json", _schema(self.json))
+        for name, kind in FIELDS.items():
+            kind.check(getattr(self, name), f"{WHERE}: {name}", RequestError)
+        if self.whitespace_pattern is not None and self.disable_any_whitespace:
+            raise RequestError(f"{WHERE}: whitespace_pattern has no effect beside disable_any_whitespace.")
+
+    @staticmethod
+    def of(given: Any) -> StructuredOutputs | None:
+        """Parse the value of SamplingParams(structured_outputs=…)."""
+        if given is None or isinstance(given, StructuredOutputs):
+            return given
+        if not isinstance(given, Mapping):
+            raise RequestError(
+                f'{WHERE} must be StructuredOutputs or a dict such as {{"json": schema}}, got '
+                f"{shortened(given)}."
+            )
+        names = [field.name for field in fields(StructuredOutputs)]
+        for name in given:
+            if name not in names:
+                raise RequestError(unknown("key", name, names, WHERE, ELSEWHERE))
+        return StructuredOutputs(**given)
+
+
+def _schema(given: Any) -> Any:
+    """A JSON schema, from text if it is one."""
+    try:
+        if isinstance(given, str):
+            return jsonlib.loads(given)
+        jsonlib.dumps(given)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"{WHERE}: json is no JSON: {error}.") from error
+    return given

@@ -1,0 +1,122 @@
+"""Compilation of structured outputs for one tokenizer, by llguidance.
+
+docs/structured-outputs.md says why this library.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple
+from functools import cached_property
+from typing import Any
+
+from outrider.core.structured import WHERE, StructuredOutputs
+from outrider.errors import RequestError, shortened
+from outrider.sampling.grammar.faults import place_of, readable
+from outrider.sampling.grammar.state import GrammarState
+
+REMEMBERED = 64  # compiled grammars
+# Between two JSON tokens: nothing, a space, or a line break with indentation.  Unbounded whitespace is where
+# small models get lost.
+WHITESPACE = r"( |\n[ \t]{0,24})?"
+COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+class GrammarCompiler:
+    """Compiles the grammars of requests and remembers the last ones.
+
+    vocabulary: number of logits.  ending: the model's end-of-sequence tokens.
+    """
+
+    def __init__(self, tokenizer: Any, vocabulary: int, ending: Iterable[int]) -> None:
+        self.tokenizer, self.vocabulary, self.ending = tokenizer, vocabulary, frozenset(ending)
+        self.compiled: dict[str, Any] = {}  # least recently used first
+
+    def state(self, form: StructuredOutputs, prompt: int, stops: Iterable[int] = ()) -> GrammarState:
+        """State of a new row with a prompt of so many tokens.
+
+        stops: further tokens that end the text; the special ones are allowed where the grammar may end.
+        Raises RequestError naming the fault and its place.
+        """
+        special = {token for token in stops if self.library.is_special_token(token)}
+        return GrammarState(self._matcher(form).deep_copy(), prompt, self.ending | special)
+
+    @cached_property
+    def library(self) -> Any:
+        """The tokenizer as the library wants it.  Making it takes about a second for 100,000 tokens."""
+        try:
+            from llguidance.hf import from_tokenizer
+        except ImportError as error:
+            raise RequestError(f"{WHERE} needs llguidance: pip install 'outrider[grammar]'.") from error
+        if self.tokenizer is None or not getattr(self.tokenizer, "is_fast", False):
+            raise RequestError(f"{WHERE} needs a tokenizer.json, and the checkpoint has none.")
+        if not self.ending:
+            raise RequestError(f"{WHERE} needs a model with an end-of-sequence token.")
+        size = max(self.vocabulary, len(self.tokenizer))
+        return from_tokenizer(self.tokenizer, n_vocab=size, eos_token=sorted(self.ending))
+
+    def _matcher(self, form: StructuredOutputs) -> Any:
+        key = json.dumps(astuple(form))
+        matcher = self.compiled.pop(key, None) or self._compile(form)
+        self.compiled[key] = matcher
+        if len(self.compiled) > REMEMBERED:
+            del self.compiled[next(iter(self.compiled))]
+        return matcher
+
+    def _compile(self, form: StructuredOutputs) -> Any:
+        from llguidance import LLMatcher
+
+        grammar = self._grammar(form)
+        matcher = LLMatcher(self.library, grammar, log_level=0)
+        if matcher.is_error():
+            raise self._fault(form, self._refusal(grammar) or matcher.get_error())
+        if not any(matcher.compute_bitmask()) or matcher.is_error():
+            raise RequestError(f"{WHERE}: no text has the form {shortened(form)}.")
+        return matcher
+
+    def _grammar(self, form: StructuredOutputs) -> str:
+        from llguidance import LLMatcher
+
+        if form.json is not None:
+            return self._schema(form, form.json)
+        if form.json_object:
+            return self._schema(form, {"type": "object"})
+        if form.regex is not None:
+            return LLMatcher.grammar_from_regex(form.regex)
+        if form.choice is not None:
+            return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, form.choice)))
+        return LLMatcher.grammar_from_lark(_lark(str(form.grammar)))
+
+    def _schema(self, form: StructuredOutputs, schema: Any) -> str:
+        from llguidance import LLMatcher
+
+        pattern = WHITESPACE if form.whitespace_pattern is None else form.whitespace_pattern
+        options: Any = COMPACT if form.disable_any_whitespace else {"whitespace_pattern": pattern}
+        return LLMatcher.grammar_from_json_schema(schema, overrides=options)
+
+    def _refusal(self, grammar: str) -> str | None:
+        """The library's message about a grammar that it refuses."""
+        from llguidance import LLMatcher
+
+        refused, messages = LLMatcher.validate_grammar_with_warnings(grammar, self.library)
+        return str(messages[0]) if refused else None
+
+    def _fault(self, form: StructuredOutputs, message: str) -> RequestError:
+        if not isinstance(form.json, Mapping):
+            kind = next(name for name in ("regex", "grammar", "choice", "json_object") if getattr(form, name))
+            return RequestError(f"{WHERE}: {kind}: {readable(message)}.")
+        place = place_of(form.json, message, lambda part: self._refusal(self._schema(form, part)))
+        return RequestError(f"{WHERE}: json, at {place}: {readable(message)}.")
+
+
+def _lark(grammar: str) -> str:
+    """A GBNF grammar as a Lark one; others unchanged."""
+    if "::=" not in grammar:
+        return grammar
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return gbnf_to_lark(grammar)
+    except Exception as error:  # of various types
+        raise RequestError(f"{WHERE}: grammar: {error}.") from error

@@ -1,0 +1,235 @@
+"""Constrained output: faults are named with their place, and one matcher gives the mask of any node in any order."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider import RequestError, SamplingParams, StructuredOutputs
+from outrider.checkpoints.hub import Checkpoint
+from outrider.core.processor import Ids
+from outrider.core.tree import DraftTree
+from outrider.sampling.grammar.compiler import GrammarCompiler
+from outrider.sampling.grammar.state import GrammarMask, GrammarState, depth_first
+
+PROMPT = [40, 41, 42]
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 6}, "tags": {"type": "array", "items": {"enum": ["a", "b"]}}},
+    "required": ["name", "tags"],
+    "additionalProperties": False,
+}  # fmt: skip
+RECURSIVE = {"grammar": 'root ::= "(" root? ")" | [a-c]+'}
+FORMS: list[dict[str, Any]] = [
+    {"json": PERSON},
+    RECURSIVE,
+    {"regex": "(ab|cd){1,3}x?"},
+    {"choice": ["yes", "yes!", "no"]},
+]
+
+
+@pytest.fixture(scope="module")
+def builtin() -> Checkpoint:
+    return Checkpoint.open("builtin")
+
+
+@pytest.fixture(scope="module")
+def compiler(builtin: Checkpoint) -> GrammarCompiler:
+    return GrammarCompiler(builtin.tokenizer, builtin.spec.vocabulary, builtin.ending)
+
+
+def made(compiler: GrammarCompiler, form: dict[str, Any]) -> GrammarState:
+    return compiler.state(StructuredOutputs(**form), len(PROMPT))
+
+
+def mask(state: GrammarState, *parts: Sequence[int]) -> Tensor:
+    output, path = parts
+    found = state.forbidden(Ids([*PROMPT, *output], path))
+    assert found is not None
+    return found
+
+
+# ---- faults
+
+SCHEMA_FAULTS: list[tuple[dict[str, Any], str]] = [
+    ({"properties": {"a/b": {"items": {"not": {}}}}}, "at #/properties/a~1b/items: not is not supported"),
+    (
+        {"anyOf": [{"type": "integer"}, {"uniqueItems": True, "contains": {}}]},
+        "at #/anyOf/1: .* are not supported",
+    ),
+    ({"$ref": "#/$defs/p", "$defs": {"p": {"type": "strin"}}}, "at #/\\$defs/p: Invalid type: strin"),
+    (
+        {"properties": {"x": {"$ref": "#/$defs/q"}}, "$defs": {}},
+        "at #/properties/x: Pointer '/\\$defs/q' does not exist",
+    ),
+    ({"items": {"pattern": "a(b"}, "type": "array"}, "at #/items: unclosed group, at character 2"),
+    ({"items": {"additionalProperties": False, "not": {}}}, "at #/items: not is not supported"),
+    ({"type": "integer", "minimum": 5, "maximum": 3}, "at #: Unsatisfiable schema: minimum"),
+    ({"properties": {"x": {"format": "colour"}}}, "at #/properties/x: Unknown format: colour"),
+]
+
+
+@pytest.mark.parametrize(("schema", "told"), SCHEMA_FAULTS)
+def test_a_schema_that_is_not_supported_is_refused_with_the_place(
+    compiler: GrammarCompiler, schema: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(RequestError, match=f"structured_outputs: json, {told}"):
+        made(compiler, {"json": schema})
+
+
+@pytest.mark.parametrize(
+    ("form", "told"),
+    [
+        ({"regex": "ab["}, "regex: unclosed character class, at character 3"),
+        ({"regex": "a(?=b)"}, "regex: look-around.* is not supported"),
+        ({"grammar": 'start: "a" foo'}, 'grammar: unknown name: "foo" at line 1, column 8'),
+        ({"grammar": "root ::= foo"}, "grammar: Rule 'foo' not found"),
+        ({"grammar": 'root ::= "a'}, "grammar: Unexpected end of input at line 1"),
+        ({"json": {"$ref": "#"}}, "no text has the form"),
+    ],
+)
+def test_a_grammar_that_cannot_be_read_is_refused(
+    compiler: GrammarCompiler, form: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(RequestError, match=f"structured_outputs: {told}"):
+        made(compiler, form)
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ({}, "exactly one of json, regex, choice, grammar, json_object, got none"),
+        ({"json": {}, "regex": "a"}, "got json and regex"),
+        ({"json": "{"}, "json is no JSON: .* line 1 column 2"),
+        ({"json": {"enum": {1, 2}}}, "json is no JSON: .*set"),
+        ({"json": "[1]"}, "json must be a JSON schema"),
+        ({"choice": []}, "choice must be a list of texts"),
+        ({"choice": "yes"}, "choice must be a list of texts"),
+        ({"regex": ""}, "regex must be a text"),
+        ({"json_object": False}, "got none"),
+        ({"json": {}, "disable_any_whitespace": True, "whitespace_pattern": " "}, "no effect"),
+        ({"jsn": {}}, "unknown key 'jsn'.*Did you mean 'json'"),
+        ({"structural_tag": "x"}, "Tagged parts are not supported"),
+        (5, "must be StructuredOutputs or a dict"),
+    ],
+)
+def test_a_wrong_form_is_refused_by_name(value: Any, told: str) -> None:
+    with pytest.raises(RequestError, match=told):
+        SamplingParams(structured_outputs=value)
+
+
+def test_a_dict_a_text_and_the_class_mean_the_same() -> None:
+    schema = '{"type": "integer"}'
+    forms = [
+        SamplingParams(structured_outputs=form).structured_outputs
+        for form in ({"json": schema}, {"json": {"type": "integer"}}, StructuredOutputs(json=schema))
+    ]
+    assert forms[0] == forms[1] == forms[2]
+
+
+def test_models_without_an_end_token_or_a_tokenizer_are_refused(builtin: Checkpoint) -> None:
+    for tokenizer, ending, told in (
+        (None, [1], "tokenizer.json"),
+        (builtin.tokenizer, [], "end-of-sequence"),
+    ):
+        with pytest.raises(RequestError, match=told):
+            GrammarCompiler(tokenizer, 8192, ending).state(StructuredOutputs(regex="a"), 3)
+
+
+# ---- masks
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_masks_of_a_tree_in_any_order_are_those_of_a_fresh_matcher(
+    compiler: GrammarCompiler, form: dict[str, Any]
+) -> None:
+    rng, state = random.Random(1), made(compiler, form)
+    output: list[int] = []
+    for _ in range(6):
+        paths: list[list[int]] = [[]]
+        for _ in range(12):
+            above = rng.choice(paths)
+            allowed = (~mask(state, output, above)).nonzero().flatten().tolist()
+            paths.append([*above, rng.choice(allowed)])
+        for path in rng.sample(paths, len(paths)):
+            fresh = made(compiler, form)
+            assert torch.equal(mask(state, output, path), mask(fresh, [*output, *path], []))
+        output += max(paths, key=len)
+
+
+def test_the_end_is_allowed_exactly_where_the_grammar_may_end(
+    compiler: GrammarCompiler, builtin: Checkpoint
+) -> None:
+    form, (end,) = {"choice": ["yes", "yes!"]}, sorted(builtin.ending)
+    encode = builtin.tokenizer.encode
+    for text, may_end, may_go_on in (
+        ("", False, True),
+        ("ye", False, True),
+        ("yes", True, True),
+        ("yes!", True, False),
+    ):
+        found = mask(made(compiler, form), encode(text, add_special_tokens=False), [])
+        assert bool(found[end]) is not may_end
+        found[end] = True
+        assert bool((~found).any()) is may_go_on
+    after = mask(made(compiler, form), encode("yes", add_special_tokens=False), [end])
+    assert (~after).nonzero().flatten().tolist() == [end], "nothing but the end follows the end"
+
+
+def test_special_stop_tokens_are_allowed_where_the_grammar_may_end(compiler: GrammarCompiler) -> None:
+    state = compiler.state(StructuredOutputs(choice=["yes"]), len(PROMPT), stops=[3, 500])
+    yes = compiler.tokenizer.encode("yes", add_special_tokens=False)
+    assert mask(state, [], [])[3] and not mask(state, yes, [])[3]
+    assert mask(state, yes, [])[500], "a stop token with a text is no end of the grammar"
+
+
+def test_tokens_of_a_step_that_was_taken_back_are_forgotten(compiler: GrammarCompiler) -> None:
+    state, fresh = made(compiler, RECURSIVE), made(compiler, RECURSIVE)
+    open_, a, close = (
+        compiler.tokenizer.encode(text, add_special_tokens=False)[0] for text in ("(", "a", ")")
+    )
+    mask(state, [open_, a, close], [])
+    assert torch.equal(mask(state, [open_], []), mask(fresh, [open_], []))
+    assert torch.equal(mask(state, [open_, open_], [a]), mask(fresh, [open_, open_, a], []))
+
+
+def test_forbidden_draft_tokens_are_found_by_one_walk(compiler: GrammarCompiler) -> None:
+    state = made(compiler, RECURSIVE)
+    open_, a, close = (
+        compiler.tokenizer.encode(text, add_special_tokens=False)[0] for text in ("(", "a", ")")
+    )
+    #                   0      1  2      3      4      5 below 4
+    tokens, parents = [open_, a, close, close, open_, a], [-1, 0, 1, -1, 2, 4]
+    tree = DraftTree(tokens, parents, [0.5] * 6)
+    assert list(state.allowed(Ids(PROMPT), tree)) == [0, 1, 2]
+    sampled = tree._replace(distributions=[torch.ones(1)], probs_of=[0, 0, 0, 0, -1, -1])
+    assert list(state.allowed(Ids(PROMPT), sampled)) == [0, 1, 2, 3], "a rule judges the sample, not the walk"
+    assert depth_first(parents) == [0, 1, 2, 4, 5, 3]
+
+
+def test_a_mask_fits_logits_of_any_width(compiler: GrammarCompiler) -> None:
+    processor, ids = GrammarMask(made(compiler, {"regex": "[0-9]"})), Ids(PROMPT)
+    full = processor(ids, torch.zeros(8192))
+    assert full.isfinite().sum() == 10
+    assert torch.equal(processor(ids, torch.zeros(100)), full[:100])
+    wide = processor(ids, torch.zeros(9000))
+    assert torch.equal(wide[:8192], full) and not wide[8192:].isfinite().any()
+
+
+# ---- forced text
+
+
+def test_forced_tokens_are_those_of_the_tokenizer(compiler: GrammarCompiler) -> None:
+    state = made(compiler, {"json": PERSON, "disable_any_whitespace": True})
+    whole = compiler.tokenizer.encode('{"name": "', add_special_tokens=False)
+    forced = state.forced(Ids(PROMPT))
+    assert len(forced) >= 3 and whole[: len(forced)] == forced
+    assert state.forced(Ids([*PROMPT, *whole])) == []
+    assert made(compiler, {"json": PERSON}).forced(Ids([*PROMPT, 5])) == [], (
+        "nothing is forced after forbidden tokens"
+    )
