@@ -277,28 +277,45 @@ def test_what_the_compiler_says_of_bad_code_is_told(
     assert "expected" in caplog.text
 
 
+@needs_c
+def test_a_compiler_without_openmp_builds_kernels_for_one_thread(
+    small: Recipe, cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiler = tmp_path / "plain-cc"
+    compiler.write_text(f'#!/bin/sh\ncase "$*" in *-fopenmp*) exit 1;; esac\nexec {COMPILER} "$@"\n')
+    compiler.chmod(0o700)
+    assert works(build.load(small, environment(cache, CC=str(compiler))))
+    assert "use one thread" in caplog.text and "cannot compile OpenMP" in caplog.text
+
+
 # ---- the instruction set
 
 
-@pytest.mark.parametrize("name", ["sse2", "AVX2", "native "])
+@pytest.mark.parametrize("name", ["sse2", "AVX2", "avx2 "])
 def test_an_unknown_instruction_set_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"unknown OUTRIDER_ISA .* Valid: avx2, avx512, native"):
+    with pytest.raises(
+        ConfigError, match=r"unknown OUTRIDER_ISA .* Valid: avx2, avx512, avx512_bf16, avx512_vnni, portable"
+    ):
         build.recipe({"OUTRIDER_ISA": name})
 
 
 def test_an_instruction_set_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "processor", lambda: "flags : fpu avx avx2 fma f16c bmi2")
+    monkeypatch.setattr(build, "processor", lambda: build.AVX2 | {"fpu", "avx"})
+    assert build.available() == ["portable", "avx2"]
     assert build.recipe({"OUTRIDER_ISA": "avx2"}).flags[0] == "-march=x86-64-v3"
+    assert build.recipe({"OUTRIDER_ISA": "avx2"}) == build.recipe({})
     with pytest.raises(ConfigError, match="OUTRIDER_ISA=avx512 needs a processor with avx512bw, avx512dq"):
         build.recipe({"OUTRIDER_ISA": "avx512"})
 
 
 def test_every_instruction_set_has_a_library_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    features = " ".join(feature for target in build.TARGETS.values() for feature in target.needs)
-    monkeypatch.setattr(build, "processor", lambda: features)
+    monkeypatch.setattr(
+        build, "processor", lambda: frozenset[str]().union(*(t.needs for t in build.TARGETS.values()))
+    )
     keys = {build.recipe({"OUTRIDER_ISA": name}).key for name in build.TARGETS}
     assert len(keys) == len(build.TARGETS)
-    assert build.recipe({}).key == build.recipe({"OUTRIDER_ISA": "native"}).key
+    assert build.recipe({}) == build.recipe({"OUTRIDER_ISA": "avx512_bf16"})
+    assert "-mavx512bf16" in build.recipe({}).flags
     other = build.recipe({"OUTRIDER_CFLAGS": " -O1  -g"})
     assert other.flags[-2:] == ("-O1", "-g") and other.key not in keys
 

@@ -2,9 +2,12 @@
 
 A kept library is one file, `kernels-<key>-<compiler>-<content>.so`:
 
-    key       hash of sources, flags and processor; known without a compiler
+    key       hash of sources, flags and kind of machine; known without a compiler
     compiler  hash of the command and its version, so that another compiler builds its own
     content   hash of the file itself, checked before the library is loaded
+
+There is a library for each instruction set, so that no function of one can end up in another.  A process
+uses the best one that its processor runs.
 
 Loading a library runs its code.  So folder and file must belong to this user or to root, and be writable
 by the owner only.  If the cache cannot be used, the library is built in a private temporary folder for
@@ -51,25 +54,35 @@ FLAGS = (
     "-O3",
     "-ffp-contract=fast",
     "-fno-math-errno",
-    "-fopenmp",
     "-shared",
     "-fPIC",
     "-std=gnu11",
     f"-DMAX_HEAD_DIM={MAX_HEAD_DIM}",
 )
+THREADS = ("-fopenmp",)  # left out where the compiler has no OpenMP: the kernels then use one thread
 
 
 class Target(NamedTuple):
-    """An instruction set: its compiler flag, and the features that /proc/cpuinfo must list."""
+    """An instruction set: its compiler flags, and the features that /proc/cpuinfo must list."""
 
-    march: str
-    needs: frozenset[str] = frozenset()
+    flags: tuple[str, ...]
+    needs: frozenset[str]
 
 
-TARGETS = {
-    "native": Target("-march=native"),
-    "avx2": Target("-march=x86-64-v3", frozenset(("avx2", "fma", "f16c", "bmi2"))),
-    "avx512": Target("-march=x86-64-v4", frozenset(("avx512f", "avx512bw", "avx512dq", "avx512vl"))),
+def _x86_64(level: str, *features: str) -> Target:
+    """A level of x86-64, and features beyond it."""
+    beyond = tuple(f"-m{feature.replace('_', '')}" for feature in features)
+    return Target((f"-march=x86-64-{level}", *beyond), LEVELS[level] | set(features))
+
+
+AVX2 = frozenset(("avx2", "fma", "f16c", "bmi2"))
+LEVELS = {"v3": AVX2, "v4": AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}}
+TARGETS = {  # the best one last
+    "portable": Target((), frozenset()),
+    "avx2": _x86_64("v3"),
+    "avx512": _x86_64("v4"),
+    "avx512_vnni": _x86_64("v4", "avx512_vnni"),
+    "avx512_bf16": _x86_64("v4", "avx512_vnni", "avx512_bf16"),
 }
 SLOW = "the torch kernels are used, which are exact but several times slower: %s"
 log = logging.getLogger("outrider")
@@ -120,27 +133,34 @@ def load(made: Recipe, environment: Mapping[str, str]) -> ctypes.CDLL | None:
 def recipe(environment: Mapping[str, str]) -> Recipe:
     """The kernels for the instruction set in OUTRIDER_ISA; OUTRIDER_CFLAGS is appended to our flags.
 
+    Without OUTRIDER_ISA the best set that this processor has.
     Raises ConfigError for an unknown name, or for a set that this processor lacks.
     """
-    name, features = environment.get("OUTRIDER_ISA") or "native", processor()
+    name, features = environment.get("OUTRIDER_ISA") or available()[-1], processor()
     if name not in TARGETS:
         raise ConfigError(unknown("OUTRIDER_ISA", name, TARGETS))
-    if lacking := TARGETS[name].needs - set(features.split()):
+    if lacking := TARGETS[name].needs - features:
         raise ConfigError(f"OUTRIDER_ISA={name} needs a processor with {', '.join(sorted(lacking))}.")
     here = Path(__file__).parent / "csrc"
     sources = tuple(here / source for source in SOURCES)
-    flags = (TARGETS[name].march, *FLAGS, *environment.get("OUTRIDER_CFLAGS", "").split())
+    flags = (*TARGETS[name].flags, *FLAGS, *environment.get("OUTRIDER_CFLAGS", "").split())
     texts = [path.read_text() for path in (*sorted(here.glob("*.h")), *sources)]
-    return Recipe(sources, flags, _hash("\0".join([*texts, *flags, features]).encode()))
+    return Recipe(sources, flags, _hash("\0".join([*texts, *flags, platform.machine()]).encode()))
 
 
-def processor() -> str:
-    """Features of this processor, separated by blanks; its name where the system does not list them."""
+def available() -> list[str]:
+    """The instruction sets that this processor has, the best one last."""
+    features = processor()
+    return [name for name, target in TARGETS.items() if target.needs <= features]
+
+
+def processor() -> frozenset[str]:
+    """Features of this processor; none where the system does not list them."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("flags", "Features")):
-                return line
-    return platform.processor()
+            if line.startswith("flags"):
+                return frozenset(line.split())
+    return frozenset()
 
 
 def _hash(data: bytes, digits: int = 16) -> str:
@@ -184,14 +204,23 @@ def build(made: Recipe, compiler: Compiler, folder: Path | None) -> ctypes.CDLL:
     try:
         with tempfile.TemporaryDirectory(prefix="outrider-") as private:
             library = Path(private, "kernels.so")
-            inputs = [str(source) for source in made.sources]
-            _run([*compiler.command, *made.flags, *inputs, "-o", str(library), "-lm"])
+            _compile(made, compiler, library)
             log.info("built the C kernels in %.1f s", time.perf_counter() - began)
             if folder is not None:
                 library = _kept_or(library, folder, f"kernels-{made.key}-{compiler.id}")
             return ctypes.CDLL(str(library))  # stays mapped when the folder is removed
     except OSError as error:
         raise BuildError(f"the library cannot be built or loaded ({error})") from error
+
+
+def _compile(made: Recipe, compiler: Compiler, library: Path) -> None:
+    """Compile with OpenMP if the compiler has it, otherwise without."""
+    inputs = [*map(str, made.sources), "-o", str(library), "-lm"]
+    try:
+        _run([*compiler.command, *made.flags, *THREADS, *inputs])
+    except BuildError:
+        _run([*compiler.command, *made.flags, *inputs])  # raises again if OpenMP was not the reason
+        log.warning("the C kernels use one thread: %s cannot compile OpenMP", shlex.join(compiler.command))
 
 
 # ---- the cache
