@@ -153,13 +153,13 @@ class SpeculativeOptions:
                     f"speculative_config needs a 'method' ({', '.join(draft.names())}) or a draft 'model'."
                 )
             name = draft.detect(given["model"], given.get("revision"))
-        method, judge = draft.method(name), given.pop("verification", "match")
-        rule = verify.rule(judge)
+        method, rule_name = draft.method(name), given.pop("verification", "match")
+        rule = verify.rule(rule_name)
         lossless = given.pop("lossless", True)
         FLAG.check(lossless, "lossless")
         if lossless and not rule.lossless:
             raise ConfigError(
-                f"verification {judge!r} changes the distribution of the output: "
+                f"verification {rule_name!r} changes the distribution of the output: "
                 'set "lossless": False with it.'
             )
         parts = [
@@ -171,9 +171,9 @@ class SpeculativeOptions:
                 *map(_names, (method.Options, fixed.Options, rule.Options))
             )
             raise ConfigError(unknown("key", key, known, f"speculative_config of method {name!r}", RENAMED))
-        control, ruling, mine = parts
+        control, rule_options, own = parts
         return SpeculativeOptions(
-            method, method.Options(**mine), fixed.Options(**control), rule(rule.Options(**ruling))
+            method, method.Options(**own), fixed.Options(**control), rule(rule.Options(**rule_options))
         )
 
 

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from types import NoneType
+from typing import Any, TypeVar
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -25,6 +26,7 @@ from outrider.outputs import RequestOutput
 from outrider.progress import Request, RowState
 from outrider.requests import Prompt, Reader
 
+T = TypeVar("T")
 Loras = LoRARequest | Sequence[LoRARequest | None] | None
 
 
@@ -193,23 +195,10 @@ class LLM:
             or _is_ids(prompts)
         )
         several: list[Any] = [prompts] if one else list(prompts)
-        if given is None or isinstance(given, SamplingParams):
-            params = [given or SamplingParams()] * len(several)
-        elif isinstance(given, Sequence):
-            params = list(given)
-        else:
+        if not isinstance(given, (SamplingParams, Sequence, NoneType)):
             raise RequestError(f"sampling_params must be SamplingParams or a list of them, got {given!r}.")
-        if len(params) != len(several):
-            raise RequestError(
-                f"got {len(several)} prompts and {len(params)} SamplingParams: "
-                "give one for all, or one for each."
-            )
-        loras = list(lora_request) if isinstance(lora_request, Sequence) else [lora_request] * len(several)
-        if len(loras) != len(several):
-            raise RequestError(
-                f"got {len(several)} prompts and {len(loras)} LoRARequests: "
-                "give one for all, or one for each."
-            )
+        params = _one_each(SamplingParams() if given is None else given, len(several), "SamplingParams")
+        loras = _one_each(lora_request, len(several), "LoRARequests")
         return [self._request(prompt, p, streaming, lora) for prompt, p, lora in zip(several, params, loras)]
 
     def _request(
@@ -245,6 +234,14 @@ class LLM:
         with self.loop.idle():
             speculation = SpeculativeOptions.of(speculative_config)
             self.engine.use(self.engine.new_drafter(speculation), speculation)
+
+
+def _one_each(given: T | Sequence[T], count: int, what: str) -> list[T]:
+    """One value for each of `count` prompts, from a list of them or one for all."""
+    each: list[T] = list(given) if isinstance(given, Sequence) else [given] * count
+    if len(each) != count:
+        raise RequestError(f"got {count} prompts and {len(each)} {what}: give one for all, or one for each.")
+    return each
 
 
 def _is_ids(prompts: Any) -> bool:

@@ -61,13 +61,9 @@ class Reader:
         priority: int = 0,
     ) -> Request | RequestOutput:
         """Build a Request, or a finished RequestOutput with `error` set if the input is invalid."""
-        text = (
-            prompt
-            if isinstance(prompt, str)
-            else prompt.get("prompt")
-            if isinstance(prompt, Mapping)
-            else None
-        )
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else None
+        if isinstance(prompt, str):
+            text = prompt
         try:
             if not isinstance(params, SamplingParams):
                 raise RequestError(f"sampling_params must be SamplingParams, got {type(params).__name__}.")
@@ -85,9 +81,9 @@ class Reader:
         except RequestError as error:
             return RequestOutput(id, text, [], finished=True, error=error)
         except Exception as error:  # raised by a tokenizer, or by an object passed as a number
-            told = RequestError(f"the request cannot be read: {type(error).__name__}: {error}")
-            told.__cause__ = error
-            return RequestOutput(id, text, [], finished=True, error=told)
+            failure = RequestError(f"the request cannot be read: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            return RequestOutput(id, text, [], finished=True, error=failure)
 
     def _known(self, lora: LoRARequest) -> None:
         if not isinstance(lora, LoRARequest):
@@ -176,7 +172,7 @@ class Reader:
         limit = min(self.engine.max_len, len(ids) + (params.max_tokens or self.engine.max_len))
         seed = params.seed if params.seed is not None else mix(self.seed + number_of(id))
         bad_words = self._bad_words(params)
-        reads = self.tokenizer is not None and params.detokenize and bool(params.stop)
+        detokenizes = self.tokenizer is not None and params.detokenize and bool(params.stop)
         rows: list[Row] = []
         for index in range(params.n):
             processors = processors_of(params, len(ids), limit, ending, bad_words)
@@ -199,7 +195,7 @@ class Reader:
                     source=rows[0] if rows else None,
                     lora=lora,
                     logprobs=self._logprobs(params, index),
-                    text=Detokenizer(self.tokenizer, params.skip_special_tokens) if reads else None,
+                    text=Detokenizer(self.tokenizer, params.skip_special_tokens) if detokenizes else None,
                 )
             )
         return rows

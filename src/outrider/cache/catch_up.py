@@ -1,5 +1,4 @@
-"""Catch-up of a drafter's KV pool: which positions of a request have K/V there, and which hidden states
-are pending.
+"""Catch-up of a drafter's KV pool: which positions have K/V there, and which hidden states are pending.
 
 A drafter sees the target's hidden states one step after the tokens, so its pool lags behind the target's:
 
@@ -29,9 +28,7 @@ MAX_PENDING = 64  # states of a row without drafts that may be pending; then the
 
 @dataclass(slots=True)
 class Cursor:
-    """Progress of one request: K/V of positions 0 … filled - 1 is complete; states of `first` … `end` - 1
-    are pending.
-    """
+    """Progress of one request: K/V of positions below `filled`, pending states of `first` … `end` - 1."""
 
     filled: int
     first: int
@@ -44,9 +41,7 @@ class Cursor:
         return self.first + self.count
 
     def append(self, start: int, states: Tensor) -> None:
-        """Add the states [n, width] of positions start, start + 1, …  Anything but `end` as start drops
-        what is pending.
-        """
+        """Add states [n, width] from `start` on.  A start other than `end` drops the pending ones."""
         if start != self.end:
             self.first, self.count, self.num_written = start, 0, 0
             self.states.clear()
@@ -80,9 +75,7 @@ class CatchUp:
         self.cursors: dict[Row, Cursor] = {}
 
     def cursor(self, row: Row, start: int) -> Cursor:
-        """The cursor of a row.  A row that is new begins at `start`: its first positions came with shared
-        pages.
-        """
+        """The cursor of a row.  A new row begins at `start`, after the positions of shared pages."""
         if row not in self.cursors:
             self.cursors[row] = Cursor(start, start)
         return self.cursors[row]

@@ -41,13 +41,13 @@ class Pool:
         self.dtype, self.head_dim, self.width = dtype, head_dim, self.wide(head_dim)
         row = self.width + 4 * (dtype == torch.int8)
         count = layers * 2 * kv_heads * slots * row
-        lying = torch.zeros(count + self.SLACK, dtype=dtype, device=device)[:count].view(
+        planes = torch.zeros(count + self.SLACK, dtype=dtype, device=device)[:count].view(
             layers, 2, kv_heads, slots, row
         )
-        self.data: Tensor = lying.transpose(2, 3)
+        self.data: Tensor = planes.transpose(2, 3)
         self.address, self.plane = (
-            lying.data_ptr(),
-            lying[0, 0].nbytes,
+            planes.data_ptr(),
+            planes[0, 0].nbytes,
         )  # K of layer i is plane 2i, V plane 2i + 1
         self.head = self.plane // kv_heads
 

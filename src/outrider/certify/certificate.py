@@ -1,6 +1,4 @@
-"""The certificate of `outrider verify`: its checks, each with a result and whether it passed, and the
-verdict.
-"""
+"""The certificate of `outrider verify`: its checks and the verdict."""
 
 from __future__ import annotations
 
@@ -114,9 +112,7 @@ def text_check(tally: Tally, lossless: bool) -> Check:
 
 
 def logprob_check(tallies: Sequence[Tally], limit: float, lossless: bool) -> Check:
-    """Log-probabilities of the tokens that both texts have.  limit: the largest difference that
-    rounding explains.
-    """
+    """Log-probabilities of the tokens that both texts have; `limit` is the largest rounding difference."""
     difference = max(tally.logprob_difference for tally in tallies)
     tokens = sum(tally.tokens - len(tally.differences) for tally in tallies)
     result = "equal"
@@ -174,9 +170,7 @@ def _chi_square_text(
 
 
 def leak_check(llms: Sequence[LLM]) -> Check:
-    """Pages lost or owned twice, requests still in the engine, finished requests that a drafter still
-    holds.
-    """
+    """Pages lost or owned twice, unfinished requests, and finished requests that a drafter holds."""
     wrong = []
     for llm in llms:
         try:
@@ -193,9 +187,7 @@ def leak_check(llms: Sequence[LLM]) -> Check:
 
 
 def _attributes(thing: Any, seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
-    """(name, value) of the attributes of a drafter and of the objects of outrider.draft, .drafting and
-    .cache that it consists of.
-    """
+    """Attributes (name, value) of a drafter and of the objects of OWN_MODULES in it."""
     seen = seen or set()
     seen.add(id(thing))
     for name, value in vars(thing).items():

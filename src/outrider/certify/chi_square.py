@@ -1,6 +1,4 @@
-"""Chi-square test of homogeneity: whether two samples may come from one distribution, and the minimum
-detectable deviation.
-"""
+"""Chi-square test of homogeneity of two samples, and its minimum detectable deviation."""
 
 from __future__ import annotations
 
@@ -95,8 +93,7 @@ def combine(results: Sequence[ChiSquareResult], n: int, m: int, level: float) ->
 
 
 def minimum_detectable(n: int, m: int, degrees_of_freedom: int, level: float) -> float:
-    """Total variation distance that samples of n and m detect with probability POWER, for deviations of any
-    shape; 1 if there is none.
+    """Total variation distance that samples of n and m detect with probability POWER; 1 if there is none.
 
     A distance D over the cells means a noncentrality of at least 4 D² nm / (n + m).  Deviations within a
     pooled cell are not detected.

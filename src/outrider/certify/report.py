@@ -68,7 +68,7 @@ def panel(llm: LLM, config: Mapping[str, Any], certificate: Certificate, left_ou
 
 def describe(llm: LLM, difference: Difference, exact: bool) -> str:
     """One difference in words: position, tokens, distance of their scores, and reason."""
-    text = _speller(llm)
+    text = _token_text(llm)
     params, where = difference.params, len(difference.prompt) + len(difference.before)
     before = "".join(map(text, difference.before[-CONTEXT_TOKENS:]))
     start = "".join(map(text, difference.prompt[-CONTEXT_TOKENS:]))
@@ -111,7 +111,7 @@ def figures(
     llm: LLM, config: Mapping[str, Any], certificate: Certificate, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The whole certificate, for JSON."""
-    text = _speller(llm)
+    text = _token_text(llm)
     return {
         "conditions": conditions(),
         **subject(llm, config, certificate),
@@ -151,6 +151,6 @@ def _difference_figures(difference: Difference, text: Callable[[int], str]) -> d
     return figures
 
 
-def _speller(llm: LLM) -> Callable[[int], str]:
+def _token_text(llm: LLM) -> Callable[[int], str]:
     """Token id -> its text; the id itself where there is no tokenizer."""
     return lambda token: f"<{token}>" if llm.tokenizer is None else str(llm.tokenizer.decode([token]))

@@ -1,6 +1,4 @@
-"""Comparison of speculative texts with those of plain decoding, token by token: one at a time and in a
-batch.
-"""
+"""Comparison of speculative texts with those of plain decoding, token by token."""
 
 from __future__ import annotations
 
@@ -76,8 +74,9 @@ class Tally:
 
 
 class TextComparison:
-    """Plain decoding answers every prompt alone, from an empty prefix cache.  The speculative engine answers
-    each alone, then all of a round in a batch.
+    """Comparison of two engines: plain decoding alone, speculation alone and in a batch.
+
+    Plain decoding begins every prompt with an empty prefix cache.
     """
 
     def __init__(
@@ -89,9 +88,7 @@ class TextComparison:
         self.rounds = 0
 
     def round(self, prompts: Sequence[list[int]], tokens: int) -> Iterator[list[int]]:
-        """Compare answers of about `tokens` tokens; yields prompt and answer of plain decoding, as one
-        list.
-        """
+        """Compare answers of about `tokens` tokens; yields prompt and plain answer as one list."""
         for sampling, alone, batched in zip(self.settings, self.tallies[::2], self.tallies[1::2]):
             params = [self._params(i, tokens, sampling) for i in range(len(prompts))]
             expected: list[CompletionOutput] = []

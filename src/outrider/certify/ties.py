@@ -1,6 +1,4 @@
-"""Examination of a difference: how close the two tokens' scores are, and whether rounding explains the
-difference.
-"""
+"""Examination of a difference: the distance of the two tokens' scores, and whether rounding explains it."""
 
 from __future__ import annotations
 
@@ -68,9 +66,7 @@ def look(
 
 
 def reference_logits(decoder: Model, prompt: Sequence[int], text: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Logits [V] after prompt and text, twice: computed a token at a time, and with all rows in one
-    forward.
-    """
+    """Logits [V] after prompt and text, twice: token by token, and with all rows in one forward."""
     ids = [*prompt, *text]
     return _last(decoder, ids, [len(prompt), *[1] * len(text)]), _last(decoder, ids, [len(ids)])
 
@@ -87,9 +83,7 @@ def tolerance(alone: Tensor, together: Tensor, dtype: torch.dtype) -> float:
 
 
 def max_rounding(logits: Tensor, dtype: torch.dtype) -> float:
-    """Upper bound of what counts as rounding: a wrong forward must not raise its own tolerance without
-    limit.
-    """
+    """Upper bound of rounding, so that a wrong forward cannot raise its own tolerance without limit."""
     return max(MAX_ROUNDINGS * torch.finfo(dtype).eps, MAX_SHARE) * float(logits.abs().max())
 
 

@@ -44,26 +44,16 @@ class Tensors(Protocol):
         """As `raw`, or the quantized weight if it is stored so."""
 
 
-class TensorsInMemory:
+class TensorsInMemory(dict[str, Tensor]):
     """Tensors that are already loaded."""
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self.tensors = tensors
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.tensors
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.tensors)
-
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.tensors[name].shape)
+        return tuple(self[name].shape)
 
     def raw(self, name: str) -> Tensor:
-        return self.tensors[name]
+        return self[name]
 
-    def weight(self, name: str) -> Tensor | QuantizedWeight:
-        return self.tensors[name]
+    weight = raw
 
 
 class PackedTensors:
@@ -219,8 +209,7 @@ def folder_of(name: str, revision: str | None = None) -> Path:
 
 
 def file_names(folder: Path) -> list[str]:
-    """Names of files that may hold tensors: the usual ones, then all others, without what trainers leave
-    after."""
+    """Names of files that may hold tensors: the usual ones, then all others but those of trainers."""
     others = [path.name for path in folder.iterdir() if path.suffix in SUFFIXES]
     return [*FILE_NAMES, *sorted(name for name in others if not _left_by_trainer(name))]
 

@@ -1,6 +1,4 @@
-"""Checkpoints: locating them (built-in name, local folder, GGUF file or hub id) and opening config,
-weights and tokenizer.
-"""
+"""Checkpoints: finding them (built-in name, folder, GGUF file, hub id), config, weights and tokenizer."""
 
 from __future__ import annotations
 
@@ -129,9 +127,7 @@ class Checkpoint:
 
     @cached_property
     def ending(self) -> frozenset[int]:
-        """Ids that end a text, from generation_config.json, else from the config; for a GGUF file from
-        its metadata.
-        """
+        """Ids that end a text: from generation_config.json, else the config; for GGUF from the metadata."""
         if self.gguf is not None:
             return gguf_tokenizer.read_end_tokens(self.gguf)
         path = self.folder / "generation_config.json"

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from outrider.checkpoints.packed_scheme import Scheme
+from outrider.checkpoints.weights import Weights
 from outrider.core.quantized import QuantizedWeight
 from outrider.errors import ModelError
 
@@ -27,21 +27,9 @@ AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # the output that a word's first, second â
 log = logging.getLogger("outrider")
 
 
-class TensorFiles(Protocol):
-    """The tensors of a checkpoint folder by name."""
-
-    def __contains__(self, name: str) -> bool: ...
-    def get(self, name: str, *shape: int) -> Tensor: ...
-    def shape(self, name: str) -> tuple[int, ...]: ...
-    def raw(self, name: str) -> Tensor:
-        """The tensor as stored, of any shape and type."""
-
-
 @dataclass(frozen=True)
 class Layout:
-    """Names of the tensors of a quantised layer: packed values, zero points, scales, and the group of
-    each input.
-    """
+    """Names of the tensors of a quantized layer.  group_index: the group of each input."""
 
     words: str
     zeros: str
@@ -59,7 +47,7 @@ LAYOUTS = {
 class PackedWeights:
     """The `Source` of a quantised checkpoint.  A layer is quantised if its packed values are in the files."""
 
-    def __init__(self, files: TensorFiles, scheme: Scheme) -> None:
+    def __init__(self, files: Weights, scheme: Scheme) -> None:
         self.files, self.scheme, self.layout = files, scheme, LAYOUTS[scheme.method]
         self.warned = False
 
@@ -77,9 +65,7 @@ class PackedWeights:
         return part in parts and f"{layer}.{layout.words}" in self.files
 
     def shape(self, name: str) -> tuple[int, int]:
-        """(outputs, inputs) of a quantised layer of a compressed-tensors checkpoint, without reading
-        its tensors.
-        """
+        """(outputs, inputs) of a quantized compressed-tensors layer, from headers."""
         outputs, words = self.files.shape(f"{name}.{self.layout.words}")
         groups = self.files.shape(f"{name}.{self.layout.scales}")[-1]
         for bits, group in self.scheme.sizes:
@@ -92,9 +78,7 @@ class PackedWeights:
         )
 
     def linear(self, name: str, outputs: int, inputs: int) -> Tensor | QuantizedWeight:
-        """The weight [outputs, inputs] of a layer; dense if it is not quantised, or if its groups are
-        not contiguous.
-        """
+        """The weight [outputs, inputs] of a layer; dense if unquantized or if groups are not contiguous."""
         if f"{name}.{self.layout.words}" not in self.files:
             return self.get(f"{name}.weight", outputs, inputs)
         words, scales = (self.files.raw(f"{name}.{part}") for part in (self.layout.words, self.layout.scales))

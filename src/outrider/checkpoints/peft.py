@@ -159,13 +159,18 @@ def _modules(weights: Weights) -> dict[str, dict[str, str]]:
 
 
 def _part(
-    config: Mapping[str, Any], module: str, tensors: dict[str, str], spec: Spec, max_rank: int, stranger: str
+    config: Mapping[str, Any],
+    module: str,
+    tensors: dict[str, str],
+    spec: Spec,
+    max_rank: int,
+    wrong_base: str,
 ) -> Part:
     match = TENSOR.fullmatch(tensors["A"])
     assert match is not None
     layer, name = int(match[2]), match[3]
     if layer >= spec.layers:
-        raise ModelError(f"{module} is layer {layer} of a model that has {spec.layers}: {stranger}.")
+        raise ModelError(f"{module} is layer {layer} of a model that has {spec.layers}: {wrong_base}.")
     rank = _setting(config, "rank_pattern", module, config.get("r", 8))
     alpha = _setting(config, "alpha_pattern", module, config.get("lora_alpha", 8))
     RANK.check(rank, f"the rank of {module} (r, rank_pattern)", ModelError)

@@ -39,9 +39,7 @@ def reduced(weight: Tensor | QuantizedWeight, bits: int | None) -> Tensor | Quan
 
 
 def quantize(weight: Tensor, bits: int, group: int = GROUP) -> Tensor | QuantizedWeight:
-    """Symmetric, each group by its own scale; a weight whose inputs are no whole groups is given back
-    as it is.
-    """
+    """Quantize symmetrically, in groups.  Returns a weight without whole groups unchanged."""
     outputs, inputs = weight.shape
     if inputs % group:
         return weight
@@ -56,9 +54,7 @@ def _quantize_int8(parts: Tensor, group: int) -> QuantizedWeight:
 
 
 def _quantize_int4(parts: Tensor, group: int) -> QuantizedWeight:
-    """The weight of the largest magnitude becomes -8, or nearly: of some scales the one with the least
-    squared error.
-    """
+    """Map the largest magnitude to about -8, by the scale factor with the least squared error."""
     lowest, highest = parts.amin(-1), parts.amax(-1)
     largest = torch.where(highest > -lowest, highest, lowest) / -8
     best, best_error = largest, torch.full_like(largest, float("inf"))

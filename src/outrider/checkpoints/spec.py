@@ -71,19 +71,14 @@ class Facts:
         Raises ModelError for an unsupported model.
         """
         refuse(config)
-        if lean(config):
-            return Spec.of(config)
-        length = Context.of(config)
-        LENGTH.check(length.tokens, f"the context of {architecture(config)}", ModelError)
-        return Facts(
-            architecture(config),
-            _size(config, "num_hidden_layers", LAYER_COUNT),
-            _size(config, "hidden_size", WIDTH),
-            _size(config, "vocab_size", VOCABULARY),
-            length.tokens,
-            length.unscaled,
-            *_heads(config),
+        name, length = architecture(config), Context.of(config)
+        LENGTH.check(
+            length.tokens, f"the context of {name} (max_position_embeddings and rope_parameters)", ModelError
         )
+        layers, hidden = _size(config, "num_hidden_layers", LAYER_COUNT), _size(config, "hidden_size", WIDTH)
+        vocabulary, (kv_heads, head_dim) = _size(config, "vocab_size", VOCABULARY), _heads(config)
+        facts = Facts(name, layers, hidden, vocabulary, length.tokens, length.unscaled, kv_heads, head_dim)
+        return Spec.extending(facts, config) if lean(config) else facts
 
 
 @dataclass(frozen=True)
@@ -101,42 +96,26 @@ class Spec(Facts):
     tied: bool
 
     @staticmethod
-    def of(config: Any) -> Spec:
-        name, heads = architecture(config), _size(config, "num_attention_heads", HEAD_COUNT)
-        layers, hidden = _size(config, "num_hidden_layers", LAYER_COUNT), _size(config, "hidden_size", WIDTH)
-        length = Context.of(config)
-        LENGTH.check(
-            length.tokens, f"the context of {name} (max_position_embeddings and rope_parameters)", ModelError
-        )
+    def extending(facts: Facts, config: Any) -> Spec:
+        """The spec of a model with these facts."""
+        name, heads = facts.architecture, _size(config, "num_attention_heads", HEAD_COUNT)
+        check_attention(name, heads, facts.kv_heads, facts.head_dim)
         window = getattr(config, "sliding_window", None) or 0
         WINDOW.check(window, f"sliding_window of {name}", ModelError)
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        head_dim = getattr(config, "head_dim", None) or hidden // heads
-        HEAD_COUNT.check(kv_heads, f"num_key_value_heads of {name}", ModelError)
-        check_attention(name, heads, kv_heads, head_dim)
-        kinds = (
-            getattr(config, "layer_types", None)
-            or ["sliding_attention" if window else "full_attention"] * layers
-        )
-        if len(kinds) != layers:
+        default = "sliding_attention" if window else "full_attention"
+        kinds = getattr(config, "layer_types", None) or [default] * facts.layers
+        if len(kinds) != facts.layers:
             raise ModelError(
-                f"{name} has {layers} layers (num_hidden_layers), and layer_types lists {len(kinds)}."
+                f"{name} has {facts.layers} layers (num_hidden_layers), and layer_types lists {len(kinds)}."
             )
         return Spec(
-            architecture=name,
-            layers=layers,
-            hidden=hidden,
+            **vars(facts),
             inner=_size(config, "intermediate_size", INNER),
             heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            vocabulary=_size(config, "vocab_size", VOCABULARY),
             eps=_size(config, "rms_norm_eps", EPSILON),
             windows=tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
             qk_norm=name == "Qwen3ForCausalLM",
             tied=bool(config.tie_word_embeddings),
-            context=length.tokens,
-            unscaled=length.unscaled,
         )
 
 
@@ -204,11 +183,11 @@ def refuse(config: Any) -> None:
             f"{name} keeps a recurrent state instead of K/V (a state-space model), "
             "which cannot be verified as a tree."
         )
-    if strange := set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES:
+    if unsupported := set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES:
         raise ModelError(
-            f"{name} has layers of the kind {', '.join(sorted(strange))}: Outrider verifies trees in full, "
-            "sliding-window and chunked attention only "
-            "(a recurrent state has no K/V that could be kept for each node of a tree)."
+            f"{name} has layers of the kind {', '.join(sorted(unsupported))}: Outrider verifies trees in "
+            "full, sliding-window and chunked attention only (a recurrent state has no K/V that could be "
+            "kept for each node of a tree)."
         )
     if name not in FAMILIES and name not in causal(config):
         raise ModelError(

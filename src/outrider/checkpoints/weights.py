@@ -1,6 +1,4 @@
-"""Weights of a checkpoint folder: safetensors files, or `.bin` files of which only tensors are loaded;
-whole or in shards.
-"""
+"""Weights of a checkpoint folder: safetensors or `.bin` files, whole or in shards."""
 
 from __future__ import annotations
 
@@ -25,9 +23,7 @@ MAX_NUMBER_DIGITS = re.compile(r"(^|\.)\d{5,}(\.|$)")  # a larger number in a na
 
 
 class Source(Protocol):
-    """The tensors of a checkpoint, read one at a time, so that memory never holds a second copy of the
-    model.
-    """
+    """The tensors of a checkpoint, read one at a time: memory never holds a second copy of the model."""
 
     def __contains__(self, name: str) -> bool: ...
     def get(self, name: str, *shape: int) -> Tensor:
@@ -133,9 +129,7 @@ class Weights:
 
 
 class BodyWeights(Weights):
-    """The tensors of a body that was saved without its head, under the names that they have in the
-    whole model.
-    """
+    """The tensors of a body saved without its head, under their names in the whole model."""
 
     def __contains__(self, name: str) -> bool:
         return super().__contains__(name.removeprefix(BODY_PREFIX))
@@ -190,9 +184,7 @@ def _check_bin(path: Path, loaded: object) -> None:
 
 @contextmanager
 def _naming(path: Path, name: str) -> Iterator[None]:
-    """Turn any error while a tensor is read into a ModelError that names it: safetensors, torch and
-    numpy raise their own.
-    """
+    """Turn any error of safetensors, torch or numpy while reading a tensor into a ModelError naming it."""
     try:
         yield
     except ModelError:

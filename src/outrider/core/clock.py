@@ -16,6 +16,9 @@ class Times(NamedTuple):
     rest: float = 0.0
 
 
+NO_TIMES = Times()
+
+
 @dataclass(slots=True)
 class Work:
     """Sums over steps: known, draft (`guessed`) and emitted tokens, and seconds by phase."""
@@ -24,13 +27,7 @@ class Work:
     known: int = 0
     guessed: int = 0
     emitted: int = 0
-    propose: float = 0.0
-    forward: float = 0.0
-    rest: float = 0.0
-
-    @property
-    def times(self) -> Times:
-        return Times(self.propose, self.forward, self.rest)
+    times: Times = NO_TIMES
 
     def add(self, batch: Batch, times: Times) -> None:
         self.steps += 1
@@ -38,7 +35,4 @@ class Work:
             self.known += step.known
             self.guessed += len(step.tree.tokens)
             self.emitted += len(step.emitted)
-        propose, forward, rest = times
-        self.propose += propose
-        self.forward += forward
-        self.rest += rest
+        self.times = Times(*map(sum, zip(self.times, times)))

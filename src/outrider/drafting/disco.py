@@ -1,5 +1,4 @@
-"""The stop classifier of DISCO (Mamou et al. 2024, arXiv 2405.04304): a network that decides when to stop
-drafting.
+"""The stop classifier of DISCO (Mamou et al. 2024, arXiv 2405.04304): a network that ends a draft early.
 
 It has one hidden layer.  Its inputs are a node's probability, the entropy of q, the largest probabilities of
 q, and the node's depth.  It is fitted to nodes that a target has accepted or rejected.
@@ -50,9 +49,7 @@ class Classifier:
         return bool(self(torch.tensor([features])) >= 0)
 
     def flat(self, threshold: float) -> Tensor:
-        """The weights as `StopRule.net`: its output is below 0 if the probability of acceptance is below
-        `threshold`.
-        """
+        """The weights as `StopRule.net`; its output is below 0 where P(accepted) < `threshold`."""
         share = min(max(threshold, 1e-6), 1 - 1e-6)
         bias = self.output_bias - math.log(share / (1 - share))
         parts = [self.hidden.flatten(), self.hidden_bias, self.output.flatten(), bias]

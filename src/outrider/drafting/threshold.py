@@ -6,8 +6,7 @@ SMOOTH, STEP, KEEP = 0.5, 0.01, 0.9  # the paper's β₁, ε and β₂
 
 
 def adapted(threshold: float, mean: float, share: float, full: bool, target: float) -> tuple[float, float]:
-    """Return (threshold, smoothed acceptance) after a round in which a share of the draft tokens was
-    accepted.
+    """Return (threshold, smoothed acceptance) after a round with this share of accepted draft tokens.
 
     The threshold rises if the acceptance is below its target.  It falls if the acceptance suffices and the
     round was not `full`, as deep as it might have been.

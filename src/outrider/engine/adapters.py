@@ -36,7 +36,7 @@ class Adapters:
             try:
                 found = PeftAdapter.open(wanted.lora_path, self.decoder.spec, self.max_rank)
             except ModelError as error:
-                raise _told(wanted, error) from error
+                raise _refusal(wanted, error) from error
             self.known[wanted.lora_int_id] = wanted, found
 
     def take(self, wanted: LoRARequest, busy: Set[int]) -> Any | None:
@@ -55,10 +55,10 @@ class Adapters:
             try:
                 self.loaded[key] = self.decoder.pack_adapter(self.known[key][1].read())
             except ModelError as error:
-                raise _told(wanted, error) from error
+                raise _refusal(wanted, error) from error
         self.loaded.move_to_end(key)
         return self.loaded[key]
 
 
-def _told(wanted: LoRARequest, error: ModelError) -> RequestError:
+def _refusal(wanted: LoRARequest, error: ModelError) -> RequestError:
     return RequestError(f"LoRA adapter {wanted.lora_name!r} ({wanted.lora_path}): {error}")

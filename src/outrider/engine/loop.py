@@ -22,7 +22,7 @@ from outrider.core.row import Row
 from outrider.engine.engine import Engine
 from outrider.errors import ConfigError, EngineError, RequestError
 
-PATIENCE = 1.0  # timeout of a waiting thread, in seconds: an interrupt in another thread can lose its wake-up
+MAX_WAIT = 1.0  # timeout of a waiting thread, in seconds: an interrupt in another thread can lose its wake-up
 log = logging.getLogger("outrider")
 
 
@@ -142,13 +142,13 @@ class EngineLoop:
             if waiter is None:
                 self._step()
             else:
-                waiter.acquire(timeout=PATIENCE)
+                waiter.acquire(timeout=MAX_WAIT)
 
     def _leave(self, me: int) -> None:
         """Release the role of driver."""
         with self._lock:
             if self._driver == me:
-                self._tell(list(self.tickets.values()))  # notifications that an interrupt prevented
+                self._report(list(self.tickets.values()))  # notifications that an interrupt prevented
                 self._settle()
                 self._driver = None
             self._notify()
@@ -181,7 +181,7 @@ class EngineLoop:
             raise
         with self._lock:
             grown = dict.fromkeys(row.id for row in rows)
-            self._tell([self.tickets[id] for id in grown if id in self.tickets], grown=True)
+            self._report([self.tickets[id] for id in grown if id in self.tickets], grown=True)
 
     def _between_steps(self) -> None:
         """Settle now if no thread drives; otherwise leave it to the driver."""
@@ -198,9 +198,9 @@ class EngineLoop:
             ticket = self._aborted.pop()
             for row in ticket.rows:
                 self.engine.scheduler.abort(row)
-            self._tell([ticket])
+            self._report([ticket])
 
-    def _tell(self, tickets: Sequence[Ticket], grown: bool = False) -> None:
+    def _report(self, tickets: Sequence[Ticket], grown: bool = False) -> None:
         """Close the tickets that ended, and call on_news of these and of those that grew."""
         for ticket in tickets:
             ended = all(row.finish_reason is not None for row in ticket.rows)
@@ -226,12 +226,12 @@ class EngineLoop:
         open_ = [ticket for ticket in self.tickets.values() if ticket not in self._arriving]
         self.engine.restart([row for ticket in open_ for row in ticket.rows])
         if isinstance(error, Exception):
-            told = EngineError(f"a step of the engine failed with {type(error).__name__}: {error}")
-            told.__cause__ = error
+            failure = EngineError(f"a step of the engine failed with {type(error).__name__}: {error}")
+            failure.__cause__ = error
             for ticket in open_:
-                ticket.fail(told)
+                ticket.fail(failure)
         for ticket in open_:
             for row in ticket.rows:
                 if row.finish_reason is None:
                     self.engine.add(row)
-        self._tell(open_)
+        self._report(open_)

@@ -102,7 +102,7 @@ class Scheduler:
             known = len(row.tokens) - row.computed
             if known > 1 and row.table is not None:  # without a table, it has just been preempted
                 known = budget.take(known, row.computed)
-            if known and (_reaches(row, row.computed + known) or self._room(row, row.computed + known)):
+            if known and (_has_pages(row, row.computed + known) or self._room(row, row.computed + known)):
                 batch.add(row, known)
         while self.waiting and len(self.running) < self.limits.max_num_seqs and not budget.exhausted:
             if not self._admit(self.waiting[0]):
@@ -136,7 +136,7 @@ class Scheduler:
             row, nodes = step.row, min(budget.nodes, fair)
             assert row.table is not None
             if nodes and not (
-                _reaches(row, step.end + nodes) or self.cache.reserve(row.table, step.end + nodes)
+                _has_pages(row, step.end + nodes) or self.cache.reserve(row.table, step.end + nodes)
             ):
                 nodes = min(nodes, row.table.room - step.end)
             step.budget = budget.within(nodes=nodes)
@@ -176,7 +176,7 @@ class Scheduler:
             # only now: a step that was interrupted before, even in the middle of `move`, is computed again
             row.computed = step.end + len(step.accepted)
             length, table = max(len(row.tokens), row.computed), row.table
-            if _reaches(row, length + PAGE):
+            if _has_pages(row, length + PAGE):
                 self.cache.shrink(table, length)
             if row.computed >= (len(table.nodes) + 1) * PAGE:
                 self.share(row)
@@ -283,6 +283,6 @@ def _priority(row: Row) -> int:
     return row.priority
 
 
-def _reaches(row: Row, length: int) -> bool:
+def _has_pages(row: Row, length: int) -> bool:
     """Whether its pages hold `length` positions.  True in most steps."""
     return row.table is not None and len(row.table.pages) * PAGE >= length

@@ -93,7 +93,7 @@ class Decoder:
         self.split = len(backends) > 1  # over several devices
         self.backend: Backend = backends[where.outer]
         weights = checkpoint.tensors()
-        turn = rotations(checkpoint.config, max_len, 32)  # the self-test computes 24 positions
+        table = rotations(checkpoint.config, max_len, 32)  # the self-test computes 24 positions
         self.embedding = self._fused(
             self.backend, weights, [("model.embed_tokens", spec.vocabulary)], spec.hidden, outer=True
         )
@@ -102,7 +102,7 @@ class Decoder:
         for at, group in itertools.groupby(range(spec.layers), lambda i: where.layers[i]):
             numbers = list(group)
             first, count = numbers[0], len(numbers)
-            stack = backends[at].pack_layers(spec, self.layers[first : first + count], turn.to(at))
+            stack = backends[at].pack_layers(spec, self.layers[first : first + count], table.to(at))
             self.parts.append(Part(backends[at], stack, first, count))
         self.layer_range = lru_cache(maxsize=8)(self._layer_range)
         self.norm = self._vector(self.backend, weights, "model.norm", spec.hidden)

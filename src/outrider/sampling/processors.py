@@ -23,7 +23,7 @@ from outrider.errors import RequestError
 NEVER = float("-inf")
 
 
-class _Some:
+class TokenValues:
     """Token ids and a value for each, as tensors.
 
     `at` moves them to the device of the logits and drops ids beyond the row: a draft vocabulary may be
@@ -35,10 +35,10 @@ class _Some:
         self.largest = int(self.ids.max())
 
     def at(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        return _there(logits, self.largest, self.ids, self.values)
+        return _within_row(logits, self.largest, self.ids, self.values)
 
 
-def _there(logits: Tensor, largest: int, ids: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+def _within_row(logits: Tensor, largest: int, ids: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     if largest >= logits.numel():
         fits = ids < logits.numel()
         ids, values = ids[fits], values[fits] if values.numel() else values
@@ -49,7 +49,7 @@ class AllowedTokens:
     """Mask every token that is not in `allowed`."""
 
     def __init__(self, allowed: Iterable[int]) -> None:
-        self.allowed = _Some(sorted(set(allowed)))
+        self.allowed = TokenValues(sorted(set(allowed)))
 
     def active(self, length: int) -> bool:
         return True
@@ -73,18 +73,18 @@ class BadWords:
         return length - self.prompt >= min(self.last)
 
     def __call__(self, ids: Ids, logits: Tensor) -> Tensor:
-        said = len(ids) - self.prompt
+        output = len(ids) - self.prompt
         banned = [
-            token for n, words in self.last.items() if n <= said for token in words.get(ids.tail(n), ())
+            token for n, words in self.last.items() if n <= output for token in words.get(ids.tail(n), ())
         ]
-        return logits.index_fill(0, _Some(banned).at(logits)[0], NEVER) if banned else logits
+        return logits.index_fill(0, TokenValues(banned).at(logits)[0], NEVER) if banned else logits
 
 
 class MinTokens:
     """Mask the tokens that would end the text before position `until`."""
 
     def __init__(self, until: int, ending: Iterable[int]) -> None:
-        self.until, self.ending = until, _Some(ending)
+        self.until, self.ending = until, TokenValues(ending)
 
     def active(self, length: int) -> bool:
         return length < self.until
@@ -102,7 +102,7 @@ class LogitBias:
     """Add a bias to the logits of given tokens."""
 
     def __init__(self, bias: Mapping[int, float]) -> None:
-        self.bias = _Some(bias, bias.values())
+        self.bias = TokenValues(bias, bias.values())
 
     def active(self, length: int) -> bool:
         return True
@@ -183,30 +183,32 @@ class Penalties:
         self.upto = self.largest = 0
         self.counts: dict[int, int] = {}  # occurrences in the output; 0 for tokens of the prompt only
         self.place: dict[int, int] = {}  # token id -> index into the next two arrays
-        self.said = np.empty(limit, np.int64)  # distinct token ids
-        self.taken = np.empty(limit, np.float32)  # value subtracted from the logit of each
+        self.token_ids = np.empty(limit, np.int64)  # distinct token ids
+        self.penalties = np.empty(limit, np.float32)  # value subtracted from the logit of each
 
     def active(self, length: int) -> bool:
         return self.repetition != 1 or length > self.prompt
 
     def __call__(self, ids: Ids, logits: Tensor) -> Tensor:
         self._count(ids.tokens)
-        said, taken, largest = self.said[: len(self.place)], self.taken[: len(self.place)], self.largest
+        count, largest = len(self.place), self.largest
+        tokens, penalties = self.token_ids[:count], self.penalties[:count]
         if ids.path:
             path = Counter(ids.path)
             new = [token for token in path if token not in self.place]
-            said = np.concatenate([said, np.array(new, np.int64)])
-            taken = np.concatenate([taken, np.array([self._take(path[token]) for token in new], np.float32)])
+            tokens = np.concatenate([tokens, np.array(new, np.int64)])
+            fresh = np.array([self._penalty(path[token]) for token in new], np.float32)
+            penalties = np.concatenate([penalties, fresh])
             for token in path.keys() & self.place.keys():
-                taken[self.place[token]] = self._take(self.counts[token] + path[token])
+                penalties[self.place[token]] = self._penalty(self.counts[token] + path[token])
             largest = max(largest, *path)
-        where, off = _there(logits, largest, torch.from_numpy(said), torch.from_numpy(taken))
+        where, off = _within_row(logits, largest, torch.from_numpy(tokens), torch.from_numpy(penalties))
         x = logits.index_select(0, where)
         if self.repetition != 1:
             x = torch.where(x > 0, x / self.repetition, x * self.repetition)
         return logits.index_copy(0, where, x - off)
 
-    def _take(self, count: int) -> float:
+    def _penalty(self, count: int) -> float:
         return self.frequency * count + (self.presence if count else 0.0)
 
     def _count(self, tokens: list[int]) -> None:
@@ -222,7 +224,7 @@ class Penalties:
             token = tokens[at]
             self.counts[token] = count = self.counts.get(token, 0) + (at >= self.prompt)
             place = self.place.setdefault(token, len(self.place))
-            self.said[place], self.taken[place] = token, self._take(count)
+            self.token_ids[place], self.penalties[place] = token, self._penalty(count)
             self.largest = max(self.largest, token)
         self.upto = len(tokens)
 

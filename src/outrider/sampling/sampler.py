@@ -106,7 +106,7 @@ class Sampler:
         Returns (stop, features of the node).
         """
         try:
-            logits, at = self._said(row, path, logits, at)
+            logits, at = self._current(row, path, logits, at)
         except RequestError:  # as in `top`
             return True, [0.0] * NUM_FEATURES
         return self.backend.should_stop(stop_rule, logits, row.distribution.temperature, token, len(path), at)
@@ -115,12 +115,12 @@ class Sampler:
         self, row: Row, path: Sequence[int], logits: Tensor, at: int, k: int, probs: bool
     ) -> tuple[list[int], list[float]]:
         if row.processors:
-            logits, at = self._said(row, path, logits, at)
+            logits, at = self._current(row, path, logits, at)
         distribution = row.distribution
         key = key_of(row.seed, row.index, len(row.tokens) + len(path)) if distribution.temperature else 0
         return self.backend.pick(logits, distribution, key, k, probs, at)
 
-    def _said(self, row: Row, path: Sequence[int], logits: Tensor, at: int) -> tuple[Tensor, int]:
+    def _current(self, row: Row, path: Sequence[int], logits: Tensor, at: int) -> tuple[Tensor, int]:
         """Logits and the row of them to use, edited if a processor is active."""
         if any(processor.active(len(row.tokens) + len(path)) for processor in row.processors):
             return self._edited(row, path, logits, at), 0

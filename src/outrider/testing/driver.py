@@ -55,16 +55,12 @@ class EngineDriver:
             raise request.error
         return request
 
-    def add_request(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        streaming: bool = False,
-        lora_request: LoRARequest | None = None,
-        request_id: str | None = None,
-    ) -> Request:
-        """Queue a request; it joins the batch in the next step that has room."""
-        request = self.make_request(prompt, params, streaming, lora_request, request_id)
+    def add_request(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Request:
+        """Queue a request; it joins the batch in the next step that has room.
+
+        options: those of `make_request`.
+        """
+        request = self.make_request(prompt, params, **options)
         self._loop.submit(request.rows)
         return request
 

@@ -25,9 +25,7 @@ IQ4_VALUES = np.array(
 
 
 def _fields(packed: Array, width: int, chunk: int) -> Array:
-    """Fields of `width` bits, uint8: from every `chunk` bytes all lowest fields, then all second-lowest
-    ones …
-    """
+    """Unpack fields of `width` bits, uint8: of every `chunk` bytes first all lowest fields, then the next."""
     shifts = np.arange(0, 8, width, dtype=np.uint8)[:, None]
     return (packed.reshape(len(packed), -1, 1, chunk) >> shifts & (1 << width) - 1).reshape(len(packed), -1)
 
@@ -115,9 +113,7 @@ def _iq4_xs(b: Array) -> Parts:
 
 
 class Format(NamedTuple):
-    """bits and group of the resulting `QuantizedWeight`, and the function that unpacks blocks uint8 [n,
-    block bytes].
-    """
+    """Bits and group of the `QuantizedWeight`, and the function that unpacks uint8 [n, block bytes]."""
 
     bits: int
     group: int

@@ -87,9 +87,7 @@ def _head_dim(file: GgufFile, heads: int, hidden: int) -> int:
 
 
 def _rope_parameters(file: GgufFile, context: int, head_dim: int) -> dict[str, Any]:
-    """RoPE settings in transformers' terms: default, linear, yarn, or longrope for a factor per
-    frequency (Llama 3).
-    """
+    """RoPE settings in transformers' terms; longrope for a factor per frequency (Llama 3)."""
     scaling = str(file.metadata.get(f"{file.architecture}.rope.scaling.type", "linear"))
     per_frequency = ROPE_FACTORS in file.tensors
     if scaling not in ("none", "linear", "yarn") or (scaling == "yarn" and per_frequency):

@@ -1,5 +1,4 @@
-"""Reader of GGUF files: header, metadata and the location of every tensor, memory-mapped, in one file or
-several shards.
+"""Reader of GGUF files, memory-mapped: header, metadata and the location of every tensor in all shards.
 
     magic "GGUF" | version | number of tensors | number of keys | key, type, value … | tensor headers … |
     padding | data
@@ -34,9 +33,7 @@ DEFAULT_ALIGNMENT = 32
 
 
 class TensorEntry(NamedTuple):
-    """A tensor in the file: its ggml type and the bytes of one block of it, its shape (outputs first)
-    and its raw bytes.
-    """
+    """A tensor in the file: ggml type, bytes of a block, shape (outputs first) and raw bytes."""
 
     ggml_type: str
     block_bytes: int

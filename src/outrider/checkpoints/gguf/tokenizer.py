@@ -146,9 +146,7 @@ def _byte_level(fields: dict[str, Any]) -> Any:
 
 
 def _sentencepiece(fields: dict[str, Any]) -> Any:
-    """SentencePiece's BPE: spaces become ▁, unknown characters become byte tokens, merges follow from
-    the scores.
-    """
+    """SentencePiece's BPE: spaces become ▁, unknown characters byte tokens, and scores give the merges."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     tokens, kinds = fields["tokens"], fields["token_type"]

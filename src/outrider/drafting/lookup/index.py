@@ -9,9 +9,7 @@ from outrider.drafting.lookup.index_reference import ReferenceIndex
 
 
 def index_for(capacity: int, longest: int = 1, depth: int = 0) -> Index:
-    """An index of a text of at most `capacity` tokens: in C (runs.c) if the library is built, otherwise in
-    Python.
-    """
+    """An index of a text of at most `capacity` tokens: in C (runs.c) if the library is built."""
     library = compiled_library()
     if library is None:
         return ReferenceIndex(capacity, longest, depth)

@@ -21,8 +21,9 @@ Places = Callable[[int], list[tuple[int, list[int]]]]
 
 
 class Index(Protocol):
-    """A text that grows to at most `capacity` tokens, and the places where each of its runs ended: 36 bytes a
-    token.
+    """A text that grows to at most `capacity` tokens, and the places where each of its runs ended.
+
+    It takes 36 bytes a token.
 
     The places of runs that share a hash form one list, most recent first.  A look-up compares tokens at up to
     twice PLACES of them.  The text's last token is indexed only when more follows, so that the text never
@@ -39,8 +40,7 @@ class Index(Protocol):
     def extend(self, tokens: Sequence[int]) -> None: ...
 
     def find(self, tokens: Sequence[int], ahead: Sequence[int], texts: Sequence[Any]) -> Places:
-        """Append `tokens`, then find the most recent places of each order that match the text's end followed
-        by `ahead`.
+        """Append `tokens`, then find the latest matches of the text's end followed by `ahead`, by order.
 
         The places are those of the text itself if `texts` is empty, otherwise those of `texts`, the last text
         first.  The number of agreeing tokens is capped at `longest` and at one less than the next longer run.

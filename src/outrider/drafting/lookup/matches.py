@@ -31,9 +31,7 @@ class MatchAcceptance:
         return max(self.values[shortest : longest + 1])
 
     def expected_tokens(self, length: int, depth: int) -> float:
-        """Expected number of accepted tokens of a chain of `depth` tokens after a match that had one
-        continuation.
-        """
+        """Expected accepted tokens of a chain of `depth` tokens after a match with one continuation."""
         joint, expected, last = 1.0, 0.0, len(self.values) - 1
         for n in range(length, length + depth):
             joint *= self.values[n if n < last else last]
@@ -124,9 +122,7 @@ class _Builder:
     def _push_children(
         self, queue: BestFirst[_Candidate], parent: int, depth: int, joint: float, texts: list[Continuation]
     ) -> None:
-        """Push the most frequent tokens at `depth` of the texts through `parent`; of equally frequent ones
-        the most recent.
-        """
+        """Push the most frequent tokens at `depth` of the texts through `parent`; of a tie the latest."""
         groups: dict[int, list[Continuation]] = {}
         for text in texts:
             if len(text[0]) > depth and text[0][depth] >= 0:

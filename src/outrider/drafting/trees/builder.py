@@ -65,8 +65,7 @@ class TreeBuilder:
         return len(self.distributions) - 1
 
     def add_samples(self, parent: int, distribution: int, count: int) -> list[int]:
-        """Add children sampled from distributions[distribution]: `count`, or fewer if it runs out of
-        tokens; their numbers.
+        """Add at most `count` children sampled from distributions[distribution]; returns their numbers.
 
         The count must not depend on any sampled token.  Otherwise the nodes are no samples of q.
         """

@@ -111,8 +111,7 @@ class IncrementalTokens:
         return unchanged
 
     def _fix(self, starts: Sequence[int]) -> None:
-        """Fix all but the last `lookbehind` tokens, or up to twice as many, so that the tail begins with a
-        word.
+        """Fix all but the last `lookbehind` to 2 `lookbehind` tokens, so that the tail begins with a word.
 
         starts: the offset in the tail at which each of its tokens begins.
         """

@@ -100,9 +100,7 @@ def attend(
     attention_mask: Tensor | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """q [1,H,n,D], k and v [1,kv_heads,n,D] -> [1,n,H,D]; an implementation of transformers' attention
-    interface.
-    """
+    """transformers' attention interface: q [1,H,n,D], k and v [1,kv_heads,n,D] -> [1,n,H,D]."""
     call = _CALL.get()
     if call.pool is None:
         call.layers.append(_layer_of(module, query, key, value, attention_mask, **settings))

@@ -1,5 +1,4 @@
-"""Any causal language model of transformers, as a `Model`: its own modelling code on our cache, attention
-and linears.
+"""Any causal language model of transformers as a `Model`, on our cache, attention and linears.
 
 All rows of a step go through the model as one sequence [1, n] with explicit positions.  Attention is
 intercepted (`attention.py`); all other arithmetic is made row-invariant (`row_invariant.py`).
@@ -202,9 +201,7 @@ class Fallback:
         return inputs
 
     def _record_layers(self, uses_interface: bool) -> list[AttentionLayer]:
-        """Dry run over four tokens: records the attention layers, packs the weights, finds functions
-        that depend on the batch.
-        """
+        """Dry run over four tokens: record attention layers, pack weights, find batch-dependent functions."""
         if uses_interface:
             self.head.config._attn_implementation = RECORDING
         step_input, layers = self._check_input(0, 4), list[AttentionLayer]()
@@ -227,9 +224,7 @@ class Fallback:
         return layers
 
     def _check_logits(self) -> None:
-        """Compare the logits of transformers alone with those of a prompt in two chunks and a token
-        through the cache.
-        """
+        """Compare transformers' own logits with those of two prompt chunks and a token through the cache."""
         self.head.config._attn_implementation = "eager"
         rows = list(range(CHECK_TOKENS))
         expected = self.logits(self._hidden(self._check_input(0, CHECK_TOKENS)), rows)

@@ -1,5 +1,4 @@
-"""Row-invariant arithmetic for transformers' modelling code: the numbers of a row do not depend on the rows
-beside it.
+"""Row-invariant arithmetic for transformers' modelling code: a row's numbers do not depend on other rows.
 
 Two things in torch depend on the batch:
 - matrix products: a `Matrix` takes the place of every weight and multiplies with our kernels;
@@ -170,8 +169,7 @@ PRODUCTS: dict[Any, Callable[..., Tensor | None]] = {
 
 
 def convert(model: nn.Module, backend: Backend, dtype: torch.dtype) -> None:
-    """Replace every weight of two or three dimensions by a `Matrix`; a weight that modules share stays
-    shared.
+    """Replace every weight of two or three dimensions by a `Matrix`.  A shared weight stays shared.
 
     Other parameters (norms, biases) and floating-point buffers get the dtype of the activations.
     """
@@ -226,9 +224,7 @@ SERIAL_NUMEL = 16384  # up to this many numbers torch does not split a call amon
 
 
 def by_rows(func: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """func(x), in calls of as many rows as make whole vectors on one thread: each row is computed as it
-    would be alone.
-    """
+    """Call func on as many rows at a time as make whole vectors on one thread."""
     width = x.shape[-1]
     rows = x.reshape(-1, width)
     step = 1 if width % VECTOR else max(1, SERIAL_NUMEL // width)
@@ -266,8 +262,7 @@ class RecordingMode(RowwiseMode):
 
 
 def row_invariant(model: nn.Module, run: Callable[[], T]) -> T:
-    """run(), a forward of the model; the modules that call a batch-dependent function in it run in
-    `RowwiseMode` from now on.
+    """Run a forward; modules that call a batch-dependent function in it run in `RowwiseMode` from now on.
 
     All other modules run at full speed.
     """
