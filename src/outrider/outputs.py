@@ -15,6 +15,7 @@ class CompletionOutput:
     finish_reason       "stop", "length", "abort" or "error"; None while it runs
     stop_reason         the stop string or stop token id that ended the text
     token_times         seconds from the arrival of the request to each token; empty until the sample ends
+    token_sources       for each token the method that drafted it; None: the target's own
     logprobs            for each token {id: Logprob} of itself and of the best ones; None unless requested
     cumulative_logprob  sum of the log-probabilities of the tokens; None unless requested
     """
@@ -28,6 +29,7 @@ class CompletionOutput:
     logprobs: list[Entry] | None = None
     cumulative_logprob: float | None = None
     token_times: list[float] = field(default_factory=list)
+    token_sources: list[str | None] = field(default_factory=list)
 
 
 @dataclass

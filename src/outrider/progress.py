@@ -75,6 +75,7 @@ class Request:
             so_far.finish_reason,
             so_far.stop_reason,
             so_far.stats,
+            token_sources=row.sources[: so_far.num_tokens],
         )
         if so_far.finish_reason is not None:
             made.token_times = [time - row.entered for time in row.arrivals]

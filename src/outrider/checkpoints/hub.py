@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,16 @@ from outrider.checkpoints.gguf import config as gguf_config
 from outrider.checkpoints.gguf import tokenizer as gguf_tokenizer
 from outrider.checkpoints.gguf.file import GgufFile, find_in_folder
 from outrider.checkpoints.gguf.weights import GgufWeights
+from outrider.checkpoints.grown import INNER, LAYERS, Grown, grown_config
 from outrider.checkpoints.packed import PackedWeights
 from outrider.checkpoints.packed_scheme import Scheme
 from outrider.checkpoints.spec import LIKE, Facts, Spec
 from outrider.checkpoints.validate import read_json
 from outrider.checkpoints.weights import Source, open_weights
-from outrider.errors import ModelError, first_line, nearest
+from outrider.errors import ConfigError, ModelError, first_line, nearest
 
-BUILTIN = {"builtin": "target", "builtin-draft": "draft"}
+GROWN = "builtin-100m"  # the built-in target at the cost of 101 M weights (grown.py)
+BUILTIN = {"builtin": "target", "builtin-draft": "draft", GROWN: "target"}
 DOWNLOADED = ["*.json", "*.safetensors", "*.bin", "tokenizer*", "*.jinja", "*.model", "*.txt"]
 NOT_DOWNLOADED = ["*optimizer*", "*scheduler.pt", "rng_state*", "training_args*"]  # written by trainers
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
@@ -80,6 +82,7 @@ class Checkpoint:
     """A folder or GGUF file with a config, weights and usually a tokenizer.
 
     scheme: how the weights of a folder are quantised.
+    small: the sizes on disk of a grown checkpoint.
     """
 
     name: str
@@ -89,10 +92,13 @@ class Checkpoint:
     scheme: Scheme | None = None
     gguf: GgufFile | None = None
     trust_remote_code: bool = False
+    small: Spec | None = None
 
     @staticmethod
     def open(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Checkpoint:
         """Raise ModelError if there is no such checkpoint, or if it cannot be run."""
+        if name == GROWN:
+            return replace(Checkpoint.open("builtin").grown(LAYERS, INNER), name=GROWN)
         path = locate(name, revision)
         if path.suffix == ".gguf" and path.is_file():
             file = GgufFile(path)
@@ -109,6 +115,16 @@ class Checkpoint:
                 ) from error
             raise ModelError(f"the config.json of {name!r} cannot be read: {first_line(error)}") from error
         return Checkpoint(name, path, config, *_spec_and_scheme(name, config), None, trust_remote_code)
+
+    def grown(self, layers: int, inner: int) -> Checkpoint:
+        """The same model at the cost of so many layers and an MLP of size `inner`.
+
+        Raises ConfigError if either is smaller, or if the lean decoder does not run the model.
+        """
+        if not isinstance(self.spec, Spec):
+            raise ConfigError(f"{self.name!r} cannot be grown: the lean decoder does not run it.")
+        config, spec = grown_config(self.config, self.spec, layers, inner)
+        return replace(self, config=config, spec=spec, small=self.spec)
 
     @property
     def tokenizer_folder(self) -> Path:
@@ -145,8 +161,10 @@ class Checkpoint:
         if self.gguf is not None:
             assert isinstance(self.spec, Spec)
             return GgufWeights(self.gguf, self.spec)
-        weights = open_weights(self.folder)
-        return weights if self.scheme is None else PackedWeights(weights, self.scheme)
+        weights: Source = open_weights(self.folder)
+        if self.scheme is not None:
+            weights = PackedWeights(weights, self.scheme)  # type: ignore[arg-type]
+        return weights if self.small is None else Grown(weights, self.small)
 
 
 def _spec_and_scheme(name: str, config: Any) -> tuple[Facts, Scheme | None]:

@@ -116,6 +116,9 @@ class Row:
     logprobs: Logprobs | None = None  # None unless requested
     entered: float = field(default_factory=time.perf_counter)
     arrivals: list[float] = field(default_factory=list)  # of each output token, on the clock of `entered`
+    sources: list[str | None] = field(
+        default_factory=list
+    )  # of each output token: its drafter, or the target
 
     @property
     def output(self) -> list[int]:

@@ -49,10 +49,10 @@ class RowStep:
         """Tokens that this step predicted, from position start + 1: the known ones, then the emitted ones."""
         return self.row.tokens[self.start + 1 : self.end] + self.emitted
 
-    def count(self, now: float, lossless: bool) -> None:
+    def count(self, now: float, lossless: bool, sources: Sequence[str]) -> None:
         """Add a step that emitted tokens to the row's statistics.
 
-        now: seconds on the clock of `Row.arrivals`.
+        now: seconds on the clock of `Row.arrivals`.  sources: of the drafter (`Drafter.sources`).
         """
         row = self.row
         row.steps += 1
@@ -61,6 +61,8 @@ class RowStep:
         if self.tree.size:
             row.count_draft(len(self.accepted))
         row.lossless = lossless
+        drafted = [sources[self.tree.source_of(node)] for node in self.accepted]
+        row.sources += [*drafted, None][: len(self.emitted)]
         row.arrivals += [now] * len(self.emitted)
 
 

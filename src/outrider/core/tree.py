@@ -50,6 +50,7 @@ class DraftTree(NamedTuple):
     probs_of       index into `distributions` for each node; -1: chosen deterministically; empty: all were
     repeats        True: siblings are independent samples from q; False: sampled from q without replacement
     probes         number of last nodes that are evaluated but never accepted
+    source         index into `Drafter.sources` of the drafter of each node; empty: all are of the first
     """
 
     tokens: list[int]
@@ -59,6 +60,7 @@ class DraftTree(NamedTuple):
     probs_of: Sequence[int] = ()
     repeats: bool = False
     probes: int = 0
+    source: Sequence[int] = ()
 
     @staticmethod
     def chain(tokens: list[int], confidence: list[float]) -> DraftTree:
@@ -83,7 +85,11 @@ class DraftTree(NamedTuple):
             confidence=[self.confidence[i] for i in keep],
             probs_of=[self.probs_of[i] for i in keep] if self.probs_of else (),
             probes=sum(i >= self.size for i in keep),
+            source=[self.source[i] for i in keep] if self.source else (),
         )
+
+    def source_of(self, node: int) -> int:
+        return self.source[node] if self.source else 0
 
     def distribution(self, node: int) -> Tensor | None:
         """Distribution q that `node` was sampled from, before removal of siblings; None if chosen."""

@@ -66,6 +66,11 @@ class Drafter:
     def __init__(self, options: Any, target: Target) -> None:
         self.options, self.target = options, target
 
+    @property
+    def sources(self) -> Sequence[str]:
+        """Names of the methods that draft: its own, or those of the drafters that it mixes."""
+        return (type(self).__module__.removeprefix("outrider.draft.").split(".")[0],)
+
     @classmethod
     def create(cls, options: Any, target: Target) -> Drafter:
         """Return the drafter for these options: of this class, unless a method has several classes."""

@@ -167,10 +167,10 @@ class Engine:
         return finished
 
     def _commit(self, batch: Batch, output: ForwardOutput) -> Commit:
-        now, lossless = time.perf_counter(), self.rule.lossless
+        now, lossless, sources = time.perf_counter(), self.rule.lossless, self.drafter.sources
         for step in batch:
             if step.emitted:
-                step.count(now, lossless)
+                step.count(now, lossless, sources)
         if output.needs.topk:
             output.find_topk()
         return Commit(batch, output.states() if output.kept else NO_STATES)

@@ -6,6 +6,7 @@ drafted alone.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -104,6 +105,10 @@ class Union(Drafter):
         self.drafters.append(factory(replace(self.target, stream_id=stream_id)))
         self.depths.append(depth or self.drafters[-1].depth)
 
+    @property
+    def sources(self) -> Sequence[str]:
+        return [name for drafter in self.drafters for name in drafter.sources]
+
     @classmethod
     def example(cls, target: Target) -> Drafter:
         """All methods that are no mixes themselves."""
@@ -150,7 +155,8 @@ class Union(Drafter):
 
     def _merge(self, batch: Batch) -> Draft:
         trees_of_rows = zip(*(own.trees for own in self.drafts))
-        self.merged = [merge(trees, step.budget.nodes) for trees, step in zip(trees_of_rows, batch)]
+        first = [0, *itertools.accumulate(len(drafter.sources) for drafter in self.drafters)]
+        self.merged = [merge(trees, step.budget.nodes, first) for trees, step in zip(trees_of_rows, batch)]
         return Draft([merged.tree for merged in self.merged])
 
     def observe(self, commit: Commit) -> None:

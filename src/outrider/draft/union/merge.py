@@ -33,10 +33,13 @@ class Merged:
     node_of: list[dict[int, int]]
 
 
-def merge(trees: Sequence[DraftTree], nodes: int) -> Merged:
+def merge(trees: Sequence[DraftTree], nodes: int, first: Sequence[int] = ()) -> Merged:
     """Merge trees into one of at most `nodes` nodes: the most probable ones, then the probes of each tree
     that fit as a whole.
+
+    first: number of the first source of each tree, by default 0, 1, …
     """
+    trees = [sourced(tree, first[k] if first else k) for k, tree in enumerate(trees)]
     proposing = [k for k, tree in enumerate(trees) if tree.tokens]
     if len(proposing) == 1 and len(trees[proposing[0]].tokens) <= nodes:
         tree = trees[proposing[0]]
@@ -57,12 +60,14 @@ def merge(trees: Sequence[DraftTree], nodes: int) -> Merged:
 class Node:
     """A candidate node.
 
-    distribution: the number of its q, or CHOSEN.  origins: the (tree, node) pairs that it stands for.
+    distribution: the number of its q, or CHOSEN.  source: of the first tree that has it.
+    origins: the (tree, node) pairs that it stands for.
     """
 
     token: int
     confidence: float
     distribution: int
+    source: int = 0
     origins: list[tuple[int, int]] = field(default_factory=list)
     children: list[Node] = field(default_factory=list)
     # Those of `children` that were chosen, by token.
@@ -94,14 +99,18 @@ class Merger:
         for i in range(tree.size):
             sampled = tree.distribution(i) is not None
             distribution = tree.probs_of[i] + len(self.distributions) if sampled else CHOSEN
-            nodes[i] = self._child(nodes[tree.parents[i]], tree.tokens[i], tree.confidence[i], distribution)
+            nodes[i] = self._child(nodes[tree.parents[i]], tree, i, distribution)
             nodes[i].origins.append((len(self.node_of), i))
         self.distributions.extend(tree.distributions)
         self.repeats |= tree.repeats
         self.node_of.append({})
 
-    def _child(self, parent: Node, token: int, confidence: float, distribution: int) -> Node:
-        """Add a child, or find the chosen one with this token; its confidence is the maximum of all."""
+    def _child(self, parent: Node, tree: DraftTree, i: int, distribution: int) -> Node:
+        """Add node i of a tree as a child, or find the chosen one with its token.
+
+        Its confidence is the maximum of all.
+        """
+        token, confidence = tree.tokens[i], tree.confidence[i]
         if distribution != CHOSEN:
             confidence = FIRST_SAMPLE * NEXT_SAMPLE ** parent.samples[distribution]
             parent.samples[distribution] += 1
@@ -109,7 +118,7 @@ class Merger:
             node = parent.chosen[token]
             node.confidence = max(node.confidence, confidence)
             return node
-        node = Node(token, confidence, distribution)
+        node = Node(token, confidence, distribution, tree.source_of(i))
         parent.children.append(node)
         if distribution == CHOSEN:
             parent.chosen[token] = node
@@ -118,6 +127,7 @@ class Merger:
     def select(self, nodes: int) -> None:
         """Build the tree of the most probable nodes; siblings sampled from one distribution stay in order."""
         probs_of: list[int] = []
+        source: list[int] = []
         queue = BestFirst[Candidate]()
         for child in self.root.children:
             queue.push(child.confidence, Candidate(ROOT, child))
@@ -127,11 +137,13 @@ class Merger:
             self.tree.tokens.append(node.token)
             self.tree.parents.append(parent)
             self.tree.confidence.append(node.confidence)
+            source.append(node.source)
             probs_of.append(node.distribution)
             for k, i in node.origins:
                 self.node_of[k][i] = number
             for child in node.children:
                 queue.push(joint * child.confidence, Candidate(number, child))
+        self.tree = self.tree._replace(source=source)
         if self.distributions:
             self.tree = self.tree._replace(
                 distributions=self.distributions, probs_of=probs_of, repeats=self.repeats
@@ -150,8 +162,16 @@ class Merger:
             merged.tokens.append(tree.tokens[i])
             merged.parents.append(node_of.get(tree.parents[i], ROOT))
             merged.confidence.append(tree.confidence[i])
+        source = [*merged.source, *map(tree.source_of, probes)]
         probs_of = [*merged.probs_of, *[CHOSEN] * len(probes)] if merged.probs_of else ()
-        self.tree = merged._replace(probs_of=probs_of, probes=merged.probes + len(probes))
+        self.tree = merged._replace(probs_of=probs_of, probes=merged.probes + len(probes), source=source)
+
+
+def sourced(tree: DraftTree, first: int) -> DraftTree:
+    """The tree with its sources numbered from `first`."""
+    if not first:
+        return tree
+    return tree._replace(source=[first + tree.source_of(node) for node in range(len(tree.tokens))])
 
 
 def independent(tree: DraftTree) -> DraftTree:
