@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from commands import Run
+from rich.console import Console
 
 from outrider import LLM, RequestError, SamplingParams
 from outrider.bench.measure import PLAIN, Measured, grouped, measure, too_short
 from outrider.bench.measure import Run as Group
 from outrider.bench.questions import prompts_of, read
-from outrider.bench.report import figures, remarks, within_noise
+from outrider.bench.report import figures, remarks, table, within_noise
 from outrider.core.clock import Times
 from outrider.core.row import Speculation
 from outrider.outputs import CompletionOutput
@@ -188,7 +190,7 @@ def test_the_latencies_are_what_their_names_say() -> None:
     assert result.stalls == pytest.approx([0.2, 0.3]), "tokens of one step come together"
     assert result.per_token == pytest.approx([0.5 / 3])
     assert result.speed == 2.5 and result.drafting == 0.25
-    other = measured([[0.1, 0.2]], 0.5)
+    other = measured([[0.1, 0.2, 0.2, 0.2, 0.2]], 1.25)
     row = figures([result, other])["x"]["all"]
     assert row["speed-up"] == pytest.approx(4 / 2.5) and row["same tokens"] is False
 
@@ -262,6 +264,24 @@ def test_noise_is_told_from_a_difference() -> None:
     (said,) = remarks([answered(PLAIN, [1, 2]), answered("ngram", [1, 2])])
     assert "One repeat" in said
     assert figures([plain, faster])["faster"]["all"]["speed-up"] == 2
+
+
+def test_an_impossible_speed_up_is_not_shown() -> None:
+    """A step takes at least as long as one of plain decoding: 1.02 tokens a step give no 1.22 times."""
+
+    def steps(method: str, count: int, seconds: float) -> Measured:
+        spoken = CompletionOutput(0, "", [1] * 102, speculation=Speculation(count, 0, 0, 102))
+        return Measured(method, [Group("chat", seconds, Times(), [spoken], [seconds] * 3)])
+
+    plain, busy, real = steps(PLAIN, 102, 1.22), steps("busy", 100, 1.0), steps("real", 60, 1.0)
+    assert busy.limit(plain) == pytest.approx(1.02) and busy.impossible(plain)
+    assert not real.impossible(plain) and not plain.impossible(plain)
+    console = Console(width=160, file=io.StringIO())
+    console.print(table("title", [plain, busy, real]), *remarks([plain, busy, real]))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "≤ 1.02×" in text and text.count("1.22") == 1 and "busy" in text.split("measured for")[1]
+    found = figures([plain, busy, real])
+    assert found["busy"]["all"]["speed-up"] is None and found["real"]["all"]["speed-up"] == 1.22
 
 
 def test_lines_of_text_go_through_the_chat_template_unless_raw(tmp_path: Path, mute: str) -> None:

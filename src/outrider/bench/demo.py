@@ -1,75 +1,145 @@
-"""`outrider demo`: the built-in model with plain decoding and with every method, compared in a table."""
+"""`outrider demo`: the same tokens, sooner.  Two panes side by side, then every method in one table."""
 
 from __future__ import annotations
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from outrider.bench.measure import Configs, Measured, Prompts, demonstrations, measure
-from outrider.bench.prompts import PROMPTS, rendered
-from outrider.bench.report import table
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from outrider.bench.measure import PLAIN, Configs, Prompts, demonstrations, measure
+from outrider.bench.panes import Piece, pieces_of, replay
+from outrider.bench.prompts import PROMPTS, TASKS, Prompt, rendered
+from outrider.bench.report import remarks, table
+from outrider.checkpoints.hub import GROWN
 from outrider.core.params import SamplingParams
+from outrider.errors import OutriderError
 from outrider.llm import LLM
 
-SETTINGS = (("greedy", {"temperature": 0.0}), ("T = 0.8, top_p 0.95", {"temperature": 0.8, "top_p": 0.95}))
+CONTEXT, ROUNDS, SECONDS = 1024, 5, 45.0
+SHOWN = 3  # prompts in the panes
+DRAFT, DEPTH = "builtin-draft", 5  # depth of its drafts on a target that is not small
+SKIPPING = "layerskip"  # skips what was added to a grown model, which would always be right
+SIZE = (
+    "The built-in model is so small that drafting hardly pays. It runs here at the cost of a model of 101 M "
+    "weights, by layers and columns that are computed and add nothing; --small shows it as it is."
+)
 
 
-def demo(tokens: int, repeats: int, console: Console) -> bool:
-    """Run the demo and print its tables.  True if every method emitted the tokens of plain decoding."""
-    with console.status("Loading the built-in model"):
-        llm = LLM(model="builtin")
-    prompts = [(prompt.kind, rendered(prompt, llm.tokenizer)) for prompt in PROMPTS]
-    configs = demonstrations()
-    console.print(
-        f"[bold]Outrider[/] on {llm.engine.decoder.backend.name}; {len(prompts)} prompts, "
-        f"at most {tokens} new tokens each."
-    )
-    _show_answers(llm, prompts, console)
-    good = True
-    for title, sampling in SETTINGS:
-        params = SamplingParams(max_tokens=tokens, seed=7, **sampling)
-        results = _measured(llm, configs, prompts, params, repeats, title, console)
-        console.print(table(title, results))
-        good &= not any(result.differs(results[0]) for result in results)
+@dataclass(frozen=True)
+class Show:
+    """What to show: prompts, methods (plain decoding first), and the one of the right pane."""
+
+    llm: LLM
+    prompts: list[Prompt]
+    configs: Configs
+    best: Mapping[str, Any]
+
+
+def demo(model: str | None, drafts: list[str], small: bool, tokens: int, console: Console) -> bool:
+    """Run the demo.  True if every method emitted the tokens of plain decoding.
+
+    model: None is the built-in one.  drafts: draft models and heads for it.
+    """
+    name = model or ("builtin" if small else GROWN)
+    with console.status(f"Loading {name}"):
+        llm = LLM(model=name, max_num_seqs=1, max_model_len=_context(name))
+        show = _own(llm, drafts, console) if model else _builtin(llm, small)
+    console.print(f"[bold]Outrider[/] on {llm.engine.decoder.backend.name}.", soft_wrap=True)
+    if name == GROWN:
+        console.print(SIZE)
+    params = SamplingParams(temperature=0.0, max_tokens=tokens)
+    _side_by_side(show, params, console)
+    return _compare(show, params, console)
+
+
+def _context(name: str) -> int:
+    from outrider.checkpoints.hub import Checkpoint
+
+    return min(CONTEXT, Checkpoint.open(name).spec.unscaled)
+
+
+def _builtin(llm: LLM, small: bool) -> Show:
+    configs = dict(demonstrations())
+    if not small:
+        configs = {
+            label: _deeper(config)
+            for label, config in configs.items()
+            if config is None or config["method"] != SKIPPING
+        }
+    return Show(llm, list(TASKS), configs, {"model": DRAFT, "num_speculative_tokens": DEPTH})
+
+
+def _deeper(config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """A demonstration; with the draft model at the depth that pays on a larger target."""
+    return {**config, "num_speculative_tokens": DEPTH} if config and config.get("model") == DRAFT else config
+
+
+def _own(llm: LLM, drafts: list[str], console: Console) -> Show:
+    """The methods that run on any model, and those of the drafts.  Leaves out what does not run on this one."""
+    asked: dict[str, Mapping[str, Any]] = {name: {"model": name} for name in drafts}
+    asked |= {
+        label: config
+        for label, config in demonstrations().items()
+        if config is not None and not any("builtin" in str(value) for value in config.values())
+    }
+    configs: dict[str, Mapping[str, Any] | None] = {PLAIN: None}
+    for label, config in asked.items():
+        try:
+            llm.variant(config)
+        except OutriderError as error:
+            if label in drafts:
+                raise
+            console.print(f"[dim]Left out: {label}: {error}[/]", soft_wrap=True)
+        else:
+            configs[label] = config
+    best = next(config for config in configs.values() if config)
+    return Show(llm, [*PROMPTS[2:3], *PROMPTS[6:]], configs, best)
+
+
+def _prompts(show: Show) -> Prompts:
+    return [(prompt.kind, rendered(prompt, show.llm.tokenizer)) for prompt in show.prompts]
+
+
+def _side_by_side(show: Show, params: SamplingParams, console: Console) -> None:
+    """Record the first prompts with plain decoding and with the best method, and replay them."""
+    variants = [show.llm.variant(config) for config in (None, show.best)]
+    prompts = _prompts(show)
+    for variant in variants:
+        variant.generate(prompts[0][1], params)  # warm up
+    for prompt, (_, ids) in list(zip(show.prompts, prompts))[:SHOWN]:
+        plain, fast = (_recorded(variant, ids, params) for variant in variants)
+        replay(prompt.turns[-1], plain, fast, console)
+
+
+def _recorded(llm: LLM, prompt: Any, params: SamplingParams) -> list[Piece]:
+    llm.engine.forget_prefixes()
+    answer = llm.generate(prompt, params)[0].outputs[0]
+    return pieces_of(answer, lambda ids: str(llm.tokenizer.decode(ids, skip_special_tokens=True)))
+
+
+def _compare(show: Show, params: SamplingParams, console: Console) -> bool:
+    """Measure all methods in interleaved rounds and print one table, the fastest first."""
+    prompts = _prompts(show)
+    columns = (TextColumn("{task.description:32}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("Measuring", total=len(show.configs) * len(prompts) * ROUNDS)
+
+        def tick(label: str) -> None:
+            bar.update(task, advance=1, description=label)
+
+        results = measure(show.llm, show.configs, prompts, params, ROUNDS, tick, runs=1, seconds=SECONDS)
+    plain, rounds = results[0], len(results[0].runs[0].turns)
+    title = f"greedy, {len(prompts)} prompts one at a time, medians of {rounds} interleaved rounds"
+    console.print(table(title, sorted(results, key=lambda result: -result.speed), plain))
+    for remark in remarks(results):
+        console.print(f"[dim]{remark}[/]")
+    same = not any(result.differs(plain) for result in results)
     console.print(
         "Every method emitted the same tokens as plain decoding."
-        if good
+        if same
         else "[bold red]Tokens differ: this is a bug.[/]"
     )
-    return good
-
-
-def _measured(
-    llm: LLM,
-    configs: Configs,
-    prompts: Prompts,
-    params: SamplingParams,
-    repeats: int,
-    title: str,
-    console: Console,
-) -> list[Measured]:
-    columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(title, total=len(configs) * len(prompts) * repeats)
-        return measure(
-            llm,
-            configs,
-            prompts,
-            params,
-            repeats,
-            lambda label: bar.update(task, advance=1, description=f"{title}: {label}"),
-        )
-
-
-def _show_answers(llm: LLM, prompts: Prompts, console: Console) -> None:
-    """Print a few answers."""
-    chosen = [2, 8, 12]
-    outputs = llm.generate([prompts[i][1] for i in chosen], SamplingParams(temperature=0, max_tokens=40))
-    for i, output in zip(chosen, outputs):
-        question = PROMPTS[i].turns[-1]
-        console.print(
-            f"[dim]{question}[/]\n  {output.outputs[0].text.strip()}",
-            markup=True,
-            highlight=False,
-            soft_wrap=True,
-        )
+    return same or not show.llm.engine.exact

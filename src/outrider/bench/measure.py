@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any
 
 from outrider import draft
@@ -19,6 +19,7 @@ from outrider.llm import LLM
 from outrider.outputs import CompletionOutput
 
 PLAIN = "plain decoding"
+TOLERANCE = 1.01  # of a speed-up above the limit
 Configs = Mapping[str, Mapping[str, Any] | None]  # label -> speculative_config
 Prompts = Sequence[tuple[str, Any]]  # (kind, prompt for LLM.generate)
 
@@ -37,6 +38,15 @@ class Run:
     times: Times
     answers: list[CompletionOutput]
     turns: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        return float(statistics.median(self.turns or [self.seconds]))
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Of the answer with the most; infinite for another engine, whose steps are not known."""
+        return max((a.speculation.tokens_per_step or math.inf for a in self.answers), default=math.inf)
 
 
 @dataclass
@@ -73,8 +83,8 @@ class Measured:
 
     @property
     def speed(self) -> float:
-        """New tokens per second."""
-        return sum(map(len, self.tokens)) / sum(run.seconds for run in self.runs)
+        """New tokens per second, in the median of the repeats."""
+        return sum(map(len, self.tokens)) / sum(run.median for run in self.runs)
 
     def speed_ups(self, plain: Measured) -> list[float]:
         """Speed-up over plain decoding in each repeat, or of the best times if there are no repeats."""
@@ -94,6 +104,18 @@ class Measured:
         """Half the range of the repeats' speed-ups; None for a single repeat."""
         gains = self.speed_ups(plain)
         return (max(gains) - min(gains)) / 2 if len(gains) > 1 else None
+
+    def limit(self, plain: Measured) -> float:
+        """Largest possible speed-up: tokens per step, since no step is shorter than one of plain decoding."""
+        pairs = list(zip(self.runs, plain.runs))
+        most = sum(theirs.median for _, theirs in pairs) or 1.0
+        least = sum(theirs.median / max(1.0, ours.tokens_per_step) for ours, theirs in pairs)
+        ratio: float = sum(map(len, self.tokens)) / (sum(map(len, plain.tokens)) or 1)
+        return ratio * most / least if least else math.inf
+
+    def impossible(self, plain: Measured) -> bool:
+        """Whether the measured speed-up exceeds the limit: the machine was busy while plain decoding ran."""
+        return self is not plain and self.speed_up(plain) > TOLERANCE * self.limit(plain)
 
     def without(self, runs: Collection[int]) -> Measured:
         """The same results without the runs of these indices."""
@@ -178,40 +200,67 @@ def measure(
     repeats: int = 1,
     tick: Callable[[str], None] = lambda label: None,
     batch_size: int = 1,
+    runs: int = 2,
+    seconds: float = math.inf,
 ) -> list[Measured]:
     """Run every config over every (kind, prompt), `batch_size` prompts of a kind at once.
 
     Returns the best of `repeats`, and the seconds of each.
     - Methods alternate within each group, in rotating order.  So a temporary slowdown affects all of them.
-    - Each method runs twice per group, since a method after one with its own weights finds cold caches.
+    - Each method runs `runs` times per group, since a method after one with its own weights finds cold
+      caches; the best one counts.
     - A method keeps what it learned from earlier groups, but not from its own previous run of a group.
     - Every repeat allocates new caches: their addresses change the time of a step by some per cent.
+    - After two repeats, no other begins that would end later than `seconds` after the start.
     """
-    groups, seconds_of = grouped(prompts, batch_size), attrgetter("seconds")
-    best: dict[tuple[str, int], Run] = {}
-    turns: dict[tuple[str, int], list[float]] = {}
-    for repeat in range(repeats):
+    groups, began = grouped(prompts, batch_size), time.monotonic()
+    rounds: list[dict[tuple[str, int], Run]] = []
+    variants: dict[str, LLM] = {}
+    while len(rounds) < repeats:
+        spent = time.monotonic() - began
+        if len(rounds) > 1 and spent * (1 + 1 / len(rounds)) > seconds:
+            break
         variants = {label: llm.variant(config) for label, config in configs.items()}
-        for variant in variants.values():
-            fresh = variant.engine.drafter.memory
-            once(variant, *groups[0], params, fresh)  # warm up
-            variant.engine.drafter.memory = fresh
-        for i, (kind, group) in enumerate(groups):
-            order = list(variants.items())
-            for label, variant in order[(i + repeat) % len(order) :] + order[: (i + repeat) % len(order)]:
-                memory = variant.engine.drafter.memory
-                run = min((once(variant, kind, group, params, memory) for _ in range(2)), key=seconds_of)
-                best[label, i] = min(run, best.get((label, i), run), key=seconds_of)
-                turns.setdefault((label, i), []).append(run.seconds)
-                tick(label)
-    for variant in variants.values():
-        variant.engine.check()
+        rounds.append(_round(variants, groups, params, len(rounds), tick, runs))
+    best = {place: min((found[place] for found in rounds), key=_seconds) for place in rounds[0]}
     for place, run in best.items():
-        run.turns = turns[place]
+        run.turns = [found[place].seconds for found in rounds]
     return [
         Measured(label, [best[label, i] for i in range(len(groups))], variants[label].engine.rule.promise)
         for label in configs
     ]
+
+
+def _round(
+    variants: Mapping[str, LLM],
+    groups: Sequence[tuple[str, list[Any]]],
+    params: SamplingParams,
+    number: int,
+    tick: Callable[[str], None],
+    runs: int,
+) -> dict[tuple[str, int], Run]:
+    """(label, group) -> its best run."""
+    for variant in variants.values():
+        fresh = variant.engine.drafter.memory
+        once(variant, *groups[0], params, fresh)  # warm up
+        variant.engine.drafter.memory = fresh
+    best: dict[tuple[str, int], Run] = {}
+    for i, (kind, group) in enumerate(groups):
+        order = list(variants.items())
+        first = (i + number) % len(order)
+        for label, variant in order[first:] + order[:first]:
+            memory = variant.engine.drafter.memory
+            best[label, i] = min(
+                (once(variant, kind, group, params, memory) for _ in range(runs)), key=_seconds
+            )
+            tick(label)
+    for variant in variants.values():
+        variant.engine.check()
+    return best
+
+
+def _seconds(run: Run) -> float:
+    return run.seconds
 
 
 def once(llm: LLM, kind: str, prompts: list[Any], params: SamplingParams, memory: Any = None) -> Run:

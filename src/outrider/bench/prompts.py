@@ -68,6 +68,33 @@ PROMPTS = (
     Prompt("code", ("Write a function to find the largest number in a list.",)),
     Prompt("code", ("Write the Python file sorts/bubble_sort.py",)),
 )
+TASKS = (  # kinds of tasks that the built-in target answers correctly
+    Prompt("story", ("Tell me a story about Paul and Tina from Tokyo.",)),
+    Prompt("code", ("Write a function to check whether a number is prime.",)),
+    Prompt(
+        "table",
+        (
+            "Make a Markdown table with name, job and city: Rosa is a farmer in Sydney; Victor is a baker in "
+            "Madrid; Emma is a doctor in Oslo; David is a singer in Cairo",
+        ),
+    ),
+    Prompt(
+        "extraction",
+        ("Extract name, job, city and age as JSON: Lena, a writer from Sydney, is 52 years old.",),
+    ),
+    Prompt("sql", ("Write an SQL query that lists the title of all books where price is greater than 20.",)),
+    Prompt(
+        "summary",
+        (
+            "Summarize in one sentence: Emma was waiting at home. It was a sunny Monday in Vienna. Max had "
+            "promised to bring cards, and so Max walked to the market. There Max bought 32 cards and carried "
+            "them home to Emma.",
+        ),
+    ),
+    Prompt(
+        "translation", ("Translate English to German: I would like to buy the newspaper in the evening.",)
+    ),
+)
 KINDS = tuple(dict.fromkeys(prompt.kind for prompt in PROMPTS))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,12 +15,12 @@ PERCENTILES = (50, 95, 99)
 ALL = "all"
 
 
-def table(title: str, results: Sequence[Measured]) -> Table:
-    """Speed-ups as a table.  tok/s: of the best repeat; speed-up: median of the repeats ± half their range.
+def table(title: str, results: Sequence[Measured], plain: Measured | None = None) -> Table:
+    """Speed-ups as a table, over the first result by default: medians of the repeats ± half their range.
 
     Tokens of another engine are not compared: its rounding differs.
     """
-    plain = results[0]
+    plain = plain or results[0]
     made = Table(title=title, title_justify="left", title_style="bold", show_edge=False)
     made.add_column("method")
     for name in ("tok/s", "speed-\nup", "tokens\n/ step", "accep-\ntance", "draft\ntime", "4-gram\nrepeats"):
@@ -42,6 +43,8 @@ def table(title: str, results: Sequence[Measured]) -> Table:
 
 def _speed_up(result: Measured, plain: Measured) -> str:
     gain, noise = result.speed_up(plain), result.noise(plain)
+    if result.impossible(plain):
+        return f"≤ {result.limit(plain):.2f}×"
     colour = "green" if gain >= 1.005 else "red" if gain < 0.97 else "white"
     if result is plain or noise is None:
         return f"[{colour}]{gain:.2f}×[/]"
@@ -61,12 +64,19 @@ def remarks(results: Sequence[Measured]) -> list[str]:
         return []
     if all(other.noise(plain) is None for other in others):
         return ["One repeat: how much of a speed-up is noise is not known. --repeats 3 tells."]
-    unsure = [other.method for other in others if within_noise(other, plain)]
+    told = []
+    if busy := [other.method for other in others if other.impossible(plain)]:
+        told.append(
+            f"More was measured for {', '.join(busy)} than the tokens of a step allow: the machine was busy. "
+            "The limit is shown instead (≤)."
+        )
+    unsure = [o.method for o in others if within_noise(o, plain) and not o.impossible(plain)]
     if not unsure:
-        return []
+        return told
     return [
+        *told,
         f"No difference from plain decoding is shown for {', '.join(unsure)}: the repeats differ by more. "
-        "Measure more of them (--repeats), longer answers (-n) or on an idle machine."
+        "Measure more of them (--repeats), longer answers (-n) or on an idle machine.",
     ]
 
 
@@ -114,7 +124,8 @@ def _figures(ours: Measured, plain: Measured) -> dict[str, Any]:
         "requests": len(ours.answers),
         "tokens": sum(map(len, ours.tokens)),
         "tokens/s": round(ours.speed, 2),
-        "speed-up": round(ours.speed_up(plain), 4),
+        "speed-up": None if ours.impossible(plain) else round(ours.speed_up(plain), 4),
+        "largest possible speed-up": _number(ours.limit(plain)),
         "speed-up of each repeat": [round(gain, 4) for gain in ours.speed_ups(plain)],
         "tokens per step": round(total.tokens_per_step, 4),
         "acceptance": round(total.acceptance, 4),
@@ -126,6 +137,10 @@ def _figures(ours: Measured, plain: Measured) -> dict[str, Any]:
     for name, values in _latencies(ours).items():
         made[f"{name} ms"] = {f"p{p}": round(1e3 * x, 3) for p, x in zip(PERCENTILES, _percentiles(values))}
     return made
+
+
+def _number(value: float) -> float | None:
+    return round(value, 4) if math.isfinite(value) else None
 
 
 def _latencies(result: Measured) -> dict[str, list[float]]:

@@ -35,7 +35,7 @@ def grown_config(config: Any, spec: Spec, layers: int, inner: int) -> tuple[Any,
     """Config and spec with more layers and a wider MLP.  Raises ConfigError where either would shrink."""
     if layers < spec.layers or inner < spec.inner:
         raise ConfigError(
-            f"the model has {spec.layers} layers and an MLP of {spec.inner}: a grown one has at least these, "
+            f"the model has {spec.layers} layers and an MLP of {spec.inner}, a grown one at least these: "
             f"got {layers} and {inner}."
         )
     config = copy.deepcopy(config)

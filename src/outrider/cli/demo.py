@@ -1,4 +1,4 @@
-"""`outrider demo`: all methods on the built-in model."""
+"""`outrider demo`: plain decoding and speculation side by side, then all methods in one table."""
 
 from __future__ import annotations
 
@@ -7,19 +7,34 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from outrider.cli.flags import MAX_TOKENS
+from outrider.cli.flags import MAX_TOKENS, MODEL, MODEL_DRAFT, one_of
 
 
 def demo(
+    target: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="Your own model; default: the built-in one.")
+    ] = None,
+    model: Annotated[str | None, Option(*MODEL, help="The same as MODEL.")] = None,
+    drafts: Annotated[
+        list[str] | None, Option(*MODEL_DRAFT, help="Draft model or head; may be given several times.")
+    ] = None,
+    small: Annotated[
+        bool, Option("--small", help="The built-in model as it is, not at the cost of a larger one.")
+    ] = False,
     tokens: Annotated[
-        int, Option(*MAX_TOKENS, "--tokens", min=1, max=512, help="Maximum new tokens per prompt.")
-    ] = 64,
-    repeats: Annotated[int, Option(min=1, max=20, help="Rounds of two runs each; the best one counts.")] = 1,
+        int, Option(*MAX_TOKENS, "--tokens", min=2, max=512, help="Maximum new tokens per prompt.")
+    ] = 96,
 ) -> None:
-    """Compare plain decoding and every method on the built-in model and prompts."""
+    """See the same tokens arrive sooner: plain decoding and speculation side by side, then all methods."""
     from rich.console import Console
 
     from outrider.bench.demo import demo as run
+    from outrider.errors import ConfigError
 
-    if not run(tokens, repeats, Console()):
+    own = one_of("model", target, model)
+    if own is None and drafts:
+        raise ConfigError(f"-md {drafts[0]} is for a model of your own: give it as MODEL.")
+    if own is not None and small:
+        raise ConfigError(f"--small is for the built-in model, and {own!r} is given: leave one out.")
+    if not run(own, drafts or [], small, tokens, Console()):
         raise typer.Exit(1)
