@@ -78,7 +78,7 @@ def _deeper(config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
 
 
 def _own(llm: LLM, drafts: list[str], console: Console) -> Show:
-    """The methods that run on any model, and those of the drafts.  Leaves out what does not run on this one."""
+    """The drafts, and the methods without weights; leaves out a method that does not run on this model."""
     asked: dict[str, Mapping[str, Any]] = {name: {"model": name} for name in drafts}
     asked |= {
         label: config

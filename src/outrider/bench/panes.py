@@ -82,7 +82,7 @@ def frame(question: str, plain: Sequence[Piece], fast: Sequence[Piece], now: flo
 def replay(
     question: str, plain: Sequence[Piece], fast: Sequence[Piece], console: Console, least: float = 4.0
 ) -> None:
-    """Show both answers until the right one is done.  least: seconds of a replay, which is slowed down for it.
+    """Show both answers until the right one is done.  least: seconds of a replay, slowed down for it.
 
     Without a terminal: the question and the answer as text.
     """

@@ -45,7 +45,7 @@ def grown_config(config: Any, spec: Spec, layers: int, inner: int) -> tuple[Any,
 
 
 class Grown:
-    """The tensors of a grown checkpoint (`Source`), dense.  small: those of the checkpoint, of size `spec`."""
+    """The tensors of a grown checkpoint (`Source`), dense.  small: those on disk, of size `spec`."""
 
     def __init__(self, small: Source, spec: Spec) -> None:
         self.small, self.spec = small, spec

@@ -55,7 +55,7 @@ def bench(
     params = SamplingParams(**measured)
     if measured["max_tokens"] < 2:
         raise ConfigError("-n must be at least 2: the first token comes from prefill, whatever the method.")
-    file, raw = one_file(asked, file), asked["raw"]
+    file, raw = one_of("file of prompts", file, asked.get("file")), asked["raw"]
     peers, draft, levels = compared.get("peers") or [], compared.get("draft"), compared.get("levels")
     for name in peers:
         peer(name)
@@ -80,14 +80,13 @@ def bench(
         raise typer.Exit(1)
 
 
-def one_file(asked: Given, file: Path | None) -> Path | None:
-    """The file of prompts, from the argument or from --prompts."""
-    flag: Path | None = asked.get("file")
-    if file and flag:
+def one_of(what: str, first: Any, second: Any) -> Any:
+    """What was given, by its place or by flag.  Raises ConfigError for both."""
+    if first is not None and second is not None:
         raise ConfigError(
-            f"the prompts are given twice, {str(file)!r} and --prompts {str(flag)!r}: leave one out."
+            f"the {what} is given twice, as {str(first)!r} and as {str(second)!r}: leave one out."
         )
-    return file or flag
+    return second if first is None else first
 
 
 def record(sink: IO[str], llm: LLM, about: dict[str, Any], results: Sequence[Measured]) -> None:

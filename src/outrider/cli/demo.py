@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from outrider.cli.flags import MAX_TOKENS, MODEL, MODEL_DRAFT, one_of
+from outrider.cli.bench import one_of
+from outrider.cli.flags import MAX_TOKENS, MODEL, MODEL_DRAFT
 
 
 def demo(

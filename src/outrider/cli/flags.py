@@ -257,15 +257,6 @@ def named(engine: Given, model: str | None) -> Given:
     return {**engine, "model": model}
 
 
-def one_of(what: str, first: Any, second: Any) -> Any:
-    """What was given, by its place or by flag.  Raises ConfigError for both."""
-    if first is not None and second is not None:
-        raise ConfigError(
-            f"the {what} is given twice, as {str(first)!r} and as {str(second)!r}: leave one out."
-        )
-    return second if first is None else first
-
-
 def load(engine: Given, speculative_config: Mapping[str, Any] | None = None, **more: Any) -> LLM:
     """The model, with a note on the terminal while it loads."""
     import torch
