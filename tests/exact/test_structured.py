@@ -1,15 +1,21 @@
-"""Constrained output of the built-in model is valid."""
+"""Constrained output is valid, and the same with and without speculation."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
+from drafter_cases import DRAFTERS, use_drafter
+from helpers import answer, token_prompts
+from scene import told
+from scipy.stats import chi2_contingency
 
-from outrider import LLM, RequestError, SamplingParams
+from outrider import LLM, RequestError, SamplingParams, verify
+from outrider.testing import KnownTexts, check_idle, check_statistics, random_prompts
 
 SCHEMAS = [
     json.loads(line)
@@ -55,3 +61,111 @@ def test_a_schema_that_is_refused_fails_its_own_request_only(builtin: LLM) -> No
     outputs = builtin.generate(["a", "a"], [good, bad])
     assert outputs[0].outputs[0].text in ("true", "false")
     assert isinstance(outputs[1].error, RequestError) and "not is not supported" in str(outputs[1].error)
+
+
+# ---- the same text with and without speculation
+
+TEMPERATURES = (0.0, 0.8)
+ITEMS = {"type": "array", "items": {"enum": ["aa", "a b", "é"]}, "minItems": 2, "maxItems": 3}
+RECORD = {
+    "type": "object",
+    "properties": {"text": {"type": "string", "maxLength": 5}, "items": ITEMS, "last": {"type": "boolean"}},
+}
+RECORD |= {"required": [*RECORD["properties"]], "additionalProperties": False}  # type: ignore[dict-item,misc]
+NESTED = 'root ::= "(" root? ")" | "<" [a-c]{1,3} ">"'
+ASKS: list[dict[str, Any]] = [
+    {"structured_outputs": {"json": RECORD, "disable_any_whitespace": True}},
+    {"structured_outputs": {"json": RECORD}, "n": 2},
+    {},
+    {"structured_outputs": {"grammar": NESTED}, "logprobs": 2, "top_p": 0.9},
+    {"structured_outputs": {"regex": "[a-e]+(, [a-e]{2})*"}, "stop": [", "], "repetition_penalty": 1.2},
+    {"structured_outputs": {"choice": ["no", "not at all", "not now"]}, "min_tokens": 3},
+    {"structured_outputs": {"json_object": True}, "ignore_eos": True, "presence_penalty": 0.5},
+    {"structured_outputs": {"json": RECORD}, "speculate": False},
+]  # fmt: skip
+PROMPTS = random_prompts(len(ASKS), seed=3)
+
+
+def asks(temperature: float) -> list[SamplingParams]:
+    given = {"temperature": temperature, "max_tokens": 40}
+    return [SamplingParams(seed=20 + i, **given, **ask) for i, ask in enumerate(ASKS)]
+
+
+@pytest.fixture(scope="module")
+def expected(llama: str, plain: LLM) -> dict[float, list[Any]]:
+    """What plain decoding emits, each prompt alone."""
+    return {
+        t: [told(answer(plain, prompt, params)) for prompt, params in zip(PROMPTS, asks(t))]
+        for t in TEMPERATURES
+    }
+
+
+@pytest.fixture(scope="module")
+def known(plain: LLM, expected: dict[float, list[Any]]) -> KnownTexts:
+    texts = KnownTexts()
+    for t in TEMPERATURES:
+        for prompt, params in zip(PROMPTS, asks(t)):
+            texts.learn(prompt, int(params.seed or 0), answer(plain, prompt, params).outputs)
+    return texts
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_every_drafter_emits_the_text_of_plain_decoding(
+    fast: LLM, stranger: str, known: KnownTexts, expected: dict[float, list[Any]], drafter: str
+) -> None:
+    use_drafter(fast, drafter, known, stranger)
+    for temperature in TEMPERATURES:
+        outputs = fast.generate(token_prompts(PROMPTS), asks(temperature))
+        assert [told(output) for output in outputs] == expected[temperature]
+        for output in outputs:
+            check_statistics(output.outputs)
+    assert outputs[0].outputs[0].speculation.drafted > 0 or drafter == "off"
+    assert not outputs[-1].outputs[0].speculation.drafted
+    check_idle(fast)
+
+
+def test_forced_text_is_drafted_beside_any_method_but_not_without_speculation(llama: str) -> None:
+    params = asks(0.0)[0]
+    llm = LLM(llama, speculative_config={"method": "scripted", "num_speculative_tokens": 2})
+    sample = answer(llm, PROMPTS[0], params).outputs[0]
+    assert sample.speculation.accepted >= 10, "more than the depth of the method in a step"
+    assert answer(llm, PROMPTS[2], asks(0.0)[2]).outputs[0].speculation.drafted == 0
+    llm.use(None)
+    assert answer(llm, PROMPTS[0], params).outputs[0].speculation.drafted == 0
+    llm.use({"method": "scripted", "num_speculative_tokens": 2, "disable_by_batch_size": 1})
+    outputs = llm.generate(token_prompts(PROMPTS[:2]), [params, params])
+    assert sum(output.outputs[0].speculation.drafted for output in outputs) < sample.speculation.drafted
+
+
+def test_preempted_rows_keep_their_place_in_the_grammar(llama: str, expected: dict[float, list[Any]]) -> None:
+    llm = LLM(llama, max_num_seqs=4, max_model_len=112, enable_prefix_caching=False)
+    slot = (llm.engine.decoder.footprint + llm.engine.drafter.footprint(llm.engine.device)).total()
+    tight = LLM(
+        llama, max_num_seqs=4, max_model_len=112, kv_cache_memory_bytes=slot * 160, enable_prefix_caching=False,
+        speculative_config={"method": "ngram"},
+    )  # fmt: skip
+    outputs = tight.generate(token_prompts(PROMPTS), asks(0.8))
+    assert tight.engine.scheduler.preemptions > 0
+    assert [told(output) for output in outputs] == expected[0.8]
+
+
+# ---- the other rules: the distribution of plain decoding, and never a forbidden token
+
+
+@pytest.mark.parametrize("rule", [name for name in verify.names() if name != "match"])
+def test_rules_judge_by_the_masked_distribution(llama: str, stranger: str, plain: LLM, rule: str) -> None:
+    choice = ["no", "note", "yes", "yet"]
+    params = SamplingParams(
+        n=160, seed=1, max_tokens=8, structured_outputs={"choice": choice}, logit_bias={4: 1.0}
+    )
+    config = {"method": "draft_model", "model": stranger, "num_speculative_tokens": 3, "verification": rule}
+    config["lossless"] = verify.rule(rule).lossless
+    counts = []
+    for llm in (plain, LLM(llama, max_num_seqs=64, speculative_config=config)):
+        output = answer(llm, PROMPTS[0], params)
+        found = Counter(sample.text for sample in output.outputs)
+        assert found.keys() <= {*choice}
+        counts.append([found[text] + 1 for text in choice])
+    assert sum(sample.speculation.drafted for sample in output.outputs) > 160
+    if config["lossless"]:
+        assert chi2_contingency(counts).pvalue > 1e-3, counts

@@ -11,7 +11,7 @@ from pathlib import Path
 from outrider.checkpoints.heads import Head, builtin
 from outrider.checkpoints.hub import BUILTIN, on_hub
 from outrider.core.registry import classes
-from outrider.drafting.base import Drafter
+from outrider.drafting.base import Drafter, TextDrafter
 from outrider.drafting.view import SELF
 from outrider.errors import ConfigError, ModelError, nearest, unknown
 from outrider.heads.base import HeadDrafter
@@ -28,6 +28,12 @@ def methods() -> dict[str, type[Drafter]]:
 def head_methods() -> dict[str, type[HeadDrafter]]:
     """The methods that use a trained head."""
     return {name: method for name, method in methods().items() if issubclass(method, HeadDrafter)}
+
+
+def automatic() -> list[type[TextDrafter]]:
+    """The methods that are joined to every other one."""
+    texts = [method for method in methods().values() if issubclass(method, TextDrafter)]
+    return [method for method in texts if method.automatic]
 
 
 def names() -> list[str]:

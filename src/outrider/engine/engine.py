@@ -18,7 +18,8 @@ from outrider.core.block_table import PAGE
 from outrider.core.clock import Times, Work
 from outrider.core.row import Row
 from outrider.core.step import NO_STATES, Batch, Commit
-from outrider.draft import methods_of
+from outrider.draft import automatic, methods_of
+from outrider.draft.union.joined import Joined
 from outrider.drafting.base import Drafter, Target
 from outrider.engine.adapters import Adapters
 from outrider.engine.memory import plan_pages
@@ -96,6 +97,7 @@ class Engine:
             )
         cache, self.drafter_caches = self.build_cache(drafter, max_nodes)
         self.drafter, self.rule, self.cache = drafter, speculation.rule, cache
+        self.proposer = Joined(drafter, [method(method.Options(), self.target) for method in automatic()])
         self.verify: Callable[[Batch, ForwardOutput], None] = self.rule
         self.controller: Controller = controller
         self.runner = Runner(self.decoder, cache.pools[0], self.sampler, self.rule.fused_match)
@@ -146,9 +148,9 @@ class Engine:
         if not batch.steps:
             assert not self.busy, "rows are waiting and none can run"
             return batch.failed
-        self.scheduler.reserve(batch, self.controller.budget(batch))
+        self.scheduler.reserve(batch, self.proposer.budgets(batch, self.controller))
         propose = time.perf_counter()
-        batch.take(self.drafter.propose(batch))
+        batch.take(self.proposer.propose(batch))
         self.controller.trim(batch)
         forward = time.perf_counter()
         output = self.runner.forward(batch, self.drafter.needs)
@@ -158,7 +160,7 @@ class Engine:
         self.scheduler.clip(batch)
         self.scheduler.commit(batch)
         commit = self._commit(batch, output)
-        self.drafter.observe(commit)
+        self.proposer.observe(commit)
         finished = self._finish(batch)
         times = Times(forward - propose, after - forward, time.perf_counter() - after + propose - began)
         self.controller.learn(commit, times)

@@ -163,10 +163,7 @@ class Union(Drafter):
         for k, drafter in enumerate(self.drafters):
             steps = []
             for step, merged, tree in zip(commit.batch, self.merged, self.drafts[k].trees):
-                kept = range(len(merged.tree.tokens)) if step.kept is None else step.kept
-                after_trim = {node: now for now, node in enumerate(kept)}
-                verified = {i: after_trim[n] for i, n in merged.node_of[k].items() if n in after_trim}
-                steps.append(part(step, tree, verified, drafter.needs.topk))
+                steps.append(part(step, tree, after_trim(step, merged.node_of[k]), drafter.needs.topk))
             drafter.observe(commit._replace(batch=Batch(steps, prefill=commit.batch.prefill)))
 
     def forget(self, row: Row, reason: str) -> None:
@@ -175,6 +172,14 @@ class Union(Drafter):
 
     def filled(self, row: Row) -> int:
         return min(drafter.filled(row) for drafter in self.drafters)
+
+
+def after_trim(step: RowStep, node_of: Mapping[int, int]) -> Mapping[int, int]:
+    """`node_of`, from nodes of a part to nodes of the proposed tree, with the numbers after trimming."""
+    if step.kept is None:
+        return node_of
+    place = {node: now for now, node in enumerate(step.kept)}
+    return {i: place[node] for i, node in node_of.items() if node in place}
 
 
 def part(step: RowStep, tree: DraftTree, verified: Mapping[int, int], topk: int) -> RowStep:

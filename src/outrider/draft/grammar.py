@@ -1,0 +1,32 @@
+"""Forced text: propose what the grammar of a row makes certain, such as `", "age": ` in JSON (jump-forward).
+
+The text is certain, its tokens are not: the target may write it otherwise.  They are drafted as the tokenizer
+writes the text, and verified like any others.  Rows without a grammar get no draft tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outrider.core.processor import Ids
+from outrider.core.row import Row
+from outrider.core.tree import EMPTY_TREE, Budget, DraftTree
+from outrider.drafting.base import TextDrafter
+
+CONFIDENCE = 0.95  # assumed acceptance of a token of forced text
+
+
+class Grammar(TextDrafter):
+    automatic = True
+    depth = 64
+
+    @dataclass(frozen=True)
+    class Options:
+        pass
+
+    def after(self, row: Row, ahead: Sequence[int], budget: Budget) -> DraftTree:
+        if row.grammar is None:
+            return EMPTY_TREE
+        tokens = row.grammar.forced(Ids(row.tokens, ahead))[: budget.depth]
+        return DraftTree.chain(tokens, [CONFIDENCE] * len(tokens))
