@@ -1,8 +1,8 @@
 """The configured drafter with the automatic ones beside it, for rows with a grammar.
 
-Text that is certain comes first, and a drafter of texts continues behind it.  Others draft for the rows without
-such text.  Draft tokens that the grammar forbids are dropped before they are verified.  Rows without a grammar,
-and batches of such rows, are passed on as they are.
+Text that is certain comes first, and a drafter of texts continues behind it.  Others draft for the rows
+without such text.  Draft tokens that the grammar forbids are dropped before they are verified.  Batches
+without a grammar are passed on as they are.
 """
 
 from __future__ import annotations

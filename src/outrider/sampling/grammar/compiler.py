@@ -11,7 +11,7 @@ from dataclasses import astuple
 from functools import cached_property
 from typing import Any
 
-from outrider.core.structured import WHERE, StructuredOutputs
+from outrider.core.structured import FORMS, WHERE, StructuredOutputs
 from outrider.errors import RequestError, shortened
 from outrider.sampling.grammar.faults import place_of, readable
 from outrider.sampling.grammar.state import GrammarState
@@ -104,7 +104,7 @@ class GrammarCompiler:
 
     def _fault(self, form: StructuredOutputs, message: str) -> RequestError:
         if not isinstance(form.json, Mapping):
-            kind = next(name for name in ("regex", "grammar", "choice", "json_object") if getattr(form, name))
+            kind = next(name for name in FORMS if getattr(form, name))
             return RequestError(f"{WHERE}: {kind}: {readable(message)}.")
         place = place_of(form.json, message, lambda part: self._refusal(self._schema(form, part)))
         return RequestError(f"{WHERE}: json, at {place}: {readable(message)}.")
