@@ -18,6 +18,7 @@ from outrider.cli import datastore, tune
 from outrider.cli.bench import bench
 from outrider.cli.chat import chat
 from outrider.cli.demo import demo
+from outrider.cli.estimate import estimate
 from outrider.cli.generate import generate
 from outrider.cli.models import models
 from outrider.cli.quantize import quantize
@@ -58,7 +59,7 @@ def root(
     """
 
 
-for command in (generate, chat, bench, verify, models, quantize, demo):
+for command in (generate, chat, bench, estimate, verify, models, quantize, demo):
     app.command()(command)
 app.add_typer(datastore.app, name="datastore")
 app.add_typer(tune.app, name="tune")

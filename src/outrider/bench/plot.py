@@ -1,0 +1,66 @@
+"""Plots of results, with matplotlib if it is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from outrider.errors import ConfigError
+
+
+def check_plot(out: Path) -> None:
+    """Raise ConfigError unless a plot can be written to `out`: before anything is measured."""
+    _pyplot()
+    if not out.expanduser().parent.is_dir():
+        raise ConfigError(f"there is no folder {str(out.parent)!r} for the plot {out.name!r}.")
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ConfigError("a plot needs matplotlib: install it with  pip install matplotlib.") from error
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def heat_map(
+    rows: Mapping[str, Sequence[float | None]], columns: Sequence[str], title: str, out: Path
+) -> None:
+    """Speed-ups by method (rows) and task (columns), 1 in white."""
+    plt = _pyplot()
+    figure, axes = plt.subplots(figsize=(2.4 + 0.95 * len(columns), 1.2 + 0.3 * len(rows)))
+    values = [[float("nan") if value is None else value for value in row] for row in rows.values()]
+    most = max([2.0, *(value for row in values for value in row if value == value)])
+    colours = plt.matplotlib.colors.TwoSlopeNorm(1.0, min(0.0, 2 - most), most)
+    axes.imshow(values, cmap="RdYlGn", norm=colours, aspect="auto")
+    for y, row in enumerate(values):
+        for x, value in enumerate(row):
+            axes.text(x, y, "–" if value != value else f"{value:.2f}", ha="center", va="center", fontsize=8)
+    axes.set_xticks(range(len(columns)), columns, rotation=30, ha="right", fontsize=8)
+    axes.set_yticks(range(len(rows)), list(rows), fontsize=8)
+    _save(figure, axes, title, out)
+
+
+def lines(series: Mapping[str, Sequence[float]], x: str, y: str, title: str, out: Path) -> None:
+    """One line a name, over 0, 1, 2, …"""
+    plt = _pyplot()
+    figure, axes = plt.subplots(figsize=(6, 3.4))
+    for name, values in series.items():
+        axes.plot(range(len(values)), values, marker="o", markersize=3, label=name)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.legend(frameon=False, fontsize=8)
+    _save(figure, axes, title, out)
+
+
+def _save(figure: Any, axes: Any, title: str, out: Path) -> None:
+    axes.set_title(title, fontsize=10, loc="left")
+    figure.tight_layout()
+    try:
+        figure.savefig(out.expanduser(), dpi=150)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the plot cannot be written to {str(out)!r}: {error}") from error

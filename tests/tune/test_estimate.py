@@ -1,0 +1,68 @@
+"""The estimate counts the very steps of a chain, and a tree's closely, before any speculative run."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider import LLM, SamplingParams
+from outrider.bench.prompts import TASKS, rendered
+from outrider.errors import ConfigError
+from outrider.tune.estimate import Answer, Costs, _drafter, accepted, estimate, judged, predictions, steps_of
+
+GREEDY = SamplingParams(temperature=0, max_tokens=40)
+SAMPLED = SamplingParams(temperature=0.8, seed=3, max_tokens=40)
+
+
+@pytest.fixture(scope="module")
+def target() -> LLM:
+    return LLM("builtin", max_num_seqs=1, max_model_len=256)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("siblings", [1, 2])
+def test_predicted_steps_are_those_of_a_run(target: LLM, params: SamplingParams, siblings: int) -> None:
+    prompts = [rendered(prompt, target.tokenizer) for prompt in TASKS[:4]]
+    drafter = _drafter(target, "builtin-draft", siblings, 3)
+    predicted = measured = 0
+    target.use({"model": "builtin-draft", "num_speculative_tokens": 3, "siblings": siblings})
+    for output in [target.generate(prompt, params)[0] for prompt in prompts]:
+        answer = judged(drafter, output.prompt_token_ids, output.outputs[0].token_ids, params)
+        predicted += steps_of(answer, 3, siblings)
+        measured += output.outputs[0].speculation.steps
+    assert abs(predicted - measured) <= (0 if siblings == 1 else 0.05 * measured)
+
+
+def test_a_chain_ends_at_the_first_miss_and_a_tree_at_a_better_rival() -> None:
+    probs = [[0.6, 0.3, 0.1]] * 4
+    assert accepted(Answer([0, 0, 1, 0], probs), 0, 4, 1) == 2
+    assert accepted(Answer([0, 1, 0], probs), 0, 3, 2) == 3
+    assert accepted(Answer([1, 1], probs), 0, 2, 2) == 1, "0.09 is behind 0.36 and 0.18"
+    assert accepted(Answer([-1, 0], probs), 0, 2, 3) == 0
+    assert steps_of(Answer([0, 0, -1, 0], probs), 2, 1) == 2
+
+
+def test_prediction_is_arithmetic_on_costs() -> None:
+    answer = Answer([0] * 9, [[0.7, 0.1, 0.1]] * 9)
+    costs = Costs(
+        1.0, 0.1, [0.0, 0.01, 0.02, 0.03, 0.04, 0.05, 0.06], {(s, d): 0.05 for s in (1, 2, 3) for d in (1, 2)}
+    )
+    plain, one, two = predictions([answer], costs, 2)[:3]
+    assert plain.speed == pytest.approx(9 / 1.8) and plain.gain == 1.0
+    assert one.tokens_per_step == 9 / 5 and one.speed == pytest.approx(9 / (1 + 0.4 + 5 * 0.06))
+    assert two.tokens_per_step == 3 and two.gain == pytest.approx(1.8 / (1 + 0.2 + 3 * 0.07))
+
+
+def test_all_costs_are_measured(target: LLM) -> None:
+    prompts = [("sql", rendered(TASKS[4], target.tokenizer))]
+    told: list[str] = []
+    costs, found = estimate(target, "builtin-draft", prompts, GREEDY, 2, told.append)
+    assert costs.step > 0 and len(costs.verify) == 7 and min(costs.propose.values()) > 0
+    assert [(one.siblings, one.depth) for one in found] == [(1, 0)] + [
+        (s, d) for s in (1, 2, 3) for d in (1, 2)
+    ]
+    assert found[2].tokens_per_step > found[1].tokens_per_step > 1 and told[0] == "plain decoding"
+
+
+def test_a_head_is_refused(target: LLM) -> None:
+    with pytest.raises(ConfigError, match="only draft models"):
+        _drafter(target, "builtin-eagle", 1, 2)
