@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Option
+from typer.core import TyperGroup
 
 from outrider.cli.flags import (
     LEVELS,
@@ -20,6 +21,7 @@ from outrider.cli.flags import (
     named,
     shared,
 )
+from outrider.cli.tune_search import search
 from outrider.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,7 +32,20 @@ if TYPE_CHECKING:
     from outrider.bench.measure import Measured
     from outrider.tune.layerskip import Trial, Tuner
 
-app = typer.Typer(no_args_is_help=True, help="Fit a method to a model and a machine.")
+SEARCH = "search"  # the command of `outrider tune MODEL`
+
+
+class Group(TyperGroup):
+    """`tune MODEL …` is `tune search MODEL …`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in (*self.commands, "-h", "--help"):
+            args = [SEARCH, *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(cls=Group, no_args_is_help=True, help="Fit speculation to a model and a machine.")
+app.command(SEARCH)(search)
 
 
 @app.callback()
