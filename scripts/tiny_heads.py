@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from outrider import LLM, SamplingParams
 from outrider.checkpoints.heads import BUILTIN
+from outrider.checkpoints.hub import Checkpoint
 from outrider.core.step import FINAL
 from outrider.draft.dflash.network import Network as DFlash
 from outrider.draft.dflash.network import Shape
@@ -38,6 +39,7 @@ from outrider.draft.medusa.network import Network as Medusa
 from outrider.draft.mlp_speculator.network import Network as Mlp
 from outrider.draft.mtp.network import Network as Mtp
 from outrider.draft.redrafter.network import Network as ReDrafter
+from outrider.heads.base import FINGERPRINT
 from outrider.heads.layer import Sizes
 from outrider.heads.sample import TargetWeights, read
 from outrider.models.export import packed, scheme
@@ -119,7 +121,8 @@ def save(name: str, network: Any) -> int:
     """Write a network in 8 bits; returns the bytes of the weights."""
     folder = BUILTIN / name
     folder.mkdir(parents=True, exist_ok=True)
-    config = {**network.config(), "torch_dtype": "bfloat16", "quantization_config": scheme(BITS)}
+    target = {FINGERPRINT: Checkpoint.open("builtin").fingerprint}
+    config = {**network.config(), **target, "torch_dtype": "bfloat16", "quantization_config": scheme(BITS)}
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()

@@ -11,11 +11,13 @@ import pytest
 from commands import Run
 from rich.console import Console
 
-from outrider import LLM, RequestError, SamplingParams
-from outrider.bench.measure import PLAIN, Measured, grouped, measure, too_short
+from outrider import LLM, ConfigError, RequestError, SamplingParams
+from outrider.bench.measure import PLAIN, Measured, demonstrations, grouped, measure, too_short
 from outrider.bench.measure import Run as Group
-from outrider.bench.questions import prompts_of, read
-from outrider.bench.report import figures, remarks, table, within_noise
+from outrider.bench.plot import check_plot, heat_map
+from outrider.bench.questions import MT_BENCH, prompts_of, read
+from outrider.bench.report import figures, matrix, remarks, speed_ups, table, within_noise
+from outrider.cli.bench import configs_of
 from outrider.core.clock import Times
 from outrider.core.row import Speculation
 from outrider.outputs import CompletionOutput
@@ -282,6 +284,45 @@ def test_an_impossible_speed_up_is_not_shown() -> None:
     assert "≤ 1.02×" in text and text.count("1.22") == 1 and "busy" in text.split("measured for")[1]
     found = figures([plain, busy, real])
     assert found["busy"]["all"]["speed-up"] is None and found["real"]["all"]["speed-up"] == 1.22
+
+
+def test_tasks_are_columns_and_other_engines_are_ratios() -> None:
+    def run(method: str, promise: str, *seconds: float) -> Measured:
+        answers = [CompletionOutput(0, "", [1] * 10, speculation=Speculation()) for _ in seconds]
+        pairs = zip(("qa", "math"), seconds, answers)
+        return Measured(method, [Group(kind, s, Times(), [a], [s]) for kind, s, a in pairs], promise)
+
+    plain, fast, rival = run(PLAIN, "tokens", 2, 4), run("fast", "tokens", 1, 1), run("rival", "", 4, 4)
+    console = Console(width=160, file=io.StringIO())
+    console.print(matrix([plain, fast], [rival]))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert "÷ rival" in lines[1]
+    (row,) = [line for line in lines if "fast" in line]
+    assert [cell.strip() for cell in row.split("│")] == ["fast", "2.00×", "4.00×", "3.00×", "4.00×"]
+    assert speed_ups([plain, fast]) == {"fast": [2.0, 4.0, 3.0]}
+
+
+def test_the_categories_of_mt_bench_are_one_task_of_spec_bench(tmp_path: Path) -> None:
+    path = tmp_path / "question.jsonl"
+    kinds = [*MT_BENCH, "qa", "translation"]
+    path.write_text("\n".join(json.dumps({"category": kind, "turns": ["x"]}) for kind in kinds))
+    assert {question.category for question in read(path)} == {"multi-turn", "qa", "translation"}
+
+
+def test_all_methods_by_one_word() -> None:
+    assert list(configs_of(["all"], [], None, None)) == list(demonstrations())
+
+
+def test_a_plot_without_its_folder_is_refused_before_measuring(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere|matplotlib"):
+        check_plot(tmp_path / "nowhere" / "x.png")
+
+
+def test_a_picture_of_tasks_and_methods(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "x.png"
+    heat_map({"ngram": [1.5, None, 0.8], "off": [1.0, 1.0, 1.0]}, ["qa", "math", "all"], "title", out)
+    assert out.read_bytes()[1:4] == b"PNG"
 
 
 def test_lines_of_text_go_through_the_chat_template_unless_raw(tmp_path: Path, mute: str) -> None:

@@ -137,11 +137,11 @@ def test_every_command_takes_its_files_and_models_by_flag() -> None:
     def takes(command: str) -> set[str]:
         return {name for parameter in COMMANDS[command].params for name in parameter.opts}
 
-    for command in COMMANDS.keys() - {"demo", "version"}:
+    for command in COMMANDS.keys() - {"version"}:
         assert "-m" in takes(command), command
-    for command in ("generate", "chat", "bench", "verify", "tune disco"):
+    for command in ("generate", "chat", "bench", "verify", "tune disco", "tune search", "estimate", "demo"):
         assert "-md" in takes(command), command
-    for command in ("bench", "verify", "tune disco", "tune layerskip"):
+    for command in ("bench", "verify", "tune disco", "tune layerskip", "tune search", "estimate"):
         assert takes(command) >= {"--prompts", "--raw", "--out"}, command
 
 

@@ -103,3 +103,16 @@ def test_the_optimiser_finds_what_the_costs_make_worth_while(tmp_path: Path) -> 
     free, dear = (len(best[name].skip.attention) + len(best[name].skip.mlp) for name in ("free", "dear"))
     assert free < dear
     assert best["free"].counts.tokens_per_step > 1.5
+
+
+def test_tune_without_a_method_searches_all_of_them(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "tuned.json"
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Write a function to merge two lists.\n")
+    asked = ("builtin", "--prompts", prompts, "--minutes", 0.05, "-n", 4, "--out", out)
+    result = run("tune", *asked)
+    assert result.status == 0, result.err
+    assert "interval" in result.out and "--speculative-config @" in result.out
+    config = json.loads(out.read_text())
+    assert run("generate", "-p", "x", "-n", 3, "--speculative-config", f"@{out}").status == 0 and config
+    assert ("switches speculation off" in result.out) == (config == {"method": "off"})

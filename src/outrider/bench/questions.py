@@ -14,6 +14,9 @@ from outrider.engine.chat_template import render
 from outrider.errors import RequestError
 from outrider.llm import LLM
 
+CHAT = "multi-turn"  # Spec-Bench's name for the categories of MT-bench
+MT_BENCH = ["writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"]
+
 
 class Question(NamedTuple):
     """turns: user messages in order; if `raw`, a single text to continue."""
@@ -39,6 +42,8 @@ def read(path: Path, limit: int | None = None, raw: bool = False) -> list[Questi
         questions = [Question(path.stem, (line,), raw) for _, line in lines]
     if not questions:
         raise RequestError(f"{path} holds no prompts.")
+    if set(MT_BENCH) <= {question.category for question in questions}:
+        questions = [q._replace(category=CHAT) if q.category in MT_BENCH else q for q in questions]
     return list(_limited(questions, limit))
 
 

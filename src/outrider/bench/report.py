@@ -41,12 +41,42 @@ def table(title: str, results: Sequence[Measured], plain: Measured | None = None
     return made
 
 
-def _speed_up(result: Measured, plain: Measured) -> str:
+def matrix(results: Sequence[Measured], peers: Sequence[Measured] = ()) -> Table:
+    """Speed-ups by method and category, then total speed over that of each other engine's best mode."""
+    plain = results[0]
+    made = Table(title="speed-up by task", title_justify="left", title_style="bold", show_edge=False)
+    made.add_column("method")
+    for name in (*plain.kinds, ALL, *(f"÷ {peer.method}" for peer in peers)):
+        made.add_column(name, justify="right")
+    for result in results:
+        kinds = [_speed_up(result.only(kind), plain.only(kind), False) for kind in plain.kinds]
+        over = [f"{result.speed / peer.speed:.2f}×" for peer in peers]
+        made.add_row(result.method, *kinds, _speed_up(result, plain), *over)
+    return made
+
+
+def speed_ups(results: Sequence[Measured]) -> dict[str, list[float | None]]:
+    """Method -> its speed-up in each category, then in all; None for an impossible one."""
+    plain = results[0]
+
+    def gain(ours: Measured, theirs: Measured) -> float | None:
+        return None if ours.impossible(theirs) else ours.speed_up(theirs)
+
+    return {
+        result.method: [
+            *(gain(result.only(kind), plain.only(kind)) for kind in plain.kinds),
+            gain(result, plain),
+        ]
+        for result in results[1:]
+    }
+
+
+def _speed_up(result: Measured, plain: Measured, spread: bool = True) -> str:
     gain, noise = result.speed_up(plain), result.noise(plain)
     if result.impossible(plain):
         return f"≤ {result.limit(plain):.2f}×"
     colour = "green" if gain >= 1.005 else "red" if gain < 0.97 else "white"
-    if result is plain or noise is None:
+    if result is plain or noise is None or not spread:
         return f"[{colour}]{gain:.2f}×[/]"
     return f"[{'white' if within_noise(result, plain) else colour}]{gain:.2f} ± {noise:.2f}×[/]"
 

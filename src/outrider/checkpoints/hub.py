@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -156,6 +157,19 @@ class Checkpoint:
         """The dtype that the config names."""
         dtype: torch.dtype | None = getattr(self.config, "dtype", None)
         return dtype
+
+    @cached_property
+    def fingerprint(self) -> str | None:
+        """Hash of the last norm's weights in bfloat16, which quantization keeps; None if they are not found.
+
+        Heads that Outrider trains store that of their target.
+        """
+        try:
+            norm = self.tensors().get("model.norm.weight", self.spec.hidden)
+        except ModelError:
+            return None
+        data = norm.to(torch.bfloat16).view(torch.int16).numpy().tobytes()
+        return hashlib.blake2b(data, digest_size=8).hexdigest()
 
     def tensors(self) -> Source:
         if self.gguf is not None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from outrider.core.params import SamplingParams
     from outrider.llm import LLM
 
+ALL_METHODS = "all"  # every demonstration on the built-in models
 LOG = "Append the results as one line of JSON to this file; - is standard output."
 
 
@@ -40,6 +41,9 @@ def bench(
         int, Option("--repeats", min=1, help="Rounds of two runs each; methods alternate within a round.")
     ] = 3,
     out: Annotated[str | None, Option(*OUT, "--json", help=LOG)] = None,
+    plot: Annotated[
+        Path | None, Option("--plot", help="Write the speed-ups by method and task as a picture.")
+    ] = None,
 ) -> None:
     """Measure methods against plain decoding, by category, with the same prompts and seeds.
 
@@ -49,6 +53,7 @@ def bench(
     from rich.console import Console
 
     from outrider.bench.peers import peer
+    from outrider.bench.plot import check_plot
     from outrider.bench.questions import prompts_for, read
     from outrider.core.params import SamplingParams
 
@@ -59,6 +64,8 @@ def bench(
     peers, draft, levels = compared.get("peers") or [], compared.get("draft"), compared.get("levels")
     for name in peers:
         peer(name)
+    if plot is not None:
+        check_plot(plot)
     sink, console = opened(out), Console(stderr=out == "-")
     configs = configs_of(compared.get("methods") or [], compared.get("configs") or [], draft, levels)
     questions = read(file, limit, raw) if file else None
@@ -68,6 +75,8 @@ def bench(
         llm, configs, prompts, params, repeats, batch_size, peers, draft, levels or 5, console
     )
     show(results, left_out, short, console)
+    if plot is not None and results[0].runs:
+        draw(results, plot)
     if sink:
         about = {
             "prompts": str(file) if file else None,
@@ -102,13 +111,16 @@ def configs_of(
     methods: Sequence[str], configs: Sequence[str], draft: str | None, depth: int | None
 ) -> dict[str, dict[str, Any] | None]:
     """Label -> speculative_config, plain decoding first.  Raises ConfigError before anything is loaded."""
-    from outrider.bench.measure import PLAIN
+    from outrider.bench.measure import PLAIN, demonstrations
     from outrider.config import SpeculativeOptions
 
     levels = {} if depth is None else {"num_speculative_tokens": depth}
     made: dict[str, dict[str, Any] | None] = {PLAIN: None}
     for name in methods:
-        made[name] = {"method": name, **levels}
+        if name == ALL_METHODS:
+            made |= {label: dict(config) for label, config in demonstrations().items() if config}
+        else:
+            made[name] = {"method": name, **levels}
     if draft is not None:
         made["draft model"] = {"model": draft, **levels}
     for text in configs:
@@ -158,12 +170,13 @@ def run(
 
 
 def show(results: Sequence[Measured], left_out: int, short: int, console: Console) -> None:
-    from outrider.bench.report import latencies, remarks, table
+    from outrider.bench.report import latencies, matrix, remarks, table
 
     kinds = results[0].kinds
-    for kind in kinds if len(kinds) > 1 else ():
-        console.print(table(kind, [result.only(kind) for result in results]), "")
     if kinds:
+        ours, peers = ([r for r in results if bool(r.promise) == own] for own in (True, False))
+        if len(kinds) > 1 or peers:
+            console.print(matrix(ours, peers), "")
         console.print(table(f"all {len(results[0].answers)} prompts", results), "")
         console.print(latencies(results))
         for remark in remarks(results):
@@ -176,6 +189,15 @@ def show(results: Sequence[Measured], left_out: int, short: int, console: Consol
         )
     if left_out:
         console.print(f"Left out, as prompt and answer exceed the context: {left_out}.")
+
+
+def draw(results: Sequence[Measured], out: Path) -> None:
+    """Write the speed-ups of our methods, and of other engines, as a picture."""
+    from outrider.bench.plot import heat_map
+    from outrider.bench.report import ALL, speed_ups
+
+    title = f"speed-up over {results[0].method}, {len(results[0].answers)} prompts"
+    heat_map(speed_ups(results), [*results[0].kinds, ALL], title, out)
 
 
 def opened(out: str | None) -> IO[str] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from typer import Option
@@ -21,19 +21,6 @@ from outrider.cli.flags import (
     shared,
 )
 from outrider.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from rich.console import Console
-
-    from outrider.bench.measure import Prompts
-    from outrider.core.params import SamplingParams
-    from outrider.llm import LLM
-    from outrider.tune.estimate import Estimate
-
-BAR = 40  # blocks of the longest bar
-CLOSE = 0.1  # a prediction may be off by this
 
 
 @shared
@@ -58,10 +45,11 @@ def estimate(
     """Predict the speed-up of a draft model by depth and tree, from costs and one pass over answers."""
     from rich.console import Console
 
-    from outrider.bench.plot import check_plot, lines
+    from outrider.bench.plot import check_plot
     from outrider.bench.questions import prompts_for, read
     from outrider.core.params import SamplingParams
     from outrider.tune.estimate import estimate as run
+    from outrider.tune.report import check_estimate, draw_estimates, show_estimates
 
     if draft is None:
         raise ConfigError("no draft model is given: -md MODEL.")
@@ -75,55 +63,10 @@ def estimate(
         costs, found = run(
             llm, draft, prompts, params, depth, lambda what: status.update(f"Measuring {what}")
         )
-    console.print(
-        f"A step takes {1e3 * costs.step:.2f} ms, one with {depth} draft tokens "
-        f"{1e3 * (costs.step + costs.verify[depth]):.2f}; drafting {depth} takes "
-        f"{1e3 * costs.propose[1, depth]:.2f}."
-    )
-    show(found, console)
+    show_estimates(costs, found, console)
     if out is not None:
-        plain = found[0].speed
-        curves = {
-            name: [plain, *(one.speed for one in found[1:] if one.siblings == siblings)]
-            for siblings, name in ((1, "chain"), (2, "2 siblings"), (3, "3 siblings"))
-        }
-        lines(curves, "draft tokens in depth", "tokens/s", f"{draft}: predicted", out)
+        draw_estimates(found, draft, out)
         console.print(f"{out}: the picture.", soft_wrap=True)
     best = max(found[1:], key=lambda one: one.speed)
-    if check and not checked(llm, draft, best, prompts, params, console):
+    if check and not check_estimate(llm, draft, best, prompts, params, console):
         raise typer.Exit(1)
-
-
-def show(found: Sequence[Estimate], console: Console) -> None:
-    """A bar for each setting, and the best one."""
-    most, best = max(one.speed for one in found), max(found, key=lambda one: one.speed)
-    for one in found:
-        kind = "chain" if one.siblings == 1 else f"{one.siblings} siblings"
-        name = "plain decoding" if one.depth == 0 else f"{kind}, depth {one.depth}"
-        mark = "  ◀ best" if one is best else ""
-        console.print(
-            f"{name:22} {'▇' * round(BAR * one.speed / most):{BAR}} {one.speed:7.1f} tokens/s  "
-            f"{one.gain:.2f}×  {one.tokens_per_step:.2f} tokens a step{mark}",
-            highlight=False,
-            soft_wrap=True,
-        )
-    if best.depth == 0:
-        console.print("Plain decoding is the fastest: this draft does not pay here.")
-
-
-def checked(
-    llm: LLM, draft: str, best: Estimate, prompts: Prompts, params: SamplingParams, console: Console
-) -> bool:
-    """Measure the best draft and plain decoding in turns.  Whether the predicted speed-up was close."""
-    from outrider.bench.measure import PLAIN, measure
-
-    configs = {PLAIN: None, "draft": best.config(draft)}
-    plain, measured = measure(llm, configs, prompts, params, repeats=3)
-    gain = measured.speed_up(plain)
-    off = best.gain / gain - 1
-    console.print(
-        f"Measured: {measured.speed:.1f} tokens/s, {gain:.2f}×, {measured.total.tokens_per_step:.2f} tokens "
-        f"a step; the predicted {best.gain:.2f}× is off by {off:+.1%}.",
-        soft_wrap=True,
-    )
-    return abs(off) <= CLOSE

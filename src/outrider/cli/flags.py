@@ -180,7 +180,7 @@ ASKED = (
     Flag("raw", bool, _names(*RAW), RAW_HELP, False),
 )
 COMPARED = (
-    Flag("methods", list[str], "--method", "Measure this method; may be given several times."),
+    Flag("methods", list[str], "--method", "Measure this method, or all; may be given several times."),
     Flag("configs", list[str], "--speculative-config",
          "Measure this JSON or @FILE, or LABEL=JSON or LABEL=@FILE; may be given several times."),
     Flag("draft", str, _names(*MODEL_DRAFT), "Measure this model as the draft."),

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from typer import Option
 
 from outrider.cli.flags import MAX_TOKENS, MODEL_DRAFT, OUT, SEED, TEMPERATURE, Given, load, named, shared
 from outrider.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from outrider.tune.search import Outcome
 
 
 @shared
@@ -40,6 +35,7 @@ def search(
 
     from outrider.bench.questions import prompts_for, read
     from outrider.core.params import SamplingParams
+    from outrider.tune.report import show_ranking
     from outrider.tune.search import Search, candidates
 
     if not out.expanduser().parent.is_dir():
@@ -60,39 +56,6 @@ def search(
         out.expanduser().write_text(json.dumps(outcome.config, indent=1) + "\n")
     except OSError as error:
         raise ConfigError(f"the setting cannot be written to {str(out)!r}: {error}") from error
-    show(outcome, out, console)
+    show_ranking(outcome, out, console)
     if any(one.changed for one in (*outcome.ranking, *outcome.dropped)):
         raise typer.Exit(1)
-
-
-def show(outcome: Outcome, out: Path, console: Console) -> None:
-    """The ranking with confidence intervals, and what was written."""
-    from rich.table import Table
-
-    from outrider.tune.search import LEVEL, OFF
-
-    made = Table(show_edge=False)
-    for name in ("setting", "speed-up", f"{LEVEL} % interval", "runs", "same\ntok."):
-        made.add_column(name, justify="left" if name == "setting" else "right")
-    for one in (*outcome.ranking, *outcome.dropped):
-        low, high = one.interval
-        known = f"{low:.2f} … {high:.2f}" if len(one.pairs) > 2 else "–"
-        mark = "[bold red]✗[/]" if one.changed else "✓" if one in outcome.ranking else "–"
-        made.add_row(one.label, f"{one.gain:.2f}×", known, str(len(one.pairs)), mark)
-    console.print(made)
-    for label, reason in outcome.refused.items():
-        console.print(f"Left out: {label}: {reason}", style="dim", soft_wrap=True)
-    if outcome.untried:
-        console.print(f"Not tried for lack of time: {', '.join(outcome.untried)}. Give more --minutes.")
-    best = outcome.ranking[0]
-    if outcome.config == OFF:
-        console.print(
-            f"Nothing was faster than plain decoding: {out} switches speculation off.", style="bold"
-        )
-    elif best.interval[0] <= 1:
-        console.print(
-            f"{best.label} is not shown to be faster than plain decoding: its interval includes 1. "
-            "Give more --minutes.",
-            style="bold",
-        )
-    console.print(f"{out}: use it with --speculative-config @{out}", soft_wrap=True, markup=False)

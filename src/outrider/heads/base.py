@@ -10,6 +10,7 @@ A head drafts after a token whose predecessor's state was computed in this engin
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -30,6 +31,8 @@ from outrider.heads.choose import Chooser
 from outrider.heads.reader import Reader
 from outrider.heads.vocabulary import check_size
 
+FINGERPRINT = "target_fingerprint"  # in the config of a head: `Checkpoint.fingerprint` of its target
+log = logging.getLogger("outrider")
 # Names of tensors that stand beside, or in place of, quantized weights.
 QUANTIZED = re.compile(r"\.(weight_(scale(_inv)?|packed|zero_point)|qweight|scales)$")
 
@@ -114,6 +117,13 @@ class HeadDrafter(Drafter):
                     f"{options.model!r} is a head for another method: say {name!r}, or leave method out."
                 )
         self.check(head)
+        trained_for = head.config.get(FINGERPRINT)
+        if trained_for is not None and trained_for != self.target.checkpoint.fingerprint:
+            log.warning(
+                "%s was trained for another target than %s: few of its tokens will be accepted",
+                head.name,
+                self.target.checkpoint.name,
+            )
         return head
 
 

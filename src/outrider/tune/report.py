@@ -1,0 +1,96 @@
+"""Estimates and rankings on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from outrider.bench.measure import PLAIN, Prompts, measure
+from outrider.bench.plot import lines
+from outrider.core.params import SamplingParams
+from outrider.llm import LLM
+from outrider.tune.estimate import Costs, Estimate
+from outrider.tune.search import LEVEL, OFF, Outcome
+
+BAR = 40  # blocks of the longest bar
+CLOSE = 0.1  # a prediction may be off by this
+
+
+def show_estimates(costs: Costs, found: Sequence[Estimate], console: Console) -> None:
+    """The costs, a bar for each setting, and the best one."""
+    depth = found[-1].depth
+    console.print(
+        f"A step takes {1e3 * costs.step:.2f} ms, one with {depth} draft tokens "
+        f"{1e3 * (costs.step + costs.verify[depth]):.2f}; drafting {depth} takes "
+        f"{1e3 * costs.propose[1, depth]:.2f}."
+    )
+    most, best = max(one.speed for one in found), max(found, key=lambda one: one.speed)
+    for one in found:
+        kind = "chain" if one.siblings == 1 else f"{one.siblings} siblings"
+        name = "plain decoding" if one.depth == 0 else f"{kind}, depth {one.depth}"
+        mark = "  ◀ best" if one is best else ""
+        console.print(
+            f"{name:22} {'▇' * round(BAR * one.speed / most):{BAR}} {one.speed:7.1f} tokens/s  "
+            f"{one.gain:.2f}×  {one.tokens_per_step:.2f} tokens a step{mark}",
+            highlight=False,
+            soft_wrap=True,
+        )
+    if best.depth == 0:
+        console.print("Plain decoding is the fastest: this draft does not pay here.")
+
+
+def draw_estimates(found: Sequence[Estimate], draft: str, out: Path) -> None:
+    """Write tokens/s by depth as a picture, one line for each number of siblings."""
+    curves = {
+        name: [found[0].speed, *(one.speed for one in found[1:] if one.siblings == siblings)]
+        for siblings, name in ((1, "chain"), (2, "2 siblings"), (3, "3 siblings"))
+    }
+    lines(curves, "depth", "tokens/s", f"{draft}: predicted", out)
+
+
+def check_estimate(
+    llm: LLM, draft: str, best: Estimate, prompts: Prompts, params: SamplingParams, console: Console
+) -> bool:
+    """Measure the best draft and plain decoding in turns.  Whether the predicted speed-up was close."""
+    configs = {PLAIN: None, "draft": best.config(draft)}
+    plain, measured = measure(llm, configs, prompts, params, repeats=3)
+    gain = measured.speed_up(plain)
+    off = best.gain / gain - 1
+    console.print(
+        f"Measured: {measured.speed:.1f} tokens/s, {gain:.2f}×, {measured.total.tokens_per_step:.2f} tokens "
+        f"a step; the predicted {best.gain:.2f}× is off by {off:+.1%}.",
+        soft_wrap=True,
+    )
+    return abs(off) <= CLOSE
+
+
+def show_ranking(outcome: Outcome, out: Path, console: Console) -> None:
+    """The ranking with confidence intervals, and what was written."""
+    made = Table(show_edge=False)
+    for name in ("setting", "speed-up", f"{LEVEL} % interval", "runs", "same\ntok."):
+        made.add_column(name, justify="left" if name == "setting" else "right")
+    for one in (*outcome.ranking, *outcome.dropped):
+        low, high = one.interval
+        known = f"{low:.2f} … {high:.2f}" if len(one.pairs) > 2 else "–"
+        mark = "[bold red]✗[/]" if one.changed else "✓" if one in outcome.ranking else "–"
+        made.add_row(one.label, f"{one.gain:.2f}×", known, str(len(one.pairs)), mark)
+    console.print(made)
+    for label, reason in outcome.refused.items():
+        console.print(f"Left out: {label}: {reason}", style="dim", soft_wrap=True)
+    if outcome.untried:
+        console.print(f"Not tried for lack of time: {', '.join(outcome.untried)}. Give more --minutes.")
+    best = outcome.ranking[0]
+    if outcome.config == OFF:
+        console.print(
+            f"Nothing was faster than plain decoding: {out} switches speculation off.", style="bold"
+        )
+    elif best.interval[0] <= 1:
+        console.print(
+            f"{best.label} is not shown to be faster than plain decoding: its interval includes 1. "
+            "Give more --minutes.",
+            style="bold",
+        )
+    console.print(f"{out}: use it with --speculative-config @{out}", soft_wrap=True, markup=False)
