@@ -61,11 +61,12 @@ def test_following_a_tree_is_picking_node_by_node(
     class Asked:
         pick = staticmethod(lambda node, path: sampler.pick(row, path, logits, 2 + node))
 
-    matcher = c_backend().matcher
-    trees = matcher.queries()
+    verifier = c_backend().verifier
+    assert verifier is not None
+    trees = verifier.queries("match")
     for key in (4, 0, 9):
         sampler.add_query(trees, key, row, tree, 1)
-    matcher.match(logits, trees)
+    verifier.verify(logits, trees)
     found = trees.read()
     try:
         expected = Match().walk(tree, Asked)  # type: ignore[arg-type]
@@ -90,9 +91,9 @@ def test_a_model_in_one_call_is_its_parts(
     tree = DraftTree([5, 9, 5, 150], [-1, -1, 0, 2], [0.5] * 4)
 
     def run(one_call: bool, known: list[int], distribution: DistributionParams) -> tuple[Any, ...]:
-        assert decoder.backend.matcher is not None
+        assert decoder.backend.verifier is not None
         step_input, states = StepInput(), dict.fromkeys(kept, torch.empty(0))
-        trees = decoder.backend.matcher.queries()
+        trees = decoder.backend.verifier.queries("match")
         step_input.chain(table, 0, known)
         at = len(known)
         step_input.nodes(table, at, [[at], [at + 1], [at, at + 2], [at, at + 2, at + 3]], tree.tokens)

@@ -278,7 +278,7 @@ def test_a_token_accepted_unseen(pair: tuple[str, str], monkeypatch: pytest.Monk
         return [*path, following[0]], [*said, target.pick(following[0], said)]
 
     monkeypatch.setattr(match.Match, "walk", careless)
-    monkeypatch.setattr(match.Match, "fused_match", False)
+    monkeypatch.setattr(match.Match, "kernel", "")
     made = verdict(guessing(pair[1]), pair)
     assert {"greedy, alone", "greedy, batched"} <= failed(made) and made.differences[0].gap is not None
     assert "not proven" in made.verdict.lower()
@@ -333,7 +333,7 @@ def test_ties_within_rounding_are_reported_and_pass(
         return Gap((1, 2), 1e-4, 1e-4, 2e-4, False)
 
     monkeypatch.setattr(match.Match, "walk", other)
-    monkeypatch.setattr(match.Match, "fused_match", False)
+    monkeypatch.setattr(match.Match, "kernel", "")
     monkeypatch.setattr(certify_run, "look", tie)
     made = verdict(guessing(pair[1]), pair, exact=False)
     assert (

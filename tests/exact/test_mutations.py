@@ -16,7 +16,7 @@ from scene import DEPTH, GREEDY, PROMPTS, SAMPLED, Setup, told
 
 from outrider import LLM, SamplingParams
 from outrider.backends.cpu import backend as cpu
-from outrider.backends.cpu.picking import TreeQueries
+from outrider.backends.cpu.rules import TreeQueries
 from outrider.cache.pool import Pool
 from outrider.core.block_table import PAGE, BlockTable
 from outrider.core.params import DistributionParams
@@ -117,7 +117,7 @@ def ask_with(monkeypatch: pytest.MonkeyPatch, edit: Callable[[int, int], tuple[i
         position: int,
         *tree: Any,
     ) -> None:
-        root, position = edit(root, position) if tree[0] else (root, position)
+        root, position = edit(root, position) if tree[0].tokens else (root, position)
         add(self, key, root, distribution, stream, position, *tree)
 
     monkeypatch.setattr(TreeQueries, "add", edited)

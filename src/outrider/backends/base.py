@@ -1,8 +1,8 @@
 """Interface of a backend: the operations under the decoder, the attention and the sampler, for one device.
 
 `backends/cpu` calls compiled C kernels.  `backends/torch` is the reference.  It serves every other device,
-machines without a compiler, and the tests.  Optional parts are declared: `Backend.fused` and
-`Backend.matcher` are None if a backend has none.
+machines without a compiler, and the tests.  Optional parts are declared: `Backend.fused`,
+`verifier` and `distributions` are None if a backend has none.
 
 Shapes: N rows of a step, h hidden, I inner, H query heads, k K/V heads, D head dimensions, V vocabulary,
 M rows with logits.
@@ -10,7 +10,7 @@ M rows with logits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -18,14 +18,13 @@ import torch
 from torch import Tensor
 
 from outrider.backends.candidates import Candidates
+from outrider.backends.rules import DistributionOps, TreeVerifier
 from outrider.cache.pool import Pool
 from outrider.core.lora import Adapted, LayerSizes, Runs
 from outrider.core.params import DistributionParams
 from outrider.core.quantized import QuantizedWeight
 from outrider.core.step_input import StepInput
 from outrider.core.stop_rule import Chained, NodeFeatures, StopRule
-
-Answer = tuple[list[int], list[int]]  # accepted nodes of a tree, and the tokens to emit
 
 
 class Weight(Protocol):
@@ -235,49 +234,21 @@ class TokenPicker(Protocol):
         """
 
 
-class TreeQueries(Protocol):
-    """Trees for match verification, and buffers for the results."""
-
-    def add(
-        self,
-        key: int,
-        root: int,
-        distribution: DistributionParams,
-        stream: int,
-        position: int,
-        tokens: Sequence[int],
-        parents: Sequence[int],
-    ) -> None:
-        """Add the tree of `key`.
-
-        root:     row of the logits after the root; node i has row root + 1 + i
-        stream:   RNG stream of the sample
-        position: position of the token after the root
-        """
-
-    def read(self) -> Mapping[int, Answer | None]:
-        """By key: accepted nodes and emitted tokens.
-
-        None if a token could not be picked, because the logits are not finite.
-        """
-
-
-class TreeMatcher(Protocol):
-    """Match verification of whole trees in one call."""
-
-    def queries(self) -> TreeQueries: ...
-    def match(self, logits: Tensor, queries: Any) -> None:
-        """Answer the queries from logits [M, V]."""
-
-
 class Chain(NamedTuple):
-    """A chain of draft tokens that begins after row `at` of a step."""
+    """A chain of draft tokens that begins after row `at` of a step.
+
+    probs: if given, tokens are sampled.  float64 [levels, width], receives what each was sampled from, 0
+        after the draft's vocabulary.
+    first_node: number of the random stream of the first sampled token
+    """
 
     at: int
     levels: int
     distribution: DistributionParams
     stream: int  # RNG stream of the sample
     floor: float = 0.0  # with a `StopRule`: the chain ends after a token of lower probability
+    probs: Tensor | None = None
+    first_node: int = 0
 
 
 class FusedModel(Protocol):
@@ -302,7 +273,7 @@ class FusedModel(Protocol):
         """Logits float32 [M, V] of the step's `logits_rows`.  The next call may overwrite them.
 
         states:  see `Model.forward_step`
-        queries: trees from `Backend.matcher`, answered by this call; None for none
+        queries: trees from `Backend.verifier`, answered by this call; None for none
         """
 
     def draft_chain(
@@ -334,4 +305,6 @@ class Backend(LinearOps, AttentionOps, LayerOps, TokenPicker, Protocol):
     @property
     def fused(self) -> FusedModel | None: ...
     @property
-    def matcher(self) -> TreeMatcher | None: ...
+    def verifier(self) -> TreeVerifier | None: ...
+    @property
+    def distributions(self) -> DistributionOps | None: ...

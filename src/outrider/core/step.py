@@ -32,7 +32,7 @@ class RowStep:
     tree: DraftTree = EMPTY_TREE
     # nodes of the proposed tree left after trimming, ascending: node i of `tree` was node kept[i]; None: all
     kept: Sequence[int] | None = None
-    verified: bool = False  # the kernels have set the next two fields (Rule.fused_match)
+    verified: bool = False  # the kernels have set the next two fields (Rule.kernel)
     accepted: list[int] = field(default_factory=list)  # path of accepted nodes
     emitted: list[int] = field(default_factory=list)  # their tokens and one more; empty unless `emits`
     # ids of the largest logits (see Needs.topk), best first, after the root and after each node;

@@ -100,7 +100,7 @@ class Engine:
         self.proposer = Joined(drafter, [method(method.Options(), self.target) for method in automatic()])
         self.verify: Callable[[Batch, ForwardOutput], None] = self.rule
         self.controller: Controller = controller
-        self.runner = Runner(self.decoder, cache.pools[0], self.sampler, self.rule.fused_match)
+        self.runner = Runner(self.decoder, cache.pools[0], self.sampler, self.rule.kernel)
         self.pacer = PrefillPacer(self.options.max_num_batched_tokens, self.options.max_decode_slowdown)
         self.scheduler = self.build_scheduler()
         self.reset()

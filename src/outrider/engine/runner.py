@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from outrider.backends.base import TreeQueries
+from outrider.backends.rules import TreeQueries
 from outrider.cache.pool import Pool
 from outrider.core.logprobs import Logprobs
 from outrider.core.step import FINAL, Batch, Needs, RowStep, States
@@ -98,16 +98,18 @@ class ForwardOutput:
 class Runner:
     """Runner of the target's forward.
 
-    fused_match: verify trees within the forward if the backend supports it (see Rule.fused_match).
+    rule: the rule by which the forward also verifies trees if the backend supports it (see Rule.kernel).
     """
 
-    def __init__(self, decoder: Model, pool: Pool, sampler: Sampler, fused_match: bool) -> None:
-        self.decoder, self.pool, self.sampler, self.fused_match = decoder, pool, sampler, fused_match
+    def __init__(self, decoder: Model, pool: Pool, sampler: Sampler, rule: str) -> None:
+        self.decoder, self.pool, self.sampler = decoder, pool, sampler
+        verifier = decoder.backend.verifier
+        self.verifier = verifier if verifier is not None and rule in verifier.rules else None
+        self.rule = rule
 
     def forward(self, batch: Batch, needs: Needs) -> ForwardOutput:
         step_input = StepInput()
-        matcher = self.decoder.backend.matcher if self.fused_match else None
-        queries = None if matcher is None else matcher.queries()
+        queries = None if self.verifier is None else self.verifier.queries(self.rule)
         roots: dict[int, int] = {}
         scored: list[tuple[RowStep, int]] = []  # rows with prompt_logprobs, and their first forward row
         spans: list[tuple[int, int]] = []

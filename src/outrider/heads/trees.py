@@ -170,8 +170,8 @@ class RankTree(LevelBuilder):
     def _sample(self, choose: Chooser, logits: Tensor, counts: Sequence[int]) -> list[list[int]]:
         """Add samples from q after every node of the frontier; returns the new nodes of each."""
         return [
-            [] if distribution is None else self.add_samples(parent, distribution, count)
-            for parent, count, distribution in zip(self.frontier, counts, self._distributions(choose, logits))
+            [] if q is None else self.add_samples(parent, q, count, choose.sampler.children)
+            for parent, count, q in zip(self.frontier, counts, self._distributions(choose, logits))
         ]
 
     def _rankings(self, choose: Chooser, logits: Tensor, k: int) -> list[list[tuple[int, float]]]:
@@ -277,7 +277,7 @@ def sample_children(tree: Tree, choose: Chooser, logits: Tensor) -> None:
         node: choose.distribution(tree.row, tree.path_tokens(node), row)
         for node, row in zip(tree.frontier, logits)
     }
-    tree.draw({node: q for node, q in probs.items() if q is not None})
+    tree.draw({node: q for node, q in probs.items() if q is not None}, choose.sampler.children)
 
 
 def sources_of(tree: Tree, parents: Sequence[int]) -> list[int]:

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from outrider.backends.base import Backend, Chain, TreeQueries
+from outrider.backends.base import Backend, Chain
+from outrider.backends.rules import TreeQueries
 from outrider.cache.pool import Pool
 from outrider.checkpoints.spec import Facts
 from outrider.core.step_input import StepInput
@@ -90,7 +91,7 @@ class Model(Protocol):
 
         The logits are valid until the next call: a backend may reuse their memory.
         states:  its keys are layers as in `taps` of `forward`, and FINAL; receives their states [N, hidden]
-        queries: trees from the backend's `matcher`, answered from the logits
+        queries: trees from the backend's `verifier`, answered from the logits
         """
 
     @property

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.backends.base import Backend, Chain, TreeQueries, Weight
+from outrider.backends.base import Backend, Chain, Weight
+from outrider.backends.rules import TreeQueries
 from outrider.backends.select import backend_for
 from outrider.cache.pool import Pool, SplitPool, kv_dtype
 from outrider.checkpoints.hub import Checkpoint

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from outrider.backends.base import TreeQueries
+from outrider.backends.rules import TreeQueries
 from outrider.cache.pool import Pool
 from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
@@ -33,6 +33,6 @@ def finish_step(
         states[FINAL] = model.final(x)
     logits = model.logits(x, step_input.logits_rows)
     if queries is not None:
-        assert model.backend.matcher is not None, "queries come from the backend's matcher"
-        model.backend.matcher.match(logits, queries)
+        assert model.backend.verifier is not None, "queries come from the backend's verifier"
+        model.backend.verifier.verify(logits, queries)
     return logits

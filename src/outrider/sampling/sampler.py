@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from outrider.backends.base import Backend, TreeQueries
+from outrider.backends.base import Backend
+from outrider.backends.rules import TreeQueries
 from outrider.backends.torch.sampling import filtered, probabilities
 from outrider.core.noise import key_of, stream_of
 from outrider.core.params import DistributionParams
@@ -15,6 +16,7 @@ from outrider.core.row import Row
 from outrider.core.stop_rule import NUM_FEATURES, NodeFeatures, StopRule
 from outrider.core.tree import DraftTree
 from outrider.errors import ModelError, OutriderError, RequestError
+from outrider.sampling import random_streams
 
 GREEDY = DistributionParams(temperature=0.0)
 
@@ -43,19 +45,27 @@ class Sampler:
         """
         if row.processors:
             return
-        tokens = tree.tokens[: tree.size] if tree.probes else tree.tokens
-        stream = stream_of(row.seed, row.index)
-        queries.add(key, root, row.distribution, stream, len(row.tokens), tokens, tree.parents)
+        queries.add(key, root, row.distribution, stream_of(row.seed, row.index), len(row.tokens), tree)
 
     def distribution(self, row: Row, path: Sequence[int], logits: Tensor, at: int = 0) -> Tensor:
         """Sampling distribution of the token that `pick` returns, float64 [V] on the CPU.
 
         Raises as `pick` does.
         """
-        edited = self._edited(row, path, logits, at)
-        if not edited.amax().isfinite():
+        edited, edited_at = self._said(row, path, logits, at)
+        if (ops := self.backend.distributions) is not None:
+            probs = ops.probabilities(edited, row.distribution, edited_at)
+        else:
+            probs = probabilities(_one(edited, edited_at), row.distribution)
+        if probs is None:
             raise self._nothing(row, logits, at)
-        return probabilities(edited.cpu(), row.distribution)
+        return probs
+
+    def children(self, row: Row, distribution: Tensor, nodes: range, repeats: bool = False) -> list[int]:
+        """`random_streams.children`, by the backend if it supports it."""
+        if (ops := self.backend.distributions) is None:
+            return random_streams.children(row, distribution, nodes, repeats)
+        return ops.sample(distribution, stream_of(row.seed, row.index), len(row.tokens), nodes, repeats)
 
     def _nothing(self, row: Row, logits: Tensor, at: int) -> OutriderError:
         """Error for a position without a valid token."""

@@ -68,7 +68,8 @@ class Rule:
     same         the emitted tokens are those of plain decoding, token for token
     drawn        uses the distribution q of draft tokens: drafters should sample from q and report it
     branches     can judge siblings
-    fused_match  depends on the target's picks alone: the kernels may verify a tree within the forward
+    kernel       name by which backends know the rule: they may verify a tree within the forward; "": they
+                 do not know it
     """
 
     @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Rule:
     same: ClassVar[bool] = False
     drawn: ClassVar[bool] = True
     branches: ClassVar[bool] = True
-    fused_match: ClassVar[bool] = False
+    kernel: ClassVar[str] = ""
 
     def __init__(self, options: Any = None) -> None:
         self.options: Any = options or self.Options()

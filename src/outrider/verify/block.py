@@ -18,6 +18,7 @@ from outrider.verify.base import RowPicker, Rule, surplus
 
 class Block(Rule):
     branches = False
+    kernel = "block"
 
     def walk(self, tree: DraftTree, target: RowPicker) -> tuple[list[int], list[int]]:
         # the chain from the root; other branches are not judged

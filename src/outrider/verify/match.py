@@ -16,7 +16,7 @@ from outrider.verify.base import RowPicker, Rule
 class Match(Rule):
     same = True
     drawn = False
-    fused_match = True
+    kernel = "match"
 
     def walk(self, tree: DraftTree, target: RowPicker) -> tuple[list[int], list[int]]:
         child = dict(zip(zip(tree.parents, tree.tokens), range(tree.size)))

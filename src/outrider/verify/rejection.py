@@ -20,6 +20,8 @@ from outrider.verify.base import RowPicker, Rule, below, surplus
 
 
 class Rejection(Rule):
+    kernel = "rejection"
+
     def walk(self, tree: DraftTree, target: RowPicker) -> tuple[list[int], list[int]]:
         children = below(tree)
         accepted: list[int] = []

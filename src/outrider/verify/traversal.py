@@ -38,6 +38,8 @@ class _Open:
 
 
 class Traversal(Rule):
+    kernel = "traversal"
+
     def walk(self, tree: DraftTree, target: RowPicker) -> tuple[list[int], list[int]]:
         children = below(tree)
 

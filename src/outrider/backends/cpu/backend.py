@@ -21,7 +21,8 @@ from outrider.backends.cpu.bindings import STRUCTS, declare
 from outrider.backends.cpu.fused import CpuFusedModel, Stack
 from outrider.backends.cpu.lora import Adapter
 from outrider.backends.cpu.packing import KINDS, Packed, pack
-from outrider.backends.cpu.picking import Picking, TreeMatcher
+from outrider.backends.cpu.picking import Picking
+from outrider.backends.cpu.rules import Distributions, TreeVerifier
 from outrider.backends.cpu.structs import StepView, address
 from outrider.cache.pool import Pool
 from outrider.core.limits import check_attention
@@ -47,7 +48,8 @@ class CpuBackend(Picking):
         super().__init__(lib)
         self.dtype = dtype
         self.name = f"C ({str(dtype).removeprefix('torch.')} weights, float32 sums)"
-        self.fused, self.matcher = CpuFusedModel(lib), TreeMatcher(lib)
+        self.fused, self.verifier = CpuFusedModel(lib), TreeVerifier(lib)
+        self.distributions = Distributions(lib)
 
     def pack(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> Packed:
         return pack(weight, bias, self.dtype)

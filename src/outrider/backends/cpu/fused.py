@@ -15,7 +15,7 @@ from outrider.backends import base
 from outrider.backends.cpu import lora, structs, threads
 from outrider.backends.cpu.bindings import STRUCTS
 from outrider.backends.cpu.packing import KINDS, Packed
-from outrider.backends.cpu.picking import TreeQueries
+from outrider.backends.cpu.rules import TreeQueries
 from outrider.backends.cpu.structs import address
 from outrider.cache.pool import Pool
 from outrider.core.lora import Runs
@@ -137,9 +137,17 @@ class CpuFusedModel:
 
 def _chains(chains: Sequence[base.Chain]) -> ctypes.Array[Any]:
     packed: ctypes.Array[Any] = (STRUCTS["Chain"] * len(chains))()
-    for to, (at, levels, (temperature, min_p, top_k, top_p), stream, floor) in zip(packed, chains):
-        to.first_row, to.max_tokens, to.stream, to.min_prob = at, levels, stream, floor
-        to.temperature, to.min_p, to.top_k, to.top_p = temperature, min_p, top_k, top_p
+    for to, chain in zip(packed, chains):
+        to.first_row, to.max_tokens, to.stream, to.min_prob = (
+            chain.at,
+            chain.levels,
+            chain.stream,
+            chain.floor,
+        )
+        to.temperature, to.min_p, to.top_k, to.top_p = chain.distribution
+        if chain.probs is not None:
+            to.probs, to.width = chain.probs.data_ptr(), chain.probs.shape[1]
+            to.first_node = chain.first_node
     return packed
 
 

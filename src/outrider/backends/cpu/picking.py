@@ -5,89 +5,16 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from outrider.backends.base import Answer
 from outrider.backends.cpu import structs
-from outrider.backends.cpu.bindings import STRUCTS
 from outrider.backends.cpu.structs import address
 from outrider.core.params import DistributionParams
 from outrider.core.stop_rule import NUM_FEATURES, NodeFeatures, StopRule
 
 MAX_K = 64  # tokens a pick
-QUERY = STRUCTS["TreeQuery"]
-
-
-class TreeQueries:
-    """Trees for `follow` of sample.c.
-
-    The numbers of all trees lie in one array.  For a tree of n nodes, from its `at` on:
-
-        tokens [n] | parents [n] | accepted nodes [n] | tokens to emit [n + 1] | how many, -1 for none
-    """
-
-    __slots__ = ("data", "queries", "sizes")
-
-    def __init__(self) -> None:
-        self.queries: list[Any] = []
-        self.data = array("i")
-        self.sizes: dict[int, int] = {}  # key -> nodes
-
-    def add(
-        self,
-        key: int,
-        root: int,
-        distribution: DistributionParams,
-        stream: int,
-        position: int,
-        tokens: Sequence[int],
-        parents: Sequence[int],
-    ) -> None:
-        temperature, min_p, top_k, top_p = distribution
-        n = self.sizes[key] = len(tokens)
-        query = QUERY(len(self.data), root, n, top_k, min_p, top_p, stream, position, temperature)
-        self.queries.append(query)
-        self.data.extend([*tokens, *parents[:n], *[0] * (2 * n + 2)])
-
-    def records(self) -> ctypes.Array[Any]:
-        records: ctypes.Array[Any] = (QUERY * len(self.queries))(*self.queries)
-        return records
-
-    def read(self) -> dict[int, Answer | None]:
-        answers: dict[int, Answer | None] = {}
-        data, at = self.data.tolist(), 0
-        for key, n in self.sizes.items():
-            accepted, emitted, num_emitted = at + 2 * n, at + 3 * n, at + 4 * n + 1
-            count, at = data[num_emitted], num_emitted + 1
-            answers[key] = None
-            if count >= 0:
-                answers[key] = data[accepted : accepted + count - 1], data[emitted : emitted + count]
-        return answers
-
-
-class TreeMatcher:
-    """Match verification by sample.c."""
-
-    def __init__(self, lib: ctypes.CDLL) -> None:
-        self.lib = lib
-
-    def queries(self) -> TreeQueries:
-        return TreeQueries()
-
-    def match(self, logits: Tensor, queries: TreeQueries) -> None:
-        self.lib.follow(
-            logits.data_ptr(),
-            logits.stride(0),
-            logits.shape[1],
-            None,
-            0,
-            queries.records(),
-            len(queries.sizes),
-            queries.data.buffer_info()[0],
-        )
 
 
 class Picking:

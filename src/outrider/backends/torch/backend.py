@@ -56,10 +56,11 @@ Adapter = list[dict[str, list[tuple[slice, Tensor, Tensor]]]]
 
 
 class TorchBackend:
-    """`Backend` without fused model and tree matcher."""
+    """`Backend` without its optional parts."""
 
     fused = None
-    matcher = None
+    verifier = None
+    distributions = None
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype

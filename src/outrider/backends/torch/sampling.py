@@ -50,11 +50,17 @@ def filtered(logits: Tensor, distribution: DistributionParams) -> Tensor:
     )
 
 
-def probabilities(logits: Tensor, distribution: DistributionParams) -> Tensor:
-    """Sampling distribution, float64 [V]; the one-hot of the argmax if greedy."""
+def probabilities(logits: Tensor, distribution: DistributionParams) -> Tensor | None:
+    """Sampling distribution, float64 [V] on the CPU; the one-hot of the argmax if greedy.
+
+    None if no logit is finite.
+    """
+    if not logits.amax().isfinite():
+        return None
+    logits = logits.cpu()
     if distribution.temperature == 0:
         return torch.nn.functional.one_hot(logits.argmax(), logits.numel()).double()
-    return filtered(logits, distribution).double().softmax(-1)
+    return below(logits, distribution).double().softmax(-1)
 
 
 def pick(

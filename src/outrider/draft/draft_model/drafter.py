@@ -24,7 +24,7 @@ from outrider.draft.draft_model.options import DraftModelOptions
 from outrider.draft.draft_model.staged import Staged
 from outrider.drafting import stop
 from outrider.drafting.base import Drafter, Storage, Target
-from outrider.drafting.trees.builder import RANK_CONFIDENCE
+from outrider.drafting.trees.builder import RANK_CONFIDENCE, SAMPLE_CONFIDENCE
 from outrider.drafting.trees.sampled import Tree
 from outrider.drafting.view import SELF, View, Window
 from outrider.drafting.vocab.mismatch import fits
@@ -189,7 +189,7 @@ class ModelDrafter(Drafter):
             return False
         for start in starts:
             row = batch[start.r].row
-            if start.view.adapter or row.processors or self.samples(row):
+            if start.view.adapter or row.processors or (self.stop.active and self.samples(row)):
                 return False
         return True
 
@@ -197,17 +197,21 @@ class ModelDrafter(Drafter):
         """Draft all chains in one call of the backend."""
         chains = []
         for start in first.starts:
-            row = batch[start.r].row
-            stream = stream_of(row.seed, row.index)
-            chains.append(Chain(start.at, start.budget.depth, row.distribution, stream))
+            row, depth = batch[start.r].row, start.budget.depth
+            stream, q = stream_of(row.seed, row.index), None
+            if self.samples(row):
+                q = torch.empty(depth, self.target.vocabulary, dtype=torch.float64)
+            chains.append(
+                Chain(start.at, depth, row.distribution, stream, probs=q, first_node=self.target.stream_id)
+            )
         step_input = first.step_input.build()
         found = self.decoder.draft_chain(step_input, self.pool, chains, self.vocabulary, self.stop.stop_rule)
         tokens_of, features_of = found[0], found[1]
         for start, features in zip(first.starts, features_of):
             self.stop.note(batch[start.r].row, features)
         return {
-            start.r: DraftTree.chain(tokens, RANK_CONFIDENCE[:1] * len(tokens))
-            for start, tokens in zip(first.starts, tokens_of)
+            start.r: _chain_tree(tokens, chain.probs)
+            for start, chain, tokens in zip(first.starts, chains, tokens_of)
         }
 
     def _trees(self, batch: Batch, first: FirstForward) -> Mapping[int, DraftTree]:
@@ -254,7 +258,8 @@ class ModelDrafter(Drafter):
         """Add the next depth of a tree: children of each (node, row of the logits after it)."""
         if self.samples(tree.row):
             found = {node: self._distribution(tree, node, logits, at) for node, at in frontier}
-            tree.draw({node: q for node, q in found.items() if q is not None})
+            known = {node: q for node, q in found.items() if q is not None}
+            tree.draw(known, self.sampler.children)
         else:
             tree.choose([child for node, at in frontier for child in self._top(tree, node, logits, at)])
         self.stop.prune(tree, dict(frontier), self.sampler, logits)
@@ -275,7 +280,8 @@ class ModelDrafter(Drafter):
             distribution = self.sampler.distribution(tree.row, tree.path_tokens(node), logits, at)
         except OutriderError:  # the target's own distribution will raise the same
             return None
-        return torch.nn.functional.pad(distribution, (0, self.target.vocabulary - len(distribution)))
+        missing = self.target.vocabulary - len(distribution)
+        return torch.nn.functional.pad(distribution, (0, missing)) if missing else distribution
 
     # ---- state
 
@@ -307,3 +313,11 @@ class ModelDrafter(Drafter):
 
     def filled(self, row: Row) -> int:
         return min(row.computed, self.synced.get(row, row.computed))
+
+
+def _chain_tree(tokens: list[int], probs: Tensor | None) -> DraftTree:
+    """A chain of chosen tokens, or of tokens sampled from the rows of probs."""
+    if probs is None:
+        return DraftTree.chain(tokens, RANK_CONFIDENCE[:1] * len(tokens))
+    tree = DraftTree.chain(tokens, SAMPLE_CONFIDENCE[:1] * len(tokens))
+    return tree._replace(distributions=[*probs], probs_of=range(len(tokens)))

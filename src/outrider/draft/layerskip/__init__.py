@@ -40,7 +40,6 @@ from outrider.draft.layerskip.sets import Skip, known, named
 from outrider.drafting.base import Drafter, Storage, Target
 from outrider.drafting.options import is_int
 from outrider.errors import ConfigError, OutriderError
-from outrider.sampling import random_streams
 
 # Acceptance of a token that was picked with the noise of the target's own pick: more than its probability.
 SHARED_NOISE = 0.7
@@ -227,7 +226,7 @@ class LayerSkip(Drafter):
             self.target.stream_id + len(chain.tokens),
             self._num_siblings(chain, float(distribution.max())),
         )
-        tokens = random_streams.children(row, distribution, range(first, first + count))
+        tokens = self.sampler.children(row, distribution, range(first, first + count))
         probs = distribution[tokens].tolist()
         chain.add(tokens, probs, probs[0] if tokens else 0.0, distribution)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -19,6 +20,8 @@ RANK_CONFIDENCE = [0.7, 0.15, 0.06, 0.03] + [0.02 * 0.8**i for i in range(60)]
 # Estimated probability that the first, second … sample from q is accepted.  The token hardly matters: p/q
 # is as likely to be large at any.  The same tree under rejection: 3.03 tokens a step with these, 2.79 with q.
 SAMPLE_CONFIDENCE = [0.6, 0.25, 0.1, 0.05] + [0.02 * 0.8**i for i in range(60)]
+
+Children = Callable[[Row, Tensor, range, bool], list[int]]  # `random_streams.children`, or `Sampler.children`
 
 
 class TreeBuilder:
@@ -64,14 +67,16 @@ class TreeBuilder:
         self.distributions.append(probs)
         return len(self.distributions) - 1
 
-    def add_samples(self, parent: int, distribution: int, count: int) -> list[int]:
+    def add_samples(
+        self, parent: int, distribution: int, count: int, children: Children = random_streams.children
+    ) -> list[int]:
         """Add at most `count` children sampled from distributions[distribution]; returns their numbers.
 
         The count must not depend on any sampled token.  Otherwise the nodes are no samples of q.
         """
         first = self.stream_id + len(self.tokens)
         streams = range(first, first + count)
-        tokens = random_streams.children(self.row, self.distributions[distribution], streams, self.repeats)
+        tokens = children(self.row, self.distributions[distribution], streams, self.repeats)
         return [
             self.add(parent, token, confidence, distribution)
             for token, confidence in zip(tokens, SAMPLE_CONFIDENCE)

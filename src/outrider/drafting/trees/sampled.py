@@ -9,8 +9,9 @@ from torch import Tensor
 from outrider.core.row import Row
 from outrider.core.step_input import StepInput
 from outrider.core.tree import Budget
-from outrider.drafting.trees.builder import NO_VIEW, SAMPLE_CONFIDENCE, LevelBuilder
+from outrider.drafting.trees.builder import NO_VIEW, SAMPLE_CONFIDENCE, Children, LevelBuilder
 from outrider.drafting.view import View
+from outrider.sampling import random_streams
 
 
 class Tree(LevelBuilder):
@@ -34,7 +35,7 @@ class Tree(LevelBuilder):
         best = sorted(children, key=lambda child: -self.joint[child[0]] * child[2])
         self.frontier = [self.add(*child) for child in best[: self._level_size]]
 
-    def draw(self, distributions: dict[int, Tensor]) -> None:
+    def draw(self, distributions: dict[int, Tensor], children: Children = random_streams.children) -> None:
         """Add children sampled from the distributions, float64 [V], of their parents as the next level.
 
         The number of samples of a parent depends on the probability of its own path.  All samples are kept:
@@ -43,7 +44,7 @@ class Tree(LevelBuilder):
         self.frontier = []
         for parent, count in self._shares(list(distributions)).items():
             distribution = self.add_distribution(distributions[parent])
-            self.frontier += self.add_samples(parent, distribution, count)
+            self.frontier += self.add_samples(parent, distribution, count, children)
 
     def add_to(self, step_input: StepInput) -> None:
         if self.siblings > 1:

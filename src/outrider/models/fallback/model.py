@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from outrider.backends.base import Backend, TreeQueries
+from outrider.backends.base import Backend
+from outrider.backends.rules import TreeQueries
 from outrider.backends.select import backend_for
 from outrider.cache.pool import Pool, kv_dtype
 from outrider.checkpoints.hub import Checkpoint

@@ -6,6 +6,7 @@
 #include <time.h>
 #include "memory.h"
 #include "blocks.h"
+#include "distribution.h"
 
 double picking;
 
@@ -37,7 +38,7 @@ void read_model(const ModelShape *s, const Layer *layers, const ModelEnds *ends,
         linear_with_maxima(&ends->head, states, num_outputs, hidden, logits, ends->outputs, 0, maxima,
                            blocks);
     const double began = now();
-    follow(logits, ends->outputs, ends->outputs, maxima, blocks, queries, num_queries, trees);
+    verify_trees(logits, ends->outputs, ends->outputs, maxima, blocks, queries, num_queries, trees);
     picking += now() - began;
     free(x);
 }
@@ -93,15 +94,35 @@ static void advance_row(ChainRows *c, int64_t from, int64_t to, int32_t token) {
     if (c->table_lengths[to] > c->longest) c->longest = c->table_lengths[to];
 }
 
+/* Samples the token at this depth of a chain from its distribution, which is kept.  Returns 0 if no logit is
+ * finite. */
+static int64_t sample_next(const Chain *chain, const DistributionParams *params, const float *logits,
+                           int64_t vocab, float *block_max, int64_t position, int64_t depth, int32_t *token) {
+    double *space = scratch_acquire(SCRATCH_RULES, distribution_doubles(vocab) * 8);
+    Distribution q = place_distribution(space, vocab);
+    const int found = make_distribution(logits, params, block_max, &q);
+    if (found) {
+        const uint64_t step = (uint64_t)(position - depth);
+        *token = draw(&q, uniform(chain->stream, DRAW_STREAM, step, chain->first_node + depth));
+        write_probs(&q, chain->probs + depth * chain->width, chain->width);
+    }
+    scratch_release(SCRATCH_RULES);
+    return found;
+}
+
 /* Picks the token of row i.  Returns whether the chain goes on behind it.  features: of this token, or null
  * without a rule. */
 static int pick_next(const ChainRows *c, int64_t i, const Chain *chain, int64_t depth, int64_t outputs,
                      int64_t vocab, const StopRule *rule, int32_t *token, float *features) {
     const DistributionParams params = {chain->temperature, chain->min_p, chain->top_k, chain->top_p};
-    const uint64_t key = splitmix64(chain->stream + (uint64_t)(c->positions[i] + 1));
+    const int64_t position = c->positions[i] + 1;
+    const uint64_t key = splitmix64(chain->stream + (uint64_t)position);
     const float *logits = c->logits + i * outputs;
+    float *block_max = c->block_max + i * c->blocks;
     const double began = now();
-    const int64_t found = pick_with_maxima(logits, vocab, &params, key, c->block_max + i * c->blocks, token);
+    const int64_t found =
+        chain->probs ? sample_next(chain, &params, logits, vocab, block_max, position, depth, token)
+                     : pick_with_maxima(logits, vocab, &params, key, block_max, token);
     picking += now() - began;
     if (!found) return 0;
     if (rule && should_stop(rule, logits, vocab, chain->temperature, *token, depth, features)) return 0;

@@ -139,19 +139,25 @@ typedef struct {
 void stack(const ModelShape *shape, const Layer *layers, const Rows *rows, char *pool, int64_t plane_bytes,
            float *x, const float *first_input, int64_t first_width, float *const *taps);
 
-/* One draft tree for `follow`.  From trees[at] on lie: tokens [nodes], parents [nodes] (-1: the root), then
- * space for the accepted nodes [nodes], the emitted tokens [nodes+1] and how many those are. */
+/* Rules of outrider/verify. */
+enum { RULE_MATCH, RULE_REJECTION, RULE_BLOCK, RULE_TRAVERSAL };
+
+/* One draft tree for `verify_trees`.  From trees[at] on lie: tokens [nodes], parents [nodes] (-1: the root),
+ * index in probs of what each was sampled from [nodes] (-1: chosen), then space for the accepted nodes
+ * [nodes], the emitted tokens [nodes+1] and how many those are. */
 typedef struct {
     int64_t at, root_row, nodes, top_k; /* root_row: row of the root's logits, the nodes' rows follow it */
+    int64_t rule, repeats;              /* repeats: siblings are independent draws */
     double min_p, top_p;
     uint64_t stream, position; /* random stream; position of the token after the root */
+    const double *const *probs; /* distributions [vocab] that draft tokens were sampled from */
     float temperature;
 } TreeQuery;
 
 /* One forward.
  *   ids [rows->num_rows]; taps as in `stack`, and one more for the states of all rows after the last norm
  *   logits [num_outputs,outputs] of the rows output_rows [num_outputs]
- *   queries [num_queries], trees: as in `follow`, on these logits */
+ *   queries [num_queries], trees: as in `verify_trees`, on these logits */
 void read_model(const ModelShape *shape, const Layer *layers, const ModelEnds *ends, const Rows *rows,
                 const int64_t *ids, char *pool, int64_t plane_bytes, float *const *taps,
                 const int64_t *output_rows, int64_t num_outputs, float *logits, const TreeQuery *queries,
@@ -162,6 +168,8 @@ typedef struct {
     int64_t first_row, max_tokens, top_k;
     double min_p, top_p;
     uint64_t stream;
+    double *probs; /* [max_tokens,width] or null: tokens are sampled, and what from is written here */
+    int64_t width, first_node; /* first_node: number of the random stream of the first token */
     float temperature, min_prob; /* the chain ends at a token that is less likely than min_prob */
 } Chain;
 
@@ -215,13 +223,23 @@ void picks(const float *logits, int64_t rows, int64_t vocab, float temperature, 
 int64_t pick_with_maxima(const float *logits, int64_t vocab, const DistributionParams *params, uint64_t key,
                          float *block_max, int32_t *out);
 
-/* Verifies draft trees by exact match: the pick at the root, then at the child that holds that token, while
- * there is one.
+/* ---- sampling distributions: distribution.c; verification: rules.c */
+
+/* The distribution that a token is sampled from, into out [vocab].  Returns 0 if no logit is finite. */
+int64_t probabilities(const float *logits, int64_t vocab, float temperature, double min_p, int64_t top_k,
+                      double top_p, double *out);
+
+/* Samples `count` siblings from probs [vocab], with the random streams of the nodes first_node, ...
+ * Without replacement unless `repeats`.  Returns how many there are: fewer if the tokens run out. */
+int64_t sample_children(const double *probs, int64_t vocab, uint64_t stream, uint64_t step, int64_t first_node,
+                        int64_t count, int repeats, int32_t *out);
+
+/* Verifies draft trees.
  *   logits: rows of `stride` floats, of which `vocab` count; block_max: rows of `block_max_stride` floats,
  *     or null
  *   trees: see TreeQuery; the count of emitted tokens is -1 if a row has no finite logit */
-void follow(const float *logits, int64_t stride, int64_t vocab, float *block_max, int64_t block_max_stride,
-            const TreeQuery *queries, int64_t num_queries, int32_t *trees);
+void verify_trees(const float *logits, int64_t stride, int64_t vocab, float *block_max,
+                  int64_t block_max_stride, const TreeQuery *queries, int64_t num_queries, int32_t *trees);
 
 enum { NUM_TOP = 4, NUM_FEATURES = NUM_TOP + 2 };
 

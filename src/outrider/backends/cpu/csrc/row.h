@@ -97,22 +97,3 @@ INLINE vfloat vexp_fast(vfloat x) {
     p = p * f + 1.0f;
     return (vfloat)((vint)p + ((vint)n << 23));
 }
-
-/* `row_maxima` that also writes the sum of exp(logit - max) over the row to *mass.  A part is summed against
- * its own maximum while it is cached. */
-static float row_mass(const Row *row, float *block_max, PartResult *parts, int use_threads, double *mass) {
-    const int64_t count = parts_of(row);
-    #pragma omp parallel for schedule(static) if (use_threads)
-    for (int64_t p = 0; p < count; p++) {
-        const float part_max = part_maxima(row, p * PART, block_max),
-                    against = part_max > -INFINITY ? part_max : 0;
-        vfloat sum = {0};
-        for (int64_t b = p * PART; b < min64((p + 1) * PART, row->blocks); b++)
-            for (int64_t j = 0; j < BLOCK; j += LANES) sum += vexp_fast(load(block_at(row, b) + j) - against);
-        parts[p] = (PartResult){part_max, sum_lanes(sum)};
-    }
-    const float max = max_of_parts(parts, count);
-    *mass = 0;
-    for (int64_t p = 0; p < count; p++) *mass += parts[p].mass * exp((double)parts[p].max - max);
-    return max;
-}

@@ -12,6 +12,25 @@
 
 enum { EXTRA_PICKS = 16, THREADED_VOCAB = 8192 }; /* from so many logits on threads share a row */
 
+/* `row_maxima` that also writes the sum of exp(logit - max) over the row to *mass.  A part is summed against
+ * its own maximum while it is cached. */
+static float row_mass(const Row *row, float *block_max, PartResult *parts, int use_threads, double *mass) {
+    const int64_t count = parts_of(row);
+    #pragma omp parallel for schedule(static) if (use_threads)
+    for (int64_t p = 0; p < count; p++) {
+        const float part_max = part_maxima(row, p * PART, block_max),
+                    against = part_max > -INFINITY ? part_max : 0;
+        vfloat sum = {0};
+        for (int64_t b = p * PART; b < min64((p + 1) * PART, row->blocks); b++)
+            for (int64_t j = 0; j < BLOCK; j += LANES) sum += vexp_fast(load(block_at(row, b) + j) - against);
+        parts[p] = (PartResult){part_max, sum_lanes(sum)};
+    }
+    const float max = max_of_parts(parts, count);
+    *mass = 0;
+    for (int64_t p = 0; p < count; p++) *mass += parts[p].mass * exp((double)parts[p].max - max);
+    return max;
+}
+
 /* ---- is a token inside the filters? */
 
 /* Sums over the logits of a row, counted below the maximum: the mass from `least` on, the mass above x, and
@@ -237,46 +256,5 @@ void picks(const float *logits, int64_t rows, int64_t vocab, float temperature, 
     for (int64_t r = 0; r < rows; r++) {
         const PickCall call = {logits + r * vocab, vocab, &params, keys[r], token_ids, k, 0, 0};
         pick_row(&call, out + r * k, prob ? prob + r * k : 0);
-    }
-}
-
-/* The last child of `node` that holds the token, or `node` if there is none.  Children follow their parents.
- * */
-static int64_t matching_child(const int32_t *tokens, const int32_t *parents, int64_t nodes, int64_t node,
-                              int32_t token) {
-    int64_t child = nodes - 1;
-    while (child > node && (parents[child] != node || tokens[child] != token)) child--;
-    return child;
-}
-
-/* Verifies one tree.  logits, block_max: of the root and of every node; path: accepted nodes; emitted: one
- * token more.
- * Returns how many tokens are emitted, -1 if a row has no finite logit. */
-static int64_t follow_tree(const TreeQuery *query, const int32_t *tree, const float *logits, int64_t stride,
-                           int64_t vocab, float *block_max, int64_t block_max_stride, int32_t *path,
-                           int32_t *emitted) {
-    const DistributionParams params = {query->temperature, query->min_p, query->top_k, query->top_p};
-    int64_t node = -1;
-    for (int64_t n = 0;; n++) {
-        const uint64_t key = splitmix64(query->stream + query->position + (uint64_t)n);
-        float *known = block_max ? block_max + (node + 1) * block_max_stride : 0;
-        if (!pick_with_maxima(logits + (node + 1) * stride, vocab, &params, key, known, emitted + n))
-            return -1;
-        const int64_t child = matching_child(tree, tree + query->nodes, query->nodes, node, emitted[n]);
-        if (child == node) return n + 1;
-        path[n] = (int32_t)(node = child);
-    }
-}
-
-_Static_assert(sizeof(TreeQuery) == 72, "picking.py packs them");
-
-void follow(const float *logits, int64_t stride, int64_t vocab, float *block_max, int64_t block_max_stride,
-            const TreeQuery *queries, int64_t num_queries, int32_t *trees) {
-    for (const TreeQuery *q = queries; q < queries + num_queries; q++) {
-        int32_t *tree = trees + q->at, *path = tree + 2 * q->nodes, *emitted = path + q->nodes;
-        float *known = block_max ? block_max + q->root_row * block_max_stride : 0;
-        const float *root_logits = logits + q->root_row * stride;
-        emitted[q->nodes + 1] =
-            (int32_t)follow_tree(q, tree, root_logits, stride, vocab, known, block_max_stride, path, emitted);
     }
 }

@@ -1,0 +1,118 @@
+"""Sampling distributions and the verification of draft trees by the C kernels (distribution.c, rules.c)."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.backends.cpu.bindings import STRUCTS
+from outrider.backends.rules import Answer
+from outrider.core.params import DistributionParams
+from outrider.core.tree import DraftTree
+
+RULES = ("match", "rejection", "block", "traversal")  # in the order of kernels.h
+QUERY = STRUCTS["TreeQuery"]
+
+
+class TreeQueries:
+    """Trees for `verify_trees` of rules.c.
+
+    The numbers of all trees lie in one array.  For a tree of n nodes, from its `at` on:
+
+        tokens [n] | parents [n] | what they were sampled from [n] |
+        accepted nodes [n] | tokens to emit [n + 1] | how many, -1 for none
+    """
+
+    __slots__ = ("data", "probs", "queries", "rule", "sizes")
+
+    def __init__(self, rule: str = "match") -> None:
+        self.rule = RULES.index(rule)
+        self.queries: list[Any] = []
+        self.data = array("i")
+        self.sizes: dict[int, int] = {}  # key -> nodes
+        self.probs: list[
+            array[int]
+        ] = []  # addresses of the distributions that draft tokens were sampled from
+
+    def add(
+        self,
+        key: int,
+        root: int,
+        distribution: DistributionParams,
+        stream: int,
+        position: int,
+        tree: DraftTree,
+    ) -> None:
+        temperature, min_p, top_k, top_p = distribution
+        n = self.sizes[key] = tree.size
+        probs_of, probs = tree.probs_of[:n] or [-1] * n, 0
+        if tree.distributions:
+            self.probs.append(array("Q", [q.data_ptr() for q in tree.distributions]))
+            probs = self.probs[-1].buffer_info()[0]
+        kind = len(self.data), root, n, top_k, self.rule, tree.repeats
+        self.queries.append(QUERY(*kind, min_p, top_p, stream, position, probs, temperature))
+        self.data.extend([*tree.tokens[:n], *tree.parents[:n], *probs_of, *[0] * (2 * n + 2)])
+
+    def records(self) -> ctypes.Array[Any]:
+        records: ctypes.Array[Any] = (QUERY * len(self.queries))(*self.queries)
+        return records
+
+    def read(self) -> dict[int, Answer | None]:
+        answers: dict[int, Answer | None] = {}
+        data, at = self.data.tolist(), 0
+        for key, n in self.sizes.items():
+            accepted, emitted, num_emitted = at + 3 * n, at + 4 * n, at + 5 * n + 1
+            count, at = data[num_emitted], num_emitted + 1
+            answers[key] = None
+            if count >= 0:
+                answers[key] = data[accepted : accepted + count - 1], data[emitted : emitted + count]
+        return answers
+
+
+class TreeVerifier:
+    """Verification by rules.c."""
+
+    rules: Collection[str] = RULES
+
+    def __init__(self, lib: ctypes.CDLL) -> None:
+        self.lib = lib
+
+    def queries(self, rule: str) -> TreeQueries:
+        return TreeQueries(rule)
+
+    def verify(self, logits: Tensor, queries: TreeQueries) -> None:
+        self.lib.verify_trees(
+            logits.data_ptr(),
+            logits.stride(0),
+            logits.shape[1],
+            None,
+            0,
+            queries.records(),
+            len(queries.sizes),
+            queries.data.buffer_info()[0],
+        )
+
+
+class Distributions:
+    """Sampling distributions by distribution.c."""
+
+    def __init__(self, lib: ctypes.CDLL) -> None:
+        self.lib = lib
+
+    def probabilities(self, logits: Tensor, distribution: DistributionParams, row: int = 0) -> Tensor | None:
+        vocabulary = logits.shape[-1]
+        probs = torch.empty(vocabulary, dtype=torch.float64)
+        at = logits.data_ptr() + (row * logits.stride(0) * 4 if row else 0)
+        return probs if self.lib.probabilities(at, vocabulary, *distribution, probs.data_ptr()) else None
+
+    def sample(self, probs: Tensor, stream: int, step: int, nodes: range, repeats: bool) -> list[int]:
+        tokens = (ctypes.c_int32 * len(nodes))()
+        count = self.lib.sample_children(
+            probs.data_ptr(), len(probs), stream, step, nodes.start, len(nodes), repeats, tokens
+        )
+        return tokens[:count]

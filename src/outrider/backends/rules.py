@@ -1,0 +1,59 @@
+"""Interface of a backend's sampling distributions and of its verification of draft trees."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from outrider.core.params import DistributionParams
+from outrider.core.tree import DraftTree
+
+Answer = tuple[list[int], list[int]]  # accepted nodes of a tree, and the tokens to emit
+
+
+class TreeQueries(Protocol):
+    """Trees to verify by one rule, and buffers for the results."""
+
+    def add(
+        self,
+        key: int,
+        root: int,
+        distribution: DistributionParams,
+        stream: int,
+        position: int,
+        tree: DraftTree,
+    ) -> None:
+        """Add the tree of `key`.
+
+        root:     row of the logits after the root; node i has row root + 1 + i
+        stream:   RNG stream of the sample
+        position: position of the token after the root
+        """
+
+    def read(self) -> Mapping[int, Answer | None]:
+        """By key: accepted nodes and emitted tokens.
+
+        None if a token could not be picked, because the logits are not finite.
+        """
+
+
+class TreeVerifier(Protocol):
+    """Verification of whole trees in one call.  rules: names of the supported rules."""
+
+    @property
+    def rules(self) -> Collection[str]: ...
+    def queries(self, rule: str) -> TreeQueries: ...
+    def verify(self, logits: Tensor, queries: Any) -> None:
+        """Answer the queries from logits [M, V]."""
+
+
+class DistributionOps(Protocol):
+    """Sampling distributions q and p, float64 [V] on the CPU."""
+
+    def probabilities(self, logits: Tensor, distribution: DistributionParams, row: int = 0) -> Tensor | None:
+        """The sampling distribution of one row of logits, as in `pick`; None if no logit is finite."""
+
+    def sample(self, probs: Tensor, stream: int, step: int, nodes: range, repeats: bool) -> list[int]:
+        """Tokens of sibling nodes, as `random_streams.children` samples them."""
