@@ -52,7 +52,7 @@ class Sampler:
 
         Raises as `pick` does.
         """
-        edited, edited_at = self._said(row, path, logits, at)
+        edited, edited_at = self._current(row, path, logits, at)
         if (ops := self.backend.distributions) is not None:
             probs = ops.probabilities(edited, row.distribution, edited_at)
         else:
