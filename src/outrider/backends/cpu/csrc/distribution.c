@@ -1,7 +1,7 @@
 /* Sampling distributions: from logits to probabilities, differences, draws.
  *
  * Computed: exp in double of (logit - max) / temperature, as a float, where the filters leave a token.
- * Order: sums of blocks of 64 by a fixed tree of additions, then of the blocks in order; threads share blocks.
+ * Order: sums of blocks of 64 by a fixed tree of additions, then of blocks in order; threads share blocks.
  * backends/torch/sampling.py and sampling/random_streams.py are the reference.  They differ from it by the
  * rounding of double sums, about 1e-16. */
 #include "distribution.h"
@@ -29,9 +29,10 @@ Distribution place_distribution(double *at, int64_t vocab) {
 
 /* exp(x) for x <= 0 within 2 ulp, 0 below -708.  Splits x into n ln 2 + r; a Taylor polynomial in r. */
 INLINE vwide exp_wide(vwide x) {
-    static const double factors[] = {1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880, 1.0 / 40320,
-                                     1.0 / 5040,      1.0 / 720,      1.0 / 120,     1.0 / 24,     1.0 / 6,
-                                     0.5,             1.0,            1.0};
+    static const double factors[] = {
+        1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880, 1.0 / 40320, 1.0 / 5040, 1.0 / 720,
+        1.0 / 120,       1.0 / 24,       1.0 / 6,       0.5,          1.0,         1.0,
+    };
     const vwideint valid = x >= -708.0;
     x = (vwide)((vwideint)x & valid);
     const vwide shifted = x * 1.4426950408889634 + 0x1.8p52, n = shifted - 0x1.8p52;
@@ -71,7 +72,7 @@ INLINE const double *block_of_probs(const double *probs, int64_t vocab, int64_t 
 
 double sum_of(const double *probs, int64_t vocab) {
     double sum = 0, tail[BLOCK];
-    for (int64_t b = 0; b < divide_up(vocab, BLOCK); b++) sum += block_mass(block_of_probs(probs, vocab, b, tail));
+    for (int64_t b = 0; b * BLOCK < vocab; b++) sum += block_mass(block_of_probs(probs, vocab, b, tail));
     return sum;
 }
 
@@ -245,8 +246,8 @@ int64_t probabilities(const float *logits, int64_t vocab, float temperature, dou
     return finite;
 }
 
-int64_t sample_children(const double *probs, int64_t vocab, uint64_t stream, uint64_t step, int64_t first_node,
-                        int64_t count, int repeats, int32_t *out) {
+int64_t sample_children(const double *probs, int64_t vocab, uint64_t stream, uint64_t step,
+                        int64_t first_node, int64_t count, int repeats, int32_t *out) {
     double *space = scratch_acquire(SCRATCH_RULES, distribution_doubles(vocab) * 8);
     Distribution p = place_distribution(space, vocab);
     for (int64_t b = 0; b < p.blocks; b++) {

@@ -1,4 +1,4 @@
-/* Sampling distributions as doubles: what draft tokens are sampled from, and what the rules of rules.c compare.
+/* Sampling distributions as doubles: draft tokens are sampled from them, and rules.c compares them.
  *
  * Masses need not sum to 1: a probability is mass / total.  Blocks without mass are skipped by every pass, so
  * that top_k, top_p and min_p make all of them cheap. */

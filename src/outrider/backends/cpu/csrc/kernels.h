@@ -231,8 +231,8 @@ int64_t probabilities(const float *logits, int64_t vocab, float temperature, dou
 
 /* Samples `count` siblings from probs [vocab], with the random streams of the nodes first_node, ...
  * Without replacement unless `repeats`.  Returns how many there are: fewer if the tokens run out. */
-int64_t sample_children(const double *probs, int64_t vocab, uint64_t stream, uint64_t step, int64_t first_node,
-                        int64_t count, int repeats, int32_t *out);
+int64_t sample_children(const double *probs, int64_t vocab, uint64_t stream, uint64_t step,
+                        int64_t first_node, int64_t count, int repeats, int32_t *out);
 
 /* Verifies draft trees.
  *   logits: rows of `stride` floats, of which `vocab` count; block_max: rows of `block_max_stride` floats,

@@ -40,7 +40,7 @@ static float *maxima_after(const Tree *t, int64_t node) {
 
 /* ---- exact match */
 
-/* The last child of `node` that holds the token, or `node` if there is none.  Children follow their parents. */
+/* The last child of `node` that holds the token, or `node` if there is none.  Parents come first. */
 static int64_t matching_child(const Tree *t, int64_t node, int32_t token) {
     int64_t child = t->query->nodes - 1;
     while (child > node && (t->parents[child] != node || t->tokens[child] != token)) child--;
@@ -76,7 +76,7 @@ static int64_t next_child(const Tree *t, int64_t node, int64_t after) {
     return -1;
 }
 
-/* What `node` was sampled from: without its earlier siblings of the same distribution, unless draws repeat. */
+/* What `node` was sampled from: unless draws repeat, without its earlier siblings from there. */
 static Sampled sampled_from(const Tree *t, int64_t node) {
     const int32_t which = t->probs_of[node];
     if (which < 0) return (Sampled){0, 1, t->tokens[node]};
