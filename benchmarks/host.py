@@ -53,11 +53,11 @@ def checkpoint(folder: Path) -> Path:
 
 def prompt(length: int) -> dict[str, list[int]]:
     """Phrases of 40 tokens in random order, each as often as the others."""
-    random_streams = random.Random(0)
+    rng = random.Random(0)
     phrases = [
-        [random_streams.randrange(5, VOCABULARY) for _ in range(40)] for _ in range(max(1, length // 160))
+        [rng.randrange(5, VOCABULARY) for _ in range(40)] for _ in range(max(1, length // 160))
     ]
-    text = [token for _ in range(length // 40 + 1) for token in random_streams.choice(phrases)]
+    text = [token for _ in range(length // 40 + 1) for token in rng.choice(phrases)]
     return {"prompt_token_ids": text[:length]}
 
 

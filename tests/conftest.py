@@ -44,7 +44,7 @@ Make = Callable[..., Path]
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """`checkpoint(family, seed, dtype, **config)`: the folder of such a `bare_checkpoint`, made on first use."""
+    """`checkpoint(family, seed, dtype, **config)`: the folder of a `bare_checkpoint`, made on first use."""
     folders: dict[str, Path] = {}
 
     def make(family: str = "Llama", seed: int = 0, dtype: torch.dtype = torch.float32, **config: Any) -> Path:

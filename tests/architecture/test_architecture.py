@@ -17,7 +17,7 @@ from outrider import LLM, SamplingParams, draft, testing, verify
 from outrider.verify.base import Rule
 
 LONGEST_FILE, LONGEST_FUNCTION, LONGEST_STEP = 350, 50, 30
-# Files and functions that are still to be split, and files that still import for type checking. Only remove entries.
+# Files and functions still to be split, and files that still import for type checking.  Only remove entries.
 LONG_FUNCTIONS = {
     ("cli/bench.py", "bench"),
     ("cli/tune.py", "disco"),

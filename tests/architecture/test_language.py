@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 import pytest
-from sources import FILES, KERNELS, SRC, docstring_nodes, named, parsed, prose
+from sources import FILES, KERNELS, SRC, docstring_nodes, functions, named, parsed, prose
 
 LONGEST_LINE = 110
 # Words with a standard term in docs/structure.md's glossary, or that explain nothing.
@@ -37,6 +37,14 @@ PRIVATE_WORDS = (
 PATTERN = re.compile("|".join(PRIVATE_WORDS), re.IGNORECASE)
 MAX_LONG_LINES = 0
 MAX_PRIVATE_WORDS = 5
+# The same of Python files outside the package.
+REPOSITORY = Path(__file__).parents[2]
+OTHERS = {
+    "tests": (81, 0),
+    "benchmarks": (85, 5),
+    "scripts": (4, 0),
+}
+IN_NAMES = re.compile(r"(^|_)(said|says|guess(es|ed)?|laws?|nobody|whoever|whatever|coins?|dice|bent)(_|$)")
 
 
 def long_lines(path: Path) -> list[str]:
@@ -56,6 +64,25 @@ def test_lines_have_at_most_110_columns() -> None:
 def test_docstrings_and_comments_use_standard_terms() -> None:
     found = [line for path in [*FILES, *KERNELS] for line in private_words(path)]
     assert len(found) <= MAX_PRIVATE_WORDS, "\n".join(found)
+
+
+@pytest.mark.parametrize("folder", OTHERS)
+def test_other_folders_use_short_lines_and_standard_terms(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sources.SRC", REPOSITORY)
+    max_long, max_words = OTHERS[folder]
+    files = sorted((REPOSITORY / folder).rglob("*.py"))
+    long = [line for path in files for line in long_lines(path)]
+    words = [line for path in files if path != Path(__file__) for line in private_words(path)]
+    assert len(long) <= max_long, "\n".join(long)
+    assert len(words) <= max_words, "\n".join(words)
+
+
+def test_names_of_tests_use_standard_terms() -> None:
+    paths = sorted((REPOSITORY / "tests").rglob("test_*.py"))
+    names = [node.name for path in paths for node in functions(parsed(path)) if node.name.startswith("test_")]
+    assert not list(filter(IN_NAMES.search, names))
 
 
 def test_every_module_has_a_docstring() -> None:

@@ -13,7 +13,7 @@ BLOCK, EVERY = 1 << 16, 16
 
 
 def compressed(data: bytes) -> float:
-    """About how many bytes a wheel has for them: one block of so many is compressed, which tells weights to a thousandth."""
+    """Estimated bytes of the built-in weights in a wheel, from one compressed block."""
     sample = [data[at : at + BLOCK] for at in range(0, len(data), BLOCK * EVERY)]
     return len(data) * sum(len(zlib.compress(block)) for block in sample) / max(1, sum(map(len, sample)))
 

@@ -37,7 +37,7 @@ class ForwardOutput(NamedTuple):
 def scene(
     rng: random.Random, sink: int, recent: int, requests: int = 3, longest: int = 60
 ) -> tuple[StepInput, list[ForwardOutput]]:
-    """Requests whose known tokens and trees of guesses go through a window; and what each row sees, by the definition."""
+    """Requests whose known tokens and draft trees are read through a window, and the keys each row sees."""
     window, step_input, expected = Window(sink, recent), StepInput(sink), []
     slots = rng.sample(range(SLOTS), SLOTS)
     for _ in range(requests):
@@ -86,9 +86,7 @@ def checked(step_input: StepInput, expected: list[ForwardOutput]) -> None:
 
 
 @given(st.randoms(use_true_random=False), st.integers(0, 6), st.integers(1, 20))
-def test_a_row_sees_the_first_and_the_recent_tokens_and_the_guesses_above_it(
-    rng: Any, sink: int, recent: int
-) -> None:
+def test_row_attends_to_sink_recent_tokens_and_ancestors(rng: Any, sink: int, recent: int) -> None:
     step_input, expected = scene(rng, sink, recent)
     checked(step_input, expected)
     for row in expected:
@@ -142,9 +140,12 @@ def by_definition(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 @pytest.mark.parametrize("sloped", [False, True])
 @pytest.mark.parametrize("window", [0, 1, 5, 16, 50, -1, -5, -16, -50])
-def test_all_kernels_look_where_the_view_says(window: int, sloped: bool, dtype: torch.dtype) -> None:
-    """The reference against the definition, and the C kernels against the reference; layers with a
-    window or a chunk (below 0), shorter and longer than the view, look back by position: a pinned key that is near in the view and far in the text is out of it."""
+def test_all_kernels_attend_to_the_view(window: int, sloped: bool, dtype: torch.dtype) -> None:
+    """Attention through a view: the reference against the definition, and C against the reference.
+
+    Windows and chunks (below 0), shorter and longer than the view, follow positions of the text: a pinned key
+    that is near in the view and far in the text is not attended to.
+    """
     torch.manual_seed(0)
     spec = SimpleNamespace(heads=4, kv_heads=2, head_dim=24, q_norm=None, k_norm=None, eps=1e-6)
     pool = Pool(1, 2, 24, SLOTS, dtype, CPU)

@@ -1,4 +1,4 @@
-"""Rows of a block: they see the text before it and each other, in the plan, in the C kernels and in the reference."""
+"""Rows of a block see the text before it and each other: in the step input, in C and in the reference."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_rows_of_a_block_see_the_text_and_each_other(window: int, kind: torch.dt
     )
     alone = SimpleNamespace(**{**vars(heads), "heads": 0})
     context, rows = torch.randn(end, 2 * KV * D), torch.randn(block, (HEADS + 2 * KV) * D)
-    said = []
+    output = []
     for run in (compiled, plain):
         pool, before, here = Pool(1, KV, D, 64, kind, CPU), StepInput(), StepInput()
         before.chain(table, 0, [0] * end)
@@ -54,5 +54,5 @@ def test_rows_of_a_block_see_the_text_and_each_other(window: int, kind: torch.dt
                     expected,
                     atol=1e-5 if kind == torch.float32 else 0.05,
                 )
-        said.append(out)
-    assert torch.allclose(*said, atol=1e-5 if kind == torch.float32 else 0.05)
+        output.append(out)
+    assert torch.allclose(*output, atol=1e-5 if kind == torch.float32 else 0.05)

@@ -1,4 +1,4 @@
-"""The library of C kernels: what is loaded from the cache, what is built again, and what happens where neither is possible."""
+"""The library of C kernels: what is loaded from the cache, what is built again, and failures of both."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def only(cache: Path) -> Path:
 
 
 @needs_c
-def test_a_library_is_built_once_and_said_so(
+def test_library_is_built_once_and_logged(
     small: Recipe, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert works(build.load(small, environment(cache)))
@@ -173,7 +173,7 @@ def test_only_a_regular_file_is_loaded(small: Recipe, cache: Path, tmp_path: Pat
 
 @needs_c
 @pytest.mark.parametrize("fault", ["others can write", "another owner", "is a file", "no folder can be made"])
-def test_an_unusable_folder_is_said_and_left_alone(
+def test_unusable_cache_folder_is_logged_and_left_unchanged(
     small: Recipe, cache: Path, fault: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     if fault == "another owner" and os.geteuid() != 0:
@@ -252,7 +252,7 @@ def test_a_library_built_before_needs_no_compiler(
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"PATH": ""}, "no C compiler found"),
         ({"PATH": "", "CC": "  "}, "no C compiler found"),
@@ -262,16 +262,14 @@ def test_a_library_built_before_needs_no_compiler(
     ],
 )
 def test_a_compiler_that_is_none_is_named(
-    small: Recipe, cache: Path, given: dict[str, str], said: str, caplog: pytest.LogCaptureFixture
+    small: Recipe, cache: Path, given: dict[str, str], message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert build.load(small, {**environment(cache), **given}) is None
-    assert "the torch kernels are used" in caplog.text and said in caplog.text
+    assert "the torch kernels are used" in caplog.text and message in caplog.text
 
 
 @needs_c
-def test_what_the_compiler_says_of_bad_code_is_told(
-    small: Recipe, cache: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_compiler_errors_are_reported(small: Recipe, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     small.sources[0].write_text("int answer(void) { return 42 }\n")
     assert build.load(small, environment(cache)) is None
     assert "expected" in caplog.text

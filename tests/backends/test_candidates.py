@@ -87,18 +87,18 @@ def test_the_likeliest_are_kept(
     listed: bool,
     missing: float,
 ) -> None:
-    """With equals among them, laws that allow too few tokens or none, shares by rank, and a vocabulary of the head's own."""
-    random_streams = torch.Generator().manual_seed(seed)
+    """With ties, distributions that allow few tokens or none, confidence by rank, and a head's vocabulary."""
+    rng = torch.Generator().manual_seed(seed)
     trees = [Sorted(wide), *kinds(k, wide, levels)]
     rows = 1
     for _ in range(levels):
-        entries = torch.randint(50, (rows, k), generator=random_streams, dtype=torch.int32)
-        shares = torch.rand(rows, k, generator=random_streams).sort(descending=True).values
+        entries = torch.randint(50, (rows, k), generator=rng, dtype=torch.int32)
+        shares = torch.rand(rows, k, generator=rng).sort(descending=True).values
         if ties:
             shares = (shares * 4).ceil() / 4
         some = (
-            int(torch.randint(k + 1, (1,), generator=random_streams))
-            if float(torch.rand(1, generator=random_streams)) < missing
+            int(torch.randint(k + 1, (1,), generator=rng))
+            if float(torch.rand(1, generator=rng)) < missing
             else k
         )
         entries[:, some:], shares[:, some:] = -1, 0.0
@@ -132,14 +132,14 @@ def test_growing_is_picking_and_widening(
     k: int, wide: int, levels: int, seed: int, listed: bool, distribution: DistributionParams
 ) -> None:
     """In one call and in two, in C and in torch."""
-    random_streams = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(seed)
     trees = kinds(k, wide, levels)
     apart = Sorted(wide)
     ids = torch.arange(100, 140, dtype=torch.int32) if listed else None
     ranked = torch.tensor(RANK_CONFIDENCE) if distribution.temperature else None
     rows = 1
     for level in range(levels):
-        logits, key = torch.randn(rows, 40, generator=random_streams) * 3, seed + level
+        logits, key = torch.randn(rows, 40, generator=rng) * 3, seed + level
         found = Found(*TORCH.pick_rows(logits, distribution, [key] * rows, k, ids), ids, ranked)
         expected = apart.widen(found)
         assert all(tree.grow(logits, distribution, key, ids, ranked) == expected for tree in trees)

@@ -1,4 +1,4 @@
-"""How many threads run: what torch was told, in every Python thread, and no more than a container's processors."""
+"""Number of threads: torch's setting, in every Python thread, at most the processors of the container."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_threads_are_lowered_once_to_the_quota(quota: str, omp: str | None, expe
 
 
 @pytest.mark.skipif(cpu.library() is None, reason="no C compiler here")
-def test_a_new_python_thread_uses_as_many_as_torch_was_told(tiny: Any) -> None:
+def test_new_python_thread_uses_torchs_number_of_threads(tiny: Any) -> None:
     """OpenMP counts by thread of the system, and a new one begins with all processors."""
     library = ctypes.CDLL(None)
     library = cpu.library() if not hasattr(library, "omp_get_max_threads") else library

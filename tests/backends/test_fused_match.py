@@ -1,4 +1,4 @@
-"""What the C kernels do in one call, beside the same in many: a whole forward, `match` over a tree, a pick."""
+"""Fused C calls against the same work in many calls: a forward, `match` over a tree, a pick."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ def test_following_a_tree_is_picking_node_by_node(
     length: int,
     bad: bool,
 ) -> None:
-    """In one call and in many; where no token can be said behind some node, the many say why."""
-    random_streams = torch.Generator().manual_seed(seed % (1 << 60))
+    """In one call and in many; if no token can be picked, the separate calls raise the error."""
+    rng = torch.Generator().manual_seed(seed % (1 << 60))
     parents = [place % (i + 1) - 1 for i, place in enumerate(above)]
     logits = (
-        torch.randn(len(above) + 3, 6, generator=random_streams)[:, :5] * 2
+        torch.randn(len(above) + 3, 6, generator=rng)[:, :5] * 2
     )  # rows are further apart than they are long
-    tokens = torch.randint(5, (len(above),), generator=random_streams).tolist()
+    tokens = torch.randint(5, (len(above),), generator=rng).tolist()
     if bad and above:
-        logits[1 + int(torch.randint(len(above), (1,), generator=random_streams)) + 1] = NEVER
+        logits[1 + int(torch.randint(len(above), (1,), generator=rng)) + 1] = NEVER
     row = sampled_row([1] * length, distribution, seed, index)
     sampler, tree = (
         Sampler(c_backend()),
@@ -82,7 +82,7 @@ def test_following_a_tree_is_picking_node_by_node(
 def test_a_model_in_one_call_is_its_parts(
     kept: tuple[int, ...], quantization: str | None, checkpoint: Any
 ) -> None:
-    """Logits, states and answers, bit for bit; twice in another order, since the room for logits is used again."""
+    """Logits, states and answers, bit for bit; twice in another order, since the logits buffer is reused."""
     folder = checkpoint(
         hidden_size=64, num_hidden_layers=2, vocab_size=200
     )  # the last block of logits is not full
@@ -119,14 +119,14 @@ def test_a_model_in_one_call_is_its_parts(
 
 @needs_c
 def test_c_rounds_as_torch_does() -> None:
-    """Two tokens of different blocks whose scores, logit and noise, lie within a few roundings of each other."""
-    backend, random_streams, distribution = (
+    """Two tokens of different blocks whose scores (logit and noise) differ by a few roundings."""
+    backend, rng, distribution = (
         c_backend(),
         torch.Generator().manual_seed(1),
         DistributionParams(0.7),
     )
     for key in range(400):
-        logits, noise = torch.randn(256, generator=random_streams), gumbel(key, 256)
+        logits, noise = torch.randn(256, generator=rng), gumbel(key, 256)
         first = reference.pick(logits, distribution, key, 1)[0][0]
         score = (logits[first] - logits.max()) / distribution.temperature + noise[first]
         second = int(noise.argmax())

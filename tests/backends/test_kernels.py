@@ -1,4 +1,4 @@
-"""The C kernels compute what torch computes, and for every row the same bits whatever stands beside it."""
+"""The C kernels compute what torch computes, and every row the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def bends() -> list[ScoreModifier]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("which", range(4))
 @pytest.mark.parametrize("window", [0, 5])
-def test_attend_with_bent_scores(which: int, window: int, dtype: torch.dtype) -> None:
+def test_attend_with_modified_scores(which: int, window: int, dtype: torch.dtype) -> None:
     spec, modifier = heads_of(4, 2, 24), bends()[which]
     pool, _ = pools(spec, dtype)
     for seed in range(3):
@@ -177,7 +177,7 @@ def test_attend_with_bent_scores(which: int, window: int, dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("which", range(4))
-def test_bent_scores_are_the_definition(which: int) -> None:
+def test_modified_scores_equal_the_definition(which: int) -> None:
     spec, window, modifier = heads_of(4, 2, 16), 6, bends()[which]
     pool, _ = pools(spec, torch.float32)
     step_input = random_plan(random.Random(5))
@@ -268,8 +268,7 @@ def forward(decoder: Decoder, pool: Pool, table: array[int], start: int, tokens:
 def test_a_whole_decoder_gives_the_same_bits_one_by_one_in_chunks_and_in_a_tree(
     family: str, form: Any, checkpoint: Any
 ) -> None:
-    """Forty tokens of one text: token by token, in chunks of every size, over scattered slots, and as the true path of a
-    tree whose other nodes are noise.  All of it must agree bit for bit, K and V included."""
+    """Forty tokens of one text: one by one, in chunks, over scattered slots, and as the path of a tree."""
     folder = (
         checkpoint(family, hidden_size=96, sliding_window=13)
         if family == "Mistral"

@@ -45,7 +45,7 @@ def seeded() -> None:
 
 
 def some(outputs: int, inputs: int, bits: int = 8, offsets: bool = False, group: int = 32) -> QuantizedWeight:
-    """Random numbers of the whole range; scales and offsets that half precision holds, some of them negative."""
+    """Random values of the whole range, with scales and offsets that float16 holds, some negative."""
     least, groups = -(2 ** (bits - 1)), inputs // group
     values = torch.randint(least, -least, (outputs, inputs), dtype=torch.int8)
     scales = (torch.randn(outputs, groups) * 0.01).half().float()
@@ -89,7 +89,7 @@ def test_linear(outputs: int, bits: int, offsets: bool, group: int) -> None:
 @needs_c
 @pytest.mark.parametrize(("bits", "most"), [(8, 0.011), (4, 0.1)])
 def test_what_rounding_costs(bits: int, most: float) -> None:
-    """Activations in 8 bits add about as much as weights in 8 bits do, and next to nothing to weights in 4."""
+    """Activations in 8 bits add about the error of weights in 8 bits, and hardly any to weights in 4."""
     weight, x = torch.randn(200, 384), torch.randn(32, 384)
     few, backend = quantize(weight, bits), c_backend(torch.float32)
     exact, kept = (
@@ -181,7 +181,7 @@ def test_linear_writes_nothing_past_its_outputs(bits: int) -> None:
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="these are its instruction sets")
 @pytest.mark.parametrize("march", ["x86-64-v3", "x86-64"])
 def test_other_processors(march: str, tmp_path: Path) -> None:
-    """Without dot products of bytes, and without AVX at all: the same integers, and floats that differ by rounding alone."""
+    """Without byte dot products, and without AVX: the same integers; floats differ by rounding only."""
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))))
     built, sources = tmp_path / "kernels.so", build.recipe({}).sources
     flags = [*build.FLAGS, f"-march={march}", "-O1", "-w"]
@@ -269,7 +269,7 @@ def test_join_changes_no_number() -> None:
 
 
 def test_a_checkpoint_that_is_quantised_already(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reader that gives quantised weights is all that a format needs.  What has few enough bits stays; what has more gets fewer."""
+    """A format needs only a reader of quantized weights.  Weights of few bits stay, others are reduced."""
     source = Checkpoint.open(str(checkpoint()))
     expected = Decoder(source, torch.float32, CPU, 64, "int8")
     read = Weights.linear
@@ -319,7 +319,7 @@ def test_rope_store(heads: int, kv_heads: int, head_dim: int) -> None:
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), LAYOUTS)
 @pytest.mark.parametrize("window", [0, 5, 16])
 def test_attend(heads: int, kv_heads: int, head_dim: int, window: int) -> None:
-    """Against the reference, whose queries are rounded here as the kernel rounds them: a head by its largest number."""
+    """Against the reference, with queries rounded as in the kernel: each head by its largest value."""
     spec = heads_of(heads, kv_heads, head_dim)
     pool, _ = pools(spec, torch.int8)
     for seed in range(3):

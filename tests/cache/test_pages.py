@@ -1,7 +1,7 @@
 """Pages and prefix reuse against a model that knows what every slot must hold.
 
-K/V of a position is a function of all tokens up to it, so a slot is modelled as the tuple of these tokens.  A page that is
-reused for other tokens, or overwritten while somebody holds it, shows as a wrong tuple.
+K/V of a position is a function of all tokens up to it, so a slot is modelled as the tuple of these tokens.  A
+page that is reused for other tokens, or overwritten while a sequence holds it, shows as a wrong tuple.
 """
 
 from __future__ import annotations
@@ -92,14 +92,14 @@ class Slots(RuleBasedStateMachine):
             )
 
     @rule(which=pick, nodes=st.integers(1, 2 * PAGE))
-    def guess(self, which: int, nodes: int) -> None:
-        """Guesses write behind the last token; what was taken for them is given back."""
+    def draft_token(self, which: int, nodes: int) -> None:
+        """Draft nodes take slots after the last token; the pages taken for them are freed."""
         if (sequence := self.one(which)) is None or not self.cache.reserve(
             sequence.table, len(sequence.tokens) + nodes
         ):
             return
         for p in range(len(sequence.tokens), len(sequence.tokens) + nodes):
-            self.pool.content[int(sequence.table.slots[p])] = "guess"
+            self.pool.content[int(sequence.table.slots[p])] = "draft_token"
         self.cache.shrink(sequence.table, len(sequence.tokens))
         assert sequence.table.room - len(sequence.tokens) < PAGE
 

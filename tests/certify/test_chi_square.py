@@ -1,4 +1,4 @@
-"""The chi-square test of two lots: right p-values, false alarms as rare as it says, and as sharp as it says."""
+"""The chi-square test of two samples: p-values, false alarm rate and power."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_cells_have_enough_samples_and_lose_none() -> None:
 
 
 def test_false_alarms_are_as_rare_as_stated() -> None:
-    """Samples of one distribution, equal and unequal in size, peaked and nearly all pooled: p is below 0.1 in a tenth of 500 trials."""
+    """p < 0.1 in a tenth of 500 trials, for samples of one distribution: equal, unequal, peaked or pooled."""
     rng = np.random.default_rng(1)
     rare = np.concatenate([[0.4, 0.3], np.full(300, 0.001)])
     for p, sizes in ((P, (500, 500)), (P, (900, 300)), (rare, (400, 400))):
@@ -61,8 +61,11 @@ def test_false_alarms_are_as_rare_as_stated() -> None:
         )
 
 
-def test_it_sees_what_it_says_it_sees() -> None:
-    """Laws as far apart as `minimum_detectable` says: seen at least so often.  A distance that one place takes from all others is the worst case."""
+def test_minimum_detectable_distances_are_detected() -> None:
+    """Distributions at the distance `minimum_detectable` are detected at least as often as it promises.
+
+    The worst case is a distance that one outcome takes from all others.
+    """
     rng, size, level = np.random.default_rng(2), 1000, 0.001
     far = minimum_detectable(size, size, len(P) - 1, level)
     assert 0.08 < far < 0.2
@@ -97,5 +100,5 @@ def test_all_as_one_sees_what_is_a_little_wrong_everywhere() -> None:
     assert same.p > level and combine([NO_TEST] * 3, 10, 10, level) == NO_TEST
 
 
-def test_one_outcome_says_nothing() -> None:
+def test_single_outcome_gives_no_test() -> None:
     assert compare(Counter({1: 100}), Counter({1: 100}), 0.01) == NO_TEST

@@ -1,4 +1,4 @@
-"""Whatever is wrong with an input is said in one sentence that names it, and nobody else suffers."""
+"""Invalid input raises one sentence that names it, for its own request only."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ BAD_PROMPTS = [
 ]
 
 
-@pytest.mark.parametrize(("prompt", "said"), BAD_PROMPTS, ids=lambda x: str(x)[:40])
-def test_a_bad_prompt_among_good_ones_fails_alone(llm: LLM, prompt: Any, said: str) -> None:
+@pytest.mark.parametrize(("prompt", "message"), BAD_PROMPTS, ids=lambda x: str(x)[:40])
+def test_a_bad_prompt_among_good_ones_fails_alone(llm: LLM, prompt: Any, message: str) -> None:
     outputs = llm.generate([GOOD, prompt, GOOD], GREEDY)
     good = answer(llm)
     assert [o.error is None for o in outputs] == [True, False, True]
-    assert isinstance(outputs[1].error, RequestError) and said in str(outputs[1].error)
+    assert isinstance(outputs[1].error, RequestError) and message in str(outputs[1].error)
     assert outputs[1].finished and outputs[1].outputs == []
     assert outputs[0].outputs[0].token_ids == outputs[2].outputs[0].token_ids == good
     assert_well(llm)
@@ -113,7 +113,7 @@ def test_ids_go_before_the_text_beside_them(speaking: LLM) -> None:
     assert output.prompt == "shown" and output.prompt_token_ids == [5, 6, 7]
 
 
-def test_a_prompt_that_is_too_long_names_the_cure_and_nothing_else_is_said(
+def test_too_long_prompt_prints_one_error_with_the_cure(
     speaking: LLM,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -219,7 +219,7 @@ def test_without_a_tokenizer_ids_are_enough(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"max_modellen": 5}, "Did you mean 'max_model_len'"),
         ({"max_model_len": 257}, "256"),
@@ -246,10 +246,10 @@ def test_without_a_tokenizer_ids_are_enough(llm: LLM) -> None:
     ],
     ids=str,
 )
-def test_a_bad_option_is_refused(tiny: Path, given: dict[str, Any], said: str) -> None:
+def test_a_bad_option_is_refused(tiny: Path, given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         LLM(str(tiny), **given)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here it would work")
@@ -332,7 +332,7 @@ def plain(target: Path) -> list[list[int]]:
 def test_a_draft_of_another_vocabulary_is_refused_or_allowed(
     checkpoint: Callable[..., Path], target: int, draft: int
 ) -> None:
-    """Refused with both sizes in the message; allowed, it guesses among the common ids and the text stays what it was."""
+    """Refused with both sizes in the message.  With "allow", common ids are drafted and the text stays."""
     large, small = (
         checkpoint(vocab_size=target, seed=1),
         checkpoint(vocab_size=draft, seed=2, num_hidden_layers=1),
@@ -431,14 +431,14 @@ def test_a_wrong_shape_is_named(broken: Path, name: str) -> None:
     tensors = load_file(broken / "model.safetensors")
     tensors[name] = tensors[name][:-1].clone()
     save_file(tensors, broken / "model.safetensors")
-    said = refused(broken)
-    assert name in said and str(tuple(tensors[name].shape)) in said
+    message = refused(broken)
+    assert name in message and str(tuple(tensors[name].shape)) in message
 
 
 def test_a_config_of_another_size_is_a_wrong_shape(broken: Path) -> None:
     edit_config(broken, intermediate_size=100)
-    said = refused(broken)
-    assert "gate_proj" in said and "(96, 64)" in said and "(100, 64)" in said
+    message = refused(broken)
+    assert "gate_proj" in message and "(96, 64)" in message and "(100, 64)" in message
 
 
 def test_integer_weights_are_refused(broken: Path) -> None:
@@ -452,8 +452,8 @@ def test_integer_weights_are_refused(broken: Path) -> None:
 def test_a_truncated_safetensors_file(broken: Path, keep: int) -> None:
     file = broken / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
-    said = refused(broken)
-    assert "model.safetensors" in said and "corrupt or truncated" in said
+    message = refused(broken)
+    assert "model.safetensors" in message and "corrupt or truncated" in message
 
 
 def test_a_safetensors_file_of_rubbish(broken: Path) -> None:
@@ -611,8 +611,8 @@ def config_only(folder: Path, name: str, **given: Any) -> Path:
 def test_other_models_are_refused_by_name_and_with_the_reason(
     tmp_path: Path, name: str, architecture: str, reason: str
 ) -> None:
-    said = refused(config_only(tmp_path, name, architectures=[architecture]))
-    assert architecture in said and re.search(reason, said)
+    message = refused(config_only(tmp_path, name, architectures=[architecture]))
+    assert architecture in message and re.search(reason, message)
 
 
 def test_an_unknown_rope_is_refused(broken: Path) -> None:

@@ -1,4 +1,4 @@
-"""GGUF files, written by the gguf package or by hand, say what the same numbers say in a safetensors checkpoint."""
+"""GGUF files, written by the gguf package or by hand, give the same model as a safetensors checkpoint."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ Kind = gguf.GGMLQuantizationType
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 PROMPTS = random_prompts(3)
 SCALED = {  # where in a block the float16 scales lie
-    "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2],
+    "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q2_K": [80, 82], "Q3_K": [108],
+    "Q4_K": [0, 2],
     "Q5_K": [0, 2], "Q6_K": [208], "IQ4_NL": [0], "IQ4_XS": [0], "IQ3_S": [0], "IQ2_XS": [0], "TQ2_0": [64],
 }  # fmt: skip
 BITS = {
@@ -89,9 +90,12 @@ def test_blocks_mean_what_the_gguf_package_reads(kind: str) -> None:
 # ---- whole files
 
 NAMES = {
-    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm",
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
 }  # fmt: skip
 ARCHITECTURE = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
@@ -148,7 +152,7 @@ def write(
     fields: Callable[[gguf.GGUFWriter], None] = tokenizer_fields,
     extra: dict[str, np.ndarray] | None = None,
 ) -> Path:
-    """The checkpoint in `source` as GGUF; a tensor becomes of type kinds(name).  Where that loses something, so does `source`."""
+    """The checkpoint in `source` as GGUF, tensors of type kinds(name); `source` gets the same rounding."""
     config = Checkpoint.open(str(source)).config
     writer = gguf.GGUFWriter(path, ARCHITECTURE[config.architectures[0]])
     base_fields(writer, config)
@@ -264,7 +268,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_file_says_what_the_checkpoint_says(name: str, tmp_path: Path) -> None:
+def test_gguf_output_equals_the_checkpoints(name: str, tmp_path: Path) -> None:
     family, config, how = MODELS[name]
     source = tiny_checkpoint(tmp_path / "source", family, **config)
     same(source, write(tmp_path / "model.gguf", source, **how))
@@ -289,10 +293,10 @@ def mixed(kind: str) -> Callable[[str], str]:
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", *BITS, "IQ3_S"])
-def test_every_type_says_what_its_numbers_say(
+def test_every_ggml_type_unpacks_to_its_values(
     kind: str, wide: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The torch kernels compute with the numbers as they are; the C kernels also round activations, to 8 bits."""
+    """The torch kernels use the values as stored; the C kernels also round activations to 8 bits."""
     source = shutil.copytree(wide, tmp_path / "source")
     file = write(tmp_path / "model.gguf", source, mixed(kind))
     expected, rounded = logits(source), logits(file)
@@ -302,7 +306,7 @@ def test_every_type_says_what_its_numbers_say(
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_K", "Q6_K", "Q8_0", "F16"])
-def test_the_card_says_what_it_takes_in_memory(kind: str, wide: str, tmp_path: Path) -> None:
+def test_card_memory_equals_the_loaded_size(kind: str, wide: str, tmp_path: Path) -> None:
     file = write(tmp_path / "model.gguf", shutil.copytree(wide, tmp_path / "source"), mixed(kind))
     card = card_of(EngineOptions(str(file)))
     assert card.weight_bytes == pytest.approx(weight_bytes(LLM(str(file))), rel=0.06), (
@@ -330,7 +334,7 @@ def test_speculation_changes_nothing(kind: str, wide: str, tmp_path: Path) -> No
 
 
 def check_same(llm: LLM, params: SamplingParams, truth: KnownTexts) -> int:
-    """How many guesses were accepted."""
+    """Number of accepted draft tokens."""
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params)
     for prompt, output in zip(PROMPTS, outputs):
         assert [*prompt, *output.outputs[0].token_ids] == truth.texts[tuple(prompt), 3, 0]
@@ -437,7 +441,7 @@ def number(key: bytes, kind: int, value: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "message"),
     [
         (b"GGUF\x03", b"GGUF\x07", "version 2 or 3"),
         (b"GGUF\x03\0\0\0", b"GGUF\0\0\0\x03", "little-endian"),
@@ -499,10 +503,10 @@ def number(key: bytes, kind: int, value: bytes) -> bytes:
         ),
     ],
 )
-def test_what_is_wrong_is_named(old: bytes, new: bytes, said: str, plain: Path, tmp_path: Path) -> None:
+def test_what_is_wrong_is_named(old: bytes, new: bytes, message: str, plain: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError) as error:
         LLM(changed(plain, tmp_path, old, new))
-    assert said in str(error.value) and "\n" not in str(error.value)
+    assert message in str(error.value) and "\n" not in str(error.value)
 
 
 def test_an_unknown_type_is_named(plain: Path, tmp_path: Path) -> None:

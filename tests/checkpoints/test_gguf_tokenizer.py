@@ -17,8 +17,10 @@ from outrider.engine.detokenizer import Detokenizer
 from outrider.testing import tiny_tokenizer
 
 TEXTS = [
-    "hello world", "  two  spaces\n\n\tand tabs ", "I'll say: it's 12345 o'clock, isn't IT?", "naïve café — “quotes” … 🦙🦙 漢字 កាន់",
-    "x=3.14; y = x**2  # 100%", "<|bos|>in the middle<|end|>", "", " ", "\n", "a" * 30, "ÀÉ'S we'Ll", "decomposed cafe\u0301",
+    "hello world", "  two  spaces\n\n\tand tabs ", "I'll say: it's 12345 o'clock, isn't IT?",
+    "naïve café — “quotes” … 🦙🦙 漢字 កាន់",
+    "x=3.14; y = x**2  # 100%", "<|bos|>in the middle<|end|>", "", " ", "\n", "a" * 30, "ÀÉ'S we'Ll",
+    "decomposed cafe\u0301",
 ]  # fmt: skip
 
 
@@ -71,9 +73,12 @@ def fields_of(tokenizer: Any) -> dict[str, Any]:
     words = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
     merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
     return {
-        "model": "gpt2", "tokens": words, "token_type": [3 if word in tokenizer.all_special_tokens else 1 for word in words],
-        "merges": [" ".join(pair) for pair in merges], "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id,
-        "padding_token_id": tokenizer.pad_token_id, "chat_template": "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}",
+        "model": "gpt2", "tokens": words,
+        "token_type": [3 if word in tokenizer.all_special_tokens else 1 for word in words],
+        "merges": [" ".join(pair) for pair in merges], "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "padding_token_id": tokenizer.pad_token_id,
+        "chat_template": "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}",
     }  # fmt: skip
 
 
@@ -132,7 +137,7 @@ def test_byte_level_ids_and_texts(pre: str, tmp_path: Path) -> None:
         ("gpt-2", {"add_bos_token": True}, True),
     ],
 )
-def test_bos_is_put_before_a_prompt_where_the_file_says_so(
+def test_bos_is_added_if_the_metadata_say_so(
     pre: str, given: dict[str, Any], bos: bool, tmp_path: Path
 ) -> None:
     fields = fields_of(trained(published(pre)[0]))
@@ -192,7 +197,7 @@ def sentencepiece_fields() -> dict[str, Any]:
 
 
 def naive(text: str, fields: dict[str, Any]) -> list[int]:
-    """SentencePiece's BPE: join the neighbours that make the piece of the highest score, the leftmost first."""
+    """SentencePiece's BPE: join the neighbours with the highest-scoring union, the leftmost first."""
     score = {
         t: s for t, s, kind in zip(fields["tokens"], fields["scores"], fields["token_type"]) if kind == 1
     }
@@ -260,10 +265,12 @@ def test_a_file_without_a_vocabulary_has_no_tokenizer(tmp_path: Path) -> None:
     assert read_tokenizer(file_of(tmp_path / "m.gguf")) is None
 
 
-@pytest.mark.parametrize(("given", "said"), [({"model": "t5"}, "'t5'"), ({"pre": "nobody-9"}, "'nobody-9'")])
+@pytest.mark.parametrize(
+    ("given", "message"), [({"model": "t5"}, "'t5'"), ({"pre": "nobody-9"}, "'nobody-9'")]
+)
 def test_an_unknown_tokenizer_is_named_with_the_cure(
-    given: dict[str, Any], said: str, tmp_path: Path
+    given: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     file = file_of(tmp_path / "m.gguf", **{**fields_of(tiny_tokenizer()), **given})
-    with pytest.raises(ModelError, match=rf'{said}.*LLM\(tokenizer="a folder"\)'):
+    with pytest.raises(ModelError, match=rf'{message}.*LLM\(tokenizer="a folder"\)'):
         read_tokenizer(file)

@@ -1,4 +1,4 @@
-"""Corrupt and hostile files: every key of every configuration file, replaced by nonsense, loads or is refused by name."""
+"""Corrupt and hostile files: with any key of any config replaced, loading works or names the key."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ from outrider.testing import tiny_checkpoint
 
 DEEP = "<nested too deeply>"
 NASTY: list[Any] = [
-    -1, 0, 1e30, 10**12, 1.5, float("nan"), "x", "", None, [], {}, [1, "x"], True, 1 << 63, float("-inf"), DEEP,
+    -1, 0, 1e30, 10**12, 1.5, float("nan"), "x", "", None, [], {}, [1, "x"], True, 1 << 63, float("-inf"),
+    DEEP,
 ]  # fmt: skip
 PROMPT = {"prompt_token_ids": [5, 6, 7, 8, 9]}
 GREEDY = SamplingParams(temperature=0, max_tokens=3, min_tokens=2)
@@ -62,7 +63,7 @@ def try_all(
     names: tuple[str, ...],
     more: list[Any] | None = None,
 ) -> None:
-    """Loads with every key replaced by every nasty value.  names: what a message may name instead of the key."""
+    """Load with every key replaced by every bad value.  names: allowed in the message in place of the key."""
     wrong: list[str] = []
     refused = 0
     for path in places(config):
@@ -172,7 +173,7 @@ QUANTIZED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("method", QUANTIZED)
 def test_every_key_of_a_quantisation(method: str, tiny: Path, tmp_path: Path) -> None:
-    """The weights are plain: whether a layer is quantised its tensors say, so that what is not refused loads."""
+    """Weights are unquantized: tensors tell whether a layer is quantized, so accepted configs load."""
     folder = Path(shutil.copytree(tiny, tmp_path / "model"))
     config = json.loads((folder / "config.json").read_text())
     inner = QUANTIZED[method]
@@ -222,17 +223,23 @@ FIELDS: dict[str, tuple[int, bytes]] = {
     "tokenizer.ggml.eos_token_id": (4, struct.pack("<I", 1)),
 }
 TENSORS = {
-    "token_embd.weight": (32, 48), "output_norm.weight": (32,), "blk.0.attn_norm.weight": (32,), "blk.0.ffn_norm.weight": (32,),
+    "token_embd.weight": (32, 48), "output_norm.weight": (32,), "blk.0.attn_norm.weight": (32,),
+    "blk.0.ffn_norm.weight": (32,),
     "blk.0.attn_q.weight": (32, 32), "blk.0.attn_k.weight": (32, 16), "blk.0.attn_v.weight": (32, 16),
     "blk.0.attn_output.weight": (32, 32), "blk.0.ffn_gate.weight": (32, 32), "blk.0.ffn_up.weight": (32, 32),
     "blk.0.ffn_down.weight": (32, 32),
 }  # fmt: skip
 VALUES: list[tuple[int, bytes]] = [
-    (5, struct.pack("<i", -1)), (4, struct.pack("<I", 0)), (12, struct.pack("<d", 1e30)), (10, struct.pack("<Q", 10**12)),
-    (6, struct.pack("<f", 1.5)), (6, struct.pack("<f", float("nan"))), (8, struct.pack("<Q", 1) + b"x"), (8, struct.pack("<Q", 0)),
-    (9, struct.pack("<IQ", 4, 0)), (9, strings("x", "y")), (7, b"\1"), (10, struct.pack("<Q", 1 << 63)), (10, struct.pack("<Q", 1 << 40)),
-    (9, struct.pack("<IQ", 9, 1) * 5000 + struct.pack("<IQ", 4, 0)), (9, struct.pack("<IQ", 9, 2) * 2 + strings("x") * 4),
-    (9, struct.pack("<IQ", 8, 1 << 62)), (9, struct.pack("<IQ", 4, 1 << 62)), (8, struct.pack("<Q", (1 << 64) - 1)), (99, b""),
+    (5, struct.pack("<i", -1)), (4, struct.pack("<I", 0)), (12, struct.pack("<d", 1e30)),
+    (10, struct.pack("<Q", 10**12)),
+    (6, struct.pack("<f", 1.5)), (6, struct.pack("<f", float("nan"))), (8, struct.pack("<Q", 1) + b"x"),
+    (8, struct.pack("<Q", 0)),
+    (9, struct.pack("<IQ", 4, 0)), (9, strings("x", "y")), (7, b"\1"), (10, struct.pack("<Q", 1 << 63)),
+    (10, struct.pack("<Q", 1 << 40)),
+    (9, struct.pack("<IQ", 9, 1) * 5000 + struct.pack("<IQ", 4, 0)),
+    (9, struct.pack("<IQ", 9, 2) * 2 + strings("x") * 4),
+    (9, struct.pack("<IQ", 8, 1 << 62)), (9, struct.pack("<IQ", 4, 1 << 62)),
+    (8, struct.pack("<Q", (1 << 64) - 1)), (99, b""),
 ]  # fmt: skip
 
 
@@ -354,8 +361,11 @@ def resized(folder: Path, heads: int, kv_heads: int, head_dim: int) -> str:
 
 
 def test_what_crashed_is_refused(tmp_path: Path) -> None:
-    """Windows below 0 ended in a double free.  Heads of more than MAX_HEAD_DIM dimensions, or an odd number, overflowed arrays on the
-    stack.  Query heads without a K/V head were memory that nobody had written."""
+    """Sizes that crashed the kernels are refused.
+
+    Windows below 0 ended in a double free.  Heads of more than MAX_HEAD_DIM or an odd number of dimensions
+    overflowed arrays on the stack.  Query heads without a K/V head read uninitialised memory.
+    """
     cases: list[tuple[str, dict[str, str] | None]] = []
     for window in (-1, -5, -1_000_000, 1 << 63):
         model = tiny_checkpoint(tmp_path / f"window {window}", "Mistral", sliding_window=64)
@@ -372,7 +382,7 @@ def test_what_crashed_is_refused(tmp_path: Path) -> None:
         [sys.executable, "-c", LOAD_EACH, json.dumps(cases)], capture_output=True, text=True, timeout=300
     )
     assert run.returncode == 0, f"exit status {run.returncode}: {run.stderr[-2000:]}"
-    said = run.stdout.splitlines()
+    message = run.stdout.splitlines()
     keys = ["sliding_window"] * 4 + [
         "num_key_value_heads",
         "shape",
@@ -381,8 +391,8 @@ def test_what_crashed_is_refused(tmp_path: Path) -> None:
         "num_attention_heads",
         "partial_rotary_factor",
     ]
-    assert len(said) == len(keys)
-    for key, line in zip(keys, said):
+    assert len(message) == len(keys)
+    for key, line in zip(keys, message):
         assert key in line, line
 
 
@@ -403,8 +413,8 @@ def shards(folder: Path, weight_map: Any) -> str:
 def test_a_weight_map_names_files_of_its_folder(shard: Any, tiny: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny, tmp_path / "inner" / "model"))
     shutil.copy(folder / "model.safetensors", tmp_path / "inner" / "model.safetensors")
-    said = shards(folder, {"model.norm.weight": shard})
-    assert "model.safetensors.index.json" in said and "weight_map" in said
+    message = shards(folder, {"model.norm.weight": shard})
+    assert "model.safetensors.index.json" in message and "weight_map" in message
 
 
 @pytest.mark.parametrize("name", ["{}.0.linear.weight", "0.{}.linear.weight", "0.{}.weight"])
@@ -458,7 +468,7 @@ def test_rotations_of_too_many_positions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (b"[" * 100_000, "nested"),
         (b'{"a":' * 5000 + b"1" + b"}" * 5000, "nested"),
@@ -476,11 +486,11 @@ def test_rotations_of_too_many_positions() -> None:
     ],
     ids=lambda x: str(x)[:24],
 )
-def test_json_that_is_none(content: bytes, said: str, tmp_path: Path) -> None:
+def test_json_that_is_none(content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ModelError, match=r"config\.json") as error:
         read_json(tmp_path / "config.json")
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 def test_json_of_any_size(tmp_path: Path) -> None:

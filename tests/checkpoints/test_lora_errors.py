@@ -1,4 +1,4 @@
-"""Whatever is wrong with an adapter is said by name, for the request that asked for it and nobody else."""
+"""An invalid adapter is refused by name, for the request that names it only."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 @pytest.mark.parametrize("kind", BROKEN)
 def test_a_broken_adapter(kind: str, llm: LLM, tiny: Path, tmp_path: Path) -> None:
-    """Alone it raises; among others it comes back with the error, and they are answered; once mended, it serves under its id."""
+    """Alone it raises; in a batch its own output has the error; a repaired adapter keeps its id."""
     write_adapter(tmp_path / "good", str(tiny), base_model_name_or_path="made/up")
     bad = tmp_path / "bad"
     write_adapter(bad, str(tiny), base_model_name_or_path="made/up")

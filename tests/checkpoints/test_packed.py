@@ -1,4 +1,4 @@
-"""AWQ, GPTQ and compressed-tensors checkpoints, packed here number by number, say what the same weights say in float32."""
+"""AWQ, GPTQ and compressed-tensors checkpoints, packed here by hand, give the same model as float32."""
 
 from __future__ import annotations
 
@@ -43,16 +43,13 @@ def word(numbers: list[int], bits: int) -> int:
 
 
 def draw(
-    outputs: int, inputs: int, groups: int, bits: int, random_streams: random.Random
+    outputs: int, inputs: int, groups: int, bits: int, rng: random.Random
 ) -> tuple[list[list[int]], list[list[int]], Tensor]:
     """values[o][k] and zeros[o][group], unsigned; scales float16 [outputs, groups]."""
-    values = [[random_streams.randrange(1 << bits) for _ in range(inputs)] for _ in range(outputs)]
-    zeros = [[random_streams.randrange(1 << bits) for _ in range(groups)] for _ in range(outputs)]
+    values = [[rng.randrange(1 << bits) for _ in range(inputs)] for _ in range(outputs)]
+    zeros = [[rng.randrange(1 << bits) for _ in range(groups)] for _ in range(outputs)]
     scales = torch.tensor(
-        [
-            [random_streams.uniform(0.5, 1.5) * 2 / (1 << bits) / 2 for _ in range(groups)]
-            for _ in range(outputs)
-        ]
+        [[rng.uniform(0.5, 1.5) * 2 / (1 << bits) / 2 for _ in range(groups)] for _ in range(outputs)]
     ).half()
     return values, zeros, scales
 
@@ -67,10 +64,10 @@ def meaning(values: list[list[int]], zeros: list[list[int]], scales: Tensor, ind
 
 
 def awq(group: int, zero_point: bool = True) -> Pack:
-    def pack(outputs: int, inputs: int, random_streams: random.Random) -> tuple[Layer, Tensor]:
+    def pack(outputs: int, inputs: int, rng: random.Random) -> tuple[Layer, Tensor]:
         size = group if group > 0 else inputs
         groups = inputs // size
-        values, zeros, scales = draw(outputs, inputs, groups, 4, random_streams)
+        values, zeros, scales = draw(outputs, inputs, groups, 4, rng)
         zeros = zeros if zero_point else [[8] * groups for _ in zeros]
 
         def words(table: list[list[int]], rows: int) -> Tensor:
@@ -92,15 +89,15 @@ def awq(group: int, zero_point: bool = True) -> Pack:
 def gptq(
     bits: int, group: int, sym: bool = True, v2: bool = False, act_order: bool = False, index: bool = True
 ) -> Pack:
-    def pack(outputs: int, inputs: int, random_streams: random.Random) -> tuple[Layer, Tensor]:
+    def pack(outputs: int, inputs: int, rng: random.Random) -> tuple[Layer, Tensor]:
         size, per = group if group > 0 else inputs, 32 // bits
         groups = inputs // size
-        values, zeros, scales = draw(outputs, inputs, groups, bits, random_streams)
+        values, zeros, scales = draw(outputs, inputs, groups, bits, rng)
         if sym:
             zeros = [[1 << (bits - 1)] * groups for _ in zeros]
         where = [k // size for k in range(inputs)]
         if act_order:
-            random_streams.shuffle(where)
+            rng.shuffle(where)
         stored = [[z if v2 else (z - 1) % (1 << bits) for z in row] for row in zeros]
         layer = {
             "qweight": torch.tensor(
@@ -125,10 +122,10 @@ def gptq(
 
 
 def compressed(bits: int, group: int, symmetric: bool = True, act_order: bool = False) -> Pack:
-    def pack(outputs: int, inputs: int, random_streams: random.Random) -> tuple[Layer, Tensor]:
+    def pack(outputs: int, inputs: int, rng: random.Random) -> tuple[Layer, Tensor]:
         size, per = group if group > 0 else inputs, 32 // bits
         groups = inputs // size
-        values, zeros, scales = draw(outputs, inputs, groups, bits, random_streams)
+        values, zeros, scales = draw(outputs, inputs, groups, bits, rng)
         zeros = [[1 << (bits - 1)] * groups for _ in zeros] if symmetric else zeros
         where = [k // size for k in range(inputs)]
         layer = {
@@ -139,7 +136,7 @@ def compressed(bits: int, group: int, symmetric: bool = True, act_order: bool = 
             "weight_shape": torch.tensor([outputs, inputs]),
         }
         if act_order:
-            random_streams.shuffle(where)
+            rng.shuffle(where)
             layer["weight_g_idx"] = torch.tensor(where).int()
         if not symmetric:
             layer["weight_zero_point"] = torch.tensor(
@@ -209,11 +206,11 @@ def make(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[st
 
     def of(name: str) -> tuple[Path, Path]:
         if name not in made:
-            folder, random_streams = tmp_path_factory.mktemp(name), random.Random(name)
+            folder, rng = tmp_path_factory.mktemp(name), random.Random(name)
             packed, plain = (shutil.copytree(source, folder / kind) for kind in ("packed", "plain"))
             few, whole = load_file(source / "model.safetensors"), load_file(source / "model.safetensors")
             for full in [n for n in whole if n.endswith("_proj.weight") and "o_proj" not in n]:
-                layer, whole[full] = FORMATS[name][0](*whole[full].shape, random_streams)
+                layer, whole[full] = FORMATS[name][0](*whole[full].shape, rng)
                 del few[full]
                 few |= {f"{full.removesuffix('.weight')}.{key}": tensor for key, tensor in layer.items()}
             save_file(few, packed / "model.safetensors", {"format": "pt"})
@@ -244,7 +241,7 @@ def logits(folder: Path) -> Tensor:
 def test_numbers_and_text_are_those_of_the_plain_weights(
     name: str, make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every weight, then the logits and the greedy text: the torch kernels compute with the numbers as they are."""
+    """Every weight, then logits and greedy text: the torch kernels use the values as stored."""
     packed, plain = make(name)
     few, whole = (Checkpoint.open(str(folder)).tensors() for folder in (packed, plain))
     sizes = {"q": (64, 64), "k": (32, 64), "v": (32, 64), "gate": (96, 64), "up": (96, 64), "down": (64, 96)}
@@ -268,7 +265,7 @@ def test_numbers_and_text_are_those_of_the_plain_weights(
 
 
 @pytest.mark.parametrize("name", ["awq", "awq-symmetric", "gptq-8", "compressed-asymmetric"])
-def test_the_card_says_what_it_takes_in_memory(name: str, make: Any) -> None:
+def test_card_memory_equals_the_loaded_size(name: str, make: Any) -> None:
     packed, plain = make(name)
     card = card_of(EngineOptions(str(packed)))
     assert card.weight_bytes == pytest.approx(weight_bytes(LLM(str(packed))), rel=0.07), (
@@ -297,7 +294,7 @@ def test_speculation_changes_nothing(name: str, make: Any) -> None:
         assert sum(output.speculation.accepted for output in outputs) > 0
 
 
-def test_groups_in_activation_order_are_expanded_and_said(
+def test_groups_in_activation_order_are_expanded_and_logged(
     make: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     logits(make("gptq-act-order")[0])
@@ -313,7 +310,7 @@ CURE = "GGUF, AWQ"
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "expected_message"),
     [
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, ("'bitsandbytes'", CURE)),
         ({"quant_method": "fp8"}, ("'fp8'", CURE)),
@@ -338,13 +335,13 @@ CURE = "GGUF, AWQ"
     ],
 )
 def test_what_cannot_be_read_is_refused_by_name_with_the_cure(
-    given: Any, said: tuple[str, ...], source: Path, tmp_path: Path
+    given: Any, expected_message: tuple[str, ...], source: Path, tmp_path: Path
 ) -> None:
     folder = shutil.copytree(source, tmp_path / "c")
     configure(folder, given)
     with pytest.raises(ModelError) as error:
         LLM(str(folder))
-    assert all(part in str(error.value) for part in said) and "\n" not in str(error.value)
+    assert all(part in str(error.value) for part in expected_message) and "\n" not in str(error.value)
 
 
 def test_a_dynamic_that_only_leaves_layers_out_is_fine(make: Any, tmp_path: Path) -> None:
@@ -372,8 +369,11 @@ V = "model.layers.0.self_attn.v_proj"
 @pytest.mark.parametrize("name", ["awq", "gptq", "compressed"])
 def test_another_group_size_than_announced_is_named(name: str, make: Any, tmp_path: Path) -> None:
     given = {"config_groups": groups_of(4, 16)} if name == "compressed" else {"group_size": 16}
-    said = spoil(name, make, tmp_path, lambda tensors: None, **given)
-    assert "q_proj of [64, 64] is not quantised to 4 bits in groups of 16" in said and "(64, 2)" in said
+    expected_message = spoil(name, make, tmp_path, lambda tensors: None, **given)
+    assert (
+        "q_proj of [64, 64] is not quantised to 4 bits in groups of 16" in expected_message
+        and "(64, 2)" in expected_message
+    )
 
 
 def test_more_bits_than_announced_are_named(make: Any, tmp_path: Path) -> None:
@@ -398,14 +398,14 @@ def test_a_layer_with_neither_words_nor_weight_is_named(make: Any, tmp_path: Pat
 
 
 def test_an_index_out_of_range_is_named(make: Any, tmp_path: Path) -> None:
-    said = spoil(
+    expected_message = spoil(
         "gptq", make, tmp_path, lambda tensors: tensors.update({f"{V}.g_idx": torch.full((64,), 2).int()})
     )
-    assert f"{V}.g_idx is corrupt" in said and "2 groups" in said
+    assert f"{V}.g_idx is corrupt" in expected_message and "2 groups" in expected_message
 
 
 def test_zero_points_of_another_shape_are_named(make: Any, tmp_path: Path) -> None:
-    said = spoil(
+    expected_message = spoil(
         "awq", make, tmp_path, lambda tensors: tensors.update({f"{V}.qzeros": torch.zeros(3, 4).int()})
     )
-    assert f"{V}.qzeros is torch.int32 (3, 4)" in said
+    assert f"{V}.qzeros is torch.int32 (3, 4)" in expected_message

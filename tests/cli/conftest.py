@@ -40,7 +40,7 @@ def mute(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the shape of Spec-Bench's question.jsonl: two categories, one with two turns, and one question that is far too long."""
+    """Spec-Bench's question.jsonl in small: two categories, two turns, and a question that is too long."""
     rows = [
         {
             "question_id": 1,

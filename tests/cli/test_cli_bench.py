@@ -116,7 +116,7 @@ def test_our_own_prompts_and_a_peer(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("/no/such/file",), "/no/such/file"),
         (("--method", "ngarm"), "Did you mean 'ngram'"),
@@ -130,21 +130,21 @@ def test_our_own_prompts_and_a_peer(run: Run, tmp_path: Path) -> None:
         (("--json", "/no/such/folder/x", "-n", 2), "/no/such/folder/x"),
     ],
 )
-def test_what_is_wrong(run: Run, questions: Path, arguments: tuple[Any, ...], said: str) -> None:
+def test_what_is_wrong(run: Run, questions: Path, arguments: tuple[Any, ...], message: str) -> None:
     file = () if str(arguments[0]).startswith("/") else (questions, "--limit", 1)
     result = run("bench", *file, *arguments)
-    assert result.status == 2 and said in result.err
+    assert result.status == 2 and message in result.err
     assert "│" not in result.out, "nothing half-done"
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [("{", "line 2: no JSON"), ('{"turns": []}', "line 2"), ('{"prompt": "x"}', "line 2"), ("[1]", "line 2")],
 )
-def test_a_broken_line_is_named(tmp_path: Path, line: str, said: str) -> None:
+def test_a_broken_line_is_named(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "question.jsonl"
     path.write_text('{"category": "a", "turns": ["x"]}\n' + line)
-    with pytest.raises(RequestError, match=said):
+    with pytest.raises(RequestError, match=message):
         read(path)
 
 
@@ -160,8 +160,8 @@ def test_all_turns_have_the_answers_so_far(questions: Path, mute: str) -> None:
     prompts, left_out = prompts_of(llm, asked, params, all_turns=True)
     assert ([kind for kind, _ in prompts], left_out) == (["qa", "writing", "writing"], 0)
     history = [{"role": "user", "content": "Write a letter to a friend."}]
-    said = llm.chat(history, params)[0].outputs[0].text
-    history += [{"role": "assistant", "content": said}, {"role": "user", "content": "Make it shorter."}]
+    message = llm.chat(history, params)[0].outputs[0].text
+    history += [{"role": "assistant", "content": message}, {"role": "user", "content": "Make it shorter."}]
     assert prompts[2][1]["prompt_token_ids"] == llm.chat(history, params)[0].prompt_token_ids
     with pytest.raises(RequestError, match="chat template"):
         prompts_of(LLM(mute), asked, params, all_turns=True)
@@ -170,7 +170,7 @@ def test_all_turns_have_the_answers_so_far(questions: Path, mute: str) -> None:
     )
 
 
-def test_a_batch_says_what_each_says_alone(questions: Path) -> None:
+def test_batched_output_equals_single_output(questions: Path) -> None:
     llm, params = LLM("builtin", max_num_seqs=4), SamplingParams(temperature=0.8, seed=1, max_tokens=12)
     prompts = [("a", "The sun"), ("b", "Once upon a time"), ("a", "The moon")]
     assert grouped(prompts, 2) == [("a", ["The sun", "The moon"]), ("b", ["Once upon a time"])]
@@ -209,7 +209,7 @@ def test_a_changed_token_is_seen(run: Run, questions: Path, monkeypatch: pytest.
 
 
 def test_a_speed_up_is_the_median_of_rounds() -> None:
-    """In each of which both were measured: a slow round of the machine is one round, whoever was faster at his best."""
+    """Ratios are taken within a round, so that a slow round of the machine does not count."""
 
     def measured(tokens: int, *turns: list[float]) -> Measured:
         answers = [CompletionOutput(0, "", [1] * tokens, speculation=Speculation())]
@@ -240,7 +240,7 @@ def test_answers_of_one_token_are_no_measurement() -> None:
     assert plain.without({1, 2, 3}).tokens == [[1, 2, 3]]
 
 
-def test_a_table_without_any_answer_says_so(
+def test_table_without_answers_is_reported(
     run: Run, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def ended(*arguments: Any, **more: Any) -> list[Measured]:
@@ -253,18 +253,18 @@ def test_a_table_without_any_answer_says_so(
     assert json.loads((tmp_path / "out.json").read_text())["results"] == {}
 
 
-def test_noise_is_told_from_a_difference() -> None:
+def test_measurement_noise_is_distinguished_from_a_difference() -> None:
     plain = answered(PLAIN, [1, 2], turns=[1.0, 1.0, 1.0])
     faster = answered("faster", [1, 2], turns=[0.5, 0.5, 0.6])
     unsure = answered("unsure", [1, 2], turns=[0.8, 0.98, 1.2])
     assert faster.speed_ups(plain) == pytest.approx([2, 2, 1 / 0.6])
     assert faster.noise(plain) == pytest.approx((2 - 1 / 0.6) / 2)
     assert not within_noise(faster, plain) and within_noise(unsure, plain)
-    (said,) = remarks([plain, faster, unsure])
-    assert "unsure" in said and "faster" not in said and "--repeats" in said
+    (message,) = remarks([plain, faster, unsure])
+    assert "unsure" in message and "faster" not in message and "--repeats" in message
     assert remarks([plain, faster]) == [] == remarks([plain])
-    (said,) = remarks([answered(PLAIN, [1, 2]), answered("ngram", [1, 2])])
-    assert "One repeat" in said
+    (message,) = remarks([answered(PLAIN, [1, 2]), answered("ngram", [1, 2])])
+    assert "One repeat" in message
     assert figures([plain, faster])["faster"]["all"]["speed-up"] == 2
 
 

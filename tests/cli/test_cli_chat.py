@@ -17,7 +17,7 @@ PARAMS = SamplingParams(seed=3, max_tokens=20, temperature=0.8, top_k=40, top_p=
 
 
 def conversation(questions: list[str], system: str | None = None) -> list[str]:
-    """The answers of `llm.chat`, each with all that was said before."""
+    """The answers of `llm.chat`, each with the whole conversation before it."""
     llm = LLM("builtin")
     history = [{"role": "system", "content": system}] if system else []
     answers = []
@@ -38,7 +38,7 @@ def test_a_conversation_has_a_memory(run: Run) -> None:
 
 
 def test_system_and_reset_start_again(run: Run) -> None:
-    said = run(
+    output = run(
         "chat",
         *SETTINGS,
         "-sys",
@@ -46,7 +46,7 @@ def test_system_and_reset_start_again(run: Run) -> None:
         stdin="Hello\n/reset\nHello\n/system Be kind.\nHello\n/system\nHello\n/exit\nHello\n",
     )
     brief, kind, none = (conversation(["Hello"], system)[0] for system in ("Be brief.", "Be kind.", None))
-    assert said.out.splitlines() == f"{brief}\n{brief}\n{kind}\n{none}".splitlines()
+    assert output.out.splitlines() == f"{brief}\n{brief}\n{kind}\n{none}".splitlines()
     assert len({brief, kind, none}) > 1
 
 
@@ -89,7 +89,7 @@ def test_a_template_from_a_file(run: Run, tmp_path: Path, mute: str) -> None:
 
 
 def test_what_cannot_be(run: Run, mute: str) -> None:
-    for arguments, said in (
+    for arguments, output in (
         (("-m", mute), "chat template"),
         (("--chat-template-file", "/no/such/file"), "/no/such/file"),
         (("-m", "/no/model"), "/no/model"),
@@ -101,7 +101,7 @@ def test_what_cannot_be(run: Run, mute: str) -> None:
             stdin="What do plants need in order to grow, and what do trees need in order to grow?\n",
         )
         assert (result.status, result.out, result.err.count("\n")) == (2, "", 1)
-        assert said in result.err
+        assert output in result.err
 
 
 def test_ctrl_c_ends_a_piped_conversation(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""`outrider datastore build`, and guessing from what it wrote."""
+"""`outrider datastore build`, and drafting from its file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from commands import Run
 
 
-def test_build_and_guess(run: Run, tmp_path: Path) -> None:
+def test_built_datastore_drafts(run: Run, tmp_path: Path) -> None:
     text, store = tmp_path / "corpus.txt", tmp_path / "store"
     plain = ("generate", "-p", "The future of AI is", "-n", 24, "--temp", 0, "--ignore-eos")
     expected = run(*plain).out
@@ -16,9 +16,9 @@ def test_build_and_guess(run: Run, tmp_path: Path) -> None:
     built = run("datastore", "build", text, "-o", store)
     assert built.status == 0 and store.stat().st_size > 0 and str(store) in built.out.replace("\n", "")
     config = json.dumps({"method": "datastore", "datastore": str(store)})
-    guessed = run(*plain, "--speculative-config", config)
-    assert guessed.out == expected
-    (accepted,) = (line for line in guessed.err.splitlines() if line.startswith("n_accept"))
+    drafted = run(*plain, "--speculative-config", config)
+    assert drafted.out == expected
+    (accepted,) = (line for line in drafted.err.splitlines() if line.startswith("n_accept"))
     assert int(accepted.split()[-1]) > 0
 
 

@@ -15,9 +15,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 def test_the_conversation(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / "chat.py"), run_name="__main__")
-    said = capsys.readouterr().out
-    assert said.count("> ") == said.count("were cached]") == 3
-    assert "[0 of" in said and said.count("[0 of") < 3
+    output = capsys.readouterr().out
+    assert output.count("> ") == output.count("were cached]") == 3
+    assert "[0 of" in output and output.count("[0 of") < 3
 
 
 def test_the_prompts_of_llama_cpp(tmp_path: Path) -> None:

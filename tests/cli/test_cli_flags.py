@@ -1,4 +1,4 @@
-"""The flags of all commands: llama.cpp's habits, one spelling everywhere, quick help, and one line for a mistake."""
+"""Flags of all commands: llama.cpp's names, one spelling, quick help, one line per mistake."""
 
 from __future__ import annotations
 
@@ -102,9 +102,9 @@ def test_the_draft_stops_where_it_is_not_sure(run: Run) -> None:
     drafted = []
     for more in ((), ("--draft-p-min", 0.9)):
         pair = ("-m", "builtin", "-md", "builtin-draft", "--draft-n", 6, *more)
-        said = run("generate", "-p", "The future of AI is", "-n", 24, "-s", 1, "--temp", 0, *pair)
-        assert said.status == 0, said.err
-        drafted.append(int(said.err.split("n_drafted = ")[1].split()[0]))
+        message = run("generate", "-p", "The future of AI is", "-n", 24, "-s", 1, "--temp", 0, *pair)
+        assert message.status == 0, message.err
+        drafted.append(int(message.err.split("n_drafted = ")[1].split()[0]))
     assert drafted[1] < drafted[0]
 
 
@@ -186,7 +186,7 @@ def test_names_come_when_they_are_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("generate -p x --nosuch", "--nosuch"),
         ("generate -p x -n many", "'many'"),
@@ -200,10 +200,10 @@ def test_names_come_when_they_are_asked_for() -> None:
         ("tune disco builtin builtin-draft --prompts /no/file", "/no/file"),
     ],
 )
-def test_a_mistake_is_one_line(run: Run, words: str, said: str) -> None:
+def test_a_mistake_is_one_line(run: Run, words: str, message: str) -> None:
     result = run(*words.split())
     assert (result.status, result.out) == (2, "")
-    assert result.err.startswith("error: ") and result.err.count("\n") == 1 and said in result.err
+    assert result.err.startswith("error: ") and result.err.count("\n") == 1 and message in result.err
 
 
 def test_without_arguments_there_is_help(run: Run) -> None:
@@ -216,8 +216,8 @@ def test_a_speculative_config_from_a_file(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text('{\n "method": "ngram",\n "num_speculative_tokens": 2\n}\n')
     assert flags.parsed(f"@{file}") == {"method": "ngram", "num_speculative_tokens": 2}
-    said = run("generate", "-p", "x", "-n", 3, "--speculative-config", f"@{file}")
-    assert said.status == 0 and "n_draft   = 2" in said.err
+    message = run("generate", "-p", "x", "-n", 3, "--speculative-config", f"@{file}")
+    assert message.status == 0 and "n_draft   = 2" in message.err
     file.write_text("{\n")
     with pytest.raises(ConfigError, match=r"config\.json' is no JSON"):
         flags.parsed(f"@{file}")

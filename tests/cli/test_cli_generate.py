@@ -1,4 +1,4 @@
-"""`outrider generate`: the text is the engine's own, the figures add up, and whatever is wrong is one line and status 2."""
+"""`outrider generate`: the engine's text, consistent figures, and one line with status 2 for an error."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PARAMS = SamplingParams(seed=5, max_tokens=24, temperature=0.7, top_k=30, top_p=
 
 @pytest.fixture(scope="module")
 def answer() -> str:
-    """What the engine says to TEXT."""
+    """The engine's continuation of TEXT."""
     return LLM("builtin").generate(TEXT, PARAMS)[0].outputs[0].text
 
 
@@ -45,7 +45,7 @@ def test_it_streams_the_engines_text_after_the_prompt(run: Run, answer: str) -> 
 
 
 def test_every_flag_is_a_field_of_what_it_sets() -> None:
-    """A flag of another name would be found out only when somebody types it."""
+    """Every flag is declared under the name that is documented."""
 
     def named(kind: Any) -> set[str]:
         return {f.name for f in dataclasses.fields(kind)}
@@ -116,15 +116,15 @@ def test_the_figures_are_those_of_the_request(run: Run) -> None:
     config = {"model": "builtin-draft", "num_speculative_tokens": 3}
     llm = LLM("builtin", speculative_config=config)
     (output,) = llm.generate(TEXT, PARAMS)
-    said = run("generate", "-p", TEXT, *SETTINGS, "-md", "builtin-draft", "--draft", 3).err
+    message = run("generate", "-p", TEXT, *SETTINGS, "-md", "builtin-draft", "--draft", 3).err
     total = output.speculation
-    assert number(r"encoded +(\d+) tokens", said) == len(output.prompt_token_ids)
-    assert number(r"n_draft   = (\d+)", said) == 3
-    assert number(r"n_predict = (\d+)", said) == total.emitted
-    assert number(r"n_drafted = (\d+)", said) == total.drafted
-    assert number(r"n_accept  = (\d+)", said) == total.accepted
-    assert number(r"accept    = ([\d.]+)%", said) == pytest.approx(100 * total.acceptance, abs=1e-3)
-    draft, target = said.split("draft:")[1].split("target:")
+    assert number(r"encoded +(\d+) tokens", message) == len(output.prompt_token_ids)
+    assert number(r"n_draft   = (\d+)", message) == 3
+    assert number(r"n_predict = (\d+)", message) == total.emitted
+    assert number(r"n_drafted = (\d+)", message) == total.drafted
+    assert number(r"n_accept  = (\d+)", message) == total.accepted
+    assert number(r"accept    = ([\d.]+)%", message) == pytest.approx(100 * total.acceptance, abs=1e-3)
+    draft, target = message.split("draft:")[1].split("target:")
     begun, later = (
         [number(rf"{name} = .* / +(\d+) tokens", block) for block in (draft, target)]
         for name in ("prompt eval time", r"\n +eval time")
@@ -156,27 +156,29 @@ def test_the_figures_are_those_of_the_request(run: Run) -> None:
 
 
 def test_load_and_total_time(run: Run) -> None:
-    said = run("generate", "-p", TEXT, "-n", 4).err
+    message = run("generate", "-p", TEXT, "-n", 4).err
     load, sample, total = (
-        number(rf"{name} time = +([\d.]+) ms", said) for name in ("load", "sample", "total")
+        number(rf"{name} time = +([\d.]+) ms", message) for name in ("load", "sample", "total")
     )
-    evals = [float(ms) for ms in re.findall(r"eval time = +([\d.]+) ms", said)]
+    evals = [float(ms) for ms in re.findall(r"eval time = +([\d.]+) ms", message)]
     assert len(evals) == 2 and sample > 0 < load
     assert total > load + sample + sum(evals)
-    assert number(r"total time = .* / +(\d+) tokens", said) == number(r"encoded +(\d+) tokens", said) + 4
-    assert number(r"sample time = .* / +(\d+) tokens", said) == 4
+    assert (
+        number(r"total time = .* / +(\d+) tokens", message) == number(r"encoded +(\d+) tokens", message) + 4
+    )
+    assert number(r"sample time = .* / +(\d+) tokens", message) == 4
 
 
 def test_plain_decoding_has_no_draft(run: Run) -> None:
-    said = run("generate", "-p", TEXT, "-n", 3).err
-    assert "target:" in said and "n_predict = 3" in said
-    assert "draft" not in said and "accept" not in said
+    message = run("generate", "-p", TEXT, "-n", 3).err
+    assert "target:" in message and "n_predict = 3" in message
+    assert "draft" not in message and "accept" not in message
     assert run("generate", "-p", TEXT, "-n", 3, "--no-perf").err == ""
 
 
 def test_a_negative_count_goes_to_the_end_of_the_context(run: Run) -> None:
-    said = run("generate", "-p", TEXT, "-n", -1, "-c", 40, "--ignore-eos").err
-    assert number(r"n_predict = (\d+)", said) == 40 - number(r"encoded +(\d+) tokens", said)
+    message = run("generate", "-p", TEXT, "-n", -1, "-c", 40, "--ignore-eos").err
+    assert number(r"n_predict = (\d+)", message) == 40 - number(r"encoded +(\d+) tokens", message)
 
 
 BAD: list[tuple[tuple[Any, ...], str]] = [
@@ -205,14 +207,12 @@ BAD: list[tuple[tuple[Any, ...], str]] = [
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"), BAD, ids=[" ".join(map(str, arguments))[:40] for arguments, _ in BAD]
+    ("arguments", "message"), BAD, ids=[" ".join(map(str, arguments))[:40] for arguments, _ in BAD]
 )
-def test_whatever_is_wrong_is_said_in_one_line_and_nothing_is_printed(
-    run: Run, arguments: tuple[Any, ...], said: str
-) -> None:
+def test_errors_are_one_line_without_output(run: Run, arguments: tuple[Any, ...], message: str) -> None:
     result = run("generate", *arguments)
     assert (result.status, result.out) == (2, "")
-    assert said in result.err
+    assert message in result.err
     assert result.err.startswith("error:") and result.err.count("\n") == 1
 
 

@@ -32,7 +32,8 @@ def test_card_of_a_head_reads_only_headers(run: Run, tmp_path: Path, monkeypatch
     (line,) = run("models", folder, "--json").out.splitlines()
     weights = sum(p.numel() for p in net.parameters())
     assert json.loads(line) == {
-        "name": folder, "method": "redrafter", "layout": "reference", "inside": False, "levels": None, "hidden": H, "vocabulary": V,
+        "name": folder, "method": "redrafter", "layout": "reference", "inside": False, "levels": None,
+        "hidden": H, "vocabulary": V,
         "parameters": weights, "stored_as": {"bfloat16": weights}, "bytes": 2 * weights, "refused": None,
     }  # fmt: skip
     sheet = run("models", folder, "builtin")
@@ -111,21 +112,25 @@ KNOWN: dict[str, tuple[Shapes, dict[str, Any], str, int | None, int, int | None]
     "eagle-3": (eagle3("midlayer"), {"vocab_size": V}, "reference", None, H, 128),
     "eagle-3, vLLM": (eagle3("layers.0"), {}, "speculators, vLLM", None, H, 128),
     "eagle-3, one tap": (
-        {**eagle3("midlayer"), "fc.weight": (H, H)}, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [7]}}, "reference", None, H, 128,
+        {**eagle3("midlayer"), "fc.weight": (H, H)},
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [7]}}, "reference", None, H, 128,
     ),
     "eagle": (eagle(), {}, "reference", None, H, V),
     "eagle, vLLM": (eagle("model."), {}, "vLLM", None, H, V),
     "speculators": ({"fusion_fc.weight": (H, 2 * H)}, {"transformer_layer_config": {"vocab_size": V}}, "speculators", None, H, V),
     "dflash, DSpark": (
         {"hidden_norm.weight": (H,), "fc.weight": (H, 2 * H), "markov_head.markov_w1.weight": (V, 8)},
-        {"block_size": 7, "dflash_config": {"projector_type": "dspark", "target_layer_ids": [1, 2]}}, "z-lab, SpecForge", 7, H, None,
+        {"block_size": 7, "dflash_config": {"projector_type": "dspark", "target_layer_ids": [1, 2]}},
+        "z-lab, SpecForge", 7, H, None,
     ),
     "dflash": (
-        {"hidden_norm.weight": (H,), "fc.weight": (H, 5 * H)}, {"block_size": 8, "dflash_config": {"target_layer_ids": [1, 2, 3, 4, 5]}},
+        {"hidden_norm.weight": (H,), "fc.weight": (H, 5 * H)},
+        {"block_size": 8, "dflash_config": {"target_layer_ids": [1, 2, 3, 4, 5]}},
         "z-lab, SpecForge", 7, H, None,
     ),
     "redrafter, plural": (
-        {"lm_heads.0.linear.weight": (96, 96), "lm_heads.1.weight": (V, 96)}, {"hidden_size": H}, "reference", None, H, V,
+        {"lm_heads.0.linear.weight": (96, 96), "lm_heads.1.weight": (V, 96)}, {"hidden_size": H}, "reference",
+        None, H, V,
     ),
 }  # fmt: skip
 
@@ -181,7 +186,9 @@ REFUSED: dict[str, tuple[str, Shapes, dict[str, Any], str]] = {
         {}, "DSpark with a gated",
     ),
     "experts": (
-        "mtp", {"model.layers.4.eh_proj.weight": (H, 2 * H), "model.layers.4.mlp.experts.0.up_proj.weight": (H, H)}, {}, "of experts",
+        "mtp",
+        {"model.layers.4.eh_proj.weight": (H, 2 * H), "model.layers.4.mlp.experts.0.up_proj.weight": (H, H)},
+        {}, "of experts",
     ),
     "EAGLE with experts": ("eagle", {**eagle(), "layers.0.mlp.experts.0.up_proj.weight": (H, H)}, {}, "another kind of head"),
     "Medusa without a block": ("medusa", {"0.0.linear.weight": (H, H), "1.1.linear.weight": (H, H)}, {}, "has no tensor"),

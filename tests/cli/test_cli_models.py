@@ -1,4 +1,4 @@
-"""`outrider models`: what is said of a checkpoint without loading it is what loading it finds."""
+"""`outrider models`: what headers tell of a checkpoint equals the loaded model."""
 
 from __future__ import annotations
 
@@ -136,7 +136,8 @@ def test_card_of_a_datastore(run: Run) -> None:
     card, tokenizer = json.loads(line), fingerprint(read_tokenizer(str(locate("builtin"))))
     file = path_of("builtin-datastore")
     assert card == {
-        "name": "builtin-datastore", "tokens": Store(str(file)).header.shards[0], "vocabulary": 8192, "tokenizer": tokenizer,
+        "name": "builtin-datastore", "tokens": Store(str(file)).header.shards[0], "vocabulary": 8192,
+        "tokenizer": tokenizer,
         "bytes": file.stat().st_size,
     }  # fmt: skip
     sheet = run("models", file).out

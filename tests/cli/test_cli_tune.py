@@ -1,4 +1,4 @@
-"""`outrider tune layerskip`, and guessing with what it wrote."""
+"""`outrider tune layerskip`, and drafting with its file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from outrider.testing import tiny_checkpoint
 from outrider.tune.layerskip import Costs, Tuner
 
 
-def test_tune_and_guess(run: Run, tmp_path: Path) -> None:
+def test_tuned_layer_set_drafts(run: Run, tmp_path: Path) -> None:
     model, out, asked = (
         tiny_checkpoint(tmp_path / "model", num_hidden_layers=3),
         tmp_path / "set.json",
@@ -38,9 +38,7 @@ def test_tune_and_guess(run: Run, tmp_path: Path) -> None:
     assert llm.engine.drafter.depth == found["num_speculative_tokens"]
 
 
-def test_a_set_that_measured_slower_says_so(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slower_layer_set_is_reported(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, out = tiny_checkpoint(tmp_path / "model", num_hidden_layers=2), tmp_path / "set.json"
     asked = tmp_path / "asked.txt"
     asked.write_text("What do plants need?\n")
@@ -80,15 +78,13 @@ def test_where_nothing_can_be_written(run: Run, tmp_path: Path) -> None:
     assert refused.status == 2 and "nowhere" in refused.err
 
 
-def test_the_costs_say_what_a_guess_costs() -> None:
+def test_speed_follows_costs_of_steps_and_draft_tokens() -> None:
     costs = Costs(step=10.0, row=1.0, full=8.0, attention=1.0, mlp=1.5)
     assert costs.speed(Skip((1, 2), (3,)), Speculation(4, 6, 3, 7)) == 7 / (4 * 10 + 6 * (1 + 8 - 2 - 1.5))
 
 
 def test_the_optimiser_finds_what_the_costs_make_worth_while(tmp_path: Path) -> None:
-    """Guesses that cost all of a step are never worth it, those that cost nothing always: the best trial
-    skips accordingly.
-    """
+    """Drafts that cost a whole step never pay, free ones always: the best trial follows the costs."""
     llm = LLM(tiny_checkpoint(tmp_path / "model", num_hidden_layers=3))
     prompts = [("ids", {"prompt_token_ids": [5, 6, 7]})]
     best = {}

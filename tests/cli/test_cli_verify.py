@@ -30,7 +30,7 @@ SHORT = ("--minutes", 0, "--samples", 60, "-b", 8, "-n", 24, "--dtype", "float32
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """A tiny target with laws that are neither flat nor peaked, and a blurred copy as its draft."""
+    """A tiny target with distributions neither flat nor peaked, and a blurred copy as its draft."""
     folder = tmp_path_factory.mktemp("pair")
     target = tiny_checkpoint(folder / "target", initializer_range=0.45, max_position_embeddings=512)
     draft = Path(shutil.copytree(target, folder / "draft")) / "model.safetensors"
@@ -45,7 +45,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 
 def flat(panel: str) -> str:
-    """What a panel says, in one line."""
+    """The text of a panel, in one line."""
     return " ".join(panel.replace("│", " ").split())
 
 
@@ -108,7 +108,7 @@ def test_a_healthy_engine_passes(
 def test_kernels_whose_rounding_depends_on_the_batch(
     run: Run, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """float16 in torch: the certificate says that they promise less, and what rounding may do is measured, not assumed."""
+    """float16 in torch: the certificate promises less, and rounding is measured."""
     monkeypatch.setenv("OUTRIDER_KERNELS", "torch")
     arguments = ("--minutes", 0, "-b", 8, "-n", 24, "--dtype", "float16", "--json", "-")
     result = run("verify", "-m", pair[0], *arguments, "--speculative-config", config(pair))
@@ -191,7 +191,7 @@ def test_a_rule_that_loses_is_measured_and_fails_unless_expected(run: Run, pair:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("-m", "/no/model", "--method", "ngram"), "/no/model"),
         ((), "nothing to verify"),
@@ -206,9 +206,9 @@ def test_a_rule_that_loses_is_measured_and_fails_unless_expected(run: Run, pair:
         (("--method", "ngram", "-b", 1), "batch-size"),
     ],
 )
-def test_what_is_wrong(run: Run, arguments: tuple[Any, ...], said: str) -> None:
+def test_what_is_wrong(run: Run, arguments: tuple[Any, ...], message: str) -> None:
     result = run("verify", *arguments)
-    assert result.status == 2 and said in result.err and not result.out
+    assert result.status == 2 and message in result.err and not result.out
 
 
 # ---- engines broken on purpose
@@ -251,10 +251,10 @@ def test_noise_of_the_wrong_position(
     result = run(
         "verify", "-m", pair[0], *SHORT, "--speculative-config", config((pair[0], pair[0])), "--json", "-"
     )
-    said = flat(result.err)
-    assert result.status == 1 and "✗" in said
+    message = flat(result.err)
+    assert result.status == 1 and "✗" in message
     for words in ("plain decoding emits", "this one is a bug", "On these kernels every difference is a bug"):
-        assert words in said
+        assert words in message
     found = json.loads(result.out)
     wrong = {check["name"] for check in found["checks"] if not check["passed"]}
     assert any(name.startswith("T = 0.8") for name in wrong) and not any(
@@ -263,19 +263,19 @@ def test_noise_of_the_wrong_position(
     first = found["differences"][0]
     assert first["position"] == len(first["prompt"]) + len(first["text"]) and not first["explained"]
     assert first["plain"] != first["speculative"] and first["gap"] > 0 and first["best"][0] == first["plain"]
-    assert f"Position {first['position']}" in said
+    assert f"Position {first['position']}" in message
 
 
 def test_a_token_accepted_unseen(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     walk = match.Match.walk
 
     def careless(self: Any, tree: Any, target: Any) -> tuple[list[int], list[int]]:
-        path, said = walk(self, tree, target)
+        path, message = walk(self, tree, target)
         following = [i for i in range(tree.size) if tree.parents[i] == (path[-1] if path else -1)]
         if not following:
-            return path, said
-        said = [*said[:-1], tree.tokens[following[0]]]
-        return [*path, following[0]], [*said, target.pick(following[0], said)]
+            return path, message
+        message = [*message[:-1], tree.tokens[following[0]]]
+        return [*path, following[0]], [*message, target.pick(following[0], message)]
 
     monkeypatch.setattr(match.Match, "walk", careless)
     monkeypatch.setattr(match.Match, "kernel", "")
@@ -290,7 +290,7 @@ def test_a_token_accepted_unseen(pair: tuple[str, str], monkeypatch: pytest.Monk
 
 
 def test_a_wrong_residual(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a rejection the token comes from p instead of what is left of it: only the law can tell."""
+    """After a rejection the token comes from p instead of the residual: only the distribution differs."""
     monkeypatch.setattr(rejection, "surplus", lambda p, q, scale=1.0: (p, 1.0))
     made = verdict(guessing(pair[1], verification="rejection"), pair, samples=400)
     assert failed(made) == {"distribution"} and "distributions differ" in next(
@@ -299,7 +299,7 @@ def test_a_wrong_residual(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 
 
 def test_log_probabilities_that_drift(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens are right and what is said of them is not: by a few bits on exact kernels, by more than rounding on others."""
+    """Equal tokens, wrong log-probabilities: by a few bits on exact kernels, beyond rounding on others."""
     real = LLM.variant
 
     def drifting(by: float) -> None:
@@ -322,12 +322,12 @@ def test_log_probabilities_that_drift(pair: tuple[str, str], monkeypatch: pytest
 def test_ties_within_rounding_are_reported_and_pass(
     pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every text differs by a tie, as `look` would find on a GPU: the certificate counts them and is given."""
+    """Every text differs by a tie, as `look` finds on a GPU: the certificate counts them and passes."""
     walk = match.Match.walk
 
     def other(self: Any, tree: Any, target: Any) -> tuple[list[int], list[int]]:
-        path, said = walk(self, tree, target)
-        return path, [*said[:-1], said[-1] ^ bool(tree.size)]
+        path, message = walk(self, tree, target)
+        return path, [*message[:-1], message[-1] ^ bool(tree.size)]
 
     def tie(*given: Any) -> Gap:
         return Gap((1, 2), 1e-4, 1e-4, 2e-4, False)

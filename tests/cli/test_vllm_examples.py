@@ -1,5 +1,4 @@
-"""The examples of vLLM's page on speculative decoding run as they stand, but for the import and the models; and what one device
-cannot do, the model in parts, is refused with the cure."""
+"""The examples of vLLM's page on speculative decoding run unchanged but for import and models."""
 
 from __future__ import annotations
 
@@ -138,7 +137,7 @@ def test_an_example_runs(method: str, block: str, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out.startswith("Prompt: 'The future of AI is', Generated text: ")
     (output,) = names["outputs"]
     assert type(names["llm"].engine.drafter).__module__.split(".")[2] == method
-    said = output.outputs[0]
-    assert said.finish_reason == "stop" or (
-        len(said.token_ids) == 16 and (method == "ngram" or output.speculation.drafted > 0)
+    emitted = output.outputs[0]
+    assert emitted.finish_reason == "stop" or (
+        len(emitted.token_ids) == 16 and (method == "ngram" or output.speculation.drafted > 0)
     )

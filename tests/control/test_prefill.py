@@ -74,7 +74,8 @@ class Simulation:
     def add(self, name: str, prompt: int, new: int = 1) -> None:
         params = SamplingParams(max_tokens=new)
         row = Row(
-            id=name, index=0, tokens=[1] * prompt, prompt=prompt, params=params, distribution=params.distribution,
+            id=name, index=0, tokens=[1] * prompt, prompt=prompt, params=params,
+            distribution=params.distribution,
             seed=0, processors=(), limit=prompt + new, ending=frozenset(),
         )  # fmt: skip
         self.scheduler.add(row)
@@ -173,7 +174,7 @@ prompts = st.lists(st.sampled_from([200, 1000, 3000, 6000]), min_size=1, max_siz
 def test_first_token_within_three_times_alone(
     costs: Costs, prompts: tuple[int, ...], tokens: int, seed: int
 ) -> None:
-    """Of every waiting prompt, whatever steps cost; three decode steps of grace.  `step` checks
+    """Of every waiting prompt, for any costs; three decode steps of grace.  `step` checks
     max_num_batched_tokens.
 
     Where that makes three times impossible (see `unpaced`), the delay is close to the least.

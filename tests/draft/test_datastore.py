@@ -115,10 +115,10 @@ def test_of_many_places_some_are_looked_at_evenly(tmp_path: Path) -> None:
     assert 0.4 < sum(text == [3] for text in texts) / len(texts) < 0.6
 
 
-# ---- guessing
+# ---- drafting
 
 
-def test_the_most_frequent_continuations_are_guessed(tmp_path: Path) -> None:
+def test_most_frequent_continuations_are_drafted(tmp_path: Path) -> None:
     file = made(tmp_path, [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6], [7, 2, 8]])
     tree = propose_tree(drafter(file), make_row([9, 1, 2]), 10)
     assert (tree.tokens, tree.parents) == ([3, 4, 6, 5], [-1, 0, -1, 0])
@@ -128,7 +128,7 @@ def test_the_most_frequent_continuations_are_guessed(tmp_path: Path) -> None:
     assert propose_tree(drafter(file), make_row([9, 1, 2]), 1).tokens == [3, 6]
 
 
-def test_no_match_is_no_guess(tmp_path: Path) -> None:
+def test_no_match_gives_no_draft(tmp_path: Path) -> None:
     file = made(tmp_path, [[1, 2, 3, 4]])
     for tokens in ([2], [5, 5], [4, 2], [3, 4]):
         assert propose_tree(drafter(file), make_row(tokens), 10).tokens == []
@@ -137,8 +137,8 @@ def test_no_match_is_no_guess(tmp_path: Path) -> None:
 
 
 def test_a_corpus_that_misleads_is_not_believed(tmp_path: Path) -> None:
-    random_streams = np.random.default_rng(0)
-    corpus, text = (random_streams.integers(0, 20, 4000).tolist() for _ in range(2))
+    rng = np.random.default_rng(0)
+    corpus, text = (rng.integers(0, 20, 4000).tolist() for _ in range(2))
     method, row = drafter(made(tmp_path, [corpus])), make_row(text[:10])
     sizes = replay(method, row, text[10:900], 10)
     assert sum(sizes[:10]) > 10

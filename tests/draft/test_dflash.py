@@ -1,4 +1,4 @@
-"""Block-parallel heads: published files load as they are, and in the engine a block says what a naive one in float64 says."""
+"""Block-parallel heads: published files load, and drafted blocks equal those of a naive float64 network."""
 
 from __future__ import annotations
 
@@ -191,14 +191,16 @@ def test_logits_of_every_layout_equal_a_naive_block(layout: str, toy: LLM, tmp_p
     prompts = [{"prompt_token_ids": [(7 * i + n) % V for i in range(n)]} for n in (3, 70, 20)]
     with overheard(drafter) as blocks:
         llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True))
-    assert {len(said.logits) for said in blocks} >= {1, drafter.depth}
+    assert {len(emitted.logits) for emitted in blocks} >= {1, drafter.depth}
     check(
-        llm, case, random.Random(1).sample(blocks, 3) + [said for said in blocks if len(said.known) > 71][:1]
+        llm,
+        case,
+        random.Random(1).sample(blocks, 3) + [emitted for emitted in blocks if len(emitted.known) > 71][:1],
     )
 
 
 def test_blocks_behind_a_prefix_hit(toy: LLM, tmp_path: Path) -> None:
-    """A prompt that is cached but for its last token guesses as soon as something was said."""
+    """A prompt that is cached but for its last token is drafted for as soon as one token is emitted."""
     case = cases()["speculators"]
     llm = toy.variant({"model": save_head(tmp_path, case.config, case.tensors)})
     prompt = {"prompt_token_ids": [(11 * i) % V for i in range(33)]}
@@ -225,7 +227,7 @@ def test_pages_of_a_request_that_ends_at_once_have_context(toy: LLM, tmp_path: P
 def test_a_row_drafts_on_after_an_interrupted_step(
     toy: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tokens of that step are the row's, and nobody saw their states; pages with them are not shared."""
+    """The row keeps the tokens of that step without states; pages with them are not shared."""
     case = cases()["speculators"]
     params, prompt = (
         SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True),
@@ -273,15 +275,14 @@ def taught(toy: LLM, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("nodes", [None, 6])
 def test_a_trained_head_is_often_right(nodes: int | None, toy: LLM, taught: str) -> None:
-    """Chance is 1 in 512, and a tree has guesses beside the best one."""
+    """Chance is 1 in 512; a tree has nodes beside the best one."""
     assert acceptance(toy.engine.checkpoint.name, {"model": taught, "nodes": nodes}) > (
         0.05 if nodes is None else 0.03
     )
 
 
 def test_a_shift_by_one_is_detected(toy: LLM, taught: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that begin one token too early say what is known already.  (That the taps are those of their positions, the naive blocks
-    say: a toy that goes by its last token hardly needs them.)"""
+    """Blocks that begin one token too early repeat known tokens; the naive blocks check the taps."""
     right, block_logits = acceptance(toy.engine.checkpoint.name, {"model": taught}), DFlash.block_logits
     monkeypatch.setattr(
         DFlash,
@@ -320,7 +321,7 @@ def test_training_network_equals_the_drafter(markov: int, toy: LLM, tmp_path: Pa
             {"prompt_token_ids": [5, 9, 77, 3]},
             SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True),
         )
-    for known, logits in (said for said in blocks if len(said.logits) == BLOCK):
+    for known, logits in (emitted for emitted in blocks if len(emitted.logits) == BLOCK):
         states = sample.read(toy.engine.decoder, known, TAPS).states
         with torch.no_grad():
             expected = network(
@@ -339,7 +340,7 @@ def test_training_network_equals_the_drafter(markov: int, toy: LLM, tmp_path: Pa
 
 @pytest.mark.parametrize("prefix", ["", "markov_head."])
 def test_a_markov_head_adds_the_bias_of_the_previous_token(prefix: str, toy: LLM, tmp_path: Path) -> None:
-    """DSpark, two rows at once, one of them with a processor: a guess is the best of its level and the guess before it."""
+    """DSpark with two rows, one with a processor: a token is the best of its level given the one before."""
     table = {f"{prefix}markov_w1.weight": torch.randn(V, 5), f"{prefix}markov_w2.weight": torch.randn(V, 5)}
     case = Case(
         speculators(speculators_model_type="dspark", markov_head_type="vanilla"), {**tensors(), **table}
@@ -367,13 +368,13 @@ def test_a_markov_head_adds_the_bias_of_the_previous_token(prefix: str, toy: LLM
     found = [(known, draft_tree) for known, draft_tree in trees if draft_tree]
     assert len(found) > 4 and {len(draft_tree) for _, draft_tree in found} >= {BLOCK}
     for known, draft_tree in found:
-        for logits, before, guess in zip(levels[tuple(known)], [known[-1], *draft_tree], draft_tree):
+        for logits, before, draft_token in zip(levels[tuple(known)], [known[-1], *draft_tree], draft_tree):
             best = logits + table[f"{prefix}markov_w2.weight"] @ table[f"{prefix}markov_w1.weight"][before]
-            assert best[guess] > best.max() - 0.02
+            assert best[draft_token] > best.max() - 0.02
 
 
 def test_sampled_chains_and_trees_carry_their_distributions(toy: LLM, taught: str) -> None:
-    """The law of a level is the same behind every node of it, and all that is drawn is possible under it."""
+    """q of a level is the same at all its nodes, and every sampled token is possible under it."""
     for config, rule in (({"nodes": 7}, "traversal"), ({}, "block")):
         llm = toy.variant({"model": taught, "verification": rule, **config})
         trees, verify = [], llm.engine.verify

@@ -1,4 +1,4 @@
-"""EAGLE's published files load as they are, and its network says what a naive one in float64 says."""
+"""EAGLE's published files load, and its network equals a naive one in float64."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ from outrider.heads.templates import EAGLE, paths
 
 HEADS, KV, D, INNER, EPS = 4, 2, 24, 96, 1e-5  # head_dim is not hidden / heads
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN, "num_hidden_layers": 36, "vocab_size": V,
-    "num_attention_heads": HEADS, "num_key_value_heads": KV, "head_dim": D, "intermediate_size": INNER, "rms_norm_eps": EPS,
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN,
+    "num_hidden_layers": 36, "vocab_size": V,
+    "num_attention_heads": HEADS, "num_key_value_heads": KV, "head_dim": D, "intermediate_size": INNER,
+    "rms_norm_eps": EPS,
     "rope_theta": 500000.0, "bias": False,
 }  # fmt: skip
 
@@ -78,7 +80,7 @@ def turned(x: Tensor, t: int, theta: float) -> Tensor:
 
 
 def naive(w: dict[str, Tensor], e: Tensor, f: Tensor, theta: float = 500000.0) -> Tensor:
-    """o_t for all pairs (f_t, x_t+1), [T, hidden]; e and f [T, hidden].  Position by position, head by head."""
+    """o_t for all pairs (f_t, x_t+1), [T, hidden]; e and f [T, hidden].  A naive forward, head by head."""
     w = {name: tensor.double() for name, tensor in w.items()}
     e, f = norm(e.double(), w.get("enorm.weight")), norm(f.double(), w.get("hnorm.weight"))
     x = torch.cat([e, f], dim=-1) @ w["fc.weight"].T + w.get(
@@ -116,7 +118,7 @@ def naive(w: dict[str, Tensor], e: Tensor, f: Tensor, theta: float = 500000.0) -
 
 
 def ours(llm: LLM, folder: str, ids: list[int], f: Tensor) -> tuple[Tensor, Tensor]:
-    """What the packed network of a folder says of pairs, and the logits of the last one."""
+    """Outputs of the packed network of a folder for pairs, and the logits of the last one."""
     drafter = Eagle(Eagle.Options(model=folder), llm.engine.target)
     drafter.allocate(64, drafter.net.pool(1))
     step_input = StepInput()
@@ -199,7 +201,7 @@ def test_a_part_of_the_vocabulary(toy: LLM, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
-def test_a_head_of_all_tokens_is_cut_to_those_that_it_says(
+def test_full_vocabulary_head_is_cut_to_its_draft_tokens(
     toy: LLM, tmp_path: Path, quantization: str | None
 ) -> None:
     """As vLLM does; the map is in no order, and the rows may be padded."""
@@ -208,14 +210,14 @@ def test_a_head_of_all_tokens_is_cut_to_those_that_it_says(
         {**tensors(), "token_map": ids},
         {"model_type": "eagle", "model": CONFIG, "truncated_vocab_size": len(ids)},
     )
-    o, said = torch.randn(3, HIDDEN), []
+    o, output = torch.randn(3, HIDDEN), []
     for name, rows in (("whole", whole), ("cut", whole[ids])):
         folder = save_head(tmp_path / name, config, {**w, "lm_head.weight": rows})
         net = Eagle(Eagle.Options(model=folder, quantization=quantization), toy.engine.target).net
         assert net.ids is not None and net.ids.tolist() == ids.tolist()
-        said.append(net.logits(o))
-    assert torch.equal(*said) and torch.allclose(
-        said[0].double(), o.double() @ whole[ids].double().T, atol=1e-3 if quantization is None else 0.5
+        output.append(net.logits(o))
+    assert torch.equal(*output) and torch.allclose(
+        output[0].double(), o.double() @ whole[ids].double().T, atol=1e-3 if quantization is None else 0.5
     )
     few = save_head(tmp_path / "few", config, {**w, "lm_head.weight": whole[: int(ids.max())]})
     with pytest.raises(
@@ -225,7 +227,7 @@ def test_a_head_of_all_tokens_is_cut_to_those_that_it_says(
 
 
 def test_the_published_bytes() -> None:
-    """EAGLE-LLaMA3-Instruct-8B: 1.55 GB, so the embedding is in the file and the head is not; our names and shapes add up to it."""
+    """EAGLE-LLaMA3-Instruct-8B: the file has the embedding and no head; our names add up to its 1.55 GB."""
     with torch.device("meta"):
         network = Network(Sizes(4096, 14336, 32, 8, 128), 128256, bias=False)
         total = sum(tensor.numel() for tensor in network.state_dict().values()) + 128256 * 4096
@@ -248,7 +250,7 @@ def taught(toy: LLM, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_a_trained_head_is_mostly_right(toy: LLM, taught: str) -> None:
-    """Chance is 1/512.  The exported file is detected; a chain, and trees, of 8 nodes of which one a level can be right."""
+    """Acceptance of a trained head as a chain and as trees; by chance it would be 1/512."""
     target = toy.engine.options.model
     assert acceptance(target, {"model": taught, "tree": "chain", "num_speculative_tokens": 1}) > 0.2
     for tree in ("dynamic", "mc_sim_7b_63"):
@@ -259,7 +261,7 @@ def test_a_trained_head_is_mostly_right(toy: LLM, taught: str) -> None:
 
 
 def test_a_shift_is_caught(toy: LLM, taught: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pairs of a state and the token before the one that was said from it."""
+    """Pairs of a state and the token before the one sampled from it."""
     before = StepInput.chain
 
     def shifted(self: StepInput, table: Any, start: int, ids: Any, *rest: Any) -> None:
@@ -349,7 +351,7 @@ def test_options_are_checked(toy: LLM) -> None:
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_what_sglang_reads(toy: LLM, tmp_path: Path, bias: bool) -> None:
-    """Its class, whose fc has a bias in any case: without one in the file it would be whatever was in memory."""
+    """The fc of its class always has a bias: without one in the file it must be zero."""
     network = Network.like(toy.engine.target, bias=bias)
     config, stored = exported(network.config(), network.state_dict(), "sglang")
     assert config["architectures"] == ["LlamaForCausalLMEagle"] and json.dumps(config)

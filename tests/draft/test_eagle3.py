@@ -1,4 +1,4 @@
-"""EAGLE-3 in the engine: which state meets which token, a head that learnt something, and somebody else's target."""
+"""EAGLE-3 in the engine: alignment of states and tokens, a trained head, and a head of another target."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def head(target: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A head that learnt what the target says, about the 256 tokens that it says most."""
+    """A head trained on the target's texts, with a vocabulary of their 256 most frequent tokens."""
     llm = LLM(target, dtype="float32", speculative_config=None)
     data, outer = samples(llm, TAPS), TargetWeights.of(llm.engine.decoder)
     common = Counter(token for sample in data for token in sample.tokens[6:].tolist())
@@ -47,7 +47,7 @@ def head(target: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_drafts_of_a_trained_head_are_accepted(target: str, head: str) -> None:
-    """Chance is 1/512 a guess; in a tree most guesses cannot be right."""
+    """Chance is 1/512 a draft token; in a tree most nodes cannot be right."""
     config = {"method": "eagle3", "model": head}
     assert acceptance(target, {**config, "tree": "chain", "num_speculative_tokens": 1}) > 0.15
     for tree in ("dynamic", "mc_sim_7b_63"):
@@ -87,7 +87,7 @@ def listened(llm: LLM) -> list[Tensor]:
 
 
 def test_pairs_of_states_and_tokens(target: str, tmp_path: Path) -> None:
-    """The first two levels of some steps are those of the naive forward over the whole text; so they are behind a cached prompt."""
+    """Two levels of some steps equal the naive forward over the whole text, also after a prefix hit."""
     config, tensors = official()
     folder = save_head(tmp_path, config, tensors)
     plain = LLM(target, dtype="float32", speculative_config=None)
@@ -96,11 +96,11 @@ def test_pairs_of_states_and_tokens(target: str, tmp_path: Path) -> None:
         target, dtype="float32", speculative_config=speculation, max_num_batched_tokens=24
     )  # the prompt comes in two chunks
     prompt = [(37 * i) % V for i in range(40)]
-    said = plain.generate({"prompt_token_ids": prompt}, GREEDY)[0].outputs[0].token_ids
+    output = plain.generate({"prompt_token_ids": prompt}, GREEDY)[0].outputs[0].token_ids
     heard, ids = listened(llm), tensors["d2t"] + torch.arange(128)
-    assert llm.generate({"prompt_token_ids": prompt}, GREEDY)[0].outputs[0].token_ids == said
+    assert llm.generate({"prompt_token_ids": prompt}, GREEDY)[0].outputs[0].token_ids == output
     for step in range(2):
-        levels, text = torch.cat(heard[2 * step : 2 * step + 2]), prompt + list(said[: step + 1])
+        levels, text = torch.cat(heard[2 * step : 2 * step + 2]), prompt + list(output[: step + 1])
         sample = read(plain.engine.decoder, text[:-1], TAPS)
         states = torch.cat([sample.states[tap] for tap in TAPS], dim=-1)
         text.append(int(ids[levels[0].argmax()]))
@@ -109,7 +109,7 @@ def test_pairs_of_states_and_tokens(target: str, tmp_path: Path) -> None:
     before = [*heard]
     heard.clear()
     again = llm.generate({"prompt_token_ids": prompt}, GREEDY)[0]
-    assert again.num_cached_tokens and again.outputs[0].token_ids == said
+    assert again.num_cached_tokens and again.outputs[0].token_ids == output
     torch.testing.assert_close(torch.cat(heard), torch.cat(before), rtol=1e-4, atol=1e-4)
 
 
@@ -126,7 +126,7 @@ def other(
 
 
 def test_the_states_of_a_fallback_target(other: tuple[LLM, Any]) -> None:
-    """What enters its layers is what transformers calls so; the embedding is the stored one, without the family's scale."""
+    """Inputs of its layers equal transformers' hidden states; the embedding has no family scale."""
     llm, model = other
     drafter = Eagle3.example(llm.engine.target)
     taps, tokens = drafter.needs.states, [5, 9, 200, 31, 7, 7, 120]

@@ -1,4 +1,4 @@
-"""EAGLE-3 files: every layout and variant loads as it is and says what a naive forward in float64 says; the rest is refused."""
+"""EAGLE-3 files: every layout loads and equals a naive float64 forward; others are refused."""
 
 from __future__ import annotations
 
@@ -168,7 +168,8 @@ def variant(name: str) -> tuple[Config, Tensors, Config, Tensors, dict[str, Any]
 
 
 VARIANTS = (
-    "rope_theta", "norm_before_residual", "norm_output, speculators", "norm_output false, SpecForge", "norm_output true, SpecForge",
+    "rope_theta", "norm_before_residual", "norm_output, speculators", "norm_output false, SpecForge",
+    "norm_output true, SpecForge",
     "fc_norm", "norm_before_fc", "biases", "all tokens", "two layers, vLLM", "two layers, SGLang",
 )  # fmt: skip
 
@@ -276,7 +277,7 @@ def test_taps_of_the_user_override_the_file(llm: LLM, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"mask_hidden": torch.zeros(1, 3 * HIDDEN)}, "P-EAGLE"),
         (
@@ -295,16 +296,16 @@ def test_taps_of_the_user_override_the_file(llm: LLM, tmp_path: Path) -> None:
     ],
 )
 def test_files_that_are_refused(
-    change: dict[str, Tensor | None], said: str, llm: LLM, tmp_path: Path
+    change: dict[str, Tensor | None], message: str, llm: LLM, tmp_path: Path
 ) -> None:
     config, tensors = official()
     changed = {name: t for name, t in {**tensors, **change}.items() if t is not None}
-    with pytest.raises(ModelError, match=said):
+    with pytest.raises(ModelError, match=message):
         Eagle3(Eagle3.Options(model=save_head(tmp_path, config, changed)), llm.engine.target)
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"speculators_model_type": "peagle"}, "P-EAGLE"),
@@ -314,8 +315,8 @@ def test_files_that_are_refused(
         ({"norm_before_fc": True}, "has no tensor 'input_norm.weight'"),
     ],
 )
-def test_configs_that_are_refused(config: Config, said: str, llm: LLM, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=said):
+def test_configs_that_are_refused(config: Config, message: str, llm: LLM, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=message):
         Eagle3(Eagle3.Options(model=save_head(tmp_path, *official(**config))), llm.engine.target)
 
 
@@ -329,7 +330,7 @@ def test_a_truncated_file_is_refused(file: str, llm: LLM, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"tap_offset": 0.5}, "tap_offset must be a whole number"),
         ({TAPS: "2,4,5"}, "list of layer numbers"),
@@ -338,8 +339,8 @@ def test_a_truncated_file_is_refused(file: str, llm: LLM, tmp_path: Path) -> Non
         ({"tree": "dynamc"}, "Did you mean 'dynamic'"),
     ],
 )
-def test_options_that_are_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_options_that_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         Eagle3.Options(**options)
 
 
@@ -364,14 +365,14 @@ def test_exports_are_read_back(llm: LLM, tmp_path: Path) -> None:
     )
     network = Network.random(layered)
     ours, tensors = network.config(), network.state_dict()
-    states, said = torch.randn(PAIRS, 3 * HIDDEN), []
+    states, message = torch.randn(PAIRS, 3 * HIDDEN), []
     for layout in ("vllm", "sglang"):
         config, theirs = exported(ours, tensors, layout)
         folder = save_head(tmp_path / layout, config, theirs)
         net, logits = packed(llm, folder, states)
         assert draft.detect(folder) == "eagle3" and net.taps == (1, 4, 5)
-        said.append(logits)
-    assert torch.equal(*said)
+        message.append(logits)
+    assert torch.equal(*message)
     common = {
         "fc.weight",
         "norm.weight",
@@ -418,7 +419,7 @@ def test_the_size_of_a_published_file() -> None:
 
 @pytest.mark.parametrize("flags", [*itertools.product((False, True), repeat=2)])
 def test_the_network_in_torch_is_the_packed_one(flags: tuple[bool, bool], llm: LLM, tmp_path: Path) -> None:
-    """Its first step is a pass over certain pairs; step s at place t goes on from there as a chain of guesses does."""
+    """Its first step is a pass over certain pairs; step s goes on as a chain of draft tokens."""
     settings = Settings(
         V,
         H,
@@ -435,9 +436,11 @@ def test_the_network_in_torch_is_the_packed_one(flags: tuple[bool, bool], llm: L
     network = Network.random(settings)
     folder = save_head(tmp_path, network.config(), network.state_dict())
     states = torch.randn(len(TEXT), 3 * HIDDEN)
-    _, said = packed(llm, folder, states[:PAIRS])
+    _, message = packed(llm, folder, states[:PAIRS])
     steps = len(TEXT) - PAIRS
     with torch.no_grad():
         unrolled = network(states, torch.tensor(TEXT), llm.engine.decoder.embed(range(V)), steps)
     assert len(unrolled) == steps and all(len(logits) == PAIRS for logits in unrolled)
-    torch.testing.assert_close(torch.stack([logits[-1] for logits in unrolled]), said, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(
+        torch.stack([logits[-1] for logits in unrolled]), message, rtol=1e-3, atol=1e-3
+    )

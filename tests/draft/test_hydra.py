@@ -1,4 +1,4 @@
-"""What Hydra says in the engine is what a naive forward in float64 says, under every condition; and it can be taught."""
+"""Hydra in the engine equals a naive float64 forward under every condition, and can be trained."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def toy(target: str) -> LLM:
 
 @pytest.mark.parametrize("arch", ["prefix-mlp", "mlp"])
 def test_alignment_holds_under_every_condition(toy: LLM, target: str, tmp_path: Path, arch: str) -> None:
-    """Chunks of prompts, rows beside each other, prefix hits, forks, rows that lose their cache: always the same answers."""
+    """Prefill chunks, batches, prefix hits, forks and preempted rows: always the same drafts."""
     w = tensors(arch)
     folder = save_head(tmp_path, {**CONFIG, "hydra_head_arch": arch}, w, "hydra_lm_head.pt")
     slot = toy.engine.decoder.slot_bytes + engine(target, folder).engine.drafter.slot_bytes
@@ -87,10 +87,10 @@ def test_sampled_drafts_carry_their_distributions(toy: LLM, target: str, tmp_pat
         nonlocal checked
         draft = propose(batch)
         for row, tree in zip(batch.rows, draft.trees):
-            said: list[list[int]] = []
+            output: list[list[int]] = []
             for i, (token, parent) in enumerate(zip(tree.tokens, tree.parents)):
-                before = said[parent] if parent >= 0 else []
-                said.append([*before, token])
+                before = output[parent] if parent >= 0 else []
+                output.append([*before, token])
                 distribution = tree.distribution(i)
                 assert distribution is not None
                 assert torch.allclose(
@@ -123,8 +123,8 @@ def test_quantized_heads_have_nearly_the_same_logits(toy: LLM, target: str, tmp_
     llm.generate(prompts(1), SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
     tokens = next(tokens for tokens, path in heard if not path)
     f = read(toy.engine.decoder, tokens, (FINAL,)).states[FINAL][:-1]
-    expected, said = naive(w, f, outer.embedding[[tokens[-1]]]), heard[tokens, ()].double()
-    assert 0 < (said - expected).pow(2).mean().sqrt() < 0.1 * expected.std()
+    expected, output = naive(w, f, outer.embedding[[tokens[-1]]]), heard[tokens, ()].double()
+    assert 0 < (output - expected).pow(2).mean().sqrt() < 0.1 * expected.std()
 
 
 def test_a_published_tree_is_drafted_completely(target: str, tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_a_published_tree_is_drafted_completely(target: str, tmp_path: Path) -> 
 
 
 def test_pending_states_are_read_in_time(target: str, tmp_path: Path) -> None:
-    """A row that declines to guess reads them now and then, so that its pages can be shared."""
+    """A row without draft budget catches up now and then, so that its pages can be shared."""
     llm = engine(target, save_head(tmp_path, CONFIG, tensors(), "hydra_lm_head.pt"))
     drafter: Any = llm.engine.drafter
     most, observe = 0, drafter.observe
@@ -198,7 +198,7 @@ def test_a_trained_head_is_mostly_right(target: str, taught: str) -> None:
 
 
 def test_a_shift_is_caught(target: str, taught: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The token before the one that was said from the state."""
+    """The token before the one sampled from the state."""
     propose = Hydra.propose
 
     def shifted(self: Hydra, batch: Any) -> Any:
@@ -215,7 +215,7 @@ def test_a_shift_is_caught(target: str, taught: str, monkeypatch: pytest.MonkeyP
 
 
 def test_the_loss_is_the_teachers(toy: LLM) -> None:
-    """Per head and position: cross entropy of what it says with the target's law of the token that it guesses."""
+    """Cross entropy per head and position, against the target's distribution of that token."""
     torch.manual_seed(1)
     network = Network.like(toy.engine.target, heads=2, layers=2).eval()
     for parameter in network.parameters():
@@ -230,7 +230,7 @@ def test_the_loss_is_the_teachers(toy: LLM) -> None:
         each = []
         for t in range(len(sample.tokens) - 1 - i):
             z = torch.cat([p[t], *outer.embedding[sample.tokens[t + 1 : t + 2 + i]]])
-            said = network.hydra_lm_head[i](network.hydra_mlp[i](z))
-            each.append(-(sample.logits[t + 1 + i].softmax(-1) * F.log_softmax(said, -1)).sum())
+            output = network.hydra_lm_head[i](network.hydra_mlp[i](z))
+            each.append(-(sample.logits[t + 1 + i].softmax(-1) * F.log_softmax(output, -1)).sum())
         total += torch.stack(each).mean().item()
     assert network.loss(sample, outer).item() == pytest.approx(total, rel=1e-5)

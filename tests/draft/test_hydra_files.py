@@ -111,13 +111,13 @@ def refused(
 
 @pytest.mark.parametrize("arch", ["cross-attn", "eagle-attn", "mpl"])
 def test_other_archs_are_refused_by_name(toy: LLM, tmp_path: Path, arch: str) -> None:
-    said = refused(
+    output = refused(
         toy,
         tmp_path,
         {**CONFIG, "hydra_head_arch": arch},
         {"attn.self_attn.q_proj.weight": torch.zeros(4, 4)},
     )
-    assert repr(arch) in said and "prefix-mlp" in said
+    assert repr(arch) in output and "prefix-mlp" in output
 
 
 @pytest.mark.parametrize(
@@ -137,12 +137,14 @@ def test_missing_prefix_layer_is_refused(toy: LLM, tmp_path: Path) -> None:
 
 
 def test_a_head_for_another_target_is_refused(toy: LLM, tmp_path: Path) -> None:
-    said = refused(toy, tmp_path / "narrow", {**CONFIG, "hydra_head_arch": "mlp"}, tensors("mlp", hidden=32))
-    assert "(32,)" in said and "(64,)" in said
-    said = refused(
+    output = refused(
+        toy, tmp_path / "narrow", {**CONFIG, "hydra_head_arch": "mlp"}, tensors("mlp", hidden=32)
+    )
+    assert "(32,)" in output and "(64,)" in output
+    output = refused(
         toy, tmp_path / "words", {**CONFIG, "hydra_head_arch": "mlp"}, tensors("mlp", vocabulary=V + 8)
     )
-    assert f"({V + 8},)" in said and f"({V},)" in said
+    assert f"({V + 8},)" in output and f"({V},)" in output
 
 
 def test_wrong_kinds_are_refused(toy: LLM, tmp_path: Path) -> None:

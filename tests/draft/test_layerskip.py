@@ -112,9 +112,7 @@ def test_two_parts_make_the_whole(layer: int, decoder: Decoder) -> None:
 
 
 def test_a_chain_tells_its_states_and_stops_at_its_floor(checkpoint: Make) -> None:
-    """Chains of three rows, one of which stops after its first guess: the others go on, and say what they say
-    alone.
-    """
+    """Chains of three rows, one of which stops after its first token: the others do not change."""
     decoder = Decoder(
         Checkpoint.open(str(checkpoint(num_hidden_layers=LAYERS))), torch.float32, torch.device("cpu"), 64
     )
@@ -140,8 +138,8 @@ def test_a_chain_tells_its_states_and_stops_at_its_floor(checkpoint: Make) -> No
         assert alone == free[i : i + 1] and torch.equal(state[0, : 4 - i], states[i, : 4 - i])
     stopped, _ = run([0, 1, 2], [0.0, 1.0, 0.0])
     assert stopped == [free[0], free[1][:1], free[2]]
-    said = decoder.logits(states.flatten(0, 1), [0, 1, 2, 3, 4, 5, 6, 8, 9]).argmax(-1).tolist()
-    assert said == [*free[0], *free[1], *free[2]]
+    output = decoder.logits(states.flatten(0, 1), [0, 1, 2, 3, 4, 5, 6, 8, 9]).argmax(-1).tolist()
+    assert output == [*free[0], *free[1], *free[2]]
 
 
 def test_a_plan_of_some_rows() -> None:
@@ -314,8 +312,8 @@ def test_candidates_leave_the_outer_layers_alone() -> None:
 
 def test_past_trials_make_better_suggestions_than_chance() -> None:
     """Sublayers are worth something each: a suggestion after 60 random trials beats nearly all of them."""
-    random_streams, search = random.Random(3), searching(bayes_interval=1000)
-    value = [random_streams.random() for _ in range(24)]
+    rng, search = random.Random(3), searching(bayes_interval=1000)
+    value = [rng.random() for _ in range(24)]
     for _ in range(60):
         skip = search.suggest()
         search.learn(skip, worth(search, skip, value))

@@ -40,7 +40,7 @@ def path_of(tree: DraftTree, node: int) -> tuple[int, ...]:
     return () if node == ROOT else (*path_of(tree, tree.parents[node]), tree.tokens[node])
 
 
-def only_guesses(tree: DraftTree) -> DraftTree:
+def only_drafts(tree: DraftTree) -> DraftTree:
     return tree.only(range(tree.size))
 
 
@@ -55,7 +55,7 @@ class Steps:
         budget = budget or Budget(depth, self.drafter.size(depth))
         self.batch = drafted_batch(self.drafter, self.row, budget)
         tree = self.batch[0].tree
-        check_tree(only_guesses(tree), budget)
+        check_tree(only_drafts(tree), budget)
         assert len(tree.tokens) <= budget.nodes
         return tree
 
@@ -70,7 +70,7 @@ class Steps:
         text = list(before)
         for _ in range(9):
             text.append(answer(tuple(text)))
-        step.accepted = accepted_path(only_guesses(tree), text[len(before) :])
+        step.accepted = accepted_path(only_drafts(tree), text[len(before) :])
         step.emitted = text[len(before) : len(before) + len(step.accepted) + 1]
         self.row.tokens.extend(step.emitted)
         self.drafter.observe(Commit(self.batch))
@@ -91,9 +91,7 @@ class Published:
         self.filled = 0
 
     def speak(self, text: tuple[int, ...]) -> list[int]:
-        """What the target says after the elements of the last filled level: each sees level 0 up to its
-        column, then its column down.
-        """
+        """The target's tokens after the last filled level; each node sees level 0 up to its column."""
         zero, rows = [text[-1], *self.past[0]], self.past[1 : self.filled + 1]
         return [answer((*text[:-1], *zero[: j + 1], *(row[j] for row in rows))) for j in range(len(zero))]
 
@@ -185,7 +183,7 @@ def test_an_element_sees_what_the_published_mask_shows_it(window: int, level: in
     assert len(levels) == level - 1, "the last ones were whole"
 
 
-def test_the_target_says_after_a_probe_what_it_says_after_its_path(
+def test_target_after_a_probe_equals_target_after_its_path(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the engine, against plain decoding of the tokens that a probe sees."""
@@ -218,7 +216,7 @@ def test_the_target_says_after_a_probe_what_it_says_after_its_path(
     assert checked > 50
 
 
-# ---- the pool, and what is guessed from it
+# ---- the pool, and drafts from it
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.tuples(st.integers(0, 2), st.integers(0, 1))), max_size=60))
@@ -241,7 +239,7 @@ def test_the_pool_equals_a_list(adds: list[tuple[int, tuple[int, ...]]]) -> None
         assert list(pool.after(token)) == [rest for t, rest in reversed(naive) if t == token]
 
 
-def test_the_last_ngrams_are_guessed_with_shared_beginnings() -> None:
+def test_latest_ngrams_are_drafted_as_a_tree() -> None:
     drafter = make_drafter(Lookahead, window_size=1, level=4, guess_set_size=3)
     for rest in ((1, 2, 3), (4, 5, 6), (1, 2, 7), (1, 8, 9)):
         drafter.memory.pool.add(30, rest)
@@ -312,7 +310,7 @@ def test_no_probe_stands_past_the_last_position(tokens: int, probes: int) -> Non
     assert Steps(drafter, [1] * tokens).propose().probes == probes
 
 
-def test_a_window_in_which_nothing_can_be_said_begins_anew() -> None:
+def test_window_without_valid_token_restarts() -> None:
     drafter = make_drafter(Lookahead, window_size=3, level=3)
     steps = Steps(drafter, [1, 2, 3])
     for _ in range(4):
@@ -338,7 +336,7 @@ def test_a_row_that_ends_leaves_nothing_but_the_pool() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_up_to_the_end_of_the_context(temperature: float, tiny: Path) -> None:
-    """Windows stop in time, and the text is that of plain decoding; some of it was guessed."""
+    """Windows end in time, the text is that of plain decoding, and some of it was drafted."""
     prompts: Any = [{"prompt_token_ids": [(i * j) % 5 + 5 for j in range(150 + 30 * i)]} for i in range(1, 4)]
     params = SamplingParams(temperature=temperature, seed=2, ignore_eos=True, max_tokens=256)
     expected = [output.outputs[0].token_ids for output in LLM(str(tiny)).generate(prompts, params)]

@@ -1,4 +1,4 @@
-"""Medusa's published files load as they are, and say what naive heads in float64 say; what makes no sense is refused by name."""
+"""Medusa's published files load and equal naive float64 heads; invalid ones are refused by name."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_a_merged_checkpoint_is_target_and_heads(toy: LLM, tmp_path: Path) -> No
     [(5, 4096, 32000, 1, 1_478_533_120), (2, 5120, 32000, 2, 760_238_080), (3, 4096, 32000, 1, 887_119_872)],
 )
 def test_the_published_bytes(heads: int, hidden: int, vocabulary: int, blocks: int, size: int) -> None:
-    """vicuna-7b-v1.3 (1.48 GB), apar-13b (760,282,446 with the pickle around it), medusa_test (887,123,735)."""
+    """Sizes of vicuna-7b-v1.3 (1.48 GB), apar-13b (760,282,446, pickled) and medusa_test (887,123,735)."""
     with torch.device("meta"):
         network = Network(hidden, vocabulary, heads, blocks)
     assert 2 * sum(parameter.numel() for parameter in network.parameters()) == size
@@ -260,8 +260,8 @@ def test_heads_for_another_target_are_refused(toy: LLM, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["1.2.weight", "1.1.linear.weight", "0.0.linear.bias", "0.0.linear.weight"])
 def test_a_missing_tensor_is_named(name: str, toy: LLM, tmp_path: Path) -> None:
     named = without(reference(parts_of(2, 2, shared=False)), name)
-    said = {"1.2.weight": "1.lm_head.weight"}.get(name, name)
-    with pytest.raises(ModelError, match=said.replace(".", r"\.")):
+    output = {"1.2.weight": "1.lm_head.weight"}.get(name, name)
+    with pytest.raises(ModelError, match=output.replace(".", r"\.")):
         drafter_of(toy, save_head(tmp_path, CONFIG, named, PT))
 
 

@@ -1,4 +1,4 @@
-"""Which positions Medusa's guesses are about, with which noise and laws; the trees that they fill; what heads learn."""
+"""Positions, noise and distributions of Medusa's drafts; the trees that they fill; training."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ def test_drafts_use_the_noise_of_their_position(chained: tuple[LLM, Beside]) -> 
 
 
 def test_processors_see_the_positions_of_drafts(chained: tuple[LLM, Beside]) -> None:
-    """A token that ends the text may not be said before its time, and a processor sees the guesses before."""
+    """A token that ends the text is masked until min_tokens; processors see the draft path."""
     llm, beside = chained
     favourite = int(beside([5, 6, 7, 9])[1].argmax())
     wanted = {"logit_bias": {favourite: 100.0}}
     heard = listened(llm, [5, 6, 7], stop_token_ids=[favourite], min_tokens=12, **wanted)
-    said = [(len(tokens) - 3 + i, token) for tokens, tree in heard for i, token in enumerate(tree.tokens)]
-    assert len(said) > 20 and max(at for at, _ in said) >= 12
-    assert all((token == favourite) == (at >= 12) for at, token in said)
+    output = [(len(tokens) - 3 + i, token) for tokens, tree in heard for i, token in enumerate(tree.tokens)]
+    assert len(output) > 20 and max(at for at, _ in output) >= 12
+    assert all((token == favourite) == (at >= 12) for at, token in output)
 
     def never_twice(ids: list[int], logits: Tensor) -> Tensor:
         out = logits.clone()
@@ -88,7 +88,7 @@ def test_processors_see_the_positions_of_drafts(chained: tuple[LLM, Beside]) -> 
 
 
 def test_a_level_has_one_distribution(toy: LLM, tmp_path: Path) -> None:
-    """Guesses that are drawn say from what: the law of the level's head, whichever node they hang from."""
+    """Sampled nodes keep their q: the distribution of the level's head, under any parent."""
     parts = parts_of(3)
     folder = save_head(tmp_path, CONFIG, reference(parts), PT)
     llm, beside = toy.variant({"model": folder, "nodes": 30, "verification": "rejection"}), Beside(toy, parts)
@@ -107,7 +107,7 @@ def test_a_level_has_one_distribution(toy: LLM, tmp_path: Path) -> None:
 
 
 def test_sampled_drafts_follow_their_distribution(toy: LLM, tmp_path: Path) -> None:
-    """Over many seeds that said the same first token, a draw is as likely as its law says, and the next level's owes nothing to it."""
+    """Over many seeds a sampled token follows its distribution, independently of the next level."""
     parts = [(blocks, lm_head * 0.3) for blocks, lm_head in parts_of(2) if lm_head is not None]
     llm = toy.variant(
         {
@@ -168,7 +168,7 @@ def test_a_smaller_budget_takes_the_most_accurate_paths(toy: LLM, tmp_path: Path
 
 
 def test_own_tree_follows_accuracy(toy: LLM, tmp_path: Path) -> None:
-    """Where the best guess of each head is always right, the tree grows deep; what is never right loses its worth."""
+    """With heads whose best token is always right the tree grows deep; useless ranks lose their share."""
     drafter = drafter_of(toy, save_head(tmp_path, CONFIG, reference(parts_of(3)), PT), nodes=8)
     chain = [(0,), (0, 0), (0, 0, 0)]
     assert drafter.memory.best_paths(8, 3, None)[:3] != chain
@@ -235,13 +235,13 @@ def test_the_loss_is_the_published_one(toy: LLM) -> None:
 
 @pytest.fixture(scope="module")
 def taught(toy: LLM, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Heads that have learnt by heart what the target says to the prompts of `acceptance`, in vLLM's layout."""
+    """Heads trained on the target's answers to the prompts of `acceptance`, in vLLM's layout."""
     rng = random.Random(99)
     prompts = [{"prompt_token_ids": [rng.randrange(V) for _ in range(6)]} for _ in range(8)]
     params = [SamplingParams(temperature=0.7, max_tokens=48, ignore_eos=True, seed=i) for i in range(8)]
-    said = [out.prompt_token_ids + list(out.outputs[0].token_ids) for out in toy.generate(prompts, params)]
+    output = [out.prompt_token_ids + list(out.outputs[0].token_ids) for out in toy.generate(prompts, params)]
     data, outer = (
-        [read(toy.engine.decoder, text, (FINAL,)) for text in said],
+        [read(toy.engine.decoder, text, (FINAL,)) for text in output],
         TargetWeights.of(toy.engine.decoder),
     )
     torch.manual_seed(0)
@@ -253,7 +253,7 @@ def taught(toy: LLM, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_a_trained_head_is_mostly_right(toy: LLM, taught: str) -> None:
-    """Chance is 1/512.  Sampled texts: every guess is about a token that depends on one that was drawn."""
+    """Chance is 1/512.  In sampled texts every draft token depends on a sampled one."""
     target = toy.engine.options.model
     assert acceptance(target, {"model": taught, "tree": "chain", "num_speculative_tokens": 1}) > 0.5
     assert acceptance(target, {"model": taught, "tree": "chain"}) > 0.4
@@ -310,12 +310,12 @@ def test_a_union_updates_the_accuracy_of_the_right_rank(toy: LLM, monkeypatch: p
     target = toy.engine.target
     network = Network(HIDDEN, V, heads=1, blocks=1)
     medusa = Medusa(Medusa.Options(nodes=2), target, Head.of("one", network.config(), network.state_dict()))
-    guess, end = medusa.propose, 0
+    draft_token, end = medusa.propose, 0
 
     def propose(batch: Batch) -> Draft:
         nonlocal end
         end = len(batch.rows[0].tokens)
-        return guess(batch)
+        return draft_token(batch)
 
     def heads(*_: Any) -> Tensor:
         logits = torch.zeros(1, 1, V)

@@ -1,4 +1,4 @@
-"""MLP speculators: every published layout against a naive float64 network, the tree, the laws, and what is refused."""
+"""MLP speculators: published layouts against a naive float64 network, trees, distributions, refusals."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Case:
         return self.tensors[f"{name}.weight"][token].double()
 
     def logits(self, f: Tensor, ids: Sequence[int]) -> Tensor:
-        """After the tokens `ids`, of which the first is what the target said from the state f."""
+        """Logits after the tokens `ids`, the first of which was sampled from the state f."""
         sw = 0.5 ** (0.5 / STEPS)
         share = math.sqrt((1 - sw * sw) * INNER / 2) / sw
         s, cell = f.double(), torch.zeros(INNER, dtype=torch.float64)
@@ -127,8 +127,10 @@ def ibm(tied: bool = False, **config: Any) -> Case:
             tensors["proj.1.weight"] if tied and i > 1 else matrix(INNER, INNER if i else HIDDEN)
         )
     settings = {
-        "architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": "mlp_speculator", "vocab_size": V, "emb_dim": HIDDEN,
-        "inner_dim": INNER, "n_predict": STEPS, "top_k_tokens_per_head": list(TOP_K), "n_candidates": KEPT, **config,
+        "architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": "mlp_speculator", "vocab_size": V,
+        "emb_dim": HIDDEN,
+        "inner_dim": INNER, "n_predict": STEPS, "top_k_tokens_per_head": list(TOP_K), "n_candidates": KEPT,
+        **config,
     }  # fmt: skip
     if tied:
         settings.setdefault("tie_weights", True)
@@ -146,7 +148,8 @@ def once(case: Case) -> Case:
 def arctic(case: Case, **config: Any) -> Case:
     sizes = {name: str(INNER) for name in ("inner_dim", "emb_dim", "proj_dim")}
     settings = {
-        "architectures": ["ArcticLSTMSpeculatorPreTrainedModel"], "model_type": "mlp_speculator", "vocab_size": V,
+        "architectures": ["ArcticLSTMSpeculatorPreTrainedModel"], "model_type": "mlp_speculator",
+        "vocab_size": V,
         "input_hidden_dim": HIDDEN, "n_predict": STEPS,
         "top_k_tokens_per_head": [1] * STEPS, "n_candidates": STEPS, "scale_input": True, **sizes, **config,
     }  # fmt: skip
@@ -183,7 +186,7 @@ def lstm(tied: bool) -> Case:
 
 
 def unsaid(case: Case) -> Case:
-    """With a config that knows nothing of what tensors can say."""
+    """With a config that leaves out what the tensors tell."""
     return replace(
         case, config={key: case.config[key] for key in ("tie_weights", "scale_input", "inner_dim")}
     )
@@ -199,13 +202,16 @@ def joined(case: Case) -> Case:
 
 
 CASES = {
-    "ibm": ibm(), "ibm, scaled": ibm(scale_input=True, tie_weights=False), "ibm, a wrong n_predict": ibm(n_predict=7),
+    "ibm": ibm(), "ibm, scaled": ibm(scale_input=True, tie_weights=False),
+    "ibm, a wrong n_predict": ibm(n_predict=7),
     "ibm, no prefix": replace(ibm(), stored=ibm().tensors), "ibm, tied": ibm(True, scale_input=True),
     "ibm, tied, aliases": replace(ibm(True), file="pytorch_model.bin"), "ibm, tied, once": once(ibm(True)),
     "ibm, tied, once, unsaid": once(ibm(True, tie_weights=None)), "arctic mlp": replace(
-        ibm(scale_input=True, architectures=["ArcticMLPSpeculatorPreTrainedModel"]), stored=ibm().tensors, file="pytorch_model.bin"
+        ibm(scale_input=True, architectures=["ArcticMLPSpeculatorPreTrainedModel"]), stored=ibm().tensors,
+        file="pytorch_model.bin"
     ),
-    "rnn": rnn(False, False), "rnn, tied": rnn(False, True), "rnn, deep": rnn(True, False), "rnn, deep, tied": rnn(True, True),
+    "rnn": rnn(False, False), "rnn, tied": rnn(False, True), "rnn, deep": rnn(True, False),
+    "rnn, deep, tied": rnn(True, True),
     "rnn, tied, unsaid": unsaid(rnn(False, True)), "lstm, unsaid": unsaid(lstm(False)),
     "lstm": lstm(False), "lstm, tied": lstm(True), "lstm, joined": joined(lstm(True)),
 }  # fmt: skip
@@ -271,13 +277,13 @@ def test_few_bits(quantization: str, name: str, llm: LLM, tmp_path: Path) -> Non
     assert 1e-4 < error < (0.03 if quantization == "int8" else 0.2)
 
 
-# ---- guesses
+# ---- drafts
 
 
 def told(
     drafter: MlpSpeculator, states: Sequence[Tensor], rows: Sequence[Row], budgets: Sequence[Budget]
 ) -> list[DraftTree]:
-    """What it guesses for rows whose last states these are."""
+    """Drafts for rows with these last states."""
     for row, f in zip(rows, states):
         drafter.last_states[row] = len(row.tokens) - 1, f[None]
     steps = [RowStep(row, len(row.tokens) - 1, 1, budget=budget) for row, budget in zip(rows, budgets)]
@@ -304,13 +310,13 @@ def paths_of(tree: DraftTree) -> Iterator[tuple[int, ...]]:
 @pytest.mark.parametrize("name", ["ibm", "lstm"])
 def test_a_greedy_chain(name: str, llm: LLM, tmp_path: Path) -> None:
     case, f = CASES[name], torch.randn(HIDDEN)
-    drafter, said = opened(llm, case, tmp_path), [9]
+    drafter, output = opened(llm, case, tmp_path), [9]
     for _ in range(STEPS):
-        said.append(int(case.logits(f, said).argmax()))
+        output.append(int(case.logits(f, output).argmax()))
     for depth in range(1, STEPS + 1):
         (tree,) = told(drafter, [f], [row_at(0.0)], [Budget(depth, depth)])
-        assert tree.tokens == said[1 : depth + 1] and tree.parents == list(range(-1, depth - 1))
-        shares = [float(case.logits(f, said[: i + 1]).softmax(-1)[said[i + 1]]) for i in range(depth)]
+        assert tree.tokens == output[1 : depth + 1] and tree.parents == list(range(-1, depth - 1))
+        shares = [float(case.logits(f, output[: i + 1]).softmax(-1)[output[i + 1]]) for i in range(depth)]
         assert tree.confidence == pytest.approx(shares, rel=1e-3), (
             "the same steps, however many are asked for"
         )
@@ -353,7 +359,7 @@ def test_the_tree_of_the_checkpoint_config(llm: LLM, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["ibm", "lstm, joined"])
 def test_drafts_at_a_temperature_share_the_noise(name: str, llm: LLM, tmp_path: Path) -> None:
-    """At every node the children are the best of its logits under the noise of the position; their places are known beforehand."""
+    """Children of a node are the best of its logits under the position's noise, in fixed places."""
     case, f, row = CASES[name], torch.randn(HIDDEN), row_at(0.7, seed=5)
     drafter = opened(llm, case, tmp_path, top_k_tokens_per_head=list(TOP_K), n_candidates=KEPT, nodes=60)
     (tree,) = told(drafter, [f], [row], [Budget(STEPS, 60)])
@@ -366,7 +372,7 @@ def test_drafts_at_a_temperature_share_the_noise(name: str, llm: LLM, tmp_path: 
 
 
 def test_sampled_drafts_carry_their_distributions(llm: LLM, tmp_path: Path) -> None:
-    """The law of a step given the path; siblings are drawn without replacement, and the places hang on no token."""
+    """q of a step given the path; siblings are drawn without replacement, in places that no token decides."""
     case, f = CASES["lstm"], torch.randn(HIDDEN)
     drafter = opened(llm, case, tmp_path, top_k_tokens_per_head=list(TOP_K), n_candidates=KEPT, nodes=60)
     drafter.target = replace(drafter.target, needs_probs=True)
@@ -386,7 +392,7 @@ def test_sampled_drafts_carry_their_distributions(llm: LLM, tmp_path: Path) -> N
 
 
 def test_rows_that_get_no_drafts(llm: LLM, tmp_path: Path) -> None:
-    """A row whose state is unknown or old, one that reads its prompt, and one without a budget, beside one that is guessed for."""
+    """Rows with an unknown or old state, in prefill, or without a budget, beside one that drafts."""
     drafter, rows = opened(llm, CASES["ibm"], tmp_path), [row_at(0.0) for _ in range(5)]
     f = torch.randn(HIDDEN)
     for row, computed in zip(rows[1:], (1, 3, 3, 3)):

@@ -1,4 +1,4 @@
-"""The networks of MLP speculators as their authors publish them: names, sizes, export, and what they learn."""
+"""The networks of MLP speculators as published: names, sizes, export and training."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def loaded(llm: LLM, config: dict[str, Any], tensors: dict[str, Tensor]) -> MlpS
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_trained_network_equals_the_drafter(name: str, llm: LLM) -> None:
-    """`forward` says what the drafter says of the file that is saved, of every export, too."""
+    """`forward` equals the drafter over the saved file and over every export."""
     torch.manual_seed(1)
     network = NETWORKS[name]()
     for parameter in network.parameters():
@@ -194,7 +194,7 @@ def test_trained_speculator_is_accepted(
 
 
 def states_are_of_the_last_computed_token(llm: LLM, speculation: dict[str, Any]) -> None:
-    """The other half of the alignment, which this target, whose text hangs on the last token, would hardly notice."""
+    """Alignment of states, which this target would hardly show: its text depends on the last token."""
     llm.use(speculation)
     drafter = llm.engine.drafter
     assert isinstance(drafter, MlpSpeculator)

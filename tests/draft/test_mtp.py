@@ -1,4 +1,4 @@
-"""Prediction layers load from every layout, and say what naive ones in float64 say, level by level and node by node."""
+"""Prediction layers: every layout loads and equals naive float64 layers, level by level, node by node."""
 
 from __future__ import annotations
 
@@ -60,9 +60,10 @@ def test_every_layout_is_the_same_layer(toy: LLM, tmp_path: Path, kind: str, fil
 
 
 def told(toy: LLM, w: dict[str, Tensor], text: list[int], path: list[int]) -> Tensor:
-    """The law behind the text and a path of guesses, as the layers say it when each goes over everything at once.
+    """Logits after the text and a draft path, with every layer run over everything at once.
 
-    Layer k: what layer k-1 said at t, beside token t + k + 1; behind the last layer that one goes on at t + 1 with what it says itself.
+    Layer k combines the output of layer k - 1 at t with token t + k + 1.  After the last layer, that layer
+    continues at t + 1 with its own output.
     """
     decoder, outer, layers = (
         toy.engine.decoder,
@@ -70,19 +71,19 @@ def told(toy: LLM, w: dict[str, Tensor], text: list[int], path: list[int]) -> Te
         len({name.split(".")[1] for name in w}),
     )
     known = [*text, *path]
-    g = said = read(decoder, text[:-1], (FINAL,)).states[FINAL].double()
+    g = output = read(decoder, text[:-1], (FINAL,)).states[FINAL].double()
     for level in range(len(path) + 1):
         k = min(level, layers - 1)
-        g = said if level < layers else torch.cat([g, said[-1:]])
-        said = norm(
+        g = output if level < layers else torch.cat([g, output[-1:]])
+        output = norm(
             naive(w, k, outer.embedding[known[k + 1 : k + 1 + len(g)]], g),
             w[f"layers.{k}.norm.weight"].double(),
         )
-    return (said[-1] @ outer.lm_head.double().T).softmax(-1)
+    return (output[-1] @ outer.lm_head.double().T).softmax(-1)
 
 
 def listened(llm: LLM) -> list[tuple[list[int], DraftTree]]:
-    """What the drafter guesses from now on: the row's tokens, and the tree."""
+    """Record the row's tokens and the tree of every draft from now on."""
     drafter, heard = llm.engine.drafter, list[tuple[list[int], DraftTree]]()
     propose = drafter.propose
 
@@ -98,8 +99,7 @@ def listened(llm: LLM) -> list[tuple[list[int], DraftTree]]:
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("tree", ["chain", "dynamic", "mc_sim_7b_63"])
 def test_drafts_equal_those_of_naive_layers(toy: LLM, tmp_path: Path, layers: int, tree: str) -> None:
-    """Chunks of 5 tokens, two samples of one prompt, a second prompt that shares its beginning, and one of two tokens; one level more
-    than there are layers."""
+    """Prefill in chunks of 5, two samples of a prompt, a shared prefix, and a prompt of two tokens."""
     w = tensors(layers)
     folder = save_head(tmp_path, *stored(w, "deepseek"))
     shape = {"chain": {}, "dynamic": {"top_k": 2, "nodes": 7}}.get(tree, {"nodes": 7})
@@ -169,7 +169,8 @@ def test_mimo_is_a_target_without_code_of_its_own(tmp_path: Path) -> None:
 
     torch.manual_seed(1)
     sizes = {"vocab_size": V, "hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": 2, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "max_position_embeddings": 128, "tie_word_embeddings": False, "initializer_range": 0.2}  # fmt: skip
+             "num_key_value_heads": 2, "max_position_embeddings": 128, "tie_word_embeddings": False,
+             "initializer_range": 0.2}  # fmt: skip
     Qwen2ForCausalLM(Qwen2Config(**sizes)).save_pretrained(tmp_path / "qwen")
     mimo = {
         "architectures": ["MiMoForCausalLM"],
@@ -207,7 +208,7 @@ def taught(request: pytest.FixtureRequest, toy: LLM, tmp_path_factory: pytest.Te
 
 
 def test_trained_layers_are_mostly_right(toy: LLM, taught: str) -> None:
-    """Of two levels.  Chance is 1/512, and layers that were not taught, which pass the token's embedding on, reach 0.08."""
+    """Two levels.  Chance is 1/512; untrained layers, which pass the embedding on, reach 0.08."""
     assert (
         acceptance(toy.engine.options.model, {"model": taught, "tree": "chain", "num_speculative_tokens": 2})
         > 0.18
@@ -215,7 +216,7 @@ def test_trained_layers_are_mostly_right(toy: LLM, taught: str) -> None:
 
 
 def test_a_shift_is_caught(toy: LLM, taught: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pairs of a state and the token before the one that was said from it."""
+    """Pairs of a state and the token before the one sampled from it."""
     import outrider.draft.mtp as mtp
 
     class Shifted(StepInput):

@@ -54,7 +54,7 @@ def test_qwen3_next_is_refused_by_name(toy: LLM, tmp_path: Path) -> None:
         Mtp(Mtp.Options(model=folder), toy.engine.target)
 
 
-def test_a_target_without_layers_is_told_so(toy: LLM) -> None:
+def test_target_without_layers_is_refused(toy: LLM) -> None:
     with pytest.raises(ModelError, match=r"no multi-token prediction layers.*'model'"):
         LLM(toy.engine.options.model, dtype="float32", speculative_config={"method": "mtp"})
 

@@ -17,7 +17,8 @@ from outrider.testing import drafted_batch, proposed_tree
 def make_row(tokens: list[int]) -> Row:
     params = SamplingParams(max_tokens=1000)
     return Row(
-        id="0", index=0, tokens=list(tokens), prompt=len(tokens), params=params, distribution=params.distribution, seed=0, processors=(),
+        id="0", index=0, tokens=list(tokens), prompt=len(tokens), params=params,
+        distribution=params.distribution, seed=0, processors=(),
         limit=10_000, ending=frozenset(),
     )  # fmt: skip
 
@@ -46,7 +47,7 @@ def drafter(low: int = 2, high: int = 4) -> Ngram:
 
 
 def trust(method: Ngram, row: Row) -> None:
-    """As if guesses for this row had been right before."""
+    """Raise the acceptance of this row, as if earlier drafts had been right."""
     method.indexes.setdefault(row, NgramIndex([-1] * (method.shortest - 1))).credit = 4
 
 
@@ -62,7 +63,7 @@ def test_of_equally_long_matches_the_most_recent_wins() -> None:
 
 
 @pytest.mark.parametrize("tokens", [[1], [1, 2], [1, 2, 3, 4, 5], [1, 2, 3, 1]])
-def test_no_match_is_no_guess(tokens: list[int]) -> None:
+def test_no_match_gives_no_draft(tokens: list[int]) -> None:
     assert propose_tree(drafter(), make_row(tokens), 5) == []
 
 
@@ -76,7 +77,7 @@ def test_a_copy_that_reaches_the_end_goes_on_as_the_loop_would() -> None:
         assert propose_tree(method, row, len(expected)) == expected
 
 
-def test_no_budget_is_no_guess() -> None:
+def test_no_budget_gives_no_draft() -> None:
     assert propose_tree(drafter(), make_row([1, 2, 1, 2]), 0) == []
 
 
@@ -117,10 +118,7 @@ def test_ranges(low: int, high: int) -> None:
 
 
 def test_evidence_decides_how_much_is_risked() -> None:
-    """A row that was never right guesses behind matches of three and more, one token less than its match is
-    long; after a failure only the longest n-gram counts and one token is guessed; with success full guesses
-    come.
-    """
+    """Draft length follows a row's success: short after failures, full after accepted drafts."""
     row = make_row([1, 2, 3, 4, 9, 9, 1, 2, 3, 4, 8, 1, 2, 3, 4])
     drafter = Ngram(Ngram.Options())
 
@@ -135,9 +133,9 @@ def test_evidence_decides_how_much_is_risked() -> None:
     assert propose_tree(1) == [8]
     assert propose_tree(2) == [8, 1, 2], "one success was one more chance"
     assert len(propose_tree(0)) == 5, "proven"
-    for text, guessed in (
+    for text, drafted in (
         ([5, 3, 4, 9, 9, 6, 3, 4], 0),
         ([5, 3, 4, 9, 9, 5, 3, 4], 2),
     ):  # a match of two, of three
         short = make_row(text)
-        assert len(proposed_tree(drafter, short, Budget(5, 5)).tokens) == guessed
+        assert len(proposed_tree(drafter, short, Budget(5, 5)).tokens) == drafted

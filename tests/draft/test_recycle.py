@@ -69,7 +69,7 @@ def inner(path: tuple[int, ...]) -> int:
     return token
 
 
-def test_unknown_tokens_and_unlikely_paths_are_not_guessed() -> None:
+def test_unknown_tokens_and_unlikely_paths_are_not_drafted() -> None:
     drafter = make_drafter(Recycle)
     assert propose_tree(drafter, make_row([1]), 6).tokens == []
     taught(drafter, {1: [2, 3, 4, 5, 6, 7, 8, 9]})
@@ -81,7 +81,7 @@ def test_unknown_tokens_and_unlikely_paths_are_not_guessed() -> None:
 
 
 def test_what_the_target_saw_replaces_what_was_known() -> None:
-    """At every node, accepted or not; and prompts put what they say first."""
+    """Candidates are stored at every node, accepted or not, and for prompt tokens."""
     drafter = make_drafter(Recycle)
     tree = DraftTree([7, 8], [-1, -1], [0.5, 0.5])
     commit(drafter, tree, [1, 2], [1], [list(range(10, 18)), list(range(20, 28)), list(range(30, 38))])
@@ -130,7 +130,7 @@ def test_ranks_are_judged_along_the_path_only() -> None:
     assert after[2] == pytest.approx(before[2] * 0.98 ** (1 + (below > 2))), "wrong at the root"
 
 
-def test_ranks_that_are_never_right_are_guessed_no_more() -> None:
+def test_ranks_that_always_fail_are_dropped() -> None:
     drafter = taught(make_drafter(Recycle), {1: list(range(2, 10))})
     for _ in range(300):
         tree = propose_tree(drafter, make_row([1]), 6)

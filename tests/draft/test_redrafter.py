@@ -54,7 +54,7 @@ class Naive:
         self.blocks = sum(name.endswith("linear.weight") for name in tensors)
 
     def log_probs(self, path: tuple[int, ...]) -> Tensor:
-        """log q after the pending token and these guesses."""
+        """log q after the pending token and these draft tokens."""
         t, silu = self.t, torch.nn.functional.silu
         s = torch.zeros_like(self.f)
         for token in path:
@@ -169,7 +169,7 @@ def test_logits_of_every_layout_equal_a_naive_network(layout: str, llm: LLM, tmp
 
 @pytest.mark.parametrize("seed", range(6))
 def test_beams_are_searched_among_the_fifty_best_tokens(seed: int, llm: LLM) -> None:
-    """Flat logits: without the cut, what a beam is worth beside another, and so which ones survive, would differ."""
+    """Flat logits: without the cut, scores of beams and so the surviving beams would differ."""
     torch.manual_seed(seed)
     net = Network(HIDDEN, V)
     net.lm_head[-1].weight.data.mul_(3.0)
@@ -179,7 +179,7 @@ def test_beams_are_searched_among_the_fifty_best_tokens(seed: int, llm: LLM) -> 
 
 
 def test_more_beams_than_tokens_are_left(llm: LLM) -> None:
-    """A first level of 64 beams finds 50 tokens, at a temperature, too; none where the request allows no token of these."""
+    """A first level of 64 beams finds 50 tokens, also at a temperature, and none if all are masked."""
     drafter = drafter_of(llm, beam_width=64, nodes=999)
     for temperature in (0.0, 0.8):
         row = seen(drafter, greedy(TEXT), state())
@@ -277,7 +277,7 @@ def test_noise_ranks_the_beams(llm: LLM) -> None:
 
 
 def test_rows_are_independent(llm: LLM) -> None:
-    """Different budgets, a row without a state, one that may not guess: each gets what it gets alone."""
+    """Different budgets, a row without state and one without budget: each gets what it gets alone."""
     drafter = drafter_of(llm, beam_width=4, nodes=20)
     rows = [seen(drafter, greedy([7, 8, i]), state(i)) for i in range(5)]
     del drafter.last_states[rows[1]]
@@ -293,7 +293,7 @@ def test_rows_are_independent(llm: LLM) -> None:
 
 
 def test_sampled_drafts_carry_their_distributions(llm: LLM) -> None:
-    """Every law is the head's own behind the path; a small tree still reaches its levels."""
+    """Every q is the head's own after the path; a small tree still reaches its depth."""
     drafter = drafter_of(llm, beam_width=4, nodes=8)
     drafter.target = replace(drafter.target, needs_probs=True)
     row = seen(drafter, greedy(TEXT), state())

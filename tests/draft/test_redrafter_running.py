@@ -34,14 +34,14 @@ def llm(target: str) -> LLM:
 
 @pytest.fixture(scope="module")
 def learned(llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A head that knows by heart the texts that `acceptance` asks for: what it says there hangs on how states and tokens are aligned."""
+    """A head trained on the texts of `acceptance`, which is right only if states and tokens align."""
     rng = random.Random(99)
     prompts = [{"prompt_token_ids": [rng.randrange(V) for _ in range(6)]} for _ in range(8)]
     asked = [SamplingParams(temperature=0.7, max_tokens=48, ignore_eos=True, seed=i) for i in range(8)]
-    said = llm.generate(prompts, asked, use_tqdm=False)
+    output = llm.generate(prompts, asked, use_tqdm=False)
     data = [
         read(llm.engine.decoder, [*out.prompt_token_ids, *out.outputs[0].token_ids], ReDrafter.needs.states)
-        for out in said
+        for out in output
     ]
     torch.manual_seed(0)
     net = Network(HIDDEN, V, layers=1)
@@ -52,7 +52,7 @@ def learned(llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_drafts_of_a_trained_head_are_accepted(
     target: str, learned: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A chain of 4 far above chance, which is 1/512; trees give more tokens a step; and one token too early nothing fits."""
+    """A chain of 4 is far above chance (1/512), trees give more; shifted by one token nothing fits."""
     chain = {"model": learned, "beam_width": 1, "num_speculative_tokens": 4}
     right = acceptance(target, chain)
     assert right > 0.6
@@ -70,7 +70,7 @@ def test_drafts_of_a_trained_head_are_accepted(
 def test_drafts_use_the_state_that_gave_the_pending_token(
     llm: LLM, learned: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever was accepted, and however the prompt was cut; compared with the target reading the text alone."""
+    """With any acceptance and any chunks, states equal those of the target reading the text alone."""
     levels, seen = ReDrafter._levels, list[tuple[list[int], Tensor]]()
 
     def watched(self: ReDrafter, f: Tensor, grown: list[Beams]) -> None:
@@ -112,7 +112,7 @@ def test_options_are_refused_by_name(options: dict[str, Any], says: str, llm: LL
 
 
 def test_beam_length_counts_the_token_it_begins_with(llm: LLM, learned: str) -> None:
-    """The reference's ten beams of four: three guesses deep."""
+    """The reference's ten beams of four tokens, of which three are drafted."""
     llm.use({"method": "redrafter", "model": learned})
     assert llm.engine.controller.max_depth == 3 and llm.engine.drafter.options.beam_width == 10
     llm.use({"method": "redrafter", "model": learned, "beam_length": 3, "beam_width": 2})

@@ -1,4 +1,4 @@
-"""Suffix decoding: its trees equal counting, and it guesses little where it fails."""
+"""Suffix decoding: its trees equal counting, and drafts shrink where they fail."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def test_the_tree_equals_counting(
         paths[i] = (*paths[parent], token)
         level = len(paths[parent])
         agree = [text for text in texts if tuple(text[:level]) == paths[parent] and len(text) > level]
-        said = Counter(text[level] for text in agree)
-        assert confidence == pytest.approx(said[token] / len(agree) * acceptance(length + level))
+        output = Counter(text[level] for text in agree)
+        assert confidence == pytest.approx(output[token] / len(agree) * acceptance(length + level))
         joint[i] = joint[parent] * confidence
         assert joint[i] >= least * (1 - 1e-9)
         if siblings == 1:
-            assert said[token] == max(said.values())
+            assert output[token] == max(output.values())
     assert score == pytest.approx(sum(joint.values()) - 1)
     best = all_joints(texts, depth, acceptance, length, least, siblings)
     assert sorted(list(joint.values())[1:], reverse=True) == pytest.approx(best[:nodes])
@@ -61,8 +61,8 @@ def all_joints(
         agree = [text for text in texts if tuple(text[: len(path)]) == path and len(text) > len(path)]
         if len(path) == depth or not agree:
             continue
-        said = Counter(text[len(path)] for text in agree)
-        for token, count in said.most_common(siblings):
+        output = Counter(text[len(path)] for text in agree)
+        for token, count in output.most_common(siblings):
             share = joint * count / len(agree) * acceptance(length + len(path))
             if share >= least:
                 found.append(share)
@@ -73,7 +73,7 @@ def all_joints(
 # ---- the method
 
 
-def test_a_longer_match_earns_more_guesses() -> None:
+def test_longer_match_drafts_more_tokens() -> None:
     new = iter(range(1000, 2000))
     for length in (1, 2, 3, 5, 9):
         common = list(range(length))
@@ -84,7 +84,7 @@ def test_a_longer_match_earns_more_guesses() -> None:
         )
 
 
-def test_match_and_guesses_together_are_no_deeper_than_the_tree() -> None:
+def test_match_and_draft_fit_the_tree_depth() -> None:
     text = list(range(100))
     assert make_drafter(Suffix).depth == 12
     assert len(propose_tree(make_drafter(Suffix), make_row(text + text[:60]), 24).tokens) == 12
@@ -98,7 +98,7 @@ def test_match_and_guesses_together_are_no_deeper_than_the_tree() -> None:
     )
 
 
-def test_no_match_and_no_budget_are_no_guess() -> None:
+def test_no_match_or_no_budget_gives_no_draft() -> None:
     assert propose_tree(make_drafter(Suffix), make_row([1, 2, 3, 4, 5]), 12).tokens == []
     assert propose_tree(make_drafter(Suffix), make_row([1]), 12).tokens == []
     assert propose_tree(make_drafter(Suffix), make_row([1, 2, 1, 2]), 0).tokens == []
@@ -116,7 +116,7 @@ def test_a_loop_goes_on() -> None:
     ]
 
 
-def test_what_followed_most_often_is_guessed() -> None:
+def test_most_frequent_continuation_is_drafted() -> None:
     """3 came after 1 2 twice, and 4 once and last; a tree holds both."""
     tokens = [1, 2, 3, 9, 1, 2, 3, 8, 1, 2, 4, 7, 1, 2]
     assert propose_tree(make_drafter(Suffix), make_row(tokens), 12).tokens[0] == 3
@@ -127,7 +127,7 @@ def test_what_followed_most_often_is_guessed() -> None:
     )
 
 
-def test_unlikely_paths_are_not_guessed() -> None:
+def test_unlikely_paths_are_not_drafted() -> None:
     tokens = [1, 2, 3, 9, 1, 2, 3, 8, 1, 2, 4, 7, 1, 2]
     assert (
         propose_tree(make_drafter(Suffix, suffix_decoding_min_token_prob=0.6), make_row(tokens), 12).tokens
@@ -170,18 +170,18 @@ def test_whole_segments_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_text_grows_with_the_row() -> None:
-    """Guesses are those of a fresh drafter that sees the whole row."""
-    random_streams = random.Random(3)
+    """Drafts equal those of a fresh drafter that sees the whole row."""
+    rng = random.Random(3)
     drafter, row = make_drafter(Suffix), make_row([1])
     for _ in range(60):
-        row.tokens.extend(random_streams.randrange(4) for _ in range(random_streams.randint(1, 5)))
+        row.tokens.extend(rng.randrange(4) for _ in range(rng.randint(1, 5)))
         assert propose_tree(drafter, row, 12) == propose_tree(make_drafter(Suffix), row, 12)
 
 
-def test_a_row_whose_guesses_keep_failing_is_guessed_less() -> None:
+def test_failing_drafts_shorten_the_rows_drafts() -> None:
     """Random text of few tokens: there is always a match, and it is nearly never right."""
-    random_streams = random.Random(0)
-    text = [random_streams.randrange(25) for _ in range(1500)]
+    rng = random.Random(0)
+    text = [rng.randrange(25) for _ in range(1500)]
     drafter = make_drafter(Suffix)
     sizes = replay(drafter, make_row(text[:300]), text[300:], 12)
     assert sum(sizes[:20]) > 10
@@ -206,10 +206,10 @@ def test_each_level_of_a_tree_is_learned_from() -> None:
     )
 
 
-def test_a_row_that_begins_to_repeat_itself_is_guessed_again() -> None:
-    random_streams = random.Random(0)
-    text = [random_streams.randrange(25) for _ in range(1000)]
-    loop = [random_streams.randrange(25) for _ in range(20)] * 20
+def test_row_that_repeats_itself_is_drafted_again() -> None:
+    rng = random.Random(0)
+    text = [rng.randrange(25) for _ in range(1000)]
+    loop = [rng.randrange(25) for _ in range(20)] * 20
     sizes = replay(make_drafter(Suffix), make_row(text[:300]), text[300:] + loop, 12)
     assert sizes[-5] == 12
 
@@ -245,7 +245,7 @@ def test_bad_values_are_named(name: str, value: object) -> None:
 
 
 @pytest.mark.parametrize("deep", [2, 3, 4, 8, 9])
-def test_shallow_trees_are_guessed(deep: int) -> None:
+def test_shallow_trees_are_drafted(deep: int) -> None:
     """Runs that are longer than a match may be are never looked up."""
     drafter = make_drafter(Suffix, suffix_decoding_max_tree_depth=deep)
     row = make_row([1, 2, 3, 4, 5, 6, 7, 8, 9] * 3)

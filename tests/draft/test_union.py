@@ -183,7 +183,7 @@ def ancestors(tree: DraftTree, node: int) -> list[int]:
 
 
 def test_probes_come_last_whole_or_not_at_all() -> None:
-    """Two windows of two, and three guesses; each drafter finds its own again."""
+    """Two windows of two, and three draft tokens; each drafter gets back its own nodes."""
     one = DraftTree([1, 8, 9], [-1, -1, 1], [0.9, 0.0, 0.0], probes=2)
     two = DraftTree([1, 2, 7, 6], [-1, 0, 0, 2], [0.9, 0.8, 0.0, 0.0], probes=2)
     tree = merged([one, two], 6)
@@ -203,10 +203,8 @@ def test_probes_come_last_whole_or_not_at_all() -> None:
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_siblings_with_one_token_are_told_apart(nested: bool) -> None:
-    """Two independent draws of one token: a cut that leaves the second leaves what hangs from it, whoever
-    drew the first.
-    """
+def test_siblings_with_one_token_stay_separate(nested: bool) -> None:
+    """Two independent samples of one token: a cut that keeps the second keeps its subtree."""
     distribution = torch.ones(9, dtype=torch.float64) / 9
     tree = DraftTree(
         [3, 3, 4, 4],
@@ -299,7 +297,7 @@ def test_probes_are_nothing_to_say() -> None:
     assert sure.budgets == [Budget(3, 4)]
 
 
-# ---- guesses that were drawn
+# ---- sampled draft tokens
 
 V = 4
 Path_ = tuple[int, ...]
@@ -307,9 +305,9 @@ Path_ = tuple[int, ...]
 
 @cache
 def probs_of(path: Path_, salt: int) -> Tensor:
-    """Any law: float64 [V], some tokens much likelier than others."""
-    random_streams = random.Random(f"{salt} {path}")
-    mass = torch.tensor([random_streams.random() ** 3 + 0.02 for _ in range(V)], dtype=torch.float64)
+    """Some distribution: float64 [V], some tokens much likelier than others."""
+    rng = random.Random(f"{salt} {path}")
+    mass = torch.tensor([rng.random() ** 3 + 0.02 for _ in range(V)], dtype=torch.float64)
     return mass / mass.sum()
 
 
@@ -364,18 +362,18 @@ class EnumeratedTarget:
 
 
 def chi_square(union: Union, rule: Rule, runs: int, nodes: int) -> float:
-    """Of the first two tokens, on 15 degrees of freedom; a second one that was not said counts by its law."""
+    """Counts of the first two tokens, 15 degrees of freedom; a missing second counts by its probability."""
     found = torch.zeros(V, V, dtype=torch.float64)
     for seed in range(runs):
         row = make_row([5])
         row.seed = seed
         batch = drafted_batch(union, row, Budget(2, nodes))
         rule(batch, EnumeratedTarget(row))  # type: ignore[arg-type]
-        said = batch[0].emitted
-        if len(said) == 1:
-            found[said[0]] += probs_of((said[0],), 0)
+        answer_text = batch[0].emitted
+        if len(answer_text) == 1:
+            found[answer_text[0]] += probs_of((answer_text[0],), 0)
         else:
-            found[said[0], said[1]] += 1
+            found[answer_text[0], answer_text[1]] += 1
     expected = torch.stack([probs_of((), 0)[a] * probs_of((a,), 0) for a in range(V)]) * runs
     return float(((found - expected) ** 2 / expected).sum())
 
@@ -388,7 +386,7 @@ LIMIT = 44.3  # 15 degrees of freedom: once in 10,000
 @pytest.mark.parametrize("method", [Union, First])
 @pytest.mark.parametrize("rule", [Rejection(), Traversal()], ids=["rejection", "traversal"])
 @pytest.mark.parametrize("repeats", [(False, False), (True, False)], ids=["without", "mixed"])
-def test_a_mix_of_draws_and_choices_has_the_targets_law(
+def test_mix_of_sampled_and_chosen_nodes_keeps_the_targets_distribution(
     method: type[Union], rule: Rule, repeats: tuple[bool, bool]
 ) -> None:
     """Two drafters that draw and one that chooses, with more nodes than fit."""
@@ -397,14 +395,14 @@ def test_a_mix_of_draws_and_choices_has_the_targets_law(
     assert chi_square(union, rule, 1500, 7) < LIMIT
 
 
-@pytest.mark.parametrize("broken", ["same dice", "confidence", "merged", "dropped"])
-def test_the_law_test_sees_what_must_not_be(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("broken", ["same stream", "confidence", "merged", "dropped"])
+def test_distribution_test_detects_biased_rules(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     members: list[Drafter] = [Fixed(DraftTree([LIKELY], [ROOT], [0.9])), Drawing(1)]
-    if broken == "same dice":
+    if broken == "same stream":
         members = [Drawing(137, 1), Drawing(137, 1)]
     union = together(Union, *members)
     add = Merger.add
-    if broken == "same dice":
+    if broken == "same stream":
         union.drafters[0].target = union.drafters[1].target
 
     def by_token(self: Any, tree: DraftTree) -> None:
@@ -441,7 +439,7 @@ def every(node: Any) -> list[Any]:
 @pytest.mark.parametrize(
     "kind", [{"method": "layerskip", "early_exit": 1}, {"method": "draft_model", "model": "MODEL"}]
 )
-def test_two_of_a_kind_have_dice_of_their_own(kind: dict[str, Any], tiny: Any) -> None:
+def test_two_drafters_of_one_method_have_their_own_random_streams(kind: dict[str, Any], tiny: Any) -> None:
     """Otherwise the second would draw what the first has drawn, and a rule would judge it twice."""
     kind = {key: str(tiny) if value == "MODEL" else value for key, value in kind.items()}
     llm = LLM(
@@ -480,8 +478,8 @@ def test_caches_of_all_are_looked_after() -> None:
     assert not own.tables
 
 
-def test_laws_of_their_own_are_the_same_draws() -> None:
-    """The law of each draw given those before it."""
+def test_separate_equal_distributions_give_the_same_samples() -> None:
+    """The distribution of each sample given those before it."""
     tree = proposed_tree(Drawing(1, 3), make_row([5]), Budget(1, 3))
     apart = independent(tree)
     assert apart.repeats and independent(apart) is apart
@@ -491,10 +489,8 @@ def test_laws_of_their_own_are_the_same_draws() -> None:
         left = random_streams.without(left, token)
 
 
-def test_parents_that_share_a_law_draw_from_it_each_for_itself() -> None:
-    """Heads that do not know each other have one law for a whole level; both children hold the same token
-    here.
-    """
+def test_parents_with_one_distribution_sample_independently() -> None:
+    """Independent heads have one q for a whole level; both children hold the same token."""
     first, second = torch.tensor([0.5, 0.3, 0.2]).double(), torch.tensor([0.6, 0.3, 0.1]).double()
     tree = DraftTree([0, 1, 0, 0], [ROOT, ROOT, 0, 1], [0.5] * 4, [first, second], [0, 0, 1, 1])
     apart = independent(tree)
@@ -623,7 +619,7 @@ def test_the_text_is_that_of_plain_decoding(
 
 
 def test_the_next_one_is_heard_where_the_first_is_silent(tiny: Path) -> None:
-    """The last one is the target itself: silent rows are guessed right."""
+    """The last drafter is the target itself: rows without other drafts are drafted right."""
     members = [
         {"method": "ngram", "prompt_lookup_min": 6, "prompt_lookup_max": 6},
         {"method": "draft_model", "model": str(tiny)},
@@ -637,7 +633,7 @@ def test_the_next_one_is_heard_where_the_first_is_silent(tiny: Path) -> None:
 
 
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])
-def test_the_engine_judges_a_mix_by_its_laws(rule: str, tiny: Path, checkpoint: Any) -> None:
+def test_engine_verifies_a_mix_by_its_distributions(rule: str, tiny: Path, checkpoint: Any) -> None:
     """Two models that draw, of which one is the target: nearly all that it draws is accepted; and the same
     seed says the same.
     """

@@ -1,4 +1,4 @@
-"""What tokens say, and a text that grows in the tokens of a draft."""
+"""Bytes of tokens, and a text that grows in the tokens of a draft."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_what_tokens_say(kind: Any) -> None:
     words, merges = tiny_words()
     assert (
         pieces(kind(words, merges), 310)
-        == [b"" if isinstance(said, str) else said for said in words] + [b""] * 10
+        == [b"" if isinstance(output, str) else output for output in words] + [b""] * 10
     )
 
 
@@ -43,12 +43,12 @@ def test_a_text_that_grows_is_tokenised_as_if_it_had_been_there(kind: Any, seed:
     """In bits of every size: at each of them the ids are those of the whole text so far, and a step looks at
     the end of it only.
     """
-    random_streams, spoken = random.Random(seed), language(kind)
+    rng, spoken = random.Random(seed), language(kind)
     reading, at, looked = IncrementalTokens(spoken, 6), 0, []
     tokens = spoken.tokens
     spoken.tokens = lambda text, *contexts: looked.append(len(text)) or tokens(text, *contexts)  # type: ignore[method-assign, func-returns-value]
     while at < len(TEXT):
-        size = random_streams.choice([1, 2, 3, 9, 30])
+        size = rng.choice([1, 2, 3, 9, 30])
         before, fixed = list(reading.ids), reading.fixed
         kept = reading.extend(TEXT[at : at + size].encode(), 1)
         at += size

@@ -42,12 +42,13 @@ def path_to(parents: list[int], node: int) -> list[int]:
 def make_row(tokens: list[int], new: int = 16, speculate: bool = True) -> Row:
     params = SamplingParams(max_tokens=new, speculate=speculate)
     return Row(
-        id="0", index=0, tokens=list(tokens), prompt=len(tokens), params=params, distribution=params.distribution, seed=0, processors=(),
+        id="0", index=0, tokens=list(tokens), prompt=len(tokens), params=params,
+        distribution=params.distribution, seed=0, processors=(),
         limit=len(tokens) + new, ending=frozenset(),
     )  # fmt: skip
 
 
-# ---- Guesses
+# ---- draft tokens
 
 
 def test_a_chain_is_a_tree() -> None:
@@ -129,12 +130,12 @@ def chunk(row: Row, known: int) -> Batch:
 
 
 @pytest.mark.parametrize(("remaining", "depth"), [(1, 0), (2, 1), (4, 3), (100, 5)])
-def test_no_guess_for_the_last_token(remaining: int, depth: int) -> None:
-    """A row with one token left gets it from the step itself: a guess for it would only cost."""
+def test_last_token_is_not_drafted(remaining: int, depth: int) -> None:
+    """A row with one token left needs no draft: the step itself emits it."""
     assert controller().budget(batch_of(make_row([1, 2], remaining))) == [Budget(depth, depth)]
 
 
-def test_no_guesses_in_the_middle_of_a_prompt_nor_where_the_request_says_so() -> None:
+def test_no_drafts_within_a_prompt_or_with_speculate_false() -> None:
     assert controller().budget(batch_of(make_row([1, 2, 3], speculate=False))) == [Budget(0, 0)]
     row = make_row([1, 2, 3])
     assert controller().budget(chunk(row, 2)) == [Budget(0, 0)]
@@ -156,7 +157,7 @@ def test_the_batch_size_decides() -> None:
 
 
 class Said:
-    """Laws of a target that says the same whatever it is asked: a table of paths."""
+    """Distributions of a target by a table of paths."""
 
     def __init__(self, answers: dict[tuple[int, ...], int], default: int = 99) -> None:
         self.answers, self.default = answers, default
@@ -180,7 +181,7 @@ def test_match_walks_the_deepest_path_of_the_targets_own_tokens(draft_tree: Draf
     assert distributions.asked == [ROOT, *goal], "one question a level, at the nodes of the path"
 
 
-def test_a_prompt_chunk_says_nothing() -> None:
+def test_prompt_chunk_emits_nothing() -> None:
     batch = chunk(make_row([1, 2, 3]), 2)
     Match()(batch, Said({}))
     assert (batch[0].accepted, batch[0].emitted) == ([], [])

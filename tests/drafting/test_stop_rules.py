@@ -43,12 +43,14 @@ def settle(rules: stop.Stop, row: Any, probabilities: list[float], accepted: int
     rules.observe(Commit(Batch([RowStep(row, 0, 1, tree=tree, accepted=list(range(accepted)))])))
 
 
-# ---- the traits of a guess
+# ---- features of a draft token
 
 
 @pytest.mark.parametrize("vocabulary", [3, 7, 64, 300, 4099])
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.7])
-def test_traits_are_those_of_the_law(vocabulary: int, temperature: float, backend: Backend) -> None:
+def test_node_features_equal_those_of_the_distribution(
+    vocabulary: int, temperature: float, backend: Backend
+) -> None:
     logits = torch.randn(4, vocabulary, generator=torch.Generator().manual_seed(vocabulary)) * 4
     logits[1, :2] = -math.inf
     for row in range(4):
@@ -146,7 +148,7 @@ def test_the_threshold_is_the_one_of_the_roc_curve(history: list[tuple[float, bo
 
 
 def test_the_history_holds_what_the_target_judged() -> None:
-    """Accepted guesses, and the first that was not; none behind it, and none of a text that has ended."""
+    """Accepted nodes and the first rejected one are judged, none after it, and none of an ended text."""
     rules, row = (
         stop.Stop(options(assistant_confidence_threshold=0.4, assistant_confidence_schedule="refit")),
         make_row([1]),
@@ -217,7 +219,7 @@ def test_a_network_learns_and_comes_back_from_its_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("good", [True, False])
-def test_one_kind_of_guess_teaches_nothing(good: bool) -> None:
+def test_fitting_needs_accepted_and_rejected_nodes(good: bool) -> None:
     with pytest.raises(ConfigError, match="teach nothing"):
         disco.fit([([0.5] * FEATURES, good)] * 9)
     with pytest.raises(ConfigError, match="teach nothing"):

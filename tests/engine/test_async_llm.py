@@ -1,4 +1,4 @@
-"""Many tasks of an event loop on one engine: the texts are those of LLM, and what ends a request ends it at once."""
+"""Many asyncio tasks on one engine: the texts of LLM, and requests that end at once."""
 
 from __future__ import annotations
 

@@ -113,11 +113,11 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("messages", "given", "said"), BAD, ids=[said for *_, said in BAD])
+@pytest.mark.parametrize(("messages", "given", "message"), BAD, ids=[message for *_, message in BAD])
 def test_bad_messages_are_refused_in_one_sentence(
-    llm: LLM, messages: Any, given: dict[str, Any], said: str
+    llm: LLM, messages: Any, given: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(RequestError, match=said):
+    with pytest.raises(RequestError, match=message):
         llm.chat(messages, GREEDY, **{"chat_template": TEMPLATE, **given})
 
 

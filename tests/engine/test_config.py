@@ -1,4 +1,4 @@
-"""Every option that does not exist, or cannot have its value, is refused by name with the nearest valid one."""
+"""Unknown options and invalid values are refused by name, with the nearest valid one."""
 
 from __future__ import annotations
 
@@ -58,21 +58,21 @@ def test_keys_go_to_their_owners() -> None:
     ("wrong", "right"), [("ngrams", "ngram"), ("draftmodel", "draft_model"), ("Off", "off")]
 )
 def test_an_unknown_method(wrong: str, right: str) -> None:
-    said = refused({"method": wrong})
-    assert repr(wrong) in said and f"Did you mean {right!r}" in said
-    assert all(name in said for name in draft.names())
+    output = refused({"method": wrong})
+    assert repr(wrong) in output and f"Did you mean {right!r}" in output
+    assert all(name in output for name in draft.names())
 
 
 @pytest.mark.parametrize("method", draft.names())
 def test_an_unknown_key_of_every_method(method: str) -> None:
-    said = refused({"method": method, "num_speculative_token": 3})
+    output = refused({"method": method, "num_speculative_token": 3})
     assert (
-        "'num_speculative_token'" in said
-        and repr(method) in said
-        and "Did you mean 'num_speculative_tokens'" in said
+        "'num_speculative_token'" in output
+        and repr(method) in output
+        and "Did you mean 'num_speculative_tokens'" in output
     )
     for field in fields(draft.method(method).Options):
-        assert field.name in said, "the valid keys are listed"
+        assert field.name in output, "the valid keys are listed"
 
 
 @pytest.mark.parametrize(
@@ -182,9 +182,9 @@ def test_the_shortest_ngram_is_never_longer_than_the_longest(longest: int, short
 def test_an_unknown_engine_option(wrong: str, right: str | None) -> None:
     with pytest.raises(ConfigError) as caught:
         options(EngineOptions, {"model": "builtin", wrong: 1}, "engine option")
-    said = str(caught.value)
-    assert f"unknown engine option {wrong!r}" in said and all(name in said for name in NAMES)
-    assert right is None or f"Did you mean {right!r}" in said
+    output = str(caught.value)
+    assert f"unknown engine option {wrong!r}" in output and all(name in output for name in NAMES)
+    assert right is None or f"Did you mean {right!r}" in output
 
 
 @pytest.mark.parametrize(
@@ -223,8 +223,8 @@ def test_the_sentence_of_a_refusal() -> None:
 
 
 def test_names_stand_apart() -> None:
-    said = refused({"method": "ngram", "controller": "auto"})
-    assert said.startswith("unknown key 'controller' in speculative_config of method 'ngram'. How much")
+    output = refused({"method": "ngram", "controller": "auto"})
+    assert output.startswith("unknown key 'controller' in speculative_config of method 'ngram'. How much")
     assert "Did you mean 'model'" in refused({"method": "ngram", "speculative_model": "x"})
 
 

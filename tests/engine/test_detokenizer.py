@@ -57,7 +57,7 @@ def test_streamed_text_is_the_text(text: str) -> None:
         max_size=30,
     )
 )
-def test_streamed_text_is_the_text_whatever_it_is(text: str) -> None:
+def test_streamed_text_equals_the_final_text(text: str) -> None:
     if (
         tokenizer().decode(tokenizer().encode(text, add_special_tokens=False)) == text
     ):  # no special token spelt out

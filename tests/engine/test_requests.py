@@ -39,7 +39,7 @@ def explode(output: list[int], logits: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"allowed_token_ids": [5, 300]}, "allowed_token_ids: token id 300"),
         ({"allowed_token_ids": [-1]}, "allowed_token_ids: token id -1"),
@@ -78,7 +78,7 @@ def explode(output: list[int], logits: Any) -> Any:
 )
 @pytest.mark.parametrize("method", ["off", "ngram", "draft_model"])
 def test_a_request_that_cannot_be_served_fails_alone(
-    method: str, given: dict[str, Any], said: str, llm: LLM, tiny: Path
+    method: str, given: dict[str, Any], message: str, llm: LLM, tiny: Path
 ) -> None:
     config: dict[str, Any] = (
         {"method": method, "model": str(tiny), "siblings": 2}
@@ -88,13 +88,13 @@ def test_a_request_that_cannot_be_served_fails_alone(
     llm.use(config)
     before = llm.generate(GOOD, GREEDY)[0].outputs[0].token_ids
     outputs = llm.generate([GOOD, GOOD, GOOD], [GREEDY, SamplingParams(temperature=0, **given), GREEDY])
-    assert isinstance(outputs[1].error, RequestError) and said in str(outputs[1].error)
+    assert isinstance(outputs[1].error, RequestError) and message in str(outputs[1].error)
     assert [o.outputs[0].token_ids for o in (outputs[0], outputs[2])] == [before, before]
     llm.engine.check()
     assert not llm.engine.busy
 
 
-def test_what_was_said_before_a_function_failed_is_kept(llm: LLM) -> None:
+def test_output_before_a_processor_failed_is_kept(llm: LLM) -> None:
     llm.use({"method": "ngram"})
     outputs = llm.generate([GOOD, GOOD], [GREEDY, SamplingParams(temperature=0, logits_processors=[explode])])
     assert outputs[1].outputs[0].finish_reason == "error"
@@ -128,7 +128,7 @@ def test_a_function_that_fails_for_log_probabilities_fails_alone(tiny: Path) -> 
 
 
 class Strange:
-    """Raises whatever is done with it."""
+    """Raises in every operation."""
 
     def __index__(self) -> int:
         raise RuntimeError("not today")
@@ -151,12 +151,12 @@ STRANGE = [
 ]
 
 
-@pytest.mark.parametrize(("prompt", "said"), STRANGE, ids=range(len(STRANGE)))
-def test_a_prompt_of_strange_ids_fails_alone(prompt: Any, said: str, llm: LLM) -> None:
+@pytest.mark.parametrize(("prompt", "message"), STRANGE, ids=range(len(STRANGE)))
+def test_a_prompt_of_strange_ids_fails_alone(prompt: Any, message: str, llm: LLM) -> None:
     llm.use(None)
     outputs = llm.generate([GOOD, prompt, GOOD], GREEDY)
     assert [o.error is None for o in outputs] == [True, False, True]
-    with pytest.raises(RequestError, match=said):
+    with pytest.raises(RequestError, match=message):
         raise outputs[1].error  # type: ignore[misc]
     llm.engine.check()
 
@@ -242,7 +242,7 @@ def returning(made: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("script", "said"),
+    ("script", "message"),
     [
         (raising, "ZeroDivisionError: of the script"),
         (returning(None), "must return a DraftTree, got NoneType"),
@@ -254,12 +254,12 @@ def returning(made: Any) -> Any:
         (returning(DraftTree([5], [-1], ["x"])), "ValueError"),  # type: ignore[list-item]
     ],
 )
-def test_a_script_that_fails_ends_its_row(script: Any, said: str, llm: LLM) -> None:
+def test_a_script_that_fails_ends_its_row(script: Any, message: str, llm: LLM) -> None:
     llm.use({"method": "scripted", "script": script})
     expected = llm.generate(GOOD, GREEDY)[0].outputs[0].token_ids
     outputs = llm.generate([GOOD, {"prompt_token_ids": [9, 8]}, GOOD], GREEDY)
     assert [o.outputs[0].token_ids for o in (outputs[0], outputs[2])] == [expected, expected]
-    with pytest.raises(ConfigError, match=f"script of the scripted drafter: .*{said}"):
+    with pytest.raises(ConfigError, match=f"script of the scripted drafter: .*{message}"):
         raise outputs[1].error  # type: ignore[misc]
     llm.engine.check()
     assert not llm.engine.busy
@@ -312,7 +312,7 @@ def sequences(llm: LLM, words: list[str]) -> list[list[int]]:
 
 
 def test_bad_words_are_read_as_vllm_reads_them(speaking: LLM) -> None:
-    """As they are and with a space before, where that is another token and no longer; a space of the word's own does not count."""
+    """Bad words as given, and with a leading space if that is another first token and the same length."""
     encode = speaking.tokenizer.encode
     for word in ("little", "the", "girl", "Zanzibar", "x"):
         plain, spaced = encode(word), encode(f" {word}")
@@ -323,7 +323,7 @@ def test_bad_words_are_read_as_vllm_reads_them(speaking: LLM) -> None:
         sequences(speaking, ["  "])
 
 
-def test_a_bad_word_is_not_said(speaking: LLM) -> None:
+def test_a_bad_word_is_never_emitted(speaking: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=30)
     text = speaking.generate("Once upon a time", params)[0].outputs[0].text
     words = [word for word in text.replace(".", " ").replace(",", " ").split() if len(word) > 2][:3]

@@ -1,7 +1,8 @@
 """The scheduler, driven by an engine that computes nothing but keeps account of what every slot must hold.
 
-A computed position needs the K/V of all positions before it.  The fake forward looks it up in the slots that the row's table
-names and demands the row's own tokens there; so preemption, prefix reuse, forks and moved tree paths are all checked.
+A computed position needs the K/V of all positions before it.  The fake forward looks it up in the slots that
+the row's table names and demands the row's own tokens there; so preemption, prefix reuse, forks and moved
+tree paths are all checked.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class FakePool:
 def make_row(name: str, tokens: list[int], new: int, index: int = 0, source: Row | None = None) -> Row:
     params = SamplingParams(max_tokens=new)
     return Row(
-        id=name, index=index, tokens=list(tokens), prompt=len(tokens), params=params, distribution=params.distribution, seed=0, processors=(),
+        id=name, index=index, tokens=list(tokens), prompt=len(tokens), params=params,
+        distribution=params.distribution, seed=0, processors=(),
         limit=len(tokens) + new, ending=frozenset(), source=source,
     )  # fmt: skip
 
@@ -254,8 +256,8 @@ def test_the_youngest_is_preempted_and_keeps_its_tokens() -> None:
     assert len(old.tokens) == len(young.tokens) == 3 * PAGE
 
 
-def test_guesses_take_what_is_free_and_no_more() -> None:
-    """Two rows and five pages: the guesses shrink to what is left, and nobody is preempted for them."""
+def test_drafts_take_free_pages_only() -> None:
+    """Two rows and five pages: draft budgets shrink, and no row is preempted for them."""
     engine = Engine(random.Random(0), 3, 2, 64, 40)
     rows = [make_row(str(i), [i + 1] * (PAGE - 1), 9) for i in range(2)]
     for row in rows:
@@ -267,7 +269,7 @@ def test_guesses_take_what_is_free_and_no_more() -> None:
     assert engine.scheduler.preemptions == 0
 
 
-def test_the_budget_of_a_step_is_shared_fairly_among_guesses() -> None:
+def test_step_budget_is_shared_equally_among_drafts() -> None:
     engine = Engine(random.Random(0), 40, 4, 20, 10)
     for i in range(4):
         engine.scheduler.add(make_row(str(i), [i + 1], 30))
@@ -276,8 +278,8 @@ def test_the_budget_of_a_step_is_shared_fairly_among_guesses() -> None:
     assert [step.budget.nodes for step in batch] == [4, 4, 4, 4]
 
 
-def test_a_chunk_is_never_negative_when_guesses_claim_the_whole_budget() -> None:
-    """Three decodes and their guesses' share leave nothing of four tokens; the prompt waits or takes one, never minus one."""
+def test_chunk_is_never_negative_when_drafts_take_the_whole_budget() -> None:
+    """Three decodes and their draft nodes leave none of four tokens: the prompt gets 0 or 1, never -1."""
     engine = Engine(random.Random(0), 40, 4, 4, 4)
     for i in range(3):
         engine.scheduler.add(make_row(str(i), [i + 1], 50))
@@ -324,8 +326,8 @@ def test_abort(state: str) -> None:
     assert not engine.cache.tables
 
 
-def stepped(row: Row, said: list[int], nodes: list[int], **given: Any) -> RowStep:
-    """One step in which `row` computed its whole prompt and the verifier said this."""
+def stepped(row: Row, answer_text: list[int], nodes: list[int], **given: Any) -> RowStep:
+    """One step in which `row` computed its whole prompt and these tokens were emitted."""
     cache = Cache(20, 20 * PAGE)
     cache.pools = [FakePool()]  # type: ignore[list-item]
     scheduler = Scheduler(cache, Limits(4, 64), Hooks(lambda rows: 8))
@@ -334,7 +336,7 @@ def stepped(row: Row, said: list[int], nodes: list[int], **given: Any) -> RowSte
     scheduler.add(row)
     batch = scheduler.next()
     scheduler.reserve(batch, [Budget(len(nodes), len(nodes))])
-    batch[0].accepted, batch[0].emitted = nodes, said
+    batch[0].accepted, batch[0].emitted = nodes, answer_text
     scheduler.clip(batch)
     scheduler.commit(batch)
     return batch[0]
@@ -348,7 +350,7 @@ def test_clip_at_eos_in_the_middle_of_an_accepted_path() -> None:
     assert row.computed == 3, "nothing past the end is committed"
 
 
-def test_clip_at_a_stop_token_says_which() -> None:
+def test_clip_at_a_stop_token_sets_stop_reason() -> None:
     params = SamplingParams(max_tokens=10, stop_token_ids=[4])
     row = stepped(make_row("a", [9, 9], 10), [3, 4, 5], [0, 1], ending=frozenset({4, 7}), params=params).row
     assert row.output == [3, 4] and row.stop_reason == 4

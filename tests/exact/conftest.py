@@ -24,9 +24,9 @@ def llama(checkpoints: Path) -> str:
 
 
 @pytest.fixture(scope="session")
-def stranger(checkpoints: Path) -> str:
+def random_draft(checkpoints: Path) -> str:
     """Another random model of the same vocabulary: a draft that is nearly always wrong."""
-    return tiny_checkpoint(checkpoints / "stranger", seed=1, num_hidden_layers=1)
+    return tiny_checkpoint(checkpoints / "random_draft", seed=1, num_hidden_layers=1)
 
 
 @pytest.fixture(scope="session")

@@ -38,7 +38,7 @@ def example(name: str, target: Target) -> Drafter:
 
 @contextmanager
 def granting(llm: LLM, budgets: list[tuple[int, int]]) -> Iterator[set[tuple[int, int]]]:
-    """Grant `budgets` (depth, nodes) in turn and check each tree against its own. Yields the set of granted ones."""
+    """Grant `budgets` (depth, nodes) in turn and check each tree.  Yields the set of granted ones."""
     controller, drafter, granted = llm.engine.controller, llm.engine.drafter, set[tuple[int, int]]()
     turns = itertools.cycle(budgets)
     propose = drafter.propose

@@ -1,10 +1,10 @@
 """The built-in model as it loads by default: tokens, logits and K/V of plain decoding, bit for bit.
 
-Each of 96 prompts runs in one of 16 modes, in rotation, with 128 new tokens: 4 drafters, greedy or sampled, 1 or
-8 seats. Plain decoding runs eight prompts at a time; one test shows that this equals one at a time.
+Each of 96 prompts runs in one of 16 modes, in rotation, with 128 new tokens: 4 drafters, greedy or sampled, 1
+or 8 seats. Plain decoding runs eight prompts at a time; one test shows that this equals one at a time.
 
-With `-m full` each of 200 prompts runs in every mode (3,200 texts, 409,600 tokens), and plain decoding runs each
-alone. About twelve minutes on two cores.
+With `-m full` each of 200 prompts runs in every mode (3,200 texts, 409,600 tokens), and plain decoding runs
+each alone. About twelve minutes on two cores.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ def wording(i: int) -> str:
     """Prompt i of 200: every template five times, with other numbers and names."""
     round = i // len(TEMPLATES)
     return TEMPLATES[i % len(TEMPLATES)].format(
-        n=12 + 7 * (i % 9) + round, m=3 + (i + round) % 6, name=NAMES[(i + round) % 5], city=CITIES[(i + 2 * round) % 5],
+        n=12 + 7 * (i % 9) + round, m=3 + (i + round) % 6, name=NAMES[(i + round) % 5],
+        city=CITIES[(i + 2 * round) % 5],
         thing=THINGS[(i + 3 * round) % 5],
     )  # fmt: skip
 
@@ -217,43 +218,44 @@ def chain(decoder: Decoder, pool: Pool, table: array[int], start: int, tokens: S
 
 
 def random_tree(
-    random_streams: random.Random, nodes: int, vocabulary: int
+    rng: random.Random, nodes: int, vocabulary: int
 ) -> tuple[list[int], list[int], list[list[int]]]:
     """(tokens, parents, path of nodes to each)."""
     tokens, parents, paths = [], [], []
     for i in range(nodes):
-        parent = random_streams.choice([-1, i - 1, random_streams.randrange(-1, i)]) if i else -1
-        tokens.append(random_streams.randrange(vocabulary))
+        parent = rng.choice([-1, i - 1, rng.randrange(-1, i)]) if i else -1
+        tokens.append(rng.randrange(vocabulary))
         parents.append(parent)
         paths.append([*(paths[parent] if parent >= 0 else ()), i])
     return tokens, parents, paths
 
 
-def compare(decoder: Decoder, tokens: Sequence[int], random_streams: random.Random) -> int:
-    """A tree of guesses after `tokens`, verified in one forward, against decoding each of its paths one token at a time.
+def compare(decoder: Decoder, tokens: Sequence[int], rng: random.Random) -> int:
+    """A draft tree after `tokens`, verified in one forward, against decoding each path token by token.
 
-    The tree's request lies in scattered slots, its prefix was computed in chunks, its last known tokens come with the tree, and
-    another request runs beside it.  Residuals, logits and the K/V of a committed path are compared bit for bit.
+    The tree's request lies in scattered slots, its prefix was computed in chunks, its last known tokens come
+    with the tree, and another request runs beside it.  Residuals, logits and the K/V of a committed path are
+    compared bit for bit.
     """
     size, length, vocabulary = len(tokens) + 80, len(tokens), decoder.spec.vocabulary
-    nodes = random_streams.randint(8, 40)
-    draft_tree, _, paths = random_tree(random_streams, nodes, vocabulary)
+    nodes = rng.randint(8, 40)
+    draft_tree, _, paths = random_tree(rng, nodes, vocabulary)
 
-    table, scattered = array("i", range(size)), array("i", random_streams.sample(range(2 * size), size))
+    table, scattered = array("i", range(size)), array("i", rng.sample(range(2 * size), size))
     beside = array("i", range(2 * size, 3 * size))
     alone, together = decoder.pool(size), decoder.pool(3 * size)
 
     roots = [chain(decoder, alone, table, i, tokens[i : i + 1]) for i in range(length)]  # plain decoding
-    last = random_streams.randint(1, 6)  # known tokens that come with the tree
+    last = rng.randint(1, 6)  # known tokens that come with the tree
     at = 0
     while at < length - last:
-        step = random_streams.randint(1, length - last - at)
+        step = rng.randint(1, length - last - at)
         chain(decoder, together, scattered, at, tokens[at : at + step])
         at += step
     step_input = StepInput()
-    company = random_streams.randint(0, 9)
+    company = rng.randint(0, 9)
     if company:
-        step_input.chain(beside, 0, [random_streams.randrange(vocabulary) for _ in range(company)])
+        step_input.chain(beside, 0, [rng.randrange(vocabulary) for _ in range(company)])
     step_input.chain(scattered, at, tokens[at:])
     for i, path in enumerate(paths):
         step_input.node(scattered, length, [int(scattered[length + node]) for node in path], draft_tree[i])
@@ -287,24 +289,21 @@ def compare(decoder: Decoder, tokens: Sequence[int], random_streams: random.Rand
 def test_bits(number: int, engines: dict[int, LLM], prompts: list[list[int]], plain: Plain) -> None:
     """The built-in model, on texts of its own."""
     text = [*prompts[number], *plain([number], "sampled")[0]]
-    random_streams = random.Random(number)
-    rows = sum(
-        compare(engines[1].engine.decoder, text[: random_streams.randint(8, len(text))], random_streams)
-        for _ in range(2)
-    )
+    rng = random.Random(number)
+    rows = sum(compare(engines[1].engine.decoder, text[: rng.randint(8, len(text))], rng) for _ in range(2))
     assert rows >= 18
 
 
 @pytest.mark.parametrize("model", ["llama", "mistral", "qwen3"])
 def test_bits_of_small_models(model: str, request: pytest.FixtureRequest) -> None:
-    """Random float32 models, one of which sees a window of eight tokens only, so that a path reaches past it."""
+    """Random float32 models, one with a window of eight tokens, which is shorter than a path."""
     llm = LLM(request.getfixturevalue(model))
-    random_streams = random.Random(1)
+    rng = random.Random(1)
     for _ in range(15):
         compare(
             llm.engine.decoder,
-            [random_streams.randrange(300) for _ in range(random_streams.randint(7, 90))],
-            random_streams,
+            [rng.randrange(300) for _ in range(rng.randint(7, 90))],
+            rng,
         )
 
 
@@ -320,12 +319,12 @@ def test_bits_of_the_torch_kernels(
     llm = LLM(model if model == "builtin" else request.getfixturevalue(model), dtype=dtype)
     if not llm.engine.exact:
         pytest.skip("not promised on this processor")
-    random_streams, vocabulary = random.Random(2), llm.engine.decoder.spec.vocabulary
+    rng, vocabulary = random.Random(2), llm.engine.decoder.spec.vocabulary
     for _ in range(4):
         compare(
             llm.engine.decoder,
-            [random_streams.randrange(vocabulary) for _ in range(random_streams.randint(7, 90))],
-            random_streams,
+            [rng.randrange(vocabulary) for _ in range(rng.randint(7, 90))],
+            rng,
         )
 
 

@@ -1,4 +1,4 @@
-"""A draft model's chain in one call guesses what it guesses level by level, whatever the rows ask for."""
+"""A draft model's chain in one call equals the chain level by level, for any parameters."""
 
 from __future__ import annotations
 
@@ -37,22 +37,21 @@ def listen(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize("rows", [1, 4])
 def test_one_call_equals_one_level_after_another(
-    rows: int, fast: LLM, stranger: str, monkeypatch: pytest.MonkeyPatch
+    rows: int, fast: LLM, random_draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of different laws and lengths, so that chains of different depths end at different levels; as many as have seats, since how
-    large a chunk is that joins rows which decode depends on the clock."""
+    """Rows of different distributions and lengths, so that chains end at different levels."""
     prompts = random_prompts(rows)
     params = [
         SamplingParams(max_tokens=9 + 4 * i, seed=i, ignore_eos=True, **distribution)
         for i, distribution in zip(range(rows), itertools.cycle(LAWS))
     ]
-    said = []
+    output = []
     for alone in (True, False):
         with monkeypatch.context() as patch:
             heard = listen(fast, patch)
             if not alone:
                 patch.setattr(Decoder, "fuses_chains", False)
-            fast.use({"method": "draft_model", "model": stranger, "num_speculative_tokens": 5})
+            fast.use({"method": "draft_model", "model": random_draft, "num_speculative_tokens": 5})
             for distribution in LAWS if rows == 1 else [{}]:
                 asked = (
                     [SamplingParams(max_tokens=12, seed=3, ignore_eos=True, **distribution)]
@@ -60,13 +59,13 @@ def test_one_call_equals_one_level_after_another(
                     else params
                 )
                 fast.generate([{"prompt_token_ids": prompt} for prompt in prompts], asked)
-            said.append(heard)
-    assert said[0] == said[1]
-    assert sum(len(tokens) for step in said[0] for tokens in step) > 40
+            output.append(heard)
+    assert output[0] == output[1]
+    assert sum(len(tokens) for step in output[0] for tokens in step) > 40
 
 
-def test_a_draft_without_numbers_guesses_nothing(fast: LLM, stranger: str) -> None:
-    fast.use({"method": "draft_model", "model": stranger, "num_speculative_tokens": 3})
+def test_draft_model_with_nan_weights_drafts_nothing(fast: LLM, random_draft: str) -> None:
+    fast.use({"method": "draft_model", "model": random_draft, "num_speculative_tokens": 3})
     fast.engine.drafter.decoder.norm.fill_(float("nan"))  # type: ignore[attr-defined]
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     broken = answer(fast, random_prompts(1)[0], params)

@@ -1,4 +1,4 @@
-"""The same tokens under every condition of the engine: cache, memory, chunks, switches, streams, other models."""
+"""The same tokens under every condition: cache, memory, chunks, switches, streams, other models."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 0.8, "top_p": 0.95},
 }
-DRAFTERS = ("ngram", "draft_model", "tree", "stranger", "window", "self")
+DRAFTERS = ("ngram", "draft_model", "tree", "random_draft", "window", "self")
 
 
 def params_of(sampling: dict[str, Any], count: int = len(PROMPTS), **more: Any) -> list[SamplingParams]:
@@ -39,13 +39,14 @@ def params_of(sampling: dict[str, Any], count: int = len(PROMPTS), **more: Any) 
     ]
 
 
-def use_drafter(llm: LLM, drafter: str, known: KnownTexts, stranger: str, **options: Any) -> None:
+def use_drafter(llm: LLM, drafter: str, known: KnownTexts, random_draft: str, **options: Any) -> None:
     """Put one of `DRAFTERS` to work.
 
-    ngram; draft_model: a copy of the target; tree: the correct path within a random tree; stranger and window: a draft
-    model that is nearly always wrong, with all K/V and with little; self: the target as its own draft with little K/V.
+    ngram; draft_model: a copy of the target; tree: the correct path within a random tree; random_draft and
+    window: a draft model that is nearly always wrong, with all K/V and with little; self: the target as its
+    own draft with little K/V.
     """
-    model = {"method": "draft_model", "model": stranger, "num_speculative_tokens": 3}
+    model = {"method": "draft_model", "model": random_draft, "num_speculative_tokens": 3}
     configs: dict[str, dict[str, Any]] = {
         "tree": {
             "method": "scripted",
@@ -53,7 +54,7 @@ def use_drafter(llm: LLM, drafter: str, known: KnownTexts, stranger: str, **opti
             "nodes": 40,
             "num_speculative_tokens": 6,
         },
-        "stranger": {**model, "siblings": 2},
+        "random_draft": {**model, "siblings": 2},
         "window": {**model, "draft_kv_budget": 9, "draft_kv_sink": 3},
         "self": {**model, "model": "self", "siblings": 2, "draft_kv_budget": 24},
     }
@@ -88,7 +89,7 @@ each_drafter = pytest.mark.parametrize("drafter", DRAFTERS)
 
 @pairwise(drafter=DRAFTERS, sampling=SAMPLING, caching=[True, False])
 def test_prefix_cache_leaves_tokens_unchanged(
-    caching: bool, drafter: str, sampling: dict[str, Any], llama: str, plain: LLM, stranger: str
+    caching: bool, drafter: str, sampling: dict[str, Any], llama: str, plain: LLM, random_draft: str
 ) -> None:
     """Prompts that share a prefix, answered twice: K/V is computed or comes from the prefix cache."""
     llm = LLM(llama, max_num_seqs=4, enable_prefix_caching=caching)
@@ -96,7 +97,7 @@ def test_prefix_cache_leaves_tokens_unchanged(
     prompts = [[*common, *tail] for tail in PROMPTS]
     params = params_of(sampling, len(prompts))
     expected, truth = plain_outputs(plain, prompts, params)
-    use_drafter(llm, drafter, truth, stranger)
+    use_drafter(llm, drafter, truth, random_draft)
     hits: list[int] = []
     match = llm.engine.cache.match
 
@@ -126,18 +127,18 @@ def test_prefix_cache_leaves_tokens_unchanged(
 @each_sampling
 @each_drafter
 def test_preempted_rows_emit_the_same_tokens(
-    drafter: str, sampling: dict[str, Any], llama: str, plain: LLM, stranger: str
+    drafter: str, sampling: dict[str, Any], llama: str, plain: LLM, random_draft: str
 ) -> None:
     """Rows are preempted and computed again: K/V memory for little more than one request."""
     params = params_of(sampling, max_tokens=60)
     expected, truth = plain_outputs(plain, PROMPTS, params)
     tight = LLM(llama, max_num_seqs=4, max_model_len=128)
-    use_drafter(tight, drafter, truth, stranger)
+    use_drafter(tight, drafter, truth, random_draft)
     engine = tight.engine
     one = -(-(engine.max_len + engine.scheduler.hooks.draft_nodes(1)) // PAGE)
     slot = engine.decoder.slot_bytes + engine.drafter.footprint(engine.device).total()
     small = LLM(llama, max_num_seqs=4, max_model_len=128, kv_cache_memory_bytes=one * PAGE * slot)
-    use_drafter(small, drafter, truth, stranger)
+    use_drafter(small, drafter, truth, random_draft)
     assert small.engine.cache.pages == one
     outputs = run_staggered(small, PROMPTS, params)
     assert [visible_parts(o.outputs) for o in outputs] == expected
@@ -153,13 +154,13 @@ def test_preempted_rows_emit_the_same_tokens(
 
 @pairwise(drafter=DRAFTERS, chunk=[8, 16, 64, 512], sampling=SAMPLING)
 def test_chunked_prompts_give_the_same_tokens(
-    chunk: int, drafter: str, sampling: dict[str, Any], llama: str, plain: LLM, stranger: str
+    chunk: int, drafter: str, sampling: dict[str, Any], llama: str, plain: LLM, random_draft: str
 ) -> None:
     """Prompts in chunks of every size, beside decoding rows and draft tokens in the same step."""
     llm = LLM(llama, max_num_seqs=min(chunk, 4), max_num_batched_tokens=chunk)
     params = params_of(sampling)
     expected, truth = plain_outputs(plain, PROMPTS, params)
-    use_drafter(llm, drafter, truth, stranger)
+    use_drafter(llm, drafter, truth, random_draft)
     assert [visible_parts(o.outputs) for o in run_staggered(llm, PROMPTS, params)] == expected
     check_idle(llm)
 
@@ -167,21 +168,23 @@ def test_chunked_prompts_give_the_same_tokens(
 @each_sampling
 @each_drafter
 def test_full_batch_beside_a_long_prompt(
-    drafter: str, sampling: dict[str, Any], llama: str, plain: LLM, stranger: str
+    drafter: str, sampling: dict[str, Any], llama: str, plain: LLM, random_draft: str
 ) -> None:
     """As many seats as a step has tokens: decoding rows leave none for the chunks of a long prompt."""
     llm = LLM(llama, max_num_seqs=8, max_num_batched_tokens=8)
     prompts = [*([i] for i in range(10, 17)), *random_prompts(5, seed=3, longest=30)]
     params = params_of(sampling, len(prompts))
     expected, truth = plain_outputs(plain, prompts, params)
-    use_drafter(llm, drafter, truth, stranger)
+    use_drafter(llm, drafter, truth, random_draft)
     assert [visible_parts(o.outputs) for o in llm.generate(token_prompts(prompts), params)] == expected
     check_idle(llm)
 
 
 @each_sampling
 @each_drafter
-def test_texts_fill_the_context(drafter: str, sampling: dict[str, Any], llama: str, stranger: str) -> None:
+def test_texts_fill_the_context(
+    drafter: str, sampling: dict[str, Any], llama: str, random_draft: str
+) -> None:
     """Texts that fill the context, one from a prompt that leaves room for one token."""
     plain, llm = LLM(llama, max_model_len=48), LLM(llama, max_num_seqs=4, max_model_len=48)
     prompts = [*PROMPTS[:3], list(range(20, 67))]
@@ -191,7 +194,7 @@ def test_texts_fill_the_context(drafter: str, sampling: dict[str, Any], llama: s
         len(prompt) + len(samples[0][0]) == 48 and samples[0][2] == "length"
         for prompt, samples in zip(prompts, expected)
     )
-    use_drafter(llm, drafter, truth, stranger)
+    use_drafter(llm, drafter, truth, random_draft)
     assert [visible_parts(o.outputs) for o in run_staggered(llm, prompts, params)] == expected
     check_idle(llm)
 
@@ -202,14 +205,14 @@ def test_texts_fill_the_context(drafter: str, sampling: dict[str, Any], llama: s
 @each_sampling
 @each_drafter
 def test_speculate_false_drafts_nothing(
-    drafter: str, sampling: dict[str, Any], fast: LLM, plain: LLM, stranger: str
+    drafter: str, sampling: dict[str, Any], fast: LLM, plain: LLM, random_draft: str
 ) -> None:
     """Every second request has speculate=False: nothing is drafted for it, and no tokens change."""
     params = [
         SamplingParams(**{**vars(p), "speculate": bool(i % 2)}) for i, p in enumerate(params_of(sampling))
     ]
     expected, truth = plain_outputs(plain, PROMPTS, params)
-    use_drafter(fast, drafter, truth, stranger)
+    use_drafter(fast, drafter, truth, random_draft)
     outputs = run_staggered(fast, PROMPTS, params)
     assert [visible_parts(o.outputs) for o in outputs] == expected
     assert all(o.speculation.drafted == 0 for o in outputs[::2])
@@ -228,14 +231,14 @@ def test_speculate_false_drafts_nothing(
     },
 )
 def test_speculation_switches_with_the_batch_size(
-    options: dict[str, Any], drafter: str, sampling: dict[str, Any], fast: LLM, plain: LLM, stranger: str
+    options: dict[str, Any], drafter: str, sampling: dict[str, Any], fast: LLM, plain: LLM, random_draft: str
 ) -> None:
     """The batch grows and shrinks: rows switch from speculation to plain decoding and back within a text."""
     params = [
         SamplingParams(**{**vars(p), "max_tokens": 8 + 12 * i}) for i, p in enumerate(params_of(sampling))
     ]
     expected, truth = plain_outputs(plain, PROMPTS, params)
-    use_drafter(fast, drafter, truth, stranger, **options)
+    use_drafter(fast, drafter, truth, random_draft, **options)
     fast.engine.scheduler.chunk = lambda: (
         1 << 20
     )  # prompts at once, so that the batch fills up however slow the machine is
@@ -261,12 +264,12 @@ def test_speculation_switches_with_the_batch_size(
 @each_sampling
 @each_drafter
 def test_stream_equals_generate(
-    drafter: str, sampling: dict[str, Any], fast: LLM, plain: LLM, stranger: str
+    drafter: str, sampling: dict[str, Any], fast: LLM, plain: LLM, random_draft: str
 ) -> None:
     """The last output of a stream equals that of generate; each earlier one is a prefix of the next."""
     params = params_of(sampling)
     expected, truth = plain_outputs(plain, PROMPTS, params)
-    use_drafter(fast, drafter, truth, stranger)
+    use_drafter(fast, drafter, truth, random_draft)
     outputs = fast.generate(token_prompts(PROMPTS), params)
     assert [visible_parts(o.outputs) for o in outputs] == expected
     last: dict[str, Any] = {}
@@ -282,13 +285,13 @@ def test_stream_equals_generate(
 
 
 @each_drafter
-def test_samples_differ_by_their_index_only(drafter: str, fast: LLM, plain: LLM, stranger: str) -> None:
+def test_samples_differ_by_their_index_only(drafter: str, fast: LLM, plain: LLM, random_draft: str) -> None:
     """Sample i of n = 4 equals sample i of n = 1 and n = 2, and that of a row that runs by itself."""
     sampling = {"temperature": 0.8}
     params = params_of(sampling, n=4)
     expected, truth = plain_outputs(plain, PROMPTS, params)
     assert all(len({str(sample) for sample in samples}) == 4 for samples in expected), "samples should differ"
-    use_drafter(fast, drafter, truth, stranger)
+    use_drafter(fast, drafter, truth, random_draft)
     assert [visible_parts(o.outputs) for o in run_staggered(fast, PROMPTS, params)] == expected
     assert [visible_parts(o.outputs) for o in run_staggered(fast, PROMPTS, params_of(sampling))] == [
         samples[:1] for samples in expected
@@ -308,7 +311,7 @@ def test_samples_differ_by_their_index_only(drafter: str, fast: LLM, plain: LLM,
 
 
 @each_drafter
-def test_unseeded_requests_use_the_engine_seed(drafter: str, llama: str, stranger: str) -> None:
+def test_unseeded_requests_use_the_engine_seed(drafter: str, llama: str, random_draft: str) -> None:
     """Requests without a seed derive one from the engine's seed and their order, with any drafter."""
     params = SamplingParams(temperature=0.8, max_tokens=24, ignore_eos=True)
     same, other = (
@@ -317,18 +320,18 @@ def test_unseeded_requests_use_the_engine_seed(drafter: str, llama: str, strange
     )
     assert same != other
     llm = LLM(llama, max_num_seqs=4, seed=11)
-    use_drafter(llm, drafter, KnownTexts(), stranger)
+    use_drafter(llm, drafter, KnownTexts(), random_draft)
     assert [o.outputs[0].token_ids for o in llm.generate(token_prompts(PROMPTS), params)] == same
 
 
 @each_drafter
-def test_text_and_ids_are_the_same_prompt(drafter: str, fast: LLM, plain: LLM, stranger: str) -> None:
+def test_text_and_ids_are_the_same_prompt(drafter: str, fast: LLM, plain: LLM, random_draft: str) -> None:
     """A prompt as text, in a dict, or as the ids of its tokens."""
     text = "It rained on the tin roof, and the old dog dreamt on."
     ids = fast.get_tokenizer().encode(text)
     params = params_of(SAMPLING["sampled"], 1)
     expected, truth = plain_outputs(plain, [ids], params)
-    use_drafter(fast, drafter, truth, stranger)
+    use_drafter(fast, drafter, truth, random_draft)
     for prompt in (text, {"prompt": text}, {"prompt_token_ids": ids}):
         assert visible_parts(fast.generate(prompt, params)[0].outputs) == expected[0]
     check_idle(fast)
@@ -337,12 +340,12 @@ def test_text_and_ids_are_the_same_prompt(drafter: str, fast: LLM, plain: LLM, s
 @each_drafter
 @pytest.mark.parametrize("step", [0, 1, 2, 5])
 def test_abort_frees_pages_and_leaves_others_unchanged(
-    step: int, drafter: str, fast: LLM, plain: LLM, stranger: str
+    step: int, drafter: str, fast: LLM, plain: LLM, random_draft: str
 ) -> None:
     """All requests but one are aborted while waiting, prefilling or decoding; the one is unchanged."""
     params = params_of(SAMPLING["sampled"], n=2)
     expected, truth = plain_outputs(plain, PROMPTS, params)
-    use_drafter(fast, drafter, truth, stranger)
+    use_drafter(fast, drafter, truth, random_draft)
     driver = EngineDriver(fast)
     requests = [driver.add_request(prompt, p) for prompt, p in zip(PROMPTS, params)]
     for _ in range(step):
@@ -360,11 +363,11 @@ def test_abort_frees_pages_and_leaves_others_unchanged(
     check_idle(fast)
 
 
-def test_closing_a_stream_aborts(fast: LLM, plain: LLM, stranger: str) -> None:
+def test_closing_a_stream_aborts(fast: LLM, plain: LLM, random_draft: str) -> None:
     """A closed stream leaves no rows or pages; later requests get the same tokens."""
     params = params_of(SAMPLING["greedy"])
     expected, truth = plain_outputs(plain, PROMPTS, params)
-    use_drafter(fast, "tree", truth, stranger)
+    use_drafter(fast, "tree", truth, random_draft)
     stream = fast.stream(token_prompts(PROMPTS), params)
     next(stream)
     assert fast.engine.busy
@@ -381,7 +384,7 @@ def test_sliding_windows_and_query_norms(
     model: str,
     drafter: str,
     sampling: dict[str, Any],
-    stranger: str,
+    random_draft: str,
     request: pytest.FixtureRequest,
     window: int = 8,
 ) -> None:
@@ -390,7 +393,7 @@ def test_sliding_windows_and_query_norms(
     plain, fast = LLM(path), LLM(path, max_num_seqs=4)
     params = params_of(sampling)
     expected, truth = plain_outputs(plain, PROMPTS, params)
-    use_drafter(fast, drafter, truth, stranger)
+    use_drafter(fast, drafter, truth, random_draft)
     outputs = run_staggered(fast, PROMPTS, params)
     assert [visible_parts(o.outputs) for o in outputs] == expected
     if drafter in ("draft_model", "tree", "self"):
@@ -423,7 +426,8 @@ def test_drafts_with_another_context_or_vocabulary(
     params = params_of(sampling, max_tokens=40)
     expected, _ = plain_outputs(plain, PROMPTS, params)
     fast.use({
-        "method": "draft_model", "model": tiny_checkpoint(folder, seed=2, **config), "siblings": siblings, "vocab_mismatch": "allow",
+        "method": "draft_model", "model": tiny_checkpoint(folder, seed=2, **config), "siblings": siblings,
+        "vocab_mismatch": "allow",
         "num_speculative_tokens": 4,
     })  # fmt: skip
     outputs = run_staggered(fast, PROMPTS, params)
@@ -438,7 +442,7 @@ def test_drafts_with_another_context_or_vocabulary(
 @each_sampling
 @each_drafter
 def test_torch_kernels_give_the_same_tokens(
-    drafter: str, sampling: dict[str, Any], llama: str, stranger: str, monkeypatch: pytest.MonkeyPatch
+    drafter: str, sampling: dict[str, Any], llama: str, random_draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The torch kernels, which serve every device but the CPU, with chains and trees."""
     monkeypatch.setenv("OUTRIDER_KERNELS", "torch")
@@ -446,7 +450,7 @@ def test_torch_kernels_give_the_same_tokens(
     assert plain.engine.decoder.backend.name.startswith("torch")
     params = params_of(sampling, 4)
     expected, truth = plain_outputs(plain, PROMPTS[:4], params)
-    use_drafter(fast, drafter, truth, stranger)
+    use_drafter(fast, drafter, truth, random_draft)
     outputs = run_staggered(fast, PROMPTS[:4], params)
     assert [visible_parts(o.outputs) for o in outputs] == expected
     if drafter in ("draft_model", "tree", "self"):

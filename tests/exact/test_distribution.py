@@ -1,11 +1,14 @@
-"""Sampled texts have the target's law under every rule, and what would bias them is noticed.
+"""Sampled texts have the target's distribution under every rule, and biased variants are detected.
 
-A tiny model of ten tokens; the exact joint law of the first three tokens is computed in float64 from the logits of every prefix,
-by an implementation of the sampling parameters of our own.  Each rule and drafter answers one crowd of requests, 16 at a time, in
-which all temperatures and parameters are mixed, each parameter at both temperatures under every rule.  Each kind of request is tested
-by chi-square in two ways: by what was said, and by how much likelier that is than without its parameters; and all kinds as one.  The
-seeds are fixed.  False alarms: ALARM for the whole file (Bonferroni), which is the chance that a healthy engine with other seeds would
-fail here.  Power: of engines that ignore a parameter, 99 of 100 fail in every single case, at either temperature (simulated).
+The exact joint distribution of the first three tokens of a model of ten tokens comes from the logits of every
+prefix, float64, with a naive implementation of the sampling parameters.  Each rule and drafter answers one
+mixed set of requests, 16 at a time, with each parameter at both temperatures.  Each kind of request is tested
+by chi-square in two ways, by its tokens and by their likelihood ratio to the distribution without its
+parameters; and all kinds as one.  The seeds are fixed.
+
+False alarms: ALARM for the whole file (Bonferroni), the probability that a correct engine with other seeds
+fails.  Power: of engines that ignore a parameter, 99 of 100 fail in every single case, at either temperature
+(simulated).
 """
 
 from __future__ import annotations
@@ -67,15 +70,15 @@ ALARM = 1e-3
 
 
 def distributions(turn: int) -> list[dict[str, Any]]:
-    """All that is asked for, every second at the one temperature and the others at the other; the next turn the other way round."""
+    """Parameters and temperatures of all requests; the temperatures swap in the next round."""
     return [{"temperature": TEMPERATURES[(i + turn) % 2], **ask} for i, ask in enumerate(ASKS)]
 
 
-# ---- the exact law
+# ---- the exact distribution
 
 
 class Exact:
-    """The joint law of the first tokens after a prompt."""
+    """The joint distribution of the first tokens after a prompt."""
 
     def __init__(self, llm: LLM) -> None:
         self.decoder, self.known = llm.engine.decoder, dict[tuple[int, ...], np.ndarray]()
@@ -97,23 +100,25 @@ class Exact:
 
     def _joint(self, prompt: tuple[int, ...], ask: Mapping[str, Any]) -> np.ndarray:
         made = np.zeros((VOCABULARY,) * TOKENS)
-        for said in itertools.product(range(VOCABULARY), repeat=TOKENS - 1):
-            share = math.prod(self.distribution(prompt, said[:i], ask)[token] for i, token in enumerate(said))
+        for emitted in itertools.product(range(VOCABULARY), repeat=TOKENS - 1):
+            share = math.prod(
+                self.distribution(prompt, emitted[:i], ask)[token] for i, token in enumerate(emitted)
+            )
             if share > 0:
-                made[said] = share * self.distribution(prompt, said, ask)
+                made[emitted] = share * self.distribution(prompt, emitted, ask)
         assert abs(made.sum() - 1) < 1e-9
         return made
 
     def distribution(
-        self, prompt: tuple[int, ...], said: tuple[int, ...], ask: Mapping[str, Any]
+        self, prompt: tuple[int, ...], emitted: tuple[int, ...], ask: Mapping[str, Any]
     ) -> np.ndarray:
-        x = self.logits(prompt + said).copy()
+        x = self.logits(prompt + emitted).copy()
         for token, bias in ask.get("logit_bias", {}).items():
             x[token] += bias
-        for token in {*prompt, *said}:
+        for token in {*prompt, *emitted}:
             factor = ask.get("repetition_penalty", 1.0)
             x[token] = x[token] / factor if x[token] > 0 else x[token] * factor
-        for token, count in Counter(said).items():
+        for token, count in Counter(emitted).items():
             x[token] -= ask.get("frequency_penalty", 0.0) * count + ask.get("presence_penalty", 0.0)
         p = np.exp((x - x.max()) / ask["temperature"])
         p[p < ask.get("min_p", 0.0)] = 0
@@ -129,8 +134,10 @@ class Exact:
 
 @dataclass
 class Lot:
-    """Samples of one kind of request.  law: what they should have; bare: what they would have if all but the temperature was ignored;
-    asked: what they would have if nothing was.  All [prompts, V, V, V].
+    """Samples of one kind of request, and three distributions [prompts, V, V, V].
+
+    distribution: the target's.  bare: with all parameters but the temperature ignored.  asked: with all of
+    them ignored.
     """
 
     distribution: np.ndarray
@@ -143,7 +150,7 @@ class Lot:
         return self.distribution * self.counts.sum(axis=(1, 2, 3), keepdims=True)
 
     def by_outcome(self) -> tuple[float, int]:
-        """What was said; rare outcomes are joined with their neighbours."""
+        """Counts of texts; rare outcomes are joined with their neighbours."""
         return chi_square(self.counts.ravel(), self.expected.ravel(), LEAST)
 
     def by_likelihood(self) -> tuple[float, int]:
@@ -153,10 +160,12 @@ class Lot:
 
 
 def chi_square(counts: np.ndarray, expected: np.ndarray, least: float) -> tuple[float, int]:
-    """The statistic and its degrees of freedom over cells that expect `least` samples or more: what expects fewer is joined with others
-    in order."""
+    """The chi-square statistic and its degrees of freedom.
+
+    Cells that expect fewer than `least` samples are joined with others.
+    """
     if counts[expected == 0].any():
-        return math.inf, 1  # something that cannot be said was said
+        return math.inf, 1  # an impossible token was emitted
     cells: list[tuple[float, float]] = []
     seen = wanted = 0.0
     for count, mean in zip(counts.tolist(), expected.tolist()):
@@ -187,7 +196,7 @@ def sampled(
     seeds: Sequence[int] = SEEDS,
     instead: Sequence[dict[str, Any]] | None = None,
 ) -> list[Lot]:
-    """A lot for each of `asks`, all requests handed in at once; these ask for something else where `instead` is given."""
+    """A sample for each of `asks`, all requests queued at once; `instead` replaces some parameters."""
     crowd = [
         (i, place)
         for nth in range(max(seeds))
@@ -227,7 +236,7 @@ def exact(llm: LLM) -> Exact:
 
 
 def chosen(row: Row, budget: Budget) -> DraftTree:
-    """Two levels of two siblings and a third below the first path, whose tokens depend on what was said."""
+    """Two levels of two siblings and a third below the first path; tokens depend on the row."""
     a = row.tokens[-1]
     tokens = [(a + 1) % 10, (a + 4) % 10, (a + 2) % 10, (3 * a + 1) % 10, (a + 7) % 10, 5]
     parents = [-1, -1, 0, 0, 1, 2]
@@ -270,7 +279,7 @@ CASES = [(judge, kind, i % 2) for judge, kinds in KINDS.items() for i, kind in e
 LEVEL = ALARM / (len(CASES) * (2 * len(ASKS) + 1))
 
 
-def test_the_laws_are_worth_testing(exact: Exact, llm: LLM, draft: str) -> None:
+def test_tested_distributions_differ_from_trivial_ones(exact: Exact, llm: LLM, draft: str) -> None:
     """Neither flat nor peaked, changed by every parameter, and not the draft's."""
     joints = [exact.joint(distribution) for turn in (0, 1) for distribution in distributions(turn)]
     for distribution in (distribution for joint in joints for distribution in joint):
@@ -287,18 +296,20 @@ def apart(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("judge", "kind", "turn"), CASES, ids=lambda value: str(value).replace(" ", "-"))
-def test_the_law_is_the_targets(judge: str, kind: str, turn: int, llm: LLM, exact: Exact, draft: str) -> None:
+def test_emitted_tokens_have_the_targets_distribution(
+    judge: str, kind: str, turn: int, llm: LLM, exact: Exact, draft: str
+) -> None:
     llm.use({**drafting(kind, draft), "verification": judge})
     lots = sampled(llm, exact, distributions(turn))
     assert sum(stream_id.counts.sum() for stream_id in lots) == sum(SEEDS) * SAMPLES * len(PROMPTS)
     assert min(p_values(lots)) > LEVEL
 
 
-# ---- controls: what biases the law is caught by the very same test
+# ---- controls: biased engines fail the same test
 
 
 def test_the_power_of_the_test(exact: Exact) -> None:
-    """Of engines that ignore a parameter, and of laws that do, nearly all are caught, at either temperature; of healthy lots none are."""
+    """Simulated power: engines that ignore a parameter fail at either temperature; correct ones pass."""
     random_streams, healthy = np.random.default_rng(0), list[float]()
 
     def samples(distribution: np.ndarray, seeds: int) -> np.ndarray:
@@ -364,7 +375,7 @@ def test_a_wrong_residual(
 
 
 @pytest.mark.parametrize("judge", ["rejection", "block"])
-def test_draws_and_acceptance_from_one_coin(
+def test_drafts_and_acceptance_from_one_random_stream_are_detected(
     judge: str, llm: LLM, exact: Exact, draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def shared(row: Row, node: int, probability: float) -> bool:
@@ -375,10 +386,10 @@ def test_draws_and_acceptance_from_one_coin(
     assert caught(llm, exact)
 
 
-def test_acceptance_and_what_follows_from_one_coin(
+def test_acceptance_and_emission_from_one_random_stream_are_detected(
     llm: LLM, exact: Exact, draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What follows a rejection is drawn with the coin that rejected."""
+    """The token after a rejection is sampled with the uniform that rejected."""
 
     def shared(row: Row, node: int, distribution: Tensor) -> int:
         return random_streams.index(
@@ -390,7 +401,7 @@ def test_acceptance_and_what_follows_from_one_coin(
     assert caught(llm, exact)
 
 
-def test_dropping_a_drawn_guess_for_what_it_is(
+def test_dropping_a_sampled_node_by_its_token_is_detected(
     llm: LLM, exact: Exact, draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A chain is cut before its first odd token: those that stay are no draws any more."""
@@ -430,7 +441,7 @@ class Dice:
 
 @pytest.mark.parametrize("judge", ["rejection", "block", "traversal"])
 def test_more_samples_come_nearer_to_the_target_and_to_nothing_else(judge: str) -> None:
-    """From 100 to 4,000 samples the distance to the target's law falls about sixfold, that to another law hardly."""
+    """From 100 to 4,000 samples the distance to the target falls sixfold, that to another hardly."""
     torch.manual_seed(5)
     p, q, other = (torch.rand(30, dtype=torch.float64) ** 2 for _ in range(3))
     p, q, other = p / p.sum(), q / q.sum(), other / other.sum()
@@ -441,8 +452,8 @@ def test_more_samples_come_nearer_to_the_target_and_to_nothing_else(judge: str) 
         distributions: Any = Dice(p, seed)
         (token,) = random_streams.children(distributions.row, q, range(1))
         tree = DraftTree([token], [-1], [0.5], [q], [0])
-        _, said = walk(tree, RowPicker(distributions, 0))
-        counts[said[0]] += 1
+        _, emitted = walk(tree, RowPicker(distributions, 0))
+        counts[emitted[0]] += 1
         if seed + 1 in (100, 4_000):
             near.append(float((counts / counts.sum() - p).norm()))
             far.append(float((counts / counts.sum() - other).norm()))

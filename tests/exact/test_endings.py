@@ -21,7 +21,7 @@ def told(plain: LLM) -> list[list[int]]:
 
 @pytest.fixture(params=["off", "right"])
 def llm(request: pytest.FixtureRequest, fast: LLM, plain: LLM) -> LLM:
-    """Without guesses, and with a drafter that is always right."""
+    """Without drafts, and with a drafter that is always right."""
     truth = KnownTexts()
     for prompt in PROMPTS:
         truth.learn(prompt, 5, answer(plain, prompt, FREE).outputs)
@@ -82,7 +82,7 @@ both = pytest.mark.parametrize("streaming", [False, True], ids=["generate", "str
 
 @both
 def test_what_ended_the_text_can_stay_in_it(streaming: bool, llm: LLM, told: list[list[int]]) -> None:
-    """include_stop_str_in_output: the stop string is the last thing in the text, and a stop token has its text."""
+    """include_stop_str_in_output: the text ends with the stop string, or with the stop token's text."""
     decode = llm.get_tokenizer().decode
     whole = [decode(tokens, skip_special_tokens=True) for tokens in told]
     strings = [
@@ -94,8 +94,8 @@ def test_what_ended_the_text_can_stay_in_it(streaming: bool, llm: LLM, told: lis
         SamplingParams(**{**vars(FREE), "stop_token_ids": [tokens[10]], "include_stop_str_in_output": True})
         for tokens in told
     ]
-    said = [tokens[: tokens.index(tokens[10]) + 1] for tokens in told]
-    assert texts(llm, streaming, ids) == [decode(tokens, skip_special_tokens=True) for tokens in said]
+    emitted = [tokens[: tokens.index(tokens[10]) + 1] for tokens in told]
+    assert texts(llm, streaming, ids) == [decode(tokens, skip_special_tokens=True) for tokens in emitted]
     check_idle(llm)
 
 

@@ -1,4 +1,4 @@
-"""With weights and K/V of few bits, too, every method says what plain decoding says; and it is nearly what all bits say."""
+"""With weights and K/V in few bits every method emits plain decoding's tokens, close to the full model's."""
 
 from __future__ import annotations
 
@@ -38,9 +38,14 @@ def params_of(number: int, temperature: float) -> SamplingParams:
 @pytest.mark.parametrize("temperature", LAWS)
 @pytest.mark.parametrize("backend", ["", "torch"])
 def test_tokens(
-    backend: str, temperature: float, form: str, llama: str, stranger: str, monkeypatch: pytest.MonkeyPatch
+    backend: str,
+    temperature: float,
+    form: str,
+    llama: str,
+    random_draft: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each prompt alone against all of them at once, guessed for by n-grams, draft models and trees around the truth."""
+    """Each prompt alone against all at once, with n-gram, draft model and tree drafts."""
     monkeypatch.setenv("OUTRIDER_KERNELS", backend)
     llm = LLM(llama, max_num_seqs=4, **FORMS[form])
     if not llm.engine.exact:
@@ -58,7 +63,7 @@ def test_tokens(
             "siblings": 2,
             "quantization": "int4",
         },
-        {"method": "draft_model", "model": stranger, "num_speculative_tokens": 3},
+        {"method": "draft_model", "model": random_draft, "num_speculative_tokens": 3},
         {"method": "scripted", "script": Scripts(truth).hidden, "nodes": 40, "num_speculative_tokens": 6},
     ]
     for config in configs if not backend else configs[-1:]:
@@ -101,7 +106,7 @@ def test_more_tokens_fit_into_the_same_memory() -> None:
 
 
 def test_a_path_moved_without_its_scales(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison notices K/V whose values moved to the slots of their positions and whose scales did not."""
+    """The comparison detects moved K/V values whose scales stayed in place."""
     llm, truth = LLM(llama, max_num_seqs=4, kv_cache_dtype="int8"), KnownTexts()
     expected = [answer(llm, prompt, params_of(i, 0)) for i, prompt in enumerate(PROMPTS)]
     for i, (prompt, output) in enumerate(zip(PROMPTS, expected)):
@@ -121,7 +126,7 @@ def test_a_path_moved_without_its_scales(llama: str, monkeypatch: pytest.MonkeyP
 # ---- how near
 
 
-def log_laws(llm: LLM, texts: Sequence[Sequence[int]]) -> Tensor:
+def log_probs(llm: LLM, texts: Sequence[Sequence[int]]) -> Tensor:
     """float64 [tokens, V]: the log-probabilities after every token."""
     found, decoder = [], llm.engine.decoder
     for text in texts:
@@ -134,8 +139,7 @@ def log_laws(llm: LLM, texts: Sequence[Sequence[int]]) -> Tensor:
 
 @pytest.fixture(scope="module")
 def dithered(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The built-in model in bfloat16, each weight moved by up to half a step of its 8 bits: they are stored as whole steps, which 8 bits
-    would give back without any loss."""
+    """The built-in model in bfloat16, each weight moved by up to half a step of its 8 bits."""
     folder = tmp_path_factory.mktemp("dithered") / "model"
     write("builtin", folder, 16)
     tensors, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(0)
@@ -165,15 +169,15 @@ def whole(dithered: str) -> tuple[list[list[int]], Tensor]:
         SamplingParams(temperature=0.8, seed=1, max_tokens=60, ignore_eos=True),
     )
     texts = [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
-    return texts, log_laws(llm, texts)
+    return texts, log_probs(llm, texts)
 
 
 @pytest.mark.parametrize(
     ("form", "most"), [("int8", 0.0006), ("K/V", 0.0003), ("int4", 0.03), ("int4, K/V", 0.03)]
 )
 def test_divergence(form: str, most: float, dithered: str, whole: tuple[list[list[int]], Tensor]) -> None:
-    """Mean Kullback-Leibler divergence from the model with all its bits; measured when this was written: 0.0002, 0.0001, 0.012."""
+    """Mean Kullback-Leibler divergence from the unquantized model; measured 0.0002, 0.0001, 0.012."""
     texts, before = whole
-    after = log_laws(LLM(dithered, **FORMS[form]), texts)
+    after = log_probs(LLM(dithered, **FORMS[form]), texts)
     divergence = (before.exp() * (before - after)).sum(-1).mean()
     assert 1e-7 < divergence < most

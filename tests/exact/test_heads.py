@@ -1,4 +1,4 @@
-"""Methods with trained heads, over transformers' own code and after prefix hits: exactly as plain decoding."""
+"""Trained heads over transformers' own code and after prefix hits: tokens of plain decoding."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_prompt_of_a_request_that_ends_at_once_is_shared(method: str, tmp_pa
 
 @pytest.mark.parametrize("method", HEADS)
 def test_states_come_back_after_a_prefix_hit(method: str, tmp_path: Path) -> None:
-    """The second time the prompt is cached; guesses are made all the same, and are the same."""
+    """The second time the prompt is cached; the drafts are the same."""
     llm = LLM(tiny_checkpoint(tmp_path), dtype="float32")
     use_example(llm, method)
     prompt = {"prompt_token_ids": random_prompts(1, seed=3, longest=41)[0] * 3}

@@ -1,4 +1,4 @@
-"""Log-probabilities are those of the model, and the same numbers whatever the engine does to get them."""
+"""Log-probabilities are those of the model, with the same numbers in every engine state."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from outrider.testing import (
 
 PROMPTS = [*random_prompts(5, seed=8), random_prompts(1, seed=9, longest=40)[0] * 3]
 SAMPLED = {"temperature": 0.8, "top_p": 0.95, "max_tokens": 20, "ignore_eos": True}
-DRAFTERS = ("ngram", "draft_model", "tree", "stranger")
+DRAFTERS = ("ngram", "draft_model", "tree", "random_draft")
 
 
 def asking(count: int = len(PROMPTS), **more: Any) -> list[SamplingParams]:
@@ -39,7 +39,7 @@ def asking(count: int = len(PROMPTS), **more: Any) -> list[SamplingParams]:
     ]
 
 
-def put_to_work(llm: LLM, drafter: str, expected: list[RequestOutput], stranger: str) -> None:
+def put_to_work(llm: LLM, drafter: str, expected: list[RequestOutput], random_draft: str) -> None:
     truth = KnownTexts()
     for seed, output in enumerate(expected):
         truth.learn(output.prompt_token_ids, seed, output.outputs)
@@ -47,8 +47,8 @@ def put_to_work(llm: LLM, drafter: str, expected: list[RequestOutput], stranger:
         llm.use(
             {"method": "scripted", "script": Scripts(truth).hidden, "nodes": 40, "num_speculative_tokens": 6}
         )
-    elif drafter == "stranger":
-        llm.use({"method": "draft_model", "model": stranger, "siblings": 2, "num_speculative_tokens": 3})
+    elif drafter == "random_draft":
+        llm.use({"method": "draft_model", "model": random_draft, "siblings": 2, "num_speculative_tokens": 3})
     else:
         use_example(llm, drafter)
 
@@ -131,15 +131,15 @@ def test_none_all_and_no_others(plain: LLM, llama: str) -> None:
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_speculation_changes_none(drafter: str, fast: LLM, plain: LLM, stranger: str) -> None:
-    """Bit for bit, in ragged traffic, with n = 2 and beside requests that ask for none, or for those of the prompt alone."""
+def test_speculation_changes_none(drafter: str, fast: LLM, plain: LLM, random_draft: str) -> None:
+    """Bit for bit, in ragged batches, with n = 2, beside requests with other log-probabilities."""
     params = asking(n=2)
     params[1] = SamplingParams(**{**vars(params[1]), "logprobs": None, "prompt_logprobs": None})
     params[2] = SamplingParams(**{**vars(params[2]), "logprobs": None})
     params[3] = SamplingParams(**{**vars(params[3]), "prompt_logprobs": None})
     expected = answers(plain, params)
     assert expected[1].prompt_logprobs is None and expected[1].outputs[0].cumulative_logprob is None
-    put_to_work(fast, drafter, expected, stranger)
+    put_to_work(fast, drafter, expected, random_draft)
     got = run_staggered(fast, PROMPTS, params)
     assert list(map(told, got)) == list(map(told, expected))
     assert [[s.cumulative_logprob for s in o.outputs] for o in got] == [
@@ -149,11 +149,11 @@ def test_speculation_changes_none(drafter: str, fast: LLM, plain: LLM, stranger:
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_the_prefix_cache_hides_no_prompt(drafter: str, llama: str, plain: LLM, stranger: str) -> None:
-    """Asked twice, the prompt lies in the cache; what asks for its log-probabilities computes it again, the others do not."""
+def test_the_prefix_cache_hides_no_prompt(drafter: str, llama: str, plain: LLM, random_draft: str) -> None:
+    """The second request finds the prompt cached; prompt_logprobs computes it again, others do not."""
     llm = LLM(llama, max_num_seqs=4)
     expected = answers(plain, asking())
-    put_to_work(llm, drafter, expected, stranger)
+    put_to_work(llm, drafter, expected, random_draft)
     for _ in range(2):
         assert list(map(told, run_staggered(llm, PROMPTS, asking()))) == list(map(told, expected))
         check_idle(llm)
@@ -167,33 +167,33 @@ def test_the_prefix_cache_hides_no_prompt(drafter: str, llama: str, plain: LLM, 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("chunk", [8, 16, 64])
-def test_chunks(chunk: int, drafter: str, llama: str, plain: LLM, stranger: str) -> None:
+def test_chunks(chunk: int, drafter: str, llama: str, plain: LLM, random_draft: str) -> None:
     llm = LLM(llama, max_num_seqs=4, max_num_batched_tokens=chunk)
     expected = answers(plain, asking())
-    put_to_work(llm, drafter, expected, stranger)
+    put_to_work(llm, drafter, expected, random_draft)
     assert list(map(told, run_staggered(llm, PROMPTS, asking()))) == list(map(told, expected))
     check_idle(llm)
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_preemption(drafter: str, llama: str, plain: LLM, stranger: str) -> None:
-    """Rows lose their cache and compute their tokens again: what was scored is kept, and nothing is scored twice."""
+def test_preemption(drafter: str, llama: str, plain: LLM, random_draft: str) -> None:
+    """Preempted rows recompute tokens: recorded entries are kept, and none is recorded twice."""
     params = asking(max_tokens=60)
     expected = answers(plain, params)
     tight = LLM(llama, max_num_seqs=4, max_model_len=192)
-    put_to_work(tight, drafter, expected, stranger)
+    put_to_work(tight, drafter, expected, random_draft)
     slot = tight.engine.decoder.slot_bytes + tight.engine.drafter.footprint(tight.engine.device).total()
     small = LLM(
         llama, max_num_seqs=4, max_model_len=192, max_num_batched_tokens=16, kv_cache_memory_bytes=192 * slot
     )
-    put_to_work(small, drafter, expected, stranger)
+    put_to_work(small, drafter, expected, random_draft)
     assert list(map(told, run_staggered(small, PROMPTS, params))) == list(map(told, expected))
     assert small.engine.scheduler.preemptions > 0
     check_idle(small)
 
 
 def test_preempted_amid_the_prompt(llama: str, plain: LLM) -> None:
-    """After each step of the prompt in turn: the pages that are in the prefix cache by then may not hide what is still to be scored."""
+    """Abort after each step of the prompt: cached pages must not hide positions still to be scored."""
     prompt, params = PROMPTS[-1], asking()[-1]
     expected = told(answer(plain, prompt, params))
     for when in range(1, 9):
@@ -210,8 +210,8 @@ def test_preempted_amid_the_prompt(llama: str, plain: LLM) -> None:
         check_idle(llm)
 
 
-def test_an_end_inside_a_path(fast: LLM, plain: LLM, stranger: str) -> None:
-    """There are as many entries as tokens, though the step that ended the text said more."""
+def test_an_end_inside_a_path(fast: LLM, plain: LLM, random_draft: str) -> None:
+    """There are as many entries as tokens, although the last step emitted more."""
     free = answers(plain, asking())
     params = asking(prompt_logprobs=None)
     for i, output in enumerate(free):
@@ -231,9 +231,9 @@ def test_an_end_inside_a_path(fast: LLM, plain: LLM, stranger: str) -> None:
         )
 
 
-def test_a_stream_shows_them_as_they_come(fast: LLM, plain: LLM, stranger: str) -> None:
+def test_a_stream_shows_them_as_they_come(fast: LLM, plain: LLM, random_draft: str) -> None:
     expected = answers(plain, asking())
-    put_to_work(fast, "tree", expected, stranger)
+    put_to_work(fast, "tree", expected, random_draft)
     last: dict[str, RequestOutput] = {}
     for output in fast.stream(token_prompts(PROMPTS), asking()):
         for sample in output.outputs:
@@ -246,13 +246,13 @@ def test_a_stream_shows_them_as_they_come(fast: LLM, plain: LLM, stranger: str) 
 
 
 @pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logits", "processed_logits"])
-def test_modes(mode: str, llama: str, stranger: str) -> None:
-    """Processed are those of the law that the token was picked from; with and without speculation they are the same."""
+def test_modes(mode: str, llama: str, random_draft: str) -> None:
+    """Processed log-probabilities are those of the sampling distribution, with and without speculation."""
     params = asking(repetition_penalty=1.3, top_k=4, logit_bias={9: 3.0})
     plain = LLM(llama, logprobs_mode=mode, enable_prefix_caching=False)
     expected = answers(plain, params)
     llm = LLM(llama, max_num_seqs=4, logprobs_mode=mode)
-    put_to_work(llm, "tree", expected, stranger)
+    put_to_work(llm, "tree", expected, random_draft)
     assert list(map(told, run_staggered(llm, PROMPTS, params))) == list(map(told, expected))
     output = expected[0]
     assert output.outputs[0].logprobs is not None and output.prompt_logprobs is not None
@@ -283,12 +283,12 @@ def test_an_unknown_mode(llama: str) -> None:
 
 
 def test_who_asks_for_nothing_pays_nothing(
-    fast: LLM, plain: LLM, stranger: str, monkeypatch: pytest.MonkeyPatch
+    fast: LLM, plain: LLM, random_draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No processor, no view of the ids, no log-softmax and no logits of a prompt's rows."""
     params = [SamplingParams(**{**SAMPLED, "seed": i}) for i in range(len(PROMPTS))]
     expected = answers(plain, params)
-    put_to_work(fast, "draft_model", expected, stranger)
+    put_to_work(fast, "draft_model", expected, random_draft)
 
     def never(*given: Any) -> Any:
         raise AssertionError("nobody asked")

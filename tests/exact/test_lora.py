@@ -1,4 +1,4 @@
-"""LoRA adapters: what merged weights say, and in every company, with every drafter, from every cache, the same bits."""
+"""LoRA adapters: the text of merged weights, and the same bits in any batch, drafter and cache state."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def llm(llama: str) -> LLM:
 
 @pytest.fixture(scope="module")
 def alone(llama: str) -> Callable[..., Any]:
-    """What a prompt says with an adapter, alone and decoded plainly; remembered."""
+    """Plain output of a prompt with an adapter, alone; memoized."""
     plain, known = LLM(llama, max_num_seqs=4, enable_prefix_caching=False, enable_lora=True, max_loras=3), {}
 
     def ask(prompt: list[int], params: SamplingParams, lora: LoRARequest | None) -> Any:
@@ -128,8 +128,8 @@ def test_merged_weights(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_row_computes_the_same_bits_in_any_company(dtype: str, tmp_path: Path) -> None:
-    """Hidden states of rows with three adapters and none, in one forward and alone; those without, in an engine without."""
+def test_row_is_bit_identical_in_any_batch(dtype: str, tmp_path: Path) -> None:
+    """Hidden states of rows with three adapters and none: in one forward, alone, and without LoRA."""
     model = tiny_checkpoint(tmp_path / "model", **ODD)
     llm = LLM(model, dtype=dtype, enable_lora=True, max_loras=3)
     engine, bare = llm.engine, LLM(model, dtype=dtype).engine
@@ -174,7 +174,7 @@ def test_every_drafter(
     alone: Callable[..., Any],
     llama: str,
 ) -> None:
-    """Six prompts with three adapters and none, more than there are seats; twice, so that the second time hits the prefix cache."""
+    """Six prompts with three adapters and none, above max_num_seqs; the second round hits the cache."""
     chosen = [loras[0], None, loras[1], loras[2], loras[0], None]
     expected, truth = [], KnownTexts()
     for prompt, lora in zip(PROMPTS, chosen):
@@ -206,7 +206,7 @@ def _seeded(row: Row, params: SamplingParams) -> Row:
 
 
 def test_without_an_adapter_nothing_changes(llm: LLM, plain: LLM, loras: list[LoRARequest]) -> None:
-    """Prompts without adapter beside prompts with one say what an engine without LoRA says."""
+    """Prompts without adapter, beside prompts with one, get the output of an engine without LoRA."""
     llm.use(None)
     outputs = llm.generate(token_prompts(PROMPTS), SAMPLED, lora_request=[loras[0], None] * 3)
     for prompt, output in list(zip(PROMPTS, outputs))[1::2]:
@@ -330,7 +330,7 @@ def test_a_shared_prefix_index_is_noticed(
 def test_more_adapters_than_fit_take_turns(
     llama: str, loras: list[LoRARequest], alone: Callable[..., Any]
 ) -> None:
-    """One adapter in memory: rows of another one wait, in order of arrival, and one that is in use is never evicted."""
+    """One adapter in memory: rows of another wait in order, and an adapter in use is never evicted."""
     llm = LLM(llama, max_num_seqs=4, enable_lora=True, max_loras=1, speculative_config={"method": "ngram"})
     engine = llm.engine
     chosen = [loras[0], loras[0], None, loras[1], loras[2], loras[0]]

@@ -1,9 +1,9 @@
 """Every drafter and every adversarial script emits the tokens of plain decoding.
 
-Factors: drafter, temperature, what a request asks for, and one prompt alone or seven that arrive one after another with
-some aborted. Every pair of values occurs by default, every combination with `-m full`. Tokens, text, finish_reason and
-stop_reason are compared with an engine without drafter that ran each prompt alone. A new method in draft/ is covered
-through its `example`.
+Factors: drafter, temperature, what a request asks for, and one prompt alone or seven that arrive one after
+another with some aborted. Every pair of values occurs by default, every combination with `-m full`. Tokens,
+text, finish_reason and stop_reason are compared with an engine without drafter that ran each prompt alone. A
+new method in draft/ is covered through its `example`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ACCEPTING = {f"scripted:{name}" for name in SCRIPTS if name != "wrong"} | {"draf
 
 @dataclass(frozen=True)
 class Ask:
-    """Parameters of a request. `endless`: the same without an end, under which scripts learn the continuation."""
+    """Parameters of a request.  `endless`: the same without an end, for scripts that learn the text."""
 
     params: SamplingParams
     endless: SamplingParams
@@ -107,7 +107,7 @@ def eos(plain: PlainOutputs, number: int, sampling: dict[str, Any]) -> Ask:
 
 
 def min_tokens(plain: PlainOutputs, number: int, sampling: dict[str, Any]) -> Ask:
-    """Stop ids that would end the text early are suppressed up to the tenth token, in the middle of a path."""
+    """Stop ids that would end the text are suppressed up to the tenth token, also inside a path."""
     endless = _endless(number, sampling)
     tokens = plain(PROMPTS[number], endless).outputs[0].token_ids
     keys = {"min_tokens": 10, "stop_token_ids": [tokens[2], tokens[5], tokens[8]]}
@@ -142,7 +142,7 @@ def outputs_of(plain: LLM) -> PlainOutputs:
 
 @contextmanager
 def emitted_counts(llm: LLM) -> Iterator[list[list[int]]]:
-    """Tokens that the verifier emits in each step for each row, before the scheduler cuts those past the end."""
+    """Tokens emitted by the rule in each step, before the scheduler clips them."""
     lengths: list[list[int]] = []
     verify = llm.engine.verify
 
@@ -164,14 +164,14 @@ def test_one_prompt_has_the_plain_output(
     ask: Callable[..., Ask],
     outputs_of: PlainOutputs,
     fast: LLM,
-    stranger: str,
+    random_draft: str,
 ) -> None:
     """Correct draft tokens are accepted, up to the token that ends the text inside a path."""
     sampling, prompt = {"temperature": temperature}, PROMPTS[0]
     wanted = ask(outputs_of, 0, sampling)
     known = KnownTexts()
     known.learn(prompt, 100, outputs_of(prompt, wanted.endless).outputs)
-    use_drafter(fast, drafter, known, stranger)
+    use_drafter(fast, drafter, known, random_draft)
     with eos_replaced([fast, outputs_of.llm], wanted.eos), emitted_counts(fast) as steps:
         expected = outputs_of(prompt, wanted.params)
         output = answer(fast, prompt, wanted.params)
@@ -197,14 +197,14 @@ def test_staggered_prompts_have_the_plain_output(
     ask: Callable[..., Ask],
     outputs_of: PlainOutputs,
     fast: LLM,
-    stranger: str,
+    random_draft: str,
 ) -> None:
     """Seven prompts for four seats, two of them aborted; an aborted output is a prefix of the plain one."""
     asks = [ask(outputs_of, i, {"temperature": temperature}) for i in range(len(PROMPTS))]
     known = KnownTexts()
     for i, wanted in enumerate(asks):
         known.learn(PROMPTS[i], 100 + i, outputs_of(PROMPTS[i], wanted.endless).outputs)
-    use_drafter(fast, drafter, known, stranger)
+    use_drafter(fast, drafter, known, random_draft)
     with eos_replaced([fast, outputs_of.llm], asks[0].eos):
         expected = [outputs_of(prompt, wanted.params) for prompt, wanted in zip(PROMPTS, asks)]
         outputs = run_staggered(fast, PROMPTS, [wanted.params for wanted in asks], aborts={2: 3, 5: 6})

@@ -1,7 +1,8 @@
 """The exactness tests can fail: an engine broken on purpose says other tokens, and the comparison notices.
 
-Every test first shows that the healthy engine says what plain decoding says, then breaks one thing and shows that at
-least one prompt of the same traffic comes out differently.  The controls at the end break what must not matter.
+Every test first shows that the healthy engine emits the tokens of plain decoding, then breaks one thing and shows
+that at least one prompt of the same traffic comes out differently.  The controls at the end break what must
+not matter.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from outrider.verify.base import Picker
 def edit_nodes(
     monkeypatch: pytest.MonkeyPatch, edit: Callable[[StepInput, int, array[int], int, list[int]], None]
 ) -> None:
-    """After guesses have entered the plan, `edit(plan, row, table, seen, path)` may spoil each."""
+    """After draft nodes are added to the step, `edit(step_input, row, table, seen, path)` may spoil each."""
     nodes = StepInput.nodes
 
     def spoilt(
@@ -48,7 +49,7 @@ def edit_nodes(
 
 
 def test_a_node_that_sees_a_sibling(scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mask lets a node see the first guess of the tree, which is not among its ancestors."""
+    """A node attends to the tree's first node, which is not among its ancestors."""
     broken = scene()
 
     def edit(step_input: StepInput, row: int, table: array[int], seen: int, path: list[int]) -> None:
@@ -142,7 +143,7 @@ def test_noise_of_the_wrong_position(script: str, scene: Setup, monkeypatch: pyt
 def test_noise_alone_does_not_matter_to_a_greedy_request(
     scene: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Control of the one before and of the one after: without noise and processors there is nothing to go wrong."""
+    """Control of its neighbours: without noise and processors nothing can go wrong."""
     unbroken = scene(GREEDY, "right")
     forget_paths(monkeypatch)
     assert unbroken.differences() == 0
@@ -151,7 +152,7 @@ def test_noise_alone_does_not_matter_to_a_greedy_request(
 def test_one_min_tokens_state_for_all_nodes(
     scene: Setup, plain: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A text that may end from its ninth token on, and does end there, inside a path: the root's state forbids it."""
+    """A text that may end from its ninth token on, and ends there inside a path."""
     params = []
     for prompt in PROMPTS:
         tokens = answer(plain, prompt, GREEDY).outputs[0].token_ids
@@ -163,7 +164,7 @@ def test_one_min_tokens_state_for_all_nodes(
 
 
 def test_logits_of_the_wrong_node(scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The law after the first guess is read from the root."""
+    """The distribution after the first node is read from the root."""
     broken = scene()
 
     def pick(self: ForwardOutput, row: int, node: int, path: Sequence[int]) -> int:
@@ -176,7 +177,7 @@ def test_logits_of_the_wrong_node(scene: Setup, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.skipif(cpu.library() is None, reason="no C compiler here")
 @pytest.mark.parametrize("wrong", ["position", "root", None])
 def test_a_tree_followed_wrongly(wrong: str | None, scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The noise is that of the next position, or the laws are read from the row of logits before; or nothing is wrong."""
+    """The noise of the next position, or the distribution of the row before; or nothing is changed."""
     broken = scene(SAMPLED, "right")
     ask_with(
         monkeypatch,
@@ -208,7 +209,7 @@ def test_a_token_accepted_unseen(scene: Setup, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_child_of_someone_else(scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The verifier looks for the token anywhere in the tree, whoever its parent is."""
+    """The rule accepts a node with the right token under any parent."""
     broken = scene()
 
     def anywhere(batch: Batch, picker: Picker) -> None:
@@ -303,7 +304,7 @@ def test_a_fork_without_its_last_page(scene: Setup, monkeypatch: pytest.MonkeyPa
 def test_nonsense_in_the_drafts_cache_changes_no_token(
     plain: LLM, fast: LLM, llama: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Noise in the K/V of a draft model: fewer guesses are right, every token stays."""
+    """Noise in the K/V of a draft model: fewer drafts are accepted, every token stays."""
     expected = [answer(plain, prompt, SAMPLED).outputs[0].token_ids for prompt in PROMPTS]
     fast.use({"method": "draft_model", "model": llama, "siblings": 2, "num_speculative_tokens": 4})
     before = fast.generate(token_prompts(PROMPTS), SAMPLED)
@@ -324,10 +325,8 @@ def test_nonsense_in_the_drafts_cache_changes_no_token(
 
 
 @pytest.mark.parametrize("script", ["right", "hidden"])
-def test_nobody_reads_what_was_not_committed(
-    script: str, scene: Setup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """NaN in every slot of the target's cache that holds no committed token, after every step: every token stays."""
+def test_uncommitted_slots_are_never_read(script: str, scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN in every uncommitted slot of the target's cache after every step: the tokens stay."""
     unbroken = scene(SAMPLED, script)
     engine = unbroken.llm.engine
     commit = engine.scheduler.commit

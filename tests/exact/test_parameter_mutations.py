@@ -1,4 +1,4 @@
-"""Parameters applied to the wrong tokens, or to the wrong node, are noticed: each test breaks one thing, as in test_mutations.py."""
+"""Parameters applied to the wrong tokens or node are detected; each test breaks one thing."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def advance(processor: Penalties, tokens: Sequence[int]) -> None:
 def test_one_penalty_state_that_every_node_moves_on(
     script: str, scene: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A node adds its token to the row's own count, and nobody takes it out again."""
+    """A node adds its token to the row's own count, and it is never removed."""
     broken = scene(PENALISED, script)
     call = Penalties.__call__
 
@@ -74,20 +74,22 @@ def test_one_penalty_state_that_every_node_moves_on(
     assert broken.differences() > 0
 
 
-def test_a_penalty_moved_on_by_rejected_guesses(scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The counts of the row take in every token that was guessed, whether it was accepted or not."""
+def test_penalty_that_counts_rejected_drafts_is_detected(
+    scene: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The counts of the row include every draft token, accepted or not."""
     broken = scene(PENALISED, "hidden")
     forward, count = Runner.forward, Penalties._count
-    guessed: dict[int, list[int]] = {}
+    drafted: dict[int, list[int]] = {}
 
     def forwarding(self: Runner, batch: Batch, needs: Needs) -> ForwardOutput:
         for step in batch:
-            guessed.setdefault(id(step.row.tokens), []).extend(step.tree.tokens)
+            drafted.setdefault(id(step.row.tokens), []).extend(step.tree.tokens)
         return forward(self, batch, needs)
 
     def counting(self: Penalties, tokens: list[int]) -> None:
         count(self, tokens)
-        advance(self, guessed.pop(id(tokens), ()))
+        advance(self, drafted.pop(id(tokens), ()))
 
     monkeypatch.setattr(Runner, "forward", forwarding)
     monkeypatch.setattr(Penalties, "_count", counting)
@@ -157,7 +159,7 @@ def test_log_probabilities_of_the_prompt_one_off(scene: Setup, monkeypatch: pyte
 
 
 def test_a_prefix_hit_that_hides_the_prompt(scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt whose log-probabilities are asked for is taken from the cache: nobody computes its logits."""
+    """A prompt with prompt_logprobs comes from the cache, so its logits are missing."""
     broken = scene(ASKING)
     monkeypatch.setattr(Row, "reusable", property(lambda row: len(row.tokens) - 1))
     assert broken.differences() == 0, "the cache is empty"

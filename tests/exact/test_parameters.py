@@ -1,7 +1,7 @@
 """Every sampling parameter with every drafter: tokens, text and log-probabilities of plain decoding.
 
-Each parameter occurs alone. Then a covering array has every pair of (drafter, temperature, each parameter on or off).
-With `-m full` every drafter runs at every temperature with every parameter and every pair of them.
+Each parameter occurs alone. Then a covering array has every pair of (drafter, temperature, each parameter on
+or off). With `-m full` every drafter runs at every temperature with every parameter and every pair of them.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def params_of(plain: PlainOutputs, names: tuple[str, ...], number: int, temperat
     return SamplingParams(**basic, **keys)
 
 
-def run(case: Case, plain: PlainOutputs, fast: LLM, stranger: str) -> list[RequestOutput]:
+def run(case: Case, plain: PlainOutputs, fast: LLM, random_draft: str) -> list[RequestOutput]:
     """Compare the staggered prompts of a case with plain decoding of each alone; return the latter."""
     drafter, temperature, names = case
     known = KnownTexts()
@@ -133,7 +133,7 @@ def run(case: Case, plain: PlainOutputs, fast: LLM, stranger: str) -> list[Reque
     for prompt, p in zip(PROMPTS, params):
         future = plain(prompt, SamplingParams(**{**vars(p), **unbounded}))
         known.learn(future.prompt_token_ids, p.seed or 0, future.outputs)
-    use_drafter(fast, drafter, known, stranger)
+    use_drafter(fast, drafter, known, random_draft)
     expected = [plain(prompt, p) for prompt, p in zip(PROMPTS, params)]
     outputs = run_staggered(fast, PROMPTS, params)
     check_idle(fast)
@@ -156,10 +156,10 @@ def run(case: Case, plain: PlainOutputs, fast: LLM, stranger: str) -> list[Reque
     temperature=TEMPERATURES,
 )
 def test_one_parameter_has_the_plain_output_and_an_effect(
-    drafter: str, name: str, temperature: float, outputs_of: PlainOutputs, fast: LLM, stranger: str
+    drafter: str, name: str, temperature: float, outputs_of: PlainOutputs, fast: LLM, random_draft: str
 ) -> None:
     """The effect is on the tokens, or on what is returned with them."""
-    expected = run((drafter, temperature, (name,)), outputs_of, fast, stranger)
+    expected = run((drafter, temperature, (name,)), outputs_of, fast, random_draft)
     without = [
         outputs_of(prompt, params_of(outputs_of, (), i, temperature)) for i, prompt in enumerate(PROMPTS)
     ]
@@ -169,17 +169,17 @@ def test_one_parameter_has_the_plain_output_and_an_effect(
 
 @pytest.mark.parametrize("case", covering_cases(), ids=case_id)
 def test_combined_parameters_have_the_plain_output(
-    case: Case, outputs_of: PlainOutputs, fast: LLM, stranger: str
+    case: Case, outputs_of: PlainOutputs, fast: LLM, random_draft: str
 ) -> None:
-    run(case, outputs_of, fast, stranger)
+    run(case, outputs_of, fast, random_draft)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_every_pair_of_parameters_has_the_plain_output(
-    drafter: str, temperature: float, outputs_of: PlainOutputs, fast: LLM, stranger: str
+    drafter: str, temperature: float, outputs_of: PlainOutputs, fast: LLM, random_draft: str
 ) -> None:
     names = [*((name,) for name in PARAMETERS), *itertools.combinations(PARAMETERS, 2)]
     for pair in names:
-        run((drafter, temperature, pair), outputs_of, fast, stranger)
+        run((drafter, temperature, pair), outputs_of, fast, random_draft)

@@ -1,7 +1,8 @@
 """Layers on two devices: the same tokens as on one, and with speculation the same as without.
 
-There is one CPU here, so a second one is made up: PyTorch takes "cpu:1" for the CPU, and to the decoder it is another device, with
-kernels and a pool of its own.  Where they are of another kind and type, nothing computes that was not carried over.
+There is one CPU here, so a second one is made up: PyTorch takes "cpu:1" for the CPU, and to the decoder it is
+another device, with kernels and a pool of its own.  Where they are of another kind and type, nothing computes
+that was not carried over.
 """
 
 from __future__ import annotations
@@ -51,7 +52,10 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def split(four: str, monkeypatch: pytest.MonkeyPatch) -> Split:
-    """`split("aabb", "a")`: an engine with two layers and what is around them on the CPU, two on the other.  other: its kernels."""
+    """`split("aabb", "a")`: two layers and the outer parts on the CPU, two on the other device.
+
+    other: the kernels of the other device.
+    """
 
     def make(layers: str, outer: str, other: str = "same", **given: Any) -> LLM:
         at = {"a": CPU, "b": OTHER}
@@ -116,18 +120,18 @@ def test_split_and_unsplit(
 
 
 def expected(plain: LLM, params: SamplingParams) -> tuple[list[Any], KnownTexts]:
-    truth, said_alone = KnownTexts(), []
+    truth, single_output = KnownTexts(), []
     for prompt in PROMPTS:
         outputs = answer(plain, prompt, params).outputs
         truth.learn(prompt, params.seed or 0, outputs)
-        said_alone.append(visible_parts(outputs))
-    return said_alone, truth
+        single_output.append(visible_parts(outputs))
+    return single_output, truth
 
 
 @pytest.mark.parametrize("drafter", [*draft.names(), "tree"])
 @pytest.mark.parametrize("layers", ["aabb", "abaa"])
 def test_speculation_on_two_kinds_of_kernels(layers: str, drafter: str, split: Split) -> None:
-    """float32 in C here, bfloat16 in torch there: speculation changes nothing; twice, the second time from the prefix cache."""
+    """float32 in C and bfloat16 in torch: speculation changes nothing, also from the prefix cache."""
     alone, truth = expected(split(layers, "a", "bfloat16", enable_prefix_caching=False), SAMPLED)
     llm = split(layers, "a", "bfloat16")
     if drafter == "tree":
@@ -196,7 +200,7 @@ def test_the_tightest_device_decides(split: Split, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_draft_on_another_device(four: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The draft's own kernels compute and sample there; its guesses are nearly always right, the tokens the target's."""
+    """The draft samples on its own kernels; its drafts are nearly always right, the tokens the target's."""
 
     def backend(device: torch.device, dtype: torch.dtype) -> Any:
         return TorchBackend(OTHER, dtype) if device == OTHER else backend_for(device, dtype)

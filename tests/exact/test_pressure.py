@@ -1,4 +1,4 @@
-"""Every method where the engine is short of everything: memory for little more than one request, small steps, shared beginnings."""
+"""Every method under pressure: memory for little more than one request, small steps, shared prefixes."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ def unpaced(llm: LLM) -> None:
 @pytest.mark.parametrize("distribution", LAWS, ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", draft.names())
 def test_every_method_under_pressure(name: str, distribution: dict[str, Any], llama: str, plain: LLM) -> None:
-    """Rows are preempted and come back, prompts are cut and found in the cache, guesses get what is left: the same tokens, asked twice,
-    with the prefix cache and without."""
+    """Preempted rows, chunked and cached prompts, and shrunk draft budgets give the same tokens, twice."""
     params = [
         SamplingParams(seed=i, max_tokens=40, ignore_eos=True, **distribution) for i in range(len(PROMPTS))
     ]
@@ -48,7 +47,8 @@ def test_every_method_under_pressure(name: str, distribution: dict[str, Any], ll
     pages = engine.max_len // PAGE + 3
     for caching in (True, False):
         tight = LLM(
-            llama, max_num_seqs=4, max_model_len=POSITIONS, max_num_batched_tokens=CHUNK, kv_cache_memory_bytes=pages * PAGE * slot,
+            llama, max_num_seqs=4, max_model_len=POSITIONS, max_num_batched_tokens=CHUNK,
+            kv_cache_memory_bytes=pages * PAGE * slot,
             enable_prefix_caching=caching,
         )  # fmt: skip
         use_example(tight, name)

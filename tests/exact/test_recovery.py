@@ -1,4 +1,4 @@
-"""What goes wrong goes wrong alone: nothing leaks, and the engine answers the next request as if nothing had been."""
+"""Failures stay local: nothing leaks, and the next request is answered as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def llm(llama: str) -> LLM:
     return LLM(model=llama, dtype="float32", seed=0)
 
 
-def said(llm: LLM, prompt: Any = PROMPT, params: SamplingParams = PARAMS) -> list[int]:
+def output(llm: LLM, prompt: Any = PROMPT, params: SamplingParams = PARAMS) -> list[int]:
     return llm.generate(prompt, params)[0].outputs[0].token_ids
 
 
@@ -38,17 +38,17 @@ def test_a_drafter_that_does_not_fit_leaves_the_old_one_at_work(llama: str) -> N
     room = LLM(model=llama, dtype="float32", max_model_len=64)
     slot = room.engine.decoder.slot_bytes
     tight = LLM(model=llama, dtype="float32", max_model_len=64, kv_cache_memory_bytes=(64 + PAGE) * slot)
-    before = said(tight)
+    before = output(tight)
     with pytest.raises(CapacityError):
         tight.use({"model": llama})
-    assert said(tight) == before
+    assert output(tight) == before
     check_idle(tight)
 
 
 def test_a_prompt_that_the_tokenizer_cannot_read_fails_alone(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before, encode = said(llm, "abc"), llm.tokenizer.encode
+    before, encode = output(llm, "abc"), llm.tokenizer.encode
 
     def picky(text: str) -> list[int]:
         if "bad" in text:
@@ -66,7 +66,7 @@ def test_a_prompt_that_the_tokenizer_cannot_read_fails_alone(
 def test_nothing_is_shared_of_a_path_that_was_not_moved(
     at: int, llm: LLM, plain: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Interrupted between the verdict and the moving of an accepted path, whose K/V is then not where it should be."""
+    """Interrupted between verification and the move of the accepted path's K/V."""
     truth, params = KnownTexts(), SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, seed=0)
     answered = answer(plain, PROMPT["prompt_token_ids"][:7], params).outputs
     truth.learn(PROMPT["prompt_token_ids"][:7], 0, answered)
@@ -85,13 +85,13 @@ def test_nothing_is_shared_of_a_path_that_was_not_moved(
     with pytest.raises(KeyboardInterrupt):
         llm.generate({"prompt_token_ids": PROMPT["prompt_token_ids"][:7]}, params)
     monkeypatch.undo()
-    assert said(llm, {"prompt_token_ids": whole}) == said(plain, {"prompt_token_ids": whole})
+    assert output(llm, {"prompt_token_ids": whole}) == output(plain, {"prompt_token_ids": whole})
     check_idle(llm)
 
 
 def test_an_interrupted_step_leaks_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C in the very step in which a row ends: it has a finish_reason, but nobody has retired it yet."""
-    before = said(llm)
+    """An interrupt in the step in which a row ends: it has a finish_reason and is not retired yet."""
+    before = output(llm)
     observe = llm.engine.drafter.observe
 
     def interrupted(commit: Any) -> None:
@@ -102,17 +102,17 @@ def test_an_interrupted_step_leaks_nothing(llm: LLM, monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as patch:
         patch.setattr(llm.engine.drafter, "observe", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            said(llm)
+            output(llm)
     check_idle(llm)
-    assert said(llm) == before
+    assert output(llm) == before
 
 
 def test_a_step_interrupted_in_the_target_is_drafted_anew(
     llm: LLM, llama: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The draft has read the tokens of a step that the target never completed; the next one brings a new prompt beside the row."""
+    """The draft has read tokens of a step that failed; the next step brings a new prompt."""
     other = {"prompt_token_ids": [9, 8, 7, 6]}
-    plain = [said(llm, prompt) for prompt in (PROMPT, other)]
+    plain = [output(llm, prompt) for prompt in (PROMPT, other)]
     fast = LLM(llama, speculative_config={"model": llama, "num_speculative_tokens": 3})
     stream = fast.stream(PROMPT, PARAMS)
     for _ in range(2):
@@ -125,7 +125,7 @@ def test_a_step_interrupted_in_the_target_is_drafted_anew(
         patch.setattr(fast.engine.runner, "forward", broken)
         with pytest.raises(KeyboardInterrupt):
             fast.generate({"prompt_token_ids": [3, 4, 5]}, PARAMS)
-    assert said(fast, other) == plain[1]
+    assert output(fast, other) == plain[1]
     for last in stream:  # noqa: B007 - the last one is looked at
         pass
     assert last.outputs[0].token_ids == plain[0]
@@ -133,7 +133,7 @@ def test_a_step_interrupted_in_the_target_is_drafted_anew(
 
 
 def test_a_row_without_a_finite_logit_fails_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    good = said(llm)
+    good = output(llm)
     pick = llm.engine.sampler.pick
 
     def broken(row: Row, path: Sequence[int], logits: Tensor, at: int = 0) -> int:
@@ -154,7 +154,7 @@ def test_a_row_without_a_finite_logit_fails_alone(llm: LLM, monkeypatch: pytest.
 
 
 class Careless(Scripted):
-    """Guesses ids that do not exist, more nodes than it may, and deeper."""
+    """Drafts ids that do not exist, and more and deeper nodes than its budget."""
 
     def propose(self, batch: Batch) -> Draft:
         wild = [10**9, -5, *range(40)]
@@ -162,27 +162,27 @@ class Careless(Scripted):
 
 
 def test_a_careless_drafter_costs_time_and_nothing_else(llm: LLM) -> None:
-    before = said(llm)
+    before = output(llm)
     config = SpeculativeOptions.of({"method": "scripted", "num_speculative_tokens": 4})
     llm.engine.use(Careless(Careless.Options(), llm.engine.target), config)
-    assert said(llm) == before
+    assert output(llm) == before
     check_idle(llm)
 
 
 @pytest.mark.parametrize(
     "first", [{"max_tokens": 1}, {"speculate": False}], ids=["max_tokens=1", "speculate=False"]
 )
-def test_a_prompt_is_reused_whoever_computed_it(first: dict[str, Any], llama: str) -> None:
-    """A request that never guessed leaves pages that are complete for the draft model too."""
+def test_prompt_pages_are_reused_between_requests(first: dict[str, Any], llama: str) -> None:
+    """A request that never drafted leaves pages that are complete for the draft model, too."""
     llm = LLM(model=llama, dtype="float32", speculative_config={"model": llama, "num_speculative_tokens": 3})
-    said(llm, params=SamplingParams(**{**vars(PARAMS), **first}))
+    output(llm, params=SamplingParams(**{**vars(PARAMS), **first}))
     starts: list[int] = []
     propose = llm.engine.drafter.propose
     llm.engine.drafter.propose = lambda batch: (
         starts.append(batch[0].start),
         propose(batch),
     )[1]  # type: ignore
-    said(llm)
+    output(llm)
     assert starts[0] == (len(PROMPT["prompt_token_ids"]) - 1) // PAGE * PAGE
 
 
@@ -198,7 +198,7 @@ def test_heads_that_the_kernels_cannot_hold_are_not_for_the_lean_decoder() -> No
 def test_variants_draw_the_same_seeds(llm: LLM) -> None:
     params = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
     one, two = llm.variant(None), llm.variant({"method": "ngram"})
-    assert [said(one, params=params) for _ in range(3)] == [said(two, params=params) for _ in range(3)]
+    assert [output(one, params=params) for _ in range(3)] == [output(two, params=params) for _ in range(3)]
 
 
 def test_a_special_token_in_the_middle_takes_no_space_away() -> None:

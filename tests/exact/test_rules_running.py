@@ -1,6 +1,6 @@
-"""Rules other than match, in the engine: greedy requests say what plain decoding says, sampled ones what their seed says.
+"""Rules other than match in the engine: greedy requests equal plain decoding, sampled ones their seed.
 
-That a sampled request has the target's law is the business of test_rules.py and test_distribution.py.
+That a sampled request has the target's distribution is tested by test_rules.py and test_distribution.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def use_drafter(llm: LLM, drafter: str, rule: str) -> None:
 
 
 def served(llm: LLM, drafter: str, rule: str) -> bool:
-    """False where the rule judges chains and the method guesses trees, which must be refused."""
+    """False where the rule judges chains and the method drafts trees, which must be refused."""
     try:
         use_drafter(llm, drafter, rule)
     except ConfigError as error:
@@ -47,9 +47,7 @@ def served(llm: LLM, drafter: str, rule: str) -> bool:
 
 @pytest.mark.parametrize("drafter", draft.names())
 @pytest.mark.parametrize("rule", RULES)
-def test_a_greedy_request_says_what_plain_decoding_says(
-    rule: str, drafter: str, plain: LLM, fast: LLM
-) -> None:
+def test_greedy_output_equals_plain_decoding(rule: str, drafter: str, plain: LLM, fast: LLM) -> None:
     if not served(fast, drafter, rule):
         return
     params = SamplingParams(temperature=0, max_tokens=24, repetition_penalty=1.1)
@@ -67,7 +65,8 @@ def test_a_greedy_request_says_what_plain_decoding_says(
 def test_a_sampled_text_is_a_function_of_its_seed(rule: str, drafter: str, fast: LLM) -> None:
     """Alone, and among others that join and leave.
 
-    What a drafter learns from other requests may change its guesses, and with them the text: so it has learned something, and that stays.
+    What a drafter learns from other requests may change its drafts, and with them the text: so it has
+    learned something, and that stays.
     """
     if not served(fast, drafter, rule):
         return
@@ -98,7 +97,7 @@ def test_a_sampled_text_is_a_function_of_its_seed(rule: str, drafter: str, fast:
 
 
 def freeze(llm: LLM, memory: Any) -> None:
-    """From now on the drafter guesses with this memory in every step, whatever it learns, and nobody's guesses take room from others'."""
+    """Fix the drafter's memory, and grant every row its whole budget, in every later step."""
     scheduler = llm.engine.scheduler
     scheduler.limits = replace(scheduler.limits, max_num_batched_tokens=1 << 12)
     drafter, propose = llm.engine.drafter, llm.engine.drafter.propose

@@ -1,6 +1,4 @@
-"""Guessing with a part of the target, in the target's own pool, changes no token; and it shows where the
-engine is broken on purpose.
-"""
+"""Drafting with a part of the target, in its own pool, changes no token; wrong K/V is detected."""
 
 from __future__ import annotations
 
@@ -104,7 +102,7 @@ def test_eight_bit_keys(config: str, deep: str) -> None:
 def heard(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], distribution: str
 ) -> list[tuple[list[list[int]], Any]]:
-    """The guesses of every step, and the nodes that verification resumes from."""
+    """The draft tokens of every step, and the nodes that verification resumes from."""
     drafts: list[tuple[list[list[int]], Any]] = []
     propose = LayerSkip.propose
 
@@ -126,7 +124,7 @@ def heard(
 def test_one_call_equals_one_level_after_another(
     config: str, distribution: str, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Same guesses, stopped at the same place, and the same states bit for bit."""
+    """Same draft tokens, stopped at the same node, and the same states bit for bit."""
     threshold = {"greedy": 0.04, "sampled": 0.01}[distribution]
     given = {
         **CONFIGS[config],
@@ -149,7 +147,7 @@ def test_one_call_equals_one_level_after_another(
 
 
 def test_verification_computes_no_first_layer_twice(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a chain of four, the first layers are computed for the last guess only."""
+    """Of a chain of four, the first layers are computed for the last node only."""
     rows: list[tuple[int, int]] = []
     run = Runner._resumed
 
@@ -234,7 +232,7 @@ def test_keys_of_a_draft_left_in_place_are_caught(
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_drafting_writes_its_own_slots_only(config: str, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the guesses and of the pending token; nothing that is certain or belongs to others."""
+    """Slots of the draft nodes and of the pending token; none of committed tokens or other rows."""
     drafter = use(llm, **{**CONFIGS[config], "exit_threshold": None})
     propose, seen = drafter.propose, 0
 
@@ -305,7 +303,7 @@ def test_a_threshold_shortens_drafts_and_moves(llm: LLM) -> None:
 
 
 def test_the_search_finds_and_keeps_a_set(llm: LLM) -> None:
-    """It goes on from request to request, guesses with its best set, and can be put back."""
+    """The search goes on from request to request, drafts with its best set, and can be restored."""
     drafter = use(
         llm, search=True, context_window=8, max_score=1.0, max_opt_iter=30, num_speculative_tokens=3
     )
@@ -323,7 +321,7 @@ def test_the_search_finds_and_keeps_a_set(llm: LLM) -> None:
     assert drafter.skip is drafter.memory.best
 
 
-def test_a_score_is_what_the_skipped_model_would_guess(llm: LLM, alone: LLM) -> None:
+def test_score_counts_drafts_of_the_skipped_model(llm: LLM, alone: LLM) -> None:
     """Agreement on the last tokens, each forward from verified keys on: with nothing skipped everything
     agrees.
     """

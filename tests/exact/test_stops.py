@@ -1,4 +1,4 @@
-"""A draft that ends early is the beginning of the one that does not, row by row; a staged one is the one that is not staged."""
+"""An early draft exit gives a prefix of the full draft, row by row; a staged drafter gives the same draft."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> str:
 def overheard(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[dict[Key, tuple[list[int], list[NodeFeatures]]]]:
-    """What is guessed for each row, with traits where there is a rule."""
+    """Draft tokens of each row, with features if there is a stop rule."""
     heard: dict[Key, tuple[list[int], list[NodeFeatures]]] = {}
     propose = DraftModel.propose
 
@@ -88,7 +88,7 @@ def use(llm: LLM, checkpoint: str, **more: Any) -> Any:
 
 
 def rule(kind: str, classifier: str, middle: float) -> tuple[dict[str, Any], StopRule]:
-    """`middle`: an entropy that some guesses exceed."""
+    """`middle`: an entropy that some draft tokens exceed."""
     if kind == "confidence":
         return {"assistant_confidence_threshold": 0.15}, StopRule(0.15)
     if kind == "classifier":
@@ -102,19 +102,19 @@ def rule(kind: str, classifier: str, middle: float) -> tuple[dict[str, Any], Sto
 
 @pytest.mark.parametrize("distribution", LAWS, ids=["greedy", "sampled", "penalty"])
 @pytest.mark.parametrize("kind", ["confidence", "entropy", "classifier"])
-def test_a_draft_ends_behind_the_first_guess_that_the_rule_dislikes(
+def test_draft_ends_after_the_first_node_that_the_rule_stops_at(
     kind: str,
     distribution: dict[str, Any],
     fast: LLM,
-    stranger: str,
+    random_draft: str,
     classifier: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In one call and level by level, alone and in company.  The chain without the rule says where that is."""
+    """In one call and level by level, alone and in a batch.  The chain without the rule gives the exit."""
     monkeypatch.setattr("outrider.drafting.threshold.STEP", 0.0)  # a threshold that does not move
     prompts, each = random_prompts(5, seed=2), params(distribution)
     with overheard(fast, monkeypatch) as whole:
-        use(fast, stranger, **FREE)
+        use(fast, random_draft, **FREE)
         run_staggered(fast, prompts, each)
     entropies = sorted(t[1] for _, features in whole.values() for t in features)
     given, stop_rule = rule(kind, classifier, entropies[len(entropies) // 2] + 1e-3)
@@ -124,7 +124,7 @@ def test_a_draft_ends_behind_the_first_guess_that_the_rule_dislikes(
             with overheard(fast, monkeypatch) as heard, monkeypatch.context() as patch:
                 if not one_call:
                     patch.setattr(Decoder, "fuses_chains", False)
-                use(fast, stranger, **given)
+                use(fast, random_draft, **given)
                 for group in (
                     [list(zip(prompts, each))] if together else [[pair] for pair in zip(prompts, each)]
                 ):
@@ -145,9 +145,9 @@ def test_a_draft_ends_behind_the_first_guess_that_the_rule_dislikes(
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_tree_is_not_grown_behind_what_the_rule_dislikes(
-    temperature: float, fast: LLM, stranger: str
+    temperature: float, fast: LLM, random_draft: str
 ) -> None:
-    drafter = use(fast, stranger, siblings=3, assistant_confidence_threshold=0.1)
+    drafter = use(fast, random_draft, siblings=3, assistant_confidence_threshold=0.1)
     trees, propose = [], drafter.propose
 
     def listening(batch: Batch) -> Draft:
@@ -172,14 +172,16 @@ def test_a_tree_is_not_grown_behind_what_the_rule_dislikes(
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_a_drawn_guess_stays(rule: str, fast: LLM, stranger: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever it is; only nothing is drawn behind it."""
+def test_sampled_nodes_are_kept(
+    rule: str, fast: LLM, random_draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any token; only nothing is drafted after it."""
     prompts, each = random_prompts(4), params({"temperature": 0.9}, 4)
     with overheard(fast, monkeypatch) as whole:
-        use(fast, stranger, verification=rule, **FREE)
+        use(fast, random_draft, verification=rule, **FREE)
         run_staggered(fast, prompts, each)
     with overheard(fast, monkeypatch) as heard:
-        use(fast, stranger, verification=rule, assistant_confidence_threshold=0.1)
+        use(fast, random_draft, verification=rule, assistant_confidence_threshold=0.1)
         run_staggered(fast, prompts, each)
     check_idle(fast)
     for key in [(i, len(prompt)) for i, prompt in enumerate(prompts)]:  # before the texts part
@@ -190,11 +192,11 @@ def test_a_drawn_guess_stays(rule: str, fast: LLM, stranger: str, monkeypatch: p
 
 
 def test_a_schedule_decides_how_deep(
-    fast: LLM, llama: str, stranger: str, monkeypatch: pytest.MonkeyPatch
+    fast: LLM, llama: str, random_draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The target guesses for itself: always right, two more each round up to the ceiling.  A stranger is always wrong."""
+    """The target as its own draft is always right: two more a round.  A random draft is always wrong."""
     prompt, asked = random_prompts(1)[0], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-    for checkpoint, expected in ((llama, [2, 4, 6, 8, 9, 9]), (stranger, [2, 1, 1, 1])):
+    for checkpoint, expected in ((llama, [2, 4, 6, 8, 9, 9]), (random_draft, [2, 1, 1, 1])):
         with overheard(fast, monkeypatch) as heard:
             use(
                 fast,
@@ -208,8 +210,8 @@ def test_a_schedule_decides_how_deep(
         assert sizes[: len(expected)] == expected
 
 
-def test_rows_that_opt_out_are_left_alone(fast: LLM, stranger: str) -> None:
-    drafter = use(fast, stranger, entropy_threshold=0.4, drafter={"method": "ngram"})
+def test_rows_that_opt_out_are_left_alone(fast: LLM, random_draft: str) -> None:
+    drafter = use(fast, random_draft, entropy_threshold=0.4, drafter={"method": "ngram"})
     kept = copy.deepcopy(drafter.memory)
     outputs = fast.generate(
         token_prompts(random_prompts(2)), [SamplingParams(speculate=False, max_tokens=9, seed=1)] * 2
@@ -219,15 +221,15 @@ def test_rows_that_opt_out_are_left_alone(fast: LLM, stranger: str) -> None:
     empty(drafter)
 
 
-def test_what_was_learned_can_be_put_back(fast: LLM, stranger: str) -> None:
-    drafter = use(fast, stranger, entropy_threshold=0.4, drafter={"method": "recycle"})
+def test_what_was_learned_can_be_put_back(fast: LLM, random_draft: str) -> None:
+    drafter = use(fast, random_draft, entropy_threshold=0.4, drafter={"method": "recycle"})
     kept, asked = copy.deepcopy(drafter.memory), SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     first = answer(fast, random_prompts(1)[0], asked).outputs[0].speculation
     assert drafter.memory != kept
     drafter.memory = kept
     fast.engine.forget_prefixes()
     assert answer(fast, random_prompts(1)[0], asked).outputs[0].speculation == first
-    assert use(fast, stranger, **FREE).memory is None, "nothing is learned"
+    assert use(fast, random_draft, **FREE).memory is None, "nothing is learned"
 
 
 # ---- staged
@@ -264,14 +266,14 @@ INNER = (
     ids=["plain", "stops", "drawn"],
 )
 def test_a_staged_chain_is_the_same_chain(
-    more: dict[str, Any], inner: dict[str, Any], fast: LLM, stranger: str, monkeypatch: pytest.MonkeyPatch
+    more: dict[str, Any], inner: dict[str, Any], fast: LLM, random_draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = [*random_prompts(3), [7, 8, 9, 10] * 6]
     for distribution in LAWS:
         seen = []
         for drafter in (None, inner):
             with overheard(fast, monkeypatch) as heard:
-                use(fast, stranger, drafter=drafter, **more)
+                use(fast, random_draft, drafter=drafter, **more)
                 outputs = run_staggered(fast, prompts, params(distribution, len(prompts), 30))
             check_idle(fast)
             empty(fast.engine.drafter)
@@ -305,14 +307,16 @@ def test_repetitive_text_takes_fewer_forwards(
         ({"method": "ngram", "num_speculative_tokens": -1}, "num_speculative_tokens"),
     ],
 )
-def test_inner_drafters_that_cannot_be(inner: dict[str, Any], says: str, fast: LLM, stranger: str) -> None:
+def test_inner_drafters_that_cannot_be(
+    inner: dict[str, Any], says: str, fast: LLM, random_draft: str
+) -> None:
     with pytest.raises(ConfigError, match=says):
-        use(fast, stranger, drafter=inner)
+        use(fast, random_draft, drafter=inner)
 
 
 @pytest.mark.parametrize("name", [name for name, kind in methods().items() if issubclass(kind, TextDrafter)])
-def test_guesses_behind_what_is_not_said_are_those_behind_what_is(name: str, fast: LLM) -> None:
-    """`after` a beginning equals `after` nothing where the row has said it, for drafters without a memory of the row; nothing is kept."""
+def test_drafts_after_tokens_ahead_equal_drafts_after_emitted_ones(name: str, fast: LLM) -> None:
+    """`after` with tokens ahead equals `after` a row that has them, without memory of the row."""
     drafter = method(name).example(fast.engine.target)
     text = [5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6, 7]
     row, budget = make_row(text), Budget(3, drafter.size(3))
@@ -326,7 +330,7 @@ def test_guesses_behind_what_is_not_said_are_those_behind_what_is(name: str, fas
 
 
 def test_a_classifier_is_made_and_used_from_the_command_line(
-    stranger: str, llama: str, tmp_path: Path
+    random_draft: str, llama: str, tmp_path: Path
 ) -> None:
     from outrider.cli import main
 
@@ -338,7 +342,7 @@ def test_a_classifier_is_made_and_used_from_the_command_line(
                 "tune",
                 "disco",
                 llama,
-                stranger,
+                random_draft,
                 "--prompts",
                 str(prompts),
                 "-o",
@@ -351,7 +355,7 @@ def test_a_classifier_is_made_and_used_from_the_command_line(
         )
     assert not leaving.value.code
     assert disco.load(str(out)).hidden.shape[1] == FEATURES
-    llm = LLM(llama, speculative_config={"model": stranger, "stop_classifier": str(out)})
+    llm = LLM(llama, speculative_config={"model": random_draft, "stop_classifier": str(out)})
     assert (
         llm.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=8, seed=1))[0]
         .outputs[0]

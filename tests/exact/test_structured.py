@@ -22,8 +22,10 @@ SCHEMAS = [
     for line in (Path(__file__).parents[2] / "benchmarks" / "schemas.jsonl").read_text().splitlines()
 ]
 REFUSED = {
-    "map of integers": "propertyNames", "allOf of objects": "unevaluatedProperties", "unique items": "uniqueItems",
-    "not": "not", "if then else": "if, then", "dependent required": "dependentRequired", "contains": "contains",
+    "map of integers": "propertyNames", "allOf of objects": "unevaluatedProperties",
+    "unique items": "uniqueItems",
+    "not": "not", "if then else": "if, then", "dependent required": "dependentRequired",
+    "contains": "contains",
 }  # fmt: skip
 VALIDATOR = jsonschema.Draft202012Validator
 

@@ -406,7 +406,7 @@ def test_the_consumer_of_a_stream_calls_the_engine(llm: LLM, texts: list[list[in
 
 
 def test_one_thread_drives_for_all(llm: LLM, texts: list[list[int]]) -> None:
-    """The driver sleeps while there is nothing to do; requests have ids of any kind and tell of their progress."""
+    """The driver sleeps while there is nothing to do; request ids are arbitrary; progress is reported."""
     llm.use({"method": "ngram"})
     driver, loop, closed, lock = (
         EngineDriver(llm),

@@ -1,6 +1,4 @@
-"""Drafts with another vocabulary: the same text, and guesses as good as those of the same network with the
-target's own.
-"""
+"""Drafts with another vocabulary: the same text, and drafts as good as with the same tokenizer."""
 
 from __future__ import annotations
 
@@ -83,7 +81,7 @@ def spellers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 @kind_of
 @pytest.mark.parametrize("siblings", [1, 3])
 @pytest.mark.parametrize("verification", ["match", "traversal"])
-def test_shuffled_ids_guess_what_the_targets_own_do(
+def test_shuffled_ids_draft_the_same_text(
     verification: str,
     siblings: int,
     kind: Any,
@@ -92,9 +90,7 @@ def test_shuffled_ids_guess_what_the_targets_own_do(
     llama: str,
     twins: Callable[..., str],
 ) -> None:
-    """Under "intersect" ids and spellings make no difference at all: neither to what is guessed nor to the
-    laws it is drawn from.
-    """
+    """Under "intersect" ids and spellings change neither drafts nor their distributions."""
     results = []
     for model, mismatch in ((llama, "refuse"), (twins(kind), "intersect")):
         fast.use(draft(model, mismatch, siblings=siblings, verification=verification))
@@ -124,10 +120,8 @@ def test_a_shift_by_one_is_noticed(
     assert together(outputs).acceptance < 0.2
 
 
-def test_the_same_network_guesses_the_same_text(spellers: tuple[LLM, str]) -> None:
-    """Under "retokenize", where every text has one tokenisation: all that greedy decoding says is guessed
-    right.
-    """
+def test_same_network_drafts_the_same_text(spellers: tuple[LLM, str]) -> None:
+    """Under "retokenize", with one tokenization per text, all greedy tokens are drafted."""
     llm, model = spellers
     prompts = ["It was late, and", "a", "2 + 2 =", "   so  what?\n\nNothing", "x" * 90, "He said: no ", "\n"]
     params = params_of({"temperature": 0.0}, max_tokens=40)
@@ -145,9 +139,7 @@ def test_the_same_network_guesses_the_same_text(spellers: tuple[LLM, str]) -> No
 def test_a_shadow_has_the_cache_of_its_text(
     lookbehind: int, kind: Any, fast: LLM, twins: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is guessed after all the cutting back and sharing of pages is what the draft says to the same
-    tokens alone.
-    """
+    """After all cuts and shared pages, drafts equal the draft model's answer to the same text."""
     heard: dict[tuple[int, ...], list[int]] = {}
     propose = ModelDrafter.propose
 
@@ -177,14 +169,14 @@ def test_a_shadow_has_the_cache_of_its_text(
     assert not wrong
 
 
-# ---- the same text, whatever happens
+# ---- the same text under all conditions
 
 
 @probs_of
 @kind_of
 @mismatch_of
 @pytest.mark.parametrize("keep", [1.0, 0.5])
-def test_in_company(
+def test_output_is_the_same_in_a_batch(
     keep: float,
     mismatch: str,
     kind: Any,

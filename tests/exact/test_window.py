@@ -1,6 +1,4 @@
-"""A draft with a K/V budget, and the target as its own draft: what they guess, that nothing they write stays,
-and the same text.
-"""
+"""A draft with a K/V budget, and the target as its own draft: drafts, and no trace in the pool."""
 
 from __future__ import annotations
 
@@ -47,7 +45,7 @@ def heard(
     params: Any = MIXED,
     one_call: bool = True,
 ) -> list[Any]:
-    """What is guessed in every step while the prompts are answered."""
+    """Draft tokens of every step while the prompts are answered."""
     draft_tree: list[Any] = []
     propose = DraftModel.propose
 
@@ -66,16 +64,13 @@ def heard(
     return draft_tree
 
 
-# ---- what is guessed
+# ---- draft tokens
 
 
 def by_definition(
     folder: str, tokens: list[int], sink: int, recent: int, depth: int, itself: bool
 ) -> list[int]:
-    """The best tokens of transformers' own model under a mask: the last known token and the guesses see the
-    first tokens, the recent ones and each other; what came before does, too, in pieces, or sees everything
-    where it is the target's.  A sliding window is one of positions.
-    """
+    """The best tokens of transformers' own model under the mask of the window."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
@@ -97,10 +92,11 @@ def by_definition(
 
 
 @pytest.mark.parametrize(
-    ("target", "draft", "recent"), [("llama", "stranger", 10), ("llama", "self", 10), ("mistral", "self", 5)]
+    ("target", "draft", "recent"),
+    [("llama", "random_draft", 10), ("llama", "self", 10), ("mistral", "self", 5)],
 )
 @pytest.mark.parametrize("backend", ["", "torch"])
-def test_guesses_are_those_of_the_model_under_a_mask(
+def test_drafts_equal_the_masked_model(
     backend: str,
     target: str,
     draft: str,
@@ -108,9 +104,7 @@ def test_guesses_are_those_of_the_model_under_a_mask(
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A prompt in one chunk, three times as long as the budget and more, and a chain of four guesses behind
-    it; layers that look back eight positions, too, further than the budget shows.
-    """
+    """A prompt in one chunk, three times as long as the budget and more, and a chain of four."""
     monkeypatch.setenv("OUTRIDER_KERNELS", backend)
     itself, llm = draft == "self", LLM(request.getfixturevalue(target))
     folder = request.getfixturevalue(target if itself else draft)
@@ -133,21 +127,21 @@ def test_guesses_are_those_of_the_model_under_a_mask(
 @pytest.mark.parametrize(
     "config", [{}, {"siblings": 3}, {"draft_dtype": "bfloat16"}], ids=["chain", "tree", "bfloat16"]
 )
-def test_a_budget_of_the_whole_context_changes_no_guess(
-    config: dict[str, Any], fast: LLM, stranger: str, monkeypatch: pytest.MonkeyPatch
+def test_kv_budget_of_the_whole_context_changes_no_draft(
+    config: dict[str, Any], fast: LLM, random_draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = {"model": stranger, **config}
+    config = {"model": random_draft, **config}
     everything = heard(fast, config, monkeypatch)
     fast.engine.forget_prefixes()
     assert heard(fast, {**config, "draft_kv_budget": 256}, monkeypatch) == everything
     assert heard(fast, {**config, "draft_kv_budget": 9}, monkeypatch) != everything
 
 
-@pytest.mark.parametrize("model", ["stranger", "self"])
-def test_one_call_guesses_what_one_level_after_another_does(
+@pytest.mark.parametrize("model", ["random_draft", "self"])
+def test_fused_chain_equals_level_by_level_chain(
     model: str, fast: LLM, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of different laws and lengths, all of them longer than the budget."""
+    """Rows of different distributions and lengths, all longer than the budget."""
     config = {"model": model if model == "self" else request.getfixturevalue(model), "draft_kv_budget": 20}
     steps = [heard(fast, config, monkeypatch, one_call=one_call) for one_call in (True, False)]
     assert steps[0] == steps[1]
@@ -164,21 +158,19 @@ def gemma2(checkpoints: Path) -> str:
 
 
 def always_right(output: RequestOutput) -> bool:
-    """The first token came with the prompt, or with guesses where one token of it was left; then four a step."""
+    """The first token comes with the prompt, or with draft tokens after a cached prompt; then four a step."""
     return output.speculation.steps <= 1 + -(-(output.speculation.emitted - 1) // 4)
 
 
 @pytest.mark.parametrize("siblings", [1, 3])
 @pytest.mark.parametrize("model", ["llama", "mistral", "gemma2"])
 def test_itself_is_right_as_far_as_it_sees(model: str, siblings: int, request: pytest.FixtureRequest) -> None:
-    """With everything in sight it guesses its own words, sampled ones, too.  So it does where its layers look
-    back eight positions and the budget shows ten: the first tokens, which the view shows as well, are too far
-    away for them.
-    """
+    """With everything in view it drafts its own text, also sampled, and where layers have windows."""
     folder = request.getfixturevalue(model)
     budget = {"mistral": 14}.get(model, 256)
     llm = LLM(folder, max_num_seqs=4, speculative_config={
-        "method": "draft_model", "model": "self", "draft_kv_budget": budget, "num_speculative_tokens": 3, "siblings": siblings,
+        "method": "draft_model", "model": "self", "draft_kv_budget": budget, "num_speculative_tokens": 3,
+        "siblings": siblings,
     })  # fmt: skip
     outputs = run_staggered(llm, PROMPTS, MIXED)
     assert [visible_parts(o.outputs) for o in outputs] == [
@@ -240,9 +232,7 @@ def test_what_itself_wrote_does_not_stay(siblings: int, llama: str) -> None:
 
 @pytest.mark.parametrize("siblings", [1, 2])
 def test_itself_with_adapters(siblings: int, llama: str, tmp_path: Path) -> None:
-    """A request's adapter guesses as well: with everything in sight all guesses are right, beside a request
-    that has none.
-    """
+    """A request's adapter drafts as well: with everything in view all draft tokens are right."""
     llm = LLM(llama, max_num_seqs=4, enable_lora=True, max_loras=2)
     for i in (1, 2):
         write_adapter(tmp_path / str(i), llama, i)
@@ -266,19 +256,20 @@ def test_itself_with_adapters(siblings: int, llama: str, tmp_path: Path) -> None
     check_idle(llm)
 
 
-@pytest.mark.parametrize("model", ["stranger", "self"])
+@pytest.mark.parametrize("model", ["random_draft", "self"])
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])
-def test_guesses_are_drawn_where_the_rule_asks_for_laws(
+def test_drafts_are_sampled_if_the_rule_needs_probs(
     rule: str, model: str, fast: LLM, request: pytest.FixtureRequest
 ) -> None:
-    """Every node says what it was drawn from: a law that holds it.
+    """Every node keeps the q it was sampled from, which allows its token.
 
     The target with everything in sight is never rejected.
     """
     folder, budget = (model, 256) if model == "self" else (request.getfixturevalue(model), 12)
     siblings = 2 if rule == "traversal" else 1
     fast.use({
-        "method": "draft_model", "model": folder, "draft_kv_budget": budget, "verification": rule, "num_speculative_tokens": 3,
+        "method": "draft_model", "model": folder, "draft_kv_budget": budget, "verification": rule,
+        "num_speculative_tokens": 3,
         "siblings": siblings,
     })  # fmt: skip
     propose, drawn = fast.engine.drafter.propose, 0

@@ -69,7 +69,7 @@ def test_all_tokens_are_their_own(tensors: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tensors", "said"),
+    ("tensors", "message"),
     [
         ({"d2t": OFFSET + 1, "t2d": MASK}, "contradict"),
         ({"d2t": OFFSET[:4], "t2d": MASK}, "contradict each other: 4 and 6 tokens"),
@@ -80,6 +80,6 @@ def test_all_tokens_are_their_own(tensors: dict[str, Tensor]) -> None:
         ({"t2d": torch.ones(V + 4, dtype=torch.bool)}, "reaches token 23, the target has 20"),
     ],
 )
-def test_tables_that_make_no_sense(tensors: dict[str, Tensor], said: str) -> None:
-    with pytest.raises(ModelError, match=said):
+def test_tables_that_make_no_sense(tensors: dict[str, Tensor], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
         ids(**tensors)

@@ -1,4 +1,4 @@
-"""What all methods with trained heads share: their files, and how logits become guesses."""
+"""What all trained heads share: files, and draft tokens from logits."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_tensor_of_another_shape_is_named(tmp_path: Path, file: str) -> None:
 
 
 def test_renamed_drops_tensors_and_keeps_first_alias(tmp_path: Path) -> None:
-    """A shared module is saved under each of its names; of several the first counts, and None drops a tensor."""
+    """A shared module is saved under each of its names: the first counts, and None drops a tensor."""
     weight = torch.randn(4, 2)
     saved(
         tmp_path,
@@ -158,7 +158,7 @@ def test_fused_linears_with_and_without_bias() -> None:
         assert (out - full).abs().max() > 1e-6 or bits is None
 
 
-# ---- from logits to guesses
+# ---- from logits to draft tokens
 
 
 def both() -> list[Backend]:
@@ -185,7 +185,7 @@ LAWS = st.builds(
 def test_chooser_maps_the_heads_vocabulary(
     distribution: DistributionParams, seed: int, mapped: bool, k: int, rows: int
 ) -> None:
-    """The C kernels, the kernels in torch, and the definition: best of log p plus the noise of the *target's* token."""
+    """C, torch and the definition: best of log p plus the noise of the target's token id."""
     random_streams = torch.Generator().manual_seed(seed)
     logits = torch.randn(rows, KNOWN, generator=random_streams) * 3
     ids = (
@@ -225,8 +225,7 @@ def row_of(temperature: float, **given: Any) -> Row:
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("mapped", [False, True])
 def test_head_with_the_targets_logits_drafts_the_targets_token(temperature: float, mapped: bool) -> None:
-    """Its best guess is what the sampler picks from the same logits, -inf where the head knows no token, at every path and for every
-    processor; its law is the sampler's."""
+    """Its best token is the sampler's pick from the same logits, -inf for tokens the head lacks."""
     ids = torch.arange(0, V, 4, dtype=torch.int32)[:KNOWN] if mapped else None
     for backend in both():
         target = target_of(backend)
@@ -254,7 +253,7 @@ def test_head_with_the_targets_logits_drafts_the_targets_token(temperature: floa
 
 
 def test_a_head_that_knows_more_tokens_than_the_target() -> None:
-    """Padding of its head is never guessed."""
+    """Padding of its head is never drafted."""
     backend = backend_for(CPU, torch.float32)
     chooser, logits = Chooser(target_of(backend)), torch.randn(2, V + 56)
     logits[:, V:] = 50.0

@@ -1,4 +1,4 @@
-"""What all heads have in common at load: a head for another target, a quantised one and options that vLLM's users write."""
+"""Loading of all heads: another target, a quantized target, and vLLM's options."""
 
 from __future__ import annotations
 
@@ -93,16 +93,16 @@ def test_vocabulary_size_is_found_in_config_or_tensors(
 
 
 def test_head_without_a_vocabulary_size_fits() -> None:
-    said = {"vocab_size": None, "model": "llama", "draft_vocab_size": 9, "vision_config": {"vocab_size": 7}}
+    output = {"vocab_size": None, "model": "llama", "draft_vocab_size": 9, "vision_config": {"vocab_size": 7}}
     unread = {
         "prefix_embeding_layer.embed_tokens.weight": torch.zeros(4, 2),
         "lm_head.weight": torch.zeros(9, 2),
     }
     check_size(Head.of("a head", {}, {}), 32000)
-    check_size(Head.of("a head", said, unread), 32000)
+    check_size(Head.of("a head", output, unread), 32000)
 
 
-# ---- files that guess nothing
+# ---- files that draft nothing
 
 
 def test_independent_speculators_model_is_refused(toy: LLM, tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Every (state, next token) pair enters a recurrent head once, at its position and in the slot of its token.
 
-The head under test computes nothing.  Its K/V of a pair is the pair itself (position, token, state), so that the
-keys a draft token attends to can be read back from the pool and compared with the target's states of the text.
+The head under test computes nothing.  Its K/V of a pair is the pair itself (position, token, state), so that
+the keys a draft token attends to can be read back from the pool and compared with the target's states of the
+text.
 """
 
 from __future__ import annotations
@@ -340,7 +341,7 @@ def test_an_interrupted_forward_is_repeated(
 def test_lost_states_leave_a_gap_that_is_not_shared(
     checkpoint: str, plain: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C before `observe`: those pairs are lost, later ones are right, and the gap never counts as filled."""
+    """An interrupt before `observe` loses those pairs; later ones are right, and the gap stays unfilled."""
     prompts, params = random_prompts(2, seed=3), [distribution(0, max_tokens=40), distribution(1)]
     llm, drafter = use_drafter(checkpoint, plain, prompts, params)
     drafter.complete = False

@@ -54,7 +54,7 @@ CHOOSE = chooser()
 
 
 def grow(tree: KVTree, seed: int, nodes: int) -> DraftTree:
-    """Grow as a drafter does.  Every row lies in a draft slot, one position below its parent; no slot is used twice."""
+    """Grow as a drafter does: every row is in a draft slot one position below its parent, used once."""
     at: list[tuple[int, ...]] = [()]  # token paths of the rows of the last forward
     used: set[int] = set()
     for level in itertools.count():
@@ -66,7 +66,7 @@ def grow(tree: KVTree, seed: int, nodes: int) -> DraftTree:
         step_input.build()
         paths_of_rows = tree.frontier_paths
         assert step_input.length == len(tree.sources) == len(paths_of_rows)
-        at = [tuple(said) for said, _ in paths_of_rows]
+        at = [tuple(output) for output, _ in paths_of_rows]
         assert step_input.input_ids.tolist() == [path[-1] for path in at]
         assert step_input.positions.tolist() == [BASE + level] * len(at)
         assert [path[:-1] for path in at] == [before[source] for source in tree.sources]
@@ -211,12 +211,12 @@ def test_union_of_an_early_exit_and_a_head(pair: tuple[LLM, LLM], head: str) -> 
 
     union = Union(Union.Options(), fast.engine.target, [early, draft.method(head).example])
     fast.engine.use(union, SpeculativeOptions.of({"method": "off", "num_speculative_tokens": union.depth}))
-    guessed, propose = [0, 0], union.propose
+    drafted, propose = [0, 0], union.propose
 
     def counting(batch: Batch) -> Draft:
         out = propose(batch)
         for i, own in enumerate(union.drafts):
-            guessed[i] += sum(len(tree.tokens) for tree in own.trees)
+            drafted[i] += sum(len(tree.tokens) for tree in own.trees)
         return out
 
     union.propose = counting  # type: ignore[method-assign]
@@ -228,5 +228,5 @@ def test_union_of_an_early_exit_and_a_head(pair: tuple[LLM, LLM], head: str) -> 
     assert [visible_parts(o.outputs) for o in outputs] == [
         visible_parts(answer(plain, ids, p).outputs) for ids, p in zip(prompts, params)
     ]
-    assert guessed[0] > 0 and guessed[1] > 0 and sum(o.speculation.accepted for o in outputs) > 0
+    assert drafted[0] > 0 and drafted[1] > 0 and sum(o.speculation.accepted for o in outputs) > 0
     check_idle(fast)

@@ -98,7 +98,8 @@ def theirs(folder: Path, prompt: list[int], new: int) -> list[int]:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ids = torch.tensor([prompt])
     out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new, min_new_tokens=new, pad_token_id=0
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new, min_new_tokens=new,
+        pad_token_id=0
     )  # fmt: skip
     return list(out[0, len(prompt) :].tolist())
 

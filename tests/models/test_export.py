@@ -1,4 +1,4 @@
-"""Checkpoints written in few bits say what the same weights say that are quantised while loading."""
+"""Exported checkpoints in few bits equal the same weights quantized while loading."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ def test_back_in_bfloat16_transformers_reads_it(tmp_path: Path) -> None:
     )
     assert {tensor.dtype for tensor in load_file(back / "model.safetensors").values()} == {torch.bfloat16}
     with torch.inference_mode():
-        said = theirs(torch.tensor([PROMPT])).logits[0]
-    assert torch.allclose(said, logits(back, dtype="float32"), atol=2e-3)
-    assert (said - logits(few)).abs().mean() < 0.05 * said.std()
+        output = theirs(torch.tensor([PROMPT])).logits[0]
+    assert torch.allclose(output, logits(back, dtype="float32"), atol=2e-3)
+    assert (output - logits(few)).abs().mean() < 0.05 * output.std()
     write(str(few), tmp_path / "exact", 32)
     stored, whole = (load_file(Path(folder) / "model.safetensors") for folder in (tmp_path / "exact", source))
     assert stored.keys() == whole.keys()

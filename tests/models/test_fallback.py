@@ -1,4 +1,4 @@
-"""Through the fallback, every family says what transformers says, and with speculation what it says without."""
+"""The fallback equals transformers for every family, and speculation equals plain decoding."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_greedy_text_is_that_of_transformers(case: Case) -> None:
 @needs_c
 @pytest.mark.parametrize(("kind", "temperature"), [("right", 0.8), ("hidden", 0.0)])
 def test_speculation_changes_nothing(case: Case, kind: str, temperature: float) -> None:
-    """A chain, and a bush around the truth, in ragged company, against plain decoding of each prompt alone."""
+    """A chain and a tree around the true tokens, in ragged batches, against each prompt alone."""
     llm, truth, expected = case.llm, KnownTexts(), []
     assert llm.engine.exact
     params = [
@@ -208,7 +208,7 @@ def chain(model: Fallback, pool: Any, start: int, tokens: list[int]) -> torch.Te
         "falcon-alibi",
     ],
 )
-def test_logits_are_the_same_bits_in_any_company(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_logits_are_bit_identical_in_any_batch(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """One hundred tokens at once, one by one, and in uneven chunks, on three threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
@@ -232,7 +232,7 @@ def test_logits_are_the_same_bits_in_any_company(name: str, dtype: torch.dtype, 
 @needs_c
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "falcon-new", "bloom-six-heads"])
 def test_bfloat16_logits_are_near_those_of_transformers_in_float32(name: str, tmp_path: Path) -> None:
-    """Weights and K/V are bfloat16, activations and sums are not: far nearer than stock bfloat16 arithmetic."""
+    """bfloat16 weights and K/V, float32 activations and sums: far nearer than stock bfloat16."""
     theirs, tokens = write(name, tmp_path, torch.bfloat16), prompts()[-1]
     model = fallback(tmp_path, torch.bfloat16)
     got = chain(model, model.pool(256), 0, tokens)
@@ -282,7 +282,7 @@ def test_falcons_biases_do_not_fit_into_eight_bits(tmp_path: Path) -> None:
 
 
 def test_a_rope_by_length_is_taken_for_the_longest_text(tmp_path: Path) -> None:
-    """Phi-3's long factors hold for short texts too where the context is long, so that no token moves as a text grows."""
+    """Phi-3's long factors hold for short texts, too, so that no K/V changes as a text grows."""
     factors = {"short_factor": [1.0] * 8, "long_factor": [1.5 + i for i in range(8)]}
     rope = {"rope_type": "longrope", "rope_theta": 1e4, **factors}
     theirs, tokens = (

@@ -1,4 +1,4 @@
-"""The lean decoder says what transformers says, for every architecture, flag and file layout that it claims."""
+"""The lean decoder equals transformers for every architecture, flag and file layout it supports."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_float32_logits_are_those_of_transformers(
 def test_a_rope_that_depends_on_the_length_is_taken_for_the_longest_text(
     scaling: dict[str, Any], length: int, checkpoint: Any
 ) -> None:
-    """Within 64 positions nothing is stretched, behind them all are, for a text of that length as transformers does it."""
+    """Up to 64 positions nothing is scaled; beyond, all are, as transformers does for that length."""
     folder, ids = checkpoint(**scaling), (prompts()[-1] * 2)[:length]
     with torch.inference_mode():
         expected = reference(folder)(torch.tensor([ids])).logits[0]
@@ -170,8 +170,10 @@ def test_a_rope_that_depends_on_the_length_is_taken_for_the_longest_text(
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])
 def test_bfloat16_logits_are_near_those_of_transformers_in_float32(family: str, checkpoint: Any) -> None:
-    """Only K and V are rounded to bfloat16 (8 bits): sums and activations stay float32.  So the logits stay within a few
-    per cent of their spread, where stock bfloat16 arithmetic is several times further away."""
+    """Only K and V are rounded to bfloat16 (8 bits); sums and activations stay float32.
+
+    So the logits stay within a few percent of their spread; stock bfloat16 is several times further away.
+    """
     folder, ids = checkpoint(family, dtype=torch.bfloat16), prompts()[-1]
     model = reference(folder)
     with torch.inference_mode():

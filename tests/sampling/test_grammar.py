@@ -1,4 +1,4 @@
-"""Constrained output: faults are named with their place, and one matcher gives the mask of any node in any order."""
+"""Constrained output: errors name their place, and one matcher masks any node in any order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every processor against the plainest words for what it does, at any node, and never more than an edit of a copy."""
+"""Every processor against a naive definition, at any node, on a copy of the logits."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_penalties_are_the_naive_ones(
 def test_penalties_are_a_function_of_the_ids(
     steps: list[tuple[list[int], list[int]]], penalties: tuple[float, float, float]
 ) -> None:
-    """A row that grows, asked about many paths on the way: bit for bit what a fresh processor says to the whole as certain tokens."""
+    """A growing row with many paths equals, bit for bit, a fresh processor over certain tokens."""
     params = SamplingParams(
         repetition_penalty=penalties[0], frequency_penalty=penalties[1], presence_penalty=penalties[2]
     )
@@ -118,7 +118,7 @@ def test_presence_and_frequency_do_not_see_the_prompt() -> None:
     assert {i: x for i, x in enumerate(got.tolist()) if x} == {6: -2.0, 7: -1.5}
 
 
-# ---- what may be said
+# ---- forbidden tokens
 
 
 @settings(max_examples=150, deadline=None)
@@ -131,13 +131,13 @@ def test_presence_and_frequency_do_not_see_the_prompt() -> None:
 def test_bad_words_are_never_completed(
     words: list[list[int]], prompt: list[int], output: list[int], path: list[int]
 ) -> None:
-    """Forbidden is exactly a token with which the output would end in a bad word; a word may not begin in the prompt."""
-    processor, said = BadWords(len(prompt), words), [*output, *path]
+    """A token is masked exactly where it completes a bad word within the output."""
+    processor, message = BadWords(len(prompt), words), [*output, *path]
     forbidden = {
         t
         for t in range(V)
         for word in words
-        if len(said) + 1 >= len(word) and [*said, t][-len(word) :] == word
+        if len(message) + 1 >= len(word) and [*message, t][-len(word) :] == word
     }
     ids = Ids([*prompt, *output], path)
     got = processor(ids, torch.zeros(V)) if processor.active(len(ids)) else torch.zeros(V)
@@ -158,7 +158,7 @@ def test_allowed_tokens_and_bias() -> None:
 
 
 def test_a_draft_may_know_fewer_tokens() -> None:
-    """Ids past its vocabulary are none of its business, whether from a parameter or said by the row."""
+    """Ids past its vocabulary are ignored, from a parameter or from the row."""
     logits = logits_of(2, 20)
     assert AllowedTokens([3, 30])(Ids([1]), logits).isfinite().nonzero().flatten().tolist() == [3]
     assert (LogitBias({3: 1.0, 30: 1.0})(Ids([1]), logits) - logits).nonzero().flatten().tolist() == [3]
@@ -204,9 +204,11 @@ def nothing(output: list[int], logits: Tensor) -> None:
     logits[0] = 1
 
 
-@pytest.mark.parametrize(("function", "said"), [(boom, "KeyError"), (short, "shape"), (nothing, "NoneType")])
-def test_a_function_that_fails_is_named(function: Any, said: str) -> None:
-    with pytest.raises(RequestError, match=rf"logits_processors: {function.__name__}.*{said}"):
+@pytest.mark.parametrize(
+    ("function", "message"), [(boom, "KeyError"), (short, "shape"), (nothing, "NoneType")]
+)
+def test_a_function_that_fails_is_named(function: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=rf"logits_processors: {function.__name__}.*{message}"):
         UserProcessor(0, function)(Ids([1]), logits_of(0))
 
 
@@ -216,7 +218,8 @@ def test_a_function_that_fails_is_named(function: Any, said: str) -> None:
 def row_of(tokens: list[int], prompt: int, **given: Any) -> Row:
     params = SamplingParams(temperature=0, max_tokens=None, **given)
     return Row(
-        id="0", index=0, tokens=tokens, prompt=prompt, params=params, distribution=DistributionParams(0.0), seed=0, limit=100, ending=frozenset(),
+        id="0", index=0, tokens=tokens, prompt=prompt, params=params, distribution=DistributionParams(0.0),
+        seed=0, limit=100, ending=frozenset(),
         processors=processors_of(params, prompt, 100, [1], [[2]] if params.bad_words else []),
     )  # fmt: skip
 
@@ -227,9 +230,10 @@ def sampler() -> Sampler:
 
 
 def test_the_order_is_that_of_vllm(sampler: Sampler) -> None:
-    """allowed tokens, bad words, min_tokens, bias, functions, penalties: a bias is penalised, what is forbidden stays forbidden."""
+    """Order of all processors: a bias is penalised, and a masked token stays masked."""
     row = row_of(
-        [3, 4], 1, allowed_token_ids=[1, 2, 3, 4, 5], bad_words=["x"], min_tokens=5, logit_bias={1: 50, 2: 50, 3: 4, 4: 4.5},
+        [3, 4], 1, allowed_token_ids=[1, 2, 3, 4, 5], bad_words=["x"], min_tokens=5,
+        logit_bias={1: 50, 2: 50, 3: 4, 4: 4.5},
         logits_processors=[lambda output, logits: logits * 2], repetition_penalty=2.0, presence_penalty=1.0,
     )  # fmt: skip
     expected = [NEVER, NEVER, NEVER, 2 * 4 / 2, 2 * 4.5 / 2 - 1, 0.0, *[NEVER] * (V - 6)]
@@ -239,15 +243,15 @@ def test_the_order_is_that_of_vllm(sampler: Sampler) -> None:
     assert sampler.top(row, [3], torch.zeros(V), 9)[0] == [4, 3, 5]
 
 
-def test_a_request_that_forbids_everything_is_told_so(sampler: Sampler) -> None:
+def test_request_that_masks_every_token_is_refused(sampler: Sampler) -> None:
     row = row_of([3], 1, allowed_token_ids=[2], bad_words=["x"])
     with pytest.raises(RequestError, match="allowed_token_ids, bad_words"):
         sampler.pick(row, [], torch.zeros(V))
     assert sampler.top(row, [], torch.zeros(V), 3) == ([], [])
 
 
-def test_a_function_that_fails_is_no_guess(sampler: Sampler) -> None:
-    """The drafter goes on without; the target's own pick says what is wrong."""
+def test_failing_processor_drafts_nothing(sampler: Sampler) -> None:
+    """The drafter goes on without; the target's own pick raises the error."""
     row = row_of([3], 1, logits_processors=[boom])
     assert sampler.top(row, [], torch.zeros(V), 3) == ([], [])
     with pytest.raises(RequestError, match="boom"):

@@ -1,4 +1,4 @@
-"""The sampler: C equals torch token for token, the choice follows the law, and the law means what its parameters say."""
+"""The sampler: C equals torch, picks follow the distribution, and the distribution its parameters."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def random_logits(rng: random.Random, vocabulary: int) -> Tensor:
     return logits
 
 
-def random_law(rng: random.Random, vocabulary: int) -> DistributionParams:
+def random_distribution(rng: random.Random, vocabulary: int) -> DistributionParams:
     return DistributionParams(
         temperature=rng.choice((0.0, 0.01, 0.3, 0.8, 1.0, 1.7, 20.0)),
         min_p=rng.choice((0.0, 0.0, 0.001, 0.05, 0.5, 1.0)),
@@ -103,7 +103,7 @@ def test_c_picks_what_torch_picks(vocabulary: int, trials: int) -> None:
     for _ in range(trials):
         logits, distribution, key, k = (
             random_logits(rng, vocabulary),
-            random_law(rng, vocabulary),
+            random_distribution(rng, vocabulary),
             rng.getrandbits(64),
             rng.randint(1, 8),
         )
@@ -217,7 +217,7 @@ def test_where_everything_is_forbidden_there_is_nothing_to_pick(
 
 
 @pytest.mark.parametrize("backend", [pytest.param("c", marks=needs_c), "torch"])
-def test_k_best_are_distinct_and_no_more_than_the_law_allows(backend: str) -> None:
+def test_k_best_tokens_are_distinct_and_allowed(backend: str) -> None:
     made: Any = c_backend() if backend == "c" else TorchBackend(torch.device("cpu"), torch.float32)
     logits = torch.arange(50.0) / 10
     tokens, shares = made.pick(logits, DistributionParams(top_k=3), 9, 8, True)
@@ -226,11 +226,11 @@ def test_k_best_are_distinct_and_no_more_than_the_law_allows(backend: str) -> No
     assert len(set(made.pick(logits, DistributionParams(), 9, 40, True)[0])) == 40
 
 
-# ---- the law
+# ---- the distribution
 
 
-def naive_law(logits: list[float], distribution: DistributionParams) -> list[float]:
-    """temperature, then min_p, top_k and top_p one after the other, each in the plainest words; equals stay or go together."""
+def naive_distribution(logits: list[float], distribution: DistributionParams) -> list[float]:
+    """A naive temperature, min_p, top_k, top_p, in this order; ties stay or go together."""
     scaled = [x / distribution.temperature for x in logits]
     weight = [math.exp(x - max(scaled)) for x in scaled]
     kept = {i for i, w in enumerate(weight) if w > 0 and w >= distribution.min_p * (1 - 1e-6)}
@@ -255,12 +255,12 @@ def naive_law(logits: list[float], distribution: DistributionParams) -> list[flo
     top_k=st.integers(0, 16),
     top_p=st.sampled_from([0.017, 0.313, 0.777, 1.0]),
 )
-def test_the_law_is_the_naive_one(
+def test_sampling_distribution_equals_the_naive_one(
     logits: list[float], temperature: float, min_p: float, top_k: int, top_p: float
 ) -> None:
     distribution = DistributionParams(temperature, min_p, top_k, top_p)
     assert reference.probabilities(torch.tensor(logits), distribution).tolist() == pytest.approx(
-        naive_law(logits, distribution), abs=1e-6
+        naive_distribution(logits, distribution), abs=1e-6
     )
 
 
@@ -292,8 +292,8 @@ def test_the_parameters_by_hand() -> None:
         DistributionParams(temperature=1.5, min_p=0.1, top_k=6),
     ],
 )
-def test_choices_follow_the_law(backend: str, distribution: DistributionParams) -> None:
-    """Chi-square over fixed seeds: 6,000 positions of several requests and samples.  The bound is the 1 - 1e-4 quantile."""
+def test_picks_follow_the_sampling_distribution(backend: str, distribution: DistributionParams) -> None:
+    """Chi-square over 6,000 positions with fixed seeds; the bound is the 1 - 1e-4 quantile."""
     made: Any = c_backend() if backend == "c" else TorchBackend(torch.device("cpu"), torch.float32)
     torch.manual_seed(3)
     logits = torch.randn(12) * 1.5
@@ -320,7 +320,7 @@ def sampler() -> Sampler:
 
 
 def test_the_choice_depends_on_seed_sample_and_position_only(sampler: Sampler) -> None:
-    """A token of the path counts as one of the row, so a tree's node picks what plain decoding picks there."""
+    """A path token counts like a row's own, so a node picks what plain decoding picks."""
     logits, distribution = torch.zeros(1000), DistributionParams()
     there = sampler.pick(sampled_row([1, 2, 3, 4], distribution), [], logits)
     assert sampler.pick(sampled_row([1, 2], distribution), [7, 8], logits) == there
@@ -421,8 +421,8 @@ def test_an_unknown_parameter_is_refused_with_the_nearest(wrong: str, right: str
 def test_a_parameter_of_another_program_is_refused_with_what_serves_here(wrong: str, cure: str) -> None:
     with pytest.raises(RequestError) as caught:
         SamplingParams(**{wrong: 2})
-    said = str(caught.value)
-    assert wrong in said and cure in said and "Did you mean" not in said
+    output = str(caught.value)
+    assert wrong in output and cure in output and "Did you mean" not in output
 
 
 def test_parameters_are_normalised_and_frozen() -> None:

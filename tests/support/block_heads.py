@@ -43,7 +43,8 @@ def tensors(layers: int = 2, taps: int = len(TAPS), bias: bool = False) -> dict[
 
 
 SIZES = {
-    "model_type": "qwen3", "hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": 2, "num_attention_heads": HEADS,
+    "model_type": "qwen3", "hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
     "num_key_value_heads": KV, "head_dim": D, "rms_norm_eps": EPS, "rope_theta": THETA, "vocab_size": V,
 }  # fmt: skip
 

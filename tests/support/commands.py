@@ -1,4 +1,4 @@
-"""What a command said, for the tests of the command line."""
+"""Output of commands, for the tests of the command line."""
 
 from __future__ import annotations
 

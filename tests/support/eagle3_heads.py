@@ -14,7 +14,7 @@ from outrider.core.step_input import StepInput
 from outrider.draft.eagle3 import Eagle3
 
 H, INNER, HEADS, KV, D, VD = 64, 80, 4, 2, 24, 128  # head_dim is not h / heads
-TEXT, PAIRS = [3, 141, 59, 265, 358, 97, 9], 4  # the first PAIRS + 1 tokens are certain, the others guessed
+TEXT, PAIRS = [3, 141, 59, 265, 358, 97, 9], 4  # the first PAIRS + 1 tokens are certain, the others drafted
 
 Config = dict[str, Any]
 Tensors = dict[str, Tensor]
@@ -26,9 +26,11 @@ def official(**config: Any) -> tuple[Config, Tensors]:
     ids = torch.randperm(V)[:VD].sort().values
     shapes = {
         "fc.weight": (H, 3 * HIDDEN), "midlayer.self_attn.q_proj.weight": (HEADS * D, 2 * H),
-        "midlayer.self_attn.k_proj.weight": (KV * D, 2 * H), "midlayer.self_attn.v_proj.weight": (KV * D, 2 * H),
+        "midlayer.self_attn.k_proj.weight": (KV * D, 2 * H),
+        "midlayer.self_attn.v_proj.weight": (KV * D, 2 * H),
         "midlayer.self_attn.o_proj.weight": (H, HEADS * D), "midlayer.mlp.gate_proj.weight": (INNER, H),
-        "midlayer.mlp.up_proj.weight": (INNER, H), "midlayer.mlp.down_proj.weight": (H, INNER), "lm_head.weight": (VD, H),
+        "midlayer.mlp.up_proj.weight": (INNER, H), "midlayer.mlp.down_proj.weight": (H, INNER),
+        "lm_head.weight": (VD, H),
     }  # fmt: skip
     tensors = {name: torch.randn(shape) * 0.15 for name, shape in shapes.items()}
     norms = ("midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_attention_layernorm", "norm")
@@ -38,9 +40,12 @@ def official(**config: Any) -> tuple[Config, Tensors]:
         "t2d": torch.zeros(V, dtype=torch.bool).index_fill(0, ids, True),
     }
     base = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": H, "intermediate_size": INNER,
-        "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV, "head_dim": D, "rms_norm_eps": 1e-5,
-        "vocab_size": V, "draft_vocab_size": VD, "max_position_embeddings": 16, "hidden_act": "silu", "tie_word_embeddings": False,
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": H,
+        "intermediate_size": INNER,
+        "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV, "head_dim": D,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": V, "draft_vocab_size": VD, "max_position_embeddings": 16, "hidden_act": "silu",
+        "tie_word_embeddings": False,
     }  # fmt: skip
     return {**base, **config}, tensors
 
@@ -54,7 +59,7 @@ def naive(
     pairs: int,
     **how: Any,
 ) -> Tensor:
-    """Logits behind the last certain pair and behind every guess, float64: `states` [pairs, n], then the head reads itself."""
+    """Logits float64 after the last certain pair and each draft token; states [pairs, n]."""
     w = {name: t.double() for name, t in tensors.items() if t.is_floating_point()}
     eps, theta = config.get("rms_norm_eps", 1e-6), config.get("rope_theta", 10000.0)
 
@@ -88,7 +93,7 @@ def naive(
 
     above = sorted({name.split(".")[1] for name in w if name.startswith("layers.")})
     kept: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in ("midlayer", *above)}
-    said, recurring = [], torch.empty(0)
+    output, recurring = [], torch.empty(0)
     for at, token in enumerate(text[1:]):
         if at < pairs:
             g = states[at].double()
@@ -110,8 +115,8 @@ def naive(
             x = x + mlp(norm(x, f"layers.{layer}.post_attention_layernorm"), f"layers.{layer}")
         recurring = norm(x, "norm") if how.get("output_normed") else x
         if at >= pairs - 1:
-            said.append(linear(x if how.get("bare") else norm(x, "norm"), how.get("head", "lm_head")))
-    return torch.stack(said)
+            output.append(linear(x if how.get("bare") else norm(x, "norm"), how.get("head", "lm_head")))
+    return torch.stack(output)
 
 
 def packed(llm: LLM, folder: str, states: Tensor, **options: Any) -> tuple[Any, Tensor]:
@@ -120,19 +125,19 @@ def packed(llm: LLM, folder: str, states: Tensor, **options: Any) -> tuple[Any, 
     pool, table, step_input = net.pool(16), array("i", range(1, 16)), StepInput()
     step_input.chain(table, 0, TEXT[1 : PAIRS + 1])
     o = net.forward(step_input.build(), pool, net.from_states(states.clone()))[-1:]
-    said = [net.logits(o)]
+    output = [net.logits(o)]
     for at, token in enumerate(TEXT[PAIRS + 1 :], PAIRS):
         step_input = StepInput()
         step_input.chain(table, at, [token])
         o = net.forward(step_input.build(), pool, net.from_output(o.clone()))
-        said.append(net.logits(o))
-    return net, torch.cat(said)
+        output.append(net.logits(o))
+    return net, torch.cat(output)
 
 
 def agree(llm: LLM, folder: str, head: tuple[Config, Tensors], taps: int = 3, **how: Any) -> Any:
     states, embedding = torch.randn(PAIRS, taps * HIDDEN) * 2, llm.engine.decoder.embed(range(V))
-    net, said = packed(llm, folder, states)
+    net, output = packed(llm, folder, states)
     expected = naive(*head, states, embedding, TEXT, PAIRS, **how)
-    assert said.shape == expected.shape
-    torch.testing.assert_close(said.double(), expected, rtol=1e-4, atol=1e-4)
+    assert output.shape == expected.shape
+    torch.testing.assert_close(output.double(), expected, rtol=1e-4, atol=1e-4)
     return net

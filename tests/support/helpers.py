@@ -66,7 +66,7 @@ def token_prompts(ids: Sequence[Sequence[int]]) -> list[Mapping[str, Any]]:
 
 
 def attended_slots(step_input: StepInput, table: array[int], row: int) -> list[int]:
-    """The cache slots that the C kernels attend to for one row of a step input, read at the addresses they get."""
+    """The cache slots that the C kernels attend to for one row, read at the addresses they get."""
     rows = structs.view(step_input).rows
     assert (c_void_p * step_input.length).from_address(rows.tables)[row] == table.buffer_info()[0]
     context, depth = (

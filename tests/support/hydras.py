@@ -1,4 +1,4 @@
-"""Hydra's published files from their description, a naive forward over them in float64, and an ear at the engine."""
+"""Hydra's published files, a naive float64 forward over them, and a recorder in the engine."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ HEADS, BLOCKS, Q, KV, D, INNER, EPS, THETA = (
     500.0,
 )  # the prefix layer is a layer of the target
 CONFIG = {
-    "base_model_name_or_path": "toy", "grounded_heads": True, "hidden_state_offset": 0, "hydra_head_arch": "prefix-mlp",
+    "base_model_name_or_path": "toy", "grounded_heads": True, "hidden_state_offset": 0,
+    "hydra_head_arch": "prefix-mlp",
     "hydra_num_heads": HEADS, "hydra_num_layers": BLOCKS, "transformers_version": "4.34.1",
 }  # fmt: skip
 AT = "prefix_embeding_layer"
 
 
 def toy_like(folder: Path) -> str:
-    """The toy target with the sizes that the prefix layer has, too.  Large embeddings: little beside the last token decides the next."""
+    """The toy target with the sizes of the prefix layer.  Its text depends mostly on the last token."""
     rope = {"rope_type": "default", "rope_theta": THETA}
     made = toy_target(folder, head_dim=D, rms_norm_eps=EPS, rope_parameters=rope)
     stored = load_file(folder / "model.safetensors")
@@ -118,7 +119,7 @@ def prefixed(w: dict[str, Tensor], f: Tensor) -> Tensor:
 
 
 def naive(w: dict[str, Tensor], f: Tensor, embedded: Tensor) -> Tensor:
-    """[V]: what the head says that reads f_0 … f_t, and the embeddings of x_t+1 and what was guessed, [1 + i, hidden]."""
+    """Logits [V] of the head that reads f_0 … f_t and the embeddings [1 + i, hidden] of its draft."""
     w = {name: tensor.double() for name, tensor in w.items()}
     i, dropout = len(embedded) - 1, f"{AT}.norm.weight" in w
     p = prefixed(w, f.double()) if dropout else f[-1].double()
@@ -142,7 +143,7 @@ Heard = dict[tuple[tuple[int, ...], tuple[int, ...]], Tensor]
 
 
 def overhear(llm: LLM) -> Heard:
-    """(tokens of the row, what is guessed behind them) -> the head's logits, of everything that is guessed from now on."""
+    """Record the head's logits by (tokens of the row, draft tokens after them)."""
     heard: Heard = {}
     choose = llm.engine.drafter.choose  # type: ignore[attr-defined]
     best, distribution = choose.best, choose.distribution
@@ -153,20 +154,20 @@ def overhear(llm: LLM) -> Heard:
         heard[key] = logits.clone()
 
     def hearing_best(row: Any, paths: Sequence[Sequence[int]], logits: Tensor, k: int) -> Any:
-        for path, said in zip(paths, logits):
-            note(row, path, said)
+        for path, output in zip(paths, logits):
+            note(row, path, output)
         return best(row, paths, logits, k)
 
-    def hearing_law(row: Any, path: Sequence[int], logits: Tensor) -> Any:
+    def recording(row: Any, path: Sequence[int], logits: Tensor) -> Any:
         note(row, path, logits)
         return distribution(row, path, logits)
 
-    choose.best, choose.distribution = hearing_best, hearing_law
+    choose.best, choose.distribution = hearing_best, recording
     return heard
 
 
 def judged(toy: LLM, w: dict[str, Tensor], heard: Heard, most: int = 24, state: int = FINAL) -> None:
-    """What was said is what the naive forward says, over states that the target computes anew."""
+    """Drafts equal the naive forward over states that the target computes anew."""
     model, outer = toy.engine.decoder, TargetWeights.of(toy.engine.decoder)
     keys = sorted(heard, key=lambda key: (len(key[1]), key))
     for tokens, path in keys[:: max(1, len(keys) // most)]:

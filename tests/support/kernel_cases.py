@@ -82,7 +82,7 @@ def heads_of(heads: int, kv_heads: int, head_dim: int, norms: bool = False) -> A
 
 
 def pools(spec: Any, dtype: torch.dtype) -> tuple[Pool, Pool]:
-    """Two pools with the same random past; what lies past the head size is zero, as every writer leaves it."""
+    """Two pools with the same random K/V; padding past the head size is zero."""
     pair = [Pool(2, spec.kv_heads, spec.head_dim, SLOTS, dtype, CPU) for _ in range(2)]
     past = torch.randn(2, 2, SLOTS, spec.kv_heads, spec.head_dim)
     for pool in pair:

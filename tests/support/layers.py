@@ -1,4 +1,4 @@
-"""Prediction layers for the tests: by names of their own, in published layouts, and computed naively in float64."""
+"""Prediction layers for tests: our names, published layouts, and a naive float64 forward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from toys import HIDDEN, LAYERS, V
 
 HEADS, KV, D, INNER, EPS, THETA = 4, 2, 24, 96, 1e-5, 500000.0  # head_dim is not hidden / heads
 CONFIG = {
-    "hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "vocab_size": V, "num_attention_heads": HEADS, "num_key_value_heads": KV,
+    "hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "vocab_size": V, "num_attention_heads": HEADS,
+    "num_key_value_heads": KV,
     "head_dim": D, "intermediate_size": INNER, "rms_norm_eps": EPS, "rope_theta": THETA,
 }  # fmt: skip
 MIMO = {
@@ -101,7 +102,7 @@ def turned(x: Tensor, paired: bool) -> Tensor:
 
 
 def naive(w: dict[str, Tensor], i: int, e: Tensor, g: Tensor, paired: bool = False) -> Tensor:
-    """What layer i says of the pairs (g_t, e) of a whole text, [T, hidden], before its last norm."""
+    """Output of layer i for the pairs (g_t, e) of a whole text, [T, hidden], before its last norm."""
     mine = {
         name.removeprefix(f"layers.{i}."): tensor.double()
         for name, tensor in w.items()

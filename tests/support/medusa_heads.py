@@ -1,4 +1,4 @@
-"""Medusa's heads as files of every layout, naive ones in float64, and what an engine guesses with them."""
+"""Medusa's heads as files of every layout, naive ones in float64, and their drafts in an engine."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def vllm(parts: Parts, prefix: str = "") -> Named:
 
 def naive(parts: Parts, states: Tensor, lm_head: Tensor | None = None) -> Tensor:
     """[n, heads, V] in float64, from the description."""
-    said = []
+    output = []
     for blocks, own in parts:
         x = states.double()
         for weight, bias in blocks:
@@ -78,8 +78,8 @@ def naive(parts: Parts, states: Tensor, lm_head: Tensor | None = None) -> Tensor
             x = x + y / (1 + (-y).exp())
         matrix = lm_head if own is None else own
         assert matrix is not None
-        said.append(x @ matrix.double().T)
-    return torch.stack(said, dim=1)
+        output.append(x @ matrix.double().T)
+    return torch.stack(output, dim=1)
 
 
 def save_merged(folder: Path, target: str, parts: Parts) -> str:
@@ -105,7 +105,7 @@ def without(named: Named, *names: str) -> Named:
 
 
 def listened(llm: LLM, prompt: list[int], **params: Any) -> list[tuple[list[int], DraftTree]]:
-    """The tokens of a row and what was guessed behind them, step by step."""
+    """The tokens of a row and the draft tokens after them, step by step."""
     heard: list[tuple[list[int], DraftTree]] = []
     propose = llm.engine.drafter.propose
 
@@ -135,7 +135,7 @@ class Beside:
         self.parts = parts
 
     def __call__(self, tokens: list[int]) -> Tensor:
-        """float64 [heads, V]: head i for the i-th token after `tokens`, whose last one the target has not read."""
+        """Logits float64 [heads, V]: head i for the i-th token after `tokens`, whose last one is pending."""
         with torch.no_grad():
             state = self.model.model(torch.tensor([tokens[:-1]])).last_hidden_state[0, -1:]
         return naive(self.parts, state)[0]

@@ -1,4 +1,4 @@
-"""What the mutation tests play on: some prompts, what plain decoding says to them, and an engine whose drafter knows it."""
+"""Prompts of the mutation tests, their plain output, and an engine whose drafter knows it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEPTH = 6
 
 
 def told(output: RequestOutput) -> Any:
-    """All that must not change; log-probabilities are None where nobody asked."""
+    """Everything that must not change; log-probabilities are None unless requested."""
     return [(sample.token_ids, sample.logprobs) for sample in output.outputs], output.prompt_logprobs
 
 

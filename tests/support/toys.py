@@ -36,15 +36,15 @@ def toy_target(folder: Path, **config: Any) -> str:
 
 
 def texts(llm: LLM, count: int = 200, length: int = 48, seed: int = 0) -> list[list[int]]:
-    """What the target says by itself, greedily and at a temperature, behind random tokens."""
+    """Texts of the target, greedy and at a temperature, after random tokens."""
     rng = random.Random(seed)
     prompts = [{"prompt_token_ids": [rng.randrange(V) for _ in range(6)]} for _ in range(count)]
     params = [
         SamplingParams(temperature=i % 2 * 0.7, max_tokens=length, seed=i, ignore_eos=True)
         for i in range(count)
     ]
-    said = llm.generate(prompts, params, use_tqdm=False)
-    return [out.prompt_token_ids + list(out.outputs[0].token_ids) for out in said]
+    output = llm.generate(prompts, params, use_tqdm=False)
+    return [out.prompt_token_ids + list(out.outputs[0].token_ids) for out in output]
 
 
 def samples(llm: LLM, wanted: Sequence[int], **given: Any) -> list[Sample]:
@@ -91,7 +91,7 @@ def save_head(
 def acceptance(
     target: str, speculation: dict[str, Any], count: int = 8, length: int = 48, **params: Any
 ) -> float:
-    """Accepted / guessed over some texts, which must be what plain decoding says.  Sampled ones: greedy ones soon repeat one token."""
+    """Accepted / drafted tokens over some texts, which must equal plain decoding."""
     rng = random.Random(99)
     prompts = [{"prompt_token_ids": [rng.randrange(V) for _ in range(6)]} for _ in range(count)]
     asked = [

@@ -1,4 +1,4 @@
-"""Tiny checkpoints that are one network under several tokenizers: other ids, other spellings, fewer words in common."""
+"""Tiny checkpoints of one network under several tokenizers: other ids, spellings and words."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ from outrider.testing import tiny_checkpoint, tiny_tokenizer
 LETTER = bytes_to_unicode()
 OCTET = {letter: byte for byte, letter in LETTER.items()}
 
-Words = Sequence[bytes | str]  # id -> what the token says, or of a special token its role
+Words = Sequence[bytes | str]  # id -> bytes of the token, or the role of a special one
 Merges = list[tuple[bytes, bytes]]
 
 
 def tiny_words() -> tuple[Words, Merges]:
-    """What the tokens of `tiny_tokenizer` say, and its merges."""
+    """Words of the tokens of `tiny_tokenizer`, and its merges."""
     core = json.loads(tiny_tokenizer().backend_tokenizer.to_str())["model"]
     words = sorted(core["vocab"], key=core["vocab"].__getitem__)
-    return ["bos", "eos", "pad", *map(_said, words[3:])], [(_said(a), _said(b)) for a, b in core["merges"]]
+    return ["bos", "eos", "pad", *map(_word_bytes, words[3:])], [
+        (_word_bytes(a), _word_bytes(b)) for a, b in core["merges"]
+    ]
 
 
 def letters() -> tuple[Words, Merges]:
@@ -34,7 +36,7 @@ def letters() -> tuple[Words, Merges]:
     return ["bos", "eos", "pad", b"\n", *(bytes([c]) for c in range(0x20, 0x7F))], []
 
 
-def _said(word: str) -> bytes:
+def _word_bytes(word: str) -> bytes:
     return bytes(OCTET[c] for c in word) if set(word) <= OCTET.keys() else word.encode()
 
 
@@ -43,7 +45,7 @@ def byte_level(words: Words, merges: Merges) -> Any:
     from tokenizers import decoders, pre_tokenizers
 
     names = {"bos": "<|bos|>", "eos": "<|end|>", "pad": "<|pad|>"}
-    made = _tokenizer(words, merges, lambda said: "".join(LETTER[b] for b in said), names)
+    made = _tokenizer(words, merges, lambda output: "".join(LETTER[b] for b in output), names)
     made.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.backend_tokenizer.decoder = decoders.ByteLevel()
     return made
@@ -53,8 +55,12 @@ def sentencepiece(words: Words, merges: Merges) -> Any:
     """Spelled as Llama 2 and Mistral do, with a space put before every text and BOS before that."""
     from tokenizers import decoders, normalizers, processors
 
-    def spell(said: bytes) -> str:
-        return said.decode().replace(" ", "▁") if said.isascii() and said != b"\n" else f"<0x{said[0]:02X}>"
+    def spell(output: bytes) -> str:
+        return (
+            output.decode().replace(" ", "▁")
+            if output.isascii() and output != b"\n"
+            else f"<0x{output[0]:02X}>"
+        )
 
     made = _tokenizer(words, merges, spell, {"bos": "<s>", "eos": "</s>", "pad": "<pad>"}, byte_fallback=True)
     core = made.backend_tokenizer
@@ -74,7 +80,9 @@ def _tokenizer(
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {names[said] if isinstance(said, str) else spell(said): i for i, said in enumerate(words)}
+    vocabulary = {
+        names[output] if isinstance(output, str) else spell(output): i for i, output in enumerate(words)
+    }
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=[(spell(a), spell(b)) for a, b in merges], **given))
     return PreTrainedTokenizerFast(
         tokenizer_object=core, **{f"{role}_token": name for role, name in names.items()}
@@ -104,10 +112,11 @@ def twin(
 ) -> str:
     """The network of `source`, whose tokens say `words`, with its ids shuffled, under a tokenizer of its own.
 
-    keep: the share of words that the tokenizer still has; the others stand for something that the source does not know.
+    keep: the share of words that the tokenizer still has; the others stand for something that the source does
+    not know.
     """
-    random_streams, order = random.Random(7), list(range(len(words)))
-    random_streams.shuffle(order)  # old id -> new id
+    rng, order = random.Random(7), list(range(len(words)))
+    rng.shuffle(order)  # old id -> new id
     shutil.copytree(source, folder)
     weights = load_file(folder / "model.safetensors")
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -116,13 +125,13 @@ def twin(
         weights[name] = moved
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     lost = {
-        said
-        for said in words
-        if isinstance(said, bytes) and (len(said) > 1 or keep == 0) and random_streams.random() > keep
+        output
+        for output in words
+        if isinstance(output, bytes) and (len(output) > 1 or keep == 0) and rng.random() > keep
     }
     new: list[bytes | str] = [b""] * len(words)
-    for i, said in enumerate(words):
-        new[order[i]] = f"<unknown {i}>".encode() if said in lost else said
+    for i, output in enumerate(words):
+        new[order[i]] = f"<unknown {i}>".encode() if output in lost else output
     kept = [(a, b) for a, b in merges if a + b not in lost]
     kind(new, kept).save_pretrained(folder)
     roles = {f"{role}_token_id": order[words.index(role)] for role in ("bos", "eos", "pad")}

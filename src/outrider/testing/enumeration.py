@@ -91,9 +91,6 @@ class RandomModels:
     def pick(self, row: int, node: int, path: Sequence[int]) -> int:
         return self.choices.choose(self.distribution("p", path).tolist())
 
-    def follow(self, row: int) -> None:
-        """None: the rule asks `pick` node by node."""
-
     def accept(self, row: int, node: int, probability: float) -> bool:
         probability = min(1.0, max(0.0, probability))
         return self.choices.choose([probability, 1 - probability]) == 0
