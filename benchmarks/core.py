@@ -1,9 +1,10 @@
-"""The core's speed on a CPU, against plain decoding and against the rivals, as ratios in one run on an idle machine.
+"""Speed of the core on a CPU against plain decoding and other engines, as ratios within one run.
 
     python benchmarks/core.py --folder DIR [--gguf FILE] [--openvino DIR] [--json OUT]
 
-DIR gets (or holds) the checkpoint: the Llama shape of 100 M weights, random, bfloat16.  The rivals run from their own
-environments as peers.py describes; one that is not installed is left out.
+DIR gets (or holds) the checkpoint: the Llama shape of 100 M weights, random, bfloat16.  The other engines run
+from their own environments as peers.py describes; one that is not installed is left out.  The machine should
+be idle.
 """
 
 from __future__ import annotations
@@ -44,8 +45,10 @@ def checkpoint(
     if not (folder / "config.json").is_file():
         torch.manual_seed(seed)
         config = LlamaConfig(
-            vocab_size=vocabulary, hidden_size=768, intermediate_size=2048, num_hidden_layers=layers, num_attention_heads=12,
-            num_key_value_heads=4, head_dim=64, tie_word_embeddings=tied, max_position_embeddings=positions, rms_norm_eps=1e-6,
+            vocab_size=vocabulary, hidden_size=768, intermediate_size=2048, num_hidden_layers=layers,
+            num_attention_heads=12,
+            num_key_value_heads=4, head_dim=64, tie_word_embeddings=tied, max_position_embeddings=positions,
+            rms_norm_eps=1e-6,
             bos_token_id=0, eos_token_id=1, pad_token_id=2,
         )  # fmt: skip
         LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
@@ -79,13 +82,15 @@ def decode_speed(llm: LLM, rows: int = 1, repeats: int = 5) -> float:
 
 
 def forward_ms(llm: LLM, rows: tuple[int, ...] = (1, 2, 4, 8, 16)) -> dict[int, float]:
-    """Milliseconds of one decode step with so many rows (the median step of a run, everything in it included)."""
+    """Milliseconds of one decode step with so many rows: the median step of a run."""
     return {n: n / decode_speed(llm, n, 3) * 1e3 for n in rows}
 
 
 def overhead_ms(llm: LLM, config: dict[str, Any] | None, params: SamplingParams) -> float:
-    """Milliseconds a step spends outside the forwards of target and draft, batch 1 (the best of five runs).  Picks are no part of a
-    forward, even where they happen in the same call: the kernels count what they take."""
+    """Milliseconds of a step outside the forwards of target and draft, batch 1: the best of five runs.
+
+    Picks are no part of a forward, even within the same call: the kernels count their time.
+    """
     llm.use(config)
     inside, busy = [0.0], [False]
 
@@ -121,7 +126,7 @@ def overhead_ms(llm: LLM, config: dict[str, Any] | None, params: SamplingParams)
 
 
 def first_token(llm: LLM) -> tuple[float, float]:
-    """Milliseconds to the first token of a 512-token prompt: nothing cached, and all of it (the medians of seven)."""
+    """Milliseconds to the first token of a 512-token prompt, uncached and cached (medians of seven)."""
     misses, hits = [], []
     for _ in range(7):
         llm.engine.forget_prefixes()
@@ -131,7 +136,7 @@ def first_token(llm: LLM) -> tuple[float, float]:
 
 
 def peak_memory(folder: Path) -> dict[str, int]:
-    """Bytes at the peak of a process of its own that loads the model and answers 8 prompts, and what bounds them."""
+    """Peak bytes of a separate process that loads the model and answers 8 prompts, and their bound."""
     limit = 64 << 20
     code = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import core\n"
@@ -163,7 +168,8 @@ def run(folder: Path, gguf: Path | None, openvino: Path | None) -> dict[str, Any
     sampled = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=NEW, ignore_eos=True, seed=1)
     small = str(checkpoint(folder / "draft", layers=2, seed=1))
     drafts: dict[str, dict[str, Any] | None] = {
-        "plain": None, "ngram": {"method": "ngram", "prompt_lookup_min": 1}, "draft_model": {"model": small, "num_speculative_tokens": 4},
+        "plain": None, "ngram": {"method": "ngram", "prompt_lookup_min": 1},
+        "draft_model": {"model": small, "num_speculative_tokens": 4},
     }  # fmt: skip
     outside = {
         f"{name}, {how}": overhead_ms(llm, c, p)

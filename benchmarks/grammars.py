@@ -2,10 +2,10 @@
 
     python benchmarks/grammars.py [--tokenizer FOLDER_OR_ID] [--walks 20] [--json OUT]
 
-A schema is taken if it compiles, and kept if no random walk under its masks ends with a value that `jsonschema`
-refuses.  A walk picks uniformly among the allowed tokens, half of them letters, digits and JSON's own signs
-where those are allowed, and ends at 400 tokens.  Both libraries get the same schema, any whitespace or none.
-Needs `pip install xgrammar` beside the extra `grammar`.
+A schema is taken if it compiles, and kept if no random walk under its masks ends with a value that
+`jsonschema` refuses.  A walk picks uniformly among the allowed tokens, half of them letters, digits and
+JSON's own signs where those are allowed, and ends at 400 tokens.  Both libraries get the same schema, any
+whitespace or none.  Needs `pip install xgrammar` beside the extra `grammar`.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class _XMatcher:
 
 
 class Walker:
-    """Random walks, timed.  seconds: of every mask, and of every rollback of three tokens with their return."""
+    """Random walks, timed.  seconds: of every mask, and of every rollback of three tokens and back."""
 
     def __init__(self, tokenizer: Any, vocabulary: int, eos: int) -> None:
         self.tokenizer, self.eos, self.random = tokenizer, eos, random.Random(0)
@@ -150,8 +150,10 @@ def measure(library: Any, walker: Walker, walks: int, compact: bool) -> dict[str
                 wrong[name] = text[:160]
                 break
     return {
-        "taken": len(compiles), "kept": len(compiles) - len(wrong), "refused": refused, "wrong": wrong, "walks that ended": ended,
-        "compile, ms": spread(compiles, 1e3), "mask, us": spread(walker.masks, 1e6), "roll back 3, us": spread(walker.rollbacks, 1e6),
+        "taken": len(compiles), "kept": len(compiles) - len(wrong), "refused": refused, "wrong": wrong,
+        "walks that ended": ended,
+        "compile, ms": spread(compiles, 1e3), "mask, us": spread(walker.masks, 1e6),
+        "roll back 3, us": spread(walker.rollbacks, 1e6),
     }  # fmt: skip
 
 
@@ -191,8 +193,10 @@ def main() -> None:
             form = "none" if compact else "any"
             results[f"{kind.__name__}, {form}"] = found
             table.add_row(
-                kind.__name__, form, str(found["taken"]), str(found["kept"]), str(found["compile, ms"]["median"]),
-                str(found["mask, us"]["median"]), str(found["mask, us"]["p99"]), str(found["roll back 3, us"]["median"]),
+                kind.__name__, form, str(found["taken"]), str(found["kept"]),
+                str(found["compile, ms"]["median"]),
+                str(found["mask, us"]["median"]), str(found["mask, us"]["p99"]),
+                str(found["roll back 3, us"]["median"]),
             )  # fmt: skip
     Console(width=110).print(table)
     if given.json:

@@ -1,12 +1,16 @@
-"""What a head of one layer costs a level, and what a tree of 60 nodes costs beside it.
+"""Cost of a head of one layer per level, and of a draft tree of 60 nodes beside it.
 
     python benchmarks/heads.py --folder DIR [--json OUT]
 
-DIR gets (or holds) the target: the Llama shape of 100 M weights, random, bfloat16.  The heads are random, of one such layer.  A level is
-`forward`, `logits` and the picks of one row, and of ten, 64 tokens into a text; beside it stands the time that reading its weights
-takes at the speed at which a linear over 256 MiB reads, measured in turns with it, so that the processor's caches hold neither.  The
-tree is a dynamic one of EAGLE-2's size, over picks that lie ready; beside it stands what it takes with the picks of all its levels,
-from logits that lie ready.
+DIR gets (or holds) the target: the Llama shape of 100 M weights, random, bfloat16.  The heads are random, of
+one such layer.
+
+A level is `forward`, `logits` and the picks of one row, and of ten, 64 tokens into a text.  It is compared
+with the time of reading its weights at the bandwidth of a linear over 256 MiB.  Both are measured
+alternately, so that the caches of the processor hold neither.
+
+The tree is a dynamic one of EAGLE-2's size, from picks that are given.  It is compared with the same tree
+including the picks of all its levels from given logits.
 """
 
 from __future__ import annotations
@@ -138,7 +142,7 @@ class Known(Chooser):
 
 
 def tree_ms(drafter: Recurrent, target: Target, repeats: int = 200) -> dict[str, float]:
-    """Everything but the network and the picks from its logits: what is kept and planned, level by level; and with the picks."""
+    """Milliseconds of tree building without network and picks, level by level; and with the picks."""
     params = SamplingParams(temperature=0, max_tokens=1000)
     row = Row("0", 0, list(range(TEXT + 1)), TEXT, params, params.distribution, 0, (), 4096, frozenset())
     table, ready = array("i", range(TEXT + 2 * NODES)), torch.randn(TOP_K, target.vocabulary) * 3

@@ -1,10 +1,10 @@
-"""What guessing costs on the host: propose and observe of every method that has no weights, batch 1, at 64 and 4,000 tokens of context.
+"""Host time of propose and observe, for every method without weights: batch 1, context 64 and 4,000 tokens.
 
     python benchmarks/host.py --folder DIR [--json OUT]
 
-DIR gets (or holds) the checkpoint: a random Llama of 5 M weights with room for 4,200 positions, so that the forward in between, which
-sweeps the processor's caches, is there, but short.  The prompt repeats itself, so that there is something to find.  The datastore
-is made of 400,000 tokens.
+DIR gets (or holds) the checkpoint: a random Llama of 5 M weights with room for 4,200 positions.  So there is
+a forward in between, which evicts the caches of the processor but is short.  The prompt repeats itself, so
+that look-ups find something.  The datastore is made of 400,000 tokens.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def checkpoint(folder: Path) -> Path:
     if not (folder / "config.json").is_file():
         torch.manual_seed(0)
         config = LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+            vocab_size=VOCABULARY, hidden_size=256, intermediate_size=512, num_hidden_layers=2,
+            num_attention_heads=4,
             num_key_value_heads=2, head_dim=64, tie_word_embeddings=True, max_position_embeddings=4200,
         )  # fmt: skip
         LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
@@ -54,9 +55,7 @@ def checkpoint(folder: Path) -> Path:
 def prompt(length: int) -> dict[str, list[int]]:
     """Phrases of 40 tokens in random order, each as often as the others."""
     rng = random.Random(0)
-    phrases = [
-        [rng.randrange(5, VOCABULARY) for _ in range(40)] for _ in range(max(1, length // 160))
-    ]
+    phrases = [[rng.randrange(5, VOCABULARY) for _ in range(40)] for _ in range(max(1, length // 160))]
     text = [token for _ in range(length // 40 + 1) for token in rng.choice(phrases)]
     return {"prompt_token_ids": text[:length]}
 
@@ -75,7 +74,7 @@ def corpus(folder: Path) -> str:
 
 
 def host_ms(llm: LLM, config: dict[str, Any], context: int) -> dict[str, float]:
-    """Medians over the decoding steps of three answers: milliseconds of propose and observe, together and each."""
+    """Medians over the decode steps of three answers: milliseconds of propose and observe."""
     llm.use(config)
     drafter = llm.engine.drafter
     times: dict[str, list[float]] = {"propose": [], "observe": []}
@@ -102,8 +101,10 @@ def host_ms(llm: LLM, config: dict[str, Any], context: int) -> dict[str, float]:
         steps += list(zip(times["propose"][-decoding:], times["observe"][-decoding:]))
     both = [sum(step) for step in steps]
     return {
-        "ms a step": round(statistics.median(both), 4), "propose": round(statistics.median(p for p, _ in steps), 4),
-        "observe": round(statistics.median(o for _, o in steps), 4), "p99": round(statistics.quantiles(both, n=100)[98], 4),
+        "ms a step": round(statistics.median(both), 4),
+        "propose": round(statistics.median(p for p, _ in steps), 4),
+        "observe": round(statistics.median(o for _, o in steps), 4),
+        "p99": round(statistics.quantiles(both, n=100)[98], 4),
     }  # fmt: skip
 
 

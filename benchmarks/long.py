@@ -1,12 +1,16 @@
-"""Long contexts on a CPU: what a long prompt does to those who are being answered, and tokens/s far into a text.
+"""Long contexts on a CPU: a long prompt beside decoding requests, and tokens/s far into a text.
 
     python benchmarks/long.py --folder DIR [--prompt TOKENS] [--json OUT]
 
-DIR gets (or holds) the checkpoint: the Llama shape of 100 M weights, random, bfloat16, with room for 17,000 positions.
-Prefill beside decoding: seven requests decode while an 8,000-token prompt is computed.  The time to its first
-token over its value alone, and the p99 of the gaps between a request's tokens over its value without the
-prompt.  Context: eight requests, or samples of one, far into
-their texts, plainly and with n-gram look-up; K/V within 3 GiB.
+DIR gets (or holds) the checkpoint: the Llama shape of 100 M weights, random, bfloat16, with room for 17,000
+positions.
+
+Prefill beside decoding: seven requests decode while an 8,000-token prompt is computed.  Measured are the time
+to its first token over its value alone, and the p99 of the gaps between a request's tokens over its value
+without the prompt.
+
+Context: eight requests, or samples of one, far into their texts, with plain decoding and with n-gram look-up;
+K/V within 3 GiB.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ ROOM = 17_000
 
 
 def gaps(llm: LLM, long: int, tokens: int) -> tuple[list[float], float]:
-    """Seconds between tokens of seven requests, and until a long prompt that joins after 20 of them has its first token."""
+    """Seconds between tokens of seven requests, and to the first token of a long prompt that joins them."""
     last: dict[str, float] = {}
     found: list[float] = []
     first: list[float] = []
@@ -56,7 +60,7 @@ def p99(values: list[float]) -> float:
 
 
 def context_speed(llm: LLM, asked: list[Any], samples: int) -> dict[str, float]:
-    """New tokens a second of eight samples far into their texts, plainly and with guesses: 48 tokens less 16, prompts cached."""
+    """New tokens a second of eight samples far into their texts, plain and speculative: 48 tokens less 16."""
 
     def took(new: int, speculate: bool) -> float:
         began = time.perf_counter()

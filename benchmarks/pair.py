@@ -2,9 +2,10 @@
 
     python benchmarks/pair.py [--tokens 128] [--repeats 5] [--methods WORD …] [--json OUT]
 
-Speed-up is the ratio of new tokens a second, prompts included, the median over `repeats` rounds in which all methods take turns at every
-prompt; tokens/s are those of each prompt's best turn.  On this pair the draft has 0.40 of the target's weights; the time of one draft
-forward over one target forward is printed with the figures.
+Speed-up is the ratio of new tokens a second, prompts included: the median over `repeats` rounds, in which all
+methods take turns at every prompt.  tokens/s are those of each prompt's fastest round.  The draft of this
+pair has 0.40 of the target's weights.  The time of one draft forward over one target forward is printed with
+the figures.
 """
 
 from __future__ import annotations

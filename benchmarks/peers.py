@@ -6,8 +6,8 @@ Each peer runs in a subprocess of its own, with its own interpreter or binary:
 * OpenVINO GenAI: OUTRIDER_OPENVINO_PYTHON, on a folder exported by optimum-intel;
 * llama.cpp: OUTRIDER_LLAMA_CPP, the folder of its binaries (default: the search path), on a GGUF file.
 
-A missing peer is reported as "not installed", one that breaks as "failed"; neither stops the others.
-All rates are decode tokens per second, prefill excluded. llama-bench decodes from an empty context, the other two
+A missing peer is reported as "not installed", one that breaks as "failed"; neither stops the others. All
+rates are decode tokens per second, prefill excluded. llama-bench decodes from an empty context, the other two
 after the prompt; OpenVINO keeps its key-value cache in 16 bits here, which was faster than its default of 8.
 """
 

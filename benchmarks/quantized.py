@@ -1,8 +1,9 @@
-"""Weights and K/V in few bits: speed against llama.cpp at the same bits, memory, and how far the answers move.
+"""Weights and K/V in few bits: speed against llama.cpp at the same bits, memory, and change of the output.
 
     python benchmarks/quantized.py --folder DIR [--q8 FILE.gguf] [--q4 FILE.gguf] [--json OUT]
 
-DIR gets (or holds) the checkpoint of core.py; the GGUF files are the same weights through llama-quantize, Q8_0 and Q4_0.
+DIR gets (or holds) the checkpoint of core.py.  The GGUF files are the same weights through llama-quantize,
+Q8_0 and Q4_0.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def long_step_ms(model: Path, form: str, kv: str) -> float:
 
 
 def divergence() -> dict[str, dict[str, float]]:
-    """The built-in target on texts of its own: mean KL from all its bits, share of equal greedy tokens, overlap of the laws."""
+    """On texts of the built-in target: mean KL divergence, share of equal greedy tokens, overlap."""
     whole = LLM("builtin")
     outputs = whole.generate(
         [rendered(prompt, whole.tokenizer) for prompt in PROMPTS],

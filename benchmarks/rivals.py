@@ -1,13 +1,14 @@
-"""Other engines answer given requests, plainly and with their own ways of speculating, one request at a time.
+"""Other engines answer given requests, with plain decoding and their own speculation, one request at a time.
 
-Each runs from an environment of its own, found as peers.py describes; vLLM by OUTRIDER_VLLM_PYTHON.  All get the same token ids and stop at
-the same end token.  A *mode* is one way to run an engine: a process that is loaded once, answers a first request to warm up, and then
-each request of each setting; the fastest of `repeats` answers counts.  seconds are wall clock around one answer, the prompt included;
-times those at which its tokens came, counted from its beginning.
+Each runs from its own environment, found as peers.py describes; vLLM by OUTRIDER_VLLM_PYTHON.  All get the
+same token ids and stop at the same end token.  A *mode* is one way to run an engine: a process that is loaded
+once, answers a first request to warm up, and then each request of each setting.  The fastest of `repeats`
+answers counts.  seconds: wall clock around one answer, the prompt included.  times: arrival of its tokens,
+from its beginning.
 
-llama.cpp and OpenVINO tell the times of the first token and of the last; the other two show every step.  Weights are bfloat16
-(OpenVINO: float16); prefix caches are off, so that a prompt is computed each time.  vLLM keeps one core for its scheduler unless
-VLLM_CPU_OMP_THREADS_BIND says otherwise.
+llama.cpp and OpenVINO give the times of the first token and of the last; the other two show every step.
+Weights are bfloat16 (OpenVINO: float16).  Prefix caches are off, so that a prompt is computed each time.
+vLLM keeps one core for its scheduler unless VLLM_CPU_OMP_THREADS_BIND is set.
 """
 
 from __future__ import annotations
@@ -122,7 +123,8 @@ def _transformers(job: Job) -> tuple[Ask, dict[str, str]]:
         clock = Clock()
         with torch.inference_mode():
             said = model.generate(
-                given, attention_mask=torch.ones_like(given), max_new_tokens=job.tokens, eos_token_id=job.end, pad_token_id=0,
+                given, attention_mask=torch.ones_like(given), max_new_tokens=job.tokens, eos_token_id=job.end,
+                pad_token_id=0,
                 streamer=clock, **sampling, **options,
             )  # fmt: skip
         seconds = time.perf_counter() - clock.began
@@ -181,7 +183,8 @@ def _vllm(job: Job) -> tuple[Ask, dict[str, str]]:
     elif job.mode == "draft":
         speculation |= {"method": "draft_model", "model": job.draft}
     llm = vllm.LLM(
-        model=job.model, dtype="bfloat16", max_model_len=job.context, max_num_seqs=1, enable_prefix_caching=False,
+        model=job.model, dtype="bfloat16", max_model_len=job.context, max_num_seqs=1,
+        enable_prefix_caching=False,
         speculative_config=None if job.mode == "plain" else speculation,
     )  # fmt: skip
     count = iter(range(1 << 30))
@@ -243,7 +246,8 @@ def _llama_cpp(job: Job, binaries: str | None) -> Iterator[tuple[Ask, dict[str, 
 
     def ask(ids: list[int], setting: dict[str, float]) -> Answer:
         asked = {
-            "prompt": ids, "n_predict": job.tokens, "cache_prompt": False, "return_tokens": True, "seed": 1, "top_k": 0, "min_p": 0,
+            "prompt": ids, "n_predict": job.tokens, "cache_prompt": False, "return_tokens": True, "seed": 1,
+            "top_k": 0, "min_p": 0,
             "samplers": ["top_p", "temperature"], **setting,
         }  # fmt: skip
         sent = urllib.request.Request(f"{url}/completion", json.dumps(asked).encode(), headers)
@@ -347,7 +351,7 @@ def run(engine: str, job: Job, tools: peers.Tools) -> Outcome:
 
 
 def _ended(command: list[str], environment: dict[str, str]) -> str | None:
-    """Runs a process, and ends all that it has started with it.  Returns the last line of its complaint, if it failed."""
+    """Run a process and end its children with it.  Returns the last line of its errors if it failed."""
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
         try:

@@ -1,10 +1,10 @@
-"""How much each verification rule accepts of what the draft model of the built-in pair guesses, chains and trees, by temperature.
+"""Acceptance of each verification rule with the built-in pair: chains and trees, by temperature.
 
     python benchmarks/rules.py [--samples 20] [--json OUT]
 
-Every rule answers every prompt of the demo `samples` times with other seeds, 128 tokens each (ends of text are ignored, so that all
-say equally much).  Tokens per step with its standard error over requests; the host time a step spends on the rule and its draws is
-in tokens/s, which needs an idle machine.
+Every rule answers every prompt of the demo `samples` times with other seeds, 128 tokens each; EOS is ignored,
+so that all texts are equally long.  Tokens per step come with their standard error over requests.  The host
+time of the rule and its samples is part of tokens/s, which needs an idle machine.
 """
 
 from __future__ import annotations

@@ -1,17 +1,23 @@
-"""Speculation on a grown target, method by method and peer by peer, on Spec-Bench's questions and some of our own, batch 1.
+"""Speculation on a grown target: methods and other engines on Spec-Bench's questions and our own, batch 1.
 
     python benchmarks/grow.py --folder DIR
     python benchmarks/spec_bench.py --folder DIR --questions question.jsonl [--json OUT]
 
-DIR holds target/ and draft/ as grow.py writes them; target-bf16.gguf, draft-bf16.gguf, target-ov/ and draft-ov/ are the same for
-llama.cpp and OpenVINO.  question.jsonl is Spec-Bench's: its six categories, and code and German from questions.jsonl here.
+DIR holds target/ and draft/ as grow.py writes them; target-bf16.gguf, draft-bf16.gguf, target-ov/ and
+draft-ov/ are the same for llama.cpp and OpenVINO.  question.jsonl is Spec-Bench's: its six categories, and
+code and German from questions.jsonl here.
 
-What is measured.  Every engine gets the same token ids and stops at the same end token.  tok/s counts new tokens over wall clock,
-prompt included; decode tok/s leaves the first step out.  Questions are first turns, cut in the middle until they and the answer fit
-into the 512 tokens that the built-in pair was trained on.  Our methods take turns category by category; what one learns from a
-request it may use in the next.  A request *loops* where 30 % or more of the 4-grams of the plain answer occurred before in it; loops
-flatter everything that copies, so the headline leaves these requests out, for all alike.  A method that skips layers is not shown:
-the added layers of a grown target do nothing, so that skipping them would always be right.
+What is measured:
+
+- Every engine gets the same token ids and stops at the same end token.
+- tok/s counts new tokens over wall clock, prompt included; decode tok/s leaves the first step out.
+- Questions are first turns, cut in the middle until they and the answer fit into the 512 tokens that the
+  built-in pair was trained on.
+- Our methods take turns category by category.  What one learns from a request it may use in the next.
+- A request *loops* if 30 % or more of the 4-grams of the plain answer occurred before in it.  Loops favour
+  every method that copies, so the headline leaves these requests out for all methods.
+- A method that skips layers is not shown: the added layers of a grown target change nothing, so skipping
+  them would always be right.
 """
 
 from __future__ import annotations
@@ -44,7 +50,8 @@ from outrider.outputs import CompletionOutput
 GREEDY = "greedy"
 SETTINGS = {GREEDY: {"temperature": 0.0, "top_p": 1.0}, "sampled": {"temperature": 0.8, "top_p": 0.95}}
 GROUPS = {
-    "translation": "translation", "summarization": "summary", "qa": "question", "math_reasoning": "math", "rag": "retrieval",
+    "translation": "translation", "summarization": "summary", "qa": "question", "math_reasoning": "math",
+    "rag": "retrieval",
     "code": "code", "German": "German",
 }  # fmt: skip
 CHAT = "multi-turn"  # what Spec-Bench makes of the categories of MT-bench
@@ -70,7 +77,7 @@ class Asked:
 
 
 def chosen(questions: Iterable[Question], count: int) -> dict[str, list[Question]]:
-    """`count` of each group, spread over all that it has, so that every category of MT-bench has its share."""
+    """`count` of each group, spread evenly, so that every category of MT-bench has its share."""
     groups: dict[str, list[Question]] = {}
     for question in questions:
         groups.setdefault(GROUPS.get(question.category, CHAT), []).append(question)
@@ -111,7 +118,10 @@ def requests(files: Iterable[Path], count: int, tokenizer: Any, room: int) -> li
 
 
 def configs(draft: str, only: list[str] | None) -> dict[str, Mapping[str, Any] | None]:
-    """Plain decoding, what every method wants shown, and more settings of the draft model; `only`: labels that contain one of these."""
+    """Plain decoding, the `demo` of every method, and more settings of the draft model.
+
+    only: keep labels that contain one of these words.
+    """
     every = {
         **demonstrations(),
         **{label: {"method": "draft_model", "model": draft, **keys} for label, keys in CHAINS.items()},
@@ -191,7 +201,8 @@ def peer_results(
                 continue
             began = time.perf_counter()
             job = rivals.Job(
-                [request.ids for request in asked], dict(settings), given.tokens, model, draft, mode, given.draft_tree, repeats=given.repeats,
+                [request.ids for request in asked], dict(settings), given.tokens, model, draft, mode,
+                given.draft_tree, repeats=given.repeats,
                 threads=given.threads,
             )  # fmt: skip
             outcome = rivals.run(engine, job, peers.Tools())
@@ -268,7 +279,8 @@ def figures(results: list[Measured]) -> dict[str, dict[str, Any]]:
 
 def shown_as(value: float) -> str:
     """A speed-up, red where it is none."""
-    return f"[{'green' if value >= 1.005 else 'red' if value < 0.995 else 'white'}]{value:.2f}[/]{'' if value >= 0.995 else ' slower'}"
+    color = "green" if value >= 1.005 else "red" if value < 0.995 else "white"
+    return f"[{color}]{value:.2f}[/]{'' if value >= 0.995 else ' slower'}"
 
 
 def headline(title: str, made: dict[str, dict[str, Any]], console: Console) -> None:
@@ -276,9 +288,11 @@ def headline(title: str, made: dict[str, dict[str, Any]], console: Console) -> N
     key = "no loops" if "no loops" in made[PLAIN] else "all"
     rest = made[PLAIN]["all"]["requests"] - made[PLAIN][key]["requests"]
     table = Table(
-        "method", "tok/s", "speed-up", "decode\ntok/s", "decode\nspeed-up", "tokens\n/ step", "accep-\ntance", "draft\ntime",
+        "method", "tok/s", "speed-up", "decode\ntok/s", "decode\nspeed-up", "tokens\n/ step", "accep-\ntance",
+        "draft\ntime",
         "4-gram\nrepeats", "same\ntok.", title_justify="left",
-        title=f"{title}: {made[PLAIN][key]['requests']} requests, {rest} that loop left out; speed-up over our plain decoding",
+        title=f"{title}: {made[PLAIN][key]['requests']} requests, {rest} that loop left out; "
+        "speed-up over our plain decoding",
     )  # fmt: skip
 
     def percent(value: float | None) -> str:
@@ -287,7 +301,8 @@ def headline(title: str, made: dict[str, dict[str, Any]], console: Console) -> N
     for method, parts in made.items():
         f = parts[key]
         table.add_row(
-            method, f"{f['tokens/s']:.0f}", shown_as(f["speed-up"]), f"{f['decode tokens/s']:.0f}", shown_as(f["decode speed-up"]),
+            method, f"{f['tokens/s']:.0f}", shown_as(f["speed-up"]), f"{f['decode tokens/s']:.0f}",
+            shown_as(f["decode speed-up"]),
             "–" if f["tokens per step"] is None else f"{f['tokens per step']:.2f}", percent(f["acceptance"]),
             percent(f["share of time drafting"]), percent(f["repeated 4-grams"]),
             {None: f["promise"] or "–", True: "[green]✓[/]", False: "[bold red]✗[/]"}[f["same tokens"]],
@@ -401,14 +416,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     if os.environ.get("OMP_NUM_THREADS") != str(given.threads):
-        parser.error(
-            f"set OMP_NUM_THREADS={given.threads}, so that all engines have as many threads as --threads says."
-        )
+        parser.error(f"set OMP_NUM_THREADS={given.threads}, so that all engines have --threads threads.")
     if given.tokens < 2:
         parser.error("--tokens must be at least 2: the first one comes with the prompt.")
     if given.peers_per_category > min(given.per_category, given.sampled_per_category):
         parser.error(
-            "--peers-per-category may not exceed --per-category and --sampled-per-category: peers answer some of our requests."
+            "--peers-per-category may not exceed --per-category and --sampled-per-category: "
+            "peers answer some of our requests."
         )
     return given
 

@@ -1,12 +1,14 @@
-"""The target as its own draft within a K/V budget, for many requests far into their texts: what a step costs, and what it gives.
+"""The target as its own draft within a K/V budget, for many requests far into their texts.
 
     python benchmarks/windowed.py --folder DIR [--kv int8] [--json OUT]
 
-DIR gets (or holds) the checkpoint: the Llama shape of 100 M weights, random, bfloat16.  Sixteen requests stand 4,000 tokens into their
-texts: they are samples of one prompt, which is computed once and then copied, so that every request reads K/V of its own, as sixteen
-prompts would.  Random weights say nothing about how often guesses are right, so that the speed-up is also given for any number of
-tokens a step: tokens a step · plain step / (draft + verification).  `pair` has, for a trained model (the built-in target, 700 tokens
-into a text), how many tokens a step such a draft gives.
+DIR gets (or holds) the checkpoint: the Llama shape of 100 M weights, random, bfloat16.  Sixteen requests are
+4,000 tokens into their texts.  They are samples of one prompt, which is computed once and then copied, so
+that every request reads its own K/V, as with sixteen prompts.
+
+The acceptance of random weights means nothing.  So the speed-up is also given for any number of tokens a
+step: tokens a step · plain step / (draft + verification).  `pair` gives the tokens a step of such a draft for
+a trained model (the built-in target, 700 tokens into a text).
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ def apart(cache: Cache) -> None:
 
 
 def steps(llm: LLM, temperature: float, speculate: bool) -> dict[str, float]:
-    """Of the steps in which all decode: tokens/s, tokens a step and request, acceptance, and the milliseconds of a step."""
+    """Steps in which all rows decode: tokens/s, tokens a step and request, acceptance, milliseconds."""
     params = SamplingParams(
         temperature=temperature, seed=1, max_tokens=NEW, n=ROWS, ignore_eos=True, speculate=speculate
     )
@@ -51,8 +53,10 @@ def steps(llm: LLM, temperature: float, speculate: bool) -> dict[str, float]:
     work, stats = llm.engine.decode, output.speculation
     ms = {name: round(value / work.steps * 1e3, 1) for name, value in work.times._asdict().items()}
     return {
-        "tokens/s": round(work.emitted / sum(work.times), 1), "tokens per step": round((stats.emitted - ROWS) / (stats.steps - ROWS), 2),
-        "acceptance": round(stats.acceptance, 2), "draft, ms": ms["propose"], "target, ms": ms["forward"], "rest, ms": ms["rest"],
+        "tokens/s": round(work.emitted / sum(work.times), 1),
+        "tokens per step": round((stats.emitted - ROWS) / (stats.steps - ROWS), 2),
+        "acceptance": round(stats.acceptance, 2), "draft, ms": ms["propose"], "target, ms": ms["forward"],
+        "rest, ms": ms["rest"],
     }  # fmt: skip
 
 

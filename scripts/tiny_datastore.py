@@ -327,7 +327,7 @@ def repeated(tokens: list[int]) -> float:
 
 
 def answers(llm: LLM, asked: list[tuple[str, list[str]]]) -> list[tuple[str, list[int], list[int]]]:
-    """(kind, token ids of the prompt, token ids of the answer) of the answers that do not repeat themselves."""
+    """(kind, token ids of prompt, token ids of answer) for answers that do not repeat themselves."""
     talks = [
         [{"role": "assistant" if i % 2 else "user", "content": text} for i, text in enumerate(turns)]
         for _, turns in asked

@@ -1,10 +1,10 @@
-"""Trains the small built-in heads on text of the built-in target.
+"""Train the small built-in heads on text of the built-in target.
 
     python scripts/tiny_heads.py --prompts prompts.jsonl --minutes 15
 
-prompts.jsonl: one {"prompt": text in the chat format} a line.  The target reads every text once for all heads; each
-head has its method's own loss.  The heads let users try a method without a download.  They are weak: published heads
-see far more text.
+prompts.jsonl: one {"prompt": text in the chat format} a line.  The target computes every text once for all
+heads; each head has its method's own loss.  The heads let users try a method without a download.  They are
+weak: published heads see far more text.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def train(
     minutes: float,
     console: Console,
 ) -> dict[str, float]:
-    """AdamW for each, with a rate that falls linearly to zero.  Returns the mean loss of the last ten steps."""
-    model, random_streams, outer = llm.engine.decoder, random.Random(0), TargetWeights.of(llm.engine.decoder)
+    """AdamW for each, with a linearly decaying rate.  Returns the mean loss of the last ten steps."""
+    model, rng, outer = llm.engine.decoder, random.Random(0), TargetWeights.of(llm.engine.decoder)
     taps = sorted({tap for _, wanted in networks.values() for tap in wanted})
     adams = {
         name: torch.optim.AdamW(network.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
@@ -103,7 +103,7 @@ def train(
     with Progress(console=console) as bar:
         task = bar.add_task("training", total=1.0)
         while (done := (time.perf_counter() - began) / 60 / minutes) < 1:
-            batch = [read(model, random_streams.choice(data), taps) for _ in range(BATCH)]
+            batch = [read(model, rng.choice(data), taps) for _ in range(BATCH)]
             for name, (network, _) in networks.items():
                 for group in adams[name].param_groups:
                     group["lr"] = RATE * min(1.0, (1 + len(losses[name])) / 20) * (1 - done)
