@@ -2,10 +2,11 @@
 
     python benchmarks/grow.py --folder DIR [--layers 24] [--mlp 3200]
 
-DIR/target gets the grown target, DIR/draft the built-in draft, both in bfloat16.  The built-in pair is real, but its target is only 2.5
-times its draft; here 8 layers become 24 and an MLP of 1,024 becomes 3,200, which makes 101 M weights.  What is added computes and adds
-nothing (outrider.checkpoints.grown): acceptance is that of the real pair, and a forward costs what 101 M weights cost.  In Outrider the
-same model is `builtin-100m`.  The script compares the logits of both, computed by transformers.
+DIR/target gets the grown target, DIR/draft the built-in draft, both in bfloat16.  The built-in pair is real,
+but its target is only 2.5 times its draft.  Here 8 layers become 24 and an MLP of 1,024 becomes 3,200: 101 M
+weights. The added weights compute and change nothing (outrider.checkpoints.grown).  So acceptance is that of
+the real pair, and a forward costs that of 101 M weights.  In Outrider the same model is `builtin-100m`.  The
+script compares the logits of both, computed by transformers.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def llama(folder: Path) -> Any:
 
 
 def grown(folder: Path, layers: int, mlp: int) -> Any:
-    """A Llama of transformers that computes what the checkpoint in `folder` does, with so many layers and so wide an MLP."""
+    """A transformers Llama of the same function as the checkpoint in `folder`, grown to these sizes."""
     from transformers import LlamaForCausalLM
 
     checkpoint = Checkpoint.open(str(folder)).grown(layers, mlp)
@@ -80,8 +81,10 @@ def write(folder: Path, layers: int = LAYERS, mlp: int = INNER) -> dict[str, Any
         raise SystemExit(f"The grown target's logits differ by {found:.3g} (at most {TOLERANCE}).")
     draft = llama(folder / "draft")
     return {
-        "layers": layers, "MLP": mlp, "weights": weights(large), "weights of the built-in target": weights(small),
-        "draft weights / target weights": round(weights(draft) / weights(large), 4), "largest difference of logits": found,
+        "layers": layers, "MLP": mlp, "weights": weights(large),
+        "weights of the built-in target": weights(small),
+        "draft weights / target weights": round(weights(draft) / weights(large), 4),
+        "largest difference of logits": found,
     }  # fmt: skip
 
 

@@ -81,7 +81,8 @@ def main() -> None:
             table.add_row(
                 f"T = {t}, {draft}",
                 *(
-                    f"{c['tokens per step']:.2f} ± {c['standard error']:.2f} ({c['acceptance']:.0%}, {c['tokens/s']:.0f})"
+                    f"{c['tokens per step']:.2f} ± {c['standard error']:.2f} "
+                    f"({c['acceptance']:.0%}, {c['tokens/s']:.0f})"
                     if c
                     else "–"
                     for c in cells
