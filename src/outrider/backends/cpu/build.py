@@ -46,6 +46,7 @@ SOURCES = (
     "linear_int.c",
     "lora.c",
     "memory.c",
+    "rope.c",
     "rules.c",
     "runs.c",
     "sample.c",

@@ -1,95 +1,48 @@
-/* Attention over a paged KV pool, and the step before it: head norms, rotary embedding, writing of K and V.
+/* Attention over a paged KV pool.
  *
  * Computed: scores = q k^T * scale for all keys of a row, score modifier, softmax, then the sum of
  * weight * v.
- * Order: keys by position (table, then path), wherever they lie in the pool.  A dot product is one vector
- * accumulator for the even and one for the odd half of a head, added across lanes by a fixed tree.  The sum
- * over v takes one key after the other.
- * Exact: a tree node sees the same keys in the same order as the token that plain decoding computes there.
- * Query heads of a group share the loads of K and V, and nothing else; threads share (row, K/V head)
- * pairs. */
+ * Order: keys by position (table, then path), wherever they lie in the pool.  A dot product is
+ * one vector accumulator for each half of a head (bfloat16: the even and the odd elements), added across
+ * lanes by a fixed tree, for LANES keys at a time.  The sum over v takes one key after the other.
+ * Exact: a score depends on one query and one key alone, and a row's keys come in the same order for a tree
+ * node as for the token that plain decoding computes there.
+ * Rows of one request make a block: they share the loads of K and V from the table, and nothing else.
+ * Threads share (block, K/V head) pairs. */
 #include "attention.h"
-#include "elementwise.h"
 #include "memory.h"
 
-INLINE bfloat16 round_bfloat16(float x) { /* to nearest, ties to even */
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    return (bfloat16)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+enum {
+    BLOCK_QUERIES = 16, /* queries of a block, as far as one row does not have more */
+    MAX_PAIRS = 4,      /* vector pairs of sums in registers */
+    KEYS_AT_ONCE = 64,  /* keys whose V is added for one query group after the other */
+};
+
+/* Consecutive rows with the same first key of the same table, and some of the query heads of one K/V head.
+ * Query i * num_heads + g is head g of row i. */
+typedef struct {
+    KeyList keys[BLOCK_QUERIES];
+    const void *key_rows, *value_rows;
+    int64_t num_rows, num_heads, num_queries;
+    int64_t longest;               /* row with the longest part of the table */
+    const float *q[BLOCK_QUERIES]; /* [padded_dim] each */
+    float inverse_sums[BLOCK_QUERIES];
+    float *ordered, *sums;         /* [num_queries,padded_dim], both in the order of load_pair */
+    float *scores;                 /* [num_queries,stride] */
+    int64_t stride;
+    float scale;
+} Block;
+
+/* Keys of a row that are in its table. */
+INLINE int64_t table_keys(const KeyList *keys) {
+    const int64_t in_table = keys->table_length - keys->first;
+    return in_table < 0 ? 0 : min64(in_table, keys->count);
 }
 
-static int64_t pool_row_bytes(int kind, int64_t padded_dim) {
-    return kind == INT8 ? padded_dim + 4 : kind == BFLOAT16 ? padded_dim * 2 : padded_dim * 4;
-}
+/* ---- pool rows */
 
-/* ---- rotary embedding and writing */
-
-/* Rotates the pairs (i, i + rotary_dim / 2) of a head.  table: cosines, then sines, of the row's position. */
-INLINE void rotate(const float *x, const float *table, int64_t head_dim, int64_t rotary_dim, float *y) {
-    const int64_t half = rotary_dim / 2;
-    for (int64_t i = 0; i < half; i++) {
-        const float a = x[i], b = x[i + half], c = table[i], s = table[i + half];
-        y[i] = a * c - b * s;
-        y[i + half] = b * c + a * s;
-    }
-    for (int64_t i = rotary_dim; i < head_dim; i++) y[i] = x[i];
-}
-
-static void store_head_float32(const float *x, int64_t head_dim, int64_t padded_dim, float *to) {
-    memcpy(to, x, (size_t)head_dim * 4);
-    memset(to + head_dim, 0, (size_t)(padded_dim - head_dim) * 4);
-}
-
-static void store_head_bfloat16(const float *x, int64_t head_dim, int64_t padded_dim, bfloat16 *to) {
-    for (int64_t i = 0; i < head_dim; i++) to[i] = round_bfloat16(x[i]);
-    memset(to + head_dim, 0, (size_t)(padded_dim - head_dim) * 2);
-}
-
-static void store_head(const Attention *a, const float *x, void *plane, int64_t kv_head, int64_t slot) {
-    char *to = (char *)plane + kv_head * a->head_bytes + slot * pool_row_bytes(a->kind, a->padded_dim);
-    if (a->kind == INT8)
-        store_head_int8(x, a->head_dim, a->padded_dim, (int8_t *)to);
-    else if (a->kind == BFLOAT16)
-        store_head_bfloat16(x, a->head_dim, a->padded_dim, (bfloat16 *)to);
-    else
-        store_head_float32(x, a->head_dim, a->padded_dim, (float *)to);
-}
-
-/* Norm (or none) and rotation of one head of q or k; y [head_dim]. */
-static void norm_and_rotate(const Attention *a, const float *x, const float *norm, const float *table,
-                            float *y) {
-    float normed[MAX_HEAD_DIM];
-    if (norm) {
-        rms_norm_row(x, norm, a->head_dim, a->eps, normed);
-        x = normed;
-    }
-    rotate(x, table, a->head_dim, a->rotary_dim, y);
-}
-
-void rope_store(const Attention *a, const Rows *rows, const float *qkv, float *q) {
-    const int64_t D = a->head_dim, heads = a->heads, kv_heads = a->kv_heads;
-    #pragma omp parallel for schedule(static) if (rows->num_rows > 8)
-    for (int64_t r = 0; r < rows->num_rows; r++) {
-        const float *table = a->rotary + rows->positions[r] * a->rotary_dim;
-        const float *from = qkv + r * (heads + 2 * kv_heads) * D;
-        float head[MAX_HEAD_DIM];
-        for (int64_t h = 0; h < heads; h++, from += D) {
-            norm_and_rotate(a, from, a->q_norm, table, head);
-            store_head_float32(head, D, a->padded_dim, q + (r * heads + h) * a->padded_dim);
-        }
-        for (int64_t h = 0; h < kv_heads; h++, from += D) {
-            norm_and_rotate(a, from, a->k_norm, table, head);
-            store_head(a, head, a->keys, h, rows->slots[r]);
-        }
-        for (int64_t h = 0; h < kv_heads; h++, from += D) store_head(a, from, a->values, h, rows->slots[r]);
-    }
-}
-
-/* ---- attention */
-
-/* Two vectors of a pool row, at vectors c and half + c of it in the order in which q is held: float32 in the
- * order of the elements, bfloat16 the even elements of a head before the odd ones, which is how widening
- * leaves them. */
+/* Two vectors of a pool row, c and half + c of the order in which sums are held: float32 in the order of the
+ * elements, bfloat16 the even elements of a head before the odd ones, which is how widening leaves them. */
 typedef struct {
     vfloat low, high;
 } VectorPair;
@@ -102,97 +55,197 @@ INLINE VectorPair load_pair(const int is_bfloat16, const void *rows, int64_t row
     return (VectorPair){load(at + c * LANES), load(at + (half + c) * LANES)};
 }
 
-/* Element i of a head in that order: vector and lane. */
-INLINE int64_t vector_of(const int is_bfloat16, int64_t i, int64_t half) {
-    return is_bfloat16 ? i % 2 * half + i / 2 / LANES : i / LANES;
+/* Queries of a block in the order of `load_pair`: to [num_queries,padded_dim]. */
+static void order_queries(int is_bfloat16, int64_t padded_dim, const Block *b, float *to) {
+    for (int64_t i = 0; i < b->num_queries; i++, to += padded_dim)
+        if (is_bfloat16)
+            for (int64_t d = 0; d < padded_dim / 2; d++) {
+                to[d] = b->q[i][2 * d];
+                to[padded_dim / 2 + d] = b->q[i][2 * d + 1];
+            }
+        else
+            memcpy(to, b->q[i], (size_t)padded_dim * 4);
 }
-INLINE int64_t lane_of(const int is_bfloat16, int64_t i) { return is_bfloat16 ? i / 2 % LANES : i % LANES; }
 
-/* scores [group][keys] = q k^T * scale. */
-INLINE void head_scores(const int is_bfloat16, const int64_t padded_dim, const int group, const HeadTask *t) {
-    const int64_t vectors = padded_dim / LANES, half = vectors / 2;
-    vfloat q[MAX_HEAD_DIM / LANES]; /* [group][vectors] */
-    for (int g = 0; g < group; g++)
-        for (int64_t c = 0; c < vectors; c++) {
-            if (!is_bfloat16)
-                q[g * vectors + c] = load(t->q + g * padded_dim + c * LANES);
-            else
-                for (int i = 0; i < LANES; i++)
-                    q[g * vectors + c][i] = t->q[g * padded_dim + (c % half * LANES + i) * 2 + c / half];
-        }
-    for (int64_t j = 0; j < t->keys.count; j++) {
-        const int64_t row = key_slot(&t->keys, j) * padded_dim;
+/* ---- scores */
+
+INLINE vfloat add_quarters(vfloat a, vfloat b) {
+    return SHUFFLE(a, b, EVEN_QUARTERS) + SHUFFLE(a, b, ODD_QUARTERS);
+}
+
+/* Lane i: the sum of the lanes of v[i], for LANES vectors and always by the same tree. */
+INLINE vfloat sum_each(const vfloat *v) {
+    vfloat w[4]; /* quarter k of w[c]: parts of the sum of v[4 k + c] */
+    for (int c = 0; c < 4; c++)
+        w[c] = LANES == 8 ? add_quarters(v[c], v[c + 4])
+                          : add_quarters(add_quarters(v[c], v[c + 4]),
+                                         add_quarters(v[c + LANES / 2], v[c + LANES / 2 + 4]));
+    const vfloat y = SHUFFLE(w[0], w[1], LOW_PAIRS) + SHUFFLE(w[0], w[1], HIGH_PAIRS),
+                 z = SHUFFLE(w[2], w[3], LOW_PAIRS) + SHUFFLE(w[2], w[3], HIGH_PAIRS);
+    return SHUFFLE(y, z, EVEN_IN_QUARTERS) + SHUFFLE(y, z, ODD_IN_QUARTERS);
+}
+
+/* Scores of the keys j ... j + LANES - 1 for `group` queries; row: their places in the pool. */
+INLINE void dot_group(const int is_bfloat16, const int64_t padded_dim, const int group, const Block *b,
+                      int64_t query, const int64_t *row, int64_t j) {
+    const int64_t half = padded_dim / LANES / 2;
+    const float *q = b->ordered + query * padded_dim;
+    vfloat dots[MAX_GROUP][LANES];
+    for (int i = 0; i < LANES; i++) {
         vfloat low[MAX_GROUP], high[MAX_GROUP];
         for (int g = 0; g < group; g++) low[g] = high[g] = (vfloat){0};
         for (int64_t c = 0; c < half; c++) {
-            const VectorPair k = load_pair(is_bfloat16, t->key_rows, row, c, half);
+            const VectorPair k = load_pair(is_bfloat16, b->key_rows, row[i], c, half);
             for (int g = 0; g < group; g++) {
-                low[g] += q[g * vectors + c] * k.low;
-                high[g] += q[g * vectors + half + c] * k.high;
+                low[g] += load(q + g * padded_dim + c * LANES) * k.low;
+                high[g] += load(q + g * padded_dim + (half + c) * LANES) * k.high;
             }
         }
-        for (int g = 0; g < group; g++)
-            t->scores[g * t->scores_stride + j] = sum_lanes(low[g] + high[g]) * t->scale;
+        for (int g = 0; g < group; g++) dots[g][i] = low[g] + high[g];
+    }
+    for (int g = 0; g < group; g++)
+        store(b->scores + (query + g) * b->stride + j, sum_each(dots[g]) * b->scale);
+}
+
+/* Scores of the keys j ... end - 1 for `queries` queries from `query` on.  Writes whole vectors: lanes past
+ * the last key repeat it. */
+INLINE void score_keys(const int is_bfloat16, const int64_t padded_dim, const Block *b, const KeyList *keys,
+                       int64_t j, int64_t end, int64_t first, int64_t queries) {
+    for (; j < end; j += LANES) {
+        int64_t row[LANES], query = first, left = queries;
+        for (int i = 0; i < LANES; i++) row[i] = key_slot(keys, min64(j + i, end - 1)) * padded_dim;
+        for (; left >= 4; left -= 4, query += 4) dot_group(is_bfloat16, padded_dim, 4, b, query, row, j);
+        switch (left) {
+            case 3: dot_group(is_bfloat16, padded_dim, 3, b, query, row, j); break;
+            case 2: dot_group(is_bfloat16, padded_dim, 2, b, query, row, j); break;
+            case 1: dot_group(is_bfloat16, padded_dim, 1, b, query, row, j); break;
+        }
     }
 }
 
-/* out [group][head_dim] = (sum over keys of weight * v) * inverse_sum. */
-INLINE void head_values(const int is_bfloat16, const int64_t padded_dim, const int group, const HeadTask *t,
-                        const float *inverse_sums) {
-    const int64_t vectors = padded_dim / LANES, half = vectors / 2;
-    vfloat sums[MAX_HEAD_DIM / LANES]; /* [group][vectors] */
-    for (int64_t i = 0; i < group * vectors; i++) sums[i] = (vfloat){0};
-    for (int64_t j = 0; j < t->keys.count; j++) {
-        const int64_t row = key_slot(&t->keys, j) * padded_dim;
-        for (int64_t c = 0; c < half; c++) {
-            const VectorPair v = load_pair(is_bfloat16, t->value_rows, row, c, half);
+/* Scores of all queries.  A row gets scores for keys of the table that it does not see, too: its path's
+ * scores, or nothing, replace them. */
+INLINE void score_block(const int is_bfloat16, const int64_t padded_dim, const Block *b) {
+    const KeyList *table = &b->keys[b->longest];
+    score_keys(is_bfloat16, padded_dim, b, table, 0, table_keys(table), 0, b->num_queries);
+    for (int64_t i = 0; i < b->num_rows; i++)
+        score_keys(is_bfloat16, padded_dim, b, &b->keys[i], table_keys(&b->keys[i]), b->keys[i].count,
+                   i * b->num_heads, b->num_heads);
+}
+
+/* ---- values */
+
+/* Adds weight * v of the keys j ... end - 1 to `pairs` vector pairs, from `c` on, of the sums of `group`
+ * queries. */
+INLINE void add_slice(const int is_bfloat16, const int64_t padded_dim, const int group, const int pairs,
+                      const Block *b, const KeyList *keys, int64_t j, int64_t end, int64_t query, int64_t c) {
+    const int64_t half = padded_dim / LANES / 2;
+    const float *weights = b->scores + query * b->stride;
+    float *low = b->sums + query * padded_dim + c * LANES, *high = low + half * LANES;
+    VectorPair sums[MAX_GROUP][MAX_PAIRS];
+    for (int g = 0; g < group; g++)
+        for (int p = 0; p < pairs; p++)
+            sums[g][p] = (VectorPair){load(low + g * padded_dim + p * LANES),
+                                      load(high + g * padded_dim + p * LANES)};
+    for (; j < end; j++) {
+        const int64_t row = key_slot(keys, j) * padded_dim;
+        for (int p = 0; p < pairs; p++) {
+            const VectorPair v = load_pair(is_bfloat16, b->value_rows, row, c + p, half);
             for (int g = 0; g < group; g++) {
-                const float weight = t->scores[g * t->scores_stride + j];
-                sums[g * vectors + c] += v.low * weight;
-                sums[g * vectors + half + c] += v.high * weight;
+                sums[g][p].low += v.low * weights[g * b->stride + j];
+                sums[g][p].high += v.high * weights[g * b->stride + j];
             }
         }
     }
     for (int g = 0; g < group; g++)
-        for (int64_t i = 0; i < t->head_dim; i++)
-            t->out[g * t->head_dim + i] =
-                inverse_sums[g] *
-                sums[g * vectors + vector_of(is_bfloat16, i, half)][lane_of(is_bfloat16, i)];
+        for (int p = 0; p < pairs; p++) {
+            store(low + g * padded_dim + p * LANES, sums[g][p].low);
+            store(high + g * padded_dim + p * LANES, sums[g][p].high);
+        }
 }
 
-INLINE void attend_heads(const int is_bfloat16, const int64_t padded_dim, const int group,
-                         const HeadTask *task) {
-    const HeadTask t = *task; /* a copy that no store can alias */
-    float inverse_sums[MAX_GROUP];
-    head_scores(is_bfloat16, padded_dim, group, &t);
-    for (int g = 0; g < group; g++) {
-        float *scores = t.scores + g * t.scores_stride;
-        inverse_sums[g] = softmax(scores, modify_scores(t.modifier, t.first_head + g, &t.keys, scores));
+/* `pairs`: as many as registers hold the sums of. */
+INLINE void add_group(const int is_bfloat16, const int64_t padded_dim, const int group, const int pairs,
+                      const Block *b, const KeyList *keys, int64_t j, int64_t end, int64_t query) {
+    const int64_t half = padded_dim / LANES / 2;
+    int64_t c = 0;
+    for (; c + pairs <= half; c += pairs)
+        add_slice(is_bfloat16, padded_dim, group, pairs, b, keys, j, end, query, c);
+    for (; c < half; c++) add_slice(is_bfloat16, padded_dim, group, 1, b, keys, j, end, query, c);
+}
+
+/* Adds weight * v of the keys j ... end - 1 to the sums of `queries` queries from `query` on. */
+INLINE void add_keys(const int is_bfloat16, const int64_t padded_dim, const Block *b, const KeyList *keys,
+                     int64_t j, int64_t end, int64_t query, int64_t queries) {
+    if (j >= end) return;
+    for (; queries >= 4; queries -= 4, query += 4)
+        add_group(is_bfloat16, padded_dim, 4, LANES / 8, b, keys, j, end, query);
+    switch (queries) {
+        case 3: add_group(is_bfloat16, padded_dim, 3, 2, b, keys, j, end, query); break;
+        case 2: add_group(is_bfloat16, padded_dim, 2, 2, b, keys, j, end, query); break;
+        case 1: add_group(is_bfloat16, padded_dim, 1, 4, b, keys, j, end, query); break;
     }
-    head_values(is_bfloat16, padded_dim, group, &t, inverse_sums);
+}
+
+/* Sums of all queries: the keys of the table that every row sees, then each row's others. */
+INLINE void add_block(const int is_bfloat16, const int64_t padded_dim, const Block *b) {
+    int64_t shared = table_keys(&b->keys[0]);
+    for (int64_t i = 1; i < b->num_rows; i++) shared = min64(shared, table_keys(&b->keys[i]));
+    memset(b->sums, 0, (size_t)(b->num_queries * padded_dim) * 4);
+    for (int64_t j = 0; j < shared; j += KEYS_AT_ONCE)
+        add_keys(is_bfloat16, padded_dim, b, &b->keys[0], j, min64(j + KEYS_AT_ONCE, shared), 0,
+                 b->num_queries);
+    for (int64_t i = 0; i < b->num_rows; i++)
+        add_keys(is_bfloat16, padded_dim, b, &b->keys[i], shared, b->keys[i].count, i * b->num_heads,
+                 b->num_heads);
+}
+
+/* out [head_dim] = the sums of one query, back in the order of the elements, * inverse_sum. */
+static void write_out(int is_bfloat16, int64_t padded_dim, const float *sums, float inverse_sum,
+                      int64_t head_dim, float *out) {
+    if (!is_bfloat16) {
+        for (int64_t i = 0; i < head_dim; i++) out[i] = sums[i] * inverse_sum;
+        return;
+    }
+    const float *odd = sums + padded_dim / 2;
+    for (int64_t i = 0; i < head_dim / 2; i++) {
+        out[2 * i] = sums[i] * inverse_sum;
+        out[2 * i + 1] = odd[i] * inverse_sum;
+    }
+    if (head_dim % 2) out[head_dim - 1] = sums[head_dim / 2] * inverse_sum;
+}
+
+/* ---- blocks */
+
+static void softmax_block(Block *b, const ScoreModifier *modifier, int64_t first_head) {
+    for (int64_t query = 0; query < b->num_queries; query++) {
+        float *scores = b->scores + query * b->stride;
+        const int64_t head = first_head + query % b->num_heads;
+        const int64_t count = modify_scores(modifier, head, &b->keys[query / b->num_heads], scores);
+        b->inverse_sums[query] = softmax(scores, count);
+    }
+}
+
+INLINE void compute(const int is_bfloat16, const int64_t padded_dim, Block *b, const ScoreModifier *modifier,
+                    int64_t first_head) {
+    order_queries(is_bfloat16, padded_dim, b, b->ordered);
+    score_block(is_bfloat16, padded_dim, b);
+    softmax_block(b, modifier, first_head);
+    add_block(is_bfloat16, padded_dim, b);
 }
 
 /* Constant sizes keep the sums in registers. */
-INLINE void attend_group(const int is_bfloat16, const int64_t padded_dim, int64_t group,
-                         const HeadTask *task) {
-    switch (group) {
-        case 1: attend_heads(is_bfloat16, padded_dim, 1, task); break;
-        case 2: attend_heads(is_bfloat16, padded_dim, 2, task); break;
-        case 3: attend_heads(is_bfloat16, padded_dim, 3, task); break;
-        case 4: attend_heads(is_bfloat16, padded_dim, 4, task); break;
-    }
+static void compute_float32(int64_t padded_dim, Block *b, const ScoreModifier *modifier, int64_t first_head) {
+    compute(0, padded_dim, b, modifier, first_head);
 }
-
-static void attend_float32(int64_t group, int64_t padded_dim, const HeadTask *task) {
-    attend_group(0, padded_dim, group, task);
-}
-static void attend_bfloat16(int64_t group, int64_t padded_dim, const HeadTask *task) {
+static void compute_bfloat16(int64_t padded_dim, Block *b, const ScoreModifier *modifier,
+                             int64_t first_head) {
     if (padded_dim == 64)
-        attend_group(1, 64, group, task);
+        compute(1, 64, b, modifier, first_head);
     else if (padded_dim == 128)
-        attend_group(1, 128, group, task);
+        compute(1, 128, b, modifier, first_head);
     else
-        attend_group(1, padded_dim, group, task);
+        compute(1, padded_dim, b, modifier, first_head);
 }
 
 /* The first key that a row sees through the layer's window.  `end`: the keys of the row without a window.
@@ -208,7 +261,7 @@ static int64_t first_key(int64_t end, int64_t position, int64_t window, int64_t 
     return first > pinned ? first : pinned;
 }
 
-static KeyList keys_of_row(const Rows *rows, int64_t r, int64_t window) {
+KeyList keys_of_row(const Rows *rows, int64_t r, int64_t window) {
     const int64_t length = rows->table_lengths[r], end = length + rows->path_lengths[r],
                   position = rows->positions[r];
     const int64_t first = first_key(end, position, window, rows->pinned);
@@ -218,46 +271,78 @@ static KeyList keys_of_row(const Rows *rows, int64_t r, int64_t window) {
     };
 }
 
-/* Query heads whose sums fit into registers. */
-static int64_t group_size(int64_t padded_dim) { return padded_dim <= 64 ? 4 : padded_dim <= 128 ? 2 : 1; }
+/* Rows of a block that begins at row r, as many as there are queries for. */
+static int64_t block_rows(const Attention *a, const Rows *rows, int64_t r, int64_t per_kv_head) {
+    const int64_t most = min64(rows->num_rows - r, BLOCK_QUERIES / per_kv_head);
+    const int64_t first = keys_of_row(rows, r, a->window).first;
+    int64_t count = 1;
+    while (count < most && rows->tables[r + count] == rows->tables[r] &&
+           keys_of_row(rows, r + count, a->window).first == first)
+        count++;
+    return count;
+}
 
-/* All query heads of row r that share K/V head h, a group at a time. */
-static void attend_row(const Attention *a, const Rows *rows, int64_t r, int64_t h, const float *q,
-                       HeadTask *task, float *out) {
-    const int64_t per_kv_head = a->heads / a->kv_heads, end = (h + 1) * per_kv_head,
-                  step = group_size(a->padded_dim);
-    task->keys = keys_of_row(rows, r, a->window);
-    task->key_rows = (const char *)a->keys + h * a->head_bytes;
-    task->value_rows = (const char *)a->values + h * a->head_bytes;
-    for (int64_t head = h * per_kv_head; head < end; head += step) {
-        const int64_t group = min64(end - head, step);
-        task->first_head = head;
-        task->q = q + (r * a->heads + head) * a->padded_dim;
-        task->out = out + (r * a->heads + head) * a->head_dim;
-        if (a->kind == INT8)
-            attend_int8(group, a->padded_dim, task);
-        else if (a->kind == BFLOAT16)
-            attend_bfloat16(group, a->padded_dim, task);
+/* All query heads of the block's rows that share K/V head h. */
+static void attend_block(const Attention *a, const Rows *rows, int64_t first_row, int64_t num_rows, int64_t h,
+                         const float *q, const ScoreModifier *modifier, Block *b, float *out) {
+    const int64_t per_kv_head = a->heads / a->kv_heads, end = (h + 1) * per_kv_head;
+    b->key_rows = (const char *)a->keys + h * a->head_bytes;
+    b->value_rows = (const char *)a->values + h * a->head_bytes;
+    b->num_rows = num_rows;
+    b->longest = 0;
+    for (int64_t i = 0; i < num_rows; i++) {
+        b->keys[i] = keys_of_row(rows, first_row + i, a->window);
+        if (table_keys(&b->keys[i]) > table_keys(&b->keys[b->longest])) b->longest = i;
+    }
+    for (int64_t head = h * per_kv_head; head < end; head += BLOCK_QUERIES) {
+        b->num_heads = min64(end - head, BLOCK_QUERIES);
+        b->num_queries = num_rows * b->num_heads;
+        for (int64_t query = 0; query < b->num_queries; query++) {
+            const int64_t row = first_row + query / b->num_heads, at = head + query % b->num_heads;
+            b->q[query] = q + (row * a->heads + at) * a->padded_dim;
+        }
+        if (a->kind == BFLOAT16)
+            compute_bfloat16(a->padded_dim, b, modifier, head);
         else
-            attend_float32(group, a->padded_dim, task);
+            compute_float32(a->padded_dim, b, modifier, head);
+        for (int64_t query = 0; query < b->num_queries; query++) {
+            const int64_t row = first_row + query / b->num_heads, at = head + query % b->num_heads;
+            write_out(a->kind == BFLOAT16, a->padded_dim, b->sums + query * a->padded_dim,
+                      b->inverse_sums[query], a->head_dim, out + (row * a->heads + at) * a->head_dim);
+        }
     }
 }
 
 void attend(const Attention *a, const Rows *rows, const float *q, const ScoreModifier *modifier, float *out) {
     const int64_t stride =
-        (rows->longest + 2 * LANES - 1) / LANES * LANES; /* scores of a head, a sink, padding */
+        (rows->longest + 2 * LANES - 1) / LANES * LANES; /* scores of a query, a sink, padding */
+    const int64_t per_kv_head = a->heads / a->kv_heads;
+    int64_t *first_rows = allocate((rows->num_rows + 1) * (int64_t)sizeof *first_rows), num_blocks = 0;
+    for (int64_t r = 0; r < rows->num_rows; num_blocks++) {
+        first_rows[num_blocks] = r;
+        r += a->kind == INT8 ? 1 : block_rows(a, rows, r, per_kv_head);
+    }
+    first_rows[num_blocks] = rows->num_rows;
     #pragma omp parallel if (rows->num_rows * a->heads > 1)
     {
-        HeadTask task = {
-            .modifier = modifier,
-            .scores_stride = stride,
-            .head_dim = a->head_dim,
+        Block b = {
+            .stride = stride,
             .scale = a->scale,
-            .scores = allocate(group_size(a->padded_dim) * stride * 4),
+            .scores = allocate(BLOCK_QUERIES * stride * 4),
+            .ordered = allocate(2 * BLOCK_QUERIES * a->padded_dim * 4),
         };
+        b.sums = b.ordered + BLOCK_QUERIES * a->padded_dim;
         #pragma omp for collapse(2) schedule(dynamic, 1)
-        for (int64_t r = 0; r < rows->num_rows; r++)
-            for (int64_t h = 0; h < a->kv_heads; h++) attend_row(a, rows, r, h, q, &task, out);
-        free(task.scores);
+        for (int64_t i = 0; i < num_blocks; i++)
+            for (int64_t h = 0; h < a->kv_heads; h++) {
+                const int64_t r = first_rows[i];
+                if (a->kind == INT8)
+                    attend_row_int8(a, rows, r, h, q, modifier, b.scores, stride, out);
+                else
+                    attend_block(a, rows, r, first_rows[i + 1] - r, h, q, modifier, &b, out);
+            }
+        free(b.scores);
+        free(b.ordered);
     }
+    free(first_rows);
 }

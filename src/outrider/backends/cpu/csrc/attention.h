@@ -18,17 +18,6 @@ INLINE int64_t key_slot(const KeyList *keys, int64_t j) {
     return entry < keys->table_length ? keys->table[entry] : keys->path[entry - keys->table_length];
 }
 
-/* One row and `group` query heads that share a K/V head.  scores: space for [group,scores_stride]. */
-typedef struct {
-    KeyList keys;
-    const float *q;                    /* [group,padded_dim] */
-    const void *key_rows, *value_rows; /* of the K/V head */
-    const ScoreModifier *modifier;     /* or null */
-    int64_t first_head, scores_stride, head_dim;
-    float *scores, *out; /* out [group,head_dim] */
-    float scale;
-} HeadTask;
-
 /* Applies the score modifier to the scores [count] of one query head; returns how many scores there are,
  * with the sink. */
 INLINE int64_t modify_scores(const ScoreModifier *modifier, int64_t head, const KeyList *keys,
@@ -65,6 +54,11 @@ INLINE float softmax(float *scores, int64_t count) {
     return 1.0f / sum_lanes(sum);
 }
 
-/* attention_int8.c: a head in the pool's int8 form; `group` heads of a task on an int8 pool. */
+/* Keys of row r behind a window, see Attention. */
+KeyList keys_of_row(const Rows *rows, int64_t r, int64_t window);
+
+/* attention_int8.c: a head in the pool's int8 form; the query heads of row r that share K/V head h of an int8
+ * pool.  scores: space for [MAX_GROUP,stride]. */
 void store_head_int8(const float *x, int64_t head_dim, int64_t padded_dim, int8_t *to);
-void attend_int8(int64_t group, int64_t padded_dim, const HeadTask *task);
+void attend_row_int8(const Attention *a, const Rows *rows, int64_t r, int64_t h, const float *q,
+                     const ScoreModifier *modifier, float *scores, int64_t stride, float *out);

@@ -9,6 +9,17 @@
 #include "attention.h"
 #include "int8.h"
 
+/* One row and `group` query heads that share a K/V head.  scores: space for [group,scores_stride]. */
+typedef struct {
+    KeyList keys;
+    const float *q;                    /* [group,padded_dim] */
+    const void *key_rows, *value_rows; /* of the K/V head */
+    const ScoreModifier *modifier;     /* or null */
+    int64_t first_head, scores_stride, head_dim;
+    float *scores, *out; /* out [group,head_dim] */
+    float scale;
+} HeadTask;
+
 enum { KEYS_AHEAD = 64 }; /* how many keys ahead K and V are fetched */
 
 void store_head_int8(const float *x, int64_t head_dim, int64_t padded_dim, int8_t *to) {
@@ -131,11 +142,34 @@ INLINE void attend_group(const int64_t padded_dim, int64_t group, const HeadTask
     }
 }
 
-void attend_int8(int64_t group, int64_t padded_dim, const HeadTask *task) {
+/* `group` query heads of a task. */
+static void attend_int8(int64_t group, int64_t padded_dim, const HeadTask *task) {
     if (padded_dim == 64)
         attend_group(64, group, task);
     else if (padded_dim == 128)
         attend_group(128, group, task);
     else
         attend_group(padded_dim, group, task);
+}
+
+void attend_row_int8(const Attention *a, const Rows *rows, int64_t r, int64_t h, const float *q,
+                     const ScoreModifier *modifier, float *scores, int64_t stride, float *out) {
+    const int64_t per_kv_head = a->heads / a->kv_heads, end = (h + 1) * per_kv_head,
+                  step = a->padded_dim <= 64 ? 4 : a->padded_dim <= 128 ? 2 : 1;
+    HeadTask task = {
+        .keys = keys_of_row(rows, r, a->window),
+        .key_rows = (const char *)a->keys + h * a->head_bytes,
+        .value_rows = (const char *)a->values + h * a->head_bytes,
+        .modifier = modifier,
+        .scores_stride = stride,
+        .head_dim = a->head_dim,
+        .scores = scores,
+        .scale = a->scale,
+    };
+    for (int64_t head = h * per_kv_head; head < end; head += step) {
+        task.first_head = head;
+        task.q = q + (r * a->heads + head) * a->padded_dim;
+        task.out = out + (r * a->heads + head) * a->head_dim;
+        attend_int8(min64(end - head, step), a->padded_dim, &task);
+    }
 }

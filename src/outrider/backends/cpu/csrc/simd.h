@@ -19,7 +19,8 @@ typedef uint16_t bfloat16;
 
 #define INLINE static inline __attribute__((always_inline))
 
-/* SHUFFLE(a, b, EVEN_LANES): the even lanes of a, then those of b. */
+/* SHUFFLE(a, b, EVEN_LANES): the even lanes of a, then those of b.  A quarter has four lanes; LOW_PAIRS,
+ * HIGH_PAIRS and ..._IN_QUARTERS take two lanes of each quarter of a, then two of the same quarter of b. */
 #ifdef __clang__
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
@@ -28,9 +29,21 @@ typedef uint16_t bfloat16;
 #ifdef __AVX512F__
 #define EVEN_LANES 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
 #define ODD_LANES 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
+#define EVEN_IN_QUARTERS 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30
+#define ODD_IN_QUARTERS 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31
+#define LOW_PAIRS 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29
+#define HIGH_PAIRS 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31
+#define EVEN_QUARTERS 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27
+#define ODD_QUARTERS 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31
 #else
 #define EVEN_LANES 0, 2, 4, 6, 8, 10, 12, 14
 #define ODD_LANES 1, 3, 5, 7, 9, 11, 13, 15
+#define EVEN_IN_QUARTERS 0, 2, 8, 10, 4, 6, 12, 14
+#define ODD_IN_QUARTERS 1, 3, 9, 11, 5, 7, 13, 15
+#define LOW_PAIRS 0, 1, 8, 9, 4, 5, 12, 13
+#define HIGH_PAIRS 2, 3, 10, 11, 6, 7, 14, 15
+#define EVEN_QUARTERS 0, 1, 2, 3, 8, 9, 10, 11
+#define ODD_QUARTERS 4, 5, 6, 7, 12, 13, 14, 15
 #endif
 
 #define ROUND_MAGIC 12582912.0f /* 1.5 * 2^23: x + ROUND_MAGIC rounds x to an integer, ties to even */
