@@ -3,9 +3,10 @@
 The result of a row must not depend on the other rows or on padding.  Nor may it depend on whether its keys
 lie in the slot table or in the path of a tree node.  Three rules ensure that on a CPU:
 
-  - The keys of a row are counted 0, 1, 2, … in the order of their positions.  Products of weights and values
-    are taken per 128 keys, at multiples of 128, and added in order.  Padding adds exact zeros.
-  - All products have the same inner shapes: a multiple of 8 rows, 128 keys.  BLAS picks its kernel by shape.
+  - The keys of a row are counted 0, 1, 2, … in the order of their positions.  All products are taken per
+    128 keys, at multiples of 128, and those of weights and values added in order.  Padding adds exact zeros.
+  - All products have the same inner shapes: a multiple of 8 rows, 128 keys, a multiple of 8 columns.  BLAS
+    picks its kernel by shape.
   - Sums are float64 and rounded once.  A kernel with another order still gives the same float32 or bfloat16.
 
 Rows are collected into groups of the same padded size.  So a long prompt does not pad the decode rows:
@@ -160,7 +161,7 @@ def attend(
         split = table.shape[3]
         summed = _weighted(weights[..., :split], table[1])
         summed = _add_own(summed, weights[..., split:], path[1])
-        found = summed[..., :d] / (summed[..., d:] + extra)
+        found = summed[..., :d] / (summed[..., d : d + 1] + extra)
         out[group.rows] = found.transpose(1, 2).flatten(2, 3).to(q.dtype)
     return out[:n].flatten(1)
 
@@ -168,12 +169,18 @@ def attend(
 def _scores(heads: Tensor, keys: Tensor) -> Tensor:
     """heads [B, k, Q, G, D], keys [B, k, S, D] -> [B, k, Q, G, S]."""
     rows = heads.flatten(2, 3)
-    return (_tiled(rows) @ keys.transpose(-1, -2))[:, :, : rows.shape[2]].view(*heads.shape[:4], -1)
+    return _by_block(rows, keys)[:, :, : rows.shape[2]].view(*heads.shape[:4], -1)
 
 
 def _own_scores(heads: Tensor, keys: Tensor) -> Tensor:
     """The same with keys [B, k, Q, T, D] of each row."""
-    return (_tiled(heads) @ keys.transpose(-1, -2))[..., : heads.shape[3], :]
+    return _by_block(heads, keys)[..., : heads.shape[3], :]
+
+
+def _by_block(rows: Tensor, keys: Tensor) -> Tensor:
+    """rows [..., R, D] times keys [..., S, D], BLOCK keys a product: [..., R filled up to TILE, S]."""
+    blocks = keys.unflatten(-2, (-1, BLOCK)).transpose(-1, -2)  # [..., S / BLOCK, D, BLOCK]
+    return (_tiled(rows).unsqueeze(-3) @ blocks).transpose(-2, -3).flatten(-2)
 
 
 def _tiled(x: Tensor) -> Tensor:
@@ -213,8 +220,8 @@ def _weights(
 
 
 def _weighted(weights: Tensor, values: Tensor) -> Tensor:
-    """Sums [B, k, Q, G, D + 1]: of weights [B, k, Q, G, S] times values [B, k, S, D], and of the weights."""
-    values, rows = F.pad(values, (0, 1), value=1.0), weights.flatten(2, 3)
+    """Sums of weights [B, k, Q, G, S] times values [B, k, S, D], as `_with_ones` has the columns."""
+    values, rows = _with_ones(values), weights.flatten(2, 3)
     summed = weights.new_zeros(*rows.shape[:3], values.shape[-1])
     for at in range(0, values.shape[2], BLOCK):
         product = _tiled(rows[..., at : at + BLOCK]) @ values[:, :, at : at + BLOCK]
@@ -224,8 +231,17 @@ def _weighted(weights: Tensor, values: Tensor) -> Tensor:
 
 def _add_own(summed: Tensor, weights: Tensor, values: Tensor) -> Tensor:
     """Add the sums of weights [B, k, Q, G, T] and values [B, k, Q, T, D] of each row."""
-    values = F.pad(values, (0, 1), value=1.0)
+    values = _with_ones(values)
     for at in range(0, values.shape[3], BLOCK):
         product = _tiled(weights[..., at : at + BLOCK]) @ values[:, :, :, at : at + BLOCK]
         summed = summed + product[..., : weights.shape[3], :]
     return summed
+
+
+def _with_ones(values: Tensor) -> Tensor:
+    """values [..., D], a column of ones that sums the weights, and zeros up to a multiple of TILE columns.
+
+    With another number of columns, MKL on AVX2 lets the result depend on a row's place within the tile.
+    """
+    ones = F.pad(values, (0, 1), value=1.0)
+    return F.pad(ones, (0, -ones.shape[-1] % TILE))

@@ -32,7 +32,7 @@ from outrider.core.stop_rule import NodeFeatures, StopRule
 @dataclass
 class TorchWeight:
     data: Tensor | QuantizedWeight  # [O, K]
-    packed: Tensor | None  # in oneDNN's own layout
+    packed: Tensor | None  # in oneDNN's own layout, bfloat16 or float32
     bias: Tensor | None
     inputs: int
     outputs: int
@@ -69,6 +69,9 @@ class TorchBackend:
         onednn &= dtype == torch.float32 or (dtype == torch.bfloat16 and _onednn_has_bfloat16())
         self.onednn = onednn and device.type == "cpu"
         self.exact = self.onednn
+        # oneDNN's bfloat16 needs AVX-512; elsewhere its float32 kernels compute on widened weights.
+        bf16: bool = self.onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        self.linear_dtype = dtype if bf16 else torch.float32
         self.wide = torch.float64 if device.type == "cpu" else torch.float32
         self.name = f"torch on {device} ({str(dtype).removeprefix('torch.')})"
 
@@ -82,7 +85,9 @@ class TorchBackend:
         return TorchWeight(data, self._packed(data), bias, weight.shape[1], weight.shape[0])
 
     def _packed(self, data: Tensor) -> Tensor | None:
-        return torch.ops.mkldnn._reorder_linear_weight(data) if self.onednn else None
+        if not self.onednn:
+            return None
+        return torch.ops.mkldnn._reorder_linear_weight(data.to(self.linear_dtype))
 
     def linear(self, x: Tensor, weight: TorchWeight, add: Tensor | None = None) -> Tensor:
         data, packed = weight.data, weight.packed
@@ -94,7 +99,9 @@ class TorchBackend:
         else:
             alone = x.shape[0] == 1
             rows = F.pad(x, (0, 0, 0, 1)) if alone else x  # the two-row rule
-            y = torch.ops.mkldnn._linear_pointwise(rows.contiguous(), packed, weight.bias, "none", [], "")
+            rows = rows.to(self.linear_dtype).contiguous()
+            bias = None if weight.bias is None else weight.bias.to(self.linear_dtype)
+            y = torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "").to(self.dtype)
             y = y[:1] if alone else y
         return y if add is None else add.add_(y)
 
