@@ -66,12 +66,10 @@ class TorchBackend:
         self.device, self.dtype = device, dtype
         self.activations = dtype
         onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        onednn &= dtype == torch.float32 or (dtype == torch.bfloat16 and _onednn_has_bfloat16())
-        self.onednn = onednn and device.type == "cpu"
+        self.onednn = onednn and device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
         self.exact = self.onednn
-        # oneDNN's bfloat16 needs AVX-512; elsewhere its float32 kernels compute on widened weights.
-        bf16: bool = self.onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        self.linear_dtype = dtype if bf16 else torch.float32
+        # Without its bfloat16 kernels, oneDNN computes the linears in float32 on widened weights.
+        self.linear_dtype = dtype if self.onednn and _onednn_has_bfloat16() else torch.float32
         self.wide = torch.float64 if device.type == "cpu" else torch.float32
         self.name = f"torch on {device} ({str(dtype).removeprefix('torch.')})"
 
