@@ -41,7 +41,7 @@ from outrider.core.step import Batch
 TTFT_TARGET = (
     2.0  # aim of the default; what it promises is 3, with room for noise, halved chunks and refreshes
 )
-HEADROOM = 0.9  # part of a given maximum slowdown that is aimed at
+HEADROOM = 0.8  # part of a given maximum slowdown that is aimed at
 FIRST_CHUNK = 8  # tokens of the first chunk, before any cost is known
 MAX_GROWTH = 2  # a chunk over the largest recent one
 REFRESH_STEPS = 16

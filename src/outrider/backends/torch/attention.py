@@ -179,7 +179,7 @@ def _own_scores(heads: Tensor, keys: Tensor) -> Tensor:
 
 def _by_block(rows: Tensor, keys: Tensor) -> Tensor:
     """rows [..., R, D] times keys [..., S, D], BLOCK keys a product: [..., R filled up to TILE, S]."""
-    blocks = keys.unflatten(-2, (-1, BLOCK)).transpose(-1, -2)  # [..., S / BLOCK, D, BLOCK]
+    blocks = keys.reshape(*keys.shape[:-2], -1, BLOCK, keys.shape[-1]).transpose(-1, -2)
     return (_tiled(rows).unsqueeze(-3) @ blocks).transpose(-2, -3).flatten(-2)
 
 

@@ -85,7 +85,8 @@ class TorchBackend:
     def _packed(self, data: Tensor) -> Tensor | None:
         if not self.onednn:
             return None
-        return torch.ops.mkldnn._reorder_linear_weight(data.to(self.linear_dtype))
+        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(data.to(self.linear_dtype))
+        return packed
 
     def linear(self, x: Tensor, weight: TorchWeight, add: Tensor | None = None) -> Tensor:
         data, packed = weight.data, weight.packed
