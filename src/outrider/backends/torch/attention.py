@@ -178,8 +178,11 @@ def _own_scores(heads: Tensor, keys: Tensor) -> Tensor:
 
 
 def _by_block(rows: Tensor, keys: Tensor) -> Tensor:
-    """rows [..., R, D] times keys [..., S, D], BLOCK keys a product: [..., R filled up to TILE, S]."""
-    blocks = keys.reshape(*keys.shape[:-2], -1, BLOCK, keys.shape[-1]).transpose(-1, -2)
+    """rows [..., R, D] times keys [..., S, D], BLOCK keys a product: [..., R filled up to TILE, S].
+
+    The blocks are contiguous, since BLAS has another kernel for a transposed factor.
+    """
+    blocks = keys.reshape(*keys.shape[:-2], -1, BLOCK, keys.shape[-1]).transpose(-1, -2).contiguous()
     return (_tiled(rows).unsqueeze(-3) @ blocks).transpose(-2, -3).flatten(-2)
 
 
