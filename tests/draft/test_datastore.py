@@ -39,7 +39,7 @@ def made(
 
 
 def drafter(file: str, **options: Any) -> Datastore:
-    return Datastore(Datastore.Options(datastore=file, **options), FakeTarget())  # type: ignore[arg-type]
+    return Datastore(Datastore.Options(datastore=file, **options), FakeTarget())
 
 
 # ---- order and look-up
@@ -255,11 +255,7 @@ def test_a_damaged_datastore(change: str, tmp_path: Path) -> None:
 
 def test_a_datastore_of_another_vocabulary_or_tokenizer(tmp_path: Path) -> None:
     def target(vocabulary: int, tokenizer: Any) -> Target:
-        return SimpleNamespace(
-            decoder=FakeTarget().decoder,
-            vocabulary=vocabulary,
-            checkpoint=SimpleNamespace(tokenizer=tokenizer),
-        )  # type: ignore[return-value]
+        return FakeTarget(vocabulary=vocabulary, checkpoint=SimpleNamespace(tokenizer=tokenizer))
 
     tokenizer = tiny_tokenizer()
     bare, named = made(tmp_path, [[1, 2]]), tmp_path / "named"
@@ -278,7 +274,7 @@ def test_a_datastore_of_another_vocabulary_or_tokenizer(tmp_path: Path) -> None:
 
 def test_a_datastore_must_be_named() -> None:
     with pytest.raises(ConfigError, match="outrider datastore build"):
-        Datastore(Datastore.Options(), FakeTarget())  # type: ignore[arg-type]
+        Datastore(Datastore.Options(), FakeTarget())
 
 
 # ---- the built-in one
@@ -286,14 +282,12 @@ def test_a_datastore_must_be_named() -> None:
 
 def test_the_built_in_datastore_is_for_the_built_in_target() -> None:
     tokenizer = read_tokenizer(str(locate("builtin")))
-    target = SimpleNamespace(
-        decoder=FakeTarget().decoder, vocabulary=8192, checkpoint=SimpleNamespace(tokenizer=tokenizer)
-    )
+    target = FakeTarget(vocabulary=8192, checkpoint=SimpleNamespace(tokenizer=tokenizer))
     options = Datastore.Options(**Datastore.demo["REST"])
-    assert Datastore(options, target).store.header.tokenizer == fingerprint(tokenizer)  # type: ignore[arg-type]
+    assert Datastore(options, target).store.header.tokenizer == fingerprint(tokenizer)
     target.checkpoint.tokenizer = tiny_tokenizer()
     with pytest.raises(ConfigError, match="'builtin-datastore' was made with another tokenizer"):
-        Datastore(options, target)  # type: ignore[arg-type]
+        Datastore(options, target)
 
 
 def test_the_built_in_datastore_is_small_and_in_order() -> None:

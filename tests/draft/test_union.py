@@ -248,7 +248,7 @@ def test_all_are_asked_within_their_own_levels() -> None:
     assert (one.memory, two.memory) == (5, 6)
     nested = Union(
         Union.Options(),
-        FakeTarget(needs_probs=True),  # type: ignore[arg-type]
+        FakeTarget(needs_probs=True),
         [lambda target: together(Union, one, two, target=target), factory(Fixed(EMPTY_TREE))],
     )
     targets = [one.target, two.target, *(drafter.target for drafter in nested.drafters)]
@@ -320,7 +320,7 @@ class Drawing(Drafter):
 
     def __init__(self, salt: int, siblings: int = 2, repeats: bool = False) -> None:
         self.salt, self.siblings, self.repeats = salt, siblings, repeats
-        self.target = FakeTarget()  # type: ignore[assignment]
+        self.target = FakeTarget()
 
     def size(self, depth: int) -> int:
         return sum(self.siblings**level for level in range(1, depth + 1))

@@ -53,6 +53,13 @@ def optional(kind: Kind) -> Kind:
     return Kind(f"{kind.text} or None", lambda value: value is None or kind.accepts(value))
 
 
+def either(kind: Kind, *words: str) -> Kind:
+    """A value of a kind, or one of some words."""
+    text = " or ".join([kind.text, *(f'"{word}"' for word in words)])
+    return Kind(text, lambda value: value in words if isinstance(value, str) else kind.accepts(value))
+
+
+SHARE = real("a number in [0, 1]", lambda value: 0 <= value <= 1)
 FLAG = Kind("True or False", lambda value: isinstance(value, bool))
 TEXT = Kind("a string", lambda value: isinstance(value, str) and bool(value))
 

@@ -29,10 +29,12 @@ from outrider.core.noise import stream_of
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, Needs, RowStep
 from outrider.core.tree import EMPTY_TREE, ROOT, Budget, Draft, DraftTree
+from outrider.core.validate import FLAG, check_fields, optional, whole
 from outrider.drafting.base import Drafter, Target
 from outrider.drafting.lookup.matches import MatchAcceptance
-from outrider.drafting.options import is_int, require
+from outrider.drafting.trees.builder import TreeBuilder
 
+PUBLISHED_SIZES, CPU_SIZES = (15, 5, 15), (2, 3, 1)  # window, levels and n-grams of a token
 MAX_TOKENS = 1 << 16  # first tokens whose n-grams are kept; the least recently used one is evicted
 
 
@@ -141,14 +143,13 @@ class Lookahead(Drafter):
         pool_from_prompt: bool = True
 
         def __post_init__(self) -> None:
-            for name, low in (("window_size", 1), ("level", 2), ("guess_set_size", 1)):
-                value = getattr(self, name)
-                require(self, name, value is None or is_int(value, low, 64), f"a whole number in {low} … 64")
-            require(self, "pool_from_prompt", isinstance(self.pool_from_prompt, bool), "True or False")
+            sizes = {"window_size": whole(1, 64), "level": whole(2, 64), "guess_set_size": whole(1, 64)}
+            kinds = {name: optional(kind) for name, kind in sizes.items()}
+            check_fields(self, {**kinds, "pool_from_prompt": FLAG})
 
     def __init__(self, options: Options, target: Target) -> None:
         super().__init__(options, target)
-        window, level, grams = (2, 3, 1) if target.decoder.device.type == "cpu" else (15, 5, 15)
+        window, level, grams = CPU_SIZES if target.on_cpu else PUBLISHED_SIZES
         self.window, self.level = options.window_size or window, options.level or level
         self.max_grams = options.guess_set_size or grams
         self.depth = self.level - 1
@@ -175,13 +176,11 @@ class Lookahead(Drafter):
         row, end, budget = step.row, step.end, step.budget
         tree = self._draft_tokens(row.tokens[-1], budget)
         window = self._state(row).window
-        if len(tree.tokens) + window.size > budget.nodes or end + self.reach > self.target.max_len:
-            return tree
-        tree.parents.extend(window.parents(len(tree.tokens)))
-        for level in window.levels:
-            tree.tokens.extend(level)
-        tree.confidence.extend([0.0] * window.size)
-        return tree._replace(probes=window.size)
+        if window.size <= tree.room and end + self.reach <= self.target.max_len:
+            probes = (token for level in window.levels for token in level)
+            for parent, token in zip(window.parents(len(tree.tokens)), probes):
+                tree.add_probe(parent, token)
+        return tree.draft_tree
 
     def _state(self, row: Row) -> RowState:
         if row not in self.rows:
@@ -189,19 +188,16 @@ class Lookahead(Drafter):
             self.rows[row] = RowState(Window([start], self.level - 1))
         return self.rows[row]
 
-    def _draft_tokens(self, last: int, budget: Budget) -> DraftTree:
+    def _draft_tokens(self, last: int, budget: Budget) -> TreeBuilder:
         """The n-grams after `last`, most recent first, as a tree with shared prefixes."""
-        tree, node_of = DraftTree([], [], []), dict[tuple[int, int], int]()
+        tree, node_of = TreeBuilder(budget), dict[tuple[int, int], int]()
         for gram in self.memory.pool.after(last):
             parent = ROOT
             for depth, token in enumerate(gram[: budget.depth], start=1):
                 if (parent, token) not in node_of:
-                    if len(tree.tokens) == budget.nodes:
+                    if not tree.room:
                         break
-                    node_of[parent, token] = len(tree.tokens)
-                    tree.tokens.append(token)
-                    tree.parents.append(parent)
-                    tree.confidence.append(self.memory.acceptance(depth))
+                    node_of[parent, token] = tree.add(parent, token, self.memory.acceptance(depth))
                 parent = node_of[parent, token]
         return tree
 

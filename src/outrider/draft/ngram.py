@@ -23,8 +23,8 @@ from typing import ClassVar
 from outrider.core.row import Row
 from outrider.core.step import Commit
 from outrider.core.tree import EMPTY_TREE, Budget, DraftTree
+from outrider.core.validate import check_fields, optional, whole
 from outrider.drafting.base import TextDrafter
-from outrider.drafting.options import is_int, require
 from outrider.errors import ConfigError
 
 UNPROVEN = 3  # minimum length of a match in an unproven row
@@ -79,13 +79,12 @@ class Ngram(TextDrafter):
         prompt_lookup_min: int | None = None
 
         def __post_init__(self) -> None:
-            high, low = self.prompt_lookup_max, self.shortest
-            for name, value in (("prompt_lookup_max", high), ("prompt_lookup_min", low)):
-                require(self, name, is_int(value), "a whole number")
-            if high < 1:
-                raise ConfigError(f"prompt_lookup_max must be at least 1, got {high}.")
-            if not 1 <= low <= high:
-                raise ConfigError(f"prompt_lookup_min must be in 1 … prompt_lookup_max ({high}), got {low}.")
+            check_fields(self, {"prompt_lookup_max": whole(1), "prompt_lookup_min": optional(whole(1))})
+            if self.shortest > self.prompt_lookup_max:
+                raise ConfigError(
+                    f"prompt_lookup_min must be in 1 … prompt_lookup_max ({self.prompt_lookup_max}), "
+                    f"got {self.shortest}."
+                )
 
         @property
         def shortest(self) -> int:

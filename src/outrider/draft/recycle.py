@@ -16,8 +16,9 @@ from typing import ClassVar
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, Needs
 from outrider.core.tree import EMPTY_TREE, ROOT, Budget, Draft, DraftTree
+from outrider.core.validate import SHARE, check_fields, optional, whole
 from outrider.drafting.base import Target, TextDrafter
-from outrider.drafting.options import is_int, is_number, require
+from outrider.drafting.trees.builder import TreeBuilder
 from outrider.heads.templates import Path, paths
 
 RANKS = 8
@@ -74,13 +75,11 @@ class Recycle(TextDrafter):
         min_token_prob: float = 0.05
 
         def __post_init__(self) -> None:
-            valid = self.nodes is None or is_int(self.nodes, 1, len(PATHS))
-            require(self, "nodes", valid, f"a whole number in 1 … {len(PATHS)}")
-            require(self, "min_token_prob", is_number(self.min_token_prob, 0, 1), "a number in [0, 1]")
+            check_fields(self, {"nodes": optional(whole(1, len(PATHS))), "min_token_prob": SHARE})
 
     def __init__(self, options: Options, target: Target) -> None:
         super().__init__(options, target)
-        self.nodes = options.nodes or (8 if target.decoder.device.type == "cpu" else len(PATHS))
+        self.nodes = target.nodes(options.nodes, len(PATHS))
         self.memory = SuccessorTable(array("i", [-1]) * (target.vocabulary * RANKS))
 
     @classmethod
@@ -115,22 +114,20 @@ class Recycle(TextDrafter):
     def _tree(self, last: int, order: list[Path], budget: Budget) -> DraftTree:
         """The tree after token `last`.  A rank without a known token has no node."""
         table: SuccessorTable = self.memory
-        tree = DraftTree([], [], [])
+        tree = TreeBuilder(budget.within(nodes=self.nodes))
         # path -> (its node, the successors of that node's token)
         placed: dict[Path, tuple[int, array[int]]] = {(): (ROOT, table.after(last))}
         for path in order:
-            if len(tree.tokens) == min(budget.nodes, self.nodes):
+            if not tree.room:
                 break
             if len(path) > budget.depth or path[:-1] not in placed:
                 continue
             parent, successors = placed[path[:-1]]
             token = successors[path[-1]]
             if token >= 0:
-                placed[path] = len(tree.tokens), table.after(token)
-                tree.tokens.append(token)
-                tree.parents.append(parent)
-                tree.confidence.append(table.acceptance[path[-1]])
-        return tree
+                node = tree.add(parent, token, table.acceptance[path[-1]])
+                placed[path] = node, table.after(token)
+        return tree.draft_tree
 
     def observe(self, commit: Commit) -> None:
         table: SuccessorTable = self.memory

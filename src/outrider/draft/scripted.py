@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from outrider.core.row import Row
 from outrider.core.step import Batch
 from outrider.core.tree import EMPTY_TREE, ROOT, Budget, Draft, DraftTree
+from outrider.core.validate import Kind, check_fields, whole
 from outrider.drafting.base import Drafter, Target
+from outrider.drafting.trees.builder import TreeBuilder
 from outrider.errors import ConfigError
 
 Script = Callable[[Row, Budget], DraftTree]
@@ -35,12 +37,8 @@ class Scripted(Drafter):
         nodes: int = 64
 
         def __post_init__(self) -> None:
-            if not callable(self.script):
-                raise ConfigError(
-                    f"script must be a function (row, budget) -> DraftTree, got {self.script!r}."
-                )
-            if not isinstance(self.nodes, int) or self.nodes < 1:
-                raise ConfigError(f"nodes must be a whole number of at least 1, got {self.nodes!r}.")
+            script = Kind("a function (row, budget) -> DraftTree", callable)
+            check_fields(self, {"script": script, "nodes": whole(1)})
 
     @classmethod
     def example(cls, target: Target) -> Drafter:
@@ -65,18 +63,15 @@ class Scripted(Drafter):
 
     def _clean(self, draft_tree: DraftTree) -> DraftTree:
         """Drop tokens outside the vocabulary and repeated siblings, with their descendants."""
-        cleaned = DraftTree([], [], [])
-        node_of, children = {ROOT: ROOT}, set()
+        size = len(draft_tree.tokens)
+        cleaned, node_of, children = TreeBuilder(Budget(size, size)), {ROOT: ROOT}, set()
         for i, (token, parent) in enumerate(zip(draft_tree.tokens, draft_tree.parents)):
             at = node_of.get(parent)
             if at is None or (at, token) in children or not 0 <= token < self.target.vocabulary:
                 continue
             children.add((at, token))
-            node_of[i] = len(cleaned.tokens)
-            cleaned.tokens.append(token)
-            cleaned.parents.append(at)
-            cleaned.confidence.append(draft_tree.confidence[i])
-        return cleaned
+            node_of[i] = cleaned.add(at, token, draft_tree.confidence[i])
+        return cleaned.draft_tree
 
 
 def _plain(result: DraftTree) -> DraftTree:

@@ -17,15 +17,22 @@ from typing import ClassVar, NamedTuple
 from outrider.core.row import Row
 from outrider.core.step import Commit
 from outrider.core.tree import EMPTY_TREE, Budget, DraftTree
+from outrider.core.validate import FLAG, SHARE, check_fields, real, whole
 from outrider.drafting.base import Target, TextDrafter
 from outrider.drafting.lookup.index import index_for
 from outrider.drafting.lookup.index_base import RUNS, Index
 from outrider.drafting.lookup.matches import MatchAcceptance, TreeLimits, frequent
-from outrider.drafting.options import is_int, is_number, require
 
 SEGMENT = 1 << 18  # tokens of finished requests in one index
 SEPARATOR = -1  # token id between two requests
 ROUNDING = 1e-9
+LIMITS = {
+    "suffix_decoding_max_tree_depth": whole(2, 1024),
+    "suffix_decoding_max_cached_requests": whole(0),
+    "suffix_decoding_max_spec_factor": real("a number in (0, 64]", lambda value: 0 < value <= 64),
+    "suffix_decoding_min_token_prob": SHARE,
+    "suffix_decoding_use_tree_spec": FLAG,
+}
 
 
 class FinishedTexts:
@@ -93,18 +100,7 @@ class Suffix(TextDrafter):
         suffix_decoding_use_tree_spec: bool = False
 
         def __post_init__(self) -> None:
-            def check(name: str, valid: bool, expected: str) -> None:
-                require(self, f"suffix_decoding_{name}", valid, expected)
-
-            factor = self.suffix_decoding_max_spec_factor
-            depth, requests = self.suffix_decoding_max_tree_depth, self.suffix_decoding_max_cached_requests
-            check("max_tree_depth", is_int(depth, 2, 1024), "a whole number in 2 … 1024")
-            check("max_cached_requests", is_int(requests, 0), "a whole number of at least 0")
-            check("max_spec_factor", is_number(factor, 0, 64) and factor > 0, "a number in (0, 64]")
-            check(
-                "min_token_prob", is_number(self.suffix_decoding_min_token_prob, 0, 1), "a number in [0, 1]"
-            )
-            check("use_tree_spec", isinstance(self.suffix_decoding_use_tree_spec, bool), "True or False")
+            check_fields(self, LIMITS)
 
     def __init__(self, options: Options, target: Target) -> None:
         super().__init__(options, target)

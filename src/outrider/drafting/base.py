@@ -19,6 +19,8 @@ from outrider.core.tree import EMPTY_TREE, Budget, Draft, DraftTree
 from outrider.models.base import Model
 from outrider.sampling.sampler import Sampler
 
+CPU_NODES = 8  # of a tree by default, on a CPU, where every node costs time
+
 
 @dataclass(frozen=True)
 class Target:
@@ -35,6 +37,14 @@ class Target:
     needs_probs: bool = False
     # Offset of the random streams of sampled nodes.  Drafters that share a tree must not share streams.
     stream_id: int = 0
+
+    def nodes(self, asked: int | None, published: int) -> int:
+        """Maximum size of a tree: the option's value, or the method's published one, or CPU_NODES."""
+        return asked or (CPU_NODES if self.on_cpu else published)
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.decoder.device.type == "cpu"
 
 
 class Storage(NamedTuple):

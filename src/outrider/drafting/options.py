@@ -1,27 +1,10 @@
-"""Check of option values that several methods share."""
+"""Checks of options that depend on each other; core/validate.py checks single values."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from outrider.errors import ConfigError
-
-
-def is_int(value: Any, low: float = -math.inf, high: float = math.inf) -> bool:
-    """Whether an option is an integer in [low, high].  bool does not count."""
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-
-
-def is_number(value: Any, low: float = -math.inf, high: float = math.inf) -> bool:
-    """Whether an option is a number in [low, high].  bool and NaN do not count."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
-
-
-def require(options: Any, name: str, valid: bool, expected: str) -> None:
-    """Raise ConfigError if the option `name` is not valid; the message has expected and actual value."""
-    if not valid:
-        raise ConfigError(f"{name} must be {expected}, got {getattr(options, name)!r}.")
 
 
 def refuse_idle(options: Any, on: bool, switch: str, *names: str) -> None:

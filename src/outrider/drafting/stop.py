@@ -19,8 +19,9 @@ from outrider.core.row import Row
 from outrider.core.step import Commit, RowStep
 from outrider.core.stop_rule import NodeFeatures, StopRule
 from outrider.core.tree import ROOT, Budget, DraftTree
+from outrider.core.validate import SHARE, Kind, check_fields, optional, real, whole
 from outrider.drafting import disco
-from outrider.drafting.options import is_int, is_number, refuse_idle, require
+from outrider.drafting.options import refuse_idle
 from outrider.drafting.threshold import adapted
 from outrider.drafting.trees.sampled import Tree
 from outrider.errors import ConfigError, unknown
@@ -30,6 +31,15 @@ LENGTH_SCHEDULES = ("constant", "heuristic", "heuristic_transient")
 THRESHOLD_SCHEDULES = ("constant", "refit")
 FIRST_DEPTH, MAX_DEPTH = 5, 20  # where a length schedule starts; the default maximum depth if a rule decides
 HISTORY = 256  # judged nodes that a threshold is fitted to
+STOP_OPTIONS = {
+    "num_assistant_tokens": optional(whole(1, 1024)),
+    "assistant_confidence_threshold": optional(SHARE),
+    "entropy_threshold": optional(SHARE),
+    "entropy_factor": real("a number above 0", lambda value: 0 < value < math.inf),
+    "entropy_target": SHARE,
+    "stop_classifier": optional(Kind("a file", lambda value: isinstance(value, str))),
+    "stop_classifier_threshold": SHARE,
+}
 
 
 @dataclass(frozen=True)
@@ -72,16 +82,8 @@ class Options:
 
     def __post_init__(self) -> None:
         self._check_schedules()
-        for name in ("assistant_confidence_threshold", "entropy_threshold"):
-            value = getattr(self, name)
-            require(self, name, value is None or is_number(value, 0, 1), "a number in [0, 1]")
-        for name in ("entropy_target", "stop_classifier_threshold"):
-            require(self, name, is_number(getattr(self, name), 0, 1), "a number in [0, 1]")
-        factor = self.entropy_factor
-        require(self, "entropy_factor", is_number(factor) and 0 < factor < math.inf, "a number above 0")
-        classifier = self.stop_classifier
-        require(self, "stop_classifier", classifier is None or isinstance(classifier, str), "a file")
-        entropy = self.entropy_threshold is not None
+        check_fields(self, STOP_OPTIONS)
+        classifier, entropy = self.stop_classifier, self.entropy_threshold is not None
         refuse_idle(self, entropy, "entropy_threshold", "entropy_factor", "entropy_target")
         refuse_idle(self, classifier is not None, "stop_classifier", "stop_classifier_threshold")
 
@@ -93,8 +95,6 @@ class Options:
             if getattr(self, name) not in valid:
                 raise ConfigError(unknown(name, getattr(self, name), valid))
         first = self.num_assistant_tokens
-        valid_first = first is None or is_int(first, 1, 1024)
-        require(self, "num_assistant_tokens", valid_first, "a whole number in 1 … 1024")
         if first is not None and self.num_assistant_tokens_schedule == "constant":
             raise ConfigError(
                 "num_assistant_tokens is where a num_assistant_tokens_schedule starts; "

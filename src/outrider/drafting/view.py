@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from outrider.core.step_input import StepInput
-from outrider.drafting.options import is_int, require
+from outrider.core.validate import check_fields, is_whole, whole
 from outrider.errors import ConfigError
 
 SELF = "self"
@@ -116,8 +116,8 @@ def check(options: Any) -> None:
     "self".
     """
     budget, sink = options.draft_kv_budget, options.draft_kv_sink
-    require(options, "draft_kv_sink", is_int(sink, 0), "a whole number of at least 0")
-    if budget is not None and not is_int(budget, sink + 1):
+    check_fields(options, {"draft_kv_sink": whole(0)})
+    if budget is not None and not is_whole(budget, sink + 1):
         raise ConfigError(
             f"draft_kv_budget must be a whole number of at least draft_kv_sink + 1 = {sink + 1} "
             f"(the first {sink} tokens and one more), or None for all, got {budget!r}."

@@ -53,15 +53,6 @@ class HeadOptions:
         refuse_parallel(self.draft_tensor_parallel_size)
 
 
-def check_whole(name: str, value: Any, least: int, most: int | None = None) -> None:
-    """Raise ConfigError unless an option is a whole number in least … most; a bool is none."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if whole and value >= least and (most is None or value <= most):
-        return
-    allowed = f"of at least {least}" if most is None else f"in {least} … {most}"
-    raise ConfigError(f"{name} must be a whole number {allowed}, got {value!r}.")
-
-
 class HeadDrafter(Drafter):
     """head: the opened file.  reader: packs its tensors.  choose: draft tokens from logits."""
 

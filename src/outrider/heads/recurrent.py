@@ -35,10 +35,11 @@ from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, Needs
 from outrider.core.step_input import StepInput
 from outrider.core.tree import EMPTY_TREE, Budget, Draft
+from outrider.core.validate import check_fields, optional, whole
 from outrider.drafting.base import Storage, Target
 from outrider.drafting.options import refuse_idle
 from outrider.errors import ConfigError, unknown
-from outrider.heads.base import HeadDrafter, HeadOptions, check_whole
+from outrider.heads.base import HeadDrafter, HeadOptions
 from outrider.heads.choose import Chooser
 from outrider.heads.ranks import RankAccuracy
 from outrider.heads.templates import EAGLE, Path, paths
@@ -90,9 +91,7 @@ class RecurrentOptions(HeadOptions):
         super().__post_init__()
         if self.tree not in (DYNAMIC, CHAIN, *EAGLE):
             raise ConfigError(unknown("tree", self.tree, (DYNAMIC, CHAIN, *EAGLE)))
-        check_whole("top_k", self.top_k, 1, 64)
-        if self.nodes is not None:
-            check_whole("nodes", self.nodes, 1, 1 << 20)
+        check_fields(self, {"top_k": whole(1, 64), "nodes": optional(whole(1, 1 << 20))})
         refuse_idle(self, self.tree != CHAIN, "a tree", "nodes")
         refuse_idle(self, self.tree == DYNAMIC, 'tree "dynamic"', "top_k")
 
@@ -161,7 +160,7 @@ class Recurrent(HeadDrafter):
         self.needs = Needs(states=self.net.taps, lookbehind=1)
         self.slot_bytes = self.net.slot_bytes
         self.choose = Chooser(target, self.net.ids)
-        self.nodes = options.nodes or (8 if target.decoder.device.type == "cpu" else 59)
+        self.nodes = target.nodes(options.nodes, 59)
         self.paths: set[Path] = set(paths(EAGLE[options.tree])) if options.tree in EAGLE else set()
         self.catch_up = CatchUp(offset=1)
 

@@ -13,24 +13,23 @@ from outrider.core.params import SamplingParams
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, RowStep
 from outrider.core.tree import ROOT, Budget, DraftTree
-from outrider.drafting.base import Drafter
+from outrider.drafting.base import Drafter, Target
 
 
 @dataclass(frozen=True)
-class FakeTarget:
+class FakeTarget(Target):
     """The part of a target that a drafter without weights reads."""
 
-    vocabulary: int = 1000
-    max_len: int = 10_000
     decoder: Any = field(default_factory=lambda: SimpleNamespace(device=torch.device("cpu")))
     checkpoint: Any = field(default_factory=lambda: SimpleNamespace(tokenizer=None))
-    needs_probs: bool = False
-    stream_id: int = 0
+    sampler: Any = None
+    vocabulary: int = 1000
+    max_len: int = 10_000
 
 
 def make_drafter(method: type[Drafter], **options: Any) -> Any:
     """A drafter of this class for a `FakeTarget`; options are the fields of its `Options`."""
-    return method(method.Options(**options), FakeTarget())  # type: ignore[arg-type]
+    return method(method.Options(**options), FakeTarget())
 
 
 def make_row(tokens: Sequence[int], prompt: int | None = None, **fields: Any) -> Row:

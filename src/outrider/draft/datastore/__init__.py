@@ -18,16 +18,23 @@ import numpy as np
 from outrider.core.row import Row
 from outrider.core.step import Commit
 from outrider.core.tree import EMPTY_TREE, Budget, DraftTree
+from outrider.core.validate import SHARE, Kind, check_fields, optional, whole
 from outrider.draft.datastore.corpus import build
 from outrider.draft.datastore.store import SPAN, Store, fingerprint
 from outrider.drafting.base import Drafter, Target, TextDrafter
 from outrider.drafting.lookup.matches import MatchAcceptance, TreeLimits, frequent
-from outrider.drafting.options import is_int, is_number, require
 from outrider.errors import ConfigError
 
 # Places of a match that are looked at, evenly spaced.  REST looks at 5000, but a continuation with a share of
 # 0.1, the default minimum, is missing from 64 places in 0.1% of all cases only.
 PLACES = 64
+LIMITS = {
+    "datastore": optional(Kind("a file", lambda value: isinstance(value, str) and value != "")),
+    "max_token_span": whole(1, SPAN),
+    "min_token_span": whole(1, SPAN),
+    "num_draft": optional(whole(1, 1024)),
+    "min_token_prob": SHARE,
+}
 
 
 class Datastore(TextDrafter):
@@ -51,15 +58,9 @@ class Datastore(TextDrafter):
         min_token_prob: float = 0.1
 
         def __post_init__(self) -> None:
-            valid = self.datastore is None or (isinstance(self.datastore, str) and self.datastore != "")
-            require(self, "datastore", valid, "a file")
-            high, span_range = self.max_token_span, f"a whole number in 1 … {SPAN}"
-            require(self, "max_token_span", is_int(high, 1, SPAN), span_range)
-            span_range = f"in 1 … max_token_span ({high})"
-            require(self, "min_token_span", is_int(self.min_token_span, 1, high), span_range)
-            valid = self.num_draft is None or is_int(self.num_draft, 1, 1024)
-            require(self, "num_draft", valid, "a whole number in 1 … 1024")
-            require(self, "min_token_prob", is_number(self.min_token_prob, 0, 1), "a number in [0, 1]")
+            check_fields(self, LIMITS)
+            shorter = Kind(f"at most max_token_span ({self.max_token_span})", self.max_token_span.__ge__)
+            check_fields(self, {"min_token_span": shorter})
 
     def __init__(self, options: Options, target: Target) -> None:
         super().__init__(options, target)
@@ -71,7 +72,7 @@ class Datastore(TextDrafter):
             )
         self.store = Store(options.datastore)
         _check_vocabulary(self.store, options.datastore, target)
-        self.nodes = options.num_draft or (8 if target.decoder.device.type == "cpu" else 64)
+        self.nodes = target.nodes(options.num_draft, 64)
         self.memory = MatchAcceptance(SPAN, rate=0.05)  # of the corpus, over all requests
         self.lengths: dict[Row, int] = {}  # of the match that a row's last draft tokens came from
 

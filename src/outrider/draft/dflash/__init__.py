@@ -31,11 +31,12 @@ from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, Needs
 from outrider.core.step_input import StepInput
 from outrider.core.tree import EMPTY_TREE, Budget, Draft, DraftTree
+from outrider.core.validate import Kind, check_fields, is_whole, optional, whole
 from outrider.draft.dflash import layouts
 from outrider.draft.dflash.network import Network
 from outrider.drafting.base import Drafter, Storage, Target
-from outrider.errors import ConfigError, ModelError
-from outrider.heads.base import HeadDrafter, HeadOptions, check_whole
+from outrider.errors import ModelError
+from outrider.heads.base import HeadDrafter, HeadOptions
 from outrider.heads.choose import Chooser
 from outrider.heads.layer import Block, Sizes, rotary_table
 from outrider.heads.ranks import RankAccuracy
@@ -81,13 +82,8 @@ class DFlash(HeadDrafter):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            nodes, offset = self.nodes, self.tap_offset
-            if nodes is not None:
-                check_whole("nodes", nodes, 1, MAX_NODES)
-            if offset is not None and (isinstance(offset, bool) or offset not in (0, 1)):
-                raise ConfigError(
-                    f"tap_offset must be 0 (the input of a layer) or 1 (its output), got {offset!r}."
-                )
+            side = Kind("0 (the input of a layer) or 1 (its output)", lambda value: is_whole(value, 0, 1))
+            check_fields(self, {"nodes": optional(whole(1, MAX_NODES)), "tap_offset": optional(side)})
 
     def __init__(self, options: Options, target: Target, head: Head | None = None) -> None:
         super().__init__(options, target, head)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from outrider.backends.base import Chain
+from outrider.cache.catch_up import CatchUp, Cursor
 from outrider.cache.pool import Pool
 from outrider.checkpoints.hub import Checkpoint
 from outrider.core.noise import stream_of
@@ -47,16 +48,17 @@ class Start(NamedTuple):
 class FirstForward(NamedTuple):
     """The forward that catches up with committed tokens.
 
-    starts: the rows to draft for.  synced: row -> its number of positions with K/V, once the forward is done.
+    starts: the rows to draft for.  reached: the cursors of all rows, and the number of their positions with
+    K/V once the forward is done.
     """
 
     step_input: StepInput
     starts: list[Start]
-    synced: dict[Row, int]
+    reached: list[tuple[Cursor, int]]
 
 
 class ModelDrafter(Drafter):
-    """synced: row -> number of its leading positions that have K/V in the draft model's own pool.
+    """catch_up: of the draft model's own pool.
 
     max_expansion: draft tokens for one target token, at most.
     """
@@ -73,7 +75,7 @@ class ModelDrafter(Drafter):
         super().__init__(options, target)
         self.window = Window.of(options.draft_kv_budget, options.draft_kv_sink)
         self.itself = options.model == SELF
-        self.synced: dict[Row, int] = {}
+        self.catch_up = CatchUp()
         if self.itself:
             self.decoder, self.sampler = target.decoder, target.sampler
             self.vocabulary, self.context = target.vocabulary, target.max_len
@@ -127,7 +129,8 @@ class ModelDrafter(Drafter):
     def propose(self, batch: Batch) -> Draft:
         first = self._catch_up(batch)
         trees = self._draft(batch, first) if first.step_input.length else {}
-        self.synced.update(first.synced)  # only now: a step that raises has to catch up again
+        for cursor, end in first.reached:  # only now: a step that raises has to catch up again
+            cursor.reach(end)
         return Draft([trees.get(r, EMPTY_TREE) for r in range(len(batch))])
 
     # ---- catch-up
@@ -139,18 +142,19 @@ class ModelDrafter(Drafter):
         A row that outgrows the draft model's context is not drafted for.  One that is not drafted for catches
         up with single tokens later.
         """
-        first = FirstForward(StepInput(self.window.sink), [], {})
+        first = FirstForward(StepInput(self.window.sink), [], [])
         for r, step in enumerate(batch):
             row, start, end, budget = step.row, step.start, step.end, self.stop.limit(step)
-            done = start if self.itself else min(self.synced.setdefault(row, start), start)
+            cursor = None if self.itself else self.catch_up.cursor(row, start)
+            done = start if cursor is None else min(cursor.filled, start)
             depth = min(budget.depth, self.context - end) if budget.nodes else 0
             if end > self.context or not self._takes_part(depth, step.known):
                 continue
             assert row.table is not None
             tokens, adapter = self._in_vocabulary(row.tokens[done:end]), row.adapter if self.itself else None
             view = self.window.read(first.step_input, row.table.slots, done, tokens, budget.nodes, adapter)
-            if not self.itself:
-                first.synced[row] = end
+            if cursor is not None:
+                first.reached.append((cursor, end))
             if depth > 0:
                 first.starts.append(Start(r, budget.within(depth=depth), first.step_input.length - 1, view))
         return first
@@ -306,13 +310,13 @@ class ModelDrafter(Drafter):
             self.staged.observe(commit)
 
     def forget(self, row: Row, reason: str) -> None:
-        self.synced.pop(row, None)
+        self.catch_up.forget(row)
         self.stop.forget(row)
         if self.staged is not None:
             self.staged.forget(row, reason)
 
     def filled(self, row: Row) -> int:
-        return min(row.computed, self.synced.get(row, row.computed))
+        return self.catch_up.filled(row)
 
 
 def _chain_tree(tokens: list[int], probs: Tensor | None) -> DraftTree:

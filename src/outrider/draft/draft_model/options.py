@@ -7,11 +7,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.checkpoints.quantize import bits_of
+from outrider.core.validate import Kind, check_fields, optional, whole
 from outrider.drafting import stop, view
-from outrider.drafting.options import is_int, refuse_idle, refuse_parallel, require
+from outrider.drafting.options import refuse_idle, refuse_parallel
 from outrider.drafting.vocab.mismatch import check_mismatch
 from outrider.errors import ConfigError
 from outrider.models.placement import check_gpu_layers
+
+KINDS = {
+    "model": Kind("a folder or a hub id", lambda value: isinstance(value, str) and value != ""),
+    "siblings": whole(1, 64),
+    "sibling_draws": Kind('"without" or "independent"', ("without", "independent").__contains__),
+    "target_lookbehind": whole(1),
+    "assistant_lookbehind": whole(1),
+    "drafter": optional(
+        Kind("a speculative_config such as {'method': …}", lambda value: isinstance(value, Mapping))
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -53,22 +65,15 @@ class DraftModelOptions(stop.Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self, "model", isinstance(self.model, str) and self.model != "", "a folder or a hub id")
-        require(self, "siblings", is_int(self.siblings, 1, 64), "a whole number in 1 … 64")
-        valid = self.sibling_draws in ("without", "independent")
-        require(self, "sibling_draws", valid, '"without" or "independent"')
+        check_fields(self, KINDS)
         bits_of(self.quantization, "quantization of the draft")
         lookbehind = ("target_lookbehind", "assistant_lookbehind")
         refuse_idle(self, self.siblings > 1, "siblings > 1", "sibling_draws")
         refuse_idle(self, self.draft_kv_budget is not None, "draft_kv_budget", "draft_kv_sink")
         refuse_idle(self, self.vocab_mismatch == "retokenize", 'vocab_mismatch "retokenize"', *lookbehind)
         check_mismatch(self.vocab_mismatch, self.siblings, self.stops or self.drafter is not None)
-        for name in lookbehind:
-            require(self, name, is_int(getattr(self, name), 1), "a whole number of at least 1")
         check_gpu_layers(self.draft_gpu_layers, "draft_gpu_layers")
         view.check(self)
-        valid = self.drafter is None or isinstance(self.drafter, Mapping)
-        require(self, "drafter", valid, "a speculative_config such as {'method': …}")
         if self.drafter is not None and self.siblings > 1:
             raise ConfigError(
                 f"a drafter speeds up a chain, and siblings is {self.siblings}: leave one of them out."

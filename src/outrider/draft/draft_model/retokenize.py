@@ -106,9 +106,10 @@ class Retokenized(ModelDrafter):
             own.table = self.cache.open()
             done = self.cache.match(own.table, text.ids, text.fixed)
         else:
-            done = min(self.synced.get(own, own.computed), unchanged)
+            done = min(self.catch_up.cursor(own, own.computed).filled, unchanged)
         # The last token is always computed, for its logits.
-        own.computed = self.synced[own] = max(0, min(done, len(text.ids) - 1))
+        own.computed = max(0, min(done, len(text.ids) - 1))
+        self.catch_up.cursor(own, own.computed).reach(own.computed)
         known = min(len(text.ids) - own.computed, CHUNK)
         reach = own.computed + known
         fits = reach <= self.context and self.cache.reserve(own.table, min(reach + depth, self.context))
@@ -145,7 +146,7 @@ class Retokenized(ModelDrafter):
         """Enter full pages into the prefix index, up to the first token that may still change."""
         own, text = shadow.row, shadow.text
         assert own.table is not None
-        self.cache.register(own.table, text.ids, min(self.synced[own], text.fixed))
+        self.cache.register(own.table, text.ids, min(self.catch_up.cursors[own].filled, text.fixed))
 
     def _translate(self, row: Row, end: int, ids: list[int], depth: int) -> DraftTree:
         """Translate a shadow's draft into draft tokens for its row, after the row's last tokens."""
@@ -163,7 +164,7 @@ class Retokenized(ModelDrafter):
     def forget(self, row: Row, reason: str) -> None:
         shadow = self.shadows.pop(row, None)
         if shadow is not None:
-            self.synced.pop(shadow.row, None)
+            self.catch_up.forget(shadow.row)
             if shadow.row.table is not None:
                 self.cache.close(shadow.row.table)
 

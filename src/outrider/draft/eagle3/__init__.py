@@ -9,15 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from outrider.checkpoints.heads import Head
+from outrider.core.validate import Kind, check_fields, is_whole, optional, whole
 from outrider.draft.eagle3 import layouts
 from outrider.draft.eagle3.packed import Packed
 from outrider.drafting.base import Drafter, Target
 from outrider.errors import ConfigError
 from outrider.heads.reader import Reader
 from outrider.heads.recurrent import Net, Recurrent, RecurrentOptions
+
+LAYERS = Kind(
+    "a list of layer numbers",
+    lambda value: isinstance(value, (list, tuple)) and len(value) > 0 and all(map(is_whole, value)),
+)
 
 
 class Eagle3(Recurrent):
@@ -37,10 +43,7 @@ class Eagle3(Recurrent):
         def __post_init__(self) -> None:
             super().__post_init__()
             layers, offset = self.eagle_aux_hidden_state_layer_ids, self.tap_offset
-            if layers is not None and not _layer_numbers(layers):
-                raise ConfigError(f"{layouts.TAPS} must be a list of layer numbers, got {layers!r}.")
-            if offset is not None and not _whole(offset):
-                raise ConfigError(f"tap_offset must be a whole number, got {offset!r}.")
+            check_fields(self, {layouts.TAPS: optional(LAYERS), "tap_offset": optional(whole())})
             if layers is not None and offset is not None:
                 raise ConfigError(
                     f"tap_offset moves what the file says, and {layouts.TAPS} replaces it: leave one of "
@@ -70,12 +73,3 @@ class Eagle3(Recurrent):
 
         network = Network.random(Settings.fitting(target))
         return cls(cls.Options(), target, Head.of("example", network.config(), network.state_dict()))
-
-
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _layer_numbers(value: Any) -> bool:
-    listed = isinstance(value, Sequence) and not isinstance(value, str)
-    return listed and len(value) > 0 and all(map(_whole, value))

@@ -30,12 +30,13 @@ from outrider.core.row import Row
 from outrider.core.step import FINAL, Batch, Commit, Needs
 from outrider.core.step_input import StepInput
 from outrider.core.tree import EMPTY_TREE, Budget, Draft, DraftTree
+from outrider.core.validate import check_fields, optional, whole
 from outrider.draft.hydra.layouts import check_kind, claims_of, prefixed, translate
 from outrider.draft.hydra.network import Network
 from outrider.draft.hydra.parts import Prefix, steps
 from outrider.drafting.base import Drafter, Storage, Target
 from outrider.errors import ConfigError, ModelError, unknown
-from outrider.heads.base import HeadOptions, StateDrafter, check_whole
+from outrider.heads.base import HeadOptions, StateDrafter
 from outrider.heads.ranks import RankAccuracy
 from outrider.heads.reader import Reader
 from outrider.heads.templates import MEDUSA, Path, chain_paths, paths
@@ -66,8 +67,7 @@ class Hydra(StateDrafter):
             super().__post_init__()
             if self.tree not in (OWN, CHAIN, *MEDUSA):
                 raise ConfigError(unknown("tree", self.tree, (OWN, CHAIN, *MEDUSA)))
-            if self.nodes is not None:
-                check_whole("nodes", self.nodes, 1)
+            check_fields(self, {"nodes": optional(whole(1))})
 
     def __init__(self, options: Options, target: Target, head: Head | None = None) -> None:
         super().__init__(options, target, head)
@@ -80,7 +80,7 @@ class Hydra(StateDrafter):
         self.needs = Needs(states=(self.tap,))
         self.prefix = Prefix(reader, target) if prefixed(self.head) else None
         self.slot_bytes = self.prefix.slot_bytes if self.prefix else 0
-        self.nodes: int = options.nodes or (8 if target.decoder.device.type == "cpu" else 63)
+        self.nodes = target.nodes(options.nodes, 63)
         self.paths = self._paths()
         self.memory = RankAccuracy.prior(self.depth, RANKS) if self.paths is None else None
         self.trees: Sequence[DraftTree] = ()  # of this step as proposed; only a part may be verified

@@ -32,13 +32,13 @@ from outrider.core.step import Batch, Commit, RowStep
 from outrider.core.step_input import StepInput
 from outrider.core.stop_rule import StopRule
 from outrider.core.tree import EMPTY_TREE, ROOT, Draft, DraftTree, Resume
+from outrider.core.validate import is_whole
 from outrider.draft.layerskip.chain import SiblingChain
 from outrider.draft.layerskip.confidence import AUTO, SIBLINGS, ExitThreshold, siblings_at
 from outrider.draft.layerskip.options import LayerSkipOptions
 from outrider.draft.layerskip.search import Search
 from outrider.draft.layerskip.sets import Skip, known, named
 from outrider.drafting.base import Drafter, Storage, Target
-from outrider.drafting.options import is_int
 from outrider.errors import ConfigError, OutriderError
 
 # Acceptance of a token that was picked with the noise of the target's own pick: more than its probability.
@@ -79,7 +79,7 @@ class LayerSkip(Drafter):
     def _initial_skip(self) -> Skip:
         options, layers, model = self.options, self.decoder.spec.layers, repr(self.target.checkpoint.name)
         if options.early_exit is not None:
-            if not is_int(options.early_exit, 1, layers - 1):
+            if not is_whole(options.early_exit, 1, layers - 1):
                 raise ConfigError(
                     f"early_exit must be in 1 … {layers - 1}, as {model} has {layers} layers: "
                     f"got {options.early_exit!r}."
@@ -220,7 +220,7 @@ class LayerSkip(Drafter):
         try:
             distribution = self.sampler.distribution(row, chain.path, logits, at)
         except OutriderError:  # the target's own distribution will raise the same
-            chain.growing = False
+            chain.frontier = []
             return
         first, count = (
             self.target.stream_id + len(chain.tokens),
@@ -228,7 +228,7 @@ class LayerSkip(Drafter):
         )
         tokens = self.sampler.children(row, distribution, range(first, first + count))
         probs = distribution[tokens].tolist()
-        chain.add(tokens, probs, probs[0] if tokens else 0.0, distribution)
+        chain.extend(tokens, probs, probs[0] if tokens else 0.0, distribution)
 
     def _choose(self, chain: SiblingChain, logits: Tensor, at: int) -> None:
         """Add a depth of the tokens that rank highest under the noise of the target's own pick."""
@@ -241,7 +241,7 @@ class LayerSkip(Drafter):
             confidence = self.sampler.should_stop(row, chain.path, logits, tokens[0], StopRule(), at)[1][0]
         count = self._num_siblings(chain, confidence)
         acceptance = probs if greedy else [SHARED_NOISE * 0.3**i for i in range(len(tokens))]
-        chain.add(tokens[:count], acceptance[:count], confidence)
+        chain.extend(tokens[:count], acceptance[:count], confidence)
 
     def _advance_search(self, steps: Sequence[RowStep]) -> None:
         """Use the best set so far, and try the next candidate on a row with enough output."""

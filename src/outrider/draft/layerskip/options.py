@@ -5,8 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outrider.drafting.options import is_int, is_number, require
+from outrider.core.validate import FLAG, SHARE, Kind, check_fields, either, optional, whole
 from outrider.errors import ConfigError
+
+COUNT = whole(1)
+KINDS = {
+    "adapt_threshold": FLAG,
+    "search": FLAG,
+    "context_window": COUNT,
+    "opt_interval": COUNT,
+    "bayes_interval": COUNT,
+    "max_opt_iter": COUNT,
+    "max_tolerance_iter": COUNT,
+    "skip_ratio": SHARE,
+    "max_score": SHARE,
+    "exit_threshold": optional(either(SHARE, "auto")),
+    "siblings": either(whole(1, 64), "confidence"),
+    "layers": optional(Kind("the name of a set or a file", lambda value: isinstance(value, str))),
+}
 
 
 @dataclass(frozen=True)
@@ -53,18 +69,7 @@ class LayerSkipOptions:
 
     def __post_init__(self) -> None:
         self._check_set()
-        for name in ("adapt_threshold", "search"):
-            require(self, name, isinstance(getattr(self, name), bool), "True or False")
-        counts = ("context_window", "opt_interval", "bayes_interval", "max_opt_iter", "max_tolerance_iter")
-        for name in counts:
-            require(self, name, is_int(getattr(self, name), 1), "a whole number of at least 1")
-        for name in ("skip_ratio", "max_score"):
-            require(self, name, is_number(getattr(self, name), 0, 1), "a number in [0, 1]")
-        threshold = self.exit_threshold
-        valid = threshold in (None, "auto") or is_number(threshold, 0, 1)
-        require(self, "exit_threshold", valid, 'a number in [0, 1], "auto" or None')
-        valid = self.siblings == "confidence" or is_int(self.siblings, 1, 64)
-        require(self, "siblings", valid, 'a whole number in 1 … 64 or "confidence"')
+        check_fields(self, KINDS)
 
     def _check_set(self) -> None:
         given = {
@@ -77,5 +82,3 @@ class LayerSkipOptions:
             raise ConfigError(f"{names}: give one of these.")
         if self.search and given["early_exit"]:
             raise ConfigError("search looks for sublayers to skip: give it no early_exit.")
-        valid = self.layers is None or isinstance(self.layers, str)
-        require(self, "layers", valid, "the name of a set or a file")

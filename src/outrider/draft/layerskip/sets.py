@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.drafting.options import is_int
+from outrider.core.validate import is_whole
 from outrider.errors import ConfigError, unknown
 
 TUNED = {"builtin": Path(__file__).with_name("builtin.json")}
@@ -90,7 +90,7 @@ class Skip:
         for name, numbers in (("skip_attention", attention), ("skip_mlp", mlp)):
             is_list = isinstance(numbers, (list, tuple, range))
             for number in numbers if is_list else [numbers]:
-                if not is_list or not is_int(number, 0, layers - 1):
+                if not is_list or not is_whole(number, 0, layers - 1):
                     raise ConfigError(
                         f"{name} must be a list of layers, and {model} has layers 0 … {layers - 1}: got "
                         f"{number!r}."

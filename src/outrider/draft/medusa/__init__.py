@@ -23,19 +23,19 @@ import torch
 from outrider.checkpoints.heads import Head
 from outrider.core.step import Batch, Commit
 from outrider.core.tree import EMPTY_TREE, Draft, DraftTree
+from outrider.core.validate import check_fields, optional, whole
 from outrider.draft.medusa.layouts import claims_of, translate
 from outrider.draft.medusa.network import Network
 from outrider.draft.medusa.packed import Packed
 from outrider.draft.medusa.trees import CHAIN, RANKS, allowed, check_tree
 from outrider.drafting.base import Drafter, Target
 from outrider.errors import ConfigError
-from outrider.heads.base import HeadOptions, StateDrafter, check_whole
+from outrider.heads.base import HeadOptions, StateDrafter
 from outrider.heads.choose import Chooser
 from outrider.heads.ranks import RankAccuracy
 from outrider.heads.trees import BlockTree
 
 PUBLISHED_NODES = 63
-CPU_NODES = 8  # on a CPU every node costs time
 
 
 class Medusa(StateDrafter):
@@ -55,8 +55,7 @@ class Medusa(StateDrafter):
         def __post_init__(self) -> None:
             super().__post_init__()
             check_tree(self.tree)
-            if self.nodes is not None:
-                check_whole("nodes", self.nodes, 1, 1024)
+            check_fields(self, {"nodes": optional(whole(1, 1024))})
             if self.nodes is not None and self.tree == CHAIN:
                 raise ConfigError(
                     f'nodes = {self.nodes} has no effect with tree "chain", which has one a level: '
@@ -72,9 +71,10 @@ class Medusa(StateDrafter):
         self.depth = self.heads.heads if self.paths is None else max(map(len, self.paths))
         ranks = RANKS if self.paths is None else 1 + max(path[-1] for path in self.paths)
         self.ranks = min(ranks, self.heads.outputs)
-        on_cpu = target.decoder.device.type == "cpu"
-        own_nodes = CPU_NODES if on_cpu else PUBLISHED_NODES
-        self.nodes: int = options.nodes or (own_nodes if self.paths is None else len(self.paths))
+        if self.paths is None:
+            self.nodes = target.nodes(options.nodes, PUBLISHED_NODES)
+        else:
+            self.nodes = options.nodes or len(self.paths)
         self.memory = RankAccuracy.prior(self.heads.heads, self.ranks)
         self.trees: Sequence[DraftTree] = ()  # of this step as proposed; only a part may be verified
 

@@ -27,24 +27,21 @@ from outrider.checkpoints.heads import Head
 from outrider.core.row import Row
 from outrider.core.step import Batch
 from outrider.core.tree import EMPTY_TREE, Budget, Draft, DraftTree
+from outrider.core.validate import check_fields, is_whole, optional, whole
 from outrider.draft.mlp_speculator import layouts, steps
 from outrider.draft.mlp_speculator.tree import best_nodes, likeliest, product
 from outrider.drafting.base import Drafter, Target
 from outrider.drafting.options import refuse_idle
 from outrider.errors import ConfigError
-from outrider.heads.base import HeadOptions, StateDrafter, check_whole
+from outrider.heads.base import HeadOptions, StateDrafter
 from outrider.heads.trees import RankTree, grow_level
 
 MAX_NODES = 1024  # of a product
 
 
-def _whole(value: Any, most: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most
-
-
 def _check(top_k: Any, where: str = "") -> tuple[int, ...]:
     """Raise ConfigError unless it lists a number of children for each step."""
-    if not isinstance(top_k, (list, tuple)) or not top_k or not all(_whole(k, 64) for k in top_k):
+    if not isinstance(top_k, (list, tuple)) or not top_k or not all(is_whole(k, 1, 64) for k in top_k):
         raise ConfigError(
             f'top_k_tokens_per_head{where} must be a list of whole numbers in 1 … 64, or "config", '
             f"got {top_k!r}."
@@ -76,10 +73,8 @@ class MlpSpeculator(StateDrafter):
             super().__post_init__()
             if self.top_k_tokens_per_head not in (None, "config"):
                 _check(self.top_k_tokens_per_head)
-            for name in ("n_candidates", "nodes"):
-                value = getattr(self, name)
-                if value is not None:
-                    check_whole(name, value, 1, MAX_NODES)
+            count = optional(whole(1, MAX_NODES))
+            check_fields(self, {"n_candidates": count, "nodes": count})
             refuse_idle(
                 self, self.top_k_tokens_per_head is not None, "top_k_tokens_per_head", "n_candidates", "nodes"
             )
@@ -91,11 +86,7 @@ class MlpSpeculator(StateDrafter):
         self.depth = layout.steps
         self.top_k, self.candidates = self._branches(options)
         chain = options.top_k_tokens_per_head is None
-        self.nodes = (
-            self.depth
-            if chain
-            else options.nodes or (8 if target.decoder.device.type == "cpu" else MAX_NODES)
-        )
+        self.nodes = self.depth if chain else target.nodes(options.nodes, MAX_NODES)
 
     def _branches(self, options: Options) -> tuple[tuple[int, ...], int]:
         """(children of a node, level by level; number of paths to keep)."""
@@ -112,7 +103,7 @@ class MlpSpeculator(StateDrafter):
                 f"{self.depth}."
             )
         kept: Any = options.n_candidates or config.get("n_candidates")
-        return top_k, kept if _whole(kept, MAX_NODES) else math.prod(top_k)
+        return top_k, kept if is_whole(kept, 1, MAX_NODES) else math.prod(top_k)
 
     @classmethod
     def example(cls, target: Target) -> Drafter:

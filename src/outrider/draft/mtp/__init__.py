@@ -36,11 +36,12 @@ from torch import Tensor
 
 from outrider.checkpoints.heads import Head
 from outrider.core.step_input import StepInput
+from outrider.core.validate import FLAG, check_fields, optional
 from outrider.draft.mtp.layouts import claims_of, translate
 from outrider.draft.mtp.network import Network
 from outrider.draft.mtp.packed import Packed
 from outrider.drafting.base import Drafter, Target
-from outrider.errors import ConfigError, ModelError
+from outrider.errors import ModelError
 from outrider.heads.reader import Reader
 from outrider.heads.recurrent import Forwards, Net, Reading, Recurrent, RecurrentOptions
 from outrider.heads.trees import KVTree
@@ -144,8 +145,7 @@ class Mtp(Recurrent):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            if self.prenorm is not None and not isinstance(self.prenorm, bool):
-                raise ConfigError(f"prenorm must be True, False or None, got {self.prenorm!r}.")
+            check_fields(self, {"prenorm": optional(FLAG)})
 
     def __init__(self, options: Any, target: Target, head: Head | None = None) -> None:
         super().__init__(options, target, _own(target) if head is None and not options.model else head)

@@ -26,12 +26,13 @@ from torch import Tensor
 from outrider.checkpoints.heads import Head
 from outrider.core.step import Batch, RowStep
 from outrider.core.tree import EMPTY_TREE, Draft
+from outrider.core.validate import check_fields, optional, whole
 from outrider.draft.redrafter.beams import Beams
 from outrider.draft.redrafter.layouts import blocks, claims_of, translate
 from outrider.draft.redrafter.network import Network
 from outrider.drafting.base import Drafter, Target
 from outrider.errors import ModelError
-from outrider.heads.base import HeadOptions, StateDrafter, check_whole
+from outrider.heads.base import HeadOptions, StateDrafter
 from outrider.heads.trees import grow_level
 from outrider.models.fallback.row_invariant import by_rows
 
@@ -59,15 +60,13 @@ class ReDrafter(StateDrafter):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            check_whole("beam_width", self.beam_width, 1, MAX_WIDTH)
-            check_whole("beam_length", self.beam_length, 2, MAX_LENGTH)
-            if self.nodes is not None:
-                check_whole("nodes", self.nodes, 1, MAX_WIDTH * MAX_LENGTH)
+            kinds = {"beam_width": whole(1, MAX_WIDTH), "beam_length": whole(2, MAX_LENGTH)}
+            check_fields(self, {**kinds, "nodes": optional(whole(1, MAX_WIDTH * MAX_LENGTH))})
 
     def __init__(self, options: Options, target: Target, head: Head | None = None) -> None:
         super().__init__(options, target, head)
         self.depth = options.beam_length - 1
-        self.nodes = options.nodes or (8 if target.decoder.device.type == "cpu" else MAX_WIDTH * MAX_LENGTH)
+        self.nodes = target.nodes(options.nodes, MAX_WIDTH * MAX_LENGTH)
         self._pack(translate(self.head), target.vocabulary)
 
     def _pack(self, head: Head, vocabulary: int) -> None:

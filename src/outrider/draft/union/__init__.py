@@ -22,9 +22,9 @@ from outrider.core.noise import mix
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, Needs, RowStep
 from outrider.core.tree import ROOT, Draft, DraftTree
+from outrider.core.validate import Kind, check_fields, optional, whole
 from outrider.draft.union.merge import Merged, merge
 from outrider.drafting.base import Drafter, Storage, Target
-from outrider.drafting.options import is_int, require
 from outrider.errors import ConfigError, unknown
 
 DEPTH = "num_speculative_tokens"
@@ -55,8 +55,7 @@ def parse(config: Any) -> Member:
     for key in rest:
         if key not in valid:
             raise ConfigError(unknown("key", key, {"method", DEPTH, *valid}, f"'drafters', method {name!r}"))
-    if depth is not None and not is_int(depth, 1):
-        raise ConfigError(f"{DEPTH} must be a whole number of at least 1, got {depth!r}.")
+    optional(whole(1)).check(depth, DEPTH)
     return Member(method, method.Options(**rest), depth)
 
 
@@ -75,13 +74,10 @@ class Union(Drafter):
         nodes: int | None = None
 
         def __post_init__(self) -> None:
-            valid = isinstance(self.drafters, (list, tuple))
-            require(self, "drafters", valid, "a list of dicts with a 'method'")
+            listed = Kind("a list of dicts with a 'method'", lambda value: isinstance(value, (list, tuple)))
+            check_fields(self, {"drafters": listed, "nodes": optional(whole(1))})
             for config in self.drafters:
                 parse(config)
-            require(
-                self, "nodes", self.nodes is None or is_int(self.nodes, 1), "a whole number of at least 1"
-            )
 
     def __init__(self, options: Any, target: Target, factories: Sequence[Factory] = ()) -> None:
         """Make the drafters of `factories`, then those of the options, each with its own RNG streams."""

@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from outrider.core.tree import ROOT, DraftTree
+from outrider.core.tree import ROOT, Budget, DraftTree
 from outrider.drafting.best_first import BestFirst
+from outrider.drafting.trees.builder import TreeBuilder
 from outrider.sampling.random_streams import without
 
 # Assumed acceptance of the first of several sampled siblings, and the ratio of each further one to the one
@@ -47,13 +48,13 @@ def merge(trees: Sequence[DraftTree], nodes: int, first: Sequence[int] = ()) -> 
         return Merged(tree, [unchanged if k in proposing else {} for k in range(len(trees))])
     if len({tree.repeats for tree in trees if tree.distributions}) > 1:
         trees = [independent(tree) for tree in trees]
-    merger = Merger()
+    merger = Merger(nodes)
     for tree in trees:
         merger.add(tree)
-    merger.select(nodes)
+    merger.select()
     for k, tree in enumerate(trees):
-        merger.add_probes(k, tree, nodes)
-    return Merged(merger.tree, merger.node_of)
+        merger.add_probes(k, tree)
+    return Merged(merger.built.draft_tree._replace(source=merger.source), merger.node_of)
 
 
 @dataclass
@@ -84,13 +85,14 @@ class Candidate(NamedTuple):
 
 
 class Merger:
-    """tree: the merged tree.  node_of: as in `Merged`."""
+    """built: the merged tree.  source: of its nodes.  node_of: as in `Merged`."""
 
-    def __init__(self) -> None:
+    def __init__(self, nodes: int) -> None:
         self.root = Node(ROOT, 1.0, CHOSEN)
         self.distributions: list[Tensor] = []
         self.repeats = False
-        self.tree = DraftTree([], [], [])
+        self.built = TreeBuilder(Budget(nodes, nodes))
+        self.source: list[int] = []
         self.node_of: list[dict[int, int]] = []
 
     def add(self, tree: DraftTree) -> None:
@@ -124,47 +126,31 @@ class Merger:
             parent.chosen[token] = node
         return node
 
-    def select(self, nodes: int) -> None:
+    def select(self) -> None:
         """Build the tree of the most probable nodes; siblings sampled from one distribution stay in order."""
-        probs_of: list[int] = []
-        source: list[int] = []
-        queue = BestFirst[Candidate]()
+        queue, built = BestFirst[Candidate](), self.built
+        built.distributions, built.repeats = self.distributions, self.repeats
         for child in self.root.children:
             queue.push(child.confidence, Candidate(ROOT, child))
-        while queue and len(probs_of) < nodes:
+        while queue and built.room:
             joint, (parent, node) = queue.pop()
-            number = len(probs_of)
-            self.tree.tokens.append(node.token)
-            self.tree.parents.append(parent)
-            self.tree.confidence.append(node.confidence)
-            source.append(node.source)
-            probs_of.append(node.distribution)
+            number = built.add(parent, node.token, node.confidence, node.distribution)
+            self.source.append(node.source)
             for k, i in node.origins:
                 self.node_of[k][i] = number
             for child in node.children:
                 queue.push(joint * child.confidence, Candidate(number, child))
-        self.tree = self.tree._replace(source=source)
-        if self.distributions:
-            self.tree = self.tree._replace(
-                distributions=self.distributions, probs_of=probs_of, repeats=self.repeats
-            )
 
-    def add_probes(self, k: int, tree: DraftTree, nodes: int) -> None:
+    def add_probes(self, k: int, tree: DraftTree) -> None:
         """Append the probes of tree k, all or none: none if they do not fit or if a node above them was
         dropped.
         """
-        merged, node_of, probes = self.tree, self.node_of[k], range(tree.size, len(tree.tokens))
+        node_of, probes = self.node_of[k], range(tree.size, len(tree.tokens))
         above = {parent for parent in tree.parents[tree.size :] if ROOT < parent < tree.size}
-        if not probes or not above <= node_of.keys() or len(merged.tokens) + len(probes) > nodes:
-            return
-        for i in probes:
-            node_of[i] = len(merged.tokens)
-            merged.tokens.append(tree.tokens[i])
-            merged.parents.append(node_of.get(tree.parents[i], ROOT))
-            merged.confidence.append(tree.confidence[i])
-        source = [*merged.source, *map(tree.source_of, probes)]
-        probs_of = [*merged.probs_of, *[CHOSEN] * len(probes)] if merged.probs_of else ()
-        self.tree = merged._replace(probs_of=probs_of, probes=merged.probes + len(probes), source=source)
+        if above <= node_of.keys() and len(probes) <= self.built.room:
+            for i in probes:
+                node_of[i] = self.built.add_probe(node_of.get(tree.parents[i], ROOT), tree.tokens[i])
+                self.source.append(tree.source_of(i))
 
 
 def sourced(tree: DraftTree, first: int) -> DraftTree:

@@ -25,15 +25,15 @@ Children = Callable[[Row, Tensor, range, bool], list[int]]  # `random_streams.ch
 
 
 class TreeBuilder:
-    """The draft tree of one row within a budget.
+    """A draft tree within a budget.
 
     paths[node]: the nodes from the root to `node`, which is the last of them.  joint[node]: product of the
-    confidences along it.  stream_id: added to the node's number to get the number of its random stream.
-    repeats: siblings are independent samples; otherwise they are sampled without replacement.
+    confidences along it.  repeats: siblings are independent samples; otherwise they are sampled without
+    replacement.
     """
 
-    def __init__(self, row: Row, budget: Budget, stream_id: int = 0, repeats: bool = False) -> None:
-        self.row, self.budget, self.stream_id, self.repeats = row, budget, stream_id, repeats
+    def __init__(self, budget: Budget, repeats: bool = False) -> None:
+        self.budget, self.repeats, self.probes = budget, repeats, 0
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.confidence: list[float] = []
@@ -62,10 +62,70 @@ class TreeBuilder:
         self.joint[node] = self.joint[parent] * confidence
         return node
 
+    def add_probe(self, parent: int, token: int) -> int:
+        """Add a child that is evaluated and never accepted; its number.  No node but a probe may follow."""
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.confidence.append(0.0)
+        self.probs_of.append(-1)
+        self.probes += 1
+        return len(self.tokens) - 1
+
     def add_distribution(self, probs: Tensor) -> int:
         """Keep probs, float64 [V], for children to be sampled from; its index."""
         self.distributions.append(probs)
         return len(self.distributions) - 1
+
+    @property
+    def room(self) -> int:
+        """Nodes that the budget has left."""
+        return self.budget.nodes - len(self.tokens)
+
+    def path_tokens(self, node: int) -> list[int]:
+        """The tokens from the root to a node."""
+        return [self.tokens[i] for i in self.paths[node]]
+
+    @property
+    def draft_tree(self) -> DraftTree:
+        tree = DraftTree(self.tokens, self.parents, self.confidence, probes=self.probes)
+        if not self.distributions:
+            return tree
+        return tree._replace(distributions=self.distributions, probs_of=self.probs_of, repeats=self.repeats)
+
+
+NO_VIEW = View(array("i"))  # of a drafter whose nodes have no K/V
+
+
+class LevelBuilder(TreeBuilder):
+    """The tree of a row that grows level by level.  frontier: the nodes whose children come next, all of one
+    depth.
+
+    stream_id: added to a node's number to get the number of its random stream.  view: the slots of the row and of its draft tokens, of which node i has number base + i; NO_VIEW for a
+    drafter whose nodes have no K/V.  base: position of the first draft token.
+    """
+
+    def __init__(
+        self,
+        row: Row,
+        base: int,
+        budget: Budget,
+        view: View = NO_VIEW,
+        stream_id: int = 0,
+        repeats: bool = False,
+    ) -> None:
+        super().__init__(budget, repeats)
+        self.row, self.base, self.view, self.stream_id = row, base, view, stream_id
+        self.frontier = [ROOT]
+
+    @property
+    def growing(self) -> bool:
+        """Whether another level fits the budget."""
+        depth = len(self.paths[self.frontier[0]]) if self.frontier else self.budget.depth
+        return depth < self.budget.depth and self.room > 0
+
+    def token(self, node: int) -> int:
+        """The token of a node; of the root, the row's pending token."""
+        return self.row.tokens[-1] if node == ROOT else self.tokens[node]
 
     def add_samples(
         self, parent: int, distribution: int, count: int, children: Children = random_streams.children
@@ -81,56 +141,6 @@ class TreeBuilder:
             self.add(parent, token, confidence, distribution)
             for token, confidence in zip(tokens, SAMPLE_CONFIDENCE)
         ]
-
-    @property
-    def room(self) -> int:
-        """Nodes that the budget has left."""
-        return self.budget.nodes - len(self.tokens)
-
-    def token(self, node: int) -> int:
-        """The token of a node; of the root, the row's pending token."""
-        return self.row.tokens[-1] if node == ROOT else self.tokens[node]
-
-    def path_tokens(self, node: int) -> list[int]:
-        """The tokens from the root to a node."""
-        return [self.tokens[i] for i in self.paths[node]]
-
-    @property
-    def draft_tree(self) -> DraftTree:
-        tree = DraftTree(self.tokens, self.parents, self.confidence)
-        if not self.distributions:
-            return tree
-        return tree._replace(distributions=self.distributions, probs_of=self.probs_of, repeats=self.repeats)
-
-
-NO_VIEW = View(array("i"))  # of a drafter whose nodes have no K/V
-
-
-class LevelBuilder(TreeBuilder):
-    """A tree that grows level by level.  frontier: the nodes whose children come next, all of one depth.
-
-    view: the slots of the row and of its draft tokens, of which node i has number base + i; NO_VIEW for a
-    drafter whose nodes have no K/V.  base: position of the first draft token.
-    """
-
-    def __init__(
-        self,
-        row: Row,
-        base: int,
-        budget: Budget,
-        view: View = NO_VIEW,
-        stream_id: int = 0,
-        repeats: bool = False,
-    ) -> None:
-        super().__init__(row, budget, stream_id, repeats)
-        self.base, self.view = base, view
-        self.frontier = [ROOT]
-
-    @property
-    def growing(self) -> bool:
-        """Whether another level fits the budget."""
-        depth = len(self.paths[self.frontier[0]]) if self.frontier else self.budget.depth
-        return depth < self.budget.depth and self.room > 0
 
     @property
     def table(self) -> array[int]:
