@@ -43,7 +43,11 @@ def without(name: str) -> dict[str, Tensor]:
             {**tensors(), "fc.weight": torch.zeros(HIDDEN, 2 * HIDDEN)},
             r"\(64, 128\), and \(64, 192\) is needed",
         ),
-        (speculators(), {**tensors(), "fc.weight": torch.zeros(48, 192)}, "48 wide, the target 64"),
+        (
+            speculators(),
+            {**tensors(), "fc.weight": torch.zeros(48, 192)},
+            "a width of 48, and the target embeds in 64",
+        ),
         (speculators(), {**tensors(), "norm.weight": torch.zeros(HIDDEN, dtype=torch.int32)}, "int32"),
         (
             speculators(),
@@ -62,7 +66,7 @@ def without(name: str) -> dict[str, Tensor]:
         (speculators(), {**tensors(), "domino_head.embed_proj.0.weight": torch.zeros(8, 96)}, "Domino"),
         (speculators(), {**tensors(), "markov_w1.weight": torch.zeros(V, 4)}, "markov_w2"),
         (speculators(), {**tensors(), "something.weight": torch.zeros(4)}, "something.weight"),
-        (speculators(aux_hidden_state_layer_ids=[2, 4, 9]), tensors(), r"\[2, 4, 9\], and the target has 8"),
+        (speculators(aux_hidden_state_layer_ids=[2, 4, 9]), tensors(), r"\[2, 4, 9\]; the target has 0 … 8"),
         (speculators(mask_token_id=V), tensors(), "mask_token_id is 512, of 512"),
         (speculators(mask_token_id=None), tensors(), "mask_token_id .* whole number"),
         (speculators(block_size="8"), tensors(), "block_size .* whole number"),

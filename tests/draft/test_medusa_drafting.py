@@ -21,13 +21,12 @@ from outrider.core.noise import gumbel, key_of
 from outrider.core.row import Row
 from outrider.core.step import FINAL, Batch, RowStep
 from outrider.core.tree import EMPTY_TREE, ROOT, Draft, DraftTree
-from outrider.draft.medusa import Medusa
+from outrider.draft.medusa import Medusa, Packed
 from outrider.draft.medusa.layouts import exported
 from outrider.draft.medusa.network import Network
-from outrider.draft.medusa.packed import Packed
-from outrider.draft.medusa.trees import grown
 from outrider.draft.union import Union
 from outrider.drafting.base import Drafter
+from outrider.heads.ranked import grown
 from outrider.heads.sample import Sample, TargetWeights, read
 from outrider.heads.templates import MEDUSA, paths
 

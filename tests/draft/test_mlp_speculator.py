@@ -464,11 +464,11 @@ def test_a_truncated_file(llm: LLM, tmp_path: Path) -> None:
         ({"top_k_tokens_per_head": [4, 3]}, r"\[4, 3\] is for 2 steps, and .* has 3"),
         (
             {"top_k_tokens_per_head": [4, 3, 2], "n_candidates": 0},
-            "n_candidates must be a whole number in 1 … 1024, got 0",
+            "n_candidates must be a whole number in 1 … 1024 or None, got 0",
         ),
         (
             {"top_k_tokens_per_head": [4, 3, 2], "nodes": True},
-            "nodes must be a whole number in 1 … 1024, got True",
+            "nodes must be a whole number in 1 … 1024 or None, got True",
         ),
         ({"nodes": 8}, "nodes = 8 has no effect without top_k_tokens_per_head"),
         ({"n_candidates": 8}, "n_candidates = 8 has no effect without"),

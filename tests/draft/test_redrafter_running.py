@@ -15,8 +15,7 @@ from toys import HIDDEN, V, acceptance, save_head, teach, toy_target
 from outrider import LLM, ConfigError, ModelError, SamplingParams
 from outrider.core.step import FINAL
 from outrider.core.tree import ROOT
-from outrider.draft.redrafter import ReDrafter
-from outrider.draft.redrafter.beams import Beams
+from outrider.draft.redrafter import Beams, ReDrafter
 from outrider.draft.redrafter.network import Network
 from outrider.heads.sample import TargetWeights, read
 from outrider.testing import random_prompts
@@ -71,13 +70,13 @@ def test_drafts_use_the_state_that_gave_the_pending_token(
     llm: LLM, learned: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With any acceptance and any chunks, states equal those of the target reading the text alone."""
-    levels, seen = ReDrafter._levels, list[tuple[list[int], Tensor]]()
+    levels, seen = ReDrafter._grow, list[tuple[list[int], Tensor]]()
 
     def watched(self: ReDrafter, f: Tensor, grown: list[Beams]) -> None:
         seen.extend((list(beams.row.tokens), state.clone()) for beams, state in zip(grown, f))
         levels(self, f, grown)
 
-    monkeypatch.setattr(ReDrafter, "_levels", watched)
+    monkeypatch.setattr(ReDrafter, "_grow", watched)
     llm.use({"model": learned})
     llm.generate(
         token_prompts(random_prompts(4)),

@@ -542,7 +542,7 @@ def test_a_draft_model_needs_no_method(method: str, tiny: Path) -> None:
         ),
         (
             [{"method": "ngram", "num_speculative_tokens": 0}],
-            "num_speculative_tokens must be a whole number of at least 1, got 0",
+            "num_speculative_tokens must be a whole number of at least 1 or None, got 0",
         ),
         ([{"method": "ngram", "prompt_lookup_min": 0}], "prompt_lookup_min"),
         ([{"method": "recycle", "nodes": 0}], "nodes"),

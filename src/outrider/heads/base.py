@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -24,10 +24,12 @@ from outrider.checkpoints.heads import Head
 from outrider.checkpoints.quantize import bits_of
 from outrider.core.row import Row
 from outrider.core.step import FINAL, Batch, Commit, Needs, RowStep
+from outrider.core.tree import EMPTY_TREE, Draft, DraftTree
 from outrider.drafting.base import Drafter, Target
 from outrider.drafting.options import refuse_parallel
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.choose import Chooser
+from outrider.heads.layouts import HeadFormat
 from outrider.heads.reader import Reader
 from outrider.heads.vocabulary import check_size
 
@@ -53,9 +55,21 @@ class HeadOptions:
         refuse_parallel(self.draft_tensor_parallel_size)
 
 
-class HeadDrafter(Drafter):
-    """head: the opened file.  reader: packs its tensors.  choose: draft tokens from logits."""
+def random_head(make: Callable[..., Any], *args: Any, **options: Any) -> Head:
+    """A head with the weights of a new network, make(*args, **options), always the same."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        network = make(*args, **options)
+    return Head.of("example", network.config(), network.state_dict())
 
+
+class HeadDrafter(Drafter):
+    """head: the opened file, under our names.  reader: packs its tensors.  choose: draft tokens from logits.
+
+    FORMAT: the table of the method's published names.  memory: the accuracy of ranks, for trees that follow it.
+    """
+
+    FORMAT: ClassVar[HeadFormat] = HeadFormat(())
     demo: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     needs = Needs(states=(FINAL,))
     slot_bytes: int = 0  # bytes of K/V for every slot of the target's cache
@@ -65,10 +79,12 @@ class HeadDrafter(Drafter):
         if head is None and not options.model:
             raise ConfigError("the method needs 'model': the folder or hub id of a trained head.")
         self.backend, self.hidden = target.decoder.backend, target.decoder.spec.hidden
-        self.head = head or self._open(options)
-        check_size(self.head, target.vocabulary)
+        opened = head or self._open(options)
+        check_size(opened, target.vocabulary)
+        self.head = self.translate(opened)
         self.reader = Reader(self.head, self.backend, bits_of(options.quantization))
         self.choose = Chooser(target)
+        self.trees: Sequence[DraftTree] = ()  # of this step as proposed; only a part may be verified
 
     @staticmethod
     def can_draft(step: RowStep) -> bool:
@@ -85,7 +101,12 @@ class HeadDrafter(Drafter):
     @classmethod
     def claims(cls, head: Head) -> int:
         """Whether a file is for this method: 2 by its tensors, 1 by its config, 0 no."""
-        return 0
+        return 2 if cls.FORMAT.layout_of(head) else 0
+
+    @classmethod
+    def translate(cls, head: Head) -> Head:
+        """The head under our names, with a flat config.  Raises ModelError for an unsupported kind of head."""
+        return cls.FORMAT.translate(head)
 
     @classmethod
     def check(cls, head: Head) -> None:
@@ -98,6 +119,34 @@ class HeadDrafter(Drafter):
                 f"{head.name!r} is quantised ({quantized}): load the unquantised head, or one in "
                 "compressed-tensors (pack-quantized); 'quantization' quantises it while loading."
             )
+        cls.translate(head)
+
+    def check_depth(self, depth: int, most: int, parts: str = "heads") -> None:
+        """Raise ConfigError for more levels than the file has parts for."""
+        if depth > most:
+            raise ConfigError(
+                f"num_speculative_tokens {depth} is more than the {most} {parts} of {self.head.name!r}: one "
+                "drafts each level."
+            )
+
+    def check_embedding(self) -> None:
+        """Raise ModelError if the target's embeddings are not as wide as its states."""
+        if (wide := self.target.decoder.embed([0]).shape[1]) != self.hidden:
+            raise ModelError(
+                f"{self.head.name!r} reads embeddings as wide as the target's states, {self.hidden}, and the "
+                f"target's are {wide}."
+            )
+
+    def propose_for(self, batch: Batch, grown: Mapping[int, DraftTree]) -> Draft:
+        """The draft with these trees, by row; `learn` judges them."""
+        self.trees = [grown.get(r, EMPTY_TREE) for r in range(len(batch))]
+        return Draft(self.trees)
+
+    def learn(self, commit: Commit) -> None:
+        """Update the accuracy of ranks, if trees follow it."""
+        if self.memory is not None:
+            for tree, step in zip(self.trees, commit.batch):
+                self.memory.update(tree, step.emitted)
 
     def _open(self, options: Any) -> Head:
         """Raise ModelError for a file of another method, or one that cannot be used."""

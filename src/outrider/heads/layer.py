@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.backends.base import Backend, Weight
@@ -14,10 +15,12 @@ from outrider.cache.pool import Pool, kv_dtype
 from outrider.checkpoints.heads import Head
 from outrider.core.limits import check_attention
 from outrider.core.step_input import StepInput
+from outrider.drafting.base import Target
 from outrider.errors import ModelError, first_line
 from outrider.heads.reader import Reader
 from outrider.models.base import Model
 from outrider.models.decoder import rotations
+from outrider.models.fallback.row_invariant import by_rows
 
 
 @dataclass(frozen=True)
@@ -50,14 +53,6 @@ class Sizes:
         check_attention(f"{head.name!r}: {at}", q // width, kv // width, width, width + width % 2)
         inner = head.shape(f"{at}.mlp.gate_proj.weight")[0]
         return Sizes(hidden, inner, q // width, kv // width, width, float(config.get("rms_norm_eps") or 1e-6))
-
-    def pool(self, layers: int, slots: int, model: Model) -> Pool:
-        dtype = kv_dtype(model.kv_cache_dtype, model.dtype)
-        return Pool(layers, self.kv_heads, self.head_dim, slots, dtype, model.backend.device)
-
-    def slot_bytes(self, layers: int, model: Model) -> int:
-        dtype = kv_dtype(model.kv_cache_dtype, model.dtype)
-        return Pool.bytes_per_slot(layers, self.kv_heads, self.head_dim, dtype)
 
 
 def rotary_table(config: Mapping[str, Any], sizes: Sizes, positions: int) -> Tensor:
@@ -135,6 +130,66 @@ class Block:
         if u is None and self.norm_in is None:
             u = x
         return self.backend.run_layers(self.stack, x, step_input, pool, u=u, layer=at)
+
+
+class Stack:
+    """The blocks of a head, with K/V in a pool of the head's own."""
+
+    def __init__(
+        self,
+        reader: Reader,
+        target: Target,
+        names: Sequence[str],
+        width: int,
+        inputs: int | None = None,
+        windows: Sequence[int] = (),
+        more: int = 0,
+        bare: bool = False,
+    ) -> None:
+        """names: prefixes of the blocks' names.  inputs: width of u of the first block, if the caller gives u.
+        windows: of each block.  more: positions after the target's last.  bare: blocks may lack an input norm.
+
+        Raises ModelError for blocks whose K/V does not fit into one pool.
+        """
+        head, self.model = reader.head, target.decoder
+        self.sizes = sizes = Sizes.of(head, names[0], width)
+        turned = int(sizes.head_dim * (head.config.get("partial_rotary_factor") or 1))
+        turn = rotary_table(head.config, replace(sizes, head_dim=turned), target.max_len + more)
+        self.blocks: list[Block] = []
+        for i, name in enumerate(names):
+            own, norm = Sizes.of(head, name, width), None
+            if (own.kv_heads, own.head_dim) != (sizes.kv_heads, sizes.head_dim):
+                raise ModelError(
+                    f"{head.name!r}: {name} has other K/V heads than its first layer, which is not supported."
+                )
+            given = inputs if i == 0 else None
+            if given is None:
+                norm = (reader.optional if bare else reader.vector)(f"{name}.input_layernorm.weight", width)
+            window = windows[i] if windows else 0
+            self.blocks.append(Block(reader, name, own, given or width, turn, window, norm))
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of K/V of one slot."""
+        dtype = kv_dtype(self.model.kv_cache_dtype, self.model.dtype)
+        return Pool.bytes_per_slot(len(self.blocks), self.sizes.kv_heads, self.sizes.head_dim, dtype)
+
+    def pool(self, slots: int) -> Pool:
+        dtype, device = kv_dtype(self.model.kv_cache_dtype, self.model.dtype), self.model.backend.device
+        return Pool(len(self.blocks), self.sizes.kv_heads, self.sizes.head_dim, slots, dtype, device)
+
+    def __call__(self, x: Tensor, step_input: StepInput, pool: Pool, u: Tensor | None = None) -> Tensor:
+        """The output of the last block, in place of x [n, width]; u: input of the first."""
+        for i, block in enumerate(self.blocks):
+            x = block(x, step_input, pool, i, u if i == 0 else None)
+        return x
+
+
+def residual(backend: Backend, x: Tensor, blocks: Sequence[Any]) -> Tensor:
+    """x += silu(linear(x)) for each of the linears."""
+    for block in blocks:
+        x = x + by_rows(F.silu, backend.linear(x, block))
+    return x
 
 
 class Pairs:

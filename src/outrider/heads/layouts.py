@@ -19,14 +19,31 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
 
-from outrider.checkpoints.heads import Head
+from torch import Tensor
+
+from outrider.checkpoints.heads import Head, Tensors
+from outrider.core.quantized import QuantizedWeight
+from outrider.errors import ModelError
 
 FIELD = re.compile(r"\{(\w+)(?:\+(\w+))?\}")
 FIELD_TEXT = {"kind": "weight|bias", "rest": ".+"}  # every other field is a number
 Rows = tuple[tuple[str, str | None], ...]
+NESTED = (
+    "dflash_config",
+    "eagle_config",
+    "model",
+    "transformer_layer_config",
+)  # parts of configs; of equal keys the last counts
+UNCHANGED: Rows = (("{rest}", "{rest}"),)
+# Our names of the tensors of a block, as a regular expression.
+BLOCK_NAMES = (
+    r"(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)\.(weight|bias)|"
+    r"((input|post_attention)_layernorm|self_attn\.[qk]_norm)\.weight"
+)
 
 
 @cache
@@ -80,6 +97,34 @@ def _no_numbers(_: Head) -> dict[str, int]:
     return {}
 
 
+class Changed:
+    """Tensors, some of which are changed while they are read.  changes: stored name -> function."""
+
+    def __init__(self, tensors: Tensors, changes: Mapping[str, Callable[[Tensor], Tensor]]) -> None:
+        self.tensors, self.changes = tensors, changes
+        self.shape = tensors.shape
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def raw(self, name: str) -> Tensor:
+        tensor = self.tensors.raw(name)
+        return self.changes[name](tensor) if name in self.changes else tensor
+
+    def weight(self, name: str) -> Tensor | QuantizedWeight:
+        """Scales move with their weights if no group crosses the middle of the inputs."""
+        weight = self.tensors.weight(name)
+        if name not in self.changes:
+            return weight
+        if isinstance(weight, QuantizedWeight):
+            whole = weight.values.shape[1] // 2 % weight.group == 0
+            return weight.mapped(self.changes[name]) if whole else self.changes[name](weight.dense())
+        return self.changes[name](weight)
+
+
 @dataclass(frozen=True)
 class Layout:
     """One published set of names.
@@ -91,6 +136,9 @@ class Layout:
     applies:       a further condition, where names alone are ambiguous
     numbers:       values of fields that depend on all names of a head, such as `first`
     beside_target: such files also hold a whole target
+    changes:       (regular expression of our names, function of a tensor and the config) of tensors that
+                   differ from ours; the functions keep the shape, and move rows or halves of the inputs
+    defaults:      (key, value) of the config that this layout implies
     """
 
     publisher: str
@@ -100,6 +148,8 @@ class Layout:
     applies: Callable[[Head], bool] = _always
     numbers: Callable[[Head], dict[str, int]] = _no_numbers
     beside_target: bool = False
+    changes: tuple[tuple[str, Callable[[Tensor, Mapping[str, Any]], Tensor]], ...] = ()
+    defaults: tuple[tuple[str, Any], ...] = ()
 
     def found_in(self, head: Head) -> bool:
         signs = [_compile(pattern) for pattern in self.sign]
@@ -142,6 +192,8 @@ class HeadFormat:
     vocabulary: patterns of tensors with one row per known token
     numbered:   patterns whose field {i} numbers the draft positions; a head without any is recurrent
     depth:      number of draft positions, where the config states it
+    known:      regular expression of all our names; a file with others is refused.  None: any name
+    variants:   regular expression of unknown names -> the kind of head that has them, the first match counts
     """
 
     layouts: tuple[Layout, ...]
@@ -150,11 +202,65 @@ class HeadFormat:
     numbered: tuple[str, ...] = ()
     taps: Callable[[Head], int] = lambda _: 1
     depth: Callable[[Head], int | None] = lambda _: None
+    known: str | None = None
+    variants: tuple[tuple[str, str], ...] = ()
 
     def layout_of(self, head: Head) -> Layout | None:
         """The first layout that matches a head under its published names; None without a match."""
         return next((layout for layout in self.layouts if layout.found_in(head)), None)
 
+    def renamed(self, head: Head) -> Head:
+        """The head under our names, with a flat config.  A head without a match is read in the last layout."""
+        if not self.layouts:
+            return replace(head, config=flat(head.config))
+        layout = self.layout_of(head) or self.layouts[-1]
+        ours, config = layout.translate(head), dict(layout.defaults) | flat(head.config)
+        changes = {
+            stored: partial(_change, change, config)
+            for name, stored in ours.stored.items()
+            for pattern, change in layout.changes
+            if re.search(pattern, name)
+        }
+        return replace(
+            ours, config=config, tensors=Changed(head.tensors, changes) if changes else head.tensors
+        )
+
     def translate(self, head: Head) -> Head:
-        """The head under our names.  A head without a match is read in the last layout."""
-        return (self.layout_of(head) or self.layouts[-1]).translate(head)
+        """As `renamed`.  Raises ModelError if the head has tensors of unknown meaning."""
+        ours = self.renamed(head)
+        known = re.compile(self.known or ".*")
+        if strange := sorted(name for name in ours if not known.fullmatch(name)):
+            names = " ".join(strange)
+            kind = next((kind for part, kind in self.variants if re.search(part, names)), "")
+            raise ModelError(
+                f"{head.name!r} is another kind of head{kind and f' ({kind})'}, which is not supported: it has "
+                f"{', '.join(ours.stored[name] for name in strange[:4])}."
+            )
+        return ours
+
+
+def _change(change: Callable[[Tensor, Mapping[str, Any]], Tensor], config: Any, tensor: Tensor) -> Tensor:
+    return change(tensor, config)
+
+
+def flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a config and of the parts in it that describe a layer; the outer ones count."""
+    parts = [part for key in NESTED if isinstance(part := config.get(key), Mapping)]
+    own = {key: value for key, value in config.items() if value is not None}
+    return {key: value for part in [*parts, own] for key, value in part.items()}
+
+
+def speculators_config(kind: str, tokens: int) -> dict[str, Any]:
+    """What speculators says about decoding with a head that drafts `tokens` tokens."""
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": tokens,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return {
+        "algorithm": kind,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [proposal],
+        "verifier": {"name_or_path": None, "architectures": []},
+    }

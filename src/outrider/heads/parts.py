@@ -145,6 +145,12 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, angles: Tensor, mask: Tensor) -> Tensor:
         return self.feed_forward(x + self.self_attn(self.input_layernorm(x), angles, mask))
 
+    def over_text(self, x: Tensor, theta: float) -> Tensor:
+        """x [T, hidden] of the positions 0 … T - 1 through the layer."""
+        angles = rotary_angles(torch.arange(len(x)), self.self_attn.head_dim, theta)
+        out: Tensor = self(x, angles, causal_mask(len(x)))
+        return out
+
     def feed_forward(self, x: Tensor) -> Tensor:
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out

@@ -26,6 +26,10 @@ class Reader:
     def vector(self, name: str, size: int) -> Tensor:
         return self.head.get(name, size).float().to(self.backend.device).contiguous()
 
+    def optional(self, name: str, size: int) -> Tensor | None:
+        """A vector; None if the file lacks it."""
+        return self.vector(name, size) if name in self.head else None
+
     def linear(self, name: str, outputs: int, inputs: int) -> Any:
         """`name`.weight, and `name`.bias if the file has one."""
         return self.fused([(name, outputs)], inputs)
@@ -46,6 +50,24 @@ class Reader:
         ]
         biased = any(f"{name}.bias" in self.head for name, _ in parts)
         return self.backend.pack(join(weights, torch.float32), torch.cat(biases) if biased else None)
+
+    def biased(self, names: Sequence[str], outputs: int, inputs: int) -> Any:
+        """Linears of one input as one, each of which must have a bias."""
+        for name in names:
+            self.head.get(f"{name}.bias", outputs)
+        return self.fused([(name, outputs) for name in names], inputs)
+
+    def repeated(self, names: Sequence[str], width: int) -> list[Any]:
+        """Square linears; those that equal the one before are packed once."""
+        packed = list[Any]()
+        for before, name in zip([None, *names], names):
+            parts = [part for part in ("weight", "bias") if f"{name}.{part}" in self.head]
+            same = before is not None and all(
+                torch.equal(self.head.raw(f"{before}.{part}"), self.head.raw(f"{name}.{part}"))
+                for part in parts
+            )
+            packed.append(packed[-1] if same else self.linear(name, width, width))
+        return packed
 
     def some(self, name: str, ids: Tensor, inputs: int) -> Any:
         """An lm_head for the tokens `ids`.  Files with a row for every target token are cut to these."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from outrider.cache.catch_up import MAX_PENDING, CatchUp, Cursor
 from outrider.cache.pool import Pool
 from outrider.checkpoints.heads import Head
 from outrider.core.row import Row
-from outrider.core.step import Batch, Commit, Needs
+from outrider.core.step import FINAL, Batch, Commit, Needs
 from outrider.core.step_input import StepInput
 from outrider.core.tree import EMPTY_TREE, Budget, Draft
 from outrider.core.validate import check_fields, optional, whole
@@ -41,37 +41,62 @@ from outrider.drafting.options import refuse_idle
 from outrider.errors import ConfigError, unknown
 from outrider.heads.base import HeadDrafter, HeadOptions
 from outrider.heads.choose import Chooser
+from outrider.heads.layer import Stack
+from outrider.heads.outer import lm_logits
 from outrider.heads.ranks import RankAccuracy
+from outrider.heads.reader import Reader
 from outrider.heads.templates import EAGLE, Path, paths
-from outrider.heads.trees import DynamicTree, KVTree, RankTree, SampledTree, grow_level
+from outrider.heads.trees import DynamicTree, KVTree, RankTree, SampledTree, grow
 
 CHAIN, DYNAMIC = "chain", "dynamic"
 
 
-class Net(Protocol):
+class Net:
     """The packed network of a head.
 
     taps: the target's layers whose states it reads.  ids: int32 [Vd], the target's token of each of its
-    own, None if they are the same.  g [n, width]: its input in place of a state; o [n, width]: its output.
+    own, None if they are the same.  norm: before the lm_head, None without one.  g [n, width]: its input in
+    place of a state; o [n, width]: its output.
     """
 
-    taps: tuple[int, ...]
-    ids: Tensor | None
+    taps: tuple[int, ...] = (FINAL,)
+    ids: Tensor | None = None
+    norm: Tensor | None = None
+    lm_head: Any = None  # the target's
+    scale = 1.0
+    stack: Stack
+
+    def __init__(self, reader: Reader, target: Target) -> None:
+        self.reader, self.head, self.backend, self.model = reader, reader.head, reader.backend, target.decoder
 
     @property
-    def slot_bytes(self) -> int: ...
-    def pool(self, slots: int) -> Pool: ...
+    def slot_bytes(self) -> int:
+        return self.stack.slot_bytes
+
+    def pool(self, slots: int) -> Pool:
+        return self.stack.pool(slots)
+
     def from_states(self, states: Tensor) -> Tensor:
         """g for the target's states [n, taps * hidden]."""
+        return states
 
     def from_output(self, o: Tensor) -> Tensor:
         """g for an output, which stands for the next state."""
+        return o
 
     def forward(self, step_input: StepInput, pool: Pool, g: Tensor) -> Tensor:
         """o for the pairs of g and the ids of `step_input`; K/V goes to the pool."""
+        raise NotImplementedError
 
     def logits(self, o: Tensor) -> Tensor:
         """float32 [n, Vd]."""
+        x = o.contiguous() if self.norm is None else self.normed(o)
+        out = lm_logits(self.model, x, self.lm_head, self.ids)
+        return out if self.scale == 1.0 else out * self.scale
+
+    def normed(self, o: Tensor) -> Tensor:
+        assert self.norm is not None
+        return self.backend.rms_norm(o.contiguous(), self.norm, self.stack.sizes.eps)
 
 
 @dataclass(frozen=True)
@@ -215,12 +240,15 @@ class Recurrent(HeadDrafter):
 
     def _grow(self, forwards: Forwards, trees: list[KVTree]) -> None:
         """Catch up, then grow all trees, one forward a level."""
-        o, level = self._catch_up(forwards), 0
-        while trees:
-            trees, sources = grow_level(trees, self.choose, forwards.logits(level, o))
-            level += 1
-            if trees:
-                o = forwards.deepen(level, trees, o[sources])
+        o = self._catch_up(forwards)
+
+        def deepen(level: int, trees: Sequence[KVTree], sources: list[int]) -> Tensor:
+            nonlocal o
+            o = forwards.deepen(level, trees, o[sources])
+            return forwards.logits(level, o)
+
+        if trees:
+            grow(trees, self.choose, forwards.logits(0, o), deepen)
 
     def _catch_up(self, forwards: Forwards) -> Tensor:
         o = forwards.catch_up()

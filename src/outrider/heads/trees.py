@@ -11,9 +11,10 @@ token) pairs the table begins one slot later than the target's (recurrent.py).
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol, TypeVar
 
 from torch import Tensor
@@ -59,6 +60,24 @@ def grow_level(trees: Sequence[T], choose: Chooser, logits: Tensor) -> tuple[lis
             growing.append(tree)
         first += count
     return growing, sources
+
+
+def grow(
+    trees: Sequence[T],
+    choose: Chooser,
+    logits: Tensor,
+    deepen: Callable[[int, Sequence[T], list[int]], Tensor],
+) -> None:
+    """Add all levels to all trees.
+
+    logits: of the first level.  deepen(level, trees, sources): logits of a further level, for the incomplete
+    trees; sources: for each row, the row of its parent in the last logits.
+    """
+    for level in itertools.count(1):
+        trees, sources = grow_level(trees, choose, logits)
+        if not trees:
+            return
+        logits = deepen(level, trees, sources)
 
 
 class KVTree(LevelTree, Protocol):

@@ -61,14 +61,20 @@ def target_ids(head: Head, vocabulary: int) -> Tensor | None:
 
 
 def listed_ids(head: Head, name: str, vocabulary: int) -> Tensor:
-    """int32 [Vd] of a tensor that lists the target's tokens in any order.  Raises ModelError for ids beyond
-    the target's.
+    """int32 [Vd] of a tensor that lists different tokens of the target in any order.  Raises ModelError for
+    other ids.
     """
     ids = _column(head, name).long()
-    if not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
+    if (
+        not len(ids)
+        or int(ids.min()) < 0
+        or int(ids.max()) >= vocabulary
+        or len(set(ids.tolist())) < len(ids)
+    ):
+        first, last = (int(ids.min()), int(ids.max())) if len(ids) else (0, -1)
         raise ModelError(
-            f"{head.name!r} does not fit the target: its {name} reaches token {_last(ids)}, the target has "
-            f"{vocabulary}."
+            f"{head.name!r} does not fit the target: its {name} names {len(ids)} tokens in {first} … {last}, and "
+            f"the target has {vocabulary} (each may be named once)."
         )
     return ids.to(torch.int32)
 

@@ -18,7 +18,7 @@ A position needs the target's states at that position only, so any prefix hit ca
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -30,15 +30,16 @@ from outrider.checkpoints.heads import Head
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, Needs
 from outrider.core.step_input import StepInput
-from outrider.core.tree import EMPTY_TREE, Budget, Draft, DraftTree
+from outrider.core.tree import Budget, Draft
 from outrider.core.validate import Kind, check_fields, is_whole, optional, whole
-from outrider.draft.dflash import layouts
+from outrider.draft.dflash.layouts import ARCHITECTURE, FORMAT, SPARK, TYPE, BlockLayout, translate
 from outrider.draft.dflash.network import Network
 from outrider.drafting.base import Drafter, Storage, Target
 from outrider.errors import ModelError
-from outrider.heads.base import HeadDrafter, HeadOptions
+from outrider.heads.base import HeadDrafter, HeadOptions, random_head
 from outrider.heads.choose import Chooser
-from outrider.heads.layer import Block, Sizes, rotary_table
+from outrider.heads.layer import Stack
+from outrider.heads.outer import embed, lm_logits, own_embedding, own_lm_head
 from outrider.heads.ranks import RankAccuracy
 from outrider.heads.templates import chain_paths
 from outrider.heads.trees import BlockTree
@@ -59,14 +60,8 @@ class Keys:
     heads: int = 0
 
 
-@dataclass
-class Layer:
-    block: Block
-    keys: Keys
-    causal: bool
-
-
 class DFlash(HeadDrafter):
+    FORMAT = FORMAT
     demo: ClassVar = {"DFlash": {"model": "builtin-dflash", "num_speculative_tokens": 2}}
 
     @dataclass(frozen=True)
@@ -87,88 +82,67 @@ class DFlash(HeadDrafter):
 
     def __init__(self, options: Options, target: Target, head: Head | None = None) -> None:
         super().__init__(options, target, head)
-        head = self.head = layouts.translate(self.head)
-        self.reader = replace(self.reader, head=head)
-        self.layout = layout = layouts.BlockLayout.of(head, target.decoder.spec.layers, options.tap_offset)
+        head, reader = self.head, self.reader
+        self.layout = layout = BlockLayout.of(head, target.decoder.spec.layers, options.tap_offset)
         self.depth, self.needs = layout.levels, Needs(states=tuple(sorted(set(layout.taps))))
         if layout.mask >= target.vocabulary:
             raise ModelError(
                 f"{head.name!r} does not fit the target: its mask_token_id is {layout.mask}, of "
                 f"{target.vocabulary} tokens."
             )
-        self.width = head.shape("fc.weight")[0]
-        if self.width != self.hidden and not ("embed_tokens.weight" in head and "lm_head.weight" in head):
-            raise ModelError(
-                f"{head.name!r} does not fit the target: it is {self.width} wide, the target {self.hidden}."
-            )
-        self.fc = self.reader.linear("fc", self.width, len(layout.taps) * self.hidden)
+        self.width = width = head.shape("fc.weight")[0]
+        self.embedding = own_embedding(reader, target, width)
+        self.fc = reader.linear("fc", width, len(layout.taps) * self.hidden)
         self.hidden_norm, self.norm = (
-            self.reader.vector(f"{name}.weight", self.width) for name in ("hidden_norm", "norm")
+            reader.vector(f"{name}.weight", width) for name in ("hidden_norm", "norm")
         )
-        self.sizes = Sizes.of(head, "layers.0", self.width)
-        self.layers = self._layers()
-        self._outer()
-        self.slot_bytes = self.sizes.slot_bytes(len(self.layers), target.decoder)
+        names = [f"layers.{i}" for i in range(len(layout.windows))]
+        self.stack = Stack(reader, target, names, width, windows=layout.windows, more=layout.block)
+        self.slot_bytes, sizes = self.stack.slot_bytes, self.stack.sizes
+        kv = sizes.kv_heads * sizes.head_dim
+        parts = [(f"{name}.self_attn.{one}_proj", kv) for name in names for one in "kv"]
+        self.kv = reader.fused(parts, width)  # of all layers at once: they have the same input
+        self.ids = target_ids(head, target.vocabulary)
+        self.choose = Chooser(target, self.ids)
+        self.lm_head = own_lm_head(reader, target, width, self.ids)
+        self.markov = self._markov_table()
         self.catch_up = CatchUp()
-        self.trees: Sequence[DraftTree] = ()  # of this step as proposed; only a part may be verified
         if options.nodes is not None:
             self.memory = RankAccuracy.prior(layout.levels, RANKS)
 
-    def _layers(self) -> list[Layer]:
-        reader, sizes, layout = self.reader, self.sizes, self.layout
-        turn = rotary_table(self.head.config, sizes, self.target.max_len + layout.block)
-        found = []
-        for i, (window, causal) in enumerate(zip(layout.windows, layout.causal)):
-            norm = reader.vector(f"layers.{i}.input_layernorm.weight", self.width)
-            block = Block(reader, f"layers.{i}", sizes, self.width, turn, window, norm)
-            keys = Keys(sizes.kv_heads, sizes.head_dim, block.q_norm, block.k_norm, sizes.eps)
-            found.append(Layer(block, keys, causal))
-        kv = sizes.kv_heads * sizes.head_dim
-        parts = [(f"layers.{i}.self_attn.{name}_proj", kv) for i in range(len(found)) for name in "kv"]
-        self.kv = reader.fused(parts, self.width)  # of all layers at once: they have the same input
-        return found
-
-    def _outer(self) -> None:
-        """Pack the embedding, the lm head and the Markov table of the file; None stands for the target's."""
-        self.ids = target_ids(self.head, self.target.vocabulary)
-        self.choose = Chooser(self.target, self.ids)
-        self.embedding = self._own("embed_tokens", self.width)
-        self.lm_head = self._own("lm_head", self.width, output=True)
-        self.markov: tuple[Any, Any] | None = None
-        if "markov_w1.weight" in self.head:
-            rank = self.head.shape("markov_w2.weight")[1]
-            self.markov = self._own("markov_w1", rank), self._own("markov_w2", rank, output=True)
-
-    def _own(self, name: str, inputs: int, output: bool = False) -> Any:
-        """A table with a row for every token of the target, or of the head's vocabulary if `output`;
-        padding may follow. None if the file lacks it."""
-        if f"{name}.weight" not in self.head:
+    def _markov_table(self) -> tuple[Any, Any] | None:
+        """The Markov table, from tokens of the target to those of the head; padding may follow."""
+        if "markov_w1.weight" not in self.head:
             return None
-        stored = self.head.shape(f"{name}.weight")[0]
-        rows = len(self.ids) if output and self.ids is not None else max(self.target.vocabulary, stored)
-        return self.reader.outer.linear(name, rows, inputs)
+        head, vocabulary = self.head, self.target.vocabulary
+        (first, _), (second, rank) = (head.shape(f"markov_w{i}.weight") for i in (1, 2))
+        outputs = max(vocabulary, second) if self.ids is None else len(self.ids)
+        linear = self.reader.outer.linear
+        return linear("markov_w1", max(vocabulary, first), rank), linear("markov_w2", outputs, rank)
 
     @classmethod
     def claims(cls, head: Head) -> int:
-        return layouts.claims_of(head)
+        """2: a norm over the taps beside the layers, and normed attention heads."""
+        ours = FORMAT.renamed(head)
+        signs = ("hidden_norm.weight", "fc.weight", "layers.0.self_attn.q_norm.weight")
+        if all(name in ours for name in signs) and "layers.0.hidden_norm.weight" not in ours:
+            return 2
+        named = {head.config.get("speculators_model_type"), *(head.config.get("architectures") or [])}
+        return int(bool(named & {TYPE, SPARK, ARCHITECTURE}) or "dflash_config" in head.config)
 
     @classmethod
-    def check(cls, head: Head) -> None:
-        super().check(head)
-        layouts.translate(head)
+    def translate(cls, head: Head) -> Head:
+        return translate(head)
 
     @classmethod
     def example(cls, target: Target) -> Drafter:
         """Two random layers, one with a window, on the first and the last states; a tree of 8."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            network = Network.like(
-                target, taps=(1, target.decoder.spec.layers), block=5, window=9, sliding=(1,), non_causal=True
-            )
-        return cls(cls.Options(nodes=8), target, Head.of("example", network.config(), network.state_dict()))
+        shape: dict[str, Any] = {"taps": (1, target.decoder.spec.layers), "block": 5, "window": 9}
+        head = random_head(Network.like, target, **shape, sliding=(1,), non_causal=True)
+        return cls(cls.Options(nodes=8), target, head)
 
     def allocate(self, slots: int, pool: Pool) -> Storage:
-        self.pool = self.sizes.pool(len(self.layers), slots, self.target.decoder)
+        self.pool = self.stack.pool(slots)
         return Storage([self.pool])
 
     def size(self, depth: int) -> int:
@@ -185,7 +159,7 @@ class DFlash(HeadDrafter):
         self.catch_up.forget(row)
 
     def propose(self, batch: Batch) -> Draft:
-        rows, trees = list[int](), [EMPTY_TREE] * len(batch)
+        rows, grown = list[int](), list[BlockTree]()
         for r, step in enumerate(batch):
             self.catch_up.cursor(step.row, step.start)
             if self.can_draft(step):
@@ -195,10 +169,7 @@ class DFlash(HeadDrafter):
             logits = torch.split(self.block_logits(batch, rows, levels), levels)
             grown = [self._tree(batch[r].row, part, batch[r].budget) for r, part in zip(rows, logits)]
             self._grow(grown)
-            for r, tree in zip(rows, grown):
-                trees[r] = tree.draft_tree
-        self.trees = trees
-        return Draft(trees)
+        return self.propose_for(batch, {r: tree.draft_tree for r, tree in zip(rows, grown)})
 
     def _tree(self, row: Row, logits: Tensor, budget: Budget) -> BlockTree:
         """The empty tree of a row; logits [levels, Vd]."""
@@ -212,7 +183,7 @@ class DFlash(HeadDrafter):
             counts = [len(tree.frontier) for tree in trees]
             biases: Sequence[Tensor | None] = [None] * len(trees)
             if self.markov is not None:
-                tokens = [tree.token(node) for tree in trees for node in tree.frontier]
+                tokens = [token for tree in trees for token in tree.frontier_tokens]
                 biases = torch.split(self._markov_bias(tokens, *self.markov), counts)
             for tree, bias in zip(trees, biases):
                 tree.add_biased_level(self.choose, bias)
@@ -220,21 +191,21 @@ class DFlash(HeadDrafter):
 
     def _markov_bias(self, tokens: Sequence[int], embedding: Any, head: Any) -> Tensor:
         """float32 [n, Vd]: what each token adds to the logits of the next."""
-        return self.backend.linear(self.backend.embed(embedding, StepInput.of_ids(tokens)), head).float()
+        return lm_logits(self.target.decoder, embed(self.target.decoder, tokens, embedding), head)
 
     def block_logits(self, batch: Batch, rows: Sequence[int], levels: Sequence[int]) -> Tensor:
         """One pass over the blocks of these rows; float32 [sum of levels, Vd], the next `levels[i]`
         positions of each.
         """
-        skipped = 0 if self.layout.from_anchor else 1  # rows of a block without logits
-        inputs = {causal: StepInput() for causal in {layer.causal for layer in self.layers}}
+        layout, inputs = self.layout, {causal: StepInput() for causal in set(self.layout.causal)}
+        skipped = 0 if layout.from_anchor else 1  # rows of a block without logits
         ids: list[int] = []
         kept: list[int] = []
         for r, depth in zip(rows, levels):
             row, start = batch[r].row, batch[r].start
             assert row.table is not None
             slots = row.table.slots
-            tokens = [row.tokens[start], *[self.layout.mask] * (depth - 1 + skipped)]
+            tokens = [row.tokens[start], *[layout.mask] * (depth - 1 + skipped)]
             kept += range(len(ids) + skipped, len(ids) + len(tokens))
             ids += tokens
             for causal, step_input in inputs.items():
@@ -244,28 +215,17 @@ class DFlash(HeadDrafter):
                     step_input.block(slots, start, slots[start : start + len(tokens)], tokens)
         for step_input in inputs.values():
             step_input.build()
-        x = self._embed(ids)
-        for i, layer in enumerate(self.layers):
-            x = layer.block(x, inputs[layer.causal], self.pool, i)
-        return self._logits(self.backend.rms_norm(x[kept], self.norm, self.sizes.eps))
-
-    def _embed(self, ids: Sequence[int]) -> Tensor:
-        if self.embedding is not None:
-            return self.backend.embed(self.embedding, StepInput.of_ids(ids))
-        return self.target.decoder.embed(ids).to(self.backend.activations)
-
-    def _logits(self, x: Tensor) -> Tensor:
-        if self.lm_head is not None:
-            return self.backend.linear(x, self.lm_head).float()
-        logits = self.target.decoder.head_logits(x)
-        return logits if self.ids is None else logits[:, self.ids.long().to(logits.device)]
+        x = embed(self.target.decoder, ids, self.embedding)
+        for i, (block, causal) in enumerate(zip(self.stack.blocks, layout.causal)):
+            x = block(x, inputs[causal], self.pool, i)
+        x = self.backend.rms_norm(x[kept], self.norm, self.stack.sizes.eps)
+        return lm_logits(self.target.decoder, x, self.lm_head, self.ids)
 
     def observe(self, commit: Commit) -> None:
+        self.learn(commit)
         step_input, cursors = StepInput(), list[Cursor]()
         for r, step in enumerate(commit.batch):
             row, start = step.row, step.start
-            if self.memory is not None:
-                self.memory.update(self.trees[r], step.emitted)
             if row.error is None and (row.finish_reason is None or step.known > 1):
                 assert row.table is not None
                 step_input.chain(row.table.slots, start, row.tokens[start : row.computed])
@@ -279,8 +239,9 @@ class DFlash(HeadDrafter):
 
     def _store(self, states: Tensor, step_input: StepInput) -> None:
         """Write K and V of these positions in every layer; states [n, taps * hidden]."""
-        run = self.backend
+        run, sizes, blocks = self.backend, self.stack.sizes, self.stack.blocks
         g = run.linear(states.to(run.activations), self.fc)
-        kv = run.linear(run.rms_norm(g, self.hidden_norm, self.sizes.eps), self.kv)
-        for i, (layer, part) in enumerate(zip(self.layers, kv.chunk(len(self.layers), dim=-1))):
-            run.rope_store(part.contiguous(), layer.keys, layer.block.turn, step_input, self.pool, i)
+        kv = run.linear(run.rms_norm(g, self.hidden_norm, sizes.eps), self.kv)
+        for i, (block, part) in enumerate(zip(blocks, kv.chunk(len(blocks), dim=-1))):
+            keys = Keys(sizes.kv_heads, sizes.head_dim, block.q_norm, block.k_norm, sizes.eps)
+            run.rope_store(part.contiguous(), keys, block.turn, step_input, self.pool, i)

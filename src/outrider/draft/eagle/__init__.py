@@ -14,85 +14,44 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from outrider.cache.pool import Pool
 from outrider.checkpoints.heads import Head
-from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
-from outrider.draft.eagle.layouts import claims_of, translate
+from outrider.draft.eagle.layouts import FORMAT
 from outrider.draft.eagle.network import Network
 from outrider.drafting.base import Drafter, Target
-from outrider.errors import ModelError
-from outrider.heads.layer import Block, Pairs, Sizes, rotary_table
+from outrider.heads.base import random_head
+from outrider.heads.layer import Pairs, Stack
 from outrider.heads.reader import Reader
 from outrider.heads.recurrent import Net, Recurrent, RecurrentOptions
 from outrider.heads.vocabulary import listed_ids
 
 
-class Packed:
-    """The network on the target's kernels."""
-
-    taps: tuple[int, ...] = (FINAL,)
+class Packed(Net):
+    """The network on the target's kernels.  A norm that the file lacks is the identity."""
 
     def __init__(self, reader: Reader, target: Target) -> None:
-        head, model = reader.head, target.decoder
-        if (wide := model.embed([0]).shape[1]) != model.spec.hidden:
-            raise ModelError(
-                f"{head.name!r} reads embeddings as wide as the target's states, {model.spec.hidden}, and "
-                f"the target's are {wide}."
-            )
-        self.model, self.backend, hidden = model, reader.backend, model.spec.hidden
+        super().__init__(reader, target)
+        head, hidden = self.head, self.model.spec.hidden
         self.fc = reader.linear("fc", hidden, 2 * hidden)
         count = sum(name.endswith(".self_attn.q_proj.weight") for name in head)
-        self.sizes = Sizes.of(head, "layers.0", hidden)
-        turn = rotary_table(head.config, self.sizes, target.max_len)
-        norms = [self._norm(reader, f"layers.{i}.input_layernorm") for i in range(count)]
-        self.blocks = [
-            Block(reader, f"layers.{i}", self.sizes, hidden, turn, norm_in=norm)
-            for i, norm in enumerate(norms)
-        ]
-        norm_token, norm_state, self.norm_out = (
-            self._norm(reader, name) for name in ("norm_token", "norm_state", "norm_out")
+        self.stack = Stack(reader, target, [f"layers.{i}" for i in range(count)], hidden, bare=True)
+        norm_token, norm_state, self.norm = (
+            reader.optional(f"{name}.weight", hidden) for name in ("norm_token", "norm_state", "norm_out")
         )
-        self.pairs = Pairs(model, norm_token, norm_state, self.sizes.eps)
-        self.ids = self.lm_head = None
+        self.pairs = Pairs(self.model, norm_token, norm_state, self.stack.sizes.eps)
         if "token_map" in head:  # a reduced vocabulary with an lm head of its own
             self.ids = listed_ids(head, "token_map", target.vocabulary)
             self.lm_head = reader.some("lm_head", self.ids, hidden)
 
-    def _norm(self, reader: Reader, name: str) -> Tensor | None:
-        name = f"{name}.weight"
-        return reader.vector(name, self.model.spec.hidden) if name in reader.head else None
-
-    @property
-    def slot_bytes(self) -> int:
-        return self.sizes.slot_bytes(len(self.blocks), self.model)
-
-    def pool(self, slots: int) -> Pool:
-        return self.sizes.pool(len(self.blocks), slots, self.model)
-
-    def from_states(self, states: Tensor) -> Tensor:
-        return states
-
-    def from_output(self, o: Tensor) -> Tensor:
-        return o
-
     def forward(self, step_input: StepInput, pool: Pool, g: Tensor) -> Tensor:
-        x: Tensor = self.backend.linear(self.pairs(step_input, g), self.fc)
-        for i, block in enumerate(self.blocks):
-            x = block(x, step_input, pool, i)
-        return x
-
-    def logits(self, o: Tensor) -> Tensor:
-        o = o if self.norm_out is None else self.backend.rms_norm(o, self.norm_out, self.sizes.eps)
-        if self.lm_head is None:
-            return self.model.head_logits(o)
-        return self.backend.linear(o, self.lm_head).float()
+        return self.stack(self.backend.linear(self.pairs(step_input, g), self.fc), step_input, pool)
 
 
 class Eagle(Recurrent):
+    FORMAT = FORMAT
     demo: ClassVar = {"EAGLE": {"model": "builtin-eagle", "tree": "chain", "num_speculative_tokens": 2}}
 
     @dataclass(frozen=True)
@@ -101,28 +60,21 @@ class Eagle(Recurrent):
 
     @classmethod
     def claims(cls, head: Head) -> int:
-        return claims_of(head)
-
-    @classmethod
-    def check(cls, head: Head) -> None:
-        super().check(head)
-        translate(head)
+        """2: fc has two inputs, and the layer after it reads one state."""
+        ours, q = FORMAT.renamed(head), "layers.0.self_attn.q_proj.weight"
+        # A norm over the taps belongs to a block-parallel head.
+        other = "hidden_norm.weight" in ours or any("mtp." in name for name in head)
+        if "fc.weight" in ours and q in ours and not other:
+            hidden, inputs = ours.shape("fc.weight")
+            if inputs == 2 * hidden and ours.shape(q)[1] == hidden:
+                return 2
+        return int("eagle" in (head.config.get("model_type"), head.config.get("speculators_model_type")))
 
     @classmethod
     def example(cls, target: Target) -> Drafter:
         """A random head, and a wide and deep tree."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            network = Network.like(target)
-        head = Head.of("example", network.config(), network.state_dict())
-        return cls(cls.Options(nodes=24, top_k=4), target, head)
+        return cls(cls.Options(nodes=24, top_k=4), target, random_head(Network.like, target))
 
     def network(self) -> Net:
-        self.head = translate(self.head)
-        fc, hidden = self.head.shape("fc.weight"), self.hidden
-        if fc != (hidden, 2 * hidden):
-            raise ModelError(
-                f"{self.head.name!r} does not fit the target: its fc is {fc}, and the target's hidden size "
-                f"needs {(hidden, 2 * hidden)}."
-            )
-        return Packed(Reader(self.head, self.backend, self.reader.bits), self.target)
+        self.check_embedding()
+        return Packed(self.reader, self.target)

@@ -13,94 +13,43 @@ otherwise, SGLang's always. vLLM reads the reference's files without it.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
-from outrider.checkpoints.heads import Head
-from outrider.errors import ConfigError, ModelError, unknown
-from outrider.heads.layouts import HeadFormat, Layout
+from outrider.errors import ConfigError, unknown
+from outrider.heads.layouts import BLOCK_NAMES, UNCHANGED, HeadFormat, Layout
 
-NORMS = (
+ROWS = (
+    ("{rest}.rotary_emb.inv_freq", None),
+    ("rotary_emb.inv_freq", None),
     ("embedding_layernorm.{rest}", "norm_token.{rest}"),
     ("enorm.{rest}", "norm_token.{rest}"),
     ("hidden_states_layernorm.{rest}", "norm_state.{rest}"),
     ("hnorm.{rest}", "norm_state.{rest}"),
     ("pre_lm_head_layernorm.{rest}", "norm_out.{rest}"),
     ("norm.{rest}", "norm_out.{rest}"),
+    *UNCHANGED,
 )
-UNREAD = (("{rest}.rotary_emb.inv_freq", None), ("rotary_emb.inv_freq", None))
-UNCHANGED = (("{rest}", "{rest}"),)
 SPECULATORS = Layout(
     "speculators",
     ("fusion_fc.weight",),
-    (
-        *UNREAD,
-        ("fusion_fc.{kind}", "fc.{kind}"),
-        ("transformer.{rest}", "layers.0.{rest}"),
-        *NORMS,
-        *UNCHANGED,
-    ),
+    (("fusion_fc.{kind}", "fc.{kind}"), ("transformer.{rest}", "layers.0.{rest}"), *ROWS),
     ("model.",),
 )
 VLLM = Layout(
-    "vLLM",
-    ("model.{rest}", "embedding_layernorm.weight", "enorm.weight", "token_map"),
-    (*UNREAD, *NORMS, *UNCHANGED),
-    ("model.",),
+    "vLLM", ("model.{rest}", "embedding_layernorm.weight", "enorm.weight", "token_map"), ROWS, ("model.",)
 )
-REFERENCE = Layout("reference", ("fc.weight",), (*UNREAD, *NORMS, *UNCHANGED))
 FORMAT = HeadFormat(
-    (SPECULATORS, VLLM, REFERENCE),
+    (SPECULATORS, VLLM, Layout("reference", ("fc.weight",), ROWS)),
     hidden=(("fc.weight", 0),),
     vocabulary=("lm_head.weight", "embed_tokens.weight"),
-)
-OURS = re.compile(
-    r"(fc|layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj))\.(weight|bias)|token_map|"
-    r"(norm_(token|state|out)|lm_head|embed_tokens)\.weight|"
-    r"layers\.\d+\.(input_layernorm|post_attention_layernorm|self_attn\.[qk]_norm)\.weight"
+    known=rf"fc\.(weight|bias)|token_map|(norm_(token|state|out)|lm_head|embed_tokens)\.weight|"
+    rf"layers\.\d+\.({BLOCK_NAMES})",
+    variants=(("", "only dense layers as Llama's and Qwen's are supported"),),
 )
 EXPORTED = ("reference", "vllm", "sglang", "speculators")
-NESTED = ("model", "transformer_layer_config")  # keys under which configs describe the layer
-
-
-def _renamed(head: Head) -> Head:
-    """Under our names, with a flat config."""
-    config = dict(head.config)
-    for key in NESTED:
-        if isinstance(inner := head.config.get(key), Mapping):
-            config.update(inner)
-    return replace(FORMAT.translate(head), config=config)
-
-
-def translate(head: Head) -> Head:
-    """The head under our names, with a flat config.
-
-    Raises ModelError if it has tensors of unknown meaning.
-    """
-    ours = _renamed(head)
-    if strange := sorted(ours.stored[name] for name in ours if not OURS.fullmatch(name)):
-        raise ModelError(
-            f"{head.name!r} is another kind of head: only dense layers as Llama's and Qwen's are supported; "
-            f"it has {', '.join(strange[:4])}."
-        )
-    return ours
-
-
-def claims_of(head: Head) -> int:
-    """2: fc has two inputs, and the layer after it reads one state; 1: by its config; 0: not an EAGLE
-    head."""
-    ours, q = _renamed(head), "layers.0.self_attn.q_proj.weight"
-    # A norm over the taps belongs to a block-parallel head.
-    other = "hidden_norm.weight" in ours or any("mtp." in name for name in head)
-    if "fc.weight" in ours and q in ours and not other:
-        hidden, inputs = ours.shape("fc.weight")
-        if inputs == 2 * hidden and ours.shape(q)[1] == hidden:
-            return 2
-    return int("eagle" in (head.config.get("model_type"), head.config.get("speculators_model_type")))
 
 
 def exported(

@@ -11,14 +11,7 @@ from torch import Tensor, nn
 from outrider.core.step import FINAL
 from outrider.drafting.base import Target
 from outrider.heads.layer import Sizes
-from outrider.heads.parts import (
-    Layer,
-    causal_mask,
-    rotary_angles,
-    sizes_config,
-    small_sizes,
-    soft_cross_entropy,
-)
+from outrider.heads.parts import Layer, sizes_config, small_sizes, soft_cross_entropy
 from outrider.heads.sample import Sample, TargetWeights
 
 NOISE = 0.2  # half width of uniform noise on the states in training: recurrent states are inexact, too
@@ -62,9 +55,9 @@ class Network(nn.Module):
         """Predicted states f_1 … f_T of the embeddings e(x_1) … e(x_T) and the states f_0 … f_T-1, each
         [T, hidden]."""
         x: Tensor = self.fc(torch.cat([tokens, states], dim=-1))
-        angles = rotary_angles(torch.arange(len(x)), self.sizes.head_dim, self.theta)
         for layer in self.layers:
-            x = layer(x, angles, causal_mask(len(x)))
+            assert isinstance(layer, Layer)
+            x = layer.over_text(x, self.theta)
         return x
 
     def loss(self, sample: Sample, outer: TargetWeights) -> Tensor:

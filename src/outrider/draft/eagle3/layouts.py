@@ -10,29 +10,30 @@ fc_norm.0, …, input_norm (variants)                 the same                no
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from outrider.checkpoints.heads import Head
 from outrider.core.step import FINAL
-from outrider.errors import ConfigError, ModelError, unknown
-from outrider.heads.layouts import HeadFormat, Layout, parse
-from outrider.heads.recurrent import config_flag
+from outrider.errors import ConfigError, unknown
+from outrider.heads.layouts import UNCHANGED, HeadFormat, Layout, flat, speculators_config
+from outrider.heads.outer import checked_taps
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"  # of SpecForge's and SGLang's files
 TAPS = "eagle_aux_hidden_state_layer_ids"
-DROPPED = (
+FIRST = ("midlayer.{rest}", "midlayer.{rest}")
+REST = (
+    ("layers.0.{rest}", "midlayer.{rest}"),
+    ("d2t", "d2t"),
+    ("draft_id_to_target_id", "d2t"),
     ("{rest}.rotary_emb.inv_freq", None),
     ("rotary_emb.inv_freq", None),
     ("verifier_{rest}", None),
     ("layers.{i}.hidden_norm.weight", None),  # vLLM gives every layer a norm that only the first uses
+    *UNCHANGED,
 )
-REST = (("d2t", "d2t"), ("draft_id_to_target_id", "d2t"), *DROPPED, ("{rest}", "{rest}"))
-FIRST = ("midlayer.{rest}", "midlayer.{rest}")
-FIRST_NUMBERED = ("layers.0.{rest}", "midlayer.{rest}")
-VLLM = Layout("speculators, vLLM", ("layers.0.hidden_norm.weight",), (FIRST_NUMBERED, *REST), ("model.",))
+VLLM = Layout("speculators, vLLM", ("layers.0.hidden_norm.weight",), REST, ("model.",))
 SGLANG = Layout(
     "SGLang",
     ("additional_layers.{i}.{rest}",),
@@ -40,12 +41,11 @@ SGLANG = Layout(
         ("additional_layers.{i}.hidden_norm.{rest}", "layers.{i+1}.input_layernorm.{rest}"),
         ("additional_layers.{i}.{rest}", "layers.{i+1}.{rest}"),
         FIRST,
-        FIRST_NUMBERED,
         *REST,
     ),
     ("model.",),
 )
-REFERENCE = Layout("reference", ("midlayer.hidden_norm.weight",), (FIRST, FIRST_NUMBERED, *REST), ("model.",))
+REFERENCE = Layout("reference", ("midlayer.hidden_norm.weight",), (FIRST, *REST), ("model.",))
 
 
 def _tap_count(head: Head) -> int:
@@ -59,83 +59,6 @@ FORMAT = HeadFormat(
 )
 
 
-def flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of one layer's config beside the head's own, wherever a file nests them."""
-    outer = {key: value for key, value in config.items() if value is not None}
-    inner: Mapping[str, Any] = next(
-        (outer[key] for key in ("transformer_layer_config", "model") if isinstance(outer.get(key), Mapping)),
-        {},
-    )
-    both = {**inner, **outer}
-    eagle = both.get("eagle_config")
-    return {**eagle, **both} if isinstance(eagle, Mapping) else both
-
-
-def translate(head: Head) -> Head:
-    """The head under our names, with a flat config.
-
-    Raises ModelError for a kind of head that is not supported.
-    """
-    ours, config = FORMAT.translate(head), flat(head.config)
-    if "mask_hidden" in ours or config.get("speculators_model_type") == "peagle":
-        raise ModelError(
-            f"{head.name!r} is a P-EAGLE head (parallel drafting, mask_hidden), which is not supported: "
-            "take an EAGLE-3 head."
-        )
-    return replace(ours, config=config)
-
-
-def claims_of(head: Head) -> int:
-    """2: the first layer has two norms and reads twice the width that it writes; 1: by its config; 0: not
-    an EAGLE-3 head."""
-    ours, config = FORMAT.translate(head), flat(head.config)
-    norm, q, o = (
-        f"midlayer.{name}.weight" for name in ("hidden_norm", "self_attn.q_proj", "self_attn.o_proj")
-    )
-    if norm in ours and q in ours and o in ours and ours.shape(q)[-1] == 2 * ours.shape(o)[0]:
-        return 2
-    named = any("Eagle3" in str(name) for name in config.get("architectures", ()))
-    return int(named or config.get("speculators_model_type") == "eagle3")
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What a head computes, by its tensors and config.
-
-    taps: the target's states that `fc` reads.
-    residual_normed: the first layer adds its output to the normed state.
-    output_normed: the recurrent state has passed `norm`.
-    head_normed: the input of `lm_head` has passed `norm`.
-    scale: factor of the logits.
-    """
-
-    hidden: int
-    taps: tuple[int, ...]
-    layers: int
-    eps: float
-    residual_normed: bool
-    output_normed: bool
-    head_normed: bool
-    scale: float
-
-    @staticmethod
-    def of(head: Head, layers: int, given: Sequence[int] | None, offset: int | None) -> Facts:
-        """head: as `translate` returns it.  layers: of the target.  given, offset: as in `taps_of`."""
-        config = head.config
-        forge = ARCHITECTURE in config.get("architectures", ())  # whose norm_output concerns only the lm_head
-        above = {values["i"] for name in head if (values := parse("layers.{i}.{rest}", name))}
-        return Facts(
-            hidden=head.shape("midlayer.self_attn.o_proj.weight")[0],
-            taps=taps_of(head, layers, given, offset),
-            layers=1 + len(above),
-            eps=float(config.get("rms_norm_eps") or 1e-6),
-            residual_normed=config_flag(config, "norm_before_residual", False),
-            output_normed=not forge and config_flag(config, "norm_output", False),
-            head_normed=not forge or config_flag(config, "norm_output", True),
-            scale=float(config.get("logit_scale", 1.0)),
-        )
-
-
 def taps_of(
     head: Head, layers: int, given: Sequence[int] | None = None, offset: int | None = None
 ) -> tuple[int, ...]:
@@ -147,8 +70,8 @@ def taps_of(
     layers: of the target.  given: the taps, counted as vLLM does.  offset: added to the file's numbers.
     """
     if given is not None:
-        return _inside(head, given, layers)
-    if not config_flag(head.config, "use_aux_hidden_state", True) and "fc.weight" not in head:
+        return checked_taps(head, given, 0, layers, TAPS)
+    if head.config.get("use_aux_hidden_state") is False and "fc.weight" not in head:
         return (FINAL,)
     listed = head.config.get(TAPS)
     if listed is None and offset is not None:
@@ -158,25 +81,10 @@ def taps_of(
         )
     if listed is None:
         return tuple(sorted(min(max(tap, 0), layers) for tap in (2, layers // 2, layers - 3)))
-    numbers = isinstance(listed, Sequence) and not isinstance(listed, str)
-    if not numbers or not all(isinstance(tap, int) for tap in listed):
-        raise ModelError(f"{TAPS} of {head.name!r} must be a list of layer numbers, got {listed!r}.")
-    if offset is None:
-        forge = ARCHITECTURE in head.config.get("architectures", ())
-        offset = int(forge and "speculators_model_type" not in head.config)
-    return _inside(head, [tap + offset for tap in listed], layers)
+    forge = ARCHITECTURE in head.config.get("architectures", ())
+    own = int(forge and "speculators_model_type" not in head.config)
+    return checked_taps(head, listed, own if offset is None else offset, layers, TAPS)
 
-
-def _inside(head: Head, taps: Sequence[int], layers: int) -> tuple[int, ...]:
-    if not taps or not all(0 <= tap <= layers for tap in taps):
-        raise ModelError(
-            f"{head.name!r} reads the inputs of the layers {list(taps)}; the target has 0 … {layers} "
-            f"({TAPS}, tap_offset)."
-        )
-    return tuple(taps)
-
-
-# ---- export
 
 OWN_KEYS = (
     "draft_vocab_size", "target_hidden_size", TAPS, "norm_before_residual", "norm_before_fc", "fc_norm",
@@ -202,27 +110,15 @@ def exported(
 
 
 def _speculators(config: Mapping[str, Any]) -> dict[str, Any]:
-    proposal = {
-        "proposal_type": "greedy",
-        "speculative_tokens": 5,
-        "verifier_accept_k": 1,
-        "accept_tolerance": 0.0,
-    }
+    layer = {key: value for key, value in config.items() if key not in (*OWN_KEYS, "architectures")}
     return {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
         "speculators_version": "0.3.0",
-        "transformer_layer_config": {
-            key: value for key, value in config.items() if key not in (*OWN_KEYS, "architectures")
-        },
+        "transformer_layer_config": layer,
         "norm_before_residual": False,  # its default depends on the reader
         **{key: config[key] for key in OWN_KEYS if key in config},
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [proposal],
-            "verifier": {"name_or_path": None, "architectures": []},
-        },
+        "speculators_config": speculators_config("eagle3", 5),
     }
 
 

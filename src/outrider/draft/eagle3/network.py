@@ -134,10 +134,8 @@ class Network(nn.Module):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             network = Network(settings)
-            for name, parameter in network.named_parameters():
-                parameter.data.normal_(
-                    1.0 if parameter.dim() == 1 else 0.0, 0.2 if "lm_head" not in name else 0.5
-                )
+            for name, weight in network.named_parameters():
+                weight.data.normal_(float(weight.dim() == 1), 0.5 if "lm_head" in name else 0.2)
         return network
 
     @property

@@ -12,10 +12,8 @@ aliases hold it once, or several times.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
 
 from outrider.checkpoints.heads import Head
-from outrider.drafting.base import Target
 from outrider.errors import ModelError
 from outrider.heads.layouts import HeadFormat, Layout, fill, parse
 
@@ -46,20 +44,10 @@ FORMAT = HeadFormat(
 )
 
 
-def claims_of(head: Head) -> int:
-    """2: by its tensors; 1: by its config; 0: not a Hydra head."""
-    return 2 if FORMAT.layout_of(head) else int("hydra_head_arch" in head.config)
-
-
-def translate(head: Head, target: Target) -> Head:
-    """The head under our names.
-
-    The prefix layer is a layer of the target.  The target's config describes it where the head's does not.
-
-    Raises ModelError for a kind of head that is not supported.
-    """
+def translate(head: Head) -> Head:
+    """The head under our names.  Raises ModelError for a kind of head that is not supported."""
     check_kind(head)
-    ours, slots = FORMAT.translate(head), _slots(head)
+    slots = _slots(head)
 
     def without_gaps(name: str) -> str:
         block = parse(BLOCK, name)
@@ -67,11 +55,7 @@ def translate(head: Head, target: Target) -> Head:
             return name
         return fill(BLOCK, {**block, "slot": str(slots[block["i"]].index(int(block["slot"])))})
 
-    config = dict(head.config)
-    if "num_attention_heads" not in config:
-        theirs = {name: getattr(target.checkpoint.config, name, None) for name in FROM_TARGET}
-        config = {name: value for name, value in theirs.items() if value is not None} | config
-    return replace(ours.renamed(without_gaps), config=config)
+    return FORMAT.translate(head).renamed(without_gaps)
 
 
 def check_kind(head: Head) -> None:
@@ -89,10 +73,6 @@ def check_kind(head: Head) -> None:
         raise ModelError(f"{what} its heads are not grounded: none reads the draft tokens before its own.")
     if any(name.startswith(f"{PREFIX}.layers.1.") for name in head):
         raise ModelError(f"{what} its prefix has more than one layer.")
-
-
-def prefixed(head: Head) -> bool:
-    return head.config.get("hydra_head_arch") == "prefix-mlp" or any(name.startswith(PREFIX) for name in head)
 
 
 def _slots(head: Head) -> dict[str, list[int]]:

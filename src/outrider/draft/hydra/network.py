@@ -18,8 +18,6 @@ from outrider.heads.parts import (
     Layer,
     ResidualBlock,
     RmsNorm,
-    causal_mask,
-    rotary_angles,
     sizes_config,
     small_sizes,
     soft_cross_entropy,
@@ -34,16 +32,14 @@ class PrefixLayer(nn.Module):
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.head_dim = sizes.head_dim
         self.layers = nn.ModuleList([Layer(sizes)])
         self.norm = RmsNorm(sizes.hidden, sizes.eps)
 
     def forward(self, states: Tensor) -> Tensor:
         """P_0 … of f_0 …, [T, hidden] both."""
-        x, angles = states, rotary_angles(torch.arange(len(states)), self.head_dim, THETA)
-        for layer in self.layers:
-            x = layer(x, angles, causal_mask(len(x)))
-        normed: Tensor = self.norm(x)
+        (layer,) = self.layers
+        assert isinstance(layer, Layer)
+        normed: Tensor = self.norm(layer.over_text(states, THETA))
         return normed
 
 

@@ -14,48 +14,79 @@ layouts.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from outrider.checkpoints.heads import Head
-from outrider.core.step import Batch, Commit
-from outrider.core.tree import EMPTY_TREE, Draft, DraftTree
-from outrider.core.validate import check_fields, optional, whole
-from outrider.draft.medusa.layouts import claims_of, translate
+from outrider.core.step import Batch
+from outrider.core.tree import Draft
+from outrider.draft.medusa.layouts import FORMAT, REFERENCE, counts, translate
 from outrider.draft.medusa.network import Network
-from outrider.draft.medusa.packed import Packed
-from outrider.draft.medusa.trees import CHAIN, RANKS, allowed, check_tree
 from outrider.drafting.base import Drafter, Target
 from outrider.errors import ConfigError
-from outrider.heads.base import HeadOptions, StateDrafter
+from outrider.heads.base import random_head
 from outrider.heads.choose import Chooser
-from outrider.heads.ranks import RankAccuracy
+from outrider.heads.layer import residual
+from outrider.heads.outer import lm_logits
+from outrider.heads.ranked import CHAIN, RankedDrafter, RankedOptions
+from outrider.heads.reader import Reader
 from outrider.heads.trees import BlockTree
+from outrider.heads.vocabulary import listed_ids
 
-PUBLISHED_NODES = 63
+
+class Packed:
+    """The heads on the target's kernels.
+
+    ids: int32 [Vd], the target's token of each of the heads'; None if they have all.  outputs: Vd.
+    """
+
+    def __init__(self, reader: Reader, target: Target) -> None:
+        """reader: of a head under our names.  Raises ModelError where it does not fit the target."""
+        head, self.backend, self.model = reader.head, reader.backend, target.decoder
+        self.heads, blocks = counts(head)
+        hidden = self.model.spec.hidden
+        self.blocks = [
+            reader.repeated([f"{i}.{j}.linear" for j in range(blocks)], hidden) for i in range(self.heads)
+        ]
+        names = ("lm_head", *(f"{i}.lm_head" for i in range(self.heads)))
+        own = [name for name in names if f"{name}.weight" in head]
+        mapped = own and "token_map" in head  # the target's lm_head has all tokens
+        self.ids = listed_ids(head, "token_map", target.vocabulary) if mapped else None
+        self.outputs = target.vocabulary if self.ids is None else len(self.ids)
+        self.lm_heads = [
+            reader.outer.linear(name, self.outputs, hidden)
+            if self.ids is None
+            else reader.some(name, self.ids, hidden)
+            for name in own
+        ]
+        vllm = head.config.get("model_type") == "medusa"
+        self.scale = float(head.config.get("logit_scale", 1.0)) if vllm else 1.0
+
+    def __call__(self, states: Tensor, levels: int) -> Tensor:
+        """float32 [n, levels, Vd]: logits of the first heads for states [n, hidden]."""
+        outputs = [residual(self.backend, states, blocks) for blocks in self.blocks[:levels]]
+        if len(self.lm_heads) == self.heads:
+            each = [lm_logits(self.model, x, weight) for x, weight in zip(outputs, self.lm_heads)]
+            logits = torch.stack(each, dim=1)
+        else:  # one lm head for all of them: its weights are read once
+            logits = lm_logits(self.model, torch.cat(outputs), next(iter(self.lm_heads), None))
+            logits = logits.view(levels, len(states), -1).transpose(0, 1)
+        return logits if self.scale == 1 else logits * self.scale
 
 
-class Medusa(StateDrafter):
+class Medusa(RankedDrafter):
+    FORMAT = FORMAT
     demo: ClassVar = {"Medusa": {"model": "builtin-medusa", "tree": "chain", "num_speculative_tokens": 2}}
 
     @dataclass(frozen=True)
-    class Options(HeadOptions):
-        """tree: "own" (the paths that are right most often), "chain" (vLLM: the best token of each head),
-        the name of a published tree, or a list of paths of ranks, as Medusa's medusa_choices
-        (`trees.grown` makes one from accuracies). nodes: of a tree at most (None: all of a named or listed
-        tree; of "own" as many as published, but 8 on a CPU).
-        """
-
-        tree: str | Sequence[Sequence[int]] = "own"
-        nodes: int | None = None
+    class Options(RankedOptions):
+        """nodes: None: all of a named or listed tree; of "own" as many as published, but 8 on a CPU."""
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            check_tree(self.tree)
-            check_fields(self, {"nodes": optional(whole(1, 1024))})
             if self.nodes is not None and self.tree == CHAIN:
                 raise ConfigError(
                     f'nodes = {self.nodes} has no effect with tree "chain", which has one a level: '
@@ -64,68 +95,37 @@ class Medusa(StateDrafter):
 
     def __init__(self, options: Options, target: Target, head: Head | None = None) -> None:
         super().__init__(options, target, head)
-        self.head = translate(self.head)
-        self.heads = Packed(replace(self.reader, head=self.head), target)
+        self.heads = Packed(self.reader, target)
         self.choose = Chooser(target, self.heads.ids)
-        self.paths = allowed(options.tree, self.heads.heads)
-        self.depth = self.heads.heads if self.paths is None else max(map(len, self.paths))
-        ranks = RANKS if self.paths is None else 1 + max(path[-1] for path in self.paths)
-        self.ranks = min(ranks, self.heads.outputs)
-        if self.paths is None:
-            self.nodes = target.nodes(options.nodes, PUBLISHED_NODES)
-        else:
+        self.plan(self.heads.heads, self.heads.outputs, learns=True)
+        if self.paths is not None:
             self.nodes = options.nodes or len(self.paths)
-        self.memory = RankAccuracy.prior(self.heads.heads, self.ranks)
-        self.trees: Sequence[DraftTree] = ()  # of this step as proposed; only a part may be verified
 
     @classmethod
     def claims(cls, head: Head) -> int:
-        return claims_of(head)
+        """2: by its tensors; 1: by its config, or by bare numbers that its config contradicts."""
+        layout, model_type = FORMAT.layout_of(head), head.config.get("model_type")
+        if layout is not None:
+            return 1 if layout is REFERENCE and model_type not in (None, "medusa") else 2
+        return int(model_type == "medusa" or any(key.startswith("medusa_num") for key in head.config))
 
     @classmethod
-    def check(cls, head: Head) -> None:
-        super().check(head)
-        translate(head)
+    def translate(cls, head: Head) -> Head:
+        return translate(head)
 
     @classmethod
     def example(cls, target: Target) -> Drafter:
         """Four random heads of two blocks, and a wide and deep tree."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            network = Network(target.decoder.spec.hidden, target.vocabulary, heads=4, blocks=2)
-        return cls(cls.Options(nodes=24), target, Head.of("example", network.config(), network.state_dict()))
-
-    def size(self, depth: int) -> int:
-        if depth > self.heads.heads:
-            raise ConfigError(
-                f"num_speculative_tokens is {depth}, and {self.head.name!r} has {self.heads.heads} heads: "
-                "one for each level."
-            )
-        if self.paths is None:
-            possible: int = sum(self.ranks**level for level in range(1, depth + 1))
-        else:
-            possible = sum(len(path) <= depth for path in self.paths)
-        return min(self.nodes, possible)
+        sizes = target.decoder.spec.hidden, target.vocabulary
+        return cls(cls.Options(nodes=24), target, random_head(Network, *sizes, heads=4, blocks=2))
 
     def propose(self, batch: Batch) -> Draft:
-        trees, rows = [EMPTY_TREE] * len(batch), self.ready(batch)
-        shapes = {
-            budget: self.memory.best_paths(budget.nodes, budget.depth, self.paths)
-            for budget in {batch[r].budget for r in rows}
-        }
+        grown, rows = {}, self.ready(batch)
+        shapes = {budget: self.shape(budget) for budget in {batch[r].budget for r in rows}}
         levels = max((len(path) for shape in shapes.values() for path in shape), default=0)
         if levels:
             for r, logits in zip(rows, self.heads(self.states(batch, rows), levels)):
-                row, shape = batch[r].row, shapes[batch[r].budget]
-                tree = BlockTree(
-                    row, logits, shape, self.samples(row), self.target.stream_id, self.memory.accuracy
-                )
-                trees[r] = tree.grow(self.choose)
-        self.trees = trees
-        return Draft(trees)
-
-    def observe(self, commit: Commit) -> None:
-        super().observe(commit)
-        for tree, step in zip(self.trees, commit.batch):
-            if tree.tokens:
-                self.memory.update(tree, step.emitted)
+                row, shape, stream = batch[r].row, shapes[batch[r].budget], self.target.stream_id
+                tree = BlockTree(row, logits, shape, self.samples(row), stream, self.memory.accuracy)
+                grown[r] = tree.grow(self.choose)
+        return self.propose_for(batch, grown)

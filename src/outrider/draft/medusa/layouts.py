@@ -26,7 +26,7 @@ from outrider.checkpoints.heads import Head
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.layouts import HeadFormat, Layout, matching, parse
 
-BLOCK, LM_HEAD = "{i}.{j}.linear.{kind}", "{i}.lm_head.weight"
+BLOCK, WEIGHT, LM_HEAD = "{i}.{j}.linear.{kind}", "{i}.{j}.linear.weight", "{i}.lm_head.weight"
 REFERENCE = Layout("reference", (BLOCK,), ((BLOCK, BLOCK), ("{i}.{blocks}.weight", LM_HEAD)))
 WITH_TARGET = Layout(
     "Medusa-1.0",
@@ -47,19 +47,10 @@ VLLM = Layout(
 )
 FORMAT = HeadFormat(
     (REFERENCE, WITH_TARGET, VLLM),
-    hidden=((BLOCK.replace("{kind}", "weight"), 1),),
+    hidden=((WEIGHT, 1),),
     vocabulary=(LM_HEAD, "lm_head.weight"),
     numbered=("{i}.{rest}",),
 )
-
-
-def claims_of(head: Head) -> int:
-    """2: by its tensors; 1: by its config, or by bare numbers that its config contradicts; 0: not a Medusa
-    head."""
-    layout, model_type = FORMAT.layout_of(head), head.config.get("model_type")
-    if layout is not None:
-        return 1 if layout is REFERENCE and model_type not in (None, "medusa") else 2
-    return int(model_type == "medusa" or any(key.startswith("medusa_num") for key in head.config))
 
 
 def translate(head: Head) -> Head:
@@ -67,15 +58,13 @@ def translate(head: Head) -> Head:
 
     Raises ModelError for an unknown layout or a missing tensor.
     """
-    layout = FORMAT.layout_of(head)
-    if layout is None:
+    if FORMAT.layout_of(head) is None:
         raise ModelError(
             f"{head.name!r} holds no Medusa heads: there is neither 0.0.linear.weight nor "
             "medusa_head.0.0.linear.weight nor blocks.0.layers.0.weight "
-            f"among its {len(head.stored)} tensors, "
-            f"{', '.join(sorted(head)[:4])} …"
+            f"among its {len(head.stored)} tensors, {', '.join(sorted(head)[:4])} …"
         )
-    ours = layout.translate(head)
+    ours = FORMAT.translate(head)
     stored, heads, blocks = dict(ours.stored), counts(ours)[0], _blocks_per_head(head, ours)
     numbers = {match["j"] for name in ours if (match := parse(BLOCK, name))}
     if len(numbers) == 1:  # aliases were dropped, if there were any
@@ -87,7 +76,10 @@ def translate(head: Head) -> Head:
         stored["lm_head.weight"] = stored["0.lm_head.weight"]
         stored = {name: own for name, own in stored.items() if not name.endswith(".lm_head.weight")}
     found = replace(ours, stored=stored)
-    _check_complete(found)
+    for pattern in (WEIGHT, BLOCK.replace("{kind}", "bias"), LM_HEAD):
+        if any(matching(found, pattern)):
+            for i, j in itertools.product(range(heads), range(blocks)):
+                found.shape(pattern.format(i=i, j=j))  # raises if it is missing
     return found
 
 
@@ -118,19 +110,6 @@ def _blocks_per_head(head: Head, ours: Head) -> int:
     return min(numbers)
 
 
-def _check_complete(head: Head) -> None:
-    """Raise ModelError for the first missing tensor."""
-    heads, blocks = counts(head)
-    linears = [f"{i}.{j}.linear" for i in range(heads) for j in range(blocks)]
-    names = [f"{linear}.weight" for linear in linears]
-    if any(matching(head, "{i}.{j}.linear.bias")):
-        names += [f"{linear}.bias" for linear in linears]
-    if any(matching(head, LM_HEAD)):
-        names += [f"{i}.lm_head.weight" for i in range(heads)]
-    for name in names:
-        head.shape(name)
-
-
 def exported(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: str
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -140,37 +119,28 @@ def exported(
     """
     head = translate(Head.of("the head", config, tensors))
     heads, blocks = counts(head)
-    if layout == "reference":
-        return _reference(head, heads, blocks)
-    if layout != "vllm":
+    shared, own = "lm_head.weight" in head, "0.lm_head.weight" in head
+    if layout == "vllm":
+        return _vllm(head, heads, blocks)
+    if layout != "reference":
         raise ConfigError(f'heads are written in the layout "reference" or "vllm", not {layout!r}.')
-    return _vllm(head, heads, blocks)
-
-
-def _reference(head: Head, heads: int, blocks: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    if "token_map" in head or "lm_head.weight" in head:
+    if "token_map" in head or shared:
         raise ConfigError(
             'heads with a token_map, or one lm_head for all, can only be written in the layout "vllm".'
         )
-    config = {
-        "medusa_num_heads": heads,
-        "medusa_num_layers": blocks,
-        "base_model_name_or_path": head.config.get("base_model_name_or_path", ""),
-    }
-    if "0.lm_head.weight" not in head:
-        config["version"] = "2"
-    return config, {REFERENCE.published(name, blocks=blocks): head.raw(name) for name in head}
+    base = head.config.get("base_model_name_or_path", "")
+    numbers = {"medusa_num_heads": heads, "medusa_num_layers": blocks, "base_model_name_or_path": base}
+    version = {} if own else {"version": "2"}
+    return {**numbers, **version}, {REFERENCE.published(name, blocks=blocks): head.raw(name) for name in head}
 
 
 def _vllm(head: Head, heads: int, blocks: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    shared = "lm_head.weight" in head
+    shared, truncated = "lm_head.weight" in head, "token_map" in head
     if not shared and "0.lm_head.weight" not in head:
         raise ConfigError(
             "vLLM does not read heads without an lm_head of their own, and these use the target's."
         )
     outputs, hidden = head.shape("lm_head.weight" if shared else "0.lm_head.weight")
-    truncated = "token_map" in head
-    known = head.shape("token_map")[0] if truncated else outputs
     vocabulary = head.config.get("vocab_size") if truncated else outputs
     if vocabulary is None:
         raise ConfigError(
@@ -185,7 +155,7 @@ def _vllm(head: Head, heads: int, blocks: int) -> tuple[dict[str, Any], dict[str
         "num_hidden_layers": blocks,
         "max_paths": 64,
         "topk": 10,
-        "truncated_vocab_size": known,
+        "truncated_vocab_size": head.shape("token_map")[0] if truncated else outputs,
         "original_lm_head": shared,
         "medusa_fc_bias": "0.0.linear.bias" in head,
     }

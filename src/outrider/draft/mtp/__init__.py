@@ -34,19 +34,61 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from outrider.cache.pool import Pool
 from outrider.checkpoints.heads import Head
+from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
 from outrider.core.validate import FLAG, check_fields, optional
-from outrider.draft.mtp.layouts import claims_of, translate
+from outrider.draft.mtp.layouts import FORMAT, LAYOUTS
 from outrider.draft.mtp.network import Network
-from outrider.draft.mtp.packed import Packed
 from outrider.drafting.base import Drafter, Target
 from outrider.errors import ModelError
+from outrider.heads.base import random_head
+from outrider.heads.layer import Pairs, Stack
 from outrider.heads.reader import Reader
 from outrider.heads.recurrent import Forwards, Net, Reading, Recurrent, RecurrentOptions
 from outrider.heads.trees import KVTree
 
 RECURRENT_DEPTH = 3  # levels that a single layer drafts
+
+
+class Packed(Net):
+    """Layers on the target's kernels: x = eh_proj [enorm(e); hnorm(g)], then a transformer block.
+
+    Their outputs are [n, hidden], before the last norm.  prenorm: states are taken before the last norm, the
+    target's and the layers' own.
+    """
+
+    def __init__(self, reader: Reader, target: Target, prenorm: bool) -> None:
+        super().__init__(reader, target)
+        head, layers, hidden = self.head, self.model.spec.layers, self.model.spec.hidden
+        self.prenorm, self.taps = prenorm, (layers,) if prenorm else (FINAL,)
+        self.count = sum(name.endswith(".eh_proj.weight") for name in head)
+        names = [f"layers.{i}" for i in range(self.count)]
+        self.eh_proj = [reader.linear(f"{name}.eh_proj", hidden, 2 * hidden) for name in names]
+        self.stack = Stack(reader, target, names, hidden)
+        enorms, hnorms = (
+            [reader.vector(f"{name}.{norm}.weight", hidden) for name in names] for norm in ("enorm", "hnorm")
+        )
+        self.pairs = [Pairs(self.model, *norms, self.stack.sizes.eps) for norms in zip(enorms, hnorms)]
+        if "layers.0.norm.weight" in head:
+            self.norms = [reader.vector(f"{name}.norm.weight", hidden) for name in names]
+        else:  # the target's follows
+            last = target.checkpoint.tensors().get("model.norm.weight", hidden)
+            self.norms = [last.float().to(self.backend.device).contiguous()] * self.count
+
+    def forward(self, step_input: StepInput, pool: Pool, g: Tensor, layer: int = 0) -> Tensor:
+        x = self.backend.linear(self.pairs[layer](step_input, g), self.eh_proj[layer])
+        return self.stack.blocks[layer](x, step_input, pool, layer)
+
+    def from_output(self, o: Tensor, layer: int = 0) -> Tensor:
+        return o if self.prenorm else self.normed(o, layer)
+
+    def normed(self, o: Tensor, layer: int = 0) -> Tensor:
+        return self.backend.rms_norm(o, self.norms[layer], self.stack.sizes.eps)
+
+    def logits(self, o: Tensor, layer: int = 0) -> Tensor:
+        return self.model.head_logits(self.normed(o, layer))
 
 
 class LayerForwards(Forwards):
@@ -69,7 +111,7 @@ class LayerForwards(Forwards):
     def catch_up(self) -> Tensor:
         """Layer after layer; each ends one pair before the one below it, whose token is not known."""
         g, counts = self.net.from_states(self.states), [reading.cursor.count for reading in self.readings]
-        for layer in range(len(self.net.layers)):
+        for layer in range(self.net.count):
             step_input, last = StepInput(), list[int]()
             for reading, count in zip(self.readings, counts):
                 if count:
@@ -90,10 +132,10 @@ class LayerForwards(Forwards):
         return self.roots[0]
 
     def logits(self, level: int, o: Tensor) -> Tensor:
-        return self.net.logits(o, min(level, len(self.net.layers) - 1))
+        return self.net.logits(o, min(level, self.net.count - 1))
 
     def deepen(self, level: int, trees: Sequence[KVTree], o: Tensor) -> Tensor:
-        last = len(self.net.layers) - 1
+        last = self.net.count - 1
         if level <= last:
             return self._through_layer(level, trees)
         step_input = StepInput()
@@ -132,8 +174,8 @@ class LayerForwards(Forwards):
 
 
 class Mtp(Recurrent):
+    FORMAT = FORMAT
     demo: ClassVar = {"MTP layer": {"model": "builtin-mtp", "tree": "chain", "num_speculative_tokens": 2}}
-
     net: Packed
 
     @dataclass(frozen=True)
@@ -149,7 +191,7 @@ class Mtp(Recurrent):
 
     def __init__(self, options: Any, target: Target, head: Head | None = None) -> None:
         super().__init__(options, target, _own(target) if head is None and not options.model else head)
-        count = len(self.net.layers)
+        count = self.net.count
         self.depth, self.overlap = RECURRENT_DEPTH if count == 1 else count, count - 1
         self.needs = self.needs._replace(lookbehind=count)
 
@@ -158,36 +200,36 @@ class Mtp(Recurrent):
 
     @classmethod
     def claims(cls, head: Head) -> int:
-        return claims_of(head)
+        """2: it has such layers, and is not a whole language model."""
+        if "model.norm.weight" in head:
+            return 0
+        if FORMAT.layout_of(head) or "mtp.fc.weight" in head:
+            return 2
+        model_type = str(head.config.get("model_type")).rpartition("_")[2]
+        return int("mtp" in (head.config.get("speculators_model_type"), model_type))
 
     @classmethod
-    def check(cls, head: Head) -> None:
-        super().check(head)
-        translate(head)
+    def translate(cls, head: Head) -> Head:
+        if FORMAT.layout_of(head) is None:
+            qwen = "mtp.fc.weight" in head
+            what = "layers of Qwen3-Next (gated attention)" if qwen else "no multi-token prediction layers"
+            raise ModelError(
+                f"{head.name!r} has {what}; those of {', '.join(LAYOUTS)} with dense blocks are supported: "
+                "give a folder with such as 'model', or choose another method."
+            )
+        return super().translate(head)
 
     @classmethod
     def example(cls, target: Target) -> Drafter:
-        """Two random layers, always the same, and a wide tree that is deeper than their number."""
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            network = Network.like(target, layers=2)
-        drafter = cls(
-            cls.Options(nodes=24, top_k=3), target, Head.of("example", network.config(), network.state_dict())
-        )
+        """Two random layers, and a wide tree that is deeper than their number."""
+        head = random_head(Network.like, target, layers=2)
+        drafter = cls(cls.Options(nodes=24, top_k=3), target, head)
         drafter.depth = 4
         return drafter
 
-    def network(self) -> Net:
-        head, layout = translate(self.head)
-        shape, needed = head.shape("layers.0.eh_proj.weight"), (self.hidden, 2 * self.hidden)
-        if shape != needed:
-            raise ModelError(
-                f"{head.name!r} does not fit the target: its eh_proj is {shape}, and the target's hidden "
-                f"size needs {needed}."
-            )
-        self.head = head
-        prenorm = layout.prenorm if self.options.prenorm is None else self.options.prenorm
-        return Packed(Reader(head, self.backend, self.reader.bits), self.target, prenorm)
+    def network(self) -> Packed:
+        own: bool = self.head.config["prenorm"]
+        return Packed(self.reader, self.target, own if self.options.prenorm is None else self.options.prenorm)
 
 
 def _own(target: Target) -> Head:

@@ -6,7 +6,8 @@
     ernie         model.mtp_{emb_norm,hidden_norm,…}.{i}, mtp_block  [embedding; state]    before it; (*)
     speculators   mtp_layers.{i}.{token_layernorm,…}                 [embedding; state]    after it
 
-The last norm is the target's.  (*): the target's norm follows.
+The last norm is the target's.  (*): the target's norm follows, and queries and keys rotate the pairs
+(2i, 2i + 1).
 
 Ours: layers.{i}.{enorm,hnorm,eh_proj,norm} and those of an ordinary block; eh_proj reads [embedding; state].
 Embedding and lm_head are the target's; copies of them in the file are not read.  The output of a layer is
@@ -16,28 +17,14 @@ before or after its last norm, as the states that it reads are.  Engines disagre
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
-from outrider.checkpoints.heads import Head, Tensors
-from outrider.core.quantized import QuantizedWeight
+from outrider.checkpoints.heads import Head
 from outrider.errors import ModelError
-from outrider.heads.layouts import HeadFormat, Layout, Rows, matching, parse
-
-
-@dataclass(frozen=True)
-class LayerLayout(Layout):
-    """state_first: eh_proj reads [state; embedding].  prenorm: states are those before the last norm.
-    paired: queries and keys rotate the pairs (2i, 2i + 1)."""
-
-    state_first: bool = False
-    prenorm: bool = False
-    paired: bool = False
+from outrider.heads.layouts import BLOCK_NAMES, HeadFormat, Layout, Rows, matching, parse
 
 
 def _rows(at: str, names: Mapping[str, str]) -> Rows:
@@ -52,7 +39,6 @@ def _rows(at: str, names: Mapping[str, str]) -> Rows:
     )
 
 
-DEEPSEEK = {"shared_head.norm": "norm"}
 MIMO = {
     "token_layernorm": "enorm",
     "hidden_layernorm": "hnorm",
@@ -68,152 +54,61 @@ def _first_layer(head: Head) -> dict[str, int]:
     return {"target_layers": min(int(values["i"]) for values in found if values)}
 
 
+def _swap_inputs(weight: Tensor, config: Mapping[str, Any]) -> Tensor:
+    """[h, 2h] for [state; embedding] as one for [embedding; state], and back."""
+    return weight.roll(weight.shape[1] // 2, dims=1)
+
+
+def _unpair(tensor: Tensor, config: Mapping[str, Any]) -> Tensor:
+    """Outputs that rotate in pairs (2i, 2i + 1), reordered to rotate in pairs (i, i + half)."""
+    head_dim = int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+    pairs = tensor.reshape(-1, head_dim // 2, 2, *tensor.shape[1:])
+    return pairs.transpose(1, 2).reshape(tensor.shape)
+
+
+BEFORE, AFTER = (("prenorm", True),), (("prenorm", False),)
+SWAPPED = ((r"eh_proj\.weight$", _swap_inputs),)
 LAYOUTS = {
-    "deepseek": LayerLayout(
+    "deepseek": Layout(
         "DeepSeek",
         ("model.layers.{i}.eh_proj.weight",),
-        _rows("model.layers.{i+target_layers}", DEEPSEEK),
+        _rows("model.layers.{i+target_layers}", {"shared_head.norm": "norm"}),
         numbers=_first_layer,
+        defaults=AFTER,
     ),
-    "mimo": LayerLayout(
+    "mimo": Layout(
         "MiMo",
         ("model.mtp_layers.{i}.input_proj.weight",),
         _rows("model.mtp_layers.{i}", MIMO),
-        state_first=True,
-        prenorm=True,
+        changes=SWAPPED,
+        defaults=BEFORE,
     ),
-    "ernie": LayerLayout(
+    "ernie": Layout(
         "Ernie",
         ("model.mtp_linear_proj.{i}.weight",),
-        (
-            *(
-                (f"model.mtp_{theirs}.{{i}}.{{kind}}", f"layers.{{i}}.{ours}.{{kind}}")
-                for theirs, ours in ERNIE.items()
-            ),
-            *_rows("model.mtp_block.{i}", {}),
-        ),
-        prenorm=True,
-        paired=True,
+        tuple(
+            (f"model.mtp_{one}.{{i}}.{{kind}}", f"layers.{{i}}.{own}.{{kind}}") for one, own in ERNIE.items()
+        )
+        + _rows("model.mtp_block.{i}", {}),
+        changes=((r"self_attn\.[qk]_proj\.", _unpair),),
+        defaults=BEFORE,
     ),
-    "speculators": LayerLayout(
-        "speculators", ("mtp_layers.{i}.input_proj.weight",), _rows("mtp_layers.{i}", MIMO)
+    "speculators": Layout(
+        "speculators", ("mtp_layers.{i}.input_proj.weight",), _rows("mtp_layers.{i}", MIMO), defaults=AFTER
     ),
 }
 FORMAT = HeadFormat(
     tuple(LAYOUTS.values()),
     hidden=(("layers.{i}.eh_proj.weight", 0),),
     vocabulary=("embed_tokens.weight", "lm_head.weight"),
+    known=rf"(embed_tokens|lm_head)\.weight|layers\.\d+\.((enorm|hnorm|eh_proj|norm)\.(weight|bias)|{BLOCK_NAMES})",
+    variants=(
+        (r"mlp\.(experts|gate\.|shared_expert)", "a mixture of experts"),
+        (r"self_attn\.(q_a|q_b|kv_a|kv_b)_", "compressed attention (MLA)"),
+        (r"scale|qweight|packed|zeros", "quantized weights"),
+        ("", "a block that is not Llama's or Qwen's"),
+    ),
 )
-OURS = re.compile(
-    r"(embed_tokens|lm_head)\.weight|"
-    r"layers\.\d+\.(enorm|hnorm|eh_proj|norm|input_layernorm|post_attention_layernorm|"
-    r"self_attn\.([qkvo]_proj|[qk]_norm)|mlp\.(gate|up|down)_proj)\.(weight|bias)"
-)
-UNSUPPORTED = (
-    (r"mlp\.(experts|gate|shared_expert)", "a mixture of experts"),
-    (r"self_attn\.(q_a|q_b|kv_a|kv_b)_", "compressed attention (MLA)"),
-    (r"scale|qweight|packed|zeros", "quantized weights"),
-    (r"", "a block that is not Llama's or Qwen's"),
-)
-
-
-class Changed:
-    """Tensors, some of which are changed while they are read.
-
-    `changes`: stored name -> function that keeps the shape.
-    """
-
-    def __init__(self, tensors: Tensors, changes: Mapping[str, Callable[[Tensor], Tensor]]) -> None:
-        self.tensors, self.changes = tensors, changes
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.tensors
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.tensors)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.tensors.shape(name)
-
-    def raw(self, name: str) -> Tensor:
-        tensor = self.tensors.raw(name)
-        return self.changes[name](tensor) if name in self.changes else tensor
-
-    def weight(self, name: str) -> Tensor | QuantizedWeight:
-        """The changes move rows or halves of the inputs.
-
-        Scales move alike if no group crosses the middle.
-        """
-        weight = self.tensors.weight(name)
-        if name not in self.changes:
-            return weight
-        if isinstance(weight, QuantizedWeight):
-            whole = weight.values.shape[1] // 2 % weight.group == 0
-            return weight.mapped(self.changes[name]) if whole else self.changes[name](weight.dense())
-        return self.changes[name](weight)
-
-
-def claims_of(head: Head) -> int:
-    """2: it has such layers, and is not a whole language model; 1: by its config; 0: another kind of head."""
-    if "model.norm.weight" in head:
-        return 0
-    if FORMAT.layout_of(head) or "mtp.fc.weight" in head:
-        return 2
-    kinds = head.config.get("speculators_model_type"), str(head.config.get("model_type")).rpartition("_")[2]
-    return int("mtp" in kinds)
-
-
-def translate(head: Head) -> tuple[Head, LayerLayout]:
-    """The head under our names, with a flat config.
-
-    Raises ModelError without prediction layers, or for an unsupported kind.
-    """
-    layout = FORMAT.layout_of(head)
-    if layout is None:
-        qwen = "mtp.fc.weight" in head
-        what = "layers of Qwen3-Next (gated attention)" if qwen else "no multi-token prediction layers"
-        raise ModelError(
-            f"{head.name!r} has {what}; those of {', '.join(LAYOUTS)} with dense blocks are supported: "
-            "give a folder with such as 'model', or choose another method."
-        )
-    assert isinstance(layout, LayerLayout)
-    config = {**head.config, **(head.config.get("transformer_layer_config") or {})}
-    layout = replace(layout, prenorm=bool(config.get("prenorm", layout.prenorm)))
-    ours = layout.translate(head)
-    _check_dense(ours)
-    changes: dict[str, Callable[[Tensor], Tensor]] = {}
-    for name, stored in ours.stored.items():
-        if layout.state_first and name.endswith(".eh_proj.weight"):
-            changes[stored] = _swap_inputs
-        if layout.paired and re.search(r"self_attn\.[qk]_proj\.", name):
-            changes[stored] = partial(_unpair, head_dim=head_dim_of(config))
-    return replace(ours, config=config, tensors=Changed(head.tensors, changes)), layout
-
-
-def _check_dense(head: Head) -> None:
-    for name in head:
-        if not OURS.fullmatch(name):
-            why = next(reason for pattern, reason in UNSUPPORTED if re.search(pattern, name))
-            raise ModelError(
-                f"the prediction layers of {head.name!r} have {why} ({head.stored[name]}), "
-                "and only dense ones "
-                "are supported."
-            )
-
-
-def head_dim_of(config: Mapping[str, Any]) -> int:
-    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
-
-
-def _swap_inputs(weight: Tensor) -> Tensor:
-    """[h, 2h] for [state; embedding] as one for [embedding; state], and back."""
-    return weight.roll(weight.shape[1] // 2, dims=1)
-
-
-def _unpair(tensor: Tensor, head_dim: int) -> Tensor:
-    """Outputs that rotate in pairs (2i, 2i + 1), reordered to rotate in pairs (i, i + half)."""
-    pairs = tensor.reshape(-1, head_dim // 2, 2, *tensor.shape[1:])
-    return pairs.transpose(1, 2).reshape(tensor.shape)
 
 
 def exported(
@@ -224,19 +119,23 @@ def exported(
     Raises ModelError where readers of that layout would feed the layers other states than they were trained
     on.
     """
-    wanted = LAYOUTS[layout]
-    head, trained = translate(Head.of("the trained network", config, tensors))
-    if trained.prenorm != wanted.prenorm:
-        raise ModelError(
-            f"layers trained on states {_side(trained)} cannot be written as {layout!r}, "
-            "whose readers give those "
-            f"{_side(wanted)}."
+    wanted, head = LAYOUTS[layout], FORMAT.translate(Head.of("the trained network", config, tensors))
+    prenorm = dict(wanted.defaults)["prenorm"]
+    if head.config["prenorm"] != prenorm:
+        trained, given = (
+            f"{'before' if before else 'after'} the target's last norm" for before in (not prenorm, prenorm)
         )
-    out: dict[str, Tensor] = {}
-    for name in head:
-        swap = wanted.state_first and name.endswith(".eh_proj.weight")
-        published = wanted.published(name, target_layers=int(config["num_hidden_layers"]))
-        out[published] = _swap_inputs(head.raw(name)) if swap else head.raw(name)
+        raise ModelError(
+            f"layers trained on states {trained} cannot be written as {layout!r}, whose readers give those {given}."
+        )
+    out = {
+        wanted.published(name, target_layers=int(config["num_hidden_layers"])): (
+            _swap_inputs(head.raw(name), config)
+            if wanted.changes is SWAPPED and name.endswith("eh_proj.weight")
+            else head.raw(name)
+        )
+        for name in head
+    }
     if layout == "mimo":  # a Qwen2 block has biases
         for name in list(matching(head, *(f"layers.{{i}}.self_attn.{one}_proj.weight" for one in "qkv"))):
             published = wanted.published(name.removesuffix("weight") + "bias")
@@ -255,7 +154,3 @@ def _config(config: dict[str, Any], layout: str) -> dict[str, Any]:
             "num_nextn_predict_layers": config["num_nextn_predict_layers"],
         }
     return config
-
-
-def _side(layout: LayerLayout) -> str:
-    return "before the target's last norm" if layout.prenorm else "after the target's last norm"

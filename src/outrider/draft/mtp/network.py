@@ -10,15 +10,7 @@ from torch import Tensor, nn
 from outrider.core.step import FINAL
 from outrider.drafting.base import Target
 from outrider.heads.layer import Sizes
-from outrider.heads.parts import (
-    Layer,
-    RmsNorm,
-    causal_mask,
-    rotary_angles,
-    sizes_config,
-    small_sizes,
-    soft_cross_entropy,
-)
+from outrider.heads.parts import Layer, RmsNorm, sizes_config, small_sizes, soft_cross_entropy
 from outrider.heads.sample import Sample, TargetWeights
 
 DECAY = 0.6  # FastMTP's weight of each further depth that the last layer predicts
@@ -87,10 +79,9 @@ class Network(nn.Module):
     def forward(self, tokens: Tensor, states: Tensor, depth: int = 0) -> tuple[Tensor, Tensor]:
         """(states for the next depth, input of the lm_head) of the embeddings and states of one depth, [T,
         hidden] each."""
-        layer, count = self.layers[min(depth, len(self.layers) - 1)], len(tokens)
+        layer = self.layers[min(depth, len(self.layers) - 1)]
         x = layer.eh_proj(torch.cat([layer.enorm(tokens), layer.hnorm(states)], dim=-1))
-        angles = rotary_angles(torch.arange(count), self.sizes.head_dim, self.theta)
-        x = layer(x, angles, causal_mask(count))
+        x = layer.over_text(x, self.theta)
         normed = layer.shared_head["norm"](x)
         return (x if self.prenorm else normed), normed
 

@@ -16,31 +16,93 @@ sample.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.checkpoints.heads import Head
-from outrider.core.step import Batch, RowStep
-from outrider.core.tree import EMPTY_TREE, Draft
+from outrider.core.row import Row
+from outrider.core.step import Batch
+from outrider.core.tree import Budget, Draft, DraftTree
 from outrider.core.validate import check_fields, optional, whole
-from outrider.draft.redrafter.beams import Beams
-from outrider.draft.redrafter.layouts import blocks, claims_of, translate
+from outrider.draft.redrafter.layouts import FORMAT, MODEL_TYPE, blocks
 from outrider.draft.redrafter.network import Network
 from outrider.drafting.base import Drafter, Target
-from outrider.errors import ModelError
-from outrider.heads.base import HeadOptions, StateDrafter
-from outrider.heads.trees import grow_level
+from outrider.drafting.trees.sampled import Tree
+from outrider.heads.base import HeadOptions, StateDrafter, random_head
+from outrider.heads.choose import Chooser
+from outrider.heads.layer import residual
+from outrider.heads.outer import embed
+from outrider.heads.trees import grow, sample_children, sources_of
 from outrider.models.fallback.row_invariant import by_rows
 
 MAX_WIDTH, MAX_LENGTH = 64, 1025
 TOP = 50  # continuations of a beam, and all that equal the last of them
 
 
+class Beams(Tree):
+    """The beams of one row as a tree: a level goes on with the `width` likeliest continuations of its beams,
+    and every prefix is a node.
+
+    The likeliest nodes of all levels are kept, as many as the budget has.  A beam that is not among them
+    can have no child among them, and ends.
+
+    sampled: a level has at most `width` sampled children, and no more than leaves the same number to the
+    levels below.
+    """
+
+    def __init__(self, row: Row, budget: Budget, width: int, sampled: bool, stream_id: int) -> None:
+        siblings = min(width, max(1, budget.nodes // budget.depth)) if sampled else width
+        room = budget if sampled else Budget(budget.depth, width * budget.depth)
+        super().__init__(row, 0, room, siblings, stream_id=stream_id)  # the nodes have no K/V
+        self.sampled, self.max_nodes = sampled, budget.nodes
+        self.sources: Sequence[int] = [0]
+
+    def add_level(self, choose: Chooser, logits: Tensor) -> None:
+        """Add the next level, from float32 [rows of the last forward, V]; `sources` is empty where it was
+        the last.
+        """
+        parents = self.frontier
+        if self.sampled:
+            sample_children(self, choose, logits)
+        else:
+            paths = [self.path_tokens(node) for node in parents]
+            self._search(parents, *choose.best(self.row, paths, logits, self.siblings))
+            likeliest = self._likeliest()
+            self.frontier = [node for node in self.frontier if node in likeliest]
+        self.sources = sources_of(self, parents)
+
+    def _search(self, parents: Sequence[int], found: Tensor, probs: Tensor) -> None:
+        """Add the likeliest of the tokens [parents, k] by joint probability; -1 is none."""
+        tokens, shares = found.numpy(), probs.numpy()
+        joint = np.where(tokens >= 0, shares * np.array([[self.joint[node]] for node in parents]), 0.0)
+        best = np.argsort(-joint, axis=None, kind="stable")[: self.siblings]
+        rows, ranks = np.unravel_index(best, joint.shape)
+        self.choose(
+            (parents[r], int(tokens[r, k]), float(shares[r, k]))
+            for r, k in zip(rows, ranks)
+            if joint[r, k] > 0
+        )
+
+    def _likeliest(self) -> set[int]:
+        """The nodes to keep.  Their parents are among them: none is less likely than its child, nor added
+        after it.
+        """
+        ranked = sorted(range(len(self.tokens)), key=lambda node: -self.joint[node])
+        return set(ranked[: self.max_nodes])
+
+    @property
+    def draft_tree(self) -> DraftTree:
+        tree = super().draft_tree
+        return tree if self.sampled else tree.only(sorted(self._likeliest()))
+
+
 class ReDrafter(StateDrafter):
+    FORMAT = FORMAT
     demo: ClassVar = {
         "ReDrafter": {"model": "builtin-redrafter", "num_speculative_tokens": 2, "beam_width": 3, "nodes": 4}
     }
@@ -67,42 +129,29 @@ class ReDrafter(StateDrafter):
         super().__init__(options, target, head)
         self.depth = options.beam_length - 1
         self.nodes = target.nodes(options.nodes, MAX_WIDTH * MAX_LENGTH)
-        self._pack(translate(self.head), target.vocabulary)
+        self.check_embedding()
+        self._pack()
 
-    def _pack(self, head: Head, vocabulary: int) -> None:
+    def _pack(self) -> None:
         """Pack the tensors.  Raises ModelError where one is missing or does not fit the target."""
-        reader, hidden = replace(self.reader, head=head), self.hidden
-        count = blocks(head)
+        head, reader, hidden, count = self.head, self.reader, self.hidden, blocks(self.head)
         rnn = bool(head.config.get("rnn")) or "rnn_u.weight" in head or "rnn_w.weight" in head
         projected = "input_proj.weight" in head
         width = head.shape("input_proj.weight")[0] if projected else 2 * hidden
-
-        def linear(name: str, outputs: int, inputs: int) -> Any:
-            head.shape(f"{name}.bias")
-            return reader.linear(name, outputs, inputs)
-
-        self.rnn_u = linear("rnn_u", hidden, hidden) if rnn else None
+        self.rnn_u = reader.biased(["rnn_u"], hidden, hidden) if rnn else None
         self.rnn_w = reader.linear("rnn_w", hidden, hidden) if rnn else None
-        self.input_proj = linear("input_proj", width, 2 * hidden) if projected else None
-        self.blocks = [linear(f"lm_head.{i}.linear", width, width) for i in range(count)]
-        self.lm_head = reader.outer.linear(f"lm_head.{count}", vocabulary, width)
-        if (wide := self.target.decoder.embed([0]).shape[1]) != hidden:
-            raise ModelError(
-                f"{self.head.name!r} reads embeddings as wide as the target's states, {hidden}, and the "
-                f"target's are {wide}."
-            )
+        self.input_proj = reader.biased(["input_proj"], width, 2 * hidden) if projected else None
+        self.blocks = [reader.biased([f"lm_head.{i}.linear"], width, width) for i in range(count)]
+        self.lm_head = reader.outer.linear(f"lm_head.{count}", self.target.vocabulary, width)
 
     @classmethod
     def claims(cls, head: Head) -> int:
-        return claims_of(head)
+        return super().claims(head) or int(head.config.get("model_type") == MODEL_TYPE)
 
     @classmethod
     def example(cls, target: Target) -> Drafter:
         """A random network, which is nearly always wrong."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            network = Network(target.decoder.spec.hidden, target.vocabulary)
-        head = Head.of("example", network.config(), network.state_dict())
+        head = random_head(Network, target.decoder.spec.hidden, target.vocabulary)
         return cls(cls.Options(beam_width=3, beam_length=5, nodes=12), target, head)
 
     def size(self, depth: int) -> int:
@@ -110,29 +159,35 @@ class ReDrafter(StateDrafter):
         return min(self.nodes, depth * width)
 
     def propose(self, batch: Batch) -> Draft:
-        trees, rows = [EMPTY_TREE] * len(batch), self.ready(batch)
-        if rows:
-            grown = [self._beams(batch[r]) for r in rows]
-            self._levels(self.states(batch, rows), grown)
-            for r, beams in zip(rows, grown):
-                trees[r] = beams.draft_tree
-        return Draft(trees)
+        grown = {
+            r: Beams(
+                batch[r].row,
+                batch[r].budget,
+                self.options.beam_width,
+                self.samples(batch[r].row),
+                self.target.stream_id,
+            )
+            for r in self.ready(batch)
+        }
+        if grown:
+            self._grow(self.states(batch, list(grown)), list(grown.values()))
+        return self.propose_for(batch, {r: beams.draft_tree for r, beams in grown.items()})
 
-    def _beams(self, step: RowStep) -> Beams:
-        row, stream_id = step.row, self.target.stream_id
-        return Beams(row, step.budget, self.options.beam_width, self.samples(row), stream_id)
-
-    def _levels(self, f: Tensor, grown: list[Beams]) -> None:
+    def _grow(self, f: Tensor, grown: list[Beams]) -> None:
         """Grow the beams of all rows, one forward a level; f [len(grown), hidden]: the target's states."""
-        s = torch.zeros_like(f)
-        while grown:
-            s = self._step(s, [token for beams in grown for token in beams.frontier_tokens])
-            grown, sources = grow_level(grown, self.choose, self._logits(f, s))
-            f, s = f[sources], s[sources]
+        s = self._step(torch.zeros_like(f), grown)
 
-    def _step(self, s: Tensor, tokens: Sequence[int]) -> Tensor:
-        """The recurrent states [n, hidden] after these tokens."""
-        embedded = self.target.decoder.embed(tokens).to(s)
+        def deepen(level: int, grown: Sequence[Beams], sources: list[int]) -> Tensor:
+            nonlocal f, s
+            f, s = f[sources], self._step(s[sources], grown)
+            return self._logits(f, s)
+
+        grow(grown, self.choose, self._logits(f, s), deepen)
+
+    def _step(self, s: Tensor, grown: Sequence[Beams]) -> Tensor:
+        """The recurrent states [n, hidden] after the tokens of the frontiers."""
+        tokens = [token for beams in grown for token in beams.frontier_tokens]
+        embedded = embed(self.target.decoder, tokens)
         if self.rnn_u is None:
             return s + embedded
         return by_rows(F.silu, self.backend.linear(s, self.rnn_u, self.backend.linear(embedded, self.rnn_w)))
@@ -141,8 +196,6 @@ class ReDrafter(StateDrafter):
         """float32 [n, V]; -inf except the TOP highest, which the reference selects before its softmax."""
         x = torch.cat([f, s], dim=1)
         x = x if self.input_proj is None else self.backend.linear(x, self.input_proj)
-        for block in self.blocks:
-            x = x + by_rows(F.silu, self.backend.linear(x, block))
-        logits = self.backend.linear(x, self.lm_head).float()
+        logits = self.backend.linear(residual(self.backend, x, self.blocks), self.lm_head).float()
         lowest = logits.topk(min(TOP, logits.shape[1])).values[:, -1:]
         return logits.masked_fill(logits < lowest, float("-inf"))

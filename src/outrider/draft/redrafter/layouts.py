@@ -71,16 +71,6 @@ FORMAT = HeadFormat(
 )
 
 
-def claims_of(head: Head) -> int:
-    """2: by its tensors; 1: by its config; 0: not a ReDrafter head."""
-    return 2 if FORMAT.layout_of(head) else int(_is_redrafter(head))
-
-
-def translate(head: Head) -> Head:
-    """The head under the reference's names; other tensors are dropped."""
-    return FORMAT.translate(head)
-
-
 def blocks(head: Head) -> int:
     """The number of residual blocks."""
     last = [int(name.split(".")[1]) for name in matching(head, "lm_head.{i}.weight")]

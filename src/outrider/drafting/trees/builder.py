@@ -127,6 +127,11 @@ class LevelBuilder(TreeBuilder):
         """The token of a node; of the root, the row's pending token."""
         return self.row.tokens[-1] if node == ROOT else self.tokens[node]
 
+    @property
+    def frontier_tokens(self) -> list[int]:
+        """The input tokens of the next forward."""
+        return [self.token(node) for node in self.frontier]
+
     def add_samples(
         self, parent: int, distribution: int, count: int, children: Children = random_streams.children
     ) -> list[int]:
