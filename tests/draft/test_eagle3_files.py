@@ -16,7 +16,7 @@ from toys import HIDDEN, V, save_head, toy_target
 from outrider import LLM, ConfigError, ModelError, draft
 from outrider.checkpoints.heads import Head
 from outrider.draft.eagle3 import Eagle3
-from outrider.draft.eagle3.layouts import TAPS, exported, taps_of, translate
+from outrider.draft.eagle3.layouts import TAPS, exported, taps_of
 from outrider.draft.eagle3.network import Network, Settings
 
 
@@ -250,7 +250,7 @@ SGLANG, SPEC = (
     ],
 )
 def test_both_conventions_of_layer_numbers(config: Config, layers: int, taps: tuple[int, ...]) -> None:
-    head = translate(Head.of("a head", config, {}))
+    head = Eagle3.translate(Head.of("a head", config, {}))
     assert taps_of(head, layers) == taps
     assert taps_of(head, layers, given=[0, 1]) == (0, 1)
     if listed := head.config.get(TAPS):

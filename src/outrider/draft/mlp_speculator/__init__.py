@@ -9,34 +9,182 @@ token:
     step 0 reads f_e-2 and x_e-1, its logits give d_e;  step 1 reads the state of step 0 and d_e, and gives
     d_e+1;  …
 
+sw = 0.5^(0.5 / n_predict), ew = sqrt((1 - sw²) d / 2)            n_predict of the file, not of the drafts
+mlp     s' = GELU(norm(proj(s) + ew/sw · emb(token)))             the norm is an RMS norm with a shift
+lstm    f, i, o, g = proj(s) + ew/sw · emb(token)
+        c' = c σ(f) + GELU(norm(g)) σ(i);   s' = GELU(norm(c')) σ(o)
+logits = head(s')
+
 A chain by default, as in vLLM; `top_k_tokens_per_head` makes it IBM's tree.  A level is one pass over all
 nodes of all rows.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import lru_cache, partial
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
+from outrider.backends.base import Backend
 from outrider.checkpoints.heads import Head
-from outrider.core.row import Row
-from outrider.core.step import Batch
-from outrider.core.tree import EMPTY_TREE, Budget, Draft, DraftTree
+from outrider.core.step import Batch, RowStep
+from outrider.core.tree import Budget, Draft, DraftTree
 from outrider.core.validate import check_fields, is_whole, optional, whole
-from outrider.draft.mlp_speculator import layouts, steps
-from outrider.draft.mlp_speculator.tree import best_nodes, likeliest, product
+from outrider.draft.mlp_speculator.layouts import (
+    FORMAT,
+    GATES,
+    KINDS,
+    LSTM,
+    SpeculatorLayout,
+    method_of,
+    translate,
+)
+from outrider.draft.mlp_speculator.network import EPS, Network, token_share
 from outrider.drafting.base import Drafter, Target
 from outrider.drafting.options import refuse_idle
-from outrider.errors import ConfigError
-from outrider.heads.base import HeadOptions, StateDrafter
-from outrider.heads.trees import RankTree, grow_level
+from outrider.errors import ConfigError, ModelError
+from outrider.heads.base import HeadOptions, StateDrafter, random_head
+from outrider.heads.outer import embed
+from outrider.heads.ranks import best_nodes, likeliest, product
+from outrider.heads.reader import Reader
+from outrider.heads.trees import RankTree, grow
+from outrider.models.fallback.row_invariant import by_rows
 
 MAX_NODES = 1024  # of a product
+State = tuple[Tensor, ...]  # recurrent state, [n, …] each
+
+
+class Norm(NamedTuple):
+    """GELU(x / rms(x) · weight + bias)."""
+
+    weight: Tensor
+    bias: Tensor
+
+    @staticmethod
+    def read(reader: Reader, name: str, size: int) -> Norm:
+        bias = reader.vector(f"{name}.bias", size).to(reader.backend.activations)
+        return Norm(reader.vector(f"{name}.weight", size), bias)
+
+    def __call__(self, x: Tensor, run: Backend) -> Tensor:
+        return by_rows(F.gelu, run.rms_norm(x, self.weight, EPS) + self.bias)
+
+
+class Step(NamedTuple):
+    """table: the embedding.  emb, proj, norm: modules in sequence.  share: weight of the token beside the
+    state.
+    """
+
+    table: Any
+    emb: Sequence[Any]
+    proj: Sequence[Any]
+    norm: Sequence[Any]
+    head: Any
+    share: float
+
+
+class Speculator:
+    """The network on the target's kernels, step by step."""
+
+    def __init__(self, reader: Reader, layout: SpeculatorLayout, target: Target) -> None:
+        self.reader, self.head, self.backend, self.model = reader, reader.head, reader.backend, target.decoder
+        self.layout, self.hidden, self.vocabulary = layout, self.model.spec.hidden, target.vocabulary
+        self.outer = lru_cache(None)(reader.outer.linear)  # what several steps share is packed once
+        scaled = self.head.config.get("scale_input") is True
+        self.scale = torch.full((self.hidden,), 0.5**0.5, device=self.backend.device) if scaled else None
+
+    def begin(self, states: Tensor) -> State:
+        """The initial state, of the target's states [n, hidden]."""
+        return (states if self.scale is None else self.backend.rms_norm(states, self.scale, EPS),)
+
+    def __call__(self, step: int, state: State, ids: Sequence[int]) -> tuple[State, Tensor]:
+        """The state after tokens `ids`, and the logits float32 [n, V] of the next token."""
+        raise NotImplementedError
+
+
+class Mlp(Speculator):
+    def __init__(self, reader: Reader, layout: SpeculatorLayout, target: Target) -> None:
+        super().__init__(reader, layout, target)
+        modules, width = lru_cache(None)(partial(_modules, reader)), self.hidden
+        self.each: list[Step] = []
+        for i in range(layout.steps):
+            emb, proj, ln, head = (f"{kind}.{layout.place(kind, i)}" for kind in KINDS)
+            wide = self.head.shape(f"{emb}.0.weight")[-1]
+            table = self.outer(f"{emb}.0", self.vocabulary, wide)
+            after, wide = modules(emb, wide, 1)
+            projected, proj_width = modules(proj, width, 0)
+            if proj_width != wide:
+                raise ModelError(
+                    f"{self.head.name!r} adds {proj} of {proj_width} numbers to {emb} of {wide}: the two "
+                    "must be alike."
+                )
+            normed, width = modules(ln, wide, 0)
+            out, share = self.outer(head, self.vocabulary, width), token_share(layout.steps, wide)
+            self.each.append(Step(table, after, projected, normed, out, share))
+
+    def __call__(self, step: int, state: State, ids: Sequence[int]) -> tuple[State, Tensor]:
+        now = self.each[step]
+        z = self._through(embed(self.model, ids, now.table), now.emb)
+        s = self._through(self._through(state[0], now.proj) + now.share * z, now.norm)
+        return (s,), self.backend.linear(s, now.head).float()
+
+    def _through(self, x: Tensor, modules: Sequence[Any]) -> Tensor:
+        for module in modules:
+            x = module(x, self.backend) if isinstance(module, Norm) else self.backend.linear(x, module)
+        return x
+
+
+def _modules(reader: Reader, at: str, width: int, first: int) -> tuple[list[Any], int]:
+    """The modules at.first … for an input of this width, and the width of their output."""
+    names = [name for name in reader.head if name.startswith(f"{at}.") and name.endswith(".weight")]
+    modules: list[Any] = []
+    for number in sorted({int(name.split(".")[2]) for name in names}):
+        if number >= first:
+            name, shape = f"{at}.{number}", reader.head.shape(f"{at}.{number}.weight")
+            normed = len(shape) == 1
+            modules.append(Norm.read(reader, name, width) if normed else reader.linear(name, shape[0], width))
+            width = width if normed else shape[0]
+    return modules, width
+
+
+class Lstm(Speculator):
+    def __init__(self, reader: Reader, layout: SpeculatorLayout, target: Target) -> None:
+        super().__init__(reader, layout, target)
+        head = self.head
+        self.width = width = head.shape("forget_emb.0.weight")[-1]
+        tied = head.config.get("tie_lstm_embs", "input_emb.0.weight" not in head)
+        gates = GATES[:1] if tied else GATES
+        self.tables = [self.outer(f"{gate}_emb.0", self.vocabulary, width) for gate in gates]
+        inputs = (self.hidden, width)[: layout.steps]
+        self.projs = [self._gates(i, size) for i, size in enumerate(inputs)]
+        self.norms = [Norm.read(reader, f"{name}_ln.0", width) for name in ("cell", "state")]
+        places = [layout.place("head", i) for i in range(layout.steps)]
+        self.heads = [self.outer(f"head.{i}", self.vocabulary, width) for i in places]
+        self.share = token_share(layout.steps, width)
+
+    def _gates(self, i: int, inputs: int) -> Any:
+        if f"projs.{i}.weight" in self.head:
+            return self.reader.linear(f"projs.{i}", 4 * self.width, inputs)
+        return self.reader.fused([(f"{gate}_proj.{i}", self.width) for gate in GATES], inputs)
+
+    def begin(self, states: Tensor) -> State:
+        return *super().begin(states), states.new_zeros(len(states), self.width)
+
+    def __call__(self, step: int, state: State, ids: Sequence[int]) -> tuple[State, Tensor]:
+        run, (s, cell), (cell_norm, state_norm) = self.backend, state, self.norms
+        z = torch.cat([embed(self.model, ids, table) for table in self.tables], dim=-1)
+        z = z if len(self.tables) == len(GATES) else z.repeat(1, len(GATES))
+        gates = run.linear(s, self.projs[min(step, 1)]) + self.share * z
+        opened, new = gates[:, : 3 * self.width].contiguous(), gates[:, 3 * self.width :].contiguous()
+        forget, enter, leave = by_rows(torch.sigmoid, opened).chunk(3, dim=-1)
+        cell = cell * forget + cell_norm(new, run) * enter
+        s = state_norm(cell, run) * leave
+        return (s, cell), run.linear(s, self.heads[step]).float()
 
 
 def _check(top_k: Any, where: str = "") -> tuple[int, ...]:
@@ -55,6 +203,7 @@ def _check(top_k: Any, where: str = "") -> tuple[int, ...]:
 
 
 class MlpSpeculator(StateDrafter):
+    FORMAT = FORMAT
     demo: ClassVar = {"MLP speculator": {"model": "builtin-mlp_speculator", "num_speculative_tokens": 2}}
 
     @dataclass(frozen=True)
@@ -73,16 +222,14 @@ class MlpSpeculator(StateDrafter):
             super().__post_init__()
             if self.top_k_tokens_per_head not in (None, "config"):
                 _check(self.top_k_tokens_per_head)
-            count = optional(whole(1, MAX_NODES))
+            count, branching = optional(whole(1, MAX_NODES)), self.top_k_tokens_per_head is not None
             check_fields(self, {"n_candidates": count, "nodes": count})
-            refuse_idle(
-                self, self.top_k_tokens_per_head is not None, "top_k_tokens_per_head", "n_candidates", "nodes"
-            )
+            refuse_idle(self, branching, "top_k_tokens_per_head", "n_candidates", "nodes")
 
     def __init__(self, options: Options, target: Target, head: Head | None = None) -> None:
         super().__init__(options, target, head)
-        layout = layouts.SpeculatorLayout.of(self.head)
-        self.speculator = steps.load(self.reader, layout, self.hidden, target.vocabulary)
+        layout = SpeculatorLayout.of(self.head)
+        self.speculator = (Lstm if layout.method == LSTM else Mlp)(self.reader, layout, target)
         self.depth = layout.steps
         self.top_k, self.candidates = self._branches(options)
         chain = options.top_k_tokens_per_head is None
@@ -93,10 +240,8 @@ class MlpSpeculator(StateDrafter):
         asked, config = options.top_k_tokens_per_head, self.head.config
         if asked is None:
             return (1,) * self.depth, 1
-        own = asked == "config"
-        top_k = (
-            _check(config.get("top_k_tokens_per_head"), f" of {self.head.name!r}") if own else _check(asked)
-        )
+        in_file = config.get("top_k_tokens_per_head")
+        top_k = _check(in_file, f" of {self.head.name!r}") if asked == "config" else _check(asked)
         if len(top_k) != self.depth:
             raise ConfigError(
                 f"top_k_tokens_per_head {list(top_k)} is for {len(top_k)} steps, and {self.head.name!r} has "
@@ -107,71 +252,57 @@ class MlpSpeculator(StateDrafter):
 
     @classmethod
     def example(cls, target: Target) -> Drafter:
-        from outrider.draft.mlp_speculator.network import Network
-
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            network = Network.like(target, 32)
         options = cls.Options(top_k_tokens_per_head=[3, 2, 2], n_candidates=5)
-        return cls(options, target, Head.of("example", network.config(), network.state_dict()))
+        return cls(options, target, random_head(Network.like, target, 32))
 
     @classmethod
-    def check(cls, head: Head) -> None:
-        super().check(head)
-        layouts.SpeculatorLayout.of(head)
+    def translate(cls, head: Head) -> Head:
+        return translate(head)
 
     @classmethod
     def claims(cls, head: Head) -> int:
-        return layouts.claims_of(head)
+        announced = head.config.get("model_type") == "mlp_speculator"
+        announced = announced or head.config.get("speculators_model_type") == "mlp"
+        return 2 if method_of(FORMAT.renamed(head)) else int(announced)
 
     def size(self, depth: int) -> int:
-        """Raise ConfigError for more levels than the network has steps."""
-        if depth > self.depth:
-            raise ConfigError(
-                f"num_speculative_tokens {depth} is more than the {self.depth} steps (n_predict) of "
-                f"{self.head.name!r}."
-            )
-        return min(
-            self.nodes,
-            sum(min(math.prod(self.top_k[: level + 1]), self.candidates) for level in range(depth)),
-        )
+        self.check_depth(depth, self.depth, "steps (n_predict)")
+        paths = (math.prod(self.top_k[:level]) for level in range(1, depth + 1))
+        return min(self.nodes, sum(min(count, self.candidates) for count in paths))
 
     def propose(self, batch: Batch) -> Draft:
-        trees: list[DraftTree] = [EMPTY_TREE] * len(batch)
-        rows = self.ready(batch)
-        if rows:
-            grown = [self._tree(batch[r].row, batch[r].budget) for r in rows]
-            self._grow(grown, self.speculator.begin(self.states(batch, rows)))
-            for r, tree in zip(rows, grown):
-                trees[r] = self._cut(tree, batch[r].budget) if _greedy(tree.row) else tree.draft_tree
-        return Draft(trees)
+        grown = {r: self._tree(batch[r]) for r in self.ready(batch)}
+        if grown:
+            self._grow(list(grown.values()), self.speculator.begin(self.states(batch, list(grown))))
+        return self.propose_for(batch, {r: self._cut(tree, batch[r].budget) for r, tree in grown.items()})
 
-    def _tree(self, row: Row, budget: Budget) -> RankTree:
-        top_k = self.top_k[: budget.depth]
-        if _greedy(row):
+    def _tree(self, step: RowStep) -> RankTree:
+        row, top_k, nodes = step.row, self.top_k[: step.budget.depth], min(self.nodes, step.budget.nodes)
+        if row.distribution.temperature == 0:
             return RankTree(row, product(top_k))
         sampled = self.samples(row)
-        shape = likeliest(top_k, self.candidates, min(self.nodes, budget.nodes), sampled)
+        shape = likeliest(top_k, self.candidates, nodes, sampled)
         return RankTree(row, shape, sampled=sampled, stream_id=self.target.stream_id)
 
-    def _grow(self, trees: list[RankTree], state: steps.State) -> None:
-        """Grow all trees, one step of the network a level.  state: a row for every node of the frontiers'
-        parents.
-        """
-        for step in itertools.count():
-            tokens = [tree.token(node) for tree in trees for node in tree.frontier]
-            state, logits = self.speculator(step, state, tokens)
-            trees, sources = grow_level(trees, self.choose, logits)
-            if not trees:
-                return
-            state = tuple(part[sources] for part in state)
+    def _grow(self, trees: Sequence[RankTree], state: State) -> None:
+        """Grow all trees, one step of the network a level.  state: a row for each tree."""
+
+        def tokens(trees: Sequence[RankTree]) -> list[int]:
+            return [token for tree in trees for token in tree.frontier_tokens]
+
+        def deepen(level: int, trees: Sequence[RankTree], sources: list[int]) -> Tensor:
+            nonlocal state
+            before = tuple(part[sources] for part in state)
+            state, logits = self.speculator(level, before, tokens(trees))
+            return logits
+
+        state, logits = self.speculator(0, state, tokens(trees))
+        grow(trees, self.choose, logits, deepen)
 
     def _cut(self, tree: RankTree, budget: Budget) -> DraftTree:
-        """The likeliest paths of a whole product, by the network's probabilities."""
+        """Of a whole product the likeliest paths, by the network's probabilities; other trees as they are."""
+        if tree.row.distribution.temperature > 0:
+            return tree.draft_tree
         nodes = min(self.nodes, budget.nodes)
         joint = [tree.joint[node] for node in range(len(tree.tokens))]
         return tree.draft_tree.only(best_nodes(tree.parents, joint, self.candidates, nodes))
-
-
-def _greedy(row: Row) -> bool:
-    return row.distribution.temperature == 0

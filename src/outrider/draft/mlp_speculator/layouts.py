@@ -19,6 +19,7 @@ from torch import Tensor
 
 from outrider.checkpoints.fields import MOST_STEPS
 from outrider.checkpoints.heads import Head
+from outrider.core.validate import is_whole
 from outrider.errors import ConfigError, ModelError, unknown
 from outrider.heads.layouts import HeadFormat, Layout
 
@@ -52,58 +53,56 @@ FORMAT = HeadFormat(
 
 
 def method_of(head: Head) -> str | None:
-    """The method, "sum_rnn" (of which IBM's is a case) or "sum_lstm", by the tensors; None for another
-    kind of head."""
-    names = set(FORMAT.translate(head))
-    if "forget_emb.0.weight" in names:
+    """The method of a head under our names, by its tensors: "sum_rnn" (of which IBM's is a case) or "sum_lstm";
+    None for another kind of head."""
+    if "forget_emb.0.weight" in head:
         return LSTM
-    return RNN if {"emb.0.0.weight", "proj.0.0.weight", "ln.0.0.weight", "head.0.weight"} <= names else None
+    return (
+        RNN if all(f"{kind}.0.0.weight" in head for kind in KINDS[:3]) and "head.0.weight" in head else None
+    )
 
 
-def claims_of(head: Head) -> int:
-    """2: by its tensors; 1: by its config; 0: not an MLP speculator."""
-    announced = head.config.get("model_type") == "mlp_speculator"
-    return 2 if method_of(head) else int(announced or head.config.get("speculators_model_type") == "mlp")
+def translate(head: Head) -> Head:
+    """The head under our names.  Raises ModelError for an incomplete file, or another kind of head."""
+    if head.config.get("speculators_model_type") == "mlp":
+        raise ModelError(
+            f"{head.name!r} is of the type 'mlp' of speculators 0.1, which is not supported: "
+            "give one with IBM's names."
+        )
+    ours, announced = FORMAT.translate(head), head.config.get("method")
+    if method_of(ours) is None:
+        raise ModelError(
+            f"{head.name!r} has neither emb, proj, ln and head nor forget_emb: its tensors are "
+            f"{', '.join(sorted(head)[:4])} …"
+        )
+    if announced not in (None, RNN, LSTM):
+        raise ModelError(
+            f"{head.name!r} is of the method {announced!r}; only {RNN} and {LSTM} are supported."
+        )
+    SpeculatorLayout.of(ours)
+    return ours
 
 
 @dataclass(frozen=True)
 class SpeculatorLayout:
-    """head: under our names.
-
-    steps: n_predict, the number of steps trained.  tied: the steps share their weights.
+    """steps: n_predict, the number of steps trained.  tied: the steps share their weights.
+    found: the steps that have weights of a kind in the file.
     """
 
-    head: Head
-    method: str
+    method: str | None
     steps: int
     tied: bool
-    found: Mapping[str, set[int]]  # the steps that have weights of a kind in the file
+    found: Mapping[str, set[int]]
 
     @staticmethod
     def of(head: Head) -> SpeculatorLayout:
-        """Raise ModelError for an incomplete file, or another kind of head."""
-        if head.config.get("speculators_model_type") == "mlp":
-            raise ModelError(
-                f"{head.name!r} is of the type 'mlp' of speculators 0.1, which is not supported: "
-                "give one with IBM's names."
-            )
-        method, announced = method_of(head), head.config.get("method")
-        if method is None:
-            raise ModelError(
-                f"{head.name!r} has neither emb, proj, ln and head nor forget_emb: its tensors are "
-                f"{', '.join(sorted(head)[:4])} …"
-            )
-        if announced not in (None, RNN, LSTM):
-            raise ModelError(
-                f"{head.name!r} is of the method {announced!r}; only {RNN} and {LSTM} are supported."
-            )
-        head = FORMAT.translate(head)
-        kinds = KINDS if method == RNN else ("head",)
+        """head: under our names.  Raises ModelError for an incomplete file."""
+        method = method_of(head)
         found = {
-            kind: {int(name.split(".")[1]) for name in head if name.startswith(f"{kind}.")} for kind in kinds
+            kind: {int(name.split(".")[1]) for name in head if name.startswith(f"{kind}.")}
+            for kind in (KINDS if method == RNN else ("head",))
         }
-        steps, tied = _steps(head, method, found)
-        return SpeculatorLayout(head, method, steps, tied, found)
+        return SpeculatorLayout(method, *_steps(head, method, found), found)
 
     def place(self, kind: str, step: int) -> int:
         """The number of the weights of a step.
@@ -114,7 +113,7 @@ class SpeculatorLayout:
         return min((i for i in self.found[kind] if i >= first), default=first) if self.tied else step
 
 
-def _steps(head: Head, method: str, found: Mapping[str, set[int]]) -> tuple[int, bool]:
+def _steps(head: Head, method: str | None, found: Mapping[str, set[int]]) -> tuple[int, bool]:
     """(number of steps, whether they share weights).
 
     The config decides only if the file holds one set of weights.
@@ -130,14 +129,13 @@ def _steps(head: Head, method: str, found: Mapping[str, set[int]]) -> tuple[int,
         raise ModelError(f"{head.name!r} has weights for {stored} steps, but no {kind}.{i}.")
     if not tied or stored > 2 or (whole and stored == 2):
         return stored, tied
-    announced = head.config.get("n_predict")
-    if not isinstance(announced, int) or isinstance(announced, bool) or announced < 1:
+    announced: Any = head.config.get("n_predict")
+    if not is_whole(announced, 1):
         raise ModelError(
             f"{head.name!r} holds one set of weights for all steps, "
-            "and its n_predict does not say for how many: "
-            f"{announced!r}."
+            f"and its n_predict does not say for how many: {announced!r}."
         )
-    return announced, tied
+    return int(announced), tied
 
 
 def exported(

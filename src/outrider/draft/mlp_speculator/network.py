@@ -23,6 +23,12 @@ def norm(size: int) -> RmsNorm:
     return RmsNorm(size, EPS, shift=True)
 
 
+def token_share(n_predict: int, width: int) -> float:
+    """Weight of a token's embedding beside the state."""
+    sw: float = 0.5 ** (0.5 / n_predict)
+    return math.sqrt((1 - sw**2) * width / 2) / sw
+
+
 class Speculator(nn.Module):
     """Common to all variants: the lm_heads, the loop over the steps, and the loss."""
 
@@ -38,8 +44,7 @@ class Speculator(nn.Module):
         super().__init__()
         self.hidden, self.inner, self.vocabulary, self.n_predict = hidden, inner, vocabulary, n_predict
         self.tie_weights, self.scale_input = tie_weights, scale_input
-        sw = 0.5 ** (0.5 / n_predict)
-        self.share = math.sqrt((1 - sw**2) * inner / 2) / sw
+        self.share = token_share(n_predict, inner)
         self.head = self.each(lambda _: nn.Linear(inner, vocabulary, bias=False))
 
     @classmethod
