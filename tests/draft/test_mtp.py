@@ -246,7 +246,7 @@ def test_an_export_is_read_back(toy: LLM, tmp_path: Path, layout: str) -> None:
         again, normed = network(TargetWeights.of(toy.engine.decoder).embedding[ids], f)
     o = drafter.net.forward(step_input.build(), drafter.net.pool(64), f)
     assert torch.allclose(drafter.net.from_output(o), again, atol=1e-4) and torch.allclose(
-        drafter.net.layers[0].normed(o), normed, atol=1e-4
+        drafter.net.normed(o), normed, atol=1e-4
     )
 
 

@@ -50,7 +50,7 @@ class Cursor:
         self.count += len(states)
 
     def reach(self, end: int) -> None:
-        """Record that K/V below position `end` is in the pool, of a drafter that reads tokens and no states."""
+        """Record that K/V below `end` is in the pool, of a drafter that reads tokens and no states."""
         self.filled = self.first = end
 
     def mark_written(self) -> None:

@@ -66,7 +66,7 @@ def random_head(make: Callable[..., Any], *args: Any, **options: Any) -> Head:
 class HeadDrafter(Drafter):
     """head: the opened file, under our names.  reader: packs its tensors.  choose: draft tokens from logits.
 
-    FORMAT: the table of the method's published names.  memory: the accuracy of ranks, for trees that follow it.
+    FORMAT: the table of the method's published names.  memory: accuracy of ranks, for trees that follow it.
     """
 
     FORMAT: ClassVar[HeadFormat] = HeadFormat(())
@@ -105,7 +105,7 @@ class HeadDrafter(Drafter):
 
     @classmethod
     def translate(cls, head: Head) -> Head:
-        """The head under our names, with a flat config.  Raises ModelError for an unsupported kind of head."""
+        """The head under our names, with a flat config.  Raises ModelError for unsupported kinds."""
         return cls.FORMAT.translate(head)
 
     @classmethod

@@ -146,8 +146,9 @@ class Stack:
         more: int = 0,
         bare: bool = False,
     ) -> None:
-        """names: prefixes of the blocks' names.  inputs: width of u of the first block, if the caller gives u.
-        windows: of each block.  more: positions after the target's last.  bare: blocks may lack an input norm.
+        """names: prefixes of the blocks' names.  inputs: width of u of the first block, if the caller gives
+        u.  windows: of each block.  more: positions after the target's last.  bare: blocks may lack an input
+        norm.
 
         Raises ModelError for blocks whose K/V does not fit into one pool.
         """

@@ -210,7 +210,7 @@ class HeadFormat:
         return next((layout for layout in self.layouts if layout.found_in(head)), None)
 
     def renamed(self, head: Head) -> Head:
-        """The head under our names, with a flat config.  A head without a match is read in the last layout."""
+        """The head under our names, with a flat config.  Without a match it is read in the last layout."""
         if not self.layouts:
             return replace(head, config=flat(head.config))
         layout = self.layout_of(head) or self.layouts[-1]
@@ -233,8 +233,8 @@ class HeadFormat:
             names = " ".join(strange)
             kind = next((kind for part, kind in self.variants if re.search(part, names)), "")
             raise ModelError(
-                f"{head.name!r} is another kind of head{kind and f' ({kind})'}, which is not supported: it has "
-                f"{', '.join(ours.stored[name] for name in strange[:4])}."
+                f"{head.name!r} is another kind of head{kind and f' ({kind})'}, which is not supported: it "
+                f"has {', '.join(ours.stored[name] for name in strange[:4])}."
             )
         return ours
 
@@ -251,7 +251,7 @@ def flat(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def speculators_config(kind: str, tokens: int) -> dict[str, Any]:
-    """What speculators says about decoding with a head that drafts `tokens` tokens."""
+    """The part of a speculators config about decoding with a head that drafts `tokens` tokens."""
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": tokens,

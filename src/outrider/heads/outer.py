@@ -62,8 +62,8 @@ def embed(model: Model, ids: Sequence[int], embedding: Any = None) -> Tensor:
 def own_lm_head(reader: Reader, target: Target, width: int, ids: Tensor | None) -> Any:
     """The packed lm_head of a head, its embedding if they are tied, or None for the target's.
 
-    ids: int32 [Vd], the target's token of each of its rows; None for all.  Raises ModelError for an lm_head of
-    other tokens, or if there is none and the target has another width.
+    ids: int32 [Vd], the target's token of each of its rows; None for all.  Raises ModelError for an lm_head
+    of other tokens, or if there is none and the target has another width.
     """
     head, name = reader.head, "lm_head"
     if "lm_head.weight" not in head:

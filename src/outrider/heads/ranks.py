@@ -116,8 +116,8 @@ def product(top_k: tuple[int, ...]) -> list[Path]:
 
 @lru_cache(maxsize=64)
 def likeliest(top_k: tuple[int, ...], candidates: int, nodes: int, sampled: bool) -> list[Path]:
-    """The best paths of `product`, by the probabilities of their ranks alone: a shape that is known before any
-    token, and so may be sampled.
+    """The best paths of `product`, by the probabilities of their ranks alone: a shape that is known before
+    any token, and so may be sampled.
     """
     confidence, paths = SAMPLE_CONFIDENCE if sampled else RANK_CONFIDENCE, product(top_k)
     index: dict[Path, int] = {(): ROOT}

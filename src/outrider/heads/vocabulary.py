@@ -73,8 +73,8 @@ def listed_ids(head: Head, name: str, vocabulary: int) -> Tensor:
     ):
         first, last = (int(ids.min()), int(ids.max())) if len(ids) else (0, -1)
         raise ModelError(
-            f"{head.name!r} does not fit the target: its {name} names {len(ids)} tokens in {first} … {last}, and "
-            f"the target has {vocabulary} (each may be named once)."
+            f"{head.name!r} does not fit the target: its {name} names {len(ids)} tokens in {first} … {last}, "
+            f"and the target has {vocabulary} (each may be named once)."
         )
     return ids.to(torch.int32)
 

@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -84,13 +83,8 @@ def head_card(name: str, revision: str | None = None) -> HeadCard | None:
 
 
 def format_of(method: str) -> HeadFormat:
-    """The table of a method's published names, `FORMAT` in its layouts.py; an empty one if it has none."""
-    try:
-        found = import_module(f"outrider.draft.{method}.layouts").FORMAT
-    except ModuleNotFoundError:
-        return HeadFormat(())
-    assert isinstance(found, HeadFormat)
-    return found
+    """The table of a method's published names."""
+    return head_methods()[method].FORMAT
 
 
 Entry = tuple[str, tuple[int, ...], str]  # name, shape, type

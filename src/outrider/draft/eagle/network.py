@@ -22,12 +22,7 @@ class Network(nn.Module):
     """fc over [embedding; state], then one layer without an input norm."""
 
     def __init__(
-        self,
-        sizes: Sizes,
-        vocabulary: int,
-        theta: float = 10000.0,
-        bias: bool = True,
-        qkv_bias: bool = False,
+        self, sizes: Sizes, vocabulary: int, theta: float = 10000.0, bias: bool = True, qkv_bias: bool = False
     ) -> None:
         super().__init__()
         self.sizes, self.vocabulary, self.theta = sizes, vocabulary, theta

@@ -66,6 +66,8 @@ class Packed(Net):
         norm = reader.vector("norm.weight", h) if head_normed or output_normed else None
         self.norm, self.norm_output = norm if head_normed else None, norm if output_normed else None
         self.scale = float(config.get("logit_scale", 1.0))
+        if self.ids is not None:
+            head.shape("lm_head.weight")  # raises if it is missing
         self.lm_head = own_lm_head(reader, target, h, self.ids)
 
     def _read_states(self, width: int) -> None:

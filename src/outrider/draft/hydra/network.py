@@ -14,14 +14,7 @@ from torch import Tensor, nn
 from outrider.core.step import FINAL
 from outrider.drafting.base import Target
 from outrider.heads.layer import Sizes
-from outrider.heads.parts import (
-    Layer,
-    ResidualBlock,
-    RmsNorm,
-    sizes_config,
-    small_sizes,
-    soft_cross_entropy,
-)
+from outrider.heads.parts import Layer, ResidualBlock, RmsNorm, sizes_config, small_sizes, soft_cross_entropy
 from outrider.heads.sample import Sample, TargetWeights
 
 THETA = 10000.0

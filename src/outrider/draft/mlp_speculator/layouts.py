@@ -53,8 +53,9 @@ FORMAT = HeadFormat(
 
 
 def method_of(head: Head) -> str | None:
-    """The method of a head under our names, by its tensors: "sum_rnn" (of which IBM's is a case) or "sum_lstm";
-    None for another kind of head."""
+    """The method by our names of tensors: "sum_rnn" (of which IBM's is a case) or "sum_lstm"; None for
+    another kind of head.
+    """
     if "forget_emb.0.weight" in head:
         return LSTM
     return (

@@ -101,7 +101,8 @@ FORMAT = HeadFormat(
     tuple(LAYOUTS.values()),
     hidden=(("layers.{i}.eh_proj.weight", 0),),
     vocabulary=("embed_tokens.weight", "lm_head.weight"),
-    known=rf"(embed_tokens|lm_head)\.weight|layers\.\d+\.((enorm|hnorm|eh_proj|norm)\.(weight|bias)|{BLOCK_NAMES})",
+    known=r"(embed_tokens|lm_head)\.weight|"
+    rf"layers\.\d+\.((enorm|hnorm|eh_proj|norm)\.(weight|bias)|{BLOCK_NAMES})",
     variants=(
         (r"mlp\.(experts|gate\.|shared_expert)", "a mixture of experts"),
         (r"self_attn\.(q_a|q_b|kv_a|kv_b)_", "compressed attention (MLA)"),
@@ -126,7 +127,8 @@ def exported(
             f"{'before' if before else 'after'} the target's last norm" for before in (not prenorm, prenorm)
         )
         raise ModelError(
-            f"layers trained on states {trained} cannot be written as {layout!r}, whose readers give those {given}."
+            f"layers trained on states {trained} cannot be written as {layout!r}, whose readers give those "
+            f"{given}."
         )
     out = {
         wanted.published(name, target_layers=int(config["num_hidden_layers"])): (

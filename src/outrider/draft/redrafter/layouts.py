@@ -46,11 +46,7 @@ CONVERTED = Layout(
 NUMBERED = Layout(  # Medusa's names are the same
     "reference, numbered",
     ("0.{i}.linear.weight", "0.{i}.weight"),
-    (
-        ("0.{i}.linear.{kind}", "lm_head.{i}.linear.{kind}"),
-        ("0.{i}.weight", "lm_head.{i}.weight"),
-        *SHARED,
-    ),
+    (("0.{i}.linear.{kind}", "lm_head.{i}.linear.{kind}"), ("0.{i}.weight", "lm_head.{i}.weight"), *SHARED),
     applies=_is_redrafter,
 )
 REFERENCE = Layout(

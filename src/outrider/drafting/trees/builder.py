@@ -100,8 +100,9 @@ class LevelBuilder(TreeBuilder):
     """The tree of a row that grows level by level.  frontier: the nodes whose children come next, all of one
     depth.
 
-    stream_id: added to a node's number to get the number of its random stream.  view: the slots of the row and of its draft tokens, of which node i has number base + i; NO_VIEW for a
-    drafter whose nodes have no K/V.  base: position of the first draft token.
+    stream_id: added to a node's number to get the number of its random stream.  view: the slots of the row
+    and of its draft tokens, of which node i has number base + i; NO_VIEW for a drafter whose nodes have no
+    K/V.  base: position of the first draft token.
     """
 
     def __init__(
