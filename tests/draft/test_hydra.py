@@ -14,7 +14,7 @@ from toys import LAYERS, acceptance, samples, save_head, teach
 from outrider import LLM, SamplingParams
 from outrider.cache.catch_up import MAX_PENDING
 from outrider.core.step import FINAL
-from outrider.core.tree import DraftTree
+from outrider.core.tree import Budget, DraftTree
 from outrider.draft.hydra import Hydra
 from outrider.draft.hydra.network import Network
 from outrider.heads.ranks import ranks_of
@@ -171,6 +171,13 @@ def test_own_tree_follows_the_measured_accuracy(target: str, tmp_path: Path) -> 
     llm.generate(prompts(1), SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
     assert llm.engine.drafter.memory.accuracy[0][0] < 0.6 * before
     assert engine(target, str(tmp_path), nodes=6).engine.drafter.memory is None
+
+
+def test_listed_paths_bound_the_tree(target: str, tmp_path: Path) -> None:
+    folder = save_head(tmp_path, CONFIG, tensors(), "hydra_lm_head.pt")
+    drafter: Any = engine(target, folder, tree=[[0], [1], [0, 0]]).engine.drafter
+    assert (drafter.depth, drafter.size(1), drafter.size(2)) == (2, 2, 3)
+    assert sorted(drafter.shape(Budget(2, 8))) == [(0,), (0, 0), (1,)]
 
 
 # ---- what it learns

@@ -7,8 +7,9 @@ import torch
 
 from outrider import draft
 from outrider.checkpoints.heads import Head
+from outrider.errors import ModelError
 from outrider.heads.base import HeadDrafter
-from outrider.heads.layouts import HeadFormat, Layout, fill, matching, parse
+from outrider.heads.layouts import HeadFormat, Layout, fill, flat, matching, parse
 from outrider.inspect.heads import format_of
 
 HEADS = [name for name, method in draft.methods().items() if issubclass(method, HeadDrafter)]
@@ -80,6 +81,56 @@ def test_first_matching_layout_is_chosen() -> None:
     assert head_format.layout_of(Head.of("a", {"other": 1}, tensors)) is other
     assert head_format.layout_of(Head.of("a", {}, {"lm_head.weight": torch.zeros(1)})) is None
     assert set(head_format.translate(Head.of("a", {}, tensors))) == {"layers.1.weight"}
+
+
+def test_config_of_a_layer_fills_up_the_outer_one() -> None:
+    inner = {"rms_norm_eps": 1e-5, "head_dim": 8}
+    config = {
+        "head_dim": 4,
+        "rms_norm_eps": None,
+        "model": {"head_dim": 2, "x": 1},
+        "transformer_layer_config": inner,
+    }
+    assert {key: flat(config)[key] for key in ("head_dim", "rms_norm_eps", "x")} == {
+        "head_dim": 4,
+        "rms_norm_eps": 1e-5,
+        "x": 1,
+    }
+
+
+def test_layout_changes_tensors_and_implies_config() -> None:
+    turned = Layout(
+        "turned",
+        ("turned.weight",),
+        (("turned.{kind}", "linear.{kind}"),),
+        changes=((r"linear\.weight", lambda tensor, config: tensor * config["factor"]),),
+        defaults=(("factor", 3), ("side", "left")),
+    )
+    tensors = {"turned.weight": torch.ones(2, 2), "turned.bias": torch.ones(2)}
+    found = HeadFormat((turned,)).translate(Head.of("a", {"factor": 2}, tensors))
+    assert found.raw("linear.weight").tolist() == [[2, 2], [2, 2]] and found.raw("linear.bias").tolist() == [
+        1,
+        1,
+    ]
+    assert (found.config["factor"], found.config["side"]) == (2, "left") and found.shape("linear.weight") == (
+        2,
+        2,
+    )
+
+
+def test_tensors_of_unknown_meaning_are_refused_by_kind() -> None:
+    head_format = HeadFormat(
+        (Layout("any", ("{rest}",), (("{rest}", "{rest}"),)),),
+        known=r"fc\.weight",
+        variants=(("gru", "a recurrent one"), ("", "another")),
+    )
+    fc = {"fc.weight": torch.zeros(1)}
+    assert set(head_format.translate(Head.of("a", {}, fc))) == {"fc.weight"}
+    for name, kind in (("gru.bias", "a recurrent one"), ("something", "another")):
+        head = Head.of("a", {}, {**fc, name: torch.zeros(1)})
+        with pytest.raises(ModelError, match=rf"{kind}.*has {name}\."):
+            head_format.translate(head)
+        assert name in head_format.renamed(head)
 
 
 @pytest.mark.parametrize("case", PUBLISHED, ids=lambda case: f"{case[0]} {case[1]}")

@@ -250,7 +250,7 @@ def flat(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for part in [*parts, own] for key, value in part.items()}
 
 
-def speculators_config(kind: str, tokens: int) -> dict[str, Any]:
+def speculators_config(kind: str, tokens: int, verifier: str | None = None) -> dict[str, Any]:
     """The part of a speculators config about decoding with a head that drafts `tokens` tokens."""
     proposal = {
         "proposal_type": "greedy",
@@ -262,5 +262,5 @@ def speculators_config(kind: str, tokens: int) -> dict[str, Any]:
         "algorithm": kind,
         "default_proposal_method": "greedy",
         "proposal_methods": [proposal],
-        "verifier": {"name_or_path": None, "architectures": []},
+        "verifier": {"name_or_path": verifier, "architectures": []},
     }

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from outrider.draft.dflash.layouts import ARCHITECTURE, DEFAULT_THETA, SLIDING, SPARK, TYPE
 from outrider.drafting.base import Target
 from outrider.heads.layer import Sizes
+from outrider.heads.layouts import speculators_config
 from outrider.heads.parts import Layer, RmsNorm, register_vocabulary, rotary_angles, sizes_config
 from outrider.heads.sample import Sample, TargetWeights
 
@@ -114,22 +115,14 @@ class Network(nn.Module):
         options: of `Shape`.  Attention copies values at first (o_proj = v_proj^T, orthogonal): a mask needs
         the anchor unchanged, and learns that slowly from noise.
         """
-        spec = target.decoder.spec
+        spec, vocabulary = target.decoder.spec, target.vocabulary
         first, last = min(2, spec.layers), max(1, spec.layers - 2)
         width = 64 if spec.hidden >= 256 else 16
         heads = max(1, spec.hidden // width)
-        sizes: dict[str, Any] = {
-            "hidden": spec.hidden,
-            "inner": 2 * spec.hidden,
-            "layers": 2,
-            "heads": heads,
-            "kv_heads": heads,
-            "head_dim": width,
-            "vocabulary": target.vocabulary,
-            "mask": target.vocabulary - 1,
-            "block": 8,
-            "taps": tuple(sorted({first, (first + last) // 2, last})),
-        }
+        sizes: dict[str, Any] = {"hidden": spec.hidden, "inner": 2 * spec.hidden, "layers": 2, "block": 8}
+        sizes |= {"heads": heads, "kv_heads": heads, "head_dim": width}
+        sizes |= {"vocabulary": vocabulary, "mask": vocabulary - 1}
+        sizes |= {"taps": tuple(sorted({first, (first + last) // 2, last}))}
         network = Network(Shape(**{**sizes, **options}))
         for layer in network.layers:
             attention: Any = layer.self_attn
@@ -161,12 +154,10 @@ class Network(nn.Module):
         s = self.shape
         kind, architecture = (SPARK, "DSparkDraftModel") if s.markov else (TYPE, ARCHITECTURE)
         markov = {"markov_rank": s.markov, "markov_head_type": "vanilla", "enable_confidence_head": False}
-        proposal = {
-            "proposal_type": "greedy",
-            "speculative_tokens": s.block - s.skipped,
-            "verifier_accept_k": 1,
-            "accept_tolerance": 0.0,
-        }
+        kinds = [SLIDING if i in s.sliding else "full_attention" for i in range(s.layers)]
+        fixed = {"attention_bias": False, "hidden_act": "silu", "model_type": "qwen3"}
+        sizes = {"num_hidden_layers": s.layers, "vocab_size": s.vocabulary, "tie_word_embeddings": False}
+        window = {"sliding_window": s.window or None, "layer_types": kinds}
         return {
             **(markov if s.markov else {}),
             "architectures": [architecture],
@@ -177,28 +168,14 @@ class Network(nn.Module):
             "sliding_window_non_causal": s.non_causal,
             "sample_from_anchor": s.from_anchor,
             "draft_vocab_size": len(s.ids) or s.vocabulary,
-            "transformer_layer_config": self._layer_config(),
-            "speculators_config": {
-                "algorithm": kind,
-                "default_proposal_method": "greedy",
-                "proposal_methods": [proposal],
-                "verifier": {"name_or_path": "", "architectures": []},
+            "transformer_layer_config": {
+                **fixed,
+                **sizes_config(s.sizes),
+                **sizes,
+                "rope_theta": s.theta,
+                **window,
             },
-        }
-
-    def _layer_config(self) -> dict[str, Any]:
-        s = self.shape
-        return {
-            "attention_bias": False,
-            "hidden_act": "silu",
-            "model_type": "qwen3",
-            "tie_word_embeddings": False,
-            **sizes_config(s.sizes),
-            "num_hidden_layers": s.layers,
-            "vocab_size": s.vocabulary,
-            "rope_theta": s.theta,
-            "sliding_window": s.window or None,
-            "layer_types": [SLIDING if i in s.sliding else "full_attention" for i in range(s.layers)],
+            "speculators_config": speculators_config(kind, s.block - s.skipped, ""),
         }
 
     def forward(self, taps: Tensor, tokens: Tensor, anchors: Tensor, outer: TargetWeights) -> Tensor:

@@ -146,21 +146,20 @@ class Network(nn.Module):
 
     def config(self) -> dict[str, Any]:
         s = self.settings
-        flags = {
-            "norm_before_residual": s.residual_normed,
-            "norm_output": s.output_normed,
-            "fc_norm": s.tap_normed,
-            "norm_before_fc": s.input_normed,
+        sizes = {
+            "num_hidden_layers": s.layers,
+            "max_position_embeddings": s.positions,
+            "vocab_size": s.vocabulary,
         }
+        flags = {"norm_before_residual": s.residual_normed, "norm_output": s.output_normed}
+        flags |= {"fc_norm": s.tap_normed, "norm_before_fc": s.input_normed}
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
             "hidden_act": "silu",
             **sizes_config(s.sizes),
-            "num_hidden_layers": s.layers,
+            **sizes,
             "rope_theta": s.theta,
-            "max_position_embeddings": s.positions,
-            "vocab_size": s.vocabulary,
             "draft_vocab_size": self.lm_head.out_features,
             "target_hidden_size": s.target_hidden,
             "tie_word_embeddings": False,

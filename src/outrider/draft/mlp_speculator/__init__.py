@@ -253,7 +253,7 @@ class MlpSpeculator(StateDrafter):
     @classmethod
     def example(cls, target: Target) -> Drafter:
         options = cls.Options(top_k_tokens_per_head=[3, 2, 2], n_candidates=5)
-        return cls(options, target, random_head(Network.like, target, 32))
+        return cls(options, target, random_head(Network, target.decoder.spec.hidden, 32, target.vocabulary))
 
     @classmethod
     def translate(cls, head: Head) -> Head:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Self
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,6 @@ from torch import Tensor, nn
 
 from outrider.core.step import FINAL
 from outrider.draft.mlp_speculator.layouts import GATES, LSTM, RNN
-from outrider.drafting.base import Target
 from outrider.heads.parts import RmsNorm, rms_normalize
 from outrider.heads.sample import Sample, TargetWeights
 
@@ -46,12 +46,6 @@ class Speculator(nn.Module):
         self.tie_weights, self.scale_input = tie_weights, scale_input
         self.share = token_share(n_predict, inner)
         self.head = self.each(lambda _: nn.Linear(inner, vocabulary, bias=False))
-
-    @classmethod
-    def like(cls, target: Target, inner: int | None = None, **options: Any) -> Self:
-        """A small one for this target, with random weights."""
-        spec = target.decoder.spec
-        return cls(spec.hidden, inner or spec.hidden, spec.vocabulary, **options)
 
     def each(self, make: Callable[[int], nn.Module], apart: int = 0) -> nn.ModuleList:
         """A module for each step; tied, one for all but the first `apart`."""
@@ -134,13 +128,9 @@ class Network(Speculator):
 
     def config(self) -> dict[str, Any]:
         top_k = [4, 3, *[2] * self.n_predict][: self.n_predict]
-        sizes = {
-            "emb_dim": self.hidden,
-            "inner_dim": self.inner,
-            "top_k_tokens_per_head": top_k,
-            "n_candidates": 5,
-        }
-        return {"architectures": ["MLPSpeculatorPreTrainedModel"], **super().config(), **sizes}
+        sizes = {"emb_dim": self.hidden, "inner_dim": self.inner}
+        tree = {"top_k_tokens_per_head": top_k, "n_candidates": 5}
+        return {"architectures": ["MLPSpeculatorPreTrainedModel"], **super().config(), **sizes, **tree}
 
 
 class Arctic(Speculator):
@@ -153,13 +143,8 @@ class Arctic(Speculator):
         size = ".".join([str(self.inner)] * self.layers)
         sizes = {"input_hidden_dim": self.hidden, "inner_dim": size, "emb_dim": size, "proj_dim": size}
         tree = {"top_k_tokens_per_head": [1] * self.n_predict, "n_candidates": self.n_predict}
-        return {
-            "architectures": ["ArcticLSTMSpeculatorPreTrainedModel"],
-            **super().config(),
-            "method": self.method,
-            **sizes,
-            **tree,
-        }
+        named = {"architectures": ["ArcticLSTMSpeculatorPreTrainedModel"], "method": self.method}
+        return {**super().config(), **named, **sizes, **tree}
 
 
 class Rnn(Arctic):
@@ -171,21 +156,18 @@ class Rnn(Arctic):
         super().__init__(hidden, inner, vocabulary, *args, **options)
         self.layers = layers
 
-        def row(first: nn.Module, *more: Callable[[], nn.Module]) -> nn.Sequential:
-            return nn.Sequential(first, *(make() for _ in range(layers - 1) for make in more))
-
         def linear(inputs: int = inner) -> nn.Module:
             return nn.Linear(inputs, inner, bias=False)
 
-        def own_norm() -> nn.Module:
-            return norm(inner)
+        def row(first: nn.Module, *more: Callable[[], nn.Module]) -> nn.Sequential:
+            return nn.Sequential(first, *(make() for _ in range(layers - 1) for make in more))
 
-        stored = 1 if self.tie_weights else self.n_predict
+        normed, stored = partial(norm, inner), 1 if self.tie_weights else self.n_predict
         projected = [hidden, *[inner] * (max(stored, min(2, self.n_predict)) - 1)]
         tables = [nn.Embedding(vocabulary, inner) for _ in range(stored)]
-        self.emb = nn.ModuleList(row(table, own_norm, nn.GELU, linear) for table in tables)
-        self.proj = nn.ModuleList(row(linear(inputs), own_norm, nn.GELU, linear) for inputs in projected)
-        self.ln = nn.ModuleList(row(own_norm(), nn.GELU, linear, own_norm) for _ in range(stored))
+        self.emb = nn.ModuleList(row(table, normed, nn.GELU, linear) for table in tables)
+        self.proj = nn.ModuleList(row(linear(inputs), normed, nn.GELU, linear) for inputs in projected)
+        self.ln = nn.ModuleList(row(normed(), nn.GELU, linear, normed) for _ in range(stored))
         self.reset()
 
     def step(self, i: int, s: Tensor, cell: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
