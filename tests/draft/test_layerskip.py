@@ -221,7 +221,7 @@ def test_without_a_set_every_second_layer_in_the_middle() -> None:
         ({"search": True, "skip_ratio": 0.05}, "none of the 4 sublayers"),
         ({"skip_ratio": 2}, "skip_ratio must be a number in"),
         ({"context_window": 0}, "context_window must be a whole number"),
-        ({"exit_threshold": "atuo"}, 'a number in .0, 1., "auto" or None'),
+        ({"exit_threshold": "atuo"}, 'a number in .0, 1. or "auto" or None'),
         ({"siblings": 0}, 'in 1 … 64 or "confidence"'),
         ({"skip_atention": [1]}, "Did you mean 'skip_attention'"),
     ],

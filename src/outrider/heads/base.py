@@ -20,12 +20,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from outrider.cache.catch_up import CatchUp
+from outrider.cache.pool import Pool
 from outrider.checkpoints.heads import Head
 from outrider.checkpoints.quantize import bits_of
 from outrider.core.row import Row
 from outrider.core.step import FINAL, Batch, Commit, Needs, RowStep
 from outrider.core.tree import EMPTY_TREE, Draft, DraftTree
-from outrider.drafting.base import Drafter, Target
+from outrider.drafting.base import Drafter, Storage, Target
 from outrider.drafting.options import refuse_parallel
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.choose import Chooser
@@ -72,7 +74,7 @@ class HeadDrafter(Drafter):
     FORMAT: ClassVar[HeadFormat] = HeadFormat(())
     demo: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     needs = Needs(states=(FINAL,))
-    slot_bytes: int = 0  # bytes of K/V for every slot of the target's cache
+    pooled: Any = None  # a `Stack` or `Net` with K/V at the target's slots, in a pool of its own
 
     def __init__(self, options: Any, target: Target, head: Head | None = None) -> None:
         super().__init__(options, target)
@@ -83,7 +85,7 @@ class HeadDrafter(Drafter):
         check_size(opened, target.vocabulary)
         self.head = self.translate(opened)
         self.reader = Reader(self.head, self.backend, bits_of(options.quantization))
-        self.choose = Chooser(target)
+        self.choose, self.catch_up = Chooser(target), CatchUp()
         self.trees: Sequence[DraftTree] = ()  # of this step as proposed; only a part may be verified
 
     @staticmethod
@@ -97,6 +99,23 @@ class HeadDrafter(Drafter):
 
     def footprint(self, device: torch.device) -> Counter[torch.device]:
         return Counter({device: self.slot_bytes})
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of K/V for every slot of the target's cache."""
+        return self.pooled.slot_bytes if self.pooled else 0
+
+    def allocate(self, slots: int, pool: Pool) -> Storage:
+        if self.pooled is None:
+            return Storage()
+        self.pool: Pool = self.pooled.pool(slots)
+        return Storage([self.pool])
+
+    def forget(self, row: Row, reason: str) -> None:
+        self.catch_up.forget(row)
+
+    def filled(self, row: Row) -> int:
+        return self.catch_up.filled(row)
 
     @classmethod
     def claims(cls, head: Head) -> int:
@@ -199,4 +218,5 @@ class StateDrafter(HeadDrafter):
                 self.last_states[step.row] = step.row.computed, commit.states.of(r, (self.tap,), last=True)
 
     def forget(self, row: Row, reason: str) -> None:
+        super().forget(row, reason)
         self.last_states.pop(row, None)

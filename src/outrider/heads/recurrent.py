@@ -21,7 +21,7 @@ not kept: `Needs.lookbehind` makes the target compute that token again.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,7 @@ from outrider.core.step import FINAL, Batch, Commit, Needs
 from outrider.core.step_input import StepInput
 from outrider.core.tree import EMPTY_TREE, Budget, Draft
 from outrider.core.validate import check_fields, optional, whole
-from outrider.drafting.base import Storage, Target
+from outrider.drafting.base import Target
 from outrider.drafting.options import refuse_idle
 from outrider.errors import ConfigError, unknown
 from outrider.heads.base import HeadDrafter, HeadOptions
@@ -181,9 +181,8 @@ class Recurrent(HeadDrafter):
 
     def __init__(self, options: Any, target: Target, head: Head | None = None) -> None:
         super().__init__(options, target, head)
-        self.net = self.network()
+        self.net = self.pooled = self.network()
         self.needs = Needs(states=self.net.taps, lookbehind=1)
-        self.slot_bytes = self.net.slot_bytes
         self.choose = Chooser(target, self.net.ids)
         self.nodes = target.nodes(options.nodes, 59)
         self.paths: set[Path] = set(paths(EAGLE[options.tree])) if options.tree in EAGLE else set()
@@ -194,10 +193,6 @@ class Recurrent(HeadDrafter):
 
     def forwards(self, readings: Sequence[Reading]) -> Forwards:
         return Forwards(self, readings)
-
-    def allocate(self, slots: int, pool: Pool) -> Storage:
-        self.pool = self.net.pool(slots)
-        return Storage([self.pool])
 
     def size(self, depth: int) -> int:
         if self.paths:
@@ -272,14 +267,3 @@ class Recurrent(HeadDrafter):
                 reading.cursor.drop_written(
                     self.overlap + 1
                 )  # the next first level needs the last pair again
-
-    def forget(self, row: Row, reason: str) -> None:
-        self.catch_up.forget(row)
-
-    def filled(self, row: Row) -> int:
-        return self.catch_up.filled(row)
-
-
-def config_flag(config: Mapping[str, Any], name: str, default: bool) -> bool:
-    value = config.get(name)
-    return default if value is None else bool(value)

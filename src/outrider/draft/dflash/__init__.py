@@ -24,8 +24,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from outrider.cache.catch_up import CatchUp, Cursor
-from outrider.cache.pool import Pool
+from outrider.cache.catch_up import Cursor
 from outrider.checkpoints.heads import Head
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, Needs
@@ -34,7 +33,7 @@ from outrider.core.tree import Budget, Draft
 from outrider.core.validate import Kind, check_fields, is_whole, optional, whole
 from outrider.draft.dflash.layouts import ARCHITECTURE, FORMAT, SPARK, TYPE, BlockLayout, translate
 from outrider.draft.dflash.network import Network
-from outrider.drafting.base import Drafter, Storage, Target
+from outrider.drafting.base import Drafter, Target
 from outrider.errors import ModelError
 from outrider.heads.base import HeadDrafter, HeadOptions, random_head
 from outrider.heads.choose import Chooser
@@ -98,7 +97,7 @@ class DFlash(HeadDrafter):
         )
         names = [f"layers.{i}" for i in range(len(layout.windows))]
         self.stack = Stack(reader, target, names, width, windows=layout.windows, more=layout.block)
-        self.slot_bytes, sizes = self.stack.slot_bytes, self.stack.sizes
+        self.pooled, sizes = self.stack, self.stack.sizes
         kv = sizes.kv_heads * sizes.head_dim
         parts = [(f"{name}.self_attn.{one}_proj", kv) for name in names for one in "kv"]
         self.kv = reader.fused(parts, width)  # of all layers at once: they have the same input
@@ -106,7 +105,6 @@ class DFlash(HeadDrafter):
         self.choose = Chooser(target, self.ids)
         self.lm_head = own_lm_head(reader, target, width, self.ids)
         self.markov = self._markov_table()
-        self.catch_up = CatchUp()
         if options.nodes is not None:
             self.memory = RankAccuracy.prior(layout.levels, RANKS)
 
@@ -141,22 +139,12 @@ class DFlash(HeadDrafter):
         head = random_head(Network.like, target, **shape, sliding=(1,), non_causal=True)
         return cls(cls.Options(nodes=8), target, head)
 
-    def allocate(self, slots: int, pool: Pool) -> Storage:
-        self.pool = self.stack.pool(slots)
-        return Storage([self.pool])
-
     def size(self, depth: int) -> int:
         depth = min(depth, self.layout.levels)
         if self.options.nodes is None or depth == 0:
             return depth
         nodes: int = self.options.nodes
         return min(nodes, RANKS) if depth == 1 else nodes
-
-    def filled(self, row: Row) -> int:
-        return self.catch_up.filled(row)
-
-    def forget(self, row: Row, reason: str) -> None:
-        self.catch_up.forget(row)
 
     def propose(self, batch: Batch) -> Draft:
         rows, grown = list[int](), list[BlockTree]()

@@ -32,7 +32,7 @@ from outrider.heads.layer import Pairs, Stack
 from outrider.heads.layouts import parse
 from outrider.heads.outer import own_embedding, own_lm_head
 from outrider.heads.reader import Reader
-from outrider.heads.recurrent import Net, Recurrent, RecurrentOptions, config_flag
+from outrider.heads.recurrent import Net, Recurrent, RecurrentOptions
 from outrider.heads.vocabulary import target_ids
 
 LAYERS = Kind(
@@ -60,9 +60,9 @@ class Packed(Net):
         )
         self.pairs = Pairs(self.model, token, state, self.stack.sizes.eps, own_embedding(reader, target, h))
         forge = ARCHITECTURE in config.get("architectures", ())  # whose norm_output concerns only the lm_head
-        self.residual_normed = config_flag(config, "norm_before_residual", False)
-        output_normed = not forge and config_flag(config, "norm_output", False)
-        head_normed = not forge or config_flag(config, "norm_output", True)
+        self.residual_normed = bool(config.get("norm_before_residual"))
+        output_normed = not forge and bool(config.get("norm_output"))
+        head_normed = not forge or bool(config.get("norm_output", True))
         norm = reader.vector("norm.weight", h) if head_normed or output_normed else None
         self.norm, self.norm_output = norm if head_normed else None, norm if output_normed else None
         self.scale = float(config.get("logit_scale", 1.0))

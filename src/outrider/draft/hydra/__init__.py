@@ -25,8 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.cache.catch_up import MAX_PENDING, CatchUp
-from outrider.cache.pool import Pool
+from outrider.cache.catch_up import MAX_PENDING
 from outrider.checkpoints.heads import Head
 from outrider.core.row import Row
 from outrider.core.step import FINAL, Batch, Commit, Needs, RowStep
@@ -34,7 +33,7 @@ from outrider.core.step_input import StepInput
 from outrider.core.tree import Draft
 from outrider.draft.hydra.layouts import FORMAT, FROM_TARGET, PREFIX, translate
 from outrider.draft.hydra.network import Network
-from outrider.drafting.base import Drafter, Storage, Target
+from outrider.drafting.base import Drafter, Target
 from outrider.errors import ModelError
 from outrider.heads.base import random_head
 from outrider.heads.layer import Stack, residual
@@ -97,13 +96,13 @@ class Hydra(RankedDrafter):
         self.heads = [HydraHead(self.reader, target, i) for i in range(heads)]
         self.plan(heads, target.vocabulary, learns=options.tree == "own")
         self.tap = self._tap()
-        self.needs, self.catch_up = Needs(states=(self.tap,)), CatchUp()
+        self.needs = Needs(states=(self.tap,))
         self.stack: Stack | None = None
         prefixed = any(name.startswith(PREFIX) for name in self.head)
         if prefixed or self.head.config.get("hydra_head_arch") == "prefix-mlp":
             self.stack = Stack(self.reader, target, [f"{PREFIX}.layers.0"], self.hidden)
             self.norm_out = self.reader.vector(f"{PREFIX}.norm.weight", self.hidden)
-            self.slot_bytes = self.stack.slot_bytes
+            self.pooled = self.stack
 
     def _complete_config(self) -> None:
         """The prefix layer is a layer of the target, whose config describes it where the head's does not."""
@@ -137,12 +136,6 @@ class Hydra(RankedDrafter):
                 f"{self.head.name!r} says hidden_state_offset {offset!r}, and the target has {layers} layers."
             )
         return layers - offset if offset else FINAL
-
-    def allocate(self, slots: int, pool: Pool) -> Storage:
-        if self.stack is None:
-            return Storage()
-        self.pool = self.stack.pool(slots)
-        return Storage([self.pool])
 
     def propose(self, batch: Batch) -> Draft:
         if self.stack is not None:
@@ -207,10 +200,3 @@ class Hydra(RankedDrafter):
             if step.row.error is None and (step.known > 1 or cursor.count >= MAX_PENDING):
                 full.append(step.row)
         self._catch_up(self.stack, full)
-
-    def forget(self, row: Row, reason: str) -> None:
-        super().forget(row, reason)
-        self.catch_up.forget(row)
-
-    def filled(self, row: Row) -> int:
-        return self.catch_up.filled(row)
