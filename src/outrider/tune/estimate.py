@@ -188,7 +188,7 @@ def _proposals(drafter: ModelDrafter, length: int, depth: int) -> list[float]:
     row.table = BlockTable(array("i", range(length + drafter.size(depth))))
 
     def run(levels: int) -> None:
-        drafter.synced[row] = length - 2
+        drafter.catch_up.cursor(row, 0).reach(length - 2)
         budget = Budget(levels, drafter.size(levels))
         drafter.propose(Batch([RowStep(row, length - 1, 1, budget=budget)]))
 
