@@ -134,13 +134,17 @@ class SpeculativeOptions:
     options: Any
     control: fixed.Options
     rule: Rule
+    adaptive: bool = False
 
     @staticmethod
-    def of(config: Mapping[str, Any] | None) -> SpeculativeOptions:
-        """Parse a speculative_config; None disables speculation.
+    def of(config: Mapping[str, Any] | str | None) -> SpeculativeOptions:
+        """Parse a speculative_config; None is "off".  A string is the name of a method.
 
+        adaptive: draft only what pays by measured cost and acceptance; the default is the method's.
         Raises ConfigError naming the invalid key or value and the nearest valid one.
         """
+        if isinstance(config, str):
+            config = {"method": config}
         if config is not None and not isinstance(config, Mapping):
             raise ConfigError(
                 f"speculative_config must be a dict such as {{'method': 'ngram'}}, got {config!r}."
@@ -162,18 +166,24 @@ class SpeculativeOptions:
                 f"verification {rule_name!r} changes the distribution of the output: "
                 'set "lossless": False with it.'
             )
+        adaptive = given.pop("adaptive", method.adaptive)
+        FLAG.check(adaptive, "adaptive")
         parts = [
             {key: given.pop(key) for key in list(given) if key in _names(kind)}
             for kind in (fixed.Options, rule.Options, method.Options)
         ]
         for key in given:
-            known = {"method", "verification", "lossless"}.union(
+            known = {"method", "verification", "lossless", "adaptive"}.union(
                 *map(_names, (method.Options, fixed.Options, rule.Options))
             )
             raise ConfigError(unknown("key", key, known, f"speculative_config of method {name!r}", RENAMED))
         control, rule_options, own = parts
         return SpeculativeOptions(
-            method, method.Options(**own), fixed.Options(**control), rule(rule.Options(**rule_options))
+            method,
+            method.Options(**own),
+            fixed.Options(**control),
+            rule(rule.Options(**rule_options)),
+            adaptive,
         )
 
 

@@ -41,7 +41,7 @@ class LLM:
     """
 
     def __init__(
-        self, model: str, *, speculative_config: Mapping[str, Any] | None = None, **engine: Any
+        self, model: str, *, speculative_config: Mapping[str, Any] | str | None = None, **engine: Any
     ) -> None:
         given = options(EngineOptions, {"model": model, **engine}, "engine option")
         self.engine = Engine(given, SpeculativeOptions.of(speculative_config))
@@ -211,7 +211,7 @@ class LLM:
         self.abort(request.id)
         return request.output()
 
-    def variant(self, speculative_config: Mapping[str, Any] | None) -> LLM:
+    def variant(self, speculative_config: Mapping[str, Any] | str | None) -> LLM:
         """Create an LLM on the same weights with its own drafter, KV cache and queue, to compare methods.
 
         Requests without a seed get the same seeds in the same order.  Each variant allocates
@@ -226,7 +226,7 @@ class LLM:
         twin.reader = replace(self.reader, engine=twin.engine)
         return twin
 
-    def use(self, speculative_config: Mapping[str, Any] | None) -> None:
+    def use(self, speculative_config: Mapping[str, Any] | str | None) -> None:
         """Replace the drafter of a loaded model and keep the weights of the target.
 
         Raises ConfigError while any thread has a request running.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from outrider.core.logprobs import Entry
-from outrider.core.row import Speculation
+from outrider.core.row import DraftingSummary, Speculation
 
 
 @dataclass
@@ -17,6 +17,7 @@ class CompletionOutput:
     token_times         seconds from the arrival of the request to each token; empty until the sample ends
     token_sources       for each token the method that drafted it; None: the target's own
     logprobs            for each token {id: Logprob} of itself and of the best ones; None unless requested
+    drafting            what adaptive speculation chose for it, and what came of it; None without
     cumulative_logprob  sum of the log-probabilities of the tokens; None unless requested
     """
 
@@ -30,6 +31,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     token_times: list[float] = field(default_factory=list)
     token_sources: list[str | None] = field(default_factory=list)
+    drafting: DraftingSummary | None = None
 
 
 @dataclass

@@ -76,6 +76,7 @@ class Request:
             so_far.stop_reason,
             so_far.stats,
             token_sources=row.sources[: so_far.num_tokens],
+            drafting=row.drafting,
         )
         if so_far.finish_reason is not None:
             made.token_times = [time - row.entered for time in row.arrivals]

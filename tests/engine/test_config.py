@@ -96,7 +96,7 @@ def test_keys_of_another_method_are_refused() -> None:
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        ("ngram", "speculative_config"),
+        (5, "speculative_config"),
         ([("method", "ngram")], "speculative_config"),
         ({"num_speculative_tokens": 3}, "method"),
         ({"method": 5}, "5"),

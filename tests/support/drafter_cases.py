@@ -26,10 +26,12 @@ DRAFT_MODELS: dict[str, dict[str, Any]] = {
     },
     "staged": {"drafter": {"method": "recycle", "min_token_prob": 0.0}},
 }
+ADAPTIVE = ("draft_model", "lookahead", "union", "layerskip")
 DRAFTERS = [
     *draft.names(),
     *(f"scripted:{name}" for name in SCRIPTS),
     *(f"draft_model:{kind}" for kind in DRAFT_MODELS),
+    *(f"adaptive:{name}" for name in ADAPTIVE),
 ]
 
 
@@ -42,6 +44,8 @@ def use_drafter(llm: LLM, drafter: str, known: KnownTexts, draft_model: str) -> 
     if name == "scripted" and kind:
         depth, script = 20 if kind == "deep" else DEPTH, getattr(Scripts(known), kind)
         llm.use({"method": name, "script": script, "nodes": 110, "num_speculative_tokens": depth})
+    elif name == "adaptive":
+        use_example(llm, kind, adaptive=True)
     elif kind:
         llm.use({"method": name, "model": draft_model, "num_speculative_tokens": 4, **DRAFT_MODELS[kind]})
     else:

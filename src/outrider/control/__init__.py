@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from outrider.core.clock import Times
+from outrider.core.row import Row
 from outrider.core.step import Batch, Commit
 from outrider.core.tree import Budget
 
@@ -20,6 +21,12 @@ class Controller(Protocol):
 
     def nodes(self, rows: int) -> int:
         """The largest number of draft nodes that one of so many rows may get."""
+
+    def forget(self, row: Row, reason: str) -> None:
+        """Drop the state of a row that ended ("finished") or lost its cache ("preempted")."""
+
+    def report(self) -> dict[str, Any]:
+        """What was chosen and why, for people; empty if nothing is chosen."""
 
     def learn(self, commit: Commit, times: Times) -> None:
         """Take in the outcome and the seconds of a step."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from outrider.core.clock import Times
+from outrider.core.row import Row
 from outrider.core.step import Batch, Commit
 from outrider.core.tree import NO_BUDGET, ROOT, Budget, DraftTree
 from outrider.core.validate import check_fields, is_whole, optional, whole
@@ -103,6 +105,13 @@ class FixedController:
 
     def learn(self, commit: Commit, times: Times) -> None:
         """Does nothing: the depth is fixed."""
+
+    def forget(self, row: Row, reason: str) -> None:
+        """Does nothing: no row has a state."""
+
+    def report(self) -> dict[str, Any]:
+        """Nothing is chosen."""
+        return {}
 
     def kept(self, tree: DraftTree, budget: Budget) -> Sequence[int]:
         """Nodes of a tree within its budget, ascending.  Probes are kept if their parents are.

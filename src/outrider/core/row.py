@@ -62,6 +62,41 @@ class Speculation(NamedTuple):
         )
 
 
+@dataclass(slots=True)
+class DraftingSummary:
+    """What an adaptive controller chose for a request, and what came of it.
+
+    steps            steps by drafters asked: "off", "suffix", "suffix+draft_model", …
+    nodes            verified draft tokens
+    expected         accepted draft tokens that were expected of them; `accepted`: those that were
+    seconds          time of the steps, drafting included, as far as it falls to this request
+    plain_seconds    time that plain decoding would have taken for the same tokens, by the measured costs
+    """
+
+    steps: dict[str, int] = field(default_factory=dict)
+    nodes: int = 0
+    expected: float = 0.0
+    accepted: int = 0
+    seconds: float = 0.0
+    plain_seconds: float = 0.0
+
+    def add(
+        self, arm: str, nodes: int, expected: float, accepted: int, seconds: float, plain_seconds: float
+    ) -> None:
+        """Add a step."""
+        self.steps[arm] = self.steps.get(arm, 0) + 1
+        self.nodes += nodes
+        self.expected += expected
+        self.accepted += accepted
+        self.seconds += seconds
+        self.plain_seconds += plain_seconds
+
+    @property
+    def gain(self) -> float:
+        """Time of plain decoding over the time taken; 1.0 before the first step."""
+        return self.plain_seconds / self.seconds if self.seconds else 1.0
+
+
 @dataclass(frozen=True)
 class LoRARequest:
     """LoRA adapter of one request.
@@ -112,6 +147,7 @@ class Row:
     accepted: int = 0
     accepted_lengths: list[int] = field(default_factory=list)  # entry k: drafts of which k were accepted
     lossless: bool = True  # False if the verification rule changes the output distribution
+    drafting: DraftingSummary | None = None  # None unless the controller is adaptive
     text: Any = None  # incremental detokenizer
     logprobs: Logprobs | None = None  # None unless requested
     entered: float = field(default_factory=time.perf_counter)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -66,17 +66,30 @@ class RowStep:
         row.arrivals += [now] * len(self.emitted)
 
 
+class Asker(Protocol):
+    """Decides in turn what each drafter of a mix is asked for."""
+
+    @property
+    def order(self) -> Sequence[int]:
+        """The drafters of the mix, the first to be asked first."""
+
+    def ask(self, k: int, batch: Batch, drafts: Mapping[int, Draft]) -> list[Budget]:
+        """Budgets of drafter k, which see the drafts of those before it."""
+
+
 @dataclass(slots=True)
 class Batch:
     """The rows of one step.
 
     failed: rows that ended before their first step.  prefill: some row computes a part of its prompt.
+    asker: decides what the drafters of a mix are asked for; None: each within its own limits.
     """
 
     steps: list[RowStep] = field(default_factory=list)
     failed: list[Row] = field(default_factory=list)
     prefill: bool = False
     resume: Resume | None = None
+    asker: Asker | None = None
 
     def add(self, row: Row, known: int, budget: Budget = NO_BUDGET) -> None:
         """Add a row with its next `known` tokens."""

@@ -51,6 +51,7 @@ class DraftTree(NamedTuple):
     repeats        True: siblings are independent samples from q; False: sampled from q without replacement
     probes         number of last nodes that are evaluated but never accepted
     source         index into `Drafter.sources` of the drafter of each node; empty: all are of the first
+    proposers      drafters of a mix that proposed each node, as bit sets; empty: there is one drafter
     """
 
     tokens: list[int]
@@ -61,6 +62,7 @@ class DraftTree(NamedTuple):
     repeats: bool = False
     probes: int = 0
     source: Sequence[int] = ()
+    proposers: Sequence[int] = ()
 
     @staticmethod
     def chain(tokens: list[int], confidence: list[float]) -> DraftTree:
@@ -86,6 +88,7 @@ class DraftTree(NamedTuple):
             probs_of=[self.probs_of[i] for i in keep] if self.probs_of else (),
             probes=sum(i >= self.size for i in keep),
             source=[self.source[i] for i in keep] if self.source else (),
+            proposers=[self.proposers[i] for i in keep] if self.proposers else (),
         )
 
     def source_of(self, node: int) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from outrider.control.plan import Arm
 from outrider.core.step import Batch
 from outrider.core.tree import NO_BUDGET, Draft
 from outrider.draft.draft_model import DraftModel
@@ -27,6 +28,9 @@ class First(Union):
     def example(cls, target: Target) -> Drafter:
         """A drafter that rarely proposes before one that is mostly right."""
         return cls(cls.Options(), target, [Ngram.example, DraftModel.example])
+
+    def arms(self, depth: int) -> list[Arm]:
+        return Drafter.arms(self, depth)
 
     def size(self, depth: int) -> int:
         return self._capped(max(self._sizes(depth)))

@@ -13,6 +13,7 @@ from outrider.cache.pages import Cache
 from outrider.cache.pool import Pool
 from outrider.checkpoints.heads import Head
 from outrider.checkpoints.hub import Checkpoint
+from outrider.control.plan import Arm
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, Needs
 from outrider.core.tree import EMPTY_TREE, Budget, Draft, DraftTree
@@ -63,12 +64,14 @@ class Drafter:
 
     A subclass is one file in `outrider/draft`.  `Options` is a frozen dataclass; its fields are the method's
     keys in speculative_config.  `depth` is the default of num_speculative_tokens.  `demo` maps labels to keys
-    of speculative_config that `outrider demo` runs with the built-in models.  `memory` holds what outlives a
+    of speculative_config that `outrider demo` runs with the built-in models.  `adaptive`: default of the key
+    of that name.  `memory` holds what outlives a
     request: a benchmark copies it and restores it before it repeats a prompt.
     """
 
     Options: ClassVar[type[Any]]
     demo: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    adaptive: ClassVar[bool] = False
     depth: int = 5
     needs: Needs = Needs()
     memory: Any = None
@@ -105,6 +108,15 @@ class Drafter:
     def allocate(self, slots: int, pool: Pool) -> Storage:
         """Allocate K/V storage for `slots` slots.  Called once.  `pool` is the target's."""
         return Storage()
+
+    def arms(self, depth: int) -> list[Arm]:
+        """What an adaptive controller chooses from, with trees of this depth at most."""
+        return [Arm(self.name, depth, self.size)]
+
+    @property
+    def name(self) -> str:
+        """The name of its method."""
+        return type(self).__module__.removeprefix("outrider.draft.").split(".")[0]
 
     def size(self, depth: int) -> int:
         """Maximum number of nodes in a tree of this depth."""

@@ -12,6 +12,7 @@ from outrider.checkpoints.hub import Checkpoint
 from outrider.checkpoints.spec import FAMILIES
 from outrider.config import EngineOptions, SpeculativeOptions
 from outrider.control import Controller
+from outrider.control.auto import AutoController
 from outrider.control.fixed import FixedController
 from outrider.control.prefill import PrefillPacer
 from outrider.core.block_table import PAGE
@@ -86,9 +87,9 @@ class Engine:
 
         No row may be in flight.  Leaves the engine as it was where it raises.
         """
-        controller = FixedController(speculation.control, drafter.depth, drafter.size, self.target.vocabulary)
-        max_nodes = drafter.size(controller.max_depth)
-        if max_nodes > controller.max_depth and not speculation.rule.branches:
+        limits = FixedController(speculation.control, drafter.depth, drafter.size, self.target.vocabulary)
+        max_nodes = drafter.size(limits.max_depth)
+        if max_nodes > limits.max_depth and not speculation.rule.branches:
             trees = ", ".join(name for name, rule in rules().items() if rule.branches and rule.lossless)
             rule, method = (module_name(thing) for thing in (speculation.rule, drafter))
             raise ConfigError(
@@ -99,7 +100,9 @@ class Engine:
         self.drafter, self.rule, self.cache = drafter, speculation.rule, cache
         self.proposer = Joined(drafter, [method(method.Options(), self.target) for method in automatic()])
         self.verify: Callable[[Batch, ForwardOutput], None] = self.rule
-        self.controller: Controller = controller
+        self.controller: Controller = limits
+        if speculation.adaptive:
+            self.controller = AutoController(limits, drafter.arms(limits.max_depth))
         self.runner = Runner(self.decoder, cache.pools[0], self.sampler, self.rule.kernel)
         self.pacer = PrefillPacer(self.options.max_num_batched_tokens, self.options.max_decode_slowdown)
         self.scheduler = self.build_scheduler()
@@ -126,7 +129,7 @@ class Engine:
         """A scheduler for the drafter, controller and pacer in use."""
         drafter, options = self.drafter, self.options
         limits = Limits(options.max_num_seqs, options.max_num_batched_tokens, drafter.needs.lookbehind)
-        hooks = Hooks(self.controller.nodes, self.pacer.budget, drafter.filled, drafter.forget)
+        hooks = Hooks(self.controller.nodes, self.pacer.budget, drafter.filled, self._forget)
         return Scheduler(self.cache, limits, hooks, self.adapters)
 
     def _adapters(self) -> Adapters:
@@ -185,6 +188,10 @@ class Engine:
                     self.scheduler.share(row)  # the drafter may have filled more pages since the last commit
                 self.scheduler.retire(row)
         return batch.failed + [step.row for step in batch if step.emitted or step.row.error]
+
+    def _forget(self, row: Row, reason: str) -> None:
+        self.drafter.forget(row, reason)
+        self.controller.forget(row, reason)
 
     def add(self, row: Row) -> None:
         self.scheduler.add(row)

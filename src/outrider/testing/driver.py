@@ -126,7 +126,11 @@ def check_idle(llm: LLM) -> None:
     llm.engine.check()
     assert not llm.has_unfinished_requests(), "a finished request is still known"
     drafter = llm.engine.drafter
-    parts = [drafter, *(value for value in vars(drafter).values() if isinstance(value, CatchUp))]
+    parts = [
+        drafter,
+        llm.engine.controller,
+        *(value for value in vars(drafter).values() if isinstance(value, CatchUp)),
+    ]
     for name, value in (pair for part in parts for pair in vars(part).items()):
         if isinstance(value, Mapping):
             kept = any(isinstance(key, Row) for key in value)

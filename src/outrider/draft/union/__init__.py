@@ -18,6 +18,7 @@ import torch
 
 from outrider import draft
 from outrider.cache.pool import Pool
+from outrider.control.plan import Arm
 from outrider.core.noise import mix
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, Needs, RowStep
@@ -129,6 +130,12 @@ class Union(Drafter):
             [own for part in parts for own in part.pools], [own for part in parts for own in part.caches]
         )
 
+    def arms(self, depth: int) -> list[Arm]:
+        return [
+            Arm(drafter.name, min(depth, own), drafter.size)
+            for drafter, own in zip(self.drafters, self.depths)
+        ]
+
     def size(self, depth: int) -> int:
         return self._capped(sum(self._sizes(depth)))
 
@@ -139,12 +146,20 @@ class Union(Drafter):
         return [drafter.size(min(depth, own)) for drafter, own in zip(self.drafters, self.depths)]
 
     def propose(self, batch: Batch) -> Draft:
-        self.drafts = [self._ask(i, batch) for i in range(len(self.drafters))]
+        asker, drafts = batch.asker, dict[int, Draft]()
+        if asker is None:
+            self.drafts = [self._ask(i, batch) for i in range(len(self.drafters))]
+            return self._merge(batch)
+        for i in asker.order:
+            drafts[i] = self.drafters[i].propose(batch.within(asker.ask(i, batch, drafts)))
+        self.drafts = [drafts[i] for i in range(len(self.drafters))]
         return self._merge(batch)
 
     def _ask(self, i: int, batch: Batch) -> Draft:
         """The draft of drafter i, within its own depth and size."""
         drafter, depth = self.drafters[i], self.depths[i]
+        if not any(step.budget.nodes for step in batch):
+            return drafter.propose(batch)
         own = [step.budget.within(depth=depth) for step in batch]
         budgets = [budget.within(nodes=drafter.size(budget.depth)) for budget in own]
         return drafter.propose(batch.within(budgets))

@@ -72,9 +72,9 @@ class Joined:
         self.proposals = None
         if not any(step.row.grammar for step in batch):
             return self.drafter.propose(batch)
-        own = self.drafter.propose(
-            batch.within([NO_BUDGET if step.row in self.certain else step.budget for step in batch])
-        )
+        others = batch.within([NO_BUDGET if step.row in self.certain else step.budget for step in batch])
+        others.asker = batch.asker
+        own = self.drafter.propose(others)
         self.proposals = [self._proposal(step, tree) for step, tree in zip(batch, own.trees)]
         return Draft([proposal.tree for proposal in self.proposals])
 
@@ -112,5 +112,7 @@ def joined(grammar: Grammar, tokens: list[int], certain: DraftTree, own: DraftTr
         parents=certain.parents + parents,
         confidence=certain.confidence + behind.confidence,
         probs_of=[-1] * length + list(behind.probs_of) if behind.probs_of else (),
+        source=[0] * length + list(behind.source) if behind.source else (),
+        proposers=[1] * length + list(behind.proposers) if behind.proposers else (),
     )
     return Proposal(tree, own, {node: length + place for place, node in enumerate(kept)})

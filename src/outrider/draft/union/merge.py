@@ -44,6 +44,8 @@ def merge(trees: Sequence[DraftTree], nodes: int, first: Sequence[int] = ()) -> 
     proposing = [k for k, tree in enumerate(trees) if tree.tokens]
     if len(proposing) == 1 and len(trees[proposing[0]].tokens) <= nodes:
         tree = trees[proposing[0]]
+        if len(trees) > 1:
+            tree = tree._replace(proposers=[1 << proposing[0]] * len(tree.tokens))
         unchanged = {i: i for i in range(len(tree.tokens))}
         return Merged(tree, [unchanged if k in proposing else {} for k in range(len(trees))])
     if len({tree.repeats for tree in trees if tree.distributions}) > 1:
@@ -54,7 +56,8 @@ def merge(trees: Sequence[DraftTree], nodes: int, first: Sequence[int] = ()) -> 
     merger.select()
     for k, tree in enumerate(trees):
         merger.add_probes(k, tree)
-    return Merged(merger.built.draft_tree._replace(source=merger.source), merger.node_of)
+    tree = merger.built.draft_tree._replace(source=merger.source, proposers=merger.proposers)
+    return Merged(tree, merger.node_of)
 
 
 @dataclass
@@ -93,6 +96,7 @@ class Merger:
         self.repeats = False
         self.built = TreeBuilder(Budget(nodes, nodes))
         self.source: list[int] = []
+        self.proposers: list[int] = []
         self.node_of: list[dict[int, int]] = []
 
     def add(self, tree: DraftTree) -> None:
@@ -136,8 +140,10 @@ class Merger:
             joint, (parent, node) = queue.pop()
             number = built.add(parent, node.token, node.confidence, node.distribution)
             self.source.append(node.source)
+            self.proposers.append(0)
             for k, i in node.origins:
                 self.node_of[k][i] = number
+                self.proposers[number] |= 1 << k
             for child in node.children:
                 queue.push(joint * child.confidence, Candidate(number, child))
 
@@ -151,6 +157,7 @@ class Merger:
             for i in probes:
                 node_of[i] = self.built.add_probe(node_of.get(tree.parents[i], ROOT), tree.tokens[i])
                 self.source.append(tree.source_of(i))
+                self.proposers.append(1 << k)
 
 
 def sourced(tree: DraftTree, first: int) -> DraftTree:

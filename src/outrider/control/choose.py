@@ -1,0 +1,130 @@
+"""What to ask of a drafter, and which of its nodes to verify, by the tokens that they gain and what they cost.
+
+A step emits `batch` tokens without drafts, in `plain` seconds.  Draft tokens pay if they raise tokens per
+second.  With the rate r of the best choice, a choice pays as long as gain - r * cost > 0 (Dinkelbach 1967;
+TurboSpec, arXiv 2406.14066, calls the rate goodput).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from outrider.control.acceptance import Calibration, key_of
+from outrider.core.tree import ROOT, DraftTree
+
+DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 128, 256, 512, 1024)
+CHEAP = 0.02  # a drafter whose deepest draft costs less than this part of a plain step is asked for all of it
+
+
+class Option(NamedTuple):
+    """Asking one drafter for one row: expected accepted tokens, and seconds with and without verification."""
+
+    drafter: int
+    depth: int
+    gain: float
+    cost: float
+    ask_cost: float
+
+
+class Price(NamedTuple):
+    """What a row's draft costs.
+
+    fixed, per_level: seconds of drafting.  nodes_per_level: verified nodes by level.
+    verify: nodes of the row -> seconds that they add to the forward.
+    """
+
+    fixed: float
+    per_level: float
+    nodes_per_level: float
+    verify: Callable[[float], float]
+
+    def option(self, drafter: int, depth: int, gain: float) -> Option:
+        ask = self.fixed + self.per_level * depth
+        return Option(drafter, depth, gain, ask + self.verify(self.nodes_per_level * depth), ask)
+
+
+def options(drafter: int, gains: Sequence[float], price: Price, batch: int, plain: float) -> list[Option]:
+    """The options of one drafter, by depth; gains[d - 1] are expected accepted tokens of a draft of depth d.
+
+    A cheap drafter is asked for its deepest draft, since `select` cuts it where the rest does not pay.  Its
+    one option has gain and cost of the best depth.
+    """
+    deepest = len(gains)
+    depths = [depth for depth in DEPTHS if depth < deepest] + [deepest]
+    found = [price.option(drafter, depth, gains[depth - 1]) for depth in depths]
+    if price.fixed + price.per_level * deepest < CHEAP * plain:
+        return [best_option(found, batch, plain)._replace(depth=deepest)]
+    return found
+
+
+def best_option(options: Sequence[Option], batch: int, plain: float) -> Option:
+    """The option with the most tokens per second in a step in which every row takes it."""
+    return max(options, key=lambda option: (1 + option.gain) / (plain + batch * option.cost))
+
+
+def joint_probabilities(tree: DraftTree, calibration: Calibration, source: int = 1) -> list[float]:
+    """Probability of each node that it is accepted.
+
+    source: of nodes whose tree has no `proposers`.  A sampled node is judged by its rank among its siblings,
+    which its confidence stands for, and not by its token: rejection rules require that.
+    """
+    joint: list[float] = []
+    depths: list[int] = []
+    proposers, probability = tree.proposers, calibration.probability
+    for i, (parent, confidence) in enumerate(zip(tree.parents, tree.confidence)):
+        depth, above = (1, 1.0) if parent == ROOT else (depths[parent] + 1, joint[parent])
+        key = key_of(proposers[i] if proposers else source, depth, confidence)
+        depths.append(depth)
+        joint.append(above * probability(key, confidence))
+    if tree.probs_of:
+        _keep_order(tree, joint)
+    return joint
+
+
+def missed_by(trees: Sequence[tuple[int, DraftTree]], calibration: Calibration) -> float:
+    """Probability that the first tokens of a row's trees are all wrong, as the surest of them has it.
+
+    trees: each with its source.
+    """
+    missed = 1.0
+    for source, tree in trees:
+        joint = joint_probabilities(tree, calibration, source)
+        firsts = sum(p for p, parent in zip(joint, tree.parents) if parent == ROOT)
+        missed = min(missed, max(0.0, 1 - firsts))
+    return missed
+
+
+def _keep_order(tree: DraftTree, joint: list[float]) -> None:
+    """Make samples from one distribution no more probable than those drawn before them."""
+    last: dict[tuple[int, int], float] = {}
+    for i, (parent, distribution) in enumerate(zip(tree.parents, tree.probs_of)):
+        if parent != ROOT:
+            joint[i] = min(joint[i], joint[parent])
+        if distribution >= 0:
+            joint[i] = last[parent, distribution] = min(joint[i], last.get((parent, distribution), 1.0))
+
+
+def select(
+    joints: Sequence[Sequence[float]], verify: Callable[[int], float], rate: float
+) -> tuple[list[list[int]], float]:
+    """The nodes of a whole batch that pay, most probable first: node numbers of each row, ascending.
+
+    joints: probability of each node, by row.  verify: nodes of the batch -> seconds that they add.
+    Returns the nodes and their expected accepted tokens.  The seconds need not be convex: every number of
+    nodes is tried.
+    """
+    ranked = [(-p, r, i) for r, joint in enumerate(joints) for i, p in enumerate(joint)]
+    ranked.sort()  # a child is no more probable than its parent, and comes later
+    best_value, best_count, best_gain, gain = 0.0, 0, 0.0, 0.0
+    for count, (negated, _, _) in enumerate(ranked, start=1):
+        gain -= negated
+        value = gain - rate * verify(count)
+        if value > best_value:
+            best_value, best_count, best_gain = value, count, gain
+    kept: list[list[int]] = [[] for _ in joints]
+    for _, r, i in ranked[:best_count]:
+        kept[r].append(i)
+    for nodes in kept:
+        nodes.sort()
+    return kept, best_gain

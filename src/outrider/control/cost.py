@@ -1,0 +1,179 @@
+"""What a step costs: the target's forward by its rows, and drafting by drafter and depth.
+
+    step seconds = pace(batch) * (forward(rows) + per_context * context + draft(drafter, depth))
+
+- forward(rows) is a table over `ROWS`, measured at load or learned while serving, interpolated in between.
+- pace(batch) is the present speed of the machine for a batch of that many requests.  A slow minute changes
+  the pace, not the table, so it slows plain and speculative steps alike and switches nothing.
+- One step moves an estimate by little: surprises are clipped.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from outrider.control.prefill import ChunkCost
+
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 48, 64)  # rows of a forward in the table
+PRIOR_ROW = 0.05  # cost of a further row over that of the first, before anything is measured
+PRIOR_LEVEL = 0.04  # cost of a drafted level over a plain step, before the drafter was ever asked
+PACE_RATE = 0.1
+RATE = 0.05  # of the moving averages of tokens per second, and of the time that idle drafters take
+OUTLIER = 3.0  # drafting that takes longer than so many times its expected seconds is cut, in the ledger
+FIRST_RATE, LAST_RATE = 0.5, 0.03  # of a table entry: at its first observation, and after many
+CLIP = 0.25  # largest surprise of one step, as a logarithm
+
+
+class ForwardCost:
+    """Seconds of a step without its drafting.
+
+    measured: rows -> seconds, at no context.  per_context: seconds for each pair of a row and a position that
+    it attends to.
+    """
+
+    def __init__(self, measured: Mapping[int, float] | None = None, per_context: float = 0.0) -> None:
+        given = measured or {rows: 1e-3 * (1 + PRIOR_ROW * (rows - 1)) for rows in ROWS}
+        self.per_context = per_context
+        self.cells = [_interpolated(given, rows) for rows in ROWS]
+        self.counts = [4 if measured else 0] * len(ROWS)
+        self.paces: dict[int, float] = {}
+        self.plain_steps: Counter[int] = Counter()  # by batch
+        self.rates: dict[int, tuple[float, float]] = {}  # batch -> moving averages of tokens and seconds
+        self.jumps = 0  # direction of the last plain step, if it was far off
+        self.steps = 0
+        self._fill()
+
+    def _fill(self) -> None:
+        """The table for every number of rows, increasing."""
+        self.table, most = [0.0], 0.0
+        known = dict(zip(ROWS, self.cells))
+        for rows in range(1, ROWS[-1] + 1):
+            most = max(most, _interpolated(known, rows))
+            self.table.append(most)
+        self.slope = (self.table[-1] - self.table[ROWS[-1] // 2]) / (ROWS[-1] - ROWS[-1] // 2)
+
+    def pace(self, batch: int) -> float:
+        """Speed of the machine for a batch of so many requests; that of the nearest batch if it is new."""
+        if batch not in self.paces:
+            nearest = min(self.paces, key=lambda other: abs(other - batch), default=None)
+            self.paces[batch] = 1.0 if nearest is None else self.paces[nearest]
+        return self.paces[batch]
+
+    def base(self, rows: int, context: int = 0) -> float:
+        """Seconds at pace 1 of a forward over so many rows, which attend to `context` positions together."""
+        last = len(self.table) - 1
+        seconds = self.table[rows] if rows <= last else self.table[last] + (rows - last) * self.slope
+        return seconds + self.per_context * context
+
+    def rate(self, batch: int) -> float:
+        """Tokens per second of the last steps with so many requests; 0 before the first."""
+        tokens, seconds = self.rates.get(batch, (0.0, 1.0))
+        return tokens / seconds
+
+    def learn_rate(self, batch: int, emitted: int, seconds: float) -> None:
+        tokens, time = self.rates.get(batch, (float(emitted), seconds))
+        self.rates[batch] = (tokens + RATE * (emitted - tokens), time + RATE * (seconds - time))
+
+    def learn_plain(self, batch: int, rows: int, context: int, seconds: float) -> None:
+        """Take in a step without drafts: it gives the pace.  A jump needs two steps in a row."""
+        ratio = seconds / self.base(rows, context)
+        deviation = math.log(max(ratio, 1e-12) / self.pace(batch))
+        self.plain_steps[batch] += 1
+        if self.plain_steps[batch] == 1:
+            self.paces[batch] = ratio
+        elif abs(deviation) < CLIP:
+            rate = max(PACE_RATE, 1 / self.plain_steps[batch])
+            self.paces[batch] *= math.exp(rate * deviation)
+            self.jumps = 0
+        elif self.jumps * deviation > 0:
+            self.paces[batch], self.jumps = ratio, 0
+        else:
+            self.jumps = 1 if deviation > 0 else -1
+
+    def learn_drafting(self, batch: int, rows: int, context: int, seconds: float) -> float:
+        """Take in a step with drafts: it gives the cost of its rows.  Returns the logarithmic surprise."""
+        surprise = math.log(max(seconds, 1e-12) / (self.pace(batch) * self.base(rows, context)))
+        if rows <= ROWS[-1]:
+            self._learn_cell(_nearest(rows), max(-CLIP, min(CLIP, surprise)))
+        return surprise
+
+    def _learn_cell(self, i: int, surprise: float) -> None:
+        self.steps += 1
+        self.counts[i] += 1
+        factor = math.exp(max(LAST_RATE, FIRST_RATE / self.counts[i]) * surprise)
+        self.cells[i] *= factor
+        for j, count in enumerate(self.counts):  # what was never seen moves with its neighbour
+            if not count and abs(j - i) == 1:
+                self.cells[j] *= factor
+        if self.counts[i] < 16 or self.steps % 32 == 0:
+            self._fill()
+
+
+def _nearest(rows: int) -> int:
+    """The entry of `ROWS` next to so many rows."""
+    i = bisect_left(ROWS, rows)
+    return i if ROWS[i] == rows or ROWS[i] - rows <= rows - ROWS[i - 1] else i - 1
+
+
+def _interpolated(known: Mapping[int, float], rows: int) -> float:
+    """Seconds for so many rows on the line through its neighbours; beyond the ends, that of the nearest."""
+    if rows in known:
+        return known[rows]
+    below = max((other for other in known if other < rows), default=None)
+    above = min((other for other in known if other > rows), default=None)
+    if below is None or above is None:
+        return known[above if below is None else below]  # type: ignore[index]
+    part = (rows - below) / (above - below)
+    return (1 - part) * known[below] + part * known[above]
+
+
+class DraftCost:
+    """Seconds of asking each drafter, at pace 1: a line over the depth, for each number of asking rows.
+
+    plain: seconds of a plain step, the unit of the prior.
+    """
+
+    def __init__(self, plain: float) -> None:
+        self.plain = plain
+        self.idle = 0.0  # moving average of the seconds of a step that asks for nothing
+        self.lines: dict[tuple[int, int], tuple[ChunkCost, float, float]] = {}  # cost, fixed, per level
+
+    def line(self, drafter: int, rows: int) -> tuple[float, float]:
+        """(fixed, per level) in seconds for so many rows that ask together."""
+        found = self.lines.get((drafter, _bucket(rows)))
+        if found is None:
+            others = [key for key in self.lines if key[0] == drafter]
+            if not others:
+                return 0.0, PRIOR_LEVEL * self.plain
+            found = self.lines[min(others, key=lambda key: abs(key[1] - _bucket(rows)))]
+        return found[1], found[2]
+
+    def learn(self, drafter: int, rows: int, depth: float, seconds: float) -> None:
+        """Take in an ask of so many rows to a mean depth, in seconds at pace 1."""
+        key = drafter, _bucket(rows)
+        old = self.lines[key][0] if key in self.lines else ChunkCost()
+        new = old.after(max(1, round(depth)), seconds, 0.0)
+        self.lines[key] = (new, *new.line())
+
+    def clipped(self, seconds: float, asks: Mapping[int, Sequence[int]], pace: float) -> float:
+        """Seconds of drafting with an outlier cut.  asks: drafter -> the depths that rows asked it for."""
+        expected = self.idle
+        for k, depths in asks.items():
+            fixed, per_level = self.line(k, len(depths))
+            expected += pace * (fixed + per_level * max(depths))
+        seconds = min(seconds, OUTLIER * expected) if expected else seconds
+        if not asks:
+            self.idle += RATE * (seconds - self.idle) if self.idle else seconds
+        return seconds
+
+    def report(self, drafter: int, pace: float) -> dict[str, float]:
+        """Milliseconds of asking for one row."""
+        fixed, per_level = self.line(drafter, 1)
+        return {"ms_fixed": 1e3 * pace * fixed, "ms_per_level": 1e3 * pace * per_level}
+
+
+def _bucket(rows: int) -> int:
+    return (rows - 1).bit_length()

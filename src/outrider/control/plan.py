@@ -1,0 +1,129 @@
+"""Records of the adaptive controller, and what its decisions mean for the nodes of a tree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from outrider.control.acceptance import Calibration, Reach, key_of
+from outrider.control.choose import Option
+from outrider.control.ledger import Ledger
+from outrider.core.row import DraftingSummary
+from outrider.core.step import Batch, RowStep
+from outrider.core.tree import EMPTY_TREE, ROOT, DraftTree
+
+
+class Arm(NamedTuple):
+    """A drafter as the controller sees it: its name, its largest depth, and the nodes of a depth."""
+
+    name: str
+    depth: int
+    size: Callable[[int], int]
+
+
+@dataclass(slots=True)
+class RowState:
+    """What is known of one request.
+
+    retry: step from which each drafter may be tried although it does not seem to pay.
+    asleep: no drafter is considered before this step.
+    """
+
+    calibration: Calibration
+    reach: list[Reach]
+    ledger: Ledger
+    summary: DraftingSummary
+    retry: list[int]
+    asleep: int = 0
+
+
+@dataclass(slots=True)
+class Plan:
+    """Options of one row in this step, cheapest drafter first.
+
+    exploring: drafters that do not seem to pay.  asked: drafter -> depth that it was asked for.
+    proposed: drafter -> depth of its tree.  expected: accepted tokens of the verified nodes.
+    """
+
+    state: RowState
+    options: list[Option]
+    exploring: set[int]
+    asked: dict[int, int] = field(default_factory=dict)
+    proposed: dict[int, int] = field(default_factory=dict)
+    expected: float = 0.0
+
+
+@dataclass(slots=True)
+class Load:
+    """A step without its drafts: emitting rows, rows of the forward, positions they attend to, seconds."""
+
+    batch: int = 1
+    rows: int = 1
+    context: int = 0
+    pace: float = 1.0
+    plain: float = 0.0
+    rate: float = 0.0  # tokens per second that drafts have to beat
+
+
+def note_depths(plan: Plan, step: RowStep) -> None:
+    """Depth of each drafter's own tree, as far as it was not cut by the budget."""
+    tree, depths = step.tree, {ROOT: 0}
+    for i in range(tree.size):
+        depths[i] = depths[tree.parents[i]] + 1
+        source = tree.proposers[i] if tree.proposers else 1
+        for k in plan.asked:
+            if source >> k & 1:
+                plan.proposed[k] = max(plan.proposed.get(k, 0), depths[i])
+
+
+def share_of(step: RowStep, k: int) -> tuple[int, int, float]:
+    """Of drafter k: depth accepted, depth judged, and verified nodes by level."""
+    tree = step.tree
+    own = [not tree.proposers or bool(tree.proposers[i] >> k & 1) for i in range(tree.size)]
+    accepted = 0
+    for node in step.accepted:
+        if not own[node]:
+            break
+        accepted += 1
+    last = step.accepted[accepted - 1] if accepted else ROOT
+    behind = any(mine and parent == last for mine, parent in zip(own, tree.parents))
+    return accepted, accepted + behind, sum(own) / max(1, _depth(tree, own))
+
+
+def _depth(tree: DraftTree, own: Sequence[bool]) -> int:
+    """Depth of those nodes of a tree that are marked."""
+    depths = {ROOT: 0}
+    for i in range(tree.size):
+        depths[i] = depths[tree.parents[i]] + 1
+    return max((depths[i] for i in range(tree.size) if own[i]), default=0)
+
+
+def keep(batch: Batch, step: RowStep, nodes: list[int]) -> None:
+    """Cut the tree of a row to these nodes, and to its probes if all that they hang from is kept."""
+    tree = step.tree
+    present = {ROOT, *nodes}
+    for i in range(tree.size, len(tree.tokens)):
+        if tree.parents[i] in present:
+            present.add(i)
+            nodes.append(i)
+    if len(nodes) == len(tree.tokens):
+        return
+    step.kept = nodes if step.kept is None else [step.kept[i] for i in nodes]
+    step.tree = tree.only(nodes) if nodes else EMPTY_TREE
+    batch.resume = None  # its nodes are those of the whole trees
+
+
+def judged(step: RowStep, ended: bool) -> Iterator[tuple[int, float, bool]]:
+    """(bin, confidence, whether it was accepted) of the children of the accepted path.
+
+    ended: the text ended, so that what hangs from the last accepted node was not judged.
+    """
+    tree, path = step.tree, step.accepted
+    on_path = {node: depth for depth, node in enumerate([ROOT, *path])}
+    last = path[-1] if path else ROOT
+    for i in range(tree.size):
+        parent = tree.parents[i]
+        if parent in on_path and not (ended and parent == last):
+            source, confidence = tree.proposers[i] if tree.proposers else 1, tree.confidence[i]
+            yield key_of(source, on_path[parent] + 1, confidence), confidence, i in on_path

@@ -1,0 +1,46 @@
+"""Adaptive speculation: several drafters, of which the controller asks those that pay (control/auto.py).
+
+Without drafters the ones that need no weights are used, and the draft `model` or head, if one is given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+from outrider.draft.suffix import Suffix
+from outrider.draft.union import Factory, Union, parse
+from outrider.drafting.base import Drafter, Target
+from outrider.drafting.options import require
+from outrider.errors import ConfigError
+
+
+class Auto(Union):
+    adaptive = True
+    demo: ClassVar = {}
+
+    @dataclass(frozen=True)
+    class Options(Union.Options):
+        """drafters, nodes: as in `union`; without drafters `suffix` is used, and the method of `model`.
+        model: a draft model or head: folder, .gguf file or hub id.
+        """
+
+        model: str | None = None
+        revision: str | None = None
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            require(self, "model", self.model is None or isinstance(self.model, str), "a folder or hub id")
+            if self.drafters and self.model is not None:
+                raise ConfigError("give either 'drafters' or a 'model': a model is a drafter, too.")
+
+    @classmethod
+    def create(cls, options: Options, target: Target) -> Drafter:
+        if options.drafters:
+            return cls(options, target)
+        factories: list[Factory] = [partial(Suffix, Suffix.Options())]
+        if options.model is not None:
+            method, own, _ = parse({"model": options.model, "revision": options.revision})
+            factories.append(partial(method.create, own))
+        return cls(options, target, factories)
