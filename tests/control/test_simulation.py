@@ -81,3 +81,11 @@ def test_a_slow_machine_switches_no_drafter_off() -> None:
     simulation.controller.learn = slowed  # type: ignore[method-assign]
     outcome = simulation.run()
     assert outcome.time < 1.15 * env.fixed_time(0, 4)
+
+
+def test_what_was_chosen_is_reported() -> None:
+    outcome = Simulation(environment(0.9, 0.02)).run()
+    summary = outcome.controller.report()["summary"]
+    assert summary["steps"]["drafter0"] > summary["steps"]["off"] > 0
+    assert summary["expected"] == pytest.approx(summary["accepted"], rel=0.15)
+    assert summary["gain"] == pytest.approx(outcome.plain / outcome.time, rel=0.05)

@@ -37,6 +37,7 @@ def figures(engine: Engine, output: RequestOutput, load_seconds: float, total_se
         ]
         if not total.lossless:
             lines.append("lossless  = no: the verification rule changes the output")
+        lines += _adaptive(output)
         read = (
             prompt if engine.drafter.footprint(engine.device).total() else 0
         )  # a method without a model has no prefill
@@ -56,6 +57,22 @@ def figures(engine: Engine, output: RequestOutput, load_seconds: float, total_se
         f"{'total time':>16} = {1e3 * total_seconds:9.2f} ms / {prompt + total.emitted:5d} tokens",
     ]  # fmt: skip
     return "\n".join(lines)
+
+
+def _adaptive(output: RequestOutput) -> list[str]:
+    """What an adaptive controller chose, what it expected of it, and its estimate of the gain."""
+    lines = []
+    for drafting in (sample.drafting for sample in output.outputs):
+        if drafting is not None and drafting.steps:
+            steps = sum(drafting.steps.values())
+            chosen = ", ".join(f"{arm} {count}" for arm, count in drafting.steps.items())
+            lines += [
+                f"chosen    = {chosen} (steps; {drafting.nodes / steps:.2f} nodes a step)",
+                f"expected  = {drafting.expected:.1f} accepted tokens, {drafting.accepted} were",
+                f"gain      = {drafting.gain:.2f}x: {1e3 * drafting.seconds / steps:.3f} ms a step, "
+                f"{1e3 * drafting.plain_seconds:.1f} ms for these tokens without drafts, as measured",
+            ]
+    return lines
 
 
 def _phase(name: str, tokens: int, work: Work) -> str:

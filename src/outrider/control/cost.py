@@ -24,7 +24,7 @@ PACE_RATE = 0.1
 RATE = 0.05  # of the moving averages of tokens per second, and of the time that idle drafters take
 OUTLIER = 3.0  # drafting that takes longer than so many times its expected seconds is cut, in the ledger
 FIRST_RATE, LAST_RATE = 0.5, 0.03  # of a table entry: at its first observation, and after many
-CLIP = 0.25  # largest surprise of one step, as a logarithm
+CLIP, NEW = 0.25, 3  # largest surprise of a step, as a logarithm: more for the first ones of an entry
 
 
 class ForwardCost:
@@ -97,10 +97,12 @@ class ForwardCost:
         """Take in a step with drafts: it gives the cost of its rows.  Returns the logarithmic surprise."""
         surprise = math.log(max(seconds, 1e-12) / (self.pace(batch) * self.base(rows, context)))
         if rows <= ROWS[-1]:
-            self._learn_cell(_nearest(rows), max(-CLIP, min(CLIP, surprise)))
+            self._learn_cell(_nearest(rows), surprise)
         return surprise
 
     def _learn_cell(self, i: int, surprise: float) -> None:
+        clip = CLIP if self.counts[i] > NEW else NEW * CLIP
+        surprise = max(-clip, min(clip, surprise))
         self.steps += 1
         self.counts[i] += 1
         factor = math.exp(max(LAST_RATE, FIRST_RATE / self.counts[i]) * surprise)

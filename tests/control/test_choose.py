@@ -1,0 +1,96 @@
+"""Costs, calibrated acceptance, the ledger and the choice of nodes."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider.control.acceptance import Calibration, Reach, key_of
+from outrider.control.choose import joint_probabilities, select
+from outrider.control.cost import ForwardCost
+from outrider.control.ledger import USED, Ledger
+from outrider.core.tree import ROOT, DraftTree
+
+
+def test_nodes_are_kept_while_they_pay() -> None:
+    """A node costs 0.1 s and a second is worth two tokens: 0.2 tokens is the border."""
+    kept, gain = select([[0.9, 0.15], [0.5, 0.3, 0.1]], lambda nodes: 0.1 * nodes, 2.0)
+    assert kept == [[0], [0, 1]]
+    assert gain == pytest.approx(1.7)
+
+
+def test_a_step_in_the_cost_is_taken_if_all_nodes_together_pay() -> None:
+    costs = [0.0, 0.5, 0.5, 0.5, 0.5]
+    kept, _ = select([[0.4, 0.39, 0.38, 0.37]], lambda nodes: costs[nodes], 2.0)
+    assert kept == [[0, 1, 2, 3]]
+    assert select([[0.4, 0.3]], lambda nodes: costs[nodes], 2.0)[0] == [[]]
+
+
+def test_probabilities_follow_the_observed_acceptance_and_multiply_along_a_path() -> None:
+    calibration = Calibration()
+    for i in range(200):
+        calibration.learn(key_of(1, 1, 0.9), i % 4 == 0)
+    tree = DraftTree.chain([1, 2], [0.9, 0.9])
+    first, second = joint_probabilities(tree, calibration)
+    assert first == pytest.approx(0.25, abs=0.03)
+    assert second == pytest.approx(first * calibration.probability(key_of(1, 2, 0.9), 0.9))
+
+
+def test_a_request_departs_from_the_estimate_over_all_of_them() -> None:
+    shared = Calibration()
+    mine, key = Calibration(shared), key_of(1, 1, 0.5)
+    for _ in range(100):
+        shared.learn(key, True)
+    before = mine.probability(key, 0.5)
+    for _ in range(10):
+        mine.learn(key, False)
+    assert before > 0.9 and mine.probability(key, 0.5) < 0.5 < shared.probability(key, 0.5)
+
+
+def test_samples_of_one_distribution_stay_in_order() -> None:
+    """A later sample is never kept without the earlier one, whatever was learned: rejection rules require it."""
+    calibration = Calibration()
+    for _ in range(50):
+        calibration.learn(key_of(1, 1, 0.7), False)
+        calibration.learn(key_of(1, 1, 0.2), True)
+    tree = DraftTree([4, 5], [ROOT, ROOT], [0.7, 0.2], [None], [0, 0])  # type: ignore[list-item]
+    joint = joint_probabilities(tree, calibration)
+    assert joint[0] >= joint[1]
+
+
+def test_reach_forgets_what_it_has_not_tried_again() -> None:
+    shared = Reach()
+    reach = Reach(shared)
+    for step in range(10):
+        reach.learn(0, True, 1.0, step)
+    low = reach.means[0]
+    reach.fade(1000)
+    assert low < 0.2 < reach.means[0]
+
+
+def test_the_room_of_a_ledger_grows_with_time_and_shrinks_with_losses() -> None:
+    ledger = Ledger(grace=0.02)
+    assert ledger.room == pytest.approx(USED * 0.02)
+    ledger.add(1.0, 1.0)
+    assert ledger.room == pytest.approx(USED * 0.02 + 0.01)
+    ledger.add(0.03, 0.0)
+    assert ledger.room < 0.0
+
+
+def test_a_slow_step_changes_no_cost_and_a_slow_machine_changes_the_pace_only() -> None:
+    cost = ForwardCost({1: 1.0, 8: 1.7})
+    for _ in range(4):
+        cost.learn_plain(1, 1, 0, 1.0)
+    cost.learn_plain(1, 1, 0, 5.0)
+    assert cost.pace(1) == pytest.approx(1.0)
+    for _ in range(3):
+        cost.learn_plain(1, 1, 0, 2.0)
+    assert cost.pace(1) == pytest.approx(2.0, rel=0.01)
+    assert cost.base(8) / cost.base(1) == pytest.approx(1.7)
+
+
+def test_the_cost_of_rows_is_learned_from_steps_with_drafts() -> None:
+    cost = ForwardCost()
+    for _ in range(40):
+        cost.learn_plain(1, 1, 0, 1e-3)
+        cost.learn_drafting(1, 5, 0, 3e-3)
+    assert cost.base(5) / cost.base(1) == pytest.approx(3.0, rel=0.1)
