@@ -89,9 +89,9 @@ def test_a_sampled_text_is_a_function_of_its_seed(rule: str, drafter: str, fast:
     check_idle(fast)
     for one, other in zip(together, alone):
         check_statistics(one.outputs)
-        if (
-            drafter != "union"
-        ):  # there, when a second sample is admitted decides which of a dozen drafters knows something first
+        # union: when a second sample is admitted decides which of a dozen drafters knows something first;
+        # auto: the clock decides how much is drafted
+        if drafter not in ("union", "auto"):
             assert visible_parts(one.outputs) == visible_parts(other.outputs)
     assert not learns or any(one.speculation.drafted for one in together)
 

@@ -111,12 +111,7 @@ class Drafter:
 
     def arms(self, depth: int) -> list[Arm]:
         """What an adaptive controller chooses from, with trees of this depth at most."""
-        return [Arm(self.name, depth, self.size)]
-
-    @property
-    def name(self) -> str:
-        """The name of its method."""
-        return type(self).__module__.removeprefix("outrider.draft.").split(".")[0]
+        return [Arm("/".join(self.sources), depth, self.size)]
 
     def size(self, depth: int) -> int:
         """Maximum number of nodes in a tree of this depth."""

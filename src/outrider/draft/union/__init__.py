@@ -132,7 +132,7 @@ class Union(Drafter):
 
     def arms(self, depth: int) -> list[Arm]:
         return [
-            Arm(drafter.name, min(depth, own), drafter.size)
+            Arm("/".join(drafter.sources), min(depth, own), drafter.size)
             for drafter, own in zip(self.drafters, self.depths)
         ]
 
