@@ -59,11 +59,11 @@ class AutoController:
         seed: int = 0,
     ) -> None:
         self.limits, self.arms, self.clock, self.grace = limits, arms, clock, grace
+        self.total_grace, self.ledger = total_grace, Ledger()
         self.forward = forward or ForwardCost()
         self.drafting = DraftCost(self.forward.base(1))
         self.calibration, self.reliability = Calibration(), Reliability()
         self.reach = [Reach() for _ in arms]
-        self.ledger = Ledger(total_grace)
         self.total = DraftingSummary()
         self.states: dict[Row, RowState] = {}
         self.random = random.Random(seed)
@@ -88,11 +88,9 @@ class AutoController:
         found = self.states.get(row)
         if found is None:
             row.drafting = DraftingSummary()
-            grace = max(self.grace, GRACE_STEPS * self.load.plain)
-            self.ledger.grace = max(self.ledger.grace, grace)
             reach = [Reach(above) for above in self.reach]
             found = self.states[row] = RowState(
-                Calibration(self.calibration), reach, Ledger(grace), row.drafting, [0] * len(self.arms)
+                Calibration(self.calibration), reach, Ledger(), row.drafting, [0] * len(self.arms)
             )
         return found
 
@@ -129,7 +127,8 @@ class AutoController:
 
     def _anchor(self) -> bool:
         """Whether a plain step is due, to measure its cost again."""
-        longest = min(ANCHOR, 4 << self.forward.plain_steps[self.load.batch])
+        seen = self.forward.plain_steps
+        longest = min(ANCHOR, 4 << seen[self.load.batch]) if seen else 0
         return not self.load.batch or self.since_plain >= longest or self.surprises >= 4
 
     def _measure_load(self, batch: Batch) -> None:
@@ -154,6 +153,8 @@ class AutoController:
     def _plan(self, state: RowState, step: int, most: int, zs: Sequence[float]) -> Plan | None:
         """The drafters to ask for a row, if any is expected to pay or due for a try."""
         load, chosen, exploring = self.load, [], set()
+        grace = state.ledger.grace = max(self.grace, GRACE_STEPS * load.plain)
+        self.ledger.grace = max(self.total_grace, grace)
         room = min(state.ledger.room, self.ledger.room)
         for k, arm in enumerate(self.arms):
             if not (depth := min(most, arm.depth)):
