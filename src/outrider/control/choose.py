@@ -1,4 +1,4 @@
-"""What to ask of a drafter, and which of its nodes to verify: the tokens they gain against the time they cost.
+"""What to ask of a drafter and which of its nodes to verify, by the tokens they gain and what they cost.
 
 A step emits `batch` tokens without drafts, in `plain` seconds.  Draft tokens pay if they raise tokens per
 second.  With the rate r of the best choice, a choice pays as long as gain - r * cost > 0 (Dinkelbach 1967;
