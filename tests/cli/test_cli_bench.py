@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -284,6 +285,14 @@ def test_an_impossible_speed_up_is_not_shown() -> None:
     assert "≤ 1.02×" in text and text.count("1.22") == 1 and "busy" in text.split("measured for")[1]
     found = figures([plain, busy, real])
     assert found["busy"]["all"]["speed-up"] is None and found["real"]["all"]["speed-up"] == 1.22
+
+
+def test_repeats_end_when_the_time_is_over() -> None:
+    llm = LLM("builtin", max_num_seqs=1, max_model_len=64)
+    params, prompts = SamplingParams(temperature=0, max_tokens=2), [("a", "The sun")]
+    for seconds, expected in ((0.0, 1), (math.inf, 3)):
+        (result,) = measure(llm, {PLAIN: None}, prompts, params, 3, runs=1, seconds=seconds)
+        assert len(result.runs[0].turns) == expected
 
 
 def test_tasks_are_columns_and_other_engines_are_ratios() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
@@ -20,6 +20,7 @@ from outrider.llm import LLM
 
 CONTEXT, ROUNDS, SECONDS = 1024, 5, 45.0
 SHOWN = 3  # prompts in the panes
+MEASURED = 48  # most tokens of an answer in the table
 DRAFT, DEPTH = "builtin-draft", 5  # depth of its drafts on a target that is not small
 SKIPPING = "layerskip"  # skips what was added to a grown model, which would always be right
 SIZE = (
@@ -52,7 +53,7 @@ def demo(model: str | None, drafts: list[str], small: bool, tokens: int, console
         console.print(SIZE)
     params = SamplingParams(temperature=0.0, max_tokens=tokens)
     _side_by_side(show, params, console)
-    return _compare(show, params, console)
+    return _compare(show, replace(params, max_tokens=min(tokens, MEASURED)), console)
 
 
 def _context(name: str) -> int:

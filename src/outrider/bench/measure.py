@@ -211,14 +211,15 @@ def measure(
       caches; the best one counts.
     - A method keeps what it learned from earlier groups, but not from its own previous run of a group.
     - Every repeat allocates new caches: their addresses change the time of a step by some per cent.
-    - After two repeats, no other begins that would end later than `seconds` after the start.
+    - A second repeat begins only within `seconds` after the start, a further one only if it ends by then.
     """
     groups, began = grouped(prompts, batch_size), time.monotonic()
     rounds: list[dict[tuple[str, int], Run]] = []
     variants: dict[str, LLM] = {}
     while len(rounds) < repeats:
         spent = time.monotonic() - began
-        if len(rounds) > 1 and spent * (1 + 1 / len(rounds)) > seconds:
+        next_round = spent / len(rounds) if len(rounds) > 1 else 0.0
+        if rounds and spent + next_round > seconds:
             break
         variants = {label: llm.variant(config) for label, config in configs.items()}
         rounds.append(_round(variants, groups, params, len(rounds), tick, runs))
