@@ -1,7 +1,7 @@
 """`outrider estimate`: what a draft model gains, before any speculative run.
 
 1. Plain decoding answers the prompts, which gives the time of a step and of a prompt.
-2. Forwards of the target over 1 … n rows, and drafts of 1 … n tokens, are timed by themselves.
+2. Drafts of 1 … n levels and forwards of the target over their nodes are timed in turns.
 3. One teacher-forced pass of the draft over each answer tells the rank of every token in the draft's choice.
    The tokens before it are those that a draft would continue, so the steps of a chain follow exactly.
 4. A tree of `siblings` a depth also has nodes off the answer.  How they compete is estimated: each is
@@ -53,13 +53,13 @@ class Answer:
 class Costs:
     """Seconds.
 
-    prompts: all prompts, target and draft.  step: of plain decoding.  verify[n]: what n draft tokens add to
-    it.  propose[siblings, depth]: drafting.
+    prompts: all prompts, target and draft.  step: of plain decoding.  propose[siblings, depth]: drafting.
+    verify[siblings, depth]: what the draft tokens add to a step.
     """
 
     prompts: float
     step: float
-    verify: Sequence[float]
+    verify: dict[tuple[int, int], float]
     propose: dict[tuple[int, int], float]
 
 
@@ -90,13 +90,12 @@ def estimate(
     tick("the draft over the answers")
     answers = [judged(drafters[1], prompt, text, params) for prompt, text in texts]
     length = int(statistics.mean(len(prompt) + len(text) // 2 for prompt, text in texts))
-    tick("forwards of the target")
-    verify = _verification(llm, length, depth * max(SIBLINGS))
     propose: dict[tuple[int, int], float] = {}
+    verify: dict[tuple[int, int], float] = {}
     for siblings, drafter in drafters.items():
         tick(f"drafts with {siblings} sibling{'s' * (siblings > 1)}")
-        for d, seconds in enumerate(_proposals(drafter, length, depth), start=1):
-            propose[siblings, d] = seconds
+        for d, seconds in enumerate(_steps(llm, drafter, length, depth)):
+            propose[siblings, d], verify[siblings, d] = seconds
     reading += sum(_forward_seconds(drafters[1], len(prompt)) for prompt, _ in texts)
     costs = Costs(reading, step, verify, propose)
     return costs, predictions(answers, costs, depth)
@@ -166,35 +165,34 @@ def _medians(runs: Sequence[Callable[[], object]]) -> list[float]:
     return [statistics.median(own) for own in times]
 
 
-def _verification(llm: LLM, length: int, nodes: int) -> list[float]:
-    """Seconds that 0 … `nodes` draft tokens add to a forward behind `length` tokens of context."""
-    decoder = llm.engine.decoder
-    slots = array("i", range(length + nodes + 2))
-    pool = decoder.pool(len(slots))
+def _steps(llm: LLM, drafter: ModelDrafter, length: int, depth: int) -> list[tuple[float, float]]:
+    """(seconds of drafting, seconds that its nodes add to the target's forward) for 0 … `depth` levels.
 
-    def run(rows: int) -> None:
-        step_input = StepInput()
-        step_input.chain(slots, length, [1] * rows)
-        step_input.logits_rows = list(range(rows))
-        decoder.forward_step(step_input.build(), pool, {})
+    Behind `length` tokens of context, with two tokens for the draft to catch up with.  Drafts and forwards
+    alternate as in decoding, so that each finds the processor's caches as the other leaves them.
+    """
+    decoder, row = llm.engine.decoder, make_row([1] * length)
+    slots = array("i", range(length + drafter.size(depth) + 1))
+    row.table, pool = BlockTable(slots), decoder.pool(len(slots))
 
-    first, *more = _medians([partial(run, rows) for rows in range(1, nodes + 2)])
-    return [0.0, *(max(0.0, seconds - first) for seconds in more)]
-
-
-def _proposals(drafter: ModelDrafter, length: int, depth: int) -> list[float]:
-    """Seconds of drafting 1 … `depth` levels, with two tokens to catch up with."""
-    row = make_row([1] * length)
-    row.table = BlockTable(array("i", range(length + drafter.size(depth))))
-
-    def run(levels: int) -> None:
+    def propose(levels: int) -> None:
         drafter.catch_up.cursor(row, 0).reach(length - 2)
         budget = Budget(levels, drafter.size(levels))
         drafter.propose(Batch([RowStep(row, length - 1, 1, budget=budget)]))
 
-    times = _medians([partial(run, levels) for levels in range(1, depth + 1)])
+    def verify(levels: int) -> None:
+        step_input, rows = StepInput(), 1 + (drafter.size(levels) if levels else 0)
+        step_input.chain(slots, length, [1] * rows)
+        step_input.logits_rows = list(range(rows))
+        decoder.forward_step(step_input.build(), pool, {})
+
+    runs = [partial(verify, 0), partial(verify, 0)]  # a step of plain decoding follows another one
+    for levels in range(1, depth + 1):
+        runs += [partial(propose, levels), partial(verify, levels)]
+    times = _medians(runs)
     drafter.forget(row, "finished")
-    return times
+    plain = times[1]
+    return [(0.0, 0.0), *((times[k], max(0.0, times[k + 1] - plain)) for k in range(2, len(times), 2))]
 
 
 def _forward_seconds(drafter: ModelDrafter, tokens: int) -> float:
@@ -218,7 +216,7 @@ def predictions(answers: Sequence[Answer], costs: Costs, depth: int) -> list[Est
     for siblings in SIBLINGS:
         for d in range(1, depth + 1):
             steps = sum(steps_of(answer, d, siblings) for answer in answers)
-            extra = costs.propose[siblings, d] + costs.verify[d * siblings]
+            extra = costs.propose[siblings, d] + costs.verify[siblings, d]
             seconds = costs.prompts + costs.step * (steps - requests) + extra * steps
             made.append(Estimate(d, siblings, tokens / steps, tokens / seconds, plain / seconds))
     return made

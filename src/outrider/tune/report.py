@@ -24,7 +24,7 @@ def show_estimates(costs: Costs, found: Sequence[Estimate], console: Console) ->
     depth = found[-1].depth
     console.print(
         f"A step takes {1e3 * costs.step:.2f} ms, one with {depth} draft tokens "
-        f"{1e3 * (costs.step + costs.verify[depth]):.2f}; drafting {depth} takes "
+        f"{1e3 * (costs.step + costs.verify[1, depth]):.2f}; drafting {depth} takes "
         f"{1e3 * costs.propose[1, depth]:.2f}."
     )
     most, best = max(one.speed for one in found), max(found, key=lambda one: one.speed)
