@@ -259,3 +259,36 @@ def test_ctrl_c_in_a_process_of_its_own() -> None:
         _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "n_predict" in err.decode() and "Traceback" not in err.decode()
+
+
+# ---- constrained output
+
+
+def test_the_answer_has_the_form_that_was_asked_for(run: Run, tmp_path: Path) -> None:
+    schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.gbnf"
+    schema.write_text('{"enum": ["red", "blue"]}')
+    grammar.write_text('root ::= "red" | "blue"')
+    given = ("generate", "-p", "A colour: ", "-n", 8, "-s", 1, "--no-display-prompt", "--no-perf")
+    for form in (("-j", schema), ("--json-schema", '{"enum": ["red", "blue"]}')):
+        assert run(*given, *form).out.strip() in ('"red"', '"blue"')
+    for form in (
+        ("--grammar", 'start: "red" | "blue"'),
+        ("--grammar-file", grammar),
+        ("--regex", "red|blue"),
+    ):
+        assert run(*given, *form).out.strip() in ("red", "blue")
+
+
+@pytest.mark.parametrize(
+    ("form", "told"),
+    [
+        (("-j", "{"), "json is no JSON"),
+        (("-j", "missing.json"), "missing.json' cannot be read"),
+        (("-j", '{"not": {}}'), "at #: not is not supported"),
+        (("--grammar", "a", "--grammar-file", "b"), "either --grammar or --grammar-file"),
+        (("--regex", "a", "--grammar", 'start: "a"'), "exactly one of"),
+    ],
+)
+def test_a_wrong_form_is_one_line(run: Run, form: tuple[str, ...], told: str) -> None:
+    result = run("generate", "-p", "a", "-n", 1, *form)
+    assert result.status == 2 and told in result.err and len(result.err.strip().splitlines()) == 1

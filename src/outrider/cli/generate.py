@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Option
 
+from outrider.cli.constraint import Grammar, GrammarFile, JsonSchema, Regex, constraint
 from outrider.cli.flags import Given, config_of, load, params_of, shared
 from outrider.errors import RequestError
 
@@ -39,6 +40,10 @@ def generate(
         bool, Option("-e", "--escape", help=r"Interpret \n, \t, \xHH … in the prompt.")
     ] = False,
     display_prompt: Annotated[bool, Option(" /--no-display-prompt", help="Do not print the prompt.")] = True,
+    json_schema: JsonSchema = None,
+    grammar: Grammar = None,
+    grammar_file: GrammarFile = None,
+    regex: Regex = None,
     perf: Annotated[bool, Option(" /--no-perf", help="Do not print timings.")] = True,
 ) -> None:
     """Continue a text.  The text is streamed to standard output, timings go to standard error.
@@ -48,7 +53,7 @@ def generate(
     from outrider.bench.figures import figures
 
     text = read_prompt(prompt, file, escape)
-    params = params_of(sampling)
+    params = params_of({**sampling, **constraint(json_schema, grammar, grammar_file, regex)})
     began = time.perf_counter()
     llm = load(engine, config_of(speculation))
     loaded = time.perf_counter()
