@@ -23,7 +23,16 @@ from rich.table import Table
 from outrider import LLM, SamplingParams
 
 SCHEMAS = Path(__file__).parent / "schemas.jsonl"
-NAMES = ("person", "order", "address", "function call", "movie review", "configuration", "array of objects", "refs")
+NAMES = (
+    "person",
+    "order",
+    "address",
+    "function call",
+    "movie review",
+    "configuration",
+    "array of objects",
+    "refs",
+)
 CHECKER = jsonschema.Draft202012Validator.FORMAT_CHECKER
 NEW = 120
 
@@ -33,7 +42,7 @@ def ways(draft: str) -> dict[str, tuple[bool, dict[str, Any] | None]]:
     model = {"method": "draft_model", "model": draft, "num_speculative_tokens": 4}
     return {
         "unconstrained": (False, None), "constrained": (True, None), "+ forced text": (True, {"method": "grammar"}),
-        "+ n-gram": (True, {"method": "ngram"}), "+ suffix": (True, {"method": "suffix"}), "+ draft model": (True, model),
+        "+ n-gram": (True, {"method": "ngram"}), "+ draft model": (True, model),
     }  # fmt: skip
 
 
@@ -76,7 +85,9 @@ class Measured:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="builtin")
     parser.add_argument("--draft", default="builtin-draft")
     parser.add_argument("--rounds", type=int, default=3)
@@ -95,10 +106,14 @@ def main() -> None:
         for label, way in measured.items():
             del way.rates[0]
             found = way.figures()
-            found["of constrained"] = round(statistics.median(a / b for a, b in zip(way.rates, plain.rates)), 2)
+            found["of constrained"] = round(
+                statistics.median(a / b for a, b in zip(way.rates, plain.rates)), 2
+            )
             assert label == "unconstrained" or way.texts == plain.texts, f"{label}: the text differs"
             results.setdefault("none" if compact else "any", {})[label] = found
-            shown = [found[key] for key in ("tokens/s", "of constrained", "tokens a step", "stopped", "valid")]
+            shown = [
+                found[key] for key in ("tokens/s", "of constrained", "tokens a step", "stopped", "valid")
+            ]
             table.add_row("none" if compact else "any", label, *map(str, shown))
     Console(width=110).print(table)
     if given.json:
