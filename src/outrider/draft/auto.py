@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
+from outrider.core.validate import TEXT, check_fields, optional
 from outrider.draft.suffix import Suffix
 from outrider.draft.union import Factory, Union, parse
 from outrider.drafting.base import Drafter, Target
-from outrider.drafting.options import require
 from outrider.errors import ConfigError
 
 
@@ -31,7 +31,7 @@ class Auto(Union):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            require(self, "model", self.model is None or isinstance(self.model, str), "a folder or hub id")
+            check_fields(self, {"model": optional(TEXT), "revision": optional(TEXT)})
             if self.drafters and self.model is not None:
                 raise ConfigError("give either 'drafters' or a 'model': a model is a drafter, too.")
 
