@@ -1,4 +1,4 @@
-"""Weights and K/V in few bits: speed against llama.cpp at the same bits, memory, and change of the output.
+"""Weights and K/V in few bits: speed against llama.cpp at the same bits, and memory.
 
     python benchmarks/quantized.py --folder DIR [--q8 FILE.gguf] [--q4 FILE.gguf] [--json OUT]
 
@@ -23,7 +23,6 @@ from rich.console import Console
 
 from outrider import LLM, SamplingParams
 from outrider.backends.cpu.structs import LINEARS
-from outrider.bench.prompts import PROMPTS, rendered
 from outrider.checkpoints.hub import Checkpoint
 from outrider.core.step_input import StepInput
 from outrider.models.decoder import Decoder
@@ -92,36 +91,6 @@ def long_step_ms(model: Path, form: str, kv: str) -> float:
     return statistics.median(times[3:]) * 1e3
 
 
-def divergence() -> dict[str, dict[str, float]]:
-    """On texts of the built-in target: mean KL divergence, share of equal greedy tokens, overlap."""
-    whole = LLM("builtin")
-    outputs = whole.generate(
-        [rendered(prompt, whole.tokenizer) for prompt in PROMPTS],
-        SamplingParams(temperature=0.8, seed=1, max_tokens=160),
-    )
-    texts = [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
-
-    def distributions(llm: LLM) -> torch.Tensor:
-        found, decoder = [], llm.engine.decoder
-        for text in texts:
-            step_input = StepInput()
-            step_input.chain(array("i", range(len(text))), 0, text)
-            x = decoder.forward(step_input.build(), decoder.pool(len(text)))
-            found.append(decoder.logits(x, list(range(len(text)))).double().log_softmax(-1))
-        return torch.cat(found)
-
-    before, made = distributions(whole), {}
-    for name, form in {**FORMS, "K/V int8": {"kv_cache_dtype": "int8"}}.items():
-        after = distributions(LLM("builtin", **form))
-        made[name] = {
-            "mean KL": float((before.exp() * (before - after)).sum(-1).mean()),
-            "same greedy token": float((before.argmax(-1) == after.argmax(-1)).double().mean()),
-            "overlap": float(torch.minimum(before.exp(), after.exp()).sum(-1).mean()),
-            "tokens": len(before),
-        }
-    return made
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -133,7 +102,7 @@ if __name__ == "__main__":
     given = parser.parse_args()
     model = checkpoint(given.folder / "llama100m")
     ggufs = {"bfloat16": None, "int8": given.q8, "int4": given.q4}
-    found: dict[str, Any] = {"conditions": conditions(), "divergence": divergence()}
+    found: dict[str, Any] = {"conditions": conditions()}
     found |= {form: figures(model, form, gguf) for form, gguf in ggufs.items()}
     found[f"step ms behind {CONTEXT} tokens"] = {
         f"{form} weights": {kv: long_step_ms(model, form, kv) for kv in ("auto", "int8")}

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from outrider import draft, verify
+from outrider.backends.select import ACTIVATIONS
 from outrider.cache.pool import kv_dtype
 from outrider.checkpoints.quantize import bits_of
 from outrider.control import fixed
@@ -62,6 +63,8 @@ class EngineOptions:
     """Options of `LLM`, each with its unit and the meaning of None.
 
     dtype                   auto, float32, bfloat16 or float16
+    activations             float32, or bfloat16: round the inputs of bfloat16 linears of the target, once a
+                            linear; for processors with AVX512-BF16, slow on others
     quantization            int8 or int4: quantize the weights while loading
     kv_cache_dtype          auto or int8, for target and draft
     device                  auto, cpu, cuda, cuda:1 or mps
@@ -87,6 +90,7 @@ class EngineOptions:
     model: str
     tokenizer: str | None = None
     dtype: str = "auto"
+    activations: str = "float32"
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
     device: str = "auto"
@@ -115,6 +119,8 @@ class EngineOptions:
                 f"({self.max_num_seqs}): every running request needs one token a step."
             )
         bits_of(self.quantization)
+        if self.activations not in ACTIVATIONS:
+            raise ConfigError(unknown("activations", self.activations, ACTIVATIONS))
         kv_dtype(self.kv_cache_dtype, torch.float32)
         if self.logprobs_mode not in MODES:
             raise ConfigError(unknown("logprobs_mode", self.logprobs_mode, MODES))

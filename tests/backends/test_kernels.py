@@ -261,7 +261,13 @@ def forward(decoder: Decoder, pool: Pool, table: array[int], start: int, tokens:
 @needs_c
 @pytest.mark.parametrize(
     "form",
-    [(torch.float32,), (torch.bfloat16,), (torch.bfloat16, "int8", "auto"), (torch.float32, "int4", "int8")],
+    [
+        (torch.float32,),
+        (torch.bfloat16,),
+        (torch.bfloat16, None, "auto", None, "bfloat16"),
+        (torch.bfloat16, "int8", "auto"),
+        (torch.float32, "int4", "int8"),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("family", ["Qwen3", "Mistral"])

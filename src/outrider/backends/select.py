@@ -11,17 +11,29 @@ from outrider.backends.base import Backend
 from outrider.backends.cpu import backend as cpu
 from outrider.backends.cpu import threads
 from outrider.backends.torch import backend as reference
+from outrider.errors import ConfigError
 
 CPU = torch.device("cpu")
 
 
-def backend_for(device: torch.device, dtype: torch.dtype) -> Backend:
-    """The fastest backend that runs here.  OUTRIDER_KERNELS=torch asks for the reference."""
+ACTIVATIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def backend_for(device: torch.device, dtype: torch.dtype, activations: str = "float32") -> Backend:
+    """The fastest backend that runs here.  OUTRIDER_KERNELS=torch asks for the reference.
+
+    activations: what the inputs of linears are rounded to.  Raises ConfigError for bfloat16 without the C
+    kernels or without bfloat16 weights.
+    """
     if device.type == "cpu":
         threads.limit()
     library = compiled_library(device)
     if library is not None and dtype in (torch.float32, torch.bfloat16):
-        return cpu.CpuBackend(library, dtype)
+        if activations == "bfloat16" and dtype != torch.bfloat16:
+            raise ConfigError("activations='bfloat16' is for bfloat16 weights: set dtype='bfloat16'.")
+        return cpu.CpuBackend(library, dtype, ACTIVATIONS[activations])
+    if activations != "float32":
+        raise ConfigError(f"activations={activations!r} is for the C kernels of the CPU: leave it out.")
     return reference.TorchBackend(device, dtype)
 
 

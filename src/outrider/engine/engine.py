@@ -80,7 +80,8 @@ class Engine:
         dtype = pick_dtype(options.dtype, self.checkpoint.stored_dtype, self.device)
         where = place(self.checkpoint.spec.layers, self.device, options.gpu_layers)
         bits, kv_dtype = options.quantization, options.kv_cache_dtype
-        return models.load(self.checkpoint, dtype, self.device, self.max_len, bits, kv_dtype, where)
+        args = self.checkpoint, dtype, self.device, self.max_len, bits, kv_dtype, where
+        return models.load(*args, activations=options.activations)
 
     def use(self, drafter: Drafter, speculation: SpeculativeOptions) -> None:
         """Install a drafter and a verification rule, with a fresh cache.

@@ -83,14 +83,15 @@ class Decoder:
     def __init__(
         self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, max_len: int,
         quantization: str | None = None, kv_cache_dtype: str = "auto", where: Placement | None = None,
+        activations: str = "float32",
     ) -> None:  # fmt: skip
-        """where: placement of the layers, by default all on `device`."""
+        """where: placement of the layers, by default all on `device`; activations: see `backend_for`."""
         assert isinstance(checkpoint.spec, Spec)
         self.spec = spec = checkpoint.spec
         where = where or place(spec.layers, device, None)
         self.dtype, self.device, self.max_len = dtype, where.outer, max_len
         self.bits, self.kv_cache_dtype = bits_of(quantization), kv_cache_dtype
-        backends = {at: backend_for(at, dtype) for at in {where.outer, *where.layers}}
+        backends = {at: backend_for(at, dtype, activations) for at in {where.outer, *where.layers}}
         self.split = len(backends) > 1  # over several devices
         self.backend: Backend = backends[where.outer]
         weights = checkpoint.tensors()

@@ -20,18 +20,19 @@ def load(
     quantization: str | None,
     kv_cache_dtype: str,
     where: Placement | None = None,
+    activations: str = "float32",
 ) -> Model:
     """Load a model.
 
-    where: placement of the layers, by default all on `device`.
+    where: placement of the layers, by default all on `device`; activations: see `backend_for`.
     Raises ModelError for tensors that are missing or misshapen, and for unsupported checkpoints.
     """
     split = where is not None and set(where.layers) != {device}
     if not needs_fallback(checkpoint, quantization, split):
-        return Decoder(checkpoint, dtype, device, max_len, quantization, kv_cache_dtype, where)
+        return Decoder(checkpoint, dtype, device, max_len, quantization, kv_cache_dtype, where, activations)
     from outrider.models.fallback.model import Fallback
 
-    return Fallback(checkpoint, dtype, device, max_len, kv_cache_dtype)
+    return Fallback(checkpoint, dtype, device, max_len, kv_cache_dtype, activations)
 
 
 def needs_fallback(checkpoint: Checkpoint, quantization: str | None = None, split: bool = False) -> bool:

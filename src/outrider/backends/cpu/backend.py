@@ -44,15 +44,19 @@ class CpuBackend(Picking):
     exact = True
     device, activations = torch.device("cpu"), torch.float32
 
-    def __init__(self, lib: ctypes.CDLL, dtype: torch.dtype) -> None:
+    def __init__(
+        self, lib: ctypes.CDLL, dtype: torch.dtype, inputs_dtype: torch.dtype = torch.float32
+    ) -> None:
+        """inputs_dtype: what the inputs of bfloat16 linears are rounded to."""
         super().__init__(lib)
-        self.dtype = dtype
-        self.name = f"C ({str(dtype).removeprefix('torch.')} weights, float32 sums)"
+        self.dtype, self.inputs_dtype = dtype, inputs_dtype
+        inputs = "bfloat16 inputs, " if inputs_dtype == torch.bfloat16 else ""
+        self.name = f"C ({str(dtype).removeprefix('torch.')} weights, {inputs}float32 sums)"
         self.fused, self.verifier = CpuFusedModel(lib), TreeVerifier(lib)
         self.distributions = Distributions(lib)
 
     def pack(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> Packed:
-        return pack(weight, bias, self.dtype)
+        return pack(weight, bias, self.dtype, self.inputs_dtype)
 
     def linear(self, x: Tensor, weight: Packed, add: Tensor | None = None) -> Tensor:
         n, k, o = x.shape[0], weight.inputs, weight.outputs

@@ -39,15 +39,24 @@ class Packed:
     group: int = 0
     offsets: bool = False
     unit: float = 1.0
+    rounds_inputs: bool = False
 
     def __post_init__(self) -> None:
         bias = None if self.bias is None else self.bias.data_ptr()
-        fields = self.data.data_ptr(), bias, self.kind, self.group, self.offsets, self.unit
-        self.c = STRUCTS["Weight"](*fields)
+        form = self.kind, self.group, self.offsets, self.unit, self.rounds_inputs
+        self.c = STRUCTS["Weight"](self.data.data_ptr(), bias, *form)
 
 
-def pack(weight: Tensor | QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> Packed:
-    """Pack [O, K] as floats of `dtype`; a quantised weight keeps its bits."""
+def pack(
+    weight: Tensor | QuantizedWeight,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    inputs_dtype: torch.dtype = torch.float32,
+) -> Packed:
+    """Pack [O, K] as floats of `dtype`; a quantised weight keeps its bits.
+
+    inputs_dtype: what the inputs of a bfloat16 weight are rounded to.
+    """
     bias = None if bias is None else bias.float().contiguous()
     if isinstance(weight, QuantizedWeight):
         if weight.group % 16 == 0:
@@ -63,7 +72,8 @@ def pack(weight: Tensor | QuantizedWeight, bias: Tensor | None, dtype: torch.dty
         data = weight.view(wide // PANEL, PANEL, deep // 2, 2).permute(0, 2, 1, 3).contiguous()
     else:
         data = weight.view(wide // PANEL, PANEL, deep).permute(0, 2, 1).contiguous()
-    return Packed(data, bias, inputs, outputs, KINDS[dtype])
+    rounds = half and inputs_dtype == torch.bfloat16
+    return Packed(data, bias, inputs, outputs, KINDS[dtype], rounds_inputs=rounds)
 
 
 def _integers(weight: QuantizedWeight, bias: Tensor | None) -> Packed:

@@ -86,10 +86,11 @@ class Fallback:
         device: torch.device,
         max_len: int,
         kv_cache_dtype: str = "auto",
+        activations: str = "float32",
     ) -> None:
         self.spec, self.kv_cache_dtype = checkpoint.spec, kv_cache_dtype
         self.dtype, self.device, self.max_len = dtype, device, max_len
-        self.backend: Backend = backend_for(device, dtype)
+        self.backend: Backend = backend_for(device, dtype, activations)
         self.rope = torch.zeros(max(max_len, CHECK_TOKENS + 8), 0)  # the modelling code applies RoPE itself
         self.head = load_model(checkpoint).to(device)
         self.body = body_of(self.head, self.spec.architecture)

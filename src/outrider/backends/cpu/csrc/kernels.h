@@ -31,6 +31,7 @@ typedef struct {
     int group;         /* integers: inputs that share a scale, 16 or 32 */
     int has_offsets;   /* integers: every group also has an offset */
     float unit;        /* integers: factor of all scales and offsets, a power of two */
+    int rounds_inputs; /* bfloat16: the inputs are rounded to bfloat16 as well, see linear.c */
 } Weight;
 
 /* y [rows,outputs] = x [rows,inputs] * weight^T + bias, plus the former y if `add`. */

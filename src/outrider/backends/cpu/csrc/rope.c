@@ -11,12 +11,6 @@ static int64_t pool_row_bytes(int kind, int64_t padded_dim) {
     return kind == INT8 ? padded_dim + 4 : kind == BFLOAT16 ? padded_dim * 2 : padded_dim * 4;
 }
 
-INLINE bfloat16 round_bfloat16(float x) { /* to nearest, ties to even */
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    return (bfloat16)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
 /* Rotates the pairs (i, i + rotary_dim / 2) of a head.  table: cosines, then sines, of the row's position. */
 INLINE void rotate(const float *x, const float *table, int64_t head_dim, int64_t rotary_dim, float *y) {
     const int64_t half = rotary_dim / 2;

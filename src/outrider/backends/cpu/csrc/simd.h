@@ -68,6 +68,14 @@ INLINE vfloat select_lanes(vint mask, vfloat a, vfloat b) {
 }
 INLINE vfloat max_lanes(vfloat a, vfloat b) { return select_lanes(a > b, a, b); }
 
+/* To nearest, ties to even; NaN stays NaN. */
+INLINE bfloat16 round_bfloat16(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    const uint32_t rounded = bits + 0x7fff + ((bits >> 16) & 1);
+    return (bfloat16)((x == x ? rounded : bits | 0x400000) >> 16);
+}
+
 /* Sum of all lanes, always by the same tree of additions: halves onto halves. */
 INLINE float sum_lanes(vfloat v) {
     typedef float quad __attribute__((vector_size(16), aligned(4)));
