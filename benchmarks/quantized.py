@@ -21,7 +21,7 @@ import torch
 from core import NEW, PROMPT, checkpoint, conditions, decode_speed, first_token, forward_ms
 from rich.console import Console
 
-from outrider import LLM, SamplingParams
+from outrider import LLM
 from outrider.backends.cpu.structs import LINEARS
 from outrider.checkpoints.hub import Checkpoint
 from outrider.core.step_input import StepInput
