@@ -1,4 +1,4 @@
-"""Linears whose inputs are rounded to bfloat16: the definition of pairs.h, bit for bit, on every instruction set."""
+"""Linears that round their inputs to bfloat16 follow the definition in pairs.h, bit for bit."""
 
 from __future__ import annotations
 
