@@ -281,6 +281,16 @@ def test_a_staged_chain_is_the_same_chain(
         assert seen[0] == seen[1]
 
 
+def test_chains_without_a_cheaper_draft_take_one_call(
+    fast: LLM, stranger: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = use(fast, stranger, drafter={"method": "ngram", "num_speculative_tokens": 0})
+    monkeypatch.setattr(made, "logits_after", lambda *_: pytest.fail("a forward for each depth"))
+    asked = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    speculation = answer(fast, random_prompts(1)[0], asked).outputs[0].speculation
+    assert speculation.drafted > 0 and made.staged.forwards >= speculation.drafted
+
+
 @pytest.mark.parametrize("inner", INNER[:3], ids=lambda inner: "-".join(map(str, inner.values())))
 def test_repetitive_text_takes_fewer_forwards(
     inner: dict[str, Any], fast: LLM, llama: str, monkeypatch: pytest.MonkeyPatch

@@ -5,7 +5,7 @@ trees.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -182,20 +182,15 @@ class ModelDrafter(Drafter):
         if not first.starts:
             self.decoder.forward(first.step_input.build(), self.pool)
             return {}
-        chains = self._chains(batch, first) if self._chains_only(batch, first.starts) else None
-        return self._trees(batch, first) if chains is None else chains
+        rows = [(batch[start.r].row, start.view) for start in first.starts]
+        fused = self.staged is None and self.options.siblings == 1 and self._fuses(rows)
+        return self._chains(batch, first) if fused else self._trees(batch, first)
 
-    def _chains_only(self, batch: Batch, starts: list[Start]) -> bool:
-        """Whether all drafts are chains of chosen tokens, with no processor or adapter to apply between
-        forwards.
-        """
-        if not self.decoder.fuses_chains or self.options.siblings > 1 or self.staged is not None:
-            return False
-        for start in starts:
-            row = batch[start.r].row
-            if start.view.adapter or row.processors or (self.stop.active and self.samples(row)):
-                return False
-        return True
+    def _fuses(self, rows: Iterable[tuple[Row, View]]) -> bool:
+        """Whether the backend drafts chains for these rows: nothing has to be applied between forwards."""
+        return self.decoder.fuses_chains and not any(
+            view.adapter or row.processors or (self.stop.active and self.samples(row)) for row, view in rows
+        )
 
     def _chains(self, batch: Batch, first: FirstForward) -> Mapping[int, DraftTree]:
         """Draft all chains in one call of the backend."""
@@ -217,6 +212,29 @@ class ModelDrafter(Drafter):
             start.r: _chain_tree(tokens, chain.probs)
             for start, chain, tokens in zip(first.starts, chains, tokens_of)
         }
+
+    def finish_chains(self, step_input: StepInput, tips: Sequence[tuple[Tree, int]]) -> bool:
+        """Complete chains in one call of the backend.  Returns False, without effect, where it cannot.
+
+        tips: each chain, and the row of the forward that it continues from.
+        """
+        sampled = any(self.samples(tree.row) for tree, _ in tips)
+        if sampled or self.stop.active or not self._fuses((tree.row, tree.view) for tree, _ in tips):
+            return False
+        chains = [
+            Chain(
+                at,
+                tree.budget.depth - len(tree.tokens),
+                tree.row.distribution,
+                stream_of(tree.row.seed, tree.row.index),
+            )
+            for tree, at in tips
+        ]
+        found, _ = self.decoder.draft_chain(step_input.build(), self.pool, chains, self.vocabulary)
+        for (tree, _), tokens in zip(tips, found):
+            for token in tokens:
+                tree.choose([(tree.frontier[0], token, RANK_CONFIDENCE[0])])
+        return True
 
     def _trees(self, batch: Batch, first: FirstForward) -> Mapping[int, DraftTree]:
         """Draft with one forward for each depth, or with those of the staged drafter."""

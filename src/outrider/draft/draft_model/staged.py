@@ -6,6 +6,8 @@ chain is the one that it would have drafted alone, in fewer forwards.
 
     forward 1    known known │ a  b  c  d        tokens of the cheaper drafter; the draft model picks a b x
     forward 2                │       x  y  z     … and continues after x, with new ones
+
+Where the cheaper drafter has no token for any chain, one call of the backend completes the chains.
 """
 
 from __future__ import annotations
@@ -68,6 +70,7 @@ class StagedHost(Protocol):
     window: Window
 
     def logits_after(self, step_input: StepInput, rows: Sequence[int]) -> Tensor: ...
+    def finish_chains(self, step_input: StepInput, tips: Sequence[tuple[Tree, int]]) -> bool: ...
     def extend(self, tree: Tree, frontier: list[tuple[int, int]], logits: Tensor) -> None: ...
 
 
@@ -103,6 +106,10 @@ class Staged:
         """
         while tips:
             stages, rows = self._stages(step_input, tips)
+            drafted = any(stage.draft_tree.tokens for stage in stages)
+            if not drafted and not self.drafter.needs.topk and self.host.finish_chains(step_input, tips):
+                self.forwards += max(len(stage.tree.tokens) - stage.length for stage in stages)
+                return
             logits = self.host.logits_after(step_input, rows)
             self.forwards += 1
             paths = [self._walk(stage, logits) for stage in stages]
