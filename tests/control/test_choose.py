@@ -47,7 +47,7 @@ def test_a_request_departs_from_the_estimate_over_all_of_them() -> None:
 
 
 def test_samples_of_one_distribution_stay_in_order() -> None:
-    """A later sample is never kept without the earlier one, whatever was learned: rejection rules require it."""
+    """A later sample is never kept without the earlier one, as rejection rules require."""
     calibration = Calibration()
     for _ in range(50):
         calibration.learn(key_of(1, 1, 0.7), False)

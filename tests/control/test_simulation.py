@@ -1,4 +1,4 @@
-"""The real controller in simulated environments: never much slower than plain decoding, and near the best fixed arm."""
+"""The real controller in simulated environments: never much slower than plain decoding, near the best arm."""
 
 from __future__ import annotations
 
