@@ -3,7 +3,8 @@
     python benchmarks/divergence.py --model FOLDER [--json OUT]
 
 FOLDER holds bfloat16 weights; those of the built-in target are stored in 8 bits.  The model writes texts at
-T = 0.8, and every form reads them.  Rounded activations give the same bits on every instruction set (csrc/pairs.h).
+T = 0.8, and every form reads them.  Rounded activations give the same bits on every instruction set
+(csrc/pairs.h).
 """
 
 from __future__ import annotations
