@@ -82,8 +82,8 @@ class AsyncLLM:
         Raises RequestError for invalid input, and EngineError if a step failed.  Closing the generator, or
         cancelling the task that reads it, ends the request before the next step.
         """
-        outputs = self._outputs(prompt, sampling_params, request_id, lora_request, priority, final=False)
-        async with aclosing(outputs):
+        request = await self.read(prompt, sampling_params, request_id, lora_request, priority)
+        async with aclosing(self.run(request)) as outputs:
             async for output in outputs:
                 yield output
 
@@ -97,8 +97,36 @@ class AsyncLLM:
         priority: int = 0,
     ) -> RequestOutput:
         """Return the finished output of a prompt.  Arguments and errors are those of `generate`."""
-        outputs = self._outputs(prompt, sampling_params, request_id, lora_request, priority, final=True)
-        async with aclosing(outputs):
+        request = await self.read(prompt, sampling_params, request_id, lora_request, priority)
+        return await self.run_to_end(request)
+
+    async def read(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        id: str | None = None,
+        lora: LoRARequest | None = None,
+        priority: int = 0,
+    ) -> Request:
+        """Tokenize a prompt and check its parameters, in another thread.  Raises RequestError."""
+        params = SamplingParams() if params is None else params
+        read = self.llm.reader.request
+        request = await asyncio.to_thread(read, id or uuid4().hex, prompt, params, False, lora, priority)
+        if isinstance(request, RequestOutput):
+            assert request.error is not None
+            raise request.error
+        return request
+
+    async def run(self, request: Request) -> AsyncGenerator[RequestOutput]:
+        """Queue a request and yield its output so far, as `generate` does."""
+        request.streaming = True
+        async with aclosing(self._outputs(request, final=False)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def run_to_end(self, request: Request) -> RequestOutput:
+        """Queue a request and return its finished output."""
+        async with aclosing(self._outputs(request, final=True)) as outputs:
             return await anext(outputs)
 
     async def abort(self, request_id: str) -> None:
@@ -127,21 +155,7 @@ class AsyncLLM:
         self._thread.join(timeout)
         self._between_steps()  # for requests that ended after the thread
 
-    async def _outputs(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        id: str | None,
-        lora: LoRARequest | None,
-        priority: int,
-        final: bool,
-    ) -> AsyncGenerator[RequestOutput]:
-        read = self.llm.reader.request
-        params = SamplingParams() if params is None else params
-        request = await asyncio.to_thread(read, id or uuid4().hex, prompt, params, not final, lora, priority)
-        if isinstance(request, RequestOutput):
-            assert request.error is not None
-            raise request.error
+    async def _outputs(self, request: Request, final: bool) -> AsyncGenerator[RequestOutput]:
         reader = _Reader(request, final)
         self.llm.loop.submit(request.rows, partial(self._note, reader))
         try:

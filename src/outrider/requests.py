@@ -85,6 +85,12 @@ class Reader:
             failure.__cause__ = error
             return RequestOutput(id, text, [], finished=True, error=failure)
 
+    def ids(self, prompt: Mapping[str, Any]) -> list[int]:
+        """Token ids of a conversation.  Raises RequestError."""
+        with self.lock:
+            rendered = render(self.tokenizer, prompt)
+            return self._ids(rendered, rendered["prompt"])
+
     def _known(self, lora: LoRARequest) -> None:
         if not isinstance(lora, LoRARequest):
             raise RequestError(f"lora_request must be a LoRARequest, a list of them, or None, got {lora!r}.")

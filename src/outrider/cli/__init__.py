@@ -22,6 +22,7 @@ from outrider.cli.estimate import estimate
 from outrider.cli.generate import generate
 from outrider.cli.models import models
 from outrider.cli.quantize import quantize
+from outrider.cli.serve import serve
 from outrider.cli.verify import verify
 from outrider.errors import OutriderError
 from outrider.version import VERSION
@@ -61,6 +62,9 @@ def root(
 
 for command in (generate, chat, bench, estimate, verify, models, quantize, demo):
     app.command()(command)
+app.command(
+    add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+)(serve)
 app.add_typer(datastore.app, name="datastore")
 app.add_typer(tune.app, name="tune")
 

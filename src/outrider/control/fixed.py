@@ -93,6 +93,8 @@ class FixedController:
             # the last token of a row is never drafted: the step that verifies the ones before it emits it
             drafts = step.emits and step.row.params.speculate
             depth = min(most, step.row.remaining - 1) if drafts else 0
+            if step.row.params.max_draft_tokens is not None:
+                depth = min(depth, step.row.params.max_draft_tokens)
             budgets.append(Budget(depth, self.size(depth)) if depth else NO_BUDGET)
         return budgets
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from outrider.core.step import Batch
@@ -21,18 +22,36 @@ NO_TIMES = Times()
 
 @dataclass(slots=True)
 class Work:
-    """Sums over steps: known, draft (`guessed`) and emitted tokens, and seconds by phase."""
+    """Sums over steps: rows, known tokens, those of prompts, draft nodes (`guessed`), emitted tokens, and
+    seconds by phase.
+
+    drafts: trees with draft tokens.  drafted, accepted: their tokens, without probes.
+    accepted_lengths: accepted tokens of a draft -> drafts.
+    """
 
     steps: int = 0
+    rows: int = 0
     known: int = 0
+    prompt: int = 0
     guessed: int = 0
     emitted: int = 0
     times: Times = NO_TIMES
+    drafts: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    accepted_lengths: Counter[int] = field(default_factory=Counter)
 
     def add(self, batch: Batch, times: Times) -> None:
         self.steps += 1
+        self.rows += len(batch)
         for step in batch:
             self.known += step.known
+            self.prompt += max(0, min(step.end, step.row.prompt) - step.start)
             self.guessed += len(step.tree.tokens)
             self.emitted += len(step.emitted)
+            if step.tree.size:
+                self.drafts += 1
+                self.drafted += step.tree.size
+                self.accepted += len(step.accepted)
+                self.accepted_lengths[len(step.accepted)] += 1
         self.times = Times(*map(sum, zip(self.times, times)))

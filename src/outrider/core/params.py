@@ -66,7 +66,7 @@ FIELDS = {
     "logits_processors": Kind("a list of functions", lambda functions: all(map(callable, functions))),
     "stop": Kind("a string that is not empty, or a list of such", _texts),
     "stop_token_ids": Kind("a list of token ids", _ids),
-    "max_tokens": optional(whole(1)),
+    **dict.fromkeys(("max_tokens", "max_draft_tokens"), optional(whole(1))),
     "min_tokens": whole(0),
     "truncate_prompt_tokens": Kind(
         "at least 1, or -1 for what the context holds, or None",
@@ -122,6 +122,7 @@ class _Fields:
     skip_special_tokens: bool = True
     speculate: bool = True
     structured_outputs: StructuredOutputs | Mapping[str, Any] | None = field(default=None, hash=False)
+    max_draft_tokens: int | None = None
 
 
 class SamplingParams(_Fields):
@@ -157,6 +158,7 @@ class SamplingParams(_Fields):
     skip_special_tokens         omit special tokens from the text
     speculate                   False: decode this request without speculation
     structured_outputs          StructuredOutputs, or a dict of its fields: the form that the output must have
+    max_draft_tokens            depth of this request's draft trees at most; None: no limit of its own
 
     Raises RequestError naming the parameter, its value and the valid range.
     """

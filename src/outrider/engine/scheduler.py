@@ -64,7 +64,7 @@ class Scheduler:
         self.cache, self.limits, self.hooks, self.adapters = cache, limits, hooks, adapters
         self.waiting: deque[Row] = deque()
         self.running: list[Row] = []
-        self.preemptions = 0
+        self.preemptions = self.prefix_queries = self.prefix_hits = 0  # the last two count prompt tokens
 
     def add(self, row: Row) -> None:
         """Queue a row behind those of its priority."""
@@ -262,6 +262,8 @@ class Scheduler:
             row.table, row.adapter, row.computed = None, None, 0
         elif row.cached is None:
             row.cached, row.queued = row.computed, time.perf_counter() - row.entered
+            self.prefix_queries += row.prompt
+            self.prefix_hits += row.computed
         return row.table is not None
 
     def _adapt(self, row: Row, lora: LoRARequest) -> bool:

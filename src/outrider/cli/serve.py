@@ -1,0 +1,166 @@
+"""`outrider serve`: the server, with vLLM's options.
+
+Every field of EngineOptions and ServerOptions is an option of its name; its help is in their docstrings.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
+
+import typer
+
+from outrider.cli.flags import MODEL_HELP, config_of
+from outrider.errors import ConfigError
+
+if TYPE_CHECKING:
+    from outrider.async_llm import AsyncLLM
+
+METAVARS = {int: "N", float: "X", str: "TEXT"}
+ALIASES = {"tensor_parallel_size": "-tp", "threads": "-t"}
+ENVIRONMENT = {"api_key": "OUTRIDER_API_KEY"}
+NEW_SPELLING = """use --speculative-config, such as '{"model": "…", "num_speculative_tokens": 5}'"""
+REFUSED = (  # options of earlier versions of vLLM
+    "speculative_model", "num_speculative_tokens", "ngram_prompt_lookup_max", "ngram_prompt_lookup_min",
+    "speculative_draft_tensor_parallel_size", "speculative_disable_by_batch_size",
+    "speculative_max_model_len",
+)  # fmt: skip
+
+
+def serve(context: typer.Context) -> None:
+    """Serve a model with OpenAI's protocol: outrider serve MODEL --port 8000.  --help lists the options."""
+    if find_spec("fastapi") is None or find_spec("uvicorn") is None or find_spec("prometheus_client") is None:
+        raise ConfigError("the server needs more packages: pip install 'outrider[serve]'.")
+    app = typer.Typer(
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={
+            "help_option_names": ["-h", "--help"],
+            "token_normalize_func": lambda name: name.replace("_", "-"),
+        },
+    )
+    app.command()(command())
+    app(context.args, prog_name="outrider serve", standalone_mode=False)
+
+
+def command() -> Callable[..., None]:
+    """The command with its options.  Apart from `serve`, because importing their classes takes seconds."""
+    from outrider.config import EngineOptions, options
+    from outrider.serve.options import ServerOptions
+
+    def serve(place: str | None, speculative_config: str | None, threads: int | None, **given: Any) -> None:
+        """Serve a model with OpenAI's protocol.
+
+        Example:  outrider serve builtin --speculative-config '{"model": "builtin-draft"}' --port 8000
+        """
+        for name in REFUSED:
+            if given.pop(name) is not None:
+                raise ConfigError(f"--{name.replace('_', '-')} is not supported: {NEW_SPELLING}.")
+        own: dict[str, Any] = {field.name: given.pop(field.name) for field in fields(ServerOptions)}
+        own = {name: tuple(value) if isinstance(value, list) else value for name, value in own.items()}
+        server = options(ServerOptions, own, "server option")
+        if place is not None and given["model"] not in (None, place):
+            raise ConfigError(f"the model is given twice, as {place!r} and as --model {given['model']!r}.")
+        engine = {**given, "model": place or given["model"] or "builtin"}
+        start(server, engine, config_of({"config": speculative_config or "{}"}), threads)
+
+    argument = Annotated[str | None, typer.Argument(metavar="[MODEL]", help=MODEL_HELP)]
+    parameters = [
+        inspect.Parameter("place", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=argument),
+        _parameter("speculative_config", str, None, "JSON or @FILE, as in the Python API.", "Speculation"),
+        _parameter("threads", int, None, "CPU threads; default: OMP_NUM_THREADS, or one per core.", "Model"),
+        *_parameters(EngineOptions, "Model"),
+        *_parameters(ServerOptions, "Server"),
+        *(_parameter(name, str, None, NEW_SPELLING, "Speculation", hidden=True) for name in REFUSED),
+    ]
+    serve.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return serve
+
+
+def start(options: Any, engine: dict[str, Any], config: dict[str, Any] | None, threads: int | None) -> None:
+    """Check all options, then load and serve."""
+    from outrider.config import EngineOptions, SpeculativeOptions
+    from outrider.serve.run import run
+
+    EngineOptions(**engine)
+    SpeculativeOptions.of(config)
+    options.keys()
+    if threads is not None and threads < 1:
+        raise ConfigError(f"threads must be at least 1, got {threads}.")
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING, force=True)
+
+    def load() -> AsyncLLM:
+        import torch
+
+        from outrider.async_llm import AsyncLLM
+        from outrider.backends.cpu.threads import limit
+
+        limit()
+        if threads is not None:
+            torch.set_num_threads(threads)
+        given = {**engine}
+        model = given.pop("model")
+        return AsyncLLM(model, speculative_config=config, restart_on_error=options.restart_engine, **given)
+
+    run(options, engine["model"], load)
+
+
+def _parameters(kind: type[Any], panel: str) -> list[inspect.Parameter]:
+    """An option for every field of an options class."""
+    help, hints = documented(kind), get_type_hints(kind)
+    made = []
+    for field in fields(kind):
+        hint, default = hints[field.name], field.default
+        if str(hint) == "tuple[str, ...]":
+            hint, default = list[str], []
+        default = None if default is MISSING else default
+        made.append(_parameter(field.name, hint, default, help.get(field.name, ""), panel))
+    return made
+
+
+def _parameter(
+    name: str, hint: Any, default: Any, help: str, panel: str, hidden: bool = False
+) -> inspect.Parameter:
+    flag = name.replace("_", "-")
+    names = [f"--{flag}/--no-{flag}" if hint is bool else f"--{flag}"]
+    if name in ALIASES:
+        names.append(ALIASES[name])
+    metavar = next((METAVARS[t] for t in (*get_args(hint), hint) if t in METAVARS), None)
+    option = typer.Option(
+        *names,
+        help=help,
+        rich_help_panel=panel,
+        metavar=metavar,
+        show_default=default not in (None, []),
+        envvar=ENVIRONMENT.get(name),
+        show_envvar=False,
+        hidden=hidden,
+    )
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=default,
+        annotation=Annotated[hint | None if default is None else hint, option],
+    )
+
+
+def documented(kind: type[Any]) -> dict[str, str]:
+    """Field -> its line in the table of a docstring."""
+    names = {field.name for field in fields(kind)}
+    found: dict[str, str] = {}
+    current: list[str] = []
+    for line in (inspect.getdoc(kind) or "").splitlines():
+        entry = re.match(r"(\w+(?:, \w+)*)\s{2,}(.*)", line)
+        if entry and set(entry[1].split(", ")) <= names:
+            current = entry[1].split(", ")
+            found |= dict.fromkeys(current, entry[2])
+        elif line.startswith("  ") and current:
+            found |= {name: f"{found[name]} {line.strip()}" for name in current}
+        else:
+            current = []
+    return found

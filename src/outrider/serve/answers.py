@@ -1,0 +1,117 @@
+"""What /v1/completions and /v1/chat/completions share: one request from body to response or stream."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+from outrider.core.logprobs import Entry
+from outrider.errors import shortened
+from outrider.outputs import CompletionOutput, RequestOutput
+from outrider.progress import Request
+from outrider.serve.errors import ApiError, told
+from outrider.serve.protocol import Classic, Sampling
+from outrider.serve.state import Server
+from outrider.serve.usage import speculation_of, usage_of
+from outrider.serve.wire import DONE, event
+
+LEAST_LOGPROB = -9999.0  # JSON has no infinity
+Choice = Callable[[int, CompletionOutput], dict[str, Any]]
+# (index of the choice, its output so far, whether the request has ended) -> new parts of the choice
+Delta = Callable[[int, CompletionOutput], list[dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request that has been checked and tokenized.
+
+    kind: of a response.  chunk_kind: of a part of a stream.
+    """
+
+    server: Server
+    body: Classic
+    id: str
+    created: int
+    kind: str
+    chunk_kind: str
+    requests: Sequence[Request]
+
+    def head(self, kind: str) -> dict[str, Any]:
+        model = self.body.model or self.server.names[0]
+        return {"id": self.id, "object": kind, "created": self.created, "model": model}
+
+    async def response(self, choice: Choice) -> dict[str, Any]:
+        """The response, with a choice for each sample of each prompt."""
+        outputs = await self.server.outputs(self.requests)
+        made = self.head(self.kind)
+        samples = self.body.n
+        made["choices"] = [
+            {"index": i * samples + sample.index, **choice(i, sample)}
+            for i, output in enumerate(outputs)
+            for sample in output.outputs
+        ]
+        made["usage"] = usage_of(outputs)
+        if self.body.return_speculation:
+            made["speculation"] = speculation_of(outputs)
+        return made
+
+    async def events(self, first: Delta, delta: Delta) -> AsyncGenerator[str]:
+        """Server-sent events: `first` of every choice, `delta` of each output, usage if asked for.
+
+        An error after the start is an event, too.
+        """
+        try:
+            async with aclosing(self._chunks(first, delta)) as chunks:
+                async for chunk in chunks:
+                    yield event(chunk)
+        except Exception as error:
+            yield event(told(error).body())
+        yield DONE
+
+    async def _chunks(self, first: Delta, delta: Delta) -> AsyncGenerator[dict[str, Any]]:
+        options, samples = self.body.stream_options, self.body.n
+        ended: dict[int, RequestOutput] = {}
+        head = self.head(self.chunk_kind)
+        usage = {"usage": None} if options is not None and options.include_usage else {}
+        started: set[int] = set()
+        async with aclosing(self.server.stream(self.requests)) as outputs:
+            async for i, output in outputs:
+                for sample in output.outputs:
+                    index = i * samples + sample.index
+                    parts = delta(i, sample)
+                    if index not in started:
+                        started.add(index)
+                        parts = first(i, sample) + parts
+                    for part in parts:
+                        yield {**head, "choices": [{"index": index, **part}], **usage}
+                if output.finished:
+                    ended[i] = output
+        total = list(ended.values())
+        if usage:
+            yield {**head, "choices": [], "usage": usage_of(total)}
+        if self.body.return_speculation:
+            yield {**head, "choices": [], "speculation": speculation_of(total), **usage}
+
+
+def name_of(body: Sampling, prefix: str) -> str:
+    """Id of a response: the prefix and the request_id of the body, or a random one."""
+    if body.request_id is not None and len(body.request_id) > 200:
+        raise ApiError(400, f"request_id {shortened(body.request_id, 20)} is too long.", "request_id")
+    return f"{prefix}{body.request_id or uuid4().hex}"
+
+
+def now() -> int:
+    return int(time.time())
+
+
+def bounded(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB)
+
+
+def best_of(entry: Entry, count: int) -> list[int]:
+    """The ids of the `count` best tokens of an entry, whose first one is the sampled token."""
+    return sorted(entry, key=lambda token: entry[token].rank)[:count]

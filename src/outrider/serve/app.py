@@ -1,0 +1,127 @@
+"""The ASGI application: routes and their OpenAPI document."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
+from starlette.responses import FileResponse, Response
+from starlette.staticfiles import StaticFiles
+from starlette.types import Lifespan
+
+from outrider.serve import errors
+from outrider.serve.chat import Chat, chat_job, reply_for
+from outrider.serve.completions import Completion, completion_job
+from outrider.serve.errors import ApiError
+from outrider.serve.guard import Guard
+from outrider.serve.models import add_models
+from outrider.serve.protocol import ChatBody, CompletionBody
+from outrider.serve.state import Server
+from outrider.serve.wire import Events, Json, unless_left
+from outrider.version import VERSION
+
+STATIC = Path(__file__).parent / "static"
+SHAPE = {
+    "type": "object",
+    "properties": {
+        "error": {
+            "type": "object",
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+            "required": ["message", "type", "param", "code"],
+        }
+    },
+    "required": ["error"],
+}
+ERROR: dict[str, Any] = {"content": {"application/json": {"schema": SHAPE}}}
+STATUSES = {
+    400: "Invalid request", 401: "No valid API key", 404: "No such model or route", 408: "Body too slow",
+    413: "Body too long", 422: "Invalid request", 429: "No place for the request", 503: "Not ready",
+    504: "Took too long",
+}  # fmt: skip
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    status: {"description": text, **ERROR} for status, text in STATUSES.items()
+}
+
+
+def make_app(server: Server, lifespan: Lifespan[FastAPI] | None = None) -> FastAPI:
+    """The application of a server.  It serves before the engine is there: with status 503."""
+    app = FastAPI(
+        title="Outrider",
+        version=VERSION,
+        docs_url=None,  # these pages load scripts from other hosts
+        redoc_url=None,
+        root_path=server.options.root_path,
+        responses=RESPONSES,
+        lifespan=lifespan,
+    )
+    errors.install(app)
+    app.add_middleware(Guard, server=server)
+    if server.options.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(server.options.allowed_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["Authorization", "Content-Type"],
+        )
+    add_status(app, server)
+    add_models(app, server)
+    add_generation(app, server)
+    app.mount("/static", StaticFiles(directory=STATIC), name="static")
+    return app
+
+
+def add_status(app: FastAPI, server: Server) -> None:
+    """The page at /, /health, /version and /metrics."""
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        return FileResponse(STATIC / "index.html")
+
+    @app.get("/health", responses={200: {"description": "Requests are accepted"}})
+    async def health() -> Json:
+        """Status 200 while requests are accepted, 503 while loading or stopping and after a failure."""
+        assert server.engine
+        return Json({"status": server.status})
+
+    @app.get("/version")
+    async def version() -> Json:
+        return Json({"version": VERSION})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Metrics in the text format of Prometheus."""
+        return Response(server.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def add_generation(app: FastAPI, server: Server) -> None:
+    """/v1/completions, /v1/chat/completions and /v1/embeddings."""
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionBody, request: Request) -> Response:
+        """Continue texts."""
+        job = await unless_left(request.receive, completion_job(server, body))
+        made = Completion(job, server, body)
+        if body.stream:
+            return Events(job.events(made.first, made.delta))
+        return Json(await unless_left(request.receive, job.response(made.choice)))
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatBody, request: Request) -> Response:
+        """Reply to a conversation."""
+        job = await unless_left(request.receive, chat_job(server, body))
+        made = Chat(server, body, reply_for(server, bool(body.tools), body.tool_choice))
+        if body.stream:
+            return Events(job.events(made.first, made.delta))
+        return Json(await unless_left(request.receive, job.response(made.choice)))
+
+    @app.post("/v1/embeddings")
+    async def embeddings() -> Json:
+        """Not supported: the server generates text."""
+        raise ApiError(400, "embeddings are not supported: the server generates text.", code="unsupported")

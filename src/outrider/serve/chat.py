@@ -1,0 +1,167 @@
+"""/v1/chat/completions: replies to a conversation, with tool calls."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+from outrider.core.logprobs import Entry
+from outrider.outputs import CompletionOutput
+from outrider.serve.answers import Job, best_of, bounded, name_of, now
+from outrider.serve.errors import ApiError
+from outrider.serve.prediction import predicted
+from outrider.serve.protocol import ChatBody
+from outrider.serve.sampling import checked_tools, named_tool, params_of, tool_form
+from outrider.serve.state import Server
+from outrider.serve.tools import Parsed, ToolCall, ToolParser
+
+
+async def chat_job(server: Server, body: ChatBody) -> Job:
+    """Check and tokenize a request.  Raises ApiError or RequestError."""
+    adapter = server.adapter_of(body.model)
+    tools = checked_tools(body.tools, body.tool_choice)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs=true.", "top_logprobs")
+    more: dict[str, Any] = {"max_tokens": body.max_completion_tokens or body.max_tokens}
+    if body.logprobs:
+        more["logprobs"] = body.top_logprobs or 0
+    if tools and body.tool_choice != "none" and body.skip_special_tokens is None:
+        more["skip_special_tokens"] = False  # markers of calls may be special tokens
+    form = tool_form(tools, body.tool_choice)
+    params = params_of(body, form, **more, **predicted(server, body.prediction))
+    prompt = server.conversation(
+        body.messages,
+        chat_template=body.chat_template,
+        tools=None if body.tool_choice == "none" else tools or None,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+    id = name_of(body, "chatcmpl-")
+    requests = await server.read([prompt], params, id, adapter, body.priority)
+    return Job(server, body, id, now(), "chat.completion", "chat.completion.chunk", requests)
+
+
+@dataclass
+class Reply:
+    """Reader of tool calls in the text of a reply.
+
+    parser: None: the text has no calls.  choice: the tool_choice of the request.
+    """
+
+    parser: ToolParser | None
+    choice: Any = None
+    ending: frozenset[str] = frozenset()  # special tokens at the end of a text, which are not part of it
+
+    def read(self, text: str, finished: bool) -> Parsed:
+        """Content and complete calls of a text so far."""
+        if self.parser is None:
+            return Parsed(text, [])
+        for token in self.ending:
+            text = text.removesuffix(token)
+        if (name := named_tool(self.choice)) is not None:
+            return Parsed("", [ToolCall(name, text)] if finished else [])
+        if self.choice == "required":
+            return Parsed("", _required(text) if finished else [])
+        return self.parser.parse(text, finished)
+
+
+def _required(text: str) -> list[ToolCall]:
+    """The calls of a JSON list, the constrained output for tool_choice "required"."""
+    try:
+        return [ToolCall(call["name"], json.dumps(call["parameters"])) for call in json.loads(text)]
+    except (ValueError, TypeError, KeyError):  # cut off by max_tokens
+        return []
+
+
+def reply_for(server: Server, tools: bool, choice: Any) -> Reply:
+    """A reader for a request with this tool_choice; `tools`: whether it has any."""
+    if not tools or choice == "none":
+        return Reply(None)
+    special = server.tokenizer.convert_ids_to_tokens(sorted(server.engine.llm.engine.ending))
+    return Reply(server.tool_parser, choice, frozenset(token for token in special if token))
+
+
+@dataclass
+class Sent:
+    """What has been sent of one choice: characters of content, tokens with log-probabilities, calls."""
+
+    characters: int = 0
+    tokens: int = 0
+    calls: int = 0
+
+
+@dataclass
+class Chat:
+    """Choices of one response, and how much of each has been sent."""
+
+    server: Server
+    body: ChatBody
+    reply: Reply
+    sent: dict[int, Sent] = field(default_factory=dict)
+
+    def choice(self, i: int, sample: CompletionOutput) -> dict[str, Any]:
+        """A whole choice."""
+        parsed = self.reply.read(sample.text, True)
+        message: dict[str, Any] = {"role": "assistant", "content": parsed.content, "refusal": None}
+        if parsed.calls:
+            message["content"] = parsed.content or None
+            message["tool_calls"] = [self._call(call) for call in parsed.calls]
+        return {
+            "message": message,
+            "logprobs": self._logprobs(sample, 0),
+            "finish_reason": self._reason(sample, bool(parsed.calls)),
+            "stop_reason": sample.stop_reason,
+        }
+
+    def first(self, i: int, sample: CompletionOutput) -> list[dict[str, Any]]:
+        delta = {"role": "assistant", "content": ""}
+        return [{"delta": delta, "logprobs": None, "finish_reason": None}]
+
+    def delta(self, i: int, sample: CompletionOutput) -> list[dict[str, Any]]:
+        """What is new in a sample since the last call."""
+        sent = self.sent.setdefault(sample.index, Sent())
+        parsed = self.reply.read(sample.text, sample.finish_reason is not None)
+        content, calls = parsed.content[sent.characters :], parsed.calls[sent.calls :]
+        made: dict[str, Any] = {"content": content} if content else {}
+        if calls:
+            made["tool_calls"] = [
+                {"index": sent.calls + n, **self._call(call)} for n, call in enumerate(calls)
+            ]
+        if not (made or sample.finish_reason):
+            return []
+        logprobs = self._logprobs(sample, sent.tokens)
+        sent.characters += len(content)
+        sent.calls += len(calls)
+        sent.tokens = len(sample.token_ids)
+        reason = self._reason(sample, bool(parsed.calls))
+        part = {"delta": made, "logprobs": logprobs, "finish_reason": reason}
+        return [{**part, "stop_reason": sample.stop_reason} if reason else part]
+
+    def _reason(self, sample: CompletionOutput, calls: bool) -> str | None:
+        forced = named_tool(self.reply.choice) is not None  # OpenAI's servers tell "stop" then
+        return (
+            "tool_calls" if calls and sample.finish_reason == "stop" and not forced else sample.finish_reason
+        )
+
+    @staticmethod
+    def _call(call: ToolCall) -> dict[str, Any]:
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"id": f"call_{uuid4().hex[:24]}", "type": "function", "function": function}
+
+    def _logprobs(self, sample: CompletionOutput, start: int) -> dict[str, Any] | None:
+        if sample.logprobs is None:
+            return None
+        pairs = zip(sample.token_ids[start:], sample.logprobs[start:])
+        return {"content": [self._entry(token, entry) for token, entry in pairs], "refusal": None}
+
+    def _entry(self, token: int, entry: Entry) -> dict[str, Any]:
+        best = best_of(entry, self.body.top_logprobs or 0)
+        return {**self._one(token, entry), "top_logprobs": [self._one(other, entry) for other in best]}
+
+    def _one(self, token: int, entry: Entry) -> dict[str, Any]:
+        text = self.server.engine.llm.reader.piece(token)
+        found = list(text.encode(errors="replace"))
+        return {"token": text, "logprob": bounded(entry[token].logprob), "bytes": found}

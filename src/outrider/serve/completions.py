@@ -1,0 +1,124 @@
+"""/v1/completions: text continued, from texts or token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from outrider.core.logprobs import Entry
+from outrider.outputs import CompletionOutput
+from outrider.progress import Request
+from outrider.requests import Prompt
+from outrider.serve.answers import Job, best_of, bounded, name_of, now
+from outrider.serve.errors import ApiError
+from outrider.serve.prediction import predicted
+from outrider.serve.protocol import CompletionBody
+from outrider.serve.sampling import params_of
+from outrider.serve.state import Server, encoded
+
+
+async def completion_job(server: Server, body: CompletionBody) -> Job:
+    """Check and tokenize a request.  Raises ApiError or RequestError."""
+    adapter = server.adapter_of(body.model)
+    if body.best_of not in (None, 1, body.n):
+        raise ApiError(400, "best_of is not supported: ask for n samples with logprobs.", "best_of")
+    if body.suffix:
+        raise ApiError(400, "suffix is not supported: text is continued, not filled in.", "suffix")
+    more: dict[str, Any] = {"max_tokens": body.max_tokens, "logprobs": body.logprobs}
+    if body.echo and body.logprobs is not None:
+        more["prompt_logprobs"] = body.logprobs
+    params = params_of(body, **more, **predicted(server, body.prediction))
+    id = name_of(body, "cmpl-")
+    prompts = _prompts(server, body)
+    requests = await server.read(prompts, params, id, adapter, body.priority)
+    return Job(server, body, id, now(), "text_completion", "text_completion", requests)
+
+
+def _prompts(server: Server, body: CompletionBody) -> list[Prompt]:
+    given: Any = body.prompt
+    prompts = [given] if isinstance(given, str) or isinstance(given[0], int) else list(given)
+    if body.add_special_tokens:
+        return prompts
+    return [
+        {"prompt": prompt, "prompt_token_ids": encoded(server, prompt, False)}
+        if isinstance(prompt, str)
+        else prompt
+        for prompt in prompts
+    ]
+
+
+@dataclass
+class Completion:
+    """Choices of one response, and how much of each has been sent."""
+
+    job: Job
+    server: Server
+    body: CompletionBody
+    sent: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)  # characters and tokens
+
+    def choice(self, i: int, sample: CompletionOutput) -> dict[str, Any]:
+        """A whole choice of prompt i."""
+        request = self.job.requests[i]
+        prefix = self._echo(request)
+        logprobs = None
+        if self.body.logprobs is not None:
+            entries: list[Entry | None] = list(sample.logprobs or ())
+            ids = list(sample.token_ids)
+            if self.body.echo:
+                asked = request.rows[0].logprobs
+                entries = [*(asked.prompt if asked is not None else ()), *entries]
+                ids = [*request.ids, *ids]
+            logprobs = self._logprobs(ids, entries, 0)
+        return {
+            "text": prefix + sample.text,
+            "logprobs": logprobs,
+            "finish_reason": sample.finish_reason,
+            "stop_reason": sample.stop_reason,
+        }
+
+    def first(self, i: int, sample: CompletionOutput) -> list[dict[str, Any]]:
+        """The prompt, if it is echoed."""
+        prefix = self._echo(self.job.requests[i])
+        return [{"text": prefix, "logprobs": None, "finish_reason": None}] if prefix else []
+
+    def delta(self, i: int, sample: CompletionOutput) -> list[dict[str, Any]]:
+        """What is new in a sample since the last call."""
+        characters, tokens = self.sent.get((i, sample.index), (0, 0))
+        text, ids = sample.text[characters:], sample.token_ids[tokens:]
+        if not (text or sample.finish_reason):
+            return []
+        self.sent[i, sample.index] = (len(sample.text), len(sample.token_ids))
+        logprobs = None
+        if sample.logprobs is not None:
+            entries: list[Entry | None] = list(sample.logprobs[tokens:])
+            logprobs = self._logprobs(ids, entries, characters)
+        part = {"text": text, "logprobs": logprobs, "finish_reason": sample.finish_reason}
+        return [{**part, "stop_reason": sample.stop_reason}]
+
+    def _echo(self, request: Request) -> str:
+        if not self.body.echo:
+            return ""
+        if request.prompt is not None:
+            return request.prompt
+        text: str = self.server.tokenizer.decode(request.ids)
+        return text
+
+    def _logprobs(self, ids: Sequence[int], entries: Sequence[Entry | None], offset: int) -> dict[str, Any]:
+        """OpenAI's lists, one entry a token."""
+        piece, count = self.server.engine.llm.reader.piece, self.body.logprobs or 0
+        made: dict[str, list[Any]] = {name: [] for name in FIELDS}
+        for token, entry in zip(ids, entries):
+            text = piece(token)
+            made["tokens"].append(text)
+            made["text_offset"].append(offset)
+            made["token_logprobs"].append(None if entry is None else bounded(entry[token].logprob))
+            best = None if entry is None else {
+                piece(other): bounded(entry[other].logprob) for other in best_of(entry, max(count, 1))
+            }  # fmt: skip
+            made["top_logprobs"].append(best)
+            offset += len(text)
+        return made
+
+
+FIELDS = ("text_offset", "token_logprobs", "tokens", "top_logprobs")

@@ -1,0 +1,100 @@
+"""Errors in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from outrider.errors import EngineError, RequestError
+from outrider.serve.wire import Json
+
+TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+log = logging.getLogger("outrider.serve")
+
+
+class ApiError(Exception):
+    """Refusal of a request.  param: the field at fault.  retry_after: seconds."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
+        if status == 401:
+            self.headers["WWW-Authenticate"] = 'Bearer, Basic realm="outrider"'
+
+    def body(self) -> dict[str, Any]:
+        kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        code = self.code or str(self.status)
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": code}}
+
+    def response(self) -> Json:
+        return Json(self.body(), self.status, self.headers)
+
+
+def told(error: Exception) -> ApiError:
+    """The refusal that a client gets for an exception.  Unexpected ones are logged."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestError):
+        return ApiError(400, str(error))
+    if isinstance(error, EngineError):
+        return ApiError(503, str(error), code="engine_error", retry_after=5)
+    if isinstance(error, TimeoutError):
+        return ApiError(504, "the request took longer than the server allows.", code="timeout")
+    log.error("a request failed", exc_info=error)
+    return ApiError(500, f"an unexpected {type(error).__name__}; the log of the server has more.")
+
+
+def of_validation(error: RequestValidationError) -> ApiError:
+    """The first fault of a body, named by its field."""
+    first: Mapping[str, Any] = error.errors()[0]
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is no JSON: {first['ctx']['error']}.", code="invalid_json")
+    place = [str(part) for part in first["loc"] if part != "body"]
+    param = ".".join(place) or None
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"unknown field {place[-1]!r}.", param, "unknown_parameter")
+    message = first["msg"].removeprefix("Value error, ")
+    return ApiError(400, f"{param}: {message}" if param else f"the body is invalid: {message}", param)
+
+
+def install(app: FastAPI) -> None:
+    """Give every error of the routes OpenAI's shape."""
+
+    async def validation(_: Request, error: Exception) -> Json:
+        assert isinstance(error, RequestValidationError)
+        return of_validation(error).response()
+
+    async def http(_: Request, error: Exception) -> Json:
+        assert isinstance(error, HTTPException)
+        refusal = ApiError(error.status_code, str(error.detail))
+        refusal.headers.update(error.headers or {})
+        return refusal.response()
+
+    async def other(_: Request, error: Exception) -> Json:
+        return told(error).response()
+
+    app.add_exception_handler(RequestValidationError, validation)
+    app.add_exception_handler(HTTPException, http)
+    for kind in (ApiError, RequestError, EngineError, TimeoutError):
+        app.add_exception_handler(kind, other)

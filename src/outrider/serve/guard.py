@@ -1,0 +1,116 @@
+"""What a request passes before its route: state of the server, keys, size and time of its body."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hmac
+import logging
+from collections.abc import Sequence
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from outrider.serve.errors import ApiError, told
+from outrider.serve.state import Server
+from outrider.serve.wire import Left
+
+OPEN = ("/health", "/version", "/metrics")  # need no key, and answer in every state
+GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+log = logging.getLogger("outrider.serve")
+
+
+class Guard:
+    """ASGI middleware in front of all routes.
+
+    The whole body is read here, within its limits of size and time, so a slow or endless one occupies
+    nothing else.
+    """
+
+    def __init__(self, app: ASGIApp, server: Server) -> None:
+        self.app, self.server, self.keys = app, server, server.options.keys()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        started = False
+
+        async def noted(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            if scope["path"] not in OPEN and scope["method"] != "OPTIONS":
+                self._check(scope)
+            body = await self._body(scope, receive)
+            await self.app(scope, _replayed(body, receive), noted)
+        except Left:
+            log.debug("a client left")
+        except Exception as error:
+            refusal = told(error)
+            if not started:
+                await refusal.response()(scope, receive, send)
+
+    def _check(self, scope: Scope) -> None:
+        """Raise ApiError for a wrong key, and for a request that would only wait."""
+        if self.keys and not self._has_key(scope):
+            raise ApiError(401, "the API key is missing or wrong.", code="invalid_api_key")
+        if self.server.status == "stopping":
+            raise ApiError(503, "the server is stopping.", code="stopping", retry_after=5)
+        if scope["path"] in GENERATING:
+            self.server.check_room()
+
+    def _has_key(self, scope: Scope) -> bool:
+        """Whether the header Authorization has a key, as a Bearer token or as the password of Basic.
+
+        Browsers ask for the latter.  Every key is compared, and in constant time.
+        """
+        given = _credential(next((v for name, v in scope["headers"] if name == b"authorization"), b""))
+        return sum(hmac.compare_digest(given, key) for key in self.keys) > 0
+
+    async def _body(self, scope: Scope, receive: Receive) -> bytes:
+        """The body of a request.  Raises ApiError if it is too long or too slow, Left without an end."""
+        most = self.server.options.max_body_bytes
+        length = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+        if not length.isdigit() or len(length) > 18 or int(length) > most:
+            raise ApiError(413, f"the body of a request may have {most} bytes at most.", code="too_large")
+        parts: list[bytes] = []
+        try:
+            async with asyncio.timeout(self.server.options.body_timeout):
+                more = True
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise Left
+                    parts.append(message.get("body", b""))
+                    more = message.get("more_body", False)
+                    if sum(map(len, parts)) > most:
+                        raise ApiError(413, f"the body of a request may have {most} bytes at most.")
+        except TimeoutError:
+            raise ApiError(408, "the body of the request came too slowly.", code="timeout") from None
+        return b"".join(parts)
+
+
+def _credential(header: bytes) -> bytes:
+    kind, _, value = header.partition(b" ")
+    if kind.lower() == b"bearer":
+        return value.strip()
+    if kind.lower() == b"basic":
+        try:
+            return base64.b64decode(value, validate=True).partition(b":")[2]
+        except (binascii.Error, ValueError):
+            return b""
+    return b""
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that gives the body once, then what the connection has."""
+    messages: Sequence[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+    left = list(messages)
+
+    async def replay() -> Message:
+        return left.pop() if left else await receive()
+
+    return replay

@@ -1,0 +1,74 @@
+"""A line about throughput every few seconds, while there is any."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+
+from outrider.serve.state import Server
+
+log = logging.getLogger("outrider.serve")
+
+
+@dataclass
+class Counts:
+    """Sums of the engine at one time."""
+
+    prompt: int = 0
+    emitted: int = 0
+    rows: int = 0
+    decoded: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    queries: int = 0
+    hits: int = 0
+
+    @staticmethod
+    def of(server: Server) -> Counts:
+        assert server.engine_ is not None
+        engine = server.engine_.llm.engine
+        works = engine.prefill, engine.decode
+        return Counts(
+            sum(work.prompt for work in works),
+            sum(work.emitted for work in works),
+            engine.decode.rows,
+            engine.decode.emitted,
+            sum(work.drafted for work in works),
+            sum(work.accepted for work in works),
+            engine.scheduler.prefix_queries,
+            engine.scheduler.prefix_hits,
+        )
+
+    def since(self, before: Counts) -> Counts:
+        return Counts(*(now - then for now, then in zip(vars(self).values(), vars(before).values())))
+
+
+async def log_throughput(server: Server) -> None:
+    """Log the throughput of every log_interval seconds, unless nothing happened."""
+    before, interval = Counts(), server.options.log_interval
+    while True:
+        await asyncio.sleep(interval)
+        if server.status != "ready":
+            continue
+        now = Counts.of(server)
+        if now != before:
+            log.info(line(server, now.since(before), interval))
+        before = now
+
+
+def line(server: Server, counts: Counts, seconds: float) -> str:
+    assert server.engine_ is not None
+    engine = server.engine_.llm.engine
+    used = 1 - engine.cache.available / engine.cache.pages
+    text = (
+        f"prompt {counts.prompt / seconds:.1f} tokens/s, output {counts.emitted / seconds:.1f} tokens/s, "
+        f"running {len(engine.scheduler.running)}, waiting {len(engine.scheduler.waiting)}, "
+        f"KV cache {used:.1%}, prefix hits {counts.hits / (counts.queries or 1):.1%}"
+    )
+    if counts.drafted:
+        text += (
+            f", {counts.decoded / (counts.rows or 1):.2f} tokens per step, "
+            f"acceptance {counts.accepted / counts.drafted:.1%}"
+        )
+    return text

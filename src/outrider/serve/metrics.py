@@ -1,0 +1,157 @@
+"""Metrics of the server, for Prometheus.  Names are vLLM's with the prefix `outrider:`.
+
+What the engine counts is read when the metrics are asked for, so a step pays nothing for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from outrider.async_llm import AsyncLLM
+from outrider.errors import EngineError
+from outrider.outputs import RequestOutput
+
+PREFIX = "outrider:"
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+
+
+class Metrics:
+    """Registry with what the server observes at the end of requests, and what the engine counts."""
+
+    def __init__(self) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.registry = CollectorRegistry()
+        self.success = self._counter("request_success", "Finished requests.", "finished_reason")
+        self.failures = self._counter("request_failure", "Requests that ended with an error.", "error")
+        self.refused = Counter(
+            f"{PREFIX}request_refused", "Requests refused with status 429.", registry=self.registry
+        )
+        self.first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token.")
+        self.inter_token = self._histogram(
+            "inter_token_latency_seconds", "Between two tokens; 0 within one step."
+        )
+        self.per_token = self._histogram(
+            "request_time_per_output_token_seconds", "Mean time between tokens of a request."
+        )
+        self.latency = self._histogram("e2e_request_latency_seconds", "Arrival to last token.")
+        self.queued = self._histogram("request_queue_time_seconds", "Arrival to admission.")
+        self.prefill = self._histogram("request_prefill_time_seconds", "Admission to first token.")
+        self.decode = self._histogram("request_decode_time_seconds", "First to last token.")
+        self.prompt_tokens = self._histogram("request_prompt_tokens", "Prompt tokens.", TOKENS)
+        self.output_tokens = self._histogram("request_generation_tokens", "Output tokens.", TOKENS)
+
+    def _counter(self, name: str, help: str, label: str) -> Counter:
+        return Counter(f"{PREFIX}{name}", help, (label,), registry=self.registry)
+
+    def _histogram(self, name: str, help: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
+        return Histogram(f"{PREFIX}{name}", help, buckets=buckets, registry=self.registry)
+
+    def watch(self, engine: AsyncLLM) -> None:
+        """Add the counts of an engine."""
+        self.registry.register(EngineMetrics(engine))
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+    def finished(self, output: RequestOutput) -> None:
+        """Observe a finished request."""
+        self.prompt_tokens.observe(len(output.prompt_token_ids))
+        if output.queued_seconds is not None:
+            self.queued.observe(output.queued_seconds)
+        for sample in output.outputs:
+            self.success.labels(sample.finish_reason or "").inc()
+            self.output_tokens.observe(len(sample.token_ids))
+            self._times(sample.token_times, output.queued_seconds or 0.0)
+
+    def _times(self, times: list[float], queued: float) -> None:
+        """Observe a sample by the arrivals of its tokens, in seconds since that of the request."""
+        if not times:
+            return
+        self.first_token.observe(times[0])
+        self.prefill.observe(times[0] - queued)
+        self.latency.observe(times[-1])
+        self.decode.observe(times[-1] - times[0])
+        if len(times) > 1:
+            self.per_token.observe((times[-1] - times[0]) / (len(times) - 1))
+        for before, after in pairwise(times):
+            self.inter_token.observe(after - before)
+
+    def failed(self, error: BaseException) -> None:
+        kind = "engine" if isinstance(error, EngineError) else "abort"
+        self.failures.labels(kind).inc()
+
+
+class EngineMetrics(Collector):
+    """State and sums of an engine, read at each scrape."""
+
+    def __init__(self, engine: AsyncLLM) -> None:
+        self.engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._gauges()
+        yield from self._counters()
+        yield from self._depths()
+
+    def _gauges(self) -> Iterator[Metric]:
+        core = self.engine.llm.engine
+        cache, scheduler = core.cache, core.scheduler
+        yield _gauge("num_requests_running", "Samples in the batch.", len(scheduler.running))
+        yield _gauge("num_requests_waiting", "Samples that wait for admission.", len(scheduler.waiting))
+        used = 1 - cache.available / cache.pages
+        yield _gauge("kv_cache_usage_perc", "Part of the KV cache in use, 0 to 1.", used)
+        yield _gauge("engine_up", "1 while requests are accepted.", float(self.engine.is_running))
+        work = core.decode
+        per_step = work.emitted / work.rows if work.rows else 0.0
+        yield _gauge("spec_decode_tokens_per_step", "Tokens a decode step emits for one sample.", per_step)
+        times = core.times
+        share = times.propose / (sum(times) or 1.0)
+        yield _gauge("spec_decode_draft_time_share", "Part of all step time that drafting takes.", share)
+
+    def _counters(self) -> Iterator[Metric]:
+        core = self.engine.llm.engine
+        works, scheduler = (core.prefill, core.decode), core.scheduler
+        times = core.times
+        sums = {
+            "prompt_tokens": ("Prompt tokens computed.", sum(work.prompt for work in works)),
+            "generation_tokens": ("Emitted tokens.", sum(work.emitted for work in works)),
+            "prefix_cache_queries": (
+                "Prompt tokens looked up in the prefix cache.",
+                scheduler.prefix_queries,
+            ),
+            "prefix_cache_hits": ("Prompt tokens found there.", scheduler.prefix_hits),
+            "num_preemptions": ("Preempted samples.", scheduler.preemptions),
+            "engine_restarts": ("Steps that failed and were undone.", self.engine.restarts),
+            "engine_steps": ("Steps of the engine.", core.steps),
+            "engine_propose_seconds": ("Time in drafting.", times.propose),
+            "engine_forward_seconds": ("Time in the target's forward.", times.forward),
+            "engine_other_seconds": ("Time in the rest of steps.", times.rest),
+            "spec_decode_num_drafts": ("Draft trees verified.", sum(work.drafts for work in works)),
+            "spec_decode_num_draft_tokens": ("Draft tokens.", sum(work.drafted for work in works)),
+            "spec_decode_num_accepted_tokens": ("Accepted draft tokens.", sum(w.accepted for w in works)),
+        }
+        for name, (help, value) in sums.items():
+            yield CounterMetricFamily(f"{PREFIX}{name}", help, value=value)
+
+    def _depths(self) -> Iterator[Metric]:
+        core = self.engine.llm.engine
+        found = CounterMetricFamily(
+            f"{PREFIX}spec_decode_num_accepted_tokens_per_pos",
+            "Accepted draft tokens by depth, from 0.",
+            labels=("position",),
+        )
+        lengths = [core.prefill.accepted_lengths, core.decode.accepted_lengths]
+        deepest = max(max(work, default=0) for work in lengths)
+        for depth in range(deepest):
+            value = sum(n for work in lengths for length, n in work.items() if length > depth)
+            found.add_metric((str(depth),), value)
+        yield found
+
+
+def _gauge(name: str, help: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"{PREFIX}{name}", help, value=value)

@@ -1,0 +1,93 @@
+"""Routes about models, adapters and tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from fastapi import FastAPI
+
+from outrider.serve.errors import ApiError
+from outrider.serve.protocol import DetokenizeBody, LoadLoraBody, TokenizeBody, UnloadLoraBody
+from outrider.serve.state import Server, encoded
+from outrider.serve.wire import Json
+
+
+def add_models(app: FastAPI, server: Server) -> None:
+    """/v1/models, /tokenize, /detokenize, /v1/load_lora_adapter and /v1/unload_lora_adapter."""
+    created = int(time.time())
+
+    def card(name: str, parent: str | None = None) -> dict[str, Any]:
+        base = {"id": name, "object": "model", "created": created, "owned_by": "outrider"}
+        length = server.engine.llm.engine.max_len
+        return {**base, "root": parent or server.model, "parent": parent, "max_model_len": length}
+
+    @app.get("/v1/models")
+    async def models() -> Json:
+        """The model and its adapters."""
+        cards = [card(name) for name in server.names]
+        cards += [card(name, server.names[0]) for name in server.adapters]
+        return Json({"object": "list", "data": cards})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Json:
+        """One model or adapter."""
+        adapter = server.adapter_of(name)
+        return Json(card(name, server.names[0] if adapter else None))
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeBody) -> Json:
+        """Token ids of a text or of a rendered conversation."""
+        return Json(await asyncio.to_thread(tokens_of, server, body))
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeBody) -> Json:
+        """Text of token ids."""
+        vocabulary = server.engine.llm.engine.checkpoint.spec.vocabulary
+        if wrong := [token for token in body.tokens if token >= vocabulary]:
+            raise ApiError(400, f"token id {wrong[0]} is none of 0 … {vocabulary - 1}.", "tokens")
+        return Json({"prompt": server.tokenizer.decode(body.tokens)})
+
+    @app.post("/v1/load_lora_adapter")
+    async def load_lora(body: LoadLoraBody) -> Json:
+        """Serve an adapter from a path on the server's machine as a model.  Needs --allow-lora-loading."""
+        _may_load(server)
+        server.add_adapter(body.lora_name, body.lora_path)
+        return Json({"status": "loaded", "model": body.lora_name})
+
+    @app.post("/v1/unload_lora_adapter")
+    async def unload_lora(body: UnloadLoraBody) -> Json:
+        """Remove an adapter from the models.  Needs --allow-lora-loading."""
+        _may_load(server)
+        if server.adapters.pop(body.lora_name, None) is None:
+            raise ApiError(404, f"there is no adapter {body.lora_name!r}.", "lora_name")
+        return Json({"status": "unloaded", "model": body.lora_name})
+
+
+def _may_load(server: Server) -> None:
+    assert server.engine
+    if not server.options.allow_lora_loading:
+        raise ApiError(403, "loading adapters is off: start the server with --allow-lora-loading.")
+
+
+def tokens_of(server: Server, body: TokenizeBody) -> dict[str, Any]:
+    """The answer of /tokenize.  Raises ApiError or RequestError."""
+    server.adapter_of(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "give either prompt or messages.", "prompt")
+    reader = server.engine.llm.reader
+    if body.messages is not None:
+        prompt: Any = server.conversation(
+            body.messages,
+            tools=body.tools,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            chat_template_kwargs=body.chat_template_kwargs,
+        )
+        ids = reader.ids(prompt)
+    else:
+        ids = encoded(server, body.prompt or "", body.add_special_tokens)
+    made = {"tokens": ids, "count": len(ids), "max_model_len": server.engine.llm.engine.max_len}
+    names = server.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
+    return {**made, "token_strs": names}

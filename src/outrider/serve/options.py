@@ -1,0 +1,117 @@
+"""Options of the server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.core.validate import FLAG, TEXT, Kind, check_fields, optional, real, whole
+from outrider.errors import ConfigError
+from outrider.serve.tools import PARSERS
+
+TEXTS = Kind(
+    "a list of strings",
+    lambda value: isinstance(value, tuple) and all(isinstance(v, str) and v for v in value),
+)
+SECONDS = real("a number of seconds above 0", lambda value: value > 0)
+SERVER_OPTIONS = {
+    "host": TEXT,
+    "port": whole(0, 65535),
+    "served_model_name": TEXTS,
+    "api_key": TEXTS,
+    "api_key_file": optional(TEXT),
+    "max_requests": whole(1),
+    "max_body_bytes": whole(1),
+    "body_timeout": SECONDS,
+    "request_timeout": SECONDS,
+    "shutdown_timeout": SECONDS,
+    "log_interval": SECONDS,
+    "allowed_origins": TEXTS,
+    "lora_modules": TEXTS,
+    "allow_lora_loading": FLAG,
+    "restart_engine": FLAG,
+    "log_requests": FLAG,
+    "ssl_certfile": optional(TEXT),
+    "ssl_keyfile": optional(TEXT),
+    "chat_template": optional(TEXT),
+    "root_path": Kind("a string", lambda value: isinstance(value, str)),
+}
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Options of the server, each with its unit and the meaning of its default.
+
+    port                 0: any free port
+    served_model_name    names of the model in requests, the first one in responses; none: the model's path
+    api_key              keys of which a request must carry one; none: no key is needed
+    api_key_file         file with one key a line, beside `api_key`
+    max_requests         samples that may be queued or running; more are refused with status 429
+    max_body_bytes       of a request
+    body_timeout         seconds in which the body of a request must arrive
+    request_timeout      seconds after which a request is ended with an error
+    shutdown_timeout     seconds that open requests have left after SIGTERM
+    log_interval         seconds between two lines about throughput
+    allowed_origins      origins of web pages that may call the server (CORS); none: no other page may
+    lora_modules         NAME=PATH of LoRA adapters, which are models of those names
+    allow_lora_loading   clients may load and unload adapters from paths on this machine
+    restart_engine       go on after a step that failed, instead of refusing all further requests
+    log_requests         log the prompts and parameters of requests
+    ssl_certfile, ssl_keyfile   files for TLS
+    chat_template        file with a Jinja template instead of the model's own
+    tool_call_parser     format of tool calls in the text; auto: by the chat template
+    root_path            path under which a proxy serves this server
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: tuple[str, ...] = ()
+    api_key: tuple[str, ...] = ()
+    api_key_file: str | None = None
+    max_requests: int = 256
+    max_body_bytes: int = 8 << 20
+    body_timeout: float = 30.0
+    request_timeout: float = 600.0
+    shutdown_timeout: float = 30.0
+    log_interval: float = 10.0
+    allowed_origins: tuple[str, ...] = ()
+    lora_modules: tuple[str, ...] = ()
+    allow_lora_loading: bool = False
+    restart_engine: bool = False
+    log_requests: bool = False
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    chat_template: str | None = None
+    tool_call_parser: str = "auto"
+    root_path: str = ""
+
+    def __post_init__(self) -> None:
+        check_fields(self, SERVER_OPTIONS)
+        if self.tool_call_parser not in ("auto", *PARSERS):
+            raise ConfigError(
+                f"tool_call_parser must be one of auto, {', '.join(PARSERS)}, got {self.tool_call_parser!r}."
+            )
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ConfigError("TLS needs both ssl_certfile and ssl_keyfile.")
+        for module in self.lora_modules:
+            name, _, path = module.partition("=")
+            if not (name and path):
+                raise ConfigError(f"lora_modules must be NAME=PATH, got {module!r}.")
+
+    def keys(self) -> tuple[bytes, ...]:
+        """All keys.  Raises ConfigError if the file cannot be read or has none."""
+        found = list(self.api_key)
+        if self.api_key_file is not None:
+            lines = [line.strip() for line in read_text(self.api_key_file, "api_key_file").splitlines()]
+            if not any(lines):
+                raise ConfigError(f"api_key_file {self.api_key_file!r} has no key: write one a line.")
+            found += [line for line in lines if line]
+        return tuple(key.encode() for key in found)
+
+
+def read_text(path: str, name: str) -> str:
+    """Contents of the file that an option names.  Raises ConfigError."""
+    try:
+        return Path(path).expanduser().read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name} {path!r} cannot be read: {error}") from error

@@ -1,0 +1,191 @@
+"""Bodies of requests, with OpenAI's fields and vLLM's extensions.  Unknown fields are refused."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MOST_LOGPROBS = 20  # as in OpenAI's and vLLM's servers
+MOST_SAMPLES = 128
+MOST_PROMPTS = 1024
+
+Text = Annotated[str, Field(min_length=1)]
+Count = Annotated[int, Field(ge=1)]
+Token = Annotated[int, Field(ge=0)]
+
+
+class Body(BaseModel):
+    """Values have the types that are written here: "1" is no number."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool | None = None
+
+
+class JsonSchema(Body):
+    name: str = "schema"
+    description: str | None = None
+    # "schema" is a method of BaseModel
+    schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class Speculate(Body):
+    """Speculation of one request.
+
+    enabled: false decodes plainly.  max_tokens: depth of a draft at most.
+    """
+
+    enabled: bool = True
+    max_tokens: Token | None = None
+
+
+class Prediction(Body):
+    """Text that the answer will repeat in large parts."""
+
+    type: Literal["content"]
+    content: str | list[dict[str, Any]]
+
+
+class Sampling(Body):
+    """Fields that all ways to ask for text share."""
+
+    model: str | None = None
+    temperature: float | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    user: str | None = None
+    # vLLM's
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0)
+    stop_token_ids: list[Token] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Token | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    allowed_token_ids: list[Token] | None = None
+    bad_words: list[Text] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    priority: int = 0
+    request_id: Text | None = None
+    # ours
+    speculation: Speculate | None = None
+    return_speculation: bool = False
+
+
+class Classic(Sampling):
+    """Fields that /v1/completions and /v1/chat/completions share."""
+
+    n: int = Field(1, ge=1, le=MOST_SAMPLES)
+    seed: int | None = None
+    stop: Text | list[Text] | None = None
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[str, float] | None = None
+    max_tokens: Count | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    prediction: Prediction | None = None
+
+
+Ids = Annotated[list[Token], Field(min_length=1)]
+
+
+class CompletionBody(Classic):
+    prompt: (
+        str
+        | Ids
+        | Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[list[Ids], Field(min_length=1, max_length=MOST_PROMPTS)]
+    )
+    max_tokens: Count | None = 16
+    echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    best_of: int | None = None
+    suffix: str | None = None
+    add_special_tokens: bool = True
+
+
+class ChatBody(Classic):
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    # vLLM's
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+class ResponseText(Body):
+    format: dict[str, Any] | None = None
+    verbosity: str | None = None
+
+
+class ResponsesBody(Sampling):
+    input: str | Annotated[list[dict[str, Any]], Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    stream: bool | None = None
+    text: ResponseText | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    previous_response_id: str | None = None
+    background: bool | None = None
+    include: list[str] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    seed: int | None = None
+
+
+class TokenizeBody(Body):
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(Body):
+    model: str | None = None
+    tokens: list[Token]
+
+
+class LoadLoraBody(Body):
+    lora_name: Text
+    lora_path: Text
+
+
+class UnloadLoraBody(Body):
+    lora_name: Text

@@ -1,0 +1,108 @@
+"""Process of the server: loading, signals, the line about throughput."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from outrider.async_llm import AsyncLLM
+from outrider.serve.app import make_app
+from outrider.serve.log import log_throughput
+from outrider.serve.options import ServerOptions
+from outrider.serve.state import Server, cancelled
+
+GRACE = 5.0  # seconds between the end of the engine and that of connections
+log = logging.getLogger("outrider.serve")
+
+
+def run(options: ServerOptions, model: str, load: Callable[[], AsyncLLM]) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    load: returns the engine.  It runs in another thread, while /health answers 503.
+    Raises the error of `load`, and OSError if the address is in use.
+    """
+    server = Server(options, model)
+    failure: list[Exception] = []
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        tasks = [
+            asyncio.create_task(_load(process, server, load, failure)),
+            asyncio.create_task(log_throughput(server)),
+        ]
+        yield
+        await cancelled(tasks)
+        if server.engine_ is not None:
+            await asyncio.to_thread(server.engine_.shutdown)
+
+    config = uvicorn.Config(
+        make_app(server, lifespan),
+        host=options.host,
+        port=options.port,
+        ssl_certfile=options.ssl_certfile,
+        ssl_keyfile=options.ssl_keyfile,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=int(options.shutdown_timeout + GRACE) + 1,
+    )
+    process = Process(config, server)
+    process.run()
+    if failure:
+        raise failure[0]
+
+
+async def _load(
+    process: Process, server: Server, load: Callable[[], AsyncLLM], failure: list[Exception]
+) -> None:
+    try:
+        server.started(await asyncio.to_thread(load))
+    except Exception as error:
+        failure.append(error)
+        process.should_exit = True
+        return
+    while not process.started:
+        await asyncio.sleep(0.01)
+    for socket in process.servers[0].sockets:
+        host, port = socket.getsockname()[:2]
+        scheme = "https" if server.options.ssl_certfile else "http"
+        log.info("%s is served at %s://%s:%d", server.names[0], scheme, host, port)
+
+
+class Process(uvicorn.Server):
+    """uvicorn's server, with a graceful end.
+
+    After the first signal no request is accepted, and open ones have shutdown_timeout seconds.  Then the
+    engine ends, and with it every request, with an error that its client can read.  A second signal ends
+    all at once.
+    """
+
+    def __init__(self, config: uvicorn.Config, server: Server) -> None:
+        super().__init__(config)
+        self.server = server
+        self.ending: asyncio.Task[None] | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.server.status = "stopping"
+        super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
+        self.server.status = "stopping"
+        self.ending = asyncio.create_task(self._end_engine())
+        await super().shutdown(sockets)  # type: ignore[arg-type]
+        self.ending.cancel()
+
+    async def _end_engine(self) -> None:
+        """End the engine once no request is open, after shutdown_timeout at the latest."""
+        deadline = asyncio.get_running_loop().time() + self.server.options.shutdown_timeout
+        while self.server.open and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.05)
+        if self.server.engine_ is not None and self.server.open:
+            log.warning("%d requests did not end in time", self.server.open)
+            await asyncio.to_thread(self.server.engine_.shutdown)

@@ -1,0 +1,121 @@
+"""From the body of a request to SamplingParams."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from outrider.core.params import SamplingParams
+from outrider.serve.errors import ApiError
+from outrider.serve.protocol import Classic, ResponseFormat, Sampling
+
+SHARED = (  # the same name and meaning in a body and in SamplingParams
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop_token_ids",
+    "include_stop_str_in_output", "ignore_eos", "min_tokens", "skip_special_tokens", "truncate_prompt_tokens",
+    "allowed_token_ids", "bad_words",
+)  # fmt: skip
+CLASSIC = (
+    "n", "seed", "stop", "frequency_penalty", "presence_penalty", "logit_bias", "prompt_logprobs",
+)  # fmt: skip
+GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+
+
+def params_of(body: Sampling, form: Mapping[str, Any] | None = None, **more: Any) -> SamplingParams:
+    """SamplingParams of a body.
+
+    form: structured_outputs that another field asks for.  more: fields of other names; None is left out.
+    Raises RequestError or ApiError naming the field.
+    """
+    given = {name: getattr(body, name) for name in SHARED}
+    if isinstance(body, Classic):
+        given |= {name: getattr(body, name) for name in CLASSIC}
+    forms = [*_forms(body), *([dict(form)] if form else [])]
+    if len(forms) > 1:
+        raise ApiError(400, f"only one constraint on the output can be given, got {len(forms)}.")
+    given["structured_outputs"] = forms[0] if forms else None
+    if body.speculation is not None:
+        given["speculate"] = body.speculation.enabled and body.speculation.max_tokens != 0
+        given["max_draft_tokens"] = body.speculation.max_tokens or None
+    known = {key: value for key, value in {**given, **more}.items() if value is not None}
+    return SamplingParams(**{"max_tokens": None, **known})
+
+
+def _forms(body: Sampling) -> list[dict[str, Any]]:
+    """structured_outputs that a body asks for, in its several ways."""
+    forms = [{key: value} for name, key in GUIDED.items() if (value := getattr(body, name)) is not None]
+    if body.structured_outputs is not None:
+        forms.append(body.structured_outputs)
+    if isinstance(body, Classic) and body.response_format is not None:
+        forms += of_format(body.response_format)
+    return forms
+
+
+def of_format(format: ResponseFormat) -> list[dict[str, Any]]:
+    """structured_outputs of OpenAI's response_format; none for text."""
+    if format.type == "text":
+        return []
+    if format.type == "json_object":
+        return [{"json_object": True}]
+    if format.json_schema is None:
+        raise ApiError(400, "response_format json_schema needs 'json_schema'.", "response_format.json_schema")
+    return [{"json": format.json_schema.schema_}]
+
+
+def tool_form(tools: Sequence[Mapping[str, Any]], choice: Any) -> dict[str, Any] | None:
+    """The constraint of a tool_choice: None for auto and none.
+
+    A named function constrains the output to its arguments, `required` to a list of calls (as in vLLM).
+    """
+    functions = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+    if choice is None or choice in ("auto", "none"):
+        return None
+    if choice == "required":
+        calls = [
+            {
+                "type": "object",
+                "properties": {"name": {"const": name}, "parameters": schema},
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            }
+            for name, schema in functions.items()
+        ]
+        return {"json": {"type": "array", "minItems": 1, "items": {"anyOf": calls}}}
+    name = named_tool(choice)
+    if name not in functions:
+        raise ApiError(400, f"tool_choice names {name!r}, which is none of the tools.", "tool_choice")
+    return {"json": functions[name] or {"type": "object"}}
+
+
+def named_tool(choice: Any) -> str | None:
+    """The function that a tool_choice names, in chat's or in the responses' shape."""
+    if not isinstance(choice, Mapping):
+        return None
+    inner = choice.get("function", choice)
+    name = inner.get("name") if isinstance(inner, Mapping) else None
+    return name if isinstance(name, str) else None
+
+
+def checked_tools(tools: Sequence[Mapping[str, Any]] | None, choice: Any) -> list[dict[str, Any]]:
+    """The tools of a chat body.  Raises ApiError for what is no function, and for an unknown tool_choice."""
+    for i, tool in enumerate(tools or ()):
+        function = tool.get("function")
+        good = tool.get("type") == "function" and isinstance(function, Mapping)
+        if not (good and isinstance(function.get("name"), str)):  # type: ignore[union-attr]
+            raise ApiError(
+                400, f'tool {i} must be {{"type": "function", "function": {{"name": …}}}}.', f"tools.{i}"
+            )
+        if not isinstance(function.get("parameters") or {}, Mapping):  # type: ignore[union-attr]
+            raise ApiError(400, f"the parameters of tool {i} must be a JSON schema.", f"tools.{i}")
+    known = choice in (None, "auto", "none", "required") or named_tool(choice) is not None
+    if not known:
+        raise ApiError(
+            400, 'tool_choice must be "auto", "none", "required" or name a function.', "tool_choice"
+        )
+    if not tools and choice not in (None, "none", "auto"):
+        raise ApiError(400, "tool_choice needs tools.", "tool_choice")
+    return [dict(tool) for tool in tools or ()]

@@ -1,0 +1,230 @@
+"""State of a running server: the engine, the models that it serves, and the room for requests."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from outrider.async_llm import AsyncLLM
+from outrider.core.params import SamplingParams
+from outrider.core.row import LoRARequest
+from outrider.errors import RequestError, shortened
+from outrider.outputs import RequestOutput
+from outrider.progress import Request
+from outrider.requests import Prompt
+from outrider.serve.errors import ApiError
+from outrider.serve.metrics import Metrics
+from outrider.serve.options import ServerOptions, read_text
+from outrider.serve.tools import ToolParser, parser_for
+
+MEMORY = 0.9  # weight of the past in the mean duration of requests
+log = logging.getLogger("outrider.serve")
+
+
+@dataclass
+class Server:
+    """What the routes share.
+
+    status: "loading", "ready" or "stopping".  open: samples that are queued or running.
+    seconds: mean duration of the last requests.
+    """
+
+    options: ServerOptions
+    model: str
+    status: str = "loading"
+    open: int = 0
+    seconds: float = 1.0
+    adapters: dict[str, LoRARequest] = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=Metrics)
+    template: str | None = None
+    engine_: AsyncLLM | None = None
+    _adapter_ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    def __post_init__(self) -> None:
+        if self.options.chat_template is not None:
+            self.template = read_text(self.options.chat_template, "chat_template")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.options.served_model_name or (self.model,)
+
+    @property
+    def engine(self) -> AsyncLLM:
+        """The engine.  Raises ApiError while it is loading or stopping, and after a failure."""
+        if self.engine_ is None or self.status != "ready":
+            raise ApiError(503, f"the server is {self.status}.", code=self.status, retry_after=5)
+        if not self.engine_.is_running:
+            raise ApiError(503, str(self.engine_.error or "the engine has stopped."), code="engine_error")
+        return self.engine_
+
+    @property
+    def tokenizer(self) -> Any:
+        if (tokenizer := self.engine.llm.tokenizer) is None:
+            raise ApiError(400, "the model has no tokenizer: start the server with --tokenizer.")
+        return tokenizer
+
+    @property
+    def tool_parser(self) -> ToolParser:
+        template = self.template or getattr(self.engine.llm.tokenizer, "chat_template", None)
+        return parser_for(self.options.tool_call_parser, template if isinstance(template, str) else "")
+
+    def started(self, engine: AsyncLLM) -> None:
+        """Accept requests from now on.  Raises RequestError for an adapter that cannot be used."""
+        self.engine_ = engine
+        for module in self.options.lora_modules:
+            self.add_adapter(*module.split("=", 1))
+        self.metrics.watch(engine)
+        self.status = "ready"
+
+    def add_adapter(self, name: str, path: str) -> None:
+        """Serve a LoRA adapter as a model of this name.  Raises RequestError or ApiError."""
+        assert self.engine_ is not None
+        if name in self.adapters or name in self.names:
+            raise ApiError(400, f"the model {name!r} exists already.", "lora_name")
+        if self.engine_.llm.engine.adapters is None:
+            raise RequestError("LoRA adapters need --enable-lora.")
+        adapter = LoRARequest(name, next(self._adapter_ids), path)
+        self.engine_.llm.engine.adapters.check(adapter)
+        self.adapters[name] = adapter
+
+    def adapter_of(self, model: str | None) -> LoRARequest | None:
+        """The adapter that a request's `model` names; None for the model itself."""
+        if model is None or model in self.names:
+            return None
+        if model not in self.adapters:
+            served = ", ".join([*self.names, *self.adapters])
+            raise ApiError(404, f"there is no model {model!r}, but {served}.", "model", "model_not_found")
+        return self.adapters[model]
+
+    def check_room(self, samples: int = 1) -> None:
+        """Raise ApiError with status 429 if so many samples more exceed max_requests."""
+        most = self.options.max_requests
+        if samples > most:
+            raise ApiError(400, f"a request may have {most} samples at most, got {samples}.")
+        if self.open + samples > most:
+            self.metrics.refused.inc()
+            wait = max(1, min(60, math.ceil(self.seconds / 2)))
+            raise ApiError(429, f"all {most} places are taken: try again later.", retry_after=wait)
+
+    @contextmanager
+    def room(self, samples: int) -> Iterator[None]:
+        """Take places for the samples of a request while the block runs."""
+        self.check_room(samples)
+        began = asyncio.get_running_loop().time()
+        self.open += samples
+        try:
+            yield
+        finally:
+            self.open -= samples
+            lasted = asyncio.get_running_loop().time() - began
+            self.seconds = MEMORY * self.seconds + (1 - MEMORY) * lasted
+
+    async def read(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        id: str,
+        adapter: LoRARequest | None = None,
+        priority: int = 0,
+    ) -> list[Request]:
+        """Tokenize the prompts of a request and check its parameters.  Raises RequestError."""
+        self.check_room(len(prompts) * params.n)
+        engine, several = self.engine, len(prompts) > 1
+        requests = []
+        for i, prompt in enumerate(prompts):
+            name = f"{id}-{i}" if several else id
+            requests.append(await engine.read(prompt, params, name, adapter, priority))
+        tokens = sum(len(request.ids) for request in requests)
+        log.info("%s: %d prompts of %d tokens, n=%d", id, len(prompts), tokens, params.n)
+        if self.options.log_requests:
+            log.info("%s: %s %s", id, [request.prompt or request.ids for request in requests], params)
+        return requests
+
+    async def outputs(self, requests: Sequence[Request]) -> list[RequestOutput]:
+        """Run requests to their ends.  Raises EngineError, and TimeoutError after request_timeout."""
+        with self.room(sum(len(request.rows) for request in requests)):
+            tasks = [asyncio.create_task(self._finished(request)) for request in requests]
+            try:
+                async with asyncio.timeout(self.options.request_timeout):
+                    return await asyncio.gather(*tasks)
+            finally:
+                await cancelled(tasks)
+
+    async def _finished(self, request: Request) -> RequestOutput:
+        try:
+            output = await self.engine.run_to_end(request)
+        except BaseException as error:
+            self.metrics.failed(error)
+            raise
+        self.metrics.finished(output)
+        return output
+
+    async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, RequestOutput]]:
+        """Yield (index of the request, its output so far) of several requests as they come.
+
+        Only the newest output of each request is kept for a slow reader.
+        """
+        newest: dict[int, RequestOutput] = {}
+        news = asyncio.Event()
+
+        async def follow(i: int, request: Request) -> None:
+            try:
+                async with aclosing(self.engine.run(request)) as outputs:
+                    async for output in outputs:
+                        newest[i] = output
+                        news.set()
+                self.metrics.finished(output)
+            except BaseException as error:
+                self.metrics.failed(error)
+                raise
+            finally:
+                news.set()
+
+        with self.room(sum(len(request.rows) for request in requests)):
+            deadline = asyncio.get_running_loop().time() + self.options.request_timeout
+            tasks = [asyncio.create_task(follow(i, request)) for i, request in enumerate(requests)]
+            try:
+                while newest or not all(task.done() for task in tasks):
+                    async with asyncio.timeout_at(deadline):
+                        await news.wait()
+                    news.clear()
+                    for i in list(newest):
+                        yield i, newest.pop(i)
+                    for task in tasks:
+                        if task.done():
+                            task.result()
+            finally:
+                await cancelled(tasks)
+
+    def conversation(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
+        """A prompt of messages, in the template of the server.  OpenAI's role "developer" is "system"."""
+        known = [
+            {**message, "role": "system"} if message.get("role") == "developer" else message
+            for message in messages
+        ]
+        given = {"chat_template": self.template, **{k: v for k, v in more.items() if v is not None}}
+        return {"messages": known, **given}
+
+
+def encoded(server: Server, text: str, special: bool) -> list[int]:
+    """Token ids of a text.  Raises RequestError."""
+    try:
+        ids: list[int] = server.tokenizer.encode(text, add_special_tokens=special, verbose=False)
+        return ids
+    except (ApiError, RequestError):
+        raise
+    except Exception as error:  # tokenizers raise any type, for a lone surrogate for instance
+        raise RequestError(f"the tokenizer cannot read {shortened(text)}: {error}") from error
+
+
+async def cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Cancel what still runs, and wait for its end."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,80 @@
+"""Responses: JSON, and server-sent events that end when the client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Coroutine, Mapping
+from contextlib import aclosing, suppress
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+T = TypeVar("T")
+DONE = "data: [DONE]\n\n"
+
+
+def dumps(value: Any) -> str:
+    """JSON in ASCII, since a text may hold half of a surrogate pair."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+
+
+class Json(Response):
+    """Response of one JSON value."""
+
+    media_type = "application/json"
+
+    def __init__(self, value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(dumps(value), status, headers)
+
+
+def event(value: Mapping[str, Any], name: str | None = None) -> str:
+    """One server-sent event."""
+    return f"{f'event: {name}' + chr(10) if name else ''}data: {dumps(value)}\n\n"
+
+
+class Left(Exception):
+    """The client has closed its connection."""
+
+
+async def unless_left(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Result of `work`, which is cancelled when the client leaves.  Raises Left then."""
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Left
+        return task.result()
+    finally:
+        for each in (task, watch):
+            each.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class Events(Response):
+    """Server-sent events.  `send` waits while the client does not read."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[str]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self.events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with suppress(Left, OSError):
+            await unless_left(receive, self._stream(send))
+
+    async def _stream(self, send: Send) -> None:
+        async with aclosing(self.events):
+            start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+            await send(start)
+            async for text in self.events:
+                await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})

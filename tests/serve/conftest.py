@@ -1,0 +1,25 @@
+"""One server for the tests of this folder that need no options of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from served import Served, served
+
+from outrider import LLM
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Served]:
+    config = '{"method": "ngram", "num_speculative_tokens": 4}'
+    with served("builtin", "--speculative_config", config, "--seed", "42", "-tp", "1",
+                "--gpu_memory_utilization", "0.8", "--max-model-len", "512",
+                "--log-interval", "1") as running:  # fmt: skip
+        yield running
+
+
+@pytest.fixture(scope="session")
+def llm() -> LLM:
+    """The model of the server, offline and without speculation."""
+    return LLM("builtin", seed=42, max_model_len=512)

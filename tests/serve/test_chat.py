@@ -1,0 +1,92 @@
+"""/v1/chat/completions over a socket, with OpenAI's client."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from openai import OpenAI
+from served import Served
+
+from outrider import LLM, SamplingParams
+
+MESSAGES: Any = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "What is 3 + 4?"}]
+TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+@pytest.fixture(scope="module")
+def client(server: Served) -> OpenAI:
+    return server.client()
+
+
+def test_a_reply_is_that_of_the_offline_api(client: OpenAI, llm: LLM) -> None:
+    expected = llm.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=30))[0].outputs[0]
+    given: Any = {"model": "builtin", "messages": MESSAGES, "temperature": 0, "max_completion_tokens": 30}
+    got = client.chat.completions.create(**given).choices[0]
+    assert (got.message.role, got.message.content) == ("assistant", expected.text)
+    assert got.finish_reason == expected.finish_reason and not got.message.tool_calls
+    chunks = list(client.chat.completions.create(stream=True, **given))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected.text
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices[0].finish_reason] == [
+        expected.finish_reason
+    ]
+
+
+def test_without_a_limit_a_reply_goes_on_to_its_end(client: OpenAI, llm: LLM) -> None:
+    expected = llm.chat(MESSAGES, SamplingParams(seed=1, max_tokens=None))[0].outputs[0]
+    got = client.chat.completions.create(model="builtin", messages=MESSAGES, seed=1)
+    assert got.choices[0].message.content == expected.text
+    assert got.usage is not None and got.usage.completion_tokens == len(expected.token_ids)
+
+
+def test_developer_messages_and_text_parts_are_read(client: OpenAI) -> None:
+    parts: Any = [
+        {"role": "developer", "content": "Be short."},
+        {"role": "user", "content": [{"type": "text", "text": "What is 3 + 4?"}]},
+    ]
+    answers = [
+        client.chat.completions.create(model="builtin", messages=messages, temperature=0, max_tokens=20)
+        for messages in (MESSAGES, parts)
+    ]
+    assert len({answer.choices[0].message.content for answer in answers}) == 1
+
+
+def test_logprobs_name_each_token_and_its_alternatives(client: OpenAI) -> None:
+    given: Any = {"model": "builtin", "messages": MESSAGES, "max_tokens": 6, "temperature": 0}
+    choice = client.chat.completions.create(**given, logprobs=True, top_logprobs=3).choices[0]
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    assert "".join(entry.token for entry in choice.logprobs.content).startswith(choice.message.content or "")
+    for entry in choice.logprobs.content:
+        assert len(entry.top_logprobs) == 3 and bytes(entry.bytes or []).decode() == entry.token
+        assert entry.top_logprobs[0].logprob >= entry.logprob
+    streamed = client.chat.completions.create(**given, logprobs=True, top_logprobs=3, stream=True)
+    parts = [chunk.choices[0].logprobs for chunk in streamed]
+    found = [entry for part in parts if part and part.content for entry in part.content]
+    assert [entry.token for entry in found] == [entry.token for entry in choice.logprobs.content]
+
+
+def test_the_last_message_can_be_continued(client: OpenAI, llm: LLM) -> None:
+    messages: Any = [*MESSAGES, {"role": "assistant", "content": "The answer"}]
+    flags = {"add_generation_prompt": False, "continue_final_message": True}
+    expected = llm.chat(messages, SamplingParams(temperature=0, max_tokens=9), **flags)[0].outputs[0].text
+    got = client.chat.completions.create(
+        model="builtin", messages=messages, temperature=0, max_tokens=9, extra_body=flags
+    )
+    assert got.choices[0].message.content == expected
+
+
+def test_tools_are_accepted_and_a_text_without_calls_is_content(client: OpenAI) -> None:
+    given: Any = {"model": "builtin", "messages": MESSAGES, "temperature": 0, "max_tokens": 20}
+    plain = client.chat.completions.create(**given).choices[0]
+    for choice in ("auto", "none"):
+        got = client.chat.completions.create(**given, tools=[TOOL], tool_choice=choice).choices[0]
+        assert got.message.content == plain.message.content and not got.message.tool_calls
+
+
+def test_tokens_of_a_conversation_are_those_of_its_prompt(server: Served, llm: LLM) -> None:
+    got = server.post("/tokenize", {"messages": MESSAGES, "return_token_strs": True}).json()
+    expected = llm.chat(MESSAGES, SamplingParams(max_tokens=1))[0].prompt_token_ids
+    assert got["tokens"] == expected and got["count"] == len(expected) == len(got["token_strs"])
+    text = server.post("/detokenize", {"tokens": expected}).json()["prompt"]
+    assert "What is 3 + 4?" in text and server.post("/tokenize", {"prompt": "Hi"}).json()["count"] >= 1

@@ -1,0 +1,112 @@
+"""Whatever is wrong with a request, the answer is an error in OpenAI's shape, and the server goes on."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from served import Served
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def refused(answer: httpx.Response, status: int, text: str = "") -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    assert set(answer.json()) == {"error"}
+    error: dict[str, Any] = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["message"]
+    assert text in error["message"], error
+    return error
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "text"),
+    [
+        (COMPLETIONS, {}, "prompt"),
+        (COMPLETIONS, {"prompt": []}, "prompt"),
+        (COMPLETIONS, {"prompt": ""}, "the prompt is empty"),
+        (COMPLETIONS, {"prompt": [[]]}, "prompt"),
+        (COMPLETIONS, {"prompt": [10**9]}, "does not exist"),
+        (COMPLETIONS, {"prompt": [-1]}, "prompt"),
+        (COMPLETIONS, {"prompt": [1, "a"]}, "prompt"),
+        (COMPLETIONS, {"prompt": {"a": 1}}, "prompt"),
+        (COMPLETIONS, {"prompt": "x " * 600}, "the context holds 512"),
+        (COMPLETIONS, {"prompt": "\ud800"}, ""),
+        (COMPLETIONS, {"prompt": "a", "n": 0}, "n"),
+        (COMPLETIONS, {"prompt": "a", "n": 1000}, "n"),
+        (COMPLETIONS, {"prompt": ["a"] * 200, "n": 2}, "256 samples at most"),
+        (COMPLETIONS, {"prompt": "a", "best_of": 3}, "best_of"),
+        (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix"),
+        (COMPLETIONS, {"prompt": "a", "temperature": "hot"}, "temperature"),
+        (COMPLETIONS, {"prompt": "a", "temperature": -1}, "temperature"),
+        (COMPLETIONS, {"prompt": "a", "temperature": 0.001}, "temperature"),
+        (COMPLETIONS, {"prompt": "a", "top_p": 0}, "top_p"),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, "max_tokens"),
+        (COMPLETIONS, {"prompt": "a", "min_tokens": 99}, "min_tokens"),
+        (COMPLETIONS, {"prompt": "a", "logprobs": 99}, "logprobs"),
+        (COMPLETIONS, {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
+        (COMPLETIONS, {"prompt": "a", "logit_bias": {"99999999": 1}}, "logit_bias"),
+        (COMPLETIONS, {"prompt": "a", "stop": [""]}, "stop"),
+        (COMPLETIONS, {"prompt": "a", "stop_token_ids": [1 << 70]}, "stop_token_ids"),
+        (COMPLETIONS, {"prompt": "a", "use_beam_search": True}, "use_beam_search"),
+        (COMPLETIONS, {"prompt": "a", "speculation": {"method": "x"}}, "method"),
+        (COMPLETIONS, {"prompt": "a", "response_format": {"type": "xml"}}, "response_format"),
+        (COMPLETIONS, {"prompt": "a", "response_format": {"type": "json_schema"}}, "json_schema"),
+        (COMPLETIONS, {"prompt": "a", "guided_regex": "a", "guided_choice": ["b"]}, "only one constraint"),
+        (CHAT, {"messages": []}, "messages"),
+        (CHAT, {"messages": "Hello"}, "messages"),
+        (CHAT, {"messages": [{}]}, "role"),
+        (CHAT, {"messages": [{"role": "user"}]}, "content"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content"),
+        (CHAT, {"messages": [{"role": "user", "content": "a", "tool_calls": 5}]}, ""),
+        (CHAT, {"messages": HELLO, "top_logprobs": 3}, "logprobs"),
+        (CHAT, {"messages": HELLO, "tools": [{"type": "x"}]}, "tool 0"),
+        (CHAT, {"messages": HELLO, "tool_choice": "required"}, "tool_choice"),
+        (CHAT, {"messages": HELLO, "tool_choice": "maybe"}, "tool_choice"),
+        (CHAT, {"messages": HELLO, "chat_template": "{% for %}"}, "chat template"),
+        (CHAT, {"messages": HELLO, "continue_final_message": True}, "add_generation_prompt"),
+        ("/tokenize", {}, "prompt or messages"),
+        ("/tokenize", {"prompt": "\udfff"}, ""),
+        ("/detokenize", {"tokens": [10**7]}, "token id"),
+        ("/detokenize", {"tokens": "a"}, "tokens"),
+        ("/v1/embeddings", {"input": "a"}, "embeddings"),
+    ],
+)
+def test_a_wrong_value_is_named(path: str, body: Any, text: str, server: Served) -> None:
+    refused(httpx.post(server.url + path, content=json.dumps(body), headers=JSON), 400, text)
+
+
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"null", b'"a"', b"\xff\xfe", b"[" * 50_000, b'{"prompt": NaN}', b"1" * 5_000, b"{'a': 1}"],
+)  # fmt: skip
+def test_bodies_that_are_no_json_object_are_refused(content: bytes, server: Served) -> None:
+    for path in (COMPLETIONS, CHAT, "/tokenize"):
+        refused(httpx.post(server.url + path, content=content, headers=JSON), 400)
+
+
+def test_other_faults_have_their_status(server: Served) -> None:
+    assert refused(server.post(COMPLETIONS, {"prompt": "a", "model": "no"}), 404)["code"] == "model_not_found"
+    refused(server.get("/v1/models/no"), 404)
+    refused(server.get("/v1/nothing"), 404)
+    refused(server.get(COMPLETIONS), 405)
+    refused(server.post("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/"}), 403, "allow-lora")
+
+
+def test_the_client_gets_errors_of_a_stream_before_it_starts(server: Served) -> None:
+    with pytest.raises(openai.BadRequestError, match="does not exist"):
+        server.client().completions.create(model="builtin", prompt=[10**9], stream=True)
+    with pytest.raises(openai.NotFoundError, match="no model"):
+        server.client().chat.completions.create(model="no", messages=HELLO, stream=True)  # type: ignore[call-overload]
+
+
+def test_the_server_is_well_afterwards(server: Served) -> None:
+    assert server.get("/health").json() == {"status": "ready"} and server.idle()
+    assert "Traceback" not in server.log

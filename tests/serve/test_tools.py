@@ -1,0 +1,53 @@
+"""Tool calls in texts of the known formats, whole and as they grow."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from outrider.serve.tools import PARSERS, parser_for
+
+CALLS = [("add", {"a": 1, "b": [2, "x"]}), ("now", {})]
+TEXTS = {
+    "hermes": '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "x"]}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+    "llama3": '<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": [2, "x"]}}; '
+    '{"name": "now", "parameters": {}}',
+    "mistral": '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1, "b": [2, "x"]}}, {"name": "now"}]',
+}
+MORE = {
+    "llama3": [TEXTS["llama3"].removeprefix("<|python_tag|>"), "\n" + TEXTS["llama3"]],
+    "mistral": ['[TOOL_CALLS]add[ARGS]{"a": 1, "b": [2, "x"]}[TOOL_CALLS]now{}'],
+}
+WHOLE = [(name, text) for name in TEXTS for text in [TEXTS[name], *MORE.get(name, [])]]
+
+
+@pytest.mark.parametrize(("name", "text"), WHOLE)
+def test_calls_are_read(name: str, text: str) -> None:
+    content, calls = PARSERS[name].parse(text, True)
+    assert [(call.name, json.loads(call.arguments)) for call in calls] == CALLS and not content
+
+
+@pytest.mark.parametrize(("name", "text"), [*WHOLE, *((n, f"Let me see. {t}") for n, t in TEXTS.items())])
+def test_a_growing_text_gives_each_part_once(name: str, text: str) -> None:
+    """Neither content nor calls that were given are taken back."""
+    content, calls = "", []
+    for end in range(len(text) + 1):
+        now = PARSERS[name].parse(text[:end], end == len(text))
+        assert now.content.startswith(content) and now.calls[: len(calls)] == calls
+        content, calls = now.content, now.calls
+    assert (content, len(calls)) == ("Let me see." if text.startswith("Let") else "", 2)
+
+
+@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("text", ["", "2 < 3", "<tool", "[TOOL", "<tool_call> oh", "{not json", '{"a": 1}'])
+def test_other_texts_are_content(name: str, text: str) -> None:
+    assert PARSERS[name].parse(text, True) == (text, [])
+
+
+def test_the_template_names_the_format() -> None:
+    assert parser_for("auto", "… [TOOL_CALLS] …") is PARSERS["mistral"]
+    assert parser_for("auto", "<|python_tag|>") is PARSERS["llama3"]
+    assert parser_for("auto", "<tool_call>") is parser_for("auto", "") is PARSERS["hermes"]
+    assert parser_for("mistral", "<tool_call>") is PARSERS["mistral"]
