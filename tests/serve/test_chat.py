@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -90,3 +91,36 @@ def test_tokens_of_a_conversation_are_those_of_its_prompt(server: Served, llm: L
     assert got["tokens"] == expected and got["count"] == len(expected) == len(got["token_strs"])
     text = server.post("/detokenize", {"tokens": expected}).json()["prompt"]
     assert "What is 3 + 4?" in text and server.post("/tokenize", {"prompt": "Hi"}).json()["count"] >= 1
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": [3, 4]}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+
+
+def test_a_response_format_constrains_the_reply(client: OpenAI) -> None:
+    given: Any = {"model": "builtin", "messages": MESSAGES, "seed": 1}
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+    got = client.chat.completions.create(**given, response_format=schema).choices[0].message.content
+    assert json.loads(got or "") in ({"a": 3}, {"a": 4})
+    extra: list[Any] = [{"guided_choice": ["yes", "no"]}, {"structured_outputs": {"regex": "yes|no"}}]
+    for body in extra:
+        got = client.chat.completions.create(**given, extra_body=body).choices[0].message.content
+        assert got in ("yes", "no")
+
+
+def test_forced_tool_calls_are_constrained_to_their_schemas(client: OpenAI) -> None:
+    tool = {"type": "function", "function": {"name": "add", "parameters": SCHEMA}}
+    given: Any = {"model": "builtin", "messages": MESSAGES, "seed": 1, "tools": [tool]}
+    for choice in ("required", {"type": "function", "function": {"name": "add"}}):
+        got = client.chat.completions.create(**given, tool_choice=choice).choices[0]
+        calls: Any = got.message.tool_calls
+        assert calls and all(call.function.name == "add" for call in calls)
+        assert all(json.loads(call.function.arguments) in ({"a": 3}, {"a": 4}) for call in calls)
+        streamed = list(client.chat.completions.create(**given, tool_choice=choice, stream=True))
+        parts: Any = [call for c in streamed for call in c.choices[0].delta.tool_calls or ()]
+        assert [part.function.arguments for part in parts] == [call.function.arguments for call in calls]
+        assert not any(chunk.choices[0].delta.content for chunk in streamed)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from outrider.async_llm import AsyncLLM
 
 METAVARS = {int: "N", float: "X", str: "TEXT"}
-ALIASES = {"tensor_parallel_size": "-tp", "threads": "-t"}
+ALIASES = {"model": "-m", "tensor_parallel_size": "-tp", "threads": "-t"}
 ENVIRONMENT = {"api_key": "OUTRIDER_API_KEY"}
 NEW_SPELLING = """use --speculative-config, such as '{"model": "…", "num_speculative_tokens": 5}'"""
 REFUSED = (  # options of earlier versions of vLLM

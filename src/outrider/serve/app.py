@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
-from starlette.responses import FileResponse, Response
+from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import Lifespan
 
@@ -17,7 +17,8 @@ from outrider.serve.completions import Completion, completion_job
 from outrider.serve.errors import ApiError
 from outrider.serve.guard import Guard
 from outrider.serve.models import add_models
-from outrider.serve.protocol import ChatBody, CompletionBody
+from outrider.serve.protocol import ChatBody, CompletionBody, ResponsesBody
+from outrider.serve.responses import response_job
 from outrider.serve.state import Server
 from outrider.serve.wire import Events, Json, unless_left
 from outrider.version import VERSION
@@ -41,7 +42,7 @@ SHAPE = {
 }
 ERROR: dict[str, Any] = {"content": {"application/json": {"schema": SHAPE}}}
 STATUSES = {
-    400: "Invalid request", 401: "No valid API key", 404: "No such model or route", 408: "Body too slow",
+    400: "Invalid request", 401: "No valid API key", 403: "Not allowed", 404: "No such model or route", 408: "Body too slow",
     413: "Body too long", 422: "Invalid request", 429: "No place for the request", 503: "Not ready",
     504: "Took too long",
 }  # fmt: skip
@@ -94,14 +95,14 @@ def add_status(app: FastAPI, server: Server) -> None:
     async def version() -> Json:
         return Json({"version": VERSION})
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Metrics in the text format of Prometheus."""
         return Response(server.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def add_generation(app: FastAPI, server: Server) -> None:
-    """/v1/completions, /v1/chat/completions and /v1/embeddings."""
+    """/v1/completions, /v1/chat/completions, /v1/responses and /v1/embeddings."""
 
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
@@ -120,6 +121,14 @@ def add_generation(app: FastAPI, server: Server) -> None:
         if body.stream:
             return Events(job.events(made.first, made.delta))
         return Json(await unless_left(request.receive, job.response(made.choice)))
+
+    @app.post("/v1/responses")
+    async def responses(body: ResponsesBody, request: Request) -> Response:
+        """Reply to input items."""
+        made = await unless_left(request.receive, response_job(server, body))
+        if body.stream:
+            return Events(made.events())
+        return Json(await unless_left(request.receive, made.response()))
 
     @app.post("/v1/embeddings")
     async def embeddings() -> Json:

@@ -31,7 +31,7 @@ class JsonSchema(Body):
     name: str = "schema"
     description: str | None = None
     # "schema" is a method of BaseModel
-    schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
+    schema_: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None
 
 

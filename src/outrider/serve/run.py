@@ -89,8 +89,10 @@ class Process(uvicorn.Server):
         self.ending: asyncio.Task[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # not super(): it would raise the signal again at the end, so the status of the process were not 0
         self.server.status = "stopping"
-        super().handle_exit(sig, frame)
+        self.force_exit = self.should_exit
+        self.should_exit = True
 
     async def shutdown(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
         self.server.status = "stopping"

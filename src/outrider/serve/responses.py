@@ -1,0 +1,228 @@
+"""/v1/responses: one response with items, whole or as events.  Nothing is stored between requests."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+from pydantic import ValidationError
+
+from outrider.outputs import CompletionOutput, RequestOutput
+from outrider.progress import Request
+from outrider.serve.answers import name_of, now
+from outrider.serve.chat import Reply, reply_for
+from outrider.serve.errors import ApiError, told
+from outrider.serve.items import chat_tools, messages_of
+from outrider.serve.protocol import JsonSchema, ResponseFormat, ResponsesBody
+from outrider.serve.sampling import checked_tools, of_format, params_of, tool_form
+from outrider.serve.state import Server
+from outrider.serve.tools import ToolCall
+from outrider.serve.usage import speculation_of, usage_of
+from outrider.serve.wire import event
+
+
+async def response_job(server: Server, body: ResponsesBody) -> Responses:
+    """Check and tokenize a request.  Raises ApiError or RequestError."""
+    adapter = server.adapter_of(body.model)
+    if body.previous_response_id is not None:
+        raise ApiError(
+            400, "responses are not stored: send the whole conversation as input.", "previous_response_id"
+        )
+    if body.background:
+        raise ApiError(400, "background responses are not supported: leave it out.", "background")
+    tools = checked_tools(chat_tools(body.tools), body.tool_choice)
+    more: dict[str, Any] = {"max_tokens": body.max_output_tokens, "seed": body.seed}
+    if tools and body.tool_choice != "none" and body.skip_special_tokens is None:
+        more["skip_special_tokens"] = False  # markers of calls may be special tokens
+    forms = [*_format(body), *([form] if (form := tool_form(tools, body.tool_choice)) else [])]
+    if len(forms) > 1:
+        raise ApiError(400, "text.format and a forced tool_choice exclude each other.", "tool_choice")
+    params = params_of(body, forms[0] if forms else None, **more)
+    prompt = server.conversation(
+        messages_of(body.input, body.instructions),
+        tools=None if body.tool_choice == "none" else tools or None,
+    )
+    id = name_of(body, "resp_")
+    (request,) = await server.read([prompt], params, id, adapter, body.priority)
+    reply = reply_for(server, bool(tools), body.tool_choice)
+    return Responses(server, body, id, now(), request, reply)
+
+
+def _format(body: ResponsesBody) -> list[dict[str, Any]]:
+    """structured_outputs of text.format, whose schema lies one level higher than in chat completions."""
+    given = body.text.format if body.text is not None else None
+    if given is None:
+        return []
+    rest = {key: value for key, value in given.items() if key != "type"}
+    try:
+        schema = JsonSchema(**rest) if given.get("type") == "json_schema" else None
+        return of_format(ResponseFormat(type=given.get("type"), json_schema=schema))  # type: ignore[arg-type]
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(["text.format", *map(str, first["loc"])])
+        raise ApiError(400, f"{place}: {first['msg']}", place) from error
+
+
+@dataclass
+class Responses:
+    """One response, and the numbers of the events sent so far."""
+
+    server: Server
+    body: ResponsesBody
+    id: str
+    created: int
+    request: Request
+    reply: Reply
+    sequence: int = 0
+    message: str = field(default_factory=lambda: f"msg_{uuid4().hex}")
+
+    async def response(self) -> dict[str, Any]:
+        """The whole response."""
+        (output,) = await self.server.outputs([self.request])
+        return self._ended(output)
+
+    async def events(self) -> AsyncGenerator[str]:
+        """Its events.  An error after the start is one, too."""
+        try:
+            async with aclosing(self._events()) as events:
+                async for each in events:
+                    yield self._sent(each)
+        except Exception as error:
+            refusal = told(error).body()["error"]
+            failed = {
+                **self._head("failed"),
+                "error": {"code": "server_error", "message": refusal["message"]},
+            }
+            yield self._sent({"type": "error", **refusal})
+            yield self._sent({"type": "response.failed", "response": failed})
+
+    def _sent(self, value: Mapping[str, Any]) -> str:
+        numbered = {**value, "sequence_number": self.sequence}
+        self.sequence += 1
+        return event(numbered, value["type"])
+
+    async def _events(self) -> AsyncGenerator[dict[str, Any]]:
+        head = self._head("in_progress")
+        yield {"type": "response.created", "response": head}
+        yield {"type": "response.in_progress", "response": head}
+        text = ""
+        async with aclosing(self.server.stream([self.request])) as outputs:
+            async for _, output in outputs:
+                sample = output.outputs[0]
+                parsed = self.reply.read(sample.text, sample.finish_reason is not None)
+                if new := parsed.content[len(text) :]:
+                    if not text:
+                        for opening in self._opening():
+                            yield opening
+                    text = parsed.content
+                    yield {
+                        **self._place(),
+                        "type": "response.output_text.delta",
+                        "delta": new,
+                        "logprobs": [],
+                    }
+        ended = self._ended(output)
+        for index, item in enumerate(ended["output"]):
+            closing = self._closing(item, bool(text)) if item["type"] == "message" else _called(index, item)
+            for each in closing:
+                yield each
+        yield {"type": f"response.{ended['status']}", "response": ended}
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self.message, "output_index": 0, "content_index": 0}
+
+    def _opening(self) -> list[dict[str, Any]]:
+        item = {"type": "message", "id": self.message, "role": "assistant", "status": "in_progress"}
+        return [
+            {"type": "response.output_item.added", "output_index": 0, "item": {**item, "content": []}},
+            {**self._place(), "type": "response.content_part.added", "part": _part("")},
+        ]
+
+    def _closing(self, item: dict[str, Any], opened: bool) -> list[dict[str, Any]]:
+        part = item["content"][0]
+        return [
+            *([] if opened else self._opening()),
+            {**self._place(), "type": "response.output_text.done", "text": part["text"], "logprobs": []},
+            {**self._place(), "type": "response.content_part.done", "part": part},
+            {"type": "response.output_item.done", "output_index": 0, "item": item},
+        ]
+
+    def _ended(self, output: RequestOutput) -> dict[str, Any]:
+        sample = output.outputs[0]
+        cut = sample.finish_reason == "length"
+        made = self._head("incomplete" if cut else "completed")
+        made["output"] = self._items(sample, made["status"])
+        if cut:
+            made["incomplete_details"] = {"reason": "max_output_tokens"}
+        usage = usage_of([output])
+        made["usage"] = {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": usage["prompt_tokens_details"],
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": usage["completion_tokens_details"],
+            "total_tokens": usage["total_tokens"],
+        }
+        if self.body.return_speculation:
+            made["speculation"] = speculation_of([output])
+        return made
+
+    def _items(self, sample: CompletionOutput, status: str) -> list[dict[str, Any]]:
+        parsed = self.reply.read(sample.text, True)
+        items: list[dict[str, Any]] = []
+        if parsed.content or not parsed.calls:
+            base = {"type": "message", "id": self.message, "role": "assistant", "status": status}
+            items.append({**base, "content": [_part(parsed.content)]})
+        return items + [_call(call) for call in parsed.calls]
+
+    def _head(self, status: str) -> dict[str, Any]:
+        """What begins and ends with the same values."""
+        body, params = self.body, self.request.params
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "model": body.model or self.server.names[0],
+            "output": [],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "store": False,
+            "temperature": params.temperature,
+            "text": {"format": (body.text.format if body.text else None) or {"type": "text"}},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
+            "top_p": params.top_p,
+            "truncation": "disabled",
+            "usage": None,
+        }
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    id, call_id = f"fc_{uuid4().hex}", f"call_{uuid4().hex[:24]}"
+    named = {"name": call.name, "arguments": call.arguments, "status": "completed"}
+    return {"type": "function_call", "id": id, "call_id": call_id, **named}
+
+
+def _called(index: int, item: dict[str, Any]) -> list[dict[str, Any]]:
+    """The events of a function call."""
+    place = {"item_id": item["id"], "output_index": index}
+    empty = {**item, "arguments": "", "status": "in_progress"}
+    kind = "response.function_call_arguments"
+    return [
+        {"type": "response.output_item.added", "output_index": index, "item": empty},
+        {**place, "type": f"{kind}.delta", "delta": item["arguments"]},
+        {**place, "type": f"{kind}.done", "name": item["name"], "arguments": item["arguments"]},
+        {"type": "response.output_item.done", "output_index": index, "item": item},
+    ]

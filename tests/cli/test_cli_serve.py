@@ -1,0 +1,68 @@
+"""The options of `outrider serve`: vLLM's, in both spellings, and what is refused with its cure."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+from commands import Run
+
+from outrider.serve.options import ServerOptions
+
+Started = tuple[ServerOptions, dict[str, Any], dict[str, Any] | None]
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
+    """What would be served."""
+    calls: list[Started] = []
+
+    def start(options: ServerOptions, engine: Any, config: Any, _: int | None) -> None:
+        calls.append((options, engine, config))
+
+    monkeypatch.setattr(import_module("outrider.cli.serve"), "start", start)  # the package has the command
+    return calls
+
+
+@pytest.mark.parametrize("dash", ["-", "_"])
+def test_the_options_of_vllms_page_are_read(dash: str, run: Run, started: list[Started]) -> None:
+    line = ("--host 0.0.0.0 --port 8001 --model builtin --seed 42 -tp 1 --gpu_memory_utilization 0.8 --api-key a "
+            "--api-key b --no-enable-prefix-caching --max-model-len 64").replace("_", dash)  # fmt: skip
+    config = '{"model": "builtin-draft", "num_speculative_tokens": 5}'
+    result = run("serve", *line.split(), f"--speculative{dash}config", config)
+    assert result.status == 0, result.err
+    ((options, engine, speculation),) = started
+    assert (options.host, options.port, options.api_key) == ("0.0.0.0", 8001, ("a", "b"))
+    assert (engine["model"], engine["seed"], engine["gpu_memory_utilization"]) == ("builtin", 42, 0.8)
+    assert (engine["enable_prefix_caching"], engine["max_model_len"]) == (False, 64)
+    assert speculation == {"model": "builtin-draft", "num_speculative_tokens": 5}
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("--speculative_model x", "use --speculative-config"),
+        ("--speculative-model x --num-speculative-tokens 5", "use --speculative-config"),
+        ("-tp 2", "tensor_parallel_size must be 1"),
+        ("--port 99999", "port must be"),
+        ("--api-key-file /no/such/file", "api_key_file"),
+        ("--ssl-keyfile a", "ssl_certfile"),
+        ("--lora-modules a", "NAME=PATH"),
+        ("--tool-call-parser x", "hermes"),
+        ("--speculative-config {", "no JSON"),
+        ('--speculative-config {"method":"nope"}', "unknown speculative method"),
+        ("--model a", "given twice"),
+        ("--max-modle-len 5", "--max-modle-len"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_loading(line: str, text: str, run: Run) -> None:
+    result = run("serve", "builtin", *line.split())
+    assert result.status == 2 and text in " ".join(result.err.split()), result.err
+
+
+def test_help_explains_every_option(run: Run) -> None:
+    text = " ".join(run("serve", "--help").out.split())
+    for name in ("--max-requests", "--ssl-certfile", "--max-num-seqs", "--speculative-config", "-tp"):
+        assert name in text
+    assert "--speculative-model" not in text

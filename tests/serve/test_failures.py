@@ -1,0 +1,122 @@
+"""Failures inside a server, which a client cannot cause: the application runs in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from outrider import AsyncLLM
+from outrider.serve.app import make_app
+from outrider.serve.options import ServerOptions
+from outrider.serve.state import Server
+
+BODY: dict[str, Any] = {"prompt": "The future of AI is", "max_tokens": 30, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[AsyncLLM]:
+    made = AsyncLLM("builtin", max_model_len=256, max_num_seqs=4)
+    yield made
+    made.shutdown()
+
+
+def ask(
+    engine: AsyncLLM | None, task: Callable[[httpx.AsyncClient], Awaitable[None]], **options: Any
+) -> None:
+    """Run a task with a client of a new server on the engine; None: it is still loading."""
+
+    async def run() -> None:
+        server = Server(ServerOptions(**options), "builtin")
+        if engine is not None:
+            server.started(engine)
+        transport = httpx.ASGITransport(make_app(server))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
+            await task(client)
+        assert server.open == 0
+
+    asyncio.run(run())
+
+
+def failing(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the next step fail."""
+
+    def fail(*_: object) -> None:
+        monkeypatch.undo()
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(engine.llm.engine.runner, "forward", fail)
+
+
+def test_a_loading_server_answers_503() -> None:
+    async def task(client: httpx.AsyncClient) -> None:
+        for answer in (await client.get("/health"), await client.post("/v1/completions", json=BODY)):
+            assert answer.status_code == 503 and answer.json()["error"]["code"] == "loading"
+            assert "Retry-After" in answer.headers
+        assert (await client.get("/version")).status_code == (await client.get("/metrics")).status_code == 200
+
+    ask(None, task)
+
+
+def test_a_request_that_takes_too_long_ends(engine: AsyncLLM) -> None:
+    async def task(client: httpx.AsyncClient) -> None:
+        slow = {**BODY, "max_tokens": 200, "n": 8}
+        answer = await client.post("/v1/completions", json=slow)
+        assert answer.status_code == 504 and answer.json()["error"]["code"] == "timeout"
+        text = (await client.post("/v1/completions", json={**slow, "stream": True})).text
+        assert '"code":"timeout"' in text and text.endswith("data: [DONE]\n\n")
+        while engine.num_requests:
+            await asyncio.sleep(0.001)
+
+    ask(engine, task, request_timeout=0.02)
+
+
+def test_a_defect_in_one_request_is_its_own(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def task(client: httpx.AsyncClient) -> None:
+        monkeypatch.setattr("outrider.serve.answers.usage_of", lambda _: 1 / 0)
+        answer = await client.post("/v1/completions", json=BODY)
+        assert answer.status_code == 500 and answer.json()["error"]["type"] == "server_error"
+        assert "division" not in answer.text
+        given = {**BODY, "stream": True, "stream_options": {"include_usage": True}}
+        assert '"server_error"' in (await client.post("/v1/completions", json=given)).text
+        monkeypatch.undo()
+        assert (await client.post("/v1/completions", json=BODY)).status_code == 200
+
+    ask(engine, task)
+
+
+def test_a_failed_step_ends_its_requests_and_the_engine_goes_on_if_asked_to(
+    engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def task(client: httpx.AsyncClient) -> None:
+        engine.restart_on_error = True
+        failing(engine, monkeypatch)
+        answer = await client.post("/v1/completions", json=BODY)
+        assert answer.status_code == 503 and answer.json()["error"]["code"] == "engine_error"
+        assert (await client.get("/health")).status_code == 200
+        assert (await client.post("/v1/completions", json=BODY)).status_code == 200
+        assert "outrider:engine_restarts_total 1.0" in (await client.get("/metrics")).text
+
+    ask(engine, task)
+
+
+def test_a_failed_step_turns_health_red(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Last of this file: it stops the engine."""
+
+    async def task(client: httpx.AsyncClient) -> None:
+        engine.restart_on_error = False
+        failing(engine, monkeypatch)
+        streamed = {**BODY, "stream": True}
+        answers = await asyncio.gather(
+            *(client.post("/v1/completions", json=body) for body in (BODY, BODY, streamed))
+        )
+        assert [answer.status_code for answer in answers[:2]] == [503, 503]
+        assert "engine_error" in answers[2].text
+        health = await client.get("/health")
+        assert health.status_code == 503 and "a defect" in health.json()["error"]["message"]
+        assert (await client.post("/v1/completions", json=BODY)).status_code == 503
+
+    ask(engine, task)

@@ -1,0 +1,183 @@
+"""What must not harm a server: wrong keys, long and slow bodies, crowds, clients that leave, and its own end."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from served import Served, served
+
+SECRET = "a secret prompt that no log may show"
+LONG: dict[str, Any] = {"prompt": SECRET, "max_tokens": 900, "ignore_eos": True}
+KEYS = ("first-key", "second-key", "third-key")
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    file = tmp_path_factory.mktemp("keys") / "keys"
+    file.write_text(f"{KEYS[1]}\n\n")
+    options = ["builtin", "--api-key-file", str(file), "--max-requests", "4", "--max-num-seqs", "2",
+               "--max-body-bytes", "20000", "--body-timeout", "1", "--allowed-origins", "https://a.example",
+               "--kv-cache-memory-bytes", "50000000", "--shutdown-timeout", "30", "--log-interval", "0.5"]  # fmt: skip
+    with served(*options, environment={"OUTRIDER_API_KEY": f"{KEYS[0]} {KEYS[2]}"}) as running:
+        yield running
+
+
+def bearer(key: str = KEYS[0]) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def until(true: Callable[[], bool], seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def connected(server: Served, head: str, body: bytes = b"") -> socket.socket:
+    host, port = server.url.removeprefix("http://").split(":")
+    made = socket.create_connection((host, int(port)), timeout=30)
+    made.sendall(head.replace("\n", "\r\n").encode() + b"\r\n\r\n" + body)
+    return made
+
+
+def posted(server: Served, body: dict[str, Any]) -> socket.socket:
+    """A connection with a request whose answer nobody reads."""
+    data = json.dumps(body).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\nHost: x\nAuthorization: Bearer {KEYS[0]}\n"
+        f"Content-Type: application/json\nContent-Length: {len(data)}"
+    )
+    return connected(server, head, data)
+
+
+def test_every_key_is_accepted_and_no_other(guarded: Served) -> None:
+    body = {"prompt": "a", "max_tokens": 1}
+    for key in KEYS:
+        assert guarded.post("/v1/completions", body, headers=bearer(key)).status_code == 200
+        assert guarded.get("/", auth=("me", key)).status_code == 200  # what a browser asks for
+    wrong: list[dict[str, str]] = [
+        {},
+        bearer("x"),
+        bearer("a b"),
+        {"Authorization": KEYS[0]},
+        bearer(KEYS[0][:-1]),
+    ]
+    for headers in wrong:
+        for path in ("/v1/models", "/v1/completions", "/", "/tokenize", "/openapi.json", "/v1/nothing"):
+            answer = guarded.post(path, body, headers=headers)
+            assert answer.status_code == 401 and "Basic" in answer.headers["WWW-Authenticate"]
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+    with pytest.raises(openai.AuthenticationError):
+        guarded.client("wrong").models.list()
+    for path in ("/health", "/version", "/metrics"):
+        assert guarded.get(path).status_code == 200
+
+
+def test_long_and_slow_bodies_are_refused(guarded: Served) -> None:
+    long = {"prompt": "a" * 30_000}
+    assert guarded.post("/v1/completions", long, headers=bearer()).status_code == 413
+
+    def chunks() -> Iterator[bytes]:
+        for _ in range(40):
+            yield b" " * 1000
+
+    answer = httpx.post(f"{guarded.url}/v1/completions", content=chunks(), headers=bearer())
+    assert answer.status_code == 413
+    head = f"POST /v1/completions HTTP/1.1\nHost: x\nAuthorization: Bearer {KEYS[0]}\nContent-Length: 10"
+    with connected(guarded, head, b"{") as slow:
+        assert b" 408 " in slow.recv(1000)
+
+
+def test_a_crowd_is_refused_until_there_is_room(guarded: Served) -> None:
+    with httpx.stream("POST", f"{guarded.url}/v1/completions", headers=bearer(), timeout=60,
+                      json={**LONG, "n": 4, "stream": True}) as full:  # fmt: skip
+        lines = full.iter_lines()
+        next(lines)
+        answer = guarded.post("/v1/completions", LONG, headers=bearer())
+        assert answer.status_code == 429 and int(answer.headers["Retry-After"]) >= 1
+        with pytest.raises(openai.RateLimitError):
+            guarded.client(KEYS[0]).completions.create(model="builtin", prompt="a")
+    until(guarded.idle)
+    assert guarded.post("/v1/completions", {"prompt": "a"}, headers=bearer()).status_code == 200
+    assert guarded.metric("request_refused_total") >= 2
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_requests_of_clients_that_leave_end_at_once(stream: bool, guarded: Served) -> None:
+    """Two run, two wait; none of them goes on."""
+    for body in ({**LONG, "n": 4}, {**LONG, "n": 1}):
+        before = guarded.metric("generation_tokens_total")
+        with posted(guarded, {**body, "stream": stream}):
+            until(lambda before=before: guarded.metric("generation_tokens_total") > before)  # type: ignore[misc]
+        until(guarded.idle)
+        made = guarded.metric("generation_tokens_total") - before
+        assert made < 0.8 * 900 * body["n"], "the request went on to its end"
+
+
+def test_a_reader_that_stops_delays_nobody(guarded: Served) -> None:
+    with posted(guarded, {**LONG, "stream": True, "logprobs": 20, "max_tokens": 300}):
+        for _ in range(3):
+            answer = guarded.post("/v1/completions", {"prompt": "a", "max_tokens": 5}, headers=bearer())
+            assert answer.status_code == 200
+        until(guarded.idle)
+
+
+def test_only_allowed_origins_may_read(guarded: Served, server: Served) -> None:
+    for origin, allowed in (("https://a.example", True), ("https://b.example", False)):
+        headers = {**bearer(), "Origin": origin}
+        answer = guarded.get("/v1/models", headers=headers)
+        assert ("access-control-allow-origin" in answer.headers) == allowed
+        preflight = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+        answer = httpx.options(f"{guarded.url}/v1/completions", headers=preflight)
+        assert (answer.status_code == 200) == allowed
+    plain = server.get("/v1/models", headers={"Origin": "https://a.example"})
+    assert "access-control-allow-origin" not in plain.headers
+
+
+def test_the_end_lets_open_requests_finish_and_the_log_has_no_secrets(guarded: Served) -> None:
+    """Last of this file: it ends the server."""
+    texts: list[str] = []
+
+    def read() -> None:
+        chunks = guarded.client(KEYS[0]).completions.create(model="builtin", stream=True, prompt=SECRET,
+                                                            max_tokens=400, extra_body={"ignore_eos": True})  # fmt: skip
+        texts.extend(chunk.choices[0].finish_reason or "" for chunk in chunks)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    until(lambda: guarded.metric("num_requests_running") > 0)
+    guarded.process.send_signal(signal.SIGTERM)
+    with pytest.raises((httpx.HTTPError, AssertionError)):
+        for _ in range(1000):
+            assert guarded.get("/health").status_code == 200
+            time.sleep(0.01)
+    reader.join(60)
+    assert texts[-1] == "length" and guarded.process.wait(60) == 0
+    assert not any(word in guarded.log for word in (SECRET, *KEYS)) and "Traceback" not in guarded.log
+    assert "output" in guarded.log and "KV cache" in guarded.log  # the line about throughput
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+def test_tls(tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost",
+                    "-keyout", key, "-out", certificate, "-days", "2"], check=True, capture_output=True)  # fmt: skip
+    trust = ssl.create_default_context(cafile=str(certificate))
+    trust.check_hostname = False
+    files = ["--ssl-keyfile", str(key), "--ssl-certfile", str(certificate)]
+    with served("builtin", *files) as running:
+        assert running.url.startswith("https://")
+        assert httpx.get(f"{running.url}/health", verify=trust).status_code == 200

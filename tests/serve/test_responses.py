@@ -1,0 +1,103 @@
+"""/v1/responses over a socket, with OpenAI's client."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from openai import OpenAI
+from served import Served
+
+from outrider import LLM, SamplingParams
+from outrider.serve.items import messages_of
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": [3, 4]}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+ARGUMENTS = ('{"a": 3}', '{"a": 4}', '{"a":3}', '{"a":4}')
+TOOL: Any = {"type": "function", "name": "add", "parameters": SCHEMA, "strict": True}
+
+
+@pytest.fixture(scope="module")
+def client(server: Served) -> OpenAI:
+    return server.client()
+
+
+def test_a_response_is_the_offline_reply(client: OpenAI, llm: LLM) -> None:
+    messages = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "What is 3 + 4?"}]
+    expected = llm.chat(messages, SamplingParams(temperature=0, max_tokens=None))[0]
+    given: Any = {"model": "builtin", "instructions": "Be short.", "temperature": 0}
+    inputs: Any = ["What is 3 + 4?", [{"role": "user", "content": [TEXT]}], messages[1:]]
+    for question in inputs:
+        got = client.responses.create(input=question, **given)
+        assert got.output_text == expected.outputs[0].text and got.status == "completed"
+        assert got.usage is not None and got.usage.input_tokens == len(expected.prompt_token_ids)
+    cut = client.responses.create(input="What is 3 + 4?", max_output_tokens=2, **given)
+    assert cut.status == "incomplete" and cut.incomplete_details is not None
+    assert cut.incomplete_details.reason == "max_output_tokens"
+
+
+TEXT = {"type": "input_text", "text": "What is 3 + 4?"}
+
+
+def test_events_tell_the_same_response(client: OpenAI) -> None:
+    given: Any = {"model": "builtin", "input": "What is 3 + 4?", "temperature": 0}
+    whole = client.responses.create(**given)
+    events = list(client.responses.create(**given, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type.removeprefix("response.") for event in events]
+    assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
+    assert kinds[-4:] == ["output_text.done", "content_part.done", "output_item.done", "completed"]
+    assert set(kinds[4:-4]) == {"output_text.delta"}
+    deltas = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    last: Any = events[-1]
+    assert deltas == whole.output_text == last.response.output_text
+
+
+def test_a_named_function_is_called(client: OpenAI) -> None:
+    given: Any = {"model": "builtin", "input": "Add 3 and 4.", "temperature": 0, "tools": [TOOL],
+                  "tool_choice": {"type": "function", "name": "add"}}  # fmt: skip
+    (call,) = client.responses.create(**given).output
+    assert call.type == "function_call" and (call.name, call.arguments in ARGUMENTS) == ("add", True)
+    kinds = [event.type.removeprefix("response.") for event in client.responses.create(**given, stream=True)]
+    assert kinds[2:] == [
+        "output_item.added", "function_call_arguments.delta", "function_call_arguments.done",
+        "output_item.done", "completed",
+    ]  # fmt: skip
+
+
+def test_calls_and_their_outputs_are_messages() -> None:
+    call = {"type": "function_call", "call_id": "1", "name": "add", "arguments": '{"a": 1}'}
+    items = [{"role": "user", "content": "Add."}, call, {**call, "call_id": "2"},
+             {"type": "function_call_output", "call_id": "1", "output": "7"}]  # fmt: skip
+    user, assistant, tool = messages_of(items, None)
+    assert user == {"role": "user", "content": "Add."}
+    assert [made["id"] for made in assistant["tool_calls"]] == ["1", "2"]
+    assert tool == {"role": "tool", "tool_call_id": "1", "content": "7"}
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ({"input": []}, "input"),
+        ({"input": "a", "previous_response_id": "x"}, "not stored"),
+        ({"input": "a", "background": True}, "background"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input item 0"),
+        ({"input": [{"type": "function_call"}]}, "input item 0"),
+        ({"input": "a", "tools": [{"type": "web_search"}]}, "web_search"),
+        ({"input": "a", "text": {"format": {"type": "xml"}}}, "text.format"),
+        ({"input": "a", "text": {"format": {"type": "json_schema"}}}, "text.format"),
+        (
+            {"input": "a", "text": {"format": {"type": "json_schema", "name": "a", "schema": 5}}},
+            "text.format",
+        ),
+        ({"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
+    ],
+)
+def test_wrong_values_are_named(body: Any, text: str, server: Served) -> None:
+    answer = server.post("/v1/responses", body)
+    assert answer.status_code == 400 and text in answer.json()["error"]["message"]
