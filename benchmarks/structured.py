@@ -2,8 +2,8 @@
 
     python benchmarks/structured.py [--model builtin] [--draft builtin-draft] [--rounds 3] [--json OUT]
 
-One request at a time, greedy, a few schemas of benchmarks/schemas.jsonl, in rounds that take all ways in turn; the
-median round counts.  `--model DIR/target --draft DIR/draft` measures the pair of grow.py.
+One request at a time, greedy, a few schemas of benchmarks/schemas.jsonl, in rounds that take all ways in
+turn; the median round counts.  `--model DIR/target --draft DIR/draft` measures the pair of grow.py.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def ways(draft: str) -> dict[str, tuple[bool, dict[str, Any] | None]]:
     """Label -> whether output is constrained, and the speculative_config."""
     model = {"method": "draft_model", "model": draft, "num_speculative_tokens": 4}
     return {
-        "unconstrained": (False, None), "constrained": (True, None), "+ forced text": (True, {"method": "grammar"}),
+        "unconstrained": (False, None),
+        "constrained": (True, None),
+        "+ forced text": (True, {"method": "grammar"}),
         "+ n-gram": (True, {"method": "ngram"}), "+ draft model": (True, model),
     }  # fmt: skip
 
@@ -78,7 +80,8 @@ class Measured:
 
     def figures(self) -> dict[str, Any]:
         return {
-            "tokens/s": round(statistics.median(self.rates), 1), "rounds": [round(rate, 1) for rate in self.rates],
+            "tokens/s": round(statistics.median(self.rates), 1),
+            "rounds": [round(rate, 1) for rate in self.rates],
             "tokens": self.tokens, "tokens a step": round(self.tokens / self.steps, 2),
             "stopped": self.stopped, "valid": self.valid,
         }  # fmt: skip

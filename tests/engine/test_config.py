@@ -122,7 +122,10 @@ def test_keys_of_another_method_are_refused() -> None:
             {"method": "ngram", "num_speculative_tokens_per_batch_size": [[3, 9, 1], [1, 3, 5]]},
             "overlap, got [1, 3, 5] and [3, 9, 1]",
         ),
-        ({"method": "ngram", "prompt_lookup_max": 0}, "prompt_lookup_max must be at least 1, got 0"),
+        (
+            {"method": "ngram", "prompt_lookup_max": 0},
+            "prompt_lookup_max must be a whole number of at least 1, got 0",
+        ),
         (
             {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 4},
             "prompt_lookup_min must be in 1 … prompt_lookup_max (3)",
