@@ -73,10 +73,16 @@ class Sorted:
 
 @settings(max_examples=300, deadline=None)
 @given(
-    k=st.integers(1, 12), wide=st.integers(1, 12), levels=st.integers(1, 6), nodes=st.integers(1, 90),
+    k=st.integers(1, 12),
+    wide=st.integers(1, 12),
+    levels=st.integers(1, 6),
+    nodes=st.integers(1, 90),
     seed=st.integers(0, 1 << 30),
-    ties=st.booleans(), ranked=st.booleans(), listed=st.booleans(), missing=st.sampled_from([0.0, 0.3, 1.0]),
-)  # fmt: skip
+    ties=st.booleans(),
+    ranked=st.booleans(),
+    listed=st.booleans(),
+    missing=st.sampled_from([0.0, 0.3, 1.0]),
+)
 def test_the_likeliest_are_kept(
     k: int,
     wide: int,
@@ -126,10 +132,20 @@ def test_nothing_found_is_no_tree(which: int) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(
-    k=st.integers(1, 12), wide=st.integers(1, 12), levels=st.integers(1, 5), seed=st.integers(0, 1 << 30),
+    k=st.integers(1, 12),
+    wide=st.integers(1, 12),
+    levels=st.integers(1, 5),
+    seed=st.integers(0, 1 << 30),
     listed=st.booleans(),
-    distribution=st.sampled_from([DistributionParams(0.0), DistributionParams(0.7), DistributionParams(1.0, top_k=5), DistributionParams(0.8, top_p=0.6)]),
-)  # fmt: skip
+    distribution=st.sampled_from(
+        [
+            DistributionParams(0.0),
+            DistributionParams(0.7),
+            DistributionParams(1.0, top_k=5),
+            DistributionParams(0.8, top_p=0.6),
+        ]
+    ),
+)
 def test_growing_is_picking_and_widening(
     k: int, wide: int, levels: int, seed: int, listed: bool, distribution: DistributionParams
 ) -> None:

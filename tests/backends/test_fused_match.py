@@ -31,10 +31,21 @@ NEVER = float("-inf")
 @needs_c
 @settings(max_examples=200, deadline=None)
 @given(
-    distribution=st.sampled_from([DistributionParams(0.0), DistributionParams(0.8), DistributionParams(1.0, top_k=4), DistributionParams(0.7, top_p=0.6)]), seed=st.integers(0, MASK), index=st.integers(0, 3),
-    above=st.lists(st.integers(0, 100), max_size=14), probes=st.integers(0, 4), length=st.integers(1, 50),
+    distribution=st.sampled_from(
+        [
+            DistributionParams(0.0),
+            DistributionParams(0.8),
+            DistributionParams(1.0, top_k=4),
+            DistributionParams(0.7, top_p=0.6),
+        ]
+    ),
+    seed=st.integers(0, MASK),
+    index=st.integers(0, 3),
+    above=st.lists(st.integers(0, 100), max_size=14),
+    probes=st.integers(0, 4),
+    length=st.integers(1, 50),
     bad=st.booleans(),
-)  # fmt: skip
+)
 def test_following_a_tree_is_picking_node_by_node(
     distribution: DistributionParams,
     seed: int,

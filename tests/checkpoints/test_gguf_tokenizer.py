@@ -17,11 +17,19 @@ from outrider.engine.detokenizer import Detokenizer
 from outrider.testing import tiny_tokenizer
 
 TEXTS = [
-    "hello world", "  two  spaces\n\n\tand tabs ", "I'll say: it's 12345 o'clock, isn't IT?",
+    "hello world",
+    "  two  spaces\n\n\tand tabs ",
+    "I'll say: it's 12345 o'clock, isn't IT?",
     "naïve café — “quotes” … 🦙🦙 漢字 កាន់",
-    "x=3.14; y = x**2  # 100%", "<|bos|>in the middle<|end|>", "", " ", "\n", "a" * 30, "ÀÉ'S we'Ll",
+    "x=3.14; y = x**2  # 100%",
+    "<|bos|>in the middle<|end|>",
+    "",
+    " ",
+    "\n",
+    "a" * 30,
+    "ÀÉ'S we'Ll",
     "decomposed cafe\u0301",
-]  # fmt: skip
+]
 
 
 def file_of(path: Path, **fields: Any) -> GgufFile:
@@ -73,13 +81,15 @@ def fields_of(tokenizer: Any) -> dict[str, Any]:
     words = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
     merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
     return {
-        "model": "gpt2", "tokens": words,
+        "model": "gpt2",
+        "tokens": words,
         "token_type": [3 if word in tokenizer.all_special_tokens else 1 for word in words],
-        "merges": [" ".join(pair) for pair in merges], "bos_token_id": tokenizer.bos_token_id,
+        "merges": [" ".join(pair) for pair in merges],
+        "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "padding_token_id": tokenizer.pad_token_id,
         "chat_template": "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}",
-    }  # fmt: skip
+    }
 
 
 def split(*patterns: str) -> Any:

@@ -30,9 +30,23 @@ from outrider.testing import tiny_checkpoint
 
 DEEP = "<nested too deeply>"
 NASTY: list[Any] = [
-    -1, 0, 1e30, 10**12, 1.5, float("nan"), "x", "", None, [], {}, [1, "x"], True, 1 << 63, float("-inf"),
+    -1,
+    0,
+    1e30,
+    10**12,
+    1.5,
+    float("nan"),
+    "x",
+    "",
+    None,
+    [],
+    {},
+    [1, "x"],
+    True,
+    1 << 63,
+    float("-inf"),
     DEEP,
-]  # fmt: skip
+]
 PROMPT = {"prompt_token_ids": [5, 6, 7, 8, 9]}
 GREEDY = SamplingParams(temperature=0, max_tokens=3, min_tokens=2)
 SECONDS = 1.0  # of processor time, for one load
@@ -88,16 +102,34 @@ def try_all(
 
 # ---- every key of every kind of file
 
-LLAMA = {"sliding_window": 64, "layer_types": ["sliding_attention"] * 2, "rope_parameters": {
-    "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}}  # fmt: skip
+LLAMA = {
+    "sliding_window": 64,
+    "layer_types": ["sliding_attention"] * 2,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 1e4,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+}
 TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"rope_parameters": LLAMA["rope_parameters"]}),
     "mistral": ("Mistral", {"sliding_window": 64}),
-    "qwen3": ("Qwen3", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 128}}),
+    "qwen3": (
+        "Qwen3",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 2.0,
+                "original_max_position_embeddings": 128,
+            }
+        },
+    ),
     "fallback": ("Gemma", {}),
-}  # fmt: skip
+}
 
 
 def answer(folder: Path) -> None:
@@ -161,14 +193,33 @@ def test_every_key_of_an_adapter(tiny: Path, tmp_path: Path) -> None:
 
 QUANTIZED: dict[str, dict[str, Any]] = {
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
-    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False, "dynamic": {}, "checkpoint_format": "gptq"},
-    "compressed-tensors": {
-        "quant_method": "compressed-tensors", "format": "pack-quantized", "transform_config": {},
-        "config_groups": {"g": {"input_activations": None, "weights": {
-            "num_bits": 4, "group_size": 32, "strategy": "group", "symmetric": True, "type": "int",
-        }}},
+    "gptq": {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 32,
+        "sym": True,
+        "desc_act": False,
+        "dynamic": {},
+        "checkpoint_format": "gptq",
     },
-}  # fmt: skip
+    "compressed-tensors": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "transform_config": {},
+        "config_groups": {
+            "g": {
+                "input_activations": None,
+                "weights": {
+                    "num_bits": 4,
+                    "group_size": 32,
+                    "strategy": "group",
+                    "symmetric": True,
+                    "type": "int",
+                },
+            }
+        },
+    },
+}
 
 
 @pytest.mark.parametrize("method", QUANTIZED)
@@ -223,24 +274,39 @@ FIELDS: dict[str, tuple[int, bytes]] = {
     "tokenizer.ggml.eos_token_id": (4, struct.pack("<I", 1)),
 }
 TENSORS = {
-    "token_embd.weight": (32, 48), "output_norm.weight": (32,), "blk.0.attn_norm.weight": (32,),
+    "token_embd.weight": (32, 48),
+    "output_norm.weight": (32,),
+    "blk.0.attn_norm.weight": (32,),
     "blk.0.ffn_norm.weight": (32,),
-    "blk.0.attn_q.weight": (32, 32), "blk.0.attn_k.weight": (32, 16), "blk.0.attn_v.weight": (32, 16),
-    "blk.0.attn_output.weight": (32, 32), "blk.0.ffn_gate.weight": (32, 32), "blk.0.ffn_up.weight": (32, 32),
+    "blk.0.attn_q.weight": (32, 32),
+    "blk.0.attn_k.weight": (32, 16),
+    "blk.0.attn_v.weight": (32, 16),
+    "blk.0.attn_output.weight": (32, 32),
+    "blk.0.ffn_gate.weight": (32, 32),
+    "blk.0.ffn_up.weight": (32, 32),
     "blk.0.ffn_down.weight": (32, 32),
-}  # fmt: skip
+}
 VALUES: list[tuple[int, bytes]] = [
-    (5, struct.pack("<i", -1)), (4, struct.pack("<I", 0)), (12, struct.pack("<d", 1e30)),
+    (5, struct.pack("<i", -1)),
+    (4, struct.pack("<I", 0)),
+    (12, struct.pack("<d", 1e30)),
     (10, struct.pack("<Q", 10**12)),
-    (6, struct.pack("<f", 1.5)), (6, struct.pack("<f", float("nan"))), (8, struct.pack("<Q", 1) + b"x"),
+    (6, struct.pack("<f", 1.5)),
+    (6, struct.pack("<f", float("nan"))),
+    (8, struct.pack("<Q", 1) + b"x"),
     (8, struct.pack("<Q", 0)),
-    (9, struct.pack("<IQ", 4, 0)), (9, strings("x", "y")), (7, b"\1"), (10, struct.pack("<Q", 1 << 63)),
+    (9, struct.pack("<IQ", 4, 0)),
+    (9, strings("x", "y")),
+    (7, b"\1"),
+    (10, struct.pack("<Q", 1 << 63)),
     (10, struct.pack("<Q", 1 << 40)),
     (9, struct.pack("<IQ", 9, 1) * 5000 + struct.pack("<IQ", 4, 0)),
     (9, struct.pack("<IQ", 9, 2) * 2 + strings("x") * 4),
-    (9, struct.pack("<IQ", 8, 1 << 62)), (9, struct.pack("<IQ", 4, 1 << 62)),
-    (8, struct.pack("<Q", (1 << 64) - 1)), (99, b""),
-]  # fmt: skip
+    (9, struct.pack("<IQ", 8, 1 << 62)),
+    (9, struct.pack("<IQ", 4, 1 << 62)),
+    (8, struct.pack("<Q", (1 << 64) - 1)),
+    (99, b""),
+]
 
 
 def gguf_bytes(

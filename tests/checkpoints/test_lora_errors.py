@@ -46,36 +46,63 @@ def tensor(name: str, *shape: int) -> Callable[[Path], None]:
 
 
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no config": (lambda f: (f / "adapter_config.json").unlink(), "has no adapter_config.json: it is not a PEFT adapter"),
+    "no config": (
+        lambda f: (f / "adapter_config.json").unlink(),
+        "has no adapter_config.json: it is not a PEFT adapter",
+    ),
     "bad config": (lambda f: (f / "adapter_config.json").write_text("{"), "adapter_config.json is corrupt"),
-    "no weights": (lambda f: (f / "adapter_model.safetensors").unlink(), "has no weights: expected adapter_model.safetensors"),
+    "no weights": (
+        lambda f: (f / "adapter_model.safetensors").unlink(),
+        "has no weights: expected adapter_model.safetensors",
+    ),
     "cut weights": (lambda f: (f / "adapter_model.safetensors").write_bytes(b"123"), "corrupt or truncated"),
     "another method": (setting(peft_type="IA3"), "peft_type is 'IA3'; only LORA"),
     "dora": (setting(use_dora=True), "use_dora = True is not supported: DoRA scales"),
-    "modules_to_save": (setting(modules_to_save=["lm_head"]), r"modules_to_save = \['lm_head'\] is not supported: it replaces"),
+    "modules_to_save": (
+        setting(modules_to_save=["lm_head"]),
+        r"modules_to_save = \['lm_head'\] is not supported: it replaces",
+    ),
     "bias": (setting(bias="all"), "bias = 'all' is not supported"),
     "lora_bias": (setting(lora_bias=True), "lora_bias = True is not supported"),
-    "pissa": (setting(init_lora_weights="pissa_niter_4"), "init_lora_weights = 'pissa_niter_4'.*path_initial_model"),
+    "pissa": (
+        setting(init_lora_weights="pissa_niter_4"),
+        "init_lora_weights = 'pissa_niter_4'.*path_initial_model",
+    ),
     "activated": (setting(alora_invocation_tokens=[5]), "alora_invocation_tokens"),
     "rank": (setting(r=9), "down_proj has rank 9, max_lora_rank is 8: raise max_lora_rank"),
     "rank type": (setting(r="4"), "rank of model.layers.0.* got '4'"),
     "alpha type": (setting(lora_alpha=None), "lora_alpha of model.layers.0.* got None"),
     "pattern": (setting(rank_pattern={"(": 2}), "rank_pattern cannot be read"),
     "other rank": (setting(r=3), r"has shape \(4, 96\), rank 3 and this model ask for \(3, 96\)"),
-    "other base": (tensor(Q, 4, 48), r"shape \(4, 48\), .* for \(4, 64\): was the adapter made for another base model\?.*'made/up'"),
+    "other base": (
+        tensor(Q, 4, 48),
+        r"shape \(4, 48\), .* for \(4, 64\): was the adapter made for another base model\?.*'made/up'",
+    ),
     "deeper base": (
-        lambda f: (tensor(Q.replace("0", "7"), 4, 64)(f), tensor(Q.replace("0", "7").replace("_A", "_B"), 64, 4)(f)),
+        lambda f: (
+            tensor(Q.replace("0", "7"), 4, 64)(f),
+            tensor(Q.replace("0", "7").replace("_A", "_B"), 64, 4)(f),
+        ),
         "layers.7.self_attn.q_proj is layer 7 of a model that has 2: the adapter was made for 'made/up', which is not this model",
     ),
-    "half": (lambda f: tensors(f, lambda held: held.pop(Q)), "layers.0.self_attn.q_proj has only one of lora_A and lora_B"),
-    "lm_head": (tensor("base_model.model.lm_head.lora_A.weight", 4, 64), "lm_head.lora_A.weight is not supported: only the q, k"),
-    "embedding": (tensor("base_model.model.model.embed_tokens.lora_embedding_A", 4, 300), "lora_embedding_A is not supported"),
+    "half": (
+        lambda f: tensors(f, lambda held: held.pop(Q)),
+        "layers.0.self_attn.q_proj has only one of lora_A and lora_B",
+    ),
+    "lm_head": (
+        tensor("base_model.model.lm_head.lora_A.weight", 4, 64),
+        "lm_head.lora_A.weight is not supported: only the q, k",
+    ),
+    "embedding": (
+        tensor("base_model.model.model.embed_tokens.lora_embedding_A", 4, 300),
+        "lora_embedding_A is not supported",
+    ),
     "expert": (tensor(Q.replace("q_proj", "w1_proj"), 4, 64), "w1_proj.lora_A.weight is not supported"),
     "integers": (
         lambda f: tensors(f, lambda held: held.update({Q: torch.ones(4, 64, dtype=torch.int32)})),
         "only floating-point weights",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", BROKEN)

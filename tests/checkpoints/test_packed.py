@@ -174,7 +174,9 @@ COMPRESSED = {
     "ignore": ["lm_head"],
     "config_groups": groups_of(4, 32),
 }
-FORMATS: dict[str, tuple[Pack, dict[str, Any], int | None]] = {  # the last: bits that must be kept, None for expanded layers
+FORMATS: dict[
+    str, tuple[Pack, dict[str, Any], int | None]
+] = {  # the last: bits that must be kept, None for expanded layers
     "awq": (awq(32), AWQ, 4),
     "awq-whole-rows": (awq(-1), AWQ | {"group_size": -1}, 4),
     "awq-symmetric": (awq(32, zero_point=False), AWQ | {"zero_point": False}, 4),
@@ -187,9 +189,17 @@ FORMATS: dict[str, tuple[Pack, dict[str, Any], int | None]] = {  # the last: bit
     "gptq-act-order": (gptq(4, 32, sym=False, act_order=True), GPTQ | {"sym": False, "desc_act": True}, None),
     "compressed": (compressed(4, 32), COMPRESSED, 4),
     "compressed-8-channel": (compressed(8, -1), COMPRESSED | {"config_groups": groups_of(8, -1)}, 8),
-    "compressed-asymmetric": (compressed(4, 32, symmetric=False), COMPRESSED | {"config_groups": groups_of(4, 32, symmetric=False)}, 4),
-    "compressed-act-order": (compressed(4, 32, act_order=True), COMPRESSED | {"config_groups": groups_of(4, 32, actorder="group")}, None),
-}  # fmt: skip
+    "compressed-asymmetric": (
+        compressed(4, 32, symmetric=False),
+        COMPRESSED | {"config_groups": groups_of(4, 32, symmetric=False)},
+        4,
+    ),
+    "compressed-act-order": (
+        compressed(4, 32, act_order=True),
+        COMPRESSED | {"config_groups": groups_of(4, 32, actorder="group")},
+        None,
+    ),
+}
 
 
 @pytest.fixture(scope="module")

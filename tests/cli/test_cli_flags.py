@@ -120,9 +120,11 @@ def test_the_device_of_the_draft(run: Run, name: str) -> None:
 
 
 SPELLINGS = {
-    name: value for name, value in vars(flags).items()
-    if name in ("MODEL", "MODEL_DRAFT", "LEVELS", "MAX_TOKENS", "TEMPERATURE", "SEED", "OUT", "PROMPTS", "RAW")
-}  # fmt: skip
+    name: value
+    for name, value in vars(flags).items()
+    if name
+    in ("MODEL", "MODEL_DRAFT", "LEVELS", "MAX_TOKENS", "TEMPERATURE", "SEED", "OUT", "PROMPTS", "RAW")
+}
 
 
 @pytest.mark.parametrize("command", COMMANDS)

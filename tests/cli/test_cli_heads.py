@@ -32,10 +32,18 @@ def test_card_of_a_head_reads_only_headers(run: Run, tmp_path: Path, monkeypatch
     (line,) = run("models", folder, "--json").out.splitlines()
     weights = sum(p.numel() for p in net.parameters())
     assert json.loads(line) == {
-        "name": folder, "method": "redrafter", "layout": "reference", "inside": False, "levels": None,
-        "hidden": H, "vocabulary": V,
-        "parameters": weights, "stored_as": {"bfloat16": weights}, "bytes": 2 * weights, "refused": None,
-    }  # fmt: skip
+        "name": folder,
+        "method": "redrafter",
+        "layout": "reference",
+        "inside": False,
+        "levels": None,
+        "hidden": H,
+        "vocabulary": V,
+        "parameters": weights,
+        "stored_as": {"bfloat16": weights},
+        "bytes": 2 * weights,
+        "refused": None,
+    }
     sheet = run("models", folder, "builtin")
     assert sheet.status == 0
     for words in (
@@ -88,9 +96,14 @@ def mlp(prefix: str, count: int) -> Shapes:
 
 
 def eagle3(layer: str) -> Shapes:
-    return {"fc.weight": (H, 3 * H), f"{layer}.hidden_norm.weight": (H,), f"{layer}.self_attn.q_proj.weight": (H, 2 * H)} | {
-        "lm_head.weight": (128, H), "d2t": (128,),
-    }  # fmt: skip
+    return {
+        "fc.weight": (H, 3 * H),
+        f"{layer}.hidden_norm.weight": (H,),
+        f"{layer}.self_attn.q_proj.weight": (H, 2 * H),
+    } | {
+        "lm_head.weight": (128, H),
+        "d2t": (128,),
+    }
 
 
 def eagle(prefix: str = "") -> Shapes:
@@ -103,9 +116,23 @@ def eagle(prefix: str = "") -> Shapes:
 
 KNOWN: dict[str, tuple[Shapes, dict[str, Any], str, int | None, int, int | None]] = {
     "medusa": (medusa(""), {"medusa_num_heads": 2}, "reference", 3, H, V),
-    "medusa, blocks only": ({"0.0.linear.weight": (H, H), "1.0.linear.weight": (H, H)}, {}, "reference", 2, H, None),
+    "medusa, blocks only": (
+        {"0.0.linear.weight": (H, H), "1.0.linear.weight": (H, H)},
+        {},
+        "reference",
+        2,
+        H,
+        None,
+    ),
     "medusa, vLLM": (vllm_medusa(), {}, "vLLM", 5, H, 128),
-    "medusa, vLLM, prefixed": ({f"medusa_heads.{n}": s for n, s in vllm_medusa().items()}, {}, "vLLM", 5, H, 128),
+    "medusa, vLLM, prefixed": (
+        {f"medusa_heads.{n}": s for n, s in vllm_medusa().items()},
+        {},
+        "vLLM",
+        5,
+        H,
+        128,
+    ),
     "hydra": (hydra(), {"hydra_num_heads": 4}, "reference", 4, H, V),
     "mlp": (mlp("speculator.", 4), {"n_predict": 4}, "IBM", 4, H, V),
     "mlp, tied": (mlp("", 1), {"n_predict": 5}, "IBM", 5, H, V),
@@ -113,26 +140,47 @@ KNOWN: dict[str, tuple[Shapes, dict[str, Any], str, int | None, int, int | None]
     "eagle-3, vLLM": (eagle3("layers.0"), {}, "speculators, vLLM", None, H, 128),
     "eagle-3, one tap": (
         {**eagle3("midlayer"), "fc.weight": (H, H)},
-        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [7]}}, "reference", None, H, 128,
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [7]}},
+        "reference",
+        None,
+        H,
+        128,
     ),
     "eagle": (eagle(), {}, "reference", None, H, V),
     "eagle, vLLM": (eagle("model."), {}, "vLLM", None, H, V),
-    "speculators": ({"fusion_fc.weight": (H, 2 * H)}, {"transformer_layer_config": {"vocab_size": V}}, "speculators", None, H, V),
+    "speculators": (
+        {"fusion_fc.weight": (H, 2 * H)},
+        {"transformer_layer_config": {"vocab_size": V}},
+        "speculators",
+        None,
+        H,
+        V,
+    ),
     "dflash, DSpark": (
         {"hidden_norm.weight": (H,), "fc.weight": (H, 2 * H), "markov_head.markov_w1.weight": (V, 8)},
         {"block_size": 7, "dflash_config": {"projector_type": "dspark", "target_layer_ids": [1, 2]}},
-        "z-lab, SpecForge", 7, H, None,
+        "z-lab, SpecForge",
+        7,
+        H,
+        None,
     ),
     "dflash": (
         {"hidden_norm.weight": (H,), "fc.weight": (H, 5 * H)},
         {"block_size": 8, "dflash_config": {"target_layer_ids": [1, 2, 3, 4, 5]}},
-        "z-lab, SpecForge", 7, H, None,
+        "z-lab, SpecForge",
+        7,
+        H,
+        None,
     ),
     "redrafter, plural": (
-        {"lm_heads.0.linear.weight": (96, 96), "lm_heads.1.weight": (V, 96)}, {"hidden_size": H}, "reference",
-        None, H, V,
+        {"lm_heads.0.linear.weight": (96, 96), "lm_heads.1.weight": (V, 96)},
+        {"hidden_size": H},
+        "reference",
+        None,
+        H,
+        V,
     ),
-}  # fmt: skip
+}
 
 
 METHODS = {"mlp": "mlp_speculator", "eagle-3": "eagle3", "speculators": "eagle"}
@@ -178,23 +226,50 @@ def test_head_inside_its_target_gets_a_second_card(
 
 
 REFUSED: dict[str, tuple[str, Shapes, dict[str, Any], str]] = {
-    "P-EAGLE": ("eagle3", {**eagle3("midlayer"), "midlayer.self_attn.o_proj.weight": (H, H), "mask_hidden": (1, H)}, {}, "P-EAGLE"),
+    "P-EAGLE": (
+        "eagle3",
+        {**eagle3("midlayer"), "midlayer.self_attn.o_proj.weight": (H, H), "mask_hidden": (1, H)},
+        {},
+        "P-EAGLE",
+    ),
     "Hydra, cross-attn": ("hydra", hydra(), {"hydra_head_arch": "cross-attn"}, "'cross-attn'"),
     "DSpark, gated": (
         "dflash",
-        {"hidden_norm.weight": (H,), "fc.weight": (H, 2 * H), "layers.0.self_attn.q_norm.weight": (16,), "markov_head.gate.weight": (4, 4)},
-        {}, "DSpark with a gated",
+        {
+            "hidden_norm.weight": (H,),
+            "fc.weight": (H, 2 * H),
+            "layers.0.self_attn.q_norm.weight": (16,),
+            "markov_head.gate.weight": (4, 4),
+        },
+        {},
+        "DSpark with a gated",
     ),
     "experts": (
         "mtp",
         {"model.layers.4.eh_proj.weight": (H, 2 * H), "model.layers.4.mlp.experts.0.up_proj.weight": (H, H)},
-        {}, "of experts",
+        {},
+        "of experts",
     ),
-    "EAGLE with experts": ("eagle", {**eagle(), "layers.0.mlp.experts.0.up_proj.weight": (H, H)}, {}, "another kind of head"),
-    "Medusa without a block": ("medusa", {"0.0.linear.weight": (H, H), "1.1.linear.weight": (H, H)}, {}, "has no tensor"),
-    "MLP of speculators": ("mlp_speculator", {"a.weight": (2, 2)}, {"speculators_model_type": "mlp"}, "of the type 'mlp' of speculators"),
+    "EAGLE with experts": (
+        "eagle",
+        {**eagle(), "layers.0.mlp.experts.0.up_proj.weight": (H, H)},
+        {},
+        "another kind of head",
+    ),
+    "Medusa without a block": (
+        "medusa",
+        {"0.0.linear.weight": (H, H), "1.1.linear.weight": (H, H)},
+        {},
+        "has no tensor",
+    ),
+    "MLP of speculators": (
+        "mlp_speculator",
+        {"a.weight": (2, 2)},
+        {"speculators_model_type": "mlp"},
+        "of the type 'mlp' of speculators",
+    ),
     "quantised": ("redrafter", {"rnn_u.weight": (H, H), "rnn_u.weight_scale": (1,)}, {}, "is quantised"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -27,8 +27,10 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
 
 @pytest.mark.parametrize("dash", ["-", "_"])
 def test_the_options_of_vllms_page_are_read(dash: str, run: Run, started: list[Started]) -> None:
-    line = ("--host 0.0.0.0 --port 8001 --model builtin --seed 42 -tp 1 --gpu_memory_utilization 0.8 --api-key a "
-            "--api-key b --no-enable-prefix-caching --max-model-len 64").replace("_", dash)  # fmt: skip
+    line = (
+        "--host 0.0.0.0 --port 8001 --model builtin --seed 42 -tp 1 --gpu_memory_utilization 0.8 --api-key a "
+        "--api-key b --no-enable-prefix-caching --max-model-len 64"
+    ).replace("_", dash)
     config = '{"model": "builtin-draft", "num_speculative_tokens": 5}'
     result = run("serve", *line.split(), f"--speculative{dash}config", config)
     assert result.status == 0, result.err

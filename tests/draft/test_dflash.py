@@ -69,16 +69,22 @@ def cases() -> dict[str, Case]:
         "speculators": Case(speculators(), {**w, "verifier_norm.weight": torch.ones(HIDDEN)}),
         "speculators, offsets": Case(speculators(draft_vocab_size=len(IDS)), part(w, True, True)),
         "speculators, ids": Case(speculators(), part(w, False, False), "pytorch_model.bin"),
-        "speculators, window": Case(speculators(both, sliding_window_non_causal=False), w, windows=(5, 5), causal=(True, True)),
-        "speculators, window both ways": Case(speculators(sliding, sliding_window_non_causal=True), w, windows=(5, 0)),
+        "speculators, window": Case(
+            speculators(both, sliding_window_non_causal=False), w, windows=(5, 5), causal=(True, True)
+        ),
+        "speculators, window both ways": Case(
+            speculators(sliding, sliding_window_non_causal=True), w, windows=(5, 0)
+        ),
         "speculators, from the anchor": Case(speculators(sample_from_anchor=True), w),
         "z-lab": Case(zlab(), w, "pytorch_model.bin"),
         "z-lab, as vLLM has it": Case(zlab(), {f"model.{name}": tensor for name, tensor in w.items()}),
         "z-lab, window": Case(zlab(**sliding), w, windows=(5, 0), causal=(True, False)),
         "z-lab, one way": Case(zlab({"causal": True}), w, causal=(True, True)),
-        "z-lab, MiMo's window": Case(zlab({"causal": False, "use_swa": True, "swa_window_size": 4}), w, windows=(4, 4)),
+        "z-lab, MiMo's window": Case(
+            zlab({"causal": False, "use_swa": True, "swa_window_size": 4}), w, windows=(4, 4)
+        ),
         "its own ends, biases": Case(zlab(attention_bias=True), {**tensors(bias=True), **own}),
-    }  # fmt: skip
+    }
 
 
 # ---- the naive block

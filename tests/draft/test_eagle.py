@@ -27,12 +27,19 @@ from outrider.heads.templates import EAGLE, paths
 
 HEADS, KV, D, INNER, EPS = 4, 2, 24, 96, 1e-5  # head_dim is not hidden / heads
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN,
-    "num_hidden_layers": 36, "vocab_size": V,
-    "num_attention_heads": HEADS, "num_key_value_heads": KV, "head_dim": D, "intermediate_size": INNER,
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": 36,
+    "vocab_size": V,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV,
+    "head_dim": D,
+    "intermediate_size": INNER,
     "rms_norm_eps": EPS,
-    "rope_theta": 500000.0, "bias": False,
-}  # fmt: skip
+    "rope_theta": 500000.0,
+    "bias": False,
+}
 
 
 @pytest.fixture(scope="module")
@@ -146,15 +153,22 @@ def layouts(w: dict[str, Tensor]) -> dict[str, tuple[dict[str, Any], dict[str, T
         "reference safetensors": (CONFIG, w, "model.safetensors"),
         "vllm converted": (
             {"model_type": "eagle", "model": CONFIG, "eagle_fc_bias": False},
-            {**{name if name.startswith("fc") else f"model.{name}": tensor for name, tensor in w.items()}, **head}, "model.safetensors",
+            {
+                **{name if name.startswith("fc") else f"model.{name}": tensor for name, tensor in w.items()},
+                **head,
+            },
+            "model.safetensors",
         ),
         "vllm prefixed twice": (
             {"model_type": "eagle", "model": CONFIG},
-            {**{f"model.model.{name}": tensor for name, tensor in bare.items()}, "model.lm_head.weight": head["lm_head.weight"]},
+            {
+                **{f"model.model.{name}": tensor for name, tensor in bare.items()},
+                "model.lm_head.weight": head["lm_head.weight"],
+            },
             "pytorch_model.bin",
         ),
         "speculators 0.1": (v01, fused, "model.safetensors"),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("fc_bias", [False, True])

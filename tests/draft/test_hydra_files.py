@@ -122,9 +122,16 @@ def test_other_archs_are_refused_by_name(toy: LLM, tmp_path: Path, arch: str) ->
 
 @pytest.mark.parametrize(
     "name",
-    ["hydra_mlp.2.1.res_connection.bias", "hydra_mlp.0.1.linear.weight", "hydra_lm_head.1.1.weight", "hydra_lm_head.3.1.bias",
-     f"{AT}.norm.weight", f"{AT}.layers.0.input_layernorm.weight", f"{AT}.layers.0.self_attn.q_proj.weight"],
-)  # fmt: skip
+    [
+        "hydra_mlp.2.1.res_connection.bias",
+        "hydra_mlp.0.1.linear.weight",
+        "hydra_lm_head.1.1.weight",
+        "hydra_lm_head.3.1.bias",
+        f"{AT}.norm.weight",
+        f"{AT}.layers.0.input_layernorm.weight",
+        f"{AT}.layers.0.self_attn.q_proj.weight",
+    ],
+)
 def test_a_missing_tensor_is_named(toy: LLM, tmp_path: Path, name: str) -> None:
     w = tensors()
     del w[name]

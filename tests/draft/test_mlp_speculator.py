@@ -127,11 +127,16 @@ def ibm(tied: bool = False, **config: Any) -> Case:
             tensors["proj.1.weight"] if tied and i > 1 else matrix(INNER, INNER if i else HIDDEN)
         )
     settings = {
-        "architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": "mlp_speculator", "vocab_size": V,
+        "architectures": ["MLPSpeculatorPreTrainedModel"],
+        "model_type": "mlp_speculator",
+        "vocab_size": V,
         "emb_dim": HIDDEN,
-        "inner_dim": INNER, "n_predict": STEPS, "top_k_tokens_per_head": list(TOP_K), "n_candidates": KEPT,
+        "inner_dim": INNER,
+        "n_predict": STEPS,
+        "top_k_tokens_per_head": list(TOP_K),
+        "n_candidates": KEPT,
         **config,
-    }  # fmt: skip
+    }
     if tied:
         settings.setdefault("tie_weights", True)
     return Case(settings, tensors, {f"speculator.{name}": tensor for name, tensor in tensors.items()})
@@ -148,11 +153,17 @@ def once(case: Case) -> Case:
 def arctic(case: Case, **config: Any) -> Case:
     sizes = {name: str(INNER) for name in ("inner_dim", "emb_dim", "proj_dim")}
     settings = {
-        "architectures": ["ArcticLSTMSpeculatorPreTrainedModel"], "model_type": "mlp_speculator",
+        "architectures": ["ArcticLSTMSpeculatorPreTrainedModel"],
+        "model_type": "mlp_speculator",
         "vocab_size": V,
-        "input_hidden_dim": HIDDEN, "n_predict": STEPS,
-        "top_k_tokens_per_head": [1] * STEPS, "n_candidates": STEPS, "scale_input": True, **sizes, **config,
-    }  # fmt: skip
+        "input_hidden_dim": HIDDEN,
+        "n_predict": STEPS,
+        "top_k_tokens_per_head": [1] * STEPS,
+        "n_candidates": STEPS,
+        "scale_input": True,
+        **sizes,
+        **config,
+    }
     return replace(case, config=settings, stored=case.stored or case.tensors, file="pytorch_model.bin")
 
 
@@ -202,19 +213,29 @@ def joined(case: Case) -> Case:
 
 
 CASES = {
-    "ibm": ibm(), "ibm, scaled": ibm(scale_input=True, tie_weights=False),
+    "ibm": ibm(),
+    "ibm, scaled": ibm(scale_input=True, tie_weights=False),
     "ibm, a wrong n_predict": ibm(n_predict=7),
-    "ibm, no prefix": replace(ibm(), stored=ibm().tensors), "ibm, tied": ibm(True, scale_input=True),
-    "ibm, tied, aliases": replace(ibm(True), file="pytorch_model.bin"), "ibm, tied, once": once(ibm(True)),
-    "ibm, tied, once, unsaid": once(ibm(True, tie_weights=None)), "arctic mlp": replace(
-        ibm(scale_input=True, architectures=["ArcticMLPSpeculatorPreTrainedModel"]), stored=ibm().tensors,
-        file="pytorch_model.bin"
+    "ibm, no prefix": replace(ibm(), stored=ibm().tensors),
+    "ibm, tied": ibm(True, scale_input=True),
+    "ibm, tied, aliases": replace(ibm(True), file="pytorch_model.bin"),
+    "ibm, tied, once": once(ibm(True)),
+    "ibm, tied, once, unsaid": once(ibm(True, tie_weights=None)),
+    "arctic mlp": replace(
+        ibm(scale_input=True, architectures=["ArcticMLPSpeculatorPreTrainedModel"]),
+        stored=ibm().tensors,
+        file="pytorch_model.bin",
     ),
-    "rnn": rnn(False, False), "rnn, tied": rnn(False, True), "rnn, deep": rnn(True, False),
+    "rnn": rnn(False, False),
+    "rnn, tied": rnn(False, True),
+    "rnn, deep": rnn(True, False),
     "rnn, deep, tied": rnn(True, True),
-    "rnn, tied, unsaid": unsaid(rnn(False, True)), "lstm, unsaid": unsaid(lstm(False)),
-    "lstm": lstm(False), "lstm, tied": lstm(True), "lstm, joined": joined(lstm(True)),
-}  # fmt: skip
+    "rnn, tied, unsaid": unsaid(rnn(False, True)),
+    "lstm, unsaid": unsaid(lstm(False)),
+    "lstm": lstm(False),
+    "lstm, tied": lstm(True),
+    "lstm, joined": joined(lstm(True)),
+}
 
 
 @pytest.fixture(scope="module")
@@ -426,20 +447,35 @@ def changed(case: Case, **tensors: Tensor) -> Case:
 @pytest.mark.parametrize(
     ("case", "says"),
     [
-        (changed(ibm(), proj_0_weight=torch.zeros(INNER, 32)), r"proj.0.weight is \(96, 32\), and \(96, 64\) is needed"),
-        (changed(ibm(), emb_1_weight=torch.zeros(300, INNER)), r"emb.1.weight is \(300, 96\), and \(512, 96\) is needed"),
+        (
+            changed(ibm(), proj_0_weight=torch.zeros(INNER, 32)),
+            r"proj.0.weight is \(96, 32\), and \(96, 64\) is needed",
+        ),
+        (
+            changed(ibm(), emb_1_weight=torch.zeros(300, INNER)),
+            r"emb.1.weight is \(300, 96\), and \(512, 96\) is needed",
+        ),
         (changed(ibm(), proj_1_weight=torch.zeros(32, INNER)), "adds proj.1 of 32 numbers to emb.1 of 96"),
-        (changed(ibm(), head_2_weight=torch.zeros(V, INNER, dtype=torch.int8)), "head.2.weight of .* is torch.int8"),
+        (
+            changed(ibm(), head_2_weight=torch.zeros(V, INNER, dtype=torch.int8)),
+            "head.2.weight of .* is torch.int8",
+        ),
         (without(ibm(), "ln.2.weight", "ln.2.bias"), "has weights for 3 steps, but no ln.2"),
         (without(ibm(), "ln.2.bias"), "has no tensor 'ln.2.0.bias'"),
         (without(lstm(False), "output_proj.1.weight"), "has no tensor 'output_proj.1.weight'"),
         (without(lstm(False), "cell_emb.0.weight"), "has no tensor 'cell_emb.0.weight'"),
         (replace(once(ibm(True)), config={"tie_weights": True}), "n_predict does not say for how many: None"),
-        (replace(rnn(False, True), config={**rnn(False, True).config, "method": "sum_gru"}), "method 'sum_gru'; only sum_rnn and sum_lstm"),
+        (
+            replace(rnn(False, True), config={**rnn(False, True).config, "method": "sum_gru"}),
+            "method 'sum_gru'; only sum_rnn and sum_lstm",
+        ),
         (replace(ibm(), config={"speculators_model_type": "mlp"}), "type 'mlp' of speculators 0.1"),
-        (Case({"model_type": "mlp_speculator"}, {}, {"foo.weight": torch.zeros(2, 2)}), "neither emb, proj, ln and head nor forget_emb"),
+        (
+            Case({"model_type": "mlp_speculator"}, {}, {"foo.weight": torch.zeros(2, 2)}),
+            "neither emb, proj, ln and head nor forget_emb",
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_files(case: Case, says: str, llm: LLM, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=says):
         opened(llm, case, tmp_path)

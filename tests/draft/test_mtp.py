@@ -168,9 +168,17 @@ def test_mimo_is_a_target_without_code_of_its_own(tmp_path: Path) -> None:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(1)
-    sizes = {"vocab_size": V, "hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": 2, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "max_position_embeddings": 128, "tie_word_embeddings": False,
-             "initializer_range": 0.2}  # fmt: skip
+    sizes = {
+        "vocab_size": V,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.2,
+    }
     Qwen2ForCausalLM(Qwen2Config(**sizes)).save_pretrained(tmp_path / "qwen")
     mimo = {
         "architectures": ["MiMoForCausalLM"],

@@ -62,8 +62,16 @@ def test_target_without_layers_is_refused(toy: LLM) -> None:
 def test_layers_that_do_not_fit(toy: LLM, tmp_path: Path) -> None:
     config, out = stored(tensors(), "mimo")
     with pytest.raises(ModelError, match=r"\(32, 64\).*\(64, 128\)"):
-        Mtp(Mtp.Options(model=save_head(tmp_path / "a", config, {**out, "model.mtp_layers.0.input_proj.weight": torch.ones(32, 64)})),
-            toy.engine.target)  # fmt: skip
+        Mtp(
+            Mtp.Options(
+                model=save_head(
+                    tmp_path / "a",
+                    config,
+                    {**out, "model.mtp_layers.0.input_proj.weight": torch.ones(32, 64)},
+                )
+            ),
+            toy.engine.target,
+        )
     del out["model.mtp_layers.0.mlp.down_proj.weight"]
     with pytest.raises(ModelError, match=r"layers\.0\.mlp\.down_proj\.weight"):
         Mtp(Mtp.Options(model=save_head(tmp_path / "b", config, out)), toy.engine.target)

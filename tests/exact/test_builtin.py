@@ -94,10 +94,12 @@ def wording(i: int) -> str:
     """Prompt i of 200: every template five times, with other numbers and names."""
     round = i // len(TEMPLATES)
     return TEMPLATES[i % len(TEMPLATES)].format(
-        n=12 + 7 * (i % 9) + round, m=3 + (i + round) % 6, name=NAMES[(i + round) % 5],
+        n=12 + 7 * (i % 9) + round,
+        m=3 + (i + round) % 6,
+        name=NAMES[(i + round) % 5],
         city=CITIES[(i + 2 * round) % 5],
         thing=THINGS[(i + 3 * round) % 5],
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")

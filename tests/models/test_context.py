@@ -53,8 +53,13 @@ def scaled(kind: str, **given: Any) -> dict[str, Any]:
             "Llama",
             {
                 "max_position_embeddings": 131072,
-                **scaled("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-                         original_max_position_embeddings=8192),
+                **scaled(
+                    "llama3",
+                    factor=8.0,
+                    low_freq_factor=1.0,
+                    high_freq_factor=4.0,
+                    original_max_position_embeddings=8192,
+                ),
             },
             131072,
             131072,
@@ -62,8 +67,11 @@ def scaled(kind: str, **given: Any) -> dict[str, Any]:
         (
             "Phi3",
             {
-                "max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "num_attention_heads": 4,
-                "hidden_size": 64, **scaled("longrope", short_factor=[1.0] * 8, long_factor=[2.0] * 8),
+                "max_position_embeddings": 131072,
+                "original_max_position_embeddings": 4096,
+                "num_attention_heads": 4,
+                "hidden_size": 64,
+                **scaled("longrope", short_factor=[1.0] * 8, long_factor=[2.0] * 8),
             },
             131072,
             4096,
@@ -81,7 +89,7 @@ def scaled(kind: str, **given: Any) -> dict[str, Any]:
             131072,
         ),
     ],
-)  # fmt: skip
+)
 def test_context_by_scaling(family: str, config: dict[str, Any], tokens: int, unscaled: int) -> None:
     """As vLLM derives max_model_len."""
     made = getattr(transformers, f"{family}Config")(**config)
@@ -98,9 +106,13 @@ def theirs(folder: Path, prompt: list[int], new: int) -> list[int]:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ids = torch.tensor([prompt])
     out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new, min_new_tokens=new,
-        pad_token_id=0
-    )  # fmt: skip
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=new,
+        min_new_tokens=new,
+        pad_token_id=0,
+    )
     return list(out[0, len(prompt) :].tolist())
 
 

@@ -20,10 +20,13 @@ from outrider.sampling.grammar.state import GrammarMask, GrammarState, depth_fir
 PROMPT = [40, 41, 42]
 PERSON = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 6}, "tags": {"type": "array", "items": {"enum": ["a", "b"]}}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}},
+    },
     "required": ["name", "tags"],
     "additionalProperties": False,
-}  # fmt: skip
+}
 RECURSIVE = {"grammar": 'root ::= "(" root? ")" | [a-c]+'}
 FORMS: list[dict[str, Any]] = [
     {"json": PERSON},

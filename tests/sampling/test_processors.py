@@ -218,10 +218,17 @@ def test_a_function_that_fails_is_named(function: Any, message: str) -> None:
 def row_of(tokens: list[int], prompt: int, **given: Any) -> Row:
     params = SamplingParams(temperature=0, max_tokens=None, **given)
     return Row(
-        id="0", index=0, tokens=tokens, prompt=prompt, params=params, distribution=DistributionParams(0.0),
-        seed=0, limit=100, ending=frozenset(),
+        id="0",
+        index=0,
+        tokens=tokens,
+        prompt=prompt,
+        params=params,
+        distribution=DistributionParams(0.0),
+        seed=0,
+        limit=100,
+        ending=frozenset(),
         processors=processors_of(params, prompt, 100, [1], [[2]] if params.bad_words else []),
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture
@@ -232,10 +239,16 @@ def sampler() -> Sampler:
 def test_the_order_is_that_of_vllm(sampler: Sampler) -> None:
     """Order of all processors: a bias is penalised, and a masked token stays masked."""
     row = row_of(
-        [3, 4], 1, allowed_token_ids=[1, 2, 3, 4, 5], bad_words=["x"], min_tokens=5,
+        [3, 4],
+        1,
+        allowed_token_ids=[1, 2, 3, 4, 5],
+        bad_words=["x"],
+        min_tokens=5,
         logit_bias={1: 50, 2: 50, 3: 4, 4: 4.5},
-        logits_processors=[lambda output, logits: logits * 2], repetition_penalty=2.0, presence_penalty=1.0,
-    )  # fmt: skip
+        logits_processors=[lambda output, logits: logits * 2],
+        repetition_penalty=2.0,
+        presence_penalty=1.0,
+    )
     expected = [NEVER, NEVER, NEVER, 2 * 4 / 2, 2 * 4.5 / 2 - 1, 0.0, *[NEVER] * (V - 6)]
     assert sampler.values(row, [], torch.zeros(V), "processed_logits").tolist() == expected
     assert sampler.pick(row, [], torch.zeros(V)) == 3
@@ -307,20 +320,43 @@ def test_ids_are_the_tokens_and_then_the_path(tokens: list[int], path: list[int]
 @pytest.mark.parametrize(
     "given",
     [
-        {"repetition_penalty": 0}, {"repetition_penalty": -1.0}, {"repetition_penalty": float("inf")}, {"repetition_penalty": "1"},
-        {"presence_penalty": 2.1}, {"presence_penalty": -3}, {"presence_penalty": float("nan")}, {"presence_penalty": None},
-        {"frequency_penalty": 2.5}, {"frequency_penalty": True},
-        {"logit_bias": [1, 2]}, {"logit_bias": {"a": 1}}, {"logit_bias": {1.5: 1}}, {"logit_bias": {1: "x"}},
+        {"repetition_penalty": 0},
+        {"repetition_penalty": -1.0},
+        {"repetition_penalty": float("inf")},
+        {"repetition_penalty": "1"},
+        {"presence_penalty": 2.1},
+        {"presence_penalty": -3},
+        {"presence_penalty": float("nan")},
+        {"presence_penalty": None},
+        {"frequency_penalty": 2.5},
+        {"frequency_penalty": True},
+        {"logit_bias": [1, 2]},
+        {"logit_bias": {"a": 1}},
+        {"logit_bias": {1.5: 1}},
+        {"logit_bias": {1: "x"}},
         {"logit_bias": {1: float("nan")}},
-        {"allowed_token_ids": []}, {"allowed_token_ids": 5}, {"allowed_token_ids": ["a"]}, {"allowed_token_ids": "12"},
-        {"bad_words": "word"}, {"bad_words": ["a", ""]}, {"bad_words": [5]},
-        {"logits_processors": [5]}, pytest.param({"logits_processors": boom}, id="no list"),
-        {"logprobs": -2}, {"logprobs": 1.0}, {"prompt_logprobs": -5}, {"prompt_logprobs": "all"},
-        {"truncate_prompt_tokens": 0}, {"truncate_prompt_tokens": -2}, {"truncate_prompt_tokens": 1.5},
-        {"include_stop_str_in_output": 1}, {"skip_special_tokens": None}, {"detokenize": "no"},
+        {"allowed_token_ids": []},
+        {"allowed_token_ids": 5},
+        {"allowed_token_ids": ["a"]},
+        {"allowed_token_ids": "12"},
+        {"bad_words": "word"},
+        {"bad_words": ["a", ""]},
+        {"bad_words": [5]},
+        {"logits_processors": [5]},
+        pytest.param({"logits_processors": boom}, id="no list"),
+        {"logprobs": -2},
+        {"logprobs": 1.0},
+        {"prompt_logprobs": -5},
+        {"prompt_logprobs": "all"},
+        {"truncate_prompt_tokens": 0},
+        {"truncate_prompt_tokens": -2},
+        {"truncate_prompt_tokens": 1.5},
+        {"include_stop_str_in_output": 1},
+        {"skip_special_tokens": None},
+        {"detokenize": "no"},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_bad_value_is_refused_by_name(given: dict[str, Any]) -> None:
     ((name, _),) = given.items()
     with pytest.raises(RequestError, match=rf"^{name} must"):

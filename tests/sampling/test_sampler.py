@@ -385,20 +385,41 @@ def test_nothing_finite_is_an_error_in_c_too() -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        {"n": 0}, {"n": 1.5}, {"n": True},
-        {"temperature": -0.1}, {"temperature": 0.001}, {"temperature": float("nan")}, {"temperature": float("inf")}, {"temperature": "1"},
-        {"top_p": 0}, {"top_p": 1.1}, {"top_p": float("nan")},
-        {"top_k": -2}, {"top_k": 1.0},
-        {"min_p": -0.1}, {"min_p": 1.5},
-        {"seed": 1.5}, {"seed": "x"},
-        {"max_tokens": 0}, {"max_tokens": -1}, {"max_tokens": 2.0},
-        {"min_tokens": -1}, {"min_tokens": 17}, {"min_tokens": None},
-        {"stop": ""}, {"stop": ["a", ""]}, {"stop": [1]}, {"stop": 5},
-        {"stop_token_ids": ["a"]}, {"stop_token_ids": [1.5]}, {"stop_token_ids": 5},
-        {"ignore_eos": 1}, {"speculate": "no"},
+        {"n": 0},
+        {"n": 1.5},
+        {"n": True},
+        {"temperature": -0.1},
+        {"temperature": 0.001},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"temperature": "1"},
+        {"top_p": 0},
+        {"top_p": 1.1},
+        {"top_p": float("nan")},
+        {"top_k": -2},
+        {"top_k": 1.0},
+        {"min_p": -0.1},
+        {"min_p": 1.5},
+        {"seed": 1.5},
+        {"seed": "x"},
+        {"max_tokens": 0},
+        {"max_tokens": -1},
+        {"max_tokens": 2.0},
+        {"min_tokens": -1},
+        {"min_tokens": 17},
+        {"min_tokens": None},
+        {"stop": ""},
+        {"stop": ["a", ""]},
+        {"stop": [1]},
+        {"stop": 5},
+        {"stop_token_ids": ["a"]},
+        {"stop_token_ids": [1.5]},
+        {"stop_token_ids": 5},
+        {"ignore_eos": 1},
+        {"speculate": "no"},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_parameter_out_of_range_is_refused_by_name_and_value(given: dict[str, Any]) -> None:
     ((name, value),) = given.items()
     with pytest.raises(RequestError) as caught:
@@ -416,8 +437,13 @@ def test_an_unknown_parameter_is_refused_with_the_nearest(wrong: str, right: str
 
 @pytest.mark.parametrize(
     ("wrong", "cure"),
-    [("best_of", "n samples"), ("suffix", "not filled in"), ("guided_json", "structured_outputs"), ("use_beam_search", "Beam search")],
-)  # fmt: skip
+    [
+        ("best_of", "n samples"),
+        ("suffix", "not filled in"),
+        ("guided_json", "structured_outputs"),
+        ("use_beam_search", "Beam search"),
+    ],
+)
 def test_a_parameter_of_another_program_is_refused_with_what_serves_here(wrong: str, cure: str) -> None:
     with pytest.raises(RequestError) as caught:
         SamplingParams(**{wrong: 2})

@@ -103,8 +103,15 @@ def test_usage_of_a_stream_comes_last_when_asked_for(client: OpenAI) -> None:
 
 
 def test_vllms_sampling_parameters_arrive(client: OpenAI, llm: LLM) -> None:
-    extra: dict[str, Any] = {"top_k": 5, "min_p": 0.02, "repetition_penalty": 1.3, "ignore_eos": True,
-                             "min_tokens": 3, "stop_token_ids": [11], "skip_special_tokens": False}  # fmt: skip
+    extra: dict[str, Any] = {
+        "top_k": 5,
+        "min_p": 0.02,
+        "repetition_penalty": 1.3,
+        "ignore_eos": True,
+        "min_tokens": 3,
+        "stop_token_ids": [11],
+        "skip_special_tokens": False,
+    }
     given: Any = {"seed": 5, "temperature": 0.9, "max_tokens": 30}
     expected = offline(llm, PROMPT, **given, **extra).outputs[0]
     got = client.completions.create(model="builtin", prompt=PROMPT, extra_body=extra, **given).choices[0]
@@ -112,8 +119,13 @@ def test_vllms_sampling_parameters_arrive(client: OpenAI, llm: LLM) -> None:
 
 
 def test_speculation_is_reported_and_can_be_off_or_capped(server: Served) -> None:
-    body: dict[str, Any] = {"prompt": "a b c d a b c d a b c d a b c d a b", "max_tokens": 40, "temperature": 0,
-                            "return_speculation": True, "ignore_eos": True}  # fmt: skip
+    body: dict[str, Any] = {
+        "prompt": "a b c d a b c d a b c d a b c d a b",
+        "max_tokens": 40,
+        "temperature": 0,
+        "return_speculation": True,
+        "ignore_eos": True,
+    }
     full = server.post("/v1/completions", body).json()
     off = server.post("/v1/completions", {**body, "speculation": {"enabled": False}}).json()
     capped = server.post("/v1/completions", {**body, "speculation": {"max_tokens": 1}}).json()
@@ -135,9 +147,11 @@ def test_a_repeated_prompt_is_cached(server: Served) -> None:
 
 def test_many_clients_get_the_texts_of_one(client: OpenAI, llm: LLM) -> None:
     def ask(i: int) -> str:
-        return client.completions.create(
-            model="builtin", prompt=f"Number {i % 7}:", seed=i % 7, max_tokens=12
-        ).choices[0].text  # fmt: skip
+        return (
+            client.completions.create(model="builtin", prompt=f"Number {i % 7}:", seed=i % 7, max_tokens=12)
+            .choices[0]
+            .text
+        )
 
     expected = [offline(llm, f"Number {i}:", seed=i, max_tokens=12).outputs[0].text for i in range(7)]
     with ThreadPoolExecutor(8) as pool:

@@ -1,4 +1,4 @@
-"""Whatever is wrong with a request, the answer is an error in OpenAI's shape, and the server goes on."""
+"""Anything is wrong with a request, the answer is an error in OpenAI's shape, and the server goes on."""
 
 from __future__ import annotations
 
@@ -85,8 +85,19 @@ JSON = {"Content-Type": "application/json"}
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"[]", b"null", b'"a"', b"\xff\xfe", b"[" * 50_000, b'{"prompt": NaN}', b"1" * 5_000, b"{'a': 1}"],
-)  # fmt: skip
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"a"',
+        b"\xff\xfe",
+        b"[" * 50_000,
+        b'{"prompt": NaN}',
+        b"1" * 5_000,
+        b"{'a': 1}",
+    ],
+)
 def test_bodies_that_are_no_json_object_are_refused(content: bytes, server: Served) -> None:
     for path in (COMPLETIONS, CHAT, "/tokenize"):
         refused(httpx.post(server.url + path, content=content, headers=JSON), 400)

@@ -28,9 +28,27 @@ KEYS = ("first-key", "second-key", "third-key")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     file = tmp_path_factory.mktemp("keys") / "keys"
     file.write_text(f"{KEYS[1]}\n\n")
-    options = ["builtin", "--api-key-file", str(file), "--max-requests", "4", "--max-num-seqs", "2",
-               "--max-body-bytes", "20000", "--body-timeout", "1", "--allowed-origins", "https://a.example",
-               "--kv-cache-memory-bytes", "50000000", "--shutdown-timeout", "30", "--log-interval", "0.5"]  # fmt: skip
+    options = [
+        "builtin",
+        "--api-key-file",
+        str(file),
+        "--max-requests",
+        "4",
+        "--max-num-seqs",
+        "2",
+        "--max-body-bytes",
+        "20000",
+        "--body-timeout",
+        "1",
+        "--allowed-origins",
+        "https://a.example",
+        "--kv-cache-memory-bytes",
+        "50000000",
+        "--shutdown-timeout",
+        "30",
+        "--log-interval",
+        "0.5",
+    ]
     with served(*options, environment={"OUTRIDER_API_KEY": f"{KEYS[0]} {KEYS[2]}"}) as running:
         yield running
 
@@ -54,7 +72,7 @@ def connected(server: Served, head: str, body: bytes = b"") -> socket.socket:
 
 
 def posted(server: Served, body: dict[str, Any]) -> socket.socket:
-    """A connection with a request whose answer nobody reads."""
+    """A connection with a request whose answer no client reads."""
     data = json.dumps(body).encode()
     head = (
         f"POST /v1/completions HTTP/1.1\nHost: x\nAuthorization: Bearer {KEYS[0]}\n"
@@ -102,8 +120,13 @@ def test_long_and_slow_bodies_are_refused(guarded: Served) -> None:
 
 
 def test_a_crowd_is_refused_until_there_is_room(guarded: Served) -> None:
-    with httpx.stream("POST", f"{guarded.url}/v1/completions", headers=bearer(), timeout=60,
-                      json={**LONG, "n": 4, "stream": True}) as full:  # fmt: skip
+    with httpx.stream(
+        "POST",
+        f"{guarded.url}/v1/completions",
+        headers=bearer(),
+        timeout=60,
+        json={**LONG, "n": 4, "stream": True},
+    ) as full:
         lines = full.iter_lines()
         next(lines)
         answer = guarded.post("/v1/completions", LONG, headers=bearer())
@@ -127,7 +150,7 @@ def test_requests_of_clients_that_leave_end_at_once(stream: bool, guarded: Serve
         assert made < 0.8 * 900 * body["n"], "the request went on to its end"
 
 
-def test_a_reader_that_stops_delays_nobody(guarded: Served) -> None:
+def test_a_reader_that_stops_does_not_delay_others(guarded: Served) -> None:
     with posted(guarded, {**LONG, "stream": True, "logprobs": 20, "max_tokens": 300}):
         for _ in range(3):
             answer = guarded.post("/v1/completions", {"prompt": "a", "max_tokens": 5}, headers=bearer())
@@ -152,8 +175,9 @@ def test_the_end_lets_open_requests_finish_and_the_log_has_no_secrets(guarded: S
     texts: list[str] = []
 
     def read() -> None:
-        chunks = guarded.client(KEYS[0]).completions.create(model="builtin", stream=True, prompt=SECRET,
-                                                            max_tokens=400, extra_body={"ignore_eos": True})  # fmt: skip
+        chunks = guarded.client(KEYS[0]).completions.create(
+            model="builtin", stream=True, prompt=SECRET, max_tokens=400, extra_body={"ignore_eos": True}
+        )
         texts.extend(chunk.choices[0].finish_reason or "" for chunk in chunks)
 
     reader = threading.Thread(target=read)
@@ -173,8 +197,26 @@ def test_the_end_lets_open_requests_finish_and_the_log_has_no_secrets(guarded: S
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
 def test_tls(tmp_path: Path) -> None:
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost",
-                    "-keyout", key, "-out", certificate, "-days", "2"], check=True, capture_output=True)  # fmt: skip
+    subprocess.run(
+        [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "rsa:2048",
+            "-nodes",
+            "-subj",
+            "/CN=localhost",
+            "-keyout",
+            key,
+            "-out",
+            certificate,
+            "-days",
+            "2",
+        ],
+        check=True,
+        capture_output=True,
+    )
     trust = ssl.create_default_context(cafile=str(certificate))
     trust.check_hostname = False
     files = ["--ssl-keyfile", str(key), "--ssl-certfile", str(certificate)]

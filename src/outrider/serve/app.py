@@ -42,10 +42,17 @@ SHAPE = {
 }
 ERROR: dict[str, Any] = {"content": {"application/json": {"schema": SHAPE}}}
 STATUSES = {
-    400: "Invalid request", 401: "No valid API key", 403: "Not allowed", 404: "No such model or route", 408: "Body too slow",
-    413: "Body too long", 422: "Invalid request", 429: "No place for the request", 503: "Not ready",
+    400: "Invalid request",
+    401: "No valid API key",
+    403: "Not allowed",
+    404: "No such model or route",
+    408: "Body too slow",
+    413: "Body too long",
+    422: "Invalid request",
+    429: "No place for the request",
+    503: "Not ready",
     504: "Took too long",
-}  # fmt: skip
+}
 RESPONSES: dict[int | str, dict[str, Any]] = {
     status: {"description": text, **ERROR} for status, text in STATUSES.items()
 }
