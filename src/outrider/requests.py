@@ -87,9 +87,14 @@ class Reader:
 
     def ids(self, prompt: Mapping[str, Any]) -> list[int]:
         """Token ids of a conversation.  Raises RequestError."""
-        with self.lock:
-            rendered = render(self.tokenizer, prompt)
-            return self._ids(rendered, rendered["prompt"])
+        try:
+            with self.lock:
+                rendered = render(self.tokenizer, prompt)
+                return self._ids(rendered, rendered["prompt"])
+        except RequestError:
+            raise
+        except Exception as error:  # raised by a template or a tokenizer
+            raise RequestError(f"the messages cannot be read: {type(error).__name__}: {error}") from error
 
     def _known(self, lora: LoRARequest) -> None:
         if not isinstance(lora, LoRARequest):

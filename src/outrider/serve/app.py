@@ -95,7 +95,7 @@ def add_status(app: FastAPI, server: Server) -> None:
     @app.get("/health", responses={200: {"description": "Requests are accepted"}})
     async def health() -> Json:
         """Status 200 while requests are accepted, 503 while loading or stopping and after a failure."""
-        assert server.engine
+        server.check_ready()
         return Json({"status": server.status})
 
     @app.get("/version")

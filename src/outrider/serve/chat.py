@@ -11,7 +11,6 @@ from outrider.core.logprobs import Entry
 from outrider.outputs import CompletionOutput
 from outrider.serve.answers import Job, best_of, bounded, name_of, now
 from outrider.serve.errors import ApiError
-from outrider.serve.prediction import predicted
 from outrider.serve.protocol import ChatBody
 from outrider.serve.sampling import checked_tools, named_tool, params_of, tool_form
 from outrider.serve.state import Server
@@ -24,13 +23,17 @@ async def chat_job(server: Server, body: ChatBody) -> Job:
     tools = checked_tools(body.tools, body.tool_choice)
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true.", "top_logprobs")
+    if body.chat_template is not None and not server.options.trust_request_chat_template:
+        raise ApiError(
+            400, "chat_template needs a server with --trust-request-chat-template.", "chat_template"
+        )
     more: dict[str, Any] = {"max_tokens": body.max_completion_tokens or body.max_tokens}
     if body.logprobs:
         more["logprobs"] = body.top_logprobs or 0
     if tools and body.tool_choice != "none" and body.skip_special_tokens is None:
         more["skip_special_tokens"] = False  # markers of calls may be special tokens
     form = tool_form(tools, body.tool_choice)
-    params = params_of(body, form, **more, **predicted(server, body.prediction))
+    params = params_of(body, form, **more)
     prompt = server.conversation(
         body.messages,
         chat_template=body.chat_template,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,6 @@ from outrider.progress import Request
 from outrider.requests import Prompt
 from outrider.serve.answers import Job, best_of, bounded, name_of, now
 from outrider.serve.errors import ApiError
-from outrider.serve.prediction import predicted
 from outrider.serve.protocol import CompletionBody
 from outrider.serve.sampling import params_of
 from outrider.serve.state import Server, encoded
@@ -28,9 +28,9 @@ async def completion_job(server: Server, body: CompletionBody) -> Job:
     more: dict[str, Any] = {"max_tokens": body.max_tokens, "logprobs": body.logprobs}
     if body.echo and body.logprobs is not None:
         more["prompt_logprobs"] = body.logprobs
-    params = params_of(body, **more, **predicted(server, body.prediction))
+    params = params_of(body, **more)
     id = name_of(body, "cmpl-")
-    prompts = _prompts(server, body)
+    prompts = await asyncio.to_thread(_prompts, server, body)
     requests = await server.read(prompts, params, id, adapter, body.priority)
     return Job(server, body, id, now(), "text_completion", "text_completion", requests)
 

@@ -44,8 +44,9 @@ class Guard:
         try:
             if scope["path"] not in OPEN and scope["method"] != "OPTIONS":
                 self._check(scope)
-            body = await self._body(scope, receive)
-            await self.app(scope, _replayed(body, receive), noted)
+            if scope["method"] == "POST" and scope["path"] not in OPEN:
+                receive = _replayed(await self._body(scope, receive), receive)
+            await self.app(scope, receive, noted)
         except Left:
             log.debug("a client left")
         except Exception as error:
@@ -60,6 +61,7 @@ class Guard:
         if self.server.status == "stopping":
             raise ApiError(503, "the server is stopping.", code="stopping", retry_after=5)
         if scope["path"] in GENERATING:
+            self.server.check_ready()
             self.server.check_room()
 
     def _has_key(self, scope: Scope) -> bool:
@@ -76,7 +78,7 @@ class Guard:
         length = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
         if not length.isdigit() or len(length) > 18 or int(length) > most:
             raise ApiError(413, f"the body of a request may have {most} bytes at most.", code="too_large")
-        parts: list[bytes] = []
+        parts, size = [], 0
         try:
             async with asyncio.timeout(self.server.options.body_timeout):
                 more = True
@@ -85,8 +87,9 @@ class Guard:
                     if message["type"] == "http.disconnect":
                         raise Left
                     parts.append(message.get("body", b""))
+                    size += len(parts[-1])
                     more = message.get("more_body", False)
-                    if sum(map(len, parts)) > most:
+                    if size > most:
                         raise ApiError(413, f"the body of a request may have {most} bytes at most.")
         except TimeoutError:
             raise ApiError(408, "the body of the request came too slowly.", code="timeout") from None

@@ -145,7 +145,9 @@ class EngineMetrics(Collector):
             "Accepted draft tokens by depth, from 0.",
             labels=("position",),
         )
-        lengths = [core.prefill.accepted_lengths, core.decode.accepted_lengths]
+        lengths = [
+            dict(work.accepted_lengths) for work in (core.prefill, core.decode)
+        ]  # the engine changes them
         deepest = max(max(work, default=0) for work in lengths)
         for depth in range(deepest):
             value = sum(n for work in lengths for length, n in work.items() if length > depth)

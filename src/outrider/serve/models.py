@@ -10,7 +10,7 @@ from fastapi import FastAPI
 
 from outrider.serve.errors import ApiError
 from outrider.serve.protocol import DetokenizeBody, LoadLoraBody, TokenizeBody, UnloadLoraBody
-from outrider.serve.state import Server, encoded
+from outrider.serve.state import Server, decoded, encoded
 from outrider.serve.wire import Json
 
 
@@ -47,13 +47,13 @@ def add_models(app: FastAPI, server: Server) -> None:
         vocabulary = server.engine.llm.engine.checkpoint.spec.vocabulary
         if wrong := [token for token in body.tokens if token >= vocabulary]:
             raise ApiError(400, f"token id {wrong[0]} is none of 0 … {vocabulary - 1}.", "tokens")
-        return Json({"prompt": server.tokenizer.decode(body.tokens)})
+        return Json({"prompt": await asyncio.to_thread(decoded, server, body.tokens)})
 
     @app.post("/v1/load_lora_adapter")
     async def load_lora(body: LoadLoraBody) -> Json:
         """Serve an adapter from a path on the server's machine as a model.  Needs --allow-lora-loading."""
         _may_load(server)
-        server.add_adapter(body.lora_name, body.lora_path)
+        await asyncio.to_thread(server.add_adapter, body.lora_name, body.lora_path)
         return Json({"status": "loaded", "model": body.lora_name})
 
     @app.post("/v1/unload_lora_adapter")
@@ -66,7 +66,7 @@ def add_models(app: FastAPI, server: Server) -> None:
 
 
 def _may_load(server: Server) -> None:
-    assert server.engine
+    server.check_ready()
     if not server.options.allow_lora_loading:
         raise ApiError(403, "loading adapters is off: start the server with --allow-lora-loading.")
 

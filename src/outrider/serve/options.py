@@ -34,6 +34,7 @@ SERVER_OPTIONS = {
     "ssl_certfile": optional(TEXT),
     "ssl_keyfile": optional(TEXT),
     "chat_template": optional(TEXT),
+    "trust_request_chat_template": FLAG,
     "root_path": Kind("a string", lambda value: isinstance(value, str)),
 }
 
@@ -59,6 +60,7 @@ class ServerOptions:
     log_requests         log the prompts and parameters of requests
     ssl_certfile, ssl_keyfile   files for TLS
     chat_template        file with a Jinja template instead of the model's own
+    trust_request_chat_template   requests may have templates, which can take any time and memory
     tool_call_parser     format of tool calls in the text; auto: by the chat template
     root_path            path under which a proxy serves this server
     """
@@ -82,6 +84,7 @@ class ServerOptions:
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     chat_template: str | None = None
+    trust_request_chat_template: bool = False
     tool_call_parser: str = "auto"
     root_path: str = ""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -13,6 +13,8 @@ MOST_PROMPTS = 1024
 Text = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1)]
 Token = Annotated[int, Field(ge=0)]
+T = TypeVar("T")
+Many = Annotated[list[T], Field(fail_fast=True)]  # one error, however many items are wrong
 
 
 class Body(BaseModel):
@@ -23,7 +25,7 @@ class Body(BaseModel):
 
 class StreamOptions(Body):
     include_usage: bool = False
-    continuous_usage_stats: bool = False
+    continuous_usage_stats: Literal[False] = False
     include_obfuscation: bool | None = None
 
 
@@ -50,13 +52,6 @@ class Speculate(Body):
     max_tokens: Token | None = None
 
 
-class Prediction(Body):
-    """Text that the answer will repeat in large parts."""
-
-    type: Literal["content"]
-    content: str | list[dict[str, Any]]
-
-
 class Sampling(Body):
     """Fields that all ways to ask for text share."""
 
@@ -68,18 +63,18 @@ class Sampling(Body):
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0)
-    stop_token_ids: list[Token] | None = None
+    stop_token_ids: Many[Token] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: Token | None = None
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
-    allowed_token_ids: list[Token] | None = None
-    bad_words: list[Text] | None = None
+    allowed_token_ids: Many[Token] | None = None
+    bad_words: Many[Text] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Many[str] | None = None
     guided_grammar: str | None = None
     priority: int = 0
     request_id: Text | None = None
@@ -93,7 +88,7 @@ class Classic(Sampling):
 
     n: int = Field(1, ge=1, le=MOST_SAMPLES)
     seed: int | None = None
-    stop: Text | list[Text] | None = None
+    stop: Text | Many[Text] | None = None
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[str, float] | None = None
@@ -102,18 +97,18 @@ class Classic(Sampling):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
-    prediction: Prediction | None = None
+    prediction: Any = None  # refused
 
 
-Ids = Annotated[list[Token], Field(min_length=1)]
+Ids = Annotated[Many[Token], Field(min_length=1)]
 
 
 class CompletionBody(Classic):
     prompt: (
         str
         | Ids
-        | Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS)]
-        | Annotated[list[Ids], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[Many[str], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[Many[Ids], Field(min_length=1, max_length=MOST_PROMPTS)]
     )
     max_tokens: Count | None = 16
     echo: bool | None = None
@@ -124,11 +119,11 @@ class CompletionBody(Classic):
 
 
 class ChatBody(Classic):
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: Many[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
-    tools: list[dict[str, Any]] | None = None
+    tools: Many[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     metadata: dict[str, Any] | None = None
@@ -147,12 +142,12 @@ class ResponseText(Body):
 
 
 class ResponsesBody(Sampling):
-    input: str | Annotated[list[dict[str, Any]], Field(min_length=1)]
+    input: str | Annotated[Many[dict[str, Any]], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Count | None = None
     stream: bool | None = None
     text: ResponseText | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Many[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     metadata: dict[str, Any] | None = None
@@ -160,26 +155,26 @@ class ResponsesBody(Sampling):
     service_tier: str | None = None
     previous_response_id: str | None = None
     background: bool | None = None
-    include: list[str] | None = None
-    truncation: Literal["auto", "disabled"] | None = None
+    include: Many[str] | None = None
+    truncation: Literal["disabled"] | None = None
     seed: int | None = None
 
 
 class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
+    messages: Annotated[Many[dict[str, Any]], Field(min_length=1)] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    tools: list[dict[str, Any]] | None = None
+    tools: Many[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool = False
 
 
 class DetokenizeBody(Body):
     model: str | None = None
-    tokens: list[Token]
+    tokens: Many[Token]
 
 
 class LoadLoraBody(Body):

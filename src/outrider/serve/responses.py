@@ -96,7 +96,7 @@ class Responses:
                 **self._head("failed"),
                 "error": {"code": "server_error", "message": refusal["message"]},
             }
-            yield self._sent({"type": "error", **refusal})
+            yield self._sent({**refusal, "type": "error"})
             yield self._sent({"type": "response.failed", "response": failed})
 
     def _sent(self, value: Mapping[str, Any]) -> str:

@@ -33,6 +33,8 @@ def params_of(body: Sampling, form: Mapping[str, Any] | None = None, **more: Any
     """
     given = {name: getattr(body, name) for name in SHARED}
     if isinstance(body, Classic):
+        if body.prediction is not None:
+            raise ApiError(400, "prediction is not supported: the server drafts by itself.", "prediction")
         given |= {name: getattr(body, name) for name in CLASSIC}
     forms = [*_forms(body), *([dict(form)] if form else [])]
     if len(forms) > 1:

@@ -15,9 +15,10 @@ from outrider.async_llm import AsyncLLM
 from outrider.core.params import SamplingParams
 from outrider.core.row import LoRARequest
 from outrider.errors import RequestError, shortened
+from outrider.llm import LLM
 from outrider.outputs import RequestOutput
 from outrider.progress import Request
-from outrider.requests import Prompt
+from outrider.requests import Prompt, Reader
 from outrider.serve.errors import ApiError
 from outrider.serve.metrics import Metrics
 from outrider.serve.options import ServerOptions, read_text
@@ -54,18 +55,31 @@ class Server:
     def names(self) -> tuple[str, ...]:
         return self.options.served_model_name or (self.model,)
 
-    @property
-    def engine(self) -> AsyncLLM:
-        """The engine.  Raises ApiError while it is loading or stopping, and after a failure."""
+    def check_ready(self) -> None:
+        """Raise ApiError while the server is loading or stopping, and after a failure."""
         if self.engine_ is None or self.status != "ready":
             raise ApiError(503, f"the server is {self.status}.", code=self.status, retry_after=5)
         if not self.engine_.is_running:
             raise ApiError(503, str(self.engine_.error or "the engine has stopped."), code="engine_error")
+
+    @property
+    def engine(self) -> AsyncLLM:
+        """The engine, also for admitted requests of a server that stops.  Raises ApiError while loading."""
+        if self.engine_ is None:
+            raise ApiError(503, f"the server is {self.status}.", code=self.status, retry_after=5)
         return self.engine_
 
     @property
+    def llm(self) -> LLM:
+        return self.engine.llm
+
+    @property
+    def reader(self) -> Reader:
+        return self.llm.reader
+
+    @property
     def tokenizer(self) -> Any:
-        if (tokenizer := self.engine.llm.tokenizer) is None:
+        if (tokenizer := self.llm.tokenizer) is None:
             raise ApiError(400, "the model has no tokenizer: start the server with --tokenizer.")
         return tokenizer
 
@@ -84,14 +98,14 @@ class Server:
 
     def add_adapter(self, name: str, path: str) -> None:
         """Serve a LoRA adapter as a model of this name.  Raises RequestError or ApiError."""
-        assert self.engine_ is not None
-        if name in self.adapters or name in self.names:
-            raise ApiError(400, f"the model {name!r} exists already.", "lora_name")
-        if self.engine_.llm.engine.adapters is None:
+        if (adapters := self.llm.engine.adapters) is None:
             raise RequestError("LoRA adapters need --enable-lora.")
-        adapter = LoRARequest(name, next(self._adapter_ids), path)
-        self.engine_.llm.engine.adapters.check(adapter)
-        self.adapters[name] = adapter
+        with self.reader.lock:
+            if name in self.adapters or name in self.names:
+                raise ApiError(400, f"the model {name!r} exists already.", "lora_name")
+            adapter = LoRARequest(name, next(self._adapter_ids), path)
+            adapters.check(adapter)
+            self.adapters[name] = adapter
 
     def adapter_of(self, model: str | None) -> LoRARequest | None:
         """The adapter that a request's `model` names; None for the model itself."""
@@ -141,9 +155,9 @@ class Server:
             name = f"{id}-{i}" if several else id
             requests.append(await engine.read(prompt, params, name, adapter, priority))
         tokens = sum(len(request.ids) for request in requests)
-        log.info("%s: %d prompts of %d tokens, n=%d", id, len(prompts), tokens, params.n)
+        log.info("%r: %d prompts of %d tokens, n=%d", id, len(prompts), tokens, params.n)
         if self.options.log_requests:
-            log.info("%s: %s %s", id, [request.prompt or request.ids for request in requests], params)
+            log.info("%r: %s %s", id, [request.prompt or request.ids for request in requests], params)
         return requests
 
     async def outputs(self, requests: Sequence[Request]) -> list[RequestOutput]:
@@ -215,12 +229,22 @@ class Server:
 def encoded(server: Server, text: str, special: bool) -> list[int]:
     """Token ids of a text.  Raises RequestError."""
     try:
-        ids: list[int] = server.tokenizer.encode(text, add_special_tokens=special, verbose=False)
+        tokenizer = server.tokenizer
+        with server.reader.lock:
+            ids: list[int] = tokenizer.encode(text, add_special_tokens=special, verbose=False)
         return ids
     except (ApiError, RequestError):
         raise
     except Exception as error:  # tokenizers raise any type, for a lone surrogate for instance
         raise RequestError(f"the tokenizer cannot read {shortened(text)}: {error}") from error
+
+
+def decoded(server: Server, ids: Sequence[int]) -> str:
+    """Text of token ids."""
+    tokenizer = server.tokenizer
+    with server.reader.lock:
+        text: str = tokenizer.decode(ids)
+    return text
 
 
 async def cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:
