@@ -51,7 +51,7 @@ class AsyncLLM:
         self,
         model: str,
         *,
-        speculative_config: Mapping[str, Any] | None = None,
+        speculative_config: Mapping[str, Any] | str | None = None,
         restart_on_error: bool = False,
         **engine: Any,
     ) -> None:

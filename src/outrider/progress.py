@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from outrider.core.params import SamplingParams
-from outrider.core.row import Row, Speculation
+from outrider.core.row import DraftingSummary, Row, Speculation
 from outrider.engine.detokenizer import Detokenizer, shown
 from outrider.outputs import CompletionOutput, RequestOutput
 
@@ -23,11 +23,13 @@ class RowState(NamedTuple):
     finish_reason: str | None
     stop_reason: int | str | None
     stats: Speculation
+    drafting: DraftingSummary | None
 
     @staticmethod
     def of(row: Row) -> RowState:
         text = None if row.text is None else row.text.text
-        return RowState(len(row.arrivals), text, row.finish_reason, row.stop_reason, row.stats)
+        drafting = None if row.drafting is None else row.drafting.copy()
+        return RowState(len(row.arrivals), text, row.finish_reason, row.stop_reason, row.stats, drafting)
 
 
 @dataclass
@@ -76,7 +78,7 @@ class Request:
             so_far.stop_reason,
             so_far.stats,
             token_sources=row.sources[: so_far.num_tokens],
-            drafting=row.drafting,
+            drafting=so_far.drafting,
         )
         if so_far.finish_reason is not None:
             made.token_times = [time - row.entered for time in row.arrivals]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,15 @@ def test_forced_text_is_drafted_beside_any_method_but_not_without_speculation(ll
     llm.use({"method": "scripted", "num_speculative_tokens": 2, "disable_by_batch_size": 1})
     outputs = llm.generate(token_prompts(PROMPTS[:2]), [params, params])
     assert sum(output.outputs[0].speculation.drafted for output in outputs) < sample.speculation.drafted
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_forced_text_has_its_own_name_and_obeys_the_limit_of_its_request(llama: str, adaptive: bool) -> None:
+    llm = LLM(llama, speculative_config={"method": "scripted", "adaptive": adaptive})
+    sample = answer(llm, PROMPTS[0], asks(0.0)[0]).outputs[0]
+    assert set(sample.token_sources) == {"grammar", None} and len(sample.speculation.accepted_lengths) > 2
+    sample = answer(llm, PROMPTS[0], replace(asks(0.0)[0], max_draft_tokens=1)).outputs[0]
+    assert len(sample.speculation.accepted_lengths) <= 2
 
 
 def test_preempted_rows_keep_their_place_in_the_grammar(llama: str, expected: dict[float, list[Any]]) -> None:

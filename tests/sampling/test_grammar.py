@@ -236,3 +236,14 @@ def test_forced_tokens_are_those_of_the_tokenizer(compiler: GrammarCompiler) -> 
     assert made(compiler, {"json": PERSON}).forced(Ids([*PROMPT, 5])) == [], (
         "nothing is forced after forbidden tokens"
     )
+
+
+def test_ids_beyond_the_vocabulary_are_forbidden_and_leave_the_grammar_intact(
+    compiler: GrammarCompiler,
+) -> None:
+    state = made(compiler, {"choice": ["yes", "no"]})
+    before = mask(state, [], [])
+    for token in (-1, state.vocabulary, 2**31, 2**33):
+        assert not state.move(Ids(PROMPT, [token]))
+    assert list(state.allowed(Ids(PROMPT, []), DraftTree.chain([2**33], [0.5]))) == []
+    assert torch.equal(mask(state, [], []), before)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from outrider.core.clock import Times
-from outrider.core.row import Row
 from outrider.core.step import Batch, Commit
 from outrider.core.tree import Budget
 
@@ -22,8 +21,8 @@ class Controller(Protocol):
     def nodes(self, rows: int) -> int:
         """The largest number of draft nodes that one of so many rows may get."""
 
-    def forget(self, row: Row, reason: str) -> None:
-        """Drop the state of a row that ended ("finished") or lost its cache ("preempted")."""
+    def forced(self, r: int) -> bool:
+        """Whether forced text may take the place of the draft of row r of this batch, which nobody chose."""
 
     def report(self) -> dict[str, Any]:
         """What was chosen and why, for people; empty if nothing is chosen."""

@@ -25,7 +25,7 @@ from outrider.control.choose import Option, Price
 from outrider.control.cost import DraftCost, ForwardCost
 from outrider.control.fixed import FixedController
 from outrider.control.ledger import GRACE, GRACE_STEPS, TOTAL_GRACE, Ledger
-from outrider.control.plan import Arm, Load, Plan, RowState, judged, keep, note_depths, share_of
+from outrider.control.plan import Arm, Load, Plan, RowState, asks_of, judged, keep, note_depths, share_of
 from outrider.core.clock import Times
 from outrider.core.row import DraftingSummary, Row
 from outrider.core.step import Batch, Commit, RowStep
@@ -64,10 +64,12 @@ class AutoController:
         self.drafting = DraftCost(self.forward.base(1))
         self.calibration, self.reliability = Calibration(), Reliability()
         self.reach = [Reach() for _ in arms]
+        # of each arm in `DraftTree.proposers`: the only one owns all nodes, whoever inside of it proposed them
+        self.bits = [1 << k for k in range(len(arms))] if len(arms) > 1 else [-1]
         self.total = DraftingSummary()
         self.states: dict[Row, RowState] = {}
         self.random = random.Random(seed)
-        self.load = Load()
+        self.load, self.anchored = Load(), False
         self.plans: dict[int, Plan] = {}
         self.spent: dict[int, float] = {}  # seconds of each drafter of a mix in this step
         self.asking: list[float] = [1.0] * len(arms)  # moving average of the part of a batch that asks
@@ -87,17 +89,14 @@ class AutoController:
     def state(self, row: Row) -> RowState:
         found = self.states.get(row)
         if found is None:
+            # `learn` still needs the states of rows that end in a step, so the next new row drops them
+            self.states = {one: state for one, state in self.states.items() if one.finish_reason is None}
             row.drafting = DraftingSummary()
             reach = [Reach(above) for above in self.reach]
             found = self.states[row] = RowState(
                 Calibration(self.calibration), reach, Ledger(), row.drafting, [0] * len(self.arms)
             )
         return found
-
-    def forget(self, row: Row, reason: str) -> None:
-        """Drop the state of a row that ended."""
-        if reason == "finished":
-            self.states.pop(row, None)
 
     # ---- before drafting
 
@@ -107,20 +106,20 @@ class AutoController:
         batch.asker = None
         self._measure_load(batch)
         budgets = [NO_BUDGET] * len(batch)
-        if self._anchor():
+        drafting = [r for r, step in enumerate(batch) if step.emits and step.row.params.speculate]
+        states = {r: self.state(batch[r].row) for r in drafting}
+        self.anchored = self._anchor()
+        if self.anchored:
             return budgets
         most = self.limits.depth_for(len(batch))
         # optimistic Thompson sampling; one draw for all rows, since they share what an ask costs
         zs = [OPTIMISM * abs(self.random.gauss(0.0, 1.0)) for _ in self.arms]
-        for r, step in enumerate(batch):
-            row = step.row
-            # the last token of a row is never drafted: the step that verifies the ones before it emits it
-            depth = min(most, row.limit - len(row.tokens) - 1)
-            if depth > 0 and step.emits and row.params.speculate:
-                state = self.state(row)
-                if state.asleep <= row.steps and (plan := self._plan(state, row.steps, depth, zs)):
-                    self.plans[r] = plan
-                    budgets[r] = self._bound(plan)
+        for r, state in states.items():
+            row = batch[r].row
+            depth = min(most, row.draft_depth) if state.asleep <= row.steps else 0
+            if depth and (plan := self._plan(state, row.steps, depth, zs)):
+                self.plans[r] = plan
+                budgets[r] = self._bound(plan)
         if self.plans:
             batch.asker = self if len(self.arms) > 1 else None
         return budgets
@@ -128,8 +127,13 @@ class AutoController:
     def _anchor(self) -> bool:
         """Whether a plain step is due, to measure its cost again."""
         seen = self.forward.plain_steps
-        longest = min(ANCHOR, 4 << seen[self.load.batch]) if seen else 0
+        longest = min(ANCHOR, 4 << min(5, seen[self.load.batch])) if seen else 0
         return not self.load.batch or self.since_plain >= longest or self.surprises >= 4
+
+    def forced(self, r: int) -> bool:
+        """Whether row r may get forced text: not in a plain step.  Its drafters are not asked then."""
+        self.plans.pop(r, None)
+        return not self.anchored
 
     def _measure_load(self, batch: Batch) -> None:
         load = self.load
@@ -145,7 +149,6 @@ class AutoController:
     def _bound(self, plan: Plan) -> Budget:
         depth = max(option.depth for option in plan.options)
         if len(self.arms) == 1:
-            plan.asked[0] = depth
             return Budget(depth, self.arms[0].size(depth))
         nodes = sum(self.arms[option.drafter].size(option.depth) for option in plan.options)
         return Budget(depth, min(nodes, self.limits.size(depth)))
@@ -226,6 +229,9 @@ class AutoController:
     def trim(self, batch: Batch) -> None:
         """Keep the nodes of the whole batch that pay, and one of each drafter that is being tried."""
         self._stop_clock()
+        if len(self.arms) == 1:
+            for r, plan in self.plans.items():  # now that the scheduler has cut the budgets
+                plan.asked = {0: depth} if (depth := batch[r].budget.depth) else {}
         if not any(step.tree.tokens for step in batch):
             return
         rows: list[tuple[RowStep, Plan]] = []
@@ -234,7 +240,7 @@ class AutoController:
         for r, plan in self.plans.items():
             step = batch[r]
             if step.tree.tokens:
-                note_depths(plan, step)
+                note_depths(plan, step, self.bits)
                 rows.append((step, plan))
                 joints.append(choose.joint_probabilities(step.tree, plan.state.calibration)[: step.tree.size])
         kept, _ = choose.select(joints, self._verify, self.load.rate)
@@ -265,9 +271,9 @@ class AutoController:
                 self.surprises = max(0, self.surprises - 2)
             self._learn_drafting(times.propose)
         measured = expected if batch.prefill else min(seconds, MAX_CLIP * expected)
-        propose = (
-            times.propose if batch.prefill else self.drafting.clipped(times.propose, self._asks(), load.pace)
-        )
+        propose = times.propose
+        if not batch.prefill:
+            propose = self.drafting.clipped(propose, asks_of(self.plans), load.pace)
         emitted = sum(len(step.emitted) for step in batch)
         self.forward.learn_rate(load.batch, emitted, propose + measured)
         extra = propose + (measured - load.plain if nodes else 0.0)
@@ -277,23 +283,16 @@ class AutoController:
 
     def _learn_drafting(self, propose: float) -> None:
         pace = self.load.pace
-        for k, depths in self._asks().items():
+        for k, depths in asks_of(self.plans).items():
             self.asking[k] += 0.2 * (len(depths) / self.load.batch - self.asking[k])
             seconds = self.spent.get(k, propose)
             self.drafting.learn(k, len(depths), sum(depths) / len(depths), seconds / pace)
 
-    def _asks(self) -> dict[int, list[int]]:
-        """Drafter -> the depths that rows have asked it for."""
-        asks: dict[int, list[int]] = {}
-        for plan in self.plans.values():
-            for k, depth in plan.asked.items():
-                asks.setdefault(k, []).append(depth)
-        return asks
-
     def _settle(self, batch: Batch, extra: float) -> None:
         """Enter the step into the ledgers; what drafts cost is shared by the rows that asked for them."""
         plain = self.load.plain / max(1, self.load.batch)
-        weights = {r: 1 + len(batch[r].tree.tokens) for r in self.plans}
+        drafting = [r for r, step in enumerate(batch) if r in self.plans or step.tree.tokens]
+        weights = {r: 1 + len(batch[r].tree.tokens) for r in drafting}
         total = sum(weights.values())
         for r, step in enumerate(batch):
             state = self.states.get(step.row)
@@ -317,7 +316,7 @@ class AutoController:
             state.calibration.learn(key, accepted)
             self.calibration.learn(key, accepted)
         for k, depth in plan.asked.items():
-            depth_accepted, verified, nodes_per_level = share_of(step, k)
+            depth_accepted, verified, nodes_per_level = share_of(step, self.bits[k])
             own = plan.proposed.get(k, 0)
             # not missed, but not known either: at the end of the text, of the budget, and where trim has cut
             missed = (

@@ -2,7 +2,7 @@
 
     step seconds = pace(batch) * (forward(rows) + per_context * context + draft(drafter, depth))
 
-- forward(rows) is a table over `ROWS`, measured at load or learned while serving, interpolated in between.
+- forward(rows) is a table over `ROWS`, learned while serving, interpolated in between.
 - pace(batch) is the present speed of the machine for a batch of that many requests.  A slow minute changes
   the pace, not the table, so it slows plain and speculative steps alike and switches nothing.
 - One step moves an estimate by little: surprises are clipped.

@@ -8,7 +8,6 @@ from itertools import pairwise
 from typing import Any
 
 from outrider.core.clock import Times
-from outrider.core.row import Row
 from outrider.core.step import Batch, Commit
 from outrider.core.tree import NO_BUDGET, ROOT, Budget, DraftTree
 from outrider.core.validate import check_fields, is_whole, optional, whole
@@ -90,11 +89,7 @@ class FixedController:
         most = self.depth_for(len(batch))
         budgets = []
         for step in batch:
-            # the last token of a row is never drafted: the step that verifies the ones before it emits it
-            drafts = step.emits and step.row.params.speculate
-            depth = min(most, step.row.remaining - 1) if drafts else 0
-            if step.row.params.max_draft_tokens is not None:
-                depth = min(depth, step.row.params.max_draft_tokens)
+            depth = min(most, step.row.draft_depth) if step.emits else 0
             budgets.append(Budget(depth, self.size(depth)) if depth else NO_BUDGET)
         return budgets
 
@@ -108,8 +103,9 @@ class FixedController:
     def learn(self, commit: Commit, times: Times) -> None:
         """Does nothing: the depth is fixed."""
 
-    def forget(self, row: Row, reason: str) -> None:
-        """Does nothing: no row has a state."""
+    def forced(self, r: int) -> bool:
+        """Forced text is always welcome."""
+        return True
 
     def report(self) -> dict[str, Any]:
         """Nothing is chosen."""

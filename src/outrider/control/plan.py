@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -66,21 +66,33 @@ class Load:
     rate: float = 0.0  # tokens per second that drafts have to beat
 
 
-def note_depths(plan: Plan, step: RowStep) -> None:
-    """Depth of each drafter's own tree, as far as it was not cut by the budget."""
+def asks_of(plans: Mapping[int, Plan]) -> dict[int, list[int]]:
+    """Drafter -> the depths that rows have asked it for."""
+    asks: dict[int, list[int]] = {}
+    for plan in plans.values():
+        for k, depth in plan.asked.items():
+            asks.setdefault(k, []).append(depth)
+    return asks
+
+
+def note_depths(plan: Plan, step: RowStep, bits: Sequence[int]) -> None:
+    """Depth of each drafter's own tree, as far as it was not cut by the budget.
+
+    bits[k]: those of the proposers whose nodes are drafter k's.
+    """
     tree, depths = step.tree, {ROOT: 0}
     for i in range(tree.size):
         depths[i] = depths[tree.parents[i]] + 1
         source = tree.proposers[i] if tree.proposers else 1
         for k in plan.asked:
-            if source >> k & 1:
+            if source & bits[k]:
                 plan.proposed[k] = max(plan.proposed.get(k, 0), depths[i])
 
 
-def share_of(step: RowStep, k: int) -> tuple[int, int, float]:
-    """Of drafter k: depth accepted, depth judged, and verified nodes by level."""
+def share_of(step: RowStep, bits: int) -> tuple[int, int, float]:
+    """Of the drafter with these bits: depth accepted, depth judged, and verified nodes by level."""
     tree = step.tree
-    own = [not tree.proposers or bool(tree.proposers[i] >> k & 1) for i in range(tree.size)]
+    own = [not tree.proposers or bool(tree.proposers[i] & bits) for i in range(tree.size)]
     accepted = 0
     for node in step.accepted:
         if not own[node]:

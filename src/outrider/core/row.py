@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -90,6 +90,9 @@ class DraftingSummary:
         self.accepted += accepted
         self.seconds += seconds
         self.plain_seconds += plain_seconds
+
+    def copy(self) -> DraftingSummary:
+        return replace(self, steps=dict(self.steps))
 
     @property
     def gain(self) -> float:
@@ -194,3 +197,12 @@ class Row:
     @property
     def remaining(self) -> int:
         return self.limit - len(self.tokens)
+
+    @property
+    def draft_depth(self) -> int:
+        """The deepest draft that its next step may get, by the parameters and by what is left to emit."""
+        if not self.params.speculate:
+            return 0
+        # the last token of a row is never drafted: the step that verifies the ones before it emits it
+        depth, most = max(0, self.remaining - 1), self.params.max_draft_tokens
+        return depth if most is None else min(depth, most)

@@ -52,7 +52,7 @@ class RowStep:
     def count(self, now: float, lossless: bool, sources: Sequence[str]) -> None:
         """Add a step that emitted tokens to the row's statistics.
 
-        now: seconds on the clock of `Row.arrivals`.  sources: of the drafter (`Drafter.sources`).
+        now: seconds on the clock of `Row.arrivals`.  sources: the drafters' names (`Joined.sources`).
         """
         row = self.row
         row.steps += 1

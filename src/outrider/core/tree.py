@@ -50,7 +50,7 @@ class DraftTree(NamedTuple):
     probs_of       index into `distributions` for each node; -1: chosen deterministically; empty: all were
     repeats        True: siblings are independent samples from q; False: sampled from q without replacement
     probes         number of last nodes that are evaluated but never accepted
-    source         index into `Drafter.sources` of the drafter of each node; empty: all are of the first
+    source         index into `Joined.sources` of the drafter of each node; empty: all are of the first
     proposers      drafters of a mix that proposed each node, as bit sets; empty: there is one drafter
     """
 

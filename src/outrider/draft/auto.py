@@ -1,6 +1,6 @@
 """Adaptive speculation: several drafters, of which the controller asks those that pay (control/auto.py).
 
-Without drafters the ones that need no weights are used, and the draft `model` or head, if one is given.
+Without drafters `suffix` is used, and the draft `model` or head, if one is given.
 """
 
 from __future__ import annotations

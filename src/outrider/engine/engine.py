@@ -130,7 +130,7 @@ class Engine:
         """A scheduler for the drafter, controller and pacer in use."""
         drafter, options = self.drafter, self.options
         limits = Limits(options.max_num_seqs, options.max_num_batched_tokens, drafter.needs.lookbehind)
-        hooks = Hooks(self.controller.nodes, self.pacer.budget, drafter.filled, self._forget)
+        hooks = Hooks(self.controller.nodes, self.pacer.budget, drafter.filled, drafter.forget)
         return Scheduler(self.cache, limits, hooks, self.adapters)
 
     def _adapters(self) -> Adapters:
@@ -173,7 +173,7 @@ class Engine:
         return finished
 
     def _commit(self, batch: Batch, output: ForwardOutput) -> Commit:
-        now, lossless, sources = time.perf_counter(), self.rule.lossless, self.drafter.sources
+        now, lossless, sources = time.perf_counter(), self.rule.lossless, self.proposer.sources
         for step in batch:
             if step.emitted:
                 step.count(now, lossless, sources)
@@ -189,10 +189,6 @@ class Engine:
                     self.scheduler.share(row)  # the drafter may have filled more pages since the last commit
                 self.scheduler.retire(row)
         return batch.failed + [step.row for step in batch if step.emitted or step.row.error]
-
-    def _forget(self, row: Row, reason: str) -> None:
-        self.drafter.forget(row, reason)
-        self.controller.forget(row, reason)
 
     def add(self, row: Row) -> None:
         self.scheduler.add(row)

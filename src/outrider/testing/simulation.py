@@ -151,9 +151,7 @@ class Simulation:
             time += seconds / SECONDS
             plain += emitted * env.rows[len(rows)] / len(rows)
             worst = max(worst, (time - 1.01 * plain) / env.rows[env.batch])
-            for row in [row for row in rows if row.finish_reason is not None]:
-                self.controller.forget(row, "finished")
-                rows.remove(row)
+            rows = [row for row in rows if row.finish_reason is None]
         return Outcome(time, plain, worst, self.controller)
 
     def _step(self, batch: Batch) -> tuple[float, int]:

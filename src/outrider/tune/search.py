@@ -18,7 +18,7 @@ import numpy as np
 
 from outrider.bench.measure import Prompts, once
 from outrider.core.params import SamplingParams
-from outrider.draft import PLAIN_MODEL, detect, names
+from outrider.draft import PLAIN_MODEL, detect
 from outrider.errors import CapacityError, ConfigError, ModelError
 from outrider.llm import LLM
 
@@ -79,8 +79,7 @@ def candidates(drafts: Sequence[str]) -> list[Candidate]:
 
 
 def _settings(drafts: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    if "auto" in names():
-        yield "auto", {"method": "auto"}
+    yield "auto", {"method": "auto"}
     for depth in DEPTHS[1:]:
         yield f"ngram, {depth}", {"method": "ngram", "num_speculative_tokens": depth}
     for factor, least in itertools.product((1.0, 2.0), (0.1, 0.4)):

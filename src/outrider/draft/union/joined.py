@@ -43,18 +43,25 @@ class Joined:
         self.certain: dict[Row, DraftTree] = {}  # of this step
         self.proposals: list[Proposal] | None = None  # of this step; None: the configured drafter's own
 
+    @property
+    def sources(self) -> Sequence[str]:
+        """Names of the methods that draft: of the configured drafter, then of the automatic ones."""
+        return [*self.drafter.sources, *(name for drafter in self.automatic for name in drafter.sources)]
+
     def budgets(self, batch: Batch, controller: Controller) -> list[Budget]:
         """The controller's budgets, raised to the certain text of each row."""
         budgets, self.certain = controller.budget(batch), {}
         if not any(step.row.grammar for step in batch) or not controller.nodes(len(batch)):
             return budgets
         for r, step in enumerate(batch):
-            row, most = step.row, step.row.remaining - 1
-            if row.grammar is None or not step.emits or not row.params.speculate or most < 1:
+            row, most = step.row, step.row.draft_depth
+            if row.grammar is None or not step.emits or most < 1:
                 continue
             certain = self._certain(row, most)
             if certain.size < (SHORTEST if budgets[r].nodes and self.text_drafter is None else 1):
                 continue
+            if not controller.forced(r):
+                return budgets
             self.certain[row] = certain
             more = budgets[r] if self.text_drafter is not None else NO_BUDGET
             budgets[r] = Budget(min(most, certain.size + more.depth), certain.size + more.nodes)
@@ -62,10 +69,10 @@ class Joined:
 
     def _certain(self, row: Row, most: int) -> DraftTree:
         """Certain text of a row, as a chain of at most so many tokens."""
-        for drafter in self.automatic:
+        for place, drafter in enumerate(self.automatic, start=len(self.drafter.sources)):
             depth = min(most, drafter.depth)
             if (tree := drafter.after(row, (), Budget(depth, depth))).tokens:
-                return tree
+                return tree._replace(source=[place] * tree.size)
         return EMPTY_TREE
 
     def propose(self, batch: Batch) -> Draft:
@@ -112,7 +119,7 @@ def joined(grammar: Grammar, tokens: list[int], certain: DraftTree, own: DraftTr
         parents=certain.parents + parents,
         confidence=certain.confidence + behind.confidence,
         probs_of=[-1] * length + list(behind.probs_of) if behind.probs_of else (),
-        source=[0] * length + list(behind.source) if behind.source else (),
+        source=[*certain.source, *map(behind.source_of, range(len(behind.tokens)))],
         proposers=[1] * length + list(behind.proposers) if behind.proposers else (),
     )
     return Proposal(tree, own, {node: length + place for place, node in enumerate(kept)})

@@ -40,7 +40,8 @@ class GrammarCompiler:
         Raises RequestError naming the fault and its place.
         """
         special = {token for token in stops if self.library.is_special_token(token)}
-        return GrammarState(self._matcher(form).deep_copy(), prompt, self.ending | special)
+        matcher = self._matcher(form).deep_copy()
+        return GrammarState(matcher, prompt, self.ending | special, self.library.vocab_size)
 
     @cached_property
     def library(self) -> Any:

@@ -26,13 +26,14 @@ class GrammarState:
 
     matcher: an LLMatcher at the beginning of the grammar.  prompt: number of prompt tokens.
     ending: tokens that are allowed exactly where the grammar may end.  The matcher never sees them: `tokens`
-    may end with some that `consumed` does not count.
+    may end with some that `consumed` does not count.  vocabulary: number of ids that the matcher knows.
 
     Raises RequestError if the library gives up (a grammar that is too ambiguous).
     """
 
-    def __init__(self, matcher: Any, prompt: int, ending: Iterable[int]) -> None:
+    def __init__(self, matcher: Any, prompt: int, ending: Iterable[int], vocabulary: int) -> None:
         self.matcher, self.prompt, self.ending = matcher, prompt, frozenset(ending)
+        self.vocabulary = vocabulary
         self.ending_ids = torch.tensor(sorted(self.ending))
         self.tokens: list[int] = []  # output tokens and draft path that lead to the matcher's position
         self.consumed = 0  # those that the matcher has consumed
@@ -101,7 +102,10 @@ class GrammarState:
         if token in self.ending:
             good = self.consumed < len(self.tokens) or self.matcher.is_accepting()
         else:
-            good = self.consumed == len(self.tokens) and self.matcher.try_consume_tokens([token]) == 1
+            known = 0 <= token < self.vocabulary and self.consumed == len(
+                self.tokens
+            )  # a draft may be any id
+            good = known and self.matcher.try_consume_tokens([token]) == 1
             self.consumed += good
         if good:
             self.tokens.append(token)

@@ -1,0 +1,132 @@
+"""What the adaptive controller learns, keeps and forgets, and what a request may ask of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from outrider import LLM, SamplingParams
+from outrider.control.auto import ANCHOR, AutoController
+from outrider.control.fixed import FixedController, Options
+from outrider.control.plan import Arm
+from outrider.core.clock import Times
+from outrider.core.row import Row
+from outrider.core.step import Batch, Commit, RowStep
+from outrider.core.tree import NO_BUDGET, Budget, DraftTree
+from outrider.testing import make_row
+
+PROMPT = {"prompt_token_ids": [5, 6, 7, 5, 6, 7, 5, 6]}
+DEPTH = 4
+PLAIN = Times(0.0, 0.001, 0.0)
+
+
+def controller() -> AutoController:
+    """One drafter of chains; drafts are cheap and expected to pay."""
+    limits = FixedController(Options(), DEPTH, lambda depth: depth, 100)
+    return AutoController(limits, [Arm("drafter", DEPTH, lambda depth: depth)], clock=lambda: 0.0)
+
+
+def step_of(row: Row) -> Batch:
+    return Batch([RowStep(row, len(row.tokens) - 1, 1)])
+
+
+def budget(auto: AutoController, row: Row) -> tuple[Batch, Budget]:
+    """The first step that is no anchor, and its budget."""
+    for _ in range(8):
+        batch = step_of(row)
+        batch[0].budget = auto.budget(batch)[0]
+        if not auto.anchored:
+            return batch, batch[0].budget
+        auto.learn(Commit(batch), PLAIN)
+    raise AssertionError("only plain steps")
+
+
+def test_the_only_arm_owns_the_nodes_of_whichever_drafter_proposed_them() -> None:
+    auto, row = controller(), make_row([1, 2, 3])
+    batch, asked = budget(auto, row)
+    assert asked.depth == DEPTH
+    batch[0].tree = DraftTree.chain([7] * DEPTH, [0.99] * DEPTH)._replace(proposers=[2] * DEPTH)
+    auto.trim(batch)
+    batch[0].accepted = [*range(batch[0].tree.size)]
+    batch[0].emitted = [7] * (batch[0].tree.size + 1)
+    before = auto.reach[0].means[0]
+    auto.learn(Commit(batch), PLAIN)
+    assert len(batch[0].accepted) > 0 and auto.reach[0].means[0] > before
+
+
+def test_a_budget_that_was_cut_to_nothing_is_no_miss() -> None:
+    auto, row = controller(), make_row([1, 2, 3])
+    batch, _ = budget(auto, row)
+    batch[0].budget = NO_BUDGET
+    auto.trim(batch)
+    auto.learn(Commit(batch), PLAIN)
+    assert auto.reach[0].asked == 0
+
+
+def test_a_row_with_forced_text_teaches_nothing_about_the_drafter() -> None:
+    auto, row = controller(), make_row([1, 2, 3])
+    batch, _ = budget(auto, row)
+    assert auto.forced(0)
+    batch[0].tree = DraftTree.chain([7, 7], [0.95] * 2)
+    auto.trim(batch)
+    assert batch[0].tree.size == 2
+    auto.learn(Commit(batch), PLAIN)
+    assert auto.reach[0].asked == 0
+
+
+def test_a_plain_step_that_is_due_refuses_forced_text() -> None:
+    auto = controller()
+    batch = step_of(make_row([1, 2, 3]))
+    assert auto.budget(batch) == [NO_BUDGET] and not auto.forced(0)
+
+
+def test_plain_steps_without_number_leave_the_distance_between_anchors_bounded() -> None:
+    auto, batch = controller(), step_of(make_row([1, 2, 3]))
+    auto.forward.plain_steps[1] = 10**12
+    auto.budget(batch)
+    assert not auto.anchored
+    auto.since_plain = ANCHOR
+    auto.budget(batch)
+    assert auto.anchored
+
+
+def test_states_of_ended_rows_go_when_a_new_row_comes() -> None:
+    """However the old one ended: a row that waits or whose step failed is never announced."""
+    auto, old, new = controller(), make_row([1, 2, 3]), make_row([1, 2, 3], id="1")
+    budget(auto, old)
+    old.finish_reason = "abort"
+    budget(auto, new)
+    assert list(auto.states) == [new]
+
+
+@pytest.mark.parametrize("speculate", [True, False])
+def test_a_request_limits_its_own_drafts(speculate: bool) -> None:
+    row = make_row([1, 2, 3], params=SamplingParams(max_tokens=9, max_draft_tokens=2, speculate=speculate))
+    assert row.draft_depth == (2 if speculate else 0)
+    batch = step_of(row)
+    auto = controller()
+    auto.since_plain, auto.forward.plain_steps[1] = 0, 9
+    assert auto.budget(batch)[0].depth == row.draft_depth
+    assert auto.limits.budget(batch)[0].depth == row.draft_depth
+
+
+def test_every_step_up_to_the_last_one_is_in_the_summary(tiny: Path) -> None:
+    llm = LLM(str(tiny), speculative_config={"method": "ngram", "adaptive": True})
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    output = llm.generate(PROMPT, params)[0].outputs[0]
+    assert output.drafting is not None
+    assert (
+        sum(output.drafting.steps.values())
+        == output.speculation.steps
+        == len(output.token_ids) - output.drafting.accepted
+    )
+    assert output.drafting.accepted == output.speculation.accepted
+
+
+def test_an_output_keeps_the_summary_of_its_time(tiny: Path) -> None:
+    llm = LLM(str(tiny), speculative_config={"method": "ngram", "adaptive": True})
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    seen = [output.outputs[0].drafting for output in llm.stream(PROMPT, params)]
+    counts = [sum(drafting.steps.values()) for drafting in seen if drafting is not None]
+    assert len(set(counts)) > 1 and counts == sorted(counts)
