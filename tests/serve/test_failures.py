@@ -8,10 +8,12 @@ from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 
-from outrider import AsyncLLM
+from outrider import AsyncLLM, SamplingParams
 from outrider.serve.app import make_app
 from outrider.serve.options import ServerOptions
+from outrider.serve.run import watch_engine
 from outrider.serve.state import Server
 
 BODY: dict[str, Any] = {"prompt": "The future of AI is", "max_tokens": 30, "ignore_eos": True}
@@ -103,6 +105,23 @@ def test_a_failed_step_ends_its_requests_and_the_engine_goes_on_if_asked_to(
     ask(engine, task)
 
 
+def test_a_reader_that_stops_leaves_its_place(engine: AsyncLLM) -> None:
+    async def run() -> None:
+        server = Server(ServerOptions(max_requests=1), "builtin")
+        server.started(engine)
+        requests = await server.read(["a"], SamplingParams(max_tokens=3), "1")
+        with server.room(requests) as room:
+            stream = server.stream(requests, room)
+            await anext(stream)
+            async with asyncio.timeout(20):
+                while server.open:
+                    await asyncio.sleep(0.001)
+            await stream.aclose()
+        assert server.open == 0
+
+    asyncio.run(run())
+
+
 def test_a_failed_step_turns_health_red(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Last of this file: it stops the engine."""
 
@@ -118,5 +137,10 @@ def test_a_failed_step_turns_health_red(engine: AsyncLLM, monkeypatch: pytest.Mo
         health = await client.get("/health")
         assert health.status_code == 503 and "a defect" in health.json()["error"]["message"]
         assert (await client.post("/v1/completions", json=BODY)).status_code == 503
+        server, failure = Server(ServerOptions(), "builtin"), []
+        server.started(engine)
+        process = uvicorn.Server(uvicorn.Config("none"))
+        await asyncio.wait_for(watch_engine(process, server, failure), 5)
+        assert process.should_exit and "a defect" in str(failure[0])
 
     ask(engine, task)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
@@ -59,26 +59,26 @@ class Job:
             made["speculation"] = speculation_of(outputs)
         return made
 
-    async def events(self, first: Delta, delta: Delta) -> AsyncGenerator[str]:
+    async def events(self, first: Delta, delta: Delta, room: ExitStack) -> AsyncGenerator[str]:
         """Server-sent events: `first` of every choice, `delta` of each output, usage if asked for.
 
         An error after the start is an event, too.
         """
         try:
-            async with aclosing(self._chunks(first, delta)) as chunks:
+            async with aclosing(self._chunks(first, delta, room)) as chunks:
                 async for chunk in chunks:
                     yield event(chunk)
         except Exception as error:
             yield event(told(error).body())
         yield DONE
 
-    async def _chunks(self, first: Delta, delta: Delta) -> AsyncGenerator[dict[str, Any]]:
+    async def _chunks(self, first: Delta, delta: Delta, room: ExitStack) -> AsyncGenerator[dict[str, Any]]:
         options, samples = self.body.stream_options, self.body.n
         ended: dict[int, RequestOutput] = {}
         head = self.head(self.chunk_kind)
         usage = {"usage": None} if options is not None and options.include_usage else {}
         started: set[int] = set()
-        async with aclosing(self.server.stream(self.requests)) as outputs:
+        async with aclosing(self.server.stream(self.requests, room)) as outputs:
             async for i, output in outputs:
                 for sample in output.outputs:
                     index = i * samples + sample.index

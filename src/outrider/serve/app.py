@@ -117,7 +117,8 @@ def add_generation(app: FastAPI, server: Server) -> None:
         job = await unless_left(request.receive, completion_job(server, body))
         made = Completion(job, server, body)
         if body.stream:
-            return Events(job.events(made.first, made.delta))
+            room = server.room(job.requests)
+            return Events(job.events(made.first, made.delta, room), room)
         return Json(await unless_left(request.receive, job.response(made.choice)))
 
     @app.post("/v1/chat/completions")
@@ -126,7 +127,8 @@ def add_generation(app: FastAPI, server: Server) -> None:
         job = await unless_left(request.receive, chat_job(server, body))
         made = Chat(server, body, reply_for(server, bool(body.tools), body.tool_choice))
         if body.stream:
-            return Events(job.events(made.first, made.delta))
+            room = server.room(job.requests)
+            return Events(job.events(made.first, made.delta, room), room)
         return Json(await unless_left(request.receive, job.response(made.choice)))
 
     @app.post("/v1/responses")
@@ -134,7 +136,8 @@ def add_generation(app: FastAPI, server: Server) -> None:
         """Reply to input items."""
         made = await unless_left(request.receive, response_job(server, body))
         if body.stream:
-            return Events(made.events())
+            room = server.room([made.request])
+            return Events(made.events(room), room)
         return Json(await unless_left(request.receive, made.response()))
 
     @app.post("/v1/embeddings")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
@@ -84,10 +84,10 @@ class Responses:
         (output,) = await self.server.outputs([self.request])
         return self._ended(output)
 
-    async def events(self) -> AsyncGenerator[str]:
+    async def events(self, room: ExitStack) -> AsyncGenerator[str]:
         """Its events.  An error after the start is one, too."""
         try:
-            async with aclosing(self._events()) as events:
+            async with aclosing(self._events(room)) as events:
                 async for each in events:
                     yield self._sent(each)
         except Exception as error:
@@ -104,12 +104,12 @@ class Responses:
         self.sequence += 1
         return event(numbered, value["type"])
 
-    async def _events(self) -> AsyncGenerator[dict[str, Any]]:
+    async def _events(self, room: ExitStack) -> AsyncGenerator[dict[str, Any]]:
         head = self._head("in_progress")
         yield {"type": "response.created", "response": head}
         yield {"type": "response.in_progress", "response": head}
         text = ""
-        async with aclosing(self.server.stream([self.request])) as outputs:
+        async with aclosing(self.server.stream([self.request], room)) as outputs:
             async for _, output in outputs:
                 sample = output.outputs[0]
                 parsed = self.reply.read(sample.text, sample.finish_reason is not None)

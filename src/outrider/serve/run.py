@@ -12,11 +12,13 @@ import uvicorn
 from fastapi import FastAPI
 
 from outrider.async_llm import AsyncLLM
+from outrider.errors import EngineError
 from outrider.serve.app import make_app
 from outrider.serve.log import log_throughput
 from outrider.serve.options import ServerOptions
 from outrider.serve.state import Server, cancelled
 
+WATCH_INTERVAL = 0.5  # seconds
 GRACE = 5.0  # seconds between the end of the engine and that of connections
 log = logging.getLogger("outrider.serve")
 
@@ -25,7 +27,7 @@ def run(options: ServerOptions, model: str, load: Callable[[], AsyncLLM]) -> Non
     """Serve until SIGTERM or SIGINT.
 
     load: returns the engine.  It runs in another thread, while /health answers 503.
-    Raises the error of `load`, and OSError if the address is in use.
+    Raises the error of `load`, EngineError if the engine stops, and OSError if the address is in use.
     """
     server = Server(options, model)
     failure: list[Exception] = []
@@ -35,6 +37,7 @@ def run(options: ServerOptions, model: str, load: Callable[[], AsyncLLM]) -> Non
         tasks = [
             asyncio.create_task(_load(process, server, load, failure)),
             asyncio.create_task(log_throughput(server)),
+            asyncio.create_task(watch_engine(process, server, failure)),
         ]
         yield
         await cancelled(tasks)
@@ -73,6 +76,15 @@ async def _load(
         host, port = socket.getsockname()[:2]
         scheme = "https" if server.options.ssl_certfile else "http"
         log.info("%s is served at %s://%s:%d", server.names[0], scheme, host, port)
+
+
+async def watch_engine(process: uvicorn.Server, server: Server, failure: list[Exception]) -> None:
+    """End the process with a failure once the engine has stopped for good, for its supervisor."""
+    while server.status != "ready" or server.engine.is_running:
+        await asyncio.sleep(WATCH_INTERVAL)
+    failure.append(server.engine.error or EngineError("the engine has stopped."))
+    log.error("%s", failure[-1])
+    process.should_exit = True
 
 
 class Process(uvicorn.Server):

@@ -7,7 +7,7 @@ import itertools
 import logging
 import math
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,8 +127,7 @@ class Server:
             raise ApiError(429, f"all {most} places are taken: try again later.", retry_after=wait)
 
     @contextmanager
-    def room(self, samples: int) -> Iterator[None]:
-        """Take places for the samples of a request while the block runs."""
+    def _taken(self, samples: int) -> Iterator[None]:
         self.check_room(samples)
         began = asyncio.get_running_loop().time()
         self.open += samples
@@ -138,6 +137,15 @@ class Server:
             self.open -= samples
             lasted = asyncio.get_running_loop().time() - began
             self.seconds = MEMORY * self.seconds + (1 - MEMORY) * lasted
+
+    def room(self, requests: Sequence[Request]) -> ExitStack:
+        """Take places for the samples of requests, until the end of its block or `close`.
+
+        Raises ApiError with status 429.
+        """
+        taken = ExitStack()
+        taken.enter_context(self._taken(sum(len(request.rows) for request in requests)))
+        return taken
 
     async def read(
         self,
@@ -162,7 +170,7 @@ class Server:
 
     async def outputs(self, requests: Sequence[Request]) -> list[RequestOutput]:
         """Run requests to their ends.  Raises EngineError, and TimeoutError after request_timeout."""
-        with self.room(sum(len(request.rows) for request in requests)):
+        with self.room(requests):
             tasks = [asyncio.create_task(self._finished(request)) for request in requests]
             try:
                 async with asyncio.timeout(self.options.request_timeout):
@@ -179,10 +187,13 @@ class Server:
         self.metrics.finished(output)
         return output
 
-    async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, RequestOutput]]:
+    async def stream(
+        self, requests: Sequence[Request], room: ExitStack
+    ) -> AsyncGenerator[tuple[int, RequestOutput]]:
         """Yield (index of the request, its output so far) of several requests as they come.
 
-        Only the newest output of each request is kept for a slow reader.
+        room: places of the requests, left when all have been generated, also if the reader is slow.
+        Only the newest output of each request is kept for it.
         """
         newest: dict[int, RequestOutput] = {}
         news = asyncio.Event()
@@ -200,21 +211,22 @@ class Server:
             finally:
                 news.set()
 
-        with self.room(sum(len(request.rows) for request in requests)):
-            deadline = asyncio.get_running_loop().time() + self.options.request_timeout
-            tasks = [asyncio.create_task(follow(i, request)) for i, request in enumerate(requests)]
-            try:
-                while newest or not all(task.done() for task in tasks):
-                    async with asyncio.timeout_at(deadline):
-                        await news.wait()
-                    news.clear()
-                    for i in list(newest):
-                        yield i, newest.pop(i)
-                    for task in tasks:
-                        if task.done():
-                            task.result()
-            finally:
-                await cancelled(tasks)
+        deadline = asyncio.get_running_loop().time() + self.options.request_timeout
+        tasks = [asyncio.create_task(follow(i, request)) for i, request in enumerate(requests)]
+        ended = asyncio.gather(*tasks, return_exceptions=True)
+        ended.add_done_callback(lambda _: room.close())
+        try:
+            while newest or not all(task.done() for task in tasks):
+                async with asyncio.timeout_at(deadline):
+                    await news.wait()
+                news.clear()
+                for i in list(newest):
+                    yield i, newest.pop(i)
+                for task in tasks:
+                    if task.done():
+                        task.result()
+        finally:
+            await cancelled(tasks)
 
     def conversation(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
         """A prompt of messages, in the template of the server.  OpenAI's role "developer" is "system"."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Coroutine, Mapping
-from contextlib import aclosing, suppress
+from contextlib import ExitStack, aclosing, suppress
 from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
+SEND_SECONDS = 60.0
 DONE = "data: [DONE]\n\n"
 
 
@@ -58,17 +59,17 @@ async def _left(receive: Receive) -> None:
 
 
 class Events(Response):
-    """Server-sent events.  `send` waits while the client does not read."""
+    """Server-sent events.  A client that reads nothing for SEND_SECONDS is left."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[str]) -> None:
+    def __init__(self, events: AsyncGenerator[str], room: ExitStack) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self.events = events
+        self.events, self.room = events, room
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with suppress(Left, OSError):
+        with self.room, suppress(Left, OSError):
             await unless_left(receive, self._stream(send))
 
     async def _stream(self, send: Send) -> None:
@@ -76,5 +77,6 @@ class Events(Response):
             start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
             await send(start)
             async for text in self.events:
-                await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+                async with asyncio.timeout(SEND_SECONDS):
+                    await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
