@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from covering import pairwise
-from helpers import answer, token_prompts
+from helpers import answer, token_prompts, unpaced
 
 from outrider import LLM, SamplingParams
 from outrider.core.block_table import PAGE
@@ -239,9 +239,7 @@ def test_speculation_switches_with_the_batch_size(
     ]
     expected, truth = plain_outputs(plain, PROMPTS, params)
     use_drafter(fast, drafter, truth, random_draft, **options)
-    fast.engine.scheduler.chunk = lambda: (
-        1 << 20
-    )  # prompts at once, so that the batch fills up however slow the machine is
+    unpaced(fast)  # so that the batch fills up however slow the machine is
     asked: list[tuple[int, bool]] = []
     budget = fast.engine.controller.budget
 

@@ -344,6 +344,12 @@ def test_a_parameter_that_the_engine_ignores(turn: int, llm: LLM, exact: Exact, 
         assert min(p_values([stream_id])) < LEVEL, ask
 
 
+def use_reference(llm: LLM, draft: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sampled chains under a rule that the backend's kernels do not verify: mutations are of the reference."""
+    monkeypatch.setattr(rule(name), "kernel", "")
+    llm.use({**drafting("1", draft), "verification": name})
+
+
 def caught(llm: LLM, exact: Exact) -> bool:
     """768 samples of one kind of request."""
     return min(p_values(sampled(llm, exact, [ALONE], [24]))) < LEVEL
@@ -367,7 +373,7 @@ def test_a_wrong_residual(
     judge: str, module: Any, llm: LLM, exact: Exact, draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What follows a rejection comes from p itself."""
-    llm.use({**drafting("1", draft), "verification": judge})
+    use_reference(llm, draft, judge, monkeypatch)
     monkeypatch.setattr(
         module, "surplus", lambda p, q, scale=1.0: (p, float((scale * p - q).clamp_min(0).sum()))
     )
@@ -381,7 +387,7 @@ def test_drafts_and_acceptance_from_one_random_stream_are_detected(
     def shared(row: Row, node: int, probability: float) -> bool:
         return uniform(stream_of(row.seed, row.index), DRAW, len(row.tokens), node) < probability
 
-    llm.use({**drafting("1", draft), "verification": judge})
+    use_reference(llm, draft, judge, monkeypatch)
     monkeypatch.setattr(random_streams, "accept", shared)
     assert caught(llm, exact)
 
@@ -396,7 +402,7 @@ def test_acceptance_and_emission_from_one_random_stream_are_detected(
             distribution, uniform(stream_of(row.seed, row.index), ACCEPT, len(row.tokens), node + 1)
         )
 
-    llm.use({**drafting("1", draft), "verification": "rejection"})
+    use_reference(llm, draft, "rejection", monkeypatch)
     monkeypatch.setattr(random_streams, "emit", shared)
     assert caught(llm, exact)
 

@@ -54,7 +54,7 @@ def advance(processor: Penalties, tokens: Sequence[int]) -> None:
     for token in tokens:
         if token in processor.place:
             processor.counts[token] += 1
-            processor.taken[processor.place[token]] = processor._take(processor.counts[token])
+            processor.penalties[processor.place[token]] = processor._penalty(processor.counts[token])
 
 
 @pytest.mark.parametrize("script", ["right", "hidden"])

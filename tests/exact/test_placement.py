@@ -60,7 +60,7 @@ def split(four: str, monkeypatch: pytest.MonkeyPatch) -> Split:
     def make(layers: str, outer: str, other: str = "same", **given: Any) -> LLM:
         at = {"a": CPU, "b": OTHER}
 
-        def backend(device: torch.device, dtype: torch.dtype) -> Any:
+        def backend(device: torch.device, dtype: torch.dtype, *given: str) -> Any:
             made: Any = (
                 TorchBackend(CPU, torch.bfloat16)
                 if (device, other) == (OTHER, "bfloat16")
@@ -202,7 +202,7 @@ def test_the_tightest_device_decides(split: Split, monkeypatch: pytest.MonkeyPat
 def test_a_draft_on_another_device(four: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The draft samples on its own kernels; its drafts are nearly always right, the tokens the target's."""
 
-    def backend(device: torch.device, dtype: torch.dtype) -> Any:
+    def backend(device: torch.device, dtype: torch.dtype, *given: str) -> Any:
         return TorchBackend(OTHER, dtype) if device == OTHER else backend_for(device, dtype)
 
     monkeypatch.setattr(decoder, "backend_for", backend)
@@ -230,7 +230,7 @@ def test_a_draft_on_another_device(four: str, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_draft_in_two_parts(four: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chain goes level by level then, through both parts: the target's own draft is nearly always right."""
-    monkeypatch.setattr(decoder, "backend_for", lambda device, dtype: backend_for(CPU, dtype))
+    monkeypatch.setattr(decoder, "backend_for", lambda device, dtype, *given: backend_for(CPU, dtype))
     monkeypatch.setattr(draft_model, "place", lambda layers, *given: Placement((CPU, CPU, OTHER, OTHER), CPU))
     llm = LLM(four, max_num_seqs=4, speculative_config={"model": four, "num_speculative_tokens": 4})
     drafter: Any = llm.engine.drafter

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from helpers import answer
+from helpers import answer, unpaced
 
 from outrider import LLM, SamplingParams, draft
-from outrider.control.prefill import PrefillBudget
 from outrider.core.block_table import PAGE
 from outrider.testing import (
     check_idle,
@@ -25,11 +24,6 @@ PROMPTS = [
     [*COMMON[: 34 if i % 2 else 0], *tail] for i, tail in enumerate(random_prompts(5, seed=4, longest=30))
 ]
 CHUNK, POSITIONS = 24, 128
-
-
-def unpaced(llm: LLM) -> None:
-    """Turns prefill pacing off: which rows share a step does not depend on measured times."""
-    llm.engine.scheduler.hooks.prefill = lambda decoding, tokens: PrefillBudget(tokens)
 
 
 @pytest.mark.parametrize("distribution", LAWS, ids=["greedy", "sampled"])

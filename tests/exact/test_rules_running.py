@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from helpers import answer
+from helpers import answer, unpaced
 
 from outrider import LLM, ConfigError, SamplingParams, draft, verify
 from outrider.core.step import Batch
@@ -98,6 +98,7 @@ def test_a_sampled_text_is_a_function_of_its_seed(rule: str, drafter: str, fast:
 
 def freeze(llm: LLM, memory: Any) -> None:
     """Fix the drafter's memory, and grant every row its whole budget, in every later step."""
+    unpaced(llm)
     scheduler = llm.engine.scheduler
     scheduler.limits = replace(scheduler.limits, max_num_batched_tokens=1 << 12)
     drafter, propose = llm.engine.drafter, llm.engine.drafter.propose

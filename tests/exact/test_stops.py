@@ -282,9 +282,9 @@ def test_a_staged_chain_is_the_same_chain(
 
 
 def test_chains_without_a_cheaper_draft_take_one_call(
-    fast: LLM, stranger: str, monkeypatch: pytest.MonkeyPatch
+    fast: LLM, random_draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = use(fast, stranger, drafter={"method": "ngram", "num_speculative_tokens": 0})
+    made = use(fast, random_draft, drafter={"method": "ngram", "num_speculative_tokens": 0})
     monkeypatch.setattr(made, "logits_after", lambda *_: pytest.fail("a forward for each depth"))
     asked = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
     speculation = answer(fast, random_prompts(1)[0], asked).outputs[0].speculation

@@ -114,9 +114,9 @@ def known(plain: LLM, expected: dict[float, list[Any]]) -> KnownTexts:
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_every_drafter_emits_the_text_of_plain_decoding(
-    fast: LLM, stranger: str, known: KnownTexts, expected: dict[float, list[Any]], drafter: str
+    fast: LLM, random_draft: str, known: KnownTexts, expected: dict[float, list[Any]], drafter: str
 ) -> None:
-    use_drafter(fast, drafter, known, stranger)
+    use_drafter(fast, drafter, known, random_draft)
     for temperature in TEMPERATURES:
         outputs = fast.generate(token_prompts(PROMPTS), asks(temperature))
         assert [told(output) for output in outputs] == expected[temperature]
@@ -166,12 +166,17 @@ def test_preempted_rows_keep_their_place_in_the_grammar(llama: str, expected: di
 
 
 @pytest.mark.parametrize("rule", [name for name in verify.names() if name != "match"])
-def test_rules_judge_by_the_masked_distribution(llama: str, stranger: str, plain: LLM, rule: str) -> None:
+def test_rules_judge_by_the_masked_distribution(llama: str, random_draft: str, plain: LLM, rule: str) -> None:
     choice = ["no", "note", "yes", "yet"]
     params = SamplingParams(
         n=160, seed=1, max_tokens=8, structured_outputs={"choice": choice}, logit_bias={4: 1.0}
     )
-    config = {"method": "draft_model", "model": stranger, "num_speculative_tokens": 3, "verification": rule}
+    config = {
+        "method": "draft_model",
+        "model": random_draft,
+        "num_speculative_tokens": 3,
+        "verification": rule,
+    }
     config["lossless"] = verify.rule(rule).lossless
     counts = []
     for llm in (plain, LLM(llama, max_num_seqs=64, speculative_config=config)):

@@ -15,6 +15,7 @@ import torch
 from outrider import LLM, RequestOutput, SamplingParams
 from outrider.backends.cpu import structs
 from outrider.backends.cpu.structs import LINEARS, VECTORS
+from outrider.control.prefill import PrefillBudget
 from outrider.core.step_input import StepInput
 
 
@@ -130,3 +131,8 @@ def write_adapter(
     else:
         save_file(tensors, folder / "adapter_model.safetensors")
     return matrices
+
+
+def unpaced(llm: LLM) -> None:
+    """Turns prefill pacing off: which rows share a step does not depend on measured times."""
+    llm.engine.scheduler.hooks.prefill = lambda decoding, tokens: PrefillBudget(tokens)

@@ -178,7 +178,7 @@ def _write_shard(tokens: Ids, sink: BinaryIO) -> None:
 
 def order(text: Ids, count: int) -> Ids:
     """The places 0 … count - 1 of `text`, uint32, sorted by the SPAN tokens from there on; after its end
-    come end marks.
+    come end marks.  Equal places keep their order.
 
     Prefix doubling (Manber and Myers 1993).  `places` is sorted by the first h tokens, and `rank[i]` is where
     the group of places that agree with i begins in that order.  The pair (rank[i], rank[i + h]) then sorts by
@@ -190,7 +190,7 @@ def order(text: Ids, count: int) -> Ids:
     key = np.zeros(size, np.uint64)
     for i in range(h):
         key = key << np.uint64(8 * width) | padded[i : i + size]
-    places = np.argsort(key).astype(np.uint32)
+    places = np.argsort(key, kind="stable").astype(np.uint32)
     key = key[places]
     open_groups, rank = np.arange(size, dtype=np.uint32), np.empty(size, np.uint32)
     while True:
@@ -204,6 +204,6 @@ def order(text: Ids, count: int) -> Ids:
         here = places[open_groups]
         behind = np.minimum(here.astype(np.int64) + h, last)
         key = rank[here].astype(np.uint64) << np.uint64(32) | rank[behind]
-        resorted = np.argsort(key)
+        resorted = np.argsort(key, kind="stable")
         places[open_groups], key = here[resorted], key[resorted]
         h *= 2
