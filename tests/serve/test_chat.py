@@ -112,6 +112,21 @@ def test_a_response_format_constrains_the_reply(client: OpenAI) -> None:
         assert got in ("yes", "no")
 
 
+def test_required_calls_keep_the_references_of_their_schemas(client: OpenAI) -> None:
+    schema = {
+        "$defs": {"x": {"enum": [3, 4]}},
+        **SCHEMA,
+        "properties": {"a": {"$ref": "#/$defs/x"}},
+    }
+    tools: Any = [{"type": "function", "function": {"name": n, "parameters": schema}} for n in ("f", "g")]
+    got = client.chat.completions.create(
+        model="builtin", messages=MESSAGES, seed=1, tools=tools, tool_choice="required",
+        parallel_tool_calls=False,
+    ).choices[0]  # fmt: skip
+    calls: Any = got.message.tool_calls
+    assert len(calls) == 1 and json.loads(calls[0].function.arguments) in ({"a": 3}, {"a": 4})
+
+
 def test_forced_tool_calls_are_constrained_to_their_schemas(client: OpenAI) -> None:
     tool = {"type": "function", "function": {"name": "add", "parameters": SCHEMA}}
     given: Any = {"model": "builtin", "messages": MESSAGES, "seed": 1, "tools": [tool]}

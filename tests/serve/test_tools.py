@@ -46,6 +46,12 @@ def test_other_texts_are_content(name: str, text: str) -> None:
     assert PARSERS[name].parse(text, True) == (text, [])
 
 
+def test_bare_json_that_calls_no_tool_is_content() -> None:
+    for text in ('{"name": "Ada", "age": 36}', '{"name": "Ada", "parameters": {}}'):
+        assert PARSERS["llama3"].parse(text, True, {"add"}) == (text, [])
+    assert PARSERS["llama3"].parse('{"name": "add", "parameters": {}}', True, {"add"}).calls
+
+
 def test_the_template_names_the_format() -> None:
     assert parser_for("auto", "… [TOOL_CALLS] …") is PARSERS["mistral"]
     assert parser_for("auto", "<|python_tag|>") is PARSERS["llama3"]

@@ -125,7 +125,7 @@ def add_generation(app: FastAPI, server: Server) -> None:
     async def chat(body: ChatBody, request: Request) -> Response:
         """Reply to a conversation."""
         job = await unless_left(request.receive, chat_job(server, body))
-        made = Chat(server, body, reply_for(server, bool(body.tools), body.tool_choice))
+        made = Chat(server, body, reply_for(server, body.tools or (), body))
         if body.stream:
             room = server.room(job.requests)
             return Events(job.events(made.first, made.delta, room), room)

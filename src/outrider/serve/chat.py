@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
@@ -11,7 +12,7 @@ from outrider.core.logprobs import Entry
 from outrider.outputs import CompletionOutput
 from outrider.serve.answers import Job, best_of, bounded, name_of, now
 from outrider.serve.errors import ApiError
-from outrider.serve.protocol import ChatBody
+from outrider.serve.protocol import ChatBody, ResponsesBody
 from outrider.serve.sampling import checked_tools, named_tool, params_of, tool_form
 from outrider.serve.state import Server
 from outrider.serve.tools import Parsed, ToolCall, ToolParser
@@ -57,9 +58,15 @@ class Reply:
     parser: ToolParser | None
     choice: Any = None
     ending: frozenset[str] = frozenset()  # special tokens at the end of a text, which are not part of it
+    names: frozenset[str] = frozenset()
+    parallel: bool = True  # False: only the first call
 
     def read(self, text: str, finished: bool) -> Parsed:
         """Content and complete calls of a text so far."""
+        content, calls = self._parsed(text, finished)
+        return Parsed(content, calls if self.parallel else calls[:1])
+
+    def _parsed(self, text: str, finished: bool) -> Parsed:
         if self.parser is None:
             return Parsed(text, [])
         for token in self.ending:
@@ -68,7 +75,7 @@ class Reply:
             return Parsed("", [ToolCall(name, text)] if finished else [])
         if self.choice == "required":
             return Parsed("", _required(text) if finished else [])
-        return self.parser.parse(text, finished)
+        return self.parser.parse(text, finished, self.names)
 
 
 def _required(text: str) -> list[ToolCall]:
@@ -79,12 +86,15 @@ def _required(text: str) -> list[ToolCall]:
         return []
 
 
-def reply_for(server: Server, tools: bool, choice: Any) -> Reply:
-    """A reader for a request with this tool_choice; `tools`: whether it has any."""
+def reply_for(server: Server, tools: Sequence[Mapping[str, Any]], body: ChatBody | ResponsesBody) -> Reply:
+    """A reader for a request.  tools: those of the body, checked and in the shape of chat completions."""
+    choice = body.tool_choice
     if not tools or choice == "none":
         return Reply(None)
     special = server.tokenizer.convert_ids_to_tokens(sorted(server.engine.llm.engine.ending))
-    return Reply(server.tool_parser, choice, frozenset(token for token in special if token))
+    names = frozenset(tool["function"]["name"] for tool in tools)
+    ending = frozenset(token for token in special if token)
+    return Reply(server.tool_parser, choice, ending, names, body.parallel_tool_calls is not False)
 
 
 @dataclass

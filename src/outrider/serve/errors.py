@@ -70,12 +70,26 @@ def of_validation(error: RequestValidationError) -> ApiError:
     first: Mapping[str, Any] = error.errors()[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is no JSON: {first['ctx']['error']}.", code="invalid_json")
-    place = [str(part) for part in first["loc"] if part != "body"]
+    place = [str(part) for part in _place(first, error.body)]
     param = ".".join(place) or None
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"unknown field {place[-1]!r}.", param, "unknown_parameter")
     message = first["msg"].removeprefix("Value error, ")
     return ApiError(400, f"{param}: {message}" if param else f"the body is invalid: {message}", param)
+
+
+def _place(fault: Mapping[str, Any], body: Any) -> list[str | int]:
+    """Keys and indices of a fault, without those that pydantic adds for the types of a union."""
+    place: list[str | int] = []
+    for part in fault["loc"]:
+        if not place and part == "body" and fault["loc"][0] is part:
+            continue
+        try:
+            body = body[part]
+        except (LookupError, TypeError):
+            return [*place, part] if fault["type"] == "missing" else place
+        place.append(part)
+    return place
 
 
 def install(app: FastAPI) -> None:

@@ -103,6 +103,8 @@ class ServerOptions:
 
     def keys(self) -> tuple[bytes, ...]:
         """All keys.  Raises ConfigError if the file cannot be read or has none."""
+        if self.api_key and not all(key.strip() for key in self.api_key):
+            raise ConfigError("api_key has a blank key.")
         found = list(self.api_key)
         if self.api_key_file is not None:
             lines = [line.strip() for line in read_text(self.api_key_file, "api_key_file").splitlines()]

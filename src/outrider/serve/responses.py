@@ -47,7 +47,7 @@ async def response_job(server: Server, body: ResponsesBody) -> Responses:
     )
     id = name_of(body, "resp_")
     (request,) = await server.read([prompt], params, id, adapter, body.priority)
-    reply = reply_for(server, bool(tools), body.tool_choice)
+    reply = reply_for(server, tools, body)
     return Responses(server, body, id, now(), request, reply)
 
 

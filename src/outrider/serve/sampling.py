@@ -73,24 +73,36 @@ def tool_form(tools: Sequence[Mapping[str, Any]], choice: Any) -> dict[str, Any]
 
     A named function constrains the output to its arguments, `required` to a list of calls (as in vLLM).
     """
-    functions = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+    functions = {
+        tool["function"]["name"]: tool["function"].get("parameters") or {"type": "object"} for tool in tools
+    }
     if choice is None or choice in ("auto", "none"):
         return None
     if choice == "required":
         calls = [
             {
                 "type": "object",
-                "properties": {"name": {"const": name}, "parameters": schema},
+                "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/{i}"}},
                 "required": ["name", "parameters"],
                 "additionalProperties": False,
             }
-            for name, schema in functions.items()
+            for i, name in enumerate(functions)
         ]
-        return {"json": {"type": "array", "minItems": 1, "items": {"anyOf": calls}}}
+        parts = {str(i): moved(schema, f"#/$defs/{i}") for i, schema in enumerate(functions.values())}
+        return {"json": {"$defs": parts, "type": "array", "minItems": 1, "items": {"anyOf": calls}}}
     name = named_tool(choice)
     if name not in functions:
         raise ApiError(400, f"tool_choice names {name!r}, which is none of the tools.", "tool_choice")
-    return {"json": functions[name] or {"type": "object"}}
+    return {"json": functions[name]}
+
+
+def moved(schema: Any, place: str) -> Any:
+    """A schema whose references stay valid as part of another one, at this place."""
+    if isinstance(schema, Mapping):
+        ref = schema.get("$ref")
+        own = {"$ref": place + ref[1:]} if isinstance(ref, str) and ref.startswith("#") else {}
+        return {key: moved(value, place) for key, value in schema.items()} | own
+    return [moved(value, place) for value in schema] if isinstance(schema, list) else schema
 
 
 def named_tool(choice: Any) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,16 +37,20 @@ class ToolParser:
     read: Callable[[str], list[ToolCall]]
     bare: bool = False
 
-    def parse(self, text: str, finished: bool) -> Parsed:
+    def parse(self, text: str, finished: bool, names: Container[str] | None = None) -> Parsed:
         """Content and calls.  Of a text that is not finished, content that may become a marker is withheld.
 
         A finished text without a complete call is content.
+        names: functions; a bare object that calls none of them is content.
         """
+        bare = False
         start = text.find(self.marker)
         if self.bare and start < 0 and text.lstrip().startswith("{"):
-            start = len(text) - len(text.lstrip())
+            start, bare = len(text) - len(text.lstrip()), True
         if start >= 0:
             calls = self.read(text[start:])
+            if bare and names is not None:
+                calls = [call for call in calls if call.name in names]
             if finished and not calls:
                 return Parsed(text, [])
             return Parsed(text[:start].rstrip(), calls)
@@ -57,23 +61,28 @@ class ToolParser:
         return Parsed(text[: len(text) - held].rstrip(), [])  # space before a marker is no content
 
 
-def _call(value: Any) -> ToolCall | None:
-    """The call of a JSON object with a name and arguments (Llama 3: parameters)."""
+def _call(value: Any, strict: bool) -> ToolCall | None:
+    """The call of a JSON object with a name and arguments (Llama 3: parameters).
+
+    strict: an object without arguments is no call.
+    """
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
+        return None
+    if strict and not ("arguments" in value or "parameters" in value):
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return ToolCall(value["name"], text)
 
 
-def _values(text: str, at: int) -> tuple[list[ToolCall], int]:
+def _values(text: str, at: int, strict: bool = False) -> tuple[list[ToolCall], int]:
     """The calls in one JSON value at an index of the text, and where it ends; (-1) if it is not complete."""
     try:
         value, end = _DECODER.raw_decode(text, at)
     except (ValueError, RecursionError):
         return [], -1
     items = value if isinstance(value, list) else [value]
-    return [call for item in items if (call := _call(item)) is not None], end
+    return [call for item in items if (call := _call(item, strict)) is not None], end
 
 
 def _hermes(text: str) -> list[ToolCall]:
@@ -89,7 +98,7 @@ def _llama3(text: str) -> list[ToolCall]:
     calls: list[ToolCall] = []
     at = len(found[0]) if (found := re.match(r"(<\|python_tag\|>)?\s*", text)) else 0
     while at >= 0:
-        more, at = _values(text, at)
+        more, at = _values(text, at, strict=True)
         calls += more
         separator = re.compile(r"\s*;\s*").match(text, at) if at >= 0 else None
         at = separator.end() if separator else -1
