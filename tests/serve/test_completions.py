@@ -156,3 +156,15 @@ def test_many_clients_get_the_texts_of_one(client: OpenAI, llm: LLM) -> None:
     expected = [offline(llm, f"Number {i}:", seed=i, max_tokens=12).outputs[0].text for i in range(7)]
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(ask, range(28))) == [expected[i % 7] for i in range(28)]
+
+
+def test_prompt_logprobs_are_those_of_the_offline_api(server: Served, llm: LLM) -> None:
+    expected = offline(llm, PROMPT, temperature=0, max_tokens=1, prompt_logprobs=2).prompt_logprobs
+    body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 1, "prompt_logprobs": 2}
+    got = server.post("/v1/completions", body).json()["choices"][0]["prompt_logprobs"]
+    assert got[0] is None and len(got) == len(expected)
+    for entry, other in zip(got[1:], expected[1:]):
+        assert {int(token): one["rank"] for token, one in entry.items()} == {
+            token: one.rank for token, one in other.items()
+        }
+    assert server.post("/v1/completions", {**body, "stream": True}).status_code == 400

@@ -107,6 +107,14 @@ def test_bodies_that_are_no_json_object_are_refused(content: bytes, server: Serv
         refused(httpx.post(server.url + path, content=content, headers=JSON), 400)
 
 
+def test_numbers_must_be_finite_and_the_field_of_a_union_is_named(server: Served) -> None:
+    for number in ("NaN", "-Infinity", "1e999"):
+        content = f'{{"prompt": "a", "guided_json": {{"const": {number}}}}}'
+        answer = httpx.post(server.url + COMPLETIONS, content=content, headers=JSON)
+        refused(answer, 400, f"{number} is no finite number")
+    assert refused(server.post(COMPLETIONS, {"prompt": 5}), 400)["param"] == "prompt"
+
+
 def test_other_faults_have_their_status(server: Served) -> None:
     assert refused(server.post(COMPLETIONS, {"prompt": "a", "model": "no"}), 404)["code"] == "model_not_found"
     refused(server.get("/v1/models/no"), 404)

@@ -54,6 +54,8 @@ class Job:
             for i, output in enumerate(outputs)
             for sample in output.outputs
         ]
+        if self.kind == "chat.completion":
+            made |= prompt_logprobs(self.body, self.requests[0])
         made["usage"] = usage_of(outputs)
         if self.body.return_speculation:
             made["speculation"] = speculation_of(outputs)
@@ -95,6 +97,21 @@ class Job:
             yield {**head, "choices": [], "usage": usage_of(total)}
         if self.body.return_speculation:
             yield {**head, "choices": [], "speculation": speculation_of(total), **usage}
+
+
+def prompt_logprobs(body: Classic, request: Request) -> dict[str, Any]:
+    """vLLM's field: for each token of the prompt None, or {id: {logprob, rank, decoded_token}}."""
+    asked = request.rows[0].logprobs
+    if body.prompt_logprobs is None or asked is None:
+        return {}
+    return {"prompt_logprobs": [None if entry is None else _ranked(entry) for entry in asked.prompt]}
+
+
+def _ranked(entry: Entry) -> dict[str, Any]:
+    return {
+        str(token): {"logprob": bounded(one.logprob), "rank": one.rank, "decoded_token": one.decoded_token}
+        for token, one in entry.items()
+    }
 
 
 def name_of(body: Sampling, prefix: str) -> str:

@@ -20,7 +20,7 @@ from outrider.serve.models import add_models
 from outrider.serve.protocol import ChatBody, CompletionBody, ResponsesBody
 from outrider.serve.responses import response_job
 from outrider.serve.state import Server
-from outrider.serve.wire import Events, Json, unless_left
+from outrider.serve.wire import Events, Json, StrictRoute, unless_left
 from outrider.version import VERSION
 
 STATIC = Path(__file__).parent / "static"
@@ -69,6 +69,7 @@ def make_app(server: Server, lifespan: Lifespan[FastAPI] | None = None) -> FastA
         responses=RESPONSES,
         lifespan=lifespan,
     )
+    app.router.route_class = StrictRoute
     errors.install(app)
     app.add_middleware(Guard, server=server)
     if server.options.allowed_origins:

@@ -11,7 +11,7 @@ from outrider.core.logprobs import Entry
 from outrider.outputs import CompletionOutput
 from outrider.progress import Request
 from outrider.requests import Prompt
-from outrider.serve.answers import Job, best_of, bounded, name_of, now
+from outrider.serve.answers import Job, best_of, bounded, name_of, now, prompt_logprobs
 from outrider.serve.errors import ApiError
 from outrider.serve.protocol import CompletionBody
 from outrider.serve.sampling import params_of
@@ -26,7 +26,7 @@ async def completion_job(server: Server, body: CompletionBody) -> Job:
     if body.suffix:
         raise ApiError(400, "suffix is not supported: text is continued, not filled in.", "suffix")
     more: dict[str, Any] = {"max_tokens": body.max_tokens, "logprobs": body.logprobs}
-    if body.echo and body.logprobs is not None:
+    if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
         more["prompt_logprobs"] = body.logprobs
     params = params_of(body, **more)
     id = name_of(body, "cmpl-")
@@ -75,6 +75,7 @@ class Completion:
             "logprobs": logprobs,
             "finish_reason": sample.finish_reason,
             "stop_reason": sample.stop_reason,
+            **prompt_logprobs(self.body, request),
         }
 
     def first(self, i: int, sample: CompletionOutput) -> list[dict[str, Any]]:

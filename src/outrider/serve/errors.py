@@ -81,9 +81,8 @@ def of_validation(error: RequestValidationError) -> ApiError:
 def _place(fault: Mapping[str, Any], body: Any) -> list[str | int]:
     """Keys and indices of a fault, without those that pydantic adds for the types of a union."""
     place: list[str | int] = []
-    for part in fault["loc"]:
-        if not place and part == "body" and fault["loc"][0] is part:
-            continue
+    loc = fault["loc"]
+    for part in loc[1:] if loc[:1] == ("body",) else loc:
         try:
             body = body[part]
         except (LookupError, TypeError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ TEXTS = Kind(
     "a list of strings",
     lambda value: isinstance(value, tuple) and all(isinstance(v, str) and v for v in value),
 )
+KEY_VARIABLE = "OUTRIDER_API_KEY"
 SECONDS = real("a number of seconds above 0", lambda value: value > 0)
 SERVER_OPTIONS = {
     "host": TEXT,
@@ -103,8 +105,10 @@ class ServerOptions:
 
     def keys(self) -> tuple[bytes, ...]:
         """All keys.  Raises ConfigError if the file cannot be read or has none."""
-        if self.api_key and not all(key.strip() for key in self.api_key):
+        if not all(key.strip() for key in self.api_key):
             raise ConfigError("api_key has a blank key.")
+        if not os.environ.get(KEY_VARIABLE, "set").strip():
+            raise ConfigError(f"{KEY_VARIABLE} is blank: unset it, or put a key into it.")
         found = list(self.api_key)
         if self.api_key_file is not None:
             lines = [line.strip() for line in read_text(self.api_key_file, "api_key_file").splitlines()]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+import math
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import ExitStack, aclosing, suppress
 from typing import Any, TypeVar
 
+from fastapi.routing import APIRoute
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -28,6 +31,33 @@ class Json(Response):
 
     def __init__(self, value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(dumps(value), status, headers)
+
+
+class StrictRequest(Request):
+    """Request whose JSON has finite numbers only."""
+
+    async def json(self) -> Any:
+        return json.loads(await self.body(), parse_constant=_refused, parse_float=_finite)
+
+
+class StrictRoute(APIRoute):
+    """Route that reads bodies as StrictRequest."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+
+        async def strict(request: Request) -> Response:
+            return await handler(StrictRequest(request.scope, request.receive))
+
+        return strict
+
+
+def _refused(number: str) -> float:
+    raise json.JSONDecodeError(f"{number[:20]} is no finite number", number, 0)
+
+
+def _finite(number: str) -> float:
+    return value if math.isfinite(value := float(number)) else _refused(number)
 
 
 def event(value: Mapping[str, Any], name: str | None = None) -> str:
