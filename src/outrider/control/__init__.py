@@ -22,7 +22,7 @@ class Controller(Protocol):
         """The largest number of draft nodes that one of so many rows may get."""
 
     def forced(self, r: int) -> bool:
-        """Whether forced text may take the place of the draft of row r of this batch, which nobody chose."""
+        """Whether row r of the batch may get forced text, in place of what it was to be drafted."""
 
     def report(self) -> dict[str, Any]:
         """What was chosen and why, for people; empty if nothing is chosen."""
