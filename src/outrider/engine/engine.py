@@ -104,7 +104,9 @@ class Engine:
         self.controller: Controller = limits
         if speculation.adaptive:
             self.controller = AutoController(limits, drafter.arms(limits.max_depth))
-        self.runner = Runner(self.decoder, cache.pools[0], self.sampler, self.rule.kernel)
+        self.runner = Runner(
+            self.decoder, cache.pools[0], self.sampler, vars(type(self.rule)).get("kernel", "")
+        )
         self.pacer = PrefillPacer(self.options.max_num_batched_tokens, self.options.max_decode_slowdown)
         self.scheduler = self.build_scheduler()
         self.reset()

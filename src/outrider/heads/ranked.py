@@ -36,7 +36,7 @@ class RankedOptions(HeadOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_tree(self.tree)
-        check_fields(self, {"nodes": optional(whole(1))})
+        check_fields(self, {"nodes": optional(whole(1, 1024))})
 
 
 class RankedDrafter(StateDrafter):

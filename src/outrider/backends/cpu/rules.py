@@ -28,16 +28,15 @@ class TreeQueries:
         accepted nodes [n] | tokens to emit [n + 1] | how many, -1 for none
     """
 
-    __slots__ = ("data", "probs", "queries", "rule", "sizes")
+    __slots__ = ("data", "distributions", "probs", "queries", "rule", "sizes")
 
     def __init__(self, rule: str = "match") -> None:
         self.rule = RULES.index(rule)
         self.queries: list[Any] = []
         self.data = array("i")
         self.sizes: dict[int, int] = {}  # key -> nodes
-        self.probs: list[
-            array[int]
-        ] = []  # addresses of the distributions that draft tokens were sampled from
+        self.distributions: list[Tensor] = []  # that draft tokens were sampled from
+        self.probs: list[array[int]] = []  # addresses of those of a tree
 
     def add(
         self,
@@ -52,7 +51,9 @@ class TreeQueries:
         n = self.sizes[key] = tree.size
         probs_of, probs = tree.probs_of[:n] or [-1] * n, 0
         if tree.distributions:
-            self.probs.append(array("Q", [q.data_ptr() for q in tree.distributions]))
+            own = [q.to("cpu", torch.float64).contiguous() for q in tree.distributions]
+            self.distributions += own
+            self.probs.append(array("Q", [q.data_ptr() for q in own]))
             probs = self.probs[-1].buffer_info()[0]
         kind = len(self.data), root, n, top_k, self.rule, tree.repeats
         self.queries.append(QUERY(*kind, min_p, top_p, stream, position, probs, temperature))
@@ -86,6 +87,9 @@ class TreeVerifier:
         return TreeQueries(rule)
 
     def verify(self, logits: Tensor, queries: TreeQueries) -> None:
+        vocabulary = logits.shape[1]
+        if wrong := [tuple(q.shape) for q in queries.distributions if q.shape != (vocabulary,)]:
+            raise ValueError(f"a draft's sampling distribution has shape {wrong[0]}, not ({vocabulary},).")
         self.lib.verify_trees(
             logits.data_ptr(),
             logits.stride(0),

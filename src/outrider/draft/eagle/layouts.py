@@ -35,7 +35,7 @@ ROWS = (
 SPECULATORS = Layout(
     "speculators",
     ("fusion_fc.weight",),
-    (("fusion_fc.{kind}", "fc.{kind}"), ("transformer.{rest}", "layers.0.{rest}"), *ROWS),
+    (*ROWS[:2], ("fusion_fc.{kind}", "fc.{kind}"), ("transformer.{rest}", "layers.0.{rest}"), *ROWS[2:]),
     ("model.",),
 )
 VLLM = Layout(
