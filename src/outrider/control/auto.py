@@ -64,7 +64,7 @@ class AutoController:
         self.drafting = DraftCost(self.forward.base(1))
         self.calibration, self.reliability = Calibration(), Reliability()
         self.reach = [Reach() for _ in arms]
-        # of each arm in `DraftTree.proposers`: the only one owns all nodes, also those of drafters inside of it
+        # of each arm in `DraftTree.proposers`: the only one owns all nodes, those of its own drafters too
         self.bits = [1 << k for k in range(len(arms))] if len(arms) > 1 else [-1]
         self.total = DraftingSummary()
         self.states: dict[Row, RowState] = {}
