@@ -134,7 +134,7 @@ class Asked:
 def drafted(
     row: Row, logits: torch.Tensor, above: list[int], kinds: list[int], repeats: bool, near: bool
 ) -> DraftTree:
-    """A tree of sampled and chosen nodes.  kinds: of each node 0 chosen, 1 or 2: from that q of its parent."""
+    """A tree of sampled and chosen nodes.  kinds: 0 chosen, 1 or 2 sampled from that q of the parent."""
     generator = torch.Generator().manual_seed(7)
     parents, tokens = [place % (i + 1) - 1 for i, place in enumerate(above)], list[int]()
     probs: list[torch.Tensor] = []

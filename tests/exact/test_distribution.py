@@ -345,7 +345,7 @@ def test_a_parameter_that_the_engine_ignores(turn: int, llm: LLM, exact: Exact, 
 
 
 def use_reference(llm: LLM, draft: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sampled chains under a rule that the backend's kernels do not verify: mutations are of the reference."""
+    """Sampled chains, verified by the reference, which the mutations change."""
     monkeypatch.setattr(rule(name), "kernel", "")
     llm.use({**drafting("1", draft), "verification": name})
 

@@ -1,7 +1,7 @@
 """The exactness tests can fail: an engine broken on purpose says other tokens, and the comparison notices.
 
-Every test first shows that the healthy engine emits the tokens of plain decoding, then breaks one thing and shows
-that at least one prompt of the same traffic comes out differently.  The controls at the end break what must
+Every test first shows that the healthy engine emits the tokens of plain decoding, then breaks one thing and
+shows that at least one prompt of the same traffic comes out differently.  The controls at the end break what must
 not matter.
 """
 

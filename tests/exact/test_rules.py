@@ -1,7 +1,7 @@
 """Every lossless rule emits the target's distribution, by exact enumeration of all random choices.
 
-`outrider.testing.enumerate_rule` takes each choice of the draft and of the rule every way, with its probability.
-The draft trees come from the engine's own code.  Vocabulary <= 4, depth <= 3, error <= 1e-12.
+`outrider.testing.enumerate_rule` takes each choice of the draft and of the rule every way, with its
+probability.  The draft trees come from the engine's own code.  Vocabulary <= 4, depth <= 3, error <= 1e-12.
 """
 
 from __future__ import annotations

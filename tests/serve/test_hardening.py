@@ -1,4 +1,4 @@
-"""What must not harm a server: wrong keys, long and slow bodies, crowds, clients that leave, and its own end."""
+"""What must not harm a server: wrong keys, long and slow bodies, crowds, clients that leave, its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests made from our own OpenAPI document: no answer is a failure of the server, and errors have one shape."""
+"""Requests made from our OpenAPI document: no answer is a failure of the server; errors have one shape."""
 
 from __future__ import annotations
 
