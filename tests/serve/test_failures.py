@@ -137,7 +137,8 @@ def test_a_failed_step_turns_health_red(engine: AsyncLLM, monkeypatch: pytest.Mo
         health = await client.get("/health")
         assert health.status_code == 503 and "a defect" in health.json()["error"]["message"]
         assert (await client.post("/v1/completions", json=BODY)).status_code == 503
-        server, failure = Server(ServerOptions(), "builtin"), []
+        server = Server(ServerOptions(), "builtin")
+        failure: list[Exception] = []
         server.started(engine)
         process = uvicorn.Server(uvicorn.Config("none"))
         await asyncio.wait_for(watch_engine(process, server, failure), 5)

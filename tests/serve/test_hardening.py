@@ -176,7 +176,12 @@ def test_the_end_lets_open_requests_finish_and_the_log_has_no_secrets(guarded: S
 
     def read() -> None:
         chunks = guarded.client(KEYS[0]).completions.create(
-            model="builtin", stream=True, prompt=SECRET, max_tokens=400, extra_body={"ignore_eos": True}
+            model="builtin",
+            stream=True,
+            prompt=SECRET,
+            max_tokens=400,
+            logprobs=1,
+            extra_body={"ignore_eos": True},
         )
         texts.extend(chunk.choices[0].finish_reason or "" for chunk in chunks)
 

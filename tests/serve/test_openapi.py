@@ -26,7 +26,7 @@ schema = schemathesis.pytest.from_fixture("document")
 
 @schema.parametrize()
 @settings(
-    max_examples=4,
+    max_examples=2,
     deadline=None,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
