@@ -20,7 +20,7 @@ def _pyplot() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise ConfigError("a plot needs matplotlib: install it with  pip install matplotlib.") from error
+        raise ConfigError("a plot needs matplotlib: install it with  pip install 'outrider[plot]'.") from error
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
