@@ -20,7 +20,9 @@ def _pyplot() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise ConfigError("a plot needs matplotlib: install it with  pip install 'outrider[plot]'.") from error
+        raise ConfigError(
+            "a plot needs matplotlib: install it with  pip install 'outrider[plot]'."
+        ) from error
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
