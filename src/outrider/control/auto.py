@@ -89,8 +89,7 @@ class AutoController:
     def state(self, row: Row) -> RowState:
         found = self.states.get(row)
         if found is None:
-            # `learn` still needs the states of rows that end in a step, so the next new row drops them
-            self.states = {one: state for one, state in self.states.items() if one.finish_reason is None}
+            self.states = RowState.of_open(self.states)  # rows aborted between steps
             row.drafting = DraftingSummary()
             reach = [Reach(above) for above in self.reach]
             found = self.states[row] = RowState(
@@ -280,6 +279,7 @@ class AutoController:
         self._settle(batch, extra)
         for r, plan in self.plans.items():
             self._learn_row(batch[r], plan)
+        self.states = RowState.of_open(self.states)
 
     def _learn_drafting(self, propose: float) -> None:
         pace = self.load.pace

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from outrider.control.acceptance import Calibration, Reach, key_of
 from outrider.control.choose import Option
 from outrider.control.ledger import Ledger
-from outrider.core.row import DraftingSummary
+from outrider.core.row import DraftingSummary, Row
 from outrider.core.step import Batch, RowStep
 from outrider.core.tree import EMPTY_TREE, ROOT, DraftTree
 
@@ -36,6 +36,11 @@ class RowState:
     summary: DraftingSummary
     retry: list[int]
     asleep: int = 0
+
+    @staticmethod
+    def of_open(states: Mapping[Row, RowState]) -> dict[Row, RowState]:
+        """The states of rows that have not ended."""
+        return {row: state for row, state in states.items() if row.finish_reason is None}
 
 
 @dataclass(slots=True)
