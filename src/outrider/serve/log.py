@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from dataclasses import dataclass
 
 from outrider.serve.state import Server
@@ -45,16 +46,20 @@ class Counts:
 
 
 async def log_throughput(server: Server) -> None:
-    """Log the throughput of every log_interval seconds, unless nothing happened."""
-    before, interval = Counts(), server.options.log_interval
-    while True:
-        await asyncio.sleep(interval)
-        if server.status != "ready":
+    """Log the throughput of every log_interval seconds and of the last ones, unless nothing happened."""
+    before, began = Counts(), time.monotonic()
+    ending = False
+    while not ending:
+        try:
+            await asyncio.sleep(server.options.log_interval)
+        except asyncio.CancelledError:
+            ending = True
+        if server.engine_ is None:
             continue
-        now = Counts.of(server)
+        now, ended = Counts.of(server), time.monotonic()
         if now != before:
-            log.info(line(server, now.since(before), interval))
-        before = now
+            log.info(line(server, now.since(before), ended - began))
+        before, began = now, ended
 
 
 def line(server: Server, counts: Counts, seconds: float) -> str:
