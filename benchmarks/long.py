@@ -7,7 +7,8 @@ positions.
 
 Prefill beside decoding: seven requests decode while an 8,000-token prompt is computed.  Measured are the time
 to its first token over its value alone, and the p99 of the gaps between a request's tokens over its value
-without the prompt.
+without the prompt.  The seven texts grow meanwhile, and with them their decode steps: so the last tenth of the
+prompt's time is compared with the steps right after it.
 
 Context: eight requests, or samples of one, far into their texts, with plain decoding and with n-gram look-up;
 K/V within 3 GiB.
@@ -20,6 +21,7 @@ import json
 import statistics
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,34 +31,67 @@ from rich.console import Console
 from outrider import LLM, SamplingParams
 
 ROOM = 17_000
+SETTLED = 100  # tokens of each request before the prompt joins, and after its first token
 
 
-def gaps(llm: LLM, long: int, tokens: int) -> tuple[list[float], float]:
-    """Seconds between tokens of seven requests, and to the first token of a long prompt that joins them."""
+@dataclass
+class Gaps:
+    """Seconds between the tokens of seven requests, in three parts of their time.
+
+    before: no prompt.  early: the first tenth of the long prompt's time.  late: its last tenth.
+    after: no prompt again, at the context lengths of the last tenth.
+    """
+
+    before: list[float]
+    early: list[float]
+    late: list[float]
+    after: list[float]
+    first_token: float
+
+
+def gaps(llm: LLM, long: int, tokens: int) -> Gaps:
+    """Gaps of seven requests, which a long prompt joins after their first 100 tokens."""
     last: dict[str, float] = {}
-    found: list[float] = []
-    first: list[float] = []
+    found: list[tuple[float, float]] = []  # (end of the gap, gap)
+    joined: list[float] = []  # when the prompt came, and when its first token did
 
     def answer_long_prompt() -> None:
-        first.append(seconds(lambda: llm.generate(prompt(long, 99), greedy(1))))
+        llm.generate(prompt(long, 99), greedy(1))
+        joined.append(time.perf_counter())
 
     other = threading.Thread(target=answer_long_prompt)
+    left = 7 * SETTLED
     stream = llm.stream([prompt(64, i) for i in range(7)], greedy(tokens))
     for count, output in enumerate(stream):
         now = time.perf_counter()
-        if output.request_id in last and (not long or count > 140):
-            found.append(now - last[output.request_id])
+        if output.request_id in last:
+            found.append((now, now - last[output.request_id]))
         last[output.request_id] = now
-        if count == 140 and long:
+        if count == 7 * SETTLED:
+            joined.append(now)
             other.start()
-        if first:
+        left -= len(joined) == 2
+        if not left:
             break
     stream.close()  # type: ignore[attr-defined]
-    return found, first[0] if first else 0.0
+    began, ended = joined
+    tenth = (ended - began) / 10
+
+    def between(start: float, end: float) -> list[float]:
+        return [gap for at, gap in found if start < at - gap and at <= end]
+
+    return Gaps(
+        between(0, began),
+        between(began, began + tenth),
+        between(ended - tenth, ended),
+        between(ended, float("inf")),
+        ended - began,
+    )
 
 
 def p99(values: list[float]) -> float:
-    return statistics.quantiles(values, n=100)[98] * 1e3
+    """99th percentile, in milliseconds."""
+    return round(statistics.quantiles(values, n=100)[98] * 1e3, 1)
 
 
 def context_speed(llm: LLM, asked: list[Any], samples: int) -> dict[str, float]:
@@ -81,19 +116,23 @@ def context_speed(llm: LLM, asked: list[Any], samples: int) -> dict[str, float]:
 def prefill_beside_decoding(model: str, long: int, slowdown: float | None) -> dict[str, float]:
     """Slowdowns of both sides, with this max_decode_slowdown."""
     llm = LLM(model=model, max_num_seqs=8, kv_cache_memory_bytes=3 << 30, max_decode_slowdown=slowdown)
-    gaps(llm, 0, 40)
-    idle, _ = gaps(llm, 0, 200)
+    llm.generate([prompt(64, i) for i in range(8)], greedy(40))  # warm
     alone = seconds(lambda: llm.generate(prompt(long, 98), greedy(1)))
     llm.engine.forget_prefixes()
-    busy, first = gaps(llm, long, 16_000)
+    found = gaps(llm, long, 16_000)
     return {
-        "idle p99, ms": round(p99(idle), 1),
-        "p99 during the prompt, ms": round(p99(busy), 1),
-        "p99 over idle": round(p99(busy) / p99(idle), 2),
-        "largest gap, ms": round(max(busy) * 1e3, 1),
+        "p99 before the prompt, ms": p99(found.before),
+        "p99 in its first tenth, ms": p99(found.early),
+        "p99 in its last tenth, ms": p99(found.late),
+        "p99 after it, ms": p99(found.after),
+        "slowdown at the beginning": round(p99(found.early) / p99(found.before), 2),
+        "slowdown at the end": round(p99(found.late) / p99(found.after), 2),
+        "median slowdown at the end": round(
+            statistics.median(found.late) / statistics.median(found.after), 2
+        ),
         "first token alone, s": round(alone, 2),
-        "first token, s": round(first, 2),
-        "first token over alone": round(first / alone, 2),
+        "first token, s": round(found.first_token, 2),
+        "first token over alone": round(found.first_token / alone, 2),
     }
 
 
