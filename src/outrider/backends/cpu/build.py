@@ -1,6 +1,7 @@
 """Build the C kernels on first use and keep the library in a cache folder.
 
-A kept library is one file, `kernels-<key>-<compiler>-<content>.so`:
+A kept library is one file, `kernels-<key>-<compiler>-<content>.so`, or `...-serial-<content>.so` without
+OpenMP:
 
     key       hash of sources, flags and kind of machine; known without a compiler
     compiler  hash of the command and its version, so that another compiler builds its own
@@ -63,6 +64,7 @@ FLAGS = (
     f"-DMAX_HEAD_DIM={MAX_HEAD_DIM}",
 )
 THREADS = ("-fopenmp",)  # left out where the compiler has no OpenMP: the kernels then use one thread
+SERIAL = "the C kernels use one thread: %s has no OpenMP (install it and delete %s)"
 
 
 class Target(NamedTuple):
@@ -78,8 +80,8 @@ def _x86_64(level: str, *features: str) -> Target:
     return Target((f"-march=x86-64-{level}", *beyond), LEVELS[level] | set(features))
 
 
-AVX2 = frozenset(("avx2", "fma", "f16c", "bmi2"))
-LEVELS = {"v3": AVX2, "v4": AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}}
+AVX2 = frozenset(("abm", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"))
+LEVELS = {"v3": AVX2, "v4": AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}}
 TARGETS = {  # the best one last
     "portable": Target((), frozenset()),
     "avx2": _x86_64("v3"),
@@ -146,9 +148,11 @@ def recipe(environment: Mapping[str, str]) -> Recipe:
         raise ConfigError(f"OUTRIDER_ISA={name} needs a processor with {', '.join(sorted(lacking))}.")
     here = Path(__file__).parent / "csrc"
     sources = tuple(here / source for source in SOURCES)
-    flags = (*TARGETS[name].flags, *FLAGS, *environment.get("OUTRIDER_CFLAGS", "").split())
+    own = environment.get("OUTRIDER_CFLAGS", "").split()
+    flags = (*TARGETS[name].flags, *FLAGS, *own)
     texts = [path.read_text() for path in (*sorted(here.glob("*.h")), *sources)]
-    return Recipe(sources, flags, _hash("\0".join([*texts, *flags, platform.machine()]).encode()))
+    machine = [platform.machine(), *(sorted(features) if own else ())]  # -march=native: a processor's own
+    return Recipe(sources, flags, _hash("\0".join([*texts, *flags, *machine]).encode()))
 
 
 def available() -> list[str]:
@@ -207,23 +211,27 @@ def build(made: Recipe, compiler: Compiler, folder: Path | None) -> ctypes.CDLL:
     try:
         with tempfile.TemporaryDirectory(prefix="outrider-") as private:
             library = Path(private, "kernels.so")
-            _compile(made, compiler, library)
+            parallel = _compile(made, compiler, library)
             log.info("built the C kernels in %.1f s", time.perf_counter() - began)
             if folder is not None:
-                library = _kept_or(library, folder, f"kernels-{made.key}-{compiler.id}")
+                stem = f"kernels-{made.key}-{compiler.id}{'' if parallel else '-serial'}"
+                library = _kept_or(library, folder, stem)
+            if not parallel:
+                log.warning(SERIAL, shlex.join(compiler.command), library)
             return ctypes.CDLL(str(library))  # stays mapped when the folder is removed
     except OSError as error:
         raise BuildError(f"the library cannot be built or loaded ({error})") from error
 
 
-def _compile(made: Recipe, compiler: Compiler, library: Path) -> None:
-    """Compile with OpenMP if the compiler has it, otherwise without."""
+def _compile(made: Recipe, compiler: Compiler, library: Path) -> bool:
+    """Compile with OpenMP if the compiler has it, otherwise without.  Returns whether it has."""
     inputs = [*map(str, made.sources), "-o", str(library), "-lm"]
     try:
         _run([*compiler.command, *made.flags, *THREADS, *inputs])
     except BuildError:
         _run([*compiler.command, *made.flags, *inputs])  # raises again if OpenMP was not the reason
-        log.warning("the C kernels use one thread: %s cannot compile OpenMP", shlex.join(compiler.command))
+        return False
+    return True
 
 
 # ---- the cache
@@ -267,7 +275,10 @@ def opened(folder: Path | None, key: str, compiler: str = "*") -> ctypes.CDLL | 
         return None
     for path in sound(folder, f"kernels-{key}-{compiler}"):
         try:
-            return ctypes.CDLL(str(path))
+            library = ctypes.CDLL(str(path))
+            if "-serial-" in path.name:
+                log.warning(SERIAL, "the compiler that built them", path)
+            return library
         except OSError as error:
             log.info("%s cannot be loaded: %s", path, error)
     return None
