@@ -7,8 +7,8 @@ positions.
 
 Prefill beside decoding: seven requests decode while an 8,000-token prompt is computed.  Measured are the time
 to its first token over its value alone, and the p99 of the gaps between a request's tokens over its value
-without the prompt.  The seven texts grow meanwhile, and with them their decode steps: so the last tenth of the
-prompt's time is compared with the steps right after it.
+without the prompt.  The seven texts grow meanwhile, and with them the decode steps.  So the last tenth
+of the prompt's time is compared with the steps right after it.
 
 Context: eight requests, or samples of one, far into their texts, with plain decoding and with n-gram look-up;
 K/V within 3 GiB.
