@@ -60,7 +60,7 @@ INLINE void multiply_bfloat16(const int rows, const uint32_t *weights, const flo
 }
 
 /* The same for rounded inputs x [rows,pairs]. */
-INLINE void multiply_pairs(const int rows, const uint32_t *weights, const pair *x, int64_t pairs,
+INLINE void multiply_pairs(const int rows, const uint32_t *weights, const bfloat16_pair *x, int64_t pairs,
                            Tile sums) {
     for (int64_t k = 0; k < pairs; k++, weights += PANEL) {
         vuint w[TILE_VECTORS];

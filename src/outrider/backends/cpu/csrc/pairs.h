@@ -11,7 +11,7 @@
 #include <immintrin.h>
 #endif
 
-typedef uint32_t pair __attribute__((may_alias)); /* two bfloat16, the even one low */
+typedef uint32_t bfloat16_pair __attribute__((may_alias)); /* two bfloat16, the even one low */
 
 INLINE vfloat even_bfloat16(vuint pairs) { return (vfloat)(pairs << 16); }
 INLINE vfloat odd_bfloat16(vuint pairs) { return (vfloat)(pairs & 0xffff0000u); }
