@@ -181,6 +181,7 @@ class Reader:
                 "min_tokens forbids the tokens that end the text, and here that is every token there is."
             )
         limit = min(self.engine.max_len, len(ids) + (params.max_tokens or self.engine.max_len))
+        prediction = self._prediction(params)
         seed = params.seed if params.seed is not None else mix(self.seed + number_of(id))
         bad_words = self._bad_words(params)
         detokenizes = self.tokenizer is not None and params.detokenize and bool(params.stop)
@@ -203,6 +204,7 @@ class Reader:
                     limit=limit,
                     ending=ending,
                     grammar=grammar,
+                    prediction=prediction,
                     source=rows[0] if rows else None,
                     lora=lora,
                     logprobs=self._logprobs(params, index),
@@ -210,6 +212,20 @@ class Reader:
                 )
             )
         return rows
+
+    def _prediction(self, params: SamplingParams) -> list[int]:
+        """Token ids of the predicted output, as far as the context goes."""
+        given: Any = params.prediction or ()
+        if isinstance(given, str):
+            if self.tokenizer is None:
+                raise RequestError("a text as prediction needs a tokenizer: pass its token ids.")
+            try:
+                given = self.tokenizer.encode(given, add_special_tokens=False, verbose=False)
+            except Exception as error:  # as for a prompt
+                raise RequestError(
+                    f"prediction: the tokenizer cannot read {shortened(params.prediction)}: {error}"
+                ) from error
+        return self._exist("prediction: token id", given[: self.engine.max_len])
 
     def _grammar(self, params: SamplingParams, prompt: int) -> GrammarState | None:
         """Position of a new row in the grammar of structured_outputs, if the request has one."""

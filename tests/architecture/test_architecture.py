@@ -68,6 +68,7 @@ ROOMS = [
 # Where a method's name may occur outside its own file: defaults of speculative_config, and parts of a mix.
 NAMED = {
     ("core/params.py", "suffix"),  # a parameter of OpenAI's, which is refused
+    ("core/params.py", "prediction"),  # a parameter
     ("core/params.py", "grammar"),  # of other programs, which is refused
     ("core/structured.py", "grammar"),  # a field in vLLM's names
     ("config.py", "off"),

@@ -105,9 +105,9 @@ def test_a_plain_step_stays_plain_beside_forced_text() -> None:
     auto, row = controller(), make_row([1, 2, 3], grammar=grammar)
     joined = Joined(make_drafter(Ngram), [make_drafter(Sure)])
     batch = step_of(row)
-    assert joined.budgets(batch, auto) == [NO_BUDGET] and not joined.certain
+    assert joined.budgets(batch, auto) == [NO_BUDGET] and not joined.given
     auto.learn(Commit(batch), PLAIN)
-    assert joined.budgets(step_of(row), auto)[0].nodes >= 3 and row in joined.certain
+    assert joined.budgets(step_of(row), auto)[0].nodes >= 3 and row in joined.given
 
 
 def test_plain_steps_without_number_leave_the_distance_between_anchors_bounded() -> None:

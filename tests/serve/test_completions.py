@@ -138,6 +138,19 @@ def test_speculation_is_reported_and_can_be_off_or_capped(server: Served) -> Non
     assert math.isclose(found["tokens_per_step"], found["emitted"] / found["steps"], rel_tol=1e-3)
 
 
+def test_a_predicted_output_saves_steps(server: Served) -> None:
+    body: dict[str, Any] = {"prompt": "The cat", "max_tokens": 40, "temperature": 0.7, "seed": 2}
+    body |= {"return_speculation": True, "ignore_eos": True}
+    plain = server.post("/v1/completions", body).json()
+    text = plain["choices"][0]["text"]
+    parts = [{"type": "text", "text": text[:40]}, {"type": "text", "text": text[40:]}]
+    for content in (text, parts):
+        told = server.post("/v1/completions", {**body, "prediction": {"type": "content", "content": content}})
+        assert told.json()["choices"][0]["text"] == text
+        assert told.json()["speculation"]["steps"] < 0.7 * plain["speculation"]["steps"]
+        assert told.json()["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 15
+
+
 def test_a_repeated_prompt_is_cached(server: Served) -> None:
     body = {"prompt": "Cached words " * 30, "max_tokens": 1}
     for _ in range(2):

@@ -302,11 +302,12 @@ class AutoController:
             spent, saved = plain + share * extra, plain * len(step.emitted)
             plan = self.plans.get(r)
             names = "+".join(self.arms[k].name for k in sorted(plan.asked)) if plan else ""
+            names = names or ("automatic" if step.tree.tokens else "off")
             expected = plan.expected if plan else 0.0
             state.ledger.add(spent, saved)
             self.ledger.add(spent, saved)
             for summary in (state.summary, self.total):
-                summary.add(names or "off", len(step.tree.tokens), expected, len(step.accepted), spent, saved)
+                summary.add(names, len(step.tree.tokens), expected, len(step.accepted), spent, saved)
 
     def _learn_row(self, step: RowStep, plan: Plan) -> None:
         state, row = plan.state, step.row

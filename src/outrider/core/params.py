@@ -17,6 +17,7 @@ from outrider.errors import RequestError, shortened, unknown
 ALL = (1 << 31) - 1  # upper bound of top_k, above any vocabulary size
 MOST_SAMPLES = 16384  # samples per prompt, as in vLLM
 LARGEST = sys.float_info.max
+LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "logits_processors", "prediction")
 
 _BEAMS = "Beam search is not supported: sample, or decode greedily with temperature 0."
 _FORMS = "Use 'structured_outputs', a dict with json, regex, choice, grammar or json_object."
@@ -66,6 +67,7 @@ FIELDS = {
     "logits_processors": Kind("a list of functions", lambda functions: all(map(callable, functions))),
     "stop": Kind("a string that is not empty, or a list of such", _texts),
     "stop_token_ids": Kind("a list of token ids", _ids),
+    "prediction": Kind("a text or a list of token ids", lambda given: isinstance(given, str) or _ids(given)),
     **dict.fromkeys(("max_tokens", "max_draft_tokens"), optional(whole(1))),
     "min_tokens": whole(0),
     "truncate_prompt_tokens": Kind(
@@ -123,6 +125,7 @@ class _Fields:
     speculate: bool = True
     structured_outputs: StructuredOutputs | Mapping[str, Any] | None = field(default=None, hash=False)
     max_draft_tokens: int | None = None
+    prediction: Sequence[int] | str | None = None
 
 
 class SamplingParams(_Fields):
@@ -158,6 +161,7 @@ class SamplingParams(_Fields):
     skip_special_tokens         omit special tokens from the text
     speculate                   False: decode this request without speculation
     structured_outputs          StructuredOutputs, or a dict of its fields: the form that the output must have
+    prediction                  text or token ids that the output repeats in large parts: drafted from
     max_draft_tokens            depth of this request's draft trees at most; None: no limit of its own
 
     Raises RequestError naming the parameter, its value and the valid range.
@@ -176,17 +180,19 @@ class SamplingParams(_Fields):
             if isinstance(value, np.generic):
                 given[name] = value.item()
         super().__init__(**given)
-        for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "logits_processors"):
+        for name in LISTS:
             value = getattr(self, name)
             if isinstance(value, str) and name == "stop":
                 value = (value,)
+            if isinstance(value, str) and name == "prediction":
+                continue
             if value is not None and (
                 isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, Set))
             ):
                 raise RequestError(f"{name} must be a list, got {shortened(value)}.")
             empty = None if name == "allowed_token_ids" else ()  # `_check` rejects an empty allowed_token_ids
             value = empty if value is None else tuple(value)
-            if name in ("stop_token_ids", "allowed_token_ids") and value is not None:
+            if name in ("stop_token_ids", "allowed_token_ids", "prediction") and value is not None:
                 value = _plain(value)
             object.__setattr__(self, name, value)
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)

@@ -66,7 +66,8 @@ class Speculation(NamedTuple):
 class DraftingSummary:
     """What an adaptive controller chose for a request, and what came of it.
 
-    steps            steps by drafters asked: "off", "suffix", "suffix+draft_model", …
+    steps            steps by drafters asked: "off", "suffix", "suffix+draft_model", …; "automatic": by the
+                     request's grammar or prediction
     nodes            verified draft tokens
     expected         accepted draft tokens that were expected of them; `accepted`: those that were
     seconds          time of the steps, drafting included, as far as it falls to this request
@@ -134,6 +135,7 @@ class Row:
     limit: int  # tokens at most, prompt included
     ending: frozenset[int]  # token ids that end the text
     grammar: Grammar | None = None  # of structured_outputs; its mask is one of `processors`
+    prediction: Sequence[int] = ()  # text that the output may repeat
     source: Row | None = None  # the sample whose prompt this one shares
     priority: int = 0  # rows of a smaller one come first
     lora: LoRARequest | None = None
@@ -158,6 +160,11 @@ class Row:
     sources: list[str | None] = field(
         default_factory=list
     )  # of each output token: its drafter, or the target
+
+    @property
+    def guided(self) -> bool:
+        """Whether the request tells something of its output: what automatic drafters propose from."""
+        return self.grammar is not None or bool(self.prediction)
 
     @property
     def output(self) -> list[int]:

@@ -18,7 +18,7 @@ CONFIDENCE = 0.95  # assumed acceptance of a token of forced text
 
 
 class Grammar(TextDrafter):
-    automatic = True
+    automatic = certain = True
     depth = 64
 
     @dataclass(frozen=True)

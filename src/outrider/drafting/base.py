@@ -138,10 +138,12 @@ class Drafter:
 class TextDrafter(Drafter):
     """A drafter that proposes from the text alone.  A draft model can use one to speed itself up.
 
-    automatic: joined to every other method, for the rows for which it proposes text that is certain.
+    automatic: joined to every other method, for `guided` rows.  certain: its text is, so that others may
+    draft behind it.
     """
 
     automatic: ClassVar[bool] = False
+    certain: ClassVar[bool] = False
 
     def after(self, row: Row, ahead: Sequence[int], budget: Budget) -> DraftTree:
         """Return draft tokens after the row's tokens and `ahead`, which may never be emitted.

@@ -132,7 +132,7 @@ class Engine:
         """A scheduler for the drafter, controller and pacer in use."""
         drafter, options = self.drafter, self.options
         limits = Limits(options.max_num_seqs, options.max_num_batched_tokens, drafter.needs.lookbehind)
-        hooks = Hooks(self.controller.nodes, self.pacer.budget, drafter.filled, drafter.forget)
+        hooks = Hooks(self.controller.nodes, self.pacer.budget, drafter.filled, self.proposer.forget)
         return Scheduler(self.cache, limits, hooks, self.adapters)
 
     def _adapters(self) -> Adapters:

@@ -42,6 +42,22 @@ class ResponseFormat(Body):
     json_schema: JsonSchema | None = None
 
 
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(Body):
+    """OpenAI's predicted output: text that the answer repeats in large parts."""
+
+    type: Literal["content"]
+    content: str | Many[TextPart]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class Speculate(Body):
     """Speculation of one request.
 
@@ -97,7 +113,7 @@ class Classic(Sampling):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
-    prediction: Any = None  # refused
+    prediction: Prediction | None = None
 
 
 Ids = Annotated[Many[Token], Field(min_length=1)]

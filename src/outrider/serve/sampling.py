@@ -33,11 +33,10 @@ def params_of(body: Sampling, form: Mapping[str, Any] | None = None, **more: Any
     """
     given = {name: getattr(body, name) for name in SHARED}
     if isinstance(body, Classic):
-        if body.prediction is not None:
-            raise ApiError(400, "prediction is not supported: the server drafts by itself.", "prediction")
         if body.stream and body.prompt_logprobs is not None:
             raise ApiError(400, "a stream has no prompt_logprobs.", "prompt_logprobs")
         given |= {name: getattr(body, name) for name in CLASSIC}
+        given["prediction"] = body.prediction.text if body.prediction is not None else None
     forms = [*_forms(body), *([dict(form)] if form else [])]
     if len(forms) > 1:
         raise ApiError(400, f"only one constraint on the output can be given, got {len(forms)}.")

@@ -1,14 +1,16 @@
-"""The configured drafter with the automatic ones beside it, for rows with a grammar.
+"""The configured drafter with the automatic ones beside it, for requests that tell something of their output.
 
-Text that is certain comes first, and a drafter of texts continues behind it.  Others draft for the rows
-without such text.  Draft tokens that the grammar forbids are dropped before they are verified.  Batches
-without a grammar are passed on as they are.
+A grammar makes text certain: it comes first, and a drafter of texts continues behind it.  A predicted output
+replaces the draft of the configured drafter.  This one drafts for the rows without either.  Draft tokens that
+the grammar forbids are dropped before they are verified.  Batches of other requests are passed on as they
+are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from outrider.control import Controller
 from outrider.core.processor import Grammar, Ids
@@ -18,29 +20,44 @@ from outrider.core.tree import EMPTY_TREE, NO_BUDGET, ROOT, Budget, Draft, Draft
 from outrider.draft.union import after_trim, part
 from outrider.drafting.base import Drafter, TextDrafter
 
-SHORTEST = 2  # certain tokens that replace the draft of a model: a single one is not worth its step
+SHORTEST = 2  # tokens that replace the draft of a model: a single one is not worth its step
+
+
+class Given(NamedTuple):
+    """Chain that an automatic drafter, the one of this number, proposes for a row."""
+
+    tree: DraftTree = EMPTY_TREE
+    drafter: int = -1
+
+
+NOTHING = Given()
 
 
 @dataclass
 class Proposal:
     """What is proposed for a row.
 
-    tree: the proposed tree, `certain` tokens and then what is left of `own`.
-    own: tree of the configured drafter.  node_of: node of `own` -> node of `tree`, if it was kept.
+    tree: the proposed tree: of `given`, and then what is left of `own`.
+    own: tree of the configured drafter.  node_of, given_of: node of `own`, of `given` -> node of `tree`, if
+    it was kept.
     """
 
     tree: DraftTree
     own: DraftTree
     node_of: dict[int, int]
+    given: Given = NOTHING
+    given_of: dict[int, int] = field(default_factory=dict)
 
 
 class Joined:
     """`budgets`, `propose` and `observe` of a step, in this order."""
 
     def __init__(self, drafter: Drafter, automatic: Sequence[TextDrafter]) -> None:
-        self.drafter, self.automatic = drafter, automatic
+        """Those automatic drafters that the configured one is, or mixes, are left to it."""
+        self.drafter = drafter
+        self.automatic = [each for each in automatic if not set(each.sources) & set(drafter.sources)]
         self.text_drafter = drafter if isinstance(drafter, TextDrafter) else None
-        self.certain: dict[Row, DraftTree] = {}  # of this step
+        self.given: dict[Row, Given] = {}  # of this step
         self.proposals: list[Proposal] | None = None  # of this step; None: the configured drafter's own
 
     @property
@@ -49,77 +66,99 @@ class Joined:
         return [*self.drafter.sources, *(name for drafter in self.automatic for name in drafter.sources)]
 
     def budgets(self, batch: Batch, controller: Controller) -> list[Budget]:
-        """The controller's budgets, raised to the certain text of each row."""
-        budgets, self.certain = controller.budget(batch), {}
-        if not any(step.row.grammar for step in batch) or not controller.nodes(len(batch)):
+        """The controller's budgets, raised to what the automatic drafters propose for each row."""
+        budgets, self.given = controller.budget(batch), {}
+        if not any(step.row.guided for step in batch) or not controller.nodes(len(batch)):
             return budgets
         for r, step in enumerate(batch):
             row, most = step.row, step.row.draft_depth
-            if row.grammar is None or not step.emits or most < 1:
+            if not row.guided or not step.emits or most < 1:
                 continue
-            certain = self._certain(row, most)
-            if certain.size < (SHORTEST if budgets[r].nodes and self.text_drafter is None else 1):
+            given = self._given(row, most)
+            if given.tree.size < (SHORTEST if budgets[r].nodes and self.text_drafter is None else 1):
                 continue
             if not controller.forced(r):
                 return budgets
-            self.certain[row] = certain
-            more = budgets[r] if self.text_drafter is not None else NO_BUDGET
-            budgets[r] = Budget(min(most, certain.size + more.depth), certain.size + more.nodes)
+            self.given[row] = given
+            more = budgets[r] if self._goes_on(given) else NO_BUDGET
+            budgets[r] = Budget(min(most, given.tree.size + more.depth), given.tree.size + more.nodes)
         return budgets
 
-    def _certain(self, row: Row, most: int) -> DraftTree:
-        """Certain text of a row, as a chain of at most so many tokens."""
-        for place, drafter in enumerate(self.automatic, start=len(self.drafter.sources)):
+    def _given(self, row: Row, most: int) -> Given:
+        """What the first automatic drafter with a proposal has for a row, as a chain of at most so many
+        tokens.
+        """
+        for number, drafter in enumerate(self.automatic):
             depth = min(most, drafter.depth)
             if (tree := drafter.after(row, (), Budget(depth, depth))).tokens:
-                return tree._replace(source=[place] * tree.size)
-        return EMPTY_TREE
+                source = len(self.drafter.sources) + number
+                return Given(tree._replace(source=[source] * tree.size), number)
+        return NOTHING
+
+    def _goes_on(self, given: Given) -> bool:
+        """Whether the configured drafter drafts behind such a chain."""
+        return self.text_drafter is not None and self.automatic[given.drafter].certain
 
     def propose(self, batch: Batch) -> Draft:
         self.proposals = None
-        if not any(step.row.grammar for step in batch):
+        if not any(step.row.guided for step in batch):
             return self.drafter.propose(batch)
-        others = batch.within([NO_BUDGET if step.row in self.certain else step.budget for step in batch])
+        others = batch.within([NO_BUDGET if step.row in self.given else step.budget for step in batch])
         others.asker = batch.asker
         own = self.drafter.propose(others)
         self.proposals = [self._proposal(step, tree) for step, tree in zip(batch, own.trees)]
         return Draft([proposal.tree for proposal in self.proposals])
 
     def _proposal(self, step: RowStep, own: DraftTree) -> Proposal:
-        row, budget = step.row, step.budget
-        if row.grammar is None:
-            return Proposal(own, own, {i: i for i in range(len(own.tokens))})
-        certain = self.certain.get(row, EMPTY_TREE)
-        certain = certain.only(range(min(certain.size, budget.depth)))
-        rest = Budget(budget.depth - certain.size, budget.nodes - certain.size)
-        if certain.size and rest.nodes and self.text_drafter is not None:
-            own = self.text_drafter.after(row, certain.tokens, rest)
-        return joined(row.grammar, row.tokens, certain, own)
+        row, budget, given = step.row, step.budget, self.given.get(step.row, NOTHING)
+        length = min(given.tree.size, budget.depth)
+        given = given._replace(tree=given.tree.only(range(length)))
+        rest = Budget(budget.depth - length, budget.nodes - length)
+        if length and rest.nodes and self.text_drafter is not None and self._goes_on(given):
+            own = self.text_drafter.after(row, given.tree.tokens, rest)
+        if row.grammar is not None and length and not self.automatic[given.drafter].certain:
+            allowed = row.grammar.allowed(Ids(row.tokens), given.tree)
+            given = given._replace(tree=given.tree.only(allowed))
+        return joined(row.grammar, row.tokens, given, own)
 
     def observe(self, commit: Commit) -> None:
+        """Show each drafter its own part of the trees, without nodes behind a chain that was not accepted."""
         if self.proposals is None:
             self.drafter.observe(commit)
             return
-        steps = [
-            part(step, proposal.own, after_trim(step, proposal.node_of), self.drafter.needs.topk)
-            for step, proposal in zip(commit.batch, self.proposals)
-        ]
+        steps: list[RowStep] = []
+        for step, proposal in zip(commit.batch, self.proposals):
+            judged = len(step.accepted) >= proposal.given.tree.size
+            verified = after_trim(step, proposal.node_of) if judged else {}
+            steps.append(part(step, proposal.own, verified, self.drafter.needs.topk))
+            if proposal.given.tree.size:
+                own = part(step, proposal.given.tree, after_trim(step, proposal.given_of), 0)
+                self.automatic[proposal.given.drafter].observe(Commit(Batch([own])))
         self.drafter.observe(commit._replace(batch=Batch(steps, prefill=commit.batch.prefill)))
 
+    def forget(self, row: Row, reason: str) -> None:
+        for drafter in (self.drafter, *self.automatic):
+            drafter.forget(row, reason)
 
-def joined(grammar: Grammar, tokens: list[int], certain: DraftTree, own: DraftTree) -> Proposal:
-    """A chain of certain tokens, and behind it the nodes of `own` that the grammar allows."""
-    kept = grammar.allowed(Ids(tokens, certain.tokens), own) if own.tokens else ()
-    behind, length = own if len(kept) == len(own.tokens) else own.only(kept), certain.size
+
+def joined(grammar: Grammar | None, tokens: list[int], given: Given, own: DraftTree) -> Proposal:
+    """A given chain, and behind it the nodes of `own` that the grammar allows."""
+    chain, length = given.tree, given.tree.size
+    kept: Sequence[int] = range(len(own.tokens))
+    if grammar is not None and kept:
+        kept = grammar.allowed(Ids(tokens, chain.tokens), own)
+    behind = own if len(kept) == len(own.tokens) else own.only(kept)
+    node_of = {node: length + place for place, node in enumerate(kept)}
+    given_of = {node: node for node in range(length)}
     if not length or not kept:
-        return Proposal(behind if kept else certain, own, {node: place for place, node in enumerate(kept)})
+        return Proposal(behind if kept else chain, own, node_of, given, given_of)
     parents = [length + parent if parent != ROOT else length - 1 for parent in behind.parents]
     tree = behind._replace(
-        tokens=certain.tokens + behind.tokens,
-        parents=certain.parents + parents,
-        confidence=certain.confidence + behind.confidence,
+        tokens=chain.tokens + behind.tokens,
+        parents=chain.parents + parents,
+        confidence=chain.confidence + behind.confidence,
         probs_of=[-1] * length + list(behind.probs_of) if behind.probs_of else (),
-        source=[*certain.source, *map(behind.source_of, range(len(behind.tokens)))],
+        source=[*chain.source, *map(behind.source_of, range(len(behind.tokens)))],
         proposers=[1] * length + list(behind.proposers) if behind.proposers else (),
     )
-    return Proposal(tree, own, {node: length + place for place, node in enumerate(kept)})
+    return Proposal(tree, own, node_of, given, given_of)
