@@ -70,7 +70,7 @@ class Follower:
         return list(self.tokens[self.next : self.next + min(depth, self.reach)])
 
     def _find(self, last: Sequence[int]) -> tuple[int, int]:
-        """(index behind the longest and then nearest match of the last tokens, its length); (0, 0) if none."""
+        """(index behind the longest, then nearest match of the last tokens, its length); (0, 0) if none."""
         places = self.behind.get(last[-1], ())
         middle, best = bisect_left(places, self.next), (0, 0, 0)
         for place in places[max(0, middle - PLACES) : middle + PLACES]:
