@@ -309,6 +309,14 @@ def test_an_instruction_set_that_is_not_there_is_refused(monkeypatch: pytest.Mon
         build.recipe({"OUTRIDER_ISA": "avx512"})
 
 
+@pytest.mark.parametrize("listed", ["flags\t\t: fpu avx asimddp", "Features : fp asimd asimddp"])
+def test_features_of_a_processor(listed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    list_ = tmp_path / "cpuinfo"
+    list_.write_text(f"processor : 0\n{listed}\n")
+    monkeypatch.setattr(build, "CPUINFO", list_)
+    assert {"asimddp"} < build.processor()
+
+
 def test_every_instruction_set_has_a_library_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         build, "processor", lambda: frozenset[str]().union(*(t.needs for t in build.TARGETS.values()))

@@ -82,13 +82,18 @@ def _x86_64(level: str, *features: str) -> Target:
 
 AVX2 = frozenset(("abm", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"))
 LEVELS = {"v3": AVX2, "v4": AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}}
-TARGETS = {  # the best one last
-    "portable": Target((), frozenset()),
+X86_64 = {
     "avx2": _x86_64("v3"),
     "avx512": _x86_64("v4"),
     "avx512_vnni": _x86_64("v4", "avx512_vnni"),
     "avx512_bf16": _x86_64("v4", "avx512_vnni", "avx512_bf16"),
 }
+ARM64 = {"neon_dotprod": Target(("-march=armv8.2-a+dotprod",), frozenset(("asimddp",)))}
+TARGETS = {  # the best one last; `portable` has NEON on arm64, where every processor does
+    "portable": Target((), frozenset()),
+    **(ARM64 if platform.machine() in ("aarch64", "arm64") else X86_64),
+}
+CPUINFO = Path("/proc/cpuinfo")
 SLOW = "the torch kernels are used, which are exact but several times slower: %s"
 log = logging.getLogger("outrider")
 
@@ -163,9 +168,11 @@ def available() -> list[str]:
 
 def processor() -> frozenset[str]:
     """Features of this processor; none where the system does not list them."""
+    if platform.system() == "Darwin" and platform.machine() == "arm64":
+        return frozenset(("asimddp",))  # in every one of Apple's
     with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("flags"):
+        for line in CPUINFO.read_text().splitlines():
+            if line.startswith(("flags", "Features")):  # of x86-64, of arm64
                 return frozenset(line.split())
     return frozenset()
 

@@ -3,6 +3,8 @@
 #include "simd.h"
 #ifdef __x86_64__
 #include <immintrin.h>
+#elif defined __ARM_FEATURE_DOTPROD
+#include <arm_neon.h>
 #endif
 
 typedef int8_t vbytes __attribute__((vector_size(LANES), aligned(1), may_alias));
@@ -17,6 +19,19 @@ INLINE vint dot_bytes(vint sum, vuint u, vint s) {
     const __m256i even = _mm256_madd_epi16(_mm256_and_si256(a, low_bytes), even_of_b);
     const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(a, 8), _mm256_srai_epi16(b, 8));
     return sum + (vint)even + (vint)odd;
+#elif defined __ARM_FEATURE_DOTPROD
+    int32x4_t sums[LANES / 4]; /* u * s = (u - 128) * s + 128 * s: sdot takes signed bytes only */
+    int8x16_t shifted[LANES / 4], by[LANES / 4];
+    const vuint centred = u ^ 0x80808080u;
+    memcpy(sums, &sum, sizeof sum);
+    memcpy(shifted, &centred, sizeof centred);
+    memcpy(by, &s, sizeof s);
+    for (int i = 0; i < LANES / 4; i++) {
+        const int32x4_t mass = vdotq_s32(vdupq_n_s32(0), by[i], vdupq_n_s8(1));
+        sums[i] = vdotq_s32(vaddq_s32(sums[i], vshlq_n_s32(mass, 7)), shifted[i], by[i]);
+    }
+    memcpy(&sum, sums, sizeof sum);
+    return sum;
 #else
     for (int bit = 0; bit < 32; bit += 8) sum += (vint)(u >> bit & 255) * (s << (24 - bit) >> 24);
     return sum;
