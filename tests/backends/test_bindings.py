@@ -39,8 +39,8 @@ def test_every_struct_and_function_of_the_header_is_bound() -> None:
 def test_types_of_a_function() -> None:
     result, arguments = bindings.FUNCTIONS["verify_trees"]
     assert result is None and arguments["vocab"] is ctypes.c_int64
-    assert arguments["queries"] is ctypes.POINTER(bindings.STRUCTS["TreeQuery"])
-    assert arguments["logits"] is ctypes.c_void_p
+    assert arguments["logits"] is arguments["queries"] is ctypes.c_void_p
+    assert bindings.FUNCTIONS["stack"][1]["rows"] is ctypes.POINTER(bindings.STRUCTS["Rows"])
     assert bindings.FUNCTIONS["pick"][0] is ctypes.c_int64
 
 

@@ -79,7 +79,7 @@ def test_following_a_tree_is_picking_node_by_node(
     for key in (4, 0, 9):
         sampler.add_query(trees, key, row, tree, 1)
     verifier.verify(logits, trees)
-    found = trees.read()
+    found = dict(trees.read())
     try:
         expected = Match().walk(tree, Asked)  # type: ignore[arg-type]
     except ModelError:
@@ -113,7 +113,7 @@ def test_a_model_in_one_call_is_its_parts(
         step_input.logits_rows = [*range(at - 1, at + 4)]
         forward = decoder.forward_step if one_call else partial(forward_parts, decoder)
         logits = forward(step_input.build(), decoder.pool(64), states, trees).clone()
-        return logits, states, trees.read()
+        return logits, states, dict(trees.read())
 
     for known, distribution in (
         ([3, 1, 4, 1, 5], DistributionParams(0.0)),

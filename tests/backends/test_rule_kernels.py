@@ -179,7 +179,7 @@ def both(name: str, row: Row, logits: torch.Tensor, root: int, tree: DraftTree) 
         expected = verify.rule(name)().walk(tree, RowPicker(Asked(row, logits, root), 0))
     except ModelError:
         expected = None  # type: ignore[assignment]
-    return queries.read()[5], expected
+    return dict(queries.read())[5], expected
 
 
 @settings(max_examples=400, deadline=None)

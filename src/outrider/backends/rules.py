@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -32,8 +32,8 @@ class TreeQueries(Protocol):
         position: position of the token after the root
         """
 
-    def read(self) -> Mapping[int, Answer | None]:
-        """By key: accepted nodes and emitted tokens.
+    def read(self) -> Iterable[tuple[int, Answer | None]]:
+        """For each key: accepted nodes and emitted tokens.
 
         None if a token could not be picked, because the logits are not finite.
         """

@@ -49,7 +49,9 @@ class Cache:
     def reserve(self, table: BlockTable, length: int) -> bool:
         """Grow `table` to `length` positions.  Returns False, without effect, if there are too few pages."""
         need = -(-length // PAGE) - len(table.pages)
-        if need > 0 and need > self.available:
+        if need <= 0:
+            return True
+        if need > self.available:
             return False
         for _ in range(need):
             self._append(table, self._take())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -66,6 +67,7 @@ class FixedController:
         given = options.num_speculative_tokens
         self.options, self.depth, self.size = options, depth if given is None else given, size
         self.vocabulary = vocabulary
+        self._budget = lru_cache(lambda depth: Budget(depth, size(depth)))
 
     @property
     def max_depth(self) -> int:
@@ -87,17 +89,15 @@ class FixedController:
 
     def budget(self, batch: Batch) -> list[Budget]:
         most = self.depth_for(len(batch))
-        budgets = []
-        for step in batch:
-            depth = min(most, step.row.draft_depth) if step.emits else 0
-            budgets.append(Budget(depth, self.size(depth)) if depth else NO_BUDGET)
-        return budgets
+        if not most:
+            return [NO_BUDGET] * len(batch)
+        return [self._budget(min(most, step.row.draft_depth)) if step.emits else NO_BUDGET for step in batch]
 
     def trim(self, batch: Batch) -> None:
         for step in batch:
-            kept = self.kept(step.tree, step.budget)
-            if len(kept) < len(step.tree.tokens):
-                step.tree, step.kept = step.tree.only(kept), kept
+            tree = step.tree
+            if tree.tokens and len(kept := self.kept(tree, step.budget)) < len(tree.tokens):
+                step.tree, step.kept = tree.only(kept), kept
                 batch.resume = None  # its nodes are those of the whole trees
 
     def learn(self, commit: Commit, times: Times) -> None:

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from outrider.core.step import Batch
+from outrider.core.step import Batch, RowStep
 
 
 class Times(NamedTuple):
@@ -15,6 +15,9 @@ class Times(NamedTuple):
     propose: float = 0.0
     forward: float = 0.0
     rest: float = 0.0
+
+    def plus(self, other: Times) -> Times:
+        return Times(self.propose + other.propose, self.forward + other.forward, self.rest + other.rest)
 
 
 NO_TIMES = Times()
@@ -46,12 +49,18 @@ class Work:
         self.rows += len(batch)
         for step in batch:
             self.known += step.known
-            self.prompt += max(0, min(step.end, step.row.prompt) - step.start)
-            self.guessed += len(step.tree.tokens)
             self.emitted += len(step.emitted)
-            if step.tree.size:
-                self.drafts += 1
-                self.drafted += step.tree.size
-                self.accepted += len(step.accepted)
-                self.accepted_lengths[len(step.accepted)] += 1
-        self.times = Times(*map(sum, zip(self.times, times)))
+            if batch.prefill:
+                self.prompt += max(0, min(step.end, step.row.prompt) - step.start)
+            if step.tree.tokens:
+                self._add_draft(step)
+        self.times = self.times.plus(times)
+
+    def _add_draft(self, step: RowStep) -> None:
+        size, accepted = step.tree.size, len(step.accepted)
+        self.guessed += len(step.tree.tokens)
+        if size:
+            self.drafts += 1
+            self.drafted += size
+            self.accepted += accepted
+            self.accepted_lengths[accepted] += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
@@ -54,15 +54,15 @@ class RowStep:
 
         now: seconds on the clock of `Row.arrivals`.  sources: the drafters' names (`Joined.sources`).
         """
-        row = self.row
+        row, tree = self.row, self.tree
         row.steps += 1
-        row.drafted += self.tree.size
-        row.accepted += len(self.accepted)
-        if self.tree.size:
+        if size := tree.size:
+            row.drafted += size
+            row.accepted += len(self.accepted)
             row.count_draft(len(self.accepted))
+            row.sources += [sources[tree.source_of(node)] for node in self.accepted]
+        row.sources.append(None)
         row.lossless = lossless
-        drafted = [sources[self.tree.source_of(node)] for node in self.accepted]
-        row.sources += [*drafted, None][: len(self.emitted)]
         row.arrivals += [now] * len(self.emitted)
 
 
@@ -77,47 +77,38 @@ class Asker(Protocol):
         """Budgets of drafter k, which see the drafts of those before it."""
 
 
-@dataclass(slots=True)
-class Batch:
+class Batch(list[RowStep]):
     """The rows of one step.
 
     failed: rows that ended before their first step.  prefill: some row computes a part of its prompt.
     asker: decides what the drafters of a mix are asked for; None: each within its own limits.
     """
 
-    steps: list[RowStep] = field(default_factory=list)
-    failed: list[Row] = field(default_factory=list)
-    prefill: bool = False
-    resume: Resume | None = None
-    asker: Asker | None = None
+    def __init__(self, steps: Iterable[RowStep] = (), prefill: bool = False) -> None:
+        super().__init__(steps)
+        self.prefill = prefill
+        self.failed: list[Row] = []
+        self.resume: Resume | None = None
+        self.asker: Asker | None = None
 
     def add(self, row: Row, known: int, budget: Budget = NO_BUDGET) -> None:
         """Add a row with its next `known` tokens."""
         end = row.computed + known
-        self.steps.append(RowStep(row, row.computed, known, end == len(row.tokens), budget))
+        self.append(RowStep(row, row.computed, known, end == len(row.tokens), budget))
         self.prefill |= end <= row.prompt
-
-    def __len__(self) -> int:
-        return len(self.steps)
-
-    def __iter__(self) -> Iterator[RowStep]:
-        return iter(self.steps)
-
-    def __getitem__(self, r: int) -> RowStep:
-        return self.steps[r]
 
     @property
     def rows(self) -> list[Row]:
-        return [step.row for step in self.steps]
+        return [step.row for step in self]
 
     def within(self, budgets: Sequence[Budget]) -> Batch:
         """The same rows with other budgets."""
-        return Batch([replace(step, budget=budget) for step, budget in zip(self.steps, budgets)])
+        return Batch([replace(step, budget=budget) for step, budget in zip(self, budgets)])
 
     def take(self, draft: Draft) -> None:
         """Assign the draft trees to the rows."""
         self.resume = draft.resume
-        for step, tree in zip(self.steps, draft.trees):
+        for step, tree in zip(self, draft.trees):
             step.tree = tree
 
 

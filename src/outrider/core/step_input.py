@@ -113,7 +113,7 @@ class StepInput:
         """
         n, end = len(tokens), start + len(tokens)
         self._add(table, n, end)
-        self.input_ids.extend([*tokens])
+        self.input_ids.extend(tokens)
         self.positions.extend(range(start + shift, end + shift))
         self.slot_mapping.extend(table[start:end].tolist())
         self.context_lens.extend(range(start + 1, end + 1))
@@ -139,7 +139,7 @@ class StepInput:
         deepest = max(depths)
         self.max_path_len = max(self.max_path_len, deepest)
         self._add(table, n, context + deepest)
-        self.input_ids.extend([*tokens])
+        self.input_ids.extend(tokens)
         self.positions.extend([root + depth for depth in depths])
         self.slot_mapping.extend([path[-1] for path in paths])
         self.context_lens.extend([context] * n)
@@ -170,7 +170,8 @@ class StepInput:
             self.query_start.append(self.length)
         self.length += n
         self.query_start[-1] = self.length
-        self.max_seq_len = max(self.max_seq_len, keys)
+        if keys > self.max_seq_len:
+            self.max_seq_len = keys
 
     def only(self, rows: Collection[int]) -> StepInput:
         """Some of the rows, in the same order, not yet built.  Rows of a view cannot be taken."""

@@ -71,7 +71,8 @@ class DraftTree(NamedTuple):
     @property
     def chained(self) -> bool:
         """Whether the tree is a chain: the parent of every node is the node before it."""
-        return self.parents == [*range(ROOT, len(self.parents) - 1)]
+        parents = self.parents
+        return not parents or parents == [*range(ROOT, len(parents) - 1)]
 
     @property
     def size(self) -> int:

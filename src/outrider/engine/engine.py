@@ -151,7 +151,7 @@ class Engine:
         """
         began = time.perf_counter()
         batch = self.scheduler.next()
-        if not batch.steps:
+        if not batch:
             assert not self.busy, "rows are waiting and none can run"
             return batch.failed
         self.scheduler.reserve(batch, self.proposer.budgets(batch, self.controller))
@@ -209,7 +209,7 @@ class Engine:
 
     @property
     def times(self) -> Times:
-        return Times(*map(sum, zip(self.prefill.times, self.decode.times)))
+        return self.prefill.times.plus(self.decode.times)
 
     @property
     def steps(self) -> int:

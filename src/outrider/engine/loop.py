@@ -180,7 +180,7 @@ class EngineLoop:
                 self._recover(error)
             raise
         with self._lock:
-            grown = dict.fromkeys(row.id for row in rows)
+            grown = dict.fromkeys([row.id for row in rows])
             self._report([self.tickets[id] for id in grown if id in self.tickets], grown=True)
 
     def _between_steps(self) -> None:
@@ -203,7 +203,7 @@ class EngineLoop:
     def _report(self, tickets: Sequence[Ticket], grown: bool = False) -> None:
         """Close the tickets that ended, and call on_news of these and of those that grew."""
         for ticket in tickets:
-            ended = all(row.finish_reason is not None for row in ticket.rows)
+            ended = None not in [row.finish_reason for row in ticket.rows]
             ticket.finished |= ended
             if ticket.on_news is not None and (grown or ended):
                 try:

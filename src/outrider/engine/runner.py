@@ -141,10 +141,11 @@ class Runner:
 
         The rule verifies the other rows, and raises the error of a failed pick.
         """
-        for r, found in queries.read().items():
+        for r, found in queries.read():
             if found is not None:
-                batch[r].accepted, batch[r].emitted = found
-                batch[r].verified = True
+                step = batch[r]
+                step.accepted, step.emitted = found
+                step.verified = True
 
     def _run(
         self,

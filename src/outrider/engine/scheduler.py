@@ -102,7 +102,7 @@ class Scheduler:
             known = len(row.tokens) - row.computed
             if known > 1 and row.table is not None:  # without a table, it has just been preempted
                 known = budget.take(known, row.computed)
-            if known and (_has_pages(row, row.computed + known) or self._room(row, row.computed + known)):
+            if known and self._room(row, row.computed + known):
                 batch.add(row, known)
         while self.waiting and len(self.running) < self.limits.max_num_seqs and not budget.exhausted:
             if not self._admit(self.waiting[0]):
@@ -126,20 +126,16 @@ class Scheduler:
 
         Draft nodes take free pages and never preempt a row: the budget shrinks instead.
         """
-        drafting = sum(budget.nodes > 0 for budget in budgets)
-        fair = (
-            (self.limits.max_num_batched_tokens - sum(step.known for step in batch)) // drafting
-            if drafting
-            else 0
-        )
-        for step, budget in zip(batch, budgets):
-            row, nodes = step.row, min(budget.nodes, fair)
-            assert row.table is not None
-            if nodes and not (
-                _has_pages(row, step.end + nodes) or self.cache.reserve(row.table, step.end + nodes)
-            ):
-                nodes = min(nodes, row.table.room - step.end)
-            step.budget = budget.within(nodes=nodes)
+        drafting = [(step, budget) for step, budget in zip(batch, budgets) if budget.nodes]
+        if not drafting:
+            return
+        fair = (self.limits.max_num_batched_tokens - sum(step.known for step in batch)) // len(drafting)
+        for step, budget in drafting:
+            table, nodes = step.row.table, min(budget.nodes, fair)
+            assert table is not None
+            if not self.cache.reserve(table, step.end + nodes):
+                nodes = min(nodes, table.room - step.end)
+            step.budget = budget if nodes == budget.nodes else budget.within(nodes=nodes)
 
     def clip(self, batch: Batch) -> None:
         """End rows at EOS, stop ids, stop strings, max_tokens and the context limit.
@@ -176,7 +172,7 @@ class Scheduler:
             # only now: a step that was interrupted before, even in the middle of `move`, is computed again
             row.computed = step.end + len(step.accepted)
             length, table = max(len(row.tokens), row.computed), row.table
-            if _has_pages(row, length + PAGE):
+            if table.room >= length + PAGE:
                 self.cache.shrink(table, length)
             if row.computed >= (len(table.nodes) + 1) * PAGE:
                 self.share(row)
@@ -219,8 +215,7 @@ class Scheduler:
 
         Returns False if the row itself was preempted.
         """
-        while row in self.running:
-            assert row.table is not None
+        while row.table is not None:
             if self.cache.reserve(row.table, length):
                 return True
             self._preempt(self.running[-1])
@@ -283,8 +278,3 @@ class Scheduler:
 
 def _priority(row: Row) -> int:
     return row.priority
-
-
-def _has_pages(row: Row, length: int) -> bool:
-    """Whether its pages hold `length` positions.  True in most steps."""
-    return row.table is not None and len(row.table.pages) * PAGE >= length

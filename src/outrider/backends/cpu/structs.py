@@ -13,6 +13,7 @@ from outrider.core.step_input import StepInput
 from outrider.core.stop_rule import StopRule, hidden_of
 
 LINEARS = ("qkv", "o", "gate_up", "down")
+ROWS = STRUCTS["Rows"]
 VECTORS = ("norm_in", "norm_post", "q_norm", "k_norm")
 
 
@@ -28,33 +29,31 @@ class StepView:
     """Addresses of a built step's arrays.  The step owns it, as it points into its arrays and slot tables."""
 
     def __init__(self, step_input: StepInput) -> None:
-        bounds = zip(step_input.slot_tables, step_input.query_start, step_input.query_start[1:])
-        tables = [table.buffer_info()[0] for table, first, end in bounds for _ in range(first, end)]
-        self.tables = array("q", tables)  # the address of every row's slot table
-        self.input_ids = step_input.input_ids.buffer_info()[0]
-        columns = (
-            step_input.positions,
-            step_input.slot_mapping,
-            step_input.context_lens,
-            step_input.path_lens,
-            self.tables,
-            step_input.path_slots,
-        )
-        self.rows = STRUCTS["Rows"](
-            step_input.length,
-            step_input.max_path_len,
-            step_input.max_seq_len,
-            step_input.pinned,
-            *(column.buffer_info()[0] for column in columns),
-            0,
-            None,
+        step, starts = step_input, step_input.query_start
+        self.tables = array("q")  # the address of every row's slot table
+        for table, first, end in zip(step.slot_tables, starts, starts[1:]):
+            self.tables.extend([table.buffer_info()[0]] * (end - first))
+        self.input_ids = step.input_ids.buffer_info()[0]
+        self.rows = ROWS(
+            step.length,
+            step.max_path_len,
+            step.max_seq_len,
+            step.pinned,
+            step.positions.buffer_info()[0],
+            step.slot_mapping.buffer_info()[0],
+            step.context_lens.buffer_info()[0],
+            step.path_lens.buffer_info()[0],
+            self.tables.buffer_info()[0],
+            step.path_slots.buffer_info()[0],
         )
 
     def with_adapters(self, runs: ctypes.Array[Any] | None) -> Any:
         """The rows, with these runs of LoRA adapters (see lora.py).  The caller keeps the runs alive."""
-        self.rows.num_lora_runs = 0 if runs is None else len(runs)
-        self.rows.lora_runs = None if runs is None else ctypes.addressof(runs)
-        return self.rows
+        rows = self.rows
+        rows.num_lora_runs, rows.lora_runs = (
+            (0, None) if runs is None else (len(runs), ctypes.addressof(runs))
+        )
+        return rows
 
 
 def view(step_input: StepInput) -> StepView:

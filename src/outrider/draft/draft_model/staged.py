@@ -202,7 +202,7 @@ class Staged:
             if k := self.drafter.needs.topk:
                 nodes = range(stage.first_row, stage.first_row + len(stage.draft_tree.tokens))
                 step.topk = self.host.sampler.best(logits[[stage.row, *nodes]], k)
-            batch.steps.append(step)
+            batch.append(step)
         self.drafter.observe(Commit(batch))
 
     def observe(self, commit: Commit) -> None:

@@ -57,18 +57,17 @@ class Joined:
         self.drafter = drafter
         self.automatic = [each for each in automatic if not set(each.sources) & set(drafter.sources)]
         self.text_drafter = drafter if isinstance(drafter, TextDrafter) else None
+        # names of the methods that draft: of the configured drafter, then of the automatic ones
+        self.sources = [*drafter.sources, *(name for each in self.automatic for name in each.sources)]
+        self.guided = False  # whether some row of this step is guided
         self.given: dict[Row, Given] = {}  # of this step
         self.proposals: list[Proposal] | None = None  # of this step; None: the configured drafter's own
-
-    @property
-    def sources(self) -> Sequence[str]:
-        """Names of the methods that draft: of the configured drafter, then of the automatic ones."""
-        return [*self.drafter.sources, *(name for drafter in self.automatic for name in drafter.sources)]
 
     def budgets(self, batch: Batch, controller: Controller) -> list[Budget]:
         """The controller's budgets, raised to what the automatic drafters propose for each row."""
         budgets, self.given = controller.budget(batch), {}
-        if not any(step.row.guided for step in batch) or not controller.nodes(len(batch)):
+        self.guided = any(step.row.guided for step in batch)
+        if not self.guided or not controller.nodes(len(batch)):
             return budgets
         for r, step in enumerate(batch):
             row, most = step.row, step.row.draft_depth
@@ -101,7 +100,7 @@ class Joined:
 
     def propose(self, batch: Batch) -> Draft:
         self.proposals = None
-        if not any(step.row.guided for step in batch):
+        if not self.guided:
             return self.drafter.propose(batch)
         others = batch.within([NO_BUDGET if step.row in self.given else step.budget for step in batch])
         others.asker = batch.asker

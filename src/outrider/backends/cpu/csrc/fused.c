@@ -18,7 +18,7 @@ static double now(void) {
 
 void read_model(const ModelShape *s, const Layer *layers, const ModelEnds *ends, const Rows *rows,
                 const int64_t *ids, char *pool, int64_t plane_bytes, float *const *taps,
-                const int64_t *output_rows, int64_t num_outputs, float *logits, const TreeQuery *queries,
+                const int64_t *output_rows, int64_t num_outputs, float *logits, const void *queries,
                 int64_t num_queries, int32_t *trees) {
     const int64_t hidden = s->hidden, n = rows->num_rows, blocks = row_blocks(ends->outputs);
     float *x = allocate((n * hidden + num_outputs * (hidden + blocks)) * 4), *states = x + n * hidden;

@@ -158,10 +158,10 @@ typedef struct {
 /* One forward.
  *   ids [rows->num_rows]; taps as in `stack`, and one more for the states of all rows after the last norm
  *   logits [num_outputs,outputs] of the rows output_rows [num_outputs]
- *   queries [num_queries], trees: as in `verify_trees`, on these logits */
+ *   TreeQuery queries [num_queries], trees: as in `verify_trees`, on these logits */
 void read_model(const ModelShape *shape, const Layer *layers, const ModelEnds *ends, const Rows *rows,
                 const int64_t *ids, char *pool, int64_t plane_bytes, float *const *taps,
-                const int64_t *output_rows, int64_t num_outputs, float *logits, const TreeQuery *queries,
+                const int64_t *output_rows, int64_t num_outputs, float *logits, const void *queries,
                 int64_t num_queries, int32_t *trees);
 
 /* A chain of draft tokens that begins after row first_row. */
@@ -235,12 +235,12 @@ int64_t probabilities(const float *logits, int64_t vocab, float temperature, dou
 int64_t sample_children(const double *probs, int64_t vocab, uint64_t stream, uint64_t step,
                         int64_t first_node, int64_t count, int repeats, int32_t *out);
 
-/* Verifies draft trees.
+/* Verifies the draft trees of TreeQuery queries [num_queries].
  *   logits: rows of `stride` floats, of which `vocab` count; block_max: rows of `block_max_stride` floats,
  *     or null
  *   trees: see TreeQuery; the count of emitted tokens is -1 if a row has no finite logit */
 void verify_trees(const float *logits, int64_t stride, int64_t vocab, float *block_max,
-                  int64_t block_max_stride, const TreeQuery *queries, int64_t num_queries, int32_t *trees);
+                  int64_t block_max_stride, const void *queries, int64_t num_queries, int32_t *trees);
 
 enum { NUM_TOP = 4, NUM_FEATURES = NUM_TOP + 2 };
 

@@ -242,8 +242,9 @@ static int64_t verify_tree(Tree *t) {
 }
 
 void verify_trees(const float *logits, int64_t stride, int64_t vocab, float *block_max,
-                  int64_t block_max_stride, const TreeQuery *queries, int64_t num_queries, int32_t *trees) {
-    for (const TreeQuery *q = queries; q < queries + num_queries; q++) {
+                  int64_t block_max_stride, const void *queries, int64_t num_queries, int32_t *trees) {
+    const TreeQuery *query = queries;
+    for (const TreeQuery *q = query; q < query + num_queries; q++) {
         int32_t *tokens = trees + q->at, *path = tokens + 3 * q->nodes, *emitted = path + q->nodes;
         Tree tree = {
             .query = q,
